@@ -204,6 +204,11 @@ class Config:
     deterministic: Annotated[
         bool, "the same bits from the same command on the same mesh: on GPUs slower kernels, chosen without measuring"
     ] = False
+    evaluate: Annotated[
+        tuple[str, ...],
+        "tasks of megajax eval to evaluate while it trains: lambada=FILE, wikitext103=FILE; of a task its name, on dev",
+    ] = ()
+    evaluate_every: Annotated[int, "steps between two evaluations by `evaluate`; the last step always has one"] = 1000
     track: Annotated[
         Literal["none", "wandb", "mlflow"],
         "record the run in Weights & Biases or MLflow, too; their own variables say where (docs/monitoring.md)",

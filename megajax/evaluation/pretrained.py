@@ -122,13 +122,13 @@ def evaluate_lambada(run_dir: Path, *, step: str, data: str, overrides: dict[str
     return {"task": "lambada", "step": trained.step, **figures, "passages": len(passages), "several_subwords": several}
 
 
-def read_wikitext(path: str, tokenizer: Tokenizer) -> tuple[int, TokenDocuments]:
+def read_wikitext(path: str, tokenizer: Tokenizer, flag: str = "--data ") -> tuple[int, TokenDocuments]:
     """Of `wiki.test.tokens`, or another text in its form, the number of words and punctuation marks, the paper's T_o,
     and the subwords of the text without its word tokenization as one document."""
-    refusal = UserError(f"--data {path!r}; valid: one file of plain text, such as wiki.test.tokens")
+    refusal = UserError(f"{flag}{path!r}; valid: one file of plain text, such as wiki.test.tokens")
     if Path(path).is_dir() or Path(path).suffix.lower() == ".jsonl":  # "" is a folder, the current one
         raise refusal
-    text, *more = itertools.islice(TextDocuments(path, cut=False, flag="--data"), 2)
+    text, *more = itertools.islice(TextDocuments(path, cut=False, flag=flag.rstrip()), 2)
     if more:
         raise refusal
     ids = np.array(tokenizer.with_begin(tokenizer.encode(detokenize(text))), np.int32)
@@ -147,16 +147,16 @@ def detokenize(text: str) -> str:
     return text
 
 
-def read_lambada(path: str, tokenizer: Tokenizer) -> list[tuple[list[int], int]]:
+def read_lambada(path: str, tokenizer: Tokenizer, flag: str = "--data ") -> list[tuple[list[int], int]]:
     """Ids of every passage, and the index at which its last word begins, for `score_continuations`. It is what follows
     the last white space, and is encoded with a space before it."""
     if Path(path).suffix.lower() != ".jsonl":
-        raise UserError(f"--data {path!r}; valid: a .jsonl file of passages, such as lambada_test.jsonl")
+        raise UserError(f"{flag}{path!r}; valid: a .jsonl file of passages, such as lambada_test.jsonl")
     contexts, words = [], []
-    for place, text in TextDocuments(path, flag="--data").placed():
+    for place, text in TextDocuments(path, flag=flag.rstrip()).placed():
         context, word = split_last_word(text)
         if not context:
-            raise UserError(f"--data {place}: the passage is one word; valid: a last word and text before it")
+            raise UserError(f"{flag}{place}: the passage is one word; valid: a last word and text before it")
         contexts.append(context)
         words.append(" " + word)
     before = [tokenizer.with_begin(context) for context in tokenizer.encode_batch(contexts)]

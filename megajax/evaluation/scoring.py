@@ -92,14 +92,19 @@ class Continuation:
 
 
 def score_continuations(
-    program: Program, params: Any, sequences: Sequence[tuple[Sequence[int], int]]
+    program: Program,
+    params: Any,
+    sequences: Sequence[tuple[Sequence[int], int]],
+    *,
+    between: Callable[[], None] = lambda: None,
 ) -> list[Continuation]:
-    """Scores of the ends of token sequences, in order; each is its ids and the index of the first to score, from 1."""
+    """Scores of the ends of token sequences, in order; each is its ids and the index of the first to score, from 1.
+    `between` is that of `score_samples`."""
     samples = ContinuationSamples(sequences, sequence_length=program.config.model.sequence_length)
     if not len(samples):
         return [Continuation(0.0, True) for _ in sequences]
     losses, greedy = np.zeros(len(sequences)), np.ones(len(sequences), bool)
-    for owner, found in zip(samples.owners, score_samples(program, params, samples), strict=True):
+    for owner, found in zip(samples.owners, score_samples(program, params, samples, between=between), strict=True):
         losses[owner] += found["next_token"].loss.sum()
         greedy[owner] &= found["next_token"].hit.all()
     return [Continuation(0.0 - loss, hit) for loss, hit in zip(losses.tolist(), greedy.tolist(), strict=True)]

@@ -12,9 +12,11 @@ from megajax.config import Config, DistributedConfig, profiled_steps, to_toml
 from megajax.data.files import write_atomically
 from megajax.errors import UserError
 from megajax.host.ending import Exit
+from megajax.host.paths import scheme
 from megajax.host.phases import phase, watched
 from megajax.host.processes import is_first_process, on_first_process, say
 from megajax.host.transcript import transcript
+from megajax.models.registry import FAMILIES
 from megajax.optim.config import OptimizerConfig, check_cooldown
 from megajax.program.memory import check_memory
 from megajax.program.program import Program
@@ -109,10 +111,28 @@ def check_given(config: Config) -> None:
             "--data.path missing; valid: a text, JSONL or Parquet file, a folder, a prepared prefix, or python-stdlib; "
             "or --data.sources"
         )
+    _check_evaluate(config)
     if config.track != "none":
         check_installed(config.track)
     if not config.pretrains and not config.data.train:
         raise UserError(f"--data.train missing; valid: files of --task.name {config.task.name}")
+
+
+def _check_evaluate(config: Config) -> None:
+    """Check that the tasks of `--evaluate` are for this model, each with its file, once."""
+    reads_text = config.model.head == "pretraining" and FAMILIES[config.model.family].continues_text
+    names = [entry.partition("=")[0] for entry in config.evaluate]
+    for entry, name in zip(config.evaluate, names, strict=True):
+        path = entry.partition("=")[2]
+        if not config.pretrains:
+            fits, valid = entry == config.task.name, config.task.name
+        else:
+            fits = reads_text and name in ("lambada", "wikitext103") and path != ""
+            valid = "lambada=FILE, wikitext103=FILE" if reads_text else "without it: a validation has all losses"
+        if not fits or names.count(name) > 1:
+            raise UserError(f"--evaluate {entry}; valid: {valid}{', each once' * fits}")
+        if path and not scheme(path) and not Path(path).is_file():
+            raise UserError(f"--evaluate {entry}: no such file; valid: an existing one")
 
 
 def earlier_optimizer(config: Config, run_dir: Path) -> OptimizerConfig | None:

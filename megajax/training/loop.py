@@ -138,6 +138,9 @@ class Trainer:
                 self._catch_up()
             if step == self.trace.last:
                 self._report_trace(step, step_function)
+            if config.evaluate and self._due(step, config.evaluate_every):
+                self._catch_up()
+                self._evaluate(step)
             if self._due(step, config.train.eval_every) or self._saves(step):
                 self._catch_up()
                 self._validate_and_save(step)
@@ -262,6 +265,13 @@ class Trainer:
         self.log.record_validation(step, loss, named, parts_of(parts, self.program.form))
         self.log.record_text(step, "validation", validation_text(parts))
         return loss
+
+    def _evaluate(self, step: int) -> None:
+        """Compute and record the figures of `--evaluate`, unless a signal comes meanwhile."""
+        with contextlib.suppress(_SignalSeen):
+            for name, figures in self.validator.evaluate_tasks(step, self._weights(), self._look_for_a_signal):
+                self.log.record_task(step, name, figures)
+        self.ready = time.perf_counter()
 
     def _score_dev(self) -> None:
         """Compute and record a task's figures on its dev records; if a signal comes meanwhile, the next start does."""

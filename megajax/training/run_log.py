@@ -97,6 +97,11 @@ class RunLog:
             self._of_dev.add(step)
             self._record(step, {f"{DEV}{name}": value for name, value in figures.items()})
 
+    def record_task(self, step: int, name: str, figures: Mapping[str, float]) -> None:
+        """Record and show the figures of a task of `--evaluate` after `step` steps, as `TASK/FIGURE`."""
+        self._record(step, {f"{name}/{figure}": value for figure, value in figures.items()})
+        self.display.print_step(step, "  ".join([name, *(f"{each} {value:.5g}" for each, value in figures.items())]))
+
     def record_text(self, step: int, name: str, text: str) -> None:
         """Record a text after `step` steps, such as "sample"."""
         self._tell(lambda tracker: tracker.text(step, name, text))

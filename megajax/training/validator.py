@@ -1,10 +1,11 @@
 """Validations during training: on the held-out part of the corpora, and on named sets."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megajax.data.samples import Samples
+from megajax.evaluation.during import read_tasks
 from megajax.evaluation.finetuned import dev_figures
 from megajax.evaluation.scoring import Perplexity, perplexities, total_loss
 from megajax.program.program import Program
@@ -20,6 +21,7 @@ class Validator:
     def __init__(self, program: Program, data: RunData | TaskData, watchdog: Watchdog, display: Display):
         self._program, self._data, self._watchdog, self._display = program, data, watchdog, display
         self._doing = COMPILING
+        self._tasks = read_tasks(program.config, data.tokenizer)
         self.last: dict[str, Perplexity] | None = None  # losses of the newest validation of the split, by name
 
     def validate(
@@ -63,11 +65,26 @@ class Validator:
 
     def score_dev(self, step: int, params: Any, data: TaskData, between: Callable[[], None]) -> dict[str, float]:
         """A task's figures on its dev records; `between` as in `validate`."""
+        with self._display.phase(f"scoring dev of {self._program.config.task.name}", announced=False):
+            return dev_figures(self._program, params, data, self._before_batch(step, between))
+
+    def evaluate_tasks(
+        self, step: int, params: Any, between: Callable[[], None]
+    ) -> Iterator[tuple[str, dict[str, float]]]:
+        """Name and figures of each task of `--evaluate`: of one with a file, or of the run's own on `dev`, which has
+        another time after the last step. `between` as in `validate`."""
+        train, data = self._program.config.train, self._data
+        if isinstance(data, TaskData) and step < train.steps:
+            yield "dev", self.score_dev(step, params, data, between)
+        for name, evaluation in self._tasks.items():
+            with self._display.phase(f"evaluating {name}", announced=False):
+                yield name, evaluation(self._program, params, between=self._before_batch(step, between))
+
+    def _before_batch(self, step: int, between: Callable[[], None]) -> Callable[[], None]:
         doing = itertools.chain([COMPILING], itertools.repeat(COMPUTING))
 
         def before_batch() -> None:
             self._watchdog.at(step, next(doing))
             between()
 
-        with self._display.phase(f"scoring dev of {self._program.config.task.name}", announced=False):
-            return dev_figures(self._program, params, data, before_batch)
+        return before_batch

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from processes import Commands, Run
-from results import contents, validation
+from results import contents, records, validation
 
 from megajax.data.tokenizers import load_tokenizer
 
@@ -70,6 +70,20 @@ def test_wikitext(commands: Commands, straight: Run, tmp_path: Path) -> None:
     subwords = commands.perplexity(straight.folder, "--data", tmp_path / "plain.txt", "--overlap", 8)
     assert subwords["tokens"] == predicted + 1, "the end of the text"
     assert result["loss"] * result["T_o"] == pytest.approx(subwords["loss"] * subwords["tokens"], rel=0.02)
+
+
+def test_lambada_while_a_run_trains(commands: Commands, begun: Path, corpus: Path, tmp_path: Path) -> None:
+    """By `--evaluate`, on two devices of a pipe: the figures of `megajax eval`, in metrics.jsonl and on a line."""
+    words, file = corpus.read_text(encoding="utf-8").split(), tmp_path / "lambada.jsonl"
+    passages = (" ".join(words[at : at + 9]) for at in range(0, 400, 20))
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in passages))
+    flags = ("--evaluate", f"lambada={file}", "--evaluate-every", 2, "--train.steps", 12)
+    done = commands.train(begun, *flags, "--mesh.pipe", 2, "--simulate-devices", 2)
+    found = {line["step"]: line for line in records(begun) if "lambada/accuracy" in line}
+    assert [*found] == [12] and "step 12/12  lambada  accuracy" in done.out
+    result = commands.evaluate("lambada", begun, "--data", file)
+    for name in ("accuracy", "loss", "perplexity"):
+        assert found[12][f"lambada/{name}"] == pytest.approx(result[name], rel=1e-6)
 
 
 def test_lambada(commands: Commands, straight: Run, corpus: Path, tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ TRAINING: list[tuple[str, ...]] = [
     (f"{TRAIN} --model.layer-order post", "^error: --model.layer-order post with --model.family decoder; valid: pre"),
     ("train.py ODD/nul.toml", r"nul\.toml: run_dir", "valid: text in UTF-8, without NUL"),
     ("train.py ODD/no.toml", r"no\.toml", "demo"),
+    (f"{TRAIN} --evaluate mnli", "^error: --evaluate mnli; valid: lambada=FILE, wikitext103=FILE"),
+    (f"{TRAIN} --evaluate lambada=ODD/no.jsonl", "--evaluate lambada=.*no.jsonl: no such file"),
     (f"{TRAIN} --resume must", "--resume", "checkpoint", "valid"),
     ("train.py TINY --resume must", "--resume must, but --run-dir runs/tiny"),  # where it would be by default
     (f"{TRAIN} --train.global-batch 1000000", "a table of 1000000 forwards; valid: at most 250000"),

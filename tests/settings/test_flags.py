@@ -43,7 +43,7 @@ OF_TASKS = ["task.name", "model.head", "seeds", "data.train", "data.dev"]
 # Which need another value beside them, or not beside those of the preset.
 OF_ROTARY = [key for key in options(Config) if key.startswith("model.rope_")]
 OTHERS = ["optimizer.gradient_dtype", "model.layer_order", "optimizer.warmup_fraction", "lora.targets"]
-OTHERS += ["optimizer.cooldown_steps", "train.ramp_start", "train.ramp_increment", "train.ramp_samples"]
+OTHERS += ["evaluate", "optimizer.cooldown_steps", "train.ramp_start", "train.ramp_increment", "train.ramp_samples"]
 NOT_ALONE = [*SWITCHES, *OF_TASKS, *OF_ROTARY, *OTHERS]
 VALUES = [key for key in options(Config) if not key.startswith("distributed.") and key not in NOT_ALONE]
 

@@ -1,0 +1,47 @@
+"""Tasks of `megajax eval` while a run trains (`--evaluate`): their files are read before its first step."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from megajax.config import Config
+from megajax.data.gpt import EvaluationSamples
+from megajax.data.tokenizer import Tokenizer
+from megajax.errors import UserError
+from megajax.evaluation.options import PAPER_OVERLAP
+from megajax.evaluation.pretrained import last_word_figures, read_lambada, read_wikitext
+from megajax.evaluation.scoring import perplexities, score_continuations
+from megajax.program.program import Program
+
+Evaluation = Callable[..., dict[str, float]]  # (program, params, between=) -> figures; see `scoring.score_samples`
+
+
+def read_tasks(config: Config, tokenizer: Tokenizer | None) -> dict[str, Evaluation]:
+    """What evaluates each task of `--evaluate` that has a file, by its name."""
+    found: dict[str, Evaluation] = {}
+    for entry in config.evaluate if config.pretrains else ():
+        name, _, path = entry.partition("=")
+        flag = f"--evaluate {name}="
+        if tokenizer is None:
+            raise UserError(f"{flag}{path}: the run has no tokenizer for text; valid: without --evaluate")
+        if name == "lambada":
+            found[name] = partial(_lambada, read_lambada(path, tokenizer, flag))
+        else:
+            words, text = read_wikitext(path, tokenizer, flag)
+            length = config.model.sequence_length
+            samples = EvaluationSamples(text, sequence_length=length, overlap=min(PAPER_OVERLAP, length))
+            found[name] = partial(_wikitext, words, samples)
+    return found
+
+
+def _lambada(
+    passages: Sequence[tuple[list[int], int]], program: Program, params: Any, between: Callable[[], None]
+) -> dict[str, float]:
+    return last_word_figures(score_continuations(program, params, passages, between=between))
+
+
+def _wikitext(
+    words: int, samples: EvaluationSamples, program: Program, params: Any, between: Callable[[], None]
+) -> dict[str, float]:
+    (result,) = perplexities(program, params, samples, between=between).values()
+    return {"perplexity": result.per(words), "loss": result.total_loss / words}
