@@ -63,7 +63,7 @@ def read(checkpoint: Path, target: TrainState) -> TrainState:
 
 def _as_stored(checkpoint: Path, target: TrainState) -> TrainState:
     """`target` in fp32 where it is in fp64 and the checkpoint is not."""
-    wide = any(leaf.dtype == np.float64 for leaf in jax.tree.leaves(target.params))
+    wide = any(leaf.dtype == np.float64 for leaf in jax.tree.leaves((target.params, target.average)))
     if not wide or any(type_.dtype == np.float64 for type_ in _stored_weights(checkpoint / "state").values()):
         return target
     return jax.tree.map(lambda leaf: leaf.update(dtype=np.float32) if leaf.dtype == np.float64 else leaf, target)
