@@ -133,11 +133,11 @@ def make_pretrained(folder: Path, words: Path) -> None:
     (folder / "config.toml").write_text(to_toml(config))
 
 
-def dev_of(run_dir: Path) -> dict[str, float]:
-    """The figures of dev in metrics.jsonl, which has them once, after the last step."""
+def dev_of(run_dir: Path, before: int = 0) -> dict[str, float]:
+    """The figures of dev in metrics.jsonl, which has them after the last step, and so many times before."""
     lines = [line for line in records(run_dir) if any(name.startswith("dev/") for name in line)]
-    assert len(lines) == 1 and lines[0]["step"] == max(line["step"] for line in records(run_dir)), lines
-    return {name.removeprefix("dev/"): value for name, value in lines[0].items() if name != "step"}
+    assert len(lines) == 1 + before and lines[-1]["step"] == max(line["step"] for line in records(run_dir)), lines
+    return {name.removeprefix("dev/"): value for name, value in lines[-1].items() if name != "step"}
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:

@@ -104,7 +104,7 @@ def test_a_finished_run_is_left_as_it_is(tuning: Finetuning, tmp_path: Path) -> 
     ("flags", "steps"),
     [
         ((), math.ceil(2 * TRAIN / BATCH)),
-        (("--train.steps", 3), 3),
+        (("--train.steps", 3, "--evaluate", "mnli", "--evaluate-every", 2), 3),
         full(("--train.steps", 100), 10),
         full(("--train.epochs", 0.3), 2),
         full(("--train.epochs", 1.01), 6),
@@ -115,9 +115,9 @@ def test_epochs(tuning: Finetuning, tmp_path: Path, flags: tuple, steps: int) ->
     run = tmp_path / "run"
     out = tuning.train("mnli", run, *flags).out
     (line,) = [line for line in out.splitlines() if line.startswith("dev of mnli: ")]
-    for name, value in dev_of(run).items():
+    for name, value in dev_of(run, before=int("--evaluate" in flags)).items():
         assert (f"{name} {value:.2f}" if name != "records" else f"records {value}") in line
-    assert "weights: fresh" in out
+    assert "weights: fresh" in out and ("step 2/3  dev  " in out) == ("--evaluate" in flags)
     rates = [line["learning_rate"] for line in training(run)]
     assert len(rates) == steps
     epochs = flags[1] if "--train.epochs" in flags else 2
