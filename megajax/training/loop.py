@@ -244,9 +244,8 @@ class Trainer:
 
     def _weights(self) -> Any:
         """The weights that are evaluated: their average, if there is one."""
-        if self.state.average is None:
-            return self.state.params
-        return average_weights(self.program)(self.state.params, self.state.average)
+        state = self.state
+        return state.params if state.average is None else average_weights(self.program)(state.params, state.average)
 
     def _stop_by_signal(self, step: int) -> NoReturn:
         self.checkpoints.wait()
