@@ -28,13 +28,13 @@ def planned(capsys: pytest.CaptureFixture[str], line: str) -> str:
 
 def test_json(capsys) -> None:
     """The last line is one object; what was compiled is what was predicted."""
-    found = json.loads(planned(capsys, f"{STEP} --mesh.tensor 2 --gpu a100 --json").splitlines()[-1])
+    found = json.loads(planned(capsys, f"{STEP} --mesh.tensor 2 --train.ema 0.9 --gpu a100 --json").splitlines()[-1])
     assert found["gpu"] == "a100" and found["devices"] == 2 and found["fits"]
     memory, compiled = found["memory"], found["compiled"]
     parts = set(memory) - {"total", "usable", "of_gpu"}
-    assert memory["total"] == sum(memory[part] for part in parts) and len(parts) == 9
+    assert memory["total"] == sum(memory[part] for part in parts) and len(parts) == 10
     assert compiled["communication_as_predicted"] is True and "simulated CPU devices" in compiled["compiler"]
-    state = sum(memory[part] for part in ("weights", "main_weights", "moments", "batch"))
+    state = sum(memory[part] for part in ("weights", "main_weights", "moments", "average", "batch"))
     assert 0 <= compiled["state"] - state < 1024
     assert {tuple(each["axes"]) for each in found["communication"]} == {("tensor",)}
     assert all(found[name] > 0 for name in ("step_seconds", "tokens_per_second", "mfu", "flops", "peak_bytes"))
