@@ -102,6 +102,9 @@ def test_broken_lines_are_counted_up_to_a_limit(tmp_path, capsys):
     found = run(capsys, file, "--output", tmp_path / "a", "--max-broken", "3")
     assert found["broken_lines"]["count"] == 3 and found["broken_lines"]["first"].startswith(f"{file}:4: not JSON: ")
     assert found["documents"] == len(TEXTS)
+    long = jsonl(tmp_path / "long.jsonl", "a " * (1 << 19))
+    found = run(capsys, long, file, "--output", tmp_path / "e", "--max-document", "1")["broken_lines"]
+    assert found["count"] == 4 and found["first"] == f"{long}:1: more than 1 MiB as one text; valid: at most that"
     with pytest.raises(UserError, match=r"a\.jsonl:4: not JSON: .* more than --max-broken 2 lines are broken"):
         run(capsys, file, "--output", tmp_path / "b", "--max-broken", "2")
     assert not list(tmp_path.glob("b.[bi]*"))
@@ -215,7 +218,9 @@ def test_what_appears_while_it_works_stays(tmp_path, capsys, monkeypatch):
         run(capsys, file, "--output", tmp_path / "a")
     assert (tmp_path / "a.bin").read_text() == "mine"
     (tmp_path / "a.bin").unlink()
-    assert run(capsys, file, "--output", tmp_path / "a")["resumed"]
+    with monkeypatch.context() as patch:
+        patch.setattr("megajax.preparation.prepare.analyse_shard", stop)  # its shards are done: no worker gets them
+        assert run(capsys, file, "--output", tmp_path / "a")["resumed"]
     with monkeypatch.context() as patch:
         patch.setattr("megajax.preparation.prepare.IndexedWriter", stop)
         with pytest.raises(KeyboardInterrupt):
