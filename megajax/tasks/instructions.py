@@ -54,14 +54,31 @@ def _add(value: Any, place: str, records: Records) -> None:
         else:
             records.note("records with an empty completion, skipped", place, "text")
         return
-    messages = tuple(
-        _message(message, f"{place}: message {number}")
-        for number, message in enumerate(entry(found, "messages", list, place), start=1)
-    )
+    messages = tuple(_messages(found, place))
     if any(message["role"] == "assistant" for message in messages):
         records.entries.append(Instruction(place, messages=messages))
     else:
         records.note("records without a message of the assistant, skipped", place, 'one with "role": "assistant"')
+
+
+def conversation(text: str, place: str) -> list[dict[str, Any]]:
+    """The messages of a line of such a file, which the assistant is to answer."""
+    messages = list(_messages(checked(parsed(text, place, "instructions"), dict, place, "the conversation"), place))
+    if not messages or messages[-1]["role"] == "assistant":
+        last = "ends with a message of the assistant" if messages else "has no message"
+        raise UserError(f"{place} {last}; valid: messages that the assistant answers")
+    return messages
+
+
+def chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
+    """A tokenizer's template for messages, if it has one."""
+    source = tokenizer.chat_template
+    return None if source is None else ChatTemplate(source, tokenizer.named_tokens, "the tokenizer", TODAY)
+
+
+def _messages(found: dict[str, Any], place: str) -> Iterator[dict[str, Any]]:
+    for number, message in enumerate(entry(found, "messages", list, place), start=1):
+        yield _message(message, f"{place}: message {number}")
 
 
 def _message(value: Any, place: str) -> dict[str, Any]:
@@ -136,9 +153,7 @@ class InstructionRows:
 
 def encoded(records: Sequence[Instruction], tokenizer: Tokenizer) -> Iterator[Encoded]:
     """Every record's tokens."""
-    template = None
-    if tokenizer.chat_template is not None:
-        template = ChatTemplate(tokenizer.chat_template, tokenizer.named_tokens, "the tokenizer", TODAY)
+    template = chat_template(tokenizer)
     for start in range(0, len(records), _BATCH):
         batch = records[start : start + _BATCH]
         prompts = iter(_prompts([record for record in batch if not record.messages], tokenizer))

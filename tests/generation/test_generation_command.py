@@ -1,5 +1,6 @@
 """`megajax generate` on a run that was trained with a pipe: what it prints, as it streams, and what it refuses."""
 
+import io
 import json
 import os
 import re
@@ -9,12 +10,13 @@ from pathlib import Path
 
 import jax
 import pytest
+from saved_tokenizers import write_saved
 from tiny import tiny_config, tiny_program, user_error
 
 from megajax.cli import main
 from megajax.config import to_toml
 from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import train_tokenizer
+from megajax.data.tokenizers import named_tokenizer, train_tokenizer
 from megajax.errors import UserError
 from megajax.generation.text import Screen, TextStream, continuation_text
 from megajax.runs.checkpoint import Checkpoints
@@ -25,10 +27,12 @@ PROMPTS = ("the end", "abba", "naïve", "")
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     """A checkpoint after step 7 of a run on (2, 2, 1), its weights random."""
-    folder = tmp_path_factory.mktemp("run")
-    tokenizer = train_tokenizer(["the end of the end"], 260)
+    return written(tmp_path_factory.mktemp("run"), train_tokenizer(["the end of the end"], 260), 16)
+
+
+def written(folder: Path, tokenizer: Tokenizer, sequence_length: int) -> Path:
     tokenizer.save(folder / "data" / "tokenizer")
-    sizes = {"num_layers": 3, "vocab_size": tokenizer.size, "init_std": 0.3, "sequence_length": 16}
+    sizes = {"num_layers": 3, "vocab_size": tokenizer.size, "init_std": 0.3, "sequence_length": sequence_length}
     config = tiny_config((2, 2, 1), zero=3, sequence_parallel=True, **sizes)
     (folder / "config.toml").write_text(to_toml(config))
     layout = tiny_program(config).layout
@@ -103,6 +107,39 @@ def test_mistakes_are_one_line(run, command, tmp_path, flags, words):
     (tmp_path / "untold").mkdir()
     shutil.copy(run / "config.toml", tmp_path / "untold")
     assert re.search(words, user_error(command, "--checkpoint", run, *flags.replace("FOLDER", str(tmp_path)).split()))
+
+
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory) -> Path:
+    """A run whose tokenizer has Mistral's template."""
+    saved = write_saved(tmp_path_factory.mktemp("saved"), "mistral")
+    return written(tmp_path_factory.mktemp("chat"), named_tokenizer(str(saved)), 64)
+
+
+def test_a_chat(run, chatting, command, monkeypatch, tmp_path):
+    """One turn is what the template makes of it, a file has whole conversations, and a conversation goes on."""
+    flags = ("--checkpoint", chatting, "--max-tokens", 4, "--temperature", 0)
+    (asked,) = json.loads(command(*flags, "--chat", "--prompt", "Which day?", "--json"))["continuations"]
+    (as_text,) = json.loads(command(*flags, "--prompt", "<s>[INST] Which day? [/INST]", "--json"))["continuations"]
+    assert asked["text"] == as_text["text"] and asked["prompt_tokens"] == as_text["prompt_tokens"]
+    turn = {"role": "user", "content": "Which day?"}
+    assert asked["messages"] == [turn]
+    turns = [turn, {"role": "assistant", "content": asked["text"].strip()}, {"role": "user", "content": "And then?"}]
+    (tmp_path / "turns.jsonl").write_text("\n".join(json.dumps({"messages": each}) for each in (turns, turns[:1])))
+    streamed = command(*flags, "--chat", "--prompt-file", tmp_path / "turns.jsonl")
+    assert streamed.splitlines()[-1] == asked["text"].splitlines()[-1]
+    monkeypatch.setattr("sys.stdin", io.StringIO("Which day?\n\n And then?"))
+    spoken = command(*flags, "--interactive")
+    assert spoken.startswith(asked["text"] + "\n") and len(spoken) > len(asked["text"]) + 1
+    (tmp_path / "text").write_text("a")
+    (tmp_path / "ended").write_text(json.dumps({"messages": turns[:2]}))
+    for words, problem in {
+        ("--chat", "--prompt-file", tmp_path / "text"): "conversation 1: not JSON",
+        ("--chat", "--prompt-file", tmp_path / "ended"): "conversation 1 ends with a message of the assistant; valid: ",
+        ("--interactive", "--prompt", "a"): "--interactive with --prompt; valid: one of them",
+        ("--interactive", "--checkpoint", run): "has no chat template; valid: without --chat",
+    }.items():
+        assert problem in user_error(command, *flags, *words)
 
 
 def test_a_run_must_be_named(command):

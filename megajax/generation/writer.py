@@ -1,0 +1,120 @@
+"""The model of a run that continues prompts: texts, or conversations that its chat template makes a text of."""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from megajax.errors import UserError
+from megajax.generation.choice import Sampling
+from megajax.generation.decoder import Decoder
+from megajax.generation.options import GenerateOptions
+from megajax.generation.text import Screen, continuation_text
+from megajax.host.processes import is_first_process
+from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
+from megajax.tasks.instructions import chat_template
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[Message]
+_OF_TRAINING = {"optimizer.zero": 1, "sequence_parallel": False, "train.microbatch": 1}
+
+
+class Writer:
+    """The weights are restored before the first answer, after the prompts were checked. `overrides` replace values of
+    the run's configuration. With `chat` the run's tokenizer must have a chat template."""
+
+    def __init__(
+        self, run_dir: Path, step: str, options: GenerateOptions, overrides: Mapping[str, Any], *, chat: bool
+    ) -> None:
+        self._run_dir, self._step, self._options = run_dir, step, options
+        self._config = evaluation_config(run_dir, {**overrides, **_OF_TRAINING})
+        self._tokenizer = run_tokenizer(run_dir, self._config)
+        self._template = chat_template(self._tokenizer) if chat else None
+        if chat and self._template is None:
+            raise UserError(
+                f"--chat: the tokenizer of {run_dir} has no chat template; valid: without --chat, which continues a "
+                'prompt as "prompt" and "completion" are trained'
+            )
+        self._decoder: Decoder | None = None
+        self._found_step = 0
+
+    def answer(self, prompts: Sequence[Prompt], *, show: bool) -> dict[str, Any]:
+        """The report of `--json`; with `show` the texts are also printed as they come, without the prompt where that is
+        a conversation."""
+        ids = [self._ids(prompt, f"prompt {number}") for number, prompt in enumerate(prompts, start=1)]
+        decoder, options = self._restored(), self._options
+        starts = [prompt if isinstance(prompt, str) else "" for prompt in prompts]
+        screen = Screen(self._tokenizer, starts, ids) if show and is_first_process() else None
+        new: list[list[int]] = [[] for _ in prompts]
+        stops: list[str | None] = [None] * len(prompts)
+        began, compiled = time.perf_counter(), decoder.compile_seconds
+        for number, more, stopped_by in decoder.stream(ids, max_tokens=options.max_tokens, batch=options.batch):
+            new[number] += more
+            stops[number] = stopped_by
+            if screen:
+                screen.add(number, more, finished=stopped_by is not None)
+        seconds = time.perf_counter() - began - (decoder.compile_seconds - compiled)
+        continuations = [
+            {
+                "prompt" if isinstance(given, str) else "messages": given,
+                "text": continuation_text(self._tokenizer, prompt, continuation),
+                "prompt_tokens": len(prompt),
+                "tokens": len(continuation),
+                "stopped_by": stopped_by,
+            }
+            for given, prompt, continuation, stopped_by in zip(prompts, ids, new, stops, strict=True)
+        ]
+        tokens = sum(map(len, new))
+        return {
+            "step": self._found_step,
+            "continuations": continuations,
+            "tokens": tokens,
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+        }
+
+    def talk(self) -> None:
+        """A conversation: every line of standard input is a turn of the user's, and is answered."""
+        if jax.process_count() > 1:
+            raise UserError("--interactive with several processes; valid: one process")
+        note = partial(print, end="", flush=True, file=sys.stderr)  # standard output has the answers alone
+        messages: list[Message] = []
+        while True:
+            note("> " if sys.stdin.isatty() else "")
+            try:
+                line = sys.stdin.readline()
+            except UnicodeDecodeError:
+                raise UserError("standard input is not UTF-8; valid: text in UTF-8") from None
+            if not line:
+                return
+            if line.strip():
+                messages.append({"role": "user", "content": line.strip()})
+                (found,) = self.answer([messages], show=True)["continuations"]
+                messages.append({"role": "assistant", "content": found["text"]})
+
+    def _ids(self, prompt: Prompt, name: str) -> list[int]:
+        if isinstance(prompt, str):
+            ids = self._tokenizer.encode_prompt(prompt)
+        else:
+            assert self._template is not None
+            ids = self._tokenizer.encode(self._template.render(prompt, name, add_generation_prompt=True))
+        length = self._config.model.sequence_length
+        if not 0 < len(ids) <= length:
+            context = f"the context of {self._run_dir}"
+            raise UserError(
+                f"{name} has {len(ids)} tokens; valid: {'1 to' if not ids else 'at most'} {length}, {context}"
+            )
+        return ids
+
+    def _restored(self) -> Decoder:
+        if self._decoder is None:
+            trained, options = TrainedModel.restore(self._run_dir, self._config, self._step), self._options
+            sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+            # The decoder has its own form of the weights.
+            self._decoder = Decoder(trained.program, trained.params, sampling, self._tokenizer.ends)
+            self._found_step = trained.step
+        return self._decoder
