@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -57,15 +58,17 @@ def main(argv: Sequence[str]) -> None:
         report.stop()
     report.close(result)
     if args.json:
-        print(json.dumps(_finite(report.figures(result) | {"peak_bytes": peak_resident_bytes()})))
+        print(json.dumps(_finite(report.figures(result) | {"peak_bytes": peak_resident_bytes()}), allow_nan=False))
     if not result.passed:
         raise SystemExit(1)
 
 
 def _finite(value: Any) -> Any:
-    """`value` with infinite numbers as text, since JSON has none."""
+    """`value` with infinite numbers as text and null for NaN, since JSON has neither."""
     if isinstance(value, dict):
         return {key: _finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(part) for part in value]
-    return str(value) if isinstance(value, float) and abs(value) == float("inf") else value
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return None if math.isnan(value) else str(value)

@@ -123,13 +123,15 @@ class StoredWeights:
 
 def _drawn(config: ModelConfig, seed: int, names: set[str]) -> dict[str, Tensor]:
     """Fresh weights of the ends, by our names."""
+    if not names:
+        return {}
     model = whole_model(config)
 
     def draw() -> dict[str, jax.Array]:  # of the others nothing is computed
         leaves = ((named(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(model.init(seed)))
         return {name: leaf for (part, name), leaf in leaves if part == "shared" and name in names}
 
-    return {name: np.asarray(leaf) for name, leaf in jax.jit(draw)().items()} if names else {}
+    return {name: np.asarray(leaf) for name, leaf in jax.jit(draw)().items()}
 
 
 @dataclass(frozen=True)

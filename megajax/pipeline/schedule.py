@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from megajax.errors import UserError
 from megajax.pipeline.deferral import Deferring, place
 from megajax.pipeline.table import IDLE, Deferral, Pass, Schedule, check, check_deferral, most_kept
 
@@ -95,7 +96,10 @@ def make_schedule(
     name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1, deferring: Deferring | None = None
 ) -> Schedule:
     """The schedule called `name`, checked; `deferring` says how weight gradients are deferred, if there are several
-    stages: a single one is never idle. Numbers that it takes: `check_schedule` (`pipeline/config.py`)."""
+    stages: a single one is never idle. Numbers that it takes: `check_schedule` (`pipeline/config.py`). A name that is
+    none is a `UserError`."""
+    if name not in SCHEDULES:
+        raise UserError(f"schedule {name!r}; valid: {', '.join(SCHEDULES)}")
     schedule = arrange(SCHEDULES[name].ticks(num_stages, num_microbatches, num_chunks))
     return schedule if deferring is None or num_stages == 1 else with_deferral(schedule, deferring)
 

@@ -91,6 +91,7 @@ def _run(task: Task, files: TextFiles, work: WorkFolder, workers: int, resumed: 
             )
         begin_writing(work)
         digests = _write(task.output, corpus, tokenizer, options.split_sentences)
+    with measuring(seconds, "report"):
         found = report(task, corpus, files, tokenizer, test_sets, copies) | {"resumed": resumed, "digests": digests}
     return found | {"seconds": seconds, "throughput": throughput(corpus, found, seconds)}
 

@@ -1,6 +1,7 @@
 """`megajax verify`: what it says of meshes that are right or wrong."""
 
 import json
+import math
 
 import pytest
 
@@ -24,6 +25,11 @@ def verified(capsys, line: str) -> tuple[int, dict]:
         code = int(end.code or 0)
     (line,) = capsys.readouterr().out.splitlines()
     return code, json.loads(line)
+
+
+def test_numbers_that_json_does_not_have() -> None:
+    found = command._finite({"checks": [(math.nan, math.inf, 1.0)]})
+    assert json.dumps(found, allow_nan=False) == '{"checks": [[null, "inf", 1.0]]}'
 
 
 @pytest.mark.full

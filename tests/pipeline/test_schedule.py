@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulator import TABLES, all_arguments, simulate
 
+from megajax.errors import UserError
 from megajax.pipeline.placement import Placement
 from megajax.pipeline.schedule import SCHEDULES, ScheduleKind, Ticks, arrange, forward_only, make_schedule
 from megajax.pipeline.table import IDLE, Pass, Schedule, check
@@ -68,6 +69,8 @@ def test_a_wrong_schedule_is_not_made(monkeypatch, direction, where):
     monkeypatch.setitem(SCHEDULES, "wrong", ScheduleKind(lambda *_: Ticks(*ticks)))
     with pytest.raises(AssertionError):
         make_schedule("wrong", 4, 6)
+    with pytest.raises(UserError, match=r"schedule 'unknown'; valid: .*1f1b"):
+        make_schedule("unknown", 4, 6)
 
 
 def rejected(schedule: Schedule, by: Callable[[Schedule], object]) -> bool:
