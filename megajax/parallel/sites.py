@@ -40,7 +40,15 @@ class SiteRecord:
     turn: int = 0  # when it was traced: in a layer, or in the head, in the order of computation
 
 
-Record = Callable[[SiteRecord], None]
+@dataclass(frozen=True)
+class CollectiveRecord:
+    """How far what one device got of a collective is from what its operands say."""
+
+    name: str  # kind and axes, and what of which weight
+    error: float  # ‖difference‖ / ‖what it should be‖
+
+
+Record = Callable[[SiteRecord | CollectiveRecord], None]
 _RECORD: ContextVar[Record | None] = ContextVar("record", default=None)
 _TURNS = itertools.count()
 _PLACE: ContextVar[tuple[Array, Array] | None] = ContextVar("place", default=None)  # layer, samples
@@ -69,6 +77,24 @@ def at(layer: Array | str, sample_B: Array | None) -> Iterator[None]:
         yield
     finally:
         _PLACE.reset(token)
+
+
+def checked(result: Any, expected: Callable[[], Any], collectives: Any) -> Any:
+    """The `result` of collectives of weights or their gradients, compared with what is `expected`, computed from the
+    same operands in another way, if anything is recorded; `collectives` has the name of each leaf's."""
+    record = _RECORD.get()
+    if record is None:
+        return result
+    leaves = jax.tree_util.tree_leaves_with_path(result), jax.tree.leaves(expected()), jax.tree.leaves(collectives)
+    for (path, x), y, name in zip(*leaves, strict=True):
+        name += " " + "/".join("/".join(key.key) if isinstance(key.key, tuple) else key.key for key in path)
+        norms = [jnp.sqrt(jnp.sum(jnp.square(each.astype(jnp.float32)))) for each in (x - y, y)]
+
+        def on_host(difference: Any, size: Any, name: str = name) -> None:
+            record(CollectiveRecord(name, float(difference) / max(float(size), 1e-30)))
+
+        jax.debug.callback(on_host, *norms)
+    return result
 
 
 def named(x: Array, name: str, split: int | None = None, axes: Axes = TENSOR, first: Array | None = None) -> Array:

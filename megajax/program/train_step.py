@@ -9,8 +9,10 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jax.stages import Wrapped
 
+from megajax.axes import AXES
 from megajax.optim.adam import averaged, clip_by_norm, global_norm, is_spike, learning_rate, remember, update
-from megajax.parallel.collectives import complete
+from megajax.parallel.collectives import axis_size, complete, gather_shards, spec_axes, varying_axes
+from megajax.parallel.sites import checked
 from megajax.pipeline.measuring import Part, repeat_part
 from megajax.program.bind import UNSCALED, training_pipeline
 from megajax.program.program import BATCH, Batch, Program
@@ -111,9 +113,26 @@ def _losses_and_gradients(
     trained = layout.trained(params)
     grads = {name: grads[name] for name in trained}
     grads["blocks"] = jax.tree.map(lambda grad, weight: grad.reshape(weight.shape), grads["blocks"], trained["blocks"])
-    grads = complete(layout.per_step.scatter(grads, program.gradient_dtype), layout.trained_specs)
+    grads = _completed(layout.per_step.scatter(grads, program.gradient_dtype), layout.trained_specs)
     grads = jax.tree.map(lambda grad: grad.astype(dtype) / loss_scale.astype(dtype), grads)
     return complete(losses, dict.fromkeys(losses, SCALAR)), grads, complete(figures, dict.fromkeys(figures, SCALAR))
+
+
+def _completed(grads: Tree, specs: Tree) -> Tree:
+    """Gradients that are sums over all axes, those of every weight checked where anything is recorded."""
+
+    def missing(grad: Array, spec: PartitionSpec) -> tuple[str, ...]:
+        return tuple(axis for axis in AXES if axis_size(axis) > 1 and axis in varying_axes(grad) - spec_axes(spec))
+
+    def by_gather(grad: Array, spec: PartitionSpec) -> Array:
+        axes = missing(grad, spec)
+        return gather_shards(grad[None], 0, axes).sum(0) if axes else grad
+
+    def name(grad: Array, spec: PartitionSpec) -> str:
+        return f"all-reduce over {' and '.join(missing(grad, spec))} of the gradient of"
+
+    expected = lambda: jax.tree.map(by_gather, grads, specs)  # noqa: E731
+    return checked(complete(grads, specs), expected, jax.tree.map(name, grads, specs))
 
 
 def _total(program: Program, losses: dict[str, Array]) -> Array:

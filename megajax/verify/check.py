@@ -13,12 +13,13 @@ from megajax.config import Config, MeshConfig
 from megajax.pipeline.config import PipelineConfig
 from megajax.verify.comparison import LIMITS, Limits
 from megajax.verify.recording import Difference, first_difference
-from megajax.verify.run import MeshRun, recorded, run
+from megajax.verify.run import MeshRun, TracingError, recorded, run
 from megajax.verify.shrink import shown
 from megajax.verify.theory import check_collectives
 from megajax.verify.verdict import Finding, Verdict, compare_runs, loss_scales, same_on_devices, same_on_mesh
 
 STEPS = 3
+_TRACED = "tracing of the step"
 _LEARNING_RATE, _EPSILON = 1e-3, 1e-4  # at most, at least
 
 
@@ -68,10 +69,15 @@ def verify(
     if verdict.passed:
         return Result(verdict)
     axes = _axes_that_differ(config, verdict, steps, quick_compile, on_start)
+    untraced = [finding for finding in verdict.failed if finding.name.endswith(_TRACED)]
+    if untraced:
+        return Result(verdict, axes, f"no step, {untraced[0].where}")
     on_start("the first activation that differs")
     expected, actual = (recorded(each, devices, quick_compile) for each in (one_device(axes.config), axes.config))
-    difference = first_difference(expected, actual, 10 * LIMITS[axes.config.precision].gradient)
-    return Result(verdict, axes, first_in_words(difference, verdict.failed))
+    tolerance = 10 * LIMITS[axes.config.precision].gradient
+    difference = first_difference(expected, actual, tolerance)
+    wrong = [name for name, error in actual.collectives.items() if not error <= tolerance]
+    return Result(verdict, axes, first_in_words(difference, verdict.failed, wrong))
 
 
 def check(
@@ -100,14 +106,24 @@ def check(
             found.append(finding)
             on_finding(finding)
 
-    on_start("one device, fp64")
-    reference = run(one_device(config), devices, with_fresh=True, with_states=True, **options)
-    on_start(f"{shown(config.mesh)}, fp64")
-    tell(all_checks(reference, run(exact(config), devices, with_fresh=True, **options)))
+    def traced(what: str, config: Config, **more: Any) -> MeshRun | None:
+        on_start(f"{what}, {config.precision}")
+        try:
+            return run(config, devices, **options, **more)
+        except TracingError as error:
+            tell([Finding(f"{config.precision} {_TRACED}", 1, 0, f"{what}: {error}")])
+            return None
+
+    reference = traced("one device", one_device(config), with_fresh=True, with_states=True)
+    if reference is None:
+        return Verdict(tuple(found))
+    other = traced(shown(config.mesh), exact(config), with_fresh=True)
+    tell(all_checks(reference, other) if other else [])
+    own = None
     if config.precision != "fp64":
         options["states"] = reference.states
-        on_start(f"{shown(config.mesh)}, {config.precision}")
-        own = run(config, devices, **options)
+        own = traced(shown(config.mesh), config)
+    if own:
         checked = Verdict(tuple(all_checks(reference, own)))
         if config.precision in ("bf16", "fp16") and Verdict(tuple(found)).passed and not checked.passed:
             on_start(f"one device, {config.precision}")
@@ -193,14 +209,19 @@ def _axes_that_differ(
     there = [axis for axis, size in config.mesh.sizes.items() if size > 1]
     reference, limits = verdict.reference, None if failed_exactly else verdict.limits
     numbers = any(finding.of_numbers for finding in verdict.failed)
-    assert reference is not None
+    if reference is None:
+        return AxesThatDiffer(((),), one_device(config))
     states = () if exactly else reference.states
     for number in range(len(there)):
         found = []
         for axes in itertools.combinations(there, number):
             part = with_axes(wrong, axes)
             on_start(f"{shown(part.mesh)}, {part.precision}")
-            other = run(part, jax.devices(), steps, with_fresh=exactly, states=states, quick_compile=quick_compile)
+            try:
+                other = run(part, jax.devices(), steps, with_fresh=exactly, states=states, quick_compile=quick_compile)
+            except TracingError:
+                found.append((axes, part))
+                continue
             checked = all_checks(reference, other, limits)
             if any(not each.passed and (each.of_numbers or not numbers) for each in checked):
                 found.append((axes, part))
@@ -209,9 +230,19 @@ def _axes_that_differ(
     return AxesThatDiffer((tuple(there),), wrong)
 
 
-def first_in_words(difference: Difference | None, failed: Sequence[Finding]) -> str:
-    """What differs first in the order of computation: an activation of the forward pass, the sum of the losses, the
-    gradient of an activation, the gradient of a weight, the gradients' norm, or the update."""
+def first_in_words(difference: Difference | None, failed: Sequence[Finding], collectives: Sequence[str] = ()) -> str:
+    """What differs first in the order of computation, and the collective that is wrong: one of `collectives`, or one
+    that theory does not have."""
+    first = _first(difference, failed)
+    theory = [finding.where.split(";")[0] for finding in failed if not finding.of_numbers]
+    of_the_first = sorted(collectives, key=lambda name: name.split()[-1] not in first)
+    wrong = [*of_the_first, *theory][:1]
+    return first if not wrong or wrong[0] in first else f"{first}; the collective that is wrong: {wrong[0]}"
+
+
+def _first(difference: Difference | None, failed: Sequence[Finding]) -> str:
+    """An activation of the forward pass, the sum of the losses, the gradient of an activation, the gradient of a
+    weight, the gradients' norm, or the update."""
     of = {finding.name.partition(" ")[2]: finding for finding in failed}
 
     def in_step_1(name: str, text: str = "step 1") -> bool:

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 
 from megajax.parallel import sites
-from megajax.parallel.sites import SiteRecord
+from megajax.parallel.sites import CollectiveRecord, SiteRecord
+from megajax.verify.comparison import finite
 
 _LOWEST = -1e30
 _FLOOR = 1e-3  # relative to the largest sample's norm: errors of tiny samples are measured against this instead
@@ -42,6 +43,7 @@ class Recording:
 
     def __init__(self) -> None:
         self.turns: dict[tuple[bool, str], int] = {}  # (in the head, site) -> when it was first traced
+        self.collectives: dict[str, float] = {}  # of weights and their gradients, the largest error of each
         self._seen: dict[Place, dict[int, list[SiteRecord]]] = defaultdict(lambda: defaultdict(list))
 
     @contextlib.contextmanager
@@ -51,8 +53,11 @@ class Recording:
             yield
             jax.effects_barrier()
 
-    def take(self, seen: SiteRecord) -> None:
+    def take(self, seen: SiteRecord | CollectiveRecord) -> None:
         """Add one device's record."""
+        if isinstance(seen, CollectiveRecord):
+            self.collectives[seen.name] = max(finite(seen.error), self.collectives.get(seen.name, 0.0))
+            return
         place = Place(seen.layer, seen.site, seen.backward)
         key = seen.layer < 0, seen.site
         self.turns[key] = min(seen.turn, self.turns.get(key, seen.turn))

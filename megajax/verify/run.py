@@ -3,14 +3,18 @@
 import contextlib
 import dataclasses
 import math
+import textwrap
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from megajax.config import Config
+from megajax.errors import RunError, UserError
 from megajax.program.communication import Collective, collectives_of
 from megajax.program.program import Program
 from megajax.program.state import TrainState
@@ -19,11 +23,38 @@ from megajax.program.train_step import train_step_with_gradients
 from megajax.verify.comparison import Leaves, named_leaves
 from megajax.verify.recording import Recording
 
+_PACKAGE = Path(__file__).parents[1]
 QUICK: dict[str, Any] = {  # the machine code that is there soonest, by threads that leave the other cores alone
     "xla_backend_optimization_level": 0,
     "xla_cpu_parallel_codegen_split_count": 1,
     **({"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}),
 }
+
+
+class TracingError(Exception):
+    """A step cannot be traced; the message is JAX's, or an assertion's, with the place."""
+
+    def __init__(self, error: Exception):
+        ours = [
+            frame for frame in traceback.extract_tb(error.__traceback__) if _PACKAGE in Path(frame.filename).parents
+        ]
+        traced = [frame for frame in ours if Path(__file__).parent not in Path(frame.filename).parents]
+        at = [
+            f"{Path(each.filename).relative_to(_PACKAGE.parent)}:{each.lineno}, in {each.name}" for each in traced[-1:]
+        ]
+        text = textwrap.shorten(str(error), 400, placeholder=" …")
+        super().__init__("; ".join([f"{type(error).__name__}: {text}", *at]))
+
+
+@contextlib.contextmanager
+def _traced() -> Iterator[None]:
+    """In the block whatever stops a step from being traced, but what a user can put right, is a `TracingError`."""
+    try:
+        yield
+    except (UserError, RunError):
+        raise
+    except Exception as error:
+        raise TracingError(error) from error
 
 
 @dataclass(frozen=True)
@@ -65,13 +96,14 @@ def run(
             so that rounding does not add up: Adam makes a full-size update even of a gradient that is only rounding.
     """
     with in_precision(config):
-        program = Program.on(config, list(devices)[: config.mesh.num_devices])
+        with _traced():
+            program = Program.on(config, list(devices)[: config.mesh.num_devices])
+            traced = train_step_with_gradients(program).trace(program.layout.shapes, program.batch_types)
         options: dict[str, Any] = dict(QUICK) if quick_compile else {}
         layout = program.layout
         fresh = _canonical(program, layout.init(options).params) if with_fresh else {}
         state = layout.from_canonical(drawn_state(program))
         batches = [placed_batch(program, step) for step in range(steps + 1)]
-        traced = train_step_with_gradients(program).trace(state, batches[0])
         step = traced.lower().compile(options)
         metrics, gradients, kept = [], [], []
         for number, batch in enumerate(batches):

@@ -38,9 +38,11 @@ def named(first: str, on: dict) -> Caught:
     return Caught("verify", first, on)
 
 
-def gradient(leaf: str, on: dict) -> Caught:
-    """`verify` finds every activation right, and names the gradient of this weight."""
-    return named(f"no activation of step 1: a gradient of weights, or its reduction: {leaf}", on)
+def gradient(leaf: str, on: dict, collective: str = "") -> Caught:
+    """`verify` finds every activation right, and names the gradient of this weight, and the collective if that is
+    wrong."""
+    wrong = f" … the collective that is wrong: {collective} of the gradient of " if collective else ""
+    return named(f"no activation of step 1: a gradient of weights, or its reduction: {leaf}{wrong}", on)
 
 
 def tests(arguments: str) -> Caught:
@@ -49,6 +51,7 @@ def tests(arguments: str) -> Caught:
 
 
 VARYING = "varying"
+MEAN_OVER_TENSOR = "(lax.pmean if 'tensor' in axes else lax.psum)(tree, tuple(axes))"
 
 # What is wrong: the function, its right expression and the wrong one in its place, how that is caught.
 Row = tuple[str, tuple[str, str], Caught]
@@ -105,12 +108,17 @@ ROWS: dict[str, dict[str, Row]] = {
         "a reduce-scatter of gradients does not sum": (
             "parallel.shards.Shards.scatter",
             ("scatter_sum", "jax.tree_util.Partial(gather_shards.__globals__['own_shard'])"),
-            gradient("shared/final_norm/scale", ON_DATA),
+            gradient("shared/final_norm/scale", ON_DATA, "reduce-scatter over data"),
         ),
         "the tied embedding's gradient is the larger one of two stages": (
             "parallel.collectives.sum_over",
             ("lax.psum(tree, tuple(axes))", "jax.tree.map(lambda x: lax.pmax(x, tuple(axes)), tree)"),
-            gradient("shared/final_norm/bias", ON_PIPE),
+            gradient("shared/final_norm/bias", ON_PIPE, "all-reduce over pipe"),
+        ),
+        "gradients of shared heads of keys are averaged": (
+            "parallel.collectives.sum_over",
+            ("lax.psum(tree, tuple(axes))", MEAN_OVER_TENSOR),
+            gradient("blocks/attention/value/weight, layer 0, 1", ON_SHARED_KEYS, "all-reduce over tensor"),
         ),
         "gradients are clipped before they are reduced": (
             "program.train_step._losses_and_gradients",
@@ -142,7 +150,7 @@ ROWS: dict[str, dict[str, Row]] = {
                 "lax.psum_scatter(x, axes, scatter_dimension=dim % x.ndim, tiled=True)",
                 "lax.psum_scatter(x, axes, scatter_dimension=dim % x.ndim, tiled=True) / 2",
             ),
-            gradient("blocks/attention_norm/bias, layer 0, 1", ON_ZERO3),
+            gradient("blocks/attention_norm/bias, layer 0, 1", ON_ZERO3, "reduce-scatter over data"),
         ),
         "gradients keep the loss scale": (
             "program.train_step._losses_and_gradients",
@@ -376,6 +384,15 @@ ROWS: dict[str, dict[str, Row]] = {
         ),
     },
     "LoRA": {
+        "gradients of adapters are averaged": (
+            "parallel.collectives.sum_over",
+            ("lax.psum(tree, tuple(axes))", MEAN_OVER_TENSOR),
+            gradient(
+                "blocks/attention/query/a, layer 0, 1",
+                ON_TENSOR | {"lora": LoraConfig(rank=2)},
+                "all-reduce over tensor",
+            ),
+        ),
         "what A gives is summed over the tensor group before B": (
             "parallel.layers._Product.multiply",
             (

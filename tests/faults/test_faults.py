@@ -7,8 +7,10 @@ from typing import get_args, get_type_hints
 
 import pytest
 from catalogue import CLASSES, FAULTS
-from fault import ROOT, Caught, Fault
+from fault import ROOT, Caught, Fault, planted
 from trial import failed_test, first_difference, said_of, small_config
+
+from megajax.verify.check import verify
 
 WAYS = get_args(get_type_hints(Caught)["by"])
 TRACED = [fault for fault in FAULTS if fault.caught.by in ("types", "communication")]
@@ -47,7 +49,18 @@ def test_tracing_tells() -> None:
     "fault", [pytest.param(each, marks=[] if each.name == ONE else pytest.mark.full) for each in VERIFIED], ids=name
 )
 def test_verify_names_the_place(fault: Fault) -> None:
-    assert fault.caught.text in said_of(fault)
+    said = said_of(fault)
+    assert all(part in said for part in fault.caught.text.split(" … ")), said
+
+
+def test_an_error_while_tracing_is_a_verdict() -> None:
+    """With its place, on a mesh and on one device, which need not be at fault."""
+    for fault in TRACED[:1] + [each for each in TRACED if each.caught.by == "types" and "sent" in each.caught.text]:
+        with planted(fault):
+            found = verify(small_config(fault.caught.on))
+        assert not found.passed and fault.caught.text in found.first and "; megajax/" in found.first, found.first
+        assert [finding.name for finding in found.verdict.failed] == ["fp64 tracing of the step"]
+        assert str(found.axes).startswith("none" if fault is TRACED[0] else "pipe alone")
 
 
 @pytest.mark.full

@@ -273,3 +273,12 @@ def test_picture(found, tmp_path, kind):
     file = tmp_path / f"search.{kind}"
     draw_search(file, "a search", found, H100)
     assert is_marked(file, MARK) and not is_marked(tmp_path, MARK)
+
+
+@pytest.mark.full
+def test_the_readme_trains_on_the_mesh_that_its_search_finds():
+    config = resolve(load_preset("gpt2-8.3b"))
+    best = command("gpt2-8.3b", search(config, 512, H100, count=1).best[0].config, config)
+    text = " ".join(Path(__file__).parents[2].joinpath("README.md").read_text().replace("\\\n", " ").split())
+    assert best.replace("gpt2-8.3b", "gpt2-8.3b --data.path CORPUS") in text
+    assert best.replace("train", "verify", 1) in text
