@@ -46,6 +46,8 @@ def main(argv: Sequence[str], prog: str = "megajax eval") -> None:
     for path in args.data:
         check_input(path, "--data")
     if args.predictions:
+        if args.task not in TASKS or TASKS[args.task].continues_text:
+            raise UserError(f"--predictions is not for {args.task}; valid: {_ANSWERED}")
         check_outside_runs(Path(args.predictions), "--predictions")
     overrides = parser.overrides(args)
     result = _finetuned(args, overrides) if args.task in TASKS else _pretrained(args, overrides)
@@ -74,7 +76,7 @@ def _pretrained(args: Namespace, overrides: dict[str, Any]) -> dict[str, Any]:
     for flag, given in (("--checkpoint", args.checkpoint), ("--data", args.data)):
         if len(given) > 1:
             raise UserError(f"{flag}: {len(given)} paths, of which {args.task} takes one; valid: one")
-    of_tasks = ["--predictions"] if args.predictions else [f"--{key}" for key in overrides if key.startswith("task.")]
+    of_tasks = [f"--{key}" for key in overrides if key.startswith("task.")]
     if of_tasks:
         raise UserError(f"{of_tasks[0].replace('_', '-')} is not for {args.task}; valid: {', '.join(TASKS)}")
     from megajax.evaluation.pretrained import EVALUATIONS

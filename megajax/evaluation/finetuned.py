@@ -33,8 +33,6 @@ def evaluate_task(
     continues_text = TASKS[name].continues_text
     if continues_text and len(run_dirs) > 1:
         raise UserError(f"--checkpoint: {len(run_dirs)} runs, of which {name} takes one; valid: one")
-    if continues_text and predictions:
-        raise UserError(f"--predictions: {name} has none; valid: without it, and megajax generate for texts")
     config = _run_config(name, run_dirs[0], overrides)
     paths = data or config.data.dev
     if not paths:

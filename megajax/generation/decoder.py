@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from megajax.axes import ROW_AXES
 from megajax.batch import IGNORED
 from megajax.generation.choice import Sampling, choose, prompt_bits
+from megajax.host.phases import phase
 from megajax.mesh import ROWS
 from megajax.models.attention import Attend
 from megajax.models.cache import Cache, decode_step, prefill, visible_slots
@@ -151,7 +152,8 @@ class Decoder:
             began = time.perf_counter()
             out_specs, in_specs = (STATE_SPECS, PartitionSpec()), (self._specs, specs)
             region = jax.shard_map(function, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
-            self._programs[key] = jax.jit(region, **jit).lower(self._weights, argument).compile()
+            with phase(f"compiling generation, {name[0]}"):
+                self._programs[key] = jax.jit(region, **jit).lower(self._weights, argument).compile()
             self.compile_seconds += time.perf_counter() - began
         return self._programs[key](self._weights, argument)
 

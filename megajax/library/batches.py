@@ -52,6 +52,14 @@ def _ids(config: Config, given: Ids, more: int) -> Any:
     return ids.astype(np.int32)
 
 
+def shape_of_ids(given: Given) -> tuple[int, ...] | None:
+    """The shape of what is given; None for a batch by names and for lists of different lengths."""
+    try:
+        return None if isinstance(given, Mapping) else np.shape(given)
+    except ValueError:
+        return None
+
+
 def prompt_ids(config: Config, prompt: Any, number: int) -> list[int]:
     """The token ids of the `number`-th prompt."""
     length, vocabulary = config.model.sequence_length, config.model.vocab_size

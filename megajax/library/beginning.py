@@ -9,6 +9,7 @@ import jax
 from megajax.config import Config
 from megajax.errors import UserError
 from megajax.library.model import Model
+from megajax.library.progress import progress
 from megajax.options import shown
 from megajax.program.memory import check_memory
 from megajax.program.program import Program
@@ -64,7 +65,8 @@ def init(config: Config | str | Path) -> Model:
         valid = f"at most model.vocab_size {most}"
         raise UserError(f"--tokenizer.path {config.tokenizer.path} has {tokenizer.size} ids; valid: {valid}")
     check_memory(program, training=True, rows=config.train.microbatch)
-    return Model(program, first_state(program)[0], 0, tokenizer)
+    with progress("preparing the state"):
+        return Model(program, first_state(program)[0], 0, tokenizer)
 
 
 def restore(
@@ -91,4 +93,5 @@ def restore(
     program = make_program(stored_config(folder, overrides or {}))
     check_memory(program, training=training, rows=program.config.train.microbatch)
     tokenizer = run_tokenizer(folder, program.config) if (folder / "data" / "tokenizer").exists() else None
-    return Model(program, *restore_params(program, folder, str(step), optimizer=training), tokenizer)
+    with progress("reading the checkpoint"):
+        return Model(program, *restore_params(program, folder, str(step), optimizer=training), tokenizer)

@@ -7,6 +7,7 @@ from typing import Any
 from megajax.errors import UserError
 from megajax.evaluation.finetuned import evaluate_task
 from megajax.evaluation.pretrained import EVALUATIONS
+from megajax.library.progress import progress
 from megajax.tasks.registry import TASKS
 
 
@@ -35,7 +36,9 @@ def evaluate(
     paths = [str(path) for path in ([data] if isinstance(data, str | Path) else data) if str(path)]
     given = dict(overrides or {})
     if task in TASKS:
-        return evaluate_task(task, [Path(run_dir)], step=str(step), data=paths, overrides=given, predictions="")
+        with progress(f"evaluating {task}"):
+            return evaluate_task(task, [Path(run_dir)], step=str(step), data=paths, overrides=given, predictions="")
     if len(paths) > 1:
         raise UserError(f"data: {len(paths)} paths, of which {task} takes one; valid: one")
-    return EVALUATIONS[task](Path(run_dir), step=str(step), data="".join(paths), overrides=given)
+    with progress(f"evaluating {task}"):
+        return EVALUATIONS[task](Path(run_dir), step=str(step), data="".join(paths), overrides=given)

@@ -3,8 +3,10 @@
 Letters: B sequences, T tokens, V vocabulary, C classes.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, overload
 
@@ -23,7 +25,8 @@ from megajax.generation.choice import Sampling
 from megajax.generation.decoder import Decoder
 from megajax.generation.options import GenerateOptions
 from megajax.generation.text import continuation_text
-from megajax.library.batches import Given, batch_of, inputs_of, padded, prompt_ids
+from megajax.library.batches import Given, batch_of, inputs_of, padded, prompt_ids, shape_of_ids
+from megajax.library.progress import progress
 from megajax.models.registry import FAMILIES
 from megajax.options import check
 from megajax.program.program import Program
@@ -51,6 +54,7 @@ class Model:
         self._state: TrainState | None = weights if isinstance(weights, TrainState) else None
         self._weights = weights
         self._forward: dict[int, Program] = {}  # by rows of a batch
+        self._called: set[tuple[str, int]] = set()  # what is compiled, by rows of a batch
         self._decoders: dict[tuple[Sampling, frozenset[int]], Decoder] = {}  # the last one
 
     @property
@@ -96,6 +100,11 @@ class Model:
             raise UserError(
                 f"train_step: a model of {self.config.task.name}; valid: megajax train, or one without task"
             )
+        rows, length = self.config.train.global_batch, self.config.model.sequence_length
+        shape = shape_of_ids(batch)
+        if shape not in (None, (rows, length + 1)):
+            valid = f"{[rows, length + 1]}, train.global_batch times model.sequence_length + 1"
+            raise UserError(f"train_step: ids of the shape {list(shape)}; valid: {valid}")
         arrays = batch_of(self.config, self.program.form, batch)
         for name, wanted in self.program.batch_types.items():
             if arrays[name].shape != wanted.shape:
@@ -103,7 +112,8 @@ class Model:
                 valid = f"{list(wanted.shape)}, or another train.global_batch or model.sequence_length"
                 raise UserError(f"train_step: {problem}; valid: {valid}")
         placed = self.program.put_batch(arrays, self.program.local_rows)
-        self._state, metrics = train_step(self.program)(self._state, placed)
+        with self._compiling("the step", rows):
+            self._state, metrics = train_step(self.program)(self._state, placed)
         self.step += 1
         return {name: float(value) for name, value in metrics.items()}
 
@@ -123,7 +133,8 @@ class Model:
             )
         elif self.config.init:
             keep_init_tokenizer(self.config, Path(folder))
-        make_run_data(self.config, Path(folder))
+        with progress():
+            make_run_data(self.config, Path(folder))
         data = open_run_data(self.config, Path(folder))
         self.tokenizer = self.tokenizer or data.tokenizer
         rows, size = self.program.local_rows, self.config.train.global_batch
@@ -166,8 +177,9 @@ class Model:
             prompts = [tokenizer.encode_prompt(prompt) for prompt in prompts]
         ids = [prompt_ids(self.config, prompt, number) for number, prompt in enumerate(prompts, start=1)]
         new: list[list[int]] = [[] for _ in ids]
-        for piece in self._decoder(chosen).stream(ids, max_tokens=chosen.max_tokens, batch=chosen.batch):
-            new[piece.number] += piece.ids
+        with progress():
+            for piece in self._decoder(chosen).stream(ids, max_tokens=chosen.max_tokens, batch=chosen.batch):
+                new[piece.number] += piece.ids
         if not of_text:
             return new
         return [continuation_text(tokenizer, prompt, more) for prompt, more in zip(ids, new, strict=True)]
@@ -180,12 +192,13 @@ class Model:
         tokenized = prepared_prefix(str(data), flag="data") is not None
         if not tokenized or not FAMILIES[self.config.model.family].continues_text:
             self._check_tokenizer()
-        samples = given_samples(
-            self.config, str(data), self.tokenizer, overlap=self.config.model.sequence_length, flag="data"
-        )
-        mesh = self.config.mesh
-        program = self._program(mesh.row_shards * mesh.pipe * self.config.train.microbatch)
-        return perplexity_figures(program, self._params, samples, None if tokenized else self.tokenizer)
+        with progress("evaluating"):
+            samples = given_samples(
+                self.config, str(data), self.tokenizer, overlap=self.config.model.sequence_length, flag="data"
+            )
+            mesh = self.config.mesh
+            program = self._program(mesh.row_shards * mesh.pipe * self.config.train.microbatch)
+            return perplexity_figures(program, self._params, samples, None if tokenized else self.tokenizer)
 
     def weights(self) -> dict[str, Any]:
         """All weights on one device, without a mesh, for `PlainModel`: nested dicts, `shared` and `blocks`; a layer's
@@ -212,7 +225,15 @@ class Model:
         """Call a function of `program/scoring.py` on the model's weights and a batch of any size."""
         program = self._program(len(arrays["tokens"]))
         whole = padded(program.form, arrays, program.config.train.global_batch)
-        return function(program)(self._params, program.put_batch(whole, program.local_rows))
+        with self._compiling(function.__name__, program.config.train.global_batch):
+            return function(program)(self._params, program.put_batch(whole, program.local_rows))
+
+    def _compiling(self, what: str, rows: int) -> AbstractContextManager[None]:
+        """A block that compiles, the first time, `what` is computed of so many rows."""
+        if (what, rows) in self._called:
+            return contextlib.nullcontext()
+        self._called.add((what, rows))
+        return progress(f"compiling {what}")
 
     def _program(self, rows: int) -> Program:
         """The program for a batch of at least `rows` rows, made once."""

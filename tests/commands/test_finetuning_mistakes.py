@@ -199,7 +199,8 @@ EVALUATING: list[tuple[str, ...]] = [
     (f"{PERPLEXITY} TUNED", "--checkpoint TUNED: a run of mnli", "valid: megajax eval mnli"),
     ("eval.py lambada --checkpoint TUNED --data FILES/mnli-dev.tsv", "--checkpoint TUNED", "valid: "),
     (f"{PERPLEXITY} GPT GPT", "--checkpoint: 2 paths", "valid: one"),
-    (f"{PERPLEXITY} GPT --predictions x", "--predictions is not for perplexity", "mnli"),
+    (f"{PERPLEXITY} GPT --predictions x", "--predictions is not for perplexity; valid: mnli, .*, race$"),
+    ("eval.py instructions --checkpoint GPT --predictions x", "--predictions is not for instructions; valid: .*race"),
     (f"{PERPLEXITY} GPT --task.n-best 3", r"--task\.n-best is not for perplexity", "mnli"),
 ]
 

@@ -2,6 +2,7 @@
 weights, whatever they are trained on afterwards. docs/library.md, its blocks run in order as they are written."""
 
 import dataclasses
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -10,15 +11,18 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 from tiny import tiny_config, user_error
 
 import megajax
 from megajax.config import Config
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
-from megajax.library import beginning
+from megajax.host.phases import current
+from megajax.library import beginning, progress
 from megajax.library.batches import batch_of, inputs_of
 from megajax.models.config import LoraConfig
 from megajax.program.program import Program, batch_form
+from megajax.program.state import TrainState
 
 IDS = np.random.default_rng(0).integers(0, 101, (3, 9), np.int32)
 
@@ -129,11 +133,31 @@ def test_ids_are_for_models_of_text() -> None:
         inputs_of(config, batch_form(config), {"tokens": [[1, 2]]})
 
 
+def test_progress_is_for_who_looks_at_it(capsys, monkeypatch) -> None:
+    """On a terminal what is compiled the first time; nothing elsewhere."""
+    config, file = tiny_config(num_layers=1), io.StringIO()
+    model = megajax.Model(Program.on(config, jax.devices()[:1]), {}, 0, None)
+    with model._compiling("logits", 8):
+        assert current() == "compiling logits"
+    with model._compiling("logits", 8):
+        assert current() == ""
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(progress, "Console", lambda stderr: Console(file=file, force_terminal=True, width=80))
+    with model._compiling("logits", 16):
+        assert "compiling logits" in file.getvalue()
+
+
 def test_what_a_model_cannot_do_says_what_is_valid() -> None:
     config = tiny_config(num_layers=1)
     model = megajax.Model(Program.on(config, jax.devices()[:1]), {}, 0, None)  # restored without the optimizer
+    trained = megajax.Model(model.program, TrainState({}, *[None] * 5), 0, None)
     for function, problem in (
         (lambda: model.train_step(IDS), r"train_step: .*; valid: restore\(…, training=True\)"),
+        (
+            lambda: trained.train_step(IDS),
+            r"train_step: ids of the shape \[3, 9\]; valid: \[8, 17\], train\.",
+        ),
+        (lambda: trained.train_step([[1, 2], [3]]), "lists of different lengths; valid: "),
         (lambda: model.save("anywhere"), r"save: .*; valid: restore\(…, training=True\)"),
         (lambda: model.generate("a text"), r"no tokenizer for text; valid: tokenizer.path"),
         (lambda: model.generate(["a text", [1]]), r"no tokenizer for text; valid"),
