@@ -101,13 +101,11 @@ class Writer:
             ids = self._tokenizer.encode_prompt(prompt)
         else:
             assert self._template is not None
-            ids = self._tokenizer.encode(self._template.render(prompt, name, add_generation_prompt=True))
+            text = self._template.render(prompt, name, add_generation_prompt=True)
+            ids = self._tokenizer.encode(text) or [self._tokenizer.end_of_text]
         length = self._config.model.sequence_length
-        if not 0 < len(ids) <= length:
-            context = f"the context of {self._run_dir}"
-            raise UserError(
-                f"{name} has {len(ids)} tokens; valid: {'1 to' if not ids else 'at most'} {length}, {context}"
-            )
+        if len(ids) > length:
+            raise UserError(f"{name} has {len(ids)} tokens; valid: at most {length}, the context of {self._run_dir}")
         return ids
 
     def _restored(self) -> Decoder:
