@@ -42,7 +42,7 @@ class TracingError(Exception):
         at = [
             f"{Path(each.filename).relative_to(_PACKAGE.parent)}:{each.lineno}, in {each.name}" for each in traced[-1:]
         ]
-        text = textwrap.shorten(str(error), 400, placeholder=" …")
+        text = textwrap.shorten(str(error), 1000, placeholder=" …")
         super().__init__("; ".join([f"{type(error).__name__}: {text}", *at]))
 
 
