@@ -24,7 +24,8 @@ from megajax.plan.compiled import for_h200s
 from megajax.settings.flags import parse
 from megajax.settings.launch import imagine_devices
 
-COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|collective-permute)(-start|-done)?\(%?([\w.\-]+)")
+KINDS = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
+COLLECTIVE = re.compile(rf" ({KINDS})(-start|-done)?\(%?([\w.\-]+)")
 OPERATION = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = .*?[\]})] ([a-z][a-z\-]*)\(")
 
 

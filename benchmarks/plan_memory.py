@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megajax.axes import AXES, CONTEXT
 from megajax.config import Config
 from megajax.options import options
 from megajax.settings.launch import imagine_devices
@@ -70,13 +71,16 @@ llama3-8b 1x2x4 global_batch=8 microbatch=1 sequence_parallel=true remat=layer
 llama3-8b 8x1x1 global_batch=16 microbatch=1 zero=3 remat=layer
 bert-336m 4x1x2 global_batch=128 microbatch=16 remat=none dropout=0.0
 bert-3.9b 1x4x2 global_batch=64 microbatch=4 remat=layer weight_gradients=deferred
+llama3.2-1b 1x1x8x1 global_batch=8 sequence_length=32768
+llama3-8b 1x1x8x8 global_batch=8 remat=layer sequence_length=131072
 """.strip().splitlines()
 
 
 def configuration(case: str, *, scanned: bool = True) -> Config:
-    """That of a line `PRESET DATAxPIPExTENSOR field=value …`."""
+    """That of a line `PRESET DATAxPIPE[xCONTEXT]xTENSOR field=value …`."""
     preset, mesh, *given = case.split()
-    values: dict = dict(zip(("mesh.data", "mesh.pipe", "mesh.tensor"), map(int, mesh.split("x")), strict=True))
+    axes = [f"mesh.{axis}" for axis in AXES if axis != CONTEXT or mesh.count("x") == 3]
+    values: dict = dict(zip(axes, map(int, mesh.split("x")), strict=True))
     known = options(Config)
     for name, text in (pair.split("=") for pair in given):
         key = next(found for section in _SECTIONS if (found := f"{section}{name}") in known)

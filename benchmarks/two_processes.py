@@ -1,6 +1,7 @@
-"""What a second process costs: tensor 2 and data 2 over gloo, each process pinned to one core, ours beside PyTorch's.
+"""What a second process costs: tensor 2 and data 2 over gloo, each process pinned to one core, ours beside PyTorch's;
+with `--alone` ours only, context 2 in both ways as well.
 
-    python benchmarks/two_processes.py [PRESET] [flags] [--axes tensor data] [--rounds N] [--steps N] [--json]
+    python benchmarks/two_processes.py [PRESET] [flags] [--axes tensor data] [--alone] [--rounds N] [--steps N] [--json]
 
 PRESET is benchmarks/gpt-4x512.toml unless given. The same step runs on one core and on two, both sides in turn;
 `slowdown` is twice the time on two cores by the time on one: 1 would be two cores doing twice as much. Like PyTorch's
@@ -18,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from paired import KEEP_FREED_MEMORY, Side, in_turn, parse_own
+from paired import KEEP_FREED_MEMORY, Side, in_turn, in_turn_with_cpu, parse_own
 
 from megajax.errors import UserError
 from megajax.host.ending import run
@@ -46,9 +47,35 @@ def commands(script: list[str], flags: list[str], axis: str) -> list[list[str]]:
     ]
 
 
+def pinned(name: str, found: list[list[str]]) -> Side:
+    """A side whose processes have one core each."""
+    environment = {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"} | KEEP_FREED_MEMORY
+    return Side(name, found, cores=[*map(str, sorted(os.sched_getaffinity(0)))], environment=environment)
+
+
+def alone(flags: list[str], rounds: int, steps: int) -> None:
+    """Ours on one core and over every axis, all in turn."""
+    runs: dict[str, tuple[str, list[str]]] = {"one core": ("", []), "data 2": ("data", []), "tensor 2": ("tensor", [])}
+    runs |= {f"context 2, {way}": ("context", ["--model.context-attention", way]) for way in ("heads", "gather")}
+    sides: list[Side] = []
+    try:
+        for name, (axis, more) in runs.items():
+            print(name, file=sys.stderr)
+            sides.append(pinned(name, commands([*OURS, "0"], [*flags, *more], axis)))
+        wall, cpu = in_turn_with_cpu(sides, rounds, steps)
+    finally:
+        for side in sides:
+            side.close()
+    print("| side | s a step | beside data 2, rounds | CPU s of all processes |\n|---|---|---|---|")
+    for name, seconds, used in zip(runs, wall, cpu, strict=True):
+        ratios = [ours / data for ours, data in zip(seconds, wall[1], strict=True)]
+        each = " ".join(f"{ratio:.2f}" for ratio in ratios)
+        median = f"{statistics.median(seconds):.2f} | {statistics.median(ratios):.2f} ({each})"
+        print(f"| {name} | {median} | {statistics.median(used):.2f} |")
+
+
 def measure(flags: list[str], axes: list[str], rounds: int, steps: int) -> dict:
     """Seconds a step of every side on one core and two, and the slowdowns."""
-    cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
     results = {}
     for axis in axes:
         scripts = {"megajax": [*OURS, "0"], "torch, eager": TORCH, "torch, compiled": [*TORCH, "--compile"]}
@@ -60,9 +87,7 @@ def measure(flags: list[str], axes: list[str], rounds: int, steps: int) -> dict:
                 for over in ("", axis):
                     label = f"{name}, {over} 2" if over else f"{name}, one core"
                     print(label, file=sys.stderr)
-                    found = commands(script, flags, over)
-                    environment = {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"} | KEEP_FREED_MEMORY
-                    sides[label] = Side(label, found, cores=cores, environment=environment)
+                    sides[label] = pinned(label, commands(script, flags, over))
             seconds = dict(zip(sides, in_turn(list(sides.values()), rounds, steps), strict=True))
         finally:
             for side in sides.values():
@@ -83,6 +108,7 @@ def main() -> None:
     """Parse the command line, measure, print."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--axes", nargs="+", choices=("tensor", "data"), default=["tensor", "data"])
+    parser.add_argument("--alone", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--json", action="store_true")
@@ -92,6 +118,9 @@ def main() -> None:
     parse(flags, str(__doc__).partition("\n")[0], "two_processes.py")
     if len(os.sched_getaffinity(0)) < 2:
         raise UserError("two_processes.py: this process may use one core only; valid: two")
+    if own.alone:
+        alone(flags, own.rounds, own.steps)
+        return
     results = measure(flags, own.axes, own.rounds, own.steps)
     print("| axis | side | s on one core | s on two | slowdown |\n|---|---|---|---|---|")
     for axis, sides in results.items():

@@ -1,4 +1,4 @@
-"""Megatron-LM rebuilt on JAX: transformers pretrained on a (data, pipe, tensor) mesh.
+"""Megatron-LM rebuilt on JAX: transformers pretrained on a (data, pipe, context, tensor) mesh.
 
 What can be used from Python is in `__all__`; docs/library.md shows it. Nothing of it is imported, and so neither is
 JAX, before it is asked for.

@@ -7,13 +7,14 @@ from typing import Literal
 
 Role = Literal["rows", "tokens", "sequence", "weights"]
 
-PIPE, TENSOR = "pipe", "tensor"
+PIPE, CONTEXT, TENSOR = "pipe", "context", "tensor"
 
 # What each axis divides. The outermost axis of the devices comes first: as in Megatron-LM a group of the innermost axis
 # sits on neighbouring devices (one server), and the members of an outermost one are the farthest apart.
 _ROLES: dict[str, set[Role]] = {
     PIPE: {"weights"},  # layers
     "data": {"rows"},  # of a batch
+    CONTEXT: {"tokens"},  # of every sequence, from the embedding to the loss
     TENSOR: {"weights", "sequence"},  # each layer, and with `--sequence-parallel` the tokens between its regions
 }
 
@@ -23,11 +24,10 @@ def _having(*roles: Role) -> tuple[str, ...]:
 
 
 DEVICE_ORDER = tuple(_ROLES)
-AXES = tuple(sorted(_ROLES, key=lambda axis: "rows" not in _ROLES[axis]))  # in the order of names: (data, pipe, tensor)
+AXES = tuple(sorted(_ROLES, key=lambda axis: "rows" not in _ROLES[axis]))  # data, pipe, context, tensor
 
 # Axes that are sharded over:
 ROW_AXES = _having("rows")  # the rows of a batch
-TOKEN_AXES = _having("tokens")  # the tokens of a batch
-BATCH_AXES = _having("rows", "tokens")  # both: losses and gradients are sums over them, and ZeRO shards over them
+BATCH_AXES = _having("rows", "tokens")  # or its tokens: losses and gradients are sums over them, ZeRO shards over them
 SEQUENCE_AXES = _having("sequence")  # with `--sequence-parallel` the tokens between tensor-parallel regions
 WEIGHT_AXES = _having("weights")  # the weights, with or without ZeRO

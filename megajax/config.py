@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal
 
-from megajax.axes import AXES, BATCH_AXES, ROW_AXES
+from megajax.axes import AXES, BATCH_AXES, CONTEXT, ROW_AXES
 from megajax.data.config import DataConfig, TokenizerConfig
 from megajax.data.loader import BatchSizes
 from megajax.models.config import LoraConfig, ModelConfig
@@ -35,6 +35,7 @@ class MeshConfig:
 
     data: Annotated[int, "groups of devices that train on different rows of the batch", _AXIS] = 1
     pipe: Annotated[int, "stages that the layers are divided into", _AXIS] = 1
+    context: Annotated[int, "devices that share the tokens of every sequence", _AXIS] = 1
     tensor: Annotated[int, "devices that each layer is split over", _AXIS] = 1
 
     @property
@@ -61,12 +62,17 @@ class MeshConfig:
         """The number of devices along several axes together."""
         return math.prod(getattr(self, axis) for axis in axes)
 
+    @property
+    def shown(self) -> list[str]:
+        """The axes to speak of: all but `context` where it has size 1."""
+        return [axis for axis in AXES if axis != CONTEXT or self.context > 1]
+
     def flags(self, axes: Sequence[str] = AXES, between: str = " x ") -> str:
-        """The sizes of axes as flags."""
-        return between.join(f"--mesh.{axis} {self.sizes[axis]}" for axis in axes)
+        """The sizes of axes, those to speak of, as flags."""
+        return between.join(f"--mesh.{axis} {self.sizes[axis]}" for axis in self.shown if axis in axes)
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
+        return " x ".join(f"{axis} {self.sizes[axis]}" for axis in self.shown)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from megajax.axes import AXES, BATCH_AXES, DEVICE_ORDER, PIPE, ROW_AXES, TENSOR, TOKEN_AXES, WEIGHT_AXES
+from megajax.axes import AXES, BATCH_AXES, CONTEXT, DEVICE_ORDER, PIPE, ROW_AXES, TENSOR, WEIGHT_AXES
 from megajax.batch import BatchSpec
 from megajax.parallel.collectives import Axes, entry_axes, spec_axes
 
@@ -28,6 +28,10 @@ RULES: Mapping[str, Axes | None] = {
     "rank": None,  # of LoRA's adapters
 }
 
+# Dim of a batch after the rows -> mesh axes. Tokens are a few numbers each: the devices that share a sequence get all,
+# and each takes its own (`RegionBoundary.own_tokens`).
+BATCH_RULES: Mapping[str, Axes | None] = {"tokens": None}
+
 # Dims of weights that tensor-parallel regions have inside.
 _IN_REGIONS = {"heads", "kv_heads", "head_size", "mlp", "rank"}
 
@@ -46,9 +50,8 @@ def make_mesh(devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh
 
 
 def batch_specs(form: BatchSpec) -> dict[str, PartitionSpec]:
-    """Where the arrays of a batch lie: their rows and their tokens are sharded, the other dims are not."""
-    axes = {"tokens": TOKEN_AXES or None}
-    return {name: PartitionSpec(*ROWS, *map(axes.get, entry.dims)) for name, entry in form.entries.items()}
+    """Where the arrays of a batch lie."""
+    return {name: PartitionSpec(*ROWS, *map(BATCH_RULES.get, entry.dims)) for name, entry in form.entries.items()}
 
 
 def make_abstract_mesh(**sizes: int) -> AbstractMesh:
@@ -138,8 +141,8 @@ def shardings(mesh: Mesh, specs):
 def rank_groups(mesh: Mesh) -> dict[str, list[list[int]]]:
     """Device ids of the communication groups, named as in Megatron-LM.
 
-    The groups of every axis under its name. `model`: the devices that hold one copy of the model. `embedding`: first
-    and last stage of every pipe group, which share the tied embedding.
+    The groups of every axis under its name, of `context` where it is larger than 1. `model`: the devices that hold one
+    copy of the model. `embedding`: first and last stage of every pipe group, which share the tied embedding.
     """
     ids = np.vectorize(lambda device: device.id)(mesh.devices)
 
@@ -149,6 +152,6 @@ def rank_groups(mesh: Mesh) -> dict[str, list[list[int]]]:
         rows = np.moveaxis(ids, dims, range(-len(dims), 0)).reshape(-1, size)
         return sorted(sorted(row.tolist()) for row in rows)
 
-    by_axis = {axis: groups(axis) for axis in mesh.axis_names}
+    by_axis = {axis: groups(axis) for axis in mesh.axis_names if axis != CONTEXT or mesh.shape[axis] > 1}
     embedding = [sorted({group[0], group[-1]}) for group in by_axis[PIPE]]
     return by_axis | {"model": groups(*WEIGHT_AXES), "embedding": embedding}

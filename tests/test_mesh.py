@@ -84,15 +84,15 @@ def test_a_pipe_of_one_has_embedding_groups_of_one():
 
 
 def test_axes_have_their_sizes():
-    """The axes are (data, pipe, tensor), whatever their order in the devices, and so are the options."""
+    """The axes are (data, pipe, context, tensor), whatever their order in the devices, and so are the options."""
     mesh = make_mesh(data=2, pipe=4, tensor=3, devices=[Device(i) for i in range(24)])
-    assert list(mesh.shape.items()) == [("data", 2), ("pipe", 4), ("tensor", 3)]
+    assert list(mesh.shape.items()) == [("data", 2), ("pipe", 4), ("context", 1), ("tensor", 3)]
     assert [field.name for field in dataclasses.fields(MeshConfig)] == list(AXES) == list(mesh.shape)
 
 
 def test_tokens_of_a_batch_can_be_sharded(monkeypatch: pytest.MonkeyPatch):
     """Over an axis of tokens, of the arrays that have a dim of tokens."""
-    monkeypatch.setattr("megajax.mesh.TOKEN_AXES", ("tensor",))
+    monkeypatch.setattr("megajax.mesh.BATCH_RULES", {"tokens": "tensor"})
     program = tiny_program(tiny_config((2, 1, 2), family="bert"))
     batch = random_batch(program.config, 0)
     for name, array in program.put_batch(batch, program.local_rows).items():
@@ -141,13 +141,16 @@ def test_moments_are_placed_like_the_weights_they_are_for(zero):
     assert adam.count == P()
 
 
+ZERO = ("data", "context")
+
+
 @pytest.mark.parametrize(
     ("data", "spec", "shape", "expected"),
     [
-        (2, P(), (6, 8, 4), P(None, "data", None)),  # the largest free dim
-        (2, P("tensor"), (64, 8), P("tensor", "data")),  # not one that is split, though it is larger
-        (2, P("tensor"), (64, 7), P(("tensor", "data"), None)),  # but for want of another
-        (2, P(("pipe", "tensor")), (64,), P(("pipe", "tensor", "data"))),
+        (2, P(), (6, 8, 4), P(None, ZERO, None)),  # the largest free dim
+        (2, P("tensor"), (64, 8), P("tensor", ZERO)),  # not one that is split, though it is larger
+        (2, P("tensor"), (64, 7), P(("tensor", *ZERO), None)),  # but for want of another
+        (2, P(("pipe", "tensor")), (64,), P(("pipe", "tensor", *ZERO))),
         (2, P("tensor"), (6, 7), P("tensor", None)),  # a device's three rows are not divisible
         (2, P(), (7,), P(None)),
         (2, P(), (), P()),
@@ -156,6 +159,12 @@ def test_moments_are_placed_like_the_weights_they_are_for(zero):
 )
 def test_the_dim_that_zero_shards(data, spec, shape, expected):
     assert zero_spec(spec, shape, make_mesh(data=data, pipe=4 // data, tensor=2).shape) == expected
+
+
+def test_a_context_group_sits_between_data_and_tensor():
+    """In the devices' order; its groups are named where there are several."""
+    groups = rank_groups(make_mesh(data=2, context=2, tensor=2, devices=[Device(i) for i in range(8)]))
+    assert groups["context"] == [[0, 2], [1, 3], [4, 6], [5, 7]] and groups["data"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
 ROOT = Path(__file__).parents[1]
@@ -185,7 +194,8 @@ for zero in (1, 3):
     config = exact(dataclasses.replace(small, optimizer=dataclasses.replace(small.optimizer, zero=zero)))
     layout = Program.on(config).layout
     sharded = [{"data", "further"} <= spec_axes(spec) for spec in jax.tree.leaves(layout.trained_specs)]
-    assert dict(layout.mesh.shape) == {"data": 2, "further": 2, "pipe": 1, "tensor": 2} and any(sharded), sharded
+    assert dict(layout.mesh.shape) == {"data": 2, "further": 2, "pipe": 1, "context": 1, "tensor": 2}
+    assert any(sharded), sharded
     found = list(all_checks(reference, run(config, jax.devices(), 2, with_fresh=True)))
     assert found and all(finding.passed for finding in found), "\\n".join(map(str, found))
 alone = dataclasses.replace(small, mesh=MeshConfig(further=2), train=dataclasses.replace(small.train, microbatch=1))

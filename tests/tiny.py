@@ -1,5 +1,6 @@
 """A model small enough to compile in seconds, with every dim different from the others."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +45,7 @@ def full(*values: object) -> Any:
 
 
 def tiny_config(
-    mesh: tuple[int, int, int] = (1, 1, 1),
+    mesh: tuple[int, ...] = (1, 1, 1),
     *,
     schedule: str = "1f1b",
     chunks: int = 1,
@@ -61,15 +62,16 @@ def tiny_config(
     lora: LoraConfig | None = None,
     **model,
 ) -> Config:
-    """A configuration on `mesh` (data, pipe, tensor); `model` overrides fields of `ModelConfig`."""
-    data, pipe, tensor = mesh
+    """A configuration on `mesh` (data, pipe, tensor) or (data, pipe, context, tensor); `model` overrides fields of
+    `ModelConfig`."""
+    data, pipe, *context, tensor = mesh
     defaults = {"num_layers": 4, "hidden_size": 24, "num_heads": 8, "sequence_length": 16, "vocab_size": 101}
     return Config(
         precision=precision,
         sequence_parallel=sequence_parallel,
         lora=lora or LoraConfig(),
         model=ModelConfig(**defaults | {"vocab_multiple": 64, "scan_layers": "true"} | model),
-        mesh=MeshConfig(data=data, pipe=pipe, tensor=tensor),
+        mesh=MeshConfig(data=data, pipe=pipe, context=math.prod(context), tensor=tensor),
         pipeline=PipelineConfig(
             schedule=schedule,
             chunks=chunks,

@@ -17,11 +17,10 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from megajax.axes import ROW_AXES
+from megajax.axes import BATCH_AXES
 from megajax.batch import IGNORED
 from megajax.generation.choice import Sampling, choose, prompt_bits
 from megajax.host.phases import phase
-from megajax.mesh import ROWS
 from megajax.models.attention import Attend
 from megajax.models.cache import Cache, decode_step, prefill, visible_slots
 from megajax.models.context import Context
@@ -36,7 +35,8 @@ State = dict[str, Any]
 
 TOKENS_AT_ONCE = 8
 SHORTEST = 16  # prompts are padded to this length or the next power of two, so that few lengths are compiled
-CACHE = PartitionSpec(ROW_AXES, TENSOR)
+ROWS = PartitionSpec(BATCH_AXES)  # nothing is kept of a sequence but its cache, so that `context` counts as rows
+CACHE = PartitionSpec(BATCH_AXES, TENSOR)
 STATE_SPECS = {
     "caches": CACHE,  # of every layer
     "token": ROWS,  # the last that was chosen
@@ -66,7 +66,7 @@ class Decoder:
 
     def __init__(self, program: Program, params: Tree, sampling: Sampling, ends: Collection[int]):
         """`params` are the program's; a continuation ends before any of the ids `ends`."""
-        self._config, self._mesh, self._row_shards = program.config.model, program.mesh, program.config.mesh.row_shards
+        self._config, self._mesh, self._row_shards = program.config.model, program.mesh, program.config.mesh.zero_shards
         assert program.config.mesh.pipe == 1 and program.config.optimizer.zero != 3, program.config
         self._sampling, self._ends, self._backend = sampling, sorted(ends), program.backend
         self._model, self._adapters = CutModel(self._config, F_AND_G, program.backend), program.layout.adapters
@@ -174,7 +174,7 @@ class Decoder:
         }
         x_B1D = jnp.take_along_axis(x_BTD, (length_B - 1)[:, None, None], axis=1)
         state, tokens_B = self._choose(weights, x_B1D, state)
-        return state, gather_shards(tokens_B[:, None], 0, ROW_AXES, invariant=True)
+        return state, gather_shards(tokens_B[:, None], 0, BATCH_AXES, invariant=True)
 
     def _decode(self, weights: Tree, state: State) -> tuple[State, Array]:
         """Choose tokens until all rows have stopped, at most `TOKENS_AT_ONCE`."""
@@ -190,9 +190,9 @@ class Decoder:
             return number + 1, _running(state), tokens_BN, state
 
         nothing_BN = jnp.full((state["token"].shape[0], TOKENS_AT_ONCE), IGNORED, jnp.int32)
-        carry = jnp.zeros((), jnp.int32), _running(state), vary(nothing_BN, ROW_AXES), state
+        carry = jnp.zeros((), jnp.int32), _running(state), vary(nothing_BN, BATCH_AXES), state
         _, _, tokens_BN, state = lax.while_loop(goes_on, go_on, carry)
-        return state, gather_shards(tokens_BN, 0, ROW_AXES, invariant=True)
+        return state, gather_shards(tokens_BN, 0, BATCH_AXES, invariant=True)
 
     def _next(self, weights: Tree, state: State) -> tuple[Array, State]:
         """Run the last tokens of all rows through the layers, [B, 1, D]."""
@@ -236,7 +236,7 @@ class Decoder:
 
 def _running(state: State) -> Array:
     """How many rows of the batch have not stopped."""
-    return sum_over(jnp.sum(~state["stopped"], dtype=jnp.int32), ROW_AXES)
+    return sum_over(jnp.sum(~state["stopped"], dtype=jnp.int32), BATCH_AXES)
 
 
 def _map_specs(function: Callable, specs: Tree) -> Tree:

@@ -13,7 +13,7 @@ from jax import Array
 from megajax.backend import Backend
 from megajax.models.attention_mask import FROM_START, AttentionMask, Places
 from megajax.models.blocked_attention import blocked_attention
-from megajax.parallel.collectives import TENSOR, axis_index
+from megajax.parallel.collectives import TENSOR, Axes, axis_index
 from megajax.parallel.random import Dropout
 
 
@@ -24,6 +24,7 @@ class Setting(NamedTuple):
     dropout: Dropout  # of the probabilities, the same for a query and a key wherever they are computed
     backend: Backend
     places: Places = FROM_START
+    head_axes: Axes = TENSOR  # that heads are sharded over
 
 
 @jax.named_scope("attend")
@@ -37,7 +38,7 @@ def cudnn_can(q_BTHK: Array, setting: Setting) -> bool:
     """Whether the fused attention of GPUs can do this, by types and static values alone: half precision; causality,
     padding and sliding windows back from the query. Its dropout would depend on the mesh, and documents are private
     there."""
-    visible, dropout, backend, places = setting
+    visible, dropout, backend, places, _ = setting
     size, item_size = q_BTHK.shape[-1], q_BTHK.dtype.itemsize
     fits = item_size == 2 and size % 8 == 0 and size <= 256
     window_fits = visible.window is None or (visible.causal and visible.num_keys_B is None)
@@ -61,13 +62,16 @@ def _by_cudnn(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> 
 
 def _by_blocks(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
     """In blocks of queries, whatever these see, with dropout that no mesh changes."""
-    visible, dropout, backend, places = setting
-    drop_BH = None
-    if dropout.rate > 0:
-        num_heads = q_BTHK.shape[2]
-        head_H = axis_index(TENSOR) * num_heads + jnp.arange(num_heads, dtype=jnp.int32)
-        drop_BH = Dropout(dropout.rate, dropout.bits_B[:, None].fold(head_H[None, :]))
-    return blocked_attention(q_BTHK, k_BSHK, v_BSHK, places, visible, drop_BH, backend)
+    dropped = drop_of_heads(setting, q_BTHK.shape[2])
+    return blocked_attention(q_BTHK, k_BSHK, v_BSHK, setting.places, setting.visible, dropped, setting.backend)
+
+
+def drop_of_heads(setting: Setting, num_heads: int) -> Dropout | None:
+    """Dropout of every sample and of each of this device's heads, [B, H]."""
+    if setting.dropout.rate == 0:
+        return None
+    head_H = axis_index(setting.head_axes) * num_heads + jnp.arange(num_heads, dtype=jnp.int32)
+    return Dropout(setting.dropout.rate, setting.dropout.bits_B[:, None].fold(head_H[None, :]))
 
 
 # Whether it can do this, by types and static values alone; and (queries, keys, values, setting) -> heads.

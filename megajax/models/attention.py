@@ -14,6 +14,7 @@ from megajax.backend import Backend
 from megajax.models.attend import Setting, attend
 from megajax.models.config import ModelConfig
 from megajax.models.context import Context
+from megajax.models.context_attention import attend_to_others
 from megajax.models.norms import RMSNorm
 from megajax.models.rotary import rotated
 from megajax.parallel.boundary import RegionBoundary
@@ -91,4 +92,6 @@ def attend_in_context(
 ) -> tuple[Array, Aux]:
     """Attention of a microbatch's tokens to those that they see, with its dropout."""
     setting = Setting(context.visible, context.dropout.fold(ATTENTION_WEIGHTS), backend)
-    return attend(q_BTHK, k_BSHK, v_BSHK, setting), {}
+    if context.boundary.context == "none":
+        return attend(q_BTHK, k_BSHK, v_BSHK, setting), {}
+    return attend_to_others(q_BTHK, k_BSHK, v_BSHK, setting, context.boundary), {}

@@ -6,7 +6,6 @@ Letters: B batch, T queries, S keys, P pieces, H heads, N heads of all samples, 
 import functools
 import operator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -105,19 +104,24 @@ class AttentionMask:
 CAUSAL = AttentionMask(causal=True)
 
 
-class Places(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Places:
     """Where queries and keys stand."""
 
     queries: Pieces = Pieces()
     keys: Pieces = Pieces()
+    # How much further on queries stand than keys, where it is known although `starts` are not.
+    ahead: int | None = field(default=None, metadata={"static": True})
 
     def key_range(self, visible: AttentionMask, start: int, end: int, num_queries: int, num_keys: int) -> slice:
         """Which of the keys the queries `start` to `end` may see, whatever the sample; all, where it is not known while
         tracing where they stand, or where keys are in several pieces."""
-        shifts = self.queries.shift(start, num_queries), self.keys.shift(0, num_keys)
-        if shifts[0] is None or shifts[1] is None or self.keys.count > 1:
-            return slice(0, num_keys)
-        ahead = shifts[0] - shifts[1]
+        shifts, ahead = (self.queries.shift(start, num_queries), self.keys.shift(0, num_keys)), self.ahead
+        if ahead is None:
+            if shifts[0] is None or shifts[1] is None or self.keys.count > 1:
+                return slice(0, num_keys)
+            ahead = shifts[0] - shifts[1]
         first, last = visible.key_range(start + ahead, end + ahead, num_keys)
         return slice(min(first, num_keys), min(last, num_keys))
 

@@ -5,7 +5,7 @@ Letters: B batch, T query positions, S key positions, H heads, K head size, N he
 the other, G heads of queries for each of them, R = G T their rows in a product.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,15 +40,15 @@ def _forward(
     (batch, num_queries, heads, _), kv_heads = q_BTHK.shape, k_BSHK.shape[2]
     group = heads // kv_heads
     inputs = (
-        _heads_first(q_BTHK, group),
-        *map(_heads_first, (k_BSHK, v_BSHK)),
+        heads_first(q_BTHK, group),
+        *map(heads_first, (k_BSHK, v_BSHK)),
         visible.of_heads(kv_heads),
-        _grouped_bits(drop_BH, group),
+        grouped_bits(drop_BH, kv_heads),
     )
     forward = partial(_forward_of_heads, places=places, block=backend.block_of(num_queries))
-    out_NGTK, *statistics_NGT1 = _in_groups(forward, inputs, backend)
+    out_NGTK, *statistics_NGT1 = in_groups(forward, inputs, backend)
     # Named here, so that selective recomputation, which keeps them, has nothing of this to run again.
-    out_BTHK = checkpoint_name(_heads_last(out_NGTK, batch, heads), "attention_heads")
+    out_BTHK = checkpoint_name(heads_last(out_NGTK, batch, heads), "attention_heads")
     statistics_NGT1 = checkpoint_name(statistics_NGT1, "attention_statistics")
     return out_BTHK, (q_BTHK, k_BSHK, v_BSHK, places, visible, drop_BH, out_BTHK, *statistics_NGT1)
 
@@ -57,13 +57,13 @@ def _backward(backend: Backend, residuals: tuple, grad_BTHK: Array) -> tuple[Arr
     q_BTHK, k_BSHK, v_BSHK, places, visible, drop_BH, out_BTHK, *statistics_NGT1 = residuals
     (batch, num_queries, heads, _), kv_heads = q_BTHK.shape, k_BSHK.shape[2]
     group = heads // kv_heads
-    of_queries = (_heads_first(x, group) for x in (q_BTHK, out_BTHK, grad_BTHK))
-    of_keys = map(_heads_first, (k_BSHK, v_BSHK))
-    inputs = *of_queries, *of_keys, visible.of_heads(kv_heads), _grouped_bits(drop_BH, group), *statistics_NGT1
-    backward = partial(_backward_of_heads, places=places, block=backend.block_of(num_queries))
-    dq_NGTK, dk_NSK, dv_NSK = _in_groups(backward, inputs, backend)
-    dk_BSHK, dv_BSHK = (_heads_last(x, batch, kv_heads) for x in (dk_NSK, dv_NSK))
-    return _heads_last(dq_NGTK, batch, heads), dk_BSHK, dv_BSHK, None, None, None
+    of_queries = (heads_first(x, group) for x in (q_BTHK, out_BTHK, grad_BTHK))
+    of_keys = map(heads_first, (k_BSHK, v_BSHK))
+    inputs = *of_queries, *of_keys, visible.of_heads(kv_heads), grouped_bits(drop_BH, kv_heads), statistics_NGT1
+    backward = partial(backward_of_heads, places=places, block=backend.block_of(num_queries))
+    dq_NGTK, dk_NSK, dv_NSK = in_groups(backward, inputs, backend)
+    dk_BSHK, dv_BSHK = (heads_last(x, batch, kv_heads) for x in (dk_NSK, dv_NSK))
+    return heads_last(dq_NGTK, batch, heads), dk_BSHK, dv_BSHK, None, None, None
 
 
 blocked_attention.defvjp(_forward, _backward)
@@ -75,21 +75,49 @@ def _forward_of_heads(
     """Attention; the highest score of every query, and the sum of the exponentials of what lies below it."""
     group = q_NGTK.shape[1]
     out, highest, total = [], [], []
-    for start, end in places.queries.blocks(q_NGTK.shape[2], block):
-        own = slice(start, end)
-        keys, at, scores_NRS = _seen_scores(q_NGTK, k_NSK, places, visible, own)
-        highest_NR1 = jnp.max(scores_NRS, axis=-1, keepdims=True)
-        weights_NRS = jnp.exp(scores_NRS - highest_NR1)
-        total_NR1 = jnp.sum(weights_NRS, axis=-1, keepdims=True)
-        drop = _dropped(drop_NG, *at)
-        sum_NRK = _product("NRS,NSK->NRK", drop(weights_NRS).astype(v_NSK.dtype), v_NSK[:, keys])
+    for sum_NRK, highest_NR1, total_NR1 in _blocks(q_NGTK, k_NSK, v_NSK, visible, drop_NG, places=places, block=block):
         out.append(_grouped_rows((sum_NRK / total_NR1).astype(q_NGTK.dtype), group))
         highest.append(_grouped_rows(highest_NR1, group))
         total.append(_grouped_rows(total_NR1, group))
     return tuple(jnp.concatenate(blocks, axis=2) for blocks in (out, highest, total))
 
 
-def _backward_of_heads(
+def attention_sums(
+    q_NGTK: Array, k_NSK: Array, v_NSK: Array, visible: AttentionMask, drop_NG: Drop, *, places: Places, block: int
+) -> tuple[Array, Array, Array]:
+    """The sum of the values, by exponentials of what lies below the highest score, in at least fp32; the highest score
+    of every query; and the sum of the exponentials. A query need not see any of the keys."""
+    blocks = zip(*_blocks(q_NGTK, k_NSK, v_NSK, visible, drop_NG, places=places, block=block, some=True), strict=True)
+    together = ([_grouped_rows(x, q_NGTK.shape[1]) for x in each] for each in blocks)
+    sum_, highest, total = (jnp.concatenate(each, axis=2) for each in together)
+    return sum_, highest, total
+
+
+def _blocks(
+    q_NGTK: Array,
+    k_NSK: Array,
+    v_NSK: Array,
+    visible: AttentionMask,
+    drop_NG: Drop,
+    *,
+    places: Places,
+    block: int,
+    some: bool = False,
+) -> Iterator[tuple[Array, Array, Array]]:
+    """Of every block of queries the sum of the values, the highest score, and the sum of the exponentials."""
+    for start, end in places.queries.blocks(q_NGTK.shape[2], block):
+        own = slice(start, end)
+        keys, at, scores_NRS = _seen_scores(q_NGTK, k_NSK, places, visible, own)
+        highest_NR1 = jnp.max(scores_NRS, axis=-1, keepdims=True)
+        if some:
+            highest_NR1 = jnp.maximum(highest_NR1, jnp.finfo(highest_NR1.dtype).min)
+        weights_NRS = jnp.exp(scores_NRS - highest_NR1)
+        total_NR1 = jnp.sum(weights_NRS, axis=-1, keepdims=True)
+        drop = _dropped(drop_NG, *at)
+        yield _product("NRS,NSK->NRK", drop(weights_NRS).astype(v_NSK.dtype), v_NSK[:, keys]), highest_NR1, total_NR1
+
+
+def backward_of_heads(
     q_NGTK: Array,
     out_NGTK: Array,
     grad_NGTK: Array,
@@ -97,13 +125,15 @@ def _backward_of_heads(
     v_NSK: Array,
     visible: AttentionMask,
     drop_NG: Drop,
-    highest_NGT1: Array,
-    total_NGT1: Array,
+    statistics: Sequence[Array],
     *,
     places: Places,
     block: int,
+    dtype: Any = None,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of queries, keys and values."""
+    """Gradients of queries, keys and values, in the type of the queries or in `dtype`; `statistics` are the two that
+    the forward pass gave."""
+    (highest_NGT1, total_NGT1), result = statistics, dtype or q_NGTK.dtype
     dtype, group = at_least_fp32(q_NGTK.dtype), q_NGTK.shape[1]
     # The sum over keys of probability times its gradient, for every query.
     inner_NGT1 = jnp.sum(out_NGTK.astype(dtype) * grad_NGTK.astype(dtype), axis=-1, keepdims=True)
@@ -124,13 +154,13 @@ def _backward_of_heads(
         dweights_NRS = drop(_product("NRK,NSK->NRS", grad_NRK, v_NSK[:, keys]))
         dscores_NRS = (weights_NRS * (dweights_NRS - inner_NR1)).astype(q_NGTK.dtype)
         dq_NRK = _product("NRS,NSK->NRK", dscores_NRS, k_NSK[:, keys])
-        dq_blocks.insert(0, _grouped_rows(_scaled(dq_NRK).astype(q_NGTK.dtype), group))
+        dq_blocks.insert(0, _grouped_rows(_scaled(dq_NRK).astype(result), group))
         dv_block = _product("NKR,NRS->NKS", _columns(grad_NKGT, own), drop(weights_NRS).astype(q_NGTK.dtype))
         dk_block = _product("NKR,NRS->NKS", _columns(q_NKGT, own), dscores_NRS)
         dk_NKS = _added(dk_NKS, dk_block, keys, k_NSK.shape[1])
         dv_NKS = _added(dv_NKS, dv_block, keys, k_NSK.shape[1])
     assert dk_NKS is not None and dv_NKS is not None
-    dk_NSK, dv_NSK = (grad.swapaxes(1, 2).astype(q_NGTK.dtype) for grad in (dk_NKS, dv_NKS))
+    dk_NSK, dv_NSK = (grad.swapaxes(1, 2).astype(result) for grad in (dk_NKS, dv_NKS))
     return jnp.concatenate(dq_blocks, axis=2), dk_NSK, dv_NSK
 
 
@@ -199,7 +229,7 @@ def _dropped(drop_NG: Drop, query_T: Array, key_S: Array) -> Callable[[Array], A
     return lambda x_NRS: drop_NG.apply(x_NRS, mask_NRS)
 
 
-def _in_groups(function: Callable, inputs: Any, backend: Backend) -> Any:
+def in_groups(function: Callable, inputs: Any, backend: Backend) -> Any:
     """`function` of arrays [N, …], as many heads at a time as the backend wants."""
     num_heads, group, length = inputs[0].shape[:3]
     at_once = num_heads
@@ -215,15 +245,16 @@ def _in_groups(function: Callable, inputs: Any, backend: Backend) -> Any:
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
 
 
-def _heads_first(x_BTHK: Array, *group: int) -> Array:
+def heads_first(x_BTHK: Array, *group: int) -> Array:
     """[N, T, K], or, of heads of queries by the heads of keys that they are for, [N, G, T, K]."""
     return x_BTHK.swapaxes(1, 2).reshape(-1, *group, x_BTHK.shape[1], x_BTHK.shape[3])
 
 
-def _heads_last(x: Array, batch: int, heads: int) -> Array:
+def heads_last(x: Array, batch: int, heads: int) -> Array:
     """[B, T, H, K]."""
     return x.reshape(batch, heads, *x.shape[-2:]).swapaxes(1, 2)
 
 
-def _grouped_bits(drop_BH: Drop, group: int) -> Drop:
-    return jax.tree.map(lambda word: word.reshape(-1, group), drop_BH)
+def grouped_bits(drop_BH: Drop, kv_heads: int) -> Drop:
+    """Dropout of every head of queries by the heads of keys that they are for, [N, G]."""
+    return jax.tree.map(lambda word: word.reshape(word.shape[0] * kv_heads, -1), drop_BH)

@@ -161,6 +161,12 @@ class ModelConfig:
     dropout: Annotated[
         float, "probability to drop: embedding, attention probabilities, both residual branches", SHARE, NOTHING
     ] = 0.1
+    context_attention: Annotated[
+        Literal["auto", "heads", "gather"],
+        "how the devices of mesh.context attend to each other's tokens: each to all of them with some of the heads, or "
+        "with the keys and values of all gathered; auto: what sends less (docs/context.md)",
+        NOTHING,
+    ] = "auto"
     init_std: Annotated[
         float, "standard deviation of the initial weights", above(0, 100), NOTHING, Theirs("initializer_range")
     ] = 0.02

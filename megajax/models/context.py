@@ -6,6 +6,7 @@ import jax
 from jax import Array
 
 from megajax.models.attention_mask import AttentionMask
+from megajax.parallel.boundary import F_AND_G, RegionBoundary
 from megajax.parallel.products import Factors
 from megajax.parallel.random import Dropout
 
@@ -17,6 +18,8 @@ class Context:
 
     dropout: Dropout  # of the microbatch's rows
     visible: AttentionMask  # what its tokens see
-    position_BT: Array | None = None  # where they stand, int32, B possibly 1, for layers with rotary positions
+    # Where this device's context tokens stand, int32, B possibly 1, for layers with rotary positions.
+    position_BT: Array | None = None
     row_B: Array | None = None  # rows in the global batch, int32, for recording; None: nobody records
+    boundary: RegionBoundary = field(default=F_AND_G, metadata={"static": True})  # who has which of its tokens
     factors: Factors = field(default_factory=dict)  # takes those of deferred weight gradients (`parallel/products.py`)

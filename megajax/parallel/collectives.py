@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from megajax.axes import BATCH_AXES, PIPE, TENSOR
+from megajax.axes import BATCH_AXES, CONTEXT, PIPE, TENSOR
 
 Axes = str | tuple[str, ...]
 
@@ -95,18 +95,23 @@ def broadcast_stage(x: Array, mine: Array | bool) -> Array:
 def send_up(x: Array, *, ring: bool) -> Array:
     """Hand a stage's output to the next stage, in a `ring` the last one's to the first. All stages have to take
     part."""
-    return _send(x, +1, ring)
+    return _send(x, PIPE, +1, ring)
 
 
 def send_down(x: Array, *, ring: bool) -> Array:
     """Hand the gradient of a stage's input to the previous stage; otherwise as `send_up`."""
-    return _send(x, -1, ring)
+    return _send(x, PIPE, -1, ring)
 
 
-def _send(x: Array, step: int, ring: bool) -> Array:
-    p = axis_size(PIPE)
-    pairs = [(stage, (stage + step) % p) for stage in range(p) if ring or 0 <= stage + step < p]
-    return lax.ppermute(x, PIPE, pairs)
+def send_on(x: Array) -> Array:
+    """Hand something to the device that has the tokens after this one's; the first one gets zeros."""
+    return _send(x, CONTEXT, +1, ring=False)
+
+
+def _send(x: Array, axis: str, step: int, ring: bool) -> Array:
+    p = axis_size(axis)
+    pairs = [(place, (place + step) % p) for place in range(p) if ring or 0 <= place + step < p]
+    return lax.ppermute(x, axis, pairs)
 
 
 def axis_index(axes: Axes) -> Array:

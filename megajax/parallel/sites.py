@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.axes import AXES
@@ -35,8 +35,9 @@ class SiteRecord:
     value: np.ndarray  # [B · parts, …], `parts` sequences a sample; of a dim that devices share their part
     split: int | None  # that dim
     first: int  # where this device's part begins there
-    shared: bool  # other devices have the same part, and its gradient here is one of several that add up to it
+    partial: tuple[str, ...]  # axes whose devices have the same part, and its gradient as terms of a sum
     device: tuple[int, ...]  # its coordinates on the mesh axes, in the order of `AXES`
+    tokens: np.ndarray | None = None  # where they stand that a device has along dim 1, if it has not all of them
     turn: int = 0  # when it was traced: in a layer, or in the head, in the order of computation
 
 
@@ -51,7 +52,7 @@ class CollectiveRecord:
 Record = Callable[[SiteRecord | CollectiveRecord], None]
 _RECORD: ContextVar[Record | None] = ContextVar("record", default=None)
 _TURNS = itertools.count()
-_PLACE: ContextVar[tuple[Array, Array] | None] = ContextVar("place", default=None)  # layer, samples
+_PLACE: ContextVar[tuple[Array, ...] | None] = ContextVar("place", default=None)  # layer, samples, maybe tokens
 
 
 @contextlib.contextmanager
@@ -66,13 +67,14 @@ def recording(record: Record) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def at(layer: Array | str, sample_B: Array | None) -> Iterator[None]:
-    """The sites that are traced meanwhile belong to a layer, or to the `HEAD`, and to these rows of the global
-    batch."""
+def at(layer: Array | str, sample_B: Array | None, token_T: Array | None = None) -> Iterator[None]:
+    """The sites that are traced meanwhile belong to a layer, or to the `HEAD`, to these rows of the global batch, and
+    to these tokens of theirs, by default all."""
     if _RECORD.get() is None or sample_B is None:
         yield
         return
-    token = _PLACE.set((jnp.asarray(-1 if isinstance(layer, str) else layer, jnp.int32), sample_B))
+    place = jnp.asarray(-1 if isinstance(layer, str) else layer, jnp.int32), sample_B
+    token = _PLACE.set(place if token_T is None else (*place, token_T))
     try:
         yield
     finally:
@@ -97,26 +99,41 @@ def checked(result: Any, expected: Callable[[], Any], collectives: Any) -> Any:
     return result
 
 
-def named(x: Array, name: str, split: int | None = None, axes: Axes = TENSOR, first: Array | None = None) -> Array:
+def named(x: Array, name: str, split: int | None = None, **where: Any) -> Array:
     """`x` under a name, for policies of recomputation and for recording (`recorded`)."""
-    return recorded(checkpoint_name(x, name), name, split, axes, first)
+    return recorded(checkpoint_name(x, name), name, split, **where)
 
 
-def recorded(x: Array, name: str, split: int | None = None, axes: Axes = TENSOR, first: Array | None = None) -> Array:
+def recorded(
+    x: Array,
+    name: str,
+    split: int | None = None,
+    axes: Axes = TENSOR,
+    first: Array | None = None,
+    partial: tuple[str, ...] = (),
+) -> Array:
     """`x`, rows first, recorded under a name, if anything is: of the dim `split` this device's part, which starts at
-    `first` and which others may have, too; by default equal parts over `axes` follow each other."""
+    `first`, so that others on `tensor` may have it, too; by default equal parts over `axes` follow each other. What is
+    `partial` over axes is not of the device's own tokens."""
     record, place = _RECORD.get(), _PLACE.get()
     if record is None or place is None:
         return x
-    shared = first is not None
+    if partial:
+        place = place[:2]
+    elif first is not None:
+        partial = (TENSOR,)
     if first is None:
         first = jnp.zeros((), jnp.int32) if split is None else axis_index(axes) * x.shape[split]
+    if len(place) > 2 and split == 1:  # a part of the tokens that its context group's place has
+        place = *place[:2], lax.dynamic_slice_in_dim(place[2], first, x.shape[1])
     devices, turn = jnp.stack([axis_index(axis) for axis in AXES]), next(_TURNS)
 
     def tell(backward: bool, value: Array, *where: Array) -> None:
-        def on_host(value: Any, layer: Any, samples: Any, first: Any, device: Any) -> None:
+        def on_host(value: Any, first: Any, device: Any, layer: Any, samples: Any, *tokens: Any) -> None:
             own, rows, coordinates = np.array(value), np.array(samples), tuple(np.asarray(device).tolist())
-            record(SiteRecord(name, backward, int(layer), rows, own, split, int(first), shared, coordinates, turn))
+            begins, places = int(first), np.array(tokens[0]) if tokens else None
+            found = SiteRecord(name, backward, int(layer), rows, own, split, begins, partial, coordinates, places, turn)
+            record(found)
 
         jax.debug.callback(on_host, value, *where)
 
@@ -133,4 +150,4 @@ def recorded(x: Array, name: str, split: int | None = None, axes: Axes = TENSOR,
         return grad, *(None for _ in where)
 
     watched.defvjp(forward, backward)
-    return watched(x, *place, first, devices)
+    return watched(x, first, devices, *place)

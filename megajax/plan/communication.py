@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 
-from megajax.axes import BATCH_AXES, DEVICE_ORDER
+from megajax.axes import BATCH_AXES, DEVICE_ORDER, ROW_AXES
 from megajax.backend import GPU
 from megajax.config import Config, MeshConfig
 from megajax.models.family import family_of
@@ -27,7 +27,8 @@ from megajax.program.communication import Collective
 from megajax.program.program import batch_form
 
 Axes = tuple[str, ...]
-REDUCE, GATHER, SCATTER, PERMUTE = "all-reduce", "all-gather", "reduce-scatter", "permute"
+REDUCE, GATHER, SCATTER = "all-reduce", "all-gather", "reduce-scatter"
+PERMUTE, EXCHANGE = "permute", "all-to-all"
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ class WeightTraffic(Sizes):
     def targets(self) -> Iterator[Communication]:
         """How many targets the losses have in the global batch."""
         for _ in self._losses:
-            yield one("losses: numbers of targets", REDUCE, BATCH_AXES, (), self.counted, ONCE)
+            yield one("losses: numbers of targets", REDUCE, ROW_AXES, (), self.counted, ONCE)
 
     def after_the_loop(self) -> Iterator[Communication]:
         """Gradients and losses to global sums, the gradients' global norm, and ZeRO-1's updated weights."""

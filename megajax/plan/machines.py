@@ -71,6 +71,8 @@ class Overlap:
     tensor_backward: float = 50 / 65  # of the backward pass: so many have products beside them
     gathers: float = 87 / 194  # all-gathers of a split sequence
     scatters: float = 44 / 130  # and its reduce-scatters
+    exchanges: float = 9 / 12  # all-to-alls of a context group's heads
+    keys: float = 0.5  # all that it sends of keys and values: the values', beside the scores
     p2p_transfers: float = 1.0  # between stages: all of them, beside a forward or backward
     shards: float = 0.5  # ZeRO-3's, beside some of the same layer's products
     gradients: float = 0.0  # over data: none, they follow the loop
@@ -84,9 +86,11 @@ class Traffic:
     inside: float = 1.9  # over those inside, of queries, keys, values, heads and the MLP's two, divided over `tensor`
     gathered: float = 22.0  # beside these over a split sequence's gathered [tokens, hidden]
     scanned: float = 1.5  # factor where layers run as one scan (1.3 to 2.0 in docs/gpu.md's programs)
-    # Bytes for every score of attention that is not fused, forward and backward, in half precision (with dropout on
-    # H200s 52 of a score that causality leaves: docs/gpu.md, 701 beside 348 GB).
-    scores: float = 52.0
+    # Bytes for every score of attention that is not fused, forward and backward, in half precision, and for its dropout
+    # (on H200s together 52 of a score that causality leaves: docs/gpu.md, 701 beside 348 GB; without dropout 27:
+    # docs/gpu.md, 42,063 GB).
+    scores: float = 27.0
+    dropped: float = 25.0
     all_scores: bool = False  # whether scores after a token are computed, too
     logits: float = 6.0  # passes over the logits
     accumulated: float = 17.7  # bytes of a weight and microbatch for adding its gradient: 5 ms of gpt2-1.2b
@@ -136,8 +140,8 @@ MACHINES = {
             efficiency=Efficiency(products=0.75, traffic=0.421, fixed=4e-3),
             # PyTorch of 2019: one after the other, but for the gradients, which are added over data while the backward
             # pass runs; masking, softmax and dropout go over the scores one by one, counted by hand.
-            overlap=Overlap(tensor_backward=0.0, gathers=0.0, scatters=0.0, p2p_transfers=0.0, shards=0.0,
-            gradients=1.0), traffic=Traffic(scores=36.0, all_scores=True, scanned=1.0),
+            overlap=Overlap(tensor_backward=0.0, gathers=0.0, scatters=0.0, exchanges=0.0, keys=0.0, p2p_transfers=0.0,
+            shards=0.0, gradients=1.0), traffic=Traffic(scores=36.0, dropped=0.0, all_scores=True, scanned=1.0),
         ),
         Machine("b200", 180 * 10**9, _peak(2250e12, 75e12, 37e12), 8e12, 8, 900e9, 50e9, 148, efficiency=_SHARP),
     )

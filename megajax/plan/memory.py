@@ -15,7 +15,7 @@ from megajax.pipeline.deferral import Deferring
 from megajax.pipeline.schedule import make_schedule
 from megajax.plan.costs import Region, StepCost
 from megajax.plan.machines import Machine
-from megajax.plan.sizes import Sizes, scores_of_head
+from megajax.plan.sizes import Sizes
 from megajax.plan.traced import step_cost
 from megajax.program.program import batch_form
 
@@ -187,20 +187,25 @@ class Temporaries:
         first, last = (region.products[place].dims.shape(self._rows) for place in (0, -1))
         given, taken, result = first[0] * first[2], last[0] * last[1], last[0] * last[2]
         if region.attends:
-            return self._wide * 2 * (given + taken) + self._scores()
+            return self._wide * 2 * (given + taken) + self._scores() + self._of_all_tokens()
         return self._wide * (given + 2 * taken + result)
+
+    def _of_all_tokens(self) -> int:
+        """Keys and values that a device gathers, and the sums of their gradients."""
+        step = self.step
+        numbers = 2 * step.rows * step.tokens * step.attention_kv_heads * step.config.model.head_size
+        return numbers * (2 * self._wide + step.wide) if step.way == "gather" else 0
 
     def _scores(self) -> int:
         """Scores, probabilities and their gradients of as many heads as are computed at once, of all blocks of queries:
         these are unrolled, and XLA runs them in any order."""
         if self.cost.layer.fused:
             return 0
-        step, model = self.step, self.step.config.model
-        all_heads = model.num_heads // step.config.mesh.tensor
-        kv_heads = max(1, model.num_kv_heads // step.config.mesh.tensor)
-        group, heads = all_heads // kv_heads, step.rows * kv_heads
+        step = self.step
+        group, heads = step.attention_heads // step.attention_kv_heads, step.rows * step.attention_kv_heads
         if self.backend.scores_bytes is not None:
-            of_block = group * min(self.backend.block_of(step.tokens), step.tokens) * step.tokens * step.wide
+            queries = step.queries
+            of_block = group * min(self.backend.block_of(queries), queries) * queries * step.wide
             fit = (count for count in range(1, heads + 1) if heads % count == 0)
             heads = max((count for count in fit if count * of_block <= self.backend.scores_bytes), default=1)
-        return 3 * heads * group * scores_of_head(model, self.backend) * step.wide
+        return 3 * heads * group * step.scores_of_head(self.backend)[1] * step.wide

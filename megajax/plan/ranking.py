@@ -5,18 +5,17 @@ from dataclasses import asdict
 from operator import attrgetter
 from typing import Any
 
-from megajax.axes import AXES
+from megajax.axes import AXES, CONTEXT
 from megajax.backend import CPU, GPU
 from megajax.config import Config
+from megajax.models.context_attention import context_way
 from megajax.plan.compiled import CompiledStep
 from megajax.plan.machines import GIB, Machine
 from megajax.plan.memory import memory
 from megajax.plan.search import VARIED, Found, Planned, command, schedule_in_words
 from megajax.plan.time import in_order
 
-_COLUMNS = (
-    "", *AXES, "schedule", "rows", "remat", "zero", "sequence", "s/step", "tokens/s", "MFU", "GiB",
-)  # fmt: skip
+_COLUMNS = "schedule", "rows", "remat", "zero", "sequence", "s/step", "tokens/s", "MFU", "GiB"
 
 
 def lines(
@@ -24,7 +23,8 @@ def lines(
 ) -> list[str]:
     """A table of the best, of which the first are `compiled`, and the command that trains the first; `original` is the
     configuration of `preset`, a name or a file."""
-    cells = [_COLUMNS, *(_row(number, each) for number, each in enumerate(found.best, 1))]
+    axes = [axis for axis in AXES if any(axis in each.config.mesh.shown for each in found.best)]
+    cells = [("", *axes, *_COLUMNS), *(_row(number, each, axes) for number, each in enumerate(found.best, 1))]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
     best = found.best[0]
@@ -78,11 +78,12 @@ def _compiled_line(number: int, made: CompiledStep, planned: Planned) -> str:
     )
 
 
-def _row(number: int, each: Planned) -> tuple[str, ...]:
-    config = each.config
+def _row(number: int, each: Planned, axes: Sequence[str]) -> tuple[str, ...]:
+    config, sizes = each.config, each.config.mesh.sizes
+    ways = {CONTEXT: f" {context_way(config.model, sizes)}"} if sizes[CONTEXT] > 1 else {}
     return (
         str(number),
-        *map(str, config.mesh.sizes.values()),
+        *(f"{sizes[axis]}{ways.get(axis, '')}" for axis in axes),
         "-" if config.mesh.pipe == 1 else schedule_in_words(config.pipeline),
         str(config.train.microbatch),
         config.train.remat,

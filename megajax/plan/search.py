@@ -11,10 +11,12 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
-from megajax.axes import AXES, ROW_AXES
+from megajax.axes import AXES, CONTEXT, ROW_AXES
 from megajax.backend import Backend
 from megajax.config import Config, MeshConfig
 from megajax.errors import UserError
+from megajax.models.config import ModelConfig
+from megajax.models.context_attention import context_way
 from megajax.options import as_flag, options
 from megajax.pipeline.config import PipelineConfig, has_table
 from megajax.pipeline.schedule import SCHEDULES
@@ -28,8 +30,9 @@ from megajax.settings.validation import validate, validate_mesh
 
 VARIED = (
     *(f"mesh.{axis}" for axis in AXES), "pipeline.schedule", "pipeline.chunks", "pipeline.weight_gradients",
-    "train.microbatch", "train.remat", "optimizer.zero", "sequence_parallel",
+    "train.microbatch", "train.remat", "optimizer.zero", "sequence_parallel", "model.context_attention",
 )  # fmt: skip
+_FEWEST_TOKENS = 4096, 128  # that each device of a context group has; the second where nothing fits otherwise
 _MOST_CHUNKS = 12
 _MOST_CELLS = 4096  # of a table whose buffers no shorter one tells
 
@@ -76,13 +79,26 @@ class Found:
 
 
 def search(config: Config, devices: int, machine: Machine, *, given: Iterable[str] = (), count: int = 10) -> Found:
-    """Search all meshes of `devices` GPUs with every schedule, chunks, microbatch, remat, ZeRO, sequence split and
-    deferral; model, batch, precision and the keys of `VARIED` that are `given` stay. `count` of the best are planned in
-    full. Raises `UserError` where nothing fits, or the model has no mesh of so many devices, with what forbids it."""
+    """Search all meshes of `devices` GPUs with every schedule, chunks, microbatch, remat, ZeRO, sequence split,
+    deferral and way of attention over `context`, which is for long sequences, or where nothing fits otherwise; model,
+    batch, precision and the keys of `VARIED` that are `given` stay. `count` of the best are planned in full. Raises
+    `UserError` where nothing fits, or the model has no mesh of so many devices, with what forbids it."""
     peak_of(machine, config.precision)
-    kept, backend = frozenset(given), backend_of(machine)
-    tried, smallest, fitting = 0, None, []
-    for base in _on_meshes(config, devices, kept):
+    kept = frozenset(given)
+    for fewest in _FEWEST_TOKENS:
+        tried, smallest, fitting = _tried(config, devices, machine, kept, fewest)
+        if fitting:
+            break
+    else:
+        raise _nothing(config, devices, machine, smallest, kept)
+    fitting.sort(key=lambda each: (each.seconds, each.bytes))
+    return Found(_best(fitting, devices, machine, count), fitting, tried)
+
+
+def _tried(config: Config, devices: int, machine: Machine, kept: frozenset[str], fewest: int) -> tuple[int, Any, list]:
+    """How many there are, that with the fewest bytes, and all that fit."""
+    tried, smallest, fitting, backend = 0, None, list[Candidate](), backend_of(machine)
+    for base in _on_meshes(config, devices, kept, fewest):
         models: dict[Any, StepModel] = {}
         costs: dict[Any, StepCost] = {}
         for each in _of_mesh(base, kept):
@@ -100,10 +116,7 @@ def search(config: Config, devices: int, machine: Machine, *, given: Iterable[st
                 fitting += [
                     Candidate(each, pipeline, model.time(pipeline, exact=False).seconds, size) for size, pipeline in fit
                 ]
-    if not fitting:
-        raise _nothing(config, devices, machine, smallest, kept)
-    fitting.sort(key=lambda each: (each.seconds, each.bytes))
-    return Found(_best(fitting, devices, machine, count), fitting, tried)
+    return tried, smallest, fitting
 
 
 def command(preset: str, config: Config, original: Config) -> str:
@@ -138,9 +151,13 @@ def _best(fitting: list[Candidate], devices: int, machine: Machine, count: int) 
     return sorted(chosen, key=lambda each: (each.time.seconds, each.memory.total))[:count]
 
 
-def _on_meshes(config: Config, devices: int, kept: frozenset[str]) -> Iterator[Config]:
-    """The configuration on every mesh that the model can have."""
-    for mesh in _meshes(devices):
+def _on_meshes(config: Config, devices: int, kept: frozenset[str], fewest: int = 128) -> Iterator[Config]:
+    """The configuration on every mesh that the model can have, with every way of attention over `context`, whose
+    devices have `fewest` tokens at least, unless it is kept."""
+    length = config.model.sequence_length
+    most = length if "mesh.context" in kept else length // fewest
+    contexts = [each for each in _divisors(devices) if each == 1 or (each <= most and length % (2 * each) == 0)]
+    for mesh in _meshes(devices, contexts):
         if any(f"mesh.{axis}" in kept and getattr(config.mesh, axis) != size for axis, size in mesh.sizes.items()):
             continue
         if config.train.batch_sizes.divisor % mesh.row_shards:
@@ -151,12 +168,24 @@ def _on_meshes(config: Config, devices: int, kept: frozenset[str]) -> Iterator[C
             validate_mesh(base, devices)
         except UserError:
             continue
-        yield replace(base, pipeline=config.pipeline, sequence_parallel=config.sequence_parallel)
+        base = replace(base, pipeline=config.pipeline, sequence_parallel=config.sequence_parallel)
+        yield from (replace(base, model=model) for model in _with_ways(config.model, mesh, kept))
 
 
-def _meshes(devices: int) -> Iterator[MeshConfig]:
+def _with_ways(model: ModelConfig, mesh: MeshConfig, kept: frozenset[str]) -> list[ModelConfig]:
+    """The model with every way of attention over `context` that the mesh has, what `auto` takes being called so."""
+    if mesh.context == 1 or "model.context_attention" in kept:
+        return [model]
+    gathers, divides = (replace(model, context_attention=way) for way in ("gather", "heads"))
+    possible = [gathers, divides] if model.num_heads // mesh.tensor % mesh.context == 0 else [gathers]
+    models = *possible, replace(model, context_attention="auto")
+    return [*{context_way(each, mesh.sizes): each for each in models}.values()]
+
+
+def _meshes(devices: int, contexts: list[int]) -> Iterator[MeshConfig]:
     others = AXES[1:]  # the first one takes the devices that are left
-    for sizes in itertools.product(_divisors(devices), repeat=len(others)):
+    possible = {axis: _divisors(devices) for axis in others} | {CONTEXT: contexts}
+    for sizes in itertools.product(*possible.values()):
         first, rest = divmod(devices, math.prod(sizes))
         if not rest:
             yield MeshConfig(**dict(zip(AXES, (first, *sizes), strict=True)))
@@ -178,10 +207,11 @@ def _of_mesh(base: Config, kept: frozenset[str]) -> Iterator[Config]:
     microbatches = [each for each in choices("train.microbatch", _divisors(rows)) if rows % each == 0]
     remats = choices("train.remat", ["none", "selective", "layer", *(["stage"] if mesh.pipe > 1 else [])])
     zeros = choices("optimizer.zero", [0, 1, 3] if mesh.zero_shards > 1 else [1])
-    splits = choices("sequence_parallel", [False, True] if mesh.tensor > 1 and length % mesh.tensor == 0 else [False])
+    pieces = mesh.tensor * (2 * mesh.context if mesh.context > 1 else 1)
+    splits = choices("sequence_parallel", [False, True] if mesh.tensor > 1 and length % pieces == 0 else [False])
     when = choices("pipeline.weight_gradients", ["together", *(["deferred"] if mesh.pipe > 1 else [])])
     for microbatch, remat, zero, split, later in itertools.product(microbatches, remats, zeros, splits, when):
-        if split and length % mesh.tensor:
+        if split and length % pieces:
             continue
         yield replace(
             base,
@@ -237,7 +267,8 @@ def _nothing(
     """Of an empty space, what forbids all there is."""
     if smallest is not None:
         size, least = smallest
-        flags = " ".join(as_flag(key, attrgetter(key)(least)) for key in VARIED)
+        shown = (key for key in VARIED if least.mesh.context > 1 or "context" not in key)
+        flags = " ".join(as_flag(key, attrgetter(key)(least)) for key in shown)
         return UserError(
             f"--devices {devices} --gpu {machine.name}: no configuration fits in memory; the smallest ({flags}) needs "
             f"{size / GIB:.1f} GiB of the {machine.usable / GIB:.1f} GiB that a program can have; valid: more "
@@ -252,9 +283,10 @@ def _nothing(
     model, batch = config.model, config.train.global_batch
     stays = "".join(f" {as_flag(key, attrgetter(key)(config))}" for key in VARIED if key in kept)
     rows = " x ".join(f"--mesh.{axis}" for axis in ROW_AXES)
+    shared = f"2 x --mesh.context --model.sequence-length {model.sequence_length}, " * ("mesh.context" in kept)
     return UserError(
         f"--devices {devices}{stays}: no mesh of so many; {rows} has to divide --train.global-batch {batch}, "
-        f"--mesh.pipe at most --model.num-layers {model.num_layers}, --mesh.tensor divide --model.num-heads "
+        f"{shared}--mesh.pipe at most --model.num-layers {model.num_layers}, --mesh.tensor divide --model.num-heads "
         f"{model.num_heads}, --model.mlp-size {model.mlp_size} and the padded vocabulary of "
         f"{model.padded_vocab_size}; valid: such as {_nearest(config, devices, kept)}"
     )

@@ -19,9 +19,10 @@ from megajax.config import Config, MeshConfig
 from megajax.mesh import dim_over, local_shape, mesh_spec, needs_tensor_sum, rules_of, zero_spec
 from megajax.models.attention_mask import AttentionMask
 from megajax.models.config import LoraConfig, ModelConfig
+from megajax.models.context_attention import context_way, copies
 from megajax.models.family import CutModel, family_of
 from megajax.models.lora import Adapters
-from megajax.parallel.boundary import RegionBoundary
+from megajax.parallel.boundary import ContextWay, RegionBoundary
 from megajax.pipeline.placement import Placement
 from megajax.pipeline.schedule import SCHEDULES
 
@@ -168,15 +169,28 @@ def steady_state_microbatches(schedule: str, pipe: int, microbatches: int) -> in
     return min(microbatches, 4 * pipe) if settles else microbatches
 
 
-@lru_cache(maxsize=64)
-def scores_of_head(model: ModelConfig, backend: Backend) -> int:
-    """How many scores a head has of a sequence, where attention is computed in blocks of queries."""
-    length = model.sequence_length
+@lru_cache(maxsize=256)
+def scores_of_head(model: ModelConfig, backend: Backend, way: ContextWay, context: int) -> tuple[int, int]:
+    """How many scores a head has of a sequence on a device of a context group, where attention is computed in blocks of
+    queries; and how many of them at once (`models/context_attention.py`)."""
+    length, here = model.sequence_length, model.sequence_length // context
     visible = AttentionMask(causal=not family_of(model).bidirectional, window=model.window_in(length))
-    block = backend.block_of(length)
-    ends = [(start, min(start + block, length)) for start in range(0, length, block)]
-    ranges = [(end - start, visible.key_range(start, end, length)) for start, end in ends]
-    return sum(queries * (last - first) for queries, (first, last) in ranges)
+
+    def seen(queries: int, ahead: int = 0) -> int:
+        """Of queries and of keys that begin so far before them and end with them."""
+        block, keys = backend.block_of(queries), queries + ahead
+        ends = [(start, min(start + block, queries)) for start in range(0, queries, block)]
+        ranges = [(end - start, visible.key_range(start + ahead, end + ahead, keys)) for start, end in ends]
+        return sum(count * (last - first) for count, (first, last) in ranges)
+
+    if way == "gather" and visible.causal:  # two pieces with themselves, then with one other at a time
+        piece = here // 2
+        own = 2 * seen(piece)
+        return own + (2 * context - 1) * piece**2, max(own, piece**2)
+    if way == "gather":
+        return here * length, here * length
+    found = seen(here, (visible.window or 1) - 1) if way == "window" else seen(length)
+    return found, found
 
 
 class Sizes:
@@ -189,6 +203,9 @@ class Sizes:
         microbatches, microbatch: how many a device has in a step, and the rows of one.
         rows, tokens: texts of a microbatch, of a choice several for a row, and tokens of a text.
         bidirectional: of the family, see `Family`.
+        way: how attention reaches the tokens of a context group.
+        attention_heads, attention_kv_heads: heads of queries, and of keys and values, that a device's attention
+            computes with.
         whole, own: shape of an activation in a tensor-parallel region, and of what a device has of it between two.
         activation_bytes: of what stages hand over.
     """
@@ -206,14 +223,28 @@ class Sizes:
         self.rows = self.microbatch * (model.num_classes if model.head == "choice" else 1)
         self.tokens = model.sequence_length
         self.bidirectional = family_of(model).bidirectional
-        shared_by = mesh.tensor if self.splits_sequence else 1
-        self.whole: Shape = (self.rows, self.tokens, model.hidden_size)
-        self.own: Shape = (self.rows, self.tokens // shared_by, model.hidden_size)
+        self.way = context_way(model, mesh.sizes)
+        divided_by = mesh.context if self.way == "heads" else 1
+        kv_heads = max(1, model.num_kv_heads // mesh.tensor)
+        self.attention_heads = model.num_heads // mesh.tensor // divided_by
+        self.attention_kv_heads = kv_heads * copies(kv_heads, divided_by) // divided_by
+        here, shared_by = self.tokens // mesh.context, mesh.tensor if self.splits_sequence else 1
+        self.whole: Shape = (self.rows, here, model.hidden_size)
+        self.own: Shape = (self.rows, here // shared_by, model.hidden_size)
         self.activation_bytes = prod(self.own) * self.item
         self.defers = mesh.pipe > 1 and config.pipeline.weight_gradients == "deferred"
         self.recomputes_stage = config.train.remat == "stage" and mesh.pipe > 1
         self.placement = Placement(model.num_layers, mesh.pipe, config.pipeline.chunks)
         self.layers_of_chunk = self.placement.layers_per_chunk  # as many as the fullest one has
+
+    @property
+    def queries(self) -> int:
+        """Of a head, on a device."""
+        return self.tokens if self.way in ("none", "heads") else self.tokens // self.config.mesh.context
+
+    def scores_of_head(self, backend: Backend) -> tuple[int, int]:
+        """See the function."""
+        return scores_of_head(self.config.model, backend, self.way, self.config.mesh.context)
 
     # What the schedule changes.
 

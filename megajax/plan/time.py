@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from megajax.axes import BATCH_AXES
+from megajax.axes import BATCH_AXES, CONTEXT
 from megajax.config import Config
 from megajax.models.family import step_flops
 from megajax.pipeline.config import PipelineConfig
@@ -160,6 +160,8 @@ class StepModel:
         overlap = self.machine.overlap
         if part not in ("layers forward", "layers backward", "weight gradients"):
             return 0.0
+        if each.axes == (CONTEXT,):
+            return overlap.exchanges if each.kind == "all-to-all" else overlap.keys
         if not {*BATCH_AXES}.isdisjoint(each.axes):
             return overlap.shards
         if each.kind != "all-reduce":

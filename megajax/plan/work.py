@@ -12,7 +12,7 @@ from megajax.backend import GPU
 from megajax.config import Config
 from megajax.plan.costs import StepCost
 from megajax.plan.machines import Machine, peak_of
-from megajax.plan.sizes import Shape, Sizes, scores_of_head
+from megajax.plan.sizes import Shape, Sizes
 from megajax.program.program import scans_layers
 
 _TILE = 128  # rows and columns of a product that one multiprocessor computes at once
@@ -47,8 +47,7 @@ class Work:
         self.config, self.sizes, self.machine = config, sizes, machine
         self.peak, model = peak_of(machine, config.precision), config.model
         self.layer, self.ends = cost.layer, cost.ends
-        self.hidden, self.tokens = model.hidden_size, sizes.rows * sizes.tokens
-        self.heads = model.num_heads // config.mesh.tensor
+        self.hidden, self.tokens = model.hidden_size, prod(sizes.whole[:2])
         self.scanned = scans_layers(config, GPU)
 
     def product(self, rows: int, inner: int, columns: int) -> float:
@@ -123,15 +122,17 @@ class Work:
         """Of a layer: seconds of the products forward, backward being 2.5 times as many, and of the scores' traffic
         forward and backward."""
         model, passes, efficiency = self.config.model, self.machine.traffic, self.machine.efficiency
-        length, heads = self.sizes.tokens, self.sizes.rows * self.heads
+        length, heads = self.sizes.tokens, self.sizes.rows * self.sizes.attention_heads
         if self.layer.fused:
             window = model.window_in(length) or length
             of_token = length if self.sizes.bidirectional else window * (1 - window / (2 * length))
             return 4 * heads * length * of_token * model.head_size / (self.peak * efficiency.attention), 0.0
-        scores = heads * (length**2 if passes.all_scores else scores_of_head(model, GPU))
+        seen, _ = self.sizes.scores_of_head(GPU)
+        scores = heads * (length * self.sizes.queries if passes.all_scores else seen)
         padded = -(-model.head_size // _TILE) * _TILE / model.head_size
         products = 4 * scores * model.head_size * padded / (self.peak * efficiency.products)
-        return products, self.moved(passes.scores * scores * self.sizes.item / 2)
+        of_score = passes.scores + (passes.dropped if model.dropout else 0.0)
+        return products, self.moved(of_score * scores * self.sizes.item / 2)
 
     def embedding(self) -> Seconds:
         """Forward and backward, of a microbatch: some passes over an activation."""

@@ -58,11 +58,11 @@ def look_into(program: Program, look: Callable[[Pipeline], Found]) -> Found:
     return found[-1]
 
 
-def forward_pipeline(program: Program, params: Tree, batch: Batch) -> Pipeline:
-    """The loop of what runs forward only, dropout off."""
+def forward_pipeline(program: Program, model: CutModel, params: Tree, batch: Batch) -> Pipeline:
+    """The loop of what runs forward only, of one of the program's forward models, dropout off."""
     nothing, one = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
     counts = dict.fromkeys(program.form.targets | program.form.measures, one)
-    return _bind(program, program.unsharded_model, params, batch, 0.0, nothing, counts, jnp.asarray(UNSCALED))
+    return _bind(program, model, params, batch, 0.0, nothing, counts, jnp.asarray(UNSCALED))
 
 
 def _bind(
@@ -92,6 +92,11 @@ def _bind(
         found = model.context(batch, Dropout.at(dropout, config.seed, step, row_B))
         return dataclasses.replace(found, row_B=row_B)
 
+    def tokens(context: Context) -> Array | None:
+        """Which this device's place of a context group has, if not all."""
+        every_T = jnp.arange(batch["tokens"].shape[-1], dtype=jnp.int32)
+        return None if model.boundary.context == "none" else model.boundary.context_tokens(every_T, 0)
+
     @jax.named_scope("embedding")
     def embed(shared: Tree, batch: Batch, context: Context) -> Array:
         return model.ends(shared).embed(batch, context)
@@ -99,13 +104,13 @@ def _bind(
     def block(
         weights: Tree, factors: Tree, layer: Array, x_BTD: Array, context: Context
     ) -> tuple[Array, dict[str, Array]]:
-        with sites.at(layer, context.row_B):
+        with sites.at(layer, context.row_B, tokens(context)):
             y_BTD, figures = model.block(weights)(x_BTD, dataclasses.replace(context, factors=factors), layer)
         return y_BTD, vary(figures, sorted(varying_axes(x_BTD)))
 
     @jax.named_scope("head")
     def losses(shared: Tree, x_BTD: Array, batch: Batch, context: Context) -> dict[str, Array]:
-        with sites.at(sites.HEAD, context.row_B):
+        with sites.at(sites.HEAD, context.row_B, tokens(context)):
             x_BTD = sites.named(x_BTD, "last_output", model.boundary.split)
             totals = model.ends(shared).losses(x_BTD, batch, context)
         return {name: total / jnp.maximum(counts[name], 1).astype(total.dtype) for name, total in totals.items()}

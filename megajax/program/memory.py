@@ -103,10 +103,11 @@ def _microbatch_bytes(program: Program, rows: int, every_layer: bool) -> dict[st
     layers = -(-model.num_layers // config.mesh.pipe) if every_layer else 1
     group = model.num_heads // model.num_kv_heads
     at_once = group * block * model.sequence_length * max(4, width)  # of a head of keys
-    scores = at_once if rows and not backend.fused_attention else 0
+    of_all_tokens = program.model.boundary.context in ("none", "heads")
+    scores = at_once if rows and not backend.fused_attention and of_all_tokens else 0
     split = config.mesh.tensor * (config.mesh.pipe if config.splits_vocabulary else 1)
-    here = tokens // (config.mesh.tensor if config.sequence_parallel else 1)
-    predicted = max(math.prod(shapes[name]) for name in program.form.targets.values())
+    here = tokens // config.mesh.context // (config.mesh.tensor if config.sequence_parallel else 1)
+    predicted = max(math.prod(shapes[name]) for name in program.form.targets.values()) // config.mesh.context
     return {
         "activations": layers * here * model.hidden_size * width,
         "scores of attention": scores,

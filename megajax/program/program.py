@@ -18,6 +18,7 @@ from megajax.backend import Backend, backend_of
 from megajax.batch import BatchSpec
 from megajax.config import Config
 from megajax.mesh import ROWS, batch_specs, make_abstract_mesh, make_mesh, shardings
+from megajax.models.context_attention import context_way
 from megajax.models.family import CutModel, family_of
 from megajax.optim.adam import make_optimizer
 from megajax.parallel.boundary import RegionBoundary
@@ -37,8 +38,6 @@ class Program:
 
     Attributes:
         model: of a train step.
-        unsharded_model: of what runs forward only, where activations are not kept: no sequence is sharded, so that it
-            may have any length that the model has positions for.
         form: what a batch holds.
         layout: shapes and places of the state.
         gradient_dtype: what gradients are summed in.
@@ -55,6 +54,7 @@ class Program:
         summed_in = config.optimizer.gradient_dtype
         self.gradient_dtype = self.layout.main_dtype if summed_in == "fp32" else COMPUTE_DTYPE[summed_in]
         self._compiled: dict[Any, Wrapped] = {}
+        self._forward_models: dict[str, CutModel] = {}
 
     @classmethod
     def on(cls, config: Config, devices: list[jax.Device] | None = None) -> "Program":
@@ -67,9 +67,15 @@ class Program:
         mesh: Any = make_abstract_mesh(**config.mesh.sizes)  # is enough for tracing
         return cls(config, mesh, backend)
 
-    @cached_property
-    def unsharded_model(self) -> CutModel:
-        return CutModel(self.config.model, RegionBoundary(vocabulary_axes(self.config)), self.backend, self.config.lora)
+    def forward_model(self, length: int = 0) -> CutModel:
+        """Of what runs forward only, where activations are not kept: no sequence is sharded, so that it may have any
+        length that the model has positions for; but for one of `length`, where a context group can share it."""
+        mesh = self.config.mesh
+        way = self.model.boundary.context if length and length % (2 * mesh.context) == 0 else "none"
+        if way not in self._forward_models:
+            boundary = RegionBoundary(vocabulary_axes(self.config), context=way)
+            self._forward_models[way] = CutModel(self.config.model, boundary, self.backend, self.config.lora)
+        return self._forward_models[way]
 
     def region(self, function: Callable, in_specs: tuple, out_specs: Any) -> Callable:
         """`function` of this device's shards as a function of global arrays: one `shard_map`, all mesh axes manual and
@@ -166,7 +172,9 @@ def vocabulary_axes(config: Config) -> Axes:
 
 def training_boundary(config: Config) -> RegionBoundary:
     """The boundary of tensor-parallel regions in a training step."""
-    return RegionBoundary(vocabulary_axes(config), config.sequence_parallel, regather=config.train.remat != "layer")
+    way = context_way(config.model, config.mesh.sizes)
+    regather = config.train.remat != "layer"
+    return RegionBoundary(vocabulary_axes(config), config.sequence_parallel, regather=regather, context=way)
 
 
 def scans_layers(config: Config, backend: Backend) -> bool:

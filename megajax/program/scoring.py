@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec
 from jax.stages import Wrapped
 
 from megajax.axes import ROW_AXES
+from megajax.models.family import CutModel
+from megajax.parallel.boundary import once
 from megajax.parallel.collectives import complete, gather_shards
 from megajax.program.bind import forward_pipeline
 from megajax.program.program import BATCH, Batch, Program, vocabulary_axes
@@ -44,7 +46,9 @@ def next_logits(program: Program) -> Wrapped:
 def _of_all_rows(program: Program, method: str, params: Tree, batch: Batch) -> Tree:
     """What a method of the model makes of the last layer's output and the rows of a microbatch, of all rows on every
     device."""
-    found = _forward(program, params, batch, lambda ends, x_BTD, rows: getattr(ends, method)(x_BTD, rows))
+    length = batch["tokens"].shape[-1]
+    answer = lambda ends, x_BTD, rows: getattr(ends, method)(x_BTD, rows)  # noqa: E731
+    found = _forward(program, params, batch, answer, program.forward_model(length))
     found = complete(found, jax.tree.map(lambda _: PartitionSpec(None, ROW_AXES), found))
     return jax.tree.map(lambda x: gather_shards(x.reshape(-1, *x.shape[2:]), 0, ROW_AXES, invariant=True), found)
 
@@ -68,11 +72,20 @@ def _next_logits(program: Program, params: Tree, batch: Batch, place: Array) -> 
     return found.reshape(-1, found.shape[-1])
 
 
-def _forward(program: Program, params: Tree, batch: Batch, function: Callable[[Any, Array, Batch], Tree]) -> Tree:
-    """What `function` makes of the ends, the last layer's output and the rows of a microbatch, by microbatch."""
-    pipeline = forward_pipeline(program, params, batch)
+def _forward(
+    program: Program,
+    params: Tree,
+    batch: Batch,
+    function: Callable[[Any, Array, Batch], Tree],
+    model: CutModel | None = None,
+) -> Tree:
+    """What `function` makes of the ends, the last layer's output and the rows of a microbatch, by microbatch: as parts
+    of a sum over the devices of a context group. `model` is the program's for whole sequences unless given."""
+    model = model or program.forward_model()
+    pipeline = forward_pipeline(program, model, params, batch)
 
     def finish(x_BTD: Array, rows: Batch) -> Tree:
-        return function(program.unsharded_model.ends(pipeline.ends.weights()), x_BTD, rows)
+        return function(model.ends(pipeline.ends.weights()), x_BTD, rows)
 
-    return pipeline.forward(program.forward_schedule, finish)
+    found = pipeline.forward(program.forward_schedule, finish)
+    return once(found) if model.boundary.context == "none" else found

@@ -11,9 +11,9 @@ from megajax.config import RUN_MARK, Config
 from megajax.errors import UserError
 from megajax.host.paths import identity, scheme
 from megajax.options import options, sections, shown, suggest
+from megajax.settings.checks import check_values
 from megajax.settings.other_names import nearest
 from megajax.settings.preset_files import find_preset, parse_toml, preset_folders, read_file
-from megajax.settings.validation import check_values
 from megajax.tasks.registry import PRETRAINING, TASKS
 
 OF_START = ("run_dir", "simulate_devices")  # what belongs to a run and its machine, not to what is like it

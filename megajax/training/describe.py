@@ -14,6 +14,7 @@ from megajax.evaluation.scoring import Perplexity
 from megajax.generation.choice import Sampling
 from megajax.generation.text import continuation_text
 from megajax.generation.window import continue_in_windows, one_row
+from megajax.models.context_attention import elements_sent
 from megajax.models.family import count_parameters
 from megajax.models.lora import LORA
 from megajax.models.registry import FAMILIES
@@ -21,6 +22,7 @@ from megajax.optim.adam import parameter_groups
 from megajax.optim.config import OptimizerConfig
 from megajax.pipeline.timing import StageTimes, pending_weights, step_time
 from megajax.plan.memory import memory
+from megajax.plan.sizes import ITEM_SIZE
 from megajax.program.memory import factor_bytes, state_bytes
 from megajax.program.program import Program
 from megajax.runs.data import RunData
@@ -52,6 +54,7 @@ def describe(program: Program, data: RunData | TaskData, earlier: OptimizerConfi
         *_adapters(program),
         f"mesh: {config.mesh} on {jax.device_count()} {platform} devices, {jax.process_count()} processes{sequence}",
         *pipeline_lines(program),
+        _context_line(program),
         f"state: {sum(state.values()) / 2**20:,.1f} MiB a device ({_mebibytes(state)}), --optimizer.zero "
         f"{config.optimizer.zero}",
         _step_memory(program),
@@ -66,6 +69,21 @@ def describe(program: Program, data: RunData | TaskData, earlier: OptimizerConfi
     if platform == "gpu":
         lines.append(f"XLA: {' '.join(gpu_flags())}")
     return "\n".join(filter(None, [*lines, rate_warning(config)]))
+
+
+def _context_line(program: Program) -> str:
+    """How attention reaches the tokens of the other devices of a context group."""
+    config, way = program.config, program.model.boundary.context
+    if way == "none":
+        return ""
+    sent = {
+        name: f"{name} {numbers * ITEM_SIZE[config.precision] / 2**20:,.1f} MiB"
+        for name, numbers in elements_sent(config.model, config.mesh.sizes).items()
+    }
+    return (
+        f"context: {config.model.sequence_length // config.mesh.context} tokens a device; attention by {way}, sent for "
+        f"a layer and a sequence: {', '.join(sent.values())}"
+    )
 
 
 def pipeline_lines(program: Program) -> list[str]:

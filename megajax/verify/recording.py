@@ -5,11 +5,12 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
+from megajax.axes import AXES
 from megajax.parallel import sites
 from megajax.parallel.sites import CollectiveRecord, SiteRecord
 from megajax.verify.comparison import finite
@@ -80,21 +81,35 @@ class Recording:
 
 
 def _put_together(sample: int, seen: list[SiteRecord]) -> Activation:
+    """Devices have parts of the tokens, in any order, or of another dim, or of both."""
+    groups: dict[tuple[int, ...], list[SiteRecord]] = defaultdict(list)
+    for each in seen:
+        groups[() if each.tokens is None else tuple(each.tokens.tolist())].append(each)
+    found = {tokens: _of_same_tokens(sample, each) for tokens, each in groups.items()}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    order = np.argsort(np.concatenate([*found]))
+    values = np.concatenate([each.value for each in found.values()], axis=1)  # rows stand in the samples' dim
+    return Activation(values[:, order], all(each.agree for each in found.values()))
+
+
+def _of_same_tokens(sample: int, seen: list[SiteRecord]) -> Activation:
     parts: dict[int, list[tuple[SiteRecord, np.ndarray]]] = defaultdict(list)
     for each in seen:
         rows = each.value.reshape(len(each.samples), -1, *each.value.shape[1:])
         (index,) = np.flatnonzero(each.samples == sample)[:1]
         parts[each.first].append((each, rows[index]))
     one, values, agree = seen[0], [], True
+    axes = [AXES.index(axis) for axis in one.partial if one.backward]
     for _, part in sorted(parts.items()):
-        # Gradients of a shared shard add up over devices; several records of one device are recomputations.
-        groups: dict[Any, np.ndarray] = {}
+        # Gradients that are partial add up over devices; other records are replicas or recomputations.
+        groups: dict[tuple[int, ...], np.ndarray] = {}
         for each, value in sorted(part, key=lambda pair: pair[0].device):
-            first = groups.setdefault(each.device if one.shared and one.backward else None, value)
+            first = groups.setdefault(tuple(each.device[axis] for axis in axes), value)
             agree = agree and np.array_equal(value, first, equal_nan=True)
         values.append(np.sum([*groups.values()], axis=0))
-    split = one.split  # rows stand in the samples' dim
-    return Activation(values[0] if split is None else np.concatenate(values, axis=split), agree)
+    whole = one.split is None or (one.split == 1 and one.tokens is not None)
+    return Activation(values[0] if whole else np.concatenate(values, axis=one.split), agree)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from megajax.models.config import ModelConfig
 from megajax.options import compared, options
 from megajax.traits import Changes, Size, Small
 from megajax.verify.check import Result
-from megajax.verify.shrink import Shrunk, shown
+from megajax.verify.shrink import Shrunk, shown, shown_sizes
 from megajax.verify.verdict import Finding
 
 _MODEL = options(ModelConfig)
@@ -75,8 +75,8 @@ class Report:
         return {
             "preset": self._name,
             "passed": result.passed,
-            "mesh": tuple(self._config.mesh.sizes.values()),
-            "verified_mesh": tuple(self._small.config.mesh.sizes.values()),
+            "mesh": shown_sizes(self._config.mesh),
+            "verified_mesh": shown_sizes(self._small.config.mesh),
             "sizes": self._sizes(),
             "notes": list(self._small.notes),
             "checks": [asdict(finding) | {"passed": finding.passed} for finding in result.verdict.findings],
@@ -94,7 +94,7 @@ class Report:
     def _head(self) -> Iterator[str]:
         ours = self._small.config.mesh
         mesh, own = shown(self._config.mesh), shown(ours)
-        yield f"{self._name} on {mesh} (data x pipe x tensor), on {ours.num_devices} simulated devices"
+        yield f"{self._name} on {mesh} ({' x '.join(ours.shown)}), on {ours.num_devices} simulated devices"
         if mesh != own:
             yield f"folded to {own}: it has every axis, and no more than --devices"
         yield "in small: " + ", ".join(f"{name} {a} -> {b}" for name, (a, b) in self._sizes().items() if a != b)

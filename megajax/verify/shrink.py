@@ -13,6 +13,7 @@ from megajax.axes import BATCH_AXES
 from megajax.config import Config, DistributedConfig, MeshConfig
 from megajax.errors import UserError
 from megajax.models.config import ModelConfig
+from megajax.models.context_attention import context_way, copies
 from megajax.options import options
 from megajax.traits import ReadWith, Size, Small
 
@@ -87,7 +88,12 @@ def fold(mesh: MeshConfig, most: int) -> MeshConfig:
 
 def shown(mesh: MeshConfig) -> str:
     """A mesh in messages."""
-    return " x ".join(map(str, mesh.sizes.values()))
+    return " x ".join(map(str, shown_sizes(mesh)))
+
+
+def shown_sizes(mesh: MeshConfig) -> tuple[int, ...]:
+    """The sizes of the axes to speak of."""
+    return tuple(mesh.sizes[axis] for axis in mesh.shown)
 
 
 def _by_traits(config: Config) -> Config:
@@ -112,6 +118,7 @@ class _Sizes:
     def __init__(self, config: Config, mesh: MeshConfig):
         self._config, self._model = config, config.model
         self._theirs, self._ours = config.mesh, mesh
+        self._way = context_way(config.model, config.mesh.sizes)
 
     def width(self) -> tuple[dict[str, Any], list[str]]:
         """Heads, head size, hidden size and MLP size; and notes on what could not be preserved."""
@@ -137,7 +144,16 @@ class _Sizes:
         return sizes | {"mlp_size": self._mlp_size(hidden)}, notes
 
     def _heads(self) -> tuple[int, int]:
-        """Heads of queries, and of keys and values: as many of each per device, up to 2, or replicated as often."""
+        """Heads of queries, and of keys and values: as many of each per device, up to 2, or replicated as often; where
+        a context group divides a device's heads, multiples that it divides here, too."""
+        heads, kv_heads = self._heads_of_tensor()
+        if self._way != "heads":
+            return heads, kv_heads
+        more = copies(heads // self._ours.tensor, self._ours.context)
+        fewer = self._model.num_kv_heads < self._theirs.tensor * self._theirs.context
+        return heads * more, kv_heads if fewer and heads != kv_heads else kv_heads * more
+
+    def _heads_of_tensor(self) -> tuple[int, int]:
         model, theirs, ours = self._model, self._theirs.tensor, self._ours.tensor
         here = _few(model.num_heads // theirs)
         if model.num_heads == model.num_kv_heads:
@@ -162,7 +178,9 @@ class _Sizes:
 
     def tokens(self) -> dict[str, Any]:
         """Sequence length, and sizes counted in tokens, in the original proportion to it."""
-        model, length = self._model, -(-_TOKENS // self._ours.tensor) * self._ours.tensor
+        model, here = self._model, self._ours
+        multiple = here.tensor * (2 * here.context if here.context > 1 else 1)
+        length = -(-_TOKENS // multiple) * multiple
 
         def scaled(tokens: int) -> int:
             near = round(length * tokens / model.sequence_length)
@@ -173,7 +191,14 @@ class _Sizes:
             small, reader, tokens = option.trait(Small), option.trait(ReadWith), getattr(model, name)
             if small and small.tokens and tokens and (reader is None or reader.is_read(model)):
                 sizes[name] = scaled(tokens)
-        return sizes
+        if self._way == "none":
+            return sizes
+        before = length // here.context  # a window reaches as far beyond this, or not, as the original's
+        if model.window_in(model.sequence_length) is not None:
+            window = sizes["sliding_window"]
+            reaches = model.sliding_window - 1 > model.sequence_length // self._theirs.context
+            sizes["sliding_window"] = max(window, before + 2) if reaches else min(window, before + 1)
+        return sizes | {"context_attention": "heads" if self._way == "heads" else "gather"}
 
     def vocabulary(self) -> dict[str, Any]:
         """Padded and sharded like the original; ZeRO's shards divide a shard if they divide the original's."""

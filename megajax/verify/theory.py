@@ -9,10 +9,13 @@ from collections.abc import Iterable, Iterator
 
 from megajax.batch import most_masked
 from megajax.config import Config
+from megajax.models.context_attention import copies
 from megajax.models.family import family_of
-from megajax.parallel.collectives import PIPE, TENSOR
+from megajax.parallel.collectives import CONTEXT, PIPE, TENSOR
 from megajax.plan.communication import (
+    EXCHANGE,
     GATHER,
+    PERMUTE,
     REDUCE,
     SCATTER,
     Axes,
@@ -64,6 +67,11 @@ class _Step(WeightTraffic):
     def regathers(self) -> bool:
         """Whether a product's input is gathered again for its weight's gradient."""
         return self.splits_sequence and self.config.train.remat != "layer"
+
+    @property
+    def shared_over(self) -> Axes:
+        """The axes whose devices share the tokens between regions."""
+        return (CONTEXT,) * (self.way != "none") + (TENSOR,) * self.splits_sequence
 
     @property
     def vocabulary(self) -> Axes:
@@ -121,10 +129,10 @@ class _Step(WeightTraffic):
         model, times = self.config.model, self.of_end
         chooses = self.bidirectional
         if not chooses or model.head == "pretraining":
-            places = self.rows, most_masked(self.tokens) if chooses else self.tokens
+            places = (self.rows, most_masked(self.tokens)) if chooses else self.whole[:2]
             chosen = (*places, model.hidden_size)
-            if chooses and self.splits_sequence:
-                yield one("head: masked tokens", REDUCE, (TENSOR,), chosen, self.item, times)
+            if chooses and self.shared_over:
+                yield one("head: masked tokens", REDUCE, self.shared_over, chosen, self.item, times)
             elif not chooses:
                 yield from self.enter("head: activations", times)
             yield one("head: numbers of tokens", REDUCE, self.vocabulary, places, self.item, times)
@@ -133,11 +141,18 @@ class _Step(WeightTraffic):
             if not chooses:
                 yield from self.enter_backward("head: activations' gradients", times, self.vocabulary)
             else:
-                axes = [(PIPE,)] * self.splits_vocabulary + [(TENSOR,)] if self.splits_sequence else [self.vocabulary]
-                for each in axes:
+                # On the devices of a group that has the chosen tokens alike, each uses its own parts of weights.
+                alike = (CONTEXT,) * (self.way != "none")
+                axes: list[Axes] = [self.vocabulary, alike]
+                if self.splits_sequence:
+                    axes = [(PIPE,) * self.splits_vocabulary, (*alike, TENSOR)]
+                for each in filter(None, axes):
                     yield one("head: activations' gradients", REDUCE, each, chosen, self.item, times)
-        if self.splits_sequence and model.head == "span":
-            yield one("head: numbers of tokens", REDUCE, (TENSOR,), (*self.whole[:2], 2), self.wide, times)
+        if self.shared_over and model.head == "span":
+            numbers = self.rows, self.tokens, 2
+            yield one("head: numbers of tokens", REDUCE, self.shared_over, numbers, self.wide, times)
+            if self.way != "none":
+                yield one("head: losses", REDUCE, (CONTEXT,), (), self.wide, times)
         elif self.splits_sequence and chooses:  # of the first token: the loss, and how many are right
             yield one("head: losses", REDUCE, (TENSOR,), (), self.wide, times)
             yield one("head: losses", REDUCE, (TENSOR,), (), self.counted, times)
@@ -161,8 +176,11 @@ class _Step(WeightTraffic):
             needed += 1  # that of attention
         elif config.train.remat != "selective":
             needed = 0
+        if config.train.remat == "layer" or (config.train.remat == "selective" and self.way != "gather"):
+            yield from self.attention(again, times)  # what was gathered is not needed where the result is kept
         for _ in range(needed):
             yield from self.leave(again, times)
+        yield from self.attention_backward("layers backward: attention", times)
         adapted = config.lora.products(config.model)
         for by_columns in (("query", "key", "value"), ("gate", "up")):
             yield from self.enter("layers backward: activations", times)
@@ -182,6 +200,50 @@ class _Step(WeightTraffic):
         yield from self.scattered("weight gradients: weights' gradients", "blocks", times, later=True)
 
     def _layer_forward(self, purpose: str) -> Iterator[Communication]:
+        yield from self.attention(purpose, self.of_layer)
         for _ in range(2):
             yield from self.enter(purpose, self.of_layer)
             yield from self.leave(purpose, self.of_layer)
+
+    def _of_heads(self, heads: int, tokens: int) -> tuple[int, ...]:
+        return (self.rows, tokens, heads, self.config.model.head_size)
+
+    def attention(self, purpose: str, times: Times) -> Iterator[Communication]:
+        """To the tokens of the other devices of a context group, forward."""
+        heads, keys, here = self.heads, self.keys, self.whole[1]
+        if self.way == "heads":
+            for number in (heads, *[copies(keys, self.config.mesh.context) * keys] * 2):
+                yield one(purpose, EXCHANGE, (CONTEXT,), self._of_heads(number, here), self.item, times)
+            back = self._of_heads(heads // self.config.mesh.context, self.tokens)
+            yield one(purpose, EXCHANGE, (CONTEXT,), back, self.item, times)
+        for _ in range(2 if self.way == "gather" else 0):
+            yield one(purpose, GATHER, (CONTEXT,), self._of_heads(keys, here), self.item, times)
+        for _ in range(2 if self.way == "window" and self.before else 0):
+            yield one(purpose, PERMUTE, (CONTEXT,), self._of_heads(keys, self.before), self.item, times)
+
+    def attention_backward(self, purpose: str, times: Times) -> Iterator[Communication]:
+        """The gradients of all that; what was gathered is gathered again."""
+        heads, keys, here, count = self.heads, self.keys, self.whole[1], self.config.mesh.context
+        if self.way == "heads":
+            yield one(purpose, EXCHANGE, (CONTEXT,), self._of_heads(heads, here), self.item, times)
+            for number in (heads, *[copies(keys, count) * keys] * 2):
+                yield one(purpose, EXCHANGE, (CONTEXT,), self._of_heads(number // count, self.tokens), self.item, times)
+        else:
+            yield from self.attention(purpose, times)
+        for _ in range(2 if self.way == "gather" else 0):
+            yield one(purpose, SCATTER, (CONTEXT,), self._of_heads(keys, self.tokens), self.item, times)
+
+    @property
+    def heads(self) -> int:
+        """Of queries, that a device has."""
+        return self.config.model.num_heads // self.config.mesh.tensor
+
+    @property
+    def keys(self) -> int:
+        """Heads of keys that a device computes with."""
+        return max(1, self.config.model.num_kv_heads // self.config.mesh.tensor)
+
+    @property
+    def before(self) -> int:
+        """Tokens before a device's own that its first one sees."""
+        return (self.config.model.window_in(self.tokens) or 1) - 1

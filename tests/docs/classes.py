@@ -15,6 +15,8 @@ FULL = [  # marker `full`: in this order, one after the other, in a folder with 
     "megajax verify gpt2-355m --mesh.data 2 --mesh.pipe 2 --mesh.tensor 2",
     "megajax train demo --mesh.pipe 2 --simulate-devices 2 --profile-pipeline",
     "megajax train demo",
+    "megajax train llama-demo --mesh.context 2 --mesh.tensor 2 --mesh.pipe 2 --simulate-devices 8 --train.steps 20 "
+    "--run-dir runs/llama-context",
     "megajax train demo --mesh.data 2 --mesh.pipe 2 --mesh.tensor 2 --simulate-devices 8 --run-dir runs/demo-2x2x2",
     "megajax eval perplexity --checkpoint runs/demo",
     "megajax eval perplexity --checkpoint runs/demo --data README.md --mesh.tensor 2 --simulate-devices 2",

@@ -13,6 +13,8 @@ from megajax.models.config import LoraConfig
 ON_TENSOR = {"mesh": (1, 1, 2)}
 ON_SEQUENCE = {"mesh": (1, 1, 2), "sequence_parallel": True}
 ON_DATA = {"mesh": (2, 1, 1)}
+ON_CONTEXT = {"mesh": (1, 1, 2, 1), "context_attention": "gather"}
+ON_DOCUMENTS = ON_CONTEXT | {"reset_attention": True}
 ON_ZERO3 = {"mesh": (2, 1, 1), "zero": 3}
 ON_PIPE = {"mesh": (1, 2, 1)}
 ON_VOCABULARY = {"mesh": (1, 2, 1), "vocabulary": "split"}
@@ -192,8 +194,8 @@ ROWS: dict[str, dict[str, Row]] = {
         "activations go to the stage before": (
             "parallel.collectives._send",
             (
-                "[(stage, (stage + step) % p) for stage in range(p) if ring or 0 <= stage + step < p]",
-                "[(stage, (stage - step) % p) for stage in range(p) if ring or 0 <= stage - step < p]",
+                "[(place, (place + step) % p) for place in range(p) if ring or 0 <= place + step < p]",
+                "[(place, (place - step) % p) for place in range(p) if ring or 0 <= place - step < p]",
             ),
             named("input of layer 1, forward", ON_PIPE),
         ),
@@ -326,7 +328,7 @@ ROWS: dict[str, dict[str, Row]] = {
             types("shapes", ON_SEQUENCE),
         ),
         "masked tokens are looked for among each device's first ones": (
-            "parallel.boundary.RegionBoundary.at_places",
+            "parallel.boundary.RegionBoundary._own_places",
             ("axis_index(TENSOR)", "0"),
             named("logits of the head, forward", ON_SEQUENCE | BERT),
         ),
@@ -343,8 +345,8 @@ ROWS: dict[str, dict[str, Row]] = {
             named("input of layer 0, forward: rows never computed", ON_DATA),
         ),
         "heads are numbered from each device's first one": (
-            "models.attend._by_blocks",
-            ("axis_index(TENSOR) * num_heads", "0"),
+            "models.attend.drop_of_heads",
+            ("axis_index(setting.head_axes) * num_heads", "0"),
             named("attention_heads of layer 0, forward", ON_TENSOR),
         ),
         "tokens are numbered from each device's first one": (
@@ -361,6 +363,41 @@ ROWS: dict[str, dict[str, Row]] = {
             "parallel.random.Dropout.at",
             ("RandomBits.from_seed(seed).fold(step)", "RandomBits.from_seed(seed)"),
             tests("tests/models/test_forward.py"),
+        ),
+    },
+    "Tokens of a context group": {
+        "queries that see none of a device's keys give NaN": (  # Megatron-LM #1764
+            "models.blocked_attention._blocks",
+            ("jnp.maximum(highest_NR1, jnp.finfo(highest_NR1.dtype).min)", "highest_NR1"),
+            named("attention_heads of layer 0, forward", ON_DOCUMENTS),
+        ),
+        "gradients of keys are summed twice": (  # Megatron-LM #1464
+            "models.context_attention._scattered",
+            ("by_device.reshape(x_BSHK.shape)", "vary(lax.psum(by_device.reshape(x_BSHK.shape), CONTEXT), [CONTEXT])"),
+            named("value of layer 1, backward", ON_CONTEXT),
+        ),
+        "documents are those of the first device": (  # TransformerEngine #1930
+            "models.context_attention.attend_to_others",
+            ("boundary.context_tokens(visible.first_key_BT)", "visible.first_key_BT[:, : q_BTHK.shape[1]]"),
+            named("attention_heads of layer 0, forward", ON_DOCUMENTS),
+        ),
+        "the mask counts from each device's first token": (
+            "models.context_attention.attend_to_others",
+            ("jnp.asarray(start, jnp.int32)", "jnp.asarray(0 * start, jnp.int32)"),
+            named("attention_heads of layer 0, forward", ON_CONTEXT),
+        ),
+        "rotary positions count from each device's first token": (
+            "models.decoder.model.TransformerDecoder.context",
+            (
+                "self.boundary.context_tokens(position_BT)",
+                "position_BT[:, : self.boundary.context_tokens(position_BT).shape[1]]",
+            ),
+            named("rotated_query of layer 0, forward", ON_CONTEXT | FEW_KEYS),
+        ),
+        "losses are divided by a device's own targets of a sequence": (
+            "program.bind._bind.losses",
+            ("jnp.maximum(counts[name], 1)", 'jnp.maximum(counts[name] // lax.axis_size("context"), 1)'),
+            named("the sum of the losses: step 1", ON_CONTEXT),
         ),
     },
     "Shards of ZeRO": {

@@ -28,6 +28,7 @@ CASES = [
     ((2, 2, 2), {"lora": LoraConfig(rank=4)}),
     ((4, 1, 2), {"zero": 3, "precision": "fp16", "lora": LoraConfig(rank=2, targets=("query", "down"))}),
     ((8, 1, 1), {"zero": 3}),
+    ((2, 1, 2, 2), {"zero": 3}),
 ]
 
 
@@ -126,6 +127,9 @@ NEAR = [
             ((1, 4, 2), LLAMA | WIDE | BATCH | {"remat": "selective"}),
             ((4, 1, 2), BERT | SIZES | BATCH),
             ((1, 4, 2), SIZES | BATCH | {"weight_gradients": "deferred", "remat": "layer"}),
+            ((1, 1, 4, 1), SIZES | BATCH | {"sequence_length": 1024, "context_attention": "heads"}),
+            ((1, 2, 2, 2), SIZES | BATCH | {"sequence_length": 1024, "context_attention": "gather"}),
+            ((1, 1, 4, 1), LLAMA | WIDE | BATCH | {"sequence_length": 1024, "sliding_window": 100}),
         )
     ),
 ]
@@ -147,8 +151,11 @@ MODES = {
     "selective, split": {"remat": "selective", "sequence_parallel": True, "precision": "bf16"},
     "layer, split": {"remat": "layer", "sequence_parallel": True},
     "stage": {"remat": "stage", "microbatch": 2},
+    "heads": {"context_attention": "heads", "remat": "selective"},
+    "gather, split": {"context_attention": "gather", "remat": "none", "sequence_parallel": True},
 }
 SOME = {("llama", "none"), ("qwen", "selective, split"), ("bert", "none, split, fp64"), ("gpt2", "layer, split")}
+SOME |= {("gpt2", "heads"), ("llama", "gather, split")}
 TRACED = [
     pytest.param(family, mode, marks=() if (family, mode) in SOME else pytest.mark.full)
     for family in FAMILIES
@@ -159,7 +166,7 @@ TRACED = [
 @pytest.mark.parametrize(("family", "mode"), TRACED)
 def test_it_is_what_the_program_keeps(family, mode) -> None:
     options = FAMILIES[family] | {"num_layers": 5, "weight_gradients": "deferred", "max_deferred": 1} | MODES[mode]
-    config = tiny_config((1, 2, 4), **options)
+    config = tiny_config((1, 2, 2, 2) if "context_attention" in options else (1, 2, 4), **options)
     found = memory(config, CPU)
     with jax.enable_x64(config.precision == "fp64"):
         program = tiny_program(config)

@@ -3,6 +3,7 @@ docs/plan-time.md makes of published figures; a search by it: what it finds, wha
 
 import itertools
 import json
+import math
 import shlex
 import sys
 from dataclasses import replace
@@ -13,7 +14,6 @@ import jax
 import pytest
 from tiny import tiny_config, user_error
 
-from megajax.axes import AXES
 from megajax.config import Config, MeshConfig
 from megajax.errors import UserError
 from megajax.host.pictures import is_marked
@@ -42,12 +42,13 @@ def large(**changes) -> Config:
 
 
 @pytest.mark.parametrize("server", [2, 4, 8])
-@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 4, 2), (4, 1, 2), (2, 4, 1), (1, 2, 4)])
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 4, 2), (4, 1, 2), (2, 4, 1), (1, 2, 4), (1, 2, 2, 2)])
 def test_members_of_a_group_in_a_server(sizes, server):
     """As the mesh numbers its devices: those of a server are neighbours."""
-    mesh = MeshConfig(**dict(zip(AXES, sizes, strict=True)))
+    data, pipe, *context, tensor = sizes
+    mesh = MeshConfig(data=data, pipe=pipe, context=math.prod(context), tensor=tensor)
     groups = rank_groups(make_mesh(jax.devices(), **mesh.sizes))
-    for name in (*AXES, "model"):
+    for name in groups.keys() - {"embedding"}:
         axes = ("pipe", "tensor") if name == "model" else (name,)
         size, neighbours = group_of(axes, mesh, server)
         of_servers = {
@@ -134,6 +135,18 @@ def test_the_papers_figures_are_met_within_a_tenth(monkeypatch):
     sys.modules.pop("plan_paper")
 
 
+@pytest.mark.parametrize("way", ["heads", "gather"])
+def test_attention_of_a_context_group_is_a_part_of_the_same_work(way):
+    """On eight devices an eighth; cuDNN's only where a device has all tokens of its heads."""
+    words = {"head_size": 64, "sequence_length": 16_384, "precision": "bf16", "num_heads": 8, "context_attention": way}
+    alone, shared, few_tokens = (
+        step_time(tiny_config(mesh, dropout=dropout, **words), H100).parts["attention"]
+        for mesh, dropout in (((1, 1, 1), 0.1 * (way == "gather")), ((1, 1, 8, 1), 0.0), ((1, 1, 8, 1), 0.1))
+    )
+    assert shared == pytest.approx(alone / 8, rel=0.03)  # blocks of other lengths leave other scores out
+    assert (few_tokens == shared) == (way == "gather")
+
+
 def test_unknown_precisions():
     with pytest.raises(UserError, match=r"--precision bf16 with --gpu v100.*valid: fp16, fp32, fp64"):
         peak_of(MACHINES["v100"], "bf16")
@@ -173,12 +186,28 @@ def test_every_combination_is_tried_once(found):
     of = attrgetter("train.microbatch", "train.remat", "optimizer.zero", "sequence_parallel")
     tried = []
     for each in found.fitting:
-        mesh, pipeline = (*each.config.mesh.sizes.values(),), each.pipeline
+        mesh, pipeline = attrgetter("data", "pipe", "tensor")(each.config.mesh), each.pipeline
         tried.append((mesh, (pipeline.schedule, pipeline.chunks), pipeline.weight_gradients, *of(each.config)))
     assert set(tried) == wanted and len(tried) == len(wanted) == found.tried
     for each in found.fitting[::7]:
         validate(each.config, 4)
         assert each.bytes == memory(each.config).total
+
+
+def test_long_sequences_are_shared():
+    """In both ways, with 4,096 tokens of a device at least, or over as many devices as are given."""
+    keys, long = ["train.remat", "optimizer.zero"], replace(CONFIG.model, sequence_length=8192)
+    given = replace(CONFIG, mesh=replace(CONFIG.mesh, context=4))
+    some = (
+        search(replace(CONFIG, model=long), 4, H100, given=keys),
+        search(given, 4, H100, given=[*keys, "mesh.context"]),
+    )
+    ways = [{(each.base.mesh.context, each.base.model.context_attention) for each in found.fitting} for found in some]
+    assert ways == [{(1, "auto"), (2, "auto"), (2, "gather")}, {(4, "auto"), (4, "gather")}]
+    for each in some[0].fitting[::7]:
+        validate(each.config, 4)
+    header, first, *_ = ranking.lines(some[1], "demo", given, H100)[1:]
+    assert " context " in header and (" 4 gather " in first or " 4 heads " in first)
 
 
 def test_memory_is_that_of_the_gpu():
@@ -265,6 +294,7 @@ def test_figures_and_lines(found):
     assert figures["best"][0]["flags"].keys() == set(VARIED)
     assert [point["seconds"] for point in figures["frontier"]] == [each.seconds for each in found.frontier]
     lines = ranking.lines(*told)
+    assert "context" not in lines[1] + lines[-1]
     assert len(lines) == 1 + 1 + 10 + 1 + 1 and lines[-1] == figures["best"][0]["command"]
 
 

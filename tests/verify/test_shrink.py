@@ -21,7 +21,7 @@ from megajax.traits import Size, Small
 from megajax.verify.check import AxesThatDiffer, Result, first_in_words
 from megajax.verify.recording import Difference, Place
 from megajax.verify.report import Report
-from megajax.verify.shrink import Shrunk, fold, shrink
+from megajax.verify.shrink import Shrunk, fold, shown_sizes, shrink
 from megajax.verify.verdict import Finding, Verdict
 
 PRESETS = [*(file for folder in preset_folders()[1:] for file in sorted(folder.rglob("*.toml")))]
@@ -160,11 +160,13 @@ def test_padding_that_fills_whole_shards_still_does() -> None:
         ((9, 1, 3), 16, (3, 1, 3)),
         ((7, 5, 1), 16, (3, 5, 1)),
         ((64, 64, 64), 8, (2, 2, 2)),
+        ((8, 1, 8, 8), 8, (2, 1, 2, 2)),
     ],
 )
 def test_a_folded_mesh_has_every_axis(mesh, most, folded) -> None:
-    data, pipe, tensor = mesh
-    assert (*fold(MeshConfig(data=data, pipe=pipe, tensor=tensor), most).sizes.values(),) == folded
+    data, pipe, *context, tensor = mesh
+    large = MeshConfig(data=data, pipe=pipe, context=math.prod(context), tensor=tensor)
+    assert shown_sizes(fold(large, most)) == folded
 
 
 @pytest.mark.parametrize(

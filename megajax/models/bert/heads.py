@@ -6,6 +6,7 @@ Letters: B batch, C classes or texts to choose from, T tokens, M masked tokens, 
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from megajax.models.config import ModelConfig
 from megajax.models.mlp import gelu
 from megajax.models.norms import LayerNorm
 from megajax.parallel.boundary import RegionBoundary
+from megajax.parallel.collectives import CONTEXT
 from megajax.parallel.layers import Linear, normal, param
 from megajax.parallel.products import product
 from megajax.parallel.random import Dropout, NamedKey
@@ -69,18 +71,18 @@ class ClassesHead(nnx.Module):
 
     def scores(self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
         """Cross-entropy of every row, and whether what is most probable is right (`classified`)."""
-        return {self.name: self._classified(x_BTD, batch, Dropout.off())}
+        return {self.name: self._summed(self._classified(x_BTD, batch, Dropout.off()))}
 
     def task_logits(self, x_BTD: Array, batch: Mapping[str, Array]) -> Array:
         """In at least fp32: see `Model.task_logits`."""
-        return self._logits(x_BTD, batch, Dropout.off())
+        return self._summed(self._logits(x_BTD, batch, Dropout.off()))
 
     def _classified(self, x_BTD: Array, batch: Mapping[str, Array], dropout: Dropout) -> tuple[Array, Array]:
         return classified(self._logits(x_BTD, batch, dropout), batch["label"])
 
-    def _summed(self, totals: tuple[Array, Array]) -> tuple[Array, Array]:
-        """What the devices of a tensor group have of a sum, as one."""
-        return self.boundary.of_first_token(totals)
+    def _summed(self, values: Any) -> Any:
+        """Numbers that follow from the first token, as one in the sum over the devices that share a sequence."""
+        return self.boundary.of_first_token(values)
 
     def _logits(self, x_BTD: Array, batch: Mapping[str, Array], dropout: Dropout) -> Array:
         return _wide(self.output(self.pooler.dropped(x_BTD, dropout))[:, 0])
@@ -119,8 +121,8 @@ class SpanHead(ClassesHead):
         )
         return (start_B + end_B) / 2, jnp.minimum(start_hit_B, end_hit_B)
 
-    def _summed(self, totals: tuple[Array, Array]) -> tuple[Array, Array]:
-        return totals  # of all tokens' logits, which every device has
+    def _summed(self, values: Any) -> Any:
+        return self.boundary.once(values)  # of all tokens' logits, which every device has
 
     def _logits(self, x_BTD: Array, batch: Mapping[str, Array], dropout: Dropout) -> Array:
         return self.boundary.of_all_tokens(_wide(self.output(x_BTD)))
@@ -160,8 +162,10 @@ class PretrainingHead(nnx.Module):
         """Sums, scalars: of the cross-entropy over the masked tokens, over the samples of two segments, and how many of
         those samples' orders are found. Nothing is dropped."""
         axes = self.boundary.vocabulary
-        logits_BMV = named(self._masked(x_BTD, table_VD, batch["places"]), "logits", 2, axes)
-        masked_BM = named(cross_entropy(logits_BMV, batch["targets"], axes), "losses")
+        # The devices of a context group have all of them, and each counts those of its own tokens.
+        logits_BMV = named(self._masked(x_BTD, table_VD, batch["places"]), "logits", 2, axes=axes, partial=(CONTEXT,))
+        masked_BM = named(cross_entropy(logits_BMV, batch["targets"], axes), "losses", partial=(CONTEXT,))
+        masked_BM = self._counted_here(masked_BM, batch)
         order, found = self.boundary.of_first_token(sums(*classified(self._order(x_BTD), batch["order"])))
         return {"masked_lm": jnp.sum(masked_BM), "sentence_order": order, "accuracy/sentence_order": found}
 
@@ -169,12 +173,17 @@ class PretrainingHead(nnx.Module):
         """See `Model`; [B, M] of the masked tokens, [B] of the order."""
         logits_BMV = self._masked(x_BTD, table_VD, batch["places"])
         masked = target_scores(logits_BMV, batch["targets"], self.boundary.vocabulary)
-        return {"masked_lm": masked, "sentence_order": classified(self._order(x_BTD), batch["order"])}
+        loss_BM, hit_BM = (self._counted_here(numbers_BM, batch) for numbers_BM in masked)
+        order = self.boundary.of_first_token(classified(self._order(x_BTD), batch["order"]))
+        return {"masked_lm": (loss_BM, hit_BM), "sentence_order": order}
 
     def _masked(self, x_BTD: Array, table_VD: Array, places_BM: Array) -> Array:
         """This device's columns of the logits at these places, [B, M, V / devices of the vocabulary]: nothing is
         predicted elsewhere."""
         return self.masked(self.boundary.at_places(x_BTD, places_BM), table_VD, self.boundary.of_chosen)
+
+    def _counted_here(self, numbers_BM: Array, batch: Mapping[str, Array]) -> Array:
+        return self.boundary.counted_here(numbers_BM, batch["places"], batch["tokens"].shape[1])
 
     def _order(self, x_BTD: Array) -> Array:
         return self.order(self.pooler(x_BTD))[:, 0]

@@ -56,13 +56,13 @@ class Bert(nnx.Module):
         length = batch["length"]
         if length.ndim == 2:
             dropout = dropout.of_parts(length.shape[1])
-        return Context(dropout, AttentionMask.of_padded(length.reshape(-1)))
+        return Context(dropout, AttentionMask.of_padded(length.reshape(-1)), boundary=self.boundary)
 
     def embed(self, batch: Mapping[str, Array], context: Context) -> Array:
         """Of tokens, positions and token types, with dropout, [B, T, D], of a choice [B C, T, D]; with sequence
         parallelism of this device's tokens. The token of padding is not trained, as in Hugging Face's transformers."""
         tokens_BT, types_BT = (batch[name].reshape(-1, batch[name].shape[-1]) for name in ("tokens", "token_types"))
-        x_BTD = embedding_lookup(self.table[...], tokens_BT, self.boundary)
+        x_BTD = embedding_lookup(self.table[...], self.boundary.context_tokens(tokens_BT), self.boundary)
         if isinstance(self.head, SpanHead):  # which compares padding, too; others have no gradient there anyway
             padding_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None] >= batch["length"][:, None]
             own_BT1 = self.boundary.own_tokens(padding_BT)[..., None]

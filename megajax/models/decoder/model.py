@@ -50,12 +50,14 @@ class TransformerDecoder(nnx.Module):
             position_BT = jnp.arange(length, dtype=jnp.int32)[None]
         else:
             visible = AttentionMask.of_documents(position_BT, window)
-        return Context(dropout, visible, position_BT if self.positions is None else None)
+        rotary_BT = self.boundary.context_tokens(position_BT) if self.positions is None else None
+        return Context(dropout, visible, rotary_BT, boundary=self.boundary)
 
     def embed(self, batch: Mapping[str, Array], context: Context) -> Array:
         """Of tokens and learned positions, with dropout, [B, T, D]; with sequence parallelism of this device's
         tokens."""
-        x_BTD = embedding_lookup(self.table[...], batch["tokens"], self.boundary)
+        tokens_BT = self.boundary.context_tokens(batch["tokens"])
+        x_BTD = embedding_lookup(self.table[...], tokens_BT, self.boundary)
         if self.positions is not None:
             if "positions" in batch:
                 own_BT = self.boundary.own_tokens(batch["positions"])
@@ -73,13 +75,15 @@ class TransformerDecoder(nnx.Module):
     def losses(self, x_BTD: Array, batch: Mapping[str, Array], context: Context) -> dict[str, Array]:
         """Sum of the cross-entropy over the targets that are not `IGNORED`, a scalar."""
         axes = self.boundary.vocabulary
-        logits_BTV = named(self.logits(x_BTD), "logits", 2, axes)
-        losses_BT = named(cross_entropy(logits_BTV, batch["targets"], axes), "losses")
+        logits_BTV = named(self.logits(x_BTD), "logits", 2, axes=axes)
+        losses_BT = named(cross_entropy(logits_BTV, self.boundary.context_tokens(batch["targets"]), axes), "losses")
         return {"next_token": jnp.sum(losses_BT)}
 
     def scores(self, x_BTD: Array, batch: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
         """See `Model`; both [B, T]."""
-        return {"next_token": target_scores(self.logits(x_BTD), batch["targets"], self.boundary.vocabulary)}
+        targets_BT = self.boundary.context_tokens(batch["targets"])
+        loss_BT, hit_BT = target_scores(self.logits(x_BTD), targets_BT, self.boundary.vocabulary)
+        return {"next_token": (self.boundary.in_places(loss_BT), self.boundary.in_places(hit_BT))}
 
 
 def _products(model: ModelConfig, sequences: int, query_block: int) -> list[MatrixProduct]:

@@ -1,0 +1,168 @@
+"""Checks of the values of a configuration: of single ones, and of those that depend on each other."""
+
+import re
+from collections.abc import Sequence
+from operator import attrgetter
+
+from megajax.config import Config
+from megajax.data.config import DataConfig
+from megajax.errors import UserError
+from megajax.models.checks import check_lora, check_model
+from megajax.models.registry import FAMILIES, Entry
+from megajax.optim.config import check_cooldown
+from megajax.options import MOST, as_flag, check, is_whole, options
+from megajax.tasks.registry import TASKS, Task
+
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def check_values(config: Config) -> None:
+    """Check what needs neither devices nor a mesh: every value by itself, and those that depend on each other."""
+    check(config)
+    model, optimizer, distributed = config.model, config.optimizer, config.distributed
+    family = FAMILIES[model.family]
+    if not config.pretrains and not _fits(TASKS[config.task.name], family):
+        able = (name for name, entry in FAMILIES.items() if _fits(TASKS[config.task.name], entry))
+        raise _conflict(config, "task.name", "model.family", valid=f"--model.family {' or '.join(able)}")
+    check_model(model)
+    check_lora(config.lora, model)
+    _check_task(config)
+    _check_length(config)
+    _check_ramp(config)
+    if config.data.reset_attention and not family.continues_text:
+        why = ", whose samples are of one document each"
+        raise _conflict(config, "data.reset_attention", "model.family", why=why, valid="--no-data.reset-attention")
+    if optimizer.ends_decay and optimizer.decay_steps and optimizer.warmup_steps > optimizer.decay_steps:
+        raise UserError(
+            f"--optimizer.warmup-steps {optimizer.warmup_steps} is more than --optimizer.decay-steps "
+            f"{optimizer.decay_steps}, which includes it; valid: at most {optimizer.decay_steps}"
+        )
+    check_cooldown(optimizer)
+    if optimizer.schedule != "constant":
+        _check_order(config, "optimizer.min_learning_rate", "optimizer.learning_rate")
+    if optimizer.gradient_dtype not in ("fp32", config.precision):
+        valid = f"fp32, or --precision {optimizer.gradient_dtype}"
+        raise _conflict(config, "optimizer.gradient_dtype", "precision", valid=valid)
+    _check_data(config.data)
+    _check_validation(config)
+    _check_order(config, "loss_scale.floor", "loss_scale.initial")
+    keys = ("distributed.coordinator", "distributed.num_processes", "distributed.process_id")
+    if _all_given(config, keys) and distributed.process_id >= distributed.num_processes:
+        valid = f"0 to {distributed.num_processes - 1}"
+        raise _conflict(config, "distributed.process_id", "distributed.num_processes", valid=valid)
+    host, _, port = distributed.coordinator.rpartition(":")
+    if distributed.coordinator and not (host and is_whole(port) and 0 < int(port) < 2**16):
+        raise UserError(
+            f"--distributed.coordinator {distributed.coordinator!r}; valid: HOST:PORT, as in localhost:12345"
+        )
+
+
+def _conflict(config: Config, *keys: str, valid: object, why: str = "") -> UserError:
+    """The error of options whose values do not go together."""
+    given = " with ".join(as_flag(key, attrgetter(key)(config)) for key in keys)
+    return UserError(f"{given}{why}; valid: {valid}")
+
+
+def _check_order(config: Config, lower: str, upper: str) -> None:
+    """That the option of one key is at most that of another."""
+    low, high = attrgetter(lower, upper)(config)
+    if low > high:
+        flags = [options(Config)[key].flag for key in (lower, upper)]
+        raise UserError(f"{flags[0]} {low} is above {flags[1]} {high}; valid: at most {high}")
+
+
+def _all_given(config: Config, keys: Sequence[str]) -> bool:
+    """Whether options that belong together are given; False: none is."""
+    known = [options(Config)[key] for key in keys]
+    missing = [option.flag for option in known if attrgetter(option.key)(config) == option.default]
+    if 0 < len(missing) < len(known):
+        flags = ", ".join(option.flag for option in known)
+        raise UserError(f"{' and '.join(missing)} missing; valid: {flags} together, or none of them")
+    return not missing
+
+
+def _fits(task: Task, family: Entry) -> bool:
+    """Whether the models of a family are for a task."""
+    return task.head in family.heads and (family.continues_text or not task.continues_text)
+
+
+def _check_task(config: Config) -> None:
+    """What a task needs, and what is for tasks only."""
+    model, data, name = config.model, config.data, config.task.name
+    if config.pretrains:
+        for key in ("data.train", "data.dev", "seeds"):
+            option = options(Config)[key]
+            if attrgetter(key)(config) != option.default:
+                valid = f"--task.name {' or '.join(TASKS)}, or without {option.flag}"
+                raise UserError(f"{option.flag} without a task; valid: {valid}")
+        return
+    task = TASKS[name]
+    if model.head != task.head:
+        raise _conflict(config, "model.head", "task.name", valid=task.head)
+    if model.num_classes != task.classes:
+        raise _conflict(config, "model.num_classes", "task.name", valid=task.classes)
+    if task.continues_text and not data.reset_attention:
+        why = ", of which several records share a row"
+        raise _conflict(config, "data.reset_attention", "task.name", why=why, valid="--data.reset-attention")
+    for field in ("path", "sources", "validation"):
+        if getattr(data, field):
+            raise UserError(f"--data.{field} with --task.name {name}; valid: --data.train and --data.dev")
+
+
+def _check_length(config: Config) -> None:
+    """That it is known when training ends, and its warm-up."""
+    train, optimizer = config.train, config.optimizer
+    if not train.steps and not train.epochs:
+        raise UserError(
+            f"--train.steps 0, so that nothing says when training ends; valid: 1 to {MOST}, or --train.epochs"
+        )
+    if optimizer.warmup_steps and optimizer.warmup_fraction:
+        raise UserError("--optimizer.warmup-steps and --optimizer.warmup-fraction are both given; valid: one of them")
+
+
+def _check_ramp(config: Config) -> None:
+    """That the batches of a ramp lead to the full one."""
+    if not _all_given(config, ("train.ramp_start", "train.ramp_increment", "train.ramp_samples")):
+        return
+    train = config.train
+    full, start = train.global_batch, train.ramp_start
+    if start >= full:
+        valid = f"1 to {full - 1}" if full > 1 else "0"
+        raise _conflict(config, "train.ramp_start", "train.global_batch", why=", to which it grows", valid=valid)
+    if (full - start) % train.ramp_increment:
+        raise UserError(
+            f"--train.ramp-increment {train.ramp_increment} does not lead from --train.ramp-start {start} to "
+            f"--train.global-batch {full}; valid: a divisor of {full - start}"
+        )
+
+
+def _check_validation(config: Config) -> None:
+    """What there is to validate on, and what needs a validation."""
+    if config.train.eval_every:
+        if not config.data.validation_fraction and not config.data.dev:
+            valid = "more than 0, or --train.eval-every 0"
+            raise _conflict(config, "data.validation_fraction", "train.eval_every", valid=valid)
+        return
+    if not config.pretrains and not config.data.validation_fraction and not config.data.dev:
+        raise UserError("--data.validation-fraction 0 without --data.dev; valid: more than 0, or --data.dev")
+    for key in ("checkpoint.keep_best", "data.validation"):
+        if attrgetter(key)(config):
+            raise UserError(f"{options(Config)[key].flag} with --train.eval-every 0; valid: 1 or more steps")
+
+
+def _check_data(data: DataConfig) -> None:
+    if data.path and data.sources:
+        raise UserError("--data.path and --data.sources are both given; valid: one of them")
+    for source in data.sources:
+        if not source.path or not 0 < source.weight <= MOST:
+            raise UserError(
+                f"--data.sources: path {source.path!r}, weight {source.weight:g}; "
+                f"valid: a path and a weight above 0, at most {MOST}"
+            )
+    names = [entry.name for entry in data.validation]
+    for entry in data.validation:
+        if not entry.path or not _NAME.fullmatch(entry.name) or names.count(entry.name) > 1:
+            raise UserError(
+                f"--data.validation: name {entry.name!r}, path {entry.path!r}; "
+                "valid: a path and a name of its own, of a-z, A-Z, 0-9, - and _"
+            )

@@ -1,0 +1,241 @@
+"""One sequence over several devices: losses, gradients and collectives equal one device's, whatever else is split."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from parity_grid import cover, deferring, name, of
+from tiny import LLAMA, drawn_params, full, tiny_config, tiny_program
+
+from megajax import verify
+from megajax.backend import CPU
+from megajax.errors import UserError
+from megajax.models.config import LoraConfig
+from megajax.models.context_attention import context_way, elements_sent
+from megajax.plan.communication import communication, totals
+from megajax.program.communication import collectives_of, equations
+from megajax.program.program import Program
+from megajax.program.scoring import scores
+from megajax.program.synthetic import placed_batch
+from megajax.program.train_step import loss_and_gradients, train_step_with_gradients
+from megajax.settings.validation import validate
+from megajax.verify import Trace, compare
+from megajax.verify.comparison import leaf_errors, named_leaves
+from megajax.verify.run import drawn_state
+from megajax.verify.theory import check_collectives
+
+ROWS, TOKENS, LAYERS = 4, 48, 4
+MESHES = [  # data, pipe, context, tensor
+    *((1, 1, 2, 1), (1, 1, 3, 1), (1, 1, 4, 1), (1, 1, 8, 1), (2, 1, 2, 1), (1, 2, 2, 1), (1, 1, 2, 2)),
+    *((2, 2, 2, 1), (2, 1, 2, 2), (1, 2, 2, 2), (1, 1, 2, 4)),
+]
+GRID: dict[str, list] = {
+    "mesh": MESHES,
+    "way": ["heads", "gather"],
+    "model": ["gpt2", "bert-pre", "bert-post-classes", "bert-pre-span", "llama", "few keys", "lora"],
+    "documents": [False, True],
+    "window": [0, 5, 20],
+    "remat": ["none", "selective", "layer", "stage"],
+    "schedule": ["1f1b-1", "gpipe-1", "interleaved-2"],
+    "vocabulary": ["replicated", "split"],
+    "weight_gradients": ["together", "deferred"],
+    "zero": [0, 1, 3],
+    "sequence_parallel": [False, True],
+}
+MODELS = {"llama": LLAMA, "few keys": LLAMA | {"num_kv_heads": 2}}
+MODELS["lora"] = LLAMA | {"lora": LoraConfig(rank=2)}
+
+
+def exists(row: tuple) -> bool:
+    (_, pipe, context, tensor), way, model, documents, window, _, *of_pipe, _, sequence_parallel = row
+    piped = pipe > 1 or of_pipe == ["1f1b-1", "replicated", "together"]
+    fits = way == "gather" or 8 // tensor % context == 0
+    decodes = not model.startswith("bert") or not (documents or window)
+    return (
+        piped
+        and fits
+        and decodes
+        and (tensor > 1 or not sequence_parallel)
+        and (model != "lora" or "deferred" not in of_pipe)
+    )
+
+
+DEFAULT = [
+    ((2, 1, 2, 2), "gather", "few keys", True, 0, "selective", "1f1b-1", "replicated", "together", 3, True),
+    ((1, 2, 2, 2), "heads", "few keys", True, 20, "layer", "interleaved-2", "split", "deferred", 1, True),
+    ((1, 1, 4, 1), "gather", "gpt2", True, 5, "none", "1f1b-1", "replicated", "together", 1, False),
+    ((1, 2, 2, 2), "gather", "bert-pre", False, 0, "none", "gpipe-1", "split", "deferred", 1, True),
+    ((1, 1, 3, 1), "gather", "llama", False, 20, "layer", "1f1b-1", "replicated", "together", 0, False),
+    ((1, 1, 2, 1), "heads", "bert-pre-span", False, 0, "none", "1f1b-1", "replicated", "together", 0, False),
+]
+
+
+def pairwise() -> list[tuple]:
+    """Of rows drawn of all, some in which every two values meet."""
+    rows = [row for row in itertools.product(*GRID.values()) if exists(row)]
+    some = [rows[number] for number in np.random.default_rng(0).choice(len(rows), 5000, replace=False)]
+    return [some[number] for number in cover(some, [*itertools.combinations(range(len(GRID)), 2)])]
+
+
+def config_of(row: tuple, **others: Any):
+    mesh, way, _, _, _, remat, schedule, vocabulary, weight_gradients, zero, split = row
+    kind, _, chunks = schedule.rpartition("-")
+    options = {"remat": remat, "schedule": kind, "chunks": int(chunks), "vocabulary": vocabulary, "zero": zero}
+    options |= deferring(weight_gradients) | {"sequence_parallel": split, "context_attention": way}
+    return tiny_config(mesh, **options | model_of(row) | {"microbatch": ROWS // mesh[0] // 2 or 1} | others)
+
+
+def model_of(row: tuple) -> dict[str, Any]:
+    _, _, model, documents, window, *_ = row
+    size = {"num_layers": LAYERS, "sequence_length": TOKENS, "global_batch": ROWS}
+    return size | (MODELS.get(model) or of(model)) | {"reset_attention": documents, "sliding_window": window}
+
+
+@functools.cache
+def reference(model: str, documents: bool, window: int, precision: str = "fp32") -> tuple[Trace, Any]:
+    whole = tiny_config(microbatch=ROWS, precision=precision, **model_of((0, 0, model, documents, window)))
+    initial = drawn_state(tiny_program(whole))
+    return verify.trace(whole, 2, canonical=initial, quick_compile=True), initial
+
+
+@pytest.mark.parametrize("row", [*DEFAULT[:4], *map(full, DEFAULT[4:])], ids=name)
+def test_grid(row):
+    """Losses and gradients, and what is sent, by kind, axes, shape and count."""
+    expected, initial = reference(*row[2:5])
+    result = compare(expected, verify.trace(config_of(row), 2, canonical=initial, quick_compile=True))
+    assert result.within(), result
+    check_communication(config_of(row))
+
+
+@pytest.mark.full
+def test_whole_grid():
+    """Pairwise, in fp64."""
+    with jax.enable_x64(True):
+        for row in pairwise():
+            expected, initial = reference(*row[2:5], precision="fp64")
+            actual = verify.trace(config_of(row, precision="fp64"), 2, canonical=initial, quick_compile=True)
+            result = compare(expected, actual)
+            assert result.loss_error < 1e-12 and result.gradient_error < 1e-12, (row, result)
+            check_communication(config_of(row, precision="fp64"))
+
+
+def check_communication(config) -> None:
+    program = tiny_program(config)
+    step = train_step_with_gradients(program).trace(program.layout.shapes, program.batch_types)
+    found = collectives_of(step.jaxpr)
+    assert check_collectives(config, found).passed, check_collectives(config, found)
+    assert totals(communication(config)) == totals(found)
+
+
+@pytest.mark.parametrize("context", [2, 4, 8])
+def test_causal_work_is_even(context):
+    """With gathered keys a program has no branches, so that all devices compute as much, and together not more than one
+    device: queries times keys of all products."""
+    size = {"context_attention": "gather", "sequence_length": 1024, "num_layers": 1, "global_batch": 1}
+    alone, shared = (attention_work(tiny_config((1, 1, count, 1), **size)) for count in (1, context))
+    assert shared * context == alone
+
+
+def attention_work(config) -> int:
+    """Multiplications of attention's products in a step, on one device."""
+    program = Program.abstract(config, dataclasses.replace(CPU, query_block=64))
+    step = train_step_with_gradients(program).trace(program.layout.shapes, program.batch_types)
+    found = 0
+    for eqn, count in equations(step.jaxpr.jaxpr):
+        assert eqn.primitive.name not in ("cond", "while")
+        if eqn.primitive.name == "dot_general" and eqn.params["dimension_numbers"][1][0]:
+            inner = [eqn.invars[0].aval.shape[dim] for dim in eqn.params["dimension_numbers"][0][0]]
+            found += count * math.prod(eqn.outvars[0].aval.shape) * math.prod(inner)
+    return found
+
+
+@pytest.mark.parametrize("model", ["few keys", full("bert-pre"), full("bert-post-classes"), full("bert-pre-span")])
+@pytest.mark.parametrize("tokens", [TOKENS, full(TOKENS - 2)])
+def test_scores(model, tokens):
+    """Of sequences that a context group shares, and of a length that it cannot share."""
+    found = []
+    for mesh in ((1, 1, 1), (1, 2, 2, 2)):
+        config = tiny_config(mesh, microbatch=1, **model_of((0, 0, model, False, 0)))
+        program = tiny_program(config)
+        batch = {name: np.asarray(array) for name, array in placed_batch(program, 0).items()}
+        batch = {
+            name: x[..., :tokens] if x.shape[-1:] == (TOKENS,) else np.minimum(x, tokens) for name, x in batch.items()
+        }
+        rows = program.local_rows
+        found.append(scores(program)(drawn_params(program), program.put_batch(batch, rows)))
+    for name_, (loss, hit) in found[0].items():
+        np.testing.assert_allclose(found[1][name_][0], loss, rtol=2e-5, atol=1e-6)
+        np.testing.assert_array_equal(found[1][name_][1], hit)
+
+
+def test_documents_at_the_ends_of_pieces_and_padding_alone():
+    """Documents that end before, at and after the end of a device's piece; and a device that has padding only."""
+    for model, arrays in (("gpt2", documents), ("bert-pre", short_texts)):
+        found = []
+        for mesh, way in (((1, 1, 1), "auto"), ((1, 1, 4, 1), "gather"), ((1, 1, 4, 1), "heads")):
+            options = model_of((0, 0, model, model == "gpt2", 0)) | {"context_attention": way, "num_layers": 2}
+            program = tiny_program(tiny_config(mesh, microbatch=ROWS, **options))
+            batch = {name: np.array(array) for name, array in placed_batch(program, 0).items()}
+            arrays(batch)
+            step = loss_and_gradients(program)
+            placed = program.put_batch(batch, program.local_rows)
+            loss, grads = step(drawn_params(program), placed, np.int32(0))
+            canonical = program.layout.canonical_weights(jax.device_get(grads))
+            found.append((float(loss), named_leaves(canonical)))
+        for loss, grads in found[1:]:
+            assert math.isfinite(loss) and abs(loss - found[0][0]) < 1e-5
+            assert max(leaf_errors(found[0][1], grads).values()) < 1e-4
+
+
+def documents(batch) -> None:
+    piece = TOKENS // 8
+    for row, end in enumerate((piece - 1, piece, piece + 1, 4 * piece)):
+        batch["positions"][row] = np.concatenate([np.arange(end), np.arange(TOKENS - end)])
+
+
+def short_texts(batch) -> None:
+    batch["length"][:] = [TOKENS // 8, 1, TOKENS // 4, TOKENS // 8 + 1]
+    batch["places"][:] = np.minimum(batch["places"], 0)
+
+
+def test_the_way_that_sends_less_is_taken():
+    """Few heads of keys are gathered, of a window only what it sees; and what each would send."""
+    few, many = tiny_config((1, 1, 4, 1), **LLAMA | {"num_kv_heads": 1}).model, tiny_config((1, 1, 4, 1)).model
+    sizes = {"data": 1, "pipe": 1, "context": 4, "tensor": 1}
+    assert context_way(few, sizes) == "gather" and context_way(many, sizes) == "heads"
+    assert context_way(dataclasses.replace(many, sliding_window=4), sizes) == "window"
+    assert context_way(many, sizes | {"tensor": 4}) == "gather"  # two heads are not divided by four devices
+    assert context_way(many, sizes | {"context": 1}) == "none"
+    sent = elements_sent(few, sizes)
+    assert sent["gather"] == 6 * 1 * 4 * 16 * 3 / 4 and sent["heads"] == 4 * (8 + 4) * 4 * 16 * 3 / 16
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "words"),
+    [
+        (
+            (1, 1, 3, 1),
+            {},
+            "2 x --mesh.context 3 does not divide --model.sequence-length 16; valid: a multiple of 6, .* is 18",
+        ),
+        (
+            (1, 1, 2, 8),
+            {"sequence_parallel": True, "sequence_length": 48},
+            r"2 x --mesh.context 2 x --mesh.tensor 8 \(--sequence-parallel\) does not divide .* the nearest is 64",
+        ),
+        (
+            (1, 1, 4, 4),
+            {"context_attention": "heads"},
+            "--mesh.context 4 does not divide the 2 heads of a device .* valid: gather or auto",
+        ),
+    ],
+)
+def test_bad_input(mesh, options, words):
+    config = tiny_config(mesh, **options)
+    with pytest.raises(UserError, match=words):
+        validate(config, config.mesh.num_devices)
