@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from megajax.axes import BATCH_AXES
+from megajax.axes import BATCH_AXES, ROW_AXES
 from megajax.backend import CPU
 from megajax.config import Config, MeshConfig, TrainConfig
 from megajax.mesh import ROWS, make_mesh
@@ -41,7 +41,7 @@ def hand_written(program: Program):
     num_microbatches = config.train.global_batch // config.train.microbatch
 
     def region(params, batch, step):
-        count = sum_over(jnp.sum(batch["targets"] >= 0), BATCH_AXES)
+        count = sum_over(jnp.sum(batch["targets"] >= 0), ROW_AXES)
         params = vary(params, (*BATCH_AXES, PIPE))
 
         def loss_of(params, microbatch):

@@ -106,6 +106,6 @@ def test_mistakes(instructions: Instructions, tmp_path: Path) -> None:
     evaluate = ("eval.py", "instructions", "--checkpoint", instructions.run)
     for flags, words in (
         ([instructions.run], "--checkpoint: 2 runs, of which instructions takes one; valid: one"),
-        (["--predictions", tmp_path / "p"], "--predictions: instructions has none; valid: without"),
+        (["--predictions", tmp_path / "p"], "--predictions is not for instructions; valid: mnli, qqp"),
     ):
         assert words in mistake(instructions.commands, *evaluate, *flags)

@@ -18,7 +18,6 @@ TRACED = [fault for fault in FAULTS if fault.caught.by in ("types", "communicati
 REFUSED = [fault for fault in FAULTS if fault.caught.by == "types"]
 VERIFIED = [fault for fault in FAULTS if fault.caught.by == "verify"]
 TESTED = [fault for fault in FAULTS if fault.caught.by == "tests"]
-ONE = "the layers of every stage are numbered from 0"
 
 
 def name(fault: Fault) -> str:
@@ -47,9 +46,8 @@ def test_tracing_tells() -> None:
         assert fault.caught.text in said_of(fault), fault.name
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(each, marks=[] if each.name == ONE else pytest.mark.full) for each in VERIFIED], ids=name
-)
+@pytest.mark.full
+@pytest.mark.parametrize("fault", VERIFIED, ids=name)
 def test_verify_names_the_place(fault: Fault) -> None:
     said = said_of(fault)
     assert all(part in said for part in fault.caught.text.split(" … ")), said

@@ -194,6 +194,7 @@ def test_every_combination_is_tried_once(found):
         assert each.bytes == memory(each.config).total
 
 
+@pytest.mark.full
 def test_long_sequences_are_shared():
     """In both ways, with 4,096 tokens of a device at least, or over as many devices as are given."""
     keys, long = ["train.remat", "optimizer.zero"], replace(CONFIG.model, sequence_length=8192)

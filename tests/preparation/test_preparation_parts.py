@@ -94,7 +94,8 @@ def test_words_are_found_where_they_stand(text):
     placed = list(_placed_words(text))
     assert [word for word, _, _ in placed] == _words(text)
     for word, begin, end in placed:
-        assert word in _words(text[begin:end]) and text[begin:end].strip() == text[begin:end]
+        alone = [each.replace("ς", "σ") for each in _words(text[begin:end])]  # a sigma's form depends on what follows
+        assert word.replace("ς", "σ") in alone and text[begin:end].strip() == text[begin:end]
 
 
 def test_passages_are_cut_out_as_in_gpt3():
