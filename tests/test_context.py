@@ -48,6 +48,7 @@ GRID: dict[str, list] = {
     "sequence_parallel": [False, True],
 }
 MODELS = {"llama": LLAMA, "few keys": LLAMA | {"num_kv_heads": 2}}
+SCORED = ["few keys", "bert-pre", "bert-post-classes", "bert-pre-span"]
 MODELS["lora"] = LLAMA | {"lora": LoraConfig(rank=2)}
 
 
@@ -154,13 +155,21 @@ def attention_work(config) -> int:
     return found
 
 
-@pytest.mark.parametrize("model", ["few keys", full("bert-pre"), full("bert-post-classes"), full("bert-pre-span")])
-@pytest.mark.parametrize("tokens", [TOKENS, full(TOKENS - 2)])
-def test_scores(model, tokens):
-    """Of sequences that a context group shares, and of a length that it cannot share."""
+@pytest.mark.parametrize(
+    ("model", "tokens", "window"),
+    [
+        *((model, TOKENS, 0) if model == "few keys" else full(model, TOKENS, 0) for model in SCORED),
+        *(full(model, TOKENS - 2, 0) for model in SCORED),
+        ("few keys", 12, 10),
+        full("few keys", 8, 10),
+    ],
+)
+def test_scores(model, tokens, window):
+    """Of sequences that a context group shares; of a length that it cannot share; and of lengths whose windows reach
+    further than those that are trained on, or are none."""
     found = []
     for mesh in ((1, 1, 1), (1, 2, 2, 2)):
-        config = tiny_config(mesh, microbatch=1, **model_of((0, 0, model, False, 0)))
+        config = tiny_config(mesh, microbatch=1, **model_of((0, 0, model, False, window)))
         program = tiny_program(config)
         batch = {name: np.asarray(array) for name, array in placed_batch(program, 0).items()}
         batch = {

@@ -21,7 +21,7 @@ from megajax.mesh import ROWS, batch_specs, make_abstract_mesh, make_mesh, shard
 from megajax.models.context_attention import context_way
 from megajax.models.family import CutModel, family_of
 from megajax.optim.adam import make_optimizer
-from megajax.parallel.boundary import RegionBoundary
+from megajax.parallel.boundary import ContextWay, RegionBoundary
 from megajax.parallel.collectives import PIPE, TENSOR, Axes
 from megajax.pipeline.schedule import forward_only, make_schedule
 from megajax.pipeline.table import Schedule
@@ -70,8 +70,10 @@ class Program:
     def forward_model(self, length: int = 0) -> CutModel:
         """Of what runs forward only, where activations are not kept: no sequence is sharded, so that it may have any
         length that the model has positions for; but for one of `length`, where a context group can share it."""
-        mesh = self.config.mesh
-        way = self.model.boundary.context if length and length % (2 * mesh.context) == 0 else "none"
+        way: ContextWay = "none"
+        if length and length % (2 * self.config.mesh.context) == 0:  # of this length a window may reach further
+            of_length = dataclasses.replace(self.config.model, sequence_length=length)
+            way = context_way(of_length, self.config.mesh.sizes)
         if way not in self._forward_models:
             boundary = RegionBoundary(vocabulary_axes(self.config), context=way)
             self._forward_models[way] = CutModel(self.config.model, boundary, self.backend, self.config.lora)

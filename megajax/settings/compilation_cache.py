@@ -62,7 +62,7 @@ def _problem(folder: Path) -> str:
                     entry.unlink()
     except Timeout:
         pass  # it is in use
-    except (OSError, NotImplementedError) as error:
+    except (OSError, NotImplementedError) as error:  # the latter of filelock, where a filesystem has no locks
         return (error.strerror if isinstance(error, OSError) else None) or str(error)
     return ""
 
