@@ -4,13 +4,13 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
-from finetuning import stop_after
 from mistakes import assert_says, train_mistake
 from processes import Commands, Run
 from results import assert_same_checkpoint, checkpoint_steps, curve, records, validation
@@ -22,12 +22,29 @@ from megajax.runs.lock import RunLock
 from megajax.training import loop, watchdog
 
 
-def test_the_same_command_goes_on(commands: Commands, straight: Run, tmp_path: Path, monkeypatch) -> None:
+def after_lines(run: Path, count: int, number: int) -> threading.Thread:
+    """A thread that sends this process a signal, at any moment, once metrics.jsonl has so many lines."""
+
+    def send() -> None:
+        metrics, until = run / "metrics.jsonl", time.monotonic() + 300
+        while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= count):
+            if time.monotonic() > until:
+                return
+            time.sleep(0.002)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_the_same_command_goes_on(commands: Commands, straight: Run, tmp_path: Path) -> None:
     """Between two checkpoints; bit for bit what it would have been, each step recorded once."""
     run = tmp_path / "run"
     line = ("train.py", commands.preset, "--run-dir", run, "--train.log-every", 1, "--checkpoint.every", 20)
-    stop_after(monkeypatch, 3)
+    sender = after_lines(run, 3, signal.SIGTERM)
     done = commands.run(*line)
+    sender.join()
     assert done.code == 143, (done.out, done.err)
     step = curve(run)[-1][0]
     last = done.err.splitlines()[-1]
