@@ -29,7 +29,7 @@ RULES: Mapping[str, Axes | None] = {
 }
 
 # Dim of a batch after the rows -> mesh axes. Tokens are a few numbers each: the devices that share a sequence get all,
-# and each takes its own (`RegionBoundary.own_tokens`).
+# and each takes its own (`TokenShares.own_tokens`).
 BATCH_RULES: Mapping[str, Axes | None] = {"tokens": None}
 
 # Dims of weights that tensor-parallel regions have inside.

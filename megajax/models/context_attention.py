@@ -3,7 +3,7 @@
 - `heads`: every device gets all tokens of some of the heads, by an all-to-all, and gives back its own tokens of all of
   them (DeepSpeed-Ulysses, arXiv 2309.14509). Attention itself is the plain one.
 - `gather`: every device gets the keys and values of all tokens (Llama 3, arXiv 2407.21783, section 3.3.2). Its queries
-  are two pieces of the sequence, one from the front and one from the back (`RegionBoundary.context_starts`).
+  are two pieces of the sequence, one from the front and one from the back (`TokenShares.context_starts`).
 - `window`: a sliding window needs no more than the keys and values right before a device's own tokens.
 
 Letters: B batch, T queries, S keys, H heads, of keys and values maybe fewer, K head size; as in `blocked_attention.py`
@@ -34,7 +34,7 @@ from megajax.models.blocked_attention import (
     in_groups,
 )
 from megajax.models.config import ModelConfig
-from megajax.parallel.boundary import TOKENS, ContextWay, RegionBoundary
+from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.collectives import (
     CONTEXT,
     TENSOR,
@@ -47,6 +47,7 @@ from megajax.parallel.collectives import (
     vary,
     varying_axes,
 )
+from megajax.parallel.tokens import TOKENS, ContextWay
 from megajax.precision import at_least_fp32
 
 HEADS = 2  # a dim of q_BTHK

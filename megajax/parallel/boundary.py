@@ -1,52 +1,28 @@
-"""What stands at the boundary of a tensor-parallel region: `f` and `g`, or the pair that takes their place; and which
-tokens a device has.
+"""What stands at the boundary of a tensor-parallel region: `f` and `g`, or the pair that takes their place.
 
 Between the regions activations are duplicated on the devices of a tensor group, and its boundary is the paper's `f`
 and `g`. With sequence parallelism (Korthikanti et al., arXiv 2205.05198) they are sharded there along the sequence:
 LayerNorm, dropout and the residual path work on a device's own tokens, and the boundary becomes another conjugate pair,
 all-gather and reduce-scatter, which together move the bytes of the one all-reduce they replace.
-
-With context parallelism (`models/context_attention.py`) the devices of a context group share the tokens of a sequence
-everywhere; sequence parallelism then divides what each of them has.
 """
 
-import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
-from megajax.parallel.collectives import (
-    CONTEXT,
-    TENSOR,
-    Axes,
-    axis_index,
-    axis_size,
-    f,
-    g,
-    gather_shards,
-    own_shard,
-    scatter_sum,
-    vary,
-)
-
-TOKENS = 1  # the dim of x_BTD that is sharded
-ContextWay = Literal["none", "heads", "gather", "window"]  # how attention reaches the tokens of other devices
+from megajax.parallel.collectives import TENSOR, Axes, f, g, gather_shards, scatter_sum, vary
+from megajax.parallel.tokens import TOKENS, TokenShares
 
 
 @dataclass(frozen=True)
-class RegionBoundary:
+class RegionBoundary(TokenShares):
     """The boundary of regions sharded over `tensor`, or over several axes with `tensor` the last of them."""
 
     vocabulary: Axes = TENSOR  # axes that the rows of the embedding table are sharded over
-    sequence_parallel: bool = False  # activations between the regions are sharded along the sequence, over `tensor`
     # What sequence parallelism gathered for a matrix product is not kept for the backward pass, but gathered again.
     # Without need where the layer as a whole is recomputed.
     regather: bool = True
     chosen: bool = False  # activations between the regions are those of chosen tokens (`of_chosen`)
-    context: ContextWay = "none"  # "none": every device of a context group has all tokens
 
     @property
     def split(self) -> int | None:
@@ -76,118 +52,11 @@ class RegionBoundary:
         others = () if axes == TENSOR else tuple(axis for axis in axes if axis != TENSOR)
         return function(x_BTD, others) if others else x_BTD
 
-    def context_starts(self, length: int) -> tuple[list[Array | int], int]:
-        """Where the pieces of a sequence of `length` tokens start that this device of a context group has, and how long
-        each is. Gathered keys make two pieces, one from the front and one from the back, as the n-th from either end:
-        so the causal work of all devices is the same."""
-        if self.context == "none":
-            return [0], length
-        count, own = axis_size(CONTEXT), axis_index(CONTEXT)
-        if self.context != "gather":
-            return [own * (length // count)], length // count
-        size = length // (2 * count)
-        return [own * size, (2 * count - 1 - own) * size], size
-
-    def context_tokens(self, x: Array, dim: int = TOKENS) -> Array:
-        """Of an array with an entry for every token along `dim`, the entries of the tokens that this device's context
-        group's place has."""
-        if self.context == "none":
-            return x
-        starts, size = self.context_starts(x.shape[dim])
-        return jnp.concatenate([lax.dynamic_slice_in_dim(x, start, size, dim) for start in starts], dim)
-
-    def own_tokens(self, x: Array, dim: int = TOKENS) -> Array:
-        """Of an array with an entry for every token along `dim`, the entries of this device's tokens."""
-        x = self.context_tokens(x, dim)
-        return own_shard(x, dim, TENSOR) if self.sequence_parallel else x
-
-    def token_index(self, x_BTD: Array) -> Array:
-        """Places in the sequence of the tokens of an activation between the regions, int32 [T]."""
-        size = x_BTD.shape[TOKENS]
-        if self.context == "none":
-            first = axis_index(TENSOR) * size if self.sequence_parallel else 0
-            return first + jnp.arange(size, dtype=jnp.int32)
-        return self.own_tokens(jnp.arange(self._length(size), dtype=jnp.int32), 0)
-
-    def _length(self, size: int) -> int:
-        """That of the sequence of which a device has so many tokens between the regions."""
-        return size * math.prod(axis_size(axis) for axis in self._shared_over)
-
-    @property
-    def _shared_over(self) -> tuple[str, ...]:
-        """The axes whose devices share the tokens between the regions."""
-        return (CONTEXT,) * (self.context != "none") + (TENSOR,) * self.sequence_parallel
-
-    def at_places(self, x_BTD: Array, places_BM: Array) -> Array:
-        """An activation between the regions at these places of the sequence, [B, M, D], on every device of a tensor
-        and a context group; where they share the tokens each looks up those that it has, and `g` adds them up."""
-        if not self._shared_over:
-            return _rows_at(x_BTD, places_BM)
-        index_BM, here_BM = self._own_places(places_BM, x_BTD.shape[TOKENS])
-        found_BMD = _rows_at(x_BTD, index_BM)
-        return g(jnp.where(here_BM[..., None], found_BMD, jnp.zeros((), x_BTD.dtype)), self._shared_over)
-
-    def _own_places(self, places_BM: Array, size: int) -> tuple[Array, Array]:
-        """Which of this device's `size` tokens stand at places of the sequence, and whether they do."""
-        group = size * (axis_size(TENSOR) if self.sequence_parallel else 1)
-        starts, piece = self.context_starts(self._length(size))
-        index_BM = jnp.full_like(places_BM, -1)
-        for number, start in enumerate(starts):
-            inside_BM = (places_BM >= start) & (places_BM < start + piece)
-            index_BM = jnp.where(inside_BM, places_BM - start + number * piece, index_BM)
-        first = axis_index(TENSOR) * size if group > size else 0
-        here_BM = (index_BM >= first) & (index_BM < first + size)
-        return jnp.clip(index_BM - first, 0, size - 1), here_BM
-
-    def counted_here(self, values_BM: Array, places_BM: Array, length: int) -> Array:
-        """Numbers of places of a sequence of `length` tokens that every device of a context group has alike, zero but
-        on the one that has the token: the sum over devices counts each once."""
-        if self.context == "none":
-            return values_BM
-        starts, size = self.context_starts(length)
-        here = [(places_BM >= start) & (places_BM < start + size) for start in starts]
-        return jnp.where(jnp.any(jnp.stack(here), axis=0), values_BM, jnp.zeros((), values_BM.dtype))
-
-    def once(self, values: Any) -> Any:
-        """Numbers that every device of a context group has alike, zero but on the first."""
-        return values if self.context == "none" else once(values)
-
-    def in_places(self, x_BTK: Array) -> Array:
-        """Numbers of this device's tokens, few of each, in their places of the whole sequence, zero elsewhere."""
-        if not self._shared_over:
-            return x_BTK
-        index_T = self.token_index(x_BTK)
-        nothing = jnp.zeros((x_BTK.shape[0], self._length(len(index_T)), *x_BTK.shape[2:]), x_BTK.dtype)
-        return nothing.at[:, index_T].set(x_BTK, unique_indices=True)
-
-    def of_all_tokens(self, x_BTK: Array) -> Array:
-        """Numbers of every token, few of each, on every device that has tokens of the sequence: each puts its own in
-        their places, and `g` adds them up."""
-        return g(self.in_places(x_BTK), self._shared_over) if self._shared_over else x_BTK
-
     @property
     def of_chosen(self) -> "RegionBoundary":
         """That of what follows `at_places`, which is not sharded along the sequence, although the weights between the
         regions count as varying over `tensor` with sequence parallelism."""
         return replace(self, sequence_parallel=False, chosen=True) if self.sequence_parallel else self
-
-    def of_first_token(self, values: Any) -> Any:
-        """Numbers that each device computed of the first token it has, as they are of the sequence's first token; zero
-        on devices of a context group that do not have it."""
-        if self.sequence_parallel:
-            here = axis_index(TENSOR) == 0
-            values = g(jax.tree.map(lambda x: jnp.where(here, x, jnp.zeros((), x.dtype)), values), TENSOR)
-        return self.once(values)
-
-
-def once(values: Any) -> Any:
-    """Numbers that every device of a context group has alike, zero but on the first: their sum has each once."""
-    here = axis_index(CONTEXT) == 0
-    return jax.tree.map(lambda x: jnp.where(here, x, jnp.zeros((), x.dtype)), values)
-
-
-def _rows_at(x_BTD: Array, places_BM: Array) -> Array:
-    return jnp.take_along_axis(x_BTD, places_BM[..., None], axis=1, mode="clip")
 
 
 F_AND_G = RegionBoundary()  # the paper's

@@ -22,7 +22,8 @@ from megajax.models.config import LoraConfig, ModelConfig
 from megajax.models.context_attention import context_way, copies
 from megajax.models.family import CutModel, family_of
 from megajax.models.lora import Adapters
-from megajax.parallel.boundary import ContextWay, RegionBoundary
+from megajax.parallel.boundary import RegionBoundary
+from megajax.parallel.tokens import ContextWay
 from megajax.pipeline.placement import Placement
 from megajax.pipeline.schedule import SCHEDULES
 

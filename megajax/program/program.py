@@ -21,8 +21,9 @@ from megajax.mesh import ROWS, batch_specs, make_abstract_mesh, make_mesh, shard
 from megajax.models.context_attention import context_way
 from megajax.models.family import CutModel, family_of
 from megajax.optim.adam import make_optimizer
-from megajax.parallel.boundary import ContextWay, RegionBoundary
+from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.collectives import PIPE, TENSOR, Axes
+from megajax.parallel.tokens import ContextWay
 from megajax.pipeline.schedule import forward_only, make_schedule
 from megajax.pipeline.table import Schedule
 from megajax.precision import COMPUTE_DTYPE
@@ -75,7 +76,7 @@ class Program:
             of_length = dataclasses.replace(self.config.model, sequence_length=length)
             way = context_way(of_length, self.config.mesh.sizes)
         if way not in self._forward_models:
-            boundary = RegionBoundary(vocabulary_axes(self.config), context=way)
+            boundary = RegionBoundary(vocabulary=vocabulary_axes(self.config), context=way)
             self._forward_models[way] = CutModel(self.config.model, boundary, self.backend, self.config.lora)
         return self._forward_models[way]
 
@@ -176,7 +177,7 @@ def training_boundary(config: Config) -> RegionBoundary:
     """The boundary of tensor-parallel regions in a training step."""
     way = context_way(config.model, config.mesh.sizes)
     regather = config.train.remat != "layer"
-    return RegionBoundary(vocabulary_axes(config), config.sequence_parallel, regather=regather, context=way)
+    return RegionBoundary(config.sequence_parallel, way, vocabulary_axes(config), regather)
 
 
 def scans_layers(config: Config, backend: Backend) -> bool:

@@ -11,8 +11,8 @@ from jax.stages import Wrapped
 
 from megajax.axes import ROW_AXES
 from megajax.models.family import CutModel
-from megajax.parallel.boundary import once
 from megajax.parallel.collectives import complete, gather_shards
+from megajax.parallel.tokens import once
 from megajax.program.bind import forward_pipeline
 from megajax.program.program import BATCH, Batch, Program, vocabulary_axes
 

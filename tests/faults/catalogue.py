@@ -328,12 +328,12 @@ ROWS: dict[str, dict[str, Row]] = {
             types("shapes", ON_SEQUENCE),
         ),
         "masked tokens are looked for among each device's first ones": (
-            "parallel.boundary.RegionBoundary._own_places",
+            "parallel.tokens.TokenShares._own_places",
             ("axis_index(TENSOR)", "0"),
             named("logits of the head, forward", ON_SEQUENCE | BERT),
         ),
         "every device's first token counts as the sequence's": (
-            "parallel.boundary.RegionBoundary.of_first_token",
+            "parallel.tokens.TokenShares.of_first_token",
             ("axis_index(TENSOR) == 0", "axis_index(TENSOR) >= 0"),
             named("the sum of the losses: step 1, loss/sentence_order", ON_SEQUENCE | BERT),
         ),
@@ -350,7 +350,7 @@ ROWS: dict[str, dict[str, Row]] = {
             named("attention_heads of layer 0, forward", ON_TENSOR),
         ),
         "tokens are numbered from each device's first one": (
-            "parallel.boundary.RegionBoundary.token_index",
+            "parallel.tokens.TokenShares.token_index",
             ("axis_index(TENSOR) * size if self.sequence_parallel else 0", "0"),
             named("input of layer 0, forward", ON_SEQUENCE),
         ),

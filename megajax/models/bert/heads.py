@@ -38,7 +38,7 @@ class Pooler(nnx.Module):
         self.dense = Linear(normal(key / "pair" / "pooler", config.init_std), size, size, backend)
 
     def __call__(self, x_BTD: Array) -> Array:
-        """[B, 1, D], of the first token that this device has (`RegionBoundary.of_first_token`)."""
+        """[B, 1, D], of the first token that this device has (`TokenShares.of_first_token`)."""
         return jnp.tanh(self.dense(x_BTD[:, :1]))
 
     def dropped(self, x_BTD: Array, dropout: Dropout) -> Array:
