@@ -259,14 +259,22 @@ def end_lines(
     if first >= steps:
         yield (
             f"nothing to train: {Path(config.run_dir)} has {first} steps already and --train.steps is {steps}; "
-            "for a new run pass another --run-dir, to go on more steps"
+            "to go on pass more, for a new run another --run-dir"
         )
-    yield f"{validation_text(validation)} after {max(first, steps)} steps"
+    yield f"{validation_text(validation)} after {max(first, steps)} steps{_part_of_the_split(config, validation)}"
     if dev:
         figures = (f"{name} {value:{'.2f' if isinstance(value, float) else ','}}" for name, value in dev.items())
         yield f"dev of {config.task.name}: {', '.join(figures)}"
     if waited is not None:
         yield f"waited for data: {waited:.2%} of the steps' time"
+
+
+def _part_of_the_split(config: Config, validation: Mapping[str, Perplexity]) -> str:
+    """What the last validation took, where it need not be the whole split."""
+    if not config.train.eval_batches or "next_token" not in validation:
+        return ""
+    tokens = validation["next_token"].tokens
+    return f", on {tokens:,} tokens (--train.eval-batches {config.train.eval_batches})"
 
 
 def parts_of(validation: Mapping[str, Perplexity], form: BatchSpec) -> dict[str, float]:

@@ -38,6 +38,7 @@ def test_a_batch_that_grows(
     assert f"to {sizes[-1]}, which step {full} has first; {len(different)} sizes" in told
     assert list(map(int, re.findall(r"compiled the step of (\d+) sequences", told))) == different
     assert [record["tokens"] for record in training(straight)] == [size * TOKENS for size in sizes]
+    assert f"after {len(sizes)} steps, on {sizes[-1] * TOKENS} tokens (--train.eval-batches 1)\n" in told
 
     commands.train(parts, *flags, "--train.steps", first)
     told = commands.train(parts, *flags, *mesh, "--train.steps", len(sizes)).out
