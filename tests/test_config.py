@@ -184,7 +184,7 @@ def test_the_mesh_must_have_the_size_of_the_devices() -> None:
             {"sequence_parallel": True, "mesh.tensor": 8, "model.sequence_length": 252},
             "--sequence-parallel: --mesh.tensor 8 does not divide --model.sequence-length 252; valid:",
         ),
-        ({"train.microbatch": 3}, "--mesh.data 1 x --train.microbatch 3; valid: a multiple of 3"),
+        ({"train.microbatch": 3}, "--train.microbatch 3; valid: a multiple of 3, or --train.microbatch 2"),
         (
             RAMP | {"mesh.data": 2, "train.microbatch": 2},
             "--train.ramp-start 2 with --train.ramp-increment 2 has steps of 2 sequences, not divisible by --mesh.data "

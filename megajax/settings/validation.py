@@ -65,9 +65,12 @@ def _check_training_on_mesh(config: Config, num_devices: int) -> None:
     validate_mesh(config, num_devices)
     rows, flags = config.mesh.row_shards * config.train.microbatch, config.mesh.flags(ROW_AXES)
     if config.train.global_batch % rows:
+        on_each, remainder = divmod(config.train.global_batch, config.mesh.row_shards)
+        smaller = [size for size in _divisors(on_each) if size < config.train.microbatch and not remainder]
         raise UserError(
             f"--train.global-batch {config.train.global_batch} is not divisible by {flags} x "
             f"--train.microbatch {config.train.microbatch}; valid: a multiple of {rows}"
+            + (f", or --train.microbatch {smaller[-1]}" if smaller else "")
         )
     for stage in config.train.batch_sizes.stages:
         if stage.size % rows:
