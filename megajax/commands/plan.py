@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import gc
 import json
 import os
 import time
@@ -29,6 +30,7 @@ _COMPILED = 2  # of the best
 def main(argv: Sequence[str]) -> None:
     """Print the plan of a configuration on a mesh."""
     began = time.perf_counter()
+    gc.set_threshold(20_000, 20, 20)  # tracing makes many objects that live long, and JAX has work in every collection
     parser = Parser(
         "Say what a training step needs and takes on a mesh, without a device of it: bytes of a device by part, "
         "communication, arithmetic, the pipeline's bubble, a predicted time. The real step is compiled for H200s where "
@@ -63,11 +65,11 @@ def main(argv: Sequence[str]) -> None:
     compiles = not args.no_compile and (gpus or config.mesh.num_devices <= MOST_SIMULATED)
     imagine_devices(config, None if compiles and not gpus else 1)
 
-    from megajax.plan.compiled import compiled_step
+    from megajax.plan.compiled import Compilation
     from megajax.plan.report import figures, text
 
-    compiled = compiled_step(_scanned(config), gpus=gpus) if compiles else None
-    plan = figures(args.preset, config, machine, compiled)
+    compilation = Compilation(_scanned(config), gpus=gpus) if compiles else None
+    plan = figures(args.preset, config, machine, compilation)
     plan |= {"seconds": time.perf_counter() - began, "peak_bytes": peak_resident_bytes()}
     print(json.dumps(plan) if args.json else text(plan, config))
 
@@ -87,7 +89,7 @@ def _print_search(
     compiles = not args.no_compile and (gpus or devices <= MOST_SIMULATED)
     imagine_devices(config, devices if compiles and not gpus else 1)
 
-    from megajax.plan.compiled import compiled_step
+    from megajax.plan.compiled import Compilation
     from megajax.plan.picture import draw_search
     from megajax.plan.ranking import figures, lines
     from megajax.plan.search import VARIED, search
@@ -95,7 +97,7 @@ def _print_search(
     count = getattr(args, "best", _BEST.default)
     found = search(config, devices, machine, given=[key for key in VARIED if key in given], count=count)
     planned = found.best[:_COMPILED] if compiles else []
-    compiled = [compiled_step(_scanned(each.config), gpus=gpus) for each in planned]
+    compiled = [Compilation(_scanned(each.config), gpus=gpus) for each in planned]
     if plot:
         title = f"{args.preset} on {devices} {machine.name}: {len(found.fitting)} of {found.tried} fit"
         with plot_atomically(plot) as new:

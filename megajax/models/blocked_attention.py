@@ -214,6 +214,7 @@ def _scaled(x_NTK: Array) -> Array:
     return x_NTK * jnp.asarray(x_NTK.shape[-1] ** -0.5, x_NTK.dtype)
 
 
+@partial(jax.jit, static_argnums=0, inline=True)
 def _product(subscripts: str, x: Array, y: Array) -> Array:
     """Batched matrix products, in at least fp32."""
     return jnp.einsum(subscripts, x, y, preferred_element_type=at_least_fp32(x.dtype))

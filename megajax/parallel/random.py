@@ -31,6 +31,7 @@ class NamedKey:
         return NamedKey(jax.random.fold_in(self.key, data))
 
 
+@partial(jax.jit, static_argnums=(1, 2, 3), inline=True)  # traced once, as often as it is used
 def _mix(x: Array, first: int, second: int, shifts: tuple[int, int, int]) -> Array:
     """A bijection of uint32 in which every input bit flips every output bit with probability close to one half."""
     x ^= x >> jnp.uint32(shifts[0])
@@ -40,8 +41,14 @@ def _mix(x: Array, first: int, second: int, shifts: tuple[int, int, int]) -> Arr
     return x ^ (x >> jnp.uint32(shifts[2]))
 
 
-_mix_a = partial(_mix, first=0x7FEB352D, second=0x846CA68B, shifts=(16, 15, 16))
-_mix_b = partial(_mix, first=0x21F0AAAD, second=0xD35A2D97, shifts=(16, 15, 15))
+def _mix_a(x: Array) -> Array:
+    return _mix(x, 0x7FEB352D, 0x846CA68B, (16, 15, 16))
+
+
+def _mix_b(x: Array) -> Array:
+    return _mix(x, 0x21F0AAAD, 0xD35A2D97, (16, 15, 15))
+
+
 _GOLDEN = 0x9E3779B9
 
 
@@ -60,9 +67,7 @@ class RandomBits:
 
     def fold(self, index: "int | Array") -> "RandomBits":
         """Fold one more coordinate in; an array broadcasts against the state."""
-        word = jnp.uint32(index) if isinstance(index, int) else index.astype(jnp.uint32)
-        a, b = self.a ^ word * jnp.uint32(0x85EBCA6B), self.b + word * jnp.uint32(0xC2B2AE35)
-        return RandomBits(_mix_a(a), _mix_b(b))
+        return _folded(self, jnp.uint32(index) if isinstance(index, int) else index)
 
     def __getitem__(self, index) -> "RandomBits":
         return RandomBits(self.a[index], self.b[index])
@@ -70,6 +75,13 @@ class RandomBits:
     def last(self, index: Array) -> Array:
         """The bits (uint32) at the last coordinate: one mixing round per element instead of two."""
         return _mix_a(self.a + index.astype(jnp.uint32) * jnp.uint32(_GOLDEN)) ^ self.b
+
+
+@partial(jax.jit, inline=True)
+def _folded(bits: RandomBits, index: Array) -> RandomBits:
+    word = index.astype(jnp.uint32)
+    a, b = bits.a ^ word * jnp.uint32(0x85EBCA6B), bits.b + word * jnp.uint32(0xC2B2AE35)
+    return RandomBits(_mix_a(a), _mix_b(b))
 
 
 @jax.tree_util.register_dataclass

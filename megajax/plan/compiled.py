@@ -6,6 +6,7 @@ XLA's CPU compiler is asked not to optimise its machine code, which changes no b
 
 import contextlib
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import jax
@@ -27,7 +28,6 @@ class CompiledStep:
     """What a compiler makes of a train step."""
 
     compiler: str  # which, and what for, in words
-    gpus: bool  # whether it is for GPUs
     state: int  # bytes of its arguments on a device: weights, optimizer state and the batch
     temporaries: int  # bytes of everything else that a device needs to run it
     collectives: tuple[Collective, ...]  # its communication, as traced: what conditionals skip is counted too
@@ -55,19 +55,38 @@ def for_h200s(config: Config) -> Compiled:
         return traced_step(config, h200.devices(config.mesh.num_devices)).lower().compile()
 
 
+class Compilation:
+    """The train step of `config`, traced at once and compiled beside whatever this process does until it wants the
+    `result`: for H200s, or for the first simulated devices of this process, of which there must be enough
+    (`launch.imagine_devices`)."""
+
+    def __init__(self, config: Config, *, gpus: bool = False):
+        began, count = time.perf_counter(), config.mesh.num_devices
+        with h200.attention() if gpus else contextlib.nullcontext():
+            traced = traced_step(config, h200.devices(count) if gpus else jax.devices("cpu")[:count])
+            lowered = traced.lower()
+        kind = f"H200{'s' if count > 1 else ''}" if gpus else f"simulated CPU device{'s' if count > 1 else ''}"
+
+        def compiled() -> CompiledStep:
+            memory = lowered.compile(None if gpus else _QUICK).memory_analysis()
+            return CompiledStep(
+                f"XLA of jaxlib {jax.lib.__version__} for {count} {kind}",
+                memory.argument_size_in_bytes,
+                memory.temp_size_in_bytes,
+                tuple(collectives_of(traced.jaxpr)),
+                time.perf_counter() - began,
+            )
+
+        self.gpus, compiler = gpus, ThreadPoolExecutor(1)  # XLA does not hold Python's lock
+        self._made = compiler.submit(compiled)
+        compiler.shutdown(wait=False)
+
+    def result(self) -> CompiledStep:
+        """Of the compiler; waits for it."""
+        with phase("compiling the step"):
+            return self._made.result()
+
+
 def compiled_step(config: Config, *, gpus: bool = False) -> CompiledStep:
-    """Compile the train step of `config`, for H200s or for the first simulated devices of this process, of which
-    there must be enough (`launch.imagine_devices`)."""
-    began, count = time.perf_counter(), config.mesh.num_devices
-    with phase("compiling the step"), h200.attention() if gpus else contextlib.nullcontext():
-        traced = traced_step(config, h200.devices(count) if gpus else jax.devices("cpu")[:count])
-        memory = traced.lower().compile(None if gpus else _QUICK).memory_analysis()
-    kind = f"H200{'s' if count > 1 else ''}" if gpus else f"simulated CPU device{'s' if count > 1 else ''}"
-    return CompiledStep(
-        f"XLA of jaxlib {jax.lib.__version__} for {count} {kind}",
-        gpus,
-        memory.argument_size_in_bytes,
-        memory.temp_size_in_bytes,
-        tuple(collectives_of(traced.jaxpr)),
-        time.perf_counter() - began,
-    )
+    """The `Compilation` of a step, waited for."""
+    return Compilation(config, gpus=gpus).result()

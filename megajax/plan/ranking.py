@@ -9,7 +9,7 @@ from megajax.axes import AXES, CONTEXT
 from megajax.backend import CPU, GPU
 from megajax.config import Config
 from megajax.models.context_attention import context_way
-from megajax.plan.compiled import CompiledStep
+from megajax.plan.compiled import Compilation
 from megajax.plan.machines import GIB, Machine
 from megajax.plan.memory import memory
 from megajax.plan.search import VARIED, Found, Planned, command, schedule_in_words
@@ -19,7 +19,7 @@ _COLUMNS = "schedule", "rows", "remat", "zero", "sequence", "s/step", "tokens/s"
 
 
 def lines(
-    found: Found, preset: str, original: Config, machine: Machine, compiled: Sequence[CompiledStep] = ()
+    found: Found, preset: str, original: Config, machine: Machine, compiled: Sequence[Compilation] = ()
 ) -> list[str]:
     """A table of the best, of which the first are `compiled`, and the command that trains the first; `original` is the
     configuration of `preset`, a name or a file."""
@@ -35,13 +35,13 @@ def lines(
         f"fit in {machine.usable / GIB:.1f} GiB; predicted by a model, nothing ran (docs/plan-time.md)",
         *table,
         f"of the first, ms a step: {parts}",
-        *(_compiled_line(number, made, planned) for number, (made, planned) in compared),
+        *(_compiled_line(number, *each) for number, each in compared),
         command(preset, best.config, original),
     ]
 
 
 def figures(
-    found: Found, preset: str, original: Config, machine: Machine, compiled: Sequence[CompiledStep] = ()
+    found: Found, preset: str, original: Config, machine: Machine, compiled: Sequence[Compilation] = ()
 ) -> dict[str, Any]:
     """The same, and the frontier of time and memory, for a program."""
     best = []
@@ -50,7 +50,7 @@ def figures(
         entry: dict[str, Any] = {"flags": own, "command": command(preset, each.config, original)}
         entry |= asdict(each.time) | {"bytes": asdict(each.memory) | {"total": each.memory.total}}
         if number < len(compiled):
-            made = compiled[number]
+            made = compiled[number].result()
             entry["compiled"] = {key: getattr(made, key) for key in ("compiler", "state", "temporaries", "seconds")}
         best.append(entry)
     frontier = [
@@ -68,9 +68,10 @@ def figures(
     }
 
 
-def _compiled_line(number: int, made: CompiledStep, planned: Planned) -> str:
+def _compiled_line(number: int, compilation: Compilation, planned: Planned) -> str:
     """What a compiler says beside the model, of the devices that it compiled for."""
-    model = memory(planned.config, GPU if made.gpus else CPU)
+    model = memory(planned.config, GPU if compilation.gpus else CPU)
+    made = compilation.result()
     total = (made.state + made.temporaries) / GIB
     return (
         f"number {number} by {made.compiler}, in {made.seconds:.0f} s: {total:.1f} GiB, of it the state "

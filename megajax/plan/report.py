@@ -8,7 +8,7 @@ from megajax.config import Config
 from megajax.models.context_attention import context_way
 from megajax.models.family import count_parameters, step_flops
 from megajax.plan.communication import communication, sent_by_axes, totals
-from megajax.plan.compiled import CompiledStep
+from megajax.plan.compiled import Compilation
 from megajax.plan.machines import GIB, Machine
 from megajax.plan.memory import Memory, backend_of, memory
 from megajax.plan.time import in_order, step_time
@@ -24,11 +24,11 @@ _NAMES = {
 _TRACED = {True: ", as in the traced program", False: "; the traced program's is another"}
 
 
-def figures(preset: str, config: Config, machine: Machine, compiled: CompiledStep | None) -> dict[str, Any]:
+def figures(preset: str, config: Config, machine: Machine, compilation: Compilation | None) -> dict[str, Any]:
     """What is known of a training step of a valid configuration, as JSON has it, and what a compiler makes of it if it
     was asked."""
     needed, time = memory(config, backend_of(machine)), step_time(config, machine)
-    return {
+    plan: dict[str, Any] = {
         "preset": preset,
         "gpu": machine.name,
         "mesh": asdict(config.mesh),
@@ -36,7 +36,7 @@ def figures(preset: str, config: Config, machine: Machine, compiled: CompiledSte
         "parameters": count_parameters(config.model),
         "memory": asdict(needed) | {"total": needed.total, "usable": machine.usable, "of_gpu": machine.memory},
         "fits": needed.total <= machine.usable,
-        "compiled": compiled and _compiled(config, compiled),
+        "compiled": None,
         "communication": [
             {"axes": axes.split(","), "kind": kind, "count": count, "bytes_sent": sent}
             for (axes, kind), (count, sent) in sent_by_axes(config).items()
@@ -48,17 +48,20 @@ def figures(preset: str, config: Config, machine: Machine, compiled: CompiledSte
         "tokens_per_second": time.tokens_per_second,
         "mfu": time.mfu,
     }
+    return plan | ({"compiled": _compiled(config, compilation)} if compilation else {})
 
 
-def _compiled(config: Config, compiled: CompiledStep) -> dict[str, Any]:
+def _compiled(config: Config, compilation: Compilation) -> dict[str, Any]:
     """Beside it what the model says for the devices that were compiled for, and whether the theory of communication is
     what the traced step has."""
+    predicted, expected = memory(config, GPU if compilation.gpus else CPU), totals(communication(config))
+    compiled = compilation.result()
     return {
         "compiler": compiled.compiler,
         "state": compiled.state,
         "temporaries": compiled.temporaries,
-        "predicted_temporaries": memory(config, GPU if compiled.gpus else CPU).of_step,
-        "communication_as_predicted": totals(communication(config)) == totals(compiled.collectives),
+        "predicted_temporaries": predicted.of_step,
+        "communication_as_predicted": expected == totals(compiled.collectives),
         "seconds": compiled.seconds,
     }
 
