@@ -208,9 +208,8 @@ class Checkpoints:
 
     def _read(self, step: int, targets: TrainState) -> TrainState:
         checkpoint = self.folder / str(step)
+        stored.check_files(checkpoint, digests=targets.optimizer is not None)  # of a whole state
         try:
-            if targets.optimizer is not None:  # the whole state
-                stored.check_files(checkpoint)
             return stored.read(checkpoint, targets)
         except DamagedCheckpoint:
             stored.check_fits(checkpoint, self._layout.model)

@@ -91,6 +91,13 @@ def problem_of(folder: Path, manifest: Manifest) -> str:
         return next((f"{name} has other bytes than were written" for name, found in same if not found), "")
 
 
+def no_file(folder: Path, manifest: Manifest) -> str:
+    """The first place of a checkpoint's file where something else stands, such as a named pipe, for which who opens it
+    waits; empty without one."""
+    places = ((name, folder / name) for name in manifest.files)
+    return next((f"{name} is no file" for name, at in places if os.path.exists(at) and not at.is_file()), "")
+
+
 def _size_and_digest(file: Path) -> list[Any]:
     return [file.stat().st_size, file_digest(file)]
 

@@ -2,6 +2,7 @@
 is stored as one that was in memory as a whole."""
 
 import dataclasses
+import os
 import weakref
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,9 @@ def test_a_new_state(precision: str, tmp_path: Path) -> None:
     assert step == 0
 
 
+@pytest.mark.usefixtures("no_waiting")
 def test_damage_is_found_in_the_part_that_is_read(tmp_path: Path) -> None:
+    """Or before: a named pipe is not opened, whoever reads."""
     layout = tiny_program(tiny_config(num_layers=2)).layout
     checkpoints = Checkpoints(tmp_path, layout, keep=1)
     checkpoints.save_new(lambda _, shape: np.ones(shape, np.float32))
@@ -111,3 +114,9 @@ def test_damage_is_found_in_the_part_that_is_read(tmp_path: Path) -> None:
     assert read([positions])[0].all()
     with pytest.raises(RunError, match=r"damaged checkpoint: .*1 arrays differ"):
         read([table])
+    file = tmp_path / "checkpoints/0/state/manifest.ocdbt"
+    file.unlink()
+    os.mkfifo(file)
+    for read_it, problem in ((lambda: read([positions]), "no file"), (checkpoints.restore_newest, "missing")):
+        with pytest.raises(RunError, match=rf"state/manifest\.ocdbt is {problem}"):
+            read_it()
