@@ -12,7 +12,7 @@ from jax import Array
 
 from megajax.backend import Backend
 from megajax.models.attention_mask import FROM_START, AttentionMask, Places
-from megajax.models.blocked_attention import blocked_attention
+from megajax.models.blocked_attention import OWN_KEYS, Drop, Method, blocked_attention
 from megajax.parallel.collectives import TENSOR, Axes, axis_index
 from megajax.parallel.random import Dropout
 
@@ -61,12 +61,16 @@ def _by_cudnn(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> 
 
 
 def _by_blocks(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
+    return attend_in_blocks(OWN_KEYS, q_BTHK, k_BSHK, v_BSHK, setting)
+
+
+def attend_in_blocks(method: Method, q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
     """In blocks of queries, whatever these see, with dropout that no mesh changes."""
-    dropped = drop_of_heads(setting, q_BTHK.shape[2])
-    return blocked_attention(q_BTHK, k_BSHK, v_BSHK, setting.places, setting.visible, dropped, setting.backend)
+    limits = setting.visible, _drop_of_heads(setting, q_BTHK.shape[2])
+    return blocked_attention(method, setting.backend, q_BTHK, k_BSHK, v_BSHK, setting.places, limits)
 
 
-def drop_of_heads(setting: Setting, num_heads: int) -> Dropout | None:
+def _drop_of_heads(setting: Setting, num_heads: int) -> Drop:
     """Dropout of every sample and of each of this device's heads, [B, H]."""
     if setting.dropout.rate == 0:
         return None

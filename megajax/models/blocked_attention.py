@@ -7,7 +7,7 @@ the other, G heads of queries for each of them, R = G T their rows in a product.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,53 +20,70 @@ from megajax.parallel.random import Dropout
 from megajax.precision import at_least_fp32
 
 Drop = Dropout | None  # of every head of every sample
+Limits = tuple[AttentionMask, Drop]  # what a query sees of the keys
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(6,))
+class Method(NamedTuple):
+    """How attention of heads is computed of a device's queries, keys and values."""
+
+    forward: Callable  # (q_NGTK, k_NSK, v_NSK, visible, drop_NG, places=, block=) -> heads_NGTK, two statistics_NGT1
+    backward: Callable  # (q_NGTK, heads_NGTK, grad_NGTK, k_NSK, v_NSK, …, statistics, places=, block=) -> gradients
+    gathered: Callable[[Array], Array] = lambda x_BSHK: x_BSHK  # keys or values of all tokens, of this device's
+    scattered: Callable[[Array], Array] = lambda x_BSHK: x_BSHK  # its transpose
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def blocked_attention(
-    q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, places: Places, visible: AttentionMask, drop_BH: Drop, backend: Backend
+    method: Method, backend: Backend, q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, places: Places, limits: Limits
 ) -> Array:
     """Attention of every head, [B, T, H, K]; probabilities are dropped by bits that are folded with the places of query
     and key.
 
-    Kept for the backward pass: query, key and value, the result, and two fp32 numbers per head and query.
+    Kept for the backward pass: query, key and value, the result, and two fp32 numbers per head and query. What was
+    gathered is gathered again.
     """
-    return _forward(q_BTHK, k_BSHK, v_BSHK, places, visible, drop_BH, backend)[0]
+    return _forward(method, backend, q_BTHK, k_BSHK, v_BSHK, places, limits)[0]
 
 
 def _forward(
-    q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, places: Places, visible: AttentionMask, drop_BH: Drop, backend: Backend
+    method: Method, backend: Backend, q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, places: Places, limits: Limits
 ) -> tuple[Array, tuple]:
-    (batch, num_queries, heads, _), kv_heads = q_BTHK.shape, k_BSHK.shape[2]
-    group = heads // kv_heads
-    inputs = (
-        heads_first(q_BTHK, group),
-        *map(heads_first, (k_BSHK, v_BSHK)),
-        visible.of_heads(kv_heads),
-        grouped_bits(drop_BH, kv_heads),
-    )
-    forward = partial(_forward_of_heads, places=places, block=backend.block_of(num_queries))
-    out_NGTK, *statistics_NGT1 = in_groups(forward, inputs, backend)
+    (batch, _, heads, _), kv_heads = q_BTHK.shape, k_BSHK.shape[2]
+    keys = (_heads_first(method.gathered(x)) for x in (k_BSHK, v_BSHK))
+    inputs = _heads_first(q_BTHK, heads // kv_heads), *keys, *_limits_of_heads(limits, kv_heads)
+    forward = partial(method.forward, places=places, block=_block(q_BTHK, places, backend))
+    out_NGTK, *statistics_NGT1 = _in_groups(forward, inputs, backend)
     # Named here, so that selective recomputation, which keeps them, has nothing of this to run again.
-    out_BTHK = checkpoint_name(heads_last(out_NGTK, batch, heads), "attention_heads")
+    out_BTHK = checkpoint_name(_heads_last(out_NGTK, batch, heads), "attention_heads")
     statistics_NGT1 = checkpoint_name(statistics_NGT1, "attention_statistics")
-    return out_BTHK, (q_BTHK, k_BSHK, v_BSHK, places, visible, drop_BH, out_BTHK, *statistics_NGT1)
+    return out_BTHK, (q_BTHK, k_BSHK, v_BSHK, places, limits, out_BTHK, statistics_NGT1)
 
 
-def _backward(backend: Backend, residuals: tuple, grad_BTHK: Array) -> tuple[Array, Array, Array, None, None, None]:
-    q_BTHK, k_BSHK, v_BSHK, places, visible, drop_BH, out_BTHK, *statistics_NGT1 = residuals
-    (batch, num_queries, heads, _), kv_heads = q_BTHK.shape, k_BSHK.shape[2]
-    group = heads // kv_heads
-    of_queries = (heads_first(x, group) for x in (q_BTHK, out_BTHK, grad_BTHK))
-    of_keys = map(heads_first, (k_BSHK, v_BSHK))
-    inputs = *of_queries, *of_keys, visible.of_heads(kv_heads), grouped_bits(drop_BH, kv_heads), statistics_NGT1
-    backward = partial(backward_of_heads, places=places, block=backend.block_of(num_queries))
-    dq_NGTK, dk_NSK, dv_NSK = in_groups(backward, inputs, backend)
-    dk_BSHK, dv_BSHK = (heads_last(x, batch, kv_heads) for x in (dk_NSK, dv_NSK))
-    return heads_last(dq_NGTK, batch, heads), dk_BSHK, dv_BSHK, None, None, None
+def _backward(method: Method, backend: Backend, residuals: tuple, grad_BTHK: Array) -> tuple[Array | None, ...]:
+    q_BTHK, k_BSHK, v_BSHK, places, limits, out_BTHK, statistics_NGT1 = residuals
+    (batch, _, heads, _), kv_heads = q_BTHK.shape, k_BSHK.shape[2]
+    queries = (_heads_first(x, heads // kv_heads) for x in (q_BTHK, out_BTHK, grad_BTHK))
+    keys = (_heads_first(method.gathered(x)) for x in (k_BSHK, v_BSHK))
+    inputs = *queries, *keys, *_limits_of_heads(limits, kv_heads), statistics_NGT1
+    backward = partial(method.backward, places=places, block=_block(q_BTHK, places, backend))
+    dq_NGTK, *dkeys = _in_groups(backward, inputs, backend)
+    dk_BSHK, dv_BSHK = (method.scattered(_heads_last(x, batch, kv_heads)) for x in dkeys)
+    return _heads_last(dq_NGTK, batch, heads), dk_BSHK, dv_BSHK, None, None
 
 
 blocked_attention.defvjp(_forward, _backward)
+
+
+def _block(q_BTHK: Array, places: Places, backend: Backend) -> int:
+    """The most queries of a block, which are of one piece."""
+    return backend.block_of(q_BTHK.shape[1] // places.queries.count)
+
+
+def _limits_of_heads(limits: Limits, kv_heads: int) -> Limits:
+    """The limits by the heads of keys: of N in place of B; and dropout of their heads of queries, [N, G]."""
+    visible, drop_BH = limits
+    grouped = jax.tree.map(lambda word: word.reshape(word.shape[0] * kv_heads, -1), drop_BH)
+    return visible.of_heads(kv_heads), grouped
 
 
 def _forward_of_heads(
@@ -230,7 +247,7 @@ def _dropped(drop_NG: Drop, query_T: Array, key_S: Array) -> Callable[[Array], A
     return lambda x_NRS: drop_NG.apply(x_NRS, mask_NRS)
 
 
-def in_groups(function: Callable, inputs: Any, backend: Backend) -> Any:
+def _in_groups(function: Callable, inputs: Any, backend: Backend) -> Any:
     """`function` of arrays [N, …], as many heads at a time as the backend wants."""
     num_heads, group, length = inputs[0].shape[:3]
     at_once = num_heads
@@ -246,16 +263,14 @@ def in_groups(function: Callable, inputs: Any, backend: Backend) -> Any:
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
 
 
-def heads_first(x_BTHK: Array, *group: int) -> Array:
+def _heads_first(x_BTHK: Array, *group: int) -> Array:
     """[N, T, K], or, of heads of queries by the heads of keys that they are for, [N, G, T, K]."""
     return x_BTHK.swapaxes(1, 2).reshape(-1, *group, x_BTHK.shape[1], x_BTHK.shape[3])
 
 
-def heads_last(x: Array, batch: int, heads: int) -> Array:
+def _heads_last(x: Array, batch: int, heads: int) -> Array:
     """[B, T, H, K]."""
     return x.reshape(batch, heads, *x.shape[-2:]).swapaxes(1, 2)
 
 
-def grouped_bits(drop_BH: Drop, kv_heads: int) -> Drop:
-    """Dropout of every head of queries by the heads of keys that they are for, [N, G]."""
-    return jax.tree.map(lambda word: word.reshape(word.shape[0] * kv_heads, -1), drop_BH)
+OWN_KEYS = Method(_forward_of_heads, backward_of_heads)  # those that are given

@@ -12,27 +12,17 @@ N heads of keys of all samples, G heads of queries for each; P tokens of a piece
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.ad_checkpoint import checkpoint_name
 
-from megajax.backend import Backend
-from megajax.models.attend import Setting, attend, drop_of_heads
+from megajax.models.attend import Setting, attend, attend_in_blocks
 from megajax.models.attention_mask import AttentionMask, Pieces, Places
-from megajax.models.blocked_attention import (
-    Drop,
-    attention_sums,
-    backward_of_heads,
-    grouped_bits,
-    heads_first,
-    heads_last,
-    in_groups,
-)
+from megajax.models.blocked_attention import Drop, Method, attention_sums, backward_of_heads
 from megajax.models.config import ModelConfig
 from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.collectives import (
@@ -121,45 +111,8 @@ def _by_window(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, setting: Setting) ->
 
 
 def _by_gathering(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, setting: Setting) -> Array:
-    start_P, dropped = setting.places.queries.start_P, drop_of_heads(setting, q_BTHK.shape[HEADS])
-    return _gathered_attention(q_BTHK, k_BTHK, v_BTHK, start_P, setting.visible, dropped, setting.backend)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _gathered_attention(
-    q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, start_P: Array, visible: AttentionMask, drop_BH: Drop, backend: Backend
-) -> Array:
-    """As `blocked_attention`, with the keys and values of all tokens; those of this device are kept for the backward
-    pass, which gathers the others again."""
-    return _forward(q_BTHK, k_BTHK, v_BTHK, start_P, visible, drop_BH, backend)[0]
-
-
-def _forward(
-    q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, start_P: Array, visible: AttentionMask, drop_BH: Drop, backend: Backend
-) -> tuple[Array, tuple]:
-    (batch, length, heads, _), kv_heads = q_BTHK.shape, k_BTHK.shape[HEADS]
-    keys = (heads_first(_gathered(x)) for x in (k_BTHK, v_BTHK))
-    inputs = heads_first(q_BTHK, heads // kv_heads), *keys, visible.of_heads(kv_heads), grouped_bits(drop_BH, kv_heads)
-    forward = partial(_forward_of_heads, start_P=start_P, block=backend.block_of(length // 2))
-    out_NGTK, *statistics_NGT1 = in_groups(forward, inputs, backend)
-    out_BTHK = checkpoint_name(heads_last(out_NGTK, batch, heads), "attention_heads")
-    statistics_NGT1 = checkpoint_name(statistics_NGT1, "attention_statistics")
-    return out_BTHK, (q_BTHK, k_BTHK, v_BTHK, start_P, visible, drop_BH, out_BTHK, *statistics_NGT1)
-
-
-def _backward(backend: Backend, residuals: tuple, grad_BTHK: Array) -> tuple[Array | None, ...]:
-    q_BTHK, k_BTHK, v_BTHK, start_P, visible, drop_BH, out_BTHK, *statistics_NGT1 = residuals
-    (batch, length, heads, _), kv_heads = q_BTHK.shape, k_BTHK.shape[HEADS]
-    queries = (heads_first(x, heads // kv_heads) for x in (q_BTHK, out_BTHK, grad_BTHK))
-    keys = (heads_first(_gathered(x)) for x in (k_BTHK, v_BTHK))
-    inputs = *queries, *keys, visible.of_heads(kv_heads), grouped_bits(drop_BH, kv_heads), statistics_NGT1
-    backward = partial(_backward_of_heads, start_P=start_P, block=backend.block_of(length // 2))
-    dq_NGTK, *dkeys = in_groups(backward, inputs, backend)
-    dk_BTHK, dv_BTHK = (_scattered(heads_last(x, batch, kv_heads)) for x in dkeys)
-    return heads_last(dq_NGTK, batch, heads), dk_BTHK, dv_BTHK, None, None, None
-
-
-_gathered_attention.defvjp(_forward, _backward)
+    method = Method(_forward_of_heads, _backward_of_heads, _gathered, _scattered)
+    return attend_in_blocks(method, q_BTHK, k_BTHK, v_BTHK, setting)
 
 
 def _gathered(x_BTHK: Array) -> Array:
@@ -184,117 +137,130 @@ def _by_device(x_BSHK: Array) -> Array:
     return x_BSHK.reshape(x_BSHK.shape[0], axis_size(CONTEXT), 2, -1, *x_BSHK.shape[2:])
 
 
-def _own_with_own(start_P: Array, piece: int) -> Places:
-    """Queries and keys of the same piece."""
-    here = Pieces(None, start_P[piece : piece + 1])
-    return Places(here, here, ahead=0)
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """Some of this device's queries, and the keys of a piece of the sequence."""
+
+    first: Array  # number of the first of these queries among those of this device
+    query: Array  # where that stands in the sequence
+    key: Array  # where the first key stands
+    num_queries: int
+    num_keys: int
+    visible: AttentionMask  # to all queries of this device
+    ahead: int | None = None  # see `Places`
+
+    def queries(self, x_NGTK: Array) -> Array:
+        """Of something that every query of this device has, that of these."""
+        return lax.dynamic_slice_in_dim(x_NGTK, self.first, self.num_queries, 2)
+
+    def keys(self, x_NSK: Array) -> Array:
+        """Of something that every key of the sequence has, that of these."""
+        return lax.dynamic_slice_in_dim(x_NSK, self.key, self.num_keys, 1)
+
+    def with_queries(self, x_NGTK: Array, new: Array) -> Array:
+        """What every query has, with `new` in place of that of these."""
+        return lax.dynamic_update_slice_in_dim(x_NGTK, new, self.first, 2)
+
+    def with_keys(self, x_NSK: Array, new: Array) -> Array:
+        """What every key has, with `new` in place of that of these."""
+        return lax.dynamic_update_slice_in_dim(x_NSK, new, self.key, 1)
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """What these queries see of these keys, and where both stand."""
+        visible = self.visible
+        if visible.first_key_BT is not None:
+            first_BT = lax.dynamic_slice_in_dim(visible.first_key_BT, self.first, self.num_queries, 1)
+            visible = dataclasses.replace(visible, first_key_BT=first_BT)
+        return {"visible": visible, "places": Places(_from(self.query), _from(self.key), self.ahead)}
 
 
-def _pieces(x_NGTK: Array, dim: int = 2) -> Array:
-    """[2, N, G, P, K] of the queries, or of something for each, along `dim`."""
-    return jnp.stack(jnp.split(x_NGTK, 2, axis=dim))
+def _from(start: Array) -> Pieces:
+    return Pieces(None, start[None])
 
 
-def _of_piece(visible: AttentionMask, piece: int | Array) -> AttentionMask:
-    """For the queries of one piece alone."""
-    if visible.first_key_BT is None:
-        return visible
-    first_BP = lax.dynamic_index_in_dim(_pieces(visible.first_key_BT, 1), piece, keepdims=False)
-    return dataclasses.replace(visible, first_key_BT=first_BP)
+def tile_queries(piece: int, block: int) -> int:
+    """How many queries of a piece are in a tile: as many as in a block, if they can be equal, otherwise all."""
+    fewest = -(-piece // block)
+    return piece // next((count for count in range(fewest, 2 * fewest + 1) if piece % count == 0), 1)
 
 
-def _earlier_pieces() -> tuple[Array, Array]:
-    """Which pieces of the sequence the queries of this device's pieces attend to as a whole: for 2 C - 1 turns, as many
-    on every device, the number of its own piece, and that of the keys. The c-th piece from the front has c before it,
-    that from the back the others."""
-    turn = jnp.arange(2 * axis_size(CONTEXT) - 1, dtype=jnp.int32)
-    own = (turn >= axis_index(CONTEXT)).astype(jnp.int32)
-    return own, turn - own * axis_index(CONTEXT)
+def _over_tiles(
+    step: Callable[[Any, _Tile], Any], totals: Any, visible: AttentionMask, places: Places, piece: int, block: int
+) -> Any:
+    """`step(totals, tile)` for all keys that this device's queries see, one tile after the other, so that one's scores
+    exist at a time. Every device has as many tiles of the same sizes."""
+    start_P, number = places.queries.start_P, jnp.arange(2, dtype=jnp.int32)
+    assert start_P is not None
+
+    def scan(totals: Any, starts: tuple[Array, ...], size: int, ahead: int | None) -> Any:
+        def turn(totals: Any, of_tile: tuple[Array, ...]) -> tuple[Any, None]:
+            first, query, key = of_tile
+            return step(totals, _Tile(first, query, key, size, piece, visible, ahead)), None
+
+        return lax.scan(turn, totals, starts)[0]
+
+    if not visible.causal:  # all queries attend to all pieces of keys
+        own, key = (x.reshape(-1) for x in jnp.indices((2, 2 * axis_size(CONTEXT)), dtype=jnp.int32))
+    else:
+        # With themselves; then with all keys before them. Of the pieces before its own the c-th from the front has c,
+        # the c-th from the back the others of 2 C - 1.
+        totals = scan(totals, (piece * number, start_P, start_P), piece, 0)
+        visible = dataclasses.replace(visible, causal=False)
+        turn = jnp.arange(2 * axis_size(CONTEXT) - 1, dtype=jnp.int32)
+        own = (turn >= axis_index(CONTEXT)).astype(jnp.int32)
+        key = turn - own * axis_index(CONTEXT)
+    size = tile_queries(piece, block)
+    parts = piece // size
+    own, key = (jnp.repeat(x, parts) for x in (own, key))
+    within = jnp.tile(jnp.arange(0, piece, size, dtype=jnp.int32), len(own) // parts)
+    return scan(totals, (piece * own + within, start_P[own] + within, piece * key), size, None)
 
 
 def _forward_of_heads(
-    q_NGTK: Array, k_NSK: Array, v_NSK: Array, visible: AttentionMask, drop_NG: Drop, *, start_P: Array, block: int
+    q_NGTK: Array, k_NSK: Array, v_NSK: Array, visible: AttentionMask, drop_NG: Drop, *, places: Places, block: int
 ) -> tuple:
     """As that of `blocked_attention.py`, of this device's two pieces of queries and all keys."""
     sums: Any = partial(attention_sums, drop_NG=drop_NG, block=block)
-    if not visible.causal:  # all queries attend to all keys, in one
-        found = sums(q_NGTK, k_NSK, v_NSK, visible, places=Places(Pieces(None, start_P)))
-        return (found[0] / found[2]).astype(q_NGTK.dtype), *found[1:]
-    q_2NGPK, size = _pieces(q_NGTK), q_NGTK.shape[2] // 2
 
-    def keys_from(start: Array) -> list[Array]:
-        return [lax.dynamic_slice_in_dim(x, start, size, 1) for x in (k_NSK, v_NSK)]
+    def step(totals: list[Array], tile: _Tile) -> list[Array]:
+        found = sums(tile.queries(q_NGTK), *map(tile.keys, (k_NSK, v_NSK)), **tile.limits)
+        merged = _merged([tile.queries(x) for x in totals], found)
+        return [tile.with_queries(x, new) for x, new in zip(totals, merged, strict=True)]
 
-    own = [
-        sums(q_2NGPK[n], *keys_from(start_P[n]), _of_piece(visible, n), places=_own_with_own(start_P, n))
-        for n in range(2)
-    ]
-    total = jax.tree.map(lambda *pieces: jnp.stack(pieces), *own)
-
-    def add(total: Any, turn: tuple[Array, Array]) -> tuple[Any, None]:
-        piece, key = turn
-        places = Places(Pieces(None, start_P[piece][None]), Pieces(None, (key * size)[None]))
-        before = dataclasses.replace(_of_piece(visible, piece), causal=False)  # all of them stand before the queries
-        more = sums(q_2NGPK[piece], *keys_from(key * size), before, places=places)
-        merged = _merged(jax.tree.map(lambda x: x[piece], total), more)
-        return jax.tree.map(lambda x, new: x.at[piece].set(new), total, merged), None
-
-    (sum_, highest, weight), _ = lax.scan(add, total, _earlier_pieces())
-    found = (sum_ / weight).astype(q_NGTK.dtype), highest, weight
-    return tuple(jnp.concatenate([*x], axis=2) for x in found)
+    dtype = at_least_fp32(q_NGTK.dtype)
+    each = (q_NGTK.shape, 0), ((*q_NGTK.shape[:3], 1), jnp.finfo(dtype).min), ((*q_NGTK.shape[:3], 1), 0)
+    totals = [_varying_as(jnp.full(shape, value, dtype), q_NGTK, k_NSK, places) for shape, value in each]
+    sum_, *statistics = _over_tiles(step, totals, visible, places, q_NGTK.shape[2] // 2, block)
+    return (sum_ / statistics[1]).astype(q_NGTK.dtype), *statistics
 
 
-def _merged(one: tuple, other: tuple) -> tuple:
-    """The sums over two sets of keys as that over all of them; a query sees at least one key of the first set."""
+def _merged(one: Sequence[Array], other: Sequence[Array]) -> tuple[Array, ...]:
+    """The sum of values, the highest score and the sum of exponentials over two sets of keys together."""
     highest = jnp.maximum(one[1], other[1])
     scales = [jnp.exp(each[1] - highest) for each in (one, other)]
-    return (
-        one[0] * scales[0] + other[0] * scales[1],
-        highest,
-        one[2] * scales[0] + other[2] * scales[1],
-    )
+    sum_, weight = (one[n] * scales[0] + other[n] * scales[1] for n in (0, 2))
+    return sum_, highest, weight
 
 
-def _backward_of_heads(
-    q_NGTK: Array,
-    out_NGTK: Array,
-    grad_NGTK: Array,
-    k_NSK: Array,
-    v_NSK: Array,
-    visible: AttentionMask,
-    drop_NG: Drop,
-    statistics: Sequence[Array],
-    *,
-    start_P: Array,
-    block: int,
-) -> tuple:
-    """Gradients of queries, keys and values."""
-    queries, dtype, wide = (q_NGTK, out_NGTK, grad_NGTK), q_NGTK.dtype, at_least_fp32(q_NGTK.dtype)
-    pull: Any = partial(backward_of_heads, drop_NG=drop_NG, block=block, dtype=wide)
-    if not visible.causal:
-        own = *queries, k_NSK, v_NSK, visible
-        grads = pull(*own, statistics=statistics, places=Places(Pieces(None, start_P)))
-        return tuple(grad.astype(dtype) for grad in grads)
-    pieces, kept, size = [*map(_pieces, queries)], [*map(_pieces, statistics)], q_NGTK.shape[2] // 2
+def _backward_of_heads(*inputs: Any, places: Places, block: int) -> tuple[Array, ...]:
+    """As `backward_of_heads`, of this device's two pieces of queries and all keys."""
+    *of_queries, k_NSK, v_NSK, visible, drop_NG, statistics = inputs
+    q_NGTK, dtype = of_queries[0], at_least_fp32(of_queries[0].dtype)
+    pull: Any = partial(backward_of_heads, drop_NG=drop_NG, block=block, dtype=dtype)
 
-    def add(total: Any, piece: int | Array, start: Array, visible: AttentionMask, places: Places) -> Any:
-        keys = (lax.dynamic_slice_in_dim(x, start, size, 1) for x in (k_NSK, v_NSK))
-        own = (x[piece] for x in pieces)
-        dq, *dkeys = pull(*own, *keys, visible, statistics=[x[piece] for x in kept], places=places)
-        number = start // size
-        return (total[0].at[piece].add(dq), *(x.at[number].add(new) for x, new in zip(total[1:], dkeys, strict=True)))
+    def step(totals: list[Array], tile: _Tile) -> list[Array]:
+        own = (tile.queries(x) for x in of_queries)
+        kept = [tile.queries(x) for x in statistics]
+        dq, *dkeys = pull(*own, *map(tile.keys, (k_NSK, v_NSK)), statistics=kept, **tile.limits)
+        added = [tile.with_keys(x, tile.keys(x) + new) for x, new in zip(totals[1:], dkeys, strict=True)]
+        return [tile.with_queries(totals[0], tile.queries(totals[0]) + dq), *added]
 
-    def before(total: Any, turn: tuple[Array, Array]) -> tuple[Any, None]:
-        piece, key = turn
-        places = Places(Pieces(None, start_P[piece][None]), Pieces(None, (key * size)[None]))
-        visible_ = dataclasses.replace(_of_piece(visible, piece), causal=False)
-        return add(total, piece, key * size, visible_, places), None
+    totals = [_varying_as(jnp.zeros(x.shape, dtype), *of_queries, k_NSK, places) for x in (q_NGTK, k_NSK, v_NSK)]
+    grads = _over_tiles(step, totals, visible, places, q_NGTK.shape[2] // 2, block)
+    return tuple(grad.astype(q_NGTK.dtype) for grad in grads)
 
-    of_keys = (k_NSK.shape[1] // size, k_NSK.shape[0], size, k_NSK.shape[2])
-    axes = sorted(varying_axes(q_NGTK) | varying_axes(grad_NGTK) | varying_axes(k_NSK) | varying_axes(start_P))
-    total = tuple(vary(jnp.zeros(shape, wide), axes) for shape in (pieces[0].shape, of_keys, of_keys))
-    for n in range(2):
-        total = add(total, n, start_P[n], _of_piece(visible, n), _own_with_own(start_P, n))
-    (dq, *dkeys), _ = lax.scan(before, total, _earlier_pieces())
-    in_order = (x.swapaxes(0, 1).reshape(k_NSK.shape).astype(dtype) for x in dkeys)
-    return jnp.concatenate([*dq], axis=2).astype(dtype), *in_order
+
+def _varying_as(total: Array, *inputs: Any) -> Array:
+    """A total that is to be a sum of what varies over the mesh as these do."""
+    return vary(total, sorted(set().union(*map(varying_axes, jax.tree.leaves(inputs)))))

@@ -19,7 +19,7 @@ from megajax.config import Config, MeshConfig
 from megajax.mesh import dim_over, local_shape, mesh_spec, needs_tensor_sum, rules_of, zero_spec
 from megajax.models.attention_mask import AttentionMask
 from megajax.models.config import LoraConfig, ModelConfig
-from megajax.models.context_attention import context_way, copies
+from megajax.models.context_attention import context_way, copies, tile_queries
 from megajax.models.family import CutModel, family_of
 from megajax.models.lora import Adapters
 from megajax.parallel.boundary import RegionBoundary
@@ -184,12 +184,12 @@ def scores_of_head(model: ModelConfig, backend: Backend, way: ContextWay, contex
         ranges = [(end - start, visible.key_range(start + ahead, end + ahead, keys)) for start, end in ends]
         return sum(count * (last - first) for count, (first, last) in ranges)
 
-    if way == "gather" and visible.causal:  # two pieces with themselves, then with one other at a time
+    if way == "gather":  # two pieces, each with itself and a part of it at a time with the others
         piece = here // 2
-        own = 2 * seen(piece)
-        return own + (2 * context - 1) * piece**2, max(own, piece**2)
-    if way == "gather":
-        return here * length, here * length
+        tile, own = tile_queries(piece, backend.block_of(piece)) * piece, seen(piece)
+        if visible.causal:
+            return 2 * own + (2 * context - 1) * piece**2, max(own, tile)
+        return here * length, tile
     found = seen(here, (visible.window or 1) - 1) if way == "window" else seen(length)
     return found, found
 

@@ -15,7 +15,7 @@ from megajax.backend import CPU, GPU, Backend
 from megajax.mesh import make_mesh
 from megajax.models.attend import Setting, attend
 from megajax.models.attention_mask import CAUSAL, FROM_START, AttentionMask, Pieces, Places
-from megajax.models.blocked_attention import blocked_attention
+from megajax.models.blocked_attention import OWN_KEYS, blocked_attention
 from megajax.parallel.random import Dropout, RandomBits
 from megajax.plan import h200
 from megajax.private import FUSED_FORWARD, imagined_cudnn
@@ -242,7 +242,7 @@ def test_queries_may_stand_anywhere(limit, dynamic):
         places = Places(Pieces(starts, start_P), Pieces((length,)))
 
         def run(q, k, v):
-            return blocked_attention(q, k, v, places, moved(seen, length), drop_BH, SMALL)
+            return blocked_attention(OWN_KEYS, SMALL, q, k, v, places, (moved(seen, length), drop_BH))
 
         y, pullback = jax.vjp(run, q[:, queries_T], k, v)
         return y, *pullback(grad[:, queries_T])
