@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal
 
-from megajax.axes import AXES, BATCH_AXES, CONTEXT, ROW_AXES
+from megajax.axes import AXES, BATCH_AXES, OPTIONAL_AXES, ROW_AXES
 from megajax.data.config import DataConfig, TokenizerConfig
 from megajax.data.loader import BatchSizes
 from megajax.models.config import LoraConfig, ModelConfig
@@ -34,6 +34,7 @@ class MeshConfig:
     """Sizes of the mesh axes: a field for each line of the table in `megajax/axes.py`."""
 
     data: Annotated[int, "groups of devices that train on different rows of the batch", _AXIS] = 1
+    expert: Annotated[int, "devices that share the experts of every layer, and train on different rows", _AXIS] = 1
     pipe: Annotated[int, "stages that the layers are divided into", _AXIS] = 1
     context: Annotated[int, "devices that share the tokens of every sequence", _AXIS] = 1
     tensor: Annotated[int, "devices that each layer is split over", _AXIS] = 1
@@ -64,8 +65,8 @@ class MeshConfig:
 
     @property
     def shown(self) -> list[str]:
-        """The axes to speak of: all but `context` where it has size 1."""
-        return [axis for axis in AXES if axis != CONTEXT or self.context > 1]
+        """The axes to speak of: all but those that are optional and have size 1."""
+        return [axis for axis in AXES if axis not in OPTIONAL_AXES or self.sizes[axis] > 1]
 
     def flags(self, axes: Sequence[str] = AXES, between: str = " x ") -> str:
         """The sizes of axes, those to speak of, as flags."""

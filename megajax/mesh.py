@@ -7,9 +7,10 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from megajax.axes import AXES, BATCH_AXES, CONTEXT, DEVICE_ORDER, PIPE, ROW_AXES, TENSOR, WEIGHT_AXES
+from megajax.axes import AXES, BATCH_AXES, DEVICE_ORDER, EXPERT, OPTIONAL_AXES, PIPE, ROW_AXES, TENSOR, WEIGHT_AXES
 from megajax.batch import BatchSpec
 from megajax.parallel.collectives import Axes, entry_axes, spec_axes
+from megajax.parallel.shards import NOT_SHARDED, Sharding
 
 # Logical dim of a weight -> mesh axis, or axes, it is sharded over (paper §3).
 RULES: Mapping[str, Axes | None] = {
@@ -18,6 +19,8 @@ RULES: Mapping[str, Axes | None] = {
     "heads": TENSOR,  # columns of the query projection, rows of the attention's output projection
     "kv_heads": TENSOR,  # columns of the key and value projections
     "mlp": TENSOR,  # columns of the MLP's first matrix, rows of its second
+    "experts": EXPERT,  # of a mixture, every device with its own
+    "expert_mlp": TENSOR,  # of each expert as "mlp"
     "chunks": None,
     "layers": None,
     "embed": None,
@@ -33,7 +36,7 @@ RULES: Mapping[str, Axes | None] = {
 BATCH_RULES: Mapping[str, Axes | None] = {"tokens": None}
 
 # Dims of weights that tensor-parallel regions have inside.
-_IN_REGIONS = {"heads", "kv_heads", "head_size", "mlp", "rank"}
+_IN_REGIONS = {"heads", "kv_heads", "head_size", "mlp", "expert_mlp", "rank"}
 
 ROWS = PartitionSpec(ROW_AXES)
 """Where arrays with an entry for each row of a batch lie."""
@@ -99,18 +102,31 @@ def local_shape(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, i
 
 
 def zero_spec(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
-    """`spec` of a weight with the axes that divide a batch added on the largest dim that they divide together (ZeRO): a
-    free one, else one that is split already. The same spec where they divide none. `sizes` are those of the mesh's
-    axes."""
-    shards = math.prod(sizes[axis] for axis in BATCH_AXES)
+    """`spec` of a weight with the axes that divide a batch, and do not divide the weight already, added on the largest
+    dim that they divide together (ZeRO): a free one, else one that is split already. The same spec where they divide
+    none. `sizes` are those of the mesh's axes."""
+    axes = unused_batch_axes(spec)
+    shards = math.prod(sizes[axis] for axis in axes)
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     local = local_shape(spec, shape, sizes)
     divisible = [dim for dim, size in enumerate(local) if size % shards == 0 and shards > 1]
     free = [dim for dim in divisible if entries[dim] is None]
     if divisible:
         dim = max(free or divisible, key=lambda dim: local[dim])
-        entries[dim] = (*entry_axes(entries[dim]), *BATCH_AXES)
+        entries[dim] = (*entry_axes(entries[dim]), *axes)
     return PartitionSpec(*entries)
+
+
+def zero_sharding(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> Sharding:
+    """What `zero_spec` adds to the spec of a weight."""
+    sharded, axes = zero_spec(spec, shape, sizes), unused_batch_axes(spec)
+    dim = dim_over(axes, sharded)
+    return NOT_SHARDED if dim is None else Sharding(dim - len(shape), axes)
+
+
+def unused_batch_axes(spec: PartitionSpec) -> tuple[str, ...]:
+    """The axes that divide a batch and not a weight with this spec, over which its gradients are summed."""
+    return tuple(axis for axis in BATCH_AXES if axis not in spec_axes(spec))
 
 
 def shard_unused_axes(
@@ -141,8 +157,8 @@ def shardings(mesh: Mesh, specs):
 def rank_groups(mesh: Mesh) -> dict[str, list[list[int]]]:
     """Device ids of the communication groups, named as in Megatron-LM.
 
-    The groups of every axis under its name, of `context` where it is larger than 1. `model`: the devices that hold one
-    copy of the model. `embedding`: first and last stage of every pipe group, which share the tied embedding.
+    The groups of every axis under its name, of an optional axis where it is larger than 1. `model`: the devices that
+    hold one copy of the model. `embedding`: first and last stage of every pipe group, which share the tied embedding.
     """
     ids = np.vectorize(lambda device: device.id)(mesh.devices)
 
@@ -152,6 +168,6 @@ def rank_groups(mesh: Mesh) -> dict[str, list[list[int]]]:
         rows = np.moveaxis(ids, dims, range(-len(dims), 0)).reshape(-1, size)
         return sorted(sorted(row.tolist()) for row in rows)
 
-    by_axis = {axis: groups(axis) for axis in mesh.axis_names if axis != CONTEXT or mesh.shape[axis] > 1}
+    by_axis = {axis: groups(axis) for axis in mesh.axis_names if axis not in OPTIONAL_AXES or mesh.shape[axis] > 1}
     embedding = [sorted({group[0], group[-1]}) for group in by_axis[PIPE]]
     return by_axis | {"model": groups(*WEIGHT_AXES), "embedding": embedding}

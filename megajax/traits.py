@@ -38,12 +38,18 @@ class ReadWith:
     default or, if it is `ignored`, any value, so that who overrides a preset's other option need not undo it."""
 
     name: str  # of the other option
-    values: tuple[str, ...]  # of the other option
+    values: tuple[str, ...] = ()  # of the other option; empty: all but 0
     ignored: bool = False
 
     def is_read(self, section: object) -> bool:
         """Whether the option is read in such a section."""
-        return getattr(section, self.name) in self.values
+        value = getattr(section, self.name)
+        return value in self.values if self.values else value != 0
+
+    @property
+    def words(self) -> str:
+        """The values, in messages."""
+        return " or ".join(self.values) or "of 1 or more"
 
 
 @dataclass(frozen=True)

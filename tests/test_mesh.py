@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tiny import tiny_config, tiny_program
+from tiny import MIXTURE, tiny_config, tiny_program
 
 from megajax.axes import AXES
 from megajax.backend import CPU
@@ -84,9 +84,9 @@ def test_a_pipe_of_one_has_embedding_groups_of_one():
 
 
 def test_axes_have_their_sizes():
-    """The axes are (data, pipe, context, tensor), whatever their order in the devices, and so are the options."""
+    """The axes are (data, expert, pipe, context, tensor), whatever the devices' order, and so are the options."""
     mesh = make_mesh(data=2, pipe=4, tensor=3, devices=[Device(i) for i in range(24)])
-    assert list(mesh.shape.items()) == [("data", 2), ("pipe", 4), ("context", 1), ("tensor", 3)]
+    assert list(mesh.shape.items()) == [("data", 2), ("expert", 1), ("pipe", 4), ("context", 1), ("tensor", 3)]
     assert [field.name for field in dataclasses.fields(MeshConfig)] == list(AXES) == list(mesh.shape)
 
 
@@ -113,8 +113,8 @@ def test_one_mesh_axis_splits_one_dim_only():
 def test_every_logical_name_has_a_rule():
     """The names on the weights, and those of the pipelined layers' leading dims, are those of the table."""
     names = {"chunks", "stages"}
-    for family in FAMILIES:
-        model = CutModel(tiny_config(family=family).model, F_AND_G, CPU)
+    for options in (*({"family": family} for family in FAMILIES), MIXTURE):
+        model = CutModel(tiny_config(**options).model, F_AND_G, CPU)
         specs, shapes = by_path(model.logical_specs), by_path(model.shapes)
         names |= {name for spec in specs.values() for name in spec}
         assert {name: len(spec) for name, spec in specs.items()} == {name: leaf.ndim for name, leaf in shapes.items()}
@@ -141,7 +141,7 @@ def test_moments_are_placed_like_the_weights_they_are_for(zero):
     assert adam.count == P()
 
 
-ZERO = ("data", "context")
+ZERO = ("data", "expert", "context")
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ for zero in (1, 3):
     config = exact(dataclasses.replace(small, optimizer=dataclasses.replace(small.optimizer, zero=zero)))
     layout = Program.on(config).layout
     sharded = [{"data", "further"} <= spec_axes(spec) for spec in jax.tree.leaves(layout.trained_specs)]
-    assert dict(layout.mesh.shape) == {"data": 2, "further": 2, "pipe": 1, "context": 1, "tensor": 2}
+    assert dict(layout.mesh.shape) == {"data": 2, "further": 2, "expert": 1, "pipe": 1, "context": 1, "tensor": 2}
     assert any(sharded), sharded
     found = list(all_checks(reference, run(config, jax.devices(), 2, with_fresh=True)))
     assert found and all(finding.passed for finding in found), "\\n".join(map(str, found))

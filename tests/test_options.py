@@ -172,7 +172,7 @@ def test_sizes_are_split_as_the_weights_are() -> None:
 def new_options(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Three further options of `ModelConfig`, which a branch would add by a line each."""
     further = {
-        "num_experts": (Annotated[int, "experts", AT_LEAST_ZERO, WEIGHTS, Size("experts", split=True)], 0),
+        "num_streams": (Annotated[int, "streams", AT_LEAST_ZERO, WEIGHTS, Size("streams", split=True)], 0),
         "temperature": (Annotated[float, "of attention", between(0.0, 9.0), COMPUTATION], 1.0),
         "lookback": (Annotated[int, "tokens", AT_LEAST_ZERO, NOTHING, Small(tokens=True)], 0),
     }
@@ -197,29 +197,29 @@ def demo(**values: Any) -> Config:
 @pytest.mark.usefixtures("new_options")
 def test_a_run_keeps_a_new_option_as_it_says(tmp_path: Path) -> None:
     mark(tmp_path)
-    (tmp_path / "config.toml").write_text(to_toml(demo(model__num_experts=8)))
+    (tmp_path / "config.toml").write_text(to_toml(demo(model__num_streams=8)))
     (tmp_path / "checkpoints" / "1").mkdir(parents=True)
-    check_claim(tmp_path, demo(model__num_experts=8, model__lookback=7))
+    check_claim(tmp_path, demo(model__num_streams=8, model__lookback=7))
     for given, words in (
-        ({}, "model.num_experts 8, not 0"),
-        ({"model__num_experts": 8, "model__temperature": 2.0}, "model.temperature 1.0, not 2.0"),
+        ({}, "model.num_streams 8, not 0"),
+        ({"model__num_streams": 8, "model__temperature": 2.0}, "model.temperature 1.0, not 2.0"),
     ):
         with pytest.raises(UserError, match=f"holds a run with {words}; valid: the same"):
             check_claim(tmp_path, demo(**given))
-    with pytest.raises(UserError, match=r"holds a model with model.num_experts 8, not 4; valid: --model.num-experts 8"):
-        check_init(demo(init=str(tmp_path), model__num_experts=4))
+    with pytest.raises(UserError, match=r"holds a model with model.num_streams 8, not 4; valid: --model.num-streams 8"):
+        check_init(demo(init=str(tmp_path), model__num_streams=4))
     with pytest.raises(UserError, match="holds no checkpoint"):  # another temperature is no reason to refuse
-        check_init(demo(init=str(tmp_path), model__num_experts=8, model__temperature=2.0))
+        check_init(demo(init=str(tmp_path), model__num_streams=8, model__temperature=2.0))
 
 
 @pytest.mark.usefixtures("new_options")
 def test_a_new_size_is_divided_and_made_small() -> None:
-    config = demo(model__num_experts=64, model__lookback=256, mesh__tensor=4, model__sequence_length=512)
+    config = demo(model__num_streams=64, model__lookback=256, mesh__tensor=4, model__sequence_length=512)
     validate_mesh(config, 4)
     small = shrink(config, 4).config.model
-    assert small.num_experts == 8 and small.lookback == small.sequence_length // 2
-    with pytest.raises(UserError, match=r"--mesh.tensor 4 does not divide --model.num-experts 6; valid: 1, 2"):
-        validate_mesh(demo(model__num_experts=6, mesh__tensor=4), 4)
+    assert small.num_streams == 8 and small.lookback == small.sequence_length // 2
+    with pytest.raises(UserError, match=r"--mesh.tensor 4 does not divide --model.num-streams 6; valid: 1, 2"):
+        validate_mesh(demo(model__num_streams=6, mesh__tensor=4), 4)
 
 
 @pytest.mark.usefixtures("new_options")
@@ -227,5 +227,5 @@ def test_a_new_size_is_divided_and_made_small() -> None:
 def test_no_class_of_transformers_takes_a_new_option(exchange: Exchange) -> None:
     model = demo().model
     known = set(exchange.lacks(model))
-    for name, value in (("num_experts", 8), ("temperature", 2.0)):
+    for name, value in (("num_streams", 8), ("temperature", 2.0)):
         assert exchange.lacks(dataclasses.replace(model, **{name: value})).keys() - known == {name}

@@ -29,6 +29,7 @@ QWEN3 = {
     **{"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "bias": "none", "query_key_norm": True},
     **{"head_size": 6, "num_kv_heads": 2, "mlp_size": 40, "sliding_window": 5, "norm_epsilon": 1e-6},
 }
+MIXTURE = LLAMA | {"num_experts": 8, "experts_per_token": 2, "expert_size": 16, "shared_expert_size": 8}
 
 
 def user_error(call: Callable[..., object], *arguments: Any, **named: Any) -> str:
@@ -60,6 +61,7 @@ def tiny_config(
     sequence_parallel: bool = False,
     reset_attention: bool = False,
     lora: LoraConfig | None = None,
+    expert: int = 1,
     **model,
 ) -> Config:
     """A configuration on `mesh` (data, pipe, tensor) or (data, pipe, context, tensor); `model` overrides fields of
@@ -71,7 +73,7 @@ def tiny_config(
         sequence_parallel=sequence_parallel,
         lora=lora or LoraConfig(),
         model=ModelConfig(**defaults | {"vocab_multiple": 64, "scan_layers": "true"} | model),
-        mesh=MeshConfig(data=data, pipe=pipe, context=math.prod(context), tensor=tensor),
+        mesh=MeshConfig(data=data, expert=expert, pipe=pipe, context=math.prod(context), tensor=tensor),
         pipeline=PipelineConfig(
             schedule=schedule,
             chunks=chunks,

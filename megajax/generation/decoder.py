@@ -69,7 +69,10 @@ class Decoder:
         self._config, self._mesh, self._row_shards = program.config.model, program.mesh, program.config.mesh.zero_shards
         assert program.config.mesh.pipe == 1 and program.config.optimizer.zero != 3, program.config
         self._sampling, self._ends, self._backend = sampling, sorted(ends), program.backend
-        self._model, self._adapters = CutModel(self._config, F_AND_G, program.backend), program.layout.adapters
+        self._model, self._adapters = (
+            CutModel(self._config.forward_only, F_AND_G, program.backend),
+            program.layout.adapters,
+        )
         specs = program.layout.specs.params
         layer_specs = _map_specs(lambda spec: PartitionSpec(*spec[3:]), specs["blocks"])
         self._specs = {"shared": specs["shared"], "layers": [layer_specs] * self._config.num_layers}

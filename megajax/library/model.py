@@ -115,7 +115,7 @@ class Model:
         with self._compiling("the step", rows):
             self._state, metrics = train_step(self.program)(self._state, placed)
         self.step += 1
-        return {name: float(value) for name, value in metrics.items()}
+        return {name: float(value) for name, value in metrics.items() if value.ndim == 0}
 
     def batches(self, folder: str | Path) -> Iterator[Mapping[str, np.ndarray]]:
         """The batches of a run of the configuration from the model's step on, without end.

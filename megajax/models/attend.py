@@ -1,5 +1,5 @@
 """Attention of heads, by the first implementation that can: another one is a further entry of `IMPLEMENTATIONS`.
-`save_expensive` (`models/mlp.py`) has to know what the backward pass of each needs.
+`save_expensive` (`models/remat.py`) has to know what the backward pass of each needs.
 
 Letters: B batch, T queries, S keys, H heads, of keys and values maybe fewer, K head size.
 """

@@ -26,6 +26,7 @@ def check_model(model: ModelConfig) -> None:
         )
     _check_read(model)
     _check_rotary(model)
+    _check_experts(model)
 
 
 def _check_heads(model: ModelConfig, *, free: bool) -> None:
@@ -55,9 +56,23 @@ def _check_read(model: ModelConfig) -> None:
             given, without = (as_flag(f"model.{name}", each) for each in (value, option.default))
             flag = f"--model.{reader.name.replace('_', '-')}"
             raise UserError(
-                f"{given} with {flag} {getattr(model, reader.name)}; valid: {flag} {' or '.join(reader.values)}, or "
-                f"{without}"
+                f"{given} with {flag} {getattr(model, reader.name)}; valid: {flag} {reader.words}, or {without}"
             )
+
+
+def _check_experts(model: ModelConfig) -> None:
+    if not model.num_experts:
+        return
+    if not 0 < model.experts_per_token <= model.num_experts:
+        raise UserError(
+            f"--model.experts-per-token {model.experts_per_token} with --model.num-experts {model.num_experts}; "
+            f"valid: 1 to {model.num_experts}"
+        )
+    if model.bias == "all":
+        raise UserError(
+            f"--model.bias all with --model.num-experts {model.num_experts}, which have none; valid: none or "
+            "query-key-value"
+        )
 
 
 def _check_rotary(model: ModelConfig) -> None:

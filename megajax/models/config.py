@@ -2,7 +2,7 @@
 
 from collections import ChainMap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from megajax.models.registry import DECODER, EARLIER_NAMES, FAMILIES
@@ -11,6 +11,8 @@ from megajax.traits import ADAPTERS, COMPUTATION, ENDS, NOTHING, WEIGHTS, ReadWi
 
 _SIZE = between(0, 1_000_000)
 _ROTARY = ReadWith("positions", ("rotary",))
+_EXPERTS = between(0, 10_000)
+_WITH_EXPERTS = ReadWith("num_experts")
 _LLAMA3 = ReadWith("rope_scaling", ("llama3",), ignored=True)
 
 
@@ -95,6 +97,61 @@ class ModelConfig:
         Size("vocabulary", split=True),
         Through("padded_vocab_size", "the padded vocabulary"),
     ] = 1024
+    num_experts: Annotated[
+        int,
+        "experts in the place of each layer's MLP, of which every token passes some; 0: an MLP",
+        _EXPERTS,
+        WEIGHTS,
+        Size("experts"),
+    ] = 0
+    experts_per_token: Annotated[
+        int, "experts that a token passes", _EXPERTS, WEIGHTS, _WITH_EXPERTS, Small(jointly=True)
+    ] = 0
+    expert_size: Annotated[
+        int,
+        "width of an expert's inner layer; 0: model.mlp-size",
+        _SIZE,
+        WEIGHTS,
+        _WITH_EXPERTS,
+        Size("expert_mlp", split=True),
+    ] = 0
+    shared_expert_size: Annotated[
+        int,
+        "width of an MLP beside the experts, which every token passes; 0: none",
+        _SIZE,
+        WEIGHTS,
+        _WITH_EXPERTS,
+        Size("mlp", split=True),
+    ] = 0
+    expert_capacity: Annotated[
+        float,
+        "an expert takes at most this times the mean number of tokens of a sequence, others pass by the layer; 0: all "
+        "(dropless). Evaluation and generation are dropless",
+        between(0, 10_000),
+        NOTHING,
+        _WITH_EXPERTS,
+    ] = 0.0
+    renormalize_shares: Annotated[
+        bool,
+        "the shares of a token's experts add up to 1, as of a softmax over the chosen ones alone",
+        COMPUTATION,
+        _WITH_EXPERTS,
+    ] = True
+    balance: Annotated[
+        Literal["none", "loss", "bias"],
+        "what evens out how many tokens the experts get: a loss, or a bias that is added where a token chooses",
+        WEIGHTS,
+        _WITH_EXPERTS,
+    ] = "none"
+    balance_coefficient: Annotated[
+        float, "of the loss that balances experts", between(0, 1000), NOTHING, _WITH_EXPERTS
+    ] = 0.01
+    balance_step: Annotated[
+        float, "by which a step moves the biases that balance experts", between(0, 1), NOTHING, _WITH_EXPERTS
+    ] = 0.001
+    router_z_loss: Annotated[
+        float, "coefficient of a loss that keeps the router's logits small", between(0, 1000), NOTHING, _WITH_EXPERTS
+    ] = 0.0
     norm: Annotated[Literal["layernorm", "rmsnorm"], "normalization of the layers' inputs", WEIGHTS] = "layernorm"
     norm_epsilon: Annotated[
         float,
@@ -202,6 +259,7 @@ class ModelConfig:
             "num_kv_heads": self.num_kv_heads or heads,
             "head_size": self.head_size or (self.hidden_size // heads if divisible else 0),
             "mlp_size": self.mlp_size or 4 * self.hidden_size,
+            "expert_size": self.expert_size or (self.mlp_size or 4 * self.hidden_size) * (self.num_experts > 0),
             "norm_epsilon": self.norm_epsilon or fixed.get("norm_epsilon", 1e-5),
             "activation": fixed.get("activation", "gelu-tanh") if self.activation == "auto" else self.activation,
         }
@@ -221,6 +279,11 @@ class ModelConfig:
     def window_in(self, length: int) -> int | None:
         """How many tokens a token of a sequence sees; None: all before it, as in a window that is as long."""
         return self.sliding_window if 0 < self.sliding_window < length else None
+
+    @property
+    def forward_only(self) -> "ModelConfig":
+        """For evaluation and generation, in which no token passes by the experts that it chose."""
+        return replace(self, expert_capacity=0.0)
 
     @property
     def rotary(self) -> bool:
@@ -254,7 +317,7 @@ class LoraConfig:
     def products(self, model: ModelConfig) -> tuple[str, ...]:
         """The products of a layer that have adapters."""
         wanted = {name for word in self.targets for name in LORA_TARGETS[word]}
-        there = [*LORA_TARGETS["attention"], *LORA_TARGETS["mlp"]]
+        there = [*LORA_TARGETS["attention"], *(() if model.num_experts else LORA_TARGETS["mlp"])]
         return tuple(name for name in there if name in wanted and (name != "gate" or model.activation == "swiglu"))
 
 

@@ -21,5 +21,7 @@ class Context:
     # Where this device's context tokens stand, int32, B possibly 1, for layers with rotary positions.
     position_BT: Array | None = None
     row_B: Array | None = None  # rows in the global batch, int32, for recording; None: nobody records
+    # What the backward pass of a loss that a layer has of one sequence starts from, a scalar; None: there is none.
+    loss_weight: Array | None = None
     boundary: RegionBoundary = field(default=F_AND_G, metadata={"static": True})  # who has which of its tokens
     factors: Factors = field(default_factory=dict)  # takes those of deferred weight gradients (`parallel/products.py`)

@@ -18,6 +18,7 @@ from megajax.backend import Backend
 from megajax.models.attention import Attend, Attention, Aux, attend_in_context
 from megajax.models.config import ModelConfig
 from megajax.models.context import Context
+from megajax.models.experts import Mixture
 from megajax.models.mlp import MLP
 from megajax.models.norms import norm_of
 from megajax.parallel.boundary import RegionBoundary
@@ -36,7 +37,11 @@ class Block(nnx.Module):
         self.attention_norm = norm_of(config)
         self.attention = Attention(config, key / "attention", boundary, backend)
         self.mlp_norm = norm_of(config)
-        self.mlp = MLP(config, key / "mlp", boundary, backend)
+        self.mlp: MLP | Mixture
+        if config.num_experts:
+            self.mlp = Mixture(config, key / "mlp", boundary, backend)
+        else:
+            self.mlp = MLP(config, key / "mlp", boundary, backend)
 
     @property
     def products(self) -> dict[str, tuple]:
@@ -58,14 +63,14 @@ class Block(nnx.Module):
         if self.order == "pre":
             y_BTD, aux = self.attention(name(self.attention_norm(x_BTD), "attention_norm"), context, attend)
             x_BTD = name(x_BTD + dropout(y_BTD, "attention_dropout"), "attention_residual")
-            y_BTD = self.mlp(name(self.mlp_norm(x_BTD), "mlp_norm"), context)
-            return name(x_BTD + dropout(y_BTD, "mlp_dropout"), "output"), aux
+            y_BTD, figures = self.mlp(name(self.mlp_norm(x_BTD), "mlp_norm"), context, layer)
+            return name(x_BTD + dropout(y_BTD, "mlp_dropout"), "output"), aux | figures
         y_BTD, aux = self.attention(x_BTD, context, attend)
         x_BTD = name(x_BTD + dropout(y_BTD, "attention_dropout"), "attention_residual")
         x_BTD = name(self.attention_norm(x_BTD), "attention_norm")
-        y_BTD = self.mlp(x_BTD, context)
+        y_BTD, figures = self.mlp(x_BTD, context, layer)
         x_BTD = name(x_BTD + dropout(y_BTD, "mlp_dropout"), "mlp_residual")
-        return name(self.mlp_norm(x_BTD), "output"), aux
+        return name(self.mlp_norm(x_BTD), "output"), aux | figures
 
 
 def stacked(make: Callable[[Array], Block], num_layers: int) -> Any:

@@ -1,4 +1,4 @@
-"""The MLP of a transformer layer, its activations, and what selective recomputation keeps of a layer.
+"""The MLP of a transformer layer, and its activations.
 
 Letters: B batch, T tokens, D model, F feed-forward.
 """
@@ -20,27 +20,14 @@ from megajax.parallel.layers import ColumnParallelLinear, RowParallelLinear, col
 from megajax.parallel.random import NamedKey
 from megajax.parallel.sites import named
 from megajax.precision import at_least_fp32
-from megajax.private import FUSED_FORWARD
-
-# Names of what is expensive to compute again (a matrix product, attention, an all-reduce). The MLP's second product is
-# not among them, since nothing in the backward pass needs its result.
-EXPENSIVE = (
-    *("query", "key", "value", "attention_heads", "attention_statistics", "attention_output", "mlp_gate", "mlp_up"),
-)
-
-
-def save_expensive(primitive: Any, *arguments: Any, **parameters: Any) -> bool:
-    """The policy of selective recomputation, for `jax.checkpoint`."""
-    named = jax.checkpoint_policies.save_only_these_names(*EXPENSIVE)
-    return primitive.name.startswith(FUSED_FORWARD) or named(primitive, *arguments, **parameters)
 
 
 class MLP(nnx.Module):
     """`Z = g(GeLU(f(X) A) B)`: A by columns, B by rows, the activation in between without synchronisation; with a gate
     `Z = g((SiLU(f(X) G) * f(X) A) B)` (Shazeer, arXiv 2002.05202), G by columns as A."""
 
-    def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
-        hidden, width, bias = config.hidden_size, config.mlp_size, config.bias == "all"
+    def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend, width: int = 0):
+        hidden, width, bias = config.hidden_size, width or config.mlp_size, config.bias == "all"
 
         def by_columns(name: str) -> ColumnParallelLinear:
             initial = normal(key / name, config.init_std)
@@ -58,12 +45,12 @@ class MLP(nnx.Module):
         return {"mlp_input": (self.up,) if self.gate is None else (self.gate, self.up), "mlp_output": (self.down,)}
 
     @jax.named_scope("mlp")
-    def __call__(self, x_BTD: Array, context: Context) -> Array:
+    def __call__(self, x_BTD: Array, context: Context, layer: Array | int) -> tuple[Array, dict[str, Any]]:
         names = ("mlp_up",) if self.gate is None else ("mlp_gate", "mlp_up")
         inner = column_parallel(x_BTD, *self.products["mlp_input"], name="mlp_input", factors=context.factors)
         inner = [named(y_BTF, name, split=2) for y_BTF, name in zip(inner, names, strict=True)]
         inner_BTF = named(ACTIVATIONS[self.activation](*inner), "mlp_activation", split=2)
-        return named(self.down(inner_BTF, "mlp_output", context.factors), "mlp_output", self.boundary.split)
+        return named(self.down(inner_BTF, "mlp_output", context.factors), "mlp_output", self.boundary.split), {}
 
 
 @jax.checkpoint

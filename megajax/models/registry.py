@@ -40,6 +40,7 @@ FAMILIES = {
             "query_key_norm": False,
             "tied_embedding": True,
             "sliding_window": 0,
+            "num_experts": 0,
         },
     ),
 }

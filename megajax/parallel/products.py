@@ -18,7 +18,8 @@ from jax import Array, lax
 from megajax.backend import Backend
 from megajax.parallel.collectives import vary, varying_axes
 
-Pair = tuple[Array, list[Array]]  # the input of one or several products, and the gradient of each one's output
+# The input of one or several products, maybe with what else they depend on, and the gradient of each one's output.
+Pair = tuple[Any, list[Array]]
 Factors = Mapping[str, Any]  # a `Pair` by the name of the products
 NO_FACTORS: Factors = {}
 
@@ -76,26 +77,34 @@ class FactorProbe(dict[str, Pair]):
 
 
 def deferred(
-    name: str, multiply: Callable[[Array, list[Array]], list[Array]], x: Array, weights: list[Array], dummies: Factors
+    name: str,
+    multiply: Callable[..., list[Array]],
+    x: Array,
+    weights: list[Array],
+    dummies: Factors,
+    *beside: Array,
 ) -> list[Array]:
-    """`multiply(x, weights)`, which is linear in `x` and in `weights`; its factors go into `dummies[name]`."""
+    """`multiply(x, weights, *beside)`, which is linear in `x` and in `weights`; its factors go into `dummies[name]`,
+    with what is `beside` them, floats, next to `x`."""
     axes = sorted(varying_axes(x).union(*map(varying_axes, weights)))
-    x, weights = vary(x, axes), vary(weights, axes)
+    x, weights, beside = vary(x, axes), vary(weights, axes), vary(beside, axes)
     if isinstance(dummies, FactorProbe):
-        dummies[name] = x, multiply(x, weights)
-        return dummies[name][1]
+        outputs = multiply(x, weights, *beside)
+        dummies[name] = (x, *beside) if beside else x, outputs
+        return outputs
 
     @jax.custom_vjp
-    def product(x: Array, weights: list[Array], dummy: Pair) -> list[Array]:
-        return multiply(x, weights)
+    def product(x: Array, weights: list[Array], beside: tuple[Array, ...], dummy: Pair) -> list[Array]:
+        return multiply(x, weights, *beside)
 
-    def forward(x: Array, weights: list[Array], dummy: Pair) -> tuple[list[Array], Any]:
-        return multiply(x, weights), (x, weights)
+    def forward(x: Array, weights: list[Array], beside: tuple[Array, ...], dummy: Pair) -> tuple[list[Array], Any]:
+        return multiply(x, weights, *beside), (x, weights, beside)
 
-    def backward(kept: Any, grads: list[Array]) -> tuple[Array, list[Array], Pair]:
-        x, weights = kept
-        (dx,) = jax.linear_transpose(lambda x: multiply(x, weights), x)(grads)
-        return dx, jax.tree.map(jnp.zeros_like, weights), (x, grads)
+    def backward(kept: Any, grads: list[Array]) -> tuple:
+        x, weights, beside = kept
+        (dx,) = jax.linear_transpose(lambda x: multiply(x, weights, *beside), x)(grads)
+        nothing = jax.tree.map(jnp.zeros_like, (weights, beside))
+        return dx, *nothing, ((x, *beside) if beside else x, grads)
 
     product.defvjp(forward, backward)
-    return product(x, weights, dummies[name])
+    return product(x, weights, beside, dummies[name])

@@ -1,7 +1,8 @@
 """ZeRO: state sharded over the axes that divide a batch (Rajbhandari et al., arXiv 1910.02054).
 
 A weight's shard is its part along one of its own dims (`mesh.zero_spec`), so that its logical shape, and with it
-every checkpoint, stays what it is. Weights without a dim that these axes divide are not sharded.
+every checkpoint, stays what it is. Weights without a dim that these axes divide are not sharded; experts are sharded
+over those that do not divide them already.
 
 - ZeRO-1: gradients leave the loop of microbatches as local sums and are reduce-scattered to the owner of each shard,
   once a step, leaf by leaf; the owner updates; the weights are all-gathered for the next step.
@@ -9,6 +10,7 @@ every checkpoint, stays what it is. Weights without a dim that these axes divide
   and their gradients are scattered at once. No gathered weight outlives its layer, if layers are scanned or in a pipe.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,25 +19,32 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from megajax.axes import BATCH_AXES
 from megajax.parallel.collectives import axis_index, axis_size, gather_shards, own_shard, scatter_sum, sum_over
 from megajax.parallel.sites import checked
 
 Tree = Any
-NOT_SHARDED = 0  # in place of a dim
-_AXES = " and ".join(BATCH_AXES)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a weight is sharded: by default not at all."""
+
+    dim: int = 0  # counted from the last, negative, so that it holds with and without the dims of stacked layers
+    axes: tuple[str, ...] = ()
+
+
+NOT_SHARDED = Sharding()
 
 
 @dataclass(frozen=True)
 class Shards:
-    """Which dim of every weight is sharded over the axes that divide a batch, in a tree of the weights' structure:
-    negative, so that it holds with and without the dims of stacked layers. `NOT_SHARDED` where there is none."""
+    """How every weight is sharded, in a tree of the weights' structure."""
 
-    dims: Tree
+    shardings: Tree
 
     def __getitem__(self, name: str) -> "Shards":
         """Those of a part of the weights."""
-        return Shards(self.dims[name])
+        return Shards(self.shardings[name])
 
     def take(self, weights: Tree) -> Tree:
         """This device's shards of gathered weights."""
@@ -44,28 +53,37 @@ class Shards:
     def gather(self, shards: Tree, *, invariant: bool = False) -> Tree:
         """All of the weights. They count as varying over these axes, so that their gradients are local sums, or,
         `invariant`, as the same on all of their devices."""
-        gathered = self._map(lambda shard, dim: gather_shards(shard, dim, invariant=invariant), shards)
-        names = jax.tree.map(lambda _: f"all-gather over {_AXES} of", shards)
+
+        def gather(shard: Array, dim: int, axes: tuple[str, ...]) -> Array:
+            return gather_shards(shard, dim, axes, invariant=invariant)
+
+        gathered, names = self._map(gather, shards), self._names("all-gather over {} of")
         return checked(gathered, lambda: self._map(_gathered_by_sum, shards), names)
 
     def scatter(self, grads: Tree, dtype: DTypeLike) -> Tree:
         """Local sums of the gradients to the global sums of this device's shards, summed in `dtype`."""
         grads = jax.tree.map(lambda grad: grad.astype(dtype), grads)
-        names = jax.tree.map(lambda _: f"reduce-scatter over {_AXES} of the gradient of", grads)
-        return checked(self._map(scatter_sum, grads), lambda: self._map(_scattered_by_gather, grads), names)
+        scattered, names = self._map(scatter_sum, grads), self._names("reduce-scatter over {} of the gradient of")
+        return checked(scattered, lambda: self._map(_scattered_by_gather, grads), names)
 
-    def _map(self, function, tree: Tree) -> Tree:
-        return jax.tree.map(lambda x, dim: x if dim == NOT_SHARDED else function(x, dim), tree, self.dims)
+    def _map(self, function: Callable[[Array, int, tuple[str, ...]], Array], tree: Tree) -> Tree:
+        def apply(x: Array, sharding: Sharding) -> Array:
+            return x if sharding == NOT_SHARDED else function(x, sharding.dim, sharding.axes)
+
+        return jax.tree.map(apply, tree, self.shardings)
+
+    def _names(self, words: str) -> Tree:
+        return jax.tree.map(lambda sharding: words.format(" and ".join(sharding.axes)), self.shardings)
 
 
-def _scattered_by_gather(x: Array, dim: int) -> Array:
+def _scattered_by_gather(x: Array, dim: int, axes: tuple[str, ...]) -> Array:
     """`scatter_sum` in another way, to check it."""
-    total = gather_shards(x[None], 0).sum(0)
-    parts = jnp.split(total, axis_size(BATCH_AXES), dim)
-    return jnp.stack(parts)[axis_index(BATCH_AXES)]
+    total = gather_shards(x[None], 0, axes).sum(0)
+    parts = jnp.split(total, axis_size(axes), dim)
+    return jnp.stack(parts)[axis_index(axes)]
 
 
-def _gathered_by_sum(shard: Array, dim: int) -> Array:
+def _gathered_by_sum(shard: Array, dim: int, axes: tuple[str, ...]) -> Array:
     """`gather_shards` in another way, to check it."""
-    mine = [jnp.where(axis_index(BATCH_AXES) == i, shard, 0) for i in range(axis_size(BATCH_AXES))]
-    return sum_over(jnp.concatenate(mine, dim), BATCH_AXES)
+    mine = [jnp.where(axis_index(axes) == i, shard, 0) for i in range(axis_size(axes))]
+    return sum_over(jnp.concatenate(mine, dim), axes)

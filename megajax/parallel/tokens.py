@@ -58,6 +58,14 @@ class TokenShares:
             return first + jnp.arange(size, dtype=jnp.int32)
         return self.own_tokens(jnp.arange(self._length(size), dtype=jnp.int32), 0)
 
+    def length_of(self, x_BTD: Array) -> int:
+        """Of the sequences of an activation between the regions, on all devices that share them."""
+        return self._length(x_BTD.shape[TOKENS])
+
+    def sum_over_tokens(self, x: Array) -> Array:
+        """The sum of what every device has of its tokens, over the devices that share them."""
+        return g(x, self._shared_over) if self._shared_over else x
+
     def _length(self, size: int) -> int:
         """That of the sequence of which a device has so many tokens between the regions."""
         return size * math.prod(axis_size(axis) for axis in self._shared_over)

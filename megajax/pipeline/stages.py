@@ -39,17 +39,10 @@ def idle(type_: Any, leading: tuple[int, ...] = ()) -> Array:
     return zeros_like_type(type_, leading)
 
 
-def rematerialized(
-    function: LayerFunction, remat: str, save_expensive: Callable, *, prevent_cse: bool
-) -> LayerFunction:
-    """`function` with its backward pass recomputing what `remat` says: "none": nothing but what the layer recomputes of
-    itself; "selective": all but what the policy `save_expensive` saves; "layer": all; "stage": nothing, since the stage
-    is recomputed as a whole (`Layers.forward`)."""
-    if remat == "layer":
-        return jax.checkpoint(function, prevent_cse=prevent_cse)
-    if remat == "selective":
-        return jax.checkpoint(function, prevent_cse=prevent_cse, policy=save_expensive)
-    return function
+def rematerialized(function: LayerFunction, policy: Callable[..., bool] | None, *, prevent_cse: bool) -> LayerFunction:
+    """`function` with its backward pass recomputing all but what the policy saves; without one nothing but what the
+    layer recomputes of itself."""
+    return function if policy is None else jax.checkpoint(function, prevent_cse=prevent_cse, policy=policy)
 
 
 class Sums(NamedTuple):
@@ -202,8 +195,8 @@ class Layers:
 
     def _scattered(self, grads: dict[Path, Array], total: Tree) -> dict[Path, Array]:
         """Gradients of gathered weights as those of the weights that are kept, in the type of the sums."""
-        dims = flatten_dict(self.storage.dims)
-        storage = Shards({path: dims[path] for path in grads})
+        shardings = flatten_dict(self.storage.shardings)
+        storage = Shards({path: shardings[path] for path in grads})
         return storage.scatter(grads, jax.tree.leaves(total)[0].dtype)
 
     @property

@@ -172,7 +172,7 @@ class WeightTraffic(Sizes):
     def targets(self) -> Iterator[Communication]:
         """How many targets the losses have in the global batch."""
         for _ in self._losses:
-            yield one("losses: numbers of targets", REDUCE, ROW_AXES, (), self.counted, ONCE)
+            yield one("losses: numbers of targets", REDUCE, tuple(sorted(ROW_AXES)), (), self.counted, ONCE)
 
     def after_the_loop(self) -> Iterator[Communication]:
         """Gradients and losses to global sums, the gradients' global norm, and ZeRO-1's updated weights."""

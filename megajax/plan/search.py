@@ -5,13 +5,13 @@ time (`plan/time.py`) and of its memory (`plan/memory.py`).
 import itertools
 import math
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
-from megajax.axes import AXES, CONTEXT, ROW_AXES
+from megajax.axes import AXES, CONTEXT, EXPERT, ROW_AXES
 from megajax.backend import Backend
 from megajax.config import Config, MeshConfig
 from megajax.errors import UserError
@@ -157,7 +157,8 @@ def _on_meshes(config: Config, devices: int, kept: frozenset[str], fewest: int =
     length = config.model.sequence_length
     most = length if "mesh.context" in kept else length // fewest
     contexts = [each for each in _divisors(devices) if each == 1 or (each <= most and length % (2 * each) == 0)]
-    for mesh in _meshes(devices, contexts):
+    experts = [each for each in _divisors(devices) if (config.model.num_experts or 1) % each == 0]
+    for mesh in _meshes(devices, {CONTEXT: contexts, EXPERT: experts}):
         if any(f"mesh.{axis}" in kept and getattr(config.mesh, axis) != size for axis, size in mesh.sizes.items()):
             continue
         if config.train.batch_sizes.divisor % mesh.row_shards:
@@ -182,9 +183,8 @@ def _with_ways(model: ModelConfig, mesh: MeshConfig, kept: frozenset[str]) -> li
     return [*{context_way(each, mesh.sizes): each for each in models}.values()]
 
 
-def _meshes(devices: int, contexts: list[int]) -> Iterator[MeshConfig]:
-    others = AXES[1:]  # the first one takes the devices that are left
-    possible = {axis: _divisors(devices) for axis in others} | {CONTEXT: contexts}
+def _meshes(devices: int, limited: Mapping[str, list[int]]) -> Iterator[MeshConfig]:
+    possible = {axis: limited.get(axis) or _divisors(devices) for axis in AXES[1:]}  # the first takes what is left
     for sizes in itertools.product(*possible.values()):
         first, rest = divmod(devices, math.prod(sizes))
         if not rest:
@@ -282,7 +282,7 @@ def _nothing(
                 return error
     model, batch = config.model, config.train.global_batch
     stays = "".join(f" {as_flag(key, attrgetter(key)(config))}" for key in VARIED if key in kept)
-    rows = " x ".join(f"--mesh.{axis}" for axis in ROW_AXES)
+    rows = " x ".join(f"--mesh.{axis}" for axis in ROW_AXES if axis != EXPERT or model.num_experts)
     shared = f"2 x --mesh.context --model.sequence-length {model.sequence_length}, " * ("mesh.context" in kept)
     return UserError(
         f"--devices {devices}{stays}: no mesh of so many; {rows} has to divide --train.global-batch {batch}, "

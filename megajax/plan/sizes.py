@@ -13,10 +13,17 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from megajax.axes import BATCH_AXES
 from megajax.backend import CPU, Backend
 from megajax.config import Config, MeshConfig
-from megajax.mesh import dim_over, local_shape, mesh_spec, needs_tensor_sum, rules_of, zero_spec
+from megajax.mesh import (
+    dim_over,
+    local_shape,
+    mesh_spec,
+    needs_tensor_sum,
+    rules_of,
+    unused_batch_axes,
+    zero_spec,
+)
 from megajax.models.attention_mask import AttentionMask
 from megajax.models.config import LoraConfig, ModelConfig
 from megajax.models.context_attention import context_way, copies, tile_queries
@@ -117,7 +124,7 @@ def _placed(
             weight,
             spec,
             local_shape(spec, weight.shape, sizes),
-            dim_over(BATCH_AXES, sharded),
+            dim_over(unused_batch_axes(spec), sharded),
             local_shape(sharded, weight.shape, sizes),
             layers if weight.stacked else 1,
             needs_tensor_sum(weight.logical, rules),

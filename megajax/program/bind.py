@@ -15,7 +15,7 @@ from megajax.axes import BATCH_AXES, ROW_AXES, SEQUENCE_AXES
 from megajax.models.context import Context
 from megajax.models.family import CutModel
 from megajax.models.lora import layer_weights
-from megajax.models.mlp import save_expensive
+from megajax.models.remat import POLICIES
 from megajax.parallel import sites
 from megajax.parallel.collectives import PIPE, TENSOR, axis_index, complete, vary, varying_axes
 from megajax.parallel.random import Dropout
@@ -90,7 +90,7 @@ def _bind(
 
     def context(batch: Batch, row_B: Array) -> Context:
         found = model.context(batch, Dropout.at(dropout, config.seed, step, row_B))
-        return dataclasses.replace(found, row_B=row_B)
+        return dataclasses.replace(found, row_B=row_B, loss_weight=loss_scale / config.train.global_batch)
 
     def tokens(context: Context) -> Array | None:
         """Which this device's place of a context group has, if not all."""
@@ -118,7 +118,7 @@ def _bind(
     frozen = layout.adapters is not None
     unroll = not scans_layers(config, program.backend)
     deferred = config.mesh.pipe > 1 and config.pipeline.weight_gradients == "deferred"
-    layer = rematerialized(block, config.train.remat, save_expensive, prevent_cse=unroll)
+    layer = rematerialized(block, POLICIES.get(config.train.remat), prevent_cse=unroll)
     num_microbatches = program.num_microbatches
     ends = EmbeddingAndHead(
         embed=embed,
@@ -139,7 +139,7 @@ def _bind(
         layer_index=jnp.asarray(layout.placement.layer_index)[:, axis_index(PIPE)],
         unroll=unroll,
         padded=layout.placement.padded,
-        storage=Shards(layer_weights(layout.per_use.dims)),
+        storage=Shards(layer_weights(layout.per_use.shardings)),
         recompute_stage=config.train.remat == "stage",
         products=Products(model.products, model.factors, model.weight_gradients) if deferred else None,
         frozen=frozenset(flatten_dict(params["blocks"])) if frozen else frozenset(),

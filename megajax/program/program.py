@@ -77,7 +77,8 @@ class Program:
             way = context_way(of_length, self.config.mesh.sizes)
         if way not in self._forward_models:
             boundary = RegionBoundary(vocabulary=vocabulary_axes(self.config), context=way)
-            self._forward_models[way] = CutModel(self.config.model, boundary, self.backend, self.config.lora)
+            model = self.config.model.forward_only
+            self._forward_models[way] = CutModel(model, boundary, self.backend, self.config.lora)
         return self._forward_models[way]
 
     def region(self, function: Callable, in_specs: tuple, out_specs: Any) -> Callable:

@@ -20,9 +20,8 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from megajax.axes import BATCH_AXES
 from megajax.config import Config
-from megajax.mesh import dim_over, mesh_spec, needs_tensor_sum, rules_of, shardings, zero_spec
+from megajax.mesh import mesh_spec, needs_tensor_sum, rules_of, shardings, zero_sharding, zero_spec
 from megajax.models.family import CutModel
 from megajax.models.lora import LORA, Adapters
 from megajax.optim.adam import initial_norms, make_optimizer
@@ -57,7 +56,8 @@ class StateLayout:
         layer_specs: where the parts of every layer lie in canonical form, were all layers everywhere.
         adapters: LoRA's; None where all weights are trained.
         trained_specs: where main weights, moments and reduced gradients lie: `--optimizer.zero` shards them.
-        per_step: that sharding where `params` are not sharded so: taken and gathered once a step (ZeRO-1).
+        owned: how that sharding divides them.
+        per_step: it where `params` are not sharded so: taken and gathered once a step (ZeRO-1).
         needs_tensor_sum: of every weight, see `mesh.needs_tensor_sum`.
         per_use: the sharding of `params` themselves, gathered before every use (ZeRO-3).
         loss_scale: how fp16's changes; None in other precisions.
@@ -86,16 +86,17 @@ class StateLayout:
             logical, shapes = logical | {LORA: self.adapters.logical_specs}, shapes | {LORA: self.adapters.shapes}
         self.needs_tensor_sum = jax.tree.map(lambda spec: needs_tensor_sum(spec, rules), logical)
         layers = PIPE if self.model.num_layers % self._config.mesh.pipe == 0 else None
-        # Where weights lie, those of a layer alone: without ZeRO, with it, and the dims that it shards.
+        # Where weights lie, those of a layer alone: without ZeRO, with it, and how that shards them.
         shapes = _map_blocks(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), shapes)
         logical = _map_blocks(lambda spec: PartitionSpec(*spec[1:]), logical)
         unsharded = jax.tree.map(lambda spec: mesh_spec(spec, rules), logical)
         sharded = jax.tree.map(lambda spec, leaf: zero_spec(spec, leaf.shape, self.mesh.shape), unsharded, shapes)
-        dims = jax.tree.map(_sharded_dim, sharded, shapes)
+        zeros = jax.tree.map(lambda spec, leaf: zero_sharding(spec, leaf.shape, self.mesh.shape), unsharded, shapes)
         owned, params = sharded if zero else unsharded, sharded if zero == 3 else unsharded
-        nothing = jax.tree.map(lambda _: NOT_SHARDED, dims)
-        self.per_step = Shards(self.trained(dims if zero == 1 else nothing))
-        self.per_use = Shards(dims if zero == 3 else nothing)
+        nothing = jax.tree.map(lambda _: NOT_SHARDED, zeros)
+        self.owned = Shards(self.trained(zeros if zero else nothing))
+        self.per_step = Shards(self.trained(zeros if zero == 1 else nothing))
+        self.per_use = Shards(zeros if zero == 3 else nothing)
         self.has_main = self.compute_dtype != self.main_dtype
         pipelined = mesh_spec(PartitionSpec("chunks", "stages", "layers"), rules)
         self.trained_specs = self.trained(_stacked(owned, *pipelined))
@@ -193,12 +194,6 @@ class StateLayout:
         wide = jax.tree.map(lambda weight: weight.astype(self.main_dtype), state.params)
         state = dataclasses.replace(state, params=wide, loss_scale=state.loss_scale.stored(self.loss_scale))
         return _map_blocks(self.placement.to_canonical, state)
-
-
-def _sharded_dim(spec: PartitionSpec, leaf: jax.ShapeDtypeStruct) -> int:
-    """The dim of a weight that ZeRO shards, counted from the last."""
-    dim = dim_over(BATCH_AXES, spec)
-    return NOT_SHARDED if dim is None else dim - len(leaf.shape)
 
 
 def _stacked(specs: Tree, *leading) -> Tree:

@@ -5,13 +5,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.stages import Wrapped
 
 from megajax.axes import AXES
+from megajax.models.router import LOAD, ROUTER_BIAS, bias_step, expert_metrics
 from megajax.optim.adam import averaged, clip_by_norm, global_norm, is_spike, learning_rate, remember, update
-from megajax.parallel.collectives import axis_size, complete, gather_shards, spec_axes, varying_axes
+from megajax.parallel.collectives import PIPE, axis_index, axis_size, complete, gather_shards, spec_axes, varying_axes
+from megajax.parallel.shards import Shards
 from megajax.parallel.sites import checked
 from megajax.pipeline.measuring import Part, repeat_part
 from megajax.program.bind import UNSCALED, training_pipeline
@@ -74,6 +77,7 @@ def _train_step_with_gradients(
     clipped = clip_by_norm(grads, norm, config.optimizer.clip_norm)
     main = layout.per_step.take(layout.trained(state.params)) if state.main is None else state.main
     main, optimizer = update(program.optimizer, clipped, state.optimizer, main, taken)
+    main = _with_moved_biases(program, main, figures, taken)
     computed = layout.per_step.gather(layout.computed(main), invariant=True)
     new_state = TrainState(
         step=state.step + taken.astype(jnp.int32),
@@ -87,8 +91,23 @@ def _train_step_with_gradients(
     metrics = {"loss": loss, "grad_norm": norm, "learning_rate": learning_rate(state.step, config.optimizer)}
     parts = {name if name in program.form.measures else f"loss/{name}": value for name, value in losses.items()}
     parts = parts if len(parts) > 1 else {}
-    parts |= {f"layers/{name}": value for name, value in figures.items()}
+    if LOAD in figures:
+        parts |= expert_metrics(figures, config.model, config.train.global_batch)
+    else:
+        parts |= {f"layers/{name}": value for name, value in figures.items()}
     return new_state, metrics | parts | {"loss_scale": scale, "skipped": ~taken}, grads
+
+
+def _with_moved_biases(program: Program, main: Tree, figures: dict[str, Array], taken: Array) -> Tree:
+    """Main weights in which the routers' biases, where there are, have followed the experts' loads."""
+    layout, model, flat = program.layout, program.config.model, flatten_dict(main)
+    if model.balance != "bias" or ROUTER_BIAS not in flat:
+        return main
+    load = lax.dynamic_slice_in_dim(layout.placement.to_stages(figures[LOAD]), axis_index(PIPE), 1, axis=1)
+    bias, sharding = flat[ROUTER_BIAS], flatten_dict(layout.owned.shardings)[ROUTER_BIAS]
+    step = bias_step(load, model.balance_step, bias.dtype)
+    new = bias + Shards({"": sharding}).take({"": step})[""]
+    return unflatten_dict(flat | {ROUTER_BIAS: jnp.where(taken, new, bias)})
 
 
 def _average_weights(program: Program, params: Tree, average: Tree) -> Tree:

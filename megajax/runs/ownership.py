@@ -11,7 +11,8 @@ from megajax.host.transcript import NAME, OLDER
 FORMAT = 1  # of run directories and their checkpoints
 MARK = "run.json"  # written before anything else
 IMPORTED = "imported.json"  # describes the model in another format that the weights come from (`convert/origin.py`)
-_FILES = ("config.toml", "metrics.jsonl", "loss.png", MARK, IMPORTED, "run.lock", "tracking.json", NAME, OLDER)
+_PICTURES = ("loss.png", "experts.png")
+_FILES = ("config.toml", "metrics.jsonl", *_PICTURES, MARK, IMPORTED, "run.lock", "tracking.json", NAME, OLDER)
 _FOLDERS = ("processes", "data", "checkpoints", "tensorboard", "wandb", "mlflow", "profile")
 _ENTRIES = dict.fromkeys(_FILES, "a file") | dict.fromkeys(_FOLDERS, "a folder")
 

@@ -5,7 +5,7 @@ import dataclasses
 import math
 from itertools import product
 
-from megajax.axes import CONTEXT, PIPE, ROW_AXES, TENSOR
+from megajax.axes import CONTEXT, EXPERT, PIPE, ROW_AXES, TENSOR
 from megajax.config import Config, MeshConfig
 from megajax.errors import UserError
 from megajax.models.config import ModelConfig
@@ -38,6 +38,9 @@ def nearest_mesh(config: Config) -> MeshConfig | None:
     possible = {axis: [size] for axis, size in there.sizes.items()}
     possible |= dict.fromkeys(ROW_AXES, _divisors(train.global_batch))
     possible |= {
+        EXPERT: [size for size in possible[EXPERT] if config.model.num_experts % size == 0]
+        if there.expert > 1
+        else [1],
         PIPE: [*range(1, min(2 * there.pipe, config.model.num_layers) + 1)],
         TENSOR: _divisors(config.model.num_heads),
     }
@@ -79,7 +82,7 @@ def _check_training_on_mesh(config: Config, num_devices: int) -> None:
                 f"{config.train.ramp_increment} has steps of {stage.size} sequences, not divisible by {flags} x "
                 f"--train.microbatch {config.train.microbatch}; valid: multiples of {rows}"
             )
-    divisors = " x ".join([*(f"--mesh.{axis}" for axis in ROW_AXES), "--train.microbatch"])
+    divisors = " x ".join([*(f"--mesh.{axis}" for axis in config.mesh.shown if axis in ROW_AXES), "--train.microbatch"])
     name = f"--train.global-batch / ({divisors})"
     check_table(config.pipeline, config.mesh.pipe, config.train.global_batch // rows, name)
     _check_context(config)
@@ -105,6 +108,23 @@ def _check_context(config: Config) -> None:
     )
 
 
+def _check_experts(config: Config) -> None:
+    """That the devices of an expert group can share the experts."""
+    model, expert = config.model, config.mesh.expert
+    if expert > 1 and not model.num_experts:
+        raise UserError(f"--mesh.expert {expert} of a model without experts; valid: 1, or a --model.num-experts")
+    if model.num_experts % expert:
+        raise UserError(
+            f"--mesh.expert {expert} does not divide --model.num-experts {model.num_experts}; valid: "
+            f"{', '.join(map(str, _divisors(model.num_experts)))}"
+        )
+    if model.num_experts and config.train.remat == "stage":
+        raise UserError(
+            "--train.remat stage with experts, whose choice it would compute a second time; valid: none, selective or "
+            "layer"
+        )
+
+
 def validate_mesh(config: Config, num_devices: int) -> None:
     """Check what any use of the model needs, not only training: the mesh against the devices and the model's sizes."""
     model, mesh = config.model, config.mesh
@@ -123,6 +143,7 @@ def validate_mesh(config: Config, num_devices: int) -> None:
             f"device (--model.num-heads {model.num_heads}, --mesh.tensor {mesh.tensor}); valid: gather or auto, or "
             f"--mesh.context {' or '.join(map(str, _divisors(heads)))}"
         )
+    _check_experts(config)
     split = _split_sizes(model)
     vocabulary = next(words for size, _, words in split if size.dim == "vocabulary")
     if config.splits_vocabulary and model.padded_vocab_size % (mesh.pipe * mesh.tensor):

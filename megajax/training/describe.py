@@ -34,6 +34,7 @@ _WRITTEN = {
     "metrics.jsonl": "every step's figures",
     "log.txt": "what was said, of every start",
     "loss.png": "loss curves",
+    "experts.png": "loads of the experts",
     "tensorboard": "events for TensorBoard",
     "profile": "traces of steps, for XProf, TensorBoard and Perfetto",
     "wandb": "what Weights & Biases keeps here",

@@ -159,6 +159,8 @@ def _texts(figures: Mapping[str, float], seconds: float, left: float) -> list[st
         if name in figures:
             texts.append(f"{figures[name] * figures['seconds'] / seconds:{digits}}{unit}")
     texts += [f"learning rate {figures['learning_rate']:.3g}", f"gradient norm {figures['grad_norm']:.3g}"]
+    if "experts/largest_load" in figures:
+        texts.append(f"largest load of an expert {figures['experts/largest_load']:.2f} x the mean")
     if "memory_bytes" in figures:
         texts.append(f"{figures['memory_bytes'] / 2**30:.1f} GiB in use")
     return texts

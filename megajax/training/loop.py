@@ -18,6 +18,7 @@ from megajax.evaluation.scoring import total_loss
 from megajax.host.processes import Poll, is_first_process, say
 from megajax.host.signals import Stopped, stop_signals
 from megajax.host.transcript import printable
+from megajax.models.router import LOAD
 from megajax.program.program import Batch, Program
 from megajax.program.train_step import average_weights, train_step
 from megajax.runs.checkpoint import Checkpoints
@@ -197,12 +198,11 @@ class Trainer:
         pending, self.pending = self.pending, None
         if pending is None:
             return False
-        metrics = {name: float(value) for name, value in pending.metrics.items()}
+        metrics = {name: float(value) for name, value in pending.metrics.items() if value.ndim == 0}
         self.stop_signal, over = pending.asked()
         self.minutes_over = bool(over)
         now = time.perf_counter()
-        seconds = now - max(self.ready, pending.dispatched)
-        self.ready = now
+        self.ready, seconds = now, now - max(self.ready, pending.dispatched)
         reason = self.skipped.count(pending.step, metrics)
         del metrics["skipped"]
         if pending.step == self.first + 1 and (line := memory_in_use(jax.local_devices())):
@@ -210,10 +210,10 @@ class Trainer:
         self.seconds += seconds
         self.data_seconds += pending.data_seconds
         figures = {"loss": metrics["loss"]} | metrics | {"skipped_steps": self.skipped.total}
-        figures |= {"tokens": pending.tokens, "seconds": seconds}
-        figures |= {"tokens_per_second": pending.tokens / max(seconds, 1e-9)}
+        tokens_per_second = pending.tokens / max(seconds, 1e-9)
+        figures |= {"tokens": pending.tokens, "seconds": seconds, "tokens_per_second": tokens_per_second}
         figures |= self.speed.figures(pending.sequences, seconds) | {"data_seconds": pending.data_seconds}
-        self.log.record_step(pending.step, figures)
+        self.log.record_step(pending.step, figures, pending.metrics.get(LOAD))
         if self.skipped.too_many:
             self._stop(reason)
         if reason:

@@ -6,16 +6,22 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Self
 
+import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 
 from megajax.config import Config, to_toml, to_values
 from megajax.errors import UserError
+from megajax.models.router import LOAD
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.metrics import DEV, is_of_dev, read_metrics
 from megajax.training.display import StepsDisplay
+from megajax.training.experts_plot import ExpertsPlot
 from megajax.training.plot import Curves, LossPlot
 from megajax.training.trackers import Events, MetricsFile, Tracker
 from megajax.training.tracking import LibraryTracker
+
+_MOST_LOADS = 100  # times, about, that a run records its experts' loads
 
 
 class RunLog:
@@ -35,7 +41,7 @@ class RunLog:
         console: Console | None = None,
         track: str = "none",
     ):
-        self._run_dir = run_dir
+        self._run_dir, self._total, self._loads_every = run_dir, total_steps, max(1, total_steps // _MOST_LOADS)
         self._of_dev: set[int] = set()  # steps that have a task's figures of dev
         self._trackers: list[Tracker] = []
         self._resumed_from = finished_steps  # until the first step is recorded
@@ -53,15 +59,18 @@ class RunLog:
 
     def _files(self, finished_steps: int) -> list[Tracker]:
         records = [record for record in read_metrics(self._run_dir) if record["step"] <= finished_steps]
-        curves = Curves()
+        curves, loads = Curves(), []
         for record in records:
             curves.add(record)
+            if LOAD in record:
+                loads.append((record["step"], np.array(record[LOAD], np.int32)))
             if is_of_dev(record):
                 self._of_dev.add(record["step"])
         return [
             MetricsFile(self._run_dir, records),
             Events(self._run_dir / "tensorboard", finished_steps),
             LossPlot(self._run_dir, curves),
+            ExpertsPlot(self._run_dir, loads),
         ]
 
     def record_config(self, config: Config) -> None:
@@ -69,12 +78,16 @@ class RunLog:
         text, values = to_toml(config), to_values(config)
         self._tell(lambda tracker: tracker.config(text, values))
 
-    def record_step(self, step: int, figures: Mapping[str, float]) -> None:
-        """Record a finished step, counted from 1, and its figures as metrics.jsonl names them."""
+    def record_step(self, step: int, figures: Mapping[str, float], load_LE: npt.ArrayLike | None = None) -> None:
+        """Record a finished step, counted from 1, and its figures as metrics.jsonl names them; and now and then how
+        many of its tokens chose each expert of each layer."""
         if self._resumed_from:
             figures, self._resumed_from = {**figures, "resumed_from": self._resumed_from}, 0
         self._record(step, figures)
         self.display.show_step(step, figures)
+        if load_LE is not None and (step % self._loads_every == 0 or step == self._total):
+            load_LE = np.asarray(load_LE)
+            self._tell(lambda tracker: tracker.loads(step, load_LE))
 
     def record_validation(
         self,

@@ -1,5 +1,5 @@
 """Where the figures of a run are recorded: metrics.jsonl, TensorBoard events, and the interface that loss.png
-(`plot.py`), Weights & Biases and MLflow (`tracking.py`) have, too."""
+(`plot.py`), experts.png (`experts_plot.py`), Weights & Biases and MLflow (`tracking.py`) have, too."""
 
 import json
 import math
@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar
@@ -15,6 +17,7 @@ from tensorboardX.summary import text as text_summary
 
 from megajax.data.files import write_atomically
 from megajax.errors import RunError
+from megajax.models.router import LOAD
 
 _FLUSH_EVERY = 30.0  # seconds
 _LEFT_OUT = ("tokens", "seconds", "data_seconds", "resumed_from")
@@ -35,6 +38,9 @@ class Tracker:
 
     def figures(self, step: int, figures: Mapping[str, float]) -> None:
         """The figures after `step` steps."""
+
+    def loads(self, step: int, load_LE: npt.NDArray[np.int32]) -> None:
+        """How many tokens of a step chose each expert of each layer."""
 
     def text(self, step: int, name: str, text: str) -> None:
         """A text after `step` steps; its name is "sample" or "validation", for example."""
@@ -57,7 +63,7 @@ class MetricsFile(Tracker):
         write_atomically(self._path, "".join(map(_line, records)))
         self._file = self._path.open("ab", buffering=0)
 
-    def figures(self, step: int, figures: Mapping[str, float]) -> None:
+    def figures(self, step: int, figures: Mapping[str, Any]) -> None:
         """Write a line; `RunError` if that cannot be done."""
         line = _line({"step": step, **figures}).encode()
         try:
@@ -66,6 +72,9 @@ class MetricsFile(Tracker):
         except OSError as error:
             problem = (error.strerror or str(error)).lower()
             raise RunError(f"{self._path} cannot be written: {problem}; the same command goes on") from None
+
+    def loads(self, step: int, load_LE: npt.NDArray[np.int32]) -> None:
+        self.figures(step, {LOAD: load_LE.tolist()})
 
     def close(self, *, finished: bool) -> None:
         self._file.close()

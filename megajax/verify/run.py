@@ -114,7 +114,7 @@ def run(
             if with_states and number < steps:
                 kept.append(jax.device_get(layout.to_canonical(state)))
             state, figures, grads = step(state, batch)
-            metrics.append({name: float(value) for name, value in figures.items()})
+            metrics.append({name: float(value) for name, value in figures.items() if value.ndim == 0})
             if number < steps:
                 gradients.append(_canonical(program, grads))
         weights = _canonical(program, layout.with_main(state).params)

@@ -44,7 +44,7 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
         )
     sizes = _Sizes(config, mesh)
     width, notes = sizes.width()
-    ruled = {"num_layers": sizes.num_layers(), **width, **sizes.tokens(), **sizes.vocabulary()}
+    ruled = {"num_layers": sizes.num_layers(), **width, **sizes.tokens(), **sizes.vocabulary(), **sizes.experts()}
     model = dataclasses.replace(config.model, **sizes.others(ruled), **ruled)
     microbatch = min(config.train.microbatch, 2)
     rows = mesh.row_shards * microbatch * sizes.num_microbatches()
@@ -223,6 +223,13 @@ class _Sizes:
                 here = self._ours.tensor if size.split else 1
                 found[name] = here * _few(max(1, value // (self._theirs.tensor if size.split else 1)))
         return found
+
+    def experts(self) -> dict[str, Any]:
+        """As many on each device, up to 3, and as many for each token if it passes fewer than there are."""
+        model = self._model
+        number = self._ours.expert * _few(model.num_experts // self._theirs.expert)
+        few = min(model.experts_per_token, max(1, number - (model.experts_per_token < model.num_experts)))
+        return {"num_experts": number, "experts_per_token": few} if model.num_experts else {}
 
     def num_layers(self) -> int:
         """One or two layers in every virtual stage; as uneven over stages and virtual stages as the original."""

@@ -409,8 +409,8 @@ ROWS: dict[str, dict[str, Row]] = {
         "gathered weights stand in another order": (
             "parallel.shards.Shards.gather",
             (
-                "gather_shards(shard, dim, invariant=invariant)",
-                "jax.numpy.roll(gather_shards(shard, dim, invariant=invariant), shard.shape[dim], dim)",
+                "gather_shards(shard, dim, axes, invariant=invariant)",
+                "jax.numpy.roll(gather_shards(shard, dim, axes, invariant=invariant), shard.shape[dim], dim)",
             ),
             named("input of layer 0, forward", ON_ZERO3),
         ),

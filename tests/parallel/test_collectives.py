@@ -205,7 +205,7 @@ def test_a_split_block_is_the_unsplit_one(block, size, sequence):
     def run(weights, x_BTD):
         module = nnx.merge(graph, nnx.State(weights))
         context = Context(Dropout.off(), CAUSAL)
-        return module(x_BTD, context) if block == "mlp" else module(x_BTD, context, attend_in_context)[0]
+        return module(x_BTD, context, 0 if block == "mlp" else attend_in_context)[0]
 
     @jax.jit
     @partial(

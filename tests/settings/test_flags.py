@@ -13,6 +13,7 @@ from megajax.options import options
 from megajax.settings.flags import Parser, parse
 from megajax.settings.other_names import OURS, nearest
 from megajax.settings.presets import load_preset, resolve
+from megajax.traits import ReadWith
 
 
 def fails(*argv: str) -> str:
@@ -42,9 +43,16 @@ SWITCHES = [key for key, option in options(Config).items() if option.kind is boo
 OF_TASKS = ["task.name", "model.head", "seeds", "data.train", "data.dev"]
 # Which need another value beside them, or not beside those of the preset.
 OF_ROTARY = [key for key in options(Config) if key.startswith("model.rope_")]
-OTHERS = ["optimizer.gradient_dtype", "model.layer_order", "optimizer.warmup_fraction", "lora.targets"]
+OF_EXPERTS = [key for key, option in options(Config).items() if ReadWith("num_experts") in option.traits]
+OTHERS = [
+    "model.num_experts",
+    "optimizer.gradient_dtype",
+    "model.layer_order",
+    "optimizer.warmup_fraction",
+    "lora.targets",
+]
 OTHERS += ["evaluate", "optimizer.cooldown_steps", "train.ramp_start", "train.ramp_increment", "train.ramp_samples"]
-NOT_ALONE = [*SWITCHES, *OF_TASKS, *OF_ROTARY, *OTHERS]
+NOT_ALONE = [*SWITCHES, *OF_TASKS, *OF_ROTARY, *OF_EXPERTS, *OTHERS]
 VALUES = [key for key in options(Config) if not key.startswith("distributed.") and key not in NOT_ALONE]
 
 

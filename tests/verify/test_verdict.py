@@ -184,7 +184,7 @@ def recorded(devices: int = 1, change=lambda place, sample, device, value: value
                     own = change(Place(layer, site, backward), sample, device, own)
                     if own is not None:
                         turn = ("input", "mlp_up", "output").index(site)
-                        at = np.array([sample]), own[None], split, first, (), (0, 0, 0, device), None, turn
+                        at = np.array([sample]), own[None], split, first, (), (0, 0, 0, 0, device), None, turn
                         recording.take(SiteRecord(site, backward, layer, *at))
     return recording
 
@@ -259,7 +259,7 @@ def test_gradients_of_what_devices_share_add_up() -> None:
     for recording, devices in ((alone, [0]), (shared, [0, 1, 1])):
         for device in devices:
             part = whole if recording is alone else whole * (0.25, 0.75)[device]
-            at = np.array([0]), part, 2, 0, ("tensor",) if recording is shared else (), (0, 0, 0, device)
+            at = np.array([0]), part, 2, 0, ("tensor",) if recording is shared else (), (0, 0, 0, 0, device)
             recording.take(SiteRecord("key", True, 0, *at))
     assert first_difference(alone, shared, 1e-12) is None
 

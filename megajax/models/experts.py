@@ -1,0 +1,219 @@
+"""A mixture of experts in the place of a layer's MLP (Shazeer et al., arXiv 1701.06538): a router chooses for every
+token the experts that it passes.
+
+Experts are sharded over the mesh axis `expert`, over which rows of the batch are, too, and each expert's width over
+`tensor`, as a dense MLP's. What an expert computes for tokens of other devices crosses `expert` in one of two ways:
+
+- by capacity: an expert takes so many tokens of every *sequence*, the first choices of all tokens before any second
+  one; what does not fit passes by the layer. All shapes are static: two all-to-alls around dense products. Counting by
+  microbatch or device would make the result depend on the mesh.
+- dropless: the group's tokens are gathered, a device sorts those of its experts, and the sums are reduce-scattered.
+
+Letters: B batch, T tokens, D model, F feed-forward, E experts, K experts of a token, C places of an expert in a
+sequence, S places of all of its experts.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+
+from megajax.axes import EXPERT
+from megajax.backend import Backend
+from megajax.models.config import ModelConfig
+from megajax.models.context import Context
+from megajax.models.mlp import ACTIVATIONS, MLP
+from megajax.models.router import Router, Routing, attached
+from megajax.parallel.boundary import RegionBoundary
+from megajax.parallel.collectives import (
+    CONTEXT,
+    axis_index,
+    axis_size,
+    exchange,
+    gather_shards,
+    scatter_sum,
+    vary,
+    varying_axes,
+)
+from megajax.parallel.layers import Initializer, normal, param
+from megajax.parallel.permutation import rearranged
+from megajax.parallel.products import Factors, Pair, deferred
+from megajax.parallel.random import NamedKey
+from megajax.parallel.sites import named
+
+Multiply = Callable[[Array, Array], Array]  # (rows, weights of all experts of this device) -> rows
+
+
+class ExpertLinear(nnx.Module):
+    """A product with a weight of its own for every expert, [E, in, out]."""
+
+    frozen: bool = False
+
+    def __init__(self, initial: Initializer, shape: tuple[int, ...], dims: tuple[str, ...]):
+        self.weight = param(shape, dims, initial)
+
+    def freeze(self, scale: float) -> None:
+        """From now on the weight has no gradient."""
+        self.frozen = True
+
+    @staticmethod
+    def weight_gradients(factors: Pair, linears: "Sequence[ExpertLinear]") -> list[Array]:
+        """The weights' gradients from the factors of `expert_products`."""
+        (rows, sizes), grads = factors
+
+        def gradient(linear: ExpertLinear, grad: Array) -> Array:
+            multiply = grouped(sizes)
+            weight = vary(jnp.zeros(linear.weight.shape, rows.dtype), sorted(varying_axes(rows)))  # its type
+            return jax.linear_transpose(lambda weight: multiply(rows, weight), weight)(grad)[0]
+
+        return [gradient(linear, grad) for linear, grad in zip(linears, grads, strict=True)]
+
+
+def grouped(sizes_E: Array) -> Multiply:
+    """The product of rows with their experts' weights: [E, N, in] each expert's own, where `sizes` is empty, else
+    [N, in] one expert's after the other's, so many each; what follows is not used."""
+    if sizes_E.size == 0:
+        return lambda rows_END, weight_EDF: jnp.einsum("end,edf->enf", rows_END, weight_EDF)
+
+    def by_size(rows_ND: Array, weight_EDF: Array) -> Array:
+        return lax.ragged_dot(rows_ND, weight_EDF, sizes_E.astype(jnp.int32))
+
+    return by_size
+
+
+def expert_products(
+    rows: Array, sizes_E: Array, linears: Sequence[ExpertLinear], name: str, factors: Factors
+) -> list[Array]:
+    """The outputs of several products of the same rows. With `factors` the backward pass leaves those of their weight
+    gradients there, under their `name`: the rows and the sizes, as floats, and the outputs' gradients."""
+    axes = sorted(varying_axes(rows))
+    weights = [vary(linear.weight[...], axes) for linear in linears]
+    if factors:
+        multiply = lambda rows, weights, sizes_E: [grouped(sizes_E)(rows, weight) for weight in weights]  # noqa: E731
+        return deferred(name, multiply, rows, weights, factors, sizes_E)
+    return [grouped(sizes_E)(rows, weight) for weight in weights]
+
+
+class Mixture(nnx.Module):
+    """The experts with their router; with `shared_expert_size` an MLP of this width, which all tokens pass, beside
+    them."""
+
+    def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
+        experts, hidden, width = config.num_experts, config.hidden_size, config.expert_size
+
+        def by_columns(name: str) -> ExpertLinear:
+            shape, dims = (experts, hidden, width), ("experts", "embed", "expert_mlp")
+            return ExpertLinear(normal(key / "experts" / name, config.init_std), shape, dims)
+
+        self.router = Router(config, key / "router", boundary)
+        self.gate = by_columns("gate") if config.activation == "swiglu" else None
+        self.up = by_columns("up")
+        residual, shape = normal(key / "experts" / "down", config.residual_init_std), (experts, width, hidden)
+        self.down = ExpertLinear(residual, shape, ("experts", "expert_mlp", "embed"))
+        width = config.shared_expert_size
+        self.shared = MLP(config, key / "shared", boundary, backend, width) if width else None
+        self.config, self.boundary = config, boundary
+
+    @property
+    def products(self) -> dict[str, tuple]:
+        """Its products with weights, by the names of their factors (`parallel/products.py`)."""
+        first = (self.up,) if self.gate is None else (self.gate, self.up)
+        shared = {} if self.shared is None else self.shared.products
+        return {"experts_input": first, "experts_output": (self.down,)} | shared
+
+    @jax.named_scope("experts")
+    def __call__(self, x_BTD: Array, context: Context, layer: Array | int) -> tuple[Array, dict[str, Any]]:
+        routing = self.router(x_BTD, context, layer)
+        entered_BTD, share_BTK = self.boundary.enter(x_BTD), self.boundary.enter(routing.share_BTK)
+        chosen_BTK = self.boundary.enter(routing.chosen_BTK)
+        if self.config.expert_capacity:
+            y_BTD, fits_BTK = self._by_capacity(entered_BTD, chosen_BTK, share_BTK, routing, context)
+            dropped = jnp.sum(~fits_BTK, dtype=jnp.int32)
+        else:
+            y_BTD = self._dropless(entered_BTD, chosen_BTK, share_BTK, context)
+            dropped = jnp.zeros((), jnp.int32)
+        y_BTD = named(self.boundary.leave(y_BTD), "experts_output", self.boundary.split)
+        if self.shared is not None:
+            y_BTD = y_BTD + self.shared(x_BTD, context, layer)[0]
+        if context.loss_weight is not None:
+            y_BTD = attached(y_BTD, routing.loss_B, context.loss_weight)
+        return y_BTD, routing.figures | {"experts_dropped": dropped}
+
+    def _experts(self, rows: Array, sizes_E: Array, context: Context) -> Array:
+        """Rows of this device's experts through them; sums over `tensor` are still to be made."""
+        names = ("expert_up",) if self.gate is None else ("expert_gate", "expert_up")
+        rows = checkpoint_name(rows, "expert_rows")
+        inner = expert_products(rows, sizes_E, self.products["experts_input"], "experts_input", context.factors)
+        inner = [checkpoint_name(y, name) for y, name in zip(inner, names, strict=True)]
+        y = ACTIVATIONS[self.config.activation](*inner)
+        return expert_products(y, sizes_E, [self.down], "experts_output", context.factors)[0]
+
+    def _by_capacity(
+        self, x_BTD: Array, chosen_BTK: Array, share_BTK: Array, routing: Routing, context: Context
+    ) -> tuple[Array, Array]:
+        """The sum of the experts' outputs with their shares, and which of this device's choices fit, [B, T, K]."""
+        config, boundary = self.config, self.boundary
+        experts, parts = config.num_experts, axis_size(CONTEXT) if boundary.context != "none" else 1
+        length = boundary.length_of(routing.chosen_BTK)
+        capacity = min(length, math.ceil(config.expert_capacity * length * config.experts_per_token / experts))
+        places = -(-capacity // parts) * parts  # which the devices of a context group divide
+        place_BTK = _places(boundary.of_all_tokens(routing.chosen_BTK), experts)  # of the whole sequence
+        own_BTK = vary(boundary.context_tokens(place_BTK), sorted(varying_axes(x_BTD)))
+        batch, tokens, count = chosen_BTK.shape
+        slot_BN = jnp.where(own_BTK < capacity, chosen_BTK * places + own_BTK, experts * places).reshape(batch, -1)
+        choice_N = jnp.broadcast_to(jnp.arange(tokens * count, dtype=jnp.int32), slot_BN.shape)
+        nobody_BS = jnp.full_like(slot_BN, tokens * count, shape=(batch, experts * places))
+        nobody_BS = vary(nobody_BS, sorted(varying_axes(slot_BN)))
+        source_BS = nobody_BS.at[jnp.arange(batch)[:, None], slot_BN].set(choice_N, mode="drop", unique_indices=False)
+
+        rows_BSD = rearranged(x_BTD, source_BS, slot_BN, count)
+        rows_EBCD = rows_BSD.reshape(batch, experts, places, -1).swapaxes(0, 1)
+        if parts > 1:
+            rows_EBCD = scatter_sum(rows_EBCD, 2, CONTEXT)
+        there = exchange(rows_EBCD, 0, 1, EXPERT)
+        own, rows = there.shape[0], there.shape[1:]
+        out = self._experts(there.reshape(own, -1, rows[-1]), jnp.zeros((0,), jnp.float32), context)
+        back_EBCD = exchange(out.reshape(own, *rows), 1, 0, EXPERT)
+        if parts > 1:
+            back_EBCD = gather_shards(back_EBCD, 2, CONTEXT)
+        back_BSD = back_EBCD.swapaxes(0, 1).reshape(batch, experts * places, -1)
+        found = rearranged(back_BSD, slot_BN, source_BS).reshape(batch, tokens, count, -1)
+        fits_BTK = boundary.own_tokens(place_BTK) < capacity
+        return _weighed(share_BTK, found), fits_BTK
+
+    def _dropless(self, x_BTD: Array, chosen_BTK: Array, share_BTK: Array, context: Context) -> Array:
+        """The sum of the experts' outputs with their shares."""
+        x_BTD, chosen_BTK, share_BTK = (gather_shards(x, 0, EXPERT) for x in (x_BTD, chosen_BTK, share_BTK))
+        own, number, count = self.up.weight.shape[0], chosen_BTK.size, chosen_BTK.shape[-1]
+        local_N = chosen_BTK.reshape(number) - axis_index(EXPERT) * own
+        mine_N = (local_N >= 0) & (local_N < own)
+        local_N = jnp.where(mine_N, local_N, own)  # those of other devices come last
+        source_N = jnp.argsort(local_N, stable=True).astype(jnp.int32)
+        target_N = jnp.where(mine_N, jnp.argsort(source_N).astype(jnp.int32), number)
+        sizes_E = jnp.sum(jax.nn.one_hot(local_N, own, dtype=jnp.float32), axis=0)
+        rows_ND = rearranged(x_BTD.reshape(1, -1, x_BTD.shape[-1]), source_N[None], target_N[None], count)[0]
+        out_ND = self._experts(rows_ND, sizes_E, context)
+        found = rearranged(out_ND[None], target_N[None], source_N[None]).reshape(*chosen_BTK.shape, -1)
+        return scatter_sum(_weighed(share_BTK, found), 0, EXPERT)
+
+
+def _weighed(share_BTK: Array, found_BTKD: Array) -> Array:
+    return jnp.einsum("btk,btkd->btd", share_BTK.astype(found_BTKD.dtype), found_BTKD)
+
+
+def _places(chosen_BTK: Array, experts: int) -> Array:
+    """The place of every choice among those of the same expert in its sequence, int32: the first choices of all tokens
+    come first."""
+    batch, tokens, count = chosen_BTK.shape
+    choice_BN = chosen_BTK.swapaxes(1, 2).reshape(batch, count * tokens)
+    order_BN = jnp.argsort(choice_BN, axis=1, stable=True)
+    rank_BN = jnp.argsort(order_BN, axis=1).astype(jnp.int32)
+    size_BE = jnp.sum(jax.nn.one_hot(choice_BN, experts, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+    begin_BE = jnp.cumsum(size_BE, axis=1, dtype=jnp.int32) - size_BE
+    place_BN = rank_BN - jnp.take_along_axis(begin_BE, choice_BN, axis=1)
+    return place_BN.reshape(batch, count, tokens).swapaxes(1, 2)

@@ -1,0 +1,138 @@
+"""Mixtures of experts: losses, gradients, loads and biases equal one device's on any mesh."""
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from parity_grid import cover, deferring, name
+from tiny import MIXTURE, tiny_config, tiny_program, user_error
+
+from megajax import verify
+from megajax.models.router import LOAD, bias_step
+from megajax.program.synthetic import placed_batch
+from megajax.program.train_step import train_step_with_gradients
+from megajax.settings.validation import validate
+from megajax.verify import Trace, compare
+from megajax.verify.comparison import named_leaves
+from megajax.verify.run import drawn_state
+
+ROWS, TOKENS, LAYERS = 8, 16, 2
+MESHES = [  # data, pipe, context, tensor; and expert
+    *(((1, 1, 1, 1), 2), ((1, 1, 1, 1), 8), ((2, 1, 1, 1), 4), ((1, 2, 1, 1), 4), ((1, 1, 2, 1), 4)),
+    *(((1, 1, 1, 2), 4), ((1, 2, 1, 2), 2), ((2, 1, 2, 1), 2), ((1, 1, 2, 2), 2), ((2, 2, 1, 2), 1)),
+    *(((1, 2, 2, 1), 2), ((2, 2, 1, 1), 2), ((2, 1, 2, 2), 1)),
+]
+GRID: dict[str, list] = {
+    "mesh": MESHES,
+    "capacity": [0.0, 1.0, 1.25],
+    "balance": ["none", "loss", "bias"],
+    "zero": [0, 1, 3],
+    "remat": ["none", "selective", "layer"],
+    "schedule": ["1f1b-1", "gpipe-1", "interleaved-2"],
+    "weight_gradients": ["together", "deferred"],
+    "sequence_parallel": [False, True],
+    "shared_expert_size": [0, 8],
+}
+DEFAULT = [
+    (((1, 2, 1, 2), 2), 1.0, "bias", 1, "layer", "interleaved-2", "deferred", True, 8),
+    (((2, 1, 2, 1), 2), 1.25, "loss", 3, "selective", "1f1b-1", "together", False, 0),
+    (((1, 2, 1, 1), 4), 0.0, "loss", 1, "none", "1f1b-1", "deferred", False, 8),
+]
+
+
+def exists(row: tuple) -> bool:
+    ((_, pipe, _, tensor), _), *_, schedule, weight_gradients, split, _ = row
+    piped = pipe > 1 or (schedule, weight_gradients) == ("1f1b-1", "together")
+    return piped and (tensor > 1 or not split)
+
+
+def pairwise() -> list[tuple]:
+    """Every two values meet."""
+    rows = [row for row in itertools.product(*GRID.values()) if exists(row)]
+    return [rows[number] for number in cover(rows, [*itertools.combinations(range(len(GRID)), 2)])]
+
+
+def config_of(row: tuple, **others: Any):
+    (mesh, expert), capacity, balance, zero, remat, schedule, weight_gradients, split, shared = row
+    kind, _, chunks = schedule.rpartition("-")
+    options = {"remat": remat, "schedule": kind, "chunks": int(chunks), "zero": zero, "sequence_parallel": split}
+    microbatch = max(1, ROWS // (mesh[0] * expert) // 2)
+    options |= deferring(weight_gradients) | {"microbatch": microbatch, "expert": expert}
+    return tiny_config(mesh, **options | model_of(capacity, balance, shared) | others)
+
+
+def model_of(capacity: float, balance: str, shared: int) -> dict[str, Any]:
+    own = {"expert_capacity": capacity, "balance": balance, "router_z_loss": 0.01, "shared_expert_size": shared}
+    return MIXTURE | {"num_layers": LAYERS, "sequence_length": TOKENS, "global_batch": ROWS} | own
+
+
+@functools.cache
+def reference(capacity: float, balance: str, shared: int, precision: str = "fp32") -> tuple[Trace, Any, Any]:
+    config = tiny_config(microbatch=ROWS, precision=precision, **model_of(capacity, balance, shared))
+    program = tiny_program(config)
+    initial = drawn_state(program)
+    return verify.trace(config, 2, canonical=initial, quick_compile=True), initial, figures(program, initial)
+
+
+def figures(program, initial) -> dict[str, np.ndarray]:
+    """Of one step the loads, what is dropped, and the biases after it."""
+    state = program.layout.from_canonical(initial)
+    state, metrics, _ = train_step_with_gradients(program)(state, placed_batch(program, 0))
+    weights = named_leaves(jax.device_get(program.layout.to_canonical(state).params))
+    found = {name: np.asarray(metrics[name]) for name in (LOAD, "experts/dropped")}
+    return found | {name: leaf for name, leaf in weights.items() if name.endswith("router/bias")}
+
+
+def check(row: tuple, precision: str = "fp32") -> Any:
+    _, capacity, balance, *_, shared = row
+    expected, initial, wanted = reference(capacity, balance, shared, precision)
+    config = config_of(row, precision=precision)
+    result = compare(expected, verify.trace(config, 2, canonical=initial, quick_compile=True))
+    found = figures(tiny_program(config), initial)
+    assert found.keys() == wanted.keys() and all((found[name] == wanted[name]).all() for name in wanted), row
+    return result
+
+
+@pytest.mark.parametrize("row", DEFAULT, ids=name)
+def test_grid(row):
+    result = check(row)
+    assert result.within(), result
+
+
+@pytest.mark.full
+def test_whole_grid():
+    """Pairwise, in fp64."""
+    with jax.enable_x64(True):
+        for row in pairwise():
+            result = check(row, "fp64")
+            assert result.loss_error < 1e-12 and result.gradient_error < 1e-12, (row, result)
+
+
+def test_biases_follow_loads():
+    """Towards those that are chosen too rarely; none moves where all are chosen as often."""
+    load = np.array([[3, 1, 2, 2], [2, 2, 2, 2], [0, 0, 0, 0]], np.int32)
+    assert np.asarray(bias_step(load, 0.5, np.float32)).tolist() == [[-0.5, 0.5, 0, 0], [0] * 4, [0] * 4]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"expert": 3, "global_batch": 6}, "--mesh.expert 3 does not divide --model.num-experts 8; valid: 1, 2, 4, 8"),
+        ({"experts_per_token": 9}, "--model.experts-per-token 9 with --model.num-experts 8; valid: 1 to 8"),
+        ({"expert": 2, "num_experts": 0, "experts_per_token": 0}, "--mesh.expert 2 of a model without experts; "),
+        ({"expert_capacity": -1.0}, "--model.expert-capacity -1.0; valid: 0 to 10000"),
+        (
+            {"expert": 8, "global_batch": 4},
+            "--train.global-batch 4 is not divisible by --mesh.data 1 x ",
+        ),
+        ({"remat": "stage"}, "--train.remat stage with experts"),
+        ({"bias": "all"}, "--model.bias all with --model.num-experts 8"),
+    ],
+)
+def test_what_cannot_work_is_one_line(options, words):
+    config = tiny_config(**{**MIXTURE, "shared_expert_size": 0, "expert_size": 0} | options)
+    message = user_error(validate, config, config.mesh.num_devices)
+    assert message.startswith(words), message
