@@ -38,7 +38,7 @@ class DamagedCheckpoint(Exception):
 
 
 def check_files(checkpoint: Path, *, digests: bool) -> None:
-    """Compare the files of a checkpoint with their digests, or only see that nothing else stands in their places; raises
+    """Compare the files of a checkpoint with their digests, or only see that nothing else stands in their places; raise
     `DamagedCheckpoint` if one differs."""
     manifest = _manifest(checkpoint)
     problem = (problem_of if digests else no_file)(checkpoint, manifest) if is_first_process() else ""
