@@ -18,8 +18,9 @@ from megajax.errors import UserError
 from megajax.models.config import LoraConfig
 from megajax.models.context_attention import context_way, elements_sent
 from megajax.plan.communication import communication, totals
+from megajax.plan.sizes import Sizes
 from megajax.program.communication import collectives_of, equations
-from megajax.program.program import Program
+from megajax.program.program import Program, training_way
 from megajax.program.scoring import scores
 from megajax.program.synthetic import placed_batch
 from megajax.program.train_step import loss_and_gradients, train_step_with_gradients
@@ -67,8 +68,8 @@ def exists(row: tuple) -> bool:
 
 
 DEFAULT = [
-    ((2, 1, 2, 2), "gather", "few keys", True, 0, "selective", "1f1b-1", "replicated", "together", 3, True),
-    ((1, 2, 2, 2), "heads", "few keys", True, 20, "layer", "interleaved-2", "split", "deferred", 1, True),
+    ((2, 1, 2, 2), "gather", "few keys", True, 0, "layer", "1f1b-1", "replicated", "together", 3, True),
+    ((1, 2, 2, 2), "heads", "few keys", True, 20, "selective", "interleaved-2", "split", "deferred", 1, True),
     ((1, 1, 4, 1), "gather", "gpt2", True, 5, "none", "1f1b-1", "replicated", "together", 1, False),
     ((1, 2, 2, 2), "gather", "bert-pre", False, 0, "none", "gpipe-1", "split", "deferred", 1, True),
     ((1, 1, 3, 1), "gather", "llama", False, 20, "layer", "1f1b-1", "replicated", "together", 0, False),
@@ -131,6 +132,11 @@ def check_communication(config) -> None:
     found = collectives_of(step.jaxpr)
     assert check_collectives(config, found).passed, check_collectives(config, found)
     assert totals(communication(config)) == totals(found)
+    sizes, count = Sizes(config), config.mesh.context
+    attention = [each for each in found if each.axes == ("context",) and each.kind != "all-reduce"]
+    sent = sum(each.count * each.bytes_sent(count) for each in attention)
+    numbers = elements_sent(config.model, config.mesh.sizes, config.train.remat)[sizes.way]
+    assert sent == pytest.approx(numbers * sizes.rows * sizes.item * sizes.of_layer.count)
 
 
 @pytest.mark.parametrize("context", [full(2), 4, full(8)])
@@ -213,7 +219,7 @@ def short_texts(batch) -> None:
 
 
 def test_the_way_that_sends_less_is_taken():
-    """Few heads of keys are gathered, of a window only what it sees; and what each would send."""
+    """Few heads of keys are gathered, of a window only what it sees; what each would send; and what GPUs can fuse."""
     few, many = tiny_config((1, 1, 4, 1), **LLAMA | {"num_kv_heads": 1}).model, tiny_config((1, 1, 4, 1)).model
     sizes = {"data": 1, "pipe": 1, "context": 4, "tensor": 1}
     assert context_way(few, sizes) == "gather" and context_way(many, sizes) == "heads"
@@ -222,6 +228,11 @@ def test_the_way_that_sends_less_is_taken():
     assert context_way(many, sizes | {"context": 1}) == "none"
     sent = elements_sent(few, sizes)
     assert sent["gather"] == 6 * 1 * 4 * 16 * 3 / 4 and sent["heads"] == 4 * (8 + 4) * 4 * 16 * 3 / 16
+    # Of attention that cuDNN has, heads are taken wherever they can be.
+    assert context_way(few, sizes, fusible=True) == "heads" and context_way(many, sizes | {"tensor": 4}) == "gather"
+    for precision, dropout, way in (("bf16", 0, "heads"), ("bf16", 0.1, "gather"), ("fp32", 0, "gather")):
+        options = LLAMA | {"num_kv_heads": 1, "head_size": 8, "dropout": dropout, "precision": precision}
+        assert training_way(tiny_config((1, 1, 4, 1), **options)) == way
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from megajax.backend import Backend
 from megajax.models.attention_mask import FROM_START, AttentionMask, Places
@@ -39,11 +40,15 @@ def cudnn_can(q_BTHK: Array, setting: Setting) -> bool:
     padding and sliding windows back from the query. Its dropout would depend on the mesh, and documents are private
     there."""
     visible, dropout, backend, places, _ = setting
-    size, item_size = q_BTHK.shape[-1], q_BTHK.dtype.itemsize
-    fits = item_size == 2 and size % 8 == 0 and size <= 256
     window_fits = visible.window is None or (visible.causal and visible.num_keys_B is None)
     limited = visible.first_key_BT is not None or not window_fits
-    return backend.fused_attention and fits and places == FROM_START and dropout.rate == 0 and not limited
+    fits = backend.fused_attention and cudnn_has(q_BTHK.shape[-1], q_BTHK.dtype)
+    return fits and places == FROM_START and dropout.rate == 0 and not limited
+
+
+def cudnn_has(head_size: int, dtype: DTypeLike) -> bool:
+    """Whether it has heads of this size and type."""
+    return jnp.dtype(dtype).itemsize == 2 and head_size % 8 == 0 and head_size <= 256
 
 
 def _by_cudnn(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:

@@ -221,7 +221,8 @@ class ModelConfig:
     context_attention: Annotated[
         Literal["auto", "heads", "gather"],
         "how the devices of mesh.context attend to each other's tokens: each to all of them with some of the heads, or "
-        "with the keys and values of all gathered; auto: what sends less (docs/context.md)",
+        "with the keys and values of all gathered; auto: heads where cuDNN can "
+        "compute them, otherwise what sends less (docs/context.md)",
         NOTHING,
     ] = "auto"
     init_std: Annotated[

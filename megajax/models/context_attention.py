@@ -14,11 +14,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from megajax.models.attend import Setting, attend, attend_in_blocks
 from megajax.models.attention_mask import AttentionMask, Pieces, Places
@@ -27,6 +28,7 @@ from megajax.models.config import ModelConfig
 from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.collectives import (
     CONTEXT,
+    PIPE,
     TENSOR,
     axis_index,
     axis_size,
@@ -41,29 +43,37 @@ from megajax.parallel.tokens import TOKENS, ContextWay
 from megajax.precision import at_least_fp32
 
 HEADS = 2  # a dim of q_BTHK
+Recomputed = Literal["none", "selective", "layer", "stage"]  # see `--train.remat`
 
 
-def context_way(model: ModelConfig, sizes: Mapping[str, int]) -> ContextWay:
-    """How a model's attention reaches the tokens of other devices on a mesh of axes of these sizes, which fit it."""
+def context_way(
+    model: ModelConfig, sizes: Mapping[str, int], remat: Recomputed = "none", *, fusible: bool = False
+) -> ContextWay:
+    """How a model's attention reaches the tokens of other devices on a mesh of axes of these sizes, which fit it.
+    `auto` takes heads where attention is `fusible`, that is cuDNN can compute it, which it can of whole sequences only;
+    otherwise the way that sends least."""
     if sizes[CONTEXT] == 1:
         return "none"
-    sent = elements_sent(model, sizes)
-    if model.context_attention != "auto":
-        sent = {way: number for way, number in sent.items() if (way == "heads") == (model.context_attention == "heads")}
-    return min(sent, key=sent.__getitem__)
+    sent, asked = elements_sent(model, sizes, remat), model.context_attention
+    if asked == "heads" or (asked == "auto" and fusible and "heads" in sent):
+        return "heads"
+    return min((way for way in sent if asked == "auto" or way != "heads"), key=sent.__getitem__)
 
 
-def elements_sent(model: ModelConfig, sizes: Mapping[str, int]) -> dict[ContextWay, float]:
-    """How many numbers of a sequence a device sends for a layer's attention, forward and backward, in each way that is
-    possible."""
+def elements_sent(model: ModelConfig, sizes: Mapping[str, int], remat: Recomputed = "none") -> dict[ContextWay, float]:
+    """How many numbers of a sequence a device sends for a layer's attention, forward, where it is computed again, and
+    backward, in each way that is possible."""
     count, length, window = sizes[CONTEXT], model.sequence_length, model.window_in(model.sequence_length)
     heads, keys = model.num_heads // sizes[TENSOR], max(1, model.num_kv_heads // sizes[TENSOR])
     to_others = model.head_size * length * (count - 1) / count
-    sent: dict[ContextWay, float] = {"gather": 6 * keys * to_others}  # gathered, gathered again, reduce-scattered
+    again = remat == "layer" or (remat == "stage" and sizes[PIPE] > 1)
+    passes = 3 if again else 2
+    sent: dict[ContextWay, float] = {"gather": (2 * passes + 2) * keys * to_others}  # backward gathered and scattered
     if heads % count == 0:
-        sent["heads"] = 4 * (heads + copies(keys, count) * keys) / count * to_others
+        result = heads if remat == "selective" else 0  # what was received is kept
+        sent["heads"] = (2 * passes * (heads + copies(keys, count) * keys) + result) / count * to_others
     if window is not None and window - 1 <= length // count:
-        sent["window"] = 4 * keys * model.head_size * (window - 1)
+        sent["window"] = 2 * passes * keys * model.head_size * (window - 1)
     return sent
 
 
@@ -88,7 +98,7 @@ def attend_to_others(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, setting: Setti
 def _by_heads(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, setting: Setting) -> Array:
     times = copies(k_BTHK.shape[HEADS], axis_size(CONTEXT))
     repeated = (jnp.repeat(x, times, HEADS) if times > 1 else x for x in (k_BTHK, v_BTHK))
-    q_BSHK, k_BSHK, v_BSHK = (exchange(x, HEADS, TOKENS, CONTEXT) for x in (q_BTHK, *repeated))
+    q_BSHK, k_BSHK, v_BSHK = (_received(exchange(x, HEADS, TOKENS, CONTEXT)) for x in (q_BTHK, *repeated))
     heads_BSHK = attend(q_BSHK, k_BSHK, v_BSHK, setting._replace(head_axes=(TENSOR, CONTEXT)))
     return exchange(heads_BSHK, TOKENS, HEADS, CONTEXT)
 
@@ -99,7 +109,7 @@ def _by_window(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, setting: Setting) ->
     before = visible.window - 1
 
     def with_those_before(x: Array) -> Array:
-        return jnp.concatenate([send_on(x[:, x.shape[1] - before :]), x], axis=1) if before else x
+        return jnp.concatenate([_received(send_on(x[:, x.shape[1] - before :])), x], axis=1) if before else x
 
     # Those before the sequence's first token, which nobody has, are seen by none.
     first_BT = jnp.zeros(q_BTHK.shape[:2], jnp.int32) if visible.first_key_BT is None else visible.first_key_BT
@@ -108,6 +118,11 @@ def _by_window(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, setting: Setting) ->
     return attend(
         q_BTHK, with_those_before(k_BTHK), with_those_before(v_BTHK), setting._replace(visible=visible, places=places)
     )
+
+
+def _received(x: Array) -> Array:
+    """What selective recomputation keeps, so that nothing is sent again."""
+    return checkpoint_name(x, "attention_received")
 
 
 def _by_gathering(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, setting: Setting) -> Array:
@@ -190,31 +205,31 @@ def _over_tiles(
 ) -> Any:
     """`step(totals, tile)` for all keys that this device's queries see, one tile after the other, so that one's scores
     exist at a time. Every device has as many tiles of the same sizes."""
-    start_P, number = places.queries.start_P, jnp.arange(2, dtype=jnp.int32)
+    start_P, count = places.queries.start_P, axis_size(CONTEXT)
     assert start_P is not None
 
-    def scan(totals: Any, starts: tuple[Array, ...], size: int, ahead: int | None) -> Any:
-        def turn(totals: Any, of_tile: tuple[Array, ...]) -> tuple[Any, None]:
-            first, query, key = of_tile
-            return step(totals, _Tile(first, query, key, size, piece, visible, ahead)), None
+    def scan(totals: Any, starts: tuple[Array, Array, Array], **others: Any) -> Any:
+        def turn(totals: Any, starts: Any) -> tuple[Any, None]:
+            first, query, key = starts
+            return step(totals, _Tile(first, query, key, num_keys=piece, **others)), None
 
         return lax.scan(turn, totals, starts)[0]
 
-    if not visible.causal:  # all queries attend to all pieces of keys
-        own, key = (x.reshape(-1) for x in jnp.indices((2, 2 * axis_size(CONTEXT)), dtype=jnp.int32))
-    else:
+    if visible.causal:
         # With themselves; then with all keys before them. Of the pieces before its own the c-th from the front has c,
         # the c-th from the back the others of 2 C - 1.
-        totals = scan(totals, (piece * number, start_P, start_P), piece, 0)
-        visible = dataclasses.replace(visible, causal=False)
-        turn = jnp.arange(2 * axis_size(CONTEXT) - 1, dtype=jnp.int32)
+        first = jnp.arange(0, 2 * piece, piece, dtype=jnp.int32)
+        totals = scan(totals, (first, start_P, start_P), num_queries=piece, visible=visible, ahead=0)
+        turn = jnp.arange(2 * count - 1, dtype=jnp.int32)
         own = (turn >= axis_index(CONTEXT)).astype(jnp.int32)
         key = turn - own * axis_index(CONTEXT)
+    else:
+        own, key = (x.reshape(-1) for x in jnp.indices((2, 2 * count), dtype=jnp.int32))
     size = tile_queries(piece, block)
-    parts = piece // size
-    own, key = (jnp.repeat(x, parts) for x in (own, key))
-    within = jnp.tile(jnp.arange(0, piece, size, dtype=jnp.int32), len(own) // parts)
-    return scan(totals, (piece * own + within, start_P[own] + within, piece * key), size, None)
+    within = jnp.tile(jnp.arange(0, piece, size, dtype=jnp.int32), len(own))
+    own, key = (jnp.repeat(x, piece // size) for x in (own, key))
+    starts = piece * own + within, start_P[own] + within, piece * key
+    return scan(totals, starts, num_queries=size, visible=dataclasses.replace(visible, causal=False))
 
 
 def _forward_of_heads(

@@ -12,8 +12,8 @@ CHOICE = "expert_choice"
 # Names of what is expensive to compute again (a matrix product, attention, an all-reduce). The MLP's second product is
 # not among them, since nothing in the backward pass needs its result.
 EXPENSIVE = (
-    *("query", "key", "value", "attention_heads", "attention_statistics", "attention_output", "mlp_gate", "mlp_up"),
-    *("expert_rows", "expert_gate", "expert_up", CHOICE),
+    *("query", "key", "value", "attention_received", "attention_heads", "attention_statistics", "attention_output"),
+    *("mlp_gate", "mlp_up", "expert_rows", "expert_gate", "expert_up", CHOICE),
 )
 
 

@@ -8,12 +8,12 @@ from typing import Any
 from megajax.axes import AXES, CONTEXT
 from megajax.backend import CPU, GPU
 from megajax.config import Config
-from megajax.models.context_attention import context_way
 from megajax.plan.compiled import Compilation
 from megajax.plan.machines import GIB, Machine
 from megajax.plan.memory import memory
 from megajax.plan.search import VARIED, Found, Planned, command, schedule_in_words
 from megajax.plan.time import in_order
+from megajax.program.program import training_way
 
 _COLUMNS = "schedule", "rows", "remat", "zero", "sequence", "s/step", "tokens/s", "MFU", "GiB"
 
@@ -81,7 +81,7 @@ def _compiled_line(number: int, compilation: Compilation, planned: Planned) -> s
 
 def _row(number: int, each: Planned, axes: Sequence[str]) -> tuple[str, ...]:
     config, sizes = each.config, each.config.mesh.sizes
-    ways = {CONTEXT: f" {context_way(config.model, sizes)}"} if sizes[CONTEXT] > 1 else {}
+    ways = {CONTEXT: f" {training_way(config)}"} if sizes[CONTEXT] > 1 else {}
     return (
         str(number),
         *(f"{sizes[axis]}{ways.get(axis, '')}" for axis in axes),

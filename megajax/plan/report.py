@@ -5,13 +5,13 @@ from typing import Any
 
 from megajax.backend import CPU, GPU
 from megajax.config import Config
-from megajax.models.context_attention import context_way
 from megajax.models.family import count_parameters, step_flops
 from megajax.plan.communication import communication, sent_by_axes, totals
 from megajax.plan.compiled import Compilation
 from megajax.plan.machines import GIB, Machine
 from megajax.plan.memory import Memory, backend_of, memory
 from megajax.plan.time import in_order, step_time
+from megajax.program.program import training_way
 
 _NAMES = {
     "main_weights": "main weights",
@@ -76,7 +76,7 @@ def _head(plan: dict[str, Any], config: Config) -> str:
     pipe = f", {config.pipeline.schedule}" if config.mesh.pipe > 1 else ""
     chunks = f" x {config.pipeline.chunks} chunks" if config.pipeline.chunks > 1 else ""
     split = ", sequence split" if config.sequence_parallel else ""
-    split += f", attention by {context_way(config.model, config.mesh.sizes)}" if config.mesh.context > 1 else ""
+    split += f", attention by {training_way(config)}" if config.mesh.context > 1 else ""
     return (
         f"{plan['preset']}: {plan['parameters']:,} parameters on {plan['devices']} {plan['gpu']}, "
         f"{config.mesh}; {config.precision}{pipe}{chunks}{split}, "

@@ -16,7 +16,6 @@ from megajax.backend import Backend
 from megajax.config import Config, MeshConfig
 from megajax.errors import UserError
 from megajax.models.config import ModelConfig
-from megajax.models.context_attention import context_way
 from megajax.options import as_flag, options
 from megajax.pipeline.config import PipelineConfig, has_table
 from megajax.pipeline.schedule import SCHEDULES
@@ -26,7 +25,7 @@ from megajax.plan.memory import Memory, backend_of, memory
 from megajax.plan.sizes import steady_state_microbatches
 from megajax.plan.time import StepModel, StepTime, step_time
 from megajax.plan.traced import step_cost
-from megajax.settings.validation import validate, validate_mesh
+from megajax.settings.validation import check_context, validate, validate_mesh
 
 VARIED = (
     *(f"mesh.{axis}" for axis in AXES), "pipeline.schedule", "pipeline.chunks", "pipeline.weight_gradients",
@@ -85,6 +84,8 @@ def search(config: Config, devices: int, machine: Machine, *, given: Iterable[st
     `UserError` where nothing fits, or the model has no mesh of so many devices, with what forbids it."""
     peak_of(machine, config.precision)
     kept = frozenset(given)
+    if "mesh.context" in kept:
+        check_context(config)
     for fewest in _FEWEST_TOKENS:
         tried, smallest, fitting = _tried(config, devices, machine, kept, fewest)
         if fitting:
@@ -174,13 +175,11 @@ def _on_meshes(config: Config, devices: int, kept: frozenset[str], fewest: int =
 
 
 def _with_ways(model: ModelConfig, mesh: MeshConfig, kept: frozenset[str]) -> list[ModelConfig]:
-    """The model with every way of attention over `context` that the mesh has, what `auto` takes being called so."""
+    """The model with every way of attention over `context` that the mesh has."""
     if mesh.context == 1 or "model.context_attention" in kept:
         return [model]
     gathers, divides = (replace(model, context_attention=way) for way in ("gather", "heads"))
-    possible = [gathers, divides] if model.num_heads // mesh.tensor % mesh.context == 0 else [gathers]
-    models = *possible, replace(model, context_attention="auto")
-    return [*{context_way(each, mesh.sizes): each for each in models}.values()]
+    return [gathers, divides] if model.num_heads // mesh.tensor % mesh.context == 0 else [gathers]
 
 
 def _meshes(devices: int, limited: Mapping[str, list[int]]) -> Iterator[MeshConfig]:
@@ -283,10 +282,9 @@ def _nothing(
     model, batch = config.model, config.train.global_batch
     stays = "".join(f" {as_flag(key, attrgetter(key)(config))}" for key in VARIED if key in kept)
     rows = " x ".join(f"--mesh.{axis}" for axis in ROW_AXES if axis != EXPERT or model.num_experts)
-    shared = f"2 x --mesh.context --model.sequence-length {model.sequence_length}, " * ("mesh.context" in kept)
     return UserError(
         f"--devices {devices}{stays}: no mesh of so many; {rows} has to divide --train.global-batch {batch}, "
-        f"{shared}--mesh.pipe at most --model.num-layers {model.num_layers}, --mesh.tensor divide --model.num-heads "
+        f"--mesh.pipe at most --model.num-layers {model.num_layers}, --mesh.tensor divide --model.num-heads "
         f"{model.num_heads}, --model.mlp-size {model.mlp_size} and the padded vocabulary of "
         f"{model.padded_vocab_size}; valid: such as {_nearest(config, devices, kept)}"
     )

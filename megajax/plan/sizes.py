@@ -26,13 +26,14 @@ from megajax.mesh import (
 )
 from megajax.models.attention_mask import AttentionMask
 from megajax.models.config import LoraConfig, ModelConfig
-from megajax.models.context_attention import context_way, copies, tile_queries
+from megajax.models.context_attention import copies, tile_queries
 from megajax.models.family import CutModel, family_of
 from megajax.models.lora import Adapters
 from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.tokens import ContextWay
 from megajax.pipeline.placement import Placement
 from megajax.pipeline.schedule import SCHEDULES
+from megajax.program.program import training_way
 
 Shape = tuple[int, ...]
 ITEM_SIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a number
@@ -231,7 +232,7 @@ class Sizes:
         self.rows = self.microbatch * (model.num_classes if model.head == "choice" else 1)
         self.tokens = model.sequence_length
         self.bidirectional = family_of(model).bidirectional
-        self.way = context_way(model, mesh.sizes)
+        self.way = training_way(config)
         divided_by = mesh.context if self.way == "heads" else 1
         kv_heads = max(1, model.num_kv_heads // mesh.tensor)
         self.attention_heads = model.num_heads // mesh.tensor // divided_by

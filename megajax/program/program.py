@@ -18,6 +18,7 @@ from megajax.backend import Backend, backend_of
 from megajax.batch import BatchSpec
 from megajax.config import Config
 from megajax.mesh import ROWS, batch_specs, make_abstract_mesh, make_mesh, shardings
+from megajax.models.attend import cudnn_has
 from megajax.models.context_attention import context_way
 from megajax.models.family import CutModel, family_of
 from megajax.optim.adam import make_optimizer
@@ -74,7 +75,7 @@ class Program:
         way: ContextWay = "none"
         if length and length % (2 * self.config.mesh.context) == 0:  # of this length a window may reach further
             of_length = dataclasses.replace(self.config.model, sequence_length=length)
-            way = context_way(of_length, self.config.mesh.sizes)
+            way = context_way(of_length, self.config.mesh.sizes, fusible=_fusible(self.config, dropout=0))
         if way not in self._forward_models:
             boundary = RegionBoundary(vocabulary=vocabulary_axes(self.config), context=way)
             model = self.config.model.forward_only
@@ -176,9 +177,20 @@ def vocabulary_axes(config: Config) -> Axes:
 
 def training_boundary(config: Config) -> RegionBoundary:
     """The boundary of tensor-parallel regions in a training step."""
-    way = context_way(config.model, config.mesh.sizes)
     regather = config.train.remat != "layer"
-    return RegionBoundary(config.sequence_parallel, way, vocabulary_axes(config), regather)
+    return RegionBoundary(config.sequence_parallel, training_way(config), vocabulary_axes(config), regather)
+
+
+def training_way(config: Config) -> ContextWay:
+    """How attention reaches the tokens of the other devices of a context group in a training step."""
+    fusible = _fusible(config, config.model.dropout)
+    return context_way(config.model, config.mesh.sizes, config.train.remat, fusible=fusible)
+
+
+def _fusible(config: Config, dropout: float) -> bool:
+    """Whether attention of whole sequences is one that cuDNN has."""
+    has_heads = cudnn_has(config.model.head_size, COMPUTE_DTYPE[config.precision])
+    return has_heads and dropout == 0 and not config.data.reset_attention
 
 
 def scans_layers(config: Config, backend: Backend) -> bool:

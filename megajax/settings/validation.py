@@ -85,7 +85,7 @@ def _check_training_on_mesh(config: Config, num_devices: int) -> None:
     divisors = " x ".join([*(f"--mesh.{axis}" for axis in config.mesh.shown if axis in ROW_AXES), "--train.microbatch"])
     name = f"--train.global-batch / ({divisors})"
     check_table(config.pipeline, config.mesh.pipe, config.train.global_batch // rows, name)
-    _check_context(config)
+    check_context(config)
     length, tensor = config.model.sequence_length, config.mesh.tensor
     if config.sequence_parallel and length % tensor:
         raise UserError(
@@ -94,7 +94,7 @@ def _check_training_on_mesh(config: Config, num_devices: int) -> None:
         )
 
 
-def _check_context(config: Config) -> None:
+def check_context(config: Config) -> None:
     """That the devices of a context group can share a sequence, each two pieces of it."""
     context, tensor, length = config.mesh.context, config.mesh.tensor, config.model.sequence_length
     pieces = 2 * context * (tensor if config.sequence_parallel else 1)

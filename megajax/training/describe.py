@@ -79,7 +79,7 @@ def _context_line(program: Program) -> str:
         return ""
     sent = {
         name: f"{name} {numbers * ITEM_SIZE[config.precision] / 2**20:,.1f} MiB"
-        for name, numbers in elements_sent(config.model, config.mesh.sizes).items()
+        for name, numbers in elements_sent(config.model, config.mesh.sizes, config.train.remat).items()
     }
     return (
         f"context: {config.model.sequence_length // config.mesh.context} tokens a device; attention by {way}, sent for "

@@ -13,8 +13,9 @@ from megajax.axes import BATCH_AXES
 from megajax.config import Config, DistributedConfig, MeshConfig
 from megajax.errors import UserError
 from megajax.models.config import ModelConfig
-from megajax.models.context_attention import context_way, copies
+from megajax.models.context_attention import copies
 from megajax.options import options
+from megajax.program.program import training_way
 from megajax.traits import ReadWith, Size, Small
 
 MOST_VIRTUAL_STAGES = 64
@@ -118,7 +119,7 @@ class _Sizes:
     def __init__(self, config: Config, mesh: MeshConfig):
         self._config, self._model = config, config.model
         self._theirs, self._ours = config.mesh, mesh
-        self._way = context_way(config.model, config.mesh.sizes)
+        self._way = training_way(config)
 
     def width(self) -> tuple[dict[str, Any], list[str]]:
         """Heads, head size, hidden size and MLP size; and notes on what could not be preserved."""

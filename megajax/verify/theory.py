@@ -176,8 +176,10 @@ class _Step(WeightTraffic):
             needed += 1  # that of attention
         elif config.train.remat != "selective":
             needed = 0
-        if config.train.remat == "layer" or (config.train.remat == "selective" and self.way != "gather"):
-            yield from self.attention(again, times)  # what was gathered is not needed where the result is kept
+        if config.train.remat == "layer":
+            yield from self.attention(again, times)
+        elif config.train.remat == "selective":  # what was received is kept, as is what the device computed of it
+            yield from self.back_from_heads(again, times)
         for _ in range(needed):
             yield from self.leave(again, times)
         yield from self.attention_backward("layers backward: attention", times)
@@ -214,12 +216,17 @@ class _Step(WeightTraffic):
         if self.way == "heads":
             for number in (heads, *[copies(keys, self.config.mesh.context) * keys] * 2):
                 yield one(purpose, EXCHANGE, (CONTEXT,), self._of_heads(number, here), self.item, times)
-            back = self._of_heads(heads // self.config.mesh.context, self.tokens)
-            yield one(purpose, EXCHANGE, (CONTEXT,), back, self.item, times)
+        yield from self.back_from_heads(purpose, times)
         for _ in range(2 if self.way == "gather" else 0):
             yield one(purpose, GATHER, (CONTEXT,), self._of_heads(keys, here), self.item, times)
         for _ in range(2 if self.way == "window" and self.before else 0):
             yield one(purpose, PERMUTE, (CONTEXT,), self._of_heads(keys, self.before), self.item, times)
+
+    def back_from_heads(self, purpose: str, times: Times) -> Iterator[Communication]:
+        """The result of all tokens for some of the heads to that of a device's tokens for all of them."""
+        if self.way == "heads":
+            found = self._of_heads(self.heads // self.config.mesh.context, self.tokens)
+            yield one(purpose, EXCHANGE, (CONTEXT,), found, self.item, times)
 
     def attention_backward(self, purpose: str, times: Times) -> Iterator[Communication]:
         """The gradients of all that; what was gathered is gathered again."""
