@@ -204,7 +204,7 @@ def test_long_sequences_are_shared():
         search(given, 4, H100, given=[*keys, "mesh.context"]),
     )
     ways = [{(each.base.mesh.context, each.base.model.context_attention) for each in found.fitting} for found in some]
-    assert ways == [{(1, "auto"), (2, "auto"), (2, "gather")}, {(4, "auto"), (4, "gather")}]
+    assert ways == [{(1, "auto"), (2, "heads"), (2, "gather")}, {(4, "heads"), (4, "gather")}]
     for each in some[0].fitting[::7]:
         validate(each.config, 4)
     header, first, *_ = ranking.lines(some[1], "demo", given, H100)[1:]
