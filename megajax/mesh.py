@@ -81,6 +81,24 @@ def needs_tensor_sum(logical: PartitionSpec, rules: Mapping[str, Axes | None] = 
     return bool(_IN_REGIONS & {*logical}) and TENSOR not in spec_axes(mesh_spec(logical, rules))
 
 
+def matrix_dims(logical: PartitionSpec) -> tuple[int, int] | None:
+    """Of a layer's weight that a product multiplies with, whole or one of a stack: how many of its dims are rows, which
+    go into the product, and how many after these are columns, the last of all. Its dims' names say it: on one side is
+    the residual stream, on the other the inside of a tensor-parallel region. None of any other weight, and of LoRA's
+    adapters."""
+    inside = _IN_REGIONS - {"rank"}
+    names = [*logical]
+    first = next((place for place, name in enumerate(names) if name in {*inside, "embed"}), len(names))
+    matrix = names[first:]
+    if len(matrix) < 2:
+        return None
+    for rows in (1, len(matrix) - 1):
+        sides = {*matrix[:rows]}, {*matrix[rows:]}
+        if {"embed"} in sides and any(side <= inside for side in sides):
+            return rows, len(matrix) - rows
+    return None
+
+
 def mesh_spec(logical: PartitionSpec, rules: Mapping[str, Axes | None] = RULES) -> PartitionSpec:
     """Translate a spec of logical dim names into one of mesh axes.
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 from megajax.errors import UserError
 from megajax.host.reading import parse_toml
-from megajax.traits import Changes, IsPath, Through
+from megajax.traits import Changes, IsPath, ReadWith, Through
 
 _Trait = TypeVar("_Trait")
 
@@ -260,6 +260,20 @@ def check(given: object) -> None:
     for key, option in options(owner).items():
         if problem := option.problem(attrgetter(key)(given)):
             raise UserError(f"{option.flag} {problem}")
+
+
+def check_read(section: object, name: str) -> None:
+    """Check that an option of the section called `name` which is read only with some values of another option has its
+    default elsewhere."""
+    owner: Any = type(section)
+    for field, option in options(owner).items():
+        value, reader = getattr(section, field), option.trait(ReadWith)
+        if reader and not reader.ignored and not reader.is_read(section) and value != option.default:
+            given, without = (as_flag(f"{name}.{field}", each) for each in (value, option.default))
+            flag = f"--{name}.{reader.name.replace('_', '-')}"
+            raise UserError(
+                f"{given} with {flag} {getattr(section, reader.name)}; valid: {flag} {reader.words}, or {without}"
+            )
 
 
 def suggest(unknown: str, valid: Iterable[str], otherwise: str) -> str:

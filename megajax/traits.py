@@ -16,12 +16,13 @@ class Changes(Enum):
     ENDS = auto()  # weights of embedding and head: `--init` cuts them or draws them anew
     COMPUTATION = auto()  # only what is computed with the weights: `--init` takes the new value and logs it
     ADAPTERS = auto()  # LoRA's adapters, with which every run begins anew
+    OPTIMIZER = auto()  # the optimizer's state, with which every run begins anew
     SAMPLES = auto()  # the order of samples: refused on resuming a run that has trained
     NOTHING = auto()  # neither
 
 
 WEIGHTS, ENDS, COMPUTATION = Changes.WEIGHTS, Changes.ENDS, Changes.COMPUTATION
-ADAPTERS, SAMPLES, NOTHING = Changes.ADAPTERS, Changes.SAMPLES, Changes.NOTHING
+ADAPTERS, OPTIMIZER, SAMPLES, NOTHING = Changes.ADAPTERS, Changes.OPTIMIZER, Changes.SAMPLES, Changes.NOTHING
 
 
 @dataclass(frozen=True)

@@ -146,11 +146,11 @@ FEW_ROWS = [
     (*row[:-1], {"bert-post": "bert-post-span"}.get(row[MODEL], row[MODEL]))
     for row in pairwise(list(filter(usual, ALL)), FURTHER_APART, seed=34)
 ]
-# Of other models: heads of keys that several devices hold, a gate, an output table of its own; a choice.
+# Of other models: heads of keys that several devices hold, a gate, an output table of its own, by Muon; a choice.
 FEW_MODELS = [
     row(schedule="gpipe-1", vocabulary="split", remat="selective", zero=0, model="bert-pre-choice"),
-    row(schedule="interleaved-2", vocabulary="split", remat="selective", zero=3, model="llama"),
-    row(mesh=(1, 2, 4), weight_gradients="deferred", sequence_parallel=True, model="qwen3"),
+    row(schedule="interleaved-2", vocabulary="split", remat="selective", zero=3, model="llama-muon"),
+    row(mesh=(1, 2, 4), weight_gradients="deferred", sequence_parallel=True, model="qwen3-muon"),
 ]
 # Rows of one reference stand together, so that few references are computed by both of pytest's workers.
 DEFAULT = sorted([*limited(FEW_ROWS), *AXES, *FEW_MODELS], key=lambda row: (row[MODEL], row[LAYERS]))
@@ -178,6 +178,7 @@ CLASSES = row(microbatches="fewer", sequence_parallel=True, model="bert-post-cla
 TASKS = [CLASSES, *pairwise([(*row, model) for row in BERTS for model in HEADS])]
 # Decoders of other words: the same. On (1, 1, 8) and (1, 2, 4) heads of keys are held several times.
 DECODERS = {"llama": LLAMA, "qwen3": QWEN3}
+MUONS = {f"{name}-muon": words | {"optimizer": {"name": "muon"}} for name, words in DECODERS.items()}
 GPTS = [row[:-1] for row in ALL if row[MESH] in USUAL and row[-1] == "gpt2"]
 OF_DECODERS = pairwise([(*row, model) for row in GPTS for model in DECODERS])
 # Adapters in place of the weights: the same, whatever the products.
@@ -215,8 +216,9 @@ def config_of(row: tuple, **others: Any) -> Config:
 
 
 def of(model: str) -> dict[str, Any]:
-    if model in DECODERS | LORAS:
-        return (DECODERS | LORAS)[model]
+    others = DECODERS | LORAS | MUONS
+    if model in others:
+        return others[model]
     family, order, head = (*model.split("-"), *("", "")[model.count("-") :])
     return {"family": family, "layer_order": order or "pre", "head": head or "pretraining"}
 

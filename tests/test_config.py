@@ -134,6 +134,11 @@ INTERLEAVED = {"pipeline.schedule": "interleaved"}
         ({"optimizer.cooldown_steps": 9}, "9 with --optimizer.schedule cosine; valid: --optimizer.schedule wsd, or 0"),
         (WSD, "--optimizer.cooldown-steps 0 with --optimizer.schedule wsd, which ends at --optimizer.decay-steps 100"),
         (WSD | {"optimizer.cooldown_steps": 61}, "after 40 steps of warm-up; valid: 1 to 60"),
+        (
+            {"optimizer.muon_steps": 6},
+            "--optimizer.muon-steps 6 with --optimizer.name adamw; valid: --optimizer.name muon, or "
+            "--optimizer.muon-steps 5",
+        ),
         ({"train.ramp_start": 2}, "and --train.ramp-samples missing; valid: --train.ramp-start,"),
         (RAMP | {"train.ramp_start": 8}, "8 with --train.global-batch 8, to which it grows; valid: 1"),
         (RAMP | {"train.ramp_increment": 4}, "not lead from --train.ramp-start 2 to --train.global-batch 8; valid"),

@@ -62,11 +62,13 @@ def tiny_config(
     reset_attention: bool = False,
     lora: LoraConfig | None = None,
     expert: int = 1,
+    optimizer: dict[str, Any] | None = None,
     **model,
 ) -> Config:
     """A configuration on `mesh` (data, pipe, tensor) or (data, pipe, context, tensor); `model` overrides fields of
-    `ModelConfig`."""
+    `ModelConfig`, `optimizer` those of `OptimizerConfig`."""
     data, pipe, *context, tensor = mesh
+    rates = {"learning_rate": 1e-3, "warmup_steps": 2, "decay_steps": 10, "zero": zero}
     defaults = {"num_layers": 4, "hidden_size": 24, "num_heads": 8, "sequence_length": 16, "vocab_size": 101}
     return Config(
         precision=precision,
@@ -83,7 +85,7 @@ def tiny_config(
         ),
         train=TrainConfig(steps=10, global_batch=global_batch, microbatch=microbatch, remat=remat),
         data=DataConfig(reset_attention=reset_attention),
-        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=2, decay_steps=10, zero=zero),
+        optimizer=OptimizerConfig(**rates | (optimizer or {})),
     )
 
 

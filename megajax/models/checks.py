@@ -3,8 +3,7 @@
 from megajax.errors import UserError
 from megajax.models.config import LORA_TARGETS, LoraConfig, ModelConfig, product_sizes
 from megajax.models.registry import FAMILIES
-from megajax.options import as_flag, options, suggest
-from megajax.traits import ReadWith
+from megajax.options import as_flag, check_read, suggest
 
 
 def check_model(model: ModelConfig) -> None:
@@ -24,7 +23,7 @@ def check_model(model: ModelConfig) -> None:
             f"--model.mlp-size {model.mlp_size} with --model.family {model.family}; valid: {4 * model.hidden_size}, "
             "4 x --model.hidden-size"
         )
-    _check_read(model)
+    check_read(model, "model")
     _check_rotary(model)
     _check_experts(model)
 
@@ -46,18 +45,6 @@ def _check_heads(model: ModelConfig, *, free: bool) -> None:
         raise UserError(
             f"--model.num-kv-heads {model.num_kv_heads} with --model.num-heads {heads}; valid: {', '.join(shown)}"
         )
-
-
-def _check_read(model: ModelConfig) -> None:
-    """That an option which is read only with some values of another has its default elsewhere."""
-    for name, option in options(ModelConfig).items():
-        value, reader = getattr(model, name), option.trait(ReadWith)
-        if reader and not reader.ignored and not reader.is_read(model) and value != option.default:
-            given, without = (as_flag(f"model.{name}", each) for each in (value, option.default))
-            flag = f"--model.{reader.name.replace('_', '-')}"
-            raise UserError(
-                f"{given} with {flag} {getattr(model, reader.name)}; valid: {flag} {reader.words}, or {without}"
-            )
 
 
 def _check_experts(model: ModelConfig) -> None:

@@ -19,16 +19,7 @@ WINDOW = 64  # recent gradient norms that the median is taken of
 FEWEST = 16  # and how many there must be before it counts
 
 
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
-    """AdamW with the run's schedule; weight decay on matrices and embeddings only."""
-    return optax.chain(  # optax.adamw's
-        _scale_by_adam(config),
-        optax.add_decayed_weights(config.weight_decay, decay_mask),
-        optax.scale_by_learning_rate(lambda step: learning_rate(step, config)),
-    )
-
-
-def _scale_by_adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
+def scale_by_adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
     """`optax.scale_by_adam`, whose state stays the same where the step is not `taken`.
 
     The barrier has XLA finish the new moments before it computes weights from them: nothing else reads the old ones,
@@ -37,7 +28,7 @@ def _scale_by_adam(config: OptimizerConfig) -> optax.GradientTransformationExtra
     adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
 
     def advance(grads: Tree, state: Tree, params: Tree = None, *, taken: Array | bool) -> tuple[Tree, Tree]:
-        advanced = _choose(taken, adam.update(grads, state)[1], state)
+        advanced = choose(taken, adam.update(grads, state)[1], state)
         moments = jax.tree.map(lambda mu, nu: lax.optimization_barrier((mu, nu)), advanced.mu, advanced.nu)
         mu, nu = (jax.tree.map(lambda _, pair, i=i: pair[i], advanced.mu, moments) for i in range(2))
         mean = optax.tree.bias_correction(mu, config.beta1, advanced.count)
@@ -54,20 +45,21 @@ def update(
 ) -> tuple[Tree, Tree]:
     """One step: new parameters and optimizer state; bit for bit the old ones where the step is not `taken`."""
     with jax.numpy_dtype_promotion("standard"):  # optax mixes its integer counter with floats
-        updates, (adam, *others) = optimizer.update(grads, state, params, taken=taken)
+        updates, (first, *others) = optimizer.update(grads, state, params, taken=taken)
     new = optax.apply_updates(params, updates), tuple(others)
-    new_params, rest = _choose(taken, new, (params, state[1:]))
-    return new_params, (adam, *rest)
+    new_params, rest = choose(taken, new, (params, state[1:]))
+    return new_params, (first, *rest)
 
 
 @jax.named_scope("optimizer")
 def averaged(average: Tree, params: Tree, decay: float, taken: Array | bool) -> Tree:
     """The moving average of parameters after a step; bit for bit the old one where the step is not `taken`."""
     moved = jax.tree.map(lambda old, new: old + (1.0 - decay) * (new - old), average, params)
-    return _choose(taken, moved, average)
+    return choose(taken, moved, average)
 
 
-def _choose(taken: Array | bool, new: Tree, old: Tree) -> Tree:
+def choose(taken: Array | bool, new: Tree, old: Tree) -> Tree:
+    """The new values where a step is taken, else the old ones."""
     return jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, old)
 
 

@@ -5,14 +5,28 @@ from typing import Annotated, Literal
 
 from megajax.errors import UserError
 from megajax.options import AT_LEAST_ZERO, MOST, POSITIVE_SHARE, SHARE, Range, above, between
-from megajax.traits import Small
+from megajax.traits import OPTIMIZER, ReadWith, Small
+
+_OF_MUON = ReadWith("name", ("muon",))
+_COEFFICIENT = between(-1000, 1000)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW, its learning-rate schedule, where its state is kept, and which steps it skips."""
+    """AdamW or Muon, the learning-rate schedule, where the state is kept, and which steps are skipped."""
 
+    name: Annotated[
+        Literal["adamw", "muon"],
+        "muon: matrices of layers by Muon (orthogonalised momentum), all other weights by AdamW",
+        OPTIMIZER,
+    ] = "adamw"
     learning_rate: Annotated[float, "peak, reached at the end of the warm-up", above(0, 1e30)]
+    adamw_learning_rate: Annotated[
+        float,
+        "of muon: peak of the weights that are AdamW's, which follows the same course; 0: learning_rate",
+        between(0, 1e30),
+        _OF_MUON,
+    ] = 0.0
     decay_steps: Annotated[
         int,
         "step at which the decay reaches the floor, warm-up included; constant and inverse-square-root: not used; "
@@ -42,6 +56,20 @@ class OptimizerConfig:
     beta1: Annotated[float, "decay of the mean of the gradients", SHARE] = 0.9
     beta2: Annotated[float, "decay of the mean of their squares", SHARE] = 0.999
     epsilon: Annotated[float, "added to the denominator", above(0, 1000)] = 1e-8
+    muon_momentum: Annotated[float, "decay of Muon's mean of the gradients (Nesterov's form)", SHARE, _OF_MUON] = 0.95
+    muon_scale: Annotated[
+        Literal["spectral", "match-adamw"],
+        "what a matrix's update is multiplied by: spectral: max(1, outputs / inputs)^0.5; match-adamw: "
+        "0.2 max(outputs, inputs)^0.5, about as large as AdamW's, so that its learning rate fits",
+        _OF_MUON,
+    ] = "match-adamw"
+    muon_steps: Annotated[int, "Newton-Schulz steps of Muon's", between(1, 100), _OF_MUON] = 5
+    muon_a: Annotated[float, "X becomes (a + b A + c A A) X in each, of A = X X'", _COEFFICIENT, _OF_MUON] = 3.4445
+    muon_b: Annotated[float, "see muon_a", _COEFFICIENT, _OF_MUON] = -4.775
+    muon_c: Annotated[float, "see muon_a", _COEFFICIENT, _OF_MUON] = 2.0315
+    muon_precision: Annotated[
+        Literal["compute", "fp32"], "of these steps: that of --precision, or fp32 (fp64 with it)", _OF_MUON
+    ] = "compute"
     weight_decay: Annotated[float, "decoupled; not on LayerNorm and biases", between(0, 1000)] = 0.01
     clip_norm: Annotated[float, "largest global norm of the gradients", above(0, 1e30), Small(most=0.1)] = 1.0
     zero: Annotated[

@@ -82,9 +82,9 @@ def scatter_sum(x: Array, dim: int, axes: Axes = BATCH_AXES) -> Array:
     return lax.psum_scatter(x, axes, scatter_dimension=dim % x.ndim, tiled=True)
 
 
-def exchange(x: Array, divided: int, joined: int, axis: str) -> Array:
+def exchange(x: Array, divided: int, joined: int, axes: Axes) -> Array:
     """All-to-all: every device hands each a part along the dim `divided`, and joins what it gets along `joined`."""
-    return lax.all_to_all(x, axis, split_axis=divided, concat_axis=joined, tiled=True)
+    return lax.all_to_all(x, axes, split_axis=divided, concat_axis=joined, tiled=True)
 
 
 def broadcast_stage(x: Array, mine: Array | bool) -> Array:

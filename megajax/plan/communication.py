@@ -23,6 +23,7 @@ from megajax.plan.costs import Sent, StepCost
 from megajax.plan.machines import Machine
 from megajax.plan.sizes import ONCE, Placed, Shape, Sizes, Times, steady_state_microbatches
 from megajax.plan.traced import step_cost
+from megajax.plan.update import dealt
 from megajax.program.communication import Collective
 from megajax.program.program import batch_form
 
@@ -193,8 +194,18 @@ class WeightTraffic(Sizes):
         for axes in dict.fromkeys(tuple(sorted(self._axes_of(placed))) for placed in self.held.trained):
             if axes:
                 yield one("gradients: norm", REDUCE, axes, (), self.wide, ONCE)
+        yield from self._muon()
         for placed in divided:
             yield one("weights: over data", GATHER, BATCH_AXES, self._of_stage(placed, placed.shard), self.item, ONCE)
+
+    def _muon(self) -> Iterator[Communication]:
+        """Shards of matrices to whole ones and back, and what is computed of copies to all that have them."""
+        back = self.wide if self.config.optimizer.muon_precision == "fp32" else self.item
+        for each in dealt(self):
+            for item in (self.wide, back) if each.num_owners > 1 else ():
+                yield one("Muon: matrices", EXCHANGE, each.owners, each.operand, item, ONCE)
+            if each.num_owners < each.devices:
+                yield one("Muon: copies", GATHER, each.copied_over, each.operand, back, ONCE)
 
     @property
     def counted(self) -> int:

@@ -15,8 +15,9 @@ from megajax.pipeline.deferral import Deferring
 from megajax.pipeline.schedule import make_schedule
 from megajax.plan.costs import Region, StepCost
 from megajax.plan.machines import Machine
-from megajax.plan.sizes import Sizes
+from megajax.plan.sizes import Sizes, num_numbers
 from megajax.plan.traced import step_cost
+from megajax.plan.update import dealt, matrices_of
 from megajax.program.program import batch_form
 
 _COUNTERS = 2 * 4  # bytes of the optimizer's
@@ -76,7 +77,7 @@ def memory(config: Config, backend: Backend = GPU, cost: StepCost | None = None)
     return Memory(
         weights=step.held.num_computed * step.item,
         main_weights=step.held.num_trained * step.wide if step.item != step.wide else 0,
-        moments=2 * step.held.num_trained * step.wide + _COUNTERS,
+        moments=(2 * step.held.num_trained - num_numbers(matrices_of(step), step.zero > 0)) * step.wide + _COUNTERS,
         average=step.held.num_trained * step.wide if config.train.ema else 0,
         batch=batch * _WORD // config.mesh.row_shards,
         gradients=step.held.num_summed * step.summed + losses + others,
@@ -167,10 +168,15 @@ class Temporaries:
         return own + max(layer, 0 if native else step.layers_of_chunk * largest)
 
     def _optimizer(self) -> int:
-        """The reduced gradients beside their sums, where activations were."""
-        if self.step.config.mesh.zero_shards == 1 or self.step.zero == 3:
-            return 0
-        return max(0, self.step.held.num_trained * self.step.wide - self._kept - self._factors)
+        """The reduced gradients beside their sums, where activations were, and of the matrices that Muon deals out what
+        is handed on and the products."""
+        step, reduced = self.step, 0
+        if step.config.mesh.zero_shards > 1 and step.zero < 3:
+            reduced = step.held.num_trained * step.wide
+        item = step.wide if step.config.optimizer.muon_precision == "fp32" else self._wide
+        shares = sum(each.share * each.rows * (each.rows + 2 * each.columns) * item for each in dealt(step))
+        handed = sum(2 * prod(each.operand) * step.wide for each in dealt(step) if each.devices > 1)
+        return max(0, reduced + shares + handed - self._kept - self._factors)
 
     def _one_layer(self) -> int:
         """A layer's backward: what is computed again, the gradients of its input and output, and of its regions the

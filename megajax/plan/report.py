@@ -10,7 +10,9 @@ from megajax.plan.communication import communication, sent_by_axes, totals
 from megajax.plan.compiled import Compilation
 from megajax.plan.machines import GIB, Machine
 from megajax.plan.memory import Memory, backend_of, memory
+from megajax.plan.sizes import Sizes
 from megajax.plan.time import in_order, step_time
+from megajax.plan.update import dealt
 from megajax.program.program import training_way
 
 _NAMES = {
@@ -42,6 +44,7 @@ def figures(preset: str, config: Config, machine: Machine, compilation: Compilat
             for (axes, kind), (count, sent) in sent_by_axes(config).items()
         ],
         "flops": step_flops(config.model, config.train.global_batch),
+        "muon_flops": sum(each.flops(config.optimizer.muon_steps) for each in dealt(Sizes(config))),
         "bubble": time.bubble,
         "step_seconds": time.seconds,
         "step_parts": time.parts,
@@ -120,10 +123,11 @@ def _communication(plan: dict[str, Any]) -> list[str]:
 
 def _time(plan: dict[str, Any]) -> list[str]:
     flops, devices, seconds = plan["flops"], plan["devices"], plan["step_seconds"]
+    muon = f"; Muon's matrices {plan['muon_flops'] / 1e12:,.3f} TFLOP" if plan["muon_flops"] else ""
     parts = (f"{name} {part / seconds:.0%}" for name, part in in_order(plan["step_parts"]))
     return [
         "",
-        f"arithmetic: {flops / 1e15:,.2f} PFLOP a step, {flops / devices / 1e12:,.2f} TFLOP a device",
+        f"arithmetic: {flops / 1e15:,.2f} PFLOP a step, {flops / devices / 1e12:,.2f} TFLOP a device{muon}",
         *([f"bubble: {plan['bubble']:.1%} of the pipe's time"] if plan["mesh"]["pipe"] > 1 else []),
         f"predicted (docs/plan-time.md): {seconds:.3f} s a step, {plan['tokens_per_second']:,.0f} tokens/s, "
         f"MFU {plan['mfu']:.1%}",

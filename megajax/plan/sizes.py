@@ -5,6 +5,7 @@ What a weight's dims are called is asked of the model once; where they go is the
 state itself (`program/state.py`).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
@@ -78,20 +79,21 @@ class Held:
     @cached_property
     def num_computed(self) -> int:
         """Numbers that layers compute with: `TrainState.params`."""
-        return _numbers((*self.weights, *self.adapters), self.zero == 3)
+        return num_numbers((*self.weights, *self.adapters), self.zero == 3)
 
     @cached_property
     def num_summed(self) -> int:
         """Numbers of which gradients are summed up."""
-        return _numbers(self.trained, self.zero == 3)
+        return num_numbers(self.trained, self.zero == 3)
 
     @cached_property
     def num_trained(self) -> int:
         """Numbers of which a device has the main weights, both moments and the reduced gradients."""
-        return _numbers(self.trained, self.zero > 0)
+        return num_numbers(self.trained, self.zero > 0)
 
 
-def _numbers(weights: tuple[Placed, ...], divided: bool) -> int:
+def num_numbers(weights: Iterable[Placed], divided: bool) -> int:
+    """Numbers that a device has of weights, where ZeRO has them `divided` or not."""
     return sum(each.copies * prod(each.shard if divided else each.whole) for each in weights)
 
 

@@ -134,6 +134,7 @@ class StepModel:
         return {
             "gradients over data": gradients - min(gradients * self.machine.overlap.gradients, beside),
             "optimizer": self.work.update().total,
+            "Muon's matrices": self.work.muon().total + self._seconds("Muon"),
             "weights over data": self._seconds("weights"),
             "losses": self._seconds("losses"),
         }

@@ -13,6 +13,7 @@ from megajax.config import Config
 from megajax.plan.costs import StepCost
 from megajax.plan.machines import Machine, peak_of
 from megajax.plan.sizes import Shape, Sizes
+from megajax.plan.update import dealt
 from megajax.program.program import scans_layers
 
 _TILE = 128  # rows and columns of a product that one multiprocessor computes at once
@@ -151,3 +152,14 @@ class Work:
     def update(self) -> Seconds:
         """The optimizer, of what a device owns."""
         return Seconds(traffic=self.moved(self.machine.traffic.updated * self.sizes.held.num_trained))
+
+    def muon(self) -> Seconds:
+        """Newton-Schulz steps of a device's share of the matrices."""
+        given = self.config.optimizer
+        slower = self.peak / peak_of(self.machine, "fp32") if given.muon_precision == "fp32" else 1.0
+        products = sum(
+            2 * self.product(each.share * each.rows, each.columns, each.rows)
+            + self.product(each.share * each.rows, each.rows, each.rows)
+            for each in dealt(self.sizes)
+        )
+        return Seconds(products=given.muon_steps * slower * products)

@@ -21,7 +21,6 @@ from megajax.mesh import ROWS, batch_specs, make_abstract_mesh, make_mesh, shard
 from megajax.models.attend import cudnn_has
 from megajax.models.context_attention import context_way
 from megajax.models.family import CutModel, family_of
-from megajax.optim.adam import make_optimizer
 from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.collectives import PIPE, TENSOR, Axes
 from megajax.parallel.tokens import ContextWay
@@ -51,7 +50,7 @@ class Program:
         self.model = CutModel(config.model, training_boundary(config), self.backend, config.lora)
         self.form = batch_form(config)
         self.layout = StateLayout(config, mesh, self.model)
-        self.optimizer = make_optimizer(config.optimizer)
+        self.optimizer = self.layout.optimizer
         self.batch_shardings = shardings(mesh, batch_specs(self.form))
         summed_in = config.optimizer.gradient_dtype
         self.gradient_dtype = self.layout.main_dtype if summed_in == "fp32" else COMPUTE_DTYPE[summed_in]

@@ -1,5 +1,5 @@
-"""What is trained: the weights, AdamW's state and the step, their placement on the mesh, and their mesh-independent
-form.
+"""What is trained: the weights, the optimizer's state and the step, their placement on the mesh, and their form
+without one.
 
 With LoRA the adapters stand beside the weights, under `lora`, and they alone are trained: the others are frozen, and
 there is nothing of them but what layers compute with.
@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
+from flax.traverse_util import flatten_dict
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -24,8 +24,10 @@ from megajax.config import Config
 from megajax.mesh import mesh_spec, needs_tensor_sum, rules_of, shardings, zero_sharding, zero_spec
 from megajax.models.family import CutModel
 from megajax.models.lora import LORA, Adapters
-from megajax.optim.adam import initial_norms, make_optimizer
+from megajax.optim.adam import initial_norms
 from megajax.optim.loss_scale import LossScale
+from megajax.optim.muon import Matrices
+from megajax.optim.optimizer import make_optimizer
 from megajax.parallel.collectives import PIPE
 from megajax.parallel.shards import NOT_SHARDED, Shards
 from megajax.pipeline.placement import Placement
@@ -60,6 +62,7 @@ class StateLayout:
         per_step: it where `params` are not sharded so: taken and gathered once a step (ZeRO-1).
         needs_tensor_sum: of every weight, see `mesh.needs_tensor_sum`.
         per_use: the sharding of `params` themselves, gathered before every use (ZeRO-3).
+        optimizer, matrices: of what is trained, and by path what of it Muon updates.
         loss_scale: how fp16's changes; None in other precisions.
     """
 
@@ -75,7 +78,6 @@ class StateLayout:
             return self.begin(jax.tree.map(lambda weight: weight.astype(self.main_dtype), weights))
 
         self._fresh = fresh
-        self.canonical_shapes = jax.eval_shape(fresh)
         self._place(model, config.optimizer.zero)
 
     def _place(self, model: CutModel, zero: int) -> None:
@@ -100,11 +102,25 @@ class StateLayout:
         self.has_main = self.compute_dtype != self.main_dtype
         pipelined = mesh_spec(PartitionSpec("chunks", "stages", "layers"), rules)
         self.trained_specs = self.trained(_stacked(owned, *pipelined))
+        self.matrices = self._muons(self.trained(logical))
+        wide = self._config.optimizer.muon_precision == "fp32"
+        dtype = self.main_dtype if wide else self.compute_dtype
+        self.optimizer = make_optimizer(self._config.optimizer, self.matrices, dtype)
+        self.canonical_shapes = jax.eval_shape(self._fresh)
         main = self.with_trained(params, self.trained(owned)) if self.has_main else params
         self.canonical_specs = self._specs(_stacked(main, layers), None, self.trained(_stacked(owned, layers)))
         self.layer_specs = self._specs(_stacked(owned, None), None, self.trained(_stacked(owned, None)))
         here = self.trained_specs if self.has_main else None
         self.specs = self._specs(_stacked(params, *pipelined), here, self.trained_specs)
+
+    def _muons(self, logical: Tree) -> dict[tuple[str, ...], Matrices]:
+        """The matrices that Muon updates, by path, of trained weights whose dims, those of a layer, have these names;
+        with AdamW none."""
+        if self._config.optimizer.name != "muon":
+            return {}
+        names, specs = flatten_dict(logical), flatten_dict(self.trained_specs)
+        found = {path: Matrices.of(names[path], specs[path]) for path in names if path[0] == "blocks"}
+        return {path: each for path, each in found.items() if each}
 
     def trained(self, weights: Tree) -> Tree:
         """What is trained of weights, or of something for each of them: the adapters, or all."""
@@ -120,12 +136,9 @@ class StateLayout:
         return dataclasses.replace(state, params=params, main=None)
 
     def _specs(self, params: Tree, main: Tree | None, moments: Tree) -> TrainState:
-        optimizer = optax.tree_utils.tree_map_params(
-            make_optimizer(self._config.optimizer),
-            lambda _, spec: spec,
-            self.canonical_shapes.optimizer,
-            moments,
-            transform_non_params=lambda _: PartitionSpec(),
+        by_path = {_names(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(moments)}
+        optimizer = jax.tree_util.tree_map_with_path(
+            lambda path, _: by_path.get(_names(path), PartitionSpec()), self.canonical_shapes.optimizer
         )
         scale = LossScale(PartitionSpec(), PartitionSpec())  # type: ignore[arg-type]  # specs where arrays stand
         average = moments if self._config.train.ema else None
@@ -138,7 +151,7 @@ class StateLayout:
 
     def begin(self, weights: Tree) -> TrainState:
         """The canonical state before the first step, of canonical main weights."""
-        optimizer = make_optimizer(self._config.optimizer).init(self.trained(weights))
+        optimizer = self.optimizer.init(self.trained(weights))
         scale = LossScale.start(self.loss_scale)
         average = self.trained(weights) if self._config.train.ema else None
         return TrainState(jnp.zeros((), jnp.int32), weights, None, optimizer, scale, initial_norms(), average)
@@ -204,6 +217,11 @@ def _stacked(specs: Tree, *leading) -> Tree:
 def _map_blocks(function, tree: Tree) -> Tree:
     """Apply `function` to the leaves that belong to the stacked layers: those below a key `blocks`."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: function(leaf) if is_stacked(path) else leaf, tree)
+
+
+def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """The names in a path of what stands for a weight, whatever holds it."""
+    return tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
 
 
 def is_stacked(path: tuple[Any, ...]) -> bool:

@@ -101,13 +101,14 @@ def _check_same_run(run_dir: Path, config: Config, trained: bool) -> None:
     """Refuse another model, other data or another origin than the run began with; mesh, microbatch or learning rate may
     change."""
     earlier = resolve(load_preset(run_dir / "config.toml"))
-    of_adapters = [*compared(Config, Changes.ADAPTERS)] if config.lora.rank else ["lora.rank"]
+    anew = [*compared(Config, Changes.OPTIMIZER)]  # what another run has to begin with
+    anew += compared(Config, Changes.ADAPTERS) if config.lora.rank else ["lora.rank"]
     samples = compared(Config, Changes.SAMPLES) if trained else ()
-    for key in (*compared(Config, *_KEPT), *of_adapters, *samples):
+    for key in (*compared(Config, *_KEPT), *anew, *samples):
         before, now = attrgetter(key)(earlier), attrgetter(key)(config)
         if before != now:
             before, now = (" ".join(each) if isinstance(each, tuple) else each for each in (before, now))
-            with_init = f" with --init {run_dir}" if key in of_adapters else ""
+            with_init = f" with --init {run_dir}" if key in anew else ""
             valid = f"the same, or another --run-dir{with_init}"
             raise UserError(f"--run-dir {run_dir} holds a run with {key} {before}, not {now}; valid: {valid}")
     weights = [[source.weight for source in each.data.sources] for each in (earlier, config)]

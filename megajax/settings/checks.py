@@ -10,7 +10,7 @@ from megajax.errors import UserError
 from megajax.models.checks import check_lora, check_model
 from megajax.models.registry import FAMILIES, Entry
 from megajax.optim.config import check_cooldown
-from megajax.options import MOST, as_flag, check, is_whole, options
+from megajax.options import MOST, as_flag, check, check_read, is_whole, options
 from megajax.tasks.registry import TASKS, Task
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -37,6 +37,7 @@ def check_values(config: Config) -> None:
             f"--optimizer.warmup-steps {optimizer.warmup_steps} is more than --optimizer.decay-steps "
             f"{optimizer.decay_steps}, which includes it; valid: at most {optimizer.decay_steps}"
         )
+    check_read(optimizer, "optimizer")
     check_cooldown(optimizer)
     if optimizer.schedule != "constant":
         _check_order(config, "optimizer.min_learning_rate", "optimizer.learning_rate")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from flax.traverse_util import flatten_dict
 
 from megajax.batch import BatchSpec
 from megajax.config import Config
@@ -151,9 +152,15 @@ def _ramp(config: Config) -> list[str]:
 def _optimizer(program: Program) -> str:
     config = program.config.optimizer
     weights = program.layout.canonical_shapes.params
-    decayed, others = parameter_groups(weights.get(LORA, weights))
+    trained = weights.get(LORA, weights)
+    decayed, others = parameter_groups(trained)
+    name, flat = "AdamW", flatten_dict(trained)
+    if config.name == "muon":
+        matrices = sum(flat[path].size for path in program.layout.matrices)
+        rate = f" at {config.adamw_learning_rate:g}" if config.adamw_learning_rate else ""
+        name = f"Muon ({config.muon_scale}) on {matrices:,} parameters, AdamW{rate} on {decayed + others - matrices:,}"
     return (
-        f"optimizer: AdamW, weight decay {config.weight_decay:g} on {decayed:,} parameters, none on {others:,} "
+        f"optimizer: {name}, weight decay {config.weight_decay:g} on {decayed:,} parameters, none on {others:,} "
         "(biases, LayerNorm)"
     )
 

@@ -55,6 +55,7 @@ NOT_RUN = {  # reason -> patterns of whole commands
     "three minutes each; the tests of commands train the same families smaller": [
         r"megajax train (bert-demo|llama-demo)( --mesh\.data 2 .*)?",
         r"megajax train demo --(track|profile) \S+",
+        r"megajax train demo --optimizer\.name muon .*",
     ],
     "a GPU": [
         r"JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu",

@@ -21,6 +21,7 @@ ON_VOCABULARY = {"mesh": (1, 2, 1), "vocabulary": "split"}
 ON_BOTH_VOCABULARIES = {"mesh": (1, 2, 2), "vocabulary": "split"}
 ON_RING = {"mesh": (1, 2, 1), "schedule": "interleaved", "chunks": 2, "num_layers": 4}
 ON_INBOX = ON_RING | {"global_batch": 3}  # 3 microbatches on 2 stages: something waits for more than a tick
+ON_MUON = {"mesh": (2, 1, 2), "optimizer": {"name": "muon"}}
 ON_DEFERRED = {"mesh": (1, 2, 1), "weight_gradients": "deferred", "num_layers": 4}
 BERT = {"family": "bert"}
 FEW_KEYS = {
@@ -420,6 +421,22 @@ ROWS: dict[str, dict[str, Row]] = {
             types(VARYING, ON_DATA),
         ),
     },
+    "Muon": {
+        "a matrix is orthogonalised per shard": (
+            "optim.muon._Deal._owners",
+            ("axis_size(self.row_axes) * axis_size(self.column_axes)", "1"),
+            named(
+                "the update of the weights: blocks/attention/output/weight, layer 0, 1 … the collective that is wrong: "
+                "0 instead of 2 all-to-all over data x expert x context x tensor of [4, 8, 32]",
+                ON_MUON,
+            ),
+        ),
+        "shards come back to other matrices": (
+            "optim.muon._Deal.shards",
+            ("x.reshape(-1, rows, columns)", "jnp.roll(x.reshape(-1, rows, columns), 1, 0)"),
+            named("the update of the weights: blocks/mlp/down/weight, layer 0, 1", ON_MUON),
+        ),
+    },
     "LoRA": {
         "gradients of adapters are averaged": (
             "parallel.collectives.sum_over",
@@ -480,8 +497,8 @@ ROWS: dict[str, dict[str, Row]] = {
         "an all-to-all joins along the dim that it divides": (
             "parallel.collectives.exchange",
             (
-                "lax.all_to_all(x, axis, split_axis=divided, concat_axis=joined, tiled=True)",
-                "lax.all_to_all(x, axis, split_axis=joined, concat_axis=divided, tiled=True)",
+                "lax.all_to_all(x, axes, split_axis=divided, concat_axis=joined, tiled=True)",
+                "lax.all_to_all(x, axes, split_axis=joined, concat_axis=divided, tiled=True)",
             ),
             tests("tests/program/test_transfer.py"),
         ),

@@ -21,6 +21,7 @@ def check(config: Config) -> None:
         assert found == expected, wrong
 
 
+MUON = {"name": "muon"}
 SOME = {
     "all axes, padded, fp16, deferred, zero 3": dict(
         mesh=(2, 2, 2), schedule="interleaved", chunks=2, num_layers=5, precision="fp16", zero=3,
@@ -35,6 +36,8 @@ SOME = {
     "bert": dict(
         mesh=(2, 2, 2), family="bert", layer_order="post", vocabulary="split", sequence_parallel=True, remat="layer",
     ),
+    "muon": dict(mesh=(4, 1, 2), precision="bf16", optimizer=MUON, **QWEN3),
+    "muon, copies": dict(mesh=(2, 2, 1, 2), num_layers=5, precision="fp16", zero=0, optimizer=MUON, **LLAMA),
     "adapters": dict(
         mesh=(2, 1, 4), precision="bf16", sequence_parallel=True, lora=LoraConfig(rank=4, targets=("mlp", "output")),
         **QWEN3,
@@ -51,6 +54,14 @@ def test_equals_the_jaxpr(options):
 @pytest.mark.parametrize("row", [*DEFAULT, *REST], ids=name)
 def test_equals_the_jaxpr_on_the_grid(row):
     check(config_of(row))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", DEFAULT, ids=name)
+def test_muon_equals_the_jaxpr(row):
+    """With its steps in half precision, and not."""
+    for precision in ("compute", "fp32"):
+        check(config_of(row, precision="bf16", optimizer=MUON | {"muon_precision": precision}))
 
 
 @pytest.mark.full

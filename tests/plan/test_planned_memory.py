@@ -27,7 +27,8 @@ CASES = [
     ((2, 2, 2), {"zero": 3, "num_layers": 6, "schedule": "interleaved", "chunks": 2} | BERT),
     ((2, 2, 2), {"lora": LoraConfig(rank=4)}),
     ((4, 1, 2), {"zero": 3, "precision": "fp16", "lora": LoraConfig(rank=2, targets=("query", "down"))}),
-    ((8, 1, 1), {"zero": 3}),
+    ((8, 1, 1), {"zero": 3, "optimizer": {"name": "muon"}}),
+    ((2, 2, 2), {"precision": "bf16", "num_layers": 5, "optimizer": {"name": "muon"}} | QWEN3),
     ((2, 1, 2, 2), {"zero": 3}),
 ]
 
@@ -122,6 +123,7 @@ NEAR = [
         full(*case)
         for case in (
             ((2, 2, 2), SIZES | BATCH),
+            ((2, 1, 2), SIZES | BATCH | {"optimizer": {"name": "muon"}}),
             ((2, 1, 2), SIZES | BATCH | {"precision": "bf16"}),
             ((1, 4, 2), LLAMA | WIDE | BATCH | {"remat": "selective"}),
             ((4, 1, 2), BERT | SIZES | BATCH),

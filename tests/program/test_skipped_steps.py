@@ -43,13 +43,13 @@ class Compiled:
 
 
 @cache
-def compiled(precision: str, zero: int, sequence_parallel: bool) -> Compiled:
+def compiled(precision: str, zero: int, sequence_parallel: bool, name: str = "adamw") -> Compiled:
     """The step on (2, 2, 2) that skips spikes; in step BROKEN one element of one weight's gradient on the last device
     is too large for its format."""
-    config = tiny_config((2, 2, 2), precision=precision, zero=zero, sequence_parallel=sequence_parallel)
-    optimizer = dataclasses.replace(config.optimizer, warmup_steps=0, skip_above=SKIP_ABOVE)
+    options = {"precision": precision, "zero": zero, "sequence_parallel": sequence_parallel}
+    config = tiny_config((2, 2, 2), optimizer={"name": name, "warmup_steps": 0, "skip_above": SKIP_ABOVE}, **options)
     train = dataclasses.replace(config.train, ema=0.5)
-    program = tiny_program(dataclasses.replace(config, optimizer=optimizer, train=train))
+    program = tiny_program(dataclasses.replace(config, train=train))
     state = program.layout.from_canonical(drawn_state(program))
     batch = program.put_batch(random_batch(program.config, 0), program.local_rows)
     with pytest.MonkeyPatch.context() as patch:
@@ -91,17 +91,17 @@ def differing(before: TrainState, after: TrainState) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("precision", "zero", "sequence_parallel"),
+    ("precision", "zero", "sequence_parallel", "name"),
     [
-        ("fp16", 1, True),
-        full("bf16", 3, True),
-        full("fp16", 0, False),
-        full("fp16", 3, True),
+        ("fp16", 1, True, "adamw"),
+        full("bf16", 3, True, "adamw"),
+        full("fp16", 0, False, "adamw"),
+        full("fp16", 3, True, "muon"),
     ],
 )
-def test_an_overflow_on_one_device_skips_the_step_on_all(precision, zero, sequence_parallel):
+def test_an_overflow_on_one_device_skips_the_step_on_all(precision, zero, sequence_parallel, name):
     """The state stays bit for bit, but for fp16's loss scale, which is halved."""
-    made = compiled(precision, zero, sequence_parallel)
+    made = compiled(precision, zero, sequence_parallel, name)
     before = dataclasses.replace(made.fresh, step=np.int32(BROKEN))
     after, metrics = made.step(before)
     assert metrics["skipped"] and not np.isfinite(metrics["grad_norm"]) and np.isfinite(metrics["loss"])
@@ -112,7 +112,7 @@ def test_an_overflow_on_one_device_skips_the_step_on_all(precision, zero, sequen
 
 def test_a_good_step_is_taken():
     """The same without the overflow: everything that should move does, and the scale waits for more good steps."""
-    made = compiled("fp16", 1, True)
+    made = compiled("fp16", 1, True, "adamw")
     before = made.fresh
     after, metrics = made.step(before)
     assert not metrics["skipped"] and int(after.step) == 1
@@ -127,7 +127,7 @@ def test_a_good_step_is_taken():
 
 def test_a_scale_that_is_too_large_comes_down():
     """From a scale that overflows in fp16, steps are skipped until it does not; the good ones are numbered from 1."""
-    made = compiled("fp16", 1, True)
+    made = compiled("fp16", 1, True, "adamw")
     large = LossScale.start(dataclasses.replace(made.program.config.loss_scale, initial=2.0**40))
     state = dataclasses.replace(made.fresh, loss_scale=jax.device_get(large))
     skipped, scales = [], []
@@ -142,7 +142,7 @@ def test_a_scale_that_is_too_large_comes_down():
 
 def test_a_spike_is_skipped_if_asked_for():
     """The first gradients are about 3 in norm: far above a median of 0.1, within reach of one of 1."""
-    made = compiled("fp16", 1, True)
+    made = compiled("fp16", 1, True, "adamw")
     for median, skips in ((0.1, True), (1.0, False)):
         norms = made.fresh.recent_norms
         recent = np.where(np.arange(norms.size) < FEWEST, np.float32(median), norms)

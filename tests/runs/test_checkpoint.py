@@ -32,9 +32,10 @@ PLACES = [((1, 4, 2), 1, "fp32"), ((1, 1, 1), 0, "fp16")]
 MORE_PLACES = [((8, 1, 1), 3, "fp32"), ((4, 1, 2), 1, "bf16")]
 
 
-def layout(mesh: tuple[int, int, int], zero: int = 1, precision: str = "fp32") -> StateLayout:
-    """The placement of a model of five layers, which neither two nor four stages divide."""
-    return tiny_program(tiny_config(mesh, zero=zero, precision=precision, num_layers=5)).layout
+def layout(mesh: tuple[int, int, int], zero: int = 1, precision: str = "fp32", name: str = "adamw") -> StateLayout:
+    """The placement of a state; neither two nor four stages divide the five layers."""
+    options = {"zero": zero, "precision": precision, "num_layers": 5, "optimizer": {"name": name}}
+    return tiny_program(tiny_config(mesh, **options)).layout
 
 
 def random_state(where: StateLayout, step: int, seed: int = 0) -> TrainState:
@@ -74,18 +75,20 @@ def written(small: StateLayout, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return run
 
 
-@pytest.mark.parametrize("places", [PLACES, full(PLACES[1:] + MORE_PLACES)])
-def test_another_mesh_restores_the_same_bits(places: list, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("places", "name"), [(PLACES, "muon"), full(PLACES[1:] + MORE_PLACES, "adamw"), full(MORE_PLACES + PLACES, "muon")]
+)
+def test_another_mesh_restores_the_same_bits(places: list, name: str, tmp_path: Path) -> None:
     """Written on (2, 2, 2), read on other meshes, with other ZeRO, in other precisions, and after that written from one
     device in fp16 and read on (2, 2, 2): weights, moments and step are the same in canonical form."""
-    first = layout((2, 2, 2))
+    first = layout((2, 2, 2), name=name)
     state = random_state(first, 7)
     expected = canonical_arrays(first, state)
     checkpoints = Checkpoints(tmp_path / "first", first, keep=1)
     checkpoints.save(7, state)
     checkpoints.wait()
     for place in places:
-        other = layout(*place)
+        other = layout(*place, name=name)
         found = Checkpoints(tmp_path / "first", other).restore(7)
         assert int(found.step) == 7
         assert_equal(canonical_arrays(other, found), expected)

@@ -47,6 +47,8 @@ def test_batch_and_seed_are_free_until_a_step_is_trained(run: Path) -> None:
     check_claim(run, dataclasses.replace(with_data("text.txt"), precision="fp64"))
     with pytest.raises(UserError, match=r"model\.num_layers 4, not 5"):
         check_claim(run, dataclasses.replace(with_data("text.txt"), model=tiny_config(num_layers=5).model))
+    with pytest.raises(UserError, match=r"optimizer\.name adamw, not muon; valid: the same, or .* with --init"):
+        check_claim(run, tiny_config(optimizer={"name": "muon"}))
     (run / "checkpoints" / "5").mkdir()
     with pytest.raises(UserError, match="holds a run with seed 0, not 3"):
         check_claim(run, with_data("text.txt"))

@@ -107,7 +107,7 @@ def test_a_configuration_with_values_missing(tmp_path: Path) -> None:
     """A preset in the place of config.toml has the defaults, the precision's too."""
     text = to_toml(tiny_config()).replace('precision = "fp32"\n', "")
     (tmp_path / "config.toml").write_text(text)
-    assert "precision" not in text and stored_config(tmp_path, {}).precision == "fp32"
+    assert "\nprecision" not in text and stored_config(tmp_path, {}).precision == "fp32"
     assert stored_config(tmp_path, {"precision": "bf16"}).precision == "bf16"
     assert stored_config(tmp_path, {"precision": "fp64"}).precision == "fp64"
     (tmp_path / "config.toml").write_text(to_toml(tiny_config(precision="fp64")))
