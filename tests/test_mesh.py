@@ -209,7 +209,7 @@ assert jax.tree.all(jax.tree.map(lambda one, other: (np.asarray(one) == np.asarr
 def test_a_further_axis_of_rows_trains_as_one_device(tmp_path: Path) -> None:
     """ZeRO 1 and 3 on data 2 x further 2 x tensor 2: losses, gradients, weights, rows and communication; and a state
     goes to its checkpoint's form and back where one of the axes of rows has size 1."""
-    shutil.copytree(ROOT / "megajax", tmp_path / "megajax", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "megajax", tmp_path / "megajax")  # with what Python has compiled
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     for name, (before, line) in LINES.items():
         file = tmp_path / "megajax" / name

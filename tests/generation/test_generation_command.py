@@ -20,6 +20,7 @@ from megajax.data.tokenizers import named_tokenizer, train_tokenizer
 from megajax.errors import UserError
 from megajax.generation.text import Screen, TextStream, continuation_text
 from megajax.runs.checkpoint import Checkpoints
+from megajax.verify.run import drawn_state
 
 PROMPTS = ("the end", "abba", "naïve", "")
 
@@ -35,9 +36,9 @@ def written(folder: Path, tokenizer: Tokenizer, sequence_length: int) -> Path:
     sizes = {"num_layers": 3, "vocab_size": tokenizer.size, "init_std": 0.3, "sequence_length": sequence_length}
     config = tiny_config((2, 2, 1), zero=3, sequence_parallel=True, **sizes)
     (folder / "config.toml").write_text(to_toml(config))
-    layout = tiny_program(config).layout
-    checkpoints = Checkpoints(folder, layout, keep=1)
-    checkpoints.save(7, layout.init())
+    program = tiny_program(config)
+    checkpoints = Checkpoints(folder, program.layout, keep=1)
+    checkpoints.save(7, program.layout.from_canonical(drawn_state(program)))
     checkpoints.wait()
     checkpoints.close()
     return folder

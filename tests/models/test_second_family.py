@@ -101,6 +101,6 @@ def test_figures_of_layers_are_summed(mesh, options):
     """Over layers, microbatches and devices, each once, whatever is recomputed; one stage has fewer layers."""
     program = tiny_program(tiny_config(mesh, **options, **MODEL))
     batch = program.put_batch(random_batch(program.config, 0), program.local_rows)
-    metrics = train_step(program)(program.layout.init(), batch)[1]
+    metrics = train_step(program)(program.layout.from_canonical(drawn_state(program)), batch)[1]
     assert metrics["layers/tokens"] == 3 * 8 * 16
     assert metrics["layers/numbered"] == (1 + 2 + 3) * sum(range(8)) * 16

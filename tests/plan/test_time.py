@@ -160,7 +160,9 @@ def test_a_window_as_long_as_the_sequence_is_none():
     assert seconds[0] == seconds[1] == seconds[2] > seconds[3]
 
 
-CONFIG = tiny_config(num_layers=4, hidden_size=512, num_heads=8, sequence_length=256, global_batch=4, precision="bf16")
+CONFIG = tiny_config(
+    num_layers=4, hidden_size=512, num_heads=8, sequence_length=256, global_batch=4, precision="bf16", dropout=0.0
+)
 
 
 @pytest.fixture(scope="module")

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from tiny import tiny_config
+from tiny import tiny_config, tiny_program
 
 from megajax.config import Config
 from megajax.parallel.sites import SiteRecord
 from megajax.verify.check import all_checks, exact, one_device, widened, with_axes
 from megajax.verify.comparison import trace
 from megajax.verify.recording import Place, Recording, first_difference
-from megajax.verify.run import MeshRun
+from megajax.verify.run import MeshRun, drawn_state
 from megajax.verify.theory import theory_of
 from megajax.verify.verdict import Finding, Verdict
 
@@ -272,9 +272,9 @@ HEAD = {"last_output", "final_norm", "logits", "losses"}
 
 
 def step_recorded(mesh: tuple[int, int, int], **options) -> Recording:
-    recording = Recording()
+    recording, config = Recording(), tiny_config(mesh, num_layers=1, global_batch=2, dropout=0.1, **options)
     with recording.taken():
-        trace(tiny_config(mesh, num_layers=1, global_batch=2, dropout=0.1, **options), 1, quick_compile=True)
+        trace(config, 1, canonical=drawn_state(tiny_program(config)), quick_compile=True)
     return recording
 
 
