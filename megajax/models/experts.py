@@ -7,20 +7,21 @@ Experts are sharded over the mesh axis `expert`, over which rows of the batch ar
 - by capacity: an expert takes so many tokens of every *sequence*, the first choices of all tokens before any second
   one; what does not fit passes by the layer. All shapes are static: two all-to-alls around dense products. Counting by
   microbatch or device would make the result depend on the mesh.
-- dropless: the group's tokens are gathered, a device sorts those of its experts, and the sums are reduce-scattered.
+- dropless: the group's tokens are gathered, a device sorts those of its experts into blocks (`parallel/grouped.py`),
+  and the sums are reduce-scattered.
 
 Letters: B batch, T tokens, D model, F feed-forward, E experts, K experts of a token, C places of an expert in a
 sequence, S places of all of its experts.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array, lax
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.axes import EXPERT
@@ -40,13 +41,12 @@ from megajax.parallel.collectives import (
     vary,
     varying_axes,
 )
+from megajax.parallel.grouped import Blocks, grouped_product, grouped_weight_gradient, in_blocks, input_gradient
 from megajax.parallel.layers import Initializer, normal, param
 from megajax.parallel.permutation import rearranged
 from megajax.parallel.products import Factors, Pair, deferred
 from megajax.parallel.random import NamedKey
 from megajax.parallel.sites import named
-
-Multiply = Callable[[Array, Array], Array]  # (rows, weights of all experts of this device) -> rows
 
 
 class ExpertLinear(nnx.Module):
@@ -64,39 +64,42 @@ class ExpertLinear(nnx.Module):
     @staticmethod
     def weight_gradients(factors: Pair, linears: "Sequence[ExpertLinear]") -> list[Array]:
         """The weights' gradients from the factors of `expert_products`."""
-        (rows, sizes), grads = factors
-
-        def gradient(linear: ExpertLinear, grad: Array) -> Array:
-            multiply = grouped(sizes)
-            weight = vary(jnp.zeros(linear.weight.shape, rows.dtype), sorted(varying_axes(rows)))  # its type
-            return jax.linear_transpose(lambda weight: multiply(rows, weight), weight)(grad)[0]
-
-        return [gradient(linear, grad) for linear, grad in zip(linears, grads, strict=True)]
-
-
-def grouped(sizes_E: Array) -> Multiply:
-    """The product of rows with their experts' weights: [E, N, in] each expert's own, where `sizes` is empty, else
-    [N, in] one expert's after the other's, so many each; what follows is not used."""
-    if sizes_E.size == 0:
-        return lambda rows_END, weight_EDF: jnp.einsum("end,edf->enf", rows_END, weight_EDF)
-
-    def by_size(rows_ND: Array, weight_EDF: Array) -> Array:
-        return lax.ragged_dot(rows_ND, weight_EDF, sizes_E.astype(jnp.int32))
-
-    return by_size
+        (rows, *blocks), grads = factors
+        if not blocks:
+            return [jnp.einsum("end,enf->edf", rows, grad) for grad in grads]
+        return [grouped_weight_gradient(rows, grad, Blocks(*blocks), linears[0].weight.shape[0]) for grad in grads]
 
 
 def expert_products(
-    rows: Array, sizes_E: Array, linears: Sequence[ExpertLinear], name: str, factors: Factors
+    rows: Array, linears: Sequence[ExpertLinear], blocks: Blocks | None, name: str, factors: Factors
 ) -> list[Array]:
-    """The outputs of several products of the same rows. With `factors` the backward pass leaves those of their weight
-    gradients there, under their `name`: the rows and the sizes, as floats, and the outputs' gradients."""
+    """The outputs of several products of the same rows: without blocks [E, N, in], each expert's own, else [R, in]
+    (`parallel/grouped.py`). With `factors` the backward pass leaves those of their weight gradients there, under their
+    `name`: the rows with the blocks, and the outputs' gradients."""
     axes = sorted(varying_axes(rows))
     weights = [vary(linear.weight[...], axes) for linear in linears]
+    beside = () if blocks is None else blocks
+
+    def multiply(rows: Array, weights: list[Array], *blocks: Array) -> list[Array]:
+        if not blocks:
+            return [jnp.einsum("end,edf->enf", rows, weight) for weight in weights]
+        return [grouped_product(rows, weight, Blocks(*blocks)) for weight in weights]
+
+    def of_input(grads: list[Array], weights: list[Array], *blocks: Array) -> Array:
+        pairs = zip(grads, weights, strict=True)
+        if not blocks:
+            return sum_of(jnp.einsum("enf,edf->end", grad, weight) for grad, weight in pairs)
+        return sum_of(input_gradient(grad, weight, Blocks(*blocks)) for grad, weight in pairs)
+
     if factors:
-        multiply = lambda rows, weights, sizes_E: [grouped(sizes_E)(rows, weight) for weight in weights]  # noqa: E731
-        return deferred(name, multiply, rows, weights, factors, sizes_E)
-    return [grouped(sizes_E)(rows, weight) for weight in weights]
+        return deferred(name, multiply, rows, weights, factors, *beside, input_gradient=of_input)
+    return multiply(rows, weights, *beside)
+
+
+def sum_of(arrays: Iterable[Array]) -> Array:
+    """The sum of one array or several."""
+    first, *others = arrays
+    return sum(others, start=first)
 
 
 class Mixture(nnx.Module):
@@ -117,7 +120,7 @@ class Mixture(nnx.Module):
         self.down = ExpertLinear(residual, shape, ("experts", "expert_mlp", "embed"))
         width = config.shared_expert_size
         self.shared = MLP(config, key / "shared", boundary, backend, width) if width else None
-        self.config, self.boundary = config, boundary
+        self.config, self.boundary, self.block = config, boundary, backend.expert_block
 
     @property
     def products(self) -> dict[str, tuple]:
@@ -144,14 +147,14 @@ class Mixture(nnx.Module):
             y_BTD = attached(y_BTD, routing.loss_B, context.loss_weight)
         return y_BTD, routing.figures | {"experts_dropped": dropped}
 
-    def _experts(self, rows: Array, sizes_E: Array, context: Context) -> Array:
+    def _experts(self, rows: Array, blocks: Blocks | None, context: Context) -> Array:
         """Rows of this device's experts through them; sums over `tensor` are still to be made."""
         names = ("expert_up",) if self.gate is None else ("expert_gate", "expert_up")
         rows = checkpoint_name(rows, "expert_rows")
-        inner = expert_products(rows, sizes_E, self.products["experts_input"], "experts_input", context.factors)
+        inner = expert_products(rows, self.products["experts_input"], blocks, "experts_input", context.factors)
         inner = [checkpoint_name(y, name) for y, name in zip(inner, names, strict=True)]
         y = ACTIVATIONS[self.config.activation](*inner)
-        return expert_products(y, sizes_E, [self.down], "experts_output", context.factors)[0]
+        return expert_products(y, [self.down], blocks, "experts_output", context.factors)[0]
 
     def _by_capacity(
         self, x_BTD: Array, chosen_BTK: Array, share_BTK: Array, routing: Routing, context: Context
@@ -177,7 +180,7 @@ class Mixture(nnx.Module):
             rows_EBCD = scatter_sum(rows_EBCD, 2, CONTEXT)
         there = exchange(rows_EBCD, 0, 1, EXPERT)
         own, rows = there.shape[0], there.shape[1:]
-        out = self._experts(there.reshape(own, -1, rows[-1]), jnp.zeros((0,), jnp.float32), context)
+        out = self._experts(there.reshape(own, -1, rows[-1]), None, context)
         back_EBCD = exchange(out.reshape(own, *rows), 1, 0, EXPERT)
         if parts > 1:
             back_EBCD = gather_shards(back_EBCD, 2, CONTEXT)
@@ -191,14 +194,14 @@ class Mixture(nnx.Module):
         x_BTD, chosen_BTK, share_BTK = (gather_shards(x, 0, EXPERT) for x in (x_BTD, chosen_BTK, share_BTK))
         own, number, count = self.up.weight.shape[0], chosen_BTK.size, chosen_BTK.shape[-1]
         local_N = chosen_BTK.reshape(number) - axis_index(EXPERT) * own
-        mine_N = (local_N >= 0) & (local_N < own)
-        local_N = jnp.where(mine_N, local_N, own)  # those of other devices come last
-        source_N = jnp.argsort(local_N, stable=True).astype(jnp.int32)
-        target_N = jnp.where(mine_N, jnp.argsort(source_N).astype(jnp.int32), number)
-        sizes_E = jnp.sum(jax.nn.one_hot(local_N, own, dtype=jnp.float32), axis=0)
-        rows_ND = rearranged(x_BTD.reshape(1, -1, x_BTD.shape[-1]), source_N[None], target_N[None], count)[0]
-        out_ND = self._experts(rows_ND, sizes_E, context)
-        found = rearranged(out_ND[None], target_N[None], source_N[None]).reshape(*chosen_BTK.shape, -1)
+        local_N = jnp.where((local_N >= 0) & (local_N < own), local_N, own)  # those of other devices come last
+        blocks, place_N = in_blocks(local_N, own, self.block)
+        nobody_R = jnp.full_like(place_N, number, shape=(blocks.group_M.shape[0] * self.block,))
+        nobody_R = vary(nobody_R, sorted(varying_axes(place_N)))
+        source_R = nobody_R.at[place_N].set(jnp.arange(number, dtype=jnp.int32), mode="drop")
+        rows_RD = rearranged(x_BTD.reshape(1, -1, x_BTD.shape[-1]), source_R[None], place_N[None], count)[0]
+        out_RD = self._experts(rows_RD, blocks, context)
+        found = rearranged(out_RD[None], place_N[None], source_R[None]).reshape(*chosen_BTK.shape, -1)
         return scatter_sum(_weighed(share_BTK, found), 0, EXPERT)
 
 

@@ -83,9 +83,11 @@ def deferred(
     weights: list[Array],
     dummies: Factors,
     *beside: Array,
+    input_gradient: Callable[..., Array] | None = None,
 ) -> list[Array]:
     """`multiply(x, weights, *beside)`, which is linear in `x` and in `weights`; its factors go into `dummies[name]`,
-    with what is `beside` them, floats, next to `x`."""
+    with what is `beside` them, floats, next to `x`. The gradient of `x` is `input_gradient(grads, weights, *beside)`,
+    or found by transposition."""
     axes = sorted(varying_axes(x).union(*map(varying_axes, weights)))
     x, weights, beside = vary(x, axes), vary(weights, axes), vary(beside, axes)
     if isinstance(dummies, FactorProbe):
@@ -102,7 +104,10 @@ def deferred(
 
     def backward(kept: Any, grads: list[Array]) -> tuple:
         x, weights, beside = kept
-        (dx,) = jax.linear_transpose(lambda x: multiply(x, weights, *beside), x)(grads)
+        if input_gradient is None:
+            (dx,) = jax.linear_transpose(lambda x: multiply(x, weights, *beside), x)(grads)
+        else:
+            dx = input_gradient(grads, weights, *beside)
         nothing = jax.tree.map(jnp.zeros_like, (weights, beside))
         return dx, *nothing, ((x, *beside) if beside else x, grads)
 
