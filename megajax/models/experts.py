@@ -64,7 +64,8 @@ class ExpertLinear(nnx.Module):
     @staticmethod
     def weight_gradients(factors: Pair, linears: "Sequence[ExpertLinear]") -> list[Array]:
         """The weights' gradients from the factors of `expert_products`."""
-        (rows, *blocks), grads = factors
+        given, grads = factors
+        rows, *blocks = given if isinstance(given, tuple) else (given,)
         if not blocks:
             return [jnp.einsum("end,enf->edf", rows, grad) for grad in grads]
         return [grouped_weight_gradient(rows, grad, Blocks(*blocks), linears[0].weight.shape[0]) for grad in grads]
