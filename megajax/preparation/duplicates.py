@@ -9,7 +9,9 @@ with probability 1 - (1 - J^r)^b.
 
 The index is on disk: 16 bytes of digest and 8 bytes a band (36 bands at a Jaccard similarity of 0.7) for each document,
 304 in all. One band at a time is sorted, at most `_ENTRIES` documents of it in memory (some 60 bytes each). The pairs
-to compare are on disk, too, 8 bytes each: few where documents differ, at most 33 for each document and band.
+to compare are on disk, too, 8 bytes each: few where documents differ, at most 33 for each document and band. Long
+documents have many, as they share the grams of their language; most of their pairs are told by sketches
+(`similarity.py`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,18 +25,16 @@ import numpy.typing as npt
 from megajax.preparation.options import PrepareOptions
 from megajax.preparation.running import Map
 from megajax.preparation.shards import EXACT, KEPT, NEAR, WorkFolder
+from megajax.preparation.similarity import Grams, compare, gram_hashes, mixed
 
-GRAM = 5  # characters of a gram
 HASHES = 256  # of a signature
 _RECALL = 0.95  # of pairs right at the threshold; more above it
 _SEED = 1
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _ENTRIES = 1 << 25  # documents sorted at a time
 _NEIGHBOURS = 32  # documents of a bucket that each is compared with: those before it, and the first
 _PART = 1 << 18  # documents whose candidates lie in one file
 _PAIRS_BYTES = 1 << 27  # of a file of candidates, after which repeated pairs are dropped from it
 _PAIRS = 4096  # candidates that a worker compares at a time
-_CACHED_GRAMS = 1 << 20  # of a worker's cache
 
 
 @dataclass
@@ -67,12 +67,6 @@ class Shards:
         return self.rule[self.starts[shard] : self.starts[shard + 1]] == KEPT
 
 
-def place(starts: npt.NDArray[np.int64], document: int) -> tuple[int, int]:
-    """The shard of a document, and its number there; `starts` as in `Shards`."""
-    shard = int(np.searchsorted(starts, document, side="right")) - 1
-    return shard, document - int(starts[shard])
-
-
 def index_bytes(options: PrepareOptions) -> int:
     """Bytes of the index on disk for each document."""
     bands = bands_for(options.jaccard)[0] if options.duplicates == "near" else 0
@@ -96,7 +90,7 @@ def drop_exact(corpus: Shards) -> Copies:
 def drop_near(corpus: Shards, threshold: float, run: Map) -> Copies:
     """Drop documents whose 5-grams have a Jaccard similarity above `threshold` to those of an earlier document that
     stays; returns them."""
-    work, total = corpus.work, len(corpus)
+    work, total, grams = corpus.work, len(corpus), Grams(corpus.work, corpus.starts)
     if not (work / "pairs.done").exists():
         _write_candidates(corpus, bands_for(threshold)[0])
     copies = [np.empty((0, 3))]
@@ -104,41 +98,26 @@ def drop_near(corpus: Shards, threshold: float, run: Map) -> Copies:
     for part in range(-(-total // _PART)):
         if not work.has("similar", part):
             pairs = np.stack(np.divmod(_candidates(_candidates_file(work, part)), total), axis=1)
-            pieces = ((work, corpus.starts, pairs[start : start + _PAIRS]) for start in range(0, len(pairs), _PAIRS))
-            similarity = np.concatenate([np.empty(0), *run(compare, pieces)])
+            some = (pairs[start : start + _PAIRS] for start in range(0, len(pairs), _PAIRS))
+            pieces = ((work, corpus.starts, each, threshold) for each in some)
+            similarity, exact = np.concatenate([np.empty((0, 2)), *run(compare, pieces)]).T
             similar = similarity > threshold
-            arrays = {"pairs": pairs[similar], "similarity": similarity[similar], "candidates": np.array(len(pairs))}
+            arrays = {"pairs": pairs, "similarity": similarity, "exact": exact}
+            arrays = {name: array[similar] for name, array in arrays.items()} | {"candidates": np.array(len(pairs))}
             work.save("similar", part, arrays)
-        pairs, similarity, compared = work.load("similar", part, "pairs", "similarity", "candidates")
+        pairs, similarity, exact, compared = work.load("similar", part, "pairs", "similarity", "exact", "candidates")
         candidates += int(compared)
         dropped = []
         for number, (document, original) in enumerate(pairs.tolist()):
             if corpus.rule[document] == KEPT and corpus.rule[original] == KEPT:
-                corpus.rule[document] = NEAR
-                dropped.append(number)
+                if not exact[number]:
+                    similarity[number] = grams.similarity(document, original)
+                if similarity[number] > threshold:
+                    corpus.rule[document] = NEAR
+                    dropped.append(number)
         copies.append(np.column_stack([pairs[dropped], similarity[dropped]]))
     _, originals, values = np.concatenate(copies).T
     return Copies(originals.astype(np.int64), values, candidates)
-
-
-def compare(work: WorkFolder, starts: npt.NDArray[np.int64], pairs: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """The exact Jaccard similarity of the 5-grams of pairs of documents, float64 [pairs]; called in a worker."""
-    sets: dict[int, set[str]] = {}  # a cache, the one used last at its end
-    size = 0
-
-    def grams(document: int) -> set[str]:
-        nonlocal size
-        if document in sets:
-            found = sets.pop(document)
-        else:
-            found = gram_set(normalised(work.text(*place(starts, document))))
-            size += len(found)
-        sets[document] = found
-        while size > _CACHED_GRAMS and len(sets) > 2:
-            size -= len(sets.pop(next(iter(sets))))
-        return found
-
-    return np.array([jaccard(grams(one), grams(other)) for one, other in pairs.tolist()])
 
 
 def _write_candidates(corpus: Shards, num_bands: int) -> None:
@@ -213,22 +192,6 @@ def _sorted_entries(
         yield hashes[order], numbers[order]
 
 
-def normalised(text: str) -> str:
-    """The text by which duplicates are compared: in lower case, with one space for any white space."""
-    return " ".join(text.lower().split())
-
-
-def gram_set(text: str) -> set[str]:
-    """The 5-grams of a normalised text; a shorter text is one gram."""
-    return {text[start : start + GRAM] for start in range(max(1, len(text) - GRAM + 1))}
-
-
-def jaccard(one: set[str], other: set[str]) -> float:
-    """The Jaccard similarity of two sets, 0 to 1."""
-    common = len(one & other)
-    return common / (len(one) + len(other) - common)
-
-
 def bands_for(threshold: float) -> tuple[int, int]:
     """Numbers of bands and of hashes in each: the most selective that find 95% of the pairs at `threshold`."""
     rows = max(
@@ -244,31 +207,11 @@ def band_hashes(texts: Sequence[str], threshold: float) -> npt.NDArray[np.uint64
     num_bands, rows = bands_for(threshold)
     if not texts:
         return np.empty((num_bands, 0), np.uint64)
-    grams, starts = _gram_hashes(texts)
+    grams, starts = gram_hashes(texts)
     matrix = RMinHash.digest_matrix_from_flat_token_hashes(grams, starts.tolist(), HASHES, _SEED)
     signatures = np.array(matrix.to_rows(), np.uint64)
     banded = signatures[:, : num_bands * rows].reshape(len(texts), num_bands, rows)
     result = np.zeros((len(texts), num_bands), np.uint64)
     for row in range(rows):
-        result = _mixed(result, banded[:, :, row])
+        result = mixed(result, banded[:, :, row])
     return np.ascontiguousarray(result.T)
-
-
-def _gram_hashes(texts: Sequence[str]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
-    """Hashes of all grams in order, repeated ones too, uint64; and where those of each text begin, int64 [N + 1]."""
-    padding = "\0" * GRAM  # so that the shortest text has a gram
-    characters = np.frombuffer((padding.join(texts) + padding).encode("utf-32-le"), np.uint32).astype(np.uint64)
-    lengths = np.array([len(text) for text in texts], np.int64)
-    counts = np.maximum(lengths - GRAM + 1, 1)
-    begins = np.cumsum(lengths + GRAM) - (lengths + GRAM)
-    starts = np.concatenate([[0], np.cumsum(counts)])
-    first_characters = np.arange(starts[-1]) + np.repeat(begins - starts[:-1], counts)  # of the grams
-    hashes = np.zeros(len(characters) - GRAM + 1, np.uint64)
-    for offset in range(GRAM):
-        hashes = _mixed(hashes, characters[offset : offset + len(hashes)])
-    return hashes[first_characters], starts
-
-
-def _mixed(hashes: npt.NDArray[np.uint64], values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    hashes = (hashes ^ values) * _MULTIPLIER
-    return hashes ^ (hashes >> np.uint64(29))

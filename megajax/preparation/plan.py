@@ -24,7 +24,7 @@ SHARD_BYTES = 1 << 20, 4 << 20
 TRAINED = ("bpe", "wordpiece")  # values of `--tokenizer` that train one
 
 _ENDED = "ended"  # a file in the work folder: the command ended by itself, with an error
-_FORMAT = 2  # of the work folder; another version of this code may write another
+_FORMAT = 3  # of the work folder; another version of this code may write another
 
 
 @dataclass(frozen=True)

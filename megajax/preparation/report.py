@@ -11,9 +11,10 @@ from megajax.data.records import TextFiles
 from megajax.data.tokenizer import Tokenizer
 from megajax.host.transcript import printable
 from megajax.preparation.contamination import TestSets
-from megajax.preparation.duplicates import Copies, Shards, index_bytes, place
+from megajax.preparation.duplicates import Copies, Shards, index_bytes
 from megajax.preparation.plan import Task
 from megajax.preparation.shards import CONTAMINATED, KEPT, NEAR, RULES, SHORT
+from megajax.preparation.similarity import place
 from megajax.preparation.stages import ANALYSIS, CLEANING
 
 _EXAMPLES = 3

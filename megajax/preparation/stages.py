@@ -17,10 +17,11 @@ from megajax.data.records import NoText, NotUtf8, Record, text_of
 from megajax.data.tokenizers import load_tokenizer
 from megajax.preparation.cleaning import clean
 from megajax.preparation.contamination import TestSets, decontaminated
-from megajax.preparation.duplicates import band_hashes, normalised
+from megajax.preparation.duplicates import band_hashes
 from megajax.preparation.options import PrepareOptions
 from megajax.preparation.running import measuring
 from megajax.preparation.shards import CONTAMINATED, EMPTY, KEPT, SHORT, WorkFolder
+from megajax.preparation.similarity import SKETCH, normalised, sketches
 
 CLEANING = ("cleaning", "test_sets")  # what `clean_shard` does, as its times are named
 ANALYSIS = ("tokenizing", "minhash")  # what `analyse_shard` does
@@ -92,6 +93,7 @@ def analyse_shard(work: WorkFolder, shard: int, options: PrepareOptions) -> None
     - `tokens` of all documents, `ends` [D] of each; dropped documents have none.
     - `lengths` of all sentences, in tokens. Only with `--split-sentences`.
     - `digest`, uint64 [D, 2]: of the texts.
+    - `sketched` and `sketches`: the numbers of long documents that have a sketch, and these.
     - `seconds` [2]: of `ANALYSIS`.
     """
     (rule,) = work.load("clean", shard, "rule")
@@ -99,6 +101,7 @@ def analyse_shard(work: WorkFolder, shard: int, options: PrepareOptions) -> None
     seconds = dict.fromkeys(ANALYSIS, 0.0)
     dtype = np.uint16 if tokenizer.size <= 2**16 else np.uint32
     tokens, digests, bands = [], [], []
+    sketched, sketches_of = [np.empty(0, np.int64)], [np.empty((0, SKETCH), np.uint64)]
     lengths: list[int] = []
     of_sentences: list[int] = []
     document = 0
@@ -121,9 +124,13 @@ def analyse_shard(work: WorkFolder, shard: int, options: PrepareOptions) -> None
                 for number in kept.tolist():
                     digests[-1][number] = _digest(texts[number])
             if options.duplicates == "near":
-                hashes = band_hashes([normalised(texts[number]) for number in kept], options.jaccard)
+                compared = [normalised(texts[number]) for number in kept]
+                hashes = band_hashes(compared, options.jaccard)
                 bands.append(np.zeros((len(hashes), len(texts)), np.uint64))
                 bands[-1][:, kept] = hashes
+                long, found = sketches(compared)
+                sketched.append(document + kept[long])
+                sketches_of.append(found)
         document += len(texts)
     if options.duplicates == "near":
         work.save_bands(shard, np.concatenate(bands, axis=1) if bands else np.empty((0, 0), np.uint64))
@@ -132,6 +139,8 @@ def analyse_shard(work: WorkFolder, shard: int, options: PrepareOptions) -> None
         "tokens": np.concatenate([np.empty(0, dtype), *tokens]),
         "ends": np.cumsum(lengths, dtype=np.int64),
         "digest": np.concatenate([np.empty((0, 2), np.uint64), *digests]),
+        "sketched": np.concatenate(sketched),
+        "sketches": np.concatenate(sketches_of),
         "seconds": np.array(list(seconds.values())),
     }
     if options.split_sentences:

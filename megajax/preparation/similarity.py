@@ -1,0 +1,138 @@
+"""How similar two documents are: the Jaccard similarity of the sets of their character 5-grams, and an estimate of it
+for long documents, for which no text is read."""
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from megajax.preparation.shards import WorkFolder
+
+GRAM = 5  # characters of a gram
+SKETCH = 1 << 10  # hashes of a sketch
+_LONG = 1 << 14  # characters of a normalised text that has one
+_DEVIATIONS = 5  # standard ones of an estimate that decides
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+_CACHED_GRAMS = 1 << 20
+
+
+def normalised(text: str) -> str:
+    """The text by which duplicates are compared: in lower case, with one space for any white space."""
+    return " ".join(text.lower().split())
+
+
+def gram_set(text: str) -> set[str]:
+    """The 5-grams of a normalised text; a shorter text is one gram."""
+    return {text[start : start + GRAM] for start in range(max(1, len(text) - GRAM + 1))}
+
+
+def jaccard(one: set[str], other: set[str]) -> float:
+    """The Jaccard similarity of two sets, 0 to 1."""
+    common = len(one & other)
+    return common / (len(one) + len(other) - common)
+
+
+def sketches(texts: Sequence[str]) -> tuple[list[int], npt.NDArray[np.uint64]]:
+    """The places of long texts among some normalised ones, and of each the smallest hashes of its grams, uint64
+    [texts, SKETCH]. A text with fewer different grams has no sketch."""
+    places, found = [], [np.empty((0, SKETCH), np.uint64)]
+    for place, text in enumerate(texts):
+        smallest = np.unique(gram_hashes([text])[0])[:SKETCH] if len(text) >= _LONG else np.empty(0, np.uint64)
+        if len(smallest) == SKETCH:
+            places.append(place)
+            found.append(smallest[None])
+    return places, np.concatenate(found)
+
+
+def estimate(one: npt.NDArray[np.uint64], other: npt.NDArray[np.uint64]) -> float:
+    """The Jaccard similarity of two texts by their sketches: the share of the smallest hashes of both that each has."""
+    hashes = np.sort(np.concatenate([one, other]))
+    again = hashes[1:] == hashes[:-1]
+    largest = hashes[np.concatenate([[True], ~again])][SKETCH - 1]
+    return float((hashes[1:][again] <= largest).sum() / SKETCH)
+
+
+class Grams:
+    """The grams of a corpus's documents; those that were used last stay in memory."""
+
+    def __init__(self, work: WorkFolder, starts: npt.NDArray[np.int64]) -> None:
+        """Args:
+        work: the folder of the texts.
+        starts: the first document of every shard, and their number.
+        """
+        self._work, self._starts = work, starts
+        self._sets: dict[int, set[str]] = {}  # the one used last at its end
+        self._size = 0
+
+    def similarity(self, one: int, other: int) -> float:
+        """The exact similarity of two documents."""
+        return jaccard(self._of(one), self._of(other))
+
+    def estimate(self, one: int, other: int) -> float | None:
+        """The estimated similarity of two long documents; None if one has no sketch."""
+        first, second = (_sketch(self._work, *place(self._starts, document)) for document in (one, other))
+        return None if first is None or second is None else estimate(first, second)
+
+    def _of(self, document: int) -> set[str]:
+        if document in self._sets:
+            found = self._sets.pop(document)
+        else:
+            found = gram_set(normalised(self._work.text(*place(self._starts, document))))
+            self._size += len(found)
+        self._sets[document] = found
+        while self._size > _CACHED_GRAMS and len(self._sets) > 2:
+            self._size -= len(self._sets.pop(next(iter(self._sets))))
+        return found
+
+
+def place(starts: npt.NDArray[np.int64], document: int) -> tuple[int, int]:
+    """The shard of a document, and its number there; `starts` as in `Grams`."""
+    shard = int(np.searchsorted(starts, document, side="right")) - 1
+    return shard, document - int(starts[shard])
+
+
+def compare(
+    work: WorkFolder, starts: npt.NDArray[np.int64], pairs: npt.NDArray[np.int64], threshold: float
+) -> npt.NDArray[np.float64]:
+    """The similarity of pairs of documents, and whether it is exact or an estimate that is on the same side of
+    `threshold`, float64 [pairs, 2]; called in a worker."""
+    grams, margin = Grams(work, starts), _DEVIATIONS * (threshold * (1 - threshold) / SKETCH) ** 0.5
+    found = []
+    for one, other in pairs.tolist():
+        about = grams.estimate(one, other)
+        certain = about is not None and abs(about - threshold) > margin
+        found.append((about, 0) if certain else (grams.similarity(one, other), 1))
+    return np.array(found, np.float64).reshape(-1, 2)
+
+
+def _sketch(work: WorkFolder, shard: int, document: int) -> npt.NDArray[np.uint64] | None:
+    return _sketches(work, shard).get(document)
+
+
+@functools.lru_cache(maxsize=512)
+def _sketches(work: WorkFolder, shard: int) -> dict[int, npt.NDArray[np.uint64]]:
+    """The sketches of a shard by the numbers of its documents."""
+    documents, found = work.load("tokens", shard, "sketched", "sketches")
+    return dict(zip(documents.tolist(), found, strict=True))
+
+
+def gram_hashes(texts: Sequence[str]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+    """Hashes of all grams in order, repeated ones too, uint64; and where those of each text begin, int64 [N + 1]."""
+    padding = "\0" * GRAM  # so that the shortest text has a gram
+    characters = np.frombuffer((padding.join(texts) + padding).encode("utf-32-le"), np.uint32).astype(np.uint64)
+    lengths = np.array([len(text) for text in texts], np.int64)
+    counts = np.maximum(lengths - GRAM + 1, 1)
+    begins = np.cumsum(lengths + GRAM) - (lengths + GRAM)
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    first_characters = np.arange(starts[-1]) + np.repeat(begins - starts[:-1], counts)  # of the grams
+    hashes = np.zeros(len(characters) - GRAM + 1, np.uint64)
+    for offset in range(GRAM):
+        hashes = mixed(hashes, characters[offset : offset + len(hashes)])
+    return hashes[first_characters], starts
+
+
+def mixed(hashes: npt.NDArray[np.uint64], values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Hashes that depend on some others and on values."""
+    hashes = (hashes ^ values) * _MULTIPLIER
+    return hashes ^ (hashes >> np.uint64(29))
