@@ -1,5 +1,5 @@
-"""Every file of a run, damaged in every way: the same command goes on to the state that it would have had, or says in one
-line what is wrong."""
+"""Every file of a run, damaged in every way: the same command goes on to the state that it would have had, or says in
+one line what is wrong."""
 
 import os
 import shutil
