@@ -139,15 +139,14 @@ class WeightTraffic(Sizes):
     def gathered(self, purpose: str, room: str, times: Times) -> Iterator[Communication]:
         """All weights of a room, `shared` or one layer of the `blocks`, and adapters."""
         for placed in self._sharded(room, (*self.held.weights, *self.held.adapters)):
-            yield one(purpose, GATHER, BATCH_AXES, placed.shard, self.item, times)
+            yield one(purpose, GATHER, placed.batch_axes, placed.shard, self.item, times)
 
     def scattered(self, purpose: str, room: str, times: Times, later: bool | None = None) -> Iterator[Communication]:
         """Of all that is trained of a room; of a layer's those whose gradients come `later`, where some do, or the
         others."""
         for placed in self._sharded(room, self.held.trained):
-            of_product = placed.weight.path[-1] == "weight"  # whose gradient can be deferred
-            if later is None or later == (self.defers and of_product):
-                yield one(purpose, SCATTER, BATCH_AXES, placed.whole, self.summed, times)
+            if later is None or later == (self.defers and placed.weight.of_product):
+                yield one(purpose, SCATTER, placed.batch_axes, placed.whole, self.summed, times)
 
     def _sharded(self, room: str, weights: tuple[Placed, ...]) -> list[Placed]:
         if self.zero < 3:
@@ -179,9 +178,8 @@ class WeightTraffic(Sizes):
         """Gradients and losses to global sums, the gradients' global norm, and ZeRO-1's updated weights."""
         divided = [placed for placed in self.held.trained if self._is_divided(placed)] if self.zero == 1 else []
         for placed in divided:
-            yield one(
-                "gradients: over data", SCATTER, BATCH_AXES, self._of_stage(placed, placed.whole), self.summed, ONCE
-            )
+            whole = self._of_stage(placed, placed.whole)
+            yield one("gradients: over data", SCATTER, placed.batch_axes, whole, self.summed, ONCE)
         for placed in self.held.trained:
             missing = tuple(sorted(self._varying(placed) - self._axes_of(placed)))
             if missing:
@@ -190,13 +188,21 @@ class WeightTraffic(Sizes):
         axes = tuple(sorted(BATCH_AXES if self.splits_vocabulary else (*BATCH_AXES, PIPE)))
         for _ in self._losses:
             yield one("losses: sums", REDUCE, axes, (), max(4, self.summed), ONCE)
+        yield from self._loads()
         # A number for all weights that are divided over the same axes.
         for axes in dict.fromkeys(tuple(sorted(self._axes_of(placed))) for placed in self.held.trained):
             if axes:
                 yield one("gradients: norm", REDUCE, axes, (), self.wide, ONCE)
         yield from self._muon()
         for placed in divided:
-            yield one("weights: over data", GATHER, BATCH_AXES, self._of_stage(placed, placed.shard), self.item, ONCE)
+            shard = self._of_stage(placed, placed.shard)
+            yield one("weights: over data", GATHER, placed.batch_axes, shard, self.item, ONCE)
+
+    def _loads(self) -> Iterator[Communication]:
+        """What is known of experts (`models/router.py`): every layer's loads, entropy, balance, what is dropped."""
+        model, axes = self.config.model, (*BATCH_AXES, PIPE, *(TENSOR,) * self.splits_sequence)
+        for shape in ((model.num_layers, model.num_experts), (), (), ()) if model.num_experts else ():
+            yield one("losses: loads of experts", REDUCE, tuple(sorted(axes)), shape, 4, ONCE)
 
     def _muon(self) -> Iterator[Communication]:
         """Shards of matrices to whole ones and back, and what is computed of copies to all that have them."""
@@ -227,7 +233,7 @@ class WeightTraffic(Sizes):
     def _axes_of(self, placed: Placed) -> set[str]:
         """Mesh axes that a reduced gradient is divided over."""
         axes = set(spec_axes(placed.spec))
-        axes |= {*BATCH_AXES} if self._is_divided(placed) else set()
+        axes |= {*placed.batch_axes} if self._is_divided(placed) else set()
         return axes | ({PIPE} if placed.weight.stacked else set())
 
     def _varying(self, placed: Placed) -> set[str]:

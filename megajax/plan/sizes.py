@@ -48,6 +48,7 @@ class Weight:
     shape: Shape  # of all of it; of a layer's, in one layer
     logical: PartitionSpec  # the names of its dims (`megajax/mesh.py`)
     stacked: bool  # whether it is a layer's
+    of_product: bool  # whose gradient can be deferred
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class Placed:
     weight: Weight  # which
     spec: PartitionSpec  # mesh axes of its dims, without ZeRO and the dims that pipelined layers have before them
     whole: Shape  # shape on a device without ZeRO; of a layer's, in one layer
-    data_dim: int | None  # the dim of `whole` that ZeRO divides over `data`; None where it divides none
+    batch_axes: tuple[str, ...]  # those that divide a batch and not the weight: its gradients are summed over them
+    data_dim: int | None  # the dim of `whole` that ZeRO divides over these; None where it divides none
     shard: Shape  # shape on a device where it is divided; `whole` where it cannot be
     copies: int  # layers that a device has room for: chunks x layers of a chunk, padded ones included; 1 of the ends
     needs_tensor_sum: bool  # see `mesh.needs_tensor_sum`
@@ -122,12 +124,13 @@ def _placed(
 
     def place(weight: Weight) -> Placed:
         spec = mesh_spec(weight.logical, rules)
-        sharded = zero_spec(spec, weight.shape, sizes)
+        sharded, batch_axes = zero_spec(spec, weight.shape, sizes), unused_batch_axes(spec)
         return Placed(
             weight,
             spec,
             local_shape(spec, weight.shape, sizes),
-            dim_over(unused_batch_axes(spec), sharded),
+            batch_axes,
+            dim_over(batch_axes, sharded),
             local_shape(sharded, weight.shape, sizes),
             layers if weight.stacked else 1,
             needs_tensor_sum(weight.logical, rules),
@@ -145,12 +148,13 @@ def _weights(model: ModelConfig, lora: LoraConfig) -> tuple[tuple[Weight, ...], 
 
 
 def _named(model: CutModel | Adapters) -> tuple[Weight, ...]:
-    found = []
+    found, products = [], model.products if isinstance(model, CutModel) else frozenset()
     leaves = jax.tree_util.tree_leaves_with_path(model.shapes)
     for (path, leaf), spec in zip(leaves, jax.tree.leaves(model.logical_specs), strict=True):
         names = tuple(str(key.key) for key in path)
         skipped = int(names[0] == "blocks")  # the dim of stacked layers
-        found.append(Weight(names, leaf.shape[skipped:], PartitionSpec(*spec[skipped:]), bool(skipped)))
+        logical = PartitionSpec(*spec[skipped:])
+        found.append(Weight(names, leaf.shape[skipped:], logical, bool(skipped), names[skipped:] in products))
     return tuple(found)
 
 

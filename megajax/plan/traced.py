@@ -21,6 +21,7 @@ from megajax.axes import ROW_AXES
 from megajax.backend import Backend
 from megajax.config import Config, TrainConfig
 from megajax.data.config import DataConfig
+from megajax.mesh import RULES
 from megajax.optim.config import OptimizerConfig
 from megajax.parallel.collectives import PIPE, vary
 from megajax.pipeline.config import PipelineConfig
@@ -38,6 +39,7 @@ from megajax.program.program import Program
 Cost = TypeVar("Cost", LayerCost, EndsCost)
 _PRIMES = 10_007, 10_009, 10_037
 _LARGEST_BLOCK = 2**30
+_OF_ROWS_ALONE = [axis for axis in ROW_AXES if axis not in RULES.values()]  # no weight is sharded over them
 _program = lru_cache(maxsize=4)(Program.abstract)
 
 
@@ -62,14 +64,15 @@ def _of_one_microbatch(config: Config, remat: Any, splits_vocabulary: bool = Fal
     sizes = [*vars(config.model).values(), config.model.padded_vocab_size]
     rows = next(prime for prime in _PRIMES if all(size % prime for size in sizes if isinstance(size, int) and size))
     pipe = config.mesh.pipe if splits_vocabulary else 2
+    mesh = replace(config.mesh, pipe=pipe, **dict.fromkeys(_OF_ROWS_ALONE, 1))
     return Config(
         precision=config.precision,
         sequence_parallel=config.sequence_parallel,
         model=replace(config.model, num_layers=pipe, scan_layers="true"),
         lora=config.lora,
-        mesh=replace(config.mesh, pipe=pipe, **dict.fromkeys(ROW_AXES, 1)),
+        mesh=mesh,
         pipeline=PipelineConfig(vocabulary="split" if splits_vocabulary else "replicated", weight_gradients="deferred"),
-        train=TrainConfig(global_batch=rows, microbatch=rows, remat=remat),
+        train=TrainConfig(global_batch=rows * mesh.row_shards, microbatch=rows, remat=remat),
         optimizer=OptimizerConfig(learning_rate=1.0, zero=0, gradient_dtype=config.optimizer.gradient_dtype),
         data=DataConfig(reset_attention=config.data.reset_attention),
     )

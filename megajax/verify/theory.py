@@ -20,13 +20,13 @@ from megajax.plan.communication import (
     SCATTER,
     Axes,
     Communication,
-    WeightTraffic,
     one,
     total_sent,
     totals,
 )
 from megajax.plan.sizes import Times
 from megajax.program.communication import Collective
+from megajax.verify.experts import Experts
 from megajax.verify.verdict import Finding
 
 
@@ -60,40 +60,12 @@ def _difference(key: tuple, wanted: Counter, there: Counter, expected: list[Comm
     )
 
 
-class _Step(WeightTraffic):
+class _Step(Experts):
     """The sizes of a step, and what the parts communicate that stand in its loop over ticks."""
-
-    @property
-    def regathers(self) -> bool:
-        """Whether a product's input is gathered again for its weight's gradient."""
-        return self.splits_sequence and self.config.train.remat != "layer"
-
-    @property
-    def shared_over(self) -> Axes:
-        """The axes whose devices share the tokens between regions."""
-        return (CONTEXT,) * (self.way != "none") + (TENSOR,) * self.splits_sequence
 
     @property
     def vocabulary(self) -> Axes:
         return (PIPE, TENSOR) if self.splits_vocabulary else (TENSOR,)
-
-    def enter(self, purpose: str, times: Times) -> Iterator[Communication]:
-        if self.splits_sequence:
-            yield one(purpose, GATHER, (TENSOR,), self.own, self.item, times)
-
-    def enter_backward(self, purpose: str, times: Times, axes: Axes = (TENSOR,)) -> Iterator[Communication]:
-        others = axes[:-1] if self.splits_sequence else axes
-        if others:
-            yield one(purpose, REDUCE, others, self.whole, self.item, times)
-        if self.splits_sequence:
-            yield one(purpose, SCATTER, (TENSOR,), self.whole, self.item, times)
-
-    def leave(self, purpose: str, times: Times, axes: Axes = (TENSOR,)) -> Iterator[Communication]:
-        others = axes[:-1] if self.splits_sequence else axes
-        if self.splits_sequence:
-            yield one(purpose, SCATTER, (TENSOR,), self.whole, self.item, times)
-        if others:
-            yield one(purpose, REDUCE, others, self.own, self.item, times)
 
     def broadcast(self, purpose: str) -> Iterator[Communication]:
         """To all stages, which compute an end together."""
@@ -169,13 +141,16 @@ class _Step(WeightTraffic):
             yield from self.gathered("layers backward: weights", "blocks", times)
             yield from self._layer_forward(again)
         yield from self.gathered("layers backward: weights", "blocks", times)
-        needed = 1 if config.model.layer_order == "post" else 0  # the norm after the MLP needs its result
+        post = config.model.layer_order == "post"  # the norm after the MLP needs its result
+        needed = self.num_mlps if post else 0
         if config.train.remat == "layer":
-            for _ in range(2):
+            for _ in range(1 + self.num_mlps):
                 yield from self.enter(again, times)
             needed += 1  # that of attention
         elif config.train.remat != "selective":
             needed = 0
+        if config.train.remat in ("layer", "selective"):
+            yield from self.experts(again, times, rows=config.train.remat == "layer", result=post)
         if config.train.remat == "layer":
             yield from self.attention(again, times)
         elif config.train.remat == "selective":  # what was received is kept, as is what the device computed of it
@@ -184,10 +159,11 @@ class _Step(WeightTraffic):
             yield from self.leave(again, times)
         yield from self.attention_backward("layers backward: attention", times)
         adapted = config.lora.products(config.model)
-        for by_columns in (("query", "key", "value"), ("gate", "up")):
+        yield from self.experts_backward("layers backward: experts", times)
+        for number, by_columns in enumerate((("query", "key", "value"), *[("gate", "up")] * self.num_mlps)):
             yield from self.enter("layers backward: activations", times)
             trained = not self.held.adapters or any(name in adapted for name in by_columns)
-            if self.regathers and not self.defers and trained:
+            if self.regathers and not self.defers and trained and number < self.num_dense:
                 yield from self.enter("layers backward: inputs of weight gradients", times)
             yield from self.enter_backward("layers backward: activations", times)
         yield from self.scattered("layers backward: weights' gradients", "blocks", times, later=False)
@@ -197,13 +173,14 @@ class _Step(WeightTraffic):
         if not self.defers or not (self.regathers or self.zero == 3):
             return
         times = self.weight_gradient_times
-        for _ in range(2 if self.regathers else 0):
+        for _ in range(self.num_dense if self.regathers else 0):
             yield from self.enter("weight gradients: inputs", times)
         yield from self.scattered("weight gradients: weights' gradients", "blocks", times, later=True)
 
     def _layer_forward(self, purpose: str) -> Iterator[Communication]:
         yield from self.attention(purpose, self.of_layer)
-        for _ in range(2):
+        yield from self.experts(purpose, self.of_layer)
+        for _ in range(1 + self.num_mlps):
             yield from self.enter(purpose, self.of_layer)
             yield from self.leave(purpose, self.of_layer)
 

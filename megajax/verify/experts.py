@@ -1,0 +1,100 @@
+"""What a mixture of experts communicates, for `verify/theory.py`: `models/experts.py`, written down once more."""
+
+from collections.abc import Iterator
+from math import ceil
+
+from megajax.axes import EXPERT
+from megajax.parallel.collectives import CONTEXT, TENSOR
+from megajax.plan.communication import EXCHANGE, GATHER, REDUCE, SCATTER, Communication, one
+from megajax.plan.sizes import Times
+from megajax.verify.regions import Regions
+
+_INTEGER = 4  # bytes of a choice, and of a load
+
+
+class Experts(Regions):
+    """The sizes of a step, and what its mixtures communicate beside their inputs and outputs, which cross the
+    boundaries of regions as an MLP's do."""
+
+    @property
+    def num_mlps(self) -> int:
+        """Regions of a layer in the place of its MLP: that, or the mixture and the expert that all tokens pass."""
+        return 1 + (self.config.model.shared_expert_size > 0)
+
+    @property
+    def num_dense(self) -> int:
+        """Regions of a layer whose input is the left factor of a weight gradient: all but a mixture's."""
+        return 1 + self.num_mlps - (self.config.model.num_experts > 0)
+
+    def experts(self, purpose: str, times: Times, *, rows: bool = True, result: bool = True) -> Iterator[Communication]:
+        """Forward; or what recomputation needs of it: the choices, what came back, maybe the `rows` of the experts and
+        the sum over their devices, the `result`."""
+        model, (batch, here, _) = self.config.model, self.whole
+        if not model.num_experts:
+            return
+        if self.shared_over:  # how often an expert is chosen in a sequence
+            yield one(purpose, REDUCE, self.shared_over, (batch, model.num_experts), _INTEGER, times)
+        choices, between = (batch, here, model.experts_per_token), (*self.own[:2], model.experts_per_token)
+        for item in (self.wide, _INTEGER) if self.splits_sequence else ():
+            yield one(purpose, GATHER, (TENSOR,), between, item, times)
+        if not model.expert_capacity:
+            if rows:
+                yield one(purpose, GATHER, (EXPERT,), self.whole, self.item, times)
+            for item in (self.wide, _INTEGER):
+                yield one(purpose, GATHER, (EXPERT,), choices, item, times)
+            if result:
+                yield one(purpose, SCATTER, (EXPERT,), self._of_group, self.item, times)
+            return
+        if self.shared_over:
+            everywhere = (batch, self.tokens, model.experts_per_token)
+            yield one(purpose, REDUCE, self.shared_over, everywhere, _INTEGER, times)
+        if rows:
+            yield from self._dispatch(purpose, times)
+        yield from self._combine(purpose, times)
+
+    def experts_backward(self, purpose: str, times: Times) -> Iterator[Communication]:
+        """The gradients of all that, of a token's shares, too."""
+        model, (batch, here, _) = self.config.model, self.whole
+        if not model.num_experts:
+            return
+        of_shares = (batch, here, model.experts_per_token)
+        yield one(purpose, SCATTER if self.splits_sequence else REDUCE, (TENSOR,), of_shares, self.wide, times)
+        if model.expert_capacity:
+            yield from self._dispatch(purpose, times)
+            yield from self._combine(purpose, times)
+            return
+        yield one(purpose, GATHER, (EXPERT,), self.whole, self.item, times)
+        group = batch * self.config.mesh.expert, *of_shares[1:]
+        yield one(purpose, SCATTER, (EXPERT,), group, self.wide, times)
+        yield one(purpose, SCATTER, (EXPERT,), self._of_group, self.item, times)
+
+    @property
+    def _of_group(self) -> tuple[int, ...]:
+        """An activation of all rows of an expert group."""
+        return (self.whole[0] * self.config.mesh.expert, *self.whole[1:])
+
+    def _dispatch(self, purpose: str, times: Times) -> Iterator[Communication]:
+        """To the experts' devices, and backward the gradients of what they gave."""
+        experts, batch, places, width = self._sent
+        if self.way != "none":
+            whole = (experts, batch, places * self.config.mesh.context, width)
+            yield one(purpose, SCATTER, (CONTEXT,), whole, self.item, times)
+        yield one(purpose, EXCHANGE, (EXPERT,), self._sent, self.item, times)
+
+    def _combine(self, purpose: str, times: Times) -> Iterator[Communication]:
+        """Back, and backward the gradients of what the experts got."""
+        experts, batch, places, width = self._sent
+        devices = self.config.mesh.expert
+        there = (experts // devices, batch * devices, places, width)
+        yield one(purpose, EXCHANGE, (EXPERT,), there, self.item, times)
+        if self.way != "none":
+            yield one(purpose, GATHER, (CONTEXT,), self._sent, self.item, times)
+
+    @property
+    def _sent(self) -> tuple[int, int, int, int]:
+        """What a device sends to the experts: of each expert and sequence the places that are this device's of a
+        context group."""
+        model, context = self.config.model, self.config.mesh.context
+        choices = self.tokens * model.experts_per_token
+        places = min(self.tokens, ceil(model.expert_capacity * choices / model.num_experts))
+        return model.num_experts, self.whole[0], -(-places // context), model.hidden_size
