@@ -12,12 +12,15 @@ from tiny import MIXTURE, tiny_config, tiny_program, user_error
 
 from megajax import verify
 from megajax.models.router import LOAD, bias_step
+from megajax.plan.communication import communication, totals
+from megajax.program.communication import collectives_of
 from megajax.program.synthetic import placed_batch
 from megajax.program.train_step import train_step_with_gradients
 from megajax.settings.validation import validate
 from megajax.verify import Trace, compare
 from megajax.verify.comparison import named_leaves
 from megajax.verify.run import drawn_state
+from megajax.verify.theory import check_collectives
 
 ROWS, TOKENS, LAYERS = 8, 16, 2
 MESHES = [  # data, pipe, context, tensor; and expert
@@ -91,9 +94,19 @@ def check(row: tuple, precision: str = "fp32") -> Any:
     expected, initial, wanted = reference(capacity, balance, shared, precision)
     config = config_of(row, precision=precision)
     result = compare(expected, verify.trace(config, 2, canonical=initial, quick_compile=True))
-    found = figures(tiny_program(config), initial)
+    program = tiny_program(config)
+    found = figures(program, initial)
+    check_communication(program)
     assert found.keys() == wanted.keys() and all((found[name] == wanted[name]).all() for name in wanted), row
     return result
+
+
+def check_communication(program) -> None:
+    """By kind, axes, shape, bytes and count: what is planned and in theory, against the jaxpr."""
+    step = train_step_with_gradients(program).trace(program.layout.shapes, program.batch_types)
+    found = collectives_of(step.jaxpr)
+    assert check_collectives(program.config, found).passed, check_collectives(program.config, found)
+    assert totals(communication(program.config)) == totals(found)
 
 
 @pytest.mark.parametrize("row", DEFAULT, ids=name)

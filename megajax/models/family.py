@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
+from jax.sharding import PartitionSpec
 
 from megajax.backend import CPU, Backend
 from megajax.batch import BatchSpec
@@ -183,8 +184,20 @@ class CutModel:
 
 def count_parameters(config: ModelConfig) -> int:
     """Number of weights, the padded vocabulary included."""
+    return sum(size for size, _ in _weights(config))
+
+
+def count_active_parameters(config: ModelConfig) -> int:
+    """Of these the ones that a token uses: all but those of the experts that it does not choose."""
+    chosen, experts = config.experts_per_token, config.num_experts
+    return sum(size * chosen // experts if "experts" in dims else size for size, dims in _weights(config))
+
+
+def _weights(config: ModelConfig) -> Iterator[tuple[int, PartitionSpec]]:
+    """Of every weight how many numbers it has, and what its dims are called."""
     model = CutModel(config, RegionBoundary(), CPU)  # the same on all backends
-    return sum(leaf.size for leaf in jax.tree.leaves(model.shapes))
+    sizes = [leaf.size for leaf in jax.tree.leaves(model.shapes)]
+    return zip(sizes, jax.tree.leaves(model.logical_specs), strict=True)
 
 
 def step_products(config: ModelConfig, sequences: int, query_block: int) -> list[MatrixProduct]:
@@ -203,18 +216,24 @@ def step_flops(config: ModelConfig, sequences: int) -> int:
 
 
 def layer_products(model: ModelConfig, sequences: int, query_block: int, *, causal: bool) -> Iterator[MatrixProduct]:
-    """All products of the layers; attention takes the queries in blocks, each against all keys, or, causal, against
-    those up to its end, and of a sliding window those that one of its queries sees."""
+    """All products of the layers, of experts those that the tokens choose; attention takes the queries in blocks, each
+    against all keys, or, causal, against those up to its end, and of a sliding window those that one of its queries
+    sees."""
     hidden, layers = model.hidden_size, model.num_layers
     queries = model.num_heads * model.head_size
     gated = 2 if model.activation == "swiglu" else 1
     shapes = {
         "qkv": (hidden, queries + 2 * model.num_kv_heads * model.head_size),
         "attention output": (queries, hidden),
-        "MLP up": (hidden, gated * model.mlp_size),
-        "MLP down": (model.mlp_size, hidden),
     }
-    yield from weight_products(sequences * model.sequence_length, shapes, layers)
+    width, tokens = model.mlp_size, sequences * model.sequence_length
+    if model.num_experts:
+        own = {"experts up": (hidden, gated * model.expert_size), "experts down": (model.expert_size, hidden)}
+        yield from weight_products(tokens * model.experts_per_token, own, layers)
+        shapes["router"], width = (hidden, model.num_experts), model.shared_expert_size
+    if width:
+        shapes |= {"MLP up": (hidden, gated * width), "MLP down": (width, hidden)}
+    yield from weight_products(tokens, shapes, layers)
     heads, head_size, length = sequences * model.num_heads, model.head_size, model.sequence_length
     window = model.window_in(length)
     for start in range(0, length, query_block):

@@ -75,11 +75,13 @@ class Product:
 
     dims: Dims  # [rows, inner, columns]
     again: bool = False  # the backward pass computes it again
+    experts: int = 0  # among which the rows are divided, each with its weight; 0: all have the same
 
 
 @dataclass(frozen=True)
 class Region:
-    """The products with weights between two boundaries of a layer, as in the paper two: by columns, by rows."""
+    """The products with weights between two boundaries of a layer, as in the paper two: by columns, by rows; those of
+    experts apart."""
 
     products: tuple[Product, ...]  # in their order
     attends: bool  # whether attention stands between them

@@ -72,6 +72,7 @@ class Overlap:
     gathers: float = 87 / 194  # all-gathers of a split sequence
     scatters: float = 44 / 130  # and its reduce-scatters
     exchanges: float = 9 / 12  # all-to-alls of a context group's heads
+    dispatch: float = 0.0  # all-to-alls of experts: their products wait for them, and the layer for what comes back
     keys: float = 0.5  # all that it sends of keys and values: the values', beside the scores
     p2p_transfers: float = 1.0  # between stages: all of them, beside a forward or backward
     shards: float = 0.5  # ZeRO-3's, beside some of the same layer's products
@@ -85,6 +86,7 @@ class Traffic:
     between: float = 49.0  # passes of a layer over the activations between its regions, [tokens, hidden]
     inside: float = 1.9  # over those inside, of queries, keys, values, heads and the MLP's two, divided over `tensor`
     gathered: float = 22.0  # beside these over a split sequence's gathered [tokens, hidden]
+    dispatched: float = 12.0  # over the rows of experts: each way they are gathered, turned, brought back, weighed
     scanned: float = 1.5  # factor where layers run as one scan (1.3 to 2.0 in docs/gpu.md's programs)
     # Bytes for every score of attention that is not fused, forward and backward, in half precision, and for its dropout
     # (on H200s together 52 of a score that causality leaves: docs/gpu.md, 701 beside 348 GB; without dropout 27:

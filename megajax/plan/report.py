@@ -5,7 +5,7 @@ from typing import Any
 
 from megajax.backend import CPU, GPU
 from megajax.config import Config
-from megajax.models.family import count_parameters, step_flops
+from megajax.models.family import count_active_parameters, count_parameters, step_flops
 from megajax.plan.communication import communication, sent_by_axes, totals
 from megajax.plan.compiled import Compilation
 from megajax.plan.machines import GIB, Machine
@@ -36,6 +36,7 @@ def figures(preset: str, config: Config, machine: Machine, compilation: Compilat
         "mesh": asdict(config.mesh),
         "devices": config.mesh.num_devices,
         "parameters": count_parameters(config.model),
+        "active_parameters": count_active_parameters(config.model),
         "memory": asdict(needed) | {"total": needed.total, "usable": machine.usable, "of_gpu": machine.memory},
         "fits": needed.total <= machine.usable,
         "compiled": None,
@@ -80,8 +81,9 @@ def _head(plan: dict[str, Any], config: Config) -> str:
     chunks = f" x {config.pipeline.chunks} chunks" if config.pipeline.chunks > 1 else ""
     split = ", sequence split" if config.sequence_parallel else ""
     split += f", attention by {training_way(config)}" if config.mesh.context > 1 else ""
+    active = f", {plan['active_parameters']:,} of them active," if config.model.num_experts else ""
     return (
-        f"{plan['preset']}: {plan['parameters']:,} parameters on {plan['devices']} {plan['gpu']}, "
+        f"{plan['preset']}: {plan['parameters']:,} parameters{active} on {plan['devices']} {plan['gpu']}, "
         f"{config.mesh}; {config.precision}{pipe}{chunks}{split}, "
         f"--optimizer.zero {config.optimizer.zero}, --train.remat {config.train.remat}"
     )

@@ -11,7 +11,7 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
-from megajax.axes import AXES, CONTEXT, EXPERT, ROW_AXES
+from megajax.axes import AXES, CONTEXT, EXPERT, OPTIONAL_AXES, ROW_AXES
 from megajax.backend import Backend
 from megajax.config import Config, MeshConfig
 from megajax.errors import UserError
@@ -201,10 +201,10 @@ def _of_mesh(base: Config, kept: frozenset[str]) -> Iterator[Config]:
     def choices(key: str, possible: list[Any]) -> list[Any]:
         return [attrgetter(key)(base)] if key in kept else possible
 
-    mesh, length = base.mesh, base.model.sequence_length
+    mesh, length, stages = base.mesh, base.model.sequence_length, base.mesh.pipe > 1 and not base.model.num_experts
     rows = base.train.batch_sizes.divisor // mesh.row_shards
     microbatches = [each for each in choices("train.microbatch", _divisors(rows)) if rows % each == 0]
-    remats = choices("train.remat", ["none", "selective", "layer", *(["stage"] if mesh.pipe > 1 else [])])
+    remats = choices("train.remat", ["none", "selective", "layer", *["stage"] * stages])
     zeros = choices("optimizer.zero", [0, 1, 3] if mesh.zero_shards > 1 else [1])
     pieces = mesh.tensor * (2 * mesh.context if mesh.context > 1 else 1)
     splits = choices("sequence_parallel", [False, True] if mesh.tensor > 1 and length % pieces == 0 else [False])
@@ -266,7 +266,7 @@ def _nothing(
     """Of an empty space, what forbids all there is."""
     if smallest is not None:
         size, least = smallest
-        shown = (key for key in VARIED if least.mesh.context > 1 or "context" not in key)
+        shown = (key for key in VARIED if not any(axis in key for axis in {*OPTIONAL_AXES} - {*least.mesh.shown}))
         flags = " ".join(as_flag(key, attrgetter(key)(least)) for key in shown)
         return UserError(
             f"--devices {devices} --gpu {machine.name}: no configuration fits in memory; the smallest ({flags}) needs "

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from megajax.axes import BATCH_AXES, CONTEXT
+from megajax.axes import BATCH_AXES, CONTEXT, EXPERT
 from megajax.config import Config
 from megajax.models.family import step_flops
 from megajax.pipeline.config import PipelineConfig
@@ -163,6 +163,8 @@ class StepModel:
             return 0.0
         if each.axes == (CONTEXT,):
             return overlap.exchanges if each.kind == "all-to-all" else overlap.keys
+        if each.axes == (EXPERT,) and each.kind == "all-to-all":
+            return overlap.dispatch
         if not {*BATCH_AXES}.isdisjoint(each.axes):
             return overlap.shards
         if each.kind != "all-reduce":

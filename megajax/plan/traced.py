@@ -39,6 +39,7 @@ from megajax.program.program import Program
 Cost = TypeVar("Cost", LayerCost, EndsCost)
 _PRIMES = 10_007, 10_009, 10_037
 _LARGEST_BLOCK = 2**30
+_RAGGED = "ragged_dot_general"  # JAX's name of the product of experts of different numbers of rows
 _OF_ROWS_ALONE = [axis for axis in ROW_AXES if axis not in RULES.values()]  # no weight is sharded over them
 _program = lru_cache(maxsize=4)(Program.abstract)
 
@@ -100,7 +101,7 @@ def _layer_cost(program: Program, pipeline: Pipeline, x_BTD: Array) -> LayerCost
     return LayerCost(
         Kept(tuple(_operand(var.aval, rows) for var in _kept(forward.jaxpr, len(jax.tree.leaves(output))))),
         Kept(tuple(_operand(leaf, rows, leading=2) for leaf in jax.tree.leaves(sums.factors))),
-        tuple(_regions(forward.jaxpr, backward.jaxpr, rows)),
+        tuple(_regions(forward.jaxpr, backward.jaxpr, rows, program.config.mesh.expert)),
         any(_is_fused_attention(eqn) for eqn, _ in equations(forward.jaxpr)),
         *(_sent(traced, rows) for traced in (forward, backward, later)),
     )
@@ -114,7 +115,7 @@ def _ends_cost(program: Program, pipeline: Pipeline, x_BTD: Array) -> EndsCost:
     head = jax.make_jaxpr(lambda x, total: ends.head(row, lambda: x, x, total))(x_BTD, total)
     backward = jax.make_jaxpr(lambda x, total: ends.embed_backward(row, x, total))(x_BTD, total)
     return EndsCost(
-        tuple(_dims(eqn, rows) for eqn, _ in equations(head.jaxpr) if _multiplies_weights(eqn)),
+        tuple(_product(eqn, rows).dims for eqn, _ in equations(head.jaxpr) if _multiplies_weights(eqn, rows)),
         *(_sent(traced, rows) for traced in (embedding, head, backward)),
     )
 
@@ -143,19 +144,25 @@ def _sent(traced: ClosedJaxpr, rows: int) -> tuple[Sent, ...]:
     return tuple(found)
 
 
-def _regions(forward: Jaxpr, backward: Jaxpr, rows: int) -> Iterator[Region]:
-    """Those of the forward pass, each up to the sum that ends it."""
-    repeated = Counter(_signature(eqn) for eqn, _ in equations(backward) if _multiplies_weights(eqn))
+def _regions(forward: Jaxpr, backward: Jaxpr, rows: int, groups: int) -> Iterator[Region]:
+    """Those of the forward pass, each up to the sum that ends it, or to the first product of experts, whose rows may be
+    of so many devices."""
+    repeated = Counter(_signature(eqn) for eqn, _ in equations(backward) if _multiplies_weights(eqn, rows))
     products: dict[Any, Product] = {}  # by their left operand, and whether they are computed again
     attends = False
     for eqn, _ in equations(forward):
-        if _multiplies_weights(eqn):
+        if _multiplies_weights(eqn, rows):
             again = repeated[_signature(eqn)] > 0
             repeated[_signature(eqn)] -= again
-            before, new = products.get((eqn.invars[0], again)), _dims(eqn, rows)
-            columns = new.of_row[2] + (before.dims.of_row[2] if before else 0)
-            products[eqn.invars[0], again] = Product(replace(new, of_row=(*new.of_row[:2], columns)), again)
-        elif _is_fused_attention(eqn) or eqn.primitive.name == "dot_general":
+            new = _product(eqn, rows, groups)
+            if new.experts and not all(product.experts for product in products.values()):
+                yield Region(tuple(products.values()), attends)
+                products, attends = {}, False
+            before = products.get((eqn.invars[0], again))
+            columns = new.dims.of_row[2] + (before.dims.of_row[2] if before else 0)
+            dims = replace(new.dims, of_row=(*new.dims.of_row[:2], columns))
+            products[eqn.invars[0], again] = replace(new, dims=dims, again=again)
+        elif _is_fused_attention(eqn) or _scores(eqn):
             attends = True
         elif COLLECTIVES.get(eqn.primitive.name) in ("all-reduce", "reduce-scatter") and products:
             yield Region(tuple(products.values()), attends)
@@ -166,22 +173,43 @@ def _is_fused_attention(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name.startswith(FUSED_FORWARD)
 
 
-def _multiplies_weights(eqn: JaxprEqn) -> bool:
-    """A product whose operands have no dim in common beside the inner one, unlike attention's."""
-    return eqn.primitive.name == "dot_general" and not eqn.params["dimension_numbers"][1][0]
+def _multiplies_weights(eqn: JaxprEqn, rows: int) -> bool:
+    """A product whose operands have no dim in common beside the inner one, unlike attention's; or of experts, with
+    weights that do not depend on rows."""
+    if eqn.primitive.name == _RAGGED:
+        return True
+    if eqn.primitive.name != "dot_general":
+        return False
+    of_rows = [any(Dims.at(shape, rows).counting) for shape in _operand_shapes(eqn)]
+    return not eqn.params["dimension_numbers"][1][0] or not all(of_rows)
+
+
+def _scores(eqn: JaxprEqn) -> bool:
+    """A product as attention's, in which both operands have a dim of their own."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    inner, batch = eqn.params["dimension_numbers"]
+    return all(len(shape) > len(inner[0]) + len(batch[0]) for shape in _operand_shapes(eqn))
 
 
 def _signature(eqn: JaxprEqn) -> Any:
-    return *_operand_shapes(eqn), eqn.params["dimension_numbers"]
+    numbers = eqn.params["ragged_dot_dimension_numbers" if eqn.primitive.name == _RAGGED else "dimension_numbers"]
+    return *_operand_shapes(eqn), numbers
 
 
 def _operand_shapes(eqn: JaxprEqn) -> list[Shape]:
-    avals: list[Any] = [var.aval for var in eqn.invars]
+    avals: list[Any] = [var.aval for var in eqn.invars[:2]]
     return [aval.shape for aval in avals]
 
 
-def _dims(eqn: JaxprEqn, rows: int) -> Dims:
-    """Rows, inner dim and columns of a product."""
+def _product(eqn: JaxprEqn, rows: int, groups: int = 1) -> Product:
+    """Rows, inner dim and columns. Of products of experts without a capacity a device has the rows of `groups` devices,
+    of which it computes one share."""
     left, right = _operand_shapes(eqn)
-    inner = prod(left[dim] for dim in eqn.params["dimension_numbers"][0][0])
-    return Dims.at((prod(left) // inner, inner, prod(right) // inner), rows)
+    if eqn.primitive.name == _RAGGED:
+        dims = Dims.at((left[0] // groups, *right[1:]), rows)
+        return Product(dims, experts=right[0])
+    (inner_dims, _), (batch_dims, _) = eqn.params["dimension_numbers"]
+    inner, batch = prod(left[dim] for dim in inner_dims), prod(left[dim] for dim in batch_dims)
+    dims = Dims.at((prod(left) // inner, inner, prod(right) // inner // batch), rows)
+    return Product(dims, experts=batch if batch_dims else 0)

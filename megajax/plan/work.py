@@ -10,9 +10,9 @@ from math import prod
 
 from megajax.backend import GPU
 from megajax.config import Config
-from megajax.plan.costs import StepCost
+from megajax.plan.costs import Product, StepCost
 from megajax.plan.machines import Machine, peak_of
-from megajax.plan.sizes import Shape, Sizes
+from megajax.plan.sizes import Sizes
 from megajax.plan.update import dealt
 from megajax.program.program import scans_layers
 
@@ -51,16 +51,16 @@ class Work:
         self.hidden, self.tokens = model.hidden_size, prod(sizes.whole[:2])
         self.scanned = scans_layers(config, GPU)
 
-    def product(self, rows: int, inner: int, columns: int) -> float:
-        """A product [rows, inner] · [inner, columns]: at the rate of large ones, but for tiles that are not full and
-        multiprocessors without one; not sooner than memory gives its operands."""
-        tiles = -(-rows // _TILE) * -(-columns // _TILE)
+    def product(self, rows: int, inner: int, columns: int, count: int = 1) -> float:
+        """So many products [rows, inner] · [inner, columns] side by side: at the rate of large ones, but for tiles that
+        are not full and multiprocessors without one; not sooner than memory gives their operands."""
+        tiles = count * -(-rows // _TILE) * -(-columns // _TILE)
         number = self.machine.multiprocessors
         parts = max(1, min(number // tiles, inner // _SHORTEST)) if tiles < number else 1
         rounds = math.ceil(tiles * parts / number)
         used = min(1.0, tiles * parts / (rounds * number))
         flops = 2 * tiles * _TILE * _TILE * inner
-        moved = self.sizes.item * (rows * inner + inner * columns + rows * columns)
+        moved = self.sizes.item * count * (rows * inner + inner * columns + rows * columns)
         return max(flops / (self.peak * self.machine.efficiency.products * used), self.moved(moved))
 
     def moved(self, num_bytes: float) -> float:
@@ -68,9 +68,14 @@ class Work:
         return num_bytes / (self.machine.bandwidth * self.machine.efficiency.traffic)
 
     @cached_property
-    def _shapes(self) -> list[Shape]:
-        """Of a layer's products with weights: rows, inner dim and columns."""
-        return [product.dims.shape(self.sizes.microbatch) for product in self.layer.products]
+    def _shapes(self) -> list[tuple[int, int, int, int]]:
+        """Of a layer's products with weights: rows, inner dim, columns, and of how many experts each."""
+        return [self._shape(product) for product in self.layer.products]
+
+    def _shape(self, product: Product) -> tuple[int, int, int, int]:
+        rows, inner, columns = product.dims.shape(self.sizes.microbatch)
+        number = max(1, product.experts)
+        return -(-rows // number), inner, columns, number
 
     def layer_forward(self) -> Seconds:
         """Of a microbatch."""
@@ -88,7 +93,7 @@ class Work:
 
     def layer_backward(self) -> Seconds:
         """Without what is computed again, and without the weights' gradients."""
-        products = sum(self.product(rows, columns, inner) for rows, inner, columns in self._shapes)
+        products = sum(self.product(rows, columns, inner, count) for rows, inner, columns, count in self._shapes)
         attention, traffic = self._attention()
         traffic = (traffic + self._traffic) * 2 / 3
         return Seconds(products, 2.5 * attention, traffic, self.machine.efficiency.fixed * 2 / 3)
@@ -100,24 +105,36 @@ class Work:
             rank, rows = self.config.lora.rank, self.tokens
             products = sum(self.product(size // rank, rows, rank) for size in sizes)
             return Seconds(products, traffic=self.moved(self.machine.traffic.accumulated * sum(sizes)))
-        products = sum(self.product(inner, rows, columns) for rows, inner, columns in self._shapes)
+        products = sum(self.product(inner, rows, columns, count) for rows, inner, columns, count in self._shapes)
         return Seconds(products, traffic=self.moved(self.machine.traffic.accumulated * self._weights))
 
     @property
     def _weights(self) -> int:
         """Numbers in the weights of a layer's products."""
-        return sum(inner * columns for _, inner, columns in self._shapes)
+        return sum(inner * columns * count for _, inner, columns, count in self._shapes)
 
     @property
     def _traffic(self) -> float:
         """Seconds of a layer's passes over activations, forward and backward."""
         passes, sizes = self.machine.traffic, self.sizes
         own = self.tokens // (self.config.mesh.tensor if sizes.splits_sequence else 1)
-        inside = self._weights // self.hidden  # one side of every product is an activation between regions
-        numbers = passes.between * own * self.hidden + passes.inside * self.tokens * inside
+        # One side of every product is an activation between regions, or a row of an expert.
+        sides = [(rows * count, inner * columns) for rows, inner, columns, count in self._shapes]
+        inside = sum(rows * size for rows, size in sides) // self.hidden
+        numbers = passes.between * own * self.hidden + passes.inside * inside
+        numbers += passes.dispatched * self._dispatched * self.hidden
         if sizes.splits_sequence:
             numbers += passes.gathered * self.tokens * self.hidden
         return self.moved(sizes.item * numbers) * (passes.scanned if self.scanned else 1.0)
+
+    @property
+    def _dispatched(self) -> int:
+        """Rows that experts get: without a capacity as many as all tokens of the group could be."""
+        model = self.config.model
+        if model.num_experts and not model.expert_capacity:
+            return self.tokens * model.experts_per_token * self.config.mesh.expert
+        products = zip(self._shapes, self.layer.products, strict=True)
+        return max((rows * count for (rows, _, _, count), each in products if each.experts), default=0)
 
     def _attention(self) -> tuple[float, float]:
         """Of a layer: seconds of the products forward, backward being 2.5 times as many, and of the scores' traffic
