@@ -270,10 +270,9 @@ def check_read(section: object, name: str) -> None:
         value, reader = getattr(section, field), option.trait(ReadWith)
         if reader and not reader.ignored and not reader.is_read(section) and value != option.default:
             given, without = (as_flag(f"{name}.{field}", each) for each in (value, option.default))
-            flag = f"--{name}.{reader.name.replace('_', '-')}"
-            raise UserError(
-                f"{given} with {flag} {getattr(section, reader.name)}; valid: {flag} {reader.words}, or {without}"
-            )
+            key, there = f"{name}.{reader.name}", getattr(section, reader.name)
+            valid = as_flag(key, True) if there is False else as_flag(key, reader.words)
+            raise UserError(f"{given} with {as_flag(key, there)}; valid: {valid}, or {without}")
 
 
 def suggest(unknown: str, valid: Iterable[str], otherwise: str) -> str:

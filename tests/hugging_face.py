@@ -18,10 +18,14 @@ CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
     "megatron-bert": "MegatronBertForPreTraining",
     "bert": "BertForPreTraining",
 }
 DECODERS = ("llama", "qwen2", "qwen3", "mistral")
+MIXTURES = ("mixtral", "qwen3_moe", "olmoe")
 ORDERS = {"megatron-bert": "pre", "bert": "post"}
 TASKS = {"classes": "SequenceClassification", "span": "QuestionAnswering", "choice": "MultipleChoice"}  # by our head
 _SIZES = {"vocab_size": 101, "max_position_embeddings": 24, "hidden_size": 24, "num_hidden_layers": 2}
@@ -31,6 +35,7 @@ _DECODER = _SIZES | {
     "num_key_value_heads": 2,
     "head_dim": 8,
 }
+_MIXTURE = _DECODER | {"num_experts": 5, "num_experts_per_tok": 2}
 _BERT = _SIZES | {
     "num_attention_heads": 4,
     "intermediate_size": 96,
@@ -41,6 +46,9 @@ _GPT2 = {"vocab_size": 101, "n_positions": 24, "n_embd": 24, "n_layer": 2, "n_he
 _GPT2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 SETTINGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(DECODERS, _DECODER),
+    "mixtral": _DECODER | {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen3_moe": _MIXTURE | {"moe_intermediate_size": 14},
+    "olmoe": _MIXTURE | {"head_dim": 4},
     **dict.fromkeys(ORDERS, _BERT),
     "gpt2": _GPT2,
 }
@@ -139,21 +147,41 @@ def _decoder_shapes(fields: dict[str, Any], kind: str) -> Shapes:
         start = f"model.layers.{layer}."
         for name in "input_layernorm", "post_attention_layernorm":
             shapes[f"{start}{name}.weight"] = (width,)
-        if kind == "qwen3":
+        if kind in ("qwen3", "qwen3_moe"):
             shapes |= {f"{start}self_attn.{name}_norm.weight": (size,) for name in "qk"}
-        for name, shape, bias in (
+        elif kind == "olmoe":
+            shapes |= {f"{start}self_attn.{name}_norm.weight": (n,) for name, n in (("q", queries), ("k", keys))}
+        linear: list[tuple[str, tuple[int, int], bool]] = [
             ("self_attn.q_proj", (queries, width), everywhere or kind == "qwen2"),
             ("self_attn.k_proj", (keys, width), everywhere or kind == "qwen2"),
             ("self_attn.v_proj", (keys, width), everywhere or kind == "qwen2"),
             ("self_attn.o_proj", (width, queries), everywhere),
-            ("mlp.gate_proj", (inner, width), everywhere),
-            ("mlp.up_proj", (inner, width), everywhere),
-            ("mlp.down_proj", (width, inner), everywhere),
-        ):
+        ]
+        products = [("gate_proj", (inner, width)), ("up_proj", (inner, width)), ("down_proj", (width, inner))]
+        if kind in MIXTURES:
+            linear += _expert_shapes(fields, kind)
+        else:
+            linear += [(f"mlp.{name}", shape, everywhere) for name, shape in products]
+        for name, shape, bias in linear:
             shapes[f"{start}{name}.weight"] = shape
             if bias:
                 shapes[f"{start}{name}.bias"] = shape[:1]
     return shapes
+
+
+def _expert_shapes(fields: dict[str, Any], kind: str) -> list[tuple[str, tuple[int, int], bool]]:
+    """Of the products of router and experts of a layer; none has a bias."""
+    number = fields["num_local_experts" if kind == "mixtral" else "num_experts"]
+    width, inner = fields["hidden_size"], fields.get("moe_intermediate_size", fields["intermediate_size"])
+    module = "block_sparse_moe" if kind == "mixtral" else "mlp"
+    names = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    shapes = ((inner, width), (inner, width), (width, inner))
+    found = [(f"{module}.gate", (number, width), False)]
+    for expert in range(number):
+        found += [
+            (f"{module}.experts.{expert}.{name}", shape, False) for name, shape in zip(names, shapes, strict=True)
+        ]
+    return found
 
 
 def write_model(
@@ -207,6 +235,7 @@ def peer_model(name: str, **settings: Any) -> Any:
     kind = getattr(transformers, name)
     of_kind = _GPT2 if name.startswith("GPT2") else _BERT if "Bert" in name else {"pad_token_id": None}
     settings = {field: value for field, value in of_kind.items() if not value} | settings
+    settings |= {"experts_implementation": "eager"} if "num_experts_per_tok" in settings else {}  # can do fp64
     peer = kind(kind.config_class(initializer_range=0.2, attn_implementation="eager", **settings))
     with torch.no_grad():
         for parameter in peer.parameters():

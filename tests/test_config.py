@@ -9,7 +9,7 @@ from tiny import user_error
 from megajax.config import Config
 from megajax.errors import UserError
 from megajax.models.config import ModelConfig
-from megajax.models.family import count_parameters
+from megajax.models.family import count_active_parameters, count_parameters
 from megajax.options import options
 from megajax.settings.presets import load_preset, resolve
 from megajax.settings.validation import validate, validate_imagined, validate_mesh
@@ -69,6 +69,25 @@ PUBLISHED = {
     "mistral-7b-v0.3": ((32, 4096, 32, 8, 128, 14336, 32768, 1e6, 1e-5, 0), 7_248_023_552),
     "smollm2-135m": ((30, 576, 9, 3, 64, 1536, 49152, 1e5, 1e-5, 0), 134_515_008),
 }
+
+
+MIXTURES = {  # weights, all and those that a token passes; experts, of a token, their width; qwen3's MLP is in no layer
+    "mixtral-8x7b": ((46_702_792_704, 12_879_925_248), (8, 2, 14336)),
+    "qwen3-30b-a3b": ((30_532_122_624, 3_353_032_704), (128, 8, 768)),
+    "olmoe-1b-7b": ((6_919_161_856, 1_282_017_280), (64, 8, 1024)),
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_has_the_published_numbers_of_weights(name: str) -> None:
+    config = resolve(load_preset(name))
+    validate(config, 1)
+    model = config.model
+    counts = count_parameters(model), count_active_parameters(model)
+    assert (counts, (model.num_experts, model.experts_per_token, model.expert_size)) == MIXTURES[name]
+    assert model.renormalize_shares == (name != "olmoe-1b-7b") and model.padded_vocab_size == model.vocab_size
+    dense = resolve(load_preset("llama3-8b")).model
+    assert count_active_parameters(dense) == count_parameters(dense)
 
 
 def shape(model: ModelConfig) -> tuple[float, ...]:

@@ -74,10 +74,13 @@ class StoredWeights:
     def __init__(self, folder: Path, config: ModelConfig, exchange: Exchange):
         self._config, self._tensors = config, TensorFiles(folder)
         there = self._tensors.shapes
-        if config.num_layers > max(len(there), _LAYERS):  # each has several
+        fewest = config.num_layers * max(1, config.num_experts)  # each layer has several, and each expert of a layer
+        if fewest > max(len(there), _LAYERS):
+            layers, experts = exchange.named_options()["num_layers"][0], config.num_experts
+            of_experts, and_experts = (f" of {experts} experts", " and experts") if experts else ("", "")
             raise UserError(
-                f"{folder / 'config.json'}: {exchange.named_options()['num_layers'][0]} is {config.num_layers}, but "
-                f"there are {len(there)} tensors in all; valid: the number of layers in the safetensors"
+                f"{folder / 'config.json'}: {layers} is {config.num_layers}{of_experts}, but there are {len(there)} "
+                f"tensors in all; valid: the number of layers{and_experts} in the safetensors"
             )
         self._places = exchange.places(config)
         self._spelled = self._places.spelling(there)

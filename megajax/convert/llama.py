@@ -1,18 +1,20 @@
-"""Llama, Qwen2, Qwen3 and Mistral: `…ForCausalLM` of transformers, which differ in their biases, windows and norms of
-queries and keys, and in what a field means that is missing."""
+"""Llama, Qwen2, Qwen3 and Mistral, and the mixtures Qwen3-MoE, Mixtral and OLMoE: `…ForCausalLM` of transformers, which
+differ in their biases, windows, norms of queries and keys, and MLPs, and in what a field means that is missing."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from megajax.convert.exchange import Exchange, Head
-from megajax.convert.parts import ROPE, Lacks, Part, lacks_divisible_heads, words
+from megajax.convert.mixtures import MIXTRAL, OLMOE, QWEN3_MOE, Experts
+from megajax.convert.parts import Lacks, Part, lacks_divisible_heads, rope, words
 from megajax.convert.settings import Fields
 from megajax.convert.weights import Place, linear
 from megajax.models.config import ModelConfig
 
 _WINDOW = "sliding_attention"  # as layer_types calls a layer with a window, and one without:
 _NO_WINDOW = "full_attention"
+_LAYER = "model.layers.{layer}."
 
 
 @dataclass(frozen=True)
@@ -21,12 +23,18 @@ class _Kind:
 
     name: str  # as in `…ForCausalLM`
     biases: tuple[str, ...] = ("none",)  # those that it can have, `model.bias`
-    # Where config.json has it: nowhere; in `sliding_window`; there, if `use_sliding_window` says so.
-    window: Literal["none", "plain", "switched"] = "none"
-    query_key_norm: bool = False
+    # Where config.json has it: nowhere; in `sliding_window`; there, if `use_sliding_window` says so, of all layers, or
+    # of those that other fields name.
+    window: Literal["none", "plain", "switched", "switched by layer"] = "none"
+    window_size: int | None = 4096  # where the field is missing
+    query_key_norm: Literal["", "head", "width"] = ""  # none, or over what
     kv_heads: int | None = None  # where the field is missing; None: as many as heads
     head_size: int | None = None  # where the field is missing; None: width / heads
-    heads_divide: bool = False  # whether the heads must divide the width even where their size is given
+    heads: Literal["free", "divide", "fill"] = "free"  # must divide the width, whatever their size; be as wide
+    rope_theta: float = 10_000.0  # where the field is missing, as the next
+    norm_epsilon: float = 1e-6
+    experts: Experts | None = None  # in the place of MLPs
+    model_type: str = ""  # its value in config.json; empty: the name in small letters
 
     def read_heads(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
         heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
@@ -36,8 +44,10 @@ class _Kind:
         if kv_heads > heads or heads % kv_heads:
             raise fields.refusal("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads, {heads}")
         given = fields.get("head_dim", self.head_size) is not None
-        if self.heads_divide or not given:
+        if self.heads != "free" or not given:
             fields.check_divides("num_attention_heads", "hidden_size")
+        if self.heads == "fill":
+            fields.check("head_dim", None, hidden // heads)
         size = fields.value("head_dim", "model.head_size", self.head_size) if given else hidden // heads
         if size % 2:
             raise fields.refusal("head_dim", size, "an even number: rotary positions turn pairs of features")
@@ -64,15 +74,15 @@ class _Kind:
     def read_window(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
         """Tokens that a token sees, the same in all layers; 0: all before it."""
         layers = fields["num_hidden_layers"]
-        window = fields.get("sliding_window", None if self.window == "none" else 4096)
+        window = fields.get("sliding_window", None if self.window == "none" else self.window_size)
         if self.window == "none":
             fields.check("sliding_window", None)
-        elif self.window == "switched":
+        elif self.window != "plain":
             fields.check("use_sliding_window", False, True)
             window = window if fields.get("use_sliding_window") else None
         if window is not None and (type(window) is not int or not 0 < window < 1_000_000_000):
             raise fields.refusal("sliding_window", window, "null, or a whole number above 0")
-        types = fields.get("layer_types")
+        types = None if self.window == "switched" else fields.get("layer_types")
         if types is not None:
             valid = [[_NO_WINDOW] * layers] if self.window != "plain" or window is None else []
             valid += [[_WINDOW] * layers] if window is not None else []
@@ -80,7 +90,7 @@ class _Kind:
                 kinds = " or ".join(f"{each[0]} {layers} times" for each in valid)
                 raise fields.refusal("layer_types", types, f"{kinds}: the same in all layers")
             window = window if types[0] == _WINDOW else None
-        elif self.window == "switched" and window is not None:
+        elif self.window == "switched by layer" and window is not None:
             first = fields.get("max_window_layers", 28)  # the layers before it have none
             if type(first) is not int or 0 < first < layers:
                 valid_layers = f"0, all layers have the window, or {layers} and more, none has"
@@ -90,14 +100,48 @@ class _Kind:
 
     def write_window(self, model: ModelConfig) -> dict[str, Any]:
         found: dict[str, Any] = {} if self.window == "none" else {"sliding_window": model.sliding_window or None}
-        if self.window == "switched":
-            name = _WINDOW if model.sliding_window else _NO_WINDOW
-            found |= {"use_sliding_window": bool(model.sliding_window), "layer_types": [name] * model.num_layers}
+        if self.window.startswith("switched"):
+            found["use_sliding_window"] = bool(model.sliding_window)
+        if self.window == "switched by layer":
+            found["layer_types"] = [_WINDOW if model.sliding_window else _NO_WINDOW] * model.num_layers
             found["max_window_layers"] = 0 if model.sliding_window else model.num_layers
         return found
 
     def lacks_window(self, model: ModelConfig) -> Lacks:
         return {"sliding_window": 0} if model.sliding_window and self.window == "none" else {}
+
+    def lacks_heads(self, model: ModelConfig) -> Lacks:
+        if self.heads == "free":
+            return {}
+        size = model.hidden_size // model.num_heads
+        indivisible = lacks_divisible_heads(model)
+        return indivisible or ({"head_size": size} if self.heads == "fill" and model.head_size != size else {})
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of ours that have one value here."""
+        norm = {"query_key_norm": bool(self.query_key_norm), "query_key_norm_over": self.query_key_norm or "head"}
+        return {"norm": "rmsnorm", "positions": "rotary"} | norm
+
+    def blocks(self) -> dict[str, Place]:
+        """Where the weights of a layer are."""
+        width = self.query_key_norm == "width"
+        mlp = {
+            **linear("mlp/gate", f"{_LAYER}mlp.gate_proj", "FD"),
+            **linear("mlp/up", f"{_LAYER}mlp.up_proj", "FD"),
+            **linear("mlp/down", f"{_LAYER}mlp.down_proj", "DF"),
+        }
+        return {
+            "attention_norm/scale": Place(f"{_LAYER}input_layernorm.weight", "D"),
+            "mlp_norm/scale": Place(f"{_LAYER}post_attention_layernorm.weight", "D"),
+            **linear("attention/query", f"{_LAYER}self_attn.q_proj", "QD"),
+            **linear("attention/key", f"{_LAYER}self_attn.k_proj", "GD"),
+            **linear("attention/value", f"{_LAYER}self_attn.v_proj", "GD"),
+            **linear("attention/output", f"{_LAYER}self_attn.o_proj", "DQ"),
+            "attention/query_norm/scale": Place(f"{_LAYER}self_attn.q_norm.weight", "Q" if width else "K"),
+            "attention/key_norm/scale": Place(f"{_LAYER}self_attn.k_norm.weight", "G" if width else "K"),
+            **(self.experts.places(_LAYER) if self.experts else mlp),
+        }
 
 
 def _read_dropout(fields: Fields, given: Mapping[str, Any]) -> dict[str, float]:
@@ -108,58 +152,62 @@ def _read_dropout(fields: Fields, given: Mapping[str, Any]) -> dict[str, float]:
     raise fields.refusal("attention_dropout", rate, "0, or --model.dropout X, which is not of attention only")
 
 
-_LAYER = "model.layers.{layer}."
-
-
 def _exchange(kind: _Kind) -> Exchange:
     return Exchange(
         family="decoder",
-        model_type=kind.name.lower(),
-        dialect="llama",
+        model_type=kind.model_type or kind.name.lower(),
+        dialect="mixture" if kind.experts else "llama",
         heads={"pretraining": Head((f"{kind.name}ForCausalLM",), f"a {kind.name}")},
-        options={"norm": "rmsnorm", "positions": "rotary", "query_key_norm": kind.query_key_norm},
-        fixed={"is_causal": True},
-        defaults={"norm_epsilon": 1e-6, "tied_embedding": False},
+        options=kind.options,
+        fixed={"is_causal": True} | dict(kind.experts.fixed if kind.experts else ()),
+        defaults={"norm_epsilon": kind.norm_epsilon, "tied_embedding": False, "renormalize_shares": False},
         parts=(
             words("activation", "hidden_act", {"silu": "swiglu", "swish": "swiglu"}),  # two names of one function
             Part(
                 ("num_kv_heads", "head_size"),
                 kind.read_heads,
                 lambda model: {"num_key_value_heads": model.num_kv_heads, "head_dim": model.head_size},
-                lacks_divisible_heads if kind.heads_divide else lambda _: {},
+                kind.lacks_heads,
             ),
             Part(("bias",), kind.read_bias, kind.write_bias, kind.lacks_bias),
             Part(("sliding_window",), kind.read_window, kind.write_window, kind.lacks_window),
             Part(("dropout",), _read_dropout, lambda model: {"attention_dropout": model.dropout}),
-            ROPE,
+            rope(kind.rope_theta),
+            *(kind.experts.parts() if kind.experts else ()),
         ),
         shared={
             "table": Place("model.embed_tokens.weight", "VD"),
             "final_norm/scale": Place("model.norm.weight", "D"),
             "output": Place("lm_head.weight", "VD"),
         },
-        blocks={
-            "attention_norm/scale": Place(f"{_LAYER}input_layernorm.weight", "D"),
-            "mlp_norm/scale": Place(f"{_LAYER}post_attention_layernorm.weight", "D"),
-            **linear("attention/query", f"{_LAYER}self_attn.q_proj", "QD"),
-            **linear("attention/key", f"{_LAYER}self_attn.k_proj", "GD"),
-            **linear("attention/value", f"{_LAYER}self_attn.v_proj", "GD"),
-            **linear("attention/output", f"{_LAYER}self_attn.o_proj", "DQ"),
-            **linear("mlp/gate", f"{_LAYER}mlp.gate_proj", "FD"),
-            **linear("mlp/up", f"{_LAYER}mlp.up_proj", "FD"),
-            **linear("mlp/down", f"{_LAYER}mlp.down_proj", "DF"),
-            "attention/query_norm/scale": Place(f"{_LAYER}self_attn.q_norm.weight", "K"),
-            "attention/key_norm/scale": Place(f"{_LAYER}self_attn.k_norm.weight", "K"),
-        },
+        blocks=kind.blocks(),
         copies={"lm_head.weight": "model.embed_tokens.weight"},
         unused=(f"{_LAYER}self_attn.rotary_emb.inv_freq",),  # older versions wrote the angles
     )
 
 
 _KINDS = (  # a model that several can hold is exported as the first of them
-    _Kind("Llama", biases=("none", "all"), heads_divide=True),
+    _Kind("Llama", biases=("none", "all"), heads="divide"),
     _Kind("Mistral", window="plain", kv_heads=8),
-    _Kind("Qwen2", biases=("query-key-value",), window="switched", kv_heads=32),
-    _Kind("Qwen3", window="switched", query_key_norm=True, kv_heads=32, head_size=128),
+    _Kind("Qwen2", biases=("query-key-value",), window="switched by layer", kv_heads=32),
+    _Kind("Qwen3", window="switched by layer", query_key_norm="head", kv_heads=32, head_size=128),
+    _Kind(
+        "Mixtral",
+        window="plain",
+        window_size=None,
+        kv_heads=8,
+        rope_theta=1e6,
+        norm_epsilon=1e-5,
+        experts=MIXTRAL,
+    ),
+    _Kind(
+        "Qwen3Moe",
+        window="switched",
+        query_key_norm="head",
+        kv_heads=4,
+        experts=QWEN3_MOE,
+        model_type="qwen3_moe",
+    ),
+    _Kind("Olmoe", query_key_norm="width", heads="fill", norm_epsilon=1e-5, experts=OLMOE),
 )
 EXCHANGES = tuple(map(_exchange, _KINDS))

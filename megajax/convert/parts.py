@@ -87,7 +87,7 @@ _LENGTH = "original_max_position_embeddings"
 _KNOWN = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", *_LLAMA3, _LENGTH)
 
 
-def _read_rope(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+def _read_rope(fields: Fields, default: float) -> dict[str, Any]:
     part = fields.part("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
     for name, value in part.items():
         if name not in _KNOWN:
@@ -97,7 +97,7 @@ def _read_rope(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
     kind = "rope_type" if "rope_type" in part else "type"
     part.check(kind, *_SCALINGS)
     scaling = _SCALINGS[part.get(kind, "default")]
-    theta = (part if "rope_theta" in part else fields).value("rope_theta", "model.rope_theta", 10_000.0)
+    theta = (part if "rope_theta" in part else fields).value("rope_theta", "model.rope_theta", default)
     found = {"model.positions": "rotary", "model.rope_theta": theta, "model.rope_scaling": scaling}
     if scaling != "none":
         found["model.rope_factor"] = part.value("factor", "model.rope_factor")
@@ -129,6 +129,7 @@ def _write_rope(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-ROPE = Part(
-    ("rope_theta", "rope_scaling", "rope_factor", *_LLAMA3.values(), "rope_original_length"), _read_rope, _write_rope
-)
+def rope(default: float) -> Part:
+    """Rotary positions; `default` is the base of the angles where it is missing."""
+    options = ("rope_theta", "rope_scaling", "rope_factor", *_LLAMA3.values(), "rope_original_length")
+    return Part(options, lambda fields, _: _read_rope(fields, default), _write_rope)

@@ -2,8 +2,8 @@
 
 Theirs have no dims of heads, and one tensor for every layer; their vocabulary is not padded. Tensors and weights are
 read and made one by one. Letters: V vocabulary, T positions, C classes, D model, Q queries of all heads, G keys or
-values of all their heads, J queries, keys and values jointly, K head size, F feed-forward, L layers; a digit is that
-many.
+values of all their heads, J queries, keys and values jointly, K head size, F feed-forward, E experts, X an expert's
+feed-forward, L layers; a digit is that many.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -30,10 +30,18 @@ Spelling = Callable[[Collection[str]], Callable[[str], str]]  # names that are t
 class Place:
     """Where one of our weights is."""
 
-    name: str  # of their tensor; a layer's has `{layer}` in it
+    name: str  # of their tensor; a layer's has `{layer}` in it, one of an expert in a layer `{expert}`, too
     dims: str  # theirs, in letters and digits
     third: int | None = None  # which third of the last dim; None: all of it
     turned: bool = False  # theirs is [out, in], as a `Linear` of PyTorch has it, ours [in, out]
+
+    def tensors(self, config: ModelConfig) -> Iterator[tuple[tuple[int, ...], str]]:
+        """The names of its tensors, and where each stands in our weight: layer and expert, nothing in one of the
+        ends."""
+        words = {"layer": config.num_layers, "expert": config.num_experts}
+        stacked = {word: count for word, count in words.items() if f"{{{word}}}" in self.name}
+        for index in np.ndindex(*stacked.values()):
+            yield index, self.name.format(**dict(zip(stacked, index, strict=True)))
 
 
 def linear(ours: str, theirs: str, dims: str) -> dict[str, Place]:
@@ -66,11 +74,10 @@ class Places:
         queries, keys = (heads * config.head_size for heads in (config.num_heads, config.num_kv_heads))
         sizes = {"V": config.vocab_size, "T": config.sequence_length, "D": config.hidden_size, "F": config.mlp_size}
         sizes |= {"Q": queries, "G": keys, "J": queries + 2 * keys, "K": config.head_size}
-        sizes |= {"C": config.num_classes, "1": 1, "2": 2}
-        dims = {place.name: place.dims for place in self.shared.values()}
-        for layer in range(config.num_layers):
-            dims |= {place.name.format(layer=layer): place.dims for place in self.blocks.values()}
-        return {name: tuple(sizes[dim] for dim in letters) for name, letters in dims.items()}
+        sizes |= {"E": config.num_experts, "X": config.expert_size, "C": config.num_classes, "1": 1, "2": 2}
+        places = [*self.shared.values(), *self.blocks.values()]
+        shapes = {place: tuple(sizes[dim] for dim in place.dims) for place in places}
+        return {name: shape for place, shape in shapes.items() for _, name in place.tensors(config)}
 
 
 def weight_of(
@@ -80,13 +87,13 @@ def weight_of(
     vocabulary zero. `read` gives the tensor of a name in `places.shapes(config)`."""
     part, name = named(path)
     whole = np.zeros(shape, np.float32)
-    if part == "blocks":
-        place = places.blocks[name]
-        for layer in range(config.num_layers):
-            whole[layer] = _ours(place, read(place.name.format(layer=layer))).reshape(shape[1:])
-    else:
-        own = _ours(places.shared[name], read(places.shared[name].name))
-        whole[: len(own)] = own
+    place = (places.blocks if part == "blocks" else places.shared)[name]
+    for index, tensor in place.tensors(config):
+        own = _ours(place, read(tensor))
+        if index:
+            whole[index] = own.reshape(shape[len(index) :])
+        else:
+            whole[: len(own)] = own
     return whole
 
 
@@ -101,22 +108,14 @@ def tensors_of(
         part, name = named(path)
         place = (places.blocks if part == "blocks" else places.shared)[name]
         sharing.setdefault(place.name, []).append((path, place))
-    for name, members in sharing.items():
-        names = [name.format(layer=layer) for layer in range(config.num_layers)] if "{layer}" in name else [name]
-        tensors = [(own, shapes[own]) for own in names]
-        yield from _tensors_in([place for _, place in members], tensors, read([path for path, _ in members]))
-
-
-def _tensors_in(
-    places: list[Place], tensors: list[tuple[str, tuple[int, ...]]], weights: list[Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """The tensors, by name and shape, that hold these weights; of layers one for each."""
-    for layer, (name, shape) in enumerate(tensors):
-        tensor = np.empty(shape, np.float32)
-        for place, weight in zip(places, weights, strict=True):
-            own = _ours(place, tensor)  # a view
-            own[...] = (weight[layer] if "{layer}" in place.name else weight[: len(own)]).reshape(own.shape)
-        yield name, tensor
+    for members in sharing.values():
+        weights, own_places = read([path for path, _ in members]), [place for _, place in members]
+        for index, name in own_places[0].tensors(config):
+            tensor = np.empty(shapes[name], np.float32)
+            for place, weight in zip(own_places, weights, strict=True):
+                own = _ours(place, tensor)  # a view
+                own[...] = (weight[index] if index else weight[: len(own)]).reshape(own.shape)
+            yield name, tensor
 
 
 def to_tensors(places: Places, weights: Mapping[str, Any], config: ModelConfig) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from megajax.models.attend import Setting, attend
 from megajax.models.config import ModelConfig
 from megajax.models.context import Context
 from megajax.models.context_attention import attend_to_others
-from megajax.models.norms import RMSNorm
+from megajax.models.norms import HeadsNorm, RMSNorm, mean_squares
 from megajax.models.rotary import rotated
 from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.layers import ColumnParallelLinear, RowParallelLinear, column_parallel, normal
@@ -56,9 +56,15 @@ class Attention(nnx.Module):
         dims = ("heads", "head_size", "embed")
         self.output = RowParallelLinear(residual, boundary, shape, dims, backend, bias=config.bias == "all")
         self.query_norm, self.key_norm = (
-            RMSNorm(size, config.norm_epsilon, "head_size") if config.query_key_norm else None for _ in range(2)
+            self._norm(config, heads[dim], dim) if config.query_key_norm else None for dim in heads
         )
         self.config, self.boundary, self.backend = config, boundary, backend
+
+    @staticmethod
+    def _norm(config: ModelConfig, heads: int, dim: str) -> RMSNorm | HeadsNorm:
+        if config.query_key_norm_over == "width":
+            return HeadsNorm(heads, config.head_size, config.norm_epsilon, dim)
+        return RMSNorm(config.head_size, config.norm_epsilon, "head_size")
 
     @property
     def products(self) -> dict[str, tuple]:
@@ -73,9 +79,10 @@ class Attention(nnx.Module):
         q_BTHK = named(q_BTHK, "query", split=2)
         k_BSHK = named(k_BSHK, "key", split=2, first=self.key.first_part)
         v_BSHK = named(v_BSHK, "value", split=2, first=self.value.first_part)
-        if self.query_norm is not None and self.key_norm is not None:
-            q_BTHK = named(self.query_norm(q_BTHK), "query_norm", split=2)
-            k_BSHK = named(self.key_norm(k_BSHK), "key_norm", split=2, first=self.key.first_part)
+        if self.query_norm is not None:
+            q_BTHK, k_BSHK = self._normalized(q_BTHK, k_BSHK)
+            q_BTHK = named(q_BTHK, "query_norm", split=2)
+            k_BSHK = named(k_BSHK, "key_norm", split=2, first=self.key.first_part)
         if self.config.rotary:
             assert context.position_BT is not None
             q_BTHK = named(rotated(q_BTHK, context.position_BT, self.config), "rotated_query", split=2)
@@ -85,6 +92,16 @@ class Attention(nnx.Module):
         heads_BTHK = recorded(heads_BTHK, "attention_heads", split=2)  # whoever computed them has named them
         y_BTD = self.output(heads_BTHK, "attention_output", context.factors)
         return named(y_BTD, "attention_output", self.boundary.split), aux
+
+    def _normalized(self, q_BTHK: Array, k_BSHK: Array) -> tuple[Array, Array]:
+        """Queries and keys after their norms."""
+        query, key = self.query_norm, self.key_norm
+        if isinstance(query, HeadsNorm) and isinstance(key, HeadsNorm):
+            square_BT, square_BS = mean_squares(q_BTHK, k_BSHK)
+            key_scale_HK = self.key.own(key.scale[...], 0)
+            return query(q_BTHK, query.scale[...], square_BT), key(k_BSHK, key_scale_HK, square_BS)
+        assert isinstance(query, RMSNorm) and isinstance(key, RMSNorm)
+        return query(q_BTHK), key(k_BSHK)
 
 
 def attend_in_context(

@@ -136,15 +136,22 @@ class ModelConfig:
         "the shares of a token's experts add up to 1, as of a softmax over the chosen ones alone",
         COMPUTATION,
         _WITH_EXPERTS,
+        Theirs(mixture="norm_topk_prob"),
     ] = True
     balance: Annotated[
         Literal["none", "loss", "bias"],
         "what evens out how many tokens the experts get: a loss, or a bias that is added where a token chooses",
         WEIGHTS,
         _WITH_EXPERTS,
+        Through("biases_routers", "whether routers have biases"),
     ] = "none"
     balance_coefficient: Annotated[
-        float, "of the loss that balances experts", between(0, 1000), NOTHING, _WITH_EXPERTS
+        float,
+        "of the loss that balances experts",
+        between(0, 1000),
+        NOTHING,
+        _WITH_EXPERTS,
+        Theirs(mixture="router_aux_loss_coef"),
     ] = 0.01
     balance_step: Annotated[
         float, "by which a step moves the biases that balance experts", between(0, 1), NOTHING, _WITH_EXPERTS
@@ -204,7 +211,13 @@ class ModelConfig:
     bias: Annotated[
         Literal["none", "all", "query-key-value"], "which matrix products have one; all: LayerNorms, too", WEIGHTS
     ] = "all"
-    query_key_norm: Annotated[bool, "an RMSNorm on every head of queries and keys", WEIGHTS] = False
+    query_key_norm: Annotated[bool, "an RMSNorm on queries and keys", WEIGHTS] = False
+    query_key_norm_over: Annotated[
+        Literal["head", "width"],
+        "what an RMSNorm on queries and keys is over: every head alone, with a scale that all share, or all together",
+        WEIGHTS,
+        ReadWith("query_key_norm"),
+    ] = "head"
     tied_embedding: Annotated[
         bool, "the output product is with the embedding table", WEIGHTS, Theirs("tie_word_embeddings", bert="")
     ] = True
@@ -285,6 +298,11 @@ class ModelConfig:
     def forward_only(self) -> "ModelConfig":
         """For evaluation and generation, in which no token passes by the experts that it chose."""
         return replace(self, expert_capacity=0.0)
+
+    @property
+    def biases_routers(self) -> bool:
+        """Whether biases balance experts, which are weights."""
+        return self.balance == "bias"
 
     @property
     def rotary(self) -> bool:

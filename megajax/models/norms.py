@@ -1,5 +1,5 @@
 """Normalization: of the residual stream, which is duplicated on the devices of a tensor group (paper §3) or sharded
-along the sequence, and of heads of queries and keys. Letters: B batch, T tokens, D model.
+along the sequence, and of queries and keys. Letters: B batch, T tokens, D model, H heads, K head size, N arrays.
 """
 
 from functools import partial
@@ -8,8 +8,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from megajax.models.config import ModelConfig
+from megajax.models.remat import SQUARES
+from megajax.parallel.collectives import TENSOR, axis_size, f, g
 from megajax.parallel.layers import param
 from megajax.precision import at_least_fp32
 
@@ -48,16 +51,47 @@ class RMSNorm(nnx.Module):
 
     @jax.named_scope("norm")
     def __call__(self, x: Array) -> Array:
-        return _rms_norm(x, self.scale[...], self.epsilon)
+        return _rms_norm(x, self.scale[...], None, self.epsilon)
 
 
-@partial(recomputed, static_argnums=2)
-def _rms_norm(x: Array, scale_D: Array, epsilon: float) -> Array:
+class HeadsNorm(nnx.Module):
+    """The same over all heads together, [B, T, H, K], each with a scale of its own."""
+
+    def __init__(self, heads: int, size: int, epsilon: float, dim: str):
+        self.epsilon = epsilon
+        self.scale = param((heads, size), (dim, "head_size"), jnp.ones)
+
+    @jax.named_scope("norm")
+    def __call__(self, x_BTHK: Array, scale_HK: Array, square_BT: Array) -> Array:
+        """Of this device's heads with their scale; `square` is the mean over all."""
+        return _rms_norm(x_BTHK, scale_HK, square_BT[..., None, None], self.epsilon)
+
+
+@jax.named_scope("norm")
+def mean_squares(*heads_BTHK: Array) -> list[Array]:
+    """Of arrays of which every device of a tensor group has as many heads, their means over all heads, [B, T], in at
+    least fp32 and in one collective forward and one backward. Heads that several devices have count so many times."""
+    total_BTN = checkpoint_name(g(_sums_of_squares(heads_BTHK)), SQUARES)
+    total_BTN, devices = f(total_BTN), axis_size(TENSOR)
+    counts = (x_BTHK.shape[2] * x_BTHK.shape[3] * devices for x_BTHK in heads_BTHK)
+    return [total_BTN[..., n] / jnp.asarray(count, total_BTN.dtype) for n, count in enumerate(counts)]
+
+
+@recomputed
+def _sums_of_squares(heads_BTHK: tuple[Array, ...]) -> Array:
+    wide = (x_BTHK.astype(at_least_fp32(x_BTHK.dtype)) for x_BTHK in heads_BTHK)
+    return jnp.stack([jnp.sum(jnp.square(x_BTHK), axis=(2, 3)) for x_BTHK in wide], axis=-1)
+
+
+@partial(recomputed, static_argnums=3)
+def _rms_norm(x: Array, scale: Array, mean: Array | None, epsilon: float) -> Array:
+    """`mean`: of the squares; None: of those of the last dim."""
     dtype = at_least_fp32(x.dtype)
     wide = x.astype(dtype)
-    mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    if mean is None:
+        mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     normal = (wide * lax.rsqrt(mean + jnp.asarray(epsilon, dtype))).astype(x.dtype)
-    return normal * jnp.expand_dims(scale_D, range(x.ndim - 1))
+    return normal * jnp.expand_dims(scale, range(x.ndim - scale.ndim))
 
 
 @partial(recomputed, static_argnums=3)

@@ -9,11 +9,12 @@ from megajax.private import FUSED_FORWARD
 
 # Which experts tokens go to: always kept, since logits that are equal but for rounding could be told apart otherwise.
 CHOICE = "expert_choice"
+SQUARES = "query_key_squares"  # sums over all devices of a tensor group
 # Names of what is expensive to compute again (a matrix product, attention, an all-reduce). The MLP's second product is
 # not among them, since nothing in the backward pass needs its result.
 EXPENSIVE = (
     *("query", "key", "value", "attention_received", "attention_heads", "attention_statistics", "attention_output"),
-    *("mlp_gate", "mlp_up", "expert_rows", "expert_gate", "expert_up", CHOICE),
+    *("mlp_gate", "mlp_up", "expert_rows", "expert_gate", "expert_up", CHOICE, SQUARES),
 )
 
 

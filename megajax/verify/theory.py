@@ -143,7 +143,9 @@ class _Step(Experts):
         yield from self.gathered("layers backward: weights", "blocks", times)
         post = config.model.layer_order == "post"  # the norm after the MLP needs its result
         needed = self.num_mlps if post else 0
+        yield from self.query_key_norm("layers backward: norms of queries and keys", times)
         if config.train.remat == "layer":
+            yield from self.query_key_norm(again, times)
             for _ in range(1 + self.num_mlps):
                 yield from self.enter(again, times)
             needed += 1  # that of attention
@@ -178,6 +180,7 @@ class _Step(Experts):
         yield from self.scattered("weight gradients: weights' gradients", "blocks", times, later=True)
 
     def _layer_forward(self, purpose: str) -> Iterator[Communication]:
+        yield from self.query_key_norm(purpose, self.of_layer)
         yield from self.attention(purpose, self.of_layer)
         yield from self.experts(purpose, self.of_layer)
         for _ in range(1 + self.num_mlps):
@@ -186,6 +189,12 @@ class _Step(Experts):
 
     def _of_heads(self, heads: int, tokens: int) -> tuple[int, ...]:
         return (self.rows, tokens, heads, self.config.model.head_size)
+
+    def query_key_norm(self, purpose: str, times: Times) -> Iterator[Communication]:
+        """The squares of queries and keys over all heads, or their gradients."""
+        model = self.config.model
+        if model.query_key_norm and model.query_key_norm_over == "width":
+            yield one(purpose, REDUCE, (TENSOR,), (*self.whole[:2], 2), self.wide, times)
 
     def attention(self, purpose: str, times: Times) -> Iterator[Communication]:
         """To the tokens of the other devices of a context group, forward."""

@@ -3,6 +3,7 @@ same logits and continuations there."""
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,32 @@ OTHER = {"n_inner": 50, "activation_function": "gelu", "layer_norm_epsilon": 0.1
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}
 WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
 LLAMA, QWEN2, QWEN3 = "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
+CHOSEN = {"num_experts_per_tok": 3}
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("MixtralForCausalLM", SIZES | CHOSEN | {"num_key_value_heads": 2, "num_local_experts": 6}),
+    "mixtral, window": (
+        "MixtralForCausalLM",
+        SIZES | CHOSEN | {"num_key_value_heads": 3, "num_local_experts": 10, "sliding_window": 9, "head_dim": 10},
+    ),
+    "qwen3-moe": (
+        "Qwen3MoeForCausalLM",
+        SIZES
+        | CHOSEN
+        | {"num_key_value_heads": 2, "head_dim": 10, "num_experts": 14, "moe_intermediate_size": 26}
+        | {"norm_topk_prob": True},
+    ),
+    "qwen3-moe, plain shares": (
+        "Qwen3MoeForCausalLM",
+        SIZES
+        | CHOSEN
+        | {"num_key_value_heads": 3, "head_dim": 8, "num_experts": 6, "moe_intermediate_size": 22, **TIED},
+    ),
+    "olmoe": ("OlmoeForCausalLM", SIZES | CHOSEN | {"num_key_value_heads": 3, "num_experts": 10, "eos_token_id": None}),
+    "olmoe, sums of shares": (
+        "OlmoeForCausalLM",
+        SIZES | CHOSEN | {"num_key_value_heads": 1, "num_experts": 6, "norm_topk_prob": True, "eos_token_id": None},
+    ),
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
     "gpt2, other settings": ("GPT2LMHeadModel", GPT2 | OTHER),
@@ -59,8 +86,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert, post": ("BertForPreTraining", BERT),
     "bert, pre, no order": ("MegatronBertForMaskedLM", BERT),
     "bert, post, no order": ("BertForMaskedLM", BERT),
+    **MIXTURES,
 }
-FEW = [  # by default each once or twice: that a mesh changes nothing is tested elsewhere (test_parity.py)
+Size = tuple[int, ...]  # of a mesh: data, pipe, tensor, and maybe expert
+# By default each once or twice: that a mesh changes nothing is tested elsewhere (test_parity.py).
+FEW: list[tuple[str, Size]] = [
     ("gpt2", (1, 2, 2)),
     ("gpt2, other settings", (1, 1, 1)),
     ("gpt2, its vocabulary", (1, 2, 2)),
@@ -72,11 +102,15 @@ FEW = [  # by default each once or twice: that a mesh changes nothing is tested 
     ("qwen3", (1, 1, 3)),
     ("bert, pre", (1, 2, 2)),
     ("bert, post", (1, 1, 2)),
+    ("mixtral", (1, 1, 1)),
+    ("qwen3-moe", (1, 1, 1, 2)),
+    ("olmoe, sums of shares", (1, 1, 2, 2)),
 ]
-MESHES = [(1, 1, 1), (1, 1, 2), (1, 1, 3), (1, 1, 6), (1, 2, 2)]
+MESHES: list[Size] = [(1, 1, 1), (1, 1, 2), (1, 1, 3), (1, 1, 6), (1, 2, 2)]
+OF_MIXTURES: list[Size] = [(1, 1, 1), (1, 1, 1, 2), (1, 1, 2, 2), (1, 1, 6)]
 
 
-def holds(case: str, mesh: tuple[int, int, int]) -> bool:
+def holds(case: str, mesh: Size) -> bool:
     """Whether a tensor group of the mesh can have the heads: it divides the queries', and one of the two numbers of
     keys' heads and devices divides the other."""
     settings, tensor = CASES[case][1], mesh[2]
@@ -88,7 +122,7 @@ def holds(case: str, mesh: tuple[int, int, int]) -> bool:
 REST = [
     (case, mesh)
     for case in CASES
-    for mesh in MESHES
+    for mesh in (OF_MIXTURES if case in MIXTURES else MESHES)
     if (case, mesh) not in FEW and holds(case, mesh) and "no order" not in case
 ]
 
@@ -129,11 +163,25 @@ def peer_gradients(peer: Any, batch: dict[str, np.ndarray]) -> tuple[float, dict
         for own, targets in pairs
     )
     total.backward()
-    return total.item(), {name: parameter.grad.numpy() for name, parameter in peer.named_parameters()}
+    gradients = {}
+    for name, parameter in peer.named_parameters():
+        gradients |= as_stored(name, parameter.grad.numpy(), "Mixtral" in type(peer).__name__)
+    return total.item(), gradients
+
+
+def as_stored(name: str, tensor: np.ndarray, mixtral: bool) -> dict[str, np.ndarray]:
+    """A tensor of a model in memory, where experts are stacked, under its names on disk, where they are not."""
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    stored = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
+    if "experts" not in name:
+        return {stored: tensor}
+    parts = {down: tensor} if "down" in name else dict(zip((gate, up), np.split(tensor, 2, axis=1), strict=True))
+    start = stored.rpartition(".")[0]
+    return {f"{start}.{n}.{own}.weight": part[n] for own, part in parts.items() for n in range(len(part))}
 
 
 @pytest.mark.parametrize(("case", "mesh"), FEW + [full(*row) for row in REST])
-def test_logits_loss_and_gradients(case: str, mesh: tuple[int, int, int], tmp_path: Path) -> None:
+def test_logits_loss_and_gradients(case: str, mesh: Size, tmp_path: Path) -> None:
     """Imported: the logits within 1e-5 of the largest, the loss, and every gradient."""
     name, settings = CASES[case]
     peer = peer_model(name, **settings)
@@ -143,7 +191,7 @@ def test_logits_loss_and_gradients(case: str, mesh: tuple[int, int, int], tmp_pa
     import_hf(source, tmp_path / "run")
     config = dataclasses.replace(
         source.config,
-        mesh=MeshConfig(data=mesh[0], pipe=mesh[1], tensor=mesh[2]),
+        mesh=MeshConfig(data=mesh[0], pipe=mesh[1], tensor=mesh[2], expert=math.prod(mesh[3:])),
         pipeline=PipelineConfig(vocabulary="split" if "bert" in case and mesh[1] > 1 else "replicated"),
         train=dataclasses.replace(source.config.train, global_batch=8, microbatch=2),
     )
@@ -174,6 +222,7 @@ def test_logits_loss_and_gradients(case: str, mesh: tuple[int, int, int], tmp_pa
 
 
 DEFAULT = {"gpt2, other settings", "qwen2", "qwen3", "mistral", "bert, pre", "bert, post", "bert, post, no order"}
+DEFAULT |= {"mixtral", "olmoe"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in DEFAULT else [pytest.mark.full]) for c in CASES])
@@ -198,8 +247,10 @@ def test_an_export_is_the_same_there(case: str, tmp_path: Path) -> None:
     with torch.no_grad():
         for ours, theirs in zip(found(tokens).to_tuple(), peer(tokens).to_tuple(), strict=True):
             assert not torch.is_tensor(ours) or torch.equal(ours, theirs)
+    there = {name: tensor.view(torch.int16).numpy() for name, tensor in found.state_dict().items()}
+    there |= tensors_in(back) if case in MIXTURES else {}
     for name, tensor in tensors_in(tmp_path / "hf").items():
-        assert found.state_dict()[name].view(torch.int16).numpy().tobytes() == tensor.tobytes(), name
+        assert there[name].tobytes() == tensor.tobytes(), name
 
 
 def test_the_same_greedy_continuation_after_export(tmp_path: Path) -> None:

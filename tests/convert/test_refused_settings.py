@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from hugging_face import LLAMA3, refusal, write_model
 
-TYPES = '"gpt2", "llama", "mistral", "qwen2", "qwen3"'
+TYPES = '"gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "olmoe", "megatron-bert", "bert"'
 COMMON_RATE = r"all the same, or --model\.dropout"
 
 # The model, and its head after a blank; a field of its config.json, its value, what would be valid.
 FIELDS: list[tuple[str, str, Any, str]] = [
     *(("gpt2", "model_type", kind, TYPES)
-      for kind in ("gemma", "phi3", "mixtral", "qwen3_moe", "llama4", "mistral3")),
+      for kind in ("gemma", "phi3", "qwen2_moe", "deepseek_v3", "gpt_oss", "llama4", "mistral3")),
     ("gpt2", "quantization_config", {"quant_method": "gptq"}, "null, with weights in F32, F16 or BF16"),
     ("gpt2", "activation_function", "relu", '"gelu_new", "gelu_pytorch_tanh", "gelu"'),
     ("gpt2", "layer_norm_epsilon", 0, "more than 0"),
@@ -53,7 +53,21 @@ FIELDS: list[tuple[str, str, Any, str]] = [
     ("llama", "partial_rotary_factor", 0.5, "1"),
     ("llama", "is_causal", False, "true"),
     ("llama", "eos_token_id", "2", "null, an id, or several"),
-    ("bert", "model_type", "roberta", '.*"qwen3", "megatron-bert", "bert"'),
+    ("mixtral", "num_local_experts", 0, "more than 0"),
+    ("mixtral", "num_experts_per_tok", 6, "1 to 5, num_local_experts"),
+    ("mixtral", "num_experts_per_tok", None, "a whole number"),
+    ("mixtral", "router_jitter_noise", 0.1, "0.0"),
+    ("mixtral", "intermediate_size", 0, "more than 0"),
+    ("qwen3_moe", "decoder_sparse_step", 2, "1"),
+    ("qwen3_moe", "mlp_only_layers", [0], r"\[\], null"),
+    ("qwen3_moe", "moe_intermediate_size", None, "a whole number"),
+    ("qwen3_moe", "norm_topk_prob", "no", "true or false"),
+    ("qwen3_moe", "attention_bias", True, "false"),
+    ("olmoe", "clip_qkv", 8.0, "null"),
+    ("olmoe", "attention_bias", True, "false"),
+    ("olmoe", "head_dim", 8, "null, 4"),
+    ("olmoe", "sliding_window", 5, "null"),
+    ("bert", "model_type", "roberta", TYPES),
     ("bert", "architectures", ["BertModel"], r'\["BertForPreTraining"\], \["BertForMaskedLM"\]'),
     ("bert", "architectures", ["MegatronBertForPreTraining"], r'\["BertForPreTraining"\], \["BertForMaskedLM"\]'),
     ("bert", "hidden_act", "gelu_new", '"gelu"'),
@@ -103,6 +117,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, r"factor is 0\.5; valid: .*1 to"),
     ("llama", {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4}}, "valid: more than low_freq"),
     ("llama", {"rope_parameters": {"full_attention": {}}}, r"rope_parameters\.full_attention is .*valid: without it"),
+    (
+        "mixtral",
+        {"num_local_experts": 9999},
+        "is 2 of 9999 experts, but there are 47 tensors in all; valid: the number",
+    ),
+    (
+        "mixtral",
+        {"num_local_experts": 6},
+        r"experts\.5\.w1\.weight.* missing from the safetensors; valid: all of a Mixt",
+    ),
     ("llama", {"num_hidden_layers": 3}, r"model\.layers\.2\..* missing from the safetensors; valid: all of a Llama"),
     ("llama", {"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight"),
 ]

@@ -13,6 +13,7 @@ from canonical_weights import exported, from_tensors, weights_of
 from hugging_face import (
     BIASES,
     DECODERS,
+    MIXTURES,
     ORDERS,
     SETTINGS,
     TIED,
@@ -50,24 +51,28 @@ NAMES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfl
         full("llama", "float32", BIASES | TIED),
         full("qwen2", "bfloat16", TIED),
         full("mistral", "float16", {"sliding_window": 5}),
+        ("mixtral", "bfloat16", {}),
+        full("qwen3_moe", "float16", {"norm_topk_prob": True}),
+        full("olmoe", "float32", {"norm_topk_prob": False}),
     ],
 )
 def test_import_then_export(kind: str, dtype: str, settings: dict[str, Any], tmp_path: Path) -> None:
     """In several files: the identical tensors, the class, the settings, what ends a generation, the tokenizer."""
     folder, run, back = tmp_path / "hf", tmp_path / "run", tmp_path / "back"
-    decodes, settings = kind not in ORDERS, settings | IDS if kind in DECODERS else settings
+    rotary = kind in DECODERS or kind in MIXTURES
+    decodes, settings = kind not in ORDERS, settings | IDS if rotary else settings
     tensors = random_tensors(kind, NAMES[dtype], **settings)
     write_model(folder, kind, tensors, **settings)
     if decodes:
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7], "temperature": 0.6}))
     else:
         train_tokenizer(["some words of some text"], 100, "wordpiece").save(folder)
-    source = open_source(folder, {"model.sequence_length": 16} if kind in DECODERS else {})
+    source = open_source(folder, {"model.sequence_length": 16} if rotary else {})
     assert not source.weights.fresh
     import_hf(source, run)
     config = resolve(load_preset(run / "config.toml"))
     assert config.model == source.config.model and config.optimizer.learning_rate == 5e-5
-    assert config.run_dir == str(run) and config.model.sequence_length == (16 if kind in DECODERS else 24)
+    assert config.run_dir == str(run) and config.model.sequence_length == (16 if rotary else 24)
     export_hf(run, export_config(run), back, shard_bytes=9000)
 
     assert_same(tensors_in(back), tensors)
@@ -83,7 +88,7 @@ def test_import_then_export(kind: str, dtype: str, settings: dict[str, Any], tmp
     assert json.loads((back / kept).read_text()) == json.loads((folder / kept).read_text())
     again, first = open_source(back), open_source(folder)
     assert again.config == first.config and again.tokenizer == first.tokenizer
-    assert kind not in DECODERS or again.origin == first.origin
+    assert not rotary or again.origin == first.origin
     export_hf(run, export_config(run), tmp_path / "wide", dtype="fp32")
     wide = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
     assert_same(load_file(tmp_path / "wide" / "model.safetensors"), wide)

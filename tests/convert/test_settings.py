@@ -15,8 +15,10 @@ from hugging_face import (
     CLASSES,
     DECODERS,
     LLAMA3,
+    MIXTURES,
     ORDERS,
     ROTARY,
+    SETTINGS,
     SMALL,
     TIED,
     assert_same,
@@ -66,6 +68,21 @@ READ: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"sliding_window": 5, "query_key_norm": True, "bias": "none"},
     ),
     ("qwen3", {"layer_types": ["full_attention"] * 2, "pretraining_tp": 2}, {"sliding_window": 0}),
+    (
+        "mixtral",
+        {"router_aux_loss_coef": 0.02, "output_router_logits": True},
+        {"num_experts": 5, "experts_per_token": 2, "expert_size": 40, "renormalize_shares": True, "rope_theta": 1e6}
+        | {"balance": "none", "balance_coefficient": 0.02, "sliding_window": 0, "norm_epsilon": 1e-5},
+    ),
+    ("mixtral", {"sliding_window": 5}, {"sliding_window": 5}),
+    (
+        "qwen3_moe",
+        {"max_window_layers": 1, "sliding_window": 5, "mlp_only_layers": None, "decoder_sparse_step": 1},
+        {"mlp_size": 40, "expert_size": 14, "renormalize_shares": False, "sliding_window": 0}
+        | {"query_key_norm_over": "head", "rope_theta": 1e4, "norm_epsilon": 1e-6},
+    ),
+    ("qwen3_moe", WINDOW | {"norm_topk_prob": True}, {"sliding_window": 5, "renormalize_shares": True}),
+    ("olmoe", {"head_dim": None}, {"query_key_norm": True, "query_key_norm_over": "width", "head_size": 4}),
 ]
 
 
@@ -74,7 +91,7 @@ def test_settings(kind: str, settings: dict[str, Any], expected: dict[str, Any],
     """As transformers understands them, also where they are missing; what is written is read as the same."""
     sizes = {
         "num_key_value_heads": settings.get("num_key_value_heads", 2) or 6,
-        "head_dim": settings.get("head_dim", 8) or 4,
+        "head_dim": settings.get("head_dim", SETTINGS[kind].get("head_dim", 8)) or 4,
     }
     tensors = random_tensors(kind, **settings | sizes)
     source = open_source(write_model(tmp_path, kind, tensors, **settings))
@@ -113,6 +130,12 @@ def test_what_older_files_lack(tmp_path: Path) -> None:
         ({"hidden_size": 25, "head_size": 8}, "MistralForCausalLM"),
         ({"bias": "query-key-value", "sliding_window": 7}, "Qwen2ForCausalLM"),
         ({"query_key_norm": True}, "Qwen3ForCausalLM"),
+        ({"num_experts": 4, "experts_per_token": 2, "sliding_window": 7}, "MixtralForCausalLM"),
+        ({"num_experts": 4, "experts_per_token": 2, "query_key_norm": True}, "Qwen3MoeForCausalLM"),
+        (
+            {"num_experts": 4, "experts_per_token": 2, "query_key_norm": True, "query_key_norm_over": "width"},
+            "OlmoeForCausalLM",
+        ),
     ],
 )
 def test_the_class_of_a_model(options: dict[str, Any], expected: str) -> None:
@@ -126,11 +149,11 @@ def test_the_class_of_a_model(options: dict[str, Any], expected: str) -> None:
 
 
 # Ours -> theirs: modules of a layer, of the ends, and tables, whose rows are padded.
-_LLAMA = {
+_ATTENTION = {
     **{f"attention/{name}": f"self_attn.{name[0]}_proj" for name in ("query", "key", "value", "output")},
-    **{f"mlp/{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
     **{"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
 }
+_LLAMA = _ATTENTION | {f"mlp/{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
 _BERT = {
     **{f"attention/{name}": f"attention.self.{name}" for name in ("query", "key", "value")},
     **{"attention/output": "attention.output.dense", "mlp/up": "intermediate.dense", "mlp/down": "output.dense"},
@@ -144,6 +167,7 @@ _TABLES = {
     **{name: f"bert.embeddings.{name.rstrip('s')}_embeddings.weight" for name in ("positions", "token_types")},
     **{"table": "bert.embeddings.word_embeddings.weight", "head/masked/bias": "cls.predictions.bias"},
 }
+_MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
 _QWEN3 = {f"attention/{name}_norm": f"self_attn.{name[0]}_norm" for name in ("query", "key")}
 _DECODER = ({"final_norm": "model.norm"}, {"table": "model.embed_tokens.weight", "output": "lm_head.weight"})
 _PRE = {"attention_norm": "attention.ln", "mlp_norm": "ln"}
@@ -151,6 +175,9 @@ _POST = {"attention_norm": "attention.output.LayerNorm", "mlp_norm": "output.Lay
 PLACES = {
     **dict.fromkeys(DECODERS, (_LLAMA, *_DECODER)),
     "qwen3": (_LLAMA | _QWEN3, *_DECODER),
+    "mixtral": (_ATTENTION | {"mlp/router": "block_sparse_moe.gate"}, *_DECODER),
+    "qwen3_moe": (_ATTENTION | _QWEN3 | {"mlp/router": "mlp.gate"}, *_DECODER),
+    "olmoe": (_ATTENTION | _QWEN3 | {"mlp/router": "mlp.gate"}, *_DECODER),
     "megatron-bert": (_BERT | _PRE, _HEADS | {"norm": "bert.encoder.ln"}, _TABLES),
     "bert": (_BERT | _POST, _HEADS | {"norm": "bert.embeddings.LayerNorm"}, _TABLES),
 }
@@ -173,6 +200,9 @@ def test_where_the_weights_are(kind: str, tmp_path: Path) -> None:
             expected = theirs[f"{prefix}.{name.replace('scale', 'weight')}"].T
             own = leaf[1] if module.startswith("blocks") else leaf
             np.testing.assert_array_equal(own.reshape(expected.shape), expected, err_msg=module)
+    for name in ("gate", "up", "down") if kind in MIXTURES else ():
+        own = f"block_sparse_moe.experts.3.{_MIXTRAL[name]}" if kind == "mixtral" else f"mlp.experts.3.{name}_proj"
+        np.testing.assert_array_equal(ours[f"blocks/mlp/{name}/weight"][1, 3], theirs[f"{start}{own}.weight"].T)
     for name, tensor in tables.items():
         leaf, rows = ours[f"shared/{name}"], theirs[tensor]
         np.testing.assert_array_equal(leaf[: len(rows)], rows, err_msg=name)

@@ -27,6 +27,9 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2": WINDOW,
     "qwen3": {"head_dim": 40},
     "mistral": {"sliding_window": 11},
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 26, "head_dim": 40},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
 }
 PROMPTS = [[5], [7, 3, 200, 41, 5, 5, 9, 17, 1, 2, 77, 12], [3, 1, 4, 1]]
 TIE = 1e-5
@@ -42,14 +45,16 @@ def beside(peer: Any, prompt: list[int], ours: list[int]) -> list[tuple[int, flo
 
 
 @pytest.mark.parametrize(
-    ("kind", "tensor"),
-    [("qwen3", 6), ("mistral", 2)] + [full(kind, tensor) for kind in ("llama", "qwen2") for tensor in (1, 2)],
+    ("kind", "tensor", "expert"),
+    [("qwen3", 6, 1), ("mistral", 2, 1), ("olmoe", 2, 2)]
+    + [full(kind, tensor, 1) for kind in ("llama", "qwen2") for tensor in (1, 2)]
+    + [full(kind, tensor, expert) for kind in ("mixtral", "qwen3_moe") for tensor, expert in ((1, 1), (1, 2), (2, 2))],
 )
-def test_64_greedy_tokens(kind: str, tensor: int, tmp_path: Path) -> None:
+def test_64_greedy_tokens(kind: str, tensor: int, expert: int, tmp_path: Path) -> None:
     """Of prompts of several lengths at once; a tensor group of six holds each of the two heads of keys three times."""
     peer = peer_model(CLASSES[kind], **SIZES | CASES[kind])
     peer.save_pretrained(tmp_path / "hf")
-    overrides = {"precision": "fp64", "model.vocab_multiple": 6, "mesh.tensor": tensor}
+    overrides = {"precision": "fp64", "model.vocab_multiple": 6, "mesh.tensor": tensor, "mesh.expert": expert}
     with jax.enable_x64(True):
         source = open_source(tmp_path / "hf", overrides)
         import_hf(source, tmp_path / "run")

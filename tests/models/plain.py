@@ -89,7 +89,14 @@ class Plain:
 
     def placed(self, weights: dict, q_BTHK: np.ndarray, k_BSHK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Queries and keys that know their positions."""
-        if self.model.query_key_norm:
+        if self.model.query_key_norm_over == "width":
+            q_BTHK, k_BSHK = (
+                self.norm(
+                    {"scale": weights[name]["scale"].ravel()}, x.reshape(*x.shape[:2], -1), of_heads=True
+                ).reshape(x.shape)
+                for name, x in (("query_norm", q_BTHK), ("key_norm", k_BSHK))
+            )
+        elif self.model.query_key_norm:
             q_BTHK = self.norm(weights["query_norm"], q_BTHK, of_heads=True)
             k_BSHK = self.norm(weights["key_norm"], k_BSHK, of_heads=True)
         return (self.rotated(q_BTHK), self.rotated(k_BSHK)) if self.model.positions == "rotary" else (q_BTHK, k_BSHK)

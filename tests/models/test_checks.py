@@ -31,6 +31,11 @@ REFUSED = {  # preset and table of options -> values, and a part of the line
             "--model.rope-theta 500000 with --model.positions learned; valid: --model.positions rotary, or "
             "--model.rope-theta 10000",
         ),
+        (
+            {"query_key_norm_over": "width"},
+            "--model.query-key-norm-over width with --no-model.query-key-norm; valid: --model.query-key-norm, or "
+            "--model.query-key-norm-over head",
+        ),
         ({"layer_order": "post"}, "--model.layer-order post with --model.family decoder; valid: pre"),
         ({"activation": "relu"}, "valid: auto, gelu, gelu-tanh, swiglu"),
         ({"rope_scaling": "yarn"}, "valid: none, linear, llama3"),

@@ -34,6 +34,8 @@ WORDS = {
     | {"num_kv_heads": 2, "head_size": 10, "query_key_norm": True, "norm_epsilon": 0.1, "sliding_window": 4},
     "qwen 2 of one head of keys": LLAMA
     | {"num_kv_heads": 1, "head_size": 4, "bias": "query-key-value", "rope_scaling": "linear", "rope_factor": 3.0},
+    "olmo 2, normed over all heads": LLAMA
+    | {"num_kv_heads": 2, "head_size": 6, "query_key_norm": True, "query_key_norm_over": "width", "norm_epsilon": 0.1},
     "gpt-2 without biases": {"bias": "none", "num_kv_heads": 4, "norm": "layernorm", "sliding_window": 5},
     "layernorm with swiglu": {"activation": "swiglu", "positions": "rotary", "head_size": 4, "query_key_norm": True},
 }

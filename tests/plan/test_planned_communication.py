@@ -4,7 +4,7 @@ and count."""
 import pytest
 from counting import collectives_of_a_step
 from parity_grid import DEFAULT, REST, config_of, name
-from tiny import LLAMA, QWEN3, tiny_config
+from tiny import LLAMA, OLMO2, QWEN3, tiny_config
 
 from megajax.config import Config
 from megajax.models.config import LoraConfig
@@ -32,7 +32,7 @@ SOME = {
     "a stage again, vocabulary split": dict(
         mesh=(2, 2, 2), schedule="gpipe", remat="stage", vocabulary="split", precision="bf16", reset_attention=True,
     ),
-    "heads of keys held several times": dict(mesh=(1, 2, 4), num_layers=5, zero=0, remat="layer", **QWEN3),
+    "heads of keys held several times": dict(mesh=(1, 2, 4), num_layers=5, zero=0, remat="layer", **OLMO2),
     "bert": dict(
         mesh=(2, 2, 2), family="bert", layer_order="post", vocabulary="split", sequence_parallel=True, remat="layer",
     ),

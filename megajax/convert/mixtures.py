@@ -1,0 +1,91 @@
+"""The experts of a decoder in Hugging Face's format, where every product of every expert is a tensor of its own. (On
+disk: in memory transformers 5 stacks them.)"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megajax.convert.parts import Lacks, Part
+from megajax.convert.settings import Fields
+from megajax.convert.weights import Place
+from megajax.models.config import ModelConfig
+
+_NUMBERS = ("num_local_experts", "num_experts")  # transformers takes either in all classes
+
+
+@dataclass(frozen=True)
+class Experts:
+    """How a class has them."""
+
+    number: str  # the field that is written, one of `_NUMBERS`
+    size: str  # the field of an expert's width
+    module: str  # of a layer, with the router and the experts
+    products: tuple[str, str, str]  # gate, up and down
+    renormalized: bool = False  # whether shares always add up to 1; else a field says so
+    fixed: tuple[tuple[str, Any], ...] = ()  # further fields that have one value
+    no_mlps: tuple[str, ...] = ()  # fields of layers that have an MLP: an empty list, or null
+
+    def parts(self) -> tuple[Part, ...]:
+        """What config.json says of them."""
+        options = ("num_experts", "experts_per_token", "mlp_size", "expert_size")
+        renormalized = Part(
+            ("renormalize_shares",),
+            lambda *_: {"model.renormalize_shares": True},
+            lambda _: {},
+            lambda model: {} if model.renormalize_shares else {"renormalize_shares": True},
+        )
+        balance = Part(("balance",), lambda *_: {}, lambda _: {"output_router_logits": False}, _lacks_balance)
+        return Part(options, self._read, self._write), balance, *((renormalized,) if self.renormalized else ())
+
+    def _read(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+        for name in self.no_mlps:
+            fields.check(name, [], None)
+        number = next((name for name in (self.number, *_NUMBERS) if fields.get(name) is not None), self.number)
+        experts = fields.value(number, "model.num_experts")
+        chosen = fields.value("num_experts_per_tok", "model.experts_per_token")
+        if chosen > experts:
+            raise fields.refusal("num_experts_per_tok", chosen, f"1 to {experts}, {number}")
+        inner = fields.value("intermediate_size", "model.mlp_size")
+        size = fields.value(self.size, "model.expert_size")
+        found = {"num_experts": experts, "experts_per_token": chosen, "mlp_size": inner, "expert_size": size}
+        return {f"model.{name}": value for name, value in found.items()}
+
+    def _write(self, model: ModelConfig) -> dict[str, Any]:
+        numbers = {self.number: model.num_experts, "num_experts_per_tok": model.experts_per_token}
+        sizes = {"intermediate_size": model.mlp_size} | {self.size: model.expert_size}
+        return numbers | sizes | {name: [] for name in self.no_mlps}
+
+    def places(self, layer: str) -> dict[str, Place]:
+        """Where the weights of a layer are; `layer` is how its names begin."""
+        expert = f"{layer}{self.module}.experts.{{expert}}."
+        gate, up, down = (f"{expert}{name}.weight" for name in self.products)
+        return {
+            "mlp/router/weight": Place(f"{layer}{self.module}.gate.weight", "ED", turned=True),
+            "mlp/gate/weight": Place(gate, "XD", turned=True),
+            "mlp/up/weight": Place(up, "XD", turned=True),
+            "mlp/down/weight": Place(down, "DX", turned=True),
+        }
+
+
+def _lacks_balance(model: ModelConfig) -> Lacks:
+    return {"balance": "none"} if model.biases_routers else {}
+
+
+_PRODUCTS = ("gate_proj", "up_proj", "down_proj")
+MIXTRAL = Experts(
+    "num_local_experts",
+    "intermediate_size",
+    "block_sparse_moe",
+    ("w1", "w3", "w2"),
+    renormalized=True,
+    fixed=(("router_jitter_noise", 0.0),),
+)
+QWEN3_MOE = Experts(
+    "num_experts",
+    "moe_intermediate_size",
+    "mlp",
+    _PRODUCTS,
+    fixed=(("decoder_sparse_step", 1),),
+    no_mlps=("mlp_only_layers",),
+)
+OLMOE = Experts("num_experts", "intermediate_size", "mlp", _PRODUCTS, fixed=(("clip_qkv", None),))
