@@ -11,7 +11,9 @@ from parity_grid import cover, deferring, name
 from tiny import MIXTURE, tiny_config, tiny_program, user_error
 
 from megajax import verify
-from megajax.models.router import LOAD, bias_step
+from megajax.models.router import LOAD, Router, bias_step
+from megajax.parallel.boundary import F_AND_G
+from megajax.parallel.random import NamedKey
 from megajax.plan.communication import communication, totals
 from megajax.program.communication import collectives_of
 from megajax.program.synthetic import placed_batch
@@ -122,6 +124,20 @@ def test_whole_grid():
         for row in pairwise():
             result = check(row, "fp64")
             assert result.loss_error < 1e-12 and result.gradient_error < 1e-12, (row, result)
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_shares_by_hand(renormalize):
+    """Those of the most probable experts, alone or as they are."""
+    config = tiny_config(**MIXTURE | {"renormalize_shares": renormalize}).model
+    router, x_BTD = Router(config, NamedKey.from_seed(0), F_AND_G), np.random.default_rng(0).normal(size=(2, 3, 24))
+    routing = router(x_BTD.astype(np.float32), None, 0)
+    logits = x_BTD @ np.asarray(router.weight[...])
+    shares = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    chosen = np.argsort(-shares, axis=-1)[..., : config.experts_per_token]
+    wanted = np.take_along_axis(shares, chosen, -1)
+    assert (routing.chosen_BTK == chosen).all()
+    np.testing.assert_allclose(routing.share_BTK, wanted / (wanted.sum(-1, keepdims=True) ** renormalize), rtol=1e-5)
 
 
 def test_biases_follow_loads():

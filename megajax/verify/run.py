@@ -64,6 +64,7 @@ class MeshRun:
     config: Config  # the configuration that ran
     fresh: Leaves  # initial weights as this mesh draws them, in canonical form; empty unless requested
     metrics: list[dict[str, float]]  # metrics of every step by name, including the skipped one
+    counts: list[Leaves]  # what of them is an array, of whole numbers: the loads of experts
     gradients: list[Leaves]  # gradients of every step except the skipped one, in canonical form
     weights: Leaves  # after all steps, the trained ones as main weights, in canonical form
     rows: list[list[int]]  # of the global batch that each place on the axes of rows holds
@@ -105,7 +106,7 @@ def run(
         state = layout.from_canonical(drawn_state(program))
         batches = [placed_batch(program, step) for step in range(steps + 1)]
         step = traced.lower().compile(options)
-        metrics, gradients, kept = [], [], []
+        metrics, counts, gradients, kept = [], [], [], []
         for number, batch in enumerate(batches):
             if number == steps:
                 state = _overflowing(state)
@@ -115,13 +116,14 @@ def run(
                 kept.append(jax.device_get(layout.to_canonical(state)))
             state, figures, grads = step(state, batch)
             metrics.append({name: float(value) for name, value in figures.items() if value.ndim == 0})
+            counts.append({name: np.asarray(value) for name, value in figures.items() if value.ndim})
             if number < steps:
                 gradients.append(_canonical(program, grads))
         weights = _canonical(program, layout.with_main(state).params)
         uncast = [] if state.main is None else _uncast(program, state)
         found = collectives_of(traced.jaxpr)
         rows, unequal = _rows(program), _unequal(state)
-        return MeshRun(config, fresh, metrics, gradients, weights, rows, unequal, uncast, found, kept)
+        return MeshRun(config, fresh, metrics, counts, gradients, weights, rows, unequal, uncast, found, kept)
 
 
 def recorded(config: Config, devices: Sequence[jax.Device], quick_compile: bool) -> Recording:

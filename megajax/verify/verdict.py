@@ -79,6 +79,8 @@ def compare_runs(reference: MeshRun, other: MeshRun, limits: Limits | None = Non
     yield _of_leaves(f"{precision} weights after the last step", reference.weights, other.weights, limits.weight)
     if precision == "fp64":
         yield _metrics(f"{precision} other figures of the steps", reference, other, limits.loss)
+        if any(reference.counts):
+            yield _counts(f"{precision} loads of experts, as whole numbers", reference, other)
     yield _skipped(f"{precision} steps that are skipped", reference, other)
 
 
@@ -141,6 +143,17 @@ def _metrics(name: str, reference: MeshRun, other: MeshRun, limit: float) -> Fin
         worst = max(errors, key=lambda figure: errors[figure])
         steps.append(Finding(name, errors[worst], limit, f"{worst}, step {number}"))
     return _first_beyond(steps)
+
+
+def _counts(name: str, reference: MeshRun, other: MeshRun) -> Finding:
+    """How many of them are not equal, in all steps."""
+    wrong = [
+        f"step {number}, layer {layer}, expert {expert}"
+        for number, (a, b) in enumerate(zip(reference.counts, other.counts, strict=True), 1)
+        for key in a
+        for layer, expert in np.argwhere(a[key] != b[key])
+    ]
+    return Finding(name, len(wrong), 0, _some(wrong))
 
 
 def _skipped(name: str, reference: MeshRun, other: MeshRun) -> Finding:

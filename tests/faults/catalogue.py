@@ -6,6 +6,7 @@ their tests.
 """
 
 from fault import Caught, Fault
+from tiny import MIXTURE
 
 from megajax.models.config import LoraConfig
 
@@ -23,6 +24,10 @@ ON_RING = {"mesh": (1, 2, 1), "schedule": "interleaved", "chunks": 2, "num_layer
 ON_INBOX = ON_RING | {"global_batch": 3}  # 3 microbatches on 2 stages: something waits for more than a tick
 ON_MUON = {"mesh": (2, 1, 2), "optimizer": {"name": "muon"}}
 ON_DEFERRED = {"mesh": (1, 2, 1), "weight_gradients": "deferred", "num_layers": 4}
+ON_EXPERTS = {"mesh": (1, 1, 1), "expert": 2, "expert_capacity": 1.0, **MIXTURE}
+ON_DROPLESS = ON_EXPERTS | {"expert_capacity": 0.0}
+ON_SHARED_SEQUENCES = ON_EXPERTS | {"mesh": (1, 1, 2, 1), "expert": 1}
+ON_BIASES = ON_EXPERTS | {"balance": "bias"}
 BERT = {"family": "bert"}
 FEW_KEYS = {
     **{"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "bias": "none", "query_key_norm": True},
@@ -484,6 +489,58 @@ ROWS: dict[str, dict[str, Row]] = {
                 'sum(sum_over(square, sorted(axes)) for axes, square in sums.items() if "tensor" not in axes)',
             ),
             tests("tests/optim/test_adam.py"),
+        ),
+    },
+    "Mixtures of experts": {
+        "the norm leaves out experts that are sharded": (
+            "optim.adam.global_norm",
+            (
+                "sum(sum_over(square, sorted(axes)) for axes, square in sums.items())",
+                "sum(sum_over(square, sorted(axes)) for axes, square in sums.items() "
+                'if "expert" not in axes or lax.axis_size("expert") == 1)',
+            ),
+            named("no activation or gradient of step 1: the norm of the gradients: grad_norm", ON_EXPERTS),
+        ),
+        "gradients of experts are doubled on two devices": (
+            "models.experts.expert_products",
+            (
+                "vary(linear.weight[...], axes)",
+                "(lambda x, n: n * x - (n - 1) * lax.stop_gradient(x))"
+                "(vary(linear.weight[...], axes), axis_size(EXPERT))",
+            ),
+            gradient("blocks/mlp/", ON_DROPLESS),
+        ),
+        "a capacity is of a device's own tokens": (
+            "models.experts.Mixture._by_capacity",
+            ("boundary.length_of(routing.chosen_BTK)", "routing.chosen_BTK.shape[1]"),
+            named("experts_output of layer 0, forward", ON_SHARED_SEQUENCES),
+        ),
+        "places are counted over a microbatch": (
+            "models.experts.Mixture._by_capacity",
+            (
+                "_places(boundary.of_all_tokens(routing.chosen_BTK), experts)",
+                "(lambda x: _places(x.reshape(1, -1, x.shape[-1]), experts).reshape(x.shape))"
+                "(boundary.of_all_tokens(routing.chosen_BTK))",
+            ),
+            named("experts_output of layer 0, forward", ON_EXPERTS),
+        ),
+        "the permutation of the first all-to-all is not undone": (
+            "models.experts.Mixture._by_capacity",
+            (
+                "exchange(out.reshape(own, *rows), 1, 0, EXPERT)",
+                "jnp.roll(exchange(out.reshape(own, *rows), 1, 0, EXPERT), experts - own, axis=0)",
+            ),
+            named("experts_output of layer 0, forward", ON_EXPERTS),
+        ),
+        "shares are not renormalised": (
+            "models.router.Router.__call__",
+            ("share_BTK / jnp.sum(share_BTK, axis=-1, keepdims=True)", "share_BTK"),
+            tests("tests/test_experts.py -k by_hand"),
+        ),
+        "biases follow the loads of a device": (
+            "program.train_step._losses_and_gradients",
+            ("complete(figures, dict.fromkeys(figures, SCALAR))", "figures"),
+            types(VARYING, ON_BIASES),
         ),
     },
     "Only the communication is wrong": {

@@ -32,7 +32,7 @@ def made_up(config: Config, steps: int = STEPS) -> MeshRun:
         figures["loss_scale"] = (65536.0 if number < 2 else 131072.0) if config.precision == "fp16" else 1.0
     data, rows = config.mesh.data, config.train.global_batch // config.mesh.data
     held = [list(range(place * rows, (place + 1) * rows)) for place in range(data)]
-    return MeshRun(config, draw, metrics, gradients, draw, held, [], [], theory_of(config), [])
+    return MeshRun(config, draw, metrics, [], gradients, draw, held, [], [], theory_of(config), [])
 
 
 def config_of(precision: str) -> Config:
