@@ -67,8 +67,8 @@ class Router(nnx.Module):
         entropy = -jnp.sum(share_BTE * jnp.log(jnp.maximum(share_BTE, jnp.finfo(dtype).tiny)))
         figures = {
             LOAD: load_LE.at[layer].set(jnp.sum(count_BE, axis=0, dtype=jnp.int32)),
-            "router_entropy": entropy.astype(jnp.float32),
-            "balance_loss": jnp.sum(balance_B).astype(jnp.float32),
+            "router_entropy": entropy,
+            "balance_loss": jnp.sum(balance_B),
         }
         return Routing(chosen_BTK, share_BTK, loss_B, jax.tree.map(lax.stop_gradient, figures))
 
@@ -113,12 +113,12 @@ def expert_metrics(figures: dict[str, Array], config: ModelConfig, sequences: in
     nats, the mean balancing loss (1: even), and `LOAD`."""
     load_LE = figures[LOAD]
     load = load_LE.astype(jnp.float32)
-    choices = jnp.sum(load)
+    choices, entropy = jnp.sum(load), figures["router_entropy"]
     means = jnp.mean(load, axis=1, keepdims=True)
     found = {
         "largest_load": jnp.max(load / jnp.maximum(means, 1.0)),
         "dropped": figures["experts_dropped"].astype(jnp.float32) / choices,
-        "router_entropy": figures["router_entropy"] * config.experts_per_token / choices,
+        "router_entropy": entropy * config.experts_per_token / choices.astype(entropy.dtype),
         "balance_loss": figures["balance_loss"] / (sequences * config.num_layers),
     }
     return {f"experts/{name}": value for name, value in found.items()} | {LOAD: load_LE}

@@ -201,8 +201,9 @@ class WeightTraffic(Sizes):
     def _loads(self) -> Iterator[Communication]:
         """What is known of experts (`models/router.py`): every layer's loads, entropy, balance, what is dropped."""
         model, axes = self.config.model, (*BATCH_AXES, PIPE, *(TENSOR,) * self.splits_sequence)
-        for shape in ((model.num_layers, model.num_experts), (), (), ()) if model.num_experts else ():
-            yield one("losses: loads of experts", REDUCE, tuple(sorted(axes)), shape, 4, ONCE)
+        loads = (model.num_layers, model.num_experts), 4
+        for shape, item in (loads, ((), 4), ((), self.wide), ((), self.wide)) if model.num_experts else ():
+            yield one("losses: loads of experts", REDUCE, tuple(sorted(axes)), shape, item, ONCE)
 
     def _muon(self) -> Iterator[Communication]:
         """Shards of matrices to whole ones and back, and what is computed of copies to all that have them."""
