@@ -9,21 +9,40 @@ from megajax.plan.sizes import Shape
 
 
 @dataclass(frozen=True)
+class Rows:
+    """The rows of a traced microbatch, and what experts without a capacity make of them: blocks of rows
+    (`parallel/grouped.py`), traced with one row each."""
+
+    count: int
+    blocked: int = 0  # the rows of all blocks; 0: there are no blocks
+    experts: int = 0  # of a device, each with a block that need not be full
+    block: int = 0  # rows of a block where nothing is traced
+    chosen: int = 0  # experts that the tokens of one row choose on a device
+
+
+@dataclass(frozen=True)
 class Dims:
-    """The shape of an array, of one row; and which dims count rows."""
+    """The shape of an array, of one row; which dims count rows, and what they have whatever the rows are."""
 
     of_row: Shape
     counting: tuple[bool, ...]
+    added: Shape
 
     @classmethod
-    def at(cls, shape: Shape, rows: int) -> "Dims":
-        """The dims of an array that has this shape with so many rows."""
-        counting = tuple(dim > 0 and dim % rows == 0 for dim in shape)
-        return cls(tuple(dim // rows if counts else dim for dim, counts in zip(shape, counting, strict=True)), counting)
+    def at(cls, shape: Shape, rows: Rows) -> "Dims":
+        """The dims of an array that has this shape where it is traced."""
+        blocked = [dim == rows.blocked > 0 for dim in shape]
+        counting = tuple(own or (dim > 0 and dim % rows.count == 0) for dim, own in zip(shape, blocked, strict=True))
+        return cls(
+            tuple(dim // rows.count if counts else dim for dim, counts in zip(shape, counting, strict=True)),
+            counting,
+            tuple(own * rows.experts * rows.block for own in blocked),
+        )
 
     def shape(self, rows: int) -> Shape:
         """The shape with so many rows."""
-        return tuple(dim * rows if counts else dim for dim, counts in zip(self.of_row, self.counting, strict=True))
+        dims = zip(self.of_row, self.counting, self.added, strict=True)
+        return tuple(dim * rows + added if counts else dim for dim, counts, added in dims)
 
 
 @dataclass(frozen=True)
@@ -119,7 +138,7 @@ class EndsCost:
         """[rows, columns] of the largest product forward."""
         of_rows = [dims for dims in self.products if dims.counting[0]]
         largest = max(of_rows, key=lambda dims: dims.of_row[1] * dims.of_row[2])  # of equal ones the first, forward
-        return Dims(largest.of_row[::2], largest.counting[::2])
+        return Dims(largest.of_row[::2], largest.counting[::2], largest.added[::2])
 
 
 @dataclass(frozen=True)

@@ -192,9 +192,21 @@ class Temporaries:
         gradient. Without attention the former is kept, and the result's gradient is there."""
         first, last = (region.products[place].dims.shape(self._rows) for place in (0, -1))
         given, taken, result = first[0] * first[2], last[0] * last[1], last[0] * last[2]
+        if region.products[0].experts and not self.step.config.model.expert_capacity:
+            return self._blocks(region)
         if region.attends:
             return self._wide * 2 * (given + taken) + self._scores() + self._of_all_tokens()
         return self._wide * (given + 2 * taken + result)
+
+    def _blocks(self, region: Region) -> int:
+        """Backward through products of experts in blocks (`parallel/grouped.py`), of rows of the whole expert group:
+        twice what the first products gave and the last one takes, with their gradients; the rows, what they gave,
+        before and after they are put in order; and of every weight a turned copy, the sum and the gradient."""
+        experts, rows = region.products[0].experts, region.products[0].dims.shape(self._rows)[0]
+        rows = rows * self.step.config.mesh.expert + experts * self.backend.expert_block
+        (_, hidden, given), (_, taken, _) = (region.products[place].dims.of_row for place in (0, -1))
+        weights = experts * hidden * (given + taken)
+        return self._wide * (rows * (2 * given + 2 * taken + 5 * hidden) + 3 * weights)
 
     def _of_all_tokens(self) -> int:
         """Keys and values that a device gathers, and the sums of their gradients."""

@@ -29,41 +29,42 @@ from megajax.pipeline.executor import Pipeline
 from megajax.pipeline.rows import End, Row, Work
 from megajax.pipeline.stages import idle
 from megajax.plan import h200
-from megajax.plan.costs import Dims, EndsCost, Kept, LayerCost, Operand, Product, Region, Sent, StepCost
+from megajax.plan.costs import Dims, EndsCost, Kept, LayerCost, Operand, Product, Region, Rows, Sent, StepCost
 from megajax.plan.sizes import Shape
 from megajax.private import FUSED_FORWARD
 from megajax.program.bind import look_into
 from megajax.program.communication import COLLECTIVES, collectives_of, equations
-from megajax.program.program import Program
+from megajax.program.program import Program, training_way
 
 Cost = TypeVar("Cost", LayerCost, EndsCost)
 _PRIMES = 10_007, 10_009, 10_037
+_SMALL_PRIMES = 1009, 1013, 1019  # so that the places of all choices of an expert group are int32
 _LARGEST_BLOCK = 2**30
-_RAGGED = "ragged_dot_general"  # JAX's name of the product of experts of different numbers of rows
 _OF_ROWS_ALONE = [axis for axis in ROW_AXES if axis not in RULES.values()]  # no weight is sharded over them
 _program = lru_cache(maxsize=4)(Program.abstract)
 
 
 def step_cost(config: Config, backend: Backend) -> StepCost:
     """The costs of a configuration on a kind of device."""
-    ends = _traced(_of_one_microbatch(config, "none", config.splits_vocabulary), _coarse(backend), _ends_cost)
+    ends = _traced(_of_one_microbatch(config, "none", config.splits_vocabulary), backend, _ends_cost)
     return StepCost(layer_cost(config, backend, config.train.remat), layer_cost(config, backend, "none"), ends)
 
 
 def layer_cost(config: Config, backend: Backend, remat: str) -> LayerCost:
     """A layer of a configuration on a kind of device, recomputing what `remat` says. Of a stage that is recomputed as a
     whole, layers recompute nothing."""
-    return _traced(_of_one_microbatch(config, "none" if remat == "stage" else remat), _coarse(backend), _layer_cost)
+    return _traced(_of_one_microbatch(config, "none" if remat == "stage" else remat), backend, _layer_cost)
 
 
 def _coarse(backend: Backend) -> Backend:
-    return replace(backend, query_block=_LARGEST_BLOCK, scores_bytes=None)
+    return replace(backend, query_block=_LARGEST_BLOCK, scores_bytes=None, expert_block=1)
 
 
 def _of_one_microbatch(config: Config, remat: Any, splits_vocabulary: bool = False) -> Config:
     """The smallest run with the same layers and ends: one for many configurations."""
     sizes = [*vars(config.model).values(), config.model.padded_vocab_size]
-    rows = next(prime for prime in _PRIMES if all(size % prime for size in sizes if isinstance(size, int) and size))
+    primes = _SMALL_PRIMES if config.model.num_experts and not config.model.expert_capacity else _PRIMES
+    rows = next(prime for prime in primes if all(size % prime for size in sizes if isinstance(size, int) and size))
     pipe = config.mesh.pipe if splits_vocabulary else 2
     mesh = replace(config.mesh, pipe=pipe, **dict.fromkeys(_OF_ROWS_ALONE, 1))
     return Config(
@@ -80,15 +81,28 @@ def _of_one_microbatch(config: Config, remat: Any, splits_vocabulary: bool = Fal
 
 
 @lru_cache(maxsize=1024)
-def _traced(config: Config, backend: Backend, look: Callable[[Program, Pipeline, Array], Cost]) -> Cost:
+def _traced(config: Config, backend: Backend, look: Callable[[Program, Pipeline, Array, Rows], Cost]) -> Cost:
     """What `look` finds in the loop of a train step, where it is traced."""
     with jax.enable_x64(config.precision == "fp64"), h200.attention():
-        program = _program(config, backend)
-        return look_into(program, lambda pipeline: look(program, pipeline, idle(pipeline.x_type)))
+        program = _program(config, _coarse(backend))
+        rows = _rows(config, backend.expert_block)
+        return look_into(program, lambda pipeline: look(program, pipeline, idle(pipeline.x_type), rows))
 
 
-def _layer_cost(program: Program, pipeline: Pipeline, x_BTD: Array) -> LayerCost:
-    rows, layers = program.config.train.microbatch, pipeline.layers
+def _rows(config: Config, block: int) -> Rows:
+    """Of a traced configuration. Blocks of one row: as many as choices of all devices of an expert group, and one more
+    for every expert."""
+    model, mesh, count = config.model, config.mesh, config.train.microbatch
+    if not model.num_experts or model.expert_capacity:
+        return Rows(count)
+    shared_by = mesh.context if training_way(config) != "none" else 1
+    choices = count * mesh.expert * model.sequence_length // shared_by * model.experts_per_token
+    experts = model.num_experts // mesh.expert
+    return Rows(count, choices + experts, experts, block, choices // mesh.expert // count)
+
+
+def _layer_cost(program: Program, pipeline: Pipeline, x_BTD: Array, rows: Rows) -> LayerCost:
+    layers = pipeline.layers
     context = vary(pipeline.ends.take(0).context, (PIPE,))
     sums = pipeline.sums(program.gradient_dtype, 1)[1]
     forward, (output, residuals) = jax.make_jaxpr(
@@ -101,14 +115,14 @@ def _layer_cost(program: Program, pipeline: Pipeline, x_BTD: Array) -> LayerCost
     return LayerCost(
         Kept(tuple(_operand(var.aval, rows) for var in _kept(forward.jaxpr, len(jax.tree.leaves(output))))),
         Kept(tuple(_operand(leaf, rows, leading=2) for leaf in jax.tree.leaves(sums.factors))),
-        tuple(_regions(forward.jaxpr, backward.jaxpr, rows, program.config.mesh.expert)),
+        tuple(_regions(forward.jaxpr, backward.jaxpr, rows)),
         any(_is_fused_attention(eqn) for eqn, _ in equations(forward.jaxpr)),
         *(_sent(traced, rows) for traced in (forward, backward, later)),
     )
 
 
-def _ends_cost(program: Program, pipeline: Pipeline, x_BTD: Array) -> EndsCost:
-    rows, ends, total = program.config.train.microbatch, pipeline.ends, pipeline.sums(program.gradient_dtype)[0]
+def _ends_cost(program: Program, pipeline: Pipeline, x_BTD: Array, rows: Rows) -> EndsCost:
+    ends, total = pipeline.ends, pipeline.sums(program.gradient_dtype)[0]
     work, end = Work(True, 0, 0, 0, 0, 0), End(here=True, anywhere=True, microbatch=0)
     row = Row(work, work, end, end, end, end)
     embedding = jax.make_jaxpr(lambda x: ends.input(row, x))(x_BTD)
@@ -132,11 +146,11 @@ def _kept(forward: Jaxpr, num_outputs: int) -> list:
     return list(dict.fromkeys(same.get(var, var) for var in kept))
 
 
-def _operand(type_: Any, rows: int, leading: int = 0) -> Operand:
+def _operand(type_: Any, rows: Rows, leading: int = 0) -> Operand:
     return Operand(Dims.at(type_.shape[leading:], rows), type_.dtype.itemsize)
 
 
-def _sent(traced: ClosedJaxpr, rows: int) -> tuple[Sent, ...]:
+def _sent(traced: ClosedJaxpr, rows: Rows) -> tuple[Sent, ...]:
     found = []
     for each in collectives_of(traced):
         item = each.num_bytes // max(1, sum(map(prod, each.shapes)))
@@ -144,24 +158,27 @@ def _sent(traced: ClosedJaxpr, rows: int) -> tuple[Sent, ...]:
     return tuple(found)
 
 
-def _regions(forward: Jaxpr, backward: Jaxpr, rows: int, groups: int) -> Iterator[Region]:
-    """Those of the forward pass, each up to the sum that ends it, or to the first product of experts, whose rows may be
-    of so many devices."""
+def _regions(forward: Jaxpr, backward: Jaxpr, rows: Rows) -> Iterator[Region]:
+    """Those of the forward pass, each up to the sum that ends it, or to the first product of experts."""
     repeated = Counter(_signature(eqn) for eqn, _ in equations(backward) if _multiplies_weights(eqn, rows))
+    for eqn, _ in equations(forward):  # the gradient of what a block takes is a product as another's, turned
+        if eqn.primitive.name == "dot_general" and _of_block(eqn, rows):
+            (_, inner), (_, columns) = _operand_shapes(eqn)
+            repeated[((1, columns), (columns, inner), eqn.params["dimension_numbers"])] -= 1
     products: dict[Any, Product] = {}  # by their left operand, and whether they are computed again
     attends = False
     for eqn, _ in equations(forward):
         if _multiplies_weights(eqn, rows):
             again = repeated[_signature(eqn)] > 0
             repeated[_signature(eqn)] -= again
-            new = _product(eqn, rows, groups)
+            new, left = _product(eqn, rows), tuple(_operand_shapes(eqn)) if _of_block(eqn, rows) else eqn.invars[0]
             if new.experts and not all(product.experts for product in products.values()):
                 yield Region(tuple(products.values()), attends)
                 products, attends = {}, False
-            before = products.get((eqn.invars[0], again))
+            before = products.get((left, again))
             columns = new.dims.of_row[2] + (before.dims.of_row[2] if before else 0)
             dims = replace(new.dims, of_row=(*new.dims.of_row[:2], columns))
-            products[eqn.invars[0], again] = replace(new, dims=dims, again=again)
+            products[left, again] = replace(new, dims=dims, again=again)
         elif _is_fused_attention(eqn) or _scores(eqn):
             attends = True
         elif COLLECTIVES.get(eqn.primitive.name) in ("all-reduce", "reduce-scatter") and products:
@@ -173,11 +190,9 @@ def _is_fused_attention(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name.startswith(FUSED_FORWARD)
 
 
-def _multiplies_weights(eqn: JaxprEqn, rows: int) -> bool:
+def _multiplies_weights(eqn: JaxprEqn, rows: Rows) -> bool:
     """A product whose operands have no dim in common beside the inner one, unlike attention's; or of experts, with
     weights that do not depend on rows."""
-    if eqn.primitive.name == _RAGGED:
-        return True
     if eqn.primitive.name != "dot_general":
         return False
     of_rows = [any(Dims.at(shape, rows).counting) for shape in _operand_shapes(eqn)]
@@ -193,23 +208,27 @@ def _scores(eqn: JaxprEqn) -> bool:
 
 
 def _signature(eqn: JaxprEqn) -> Any:
-    numbers = eqn.params["ragged_dot_dimension_numbers" if eqn.primitive.name == _RAGGED else "dimension_numbers"]
-    return *_operand_shapes(eqn), numbers
+    return *_operand_shapes(eqn), eqn.params["dimension_numbers"]
 
 
 def _operand_shapes(eqn: JaxprEqn) -> list[Shape]:
-    avals: list[Any] = [var.aval for var in eqn.invars[:2]]
+    avals: list[Any] = [var.aval for var in eqn.invars]
     return [aval.shape for aval in avals]
 
 
-def _product(eqn: JaxprEqn, rows: int, groups: int = 1) -> Product:
-    """Rows, inner dim and columns. Of products of experts without a capacity a device has the rows of `groups` devices,
-    of which it computes one share."""
+def _product(eqn: JaxprEqn, rows: Rows) -> Product:
+    """Rows, inner dim and columns. In blocks a device has the rows of its expert group, of which it computes one share:
+    as many as there are tokens' choices on a device."""
     left, right = _operand_shapes(eqn)
-    if eqn.primitive.name == _RAGGED:
-        dims = Dims.at((left[0] // groups, *right[1:]), rows)
-        return Product(dims, experts=right[0])
+    if _of_block(eqn, rows):
+        return Product(Dims((rows.chosen, *right), (True, False, False), (0, 0, 0)), experts=rows.experts)
     (inner_dims, _), (batch_dims, _) = eqn.params["dimension_numbers"]
     inner, batch = prod(left[dim] for dim in inner_dims), prod(left[dim] for dim in batch_dims)
     dims = Dims.at((prod(left) // inner, inner, prod(right) // inner // batch), rows)
     return Product(dims, experts=batch if batch_dims else 0)
+
+
+def _of_block(eqn: JaxprEqn, rows: Rows) -> bool:
+    """Whether a product is of one block of rows with its expert's weight, in a loop over blocks."""
+    left, right = _operand_shapes(eqn)
+    return rows.blocked > 0 and left == (1, right[0]) and len(right) == 2

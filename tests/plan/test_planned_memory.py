@@ -136,6 +136,8 @@ NEAR = [
             ((1, 1, 4, 1), LLAMA | WIDE | BATCH | {"sequence_length": 1024, "sliding_window": 100}),
             ((2, 1, 2), MIXED),
             ((1, 2, 2), MIXED | {"remat": "selective"}),
+            ((2, 1, 2), MIXED | {"expert_capacity": 0.0}),
+            ((2, 1, 2), MIXED | {"expert_capacity": 0.0, "remat": "layer"}),
         )
     ),
 ]
