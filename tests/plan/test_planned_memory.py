@@ -137,7 +137,6 @@ NEAR = [
             ((2, 1, 2), MIXED),
             ((1, 2, 2), MIXED | {"remat": "selective"}),
             ((2, 1, 2), MIXED | {"expert_capacity": 0.0}),
-            ((2, 1, 2), MIXED | {"expert_capacity": 0.0, "remat": "layer"}),
         )
     ),
 ]
@@ -211,6 +210,18 @@ def test_a_new_option_of_a_layer_needs_no_line_here(monkeypatch) -> None:
     traced._traced.cache_clear()
     assert len(after.forward) == len(before.forward) + 1 and len(after.products) == len(before.products) + 2
     assert after.residuals.num_bytes(1) > before.residuals.num_bytes(1)
+
+
+@pytest.mark.parametrize("capacity", [0.0, 1.25])
+def test_products_of_experts_have_the_rows_that_are_chosen(capacity) -> None:
+    """On each device of an expert group; with a capacity as many as fit."""
+    config = tiny_config(expert=2, microbatch=2, **MIXTURE | {"expert_capacity": capacity})
+    model, rows = config.model, 0
+    for product in traced.layer_cost(config, CPU, "layer").products:
+        assert product.experts in (0, model.num_experts // 2)
+        rows += product.dims.shape(2)[0] if product.experts else 0
+    chosen = model.num_experts * math.ceil(1.25 * 16 * 2 / 8) if capacity else 16 * model.experts_per_token
+    assert rows == 2 * 2 * chosen  # of the first two products, side by side, and the third
 
 
 def test_sizes_are_linear_in_rows() -> None:
