@@ -95,14 +95,14 @@ def place(starts: npt.NDArray[np.int64], document: int) -> tuple[int, int]:
 def compare(
     work: WorkFolder, starts: npt.NDArray[np.int64], pairs: npt.NDArray[np.int64], threshold: float
 ) -> npt.NDArray[np.float64]:
-    """The similarity of pairs of documents, and whether it is exact or an estimate that is on the same side of
-    `threshold`, float64 [pairs, 2]; called in a worker."""
+    """The similarity of pairs of documents, and whether it is exact, float64 [pairs, 2]; called in a worker. An
+    estimate is on the same side of `threshold`, or above it: whoever drops a document by it looks again."""
     grams, margin = Grams(work, starts), _DEVIATIONS * (threshold * (1 - threshold) / SKETCH) ** 0.5
     found = []
     for one, other in pairs.tolist():
         about = grams.estimate(one, other)
-        certain = about is not None and abs(about - threshold) > margin
-        found.append((about, 0) if certain else (grams.similarity(one, other), 1))
+        decided = about is not None and not threshold - margin <= about <= threshold
+        found.append((about, 0) if decided else (grams.similarity(one, other), 1))
     return np.array(found, np.float64).reshape(-1, 2)
 
 
