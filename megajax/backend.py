@@ -16,8 +16,8 @@ class Backend:
     fused_attention: bool  # attention without dropout in half precision is cuDNN's
     query_block: int  # our own attention takes the queries in blocks of this many (`block_of`)
     scores_bytes: int | None  # and so many heads at once that a block's scores take at most this; None: all heads
-    expert_block: int  # dropless experts multiply so many rows at a time (`parallel/grouped.py`)
     transposed_copies: bool  # the input of a weight gradient's product is transposed by a copy, not by the product
+    expert_block: int = 128  # dropless experts multiply so many rows at a time (`parallel/grouped.py`)
 
     def block_of(self, length: int) -> int:
         """Queries of a block of our own attention: half of the sequence, since keys after a block are left out; within
@@ -27,16 +27,9 @@ class Backend:
 
 # Scores of 16 MiB stay in the cache. XLA's fast products (YNNPACK) do not take a transposed left operand.
 CPU = Backend(
-    unroll_layers=8, fused_attention=False, query_block=256, scores_bytes=2**24, expert_block=64, transposed_copies=True
+    unroll_layers=8, fused_attention=False, query_block=256, scores_bytes=2**24, transposed_copies=True, expert_block=64
 )
-GPU = Backend(
-    unroll_layers=math.inf,
-    fused_attention=True,
-    query_block=128,
-    scores_bytes=None,
-    expert_block=128,
-    transposed_copies=False,
-)
+GPU = Backend(unroll_layers=math.inf, fused_attention=True, query_block=128, scores_bytes=None, transposed_copies=False)
 
 
 def backend_of(mesh: Mesh) -> Backend:

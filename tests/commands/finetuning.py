@@ -144,8 +144,8 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """The next training gets SIGTERM when it has recorded this step."""
     record = RunLog.record_step
 
-    def record_and_stop(log: RunLog, number: int, figures: Mapping[str, float]) -> None:
-        record(log, number, figures)
+    def record_and_stop(log: RunLog, number: int, figures: Mapping[str, float], *loads: Any) -> None:
+        record(log, number, figures, *loads)
         if number == step:
             monkeypatch.setattr(RunLog, "record_step", record)
             os.kill(os.getpid(), signal.SIGTERM)

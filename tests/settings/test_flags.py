@@ -46,6 +46,7 @@ OF_ROTARY = [key for key in options(Config) if key.startswith("model.rope_")]
 OF_EXPERTS = [key for key, option in options(Config).items() if ReadWith("num_experts") in option.traits]
 OTHERS = [
     "model.num_experts",
+    "model.query_key_norm_over",
     "optimizer.gradient_dtype",
     "model.layer_order",
     "optimizer.warmup_fraction",
