@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from parity_grid import cover, deferring, name
-from tiny import MIXTURE, tiny_config, tiny_program, user_error
+from tiny import MIXTURE, full, tiny_config, tiny_program, user_error
 
 from megajax.models.router import LOAD, Router, bias_step
 from megajax.parallel.boundary import F_AND_G
@@ -109,7 +109,7 @@ def check(row: tuple, precision: str = "fp32") -> Comparison:
     return compare(expected, actual)
 
 
-@pytest.mark.parametrize("row", DEFAULT, ids=name)
+@pytest.mark.parametrize("row", [DEFAULT[0], full(DEFAULT[1]), DEFAULT[2]], ids=name)
 def test_grid(row):
     result = check(row)
     assert result.within(), result

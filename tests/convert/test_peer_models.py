@@ -51,14 +51,14 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeForCausalLM",
         SIZES
         | CHOSEN
-        | {"num_key_value_heads": 2, "head_dim": 10, "num_experts": 14, "moe_intermediate_size": 26}
+        | {"num_key_value_heads": 2, "head_dim": 10, "num_experts": 14, "moe_intermediate_size": 30}
         | {"norm_topk_prob": True},
     ),
     "qwen3-moe, plain shares": (
         "Qwen3MoeForCausalLM",
         SIZES
         | CHOSEN
-        | {"num_key_value_heads": 3, "head_dim": 8, "num_experts": 6, "moe_intermediate_size": 22, **TIED},
+        | {"num_key_value_heads": 3, "head_dim": 8, "num_experts": 6, "moe_intermediate_size": 18, **TIED},
     ),
     "olmoe": ("OlmoeForCausalLM", SIZES | CHOSEN | {"num_key_value_heads": 3, "num_experts": 10, "eos_token_id": None}),
     "olmoe, sums of shares": (

@@ -168,6 +168,7 @@ def test_the_names_of_dims_say_what_is_a_matrix(dims, found):
     assert matrix_dims(P(*dims.split())) == found
 
 
+@pytest.mark.full
 def test_every_matrix_of_a_stack_is_orthogonalised_by_itself():
     """Where there are experts, say: `[layers, experts, embed, mlp]`; with steps that converge, to U V'."""
     config = config_of(muon={"muon_a": 15 / 8, "muon_b": -10 / 8, "muon_c": 3 / 8, "muon_steps": 30}).optimizer
