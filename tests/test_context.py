@@ -55,6 +55,8 @@ MODELS["lora"] = LLAMA | {"lora": LoraConfig(rank=2)}
 
 def exists(row: tuple) -> bool:
     (_, pipe, context, tensor), way, model, documents, window, _, *of_pipe, _, sequence_parallel = row
+    if pipe > 1 and way == "gather" and 0 < window <= TOKENS // context + 1:
+        return False  # refused
     piped = pipe > 1 or of_pipe == ["1f1b-1", "replicated", "together"]
     fits = way == "gather" or 8 // tensor % context == 0
     decodes = not model.startswith("bert") or not (documents or window)
@@ -238,6 +240,11 @@ def test_the_way_that_sends_less_is_taken():
 @pytest.mark.parametrize(
     ("mesh", "options", "words"),
     [
+        (
+            (1, 2, 2, 1),
+            {"sliding_window": 4, "context_attention": "gather"},
+            "--mesh.pipe 2 with --mesh.context 2 and --model.sliding-window 4, .*; valid: --mesh.pipe 1, or --model",
+        ),
         (
             (1, 1, 3, 1),
             {},
