@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal
 from megajax.axes import AXES, BATCH_AXES, OPTIONAL_AXES, ROW_AXES
 from megajax.data.config import DataConfig, TokenizerConfig
 from megajax.data.loader import BatchSizes
-from megajax.models.config import LoraConfig, ModelConfig
+from megajax.models.config import ModelConfig
+from megajax.models.lora_config import LoraConfig
 from megajax.optim.config import LossScaleConfig, OptimizerConfig
 from megajax.options import AT_LEAST_ZERO, SEED, SHARE, Range, above, between, options
 from megajax.pipeline.config import PipelineConfig

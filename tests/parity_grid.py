@@ -9,7 +9,7 @@ import numpy as np
 from tiny import LLAMA, OLMO2, QWEN3, tiny_config
 
 from megajax.config import Config
-from megajax.models.config import LoraConfig
+from megajax.models.lora_config import LoraConfig
 from megajax.pipeline.schedule import SCHEDULES
 
 MESHES = [(1, 1, 1), (2, 1, 1), (4, 1, 2), (8, 1, 1), (1, 1, 8)]  # heads = tensor size in the last one

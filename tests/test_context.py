@@ -15,8 +15,8 @@ from tiny import LLAMA, drawn_params, full, tiny_config, tiny_program
 from megajax import verify
 from megajax.backend import CPU
 from megajax.errors import UserError
-from megajax.models.config import LoraConfig
 from megajax.models.context_attention import context_way, elements_sent
+from megajax.models.lora_config import LoraConfig
 from megajax.plan.communication import communication, totals
 from megajax.plan.sizes import Sizes
 from megajax.program.communication import collectives_of, equations

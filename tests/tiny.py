@@ -12,7 +12,8 @@ from megajax.config import Config, MeshConfig, TrainConfig
 from megajax.data.config import DataConfig
 from megajax.errors import UserError
 from megajax.mesh import shardings
-from megajax.models.config import LoraConfig, ModelConfig
+from megajax.models.config import ModelConfig
+from megajax.models.lora_config import LoraConfig
 from megajax.optim.config import OptimizerConfig
 from megajax.parallel.random import RandomBits
 from megajax.pipeline.config import PipelineConfig

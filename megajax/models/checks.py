@@ -1,7 +1,8 @@
 """Whether the options of a model fit each other and its family."""
 
 from megajax.errors import UserError
-from megajax.models.config import LORA_TARGETS, LoraConfig, ModelConfig, product_sizes
+from megajax.models.config import ModelConfig
+from megajax.models.lora_config import LORA_TARGETS, LoraConfig, product_sizes
 from megajax.models.registry import FAMILIES
 from megajax.options import as_flag, check_read, suggest
 

@@ -21,8 +21,9 @@ from jax.sharding import PartitionSpec
 
 from megajax.backend import CPU, Backend
 from megajax.batch import BatchSpec
-from megajax.models.config import LoraConfig, ModelConfig
+from megajax.models.config import ModelConfig
 from megajax.models.context import Context
+from megajax.models.lora_config import LoraConfig
 from megajax.models.registry import FAMILIES
 from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.products import FactorProbe, Pair

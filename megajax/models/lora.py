@@ -15,8 +15,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from megajax.models.config import LoraConfig, ModelConfig
+from megajax.models.config import ModelConfig
 from megajax.models.family import CutModel
+from megajax.models.lora_config import LoraConfig
 from megajax.parallel.random import NamedKey
 from megajax.precision import at_least_fp32
 

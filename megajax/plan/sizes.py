@@ -26,10 +26,11 @@ from megajax.mesh import (
     zero_spec,
 )
 from megajax.models.attention_mask import AttentionMask
-from megajax.models.config import LoraConfig, ModelConfig
+from megajax.models.config import ModelConfig
 from megajax.models.context_attention import copies, tile_queries
 from megajax.models.family import CutModel, family_of
 from megajax.models.lora import Adapters
+from megajax.models.lora_config import LoraConfig
 from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.tokens import ContextWay
 from megajax.pipeline.placement import Placement

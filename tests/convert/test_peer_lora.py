@@ -14,7 +14,7 @@ from megajax.config import Config, MeshConfig, to_toml
 from megajax.convert.adapters import export_adapter, joined_tensors
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, open_source
-from megajax.models.config import LoraConfig
+from megajax.models.lora_config import LoraConfig
 from megajax.optim.config import OptimizerConfig
 from megajax.program.scoring import logits
 from megajax.program.train_step import train_step_with_gradients

@@ -8,7 +8,7 @@ their tests.
 from fault import Caught, Fault
 from tiny import MIXTURE
 
-from megajax.models.config import LoraConfig
+from megajax.models.lora_config import LoraConfig
 
 # Meshes (data, pipe, tensor) and what else shows a fault; the configuration is small otherwise (`trial.py`).
 ON_TENSOR = {"mesh": (1, 1, 2)}

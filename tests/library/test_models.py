@@ -20,7 +20,7 @@ from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.host.phases import current
 from megajax.library import beginning, progress
 from megajax.library.batches import batch_of, inputs_of
-from megajax.models.config import LoraConfig
+from megajax.models.lora_config import LoraConfig
 from megajax.program.program import Program, batch_form
 from megajax.program.state import TrainState
 

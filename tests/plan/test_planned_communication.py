@@ -7,7 +7,7 @@ from parity_grid import DEFAULT, REST, config_of, name
 from tiny import LLAMA, OLMO2, QWEN3, tiny_config
 
 from megajax.config import Config
-from megajax.models.config import LoraConfig
+from megajax.models.lora_config import LoraConfig
 from megajax.pipeline.schedule import SCHEDULES, ScheduleKind, Ticks
 from megajax.plan.communication import communication, sent_by_axes, totals
 from megajax.plan.sizes import num_ticks

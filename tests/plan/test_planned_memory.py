@@ -10,7 +10,7 @@ from tiny import LLAMA, MIXTURE, QWEN3, abstract_batch, full, tiny_config, tiny_
 
 from megajax.backend import CPU, GPU
 from megajax.mesh import local_shape
-from megajax.models.config import LoraConfig
+from megajax.models.lora_config import LoraConfig
 from megajax.models.mlp import MLP
 from megajax.parallel.shards import NOT_SHARDED
 from megajax.plan import traced

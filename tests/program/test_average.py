@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny import LLAMA, tiny_config, tiny_program
 
-from megajax.models.config import LoraConfig
+from megajax.models.lora_config import LoraConfig
 from megajax.program.program import Program
 from megajax.program.synthetic import random_batch
 from megajax.program.train_step import average_weights, train_step

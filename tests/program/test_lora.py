@@ -10,8 +10,8 @@ import pytest
 from tiny import LLAMA, QWEN3, full, tiny_config, tiny_program
 
 from megajax.config import Config, to_toml
-from megajax.models.config import LORA_TARGETS, LoraConfig
 from megajax.models.lora import LORA
+from megajax.models.lora_config import LORA_TARGETS, LoraConfig
 from megajax.program.program import Program
 from megajax.program.state import TrainState
 from megajax.program.synthetic import random_batch

@@ -1,0 +1,49 @@
+"""LoRA, as configuration: which products of a decoder's layers have adapters, and of what rank."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+from megajax.models.config import ModelConfig
+from megajax.options import AT_LEAST_ZERO
+from megajax.traits import ADAPTERS, Small
+
+LORA_TARGETS: Mapping[str, tuple[str, ...]] = {  # words of `lora.targets` -> products of a layer
+    "attention": ("query", "key", "value", "output"),
+    "mlp": ("gate", "up", "down"),
+    **{name: (name,) for name in ("query", "key", "value", "output", "gate", "up", "down")},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Adapters of low rank that are trained in place of a decoder's weights (Hu et al., arXiv 2106.09685)."""
+
+    rank: Annotated[
+        int,
+        "LoRA: rank of the adapters that are trained in place of the weights; 0: all weights",
+        AT_LEAST_ZERO,
+        ADAPTERS,
+        Small(most=3),
+    ] = 0
+    alpha: Annotated[float, "the product of an adapter's two matrices is added times this / lora.rank", ADAPTERS] = 16.0
+    targets: Annotated[
+        tuple[str, ...], f"products that have adapters, of {', '.join(LORA_TARGETS)} (gate: of swiglu)", ADAPTERS
+    ] = ("attention", "mlp")
+
+    def products(self, model: ModelConfig) -> tuple[str, ...]:
+        """The products of a layer that have adapters."""
+        wanted = {name for word in self.targets for name in LORA_TARGETS[word]}
+        there = [*LORA_TARGETS["attention"], *(() if model.num_experts else LORA_TARGETS["mlp"])]
+        return tuple(name for name in there if name in wanted and (name != "gate" or model.activation == "swiglu"))
+
+
+def product_sizes(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """What goes into each product of a decoder's layer and what comes out, by name."""
+    hidden, inner = model.hidden_size, model.mlp_size
+    queries, keys = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
+    columns = {"query": queries, "key": keys, "value": keys, "gate": inner, "up": inner}
+    return {name: (hidden, size) for name, size in columns.items()} | {
+        "output": (queries, hidden),
+        "down": (inner, hidden),
+    }
