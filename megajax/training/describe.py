@@ -1,24 +1,15 @@
-"""What a run prints before it starts (model, mesh, pipeline, state, optimizer, data) and at its end."""
+"""What a run prints before it starts: model, mesh, pipeline, state, optimizer, data."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 from flax.traverse_util import flatten_dict
 
-from megajax.batch import BatchSpec
 from megajax.config import Config
-from megajax.data.tokenizer import Tokenizer
-from megajax.evaluation.scoring import Perplexity
-from megajax.generation.choice import Sampling
-from megajax.generation.text import continuation_text
-from megajax.generation.window import continue_in_windows, one_row
 from megajax.models.context_attention import elements_sent
 from megajax.models.family import count_parameters
 from megajax.models.lora import LORA
-from megajax.models.registry import FAMILIES
 from megajax.optim.adam import parameter_groups
 from megajax.optim.config import OptimizerConfig
 from megajax.pipeline.timing import StageTimes, pending_weights, step_time
@@ -30,19 +21,6 @@ from megajax.runs.data import RunData
 from megajax.runs.task_data import TaskData
 from megajax.settings.launch import gpu_flags
 
-_WRITTEN = {
-    "config.toml": "the run's configuration, itself a preset",
-    "metrics.jsonl": "every step's figures",
-    "log.txt": "what was said, of every start",
-    "loss.png": "loss curves",
-    "experts.png": "loads of the experts",
-    "tensorboard": "events for TensorBoard",
-    "profile": "traces of steps, for XProf, TensorBoard and Perfetto",
-    "wandb": "what Weights & Biases keeps here",
-    "mlflow": "MLflow's database and texts",
-    "checkpoints": "state, mesh-independent",
-    "data": "tokens and tokenizer",
-}
 _OF_RATE = "learning_rate min_learning_rate warmup schedule decay_steps cooldown_steps cooldown_shape"
 
 
@@ -63,7 +41,7 @@ def describe(program: Program, data: RunData | TaskData, earlier: OptimizerConfi
         _optimizer(program),
         f"learning rate: {rate_line(config.optimizer)}",
         changed_rate(earlier, config.optimizer) if earlier else "",
-        _batch(config),
+        batch_line(config),
         _average(config),
         *_ramp(config),
         *data.lines(config),
@@ -93,8 +71,9 @@ def pipeline_lines(program: Program) -> list[str]:
     pipeline, pipe, table = program.config.pipeline, program.config.mesh.pipe, program.schedule
     deferring = pipeline.deferring()
     if pipe == 1:
-        nothing = "pipeline: of one stage, --pipeline.weight-gradients deferred does nothing"
-        return [] if deferring is None else [nothing]
+        return (
+            [] if deferring is None else ["pipeline: one stage, so --pipeline.weight-gradients deferred does nothing"]
+        )
     without = dataclasses.replace(table, deferral=None)
     together = step_time(without, StageTimes.equal(without))
     bubble = f"{step_time(table).bubble:.4f}" + ("" if deferring is None else f" instead of {together.bubble:.4f}")
@@ -129,12 +108,13 @@ def _mebibytes(parts: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in parts.items() if size)
 
 
-def _batch(config: Config) -> str:
-    train, ranks = config.train, config.mesh.data
+def batch_line(config: Config) -> str:
+    """Sequences of a step, and in how many microbatches each data-parallel rank takes its own."""
+    train, ranks = config.train, config.mesh.row_shards
     count = train.global_batch // (ranks * train.microbatch)
     parts = f"{count} microbatches of {train.microbatch}, gradient accumulation over them"
     alone = f"one microbatch of {train.microbatch}, no gradient accumulation"
-    each = f"on each of {ranks} data ranks " if ranks > 1 else ""
+    each = f"on each of {ranks} data-parallel ranks " if ranks > 1 else ""
     return f"batch: {train.global_batch} sequences a step; {each}{parts if count > 1 else alone}"
 
 
@@ -225,77 +205,3 @@ def rate_warning(config: Config) -> str:
         f"warning: --train.steps {steps} is past --optimizer.decay-steps {optimizer.decay_steps}: from there on the "
         f"learning rate stays at its floor, --optimizer.min-learning-rate {optimizer.min_learning_rate:g}{nothing}"
     )
-
-
-def sample(program: Program, params: Any, tokenizer: Tokenizer | None) -> str:
-    """The continuation that the configuration asks for; empty without a tokenizer or where the model continues none."""
-    config = program.config.sample
-    if tokenizer is None or config.tokens == 0 or not FAMILIES[program.config.model.family].continues_text:
-        return ""
-    prompt = tokenizer.encode_prompt(config.prompt)
-    new = continue_in_windows(
-        one_row(program),
-        params,
-        prompt,
-        num_tokens=config.tokens,
-        sampling=Sampling(config.temperature, seed=program.config.seed),
-        ends=tokenizer.ends,
-    )
-    return config.prompt + continuation_text(tokenizer, prompt, list(new))
-
-
-def validation_text(parts: Mapping[str, Perplexity]) -> str:
-    """A line about the last validation, from its losses by name; there are none without validation."""
-    if not parts:
-        return "not validated (--train.eval-every 0)"
-    if "next_token" in parts:
-        only = parts["next_token"]
-        return f"validation perplexity {only.perplexity:.2f} (loss {only.loss:.4f})"
-    texts = (
-        f"{name} perplexity {part.perplexity:.2f} (loss {part.loss:.4f}, {part.accuracy:.1%} right)"
-        for name, part in parts.items()
-    )
-    return f"validation: {', '.join(texts)}"
-
-
-def end_lines(
-    config: Config, first: int, validation: Mapping[str, Perplexity], dev: Mapping[str, float], waited: float | None
-) -> Iterator[str]:
-    """The lines that a run prints after its steps: how far it is, its last `validation`, a task's figures on `dev`, and
-    the share of the steps' time that it `waited` for data, None without any. `first` steps were taken before."""
-    steps = config.train.steps
-    if first >= steps:
-        yield (
-            f"nothing to train: {Path(config.run_dir)} has {first} steps already and --train.steps is {steps}; "
-            "to go on pass more, for a new run another --run-dir"
-        )
-    yield f"{validation_text(validation)} after {max(first, steps)} steps{_part_of_the_split(config, validation)}"
-    if dev:
-        figures = (f"{name} {value:{'.2f' if isinstance(value, float) else ','}}" for name, value in dev.items())
-        yield f"dev of {config.task.name}: {', '.join(figures)}"
-    if waited is not None:
-        yield f"waited for data: {waited:.2%} of the steps' time"
-
-
-def _part_of_the_split(config: Config, validation: Mapping[str, Perplexity]) -> str:
-    """What the last validation took, where it need not be the whole split."""
-    if not config.train.eval_batches or "next_token" not in validation:
-        return ""
-    tokens = validation["next_token"].tokens
-    return f", on {tokens:,} tokens (--train.eval-batches {config.train.eval_batches})"
-
-
-def parts_of(validation: Mapping[str, Perplexity], form: BatchSpec) -> dict[str, float]:
-    """The figures of a validation by their names in metrics.jsonl; none if there is just one loss."""
-    if len(validation) == 1 and not form.measures:
-        return {}
-    figures = {f"validation_{name}_loss": part.loss for name, part in validation.items()}
-    return figures | {f"validation_{name}_accuracy": part.accuracy for name, part in validation.items()}
-
-
-def written(run_dir: Path) -> Iterator[str]:
-    """A line for everything that a run has written."""
-    yield f"written to {run_dir}:"
-    for name, what in _WRITTEN.items():
-        if (run_dir / name).exists():
-            yield f"  {run_dir / name}  {what}"

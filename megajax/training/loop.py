@@ -28,10 +28,10 @@ from megajax.runs.lock import RunLock
 from megajax.runs.step_folders import Retention
 from megajax.runs.task_data import TaskData
 from megajax.settings.launch import give_back_freed_memory, runs_at_once
-from megajax.training.describe import end_lines, parts_of, sample, validation_text, written
 from megajax.training.figures import SkippedSteps, Speed, memory_in_use
 from megajax.training.profiler import StepTrace
 from megajax.training.run_log import RunLog
+from megajax.training.summary import end_lines, parts_of, sample, validation_text, written
 from megajax.training.validator import Validator
 from megajax.training.watchdog import COMPILING, COMPUTING, Watchdog
 

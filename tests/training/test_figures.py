@@ -1,6 +1,7 @@
 """TFLOP/s and MFU of a step, against counts by hand; peaks of GPUs; memory; where the time of traced steps went; when
 training ends, and the decay of the learning rate that no preset gives."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,14 +10,14 @@ import pytest
 from tiny import tiny_config, tiny_program
 
 from megajax.backend import CPU
-from megajax.config import Config, profiled_steps
+from megajax.config import Config, MeshConfig, profiled_steps
 from megajax.plan.machines import MACHINES, peak_of_device
 from megajax.plan.memory import memory
 from megajax.program.memory import state_bytes
 from megajax.settings.preset_files import preset_names
 from megajax.settings.presets import load_preset, resolve
 from megajax.training.begin import in_steps
-from megajax.training.describe import _step_memory, changed_rate, rate_line, rate_warning
+from megajax.training.describe import _step_memory, batch_line, changed_rate, rate_line, rate_warning
 from megajax.training.figures import Speed, memory_figures, memory_in_use
 from megajax.training.profiler import Times, _events, _own_seconds, operations, place_of, table
 
@@ -278,3 +279,20 @@ def test_what_a_start_changes_is_told() -> None:
     assert changed_rate(before.optimizer, before.optimizer) == ""
     changes = "learning_rate 0.0015 -> 0.003, warmup 40 -> 10"
     assert changed_rate(before.optimizer, now.optimizer) == f"learning rate changed: {changes}"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "said"),
+    [
+        ({"pipe": 2}, "8 microbatches of 1, gradient accumulation over them"),
+        (
+            {"data": 2, "expert": 2},
+            "on each of 4 data-parallel ranks 2 microbatches of 1, gradient accumulation over them",
+        ),
+        ({"expert": 8, "context": 2}, "on each of 8 data-parallel ranks one microbatch of 1, no gradient accumulation"),
+    ],
+)
+def test_microbatches_of_a_rank(mesh: dict[str, int], said: str) -> None:
+    """Every axis of rows divides the batch."""
+    config = replace(tiny_config(global_batch=8), mesh=MeshConfig(**mesh))
+    assert batch_line(config) == f"batch: 8 sequences a step; {said}"

@@ -1,0 +1,103 @@
+"""What a run prints at its end: a sample, its last validation, a task's figures, and what it has written."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megajax.batch import BatchSpec
+from megajax.config import Config
+from megajax.data.tokenizer import Tokenizer
+from megajax.evaluation.scoring import Perplexity
+from megajax.generation.choice import Sampling
+from megajax.generation.text import continuation_text
+from megajax.generation.window import continue_in_windows, one_row
+from megajax.models.registry import FAMILIES
+from megajax.program.program import Program
+
+_WRITTEN = {
+    "config.toml": "the run's configuration, itself a preset",
+    "metrics.jsonl": "every step's figures",
+    "log.txt": "what was said, of every start",
+    "loss.png": "loss curves",
+    "experts.png": "loads of the experts",
+    "tensorboard": "events for TensorBoard",
+    "profile": "traces of steps, for XProf, TensorBoard and Perfetto",
+    "wandb": "what Weights & Biases keeps here",
+    "mlflow": "MLflow's database and texts",
+    "checkpoints": "state, mesh-independent",
+    "data": "tokens and tokenizer",
+}
+
+
+def sample(program: Program, params: Any, tokenizer: Tokenizer | None) -> str:
+    """The continuation that the configuration asks for; empty without a tokenizer or where the model continues none."""
+    config = program.config.sample
+    if tokenizer is None or config.tokens == 0 or not FAMILIES[program.config.model.family].continues_text:
+        return ""
+    prompt = tokenizer.encode_prompt(config.prompt)
+    new = continue_in_windows(
+        one_row(program),
+        params,
+        prompt,
+        num_tokens=config.tokens,
+        sampling=Sampling(config.temperature, seed=program.config.seed),
+        ends=tokenizer.ends,
+    )
+    return config.prompt + continuation_text(tokenizer, prompt, list(new))
+
+
+def validation_text(parts: Mapping[str, Perplexity]) -> str:
+    """A line about the last validation, from its losses by name; there are none without validation."""
+    if not parts:
+        return "not validated (--train.eval-every 0)"
+    if "next_token" in parts:
+        only = parts["next_token"]
+        return f"validation perplexity {only.perplexity:.2f} (loss {only.loss:.4f})"
+    texts = (
+        f"{name} perplexity {part.perplexity:.2f} (loss {part.loss:.4f}, {part.accuracy:.1%} right)"
+        for name, part in parts.items()
+    )
+    return f"validation: {', '.join(texts)}"
+
+
+def end_lines(
+    config: Config, first: int, validation: Mapping[str, Perplexity], dev: Mapping[str, float], waited: float | None
+) -> Iterator[str]:
+    """The lines that a run prints after its steps: how far it is, its last `validation`, a task's figures on `dev`, and
+    the share of the steps' time that it `waited` for data, None without any. `first` steps were taken before."""
+    steps = config.train.steps
+    if first >= steps:
+        yield (
+            f"nothing to train: {Path(config.run_dir)} has {first} steps already and --train.steps is {steps}; "
+            "to go on pass more, for a new run another --run-dir"
+        )
+    yield f"{validation_text(validation)} after {max(first, steps)} steps{_part_of_the_split(config, validation)}"
+    if dev:
+        figures = (f"{name} {value:{'.2f' if isinstance(value, float) else ','}}" for name, value in dev.items())
+        yield f"dev of {config.task.name}: {', '.join(figures)}"
+    if waited is not None:
+        yield f"waited for data: {waited:.2%} of the steps' time"
+
+
+def _part_of_the_split(config: Config, validation: Mapping[str, Perplexity]) -> str:
+    """What the last validation took, where it need not be the whole split."""
+    if not config.train.eval_batches or "next_token" not in validation:
+        return ""
+    tokens = validation["next_token"].tokens
+    return f", on {tokens:,} tokens (--train.eval-batches {config.train.eval_batches})"
+
+
+def parts_of(validation: Mapping[str, Perplexity], form: BatchSpec) -> dict[str, float]:
+    """The figures of a validation by their names in metrics.jsonl; none if there is just one loss."""
+    if len(validation) == 1 and not form.measures:
+        return {}
+    figures = {f"validation_{name}_loss": part.loss for name, part in validation.items()}
+    return figures | {f"validation_{name}_accuracy": part.accuracy for name, part in validation.items()}
+
+
+def written(run_dir: Path) -> Iterator[str]:
+    """A line for everything that a run has written."""
+    yield f"written to {run_dir}:"
+    for name, what in _WRITTEN.items():
+        if (run_dir / name).exists():
+            yield f"  {run_dir / name}  {what}"
