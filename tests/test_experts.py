@@ -40,16 +40,17 @@ GRID: dict[str, list] = {
     "weight_gradients": ["together", "deferred"],
     "sequence_parallel": [False, True],
     "shared_expert_size": [0, 8],
+    "dense_layers": [0, 1, 2],
 }
 DEFAULT = [
-    (((1, 2, 1, 2), 2), 1.0, "bias", 1, "layer", "interleaved-2", "deferred", True, 8),
-    (((2, 1, 2, 1), 2), 1.25, "loss", 3, "selective", "1f1b-1", "together", False, 0),
-    (((1, 2, 1, 1), 4), 0.0, "loss", 1, "none", "1f1b-1", "deferred", False, 8),
+    (((1, 2, 1, 2), 2), 1.0, "bias", 1, "layer", "interleaved-2", "deferred", True, 8, 0),
+    (((2, 1, 2, 1), 2), 1.25, "loss", 3, "selective", "1f1b-1", "together", False, 0, 2),
+    (((1, 2, 1, 1), 4), 0.0, "loss", 1, "none", "1f1b-1", "deferred", False, 8, 1),
 ]
 
 
 def exists(row: tuple) -> bool:
-    ((_, pipe, _, tensor), _), *_, schedule, weight_gradients, split, _ = row
+    ((_, pipe, _, tensor), _), *_, schedule, weight_gradients, split, _, _ = row
     piped = pipe > 1 or (schedule, weight_gradients) == ("1f1b-1", "together")
     return piped and (tensor > 1 or not split)
 
@@ -61,22 +62,25 @@ def pairwise() -> list[tuple]:
 
 
 def config_of(row: tuple, **others: Any):
-    (mesh, expert), capacity, balance, zero, remat, schedule, weight_gradients, split, shared = row
+    (mesh, expert), capacity, balance, zero, remat, schedule, weight_gradients, split, *parts = row
     kind, _, chunks = schedule.rpartition("-")
     options = {"remat": remat, "schedule": kind, "chunks": int(chunks), "zero": zero, "sequence_parallel": split}
     microbatch = max(1, ROWS // (mesh[0] * expert) // 2)
     options |= deferring(weight_gradients) | {"microbatch": microbatch, "expert": expert}
-    return tiny_config(mesh, **options | model_of(capacity, balance, shared) | others)
+    return tiny_config(mesh, **options | model_of(capacity, balance, *parts) | others)
 
 
-def model_of(capacity: float, balance: str, shared: int) -> dict[str, Any]:
+def model_of(capacity: float, balance: str, shared: int, dense: int) -> dict[str, Any]:
     own = {"expert_capacity": capacity, "balance": balance, "router_z_loss": 0.01, "shared_expert_size": shared}
-    return MIXTURE | {"num_layers": LAYERS, "sequence_length": TOKENS, "global_batch": ROWS} | own
+    own |= {"num_layers": LAYERS + dense, "dense_layers": dense}
+    return MIXTURE | {"sequence_length": TOKENS, "global_batch": ROWS} | own
 
 
 @functools.cache
-def reference(capacity: float, balance: str, shared: int, precision: str = "fp32") -> tuple[Trace, Leaves, TrainState]:
-    config = tiny_config(microbatch=ROWS, precision=precision, **model_of(capacity, balance, shared))
+def reference(
+    capacity: float, balance: str, shared: int, dense: int, precision: str = "fp32"
+) -> tuple[Trace, Leaves, TrainState]:
+    config = tiny_config(microbatch=ROWS, precision=precision, **model_of(capacity, balance, shared, dense))
     initial = drawn_state(tiny_program(config))
     return *two_steps(config, initial), initial
 
@@ -102,8 +106,8 @@ def two_steps(config, initial: TrainState) -> tuple[Trace, Leaves]:
 
 
 def check(row: tuple, precision: str = "fp32") -> Comparison:
-    _, capacity, balance, *_, shared = row
-    expected, wanted, initial = reference(capacity, balance, shared, precision)
+    _, capacity, balance, *_, shared, dense = row
+    expected, wanted, initial = reference(capacity, balance, shared, dense, precision)
     actual, found = two_steps(config_of(row, precision=precision), initial)
     assert found.keys() == wanted.keys() and all((found[name] == wanted[name]).all() for name in wanted), row
     return compare(expected, actual)
@@ -156,6 +160,11 @@ def test_biases_follow_loads():
             "--train.global-batch 4 is not divisible by --mesh.data 1 x ",
         ),
         ({"remat": "stage"}, "--train.remat stage with experts"),
+        (
+            {"dense_layers": 4},
+            "--model.dense-layers 4 with --model.num-layers 4, which leaves none",
+        ),
+        ({"dense_layers": 2, "mesh": (1, 4, 1)}, "--mesh.pipe 4 with --model.num-layers 4 less --model.dense-layers 2"),
         ({"bias": "all"}, "--model.bias all with --model.num-experts 8"),
     ],
 )

@@ -75,7 +75,7 @@ class Decoder:
         )
         specs = program.layout.specs.params
         layer_specs = _map_specs(lambda spec: PartitionSpec(*spec[3:]), specs["blocks"])
-        self._specs = {"shared": specs["shared"], "layers": [layer_specs] * self._config.num_layers}
+        self._specs = {"shared": specs["shared"], "layers": [layer_specs] * self._config.num_blocks}
         # Arrays of their own: of a stack, every layer's weights would be copied for every token.
         shardings = _map_specs(lambda spec: NamedSharding(self._mesh, spec), self._specs)
         self._unstack = jax.jit(self._unstacked, out_shardings=shardings)
@@ -90,7 +90,7 @@ class Decoder:
     def _unstacked(self, params: Tree) -> Tree:
         params = params if self._adapters is None else self._adapters.merged(params)
         stack = jax.tree.map(lambda weight: weight.reshape(-1, *weight.shape[3:]), params["blocks"])
-        layers = [jax.tree.map(lambda weight, n=n: weight[n], stack) for n in range(self._config.num_layers)]
+        layers = [jax.tree.map(lambda weight, n=n: weight[n], stack) for n in range(self._config.num_blocks)]
         return {"shared": params["shared"], "layers": layers}
 
     def stream(self, prompts: Sequence[Sequence[int]], *, max_tokens: int, batch: int) -> Iterator[Piece]:
@@ -213,16 +213,18 @@ class Decoder:
         self, weights: Tree, x_BTD: Array, context: Context, attends: list[Attend]
     ) -> tuple[Array, list[Cache]]:
         """The last layer's output, and every layer's cache."""
-        caches = []
-        for number, (layer, attend) in enumerate(zip(weights["layers"], attends, strict=True)):
-            x_BTD, aux = self._model.block(layer)(x_BTD, context, number, attend)
+        caches, first = [], self._model.ends(weights["shared"]).first_blocks()
+        others = [*map(self._model.block, weights["layers"])]
+        numbered = [*enumerate(first, len(others)), *enumerate(others)]  # as in training
+        for (number, block), attend in zip(numbered, attends, strict=True):
+            x_BTD, aux = block(x_BTD, context, number, attend)
             caches.append(aux["cache"])
         return x_BTD, caches
 
     def _embed(self, weights: Tree, batch: State) -> tuple[Context, Array]:
         """What every layer gets of a batch, and the first layer's input."""
         context = self._model.context(batch, Dropout.off())
-        return context, self._model.ends(weights["shared"]).embed(batch, context)
+        return context, self._model.ends(weights["shared"]).embedding(batch, context)
 
     def _choose(self, weights: Tree, x_B1D: Array, state: State) -> tuple[State, Array]:
         """The state with the next token of every row; the tokens, `IGNORED` in rows that have stopped."""

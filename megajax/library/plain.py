@@ -89,7 +89,7 @@ class PlainModel:
             number, own = numbered
             return self._cut.block(own)(x_BTD, context, number)[0], None
 
-        numbers_L = np.arange(self.config.model.num_layers, dtype=np.int32)
+        numbers_L = np.arange(self.config.model.num_blocks, dtype=np.int32)
         x_BTD, _ = lax.scan(layer, model.embed(batch, context), (jnp.asarray(numbers_L), computed["blocks"]))
         return model, x_BTD, context
 

@@ -56,6 +56,11 @@ def _check_experts(model: ModelConfig) -> None:
             f"--model.experts-per-token {model.experts_per_token} with --model.num-experts {model.num_experts}; "
             f"valid: 1 to {model.num_experts}"
         )
+    if model.dense_layers >= model.num_layers:
+        raise UserError(
+            f"--model.dense-layers {model.dense_layers} with --model.num-layers {model.num_layers}, which leaves none "
+            f"with experts; valid: 0{f' to {model.num_layers - 1}' if model.num_layers > 1 else ''}"
+        )
     if model.bias == "all":
         raise UserError(
             f"--model.bias all with --model.num-experts {model.num_experts}, which have none; valid: none or "

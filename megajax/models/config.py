@@ -197,6 +197,11 @@ class ModelConfig(ModelSizes):
         return replace(self, expert_capacity=0.0)
 
     @property
+    def num_blocks(self) -> int:
+        """Layers that stages divide: all but the `dense_layers`."""
+        return self.num_layers - self.dense_layers
+
+    @property
     def biases_routers(self) -> bool:
         """Whether biases balance experts, which are weights."""
         return self.balance == "bias"

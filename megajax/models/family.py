@@ -8,7 +8,7 @@ Letters: B batch, T tokens, D model.
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,7 +47,15 @@ class Model(Protocol):
         ...
 
     def embed(self, batch: Batch, context: Context) -> Array:
-        """The first layer's input, x_BTD; any function of the weights."""
+        """The input of the first of `blocks`, x_BTD; any function of the weights, also one with layers."""
+        ...
+
+    def embedding(self, batch: Batch, context: Context) -> Array:
+        """`embed` without the layers among it; of a language model."""
+        ...
+
+    def first_blocks(self) -> Sequence[Any]:
+        """These layers, each alone; of a language model."""
         ...
 
     def losses(self, x_BTD: Array, batch: Batch, context: Context) -> dict[str, Array]:
@@ -227,14 +235,19 @@ def layer_products(model: ModelConfig, sequences: int, query_block: int, *, caus
         "qkv": (hidden, queries + 2 * model.num_kv_heads * model.head_size),
         "attention output": (queries, hidden),
     }
-    width, tokens = model.mlp_size, sequences * model.sequence_length
-    if model.num_experts:
-        own = {"experts up": (hidden, gated * model.expert_size), "experts down": (model.expert_size, hidden)}
-        yield from weight_products(tokens * model.experts_per_token, own, layers)
-        shapes["router"], width = (hidden, model.num_experts), model.shared_expert_size
-    if width:
-        shapes |= {"MLP up": (hidden, gated * width), "MLP down": (width, hidden)}
+    tokens = sequences * model.sequence_length
     yield from weight_products(tokens, shapes, layers)
+    sparse = model.num_blocks if model.num_experts else 0
+    if sparse:
+        own = {"experts up": (hidden, gated * model.expert_size), "experts down": (model.expert_size, hidden)}
+        yield from weight_products(tokens * model.experts_per_token, own, sparse)
+        yield from weight_products(tokens, {"router": (hidden, model.num_experts)}, sparse)
+    for name, width, count in (
+        ("MLP", model.mlp_size, layers - sparse),
+        ("shared expert", model.shared_expert_size, sparse),
+    ):
+        mlp = {f"{name} up": (hidden, gated * width), f"{name} down": (width, hidden)}
+        yield from weight_products(tokens, mlp, count) if width and count else ()
     heads, head_size, length = sequences * model.num_heads, model.head_size, model.sequence_length
     window = model.window_in(length)
     for start in range(0, length, query_block):

@@ -30,15 +30,17 @@ DROPOUT_SITES = {"attention_dropout": 1, "mlp_dropout": 2}  # in a layer, beside
 
 
 class Block(nnx.Module):
-    """One layer."""
+    """One layer, with experts where the model has them, unless it is `dense`."""
 
-    def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
+    def __init__(
+        self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend, *, dense: bool = False
+    ):
         self.boundary, self.order = boundary, config.layer_order
         self.attention_norm = norm_of(config)
         self.attention = Attention(config, key / "attention", boundary, backend)
         self.mlp_norm = norm_of(config)
         self.mlp: MLP | Mixture
-        if config.num_experts:
+        if config.num_experts and not dense:
             self.mlp = Mixture(config, key / "mlp", boundary, backend)
         else:
             self.mlp = MLP(config, key / "mlp", boundary, backend)

@@ -97,6 +97,15 @@ class ModelSizes:
         WEIGHTS,
         Size("experts"),
     ] = 0
+    dense_layers: Annotated[
+        int,
+        "the first layers, which have an MLP in the place of experts; they are computed with the embedding, by the "
+        "first stage of a pipeline",
+        between(0, 10_000),
+        WEIGHTS,
+        WITH_EXPERTS,
+        Small(most=1),
+    ] = 0
     experts_per_token: Annotated[
         int, "experts that a token passes", _EXPERTS, WEIGHTS, WITH_EXPERTS, Small(jointly=True)
     ] = 0

@@ -63,7 +63,7 @@ class Router(nnx.Module):
         z_B = z_B * jnp.asarray(x_BTD.shape[1] / self.boundary.length_of(x_BTD), dtype)
         loss_B = jnp.asarray(config.balance_coefficient * (config.balance == "loss"), dtype) * balance_B
         loss_B = loss_B + jnp.asarray(config.router_z_loss, dtype) * z_B
-        load_LE = jnp.zeros((config.num_layers, config.num_experts), jnp.int32)
+        load_LE = jnp.zeros((config.num_blocks, config.num_experts), jnp.int32)
         entropy = -jnp.sum(share_BTE * jnp.log(jnp.maximum(share_BTE, jnp.finfo(dtype).tiny)))
         figures = {
             LOAD: load_LE.at[layer].set(jnp.sum(count_BE, axis=0, dtype=jnp.int32)),
@@ -119,7 +119,7 @@ def expert_metrics(figures: dict[str, Array], config: ModelConfig, sequences: in
         "largest_load": jnp.max(load / jnp.maximum(means, 1.0)),
         "dropped": figures["experts_dropped"].astype(jnp.float32) / choices,
         "router_entropy": entropy * config.experts_per_token / choices.astype(entropy.dtype),
-        "balance_loss": figures["balance_loss"] / (sequences * config.num_layers),
+        "balance_loss": figures["balance_loss"] / (sequences * config.num_blocks),
     }
     return {f"experts/{name}": value for name, value in found.items()} | {LOAD: load_LE}
 

@@ -42,13 +42,16 @@ class PipelineConfig:
         return Deferring(times or PassTimes(), None if self.max_deferred < 0 else self.max_deferred)
 
 
-def check_schedule(pipeline: PipelineConfig, pipe: int, num_layers: int | None = None) -> None:
-    """Check a schedule's chunks against the stages, and against the layers where there is a model."""
+def check_schedule(pipeline: PipelineConfig, pipe: int, num_layers: int | None = None, dense: int = 0) -> None:
+    """Check a schedule's chunks against the stages, and against the layers where there is a model, but for the first
+    `dense` ones, which are computed with the embedding."""
+    given = f"--model.num-layers {num_layers}{f' less --model.dense-layers {dense}' if dense else ''}"
+    num_layers = None if num_layers is None else num_layers - dense
     chunks, schedule = pipeline.chunks, f"--pipeline.schedule {pipeline.schedule}"
     others = f"--pipeline.schedule {' or '.join(schedule_names(chunked=False))}"
     if num_layers is not None and pipe > num_layers:
         raise UserError(
-            f"--mesh.pipe {pipe} with --model.num-layers {num_layers}, which leaves a stage without a layer; "
+            f"--mesh.pipe {pipe} with {given}, which leaves a stage without a layer; "
             f"valid: 1{f' to {num_layers}' if num_layers > 1 else ''}"
         )
     if not SCHEDULES[pipeline.schedule].chunked:
@@ -61,7 +64,7 @@ def check_schedule(pipeline: PipelineConfig, pipe: int, num_layers: int | None =
     most = None if num_layers is None else num_layers // pipe
     if most is not None and most < 2:
         raise UserError(
-            f"{schedule}: --model.num-layers {num_layers} are too few for 2 chunks on each of "
+            f"{schedule}: {given} are too few for 2 chunks on each of "
             f"--mesh.pipe {pipe} stages; valid: {others}, or {2 * pipe} layers or more"
         )
     if chunks < 2 or (most is not None and chunks > most):

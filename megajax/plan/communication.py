@@ -201,7 +201,7 @@ class WeightTraffic(Sizes):
     def _loads(self) -> Iterator[Communication]:
         """What is known of experts (`models/router.py`): every layer's loads, entropy, balance, what is dropped."""
         model, axes = self.config.model, (*BATCH_AXES, PIPE, *(TENSOR,) * self.splits_sequence)
-        loads = (model.num_layers, model.num_experts), 4
+        loads = (model.num_blocks, model.num_experts), 4
         for shape, item in (loads, ((), 4), ((), self.wide), ((), self.wide)) if model.num_experts else ():
             yield one("losses: loads of experts", REDUCE, tuple(sorted(axes)), shape, item, ONCE)
 
@@ -240,7 +240,7 @@ class WeightTraffic(Sizes):
     def _varying(self, placed: Placed) -> set[str]:
         """Mesh axes over which a gradient differs when the loop has ended (`program/bind.py`)."""
         axes = {*BATCH_AXES} | self._axes_of(placed)
-        if self.splits_sequence or (placed.weight.stacked and placed.needs_tensor_sum):
+        if self.splits_sequence or placed.needs_tensor_sum:
             axes.add(TENSOR)
         if not placed.weight.stacked and not self.splits_vocabulary:
             axes.add(PIPE)

@@ -238,7 +238,7 @@ def _sizes(
     mesh, train = config.mesh, config.train
     rows = mesh.row_shards * train.microbatch
     m = train.global_batch // rows
-    for pipeline in _pipelines(config.pipeline, mesh.pipe, config.model.num_layers):
+    for pipeline in _pipelines(config.pipeline, mesh.pipe, config.model.num_blocks):
         other = [key for key in ("schedule", "chunks") if getattr(pipeline, key) != getattr(config.pipeline, key)]
         if not kept.isdisjoint(f"pipeline.{key}" for key in other) or not has_table(pipeline, mesh.pipe, m):
             continue

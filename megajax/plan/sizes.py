@@ -121,7 +121,7 @@ def _placed(
 ) -> tuple[tuple[Placed, ...], tuple[Placed, ...]]:
     """All weights, and all adapters."""
     rules = rules_of(split_vocabulary=split_vocabulary, split_kv_heads=model.num_kv_heads % mesh.tensor == 0)
-    layers, sizes = chunks * Placement(model.num_layers, mesh.pipe, chunks).layers_per_chunk, mesh.sizes
+    layers, sizes = chunks * Placement(model.num_blocks, mesh.pipe, chunks).layers_per_chunk, mesh.sizes
 
     def place(weight: Weight) -> Placed:
         spec = mesh_spec(weight.logical, rules)
@@ -250,7 +250,7 @@ class Sizes:
         self.activation_bytes = prod(self.own) * self.item
         self.defers = mesh.pipe > 1 and config.pipeline.weight_gradients == "deferred"
         self.recomputes_stage = config.train.remat == "stage" and mesh.pipe > 1
-        self.placement = Placement(model.num_layers, mesh.pipe, config.pipeline.chunks)
+        self.placement = Placement(model.num_blocks, mesh.pipe, config.pipeline.chunks)
         self.layers_of_chunk = self.placement.layers_per_chunk  # as many as the fullest one has
 
     @property

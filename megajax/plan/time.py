@@ -93,7 +93,7 @@ class StepModel:
         """The loop over microbatches: seconds by part of the stage that works longest, what it waits, hand-overs; and
         what share it waits."""
         sizes, m, pipe = self.sizes, self.sizes.microbatches, self.config.mesh.pipe
-        layers = layers_of_chunks(Placement(self.config.model.num_layers, pipe, pipeline.chunks)).astype(float)
+        layers = layers_of_chunks(Placement(self.config.model.num_blocks, pipe, pipeline.chunks)).astype(float)
         forwards, backwards, laters = (layers * visit.total for visit in self._layer)
         together = {name: visit.total if sizes.splits_vocabulary else 0.0 for name, visit in self._ends.items()}
         if not sizes.splits_vocabulary:

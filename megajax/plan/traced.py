@@ -46,7 +46,9 @@ _program = lru_cache(maxsize=4)(Program.abstract)
 
 def step_cost(config: Config, backend: Backend) -> StepCost:
     """The costs of a configuration on a kind of device."""
-    ends = _traced(_of_one_microbatch(config, "none", config.splits_vocabulary), backend, _ends_cost)
+    gathers_once = config.model.dense_layers and config.train.remat == "layer"  # what enters regions of dense layers
+    first = _of_one_microbatch(config, "layer" if gathers_once else "none", config.splits_vocabulary)
+    ends = _traced(first, backend, _ends_cost)
     return StepCost(layer_cost(config, backend, config.train.remat), layer_cost(config, backend, "none"), ends)
 
 
@@ -70,7 +72,7 @@ def _of_one_microbatch(config: Config, remat: Any, splits_vocabulary: bool = Fal
     return Config(
         precision=config.precision,
         sequence_parallel=config.sequence_parallel,
-        model=replace(config.model, num_layers=pipe, scan_layers="true"),
+        model=replace(config.model, num_layers=pipe + config.model.dense_layers, scan_layers="true"),
         lora=config.lora,
         mesh=mesh,
         pipeline=PipelineConfig(vocabulary="split" if splits_vocabulary else "replicated", weight_gradients="deferred"),

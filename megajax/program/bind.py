@@ -80,12 +80,15 @@ def _bind(
     row_B = axis_index(ROW_AXES) * num_rows + jnp.arange(num_rows, dtype=jnp.int32)
     # Declared varying once, here, gradients stay local sums until they are reduced once per step.
     axes = (*BATCH_AXES, *SEQUENCE_AXES) if model.boundary.sequence_parallel else BATCH_AXES
-    shared = vary(params["shared"], axes if config.splits_vocabulary else (*axes, PIPE))
+
+    def varying(weight: Array, needs_tensor_sum: bool) -> Array:
+        return vary(weight, (*BATCH_AXES, TENSOR) if needs_tensor_sum else axes)
 
     def of_chunks(weight: Array, needs_tensor_sum: bool) -> Array:
-        weight = vary(weight, (*BATCH_AXES, TENSOR) if needs_tensor_sum else axes)
-        return weight.reshape(-1, *weight.shape[3:])
+        return varying(weight, needs_tensor_sum).reshape(-1, *weight.shape[3:])
 
+    shared = jax.tree.map(varying, params["shared"], layout.needs_tensor_sum["shared"])
+    shared = shared if config.splits_vocabulary else vary(shared, (PIPE,))
     blocks = jax.tree.map(of_chunks, layer_weights(params), layer_weights(layout.needs_tensor_sum))
 
     def context(batch: Batch, row_B: Array) -> Context:

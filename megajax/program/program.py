@@ -200,6 +200,6 @@ def scans_layers(config: Config, backend: Backend) -> bool:
     backward, and keeps them.
     """
     if config.model.scan_layers == "auto":
-        layers_per_chunk = -(-config.model.num_layers // (config.mesh.pipe * config.pipeline.chunks))
+        layers_per_chunk = -(-config.model.num_blocks // (config.mesh.pipe * config.pipeline.chunks))
         return layers_per_chunk > backend.unroll_layers or config.optimizer.zero == 3
     return config.model.scan_layers == "true"

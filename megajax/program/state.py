@@ -68,7 +68,7 @@ class StateLayout:
 
     def __init__(self, config: Config, mesh: Mesh, model: CutModel):
         self.mesh, self.model, self._config = mesh, config.model, config
-        self.placement = Placement(config.model.num_layers, config.mesh.pipe, config.pipeline.chunks)
+        self.placement = Placement(config.model.num_blocks, config.mesh.pipe, config.pipeline.chunks)
         self.loss_scale = config.loss_scale if config.precision == "fp16" else None
         self.compute_dtype, self.main_dtype = COMPUTE_DTYPE[config.precision], MAIN_DTYPE[config.precision]
         self.adapters = adapters = Adapters(config.lora, config.model, model) if config.lora.rank else None
@@ -87,7 +87,7 @@ class StateLayout:
         if self.adapters is not None:
             logical, shapes = logical | {LORA: self.adapters.logical_specs}, shapes | {LORA: self.adapters.shapes}
         self.needs_tensor_sum = jax.tree.map(lambda spec: needs_tensor_sum(spec, rules), logical)
-        layers = PIPE if self.model.num_layers % self._config.mesh.pipe == 0 else None
+        layers = PIPE if self.model.num_blocks % self._config.mesh.pipe == 0 else None
         # Where weights lie, those of a layer alone: without ZeRO, with it, and how that shards them.
         shapes = _map_blocks(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), shapes)
         logical = _map_blocks(lambda spec: PartitionSpec(*spec[1:]), logical)

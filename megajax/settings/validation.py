@@ -41,7 +41,7 @@ def nearest_mesh(config: Config) -> MeshConfig | None:
         EXPERT: [size for size in possible[EXPERT] if config.model.num_experts % size == 0]
         if there.expert > 1
         else [1],
-        PIPE: [*range(1, min(2 * there.pipe, config.model.num_layers) + 1)],
+        PIPE: [*range(1, min(2 * there.pipe, config.model.num_blocks) + 1)],
         TENSOR: _divisors(config.model.num_heads),
     }
     if there.context > 1:
@@ -138,7 +138,7 @@ def _check_experts(config: Config) -> None:
 def validate_mesh(config: Config, num_devices: int) -> None:
     """Check what any use of the model needs, not only training: the mesh against the devices and the model's sizes."""
     model, mesh = config.model, config.mesh
-    check_schedule(config.pipeline, mesh.pipe, model.num_layers)
+    check_schedule(config.pipeline, mesh.pipe, model.num_layers, model.dense_layers)
     if mesh.num_devices != num_devices:
         each = -(-mesh.num_devices // max(1, config.distributed.num_processes))  # per process
         simulated = "" if options(Config)["simulate_devices"].problem(each) else f", or --simulate-devices {each}"

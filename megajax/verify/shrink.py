@@ -45,7 +45,8 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
         )
     sizes = _Sizes(config, mesh)
     width, notes = sizes.width()
-    ruled = {"num_layers": sizes.num_layers(), **width, **sizes.tokens(), **sizes.vocabulary(), **sizes.experts()}
+    layers = sizes.num_blocks() + min(1, config.model.dense_layers)
+    ruled = {"num_layers": layers, **width, **sizes.tokens(), **sizes.vocabulary(), **sizes.experts()}
     model = dataclasses.replace(config.model, **sizes.others(ruled), **ruled)
     microbatch = min(config.train.microbatch, 2)
     rows = mesh.row_shards * microbatch * sizes.num_microbatches()
@@ -232,9 +233,9 @@ class _Sizes:
         few = min(model.experts_per_token, max(1, number - (model.experts_per_token < model.num_experts)))
         return {"num_experts": number, "experts_per_token": few} if model.num_experts else {}
 
-    def num_layers(self) -> int:
+    def num_blocks(self) -> int:
         """One or two layers in every virtual stage; as uneven over stages and virtual stages as the original."""
-        layers, chunks = self._model.num_layers, self._config.pipeline.chunks
+        layers, chunks = self._model.num_blocks, self._config.pipeline.chunks
         theirs, ours = self._theirs.pipe * chunks, self._ours.pipe * chunks
         each, left = divmod(layers, theirs)
         if not left or ours == 1:

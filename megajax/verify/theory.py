@@ -76,6 +76,7 @@ class _Step(Experts):
         """Of every microbatch forward."""
         yield from self.gathered("embedding: weights", "shared", self.of_end)
         yield from self.leave("embedding: activations", self.of_end, self.vocabulary)
+        yield from self._dense_forward("embedding: dense layers", self.of_dense_layer)
 
     def embedding_backward(self) -> Iterator[Communication]:
         """Of every microbatch backward; an embedding that is not linear in its weights runs forward again. LoRA freezes
@@ -87,6 +88,8 @@ class _Step(Experts):
         if not family_of(self.config.model).linear_embedding(self.config.model):
             yield from self.gathered("embedding backward: weights", "shared", self.of_end)
             yield from self.leave("embedding backward: forward again", self.of_end, self.vocabulary)
+            yield from self._dense_forward("embedding backward: forward again", self.of_dense_layer)
+            yield from self._dense_backward("embedding backward: dense layers", self.of_dense_layer)
         yield from self.enter(what, self.of_end)
         yield from self.scattered("embedding backward: weights' gradients", "shared", self.of_end)
 
@@ -186,6 +189,29 @@ class _Step(Experts):
         for _ in range(1 + self.num_mlps):
             yield from self.enter(purpose, self.of_layer)
             yield from self.leave(purpose, self.of_layer)
+
+    def _dense_forward(self, purpose: str, times: Times) -> Iterator[Communication]:
+        """Of the first layers of a mixture, which have an MLP."""
+        yield from self.query_key_norm(purpose, times)
+        yield from self.attention(purpose, times)
+        for _ in range(2):
+            yield from self.enter(purpose, times)
+            yield from self.leave(purpose, times)
+
+    def _dense_backward(self, purpose: str, times: Times) -> Iterator[Communication]:
+        """The same backward, from what the forward pass just before has left."""
+        yield from self.query_key_norm(purpose, times)
+        yield from self.attention_backward(purpose, times)
+        for _ in range(2):
+            for _ in range(1 + self.regathers):
+                yield from self.enter(purpose, times)
+            yield from self.enter_backward(purpose, times)
+
+    @property
+    def of_dense_layer(self) -> Times:
+        """How often the loop has one of these layers."""
+        layers = self.config.model.dense_layers
+        return Times(layers * self.of_end.count, layers * self.of_end.sent)
 
     def _of_heads(self, heads: int, tokens: int) -> tuple[int, ...]:
         return (self.rows, tokens, heads, self.config.model.head_size)

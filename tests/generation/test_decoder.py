@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from tiny import drawn_params, full, tiny_config, tiny_program
+from tiny import MIXTURE, drawn_params, full, tiny_config, tiny_program
 
 from megajax.generation.choice import Sampling
 from megajax.generation.decoder import TOKENS_AT_ONCE, Decoder
@@ -135,3 +135,14 @@ def test_the_seed_and_the_temperature_matter():
 def test_a_window_stops_before_the_end_token():
     greedy = draw((1, 1, 1), temperature=0.0)
     assert draw((1, 1, 1), temperature=0.0, ends=(greedy[5], 1 << 20)) == greedy[: greedy.index(greedy[5])]
+
+
+@pytest.mark.full
+def test_first_dense_layers_of_a_mixture_have_caches():
+    """They belong to the embedding elsewhere."""
+    program = tiny_program(tiny_config((1, 1, 2), **MIXTURE | {"num_layers": 3, "dense_layers": 2, "init_std": 0.3}))
+    params = drawn_params(program)
+    found = texts(Decoder(program, params, GREEDY, ()))
+    for number, prompt in enumerate(PROMPTS):
+        ids = found[number][0]
+        assert ids == [*continue_in_windows(program, params, prompt, num_tokens=len(ids), sampling=GREEDY)]

@@ -36,8 +36,8 @@ class Tiny(TransformerDecoder):
     def context(self, batch, dropout):
         return dataclasses.replace(super().context(batch, dropout), visible=AttentionMask(causal=True, window=5))
 
-    def embed(self, batch, context):
-        return self.embedding_norm(super().embed(batch, context))
+    def embedding(self, batch, context):
+        return self.embedding_norm(super().embedding(batch, context))
 
 
 FAMILY = dataclasses.replace(DECODER_FAMILY, model=Tiny, linear_embedding=lambda _: False)

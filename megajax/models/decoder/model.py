@@ -6,9 +6,10 @@ Letters: B batch, T tokens, D model, V vocabulary.
 
 from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 
 from megajax.backend import Backend
 from megajax.batch import text_form
@@ -26,7 +27,8 @@ from megajax.parallel.vocabulary import cross_entropy, embedding_lookup, output_
 
 
 class TransformerDecoder(nnx.Module):
-    """The model; `blocks` holds all layers stacked along a leading dim `layers`."""
+    """The model; `blocks` holds the layers stacked along a leading dim `layers`, but for the first ones of a mixture
+    that are dense: these are `dense_blocks`, part of the embedding."""
 
     def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
         self.vocab_size = config.vocab_size
@@ -39,7 +41,14 @@ class TransformerDecoder(nnx.Module):
         self.positions = None if config.rotary else table("positions", config.sequence_length, "position")
         self.final_norm = norm_of(config)
         self.output = None if config.tied_embedding else table("output", config.padded_vocab_size, "vocabulary")
-        self.blocks = stacked(lambda n: Block(config, key / "blocks" / n, boundary, backend), config.num_layers)
+        self.blocks = stacked(lambda n: Block(config, key / "blocks" / n, boundary, backend), config.num_blocks)
+
+        def dense(n: Array) -> Block:
+            return Block(config, key / "dense_blocks" / n, boundary, backend, dense=True)
+
+        self.dense_blocks = stacked(dense, config.dense_layers) if config.dense_layers else None
+        # What randomness of the layers depends on: those of `blocks` begin with 0.
+        self.dense_index = tuple(range(config.num_blocks, config.num_layers))
 
     def context(self, batch: Mapping[str, Array], dropout: Dropout) -> Context:
         """See `Model`. Where the batch has documents, no token sees others, and positions begin anew in each."""
@@ -54,8 +63,29 @@ class TransformerDecoder(nnx.Module):
         return Context(dropout, visible, rotary_BT, boundary=self.boundary)
 
     def embed(self, batch: Mapping[str, Array], context: Context) -> Array:
-        """Of tokens and learned positions, with dropout, [B, T, D]; with sequence parallelism of this device's
+        """What the first dense layers make of the embedding, [B, T, D]; with sequence parallelism of this device's
         tokens."""
+        x_BTD = self.embedding(batch, context)
+        if self.dense_blocks is None:
+            return x_BTD
+        graph, weights = nnx.split(self.dense_blocks, nnx.Param)
+
+        def layer(x_BTD: Array, numbered: tuple[Array, nnx.State]) -> tuple[Array, None]:
+            number, own = numbered
+            return nnx.merge(graph, own)(x_BTD, context, number)[0], None
+
+        return lax.scan(layer, x_BTD, (jnp.asarray(self.dense_index, jnp.int32), weights))[0]
+
+    def first_blocks(self) -> list[Block]:
+        """The dense layers, each alone."""
+        if self.dense_blocks is None:
+            return []
+        graph, weights = nnx.split(self.dense_blocks, nnx.Param)
+        each = range(len(self.dense_index))
+        return [nnx.merge(graph, jax.tree.map(lambda weight, n=n: weight[n], weights)) for n in each]
+
+    def embedding(self, batch: Mapping[str, Array], context: Context) -> Array:
+        """Of tokens and learned positions, with dropout."""
         tokens_BT = self.boundary.context_tokens(batch["tokens"])
         x_BTD = embedding_lookup(self.table[...], tokens_BT, self.boundary)
         if self.positions is not None:
@@ -97,5 +127,5 @@ FAMILY = Family(
     form=lambda _: text_form(),
     products=_products,
     reset_form=text_form(with_positions=True),
-    linear_embedding=lambda _: True,
+    linear_embedding=lambda config: config.dense_layers == 0,
 )
