@@ -313,7 +313,7 @@ ROWS: dict[str, dict[str, Row]] = {
     },
     "Positions and tokens of a split sequence": {
         "learned positions are those of the first tokens": (
-            "models.decoder.model.TransformerDecoder.embed",
+            "models.decoder.model.TransformerDecoder.embedding",
             (
                 'self.boundary.own_tokens(self.positions[...][: batch["tokens"].shape[1]], 0)',
                 "self.positions[...][: x_BTD.shape[1]]",
@@ -536,6 +536,14 @@ ROWS: dict[str, dict[str, Row]] = {
             "models.router.Router.__call__",
             ("share_BTK / jnp.sum(share_BTK, axis=-1, keepdims=True)", "share_BTK"),
             tests("tests/test_experts.py -k by_hand"),
+        ),
+        "shares are renormalised on one device alone": (
+            "models.router.Router.__call__",
+            (
+                "share_BTK / jnp.sum(share_BTK, axis=-1, keepdims=True)",
+                "share_BTK / (jnp.sum(share_BTK, axis=-1, keepdims=True) if lax.axis_size('expert') == 1 else 1)",
+            ),
+            named("experts_output of layer 0, forward", ON_EXPERTS),
         ),
         "biases follow the loads of a device": (
             "program.train_step._losses_and_gradients",
