@@ -20,7 +20,8 @@ FULL = [  # marker `full`: in this order, one after the other, in a folder with 
     "megajax train demo --mesh.data 2 --mesh.pipe 2 --mesh.tensor 2 --simulate-devices 8 --run-dir runs/demo-2x2x2",
     "megajax train moe-demo",
     "megajax train moe-demo --model.num-experts 0 --model.experts-per-token 0 --model.expert-size 0 "
-    "--model.expert-capacity 0 --model.balance none --model.balance-step 0.001 --model.mlp-size 128 --run-dir runs/dense",
+    "--model.expert-capacity 0 --model.balance none --model.balance-step 0.001 --model.mlp-size 128 "
+    "--run-dir runs/dense",
     "megajax train moe-demo --mesh.expert 2 --mesh.pipe 2 --mesh.tensor 2 --simulate-devices 8 "
     "--run-dir runs/moe-2x2x2",
     "megajax eval perplexity --checkpoint runs/demo",
