@@ -37,6 +37,10 @@ def check_has_adapters(run_dir: Path, config: Config) -> None:
         raise UserError(
             f"--adapter: RUN {run_dir} was trained without; valid: a run of --lora.rank 1 or more, or without --adapter"
         )
+    if any(name.startswith("expert_") for name in config.lora.products(config.model)):
+        raise UserError(
+            f"--adapter: RUN {run_dir} has adapters of experts, which peft has none for; valid: without --adapter"
+        )
 
 
 def export_adapter(run_dir: Path, config: Config, folder: Path, step: str = "latest", *, dtype: str | None) -> int:

@@ -100,6 +100,12 @@ def check_lora(lora: LoraConfig, model: ModelConfig) -> None:
         )
     if not lora.targets:
         raise UserError(f"--lora.targets is empty; valid: {', '.join(LORA_TARGETS)}")
+    if not lora.products(model):
+        other, there = ("mlp", "experts") if model.num_experts else ("experts", "an MLP")
+        raise UserError(
+            f"--lora.targets {' '.join(lora.targets)} of a model that has {there} in the place of {other}; valid: "
+            f"{'attention or experts' if model.num_experts else 'attention or mlp'}"
+        )
     sizes = product_sizes(model)
     name, most = min(((name, min(sizes[name])) for name in lora.products(model)), key=lambda pair: pair[1])
     if lora.rank > most:

@@ -53,13 +53,17 @@ class ExpertLinear(nnx.Module):
     """A product with a weight of its own for every expert, [E, in, out]."""
 
     frozen: bool = False
+    scale: float = 1.0  # of an adapter
 
     def __init__(self, initial: Initializer, shape: tuple[int, ...], dims: tuple[str, ...]):
         self.weight = param(shape, dims, initial)
 
-    def freeze(self, scale: float) -> None:
-        """From now on the weight has no gradient."""
-        self.frozen = True
+    def freeze(self, scale: float, *adapter: Array) -> None:
+        """From now on the weights W have no gradient; with an adapter, A and B of every expert, they count as
+        `W + scale · A B`."""
+        self.frozen, self.scale = True, scale
+        if adapter:
+            self.a, self.b = map(nnx.Param, adapter)
 
     @staticmethod
     def weight_gradients(factors: Pair, linears: "Sequence[ExpertLinear]") -> list[Array]:
@@ -94,7 +98,14 @@ def expert_products(
 
     if factors:
         return deferred(name, multiply, rows, weights, factors, *beside, input_gradient=of_input)
-    return multiply(rows, weights, *beside)
+    outputs = multiply(rows, weights, *beside)
+    for place, linear in enumerate(linears):
+        if hasattr(linear, "a"):
+            a, b = (vary(adapter[...], axes) for adapter in (linear.a, linear.b))
+            (inner,) = multiply(rows, [a], *beside)
+            (added,) = multiply(inner * jnp.asarray(linear.scale, inner.dtype), [b], *beside)
+            outputs[place] += added
+    return outputs
 
 
 def sum_of(arrays: Iterable[Array]) -> Array:

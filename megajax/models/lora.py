@@ -39,24 +39,35 @@ class Adapters:
     def __init__(self, lora: LoraConfig, config: ModelConfig, model: CutModel):
         self._scale = lora.alpha / lora.rank
         wanted = lora.products(config)
-        self.products = tuple(sorted(path[:-1] for path in model.products if path[-2] in wanted))
+        names = {path: self._name_of(path, model.logical_specs) for path in model.products}
+        self.products = tuple(sorted(path[:-1] for path, name in names.items() if name in wanted))
         shapes, specs = self.part(model.shapes), self.part(model.logical_specs)
         is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
         # Every product of a layer takes what is between regions, or gives it.
-        self.num_inner = jax.tree.map(lambda spec: 1 if spec[1] == "embed" else len(spec) - 2, specs, is_leaf=is_spec)
+        self.num_inner = jax.tree.map(
+            lambda spec: 1 if "experts" in spec or spec[1] == "embed" else len(spec) - 2, specs, is_leaf=is_spec
+        )
 
-        def shapes_of(leaf: jax.ShapeDtypeStruct, inner: int) -> dict[str, jax.ShapeDtypeStruct]:
-            (layers, *dims), rank = leaf.shape, lora.rank
-            pair = {"a": (layers, *dims[:inner], rank), "b": (layers, rank, *dims[inner:])}
+        def pair_of(dims: tuple[Any, ...], inner: int, spec: PartitionSpec, rank: Any) -> dict[str, tuple[Any, ...]]:
+            stacked = 2 if "experts" in spec else 1
+            end = stacked + inner
+            return {"a": (*dims[:end], rank), "b": (*dims[:stacked], rank, *dims[end:])}
+
+        def shapes_of(leaf: jax.ShapeDtypeStruct, inner: int, spec: PartitionSpec) -> dict[str, jax.ShapeDtypeStruct]:
+            pair = pair_of(leaf.shape, inner, spec, lora.rank)
             return {name: jax.ShapeDtypeStruct(shape, leaf.dtype) for name, shape in pair.items()}
 
         def specs_of(spec: PartitionSpec, inner: int) -> dict[str, PartitionSpec]:
-            layers, *dims = spec
-            pair = {"a": (layers, *dims[:inner], "rank"), "b": (layers, "rank", *dims[inner:])}
-            return {name: PartitionSpec(*entries) for name, entries in pair.items()}
+            return {name: PartitionSpec(*dims) for name, dims in pair_of((*spec,), inner, spec, "rank").items()}
 
-        self.shapes = jax.tree.map(shapes_of, shapes, self.num_inner)
+        self.shapes = jax.tree.map(shapes_of, shapes, self.num_inner, specs)
         self.logical_specs = jax.tree.map(specs_of, specs, self.num_inner, is_leaf=is_spec)
+
+    @staticmethod
+    def _name_of(path: tuple[str, ...], specs: Tree) -> str:
+        """Of the product of a weight at a path of a layer's, as in `LORA_TARGETS`."""
+        of_experts = "experts" in flatten_dict(specs[_BLOCKS])[path]
+        return f"expert_{path[-2]}" if of_experts else path[-2]
 
     def init(self, seed: int) -> Tree:
         """Fresh ones in fp32: A as `peft` draws it, uniform up to 1 / sqrt(I) (Kaiming's with a slope of sqrt(5)), B
@@ -67,7 +78,8 @@ class Adapters:
             names = [str(key.key) for key in path]
             if names[-1] == "b":
                 return jnp.zeros(leaf.shape, jnp.float32)
-            key, bound = root, 1 / math.sqrt(math.prod(leaf.shape[1:-1]))
+            inner = flatten_dict(self.num_inner)[tuple(names[:-1])]
+            key, bound = root, 1 / math.sqrt(math.prod(leaf.shape[-1 - inner : -1]))
             for name in names:
                 key = key / name
 

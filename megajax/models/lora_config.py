@@ -11,6 +11,7 @@ from megajax.traits import ADAPTERS, Small
 LORA_TARGETS: Mapping[str, tuple[str, ...]] = {  # words of `lora.targets` -> products of a layer
     "attention": ("query", "key", "value", "output"),
     "mlp": ("gate", "up", "down"),
+    "experts": ("expert_gate", "expert_up", "expert_down"),
     **{name: (name,) for name in ("query", "key", "value", "output", "gate", "up", "down")},
 }
 
@@ -34,8 +35,9 @@ class LoraConfig:
     def products(self, model: ModelConfig) -> tuple[str, ...]:
         """The products of a layer that have adapters."""
         wanted = {name for word in self.targets for name in LORA_TARGETS[word]}
-        there = [*LORA_TARGETS["attention"], *(() if model.num_experts else LORA_TARGETS["mlp"])]
-        return tuple(name for name in there if name in wanted and (name != "gate" or model.activation == "swiglu"))
+        there = [*LORA_TARGETS["attention"], *LORA_TARGETS["experts" if model.num_experts else "mlp"]]
+        none = () if model.activation == "swiglu" else ("gate", "expert_gate")
+        return tuple(name for name in there if name in wanted and name not in none)
 
 
 def product_sizes(model: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -43,7 +45,9 @@ def product_sizes(model: ModelConfig) -> dict[str, tuple[int, int]]:
     hidden, inner = model.hidden_size, model.mlp_size
     queries, keys = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
     columns = {"query": queries, "key": keys, "value": keys, "gate": inner, "up": inner}
+    columns |= {"expert_gate": model.expert_size, "expert_up": model.expert_size}
     return {name: (hidden, size) for name, size in columns.items()} | {
         "output": (queries, hidden),
         "down": (inner, hidden),
+        "expert_down": (model.expert_size, hidden),
     }

@@ -54,7 +54,7 @@ REFUSED = {  # preset and table of options -> values, and a part of the line
     ("demo", "lora"): [
         ({"rank": 129}, "--lora.rank 129 is more than the product query has, of 128 x 128; valid: at most 128"),
         ({"targets": ["atention"]}, "did you mean attention?"),
-        ({"targets": ["q_proj"]}, "--lora.targets 'q_proj'; valid: attention, mlp, query, key, value, "),
+        ({"targets": ["q_proj"]}, "--lora.targets 'q_proj'; valid: attention, mlp, experts, query, key, value, "),
         ({"rank": 4, "targets": []}, "--lora.targets is empty; valid: attention, "),
         (
             {"rank": 4, "targets": ["gate"]},
