@@ -27,9 +27,10 @@ SLEEP = "print('up', flush=True); end = time.monotonic() + 60\nwhile time.monoto
 
 
 def start(main: str, *by: str, out: int = PIPE, err: int = PIPE, stdin: int | None = None) -> subprocess.Popen[str]:
-    """A process that runs the body of a function as a command's."""
+    """A process that runs the body of a function as a command's; who runs the tests may ignore SIGHUP."""
     body = "".join(f"    {line}\n" for line in main.splitlines())
-    code = f"{BEGIN}def main():\n{body}ending.run(main)\n"
+    hears = "" if "nohup" in by else "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+    code = f"{hears}{BEGIN}def main():\n{body}ending.run(main)\n"
     line = [*by, sys.executable, "-c", code]
     return subprocess.Popen(line, cwd=ROOT, stdin=stdin, stdout=out, stderr=err, text=True)
 
