@@ -12,14 +12,14 @@ from megajax.host.ending import run
 from megajax.options import suggest
 
 COMMANDS = {  # name -> what it does; its arguments are those of `megajax.commands.NAME.main`
-    "convert": "Import a model from Hugging Face's format, or export a run to it.",
+    "convert": "Import a model from the Hugging Face format, or export a run to it.",
     "eval": "Evaluate a trained model on a task.",
-    "generate": "Continue texts by a trained model.",
-    "plan": "Say what a run needs and takes on a mesh, without a device of it.",
-    "prepare": "Make a tokenized dataset of text: clean it, drop duplicates and test sets, tokenize it.",
-    "schedule": "Print a pipeline schedule: its table, ticks, bubble and chunks in flight.",
+    "generate": "Generate text with a trained model.",
+    "plan": "Estimate a run's memory, communication and time on a mesh, without the hardware.",
+    "prepare": "Turn raw text into a tokenized dataset: clean, deduplicate, remove test sets, tokenize.",
+    "schedule": "Print and draw a pipeline schedule: its table, ticks, bubble and chunks in flight.",
     "train": "Pretrain or fine-tune a model from a preset.",
-    "verify": "Hold a preset on a mesh against one device, in small, on simulated devices.",
+    "verify": "Check a scaled-down model on your mesh against one device, on simulated devices.",
 }
 _MODULES = {"eval": "evaluate"}  # of commands that have another name
 

@@ -34,11 +34,11 @@ _SIMULATED = between(0, MOST_SIMULATED)
 class MeshConfig:
     """Sizes of the mesh axes: a field for each line of the table in `megajax/axes.py`."""
 
-    data: Annotated[int, "groups of devices that train on different rows of the batch", _AXIS] = 1
-    expert: Annotated[int, "devices that share the experts of every layer, and train on different rows", _AXIS] = 1
-    pipe: Annotated[int, "stages that the layers are divided into", _AXIS] = 1
-    context: Annotated[int, "devices that share the tokens of every sequence", _AXIS] = 1
-    tensor: Annotated[int, "devices that each layer is split over", _AXIS] = 1
+    data: Annotated[int, "data-parallel replicas, each training on its own rows of the batch", _AXIS] = 1
+    expert: Annotated[int, "devices that the experts are sharded over; each also trains on its own rows", _AXIS] = 1
+    pipe: Annotated[int, "pipeline stages", _AXIS] = 1
+    context: Annotated[int, "devices that each sequence's tokens are sharded over", _AXIS] = 1
+    tensor: Annotated[int, "devices that each layer is sharded over", _AXIS] = 1
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -81,34 +81,36 @@ class MeshConfig:
 class TrainConfig:
     """Length and batch of the training run."""
 
-    steps: Annotated[int, "step at which training ends; 0: after train.epochs", AT_LEAST_ZERO, Small(fixed=10)] = 0
+    steps: Annotated[int, "step at which training ends; 0: use train.epochs", AT_LEAST_ZERO, Small(fixed=10)] = 0
     epochs: Annotated[
         float,
-        "how often every record of a task, or every sample of a corpus, is trained on, if train.steps does not end it "
-        "earlier; of several sources as many samples as they have together",
+        "passes over the data, unless train.steps ends training earlier; with several sources, "
+        "an epoch has as many samples as all of them together",
         AT_LEAST_ZERO,
         Small(fixed=0.0),
     ] = 0
-    global_batch: Annotated[int, "sequences per step, over all devices", _ROWS, SAMPLES]
+    global_batch: Annotated[int, "sequences per step, summed over all devices", _ROWS, SAMPLES]
     ramp_start: Annotated[
-        int, "sequences of the first steps, where the batch grows to global_batch; 0: it does not", _RAMP, SAMPLES, _OFF
+        int, "batch size of the first steps, growing to global_batch; 0: constant batch size", _RAMP, SAMPLES, _OFF
     ] = 0
-    ramp_increment: Annotated[int, "sequences by which it grows at a time", _RAMP, SAMPLES, _OFF] = 0
-    ramp_samples: Annotated[int, "sequences drawn until it is full", AT_LEAST_ZERO, SAMPLES, _OFF] = 0
-    microbatch: Annotated[int, "sequences per device and microbatch", _ROWS]
+    ramp_increment: Annotated[int, "sequences added each time the batch grows", _RAMP, SAMPLES, _OFF] = 0
+    ramp_samples: Annotated[
+        int, "sequences consumed before the batch reaches global_batch", AT_LEAST_ZERO, SAMPLES, _OFF
+    ] = 0
+    microbatch: Annotated[int, "sequences per microbatch on each data-parallel rank", _ROWS]
     remat: Annotated[
         Literal["none", "selective", "layer", "stage"],
-        "what the backward pass recomputes instead of keeping it in memory; selective: what is cheap to compute",
+        "activations to recompute in the backward pass instead of storing; selective: those that are cheap to compute",
     ] = "none"
     ema: Annotated[
         float,
-        "decay of an average of the weights, ema x average + (1 - ema) x weights after every step; it is what is "
-        "validated, evaluated, generated with and exported; 0: none",
+        "decay of an exponential moving average of the weights, updated every step and used for "
+        "validation, evaluation, generation and export; 0: none",
         SHARE,
     ] = 0.0
-    eval_every: Annotated[int, "steps between two validations; 0: none", AT_LEAST_ZERO] = 100
-    eval_batches: Annotated[int, "global batches per validation; 0: the whole split", AT_LEAST_ZERO] = 20
-    log_every: Annotated[int, "steps between two printed lines where there is no progress bar"] = 10
+    eval_every: Annotated[int, "steps between validations; 0: never", AT_LEAST_ZERO] = 100
+    eval_batches: Annotated[int, "global batches per validation; 0: the whole validation split", AT_LEAST_ZERO] = 20
+    log_every: Annotated[int, "steps between log lines when there is no progress bar"] = 10
 
     @property
     def batch_sizes(self) -> BatchSizes:
@@ -120,14 +122,14 @@ class TrainConfig:
 class CheckpointConfig:
     """When checkpoints are written, and how many are kept."""
 
-    every: Annotated[int, "steps between two checkpoints; the last step always has one"] = 100
-    minutes: Annotated[float, "minutes after which one is due whatever the step; 0: steps alone", AT_LEAST_ZERO] = 0
-    keep: Annotated[int, "newest checkpoints to keep; imported weights, of step 0, stay"] = 3
-    keep_best: Annotated[int, "checkpoints with the lowest validation losses to keep besides", AT_LEAST_ZERO] = 0
+    every: Annotated[int, "steps between checkpoints; the last step always gets one"] = 100
+    minutes: Annotated[float, "also checkpoint after this many minutes; 0: by steps only", AT_LEAST_ZERO] = 0
+    keep: Annotated[int, "newest checkpoints to keep; imported weights (step 0) always stay"] = 3
+    keep_best: Annotated[int, "checkpoints with the lowest validation losses to keep as well", AT_LEAST_ZERO] = 0
     keep_every: Annotated[
-        int, "keep every checkpoint whose step is a multiple of this for good; 0: none", AT_LEAST_ZERO
+        int, "keep every checkpoint whose step is a multiple of this forever; 0: none", AT_LEAST_ZERO
     ] = 0
-    max_failures: Annotated[int, "checkpoints in a row that cannot be written before the run ends"] = 3
+    max_failures: Annotated[int, "end the run after this many failed checkpoints in a row"] = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +138,7 @@ class SampleConfig:
 
     prompt: Annotated[str, "text to continue"] = ""
     tokens: Annotated[int, "tokens to sample; 0: none", between(0, 1_000_000)] = 64
-    temperature: Annotated[float, "0: always the most probable token", AT_LEAST_ZERO] = 0.8
+    temperature: Annotated[float, "0: always pick the most probable token", AT_LEAST_ZERO] = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,11 +149,13 @@ class DistributedConfig:
     num_processes: Annotated[int, "processes of the run; 0: not given", between(0, 100_000)] = 0
     process_id: Annotated[
         int,
-        "number of this process, from 0; -1: not given",
+        "rank of this process, from 0; -1: not given",
         Range(lambda x: -1 <= x < 100_000, "0 to 99999, or -1: not given"),
     ] = -1
     patience: Annotated[
-        float, "seconds without progress after which the processes end and say which one hangs; 0: never", AT_LEAST_ZERO
+        float,
+        "seconds without progress after which the run ends and names the process that hangs; 0: never",
+        AT_LEAST_ZERO,
     ] = 300
 
 
@@ -180,53 +184,56 @@ def profiled_steps(text: str, finished: int, steps: int) -> tuple[int, int]:
 class Config:
     """A run."""
 
-    seed: Annotated[int, "of weights, dropout, data order and sampling", SEED, SAMPLES] = 0
+    seed: Annotated[int, "random seed of weights, dropout, data order and sampling", SEED, SAMPLES] = 0
     seeds: Annotated[
         int,
-        "of a task: train so many times with seeds from this one on, each in a folder of its own",
+        "fine-tuning: number of runs with consecutive seeds, each in its own folder",
         between(1, 1000),
         Small(fixed=1),
     ] = 1
     init: Annotated[
-        str, "run directory whose weights a new run begins with; empty: with fresh ones", Small(fixed=""), IS_PATH
+        str, "run directory to take initial weights from; empty: random initialization", Small(fixed=""), IS_PATH
     ] = ""
     precision: Annotated[
-        Literal["fp32", "bf16", "fp16", "fp64"], "of the computation; weights are updated in fp32 or better"
+        Literal["fp32", "bf16", "fp16", "fp64"],
+        "number format of the computation; weights are updated in fp32 or better",
     ] = "fp32"
-    run_dir: Annotated[str, "where everything is written; empty: runs/PRESET", IS_PATH] = ""
+    run_dir: Annotated[str, "output directory; empty: runs/PRESET", IS_PATH] = ""
     resume: Annotated[
         Literal["auto", "never", "must"],
-        "continue from the last checkpoint: if there is one, never (a run is refused), or fail without one",
+        "auto: continue from the last checkpoint, if any; never: refuse an existing run; must: "
+        "fail without a checkpoint",
     ] = "auto"
     compilation_cache: Annotated[
         str,
-        "folder that keeps what was compiled, for the next start; off: none; empty: megajax/compiled in the user's "
-        "cache folder",
+        "folder that caches compiled programs between starts; off: no cache; empty: "
+        "megajax/compiled in your cache folder",
         IS_PATH,
     ] = ""
-    compilation_cache_size: Annotated[float, "GiB that it may take; the longest unused is removed", above(0, 1e6)] = 4
+    compilation_cache_size: Annotated[
+        float, "size limit of that cache in GiB; the least recently used programs are removed", above(0, 1e6)
+    ] = 4
     simulate_devices: Annotated[int, "CPU devices to simulate in this process; 0: use the real devices", _SIMULATED] = 0
     sequence_parallel: Annotated[
-        bool, "split activations between the blocks along the sequence, over tensor (all-gather, reduce-scatter)"
+        bool, "shard activations outside attention and MLP along the sequence, over the tensor axis"
     ] = False
-    deterministic: Annotated[
-        bool, "the same bits from the same command on the same mesh: on GPUs slower kernels, chosen without measuring"
-    ] = False
+    deterministic: Annotated[bool, "bitwise reproducible on the same mesh; on GPUs this selects slower kernels"] = False
     evaluate: Annotated[
         tuple[str, ...],
-        "tasks of megajax eval to evaluate while it trains: lambada=FILE, wikitext103=FILE; of a task its name, on dev",
+        "evaluate during training: lambada=FILE, wikitext103=FILE, or the fine-tuning task's own name for its dev set",
     ] = ()
-    evaluate_every: Annotated[int, "steps between two evaluations by `evaluate`; the last step always has one"] = 1000
+    evaluate_every: Annotated[int, "steps between those evaluations; the last step always has one"] = 1000
     track: Annotated[
         Literal["none", "wandb", "mlflow"],
-        "record the run in Weights & Biases or MLflow, too; their own variables say where (docs/monitoring.md)",
+        "also record the run in Weights & Biases or MLflow, configured by their own environment "
+        "variables (docs/monitoring.md)",
     ] = "none"
     profile: Annotated[
         str,
-        "trace the time of these steps, FIRST:LAST, or of so many steps soon after the start; empty: of none",
+        "profile steps FIRST:LAST, or N steps soon after the start; empty: off",
         Range(_is_steps, f"FIRST:LAST, both included, or how many, such as 10:13 or 3; at most {_MOST_TRACED} steps"),
     ] = ""
-    profile_pipeline: Annotated[bool, "measure the pipeline's stages instead of training"] = False
+    profile_pipeline: Annotated[bool, "time the pipeline stages instead of training"] = False
     model: ModelConfig
     lora: LoraConfig = LoraConfig()
     mesh: MeshConfig = MeshConfig()

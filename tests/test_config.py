@@ -148,7 +148,10 @@ INTERLEAVED = {"pipeline.schedule": "interleaved"}
         ({"sample.temperature": -1}, "--sample.temperature -1.0; valid: 0 to 1000000000"),
         ({"seed": -1}, "--seed -1; valid: 0 to 2147483647"),
         ({"model.hidden_size": 190}, "--model.hidden-size 190 is not divisible by --model.num-heads 8; valid:"),
-        ({"optimizer.warmup_steps": 101}, "--optimizer.decay-steps 100, which includes it; valid: at most 100"),
+        (
+            {"optimizer.warmup_steps": 101},
+            "--optimizer.decay-steps 100, which includes the warm-up; valid: at most 100",
+        ),
         ({"optimizer.min_learning_rate": 1}, "--optimizer.min-learning-rate 1.0 is above --optimizer.learning-rate"),
         ({"optimizer.cooldown_steps": 9}, "9 with --optimizer.schedule cosine; valid: --optimizer.schedule wsd, or 0"),
         (WSD, "--optimizer.cooldown-steps 0 with --optimizer.schedule wsd, which ends at --optimizer.decay-steps 100"),
@@ -184,7 +187,7 @@ def test_values_that_are_wrong_by_themselves_name_the_flag_and_what_is_valid(
 
 def test_the_mesh_must_have_the_size_of_the_devices() -> None:
     found = user_error(validate, demo(mesh__data=2, mesh__pipe=2, mesh__tensor=2), 1)
-    assert "--mesh.data 2 x --mesh.pipe 2 x --mesh.tensor 2 needs 8 devices, there are 1" in found
+    assert "--mesh.data 2 x --mesh.pipe 2 x --mesh.tensor 2 needs 8 devices, but there are 1" in found
     assert "--simulate-devices 8" in found
     config = resolve(load_preset("demo"), CLUSTER | {"mesh.data": 8})
     assert "--simulate-devices 4" in user_error(validate, config, 2)

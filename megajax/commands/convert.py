@@ -19,8 +19,8 @@ from megajax.settings.launch import start
 def import_hf(argv: Sequence[str]) -> None:
     """Make a run directory at step 0 from a GPT-2, Llama, Qwen, Mistral or BERT in Hugging Face's format."""
     parser = Parser(
-        "Make a run directory at step 0 from a GPT-2, Llama, Qwen2, Qwen3, Mistral or BERT, also a fine-tuned one, in "
-        "Hugging Face's format.",
+        "Create a run directory at step 0 from a GPT-2, Llama, Qwen2, Qwen3, Mistral or BERT "
+        "model in the Hugging Face format, pretrained or fine-tuned.",
         "megajax convert import-hf PATH RUN [--flag value ...]",
     )
     parser.add_path("path", metavar="PATH", help="folder with config.json and model.safetensors, or a hub name")
@@ -43,21 +43,21 @@ def import_hf(argv: Sequence[str]) -> None:
         return
     if source.added_tokens:
         named = printable(", ".join(source.added_tokens))
-        print(f"left out of the tokenizer, as the model has no ids for them: {named}")
+        print(f"left out of the tokenizer, because the model has no ids for them: {named}")
     if fresh:
-        print(f"not in the safetensors, so drawn anew: {' and '.join(fresh)}")
+        print(f"not in the safetensors, so initialized randomly: {' and '.join(fresh)}")
     if source.tokenizer is None:
-        print("no tokenizer there: to train on text, add --tokenizer.path")
+        print("it has no tokenizer: to train on text, add --tokenizer.path")
     sizes = f"{model.num_layers} layers of {model.hidden_size}, vocabulary {model.vocab_size}"
     flags = training_flags(model, run_dir)
-    further = f"; train on with: megajax train {run_dir / 'config.toml'} {flags}" if flags else ""
+    further = f"; continue training with: megajax train {run_dir / 'config.toml'} {flags}" if flags else ""
     print(f"imported {args.path} into {run_dir}: {sizes}{further}")
 
 
 def export_hf(argv: Sequence[str]) -> None:
     """Write a checkpoint of a run as a folder that transformers loads."""
     parser = Parser(
-        "Write a checkpoint of a run as a folder that transformers loads.",
+        "Write a checkpoint as a folder that transformers can load.",
         "megajax convert export-hf RUN PATH [--step N|latest|best] [--dtype fp32|bf16|fp16] [--adapter]",
     )
     parser.add_path("run", metavar="RUN", help="run directory of the training")
@@ -66,10 +66,12 @@ def export_hf(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--dtype",
         choices=("fp32", "bf16", "fp16"),
-        help="of the weights [what they were imported in, fp32 if they were not]",
+        help="dtype of the weights [the one they were imported in, otherwise fp32]",
     )
     parser.add_argument(
-        "--adapter", action="store_true", help="LoRA's adapters alone, as peft loads them [all weights, adapters added]"
+        "--adapter",
+        action="store_true",
+        help="only the LoRA adapters, in peft's format [all weights, with the adapters merged]",
     )
     parser.add_weights()
     args = _parse(parser, argv)
@@ -102,7 +104,7 @@ ACTIONS: dict[str, Callable[[Sequence[str]], None]] = {"import-hf": import_hf, "
 def main(argv: Sequence[str]) -> None:
     """Run the action that the command line names."""
     if completion.asked():
-        parser = Parser("Import a model from Hugging Face's format, or export a run to it.", "megajax convert ACTION")
+        parser = Parser("Import a model from the Hugging Face format, or export a run to it.", "megajax convert ACTION")
         parser.add_argument("action", choices=ACTIONS)
         ACTIONS[completion.command(ACTIONS, parser)]([])
     helps = "\n".join(f"  {name:<10} {(action.__doc__ or '').splitlines()[0]}" for name, action in ACTIONS.items())
@@ -119,7 +121,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--json", action="store_true", help="print a single JSON object")
     args = parser.parse_args(argv)
     check_path(args.path, "PATH")
     check_path(args.run, "RUN")

@@ -23,7 +23,7 @@ CONFIG_FLAGS = ("mesh", "distributed", "simulate_devices", "precision", "compila
 def main(argv: Sequence[str]) -> None:
     """Restore the checkpoint of the command line and print continuations while they are generated."""
     parser = Parser(
-        "Continue texts by a trained model.",
+        "Generate text with a trained model.",
         "megajax generate --checkpoint RUN --prompt TEXT [--prompt TEXT ...] | --prompt-file FILE | --interactive "
         "[--chat] [--flag value ...]",
     )
@@ -32,14 +32,14 @@ def main(argv: Sequence[str]) -> None:
     parser.add_weights()
     parser.add_argument("--step", default="latest", help="a step, latest, or best (lowest validation loss) [latest]")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="text to continue; repeatable")
-    parser.add_path("--prompt-file", default="", metavar="FILE", help="text with a prompt on every line")
-    chat = (
-        "give prompts to the tokenizer's chat template: each is a turn of the user's, a FILE has JSON lines of messages"
-    )
+    parser.add_path("--prompt-file", default="", metavar="FILE", help="text file with one prompt per line")
+    chat = "apply the tokenizer's chat template: each prompt is a user turn, and FILE holds JSON lines of messages"
     parser.add_argument("--chat", action="store_true", help=chat)
-    parser.add_argument("--interactive", action="store_true", help="a conversation with turns from standard input")
+    parser.add_argument(
+        "--interactive", action="store_true", help="chat in the terminal; your turns are read from standard input"
+    )
     parser.add_config_flags(owner=GenerateOptions)
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--json", action="store_true", help="print a single JSON object")
     parser.add_config_flags(*CONFIG_FLAGS)
     args = parser.parse_args(argv)
     check_path(args.checkpoint, "--checkpoint")
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> None:
             note = partial(print, file=sys.stderr)  # standard output has the texts alone
             for number, found in enumerate(report["continuations"], start=1):
                 if found["stopped_by"] == "context":
-                    note(f"prompt {number} was continued to the end of the context only, by {found['tokens']} tokens")
+                    note(f"prompt {number} stopped at the context limit after {found['tokens']} tokens")
             note(f"{report['tokens']} tokens, {report['tokens_per_second']:.1f} tokens/s")
 
 

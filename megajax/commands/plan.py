@@ -21,9 +21,9 @@ from megajax.settings.launch import imagine_devices, peak_resident_bytes
 from megajax.settings.presets import load_preset, resolve
 from megajax.settings.validation import validate_imagined
 
-_GPU = Option("gpu", str, "h100", "GPU of all devices", OneOf(MACHINES))
-_DEVICES = Option("devices", int, 0, "GPUs to search the meshes of", between(1, 100_000))
-_BEST = Option("best", int, 10, "how many are listed", between(1, 1000))
+_GPU = Option("gpu", str, "h100", "GPU to plan for", OneOf(MACHINES))
+_DEVICES = Option("devices", int, 0, "number of GPUs to search meshes for", between(1, 100_000))
+_BEST = Option("best", int, 10, "number of configurations to list", between(1, 1000))
 _COMPILED = 2  # of the best
 
 
@@ -32,21 +32,22 @@ def main(argv: Sequence[str]) -> None:
     began = time.perf_counter()
     gc.set_threshold(20_000, 20, 20)  # tracing makes many objects that live long, and JAX has work in every collection
     parser = Parser(
-        "Say what a training step needs and takes on a mesh, without a device of it: bytes of a device by part, "
-        "communication, arithmetic, the pipeline's bubble, a predicted time. The real step is compiled for H200s where "
-        "JAX's CUDA packages are installed and they or H100s are asked for, for simulated CPU devices otherwise.",
+        "Estimate what a training step needs on a mesh, without the hardware: memory per device, "
+        "communication, arithmetic, the pipeline bubble, and a predicted time. The real step is "
+        "compiled too: for H200s if JAX's CUDA packages are installed and H100s or H200s are "
+        "planned for, otherwise for simulated CPU devices.",
         f"megajax plan PRESET {MESH_FLAGS} [--gpu NAME] [--flag value ...]",
     )
     values = parser.add_preset(argv)
     add_flag(parser, _GPU)
-    parser.add_argument("--no-compile", action="store_true", help="figures of the model alone, at once")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--no-compile", action="store_true", help="skip compiling; print the analytical estimate only")
+    parser.add_argument("--json", action="store_true", help="print a single JSON object")
     group = parser.add_argument_group("search")
-    searching = "rank every mesh of --devices GPUs, schedule, microbatch and memory option that fits by predicted"
-    group.add_argument("--search", action="store_true", help=f"{searching} tokens/s; what is given as a flag stays")
-    add_flag(group, _DEVICES, "those of the mesh")
+    searching = "rank every mesh of --devices GPUs, schedule, microbatch size and memory option that fits, by predicted"
+    group.add_argument("--search", action="store_true", help=f"{searching} tokens/s; options given as flags stay fixed")
+    add_flag(group, _DEVICES, "the size of the mesh")
     add_flag(group, _BEST)
-    drawing = "a PNG or SVG of memory and time of all that fit"
+    drawing = "draw memory and time of all configurations that fit, as PNG or SVG"
     group.add_argument("--plot", metavar="FILE", type=os.path.expanduser, help=drawing)
     parser.add_config_flags(values=values)
     args = parser.parse_args(argv)

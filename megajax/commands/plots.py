@@ -17,11 +17,11 @@ FORMATS = (".png", ".svg")
 def check_plot(plot: Path, mark: bytes, what: str) -> None:
     """Check that a picture can be written, and would replace only its own kind: `what` in words, bearing `mark`."""
     if plot.suffix.lower() not in FORMATS:
-        raise UserError(f"--plot {plot}: unknown kind of picture; valid: a name that ends in {' or '.join(FORMATS)}")
+        raise UserError(f"--plot {plot}: unknown picture format; valid: a name that ends in {' or '.join(FORMATS)}")
     check_place(plot, "--plot")
     check_outside_runs(plot, "--plot")
     if os.path.lexists(plot) and not is_marked(plot, mark):
-        raise UserError(f"--plot {plot} is there already and is no {what}; valid: another name")
+        raise UserError(f"--plot {plot} already exists and is not a {what}; valid: another name")
 
 
 @contextlib.contextmanager
@@ -31,4 +31,4 @@ def plot_atomically(plot: Path) -> Iterator[Path]:
         with file_atomically(plot) as new:
             yield new
     except OSError as error:
-        raise UserError(f"--plot {plot}: cannot be written: {error.strerror}; valid: a place that can") from None
+        raise UserError(f"--plot {plot}: cannot be written: {error.strerror}; valid: a writable place") from None

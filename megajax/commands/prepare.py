@@ -18,7 +18,7 @@ from megajax.traits import IS_PATH
 def main(argv: Sequence[str]) -> None:
     """Clean, de-duplicate, decontaminate and tokenize text into a dataset PREFIX.bin and PREFIX.idx."""
     usage = "megajax prepare INPUT ... --output PREFIX [--flag value ...]"
-    parser = Parser("Make a tokenized dataset of text: clean, drop duplicates and test sets, tokenize.", usage)
+    parser = Parser("Turn raw text into a tokenized dataset: clean, deduplicate, remove test sets, tokenize.", usage)
     parser.add_path(
         "inputs",
         nargs="+",
@@ -29,13 +29,11 @@ def main(argv: Sequence[str]) -> None:
     files = "PREFIX of the files to write: .bin, .idx, .tokenizer, .report.json"
     add_flag(parser, Option("output", str, "", files, traits=(IS_PATH,)), required=True)
     parser.add_config_flags(owner=PrepareOptions)
-    parser.add_path(
-        "--decontaminate", nargs="+", default=[], metavar="PATH", help="test sets that must not be in the result"
-    )
+    parser.add_path("--decontaminate", nargs="+", default=[], metavar="PATH", help="test sets to remove from the text")
     at_least = Range(lambda x: 0 <= x <= 1024, "1 to 1024, or 0: one for each core")
     add_flag(parser, Option("workers", int, 0, "processes; 0: one for each core", at_least))
-    parser.add_argument("--overwrite", action="store_true", help="begin anew, and replace an earlier result")
-    parser.add_argument("--json", action="store_true", help="print the report as one JSON object and nothing else")
+    parser.add_argument("--overwrite", action="store_true", help="start over and replace an earlier result")
+    parser.add_argument("--json", action="store_true", help="print the report as a single JSON object")
     args = parser.parse_args(argv)
     workers = getattr(args, "workers", 0)
     if args.output.rpartition("/")[2] in ("", ".", ".."):

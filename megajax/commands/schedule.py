@@ -37,17 +37,17 @@ _TIME = between(1e-6, 10**6)
 def main(argv: Sequence[str]) -> None:
     """Print a pipeline schedule: its table, ticks, bubble and chunks in flight."""
     parser = Parser(
-        "Print a pipeline schedule as a table, one row a stage: the forward, then the backward of every tick, then the "
-        "weight gradients that waited for it.",
+        "Print a pipeline schedule as a table with one row per stage. Each tick shows its "
+        "forward, then its backward, then its deferred weight gradients.",
         "megajax schedule --mesh.pipe P --microbatches M [--flag value ...]",
     )
     fields = "schedule", "chunks", "weight_gradients", "max_deferred"
     parser.add_config_flags("mesh.pipe", *(f"pipeline.{field}" for field in fields))
-    add_flag(parser, Option("microbatches", int, MISSING, "microbatches of a step"), required=True)
+    add_flag(parser, Option("microbatches", int, MISSING, "microbatches per step"), required=True)
     for name, what in _PASSES.items():
         add_flag(parser, Option(f"{name}_time", float, 1.0, f"of a stage and microbatch: {what}", _TIME))
-    add_flag(parser, Option("plot", str, "", "draw the timeline into this .png or .svg file", traits=(IS_PATH,)))
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    add_flag(parser, Option("plot", str, "", "draw the timeline to this .png or .svg file", traits=(IS_PATH,)))
+    parser.add_argument("--json", action="store_true", help="print a single JSON object")
     args = parser.parse_args(argv)
     given = parser.overrides(args)
     stages, microbatches = given.pop("mesh.pipe", 1), args.microbatches
@@ -114,7 +114,7 @@ def _print(pipeline: PipelineConfig, table: Schedule, times: PassTimes, step: St
     chunk = " and chunk" if table.num_chunks > 1 else ""
     bubble, chunks = published_bubble(pipeline.schedule, *shape), published_in_flight(pipeline.schedule, *shape)
     together = ", weight gradients together" if table.deferral else ""
-    nothing = "nothing published for this case"
+    nothing = "no published figure for this case"
     bubble_there = nothing if bubble is None else f"published (p-1)/(v*m) = {bubble:.4f}{together}"
     chunks_there = nothing if chunks is None else f"published {', '.join(map(str, chunks))}"
     depth = max(table.forward.inbox_depth, table.backward.inbox_depth)
@@ -130,7 +130,7 @@ def _print(pipeline: PipelineConfig, table: Schedule, times: PassTimes, step: St
     if table.deferral:
         lines += _deferral_lines(pipeline, table, times, step)
     elif pipeline.deferring():
-        lines.append("weight gradients  deferred does nothing with --mesh.pipe 1: a single stage is never idle")
+        lines.append("weight gradients  deferring does nothing with --mesh.pipe 1: a single stage is never idle")
     for line in lines:
         console.print(line)
 

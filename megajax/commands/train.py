@@ -20,7 +20,7 @@ def main(argv: Sequence[str], prog: str = "megajax train") -> None:
         return
     config = given.config(decay_follows=False)
     if given.dry_run and config.profile_pipeline:
-        raise UserError("--dry-run with --profile-pipeline, which trains nothing anyway; valid: one of them")
+        raise UserError("--dry-run with --profile-pipeline, which does not train; valid: one of them")
     if not (given.dry_run or config.profile_pipeline):
         output.is_optional()
     print_left_out(given, config)

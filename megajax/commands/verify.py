@@ -16,23 +16,26 @@ from megajax.settings.presets import load_preset, resolve
 from megajax.settings.validation import validate_imagined
 
 _OPTIONS = (
-    Option("devices", int, 16, "most devices to simulate; a larger mesh is folded to one of so many", between(1, 512)),
-    Option("steps", int, 3, "steps to take, and one more that overflows", between(1, 100)),
+    Option("devices", int, 16, "most devices to simulate; a larger mesh is folded to fit", between(1, 512)),
+    Option("steps", int, 3, "steps to compare, plus one that overflows", between(1, 100)),
 )
 
 
 def main(argv: Sequence[str]) -> None:
     """Verify a configuration on a mesh: exit code 0 if nothing differs, 1 if anything does."""
     parser = Parser(
-        "Hold a preset on a mesh against one device, in small and on simulated CPU devices: losses, gradients, "
-        "weights, communication. Exit code 0: nothing differs; 1: something does, and where.",
+        "Check a scaled-down model on your mesh against one device, on simulated CPU devices: "
+        "losses, gradients, weights and communication. Exit code 0: nothing differs; 1: "
+        "something differs, and the report says where.",
         f"megajax verify PRESET {MESH_FLAGS} [--flag value ...]",
     )
     values = parser.add_preset(argv)
     for option in _OPTIONS:
         add_flag(parser, option)
-    parser.add_argument("--optimize", action="store_true", help="compile as training does, which takes longer")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument(
+        "--optimize", action="store_true", help="compile with full optimization, as training does; slower"
+    )
+    parser.add_argument("--json", action="store_true", help="print a single JSON object")
     parser.add_config_flags(values=values)
     args = parser.parse_args(argv)
     config = resolve(load_preset(args.preset), parser.overrides(args))
@@ -43,7 +46,9 @@ def main(argv: Sequence[str]) -> None:
 
     small = shrink(config, devices)
     if in_cluster(os.environ):
-        raise UserError("megajax verify is one process, and was started as several; valid: without a launcher")
+        raise UserError(
+            "megajax verify runs in one process, but several were started; valid: start it without a launcher"
+        )
     alone = dataclasses.replace(small.config, precision="fp32", distributed=DistributedConfig())
     start(dataclasses.replace(alone, simulate_devices=alone.mesh.num_devices))
 

@@ -35,11 +35,12 @@ def check_has_adapters(run_dir: Path, config: Config) -> None:
     """Check that a run has adapters."""
     if not config.lora.rank:
         raise UserError(
-            f"--adapter: RUN {run_dir} was trained without; valid: a run of --lora.rank 1 or more, or without --adapter"
+            f"--adapter: RUN {run_dir} was trained without adapters; valid: a run with --lora.rank 1 "
+            "or more, or without --adapter"
         )
     if any(name.startswith("expert_") for name in config.lora.products(config.model)):
         raise UserError(
-            f"--adapter: RUN {run_dir} has adapters of experts, which peft has none for; valid: without --adapter"
+            f"--adapter: RUN {run_dir} has adapters on experts, which peft does not support; valid: without --adapter"
         )
 
 

@@ -46,4 +46,4 @@ def exchange_for(model: ModelConfig, came_from: str, name: str) -> Exchange:
         " ".join(as_flag(f"model.{option}", value) for option, value in lacking.items()) + f" ({architecture})"
         for architecture, lacking in nearest.items()
     )
-    raise UserError(f"{name} holds a model that no class of transformers can, with {given}; valid: {valid}")
+    raise UserError(f"{name} holds a model that no transformers class supports, with {given}; valid: {valid}")

@@ -237,8 +237,8 @@ def import_hf(source: Source, run_dir: Path) -> None:
             raise
 
     config, flags = source.config, training_flags(source.config.model, "RUN")
-    comment = "# An imported model. What it is trained with below is a recipe of ours"
-    comment += f"; it is trained on with {flags}.\n\n" if flags else ".\n\n"
+    comment = "# An imported model. The training settings below are a default recipe"
+    comment += f"; continue training with {flags}.\n\n" if flags else ".\n\n"
     layout, tokenizer, save = whole_layout(config), source.tokenizer, lambda to: to.save_new(checked)
     try:
         write_run(run_dir, "RUN", config, layout, tokenizer, save, source.origin, comment)

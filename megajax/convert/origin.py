@@ -35,7 +35,7 @@ class Origin:
         file = fields.file.with_name(_GENERATION)
         generation = reading.read_json(file) if reading.is_file(file) else {}
         if not isinstance(generation, dict):
-            raise UserError(f"{file}: not a JSON object; valid: what save_pretrained of transformers wrote")
+            raise UserError(f"{file}: not a JSON object; valid: a file written by save_pretrained")
         tokens = {name: fields[name] for name in _TOKENS if name in fields}
         for owner, ids in (fields.file, tokens), (file, generation):
             for name in _TOKENS:
@@ -54,7 +54,7 @@ class Origin:
         good = isinstance(content, dict) and {name: type(value) for name, value in content.items()} == kinds
         good = good and content["dtype"] in DTYPES and content["tokens"].keys() <= {*_TOKENS}
         if not good or not all(map(_are_ids, content["tokens"].values())):
-            raise UserError(f"{file}: damaged; valid: what import-hf wrote, or no such file")
+            raise UserError(f"{file}: damaged; valid: the file that import-hf wrote, or none")
         return cls(**content)
 
     def write(self, run_dir: Path) -> None:

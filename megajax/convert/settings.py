@@ -24,9 +24,7 @@ class Fields(dict[str, Any]):
         """Of `folder/config.json`."""
         file = folder / "config.json"
         if not reading.is_file(file):
-            raise UserError(
-                f"{folder}: no config.json there; valid: a folder that save_pretrained of transformers wrote"
-            )
+            raise UserError(f"{folder}: no config.json found; valid: a folder written by save_pretrained")
         content = reading.read_json(file)
         if not isinstance(content, dict):
             raise UserError(f"{file}: not a JSON object; valid: the configuration of a model")

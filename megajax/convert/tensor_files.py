@@ -52,7 +52,9 @@ class TensorFiles:
             reason = "it does not exist" if not reading.kind(path) else error.strerror or str(error)
             raise UserError(f"{path}: cannot be read: {reason}; valid: a readable file") from None
         except SafetensorError as error:
-            raise UserError(f"{path}: damaged, or not a safetensors file: {error}; valid: a whole one") from None
+            raise UserError(
+                f"{path}: damaged, or not a safetensors file: {error}; valid: a complete safetensors file"
+            ) from None
         for name in file.keys():  # noqa: SIM118  # not a dict
             if name in self._files:
                 raise UserError(f"{path}: {name} is in {self._files[name][0].name} too; valid: every tensor once")
@@ -110,10 +112,10 @@ def _find(folder: Path) -> list[Path]:
     pickles = sorted(file for file in folder.iterdir() if file.suffix in _PICKLES)
     if pickles:
         raise UserError(
-            f"{pickles[0]}: a pickle, which can run any code when it is read, so it is not; "
-            f"valid: {WEIGHTS} (save_pretrained of transformers writes it)"
+            f"{pickles[0]}: pickle files can run code when they are read, so they are refused; valid: "
+            f"{WEIGHTS} (written by save_pretrained)"
         )
-    raise UserError(f"{folder}: no weights there; valid: {WEIGHTS}, or {INDEX} and the files that it names")
+    raise UserError(f"{folder}: no weights found; valid: {WEIGHTS}, or {INDEX} and the files that it names")
 
 
 def _shards(index: Path) -> list[Path]:
@@ -172,7 +174,9 @@ def write_tensors(
                 index = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2)
                 file.write_text(index + "\n", encoding="utf-8")
         except OSError as error:
-            raise UserError(f"{file}: cannot be written: {error.strerror}; valid: a writable place with room") from None
+            raise UserError(
+                f"{file}: cannot be written: {error.strerror}; valid: a writable place with free space"
+            ) from None
 
 
 def _header(tensors: Mapping[str, tuple[tuple[int, ...], int]], dtype: str) -> tuple[bytes, dict[str, int]]:

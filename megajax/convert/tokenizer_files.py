@@ -31,7 +31,7 @@ def read_tokenizer(folder: Path, kind: Kind, vocab_size: int) -> tuple[Tokenizer
     """
     if not is_tokenizer_folder(folder):
         if other := next((name for name in _OTHERS if reading.is_file(folder / name)), ""):
-            valid = f"{SINGLE}, which save_pretrained of transformers writes, or no tokenizer"
+            valid = f"{SINGLE}, as written by save_pretrained, or no tokenizer"
             raise UserError(f"{folder}: {other} without {SINGLE}; valid: {valid}")
         return None, []
     tokenizer = load_tokenizer(folder, "PATH")
@@ -65,7 +65,7 @@ def _check_settings(folder: Path, content: Mapping[str, Any]) -> None:
         return
     settings = reading.read_json(folder / CONFIG, FILE_BYTES)
     if not isinstance(settings, dict):
-        raise UserError(f"{folder / CONFIG}: not a JSON object; valid: what transformers wrote")
+        raise UserError(f"{folder / CONFIG}: not a JSON object; valid: a file written by transformers")
     for name, (section, theirs) in _DECIDED.items():
         part = content.get(section)
         if not isinstance(part, dict) or theirs not in part or settings.get(name) is None:

@@ -12,14 +12,14 @@ class Source:
     """One of several corpora to train on."""
 
     path: Annotated[str, "as data.path", IS_PATH]
-    weight: Annotated[float, "its samples are in proportion to this"]
+    weight: Annotated[float, "its share of the samples is proportional to this"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationSet:
     """A corpus to validate on."""
 
-    name: Annotated[str, "what its loss is called"]
+    name: Annotated[str, "name of its loss"]
     path: Annotated[str, "as data.path", IS_PATH]
 
 
@@ -33,19 +33,19 @@ class DataConfig:
         "prepared prefix; or the word python-stdlib or python-docstrings",
         IS_PATH,
     ] = ""
-    sources: Annotated[tuple[Source, ...], "several corpora in given shares, instead of data.path"] = ()
-    train: Annotated[tuple[str, ...], "files of the task to train on", IS_PATH] = ()
-    dev: Annotated[tuple[str, ...], "files of the task to validate on; none: a part of data.train", IS_PATH] = ()
+    sources: Annotated[tuple[Source, ...], "blend of several corpora with weights, instead of data.path"] = ()
+    train: Annotated[tuple[str, ...], "training files of the task", IS_PATH] = ()
+    dev: Annotated[tuple[str, ...], "validation files of the task; none: hold out part of data.train", IS_PATH] = ()
     validation_fraction: Annotated[
         float,
-        "share of the tokens held out for validation, document by document; of a task's records, context by context; "
-        "0, with train.eval_every 0: none",
+        "fraction held out for validation, by whole documents (or, for a task, whole contexts); "
+        "0 with train.eval_every 0: none",
         SHARE,
         SAMPLES,
     ] = 0.03
-    validation: Annotated[tuple[ValidationSet, ...], "corpora that are validated on besides, each by itself"] = ()
+    validation: Annotated[tuple[ValidationSet, ...], "additional validation sets, each reported separately"] = ()
     reset_attention: Annotated[
-        bool, "attention and positions start anew with every document, also where several share a sequence"
+        bool, "restart attention and positions at every document, even when several share a sequence"
     ] = False
 
     @property
@@ -62,7 +62,7 @@ class TokenizerConfig:
 
     path: Annotated[
         str,
-        "folder with vocab.json and merges.txt, vocab.txt, or tokenizer.json; or a model of the Hugging Face hub; "
-        "empty: trained on the corpus",
+        "folder with tokenizer.json, vocab.json and merges.txt, or vocab.txt; or a model on the "
+        "Hugging Face hub; empty: train one on the corpus",
         IS_PATH,
     ] = ""

@@ -85,7 +85,7 @@ def open_corpus(output_dir: str | Path, vocab_size: int) -> Corpus:
     report = read_report(folder)
     prefix = Path(report.dataset or folder / "tokens")
     index_file, tokens_file = dataset_files(prefix)
-    again = f"or, {report.source} being unchanged, no {folder}: then the corpus is made again"
+    again = f"or delete {folder} if {report.source} is unchanged, and the corpus is made again"
     advice = f"valid: the file as it was, {again}"
     own = folder / "tokenizer"
     check_tokenizer(own, report.digests, advice)
@@ -96,7 +96,8 @@ def open_corpus(output_dir: str | Path, vocab_size: int) -> Corpus:
     tokens = open_dataset(prefix, advice)
     if tokens.num_tokens != report.tokens:
         raise UserError(
-            f"{tokens.name} has {tokens.num_tokens} tokens, it had {report.tokens} when {folder} was made; {advice}"
+            f"{tokens.name} has {tokens.num_tokens} tokens, instead of the {report.tokens} it had "
+            f"when {folder} was made; {advice}"
         )
     blocks = _read_blocks(folder / _BLOCKS, report, advice)
     tokens.checked = CheckedTokens(tokens.tokens, blocks, vocab_size, str(tokens_file), advice)
@@ -116,7 +117,7 @@ def _read_blocks(file: Path, report: CorpusReport, advice: str) -> npt.NDArray[n
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}; {advice}") from None
     if len(content) % 16 or root(as_blocks(content)) != report.digests[TOKENS]:
-        raise UserError(f"{file}: not what was written; {advice}")
+        raise UserError(f"{file}: changed since it was written; {advice}")
     return as_blocks(content)
 
 
@@ -136,7 +137,7 @@ def evaluation_tokens(
     file is one document. Only a text needs the tokenizer."""
     if prefix := prepared_prefix(path, flag=flag):
         return open_given(prefix, vocab_size, sentences=sentences, flag=flag)[0]
-    assert tokenizer is not None, "text, and no tokenizer"
+    assert tokenizer is not None, "text without a tokenizer"
     documents = TextDocuments(path, cut=False, flag=flag)
     return TokenDocuments.from_sequences(encode_documents(documents, tokenizer, sentences=sentences), path)
 

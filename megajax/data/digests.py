@@ -102,7 +102,7 @@ def check_tokenizer(folder: Path, digests: Mapping[str, str], advice: str) -> No
     _check_files(files, advice)
     others = set(_tokenizer_files(folder)) - files.keys()
     if files and others:
-        raise UserError(f"{min(others)}: was not there when the tokenizer was written; {advice}")
+        raise UserError(f"{min(others)}: did not exist when the tokenizer was written; {advice}")
 
 
 def _tokenizer_files(folder: Path) -> list[Path]:
@@ -116,7 +116,7 @@ def _check_files(files: Mapping[Path, str], advice: str) -> None:
         except OSError as error:
             raise UserError(f"{file}: cannot be read: {error.strerror}; {advice}") from None
         if not same:
-            raise UserError(f"{file}: not what was written; {advice}")
+            raise UserError(f"{file}: changed since it was written; {advice}")
 
 
 @dataclass(eq=False)
@@ -134,7 +134,7 @@ class CheckedTokens:
         self._size = BLOCK_BYTES // self.tokens.itemsize  # tokens of a block
         num_blocks = -(-len(self.tokens) // self._size)
         if self.digests is not None and len(self.digests) != num_blocks:
-            problem = f"has {num_blocks} blocks, it had {len(self.digests)} when it was written"
+            problem = f"has {num_blocks} blocks instead of the {len(self.digests)} that were written"
             raise UserError(f"{self.file}: {problem}; {self.advice}")
         self._unknown = bytearray(b"\1") * num_blocks  # two threads may check a block both: it costs nothing else
         if self.tokens.nbytes <= _AT_ONCE:
@@ -148,7 +148,8 @@ class CheckedTokens:
             content = self.tokens[begin : begin + self._size]
             if self.digests is not None and _digest(content) != self.digests[block].tobytes():
                 raise UserError(
-                    f"{self.file}: not what was written (tokens {begin} to {begin + len(content) - 1}); {self.advice}"
+                    f"{self.file}: changed since it was written (tokens {begin} to {begin + len(content) - 1}); "
+                    f"{self.advice}"
                 )
             check_ids(content, begin, self.vocab_size, self.file)
             self._unknown[block] = 0

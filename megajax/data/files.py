@@ -126,7 +126,9 @@ def writable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}; valid: a writable place with room") from None
+        raise UserError(
+            f"{path}: cannot be written: {error.strerror}; valid: a writable place with free space"
+        ) from None
 
 
 def _check_replaceable(folder: Path, ours: Callable[[Path], bool]) -> bool:
@@ -135,4 +137,4 @@ def _check_replaceable(folder: Path, ours: Callable[[Path], bool]) -> bool:
         return False
     if folder.is_dir() and not folder.is_symlink() and (ours(folder) or not any(folder.iterdir())):
         return True
-    raise UserError(f"{folder} is there already and is not of this program; valid: move it elsewhere")
+    raise UserError(f"{folder} already exists and was not made by megajax; valid: move it elsewhere")

@@ -35,9 +35,9 @@ def train_and_validation(
     num_train, num_validation = int(lengths[train].sum()), int(lengths[validation].sum())
     if num_train < sequence_length + 1 or (validation_fraction and num_validation < 2):
         raise UserError(
-            f"{documents.name} is too short: it has {num_train} tokens for training, at least "
-            f"{sequence_length + 1} are needed (one sequence and its last target), and {num_validation} for "
-            "validation, at least 2 are needed"
+            f"{documents.name} is too short: it has {num_train} training tokens, and needs at least "
+            f"{sequence_length + 1} (one sequence and its last target), and {num_validation} "
+            "validation tokens, and needs at least 2"
         )
     return (
         TrainSamples(documents, train, sequence_length=sequence_length, seed=seed, with_positions=with_positions),
@@ -65,9 +65,9 @@ def split_documents(
     order = order[lengths[order] > 0]
     if len(order) < 2:
         raise UserError(
-            f"{documents.name} has {len(order)} documents; training and validation need at "
-            "least 2 (a single text file is cut in pieces when it is named itself, not its folder); valid: more, or "
-            "--data.validation-fraction 0 --train.eval-every 0"
+            f"{documents.name} has {len(order)} documents; training and validation need at least 2 (a "
+            "single text file is cut into pieces if you name the file rather than its folder); "
+            "valid: more documents, or --data.validation-fraction 0 --train.eval-every 0"
         )
     is_validation = np.zeros(len(lengths), bool)
     is_validation[held_out(lengths, order, validation_fraction)] = True
@@ -138,7 +138,7 @@ class EvaluationSamples:
         self._numbers = np.arange(documents.num_documents) if numbers is None else numbers
         self._stream = _TokenStream(documents, self._numbers)
         if len(self._stream) < 2:
-            raise UserError(f"{documents.name} has {len(self._stream)} tokens; valid: at least 2, to predict one")
+            raise UserError(f"{documents.name} has {len(self._stream)} tokens; valid: at least 2")
 
     @property
     def num_targets(self) -> int:

@@ -43,9 +43,11 @@ class HubSplit:
             if before and (Path(before).is_dir() or name.count("/") == 2):
                 name, configuration = before, last
             elif not _NAME.fullmatch(name):
-                raise UserError(f"{flag} {url}: no such folder, and no name of a dataset; valid: {FORM}")
+                raise UserError(f"{flag} {url}: neither a folder nor the name of a dataset; valid: {FORM}")
         if importlib.util.find_spec("datasets") is None:
-            raise UserError(f"{flag} {url}: the package datasets is missing; valid: pip install 'megajax[datasets]'")
+            raise UserError(
+                f"{flag} {url}: the package datasets is not installed; valid: pip install 'megajax[datasets]'"
+            )
         return cls(url, name, configuration, found["split"] or "train", found["column"] or "", flag)
 
     def __str__(self) -> str:

@@ -154,7 +154,9 @@ def _read_header(index: npt.NDArray[Any], file: Path) -> tuple[str, int, int]:
             f"{file}: not an index of Megatron-LM (which starts with MMIDIDX); valid: PREFIX.idx of a dataset"
         )
     if len(index) < _HEADER.size:
-        raise UserError(f"{file}: truncated: {len(index)} bytes, the header alone has {_HEADER.size}; valid: all of it")
+        raise UserError(
+            f"{file}: truncated: {len(index)} bytes, less than the header's {_HEADER.size}; valid: the complete file"
+        )
     _, version, code, num_sequences, num_entries = _HEADER.unpack(bytes(index[: _HEADER.size]))
     if version != 1:
         raise UserError(f"{file}: version {version} of the index; valid: version 1")
@@ -169,8 +171,8 @@ def _read_header(index: npt.NDArray[Any], file: Path) -> tuple[str, int, int]:
         )
     if len(index) != expected:
         raise UserError(
-            f"{file}: truncated or damaged: {num_sequences} sequences and {num_entries} document boundaries need "
-            f"{expected} bytes, the file has {len(index)}; valid: all of it, and no more"
+            f"{file}: truncated or damaged: {num_sequences} sequences and {num_entries} document "
+            f"boundaries need {expected} bytes, the file has {len(index)}; valid: the complete file"
         )
     return _TOKEN_TYPES[code], num_sequences, num_entries
 
@@ -200,8 +202,8 @@ def _check_sequences(
     if reached != num_bytes:
         more = "at least " if reached > num_bytes else ""
         raise UserError(
-            f"{tokens_file}: {num_bytes} bytes, but {index_file.name} describes {more}{reached} bytes of tokens; "
-            "valid: both files of one dataset, whole"
+            f"{tokens_file}: {num_bytes} bytes, but {index_file.name} describes {more}{reached} bytes "
+            "of tokens; valid: both files of one dataset, complete"
         )
 
 
@@ -220,7 +222,9 @@ def prepared_prefix(path: str, *, flag: str = "--data.path") -> Path | None:
         return prefix
     if (named == prefix and reading.kind(named)) or not any(there):
         return None
-    raise UserError(f"{flag}: only one of {tokens_file} and {index_file} exists; valid: both, a prepared dataset")
+    raise UserError(
+        f"{flag}: only one of {tokens_file} and {index_file} exists; valid: both files of a prepared dataset"
+    )
 
 
 def tokenizer_folder(prefix: str | Path) -> Path:
@@ -237,13 +241,13 @@ def open_given(
     cut = bool((np.diff(tokens.document_index) > 1).any())
     if sentences and not cut:
         raise UserError(
-            f"{flag}: every document of {prefix} is one sequence; valid: documents cut in sentences, by "
-            "megajax prepare --split-sentences"
+            f"{flag}: every document of {prefix} is a single sequence; valid: documents split into "
+            "sentences by megajax prepare --split-sentences"
         )
     if cut and not sentences:
         raise UserError(
-            f"{flag}: the documents of {prefix} are cut in sentences, which only BERT reads; valid: a dataset made "
-            "without --split-sentences"
+            f"{flag}: the documents of {prefix} are split into sentences, which only BERT reads; "
+            "valid: a dataset made without --split-sentences"
         )
     tokens.check_vocabulary(vocab_size)
     return tokens, blocks
@@ -257,8 +261,8 @@ def open_prepared(prefix: Path) -> tuple[IndexedDataset, npt.NDArray[np.uint8] |
         return IndexedDataset(prefix), None
     index_file, tokens_file = dataset_files(prefix)
     advice = (
-        "valid: the files that megajax prepare wrote (with --overwrite it makes them again), or without "
-        f"{prefix}.report.json any others"
+        "valid: the files that megajax prepare wrote (--overwrite makes them again); other files "
+        f"are accepted without {prefix}.report.json"
     )
     check_index(index_file, expected, advice)
     if reading.is_folder(tokenizer_folder(prefix)):
@@ -266,7 +270,7 @@ def open_prepared(prefix: Path) -> tuple[IndexedDataset, npt.NDArray[np.uint8] |
     tokens = open_dataset(prefix, advice)
     blocks = block_digests(tokens.tokens)
     if root(blocks) != expected.get(TOKENS):
-        raise UserError(f"{tokens_file}: not what was written; {advice}")
+        raise UserError(f"{tokens_file}: changed since it was written; {advice}")
     return tokens, blocks
 
 

@@ -102,7 +102,7 @@ def readable(path: object, flag: str) -> Iterator[None]:
     except reading.TooLong as error:
         raise UserError(f"{flag}: {path}: {error}") from None
     except streams.Damaged as error:
-        raise UserError(f"{flag}: {path} is truncated or damaged: {error}; valid: all of it") from None
+        raise UserError(f"{flag}: {path} is truncated or damaged: {error}; valid: the complete file") from None
     except OSError as error:
         problem = f"cannot read {error.filename or path}: {error.strerror or error}"
         raise UserError(f"{flag}: {problem}; valid: files to read") from None
@@ -127,7 +127,7 @@ def files_below(root: Path, skip: Collection[str] = (), *, follow: bool = True) 
         try:
             path.stat()
         except OSError as error:
-            problem = f"it is a link to {os.readlink(path)}: {error.strerror}"
+            problem = f"a link to {os.readlink(path)}: {error.strerror}"
             raise OSError(error.errno, problem, str(path)) from None
     return sorted((file for file in files if file.is_file()), key=lambda file: file.parts)
 

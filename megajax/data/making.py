@@ -81,7 +81,9 @@ def make_corpus(
         _check_same_source(folder, path, tokenizer_path, flag)
         return open_corpus(folder, vocab_size)
     if any(read.resolve() in folder.resolve().parents for read in read_folders(path, flag)):
-        raise UserError(f"{flag} {path}: all of this folder is read, and {folder} is in it; valid: a --run-dir outside")
+        raise UserError(
+            f"{flag} {path}: this folder is read as data, and {folder} lies in it; valid: a --run-dir outside it"
+        )
     tokenizer = _choose_tokenizer(folder / "tokenizer", tokenizer_path, vocab_size)
     with folder_atomically(folder, ours=has_only_tokenizer) as new:
         if prefix := prepared_prefix(path, flag=flag):
@@ -122,7 +124,7 @@ def _choose_tokenizer(own: Path, tokenizer_path: str, vocab_size: int) -> Tokeni
     given = fitting(named_tokenizer(tokenizer_path), tokenizer_path, vocab_size) if tokenizer_path else None
     if there and given and there != given:
         raise UserError(
-            f"--tokenizer.path {tokenizer_path}: not the tokenizer of the weights, {own}; valid: that, or none"
+            f"--tokenizer.path {tokenizer_path}: not the tokenizer of the weights ({own}); valid: that one, or none"
         )
     return given or there
 
@@ -170,4 +172,6 @@ def _check_same_source(folder: Path, path: str, tokenizer_path: str, path_flag: 
         ("--tokenizer.path", report.tokenizer_source, _tokenizer_source(tokenizer_path)),
     ):
         if made_from != given:
-            raise UserError(f"{flag} {given!r}: {folder} was made from {made_from!r}; valid: that, or a new --run-dir")
+            raise UserError(
+                f"{flag} {given!r}: {folder} was made from {made_from!r}; valid: that source, or a new --run-dir"
+            )

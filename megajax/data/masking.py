@@ -36,13 +36,13 @@ class WordPieces:
         """The pieces of a tokenizer, which error messages call `name`."""
         valid = f"valid: a WordPiece vocabulary (vocab.txt) with {', '.join(_SPECIAL)}"
         if tokenizer is None:
-            raise UserError(f"{name} is missing, and words are masked as a whole; {valid}")
+            raise UserError(f"{name} is missing, which whole-word masking needs; {valid}")
         vocabulary = tokenizer.vocabulary
         if missing := [token for token in _SPECIAL if token not in vocabulary]:
             raise UserError(f"{name} has no {' and no '.join(missing)}; {valid}")
         others = sorted(number for token, number in vocabulary.items() if token not in (*_SPECIAL, "[UNK]"))
         if not others:
-            raise UserError(f"{name} has special tokens only; {valid}, and words")
+            raise UserError(f"{name} has only special tokens; {valid}, and words")
         continues = np.zeros(tokenizer.size, bool)
         continues[[number for token, number in vocabulary.items() if token.startswith("##")]] = True
         start, sep, mask, pad = (vocabulary[token] for token in _SPECIAL)

@@ -49,8 +49,9 @@ def check_sentences(documents: TokenDocuments) -> None:
     counts = count_sentences(documents)
     if counts.single == counts.documents:
         raise UserError(
-            f"{documents.name}: all {counts.documents} documents are of a single sequence, no pair of segments can be "
-            "made; valid: documents cut in sentences, by megajax prepare --split-sentences"
+            f"{documents.name}: all {counts.documents} documents are single sequences, so no pairs of "
+            "segments can be made; valid: documents split into sentences by megajax prepare "
+            "--split-sentences"
         )
 
 

@@ -44,7 +44,7 @@ def texts(
                 done += len(batch)
                 unpacked += batch.nbytes
                 if unpacked > allowed:
-                    problem = f"{table.metadata.num_rows} rows that repeat a few texts"
+                    problem = f"{table.metadata.num_rows} rows that repeat only a few texts"
                     raise UserError(f"{flag}: {file}: {problem}; valid: at most {allowed >> 20} MiB of texts")
                 for text in _values(batch.column(0), most):
                     yield text or "", size * done // table.metadata.num_rows

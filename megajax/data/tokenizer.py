@@ -174,7 +174,7 @@ def _core(text: str, file: Path) -> Any:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"{file}: no tokenizer: {reason}; valid: what the package tokenizers wrote") from None
+        raise UserError(f"{file}: not a tokenizer: {reason}; valid: a file written by the tokenizers library") from None
 
 
 def _add_named(core: Any, vocabulary: Mapping[str, int], settings: TokenizerSettings) -> None:

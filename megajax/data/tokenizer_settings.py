@@ -73,7 +73,7 @@ def parsed_object(text: str, file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{file}: not JSON: {error}; valid: JSON in UTF-8") from None
     if not isinstance(content, dict):
-        raise UserError(f"{file}: not a JSON object; valid: what transformers or tokenizers wrote")
+        raise UserError(f"{file}: not a JSON object; valid: a file written by transformers or tokenizers")
     return content
 
 

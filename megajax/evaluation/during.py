@@ -23,7 +23,7 @@ def read_tasks(config: Config, tokenizer: Tokenizer | None) -> dict[str, Evaluat
         name, _, path = entry.partition("=")
         flag = f"--evaluate {name}="
         if tokenizer is None:
-            raise UserError(f"{flag}{path}: the run has no tokenizer for text; valid: without --evaluate")
+            raise UserError(f"{flag}{path}: the run has no tokenizer, which text needs; valid: without --evaluate")
         if name == "lambada":
             found[name] = partial(_lambada, read_lambada(path, tokenizer, flag))
         else:

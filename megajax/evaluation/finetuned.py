@@ -76,8 +76,8 @@ def _check_same_windows(run_dirs: Sequence[Path], configs: Sequence[Config], tok
         if own != inputs[0]:
             raise UserError(
                 f"--checkpoint {run_dir}: another tokenizer, model.sequence_length, task.doc_stride or "
-                f"task.question_tokens than {run_dirs[0]}, with whose windows its answers cannot be put together; "
-                "valid: runs with the same, or --task.doc-stride and --task.question-tokens for all"
+                f"task.question_tokens than {run_dirs[0]}, so its answers cannot be combined; valid: runs "
+                "with the same settings, or --task.doc-stride and --task.question-tokens for all"
             )
 
 

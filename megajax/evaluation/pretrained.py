@@ -156,7 +156,7 @@ def read_lambada(path: str, tokenizer: Tokenizer, flag: str = "--data ") -> list
     for place, text in TextDocuments(path, flag=flag.rstrip()).placed():
         context, word = split_last_word(text)
         if not context:
-            raise UserError(f"{flag}{place}: the passage is one word; valid: a last word and text before it")
+            raise UserError(f"{flag}{place}: the passage is a single word; valid: text before a last word")
         contexts.append(context)
         words.append(" " + word)
     before = [tokenizer.with_begin(context) for context in tokenizer.encode_batch(contexts)]
@@ -196,8 +196,8 @@ def _validation_samples(run_dir: Path, config: Config, overlap: int) -> tuple[Co
     data = open_run_data(config, run_dir / "data", overlap)
     if data.validation is None:
         raise UserError(
-            f"--data missing: {run_dir} holds nothing out, --data.validation-fraction 0; valid: a text file, a folder, "
-            "or a tokenized dataset"
+            f"--data missing: {run_dir} has no validation split (--data.validation-fraction 0); "
+            "valid: a text file, a folder, or a tokenized dataset"
         )
     given_tokenized = any(corpus.report.dataset for corpus in data.corpora)
     return data.validation, None if given_tokenized else data.tokenizer

@@ -10,13 +10,15 @@ from megajax.options import AT_LEAST_ZERO, SEED, Range, between
 class GenerateOptions:
     """How texts are continued."""
 
-    max_tokens: Annotated[int, "tokens that a prompt gets at most"] = 64
-    temperature: Annotated[float, "0: always the most probable token; higher is more random", AT_LEAST_ZERO] = 0.8
-    top_k: Annotated[int, "choose among the k most probable tokens; 0: all", AT_LEAST_ZERO] = 0
+    max_tokens: Annotated[int, "most tokens to generate per prompt"] = 64
+    temperature: Annotated[
+        float, "0: always pick the most probable token; higher values are more random", AT_LEAST_ZERO
+    ] = 0.8
+    top_k: Annotated[int, "sample from the k most probable tokens; 0: all", AT_LEAST_ZERO] = 0
     top_p: Annotated[
         float,
-        "choose among the most probable tokens that together have this probability",
+        "sample from the most probable tokens whose probabilities sum to this",
         Range(lambda x: 0 < x <= 1, "more than 0 and at most 1"),
     ] = 1.0
-    seed: Annotated[int, "of the random choice", SEED] = 0
-    batch: Annotated[int, "prompts that are continued at once", between(1, 100_000)] = 8
+    seed: Annotated[int, "random seed", SEED] = 0
+    batch: Annotated[int, "prompts per batch", between(1, 100_000)] = 8

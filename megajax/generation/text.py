@@ -16,7 +16,7 @@ UNDECODED = "\ufffd"  # the tokenizer's text for bytes that are no character, or
 def read_prompts(given: list[str], file: str) -> list[str]:
     """The prompts of the command line: those given one by one, or the lines of a file that are not blank."""
     if bool(given) == bool(file):
-        raise UserError(f"--prompt and --prompt-file are {'both' if file else 'not'} given; valid: one of them")
+        raise UserError(f"--prompt and --prompt-file are {'both given' if file else 'missing'}; valid: one of them")
     for number, prompt in enumerate(given, start=1):
         try:
             prompt.encode()  # an argument that is not UTF-8 has surrogates
@@ -33,7 +33,7 @@ def read_prompts(given: list[str], file: str) -> list[str]:
         raise UserError(f"--prompt-file {file}: not UTF-8 text (at byte {error.start}); valid: UTF-8") from None
     prompts = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
     if not prompts:
-        raise UserError(f"--prompt-file {file}: no prompt in it; valid: a text with a prompt on every line")
+        raise UserError(f"--prompt-file {file}: no prompt in it; valid: a text file with one prompt per line")
     return prompts
 
 

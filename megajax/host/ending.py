@@ -115,8 +115,8 @@ def _where_the_trace_is(error: BaseException) -> str:
         file = folder / f"error-{now}-{os.getpid()}.txt"
         with contextlib.suppress(OSError):
             file.write_text(text, encoding="utf-8", errors="backslashreplace")
-            return f"the trace is in {file}"
-    return "its trace could not be written"
+            return f"the traceback is in {file}"
+    return "its traceback could not be written"
 
 
 def _plain(error: BaseException) -> str:

@@ -32,8 +32,8 @@ def check_path(path: str | Path, name: str) -> None:
         raise UserError(f"{name} is empty; valid: a path")
     if found := scheme(path):
         raise UserError(
-            f"{name} {path}: {found}:// is for texts (--data.path, INPUT) and presets only; valid: a path on a file "
-            "system, such as a copy"
+            f"{name} {path}: {found}:// is only for texts (--data.path, INPUT) and presets; valid: a "
+            "path on a file system"
         )
     try:
         os.stat(path)
@@ -60,11 +60,11 @@ def check_place(path: str | Path, name: str) -> None:
         raise UserError(f"{name} {str(path)!r}; valid: a path in UTF-8") from None
     place = Path(path).absolute()
     if not os.path.lexists(place) and len(os.fsencode(place.name)) > _LONGEST_NEW:
-        raise UserError(f"{name} {place.name[:100]}…: a name too long; valid: at most {_LONGEST_NEW} bytes")
+        raise UserError(f"{name} {place.name[:100]}…: the name is too long; valid: at most {_LONGEST_NEW} bytes")
     folder = next(found for found in (place, *place.parents) if found.is_dir() or os.path.lexists(found))
     if folder == place and not folder.is_dir():
         folder = folder.parent
     if not folder.is_dir():
-        raise UserError(f"{name} {path}: {folder} is no folder; valid: a path in a folder, old or new")
+        raise UserError(f"{name} {path}: {folder} is not a folder; valid: a path in a folder")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"{name} {path}: {folder} may not be written; valid: a writable folder")
+        raise UserError(f"{name} {path}: {folder} is not writable; valid: a writable folder")

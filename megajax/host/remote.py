@@ -88,7 +88,7 @@ def read_bytes(url: str, flag: str) -> bytes:
 def file_system(url: str, flag: str) -> tuple[Any, str]:
     """fsspec's file system of a URL, and the path there; an error where its library is not installed."""
     if scheme(url) not in SCHEMES:
-        raise UserError(f"{flag} {url}: {url.partition(':/')[0]}:// is not read; {_VALID}")
+        raise UserError(f"{flag} {url}: {url.partition(':/')[0]}:// is not supported; {_VALID}")
     import fsspec
 
     for name in _LOUD:
@@ -160,13 +160,13 @@ def download(name: str, patterns: Sequence[str], given: str, valid: str) -> Path
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except Exception as error:  # of many kinds
-        raise UserError(f"{given}, and the Hugging Face hub does not give it: {reason(error)}; {valid}") from None
+        raise UserError(f"{given}, and it cannot be read from the Hugging Face hub: {reason(error)}; {valid}") from None
 
 
 def reason(error: Exception) -> str:
     """The message of an exception, in one line of bounded length; its type if it has none."""
     if _is_unresolved(error):
-        return "the name of the host cannot be resolved"
+        return "the host name cannot be resolved"
     text = " ".join(str(error).split())
     return (f"{text[:300]}…" if len(text) > 300 else text.rstrip(".")) or type(error).__name__
 

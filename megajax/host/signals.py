@@ -21,7 +21,7 @@ _SWALLOWED = 0  # in the pipe, where signals write their numbers
 class Stopped(BaseException):
     """A signal stops the process; the last line ends with `details`."""
 
-    def __init__(self, number: int, details: str = "; what was written is kept") -> None:
+    def __init__(self, number: int, details: str = "; interrupted") -> None:
         super().__init__(number)
         self.number, self._details = number, details
 
@@ -140,7 +140,7 @@ class StopSignals:
         return False
 
     def _say(self, text: str) -> None:
-        warn(f"{signal.Signals(self.number).name}: {text}; a second signal ends at once")
+        warn(f"{signal.Signals(self.number).name}: {text}; a second signal ends the run at once")
 
     def _repeat(self) -> None:
         with self._lock:

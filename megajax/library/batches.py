@@ -46,7 +46,7 @@ def _ids(config: Config, given: Ids, more: int) -> Any:
         raise UserError(f"ids for a model of --model.family {config.model.family}; valid: a batch with all its arrays")
     ids = _array(given, valid)
     if ids.ndim != 2 or not ids.shape[0] or not 1 + more <= ids.shape[1] <= length + more:
-        raise UserError(f"ids of the shape {list(ids.shape)}; {valid}")
+        raise UserError(f"ids of shape {list(ids.shape)}; {valid}")
     if (beyond := _beyond(ids, 0, vocabulary - 1)) is not None:
         raise UserError(f"an id {beyond}; {valid}")
     return ids.astype(np.int32)
@@ -67,9 +67,9 @@ def prompt_ids(config: Config, prompt: Any, number: int) -> list[int]:
     try:
         ids = [operator.index(token) for token in prompt]
     except TypeError:
-        raise UserError(f"generate: prompt {number} is no text and no list of token ids; {valid}") from None
+        raise UserError(f"generate: prompt {number} is neither text nor a list of token ids; {valid}") from None
     if not 1 <= len(ids) <= length or not 0 <= min(ids) <= max(ids) < vocabulary:
-        raise UserError(f"generate: prompt {number} has {len(ids)} tokens, or ids that are none; {valid}")
+        raise UserError(f"generate: prompt {number} has {len(ids)} tokens, or invalid ids; {valid}")
     return ids
 
 
@@ -85,7 +85,7 @@ def _named(config: Config, form: BatchSpec, given: Mapping[str, Any], needed: Co
     shapes = form.shapes(rows, tokens=length) if rows and 1 <= length <= config.model.sequence_length else {}
     for name, array in batch.items():
         if array.shape != shapes.get(name):
-            raise UserError(f"{name} of the shape {list(array.shape)}; {valid}")
+            raise UserError(f"{name} of shape {list(array.shape)}; {valid}")
         low, high = IGNORED if form.entries[name].padding == IGNORED else 0, _largest(config, name, length)
         if (beyond := _beyond(array, low, high)) is not None:
             raise UserError(f"{name} with the number {beyond}; valid: from {low} to {high}")

@@ -95,7 +95,7 @@ class Model:
             not finite, and nothing changed), …
         """
         if self._state is None:
-            raise UserError("train_step: the optimizer's state was not restored; valid: restore(…, training=True)")
+            raise UserError("train_step: the optimizer state was not restored; valid: restore(…, training=True)")
         if not self.config.pretrains:
             raise UserError(
                 f"train_step: a model of {self.config.task.name}; valid: megajax train, or one without task"
@@ -104,11 +104,11 @@ class Model:
         shape = shape_of_ids(batch)
         if shape not in (None, (rows, length + 1)):
             valid = f"{[rows, length + 1]}, train.global_batch times model.sequence_length + 1"
-            raise UserError(f"train_step: ids of the shape {list(shape)}; valid: {valid}")
+            raise UserError(f"train_step: ids of shape {list(shape)}; valid: {valid}")
         arrays = batch_of(self.config, self.program.form, batch)
         for name, wanted in self.program.batch_types.items():
             if arrays[name].shape != wanted.shape:
-                problem = f"{name} of the shape {list(arrays[name].shape)}"
+                problem = f"{name} of shape {list(arrays[name].shape)}"
                 valid = f"{list(wanted.shape)}, or another train.global_batch or model.sequence_length"
                 raise UserError(f"train_step: {problem}; valid: {valid}")
         placed = self.program.put_batch(arrays, self.program.local_rows)
@@ -217,7 +217,7 @@ class Model:
             RunError: the checkpoint cannot be written.
         """
         if self._state is None:
-            raise UserError("save: the optimizer's state was not restored; valid: restore(…, training=True)")
+            raise UserError("save: the optimizer state was not restored; valid: restore(…, training=True)")
         layout, step, state = self.program.layout, self.step, self._state
         write_run(Path(run_dir), "save", self.config, layout, self.tokenizer, lambda to: to.save(step, state))
 
@@ -261,5 +261,5 @@ class Model:
 
     def _check_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise UserError("the model has no tokenizer for text; valid: tokenizer.path, batches(…), or token ids")
+            raise UserError("the model has no tokenizer; valid: tokenizer.path, batches(…), or token ids")
         return self.tokenizer

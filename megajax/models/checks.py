@@ -58,21 +58,21 @@ def _check_experts(model: ModelConfig) -> None:
         )
     if model.dense_layers >= model.num_layers:
         raise UserError(
-            f"--model.dense-layers {model.dense_layers} with --model.num-layers {model.num_layers}, which leaves none "
-            f"with experts; valid: 0{f' to {model.num_layers - 1}' if model.num_layers > 1 else ''}"
+            f"--model.dense-layers {model.dense_layers} with --model.num-layers {model.num_layers}, which leaves no "
+            f"layer with experts; valid: 0{f' to {model.num_layers - 1}' if model.num_layers > 1 else ''}"
         )
     if model.bias == "all":
         raise UserError(
-            f"--model.bias all with --model.num-experts {model.num_experts}, which have none; valid: none or "
-            "query-key-value"
+            f"--model.bias all with --model.num-experts {model.num_experts}, whose experts have no "
+            "biases; valid: none or query-key-value"
         )
 
 
 def _check_rotary(model: ModelConfig) -> None:
     if model.rotary and model.head_size % 2:
         raise UserError(
-            f"--model.head-size {model.head_size} with --model.positions rotary, which turn pairs of features; "
-            "valid: an even one"
+            f"--model.head-size {model.head_size} with --model.positions rotary, which rotates pairs "
+            "of features; valid: an even size"
         )
     if model.rope_scaling == "llama3" and model.rope_low_frequency >= model.rope_high_frequency:
         raise UserError(
@@ -95,16 +95,16 @@ def check_lora(lora: LoraConfig, model: ModelConfig) -> None:
         raise UserError(f"{given}; valid: --lora.rank 0, or --model.family {able}")
     if "gate" in lora.targets and model.activation != "swiglu":
         raise UserError(
-            f"--lora.targets gate with --model.activation {model.activation}, which has none; valid: without it, or "
-            "--model.activation swiglu"
+            f"--lora.targets gate with --model.activation {model.activation}, which has no gate; "
+            "valid: without gate, or --model.activation swiglu"
         )
     if not lora.targets:
         raise UserError(f"--lora.targets is empty; valid: {', '.join(LORA_TARGETS)}")
     if not lora.products(model):
         other, there = ("mlp", "experts") if model.num_experts else ("experts", "an MLP")
         raise UserError(
-            f"--lora.targets {' '.join(lora.targets)} of a model that has {there} in the place of {other}; valid: "
-            f"{'attention or experts' if model.num_experts else 'attention or mlp'}"
+            f"--lora.targets {' '.join(lora.targets)} with a model that has {there} instead of "
+            f"{other}; valid: {'attention or experts' if model.num_experts else 'attention or mlp'}"
         )
     sizes = product_sizes(model)
     name, most = min(((name, min(sizes[name])) for name in lora.products(model)), key=lambda pair: pair[1])

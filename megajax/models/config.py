@@ -22,117 +22,119 @@ class ModelConfig(ModelSizes):
 
     expert_capacity: Annotated[
         float,
-        "an expert takes at most this times the mean number of tokens of a sequence, others pass by the layer; 0: all "
-        "(dropless). Evaluation and generation are dropless",
+        "capacity factor: an expert takes at most this many times the mean number of tokens of "
+        "each sequence, and the rest skip the layer; 0: no limit (dropless). Evaluation and "
+        "generation are always dropless",
         between(0, 10_000),
         NOTHING,
         WITH_EXPERTS,
     ] = 0.0
     renormalize_shares: Annotated[
         bool,
-        "the shares of a token's experts add up to 1, as of a softmax over the chosen ones alone",
+        "normalize the weights of each token's chosen experts to sum to 1",
         COMPUTATION,
         WITH_EXPERTS,
         Theirs(mixture="norm_topk_prob"),
     ] = True
     balance: Annotated[
         Literal["none", "loss", "bias"],
-        "what evens out how many tokens the experts get: a loss, or a bias that is added where a token chooses",
+        "how to balance the load of the experts: an auxiliary loss, or a bias added to the "
+        "router's scores when choosing experts",
         WEIGHTS,
         WITH_EXPERTS,
         Through("biases_routers", "whether routers have biases"),
     ] = "none"
     balance_coefficient: Annotated[
         float,
-        "of the loss that balances experts",
+        "coefficient of the load-balancing loss",
         between(0, 1000),
         NOTHING,
         WITH_EXPERTS,
         Theirs(mixture="router_aux_loss_coef"),
     ] = 0.01
     balance_step: Annotated[
-        float, "by which a step moves the biases that balance experts", between(0, 1), NOTHING, WITH_EXPERTS
+        float, "amount by which each step moves the load-balancing biases", between(0, 1), NOTHING, WITH_EXPERTS
     ] = 0.001
     router_z_loss: Annotated[
         float, "coefficient of a loss that keeps the router's logits small", between(0, 1000), NOTHING, WITH_EXPERTS
     ] = 0.0
-    norm: Annotated[Literal["layernorm", "rmsnorm"], "normalization of the layers' inputs", WEIGHTS] = "layernorm"
+    norm: Annotated[Literal["layernorm", "rmsnorm"], "normalization layer", WEIGHTS] = "layernorm"
     norm_epsilon: Annotated[
         float,
-        "is added to the variance; 0: 1e-5, of BERT 1e-12",
+        "added to the variance in norms; 0: 1e-5, or 1e-12 for BERT",
         between(0, 1),
         WEIGHTS,
         Theirs("rms_norm_eps", gpt2="layer_norm_epsilon", bert=""),
     ] = 0
     positions: Annotated[
         Literal["learned", "rotary"],
-        "an embedding for each, or queries and keys turned by angles that grow with them",
+        "learned position embeddings, or rotary embeddings of queries and keys",
         WEIGHTS,
     ] = "learned"
     rope_theta: Annotated[float, "base of the rotary angles", between(1, 1e12), COMPUTATION, _ROTARY] = 10_000.0
     rope_scaling: Annotated[
         Literal["none", "linear", "llama3"],
-        "slower rotary angles, for sequences longer than those trained on",
+        "scaling of the rotary angles, for sequences longer than the model was trained on",
         COMPUTATION,
         _ROTARY,
     ] = "none"
     rope_factor: Annotated[
         float,
-        "how much slower rotary angles grow that are scaled",
+        "factor by which scaled rotary angles grow more slowly",
         between(1, 1e6),
         COMPUTATION,
         ReadWith("rope_scaling", ("linear", "llama3")),
     ] = 1.0
     rope_low_frequency: Annotated[
         float,
-        "llama3 scales angles that turn less often than this in model.rope-original-length tokens",
+        "llama3: fully scale angles with fewer rotations than this in model.rope-original-length tokens",
         above(0, 1e6),
         COMPUTATION,
         _LLAMA3,
     ] = 1.0
     rope_high_frequency: Annotated[
         float,
-        "llama3 does not scale angles that turn more often, and those in between in part",
+        "llama3: do not scale angles with more rotations than this; interpolate in between",
         above(0, 1e6),
         COMPUTATION,
         _LLAMA3,
     ] = 4.0
     rope_original_length: Annotated[
-        int, "tokens per sequence that llama3 scales from", AT_LEAST_ONE, COMPUTATION, _LLAMA3, Small(tokens=True)
+        int, "llama3: sequence length before scaling", AT_LEAST_ONE, COMPUTATION, _LLAMA3, Small(tokens=True)
     ] = 8192
     activation: Annotated[
         Literal["auto", "gelu", "gelu-tanh", "swiglu"],
-        "of the MLP; swiglu has a gate, a third matrix; auto: gelu-tanh, of BERT gelu",
+        "activation function of the MLP; swiglu adds a gate matrix; auto: gelu-tanh, or gelu for BERT",
         WEIGHTS,
     ] = "auto"
     bias: Annotated[
-        Literal["none", "all", "query-key-value"], "which matrix products have one; all: LayerNorms, too", WEIGHTS
+        Literal["none", "all", "query-key-value"], "which linear layers have biases; all: LayerNorms as well", WEIGHTS
     ] = "all"
-    query_key_norm: Annotated[bool, "an RMSNorm on queries and keys", WEIGHTS] = False
+    query_key_norm: Annotated[bool, "apply RMSNorm to queries and keys", WEIGHTS] = False
     query_key_norm_over: Annotated[
         Literal["head", "width"],
-        "what an RMSNorm on queries and keys is over: every head alone, with a scale that all share, or all together",
+        "normalize queries and keys over each head, with one shared scale, or over all heads together",
         WEIGHTS,
         ReadWith("query_key_norm"),
     ] = "head"
     tied_embedding: Annotated[
-        bool, "the output product is with the embedding table", WEIGHTS, Theirs("tie_word_embeddings", bert="")
+        bool, "share the embedding table with the output head", WEIGHTS, Theirs("tie_word_embeddings", bert="")
     ] = True
     sliding_window: Annotated[
         int,
-        "a token sees this many tokens, itself included; 0: all before it",
+        "attention window in tokens, the token itself included; 0: all earlier tokens",
         AT_LEAST_ZERO,
         COMPUTATION,
         Small(tokens=True),
     ] = 0
     dropout: Annotated[
-        float, "probability to drop: embedding, attention probabilities, both residual branches", SHARE, NOTHING
+        float, "dropout probability for embeddings, attention probabilities and both residual branches", SHARE, NOTHING
     ] = 0.1
     context_attention: Annotated[
         Literal["auto", "heads", "gather"],
-        "how the devices of mesh.context attend to each other's tokens: each to all of them with some of the heads, or "
-        "with the keys and values of all gathered; auto: heads where cuDNN can "
-        "compute them, otherwise what sends less (docs/context.md)",
+        "how context-parallel attention communicates: heads exchanges heads for tokens "
+        "(all-to-all), gather all-gathers keys and values; auto: heads where cuDNN can compute "
+        "attention, otherwise whichever sends less (docs/context.md)",
         NOTHING,
     ] = "auto"
     init_std: Annotated[
@@ -140,24 +142,24 @@ class ModelConfig(ModelSizes):
     ] = 0.02
     layer_order: Annotated[
         Literal["pre", "post"],
-        "LayerNorm before attention and MLP, inside the residual branch, or after the residual addition",
+        "LayerNorm before attention and MLP (pre), or after the residual addition (post)",
         WEIGHTS,
     ] = "pre"
     head: Annotated[
         Literal["pretraining", "classes", "span", "choice"],
-        "what is predicted: pretraining's own; of a text the class, or a span in it; the right one of several texts",
+        "output head: the pretraining objective, a class of the text, a span in it, or a choice between several texts",
         ENDS,
     ] = "pretraining"
     num_classes: Annotated[
         int,
-        "classes of the head classes, texts to choose from of the head choice",
+        "number of classes, or of texts to choose from with head choice",
         between(2, 10_000),
         ENDS,
         Small(most=5),
     ] = 2
     scan_layers: Annotated[
         Literal["auto", "true", "false"],
-        "run the layers as one scan (compiles fast) or unrolled; auto: what is faster",
+        "run the layers as a scan (compiles faster) or unrolled; auto: whichever runs faster",
         NOTHING,
     ] = "auto"
 

@@ -22,12 +22,12 @@ class LoraConfig:
 
     rank: Annotated[
         int,
-        "LoRA: rank of the adapters that are trained in place of the weights; 0: all weights",
+        "rank of the LoRA adapters, which are trained instead of the weights; 0: train all weights",
         AT_LEAST_ZERO,
         ADAPTERS,
         Small(most=3),
     ] = 0
-    alpha: Annotated[float, "the product of an adapter's two matrices is added times this / lora.rank", ADAPTERS] = 16.0
+    alpha: Annotated[float, "LoRA scale: adapters are multiplied by this / lora.rank", ADAPTERS] = 16.0
     targets: Annotated[
         tuple[str, ...], f"products that have adapters, of {', '.join(LORA_TARGETS)} (gate: of swiglu)", ADAPTERS
     ] = ("attention", "mlp")

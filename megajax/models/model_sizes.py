@@ -44,7 +44,7 @@ class ModelSizes:
     ]
     num_kv_heads: Annotated[
         int,
-        "heads of keys and values, each for as many heads of queries; 0: as many as these",
+        "key and value heads (grouped-query attention); 0: as many as query heads",
         between(0, 100_000),
         WEIGHTS,
         Size("kv_heads", split=True, repeated=True),
@@ -52,7 +52,7 @@ class ModelSizes:
     ] = 0
     head_size: Annotated[
         int,
-        "width of an attention head; 0: model.hidden-size / model.num-heads",
+        "size of an attention head; 0: model.hidden-size / model.num-heads",
         _SIZE,
         WEIGHTS,
         Size("head_size"),
@@ -60,7 +60,7 @@ class ModelSizes:
     ] = 0
     mlp_size: Annotated[
         int,
-        "width of the MLP's inner layer; 0: 4 x model.hidden-size",
+        "width of the MLP; 0: 4 x model.hidden-size",
         between(0, 10_000_000),
         WEIGHTS,
         Size("mlp", split=True),
@@ -68,7 +68,7 @@ class ModelSizes:
     ] = 0
     sequence_length: Annotated[
         int,
-        "tokens per sequence, and number of learned positions",
+        "tokens per sequence; also the number of learned positions",
         between(1, 1_000_000),
         ENDS,
         Size("position"),
@@ -84,7 +84,7 @@ class ModelSizes:
     ]
     vocab_multiple: Annotated[
         int,
-        "the vocabulary is padded to a multiple of this, on every mesh",
+        "pad the vocabulary to a multiple of this, on every mesh",
         between(1, 1_000_000),
         WEIGHTS,
         Size("vocabulary", split=True),
@@ -92,26 +92,26 @@ class ModelSizes:
     ] = 1024
     num_experts: Annotated[
         int,
-        "experts in the place of each layer's MLP, of which every token passes some; 0: an MLP",
+        "experts per layer (mixture of experts instead of an MLP); 0: a plain MLP",
         _EXPERTS,
         WEIGHTS,
         Size("experts"),
     ] = 0
     dense_layers: Annotated[
         int,
-        "the first layers, which have an MLP in the place of experts; they are computed with the embedding, by the "
-        "first stage of a pipeline",
+        "number of first layers with a dense MLP instead of experts; the first pipeline stage "
+        "computes them with the embedding",
         between(0, 10_000),
         WEIGHTS,
         WITH_EXPERTS,
         Small(most=1),
     ] = 0
     experts_per_token: Annotated[
-        int, "experts that a token passes", _EXPERTS, WEIGHTS, WITH_EXPERTS, Small(jointly=True)
+        int, "experts that each token is routed to", _EXPERTS, WEIGHTS, WITH_EXPERTS, Small(jointly=True)
     ] = 0
     expert_size: Annotated[
         int,
-        "width of an expert's inner layer; 0: model.mlp-size",
+        "width of each expert; 0: model.mlp-size",
         _SIZE,
         WEIGHTS,
         WITH_EXPERTS,
@@ -119,7 +119,7 @@ class ModelSizes:
     ] = 0
     shared_expert_size: Annotated[
         int,
-        "width of an MLP beside the experts, which every token passes; 0: none",
+        "width of a shared expert that every token passes; 0: none",
         _SIZE,
         WEIGHTS,
         WITH_EXPERTS,

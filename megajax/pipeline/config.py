@@ -17,21 +17,22 @@ class PipelineConfig:
 
     schedule: Annotated[
         Literal[tuple(sorted(SCHEDULES))],  # type: ignore[valid-type]  # every function there is
-        "order of the forwards and backwards",
+        "pipeline schedule",
     ] = "1f1b"
-    chunks: Annotated[
-        int, "pieces of the model on every stage; interleaved: 2 or more, others: 1", between(1, 10_000)
-    ] = 1
+    chunks: Annotated[int, "model chunks per stage; interleaved: 2 or more, others: 1", between(1, 10_000)] = 1
     vocabulary: Annotated[
-        Literal["replicated", "split"], "embedding and head on the first and last stage, or split over all stages"
+        Literal["replicated", "split"],
+        "keep embedding and head on the first and last stage, or shard them over all stages",
     ] = "replicated"
     weight_gradients: Annotated[
         Literal["together", "deferred"],
-        "computed with the gradients of the inputs, or later, where a stage would be idle (docs/pipelines.md)",
+        "compute weight gradients together with input gradients, or defer them to where a stage "
+        "would be idle (docs/pipelines.md)",
     ] = "together"
     max_deferred: Annotated[
         int,
-        "chunks of a stage whose weight gradients may wait at once; -1: as many as help, at most 2 (mesh.pipe - 1)",
+        "chunks per stage whose weight gradients may be deferred at once; -1: as many as help, "
+        "at most 2 (mesh.pipe - 1)",
         between(-1, MOST),
     ] = -1
 

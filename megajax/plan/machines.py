@@ -154,9 +154,7 @@ def peak_of(machine: Machine, precision: str) -> float:
     """FLOP/s of products in a precision."""
     if precision not in machine.peak:
         valid = ", ".join(sorted(machine.peak))
-        raise UserError(
-            f"--precision {precision} with --gpu {machine.name}, which has no such products; valid: {valid}"
-        )
+        raise UserError(f"--precision {precision} with --gpu {machine.name}, which does not support it; valid: {valid}")
     return machine.peak[precision]
 
 

@@ -36,7 +36,7 @@ def draw_search(path: Path, title: str, found: Found, machine: Machine) -> None:
     frontier = [each for each in found.frontier if each.seconds <= _SLOWEST * fastest]
     axes.step(
         [each.bytes / GIB for each in reversed(frontier)], [each.seconds for each in reversed(frontier)],
-        where="post", color="black", lw=1, marker="o", ms=4, label="frontier: less needs longer",
+        where="post", color="black", lw=1, marker="o", ms=4, label="Pareto frontier: less memory costs time",
     )  # fmt: skip
     for number, each in enumerate(_named(frontier), 1):
         place = each.bytes / GIB, each.seconds
@@ -45,7 +45,7 @@ def draw_search(path: Path, title: str, found: Found, machine: Machine) -> None:
     axes.axvline(machine.usable / GIB, color="black", lw=1, ls=":")
     axes.set_xlim(0, 1.02 * machine.usable / GIB)
     axes.set_ylim(0.85 * fastest, _SLOWEST * fastest)
-    axes.set_xlabel(f"memory of a device, GiB (dotted: what a program can have of a {machine.name})")
+    axes.set_xlabel(f"memory per device, GiB (dotted: what a program can have of a {machine.name})")
     axes.set_ylabel(f"predicted seconds of a step, up to {_SLOWEST:g} times the fastest's")
     axes.set_title(title, loc="left")
     axes.spines[["top", "right"]].set_visible(False)

@@ -31,10 +31,11 @@ def lines(
     parts = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in in_order(best.time.parts))
     compared = enumerate(zip(compiled, found.best, strict=False), 1)
     return [
-        f"{found.tried} configurations on {best.config.mesh.num_devices} {machine.name}, of which {len(found.fitting)} "
-        f"fit in {machine.usable / GIB:.1f} GiB; predicted by a model, nothing ran (docs/plan-time.md)",
+        f"{found.tried} configurations on {best.config.mesh.num_devices} {machine.name}, of which "
+        f"{len(found.fitting)} fit in {machine.usable / GIB:.1f} GiB; analytical predictions, "
+        "nothing was run (docs/plan-time.md)",
         *table,
-        f"of the first, ms a step: {parts}",
+        f"breakdown of number 1, ms per step: {parts}",
         *(_compiled_line(number, *each) for number, each in compared),
         command(preset, best.config, original),
     ]
@@ -74,8 +75,8 @@ def _compiled_line(number: int, compilation: Compilation, planned: Planned) -> s
     made = compilation.result()
     total = (made.state + made.temporaries) / GIB
     return (
-        f"number {number} by {made.compiler}, in {made.seconds:.0f} s: {total:.1f} GiB, of it the state "
-        f"{made.state / GIB:.2f}; for these the model says {model.total / GIB:.1f} and {model.state / GIB:.2f}"
+        f"number {number} by {made.compiler}, in {made.seconds:.0f} s: {total:.1f} GiB, of it the "
+        f"state {made.state / GIB:.2f}; the estimate was {model.total / GIB:.1f} and {model.state / GIB:.2f}"
     )
 
 

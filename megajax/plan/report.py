@@ -17,13 +17,13 @@ from megajax.program.program import training_way
 
 _NAMES = {
     "main_weights": "main weights",
-    "average": "average of weights",
-    "gradients": "sums of gradients",
-    "kept": "kept activations",
-    "factors": "factors of weight gradients that wait",
-    "hand_overs": "communication: hand-overs between stages",
+    "average": "averaged weights",
+    "gradients": "gradient accumulators",
+    "kept": "stored activations",
+    "factors": "factors of deferred weight gradients",
+    "hand_overs": "communication: p2p between stages",
 }
-_TRACED = {True: ", as in the traced program", False: "; the traced program's is another"}
+_TRACED = {True: ", as in the traced program", False: "; the traced program differs"}
 
 
 def figures(preset: str, config: Config, machine: Machine, compilation: Compilation | None) -> dict[str, Any]:
@@ -96,19 +96,19 @@ def _memory(plan: dict[str, Any]) -> list[str]:
     verdict = f"fits, {left / GIB:.1f} left" if left >= 0 else f"does not fit, {-left / GIB:.1f} too much"
     lines = [
         "",
-        "memory of a device, GiB",
+        "memory per device, GiB",
         *(f"  {_NAMES.get(name, name):<40} {needed[name] / GIB:9.3f}" for name in names),
-        f"  {'together':<40} {needed['total'] / GIB:9.3f}  of {needed['usable'] / GIB:.1f} that a program gets of "
-        f"{needed['of_gpu'] / GIB:.0f}: {verdict}",
+        f"  {'together':<40} {needed['total'] / GIB:9.3f}  of {needed['usable'] / GIB:.1f} usable "
+        f"of {needed['of_gpu'] / GIB:.0f}: {verdict}",
     ]
     if compiled is None:
-        return [*lines, "  compiled for nothing: these are a model's figures (docs/plan.md)"]
+        return [*lines, "  not compiled; analytical estimate (docs/plan.md)"]
     of_step = compiled["predicted_temporaries"]
     return [
         *lines,
-        "  layers as one scan; unrolled ones, the default on GPUs, keep more (docs/plan.md)",
+        "  layers compiled as one scan; unrolled layers, the default on GPUs, use more memory (docs/plan.md)",
         f"  compiled by {compiled['compiler']}: {compiled['state'] / GIB:.3f} state and batch, "
-        f"{compiled['temporaries'] / GIB:.3f} beside it; the model says {of_step / GIB:.3f} for these "
+        f"{compiled['temporaries'] / GIB:.3f} of temporaries; the estimate was {of_step / GIB:.3f} "
         f"({of_step / max(1, compiled['temporaries']):.2f})",
     ]
 
@@ -120,7 +120,7 @@ def _communication(plan: dict[str, Any]) -> list[str]:
     ]
     title = f"  {'axes':<17} {'kind':<16} {'count':>9} {'GB sent':>12}"
     traced = _TRACED[plan["compiled"]["communication_as_predicted"]] if plan["compiled"] else ""
-    return ["", f"communication of a device and step{traced}", *([title, *rows] if rows else ["  none"])]
+    return ["", f"communication per device and step{traced}", *([title, *rows] if rows else ["  none"])]
 
 
 def _time(plan: dict[str, Any]) -> list[str]:
@@ -129,9 +129,9 @@ def _time(plan: dict[str, Any]) -> list[str]:
     parts = (f"{name} {part / seconds:.0%}" for name, part in in_order(plan["step_parts"]))
     return [
         "",
-        f"arithmetic: {flops / 1e15:,.2f} PFLOP a step, {flops / devices / 1e12:,.2f} TFLOP a device{muon}",
-        *([f"bubble: {plan['bubble']:.1%} of the pipe's time"] if plan["mesh"]["pipe"] > 1 else []),
-        f"predicted (docs/plan-time.md): {seconds:.3f} s a step, {plan['tokens_per_second']:,.0f} tokens/s, "
-        f"MFU {plan['mfu']:.1%}",
+        f"arithmetic: {flops / 1e15:,.2f} PFLOP per step, {flops / devices / 1e12:,.2f} TFLOP per device{muon}",
+        *([f"bubble: {plan['bubble']:.1%} of the pipeline's time"] if plan["mesh"]["pipe"] > 1 else []),
+        f"predicted (docs/plan-time.md): {seconds:.3f} s per step, "
+        f"{plan['tokens_per_second']:,.0f} tokens/s, MFU {plan['mfu']:.1%}",
         f"  of it {', '.join(parts)}",
     ]

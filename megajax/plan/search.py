@@ -269,9 +269,9 @@ def _nothing(
         shown = (key for key in VARIED if not any(axis in key for axis in {*OPTIONAL_AXES} - {*least.mesh.shown}))
         flags = " ".join(as_flag(key, attrgetter(key)(least)) for key in shown)
         return UserError(
-            f"--devices {devices} --gpu {machine.name}: no configuration fits in memory; the smallest ({flags}) needs "
-            f"{size / GIB:.1f} GiB of the {machine.usable / GIB:.1f} GiB that a program can have; valid: more "
-            "--devices, another --gpu, a smaller model or batch"
+            f"--devices {devices} --gpu {machine.name}: no configuration fits in memory; the smallest "
+            f"({flags}) needs {size / GIB:.1f} GiB of the {machine.usable / GIB:.1f} GiB usable; "
+            "valid: more --devices, another --gpu, a smaller model or batch"
         )
     for base in _on_meshes(config, devices, kept):
         for each in itertools.islice(_of_mesh(base, kept), 1):
@@ -283,9 +283,10 @@ def _nothing(
     stays = "".join(f" {as_flag(key, attrgetter(key)(config))}" for key in VARIED if key in kept)
     rows = " x ".join(f"--mesh.{axis}" for axis in ROW_AXES if axis != EXPERT or model.num_experts)
     return UserError(
-        f"--devices {devices}{stays}: no mesh of so many; {rows} has to divide --train.global-batch {batch}, "
-        f"--mesh.pipe at most --model.num-layers {model.num_layers}, --mesh.tensor divide --model.num-heads "
-        f"{model.num_heads}, --model.mlp-size {model.mlp_size} and the padded vocabulary of "
+        f"--devices {devices}{stays}: no valid mesh of that size; {rows} has to divide "
+        f"--train.global-batch {batch}, --mesh.pipe at most --model.num-layers "
+        f"{model.num_layers}, --mesh.tensor divide --model.num-heads {model.num_heads}, "
+        f"--model.mlp-size {model.mlp_size} and the padded vocabulary of "
         f"{model.padded_vocab_size}; valid: such as {_nearest(config, devices, kept)}"
     )
 

@@ -61,7 +61,7 @@ def check_apart(output: str, inputs: Iterable[tuple[str, Path]], folders: Iterab
         folder = resolved(file.parent)
         for place in [folder / file.name, *([file.resolve()] if file.is_symlink() else [])]:
             if inside := around(place if file.is_dir() else place.parent)[0]:
-                raise UserError(f"{name} {file} lies in {inside}, which megajax removes; valid: a copy of it elsewhere")
+                raise UserError(f"{name} {file} lies in {inside}, which megajax deletes; valid: a copy of it elsewhere")
             if clash := written.get(place) or written.get(_identity(file)) or around(place.parent)[1]:
                 problem = f"{clash} is {name} {file} itself, or holds it"
                 raise UserError(f"--output {output}: {problem}; valid: another PREFIX")

@@ -49,8 +49,8 @@ def make_plan(task: Task, files: TextFiles) -> dict[str, Any]:
             WordPieces.of(loaded, f"--tokenizer {given}")
     elif task.options.split_sentences and given == "bpe":
         raise UserError(
-            "--split-sentences with --tokenizer bpe: BERT needs pieces of words; valid: --tokenizer wordpiece, or a "
-            "folder with vocab.txt"
+            "--split-sentences with --tokenizer bpe: BERT needs WordPiece; valid: --tokenizer "
+            "wordpiece, or a folder with vocab.txt"
         )
     inputs = [("INPUT", file) for file in files.files if isinstance(file, Path)]
     inputs += [("--decontaminate", file) for file in tests if isinstance(file, Path)]
@@ -85,7 +85,9 @@ def claimed(work: WorkFolder, plan: dict[str, Any], overwrite: bool) -> Iterator
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UserError(f"{output}: another process is preparing it; valid: wait, or another PREFIX") from None
+            raise UserError(
+                f"{output}: another process is preparing it; valid: wait for it, or another PREFIX"
+            ) from None
         with work.writable(work.folder):
             temporary.mark(work.folder)
         if overwrite:
@@ -101,8 +103,8 @@ def claimed(work: WorkFolder, plan: dict[str, Any], overwrite: bool) -> Iterator
                 file.write(json.dumps(plan).encode())
         elif read_json(work / "plan.json") != plan:
             raise UserError(
-                f"{output}: {work.folder} holds an interrupted preparation of other input or with other options; "
-                "valid: the same again, or --overwrite"
+                f"{output}: {work.folder} holds an interrupted preparation of other input or with other "
+                "options; valid: the same command, or --overwrite"
             )
         try:
             yield resumed

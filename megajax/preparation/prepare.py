@@ -86,8 +86,9 @@ def _run(task: Task, files: TextFiles, work: WorkFolder, workers: int, resumed: 
             counts = np.bincount(corpus.rule, minlength=len(RULES) + 1)
             dropped = ", ".join(f"{counts[rule]} {name}" for rule, name in RULES.items() if counts[rule])
             raise UserError(
-                f"INPUT: none of the {len(corpus)} documents is left: {dropped}; --min-tokens {options.min_tokens} "
-                "drops shorter ones; valid: less, longer text, or --duplicates and --decontaminate-how that drop less"
+                f"INPUT: none of the {len(corpus)} documents is left: {dropped}; valid: a lower "
+                f"--min-tokens than {options.min_tokens}, longer documents, or a milder --duplicates or "
+                "--decontaminate-how"
             )
         begin_writing(work)
         digests = _write(task.output, corpus, tokenizer, options.split_sentences)

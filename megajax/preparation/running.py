@@ -47,7 +47,7 @@ def worker_map(count: int) -> Iterator[Map]:
             while running:
                 yield running.popleft().result()
         except BrokenProcessPool:
-            raise RunError("a worker process ended by itself (out of memory?); the same command goes on") from None
+            raise RunError("a worker process died (out of memory?); rerun the command to resume") from None
 
     stopped = False
     try:

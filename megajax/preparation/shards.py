@@ -45,7 +45,7 @@ def opened(file: Path) -> Iterator[IO[bytes]]:
         raise
     except (OSError, *_DAMAGED, zlib.error, zipfile.BadZipFile) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "damaged"
-        raise GoesOn(f"{file}: {reason}; valid: --overwrite, which begins the preparation anew") from None
+        raise GoesOn(f"{file}: {reason}; valid: --overwrite, which starts over") from None
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class WorkFolder:
             yield
         except OSError as error:
             problem = f"{path} cannot be written: {error.strerror}"
-            valid = "valid: a writable place with room; the same command goes on"
+            valid = "valid: a writable place with free space; rerun the command to resume"
             raise GoesOn(f"--output {self.output}: {problem}; {valid}") from None
 
     def _file(self, stage: str, shard: int, suffix: str) -> Path:

@@ -80,17 +80,18 @@ def check_memory(program: Program, *, training: bool, rows: int = 0) -> None:
     kept = kept_bytes(layout)
     parts = kept if training else {"weights": kept["weights"]}
     if training and program.schedule.deferral is not None:
-        parts["factors that wait"] = program.schedule.num_factor_slots * factor_bytes(program)
+        parts["factors of deferred weight gradients"] = program.schedule.num_factor_slots * factor_bytes(program)
     parts |= _microbatch_bytes(program, rows, every_layer=training and config.train.remat != "stage")
     devices = [device for device in program.mesh.devices.flat if device.process_index == jax.process_index()]
     there = _device_bytes(devices)
     if sum(parts.values()) > there:
         model, needed = config.model, ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size > 2**26)
         raise UserError(
-            f"--model.num-layers {model.num_layers}, --model.hidden-size {model.hidden_size}, --model.vocab-size "
-            f"{model.vocab_size}, --model.sequence-length {model.sequence_length} and --train.microbatch "
-            f"{config.train.microbatch} need {_gib(sum(parts.values()))} on each of {len(devices)} devices ({needed}), "
-            f"which have {_gib(there)}; valid: less, or more devices"
+            f"--model.num-layers {model.num_layers}, --model.hidden-size {model.hidden_size}, "
+            f"--model.vocab-size {model.vocab_size}, --model.sequence-length {model.sequence_length} "
+            f"and --train.microbatch {config.train.microbatch} need {_gib(sum(parts.values()))} on "
+            f"each of {len(devices)} devices ({needed}), which have {_gib(there)}; valid: use a "
+            "smaller model or more devices"
         )
 
 
@@ -110,7 +111,7 @@ def _microbatch_bytes(program: Program, rows: int, every_layer: bool) -> dict[st
     predicted = max(math.prod(shapes[name]) for name in program.form.targets.values()) // config.mesh.context
     return {
         "activations": layers * here * model.hidden_size * width,
-        "scores of attention": scores,
+        "attention scores": scores,
         "logits": predicted * model.padded_vocab_size // split * width if model.head == "pretraining" else 0,
     }
 

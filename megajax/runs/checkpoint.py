@@ -59,7 +59,7 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             step_folders.clear(self.folder)
         except OSError as error:
-            raise UserError(f"{self.folder}: {error.strerror}; valid: a writable place with room") from None
+            raise UserError(f"{self.folder}: {error.strerror}; valid: a writable place with free space") from None
         self._losses = validation_losses(self.folder.parent)
 
     def steps(self) -> list[int]:
@@ -124,7 +124,7 @@ class Checkpoints:
             return
         self.saved, self._failures, self._problem = write.step, 0, ""
         if write.problem:
-            self._news.append(f"the checkpoint of step {write.step} was written at the second try; {write.problem}")
+            self._news.append(f"the checkpoint of step {write.step} was written on the second attempt; {write.problem}")
 
     def _failed(self, step: int, why: str) -> None:
         self._failures += 1
@@ -145,7 +145,7 @@ class Checkpoints:
         except OSError as error:
             return in_one_line(error)
         if free < needed:
-            return f"{self.folder} has {free / 1e6:.0f} MB free, and it takes {needed / 1e6:.0f} MB"
+            return f"{self.folder} has {free / 1e6:.0f} MB free, but a checkpoint takes {needed / 1e6:.0f} MB"
         return ""
 
     def _retire(self) -> None:
@@ -164,9 +164,9 @@ class Checkpoints:
         canonical = self._read(step, targets if kept else dataclasses.replace(targets, average=None))
         if wanted and not kept:
             canonical = dataclasses.replace(canonical, average=layout.trained(canonical.params))
-            self.average_news = f"the average of the weights (--train.ema) begins with those of step {step}"
+            self.average_news = f"the weight average (--train.ema) starts from the weights of step {step}"
         elif kept and not wanted:
-            self.average_news = f"the average of the weights of step {step} ends here (--train.ema 0)"
+            self.average_news = f"the weight average is dropped after step {step} (--train.ema 0)"
         state = self._transfer.to_devices(canonical)
         self.saved = step
         return state
@@ -238,7 +238,7 @@ class Checkpoints:
                         step_folders.set_aside(self.folder, step)
                     except OSError as error:
                         problem = in_one_line(error)
-                        raise UserError(f"{self.folder}: {problem}; valid: a writable place with room") from None
+                        raise UserError(f"{self.folder}: {problem}; valid: a writable place with free space") from None
 
         on_first_process(rename)
 
@@ -246,7 +246,7 @@ class Checkpoints:
 def choose_step(run_dir: Path, steps: list[int], wanted: str) -> int:
     """The step that `latest`, `best` (lowest validation loss) or a number means."""
     if not steps:
-        raise UserError(f"{run_dir} holds no checkpoint; valid: the run directory of a training that wrote one")
+        raise UserError(f"{run_dir} holds no checkpoint; valid: the directory of a run that wrote one")
     if wanted == "latest":
         return steps[-1]
     if wanted == "best":

@@ -43,7 +43,9 @@ class RunData:
         shares = train.blend.shares if isinstance(train, BlendedSamples) else [1.0]
         for corpus, samples, share in zip(self.corpora, parts, shares, strict=True):
             report = corpus.report
-            skipped = f", {report.skipped_files} files skipped that are not UTF-8" if report.skipped_files else ""
+            skipped = (
+                f", {report.skipped_files} files skipped because they are not UTF-8" if report.skipped_files else ""
+            )
             alone = f", {report.single_sentence_documents:,} of them of one sentence" if report.sentences else ""
             sentences = f"{report.sentences:,} sentences of " if report.sentences else ""
             full = " of the full batch" if config.train.ramp_start else ""
@@ -165,10 +167,11 @@ def _shared_tokenizer(config: Config, folder: Path, parts: list[tuple[str, str]]
     for place, tokenizer in found.items():
         first = next(iter(found))
         if tokenizer != found[first]:
-            raise UserError(f"{place} is not the tokenizer in {first}; valid: corpora of one tokenizer")
+            raise UserError(f"{place} differs from the tokenizer in {first}; valid: corpora with the same tokenizer")
     for path, flag in flags.items():
         if not found and not prepared_prefix(path):
             raise UserError(
-                f"{flag}: {path} is text, for which all corpora need one tokenizer; valid: --tokenizer.path with it"
+                f"{flag}: {path} is text, and all corpora must share one tokenizer; valid: "
+                "--tokenizer.path with that tokenizer"
             )
     return next(iter(found.values()), None)

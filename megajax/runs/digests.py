@@ -52,7 +52,7 @@ class Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint; `OSError` or `ValueError` if it cannot be read or is damaged."""
     if not (folder / "state").is_dir():
-        raise ValueError("it is no checkpoint")
+        raise ValueError("it is not a checkpoint")
     content = read_json(folder / MANIFEST)
     try:
         if type(content["format"]) is int and content["format"] > FORMAT:
@@ -78,7 +78,7 @@ def problem_of(folder: Path, manifest: Manifest) -> str:
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size} bytes, not {size} as it was written"
+            return f"{name} has {file.stat().st_size} bytes instead of the {size} that were written"
 
     def is_same(name: str) -> bool:
         try:
@@ -88,14 +88,14 @@ def problem_of(folder: Path, manifest: Manifest) -> str:
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
         same = zip(manifest.files, threads.map(is_same, manifest.files), strict=True)
-        return next((f"{name} has other bytes than were written" for name, found in same if not found), "")
+        return next((f"{name} was changed since it was written" for name, found in same if not found), "")
 
 
 def no_file(folder: Path, manifest: Manifest) -> str:
     """The first place of a checkpoint's file where something else stands, such as a named pipe, for which who opens it
     waits; empty without one."""
     places = ((name, folder / name) for name in manifest.files)
-    return next((f"{name} is no file" for name, at in places if os.path.exists(at) and not at.is_file()), "")
+    return next((f"{name} is not a file" for name, at in places if os.path.exists(at) and not at.is_file()), "")
 
 
 def _size_and_digest(file: Path) -> list[Any]:

@@ -40,21 +40,23 @@ def check_claim(run_dir: Path, config: Config) -> None:
     never = "--resume never, but " if config.resume == "never" else ""
     if there and number is None:
         raise UserError(
-            f"{never}{place} is not empty and holds no run, but {there[0]}; valid: an empty or new folder, or that of "
-            "an earlier run"
+            f"{never}{place} is not empty and holds {there[0]} instead of a run; valid: an empty or "
+            "new folder, or an earlier run"
         )
     if there and never:
-        raise UserError(f"{never}{place} is not empty, it holds a run; valid: a new --run-dir, or --resume auto")
+        raise UserError(f"{never}{place} already holds a run; valid: a new --run-dir, or --resume auto")
     if number is not None:
         check_format(number, place)
         check_entries(run_dir)
     steps = named(run_dir / "checkpoints")
     if config.resume == "must" and not steps:
-        valid = "valid: the folder of an earlier run"
+        valid = "valid: the directory of an earlier run"
         raise UserError(f"--resume must, but --run-dir {run_dir} has no checkpoint; {valid}")
     if steps:
         if not (run_dir / "config.toml").is_file():
-            raise UserError(f"{place} has checkpoints but no config.toml; valid: a whole run directory, or a new one")
+            raise UserError(
+                f"{place} has checkpoints but no config.toml; valid: a complete run directory, or a new one"
+            )
         _check_same_run(run_dir, config, trained=max(steps) > 0)
 
 
@@ -117,15 +119,16 @@ def _check_same_run(run_dir: Path, config: Config, trained: bool) -> None:
         raise UserError(f"--run-dir {run_dir} holds a run with {before}, not {now}; valid: the same order of samples")
     if trained and MAIN_DTYPE[earlier.precision] != MAIN_DTYPE[config.precision]:
         raise UserError(
-            f"--precision {config.precision}: --run-dir {run_dir} holds a run in {earlier.precision}; valid: that"
+            f"--precision {config.precision}: --run-dir {run_dir} holds a run in {earlier.precision}; "
+            f"valid: {earlier.precision}"
         )
     _check_not_narrower(config, earlier, f"--run-dir {run_dir}")
     has_tokenizer = trained or config.tokenizer.path or is_tokenizer_folder(run_dir / "data" / "tokenizer")
     paths = [source.path for source in config.data.sources] or [config.data.path]
     if not has_tokenizer and not all(map(prepared_prefix, paths)):
         raise UserError(
-            f"--tokenizer.path missing: the weights in {run_dir} were imported without a tokenizer, and text needs "
-            "theirs; valid: its folder, or a tokenized dataset as --data.path"
+            f"--tokenizer.path missing: the weights in {run_dir} were imported without a tokenizer; "
+            "valid: the folder of their tokenizer, or a tokenized dataset as --data.path"
         )
     _check_origin(run_dir, config.init, earlier.init)
 
@@ -137,8 +140,8 @@ def _check_origin(run_dir: Path, init: str, earlier: str) -> None:
     imported = (run_dir / IMPORTED).is_file()
     origin = f"--init {earlier}" if earlier else f"{'imported' if imported else 'fresh'} weights"
     raise UserError(
-        f"--init {init}: --run-dir {run_dir} holds a run that began with {origin}; valid: without --init, or another "
-        "--run-dir"
+        f"--init {init}: --run-dir {run_dir} holds a run that started from {origin}; valid: "
+        "without --init, or another --run-dir"
     )
 
 

@@ -42,8 +42,8 @@ def check_first_weights(config: Config) -> None:
         check_init(config)
     elif config.lora.rank:
         raise UserError(
-            f"--lora.rank {config.lora.rank} without --init: fresh weights would be frozen; valid: --init with the run "
-            "whose weights get adapters, or --lora.rank 0"
+            f"--lora.rank {config.lora.rank} without --init: LoRA would freeze random weights; valid: "
+            "--init with the run to adapt, or --lora.rank 0"
         )
 
 
@@ -65,7 +65,7 @@ def check_init(config: Config) -> None:
         ours = ", ".join(str(getattr(model, name)) for name in differ)
         raise UserError(f"--init {run_dir} holds a model with {has}, not {ours}; valid: {flags}, or another run")
     if not complete(run_dir / "checkpoints"):
-        raise UserError(f"--init {run_dir} holds no checkpoint; valid: the run directory of a training that wrote one")
+        raise UserError(f"--init {run_dir} holds no checkpoint; valid: the directory of a run that wrote one")
 
 
 def init_tokenizer(config: Config) -> Tokenizer | None:
@@ -80,7 +80,8 @@ def named_or_init_tokenizer(config: Config) -> Tokenizer | None:
     theirs = init_tokenizer(config) if config.init else None
     if given and theirs and given != theirs:
         raise UserError(
-            f"--tokenizer.path {config.tokenizer.path}: not the tokenizer of --init {config.init}; valid: that, or none"
+            f"--tokenizer.path {config.tokenizer.path}: not the tokenizer of --init {config.init}; "
+            "valid: that one, or none"
         )
     return given or theirs
 
@@ -93,7 +94,9 @@ def keep_init_tokenizer(config: Config, folder: Path) -> None:
     elif is_tokenizer_folder(folder / "tokenizer") or has_run_data(config, folder):
         return
     elif config.data.path and not config.tokenizer.path and not prepared_prefix(config.data.path):
-        raise UserError(f"--init {config.init} has no tokenizer; valid: --tokenizer.path with that of its weights")
+        raise UserError(
+            f"--init {config.init} has no tokenizer; valid: --tokenizer.path with the tokenizer of its weights"
+        )
 
 
 def keep_tokenizer(tokenizer: Tokenizer, config: Config, folder: Path, source: str, valid: str) -> None:
@@ -167,7 +170,7 @@ def first_or_newest_state(checkpoints: Checkpoints, program: Program, run_dir: P
     with phase("preparing the state"):
         state, step, damaged = checkpoints.restore_newest()
         for message in damaged:
-            say(f"damaged checkpoint, the one before it is used: {message}")
+            say(f"damaged checkpoint, falling back to the one before it: {message}")
         if state is None:
             state, origin = first_state(program)
             if program.config.init or not program.config.pretrains:

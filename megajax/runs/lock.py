@@ -99,7 +99,7 @@ class RunLock:
                 if abandoned and (taken := self._take_over()) is not None:
                     return self._hold(taken)
             except OSError as error:
-                valid = "a writable place with room"
+                valid = "a writable place with free space"
                 raise UserError(f"--run-dir {self._run_dir}: {error.strerror}; valid: {valid}") from None
             if not announced and not dead:
                 announced, after = True, f"taken over if it is not touched for {ABANDONED_AFTER:.0f} s"
@@ -109,7 +109,7 @@ class RunLock:
     def check(self) -> None:
         """Check that the lock, if it was taken, is still held: `RunError` if it or the run directory is gone."""
         if self._held is not None and not self._is(self._held):
-            raise RunError(f"{self._file} is gone or of another process, so this one must not write there any more")
+            raise RunError(f"{self._file} is gone or belongs to another process, so this process stops writing there")
 
     def release(self) -> None:
         """Remove the lock, if it is held."""

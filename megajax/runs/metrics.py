@@ -23,13 +23,13 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
                 if (record := _record(line)) is not None:
                     records.append(record)
                 elif line.endswith(b"\n") and (broken := broken + 1) > _BROKEN:
-                    raise UserError(f"{file}: more than {_BROKEN} of its lines hold no figures of a run; {_ADVICE}")
+                    raise UserError(f"{file}: more than {_BROKEN} of its lines are not metrics of a run; {_ADVICE}")
     except reading.TooLong as error:
         raise UserError(f"{file}: {error}; {_ADVICE}") from None
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}; {_ADVICE}") from None
     if broken and not records:
-        raise UserError(f"{file}: holds no figures of a run; {_ADVICE}")
+        raise UserError(f"{file}: contains no metrics of a run; {_ADVICE}")
     return records
 
 
@@ -50,7 +50,7 @@ def is_of_dev(record: dict[str, Any]) -> bool:
     return any(name.startswith(DEV) for name in record)
 
 
-_ADVICE = "valid: the metrics.jsonl of a run, or none"
+_ADVICE = "valid: the metrics.jsonl of a run, or no file"
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

@@ -62,7 +62,7 @@ def check_outside_runs(path: Path, name: str) -> None:
     place = path.parent.resolve() / path.name
     for run_dir in place.parents:
         if is_marked(run_dir):
-            raise UserError(f"{name} {path} lies in {run_dir}, which megajax removes; valid: a place outside")
+            raise UserError(f"{name} {path} lies in {run_dir}, which megajax deletes; valid: a place outside")
         entry = place.relative_to(run_dir).parts[0]
         if entry.partition(".partial")[0] in _ENTRIES and marked_format(run_dir) is not None:
             raise UserError(

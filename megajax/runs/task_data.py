@@ -80,8 +80,8 @@ def open_task_data(config: Config, folder: Path) -> TaskData:
     for name, entries in (("train", train), ("dev", dev)):
         if not isinstance(before, dict) or before.get(name) != _digest(entries):
             raise UserError(
-                f"--data.{name}: other records than when the run began (see {folder / _REPORT}); valid: the same "
-                "files, or another --run-dir"
+                f"--data.{name}: the records have changed since the run began (see {folder / _REPORT}); "
+                "valid: the same files, or another --run-dir"
             )
     tokenizer = load_tokenizer(folder / "tokenizer")
     _check_size(config, tokenizer)
@@ -111,7 +111,9 @@ def _tokenizer(config: Config, train: Sequence[Record]) -> Tokenizer:
     """The tokenizer of `--init`, else the given one, else one that is trained on the training records."""
     tokenizer = named_or_init_tokenizer(config)
     if tokenizer is None and config.init:
-        raise UserError(f"--init {config.init} has no tokenizer; valid: --tokenizer.path with that of its weights")
+        raise UserError(
+            f"--init {config.init} has no tokenizer; valid: --tokenizer.path with the tokenizer of its weights"
+        )
     if tokenizer is None:
         texts = list(itertools.chain.from_iterable(map(_texts, train)))
         part = training_part(texts, sum(map(len, texts)))

@@ -84,12 +84,12 @@ def weights_in_parts(layout: StateLayout, run_dir: Path, step: str) -> tuple[Cal
 def _note_average(checkpoints: Checkpoints, run_dir: Path, step: int) -> None:
     """Say on standard error if the weights that are read are averages."""
     if checkpoints.averaged(step) and is_first_process():
-        note = "the weights are their average over the steps (train.ema); --weights trained: the last ones"
+        note = "using the averaged weights (train.ema); --weights trained selects the latest ones"
         print(f"{run_dir}: {note}", file=sys.stderr)
 
 
 @contextlib.contextmanager
-def reported_damage(message: str = "damaged checkpoint: {}; another can be chosen by --step") -> Iterator[None]:
+def reported_damage(message: str = "damaged checkpoint: {}; choose another with --step") -> Iterator[None]:
     """In the block a damaged checkpoint is a `RunError`."""
     try:
         yield
@@ -103,10 +103,10 @@ def check_run(run_dir: Path, flag: str = "--checkpoint") -> None:
     if not reading.is_file(run_dir / "config.toml"):
         if reading.is_file(run_dir / "config.json"):
             raise UserError(
-                f"{flag} {run_dir}: a model in Hugging Face's format; valid: the RUN that `megajax convert import-hf "
-                f"{run_dir} RUN` makes of it"
+                f"{flag} {run_dir}: a model in the Hugging Face format; valid: the RUN made by `megajax "
+                f"convert import-hf {run_dir} RUN`"
             )
-        raise UserError(f"{flag} {run_dir}: no config.toml there; valid: the run directory of a training")
+        raise UserError(f"{flag} {run_dir}: no config.toml found; valid: the directory of a training run")
     check_format(marked_format(run_dir) or 1, f"{flag} {run_dir}")
 
 
@@ -138,7 +138,7 @@ def run_tokenizer(run_dir: Path, config: Config) -> Tokenizer:
     """The tokenizer that a run was trained with."""
     folder = run_dir / "data" / "tokenizer"
     if not reading.kind(folder):
-        raise UserError(f"--checkpoint {run_dir} has no tokenizer for text; valid: a run with {folder}")
+        raise UserError(f"--checkpoint {run_dir} has no tokenizer; valid: a run with {folder}")
     tokenizer, most = corpus_tokenizer(run_dir / "data"), config.model.vocab_size
     if tokenizer.size > most:
         has = f"the tokenizer in {folder} has {tokenizer.size} ids"

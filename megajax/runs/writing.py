@@ -159,7 +159,7 @@ class Write:
                 return True
             late = self._deadline is not None and time.monotonic() > self._deadline
             if late or any(self._word(process, False).exists() for process in processes):
-                self.problem = self.problem or "another process could not write its part"
+                self.problem = self.problem or "another process could not write its share"
                 return False
             time.sleep(_POLL)
         return self._others
@@ -184,7 +184,7 @@ class Write:
         try:
             step_folders.clear(self._folder, self.step)
         except OSError as error:
-            self.problem = f"{self.problem}; what was written cannot be removed: {in_one_line(error)}"
+            self.problem = f"{self.problem}; the partial checkpoint cannot be removed: {in_one_line(error)}"
 
 
 @dataclass

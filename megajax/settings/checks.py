@@ -30,12 +30,13 @@ def check_values(config: Config) -> None:
     _check_length(config)
     _check_ramp(config)
     if config.data.reset_attention and not family.continues_text:
-        why = ", whose samples are of one document each"
+        why = ", whose samples are single documents"
         raise _conflict(config, "data.reset_attention", "model.family", why=why, valid="--no-data.reset-attention")
     if optimizer.ends_decay and optimizer.decay_steps and optimizer.warmup_steps > optimizer.decay_steps:
         raise UserError(
             f"--optimizer.warmup-steps {optimizer.warmup_steps} is more than --optimizer.decay-steps "
-            f"{optimizer.decay_steps}, which includes it; valid: at most {optimizer.decay_steps}"
+            f"{optimizer.decay_steps}, which includes the warm-up; valid: at most "
+            f"{optimizer.decay_steps}"
         )
     check_read(optimizer, "optimizer")
     check_cooldown(optimizer)
@@ -78,7 +79,7 @@ def _all_given(config: Config, keys: Sequence[str]) -> bool:
     missing = [option.flag for option in known if attrgetter(option.key)(config) == option.default]
     if 0 < len(missing) < len(known):
         flags = ", ".join(option.flag for option in known)
-        raise UserError(f"{' and '.join(missing)} missing; valid: {flags} together, or none of them")
+        raise UserError(f"{' and '.join(missing)} missing; valid: all of {flags}, or none of them")
     return not missing
 
 
@@ -115,7 +116,8 @@ def _check_length(config: Config) -> None:
     train, optimizer = config.train, config.optimizer
     if not train.steps and not train.epochs:
         raise UserError(
-            f"--train.steps 0, so that nothing says when training ends; valid: 1 to {MOST}, or --train.epochs"
+            "--train.steps 0 without --train.epochs, so training would never end; valid: 1 to "
+            f"{MOST}, or --train.epochs"
         )
     if optimizer.warmup_steps and optimizer.warmup_fraction:
         raise UserError("--optimizer.warmup-steps and --optimizer.warmup-fraction are both given; valid: one of them")

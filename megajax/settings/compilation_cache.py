@@ -31,7 +31,7 @@ def keep_compiled(config: Config) -> None:
     problem = "" if folder is None else _problem(folder)
     if folder is None or problem or not _loads_compiled():
         if named and problem:
-            print(f"warning: --compilation-cache {named}: {problem}; what is compiled is not kept", file=sys.stderr)
+            print(f"warning: --compilation-cache {named}: {problem}; compiled programs are not cached", file=sys.stderr)
         jax.config.update("jax_compilation_cache_dir", None)
         return
     for text in "Error reading persistent compilation", "Error writing persistent compilation", "Cache value for key":

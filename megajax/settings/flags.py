@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
 
     def add_weights(self) -> None:
         """Add `--weights`, which gives `train.ema` of the run's configuration another value."""
-        what = "of a run with train.ema: the average of the weights, or those that were trained"
+        what = "for a run with train.ema: the averaged weights, or the latest ones"
         self.add_argument("--weights", choices=("ema", "trained"), default="ema", help=f"{what} [ema]")
 
     def parse_args(self, argv: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
@@ -75,10 +75,10 @@ class Parser(argparse.ArgumentParser):
         args, unknown = self.parse_known_args(argv, namespace)
         flags = [word.partition("=")[0] for word in unknown if word.startswith("-") and word != "-"]
         if flags:
-            near = nearest(flags[0], self._option_string_actions, "valid: those of --help")
+            near = nearest(flags[0], self._option_string_actions, "valid: the flags in --help")
             raise UserError(f"{flags[0]}: unknown flag; {near}")
         if unknown:
-            raise UserError(f"{unknown[0]!r} is one argument too many; valid: {self.usage}")
+            raise UserError(f"{unknown[0]!r} is an unexpected argument; valid: {self.usage}")
         return args
 
     def error(self, message: str) -> NoReturn:
@@ -163,9 +163,9 @@ def read_command(argv: Sequence[str], description: str, prog: str) -> Given:
     preset if one is named first, and exits with code 0."""
     parser = Parser(description, f"{prog} PRESET [--flag value ...]")
     values = parser.add_preset(argv)
-    printing = "print the configuration as a preset, every value with where it is from, and end"
+    printing = "print the resolved configuration as a preset, with the origin of every value, and exit"
     parser.add_argument("--print-config", action="store_true", help=printing)
-    trying = "check, read the data, plan the memory and compile, but train and keep nothing"
+    trying = "check everything, read the data, plan memory and compile, but train nothing and keep nothing"
     parser.add_argument("--dry-run", action="store_true", help=trying)
     parser.add_config_flags(values=values)
     args = parser.parse_args(argv)
@@ -186,7 +186,7 @@ def print_left_out(given: Given, config: Config) -> None:
     preset, left_out = given.preset, given.preset.left_out
     unused = []
     if left_out.get("run_dir") and "run_dir" not in given.overrides:
-        unused.append(f"{config.run_dir} is used, not its run_dir {left_out['run_dir']}")
+        unused.append(f"{config.run_dir} is used instead of its run_dir {left_out['run_dir']}")
     if left_out.get("simulate_devices") and "simulate_devices" not in given.overrides:
         unused.append(f"its --simulate-devices {left_out['simulate_devices']} is not used")
     if unused and config.distributed.process_id <= 0:

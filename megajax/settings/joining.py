@@ -33,7 +33,7 @@ def find_others(config: Config) -> None:
         with contextlib.suppress(AttributeError):
             jax.config.update(name, value)
     where = f"--distributed.coordinator {cluster.coordinator}" if cluster.coordinator else "the cluster's environment"
-    valid = "valid: an address that all of them reach, and as many processes as were announced"
+    valid = "valid: an address that all processes can reach, and exactly the announced number of processes"
     late = f"{where}: the processes did not find each other within {START_PATIENCE:.0f} s; {valid}"
     waiting = f"{where}: waiting for the other processes, at most {START_PATIENCE:.0f} s"
     # JAX's own patience would abort the process.
@@ -70,7 +70,7 @@ def _relayed(coordinator: str) -> str:
     def lost() -> None:
         # Whoever waits for a collective hears of it, too, and knows the step.
         time.sleep(LOST_AFTER)
-        _end("lost process 0, which was killed or ended first; the same command goes on from the newest checkpoint")
+        _end("lost process 0, which was killed or ended first; rerun the command to resume from the newest checkpoint")
 
     return Relay(host.strip("[]"), int(port), lost).address
 

@@ -93,8 +93,9 @@ def _simulate(count: int) -> None:
         there = jax.device_count() if jax.default_backend() == "cpu" else 0
         if there != count:
             raise UserError(
-                f"--simulate-devices {count}: JAX was used before in this process, with {there} CPU devices; valid: "
-                "asking for them before anything else uses JAX (in a notebook after a restart)"
+                f"--simulate-devices {count}: JAX was used before in this process, with {there} CPU "
+                "devices; valid: request them before anything else uses JAX (in a notebook, after a "
+                "restart)"
             )
         return
     jax.config.update("jax_platforms", "cpu")

@@ -74,4 +74,4 @@ def nearest(unknown: str, valid: Collection[str], otherwise: str) -> str:
         found = found if "--train.steps" in valid else ""  # of a command that takes one
     elif flag not in valid:
         found = found.replace(flag, key, 1) if key in valid else ""
-    return f"here it is {found}" if found else suggest(unknown, valid, otherwise)
+    return f"megajax calls it {found}" if found else suggest(unknown, valid, otherwise)

@@ -95,8 +95,7 @@ def _with_bases(name_or_file: str) -> list[_File]:
         if seen[-1] in seen[:-1]:
             circle = [file.place for file in files[seen.index(seen[-1]) :]]
             raise UserError(
-                f"{where} goes in a circle: {' -> '.join([*circle, place])}; valid: a preset that is not based on this "
-                "one"
+                f"{where} forms a cycle: {' -> '.join([*circle, place])}; valid: a preset that is not based on this one"
             )
         files.append(_read(place, content))
     return files

@@ -104,8 +104,8 @@ def check_context(config: Config) -> None:
         if context_way(config.model, config.mesh.sizes) == "window":
             raise UserError(
                 f"--mesh.pipe {config.mesh.pipe} with --mesh.context {context} and --model.sliding-window "
-                f"{config.model.sliding_window}, whose keys come from the device before; valid: --mesh.pipe 1, or "
-                "--model.context-attention heads where the heads can be divided"
+                f"{config.model.sliding_window}, whose keys come from the previous device; valid: "
+                "--mesh.pipe 1, or --model.context-attention heads where the heads can be divided"
             )
     pieces = 2 * context * (tensor if config.sequence_parallel else 1)
     if context == 1 or length % pieces == 0:
@@ -122,7 +122,9 @@ def _check_experts(config: Config) -> None:
     """That the devices of an expert group can share the experts."""
     model, expert = config.model, config.mesh.expert
     if expert > 1 and not model.num_experts:
-        raise UserError(f"--mesh.expert {expert} of a model without experts; valid: 1, or a --model.num-experts")
+        raise UserError(
+            f"--mesh.expert {expert} with a model without experts; valid: 1, or a model with --model.num-experts"
+        )
     if model.num_experts % expert:
         raise UserError(
             f"--mesh.expert {expert} does not divide --model.num-experts {model.num_experts}; valid: "
@@ -130,8 +132,7 @@ def _check_experts(config: Config) -> None:
         )
     if model.num_experts and config.train.remat == "stage":
         raise UserError(
-            "--train.remat stage with experts, whose choice it would compute a second time; valid: none, selective or "
-            "layer"
+            "--train.remat stage with experts, which would route tokens twice; valid: none, selective or layer"
         )
 
 
@@ -143,8 +144,8 @@ def validate_mesh(config: Config, num_devices: int) -> None:
         each = -(-mesh.num_devices // max(1, config.distributed.num_processes))  # per process
         simulated = "" if options(Config)["simulate_devices"].problem(each) else f", or --simulate-devices {each}"
         raise UserError(
-            f"{mesh.flags()} needs {mesh.num_devices} devices, there are {num_devices}; "
-            f"valid: sizes whose product is {num_devices}{simulated}"
+            f"{mesh.flags()} needs {mesh.num_devices} devices, but there are {num_devices}; valid: "
+            f"sizes whose product is {num_devices}{simulated}"
         )
     heads, by_heads = model.num_heads // mesh.tensor, model.context_attention == "heads"
     if by_heads and mesh.context > 1 and heads % mesh.context and model.num_heads % mesh.tensor == 0:

@@ -140,7 +140,7 @@ def check_predictions(path: str, records: Sequence[Record]) -> None:
     """Check that predictions for records can be written."""
     check_place(path, "--predictions")
     if os.path.lexists(path):
-        raise UserError(f"--predictions {path} is there already; valid: a name that nothing has")
+        raise UserError(f"--predictions {path} already exists; valid: a new name")
     names = set()
     for record in records:
         if record.name in names:

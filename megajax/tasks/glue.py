@@ -50,12 +50,12 @@ def read_glue(file: TaskFile) -> None:
         if line in (b"\n", b"\r\n"):
             continue
         if (count := line.count(b"\t") + 1) != len(header):
-            valid = f"{len(header)}, as the first line has"
+            valid = f"{len(header)}, as in the first line"
             if count < len(header) and not line.endswith(b"\n"):
                 raise_cut_off(place)
             if not form.cut_rows:
                 raise UserError(f"{place}: {count} columns; valid: {valid}")
-            records.note("rows with another number of columns, skipped", place, valid)
+            records.note("rows with a wrong number of columns, skipped", place, valid)
             continue
         cells: dict[str | None, str] = dict(zip(header, _cells(line, place), strict=True))
         label = cells.get(label_column)
@@ -79,13 +79,13 @@ def _columns(header: list[str], form: _Format, file: TaskFile) -> tuple[str | No
     wanted = (*form.texts, label or form.labels[0]) if file.labelled else form.texts
     if missing := ", ".join(column for column in wanted if column not in header):
         there = ", ".join(cell[:40] for cell in header[:20])
-        raise UserError(f"{file.place} has no column {missing}, but {there}; valid: {TASKS[file.task].files}")
+        raise UserError(f"{file.place} has no column {missing}, only {there}; valid: {TASKS[file.task].files}")
     return label, name
 
 
 def _cells(line: bytes, place: str) -> list[str]:
     if b"\0" in line:
-        raise UserError(f"{place} has a NUL; valid: text")
+        raise UserError(f"{place} contains a NUL character; valid: text")
     return decoded(line.removesuffix(b"\n").removesuffix(b"\r"), place).split("\t")
 
 

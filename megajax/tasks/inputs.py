@@ -93,7 +93,9 @@ class PairInputs(JoinedTexts):
         a, b = self._texts = [EncodedTexts([pair.texts[which] for pair in records], tokenizer) for which in (0, 1)]
         room = sequence_length - SPECIAL
         self._lengths = cut_longest_first(a.lengths, b.lengths, room)
-        self.counts = counted({f"pairs cut to {sequence_length} tokens": int((a.lengths + b.lengths > room).sum())})
+        self.counts = counted(
+            {f"pairs truncated to {sequence_length} tokens": int((a.lengths + b.lengths > room).sum())}
+        )
 
     def __getitem__(self, number: int) -> Sample:
         a, b = (texts[number][: lengths[number]] for texts, lengths in zip(self._texts, self._lengths, strict=True))
@@ -123,8 +125,8 @@ class ExamInputs(JoinedTexts):
         articles = np.repeat(self._articles.lengths, sizes)
         self.counts = counted(
             {
-                f"questions with an option cut at {self._most} tokens": int((self._texts.lengths > kept).sum()),
-                f"inputs whose article was cut at {sequence_length} tokens": int((kept + articles > room).sum()),
+                f"questions with an option truncated to {self._most} tokens": int((self._texts.lengths > kept).sum()),
+                f"inputs whose article was truncated to {sequence_length} tokens": int((kept + articles > room).sum()),
             }
         )
 

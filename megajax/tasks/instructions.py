@@ -130,9 +130,11 @@ class InstructionRows:
         left_out = len(records) - len(self.records)
         self.counts = counted(
             {
-                f"records cut to {most} tokens": cut,
-                f"records without what the model should say in their first {most} tokens, left out": left_out,
-                "records whose texts have special tokens, which become tokens": _written_out(self.records, tokenizer),
+                f"records truncated to {most} tokens": cut,
+                f"records whose completion starts after their first {most} tokens, left out": left_out,
+                "records whose texts contain special tokens, which are encoded as such": _written_out(
+                    self.records, tokenizer
+                ),
             }
         )
 
@@ -176,8 +178,9 @@ def _chats(records: Sequence[Instruction], tokenizer: Tokenizer, template: ChatT
         return
     if template is None:
         raise UserError(
-            f"{records[0].name}: messages, and the tokenizer has no chat template; valid: prompt and completion, or a "
-            "tokenizer with chat_template in its tokenizer_config.json"
+            f"{records[0].name}: these records have messages, but the tokenizer has no chat template; "
+            "valid: prompt and completion, or a tokenizer with chat_template in its "
+            "tokenizer_config.json"
         )
     ends = [tokenizer.token(number) for number in tokenizer.ends]
     found = [template.conversation(record.messages, record.name, ends) for record in records]

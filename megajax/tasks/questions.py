@@ -29,11 +29,11 @@ def read_squad(file: TaskFile) -> None:
         name = entry(found, "id", str, place)
         place += f" (id {name[:60]})"
         if name in names:
-            raise UserError(f"{place} has the id of another, {names[name]}; valid: every id once")
+            raise UserError(f"{place} has the same id as {names[name]}; valid: every id once")
         names[name] = f"of {file.path}, question {number}"
         text = entry(found, "question", str, place).lstrip()
         if not text:
-            records.note("questions that are empty, kept", place, "a question")
+            records.note("empty questions, kept", place, "a question")
         records.entries.append(Question(name, text, context, _answers(found, context, file, place)))
 
 
@@ -56,21 +56,25 @@ def _answers(found: dict[str, Any], context: str, file: TaskFile, place: str) ->
     is_impossible = "is_impossible" in found and entry(found, "is_impossible", bool, place)
     if is_impossible and not unanswerable:
         valid = f"{TASKS['squad1'].files}, every question with an answer"
-        raise UserError(f"{place} is impossible, so this looks like a file of squad2, not of squad1; valid: {valid}")
+        raise UserError(f"{place} is impossible, so this looks like a squad2 file, not squad1; valid: {valid}")
     if "answers" not in found and (is_impossible or not file.labelled):
         return ()
     answers = [_answer(answer, context, place) for answer in entry(found, "answers", list, place)]
     if is_impossible:
         if answers:
-            records.note("questions that are impossible and have answers, taken as impossible", place, "one of both")
+            records.note("impossible questions with answers, taken as impossible", place, "one of both")
         return ()
     if not answers and not unanswerable and file.labelled:
         raise UserError(f"{place} has no answer; valid: at least one, or squad2 for questions without")
     if not answers and unanswerable and "is_impossible" in found:
-        records.note("questions that are possible and have no answers, taken as impossible", place, "one of both")
+        records.note(
+            "questions without answers that are not marked impossible, taken as impossible", place, "one of both"
+        )
     for answer in answers:
         if answer.start == NOT_THERE:
-            records.note("answers that are not at their offset, not trained on", place, "the offset in characters")
+            records.note(
+                "answers that are not at their stated offset, not trained on", place, "the offset in characters"
+            )
     return tuple(sorted(answers, key=lambda answer: answer.start == NOT_THERE))
 
 
@@ -112,10 +116,10 @@ def _passage_name(passage: dict[str, Any], file: TaskFile, place: str) -> str:
     names, own = file.records.names, place.removeprefix(f"{file.flag}: ")
     name = entry(passage, "id", str, place) if "id" in passage else own
     if name in names:
-        file.records.note("passages with an id that another has, named by their file", place, "every id once")
+        file.records.note("passages with a duplicate id, named by their file", place, "every id once")
         name = own
     if name in names or not name.isprintable() or not name:
-        raise UserError(f"{place}: the id {name[:60]!r} cannot be a name of its own; valid: letters and digits")
+        raise UserError(f"{place}: the id {name[:60]!r} cannot be used as a name; valid: letters and digits")
     names[name] = place
     return name
 

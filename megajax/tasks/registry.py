@@ -66,22 +66,22 @@ _THRESHOLD = between(-MOST, MOST)
 class TaskConfig:
     """What a model is trained for."""
 
-    name: Annotated[str, "pretraining, or the task to fine-tune on", OneOf(NAMES), WEIGHTS] = PRETRAINING
+    name: Annotated[str, "pretraining, or the fine-tuning task", OneOf(NAMES), WEIGHTS] = PRETRAINING
     doc_stride: Annotated[
         int,
-        "squad: tokens that neighbouring windows over a context share, as Hugging Face's examples count",
+        "squad: tokens shared by neighbouring windows over a context, as counted in Hugging Face's examples",
         _TOKENS,
         SAMPLES,
     ] = 128
     question_tokens: Annotated[
-        int, "squad: tokens of a question, the rest is cut off; 0: all of them", AT_LEAST_ZERO, SAMPLES
+        int, "squad: truncate questions to this many tokens; 0: never", AT_LEAST_ZERO, SAMPLES
     ] = 0
-    answer_tokens: Annotated[int, "squad: tokens of an answer at most", _TOKENS] = 30
-    n_best: Annotated[int, "squad: starts and ends per window that answers are made of", _TOKENS] = 20
+    answer_tokens: Annotated[int, "squad: most tokens in an answer", _TOKENS] = 30
+    n_best: Annotated[int, "squad: candidate starts and ends per window", _TOKENS] = 20
     null_threshold: Annotated[
-        float, "squad2: there is no answer where that scores more than this above the best one", _THRESHOLD
+        float,
+        "squad2: predict that there is no answer when that outscores the best answer by more than this",
+        _THRESHOLD,
     ] = 0.0
-    option_tokens: Annotated[
-        int, "race: tokens of a question with an option in it, the rest is cut off", _TOKENS, SAMPLES
-    ] = 128
-    strict: Annotated[bool, "stop at a record that would be skipped or is odd"] = False
+    option_tokens: Annotated[int, "race: truncate question plus option to this many tokens", _TOKENS, SAMPLES] = 128
+    strict: Annotated[bool, "stop at records that would otherwise be skipped or repaired"] = False

@@ -67,8 +67,8 @@ def task_samples(
         samples = InstructionRows(records, tokenizer, sequence_length=sequence_length, seed=order)
         if not training and not len(samples):
             raise UserError(
-                f"none of the {len(records)} records to evaluate on has what the model should say in its first "
-                f"{sequence_length} tokens; valid: at least one that has"
+                f"none of the {len(records)} records to evaluate on has its completion within the first "
+                f"{sequence_length} tokens; valid: at least one that does"
             )
     elif head == "span":
         samples = SpanWindows(records, tokenizer, sequence_length=sequence_length, config=config, training=training)
@@ -81,8 +81,8 @@ def task_samples(
             samples = ExamInputs(usable, tokenizer, sequence_length=sequence_length, option_tokens=cut)
         samples.counts |= counted({"records without a label, left out": len(records) - len(usable)})
     if training and not len(samples):
-        what = {"span": "an answer that is at its offset", "pretraining": "tokens to train on"}.get(head, "a label")
-        raise UserError(f"--data.train: none of its {len(records)} records has {what}; valid: at least one that has")
+        what = {"span": "an answer at its stated offset", "pretraining": "tokens to train on"}.get(head, "a label")
+        raise UserError(f"--data.train: none of its {len(records)} records has {what}; valid: at least one that does")
     return samples
 
 

@@ -48,7 +48,7 @@ def task_files(paths: Sequence[str], task: str, flag: str) -> list[Path]:
                 below = files_below(Path(path))
             found = sorted((file for file in below if streams.inner_suffix(file) in suffixes), key=_order)
             if not found:
-                raise UserError(f"{flag}: {path} has no files; valid: some that end in {' or '.join(suffixes)}")
+                raise UserError(f"{flag}: {path} has no files; valid: files that end in {' or '.join(suffixes)}")
             files += found
         elif kind == "a file":
             files.append(Path(path))
@@ -119,7 +119,7 @@ def check_beginning(file: TaskFile) -> None:
     same_format = " or ".join(name for name, task in TASKS.items() if task.files == files)
     other = _recognised(text)
     if other and other != same_format:
-        raise UserError(f"{file.place} looks like a file of {other}, not of {same_format}; {valid}")
+        raise UserError(f"{file.place} looks like a {other} file, not {same_format}; {valid}")
     if _is_json(text) != ("JSON" in files):
         raise UserError(f"{file.place} is {'' if _is_json(text) else 'not '}JSON; {valid}")
 
@@ -167,7 +167,7 @@ def parsed(text: str, place: str, task: str) -> Any:
 
 def raise_cut_off(place: str) -> NoReturn:
     """Raise a `UserError` for a file that ends in the middle of a record."""
-    raise UserError(f"{place}: the file ends in the middle, as an interrupted download does; valid: all of it")
+    raise UserError(f"{place}: the file is cut off, as by an interrupted download; valid: the complete file")
 
 
 _KINDS = {str: "text", list: "a list", dict: "an object", int: "a whole number", bool: "true or false"}

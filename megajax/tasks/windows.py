@@ -54,9 +54,9 @@ class SpanWindows(JoinedTexts):
         lost = self._label()
         self.counts = counted(
             {
-                "questions left out, whose answer has no place in the context": len(records) - len(used),
-                f"questions cut at {self._most} tokens": int((whole > self._num_asked).sum()),
-                "questions whose answer no window holds as a whole": int(lost.sum()),
+                "questions whose answer is not in the context, left out": len(records) - len(used),
+                f"questions truncated to {self._most} tokens": int((whole > self._num_asked).sum()),
+                "questions whose answer does not fit into any window": int(lost.sum()),
             }
         )
 

@@ -66,7 +66,7 @@ def train_here(config: Config, *, skip_finished: bool = False) -> None:
             data = open_data(config, run_dir / "data")
         program = Program(in_steps(config, data.train, began_with), program.mesh)
         if skip_finished and _is_finished(run_dir, program.config.train.steps):
-            say(f"finished: {run_dir} has {program.config.train.steps} steps and its figures of dev")
+            say(f"finished: {run_dir} has {program.config.train.steps} steps and its dev results")
             return
         if is_first_process():
             transcript.begin(run_dir)
@@ -128,7 +128,11 @@ def _check_evaluate(config: Config) -> None:
             fits, valid = entry == config.task.name, config.task.name
         else:
             fits = reads_text and name in ("lambada", "wikitext103") and path != ""
-            valid = "lambada=FILE, wikitext103=FILE" if reads_text else "without it: a validation has all losses"
+            valid = (
+                "lambada=FILE, wikitext103=FILE"
+                if reads_text
+                else "without it, since validation already reports all losses"
+            )
         if not fits or names.count(name) > 1:
             raise UserError(f"--evaluate {entry}; valid: {valid}{', each once' * fits}")
         if path and not scheme(path) and not Path(path).is_file():
@@ -140,7 +144,7 @@ def earlier_optimizer(config: Config, run_dir: Path) -> OptimizerConfig | None:
     these are known without its data (`train.epochs`)."""
     earlier, steps = stored_optimizer(run_dir), config.train.steps
     if config.profile and 0 < steps < profiled_steps(config.profile, 0, steps)[1]:
-        raise UserError(f"--profile {config.profile}: training ends after step {steps}; valid: steps up to that")
+        raise UserError(f"--profile {config.profile}: training ends after step {steps}; valid: steps up to {steps}")
     if not config.train.epochs:
         in_steps(config, None, earlier.decay_steps if earlier else 0)
     return earlier

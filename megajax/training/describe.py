@@ -27,16 +27,18 @@ _OF_RATE = "learning_rate min_learning_rate warmup schedule decay_steps cooldown
 def describe(program: Program, data: RunData | TaskData, earlier: OptimizerConfig | None = None) -> str:
     """A run in a few lines of text; `earlier` is the optimizer of its last start, None of a new run."""
     config, state = program.config, state_bytes(program)
-    platform, sequence = jax.devices()[0].platform, ", sequence split over tensor" if config.sequence_parallel else ""
+    platform, sequence = jax.devices()[0].platform, ", sequence sharded over tensor" if config.sequence_parallel else ""
+    kind = f"{platform.upper()} device"
     lines = [
         f"model: {count_parameters(config.model):,} parameters, {config.model.num_layers} layers of "
         f"{config.model.hidden_size}, {config.precision}",
         *_adapters(program),
-        f"mesh: {config.mesh} on {jax.device_count()} {platform} devices, {jax.process_count()} processes{sequence}",
+        f"mesh: {config.mesh} on {_count(jax.device_count(), kind, 's')}, "
+        f"{_count(jax.process_count(), 'process', 'es')}{sequence}",
         *pipeline_lines(program),
         _context_line(program),
-        f"state: {sum(state.values()) / 2**20:,.1f} MiB a device ({_mebibytes(state)}), --optimizer.zero "
-        f"{config.optimizer.zero}",
+        f"state: {sum(state.values()) / 2**20:,.1f} MiB per device ({_mebibytes(state)}), "
+        f"--optimizer.zero {config.optimizer.zero}",
         _step_memory(program),
         _optimizer(program),
         f"learning rate: {rate_line(config.optimizer)}",
@@ -51,6 +53,10 @@ def describe(program: Program, data: RunData | TaskData, earlier: OptimizerConfi
     return "\n".join(filter(None, [*lines, rate_warning(config)]))
 
 
+def _count(number: int, noun: str, plural: str) -> str:
+    return f"{number} {noun}{plural if number != 1 else ''}"
+
+
 def _context_line(program: Program) -> str:
     """How attention reaches the tokens of the other devices of a context group."""
     config, way = program.config, program.model.boundary.context
@@ -61,8 +67,8 @@ def _context_line(program: Program) -> str:
         for name, numbers in elements_sent(config.model, config.mesh.sizes, config.train.remat).items()
     }
     return (
-        f"context: {config.model.sequence_length // config.mesh.context} tokens a device; attention by {way}, sent for "
-        f"a layer and a sequence: {', '.join(sent.values())}"
+        f"context: {config.model.sequence_length // config.mesh.context} tokens per device; "
+        f"attention by {way}, sent per layer and sequence: {', '.join(sent.values())}"
     )
 
 
@@ -72,23 +78,22 @@ def pipeline_lines(program: Program) -> list[str]:
     deferring = pipeline.deferring()
     if pipe == 1:
         return (
-            [] if deferring is None else ["pipeline: one stage, so --pipeline.weight-gradients deferred does nothing"]
+            []
+            if deferring is None
+            else ["pipeline: a single stage, so --pipeline.weight-gradients deferred has no effect"]
         )
     without = dataclasses.replace(table, deferral=None)
     together = step_time(without, StageTimes.equal(without))
     bubble = f"{step_time(table).bubble:.4f}" + ("" if deferring is None else f" instead of {together.bubble:.4f}")
-    lines = [
-        f"pipeline: {pipeline.schedule}, {table.size}; bubble over "
-        f"ideal {bubble} where forward, input gradient and weight gradient take the same time"
-    ]
+    lines = [f"pipeline: {pipeline.schedule}, {table.size}; bubble {bubble} (assuming equal pass times)"]
     if deferring is None:
         return lines
     saved = deferring.times.weight_gradient / table.num_chunks / together.wall
     factors = factor_bytes(program) / 2**20
     lines.append(
-        f"weight gradients: deferred, up to {max(pending_weights(table))} chunks of a stage wait "
-        f"(--pipeline.max-deferred); each saves up to {saved:.2%} of the step and costs {factors:,.1f} MiB, their "
-        f"buffer {table.num_factor_slots * factors:,.1f} MiB"
+        f"weight gradients: deferred for up to {max(pending_weights(table))} chunks per stage "
+        f"(--pipeline.max-deferred); each saves up to {saved:.2%} of the step and costs "
+        f"{factors:,.1f} MiB, the buffer {table.num_factor_slots * factors:,.1f} MiB"
     )
     return lines
 
@@ -96,12 +101,12 @@ def pipeline_lines(program: Program) -> list[str]:
 def _step_memory(program: Program) -> str:
     plan = memory(program.config, program.backend)
     parts = {
-        "kept activations": plan.kept,
+        "stored activations": plan.kept,
         "factors": plan.factors,
         "hand-overs": plan.hand_overs,
-        "temporaries about": plan.temporaries,
+        "temporaries (estimate)": plan.temporaries,
     }
-    return f"memory: {plan.total / 2**20:,.1f} MiB a device planned, state and batch included ({_mebibytes(parts)})"
+    return f"memory: {plan.total / 2**20:,.1f} MiB per device planned, state and batch included ({_mebibytes(parts)})"
 
 
 def _mebibytes(parts: Mapping[str, float]) -> str:
@@ -112,10 +117,10 @@ def batch_line(config: Config) -> str:
     """Sequences of a step, and in how many microbatches each data-parallel rank takes its own."""
     train, ranks = config.train, config.mesh.row_shards
     count = train.global_batch // (ranks * train.microbatch)
-    parts = f"{count} microbatches of {train.microbatch}, gradient accumulation over them"
+    parts = f"{count} microbatches of {train.microbatch} with gradient accumulation"
     alone = f"one microbatch of {train.microbatch}, no gradient accumulation"
     each = f"on each of {ranks} data-parallel ranks " if ranks > 1 else ""
-    return f"batch: {train.global_batch} sequences a step; {each}{parts if count > 1 else alone}"
+    return f"batch: {train.global_batch} sequences per step; {each}{parts if count > 1 else alone}"
 
 
 def _ramp(config: Config) -> list[str]:
@@ -124,8 +129,9 @@ def _ramp(config: Config) -> list[str]:
     if len(stages) == 1:
         return []
     return [
-        f"global batch: {stages[0].size} sequences, growing by {train.ramp_increment} to {train.global_batch}, which "
-        f"step {stages[-1].first_step + 1:,} has first; {len(stages)} sizes, each compiled when it is reached"
+        f"global batch: {stages[0].size} sequences, growing by {train.ramp_increment} to "
+        f"{train.global_batch} at step {stages[-1].first_step + 1:,}; {len(stages)} sizes, each "
+        "compiled when it is reached"
     ]
 
 
@@ -140,8 +146,8 @@ def _optimizer(program: Program) -> str:
         rate = f" at {config.adamw_learning_rate:g}" if config.adamw_learning_rate else ""
         name = f"Muon ({config.muon_scale}) on {matrices:,} parameters, AdamW{rate} on {decayed + others - matrices:,}"
     return (
-        f"optimizer: {name}, weight decay {config.weight_decay:g} on {decayed:,} parameters, none on {others:,} "
-        "(biases, LayerNorm)"
+        f"optimizer: {name}, weight decay {config.weight_decay:g} on {decayed:,} parameters, none "
+        f"on {others:,} (biases and norms)"
     )
 
 
@@ -152,7 +158,7 @@ def rate_line(config: OptimizerConfig) -> str:
     if config.schedule == "constant":
         return f"{rising}, constant"
     if config.schedule == "inverse-square-root":
-        return f"{rising}, then falling as 1 / sqrt(step), never below {floor}"
+        return f"{rising}, then 1/sqrt(step) decay, never below {floor}"
     if config.schedule == "wsd":
         begin = config.decay_steps - config.cooldown_steps
         return f"{rising}, from step {begin:,} down to {floor} at step {end} ({config.cooldown_shape})"
@@ -171,8 +177,8 @@ def changed_rate(earlier: OptimizerConfig, now: OptimizerConfig) -> str:
 
 def _average(config: Config) -> str:
     """A line about the average of the weights, if there is one."""
-    what = "what is validated, evaluated, generated with and exported"
-    return f"average of the weights: --train.ema {config.train.ema:g}, {what}" if config.train.ema else ""
+    what = "used for validation, evaluation, generation and export"
+    return f"weight average: --train.ema {config.train.ema:g}, {what}" if config.train.ema else ""
 
 
 def _adapters(program: Program) -> list[str]:
@@ -182,8 +188,8 @@ def _adapters(program: Program) -> list[str]:
         return []
     trained, frozen = sum(parameter_groups(program.layout.canonical_shapes.params[LORA])), count_parameters(model)
     return [
-        f"LoRA: {trained:,} parameters are trained, {trained / frozen:.2%} of the model's, which are frozen; rank "
-        f"{lora.rank}, alpha {lora.alpha:g}, of {', '.join(lora.products(model))}"
+        f"LoRA: {trained:,} trainable parameters ({trained / frozen:.2%} of the frozen model's); "
+        f"rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.products(model))}"
     ]
 
 
@@ -192,16 +198,18 @@ def rate_warning(config: Config) -> str:
     optimizer, steps = config.optimizer, config.train.steps
     if steps <= optimizer.warmup:
         reached = f"{(steps - 1) / optimizer.warmup:.0%} of --optimizer.learning-rate {optimizer.learning_rate:g}"
-        return f"warning: --train.steps {steps} ends in the warm-up of {optimizer.warmup} steps, at {reached}"
+        return f"warning: --train.steps {steps} ends during the warm-up of {optimizer.warmup} steps, at {reached}"
     if not optimizer.ends_decay or steps == optimizer.decay_steps:
         return ""
     if steps < optimizer.decay_steps:
         return (
-            f"warning: --train.steps {steps} ends before --optimizer.decay-steps {optimizer.decay_steps}, at which the "
-            f"learning rate has its floor, --optimizer.min-learning-rate {optimizer.min_learning_rate:g}"
+            f"warning: --train.steps {steps} ends before --optimizer.decay-steps "
+            f"{optimizer.decay_steps}, where the learning rate would reach its floor, "
+            f"--optimizer.min-learning-rate {optimizer.min_learning_rate:g}"
         )
-    nothing = ", and nothing is learned" if optimizer.min_learning_rate == 0 else ""
+    nothing = ", so the model stops learning" if optimizer.min_learning_rate == 0 else ""
     return (
-        f"warning: --train.steps {steps} is past --optimizer.decay-steps {optimizer.decay_steps}: from there on the "
-        f"learning rate stays at its floor, --optimizer.min-learning-rate {optimizer.min_learning_rate:g}{nothing}"
+        f"warning: --train.steps {steps} is past --optimizer.decay-steps {optimizer.decay_steps}: "
+        "after that the learning rate stays at its floor, --optimizer.min-learning-rate "
+        f"{optimizer.min_learning_rate:g}{nothing}"
     )

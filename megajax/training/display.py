@@ -155,12 +155,12 @@ def _texts(figures: Mapping[str, float], seconds: float, left: float) -> list[st
         f"{figures['tokens'] / seconds:,.0f} tokens/s",
         f"{time_text(left)} left",
     ]
-    for name, unit, digits in (("tflops_per_device", " TFLOP/s a device", ".4g"), ("mfu", " MFU", ".1%")):
+    for name, unit, digits in (("tflops_per_device", " TFLOP/s per device", ".4g"), ("mfu", " MFU", ".1%")):
         if name in figures:
             texts.append(f"{figures[name] * figures['seconds'] / seconds:{digits}}{unit}")
     texts += [f"learning rate {figures['learning_rate']:.3g}", f"gradient norm {figures['grad_norm']:.3g}"]
     if "experts/largest_load" in figures:
-        texts.append(f"largest load of an expert {figures['experts/largest_load']:.2f} x the mean")
+        texts.append(f"largest expert load {figures['experts/largest_load']:.2f} x the mean")
     if "memory_bytes" in figures:
         texts.append(f"{figures['memory_bytes'] / 2**30:.1f} GiB in use")
     return texts

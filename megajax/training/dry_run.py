@@ -56,14 +56,15 @@ def dry_run(config: Config) -> None:
         compiled = traced_step(config, jax.devices()).lower().compile()
     seconds, needed = time.perf_counter() - began, compiled.memory_analysis()
     say(
-        f"compiled the step in {seconds:.1f} s: {needed.argument_size_in_bytes / 2**20:,.1f} MiB of state and batch on "
-        f"a device, {needed.temp_size_in_bytes / 2**20:,.1f} MiB beside them"
+        f"compiled the step in {seconds:.1f} s: {needed.argument_size_in_bytes / 2**20:,.1f} MiB "
+        f"of state and batch per device, {needed.temp_size_in_bytes / 2**20:,.1f} MiB of "
+        "temporaries"
     )
     steps, done = config.train.steps, max(complete(Path(config.run_dir) / "checkpoints"), default=0)
-    would = f"the same command trains steps {done + 1} to {steps} in {config.run_dir}"
+    would = f"the same command would train steps {done + 1} to {steps} in {config.run_dir}"
     if done >= steps:
-        would = f"there is nothing to train, {config.run_dir} has {done} steps already"
-    say(f"dry run: nothing was trained and nothing is kept; without --dry-run {would}")
+        would = f"there would be nothing to train: {config.run_dir} already has {done} steps"
+    say(f"dry run: nothing was trained or kept; without --dry-run {would}")
 
 
 def _read_data(config: Config, program: Program, folder: Path, lines: list[str]) -> Config:
@@ -91,5 +92,5 @@ def _check_apart(config: Config, run_dir: Path) -> None:
     for flag, path in config.data.texts:
         if any(read.resolve() in (run_dir / "data").resolve().parents for read in read_folders(path, flag)):
             raise UserError(
-                f"{flag} {path}: all of this folder is read, and {run_dir} is in it; valid: a --run-dir outside"
+                f"{flag} {path}: this folder is read as data, and {run_dir} lies in it; valid: a --run-dir outside it"
             )

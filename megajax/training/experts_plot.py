@@ -53,7 +53,7 @@ def plot_loads(path: Path, name: str, loads: Loads) -> None:
     figure = Figure(figsize=(8, 6), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, 3))
-    above.plot(steps, share_NLE.max(axis=(1, 2)), color="#ee6677", linewidth=1.4, label="largest of all layers")
+    above.plot(steps, share_NLE.max(axis=(1, 2)), color="#ee6677", linewidth=1.4, label="largest over all layers")
     above.plot(steps, share_NLE.max(axis=2).mean(axis=1), color="#4477aa", linewidth=1.4, label="mean of the layers")
     above.axhline(1.0, color="#777777", linewidth=0.8, linestyle=":")
     above.set_ylabel("largest load / mean")

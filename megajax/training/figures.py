@@ -42,7 +42,7 @@ def memory_in_use(devices: list[jax.Device]) -> str | None:
         return None
     limits = [stats["bytes_limit"] for device in devices if "bytes_limit" in (stats := device.memory_stats() or {})]
     of = f" of {min(limits) / 2**20:,.1f}" if limits else ""
-    return f"memory: {used / 2**20:,.1f} MiB{of} in use at most on a device of this process"
+    return f"memory: {used / 2**20:,.1f} MiB{of} peak use on this process's devices"
 
 
 class SkippedSteps:
@@ -65,10 +65,10 @@ class SkippedSteps:
         reason = f"step {step}: the loss is {metrics['loss']:.6g}, the gradient norm {metrics['grad_norm']:.6g}"
         optimizer = self._config.optimizer
         if self.too_many:
-            in_row = f"{self._in_row} steps in a row could not be used"
+            in_row = f"{self._in_row} steps in a row were skipped"
             return f"{reason}: {in_row} (--optimizer.max-skipped {optimizer.max_skipped})"
         if self._config.precision == "fp16":
             reason += f" with loss scale {metrics['loss_scale']:g}"
         if math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]):
-            reason += f", far above the recent ones (--optimizer.skip-above {optimizer.skip_above:g})"
+            reason += f", far above recent ones (--optimizer.skip-above {optimizer.skip_above:g})"
         return reason

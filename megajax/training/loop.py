@@ -35,7 +35,7 @@ from megajax.training.summary import end_lines, parts_of, sample, validation_tex
 from megajax.training.validator import Validator
 from megajax.training.watchdog import COMPILING, COMPUTING, Watchdog
 
-_PROMISE = "the step under way is finished and a checkpoint written"  # after a signal
+_PROMISE = "finishing the current step and writing a checkpoint"  # after a signal
 
 
 @dataclass
@@ -146,7 +146,7 @@ class Trainer:
                 self._catch_up()
                 self._validate_and_save(step)
             self.log.show_checkpoints(self.checkpoints)
-        with stop_signals.deferred("all steps are done; the run ends when they are saved"):
+        with stop_signals.deferred("all steps are done; the run ends once they are saved"):
             self.checkpoints.wait()
             self.log.show_checkpoints(self.checkpoints)
             self._score_dev()
@@ -158,13 +158,13 @@ class Trainer:
         ramps = len(self.config.train.batch_sizes.stages) > 1
         what = "the step" + f" of {program.config.train.global_batch} sequences" * ramps
         ends = step == self.first + 1 and jax.process_count() == 1
-        promise = "there is nothing new to save; the run ends when the step is compiled" if ends else _PROMISE
+        promise = "there is nothing new to save; the run ends once the step is compiled" if ends else _PROMISE
         with stop_signals.deferred(promise), self.log.display.phase(f"compiling {what}"):
             compiled = train_step(program).lower(self.state, batch).compile()
         self.log.display.print(f"compiled {what} in {time.perf_counter() - began:.1f} s")
         give_back_freed_memory()
         if ends and stop_signals.number:
-            raise Stopped(stop_signals.number, f" before step {step}: there is nothing new to be saved")
+            raise Stopped(stop_signals.number, f" before step {step}: there is nothing new to save")
         self.ready = time.perf_counter()
         return compiled
 
@@ -251,7 +251,7 @@ class Trainer:
         self.checkpoints.wait()
         for problem in self.checkpoints.news():
             self.log.display.print(problem)
-        last = f"last good checkpoint: {self.checkpoints.last_good}; the same command goes on"
+        last = f"last good checkpoint: {self.checkpoints.last_good}; rerun the command to resume"
         raise Stopped(self.stop_signal, f" after step {step} of {self.config.train.steps}; {last}")
 
     def _validate(self, step: int) -> float | None:

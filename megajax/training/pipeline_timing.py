@@ -157,8 +157,8 @@ def _report(program: Program, found: Profile) -> list[str]:
             lines.append(f"{stage:<6} {chunk:<6} {layers[chunk, stage]:<7}{row}")
     if config.splits_vocabulary:
         lines.append(
-            f"all stages together: embedding {1e3 * times.embed:.3f} ms, head and loss {1e3 * times.head:.3f} ms, "
-            f"embedding backward {1e3 * times.embed_backward:.3f} ms"
+            f"summed over stages: embedding {1e3 * times.embed:.3f} ms, head and loss {1e3 * times.head:.3f} "
+            f"ms, embedding backward {1e3 * times.embed_backward:.3f} ms"
         )
     published = published_bubble(config.pipeline.schedule, pipe, schedule.num_microbatches, chunks)
     lines += [
@@ -175,14 +175,14 @@ def _report(program: Program, found: Profile) -> list[str]:
         )
     lines += _deferral(program, found)
     if config.simulate_devices > 1 and pipe > 1:
-        lines.append("simulated devices share this machine's cores: a measured step is not that of a real pipe")
+        lines.append("simulated devices share this machine's cores, so this is not the timing of a real pipeline")
     return lines
 
 
 def _deferral(program: Program, found: Profile) -> list[str]:
     """What deferred weight gradients would change, for several limits."""
     if found.apart is None:
-        return ["deferred weight gradients (--pipeline.weight-gradients deferred) do nothing in a pipe of one"]
+        return ["--pipeline.weight-gradients deferred has no effect with a single stage"]
     pipeline, pipe = program.config.pipeline, program.config.mesh.pipe
     deferred = with_weight_gradients(program, "deferred")
     residuals, factors = residual_bytes(deferred) / 2**20, factor_bytes(deferred) / 2**20

@@ -25,10 +25,10 @@ PARTS = {  # scopes of the program and what they are called; of several in a nam
     "attend": "attention, scores",
     "mlp": "MLP",
     "head": "head and loss",
-    "gradient_sums": "sums of gradients",
+    "gradient_sums": "gradient accumulators",
     "gradient_norm": "gradient norm and clipping",
     "optimizer": "optimizer",
-    "weight_gradients": "weight gradients that waited",
+    "weight_gradients": "deferred weight gradients",
 }
 REST = "rest of the step"
 PASSES = ("forward", "recomputed", "backward", "")
@@ -81,7 +81,7 @@ class StepTrace:
         if not is_first_process():
             return []
         if self._place is None or not self._is_there:  # the trace goes on, to nowhere: JAX would make the folder anew
-            return [f"{self._run_dir / 'profile'} could not be written: nothing was traced"]
+            return [f"{self._run_dir / 'profile'} could not be written: nothing was profiled"]
         try:
             jax.profiler.stop_trace()
             (session,) = (self._place / "plugins" / "profile").iterdir()
@@ -99,7 +99,7 @@ class StepTrace:
         try:
             rows = table(times(target, operations(program_text)), count)
         except Exception as error:  # of a format that is JAX's own
-            rows = [f"where its time went is not known: {type(error).__name__}: {' '.join(str(error).split())[:200]}"]
+            rows = [f"its time could not be attributed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"]
         return [f"{title}: {target}", *rows]
 
 
@@ -143,7 +143,7 @@ def place_of(operation: Operation) -> tuple[str, str]:
     opcode, source = operation
     for collective in _COLLECTIVES:
         if opcode.startswith(collective):
-            name = "hand-overs between stages" if collective == "collective-permute" else collective
+            name = "p2p between stages" if collective == "collective-permute" else collective
             return f"communication: {name}", ""
     names = re.findall(r"\w+", source)
     part = next((name for name in reversed(names) if name in PARTS), None)
@@ -211,7 +211,7 @@ def _own_seconds(events: list[tuple[float, float, str]]) -> list[tuple[str, floa
 def table(found: Times, steps: int) -> list[str]:
     """Milliseconds of a step on a device by part and pass, longest first."""
     if not found.by_place:
-        return ["the trace names no operation of the step; open it in XProf or Perfetto"]
+        return ["the profile names no operations of the step; open it in XProf or Perfetto"]
     scale = 1e3 / (steps * found.devices)
     rows: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for (part, pass_), seconds in found.by_place.items():

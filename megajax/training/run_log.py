@@ -52,7 +52,9 @@ class RunLog:
             try:
                 self._trackers = self._files(finished_steps)
             except OSError as error:
-                raise UserError(f"--run-dir {run_dir}: {error.strerror}; valid: a writable place with room") from None
+                raise UserError(
+                    f"--run-dir {run_dir}: {error.strerror}; valid: a writable place with free space"
+                ) from None
             if track != "none" and finished_steps < total_steps:
                 self._trackers.append(LibraryTracker(track, run_dir))
         self.display = StepsDisplay(total_steps, finished_steps, log_every, write, console)

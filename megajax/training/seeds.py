@@ -49,16 +49,16 @@ def seed_runs(config: Config) -> list[Config]:
 
 def _check_folder(folder: Path) -> None:
     """Check that the folder of the seeds holds nothing else."""
-    valid = "valid: a new folder, an empty one, or that of earlier seeds"
+    valid = "valid: a new or empty folder, or one with earlier seeds"
     check_outside_runs(folder, "--run-dir")
     there = reading.kind(folder)
     if there and there != "a folder":
         raise UserError(f"--run-dir {folder} is {there}; {valid}")
     if marked_format(folder) is not None:
-        raise UserError(f"--run-dir {folder} is the directory of one run; valid: a new folder, or without --seeds")
+        raise UserError(f"--run-dir {folder} is the directory of a single run; valid: a new folder, or without --seeds")
     foreign = sorted(name for name in reading.names(folder) if not _OWN.fullmatch(name))
     if foreign:
-        raise UserError(f"--run-dir {folder} holds no seeds of a task, but {foreign[0]}; {valid}")
+        raise UserError(f"--run-dir {folder} holds {foreign[0]} instead of the seeds of a task; {valid}")
     file = folder / _REPORT
     if not reading.kind(file):
         return
@@ -74,7 +74,7 @@ def _dev(run_dir: Path) -> dict[str, Any]:
     """The figures of a finished run on its dev records, and their step."""
     records = [record for record in read_metrics(run_dir) if is_of_dev(record)]
     if not records:
-        raise UserError(f"{run_dir / 'metrics.jsonl'} has no figures of dev; valid: the same command again")
+        raise UserError(f"{run_dir / 'metrics.jsonl'} has no dev results; valid: rerun the command")
     return {name.removeprefix(DEV): value for name, value in records[-1].items()}
 
 

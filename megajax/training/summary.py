@@ -15,15 +15,15 @@ from megajax.models.registry import FAMILIES
 from megajax.program.program import Program
 
 _WRITTEN = {
-    "config.toml": "the run's configuration, itself a preset",
-    "metrics.jsonl": "every step's figures",
-    "log.txt": "what was said, of every start",
+    "config.toml": "the resolved configuration, usable as a preset",
+    "metrics.jsonl": "metrics of every step",
+    "log.txt": "terminal output of every start",
     "loss.png": "loss curves",
-    "experts.png": "loads of the experts",
-    "tensorboard": "events for TensorBoard",
-    "profile": "traces of steps, for XProf, TensorBoard and Perfetto",
-    "wandb": "what Weights & Biases keeps here",
-    "mlflow": "MLflow's database and texts",
+    "experts.png": "load of every expert",
+    "tensorboard": "TensorBoard events",
+    "profile": "profiles, for XProf, TensorBoard and Perfetto",
+    "wandb": "local files of Weights & Biases",
+    "mlflow": "MLflow's database and artifacts",
     "checkpoints": "state, mesh-independent",
     "data": "tokens and tokenizer",
 }
@@ -54,7 +54,7 @@ def validation_text(parts: Mapping[str, Perplexity]) -> str:
         only = parts["next_token"]
         return f"validation perplexity {only.perplexity:.2f} (loss {only.loss:.4f})"
     texts = (
-        f"{name} perplexity {part.perplexity:.2f} (loss {part.loss:.4f}, {part.accuracy:.1%} right)"
+        f"{name} perplexity {part.perplexity:.2f} (loss {part.loss:.4f}, accuracy {part.accuracy:.1%})"
         for name, part in parts.items()
     )
     return f"validation: {', '.join(texts)}"
@@ -68,15 +68,15 @@ def end_lines(
     steps = config.train.steps
     if first >= steps:
         yield (
-            f"nothing to train: {Path(config.run_dir)} has {first} steps already and --train.steps is {steps}; "
-            "to go on pass more, for a new run another --run-dir"
+            f"nothing to train: {Path(config.run_dir)} already has {first} steps and --train.steps is "
+            f"{steps}; pass a larger --train.steps to continue, or another --run-dir for a new run"
         )
     yield f"{validation_text(validation)} after {max(first, steps)} steps{_part_of_the_split(config, validation)}"
     if dev:
         figures = (f"{name} {value:{'.2f' if isinstance(value, float) else ','}}" for name, value in dev.items())
         yield f"dev of {config.task.name}: {', '.join(figures)}"
     if waited is not None:
-        yield f"waited for data: {waited:.2%} of the steps' time"
+        yield f"waited for data: {waited:.2%} of the training time"
 
 
 def _part_of_the_split(config: Config, validation: Mapping[str, Perplexity]) -> str:

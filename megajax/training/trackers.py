@@ -71,7 +71,7 @@ class MetricsFile(Tracker):
                 line = line[self._file.write(line) :]
         except OSError as error:
             problem = (error.strerror or str(error)).lower()
-            raise RunError(f"{self._path} cannot be written: {problem}; the same command goes on") from None
+            raise RunError(f"{self._path} cannot be written: {problem}; rerun the command to resume") from None
 
     def loads(self, step: int, load_LE: npt.NDArray[np.int32]) -> None:
         self.figures(step, {LOAD: load_LE.tolist()})

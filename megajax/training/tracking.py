@@ -75,7 +75,7 @@ class LibraryTracker(Tracker):
         finally:
             if self._thread.is_alive():
                 Exit.at_once = True
-                self._problem = "it did not end in time; what it has not sent is in the run directory"
+                self._problem = "it did not finish in time; unsent records are in the run directory"
         if self._problem:
             raise OSError(self._problem)
 
@@ -86,7 +86,7 @@ class LibraryTracker(Tracker):
         try:
             self._calls.put_nowait(call)
         except queue.Full:
-            raise OSError(f"it takes too long, {_MOST} records wait for it") from None
+            raise OSError(f"it is too slow: {_MOST} records are waiting") from None
 
     def _record(self, library: str, run_dir: Path, name: str) -> None:
         """The thread: all calls of the library, in order, until the last one or the first error."""
@@ -105,7 +105,7 @@ def _id_of(run_dir: Path, library: str) -> str:
     if reading.kind(file):
         known = reading.read_json(file)
         if not isinstance(known, dict) or not all(isinstance(each, str) and each.isalnum() for each in known.values()):
-            raise UserError(f"{file} does not hold the names of a run; valid: the file as megajax wrote it, or none")
+            raise UserError(f"{file} does not contain run names; valid: the file as megajax wrote it, or none")
     if library not in known:
         known = known | {library: uuid.uuid4().hex[:12]}
         write_atomically(file, json.dumps(known) + "\n")

@@ -88,7 +88,7 @@ class Watchdog:
                 asked, suspected = now, self._since
                 self._hear_all()
                 if not self._ended.is_set() and self._since == suspected:
-                    fail(f"{self._guilty(asked)}; the same command goes on from the newest checkpoint")
+                    fail(f"{self._guilty(asked)}; rerun the command to resume from the newest checkpoint")
 
     def _hear_all(self) -> None:
         """Give the others time to report again, and go on reporting meanwhile."""
@@ -118,15 +118,15 @@ class Watchdog:
         busy = [number for number, status in known.items() if status.doing not in (COMPUTING, COMPILING)]
         behind = [number for number in known if known[number].step == min(status.step for status in known.values())]
         if not known:
-            return f"no process of {self._count} says what it does, at step {self._step}"
+            return f"none of the {self._count} processes has reported since step {self._step}"
         number = next(iter(silent or busy or behind))
         status, quiet = known[number], time.monotonic() - self._stamps[number][1]
         who = f"process {number} of {self._count} on {status.host} (pid {status.pid})"
         where = f"at step {status.step}, {status.doing}"
         if silent:
-            others = f"; nor do {len(silent) - 1} more" if len(silent) > 1 else ""
-            return f"lost {who}, which was {where}, and says nothing any more for {quiet:.0f} s{others}"
-        return f"{who} hangs {where}, for {status.seconds + quiet:.0f} s"
+            others = f"; {len(silent) - 1} more are silent too" if len(silent) > 1 else ""
+            return f"lost {who}, which was {where} and has not reported for {quiet:.0f} s{others}"
+        return f"{who} has been hanging {where} for {status.seconds + quiet:.0f} s"
 
     def _listen(self, now: float, *, first: bool = False) -> None:
         for number in range(self._count):

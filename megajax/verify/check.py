@@ -38,7 +38,7 @@ class AxesThatDiffer:
 
     def __str__(self) -> str:
         if self.sets[0] == ():
-            return "none: it differs on one device, by its microbatches or what it recomputes"
+            return "none: the run differs from itself on one device, by microbatches or recomputation"
         return ", or ".join(" with ".join(axes) + (" alone" if len(axes) == 1 else "") for axes in self.sets)
 
 
@@ -254,7 +254,7 @@ def _first(difference: Difference | None, failed: Sequence[Finding]) -> str:
         return f"no activation of step 1, forward: the sum of the losses: {of['losses'].where}"
     if in_step_1("gradients"):
         return f"no activation of step 1: a gradient of weights, or its reduction: {of['gradients'].where}"
-    if in_step_1("other figures of the steps", "grad_norm, step 1"):
+    if in_step_1("other metrics of the steps", "grad_norm, step 1"):
         return "no activation or gradient of step 1: the norm of the gradients: grad_norm, step 1"
     for name in ("weights after the last step", "gradients", "losses"):
         if name in of:

@@ -166,11 +166,11 @@ def _difference(place: Place, reference: Recording, other: Recording, tolerance:
 
 def _error(expected: Activation, actual: Activation, floor: float) -> tuple[float, str]:
     if actual.value.shape != expected.value.shape:
-        return np.inf, f"shape {actual.value.shape} in place of {expected.value.shape}"
+        return np.inf, f"shape {actual.value.shape} instead of {expected.value.shape}"
     if not actual.agree and expected.agree:
-        return np.inf, "devices, or a recomputation, have different numbers of the same"
+        return np.inf, "replicas, or a recomputation, disagree"
     if (_masked(expected.value) != _masked(actual.value)).any():
-        return np.inf, "other columns are masked"
+        return np.inf, "different columns are masked"
     a, b = _counted(expected.value), _counted(actual.value)
     norm = max(float(np.linalg.norm(a)), floor)
     if norm == 0:

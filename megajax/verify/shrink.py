@@ -40,8 +40,8 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
     stages = mesh.pipe * config.pipeline.chunks
     if stages > MOST_VIRTUAL_STAGES:
         raise UserError(
-            f"--pipeline.chunks {config.pipeline.chunks} x {mesh.pipe} stages cannot be shrunk; valid: at most "
-            f"{MOST_VIRTUAL_STAGES // mesh.pipe} chunks"
+            f"--pipeline.chunks {config.pipeline.chunks} x {mesh.pipe} stages is too large to scale "
+            f"down; valid: at most {MOST_VIRTUAL_STAGES // mesh.pipe} chunks"
         )
     sizes = _Sizes(config, mesh)
     width, notes = sizes.width()
@@ -73,7 +73,7 @@ def fold(mesh: MeshConfig, most: int) -> MeshConfig:
     sizes = tuple(mesh.sizes.values())
     least = 2 ** sum(size > 1 for size in sizes)
     if least > most:
-        raise UserError(f"--devices {most} for a mesh of {shown(mesh)}; valid: {least} or more, 2 for every axis")
+        raise UserError(f"--devices {most} for a mesh of {shown(mesh)}; valid: {least} or more (2 per axis)")
     fitting: list[tuple[int, ...]] = [()]
     for size in sizes:
         possible = range(2, size + 1) if size > 1 else (1,)

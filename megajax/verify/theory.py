@@ -47,7 +47,7 @@ def check_collectives(config: Config, found: Iterable[Collective]) -> Finding:
     if wrong:
         words = [_difference(key, wanted, there, expected) for key in sorted(wrong, key=str)]
         where = "; ".join(words[:3]) + (f"; and {len(words) - 3} more" if len(words) > 3 else "")
-    return Finding(f"{config.precision} communication, against theory", len(wrong), 0, where)
+    return Finding(f"{config.precision} communication against theory", len(wrong), 0, where)
 
 
 def _difference(key: tuple, wanted: Counter, there: Counter, expected: list[Communication]) -> str:

@@ -51,20 +51,20 @@ def same_on_mesh(reference: MeshRun, other: MeshRun) -> Iterator[Finding]:
     size = other.config.train.global_batch
     held = [row for rows in other.rows for row in rows]
     wrong = sum(held.count(row) != 1 for row in range(size)) + sum(not rows for rows in other.rows)
-    yield Finding("rows of the batch, each on one place of data", wrong, 0, f"{len(held)} of {size} rows")
+    yield Finding("batch rows per data rank", wrong, 0, f"{len(held)} of {size} rows")
     alike = held == [row for rows in reference.rows for row in rows]
-    yield Finding("rows of the batch, in the order of one device", 0 if alike else 1, 0)
+    yield Finding("batch rows in the order of one device", 0 if alike else 1, 0)
     if reference.fresh and other.fresh:
         unequal = [name for name in reference.fresh if not _same(reference.fresh[name], other.fresh.get(name))]
-        yield Finding("fresh weights, to the bit", len(unequal), 0, _some(unequal))
+        yield Finding("initial weights, bit for bit", len(unequal), 0, _some(unequal))
 
 
 def same_on_devices(run: MeshRun) -> Iterator[Finding]:
     """Checks of replicas on one mesh."""
     precision = run.config.precision
-    yield Finding(f"{precision} copies of the state, to the bit", len(run.unequal), 0, _some(run.unequal))
+    yield Finding(f"{precision} replicas of the state, bit for bit", len(run.unequal), 0, _some(run.unequal))
     if precision in ("bf16", "fp16"):
-        yield Finding(f"{precision} weights are the main weights, cast", len(run.uncast), 0, _some(run.uncast))
+        yield Finding(f"{precision} weights equal the main weights, cast", len(run.uncast), 0, _some(run.uncast))
 
 
 def compare_runs(reference: MeshRun, other: MeshRun, limits: Limits | None = None) -> Iterator[Finding]:
@@ -78,10 +78,10 @@ def compare_runs(reference: MeshRun, other: MeshRun, limits: Limits | None = Non
     yield _gradients(f"{precision} gradients", reference, other, limits.gradient)
     yield _of_leaves(f"{precision} weights after the last step", reference.weights, other.weights, limits.weight)
     if precision == "fp64":
-        yield _metrics(f"{precision} other figures of the steps", reference, other, limits.loss)
+        yield _metrics(f"{precision} other metrics of the steps", reference, other, limits.loss)
         if any(reference.counts):
-            yield _counts(f"{precision} loads of experts, as whole numbers", reference, other)
-    yield _skipped(f"{precision} steps that are skipped", reference, other)
+            yield _counts(f"{precision} expert loads, as integers", reference, other)
+    yield _skipped(f"{precision} skipped steps", reference, other)
 
 
 def loss_scales(run: MeshRun) -> Finding:
@@ -95,7 +95,7 @@ def loss_scales(run: MeshRun) -> Finding:
             scale = max(scale * config.backoff, config.floor)
         elif good >= config.growth_every:
             scale, good = min(scale * config.growth, 2.0**64), 0
-    return Finding(f"{run.config.precision} course of the loss scale", len(wrong), 0, _some(wrong))
+    return Finding(f"{run.config.precision} loss scale", len(wrong), 0, _some(wrong))
 
 
 def _losses(name: str, reference: MeshRun, other: MeshRun, limit: float) -> Finding:
@@ -131,7 +131,7 @@ def _of_leaves(name: str, expected: Leaves, actual: Leaves, limit: float, suffix
         layers = tuple(i for i, pair in enumerate(pairs) if finite(distance(*pair) / scale) > limit)
     of = f", layer {', '.join(map(str, layers))}" if layers else ""
     beyond = sum(error > limit for error in errors.values())
-    others = f" ({beyond} of {len(expected)} leaves are beyond the limit)"
+    others = f" ({beyond} of {len(expected)} leaves exceed the limit)"
     return Finding(name, errors[worst], limit, f"{worst}{of}{suffix}{others}", layers)
 
 

@@ -60,7 +60,7 @@ MISTAKES: list[tuple[str, ...]] = [
     ("-m megajax generate --prompt a --checkpoint BERT", "valid: a run of --model.family decoder"),
     ("train.py PRESET --run-dir BERT", "holds a run with model.family bert, not decoder; valid: the same"),
     (f"{NEW} --model.layer-order middle", "--model.layer-order 'middle'; valid: pre, post"),
-    (f"{BERT} --data.reset-attention", "whose samples are of one document each; valid: --no-data.reset-attention"),
+    (f"{BERT} --data.reset-attention", "whose samples are single documents; valid: --no-data.reset-attention"),
     (f"{BERT} --model.sequence-length 4", r"sequence-length 4: too short for \[CLS\] A \[SEP\] B \[SEP\]; valid: 5 or"),
 ]
 

@@ -27,7 +27,7 @@ def test_import_train_evaluate_export(commands: Commands, corpus: Path, tmp_path
     write_model(model, "gpt2", tensors, **sizes)
     told = convert(commands, "import-hf", model, run, "--model.vocab-multiple", 64)
     assert f"megajax train {run / 'config.toml'}" in told and checkpoint_steps(run) == [0]
-    assert "it is trained on with --data.path TEXT.\n" in (run / "config.toml").read_text()
+    assert "continue training with --data.path TEXT.\n" in (run / "config.toml").read_text()
 
     flags = ("--data.path", corpus, "--train.global-batch", 4, "--train.steps", 2, "--checkpoint.keep", 1)
     still = ("--optimizer.learning-rate", 1e-12, "--sample.tokens", 0, "--train.eval-batches", 0)
@@ -75,7 +75,7 @@ def test_a_bert_without_the_order_head(commands: Commands, tmp_path: Path) -> No
     tensors = {name: tensor for name, tensor in whole.items() if not name.startswith(left_out)}
     write_model(tmp_path / "hf", "bert", tensors, architectures=["BertForMaskedLM"])
     told = convert(commands, "import-hf", tmp_path / "hf", tmp_path / "run")
-    assert "not in the safetensors, so drawn anew: the pooler and the order head\n" in told
+    assert "not in the safetensors, so initialized randomly: the pooler and the order head\n" in told
     convert(commands, "export-hf", tmp_path / "run", tmp_path / "back")
     assert json.loads((tmp_path / "back" / "config.json").read_text())["architectures"] == ["BertForPreTraining"]
     again = json.loads(convert(commands, "import-hf", tmp_path / "back", tmp_path / "again", "--json"))

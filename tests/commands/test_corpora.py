@@ -102,5 +102,5 @@ def test_a_blend_on_two_meshes_and_resumed(commands: Commands, halves: list[Path
 
 def test_text_without_a_tokenizer_is_refused(commands: Commands, halves: list[Path], tmp_path: Path) -> None:
     *without, _, _ = flags(halves)
-    assert "all corpora need one tokenizer" in train_mistake(commands, tmp_path / "a", *without, *FOUR_STEPS)
+    assert "all corpora must share one tokenizer" in train_mistake(commands, tmp_path / "a", *without, *FOUR_STEPS)
     assert not list(tmp_path.glob("a/data/*"))

@@ -30,9 +30,11 @@ def test_a_new_run(commands: Commands, tmp_path: Path, temporary: Path) -> None:
     out = tried(commands, commands.preset, "--run-dir", tmp_path / "run", *TWO)
     assert_says(out.replace("\n", " "), r"data 2 x pipe 1 x tensor 1", r"data: [\d,]+ tokens in", r"memory: [\d.]+ MiB")
     last = out.splitlines()[-2:]
-    assert_says(last[0], r"compiled the step in [\d.]+ s: [\d.]+ MiB of state and batch on a device, [\d.]+ MiB beside")
+    assert_says(
+        last[0], r"compiled the step in [\d.]+ s: [\d.]+ MiB of state and batch per device, [\d.]+ MiB of temporaries"
+    )
     assert last[1] == (
-        "dry run: nothing was trained and nothing is kept; without --dry-run the same command trains steps 1 to 20 in "
+        "dry run: nothing was trained or kept; without --dry-run the same command would train steps 1 to 20 in "
         f"{tmp_path / 'run'}"
     )
     assert not list(tmp_path.iterdir()) and not list(temporary.iterdir())
@@ -52,7 +54,7 @@ def test_a_run_that_goes_on(commands: Commands, straight: Run, tmp_path: Path, t
     assert "nothing to train" in tried(commands, straight.folder / "config.toml")
     flags = ("--train.steps", 30, "--optimizer.learning-rate", 1e-3)
     out = tried(commands, without_decay(commands, tmp_path), "--run-dir", straight.folder, *flags)
-    assert_says(out, "--train.steps 30 is past --optimizer.decay-steps 20", "trains steps 21 to 30 in")
+    assert_says(out, "--train.steps 30 is past --optimizer.decay-steps 20", "would train steps 21 to 30 in")
     assert "\nlearning rate changed: learning_rate 0.003 -> 0.001, warmup 5 -> 1\n" in out
     assert contents(straight.folder) == before and not list(temporary.iterdir())
 
@@ -69,7 +71,7 @@ def test_mistakes_are_those_of_training(commands: Commands, straight: Run, tmp_p
     assert_says(train_mistake(commands, straight.folder, "--seed", 3, "--dry-run"), "holds a run with seed 0, not 3")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
-    assert_says(train_mistake(commands, tmp_path / "mine", "--dry-run"), "holds no run, but letter.txt")
+    assert_says(train_mistake(commands, tmp_path / "mine", "--dry-run"), "holds letter.txt instead of a run")
     assert not list(temporary.iterdir())
 
 

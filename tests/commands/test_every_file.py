@@ -75,7 +75,7 @@ def damaged_and_started(commands: Commands, begun: Path, straight: Run, change: 
     forget_abandoned()
     if done.code:
         lines = done.err.splitlines()
-        if done.code not in (1, 2) or len(lines) != 1 or "Traceback" in done.err or "the trace is in" in done.err:
+        if done.code not in (1, 2) or len(lines) != 1 or "Traceback" in done.err or "the traceback is in" in done.err:
             return f"exit code {done.code}: {done.err[-500:]}"
         if contents(begun / "checkpoints") != before:
             return f"checkpoints have changed: {lines[0]}"

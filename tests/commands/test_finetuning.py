@@ -178,7 +178,7 @@ def test_other_records_are_refused(tuning: Finetuning, tmp_path: Path, which: st
     file.write_text("\n".join([header, *rows]) + "\n")
     before = records(run), checkpoint_steps(run)
     line = one_line(tuning.start("mnli", run, f"--data.{which}", file, "--train.epochs", 3))
-    assert f"--data.{which}: other records than when the run began" in line
+    assert f"--data.{which}: the records have changed since the run began" in line
     assert (records(run), checkpoint_steps(run)) == before
 
 

@@ -98,7 +98,7 @@ TRAINING: list[tuple[str, ...]] = [
     *(
         (
             f"{tune(task)} --data.{kind} FILES/{given}-dev{SUFFIXES[given]}",
-            rf"--data\.{kind}: .*looks like a file of .*{given}.*, not of .*{task}; valid: ",
+            rf"--data\.{kind}: .*looks like a .* file.*{given}.*, not of .*{task}; valid: ",
         )
         for line in ("mnli qqp", "mnli squad1", "squad2 race", "race squad1", "qqp mnli")
         for task, given in [line.split()]
@@ -134,8 +134,11 @@ TRAINING: list[tuple[str, ...]] = [
             (AGAIN, "task.doc_stride", "--task.doc-stride 3"),
         )
     ),
-    (f"{AGAIN} --init BERT", "--init BERT: --run-dir TUNED holds a run that began with fresh weights; valid: without"),
-    (f"{AGAIN} --seeds 2", "--run-dir TUNED is the directory of one run; valid: a new folder, or without --seeds"),
+    (
+        f"{AGAIN} --init BERT",
+        "--init BERT: --run-dir TUNED holds a run that started from fresh weights; valid: without",
+    ),
+    (f"{AGAIN} --seeds 2", "--run-dir TUNED is the directory of a single run; valid: a new folder, or without --seeds"),
     (MNLI.replace("FILES/new", "SEEDS"), "--run-dir SEEDS.*valid: "),
     (
         f"{tune('qqp').replace('FILES/new', 'SEEDS')} --seeds 2",
@@ -166,7 +169,7 @@ TRAINING: list[tuple[str, ...]] = [
     (f"{INIT} BERT --model.vocab-multiple 1024", "--init.*padded_vocab_size 512, not 1024.*vocab-multiple 64"),
     (
         f"{INIT} BERT --tokenizer.path TUNED/data/tokenizer",
-        "--tokenizer.path.*not the tokenizer of --init.*; valid: that, or none",
+        "--tokenizer.path.*not the tokenizer of --init.*; valid: that one, or none",
     ),
     (f"{INIT} BARE", "--init BARE.*no checkpoint.*valid: "),
     (f"{INIT} GPT", "--init GPT.*model.family decoder.*valid: "),
@@ -185,12 +188,12 @@ EVALUATING: list[tuple[str, ...]] = [
     ("eval.py mnli --checkpoint SEEDS --data FILES/mnli-dev.tsv", "--checkpoint SEEDS.*valid: "),
     (f"{EVAL} GPT --data FILES/mnli-dev.tsv", "--checkpoint GPT", "fine-tuned on mnli"),
     (f"{EVAL} FILES/none --data FILES/mnli-dev.tsv", r"--checkpoint FILES/none: no config\.toml"),
-    (f"{EVAL} --data FILES/qqp-dev.tsv", "--data: FILES/qqp-dev.tsv looks like a file of qqp, not of mnli"),
+    (f"{EVAL} --data FILES/qqp-dev.tsv", "--data: FILES/qqp-dev.tsv looks like a qqp file, not mnli"),
     (f"{EVAL} --data FILES/none", "--data: FILES/none does not exist", "valid: a file of mnli"),
     (f"{EVAL} --data FILES/mnli-dev.tsv FILES/mnli-dev.tsv", "--data: FILES/mnli-dev.tsv is named twice", "valid: "),
     (f"{EVAL} --step 3", "--step 3; valid: latest, best, or one of"),
     (f"{EVAL} --overlap 3", "--overlap: mnli does not take it", "valid: "),
-    (f"{EVAL} --predictions FILES/maybe.tsv", "--predictions FILES/maybe.tsv is there already", "valid: "),
+    (f"{EVAL} --predictions FILES/maybe.tsv", "--predictions FILES/maybe.tsv already exists", "valid: "),
     # Records of one name, as MNLI's two dev files have them.
     (
         f"{EVAL} --data FILES/mnli-dev.tsv FILES/again.tsv --predictions FILES/new.tsv",
@@ -221,9 +224,9 @@ def test_an_answer_that_is_not_at_its_offset(tuning: Finetuning, tmp_path: Path)
     place = f"question {questions.index(moved) + 1} .id {moved['id']}"
     run = tuning.run("squad2")
     told = tuning.commands.run("eval.py", "squad2", "--checkpoint", run, "--data", file).ok()
-    assert_says(told, f"1 answers that are not at their offset.*, first --data: {file}: {place}")
+    assert_says(told, f"1 answers that are not at their stated offset.*, first --data: {file}: {place}")
     line = one_line(tuning.commands.run("eval.py", "squad2", "--checkpoint", run, "--data", file, "--task.strict"))
-    assert_says(line, f"--data: {file}: {place}", "not at their offset", "valid: ")
+    assert_says(line, f"--data: {file}: {place}", "not at their stated offset", "valid: ")
 
 
 def test_predictions_need_no_labels(tuning: Finetuning, tmp_path: Path) -> None:

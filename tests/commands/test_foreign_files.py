@@ -72,14 +72,14 @@ def test_a_picture_replaces_only_another_timeline(commands: Commands, elsewhere:
     other.write_bytes(first.replace(b"megajax schedule", b"another programm"))
     before = contents(elsewhere)
     for there in (other, link, folder):
-        assert f"--plot {there} is there already and is no timeline" in mistake(commands, *draw, there)
+        assert f"--plot {there} already exists and is not a timeline" in mistake(commands, *draw, there)
     assert contents(elsewhere) == before and link.is_symlink()
 
 
 def test_the_run_directory_may_not_lie_in_the_text(commands: Commands, elsewhere: Path) -> None:
     """Which would be read with what the run has written."""
     line = train_mistake(commands, elsewhere / "runs" / "a", "--data.path", elsewhere)
-    assert_says(line, f"--data.path {elsewhere}: all of this folder is read, and .* is in it; valid: a --run-dir")
+    assert_says(line, f"--data.path {elsewhere}: this folder is read as data, and .* lies in it; valid: a --run-dir")
     assert not (elsewhere / "runs").exists()
 
 
@@ -89,7 +89,7 @@ def test_a_copied_configuration_begins_a_run_of_its_own(commands: Commands, half
     shutil.copy(half.folder / "config.toml", tmp_path / "theirs.toml")
     done = commands.run("train.py", tmp_path / "theirs.toml", "--resume", "must")
     assert done.code == 2 and "--run-dir runs/theirs has no checkpoint" in done.err
-    assert f"the configuration of another run: runs/theirs is used, not its run_dir {half.folder}" in done.out
+    assert f"the configuration of another run: runs/theirs is used instead of its run_dir {half.folder}" in done.out
     assert contents(half.folder) == before
     moved = shutil.copytree(half.folder, tmp_path / "moved")
     done = commands.run("train.py", moved / "config.toml", "--resume", "never")

@@ -91,7 +91,7 @@ def test_a_run_goes_on_where_it_was(instructions: Instructions, tmp_path: Path) 
     assert_same_checkpoint(run, instructions.run, max(validation(run)))
     other.write_text((instructions.folder / "train.jsonl").read_text().splitlines()[0] + "\n")
     said = mistake(instructions.commands, *instructions.line, run, "--data.train", other)
-    assert "--data.train: other records than when the run began" in said
+    assert "--data.train: the records have changed since the run began" in said
 
 
 def test_mistakes(instructions: Instructions, tmp_path: Path) -> None:

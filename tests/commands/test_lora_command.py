@@ -22,7 +22,7 @@ def test_a_run_of_adapters(commands: Commands, half: Run, corpus: Path, tmp_path
     base, run, whole = shutil.copytree(half.folder, tmp_path / "base"), tmp_path / "run", tmp_path / "whole"
     told = commands.train(whole, "--init", base, *FLAGS, "--train.steps", STEPS).out
     assert f"weights: of step 10 of {base}, fresh none; frozen, with fresh adapters of rank 4" in told
-    assert "LoRA: 6,912 parameters are trained, " in told
+    assert "LoRA: 6,912 trainable parameters" in told
     commands.train(run, "--init", base, *FLAGS, "--train.steps", 2)
     frozen = {name: leaf for name, leaf in checkpoint_arrays(base, 10).items() if name.startswith("['params']")}
     shutil.rmtree(base)

@@ -50,7 +50,7 @@ def test_text(capsys) -> None:
     out = planned(capsys, "llama3-8b --mesh.data 64 --mesh.tensor 8 --gpu a100 --no-compile")
     assert "on 512 a100, data 64 x pipe 1 x tensor 8; bf16, --optimizer.zero 1" in out
     assert "  weights                                      1.870\n" in out  # 8.03 / 8 billion numbers of 2 bytes
-    assert "fits, " in out and "a model's figures" in out
+    assert "fits, " in out and "analytical estimate" in out
     assert "bubble" not in out  # of one stage there is none
     too_much = planned(capsys, "llama3-8b --gpu v100 --no-compile --precision fp16")
     assert "does not fit, " in too_much

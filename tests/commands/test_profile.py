@@ -70,4 +70,4 @@ def test_stages(commands: Commands, flags: str, tmp_path: Path, monkeypatch: pyt
     assert [row[0] for row in deferred] == ["0", "1", "2"]
     kept = [float(row[3]) for row in deferred]
     assert 0 < kept[0] < kept[1] < kept[2] and len({row[4] for row in (together, *deferred)}) == 1
-    assert any("all stages together: embedding" in line for line in lines) == ("split" in flags)
+    assert any("summed over stages: embedding" in line for line in lines) == ("split" in flags)

@@ -35,7 +35,7 @@ def test_a_batch_that_grows(
     told = commands.train(straight, *flags, "--train.steps", len(sizes)).out
     different = sorted(set(sizes))
     full = sizes.index(sizes[-1]) + 1
-    assert f"to {sizes[-1]}, which step {full} has first; {len(different)} sizes" in told
+    assert f"to {sizes[-1]} at step {full}; {len(different)} sizes" in told
     assert list(map(int, re.findall(r"compiled the step of (\d+) sequences", told))) == different
     assert [record["tokens"] for record in training(straight)] == [size * TOKENS for size in sizes]
     assert f"after {len(sizes)} steps, on {sizes[-1] * TOKENS} tokens (--train.eval-batches 1)\n" in told

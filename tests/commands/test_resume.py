@@ -36,11 +36,11 @@ def test_resume_on_other_meshes_with_the_state_split_otherwise(commands: Command
 def test_an_average_of_the_weights_begins_and_ends_on_the_way(commands: Commands, begun: Path) -> None:
     """It is what is validated, and evaluated unless one asks for the weights that were trained."""
     done = commands.train(begun, "--train.ema", 0.5, "--train.steps", 12)
-    assert "the average of the weights (--train.ema) begins with those of step 10" in done.out
+    assert "the weight average (--train.ema) starts from the weights of step 10" in done.out
     found = [commands.perplexity(begun, *weights)["loss"] for weights in ((), ("--weights", "trained"))]
     assert found[0] == pytest.approx(validation(begun)[12], rel=1e-6) != pytest.approx(found[1], rel=1e-4)
     done = commands.train(begun, "--train.ema", 0, "--train.steps", 14)
-    assert "the average of the weights of step 12 ends here (--train.ema 0)" in done.out
+    assert "the weight average is dropped after step 12 (--train.ema 0)" in done.out
 
 
 @pytest.mark.full

@@ -38,7 +38,7 @@ def test_the_files_of_a_run(straight: Run) -> None:
     heading, said = (folder / "log.txt").read_text().split("\n", 1)
     assert re.fullmatch(rf"--- 20\d\d-\S+ \S+ train.py \S+ --run-dir {folder} --sample.tokens 8 .*'the end'", heading)
     assert said == straight.finished.out
-    assert "batch: 8 sequences a step; 8 microbatches of 1, gradient accumulation over them\n" in said
+    assert "batch: 8 sequences per step; 8 microbatches of 1 with gradient accumulation\n" in said
     assert not [path for path in folder.rglob("*") if "partial" in path.name or "tmp" in path.name]
 
 
@@ -53,7 +53,7 @@ def test_without_validation_nothing_is_held_out(commands: Commands, corpus: Path
     assert [line["step"] for line in records(run)] == [*range(1, steps + 1)] and not validation(run)
     assert checkpoint_steps(run)[-1] == steps > 5
     refused = commands.run("eval.py", "perplexity", "--checkpoint", run)
-    assert refused.code == 2 and f"--data missing: {run} holds nothing out" in refused.err
+    assert refused.code == 2 and f"--data missing: {run} has no validation split" in refused.err
     assert commands.perplexity(run, "--data", corpus)["loss"] > 0
 
 

@@ -96,7 +96,7 @@ def test_deferral_on_one_stage(capsys) -> None:
     """It does nothing, and says so once; as JSON the table is that without."""
     arguments = ("--mesh.pipe", 1, "--microbatches", 2)
     text = schedule(capsys, *arguments, *DEFERRED)
-    assert text.count("deferred does nothing with --mesh.pipe 1") == 1
+    assert text.count("deferring does nothing with --mesh.pipe 1") == 1
     assert schedule(capsys, *arguments, *DEFERRED, "--json") == schedule(capsys, *arguments, "--json")
 
 

@@ -51,8 +51,8 @@ def test_the_same_command_goes_on(commands: Commands, straight: Run, tmp_path: P
     assert checkpoint_steps(run) == [step] and 3 <= step < 20
     where = run / "checkpoints" / str(step)
     assert last == (
-        f"stopped by SIGTERM after step {step} of 20; last good checkpoint: {where} (step {step}); "
-        "the same command goes on"
+        f"stopped by SIGTERM after step {step} of 20; last good checkpoint: {where} (step "
+        f"{step}); rerun the command to resume"
     )
     assert not (run / "run.lock").exists()
     assert f"resumed from step {step}" in commands.run(*line).ok()
@@ -78,8 +78,11 @@ def test_a_signal_while_the_first_step_is_compiled(
     monkeypatch.setattr(loop, "train_step", lost_terminal)
     done = commands.run("train.py", commands.preset, "--run-dir", tmp_path / "run")
     signal.signal(signal.SIGHUP, before)
-    said = "SIGHUP: there is nothing new to save; the run ends when the step is compiled; a second signal ends at once"
-    assert done.err.splitlines() == [said, "stopped by SIGHUP before step 1: there is nothing new to be saved"]
+    said = (
+        "SIGHUP: there is nothing new to save; the run ends once the step is compiled; a second "
+        "signal ends the run at once"
+    )
+    assert done.err.splitlines() == [said, "stopped by SIGHUP before step 1: there is nothing new to save"]
     assert done.code == 129 and not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
@@ -121,6 +124,6 @@ def test_the_watchdog_names_who_hangs(doing: str, tmp_path: Path, monkeypatch: p
             new = file.with_suffix(".partial")
             new.write_text(json.dumps(other))
             new.replace(file)
-    hangs = rf"process 1 of 2 on far \(pid 7\) hangs at step 6, {doing}, for \d+ s; the same command goes on"
-    lost = r"lost process 1 of 2 on far \(pid 7\), which was at step 6, nothing, and says nothing any more for \d s; "
+    hangs = rf"process 1 of 2 on far \(pid 7\) has been hanging at step 6, {doing} for \d+ s; rerun the command"
+    lost = r"lost process 1 of 2 on far \(pid 7\), which was at step 6, nothing and has not reported for \d s; "
     assert re.match(lost if doing == "nothing" else hangs, said[0])

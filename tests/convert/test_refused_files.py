@@ -104,9 +104,9 @@ def test_pickles_are_not_read(tmp_path: Path) -> None:
     assert "not a safetensors file" in refusal(tmp_path)
     (tmp_path / WEIGHTS).unlink()
     line = refusal(tmp_path)
-    assert re.search(r"pytorch_model\.bin: a pickle, which can run any code.*valid: model\.safetensors", line)
+    assert re.search(r"pytorch_model\.bin: pickle files can run code.*valid: model\.safetensors", line)
     (tmp_path / "pytorch_model.bin").unlink()
-    assert "no weights there" in refusal(tmp_path)
+    assert "no weights found" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("value", [np.nan, full(-np.inf)])
@@ -181,7 +181,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert f"RUN {full / 'file'} is a file" in command("import-hf", model, full / "file")
     assert "no such folder" in command("import-hf", tmp_path / "nowhere" / "at" / "all", new)
     assert "is a file" in command("import-hf", model / WEIGHTS, new)
-    assert "no config.toml there" in command("export-hf", full, new)
+    assert "no config.toml found" in command("export-hf", full, new)
     assert f"PATH {full} is not empty" in command("export-hf", new, full)
     assert "--dtype 'fp8'; valid: fp32, bf16, fp16" in command("export-hf", "a", "b", "--dtype", "fp8")
     line = command("import-hf", "a", "b", "--model.sequence-length", "0")
@@ -196,5 +196,5 @@ def test_the_hub_without_network(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     line = command("import-hf", "some-body/some-model", tmp_path / "run")
-    assert "some-body/some-model: no such folder, and the Hugging Face hub does not give it" in line
+    assert "some-body/some-model: no such folder, and it cannot be read from the Hugging Face hub" in line
     assert not (tmp_path / "run").exists()

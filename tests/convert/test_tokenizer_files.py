@@ -86,9 +86,9 @@ def test_settings_that_contradict_the_tokenizer(kind: str, settings: str, words:
         ("bert", {"vocab.txt": "[PAD]\n[UNK]\n[CLS]\n[SEP]\na\n"}, "no [MASK]; valid: a WordPiece vocabulary with [P"),
         ("bert", {"tokenizer.json": BYTE_PAIR.files["tokenizer.json"]}, "cuts no words in pieces; valid: a WordPiece"),
         ("bert", {"tokenizer.json": other_words(prefix="@@")}, 'continuing_subword_prefix of tokenizer.json is "@@"'),
-        ("bert", {"merges.txt": ""}, "merges.txt without tokenizer.json; valid: tokenizer.json, which"),
-        ("gpt2", {"vocab.json": "{}"}, "vocab.json without tokenizer.json; valid: tokenizer.json, which"),
-        ("gpt2", {"tokenizer.model": ""}, "tokenizer.model without tokenizer.json; valid: tokenizer.json, which"),
+        ("bert", {"merges.txt": ""}, "merges.txt without tokenizer.json; valid: tokenizer.json, as"),
+        ("gpt2", {"vocab.json": "{}"}, "vocab.json without tokenizer.json; valid: tokenizer.json, as"),
+        ("gpt2", {"tokenizer.model": ""}, "tokenizer.model without tokenizer.json; valid: tokenizer.json, as"),
         ("gpt2", {"tokenizer.json": '{"model": null}'}, "no tokenizer: "),
     ],
 )

@@ -102,7 +102,7 @@ def test_another_source_or_tokenizer_in_the_same_run_directory(source, small_tok
     monkeypatch.chdir(tmp_path)
     make_corpus("texts", "", 300, tmp_path / "run")  # the same folder by another name
     with pytest.raises(
-        UserError, match=r"--data\.path 'python-stdlib': .* was made from .*texts'; valid: that, or a new"
+        UserError, match=r"--data\.path 'python-stdlib': .* was made from .*texts'; valid: that source, or a new"
     ):
         make_corpus("python-stdlib", "", 300, tmp_path / "run")
     with pytest.raises(UserError, match=r"--tokenizer\.path .*given': .* was made from ''"):
@@ -144,7 +144,7 @@ def test_a_prepared_dataset_that_is_beyond_the_vocabulary_or_changed_or_half(pre
         make_corpus(prefix, "", 270, tmp_path / "run")
     with IndexedWriter(prefix, 300) as writer:
         writer.add_document([1, 2, 3])
-    with pytest.raises(UserError, match=r"corpus\.v1\.bin has 3 tokens, it had \d+ when"):
+    with pytest.raises(UserError, match=r"corpus\.v1\.bin has 3 tokens instead of the \d+ it had when"):
         make_corpus(prefix, "", 300, tmp_path / "run")
     Path(prefix + ".idx").unlink()
     for name in prefix, prefix + ".bin", prefix + ".idx":

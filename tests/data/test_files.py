@@ -70,7 +70,7 @@ def test_only_what_is_ours_is_replaced(kind, tmp_path):
     """Seen before anything is done, and again at the end."""
     (tmp_path / "elsewhere").mkdir()
     there = tmp_path / "folder"
-    with pytest.raises(UserError, match="not of this program"), folder_atomically(there):
+    with pytest.raises(UserError, match="not made by megajax"), folder_atomically(there):
         if kind == "link":
             there.symlink_to(tmp_path / "elsewhere")
         elif kind == "file":
@@ -78,7 +78,7 @@ def test_only_what_is_ours_is_replaced(kind, tmp_path):
         else:
             write_atomically(there / "notes", "mine")
     before = names(tmp_path)
-    with pytest.raises(UserError, match="not of this program"), folder_atomically(there):
+    with pytest.raises(UserError, match="not made by megajax"), folder_atomically(there):
         pytest.fail()
     assert names(tmp_path) == before and "folder" in before
     if kind == "folder":

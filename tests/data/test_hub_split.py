@@ -69,7 +69,7 @@ def test_a_corpus_of_it(folder: Path, tmp_path: Path) -> None:
     folder.rename(tmp_path / "elsewhere")
     again = make_corpus(f"hf://{folder}", "", 300, tmp_path / "run")
     assert again.tokens.num_tokens == corpus.tokens.num_tokens
-    with pytest.raises(UserError, match=r"was made from 'hf://.*valid: that, or a new --run-dir"):
+    with pytest.raises(UserError, match=r"was made from 'hf://.*valid: that source, or a new --run-dir"):
         make_corpus(f"hf://{folder}:validation", "", 300, tmp_path / "run")
 
 
@@ -78,7 +78,7 @@ def test_one_line_for_each_mistake(folder: Path) -> None:
     for url, problem in {
         "hf://": "hf://; valid: hf://NAME",
         f"hf://{folder}:train[:3]": "; valid: hf://NAME",
-        "hf://a/b/c/d": "no such folder, and no name of a dataset; valid",
+        "hf://a/b/c/d": "neither a folder nor the name of a dataset; valid",
         f"hf://{folder}:test": "Available splits: .*'validation'.*; valid",
         f"hf://{folder}#body": 'no column "body"; valid: #COLUMN with one of number, text',
         f"hf://{folder}#number": 'column "number" holds int; valid: #COLUMN with text',
@@ -97,7 +97,7 @@ def test_names_of_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
         split = HubSplit.parse(url, "--data.path")
         assert (split.name, split.configuration, split.split, split.column) == parts
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"datasets is missing; valid: pip install 'megajax\[datasets\]'"):
+    with pytest.raises(UserError, match=r"datasets is not installed; valid: pip install 'megajax\[datasets\]'"):
         check_input("hf://imdb", "--data.path")
 
 
@@ -121,7 +121,9 @@ def test_a_tokenizer_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_tokenizer_that_the_hub_does_not_give(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--tokenizer.path: no/such is not a folder, and the .* hub does not give it"):
+    with pytest.raises(
+        UserError, match=r"--tokenizer.path: no/such is not a folder, and it cannot be read from the .* hub"
+    ):
         named_tokenizer("no/such")
     (tmp_path / "cache" / "models--em--pty" / "snapshots" / "0").mkdir(parents=True)
     (tmp_path / "cache" / "models--em--pty" / "refs").mkdir()

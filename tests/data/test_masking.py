@@ -90,8 +90,8 @@ def test_vocabularies():
     for tokenizer, problem in (
         (unmasked, r"x has no \[MASK\]; valid: a WordPiece vocabulary"),
         (train_tokenizer(["words"] * 9, 260), r"x has no \[CLS\] and no \[SEP\] and no \[MASK\] and no \[PAD\]; valid"),
-        (without_words, "x has special tokens only"),
-        (None, "x is missing, and words are masked"),
+        (without_words, "x has only special tokens"),
+        (None, "x is missing, which whole-word masking"),
     ):
         with pytest.raises(UserError, match=problem):
             WordPieces.of(tokenizer, "x")

@@ -148,7 +148,7 @@ def test_a_value_of_parquet_that_stands_in_many_rows(tmp_path, monkeypatch):
         peak = max(peak, pa.total_allocated_bytes() - before)
     assert 1 << 20 < peak < 1 << 26
     monkeypatch.setattr("megajax.data.parquet._EXPANSION", (100 << 20, 1000))
-    with pytest.raises(UserError, match=r"a\.parquet: 250 rows that repeat a few texts; valid: at most 101 MiB"):
+    with pytest.raises(UserError, match=r"a\.parquet: 250 rows that repeat only a few texts; valid: at most 101 MiB"):
         records(tmp_path / "a.parquet")
 
 

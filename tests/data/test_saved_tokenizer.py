@@ -86,7 +86,7 @@ def test_a_corpus_of_a_run(tmp_path):
     again = make_corpus(str(tmp_path / "corpus.txt"), "", 700, tmp_path / "imported")
     assert again.tokenizer == kept and again.tokens.num_tokens == corpus.tokens.num_tokens
     (tmp_path / "data" / "tokenizer" / "generation_config.json").write_text('{"eos_token_id": [1]}')
-    with pytest.raises(UserError, match=r"generation_config.json: was not there when the tokenizer was written"):
+    with pytest.raises(UserError, match=r"generation_config.json: did not exist when the tokenizer was written"):
         corpus_tokenizer(tmp_path / "data")
 
 

@@ -39,9 +39,11 @@ def test_a_small_file_is_checked_at_once() -> None:
     for place in (0, SIZE - 1, SIZE, 3 * SIZE + 4):
         other = TOKENS.copy()
         other[place] ^= 1
-        with pytest.raises(UserError, match=rf"a\.bin: not what was .*tokens {place // SIZE * SIZE} to .*valid"):
+        with pytest.raises(
+            UserError, match=rf"a\.bin: changed since it was .*tokens {place // SIZE * SIZE} to .*valid"
+        ):
             checked(other)
-    with pytest.raises(UserError, match=r"has 3 blocks, it had 4"):
+    with pytest.raises(UserError, match=r"has 3 blocks instead of the 4"):
         checked(TOKENS[: 3 * SIZE])
 
 
@@ -54,7 +56,7 @@ def test_blocks_of_a_large_file_are_checked_when_they_are_looked_at(monkeypatch:
     tokens.check(0, 2 * SIZE)
     tokens.check(3 * SIZE, 3 * SIZE + 5)
     tokens.check(2 * SIZE, 2 * SIZE)
-    with pytest.raises(UserError, match="not what was written"):
+    with pytest.raises(UserError, match="changed since it was written"):
         tokens.check(2 * SIZE - 1, 2 * SIZE + 1)
     other[0] ^= 1
     tokens.check(0, 10)

@@ -98,8 +98,8 @@ def test_texts_are_the_same_on_every_mesh_and_as_they_stream(run, command, tmp_p
         ("--prompt-file FOLDER/empty.txt", "empty.txt: no prompt in it"),
         ("--prompt-file FOLDER/latin1.txt", "latin1.txt: not UTF-8"),
         ("--prompt-file FOLDER/none.txt", "none.txt: cannot be read"),
-        ("--prompt a --checkpoint FOLDER", "no config.toml there; valid"),
-        ("--prompt a --checkpoint FOLDER/untold", "has no tokenizer for text; valid"),
+        ("--prompt a --checkpoint FOLDER", "no config.toml found; valid"),
+        ("--prompt a --checkpoint FOLDER/untold", "has no tokenizer; valid"),
     ],
 )
 def test_mistakes_are_one_line(run, command, tmp_path, flags, words):

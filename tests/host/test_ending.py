@@ -45,7 +45,7 @@ def test_a_signal_ends_with_128_and_its_number(number: signal.Signals) -> None:
     process = start(SLEEP)
     assert process.stdout and process.stdout.readline() == "up\n"
     process.send_signal(number)
-    assert finish(process) == (128 + number, f"stopped by {number.name}; what was written is kept\n")
+    assert finish(process) == (128 + number, f"stopped by {number.name}; interrupted\n")
 
 
 def test_a_signal_that_python_loses_comes_again() -> None:
@@ -55,15 +55,15 @@ def test_a_signal_that_python_loses_comes_again() -> None:
     process = start(lose + SLEEP.partition("; ")[2])
     assert process.stdout and process.stdout.readline() == "up\n"
     process.send_signal(signal.SIGINT)
-    assert finish(process) == (130, "stopped by SIGINT; what was written is kept\n")
+    assert finish(process) == (130, "stopped by SIGINT; interrupted\n")
 
 
 def test_a_signal_that_has_to_wait_says_for_what() -> None:
     """C does not hear of it, as XLA while it compiles; nobody says so of what ends within half a second."""
     kill = "import hashlib, os, threading; threading.Timer(0.1, lambda: os.kill(os.getpid(), 15)).start()\n"
     process = start(f"{kill}with phases.phase('compiling'): hashlib.pbkdf2_hmac('sha256', b'', b'', 5_000_000)")
-    said = "SIGTERM: ends when this is done: compiling; a second signal ends at once\n"
-    assert finish(process) == (143, f"{said}stopped by SIGTERM; what was written is kept\n")
+    said = "SIGTERM: ends when this is done: compiling; a second signal ends the run at once\n"
+    assert finish(process) == (143, f"{said}stopped by SIGTERM; interrupted\n")
 
 
 def test_a_lost_terminal() -> None:
@@ -88,7 +88,7 @@ def test_nohup() -> None:
     process.send_signal(signal.SIGHUP)
     time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    assert finish(process) == (143, "stopped by SIGTERM; what was written is kept\n")
+    assert finish(process) == (143, "stopped by SIGTERM; interrupted\n")
 
 
 def test_a_signal_while_a_module_is_imported_raises_nothing_there(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_signal_while_a_module_is_imported_raises_nothing_there(tmp_path: Path
     kill = "    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(60)\nexcept BaseException:\n    os._exit(77)\n"
     (tmp_path / "slow.py").write_text(f"import os, signal, time\ntry:\n{kill}")
     process = start(f"sys.path.insert(0, {str(tmp_path)!r})\nimport slow")
-    assert finish(process) == (143, "stopped by SIGTERM; what was written is kept\n")
+    assert finish(process) == (143, "stopped by SIGTERM; interrupted\n")
 
 
 def test_workers_say_nothing_of_a_signal_to_all() -> None:
@@ -106,7 +106,7 @@ def test_workers_say_nothing_of_a_signal_to_all() -> None:
     assert process.stdout and process.stdout.readline() == "up\n"
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)
-    assert finish(process) == (130, "stopped by SIGINT; what was written is kept\n")
+    assert finish(process) == (130, "stopped by SIGINT; interrupted\n")
 
 
 def test_a_deferred_signal_waits_and_a_second_does_not() -> None:
@@ -115,7 +115,7 @@ def test_a_deferred_signal_waits_and_a_second_does_not() -> None:
     process = start(f"with signals.stop_signals.deferred('first this'):\n{inner}\n{body}")
     assert process.stdout and process.stdout.readline() == "up\n"
     process.send_signal(signal.SIGTERM)
-    assert process.stderr and process.stderr.readline() == "SIGTERM: first this; a second signal ends at once\n"
+    assert process.stderr and process.stderr.readline() == "SIGTERM: first this; a second signal ends the run at once\n"
     time.sleep(0.3)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
@@ -127,8 +127,8 @@ def test_a_deferred_signal_waits_and_a_second_does_not() -> None:
     [
         ("pass", 0, ""),
         ("raise UserError('--x 3; valid: 4')", 2, "error: --x 3; valid: 4"),
-        ("raise OSError(28, 'No space left', '/a/b')", 1, "error: /a/b: No space left; the trace is in"),
-        ("[[0] * 10**14]", 1, "error: out of memory; the trace is in"),
+        ("raise OSError(28, 'No space left', '/a/b')", 1, "error: /a/b: No space left; the traceback is in"),
+        ("[[0] * 10**14]", 1, "error: out of memory; the traceback is in"),
         ("sys.exit(3)", 3, ""),
     ],
 )
@@ -138,7 +138,7 @@ def test_one_line(main: str, code: int, line: str) -> None:
     found, error = finish(start(beside + main))
     assert found == code
     assert len(error.splitlines()) == bool(line) and error.startswith(line)
-    if named := re.search(r"the trace is in (\S+)", error):
+    if named := re.search(r"the traceback is in (\S+)", error):
         trace = Path(named[1])
         assert "Traceback" in trace.read_text() and "ZeroDivisionError" in trace.read_text()
         trace.unlink()

@@ -191,4 +191,4 @@ def test_folders_that_may_not_be_entered_or_written(tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0)
     (tmp_path / "read").mkdir(mode=0o555)
     assert "Permission denied" in problem(check_path, tmp_path / "closed" / "a")
-    assert "may not be written" in problem(check_place, tmp_path / "read" / "a")
+    assert "is not writable" in problem(check_place, tmp_path / "read" / "a")

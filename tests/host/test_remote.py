@@ -64,7 +64,7 @@ def test_one_line_for_each_mistake(bucket: str) -> None:
         f"{bucket}/web.bin": "mapped into memory where it lies; valid: a copy",
         f"{bucket}/broken.gz": "truncated or damaged: .*; valid: ",
         **{
-            f"{name}://bucket": f"{name}:// is not read; valid: http://, https://, gs://, s3://, hf://, file://, or"
+            f"{name}://bucket": f"{name}:// is not supported; valid: http://, https://, gs://, s3://, hf://, file://"
             for name in ("nowhere", "ssh", "gist", "box", "zip", "SFTP")
         },
     }.items():
@@ -92,7 +92,7 @@ def test_a_host_that_is_not_known_is_one_short_line(bucket: str, wrapped: type[O
         except OSError as error:
             raise wrapped("x") from error
 
-    words = r"^INPUT memory://bucket/x: cannot be read: the name of the host cannot be resolved; valid: a readable URL$"
+    words = r"^INPUT memory://bucket/x: cannot be read: the host name cannot be resolved; valid: a readable URL$"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match=words):
         patch.setattr("fsspec.implementations.memory.MemoryFileSystem.info", fail)
         remote.find(f"{bucket}/x", "INPUT")
@@ -164,5 +164,5 @@ def test_presets_that_are_based_on_remote_ones(bucket: str, tmp_path: Path) -> N
     assert load_preset(f"{bucket}/presets/more/mine.toml")["run_dir"] == "runs/mine"
     store.pipe("/bucket/presets/base.toml", b'base = "more/mine.toml"')
     places = [f"{bucket}/presets/{name}" for name in ("base.toml", "more/mine.toml", "base.toml")]
-    with pytest.raises(UserError, match=f"goes in a circle: {' -> '.join(places)}; valid: "):
+    with pytest.raises(UserError, match=f"forms a cycle: {' -> '.join(places)}; valid: "):
         load_preset(places[0])

@@ -77,23 +77,23 @@ def test_bert() -> None:
     ("given", "problem"),
     [
         ([[1, 2], [3]], r"lists of different lengths; valid: token ids \[B, T \+ 1\]"),
-        ([1, 2, 3], r"ids of the shape \[3\]; valid"),
-        (np.ones((1, 18), np.int32), r"ids of the shape \[1, 18\]; valid: .*, T at most 16"),
+        ([1, 2, 3], r"ids of shape \[3\]; valid"),
+        (np.ones((1, 18), np.int32), r"ids of shape \[1, 18\]; valid: .*, T at most 16"),
         ([[1, 101]], "an id 101; valid: .*from 0 to 100"),
         ([[-1, 1]], "an id -1; valid"),
         ([[2**32 + 5, 1]], "an id 4294967301; valid"),
         (np.array([[2**64 - 1, 1]], np.uint64), "an id 18446744073709551615; valid"),
-        (np.ones((0, 3), np.int32), r"ids of the shape \[0, 3\]; valid"),
+        (np.ones((0, 3), np.int32), r"ids of shape \[0, 3\]; valid"),
         ({"tokens": [[101, 1]], "targets": [[1, 1]]}, "tokens with the number 101; valid: from 0 to 100"),
         ({"tokens": [[-1, 1]], "targets": [[1, 1]]}, "tokens with the number -1; valid: from 0 to 100"),
         ({"tokens": [[2**32, 1]], "targets": [[1, 1]]}, "tokens with the number 4294967296; valid"),
         ({"tokens": [[1, 1]], "targets": [[1, 101]]}, "targets with the number 101; valid: from -1 to 100"),
-        ({"tokens": 5, "targets": 5}, r"tokens of the shape \[\]; valid"),
-        ({"tokens": np.ones((0, 2), int), "targets": np.ones((0, 2), int)}, r"tokens of the shape \[0, 2\]; valid"),
+        ({"tokens": 5, "targets": 5}, r"tokens of shape \[\]; valid"),
+        ({"tokens": np.ones((0, 2), int), "targets": np.ones((0, 2), int)}, r"tokens of shape \[0, 2\]; valid"),
         ({"tokens": [[1]], "targets": [[1]], 7: [[1]], "more": [[1]]}, "a batch with 7, more; valid"),
         ([[0.5, 1.0]], "numbers of the type float64; valid"),
         ({"tokens": [[1, 2]]}, r"a batch without targets; valid: tokens \[B, tokens\]"),
-        ({"tokens": [[1, 2]], "targets": [[1]]}, r"targets of the shape \[1, 1\]; valid"),
+        ({"tokens": [[1, 2]], "targets": [[1]]}, r"targets of shape \[1, 1\]; valid"),
         ({"tokens": [[1]], "targets": [[1]], "other": [[1]]}, "a batch with other; valid"),
     ],
 )
@@ -155,20 +155,20 @@ def test_what_a_model_cannot_do_says_what_is_valid() -> None:
         (lambda: model.train_step(IDS), r"train_step: .*; valid: restore\(…, training=True\)"),
         (
             lambda: trained.train_step(IDS),
-            r"train_step: ids of the shape \[3, 9\]; valid: \[8, 17\], train\.",
+            r"train_step: ids of shape \[3, 9\]; valid: \[8, 17\], train\.",
         ),
         (lambda: trained.train_step([[1, 2], [3]]), "lists of different lengths; valid: "),
         (lambda: model.save("anywhere"), r"save: .*; valid: restore\(…, training=True\)"),
-        (lambda: model.generate("a text"), r"no tokenizer for text; valid: tokenizer.path"),
-        (lambda: model.generate(["a text", [1]]), r"no tokenizer for text; valid"),
+        (lambda: model.generate("a text"), r"no tokenizer; valid: tokenizer.path"),
+        (lambda: model.generate(["a text", [1]]), r"no tokenizer; valid"),
         (lambda: model.generate([[]]), "prompt 1 has 0 tokens.*; valid: 1 to 16"),
-        (lambda: model.generate([[101]]), "prompt 1 has 1 tokens, or ids that are none; valid: .*0 to 100"),
-        (lambda: model.generate([1, 2, 3]), "prompt 1 is no text and no list of token ids; valid: 1 to 16"),
-        (lambda: model.generate([[1], [1.5]]), "prompt 2 is no text and no list of token ids; valid"),
+        (lambda: model.generate([[101]]), "prompt 1 has 1 tokens, or invalid ids; valid: .*0 to 100"),
+        (lambda: model.generate([1, 2, 3]), "prompt 1 is neither text nor a list of token ids; valid: 1 to 16"),
+        (lambda: model.generate([[1], [1.5]]), "prompt 2 is neither text nor a list of token ids; valid"),
         (lambda: model.generate(5), "prompts 5; valid: a text"),
         (lambda: model.generate([[1]], top_q=1), "no option 'top_q'; valid: batch, max_tokens"),
         (lambda: model.generate([[1]], top_p=2.0), "top-p 2.0; valid: more than 0"),
-        (lambda: model.evaluate("text.txt"), "no tokenizer for text; valid"),
+        (lambda: model.evaluate("text.txt"), "no tokenizer; valid"),
         (lambda: megajax.evaluate("run", "perplexty"), "task 'perplexty'; valid: .*perplexity"),
         (lambda: megajax.restore("gs://bucket/run"), "gs:// is for texts .*; valid: a path on a file system"),
         (lambda: megajax.load_preset("demo", {"train.stps": 3}), "unknown key|unknown flag"),
@@ -228,7 +228,7 @@ def test_of_the_run_whose_weights_a_model_begins_with(run: Path, tmp_path: Path)
     next(model.batches(tmp_path / "tokens"))  # found as it was made
     train_tokenizer([TEXT], 290, "bpe").save(tmp_path / "other")
     config = dataclasses.replace(config, tokenizer=dataclasses.replace(config.tokenizer, path=str(tmp_path / "other")))
-    with pytest.raises(megajax.UserError, match=r"other: not the tokenizer of --init .*run; valid: that, or none"):
+    with pytest.raises(megajax.UserError, match=r"other: not the tokenizer of --init .*run; valid: that one, or none"):
         megajax.init(config)
     model.tokenizer = load_tokenizer(tmp_path / "other")
     with pytest.raises(megajax.UserError, match=r"tokenizer of the model: not the tokenizer in .*; valid: another fol"):

@@ -15,7 +15,7 @@ REFUSED = {  # preset and table of options -> values, and a part of the line
         ({"num_kv_heads": 16}, "--model.num-kv-heads 16 with --model.num-heads 8; valid: 1, 2, 4, 8"),
         (
             {"head_size": 15},
-            "--model.head-size 15 with --model.positions rotary, which turn pairs of features; valid: ",
+            "--model.head-size 15 with --model.positions rotary, which rotates pairs of features; valid: ",
         ),
         ({"num_heads": 6, "num_kv_heads": 2}, "valid: a multiple of 6, such as 126 or 132, or a --model.head-size"),
         (
@@ -58,7 +58,7 @@ REFUSED = {  # preset and table of options -> values, and a part of the line
         ({"rank": 4, "targets": []}, "--lora.targets is empty; valid: attention, "),
         (
             {"rank": 4, "targets": ["gate"]},
-            "--lora.targets gate with --model.activation gelu-tanh, which has none; valid: without it, or",
+            "--lora.targets gate with --model.activation gelu-tanh, which has no gate; valid: without gate, or",
         ),
         ({"rank": 4, "alpha": 0}, "--lora.alpha 0.0; valid: more than 0"),
         ({"rank": -1}, "--lora.rank -1; valid: 0 to"),

@@ -280,12 +280,12 @@ def test_nothing_fits():
     one_layer = {"num_layers": 1, "hidden_size": 16_384, "num_heads": 8, "vocab_size": 128, "sequence_length": 64}
     said = impossible(tiny_config(precision="fp16", global_batch=1, **one_layer), 1, "v100")
     assert "no configuration fits in memory; the smallest (--mesh.data 1" in said
-    assert "GiB of the 29.4 GiB that a program can have; valid: more --devices" in said
+    assert "GiB of the 29.4 GiB usable; valid: more --devices" in said
 
 
 def test_no_mesh_of_so_many():
     said = impossible(CONFIG, 7)
-    assert "--devices 7: no mesh of so many; --mesh.data has to divide --train.global-batch 4" in said
+    assert "--devices 7: no valid mesh of that size; --mesh.data has to divide --train.global-batch 4" in said
     assert said.endswith("valid: such as 6 or 8")
 
 

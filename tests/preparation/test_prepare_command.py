@@ -144,7 +144,7 @@ def test_wrong_key(tmp_path, capsys):
     [
         ("nowhere.txt", "INPUT: nowhere.txt does not exist"),
         ("empty.txt", r"INPUT: no text in empty\.txt"),
-        ("short.jsonl", "none of the 2 documents is left: 2 too short; --min-tokens 128"),
+        ("short.jsonl", "none of the 2 documents is left: 2 too short; valid: a lower --min-tokens than 128"),
         ("a.jsonl --jaccard 0.1", r"--jaccard 0\.1; valid: 0\.3 to 0\.99"),
         ("a.jsonl --tokenizer nowhere", "--tokenizer: nowhere is not a folder"),
         ("a.jsonl --vocab-size 20", "--vocab-size 20; valid: 257 or more"),

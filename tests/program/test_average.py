@@ -121,10 +121,10 @@ def test_it_begins_and_ends_where_a_run_goes_on(tmp_path: Path) -> None:
     resumed = Checkpoints(tmp_path, made.layout, keep=3)
     writer.wait()
     begun = resumed.restore(1)
-    assert resumed.average_news == "the average of the weights (--train.ema) begins with those of step 1"
+    assert resumed.average_news == "the weight average (--train.ema) starts from the weights of step 1"
     assert_same(made.layout.to_canonical(begun).average, without.layout.to_canonical(state).params)
     resumed.save(2, begun)
     resumed.wait()
     ended = Checkpoints(tmp_path, without.layout)
     assert_same(without.layout.to_canonical(ended.restore(2)), without.layout.to_canonical(state))
-    assert ended.average_news == "the average of the weights of step 2 ends here (--train.ema 0)"
+    assert ended.average_news == "the weight average is dropped after step 2 (--train.ema 0)"

@@ -246,7 +246,7 @@ def test_what_is_no_checkpoint_blocks_none(small: StateLayout, written: Path, tm
     assert checkpoints.steps() == [10, 20]
     state, step, damaged = checkpoints.restore_newest()
     assert state is not None and step == 20
-    assert damaged == [f"{folder / name}: it is no checkpoint" for name in ("40", "30")]
+    assert damaged == [f"{folder / name}: it is not a checkpoint" for name in ("40", "30")]
     for number in (15, 30):
         checkpoints.save(number, state)
         checkpoints.wait()

@@ -121,7 +121,7 @@ def test_another_file_beside_the_tokenizer(whole: Path, tmp_path: Path) -> None:
     """A vocabulary of the other kind would be read in the place of the run's own."""
     data = shutil.copytree(whole / "wordpiece", tmp_path / "data")
     write_pair(data / "tokenizer", load_tokenizer(whole / "given" / "bpe"))
-    with pytest.raises(UserError, match=r"merges\.txt: was not there when the tokenizer was written"):
+    with pytest.raises(UserError, match=r"merges\.txt: did not exist when the tokenizer was written"):
         read(data)
 
 
@@ -137,7 +137,7 @@ def test_the_tokenizer_of_several_corpora(whole: Path, kind: str, tmp_path: Path
     make_run_data(config, tmp_path / "data")
     assert corpus_tokenizer(tmp_path / "data") == open_run_data(config, tmp_path / "data").tokenizer
     _flip(tmp_path / "data" / "tokenizer" / "tokenizer.json")
-    with pytest.raises(UserError, match="not what was written"):
+    with pytest.raises(UserError, match="changed since it was written"):
         corpus_tokenizer(tmp_path / "data")
 
 

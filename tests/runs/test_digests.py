@@ -50,7 +50,7 @@ def test_what_was_written_is_whole(folder: Path) -> None:
     ("name", "content", "expected"),
     [
         ("state/b", bytes(255), "state/b has 255 bytes, not 256 as it was written"),
-        ("state/b", bytes([*range(255), 254]), "state/b has other bytes than were written"),
+        ("state/b", bytes([*range(255), 254]), "state/b was changed since it was written"),
         ("state/b", None, "state/b is missing"),
         ("state/empty", b"0", "state/empty has 1 bytes, not 0 as it was written"),
     ],

@@ -58,7 +58,9 @@ def test_batch_and_seed_are_free_until_a_step_is_trained(run: Path) -> None:
 
 def test_text_needs_the_tokenizer_of_the_weights(run: Path, tmp_path: Path) -> None:
     """Without one none is trained on the corpus: its ids would mean nothing to the weights. Tokens are taken."""
-    with pytest.raises(UserError, match=r"--tokenizer\.path missing: .*valid: its folder, or a tokenized dataset"):
+    with pytest.raises(
+        UserError, match=r"--tokenizer\.path missing: .*valid: the folder of their tokenizer, or a tokenized dataset"
+    ):
         check_claim(run, with_data("text.txt"))
     check_claim(run, with_data("text.txt", tokenizer="given"))
     with IndexedWriter(tmp_path / "tokens", 101) as writer:
@@ -86,7 +88,9 @@ def test_what_a_run_began_with_stays(
         (run / "imported.json").touch()
     earlier = dataclasses.replace(tiny_config(), init=began_with.removeprefix("imported"))
     (run / "config.toml").write_text(to_toml(earlier))
-    refused = rf"^--init {given}: --run-dir run holds a run that began with {origin}; valid: without --init, or another"
+    refused = (
+        rf"^--init {given}: --run-dir run holds a run that started from {origin}; valid: without --init, or another"
+    )
     with pytest.raises(UserError, match=refused) if origin else contextlib.nullcontext():
         check_claim(Path("run"), dataclasses.replace(with_data("text.txt", tokenizer="given"), init=given))
 
@@ -114,7 +118,7 @@ def test_other_angles_are_no_refusal(tmp_path: Path) -> None:
 
 def test_the_tokenizer_of_a_run(tmp_path: Path) -> None:
     """It has at most the model's ids; those of the padding are not among them."""
-    with pytest.raises(UserError, match=r"^--checkpoint .* has no tokenizer for text; valid: a run with .*tokenizer$"):
+    with pytest.raises(UserError, match=r"^--checkpoint .* has no tokenizer; valid: a run with .*tokenizer$"):
         run_tokenizer(tmp_path, tiny_config())
     train_tokenizer(["ab ab"], 300).save(tmp_path / "data" / "tokenizer")
     assert run_tokenizer(tmp_path, tiny_config(vocab_size=258)).size == 258
@@ -123,7 +127,7 @@ def test_the_tokenizer_of_a_run(tmp_path: Path) -> None:
 
 
 def test_no_run_and_one_that_has_no_validation_split_yet(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^--checkpoint .*no-run: no config\.toml there; valid: "):
+    with pytest.raises(UserError, match=r"^--checkpoint .*no-run: no config\.toml found; valid: "):
         evaluation_config(tmp_path / "no-run", {})
     with pytest.raises(UserError, match=r"--data missing: .* has no corpus yet"):
         evaluate_perplexity(run, step="latest", data="", overrides={})

@@ -77,7 +77,7 @@ def test_one_failure_is_mended(
     checkpoints.save(2, state)
     checkpoints.wait()
     assert checkpoints.news() == [
-        "the checkpoint of step 2 was written at the second try; no space left on device: some file"
+        "the checkpoint of step 2 was written on the second attempt; no space left on device: some file"
     ]
     assert checkpoints.news() == [] and checkpoints.saved == 2 and entries(checkpoints) == ["1", "2"]
 
@@ -130,7 +130,9 @@ def test_no_space(checkpoints: Checkpoints, state: TrainState, monkeypatch: pyte
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
     checkpoints.save(2, state)
     (line,) = checkpoints.news()
-    assert line.startswith(f"the checkpoint of step 2 could not be written: {checkpoints.folder} has 1 MB free, and it")
+    assert line.startswith(
+        f"the checkpoint of step 2 could not be written: {checkpoints.folder} has 1 MB free, but a checkpoint"
+    )
 
 
 def remove(folder: Path) -> None:
@@ -196,7 +198,7 @@ def test_a_folder_that_is_removed_while_it_is_written(
         folder = checkpoints.folder / "1"
         assert entries(checkpoints) == ["1"] and problem_of(folder, read_manifest(folder)) == ""
         assert checkpoints.news()[0].endswith(
-            "at the second try; " + f"{checkpoints.folder / '1.orbax-checkpoint-tmp'} was removed"
+            "on the second attempt; " + f"{checkpoints.folder / '1.orbax-checkpoint-tmp'} was removed"
         )
         return
     with pytest.raises(RunError, match=rf"^the checkpoint of step 1 could not be written: {run_dir} is gone; "):

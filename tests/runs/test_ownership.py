@@ -26,7 +26,7 @@ from megajax.runs.trained import check_run
 
 FOREIGN = {  # files of a folder that is no run, by name
     "a project": {"data/corpus.txt": "mine", "train.py": "mine"},
-    "the names of a run": {
+    "run names": {
         **{"data/report.json": "{}", "checkpoints/3/state/a": "mine", "loss.png": "mine"},
         **{"config.toml": to_toml(tiny_config()), "metrics.jsonl": '{"step": 1, "loss": 2.5}\n'},
     },
@@ -49,7 +49,7 @@ def test_other_folders_are_refused(folder: str, resume: str, tmp_path: Path) -> 
         write_atomically(tmp_path / name, text)
     before = entries(tmp_path)
     config = dataclasses.replace(tiny_config(), resume=resume)  # type: ignore[arg-type]
-    line = rf"--run-dir {tmp_path} is not empty and holds no run, but \S+; valid: an empty or new folder, or "
+    line = rf"--run-dir {tmp_path} is not empty and holds \S+ instead of a run; valid: an empty or new folder, or "
     with pytest.raises(UserError, match=line) as error, claimed(tmp_path, config, RunLock(tmp_path)):
         pytest.fail()
     assert "\n" not in str(error.value)
@@ -209,7 +209,7 @@ def test_who_has_lost_it_must_not_write(how: str, tmp_path: Path) -> None:
     (tmp_path / NAME).unlink()
     if how == "replaced":
         write_lock(tmp_path)
-    with pytest.raises(RunError, match="must not write there"):
+    with pytest.raises(RunError, match="stops writing there"):
         held.check()
     held.release()
     assert [entry.name for entry in tmp_path.iterdir()] == ([NAME] if how == "replaced" else [])

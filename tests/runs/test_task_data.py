@@ -58,7 +58,7 @@ def test_the_first_record_may_be_one_that_is_not_trained_on(tmp_path: Path) -> N
     assert len(open_task_data(config, tmp_path / "data").train_samples) == 2
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, train=(squad(tmp_path, "no", [9]),)))
     make_task_data(config, tmp_path / "other")
-    with pytest.raises(UserError, match=r"^--data\.train: none of its 1 records has an answer that is at its offset"):
+    with pytest.raises(UserError, match=r"^--data\.train: none of its 1 records has an answer at its stated offset"):
         open_task_data(config, tmp_path / "other")
 
 
@@ -97,7 +97,7 @@ def test_a_start_that_trained_nothing_decides_nothing(tmp_path: Path) -> None:
     folder, questions, train = tmp_path / "data", squad(tmp_path, "squad", [4]), pairs(tmp_path)
     make_task_data(configuration("squad1", **{"data.train": [questions], "data.dev": [questions]}), folder)
     config = configuration("qqp", **{"data.train": [train], "data.dev": [train]})
-    with pytest.raises(UserError, match=r"^--data\.train: other records than when the run began"):
+    with pytest.raises(UserError, match=r"^--data\.train: the records have changed since the run began"):
         make_task_data(config, folder)
         open_task_data(config, folder)
     before = load_tokenizer(folder / "tokenizer")
@@ -169,10 +169,12 @@ def test_prepared_datasets(tmp_path):
     cut, plain = prepared(tmp_path / "cut", pieces, True), prepared(tmp_path / "plain", pieces, False)
     assert made(config_of(path=cut), tmp_path / "a").corpora[0].report.sentences > 60
     with pytest.raises(
-        UserError, match=r"--data\.path: every document of .*plain is one sequence; .*--split-sentences"
+        UserError, match=r"--data\.path: every document of .*plain is a single sequence; .*--split-sentences"
     ):
         make_run_data(config_of(path=plain), tmp_path / "b")
-    with pytest.raises(UserError, match=r"--data\.path: the documents of .*cut are cut in sentences, which only BERT"):
+    with pytest.raises(
+        UserError, match=r"--data\.path: the documents of .*cut are split into sentences, which only BERT"
+    ):
         make_run_data(config_of("gpt2", path=cut), tmp_path / "b")
     made(config_of("gpt2", path=plain), tmp_path / "c")
     sources = (Source(path=plain, weight=1.0),)
@@ -182,7 +184,7 @@ def test_prepared_datasets(tmp_path):
         make_run_data(
             config_of(path=prepared(tmp_path / "gpt", bytes_, True), vocab_size=280, length=16), tmp_path / "b"
         )
-    with pytest.raises(UserError, match=r"--tokenizer\.path: the tokenizer of .* is missing, and words"):
+    with pytest.raises(UserError, match=r"--tokenizer\.path: the tokenizer of .* is missing, which whole-word"):
         make_run_data(config_of(path=prepared(tmp_path / "none", pieces, True, save=False)), tmp_path / "b")
     assert not (tmp_path / "b").exists()
 
@@ -192,7 +194,7 @@ def test_text_that_does_not_do(source, tmp_path):
         with pytest.raises(UserError, match=rf"--model\.sequence-length {length}: too short .*; valid: 5 or more"):
             make_run_data(config_of(path=source, length=length), tmp_path / "b")
     (tmp_path / "single.jsonl").write_text('{"text": "One sentence."}\n' * 9)
-    with pytest.raises(UserError, match=r"all 9 documents are of a single .*megajax prepare --split-sentences"):
+    with pytest.raises(UserError, match=r"all 9 documents are single .*megajax prepare --split-sentences"):
         make_run_data(config_of(path=str(tmp_path / "single.jsonl")), tmp_path / "b")
     train_tokenizer(TEXTS, 280).save(tmp_path / "gpt")
     with pytest.raises(UserError, match=r"has no \[CLS\]"):
@@ -203,6 +205,6 @@ def test_text_that_does_not_do(source, tmp_path):
 def test_the_data_of_a_run_of_another_family(source, tmp_path):
     """Is refused in one line where it is opened."""
     make_run_data(config_of("gpt2", path=source, vocab_size=280), tmp_path / "gpt")
-    with pytest.raises(UserError, match=r"all 60 documents are of a single|has no \[CLS\]"):
+    with pytest.raises(UserError, match=r"all 60 documents are single|has no \[CLS\]"):
         open_run_data(config_of(path=source, vocab_size=280), tmp_path / "gpt")
     assert load_tokenizer(tmp_path / "gpt" / "tokenizer").size <= 280

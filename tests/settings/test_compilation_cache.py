@@ -77,7 +77,7 @@ def test_a_folder_that_cannot_be_used_is_no_error(changed: dict[str, Any], tmp_p
     (tmp_path / "file").touch()
     keep(compilation_cache=str(tmp_path / "file"))
     said = capsys.readouterr().err
-    assert said == f"warning: --compilation-cache {tmp_path / 'file'}: File exists; what is compiled is not kept\n"
+    assert said == f"warning: --compilation-cache {tmp_path / 'file'}: File exists; compiled programs are not cached\n"
     assert changed == {"jax_compilation_cache_dir": None}
     monkeypatch.setitem(jax.config.values, "jax_compilation_cache_dir", None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

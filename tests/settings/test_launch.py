@@ -119,7 +119,7 @@ launch.start(dataclasses.replace(tiny_config(), distributed=cluster))
 """
     folder = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=100)
-    valid = "valid: an address that all of them reach, and as many processes as were announced"
+    valid = "valid: an address that all processes can reach, and exactly the announced number of processes"
     where = f"--distributed.coordinator {coordinator}: "
     said, found = "waiting for the other processes, at most 1 s", "the processes did not find each other within 1 s"
     assert (done.returncode, done.stderr) == (1, f"{where}{said}\nerror: {where}{found}; {valid}\n")

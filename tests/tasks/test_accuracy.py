@@ -67,10 +67,10 @@ def test_predictions_replace_nothing(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("kept")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name in ("mine", "link", "."):
-        with pytest.raises(UserError, match=r"^--predictions .* is there already; valid: a name that nothing has$"):
+        with pytest.raises(UserError, match=r"^--predictions .* already exists; valid: a new name$"):
             write_predictions(str(tmp_path / name), "qqp", [pair(1, 0)], [0])
     assert (tmp_path / "mine").read_text() == "kept"
-    with pytest.raises(UserError, match="mine is no folder; valid: "):
+    with pytest.raises(UserError, match="mine is not a folder; valid: "):
         check_predictions(str(tmp_path / "mine" / "p"), [])
 
 

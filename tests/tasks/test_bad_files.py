@@ -45,8 +45,8 @@ VALID_QQP = "TSV with the columns question1, question2 and is_duplicate"
 VALID_RACE = "JSON with article, questions, options and answers, of one passage or on each line"
 LIST, WHOLE = 'valid: a list under "answers"', "a whole number"
 TEXT = 'valid: text, or "is_impossible": true in squad2'
-OTHER = f"not of squad1; valid: {VALID_SQUAD}, every question with an answer"
-CUT = "the file ends in the middle, as an interrupted download does; valid: all of it"
+OTHER = f"not squad1; valid: {VALID_SQUAD}, every question with an answer"
+CUT = "the file is cut off, as by an interrupted download; valid: the complete file"
 
 BAD = [
     # task, content, message after "--data.dev: FILE"
@@ -57,30 +57,30 @@ BAD = [
     ("mnli", MNLI + "2\tf\tA\xe9.\tB.\tneutral\n", None),  # as UTF-8 this can be read
     ("mnli", LATIN, ":3 is not UTF-8 text (at byte 5); valid: UTF-8"),
     ("mnli", MNLI + "2\tf\t\0\tB.\tneutral\n" + "x" * 70_000, f" is binary; valid: {VALID_MNLI}"),
-    ("mnli", MNLI + "\n" * 70_000 + "2\tf\t\0\tB.\tneutral\n", ":70003 has a NUL; valid: text"),
+    ("mnli", MNLI + "\n" * 70_000 + "2\tf\t\0\tB.\tneutral\n", ":70003 contains a NUL character; valid: text"),
     ("mnli", MNLI.splitlines()[0], f" has no records; valid: {VALID_MNLI}"),
-    ("mnli", QQP, f" looks like a file of qqp, not of mnli; valid: {VALID_MNLI}"),
-    ("mnli", SQUAD, f" looks like a file of squad1 or squad2, not of mnli; valid: {VALID_MNLI}"),
-    ("mnli", race(), f" looks like a file of race, not of mnli; valid: {VALID_MNLI}"),
+    ("mnli", QQP, f" looks like a qqp file, not mnli; valid: {VALID_MNLI}"),
+    ("mnli", SQUAD, f" looks like a squad1 or squad2 file, not mnli; valid: {VALID_MNLI}"),
+    ("mnli", race(), f" looks like a race file, not mnli; valid: {VALID_MNLI}"),
     ("mnli", '{"sentence1": "A"}\n', f" is JSON; valid: {VALID_MNLI}"),
     ("mnli", "1\tA\n", f" has no column sentence1, sentence2, gold_label, but 1, A; valid: {VALID_MNLI}"),
     ("mnli", "sentence1\tsentence2\n", f" has no column gold_label, but sentence1, sentence2; valid: {VALID_MNLI}"),
     ("mnli", "label\tsentence1\tsentence1\tsentence2\n", ': column "sentence1" is there 2 times; valid: once'),
-    ("mnli", MNLI + "2\tfiction\tA\tB\n", ":3: 4 columns; valid: 5, as the first line has"),
-    ("mnli", MNLI + "2\tfiction\tA\tB\tneutral\tneutral", ":3: 6 columns; valid: 5, as the first line has"),
+    ("mnli", MNLI + "2\tfiction\tA\tB\n", ":3: 4 columns; valid: 5, as in the first line"),
+    ("mnli", MNLI + "2\tfiction\tA\tB\tneutral\tneutral", ":3: 6 columns; valid: 5, as in the first line"),
     ("mnli", MNLI + "2\tfiction\tA ma", f":3: {CUT}"),
     ("mnli", MNLI + "2\tfiction\tA\tB\tneut", f":3: {CUT}"),
     ("mnli", MNLI + "2\tfiction\tA\tB\tmaybe\n", ':3: label "maybe"; valid: entailment, neutral, contradiction'),
     ("mnli", MNLI + "2\tfiction\tA\tB\tneut\n", ':3: label "neut"; valid: entailment, neutral, contradiction'),
     ("mnli", MNLI + "x" * (1 << 20) + "y\n", ": line 3 has more than 1 MiB; valid: at most that"),
-    ("qqp", MNLI, f" looks like a file of mnli, not of qqp; valid: {VALID_QQP}"),
+    ("qqp", MNLI, f" looks like a mnli file, not qqp; valid: {VALID_QQP}"),
     ("qqp", QQP + "2\tWhy?\tHow?\t2\n", ':3: label "2"; valid: 0, 1'),
     ("qqp", QQP + "2\tWhy?\tHow?\t\n", ':3: label ""; valid: 0, 1'),
     ("qqp", QQP + "2\tWhy?\tHo", f":3: {CUT}"),
     ("qqp", QQP + "2\tWhy?\tHow?\t", f":3: {CUT}"),
     ("squad1", "", f" is empty; valid: {VALID_SQUAD}"),
-    ("squad1", MNLI, f" looks like a file of mnli, not of squad1 or squad2; valid: {VALID_SQUAD}"),
-    ("squad1", race(), f" looks like a file of race, not of squad1 or squad2; valid: {VALID_SQUAD}"),
+    ("squad1", MNLI, f" looks like a mnli file, not squad1 or squad2; valid: {VALID_SQUAD}"),
+    ("squad1", race(), f" looks like a race file, not squad1 or squad2; valid: {VALID_SQUAD}"),
     ("squad1", "<!DOCTYPE html>", f" is not JSON; valid: {VALID_SQUAD}"),
     ("squad1", SQUAD[:60], f": {CUT}"),
     ("squad1", SQUAD[:-1], f": {CUT}"),
@@ -112,16 +112,16 @@ BAD = [
     (
         "squad1",
         asked(is_impossible=True, answers=[]),
-        f"{Q1} is impossible, so this looks like a file of squad2, {OTHER}",
+        f"{Q1} is impossible, so this looks like a squad2 file, {OTHER}",
     ),
     ("squad2", asked(is_impossible=1), f'{Q1}: "is_impossible" is not true or false; valid: true or false'),
     (
         "squad1",
         squad(QUESTION, QUESTION),
-        ": question 2 (id q1) has the id of another, of FILE, question 1; valid: every id once",
+        ": question 2 (id q1) has the same id as of FILE, question 1; valid: every id once",
     ),
-    ("race", SQUAD, f" looks like a file of squad1 or squad2, not of race; valid: {VALID_RACE}"),
-    ("race", QQP, f" looks like a file of qqp, not of race; valid: {VALID_RACE}"),
+    ("race", SQUAD, f" looks like a squad1 or squad2 file, not race; valid: {VALID_RACE}"),
+    ("race", QQP, f" looks like a qqp file, not race; valid: {VALID_RACE}"),
     ("race", race()[:40], f": {CUT}"),
     ("race", race() + "\n" + race()[:40], f":2: {CUT}"),
     ("race", race() + "\n[1]\n", ":2: the record is not an object; valid: an object"),
@@ -136,7 +136,7 @@ BAD = [
     ("race", race(options=[["Ada"]]), f" has no records; valid: {VALID_RACE}"),
     ("race", race(answers=["C"]), ': question 1: answer "C"; valid: A, B'),
     ("race", race(answers=[0]), ": question 1: the answer is not text; valid: text"),
-    ("race", race(id="a\nb"), ": the id 'a\\nb' cannot be a name of its own; valid: letters and digits"),
+    ("race", race(id="a\nb"), ": the id 'a\\nb' cannot be used as a name; valid: letters and digits"),
 ]
 
 
@@ -158,13 +158,13 @@ def test_what_is_no_file_is_one_line(task: str, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "a.gz").write_bytes(gzip.compress(SQUAD.encode() * 99)[:-9])
     (tmp_path / "b.gz").write_text(SQUAD)
-    folder = " has no files; valid: some that end in " if TASKS[task].suffixes else " is a folder; valid: a file of "
+    folder = " has no files; valid: files that end in " if TASKS[task].suffixes else " is a folder; valid: a file of "
     expected = {
         "missing": " does not exist; valid: a file of ",
         "pipe": " is a named pipe; valid: a file of ",
         "folder": folder,
         "a.gz": " is truncated or damaged: Compressed file ended before the end-of-stream marker was reached; valid: ",
-        "b.gz": " is truncated or damaged: Not a gzipped file (b'{\"'); valid: all of it",
+        "b.gz": " is truncated or damaged: Not a gzipped file (b'{\"'); valid: the complete file",
     }
     for name, problem in expected.items():
         with pytest.raises(UserError) as caught:
@@ -186,5 +186,5 @@ def test_json_that_ends_anywhere_is_cut_off(content: str, tmp_path: Path) -> Non
     file = tmp_path / "f"
     for size in range(1, len(content)):
         file.write_text(content[:size])
-        with pytest.raises(UserError, match="the file ends in the middle, as an interrupted download does"):
+        with pytest.raises(UserError, match="the file is cut off, as by an interrupted download"):
             read("squad1", file)

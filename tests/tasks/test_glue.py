@@ -68,8 +68,8 @@ def test_without_a_genre_the_group_is_in_the_name(name: str, group: str, tmp_pat
             "qqp",
             ["id question1 question2 is_duplicate", "1 What-is", " this? 0", "2 Why?  1", "3 A B C 0"],
             Pair("2", ("Why?", ""), 1),
-            {"3 rows with another number of columns, skipped": 2, "1 pairs with an empty text, kept": 4},
-            "4, as the first line has",
+            {"3 rows with a wrong number of columns, skipped": 2, "1 pairs with an empty text, kept": 4},
+            "4, as in the first line",
         ),
     ],
 )

@@ -33,7 +33,7 @@ def test_a_pair():
     assert [int(samples[number]["length"]) for number in range(3)] == [8, 5, 9]
     assert [int(samples[number]["label"]) for number in range(3)] == [2, IGNORED, 0]
     assert words(samples[2]["tokens"]) == "[CLS] a b c [SEP] x y z [SEP]"
-    assert samples.counts == {"pairs cut to 9 tokens": 1}
+    assert samples.counts == {"pairs truncated to 9 tokens": 1}
     assert samples.records is records and samples.form == classes_form()
     (batch,) = evaluation_batches(samples, rows=range(4), global_batch=4)
     assert batch["label"].tolist() == [2, IGNORED, 0, IGNORED] and batch["tokens"].dtype == np.int32
@@ -82,8 +82,8 @@ def test_an_exam():
     assert words(second["tokens"][1]) == "[CLS] y x [SEP] z [SEP] [PAD] [PAD] [PAD] [PAD]"
     assert (int(first["label"]), int(second["label"])) == (1, IGNORED)
     assert samples.counts == {
-        "questions with an option cut at 4 tokens": 1,
-        "inputs whose article was cut at 10 tokens": 3,
+        "questions with an option truncated to 4 tokens": 1,
+        "inputs whose article was truncated to 10 tokens": 3,
     }
     assert {name: array.shape for name, array in first.items()} == {
         name: shape[1:] for name, shape in choice_form(4).shapes(1, tokens=10).items()
@@ -161,4 +161,4 @@ def test_pairs_as_transformers_cuts_them(test_data, task, file, length):
         assert (np.stack([sample[name] for sample in found]) == np.array(expected[key])).all()
     assert [int(sample["length"]) for sample in found] == [sum(mask) for mask in expected["attention_mask"]]
     both = theirs(*texts)["input_ids"]
-    assert samples.counts == {f"pairs cut to {length} tokens": sum(len(ids) > length for ids in both)}
+    assert samples.counts == {f"pairs truncated to {length} tokens": sum(len(ids) > length for ids in both)}

@@ -100,7 +100,7 @@ def test_what_is_too_long_is_cut_or_left_out():
     cut = rows([long, asked("What? " * 30, " That."), asked("a", "b")], length=16)
     assert cut.records == [long, asked("a", "b")] and len(cut) == 2
     assert list(cut.counts.values()) == [2, 1] and cut[0]["targets"][-1] != IGNORED
-    assert [what[:13] for what in cut.counts] == ["records cut t", "records witho"]
+    assert [what[:13] for what in cut.counts] == ["records truncated t", "records witho"]
     whole = asked("What?", " That.")
     ((ids, _),) = encoded([whole], GPT2)
     assert not rows([whole], length=len(ids) - 1).counts and rows([whole], length=len(ids) - 2).counts
@@ -152,7 +152,7 @@ def test_both_forms_are_read(tmp_path):
         ({"messages": [TURNS[0], "b"]}, ":2: message 2: the message is not an object; valid: an object"),
         ({"messages": TURNS, "tools": [{}]}, ':2: "tools" are not given to the chat template; valid: '),
         ('["a"]', ":2: the record is not an object; valid: an object"),
-        ('{"prompt": "a', ":2: the file ends in the middle"),
+        ('{"prompt": "a', ":2: the file is cut off"),
     ],
 )
 def test_bad_records_are_one_line(tmp_path, line, message):
@@ -163,7 +163,10 @@ def test_bad_records_are_one_line(tmp_path, line, message):
 
 
 def test_refused_messages(saved):
-    with pytest.raises(UserError, match=r"^f:2: messages, and the tokenizer has no chat template; valid: prompt and c"):
+    with pytest.raises(
+        UserError,
+        match=r"^f:2: these records have messages, but the tokenizer has no chat template; valid: prompt and c",
+    ):
         rows([chat()])
     with pytest.raises(
         UserError, match=r"^f:2: the chat template of the tokenizer cannot render it: Conversation roles "

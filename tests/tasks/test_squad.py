@@ -48,7 +48,7 @@ def test_answers_not_at_their_offset_count_but_are_not_trained_on(tmp_path: Path
     assert [answer.start for answer in records.entries[0].answers] == [6] + [NOT_THERE] * 5
     assert [answer.text for answer in records.entries[0].answers] == ["Zola", *(text for text, _ in wrong)]
     assert records.entries[1:] == [question("b", ("Zola", NOT_THERE)), question("c", ("Zola", 6))]
-    what = "answers that are not at their offset, not trained on"
+    what = "answers that are not at their stated offset, not trained on"
     assert records.lines() == [f"6 {what}, first --data.dev: {file}: question 1 (id a)"]
     with pytest.raises(UserError, match=rf"question 1 \(id a\): {what}; valid: .*, or --no-task\.strict$"):
         read("squad1", file, strict=True)
@@ -61,9 +61,9 @@ def test_odd_questions_are_kept_and_counted(tmp_path: Path) -> None:
     assert [record.answers for record in records.entries] == [(), (), ()]
     assert records.entries[2].text == ""
     odd = {
-        "questions that are possible and have no answers, taken as impossible": "question 1 (id a)",
-        "questions that are impossible and have answers, taken as impossible": "question 2 (id b)",
-        "questions that are empty, kept": "question 3 (id c)",
+        "questions without answers that are not marked impossible, taken as impossible": "question 1 (id a)",
+        "impossible questions with answers, taken as impossible": "question 2 (id b)",
+        "empty questions, kept": "question 3 (id c)",
     }
     assert records.odd == {what: (1, f"--data.dev: {file}: {where}") for what, where in odd.items()}
 
@@ -74,7 +74,7 @@ def test_a_test_set_has_no_answers_and_an_id_is_there_once(tmp_path: Path) -> No
     with pytest.raises(UserError, match='no key "answers"'):
         read("squad1", file)
     files = [write(tmp_path / name, asked("q", ("Zola", 6))) for name in "ab"]
-    with pytest.raises(UserError, match=r"b: question 1 \(id q\) has the id of another, of .*a, question 1; valid: "):
+    with pytest.raises(UserError, match=r"b: question 1 \(id q\) has the same id as of .*a, question 1; valid: "):
         read("squad1", *files)
 
 
@@ -87,5 +87,5 @@ def test_squad_itself(test_data: Path) -> None:
     assert len(part) == 501 and all(record.context == whole[record.name].context for record in part)
     second = read("squad2", test_data / SQUAD2, strict=True).entries
     assert len(second) == 706 and sum(not record.answers for record in second) == 320
-    with pytest.raises(UserError, match=r"question 6 \(id .*\) is impossible, so this looks like a file of squad2"):
+    with pytest.raises(UserError, match=r"question 6 \(id .*\) is impossible, so this looks like a squad2 file"):
         read("squad1", test_data / SQUAD2)

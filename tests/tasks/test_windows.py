@@ -64,13 +64,13 @@ def test_answers_that_cannot_be_placed():
     odd = dataclasses.replace(known, name="away", answers=(Answer("b", NOT_THERE), Answer("b", 2)))
     samples = windows([odd, known, odd], 20, 2)
     assert samples.records == [known] and samples.owners.tolist() == [0] and spans(samples) == [(4, 4)]
-    assert samples.counts == {"questions left out, whose answer has no place in the context": 2}
+    assert samples.counts == {"questions whose answer is not in the context, left out": 2}
     dev = windows([odd, known, odd], 20, 2, training=False)
     assert spans(dev) == [(IGNORED, IGNORED), (4, 4), (IGNORED, IGNORED)]
     assert dev.counts == {} and len(dev.records) == 3
     long = windows([dataclasses.replace(known, answers=(Answer(CONTEXT, 0),)), known], 9, 2)
     assert spans(long)[:2] == [(0, 0), (0, 0)] and spans(long).count((4, 4)) == 1
-    assert long.counts == {"questions whose answer no window holds as a whole": 1}
+    assert long.counts == {"questions whose answer does not fit into any window": 1}
     blank = windows([Question("blank", "x", " a", (Answer(" a", 0),)), Question("empty", "x", "", ())], 9, 2)
     assert spans(blank) == [(0, 0), (0, 0)] and words(blank[1]) == "[CLS] x [SEP] [SEP]"
     assert list(blank.counts.values()) == [1]
@@ -90,7 +90,7 @@ def test_tokens_of_one_character():
 def test_questions_are_cut():
     samples = windows([Question("one", "x y z", "a b", (Answer("b", 2),))], 9, 2, question_tokens=2)
     assert words(samples[0]) == "[CLS] x y [SEP] a b [SEP]" and spans(samples) == [(5, 5)]
-    assert samples.counts == {"questions cut at 2 tokens": 1} and samples.characters(0)[0] == 4
+    assert samples.counts == {"questions truncated to 2 tokens": 1} and samples.characters(0)[0] == 4
 
 
 @given(st.integers(1, 6), st.integers(0, 30), st.integers(13, 40), st.integers(1, 3))

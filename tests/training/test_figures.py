@@ -71,7 +71,7 @@ def test_memory_of_the_fullest_device() -> None:
     assert memory_figures(devices(None)) == {}
     used = {"peak_bytes_in_use": 3 * 2**20, "bytes_limit": 2**30}
     more = {"peak_bytes_in_use": 5 * 2**20, "bytes_limit": 2**29}
-    told = "memory: 5.0 MiB{} in use at most on a device of this process"
+    told = "memory: 5.0 MiB{} peak use on this process's devices"
     assert memory_in_use(devices(used, None, more)) == told.format(" of 512.0")
     assert memory_in_use(devices({"peak_bytes_in_use": 5 * 2**20})) == told.format("")
     assert memory_in_use(devices(None)) is None
@@ -83,7 +83,7 @@ def test_the_plan_of_a_run() -> None:
     program, plan = tiny_program(config), memory(config, CPU)
     told = _step_memory(program)
     assert plan.total > sum(state_bytes(program).values())
-    assert told.startswith(f"memory: {plan.total / 2**20:,.1f} MiB a device planned")
+    assert told.startswith(f"memory: {plan.total / 2**20:,.1f} MiB per device planned")
     assert f"factors {plan.factors / 2**20:,.1f}" in told and plan.factors > 0
 
 
@@ -121,7 +121,7 @@ def test_where_operations_come_from() -> None:
         "all-reduce.3": ("communication: all-reduce", ""),
         "adam": ("optimizer", ""),
     }
-    assert place_of(known["collective-permute-start.1"]) == ("communication: hand-overs between stages", "")
+    assert place_of(known["collective-permute-start.1"]) == ("communication: p2p between stages", "")
     assert place_of(known["copy"]) == ("optimizer", ""), "as its operand"
     assert place_of(known["bare"]) == ("rest of the step", "")
 
@@ -239,14 +239,17 @@ FLOOR = "floor, --optimizer.min-learning-rate"
         ({}, ""),
         ({"optimizer.schedule": "constant", "train.steps": 900}, ""),
         ({"optimizer.schedule": "constant", "train.steps": 41}, ""),
-        ({"train.steps": 12}, "12 ends in the warm-up of 40 steps, at 28% of --optimizer.learning-rate 0.0015"),
-        ({"optimizer.schedule": "constant", "train.steps": 40}, "40 ends in the warm-up of 40 steps, at 98% of"),
-        ({"train.steps": 60}, "60 ends before --optimizer.decay-steps 100, at which the learning rate has its floor"),
+        ({"train.steps": 12}, "12 ends during the warm-up of 40 steps, at 28% of --optimizer.learning-rate 0.0015"),
+        ({"optimizer.schedule": "constant", "train.steps": 40}, "40 ends during the warm-up of 40 steps, at 98% of"),
+        (
+            {"train.steps": 60},
+            "60 ends before --optimizer.decay-steps 100, where the learning rate would reach its floor",
+        ),
         (
             {"train.steps": 300},
-            f"300 is past --optimizer.decay-steps 100: from there on the learning rate stays at its {FLOOR} 0.0001",
+            f"300 is past --optimizer.decay-steps 100: after that the learning rate stays at its {FLOOR} 0.0001",
         ),
-        ({"train.steps": 300, "optimizer.min_learning_rate": 0}, "rate 0, and nothing is learned"),
+        ({"train.steps": 300, "optimizer.min_learning_rate": 0}, "rate 0, so the model stops learning"),
     ],
 )
 def test_an_end_that_the_schedule_was_not_made_for_is_told(values: dict[str, Any], warning: str) -> None:
@@ -266,7 +269,7 @@ def test_an_end_that_the_schedule_was_not_made_for_is_told(values: dict[str, Any
         ),
         (
             {"optimizer.schedule": "inverse-square-root"},
-            "0.0015 after 40 steps of warm-up, then falling as 1 / sqrt(step), never below 0.0001",
+            "0.0015 after 40 steps of warm-up, then 1/sqrt(step) decay, never below 0.0001",
         ),
     ],
 )
@@ -284,10 +287,10 @@ def test_what_a_start_changes_is_told() -> None:
 @pytest.mark.parametrize(
     ("mesh", "said"),
     [
-        ({"pipe": 2}, "8 microbatches of 1, gradient accumulation over them"),
+        ({"pipe": 2}, "8 microbatches of 1 with gradient accumulation"),
         (
             {"data": 2, "expert": 2},
-            "on each of 4 data-parallel ranks 2 microbatches of 1, gradient accumulation over them",
+            "on each of 4 data-parallel ranks 2 microbatches of 1 with gradient accumulation",
         ),
         ({"expert": 8, "context": 2}, "on each of 8 data-parallel ranks one microbatch of 1, no gradient accumulation"),
     ],
@@ -295,4 +298,4 @@ def test_what_a_start_changes_is_told() -> None:
 def test_microbatches_of_a_rank(mesh: dict[str, int], said: str) -> None:
     """Every axis of rows divides the batch."""
     config = replace(tiny_config(global_batch=8), mesh=MeshConfig(**mesh))
-    assert batch_line(config) == f"batch: 8 sequences a step; {said}"
+    assert batch_line(config) == f"batch: 8 sequences per step; {said}"

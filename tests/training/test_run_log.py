@@ -155,7 +155,7 @@ def test_a_terminal_shows_a_bar_with_loss_speed_and_time_left() -> None:
         time.sleep(0.25)
     shower.close_steps()
     shown = screen.getvalue()
-    assert "step 3/100" in shown and "loss 5.0000  2,000 tokens/s  0:48 left  30 TFLOP/s a device  50.0% MFU" in shown
+    assert "step 3/100" in shown and "loss 5.0000  2,000 tokens/s  0:48 left  30 TFLOP/s per device  50.0% MFU" in shown
     assert re.search(r"validation\s+━+.*0:00", shown), "a bar and a clock of its own"
     assert "[a] note\n" in shown
     with Display(console=console).phase("tokenizing data[v1]/corpus[/v1].txt"):  # which may hold what is markup to Rich

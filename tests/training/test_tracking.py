@@ -128,7 +128,7 @@ def test_a_run_and_one_that_goes_on(tmp_path: Path, fake, capsys: pytest.Capture
     ("how", "problem"),
     [
         ("fails", "ValueError: the server says no"),
-        ("hangs", "it did not end in time; what it has not sent is in the run directory"),
+        ("hangs", "it did not finish in time; unsent records are in the run directory"),
     ],
 )
 def test_a_library_that_fails_or_hangs(
@@ -164,7 +164,7 @@ def main():
 run(main)
 """
     done = subprocess.run([sys.executable, "-c", code], timeout=20, capture_output=True, text=True)
-    assert done.returncode == 0 and "it did not end in time" in done.stdout and not done.stderr
+    assert done.returncode == 0 and "it did not finish in time" in done.stdout and not done.stderr
 
 
 def test_a_library_that_takes_too_long(tmp_path: Path, fake, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_a_library_that_takes_too_long(tmp_path: Path, fake, monkeypatch: pytest
     calls = fake("hangs")
     monkeypatch.setattr(tracking, "_MOST", 5)
     tracker = LibraryTracker("wandb", tmp_path / "run")
-    with pytest.raises(OSError, match="5 records wait"):
+    with pytest.raises(OSError, match="5 records are waiting"):
         for step in range(100_000):
             tracker.figures(step, {"loss": 1.0, "text": float(step)})
     while not calls.exists():  # it is imported in another thread

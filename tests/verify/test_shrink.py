@@ -176,7 +176,7 @@ def test_a_folded_mesh_has_every_axis(mesh, most, folded) -> None:
         (
             {"model__num_layers": 200, "pipeline__schedule": "interleaved", "pipeline__chunks": 50},
             (1, 2, 1),
-            "--pipeline.chunks 50 x 2 stages cannot be shrunk; valid: at most 32 chunks",
+            "--pipeline.chunks 50 x 2 stages is too large to scale down; valid: at most 32 chunks",
         ),
     ],
 )
@@ -219,7 +219,7 @@ def test_of_a_right_mesh(capsys) -> None:
         ([("data",)], "data alone"),
         ([("data",), ("pipe",)], "data alone, or pipe alone"),
         ([("data", "tensor")], "data with tensor"),
-        ([()], "none: it differs on one device"),
+        ([()], "none: the run differs from itself on one device"),
     ],
 )
 def test_of_a_wrong_mesh(capsys, sets, words) -> None:
@@ -237,11 +237,11 @@ def test_of_a_wrong_mesh(capsys, sets, words) -> None:
         (Finding("fp64 gradients", 1.0, 1e-12, "x, step 2"), "the update of the weights: x, step 2"),
         (Finding("fp64 losses", 1.0, 1e-12, "step 1, loss/x"), "forward: the sum of the losses: step 1, loss/x"),
         (
-            Finding("fp64 other figures of the steps", 1.0, 1e-12, "grad_norm, step 1"),
+            Finding("fp64 other metrics of the steps", 1.0, 1e-12, "grad_norm, step 1"),
             "the norm of the gradients: grad",
         ),
         (Finding("fp64 weights after the last step", 1.0, 1e-12, "x"), "the update of the weights: x"),
-        (Finding("fp64 communication, against theory", 1, 0, "2 instead of 1"), "against theory: 2 instead of 1"),
+        (Finding("fp64 communication against theory", 1, 0, "2 instead of 1"), "against theory: 2 instead of 1"),
     ],
 )
 def test_what_it_is_where_no_activation_differs(finding, words) -> None:

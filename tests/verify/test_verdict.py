@@ -115,15 +115,15 @@ def replaced(**fields: object) -> Callable[[MeshRun], MeshRun]:
 OTHERS = {
     "fp64 losses": ("fp64", metric("loss", 3.8)),
     "fp64 weights after the last step": ("fp64", replaced(weights={name: np.ones(s) for name, s in SHAPES.items()})),
-    "fp64 other figures of the steps": ("fp64", metric("grad_norm", 2.1)),
-    "fp64 steps that are skipped": ("fp64", metric("skipped", 0.0, STEPS)),
-    "bf16 steps that are skipped": ("bf16", metric("skipped", 1.0)),
-    "rows of the batch, in the order of one device": ("fp64", replaced(rows=[[4, 5, 6, 7], [0, 1, 2, 3]])),
-    "fresh weights, to the bit": ("fp64", replaced(fresh={name: np.ones(s) for name, s in SHAPES.items()})),
-    "fp32 copies of the state, to the bit": ("fp32", replaced(unequal=["step"])),
-    "bf16 weights are the main weights, cast": ("bf16", replaced(uncast=["shared/embedding/tokens"])),
-    "fp16 course of the loss scale": ("fp16", metric("loss_scale", 65536.0, 2)),
-    "fp32 communication, against theory": ("fp32", replaced(collectives=[])),
+    "fp64 other metrics of the steps": ("fp64", metric("grad_norm", 2.1)),
+    "fp64 skipped steps": ("fp64", metric("skipped", 0.0, STEPS)),
+    "bf16 skipped steps": ("bf16", metric("skipped", 1.0)),
+    "batch rows in the order of one device": ("fp64", replaced(rows=[[4, 5, 6, 7], [0, 1, 2, 3]])),
+    "initial weights, bit for bit": ("fp64", replaced(fresh={name: np.ones(s) for name, s in SHAPES.items()})),
+    "fp32 replicas of the state, bit for bit": ("fp32", replaced(unequal=["step"])),
+    "bf16 weights equal the main weights, cast": ("bf16", replaced(uncast=["shared/embedding/tokens"])),
+    "fp16 loss scale": ("fp16", metric("loss_scale", 65536.0, 2)),
+    "fp32 communication against theory": ("fp32", replaced(collectives=[])),
 }
 
 
@@ -137,7 +137,7 @@ def test_every_other_check_can_fail(name: str) -> None:
 @pytest.mark.parametrize("rows", [[[0, 1, 2, 3], [0, 1, 2, 3]], [[0, 1, 2, 3], []], [[0, 1, 2, 3], [4, 5, 6]]])
 def test_rows_that_are_there_twice_or_not_at_all(rows: list[list[int]]) -> None:
     failed = [finding.name for finding in verdict("fp64", replaced(rows=rows)).failed]
-    assert "rows of the batch, each on one place of data" in failed
+    assert "batch rows per data rank" in failed
 
 
 def test_communication_is_named_with_its_purpose() -> None:
@@ -231,7 +231,7 @@ def test_padded_columns_do_not_hide_the_others() -> None:
 
     assert first_difference(logits(0, 6), logits(0, 6), 1e-9) is None
     assert "different numbers" in str(first_difference(logits(0, 6), logits(1e-3, 6), 1e-9))
-    assert "other columns" in str(first_difference(logits(0, 6), logits(0, 7), 1e-9))
+    assert "different columns" in str(first_difference(logits(0, 6), logits(0, 7), 1e-9))
 
 
 def test_which_rows() -> None:
@@ -248,7 +248,7 @@ def test_what_is_said_of_it() -> None:
     assert "2 times what it should be" in said(lambda place, sample, device, x: 2 * x)
     assert "rows never computed: [3]" in said(lambda place, sample, device, x: None if sample == 3 else x)
     apart = said(lambda place, sample, device, x: x + device if place.site == "output" else x)
-    assert "different numbers of the same" in apart and "output of layer 0, forward" in apart
+    assert "disagree" in apart and "output of layer 0, forward" in apart
     assert "error inf" in said(lambda place, sample, device, x: x * np.nan)
 
 
