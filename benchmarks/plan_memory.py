@@ -1,4 +1,4 @@
-"""What `megajax plan` says of a step's memory beside what XLA allocates: the grid of docs/plan.md.
+"""What `megajax plan` says of a step's memory beside what XLA allocates: docs/benchmarks/planning.md has some of it.
 
 Every case is compiled in a process of its own, for simulated CPU devices with layers as one scan, or with `--h200`
 for H200s (which needs JAX's CUDA packages). A row is what `memory_analysis()` has beside the arguments, what the model

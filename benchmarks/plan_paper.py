@@ -3,7 +3,7 @@ H100s. Nothing runs.
 
     python benchmarks/plan_paper.py
 
-Prints the tables of docs/plan-time.md.
+Prints the tables of which docs/benchmarks/planning.md has a part.
 """
 
 import sys

@@ -1,4 +1,5 @@
-"""How long `megajax plan` takes and how much memory, for every preset on three odd meshes: the table of docs/plan.md.
+"""How long `megajax plan` takes and how much memory, for every preset on three odd meshes; the range stands in
+docs/benchmarks/planning.md.
 
 Where a preset cannot have a mesh, the nearest that it can is taken. Seconds are of the whole command, processor seconds
 of all its threads.

@@ -10,6 +10,7 @@ QUICK = {  # by default, as they are written, in a folder with the files that pa
 
 FULL = [  # marker `full`: in this order, one after the other, in a folder with README.md and made-up instructions
     "megajax plan gpt2-8.3b --devices 512 --search",
+    "megajax plan gpt2-8.3b --mesh.data 32 --mesh.pipe 8 --mesh.tensor 2 --train.microbatch 2 --train.remat selective",
     "megajax verify gpt2-8.3b --mesh.data 32 --mesh.pipe 8 --mesh.tensor 2 --pipeline.schedule interleaved "
     "--pipeline.chunks 9 --train.microbatch 2 --train.remat selective",
     "megajax verify gpt2-355m --mesh.data 2 --mesh.pipe 2 --mesh.tensor 2",

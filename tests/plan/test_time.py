@@ -1,5 +1,6 @@
 """The model of a step's time: where devices stand, what rings move, what the parts add up to, and the claims that
-docs/plan-time.md makes of published figures; a search by it: what it finds, what it says where there is nothing."""
+docs/benchmarks/planning.md makes of published figures; a search by it: what it finds, what it says where there is
+nothing."""
 
 import itertools
 import json
