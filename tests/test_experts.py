@@ -10,6 +10,7 @@ import pytest
 from parity_grid import cover, deferring, name
 from tiny import MIXTURE, full, tiny_config, tiny_program, user_error
 
+from megajax.models.experts import capacity_of
 from megajax.models.router import LOAD, Router, bias_step
 from megajax.parallel.boundary import F_AND_G
 from megajax.parallel.random import NamedKey
@@ -140,6 +141,12 @@ def test_shares_by_hand(renormalize):
     wanted = np.take_along_axis(shares, chosen, -1)
     assert (routing.chosen_BTK == chosen).all()
     np.testing.assert_allclose(routing.share_BTK, wanted / (wanted.sum(-1, keepdims=True) ** renormalize), rtol=1e-5)
+
+
+def test_a_capacity_is_rounded_up_from_the_exact_product():
+    """1.1 times 10 is a little more than 11 in floating point."""
+    for capacity, tokens in ((1.1, 11), (1.11, 12), (0.01, 1), (9.0, 40)):
+        assert capacity_of(tiny_config(**MIXTURE | {"expert_capacity": capacity}).model, 40) == tokens
 
 
 def test_biases_follow_loads():
