@@ -151,8 +151,9 @@ def test_a_capacity_is_rounded_up_from_the_exact_product():
 
 def test_biases_follow_loads():
     """Towards those that are chosen too rarely; none moves where all are chosen as often."""
-    load = np.array([[3, 1, 2, 2], [2, 2, 2, 2], [0, 0, 0, 0]], np.int32)
-    assert np.asarray(bias_step(load, 0.5, np.float32)).tolist() == [[-0.5, 0.5, 0, 0], [0] * 4, [0] * 4]
+    load = np.array([[3, 1, 2, 2], [2, 2, 2, 2], [3, 2, 2, 2], [0, 0, 0, 0], [10**9, 0, 1, 1]], np.int32)
+    wanted = [[-0.5, 0.5, 0, 0], [0] * 4, [-0.5, 0.5, 0.5, 0.5], [0] * 4, [-0.5, 0.5, 0.5, 0.5]]
+    assert np.asarray(bias_step(load, 0.5, np.float32)).tolist() == wanted
 
 
 @pytest.mark.parametrize(
