@@ -4,7 +4,8 @@
 
 PRESET is benchmarks/gpt-4x512.toml unless given. A part's backward is its forward and backward less its forward. What
 the parts leave of the whole step is the rest: residual additions, sums of gradients, copies, all-reduces over one
-device, what waits for memory. The ceiling is the time that the products of a part take, each measured alone.
+device, what waits for memory. The ceiling is the time that the products of a part take, each measured alone. Of a
+mixture of experts dispatch and combine is what its router, and its experts on rows that are there already, leave.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from megajax.settings.launch import start
 
 # The parts as the table lists them, and which products (by the start of their names) belong to them.
 PARTS = {"attention": ("qkv", "attention"), "MLP": ("MLP",), "norms": (), "head and loss": ("head",)}
+PARTS |= {"router": ("router",), "experts": ("experts",), "dispatch and combine": ("shared expert",)}
 
 
 def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
@@ -43,10 +45,12 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
     from megajax.models.attention_mask import CAUSAL
     from megajax.models.context import Context
     from megajax.models.decoder.model import TransformerDecoder
+    from megajax.models.experts import capacity_of
     from megajax.models.norms import norm_of
     from megajax.optim.adam import clip_by_norm, global_norm, update
     from megajax.parallel.boundary import F_AND_G
     from megajax.parallel.collectives import TENSOR, vary
+    from megajax.parallel.grouped import in_blocks
     from megajax.parallel.random import Dropout, NamedKey
     from megajax.program.program import Program
     from megajax.program.synthetic import random_batch
@@ -68,7 +72,7 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
             times.append(time.perf_counter() - began)
         return statistics.median(times)
 
-    def both(module: nnx.Module, call) -> tuple[float, float]:
+    def both(module: nnx.Module, call, x_BTD) -> tuple[float, float]:
         """Seconds of the forward, and of forward and backward, of `call(module, x, dropout)`."""
         graph, weights = nnx.split(module, nnx.Param)
         weights = jax.tree.map(lambda leaf: leaf.astype(dtype), weights)
@@ -96,6 +100,9 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
     def context_of(x_BTD, dropout):
         return Context(dropout, CAUSAL, jnp.arange(x_BTD.shape[1], dtype=jnp.int32)[None])
 
+    def through_experts(module, rows, dropout):
+        return module._experts(rows, None if blocks is None else vary(blocks, BATCH_AXES), context_of(rows, dropout))
+
     def head(module, x_BTD, dropout):
         context = module.context({"tokens": targets_BT}, dropout)
         return module.losses(x_BTD, {"targets": targets_BT}, context)["next_token"][None]
@@ -104,20 +111,37 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
     block = nnx.merge(graph, jax.tree.map(lambda leaf: leaf[0], weights))
     calls = {
         "attention": (block.attention, attention, layers),
-        "MLP": (block.mlp, lambda module, x, dropout: module(x, context_of(x, dropout)), layers),
+        "MLP": (block.mlp, lambda module, x, dropout: module(x, context_of(x, dropout), 0)[0], layers),
         "norms": (norm_of(model), lambda module, x, _: module(x), 2 * layers),
         "head and loss": (decoder, head, 1),
     }
+    inputs, blocks = {}, None  # of parts that do not take x
+    if model.num_experts:
+        mixture, chosen = calls.pop("MLP")[:2], rows * model.sequence_length * model.experts_per_token
+        if model.expert_capacity:
+            rows_of = model.num_experts, rows * capacity_of(model, model.sequence_length), model.hidden_size
+        else:
+            own = jnp.arange(chosen, dtype=jnp.int32) % model.num_experts
+            blocks, _ = in_blocks(own, model.num_experts, program.backend.expert_block)
+            rows_of = len(blocks.group_M) * program.backend.expert_block, model.hidden_size
+        inputs["experts"] = jax.random.normal(jax.random.key(2), rows_of, jnp.float32)
+        calls["router"] = block.mlp.router, lambda module, x, d: module(x, context_of(x, d), 0).share_BTK, layers
+        calls |= {"experts": (block.mlp, through_experts, layers), "dispatch and combine": (*mixture, layers)}
     products = step_products(model, rows, program.backend.block_of(model.sequence_length))
     alone = {product.name: product.count * product_seconds(product, dtype) for product in products}
     found: dict[str, tuple[float, float]] = {}
     for part, (module, call, count) in calls.items():
-        forward, whole = (count * s for s in both(module, call))
+        forward, whole = (count * s for s in both(module, call, inputs.get(part, x_BTD)))
         own = {name: s for name, s in alone.items() if name.startswith(PARTS[part])}
         halves = {name: s / 2 for name, s in own.items() if "scores" in name or "sums" in name}
         ahead = sum(halves.values()) + sum(s for name, s in own.items() if name.endswith("forward"))
         found[f"{part}, forward"] = forward, ahead
         found[f"{part}, backward"] = whole - forward, sum(own.values()) - ahead
+
+    for half in ("forward", "backward") if model.num_experts else ():
+        whole, ceiling = found[f"dispatch and combine, {half}"]
+        whole -= sum(found[f"{part}, {half}"][0] for part in ("router", "experts"))
+        found[f"dispatch and combine, {half}"] = whole, ceiling
 
     state = program.layout.init()
     batch = program.put_batch(random_batch(config, 0), program.local_rows)

@@ -10,6 +10,7 @@ import pytest
 from parity_grid import cover, deferring, name
 from tiny import MIXTURE, full, tiny_config, tiny_program, user_error
 
+from megajax.models.experts import capacity_of
 from megajax.models.router import LOAD, Router, bias_step
 from megajax.parallel.boundary import F_AND_G
 from megajax.parallel.random import NamedKey
@@ -142,10 +143,17 @@ def test_shares_by_hand(renormalize):
     np.testing.assert_allclose(routing.share_BTK, wanted / (wanted.sum(-1, keepdims=True) ** renormalize), rtol=1e-5)
 
 
+def test_a_capacity_is_rounded_up_from_the_exact_product():
+    """1.1 times 10 is a little more than 11 in floating point."""
+    for capacity, tokens in ((1.1, 11), (1.11, 12), (0.01, 1), (9.0, 40)):
+        assert capacity_of(tiny_config(**MIXTURE | {"expert_capacity": capacity}).model, 40) == tokens
+
+
 def test_biases_follow_loads():
     """Towards those that are chosen too rarely; none moves where all are chosen as often."""
-    load = np.array([[3, 1, 2, 2], [2, 2, 2, 2], [0, 0, 0, 0]], np.int32)
-    assert np.asarray(bias_step(load, 0.5, np.float32)).tolist() == [[-0.5, 0.5, 0, 0], [0] * 4, [0] * 4]
+    load = np.array([[3, 1, 2, 2], [2, 2, 2, 2], [3, 2, 2, 2], [0, 0, 0, 0], [10**9, 0, 1, 1]], np.int32)
+    wanted = [[-0.5, 0.5, 0, 0], [0] * 4, [-0.5, 0.5, 0.5, 0.5], [0] * 4, [-0.5, 0.5, 0.5, 0.5]]
+    assert np.asarray(bias_step(load, 0.5, np.float32)).tolist() == wanted
 
 
 @pytest.mark.parametrize(

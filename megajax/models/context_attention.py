@@ -73,7 +73,8 @@ def elements_sent(model: ModelConfig, sizes: Mapping[str, int], remat: Recompute
         result = heads if remat == "selective" else 0  # what was received is kept
         sent["heads"] = (2 * passes * (heads + copies(keys, count) * keys) + result) / count * to_others
     if window is not None and window - 1 <= length // count:
-        sent["window"] = 2 * passes * keys * model.head_size * (window - 1)
+        receivers = 1 if sizes[PIPE] == 1 else count - 1  # see `send_on`
+        sent["window"] = 2 * passes * keys * model.head_size * (window - 1) * receivers
     return sent
 
 

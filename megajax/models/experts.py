@@ -175,7 +175,7 @@ class Mixture(nnx.Module):
         config, boundary = self.config, self.boundary
         experts, parts = config.num_experts, axis_size(CONTEXT) if boundary.context != "none" else 1
         length = boundary.length_of(routing.chosen_BTK)
-        capacity = min(length, math.ceil(config.expert_capacity * length * config.experts_per_token / experts))
+        capacity = capacity_of(config, length)
         places = -(-capacity // parts) * parts  # which the devices of a context group divide
         place_BTK = _places(boundary.of_all_tokens(routing.chosen_BTK), experts)  # of the whole sequence
         own_BTK = vary(boundary.context_tokens(place_BTK), sorted(varying_axes(x_BTD)))
@@ -215,6 +215,12 @@ class Mixture(nnx.Module):
         out_RD = self._experts(rows_RD, blocks, context)
         found = rearranged(out_RD[None], place_N[None], source_R[None]).reshape(*chosen_BTK.shape, -1)
         return scatter_sum(_weighed(share_BTK, found), 0, EXPERT)
+
+
+def capacity_of(model: ModelConfig, length: int) -> int:
+    """How many tokens of a sequence an expert takes: a whole number, whatever the last bits of the product are."""
+    mean = length * model.experts_per_token / model.num_experts
+    return min(length, math.ceil(round(model.expert_capacity * mean, 6)))
 
 
 def _weighed(share_BTK: Array, found_BTKD: Array) -> Array:

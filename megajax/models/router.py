@@ -128,5 +128,7 @@ def bias_step(load: Array, step: float, dtype: DTypeLike) -> Array:
     """What a step adds to the biases of routers whose experts had this load, [..., E], over the global batch: those
     that were chosen less often than the mean will be chosen more easily (DeepSeek-AI, arXiv 2412.19437). Loads are
     whole numbers, so that it is the same on any mesh."""
-    total = jnp.sum(load, axis=-1, keepdims=True, dtype=load.dtype)
-    return jnp.asarray(step, dtype) * jnp.sign(total - load * load.shape[-1]).astype(dtype)
+    total, experts = jnp.sum(load, axis=-1, keepdims=True, dtype=load.dtype), load.shape[-1]
+    # Not `total - experts * load`, which a batch of 16 million tokens takes out of 32 bits.
+    below, above = load < -(-total // experts), load > total // experts
+    return jnp.asarray(step, dtype) * (below.astype(dtype) - above.astype(dtype))

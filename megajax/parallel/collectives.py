@@ -104,8 +104,15 @@ def send_down(x: Array, *, ring: bool) -> Array:
 
 
 def send_on(x: Array) -> Array:
-    """Hand something to the device that has the tokens after this one's; the first one gets zeros."""
-    return _send(x, CONTEXT, +1, ring=False)
+    """Hand something to the device that has the tokens after this one's; the first one gets zeros. All devices have to
+    take part in a permute, which has no groups, but stages of a pipe come here at different times: there every device
+    of the group gathers what all of them hand on."""
+    if axis_size(PIPE) == 1:
+        return _send(x, CONTEXT, +1, ring=False)
+    all_CX = lax.all_gather(x, CONTEXT, to="varying")
+    own = axis_index(CONTEXT)
+    before = lax.dynamic_index_in_dim(all_CX, jnp.maximum(own - 1, 0), keepdims=False)
+    return jnp.where(own > 0, before, jnp.zeros((), x.dtype))
 
 
 def _send(x: Array, axis: str, step: int, ring: bool) -> Array:

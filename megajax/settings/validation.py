@@ -97,16 +97,6 @@ def _check_training_on_mesh(config: Config, num_devices: int) -> None:
 def check_context(config: Config) -> None:
     """That the devices of a context group can share a sequence, each two pieces of it."""
     context, tensor, length = config.mesh.context, config.mesh.tensor, config.model.sequence_length
-    if context > 1 and config.mesh.pipe > 1 and config.model.window_in(length) is not None:
-        from megajax.models.context_attention import context_way
-
-        # A permute has no groups: stages would wait in it for others, which are at another microbatch.
-        if context_way(config.model, config.mesh.sizes) == "window":
-            raise UserError(
-                f"--mesh.pipe {config.mesh.pipe} with --mesh.context {context} and --model.sliding-window "
-                f"{config.model.sliding_window}, whose keys come from the previous device; valid: "
-                "--mesh.pipe 1, or --model.context-attention heads where the heads can be divided"
-            )
     pieces = 2 * context * (tensor if config.sequence_parallel else 1)
     if context == 1 or length % pieces == 0:
         return

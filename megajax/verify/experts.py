@@ -1,9 +1,9 @@
 """What a mixture of experts communicates, for `verify/theory.py`: `models/experts.py`, written down once more."""
 
 from collections.abc import Iterator
-from math import ceil
 
 from megajax.axes import EXPERT
+from megajax.models.experts import capacity_of
 from megajax.parallel.collectives import CONTEXT, TENSOR
 from megajax.plan.communication import EXCHANGE, GATHER, REDUCE, SCATTER, Communication, one
 from megajax.plan.sizes import Times
@@ -95,6 +95,5 @@ class Experts(Regions):
         """What a device sends to the experts: of each expert and sequence the places that are this device's of a
         context group."""
         model, context = self.config.model, self.config.mesh.context
-        choices = self.tokens * model.experts_per_token
-        places = min(self.tokens, ceil(model.expert_capacity * choices / model.num_experts))
+        places = capacity_of(model, self.tokens)
         return model.num_experts, self.whole[0], -(-places // context), model.hidden_size

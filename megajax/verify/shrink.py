@@ -134,6 +134,8 @@ class _Sizes:
             (lambda size: [heads * size]) if whole else (lambda size: range(heads * size + 4, heads * size + 40, 4))
         )
         pairs = [(size, hidden) for size in head_sizes for hidden in hidden_of(size)]
+        if model.mlp_size == 4 * model.hidden_size:
+            pairs = [pair for pair in pairs if 4 * pair[1] % ours.tensor == 0] or pairs
         kept = [pair for pair in pairs if (pair[1] % ours.zero_shards == 0) == divides]
         notes = []
         if not kept:
@@ -168,9 +170,9 @@ class _Sizes:
 
     def _mlp_size(self, hidden: int) -> int:
         """A multiple of `tensor`; ZeRO's shards divide a device's share, or it is 4 times the hidden size, if that
-        holds for the original."""
+        holds for the original (and can hold)."""
         model, theirs, ours = self._model, self._theirs, self._ours
-        if model.mlp_size == 4 * model.hidden_size:
+        if model.mlp_size == 4 * model.hidden_size and 4 * hidden % ours.tensor == 0:
             return 4 * hidden
         divides = model.mlp_size // theirs.tensor % theirs.zero_shards == 0
         first = 5 * hidden // 2 // ours.tensor + 1

@@ -231,8 +231,9 @@ class _Step(Experts):
         yield from self.back_from_heads(purpose, times)
         for _ in range(2 if self.way == "gather" else 0):
             yield one(purpose, GATHER, (CONTEXT,), self._of_heads(keys, here), self.item, times)
-        for _ in range(2 if self.way == "window" and self.before else 0):
-            yield one(purpose, PERMUTE, (CONTEXT,), self._of_heads(keys, self.before), self.item, times)
+        for _ in range(2 if self.hands_on else 0):
+            kind = PERMUTE if self.config.mesh.pipe == 1 else GATHER  # stages come to a permute at different times
+            yield one(purpose, kind, (CONTEXT,), self._of_heads(keys, self.before), self.item, times)
 
     def back_from_heads(self, purpose: str, times: Times) -> Iterator[Communication]:
         """The result of all tokens for some of the heads to that of a device's tokens for all of them."""
@@ -247,6 +248,10 @@ class _Step(Experts):
             yield one(purpose, EXCHANGE, (CONTEXT,), self._of_heads(heads, here), self.item, times)
             for number in (heads, *[copies(keys, count) * keys] * 2):
                 yield one(purpose, EXCHANGE, (CONTEXT,), self._of_heads(number // count, self.tokens), self.item, times)
+        elif self.hands_on and self.config.mesh.pipe > 1:
+            for _ in range(2):
+                whole = (count, *self._of_heads(keys, self.before))
+                yield one(purpose, SCATTER, (CONTEXT,), whole, self.item, times)
         else:
             yield from self.attention(purpose, times)
         for _ in range(2 if self.way == "gather" else 0):
@@ -261,6 +266,11 @@ class _Step(Experts):
     def keys(self) -> int:
         """Heads of keys that a device computes with."""
         return max(1, self.config.model.num_kv_heads // self.config.mesh.tensor)
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether a device hands keys on to the next one alone."""
+        return self.way == "window" and self.before > 0
 
     @property
     def before(self) -> int:

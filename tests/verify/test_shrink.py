@@ -122,6 +122,17 @@ def test_every_preset_on_every_mesh_it_can_have(file: Path) -> None:
         ((4, 1, 2), {"model__hidden_size": 136, "model__num_heads": 8, "train__remat": "stage"}),
         ((3, 1, 2), {"model__positions": "rotary", "model__head_size": 34, "model__mlp_size": 500}),
         ((1, 1, 8), {"model__num_kv_heads": 2, "model__sliding_window": 3}),
+        (
+            (1, 1, 3),
+            {
+                "model__num_heads": 3,
+                "model__positions": "rotary",
+                "model__head_size": 64,
+                "model__hidden_size": 48,
+                "model__mlp_size": 192,
+                "model__vocab_multiple": 999,
+            },
+        ),
         ((2, 1, 4), {"model__num_kv_heads": 2, "model__num_heads": 24, "model__hidden_size": 144}),
         ((2, 4, 1), {"precision": "fp16", "optimizer__gradient_dtype": "fp16", "data__reset_attention": True}),
     ],
