@@ -1,9 +1,8 @@
 """Evaluate a trained model: `python eval.py TASK --checkpoint RUN [--flag value ...]`. The last line printed is one
 JSON object."""
 
+import signal
 import sys
-
-from megajax.host.ending import run
 
 
 def main() -> None:
@@ -14,4 +13,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C before `run` handles it: no traceback from an import
+    from megajax.host.ending import run
+
     run(main)

@@ -1,9 +1,8 @@
 """Pretrain or fine-tune a model: `python train.py PRESET [--flag value ...]`; `python train.py demo --help` lists every
 flag."""
 
+import signal
 import sys
-
-from megajax.host.ending import run
 
 
 def main() -> None:
@@ -14,4 +13,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C before `run` handles it: no traceback from an import
+    from megajax.host.ending import run
+
     run(main)

@@ -2,14 +2,13 @@
 """The command `megajax COMMAND [--flag value ...]`, also `python -m megajax COMMAND`."""
 
 import importlib
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
 import megajax
 from megajax.errors import UserError
 from megajax.host import completion
-from megajax.host.ending import run
-from megajax.options import suggest
 
 COMMANDS = {  # name -> what it does; its arguments are those of `megajax.commands.NAME.main`
     "convert": "Import a model from the Hugging Face format, or export a run to it.",
@@ -38,6 +37,8 @@ def main(argv: Sequence[str]) -> None:
     elif argv and argv[0] == "--version":
         print(f"megajax {megajax.__version__}")
     elif argv:
+        from megajax.options import suggest
+
         raise UserError(f"unknown command {argv[0]!r}; {suggest(argv[0], [*COMMANDS, '--help', '--version'], valid)}")
     else:
         raise UserError(f"COMMAND missing; {valid}")
@@ -59,4 +60,7 @@ def _complete() -> None:
 
 def entry() -> None:
     """The installed command `megajax`."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C before `run` handles it: no traceback from an import
+    from megajax.host.ending import run
+
     run(lambda: main(sys.argv[1:]))

@@ -143,12 +143,11 @@ AXES = [  # with an axis that is alone or larger than two
 ]
 # This seed gives few rows, and few of them BERT's. A layer's order knows nothing of the head, which is another here.
 FEW_ROWS = [
-    (*row[:-1], {"bert-post": "bert-post-span"}.get(row[MODEL], row[MODEL]))
+    (*row[:-1], {"bert-post": "bert-post-choice"}.get(row[MODEL], row[MODEL]))
     for row in pairwise(list(filter(usual, ALL)), FURTHER_APART, seed=34)
 ]
-# Of other models: heads of keys that several devices hold, a gate, an output table of its own, by Muon; a choice.
+# Of other models: heads of keys that several devices hold, a gate, an output table of its own, by Muon.
 FEW_MODELS = [
-    row(schedule="gpipe-1", vocabulary="split", remat="selective", zero=0, model="bert-pre-choice"),
     row(schedule="interleaved-2", vocabulary="split", remat="selective", zero=3, model="llama-muon"),
     row(mesh=(1, 2, 4), weight_gradients="deferred", sequence_parallel=True, model="qwen3-muon"),
 ]

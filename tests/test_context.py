@@ -12,22 +12,21 @@ import pytest
 from parity_grid import cover, deferring, name, of
 from tiny import LLAMA, drawn_params, full, tiny_config, tiny_program
 
-from megajax import verify
 from megajax.backend import CPU
 from megajax.errors import UserError
 from megajax.models.context_attention import context_way, elements_sent
 from megajax.models.lora_config import LoraConfig
 from megajax.plan.communication import communication, totals
 from megajax.plan.sizes import Sizes
-from megajax.program.communication import collectives_of, equations
+from megajax.program.communication import equations
 from megajax.program.program import Program, training_way
 from megajax.program.scoring import scores
 from megajax.program.synthetic import placed_batch
 from megajax.program.train_step import loss_and_gradients, train_step_with_gradients
 from megajax.settings.validation import validate
-from megajax.verify import Trace, compare
+from megajax.verify import Comparison, compare
 from megajax.verify.comparison import leaf_errors, named_leaves
-from megajax.verify.run import drawn_state
+from megajax.verify.run import MeshRun, run
 from megajax.verify.theory import check_collectives
 
 ROWS, TOKENS, LAYERS = 4, 48, 4
@@ -100,44 +99,37 @@ def model_of(row: tuple) -> dict[str, Any]:
 
 
 @functools.cache
-def reference(model: str, documents: bool, window: int, precision: str = "fp32") -> tuple[Trace, Any]:
+def reference(model: str, documents: bool, window: int, precision: str) -> MeshRun:
     whole = tiny_config(microbatch=ROWS, precision=precision, **model_of((0, 0, model, documents, window)))
-    initial = drawn_state(tiny_program(whole))
-    return verify.trace(whole, 2, canonical=initial, quick_compile=True), initial
+    return run(whole, jax.devices(), 2)
+
+
+def check(row: tuple, precision: str = "fp32") -> Comparison:
+    """Losses and gradients, and what is sent, by kind, axes, shape and count."""
+    config = config_of(row, precision=precision)
+    actual = run(config, jax.devices(), 2)
+    found, sizes, count = actual.collectives, Sizes(config), config.mesh.context
+    assert (theory := check_collectives(config, found)).passed, theory
+    assert totals(communication(config)) == totals(found)
+    attention = [each for each in found if each.axes == ("context",) and each.kind != "all-reduce"]
+    sent = sum(each.count * each.bytes_sent(count) for each in attention)
+    numbers = elements_sent(config.model, config.mesh.sizes, config.train.remat)[sizes.way]
+    assert sent == pytest.approx(numbers * sizes.rows * sizes.item * sizes.of_layer.count)
+    return compare(reference(*row[2:5], precision), actual)
 
 
 @pytest.mark.parametrize("row", [*DEFAULT[:3], *map(full, DEFAULT[3:])], ids=name)
 def test_grid(row):
-    """Losses and gradients, and what is sent, by kind, axes, shape and count."""
-    expected, initial = reference(*row[2:5])
-    result = compare(expected, verify.trace(config_of(row), 2, canonical=initial, quick_compile=True))
+    result = check(row)
     assert result.within(), result
-    check_communication(config_of(row))
 
 
 @pytest.mark.full
 def test_whole_grid():
     """Pairwise, in fp64."""
-    with jax.enable_x64(True):
-        for row in pairwise():
-            expected, initial = reference(*row[2:5], precision="fp64")
-            actual = verify.trace(config_of(row, precision="fp64"), 2, canonical=initial, quick_compile=True)
-            result = compare(expected, actual)
-            assert result.loss_error < 1e-12 and result.gradient_error < 1e-12, (row, result)
-            check_communication(config_of(row, precision="fp64"))
-
-
-def check_communication(config) -> None:
-    program = tiny_program(config)
-    step = train_step_with_gradients(program).trace(program.layout.shapes, program.batch_types)
-    found = collectives_of(step.jaxpr)
-    assert check_collectives(config, found).passed, check_collectives(config, found)
-    assert totals(communication(config)) == totals(found)
-    sizes, count = Sizes(config), config.mesh.context
-    attention = [each for each in found if each.axes == ("context",) and each.kind != "all-reduce"]
-    sent = sum(each.count * each.bytes_sent(count) for each in attention)
-    numbers = elements_sent(config.model, config.mesh.sizes, config.train.remat)[sizes.way]
-    assert sent == pytest.approx(numbers * sizes.rows * sizes.item * sizes.of_layer.count)
+    for row in pairwise():
+        result = check(row, "fp64")
+        assert result.loss_error < 1e-12 and result.gradient_error < 1e-12, (row, result)
 
 
 @pytest.mark.parametrize("context", [full(2), 4, full(8)])
@@ -189,23 +181,26 @@ def test_scores(model, tokens, window):
         np.testing.assert_array_equal(found[1][name_][1], hit)
 
 
-def test_documents_at_the_ends_of_pieces_and_padding_alone():
+ENDS = [("gpt2", "gather"), full("gpt2", "heads"), ("bert-pre", "gather"), full("bert-pre", "heads")]
+
+
+@pytest.mark.parametrize(("model", "way"), ENDS)
+def test_documents_at_the_ends_of_pieces_and_padding_alone(model, way):
     """Documents that end before, at and after the end of a device's piece; and a device that has padding only."""
-    for model, arrays in (("gpt2", documents), ("bert-pre", short_texts)):
-        found = []
-        for mesh, way in (((1, 1, 1), "auto"), ((1, 1, 4, 1), "gather"), ((1, 1, 4, 1), "heads")):
-            options = model_of((0, 0, model, model == "gpt2", 0)) | {"context_attention": way, "num_layers": 2}
-            program = tiny_program(tiny_config(mesh, microbatch=ROWS, **options))
-            batch = {name: np.array(array) for name, array in placed_batch(program, 0).items()}
-            arrays(batch)
-            step = loss_and_gradients(program)
-            placed = program.put_batch(batch, program.local_rows)
-            loss, grads = step(drawn_params(program), placed, np.int32(0))
-            canonical = program.layout.canonical_weights(jax.device_get(grads))
-            found.append((float(loss), named_leaves(canonical)))
-        for loss, grads in found[1:]:
-            assert math.isfinite(loss) and abs(loss - found[0][0]) < 1e-5
-            assert max(leaf_errors(found[0][1], grads).values()) < 1e-4
+    found = []
+    for mesh in ((1, 1, 1), (1, 1, 4, 1)):
+        options = model_of((0, 0, model, model == "gpt2", 0)) | {"context_attention": way, "num_layers": 2}
+        program = tiny_program(tiny_config(mesh, microbatch=ROWS, **options))
+        batch = {name: np.array(array) for name, array in placed_batch(program, 0).items()}
+        (documents if model == "gpt2" else short_texts)(batch)
+        step = loss_and_gradients(program)
+        placed = program.put_batch(batch, program.local_rows)
+        loss, grads = step(drawn_params(program), placed, np.int32(0))
+        canonical = program.layout.canonical_weights(jax.device_get(grads))
+        found.append((float(loss), named_leaves(canonical)))
+    (expected, wanted), (loss, grads) = found
+    assert math.isfinite(loss) and abs(loss - expected) < 1e-5
+    assert max(leaf_errors(wanted, grads).values()) < 1e-4
 
 
 def documents(batch) -> None:

@@ -118,23 +118,28 @@ def test_with_attention_reset_at_documents(options):
     assert result.within(), result
 
 
+DEFERRING = ("together", "deferred")
+
+
 @functools.cache
 def reset_reference() -> Trace:
     return trace(tiny_config(microbatch=ROWS, **RESET_MODEL), 2, canonical=initial(5, 101))
 
 
-@pytest.mark.parametrize("weight_gradients", ["together", full("deferred")])
-def test_as_users_compile(weight_gradients, monkeypatch):
-    """The tests take the machine code that is soonest there (conftest.py): here, once, with XLA's defaults, with
-    attention reset at documents."""
-    expected, options = reset_reference(), {"xla_backend_optimization_level": 3}
-    options |= {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
+@pytest.mark.parametrize(
+    "options",
+    [{"zero": 3, "remat": "layer"}, *(full(RESET[0] | {"remat": "layer"} | deferring(word)) for word in DEFERRING)],
+    ids=["1f1b", *DEFERRING],
+)
+def test_as_users_compile(options, monkeypatch):
+    """The tests take the machine code that is soonest there (conftest.py): here, once, with XLA's defaults."""
+    expected, flags = first(2, reference(9, 101)), {"xla_backend_optimization_level": 3}
+    flags |= {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
     compiled = jax.stages.Lowered.compile
-    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered, _: compiled(lowered, options))
-    pipeline = RESET[0] | {"remat": "layer"} | deferring(weight_gradients)
-    actual = trace(
-        tiny_config((2, 2, 2), sequence_parallel=True, **RESET_MODEL, **pipeline), 2, canonical=initial(5, 101)
-    )
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered, _: compiled(lowered, flags))
+    size = {"num_layers": 9, "global_batch": ROWS, "microbatch": 4}
+    config = tiny_config((2, 2, 2), sequence_parallel=True, **size | options)
+    actual = trace(config, 2, canonical=initial(9, 101))
     monkeypatch.undo()
     result = compare(expected, actual)
     assert result.within(), result
@@ -174,7 +179,8 @@ def test_unrolled_layers_equal_scanned_ones(schedule, chunks, weight_gradients):
     assert compare(scanned, unrolled).within()
 
 
-@pytest.mark.parametrize("weight_gradients", [full("together"), "deferred"])
+@pytest.mark.full
+@pytest.mark.parametrize("weight_gradients", ["together", "deferred"])
 def test_a_new_schedule_is_one_function(weight_gradients, monkeypatch):
     """Any ticks in which the input is there run: here everything waits, every other microbatch a tick longer."""
 

@@ -254,6 +254,7 @@ _PREPARED = ("m.report.json", "m.idx")
 _SHARDS = ("model.safetensors.index.json", "a.safetensors")
 _WORK = ("clean-000000.npz", "clean-000000.text", "tokens-000000.bands", "test-sets.npz")
 _HUGGING_FACE = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+_BERT_VOCABULARY = ("vocab.txt", "tokenizer_config.json")
 _CHECKPOINT = tuple(f"checkpoints/1/{name}" for name in ("checkpoint.json", "state/_METADATA"))
 
 READERS = [
@@ -282,13 +283,13 @@ READERS = [
     of_one_file("processes/0.json", "0.json", _STATUS, read_status),
     Reader("prepared dataset", _write_prepared, lambda to: evaluation_tokens(str(to / "m"), None, 280), _PREPARED),
     Reader("work folder of prepare", _write_work, _read_work, _WORK),
-    Reader("Hugging Face folder", _write_hugging_face, open_source, _HUGGING_FACE),
-    Reader("Hugging Face shards", _write_hugging_face_shards, open_source, _SHARDS),
-    Reader("Hugging Face decoder", _write_decoder, open_source, ("config.json", "generation_config.json")),
+    Reader("Hugging Face folder", _write_hugging_face, open_source, _HUGGING_FACE, short=10),
+    Reader("Hugging Face shards", _write_hugging_face_shards, open_source, _SHARDS, short=10),
+    Reader("Hugging Face decoder", _write_decoder, open_source, ("config.json", "generation_config.json"), short=10),
     Reader("imported.json", _ORIGIN.write, Origin.read, ("imported.json",)),
-    Reader("Hugging Face BERT", _write_bert, _use_bert, _HUGGING_FACE),
+    Reader("Hugging Face BERT", _write_bert, _use_bert, _HUGGING_FACE, short=10),
     Reader("Hugging Face BERT: classes", _write_bert_classes, open_source, ("config.json",)),
-    Reader("Hugging Face BERT: vocab.txt", _write_bert_vocabulary, _use_bert, ("vocab.txt", "tokenizer_config.json")),
+    Reader("Hugging Face BERT: vocab.txt", _write_bert_vocabulary, _use_bert, _BERT_VOCABULARY, short=10),
     of_one_file("prompts", "p", "".join(TEXTS), lambda file: read_prompts([], str(file))),
     Reader("checkpoint metadata", _write_checkpoint, _read_checkpoint, _CHECKPOINT, most=500, short=0),
     *TASK_READERS,

@@ -99,6 +99,15 @@ def test_a_signal_while_a_module_is_imported_raises_nothing_there(tmp_path: Path
     assert finish(process) == (143, "stopped by SIGTERM; interrupted\n")
 
 
+@pytest.mark.parametrize("command", ["train.py", "eval.py", "-mmegajax"])
+def test_ctrl_c_before_anything_is_imported(command: str, tmp_path: Path) -> None:
+    """The first module that a command imports is as good as any other."""
+    (tmp_path / "tempfile.py").write_text("import os, signal, time\nos.kill(os.getpid(), 2)\ntime.sleep(60)\n")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run([sys.executable, command], cwd=ROOT, env=environment, stderr=PIPE, timeout=60)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")  # 130 in a shell
+
+
 def test_workers_say_nothing_of_a_signal_to_all() -> None:
     """Ctrl-C, while they start: their imports would end with traces."""
     work = "with worker_map(2) as run: list(run(time.sleep, ((0.1,) for _ in range(200))))"

@@ -211,16 +211,14 @@ class NumpyBert(Plain):
 
 KINDS = {
     "pre": {"layer_order": "pre"},
-    "post": {"layer_order": "post"},  # whose layers are those of "classes", its head that of "pre"
+    "post": {"layer_order": "post"},  # whose layers are those of "choice", its head that of "pre"
     "classes": {"layer_order": "post", "head": "classes", "num_classes": 3},
     "span": {"layer_order": "pre", "head": "span"},
-    "choice": {"layer_order": "pre", "head": "choice", "num_classes": 4},
+    "choice": {"layer_order": "post", "head": "choice", "num_classes": 4},  # of classes a row has several texts
 }
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(kind, marks=pytest.mark.full if kind == "post" else []) for kind in KINDS]
-)
+@pytest.fixture(scope="module", params=["pre", "span", "choice", full("post"), full("classes")])
 def program(request: pytest.FixtureRequest) -> Program:
     config = tiny_config(
         (1, 1, 2),

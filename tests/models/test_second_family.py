@@ -4,20 +4,18 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from tiny import drawn_params, full, tiny_config, tiny_program
 
-from megajax import verify
 from megajax.models.family import count_parameters, step_flops
 from megajax.models.registry import FAMILIES, Entry
 from megajax.program.scoring import next_logits
-from megajax.program.state import TrainState
 from megajax.program.synthetic import random_batch
-from megajax.program.train_step import train_step
 from megajax.settings.presets import load_preset, resolve
-from megajax.verify import Trace, compare
-from megajax.verify.run import drawn_state
+from megajax.verify import compare
+from megajax.verify.run import MeshRun, run
 
 MODEL = {"family": "tiny", "num_layers": 3, "sequence_length": 16, "global_batch": 8}
 
@@ -32,29 +30,29 @@ def registered():
 
 
 @cache
-def reference() -> Trace:
-    return verify.trace(tiny_config(microbatch=8, **MODEL), 2, canonical=begun(), quick_compile=True)
-
-
-def begun() -> TrainState:
-    return drawn_state(tiny_program(tiny_config(**MODEL)))
+def reference() -> MeshRun:
+    return run(tiny_config(microbatch=4, remat="layer", **MODEL), jax.devices(), 2)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"vocabulary": "split", "zero": 3, "sequence_parallel": True},
-        full({"remat": "selective"}),
+        {"vocabulary": "split", "zero": 3, "sequence_parallel": True, "remat": "stage"},
+        full({"schedule": "interleaved", "chunks": 2, "remat": "selective"}),
     ],
-    ids=["split", "plain"],
+    ids=["split", "interleaved"],
 )
 def test_it_trains_on_every_mesh(options):
-    """(2, 2, 2), with and without all that can be sharded: losses and every gradient, those of the new weights too."""
-    config = tiny_config((2, 2, 2), microbatch=2, **options, **MODEL)
-    found = compare(reference(), verify.trace(config, 2, canonical=begun(), quick_compile=True))
-    assert found.within(), found
-    norms = {name: np.linalg.norm(leaf) for name, leaf in reference().gradients[1].items()}
+    """(2, 2, 2), with and without all that can be sharded: losses and every gradient, those of the new weights too.
+    Figures of layers are summed over layers, microbatches and devices, each once, whatever is recomputed; one stage has
+    fewer layers."""
+    expected, found = reference(), run(tiny_config((2, 2, 2), microbatch=2, **options, **MODEL), jax.devices(), 2)
+    assert compare(expected, found).within(), compare(expected, found)
+    norms = {name: np.linalg.norm(leaf) for name, leaf in expected.gradients[1].items()}
     assert norms["shared/embedding_norm/scale"] > 1e-3 and norms["shared/table"] > 1e-3
+    for metrics in (expected.metrics[0], found.metrics[0]):
+        assert metrics["layers/tokens"] == 3 * 8 * 16
+        assert metrics["layers/numbered"] == (1 + 2 + 3) * sum(range(8)) * 16
 
 
 def test_it_is_another_model():
@@ -86,21 +84,3 @@ def test_configurations_know_it():
     assert resolve(load_preset("demo"), {"model.family": "tiny"}).model.family == "tiny"
     with pytest.raises(ValueError, match=r"--model\.family.*'tinny'.*gpt2.*tiny"):
         resolve(load_preset("demo"), {"model.family": "tinny"})
-
-
-@pytest.mark.parametrize(
-    ("mesh", "options"),
-    [
-        ((1, 1, 1), {"microbatch": 4, "remat": "layer"}),
-        ((2, 2, 2), {"remat": "stage", "sequence_parallel": True}),
-        full((2, 2, 2), {"schedule": "interleaved", "chunks": 2, "remat": "selective"}),
-    ],
-    ids=["one", "split", "interleaved"],
-)
-def test_figures_of_layers_are_summed(mesh, options):
-    """Over layers, microbatches and devices, each once, whatever is recomputed; one stage has fewer layers."""
-    program = tiny_program(tiny_config(mesh, **options, **MODEL))
-    batch = program.put_batch(random_batch(program.config, 0), program.local_rows)
-    metrics = train_step(program)(program.layout.from_canonical(drawn_state(program)), batch)[1]
-    assert metrics["layers/tokens"] == 3 * 8 * 16
-    assert metrics["layers/numbered"] == (1 + 2 + 3) * sum(range(8)) * 16

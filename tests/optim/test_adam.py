@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from tiny import tiny_config, tiny_program
+from tiny import full, tiny_config, tiny_program
 
 from megajax.backend import CPU
 from megajax.mesh import shardings
@@ -34,7 +34,7 @@ DECAYED = {"shared/table", "shared/positions", *(f"blocks/{name}/weight" for nam
 STEPS = 3
 
 
-@pytest.fixture(scope="module", params=[0, 1], ids=["zero-0", "zero-1"])
+@pytest.fixture(scope="module", params=[full(0), 1], ids=["zero-0", "zero-1"])
 def program(request) -> Program:
     """Two devices on every axis; layers that the pipe does not divide, so that some slots are padding."""
     return tiny_program(tiny_config((2, 2, 2), num_layers=5, zero=request.param))

@@ -113,10 +113,10 @@ OPTIONS = {
 }
 REFERENCES: dict[tuple[str, int], dict[str, np.ndarray]] = {}
 ROWS = [  # mesh, model, what else
-    ((1, 1, 1), "gpt2", {}),
+    full((1, 1, 1), "gpt2", {}),
     full((1, 1, 1), "llama", {}),
     ((2, 2, 2), "llama", {"schedule": "interleaved", "chunks": 2}),
-    ((1, 2, 2, 2), "gpt2", {"zero": 0}),
+    full((1, 2, 2, 2), "gpt2", {"zero": 0}),
     ((1, 1, 4), "qwen3", {}),
     ((2, 1, 2), "gpt2", {"num_layers": 2}),  # a device's share is that of one weight (see `_Deal._exchanged`)
     full((8, 1, 1), "gpt2", {}),
@@ -141,6 +141,7 @@ def test_sharded_updates_are_optax_s(mesh, model, others):
         assert np.abs(actual[name] - leaf).max() < 1e-12 * np.abs(leaf).max(), name
 
 
+@pytest.mark.full
 def test_in_fp32_one_device_is_near_optax():
     config = config_of(precision="fp32")
     actual = after_steps(tiny_program(config))

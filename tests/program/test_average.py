@@ -44,8 +44,9 @@ def assert_close(found: Any, expected: Any, tolerance: float = 1e-9) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), found, expected)
 
 
-def test_the_average_is_that_of_one_device_and_the_definition_s() -> None:
-    """On (2, 2, 2) with ZeRO 1 and 3, and layers that the pipe does not divide; in fp64: Adam amplifies rounding."""
+@pytest.mark.parametrize("zero", [3, pytest.param(1, marks=pytest.mark.full)])
+def test_the_average_is_that_of_one_device_and_the_definition_s(zero: int) -> None:
+    """On (2, 2, 2), with layers that the pipe does not divide; in fp64: Adam amplifies rounding."""
     options = {"precision": "fp64", "num_layers": 3, **LLAMA}
     with jax.enable_x64(True):
         weights, expected = averages(program(**options, microbatch=8), 4)
@@ -53,9 +54,8 @@ def test_the_average_is_that_of_one_device_and_the_definition_s() -> None:
         for number in range(1, 5):
             average = jax.tree.map(lambda old, new: DECAY * old + (1 - DECAY) * new, average, weights[number])
             assert_close(expected[number], average)
-        for zero in (1, 3):
-            found = averages(program((2, 2, 2), zero=zero, **options), 4)[1]
-            assert_close(found[-1], expected[-1])
+        found = averages(program((2, 2, 2), zero=zero, **options), 4)[1]
+    assert_close(found[-1], expected[-1])
     moved = jax.tree.map(lambda new, old: np.abs(new - old).max(), weights[-1], expected[-1])
     assert min(jax.tree.leaves(moved)) > 1e-5  # it is not the weights
 
@@ -118,8 +118,8 @@ def test_it_begins_and_ends_where_a_run_goes_on(tmp_path: Path) -> None:
     state = filled(without)
     writer = Checkpoints(tmp_path, without.layout, keep=3)
     writer.save(1, state)
-    resumed = Checkpoints(tmp_path, made.layout, keep=3)
     writer.wait()
+    resumed = Checkpoints(tmp_path, made.layout, keep=3)  # which removes what is half written
     begun = resumed.restore(1)
     assert resumed.average_news == "the weight average (--train.ema) starts from the weights of step 1"
     assert_same(made.layout.to_canonical(begun).average, without.layout.to_canonical(state).params)

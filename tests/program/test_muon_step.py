@@ -23,8 +23,8 @@ FP64 = {"precision": "fp64", "optimizer": MUON}
 MODELS = ("gpt2", "bert-post", *DECODERS)
 GRID = pairwise([(*row[:-1], model) for row in ALL if row[-1] == "gpt2" for model in MODELS], FURTHER_APART, seed=1)
 ON_CONTEXT = [  # mesh, what else
-    ((1, 2, 2, 2), {"schedule": "interleaved", "chunks": 2, "weight_gradients": "deferred"}),
-    full((2, 1, 2, 2), {"zero": 3, "sequence_parallel": True}),
+    ((2, 1, 2, 2), {"zero": 3, "sequence_parallel": True}),
+    full((1, 2, 2, 2), {"schedule": "interleaved", "chunks": 2, "weight_gradients": "deferred"}),
     full((2, 2, 2, 1), {"zero": 0}),
     full((1, 1, 8, 1), {"context_attention": "gather"}),
 ]

@@ -86,7 +86,7 @@ def test_a_run_writes_metrics_events_and_a_picture(tmp_path: Path, capsys: pytes
     ]
 
 
-@pytest.mark.parametrize("tail", [b"", b'{"step": 7, "lo', b'{"step": 3, "loss": 1.0}', b"\xff\x00\n[1]\n{}\n"])
+@pytest.mark.parametrize("tail", [b'{"step": 3, "loss": 1.0}', b'\xff\x00\n[1]\n{}\n{"step": 7, "lo'])
 def test_a_resumed_run_drops_later_and_half_written_lines(tail: bytes, tmp_path: Path) -> None:
     with RunLog(tmp_path, total_steps=6) as log:
         log_steps(log, 1, 4)
@@ -134,10 +134,9 @@ def test_a_loss_that_is_not_finite_is_null(tmp_path: Path) -> None:
     assert len(read_metrics(tmp_path)) == 2
 
 
-@pytest.mark.parametrize("name", ["a $run_{1", "走る"])
-def test_a_picture_of_any_name_and_any_number_of_points(name: str, tmp_path: Path) -> None:
+def test_a_picture_of_any_name_and_any_number_of_points(tmp_path: Path) -> None:
     for training, validation in (([], []), ([(1, 3.0)], []), ([], [(1, 3.0)]), ([(1, 3.0), (2, float("nan"))], [])):
-        plot_loss(tmp_path / "loss.png", name, Curves(training, validation))
+        plot_loss(tmp_path / "loss.png", "a $run_{1 走る", Curves(training, validation))
         assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
 
 
