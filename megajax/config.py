@@ -191,7 +191,9 @@ class Config:
         str, "run directory whose weights a new run begins with; empty: with fresh ones", Small(fixed=""), IS_PATH
     ] = ""
     precision: Annotated[
-        Literal["fp32", "bf16", "fp16", "fp64"], "of the computation; weights are updated in fp32 or better"
+        Literal["fp32", "bf16", "fp16", "fp64", "fp8"],
+        "of the computation; fp8: bf16, and of the layers' products with weights all but the weights' gradients in 8 "
+        "bits; weights are updated in fp32 or better",
     ] = "fp32"
     run_dir: Annotated[str, "where everything is written; empty: runs/PRESET", IS_PATH] = ""
     resume: Annotated[

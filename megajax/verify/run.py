@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from megajax.config import Config
 from megajax.errors import RunError, UserError
@@ -87,6 +88,7 @@ def run(
     with_states: bool = False,
     states: Sequence[TrainState] = (),
     quick_compile: bool = True,
+    operand_dtype: DTypeLike | None = None,
 ) -> MeshRun:
     """Run `config` on the first of `devices` on random batches, from weights that numpy draws: `steps` steps, and
     one in which the loss scale is infinite.
@@ -95,10 +97,11 @@ def run(
         with_fresh, with_states: whether to return these.
         states: states of another run. Each step starts from one of them instead of from the result of the step before,
             so that rounding does not add up: Adam makes a full-size update even of a gradient that is only rounding.
+        operand_dtype: see `Program`.
     """
     with in_precision(config):
         with _traced():
-            program = Program.on(config, list(devices)[: config.mesh.num_devices])
+            program = Program.on(config, list(devices)[: config.mesh.num_devices], operand_dtype)
             traced = train_step_with_gradients(program).trace(program.layout.shapes, program.batch_types)
         options: dict[str, Any] = dict(QUICK) if quick_compile else {}
         layout = program.layout
