@@ -12,6 +12,7 @@ COMPUTE_DTYPE = {
 }
 MAIN_DTYPE = {name: jnp.float64 if name == "fp64" else jnp.float32 for name in COMPUTE_DTYPE}  # weights, moments
 E4M3 = jnp.float8_e4m3fn
+BESIDE = {"fp8": "bf16"}  # the precision of all but the operands of some products
 OPERAND_DTYPE = {"fp8": E4M3}  # of products of layers with weights, where it is another (`parallel/float8.py`)
 
 

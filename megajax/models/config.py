@@ -145,7 +145,7 @@ class ModelConfig(ModelSizes):
         "with --precision fp8: so many of the first and of the last layers compute as with bf16, FIRST,LAST",
         Range(_is_pair, "two numbers of layers, such as 1,2"),
         NOTHING,
-        Small(fixed="0,0"),
+        Small(jointly=True),
     ] = "0,0"
     init_std: Annotated[
         float, "standard deviation of the initial weights", above(0, 100), NOTHING, Theirs("initializer_range")

@@ -147,7 +147,8 @@ class ColumnParallelLinear(_Product):
 
     @property
     def shared_parts(self) -> int:
-        return 0 if self.first_part is None else self.shape[1]
+        parts = self.shape[1]
+        return parts if parts < axis_size(TENSOR) else 0
 
     def own_weight(self, weight: Weight) -> Weight:
         """Of a weight with its copies, what this device computes with."""

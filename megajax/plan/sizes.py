@@ -19,6 +19,7 @@ from megajax.config import Config, MeshConfig
 from megajax.mesh import (
     dim_over,
     local_shape,
+    matrix_dims,
     mesh_spec,
     needs_tensor_sum,
     rules_of,
@@ -32,13 +33,15 @@ from megajax.models.family import CutModel, family_of
 from megajax.models.lora import Adapters
 from megajax.models.lora_config import LoraConfig
 from megajax.parallel.boundary import RegionBoundary
+from megajax.parallel.collectives import entry_axes
 from megajax.parallel.tokens import ContextWay
 from megajax.pipeline.placement import Placement
 from megajax.pipeline.schedule import SCHEDULES
+from megajax.precision import OPERAND_DTYPE
 from megajax.program.program import training_way
 
 Shape = tuple[int, ...]
-ITEM_SIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a number
+ITEM_SIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # bytes of a number that layers compute with
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,55 @@ def _named(model: CutModel | Adapters) -> tuple[Weight, ...]:
 
 
 @dataclass(frozen=True)
+class PlacedCopies:
+    """The copies in 8 bits of a layer's weight [*stacked, *K, *M] on a mesh (`parallel/float8.py`)."""
+
+    placed: Placed  # the weight
+    rows: int  # dims of K
+    columns: int  # and of M
+    divided: bool  # by ZeRO-3
+    item: int  # bytes of a number
+
+    @property
+    def shape(self) -> Shape:
+        """On a device."""
+        return self.placed.shard if self.divided else self.placed.whole
+
+    @property
+    def stacked(self) -> int:
+        """Dims before K and M."""
+        return len(self.shape) - self.rows - self.columns
+
+    def forward(self, sizes: Shape) -> tuple[Shape, Shape]:
+        """Something for each dim of the weight in the order of the forward copy, and of its scales."""
+        inner = self.stacked + self.rows
+        scale = (*sizes[: self.stacked], *sizes[inner:])
+        return (*scale, *sizes[self.stacked : inner]), scale
+
+    def backward(self, sizes: Shape) -> tuple[Shape, Shape]:
+        """The same of the backward copy."""
+        return sizes, sizes[: self.stacked + self.rows]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of both, with the scales."""
+        pairs = [self.forward(self.shape), self.backward(self.shape)]
+        return sum(self.item * prod(values) + 4 * prod(scale) for values, scale in pairs)
+
+    @property
+    def axes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The mesh axes that K and M are shared over."""
+        spec = self.placed.spec
+        entries = [{*entry_axes(entry)} for entry in (*spec, *[None] * (len(self.shape) - len(spec)))]
+        if self.divided and self.placed.data_dim is not None:
+            entries[self.placed.data_dim] |= {*self.placed.batch_axes}
+        inner = self.stacked + self.rows
+        sides = entries[self.stacked : inner], entries[inner:]
+        rows, columns = (tuple(sorted(set().union(*side))) for side in sides)
+        return rows, columns
+
+
+@dataclass(frozen=True)
 class Times:
     """How often a part of the step stands in the program's loops, and how often the busiest stage runs it."""
 
@@ -216,6 +268,7 @@ class Sizes:
         held: what a device has of the weights.
         item, wide, summed: bytes of a number that layers compute with, of main weights, statistics and losses, and of
             the sums of gradients.
+        operand_item: bytes of a number of the layers' products' operands; 0: they have the type of all others.
         microbatches, microbatch: how many a device has in a step, and the rows of one.
         rows, tokens: texts of a microbatch, of a choice several for a row, and tokens of a text.
         bidirectional: of the family, see `Family`.
@@ -232,6 +285,7 @@ class Sizes:
         self.splits_sequence, self.splits_vocabulary = config.sequence_parallel, config.splits_vocabulary
         self.item = ITEM_SIZE[config.precision]
         self.wide = max(4, self.item)
+        self.operand_item = 1 if config.precision in OPERAND_DTYPE else 0
         summed_in = config.optimizer.gradient_dtype
         self.summed = self.wide if summed_in == "fp32" else ITEM_SIZE[summed_in]
         self.microbatches = max(1, config.train.global_batch // (mesh.row_shards * config.train.microbatch))
@@ -252,6 +306,17 @@ class Sizes:
         self.recomputes_stage = config.train.remat == "stage" and mesh.pipe > 1
         self.placement = Placement(model.num_blocks, mesh.pipe, config.pipeline.chunks)
         self.layers_of_chunk = self.placement.layers_per_chunk  # as many as the fullest one has
+
+    @cached_property
+    def copies(self) -> list[PlacedCopies]:
+        """Those in 8 bits of a layer's weights."""
+        found = []
+        for placed in self.held.weights if self.operand_item else ():
+            matrix = matrix_dims(placed.weight.logical)
+            if placed.weight.stacked and placed.weight.of_product and matrix:
+                divided = self.zero == 3 and placed.data_dim is not None
+                found.append(PlacedCopies(placed, *matrix, divided, self.operand_item))
+        return found
 
     @property
     def queries(self) -> int:

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from megajax.config import Config
 from megajax.errors import RunError, UserError
+from megajax.precision import E4M3, OPERAND_DTYPE
 from megajax.program.communication import Collective, collectives_of
 from megajax.program.program import Program
 from megajax.program.state import TrainState
@@ -73,6 +74,17 @@ class MeshRun:
     uncast: list[str]  # leaves whose compute weights are not the main weights cast to that precision
     collectives: list[Collective]  # what a step communicates
     states: list[TrainState]  # canonical states before every step except the skipped one; empty unless requested
+    operand_dtype: DTypeLike | None = None  # given to the program, see there
+
+    @property
+    def operands(self) -> DTypeLike | None:
+        """The dtype of the operands of layers' products with weights; None: the compute dtype, by plain products."""
+        return self.operand_dtype or OPERAND_DTYPE.get(self.config.precision)
+
+    @property
+    def kind(self) -> str:
+        """What it computes in, in words."""
+        return f"{self.config.precision} of fp8 operands" if self.operand_dtype == E4M3 else self.config.precision
 
     @property
     def losses(self) -> list[float]:
@@ -126,14 +138,17 @@ def run(
         uncast = [] if state.main is None else _uncast(program, state)
         found = collectives_of(traced.jaxpr)
         rows, unequal = _rows(program), _unequal(state)
-        return MeshRun(config, fresh, metrics, counts, gradients, weights, rows, unequal, uncast, found, kept)
+        parts = metrics, counts, gradients, weights, rows, unequal, uncast, found, kept
+        return MeshRun(config, fresh, *parts, operand_dtype)
 
 
-def recorded(config: Config, devices: Sequence[jax.Device], quick_compile: bool) -> Recording:
+def recorded(
+    config: Config, devices: Sequence[jax.Device], quick_compile: bool, operand_dtype: DTypeLike | None = None
+) -> Recording:
     """Every activation of the first step of such a run."""
     recording = Recording()
     with in_precision(config), recording.taken():
-        program = Program.on(config, list(devices)[: config.mesh.num_devices])
+        program = Program.on(config, list(devices)[: config.mesh.num_devices], operand_dtype)
         state = program.layout.from_canonical(drawn_state(program))
         batch = placed_batch(program, 0)
         step = train_step_with_gradients(program).lower(state, batch).compile(QUICK if quick_compile else {})
