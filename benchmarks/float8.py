@@ -80,7 +80,10 @@ def means(lines: list[dict[str, Any]], name: str) -> list[float]:
 
 def table(figures: dict[str, Any]) -> str:
     """Validation losses after the last step, and the norms of the last quarter."""
-    lines = ["| model | steps | seeds | bf16 | fp8 | fp8 / bf16, by seed | gradient norms, fp8 / bf16 |", "|---|" * 1 + "---|" * 6]
+    lines = [
+        "| model | steps | seeds | bf16 | fp8 | fp8 / bf16, by seed | gradient norms, fp8 / bf16 |",
+        "|---|" * 1 + "---|" * 6,
+    ]
     for preset, of in figures.items():
         seeds = sorted(of.get("bf16", {}).keys() & of.get("fp8", {}).keys())
         if not seeds:
@@ -91,7 +94,9 @@ def table(figures: dict[str, Any]) -> str:
         quarter = [[np.mean(run["grad_norm"][-len(run["grad_norm"]) // 4 :]) for run in pair] for pair in pairs]
         norms = ", ".join(f"{b / a:.3f}" for a, b in quarter)
         means_ = [f"{np.mean(each):.4f}" for each in losses]
-        lines.append(f"| {preset} | {pairs[0][0]['steps']} | {len(seeds)} | {means_[0]} | {means_[1]} | {ratios} | {norms} |")
+        lines.append(
+            f"| {preset} | {pairs[0][0]['steps']} | {len(seeds)} | {means_[0]} | {means_[1]} | {ratios} | {norms} |"
+        )
     return "\n".join(lines)
 
 

@@ -15,7 +15,16 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.parallel.collectives import vary, varying_axes
-from megajax.parallel.float8 import Scaled, Weight, backward_copies, either, forward_copies, multiplied, scaled, scaled_together
+from megajax.parallel.float8 import (
+    Scaled,
+    Weight,
+    backward_copies,
+    either,
+    forward_copies,
+    multiplied,
+    scaled,
+    scaled_together,
+)
 from megajax.precision import at_least_fp32
 
 

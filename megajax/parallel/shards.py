@@ -19,7 +19,15 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from megajax.parallel.collectives import axis_index, axis_size, gather_shards, own_shard, scatter_sum, sum_over, zeros_like_type
+from megajax.parallel.collectives import (
+    axis_index,
+    axis_size,
+    gather_shards,
+    own_shard,
+    scatter_sum,
+    sum_over,
+    zeros_like_type,
+)
 from megajax.parallel.sites import checked
 
 Tree = Any

@@ -74,9 +74,7 @@ def _of_one_microbatch(config: Config, remat: Any, splits_vocabulary: bool = Fal
     return Config(
         precision=config.precision,
         sequence_parallel=config.sequence_parallel,
-        model=replace(
-            config.model, num_layers=pipe + config.model.dense_layers, scan_layers="true", bf16_layers="0,0"
-        ),
+        model=replace(config.model, num_layers=pipe + config.model.dense_layers, scan_layers="true", bf16_layers="0,0"),
         lora=config.lora,
         mesh=mesh,
         pipeline=PipelineConfig(vocabulary="split" if splits_vocabulary else "replicated", weight_gradients="deferred"),

@@ -96,7 +96,9 @@ class Work:
             return self.layer_forward()
         forward = self.layer_forward() if self.config.train.remat == "layer" else Seconds()
         repeated = zip(self.layer.products, self._shapes, strict=True)
-        return replace(forward, products=sum(self.product(*shape, in_float8=True) for each, shape in repeated if each.again))
+        return replace(
+            forward, products=sum(self.product(*shape, in_float8=True) for each, shape in repeated if each.again)
+        )
 
     def layer_backward(self) -> Seconds:
         """Without what is computed again, and without the weights' gradients."""

@@ -213,7 +213,9 @@ class _Step(Experts):
             return
         if model.num_kv_heads % self.config.mesh.tensor:
             for _ in ("key", "value"):
-                yield one(purpose, REDUCE, (TENSOR,), self._of_heads(model.num_kv_heads, self.whole[1]), self.item, times)
+                yield one(
+                    purpose, REDUCE, (TENSOR,), self._of_heads(model.num_kv_heads, self.whole[1]), self.item, times
+                )
         gated = 2 if model.activation == "swiglu" else 1
         for count in (3, *[gated] * (self.num_dense - 1)):
             yield one(purpose, REDUCE, (TENSOR,), (count, *self.whole[:2]), _WORD, times)
