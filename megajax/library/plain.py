@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.traverse_util import flatten_dict
 from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec

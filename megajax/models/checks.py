@@ -26,8 +26,7 @@ def check_model(model: ModelConfig) -> None:
         )
     if sum(map(int, model.bf16_layers.split(","))) > model.num_layers:
         raise UserError(
-            f"--model.bf16-layers {model.bf16_layers} with --model.num-layers {model.num_layers}; valid: no more layers "
-            "than there are"
+            f"--model.bf16-layers {model.bf16_layers} with --model.num-layers {model.num_layers}; valid: no more layers"
         )
     check_read(model, "model")
     _check_rotary(model)

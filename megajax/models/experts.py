@@ -83,9 +83,8 @@ class ExpertLinear(nnx.Module):
     @property
     def in_float8(self) -> GroupProducts | None:
         """Its products in 8 bits, where it multiplies so."""
-        over, whole = (TENSOR,), ()
-        sides = (over, whole) if self.by_rows else (whole, over)
-        return None if self.copies is None else GroupProducts(*sides, not self.frozen)
+        inner, outer = ((TENSOR,), ()) if self.by_rows else ((), (TENSOR,))
+        return None if self.copies is None else GroupProducts(inner, outer, not self.frozen)
 
     @staticmethod
     def weight_gradients(factors: Pair, linears: "Sequence[ExpertLinear]") -> list[Array]:

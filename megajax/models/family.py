@@ -149,8 +149,8 @@ class CutModel:
         return nnx.merge(self._ends, shared)
 
     def block(self, weights: Tree) -> Any:
-        """One layer, whose weights have no leading dim; among them may be adapters' (`models/lora.py`), and copies of the
-        products' in 8 bits (`parallel/float8.py`)."""
+        """One layer, whose weights have no leading dim; among them may be adapters' (`models/lora.py`), and copies in 8
+        bits of those of its products (`parallel/float8.py`)."""
         flat = flatten_dict(weights)
         copies = {path[:-1]: flat.pop(path) for path in list(flat) if path[-1] == FLOAT8}
         block = self._adapted(flat) if self._lora else nnx.merge(self._blocks, unflatten_dict(flat))

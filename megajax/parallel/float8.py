@@ -143,9 +143,11 @@ def multiplied(x: Scaled, weight: Scaled, summed: int, dtype: DTypeLike, batch: 
     """The last `summed` dims of `x` with those of the weight, in `dtype`; the first `batch` dims of both go together.
 
     Powers of two change no mantissa: the product is rounded once, whether before or after it is scaled."""
-    dims = tuple(tuple(range(each.values.ndim - summed, each.values.ndim)) for each in (x, weight))
+    of_x, of_weight = (tuple(range(each.values.ndim - summed, each.values.ndim)) for each in (x, weight))
     of_batch = tuple(range(batch))
-    y = lax.dot_general(x.values, weight.values, (dims, (of_batch, of_batch)), preferred_element_type=dtype)
+    y = lax.dot_general(
+        x.values, weight.values, ((of_x, of_weight), (of_batch, of_batch)), preferred_element_type=dtype
+    )
     rows = x.scale.ndim - batch
     return y * _aligned(x.scale, y.ndim).astype(dtype) * _aligned(weight.scale, y.ndim, rows, batch).astype(dtype)
 

@@ -21,7 +21,8 @@ from megajax.pipeline.deferral import Deferring
 from megajax.pipeline.schedule import make_schedule
 from megajax.plan.costs import Sent, StepCost
 from megajax.plan.machines import Machine
-from megajax.plan.sizes import ONCE, Placed, PlacedCopies, Shape, Sizes, Times, steady_state_microbatches
+from megajax.plan.placed import Placed, Shape
+from megajax.plan.sizes import ONCE, Sizes, Times, steady_state_microbatches
 from megajax.plan.traced import step_cost
 from megajax.plan.update import dealt
 from megajax.program.communication import Collective
@@ -143,17 +144,8 @@ class WeightTraffic(Sizes):
             copies = in_float8.get(placed)
             if copies is None or self.config.model.wide_ends != (0, 0):
                 yield one(purpose, GATHER, placed.batch_axes, placed.shard, self.item, times)
-            if copies is not None:
-                yield from self._gathered_copies(purpose, copies, times)
-
-    def _gathered_copies(self, purpose: str, copies: PlacedCopies, times: Times) -> Iterator[Communication]:
-        """Both, each with its scales where it is not whole in what these are for."""
-        axes, whole = copies.placed.batch_axes, copies.placed.whole
-        for order in (copies.forward, copies.backward):
-            (values, scale), (_, of_whole) = order(copies.shape), order(whole)
-            yield one(purpose, GATHER, axes, values, copies.item, times)
-            if scale != of_whole:
-                yield one(purpose, GATHER, axes, scale, 4, times)
+            for shape, item in copies.gathered if copies else ():
+                yield one(purpose, GATHER, placed.batch_axes, shape, item, times)
 
     def scattered(self, purpose: str, room: str, times: Times, later: bool | None = None) -> Iterator[Communication]:
         """Of all that is trained of a room; of a layer's those whose gradients come `later`, where some do, or the

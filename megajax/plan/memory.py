@@ -127,7 +127,7 @@ class Temporaries:
         self._converts = self._on_cpu and step.config.precision in (
             "bf16",
             "fp8",
-        )  # XLA holds whole chunks in fp32, too
+        )  # whole chunks in fp32, too
         self._piped = mesh.pipe > 1
         self._gathers = step.zero == 3 and mesh.zero_shards > 1  # weights, for every use
         self._residuals = step.layers_of_chunk * cost.layer.residuals.num_bytes(self._rows)  # of a chunk

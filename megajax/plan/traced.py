@@ -30,7 +30,7 @@ from megajax.pipeline.rows import End, Row, Work
 from megajax.pipeline.stages import idle
 from megajax.plan import h200
 from megajax.plan.costs import Dims, EndsCost, Kept, LayerCost, Operand, Product, Region, Rows, Sent, StepCost
-from megajax.plan.sizes import Shape
+from megajax.plan.placed import Shape
 from megajax.precision import E4M3
 from megajax.private import FUSED_FORWARD
 from megajax.program.bind import look_into

@@ -28,7 +28,8 @@ class LayerCopies:
     """
 
     def __init__(self, config: ModelConfig, model: CutModel, dtype: DTypeLike | None, *, both: bool):
-        self._dtype, self._both = dtype, both
+        self._dtype: Any = dtype
+        self._both = both
         self._dims = {} if dtype is None else model.inner_dims()
         first, last = config.wide_ends
         self._first, self._end = first, config.num_blocks - last

@@ -47,9 +47,7 @@ def describe(program: Program, data: RunData | TaskData, earlier: OptimizerConfi
         *data.lines(config),
     ]
     if config.precision == "fp8" and platform == "cpu":
-        lines.append(
-            "precision: fp8 on CPUs is for checking: its products are computed in wider formats, slower than bf16"
-        )
+        lines.append("precision: fp8 is for checking on a CPU, which computes its products in wider formats: slower")
     if platform == "gpu":
         lines.append(f"XLA: {' '.join(gpu_flags())}")
     return "\n".join(filter(None, [*lines, rate_warning(config)]))

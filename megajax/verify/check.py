@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from megajax.axes import PIPE, TENSOR
-from megajax.config import Config, MeshConfig
-from megajax.pipeline.config import PipelineConfig
+from megajax.config import Config
 from megajax.precision import COMPUTE_DTYPE, E4M3
 from megajax.verify.comparison import LIMITS, Limits, limits_of_edges
+from megajax.verify.forms import exact, one_device, plain, steady, with_axes
 from megajax.verify.recording import Difference, first_difference
 from megajax.verify.run import MeshRun, TracingError, recorded, run
 from megajax.verify.shrink import shown
@@ -23,7 +22,6 @@ from megajax.verify.verdict import Finding, Verdict, compare_runs, loss_scales, 
 
 STEPS = 3
 _TRACED = "tracing of the step"
-_LEARNING_RATE, _EPSILON = 1e-3, 1e-4  # at most, at least
 
 
 @dataclass(frozen=True)
@@ -96,8 +94,8 @@ def check(
 ) -> Verdict:
     """Compare `config`, which is small already, with one device in fp64: first in fp64, then in its own precision.
 
-    Of fp8 three things are compared: in fp64 the step with its products scaled and not rounded, then with their operands
-    rounded to 8 bits, against one device that rounds them, too; and the step in fp8 against one device in fp8. In fp64
+    Of fp8 three things are compared: in fp64 the step with its products scaled and not rounded, then with operands
+    that are rounded to 8 bits, against one device that does so; and the step in fp8 against one device in fp8. In fp64
     no operand lies within rounding of the edge between two numbers of 8 bits, so that a wrong scale shows.
 
     Args:
@@ -174,54 +172,6 @@ def all_checks(reference: MeshRun, other: MeshRun, limits: Limits | None = None)
     yield from same_on_devices(other)
     item = 0 if other.operands is None else jnp.dtype(other.operands).itemsize
     yield check_collectives(other.config, other.collectives, other.kind, item)
-
-
-def steady(config: Config) -> Config:
-    """The same with an Adam that does not amplify rounding: with a small epsilon, a gradient that is only rounding (the
-    bias of the keys has one) would cause a full-size update."""
-    given = config.optimizer
-    rate, epsilon = min(given.learning_rate, _LEARNING_RATE), max(given.epsilon, _EPSILON)
-    lowest = min(given.min_learning_rate, rate)
-    optimizer = dataclasses.replace(given, learning_rate=rate, min_learning_rate=lowest, epsilon=epsilon)
-    return dataclasses.replace(config, optimizer=optimizer)
-
-
-def exact(config: Config) -> Config:
-    """The same in fp64."""
-    optimizer = dataclasses.replace(config.optimizer, gradient_dtype="fp32")  # of fp64: fp64
-    return dataclasses.replace(config, precision="fp64", optimizer=optimizer)
-
-
-def one_device(config: Config) -> Config:
-    """`plain`, in fp64."""
-    return exact(plain(config))
-
-
-def plain(config: Config) -> Config:
-    """The plainest form on one device: the batch in one piece, no recomputation, nothing sharded."""
-    return dataclasses.replace(
-        config,
-        mesh=MeshConfig(),
-        pipeline=PipelineConfig(),
-        sequence_parallel=False,
-        train=dataclasses.replace(config.train, microbatch=config.train.global_batch, remat="none"),
-        optimizer=dataclasses.replace(config.optimizer, zero=0),
-    )
-
-
-def with_axes(config: Config, axes: Sequence[str]) -> Config:
-    """`config` on a mesh with only these axes, with the same number of microbatches."""
-    mesh = MeshConfig(**{axis: size for axis, size in config.mesh.sizes.items() if axis in axes})
-    train = config.train
-    microbatches = train.global_batch // (config.mesh.row_shards * train.microbatch)
-    microbatch = train.global_batch // (mesh.row_shards * microbatches)
-    return dataclasses.replace(
-        config,
-        mesh=mesh,
-        pipeline=config.pipeline if PIPE in axes else PipelineConfig(),
-        sequence_parallel=config.sequence_parallel and TENSOR in axes,
-        train=dataclasses.replace(train, microbatch=microbatch),
-    )
 
 
 @dataclass(frozen=True)

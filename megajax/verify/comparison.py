@@ -81,9 +81,9 @@ _PRODUCTS = 4  # one after the other in a layer, forward, and as many backward
 def limits_of_edges(num_layers: int) -> Limits:
     """Limits for fp8, compared with one device in fp8.
 
-    A number that differs by `_ROUNDING` lies that near to the edge between two float8 numbers in a share
-    `_ROUNDING / _STEP` of all cases, and is carried over it by `_STEP` then. So the squared relative error of an operand
-    is their product, and of a gradient at most the sum over all products that its values passed, as errors of different
+    A number that differs by `_ROUNDING` lies that near to the edge between two float8 numbers in a share `_ROUNDING /
+    _STEP` of all cases, and then `_STEP` is the difference. So the squared relative error of an operand is their
+    product, and that of a gradient at most the sum over all products that its values passed, as errors of different
     numbers are independent. It adds to what bf16 may have; the loss's limit grows by the same factor."""
     usual = LIMITS["bf16"]
     edges = math.sqrt(2 * _PRODUCTS * num_layers * _ROUNDING * _STEP)
