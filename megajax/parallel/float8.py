@@ -25,7 +25,7 @@ from megajax.backend import Backend
 from megajax.parallel.collectives import TENSOR, axis_index, axis_size, g, max_over, vary, varying_axes
 from megajax.parallel.products import weight_gradient
 from megajax.parallel.shards import NOT_SHARDED, Sharding
-from megajax.precision import E4M3, at_least_fp32
+from megajax.precision import E4M3
 
 LARGEST = 448.0  # of e4m3; what is beyond it would become NaN
 _INFINITE = 0x7F80_0000  # bits of fp32: those of NaN are larger
@@ -92,8 +92,7 @@ def scaled_together(
 
 
 def _over(x: Array, power: Array, inverse: Array, dtype: DTypeLike) -> Scaled:
-    wide = at_least_fp32(x.dtype)
-    values = x.astype(wide) * _aligned(inverse, x.ndim).astype(wide)
+    values = x * _aligned(inverse, x.ndim).astype(x.dtype)  # exact in bf16, too
     if dtype == E4M3:
         values = jnp.clip(values, -LARGEST, LARGEST)
     return Scaled(values.astype(dtype), power)
