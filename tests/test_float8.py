@@ -1,7 +1,7 @@
 """Steps with products in 8 bits are the same on every mesh, for any number of microbatches, and as the plan says.
 
-In fp64 with operands in e4m3 no number lies within rounding of an edge between two of these, so that nothing differs but
-by rounding of fp64.
+In fp64 with operands in e4m3 no number lies within rounding of an edge between two of these, so that nothing but
+rounding of fp64 differs.
 """
 
 import functools
@@ -9,25 +9,32 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from parity_grid import DECODERS, GPTS, LORA, LORAS, config_of, name, pairwise
 from parity_grid import row as row_of
-from tiny import MIXTURE, QWEN3, full, tiny_config, tiny_program
+from tiny import MIXTURE, QWEN3, drawn_params, full, tiny_config, tiny_program
 
 from megajax.backend import CPU
 from megajax.config import Config
+from megajax.generation.choice import Sampling
+from megajax.generation.decoder import Decoder
+from megajax.generation.window import continue_in_windows
+from megajax.library.plain import PlainModel
 from megajax.parallel.float8 import FLOAT8
 from megajax.plan.communication import communication, totals
 from megajax.plan.memory import memory
 from megajax.plan.traced import step_cost
 from megajax.precision import E4M3
 from megajax.program.bind import look_into
+from megajax.program.program import Program
+from megajax.program.scoring import logits
 from megajax.program.synthetic import placed_batch
 from megajax.program.train_step import train_step
 from megajax.verify.check import all_checks, check, widened
 from megajax.verify.comparison import limits_of_edges
 from megajax.verify.forms import one_device, plain, with_axes
-from megajax.verify.run import MeshRun, run
+from megajax.verify.run import MeshRun, drawn_weights, run
 
 STEPS = 2
 # Heads of keys that devices share, factors that wait, chunks, a split sequence, layers that the pipe does not divide.
@@ -151,3 +158,24 @@ def test_a_nan_or_an_infinity_skips_the_step_as_in_bf16() -> None:
         state.params["blocks"]["mlp"]["up"]["weight"] = weight.at[0, 0, number, 3, 5].set(wrong)
         assert step(state, batch)[1]["skipped"], (number, wrong)
     assert not step(program.layout.init(), batch)[1]["skipped"]
+
+
+@pytest.mark.full
+def test_generation_and_the_plain_model_compute_as_training() -> None:
+    """A cache continues as whole windows do; dense layers of a mixture stay in bf16."""
+    sizes = {"num_layers": 3, "init_std": 0.3, "bf16_layers": "0,1", "dense_layers": 1}
+    config = tiny_config((1, 1, 2), precision="fp64", global_batch=2, **MIXTURE | sizes)
+    with jax.enable_x64(True):
+        program = Program.on(config, jax.devices()[:2], E4M3)
+        params = drawn_params(program)
+        decoder = Decoder(program, params, Sampling(0.0), ())
+        prompt = [3, 1, 4, 1, 5]
+        ids = [token for piece in decoder.stream([prompt], max_tokens=6, batch=1) for token in piece.ids]
+        assert ids == [*continue_in_windows(program, params, prompt, num_tokens=6, sampling=Sampling(0.0))]
+    config = tiny_config(precision="fp8", global_batch=2, microbatch=2)
+    plain_model, program = PlainModel(config), tiny_program(config)
+    weights = jax.tree.map(jnp.asarray, drawn_weights(program))
+    tokens = np.arange(2 * 16, dtype=np.int32).reshape(2, 16)
+    expected = logits(program)(drawn_params(program), {"tokens": tokens, "targets": tokens})
+    actual = plain_model(weights, tokens)
+    assert np.abs(np.asarray(actual - expected[..., :101], np.float32)).max() < 0.05

@@ -1,5 +1,7 @@
 """Products in 8 bits: their scales, what they are without a mesh, and how many numbers lie at an edge."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,12 +118,15 @@ def test_experts_in_blocks_are_those_with_their_own_rows() -> None:
     blocks, place = in_blocks(group, 3, 2)
     rows = np.zeros((2 * blocks.group_M.shape[0], 12), np.float32)
     rows[place] = x
-    weight = Weight(jnp.asarray(w), copies_of(jnp.asarray(w), 1, 1, E4M3, ((), ()), both=True))
-    how = GroupProducts((), (), True)
-    (out,) = products(how, jnp.asarray(rows), [weight], *blocks)
+
+    @jax.jit
+    def both_ways(w: jax.Array, rows: jax.Array, x: jax.Array) -> list[jax.Array]:
+        weights, how = [Weight(w, copies_of(w, 1, 1, E4M3, ((), ()), both=True))], GroupProducts((), (), True)
+        return products(how, rows, weights, *blocks) + products(how, jnp.stack([x] * 3), weights)
+
+    out, alone = both_ways(w, rows, x)
     expected = np.stack([dequantized(x)[n] @ dequantized(w[e].T).T for n, e in enumerate(group)])
     np.testing.assert_allclose(np.asarray(out)[place], expected, rtol=1e-5, atol=1e-5)
-    (alone,) = products(how, jnp.asarray(x)[None, :].repeat(3, axis=0), [weight])
     np.testing.assert_allclose(np.asarray(alone)[group, np.arange(8)], expected, rtol=1e-5, atol=1e-5)
 
 
@@ -138,17 +143,16 @@ def test_numbers_at_an_edge_are_as_many_as_the_limit_of_verify_says() -> None:
 
 @pytest.mark.parametrize(("inner", "outer", "stacked"), [(1, 1, 0), (1, 2, 0), (2, 1, 0), (1, 1, 1)])
 def test_copies_are_sharded_along_the_dim_of_their_weight(inner: int, outer: int, stacked: int) -> None:
-    """Gathering shards of the copies gives the copies, whichever dim is sharded; of scales that are of other dims each
-    device has all."""
+    """Copies of a shard are the shards of the copies, whichever dim is sharded; scales of other dims are whole."""
     shape = (2, 4, 6, 8)[-(inner + outer + stacked) :]
-    weight = jnp.asarray(drawn(*shape))
-    whole = copies_of(weight, stacked, inner, E4M3, ((), ()), both=True)
+    copies = functools.partial(copies_of, stacked=stacked, inner=inner, dtype=E4M3, over=((), ()), both=True)
+    whole = jax.eval_shape(copies, jax.ShapeDtypeStruct(shape, np.float32))
     for dim in range(-len(shape), 0):
         how = shardings_of(Sharding(dim, ("data",)), inner, outer, both=True, wide=False)
-        halves = [copies_of(half, stacked, inner, E4M3, ((), ()), both=True) for half in jnp.split(weight, 2, dim)]
-        leaves = zip(*map(jax.tree.leaves, (whole, how)), *map(jax.tree.leaves, halves), strict=True)
-        for copy, sharding, first, second in leaves:
-            if sharding == NOT_SHARDED:
-                assert first.shape == copy.shape
-            else:
-                assert np.concatenate([first, second], sharding.dim).shape == copy.shape
+        shard = jax.eval_shape(copies, jax.ShapeDtypeStruct(halved(shape, dim), np.float32))
+        for copy, sharding, part in zip(*map(jax.tree.leaves, (whole, how, shard)), strict=True):
+            assert part.shape == (copy.shape if sharding == NOT_SHARDED else halved(copy.shape, sharding.dim))
+
+
+def halved(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return tuple(size // 2 if place - len(shape) == dim else size for place, size in enumerate(shape))
