@@ -29,6 +29,7 @@ from megajax.parallel.collectives import (
     zeros_like_type,
 )
 from megajax.parallel.sites import checked
+from megajax.precision import at_least_fp32
 
 Tree = Any
 
@@ -104,5 +105,6 @@ def _scattered_by_gather(x: Array, dim: int, axes: tuple[str, ...]) -> Array:
 
 def _gathered_by_sum(shard: Array, dim: int, axes: tuple[str, ...]) -> Array:
     """`gather_shards` in another way, to check it."""
-    mine = [jnp.where(axis_index(axes) == i, shard, 0) for i in range(axis_size(axes))]
-    return sum_over(jnp.concatenate(mine, dim), axes)
+    wide = shard.astype(at_least_fp32(shard.dtype))  # not all sums of 8 bits are supported
+    mine = [jnp.where(axis_index(axes) == i, wide, 0) for i in range(axis_size(axes))]
+    return sum_over(jnp.concatenate(mine, dim), axes).astype(shard.dtype)
