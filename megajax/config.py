@@ -184,7 +184,7 @@ def profiled_steps(text: str, finished: int, steps: int) -> tuple[int, int]:
 class Config:
     """A run."""
 
-    seed: Annotated[int, "random seed of weights, dropout, data order and sampling", SEED, SAMPLES] = 0
+    seed: Annotated[int, "random seed random seed of weights, dropout, data order and sampling", SEED, SAMPLES] = 0
     seeds: Annotated[
         int,
         "fine-tuning: number of runs with consecutive seeds, each in its own folder",
@@ -195,8 +195,9 @@ class Config:
         str, "run directory to take initial weights from; empty: random initialization", Small(fixed=""), IS_PATH
     ] = ""
     precision: Annotated[
-        Literal["fp32", "bf16", "fp16", "fp64"],
-        "number format of the computation; weights are updated in fp32 or better",
+        Literal["fp32", "bf16", "fp16", "fp64", "fp8"],
+        "number format of the computation; fp8: bf16 with float8 products in the layers, forward and for input "
+        "gradients (docs/float8.md); weights are updated in fp32 or better",
     ] = "fp32"
     run_dir: Annotated[str, "output directory; empty: runs/PRESET", IS_PATH] = ""
     resume: Annotated[

@@ -3,8 +3,17 @@
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-COMPUTE_DTYPE = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16, "fp64": jnp.float64}
-MAIN_DTYPE = {"fp32": jnp.float32, "bf16": jnp.float32, "fp16": jnp.float32, "fp64": jnp.float64}  # weights, moments
+COMPUTE_DTYPE = {
+    "fp32": jnp.float32,
+    "bf16": jnp.bfloat16,
+    "fp16": jnp.float16,
+    "fp64": jnp.float64,
+    "fp8": jnp.bfloat16,  # of all but the operands of some products
+}
+MAIN_DTYPE = {name: jnp.float64 if name == "fp64" else jnp.float32 for name in COMPUTE_DTYPE}  # weights, moments
+E4M3 = jnp.float8_e4m3fn
+BESIDE = {"fp8": "bf16"}  # the precision of all but the operands of some products
+OPERAND_DTYPE = {"fp8": E4M3}  # of products of layers with weights, where it is another (`parallel/float8.py`)
 
 
 def at_least_fp32(dtype: DTypeLike) -> DTypeLike:

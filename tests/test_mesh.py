@@ -183,7 +183,8 @@ from megajax.settings.presets import load_preset, resolve
 from megajax.program.program import Program
 from megajax.program.transfer import Transfer
 from megajax.parallel.collectives import spec_axes
-from megajax.verify.check import exact, all_checks, one_device
+from megajax.verify.check import all_checks
+from megajax.verify.forms import exact, one_device
 from megajax.verify.run import run
 from megajax.verify.shrink import shrink
 

@@ -28,6 +28,7 @@ from megajax.models.family import CutModel
 from megajax.parallel.boundary import F_AND_G
 from megajax.parallel.collectives import TENSOR, gather_shards, sum_over, vary
 from megajax.parallel.random import Dropout, RandomBits
+from megajax.program.float8 import LayerCopies
 from megajax.program.program import Program
 
 Tree = Any
@@ -75,7 +76,9 @@ class Decoder:
         )
         specs = program.layout.specs.params
         layer_specs = _map_specs(lambda spec: PartitionSpec(*spec[3:]), specs["blocks"])
-        self._specs = {"shared": specs["shared"], "layers": [layer_specs] * self._config.num_blocks}
+        self._copies = LayerCopies(self._config, self._model, program.operand_dtype, both=False)
+        of_layers = [self._copies.specs_of_one(layer_specs, number) for number in range(self._config.num_blocks)]
+        self._specs = {"shared": specs["shared"], "layers": of_layers}
         # Arrays of their own: of a stack, every layer's weights would be copied for every token.
         shardings = _map_specs(lambda spec: NamedSharding(self._mesh, spec), self._specs)
         self._unstack = jax.jit(self._unstacked, out_shardings=shardings)
@@ -91,6 +94,7 @@ class Decoder:
         params = params if self._adapters is None else self._adapters.merged(params)
         stack = jax.tree.map(lambda weight: weight.reshape(-1, *weight.shape[3:]), params["blocks"])
         layers = [jax.tree.map(lambda weight, n=n: weight[n], stack) for n in range(self._config.num_blocks)]
+        layers = [self._copies.of_one(layer, number) for number, layer in enumerate(layers)]
         return {"shared": params["shared"], "layers": layers}
 
     def stream(self, prompts: Sequence[Sequence[int]], *, max_tokens: int, batch: int) -> Iterator[Piece]:

@@ -19,7 +19,8 @@ _choose = jax.jit(choose, static_argnames="sampling")
 def one_row(program: Program) -> Program:
     """The program of the smallest batch, for `continue_in_windows`."""
     train = dataclasses.replace(program.config.train, global_batch=program.config.mesh.row_shards, microbatch=1)
-    return Program(dataclasses.replace(program.config, train=train), program.mesh)
+    config = dataclasses.replace(program.config, train=train)
+    return Program(config, program.mesh, operand_dtype=program.operand_dtype)
 
 
 def continue_in_windows(

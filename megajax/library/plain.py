@@ -9,19 +9,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from flax.traverse_util import flatten_dict
 from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
 from megajax.backend import backend_of
 from megajax.config import Config
 from megajax.library.batches import Given, batch_of, inputs_of
-from megajax.mesh import make_mesh
+from megajax.mesh import make_mesh, mesh_spec
 from megajax.models.family import CutModel
 from megajax.parallel.boundary import F_AND_G
 from megajax.parallel.collectives import TENSOR
 from megajax.parallel.random import Dropout
-from megajax.precision import COMPUTE_DTYPE
+from megajax.precision import COMPUTE_DTYPE, OPERAND_DTYPE
+from megajax.program.float8 import LayerCopies
 from megajax.program.program import batch_form
 
 Weights = Mapping[str, Any]
@@ -40,6 +41,9 @@ class PlainModel:
         self.config, self.form = config, batch_form(config)
         self._mesh: Mesh = make_mesh([device or jax.devices()[0]])
         self._cut = CutModel(config.model, F_AND_G, backend_of(self._mesh))
+        self._copies = LayerCopies(config.model, self._cut, OPERAND_DTYPE.get(config.precision), both=True)
+        logical = flatten_dict(self._cut.logical_specs["blocks"])
+        self._specs = {path: PartitionSpec(None, None, *mesh_spec(spec)) for path, spec in logical.items()}
         of_tokens = PartitionSpec(None, None, TENSOR)
         spec = of_tokens if config.model.head == "pretraining" else _WHOLE
         self._logits = self._compiled(self._logits_in_region, spec)  # once; compiled for every shape of a batch
@@ -89,8 +93,9 @@ class PlainModel:
             number, own = numbered
             return self._cut.block(own)(x_BTD, context, number)[0], None
 
-        numbers_L = np.arange(self.config.model.num_blocks, dtype=np.int32)
-        x_BTD, _ = lax.scan(layer, model.embed(batch, context), (jnp.asarray(numbers_L), computed["blocks"]))
+        numbers_L = jnp.arange(self.config.model.num_blocks, dtype=jnp.int32)
+        blocks = self._copies.added(computed["blocks"], self._specs, numbers_L)
+        x_BTD, _ = lax.scan(layer, model.embed(batch, context), (numbers_L, blocks))
         return model, x_BTD, context
 
     def _logits_in_region(self, weights: Weights, batch: Mapping[str, Array]) -> Array:

@@ -24,6 +24,10 @@ def check_model(model: ModelConfig) -> None:
             f"--model.mlp-size {model.mlp_size} with --model.family {model.family}; valid: {4 * model.hidden_size}, "
             "4 x --model.hidden-size"
         )
+    if sum(map(int, model.bf16_layers.split(","))) > model.num_layers:
+        raise UserError(
+            f"--model.bf16-layers {model.bf16_layers} with --model.num-layers {model.num_layers}; valid: no more layers"
+        )
     check_read(model, "model")
     _check_rotary(model)
     _check_experts(model)

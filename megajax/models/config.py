@@ -1,15 +1,20 @@
 """Models, as configuration: what their layers compute, and what they predict."""
 
+import re
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from megajax.models.model_sizes import WITH_EXPERTS, ModelSizes
 from megajax.models.registry import EARLIER_NAMES, FAMILIES
-from megajax.options import AT_LEAST_ONE, AT_LEAST_ZERO, SHARE, above, between
+from megajax.options import AT_LEAST_ONE, AT_LEAST_ZERO, SHARE, Range, above, between
 from megajax.traits import COMPUTATION, ENDS, NOTHING, WEIGHTS, ReadWith, Small, Theirs, Through
 
 _ROTARY = ReadWith("positions", ("rotary",))
 _LLAMA3 = ReadWith("rope_scaling", ("llama3",), ignored=True)
+
+
+def _is_pair(text: str) -> bool:
+    return re.fullmatch(r"[0-9]{1,6},[0-9]{1,6}", text) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +142,13 @@ class ModelConfig(ModelSizes):
         "attention, otherwise whichever sends less (docs/context.md)",
         NOTHING,
     ] = "auto"
+    bf16_layers: Annotated[
+        str,
+        "with --precision fp8: so many of the first and of the last layers compute as with bf16, FIRST,LAST",
+        Range(_is_pair, "two numbers of layers, such as 1,2"),
+        NOTHING,
+        Small(jointly=True),
+    ] = "0,0"
     init_std: Annotated[
         float, "standard deviation of the initial weights", above(0, 100), NOTHING, Theirs("initializer_range")
     ] = 0.02
@@ -202,6 +214,13 @@ class ModelConfig(ModelSizes):
     def num_blocks(self) -> int:
         """Layers that stages divide: all but the `dense_layers`."""
         return self.num_layers - self.dense_layers
+
+    @property
+    def wide_ends(self) -> tuple[int, int]:
+        """Of the layers that stages divide, how many of the first and of the last `bf16_layers` names. The dense ones
+        before them, part of the embedding, are always among those that compute as with bf16."""
+        first, last = map(int, self.bf16_layers.split(","))
+        return max(0, first - self.dense_layers), last
 
     @property
     def biases_routers(self) -> bool:

@@ -15,7 +15,7 @@ sequence, S places of all of its experts.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -33,6 +33,7 @@ from megajax.models.router import Router, Routing, attached
 from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.collectives import (
     CONTEXT,
+    TENSOR,
     axis_index,
     axis_size,
     exchange,
@@ -41,7 +42,15 @@ from megajax.parallel.collectives import (
     vary,
     varying_axes,
 )
-from megajax.parallel.grouped import Blocks, grouped_product, grouped_weight_gradient, in_blocks, input_gradient
+from megajax.parallel.float8 import Copies, Weight, products
+from megajax.parallel.grouped import (
+    Blocks,
+    GroupProducts,
+    group_input_gradient,
+    group_product,
+    group_weight_gradient,
+    in_blocks,
+)
 from megajax.parallel.layers import Initializer, normal, param
 from megajax.parallel.permutation import rearranged
 from megajax.parallel.products import Factors, Pair, deferred
@@ -54,9 +63,11 @@ class ExpertLinear(nnx.Module):
 
     frozen: bool = False
     scale: float = 1.0  # of an adapter
+    copies: Copies | None = None
+    stacked, contracted = 1, 1  # dims of the weight that stand for experts, and that go into the product
 
     def __init__(self, initial: Initializer, shape: tuple[int, ...], dims: tuple[str, ...]):
-        self.weight = param(shape, dims, initial)
+        self.weight, self.by_rows = param(shape, dims, initial), dims[1] != "embed"
 
     def freeze(self, scale: float, *adapter: Array) -> None:
         """From now on the weights W have no gradient; with an adapter, A and B of every expert, they count as
@@ -65,14 +76,22 @@ class ExpertLinear(nnx.Module):
         if adapter:
             self.a, self.b = map(nnx.Param, adapter)
 
+    def use_float8(self, copies: Copies) -> None:
+        """From now on multiply in 8 bits, with these copies of the weights."""
+        self.copies = nnx.data(copies)
+
+    @property
+    def in_float8(self) -> GroupProducts | None:
+        """Its products in 8 bits, where it multiplies so."""
+        inner, outer = ((TENSOR,), ()) if self.by_rows else ((), (TENSOR,))
+        return None if self.copies is None else GroupProducts(inner, outer, not self.frozen)
+
     @staticmethod
     def weight_gradients(factors: Pair, linears: "Sequence[ExpertLinear]") -> list[Array]:
         """The weights' gradients from the factors of `expert_products`."""
         given, grads = factors
         rows, *blocks = given if isinstance(given, tuple) else (given,)
-        if not blocks:
-            return [jnp.einsum("end,enf->edf", rows, grad) for grad in grads]
-        return [grouped_weight_gradient(rows, grad, Blocks(*blocks), linears[0].weight.shape[0]) for grad in grads]
+        return [group_weight_gradient(rows, grad, linears[0].weight.shape[0], *blocks) for grad in grads]
 
 
 def expert_products(
@@ -81,37 +100,29 @@ def expert_products(
     """The outputs of several products of the same rows: without blocks [E, N, in], each expert's own, else [R, in]
     (`parallel/grouped.py`). With `factors` the backward pass leaves those of their weight gradients there, under their
     `name`: the rows with the blocks, and the outputs' gradients."""
-    axes = sorted(varying_axes(rows))
-    weights = [vary(linear.weight[...], axes) for linear in linears]
+    axes, in_float8 = sorted(varying_axes(rows)), linears[0].in_float8
+    weights = [vary(Weight(linear.weight[...], linear.copies), axes) for linear in linears]
     beside = () if blocks is None else blocks
 
-    def multiply(rows: Array, weights: list[Array], *blocks: Array) -> list[Array]:
-        if not blocks:
-            return [jnp.einsum("end,edf->enf", rows, weight) for weight in weights]
-        return [grouped_product(rows, weight, Blocks(*blocks)) for weight in weights]
+    def multiply(rows: Array, weights: list[Weight], *blocks: Array) -> list[Array]:
+        if in_float8:
+            return in_float8.forward(rows, weights, *blocks)
+        return [group_product(rows, weight.array, *blocks) for weight in weights]
 
-    def of_input(grads: list[Array], weights: list[Array], *blocks: Array) -> Array:
-        pairs = zip(grads, weights, strict=True)
-        if not blocks:
-            return sum_of(jnp.einsum("enf,edf->end", grad, weight) for grad, weight in pairs)
-        return sum_of(input_gradient(grad, weight, Blocks(*blocks)) for grad, weight in pairs)
+    def of_input(_: Array, grads: list[Array], weights: list[Weight], *blocks: Array) -> Array:
+        if in_float8:
+            return in_float8.input_gradient(grads, weights, *blocks)
+        return group_input_gradient(grads, [weight.array for weight in weights], *blocks)
 
     if factors:
         return deferred(name, multiply, rows, weights, factors, *beside, input_gradient=of_input)
-    outputs = multiply(rows, weights, *beside)
+    outputs = products(in_float8, rows, weights, *beside) if in_float8 else multiply(rows, weights, *beside)
     for place, linear in enumerate(linears):
         if hasattr(linear, "a"):
             a, b = (vary(adapter[...], axes) for adapter in (linear.a, linear.b))
-            (inner,) = multiply(rows, [a], *beside)
-            (added,) = multiply(inner * jnp.asarray(linear.scale, inner.dtype), [b], *beside)
-            outputs[place] += added
+            inner = group_product(rows, a, *beside) * jnp.asarray(linear.scale, rows.dtype)
+            outputs[place] += group_product(inner, b, *beside)
     return outputs
-
-
-def sum_of(arrays: Iterable[Array]) -> Array:
-    """The sum of one array or several."""
-    first, *others = arrays
-    return sum(others, start=first)
 
 
 class Mixture(nnx.Module):

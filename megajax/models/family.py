@@ -26,6 +26,7 @@ from megajax.models.context import Context
 from megajax.models.lora_config import LoraConfig
 from megajax.models.registry import FAMILIES
 from megajax.parallel.boundary import RegionBoundary
+from megajax.parallel.float8 import FLOAT8
 from megajax.parallel.products import FactorProbe, Pair
 from megajax.parallel.random import Dropout, NamedKey
 
@@ -148,10 +149,18 @@ class CutModel:
         return nnx.merge(self._ends, shared)
 
     def block(self, weights: Tree) -> Any:
-        """One layer, whose weights have no leading dim; with LoRA the adapters' among them (`models/lora.py`)."""
-        if self._lora is None:
-            return nnx.merge(self._blocks, weights)
+        """One layer, whose weights have no leading dim; among them may be adapters' (`models/lora.py`), and copies in 8
+        bits of those of its products (`parallel/float8.py`)."""
         flat = flatten_dict(weights)
+        copies = {path[:-1]: flat.pop(path) for path in list(flat) if path[-1] == FLOAT8}
+        block = self._adapted(flat) if self._lora else nnx.merge(self._blocks, unflatten_dict(flat))
+        for name, paths in self._products.items() if copies else ():
+            for linear, (*path, _) in zip(block.products[name], paths, strict=True):
+                linear.use_float8(copies[*path,])
+        return block
+
+    def _adapted(self, flat: dict[Path, Any]) -> Any:
+        assert self._lora is not None
         adapters = {path: flat.pop(path) for path in list(flat) if path[-1] in ("a", "b")}
         block = nnx.merge(self._blocks, unflatten_dict(flat))
         for name, paths in self._products.items():
@@ -164,6 +173,16 @@ class CutModel:
     def products(self) -> frozenset[Path]:
         """Where in a layer's weights those are that its products multiply with."""
         return frozenset(path for paths in self._products.values() for path in paths)
+
+    def inner_dims(self) -> dict[Path, tuple[int, int]]:
+        """Of each of `products` how many dims of a layer's weight stand for experts, and how many of the others go into
+        the product."""
+        block = nnx.merge(self._blocks, self.shapes["blocks"])
+        return {
+            path: (linear.stacked, linear.contracted)
+            for name, paths in self._products.items()
+            for path, linear in zip(paths, block.products[name], strict=True)
+        }
 
     def factors(self, weights: Tree, x_BTD: Array, context: Context) -> dict[str, Pair]:
         """What has the types of the factors of a layer's products, by name; to be used abstractly."""

@@ -3,9 +3,11 @@
 Rows are sorted by group, and each group's are filled up to whole blocks. A loop multiplies one block after the other,
 as many as are used. `lax.ragged_dot` multiplies every row with the weights of all groups, on CPUs and on GPUs.
 
-Letters: E groups, I what goes into a product, O what comes out, M blocks, R rows of all blocks.
+Letters: E groups, I what goes into a product, O what comes out, M blocks, N rows of a group, R rows of all blocks.
 """
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +15,16 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.parallel.collectives import vary, varying_axes
+from megajax.parallel.float8 import (
+    Scaled,
+    Weight,
+    backward_copies,
+    either,
+    forward_copies,
+    multiplied,
+    scaled,
+    scaled_together,
+)
 from megajax.precision import at_least_fp32
 
 
@@ -98,3 +110,84 @@ def _weight(weight_EIO: Array, blocks: Blocks, number: Array) -> Array:
 
 def _zeros(shape: tuple[int, ...], dtype: Any, like: Array) -> Array:
     return vary(jnp.zeros(shape, dtype), sorted(varying_axes(like)))
+
+
+def group_product(rows: Array, weight_EIO: Array, *blocks: Array) -> Array:
+    """Rows [E, N, I], or [R, I] in blocks, times their groups' weights."""
+    if blocks:
+        return grouped_product(rows, weight_EIO, Blocks(*blocks))
+    return jnp.einsum("eni,eio->eno", rows, weight_EIO)
+
+
+def group_input_gradient(grads: Sequence[Array], weights_EIO: Sequence[Array], *blocks: Array) -> Array:
+    """The gradient of rows that several products have in common."""
+    pairs = zip(grads, weights_EIO, strict=True)
+    if blocks:
+        return sum_of(input_gradient(grad, weight, Blocks(*blocks)) for grad, weight in pairs)
+    return sum_of(jnp.einsum("eno,eio->eni", grad, weight) for grad, weight in pairs)
+
+
+def group_weight_gradient(rows: Array, grad: Array, groups: int, *blocks: Array) -> Array:
+    """The gradient of the weights, [E, I, O]."""
+    if blocks:
+        return grouped_weight_gradient(rows, grad, Blocks(*blocks), groups)
+    return jnp.einsum("eni,eno->eio", rows, grad)
+
+
+def sum_of(arrays: Iterable[Array]) -> Array:
+    """The sum of one array or several."""
+    first, *others = arrays
+    return sum(others, start=first)
+
+
+@dataclass(frozen=True)
+class GroupProducts:
+    """Products of the same rows, [E, N, I] or [R, I] in blocks, with weights [E, I, O] in 8 bits: as
+    `float8.DenseProducts`."""
+
+    over: tuple[str, ...]  # mesh axes that I is shared over
+    outer_over: tuple[str, ...]  # and O
+    trained: bool
+
+    def forward(self, rows: Array, weights: Sequence[Weight], *blocks: Array) -> list[Array]:
+        """The outputs."""
+
+        def in_float8() -> list[Array]:
+            copies = forward_copies(weights)
+            own = scaled(rows, 1, copies[0].values.dtype, self.over)
+            return [_in_float8(own, copy, rows.dtype, *blocks) for copy in copies]
+
+        return either(weights, in_float8, lambda: [group_product(rows, weight.array, *blocks) for weight in weights])
+
+    def input_gradient(self, grads: Sequence[Array], weights: Sequence[Weight], *blocks: Array) -> Array:
+        """The gradient of the rows."""
+
+        def in_float8() -> Array:
+            copies = backward_copies(weights)
+            owns = scaled_together(grads, [1] * len(copies), copies[0].values.dtype, self.outer_over)
+            pairs = zip(owns, copies, strict=True)
+            return sum_of(_in_float8(own, copy, grads[0].dtype, *blocks) for own, copy in pairs)
+
+        arrays = [weight.array for weight in weights]
+        return either(weights, in_float8, lambda: group_input_gradient(grads, arrays, *blocks))
+
+    def weight_gradients(
+        self, rows: Array, grads: Sequence[Array], weights: Sequence[Weight], *blocks: Array
+    ) -> list[Array]:
+        """The gradients of the weights, in the compute dtype."""
+        return [group_weight_gradient(rows, grad, weights[0].array.shape[0], *blocks) for grad in grads]
+
+
+def _in_float8(rows: Scaled, weight: Scaled, dtype: Any, *blocks: Array) -> Array:
+    if not blocks:
+        return multiplied(rows, weight, 1, dtype, batch=1)
+    of = Blocks(*blocks)
+    size = rows.values.shape[0] // of.group_M.shape[0]
+
+    def multiply(number: Array, out_RO: Array) -> Array:
+        own = Scaled(*(_block(each, number, size) for each in rows))
+        product = multiplied(own, Scaled(*(_weight(each, of, number) for each in weight)), 1, dtype)
+        return lax.dynamic_update_slice_in_dim(out_RO, product, number * size, 0)
+
+    out_RO = _zeros((rows.values.shape[0], weight.values.shape[1]), dtype, rows.values)
+    return _for_blocks(of, multiply, out_RO)

@@ -18,6 +18,7 @@ from jax import Array, lax
 from megajax.backend import Backend
 from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.collectives import TENSOR, axis_index, axis_size, vary, varying_axes
+from megajax.parallel.float8 import Copies, DenseProducts, Scaled, Weight, products
 from megajax.parallel.products import NO_FACTORS, Factors, Pair, deferred, product, weight_gradient
 from megajax.parallel.random import NamedKey
 
@@ -49,9 +50,13 @@ class Linear(nnx.Module):
 
 class _Product(nnx.Module):
     """A product with a weight of this `shape` on all devices of a tensor group, and maybe a bias. The weight may be
-    frozen and have an adapter (LoRA, `models/lora.py`)."""
+    frozen and have an adapter (LoRA, `models/lora.py`), and copies in 8 bits to multiply with."""
 
     frozen: bool = False
+    stacked = 0  # dims of the weight before those of the product
+    copies: Copies | None = None
+    over: tuple[str, ...] = ()  # mesh axes that what the product sums over is shared over
+    outer_over: tuple[str, ...] = ()  # and its outputs
 
     def __init__(
         self,
@@ -83,11 +88,22 @@ class _Product(nnx.Module):
         """A and B, if there are."""
         return (self.a[...], self.b[...]) if hasattr(self, "a") else ()
 
-    def multiply(self, x: Array, weight: Array, adapter: tuple[Array, ...]) -> Array:
-        """The last dims of `x` with the first ones of the weight, or of what it counts as."""
-        if not self.frozen:
-            return product(x, weight, self.contracted, self.backend)
-        y = jnp.tensordot(x, weight, self.contracted)
+    def use_float8(self, copies: Copies) -> None:
+        """From now on multiply in 8 bits, with these copies of the weight."""
+        self.copies = nnx.data(copies)
+
+    @property
+    def operand(self) -> Weight:
+        """The weight with its copies."""
+        return Weight(self.weight[...], self.copies)
+
+    @property
+    def shared_parts(self) -> int:
+        """Of fewer parts than devices, how many there are; 0 where every device has its own."""
+        return 0
+
+    def added(self, y: Array, x: Array, adapter: tuple[Array, ...]) -> Array:
+        """The product `y` with what an adapter, if there is one, adds to it."""
         if not adapter:
             return y
         a, b = adapter
@@ -95,9 +111,28 @@ class _Product(nnx.Module):
         return y + product(inner, b, 1, self.backend)
 
 
+def _multiply(x: Array, linears: Sequence[_Product], weights: Sequence[Weight]) -> list[Array]:
+    """The last dims of `x` with the first ones of the weights, or of each one's part."""
+    if linears[0].copies is not None:
+        return products(_in_float8(linears), x, weights)
+    return [
+        jnp.tensordot(x, weight.array, linear.contracted)
+        if linear.frozen
+        else product(x, weight.array, linear.contracted, linear.backend)
+        for linear, weight in zip(linears, weights, strict=True)
+    ]
+
+
+def _in_float8(linears: Sequence[_Product]) -> DenseProducts:
+    first, parts = linears[0], tuple(linear.shared_parts for linear in linears)
+    return DenseProducts(first.contracted, first.over, first.outer_over, parts, not first.frozen, first.backend)
+
+
 class ColumnParallelLinear(_Product):
     """`f(x) A + b`, A sharded by columns. The output dims may be several, as (heads, head size), of which the first one
     has the parts that are dealt out."""
+
+    outer_over = (TENSOR,)
 
     @property
     def contracted(self) -> int:
@@ -109,6 +144,20 @@ class ColumnParallelLinear(_Product):
         it computes with all that it has."""
         parts, devices = self.shape[1], axis_size(TENSOR)
         return axis_index(TENSOR) * parts // devices if self.weight.shape[1] > max(1, parts // devices) else None
+
+    @property
+    def shared_parts(self) -> int:
+        parts = self.shape[1]
+        return parts if parts < axis_size(TENSOR) else 0
+
+    def own_weight(self, weight: Weight) -> Weight:
+        """Of a weight with its copies, what this device computes with."""
+        copies = weight.copies
+        if copies is not None and self.first_part is not None:
+            forward, backward = Scaled(*(self.own(each, 0) for each in copies.forward)), copies.backward
+            backward = None if backward is None else backward._replace(values=self.own(backward.values, 1))
+            copies = copies._replace(forward=forward, backward=backward)
+        return Weight(self.own(weight.array, 1), copies)
 
     def own(self, x: Array, dim: int) -> Array:
         """Of weight or bias, with the parts along `dim`, what this device computes with."""
@@ -138,25 +187,35 @@ def column_parallel(
     """The outputs of several layers of one input, which enters their region once. With `factors` the backward pass
     leaves those of their weight gradients there, under their `name`."""
     boundary = linears[0].boundary
-    weights = [linear.weight[...] for linear in linears]
+    weights = [linear.operand for linear in linears]
     input_BTD = x_BTD if boundary.regathers else boundary.enter(x_BTD)
 
     def entered(input_BTD: Array) -> Array:
         return boundary.enter(input_BTD) if boundary.regathers else input_BTD
 
-    def linear_in_both(input_BTD: Array, weights: list[Array]) -> list[Array]:
-        x_BTD = entered(input_BTD)
-        return [jnp.tensordot(x_BTD, linear.own(weight, 1), 1) for linear, weight in zip(linears, weights, strict=True)]
+    def own(weights: list[Weight]) -> list[Weight]:
+        return [linear.own_weight(weight) for linear, weight in zip(linears, weights, strict=True)]
 
-    def multiply(input_BTD: Array, weights: list[Array], adapters: list[tuple[Array, ...]]) -> list[Array]:
-        x_BTD, outputs = entered(input_BTD), []
-        for linear, weight, adapter in zip(linears, weights, adapters, strict=True):
-            own = adapter and (adapter[0], linear.own(adapter[1], 1))
-            outputs.append(linear.multiply(x_BTD, linear.own(weight, 1), own))
+    def linear_in_both(input_BTD: Array, weights: list[Weight]) -> list[Array]:
+        x_BTD = entered(input_BTD)
+        if linears[0].copies is not None:
+            return _in_float8(linears).forward(x_BTD, own(weights))
+        return [jnp.tensordot(x_BTD, weight.array, 1) for weight in own(weights)]
+
+    def input_gradient(input_BTD: Array, grads: list[Array], weights: list[Weight]) -> Array:
+        dx_BTD = _in_float8(linears).input_gradient(grads, own(weights))
+        return jax.linear_transpose(entered, input_BTD)(dx_BTD)[0]
+
+    def multiply(input_BTD: Array, weights: list[Weight], adapters: list[tuple[Array, ...]]) -> list[Array]:
+        x_BTD = entered(input_BTD)
+        outputs = _multiply(x_BTD, linears, own(weights))
+        for place, (linear, adapter) in enumerate(zip(linears, adapters, strict=True)):
+            outputs[place] = linear.added(outputs[place], x_BTD, adapter and (adapter[0], linear.own(adapter[1], 1)))
         return outputs
 
     if factors:
-        outputs = deferred(name, linear_in_both, input_BTD, weights, factors)
+        given = None if linears[0].copies is None else input_gradient
+        outputs = deferred(name, linear_in_both, input_BTD, weights, factors, input_gradient=given)
     else:
         # Neither what was gathered nor a part of a weight is kept.
         again = boundary.regathers or any(linear.first_part is not None for linear in linears)
@@ -169,15 +228,25 @@ def column_parallel(
 class RowParallelLinear(_Product):
     """`g(y B) + b`, B sharded by rows; the bias is duplicated and added once, after the sum."""
 
+    over = (TENSOR,)
+
     def __call__(self, y: Array, name: str = "", factors: Factors = NO_FACTORS) -> Array:
         """From [B, T, *rows] to [B, T, D], with sequence parallelism of this device's tokens. With `factors` the
         backward pass leaves those of the weight gradient there, under its `name`."""
-        weight = self.weight[...]
+        in_float8 = None if self.copies is None else _in_float8([self])
+
+        def linear_in_both(y: Array, weights: list[Weight]) -> list[Array]:
+            return in_float8.forward(y, weights) if in_float8 else [jnp.tensordot(y, weights[0].array, self.contracted)]
+
+        def input_gradient(y: Array, grads: list[Array], weights: list[Weight]) -> Array:
+            assert in_float8
+            return in_float8.input_gradient(grads, weights)
+
         if factors:
-            multiply = lambda y, weights: [jnp.tensordot(y, weights[0], self.contracted)]  # noqa: E731
-            (product_BTD,) = deferred(name, multiply, y, [weight], factors)
+            given = input_gradient if in_float8 else None
+            (product_BTD,) = deferred(name, linear_in_both, y, [self.operand], factors, input_gradient=given)
         else:
-            product_BTD = self.multiply(y, weight, self.adapter)
+            product_BTD = self.added(_multiply(y, [self], [self.operand])[0], y, self.adapter)
         y_BTD = self.boundary.leave(product_BTD)
         return y_BTD if self.bias is None else y_BTD + self.bias[...][None, None, :]
 

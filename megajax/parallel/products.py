@@ -80,15 +80,15 @@ def deferred(
     name: str,
     multiply: Callable[..., list[Array]],
     x: Array,
-    weights: list[Array],
+    weights: list[Any],
     dummies: Factors,
     *beside: Array,
     input_gradient: Callable[..., Array] | None = None,
 ) -> list[Array]:
     """`multiply(x, weights, *beside)`, which is linear in `x` and in `weights`; its factors go into `dummies[name]`,
-    with what is `beside` them, floats, next to `x`. The gradient of `x` is `input_gradient(grads, weights, *beside)`,
-    or found by transposition."""
-    axes = sorted(varying_axes(x).union(*map(varying_axes, weights)))
+    with what is `beside` them, floats, next to `x`. The gradient of `x`, of which only the type matters, is
+    `input_gradient(x, grads, weights, *beside)`, or found by transposition. A weight may be several arrays."""
+    axes = sorted(varying_axes(x).union(*map(varying_axes, jax.tree.leaves(weights))))
     x, weights, beside = vary(x, axes), vary(weights, axes), vary(beside, axes)
     if isinstance(dummies, FactorProbe):
         outputs = multiply(x, weights, *beside)
@@ -96,10 +96,10 @@ def deferred(
         return outputs
 
     @jax.custom_vjp
-    def product(x: Array, weights: list[Array], beside: tuple[Array, ...], dummy: Pair) -> list[Array]:
+    def product(x: Array, weights: list[Any], beside: tuple[Array, ...], dummy: Pair) -> list[Array]:
         return multiply(x, weights, *beside)
 
-    def forward(x: Array, weights: list[Array], beside: tuple[Array, ...], dummy: Pair) -> tuple[list[Array], Any]:
+    def forward(x: Array, weights: list[Any], beside: tuple[Array, ...], dummy: Pair) -> tuple[list[Array], Any]:
         return multiply(x, weights, *beside), (x, weights, beside)
 
     def backward(kept: Any, grads: list[Array]) -> tuple:
@@ -107,7 +107,7 @@ def deferred(
         if input_gradient is None:
             (dx,) = jax.linear_transpose(lambda x: multiply(x, weights, *beside), x)(grads)
         else:
-            dx = input_gradient(grads, weights, *beside)
+            dx = input_gradient(x, grads, weights, *beside)
         nothing = jax.tree.map(jnp.zeros_like, (weights, beside))
         return dx, *nothing, ((x, *beside) if beside else x, grads)
 

@@ -19,8 +19,17 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from megajax.parallel.collectives import axis_index, axis_size, gather_shards, own_shard, scatter_sum, sum_over
+from megajax.parallel.collectives import (
+    axis_index,
+    axis_size,
+    gather_shards,
+    own_shard,
+    scatter_sum,
+    sum_over,
+    zeros_like_type,
+)
 from megajax.parallel.sites import checked
+from megajax.precision import at_least_fp32
 
 Tree = Any
 
@@ -31,6 +40,7 @@ class Sharding:
 
     dim: int = 0  # counted from the last, negative, so that it holds with and without the dims of stacked layers
     axes: tuple[str, ...] = ()
+    type_only: bool = False  # of the gathered weight only the type is needed; zeros stand in its place
 
 
 NOT_SHARDED = Sharding()
@@ -57,8 +67,18 @@ class Shards:
         def gather(shard: Array, dim: int, axes: tuple[str, ...]) -> Array:
             return gather_shards(shard, dim, axes, invariant=invariant)
 
-        gathered, names = self._map(gather, shards), self._names("all-gather over {} of")
-        return checked(gathered, lambda: self._map(_gathered_by_sum, shards), names)
+        gathered, names = self._gathered(gather, shards), self._names("all-gather over {} of")
+        return checked(gathered, lambda: self._gathered(_gathered_by_sum, shards), names)
+
+    def _gathered(self, function: Callable[[Array, int, tuple[str, ...]], Array], shards: Tree) -> Tree:
+        def apply(shard: Array, sharding: Sharding) -> Array:
+            if sharding == NOT_SHARDED:
+                return shard
+            if sharding.type_only:
+                return zeros_like_type(jax.eval_shape(lambda: function(shard, sharding.dim, sharding.axes)))
+            return function(shard, sharding.dim, sharding.axes)
+
+        return jax.tree.map(apply, shards, self.shardings)
 
     def scatter(self, grads: Tree, dtype: DTypeLike) -> Tree:
         """Local sums of the gradients to the global sums of this device's shards, summed in `dtype`."""
@@ -85,5 +105,6 @@ def _scattered_by_gather(x: Array, dim: int, axes: tuple[str, ...]) -> Array:
 
 def _gathered_by_sum(shard: Array, dim: int, axes: tuple[str, ...]) -> Array:
     """`gather_shards` in another way, to check it."""
-    mine = [jnp.where(axis_index(axes) == i, shard, 0) for i in range(axis_size(axes))]
-    return sum_over(jnp.concatenate(mine, dim), axes)
+    wide = shard.astype(at_least_fp32(shard.dtype))  # not all sums of 8 bits are supported
+    mine = [jnp.where(axis_index(axes) == i, wide, 0) for i in range(axis_size(axes))]
+    return sum_over(jnp.concatenate(mine, dim), axes).astype(shard.dtype)

@@ -21,7 +21,8 @@ from megajax.pipeline.deferral import Deferring
 from megajax.pipeline.schedule import make_schedule
 from megajax.plan.costs import Sent, StepCost
 from megajax.plan.machines import Machine
-from megajax.plan.sizes import ONCE, Placed, Shape, Sizes, Times, steady_state_microbatches
+from megajax.plan.placed import Placed, Shape
+from megajax.plan.sizes import ONCE, Sizes, Times, steady_state_microbatches
 from megajax.plan.traced import step_cost
 from megajax.plan.update import dealt
 from megajax.program.communication import Collective
@@ -56,7 +57,7 @@ def communication(config: Config, cost: StepCost | None = None) -> list[Communic
 def _once(config: Config) -> tuple[list[Communication], list[Communication]]:
     """Before and after the loop, which microbatches and recomputation do not change."""
     step = WeightTraffic(config)
-    return [*step.targets()], [*step.after_the_loop()]
+    return [*step.targets(), *step.scales()], [*step.after_the_loop()]
 
 
 def totals(found: Iterable[Collective]) -> Counter:
@@ -138,8 +139,13 @@ class WeightTraffic(Sizes):
 
     def gathered(self, purpose: str, room: str, times: Times) -> Iterator[Communication]:
         """All weights of a room, `shared` or one layer of the `blocks`, and adapters."""
+        in_float8 = {each.placed: each for each in self.copies}
         for placed in self._sharded(room, (*self.held.weights, *self.held.adapters)):
-            yield one(purpose, GATHER, placed.batch_axes, placed.shard, self.item, times)
+            copies = in_float8.get(placed)
+            if copies is None or self.config.model.wide_ends != (0, 0):
+                yield one(purpose, GATHER, placed.batch_axes, placed.shard, self.item, times)
+            for shape, item in copies.gathered if copies else ():
+                yield one(purpose, GATHER, placed.batch_axes, shape, item, times)
 
     def scattered(self, purpose: str, room: str, times: Times, later: bool | None = None) -> Iterator[Communication]:
         """Of all that is trained of a room; of a layer's those whose gradients come `later`, where some do, or the
@@ -173,6 +179,15 @@ class WeightTraffic(Sizes):
         """How many targets the losses have in the global batch."""
         for _ in self._losses:
             yield one("losses: numbers of targets", REDUCE, tuple(sorted(ROW_AXES)), (), self.counted, ONCE)
+
+    def scales(self) -> Iterator[Communication]:
+        """Those of weights in 8 bits, of which devices share what a product sums over."""
+        slots = self.layers_of_chunk * self.config.pipeline.chunks
+        for copies in self.copies:
+            for axes, order in zip(copies.axes, (copies.forward, copies.backward), strict=True):
+                if axes:
+                    scale = order(copies.shape)[1]
+                    yield one("weights in 8 bits: scales", REDUCE, axes, (1, slots, *scale), 4, ONCE)
 
     def after_the_loop(self) -> Iterator[Communication]:
         """Gradients and losses to global sums, the gradients' global norm, and ZeRO-1's updated weights."""

@@ -2,8 +2,8 @@
 
 **What the makers say** (a GPU's, links in both directions; without sparsity):
 
-- h100: NVIDIA H100 data sheet, SXM: 989 TFLOP/s, fp32 67, 3.35 TB/s, 80 GB, NVLink 900 GB/s. DGX H100: 8 GPUs with an
-  adapter of 400 Gbit/s each.
+- h100: NVIDIA H100 data sheet, SXM: 989 TFLOP/s, fp8 1,979, fp32 67, 3.35 TB/s, 80 GB, NVLink 900 GB/s. DGX H100: 8
+  GPUs with an adapter of 400 Gbit/s each.
 - h200: NVIDIA H200 data sheet, SXM: as h100 with 4.8 TB/s and 141 GB; bytes as XLA's description of the device says.
 - a100: NVIDIA A100 80GB data sheet, SXM: 312 TFLOP/s, fp32 19.5, 2.039 TB/s, NVLink 600 GB/s. DGX A100: 8 GPUs, 200
   Gbit/s each.
@@ -15,7 +15,7 @@
 
 Of the same GPUs in other forms only the peaks are known (`peak_of_device`): NVIDIA data sheets of H100 (PCIe, NVL),
 H200 (NVL), A100, V100 (SXM2 125 TFLOP/s, PCIe 112, V100S 130) and GB200 NVL72 (a 72nd of it), without sparsity. GH200's
-GPU is an H100, SXM.
+GPU is an H100, SXM. The data sheets of H100 and H200 have fp8 with sparsity, twice what is meant here.
 
 **What was calibrated** (`Efficiency`), and on what; nothing of it was measured by us. Of h100, and assumed for h200,
 a100 and b200:
@@ -123,12 +123,15 @@ class Machine:
         return int(0.92 * self.memory)
 
 
-def _peak(half: float, single: float, double: float, *, bf16: bool = True) -> "MappingProxyType[str, float]":
-    return MappingProxyType({"fp16": half, "fp32": single, "fp64": double} | ({"bf16": half} if bf16 else {}))
+def _peak(
+    half: float, single: float, double: float, *, bf16: bool = True, fp8: float = 0
+) -> "MappingProxyType[str, float]":
+    others = ({"bf16": half} if bf16 else {}) | ({"fp8": fp8} if fp8 else {})
+    return MappingProxyType({"fp16": half, "fp32": single, "fp64": double} | others)
 
 
 _SHARP = Efficiency(all_reduce=475 / 450)  # the switches add
-_HOPPER = _peak(989e12, 67e12, 34e12)
+_HOPPER = _peak(989e12, 67e12, 34e12, fp8=1979e12)
 
 MACHINES = {
     machine.name: machine

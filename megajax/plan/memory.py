@@ -34,6 +34,7 @@ class Memory:
     moments: int
     average: int  # of the weights, with `train.ema`
     batch: int  # a device's rows
+    copies: int  # of the layers' weights in 8 bits, with their scales
     gradients: int  # their sums, and where these are in half precision, what the optimizer gets
     kept: int  # of activations, until their backward pass
     factors: int  # of weight gradients that wait
@@ -80,6 +81,7 @@ def memory(config: Config, backend: Backend = GPU, cost: StepCost | None = None)
         moments=(2 * step.held.num_trained - num_numbers(matrices_of(step), step.zero > 0)) * step.wide + _COUNTERS,
         average=step.held.num_trained * step.wide if config.train.ema else 0,
         batch=batch * _WORD // config.mesh.row_shards,
+        copies=step.layers_of_chunk * config.pipeline.chunks * sum(each.num_bytes for each in step.copies),
         gradients=step.held.num_summed * step.summed + losses + others,
         kept=kept,
         factors=factors,
@@ -122,7 +124,10 @@ class Temporaries:
         self._on_cpu = backend == CPU
         self._wide = max(_FP32, step.item) if self._on_cpu else step.item  # bytes of a number that products give
         self._ratio = self._wide // step.item
-        self._converts = self._on_cpu and step.config.precision == "bf16"  # XLA holds whole chunks in fp32, too
+        self._converts = self._on_cpu and step.config.precision in (
+            "bf16",
+            "fp8",
+        )  # whole chunks in fp32, too
         self._piped = mesh.pipe > 1
         self._gathers = step.zero == 3 and mesh.zero_shards > 1  # weights, for every use
         self._residuals = step.layers_of_chunk * cost.layer.residuals.num_bytes(self._rows)  # of a chunk

@@ -12,12 +12,14 @@ from megajax.plan.machines import GIB, Machine
 from megajax.plan.memory import Memory, backend_of, memory
 from megajax.plan.sizes import Sizes
 from megajax.plan.time import in_order, step_time
+from megajax.plan.traced import step_cost
 from megajax.plan.update import dealt
 from megajax.program.program import training_way
 
 _NAMES = {
     "main_weights": "main weights",
     "average": "averaged weights",
+    "copies": "float8 copies of weights",
     "gradients": "gradient accumulators",
     "kept": "stored activations",
     "factors": "factors of deferred weight gradients",
@@ -58,7 +60,9 @@ def figures(preset: str, config: Config, machine: Machine, compilation: Compilat
 def _compiled(config: Config, compilation: Compilation) -> dict[str, Any]:
     """Beside it what the model says for the devices that were compiled for, and whether the theory of communication is
     what the traced step has."""
-    predicted, expected = memory(config, GPU if compilation.gpus else CPU), totals(communication(config))
+    backend = GPU if compilation.gpus else CPU
+    predicted = memory(config, backend)
+    expected = totals(communication(config, step_cost(config, backend)))
     compiled = compilation.result()
     return {
         "compiler": compiled.compiler,

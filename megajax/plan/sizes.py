@@ -19,6 +19,7 @@ from megajax.config import Config, MeshConfig
 from megajax.mesh import (
     dim_over,
     local_shape,
+    matrix_dims,
     mesh_spec,
     needs_tensor_sum,
     rules_of,
@@ -35,35 +36,11 @@ from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.tokens import ContextWay
 from megajax.pipeline.placement import Placement
 from megajax.pipeline.schedule import SCHEDULES
+from megajax.plan.placed import Placed, PlacedCopies, Shape, Weight
+from megajax.precision import OPERAND_DTYPE
 from megajax.program.program import training_way
 
-Shape = tuple[int, ...]
-ITEM_SIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a number
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A weight of a model, on no mesh."""
-
-    path: tuple[str, ...]  # its name, from `shared`, those of the ends, or `blocks`, those of the layers
-    shape: Shape  # of all of it; of a layer's, in one layer
-    logical: PartitionSpec  # the names of its dims (`megajax/mesh.py`)
-    stacked: bool  # whether it is a layer's
-    of_product: bool  # whose gradient can be deferred
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A weight on a mesh."""
-
-    weight: Weight  # which
-    spec: PartitionSpec  # mesh axes of its dims, without ZeRO and the dims that pipelined layers have before them
-    whole: Shape  # shape on a device without ZeRO; of a layer's, in one layer
-    batch_axes: tuple[str, ...]  # those that divide a batch and not the weight: its gradients are summed over them
-    data_dim: int | None  # the dim of `whole` that ZeRO divides over these; None where it divides none
-    shard: Shape  # shape on a device where it is divided; `whole` where it cannot be
-    copies: int  # layers that a device has room for: chunks x layers of a chunk, padded ones included; 1 of the ends
-    needs_tensor_sum: bool  # see `mesh.needs_tensor_sum`
+ITEM_SIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # bytes of a number that layers compute with
 
 
 @dataclass(frozen=True)
@@ -216,6 +193,7 @@ class Sizes:
         held: what a device has of the weights.
         item, wide, summed: bytes of a number that layers compute with, of main weights, statistics and losses, and of
             the sums of gradients.
+        operand_item: bytes of a number of the layers' products' operands; 0: they have the type of all others.
         microbatches, microbatch: how many a device has in a step, and the rows of one.
         rows, tokens: texts of a microbatch, of a choice several for a row, and tokens of a text.
         bidirectional: of the family, see `Family`.
@@ -232,6 +210,7 @@ class Sizes:
         self.splits_sequence, self.splits_vocabulary = config.sequence_parallel, config.splits_vocabulary
         self.item = ITEM_SIZE[config.precision]
         self.wide = max(4, self.item)
+        self.operand_item = 1 if config.precision in OPERAND_DTYPE else 0
         summed_in = config.optimizer.gradient_dtype
         self.summed = self.wide if summed_in == "fp32" else ITEM_SIZE[summed_in]
         self.microbatches = max(1, config.train.global_batch // (mesh.row_shards * config.train.microbatch))
@@ -252,6 +231,17 @@ class Sizes:
         self.recomputes_stage = config.train.remat == "stage" and mesh.pipe > 1
         self.placement = Placement(model.num_blocks, mesh.pipe, config.pipeline.chunks)
         self.layers_of_chunk = self.placement.layers_per_chunk  # as many as the fullest one has
+
+    @cached_property
+    def copies(self) -> list[PlacedCopies]:
+        """Those in 8 bits of a layer's weights."""
+        found = []
+        for placed in self.held.weights if self.operand_item else ():
+            matrix = matrix_dims(placed.weight.logical)
+            if placed.weight.stacked and placed.weight.of_product and matrix:
+                divided = self.zero == 3 and placed.data_dim is not None
+                found.append(PlacedCopies(placed, *matrix, divided, self.operand_item))
+        return found
 
     @property
     def queries(self) -> int:

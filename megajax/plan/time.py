@@ -136,6 +136,7 @@ class StepModel:
             "optimizer": self.work.update().total,
             "Muon's matrices": self.work.muon().total + self._seconds("Muon"),
             "weights over data": self._seconds("weights"),
+            "weights in 8 bits": self.work.copies().total + self._seconds("weights in 8 bits"),
             "losses": self._seconds("losses"),
         }
 

@@ -30,7 +30,8 @@ from megajax.pipeline.rows import End, Row, Work
 from megajax.pipeline.stages import idle
 from megajax.plan import h200
 from megajax.plan.costs import Dims, EndsCost, Kept, LayerCost, Operand, Product, Region, Rows, Sent, StepCost
-from megajax.plan.sizes import Shape
+from megajax.plan.placed import Shape
+from megajax.precision import E4M3
 from megajax.private import FUSED_FORWARD
 from megajax.program.bind import look_into
 from megajax.program.communication import COLLECTIVES, collectives_of, equations
@@ -40,6 +41,7 @@ Cost = TypeVar("Cost", LayerCost, EndsCost)
 _PRIMES = 10_007, 10_009, 10_037
 _SMALL_PRIMES = 1009, 1013, 1019  # so that the places of all choices of an expert group are int32
 _LARGEST_BLOCK = 2**30
+_ENDS = "all-reduce", "reduce-scatter"  # of a region; a maximum is no sum
 _OF_ROWS_ALONE = [axis for axis in ROW_AXES if axis not in RULES.values()]  # no weight is sharded over them
 _program = lru_cache(maxsize=4)(Program.abstract)
 
@@ -72,7 +74,7 @@ def _of_one_microbatch(config: Config, remat: Any, splits_vocabulary: bool = Fal
     return Config(
         precision=config.precision,
         sequence_parallel=config.sequence_parallel,
-        model=replace(config.model, num_layers=pipe + config.model.dense_layers, scan_layers="true"),
+        model=replace(config.model, num_layers=pipe + config.model.dense_layers, scan_layers="true", bf16_layers="0,0"),
         lora=config.lora,
         mesh=mesh,
         pipeline=PipelineConfig(vocabulary="split" if splits_vocabulary else "replicated", weight_gradients="deferred"),
@@ -163,10 +165,9 @@ def _sent(traced: ClosedJaxpr, rows: Rows) -> tuple[Sent, ...]:
 def _regions(forward: Jaxpr, backward: Jaxpr, rows: Rows) -> Iterator[Region]:
     """Those of the forward pass, each up to the sum that ends it, or to the first product of experts."""
     repeated = Counter(_signature(eqn) for eqn, _ in equations(backward) if _multiplies_weights(eqn, rows))
-    for eqn, _ in equations(forward):  # the gradient of what a block takes is a product as another's, turned
-        if eqn.primitive.name == "dot_general" and _of_block(eqn, rows):
-            (_, inner), (_, columns) = _operand_shapes(eqn)
-            repeated[((1, columns), (columns, inner), eqn.params["dimension_numbers"])] -= 1
+    for eqn, _ in equations(forward):  # the gradient of an input may be a product as another's, turned
+        if _multiplies_weights(eqn, rows) and (_of_block(eqn, rows) or _in_float8(eqn)):
+            repeated[_turned(eqn)] -= 1
     products: dict[Any, Product] = {}  # by their left operand, and whether they are computed again
     attends = False
     for eqn, _ in equations(forward):
@@ -183,7 +184,7 @@ def _regions(forward: Jaxpr, backward: Jaxpr, rows: Rows) -> Iterator[Region]:
             products[left, again] = replace(new, dims=dims, again=again)
         elif _is_fused_attention(eqn) or _scores(eqn):
             attends = True
-        elif COLLECTIVES.get(eqn.primitive.name) in ("all-reduce", "reduce-scatter") and products:
+        elif eqn.primitive.name != "pmax" and COLLECTIVES.get(eqn.primitive.name) in _ENDS and products:
             yield Region(tuple(products.values()), attends)
             products, attends = {}, False
 
@@ -213,6 +214,29 @@ def _signature(eqn: JaxprEqn) -> Any:
     return *_operand_shapes(eqn), eqn.params["dimension_numbers"]
 
 
+def _turned(eqn: JaxprEqn) -> Any:
+    """The signature of the product of an output's gradient with the weight. In 8 bits the weight's copies have what is
+    summed over last."""
+    left, right = _operand_shapes(eqn)
+    numbers = eqn.params["dimension_numbers"]
+    if not _in_float8(eqn):  # of a block
+        return (1, right[1]), right[::-1], numbers
+    (inner, _), (batch, _) = numbers
+    first, summed, stacked = left[: len(left) - len(inner)], len(inner), len(batch)
+    outer, of_inner = right[stacked : len(right) - summed], right[len(right) - summed :]
+
+    def last(shape: Shape) -> tuple[int, ...]:
+        return tuple(range(len(shape) - len(outer), len(shape)))
+
+    grad, weight = (*first, *outer), (*right[:stacked], *of_inner, *outer)
+    return grad, weight, ((last(grad), last(weight)), numbers[1])
+
+
+def _in_float8(eqn: JaxprEqn) -> bool:
+    left: Any = eqn.invars[0].aval
+    return left.dtype == E4M3
+
+
 def _operand_shapes(eqn: JaxprEqn) -> list[Shape]:
     avals: list[Any] = [var.aval for var in eqn.invars]
     return [aval.shape for aval in avals]
@@ -223,7 +247,8 @@ def _product(eqn: JaxprEqn, rows: Rows) -> Product:
     as many as there are tokens' choices on a device."""
     left, right = _operand_shapes(eqn)
     if _of_block(eqn, rows):
-        return Product(Dims((rows.chosen, *right), (True, False, False), (0, 0, 0)), experts=rows.experts)
+        inner, columns = right[::-1] if _in_float8(eqn) else right
+        return Product(Dims((rows.chosen, inner, columns), (True, False, False), (0, 0, 0)), experts=rows.experts)
     (inner_dims, _), (batch_dims, _) = eqn.params["dimension_numbers"]
     inner, batch = prod(left[dim] for dim in inner_dims), prod(left[dim] for dim in batch_dims)
     dims = Dims.at((prod(left) // inner, inner, prod(right) // inner // batch), rows)
@@ -233,4 +258,5 @@ def _product(eqn: JaxprEqn, rows: Rows) -> Product:
 def _of_block(eqn: JaxprEqn, rows: Rows) -> bool:
     """Whether a product is of one block of rows with its expert's weight, in a loop over blocks."""
     left, right = _operand_shapes(eqn)
-    return rows.blocked > 0 and left == (1, right[0]) and len(right) == 2
+    (_, summed), _ = eqn.params["dimension_numbers"]
+    return rows.blocked > 0 and len(right) == 2 and left == (1, right[summed[0]])

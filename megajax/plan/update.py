@@ -8,7 +8,8 @@ from math import prod
 from megajax.axes import AXES
 from megajax.mesh import matrix_dims, unused_batch_axes
 from megajax.parallel.collectives import PIPE, entry_axes
-from megajax.plan.sizes import Placed, Shape, Sizes
+from megajax.plan.placed import Placed, Shape
+from megajax.plan.sizes import Sizes
 
 Axes = tuple[str, ...]
 

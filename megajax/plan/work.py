@@ -14,6 +14,7 @@ from megajax.plan.costs import Product, StepCost
 from megajax.plan.machines import Machine, peak_of
 from megajax.plan.sizes import Sizes
 from megajax.plan.update import dealt
+from megajax.precision import BESIDE
 from megajax.program.program import scans_layers
 
 _TILE = 128  # rows and columns of a product that one multiprocessor computes at once
@@ -46,22 +47,28 @@ class Work:
 
     def __init__(self, config: Config, sizes: Sizes, machine: Machine, cost: StepCost):
         self.config, self.sizes, self.machine = config, sizes, machine
-        self.peak, model = peak_of(machine, config.precision), config.model
+        self.peak = peak_of(machine, BESIDE.get(config.precision, config.precision))
+        self.operand_peak, model = peak_of(machine, config.precision), config.model
         self.layer, self.ends = cost.layer, cost.ends
         self.hidden, self.tokens = model.hidden_size, prod(sizes.whole[:2])
         self.scanned = scans_layers(config, GPU)
 
-    def product(self, rows: int, inner: int, columns: int, count: int = 1) -> float:
+    def product(self, rows: int, inner: int, columns: int, count: int = 1, *, in_float8: bool = False) -> float:
         """So many products [rows, inner] · [inner, columns] side by side: at the rate of large ones, but for tiles that
-        are not full and multiprocessors without one; not sooner than memory gives their operands."""
+        are not full and multiprocessors without one; not sooner than memory gives their operands. Those `in_float8`
+        have operands of 8 bits."""
         tiles = count * -(-rows // _TILE) * -(-columns // _TILE)
         number = self.machine.multiprocessors
         parts = max(1, min(number // tiles, inner // _SHORTEST)) if tiles < number else 1
         rounds = math.ceil(tiles * parts / number)
         used = min(1.0, tiles * parts / (rounds * number))
         flops = 2 * tiles * _TILE * _TILE * inner
-        moved = self.sizes.item * count * (rows * inner + inner * columns + rows * columns)
-        return max(flops / (self.peak * self.machine.efficiency.products * used), self.moved(moved))
+        item, peak = self.sizes.item, self.peak
+        operands = item
+        if in_float8 and self.sizes.operand_item:
+            operands, peak = self.sizes.operand_item, self.operand_peak
+        moved = count * (operands * (rows * inner + inner * columns) + item * rows * columns)
+        return max(flops / (peak * self.machine.efficiency.products * used), self.moved(moved))
 
     def moved(self, num_bytes: float) -> float:
         """Bytes that memory gives or takes."""
@@ -79,7 +86,7 @@ class Work:
 
     def layer_forward(self) -> Seconds:
         """Of a microbatch."""
-        products = sum(self.product(*shape) for shape in self._shapes)
+        products = sum(self.product(*shape, in_float8=True) for shape in self._shapes)
         attention, traffic = self._attention()
         return Seconds(products, attention, traffic / 3 + self._traffic / 3, self.machine.efficiency.fixed / 3)
 
@@ -89,11 +96,15 @@ class Work:
             return self.layer_forward()
         forward = self.layer_forward() if self.config.train.remat == "layer" else Seconds()
         repeated = zip(self.layer.products, self._shapes, strict=True)
-        return replace(forward, products=sum(self.product(*shape) for each, shape in repeated if each.again))
+        return replace(
+            forward, products=sum(self.product(*shape, in_float8=True) for each, shape in repeated if each.again)
+        )
 
     def layer_backward(self) -> Seconds:
         """Without what is computed again, and without the weights' gradients."""
-        products = sum(self.product(rows, columns, inner, count) for rows, inner, columns, count in self._shapes)
+        products = sum(
+            self.product(rows, columns, inner, count, in_float8=True) for rows, inner, columns, count in self._shapes
+        )
         attention, traffic = self._attention()
         traffic = (traffic + self._traffic) * 2 / 3
         return Seconds(products, 2.5 * attention, traffic, self.machine.efficiency.fixed * 2 / 3)
@@ -125,7 +136,16 @@ class Work:
         numbers += passes.dispatched * self._dispatched * self.hidden
         if sizes.splits_sequence:
             numbers += passes.gathered * self.tokens * self.hidden
+        numbers += self._rounded
         return self.moved(sizes.item * numbers) * (passes.scanned if self.scanned else 1.0)
+
+    @property
+    def _rounded(self) -> float:
+        """Passes over what is rounded to 8 bits, forward and backward, as numbers of the compute dtype: it is read for
+        its scales, read again and written."""
+        share = self.sizes.operand_item / self.sizes.item
+        numbers = sum(rows * (inner + columns) * count for rows, inner, columns, count in self._shapes)
+        return (2 + share) * numbers if share else 0.0
 
     @property
     def _dispatched(self) -> int:
@@ -169,6 +189,12 @@ class Work:
     def update(self) -> Seconds:
         """The optimizer, of what a device owns."""
         return Seconds(traffic=self.moved(self.machine.traffic.updated * self.sizes.held.num_trained))
+
+    def copies(self) -> Seconds:
+        """Of the layers' weights in 8 bits: each is read for its scales and again to be rounded, both ways."""
+        slots = self.sizes.layers_of_chunk * self.config.pipeline.chunks
+        numbers = slots * sum(prod(each.shape) for each in self.sizes.copies)
+        return Seconds(traffic=self.moved(2 * (2 * self.sizes.item + self.sizes.operand_item) * numbers))
 
     def muon(self) -> Seconds:
         """Newton-Schulz steps of a device's share of the matrices."""

@@ -23,6 +23,7 @@ from megajax.parallel.shards import Shards
 from megajax.pipeline.ends import EmbeddingAndHead
 from megajax.pipeline.executor import Pipeline
 from megajax.pipeline.stages import Layers, Products, rematerialized
+from megajax.program.float8 import LayerCopies
 from megajax.program.program import BATCH, Batch, Program, scans_layers
 
 Tree = Any
@@ -41,7 +42,7 @@ def training_pipeline(
 ) -> Pipeline:
     """The loop of a train step, its losses divided by the number of their targets in the global batch."""
     dropout, counts = program.config.model.dropout, count_targets(program, batch)
-    return _bind(program, program.model, params, batch, dropout, step, counts, jnp.asarray(loss_scale))
+    return _bind(program, program.model, params, batch, dropout, step, counts, jnp.asarray(loss_scale), backward=True)
 
 
 def look_into(program: Program, look: Callable[[Pipeline], Found]) -> Found:
@@ -62,7 +63,7 @@ def forward_pipeline(program: Program, model: CutModel, params: Tree, batch: Bat
     """The loop of what runs forward only, of one of the program's forward models, dropout off."""
     nothing, one = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
     counts = dict.fromkeys(program.form.targets | program.form.measures, one)
-    return _bind(program, model, params, batch, 0.0, nothing, counts, jnp.asarray(UNSCALED))
+    return _bind(program, model, params, batch, 0.0, nothing, counts, jnp.asarray(UNSCALED), backward=False)
 
 
 def _bind(
@@ -74,6 +75,8 @@ def _bind(
     step: Array,
     counts: dict[str, Array],
     loss_scale: Array,
+    *,
+    backward: bool,
 ) -> Pipeline:
     config, layout = program.config, program.layout
     num_rows = next(iter(batch.values())).shape[0]
@@ -90,6 +93,11 @@ def _bind(
     shared = jax.tree.map(varying, params["shared"], layout.needs_tensor_sum["shared"])
     shared = shared if config.splits_vocabulary else vary(shared, (PIPE,))
     blocks = jax.tree.map(of_chunks, layer_weights(params), layer_weights(layout.needs_tensor_sum))
+    layer_index = jnp.asarray(layout.placement.layer_index)[:, axis_index(PIPE)]
+    copies = LayerCopies(config.model, model, program.operand_dtype, both=backward)
+    specs = flatten_dict(layer_weights(layout.specs.params))
+    blocks = copies.added(blocks, specs, layer_index.reshape(-1))
+    storage = copies.shardings(layer_weights(layout.per_use.shardings), specs)
 
     def context(batch: Batch, row_B: Array) -> Context:
         found = model.context(batch, Dropout.at(dropout, config.seed, step, row_B))
@@ -139,12 +147,12 @@ def _bind(
     layers = Layers(
         function=jax.jit(layer, inline=True),  # traced once, though the loop has it in several places
         weights=blocks,
-        layer_index=jnp.asarray(layout.placement.layer_index)[:, axis_index(PIPE)],
+        layer_index=layer_index,
         unroll=unroll,
         padded=layout.placement.padded,
-        storage=Shards(layer_weights(layout.per_use.shardings)),
+        storage=Shards(storage),
         recompute_stage=config.train.remat == "stage",
         products=Products(model.products, model.factors, model.weight_gradients) if deferred else None,
-        frozen=frozenset(flatten_dict(params["blocks"])) if frozen else frozenset(),
+        frozen=copies.paths | (flatten_dict(params["blocks"]).keys() if frozen else set()),
     )
     return Pipeline(ends, layers, num_microbatches)

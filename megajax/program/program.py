@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 from jax.stages import Wrapped
+from jax.typing import DTypeLike
 
 from megajax.backend import Backend, backend_of
 from megajax.batch import BatchSpec
@@ -26,7 +27,7 @@ from megajax.parallel.collectives import PIPE, TENSOR, Axes
 from megajax.parallel.tokens import ContextWay
 from megajax.pipeline.schedule import forward_only, make_schedule
 from megajax.pipeline.table import Schedule
-from megajax.precision import COMPUTE_DTYPE
+from megajax.precision import COMPUTE_DTYPE, OPERAND_DTYPE
 from megajax.program.state import StateLayout
 
 Batch = dict[str, Array]  # the arrays of the program's form, int32 [rows of the global batch, …]
@@ -42,10 +43,19 @@ class Program:
         form: what a batch holds.
         layout: shapes and places of the state.
         gradient_dtype: what gradients are summed in.
+        operand_dtype: of the operands of layers' products with weights, where that is another than the compute dtype:
+            e4m3 in fp8. Given as the compute dtype, those products are scaled and nothing is rounded (`verify`).
     """
 
-    def __init__(self, config: Config, mesh: Mesh, backend: Backend | None = None):
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        backend: Backend | None = None,
+        operand_dtype: DTypeLike | None = None,
+    ):
         self.config, self.mesh = config, mesh
+        self.operand_dtype = operand_dtype or OPERAND_DTYPE.get(config.precision)
         self.backend = backend or backend_of(mesh)
         self.model = CutModel(config.model, training_boundary(config), self.backend, config.lora)
         self.form = batch_form(config)
@@ -58,9 +68,11 @@ class Program:
         self._forward_models: dict[str, CutModel] = {}
 
     @classmethod
-    def on(cls, config: Config, devices: list[jax.Device] | None = None) -> "Program":
+    def on(
+        cls, config: Config, devices: list[jax.Device] | None = None, operand_dtype: DTypeLike | None = None
+    ) -> "Program":
         """On the mesh that the configuration asks for, of `devices`, or of all there are."""
-        return cls(config, make_mesh(devices, **config.mesh.sizes))
+        return cls(config, make_mesh(devices, **config.mesh.sizes), operand_dtype=operand_dtype)
 
     @classmethod
     def abstract(cls, config: Config, backend: Backend) -> "Program":
@@ -123,7 +135,7 @@ class Program:
             return self
         constant: dict[str, Any] = {"ramp_start": 0, "ramp_increment": 0, "ramp_samples": 0}
         train = dataclasses.replace(self.config.train, global_batch=size, **constant)
-        return Program(dataclasses.replace(self.config, train=train), self.mesh)
+        return Program(dataclasses.replace(self.config, train=train), self.mesh, operand_dtype=self.operand_dtype)
 
     @cached_property
     def local_rows(self) -> list[int]:

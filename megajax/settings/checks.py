@@ -42,7 +42,8 @@ def check_values(config: Config) -> None:
     check_cooldown(optimizer)
     if optimizer.schedule != "constant":
         _check_order(config, "optimizer.min_learning_rate", "optimizer.learning_rate")
-    if optimizer.gradient_dtype not in ("fp32", config.precision):
+    computes_in = "bf16" if config.precision == "fp8" else config.precision
+    if optimizer.gradient_dtype not in ("fp32", computes_in):
         valid = f"fp32, or --precision {optimizer.gradient_dtype}"
         raise _conflict(config, "optimizer.gradient_dtype", "precision", valid=valid)
     _check_data(config.data)

@@ -51,6 +51,7 @@ _OURS = {
     "--model.dropout": "hidden_dropout attention_dropout",
     "--precision bf16": "bf16 bfloat16",
     "--precision fp16": "fp16 half",
+    "--precision fp8": "fp8 fp8_format float8",
     "--precision": "dtype mixed_precision torch_dtype",
     "--run-dir": "output_dir save out_dir save_dir checkpoint_dir log_dir",
     "--resume": "resume_from_checkpoint load",

@@ -48,6 +48,8 @@ def describe(program: Program, data: RunData | TaskData, earlier: OptimizerConfi
         *_ramp(config),
         *data.lines(config),
     ]
+    if config.precision == "fp8" and platform == "cpu":
+        lines.append("precision: fp8 is for checking on a CPU, which computes its products in wider formats: slower")
     if platform == "gpu":
         lines.append(f"XLA: {' '.join(gpu_flags())}")
     return "\n".join(filter(None, [*lines, rate_warning(config)]))

@@ -10,6 +10,7 @@ import jax
 from megajax.config import Config
 from megajax.models.family import step_flops
 from megajax.plan.machines import peak_of_device
+from megajax.precision import BESIDE
 
 
 class Speed:
@@ -18,7 +19,8 @@ class Speed:
     def __init__(self, config: Config):
         self.flops = step_flops(config.model, 1)  # of a sequence, forward and backward
         self.devices = config.mesh.num_devices
-        self.peak = peak_of_device(jax.devices()[0].device_kind, config.precision)  # FLOP/s, None if it is unknown
+        # FLOP/s, None if they are unknown; of fp8 those of bf16, which some products and attention compute in.
+        self.peak = peak_of_device(jax.devices()[0].device_kind, BESIDE.get(config.precision, config.precision))
 
     def figures(self, sequences: int, seconds: float) -> dict[str, float]:
         """Figures of a step over so many sequences, by their names in metrics.jsonl."""

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from megajax.axes import PIPE, TENSOR
-from megajax.config import Config, MeshConfig
-from megajax.pipeline.config import PipelineConfig
-from megajax.verify.comparison import LIMITS, Limits
+from megajax.config import Config
+from megajax.precision import COMPUTE_DTYPE, E4M3
+from megajax.verify.comparison import LIMITS, Limits, limits_of_edges
+from megajax.verify.forms import exact, one_device, plain, steady, with_axes
 from megajax.verify.recording import Difference, first_difference
 from megajax.verify.run import MeshRun, TracingError, recorded, run
 from megajax.verify.shrink import shown
@@ -20,7 +22,6 @@ from megajax.verify.verdict import Finding, Verdict, compare_runs, loss_scales, 
 
 STEPS = 3
 _TRACED = "tracing of the step"
-_LEARNING_RATE, _EPSILON = 1e-3, 1e-4  # at most, at least
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,11 @@ def verify(
     if untraced:
         return Result(verdict, axes, f"no step, {untraced[0].where}")
     on_start("the first activation that differs")
-    expected, actual = (recorded(each, devices, quick_compile) for each in (one_device(axes.config), axes.config))
-    tolerance = 10 * LIMITS[axes.config.precision].gradient
+    failed = _failed(config, verdict)
+    assert failed.reference is not None
+    expected = recorded(failed.reference.config, devices, quick_compile, failed.reference.operand_dtype)
+    actual = recorded(axes.config, devices, quick_compile, failed.operand_dtype)
+    tolerance = 10 * (LIMITS.get(axes.config.precision) or failed.limits or LIMITS["bf16"]).gradient
     difference = first_difference(expected, actual, tolerance)
     wrong = [name for name, error in actual.collectives.items() if not error <= tolerance]
     return Result(verdict, axes, first_in_words(difference, verdict.failed, wrong))
@@ -89,6 +93,10 @@ def check(
     on_finding: Callable[[Finding], None] = lambda finding: None,
 ) -> Verdict:
     """Compare `config`, which is small already, with one device in fp64: first in fp64, then in its own precision.
+
+    Of fp8 three things are compared: in fp64 the step with its products scaled and not rounded, then with operands
+    that are rounded to 8 bits, against one device that does so; and the step in fp8 against one device in fp8. In fp64
+    no operand lies within rounding of the edge between two numbers of 8 bits, so that a wrong scale shows.
 
     Args:
         steps: number of steps; one more step overflows.
@@ -107,7 +115,7 @@ def check(
             on_finding(finding)
 
     def traced(what: str, config: Config, **more: Any) -> MeshRun | None:
-        on_start(f"{what}, {config.precision}")
+        on_start(f"{what}, {config.precision}{' of fp8 operands' if more.get('operand_dtype') == E4M3 else ''}")
         try:
             return run(config, devices, **options, **more)
         except TracingError as error:
@@ -117,26 +125,39 @@ def check(
     reference = traced("one device", one_device(config), with_fresh=True, with_states=True)
     if reference is None:
         return Verdict(tuple(found))
-    other = traced(shown(config.mesh), exact(config), with_fresh=True)
+    mesh, in_float8 = shown(config.mesh), config.precision == "fp8"
+    other = traced(mesh, exact(config), with_fresh=True, operand_dtype=_scaled_only(config))
     tell(all_checks(reference, other) if other else [])
-    own = None
+    own, rounded, compared = None, None, reference
     if config.precision != "fp64":
         options["states"] = reference.states
-        own = traced(shown(config.mesh), config)
+    if in_float8:
+        rounded = traced("one device", one_device(config), operand_dtype=E4M3)
+        other = traced(mesh, exact(config), operand_dtype=E4M3)
+        tell(all_checks(rounded, other) if rounded and other else [])
+        compared = traced("one device", plain(config)) or reference
+        limits = limits_of_edges(config.model.num_layers)
+    if config.precision != "fp64":
+        own = traced(mesh, config)
     if own:
-        checked = Verdict(tuple(all_checks(reference, own)))
-        if config.precision in ("bf16", "fp16") and Verdict(tuple(found)).passed and not checked.passed:
+        checked = Verdict(tuple(all_checks(compared, own, limits)))
+        if config.precision in ("bf16", "fp16", "fp8") and Verdict(tuple(found)).passed and not checked.passed:
             on_start(f"one device, {config.precision}")
-            limits = widened(reference, run(with_axes(config, ()), devices, **options))
-        tell(all_checks(reference, own, limits))
-    return Verdict(tuple(found), limits, reference)
+            limits = widened(compared, run(with_axes(config, ()), devices, **options), limits)
+        tell(all_checks(compared, own, limits))
+    return Verdict(tuple(found), limits, reference, rounded, compared)
 
 
-def widened(reference: MeshRun, alone: MeshRun) -> Limits:
+def _scaled_only(config: Config) -> DTypeLike | None:
+    """The dtype of operands with which a step in fp64 has the products of this precision, and nothing is rounded."""
+    return COMPUTE_DTYPE["fp64"] if config.precision == "fp8" else None
+
+
+def widened(reference: MeshRun, alone: MeshRun, usual: Limits | None = None) -> Limits:
     """Limits for half precision if rounding alone, on one device, comes close to the usual ones: twice that rounding
     error, and at most ten times the usual limits."""
-    usual = LIMITS[alone.config.precision]
-    rounding = [finding.figure for finding in compare_runs(reference, alone)][:3]
+    usual = usual or LIMITS[alone.config.precision]
+    rounding = [finding.figure for finding in compare_runs(reference, alone, usual)][:3]
     pairs = zip(dataclasses.astuple(usual), rounding, strict=True)
     return Limits(*(max(limit, min(2 * figure, 10 * limit)) for limit, figure in pairs))
 
@@ -149,51 +170,32 @@ def all_checks(reference: MeshRun, other: MeshRun, limits: Limits | None = None)
     if other.config.precision == "fp16":
         yield loss_scales(other)
     yield from same_on_devices(other)
-    yield check_collectives(other.config, other.collectives)
+    item = 0 if other.operands is None else jnp.dtype(other.operands).itemsize
+    yield check_collectives(other.config, other.collectives, other.kind, item)
 
 
-def steady(config: Config) -> Config:
-    """The same with an Adam that does not amplify rounding: with a small epsilon, a gradient that is only rounding (the
-    bias of the keys has one) would cause a full-size update."""
-    given = config.optimizer
-    rate, epsilon = min(given.learning_rate, _LEARNING_RATE), max(given.epsilon, _EPSILON)
-    lowest = min(given.min_learning_rate, rate)
-    optimizer = dataclasses.replace(given, learning_rate=rate, min_learning_rate=lowest, epsilon=epsilon)
-    return dataclasses.replace(config, optimizer=optimizer)
+@dataclass(frozen=True)
+class _Failed:
+    """What differs: in which form a configuration runs, with what it was compared, and how far it may be apart."""
+
+    config: Config
+    operand_dtype: DTypeLike | None
+    reference: MeshRun | None
+    limits: Limits | None
 
 
-def exact(config: Config) -> Config:
-    """The same in fp64."""
-    optimizer = dataclasses.replace(config.optimizer, gradient_dtype="fp32")  # of fp64: fp64
-    return dataclasses.replace(config, precision="fp64", optimizer=optimizer)
-
-
-def one_device(config: Config) -> Config:
-    """The plainest form on one device in fp64: the batch in one piece, no recomputation, nothing sharded."""
-    plain = dataclasses.replace(
-        config,
-        mesh=MeshConfig(),
-        pipeline=PipelineConfig(),
-        sequence_parallel=False,
-        train=dataclasses.replace(config.train, microbatch=config.train.global_batch, remat="none"),
-        optimizer=dataclasses.replace(config.optimizer, zero=0),
-    )
-    return exact(plain)
-
-
-def with_axes(config: Config, axes: Sequence[str]) -> Config:
-    """`config` on a mesh with only these axes, with the same number of microbatches."""
-    mesh = MeshConfig(**{axis: size for axis, size in config.mesh.sizes.items() if axis in axes})
-    train = config.train
-    microbatches = train.global_batch // (config.mesh.row_shards * train.microbatch)
-    microbatch = train.global_batch // (mesh.row_shards * microbatches)
-    return dataclasses.replace(
-        config,
-        mesh=mesh,
-        pipeline=config.pipeline if PIPE in axes else PipelineConfig(),
-        sequence_parallel=config.sequence_parallel and TENSOR in axes,
-        train=dataclasses.replace(train, microbatch=microbatch),
-    )
+def _failed(config: Config, verdict: Verdict) -> _Failed:
+    """The most exact of the forms in which checks failed."""
+    kinds = {
+        "own" if finding.name.startswith(f"{config.precision} ") and config.precision != "fp64"
+        else "rounded" if finding.name.startswith("fp64 of fp8 ") else "exact"
+        for finding in verdict.failed
+    }  # fmt: skip
+    if "exact" in kinds:
+        return _Failed(exact(config), _scaled_only(config), verdict.reference, None)
+    if "rounded" in kinds:
+        return _Failed(exact(config), E4M3, verdict.rounded, None)
+    return _Failed(config, None, verdict.own, verdict.limits)
 
 
 def _axes_that_differ(
@@ -203,22 +205,24 @@ def _axes_that_differ(
 
     In fp64 where it failed in that, else in its own precision. Where numbers differ, communication does not count.
     """
-    failed_exactly = any(not finding.name.startswith(f"{config.precision} ") for finding in verdict.failed)
-    wrong = exact(config) if failed_exactly else config
-    exactly = wrong.precision == "fp64"
+    failed = _failed(config, verdict)
+    wrong, reference, limits = failed.config, failed.reference, failed.limits
+    exactly = wrong.precision == "fp64" and failed.operand_dtype != E4M3
     there = [axis for axis, size in config.mesh.sizes.items() if size > 1]
-    reference, limits = verdict.reference, None if failed_exactly else verdict.limits
     numbers = any(finding.of_numbers for finding in verdict.failed)
     if reference is None:
         return AxesThatDiffer(((),), one_device(config))
-    states = () if exactly else reference.states
+    assert verdict.reference is not None
+    states = () if exactly else verdict.reference.states
+    options: dict[str, Any] = {"states": states, "quick_compile": quick_compile}
     for number in range(len(there)):
         found = []
         for axes in itertools.combinations(there, number):
             part = with_axes(wrong, axes)
             on_start(f"{shown(part.mesh)}, {part.precision}")
             try:
-                other = run(part, jax.devices(), steps, with_fresh=exactly, states=states, quick_compile=quick_compile)
+                given = failed.operand_dtype
+                other = run(part, jax.devices(), steps, with_fresh=exactly, operand_dtype=given, **options)
             except TracingError:
                 found.append((axes, part))
                 continue

@@ -73,6 +73,23 @@ LIMITS = {  # compared with one device in fp64; those of half precision are the 
     "fp16": Limits(2e-5, 5e-3, 5e-3),
     "bf16": Limits(2e-4, 4e-2, 4e-2),
 }
+_ROUNDING = 2.0**-8  # by which a bf16 number differs between meshes: about a rounding on each, relative to the number
+_STEP = 2.0**-3.5  # from a float8 number to the next, relative to it: 1/16 to 1/8
+_PRODUCTS = 4  # one after the other in a layer, forward, and as many backward
+
+
+def limits_of_edges(num_layers: int) -> Limits:
+    """Limits for fp8, compared with one device in fp8.
+
+    A number that differs by `_ROUNDING` lies that near to the edge between two float8 numbers in a share `_ROUNDING /
+    _STEP` of all cases, and then `_STEP` is the difference. So the squared relative error of an operand is their
+    product, and that of a gradient at most the sum over all products that its values passed, as errors of different
+    numbers are independent. It adds to what bf16 may have; the loss's limit grows by the same factor."""
+    usual = LIMITS["bf16"]
+    edges = math.sqrt(2 * _PRODUCTS * num_layers * _ROUNDING * _STEP)
+    gradient = math.hypot(usual.gradient, edges)
+    factor = gradient / usual.gradient
+    return Limits(factor * usual.loss, gradient, factor * usual.weight)
 
 
 @dataclass(frozen=True)

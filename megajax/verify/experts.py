@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from megajax.axes import EXPERT
+from megajax.backend import CPU
 from megajax.models.experts import capacity_of
 from megajax.parallel.collectives import CONTEXT, TENSOR
 from megajax.plan.communication import EXCHANGE, GATHER, REDUCE, SCATTER, Communication, one
@@ -34,6 +35,8 @@ class Experts(Regions):
             return
         if self.shared_over:  # how often an expert is chosen in a sequence
             yield one(purpose, REDUCE, self.shared_over, (batch, model.num_experts), _INTEGER, times)
+        if self.operand_item:  # of what the product by rows takes
+            yield one(purpose, REDUCE, (TENSOR,), (1, *self.rows_of_experts), _INTEGER, times)
         choices, between = (batch, here, model.experts_per_token), (*self.own[:2], model.experts_per_token)
         for item in (self.wide, _INTEGER) if self.splits_sequence else ():
             yield one(purpose, GATHER, (TENSOR,), between, item, times)
@@ -67,6 +70,18 @@ class Experts(Regions):
         group = batch * self.config.mesh.expert, *of_shares[1:]
         yield one(purpose, SCATTER, (EXPERT,), group, self.wide, times)
         yield one(purpose, SCATTER, (EXPERT,), self._of_group, self.item, times)
+
+    @property
+    def rows_of_experts(self) -> tuple[int, ...]:
+        """The rows that a device's experts compute: of each, or without a capacity in blocks of all."""
+        model, devices = self.config.model, self.config.mesh.expert
+        experts = model.num_experts // devices
+        if model.expert_capacity:
+            _, batch, places, _ = self._sent
+            return experts, batch * devices * places
+        block = CPU.expert_block  # where `verify` runs
+        choices = self.whole[0] * devices * self.whole[1] * model.experts_per_token
+        return ((-(-choices // block) + experts) * block,)
 
     @property
     def _of_group(self) -> tuple[int, ...]:

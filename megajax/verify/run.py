@@ -12,9 +12,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from megajax.config import Config
 from megajax.errors import RunError, UserError
+from megajax.precision import E4M3, OPERAND_DTYPE
 from megajax.program.communication import Collective, collectives_of
 from megajax.program.program import Program
 from megajax.program.state import TrainState
@@ -72,6 +74,17 @@ class MeshRun:
     uncast: list[str]  # leaves whose compute weights are not the main weights cast to that precision
     collectives: list[Collective]  # what a step communicates
     states: list[TrainState]  # canonical states before every step except the skipped one; empty unless requested
+    operand_dtype: DTypeLike | None = None  # given to the program, see there
+
+    @property
+    def operands(self) -> DTypeLike | None:
+        """The dtype of the operands of layers' products with weights; None: the compute dtype, by plain products."""
+        return self.operand_dtype or OPERAND_DTYPE.get(self.config.precision)
+
+    @property
+    def kind(self) -> str:
+        """What it computes in, in words."""
+        return f"{self.config.precision} of fp8 operands" if self.operand_dtype == E4M3 else self.config.precision
 
     @property
     def losses(self) -> list[float]:
@@ -87,6 +100,7 @@ def run(
     with_states: bool = False,
     states: Sequence[TrainState] = (),
     quick_compile: bool = True,
+    operand_dtype: DTypeLike | None = None,
 ) -> MeshRun:
     """Run `config` on the first of `devices` on random batches, from weights that numpy draws: `steps` steps, and
     one in which the loss scale is infinite.
@@ -95,10 +109,11 @@ def run(
         with_fresh, with_states: whether to return these.
         states: states of another run. Each step starts from one of them instead of from the result of the step before,
             so that rounding does not add up: Adam makes a full-size update even of a gradient that is only rounding.
+        operand_dtype: see `Program`.
     """
     with in_precision(config):
         with _traced():
-            program = Program.on(config, list(devices)[: config.mesh.num_devices])
+            program = Program.on(config, list(devices)[: config.mesh.num_devices], operand_dtype)
             traced = train_step_with_gradients(program).trace(program.layout.shapes, program.batch_types)
         options: dict[str, Any] = dict(QUICK) if quick_compile else {}
         layout = program.layout
@@ -123,14 +138,17 @@ def run(
         uncast = [] if state.main is None else _uncast(program, state)
         found = collectives_of(traced.jaxpr)
         rows, unequal = _rows(program), _unequal(state)
-        return MeshRun(config, fresh, metrics, counts, gradients, weights, rows, unequal, uncast, found, kept)
+        parts = metrics, counts, gradients, weights, rows, unequal, uncast, found, kept
+        return MeshRun(config, fresh, *parts, operand_dtype)
 
 
-def recorded(config: Config, devices: Sequence[jax.Device], quick_compile: bool) -> Recording:
+def recorded(
+    config: Config, devices: Sequence[jax.Device], quick_compile: bool, operand_dtype: DTypeLike | None = None
+) -> Recording:
     """Every activation of the first step of such a run."""
     recording = Recording()
     with in_precision(config), recording.taken():
-        program = Program.on(config, list(devices)[: config.mesh.num_devices])
+        program = Program.on(config, list(devices)[: config.mesh.num_devices], operand_dtype)
         state = program.layout.from_canonical(drawn_state(program))
         batch = placed_batch(program, 0)
         step = train_step_with_gradients(program).lower(state, batch).compile(QUICK if quick_compile else {})

@@ -47,6 +47,7 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
     width, notes = sizes.width()
     layers = sizes.num_blocks() + min(1, config.model.dense_layers)
     ruled = {"num_layers": layers, **width, **sizes.tokens(), **sizes.vocabulary(), **sizes.experts()}
+    ruled |= sizes.wide_ends(layers)
     model = dataclasses.replace(config.model, **sizes.others(ruled), **ruled)
     microbatch = min(config.train.microbatch, 2)
     rows = mesh.row_shards * microbatch * sizes.num_microbatches()
@@ -234,6 +235,12 @@ class _Sizes:
         number = self._ours.expert * _few(model.num_experts // self._theirs.expert)
         few = min(model.experts_per_token, max(1, number - (model.experts_per_token < model.num_experts)))
         return {"num_experts": number, "experts_per_token": few} if model.num_experts else {}
+
+    def wide_ends(self, layers: int) -> dict[str, str]:
+        """A layer at each end that computes as with bf16, where the original has one and others are left here."""
+        first, last = (min(1, int(number)) for number in self._model.bf16_layers.split(","))
+        last = min(last, max(0, layers - 1 - first))
+        return {"bf16_layers": f"{min(first, layers - 1)},{last}"}
 
     def num_blocks(self) -> int:
         """One or two layers in every virtual stage; as uneven over stages and virtual stages as the original."""

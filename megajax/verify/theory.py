@@ -29,25 +29,32 @@ from megajax.program.communication import Collective
 from megajax.verify.experts import Experts
 from megajax.verify.verdict import Finding
 
+_WORD = 4  # bytes of a scale
 
-def theory_of(config: Config) -> list[Communication]:
-    """All that a training step of a valid configuration communicates, per device, in the order of the program."""
+
+def theory_of(config: Config, operand_item: int | None = None) -> list[Communication]:
+    """All that a training step of a valid configuration communicates, per device, in the order of the program. Its
+    layers' products may have operands of other than the precision's bytes (`Sizes.operand_item`)."""
     step = _Step(config)
-    forward = [*step.targets(), *step.p2p_transfers(), *step.embedding(), *step.layers(), *step.head()]
+    step.operand_item = step.operand_item if operand_item is None else operand_item
+    forward = [*step.targets(), *step.scales(), *step.p2p_transfers(), *step.embedding(), *step.layers(), *step.head()]
     backward = [*step.layers_backward(), *step.embedding_backward(), *step.weight_gradients()]
     return [*forward, *backward, *step.after_the_loop()]
 
 
-def check_collectives(config: Config, found: Iterable[Collective]) -> Finding:
-    """Compare the exact counts and bytes of all collectives of a step, by kind, axes and shape."""
-    expected = theory_of(config)
+def check_collectives(
+    config: Config, found: Iterable[Collective], kind: str = "", operand_item: int | None = None
+) -> Finding:
+    """Compare the exact counts and bytes of all collectives of a step, by kind, axes and shape. `kind` says what the
+    step computes in, if not only the precision; for `operand_item` see `theory_of`."""
+    expected = theory_of(config, operand_item)
     wanted, there = totals(expected), totals(found)
     wrong = [key for key in wanted.keys() | there.keys() if wanted[key] != there[key]]
     where = f"{sum(wanted.values())} collectives, {total_sent(config, expected):,} bytes sent by a device"
     if wrong:
         words = [_difference(key, wanted, there, expected) for key in sorted(wrong, key=str)]
         where = "; ".join(words[:3]) + (f"; and {len(words) - 3} more" if len(words) > 3 else "")
-    return Finding(f"{config.precision} communication against theory", len(wrong), 0, where)
+    return Finding(f"{kind or config.precision} communication against theory", len(wrong), 0, where)
 
 
 def _difference(key: tuple, wanted: Counter, there: Counter, expected: list[Communication]) -> str:
@@ -162,6 +169,7 @@ class _Step(Experts):
             yield from self.back_from_heads(again, times)
         for _ in range(needed):
             yield from self.leave(again, times)
+        yield from self.input_scales(again, times, needed)
         yield from self.attention_backward("layers backward: attention", times)
         adapted = config.lora.products(config.model)
         yield from self.experts_backward("layers backward: experts", times)
@@ -171,6 +179,7 @@ class _Step(Experts):
             if self.regathers and not self.defers and trained and number < self.num_dense:
                 yield from self.enter("layers backward: inputs of weight gradients", times)
             yield from self.enter_backward("layers backward: activations", times)
+        yield from self.gradient_scales("layers backward: scales of gradients", times)
         yield from self.scattered("layers backward: weights' gradients", "blocks", times, later=False)
 
     def weight_gradients(self) -> Iterator[Communication]:
@@ -186,9 +195,32 @@ class _Step(Experts):
         yield from self.query_key_norm(purpose, self.of_layer)
         yield from self.attention(purpose, self.of_layer)
         yield from self.experts(purpose, self.of_layer)
+        yield from self.input_scales(purpose, self.of_layer, self.num_dense)
         for _ in range(1 + self.num_mlps):
             yield from self.enter(purpose, self.of_layer)
             yield from self.leave(purpose, self.of_layer)
+
+    def input_scales(self, purpose: str, times: Times, count: int) -> Iterator[Communication]:
+        """In 8 bits, of so many products by rows, whose inputs a tensor group shares."""
+        for _ in range(count if self.operand_item else 0):
+            yield one(purpose, REDUCE, (TENSOR,), (1, *self.whole[:2]), _WORD, times)
+
+    def gradient_scales(self, purpose: str, times: Times) -> Iterator[Communication]:
+        """In 8 bits, of the products by columns, whose outputs' gradients a tensor group shares: those of one input
+        together. Before that a head of keys that several devices use has its whole gradient."""
+        model = self.config.model
+        if not self.operand_item:
+            return
+        if model.num_kv_heads % self.config.mesh.tensor:
+            for _ in ("key", "value"):
+                yield one(
+                    purpose, REDUCE, (TENSOR,), self._of_heads(model.num_kv_heads, self.whole[1]), self.item, times
+                )
+        gated = 2 if model.activation == "swiglu" else 1
+        for count in (3, *[gated] * (self.num_dense - 1)):
+            yield one(purpose, REDUCE, (TENSOR,), (count, *self.whole[:2]), _WORD, times)
+        if model.num_experts:
+            yield one(purpose, REDUCE, (TENSOR,), (gated, *self.rows_of_experts), _WORD, times)
 
     def _dense_forward(self, purpose: str, times: Times) -> Iterator[Communication]:
         """Of the first layers of a mixture, which have an MLP."""

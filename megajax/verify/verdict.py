@@ -36,6 +36,9 @@ class Verdict:
     findings: tuple[Finding, ...]
     limits: Limits | None = None  # for the configuration's precision, if they are not the usual ones
     reference: MeshRun | None = None  # what it was compared with
+    # In fp8 what was compared with one device's results: the values of products in fp64, and the step itself.
+    rounded: MeshRun | None = None
+    own: MeshRun | None = None
 
     @property
     def passed(self) -> bool:
@@ -61,9 +64,9 @@ def same_on_mesh(reference: MeshRun, other: MeshRun) -> Iterator[Finding]:
 
 def same_on_devices(run: MeshRun) -> Iterator[Finding]:
     """Checks of replicas on one mesh."""
-    precision = run.config.precision
+    precision = run.kind
     yield Finding(f"{precision} replicas of the state, bit for bit", len(run.unequal), 0, _some(run.unequal))
-    if precision in ("bf16", "fp16"):
+    if precision in ("bf16", "fp16", "fp8"):
         yield Finding(f"{precision} weights equal the main weights, cast", len(run.uncast), 0, _some(run.uncast))
 
 
@@ -72,12 +75,12 @@ def compare_runs(reference: MeshRun, other: MeshRun, limits: Limits | None = Non
 
     The reference is on one device, in fp64 or in the same precision.
     """
-    precision = other.config.precision
-    limits = limits or LIMITS[precision]
+    precision = other.kind
+    limits = limits or LIMITS[other.config.precision]
     yield _losses(f"{precision} losses", reference, other, limits.loss)
     yield _gradients(f"{precision} gradients", reference, other, limits.gradient)
     yield _of_leaves(f"{precision} weights after the last step", reference.weights, other.weights, limits.weight)
-    if precision == "fp64":
+    if other.config.precision == "fp64":
         yield _metrics(f"{precision} other metrics of the steps", reference, other, limits.loss)
         if any(reference.counts):
             yield _counts(f"{precision} expert loads, as integers", reference, other)

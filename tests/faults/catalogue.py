@@ -34,6 +34,7 @@ FEW_KEYS = {
     **{"head_size": 4, "num_kv_heads": 2, "mlp_size": 24, "sliding_window": 5},
 }
 ON_SHARED_KEYS = {"mesh": (1, 1, 4), **FEW_KEYS}
+IN_FLOAT8 = {"precision": "fp8", "mesh": (1, 1, 2)}
 
 
 def types(message: str, on: dict) -> Caught:
@@ -549,6 +550,23 @@ ROWS: dict[str, dict[str, Row]] = {
             "program.train_step._losses_and_gradients",
             ("complete(figures, dict.fromkeys(figures, SCALAR))", "figures"),
             types(VARYING, ON_BIASES),
+        ),
+    },
+    "Products in 8 bits": {
+        "a scale is that of a device's share of a row": (
+            "parallel.float8.scales",
+            ("[*max_over(jnp.stack(bits), tuple(over))]", "bits"),
+            Caught("communication", "0 instead of 24 all-reduce over tensor of [1, 1, 8]", IN_FLOAT8),
+        ),
+        "devices that share a head each add all of its product": (
+            "parallel.float8.DenseProducts._once",
+            ("jnp.where(first, product, jnp.zeros((), product.dtype))", "product"),
+            named("attention_norm of layer 1, backward", ON_SHARED_KEYS | {"precision": "fp8"}),
+        ),
+        "an infinity is clipped": (
+            "parallel.float8._powers",
+            ("jnp.where(bits < _INFINITE, power, jnp.nan)", "power"),
+            tests("tests/parallel/test_float8.py"),
         ),
     },
     "Only the communication is wrong": {

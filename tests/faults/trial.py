@@ -47,7 +47,7 @@ def seen_in_trace(config: Config) -> str:
     """The message with which JAX or an assertion refuses to trace the step of a configuration, or the collectives that
     it should not have."""
     try:
-        with jax.enable_x64(True):
+        with jax.enable_x64(config.precision == "fp64"):
             program = Program.on(config, jax.devices()[: config.mesh.num_devices])
             traced = train_step_with_gradients(program).trace(program.layout.shapes, program.batch_types)
             finding = check_collectives(config, collectives_of(traced.jaxpr))

@@ -10,8 +10,9 @@ from tiny import tiny_config, tiny_program
 
 from megajax.config import Config
 from megajax.parallel.sites import SiteRecord
-from megajax.verify.check import all_checks, exact, one_device, widened, with_axes
+from megajax.verify.check import all_checks, widened
 from megajax.verify.comparison import trace
+from megajax.verify.forms import exact, one_device, with_axes
 from megajax.verify.recording import Place, Recording, first_difference
 from megajax.verify.run import MeshRun, drawn_state
 from megajax.verify.theory import theory_of

@@ -1,0 +1,93 @@
+"""A weight on a mesh, and its copies in 8 bits, as plain shapes."""
+
+from dataclasses import dataclass
+from math import prod
+
+from jax.sharding import PartitionSpec
+
+from megajax.parallel.collectives import entry_axes
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight of a model, on no mesh."""
+
+    path: tuple[str, ...]  # its name, from `shared`, those of the ends, or `blocks`, those of the layers
+    shape: Shape  # of all of it; of a layer's, in one layer
+    logical: PartitionSpec  # the names of its dims (`megajax/mesh.py`)
+    stacked: bool  # whether it is a layer's
+    of_product: bool  # whose gradient can be deferred
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A weight on a mesh."""
+
+    weight: Weight  # which
+    spec: PartitionSpec  # mesh axes of its dims, without ZeRO and the dims that pipelined layers have before them
+    whole: Shape  # shape on a device without ZeRO; of a layer's, in one layer
+    batch_axes: tuple[str, ...]  # those that divide a batch and not the weight: its gradients are summed over them
+    data_dim: int | None  # the dim of `whole` that ZeRO divides over these; None where it divides none
+    shard: Shape  # shape on a device where it is divided; `whole` where it cannot be
+    copies: int  # layers that a device has room for: chunks x layers of a chunk, padded ones included; 1 of the ends
+    needs_tensor_sum: bool  # see `mesh.needs_tensor_sum`
+
+
+@dataclass(frozen=True)
+class PlacedCopies:
+    """The copies in 8 bits of a layer's weight [*stacked, *K, *M] on a mesh (`parallel/float8.py`)."""
+
+    placed: Placed  # the weight
+    rows: int  # dims of K
+    columns: int  # and of M
+    divided: bool  # by ZeRO-3
+    item: int  # bytes of a number
+
+    @property
+    def shape(self) -> Shape:
+        """On a device."""
+        return self.placed.shard if self.divided else self.placed.whole
+
+    @property
+    def stacked(self) -> int:
+        """Dims before K and M."""
+        return len(self.shape) - self.rows - self.columns
+
+    def forward(self, sizes: Shape) -> tuple[Shape, Shape]:
+        """Something for each dim of the weight in the order of the forward copy, and of its scales."""
+        inner = self.stacked + self.rows
+        scale = (*sizes[: self.stacked], *sizes[inner:])
+        return (*scale, *sizes[self.stacked : inner]), scale
+
+    def backward(self, sizes: Shape) -> tuple[Shape, Shape]:
+        """The same of the backward copy."""
+        return sizes, sizes[: self.stacked + self.rows]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of both, with the scales."""
+        pairs = [self.forward(self.shape), self.backward(self.shape)]
+        return sum(self.item * prod(values) + 4 * prod(scale) for values, scale in pairs)
+
+    @property
+    def gathered(self) -> list[tuple[Shape, int]]:
+        """Shapes, and bytes of a number, of what ZeRO-3 gathers: both, each with its scales where they are divided."""
+        found = []
+        for order in (self.forward, self.backward):
+            (values, scale), (_, whole) = order(self.shape), order(self.placed.whole)
+            found += [(values, self.item), *([(scale, 4)] if scale != whole else [])]
+        return found
+
+    @property
+    def axes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The mesh axes that K and M are shared over."""
+        spec = self.placed.spec
+        entries = [{*entry_axes(entry)} for entry in (*spec, *[None] * (len(self.shape) - len(spec)))]
+        if self.divided and self.placed.data_dim is not None:
+            entries[self.placed.data_dim] |= {*self.placed.batch_axes}
+        inner = self.stacked + self.rows
+        sides = entries[self.stacked : inner], entries[inner:]
+        rows, columns = (tuple(sorted(set().union(*side))) for side in sides)
+        return rows, columns

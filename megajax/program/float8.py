@@ -1,0 +1,82 @@
+"""The layers' weights in 8 bits: made once a step, before its loop, and handed to the layers beside the weights."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import Array
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from megajax.models.config import ModelConfig
+from megajax.models.family import CutModel, Path
+from megajax.parallel.collectives import spec_axes
+from megajax.parallel.float8 import FLOAT8, Copies, Scaled, copies_of, shardings_of
+from megajax.parallel.shards import NOT_SHARDED
+
+Tree = Any
+
+
+class LayerCopies:
+    """The copies of a layer's weights for products in 8 bits, under `FLOAT8` beside each.
+
+    Args:
+        dtype: of the copies; None: there are none.
+        both: whether products run backward, too.
+    """
+
+    def __init__(self, config: ModelConfig, model: CutModel, dtype: DTypeLike | None, *, both: bool):
+        self._dtype: Any = dtype
+        self._both = both
+        self._dims = {} if dtype is None else model.inner_dims()
+        first, last = config.wide_ends
+        self._first, self._end = first, config.num_blocks - last
+        self._all = (first, last) == (0, 0)  # products of all layers are in 8 bits
+
+    def added(self, weights: Tree, specs: Mapping[Path, PartitionSpec], layer_index: Array) -> Tree:
+        """Weights of stacked layers, [slots, …], inside the region, with their copies. `specs` are those of pipelined
+        weights, and `layer_index` says which layer is in a slot."""
+        flat, wide = flatten_dict(weights), None
+        if not self._all:
+            wide = ((layer_index < self._first) | (layer_index >= self._end)).astype(jnp.float32)
+        for path, (stacked, inner) in self._dims.items():
+            entries = [*specs[path]][3 + stacked :]
+            over = tuple(tuple(sorted(spec_axes(PartitionSpec(*side)))) for side in (entries[:inner], entries[inner:]))
+            copies = copies_of(flat[path], 1 + stacked, inner, self._dtype, (over[0], over[1]), both=self._both)
+            flat[*path[:-1], FLOAT8] = copies._replace(wide=wide)
+        return unflatten_dict(flat)
+
+    def shardings(self, shardings: Tree, specs: Mapping[Path, PartitionSpec]) -> Tree:
+        """How weights are sharded, with how their copies are; of a weight itself only the type is then needed."""
+        flat = flatten_dict(shardings)
+        for path, (stacked, inner) in self._dims.items():
+            outer = len(specs[path]) - 3 - stacked - inner
+            flat[*path[:-1], FLOAT8] = shardings_of(flat[path], inner, outer, both=self._both, wide=not self._all)
+            if self._all and flat[path] != NOT_SHARDED:
+                flat[path] = replace(flat[path], type_only=True)
+        return unflatten_dict(flat)
+
+    @property
+    def paths(self) -> frozenset[Path]:
+        """Where the copies are, which have no gradient."""
+        return frozenset((*path[:-1], FLOAT8) for path in self._dims)
+
+    def of_one(self, weights: Tree, layer: int) -> Tree:
+        """The weights of one layer, all of each, outside of any region, with their copies."""
+        flat = flatten_dict(weights)
+        for path, (stacked, inner) in self._dims.items() if self._first <= layer < self._end else ():
+            copies = copies_of(flat[path], stacked, inner, self._dtype, ((), ()), both=False)
+            flat[*path[:-1], FLOAT8] = copies
+        return unflatten_dict(flat)
+
+    def specs_of_one(self, specs: Tree, layer: int) -> Tree:
+        """Where these are."""
+        flat = flatten_dict(specs)
+        for path, (stacked, inner) in self._dims.items() if self._first <= layer < self._end else ():
+            spec = [*flat[path]]
+            before, rows, columns = spec[:stacked], spec[stacked : stacked + inner], spec[stacked + inner :]
+            values, scale = PartitionSpec(*before, *columns, *rows), PartitionSpec(*before, *columns)
+            flat[*path[:-1], FLOAT8] = Copies(Scaled(values, scale), None, None)  # type: ignore[arg-type]
+        return unflatten_dict(flat)

@@ -1,0 +1,58 @@
+"""The forms in which `megajax verify` runs a configuration."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from megajax.axes import PIPE, TENSOR
+from megajax.config import Config, MeshConfig
+from megajax.pipeline.config import PipelineConfig
+
+_LEARNING_RATE, _EPSILON = 1e-3, 1e-4  # at most, at least
+
+
+def steady(config: Config) -> Config:
+    """The same with an Adam that does not amplify rounding: with a small epsilon, a gradient that is only rounding (the
+    bias of the keys has one) would cause a full-size update."""
+    given = config.optimizer
+    rate, epsilon = min(given.learning_rate, _LEARNING_RATE), max(given.epsilon, _EPSILON)
+    lowest = min(given.min_learning_rate, rate)
+    optimizer = dataclasses.replace(given, learning_rate=rate, min_learning_rate=lowest, epsilon=epsilon)
+    return dataclasses.replace(config, optimizer=optimizer)
+
+
+def exact(config: Config) -> Config:
+    """The same in fp64."""
+    optimizer = dataclasses.replace(config.optimizer, gradient_dtype="fp32")  # of fp64: fp64
+    return dataclasses.replace(config, precision="fp64", optimizer=optimizer)
+
+
+def one_device(config: Config) -> Config:
+    """`plain`, in fp64."""
+    return exact(plain(config))
+
+
+def plain(config: Config) -> Config:
+    """The plainest form on one device: the batch in one piece, no recomputation, nothing sharded."""
+    return dataclasses.replace(
+        config,
+        mesh=MeshConfig(),
+        pipeline=PipelineConfig(),
+        sequence_parallel=False,
+        train=dataclasses.replace(config.train, microbatch=config.train.global_batch, remat="none"),
+        optimizer=dataclasses.replace(config.optimizer, zero=0),
+    )
+
+
+def with_axes(config: Config, axes: Sequence[str]) -> Config:
+    """`config` on a mesh with only these axes, with the same number of microbatches."""
+    mesh = MeshConfig(**{axis: size for axis, size in config.mesh.sizes.items() if axis in axes})
+    train = config.train
+    microbatches = train.global_batch // (config.mesh.row_shards * train.microbatch)
+    microbatch = train.global_batch // (mesh.row_shards * microbatches)
+    return dataclasses.replace(
+        config,
+        mesh=mesh,
+        pipeline=config.pipeline if PIPE in axes else PipelineConfig(),
+        sequence_parallel=config.sequence_parallel and TENSOR in axes,
+        train=dataclasses.replace(train, microbatch=microbatch),
+    )

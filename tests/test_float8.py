@@ -1,0 +1,181 @@
+"""Steps with products in 8 bits are the same on every mesh, for any number of microbatches, and as the plan says.
+
+In fp64 with operands in e4m3 no number lies within rounding of an edge between two of these, so that nothing but
+rounding of fp64 differs.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from parity_grid import DECODERS, GPTS, LORA, LORAS, config_of, name, pairwise
+from parity_grid import row as row_of
+from tiny import MIXTURE, QWEN3, drawn_params, full, tiny_config, tiny_program
+
+from megajax.backend import CPU
+from megajax.config import Config
+from megajax.generation.choice import Sampling
+from megajax.generation.decoder import Decoder
+from megajax.generation.window import continue_in_windows
+from megajax.library.plain import PlainModel
+from megajax.parallel.float8 import FLOAT8
+from megajax.plan.communication import communication, totals
+from megajax.plan.memory import memory
+from megajax.plan.traced import step_cost
+from megajax.precision import E4M3
+from megajax.program.bind import look_into
+from megajax.program.program import Program
+from megajax.program.scoring import logits
+from megajax.program.synthetic import placed_batch
+from megajax.program.train_step import train_step
+from megajax.verify.check import all_checks, check, widened
+from megajax.verify.comparison import limits_of_edges
+from megajax.verify.forms import one_device, plain, with_axes
+from megajax.verify.run import MeshRun, drawn_weights, run
+
+STEPS = 2
+# Heads of keys that devices share, factors that wait, chunks, a split sequence, layers that the pipe does not divide.
+HARDEST = row_of(mesh=(1, 2, 4), weight_gradients="deferred", sequence_parallel=True, model="qwen3")
+ZERO3 = row_of(zero=3, sequence_parallel=True, model="gpt2", schedule="interleaved-2", remat="selective")
+OTHERS = [
+    ZERO3,
+    row_of(zero=3, sequence_parallel=True, model="llama-lora", **LORA),
+    *pairwise([(*row, model) for row in GPTS for model in ("gpt2", *DECODERS, *LORAS)])[::4],
+    row_of(model="bert-pre"),
+    row_of(model="bert-post", remat="selective", sequence_parallel=True),
+]
+
+
+@functools.cache
+def reference(config: Config) -> MeshRun:
+    return run(one_device(config), jax.devices(), STEPS, operand_dtype=E4M3)
+
+
+def differences(config: Config) -> list[str]:
+    """What differs from one device, in fp64 with rounded operands, and from the theory of communication."""
+    actual = run(config, jax.devices(), STEPS, operand_dtype=E4M3)
+    return [
+        f"{finding.name}: {finding.where}" for finding in all_checks(reference(config), actual) if not finding.passed
+    ]
+
+
+@pytest.mark.parametrize("row", [HARDEST, *map(full, OTHERS)], ids=name)
+def test_grid(row: tuple) -> None:
+    assert not differences(config_of(row, precision="fp64"))
+
+
+BY_CAPACITY = {"expert": 2, "expert_capacity": 1.0, **MIXTURE}
+ELSEWHERE = [
+    {"mesh": (1, 1, 1), "microbatch": 1},  # eight microbatches against one
+    {"mesh": (1, 1, 2, 2), "zero": 3, **BY_CAPACITY},
+    {"mesh": (2, 1, 2), "expert": 2, "weight_gradients": "deferred", "remat": "layer", **MIXTURE},
+    {"mesh": (1, 2, 2), "weight_gradients": "deferred", **(QWEN3 | {"num_kv_heads": 1})},
+    {"mesh": (1, 1, 2), "expert": 2, "dense_layers": 1, "bf16_layers": "2,1", "remat": "selective", **MIXTURE},
+    {"mesh": (2, 2, 2), "zero": 3, "sequence_parallel": True, "bf16_layers": "1,1", "remat": "stage"},
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", ELSEWHERE, ids=lambda options: str(options["mesh"]))
+def test_experts_context_and_layers_in_bf16(options: dict) -> None:
+    assert not differences(tiny_config(**{"microbatch": 1} | options, precision="fp64"))
+
+
+@pytest.mark.full
+def test_the_fp8_step_is_near_that_of_one_device_in_fp8() -> None:
+    config = config_of(ZERO3, precision="fp8")
+    expected, actual = (run(each, jax.devices(), STEPS) for each in (plain(config), config))
+    limits = limits_of_edges(config.model.num_layers)
+    assert all(finding.passed for finding in all_checks(expected, actual, limits))
+    alone = run(with_axes(config, ()), jax.devices(), STEPS)  # what rounding alone does is within them, too
+    assert widened(expected, alone, limits) == limits
+
+
+@pytest.mark.full
+def test_with_all_layers_in_bf16_the_step_is_that_of_bf16() -> None:
+    options = {"num_layers": 3, "microbatch": 4, "mesh": (1, 1, 2)}
+    expected = run(tiny_config(precision="fp64", **options), jax.devices(), STEPS)
+    config = tiny_config(precision="fp64", bf16_layers="2,1", **options)
+    actual = run(config, jax.devices(), STEPS, operand_dtype=E4M3)
+    assert actual.losses == pytest.approx(expected.losses, rel=1e-12)
+
+
+@pytest.mark.full
+def test_verify() -> None:
+    """A mixture, of which few numbers may decide which expert a token chooses."""
+    found = check(tiny_config((1, 2, 2), precision="fp8", num_layers=2, global_batch=4, expert_capacity=1.0, **MIXTURE))
+    assert found.passed, found.failed
+    kinds = [finding.name for finding in found.findings if "losses" in finding.name]
+    assert kinds == ["fp64 losses", "fp64 of fp8 operands losses", "fp8 losses"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": (2, 2, 2), "schedule": "interleaved", "chunks": 2, "num_layers": 5, "zero": 3},
+        full({"mesh": (1, 1, 2), "expert": 2, "zero": 1, **MIXTURE}),
+        full({"mesh": (2, 1, 1), "expert": 2, "zero": 3, **BY_CAPACITY}),
+    ],
+)
+def test_the_plan_has_the_bytes_of_the_copies(options: dict) -> None:
+    config = tiny_config(**options, precision="fp8")
+    program = tiny_program(config)
+
+    def copies(pipeline) -> int:
+        flat = jax.tree_util.tree_leaves_with_path(pipeline.layers.weights)
+        found = [leaf for path, leaf in flat if jax.tree_util.DictKey(FLOAT8) in path]
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in found)
+
+    assert memory(config).copies == look_into(program, copies) > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", ELSEWHERE[1:4], ids=lambda options: str(options["mesh"]))
+def test_the_plan_has_the_communication(options: dict) -> None:
+    config = tiny_config(**{"microbatch": 1} | options, precision="fp8")
+    actual = run(config, jax.devices(), 1)
+    assert totals(communication(config, step_cost(config, CPU))) == totals(actual.collectives)
+
+
+def test_the_state_is_that_of_bf16() -> None:
+    """So a checkpoint of the one is one of the other."""
+    one, other = (tiny_program(tiny_config((2, 2, 2), precision=each, zero=3)).layout for each in ("bf16", "fp8"))
+    assert one.canonical_shapes == other.canonical_shapes and one.shapes == other.shapes
+    assert one.specs == other.specs and one.compute_dtype == other.compute_dtype == jnp.bfloat16
+
+
+def test_a_nan_or_an_infinity_skips_the_step_as_in_bf16() -> None:
+    """Of a weight that is multiplied in 8 bits."""
+    config = tiny_config(precision="fp8", num_layers=2, global_batch=2, microbatch=2)
+    program = tiny_program(config)
+    step, batch = train_step(program), placed_batch(program, 0)
+    for number, wrong in itertools.product((0, 1), (jnp.nan, jnp.inf)):
+        state = program.layout.init()
+        weight = state.params["blocks"]["mlp"]["up"]["weight"]
+        state.params["blocks"]["mlp"]["up"]["weight"] = weight.at[0, 0, number, 3, 5].set(wrong)
+        assert step(state, batch)[1]["skipped"], (number, wrong)
+    assert not step(program.layout.init(), batch)[1]["skipped"]
+
+
+@pytest.mark.full
+def test_generation_and_the_plain_model_compute_as_training() -> None:
+    """A cache continues as whole windows do; dense layers of a mixture stay in bf16."""
+    sizes = {"num_layers": 3, "init_std": 0.3, "bf16_layers": "0,1", "dense_layers": 1}
+    config = tiny_config((1, 1, 2), precision="fp64", global_batch=2, **MIXTURE | sizes)
+    with jax.enable_x64(True):
+        program = Program.on(config, jax.devices()[:2], E4M3)
+        params = drawn_params(program)
+        decoder = Decoder(program, params, Sampling(0.0), ())
+        prompt = [3, 1, 4, 1, 5]
+        ids = [token for piece in decoder.stream([prompt], max_tokens=6, batch=1) for token in piece.ids]
+        assert ids == [*continue_in_windows(program, params, prompt, num_tokens=6, sampling=Sampling(0.0))]
+    config = tiny_config(precision="fp8", global_batch=2, microbatch=2)
+    plain_model, program = PlainModel(config), tiny_program(config)
+    weights = jax.tree.map(jnp.asarray, drawn_weights(program))
+    tokens = np.arange(2 * 16, dtype=np.int32).reshape(2, 16)
+    expected = logits(program)(drawn_params(program), {"tokens": tokens, "targets": tokens})
+    actual = plain_model(weights, tokens)
+    assert np.abs(np.asarray(actual - expected[..., :101], np.float32)).max() < 0.05
