@@ -12,8 +12,9 @@ from tiny import tiny_config
 
 from megajax.backend import GPU
 from megajax.mesh import make_mesh
-from megajax.models.attend import Setting, attend, cudnn_can
+from megajax.models.attend import attend, cudnn_can
 from megajax.models.attention_mask import CAUSAL, AttentionMask
+from megajax.models.attention_setting import Setting
 from megajax.parallel.random import Dropout
 from megajax.verify import compare, trace
 

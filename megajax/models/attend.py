@@ -4,28 +4,14 @@
 Letters: B batch, T queries, S keys, H heads, of keys and values maybe fewer, K head size.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from megajax.backend import Backend
-from megajax.models.attention_mask import FROM_START, AttentionMask, Places
-from megajax.models.blocked_attention import OWN_KEYS, Drop, Method, blocked_attention
-from megajax.parallel.collectives import TENSOR, Axes, axis_index
-from megajax.parallel.random import Dropout
-
-
-class Setting(NamedTuple):
-    """What attention depends on beside queries, keys and values."""
-
-    visible: AttentionMask
-    dropout: Dropout  # of the probabilities, the same for a query and a key wherever they are computed
-    backend: Backend
-    places: Places = FROM_START
-    head_axes: Axes = TENSOR  # that heads are sharded over
+from megajax.models.attention_mask import FROM_START
+from megajax.models.attention_setting import Setting
+from megajax.models.blocked_attention import OWN_KEYS, Method, blocked_attention
 
 
 @jax.named_scope("attend")
@@ -71,16 +57,8 @@ def _by_blocks(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) ->
 
 def attend_in_blocks(method: Method, q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
     """In blocks of queries, whatever these see, with dropout that no mesh changes."""
-    limits = setting.visible, _drop_of_heads(setting, q_BTHK.shape[2])
+    limits = setting.visible, setting.drop_of_heads(q_BTHK.shape[2])
     return blocked_attention(method, setting.backend, q_BTHK, k_BSHK, v_BSHK, setting.places, limits)
-
-
-def _drop_of_heads(setting: Setting, num_heads: int) -> Drop:
-    """Dropout of every sample and of each of this device's heads, [B, H]."""
-    if setting.dropout.rate == 0:
-        return None
-    head_H = axis_index(setting.head_axes) * num_heads + jnp.arange(num_heads, dtype=jnp.int32)
-    return Dropout(setting.dropout.rate, setting.dropout.bits_B[:, None].fold(head_H[None, :]))
 
 
 # Whether it can do this, by types and static values alone; and (queries, keys, values, setting) -> heads.

@@ -21,8 +21,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.models.attend import Setting, attend, attend_in_blocks
+from megajax.models.attend import attend, attend_in_blocks
 from megajax.models.attention_mask import AttentionMask, Pieces, Places
+from megajax.models.attention_setting import Setting
 from megajax.models.blocked_attention import Drop, Method, attention_sums, backward_of_heads
 from megajax.models.config import ModelConfig
 from megajax.parallel.boundary import RegionBoundary

@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.backend import CPU, GPU, Backend
 from megajax.mesh import make_mesh
-from megajax.models.attend import Setting, attend
+from megajax.models.attend import attend
 from megajax.models.attention_mask import CAUSAL, FROM_START, AttentionMask, Pieces, Places
+from megajax.models.attention_setting import Setting
 from megajax.models.blocked_attention import OWN_KEYS, blocked_attention
 from megajax.parallel.random import Dropout, RandomBits
 from megajax.plan import h200
