@@ -1,14 +1,19 @@
-"""Attention of heads, by the first implementation that can: another one is a further entry of `IMPLEMENTATIONS`.
+"""Attention of heads, by the first of the backend's implementations that can: another one is a further entry of
+`IMPLEMENTATIONS`.
 `save_expensive` (`models/remat.py`) has to know what the backward pass of each needs.
 
 Letters: B batch, T queries, S keys, H heads, of keys and values maybe fewer, K head size.
 """
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from megajax.models import fused_attention
 from megajax.models.attention_mask import FROM_START
 from megajax.models.attention_setting import Setting
 from megajax.models.blocked_attention import OWN_KEYS, Method, blocked_attention
@@ -17,19 +22,19 @@ from megajax.models.blocked_attention import OWN_KEYS, Method, blocked_attention
 @jax.named_scope("attend")
 def attend(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
     """Attention of this device's heads, [B, T, H, K]."""
-    by = next(attend for can, attend in IMPLEMENTATIONS if can(q_BTHK, setting))
-    return by(q_BTHK, k_BSHK, v_BSHK, setting)
+    possible = (IMPLEMENTATIONS[name] for name in setting.backend.attention)
+    return next(each for each in possible if each.can(q_BTHK, setting)).attend(q_BTHK, k_BSHK, v_BSHK, setting)
 
 
 def cudnn_can(q_BTHK: Array, setting: Setting) -> bool:
     """Whether the fused attention of GPUs can do this, by types and static values alone: half precision; causality,
     padding and sliding windows back from the query. Its dropout would depend on the mesh, and documents are private
     there."""
-    visible, dropout, backend, places, _ = setting
+    visible = setting.visible
     window_fits = visible.window is None or (visible.causal and visible.num_keys_B is None)
     limited = visible.first_key_BT is not None or not window_fits
-    fits = backend.fused_attention and cudnn_has(q_BTHK.shape[-1], q_BTHK.dtype)
-    return fits and places == FROM_START and dropout.rate == 0 and not limited
+    fits = cudnn_has(q_BTHK.shape[-1], q_BTHK.dtype) and setting.places == FROM_START
+    return fits and setting.dropout.rate == 0 and not limited
 
 
 def cudnn_has(head_size: int, dtype: DTypeLike) -> bool:
@@ -61,5 +66,15 @@ def attend_in_blocks(method: Method, q_BTHK: Array, k_BSHK: Array, v_BSHK: Array
     return blocked_attention(method, setting.backend, q_BTHK, k_BSHK, v_BSHK, setting.places, limits)
 
 
-# Whether it can do this, by types and static values alone; and (queries, keys, values, setting) -> heads.
-IMPLEMENTATIONS = [(cudnn_can, _by_cudnn), (lambda q_BTHK, setting: True, _by_blocks)]
+class Implementation(NamedTuple):
+    """A way to compute attention."""
+
+    can: Callable[[Array, Setting], bool]  # (queries, setting): whether it can do this, by types and static values
+    attend: Callable[[Array, Array, Array, Setting], Array]  # (queries, keys, values, setting) -> heads
+
+
+IMPLEMENTATIONS = {
+    "cudnn": Implementation(cudnn_can, _by_cudnn),
+    "kernel": Implementation(fused_attention.can, fused_attention.attend),
+    "blocks": Implementation(lambda q_BTHK, setting: True, _by_blocks),
+}

@@ -128,6 +128,12 @@ class ModelConfig(ModelSizes):
     dropout: Annotated[
         float, "probability to drop: embedding, attention probabilities, both residual branches", SHARE, NOTHING
     ] = 0.1
+    attention: Annotated[
+        Literal["auto", "blocks", "cudnn", "kernel"],
+        "what computes attention on a GPU: XLA, in blocks of queries; cuDNN; or our own kernel for Hopper GPUs; auto: "
+        "what training finds correct and fastest there when it starts (docs/gpu.md). On CPUs always blocks",
+        NOTHING,
+    ] = "auto"
     context_attention: Annotated[
         Literal["auto", "heads", "gather"],
         "how the devices of mesh.context attend to each other's tokens: each to all of them with some of the heads, or "

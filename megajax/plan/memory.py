@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from megajax.backend import CPU, GPU, Backend
+from megajax.backend import BLOCKS, CPU, GPU, Backend
 from megajax.config import Config
 from megajax.pipeline.deferral import Deferring
 from megajax.pipeline.schedule import make_schedule
@@ -57,7 +57,7 @@ class Memory:
 
 def backend_of(machine: Machine) -> Backend:
     """The forms that suit a GPU, cuDNN's attention if there is one."""
-    return GPU if machine.fused_attention else replace(GPU, fused_attention=False)
+    return GPU if machine.fused_attention else replace(GPU, attention=BLOCKS)
 
 
 def memory(config: Config, backend: Backend = GPU, cost: StepCost | None = None) -> Memory:
