@@ -1,10 +1,14 @@
-"""One GPU: the rate of matrix products, our step in several forms, PyTorch's, and the best of both in turn.
+"""One GPU: attention, the rate of matrix products, our step in several forms, PyTorch's, and the best of both in turn.
+
+It has not run on a GPU yet; on CPUs it has (`--device cpu`, a tiny model).
 
     benchmarks/gpu.sh [PRESET] [train.py's flags] [--device gpu|cpu] [--minutes N] [--out PREFIX]
 
-PRESET is gpt2-1.2b. Every form is a process of its own, measured by itself; then the fastest of ours and the fastest of
-PyTorch's run in turn, A B A B. A form that fails (out of memory, say) is listed as failed, and what does not fit into
-the minutes as left out. Results go to PREFIX.json and PREFIX.md, written anew after every form.
+PRESET is gpt2-1.2b. First come the implementations of attention (`gpu_forms.py`): which are right here, how fast they
+are beside PyTorch's, what training would choose. Then every form of the step is a process of its own, measured by
+itself, and at last the fastest of ours and the fastest of PyTorch's run in turn, A B A B. A form that fails (out of
+memory, say) is listed as failed, and what does not fit into the minutes as left out. Results go to PREFIX.json and
+PREFIX.md, written anew after every result.
 """
 
 import argparse
@@ -19,6 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import gpu_forms
 from paired import Failed, Side, in_turn, parse_own
 
 from megajax.config import Config
@@ -31,6 +36,7 @@ BENCHMARKS = Path(__file__).resolve().parent
 DATA_SHEET = 989e12  # dense bf16 FLOP/s of an H200: what MFU is measured by
 STEPS, ROUNDS = 5, 3
 RESERVE = 75.0  # seconds kept for the best two in turn
+ATTENTION = 0.45  # share of the time
 
 # Ours, by expectation (docs/gpu.md): rows of a microbatch, recomputation, layers scanned, dropout.
 OURS = [(16, "none", False, 0.0), (24, "none", False, 0.0), (16, "selective", True, 0.0), (16, "none", False, 0.1)]
@@ -59,6 +65,7 @@ class Report:
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
             "device": device,
             "versions": {},
+            "attention": {},
             "forms": [],
             "pairs": {},
             "left_out": [],
@@ -104,7 +111,7 @@ class Report:
                 "",
                 f"In turn, {ROUNDS} rounds: ours {pairs['ours']}, PyTorch {pairs['peer']}: ratio {pairs['ratio']:.3f}.",
             ]
-        return "\n".join(lines) + "\n"
+        return "\n".join([*lines, *gpu_forms.tables(tables["attention"])]) + "\n"
 
 
 def measure(report: Report, name: str, command: list[str], form: dict, environment: dict) -> Side | None:
@@ -136,6 +143,13 @@ def sweep(report: Report, flags: list[str], device: str, seconds: float) -> None
     """All forms that fit into the time, then the best two in turn."""
     began = time.perf_counter()
     environment = {"JAX_PLATFORMS": "cpu"} if device == "cpu" else {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+
+    def found(table: str, result: dict) -> None:
+        print(f"attention, {table}: {result}", file=sys.stderr)
+        report.tables["attention"].setdefault(table, []).append(result)
+        report.write()
+
+    gpu_forms.measure(flags, device, ATTENTION * seconds, os.environ | environment, found)
     ours = [sys.executable, str(BENCHMARKS / "throughput.py"), *flags, "--device", device, "--serve"]
     torch = [
         sys.executable,
@@ -196,7 +210,7 @@ def main() -> None:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--device", choices=("cpu", "gpu"), default="gpu")
-    parser.add_argument("--minutes", type=float, default=8.5)
+    parser.add_argument("--minutes", type=float, default=9.5)
     parser.add_argument("--out")
     own, flags = parse_own(parser)
     if not flags or flags[0].startswith("--"):

@@ -81,7 +81,7 @@ def answer(question: Question, seconds: float, clock: Callable[[], float] = time
         longest = max(longest, clock() - began)
     del right
     try:
-        found.milliseconds = _milliseconds(computes, inputs)
+        found.milliseconds = milliseconds(computes, inputs)
     except Exception as error:
         found.left_out |= dict.fromkeys(computes, _reason(error))
     if found.milliseconds:
@@ -133,7 +133,7 @@ def _reason(error: Exception) -> str:
     return printable(f"{type(error).__name__}: {first}")[:_LONGEST_REASON]
 
 
-def _milliseconds(computes: Mapping[str, Compute], inputs: Sequence[Any]) -> dict[str, float]:
+def milliseconds(computes: Mapping[str, Compute], inputs: Sequence[Any]) -> dict[str, float]:
     """The median time of every form, measured in turn."""
     calls = {name: max(1, min(100, int(_LEAST / _seconds(compute, inputs, 1)))) for name, compute in computes.items()}
     times: dict[str, list[float]] = {name: [] for name in computes}
