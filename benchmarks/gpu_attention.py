@@ -6,7 +6,8 @@
 
 A line of JSON for every case, as soon as it is measured: milliseconds and TFLOP/s of the scores that are seen, forward
 and backward, causal, in bf16, of 16,384 tokens of 2,048 features; the results and gradients of ours are held against
-our blocks in fp32 (`megajax/program/measured.py`). `--check` has small cases, for being right alone. torch is
+our blocks in fp32 (`megajax/program/measured.py`). The exit code is 1 where one of ours is wrong or fails. `--check`
+has small cases, for being right alone. torch is
 PyTorch's scaled_dot_product_attention, the faster of its flash and cuDNN backends. `choice` is what training with these
 flags would compare at its start, and how long that takes. `--first` leaves out the cases before it.
 """
@@ -94,7 +95,7 @@ def ours(implementation: str, device: str, cases: list[Case], first: int, second
 
     from megajax.program import measured
 
-    end = time.monotonic() + seconds
+    end, failed = time.monotonic() + seconds, False
     for number, case in enumerate(cases[first:], first):
         if time.monotonic() > end:
             say(number, case, {"left_out": "no time is left"})
@@ -107,6 +108,7 @@ def ours(implementation: str, device: str, cases: list[Case], first: int, second
         found = measured.answer(asked, max(60.0, seconds))
         if found.left_out:
             say(number, case, {"failed": found.left_out[implementation]})
+            failed = True
             continue
         if check:
             say(number, case, {"right": True})
@@ -116,6 +118,7 @@ def ours(implementation: str, device: str, cases: list[Case], first: int, second
         compiled = {"forward": forward.lower(*inputs).compile()}
         ahead = measured.milliseconds(compiled, inputs)["forward"]
         say(number, case, {"right": True} | figures(case, ahead, found.milliseconds[implementation]))
+    sys.exit(failed)
 
 
 def question(implementation: str, device: str, case: Case) -> Any:
