@@ -22,6 +22,9 @@ a100 and b200:
 
 - products 0.70: two published runs on H100s, MaxText's of 7B and Megatron-LM's of 16B (docs/plan-time.md).
 - attention 0.40: the 9 ms that docs/gpu.md's figures assume for the 3.6 TFLOP of 8,192 tokens of gpt2-1.2b.
+- our own kernel (`Kernel`), which no GPU has run: the products at the same share of the peak, heads padded to multiples
+  of 64; and the hash of dropout, 512 cycles of a multiprocessor for 64 x 64 scores, in which it could do products of
+  512 FLOP a score (counted in the kernel's instructions), in each of its three passes.
 - traffic 4.3 of 4.8 TB/s: docs/gpu.md's assumption.
 - in a server: all-reduces at 475 of 450 GB/s, since switches add (8 H200, NVIDIA/nccl-tests#272; 480 on H100,
   NVIDIA/nccl#1374), other collectives, and all on a100, at 370 of 450 (nccl#1374).
@@ -60,6 +63,15 @@ class Efficiency:
     server_latency: float = 20e-6  # seconds that a collective takes at least
     network_latency: float = 46e-6  # the same between servers
     fixed: float = 100e-6  # seconds that a layer takes at least, forward and backward
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Our own kernel for attention (`megajax/kernels/`), by an estimate."""
+
+    padding: int = 64  # heads are padded to a multiple of so many features
+    hash: float = 512.0  # of dropout, for a score and pass: FLOP of products that would take as long at the peak
+    passes: int = 2  # backward that each hash once: for the queries, and for keys and values
 
 
 @dataclass(frozen=True)
@@ -113,6 +125,7 @@ class Machine:
     network: float  # of a GPU, to other servers
     multiprocessors: int  # of a GPU, among which the tiles of a product are divided
     fused_attention: bool = True  # there is one without dropout
+    kernel: Kernel | None = None  # there is our own, with dropout and any mask
     efficiency: Efficiency = field(default_factory=Efficiency)
     overlap: Overlap = field(default_factory=Overlap)
     traffic: Traffic = field(default_factory=Traffic)
@@ -133,8 +146,8 @@ _HOPPER = _peak(989e12, 67e12, 34e12)
 MACHINES = {
     machine.name: machine
     for machine in (
-        Machine("h100", 80 * GIB, _HOPPER, 3.35e12, 8, 450e9, 50e9, 132, efficiency=_SHARP),
-        Machine("h200", 151_397_597_184, _HOPPER, 4.8e12, 8, 450e9, 50e9, 132, efficiency=_SHARP),
+        Machine("h100", 80 * GIB, _HOPPER, 3.35e12, 8, 450e9, 50e9, 132, kernel=Kernel(), efficiency=_SHARP),
+        Machine("h200", 151_397_597_184, _HOPPER, 4.8e12, 8, 450e9, 50e9, 132, kernel=Kernel(), efficiency=_SHARP),
         Machine("a100", 80 * GIB, _peak(312e12, 19.5e12, 9.7e12), 2.039e12, 8, 300e9, 25e9, 108),
         Machine(
             "v100", 32 * GIB, _peak(130e12, 15.7e12, 7.8e12, bf16=False), 0.9e12, 16, 150e9, 6.25e9, 80,

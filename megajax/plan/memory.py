@@ -217,9 +217,9 @@ class Temporaries:
     def _scores(self) -> int:
         """Scores, probabilities and their gradients of as many heads as are computed at once, of all blocks of queries:
         these are unrolled, and XLA runs them in any order."""
-        if self.cost.layer.fused:
-            return 0
         step = self.step
+        if self.cost.layer.fused or (self.backend.fused_attention and step.config.model.attention == "kernel"):
+            return 0
         group, heads = step.attention_heads // step.attention_kv_heads, step.rows * step.attention_kv_heads
         if self.backend.scores_bytes is not None:
             queries = step.queries
