@@ -38,9 +38,10 @@ STEPS, ROUNDS = 5, 3
 RESERVE = 75.0  # seconds kept for the best two in turn
 ATTENTION = 0.45  # share of the time
 
-# Ours, by expectation (docs/gpu.md): rows of a microbatch, recomputation, layers scanned, dropout.
-OURS = [(16, "none", False, 0.0), (24, "none", False, 0.0), (16, "selective", True, 0.0), (16, "none", False, 0.1)]
-OURS += [(8, "none", False, 0.0), (24, "selective", False, 0.0), (8, "layer", True, 0.0)]
+# Ours, by expectation (docs/gpu.md): rows of a microbatch, recomputation, layers scanned, dropout, attention.
+OURS = [(16, "none", False, 0.0, "cudnn"), (16, "none", False, 0.1, "kernel"), (16, "none", False, 0.0, "kernel")]
+OURS += [(24, "none", False, 0.0, "cudnn"), (16, "selective", True, 0.0, "cudnn"), (16, "none", False, 0.1, "blocks")]
+OURS += [(8, "none", False, 0.0, "cudnn"), (24, "selective", False, 0.0, "cudnn"), (8, "layer", True, 0.0, "cudnn")]
 TINY = [
     "--model.num-layers",
     "2",
@@ -91,11 +92,12 @@ class Report:
             f"{model.hidden_size}, {model.num_heads} heads, sequence {model.sequence_length}, {self.config.precision}.",
             "MFU is of 989 TFLOP/s; the share of products is their time, each measured alone, by the step's.",
             "",
-            "| side | batch | remat | layers | dropout | ms | tokens/s | TFLOP/s | MFU | products | peak GiB |",
-            "|---|---|---|---|---|---|---|---|---|---|---|",
+            "| side | batch | remat | layers | dropout | attention | ms | tokens/s | TFLOP/s | MFU | products | peak GiB |",
+            "|---|---|---|---|---|---|---|---|---|---|---|---|",
         ]
         for form in tables["forms"]:
-            start = f"| {form['side']} | {form['batch']} | {form['remat']} | {form['layers']} | {form['dropout']} |"
+            start = f"| {form['side']} | {form['batch']} | {form['remat']} | {form['layers']} | {form['dropout']} | "
+            start += f"{form['attention']} |"
             if "failed" in form:
                 lines.append(f"{start} failed: {form['failed']} | | | | | |")
                 continue
@@ -163,16 +165,17 @@ def sweep(report: Report, flags: list[str], device: str, seconds: float) -> None
     longest = 0.0
     commands: dict[str, dict[float, list[str]]] = {"megajax": {}, "torch, compiled": {}}
     forms = [("megajax", *form) for form in OURS]
-    forms[2:2] = [("torch, compiled", rows, "none", False, 0.0) for rows in (16, 8)]
-    for name, rows, remat, scanned, dropout in forms:
+    forms[2:2] = [("torch, compiled", rows, "none", False, 0.0, "auto") for rows in (16, 8)]
+    for name, rows, remat, scanned, dropout, attention in forms:
         form = {"batch": rows, "remat": remat, "layers": "scanned" if scanned else "unrolled", "dropout": dropout}
+        form["attention"] = attention if device == "gpu" else "auto"
         elapsed = time.perf_counter() - began
         if elapsed + longest + RESERVE > seconds:
             report.tables["left_out"].append(f"{name} {form}")
             continue
         command = [*(ours if name == "megajax" else torch), "--model.dropout", str(dropout), "--train.remat", remat]
         command += ["--train.microbatch", str(rows), "--train.global-batch", str(rows)]
-        command += ["--model.scan-layers", str(scanned).lower()]
+        command += ["--model.scan-layers", str(scanned).lower(), "--model.attention", form["attention"]]
         side = measure(report, name, command, form, environment)
         if side is not None:
             side.close()

@@ -5,9 +5,12 @@ that is wrong or fails, as a kernel may that does not compile for this GPU, is l
 """
 
 import statistics
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -54,31 +57,32 @@ class Answer:
         return [compared, *(f"{question.name}: {name} is left out: {why}" for name, why in self.left_out.items())]
 
 
-def answer(question: Question, seconds: float, clock: Callable[[], float] = time.monotonic) -> Answer:
-    """Compare the forms, for about so many seconds: one that would take longer than that is left out."""
-    found, end, longest = Answer(), clock() + seconds, 0.0
+def answer(question: Question, seconds: float) -> Answer:
+    """Compare the forms, which compile side by side; one that has not compiled after so many seconds is left out."""
+    found, end = Answer(), time.monotonic() + seconds
     try:
         inputs = question.inputs()
+        compiling = {
+            name: _in_background(partial(_compiled, question.function(backend), inputs))
+            for name, backend in question.forms.items()
+        }
         right, allowed = _right(question, inputs)
     except Exception as error:  # whatever a compiler or a device raises
         found.left_out = dict.fromkeys(question.forms, f"the reference fails: {_reason(error)}")
         return found
     computes: dict[str, Compute] = {}
-    for name, backend in question.forms.items():
-        began = clock()
-        if began + longest > end:
-            found.left_out[name] = f"no time is left of {seconds:g} s"
+    for name, future in compiling.items():
+        if not wait([future], max(0.0, end - time.monotonic())).done:
+            found.left_out[name] = f"not compiled after {seconds:.0f} s"
             continue
         try:
-            compute = jax.jit(question.function(backend)).lower(*inputs).compile()
-            distances = _distances(compute(*inputs), right)
-            if wrong := _too_far(question.outputs, distances, allowed):
+            compute = future.result()
+            if wrong := _too_far(question.outputs, _distances(compute(*inputs), right), allowed):
                 found.left_out[name] = wrong
             else:
                 computes[name] = compute
         except Exception as error:
             found.left_out[name] = _reason(error)
-        longest = max(longest, clock() - began)
     del right
     try:
         found.milliseconds = milliseconds(computes, inputs)
@@ -87,6 +91,24 @@ def answer(question: Question, seconds: float, clock: Callable[[], float] = time
     if found.milliseconds:
         found.taken = min(found.milliseconds, key=found.milliseconds.__getitem__)
     return found
+
+
+def _compiled(function: Compute, inputs: Sequence[Array]) -> Compute:
+    return jax.jit(function).lower(*inputs).compile()
+
+
+def _in_background(call: Callable[[], Compute]) -> "Future[Compute]":
+    """The result of a call in a thread that the end of the process does not wait for, should a compiler hang."""
+    future: Future[Compute] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
 
 
 def _right(question: Question, inputs: Sequence[Array]) -> tuple[Sequence[Array], list[float]]:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from megajax.program.one_layer import Forms, OneLayer
 from megajax.program.program import Program
 from megajax.runs.ownership import FORMS
 
-SECONDS = 15.0  # for all questions together; the last form compiled may take longer
+SECONDS = 16.0  # that compiling may take for all questions together
+_RESERVED = 3.0  # of them for every question that is still to come
 
 
 def measured_backend(
@@ -54,8 +56,8 @@ def _numbers(questions: list[Question], file: Path) -> list[int]:
     kept = _read(file)
     found: dict[str, Any] = {}
     device = {"device": jax.local_devices()[0].device_kind, "jax": jax.__version__}
-    numbers = []
-    for question in questions:
+    numbers, end = [], time.monotonic() + SECONDS
+    for count, question in enumerate(questions, 1):
         of = device | {"what": question.what, "forms": [*question.forms]}
         earlier = kept.get(question.name)
         if isinstance(earlier, dict) and earlier.get("of") == of and earlier.get("taken") in ("", *question.forms):
@@ -68,7 +70,7 @@ def _numbers(questions: list[Question], file: Path) -> list[int]:
             tell(f"{question.name}: {record['taken'] or 'the default'} is taken, {why} ({file})")
         else:
             _write(file, kept | found | {question.name: {"of": of, "taken": ""}})  # a kernel may end the process
-            result = answer(question, SECONDS / len(questions))
+            result = answer(question, end - time.monotonic() - _RESERVED * (len(questions) - count))
             tell("\n".join(result.lines(question)))
             record = {"of": of} | dataclasses.asdict(result)
         found[question.name] = record
