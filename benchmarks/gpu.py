@@ -90,7 +90,7 @@ class Report:
             "",
             f"`{tables['command']}` on {tables['machine']}; {versions}. Model: {model.num_layers} layers x "
             f"{model.hidden_size}, {model.num_heads} heads, sequence {model.sequence_length}, {self.config.precision}.",
-            "MFU is of 989 TFLOP/s; the share of products is their time, each measured alone, by the step's; GiB at the peak.",
+            "MFU is of 989 TFLOP/s; the share of products is their time, each measured alone, by the step's.",
             "",
             "| side | batch | remat | layers | dropout | attention | ms | tokens/s | TFLOP/s | MFU | products | GiB |",
             "|---|---|---|---|---|---|---|---|---|---|---|---|",

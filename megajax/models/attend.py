@@ -22,8 +22,12 @@ from megajax.models.blocked_attention import OWN_KEYS, Method, blocked_attention
 @jax.named_scope("attend")
 def attend(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
     """Attention of this device's heads, [B, T, H, K]."""
-    possible = (IMPLEMENTATIONS[name] for name in setting.backend.attention)
-    return next(each for each in possible if each.can(q_BTHK, setting)).attend(q_BTHK, k_BSHK, v_BSHK, setting)
+    return IMPLEMENTATIONS[implementation(q_BTHK, setting)].attend(q_BTHK, k_BSHK, v_BSHK, setting)
+
+
+def implementation(q_BTHK: Array, setting: Setting) -> str:
+    """Which one computes this attention."""
+    return next(name for name in setting.backend.attention if IMPLEMENTATIONS[name].can(q_BTHK, setting))
 
 
 def cudnn_can(q_BTHK: Array, setting: Setting) -> bool:

@@ -15,7 +15,7 @@ from megajax.plan.costs import Product, StepCost
 from megajax.plan.machines import Kernel, Machine, peak_of
 from megajax.plan.sizes import Sizes
 from megajax.plan.update import dealt
-from megajax.program.program import scans_layers, training_way
+from megajax.program.program import scans_layers
 
 _TILE = 128  # rows and columns of a product that one multiprocessor computes at once
 _SHORTEST = 1024  # inner dim below which a product's tiles are not divided among several
@@ -141,7 +141,7 @@ class Work:
     def kernel(self) -> Kernel | None:
         """Our own kernel where it computes attention: asked for, or faster where cuDNN cannot, by this estimate."""
         model, kernel = self.config.model, self.machine.kernel
-        possible = self.sizes.item == 2 and model.head_size in HEAD_SIZES and training_way(self.config) != "gather"
+        possible = self.sizes.item == 2 and model.head_size in HEAD_SIZES
         if kernel is None or not possible or model.attention not in ("auto", "kernel"):
             return None
         asked = model.attention == "kernel"

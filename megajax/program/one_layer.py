@@ -55,20 +55,23 @@ class OneLayer:
         self._layers = CutModel(config.model, F_AND_G, program.backend, config.lora)
 
     def setting(self, batch: Any, backend: Backend) -> Setting:
-        """What attention depends on, beside queries, keys and values; of a context group's devices the last one."""
+        """What attention depends on, beside queries, keys and values; of one of a context group's devices."""
         row_B = jnp.arange(next(iter(batch.values())).shape[0], dtype=jnp.int32)
         dropout = Dropout.at(self.model.dropout, self.program.config.seed, jnp.zeros((), jnp.int32), row_B)
         context = self._layers.context(batch, dropout)
-        visible, places = context.visible, FROM_START
-        if self.way in ("gather", "window"):
-            start = self.length - self.num_queries
-            places = Places(Pieces(None, jnp.asarray([start], jnp.int32)))
-            if self.way == "window":
-                before = self.num_keys - self.num_queries
-                keys = Pieces(None, jnp.asarray([start - before], jnp.int32))
-                places = dataclasses.replace(places, keys=keys, ahead=before)
-            if visible.first_key_BT is not None:
-                visible = dataclasses.replace(visible, first_key_BT=visible.first_key_BT[:, start:])
+        visible, places, own = context.visible, FROM_START, self.num_queries
+        if self.way == "gather":  # the first device's, from the front and from the back
+            piece = own // 2
+            starts = (0, self.length - piece)
+            places, tokens = Places(Pieces(starts)), [slice(start, start + piece) for start in starts]
+        elif self.way == "window":
+            before = self.num_keys - own
+            start = jnp.asarray([self.length - own], jnp.int32)
+            places = Places(Pieces(None, start), Pieces(None, start - before), ahead=before)
+            tokens = [slice(self.length - own, self.length)]
+        if places != FROM_START and visible.first_key_BT is not None:
+            first_BT = jnp.concatenate([visible.first_key_BT[:, each] for each in tokens], axis=1)
+            visible = dataclasses.replace(visible, first_key_BT=first_BT)
         return Setting(visible, context.dropout.fold(ATTENTION_WEIGHTS), backend, places)
 
     @property
@@ -161,12 +164,8 @@ class OneLayer:
     def questions(self, candidates: Mapping[str, Forms]) -> list[Question]:
         """Those of the candidates that have more than one form here."""
         by_name = {"attention": self.attention, "weight gradients": self.weight_gradients}
-        found = [by_name[name](forms) for name, forms in candidates.items() if self._asks(name)]
+        found = [by_name[name](forms) for name, forms in candidates.items()]
         return [question for question in found if len(question.forms) > 1]
-
-    def _asks(self, name: str) -> bool:
-        """Where keys are gathered, attention is always by blocks, of sizes that depend on the pieces."""
-        return name != "attention" or self.way != "gather"
 
     def _random(self, *shapes: Sequence[int], others: tuple[np.ndarray, ...] = ()) -> list[Array]:
         """Normal numbers, matrices scaled so that products with them are normal, too; and what is given."""
@@ -194,8 +193,6 @@ def check_attention(program: Program) -> None:
         raise UserError(f"--model.attention {asked}: there is none for these devices; valid: auto, blocks")
     form = program.form.shapes(config.train.microbatch, tokens=config.model.sequence_length)
     able = OneLayer(program, {name: np.zeros(shape, np.int32) for name, shape in form.items()}).able()
-    if program.model.boundary.context == "gather":
-        able = [*BLOCKS]
     if asked not in able:
         has = [f"--precision {config.precision}", f"--model.head-size {config.model.head_size}"]
         has += [f"--model.dropout {config.model.dropout:g}"] if config.model.dropout else []

@@ -96,6 +96,7 @@ def test_a_layer_is_measured(way):
 SHARES = {  # of a device: queries, keys, heads, heads of keys
     "heads": ((1, 1, 2, 2), {"num_kv_heads": 2}, (64, 64, 2, 1)),
     "window": ((1, 1, 2, 1), {"reset_attention": True, **QWEN3}, (32, 36, 8, 2)),
+    "gather": ((1, 1, 2, 1), {"reset_attention": True, "num_heads": 3}, (32, 64, 3, 3)),
     "bert": ((1, 1, 2), {"family": "bert"}, (64, 64, 4, 4)),
 }
 
