@@ -35,14 +35,19 @@ def measure(
 ) -> None:
     """All of it, in about so many seconds: `found` gets every result as it comes, by the table that it is for."""
     unit = seconds / SHARE
-    for implementation, share in CHECKS.items():
+    checks, speeds = CHECKS, SPEEDS
+    if device == "cpu":  # which has no other implementation
+        checks, speeds = (
+            {name: each[name] for name in each if name in ("blocks", "torch")} for each in (CHECKS, SPEEDS)
+        )
+    for implementation, share in checks.items():
         for result in cases(script, implementation, device, share * unit, environment, "--check"):
             found("right", {"implementation": implementation} | result)
     for dropout in CHOICES:
         command = [script, "--implementation", "choice", *flags, "--model.dropout", dropout]
         for result in spoken(command, environment, 3 * unit + STARTING):
             found("choice", {"dropout": dropout} | result)
-    for implementation, share in SPEEDS.items():
+    for implementation, share in speeds.items():
         for result in cases(script, implementation, device, share * unit, environment):
             found("speed", {"implementation": implementation} | result)
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
@@ -62,10 +61,7 @@ def answer(question: Question, seconds: float) -> Answer:
     found, end = Answer(), time.monotonic() + seconds
     try:
         inputs = question.inputs()
-        compiling = {
-            name: _in_background(partial(_compiled, question.function(backend), inputs))
-            for name, backend in question.forms.items()
-        }
+        compiling = {name: _compiling(question.function(each), inputs) for name, each in question.forms.items()}
         right, allowed = _right(question, inputs)
     except Exception as error:  # whatever a compiler or a device raises
         found.left_out = dict.fromkeys(question.forms, f"the reference fails: {_reason(error)}")
@@ -73,7 +69,7 @@ def answer(question: Question, seconds: float) -> Answer:
     computes: dict[str, Compute] = {}
     for name, future in compiling.items():
         if not wait([future], max(0.0, end - time.monotonic())).done:
-            found.left_out[name] = f"not compiled after {seconds:.0f} s"
+            found.left_out[name] = f"not compiled after {seconds:.3g} s"
             continue
         try:
             compute = future.result()
@@ -93,18 +89,20 @@ def answer(question: Question, seconds: float) -> Answer:
     return found
 
 
-def _compiled(function: Compute, inputs: Sequence[Array]) -> Compute:
-    return jax.jit(function).lower(*inputs).compile()
-
-
-def _in_background(call: Callable[[], Compute]) -> "Future[Compute]":
-    """The result of a call in a thread that the end of the process does not wait for, should a compiler hang."""
+def _compiling(function: Compute, inputs: Sequence[Array]) -> "Future[Compute]":
+    """A function that is compiled in a thread, for which the end of the process does not wait, should a compiler hang.
+    It is traced here."""
     future: Future[Compute] = Future()
+    try:
+        lowered = jax.jit(function).lower(*inputs)
+    except Exception as error:
+        future.set_exception(error)
+        return future
 
     def work() -> None:
         try:
-            future.set_result(call())
-        except BaseException as error:
+            future.set_result(lowered.compile())
+        except Exception as error:
             future.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
