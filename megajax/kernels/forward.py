@@ -82,11 +82,12 @@ def forward(q_BTHK: Array, k_BSNK: Array, v_BSNK: Array, rows: list[Array], form
         plgpu.wait_smem_to_gmem(0)
 
     rows_s = tiles.rows_types(GROUPS, statistics=False, dropout=form.rate > 0)
+    kind = {"dtype": dtype, "swizzle": tiles.swizzle_of(size, columns)}
     scratch = {
-        "q_s": tile(GROUPS, ROWS, size, dtype=dtype),
-        "k_s": tile(STAGES, columns, size, dtype=dtype),
-        "v_s": tile(STAGES, columns, size, dtype=dtype),
-        "p_s": tile(GROUPS, ROWS, columns, dtype=dtype) if form.interpreted else None,
+        "q_s": tile(GROUPS, ROWS, size, **kind),
+        "k_s": tile(STAGES, columns, size, **kind),
+        "v_s": tile(STAGES, columns, size, **kind),
+        "p_s": tile(GROUPS, ROWS, columns, **kind) if form.interpreted else None,
         "rows_s": rows_s,
         "sums_s": plgpu.SMEM((GROUPS, ROWS), jnp.float32),
         "ready": plgpu.Barrier(num_arrivals=1 + len(rows_s), num_barriers=GROUPS),

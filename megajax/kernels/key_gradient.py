@@ -54,7 +54,7 @@ def key_gradients(
                 for there, here in ((q_g, q_s), (do_g, do_s)):
                     for n in range(parts):
                         columns = pl.ds(n * width, width)
-                        plgpu.copy_gmem_to_smem(there.at[sample, queries, head, columns], here.at[slot, n], filled)
+                        plgpu.copy_gmem_to_smem(there.at[sample, queries, head, columns], here.at[slot * parts + n], filled)
                 tiles.load_rows(rows_g, rows_s, (sample, head, queries), slot, filled)
 
             ring.fill(turn, turn < turns.count, copy)
@@ -71,16 +71,15 @@ def key_gradients(
             dk, dv = carry
             slot = ring.wait(turn)
             known = Rows(rows_s, slot, form)
-            queries, grads = ([x.at[slot, n] for n in range(parts)] for x in (q_s, do_s))
-            scores, dp = tiles.products((queries, own_keys), (grads, own_values), rows=ROWS, columns=ROWS)
-            key = tiles.columns_from(first, ROWS)
-            p = known.probabilities(scores, key, scale, masked)
-            kept = known.kept(p, key)
-            factor = tiles.stored(kept, p_s.at[worker]).transpose((1, 0))
-            dv = tiles.added(dv, factor, do_s.at[slot, part], form)
-            factor = tiles.stored(known.score_gradients(p, kept, dp), p_s.at[worker]).transpose((1, 0))
+            queries, grads = ([x.at[slot * parts + n] for n in range(parts)] for x in (q_s, do_s))
+            (scores,) = tiles.products((queries, own_keys), rows=ROWS, columns=ROWS)
+            p = known.probabilities(scores, tiles.columns_from(first, ROWS), scale, masked)
+            factor = tiles.stored(tiles.positive(p) if form.rate else p, p_s.at[worker]).transpose((1, 0))
+            dv = tiles.added(dv, factor, do_s.at[slot * parts + part], form)
+            (dp,) = tiles.products((grads, own_values), rows=ROWS, columns=ROWS)
+            factor = tiles.stored(known.score_gradients(p, dp), p_s.at[worker]).transpose((1, 0))
             load(turn + 1)
-            dk = tiles.added(dk, factor, q_s.at[slot, part], form)
+            dk = tiles.added(dk, factor, q_s.at[slot * parts + part], form)
             ring.done(slot)
             return dk, dv
 
@@ -95,12 +94,13 @@ def key_gradients(
         plgpu.wait_smem_to_gmem(0)
 
     rows_s = tiles.rows_types(STAGES, statistics=True, dropout=form.rate > 0)
+    kind = {"dtype": dtype, "swizzle": tiles.swizzle_of(width)}
     scratch = {
-        "k_s": tile(GROUPS, ROWS, width, dtype=dtype),
-        "v_s": tile(GROUPS, ROWS, width, dtype=dtype),
-        "q_s": tile(STAGES, parts, ROWS, width, dtype=dtype),
-        "do_s": tile(STAGES, parts, ROWS, width, dtype=dtype),
-        "p_s": tile(GROUPS, ROWS, ROWS, dtype=dtype),
+        "k_s": tile(GROUPS, ROWS, width, **kind),
+        "v_s": tile(GROUPS, ROWS, width, **kind),
+        "q_s": tile(STAGES * parts, ROWS, width, **kind),
+        "do_s": tile(STAGES * parts, ROWS, width, **kind),
+        "p_s": tile(GROUPS, ROWS, ROWS, **kind),
         "rows_s": rows_s,
         "ready": plgpu.Barrier(num_arrivals=2, num_barriers=GROUPS),
         "ring": Ring.barriers(copies=2 * parts + len(rows_s)),

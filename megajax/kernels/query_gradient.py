@@ -59,7 +59,7 @@ def query_gradient(
             scores, dp = tiles.products(*pairs, rows=ROWS, columns=columns)
             key = tiles.columns_from(turns.place(turn)[1] * columns, columns)
             p = known.probabilities(scores, key, scale, masked)
-            dscores = known.score_gradients(p, known.kept(p, key), dp)
+            dscores = known.score_gradients(p, dp)
             factor = tiles.as_factor(dscores, p_s, worker, form)
             load(turn + 1)
             dq = tiles.added(dq, factor, k_s.at[slot], form)
@@ -73,12 +73,13 @@ def query_gradient(
         plgpu.wait_smem_to_gmem(0)
 
     rows_s = tiles.rows_types(GROUPS, statistics=True, dropout=form.rate > 0)
+    kind = {"dtype": dtype, "swizzle": tiles.swizzle_of(size, columns)}
     scratch = {
-        "q_s": tile(GROUPS, ROWS, size, dtype=dtype),
-        "do_s": tile(GROUPS, ROWS, size, dtype=dtype),
-        "k_s": tile(STAGES, columns, size, dtype=dtype),
-        "v_s": tile(STAGES, columns, size, dtype=dtype),
-        "p_s": tile(GROUPS, ROWS, columns, dtype=dtype) if form.interpreted else None,
+        "q_s": tile(GROUPS, ROWS, size, **kind),
+        "do_s": tile(GROUPS, ROWS, size, **kind),
+        "k_s": tile(STAGES, columns, size, **kind),
+        "v_s": tile(STAGES, columns, size, **kind),
+        "p_s": tile(GROUPS, ROWS, columns, **kind) if form.interpreted else None,
         "rows_s": rows_s,
         "ready": plgpu.Barrier(num_arrivals=2 + len(rows_s), num_barriers=GROUPS),
         "ring": Ring.barriers(copies=2),

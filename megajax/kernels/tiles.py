@@ -44,9 +44,13 @@ class Form(NamedTuple):
         return min(round(self.rate * 2**32), 2**32 - 1)
 
 
-def tile(*shape: int, dtype: Any) -> Any:
+def swizzle_of(*widths: int) -> int:
+    """The bytes within which tiles of these widths, that are multiplied with one another, are permuted."""
+    return 128 if all(width % 64 == 0 for width in widths) else 64
+
+
+def tile(*shape: int, dtype: Any, swizzle: int) -> Any:
     """Tiles in shared memory, that warpgroups multiply."""
-    swizzle = 128 if shape[-1] % 64 == 0 else 64
     tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
@@ -130,23 +134,35 @@ class Rows:
         columns = key_RC.shape[1]
         return (key_RC >= wide(self.first_R, columns)) & (key_RC < wide(self.last_R, columns))
 
-    def kept(self, values_RC: Array, key_RC: Array) -> Array:
-        """The values that dropout keeps, not yet scaled by 1/(1-rate); the others 0."""
-        if self.words is None:
-            return values_RC
+    def kept(self, p_RC: Array, key_RC: Array) -> Array:
+        """The probabilities that dropout keeps, not yet scaled by 1/(1-rate); the others 0."""
+        return p_RC if self.words is None else jnp.where(self._keep(key_RC), p_RC, 0.0)
+
+    def _keep(self, key_RC: Array) -> Array:
+        assert self.words is not None
         columns = key_RC.shape[1]
         bits = RandomBits(wide(self.words.a, columns), wide(self.words.b, columns)).last(key_RC)
-        return jnp.where(bits >= jnp.uint32(self.form.keep_from), values_RC, 0.0)
+        return bits >= jnp.uint32(self.form.keep_from)
 
     def probabilities(self, scores_RC: Array, key_RC: Array, scale: float, masked: bool) -> Array:
-        """Those of the forward pass again, of products of queries and keys."""
+        """Those of the forward pass again, of products of queries and keys; negative where dropout drops them, which
+        takes half of the registers of both."""
         if masked:
             scores_RC = jnp.where(self.seen(key_RC), scores_RC, -jnp.inf)
-        return jnp.exp2(scores_RC * (scale * LOG2_E) - wide(self.sums_R, key_RC.shape[1]))
+        p_RC = jnp.exp2(scores_RC * (scale * LOG2_E) - wide(self.sums_R, key_RC.shape[1]))
+        return p_RC if self.words is None else jnp.where(self._keep(key_RC), p_RC, -p_RC)
 
-    def score_gradients(self, p_RC: Array, kept_RC: Array, dp_RC: Array) -> Array:
-        """Of the gradients of the probabilities that dropout kept."""
-        return kept_RC * (dp_RC * (1 / (1 - self.form.rate))) - p_RC * wide(self.inner_R, p_RC.shape[1])
+    def score_gradients(self, p_RC: Array, dp_RC: Array) -> Array:
+        """Of these probabilities, and the gradients of what dropout made of them."""
+        inner_RC = wide(self.inner_R, p_RC.shape[1])
+        if self.words is None:
+            return p_RC * (dp_RC - inner_RC)
+        return positive(p_RC) * (dp_RC * (1 / (1 - self.form.rate))) - jnp.abs(p_RC) * inner_RC
+
+
+def positive(p_RC: Array) -> Array:
+    """The probabilities that dropout keeps."""
+    return jnp.maximum(p_RC, 0.0)
 
 
 def columns_from(first: Array, columns: int) -> Array:
