@@ -1,10 +1,14 @@
-"""One GPU: the rate of matrix products, our step in several forms, PyTorch's, and the best of both in turn.
+"""One GPU: attention, the rate of matrix products, our step in several forms, PyTorch's, and the best of both in turn.
+
+It has not run on a GPU yet; on CPUs it has (`--device cpu`, a tiny model).
 
     benchmarks/gpu.sh [PRESET] [train.py's flags] [--device gpu|cpu] [--minutes N] [--out PREFIX]
 
-PRESET is gpt2-1.2b. Every form is a process of its own, measured by itself; then the fastest of ours and the fastest of
-PyTorch's run in turn, A B A B. A form that fails (out of memory, say) is listed as failed, and what does not fit into
-the minutes as left out. Results go to PREFIX.json and PREFIX.md, written anew after every form.
+PRESET is gpt2-1.2b. First come the implementations of attention (`gpu_forms.py`): which are right here, how fast they
+are beside PyTorch's, what training would choose. Then every form of the step is a process of its own, measured by
+itself, and at last the fastest of ours and the fastest of PyTorch's run in turn, A B A B. A form that fails (out of
+memory, say) is listed as failed, and what does not fit into the minutes as left out. Results go to PREFIX.json and
+PREFIX.md, written anew after every result.
 """
 
 import argparse
@@ -19,6 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import gpu_forms
 from paired import Failed, Side, in_turn, parse_own
 
 from megajax.config import Config
@@ -31,10 +36,12 @@ BENCHMARKS = Path(__file__).resolve().parent
 DATA_SHEET = 989e12  # dense bf16 FLOP/s of an H200: what MFU is measured by
 STEPS, ROUNDS = 5, 3
 RESERVE = 75.0  # seconds kept for the best two in turn
+ATTENTION = 0.45  # share of the time
 
-# Ours, by expectation (docs/gpu.md): rows of a microbatch, recomputation, layers scanned, dropout.
-OURS = [(16, "none", False, 0.0), (24, "none", False, 0.0), (16, "selective", True, 0.0), (16, "none", False, 0.1)]
-OURS += [(8, "none", False, 0.0), (24, "selective", False, 0.0), (8, "layer", True, 0.0)]
+# Ours, by expectation (docs/gpu.md): rows of a microbatch, recomputation, layers scanned, dropout, attention.
+OURS = [(16, "none", False, 0.0, "cudnn"), (16, "none", False, 0.1, "kernel"), (16, "none", False, 0.0, "kernel")]
+OURS += [(24, "none", False, 0.0, "cudnn"), (16, "selective", True, 0.0, "cudnn"), (16, "none", False, 0.1, "blocks")]
+OURS += [(8, "none", False, 0.0, "cudnn"), (24, "selective", False, 0.0, "cudnn"), (8, "layer", True, 0.0, "cudnn")]
 TINY = [
     "--model.num-layers",
     "2",
@@ -59,6 +66,7 @@ class Report:
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
             "device": device,
             "versions": {},
+            "attention": {},
             "forms": [],
             "pairs": {},
             "left_out": [],
@@ -84,11 +92,12 @@ class Report:
             f"{model.hidden_size}, {model.num_heads} heads, sequence {model.sequence_length}, {self.config.precision}.",
             "MFU is of 989 TFLOP/s; the share of products is their time, each measured alone, by the step's.",
             "",
-            "| side | batch | remat | layers | dropout | ms | tokens/s | TFLOP/s | MFU | products | peak GiB |",
-            "|---|---|---|---|---|---|---|---|---|---|---|",
+            "| side | batch | remat | layers | dropout | attention | ms | tokens/s | TFLOP/s | MFU | products | GiB |",
+            "|---|---|---|---|---|---|---|---|---|---|---|---|",
         ]
         for form in tables["forms"]:
-            start = f"| {form['side']} | {form['batch']} | {form['remat']} | {form['layers']} | {form['dropout']} |"
+            start = f"| {form['side']} | {form['batch']} | {form['remat']} | {form['layers']} | {form['dropout']} | "
+            start += f"{form['attention']} |"
             if "failed" in form:
                 lines.append(f"{start} failed: {form['failed']} | | | | | |")
                 continue
@@ -104,7 +113,7 @@ class Report:
                 "",
                 f"In turn, {ROUNDS} rounds: ours {pairs['ours']}, PyTorch {pairs['peer']}: ratio {pairs['ratio']:.3f}.",
             ]
-        return "\n".join(lines) + "\n"
+        return "\n".join([*lines, *gpu_forms.tables(tables["attention"])]) + "\n"
 
 
 def measure(report: Report, name: str, command: list[str], form: dict, environment: dict) -> Side | None:
@@ -136,6 +145,13 @@ def sweep(report: Report, flags: list[str], device: str, seconds: float) -> None
     """All forms that fit into the time, then the best two in turn."""
     began = time.perf_counter()
     environment = {"JAX_PLATFORMS": "cpu"} if device == "cpu" else {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+
+    def found(table: str, result: dict) -> None:
+        print(f"attention, {table}: {result}", file=sys.stderr)
+        report.tables["attention"].setdefault(table, []).append(result)
+        report.write()
+
+    gpu_forms.measure(flags, device, ATTENTION * seconds, os.environ | environment, found)
     ours = [sys.executable, str(BENCHMARKS / "throughput.py"), *flags, "--device", device, "--serve"]
     torch = [
         sys.executable,
@@ -149,16 +165,17 @@ def sweep(report: Report, flags: list[str], device: str, seconds: float) -> None
     longest = 0.0
     commands: dict[str, dict[float, list[str]]] = {"megajax": {}, "torch, compiled": {}}
     forms = [("megajax", *form) for form in OURS]
-    forms[2:2] = [("torch, compiled", rows, "none", False, 0.0) for rows in (16, 8)]
-    for name, rows, remat, scanned, dropout in forms:
+    forms[2:2] = [("torch, compiled", rows, "none", False, 0.0, "auto") for rows in (16, 8)]
+    for name, rows, remat, scanned, dropout, attention in forms:
         form = {"batch": rows, "remat": remat, "layers": "scanned" if scanned else "unrolled", "dropout": dropout}
+        form["attention"] = attention if device == "gpu" else "auto"
         elapsed = time.perf_counter() - began
         if elapsed + longest + RESERVE > seconds:
             report.tables["left_out"].append(f"{name} {form}")
             continue
         command = [*(ours if name == "megajax" else torch), "--model.dropout", str(dropout), "--train.remat", remat]
         command += ["--train.microbatch", str(rows), "--train.global-batch", str(rows)]
-        command += ["--model.scan-layers", str(scanned).lower()]
+        command += ["--model.scan-layers", str(scanned).lower(), "--model.attention", form["attention"]]
         side = measure(report, name, command, form, environment)
         if side is not None:
             side.close()
@@ -196,7 +213,7 @@ def main() -> None:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--device", choices=("cpu", "gpu"), default="gpu")
-    parser.add_argument("--minutes", type=float, default=8.5)
+    parser.add_argument("--minutes", type=float, default=9.5)
     parser.add_argument("--out")
     own, flags = parse_own(parser)
     if not flags or flags[0].startswith("--"):

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Every part of megajax once, small, on one GPU, 10 minutes at most: what runs and what does not, not how fast.
+# It has not run on a GPU yet; on CPUs it has.
 #
 #   benchmarks/gpu_smoke.sh [--device gpu|cpu] [--minutes N] [--keep FOLDER]
 #
@@ -74,8 +75,22 @@ import sys, jax
 print(jax.__version__, jax.devices())
 sys.exit(jax.default_backend() != sys.argv[1])' "$device"
 
+# Attention: every implementation beside our blocks in fp32, in small; then what training compares, takes and keeps.
+implementations=(blocks)
+[[ $device == gpu ]] && implementations=(kernel cudnn blocks)
+for each in "${implementations[@]}"; do
+    step "attention-$each" "$python" benchmarks/gpu_attention.py --implementation "$each" --device "$device" --check \
+        --seconds 40
+done
 train run demo --precision bf16 --model.dropout 0
 step resume "$python" -m megajax train "$run/config.toml" --train.steps 12 --resume must
+if [[ $device == gpu ]]; then
+    step choice grep -E 'attention: .+ is taken; compared' "$run/log.txt"
+    step choice-kept grep 'is taken, as measured before' "$run/log.txt"
+    for each in kernel blocks; do
+        train "asked-$each" demo --precision bf16 --model.dropout 0 --model.attention "$each"
+    done
+fi
 step eval "$python" -m megajax eval perplexity --checkpoint "$run"
 step generate "$python" -m megajax generate --checkpoint "$run" --prompt "def read(" --max-tokens 16
 step export "$python" -m megajax convert export-hf "$run" "$folder/exported"

@@ -65,7 +65,8 @@ def work(config: Config) -> None:
 
     def products() -> dict:
         block = program.backend.block_of(config.model.sequence_length)
-        if program.backend.fused_attention and config.model.dropout == 0:
+        kernel = program.backend.attention[0] == "kernel"
+        if kernel or (program.backend.fused_attention and config.model.dropout == 0):
             block = config.model.sequence_length  # cuDNN's own products are not known: counted whole
         of_microbatch = step_products(config.model, config.train.microbatch, block)
         dtype = jax.tree.leaves(program.layout.shapes.params)[0].dtype

@@ -1,10 +1,13 @@
 """What is done differently on CPUs and on GPUs, all of it; docs/benchmarks says what was measured."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from jax.sharding import Mesh
 
+BLOCKS = ("blocks",)  # the implementation of attention that every device has
 _MOST_BLOCKS = 32
 
 
@@ -13,11 +16,23 @@ class Backend:
     """The forms that suit a kind of device. They change speed and memory, never the result beyond rounding."""
 
     unroll_layers: float  # `--model.scan-layers auto` unrolls up to this many layers of a chunk; more are one scan
-    fused_attention: bool  # attention without dropout in half precision is cuDNN's
+    attention: tuple[str, ...]  # its implementations (`models/attend.py`): the first that can is taken
     query_block: int  # our own attention takes the queries in blocks of this many (`block_of`)
     scores_bytes: int | None  # and so many heads at once that a block's scores take at most this; None: all heads
     transposed_copies: bool  # the input of a weight gradient's product is transposed by a copy, not by the product
     expert_block: int = 128  # dropless experts multiply so many rows at a time (`parallel/grouped.py`)
+
+    @property
+    def fused_attention(self) -> bool:
+        """Whether attention may be one whose scores never reach memory."""
+        return self.attention != BLOCKS
+
+    def asked(self, attention: str) -> "Backend":
+        """As `--model.attention` says. Where that cannot compute an attention, as in an evaluation elsewhere, our own
+        blocks do; a device that has no other implementation has these whatever is asked."""
+        if attention == "auto" or not self.fused_attention:
+            return self
+        return replace(self, attention=tuple(dict.fromkeys((attention, *BLOCKS))))
 
     def block_of(self, length: int) -> int:
         """Queries of a block of our own attention: half of the sequence, since keys after a block are left out; within
@@ -27,11 +42,42 @@ class Backend:
 
 # Scores of 16 MiB stay in the cache. XLA's fast products (YNNPACK) do not take a transposed left operand.
 CPU = Backend(
-    unroll_layers=8, fused_attention=False, query_block=256, scores_bytes=2**24, transposed_copies=True, expert_block=64
+    unroll_layers=8, attention=BLOCKS, query_block=256, scores_bytes=2**24, transposed_copies=True, expert_block=64
 )
-GPU = Backend(unroll_layers=math.inf, fused_attention=True, query_block=128, scores_bytes=None, transposed_copies=False)
+# Our kernel is not among these, since no GPU has run it: a run takes it after having compared it (`CANDIDATES`).
+GPU = Backend(
+    unroll_layers=math.inf,
+    attention=("cudnn", *BLOCKS),
+    query_block=128,
+    scores_bytes=None,
+    transposed_copies=False,
+)
+
+# What a run on GPUs decides by measuring at its start (`program/measured.py`): the forms of a computation by name, each
+# as fields of the backend. A further form is a further entry. Unrolled or scanned layers are not measured: a step would
+# have to be compiled in both forms, which takes minutes.
+CANDIDATES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "attention": {
+        "cudnn": {"attention": ("cudnn", *BLOCKS)},
+        "kernel": {"attention": ("kernel", *BLOCKS)},
+        **{f"blocks of {size}": {"attention": BLOCKS, "query_block": size} for size in (128, 256, 512)},
+    },
+    "weight gradients": {
+        "transposed by the product": {"transposed_copies": False},
+        "transposed by a copy": {"transposed_copies": True},
+    },
+}
 
 
 def backend_of(mesh: Mesh) -> Backend:
     """The backend of a mesh's devices."""
-    return CPU if mesh.devices.flat[0].platform == "cpu" else GPU
+    return CPU if _is_cpu(mesh) else GPU
+
+
+def candidates_of(mesh: Mesh) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
+    """What a run on these devices measures."""
+    return {} if _is_cpu(mesh) else CANDIDATES
+
+
+def _is_cpu(mesh: Mesh) -> bool:
+    return mesh.devices.flat[0].platform == "cpu"

@@ -3,12 +3,13 @@
 import contextlib
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 # The prefix of cuDNN's attention operations in a jaxpr; selective recomputation saves their results. Hoped for:
 # `checkpoint_name` on the statistics of `jax.nn.dot_product_attention`, which its forward pass does not return.
 FUSED_FORWARD = "dot_product_attention_fwd"
 
+_interpreting = False
 _CUDNN_ATTENTION = "jax._src.cudnn.fused_attention_stablehlo"
 
 
@@ -37,3 +38,25 @@ def imagined_cudnn(version: int, capability: float) -> Iterator[None]:
     finally:
         for name, function in before.items():
             setattr(attention, name, function)
+
+
+def kernels_are_interpreted() -> bool:
+    """Whether this is inside `interpreted_kernels`."""
+    return _interpreting
+
+
+@contextlib.contextmanager
+def interpreted_kernels(*, detect_races: bool = False) -> Iterator[Callable[[], bool]]:
+    """Inside, kernels for GPUs that are traced are interpreted on the CPU; yields a function that says whether a race
+    was found. Hoped for: `InterpretGPUParams` and all of this in `jax.experimental.pallas.mosaic_gpu`."""
+    global _interpreting
+    interpret = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.params")
+    callbacks = importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks")
+    params = interpret.InterpretGPUParams(detect_races=detect_races)
+    with interpret.force_gpu_interpret_mode(params):
+        _interpreting = True
+        try:
+            yield lambda: callbacks.get_races().races_found
+        finally:
+            _interpreting = False
+            callbacks.reset_gpu_interpret_mode_state()

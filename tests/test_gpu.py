@@ -10,10 +10,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from tiny import tiny_config
 
-from megajax.backend import GPU
+from megajax.backend import BLOCKS, GPU
 from megajax.mesh import make_mesh
-from megajax.models.attend import Setting, attend, cudnn_can
+from megajax.models.attend import attend, cudnn_can
 from megajax.models.attention_mask import CAUSAL, AttentionMask
+from megajax.models.attention_setting import Setting
 from megajax.parallel.random import Dropout
 from megajax.verify import compare, trace
 
@@ -80,5 +81,5 @@ def test_cudnn_attention_is_our_own(gpu, heads, head_size, length, seen):
 
         return [np.asarray(array, np.float32) for array in both(*arrays_BTHK)]
 
-    for fused, own in zip(run(GPU), run(dataclasses.replace(GPU, fused_attention=False)), strict=True):
+    for fused, own in zip(run(GPU), run(dataclasses.replace(GPU, attention=BLOCKS)), strict=True):
         np.testing.assert_allclose(fused, own, rtol=0, atol=0.02 * np.abs(own).max())

@@ -1,9 +1,11 @@
-"""Attention of heads, by the first implementation that can: another one is a further entry of `IMPLEMENTATIONS`.
+"""Attention of heads, by the first of the backend's implementations that can: another one is a further entry of
+`IMPLEMENTATIONS`.
 `save_expensive` (`models/remat.py`) has to know what the backward pass of each needs.
 
 Letters: B batch, T queries, S keys, H heads, of keys and values maybe fewer, K head size.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -11,39 +13,32 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from megajax.backend import Backend
-from megajax.models.attention_mask import FROM_START, AttentionMask, Places
-from megajax.models.blocked_attention import OWN_KEYS, Drop, Method, blocked_attention
-from megajax.parallel.collectives import TENSOR, Axes, axis_index
-from megajax.parallel.random import Dropout
-
-
-class Setting(NamedTuple):
-    """What attention depends on beside queries, keys and values."""
-
-    visible: AttentionMask
-    dropout: Dropout  # of the probabilities, the same for a query and a key wherever they are computed
-    backend: Backend
-    places: Places = FROM_START
-    head_axes: Axes = TENSOR  # that heads are sharded over
+from megajax.models import fused_attention
+from megajax.models.attention_mask import FROM_START
+from megajax.models.attention_setting import Setting
+from megajax.models.blocked_attention import OWN_KEYS, Method, blocked_attention
 
 
 @jax.named_scope("attend")
 def attend(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
     """Attention of this device's heads, [B, T, H, K]."""
-    by = next(attend for can, attend in IMPLEMENTATIONS if can(q_BTHK, setting))
-    return by(q_BTHK, k_BSHK, v_BSHK, setting)
+    return IMPLEMENTATIONS[implementation(q_BTHK, setting)].attend(q_BTHK, k_BSHK, v_BSHK, setting)
+
+
+def implementation(q_BTHK: Array, setting: Setting) -> str:
+    """Which one computes this attention."""
+    return next(name for name in setting.backend.attention if IMPLEMENTATIONS[name].can(q_BTHK, setting))
 
 
 def cudnn_can(q_BTHK: Array, setting: Setting) -> bool:
     """Whether the fused attention of GPUs can do this, by types and static values alone: half precision; causality,
     padding and sliding windows back from the query. Its dropout would depend on the mesh, and documents are private
     there."""
-    visible, dropout, backend, places, _ = setting
+    visible = setting.visible
     window_fits = visible.window is None or (visible.causal and visible.num_keys_B is None)
     limited = visible.first_key_BT is not None or not window_fits
-    fits = backend.fused_attention and cudnn_has(q_BTHK.shape[-1], q_BTHK.dtype)
-    return fits and places == FROM_START and dropout.rate == 0 and not limited
+    fits = cudnn_has(q_BTHK.shape[-1], q_BTHK.dtype) and setting.places == FROM_START
+    return fits and setting.dropout.rate == 0 and not limited
 
 
 def cudnn_has(head_size: int, dtype: DTypeLike) -> bool:
@@ -71,17 +66,19 @@ def _by_blocks(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) ->
 
 def attend_in_blocks(method: Method, q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
     """In blocks of queries, whatever these see, with dropout that no mesh changes."""
-    limits = setting.visible, _drop_of_heads(setting, q_BTHK.shape[2])
+    limits = setting.visible, setting.drop_of_heads(q_BTHK.shape[2])
     return blocked_attention(method, setting.backend, q_BTHK, k_BSHK, v_BSHK, setting.places, limits)
 
 
-def _drop_of_heads(setting: Setting, num_heads: int) -> Drop:
-    """Dropout of every sample and of each of this device's heads, [B, H]."""
-    if setting.dropout.rate == 0:
-        return None
-    head_H = axis_index(setting.head_axes) * num_heads + jnp.arange(num_heads, dtype=jnp.int32)
-    return Dropout(setting.dropout.rate, setting.dropout.bits_B[:, None].fold(head_H[None, :]))
+class Implementation(NamedTuple):
+    """A way to compute attention."""
+
+    can: Callable[[Array, Setting], bool]  # (queries, setting): whether it can do this, by types and static values
+    attend: Callable[[Array, Array, Array, Setting], Array]  # (queries, keys, values, setting) -> heads
 
 
-# Whether it can do this, by types and static values alone; and (queries, keys, values, setting) -> heads.
-IMPLEMENTATIONS = [(cudnn_can, _by_cudnn), (lambda q_BTHK, setting: True, _by_blocks)]
+IMPLEMENTATIONS = {
+    "cudnn": Implementation(cudnn_can, _by_cudnn),
+    "kernel": Implementation(fused_attention.can, fused_attention.attend),
+    "blocks": Implementation(lambda q_BTHK, setting: True, _by_blocks),
+}

@@ -11,7 +11,8 @@ from flax import nnx
 from jax import Array
 
 from megajax.backend import Backend
-from megajax.models.attend import Setting, attend
+from megajax.models.attend import attend
+from megajax.models.attention_setting import Setting
 from megajax.models.config import ModelConfig
 from megajax.models.context import Context
 from megajax.models.context_attention import attend_to_others

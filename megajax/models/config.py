@@ -135,6 +135,12 @@ class ModelConfig(ModelSizes):
     dropout: Annotated[
         float, "dropout probability for embeddings, attention probabilities and both residual branches", SHARE, NOTHING
     ] = 0.1
+    attention: Annotated[
+        Literal["auto", "blocks", "cudnn", "kernel"],
+        "what computes attention on a GPU: XLA, in blocks of queries; cuDNN; or our own kernel for Hopper GPUs; auto: "
+        "what training finds correct and fastest there when it starts (docs/gpu.md). On CPUs always blocks",
+        NOTHING,
+    ] = "auto"
     context_attention: Annotated[
         Literal["auto", "heads", "gather"],
         "how context-parallel attention communicates: heads exchanges heads for tokens "

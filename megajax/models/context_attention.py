@@ -21,8 +21,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.models.attend import Setting, attend, attend_in_blocks
+from megajax.models import fused_attention
+from megajax.models.attend import attend, attend_in_blocks, implementation
 from megajax.models.attention_mask import AttentionMask, Pieces, Places
+from megajax.models.attention_setting import Setting
 from megajax.models.blocked_attention import Drop, Method, attention_sums, backward_of_heads
 from megajax.models.config import ModelConfig
 from megajax.parallel.boundary import RegionBoundary
@@ -127,6 +129,8 @@ def _received(x: Array) -> Array:
 
 
 def _by_gathering(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, setting: Setting) -> Array:
+    if implementation(q_BTHK, setting) == "kernel":
+        return fused_attention.attend(q_BTHK, k_BTHK, v_BTHK, setting, fused_attention.Exchange(_gathered, _scattered))
     method = Method(_forward_of_heads, _backward_of_heads, _gathered, _scattered)
     return attend_in_blocks(method, q_BTHK, k_BTHK, v_BTHK, setting)
 

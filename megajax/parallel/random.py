@@ -76,6 +76,10 @@ class RandomBits:
         """The bits (uint32) at the last coordinate: one mixing round per element instead of two."""
         return _mix_a(self.a + index.astype(jnp.uint32) * jnp.uint32(_GOLDEN)) ^ self.b
 
+    def from_index(self, start: Array) -> "RandomBits":
+        """The state whose `last(n)` is this one's `last(start + n)`."""
+        return RandomBits(self.a + start.astype(jnp.uint32) * jnp.uint32(_GOLDEN), self.b)
+
 
 @partial(jax.jit, inline=True)
 def _folded(bits: RandomBits, index: Array) -> RandomBits:

@@ -21,8 +21,11 @@ GPU is an H100, SXM. The data sheets of H100 and H200 have fp8 with sparsity, tw
 a100 and b200:
 
 - products 0.70: two published runs on H100s, MaxText's of 7B and Megatron-LM's of 16B (docs/plan-time.md).
-- attention 0.40: the 9 ms that docs/gpu.md's figures assume for the 3.6 TFLOP of 8,192 tokens of gpt2-1.2b.
-- traffic 4.3 of 4.8 TB/s: docs/gpu.md's assumption.
+- attention 0.40: the 9 ms that gpu-compiled.md's figures assume for the 3.6 TFLOP of 8,192 tokens of gpt2-1.2b.
+- our own kernel (`Kernel`), which no GPU has run: the products at the same share of the peak, heads padded to multiples
+  of 64; and the hash of dropout, 512 cycles of a multiprocessor for 64 x 64 scores, in which it could do products of
+  512 FLOP a score (counted in the kernel's instructions), in each of its three passes.
+- traffic 4.3 of 4.8 TB/s: gpu-compiled.md's assumption.
 - in a server: all-reduces at 475 of 450 GB/s, since switches add (8 H200, NVIDIA/nccl-tests#272; 480 on H100,
   NVIDIA/nccl#1374), other collectives, and all on a100, at 370 of 450 (nccl#1374).
 - between servers: 48.5 of 50 GB/s of an adapter (nccl-tests#267); a small all-reduce over two servers takes 46 us
@@ -33,9 +36,9 @@ Of v100: products 0.75, an assumption; traffic: the paper's 39 TFLOP/s of one GP
 and 8 GPUs; links as on a100.
 
 **Traffic of a layer** (`Traffic`): passes over an activation, forward and backward together, fitted to the bytes that
-programs compiled for H200s move outside of products and fused attention (docs/gpu.md: gpt2-1.2b unrolled, and llama3-8b
-on tensor 8 unrolled with and without a split sequence: three figures for three numbers). The paper's programs are taken
-to make as many passes.
+programs compiled for H200s move outside of products and fused attention (docs/benchmarks/gpu-compiled.md: gpt2-1.2b
+unrolled, and llama3-8b on tensor 8 unrolled with and without a split sequence: three figures for three numbers). The
+paper's programs are taken to make as many passes.
 """
 
 import re
@@ -63,8 +66,17 @@ class Efficiency:
 
 
 @dataclass(frozen=True)
+class Kernel:
+    """Our own kernel for attention (`megajax/kernels/`), by an estimate."""
+
+    padding: int = 64  # heads are padded to a multiple of so many features
+    hash: float = 512.0  # of dropout, for a score and pass: FLOP of products that would take as long at the peak
+    passes: int = 2  # backward that each hash once: for the queries, and for keys and values
+
+
+@dataclass(frozen=True)
 class Overlap:
-    """What share of a communication runs beside computation, at most as long as that takes (docs/gpu.md, "What
+    """What share of a communication runs beside computation, at most as long as that takes (gpu-compiled.md, "What
     overlaps": read from programs compiled for H200s)."""
 
     tensor_forward: float = 0.0  # all-reduces of a layer
@@ -87,10 +99,10 @@ class Traffic:
     inside: float = 1.9  # over those inside, of queries, keys, values, heads and the MLP's two, divided over `tensor`
     gathered: float = 22.0  # beside these over a split sequence's gathered [tokens, hidden]
     dispatched: float = 12.0  # over the rows of experts: each way they are gathered, turned, brought back, weighed
-    scanned: float = 1.5  # factor where layers run as one scan (1.3 to 2.0 in docs/gpu.md's programs)
+    scanned: float = 1.5  # factor where layers run as one scan (1.3 to 2.0 in gpu-compiled.md's programs)
     # Bytes for every score of attention that is not fused, forward and backward, in half precision, and for its dropout
-    # (on H200s together 52 of a score that causality leaves: docs/gpu.md, 701 beside 348 GB; without dropout 27:
-    # docs/gpu.md, 42,063 GB).
+    # (on H200s together 52 of a score that causality leaves: gpu-compiled.md, 701 beside 348 GB; without dropout 27:
+    # gpu-compiled.md, 42,063 GB).
     scores: float = 27.0
     dropped: float = 25.0
     all_scores: bool = False  # whether scores after a token are computed, too
@@ -113,6 +125,7 @@ class Machine:
     network: float  # of a GPU, to other servers
     multiprocessors: int  # of a GPU, among which the tiles of a product are divided
     fused_attention: bool = True  # there is one without dropout
+    kernel: Kernel | None = None  # there is our own, with dropout and any mask
     efficiency: Efficiency = field(default_factory=Efficiency)
     overlap: Overlap = field(default_factory=Overlap)
     traffic: Traffic = field(default_factory=Traffic)
@@ -136,8 +149,8 @@ _HOPPER = _peak(989e12, 67e12, 34e12, fp8=1979e12)
 MACHINES = {
     machine.name: machine
     for machine in (
-        Machine("h100", 80 * GIB, _HOPPER, 3.35e12, 8, 450e9, 50e9, 132, efficiency=_SHARP),
-        Machine("h200", 151_397_597_184, _HOPPER, 4.8e12, 8, 450e9, 50e9, 132, efficiency=_SHARP),
+        Machine("h100", 80 * GIB, _HOPPER, 3.35e12, 8, 450e9, 50e9, 132, kernel=Kernel(), efficiency=_SHARP),
+        Machine("h200", 151_397_597_184, _HOPPER, 4.8e12, 8, 450e9, 50e9, 132, kernel=Kernel(), efficiency=_SHARP),
         Machine("a100", 80 * GIB, _peak(312e12, 19.5e12, 9.7e12), 2.039e12, 8, 300e9, 25e9, 108),
         Machine(
             "v100", 32 * GIB, _peak(130e12, 15.7e12, 7.8e12, bf16=False), 0.9e12, 16, 150e9, 6.25e9, 80,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from megajax.backend import CPU, GPU, Backend
+from megajax.backend import BLOCKS, CPU, GPU, Backend
 from megajax.config import Config
 from megajax.pipeline.deferral import Deferring
 from megajax.pipeline.schedule import make_schedule
@@ -58,7 +58,7 @@ class Memory:
 
 def backend_of(machine: Machine) -> Backend:
     """The forms that suit a GPU, cuDNN's attention if there is one."""
-    return GPU if machine.fused_attention else replace(GPU, fused_attention=False)
+    return GPU if machine.fused_attention else replace(GPU, attention=BLOCKS)
 
 
 def memory(config: Config, backend: Backend = GPU, cost: StepCost | None = None) -> Memory:
@@ -222,9 +222,9 @@ class Temporaries:
     def _scores(self) -> int:
         """Scores, probabilities and their gradients of as many heads as are computed at once, of all blocks of queries:
         these are unrolled, and XLA runs them in any order."""
-        if self.cost.layer.fused:
-            return 0
         step = self.step
+        if self.cost.layer.fused or (self.backend.fused_attention and step.config.model.attention == "kernel"):
+            return 0
         group, heads = step.attention_heads // step.attention_kv_heads, step.rows * step.attention_kv_heads
         if self.backend.scores_bytes is not None:
             queries = step.queries

@@ -11,7 +11,7 @@ from megajax.plan.compiled import Compilation
 from megajax.plan.machines import GIB, Machine
 from megajax.plan.memory import Memory, backend_of, memory
 from megajax.plan.sizes import Sizes
-from megajax.plan.time import in_order, step_time
+from megajax.plan.time import StepModel, in_order
 from megajax.plan.traced import step_cost
 from megajax.plan.update import dealt
 from megajax.program.program import training_way
@@ -25,13 +25,15 @@ _NAMES = {
     "factors": "factors of deferred weight gradients",
     "hand_overs": "communication: p2p between stages",
 }
+_OWN_KERNEL = "  attention by our own kernel, an estimate: no GPU has run it (without it: --model.attention blocks)"
 _TRACED = {True: ", as in the traced program", False: "; the traced program differs"}
 
 
 def figures(preset: str, config: Config, machine: Machine, compilation: Compilation | None) -> dict[str, Any]:
     """What is known of a training step of a valid configuration, as JSON has it, and what a compiler makes of it if it
     was asked."""
-    needed, time = memory(config, backend_of(machine)), step_time(config, machine)
+    needed, model = memory(config, backend_of(machine)), StepModel(config, machine)
+    time = model.time(config.pipeline)
     plan: dict[str, Any] = {
         "preset": preset,
         "gpu": machine.name,
@@ -53,6 +55,7 @@ def figures(preset: str, config: Config, machine: Machine, compilation: Compilat
         "step_parts": time.parts,
         "tokens_per_second": time.tokens_per_second,
         "mfu": time.mfu,
+        "own_kernel": model.work.kernel is not None,
     }
     return plan | ({"compiled": _compiled(config, compilation)} if compilation else {})
 
@@ -138,4 +141,5 @@ def _time(plan: dict[str, Any]) -> list[str]:
         f"predicted (docs/plan-time.md): {seconds:.3f} s per step, "
         f"{plan['tokens_per_second']:,.0f} tokens/s, MFU {plan['mfu']:.1%}",
         f"  of it {', '.join(parts)}",
+        *([_OWN_KERNEL] if plan["own_kernel"] else []),
     ]

@@ -64,6 +64,11 @@ def _coarse(backend: Backend) -> Backend:
     return replace(backend, query_block=_LARGEST_BLOCK, scores_bytes=None, expert_block=1)
 
 
+def _attention(config: Config) -> Any:
+    """What computes it where it is traced: our own kernel sends and keeps what blocks do."""
+    return "blocks" if config.model.attention == "kernel" else config.model.attention
+
+
 def _of_one_microbatch(config: Config, remat: Any, splits_vocabulary: bool = False) -> Config:
     """The smallest run with the same layers and ends: one for many configurations."""
     sizes = [*vars(config.model).values(), config.model.padded_vocab_size]
@@ -74,7 +79,13 @@ def _of_one_microbatch(config: Config, remat: Any, splits_vocabulary: bool = Fal
     return Config(
         precision=config.precision,
         sequence_parallel=config.sequence_parallel,
-        model=replace(config.model, num_layers=pipe + config.model.dense_layers, scan_layers="true", bf16_layers="0,0"),
+        model=replace(
+            config.model,
+            num_layers=pipe + config.model.dense_layers,
+            scan_layers="true",
+            bf16_layers="0,0",
+            attention=_attention(config),
+        ),
         lora=config.lora,
         mesh=mesh,
         pipeline=PipelineConfig(vocabulary="split" if splits_vocabulary else "replicated", weight_gradients="deferred"),

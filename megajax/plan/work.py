@@ -10,8 +10,9 @@ from math import prod
 
 from megajax.backend import GPU
 from megajax.config import Config
+from megajax.models.fused_attention import HEAD_SIZES
 from megajax.plan.costs import Product, StepCost
-from megajax.plan.machines import Machine, peak_of
+from megajax.plan.machines import Kernel, Machine, peak_of
 from megajax.plan.sizes import Sizes
 from megajax.plan.update import dealt
 from megajax.precision import BESIDE
@@ -87,7 +88,7 @@ class Work:
     def layer_forward(self) -> Seconds:
         """Of a microbatch."""
         products = sum(self.product(*shape, in_float8=True) for shape in self._shapes)
-        attention, traffic = self._attention()
+        attention, _, traffic = self._attention()
         return Seconds(products, attention, traffic / 3 + self._traffic / 3, self.machine.efficiency.fixed / 3)
 
     def layer_again(self) -> Seconds:
@@ -105,9 +106,9 @@ class Work:
         products = sum(
             self.product(rows, columns, inner, count, in_float8=True) for rows, inner, columns, count in self._shapes
         )
-        attention, traffic = self._attention()
+        _, attention, traffic = self._attention()
         traffic = (traffic + self._traffic) * 2 / 3
-        return Seconds(products, 2.5 * attention, traffic, self.machine.efficiency.fixed * 2 / 3)
+        return Seconds(products, attention, traffic, self.machine.efficiency.fixed * 2 / 3)
 
     def weight_gradients(self) -> Seconds:
         """Of a layer and a microbatch, added to their sums; with LoRA of its adapters alone."""
@@ -156,21 +157,50 @@ class Work:
         products = zip(self._shapes, self.layer.products, strict=True)
         return max((rows * count for (rows, _, _, count), each in products if each.experts), default=0)
 
-    def _attention(self) -> tuple[float, float]:
-        """Of a layer: seconds of the products forward, backward being 2.5 times as many, and of the scores' traffic
-        forward and backward."""
+    @cached_property
+    def kernel(self) -> Kernel | None:
+        """Our own kernel where it computes attention: asked for, or faster where cuDNN cannot, by this estimate."""
+        model, kernel = self.config.model, self.machine.kernel
+        possible = self.sizes.item == 2 and model.head_size in HEAD_SIZES
+        if kernel is None or not possible or model.attention not in ("auto", "kernel"):
+            return None
+        asked = model.attention == "kernel"
+        faster = not self.layer.fused and sum(self._by_kernel(kernel)) < sum(self._by_blocks())
+        return kernel if asked or faster else None
+
+    def _attention(self) -> tuple[float, float, float]:
+        """Of a layer: seconds of computing forward and backward, and of the scores' traffic in both."""
+        if self.kernel is not None:
+            return *self._by_kernel(self.kernel), 0.0
+        if self.layer.fused:
+            seconds = self._seen * 4 * self.config.model.head_size / (self.peak * self.machine.efficiency.attention)
+            return seconds, 2.5 * seconds, 0.0
+        return self._by_blocks()
+
+    @property
+    def _seen(self) -> float:
+        """Scores of a layer that queries see, documents not counted."""
+        model, length = self.config.model, self.sizes.tokens
+        window = model.window_in(length) or length
+        of_token = length if self.sizes.bidirectional else window * (1 - window / (2 * length))
+        return self.sizes.rows * self.sizes.attention_heads * length * of_token
+
+    def _by_kernel(self, kernel: Kernel) -> tuple[float, float]:
+        model, efficiency = self.config.model, self.machine.efficiency
+        padded = -(-model.head_size // kernel.padding) * kernel.padding
+        products = self._seen * 4 * padded / (self.peak * efficiency.attention)
+        hashes = self._seen * kernel.hash / self.peak if model.dropout else 0.0
+        return products + hashes, 2.5 * products + kernel.passes * hashes
+
+    def _by_blocks(self) -> tuple[float, float, float]:
         model, passes, efficiency = self.config.model, self.machine.traffic, self.machine.efficiency
         length, heads = self.sizes.tokens, self.sizes.rows * self.sizes.attention_heads
-        if self.layer.fused:
-            window = model.window_in(length) or length
-            of_token = length if self.sizes.bidirectional else window * (1 - window / (2 * length))
-            return 4 * heads * length * of_token * model.head_size / (self.peak * efficiency.attention), 0.0
         seen, _ = self.sizes.scores_of_head(GPU)
         scores = heads * (length * self.sizes.queries if passes.all_scores else seen)
         padded = -(-model.head_size // _TILE) * _TILE / model.head_size
         products = 4 * scores * model.head_size * padded / (self.peak * efficiency.products)
         of_score = passes.scores + (passes.dropped if model.dropout else 0.0)
-        return products, self.moved(of_score * scores * self.sizes.item / 2)
+        return products, 2.5 * products, self.moved(of_score * scores * self.sizes.item / 2)
 
     def embedding(self) -> Seconds:
         """Forward and backward, of a microbatch: some passes over an activation."""

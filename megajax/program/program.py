@@ -56,7 +56,7 @@ class Program:
     ):
         self.config, self.mesh = config, mesh
         self.operand_dtype = operand_dtype or OPERAND_DTYPE.get(config.precision)
-        self.backend = backend or backend_of(mesh)
+        self.backend = (backend or backend_of(mesh)).asked(config.model.attention)
         self.model = CutModel(config.model, training_boundary(config), self.backend, config.lora)
         self.form = batch_form(config)
         self.layout = StateLayout(config, mesh, self.model)
@@ -135,7 +135,9 @@ class Program:
             return self
         constant: dict[str, Any] = {"ramp_start": 0, "ramp_increment": 0, "ramp_samples": 0}
         train = dataclasses.replace(self.config.train, global_batch=size, **constant)
-        return Program(dataclasses.replace(self.config, train=train), self.mesh, operand_dtype=self.operand_dtype)
+        return Program(
+            dataclasses.replace(self.config, train=train), self.mesh, self.backend, operand_dtype=self.operand_dtype
+        )
 
     @cached_property
     def local_rows(self) -> list[int]:
@@ -199,7 +201,9 @@ def training_way(config: Config) -> ContextWay:
 
 
 def _fusible(config: Config, dropout: float) -> bool:
-    """Whether attention of whole sequences is one that cuDNN has."""
+    """Whether attention of whole sequences is one that cuDNN has, or that is asked for."""
+    if config.model.attention != "auto":
+        return config.model.attention != "blocks"
     has_heads = cudnn_has(config.model.head_size, COMPUTE_DTYPE[config.precision])
     return has_heads and dropout == 0 and not config.data.reset_attention
 

@@ -11,8 +11,9 @@ from megajax.host.transcript import NAME, OLDER
 FORMAT = 1  # of run directories and their checkpoints
 MARK = "run.json"  # written before anything else
 IMPORTED = "imported.json"  # describes the model in another format that the weights come from (`convert/origin.py`)
+FORMS = "forms.json"  # which forms of attention and products were measured and taken (`runs/forms.py`)
 _PICTURES = ("loss.png", "experts.png")
-_FILES = ("config.toml", "metrics.jsonl", *_PICTURES, MARK, IMPORTED, "run.lock", "tracking.json", NAME, OLDER)
+_FILES = ("config.toml", "metrics.jsonl", *_PICTURES, MARK, IMPORTED, FORMS, "run.lock", "tracking.json", NAME, OLDER)
 _FOLDERS = ("processes", "data", "checkpoints", "tensorboard", "wandb", "mlflow", "profile")
 _ENTRIES = dict.fromkeys(_FILES, "a file") | dict.fromkeys(_FOLDERS, "a folder")
 

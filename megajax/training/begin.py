@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from megajax.backend import candidates_of
 from megajax.config import Config, DistributedConfig, profiled_steps, to_toml
 from megajax.data.files import write_atomically
 from megajax.errors import UserError
@@ -19,9 +20,11 @@ from megajax.host.transcript import transcript
 from megajax.models.registry import FAMILIES
 from megajax.optim.config import OptimizerConfig, check_cooldown
 from megajax.program.memory import check_memory
+from megajax.program.one_layer import check_attention
 from megajax.program.program import Program
 from megajax.runs.data import RunData, make_run_data, open_run_data
 from megajax.runs.directory import claimed, has_checkpoints, stored_optimizer
+from megajax.runs.forms import measured_backend
 from megajax.runs.init import check_first_weights, keep_init_tokenizer
 from megajax.runs.lock import RunLock
 from megajax.runs.metrics import is_of_dev, read_metrics
@@ -70,6 +73,10 @@ def train_here(config: Config, *, skip_finished: bool = False) -> None:
             return
         if is_first_process():
             transcript.begin(run_dir)
+        with display.phase("comparing forms of attention and products", announced=False):
+            backend = measured_backend(program, data.train, run_dir, candidates_of(program.mesh))
+        if backend != program.backend:
+            program = Program(program.config, program.mesh, backend)
         say(describe(program, data, earlier))
         with watched(display.phase):
             run = Trainer(program, data, lock)
@@ -98,6 +105,7 @@ def checked_program(config: Config) -> Program:
     """The program of a configuration that these devices can train."""
     validate(config, jax.device_count())
     program = Program.on(config)
+    check_attention(program)
     check_memory(program, training=True, rows=config.train.microbatch)
     return program
 

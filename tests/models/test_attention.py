@@ -11,10 +11,11 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.sharding import PartitionSpec as P
 
-from megajax.backend import CPU, GPU, Backend
+from megajax.backend import BLOCKS, CPU, GPU, Backend
 from megajax.mesh import make_mesh
-from megajax.models.attend import Setting, attend
+from megajax.models.attend import attend
 from megajax.models.attention_mask import CAUSAL, FROM_START, AttentionMask, Pieces, Places
+from megajax.models.attention_setting import Setting
 from megajax.models.blocked_attention import OWN_KEYS, blocked_attention
 from megajax.parallel.random import Dropout, RandomBits
 from megajax.plan import h200
@@ -24,7 +25,7 @@ BATCH, HEADS, HEAD_SIZE = 3, 4, 6
 QUERY_BLOCK = CPU.query_block
 SEED, STEP, LAYER = 11, 2, 3
 HEADS_SPLIT = P(None, None, "tensor")
-SMALL = Backend(unroll_layers=8, fused_attention=False, query_block=128, scores_bytes=None, transposed_copies=True)
+SMALL = Backend(unroll_layers=8, attention=BLOCKS, query_block=128, scores_bytes=None, transposed_copies=True)
 
 
 def positions(length: int) -> np.ndarray:
@@ -112,7 +113,7 @@ def heads_at_once(count: int) -> Backend:
     return dataclasses.replace(CPU, scores_bytes=count * CPU.block_of(QUERY_BLOCK + 1) * (QUERY_BLOCK + 1) * 4)
 
 
-OWN_ON_GPUS = dataclasses.replace(GPU, fused_attention=False)
+OWN_ON_GPUS = dataclasses.replace(GPU, attention=BLOCKS)
 CASES = {
     **{f"{length} tokens": {"length": length} for length in (1, QUERY_BLOCK - 1, QUERY_BLOCK, QUERY_BLOCK + 1, 600)},
     **{f"dropout, {length} tokens": {"rate": 0.3, "length": length} for length in (1, QUERY_BLOCK + 44)},

@@ -1,0 +1,70 @@
+"""Attention and its gradients by kernels for Hopper GPUs, of arrays of any length.
+
+Letters: B batch, T queries, S keys, H heads, N heads of keys, for H / N heads each, K head size.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from megajax.kernels.forward import forward
+from megajax.kernels.key_gradient import key_gradients
+from megajax.kernels.query_gradient import query_gradient
+from megajax.kernels.tiles import GROUPS, ROWS, Form
+from megajax.parallel.random import RandomBits
+from megajax.private import kernels_are_interpreted
+
+_BLOCK = GROUPS * ROWS  # all lengths are made multiples of it
+
+
+class Seen(NamedTuple):
+    """Which keys every query sees, by their numbers, and what dropout makes of the probabilities."""
+
+    first_BT: Array  # the first key, int32
+    last_BT: Array  # the key after the last one; a query with none gets zeros
+    bits_BHT: RandomBits | None = None  # the keys' numbers are the last coordinate that is folded in
+    rate: float = 0.0  # of dropout
+    pieces: int = 1  # of the queries, each of queries that follow one another: blocks are skipped in each
+
+
+def attention(q_BTHK: Array, k_BSNK: Array, v_BSNK: Array, seen: Seen) -> tuple[Array, Array]:
+    """Attention, [B, T, H, K], and a number for every query that `gradients` needs, fp32 [B, H, T]."""
+    length = q_BTHK.shape[1]
+    q, k, v = (_padded(x, 1) for x in (q_BTHK, k_BSNK, v_BSNK))
+    out_BTHK, sums_BHT = forward(q, k, v, _rows(seen), _form(q_BTHK, seen))
+    return out_BTHK[:, :length], sums_BHT[:, :, :length]
+
+
+def gradients(
+    q_BTHK: Array, k_BSNK: Array, v_BSNK: Array, out_BTHK: Array, sums_BHT: Array, grad_BTHK: Array, seen: Seen
+) -> tuple[Array, Array, Array]:
+    """The gradients of queries, keys and values, of what `attention` gave and the gradient of the result."""
+    # The sum over keys of probability times its gradient.
+    inner_BHT = jnp.einsum("BTHK,BTHK->BHT", out_BTHK.astype(jnp.float32), grad_BTHK.astype(jnp.float32))
+    rows = [*_rows(seen), _padded(jnp.stack([sums_BHT, inner_BHT], axis=2), 3)]
+    q, k, v, grad = (_padded(x, 1) for x in (q_BTHK, k_BSNK, v_BSNK, grad_BTHK))
+    form, num_keys = _form(q_BTHK, seen), k_BSNK.shape[1]
+    dq_BTHK = query_gradient(q, k, v, grad, rows, form)
+    dk_BSNK, dv_BSNK = key_gradients(q, k, v, grad, rows, form)
+    return dq_BTHK[:, : q_BTHK.shape[1]], dk_BSNK[:, :num_keys], dv_BSNK[:, :num_keys]
+
+
+def _rows(seen: Seen) -> list[Array]:
+    """What is known of every query, of those that are added nothing: they are multiplied by zeros."""
+    limits_B2T = _padded(jnp.stack([seen.first_BT, seen.last_BT], axis=1), 2)
+    if seen.bits_BHT is None:
+        return [limits_B2T]
+    return [limits_B2T, _padded(jnp.stack([seen.bits_BHT.a, seen.bits_BHT.b], axis=2), 3)]
+
+
+def _form(q_BTHK: Array, seen: Seen) -> Form:
+    length = q_BTHK.shape[1]
+    whole = length % _BLOCK == 0 and length // seen.pieces % ROWS == 0
+    return Form(q_BTHK.dtype, seen.rate, seen.pieces if whole else 1, kernels_are_interpreted())
+
+
+def _padded(x: Any, dim: int) -> Any:
+    """With zeros after it, so that blocks divide a dim."""
+    more = -x.shape[dim] % _BLOCK
+    return jnp.pad(x, [(0, more if n == dim else 0) for n in range(x.ndim)]) if more else x

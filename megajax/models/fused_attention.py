@@ -1,0 +1,124 @@
+"""Attention by our own kernels for Hopper GPUs (`megajax/kernels/`), whatever a query sees, with dropout that no mesh
+changes. No GPU has run it yet: it is checked in Pallas' interpreter and compiled for an H200.
+
+Letters: B batch, T queries, S keys, H heads, of keys and values maybe fewer, K head size.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from megajax.models.attention_mask import AttentionMask, Places
+from megajax.models.attention_setting import Setting
+from megajax.parallel.collectives import vary, varying_axes
+from megajax.parallel.random import Dropout
+
+HEAD_SIZES = (64, 96, 128, 256)
+
+
+class Exchange(NamedTuple):
+    """How keys and values of all tokens are got from those of a device; again for the backward pass."""
+
+    gathered: Callable[[Array], Array] = lambda x_BSHK: x_BSHK
+    scattered: Callable[[Array], Array] = lambda x_BSHK: x_BSHK  # its transpose
+
+
+OWN = Exchange()
+
+
+def available() -> bool:
+    """Whether this JAX has what the kernels are made of; imports nothing."""
+    return jax.__version_info__ >= (0, 11)
+
+
+def can(q_BTHK: Array, setting: Setting) -> bool:
+    """Whether the kernels can do this, by types and static values alone, on a GPU that they are for."""
+    half = jnp.dtype(q_BTHK.dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+    return available() and half and q_BTHK.shape[-1] in HEAD_SIZES and setting.places.keys.count == 1
+
+
+@jax.named_scope("fused_attention")
+def attend(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting, exchange: Exchange = OWN) -> Array:
+    """Attention of this device's heads, [B, T, H, K]."""
+    drop, visible, places = setting.drop_of_heads(q_BTHK.shape[2]), setting.visible, setting.places
+    q_BTHK, k_BSHK, v_BSHK = _alike(q_BTHK, k_BSHK, v_BSHK, beside=(visible, places, drop))
+    return _attention(exchange, q_BTHK, k_BSHK, v_BSHK, visible, places, drop)
+
+
+def _alike(*arrays: Array, beside: Any) -> list[Array]:
+    """Arrays that vary over the same axes of the mesh, all that one of these varies over."""
+    return vary(list(arrays), sorted(set().union(*map(varying_axes, jax.tree.leaves((arrays, beside))))))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(
+    exchange: Exchange,
+    q_BTHK: Array,
+    k_BSHK: Array,
+    v_BSHK: Array,
+    visible: AttentionMask,
+    places: Places,
+    drop_BH: Dropout | None,
+) -> Array:
+    return _forward(exchange, q_BTHK, k_BSHK, v_BSHK, visible, places, drop_BH)[0]
+
+
+def _forward(
+    exchange: Exchange, q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, *limits: Any
+) -> tuple[Array, tuple[Any, ...]]:
+    from megajax.kernels.attention import attention  # JAX 0.10 lacks what it imports
+
+    k_all, v_all = map(exchange.gathered, (k_BSHK, v_BSHK))
+    outputs = attention(q_BTHK, k_all, v_all, _seen(q_BTHK, k_all, *limits))
+    out_BTHK, sums_BHT = _alike(*outputs, beside=q_BTHK)
+    # Named here, so that selective recomputation, which keeps them, has nothing of this to run again.
+    out_BTHK = checkpoint_name(out_BTHK, "attention_heads")
+    sums_BHT = checkpoint_name(sums_BHT, "attention_statistics")
+    return out_BTHK, (q_BTHK, k_BSHK, v_BSHK, limits, out_BTHK, sums_BHT)
+
+
+def _backward(exchange: Exchange, residuals: tuple[Any, ...], grad_BTHK: Array) -> tuple[Array | None, ...]:
+    from megajax.kernels.attention import gradients
+
+    q_BTHK, k_BSHK, v_BSHK, limits, out_BTHK, sums_BHT = residuals
+    k_all, v_all = map(exchange.gathered, (k_BSHK, v_BSHK))
+    seen = _seen(q_BTHK, k_all, *limits)
+    grads = _alike(*gradients(q_BTHK, k_all, v_all, out_BTHK, sums_BHT, grad_BTHK, seen), beside=(q_BTHK, k_all))
+    return grads[0], exchange.scattered(grads[1]), exchange.scattered(grads[2]), None, None, None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _seen(q_BTHK: Array, k_BSHK: Array, visible: AttentionMask, places: Places, drop_BH: Dropout | None) -> Any:
+    """Which keys every query sees, by their numbers in the array, and what dropout makes of it."""
+    from megajax.kernels.attention import Seen
+
+    (batch, length), num_keys = q_BTHK.shape[:2], k_BSHK.shape[1]
+    query_1T = places.queries.at(0, length, length)[None, :]
+    start_11 = places.keys.at(0, 1, num_keys)[None, :]
+    # What limits keys from below and from above, by places in the sequence.
+    below, above = [start_11], [start_11 + num_keys]
+    if visible.causal:
+        above.append(query_1T + 1)
+    if visible.window is not None:
+        below.append(query_1T - (visible.window - 1))
+        above.append(query_1T + visible.window)
+    if visible.first_key_BT is not None:
+        below.append(visible.first_key_BT)
+    if visible.num_keys_B is not None:
+        above.append(visible.num_keys_B[:, None])
+    first, last = functools.reduce(jnp.maximum, below), functools.reduce(jnp.minimum, above)
+    first_BT, last_BT = (jnp.broadcast_to(x - start_11, (batch, length)) for x in (first, last))
+    pieces = places.queries.count
+    if drop_BH is None:
+        return Seen(first_BT, last_BT, pieces=pieces)
+    bits_BHT = drop_BH.bits_B[:, :, None].fold(query_1T[None])
+    # The place of the first key, so that the kernels fold in a key's number.
+    bits_BHT = bits_BHT.from_index(start_11[None])
+    return Seen(first_BT, last_BT, bits_BHT, drop_BH.rate, pieces)

@@ -1,0 +1,91 @@
+"""The forms that a run takes on its devices, measured at its first start there and kept in its directory."""
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from megajax.backend import Backend
+from megajax.data.files import write_atomically
+from megajax.data.samples import EndlessSamples
+from megajax.host import reading
+from megajax.host.processes import on_first_process, say
+from megajax.host.transcript import tell
+from megajax.program.measured import Question, answer
+from megajax.program.one_layer import Forms, OneLayer
+from megajax.program.program import Program
+from megajax.runs.ownership import FORMS
+
+SECONDS = 16.0  # that compiling may take for all questions together
+_RESERVED = 3.0  # of them for every question that is still to come
+
+
+def measured_backend(
+    program: Program, samples: EndlessSamples, run_dir: Path, candidates: Mapping[str, Forms]
+) -> Backend:
+    """The program's backend with the forms that are fastest here. Process 0 measures, or reads what an earlier start of
+    the run has measured; all call this. `samples` are those that the run trains on."""
+    if not candidates:
+        return program.backend
+    if program.config.deterministic:
+        say("forms: not measured, for --deterministic; those of megajax/backend.py are taken")
+        return program.backend
+    layer = OneLayer(program, _rows(samples, program.config.train.microbatch))
+    questions = layer.questions(candidates)
+    numbers = on_first_process(lambda: [*_numbers(questions, run_dir / FORMS)])
+    changes: dict[str, Any] = {}
+    for question, number in zip(questions, numbers, strict=True):
+        if number < len(question.forms):
+            changes |= candidates[question.name][list(question.forms)[number]]
+    return dataclasses.replace(program.backend, **changes)
+
+
+def _rows(samples: EndlessSamples, count: int) -> dict[str, np.ndarray]:
+    first = [samples[number] for number in range(count)]
+    return {name: np.stack([sample[name] for sample in first]) for name in first[0]}
+
+
+def _numbers(questions: list[Question], file: Path) -> list[int]:
+    """Of every question the number of the form that is taken; as many as it has forms: none of them."""
+    kept = _read(file)
+    found: dict[str, Any] = {}
+    device = {"device": jax.local_devices()[0].device_kind, "jax": jax.__version__}
+    numbers, end = [], time.monotonic() + SECONDS
+    for count, question in enumerate(questions, 1):
+        of = device | {"what": question.what, "forms": [*question.forms]}
+        earlier = kept.get(question.name)
+        if isinstance(earlier, dict) and earlier.get("of") == of and earlier.get("taken") in ("", *question.forms):
+            record = earlier
+            why = (
+                "since an earlier start ended while it measured"
+                if "milliseconds" not in record
+                else "as measured before"
+            )
+            tell(f"{question.name}: {record['taken'] or 'the default'} is taken, {why} ({file})")
+        else:
+            _write(file, kept | found | {question.name: {"of": of, "taken": ""}})  # a kernel may end the process
+            result = answer(question, end - time.monotonic() - _RESERVED * (len(questions) - count))
+            tell("\n".join(result.lines(question)))
+            record = {"of": of} | dataclasses.asdict(result)
+        found[question.name] = record
+        numbers.append([*question.forms, ""].index(record["taken"]))
+    _write(file, found)
+    return numbers
+
+
+def _write(file: Path, found: dict[str, Any]) -> None:
+    write_atomically(file, json.dumps(found, indent=1) + "\n")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """What an earlier start has kept; nothing where that cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        kept = reading.parse_json(reading.read_bytes(file).decode())
+        return kept if isinstance(kept, dict) else {}
+    return {}

@@ -1,0 +1,123 @@
+"""Attention by kernels is as near to attention in fp32 as the blocks are, values and gradients, whatever a query sees:
+in Pallas' interpreter of kernels for GPUs."""
+
+import itertools
+import zlib
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from parity_grid import cover
+
+from megajax.backend import GPU
+from megajax.mesh import make_mesh
+from megajax.models import fused_attention
+from megajax.models.attend import attend_in_blocks
+from megajax.models.attention_mask import CAUSAL, FROM_START, AttentionMask, Pieces, Places
+from megajax.models.attention_setting import Setting
+from megajax.models.blocked_attention import OWN_KEYS
+from megajax.parallel.random import Dropout
+from megajax.private import interpreted_kernels
+
+pytestmark = pytest.mark.skipif(not fused_attention.available(), reason="its JAX has no such kernels, which 0.11 has")
+
+SPLIT = P(None, None, "tensor")  # by heads
+LENGTH, BATCH, HEADS, WINDOW = 128, 1, 2, 40
+DOCUMENTS = np.concatenate([np.arange(50), np.arange(LENGTH - 50)])[None].astype(np.int32)
+
+
+def _at(*starts: int) -> Pieces:
+    """Pieces of which only the device knows where they start."""
+    return Pieces(None, jnp.asarray(starts, jnp.int32))
+
+
+# What a query sees, where queries and keys stand, and how many of both there are.
+LIMITS = {
+    "everything": (AttentionMask(), FROM_START, LENGTH, LENGTH),
+    "causal": (CAUSAL, FROM_START, LENGTH, LENGTH),
+    "documents": (AttentionMask.of_documents(jnp.asarray(DOCUMENTS)), FROM_START, LENGTH, LENGTH),
+    "padding": (AttentionMask.of_padded(jnp.asarray([LENGTH // 3], jnp.int32)), FROM_START, LENGTH - 27, LENGTH - 27),
+    "window": (AttentionMask(window=WINDOW), FROM_START, LENGTH, LENGTH),
+    "documents in a window": (
+        AttentionMask.of_documents(jnp.asarray(DOCUMENTS), WINDOW),
+        FROM_START,
+        LENGTH,
+        LENGTH,
+    ),
+    "two pieces": (CAUSAL, Places(_at(64, 192)), LENGTH, 2 * LENGTH),
+    "keys before": (
+        AttentionMask(causal=True, window=WINDOW, first_key_BT=jnp.full((BATCH, LENGTH), 70, jnp.int32)),
+        Places(_at(100), _at(100 - WINDOW + 1), ahead=WINDOW - 1),
+        LENGTH,
+        LENGTH + WINDOW - 1,
+    ),
+}
+GRID = {
+    "size": [64, 96, 128, 256],
+    "limits": list(LIMITS),
+    "rate": [0.25, 0.0],
+    "kv_heads": [1, 2],
+    "dtype": ["bfloat16", "float16"],
+}
+SOON = ["documents", "padding", "two pieces", "keys before"]  # all else is a part of these
+ROWS = list(itertools.product(*GRID.values()))
+SHORT = [row for row in ROWS if row[1] in SOON]
+PAIRS = list(itertools.combinations(range(len(GRID)), 2))
+
+
+def pairwise(rows: list[tuple]) -> list[tuple]:
+    return [rows[number] for number in cover(rows, PAIRS)]
+
+
+def found_and_expected(row: tuple, *, detect_races: bool = False) -> tuple[bool, list[list[np.ndarray]]]:
+    """Whether a race was found; and output and gradients of queries, keys and values by the kernels, by blocks, and by
+    blocks in fp32."""
+    size, limits, rate, kv_heads, dtype = row
+    visible, places, *lengths = LIMITS[limits]
+    drop = Dropout.at(rate, 3, jnp.int32(2), jnp.arange(BATCH, dtype=jnp.int32))
+    rng = np.random.default_rng(zlib.crc32(repr(row).encode()))
+    heads = (HEADS, lengths[0]), (kv_heads, lengths[1]), (kv_heads, lengths[1]), (HEADS, lengths[0])
+    inputs = [jnp.asarray(rng.normal(size=(BATCH, length, h, size)), dtype) for h, length in heads]
+    setting = Setting(visible, drop, GPU, places)
+
+    def run(attend, *inputs):
+        @jax.jit
+        @partial(jax.shard_map, mesh=make_mesh(jax.devices()[:1]), in_specs=(SPLIT,) * 4, out_specs=(SPLIT,) * 4)
+        def both(q, k, v, grad):
+            out, pull = jax.vjp(lambda *qkv: attend(*qkv, setting), q, k, v)
+            return out, *pull(grad)
+
+        return [np.asarray(x, np.float32) for x in both(*inputs)]
+
+    with interpreted_kernels(detect_races=detect_races) as races:
+        by_kernels = run(fused_attention.attend, *inputs)
+        raced = races()
+    blocks = partial(attend_in_blocks, OWN_KEYS)
+    return raced, [by_kernels, run(blocks, *inputs), run(blocks, *(x.astype(jnp.float32) for x in inputs))]
+
+
+def check(row: tuple) -> None:
+    for kernels, blocks, exact in zip(*found_and_expected(row)[1], strict=True):
+        rounding = np.abs(blocks - exact).max()
+        assert np.abs(kernels - exact).max() <= 1.25 * rounding
+        assert np.sqrt(np.mean((kernels - exact) ** 2)) <= 1.1 * np.sqrt(np.mean((blocks - exact) ** 2))
+
+
+@pytest.mark.parametrize("row", pairwise(SHORT), ids=lambda row: "-".join(map(str, row)))
+def test_kernels_are_attention(row: tuple) -> None:
+    check(row)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", [row for row in ROWS if row not in SHORT], ids=lambda row: "-".join(map(str, row)))
+def test_kernels_are_attention_in_the_whole_grid(row: tuple) -> None:
+    check(row)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("size", GRID["size"])
+def test_no_race(size: int) -> None:
+    assert not found_and_expected((size, "two pieces", 0.25, 1, "bfloat16"), detect_races=True)[0]
