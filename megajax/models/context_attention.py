@@ -235,7 +235,7 @@ def _over_tiles(
 def _forward_of_heads(
     q_NGTK: Array, k_NSK: Array, v_NSK: Array, visible: AttentionMask, drop_NG: Drop, *, places: Places, block: int
 ) -> tuple:
-    """Like `forward_of_heads` in `blocked_attention.py`, for this device's two pieces of queries and all keys."""
+    """Like `_forward_of_heads` in `blocked_attention.py`, for this device's two pieces of queries and all keys."""
     sums: Any = partial(attention_sums, drop_NG=drop_NG, block=block)
 
     def step(totals: list[Array], tile: _Tile) -> list[Array]:
