@@ -1,7 +1,7 @@
 """Megatron-LM rebuilt on JAX: transformers pretrained on a (data, pipe, context, tensor) mesh.
 
-What can be used from Python is in `__all__`; docs/library.md shows it. Nothing of it is imported, and so neither is
-JAX, before it is asked for.
+`__all__` is the public Python API; docs/library.md shows it. Nothing in it, and so not even JAX, is imported before it
+is used.
 """
 
 import importlib

@@ -1,6 +1,6 @@
-"""The axes of the device mesh: the one table of their order and their roles. No JAX.
+"""The axes of the device mesh: the one table of their order and roles. No JAX here.
 
-A further axis is a line here and a field of `MeshConfig` (docs/extending.md). Everything else asks for a role.
+To add an axis, add a line here and a field to `MeshConfig` (docs/extending.md). All other code asks for roles.
 """
 
 from typing import Literal
@@ -9,8 +9,8 @@ Role = Literal["rows", "tokens", "sequence", "weights"]
 
 PIPE, EXPERT, CONTEXT, TENSOR = "pipe", "expert", "context", "tensor"
 
-# What each axis divides. The outermost axis of the devices comes first: as in Megatron-LM a group of the innermost axis
-# sits on neighbouring devices (one server), and the members of an outermost one are the farthest apart.
+# What each axis divides. Outermost first in the order of devices: as in Megatron-LM, a group of the innermost axis sits
+# on neighbouring devices (one server), and a group of the outermost axis is spread the farthest.
 _ROLES: dict[str, set[Role]] = {
     PIPE: {"weights"},  # layers
     "data": {"rows"},  # of a batch
@@ -27,9 +27,9 @@ def _having(*roles: Role) -> tuple[str, ...]:
 DEVICE_ORDER = tuple(_ROLES)
 AXES = tuple(sorted(_ROLES, key=lambda axis: "rows" not in _ROLES[axis]))  # data, expert, pipe, context, tensor
 
-# Axes that are sharded over:
+# Axes that shard:
 ROW_AXES = _having("rows")  # the rows of a batch
-BATCH_AXES = _having("rows", "tokens")  # or its tokens: losses and gradients are sums over them, ZeRO shards over them
-SEQUENCE_AXES = _having("sequence")  # with `--sequence-parallel` the tokens between tensor-parallel regions
+BATCH_AXES = _having("rows", "tokens")  # rows or tokens: losses and gradients sum over these, ZeRO shards over them
+SEQUENCE_AXES = _having("sequence")  # with `--sequence-parallel`, the tokens between tensor-parallel regions
 WEIGHT_AXES = _having("weights")  # the weights, with or without ZeRO
-OPTIONAL_AXES = (EXPERT, CONTEXT)  # not spoken of where they have size 1
+OPTIONAL_AXES = (EXPERT, CONTEXT)  # not mentioned if they have size 1

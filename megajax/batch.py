@@ -1,7 +1,7 @@
-"""What a batch holds: its arrays by name, their dims, what is counted in them, and what fills them up.
+"""What a batch holds: its arrays by name, their dims, what is counted in them, and their padding.
 
-A batch is a dict of arrays, int32 [rows, *dims]. Whoever makes, loads, places or reads one asks its form, so that a
-model of other arrays is another `BatchSpec`, and nothing else.
+A batch is a dict of arrays, int32 [rows, *dims]. All code that makes, loads, shards or reads one asks its `BatchSpec`,
+so a model with other arrays needs only another `BatchSpec`.
 """
 
 import math
@@ -12,26 +12,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-IGNORED = -1  # in the place of a target: nothing is to be predicted here
+IGNORED = -1  # a target that is not to be predicted
 
 
 @dataclass(frozen=True)
 class Entry:
     """One array of a batch."""
 
-    dims: tuple[str, ...]  # names of its dims after the rows, `tokens` or one of the form's `sizes`
-    padding: int = 0  # what stands where there is nothing: after the end of a text, and in rows without a sample
+    dims: tuple[str, ...]  # names of the dims after the rows: `tokens`, or one of the form's `sizes`
+    padding: int = 0  # value after the end of a text, and in rows without a sample
 
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """The arrays of a batch, and the losses that are taken of it.
+    """The arrays of a batch, and the losses computed from it.
 
     Attributes:
         entries: every array by name.
-        targets: for every loss by name the array whose entries other than `IGNORED` it predicts.
-        measures: the same for every mean that is watched, not trained.
-        sizes: of every dim but `tokens` by name, how it follows from the sequence length.
+        targets: for every loss by name, the array with its targets; `IGNORED` entries are not predicted.
+        measures: the same for every mean that is reported but not trained.
+        sizes: for every dim except `tokens`, its size as a function of the sequence length.
     """
 
     entries: Mapping[str, Entry]
@@ -40,26 +40,26 @@ class BatchSpec:
     sizes: dict[str, Callable[[int], int]] = field(default_factory=dict)
 
     def shapes(self, rows: int, *, tokens: int) -> dict[str, tuple[int, ...]]:
-        """Shape of every array of so many rows of so many tokens."""
+        """Shape of every array for this many rows of this many tokens."""
         sizes = {"tokens": tokens} | {dim: size(tokens) for dim, size in self.sizes.items()}
         return {name: (rows, *(sizes[dim] for dim in entry.dims)) for name, entry in self.entries.items()}
 
     def padding(self, rows: int, *, tokens: int) -> dict[str, npt.NDArray[np.int32]]:
-        """A batch in which there is nothing."""
+        """A batch of padding only."""
         shapes = self.shapes(rows, tokens=tokens)
         return {name: np.full(shapes[name], entry.padding, np.int32) for name, entry in self.entries.items()}
 
     def counts(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """How many targets every loss and every measure has in a batch, a scalar each."""
+        """How many targets every loss and measure has in a batch, a scalar each."""
         arrays = self.targets | self.measures
         found = {name: (batch[name] != IGNORED).sum() for name in dict.fromkeys(arrays.values())}
         return {loss: found[name] for loss, name in arrays.items()}
 
 
 def text_form(*, with_positions: bool = False) -> BatchSpec:
-    """Text whose next tokens are predicted: `tokens` and `targets` [T].
+    """Text for next-token prediction: `tokens` and `targets` [T].
 
-    With `positions` [T], every token's place in its document, attention and positions start anew with every document.
+    With `positions` [T], every token's position in its document, attention and positions restart with every document.
     """
     entries = {"tokens": Entry(("tokens",)), "targets": Entry(("tokens",), IGNORED)}
     if with_positions:
@@ -67,23 +67,22 @@ def text_form(*, with_positions: bool = False) -> BatchSpec:
     return BatchSpec(entries, targets={"next_token": "targets"})
 
 
-MASKED_SHARE = 0.15  # of a sample's tokens, special ones included, that are masked on average
+MASKED_SHARE = 0.15  # average share of masked tokens in a sample, special tokens included
 
 
 def most_masked(sequence_length: int) -> int:
-    """How many tokens of a sequence can be masked at most: those that are on average, some more for words of many
-    pieces, and as many as make it a multiple of 8."""
+    """The most tokens of a sequence that can be masked: the average number, plus some because words have several
+    pieces, rounded up to a multiple of 8."""
     return min(sequence_length, 8 * math.ceil((MASKED_SHARE * sequence_length + 16) / 8))
 
 
 def pairs_form() -> BatchSpec:
-    """Two segments of text, `[CLS] A [SEP] B [SEP]`, or one, with masked tokens, of which there are up to M
-    (`most_masked`).
+    """One or two segments of text, `[CLS] A [SEP] B [SEP]`, with up to M masked tokens (`most_masked`).
 
-    `tokens` [T] and `token_types` [T], 0 up to the first `[SEP]` and 1 after it; `places` [M], where tokens were
-    chosen, ascending, and `targets` [M], what stood there; of every row `length`, its tokens without padding, and
-    `order`: 0 where the segments follow each other as in the text, 1 where they were swapped, `IGNORED` where there is
-    one only.
+    Per token: `tokens` [T], and `token_types` [T], 0 up to the first `[SEP]` and 1 after it. Per masked token: `places`
+    [M], their positions in ascending order, and `targets` [M], the original tokens. Per row: `length`, the number of
+    tokens without padding, and `order`: 0 if the segments follow each other as in the text, 1 if they were swapped,
+    `IGNORED` if there is only one.
     """
     tokens, masked, of_row = ("tokens",), ("masked",), ()
     return BatchSpec(
@@ -102,10 +101,10 @@ def pairs_form() -> BatchSpec:
 
 
 def _pairs(loss: str, *targets: str, options: int = 0) -> BatchSpec:
-    """Inputs `[CLS] A [SEP] B [SEP]`, with `options` as many in a row, and numbers of a row that are to be found.
+    """Inputs `[CLS] A [SEP] B [SEP]`, `options` of them per row if given, and numbers to predict for the row.
 
-    Of every input `tokens` [T], `token_types` [T], 0 up to the first `[SEP]` and 1 after it, and `length`, its tokens
-    without padding.
+    Every input has `tokens` [T], `token_types` [T], 0 up to the first `[SEP]` and 1 after it, and `length`, the number
+    of tokens without padding.
     """
     dims: dict[str, tuple[str, ...]] = {"tokens": ("tokens",), "token_types": ("tokens",), "length": ()}
     of_options = ("options",) if options else ()
@@ -118,17 +117,17 @@ def _pairs(loss: str, *targets: str, options: int = 0) -> BatchSpec:
 
 
 def classes_form() -> BatchSpec:
-    """A pair of texts, and its class, `label`."""
+    """A pair of texts and its class, `label`."""
     return _pairs("classes", "label")
 
 
 def span_form() -> BatchSpec:
-    """A question and a window of its context, and the first and the last token of the answer in it, `start` and `end`:
-    both 0, which is `[CLS]`, where the window does not have it."""
+    """A question with a window of its context, and the first and last token of the answer, `start` and `end`; both are
+    0, the position of `[CLS]`, if the answer is not in the window."""
     return _pairs("span", "start", "end")
 
 
 def choice_form(options: int) -> BatchSpec:
-    """A question with each of its options, and an article: up to so many inputs, of which the one at `label` is right;
-    `length` is 0 where there is no such option."""
+    """An article and a question, with up to `options` answers, each an input of its own; `label` is the right one, and
+    `length` is 0 for an answer that does not exist."""
     return _pairs("choice", "label", options=options)

@@ -10,7 +10,7 @@ import megajax
 from megajax.errors import UserError
 from megajax.host import completion
 
-COMMANDS = {  # name -> what it does; its arguments are those of `megajax.commands.NAME.main`
+COMMANDS = {  # name -> description; `megajax.commands.NAME.main` takes the arguments
     "convert": "Import a model from the Hugging Face format, or export a run to it.",
     "eval": "Evaluate a trained model on a task.",
     "generate": "Generate text with a trained model.",
@@ -20,11 +20,11 @@ COMMANDS = {  # name -> what it does; its arguments are those of `megajax.comman
     "train": "Pretrain or fine-tune a model from a preset.",
     "verify": "Check a scaled-down model on your mesh against one device, on simulated devices.",
 }
-_MODULES = {"eval": "evaluate"}  # of commands that have another name
+_MODULES = {"eval": "evaluate"}  # modules whose names differ from their commands'
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the command that a command line names."""
+    """Run the command named on the command line."""
     helps = "\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items())
     usage = f"megajax COMMAND [--flag value ...]\n\n{helps}\n\nmegajax COMMAND --help lists a command's flags"
     valid = f"valid: {', '.join(COMMANDS)}"
@@ -49,7 +49,7 @@ def _command(name: str) -> Callable[[Sequence[str]], None]:
 
 
 def _complete() -> None:
-    """Answer a shell that completes a command line."""
+    """Answer a shell that asks for completions."""
     import argparse
 
     parser = argparse.ArgumentParser()

@@ -26,13 +26,13 @@ from megajax.traits import IS_PATH, SAMPLES, Small
 _AXIS = between(1, 100_000)
 _ROWS = between(1, 1_000_000)
 _RAMP, _OFF = between(0, 1_000_000), Small(fixed=0)
-MOST_SIMULATED = 1024  # devices, which take JAX seconds; some thousands, minutes
+MOST_SIMULATED = 1024  # devices; JAX needs seconds for these, minutes for some thousands
 _SIMULATED = between(0, MOST_SIMULATED)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Sizes of the mesh axes: a field for each line of the table in `megajax/axes.py`."""
+    """Sizes of the mesh axes: one field for each line of the table in `megajax/axes.py`."""
 
     data: Annotated[int, "data-parallel replicas, each training on its own rows of the batch", _AXIS] = 1
     expert: Annotated[int, "devices that the experts are sharded over; each also trains on its own rows", _AXIS] = 1
@@ -66,11 +66,11 @@ class MeshConfig:
 
     @property
     def shown(self) -> list[str]:
-        """The axes to speak of: all but those that are optional and have size 1."""
+        """The axes to mention: all except optional ones of size 1."""
         return [axis for axis in AXES if axis not in OPTIONAL_AXES or self.sizes[axis] > 1]
 
     def flags(self, axes: Sequence[str] = AXES, between: str = " x ") -> str:
-        """The sizes of axes, those to speak of, as flags."""
+        """The sizes of those of the `axes` that are worth mentioning, as flags."""
         return between.join(f"--mesh.{axis} {self.sizes[axis]}" for axis in self.shown if axis in axes)
 
     def __str__(self) -> str:
@@ -114,13 +114,13 @@ class TrainConfig:
 
     @property
     def batch_sizes(self) -> BatchSizes:
-        """The global batches of a run's steps."""
+        """The global batch sizes of a run's steps."""
         return BatchSizes.of(self.global_batch, self.ramp_start, self.ramp_increment, self.ramp_samples)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When checkpoints are written, and how many are kept."""
+    """When checkpoints are written, and which are kept."""
 
     every: Annotated[int, "steps between checkpoints; the last step always gets one"] = 100
     minutes: Annotated[float, "also checkpoint after this many minutes; 0: by steps only", AT_LEAST_ZERO] = 0
@@ -134,7 +134,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
-    """The continuation that is printed at the end of training."""
+    """The text sampled at the end of training."""
 
     prompt: Annotated[str, "text to continue"] = ""
     tokens: Annotated[int, "tokens to sample; 0: none", between(0, 1_000_000)] = 64
@@ -143,7 +143,7 @@ class SampleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
-    """Several processes; under SLURM, Open MPI and Kubernetes they are found without these flags."""
+    """Several processes; SLURM, Open MPI and Kubernetes are detected without these flags."""
 
     coordinator: Annotated[str, "HOST:PORT of process 0"] = ""
     num_processes: Annotated[int, "processes of the run; 0: not given", between(0, 100_000)] = 0
@@ -159,12 +159,12 @@ class DistributedConfig:
     ] = 300
 
 
-_MOST_TRACED = 100  # steps of a trace, of which each has megabytes
-_WARM_UP = 2  # steps of a start before those that are traced where none is named
+_MOST_TRACED = 100  # steps in a profile; each takes megabytes
+_WARM_UP = 2  # steps skipped after a start if no first step is named
 
 
 def _is_steps(text: str) -> bool:
-    """Whether a text is one of `profile`."""
+    """Whether a text is a valid `profile`."""
     if not re.fullmatch(r"[0-9]{1,9}(:[0-9]{1,9})?", text):
         return not text
     first, last = [1, *map(int, text.split(":"))][-2:]
@@ -172,7 +172,7 @@ def _is_steps(text: str) -> bool:
 
 
 def profiled_steps(text: str, finished: int, steps: int) -> tuple[int, int]:
-    """The first and the last step that a `profile` names in a run of `steps` steps that goes on after `finished`."""
+    """The first and last step to profile in a run of `steps` steps that continues after step `finished`."""
     *first, number = map(int, text.split(":"))
     if first:
         return first[0], number
@@ -255,17 +255,17 @@ class Config:
 
     @property
     def pretrains(self) -> bool:
-        """Whether it is for no task."""
+        """Whether it has no fine-tuning task."""
         return self.task.name == PRETRAINING
 
     @property
     def splits_vocabulary(self) -> bool:
-        """Whether every stage holds a part of the vocabulary, all of them running embedding and head."""
+        """Whether every stage holds a part of the vocabulary, and all stages run embedding and head together."""
         return self.pipeline.vocabulary == "split" and self.mesh.pipe > 1
 
     def with_decay(self, decay_steps: int = 0) -> "Config":
-        """With an `optimizer.decay_steps`, where it has none: the one given, else `train.steps`, if that says when
-        training ends; a run that ends in its warm-up does not decay. A schedule that needs none is left without."""
+        """The configuration with `optimizer.decay_steps` filled in if it is 0: the one given, else `train.steps` if
+        that says when training ends (at least the warm-up). Schedules without an end of decay are left unchanged."""
         train, optimizer = self.train, self.optimizer
         if not optimizer.ends_decay and not optimizer.warmup_fraction:
             return self
@@ -273,17 +273,17 @@ class Config:
         return replace(self, optimizer=replace(optimizer, decay_steps=optimizer.decay_steps or decay_steps or end))
 
 
-RUN_MARK = "run_config"  # a key of a run's `config.toml` and its copies, which other presets lack
+RUN_MARK = "run_config"  # a key in a run's `config.toml` and copies of it; other presets lack it
 
 
 def to_toml(config: Config) -> str:
-    """The text of a run's `config.toml`; loading and resolving it as a preset gives an equal configuration."""
+    """The text of a run's `config.toml`; loading it as a preset gives an equal configuration."""
     import tomli_w
 
     return tomli_w.dumps({RUN_MARK: True} | asdict(config))
 
 
 def to_values(config: Config) -> dict[str, Any]:
-    """The configuration by key, as TOML and JSON hold it: a corpus of several is a dict."""
+    """The configuration by key, with values as in TOML and JSON: a corpus of several sources is a dict."""
     tables = asdict(config)
     return {key: functools.reduce(operator.getitem, key.split("."), tables) for key in options(Config)}

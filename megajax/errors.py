@@ -1,8 +1,8 @@
-"""The two exceptions whose message is meant for the person who started the run."""
+"""The two exceptions whose messages are meant for the person who started the run."""
 
 
 class _OneLine(Exception):
-    """The message becomes one line: what is not printable, as a name in a file may be, is written out."""
+    """The message becomes one line: characters that are not printable, as in some file names, are escaped."""
 
     def __init__(self, message: str) -> None:
         escaped = (c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in message)
@@ -10,7 +10,7 @@ class _OneLine(Exception):
 
 
 class UserError(_OneLine, ValueError):
-    """Something the user can put right: a flag, a preset, a file.
+    """Something the user can fix: a flag, a preset, a file.
 
     The message is one line that names the flag or file and says what would be valid. The entry points print it on
     standard error and exit with code 2.
@@ -18,4 +18,4 @@ class UserError(_OneLine, ValueError):
 
 
 class RunError(_OneLine, RuntimeError):
-    """A run that cannot go on though nobody made a mistake, such as a loss that is not finite. Exit code 1."""
+    """A run that cannot continue though nobody made a mistake, such as a loss that is not finite. Exit code 1."""

@@ -1,4 +1,4 @@
-"""The device mesh, and the tables that map the logical dims of weights and batches to its axes (`megajax/axes.py`)."""
+"""The device mesh, and the tables that map logical dims of weights and batches to its axes (`megajax/axes.py`)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,39 +12,39 @@ from megajax.batch import BatchSpec
 from megajax.parallel.collectives import Axes, entry_axes, spec_axes
 from megajax.parallel.shards import NOT_SHARDED, Sharding
 
-# Logical dim of a weight -> mesh axis, or axes, it is sharded over (paper §3).
+# Logical dim of a weight -> the mesh axis or axes that shard it (paper §3).
 RULES: Mapping[str, Axes | None] = {
-    "stages": PIPE,  # pipeline stages, of the stacked layers
+    "stages": PIPE,  # pipeline stages, in the stacked layers
     "vocabulary": TENSOR,  # rows of the tied embedding table
     "heads": TENSOR,  # columns of the query projection, rows of the attention's output projection
     "kv_heads": TENSOR,  # columns of the key and value projections
     "mlp": TENSOR,  # columns of the MLP's first matrix, rows of its second
-    "experts": EXPERT,  # of a mixture, every device with its own
-    "expert_mlp": TENSOR,  # of each expert as "mlp"
+    "experts": EXPERT,  # experts of a mixture
+    "expert_mlp": TENSOR,  # like "mlp", in each expert
     "chunks": None,
     "layers": None,
     "embed": None,
     "position": None,
     "token_type": None,
-    "features": None,  # columns of a dense layer that every device of a tensor group has whole
+    "features": None,  # columns of a dense layer that is replicated over a tensor group
     "head_size": None,
-    "rank": None,  # of LoRA's adapters
+    "rank": None,  # of LoRA adapters
 }
 
-# Dim of a batch after the rows -> mesh axes. Tokens are a few numbers each: the devices that share a sequence get all,
-# and each takes its own (`TokenShares.own_tokens`).
+# Dim of a batch after the rows -> mesh axes. A token is only a few numbers, so devices that share a sequence all get
+# the whole one, and each takes its own tokens (`TokenShares.own_tokens`).
 BATCH_RULES: Mapping[str, Axes | None] = {"tokens": None}
 
-# Dims of weights that tensor-parallel regions have inside.
+# Dims of weights inside tensor-parallel regions.
 _IN_REGIONS = {"heads", "kv_heads", "head_size", "mlp", "expert_mlp", "rank"}
 
 ROWS = PartitionSpec(ROW_AXES)
-"""Where arrays with an entry for each row of a batch lie."""
+"""The spec of arrays with an entry for each row of a batch."""
 
 
 def make_mesh(devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh:
-    """A mesh of these devices, by default all, such as `make_mesh(data=2, pipe=4)`; the other axes have size 1. The
-    devices' order is that of `DEVICE_ORDER`."""
+    """A mesh of these devices, by default all, such as `make_mesh(data=2, pipe=4)`; other axes have size 1. Devices are
+    arranged in the order of `DEVICE_ORDER`."""
     devices = list(jax.devices() if devices is None else devices)
     sizes = dict.fromkeys(AXES, 1) | sizes
     assert sizes.keys() == {*AXES} and len(devices) == math.prod(sizes.values()), (len(devices), sizes)
@@ -53,13 +53,13 @@ def make_mesh(devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh
 
 
 def batch_specs(form: BatchSpec) -> dict[str, PartitionSpec]:
-    """Where the arrays of a batch lie."""
+    """Specs of the arrays of a batch."""
     return {name: PartitionSpec(*ROWS, *map(BATCH_RULES.get, entry.dims)) for name, entry in form.entries.items()}
 
 
 def make_abstract_mesh(**sizes: int) -> AbstractMesh:
-    """The same mesh without devices, to trace on."""
-    # Newer JAX would check the shardings of what is traced, which has none here.
+    """The same mesh without devices, for tracing."""
+    # With other axis types newer JAX would check shardings, which traced values here do not have.
     types = (AxisType.Auto,) * len(AXES)
     return AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES, axis_types=types)
 
@@ -68,24 +68,23 @@ def rules_of(*, split_vocabulary: bool, split_kv_heads: bool) -> Mapping[str, Ax
     """The table for a model on a mesh.
 
     Args:
-        split_vocabulary: no stage holds the whole table (`--pipeline.vocabulary split`).
-        split_kv_heads: there are heads of keys and values for all devices of a tensor group; else each holds all.
+        split_vocabulary: the embedding table is sharded over stages too (`--pipeline.vocabulary split`).
+        split_kv_heads: there are key and value heads for all devices of a tensor group; otherwise each holds all.
     """
     vocabulary, kv_heads = (PIPE, TENSOR) if split_vocabulary else TENSOR, TENSOR if split_kv_heads else None
     return {**RULES, "vocabulary": vocabulary, "kv_heads": kv_heads}
 
 
 def needs_tensor_sum(logical: PartitionSpec, rules: Mapping[str, Axes | None] = RULES) -> bool:
-    """Whether a weight is whole on every device of a tensor group, but each uses it for its own heads only, so that its
-    gradients there are parts of a sum."""
+    """Whether a weight is replicated over a tensor group although each device uses it only for its own heads, so that
+    the devices' gradients must be summed."""
     return bool(_IN_REGIONS & {*logical}) and TENSOR not in spec_axes(mesh_spec(logical, rules))
 
 
 def matrix_dims(logical: PartitionSpec) -> tuple[int, int] | None:
-    """Of a layer's weight that a product multiplies with, whole or one of a stack: how many of its dims are rows, which
-    go into the product, and how many after these are columns, the last of all. Its dims' names say it: on one side is
-    the residual stream, on the other the inside of a tensor-parallel region. None of any other weight, and of LoRA's
-    adapters."""
+    """How many dims of a layer's weight, single or stacked, are the rows (inputs) and how many the columns (outputs,
+    the last dims) of the matrix that a product uses. This follows from the dims' names: one side is the residual
+    stream, the other is inside a tensor-parallel region. None for any other weight, and for LoRA's adapters."""
     inside = _IN_REGIONS - {"rank"}
     names = [*logical]
     first = next((place for place, name in enumerate(names) if name in {*inside, "embed"}), len(names))
@@ -100,7 +99,7 @@ def matrix_dims(logical: PartitionSpec) -> tuple[int, int] | None:
 
 
 def mesh_spec(logical: PartitionSpec, rules: Mapping[str, Axes | None] = RULES) -> PartitionSpec:
-    """Translate a spec of logical dim names into one of mesh axes.
+    """Translate a spec of logical dim names to one of mesh axes.
 
     Raises:
         KeyError: a name the table does not list.
@@ -113,16 +112,16 @@ def mesh_spec(logical: PartitionSpec, rules: Mapping[str, Axes | None] = RULES) 
 
 
 def local_shape(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Shape of a device's part of an array, on a mesh of axes of these sizes, which divide it."""
+    """Shape of a device's shard of an array, on a mesh whose axes have these `sizes`, which must divide it."""
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     parts = (math.prod(sizes[axis] for axis in entry_axes(entry)) for entry in entries)
     return tuple(size // count for size, count in zip(shape, parts, strict=True))
 
 
 def zero_spec(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
-    """`spec` of a weight with the axes that divide a batch, and do not divide the weight already, added on the largest
-    dim that they divide together (ZeRO): a free one, else one that is split already. The same spec where they divide
-    none. `sizes` are those of the mesh's axes."""
+    """A weight's `spec` with all batch axes that do not shard the weight yet added to one dim (ZeRO): the largest that
+    they divide together, if possible one that is not sharded yet. The spec is unchanged if they divide none. `sizes`
+    are those of the mesh axes."""
     axes = unused_batch_axes(spec)
     shards = math.prod(sizes[axis] for axis in axes)
     entries = [*spec, *[None] * (len(shape) - len(spec))]
@@ -136,22 +135,22 @@ def zero_spec(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int
 
 
 def zero_sharding(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> Sharding:
-    """What `zero_spec` adds to the spec of a weight."""
+    """What `zero_spec` adds to a weight's spec."""
     sharded, axes = zero_spec(spec, shape, sizes), unused_batch_axes(spec)
     dim = dim_over(axes, sharded)
     return NOT_SHARDED if dim is None else Sharding(dim - len(shape), axes)
 
 
 def unused_batch_axes(spec: PartitionSpec) -> tuple[str, ...]:
-    """The axes that divide a batch and not a weight with this spec, over which its gradients are summed."""
+    """The batch axes that do not shard a weight with this spec, over which its gradients are summed."""
     return tuple(axis for axis in BATCH_AXES if axis not in spec_axes(spec))
 
 
 def shard_unused_axes(
     spec: PartitionSpec, shape: Sequence[int], mesh: Mesh, dims: Sequence[int] | None = None
 ) -> PartitionSpec:
-    """`spec` of an array with every axis that it lacks added on the dim of which most is left, among those of `dims`
-    (all, by default) that the axis divides."""
+    """An array's `spec` with every missing axis added to the dim with the largest shards, among those of `dims` (by
+    default all) that the axis divides."""
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     for axis, size in sorted(mesh.shape.items(), key=lambda item: -item[1]):
         local = NamedSharding(mesh, PartitionSpec(*entries)).shard_shape(tuple(shape))
@@ -163,7 +162,7 @@ def shard_unused_axes(
 
 
 def dim_over(axes: Sequence[str], spec: PartitionSpec) -> int | None:
-    """The dim that a spec shards over `axes`, None where there is none."""
+    """The dim that a spec shards over `axes`; None if there is none."""
     return next((dim for dim, entry in enumerate(spec) if {*axes} <= {*entry_axes(entry)}), None)
 
 
@@ -175,7 +174,7 @@ def shardings(mesh: Mesh, specs):
 def rank_groups(mesh: Mesh) -> dict[str, list[list[int]]]:
     """Device ids of the communication groups, named as in Megatron-LM.
 
-    The groups of every axis under its name, of an optional axis where it is larger than 1. `model`: the devices that
+    The groups of every axis by its name (of an optional axis only if it is larger than 1). `model`: the devices that
     hold one copy of the model. `embedding`: first and last stage of every pipe group, which share the tied embedding.
     """
     ids = np.vectorize(lambda device: device.id)(mesh.devices)

@@ -1,8 +1,8 @@
 """The fields of configuration dataclasses as options: a key, a type, a default, a help text and valid values.
 
 A field is declared once, as in `dropout: Annotated[float, "probability to drop", SHARE] = 0.1`; presets, flags,
-`--help`, checks and error messages are derived from it. A number without a range must be positive and at most 10^9. A
-field whose type is a dataclass is a section.
+`--help`, checks and error messages are derived from it. A number without a declared range must be positive and at most
+10^9. A field whose type is a dataclass is a section.
 """
 
 import difflib
@@ -24,24 +24,24 @@ _Trait = TypeVar("_Trait")
 
 @dataclass(frozen=True)
 class Range:
-    """The valid values of a field."""
+    """The valid values of a numeric or text field, given by a condition."""
 
     contains: Callable[[Any], bool]  # whether a value of the field's type is valid
-    words: str  # the valid values, as error messages name them
+    words: str  # the valid values, as in error messages
 
     def problem(self, value: Any) -> str:
-        """The end of the error message about `value`; empty if it is valid."""
+        """The end of an error message about `value`; empty if it is valid."""
         return "" if self.contains(value) else f"{'is empty' if value == '' else value}; valid: {self.words}"
 
 
 @dataclass(frozen=True, eq=False)
 class OneOf:
-    """The valid texts of a field, looked up whenever they are needed."""
+    """The valid names for a text field, looked up whenever they are needed."""
 
-    names: Collection[str]  # such as the keys of a dict, which may grow after the field was declared
+    names: Collection[str]  # such as the keys of a dict, which may grow after the field is declared
 
     def problem(self, value: str) -> str:
-        """The end of the error message about `value`, with the nearest name; empty if it is valid."""
+        """The end of an error message about `value`, with the nearest name; empty if it is valid."""
         if value in self.names:
             return ""
         near = suggest(value, self.names, otherwise="")
@@ -49,16 +49,16 @@ class OneOf:
 
 
 def between(least: float, most: float) -> Range:
-    """The numbers from `least` to `most`, both included."""
+    """The numbers from `least` to `most`, inclusive."""
     return Range(lambda x: least <= x <= most, f"{least} to {most}")
 
 
 def above(least: float, most: float) -> Range:
-    """The numbers above `least` up to `most`."""
+    """The numbers above `least`, up to and including `most`."""
     return Range(lambda x: least < x <= most, f"more than {least} and at most {most}")
 
 
-MOST = 10**9  # of a number that declares no range; more is a slip
+MOST = 10**9  # limit of a number without a declared range; more is a typo
 AT_LEAST_ONE = between(1, MOST)
 AT_LEAST_ZERO = between(0, MOST)
 MORE_THAN_ZERO = above(0, MOST)
@@ -70,17 +70,17 @@ NOT_EMPTY = Range(bool, "one character or more")
 
 @dataclass(frozen=True)
 class Option:
-    """A field as a key of presets (`train.global_batch`) and as a flag (`--train.global-batch`)."""
+    """A field, as a key of presets (`train.global_batch`) and as a flag (`--train.global-batch`)."""
 
-    key: str  # its name, after that of its section if it is in one
+    key: str  # the field's name, after its section's name if it is in one
     kind: Any  # int, float, bool, str, a Literal of strings or ints, a tuple of texts or of a dataclass's records
     default: Any  # dataclasses.MISSING if a value must be given
     help: str
-    declared: Range | OneOf | None = None  # its valid values; None: all of its type, for numbers the positive ones
-    traits: tuple[Any, ...] = ()  # what else the field declares (`megajax.traits`)
+    declared: Range | OneOf | None = None  # valid values; None: all of its type, for numbers the positive ones
+    traits: tuple[Any, ...] = ()  # everything else that the field declares (`megajax.traits`)
 
     def trait(self, kind: type[_Trait]) -> _Trait | None:
-        """The trait of a type; None where the field does not declare one."""
+        """The field's trait of this type; None if it does not declare one."""
         return next((trait for trait in self.traits if isinstance(trait, kind)), None)
 
     @property
@@ -104,12 +104,12 @@ class Option:
 
     @property
     def is_list(self) -> bool:
-        """Whether it is any number of texts, `tuple[str, ...]`: a list in presets, several arguments of one flag."""
+        """Whether it is a list of texts, `tuple[str, ...]`: a list in presets, several arguments of one flag."""
         return self.kind == tuple[str, ...]
 
     @property
     def valid(self) -> str:
-        """The valid values of the type, in words."""
+        """The valid values of its type, in words."""
         if self.choices:
             return ", ".join(map(str, self.choices))
         if self.record:
@@ -123,12 +123,12 @@ class Option:
 
     @property
     def _range(self) -> Range:
-        """Of a number."""
+        """The range of a number."""
         default = AT_LEAST_ONE if self.kind is int else MORE_THAN_ZERO
         return self.declared if isinstance(self.declared, Range) else default
 
     def convert(self, value: Any) -> Any:
-        """`value` as this field's type; a `ValueError` where it has another one: "8" is no number."""
+        """`value` as this field's type; raises `ValueError` if it has another type: "8" is not a number."""
         if self._literals:
             value = str(value).lower() if isinstance(value, bool) else value
             good = any(type(value) is type(choice) and value == choice for choice in self._literals)
@@ -139,7 +139,7 @@ class Option:
                 raise ValueError(value)
             return tuple(map(replace(self, kind=str).convert, value))
         elif self.kind is float:
-            good = type(value) is float or (type(value) is int and abs(value) < 1 << 1000)  # which floats can hold
+            good = type(value) is float or (type(value) is int and abs(value) < 1 << 1000)  # fits in a float
             good = good and math.isfinite(value)
             value = float(value) if good else value
         else:
@@ -147,15 +147,15 @@ class Option:
         if not good:
             raise ValueError(value)
         if isinstance(value, str):
-            value.encode()  # an argument that is not UTF-8 has surrogates, which no file would take
-            if "\0" in value:  # which no path would
+            value.encode()  # raises for an argument that is not UTF-8: its surrogates could not be written to a file
+            if "\0" in value:  # not valid in paths
                 raise ValueError(value)
             if self.trait(IsPath):
                 value = os.path.expanduser(value)
         return value
 
     def parse(self, text: str) -> Any:
-        """The text of a flag, of a list one of its arguments, as this field's type; a `ValueError` where it is none."""
+        """A flag's text, or one argument of a list, as this field's type; raises `ValueError` if it is not valid."""
         if self._literals:
             return self.convert({str(choice): choice for choice in self._literals}.get(text, text))
         if self.kind is bool:
@@ -167,28 +167,28 @@ class Option:
         return self.convert(text if self.kind is str else number(text, self.kind))
 
     def problem(self, value: Any) -> str:
-        """What an error message says of a value of the right type, after the flag; empty if the value is valid."""
+        """What an error message says after the flag about a value of the right type; empty if it is valid."""
         valid = self._range if self.kind in (int, float) else self.declared
         return valid.problem(value) if valid else ""
 
 
 def number(text: str, kind: type[int] | type[float] = int) -> Any:
-    """The number that a text is, in the digits 0 to 9; a `ValueError` where it is none, or longer than any needs."""
+    """The number that a text spells with digits 0 to 9; raises `ValueError` if it spells none, or is too long."""
     if not text.isascii() or len(text) > _LONGEST or text != text.strip():
         raise ValueError(text)
     return kind(text)
 
 
 def is_whole(text: str) -> bool:
-    """Whether a text is a whole number of 0 or more, in the digits 0 to 9."""
+    """Whether a text is a whole number, 0 or more, in digits 0 to 9."""
     return text.isascii() and text.isdecimal() and len(text) <= _LONGEST
 
 
-_LONGEST = 300  # characters of a number
+_LONGEST = 300  # characters in a number
 
 
 def as_flag(key: str, value: object) -> str:
-    """An option with a value, as on a command line: `--model.norm rmsnorm`, `--no-model.query-key-norm`."""
+    """An option with a value, as on the command line: `--model.norm rmsnorm`, `--no-model.query-key-norm`."""
     name = key.replace("_", "-")
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no-{name}"
@@ -197,7 +197,7 @@ def as_flag(key: str, value: object) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as error messages quote it, cut where it is long."""
+    """A value as quoted in error messages, cut if it is long."""
     return _SHOWN.repr(value)
 
 
@@ -207,7 +207,7 @@ _SHOWN.maxlong = 100
 
 
 def _records(kind: Any, value: Any) -> tuple[Any, ...]:
-    """A list of tables, or of records, as records; a `ValueError` where it is none."""
+    """A list of tables or records, converted to records; raises `ValueError` if it is not one."""
     if not isinstance(value, list | tuple):
         raise ValueError(value)
     known, records = options(kind), []
@@ -228,7 +228,7 @@ def sections(owner: type) -> dict[str, type]:
 
 @functools.cache
 def options(owner: type) -> dict[str, Option]:
-    """Every field of the dataclass `owner` and of its sections by key, in the order of declaration."""
+    """Every field of the dataclass `owner` and of its sections, by key, in the order of declaration."""
     table = {}
     for prefix, part in {"": owner, **{f"{name}.": kind for name, kind in sections(owner).items()}}.items():
         hints = get_type_hints(part, include_extras=True)
@@ -243,8 +243,8 @@ def options(owner: type) -> dict[str, Option]:
 
 
 def compared(owner: type, *changes: Changes) -> dict[str, str]:
-    """What to compare of two configurations to see whether options differ that change one of these: keys of options,
-    or of the properties through which they matter; and the option's key for each."""
+    """What to compare in two configurations to see whether they differ in options that declare one of these changes:
+    keys of options, or of the properties through which they matter, each with its option's key."""
     found = {}
     for key, option in options(owner).items():
         if option.trait(Changes) in changes:
@@ -255,7 +255,7 @@ def compared(owner: type, *changes: Changes) -> dict[str, str]:
 
 
 def check(given: object) -> None:
-    """Check the fields of an instance of a configuration dataclass, and of its sections, each by itself."""
+    """Check the fields of a configuration dataclass's instance, and of its sections, each by itself."""
     owner: Any = type(given)
     for key, option in options(owner).items():
         if problem := option.problem(attrgetter(key)(given)):
@@ -263,8 +263,8 @@ def check(given: object) -> None:
 
 
 def check_read(section: object, name: str) -> None:
-    """Check that an option of the section called `name` which is read only with some values of another option has its
-    default elsewhere."""
+    """In the section called `name`, check that an option that is read only with some values of another option has its
+    default otherwise."""
     owner: Any = type(section)
     for field, option in options(owner).items():
         value, reader = getattr(section, field), option.trait(ReadWith)
@@ -276,7 +276,7 @@ def check_read(section: object, name: str) -> None:
 
 
 def suggest(unknown: str, valid: Iterable[str], otherwise: str) -> str:
-    """The end of an error message about an unknown key, flag or name: the valid ones nearest to it, or `otherwise`."""
+    """The end of an error message about an unknown key, flag or name: the nearest valid ones, or `otherwise`."""
 
     def parts(name: str) -> tuple[str, str]:
         section, _, word = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Number formats: what a step computes in, what weights are kept in, what statistics are taken in."""
+"""Number formats of computation, stored weights, and statistics."""
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -17,5 +17,5 @@ OPERAND_DTYPE = {"fp8": E4M3}  # of products of layers with weights, where it is
 
 
 def at_least_fp32(dtype: DTypeLike) -> DTypeLike:
-    """The format for sums, norms and softmax over values of `dtype`."""
+    """The dtype for sums, norms and softmax over values of `dtype`."""
     return dtype if jnp.dtype(dtype).itemsize >= 4 else jnp.float32

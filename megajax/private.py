@@ -1,4 +1,4 @@
-"""Every name of JAX that we use although it is not public, each with the public way that we hope for."""
+"""All names of JAX that we use although they are not public, each with the public alternative that we hope for."""
 
 import contextlib
 import importlib
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 # The prefix of cuDNN's attention operations in a jaxpr; selective recomputation saves their results. Hoped for:
-# `checkpoint_name` on the statistics of `jax.nn.dot_product_attention`, which its forward pass does not return.
+# `checkpoint_name` on the statistics in `jax.nn.dot_product_attention`, which its forward pass does not return.
 FUSED_FORWARD = "dot_product_attention_fwd"
 
 _interpreting = False
@@ -15,15 +15,15 @@ _CUDNN_ATTENTION = "jax._src.cudnn.fused_attention_stablehlo"
 
 def backends_are_initialized() -> bool:
     """Whether this process has used JAX's devices, so that its flags are fixed; imports nothing. Hoped for: a function
-    of `jax.extend.backend`."""
+    in `jax.extend.backend`."""
     bridge = sys.modules.get("jax._src.xla_bridge")
     return bridge is not None and bridge.backends_are_initialized()
 
 
 @contextlib.contextmanager
 def imagined_cudnn(version: int, capability: float) -> Iterator[None]:
-    """Inside, `jax.nn.dot_product_attention` is traced for a GPU of this compute capability, 9.0 for example, with this
-    version of cuDNN, instead of the GPU of this machine. Hoped for: that JAX asks the target of a compilation."""
+    """A context in which `jax.nn.dot_product_attention` is traced for a GPU with this compute capability, for example
+    9.0, and this version of cuDNN, instead of this machine's. Hoped for: that JAX asks the compilation target."""
     attention = importlib.import_module(_CUDNN_ATTENTION)
     answers = {
         "check_cudnn_version": lambda: version,

@@ -1,7 +1,7 @@
-"""What a configuration field declares in its annotation beside its valid values: what another value changes, which size
-of the weights it is, how `megajax verify` makes it small, and what Hugging Face's format calls it.
+"""What a configuration field declares in its annotation besides its valid values: what changing it affects, which size
+of the weights it is, how `megajax verify` shrinks it, and its name in the Hugging Face format.
 
-`Option.trait` gives a field's trait of one of these types. Rooms that ask need no list of options.
+`Option.trait` returns a field's trait of one of these types, so that no room needs its own list of options.
 """
 
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ from enum import Enum, auto
 
 
 class Changes(Enum):
-    """What another value of an option changes. This decides whether a run can be resumed with it, and whether a run
-    can begin with the weights of another that has another value (`--init`)."""
+    """What changing an option affects. This decides whether a run can resume with another value, and whether it can
+    start from the weights of a run with another value (`--init`)."""
 
-    WEIGHTS = auto()  # the weights or what they were trained for: refused by both
-    ENDS = auto()  # weights of embedding and head: `--init` cuts them or draws them anew
+    WEIGHTS = auto()  # the weights, or what they were trained for: both refuse
+    ENDS = auto()  # weights of embedding and head: `--init` truncates or reinitializes them
     COMPUTATION = auto()  # only what is computed with the weights: `--init` takes the new value and logs it
-    ADAPTERS = auto()  # LoRA's adapters, with which every run begins anew
-    OPTIMIZER = auto()  # the optimizer's state, with which every run begins anew
-    SAMPLES = auto()  # the order of samples: refused on resuming a run that has trained
-    NOTHING = auto()  # neither
+    ADAPTERS = auto()  # LoRA's adapters, which start fresh in every run
+    OPTIMIZER = auto()  # the optimizer state, which starts fresh in every run
+    SAMPLES = auto()  # the order of samples: a run that has trained refuses to resume
+    NOTHING = auto()  # none of these
 
 
 WEIGHTS, ENDS, COMPUTATION = Changes.WEIGHTS, Changes.ENDS, Changes.COMPUTATION
@@ -27,36 +27,36 @@ ADAPTERS, OPTIMIZER, SAMPLES, NOTHING = Changes.ADAPTERS, Changes.OPTIMIZER, Cha
 
 @dataclass(frozen=True)
 class Through:
-    """The option matters through a property of its section alone."""
+    """The option matters only through a property of its section."""
 
-    name: str  # of the property, which is compared in place of the option
-    words: str  # what the property is, in messages
+    name: str  # the property, which is compared instead of the option
+    words: str  # what messages call the property
 
 
 @dataclass(frozen=True)
 class ReadWith:
-    """The option is read only where another one of its section has one of some values. Elsewhere it must have its
-    default or, if it is `ignored`, any value, so that who overrides a preset's other option need not undo it."""
+    """The option is read only if another one in its section has one of some values. Otherwise it must have its default,
+    or may have any value if it is `ignored`, so that overriding the other option of a preset requires nothing more."""
 
     name: str  # of the other option
     values: tuple[str, ...] = ()  # of the other option; empty: all but 0
     ignored: bool = False
 
     def is_read(self, section: object) -> bool:
-        """Whether the option is read in such a section."""
+        """Whether the option is read in this section."""
         value = getattr(section, self.name)
         return value in self.values if self.values else value != 0
 
     @property
     def words(self) -> str:
-        """The values, in messages."""
+        """The values, as in messages."""
         return " or ".join(self.values) or "of 1 or more"
 
 
 @dataclass(frozen=True)
 class IsPath:
-    """The option is a path, or several: `~` at its beginning is the user's home folder, also after a `=`, where shells
-    leave it."""
+    """The option is one or more paths. A leading `~` means the user's home folder, even after a `=`, where shells do
+    not expand it."""
 
 
 IS_PATH = IsPath()
@@ -67,31 +67,31 @@ class Size:
     """The option is the size of a dim of the weights."""
 
     dim: str  # its logical name, as in `mesh.RULES`
-    split: bool = False  # whether it is divided over `tensor`, which must divide it
+    split: bool = False  # sharded over `tensor`, whose size must divide it
     repeated: bool = False  # `tensor` may also be a multiple of it; several devices then hold the same part
 
 
 @dataclass(frozen=True)
 class Small:
-    """How `megajax verify` makes a number small; a `Size` needs no such trait."""
+    """How `megajax verify` shrinks a number; a `Size` does not need this trait."""
 
-    most: float | None = None  # it is reduced to this, if it is larger
-    fixed: float | str | None = None  # it becomes this, whatever it is
-    tokens: bool = False  # it counts tokens, and is scaled with the sequence
-    jointly: bool = False  # `verify/shrink.py` finds it together with the sizes
+    most: float | None = None  # reduce it to this if it is larger
+    fixed: float | str | None = None  # set it to this
+    tokens: bool = False  # it counts tokens: scale it with the sequence
+    jointly: bool = False  # `verify/shrink.py` chooses it together with the sizes
 
 
 class Theirs:
-    """What an option is called in the config.json of Hugging Face's classes, where it has the same values there.
+    """An option's name in the config.json of Hugging Face's classes, if it has the same values there.
 
     Args:
-        name: in all of them but those named.
-        others: in a class that calls it something else, by `Exchange.dialect`; empty: it has no such field.
+        name: in all classes except the following.
+        others: in a class with another name for it, by `Exchange.dialect`; empty: it has no such field.
     """
 
     def __init__(self, name: str = "", **others: str) -> None:
         self._name, self._others = name, others
 
     def name_in(self, dialect: str) -> str:
-        """Its name, or an empty text."""
+        """Its name, or an empty string."""
         return self._others.get(dialect, self._name)

@@ -1,4 +1,4 @@
-"""`megajax convert import-hf PATH RUN` and `megajax convert export-hf RUN PATH`: models in Hugging Face's format."""
+"""`megajax convert import-hf PATH RUN` and `megajax convert export-hf RUN PATH`: models in the Hugging Face format."""
 
 import argparse
 import dataclasses
@@ -102,7 +102,7 @@ ACTIONS: dict[str, Callable[[Sequence[str]], None]] = {"import-hf": import_hf, "
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the action that the command line names."""
+    """Run the action named on the command line."""
     if completion.asked():
         parser = Parser("Import a model from the Hugging Face format, or export a run to it.", "megajax convert ACTION")
         parser.add_argument("action", choices=ACTIONS)
@@ -129,7 +129,7 @@ def _parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _start(config: Config) -> None:
-    """Start JAX on one CPU device, even where there are GPUs: nothing is computed."""
+    """Start JAX on one CPU device, even on a machine with GPUs, because nothing is computed."""
     start(dataclasses.replace(config, simulate_devices=1))
 
 

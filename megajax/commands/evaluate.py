@@ -1,4 +1,4 @@
-"""`megajax eval`, also `eval.py`: evaluate the checkpoint of a run on a task."""
+"""`megajax eval`, also `eval.py`: evaluate a run's checkpoint on a task."""
 
 import json
 import math
@@ -22,11 +22,11 @@ CACHE_FLAGS = ("compilation_cache", "compilation_cache_size")
 TASK_FLAGS = ("doc_stride", "question_tokens", "answer_tokens", "n_best", "null_threshold", "option_tokens", "strict")
 NAMES = sorted([*PRETRAINED, *TASKS])
 _ANSWERED = ", ".join(name for name, task in TASKS.items() if not task.continues_text)
-_ANY = Range(lambda _: True, "")  # how large an overlap may be depends on the run
+_ANY = Range(lambda _: True, "")  # the largest valid overlap depends on the run
 
 
 def main(argv: Sequence[str], prog: str = "megajax eval") -> None:
-    """Restore the checkpoints of the command line, run the task and print its figures as JSON."""
+    """Restore the checkpoints given on the command line, run the task, and print its figures as JSON."""
     parser = Parser("Evaluate a trained model on a task.", f"{prog} {USAGE}")
     parser.add_argument("task", metavar="TASK", choices=NAMES, help=f"one of {', '.join(NAMES)}")
     runs = f"run directory; for {_ANSWERED} several may be given, and their answers' probabilities are averaged"

@@ -1,4 +1,4 @@
-"""`megajax generate`: continue prompts with the model of a run."""
+"""`megajax generate`: continue prompts with a run's model."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ CONFIG_FLAGS = ("mesh", "distributed", "simulate_devices", "precision", "compila
 
 
 def main(argv: Sequence[str]) -> None:
-    """Restore the checkpoint of the command line and print continuations while they are generated."""
+    """Restore the checkpoint given on the command line, and print continuations while they are generated."""
     parser = Parser(
         "Generate text with a trained model.",
         "megajax generate --checkpoint RUN --prompt TEXT [--prompt TEXT ...] | --prompt-file FILE | --interactive "
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> None:
         if args.json:
             print(json.dumps(report))
         else:
-            note = partial(print, file=sys.stderr)  # standard output has the texts alone
+            note = partial(print, file=sys.stderr)  # standard output has only the texts
             for number, found in enumerate(report["continuations"], start=1):
                 if found["stopped_by"] == "context":
                     note(f"prompt {number} stopped at the context limit after {found['tokens']} tokens")
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _prompts(args: argparse.Namespace) -> list[Any]:
-    """The texts to continue, or with `--chat` the conversations; none with `--interactive`."""
+    """The texts to continue, or the conversations with `--chat`; none with `--interactive`."""
     from megajax.generation.text import read_prompts
     from megajax.tasks.instructions import conversation
 

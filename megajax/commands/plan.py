@@ -1,4 +1,4 @@
-"""`megajax plan`: what a run needs and takes on a mesh, without its devices; with `--search` all meshes, ranked."""
+"""`megajax plan`: estimate a run on a mesh without the hardware; with `--search` all meshes, ranked."""
 
 import argparse
 import dataclasses
@@ -24,13 +24,13 @@ from megajax.settings.validation import validate_imagined
 _GPU = Option("gpu", str, "h100", "GPU to plan for", OneOf(MACHINES))
 _DEVICES = Option("devices", int, 0, "number of GPUs to search meshes for", between(1, 100_000))
 _BEST = Option("best", int, 10, "number of configurations to list", between(1, 1000))
-_COMPILED = 2  # of the best
+_COMPILED = 2  # of the best configurations are compiled
 
 
 def main(argv: Sequence[str]) -> None:
     """Print the plan of a configuration on a mesh."""
     began = time.perf_counter()
-    gc.set_threshold(20_000, 20, 20)  # tracing makes many objects that live long, and JAX has work in every collection
+    gc.set_threshold(20_000, 20, 20)  # tracing makes many long-lived objects, and JAX does work in every collection
     parser = Parser(
         "Estimate what a training step needs on a mesh, without the hardware: memory per device, "
         "communication, arithmetic, the pipeline bubble, and a predicted time. The real step is "
@@ -78,8 +78,8 @@ def main(argv: Sequence[str]) -> None:
 def _print_search(
     args: argparse.Namespace, config: Config, original: Config, machine: Machine, given: dict[str, Any]
 ) -> None:
-    """Search the meshes for `config`, where values of `given` stay, and print the best; `original` is the preset's
-    own."""
+    """Search meshes for `config`, keeping the values in `given`, and print the best; `original` is the configuration
+    of the preset alone."""
     devices = getattr(args, "devices", None) or config.mesh.num_devices
     plot = Path(args.plot) if args.plot else None
     if plot:
@@ -108,5 +108,5 @@ def _print_search(
 
 
 def _scanned(config: Config) -> Config:
-    """With the layers as one scan: the same step, in a program that does not grow with their number."""
+    """`config` with its layers as one scan: the same step, in a program whose size does not grow with their number."""
     return dataclasses.replace(config, model=dataclasses.replace(config.model, scan_layers="true"))

@@ -1,4 +1,4 @@
-"""The file of `--plot`."""
+"""The file for `--plot`."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ FORMATS = (".png", ".svg")
 
 
 def check_plot(plot: Path, mark: bytes, what: str) -> None:
-    """Check that a picture can be written, and would replace only its own kind: `what` in words, bearing `mark`."""
+    """Check that a picture can be written, and would overwrite only a `what`, that is, a picture marked with `mark`."""
     if plot.suffix.lower() not in FORMATS:
         raise UserError(f"--plot {plot}: unknown picture format; valid: a name that ends in {' or '.join(FORMATS)}")
     check_place(plot, "--plot")
@@ -26,7 +26,7 @@ def check_plot(plot: Path, mark: bytes, what: str) -> None:
 
 @contextlib.contextmanager
 def plot_atomically(plot: Path) -> Iterator[Path]:
-    """The place to draw a picture that then becomes `plot`."""
+    """A temporary path for drawing a picture, which becomes `plot` when it is complete."""
     try:
         with file_atomically(plot) as new:
             yield new

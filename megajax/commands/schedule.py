@@ -136,7 +136,7 @@ def _print(pipeline: PipelineConfig, table: Schedule, times: PassTimes, step: St
 
 
 def _deferral_lines(pipeline: PipelineConfig, table: Schedule, times: PassTimes, step: StepTime) -> list[str]:
-    """What is gained by weight gradients that wait, and what it costs, beside what is published."""
+    """What deferring weight gradients gains and costs, next to published figures."""
     deferring = pipeline.deferring(times)
     assert table.deferral is not None and deferring is not None
     shape = table.num_stages, table.num_microbatches, table.num_chunks

@@ -11,7 +11,7 @@ from megajax.settings.flags import print_left_out, read_command
 
 
 def main(argv: Sequence[str], prog: str = "megajax train") -> None:
-    """Train; or with `--print-config`, `--dry-run` or `--profile-pipeline`, do what these say instead."""
+    """Train, or do what `--print-config`, `--dry-run` or `--profile-pipeline` say instead."""
     given = read_command(argv, "Pretrain or fine-tune a model on a (data, pipe, context, tensor) mesh.", prog)
     if given.print_config:
         from megajax.settings.origins import printed
@@ -44,7 +44,7 @@ def main(argv: Sequence[str], prog: str = "megajax train") -> None:
 
 
 def _check_paths(config: Config) -> None:
-    """Refuse paths of the configuration that cannot be looked at, and a run directory that cannot be made."""
+    """Refuse paths in the configuration that cannot be accessed, and a run directory that cannot be made."""
     if not config.profile_pipeline:
         check_place(config.run_dir, "--run-dir")
     for flag, path in config.data.texts:

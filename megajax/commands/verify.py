@@ -1,4 +1,4 @@
-"""`megajax verify`: compare a configuration on its mesh with one device, in small, on simulated devices."""
+"""`megajax verify`: check a scaled-down model on your mesh against one device, on simulated devices."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
     devices, steps = (getattr(args, option.key, option.default) for option in _OPTIONS)
     validate_imagined(config)
 
-    from megajax.verify.shrink import shrink  # which imports JAX: mistakes are found without it
+    from megajax.verify.shrink import shrink  # imports JAX; mistakes above are reported without it
 
     small = shrink(config, devices)
     if in_cluster(os.environ):
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """`value` with infinite numbers as text and null for NaN, since JSON has neither."""
+    """`value` with infinities as text and NaN as null, because JSON has neither."""
     if isinstance(value, dict):
         return {key: _finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

@@ -1,1 +1,1 @@
-"""What a command needs of its machine: processes, signals, files, the terminal, remote storage."""
+"""What commands use of their machine: processes, signals, files, the terminal, remote storage."""

@@ -1,7 +1,7 @@
-"""Completion in a shell: `eval "$(register-python-argcomplete megajax)"` in its start-up file.
+"""Shell completion: put `eval "$(register-python-argcomplete megajax)"` in the shell's start-up file.
 
-The shell then calls `megajax` without arguments whenever the Tab key is pressed, and the words so far are in the
-environment. A command makes its parser as always, which answers with what fits instead of parsing.
+When Tab is pressed the shell then calls `megajax` without arguments, with the words typed so far in the environment. A
+command makes its parser as usual, but the parser answers with completions instead of parsing.
 """
 
 import argparse
@@ -9,16 +9,16 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
-_START = "_ARGCOMPLETE"  # the number of the word that is the program
+_START = "_ARGCOMPLETE"  # the index of the word that is the program
 
 
 def asked() -> bool:
-    """Whether a shell asks for a completion."""
+    """Whether a shell is asking for completions."""
     return _START in os.environ and "COMP_LINE" in os.environ
 
 
 def offer(action: argparse.Action, names: Callable[[], Iterable[str]], files: tuple[str, ...] | None = None) -> None:
-    """Complete an argument by names, and by files with these endings."""
+    """Complete an argument with names, and with files that have these endings."""
 
     def complete(prefix: str, **_: Any) -> list[str]:
         found = [name for name in names() if name.startswith(prefix)]
@@ -32,8 +32,8 @@ def offer(action: argparse.Action, names: Callable[[], Iterable[str]], files: tu
 
 
 def command(names: Iterable[str], otherwise: argparse.ArgumentParser) -> str:
-    """The word after the program, which is the program from now on; where it is none of `names`, or is being written,
-    it is completed by the argument of the parser `otherwise`, and the process ends."""
+    """The word after the program, which then counts as the program. If it is not in `names`, or is still being typed,
+    complete it from the argument of the parser `otherwise`, and end the process."""
     from argcomplete.lexers import split_line
 
     line = os.environ["COMP_LINE"]
@@ -47,7 +47,7 @@ def command(names: Iterable[str], otherwise: argparse.ArgumentParser) -> str:
 
 
 def answer(parser: argparse.ArgumentParser) -> None:
-    """Complete the words by a parser's flags and arguments, and end the process."""
+    """Complete the words with a parser's flags and arguments, and end the process."""
     import argcomplete
 
     argcomplete.autocomplete(parser, always_complete_options=False)

@@ -1,7 +1,7 @@
 """How a process ends: its exit code, and its last line on standard error.
 
 Exit codes: 0 done; 2 a user's mistake; 1 any other error; 128 + signal for SIGTERM (143), SIGINT (130) and SIGHUP
-(129), so that a scheduler sees a job to start again, not a finished one.
+(129), which tell a scheduler to restart the job instead of counting it as finished.
 """
 
 import contextlib
@@ -23,18 +23,18 @@ from megajax.host.transcript import transcript
 
 
 class Exit:
-    """How the process is left; whoever knows better sets it."""
+    """How the process is left; other modules set this."""
 
-    traces: ClassVar[Path | None] = None  # the folder for traces of unexpected errors, which exists
-    together: ClassVar[Callable[[bool], None] | None] = None  # called at the end, with whether the process succeeded
-    at_once: ClassVar[bool] = False  # without what libraries do at the exit: a thread of one hangs
+    traces: ClassVar[Path | None] = None  # an existing folder for tracebacks of unexpected errors
+    together: ClassVar[Callable[[bool], None] | None] = None  # called at the end with whether the process succeeded
+    at_once: ClassVar[bool] = False  # skip what libraries do at exit, because a thread of theirs hangs
 
 
-_of_threads: list[str] = []  # traces from libraries' threads
+_of_threads: list[str] = []  # tracebacks from libraries' threads
 
 
 def run(main: Callable[[], None]) -> None:
-    """Call `main` and end the process with an exit code and, unless it is 0, one line on standard error."""
+    """Call `main`, then end the process with an exit code and, unless that is 0, one line on standard error."""
     with output.guarded():
         code, last_line = _outcome(main)
         failure = output.finish()
@@ -47,12 +47,12 @@ def run(main: Callable[[], None]) -> None:
         if code and Exit.together:
             Exit.together(False)
         if code or Exit.at_once:
-            os._exit(code)  # other processes may be gone, reads may be abandoned: nothing to wait for
+            os._exit(code)  # other processes may be gone and reads abandoned, so wait for nothing
         sys.exit(0)
 
 
 def _outcome(main: Callable[[], None]) -> tuple[int, str | None]:
-    """The exit code of `main`, and the last line on standard error."""
+    """The exit code of `main`, and the last line for standard error."""
     Exit.traces = None
     transcript.end()
     _of_threads.clear()
@@ -79,21 +79,21 @@ def _outcome(main: Callable[[], None]) -> tuple[int, str | None]:
 
 
 def _stop_behind(error: BaseException | None) -> Stopped | None:
-    """The stop while, or because of which, a library raised an error."""
+    """The stop signal during which, or because of which, a library raised an error."""
     while error is not None and not isinstance(error, Stopped):
         error = error.__cause__ or error.__context__
     return error
 
 
 def fail(text: str) -> None:
-    """End the process from any thread with exit code 1 and a last line."""
+    """End the process from any thread, with exit code 1 and a last line."""
     print_final_error(f"error: {text}")
     os._exit(1)
 
 
 @contextlib.contextmanager
 def _quiet_threads() -> Iterator[None]:
-    """Keep failures of libraries' threads for the trace: they also reach their caller, or do not matter."""
+    """Keep failures in libraries' threads for the traceback file: they reach their caller too, or do not matter."""
     hooks = threading.excepthook, sys.unraisablehook
 
     def keep(failure: Any) -> None:
@@ -108,7 +108,7 @@ def _quiet_threads() -> Iterator[None]:
 
 
 def _where_the_trace_is(error: BaseException) -> str:
-    """Write the full trace to a file; returns the end of the last line, which names it."""
+    """Write the full traceback to a file; returns the end of the last line, which names it."""
     text = "\n".join(["".join(traceback.format_exception(error)), *_of_threads])
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     for folder in filter(None, (Exit.traces, Path(tempfile.gettempdir()))):

@@ -1,4 +1,4 @@
-"""Paths on a command line: whether they can be looked at, and whether files can be written there."""
+"""Paths from the command line: whether they can be accessed, and whether files can be written there."""
 
 import os
 import re
@@ -6,19 +6,19 @@ from pathlib import Path
 
 from megajax.errors import UserError
 
-_LONGEST = 255  # bytes of a name, on every file system there is
-_LONGEST_NEW = 200  # of one that is written: temporary names beside it are longer
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # a `Path` of gs://bucket is gs:/bucket
+_LONGEST = 255  # bytes in a name, on every common file system
+_LONGEST_NEW = 200  # in a name to be written, since temporary names next to it are longer
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # one slash, because `Path` turns gs://bucket into gs:/bucket
 
 
 def scheme(path: str | Path) -> str:
-    """The scheme of a URL, such as `gs` of gs://bucket/file; empty for a path."""
+    """The scheme of a URL, such as `gs` in gs://bucket/file; empty for a path."""
     found = _SCHEME.match(str(path))
     return found[1].lower() if found else ""
 
 
 def identity(path: str | Path) -> tuple[int, int] | None:
-    """What distinguishes the file or folder at a path from any other that may replace it; None if nothing is there."""
+    """What distinguishes the file or folder at a path from one that may replace it; None if there is nothing."""
     try:
         found = os.stat(path)
     except OSError:
@@ -27,7 +27,7 @@ def identity(path: str | Path) -> tuple[int, int] | None:
 
 
 def check_path(path: str | Path, name: str) -> None:
-    """Check that one can tell whether a path exists; `name` is its flag or argument, for error messages."""
+    """Check that it is possible to tell whether a path exists; `name` is its flag or argument in error messages."""
     if not str(path):
         raise UserError(f"{name} is empty; valid: a path")
     if found := scheme(path):
@@ -43,7 +43,7 @@ def check_path(path: str | Path, name: str) -> None:
         problem = "File name too long" if long else ""
     except OSError as error:
         problem = error.strerror or str(error)
-    except ValueError as error:  # a NUL
+    except ValueError as error:  # the path contains a NUL
         problem = str(error)
     if problem:
         given = f"{str(path)[:100]}…" if len(str(path)) > 200 else str(path)
@@ -52,7 +52,7 @@ def check_path(path: str | Path, name: str) -> None:
 
 
 def check_place(path: str | Path, name: str) -> None:
-    """Check that a file or folder can be made at a path, or written if it exists; `name` as in `check_path`."""
+    """Check that a file or folder can be created at a path, or written if it exists; `name` as in `check_path`."""
     check_path(path, name)
     try:
         str(path).encode()

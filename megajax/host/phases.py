@@ -1,4 +1,4 @@
-"""What a program does at the moment, said where it is done, and shown by whoever watches."""
+"""What the program is doing at the moment: announced by the code that does it, shown by whoever watches."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -6,13 +6,13 @@ from contextlib import AbstractContextManager
 
 Show = Callable[[str], AbstractContextManager[object]]
 
-_shows: list[Show] = []  # the last one watches
-_names: list[str] = []  # of the phases under way
+_shows: list[Show] = []  # only the last one shows phases
+_names: list[str] = []  # of the current phases
 
 
 @contextlib.contextmanager
 def watched(show: Show) -> Iterator[None]:
-    """In the block every `phase` of this process is a block of `show(name)`."""
+    """In the block, every `phase` of this process is shown by `show(name)`."""
     _shows.append(show)
     try:
         yield
@@ -22,7 +22,7 @@ def watched(show: Show) -> Iterator[None]:
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[object]:
-    """A block that may take long; `name` says what is done in it, as in "tokenizing corpus.txt"."""
+    """A block that may take long; `name` says what it does, for example "tokenizing corpus.txt"."""
     with _shows[-1](name) if _shows else contextlib.nullcontext() as shown:
         _names.append(name)
         try:
@@ -32,5 +32,5 @@ def phase(name: str) -> Iterator[object]:
 
 
 def current() -> str:
-    """The innermost phase; empty without one."""
+    """The innermost phase; empty if there is none."""
     return _names[-1] if _names else ""

@@ -1,18 +1,18 @@
-"""Pictures that bear a mark of what drew them, so that no other file is replaced by one."""
+"""Pictures marked with the program that drew them, so that drawing never overwrites any other file."""
 
 from pathlib import Path
 from typing import Any
 
 
 def save(figure: Any, path: Path, mark: bytes) -> None:
-    """Write a matplotlib figure as .png or .svg, with `mark` in it."""
+    """Write a matplotlib figure as .png or .svg, with `mark` in its metadata."""
     kind = path.suffix.lower().removeprefix(".")
     name = {"png": "Software", "svg": "Creator"}[kind]
     figure.savefig(path, format=kind, metadata={name: mark.decode()})
 
 
 def is_marked(file: Path, mark: bytes) -> bool:
-    """Whether a file is a picture that was saved with `mark`."""
+    """Whether a file is a picture saved with `mark`."""
     if file.is_symlink() or not file.is_file():
         return False
     with file.open("rb") as content:

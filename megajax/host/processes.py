@@ -1,4 +1,4 @@
-"""Agreement between the processes of a run. All of them call every function together."""
+"""Agreement between the processes of a run. All of them must call each function together."""
 
 from collections.abc import Callable
 
@@ -17,8 +17,8 @@ def is_first_process() -> bool:
 
 
 def on_first_process(action: Callable[[], list[int] | None]) -> list[int]:
-    """Call `action` on process 0 while the others wait; its `UserError` ends them all. All get the numbers, each less
-    than 2^31, that it returns."""
+    """Call `action` on process 0 while the others wait; its `UserError` ends them all. All processes get the numbers
+    that it returns, each less than 2^31."""
     error: UserError | None = None
     numbers: list[int] | None = None
     if is_first_process():
@@ -40,12 +40,12 @@ def say(text: str) -> None:
 
 
 def of_first_process(number: int) -> int:
-    """The number that process 0 has."""
+    """Process 0's number, on every process."""
     return number if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
 def numbers_of_first_process(numbers: list[int]) -> list[int]:
-    """The numbers that process 0 has, each less than 2^31."""
+    """Process 0's numbers, each less than 2^31, on every process."""
     if jax.process_count() == 1:
         return numbers
     found = np.resize(np.asarray(numbers, np.int32), of_first_process(len(numbers)))
@@ -53,7 +53,7 @@ def numbers_of_first_process(numbers: list[int]) -> list[int]:
 
 
 def sums_over_processes(numbers: list[int]) -> list[int]:
-    """The sum of every number, each less than 2^32, over all processes, modulo 2^32."""
+    """The sum over all processes, modulo 2^32, of each of the numbers, which are less than 2^32."""
     if jax.process_count() == 1:
         return numbers
     all_numbers = multihost_utils.process_allgather(np.asarray(numbers, np.uint32))
@@ -66,7 +66,7 @@ def all_agree(value: bool) -> bool:
 
 
 class Poll:
-    """Messages between processes that nobody waits for; all get the same."""
+    """Messages between processes that nobody waits for; all receive the same."""
 
     def __init__(self) -> None:
         self._alone = jax.process_count() == 1
@@ -75,8 +75,8 @@ class Poll:
         self._largest = jax.jit(lambda x: x.max(axis=0), out_shardings=NamedSharding(mesh, PartitionSpec()))
 
     def ask(self, numbers: Callable[[], tuple[int, ...]]) -> Callable[[], tuple[int, ...]]:
-        """Send this process's numbers of now; the returned function gives, later, the largest of each over all
-        processes. A process that is alone gets its own numbers of that later moment."""
+        """Send this process's current numbers. The returned function gives, when called later, the largest of each over
+        all processes. A single process gets its own numbers as of that later moment."""
         if self._alone:
             return numbers
         local = np.tile(np.asarray(numbers(), np.int32), (jax.local_device_count(), 1))
@@ -85,7 +85,7 @@ class Poll:
 
 
 def wait_for_all(what: str) -> None:
-    """Wait until every process is here; `what` names the place."""
+    """Wait until every process gets here; `what` names the place."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(what)
 

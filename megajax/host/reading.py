@@ -1,7 +1,7 @@
-"""Reading files of unknown origin: sizes are bounded before anything is allocated.
+"""Read files of unknown origin: sizes are limited before anything is allocated.
 
-Only regular files are opened. JSON and TOML are bounded in size, nesting, the number of values and the digits of a
-number, so that any content soon gives a value or an error.
+Only regular files are opened. JSON and TOML are limited in size, nesting, number of values and digits per number, so
+that any contents quickly give a value or an error.
 """
 
 import errno
@@ -17,13 +17,13 @@ from typing import IO, Any
 
 from megajax.errors import UserError
 
-SMALL_BYTES = 1 << 20  # of a file with settings or figures; written by hand or by this program, some kB
-LINE_BYTES = 1 << 28  # of a line or a record of text
+SMALL_BYTES = 1 << 20  # for a file with settings or figures; usual ones have some kB
+LINE_BYTES = 1 << 28  # for a line or record of text
 
 _BLOCK_BYTES = 1 << 16  # read at a time
-_DEPTH = 64  # brackets in brackets
-_VALUES, _LISTS = 1 << 21, 1 << 16  # in one text of JSON; lists and objects as many and one for every eight characters
-_DIGITS = 300  # of a number: every whole number of so many is also a float
+_DEPTH = 64  # levels of nested brackets
+_VALUES, _LISTS = 1 << 21, 1 << 16  # in a JSON text; lists and objects may be more, one for every eight characters
+_DIGITS = 300  # in a number; any integer with so many digits fits in a float
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
@@ -35,14 +35,14 @@ _KINDS = {
 
 
 def kind(path: str | Path) -> str:
-    """What is at a path, in words (`a file`, `a folder`, `a named pipe`); empty if nothing is."""
+    """What is at a path, in words (`a file`, `a folder`, `a named pipe`); empty if there is nothing."""
     try:
         return _KINDS.get(stat.S_IFMT(os.stat(path).st_mode), "no file")
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; valid: short names, in folders that may be entered") from None
-    except ValueError as error:  # a NUL
+    except ValueError as error:  # the path contains a NUL
         raise UserError(f"{path}: {error}; valid: a path without it") from None
 
 
@@ -57,7 +57,7 @@ def is_folder(path: str | Path) -> bool:
 
 
 def names(folder: str | Path) -> set[str]:
-    """The names in a folder; none without a folder."""
+    """The names in a folder; empty if it does not exist."""
     if not is_folder(folder):
         return set()
     try:
@@ -67,18 +67,18 @@ def names(folder: str | Path) -> set[str]:
 
 
 def open_file(path: str | Path) -> IO[bytes]:
-    """A regular file, open to read; an `OSError` for anything else: a named pipe would wait for a writer."""
+    """Open a regular file for reading; raises `OSError` for anything else, since a named pipe would block."""
     try:
         mode = os.stat(path).st_mode
         if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, f"it is {_KINDS.get(stat.S_IFMT(mode), 'no file')}, not a file", str(path))
         return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-    except ValueError as error:  # a NUL
+    except ValueError as error:  # the path contains a NUL
         raise OSError(errno.EINVAL, str(error), str(path)) from None
 
 
 def read_bytes(path: str | Path, most: int = SMALL_BYTES) -> bytes:
-    """The content of a file of at most `most` bytes; an `OSError` where it cannot be read."""
+    """The contents of a file with at most `most` bytes; raises `OSError` if it cannot be read."""
     with open_file(path) as file:
         try:
             return whole(file, most)
@@ -87,7 +87,7 @@ def read_bytes(path: str | Path, most: int = SMALL_BYTES) -> bytes:
 
 
 def read_text(path: str | Path, most: int = SMALL_BYTES) -> str:
-    """The text of a file of at most `most` bytes, without a byte order mark."""
+    """The text of a file with at most `most` bytes, without a byte order mark."""
     try:
         return read_bytes(path, most).decode().removeprefix("\ufeff")
     except OSError as error:
@@ -97,7 +97,7 @@ def read_text(path: str | Path, most: int = SMALL_BYTES) -> str:
 
 
 def read_json(path: str | Path, most: int = SMALL_BYTES) -> Any:
-    """The value in a JSON file of at most `most` bytes."""
+    """The value in a JSON file with at most `most` bytes."""
     text = read_text(path, most)
     try:
         return parse_json(text)
@@ -106,7 +106,7 @@ def read_json(path: str | Path, most: int = SMALL_BYTES) -> Any:
 
 
 def lines(content: IO[bytes], most: int) -> Iterator[bytes]:
-    """The lines of a file, each with its end; `TooLong` where one has more than `most` bytes."""
+    """The lines of a file, including line ends; raises `TooLong` if one has more than `most` bytes."""
     for number, line in enumerate(iter(lambda: content.readline(most + 1), b""), start=1):
         if len(line) > most:
             raise TooLong(f"line {number} has more than {_size(most)}; valid: at most that")
@@ -114,11 +114,11 @@ def lines(content: IO[bytes], most: int) -> Iterator[bytes]:
 
 
 class TooLong(ValueError):
-    """A line or record exceeds its largest size, which the message gives."""
+    """A line or record exceeds its size limit, which the message gives."""
 
 
 def whole(content: IO[bytes], most: int) -> bytes:
-    """All of a file; `TooLong` where it has more than `most` bytes."""
+    """All of a file; raises `TooLong` if it has more than `most` bytes."""
     found = bytearray()
     while block := content.read(_BLOCK_BYTES):
         found += block
@@ -133,7 +133,7 @@ def check_size(size: int, most: int) -> None:
 
 
 def too_long(most: int) -> TooLong:
-    """The error of a text of more than `most` bytes."""
+    """The error for a text of more than `most` bytes."""
     return TooLong(f"more than {_size(most)} as one text; valid: at most that")
 
 
@@ -141,14 +141,14 @@ def _size(count: int) -> str:
     return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count} bytes"
 
 
-# It also matches a string without an end: to try again at each of its quotes would take quadratic time.
+# It also matches an unterminated string: retrying at each of its quotes would take quadratic time.
 JSON_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 _NO_BRACKETS = re.compile(r"[^\[\]{}]++")
 _STEP = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
 def _check_depth(bare: str) -> None:
-    """Raise `ValueError` if the brackets of a text without strings are nested too deeply."""
+    """Raise `ValueError` if brackets in a text without strings are nested too deeply."""
     if bare.count("[") + bare.count("{") > _DEPTH:
         brackets = _NO_BRACKETS.sub("", bare)
         if any(depth > _DEPTH for depth in itertools.accumulate(map(_STEP.__getitem__, brackets))):
@@ -165,7 +165,7 @@ _DECODER = json.JSONDecoder(parse_int=_integer)
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text; a `ValueError` where it is not JSON, or larger than what is read."""
+    """The value of a JSON text; raises `ValueError` if it is not JSON, or exceeds the limits."""
     check_json_size(text)
     try:
         return _DECODER.decode(text)
@@ -174,7 +174,7 @@ def parse_json(text: str) -> Any:
 
 
 def check_json_size(text: str) -> None:
-    """Raise `ValueError` if a JSON text has more values, or is nested deeper, than what is read."""
+    """Raise `ValueError` if a JSON text has too many values or is nested too deeply."""
     if text.count("[") + text.count("{") > _DEPTH or text.count(",") > _VALUES:
         bare = JSON_STRING.sub("", text)
         lists = bare.count("[") + bare.count("{")
@@ -183,7 +183,7 @@ def check_json_size(text: str) -> None:
         _check_depth(bare)
 
 
-_TOML_CHARACTERS = 1 << 16  # a preset has some thousand, and `tomllib` is slow
+_TOML_CHARACTERS = 1 << 16  # a preset has a few thousand, and `tomllib` is slow
 _TOML_NAMES = 16  # in a dotted key
 _TOML_STRING = re.compile(
     r'"""(?:[^\\]|\\.)*?"""(?:"{0,2})'
@@ -198,7 +198,7 @@ _TOML_NUMBER = re.compile(rf"\b[0-9][0-9A-Za-z_]{{{_DIGITS},}}")
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The tables of a TOML text; a `ValueError` where it is not TOML, or larger than what is read."""
+    """The tables of a TOML text; raises `ValueError` if it is not TOML, or exceeds the limits."""
     if len(text) > _TOML_CHARACTERS:
         raise ValueError(f"more than {_TOML_CHARACTERS} characters")
     bare = _TOML_STRING.sub("s", text)

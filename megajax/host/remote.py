@@ -1,8 +1,8 @@
-"""Files on remote stores, such as gs://bucket/file and s3://bucket/file, found and read as streams by fsspec;
-models of the Hugging Face hub.
+"""Files on remote stores, such as gs://bucket/file and s3://bucket/file, found and streamed with fsspec, and models on
+the Hugging Face hub.
 
-Nothing is written there. A run directory needs a file system (locks, atomic renames), and a prepared dataset is mapped
-into memory where it lies.
+Nothing is written to remote stores. A run directory needs a file system (locks, atomic renames), and a prepared dataset
+is memory-mapped in place.
 """
 
 import contextlib
@@ -21,44 +21,44 @@ from megajax.host import reading
 from megajax.host.paths import scheme
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-SCHEMES = ("http", "https", "gs", "s3", "hf", "file")  # of all that fsspec has, those that docs/data.md names
+SCHEMES = ("http", "https", "gs", "s3", "hf", "file")  # those of fsspec that docs/data.md names
 _PACKAGES = {"gs": "'megajax[gcs]'", "s3": "'megajax[s3]'", "http": "aiohttp requests", "https": "aiohttp requests"}
 _UNRESOLVED = re.compile(
     r"name resolution|NameResolutionError|Name or service not known|nodename nor servname|DNS server"
 )
-_VERSIONS = ("etag", "ETag", "generation", "md5Hash", "mtime", "LastModified", "created")  # a store has one of them
-_LOUD = ("gcsfs", "s3fs")  # log what they raise, with all of the stack
+_VERSIONS = ("etag", "ETag", "generation", "md5Hash", "mtime", "LastModified", "created")  # each store has one of them
+_LOUD = ("gcsfs", "s3fs")  # they log what they raise, with full tracebacks
 _BLOCK_BYTES = 1 << 20
 _VALID = f"valid: {', '.join(f'{name}://' for name in SCHEMES)}, or a path on a file system"
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file on a remote store, as it was when it was found."""
+    """A file on a remote store, as it was when found."""
 
-    url: str  # as gs://bucket/folder/file.jsonl.gz
+    url: str  # such as gs://bucket/folder/file.jsonl.gz
     size: int  # in bytes
-    version: str  # what changes when the file does, as the store says it; empty where it says nothing
+    version: str  # changes when the file does, in the store's own terms; empty if the store gives none
 
     def __str__(self) -> str:
         return self.url
 
     def open(self) -> IO[bytes]:
-        """The file, open to read from any place. Any error of its library, also while reading, is an `OSError`."""
+        """Open the file for reading, with seeking. All errors of its library, also while reading, become `OSError`."""
         system, path = file_system(self.url, "")
         with _os_errors(self.url):
             return io.BufferedReader(_Stream(system.open(path, "rb"), self.url), _BLOCK_BYTES)
 
 
 def find(url: str, flag: str) -> tuple[list[RemoteFile], bool]:
-    """The file at a URL, or all files below it except hidden ones, in the order of their paths; and whether the URL is
-    a file."""
+    """The file at a URL, or all files below it except hidden ones, sorted by path; and whether the URL is a single
+    file."""
     system, path = file_system(url, flag)
     try:
         try:
             there = system.info(path)
         except FileNotFoundError as error:
-            if _is_unresolved(error):  # which fsspec takes for a file that is not there
+            if _is_unresolved(error):  # fsspec reports an unknown host as a missing file
                 raise
             return [], False
         if there["type"] == "file":
@@ -68,12 +68,12 @@ def find(url: str, flag: str) -> tuple[list[RemoteFile], bool]:
         depth = len(PurePosixPath(there["name"]).parts)
         shown = [name for name in inside if not any(part.startswith(".") for part in name.parts[depth:])]
         return [_described(system, inside[name]) for name in sorted(shown, key=lambda name: name.parts)], False
-    except Exception as error:  # of the store's library: no network, no permission, no such bucket
+    except Exception as error:  # from the store's library: no network, no permission, no such bucket
         raise UserError(f"{flag} {url}: cannot be read: {reason(error)}; valid: a readable URL") from None
 
 
 def read_bytes(url: str, flag: str) -> bytes:
-    """The content of a small file."""
+    """The contents of a small file."""
     files, is_file = find(url, flag)
     if not is_file:
         problem = "is a folder" if files else "does not exist"
@@ -86,7 +86,7 @@ def read_bytes(url: str, flag: str) -> bytes:
 
 
 def file_system(url: str, flag: str) -> tuple[Any, str]:
-    """fsspec's file system of a URL, and the path there; an error where its library is not installed."""
+    """fsspec's file system for a URL, and the path in it; an error if its library is not installed."""
     if scheme(url) not in SCHEMES:
         raise UserError(f"{flag} {url}: {url.partition(':/')[0]}:// is not supported; {_VALID}")
     import fsspec
@@ -99,7 +99,7 @@ def file_system(url: str, flag: str) -> tuple[Any, str]:
         packages = _PACKAGES.get(scheme(url))
         valid = f"valid: pip install {packages}, or a path on a file system" if packages else _VALID
         raise UserError(f"{flag} {url}: {reason(error)}; {valid}") from None
-    except Exception as error:  # an unknown scheme; no credentials
+    except Exception as error:  # an unknown scheme, or no credentials
         raise UserError(f"{flag} {url}: {reason(error)}; {_VALID}") from None
 
 
@@ -110,7 +110,7 @@ def _described(system: Any, info: Mapping[str, Any]) -> RemoteFile:
 
 @contextlib.contextmanager
 def _os_errors(url: str) -> Iterator[None]:
-    """Make errors of the store's library `OSError`s with a number."""
+    """Turn errors of the store's library into `OSError`s with an error number."""
     try:
         yield
     except Exception as error:
@@ -118,7 +118,7 @@ def _os_errors(url: str) -> Iterator[None]:
 
 
 class _Stream(io.RawIOBase):
-    """A remote file with such errors."""
+    """A remote file whose errors are `OSError`s."""
 
     def __init__(self, file: Any, url: str) -> None:
         self._file, self._url = file, url
@@ -151,8 +151,8 @@ def is_hub_name(text: str) -> bool:
 
 
 def download(name: str, patterns: Sequence[str], given: str, valid: str) -> Path:
-    """A local folder with the files of a model of the hub that match one of the shell `patterns`. Error messages begin
-    with `given`, which says why the hub is asked, and end with `valid`."""
+    """A local folder with those files of a model on the hub that match one of the shell `patterns`. Error messages
+    begin with `given`, which says why the hub is used, and end with `valid`."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
@@ -164,7 +164,7 @@ def download(name: str, patterns: Sequence[str], given: str, valid: str) -> Path
 
 
 def reason(error: Exception) -> str:
-    """The message of an exception, in one line of bounded length; its type if it has none."""
+    """The message of an exception in one line of limited length, or its type if it has no message."""
     if _is_unresolved(error):
         return "the host name cannot be resolved"
     text = " ".join(str(error).split())
@@ -172,7 +172,7 @@ def reason(error: Exception) -> str:
 
 
 def _is_unresolved(error: BaseException | None) -> bool:
-    """Whether an exception, or what caused it, is that a host's name is not known."""
+    """Whether an exception, or one of its causes, says that a host name is unknown."""
     while error is not None:
         if isinstance(error, socket.gaierror) or _UNRESOLVED.search(str(error)):
             return True

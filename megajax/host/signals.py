@@ -1,4 +1,4 @@
-"""Signals that stop a process: SIGTERM, SIGINT, and SIGHUP unless it was started to ignore that (nohup)."""
+"""Signals that stop a process: SIGTERM, SIGINT, and SIGHUP unless the process was started to ignore it (nohup)."""
 
 import contextlib
 import os
@@ -14,12 +14,12 @@ from megajax.host import phases
 from megajax.host.streams import print_final_error, warn
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_SAID_AFTER = 0.5  # seconds in which a process should have reacted
-_SWALLOWED = 0  # in the pipe, where signals write their numbers
+_SAID_AFTER = 0.5  # seconds; a process that takes longer to react explains why
+_SWALLOWED = 0  # written to the pipe, next to the signals' numbers
 
 
 class Stopped(BaseException):
-    """A signal stops the process; the last line ends with `details`."""
+    """A signal stops the process; its last line ends with `details`."""
 
     def __init__(self, number: int, details: str = "; interrupted") -> None:
         super().__init__(number)
@@ -31,33 +31,33 @@ class Stopped(BaseException):
 
 class StopSignals:
     """Inside `handled()`, the first signal raises `Stopped` in the main thread, or ends the process at once if a module
-    is being imported; a second one always ends it at once, unless it is SIGHUP, which comes several times when a
-    terminal is lost. Inside `deferred()` the first one only sets `number`.
+    is being imported. A second signal always ends it at once, unless it is SIGHUP, which arrives several times when a
+    terminal is lost. Inside `deferred()` the first signal only sets `number`.
 
-    `Stopped` is raised again where something swallowed it, as Python does with what is raised in a callback of its
-    garbage collector.
+    `Stopped` is raised again if something swallowed it, as Python does with exceptions in callbacks of its garbage
+    collector.
     """
 
     number = 0
     _promise = ""
     _taken: tuple[signal.Signals, ...] = ()
     _raised: weakref.ref[Stopped] | None = None
-    _writing = -1  # the pipe
-    _again = 0  # signals under way from this process to itself
+    _writing = -1  # the pipe's writing end
+    _again = 0  # signals that this process has sent itself and not yet received
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle the signals of the main thread."""
+        """Handle signals in the main thread."""
         self.number = 0
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
-        # The interpreter's handler waits until the main thread leaves XLA; this thread sees the signal at once.
+        # Python runs its handler only after the main thread leaves XLA; this thread sees the signal at once.
         wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(reading,), daemon=True).start()
         before = {number: signal.getsignal(number) for number in SIGNALS}
@@ -74,13 +74,13 @@ class StopSignals:
             os.close(self._writing)  # ends the thread
 
     def take(self) -> None:
-        """Handle the signals, even if a library has taken them since."""
+        """Handle the signals again, in case a library has replaced the handlers."""
         for number in self._taken:
             signal.signal(number, self._handle)
 
     @contextlib.contextmanager
     def deferred(self, promise: str) -> Iterator[None]:
-        """Go on after the first signal; its line on standard error says `promise`."""
+        """Continue after the first signal; its line on standard error says `promise`."""
         before, self._promise = self._promise, promise
         try:
             yield
@@ -89,24 +89,24 @@ class StopSignals:
 
     @property
     def raised(self) -> bool:
-        """Whether `Stopped` is on its way through the main thread."""
+        """Whether `Stopped` is propagating through the main thread."""
         return self._raised is not None and self._raised() is not None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._promise or self.raised:
             return
         stop = Stopped(number)
-        if _imports(frame):  # C++ that is being loaded may crash where an exception comes through it
+        if _imports(frame):  # loading C++ code may crash if an exception passes through it
             print_final_error(str(stop))
             os._exit(128 + number)
         self._raised = weakref.ref(stop, self._lose)
         try:
             raise stop
         finally:
-            del stop  # else its own trace keeps it alive
+            del stop  # otherwise its own traceback keeps it alive
 
     def _lose(self, _: object) -> None:
-        """The exception is gone, and nobody ended the process."""
+        """Called when the exception is gone, although the process has not ended."""
         os.write(self._writing, bytes([_SWALLOWED]))
 
     def _watch(self, reading: int) -> None:
@@ -119,7 +119,7 @@ class StopSignals:
             elif not (received := os.read(reading, 1)):
                 break
             elif received[0] == _SWALLOWED:
-                time.sleep(0.02)  # else it may come to the same callback
+                time.sleep(0.02)  # otherwise it may reach the same callback
                 self._repeat()
             elif self._again:
                 self._again -= 1
@@ -151,7 +151,7 @@ class StopSignals:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """In the block the signals wait; processes that are started there never get them."""
+    """In the block, signals are blocked; processes started there never get them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -160,10 +160,10 @@ def held_back() -> Iterator[None]:
 
 
 def _imports(frame: FrameType | None) -> bool:
-    """Whether the code of a frame runs in an import."""
+    """Whether a frame's code runs as part of an import."""
     while frame and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
         frame = frame.f_back
     return frame is not None
 
 
-stop_signals = StopSignals()  # a process has its signals once
+stop_signals = StopSignals()  # one per process

@@ -1,4 +1,4 @@
-"""Standard output and standard error, which may be closed, full, or a terminal that is gone."""
+"""Standard output and standard error, which may be closed, full, or a lost terminal."""
 
 import contextlib
 import io
@@ -9,11 +9,11 @@ from typing import Any, TextIO
 
 from megajax.host.transcript import printable, transcript
 
-_SHOW_CURSOR = b"\x1b[?25h"  # which bars hide
+_SHOW_CURSOR = b"\x1b[?25h"  # progress bars hide it
 
 
 class _Descriptor(io.FileIO):
-    """A descriptor that takes no more after the first write that fails. That write raises if the text is `needed`."""
+    """A descriptor that discards everything after the first failed write, which raises if the output is `needed`."""
 
     def __init__(self, number: int, needed: bool) -> None:
         super().__init__(number, "w", closefd=False)
@@ -40,7 +40,7 @@ class Output:
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """In the block, no write to standard error raises, and one to standard output only until `is_optional`."""
+        """In the block, writes to standard error never raise, and writes to standard output only if it is needed."""
         _open_closed()
         before = sys.stdout, sys.stderr
         if sys.stdout is sys.__stdout__:
@@ -55,34 +55,34 @@ class Output:
             self._descriptor = None
 
     def is_optional(self) -> None:
-        """The command goes on without standard output."""
+        """Declare that the command works without standard output."""
         if self._descriptor:
             self._descriptor.needed = False
 
     @property
     def failure(self) -> OSError | None:
-        """Why something that was needed could not be written."""
+        """Why needed output could not be written, if that happened."""
         return self._descriptor.failure if self._descriptor and self._descriptor.needed else None
 
     def finish(self) -> OSError | None:
-        """Write what is buffered; returns `failure`."""
+        """Flush; returns `failure`."""
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         sys.stderr.flush()
         return self.failure
 
 
-output = Output()  # a process has it once
+output = Output()  # one per process
 
 
 def warn(text: str) -> None:
-    """Print a line on standard error, and keep it."""
+    """Print a line on standard error, and keep it in the transcript."""
     print(printable(text), file=sys.stderr, flush=True)
     transcript.add(text)
 
 
 def print_final_error(text: str) -> None:
-    """Print the last line on standard error, and discard what other threads still write there."""
+    """Print the last line on standard error, and discard what other threads write there later."""
     text = printable(" ".join(text.split()))
     transcript.add(text)
     with contextlib.suppress(OSError):
@@ -94,17 +94,17 @@ def print_final_error(text: str) -> None:
 
 
 def _open_closed() -> None:
-    """Give closed descriptors to the null device: the next file would get them, and what is printed with them."""
+    """Connect closed descriptors to the null device; otherwise the next file would get them, and printed text."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            # Standard output is opened to be read, so that a write fails.
-            os.open(os.devnull, os.O_WRONLY if number == 2 else os.O_RDONLY)  # takes the lowest free number
+            # Standard output is opened for reading only, so that writes fail.
+            os.open(os.devnull, os.O_WRONLY if number == 2 else os.O_RDONLY)  # gets the lowest free number
 
 
 def _text(stream: TextIO | None, descriptor: _Descriptor) -> TextIO:
-    """Text like that of a stream, which is None where the descriptor was closed."""
+    """A text stream with the settings of `stream`, which is None if the descriptor was closed."""
     if stream is None:
         return io.TextIOWrapper(io.BufferedWriter(descriptor), encoding="utf-8", errors="backslashreplace")
     stream.flush()

@@ -1,4 +1,4 @@
-"""What a command says to whoever started it, and `log.txt`, which keeps it in a run directory as plain text."""
+"""What a command tells its user, and `log.txt`, which keeps it in a run directory as plain text."""
 
 import contextlib
 import datetime
@@ -13,20 +13,20 @@ from pathlib import Path
 from megajax.host.paths import identity
 
 NAME, OLDER = "log.txt", "log.txt.1"
-MOST_BYTES = 1 << 23  # of a file; a larger one becomes the older one, in place of the one before
-_EARLY = 1000  # lines before there is a file
-_PATIENCE = 1.0  # seconds for another thread whose write hangs
+MOST_BYTES = 1 << 23  # in a file; a larger one is renamed to the older one, which it replaces
+_EARLY = 1000  # lines kept before there is a file
+_PATIENCE = 1.0  # seconds to wait for another thread whose write hangs
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """A text that can be encoded and does nothing to a terminal: control characters other than line feed and tab, and
-    those that change the direction of writing, are written as `\\u001b`."""
+    """A text that can be encoded and is harmless to a terminal: control characters except line feed and tab, and
+    characters that change the writing direction, are escaped like `\\u001b`."""
     return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 class Transcript:
-    """Keeps lines in a file, and in memory until there is one. No failure of a write is an error."""
+    """Keeps lines in a file, and in memory until there is one. Failed writes are not errors."""
 
     def __init__(self) -> None:
         self._early: deque[str] = deque(maxlen=_EARLY)
@@ -35,7 +35,7 @@ class Transcript:
         self._lock = threading.Lock()
 
     def begin(self, folder: Path) -> None:
-        """Go on in `log.txt` of a folder, by a line with the time and the command, and what was said before."""
+        """Continue in `log.txt` of a folder, starting with a line with time and command, and all earlier lines."""
         early = [] if self._file is not None else list(self._early)
         self.end()
         self._folder, self._identity = folder, identity(folder)
@@ -46,14 +46,14 @@ class Transcript:
         self.add("\n".join([f"--- {now} {shlex.join([program, *sys.argv[1:]])}", *early]))
 
     def end(self) -> None:
-        """Close the file; what is said from now on is for the next one."""
+        """Close the file; lines from now on are for the next one."""
         self._early.clear()
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
     def add(self, text: str) -> None:
-        """Keep a line, or several."""
+        """Keep one or more lines."""
         if self._file is None:
             self._early.append(text)
             return
@@ -67,16 +67,16 @@ class Transcript:
                 os.dup2(new, self._file)
                 os.close(new)
         except OSError:
-            pass  # a full disk: the next line may have room again
+            pass  # the disk is full; there may be space again for the next line
         finally:
             self._lock.release()
 
 
-transcript = Transcript()  # a process has it once
+transcript = Transcript()  # one per process
 
 
 def tell(text: str) -> None:
-    """Print a line, or several, on standard output, and keep them."""
+    """Print one or more lines on standard output, and keep them in the transcript."""
     print(printable(text), flush=True)
     transcript.add(text)
 

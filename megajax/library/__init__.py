@@ -1,1 +1,1 @@
-"""What `import megajax` offers: a thin layer over the rooms below, which the commands use as well."""
+"""What `import megajax` offers: a thin layer over the modules that the commands use too."""

@@ -1,4 +1,4 @@
-"""What a user hands to a model: token ids, or the arrays of a batch by name. Letters: B sequences, T tokens."""
+"""What a user passes to a model: token ids, or a batch's arrays by name. Letters: B sequences, T tokens."""
 
 import operator
 from collections.abc import Collection, Mapping
@@ -13,7 +13,7 @@ from megajax.config import Config
 from megajax.errors import UserError
 from megajax.models.registry import FAMILIES
 
-Ids = Any  # whole numbers [B, T], as an array or nested lists
+Ids = Any  # integers [B, T], as an array or nested lists
 Given = Ids | Mapping[str, Any]
 Batch = dict[str, Any]
 _INPUTS = {"tokens", "token_types", "length"}
@@ -27,7 +27,7 @@ def inputs_of(config: Config, form: BatchSpec, given: Given) -> Batch:
 
 
 def batch_of(config: Config, form: BatchSpec, given: Given) -> Batch:
-    """A batch with its targets, as it is or from ids [B, T + 1], each of which is predicted by those before it."""
+    """A batch with its targets: as given, or from ids [B, T + 1], each of which is predicted from those before it."""
     if isinstance(given, Mapping):
         return _named(config, form, given, form.entries.keys())
     ids = _ids(config, given, more=1)
@@ -53,7 +53,7 @@ def _ids(config: Config, given: Ids, more: int) -> Any:
 
 
 def shape_of_ids(given: Given) -> tuple[int, ...] | None:
-    """The shape of what is given; None for a batch by names and for lists of different lengths."""
+    """The shape of what is given; None for a batch by name, and for lists of different lengths."""
     try:
         return None if isinstance(given, Mapping) else np.shape(given)
     except ValueError:
@@ -93,7 +93,7 @@ def _named(config: Config, form: BatchSpec, given: Mapping[str, Any], needed: Co
 
 
 def _largest(config: Config, name: str, length: int) -> int:
-    """The largest number in an array of a batch of `length` tokens."""
+    """The largest valid number in an array of a batch of `length` tokens."""
     ids = config.model.vocab_size - 1
     known = {
         **{"tokens": ids, "targets": ids, "token_types": 1, "length": length, "order": 1},
@@ -104,7 +104,7 @@ def _largest(config: Config, name: str, length: int) -> int:
 
 
 def _beyond(array: Any, low: int, high: int) -> int | None:
-    """A number of an array that is not from `low` to `high`; None without one, or while JAX traces the array."""
+    """A number in an array that is not from `low` to `high`; None if there is none, or while JAX traces the array."""
     if not isinstance(array, np.ndarray):
         return None
     least, most = int(array.min()), int(array.max())
@@ -112,7 +112,7 @@ def _beyond(array: Any, low: int, high: int) -> int | None:
 
 
 def _array(given: Any, valid: str) -> Any:
-    """Whole numbers, as an array of the host or a tracer."""
+    """Integers, as a NumPy array or a tracer."""
     try:
         array = given if isinstance(given, jax.core.Tracer) else np.asarray(given)
     except ValueError:  # rows of different lengths
@@ -123,7 +123,7 @@ def _array(given: Any, valid: str) -> Any:
 
 
 def padded(form: BatchSpec, batch: Mapping[str, npt.NDArray[np.int32]], rows: int) -> dict[str, npt.NDArray[np.int32]]:
-    """A batch padded to so many rows."""
+    """A batch padded to `rows` rows."""
     free = rows - len(batch["tokens"])
     nothing = form.padding(free, tokens=batch["tokens"].shape[-1])
     return {name: np.concatenate([array, nothing[name]]) for name, array in batch.items()}

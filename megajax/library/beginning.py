@@ -26,8 +26,8 @@ def load_preset(name_or_file: str | Path, overrides: Mapping[str, Any] | None = 
     """The configuration of a preset.
 
     Args:
-        name_or_file: a name such as `demo` or `finetune/mnli-336m`, or a TOML file, such as a run's `config.toml`.
-        overrides: values that replace those of the preset, by key: `{"train.steps": 20, "mesh.data": 2}`. The keys are
+        name_or_file: a name such as `demo` or `finetune/mnli-336m`, or a TOML file such as a run's `config.toml`.
+        overrides: values that replace those of the preset, by key: `{"train.steps": 20, "mesh.data": 2}`. Keys are
             those of preset files; `megajax train --help` lists them as flags.
     """
     if not isinstance(overrides or {}, Mapping):
@@ -36,14 +36,14 @@ def load_preset(name_or_file: str | Path, overrides: Mapping[str, Any] | None = 
 
 
 def make_program(config: Config, devices: Sequence[jax.Device] | None = None) -> Program:
-    """A configuration on its mesh (`program.mesh`): where the state lies (`program.layout`), and what is compiled.
+    """A configuration on its mesh (`program.mesh`): how the state is sharded (`program.layout`), and what is compiled.
 
-    JAX is set up for it as by the commands: its precision, and, where JAX was not used before in this process,
-    simulated devices (`simulate_devices`) and XLA's flags.
+    JAX is set up as by the commands: its precision and, if JAX has not been used in this process yet, simulated devices
+    (`simulate_devices`) and XLA's flags.
 
     Args:
-        config: of the model and its mesh.
-        devices: the mesh takes the first ones; without them of all that JAX has.
+        config: the configuration of the model and its mesh.
+        devices: the mesh takes the first of these, by default of all JAX devices.
     """
     start(config)
     there = list(jax.devices() if devices is None else devices)[: config.mesh.num_devices]
@@ -52,10 +52,10 @@ def make_program(config: Config, devices: Sequence[jax.Device] | None = None) ->
 
 
 def init(config: Config | str | Path) -> Model:
-    """A model with fresh weights, on the mesh of its configuration; with `init` of that the weights of another run.
+    """A model with fresh weights on the mesh of its configuration, or, if that has `init`, with another run's weights.
 
     Args:
-        config: of `load_preset`, or what that takes.
+        config: a configuration, as from `load_preset`, or a preset's name or file.
     """
     config = config if isinstance(config, Config) else load_preset(config)
     program = make_program(config)
@@ -79,11 +79,11 @@ def restore(
     """The model of a run, with its tokenizer.
 
     Args:
-        run_dir: run directory of a training, of `megajax convert import-hf`, or of `Model.save`.
-        overrides: values that replace the run's, by key, such as `{"mesh.tensor": 2}`; the mesh is one device where
-            they say nothing of it.
-        step: of the checkpoint: a step, latest, or best (lowest validation loss).
-        training: also restore the optimizer's state, so that `train_step` goes on.
+        run_dir: the run directory of a training, of `megajax convert import-hf`, or of `Model.save`.
+        overrides: values that replace the run's, by key, such as `{"mesh.tensor": 2}`; the mesh is one device unless
+            they change it.
+        step: which checkpoint: a step, latest, or best (lowest validation loss).
+        training: also restore the optimizer state, so that `train_step` can continue.
 
     Raises:
         RunError: the checkpoint is damaged.

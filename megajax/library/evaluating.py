@@ -1,4 +1,4 @@
-"""The evaluations of `megajax eval`."""
+"""The evaluations of `megajax eval`, from Python."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,11 +22,11 @@ def evaluate(
     """The figures of `megajax eval TASK --checkpoint RUN_DIR`, by name.
 
     Args:
-        run_dir: run directory of a training.
+        run_dir: the run directory of a training.
         task: perplexity, wikitext103, lambada, or a task that models are fine-tuned on, such as mnli.
-        data: what to evaluate on; without it the run's validation split, or its dev files.
-        step: of the checkpoint: a step, latest, or best.
-        overrides: values that replace the run's, by key, such as a mesh; without one it is all devices as `data`.
+        data: what to evaluate on; by default the run's validation split, or its dev files.
+        step: which checkpoint: a step, latest, or best.
+        overrides: values that replace the run's, by key, such as a mesh; by default all devices are `data`.
 
     Raises:
         RunError: the checkpoint is damaged.

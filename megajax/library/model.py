@@ -45,28 +45,28 @@ class Model:
         config: its configuration.
         program: the configuration on its mesh, `program.mesh`.
         step: the number of steps that its weights were trained for.
-        tokenizer: of its texts; None if there is none yet.
+        tokenizer: for its texts; None if there is none yet.
     """
 
     def __init__(self, program: Program, weights: Any, step: int, tokenizer: Tokenizer | None):
-        """`weights` are a `TrainState`, or only its `params`, which cannot be trained on."""
+        """`weights` are a `TrainState`, or only its `params`, which cannot be trained."""
         self.config, self.program, self.step, self.tokenizer = program.config, program, step, tokenizer
         self._state: TrainState | None = weights if isinstance(weights, TrainState) else None
         self._weights = weights
-        self._forward: dict[int, Program] = {}  # by rows of a batch
-        self._called: set[tuple[str, int]] = set()  # what is compiled, by rows of a batch
-        self._decoders: dict[tuple[Sampling, frozenset[int]], Decoder] = {}  # the last one
+        self._forward: dict[int, Program] = {}  # by number of rows in a batch
+        self._called: set[tuple[str, int]] = set()  # functions and numbers of rows that are compiled
+        self._decoders: dict[tuple[Sampling, frozenset[int]], Decoder] = {}  # only the last one
 
     @property
     def _params(self) -> Any:
         return self._weights if self._state is None else self._state.params
 
     def logits(self, batch: Given) -> Array:
-        """Logits, dropout off: of a model of text of the next token, or of BERT of every token, [B, T, V]; of one with
-        a task's head what it answers by, such as [B, C].
+        """Logits, without dropout: [B, T, V] for the next token (language models) or every token (BERT); for a model
+        with a task's head, the logits that answer the task, such as [B, C].
 
         Args:
-            batch: token ids [B, T], any number of them; of BERT a batch by names.
+            batch: token ids [B, T], for any B; for BERT a batch by name.
         """
         arrays = inputs_of(self.config, self.program.form, batch)
         pretrains = self.config.model.head == "pretraining"
@@ -74,20 +74,20 @@ class Model:
         return found[..., : self.config.model.vocab_size] if pretrains else found
 
     def loss(self, batch: Given) -> float:
-        """What training minimises, dropout off: the mean cross-entropy over the targets, in nats.
+        """What training minimizes, without dropout: the mean cross-entropy over the targets, in nats.
 
         Args:
-            batch: token ids [B, T + 1], each of which is predicted by those before it; or a batch by names.
+            batch: token ids [B, T + 1], each of which is predicted from those before it; or a batch by name.
         """
         found = self._run(scores, batch_of(self.config, self.program.form, batch))
         targets = self.program.form.targets
         return total_loss({name: Perplexity.of([SampleScores.of(*map(np.asarray, found[name]))]) for name in targets})
 
     def train_step(self, batch: Given) -> dict[str, float]:
-        """One step of the optimizer, as in a run.
+        """One optimizer step, as in a run.
 
         Args:
-            batch: token ids [B, T + 1], or a batch by names, such as one of `batches`; B is `train.global_batch` and T
+            batch: token ids [B, T + 1], or a batch by name, such as one of `batches`; B is `train.global_batch` and T
                 `model.sequence_length`.
 
         Returns:
@@ -118,16 +118,16 @@ class Model:
         return {name: float(value) for name, value in metrics.items() if value.ndim == 0}
 
     def batches(self, folder: str | Path) -> Iterator[Mapping[str, np.ndarray]]:
-        """The batches of a run of the configuration from the model's step on, without end.
+        """The batches of a run with this configuration, from the model's step on, without end.
 
-        `data.path`, or `data.sources`, is tokenized to files in `folder`, where a later call finds them. A model
-        without a tokenizer gets that of the data, which is trained if none is given; else the data is tokenized with
-        the model's.
+        `data.path` or `data.sources` is tokenized into files in `folder`, where later calls find them. If the model has
+        a tokenizer, the data is tokenized with it. Otherwise the model gets the data's tokenizer, which is trained if
+        none is given.
         """
         check_given(self.config)
         if not self.config.pretrains:
             raise UserError(f"batches: a model of {self.config.task.name}; valid: megajax train")
-        if self.tokenizer is not None:  # the weights know no other ids
+        if self.tokenizer is not None:  # the weights need exactly its ids
             keep_tokenizer(
                 self.tokenizer, self.config, Path(folder), "batches: the tokenizer of the model", "another folder"
             )
@@ -150,12 +150,12 @@ class Model:
         """Continuations, without their prompts.
 
         Args:
-            prompts: a text, several, or token ids of several.
+            prompts: one text, several texts, or several lists of token ids.
             options: `max_tokens` (64), `temperature` (0.8; 0: always the most probable token), `top_k`, `top_p`,
-                `seed`, `batch` (prompts at once, 8), as the flags of `megajax generate`.
+                `seed`, `batch` (prompts processed together, 8), like the flags of `megajax generate`.
 
         Returns:
-            A text, or one for each prompt; of token ids new ids.
+            One text, or one per prompt; for token ids the new ids.
         """
         known = {field.name for field in dataclasses.fields(GenerateOptions)}
         if unknown := set(options) - known:
@@ -185,8 +185,8 @@ class Model:
         return [continuation_text(tokenizer, prompt, more) for prompt, more in zip(ids, new, strict=True)]
 
     def evaluate(self, data: str | Path) -> dict[str, Any]:
-        """Loss per token in nats, perplexity, number of tokens and bits per byte on a text, as `megajax eval perplexity
-        --data`; for BERT, figures of each of its losses. `data` can be anything that `--data.path` can."""
+        """Loss per token in nats, perplexity, number of tokens and bits per byte on a text, as in `megajax eval
+        perplexity --data`; for BERT, figures for each of its losses. `data` can be anything that `--data.path` can."""
         if self.config.model.head != "pretraining":
             raise UserError(f"evaluate: a model of {self.config.task.name}; valid: save it, and megajax.evaluate")
         tokenized = prepared_prefix(str(data), flag="data") is not None
@@ -201,8 +201,8 @@ class Model:
             return perplexity_figures(program, self._params, samples, None if tokenized else self.tokenizer)
 
     def weights(self) -> dict[str, Any]:
-        """All weights on one device, without a mesh, for `PlainModel`: nested dicts, `shared` and `blocks`; a layer's
-        weights are stacked over the layers, [L, …]."""
+        """All weights on one device, without a mesh, for `PlainModel`: nested dicts, `shared` and `blocks`; weights of
+        layers are stacked, [L, …]."""
         layout, held = self.program.layout, self._params
         if self._state is not None and self._state.main is not None:
             held = layout.with_trained(held, self._state.main)
@@ -211,7 +211,7 @@ class Model:
         return jax.device_put(jax.jit(layout.canonical_weights)(held), self.program.mesh.devices.flat[0])
 
     def save(self, run_dir: str | Path) -> None:
-        """Write a run directory at the model's step, for `restore` and all commands.
+        """Write a run directory at the model's step, for use with `restore` and all commands.
 
         Raises:
             RunError: the checkpoint cannot be written.
@@ -222,21 +222,21 @@ class Model:
         write_run(Path(run_dir), "save", self.config, layout, self.tokenizer, lambda to: to.save(step, state))
 
     def _run(self, function: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-        """Call a function of `program/scoring.py` on the model's weights and a batch of any size."""
+        """Call a function in `program/scoring.py` on the model's weights and a batch of any size."""
         program = self._program(len(arrays["tokens"]))
         whole = padded(program.form, arrays, program.config.train.global_batch)
         with self._compiling(function.__name__, program.config.train.global_batch):
             return function(program)(self._params, program.put_batch(whole, program.local_rows))
 
     def _compiling(self, what: str, rows: int) -> AbstractContextManager[None]:
-        """A block that compiles, the first time, `what` is computed of so many rows."""
+        """A context that announces compiling the first time that `what` is computed for this many rows."""
         if (what, rows) in self._called:
             return contextlib.nullcontext()
         self._called.add((what, rows))
         return progress(f"compiling {what}")
 
     def _program(self, rows: int) -> Program:
-        """The program for a batch of at least `rows` rows, made once."""
+        """The program for batches of at least `rows` rows; cached."""
         train, shards = self.config.train, self.config.mesh.row_shards
         microbatch = min(train.microbatch, -(-rows // shards))
         size = -(-rows // (shards * microbatch)) * shards * microbatch
@@ -251,7 +251,7 @@ class Model:
             raise UserError(f"generate: {self.config.model.family} does not predict the next token; valid: a decoder")
         if self.config.mesh.pipe > 1 or self.config.optimizer.zero == 3:
             raise UserError("generate: the mesh has a pipe, or zero is 3; valid: mesh.pipe 1, optimizer.zero 0 or 1")
-        ends = frozenset(self.tokenizer.ends if self.tokenizer else [])  # `batches` may give it a tokenizer
+        ends = frozenset(self.tokenizer.ends if self.tokenizer else [])  # `batches` may have set the tokenizer since
         key = sampling, ends
         if key in self._decoders:
             self._decoders[key].renew(self._params)

@@ -1,5 +1,5 @@
-"""A model as plain functions of its weights, on one device and without a mesh: to be called, differentiated and
-compiled as anything else in JAX.
+"""A model as plain functions of its weights, on one device and without a mesh, to call, differentiate and compile like
+any other JAX function.
 
 Letters: B sequences, T tokens, V vocabulary, C classes, L layers.
 """
@@ -30,11 +30,11 @@ _WHOLE = PartitionSpec()
 
 
 class PlainModel:
-    """The model of a configuration, dropout off. It holds no weights; all functions are pure.
+    """The model of a configuration, without dropout. It holds no weights; all methods are pure functions.
 
     Args:
-        config: of the model (`megajax.load_preset`).
-        device: where it runs, and where the weights lie; JAX's first one if not given.
+        config: the model's configuration (`megajax.load_preset`).
+        device: where it runs, and where the weights are; by default JAX's first device.
     """
 
     def __init__(self, config: Config, device: jax.Device | None = None):
@@ -46,33 +46,33 @@ class PlainModel:
         self._specs = {path: PartitionSpec(None, None, *mesh_spec(spec)) for path, spec in logical.items()}
         of_tokens = PartitionSpec(None, None, TENSOR)
         spec = of_tokens if config.model.head == "pretraining" else _WHOLE
-        self._logits = self._compiled(self._logits_in_region, spec)  # once; compiled for every shape of a batch
+        self._logits = self._compiled(self._logits_in_region, spec)  # jit recompiles for every new batch shape
         self._loss = self._compiled(self._loss_in_region, _WHOLE)
 
     def init(self, seed: int | None = None) -> dict[str, Any]:
-        """Fresh weights in fp32, of the configuration's seed or another: nested dicts, `shared` and `blocks`; of a
-        layer's weights all layers are stacked, [L, …]."""
+        """Fresh weights in fp32, from the configuration's seed or another: nested dicts, `shared` and `blocks`;
+        weights of layers are stacked, [L, …]."""
         here = jax.sharding.SingleDeviceSharding(self._mesh.devices.flat[0])
         fresh = jax.jit(self._cut.init, static_argnums=0, out_shardings=here)
         return fresh(self.config.seed if seed is None else seed)
 
     def __call__(self, weights: Weights, batch: Given) -> Array:
-        """Logits: of a model of text of the next token, or of BERT of every token, [B, T, V]; of one with a task's head
-        what it task_logits by, such as [B, C].
+        """Logits: [B, T, V] for the next token (language models) or every token (BERT); for a model with a task's head,
+        the logits that answer the task, such as [B, C].
 
         Args:
-            weights: as `init` makes them, or `Model.weights`.
-            batch: token ids [B, T]; of BERT a batch by names.
+            weights: from `init` or `Model.weights`.
+            batch: token ids [B, T]; for BERT a batch by name.
         """
         found = self._logits(weights, inputs_of(self.config, self.form, batch))
         return found[..., : self.config.model.vocab_size] if found.ndim == 3 else found
 
     def loss(self, weights: Weights, batch: Given) -> Array:
-        """What training minimises, a scalar: the mean cross-entropy over the targets.
+        """What training minimizes, a scalar: the mean cross-entropy over the targets.
 
         Args:
-            weights: as for a call.
-            batch: token ids [B, T + 1], each of which is predicted by those before it; or a batch by names.
+            weights: from `init` or `Model.weights`.
+            batch: token ids [B, T + 1], each of which is predicted from those before it; or a batch by name.
         """
         return self._loss(weights, batch_of(self.config, self.form, batch))
 
@@ -81,7 +81,7 @@ class PlainModel:
         region = jax.shard_map(function, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
         return jax.jit(region)
 
-    # Inside the region from here on.
+    # The following methods run inside the region.
 
     def _run(self, weights: Weights, batch: Mapping[str, Array]) -> tuple[Any, Array, Any]:
         """The model's ends, the last layer's output, and the context."""
@@ -103,7 +103,7 @@ class PlainModel:
         if self.config.model.head != "pretraining":
             return model.task_logits(x_BTD, batch)
         found = model.logits(x_BTD)
-        return found[0] if isinstance(found, tuple) else found  # BERT's are beside those of the order
+        return found[0] if isinstance(found, tuple) else found  # BERT also returns the logits of the order
 
     def _loss_in_region(self, weights: Weights, batch: Mapping[str, Array]) -> Array:
         model, x_BTD, context = self._run(weights, batch)

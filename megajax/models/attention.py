@@ -1,6 +1,6 @@
 """Self-attention, sharded over `tensor` by heads.
 
-Letters: B batch, T query positions, S key positions, D model, H heads, of keys and values maybe fewer, K head size.
+Letters: B batch, T query positions, S key positions, D model, H heads (maybe fewer for keys and values), K head size.
 """
 
 from collections.abc import Callable
@@ -23,18 +23,18 @@ from megajax.parallel.layers import ColumnParallelLinear, RowParallelLinear, col
 from megajax.parallel.random import NamedKey
 from megajax.parallel.sites import named, recorded
 
-Aux = dict[str, Any]  # auxiliary outputs of a layer by name: figures, or in generation the KV cache
-# (q_BTHK, k_BSHK, v_BSHK of this device's heads, context, backend) -> heads_BTHK, and what is returned beside them
+Aux = dict[str, Any]  # a layer's auxiliary outputs by name: figures, or the KV cache in generation
+# (q_BTHK, k_BSHK, v_BSHK of this device's heads, context, backend) -> heads_BTHK, auxiliary outputs
 Attend = Callable[[Array, Array, Array, Context, Backend], tuple[Array, Aux]]
-ATTENTION_WEIGHTS = 0  # a site of dropout in a layer, beside those of `layer.py`
+ATTENTION_WEIGHTS = 0  # a dropout site of a layer, besides those in `layer.py`
 
 
 class Attention(nnx.Module):
-    """Self-attention: query, key and value by columns (that is by heads), the output projection by rows.
+    """Self-attention: query, key and value by columns (that is, by heads), the output projection by rows.
 
-    There may be fewer heads of keys and values than of queries, each for as many of these (Ainslie et al., arXiv
-    2305.13245). Where there are fewer than devices in a tensor group, every device holds all of them and computes the
-    one that its queries need.
+    There may be fewer key and value heads than query heads, each shared by several of these (Ainslie et al., arXiv
+    2305.13245). If there are fewer than devices in a tensor group, every device holds all of them and computes the one
+    that its queries need.
     """
 
     def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
@@ -45,7 +45,7 @@ class Attention(nnx.Module):
             def initial(shape: tuple[int, ...]) -> Array:
                 if config.num_kv_heads != config.num_heads:
                     return normal(key / name, config.init_std)(shape)
-                joint = normal(key / "qkv", config.init_std)((shape[0], 3, *shape[1:]))  # the three are parts of one
+                joint = normal(key / "qkv", config.init_std)((shape[0], 3, *shape[1:]))  # drawn together, then split
                 return joint[:, part]
 
             shape, dims = (hidden, heads[dim], size), ("embed", dim, "head_size")
@@ -74,7 +74,7 @@ class Attention(nnx.Module):
 
     @jax.named_scope("attention")
     def __call__(self, x_BTD: Array, context: Context, attend: Attend) -> tuple[Array, Aux]:
-        """`attend` between the projections; also returns what it returns beside the heads."""
+        """Run `attend` between the projections; its auxiliary outputs are returned too."""
         linears = self.products["attention_input"]
         q_BTHK, k_BSHK, v_BSHK = column_parallel(x_BTD, *linears, name="attention_input", factors=context.factors)
         q_BTHK = named(q_BTHK, "query", split=2)
@@ -90,12 +90,12 @@ class Attention(nnx.Module):
             k_BSHK = rotated(k_BSHK, context.position_BT, self.config)
             k_BSHK = named(k_BSHK, "rotated_key", split=2, first=self.key.first_part)
         heads_BTHK, aux = attend(q_BTHK, k_BSHK, v_BSHK, context, self.backend)
-        heads_BTHK = recorded(heads_BTHK, "attention_heads", split=2)  # whoever computed them has named them
+        heads_BTHK = recorded(heads_BTHK, "attention_heads", split=2)  # `attend` has named them for recomputation
         y_BTD = self.output(heads_BTHK, "attention_output", context.factors)
         return named(y_BTD, "attention_output", self.boundary.split), aux
 
     def _normalized(self, q_BTHK: Array, k_BSHK: Array) -> tuple[Array, Array]:
-        """Queries and keys after their norms."""
+        """Apply the norms of queries and keys."""
         query, key = self.query_norm, self.key_norm
         if isinstance(query, HeadsNorm) and isinstance(key, HeadsNorm):
             square_BT, square_BS = mean_squares(q_BTHK, k_BSHK)
@@ -108,7 +108,7 @@ class Attention(nnx.Module):
 def attend_in_context(
     q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, context: Context, backend: Backend
 ) -> tuple[Array, Aux]:
-    """Attention of a microbatch's tokens to those that they see, with its dropout."""
+    """Attention of a microbatch's tokens to the tokens visible to them, with dropout."""
     setting = Setting(context.visible, context.dropout.fold(ATTENTION_WEIGHTS), backend)
     if context.boundary.context == "none":
         return attend(q_BTHK, k_BSHK, v_BSHK, setting), {}

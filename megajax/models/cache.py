@@ -1,8 +1,8 @@
-"""The KV cache: keys and values of the tokens that a model has read.
+"""The KV cache: keys and values of the tokens that a model has processed.
 
-All rows of a batch move in step: the prompts lie in the first slots, each from slot 0 on, and whatever follows them
-takes the same slot in every row. The slots between a short prompt and those are never seen (`visible_slots`).
-Letters: B batch, T query positions, S slots, H heads of keys, K head size, G heads of queries for each of them.
+All rows of a batch advance together. Prompts occupy the first slots, each starting at slot 0, and the tokens after them
+take the same slot in every row. The slots between a short prompt and those are masked out (`visible_slots`).
+Letters: B batch, T query positions, S slots, H key heads, K head size, G query heads per key head.
 """
 
 from functools import partial
@@ -18,9 +18,9 @@ from megajax.precision import at_least_fp32
 
 
 class Cache(NamedTuple):
-    """One layer's keys and values, of this device's rows and heads.
+    """One layer's keys and values for this device's rows and heads.
 
-    Heads come before slots, as products take them: with slots first, the whole cache would be transposed for a token.
+    Heads come before slots, as products need them: with slots first, each token would transpose the whole cache.
     """
 
     key_BHSK: Array
@@ -28,19 +28,19 @@ class Cache(NamedTuple):
 
     @classmethod
     def of(cls, k_BTHK: Array, v_BTHK: Array, num_slots: int) -> "Cache":
-        """The keys and values of T tokens in the first of `num_slots` slots."""
+        """A cache of `num_slots` slots with the keys and values of T tokens in the first ones."""
         free = [(0, 0), (0, 0), (0, num_slots - k_BTHK.shape[1]), (0, 0)]
         return cls(*(jnp.pad(x_BTHK.swapaxes(1, 2), free) for x_BTHK in (k_BTHK, v_BTHK)))
 
     def put(self, k_BTHK: Array, v_BTHK: Array, slot: Array) -> "Cache":
-        """With the keys and values of T tokens from `slot` on."""
+        """The cache with the keys and values of T tokens written from `slot` on."""
         parts = (self.key_BHSK, k_BTHK), (self.value_BHSK, v_BTHK)
         return Cache(*(lax.dynamic_update_slice_in_dim(old, new.swapaxes(1, 2), slot, axis=2) for old, new in parts))
 
 
 def visible_slots(num_slots: int, length_B: Array, first_slot: Array, slot: Array, window: int = 0) -> Array:
-    """The slots that the token in `slot` sees: its prompt's, and those from `first_slot` up to its own; with a window,
-    of the tokens that are the last so many, itself included. Bool [B, S]."""
+    """The slots that the token in `slot` sees, bool [B, S]: its prompt's, and those from `first_slot` up to its own.
+    With a window only those of the last `window` tokens, itself included."""
     slot_S = jnp.arange(num_slots, dtype=jnp.int32)
     generated_S = (slot_S >= first_slot) & (slot_S <= slot)
     visible_BS = (slot_S[None] < length_B[:, None]) | generated_S[None]
@@ -52,7 +52,7 @@ def visible_slots(num_slots: int, length_B: Array, first_slot: Array, slot: Arra
 
 
 def prefill(num_slots: int) -> Attend:
-    """Attention of whole prompts, which end anywhere; also returns a `cache` of `num_slots` slots that has them."""
+    """Attention over whole prompts, of any lengths; also returns their `cache` of `num_slots` slots."""
 
     def read(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, context: Context, backend: Backend) -> tuple[Array, Aux]:
         heads_BTHK, aux = attend_in_context(q_BTHK, k_BSHK, v_BSHK, context, backend)
@@ -62,8 +62,8 @@ def prefill(num_slots: int) -> Attend:
 
 
 def decode_step(cache: Cache, slot: Array, visible_BS: Array) -> Attend:
-    """Attention of one token per row to what is visible of a cache, after the token is put into `slot`; also returns
-    the `cache` with it."""
+    """Attention of one token per row to the visible slots of a cache, after storing the token in `slot`; also returns
+    the updated `cache`."""
 
     def follow(q_B1MK: Array, k_B1HK: Array, v_B1HK: Array, context: Context, backend: Backend) -> tuple[Array, Aux]:
         filled = cache.put(k_B1HK, v_B1HK, slot)

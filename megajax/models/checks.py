@@ -1,4 +1,4 @@
-"""Whether the options of a model fit each other and its family."""
+"""Check that the options of a model fit each other and its family."""
 
 from megajax.errors import UserError
 from megajax.models.config import ModelConfig
@@ -34,7 +34,7 @@ def check_model(model: ModelConfig) -> None:
 
 
 def _check_heads(model: ModelConfig, *, free: bool) -> None:
-    """Numbers and sizes of heads; `free`: all that can be computed."""
+    """Check numbers and sizes of heads; `free`: the family has no fixed ones."""
     heads, hidden = model.num_heads, model.hidden_size
     if model.head_size == 0 or (not free and model.head_size * heads != hidden):
         below = hidden // heads * heads
@@ -86,7 +86,7 @@ def _check_rotary(model: ModelConfig) -> None:
 
 
 def check_lora(lora: LoraConfig, model: ModelConfig) -> None:
-    """Check that a model can have adapters."""
+    """Check that a model can have these adapters."""
     for word in lora.targets:
         if word not in LORA_TARGETS:
             near = suggest(word, LORA_TARGETS, otherwise="")

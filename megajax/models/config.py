@@ -1,4 +1,4 @@
-"""Models, as configuration: what their layers compute, and what they predict."""
+"""Configuration of models: what their layers compute, and what they predict."""
 
 import re
 from dataclasses import dataclass, replace
@@ -21,8 +21,8 @@ def _is_pair(text: str) -> bool:
 class ModelConfig(ModelSizes):
     """Architecture, the same on every mesh.
 
-    Options that are left to others (0, or "auto") have their value as soon as there is such an object, so that
-    `dataclasses.replace` keeps it.
+    Options that default to the value of others (0, or "auto") are resolved when the object is made, so that
+    `dataclasses.replace` keeps them.
     """
 
     expert_capacity: Annotated[
@@ -208,17 +208,17 @@ class ModelConfig(ModelSizes):
         return self.init_std / (2 * self.num_layers) ** 0.5
 
     def window_in(self, length: int) -> int | None:
-        """How many tokens a token of a sequence sees; None: all before it, as in a window that is as long."""
+        """How many tokens a token sees in a sequence of this length; None: all before it (no window limits it)."""
         return self.sliding_window if 0 < self.sliding_window < length else None
 
     @property
     def forward_only(self) -> "ModelConfig":
-        """For evaluation and generation, in which no token passes by the experts that it chose."""
+        """The model for evaluation and generation, which are dropless: no token skips an expert that it chose."""
         return replace(self, expert_capacity=0.0)
 
     @property
     def num_blocks(self) -> int:
-        """Layers that stages divide: all but the `dense_layers`."""
+        """Layers that are divided over stages: all except the `dense_layers`."""
         return self.num_layers - self.dense_layers
 
     @property
@@ -230,10 +230,10 @@ class ModelConfig(ModelSizes):
 
     @property
     def biases_routers(self) -> bool:
-        """Whether biases balance experts, which are weights."""
+        """Whether routers have balancing biases, which are weights."""
         return self.balance == "bias"
 
     @property
     def rotary(self) -> bool:
-        """Whether positions turn queries and keys, and no weight depends on their number."""
+        """Whether positions rotate queries and keys, so that no weight depends on their number."""
         return self.positions == "rotary"

@@ -1,4 +1,4 @@
-"""What the layers of a model get of a microbatch beside their input."""
+"""What the layers of a model receive for a microbatch besides their input."""
 
 from dataclasses import dataclass, field
 
@@ -14,14 +14,14 @@ from megajax.parallel.random import Dropout
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Context:
-    """The same for all layers, but for the bits of dropout."""
+    """The same for all layers, except for the dropout bits."""
 
-    dropout: Dropout  # of the microbatch's rows
+    dropout: Dropout  # for the rows of the microbatch
     visible: AttentionMask  # what its tokens see
-    # Where this device's context tokens stand, int32, B possibly 1, for layers with rotary positions.
+    # Positions of this context rank's tokens, int32, B possibly 1, for layers with rotary positions.
     position_BT: Array | None = None
-    row_B: Array | None = None  # rows in the global batch, int32, for recording; None: nobody records
-    # What the backward pass of a loss that a layer has of one sequence starts from, a scalar; None: there is none.
+    row_B: Array | None = None  # rows in the global batch, int32, for recording; None if nothing is recorded
+    # The cotangent with which the backward pass of a layer's own loss of one sequence starts, a scalar; None: no loss.
     loss_weight: Array | None = None
-    boundary: RegionBoundary = field(default=F_AND_G, metadata={"static": True})  # who has which of its tokens
-    factors: Factors = field(default_factory=dict)  # takes those of deferred weight gradients (`parallel/products.py`)
+    boundary: RegionBoundary = field(default=F_AND_G, metadata={"static": True})  # which device has which tokens
+    factors: Factors = field(default_factory=dict)  # collects those of deferred weight gradients (parallel/products.py)

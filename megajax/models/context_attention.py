@@ -1,13 +1,13 @@
 """Attention with context parallelism: the devices of a context group share the tokens of every sequence.
 
-- `heads`: every device gets all tokens of some of the heads, by an all-to-all, and gives back its own tokens of all of
-  them (DeepSpeed-Ulysses, arXiv 2309.14509). Attention itself is the plain one.
-- `gather`: every device gets the keys and values of all tokens (Llama 3, arXiv 2407.21783, section 3.3.2). Its queries
-  are two pieces of the sequence, one from the front and one from the back (`TokenShares.context_starts`).
-- `window`: a sliding window needs no more than the keys and values right before a device's own tokens.
+- `heads`: an all-to-all gives every device all tokens of some of the heads; after plain attention, another one returns
+  its own tokens of all heads (DeepSpeed-Ulysses, arXiv 2309.14509).
+- `gather`: every device gathers the keys and values of all tokens (Llama 3, arXiv 2407.21783, section 3.3.2). Its
+  queries are two pieces of the sequence, one from the front and one from the back (`TokenShares.context_starts`).
+- `window`: with a sliding window, a device needs only the keys and values right before its own tokens.
 
-Letters: B batch, T queries, S keys, H heads, of keys and values maybe fewer, K head size; as in `blocked_attention.py`
-N heads of keys of all samples, G heads of queries for each; P tokens of a piece.
+Letters: B batch, T queries, S keys, H heads (maybe fewer for keys and values), K head size; as in
+`blocked_attention.py`, N key heads of all samples and G query heads per key head; P tokens of a piece.
 """
 
 import dataclasses
@@ -51,9 +51,9 @@ Recomputed = Literal["none", "selective", "layer", "stage"]  # see `--train.rema
 def context_way(
     model: ModelConfig, sizes: Mapping[str, int], remat: Recomputed = "none", *, fusible: bool = False
 ) -> ContextWay:
-    """How a model's attention reaches the tokens of other devices on a mesh of axes of these sizes, which fit it.
-    `auto` takes heads where attention is `fusible`, that is cuDNN can compute it, which it can of whole sequences only;
-    otherwise the way that sends least."""
+    """How a model's attention reaches tokens on other devices, on a mesh with axes of these sizes, which fit the model.
+    `auto` chooses heads if attention is `fusible`: cuDNN can compute it, but only over whole sequences. Otherwise
+    `auto` chooses whatever sends least."""
     if sizes[CONTEXT] == 1:
         return "none"
     sent, asked = elements_sent(model, sizes, remat), model.context_attention
@@ -63,16 +63,16 @@ def context_way(
 
 
 def elements_sent(model: ModelConfig, sizes: Mapping[str, int], remat: Recomputed = "none") -> dict[ContextWay, float]:
-    """How many numbers of a sequence a device sends for a layer's attention, forward, where it is computed again, and
-    backward, in each way that is possible."""
+    """How many numbers per sequence a device sends for one layer's attention (forward, recomputed forward, backward),
+    for each possible way."""
     count, length, window = sizes[CONTEXT], model.sequence_length, model.window_in(model.sequence_length)
     heads, keys = model.num_heads // sizes[TENSOR], max(1, model.num_kv_heads // sizes[TENSOR])
     to_others = model.head_size * length * (count - 1) / count
     again = remat == "layer" or (remat == "stage" and sizes[PIPE] > 1)
     passes = 3 if again else 2
-    sent: dict[ContextWay, float] = {"gather": (2 * passes + 2) * keys * to_others}  # backward gathered and scattered
+    sent: dict[ContextWay, float] = {"gather": (2 * passes + 2) * keys * to_others}  # backward gathers and scatters
     if heads % count == 0:
-        result = heads if remat == "selective" else 0  # what was received is kept
+        result = heads if remat == "selective" else 0  # selective recomputation saves what was received
         sent["heads"] = (2 * passes * (heads + copies(keys, count) * keys) + result) / count * to_others
     if window is not None and window - 1 <= length // count:
         receivers = 1 if sizes[PIPE] == 1 else count - 1  # see `send_on`
@@ -81,7 +81,7 @@ def elements_sent(model: ModelConfig, sizes: Mapping[str, int], remat: Recompute
 
 
 def copies(num_heads: int, count: int) -> int:
-    """How often heads of keys are repeated, so that `count` devices divide them."""
+    """How often key heads must be repeated so that `count` devices divide them."""
     return count // math.gcd(count, num_heads)
 
 
@@ -114,7 +114,7 @@ def _by_window(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, setting: Setting) ->
     def with_those_before(x: Array) -> Array:
         return jnp.concatenate([_received(send_on(x[:, x.shape[1] - before :])), x], axis=1) if before else x
 
-    # Those before the sequence's first token, which nobody has, are seen by none.
+    # Keys before the sequence's first token exist on no device and are masked out.
     first_BT = jnp.zeros(q_BTHK.shape[:2], jnp.int32) if visible.first_key_BT is None else visible.first_key_BT
     visible = dataclasses.replace(visible, first_key_BT=jnp.maximum(first_BT, 0))
     places = Places(queries, Pieces(None, queries.start_P - before), ahead=before)
@@ -124,7 +124,7 @@ def _by_window(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, setting: Setting) ->
 
 
 def _received(x: Array) -> Array:
-    """What selective recomputation keeps, so that nothing is sent again."""
+    """Name received tensors, which selective recomputation saves so that nothing is sent again."""
     return checkpoint_name(x, "attention_received")
 
 
@@ -136,8 +136,8 @@ def _by_gathering(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, setting: Setting)
 
 
 def _gathered(x_BTHK: Array) -> Array:
-    """Those of all tokens, in the order of the sequence: of the devices' pieces, the first ones of all from the front
-    on, the second ones of all from the back on."""
+    """Keys or values of all tokens in the order of the sequence. Devices hold two pieces each: the first ones follow
+    each other from the front, the second ones from the back."""
     x_BSHK = gather_shards(x_BTHK, TOKENS, CONTEXT)
     front_BCPHK, back_BCPHK = (x.squeeze(2) for x in jnp.split(_by_device(x_BSHK), 2, axis=2))
     ordered = jnp.concatenate([front_BCPHK, back_BCPHK[:, ::-1]], axis=1)
@@ -153,41 +153,41 @@ def _scattered(x_BSHK: Array) -> Array:
 
 
 def _by_device(x_BSHK: Array) -> Array:
-    """[B, C, 2, P, H, K] of what C devices gave one after the other."""
+    """Split what C devices contributed one after the other: [B, C, 2, P, H, K]."""
     return x_BSHK.reshape(x_BSHK.shape[0], axis_size(CONTEXT), 2, -1, *x_BSHK.shape[2:])
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tile:
-    """Some of this device's queries, and the keys of a piece of the sequence."""
+    """Some of this device's queries, and the keys of one piece of the sequence."""
 
-    first: Array  # number of the first of these queries among those of this device
-    query: Array  # where that stands in the sequence
-    key: Array  # where the first key stands
+    first: Array  # index of the first of these queries among this device's queries
+    query: Array  # its position in the sequence
+    key: Array  # position of the first key
     num_queries: int
     num_keys: int
-    visible: AttentionMask  # to all queries of this device
+    visible: AttentionMask  # for all queries of this device
     ahead: int | None = None  # see `Places`
 
     def queries(self, x_NGTK: Array) -> Array:
-        """Of something that every query of this device has, that of these."""
+        """Select this tile's part of an array with an entry for every query of this device."""
         return lax.dynamic_slice_in_dim(x_NGTK, self.first, self.num_queries, 2)
 
     def keys(self, x_NSK: Array) -> Array:
-        """Of something that every key of the sequence has, that of these."""
+        """Select this tile's part of an array with an entry for every key of the sequence."""
         return lax.dynamic_slice_in_dim(x_NSK, self.key, self.num_keys, 1)
 
     def with_queries(self, x_NGTK: Array, new: Array) -> Array:
-        """What every query has, with `new` in place of that of these."""
+        """An array with an entry for every query, with this tile's part replaced by `new`."""
         return lax.dynamic_update_slice_in_dim(x_NGTK, new, self.first, 2)
 
     def with_keys(self, x_NSK: Array, new: Array) -> Array:
-        """What every key has, with `new` in place of that of these."""
+        """An array with an entry for every key, with this tile's part replaced by `new`."""
         return lax.dynamic_update_slice_in_dim(x_NSK, new, self.key, 1)
 
     @property
     def limits(self) -> dict[str, Any]:
-        """What these queries see of these keys, and where both stand."""
+        """What these queries see of these keys, and the positions of both."""
         visible = self.visible
         if visible.first_key_BT is not None:
             first_BT = lax.dynamic_slice_in_dim(visible.first_key_BT, self.first, self.num_queries, 1)
@@ -200,7 +200,7 @@ def _from(start: Array) -> Pieces:
 
 
 def tile_queries(piece: int, block: int) -> int:
-    """How many queries of a piece are in a tile: as many as in a block, if they can be equal, otherwise all."""
+    """Queries of a piece per tile: at most `block`, in equal tiles if possible, otherwise the whole piece."""
     fewest = -(-piece // block)
     return piece // next((count for count in range(fewest, 2 * fewest + 1) if piece % count == 0), 1)
 
@@ -208,8 +208,8 @@ def tile_queries(piece: int, block: int) -> int:
 def _over_tiles(
     step: Callable[[Any, _Tile], Any], totals: Any, visible: AttentionMask, places: Places, piece: int, block: int
 ) -> Any:
-    """`step(totals, tile)` for all keys that this device's queries see, one tile after the other, so that one's scores
-    exist at a time. Every device has as many tiles of the same sizes."""
+    """`step(totals, tile)` for all keys that this device's queries see, tile by tile, so that only one tile's scores
+    exist at a time. Every device has equally many tiles of the same sizes."""
     start_P, count = places.queries.start_P, axis_size(CONTEXT)
     assert start_P is not None
 
@@ -221,8 +221,8 @@ def _over_tiles(
         return lax.scan(turn, totals, starts)[0]
 
     if visible.causal:
-        # With themselves; then with all keys before them. Of the pieces before its own the c-th from the front has c,
-        # the c-th from the back the others of 2 C - 1.
+        # First each piece with itself, then with all keys before it. The device's c-th piece from the front has c
+        # pieces before it; its c-th piece from the back has the remaining ones of 2 C - 1.
         first = jnp.arange(0, 2 * piece, piece, dtype=jnp.int32)
         totals = scan(totals, (first, start_P, start_P), num_queries=piece, visible=visible, ahead=0)
         turn = jnp.arange(2 * count - 1, dtype=jnp.int32)
@@ -240,7 +240,7 @@ def _over_tiles(
 def _forward_of_heads(
     q_NGTK: Array, k_NSK: Array, v_NSK: Array, visible: AttentionMask, drop_NG: Drop, *, places: Places, block: int
 ) -> tuple:
-    """As that of `blocked_attention.py`, of this device's two pieces of queries and all keys."""
+    """Like `_forward_of_heads` in `blocked_attention.py`, for this device's two pieces of queries and all keys."""
     sums: Any = partial(attention_sums, drop_NG=drop_NG, block=block)
 
     def step(totals: list[Array], tile: _Tile) -> list[Array]:
@@ -256,7 +256,7 @@ def _forward_of_heads(
 
 
 def _merged(one: Sequence[Array], other: Sequence[Array]) -> tuple[Array, ...]:
-    """The sum of values, the highest score and the sum of exponentials over two sets of keys together."""
+    """Combine sums of values, highest scores and sums of exponentials of two sets of keys."""
     highest = jnp.maximum(one[1], other[1])
     scales = [jnp.exp(each[1] - highest) for each in (one, other)]
     sum_, weight = (one[n] * scales[0] + other[n] * scales[1] for n in (0, 2))
@@ -264,7 +264,7 @@ def _merged(one: Sequence[Array], other: Sequence[Array]) -> tuple[Array, ...]:
 
 
 def _backward_of_heads(*inputs: Any, places: Places, block: int) -> tuple[Array, ...]:
-    """As `backward_of_heads`, of this device's two pieces of queries and all keys."""
+    """Like `backward_of_heads`, for this device's two pieces of queries and all keys."""
     *of_queries, k_NSK, v_NSK, visible, drop_NG, statistics = inputs
     q_NGTK, dtype = of_queries[0], at_least_fp32(of_queries[0].dtype)
     pull: Any = partial(backward_of_heads, drop_NG=drop_NG, block=block, dtype=dtype)
@@ -282,5 +282,5 @@ def _backward_of_heads(*inputs: Any, places: Places, block: int) -> tuple[Array,
 
 
 def _varying_as(total: Array, *inputs: Any) -> Array:
-    """A total that is to be a sum of what varies over the mesh as these do."""
+    """Declare a total varying over the mesh axes that these inputs vary over."""
     return vary(total, sorted(set().union(*map(varying_axes, jax.tree.leaves(inputs)))))

@@ -1,8 +1,8 @@
-"""What a family of models is: the one seam between the models and whoever distributes their layers.
+"""What a family of models is: the one interface between models and the code that distributes their layers.
 
-A model is cut at its stage boundaries: the ends (embedding, head, all that is not a layer), and the layers, stacked. To
-add a family, write its `Model`, say what its batch holds, count its products, and enter it in `models/registry.py`.
-
+A model is cut at its stage boundaries: into the ends (embedding, head, everything that is not a layer) and the stacked
+layers. To add a family, write its `Model`, declare its batch, count its products, and enter it in
+`models/registry.py`.
 Letters: B batch, T tokens, D model.
 """
 
@@ -32,57 +32,57 @@ from megajax.parallel.random import Dropout, NamedKey
 
 Tree = Any
 Path = tuple[str, ...]  # in nested dicts
-Batch = Mapping[str, Array]  # the arrays of the family's `BatchSpec`, of some rows
+Batch = Mapping[str, Array]  # some rows of the arrays in the family's `BatchSpec`
 Scores = dict[str, tuple[Array, Array]]
 
 
 class Model(Protocol):
-    """A model, an `nnx.Module`; its layers are the attribute `blocks`, stacked (`models/layer.py`).
+    """A model, an `nnx.Module` whose attribute `blocks` holds its stacked layers (`models/layer.py`).
 
-    A layer returns, beside its output, figures by name, such as how many tokens it did something with: the metrics of a
-    step have their sums over layers, microbatches and whatever mesh axes the input differs over; never differentiated.
+    Besides its output a layer returns figures by name, such as how many tokens it did something with. Step metrics
+    hold their sums over layers, microbatches and the mesh axes that the input varies over. They are not differentiated.
     """
 
     def context(self, batch: Batch, dropout: Dropout) -> Context:
-        """What every layer gets of a microbatch beside its input; never differentiated, needs no weights."""
+        """What every layer receives for a microbatch besides its input; not differentiated, needs no weights."""
         ...
 
     def embed(self, batch: Batch, context: Context) -> Array:
-        """The input of the first of `blocks`, x_BTD; any function of the weights, also one with layers."""
+        """The input of the first of `blocks`, x_BTD; any function of the weights, possibly with layers of its own."""
         ...
 
     def embedding(self, batch: Batch, context: Context) -> Array:
-        """`embed` without the layers among it; of a language model."""
+        """`embed` without the layers it contains; language models only."""
         ...
 
     def first_blocks(self) -> Sequence[Any]:
-        """These layers, each alone; of a language model."""
+        """The layers that `embed` contains, one by one; language models only."""
         ...
 
     def losses(self, x_BTD: Array, batch: Batch, context: Context) -> dict[str, Array]:
-        """The sum of every loss and every measure of the batch's form over its targets, from the last layer's output;
-        scalars."""
+        """For every loss and measure in the batch's form, its sum over the targets, computed from the last layer's
+        output; scalars."""
         ...
 
     def scores(self, x_BTD: Array, batch: Batch) -> Scores:
-        """For every loss by name, of every target, [B, …]: its cross-entropy, and whether it is the most probable one:
-        1 or 0, int32. Where the target is `IGNORED` they are 0 and `IGNORED`."""
+        """For every loss by name, two arrays over its targets, [B, …]: the cross-entropy, and 1 or 0 (int32) for
+        whether the target is the most probable one. Where the target is `IGNORED` they are 0 and `IGNORED`."""
         ...
 
     def logits(self, x_BTD: Array) -> Array:
-        """This device's columns of the logits; of a language model."""
+        """This device's columns of the logits; language models only."""
         ...
 
     def task_logits(self, x_BTD: Array, batch: Batch) -> Array:
-        """The logits that a task is answered by, in at least fp32, on every device alike: [B, C] of the classes, or of
-        the texts to choose from, or [B, T, 2] of the tokens where a span begins and ends; of a model with such a
+        """The logits that answer a task, in at least fp32, identical on all devices: [B, C] for classes, or for texts
+        to choose from, or [B, T, 2] for the tokens where a span begins and ends; only models with such a
         head."""
         ...
 
 
 @dataclass(frozen=True)
 class MatrixProduct:
-    """`count` times a batch of products [rows, inner] · [inner, columns] on one device."""
+    """`count` batches of products [rows, inner] · [inner, columns] on one device."""
 
     name: str
     count: int
@@ -93,23 +93,23 @@ class MatrixProduct:
 
     @property
     def flops(self) -> int:
-        """Of all of them; multiplications and additions are counted each."""
+        """FLOPs of all of them, counting multiplications and additions separately."""
         return 2 * self.count * self.batch * self.rows * self.inner * self.columns
 
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of models."""
+    """A family of models."""
 
-    model: Callable[[ModelConfig, NamedKey, RegionBoundary, Backend], Any]  # the key is of the weights; a `Model`
+    model: Callable[[ModelConfig, NamedKey, RegionBoundary, Backend], Any]  # makes a `Model` with weights from the key
     form: Callable[[ModelConfig], BatchSpec]  # what its batch holds
-    # (configuration, sequences, queries of a block of attention) -> the products of a step, each once
+    # (configuration, sequences, queries per attention block) -> the products of a step, each listed once
     products: Callable[[ModelConfig, int, int], list[MatrixProduct]]
-    reset_form: BatchSpec | None = None  # of its batch where attention starts anew with every document, if it can
-    # Whether `embed` is linear in the weights, so that its backward pass needs nothing of its forward pass.
+    reset_form: BatchSpec | None = None  # its batch if attention restarts with every document; None: not supported
+    # Whether `embed` is linear in the weights, so that its backward pass needs nothing from its forward pass.
     linear_embedding: Callable[[ModelConfig], bool] = lambda _: False
-    # Whether tokens see all of their text, whose length the layers get, and the head of pretraining predicts those that
-    # were chosen; else each sees those before it and predicts the next.
+    # Whether tokens see their whole text, whose length the layers receive, and pretraining predicts masked tokens;
+    # otherwise tokens see those before them and predict the next one.
     bidirectional: bool = False
 
 
@@ -119,18 +119,18 @@ def family_of(config: ModelConfig) -> Family:
 
 
 class CutModel:
-    """A model as functions of its weights, which are nested dicts: `shared`, those of the ends, which the first and
-    the last stage use, and `blocks`, those of the layers, stacked.
+    """A model as functions of its weights, which are nested dicts: `shared`, the weights of the ends, which the first
+    and the last stage use, and `blocks`, the stacked weights of the layers.
 
     Attributes:
-        boundary: of its tensor-parallel regions.
-        linear_embedding: whether it is, see `Family`.
+        boundary: the boundary of its tensor-parallel regions.
+        linear_embedding: see `Family`.
         shapes: `{"shared": …, "blocks": …}` of `ShapeDtypeStruct`, layers `[L, …]`.
         logical_specs: the same tree with a `PartitionSpec` of logical dim names for every weight.
     """
 
     def __init__(self, config: ModelConfig, boundary: RegionBoundary, backend: Backend, lora: LoraConfig | None = None):
-        """With a rank in `lora` layers may have adapters, and their products are frozen."""
+        """If `lora` has a rank, layers may have adapters, and the weights of their products are frozen."""
         family = family_of(config)
         self._lora = lora if lora is not None and lora.rank else None
         self.boundary, self.linear_embedding = boundary, family.linear_embedding(config)
@@ -141,16 +141,16 @@ class CutModel:
         self.logical_specs = nnx.to_pure_dict(nnx.get_partition_spec(weights))
 
     def init(self, seed: int) -> Tree:
-        """Fresh weights in fp32, layers `[L, …]`, each drawn from a key of its own name: the same on every mesh."""
+        """Fresh weights in fp32, layers `[L, …]`. Each is drawn from a key with its own name: the same on any mesh."""
         return nnx.to_pure_dict(_cut(self._new(NamedKey.from_seed(seed)))[2])
 
     def ends(self, shared: Tree) -> Any:
-        """The model without its layers, to call `embed`, `losses`, … on."""
+        """The model without its layers, on which to call `embed`, `losses`, …."""
         return nnx.merge(self._ends, shared)
 
     def block(self, weights: Tree) -> Any:
-        """One layer, whose weights have no leading dim; among them may be adapters' (`models/lora.py`), and copies in 8
-        bits of those of its products (`parallel/float8.py`)."""
+        """One layer; `weights` have no leading dim and may include LoRA adapters (`models/lora.py`) and float8 copies
+        (`parallel/float8.py`)."""
         flat = flatten_dict(weights)
         copies = {path[:-1]: flat.pop(path) for path in list(flat) if path[-1] == FLOAT8}
         block = self._adapted(flat) if self._lora else nnx.merge(self._blocks, unflatten_dict(flat))
@@ -171,12 +171,12 @@ class CutModel:
 
     @property
     def products(self) -> frozenset[Path]:
-        """Where in a layer's weights those are that its products multiply with."""
+        """Paths of the weights in a layer's products."""
         return frozenset(path for paths in self._products.values() for path in paths)
 
     def inner_dims(self) -> dict[Path, tuple[int, int]]:
-        """Of each of `products` how many dims of a layer's weight stand for experts, and how many of the others go into
-        the product."""
+        """For each of `products`, how many dims of a layer's weight stand for experts, and how many of the others are
+        contracted."""
         block = nnx.merge(self._blocks, self.shapes["blocks"])
         return {
             path: (linear.stacked, linear.contracted)
@@ -185,13 +185,13 @@ class CutModel:
         }
 
     def factors(self, weights: Tree, x_BTD: Array, context: Context) -> dict[str, Pair]:
-        """What has the types of the factors of a layer's products, by name; to be used abstractly."""
+        """Arrays with the types of the factors of a layer's products, by name; to be evaluated abstractly."""
         seen = FactorProbe()
         self.block(weights)(x_BTD, dataclasses.replace(context, factors=seen), jnp.zeros((), jnp.int32))
         return dict(seen)
 
     def weight_gradients(self, weights: Tree, factors: Mapping[str, Pair]) -> dict[Path, Array]:
-        """The gradients of the weights of a layer's products; of `weights` only the types matter."""
+        """The gradients of the weights in a layer's products; only the types of `weights` matter."""
         products = self.block(weights).products
         gradients: dict[Path, Array] = {}
         for name, paths in self._products.items():
@@ -211,42 +211,42 @@ class CutModel:
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """Number of weights, the padded vocabulary included."""
+    """Number of weights, including the padding of the vocabulary."""
     return sum(size for size, _ in _weights(config))
 
 
 def count_active_parameters(config: ModelConfig) -> int:
-    """Of these the ones that a token uses: all but those of the experts that it does not choose."""
+    """Number of weights that a token uses: all except those of the experts that it does not choose."""
     chosen, experts = config.experts_per_token, config.num_experts
     return sum(size * chosen // experts if "experts" in dims else size for size, dims in _weights(config))
 
 
 def _weights(config: ModelConfig) -> Iterator[tuple[int, PartitionSpec]]:
-    """Of every weight how many numbers it has, and what its dims are called."""
+    """Size and logical dim names of every weight."""
     model = CutModel(config, RegionBoundary(), CPU)  # the same on all backends
     sizes = [leaf.size for leaf in jax.tree.leaves(model.shapes)]
     return zip(sizes, jax.tree.leaves(model.logical_specs), strict=True)
 
 
 def step_products(config: ModelConfig, sequences: int, query_block: int) -> list[MatrixProduct]:
-    """All matrix products of a training step; attention takes the queries in blocks."""
+    """All matrix products of a training step; attention processes `query_block` queries at a time."""
     return family_of(config).products(config, sequences, query_block)
 
 
 def step_flops(config: ModelConfig, sequences: int) -> int:
-    """Of a step over `sequences` sequences, as the paper counts, for GPT-2 `72 B s L h² (1 + s / 6h + V / 12Lh)`.
+    """FLOPs of a step over `sequences` sequences, counted as in the paper: for GPT-2 `72 B s L h² (1 + s/6h + V/12Lh)`.
 
-    Of a decoder in any words it is for every token 6 N of the N weights in products (all but norms, biases and an
-    embedding's table that is not the head) and 12 L H K S of attention, regardless of masking. A row of a choice has as
-    many sequences as there are texts. BERT's logits are those of the tokens that can be masked.
+    For any decoder this is, per token, 6 N for the N weights in products (all but norms, biases, and an embedding table
+    that is not also the head) plus 12 L H K S for attention, regardless of masking. A row of a choice task has as many
+    sequences as texts. BERT's logits are those of the tokens that can be masked.
     """
     return sum(product.flops for product in step_products(config, sequences, config.sequence_length))
 
 
 def layer_products(model: ModelConfig, sequences: int, query_block: int, *, causal: bool) -> Iterator[MatrixProduct]:
-    """All products of the layers, of experts those that the tokens choose; attention takes the queries in blocks, each
-    against all keys, or, causal, against those up to its end, and of a sliding window those that one of its queries
-    sees."""
+    """All products of the layers; with experts, those that the tokens choose. Attention processes `query_block` queries
+    at a time, against all keys, or, if causal, against the keys up to the block's end; with a sliding window, only
+    against keys that one of its queries sees."""
     hidden, layers = model.hidden_size, model.num_layers
     queries = model.num_heads * model.head_size
     gated = 2 if model.activation == "swiglu" else 1
@@ -282,7 +282,7 @@ def layer_products(model: ModelConfig, sequences: int, query_block: int, *, caus
 
 
 def weight_products(tokens: int, shapes: Mapping[str, tuple[int, int]], count: int = 1) -> Iterator[MatrixProduct]:
-    """Products of so many tokens with weights [inner, columns], by name, each `count` times."""
+    """Products of `tokens` tokens with weights [inner, columns] by name, each `count` times."""
     for name, (inner, columns) in shapes.items():
         yield MatrixProduct(f"{name}, forward", count, 1, tokens, inner, columns)
         yield MatrixProduct(f"{name}, input gradient", count, 1, tokens, columns, inner)
@@ -290,7 +290,7 @@ def weight_products(tokens: int, shapes: Mapping[str, tuple[int, int]], count: i
 
 
 def _cut(model: Any) -> tuple[nnx.GraphDef, nnx.GraphDef, nnx.State]:
-    """Take the layers out: graph of the ends, graph of the layers, and the weights of both by name."""
+    """Take out the layers: graph of the ends, graph of the layers, and the weights of both by name."""
     blocks = model.blocks
     del model.blocks
     ends_graph, shared = nnx.split(model, nnx.Param)

@@ -1,6 +1,6 @@
 """The layer of a transformer: attention and MLP, each with a norm, dropout and a residual addition.
 
-The paper's figure 7: the norm stands before each of the two, inside the residual branch ("pre", (b)), or after the
+As in the paper's figure 7, a norm comes before each of the two, inside the residual branch ("pre", (b)), or after the
 addition ("post", (a)). Letters: B batch, T tokens, D model.
 """
 
@@ -25,12 +25,12 @@ from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.random import NamedKey
 from megajax.parallel.sites import named
 
-EMBEDDING_SITE = 0xFFFF_FFFF  # of dropout: stands where the layers' own has their index
-DROPOUT_SITES = {"attention_dropout": 1, "mlp_dropout": 2}  # in a layer, beside `ATTENTION_WEIGHTS`
+EMBEDDING_SITE = 0xFFFF_FFFF  # dropout in the embedding uses this in place of a layer index
+DROPOUT_SITES = {"attention_dropout": 1, "mlp_dropout": 2}  # in a layer, besides `ATTENTION_WEIGHTS`
 
 
 class Block(nnx.Module):
-    """One layer, with experts where the model has them, unless it is `dense`."""
+    """One layer, with experts in place of the MLP if the model has them, unless it is `dense`."""
 
     def __init__(
         self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend, *, dense: bool = False
@@ -47,14 +47,14 @@ class Block(nnx.Module):
 
     @property
     def products(self) -> dict[str, tuple]:
-        """Its layers of `parallel/layers.py`, those of one input together, by the names of their factors."""
+        """Its layers of `parallel/layers.py` by the names of their factors; layers with the same input share a name."""
         return self.attention.products | self.mlp.products
 
     @jax.named_scope("layer")
     def __call__(
         self, x_BTD: Array, context: Context, layer: Array | int, attend: Attend = attend_in_context
     ) -> tuple[Array, Aux]:
-        """Layer number `layer` on all tokens of the sequence, or, with sequence parallelism, on this device's."""
+        """Layer number `layer`, over all tokens of the sequence, or this device's with sequence parallelism."""
         context = dataclasses.replace(context, dropout=context.dropout.fold(layer))
         name, token_T = partial(named, split=self.boundary.split), self.boundary.token_index(x_BTD)
 
@@ -76,6 +76,6 @@ class Block(nnx.Module):
 
 
 def stacked(make: Callable[[Array], Block], num_layers: int) -> Any:
-    """The layers `make(0)` … as one module, of which every weight has a leading dim `layers`."""
+    """The layers `make(0)` … as one module, in which every weight has a leading dim `layers`."""
     layers = nnx.vmap(make, transform_metadata={nnx.PARTITION_NAME: "layers"})
     return layers(jnp.arange(num_layers, dtype=jnp.int32))

@@ -1,8 +1,8 @@
-"""LoRA (Hu et al., arXiv 2106.09685): a weight W [*I, *O] of a product in a layer is frozen and counts as
-`W + alpha / rank · A B`, of which A [*I, R] and B [R, *O] are trained: the linear layers compute
+"""LoRA (Hu et al., arXiv 2106.09685): the weight W [*I, *O] of a layer's product is frozen and replaced by
+`W + alpha / rank · A B`, where A [*I, R] and B [R, *O] are trained. Linear layers compute
 `x W + alpha / rank · (x A) B` (`parallel/layers.py`).
 
-Letters: L layers, I what goes into a product, O what comes out of it, both one dim or several, R rank.
+Letters: L layers, I inputs and O outputs of a product, each one dim or several, R rank.
 """
 
 import math
@@ -22,18 +22,18 @@ from megajax.parallel.random import NamedKey
 from megajax.precision import at_least_fp32
 
 Tree = Any
-LORA = "lora"  # the key of the adapters beside the weights' `shared` and `blocks`
+LORA = "lora"  # key of the adapters in the weights, next to `shared` and `blocks`
 _BLOCKS = "blocks"
 
 
 class Adapters:
-    """The adapters of a model: a tree `{"blocks": …}` that has `{"a": A, "b": B}` where the weights' has a product,
-    stacked as these are.
+    """The adapters of a model: a tree `{"blocks": …}` with `{"a": A, "b": B}` for the weight of each adapted product,
+    stacked like the weights.
 
     Attributes:
-        products: of a layer, those that have one, as paths in its weights.
-        shapes, logical_specs: of the adapters, [L, …], as `CutModel`'s.
-        num_inner: how many dims go into each product.
+        products: the adapted products of a layer, as paths in its weights.
+        shapes, logical_specs: of the adapters, [L, …], like those of `CutModel`.
+        num_inner: number of input dims of each product.
     """
 
     def __init__(self, lora: LoraConfig, config: ModelConfig, model: CutModel):
@@ -43,7 +43,7 @@ class Adapters:
         self.products = tuple(sorted(path[:-1] for path, name in names.items() if name in wanted))
         shapes, specs = self.part(model.shapes), self.part(model.logical_specs)
         is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
-        # Every product of a layer takes what is between regions, or gives it.
+        # Every product has an activation between tensor-parallel regions as its input or its output.
         self.num_inner = jax.tree.map(
             lambda spec: 1 if "experts" in spec or spec[1] == "embed" else len(spec) - 2, specs, is_leaf=is_spec
         )
@@ -65,13 +65,13 @@ class Adapters:
 
     @staticmethod
     def _name_of(path: tuple[str, ...], specs: Tree) -> str:
-        """Of the product of a weight at a path of a layer's, as in `LORA_TARGETS`."""
+        """The name, as in `LORA_TARGETS`, of the product whose weight is at this path in a layer."""
         of_experts = "experts" in flatten_dict(specs[_BLOCKS])[path]
         return f"expert_{path[-2]}" if of_experts else path[-2]
 
     def init(self, seed: int) -> Tree:
-        """Fresh ones in fp32: A as `peft` draws it, uniform up to 1 / sqrt(I) (Kaiming's with a slope of sqrt(5)), B
-        zero. Each layer's from a key of its own name: the same on every mesh."""
+        """Fresh adapters in fp32: A as `peft` draws it, uniform up to 1 / sqrt(I) (Kaiming with slope sqrt(5)), B zero.
+        Each layer's are drawn from a key with its own name: the same on every mesh."""
         root = NamedKey.from_seed(seed) / LORA
 
         def fresh(path: Any, leaf: jax.ShapeDtypeStruct) -> Array:
@@ -91,12 +91,12 @@ class Adapters:
         return jax.tree_util.tree_map_with_path(fresh, self.shapes)
 
     def part(self, tree: Tree) -> Tree:
-        """Of a tree of the weights' structure, what belongs to the products with adapters."""
+        """Select the entries of adapted products from a tree with the structure of the weights."""
         flat = flatten_dict(tree[_BLOCKS])
         return {_BLOCKS: unflatten_dict({path: flat[*path, "weight"] for path in self.products})}
 
     def of(self, path: Any) -> dict[str, Any] | None:
-        """The paths in the tree of weights of the adapter that belongs to the weight at a path there; None where it has
+        """Paths, in the tree of weights, of the adapter for the weight at `path`; None if it has
         none."""
         names = tuple(str(key.key) for key in path)
         if names[0] != _BLOCKS or names[-1] != "weight" or names[1:-1] not in self.products:
@@ -104,26 +104,26 @@ class Adapters:
         return {name: tuple(map(jax.tree_util.DictKey, (LORA, *names[:-1], name))) for name in "ab"}
 
     def inner_of(self, path: Any) -> int:
-        """How many dims go into the product of the weight at such a path."""
+        """Number of input dims of the product whose weight is at `path`."""
         return flatten_dict(self.num_inner)[tuple(key.key for key in path[:-1])]
 
     def put(self, tree: Tree, part: Tree) -> Tree:
-        """A tree of the weights' structure with a `part` replaced."""
+        """A tree with the structure of the weights, with the entries of adapted products replaced by `part`."""
         weights = {(*path, "weight"): leaf for path, leaf in flatten_dict(part[_BLOCKS]).items()}
         return {**tree, _BLOCKS: unflatten_dict(flatten_dict(tree[_BLOCKS]) | weights)}
 
     def added(self, adapter: Mapping[str, Array], inner: int) -> Array:
-        """What an adapter of a product with `inner` dims that go into it adds to its weight; of layers that are stacked
-        along any number of dims, and of any shards that belong together."""
+        """What an adapter adds to the weight of its product, which has `inner` input dims. Layers may be stacked along
+        any number of dims, and arrays may be shards of A and B that belong together."""
         a, b = adapter["a"], adapter["b"]
         stacked = a.ndim - inner - 1
         a_IR = a.reshape(*a.shape[:stacked], -1, a.shape[-1])
         b_RO = b.reshape(*b.shape[: stacked + 1], -1)
-        added = jnp.matmul(a_IR, b_RO, precision=lax.Precision.HIGHEST)  # of GPUs' fp32 products, too, all bits
+        added = jnp.matmul(a_IR, b_RO, precision=lax.Precision.HIGHEST)  # full fp32 on GPUs too
         return (self._scale * added).reshape(*a.shape[:-1], *b.shape[stacked + 1 :])
 
     def merged(self, weights: Mapping[str, Tree]) -> Tree:
-        """Weights with what their adapters add, and without these."""
+        """Weights with their adapters merged in, and without the adapters."""
         frozen = without_adapters(weights)
 
         def merge(weight: Array, adapter: Mapping[str, Array], inner: int) -> Array:
@@ -134,13 +134,13 @@ class Adapters:
 
 
 def layer_weights(weights: Mapping[str, Tree]) -> Tree:
-    """The weights of the layers, or something for each of them; those of adapters, where there are, as `a` and `b`
-    beside the `weight` of their product."""
+    """The weights of the layers, or a tree like them. Adapters, if there are any, are `a` and `b` next to the `weight`
+    of their product."""
     if LORA not in weights:
         return weights[_BLOCKS]
     return unflatten_dict(flatten_dict(weights[_BLOCKS]) | flatten_dict(weights[LORA][_BLOCKS]))
 
 
 def without_adapters(weights: Mapping[str, Tree]) -> Tree:
-    """Main weights alone."""
+    """The weights without LoRA's adapters."""
     return {name: part for name, part in weights.items() if name != LORA}

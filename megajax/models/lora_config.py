@@ -1,4 +1,4 @@
-"""LoRA, as configuration: which products of a decoder's layers have adapters, and of what rank."""
+"""Configuration of LoRA: which products of a decoder's layers have adapters, and of which rank."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ LORA_TARGETS: Mapping[str, tuple[str, ...]] = {  # words of `lora.targets` -> pr
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Adapters of low rank that are trained in place of a decoder's weights (Hu et al., arXiv 2106.09685)."""
+    """Low-rank adapters that are trained instead of a decoder's weights (Hu et al., arXiv 2106.09685)."""
 
     rank: Annotated[
         int,
@@ -41,7 +41,7 @@ class LoraConfig:
 
 
 def product_sizes(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """What goes into each product of a decoder's layer and what comes out, by name."""
+    """Input and output size of each product in a decoder layer, by name."""
     hidden, inner = model.hidden_size, model.mlp_size
     queries, keys = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
     columns = {"query": queries, "key": keys, "value": keys, "gate": inner, "up": inner}

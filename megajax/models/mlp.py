@@ -23,8 +23,8 @@ from megajax.precision import at_least_fp32
 
 
 class MLP(nnx.Module):
-    """`Z = g(GeLU(f(X) A) B)`: A by columns, B by rows, the activation in between without synchronisation; with a gate
-    `Z = g((SiLU(f(X) G) * f(X) A) B)` (Shazeer, arXiv 2002.05202), G by columns as A."""
+    """`Z = g(GeLU(f(X) A) B)`: A by columns, B by rows, with no communication at the activation between them. With a
+    gate, `Z = g((SiLU(f(X) G) * f(X) A) B)` (Shazeer, arXiv 2002.05202), G by columns like A."""
 
     def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend, width: int = 0):
         hidden, width, bias = config.hidden_size, width or config.mlp_size, config.bias == "all"
@@ -55,28 +55,28 @@ class MLP(nnx.Module):
 
 @jax.checkpoint
 def gated(gate_BTF: Array, up_BTF: Array) -> Array:
-    """`SiLU(gate) * up`, the SiLU being `x sigmoid(x)`."""
+    """`SiLU(gate) * up`, where SiLU is `x sigmoid(x)`."""
     dtype = at_least_fp32(gate_BTF.dtype)
     return (jax.nn.silu(gate_BTF.astype(dtype)) * up_BTF.astype(dtype)).astype(gate_BTF.dtype)
 
 
 @jax.checkpoint
 def gelu_tanh(x_BTF: Array) -> Array:
-    """GeLU in GPT-2's form, by a tanh."""
+    """GeLU as in GPT-2, approximated with tanh."""
     wide_BTF = x_BTF.astype(at_least_fp32(x_BTF.dtype))  # its cube overflows fp16
     return jax.nn.gelu(wide_BTF, approximate=True).astype(x_BTF.dtype)
 
 
 @jax.custom_vjp
 def gelu(x_BTF: Array) -> Array:
-    """GeLU as it is defined, `x Φ(x)` with the normal distribution Φ; BERT's."""
+    """Exact GeLU, as in BERT: `x Φ(x)` with the normal distribution Φ."""
     wide_BTF = x_BTF.astype(at_least_fp32(x_BTF.dtype))
     return (wide_BTF * _normal_distribution(wide_BTF)).astype(x_BTF.dtype)
 
 
 def _gelu_backward(x_BTF: Array, grad_BTF: Array) -> tuple[Array]:
-    """Written out: JAX 0.12's derivative of erf fails where `shard_map` checks types, and its GeLU takes erfc, which
-    costs more on CPUs."""
+    """The derivative, written out: JAX 0.12's derivative of erf fails where `shard_map` checks types, and JAX's GeLU
+    uses erfc, which costs more on CPUs."""
     wide_BTF = x_BTF.astype(at_least_fp32(x_BTF.dtype))
     half, scale = (jnp.asarray(value, wide_BTF.dtype) for value in (-0.5, (2 * math.pi) ** -0.5))
     density_BTF = scale * jnp.exp(half * jnp.square(wide_BTF))

@@ -1,4 +1,4 @@
-"""Models, as configuration: the sizes of their weights."""
+"""Configuration of models: the sizes of their weights."""
 
 from collections import ChainMap
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _EXPERTS = between(0, 10_000)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """Sizes of a model's weights, the first fields of a `ModelConfig`."""
+    """Sizes of a model's weights, as the first fields of a `ModelConfig`."""
 
     family: Annotated[str, "kind of model", OneOf(ChainMap(FAMILIES, EARLIER_NAMES)), WEIGHTS] = DECODER
     num_layers: Annotated[

@@ -1,5 +1,5 @@
-"""Normalization: of the residual stream, which is duplicated on the devices of a tensor group (paper §3) or sharded
-along the sequence, and of queries and keys. Letters: B batch, T tokens, D model, H heads, K head size, N arrays.
+"""Normalization of the residual stream, which is replicated over a tensor group (paper §3) or sharded along the
+sequence, and of queries and keys. Letters: B batch, T tokens, D model, H heads, K head size, N arrays.
 """
 
 from functools import partial
@@ -16,19 +16,19 @@ from megajax.parallel.collectives import TENSOR, axis_size, f, g
 from megajax.parallel.layers import param
 from megajax.precision import at_least_fp32
 
-# What costs little to compute is computed again in the backward pass instead of being kept: only its inputs are saved.
+# Saves only the inputs: results that are cheap to compute are computed again in the backward pass.
 recomputed = partial(jax.checkpoint, prevent_cse=False)
 
 
 def norm_of(config: ModelConfig) -> nnx.Module:
-    """The normalization of a layer's input."""
+    """The normalization for a layer's input."""
     if config.norm == "rmsnorm":
         return RMSNorm(config.hidden_size, config.norm_epsilon)
     return LayerNorm(config.hidden_size, config.norm_epsilon, bias=config.bias == "all")
 
 
 class LayerNorm(nnx.Module):
-    """Layer normalisation over D with statistics in at least fp32."""
+    """Layer normalization over D, with statistics in at least fp32."""
 
     def __init__(self, size: int, epsilon: float, *, bias: bool = True):
         self.epsilon = epsilon
@@ -42,8 +42,8 @@ class LayerNorm(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Division by the root of the mean square (Zhang and Sennrich, arXiv 1910.07467), taken over the last dim in at
-    least fp32."""
+    """Division by the root mean square (Zhang and Sennrich, arXiv 1910.07467) over the last dim, computed in at least
+    fp32."""
 
     def __init__(self, size: int, epsilon: float, dim: str = "embed"):
         self.epsilon = epsilon
@@ -55,7 +55,7 @@ class RMSNorm(nnx.Module):
 
 
 class HeadsNorm(nnx.Module):
-    """The same over all heads together, [B, T, H, K], each with a scale of its own."""
+    """RMSNorm over all heads together, [B, T, H, K], with a separate scale for each head."""
 
     def __init__(self, heads: int, size: int, epsilon: float, dim: str):
         self.epsilon = epsilon
@@ -63,14 +63,14 @@ class HeadsNorm(nnx.Module):
 
     @jax.named_scope("norm")
     def __call__(self, x_BTHK: Array, scale_HK: Array, square_BT: Array) -> Array:
-        """Of this device's heads with their scale; `square` is the mean over all."""
+        """Normalize this device's heads; `scale` is theirs, `square` is the mean square over all heads."""
         return _rms_norm(x_BTHK, scale_HK, square_BT[..., None, None], self.epsilon)
 
 
 @jax.named_scope("norm")
 def mean_squares(*heads_BTHK: Array) -> list[Array]:
-    """Of arrays of which every device of a tensor group has as many heads, their means over all heads, [B, T], in at
-    least fp32 and in one collective forward and one backward. Heads that several devices have count so many times."""
+    """Mean squares over all heads of arrays whose heads are spread evenly over a tensor group, [B, T] each, in at least
+    fp32. One collective forward and one backward. Heads held by several devices count once per device."""
     total_BTN = checkpoint_name(g(_sums_of_squares(heads_BTHK)), SQUARES)
     total_BTN, devices = f(total_BTN), axis_size(TENSOR)
     counts = (x_BTHK.shape[2] * x_BTHK.shape[3] * devices for x_BTHK in heads_BTHK)
@@ -85,7 +85,7 @@ def _sums_of_squares(heads_BTHK: tuple[Array, ...]) -> Array:
 
 @partial(recomputed, static_argnums=3)
 def _rms_norm(x: Array, scale: Array, mean: Array | None, epsilon: float) -> Array:
-    """`mean`: of the squares; None: of those of the last dim."""
+    """`mean`: mean square; None: that of the last dim."""
     dtype = at_least_fp32(x.dtype)
     wide = x.astype(dtype)
     if mean is None:

@@ -1,4 +1,4 @@
-"""The families of models by name, `model.family`. No JAX here: a family is imported when it is asked for."""
+"""Model families by name (`model.family`). No JAX here: a family's module is imported when it is needed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,14 +7,14 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Entry:
-    """What must be known of a family before it is imported."""
+    """What must be known about a family before it is imported."""
 
-    module: str  # has the family as `FAMILY` (`models/family.py`)
-    samples: Literal["text", "pairs"] = "text"  # what it is trained on: text, or pairs of segments
-    tokenizer: Literal["bpe", "wordpiece"] = "bpe"  # the kind that is trained where none is given
-    layer_orders: tuple[str, ...] = ("pre",)  # where a layer may have its norms, the first being the default
-    heads: tuple[str, ...] = ("pretraining",)  # what it can predict, `model.head`
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # options of `ModelConfig` that have one valid value
+    module: str  # defines the family as `FAMILY` (`models/family.py`)
+    samples: Literal["text", "pairs"] = "text"  # trained on text, or on pairs of segments
+    tokenizer: Literal["bpe", "wordpiece"] = "bpe"  # kind to train if no tokenizer is given
+    layer_orders: tuple[str, ...] = ("pre",)  # where a layer may have its norms; the first is the default
+    heads: tuple[str, ...] = ("pretraining",)  # valid values of `model.head`
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # options of `ModelConfig` with only one valid value
 
     @property
     def continues_text(self) -> bool:
@@ -45,4 +45,4 @@ FAMILIES = {
     ),
 }
 EARLIER_NAMES = {"gpt2": DECODER}
-"""Names that families had in older configurations, and may still be called by."""
+"""Former names of families; older configurations still use them."""

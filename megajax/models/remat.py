@@ -1,4 +1,4 @@
-"""What recomputation keeps of a layer, by the names of its activations (`parallel/sites.py`)."""
+"""What recomputation saves in a layer, by the names of its activations (`parallel/sites.py`)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,11 +7,11 @@ import jax
 
 from megajax.private import FUSED_FORWARD
 
-# Which experts tokens go to: always kept, since logits that are equal but for rounding could be told apart otherwise.
+# The experts that tokens choose. Always saved: recomputing could break ties between nearly equal logits differently.
 CHOICE = "expert_choice"
 SQUARES = "query_key_squares"  # sums over all devices of a tensor group
-# Names of what is expensive to compute again (a matrix product, attention, an all-reduce). The MLP's second product is
-# not among them, since nothing in the backward pass needs its result.
+# Activations that are expensive to compute (a matrix product, attention, an all-reduce). The MLP's second product is
+# not among them, because the backward pass does not need its result.
 EXPENSIVE = (
     *("query", "key", "value", "attention_received", "attention_heads", "attention_statistics", "attention_output"),
     *("mlp_gate", "mlp_up", "expert_rows", "expert_gate", "expert_up", CHOICE, SQUARES),

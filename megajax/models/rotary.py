@@ -1,5 +1,5 @@
-"""Rotary positions (Su et al., arXiv 2104.09864): every pair of features of a query or key, one from either half of the
-head, is turned by an angle that grows with the token's position.
+"""Rotary positions (Su et al., arXiv 2104.09864): each pair of features of a query or key, one from either half of the
+head, is rotated by an angle that grows with the token's position.
 
 Letters: B batch, T tokens, H heads, K head size, P pairs of features.
 """
@@ -18,11 +18,11 @@ from megajax.precision import at_least_fp32
 
 
 def _angles_P(config: ModelConfig, pairs: int) -> npt.NDArray[np.float64]:
-    """How far every pair turns a token, in radians: pair p of P by theta^(-p/P).
+    """Rotation per position of each pair, in radians: theta^(-p/P) for pair p of P.
 
-    Scaled "linear", all turn `rope_factor` times slower; scaled "llama3", those do that turn less than
-    `rope_low_frequency` times in `rope_original_length` tokens, those of more than `rope_high_frequency` turns stay,
-    and between them it is in part.
+    With "linear" scaling all rotate `rope_factor` times more slowly. With "llama3" scaling only pairs that make fewer
+    than `rope_low_frequency` rotations in `rope_original_length` tokens do; those with more than `rope_high_frequency`
+    rotations are unchanged, and those in between are interpolated.
     """
     plain_P = config.rope_theta ** (-np.arange(pairs) / pairs)
     if config.rope_scaling == "none":
@@ -37,7 +37,7 @@ def _angles_P(config: ModelConfig, pairs: int) -> npt.NDArray[np.float64]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rotated(x_BTHK: Array, position_BT: Array, config: ModelConfig) -> Array:
-    """Queries or keys of tokens at these positions, B possibly 1, int32. Nothing but the positions is kept for the
+    """Rotate queries or keys of tokens at these positions, int32, B possibly 1. Only the positions are saved for the
     backward pass."""
     return _turned(x_BTHK, position_BT, config, 1)
 

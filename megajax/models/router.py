@@ -1,6 +1,6 @@
-"""The router of a mixture of experts: which experts every token chooses, with which shares, and how they are balanced.
+"""The router of a mixture of experts: which experts each token chooses, with which weights, and load balancing.
 
-Letters: B batch, T tokens, D model, E experts, K experts of a token.
+Letters: B batch, T tokens, D model, E experts, K experts per token.
 """
 
 from typing import NamedTuple
@@ -23,20 +23,20 @@ from megajax.parallel.sites import named
 from megajax.precision import at_least_fp32
 
 ROUTER_BIAS = ("blocks", "mlp", "router", "bias")  # its path in the weights
-LOAD = "expert_load"  # of every layer and expert, how many tokens of the step chose it, int32 [L, E]
+LOAD = "expert_load"  # how many tokens of the step chose each expert of each layer, int32 [L, E]
 
 
 class Routing(NamedTuple):
-    """Where the tokens of a device go."""
+    """How a device's tokens are routed."""
 
-    chosen_BTK: Array  # experts, int32, the most probable first
-    share_BTK: Array  # of each in the token's output, at least fp32
-    loss_B: Array  # this device's part of the balancing losses of its sequences, with their coefficients
-    figures: dict[str, Array]  # of its tokens; see `Model`
+    chosen_BTK: Array  # experts, int32, most probable first
+    share_BTK: Array  # each expert's weight in the token's output, at least fp32
+    loss_B: Array  # this device's part of the sequences' balancing losses, multiplied by their coefficients
+    figures: dict[str, Array]  # see `Model`
 
 
 class Router(nnx.Module):
-    """`softmax(X R)`, in at least fp32, and the K largest: of equal ones those of the lower index."""
+    """`softmax(X R)` in at least fp32, and its K largest entries; in a tie the lower index wins."""
 
     def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary):
         experts = config.num_experts
@@ -78,9 +78,9 @@ class Router(nnx.Module):
         return lax.top_k(share_BTE, self.config.experts_per_token)[1].astype(jnp.int32)
 
     def _imbalance(self, share_BTE: Array, count_BE: Array) -> Array:
-        """This device's part of every sequence's `E Σ_e f_e p_e`: the share of choices that expert e has, of all tokens
-        of the sequence, times its mean probability (Fedus et al., arXiv 2101.03961; of a sequence: DeepSeek-AI, arXiv
-        2412.19437). It is 1 where both are even."""
+        """This device's part of every sequence's `E Σ_e f_e p_e`, where f_e is the share of the sequence's choices that
+        expert e has, and p_e its mean probability (Fedus et al., arXiv 2101.03961; per sequence: DeepSeek-AI, arXiv
+        2412.19437). It is 1 if both are even."""
         length, config = self.boundary.length_of(share_BTE), self.config
         often_BE = self.boundary.sum_over_tokens(count_BE).astype(share_BTE.dtype)
         scale = config.num_experts / (config.experts_per_token * length * length)
@@ -89,8 +89,8 @@ class Router(nnx.Module):
 
 @jax.custom_vjp
 def attached(y_BTD: Array, loss_B: Array, weight: Array) -> Array:
-    """`y`; its gradient is also that of `weight` times the sum of `loss`: so a layer has a loss of its own, without a
-    second output that would pass through all layers and the pipeline."""
+    """Return `y`, whose backward pass also starts that of `loss` with the cotangent `weight`. So a layer can have its
+    own loss without a second output that would pass through all layers and the pipeline."""
     return y_BTD
 
 
@@ -98,8 +98,8 @@ def _attach(y_BTD: Array, loss_B: Array, weight: Array) -> tuple[Array, tuple[Ar
     return y_BTD, (loss_B, weight)
 
 
-def _detach(kept: tuple[Array, Array], grad_BTD: Array) -> tuple[Array, Array, Array]:
-    loss_B, weight = kept
+def _detach(residuals: tuple[Array, Array], grad_BTD: Array) -> tuple[Array, Array, Array]:
+    loss_B, weight = residuals
     grad_B = vary(jnp.broadcast_to(weight.astype(loss_B.dtype), loss_B.shape), sorted(varying_axes(loss_B)))
     return grad_BTD, grad_B, jnp.zeros_like(weight)
 
@@ -108,8 +108,8 @@ attached.defvjp(_attach, _detach)
 
 
 def expert_metrics(figures: dict[str, Array], config: ModelConfig, sequences: int) -> dict[str, Array]:
-    """What a step over so many sequences says of its experts, from the sums of their layers' figures: the largest load
-    of an expert over the mean of its layer, the share of choices that did not fit, of the router the mean entropy in
+    """Metrics of a step's experts over `sequences` sequences, from the summed figures of the layers: the largest load
+    of an expert divided by the mean of its layer, the share of choices that were dropped, the router's mean entropy in
     nats, the mean balancing loss (1: even), and `LOAD`."""
     load_LE = figures[LOAD]
     load = load_LE.astype(jnp.float32)
@@ -125,10 +125,10 @@ def expert_metrics(figures: dict[str, Array], config: ModelConfig, sequences: in
 
 
 def bias_step(load: Array, step: float, dtype: DTypeLike) -> Array:
-    """What a step adds to the biases of routers whose experts had this load, [..., E], over the global batch: those
-    that were chosen less often than the mean will be chosen more easily (DeepSeek-AI, arXiv 2412.19437). Loads are
-    whole numbers, so that it is the same on any mesh."""
+    """What a step adds to router biases, given the experts' load over the global batch, [..., E]: experts chosen less
+    often than average become easier to choose (DeepSeek-AI, arXiv 2412.19437). Loads are integers, so the result is
+    the same on any mesh."""
     total, experts = jnp.sum(load, axis=-1, keepdims=True, dtype=load.dtype), load.shape[-1]
-    # Not `total - experts * load`, which a batch of 16 million tokens takes out of 32 bits.
+    # `total - experts * load` would overflow int32 with a batch of 16 million tokens.
     below, above = load < -(-total // experts), load > total // experts
     return jnp.asarray(step, dtype) * (below.astype(dtype) - above.astype(dtype))

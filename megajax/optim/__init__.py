@@ -1,1 +1,1 @@
-"""The optimizer: AdamW or Muon on sharded weights, its learning rate, the loss scale of fp16, which steps are taken."""
+"""The optimizer: AdamW or Muon on sharded weights, the learning rate, fp16's loss scale, and skipped steps."""

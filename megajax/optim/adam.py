@@ -1,4 +1,4 @@
-"""AdamW with its learning rate, gradient clipping, and which steps are taken, on sharded weights inside the `shard_map`
+"""AdamW, the learning rate, gradient clipping and skipped steps, for sharded weights inside the `shard_map`
 region."""
 
 from typing import Any
@@ -14,16 +14,16 @@ from megajax.parallel.collectives import sum_over, varying_axes
 from megajax.precision import at_least_fp32
 
 Tree = Any
-NOT_DECAYED = ("bias", "scale")  # names of LayerNorm's weights and of all biases
-WINDOW = 64  # recent gradient norms that the median is taken of
-FEWEST = 16  # and how many there must be before it counts
+NOT_DECAYED = ("bias", "scale")  # names of norm weights and of all biases
+WINDOW = 64  # recent gradient norms whose median is taken
+FEWEST = 16  # norms needed before the median counts
 
 
 def scale_by_adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
-    """`optax.scale_by_adam`, whose state stays the same where the step is not `taken`.
+    """`optax.scale_by_adam` whose state does not change if the step is not `taken`.
 
-    The barrier has XLA finish the new moments before it computes weights from them: nothing else reads the old ones,
-    which are overwritten in place, and not copied.
+    The barrier makes XLA finish the new moments before it computes weights from them. Nothing else reads the old
+    moments, so they are overwritten in place and not copied.
     """
     adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
 
@@ -43,7 +43,7 @@ def scale_by_adam(config: OptimizerConfig) -> optax.GradientTransformationExtraA
 def update(
     optimizer: optax.GradientTransformationExtraArgs, grads: Tree, state: Tree, params: Tree, taken: Array | bool
 ) -> tuple[Tree, Tree]:
-    """One step: new parameters and optimizer state; bit for bit the old ones where the step is not `taken`."""
+    """One step: new parameters and optimizer state; bit for bit the old ones if the step is not `taken`."""
     with jax.numpy_dtype_promotion("standard"):  # optax mixes its integer counter with floats
         updates, (first, *others) = optimizer.update(grads, state, params, taken=taken)
     new = optax.apply_updates(params, updates), tuple(others)
@@ -53,18 +53,18 @@ def update(
 
 @jax.named_scope("optimizer")
 def averaged(average: Tree, params: Tree, decay: float, taken: Array | bool) -> Tree:
-    """The moving average of parameters after a step; bit for bit the old one where the step is not `taken`."""
+    """The moving average of parameters after a step; bit for bit the old one if the step is not `taken`."""
     moved = jax.tree.map(lambda old, new: old + (1.0 - decay) * (new - old), average, params)
     return choose(taken, moved, average)
 
 
 def choose(taken: Array | bool, new: Tree, old: Tree) -> Tree:
-    """The new values where a step is taken, else the old ones."""
+    """The new values if a step is taken, otherwise the old ones."""
     return jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, old)
 
 
 def decay_mask(params: Tree) -> Tree:
-    """True for the weights that decay."""
+    """True for weights that decay."""
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in NOT_DECAYED, params)
 
 
@@ -78,7 +78,7 @@ def parameter_groups(params: Tree) -> tuple[int, int]:
 @jax.named_scope("gradient_norm")
 def global_norm(grads: Tree) -> Array:
     """Norm over all logical elements, each counted once: a reduced gradient varies over exactly the axes that its
-    weight is split over, so its sum of squares is completed over those and no others."""
+    weight is sharded over, so its sum of squares is summed over these axes only."""
     sums: dict[frozenset[str], Array] = {}
     for grad in jax.tree.leaves(grads):
         axes = varying_axes(grad)
@@ -89,18 +89,18 @@ def global_norm(grads: Tree) -> Array:
 
 @jax.named_scope("gradient_norm")
 def clip_by_norm(grads: Tree, norm: Array, limit: float) -> Tree:
-    """Scale gradients of global norm `norm` down to at most `limit`."""
+    """Scale gradients, whose global norm is `norm`, down to at most `limit`."""
     scale = jnp.where(norm < limit, jnp.ones((), norm.dtype), limit / norm)
     return jax.tree.map(lambda grad: grad * scale.astype(grad.dtype), grads)
 
 
 def initial_norms() -> Array:
-    """The recent norms of a new run: none yet, which is 0."""
+    """The recent norms of a new run, in which 0 stands for none yet."""
     return jnp.zeros((WINDOW,), jnp.float32)
 
 
 def is_spike(norm: Array, recent: Array, skip_above: float) -> Array:
-    """Whether a gradient norm is more than `skip_above` times the median of the recent ones; 0: never."""
+    """Whether a gradient norm exceeds `skip_above` times the median of the recent ones; never if that is 0."""
     if skip_above == 0:
         return jnp.zeros((), bool)
     there = recent > 0
@@ -109,14 +109,14 @@ def is_spike(norm: Array, recent: Array, skip_above: float) -> Array:
 
 
 def remember(norm: Array, recent: Array, step: Array) -> Array:
-    """The recent norms with that of step number `step`, counted from 0, in place of the oldest."""
+    """The recent norms with that of step number `step` (from 0) in place of the oldest."""
     return recent.at[step % WINDOW].set(norm.astype(recent.dtype))
 
 
 def learning_rate(step: Array | int, config: OptimizerConfig) -> Array:
-    """The rate of the update that follows `step` finished ones, as a scalar.
+    """The learning rate of the update after `step` finished ones, a scalar.
 
-    It rises linearly from 0 at step 0 to the peak after the warm-up. Then
+    It rises linearly from 0 at step 0 to its peak at the end of the warm-up. Then
 
     - `cosine` (the paper's) and `linear` fall to the floor at `decay_steps` and stay there;
     - `wsd` stays at the peak, falls to the floor in the last `cooldown_steps` before `decay_steps`, and stays there;
@@ -141,7 +141,7 @@ def learning_rate(step: Array | int, config: OptimizerConfig) -> Array:
 
 
 def _left(progress: Array, shape: str) -> Array:
-    """The remaining share of the way from peak to floor after a share `progress` of the decay."""
+    """The share of the way from peak to floor that remains after a share `progress` of the decay."""
     match shape:
         case "linear":
             return 1.0 - progress

@@ -1,4 +1,4 @@
-"""The optimizer, as configuration."""
+"""Configuration of the optimizer."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -13,7 +13,7 @@ _COEFFICIENT = between(-1000, 1000)
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW or Muon, the learning-rate schedule, where the state is kept, and which steps are skipped."""
+    """AdamW or Muon, the learning-rate schedule, sharding of the state, and which steps are skipped."""
 
     name: Annotated[
         Literal["adamw", "muon"],
@@ -96,7 +96,7 @@ class OptimizerConfig:
 
     @property
     def warmup(self) -> int:
-        """Steps of warm-up, where `decay_steps` is known."""
+        """Steps of warm-up, once `decay_steps` is known."""
         return self.warmup_steps or round(self.warmup_fraction * self.decay_steps)
 
     @property
@@ -106,12 +106,12 @@ class OptimizerConfig:
 
 
 _SCALE = Range(lambda x: 0 < x <= 2**64, "more than 0 and at most 2^64")
-_SMALL_SCALE = Small(most=2.0**12)  # under which no gradient of so small a model overflows
+_SMALL_SCALE = Small(most=2.0**12)  # below this no gradient of so small a model overflows
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleConfig:
-    """Dynamic loss scaling of fp16: the scale shrinks when gradients overflow, and grows after many steps without."""
+    """Dynamic loss scaling for fp16: the scale shrinks when gradients overflow, and grows after many steps without."""
 
     initial: Annotated[float, "fp16: initial loss scale", _SCALE, _SMALL_SCALE] = 2.0**16
     growth: Annotated[float, "fp16: factor by which the loss scale grows", above(1, 65536)] = 2.0
@@ -121,7 +121,7 @@ class LossScaleConfig:
 
 
 def check_cooldown(optimizer: OptimizerConfig) -> None:
-    """Check that `wsd`, and no other schedule, has cooldown steps, which fit between warm-up and decay."""
+    """Check that `wsd`, and no other schedule, has cooldown steps, and that they fit between warm-up and decay."""
     given = f"--optimizer.cooldown-steps {optimizer.cooldown_steps}"
     if optimizer.schedule != "wsd":
         if optimizer.cooldown_steps:

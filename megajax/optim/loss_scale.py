@@ -1,5 +1,5 @@
 """Dynamic loss scaling for fp16 (Micikevicius et al., arXiv 1710.03740): the backward pass starts from the scale, and
-gradients are divided by it, in fp32, before anything looks at them. Without a configuration it stays 1."""
+gradients are divided by it in fp32 before anything uses them. Without a configuration the scale stays 1."""
 
 from dataclasses import dataclass
 
@@ -9,24 +9,24 @@ from jax import Array
 
 from megajax.optim.config import LossScaleConfig
 
-_LARGEST = 2.0**64  # far above any use, far below where a scale or its inverse would not be a normal number
+_LARGEST = 2.0**64  # far above any use, and its inverse is still a normal number
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossScale:
-    """The scale of the next step."""
+    """The scale for the next step."""
 
-    scale: Array  # fp32 scalar; in a checkpoint 0 where the run was not in fp16, so that another precision takes over
-    good_steps: Array  # in a row since it last grew, int32 scalar
+    scale: Array  # fp32 scalar; 0 in the checkpoint of a run not in fp16, so that an fp16 run starts with its own
+    good_steps: Array  # consecutive steps without overflow since it last grew, int32 scalar
 
     @classmethod
     def start(cls, config: LossScaleConfig | None) -> "LossScale":
-        """The scale of the first step."""
+        """The scale for the first step."""
         return cls(jnp.float32(config.initial if config else 1.0), jnp.int32(0))
 
     def after(self, finite: Array, config: LossScaleConfig | None) -> "LossScale":
-        """The scale after a step whose gradients were `finite`, or overflowed."""
+        """The scale after a step, given whether its gradients were `finite`."""
         if config is None:
             return self
         good_steps = self.good_steps + 1
@@ -36,7 +36,7 @@ class LossScale:
         return LossScale(scale, jnp.where(finite & ~grows, good_steps, jnp.zeros_like(good_steps)))
 
     def stored(self, config: LossScaleConfig | None) -> "LossScale":
-        """The form that is stored in a checkpoint."""
+        """The form stored in a checkpoint."""
         return self if config else LossScale(jnp.zeros_like(self.scale), self.good_steps)
 
     def resumed(self, config: LossScaleConfig | None) -> "LossScale":

@@ -1,11 +1,11 @@
-"""Muon (Jordan et al., https://kellerjordan.github.io/posts/muon): the update of a matrix is its momentum,
-orthogonalised; with AdamW for all other weights. The update is the same on every mesh.
+"""Muon (Jordan et al., https://kellerjordan.github.io/posts/muon): matrices are updated with their orthogonalized
+momentum, all other weights with AdamW. The update is the same on every mesh.
 
-A step needs whole matrices, of which a device has shards: `tensor` divides them, and ZeRO. So matrices are dealt out:
-one all-to-all makes "shards of n matrices" on g devices "n / g whole matrices" on each, which orthogonalises them in
-one batch; a second one brings the shards back. Where devices have copies, each takes a share of them, and all gather
-the results. Momentum and gradients lie where AdamW's moments would. Rows or columns that several mesh axes divide may
-stand in another order in a matrix that is put together so: orthogonalising commutes with permutations.
+A step needs whole matrices, but `tensor` and ZeRO shard them over devices. So the matrices are dealt out: one
+all-to-all turns shards of n matrices on g devices into n / g whole matrices on each, which are orthogonalized in one
+batch; a second all-to-all returns the shards. If devices hold copies, each orthogonalizes a share, and the results are
+gathered. Momentum and gradients are sharded like AdamW's moments. If several mesh axes shard rows or columns, they may
+be reordered in the reassembled matrix, which is harmless: orthogonalizing commutes with permutations.
 
 Letters: N matrices, R rows, C columns.
 """
@@ -38,12 +38,12 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Matrices:
-    """The matrices of a weight, `[…, *rows, *columns]`, and how a mesh divides them.
+    """The matrices in a weight, `[…, *rows, *columns]`, and how a mesh shards them.
 
     Attributes:
-        rows, columns: how many dims of the weight are rows and columns, the last ones.
-        row_axes, column_axes: mesh axes that divide them.
-        copied_over: mesh axes whose devices all have the same.
+        rows, columns: how many of the weight's last dims are rows and columns.
+        row_axes, column_axes: mesh axes that shard them.
+        copied_over: mesh axes over which they are replicated.
     """
 
     rows: int
@@ -54,7 +54,7 @@ class Matrices:
 
     @classmethod
     def of(cls, logical: PartitionSpec, spec: PartitionSpec) -> "Matrices | None":
-        """Those of a stacked weight whose dims have these names, and these mesh axes; None where it has none."""
+        """The matrices of a stacked weight with these dim names and this spec; None if it has none."""
         found = matrix_dims(logical)
         if found is None:
             return None
@@ -69,7 +69,7 @@ class Matrices:
 
 @dataclass(frozen=True, order=True)
 class _Deal:
-    """How matrices that are alike are dealt out, and brought back. Lying ones: fewer rows than columns.
+    """How matrices of the same shape are dealt out and returned. Matrices are wide: no more rows than columns.
 
     Attributes:
         num_rows, num_columns: of a whole matrix.
@@ -88,16 +88,16 @@ class _Deal:
 
     @property
     def devices(self) -> int:
-        """That share the work."""
+        """Number of devices that share the work."""
         return self._owners * axis_size(self.copied_over)
 
     @property
     def _owners(self) -> int:
-        """That have a matrix together."""
+        """Number of devices that hold one matrix together."""
         return axis_size(self.row_axes) * axis_size(self.column_axes)
 
     def whole(self, x_NRC: Array) -> Array:
-        """This device's share of as many matrices as `devices` divides, each whole, from its shards of all."""
+        """This device's share of whole matrices, from its shards of all, whose number `devices` must divide."""
         x_NRC = own_shard(x_NRC, 0, self.copied_over) if axis_size(self.copied_over) > 1 else x_NRC
         if self._owners == 1:
             return x_NRC
@@ -117,8 +117,8 @@ class _Deal:
         return gather_shards(x_NRC, 0, self.copied_over, invariant=True) if copies > 1 else x_NRC
 
     def _exchanged(self, x_NRC: Array) -> Array:
-        """A part of the first dim to each of the devices that have matrices together."""
-        # Without the barrier XLA may give transposed parts another layout, and refuses what it has made of it.
+        """Exchange parts of the first dim among the devices that hold matrices together."""
+        # Without the barrier XLA may give transposed parts another layout, which it then rejects itself.
         return exchange(lax.optimization_barrier(x_NRC), 0, 0, (*self.row_axes, *self.column_axes))
 
 
@@ -126,14 +126,14 @@ class MuonState(NamedTuple):
     """Muon's state."""
 
     momentum: Tree  # of the matrices, in the structure of the weights
-    adam: optax.ScaleByAdamState  # of the others
+    adam: optax.ScaleByAdamState  # of all other weights
 
 
 def scale_by_muon(
     config: OptimizerConfig, matrices: Mapping[Path, Matrices], dtype: DTypeLike
 ) -> optax.GradientTransformationExtraArgs:
-    """The updates of the weights at the paths of `matrices` by Muon, of the others by AdamW, before decay and rate.
-    Like `scale_by_adam` it leaves its state as it is where a step is not `taken`. Products are in `dtype`."""
+    """Updates by Muon for the weights at the paths of `matrices`, by AdamW for the others, before weight decay and
+    learning rate. Like `scale_by_adam`, the state does not change if a step is not `taken`. Products are in `dtype`."""
     adam, beta = scale_by_adam(config), config.muon_momentum
 
     def parts(tree: Tree) -> tuple[Tree, Tree]:
@@ -164,7 +164,7 @@ def scale_by_muon(
 def orthogonal_updates(
     momenta: Mapping[Path, Array], matrices: Mapping[Path, Matrices], config: OptimizerConfig, dtype: DTypeLike
 ) -> dict[Path, Array]:
-    """The updates of weights of matrices from their momenta; of both this device's shards."""
+    """The updates of matrix weights from their momenta; both are this device's shards."""
     dealt: dict[_Deal, dict[Path, Array]] = defaultdict(dict)
     scales: dict[Path, float] = {}
     lies: dict[Path, bool] = {}
@@ -188,12 +188,12 @@ def orthogonal_updates(
 
 
 def orthogonalized(x_NRC: Array, config: OptimizerConfig, dtype: DTypeLike) -> Array:
-    """About U V' of every matrix U S V', by steps of Newton and Schulz, which multiply in `dtype`; no more rows than
-    columns."""
+    """Approximately U V' for every matrix U S V', by Newton-Schulz iterations in `dtype`; a matrix may not have more
+    rows than columns."""
     norm_N11 = jnp.sqrt(jnp.sum(jnp.square(x_NRC), (1, 2), keepdims=True))
     x_NRC = (x_NRC / (norm_N11 + config.epsilon)).astype(dtype)
     a, b, c = (jnp.asarray(value, dtype) for value in (config.muon_a, config.muon_b, config.muon_c))
-    # GPUs may leave bits of fp32 products out where it is only that of the run.
+    # GPUs may compute fp32 products with fewer bits, which is fine in the run's own precision only.
     product = partial(jnp.matmul, precision=lax.Precision.HIGHEST if config.muon_precision == "fp32" else None)
     for _ in range(config.muon_steps):
         a_NRR = product(x_NRC, x_NRC.mT)

@@ -1,4 +1,4 @@
-"""The optimizer of a configuration."""
+"""Make the optimizer that a configuration describes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,15 +17,15 @@ Tree = Any
 def make_optimizer(
     config: OptimizerConfig, matrices: Mapping[Path, Matrices], dtype: DTypeLike
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW or Muon with the run's schedule; weight decay on matrices and embeddings only.
+    """AdamW or Muon with the run's learning-rate schedule; weight decay on matrices and embeddings only.
 
     Args:
-        matrices: of the weights that Muon can update, by their paths.
-        dtype: what Muon's steps multiply in.
+        matrices: the weights that Muon updates, by path.
+        dtype: the dtype of Muon's products.
     """
     muon = config.name == "muon"
     first = scale_by_muon(config, matrices, dtype) if muon else scale_by_adam(config)
-    return optax.chain(  # optax.adamw's, or optax.contrib.muon's
+    return optax.chain(  # as in optax.adamw and optax.contrib.muon
         first,
         optax.add_decayed_weights(config.weight_decay, decay_mask),
         *([_adamw_at_its_rate(config, matrices)] if muon and config.adamw_learning_rate else []),
@@ -34,7 +34,7 @@ def make_optimizer(
 
 
 def _adamw_at_its_rate(config: OptimizerConfig, matrices: Mapping[Path, Matrices]) -> optax.GradientTransformation:
-    """Updates of AdamW's weights are to have its own rate where they are multiplied with Muon's."""
+    """Rescale the updates of AdamW's weights, so that Muon's learning rate turns into AdamW's own."""
     ratio = config.adamw_learning_rate / config.learning_rate
 
     def scaled(updates: Tree, params: Tree) -> Tree:

@@ -1,9 +1,9 @@
-"""What stands at the boundary of a tensor-parallel region: `f` and `g`, or the pair that takes their place.
+"""The boundary of a tensor-parallel region: the paper's `f` and `g`, or their sequence-parallel counterparts.
 
-Between the regions activations are duplicated on the devices of a tensor group, and its boundary is the paper's `f`
-and `g`. With sequence parallelism (Korthikanti et al., arXiv 2205.05198) they are sharded there along the sequence:
-LayerNorm, dropout and the residual path work on a device's own tokens, and the boundary becomes another conjugate pair,
-all-gather and reduce-scatter, which together move the bytes of the one all-reduce they replace.
+Between the regions activations are replicated over `tensor`, and `f` and `g` of the paper stand at the boundary. With
+sequence parallelism (Korthikanti et al., arXiv 2205.05198) they are sharded there along the sequence: LayerNorm,
+dropout and the residual path work on a device's own tokens. The boundary then becomes another conjugate pair,
+all-gather and reduce-scatter, which together move as many bytes as the one all-reduce they replace.
 """
 
 from dataclasses import dataclass, replace
@@ -18,32 +18,32 @@ from megajax.parallel.tokens import TOKENS, TokenShares
 class RegionBoundary(TokenShares):
     """The boundary of regions sharded over `tensor`, or over several axes with `tensor` the last of them."""
 
-    vocabulary: Axes = TENSOR  # axes that the rows of the embedding table are sharded over
-    # What sequence parallelism gathered for a matrix product is not kept for the backward pass, but gathered again.
-    # Without need where the layer as a whole is recomputed.
+    vocabulary: Axes = TENSOR  # axes over which the rows of the embedding table are sharded
+    # The backward pass gathers the input of a matrix product again, instead of saving the gathered one. Not needed
+    # where the whole layer is recomputed.
     regather: bool = True
-    chosen: bool = False  # activations between the regions are those of chosen tokens (`of_chosen`)
+    chosen: bool = False  # the activations were picked by `at_places`; see `of_chosen`
 
     @property
     def split(self) -> int | None:
-        """The dim of activations between the regions that devices of a tensor group share."""
+        """The dim along which activations between the regions are sharded over `tensor`, if any."""
         return TOKENS if self.sequence_parallel else None
 
     @property
     def regathers(self) -> bool:
-        """Whether a product keeps this device's tokens alone, and gathers the others where it needs them."""
+        """Whether products save only this device's tokens and gather the others again in the backward pass."""
         return self.sequence_parallel and self.regather
 
     def enter(self, x_BTD: Array, axes: Axes = TENSOR) -> Array:
-        """Into a region: `f`; with sequence parallelism all tokens are gathered, and the gradient scattered."""
-        if self.chosen:  # counts as varying where a weight has touched it, and the gradient is summed behind that
+        """Enter a region: `f`; with sequence parallelism an all-gather of the tokens, which scatters the gradient."""
+        if self.chosen:  # `x` varies only where a weight has touched it; its gradient is summed further back
             return vary(x_BTD, (axes,) if isinstance(axes, str) else axes)
         if not self.sequence_parallel:
             return f(x_BTD, axes)
         return self._over_others(f, gather_shards(x_BTD, TOKENS, TENSOR), axes)
 
     def leave(self, y_BTD: Array, axes: Axes = TENSOR) -> Array:
-        """Out of a region: `g`; with sequence parallelism the sum is reduce-scattered, and its gradient gathered."""
+        """Leave a region: `g`; with sequence parallelism a reduce-scatter, which gathers the gradient."""
         if not self.sequence_parallel:
             return g(y_BTD, axes)
         return self._over_others(g, scatter_sum(y_BTD, TOKENS, TENSOR), axes)
@@ -54,8 +54,8 @@ class RegionBoundary(TokenShares):
 
     @property
     def of_chosen(self) -> "RegionBoundary":
-        """That of what follows `at_places`, which is not sharded along the sequence, although the weights between the
-        regions count as varying over `tensor` with sequence parallelism."""
+        """The boundary for activations picked by `at_places`: not sharded along the sequence, although with sequence
+        parallelism the weights between the regions still count as varying over `tensor`."""
         return replace(self, sequence_parallel=False, chosen=True) if self.sequence_parallel else self
 
 

@@ -1,6 +1,6 @@
-"""Every byte that crosses devices: the only module that calls JAX's collectives or asks for a device's position.
+"""All communication between devices: the only module that calls JAX's collectives or asks for a device's position.
 
-All functions are called inside a `shard_map` region, of which a step has one. Its mesh axes are those of
+Call these functions inside a `shard_map` region; a step has exactly one. Its mesh axes are those of
 `megajax/axes.py`, and its types are checked (`check_vma=True`): a value that differs between the devices of an axis is
 *varying* over it, and the transpose of "declare varying" is "sum over the axis". That makes `f` and `g` below the
 conjugate pair of the paper.
@@ -25,7 +25,7 @@ def f(x: Array, axes: Axes = TENSOR) -> Array:
 
 
 def g(x: Any, axes: Axes = TENSOR) -> Any:
-    """Leave a region sharded over `axes`: all-reduce forward, identity backward (paper §3, figure 3); of a tree in one
+    """Leave a region sharded over `axes`: all-reduce forward, identity backward (paper §3, figure 3). A tree takes one
     collective."""
     return lax.psum(x, axes)
 
@@ -36,14 +36,14 @@ def max_over(x: Array, axes: Axes) -> Array:
 
 
 def sum_over(tree: Any, axes: Sequence[str]) -> Any:
-    """Sum every leaf of `tree` over `axes` in one collective per call."""
+    """Sum every leaf of `tree` over `axes`, in one collective."""
     return lax.psum(tree, tuple(axes)) if axes else tree
 
 
 def complete(tree: Any, specs: Any) -> Any:
-    """Local sums to global ones: every leaf is summed over the axes it varies over although its spec lacks them.
+    """Turn local sums into global ones: sum every leaf over the axes it varies over that its spec does not name.
 
-    `specs` has a `PartitionSpec` for every leaf. Leaves that lack the same axes share one collective.
+    `specs` has a `PartitionSpec` for every leaf. Leaves that need the same axes share one collective.
     """
     leaves, structure = jax.tree.flatten(tree)
     split = [spec_axes(spec) for spec in jax.tree.leaves(jax.tree.map(lambda _, spec: spec, tree, specs))]
@@ -72,41 +72,40 @@ def own_shard(x: Array, dim: int, axes: Axes = BATCH_AXES) -> Array:
 
 
 def gather_shards(x: Array, dim: int, axes: Axes = BATCH_AXES, *, invariant: bool = False) -> Array:
-    """All-gather of the parts along `dim`; its transpose is `scatter_sum`. The result counts as varying over the axes,
-    or, `invariant`, as the same on all of their devices."""
+    """All-gather the shards along `dim`; the transpose is `scatter_sum`. The result is typed as varying over the axes,
+    or, if `invariant`, as identical on all their devices."""
     return lax.all_gather(x, axes, axis=dim % x.ndim, tiled=True, to="invarying" if invariant else "varying")
 
 
 def scatter_sum(x: Array, dim: int, axes: Axes = BATCH_AXES) -> Array:
-    """Reduce-scatter: every device gets its part along `dim` of the sum; its transpose is `gather_shards`."""
+    """Reduce-scatter: every device gets its shard, along `dim`, of the sum; the transpose is `gather_shards`."""
     return lax.psum_scatter(x, axes, scatter_dimension=dim % x.ndim, tiled=True)
 
 
 def exchange(x: Array, divided: int, joined: int, axes: Axes) -> Array:
-    """All-to-all: every device hands each a part along the dim `divided`, and joins what it gets along `joined`."""
+    """All-to-all: split `x` along the dim `divided`, send one part to each device, join what arrives along `joined`."""
     return lax.all_to_all(x, axes, split_axis=divided, concat_axis=joined, tiled=True)
 
 
 def broadcast_stage(x: Array, mine: Array | bool) -> Array:
-    """On every stage, what the one stage has where `mine` is true. All stages have to take part."""
+    """Broadcast the value of the one stage where `mine` is true to all stages. All stages must call it."""
     return lax.psum(jnp.where(mine, x, jnp.zeros((), x.dtype)), PIPE)
 
 
 def send_up(x: Array, *, ring: bool) -> Array:
-    """Hand a stage's output to the next stage, in a `ring` the last one's to the first. All stages have to take
-    part."""
+    """Send a stage's output to the next stage; in a `ring` the last stage sends to the first. All stages must call
+    it."""
     return _send(x, PIPE, +1, ring)
 
 
 def send_down(x: Array, *, ring: bool) -> Array:
-    """Hand the gradient of a stage's input to the previous stage; otherwise as `send_up`."""
+    """Send the gradient of a stage's input to the previous stage; otherwise like `send_up`."""
     return _send(x, PIPE, -1, ring)
 
 
 def send_on(x: Array) -> Array:
-    """Hand something to the device that has the tokens after this one's; the first one gets zeros. All devices have to
-    take part in a permute, which has no groups, but stages of a pipe come here at different times: there every device
-    of the group gathers what all of them hand on."""
+    """Send `x` to the device that holds the tokens after this device's; the first device receives zeros. With a pipe
+    this is an all-gather over the group: a permute has no groups, and stages would reach it at different times."""
     if axis_size(PIPE) == 1:
         return _send(x, CONTEXT, +1, ring=False)
     all_CX = lax.all_gather(x, CONTEXT, to="varying")
@@ -122,17 +121,17 @@ def _send(x: Array, axis: str, step: int, ring: bool) -> Array:
 
 
 def axis_index(axes: Axes) -> Array:
-    """This device's coordinate on a mesh axis, or over several, the first one slowest, int32."""
+    """This device's coordinate on a mesh axis, int32; over several axes the first one varies slowest."""
     return lax.axis_index(axes)
 
 
 def axis_size(axes: Axes) -> int:
-    """Number of devices along a mesh axis, or along several."""
+    """Number of devices along a mesh axis, or along several together."""
     return lax.axis_size(axes)
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """The mesh axes over which an array, a tracer, or the type of one varies."""
+    """The mesh axes over which an array, a tracer, or an abstract value varies."""
     aval = jax.typeof(x) if isinstance(x, jax.Array) else x
     if hasattr(aval, "vma"):  # JAX < 0.10
         return aval.vma
@@ -140,7 +139,7 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def vary(tree: Any, axes: Sequence[str]) -> Any:
-    """Declare every leaf varying over `axes` (no communication). Gradients of the result stay local sums."""
+    """Declare every leaf varying over `axes`, without communication. Gradients of the result stay local sums."""
 
     def cast(x: Array) -> Array:
         missing = tuple(axis for axis in axes if axis not in varying_axes(x))

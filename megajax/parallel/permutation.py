@@ -1,5 +1,5 @@
-"""Rows in another order, as gathers in both directions: a scatter of rows is slow on CPUs, and on GPUs not always the
-same sum.
+"""Permute rows with gathers in both directions. Scatters of rows are slow on CPUs, and on GPUs not always
+deterministic.
 
 Letters: B batch, N rows, M rows of the result, D width.
 """
@@ -14,13 +14,13 @@ from jax import Array
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def rearranged(x_BND: Array, source_BM: Array, target_BN: Array, copies: int = 1) -> Array:
-    """Row m of the result, [B, M, D], is row `source[m] // copies` of `x`; zero where there is no such row.
+    """Row m of the result, [B, M, D], is row `source[m] // copies` of `x`, or zero if there is no such row.
 
     Args:
-        x_BND: the rows, each of which counts as `copies` equal ones, numbered one after the other.
-        source_BM: int32, for every row of the result the copy that it is.
-        target_BN: int32, [B, N · copies], the inverse: where each copy goes; M or more if nowhere. The backward pass
-            reads each row's gradient there.
+        x_BND: the rows; each counts as `copies` identical rows with consecutive numbers.
+        source_BM: int32, the copy that each row of the result is taken from.
+        target_BN: int32, [B, N · copies], the inverse: the row where each copy goes, or M or more if it goes nowhere.
+            The backward pass reads each copy's gradient from there.
     """
     return _rows(x_BND, source_BM // copies)
 

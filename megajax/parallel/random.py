@@ -1,8 +1,8 @@
-"""Randomness that does not depend on the mesh: named keys for initialisation, counted bits for dropout.
+"""Randomness that does not depend on the mesh: named keys for initialization, counter-based bits for dropout.
 
 Dropout bits are a hash of *global* coordinates (seed, step, layer, site, sample, head, token, feature), so a device
-computes exactly its slice of the one mask that a single device would draw. The hash is an integer mixer, a few
-multiplications per element, fused into its consumer: a mask needs good statistics (tested), not unpredictability.
+computes exactly its slice of the mask that a single device would draw. The hash is an integer mixer, a few
+multiplications per element, fused into its consumer. A mask needs good statistics (tested), not unpredictability.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from megajax.precision import at_least_fp32
 
 @dataclasses.dataclass(frozen=True)
 class NamedKey:
-    """A random key that children are derived from by name or index: `key / "attention" / "query"`, `key / layer`."""
+    """A random key from which children are derived by name or index: `key / "attention" / "query"`, `key / layer`."""
 
     key: Array
 
@@ -31,7 +31,7 @@ class NamedKey:
         return NamedKey(jax.random.fold_in(self.key, data))
 
 
-@partial(jax.jit, static_argnums=(1, 2, 3), inline=True)  # traced once, as often as it is used
+@partial(jax.jit, static_argnums=(1, 2, 3), inline=True)  # traced once for all its uses
 def _mix(x: Array, first: int, second: int, shifts: tuple[int, int, int]) -> Array:
     """A bijection of uint32 in which every input bit flips every output bit with probability close to one half."""
     x ^= x >> jnp.uint32(shifts[0])
@@ -55,7 +55,7 @@ _GOLDEN = 0x9E3779B9
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RandomBits:
-    """The state of a hash over coordinates: two uint32 arrays of one shape, any number of coordinates folded in."""
+    """The state of a coordinate hash: two uint32 arrays of the same shape, with any number of coordinates folded in."""
 
     a: Array
     b: Array
@@ -66,7 +66,7 @@ class RandomBits:
         return cls(_mix_a(word), _mix_b(word ^ jnp.uint32(_GOLDEN)))
 
     def fold(self, index: "int | Array") -> "RandomBits":
-        """Fold one more coordinate in; an array broadcasts against the state."""
+        """Fold in one more coordinate; an array broadcasts against the state."""
         return _folded(self, jnp.uint32(index) if isinstance(index, int) else index)
 
     def __getitem__(self, index) -> "RandomBits":
@@ -91,14 +91,14 @@ def _folded(bits: RandomBits, index: Array) -> RandomBits:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Dropout:
-    """Dropout of one microbatch: the rate, and the bits of each of its samples."""
+    """Dropout for one microbatch: the rate, and the hash state of each sample."""
 
     rate: float = dataclasses.field(metadata={"static": True})  # probability of dropping, 0 turns dropout off
     bits_B: RandomBits  # hash state of (seed, step, layer, site, global sample), shape [B]
 
     @classmethod
     def at(cls, rate: float, seed: int | Array, step: Array, sample_B: Array) -> "Dropout":
-        """Dropout for the samples `sample_B`, their rows in the global batch of `step`."""
+        """Dropout for the samples `sample_B`, given as rows of the global batch of `step`."""
         return cls(rate, RandomBits.from_seed(seed).fold(step).fold(sample_B))
 
     @classmethod
@@ -106,11 +106,11 @@ class Dropout:
         return cls(0.0, RandomBits.from_seed(0))
 
     def fold(self, index: int | Array) -> "Dropout":
-        """Dropout of another layer or site."""
+        """Dropout for another layer or site."""
         return Dropout(self.rate, self.bits_B.fold(index))
 
     def of_parts(self, count: int) -> "Dropout":
-        """Dropout of so many parts of every sample, each with a mask of its own, [B · parts]."""
+        """Dropout for `count` parts of every sample, each with its own mask, [B · parts]."""
         part_P = jnp.arange(count, dtype=jnp.int32)
         return Dropout(self.rate, jax.tree.map(jnp.ravel, self.bits_B[:, None].fold(part_P[None, :])))
 
@@ -123,11 +123,11 @@ class Dropout:
         return jnp.where(keep, scaled, jnp.zeros((), x.dtype))
 
     def __call__(self, x_BTD: Array, token_T: Array) -> Array:
-        """Drop features of `x_BTD`, whose tokens stand at the global positions `token_T`."""
+        """Drop features of `x_BTD`, whose tokens have the global positions `token_T`."""
         if self.rate == 0:
             return x_BTD
 
-        @partial(jax.checkpoint, prevent_cse=False)  # the backward pass draws the mask again instead of keeping it
+        @partial(jax.checkpoint, prevent_cse=False)  # the backward pass draws the mask again instead of saving it
         def drop(x_BTD: Array, bits_BT: RandomBits) -> Array:
             feature_D = jnp.arange(x_BTD.shape[-1], dtype=jnp.int32)
             return self.apply(x_BTD, bits_BT[:, :, None].last(feature_D[None, None, :]))

@@ -1,13 +1,13 @@
 """ZeRO: state sharded over the axes that divide a batch (Rajbhandari et al., arXiv 1910.02054).
 
-A weight's shard is its part along one of its own dims (`mesh.zero_spec`), so that its logical shape, and with it
-every checkpoint, stays what it is. Weights without a dim that these axes divide are not sharded; experts are sharded
-over those that do not divide them already.
+A weight is sharded along one of its own dims (`mesh.zero_spec`), so its logical shape, and with it every checkpoint,
+stays the same. Weights without a dim that these axes divide are not sharded. Experts are sharded over those of the
+axes that do not divide them already.
 
-- ZeRO-1: gradients leave the loop of microbatches as local sums and are reduce-scattered to the owner of each shard,
-  once a step, leaf by leaf; the owner updates; the weights are all-gathered for the next step.
-- ZeRO-3: the weights that layers compute with are kept in shards too, gathered just before use, forward and backward,
-  and their gradients are scattered at once. No gathered weight outlives its layer, if layers are scanned or in a pipe.
+- ZeRO-1: gradients leave the microbatch loop as local sums. Once a step, leaf by leaf, they are reduce-scattered to
+  the owner of each shard; the owner updates it, and the weights are all-gathered for the next step.
+- ZeRO-3: compute weights are stored sharded too. A layer's weights are gathered just before use, forward and backward,
+  and its gradients are scattered at once. If layers are scanned or pipelined, no gathered weight outlives its layer.
 """
 
 from collections.abc import Callable
@@ -36,11 +36,11 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a weight is sharded: by default not at all."""
+    """How a weight is sharded; not at all by default."""
 
-    dim: int = 0  # counted from the last, negative, so that it holds with and without the dims of stacked layers
+    dim: int = 0  # negative, counted from the last dim, so that it holds with and without dims of stacked layers
     axes: tuple[str, ...] = ()
-    type_only: bool = False  # of the gathered weight only the type is needed; zeros stand in its place
+    type_only: bool = False  # only the gathered weight's type is needed, so zeros take its place
 
 
 NOT_SHARDED = Sharding()
@@ -48,21 +48,21 @@ NOT_SHARDED = Sharding()
 
 @dataclass(frozen=True)
 class Shards:
-    """How every weight is sharded, in a tree of the weights' structure."""
+    """How every weight is sharded, as a tree with the structure of the weights."""
 
     shardings: Tree
 
     def __getitem__(self, name: str) -> "Shards":
-        """Those of a part of the weights."""
+        """The shardings of one subtree of the weights."""
         return Shards(self.shardings[name])
 
     def take(self, weights: Tree) -> Tree:
-        """This device's shards of gathered weights."""
+        """This device's shards of full weights."""
         return self._map(own_shard, weights)
 
     def gather(self, shards: Tree, *, invariant: bool = False) -> Tree:
-        """All of the weights. They count as varying over these axes, so that their gradients are local sums, or,
-        `invariant`, as the same on all of their devices."""
+        """The full weights. They are typed as varying over the sharding axes, so that their gradients are local sums,
+        or, if `invariant`, as identical on all devices."""
 
         def gather(shard: Array, dim: int, axes: tuple[str, ...]) -> Array:
             return gather_shards(shard, dim, axes, invariant=invariant)
@@ -81,7 +81,7 @@ class Shards:
         return jax.tree.map(apply, shards, self.shardings)
 
     def scatter(self, grads: Tree, dtype: DTypeLike) -> Tree:
-        """Local sums of the gradients to the global sums of this device's shards, summed in `dtype`."""
+        """Reduce local gradient sums to this device's shards of the global sums, summed in `dtype`."""
         grads = jax.tree.map(lambda grad: grad.astype(dtype), grads)
         scattered, names = self._map(scatter_sum, grads), self._names("reduce-scatter over {} of the gradient of")
         return checked(scattered, lambda: self._map(_scattered_by_gather, grads), names)
@@ -97,14 +97,14 @@ class Shards:
 
 
 def _scattered_by_gather(x: Array, dim: int, axes: tuple[str, ...]) -> Array:
-    """`scatter_sum` in another way, to check it."""
+    """The result of `scatter_sum`, computed differently to check it."""
     total = gather_shards(x[None], 0, axes).sum(0)
     parts = jnp.split(total, axis_size(axes), dim)
     return jnp.stack(parts)[axis_index(axes)]
 
 
 def _gathered_by_sum(shard: Array, dim: int, axes: tuple[str, ...]) -> Array:
-    """`gather_shards` in another way, to check it."""
-    wide = shard.astype(at_least_fp32(shard.dtype))  # not all sums of 8 bits are supported
+    """The result of `gather_shards`, computed differently to check it."""
+    wide = shard.astype(at_least_fp32(shard.dtype))  # not every float8 sum is supported
     mine = [jnp.where(axis_index(axes) == i, wide, 0) for i in range(axis_size(axes))]
     return sum_over(jnp.concatenate(mine, dim), axes).astype(shard.dtype)

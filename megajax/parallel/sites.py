@@ -1,8 +1,8 @@
 """Sites: the named activations of a step.
 
-A name says which activation recomputation may save (a policy of `jax.checkpoint`), and which one is recorded: a step
-that is traced while `recording` sends the host what every device has at each site, forward and backward. When not
-recording, a name costs nothing.
+Recomputation selects the activations to save by these names (with a policy of `jax.checkpoint`), and recording selects
+by them too: a step that is traced while `recording` sends each device's value at each site to the host, forward and
+backward. Otherwise a name costs nothing.
 """
 
 import contextlib
@@ -26,27 +26,27 @@ HEAD = "head"
 
 @dataclass(frozen=True)
 class SiteRecord:
-    """What one device had at a site."""
+    """One device's value at a site."""
 
     site: str
-    backward: bool  # the gradient of the loss there, not the activation
+    backward: bool  # `value` is the gradient of the loss with respect to the activation
     layer: int  # global index; -1 in the head
     samples: np.ndarray  # rows of the global batch, [B]
-    value: np.ndarray  # [B · parts, …], `parts` sequences a sample; of a dim that devices share their part
-    split: int | None  # that dim
-    first: int  # where this device's part begins there
-    partial: tuple[str, ...]  # axes whose devices have the same part, and its gradient as terms of a sum
-    device: tuple[int, ...]  # its coordinates on the mesh axes, in the order of `AXES`
-    tokens: np.ndarray | None = None  # where they stand that a device has along dim 1, if it has not all of them
-    turn: int = 0  # when it was traced: in a layer, or in the head, in the order of computation
+    value: np.ndarray  # [B · parts, …], with `parts` sequences per sample; this device's shard if `split` is set
+    split: int | None  # the dim that is sharded over devices
+    first: int  # where this device's shard begins along it
+    partial: tuple[str, ...]  # axes whose devices hold the same activation, and terms of a sum as its gradient
+    device: tuple[int, ...]  # coordinates on the mesh axes, in the order of `AXES`
+    tokens: np.ndarray | None = None  # positions of the tokens along dim 1; None if the device has all of them
+    turn: int = 0  # order of tracing, which within a layer or the head is the order of computation
 
 
 @dataclass(frozen=True)
 class CollectiveRecord:
-    """How far what one device got of a collective is from what its operands say."""
+    """How far one device's result of a collective is from what its operands imply."""
 
-    name: str  # kind and axes, and what of which weight
-    error: float  # ‖difference‖ / ‖what it should be‖
+    name: str  # kind, axes, and the weight
+    error: float  # ‖result - expected‖ / ‖expected‖
 
 
 Record = Callable[[SiteRecord | CollectiveRecord], None]
@@ -57,8 +57,8 @@ _PLACE: ContextVar[tuple[Array, ...] | None] = ContextVar("place", default=None)
 
 @contextlib.contextmanager
 def recording(record: Record) -> Iterator[None]:
-    """Whatever is traced meanwhile calls `record` when it runs, on threads of the runtime, in no order; all calls have
-    been made after `jax.effects_barrier()`."""
+    """Code traced in this context calls `record` when it runs, from runtime threads and in no particular order. All
+    calls are done after `jax.effects_barrier()`."""
     token = _RECORD.set(record)
     try:
         yield
@@ -68,8 +68,8 @@ def recording(record: Record) -> Iterator[None]:
 
 @contextlib.contextmanager
 def at(layer: Array | str, sample_B: Array | None, token_T: Array | None = None) -> Iterator[None]:
-    """The sites that are traced meanwhile belong to a layer, or to the `HEAD`, to these rows of the global batch, and
-    to these tokens of theirs, by default all."""
+    """Sites traced in this context belong to a layer, or to the `HEAD`, to these rows of the global batch, and to these
+    tokens (all by default)."""
     if _RECORD.get() is None or sample_B is None:
         yield
         return
@@ -82,8 +82,8 @@ def at(layer: Array | str, sample_B: Array | None, token_T: Array | None = None)
 
 
 def checked(result: Any, expected: Callable[[], Any], collectives: Any) -> Any:
-    """The `result` of collectives of weights or their gradients, compared with what is `expected`, computed from the
-    same operands in another way, if anything is recorded; `collectives` has the name of each leaf's."""
+    """While recording, compare the `result` of collectives on weights or gradients with `expected`, computed from the
+    same operands differently. `collectives` names the collective of each leaf. Returns `result`."""
     record = _RECORD.get()
     if record is None:
         return result
@@ -102,7 +102,7 @@ def checked(result: Any, expected: Callable[[], Any], collectives: Any) -> Any:
 
 
 def named(x: Array, name: str, split: int | None = None, **where: Any) -> Array:
-    """`x` under a name, for policies of recomputation and for recording (`recorded`)."""
+    """Name `x`, for recomputation policies and for recording (see `recorded`)."""
     return recorded(checkpoint_name(x, name), name, split, **where)
 
 
@@ -114,9 +114,9 @@ def recorded(
     first: Array | None = None,
     partial: tuple[str, ...] = (),
 ) -> Array:
-    """`x`, rows first, recorded under a name, if anything is: of the dim `split` this device's part, which starts at
-    `first`, so that others on `tensor` may have it, too; by default equal parts over `axes` follow each other. What is
-    `partial` over axes is not of the device's own tokens."""
+    """Record `x`, with rows first, under a name if a recording is on. Along the dim `split` it is this device's shard:
+    equal parts over `axes` by default, or the part from `first`, which other `tensor` devices may hold too. A value
+    `partial` over axes does not belong to this device's tokens alone."""
     record, place = _RECORD.get(), _PLACE.get()
     if record is None or place is None:
         return x
@@ -126,7 +126,7 @@ def recorded(
         partial = (TENSOR,)
     if first is None:
         first = jnp.zeros((), jnp.int32) if split is None else axis_index(axes) * x.shape[split]
-    if len(place) > 2 and split == 1:  # a part of the tokens that its context group's place has
+    if len(place) > 2 and split == 1:  # this device has only some of its context rank's tokens
         place = *place[:2], lax.dynamic_slice_in_dim(place[2], first, x.shape[1])
     devices, turn = jnp.stack([axis_index(axis) for axis in AXES]), next(_TURNS)
 

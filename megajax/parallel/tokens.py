@@ -1,7 +1,8 @@
-"""Who has which tokens of a sequence.
+"""Which device holds which tokens of a sequence.
 
 With context parallelism (`models/context_attention.py`) the devices of a context group share the tokens of a sequence
-everywhere; sequence parallelism then divides what each of them has between the tensor-parallel regions (`boundary.py`).
+everywhere. Sequence parallelism further divides each one's tokens over `tensor` between the tensor-parallel regions
+(`boundary.py`).
 """
 
 import math
@@ -14,8 +15,8 @@ from jax import Array, lax
 
 from megajax.parallel.collectives import CONTEXT, TENSOR, axis_index, axis_size, g, own_shard
 
-TOKENS = 1  # the dim of x_BTD that is sharded
-ContextWay = Literal["none", "heads", "gather", "window"]  # how attention reaches the tokens of other devices
+TOKENS = 1  # the token dim of x_BTD
+ContextWay = Literal["none", "heads", "gather", "window"]  # how attention reaches tokens on other devices
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,9 @@ class TokenShares:
     context: ContextWay = "none"  # "none": every device of a context group has all tokens
 
     def context_starts(self, length: int) -> tuple[list[Array | int], int]:
-        """Where the pieces of a sequence of `length` tokens start that this device of a context group has, and how long
-        each is. Gathered keys make two pieces, one from the front and one from the back, as the n-th from either end:
-        so the causal work of all devices is the same."""
+        """Where this context rank's pieces of a sequence of `length` tokens start, and the length of each piece. With
+        gathered keys a rank has two, the n-th from the front and the n-th from the back, so that causal attention is
+        the same amount of work on every rank."""
         if self.context == "none":
             return [0], length
         count, own = axis_size(CONTEXT), axis_index(CONTEXT)
@@ -38,20 +39,19 @@ class TokenShares:
         return [own * size, (2 * count - 1 - own) * size], size
 
     def context_tokens(self, x: Array, dim: int = TOKENS) -> Array:
-        """Of an array with an entry for every token along `dim`, the entries of the tokens that this device's context
-        group's place has."""
+        """Select this context rank's tokens from an array with an entry for every token along `dim`."""
         if self.context == "none":
             return x
         starts, size = self.context_starts(x.shape[dim])
         return jnp.concatenate([lax.dynamic_slice_in_dim(x, start, size, dim) for start in starts], dim)
 
     def own_tokens(self, x: Array, dim: int = TOKENS) -> Array:
-        """Of an array with an entry for every token along `dim`, the entries of this device's tokens."""
+        """Select this device's tokens from an array with an entry for every token along `dim`."""
         x = self.context_tokens(x, dim)
         return own_shard(x, dim, TENSOR) if self.sequence_parallel else x
 
     def token_index(self, x_BTD: Array) -> Array:
-        """Places in the sequence of the tokens of an activation between the regions, int32 [T]."""
+        """Positions in the sequence of the tokens of an activation between the regions, int32 [T]."""
         size = x_BTD.shape[TOKENS]
         if self.context == "none":
             first = axis_index(TENSOR) * size if self.sequence_parallel else 0
@@ -59,15 +59,15 @@ class TokenShares:
         return self.own_tokens(jnp.arange(self._length(size), dtype=jnp.int32), 0)
 
     def length_of(self, x_BTD: Array) -> int:
-        """Of the sequences of an activation between the regions, on all devices that share them."""
+        """Full length of the sequences that an activation between the regions is a shard of."""
         return self._length(x_BTD.shape[TOKENS])
 
     def sum_over_tokens(self, x: Array) -> Array:
-        """The sum of what every device has of its tokens, over the devices that share them."""
+        """Sum `x`, computed from this device's tokens, over the devices that share the sequence."""
         return g(x, self._shared_over) if self._shared_over else x
 
     def _length(self, size: int) -> int:
-        """That of the sequence of which a device has so many tokens between the regions."""
+        """Full length of a sequence of which each device has `size` tokens between the regions."""
         return size * math.prod(axis_size(axis) for axis in self._shared_over)
 
     @property
@@ -76,8 +76,8 @@ class TokenShares:
         return (CONTEXT,) * (self.context != "none") + (TENSOR,) * self.sequence_parallel
 
     def at_places(self, x_BTD: Array, places_BM: Array) -> Array:
-        """An activation between the regions at these places of the sequence, [B, M, D], on every device of a tensor
-        and a context group; where they share the tokens each looks up those that it has, and `g` adds them up."""
+        """Pick an activation between the regions at these positions, [B, M, D], on every device of a tensor and context
+        group. If the tokens are shared, each device looks up those it has, and `g` adds the results."""
         if not self._shared_over:
             return _rows_at(x_BTD, places_BM)
         index_BM, here_BM = self._own_places(places_BM, x_BTD.shape[TOKENS])
@@ -85,7 +85,7 @@ class TokenShares:
         return g(jnp.where(here_BM[..., None], found_BMD, jnp.zeros((), x_BTD.dtype)), self._shared_over)
 
     def _own_places(self, places_BM: Array, size: int) -> tuple[Array, Array]:
-        """Which of this device's `size` tokens stand at places of the sequence, and whether they do."""
+        """Local indices, among this device's `size` tokens, of positions in the sequence, and whether it has them."""
         group = size * (axis_size(TENSOR) if self.sequence_parallel else 1)
         starts, piece = self.context_starts(self._length(size))
         index_BM = jnp.full_like(places_BM, -1)
@@ -97,8 +97,8 @@ class TokenShares:
         return jnp.clip(index_BM - first, 0, size - 1), here_BM
 
     def counted_here(self, values_BM: Array, places_BM: Array, length: int) -> Array:
-        """Numbers of places of a sequence of `length` tokens that every device of a context group has alike, zero but
-        on the one that has the token: the sum over devices counts each once."""
+        """Values at positions of a sequence of `length` tokens, identical across a context group, zeroed except on the
+        device that has the token, so that a sum over devices counts each once."""
         if self.context == "none":
             return values_BM
         starts, size = self.context_starts(length)
@@ -106,11 +106,11 @@ class TokenShares:
         return jnp.where(jnp.any(jnp.stack(here), axis=0), values_BM, jnp.zeros((), values_BM.dtype))
 
     def once(self, values: Any) -> Any:
-        """Numbers that every device of a context group has alike, zero but on the first."""
+        """Values that are identical across a context group, zeroed except on its first device."""
         return values if self.context == "none" else once(values)
 
     def in_places(self, x_BTK: Array) -> Array:
-        """Numbers of this device's tokens, few of each, in their places of the whole sequence, zero elsewhere."""
+        """Place this device's per-token values at their positions in the whole sequence, zero elsewhere; K is small."""
         if not self._shared_over:
             return x_BTK
         index_T = self.token_index(x_BTK)
@@ -118,13 +118,13 @@ class TokenShares:
         return nothing.at[:, index_T].set(x_BTK, unique_indices=True)
 
     def of_all_tokens(self, x_BTK: Array) -> Array:
-        """Numbers of every token, few of each, on every device that has tokens of the sequence: each puts its own in
-        their places, and `g` adds them up."""
+        """Per-token values of the whole sequence on every device that shares it: each fills in its own, and `g` adds
+        them. K is small."""
         return g(self.in_places(x_BTK), self._shared_over) if self._shared_over else x_BTK
 
     def of_first_token(self, values: Any) -> Any:
-        """Numbers that each device computed of the first token it has, as they are of the sequence's first token; zero
-        on devices of a context group that do not have it."""
+        """Values that each device computed from its own first token, replaced by those from the sequence's first token,
+        and zeroed on the devices of a context group that do not have it."""
         if self.sequence_parallel:
             here = axis_index(TENSOR) == 0
             values = g(jax.tree.map(lambda x: jnp.where(here, x, jnp.zeros((), x.dtype)), values), TENSOR)
@@ -132,7 +132,7 @@ class TokenShares:
 
 
 def once(values: Any) -> Any:
-    """Numbers that every device of a context group has alike, zero but on the first: their sum has each once."""
+    """Values that are identical across a context group, zeroed except on the first device: a sum counts them once."""
     here = axis_index(CONTEXT) == 0
     return jax.tree.map(lambda x: jnp.where(here, x, jnp.zeros((), x.dtype)), values)
 

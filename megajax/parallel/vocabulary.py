@@ -1,8 +1,8 @@
 """The vocabulary sharded over mesh axes: embedding lookup, and cross-entropy fused with the tied output product.
 
-The axes are `tensor`, or `pipe` and `tensor` where all stages compute every microbatch's ends together.
+It is sharded over `tensor`, or over `pipe` and `tensor` if all stages run embedding and head together.
 
-Logits stay where they are computed: per token three numbers cross devices, never a vocabulary (paper §3).
+Logits stay where they are computed: three numbers per token cross devices, never a vocabulary (paper §3).
 Letters: B batch, T tokens, D model, V vocabulary (each device holds a contiguous range of its rows).
 """
 
@@ -21,14 +21,14 @@ from megajax.precision import at_least_fp32
 
 
 def _local_ids(ids_BT: Array, local_size: int, axes: Axes) -> tuple[Array, Array]:
-    """Places of global ids in this device's range of the vocabulary, clipped into it, and whether they are inside."""
+    """Local indices of global ids, clipped into this device's vocabulary range, and whether they fall inside it."""
     ids_BT = ids_BT - axis_index(axes) * local_size
     inside_BT = (ids_BT >= 0) & (ids_BT < local_size)
     return jnp.clip(ids_BT, 0, local_size - 1), inside_BT
 
 
 def embedding_lookup(table_VD: Array, tokens_BT: Array, boundary: RegionBoundary) -> Array:
-    """Rows of the sharded table: every device looks up the tokens it holds, `g` adds them up. Shape [B, T, D]."""
+    """Rows of the sharded table, [B, T, D]: every device looks up the ids in its range, and `g` adds the results."""
     ids_BT, inside_BT = _local_ids(tokens_BT, table_VD.shape[0], boundary.vocabulary)
     rows_BTD = jnp.take(table_VD, ids_BT, axis=0, mode="clip")
     return boundary.leave(jnp.where(inside_BT[..., None], rows_BTD, jnp.zeros((), table_VD.dtype)), boundary.vocabulary)
@@ -42,7 +42,7 @@ def output_logits(
     backend: Backend,
     bias_V: Array | None = None,
 ) -> Array:
-    """This device's columns of the logits; padded columns (ids from `vocab_size` up) get no probability."""
+    """This device's columns of the logits; padded columns (ids from `vocab_size` up) get zero probability."""
     logits_BTV = product(boundary.enter(x_BTD, boundary.vocabulary), table_VD.T, 1, backend)
     if bias_V is not None:
         logits_BTV += bias_V[None, None]
@@ -59,7 +59,7 @@ def cross_entropy(logits_BTV: Array, targets_BT: Array, axes: Axes = TENSOR) -> 
 
 
 def greedy_ids(logits_BTV: Array, axes: Axes = TENSOR) -> Array:
-    """The id of the largest logit of every token, of several equal ones the lowest, int32 [B, T]."""
+    """The id of each token's largest logit, the lowest one in a tie, int32 [B, T]."""
     local_size = logits_BTV.shape[-1]
     max_BT = max_over(jnp.max(logits_BTV, axis=-1), axes)
     column_V = axis_index(axes) * local_size + jnp.arange(local_size, dtype=jnp.int32)
@@ -69,8 +69,8 @@ def greedy_ids(logits_BTV: Array, axes: Axes = TENSOR) -> Array:
 
 
 def target_scores(logits_BTV: Array, targets_BT: Array, axes: Axes) -> tuple[Array, Array]:
-    """Cross-entropy of every target, and whether it is the most probable id: 1 or 0, int32. Both [B, T]; where the
-    target is `IGNORED` they are 0 and `IGNORED`."""
+    """Cross-entropy of every target, and 1 or 0 (int32) for whether it is the most probable id. Both are [B, T]; where
+    the target is `IGNORED` they are 0 and `IGNORED`."""
     hit_BT = (greedy_ids(logits_BTV, axes) == targets_BT).astype(jnp.int32)
     return cross_entropy(logits_BTV, targets_BT, axes), jnp.where(targets_BT == IGNORED, IGNORED, hit_BT)
 
@@ -83,7 +83,7 @@ def _forward(logits_BTV: Array, targets_BT: Array, axes: Axes):
     picked_BT = jnp.take_along_axis(logits_BTV, ids_BT[..., None], axis=-1)[..., 0].astype(dtype)
     picked_BT = jnp.where(inside_BT, picked_BT, jnp.zeros((), dtype))
     sum_BT, picked_BT = g((sum_BT, picked_BT), axes)
-    log_sum_BT = jnp.log(sum_BT)  # kept apart from the maximum: their sum would be rounded at the logits' size
+    log_sum_BT = jnp.log(sum_BT)  # not added to the maximum: the sum would be rounded at the logits' magnitude
     loss_BT = jnp.where(targets_BT == IGNORED, jnp.zeros((), dtype), log_sum_BT - (picked_BT - max_BT))
     return loss_BT, (logits_BTV, targets_BT, max_BT, log_sum_BT)
 

@@ -1,2 +1,2 @@
-"""Pipeline (inter-layer) parallelism: schedules as tables, the layers' placement on stages, one executor for any
-table."""
+"""Pipeline (inter-layer) parallelism: schedules as tables, the placement of layers on stages, and one executor for all
+schedules."""

@@ -1,4 +1,4 @@
-"""The pipeline, as configuration, and whether it is valid. No JAX here."""
+"""Configuration of the pipeline, and checks that it is valid. No JAX here."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -8,7 +8,7 @@ from megajax.options import MOST, between
 from megajax.pipeline.deferral import Deferring, PassTimes
 from megajax.pipeline.schedule import SCHEDULES, schedule_names
 
-_MOST_CELLS = 250_000  # of a schedule's table, which then takes some seconds
+_MOST_CELLS = 250_000  # in a schedule's table; making one this large takes some seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,7 @@ class PipelineConfig:
     """How microbatches move through the stages."""
 
     schedule: Annotated[
-        Literal[tuple(sorted(SCHEDULES))],  # type: ignore[valid-type]  # every function there is
+        Literal[tuple(sorted(SCHEDULES))],  # type: ignore[valid-type]  # all registered schedules
         "pipeline schedule",
     ] = "1f1b"
     chunks: Annotated[int, "model chunks per stage; interleaved: 2 or more, others: 1", between(1, 10_000)] = 1
@@ -37,14 +37,14 @@ class PipelineConfig:
     ] = -1
 
     def deferring(self, times: PassTimes | None = None) -> Deferring | None:
-        """How weight gradients are deferred, placed by `times` (all 1 if not given); None if they are not."""
+        """How weight gradients are deferred, placed by `times` (1 each by default); None if they are not deferred."""
         if self.weight_gradients == "together":
             return None
         return Deferring(times or PassTimes(), None if self.max_deferred < 0 else self.max_deferred)
 
 
 def check_schedule(pipeline: PipelineConfig, pipe: int, num_layers: int | None = None, dense: int = 0) -> None:
-    """Check a schedule's chunks against the stages, and against the layers where there is a model, but for the first
+    """Check a schedule's chunks against the stages and, if there is a model, against its layers except the first
     `dense` ones, which are computed with the embedding."""
     given = f"--model.num-layers {num_layers}{f' less --model.dense-layers {dense}' if dense else ''}"
     num_layers = None if num_layers is None else num_layers - dense
@@ -77,12 +77,12 @@ def check_schedule(pipeline: PipelineConfig, pipe: int, num_layers: int | None =
 
 
 def has_table(pipeline: PipelineConfig, pipe: int, microbatches: int) -> bool:
-    """Whether a schedule's table is not too large to make."""
+    """Whether a schedule's table is small enough to make."""
     return pipe * pipeline.chunks * microbatches <= _MOST_CELLS and pipe**2 <= _MOST_CELLS
 
 
 def check_table(pipeline: PipelineConfig, pipe: int, microbatches: int, name: str) -> None:
-    """Check that a schedule's table is not too large to make; `name` is the microbatches' in the message."""
+    """Check that a schedule's table is small enough to make; `name` is what the message calls the microbatches."""
     if not has_table(pipeline, pipe, microbatches):
         size = pipe * pipeline.chunks * microbatches
         raise UserError(

@@ -1,8 +1,8 @@
 """Deferred weight gradients (arXiv 2401.10241): place them in a schedule's idle time. No JAX here.
 
-The backward of a chunk is then two passes: the gradient of its input, for which the stage before waits, and, at any
-later time, the gradients of its weights, for which nobody waits. A stage without a forward or backward in a tick in
-which others have one runs weight gradients instead. Until then both factors of every product are buffered.
+The backward of a chunk is split into two passes: the gradient of its input, which the previous stage waits for, and the
+gradients of its weights, which nothing waits for. A stage with no forward or backward in a tick where other stages have
+one runs weight gradients instead. Until then both factors of every product are buffered.
 """
 
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 
 _ROUNDING = 1e-9  # relative
-_Table = tuple[float, np.ndarray, np.ndarray]  # time, weight gradients early and late
+_Table = tuple[float, np.ndarray, np.ndarray]  # time, early and late weight gradients
 
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Times of a stage's passes over a microbatch, in any unit; its chunks share them equally."""
+    """Times of a stage's passes over a microbatch, in any unit; the chunks of a stage share them equally."""
 
     forward: float = 1.0
     input_gradient: float = 1.0
@@ -26,12 +26,12 @@ class PassTimes:
 class Deferring:
     """How weight gradients are deferred."""
 
-    times: PassTimes = PassTimes()  # by which they are placed
-    # How many chunks' may be pending on a stage at the end of a tick; None: 2(p-1), more never help.
+    times: PassTimes = PassTimes()  # used to place weight gradients
+    # Limit on pending chunks per stage at the end of a tick; None: 2(p-1), beyond which more never help.
     most: int | None = None
 
     def waiting(self, num_stages: int) -> int:
-        """The most that may be pending on a stage."""
+        """The most chunks that may be pending on a stage."""
         helps = 2 * (num_stages - 1)
         return helps if self.most is None else min(self.most, helps)
 
@@ -40,19 +40,18 @@ def place(
     forward: np.ndarray, backward: np.ndarray, deferring: Deferring, *, ring: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """How many weight gradients every stage runs in every tick, int32 [ticks, stages]: before the forward is sent, and
-    after the backward; by where it runs a forward and a backward, bool [ticks, stages]. In a `ring` the last stage
+    after the backward. `forward` and `backward` say where these run, bool [ticks, stages]. In a `ring` the last stage
     sends to the first, as with several chunks.
 
-    A tick has two halves, because a hand-over to the neighbours ends it: the forward, or weight gradients in its place,
-    and the backward with weight gradients after it. The first is as long as its slowest stage; the second begins on a
-    stage when its own first half and that of the stage before it, which sends to it, have ended. A stage runs as many
-    of the pending ones, oldest first, as do not make a half, or the tick, longer, with two exceptions: while the first
-    microbatches have come back and forwards still begin, every tick may be one weight gradient longer, and a stage with
-    more than `deferring.most` pending runs the surplus whatever the length. The last tick takes the rest.
-
-    A weight gradient that takes longer than a forward or an input gradient does not fit in the place of one. A second
-    rule then lets it make the half longer, and the shorter of the two tables is taken; among equally short ones the
-    one with the lowest limit of pending chunks: GPipe never needs more than p-1.
+    A tick has two halves, each of which ends with a transfer between neighbours: first the forward, or weight gradients
+    in its place, then the backward followed by weight gradients. The first half is as long as its slowest stage. The
+    second begins on a stage when its own first half and that of the stage before it, which sends to it, have ended. A
+    stage runs as many pending weight gradients, oldest first, as fit without making a half, or the tick, longer. There
+    are two exceptions: while the first microbatches have returned and forwards still begin, a tick may be one weight
+    gradient longer; and a stage with more than `deferring.most` pending runs the surplus in any case. The last tick
+    takes the rest. A weight gradient that takes longer than a forward or an input gradient does not fit in the place of
+    one. For these a second rule lets it lengthen the half, and the faster of the two tables is taken; among equally
+    fast ones, the one with the lowest limit on pending chunks: GPipe never needs more than p-1.
     """
     times = deferring.times
     always_fits = times.weight_gradient <= min(times.forward, times.input_gradient)
@@ -64,7 +63,7 @@ def place(
 
     enough, too_few = deferring.waiting(forward.shape[1]), -1
     shortest = best = table(enough)
-    number = enough - 1  # where this is too few, as it mostly is, no others are tried
+    number = enough - 1  # usually already too few, and then no other limits are tried
     while too_few < number < enough:
         found = table(number)
         if found[0] <= shortest[0] * (1 + _ROUNDING):
@@ -76,7 +75,7 @@ def place(
 
 
 def _place(forward: np.ndarray, backward: np.ndarray, times: PassTimes, most: int, ring: bool, widen: bool) -> _Table:
-    """The table by the first rule, or with `widen` by the second."""
+    """The table made with the first rule, or with the second one if `widen`."""
     num_ticks, num_stages = forward.shape
     all_return = int(np.flatnonzero(backward.any(axis=1))[0]) + 2 * (num_stages - 1)
     no_more_enter = int(np.flatnonzero(forward.any(axis=1))[-1]) + 1
@@ -89,7 +88,7 @@ def _place(forward: np.ndarray, backward: np.ndarray, times: PassTimes, most: in
         return np.minimum(pending, np.minimum(room, num_ticks * num_stages)).astype(np.int32)
 
     def widened(length: float, taken: np.ndarray, active: np.ndarray) -> float:
-        """The length of a half in which some stages run a pass, extended for one weight gradient on another stage."""
+        """The length of a half in which some stages run a pass, extended to fit one weight gradient on another."""
         others = taken[~active & (pending > 0)] + times.weight_gradient
         return max(length, others.min()) if widen and active.any() and others.size else length
 

@@ -1,5 +1,5 @@
-"""Draw a schedule as text, one row per stage; one that is too large in excerpts: warm-up, one group of microbatches of
-the steady state, and cool-down, for the first and the last stages. No JAX here."""
+"""Draw a schedule as text, one row per stage. A large schedule is drawn in excerpts: the first and last stages in
+warm-up, one group of microbatches in the steady state, and cool-down. No JAX here."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,23 +12,23 @@ from megajax.pipeline.table import Schedule
 if TYPE_CHECKING:
     from rich.text import Text
 
-# One per chunk, then from the beginning; forward, backward, and weight gradients apart.
+# Forward, backward, weight gradients; one style per chunk, which repeat.
 STYLES = (
     ("blue", "cyan", "bright_blue", "bright_cyan"),
     ("green", "yellow", "bright_green", "bright_yellow"),
     ("magenta", "red", "bright_magenta", "bright_red"),
 )
-MOST_CELLS = 2000  # of a schedule that is drawn in full
-_MOST_TICKS = 48  # of an excerpt's part
+MOST_CELLS = 2000  # a larger schedule is drawn in excerpts
+_MOST_TICKS = 48  # per excerpt
 _MOST_STAGES = 32
 _NOTHING = (".", "bright_black")
-_MOST_NAMES = 4  # weight gradients named in a cell; of more, the first and the last
-_Texts = list[tuple[str, str]]  # text and style of forward, backward, deferred weight gradients
+_MOST_NAMES = 4  # weight gradients named in a cell; if there are more, only the first and the last
+_Texts = list[tuple[str, str]]  # text and style of the forward, backward and deferred weight gradients
 
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive ticks, `first` inclusive, `past` exclusive."""
+    """Consecutive ticks from `first` up to but not including `past`."""
 
     name: str
     first: int
@@ -40,12 +40,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Excerpt:
-    """What is drawn of a schedule: parts and stages, both in order."""
+    """The drawn part of a schedule: ranges of ticks, and stages, both in order."""
 
     parts: tuple[Part, ...]
     stages: tuple[int, ...]
-    of: tuple[int, int]  # ticks and stages of the schedule
-    cells: int  # its passes
+    of: tuple[int, int]  # ticks and stages of the whole schedule
+    cells: int  # passes in it
 
     @property
     def is_complete(self) -> bool:
@@ -62,7 +62,7 @@ class Excerpt:
 
 
 def excerpt(schedule: Schedule) -> Excerpt:
-    """The entire schedule if it is small, else its parts."""
+    """The entire schedule if it is small, otherwise an excerpt."""
     ticks, p = schedule.num_ticks, schedule.num_stages
     passes = int(schedule.forward.active.sum() + schedule.backward.active.sum())
     cells = passes + (schedule.num_microbatches * schedule.num_virtual if schedule.deferral else 0)
@@ -98,12 +98,12 @@ def _parts(schedule: Schedule) -> list[Part]:
 
 
 def _last(active: np.ndarray) -> int:
-    """The last tick in which something runs."""
+    """The last tick in which something is active."""
     return len(active) - 1 - int(active[::-1].argmax())
 
 
 def _group(schedule: Schedule, tick: int) -> int:
-    """The tick nearest to `tick` in which the first stage begins a group of as many microbatches as stages."""
+    """The tick nearest to `tick` in which the first stage starts a new group of `num_stages` microbatches."""
     forward = schedule.forward
     begins = (forward.chunk[:, 0] == 0) & (forward.microbatch[:, 0] % schedule.num_stages == 0)
     groups = np.flatnonzero(begins)
@@ -111,16 +111,15 @@ def _group(schedule: Schedule, tick: int) -> int:
 
 
 def cell_name(microbatch: int, chunk: int, num_chunks: int) -> str:
-    """A microbatch, and a letter for the chunk if there are several: `3`, `3b`."""
+    """A microbatch number, followed by a letter for the chunk if there are several: `3`, `3b`."""
     letter = "" if num_chunks == 1 else chr(ord("a") + chunk) if num_chunks <= 26 else f".{chunk}"
     return f"{microbatch}{letter}"
 
 
 def draw_text(schedule: Schedule, width: int | None = None) -> "Iterator[Text]":
-    """Lines of the table: ticks from left to right, one row per stage, continued below after `width` characters. Every
-    tick shows the forward, the backward, and deferred weight gradients as `w3,4`, in the column of the forward those
-    that replace one. A large schedule is drawn in excerpts, each under its name, and the last line says what is left
-    out.
+    """Lines of the table: ticks from left to right, one row per stage, wrapped at `width` characters. Every tick shows
+    the forward, the backward, and deferred weight gradients as `w3,4`; those that replace a forward are in its column.
+    A large schedule is drawn in named excerpts, and the last line says what is left out.
     """
     from rich.text import Text
 
@@ -134,7 +133,7 @@ def draw_text(schedule: Schedule, width: int | None = None) -> "Iterator[Text]":
 
 
 def _cell_of(schedule: Schedule) -> Callable[[int, int], _Texts]:
-    """A function from tick and stage to the texts and styles of the cell."""
+    """A function that maps a tick and a stage to the texts and styles of the cell."""
     rows, num_chunks = schedule.cells(), schedule.num_chunks
 
     def text(kind: int, ran: list[tuple[int, int]]) -> tuple[str, str]:

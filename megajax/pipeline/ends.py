@@ -1,8 +1,8 @@
-"""The two ends of the model in the pipeline's loop: the embedding before the first virtual stage, the head after the
+"""The two ends of the model in the pipeline loop: the embedding before the first virtual stage, the head after the
 last.
 
-Each is run by the stage that has the end, or, with a vocabulary that is sharded over `pipe` too, by all stages at once:
-the predicate then depends on the tick only, so that the collectives in there may run over `pipe`.
+Each is run by the stage that has it. If the vocabulary is sharded over `pipe` too, all stages run it at the same time:
+whether they do then depends on the tick only, so collectives inside it may run over `pipe`.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ Batch = dict[str, Array]
 
 
 class Microbatch(NamedTuple):
-    """Some rows of the batch, and what every layer gets of them beside its input."""
+    """Some rows of the batch, and the context that all layers receive for them."""
 
     batch: Batch
     context: Tree
@@ -35,23 +35,23 @@ class EmbeddingAndHead:
     """Embedding and head, bound to one step's weights and batch."""
 
     embed: Callable[[Tree, Batch, Tree], Array]  # (shared weights, *microbatch) -> x_BTD
-    linear_embedding: bool  # it is linear in the weights, so that its backward needs nothing of its forward
+    linear_embedding: bool  # it is linear in the weights, so its backward needs nothing from its forward
     # (shared weights, x_BTD, *microbatch) -> scalars by name, each divided by the number of its targets in the step
     losses: Callable[[Tree, Array, Batch, Tree], dict[str, Array]]
-    trained: dict[str, bool]  # for every name whether the gradient is taken of it; the others are only added up
-    loss_scale: Array  # what the backward pass starts from; the gradients, not the losses, are multiplied by it
-    shared: Tree  # the weights of both ends as they are kept
-    storage: Shards  # how they are; they are gathered just for an end
+    trained: dict[str, bool]  # by name, whether it is differentiated; the others are only summed
+    loss_scale: Array  # the backward pass starts from it; it multiplies the gradients, not the losses
+    shared: Tree  # weights of both ends, as stored
+    storage: Shards  # how they are sharded; they are gathered just before an end runs
     frozen: bool  # they have no gradient
-    microbatches: tuple[Batch, Array]  # and the rows' numbers in the global batch, [microbatches, rows of one, …]
-    context: Callable[[Batch, Array], Tree]  # (batch, rows' numbers) -> what every layer gets of them
-    # All stages run both ends of a microbatch at once, each on its share of the vocabulary; the shared weights then do
-    # not vary over `pipe`, but for the vocabulary.
+    microbatches: tuple[Batch, Array]  # with the rows' numbers in the global batch, [microbatches, rows of one, …]
+    context: Callable[[Batch, Array], Tree]  # (batch, row numbers) -> the context for every layer
+    # All stages run both ends of a microbatch at the same time, each on its share of the vocabulary. The shared weights
+    # then do not vary over `pipe`, except for the vocabulary.
     vocabulary_split: bool
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """What the losses vary over before they are reduced: of a split vocabulary, every stage sees all."""
+        """Axes that the losses vary over before they are reduced. With a split vocabulary every stage sees all."""
         return BATCH_AXES if self.vocabulary_split else (*BATCH_AXES, PIPE)
 
     def take(self, microbatch: Number) -> Microbatch:
@@ -60,25 +60,25 @@ class EmbeddingAndHead:
         return Microbatch(own[0], self.context(*own))
 
     def weights(self) -> Tree:
-        """The shared weights to compute with."""
+        """The shared weights, gathered for computing."""
         return self.storage.gather(self.shared)
 
     def embedded(self, microbatch: Number) -> Array:
-        """The first virtual stage's input."""
+        """The input of the first virtual stage."""
         return vary(self.embed(self.weights(), *self.take(microbatch)), (PIPE,))
 
     def broadcast(self, x: Array, mine: Predicate) -> Array:
-        """What an end gets: `x` of the stage where `mine` is true."""
+        """Input for an end that all stages run together: `x` from the stage where `mine` is true."""
         return broadcast_stage(x, mine) if self.vocabulary_split else x
 
     def input(self, row: Row, x_in: Array) -> Array:
-        """Input of the row's forward: what came from below, or the embedding."""
+        """Input of the row's forward: the activation received, or the embedding."""
         runs, microbatch = self._where(row.embed, row.forward)
         embedded = when(runs, lambda: self.embedded(microbatch), lambda: x_in)
         return jnp.where(row.embed.here, embedded, x_in) if self.vocabulary_split else embedded
 
     def head(self, row: Row, output: Callable[[], Array], grad_in: Array, total: Tree) -> tuple[Array, Tree]:
-        """Gradient of the output of the row's backward: what came from above, or the head's, from `output()`.
+        """Gradient of the output of the row's backward: the one received, or the head's gradient for `output()`.
 
         The head's losses and gradients are added to `total`, `{"losses": …, "shared": …}`.
         """
@@ -96,7 +96,7 @@ class EmbeddingAndHead:
         return jnp.where(row.head.here, grad, grad_in) if self.vocabulary_split else grad, total
 
     def embed_backward(self, row: Row, grad: Array, total: Tree) -> Tree:
-        """The gradient of the first virtual stage's input goes on into the embedding, if that has one."""
+        """Pull the gradient of the first virtual stage's input back through the embedding, unless it is frozen."""
         if self.frozen:
             return total
         runs, microbatch = self._where(row.embed_backward, row.backward)
@@ -114,7 +114,7 @@ class EmbeddingAndHead:
         return when(runs, into_embedding, lambda total: total, total)
 
     def finish(self, row: Row, y: Array, function: Callable[[Array, Batch], Tree], outputs: Tree) -> Tree:
-        """Forward only: put `function(y, batch)` of a microbatch of the last virtual stage in its place in
+        """Forward only: store `function(y, batch)` of the last virtual stage's microbatch at its index in
         `outputs`."""
         runs, microbatch = self._where(row.finish, row.forward)
 
@@ -125,17 +125,17 @@ class EmbeddingAndHead:
         return when(runs, put, lambda outputs: outputs, outputs)
 
     def _where(self, end: End, work: Work) -> tuple[Predicate, Number]:
-        """Whether this stage runs an end in this tick, and on which microbatch."""
+        """Whether this stage runs an end in this tick, and for which microbatch."""
         return (end.anywhere, end.microbatch) if self.vocabulary_split else (end.here, work.microbatch)
 
     def _scale_of(self, name: str, loss: Array) -> Array:
-        """What the backward pass of a loss starts from."""
+        """The cotangent from which a loss's backward pass starts."""
         scale = self.loss_scale if self.trained[name] else jnp.zeros(())
         return vary(scale.astype(loss.dtype), sorted(varying_axes(loss)))
 
     @jax.named_scope("gradient_sums")
     def _add(self, total: Tree, grads: Tree) -> Tree:
-        """Gradients of the gathered weights, added to the sums of those that are kept."""
+        """Add gradients of gathered weights to the sums, which are sharded like the stored weights."""
         if self.frozen:
             return total
         scattered = self.storage.scatter(grads, jax.tree.leaves(total)[0].dtype)

@@ -1,10 +1,10 @@
 """One scanned loop over the ticks of a schedule's table: loss and gradients of a step, on any mesh.
 
-Every tick a stage runs at most one microbatch through a chunk forward and one backward, each under a conditional, and
-hands activations up and gradients down. Collectives over the other axes may stand inside the conditionals (their
-groups share a stage, and so the branch); those over `pipe` stand only where all stages take part. Predicates known from
-the table are decided while tracing, so that a pipe of one, and with it plain accumulation over microbatches, is this
-loop without conditionals and without a buffer.
+In every tick a stage runs at most one chunk forward and one backward, each under a conditional, and sends activations
+up and gradients down. Collectives over the other axes may be inside the conditionals, because the devices of their
+groups share a stage and so take the same branch; collectives over `pipe` are only where all stages take part.
+Predicates known from the table are decided while tracing, so with one stage the loop is plain gradient accumulation
+over microbatches, without conditionals or buffers.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ Tree = Any
 
 
 class Pipeline:
-    """A stage's part of the loop, bound to one step's weights and batch. Made inside the `shard_map` region."""
+    """One stage's part of the loop, bound to one step's weights and batch. Made inside the `shard_map` region."""
 
     def __init__(self, ends: EmbeddingAndHead, layers: Layers, num_microbatches: int):
         self.ends, self.layers, self.num_microbatches = ends, layers, num_microbatches
@@ -43,8 +43,8 @@ class Pipeline:
         self.x_type = jax.eval_shape(lambda: ends.embedded(0))
 
     def losses_and_gradients(self, schedule: Schedule, grad_dtype: Any) -> tuple[dict[str, Array], Tree, Figures]:
-        """The losses by name, the gradients (accumulated in `grad_dtype`), and the layers' figures, as local sums: not
-        yet reduced over the axes that they vary over although losses, weights and figures do not."""
+        """The losses by name, the gradients (accumulated in `grad_dtype`), and the layers' figures, all as local sums:
+        not yet reduced over the axes over which they vary but losses, weights and figures do not."""
         self._expect(schedule)
         changing, row_of = rows_of(schedule, self.stage)
         idle_x = idle(self.x_type)
@@ -54,7 +54,7 @@ class Pipeline:
         def tick(carry, values):
             row = row_of(values)
             x_wire, grad, x_inbox, grad_inbox, buffer, ends, sums, figures = carry
-            grad_wire = self.send(send_down, grad)  # of the tick before: on its way while the forward runs
+            grad_wire = self.send(send_down, grad)  # from the previous tick; in transit while the forward runs
             x_inbox, x_in = _receive(schedule.forward, x_inbox, x_wire, row.forward)
             grad_inbox, grad_in = _receive(schedule.backward, grad_inbox, grad_wire, row.backward)
             sums = self.weight_gradients(schedule, row.early, sums)  # in place of a forward
@@ -67,7 +67,7 @@ class Pipeline:
                 forward = lambda buffer: self.forward_chunk(row, x, buffer)  # noqa: E731
                 y, buffer, new = when(row.forward.runs, forward, lambda buffer: (idle_x, buffer, no_figures), buffer)
             figures = jax.tree.map(jnp.add, figures, new)
-            x_wire = self.send(send_up, y)  # on its way while the backward runs
+            x_wire = self.send(send_up, y)  # in transit while the backward runs
 
             output = lambda: y if schedule.turns_at_once else buffer["output"][row.backward.slot]  # noqa: E731
             grad, ends = self.ends.head(row, output, grad_in, ends)
@@ -87,8 +87,8 @@ class Pipeline:
         return ends["losses"], {"shared": ends["shared"], "blocks": sums.total}, figures
 
     def forward(self, schedule: Schedule, finish: Callable[[Array, Batch], Tree]) -> Tree:
-        """Forward only: what `finish(y, batch)` makes of the last virtual stage's output, every leaf [microbatches, …];
-        zeros on other stages, unless all run `finish` together."""
+        """Forward only: the results of `finish(y, batch)` on the last virtual stage's outputs, every leaf
+        [microbatches, …]; zeros on other stages, unless all stages run `finish` together."""
         self._expect(schedule)
         changing, row_of = rows_of(schedule, self.stage)
         idle_x = idle(self.x_type)
@@ -108,7 +108,7 @@ class Pipeline:
         return lax.scan(tick, (idle_x, self._inbox(schedule.forward), outputs), changing, schedule.num_ticks)[0][-1]
 
     def forward_chunk(self, row: Row, x: Array, buffer: Tree) -> tuple[Array, Tree, Figures]:
-        """A chunk's output and figures for the row's microbatch; its residuals go into the buffer."""
+        """Run a chunk forward on the row's microbatch and store its residuals: output, buffer, and figures."""
         context = self._context(row.forward.microbatch)
         (y, figures), residuals = self.layers.forward(row.forward.chunk, x, context)
         entry = {"residuals": residuals} | ({"output": y} if "output" in buffer else {})
@@ -130,28 +130,28 @@ class Pipeline:
         def run(number: Array, sums: Sums) -> Sums:
             own = chunk[number] if self.num_chunks > 1 else 0
             sums = self.layers.add_weight_gradients(own, sums, number % num_slots)
-            # Seen to be unchanged, the factors would pass by the loop; then XLA copies all of them in every tick.
+            # Without the barrier XLA sees the factors unchanged and copies all of them in every tick.
             return Sums(sums.total, lax.optimization_barrier(sums.factors))
 
         return lax.fori_loop(turns.first, turns.first + turns.number, run, sums)
 
     def residual_types(self) -> list[jax.ShapeDtypeStruct]:
-        """Types of what a stage keeps of a microbatch's way through a chunk, until it comes back."""
+        """Types of the residuals that a stage saves for one microbatch and chunk until its backward."""
         return jax.eval_shape(lambda x: self.layers.forward(0, x, self._context(0)), idle(self.x_type))[1]
 
     def factor_types(self) -> Tree:
-        """Types of what a stage keeps of a chunk until its weight gradients are computed, where these are deferred."""
+        """Types of the factors that a stage saves for one chunk until its deferred weight gradients are computed."""
         types = self.layers.factor_types(idle(self.x_type), self._context(0))
         return jax.eval_shape(lambda: jax.tree.map(lambda type_: idle(type_, (self.layers.layers_per_chunk,)), types))
 
     def buffer(self, num_slots: int, with_output: bool) -> Tree:
-        """The ring buffer, with chunks' outputs for a head that runs later than its layers."""
+        """The ring buffer; `with_output` includes chunks' outputs, for a head that runs later than its layers."""
         types: Tree = {"residuals": self.residual_types()} | ({"output": self.x_type} if with_output else {})
-        return jax.tree.map(lambda type_: vary(idle(type_, (num_slots,)), (PIPE,)), types)  # as the slots' numbers do
+        return jax.tree.map(lambda type_: vary(idle(type_, (num_slots,)), (PIPE,)), types)  # like the slot numbers
 
     def sums(self, dtype: Any, num_factor_slots: int = 0) -> tuple[Tree, Sums]:
-        """The sums of a step: losses and gradients of the ends, and gradients of the layers, with the factors of those
-        that wait."""
+        """Zeros for a step's sums: losses and gradients of the ends, and gradients of the layers with the buffered
+        factors of deferred ones."""
         trained = {"shared": {} if self.ends.frozen else self.ends.shared, "blocks": self.layers.trained()}
         zeros = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, dtype), sorted(varying_axes(w))), trained)
         loss = vary(jnp.zeros((), at_least_fp32(dtype)), self.ends.axes)
@@ -169,17 +169,17 @@ class Pipeline:
         return vary(self.ends.take(microbatch).context, (PIPE,))
 
     def send(self, send: Callable[..., Array], x: Array) -> Array:
-        """Hand over to a neighbour, if there is one. The barrier keeps it where it is called: XLA would move it to the
-        start of the next tick, which then waits."""
+        """Send to a neighbour, if there is one. The barrier keeps the transfer here: XLA would move it to the start of
+        the next tick, which would then wait for it."""
         return lax.optimization_barrier(send(x, ring=self.num_chunks > 1)) if self.num_stages > 1 else x
 
     def _inbox(self, direction: Pass) -> Array | None:
-        """Slots for what waits longer than a tick, and a spare one for what nobody sent."""
+        """Slots for what arrives more than a tick before its use, and a spare slot for ticks in which nothing does."""
         return None if direction.direct else idle(self.x_type, (direction.inbox_depth + 1,))
 
 
 def _receive(direction: Pass, inbox: Array | None, wire: Array, work: Work) -> tuple[Array | None, Array]:
-    """Put what arrived in its slot of the inbox; returns the inbox, and the input of this tick."""
+    """Put the arrival into its inbox slot; returns the inbox and this tick's input."""
     if inbox is None:
         return None, wire
     inbox = inbox.at[work.arrival].set(wire)

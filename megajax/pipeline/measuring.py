@@ -1,4 +1,4 @@
-"""Run the parts of a pipeline step one by one, to measure them."""
+"""Run the parts of a pipeline step separately, to measure them."""
 
 from typing import Any, Literal, get_args
 
@@ -22,17 +22,17 @@ def repeat_part(
 ) -> Array:
     """Run one part of a step repeatedly; returns a number that depends on the results.
 
-    Buffers have the slots of the schedule's table, used in turn, since a pass takes longer if its data is not in a
-    cache. The part is `forward`, `both` (with the backward) or `all` (with deferred weight gradients) of one microbatch
-    through virtual stage `k`, which its stage runs while the others skip it, none where `k` is negative; `embed`,
-    `head` or `embed_backward` of ends that all stages run together; or `p2p_transfer`, up and down.
+    Buffers have as many slots as in the schedule's table and use them in turn, since a pass takes longer if its data is
+    not in a cache. `part` is `forward`, `both` (with the backward) or `all` (with deferred weight gradients) for one
+    microbatch through virtual stage `k`, run by its stage and skipped by the others (by all if `k` is negative);
+    `embed`, `head` or `embed_backward` for ends that all stages run together; or `p2p_transfer`, up and down.
     """
     ends, alone, stages = pipeline.ends, not pipeline.ends.vocabulary_split, pipeline.num_stages
     first, last = alone & (k == 0), alone & (k == pipeline.num_chunks * stages - 1)
     one_stage = part in get_args(OfStage)
 
     num_slots, num_factor_slots = max(num_slots, 1), max(num_factor_slots, 1)
-    in_flight = jnp.minimum(2 * (stages - 1 - k % stages), num_slots - 1)  # of eager 1F1B, beside the newest
+    in_flight = jnp.minimum(2 * (stages - 1 - k % stages), num_slots - 1)  # in eager 1F1B, besides the newest
 
     def work_of(repeat: Array, slot: Array) -> Work:
         microbatch, factor_slot = repeat % pipeline.num_microbatches, repeat % num_factor_slots
@@ -77,12 +77,12 @@ def repeat_part(
     def run(x: Array) -> Array:
         deferred = pipeline.layers.products is not None
         total, blocks = pipeline.sums(grad_dtype, num_factor_slots if deferred else 0)
-        # Zeros in their place would take less time on some devices.
+        # Zeros would take less time on some devices.
         blocks = blocks._replace(factors=jax.tree.map(_filled, blocks.factors))
         buffer = pipeline.buffer(num_slots, with_output=False)
         if one_stage:
             buffer = fill(x, buffer)
-            total = total if alone else {}  # the ends' sums are every stage's, which one stage alone cannot change
+            total = total if alone else {}  # the ends' sums involve all stages, so one stage alone cannot change them
         carry = x, buffer, total, blocks
         results = jax.tree.leaves(lax.fori_loop(0, repeats, once, carry))
         return sum(vary(jnp.sum(leaf).astype(jnp.float32), (*BATCH_AXES, PIPE)) for leaf in results)

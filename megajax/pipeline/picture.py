@@ -1,5 +1,5 @@
-"""Draw the timeline of a schedule as a picture: every pass of every stage. A large schedule gets an overview of the
-step, and the passes of the excerpts (`drawing.py`) below."""
+"""Draw a schedule's timeline as a picture, with every pass of every stage. A large schedule gets an overview of the
+whole step, and below it the passes of the excerpts (`drawing.py`)."""
 
 import textwrap
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ from megajax.pipeline.drawing import Excerpt, Part, cell_name, excerpt
 from megajax.pipeline.table import Schedule
 from megajax.pipeline.timing import Span, StageTimes, timeline
 
-MARK = b"megajax schedule"  # the program that drew a picture, in its metadata
-COLOURS = (  # of forward, backward and weight gradients; four chunks, then they repeat
+MARK = b"megajax schedule"  # in a picture's metadata: the program that drew it
+COLOURS = (  # forward, backward, weight gradients; for four chunks, then they repeat
     ("#4477aa", "#66ccee", "#88a9cc", "#a6dff5"),
     ("#228833", "#ccbb44", "#7cbb88", "#e3d98f"),
     ("#aa3377", "#ee99aa", "#cc79a7", "#f4c6d0"),
 )
 _INCHES = 8.0, 40.0  # least and most width
-_SHORTEST = 0.3  # inches of the shortest pass, while there is room
+_SHORTEST = 0.3  # inches for the shortest pass, if the width allows
 _LETTER = 0.055  # inches
-_COLUMNS = 2000  # of an overview
+_COLUMNS = 2000  # in an overview
 
 
 def draw_timeline(path: Path, title: str, schedule: Schedule, times: StageTimes, unit: str) -> None:
@@ -54,7 +54,7 @@ def draw_timeline(path: Path, title: str, schedule: Schedule, times: StageTimes,
         _cells(axes, within, shown, (begin, begin + longest), inches / longest, schedule.num_chunks)
         if not shown.is_complete:
             axes.set_title(part.words(), loc="left", fontsize=_size(inches))
-            axes.axvspan(end, begin + longest, color="white", zorder=3)  # what is beyond the part
+            axes.axvspan(end, begin + longest, color="white", zorder=3)  # hide what follows the part
     panels[-1].set_xlabel(f"time ({unit})", fontsize=_size(inches))
     legend, size = _legend(schedule), 8 if shown.is_complete else _size(inches)
     figure.legend(handles=legend, loc="outside lower center", ncols=min(8, len(legend)), frameon=False, fontsize=size)
@@ -67,7 +67,7 @@ def _size(inches: float) -> float:
 
 
 def _range(spans: Sequence[Span], part: Part) -> tuple[float, float]:
-    """The time when the first pass of a part begins, and when its last one ends."""
+    """When the first pass of a part begins, and when its last one ends."""
     within = [span for span in spans if part.first <= span.tick < part.past]
     return min(span.start for span in within), max(span.end for span in within)
 
@@ -87,7 +87,7 @@ def _legend(schedule: Schedule) -> list[Any]:
 
 
 def _letters(colour: int, num_chunks: int) -> str:
-    """The chunks that share a colour."""
+    """The letters of the chunks that share a colour."""
     letters = [chr(97 + chunk) for chunk in range(colour, num_chunks, 4)]
     return ", ".join(letters if len(letters) < 4 else [*letters[:2], "…"])
 
@@ -101,7 +101,7 @@ def _cells(
     row = _rows(shown)
     spans = [span for span in spans if span.stage in row]
     corners = [[span.start, span.end, row[span.stage] - 0.42, row[span.stage] + 0.42] for span in spans]
-    bars = list(np.reshape(corners, (-1, 4))[:, [[0, 2], [0, 3], [1, 3], [1, 2]]])  # none: the stages shown wait
+    bars = list(np.reshape(corners, (-1, 4))[:, [[0, 2], [0, 3], [1, 3], [1, 2]]])  # empty if these stages all wait
     colours = [COLOURS[span.part][span.chunk % 4] for span in spans]
     axes.add_collection(PolyCollection(bars, facecolors=colours, edgecolors="white", linewidths=0.8))
     for span in spans:
@@ -111,7 +111,7 @@ def _cells(
             middle = (span.start + span.end) / 2
             text = axes.text(middle, row[span.stage], name, ha="center", va="center", fontsize=7, color=colour)
             text.set_clip_on(True)
-            text.set_in_layout(False)  # whose extent would be computed
+            text.set_in_layout(False)  # saves computing its extent
     _ticks(axes, row)
     axes.set_ylim(max(row.values()) + 0.6, -0.6)
     axes.set_xlim(*limits)

@@ -1,9 +1,9 @@
-"""Which layers live on which stage, and the two forms of the stacked layers: canonical `[L, …]`, as in checkpoints, and
-pipelined `[chunks, stages, n, …]`.
+"""Which layers live on which stage, and the two layouts of the stacked layers: canonical `[L, …]`, as in checkpoints,
+and pipelined `[chunks, stages, n, …]`.
 
-Layers keep their canonical order through the virtual stages `k = chunk · stages + stage`, Megatron-LM's interleaved
-placement. Where their number is not divisible, the first virtual stages hold one layer more and the others are padded
-with a layer that is never run.
+Layers keep their order through the virtual stages `k = chunk · stages + stage`, Megatron-LM's interleaved placement. If
+their number is not divisible, the first virtual stages hold one layer more, and the others are padded with a layer that
+never runs.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from jax import Array
 
 @dataclass(frozen=True)
 class Placement:
-    """Placement of `num_layers` on `num_stages` stages of `num_chunks` chunks each."""
+    """Placement of `num_layers` on `num_stages` stages with `num_chunks` chunks each."""
 
     num_layers: int
     num_stages: int
@@ -27,7 +27,7 @@ class Placement:
 
     @property
     def layers_per_chunk(self) -> int:
-        """Slots of every virtual stage: the number of layers of the fullest one."""
+        """Slots per virtual stage: the number of layers on the fullest one."""
         return -(-self.num_layers // self.num_virtual)
 
     @property

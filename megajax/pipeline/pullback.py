@@ -1,4 +1,4 @@
-"""A layer's forward with its backward: `jax.vjp`, cut into arrays to keep and a structure that depends on no value."""
+"""A layer's forward and backward: `jax.vjp` split into arrays to save and a structure that depends on no values."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ from jax import Array
 
 Tree = Any
 Path = tuple[str, ...]  # in nested dicts
-Factors = Tree  # of all products of a layer, or of several, stacked
+Factors = Tree  # of all products in a layer, or stacked for several layers
 Figures = dict[str, Array]  # summed, not differentiated
-# (weights, dummies for the factors, layer index, x_BTD, context) -> x_BTD, figures
+# (weights, dummy factors, layer index, x_BTD, context) -> x_BTD, figures
 LayerFunction = Callable[[Tree, Factors, Array, Array, Tree], tuple[Array, Figures]]
 
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Pullback:
-    """How a layer's pullback is put together; nothing of it depends on values."""
+    """How to rebuild a layer's pullback from arrays; nothing in it depends on values."""
 
     structure: jax.tree_util.PyTreeDef  # of the pullback as a pytree
-    places: tuple[int, ...]  # of its leaves among the layer's weights and dummies, followed by its residuals
+    places: tuple[int, ...]  # for each leaf, its index in [*weights, *dummies, *residuals]
 
     def restore(self, known: Tree, residuals: list[Array]) -> Callable:
         """The pullback itself."""
@@ -39,11 +39,11 @@ def with_pullback(
     x: Array,
     context: Tree,
 ) -> tuple[tuple[Array, Figures], list[Array], Pullback]:
-    """A layer's output with its figures, its residuals, each once however often the backward pass uses it, and its
-    pullback.
+    """A layer's output with its figures, its residuals (each saved once, however often the backward pass uses it), and
+    its pullback.
 
-    The pullback gives the gradients by path of all weights but those `apart`, which are frozen or deferred, the factors
-    of these, and the gradient of `x`.
+    The pullback returns the gradients by path of all weights except those `apart`, which are frozen or deferred; the
+    factors of the deferred ones; and the gradient of `x`.
     """
     flat = flatten_dict(weights)
     at_once = {path: weight for path, weight in flat.items() if path not in apart}

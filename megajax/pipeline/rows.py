@@ -1,7 +1,7 @@
 """One stage's entries for one tick of a schedule's table, as the executor reads them.
 
-Entries that are the same in every tick are Python numbers or bools, so that branches are resolved during tracing; the
-others are scalars from the rows that the loop scans over.
+Entries that are the same in every tick are Python numbers or bools, so branches are resolved while tracing. The others
+are scalars from the rows that the loop scans over.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Predicate = Array | bool
 
 
 class Work(NamedTuple):
-    """What a stage runs in one direction, if it runs anything; slots as in `Pass`, spare ones in place of `IDLE`."""
+    """What a stage runs in one direction, if anything; slots as in `Pass`, with a spare slot in place of `IDLE`."""
 
     runs: Predicate
     microbatch: Number
@@ -27,18 +27,18 @@ class Work(NamedTuple):
     slot: Number
     arrival: Number
     source: Number
-    factor_slot: Number = 0  # of the factor buffer, where a backward leaves the factors of deferred weight gradients
+    factor_slot: Number = 0  # where the backward stores the factors of its deferred weight gradients
 
 
 class Turns(NamedTuple):
-    """Which of a stage's deferred weight gradients run: this `number`, starting with number `first`."""
+    """Which of a stage's deferred weight gradients run in this tick: `number` of them, from number `first` on."""
 
     first: Number
     number: Number
 
 
 class End(NamedTuple):
-    """Whether a pass reaches an end of the model on this stage, or on any, and of which microbatch."""
+    """Whether a pass reaches an end of the model on this stage, or on any stage, and with which microbatch."""
 
     here: Predicate
     anywhere: Predicate
@@ -46,21 +46,21 @@ class End(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One tick of one stage."""
+    """One stage's work in one tick."""
 
     forward: Work
     backward: Work
-    embed: End  # where the forward begins
-    finish: End  # where it leaves the last layer
-    head: End  # where the backward begins
-    embed_backward: End  # where it leaves the first layer
-    early: Turns | None = None  # weight gradients before the forward; None where none ever run
-    late: Turns | None = None  # and after the backward
+    embed: End  # before the first layer's forward
+    finish: End  # after the last layer's forward
+    head: End  # before the last layer's backward
+    embed_backward: End  # after the first layer's backward
+    early: Turns | None = None  # weight gradients before the forward; None if there are never any
+    late: Turns | None = None  # weight gradients after the backward
 
 
 def rows_of(schedule: Schedule, stage: Array) -> tuple[list[Array], Callable[[list[Array]], Row]]:
-    """The values in the table of `stage` that change from tick to tick, to scan over; and a function that makes a row
-    of one tick's values."""
+    """The values in `stage`'s table that change from tick to tick, to scan over, and a function that makes a row from
+    one tick's values."""
     up, down, last, deferral = schedule.forward, schedule.backward, schedule.num_virtual - 1, schedule.deferral
     slot = 0 if deferral is None else ((down.active.cumsum(0) - 1) % deferral.num_slots).astype(np.int32)
     tables = Row(
@@ -84,7 +84,7 @@ def rows_of(schedule: Schedule, stage: Array) -> tuple[list[Array], Callable[[li
 
 
 def _work(table: Pass, factor_slot: Any = 0) -> Any:
-    """Tables [ticks, stages] in place of a tick's values."""
+    """`Work` with whole tables [ticks, stages] in place of one tick's values."""
     spare = table.inbox_depth
     return Work(
         runs=table.active,  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ def _work(table: Pass, factor_slot: Any = 0) -> Any:
 
 
 def _turns(deferral: Deferral | None) -> dict[str, Any]:
-    """Tables of the deferred weight gradients that ever run, early and late."""
+    """Tables of the deferred weight gradients, early and late, leaving out those that never run."""
     if deferral is None:
         return {}
     before = (deferral.early + deferral.late).cumsum(0) - deferral.early - deferral.late
@@ -107,7 +107,7 @@ def _turns(deferral: Deferral | None) -> dict[str, Any]:
 
 
 def _end(schedule: Schedule, table: Pass, virtual_stage: int) -> Any:
-    """Tables [ticks, stages] and [ticks] in place of a tick's values."""
+    """`End` with whole tables [ticks, stages] and [ticks] in place of one tick's values."""
     here = schedule.at_virtual(table, virtual_stage)
     microbatch = np.where(here, table.microbatch, IDLE).max(axis=1)
     return End(here=here, anywhere=here.max(axis=1), microbatch=microbatch)  # type: ignore[arg-type]

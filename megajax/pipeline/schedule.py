@@ -1,11 +1,11 @@
 """Pipeline schedules as data: what every stage runs forward and backward in every tick. No JAX here.
 
-A tick is at most one forward and one backward per stage, forward first, then transfers to the neighbours; what is sent
-in one tick can be used from the next one on. Every stage holds `chunks` pieces of the model, so that a microbatch
-traverses the pipe as many times: through the virtual stages `k = chunk · stages + stage`, up forward, down backward.
+A tick is at most one forward and one backward per stage, forward first, then transfers between neighbours; what is sent
+in one tick can be used from the next one on. Every stage holds `chunks` pieces of the model, so a microbatch passes
+through the pipe that many times: through the virtual stages `k = chunk · stages + stage`, up forward, down backward.
 
-A new schedule is one more function `(stages, microbatches, chunks) -> Ticks`, decorated with its name; `arrange` makes
-of these the table that the executor runs, buffers included.
+To add a schedule, write a function `(stages, microbatches, chunks) -> Ticks` and decorate it with its name; `arrange`
+turns these into the table that the executor runs, buffers included.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class Ticks:
     """When every stage runs every chunk of every microbatch; int arrays [microbatches, chunks, stages]."""
 
     forward: np.ndarray  # tick of the forward pass
-    backward: np.ndarray | None = None  # tick of the backward pass; None where there is none (evaluation)
+    backward: np.ndarray | None = None  # tick of the backward pass; None for evaluation
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class ScheduleKind:
     """A way to schedule a step."""
 
     ticks: Callable[[int, int, int], Ticks]  # (stages, microbatches, chunks) -> when everything runs
-    chunked: bool = False  # takes two or more chunks; else one
+    chunked: bool = False  # takes two or more chunks; otherwise exactly one
 
 
 SCHEDULES: dict[str, ScheduleKind] = {}
 
 
 def named(name: str, *, chunked: bool = False) -> Callable:
-    """Register a schedule for flags, commands and tests."""
+    """Register a schedule under a name, for flags, commands and tests."""
 
     def enter(function: Callable[[int, int, int], Ticks]) -> Callable[[int, int, int], Ticks]:
         SCHEDULES[name] = ScheduleKind(function, chunked)
@@ -51,7 +51,7 @@ def named(name: str, *, chunked: bool = False) -> Callable:
 
 
 def schedule_names(*, chunked: bool) -> list[str]:
-    """The names of the schedules that take several chunks, or only one."""
+    """Names of the schedules that take several chunks, or of those that take only one."""
     return sorted(name for name, kind in SCHEDULES.items() if kind.chunked == chunked)
 
 
@@ -61,9 +61,9 @@ def one_forward_one_backward(num_stages: int, num_microbatches: int, num_chunks:
     """Eager 1F1B: as soon as the first microbatch is through, every tick is one forward and one backward.
 
     One chunk: `m + 2(p-1)` ticks, at most `2(p-1-s) + 1` microbatches in flight at stage s, whatever m is. More
-    chunks: the interleaved order of Megatron-LM (arXiv 2104.04473, §2.2), groups of p microbatches going through chunk
-    after chunk. If p does not divide m, groups have near-equal sizes of p or more; the time stays minimal, and the
-    first stage needs a deeper inbox.
+    chunks: the interleaved order of Megatron-LM (arXiv 2104.04473, §2.2), in which groups of p microbatches pass
+    through chunk after chunk. If p does not divide m, groups have near-equal sizes of p or more; the time stays
+    minimal, but the first stage needs a deeper inbox.
     """
     microbatch, chunk, stage = np.ogrid[:num_microbatches, :num_chunks, :num_stages]
     num_groups = max(1, num_microbatches // num_stages)
@@ -72,7 +72,7 @@ def one_forward_one_backward(num_stages: int, num_microbatches: int, num_chunks:
     first = (np.cumsum(sizes) - sizes)[group].reshape(microbatch.shape)
     size = np.maximum(sizes, num_stages)[group].reshape(microbatch.shape)
     entered = first * num_chunks + (microbatch - first)
-    turn = (num_chunks - 1) * size.max() + num_stages - 1  # the first microbatch is through: it turns round
+    turn = (num_chunks - 1) * size.max() + num_stages - 1  # the first microbatch leaves the last stage and turns round
     return Ticks(
         forward=entered + chunk * size + stage,
         backward=turn + entered + (num_chunks - 1 - chunk) * size + (num_stages - 1 - stage),
@@ -81,7 +81,7 @@ def one_forward_one_backward(num_stages: int, num_microbatches: int, num_chunks:
 
 @named("gpipe")
 def gpipe(num_stages: int, num_microbatches: int, num_chunks: int) -> Ticks:
-    """GPipe: all forwards, then all backwards, last microbatch first; all microbatches are in flight at once.
+    """GPipe: all forwards, then all backwards, last microbatch first; all microbatches are in flight together.
 
     On one stage there is no bubble, so the microbatches run one by one without buffers.
     """
@@ -95,9 +95,9 @@ def gpipe(num_stages: int, num_microbatches: int, num_chunks: int) -> Ticks:
 def make_schedule(
     name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1, deferring: Deferring | None = None
 ) -> Schedule:
-    """The schedule called `name`, checked; `deferring` says how weight gradients are deferred, if there are several
-    stages: a single one is never idle. Numbers that it takes: `check_schedule` (`pipeline/config.py`). A name that is
-    none is a `UserError`."""
+    """The schedule called `name`, checked. `deferring` says how weight gradients are deferred; it has no effect on a
+    single stage, which is never idle. `check_schedule` (`pipeline/config.py`) says which numbers are valid. An unknown
+    name raises `UserError`."""
     if name not in SCHEDULES:
         raise UserError(f"schedule {name!r}; valid: {', '.join(SCHEDULES)}")
     schedule = arrange(SCHEDULES[name].ticks(num_stages, num_microbatches, num_chunks))
@@ -110,7 +110,7 @@ def forward_only(num_stages: int, num_microbatches: int, num_chunks: int = 1) ->
 
 
 def arrange(ticks: Ticks) -> Schedule:
-    """The checked table of `ticks`, with buffers as small as possible."""
+    """The checked table for `ticks`, with the smallest possible buffers."""
     num_microbatches, num_chunks, num_stages = ticks.forward.shape
     assert ticks.backward is None or (ticks.forward <= ticks.backward).all(), "a backward before its forward"
     fused = num_stages == 1 and ticks.backward is not None and bool((ticks.forward == ticks.backward).all())
@@ -126,7 +126,7 @@ def arrange(ticks: Ticks) -> Schedule:
     def direction(tick: np.ndarray, slot: np.ndarray, upstream: int) -> Pass:
         by_virtual = tick.reshape(num_microbatches, -1)  # [microbatches, virtual stages]
         sent = np.roll(by_virtual, -upstream, axis=1)
-        sent[:, 0 if upstream < 0 else -1] = IDLE  # the virtual stage where the direction begins
+        sent[:, 0 if upstream < 0 else -1] = IDLE  # the virtual stage where this direction begins
         sent = sent.reshape(tick.shape)
         receives = sent != IDLE
         assert (sent[receives] < tick[receives]).all(), "something is used before it was sent"
@@ -150,7 +150,7 @@ def arrange(ticks: Ticks) -> Schedule:
 
 
 def with_deferral(schedule: Schedule, deferring: Deferring) -> Schedule:
-    """A valid `schedule` with deferred weight gradients, checked."""
+    """A valid `schedule` with weight gradients deferred, checked."""
     active = schedule.forward.active, schedule.backward.active
     early, late = place(*active, deferring, ring=schedule.num_chunks > 1)
     backward = schedule.backward
@@ -165,8 +165,8 @@ def with_deferral(schedule: Schedule, deferring: Deferring) -> Schedule:
 
 
 def _slots(first: np.ndarray, last: np.ndarray, stage: np.ndarray, where: np.ndarray) -> tuple[np.ndarray, int]:
-    """Assign a buffer slot to everything that its stage holds from tick `first` to tick `last`, both inclusive; also
-    returns the number of slots."""
+    """Assign a buffer slot to everything that its stage holds from tick `first` through tick `last`. Returns the slots
+    and their number."""
     slots = np.full(first.shape, IDLE)
     used = 0
     for s in range(int(stage.max()) + 1):

@@ -1,11 +1,11 @@
-"""What a stage does with a microbatch: run the layers of a chunk forward, and backward from the residuals.
+"""What a stage does with a microbatch: run a chunk's layers forward, and backward from the residuals.
 
-A layer's forward is `jax.vjp`; the pullback it returns is a pytree whose leaves are either the layer's own weights,
-recognised by identity and not kept, or activations: the residuals, which are. The backward puts the weights back. So a
-`jax.checkpoint` around the layer decides what is kept, nothing weight-sized ever is, and no layer is run an extra time.
+A layer's forward is `jax.vjp`. The pullback that it returns is a pytree whose leaves are either the layer's own
+weights, recognized by identity and not saved, or residuals, which are saved. The backward puts the weights back. So
+`jax.checkpoint` around the layer decides what is saved, no weights are ever saved, and no layer runs an extra time.
 
-Where weight gradients are deferred, the pullback gives their factors instead (`parallel/products.py`), which are kept
-until `add_weight_gradients`.
+If weight gradients are deferred, the pullback returns their factors instead (`parallel/products.py`), which are
+buffered until `add_weight_gradients`.
 """
 
 from collections.abc import Callable
@@ -28,51 +28,51 @@ Number = int | Array
 
 
 def when(predicate: Array | bool, then: Callable, otherwise: Callable, *operands):
-    """`lax.cond` that is decided while tracing where the predicate is known."""
+    """`lax.cond`, decided while tracing if the predicate is known."""
     if isinstance(predicate, bool):
         return (then if predicate else otherwise)(*operands)
     return lax.cond(predicate, then, otherwise, *operands)
 
 
 def idle(type_: Any, leading: tuple[int, ...] = ()) -> Array:
-    """What stands where nothing was computed. It is never used: NaN in place of zero changes nothing (tested)."""
+    """A placeholder for a value that was not computed. It is never used: NaN for zero changes nothing (tested)."""
     return zeros_like_type(type_, leading)
 
 
 def rematerialized(function: LayerFunction, policy: Callable[..., bool] | None, *, prevent_cse: bool) -> LayerFunction:
-    """`function` with its backward pass recomputing all but what the policy saves; without one nothing but what the
-    layer recomputes of itself."""
+    """`function` whose backward pass recomputes everything but what the policy saves; without a policy, only what the
+    layer itself recomputes."""
     return function if policy is None else jax.checkpoint(function, prevent_cse=prevent_cse, policy=policy)
 
 
 class Sums(NamedTuple):
-    """What the backward passes of a stage leave behind."""
+    """What a stage's backward passes accumulate."""
 
-    total: Tree  # sums of the gradients of the layers' weights, [v · n, …]
-    factors: Factors  # ring buffer of those that wait for their weight gradients, [slots, n, …]; empty where none do
+    total: Tree  # gradient sums of the layers' weights, [v · n, …]
+    factors: Factors  # ring buffer of factors of pending weight gradients, [slots, n, …]; empty if none are deferred
 
 
 @dataclass(frozen=True)
 class Products:
     """The products of a layer whose weight gradients are deferred; see `CutModel` (`models/family.py`)."""
 
-    paths: frozenset[Path]  # where in the layer's weights theirs are
-    factors: Callable[[Tree, Array, Tree], Factors]  # (weights, x_BTD, context), used abstractly
-    weight_gradients: Callable[[Tree, Factors], dict[Path, Array]]  # of the weights only the types matter
+    paths: frozenset[Path]  # paths of their weights in the layer's weights
+    factors: Callable[[Tree, Array, Tree], Factors]  # (weights, x_BTD, context), evaluated abstractly
+    weight_gradients: Callable[[Tree, Factors], dict[Path, Array]]  # uses only the types of the weights
 
 
 @dataclass(frozen=True)
 class Layers:
-    """The layers of a stage as a pair of functions of one chunk, forward and backward."""
+    """A stage's layers, one chunk at a time, as a pair of functions: forward and backward."""
 
     function: LayerFunction  # one layer
-    weights: Tree  # stacked [v · n, …]: n slots a chunk, chunk after chunk
-    layer_index: Array  # of every slot, -1 in a padded one, which passes its input on; int32 [v, n], this stage's
-    unroll: bool  # the loop over layers in the compiled program
-    padded: bool  # some slot of some stage holds no layer
-    storage: Shards  # how the weights of a layer are kept; they are gathered just for it, forward and again backward
-    recompute_stage: bool = False  # keep a stage's input only, and run its forward again in the backward pass
-    products: Products | None = None  # those whose weight gradients are deferred; None: no weight gradient is
+    weights: Tree  # stacked [v · n, …]: n slots per chunk, chunk after chunk
+    layer_index: Array  # of each of this stage's slots, -1 if padded (it passes its input on); int32 [v, n]
+    unroll: bool  # unroll the loop over layers in the compiled program
+    padded: bool  # at least one slot on some stage holds no layer
+    storage: Shards  # how weights are sharded; a layer's are gathered just before its forward, and again for backward
+    recompute_stage: bool = False  # save only a stage's input, and run its forward again in the backward pass
+    products: Products | None = None  # those whose weight gradients are deferred; None: none are
     frozen: frozenset[Path] = frozenset()  # weights that have no gradient
 
     @property
@@ -84,7 +84,7 @@ class Layers:
         return self.layer_index.shape[1]
 
     def forward(self, chunk: Number, x: Array, context: Tree) -> tuple[Output, list[Array]]:
-        """Output of a chunk with its figures, and its residuals: what is kept until its `backward`."""
+        """A chunk's output with its figures, and the residuals to save for its `backward`."""
         if self.recompute_stage:
             return self.run(chunk, x, context), [x]
         return self.forward_with_residuals(chunk, x, context)
@@ -92,15 +92,15 @@ class Layers:
     def backward(
         self, chunk: Number, residuals: list[Array], context: Tree, grad: Array, sums: Sums, slot: Number
     ) -> tuple[Array, Sums]:
-        """Pull `grad` back through a chunk, and add the gradients of its weights to `sums`, or leave their factors in
-        its `slot`."""
+        """Pull `grad` back through a chunk, and add its weight gradients to `sums`, or store their factors in
+        `slot`."""
         if self.recompute_stage:
             residuals = self.forward_with_residuals(chunk, residuals[0], context)[1]
         return self.pull_back(chunk, residuals, context, grad, sums, slot)
 
     @jax.named_scope("weight_gradients")
     def add_weight_gradients(self, chunk: Number, sums: Sums, slot: Number) -> Sums:
-        """Add the deferred gradients of a chunk, from the factors that its backward left in a slot."""
+        """Add a chunk's deferred weight gradients, from the factors that its backward stored in `slot`."""
         products = self.products
         assert products is not None
 
@@ -121,7 +121,7 @@ class Layers:
         return Sums(total, sums.factors)
 
     def factor_types(self, x: Array, context: Tree) -> Factors:
-        """Types of the factors that a layer leaves; nothing is computed."""
+        """Types of the factors of one layer; nothing is computed."""
         own = jax.eval_shape(lambda: self.storage.gather(jax.tree.map(lambda leaf: leaf[0], self.weights)))
         return self._layer_factors(own, x, context)
 
@@ -129,7 +129,7 @@ class Layers:
         return NO_FACTORS if self.products is None else jax.eval_shape(self.products.factors, gathered, x, context)
 
     def run(self, chunk: Number, x: Array, context: Tree) -> Output:
-        """Run a chunk forward and keep nothing."""
+        """Run a chunk forward without saving residuals."""
 
         def layer(x: Array, own: Tree, index: Array, _):
             def run(x: Array) -> Output:
@@ -142,7 +142,7 @@ class Layers:
         return x, _summed(figures)
 
     def forward_with_residuals(self, chunk: Number, x: Array, context: Tree) -> tuple[Output, list[Array]]:
-        """`run`, and all that `pull_back` needs, stacked over the chunk's layers."""
+        """`run`, plus everything that `pull_back` needs, stacked over the chunk's layers."""
 
         def layer(x: Array, own: Tree, index: Array, _):
             def run(x: Array) -> tuple[Array, tuple[Figures, list[Array]]]:
@@ -165,14 +165,14 @@ class Layers:
     def pull_back(
         self, chunk: Number, residuals: list[Array], context: Tree, grad: Array, sums: Sums, slot: Number = 0
     ) -> tuple[Array, Sums]:
-        """`backward` from what `forward_with_residuals` returned."""
+        """`backward`, given the residuals that `forward_with_residuals` returned."""
 
         def layer(carry: tuple[Array, Tree, Factors], own: Tree, index: Array, xs: tuple[Array, Array, list[Array]]):
             (grad, total, buffer), (place, number, residuals) = carry, xs
 
             def pull(grad: Array) -> tuple[dict[Path, Array], Factors, Array]:
                 gathered = self.storage.gather(own)
-                # The gradient is of the input's type.
+                # The gradient has the same type as the input.
                 dummies = self._dummies(gathered, grad, context)
                 structure = lambda *args: with_pullback(self.function, self._apart, *args)[2]  # noqa: E731
                 pullback = jax.eval_shape(structure, gathered, dummies, index, grad, context)
@@ -183,7 +183,7 @@ class Layers:
                 grads, factors, _ = jax.eval_shape(pull, grad)
                 return jax.tree.map(zeros_like_type, grads), jax.tree.map(idle, factors), grad
 
-            # The sums stay outside: a conditional inside the loop would copy all of them for every layer.
+            # The sums stay outside: inside the conditional, all of them would be copied for every layer.
             grads, factors, grad = when(index < 0 if self.padded else False, skip, pull, grad)
             buffer = jax.tree.map(lambda slots, new: slots.at[slot, number].set(new), buffer, factors)
             return (grad, _added(total, grads, place), buffer), None
@@ -194,14 +194,14 @@ class Layers:
         return grad, Sums(total, factors)
 
     def _scattered(self, grads: dict[Path, Array], total: Tree) -> dict[Path, Array]:
-        """Gradients of gathered weights as those of the weights that are kept, in the type of the sums."""
+        """Scatter gradients of gathered weights to the stored shards, in the dtype of the sums."""
         shardings = flatten_dict(self.storage.shardings)
         storage = Shards({path: shardings[path] for path in grads})
         return storage.scatter(grads, jax.tree.leaves(total)[0].dtype)
 
     @property
     def _apart(self) -> frozenset[Path]:
-        """The weights whose gradients are deferred, and those that have none."""
+        """Weights whose gradients the pullback does not return: deferred or frozen."""
         return self.frozen if self.products is None else self.frozen | self.products.paths
 
     def trained(self) -> Tree:
@@ -213,13 +213,13 @@ class Layers:
         return jax.tree.map(idle, self._layer_factors(gathered, x, context))
 
     def _slots(self, chunk: Number) -> Array:
-        """Positions of a chunk's layers in the stack."""
+        """Indices of a chunk's layers in the stack."""
         return chunk * self.layers_per_chunk + jnp.arange(self.layers_per_chunk, dtype=jnp.int32)
 
     def _scan(
         self, layer: Callable, carry: Tree, chunk: Number, xs: Tree = None, reverse: bool = False
     ) -> tuple[Tree, Tree]:
-        """Scan `layer(carry, weights, layer index, x)` over a chunk."""
+        """Scan `layer(carry, weights, layer index, x)` over a chunk's layers."""
         stack = self.weights, self.layer_index.reshape(-1)
 
         def body(carry: Tree, slot: tuple[Any, Tree]):
@@ -237,12 +237,12 @@ def _zeros(types: Figures) -> Figures:
 
 
 def _summed(figures: Figures) -> Figures:
-    """The sums over a chunk's layers."""
+    """Sum figures over a chunk's layers."""
     return jax.tree.map(lambda stacked: jnp.sum(stacked, axis=0, dtype=stacked.dtype), figures)
 
 
 @jax.named_scope("gradient_sums")
 def _added(total: Tree, grads: dict[Path, Array], place: Array) -> Tree:
-    """The sums with the gradients of one layer, in its place of the stack."""
+    """Add one layer's gradients to the sums, at its index in the stack."""
     flat = flatten_dict(total)
     return unflatten_dict(flat | {path: flat[path].at[place].add(grad) for path, grad in grads.items()})

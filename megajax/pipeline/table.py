@@ -1,6 +1,6 @@
 """The table of a step: what every stage runs in every tick, and the buffer slots it uses. No JAX here.
 
-`check` runs a table with symbols in place of arrays.
+`check` executes a table symbolically.
 """
 
 import itertools
@@ -14,7 +14,7 @@ IDLE = -1
 
 class Cell(NamedTuple):
     """What a stage runs in a tick, in this order, as pairs of microbatch and chunk: deferred weight gradients, at most
-    one forward, at most one backward, and deferred weight gradients."""
+    one forward, at most one backward, and more deferred weight gradients."""
 
     early: list[tuple[int, int]]
     forward: list[tuple[int, int]]
@@ -24,13 +24,13 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Pass:
-    """One direction of a schedule. Tables are int32 [ticks, stages], `IDLE` where there is nothing."""
+    """One direction of a schedule. Tables are int32 [ticks, stages], with `IDLE` where there is nothing."""
 
     microbatch: np.ndarray
     chunk: np.ndarray
-    slot: np.ndarray  # of the stage's ring buffer for the residuals: written by the forward, read by the backward
+    slot: np.ndarray  # in the stage's ring buffer of residuals: the forward writes it, the backward reads it
     arrival: np.ndarray  # inbox slot for what the neighbour sent in the previous tick
-    source: np.ndarray  # inbox slot of the input; none at the virtual stage where the direction begins
+    source: np.ndarray  # inbox slot of the input; `IDLE` at the virtual stage where the direction begins
     inbox_depth: int  # number of inbox slots
 
     @property
@@ -40,20 +40,20 @@ class Pass:
 
     @property
     def direct(self) -> bool:
-        """Whether everything is used in the tick in which it arrives, so that no inbox is needed."""
+        """Whether everything is used in the tick in which it arrives, so no inbox is needed."""
         return bool((self.arrival == self.source).all())
 
 
 @dataclass(frozen=True)
 class Deferral:
-    """When deferred weight gradients run. Every stage runs them in the order of its backwards, which then compute the
-    gradient of the input alone. Tables are int32."""
+    """When deferred weight gradients run. Every stage runs them in the order of its backwards, which compute only the
+    input gradient. Tables are int32."""
 
-    early: np.ndarray  # how many in a tick before the forward is sent, [ticks, stages]
-    late: np.ndarray  # and after the backward
+    early: np.ndarray  # how many run in a tick before the forward is sent, [ticks, stages]
+    late: np.ndarray  # how many run after the backward
     microbatch: np.ndarray  # of a stage's n-th backward and n-th weight gradient, [microbatches · chunks, stages]
     chunk: np.ndarray
-    num_slots: int  # of the ring buffer of factors; the n-th backward writes slot n mod num_slots
+    num_slots: int  # in the ring buffer of factors; the n-th backward writes slot n mod num_slots
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,13 @@ class Schedule:
     """The table of a step."""
 
     forward: Pass
-    backward: Pass  # empty where the schedule is forward only
+    backward: Pass  # empty in a forward-only schedule
     num_chunks: int  # per stage
     num_microbatches: int
-    num_slots: int  # of the ring buffer
-    # A single stage runs a microbatch's backward in the tick of its forward, without a buffer for residuals. (The last
-    # stage of a pipe could not: its forward would wait for the others' forwards of the tick, and their backwards for
-    # it.)
+    num_slots: int  # in the ring buffer of residuals
+    # A single stage runs a microbatch's backward in the tick of its forward, without buffering residuals. (The last
+    # stage of a pipe could not: its forward would wait for the other stages' forwards of the tick, and their backwards
+    # for it.)
     fused: bool
     deferral: Deferral | None = None
 
@@ -89,12 +89,12 @@ class Schedule:
 
     @property
     def size(self) -> str:
-        """Stages, chunks and microbatches, in words."""
+        """Stages, chunks and microbatches, as text."""
         chunks = f" x {self.num_chunks} chunks" if self.num_chunks > 1 else ""
         return f"{self.num_stages} stages{chunks}, {self.num_microbatches} microbatches"
 
     def cells(self) -> list[list[Cell]]:
-        """What runs, per tick and stage."""
+        """What runs in each tick, on each stage."""
         rows = [[Cell([], [], [], []) for _ in range(self.num_stages)] for _ in range(self.num_ticks)]
         for name, table in (("forward", self.forward), ("backward", self.backward)):
             where = np.nonzero(table.active)
@@ -125,16 +125,16 @@ class Schedule:
 
 
 def most_kept(begun: np.ndarray, ended: np.ndarray | int, last: np.ndarray | int) -> np.ndarray:
-    """The most entries that each stage holds at once, [stages], of numbers in each tick, [ticks, stages]: `begun`
-    entries begin in it, `ended` ones end before these begin, `last` ones end with the tick."""
+    """The most entries that each stage holds at once, [stages]. Arguments count entries per tick, [ticks, stages]:
+    `begun` ones start in the tick, `ended` ones end before these start, and `last` ones end with the tick."""
     return (begun.cumsum(0) - np.cumsum(np.broadcast_to(ended + last, begun.shape), 0) + last).max(0)
 
 
 def check(schedule: Schedule) -> None:
     """Assert that a table can be run, whatever made it.
 
-    Every stage runs every chunk of every microbatch forward once and backward once; its input has arrived in its inbox
-    and is the right one; nothing is overwritten before it was read, in inbox or ring buffer, and nothing is left over.
+    Every stage runs every chunk of every microbatch forward once and backward once; its input is in its inbox and is
+    the right one; nothing in an inbox or ring buffer is overwritten before it is read, and nothing is left over.
     """
     p, num_virtual = schedule.num_stages, schedule.num_virtual
     for table in (schedule.forward, schedule.backward):
@@ -188,8 +188,8 @@ def check(schedule: Schedule) -> None:
 
 
 def check_deferral(schedule: Schedule, deferral: Deferral) -> None:
-    """Assert of a table that is sound otherwise: every weight gradient runs once, after its backward, from factors that
-    nothing has overwritten."""
+    """Assert, for a table that is otherwise sound, that every weight gradient runs exactly once, after its backward,
+    and from factors that have not been overwritten."""
     p, backward = schedule.num_stages, schedule.backward
     for array in (deferral.early, deferral.late):
         assert array.shape == (schedule.num_ticks, p) and (array >= 0).all(), array.shape

@@ -1,7 +1,7 @@
 """How long a schedule takes and how much it buffers, from its table alone. No JAX here.
 
-Every stage is a machine of its own: after a tick's forward it waits for its upstream neighbour to send, after the
-backward for its downstream neighbour. Times are in the caller's unit.
+Stages run independently: after a tick's forward a stage waits for its upstream neighbour to send, after the backward
+for its downstream neighbour. Times are in the caller's unit.
 """
 
 from collections.abc import Iterable
@@ -15,8 +15,8 @@ from megajax.pipeline.table import Pass, Schedule, most_kept
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Times of the parts of a step: of one microbatch through one chunk, arrays [chunks, stages], and of ends that all
-    stages compute together, each after the slowest stage is ready."""
+    """Times of the parts of a step: of one microbatch through one chunk, as arrays [chunks, stages], and of the ends
+    that all stages compute together once the slowest stage is ready."""
 
     forward: np.ndarray
     backward: np.ndarray  # without deferred weight gradients
@@ -28,7 +28,7 @@ class StageTimes:
 
     @classmethod
     def equal(cls, schedule: Schedule, times: PassTimes | None = None) -> "StageTimes":
-        """Equal stages; `times` are those of all chunks of a stage together, by default 1, 1 and 1."""
+        """Equal stages; `times` are those of all chunks of a stage together, 1 each by default."""
         times = times or PassTimes()
         ones = np.ones((schedule.num_chunks, schedule.num_stages)) / schedule.num_chunks
         if schedule.deferral is None:
@@ -69,12 +69,12 @@ class StepTime:
 
     @property
     def bubble(self) -> float:
-        """Idle time over the ideal time, which is the busiest stage's work without a pause."""
+        """Idle time divided by ideal time, which is the busiest stage's work without a pause."""
         return self.idle / self.busy
 
 
 def step_time(schedule: Schedule, times: StageTimes | None = None) -> StepTime:
-    """The time that follows from the table; by default the forward and the two halves of the backward take 1 each."""
+    """The time that follows from the table; by default the forward and both halves of the backward take 1 each."""
     times = times or StageTimes.equal(schedule)
     return StepTime(wall_time(schedule, times), float(times.busy(schedule).max()))
 
@@ -98,22 +98,22 @@ def pending_weights(schedule: Schedule) -> list[int]:
 
 
 def kept_entries(schedule: Schedule) -> list[int]:
-    """The most chunks per stage with residuals or factors of pending weight gradients; `in_flight` if weight gradients
-    are not deferred."""
+    """The most chunks per stage with residuals, or with factors of pending weight gradients; equals `in_flight` if
+    weight gradients are not deferred."""
     if schedule.deferral is None:
         return in_flight(schedule)
     return most_kept(schedule.forward.active, schedule.deferral.early, schedule.deferral.late).tolist()
 
 
 def published_bubble(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> float | None:
-    """Bubble over ideal time, (p-1)/(v·m): arXiv 2104.04473, §2.2; None for a schedule that is not in that paper."""
+    """Bubble over ideal time, (p-1)/(v·m) (arXiv 2104.04473, §2.2); None for a schedule that is not in that paper."""
     published = name in ("gpipe", "1f1b", "interleaved")
     return (num_stages - 1) / (num_chunks * num_microbatches) if published else None
 
 
 def published_in_flight(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> list[int] | None:
     """Chunks in flight per stage: all for GPipe; for Megatron-LM, which interleaves only if p divides m, the warm-up
-    forwards and the one that follows them. None if nothing is published."""
+    forwards and the one after them. None if nothing is published."""
     p, m, v = num_stages, num_microbatches, num_chunks
     if name not in ("gpipe", "1f1b", "interleaved") or (v > 1 and m % p):
         return None
@@ -126,8 +126,8 @@ def published_in_flight(name: str, num_stages: int, num_microbatches: int, num_c
 def deferred_bubble(
     name: str, num_stages: int, num_microbatches: int, num_chunks: int, deferring: Deferring
 ) -> float | None:
-    """Idle time of a stage with deferred weight gradients, by formula. None if there is no formula: with fewer than 2p
-    microbatches, or with a limit below 2(p-1) and a weight gradient that is longer than the other passes."""
+    """A stage's idle time with deferred weight gradients, by formula. None if there is no formula: with fewer than 2p
+    microbatches, or with a limit below 2(p-1) and weight gradients that take longer than the other passes."""
     steps, times = num_stages - 1, deferring.times
     forward, backward, weight = times.forward, times.input_gradient, times.weight_gradient
     helps = steps if name == "gpipe" else 2 * steps  # pending chunks
@@ -143,7 +143,7 @@ def deferred_bubble(
 
 
 def published_zero_bubble(num_stages: int, times: PassTimes) -> dict[str, tuple[float, int]]:
-    """Idle time and microbatches in flight of the schedules of arXiv 2401.10241, which have one chunk per stage. ZB-H2
+    """Idle time and microbatches in flight of the schedules in arXiv 2401.10241, which have one chunk per stage. ZB-H2
     has no bubble if the formula is negative."""
     steps, both = num_stages - 1, times.forward + times.input_gradient
     return {
@@ -153,7 +153,7 @@ def published_zero_bubble(num_stages: int, times: PassTimes) -> dict[str, tuple[
 
 
 def timeline(schedule: Schedule, times: StageTimes) -> tuple[float, list[Span]]:
-    """`wall_time`, and all passes with their times."""
+    """`wall_time`, and all passes with their start and end times."""
     p, ring = schedule.num_stages, schedule.num_chunks > 1
     now = np.zeros(p)
     spans: list[Span] = []

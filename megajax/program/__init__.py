@@ -1,1 +1,1 @@
-"""A configuration on a mesh: the state, where it lies, and the compiled programs over it."""
+"""A configuration on a mesh: its state, where the state is placed, and the compiled programs that use it."""

@@ -1,4 +1,4 @@
-"""A model, its weights and a batch bound to the pipeline's loop. Inside the region: arrays are this device's shards."""
+"""Bind a model, its weights and a batch to the pipeline loop. Inside the region: arrays are this device's shards."""
 
 import dataclasses
 from collections.abc import Callable
@@ -32,7 +32,7 @@ UNSCALED = np.float32(1.0)
 
 
 def count_targets(program: Program, batch: Batch) -> dict[str, Array]:
-    """How many targets every loss and every measure has in the global batch."""
+    """How many targets every loss and measure has in the global batch."""
     counts = program.form.counts(batch)
     return complete(counts, dict.fromkeys(counts, PartitionSpec()))
 
@@ -40,13 +40,13 @@ def count_targets(program: Program, batch: Batch) -> dict[str, Array]:
 def training_pipeline(
     program: Program, params: Tree, batch: Batch, step: Array, loss_scale: Array | np.float32 = UNSCALED
 ) -> Pipeline:
-    """The loop of a train step, its losses divided by the number of their targets in the global batch."""
+    """The loop of a train step; losses are divided by the number of their targets in the global batch."""
     dropout, counts = program.config.model.dropout, count_targets(program, batch)
     return _bind(program, program.model, params, batch, dropout, step, counts, jnp.asarray(loss_scale), backward=True)
 
 
 def look_into(program: Program, look: Callable[[Pipeline], Found]) -> Found:
-    """What `look` finds in the loop of a train step, where it is traced; nothing is computed."""
+    """The result of `look` on the loop of a train step, evaluated while tracing; nothing is computed."""
     found: list[Found] = []
 
     def region(params: Tree, batch: Batch) -> Array:
@@ -60,7 +60,7 @@ def look_into(program: Program, look: Callable[[Pipeline], Found]) -> Found:
 
 
 def forward_pipeline(program: Program, model: CutModel, params: Tree, batch: Batch) -> Pipeline:
-    """The loop of what runs forward only, of one of the program's forward models, dropout off."""
+    """The loop of a forward-only program, for one of the program's forward models, without dropout."""
     nothing, one = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
     counts = dict.fromkeys(program.form.targets | program.form.measures, one)
     return _bind(program, model, params, batch, 0.0, nothing, counts, jnp.asarray(UNSCALED), backward=False)
@@ -81,7 +81,7 @@ def _bind(
     config, layout = program.config, program.layout
     num_rows = next(iter(batch.values())).shape[0]
     row_B = axis_index(ROW_AXES) * num_rows + jnp.arange(num_rows, dtype=jnp.int32)
-    # Declared varying once, here, gradients stay local sums until they are reduced once per step.
+    # Declared varying once, here: gradients then stay local sums until they are reduced, once per step.
     axes = (*BATCH_AXES, *SEQUENCE_AXES) if model.boundary.sequence_parallel else BATCH_AXES
 
     def varying(weight: Array, needs_tensor_sum: bool) -> Array:
@@ -104,7 +104,7 @@ def _bind(
         return dataclasses.replace(found, row_B=row_B, loss_weight=loss_scale / config.train.global_batch)
 
     def tokens(context: Context) -> Array | None:
-        """Which this device's place of a context group has, if not all."""
+        """Positions of this context rank's tokens; None if it has all."""
         every_T = jnp.arange(batch["tokens"].shape[-1], dtype=jnp.int32)
         return None if model.boundary.context == "none" else model.boundary.context_tokens(every_T, 0)
 
@@ -145,7 +145,7 @@ def _bind(
         vocabulary_split=config.splits_vocabulary,
     )
     layers = Layers(
-        function=jax.jit(layer, inline=True),  # traced once, though the loop has it in several places
+        function=jax.jit(layer, inline=True),  # traced once, though used in several places of the loop
         weights=blocks,
         layer_index=layer_index,
         unroll=unroll,

@@ -1,4 +1,4 @@
-"""What a program communicates, from its jaxpr: nothing runs, nothing is compiled."""
+"""What a program communicates, read from its jaxpr: nothing runs, nothing is compiled."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -24,23 +24,23 @@ COLLECTIVES = {
 
 @dataclass(frozen=True)
 class Collective:
-    """One communication in a program."""
+    """One collective in a program."""
 
     kind: str  # all-reduce, all-gather, reduce-scatter, permute or all-to-all
-    axes: tuple[str, ...]  # of the mesh
+    axes: tuple[str, ...]  # mesh axes
     shapes: tuple[tuple[int, ...], ...]  # of its operands on one device
     num_bytes: int  # of its operands on one device
-    # How often it runs, by the lengths of the scans around it: every branch of a conditional counts as taken, and a
-    # loop of unknown length, as that of deferred weight gradients, as run once.
+    # How often it runs, from the lengths of the scans around it. Every branch of a conditional counts as taken, and a
+    # loop of unknown length, such as that of deferred weight gradients, counts as one iteration.
     count: int
 
     def bytes_sent(self, devices: int) -> float:
-        """By a device of so many in a ring, each time; of a permute by one that has a neighbour to send to."""
+        """Bytes that a device in a ring of `devices` sends each time; for a permute, one with a device to send to."""
         others = devices - 1
         share = {
             "all-reduce": 2 * others / devices,
             "reduce-scatter": others / devices,
-            "all-gather": others,  # its operand is a part
+            "all-gather": others,  # its operand is one shard
             "permute": min(others, 1),
             "all-to-all": others / devices,
         }
@@ -48,12 +48,12 @@ class Collective:
 
 
 def collectives(function: Callable, *args: Any) -> list[Collective]:
-    """Communication of `function(*args)`; the arguments may be `ShapeDtypeStruct`."""
+    """Collectives in `function(*args)`; the arguments may be `ShapeDtypeStruct`."""
     return collectives_of(jax.make_jaxpr(function)(*args))
 
 
 def collectives_of(traced: ClosedJaxpr) -> list[Collective]:
-    """Communication of a function that was traced."""
+    """Collectives in a traced function."""
     return [_collective(eqn, count) for eqn, count in equations(traced.jaxpr) if eqn.primitive.name in COLLECTIVES]
 
 
@@ -66,7 +66,7 @@ def _collective(eqn: JaxprEqn, count: int) -> Collective:
 
 
 def equations(jaxpr: Jaxpr, count: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
-    """All equations, each followed by those inside it, with how often each runs."""
+    """All equations, each followed by those nested in it, with the number of times each runs."""
     for eqn in jaxpr.eqns:
         yield eqn, count
         inner = count * eqn.params["length"] if eqn.primitive.name == "scan" else count

@@ -1,8 +1,8 @@
-"""What a device holds for training beside activations: weights, optimizer state and gradients, in bytes; and whether
-that fits.
+"""What a device holds in training besides activations: weights, optimizer state and gradients, in bytes, and whether
+they fit.
 
 Per parameter, with d the size of `data` (Megatron-LM's figures, docs/memory.md): 18 bytes in fp16 or bf16 with fp32
-gradients, 6 + 12/d with ZeRO-1; 20 and 4 + 16/d with gradients in half precision; 16 and 8 + 8/d in fp32.
+gradients, or 6 + 12/d with ZeRO-1; 20 and 4 + 16/d with gradients in half precision; 16 and 8 + 8/d in fp32.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ Tree = Any
 
 
 def state_bytes(program: Program) -> dict[str, int]:
-    """Bytes on one device by part: those of `kept_bytes`, and `gradients`, which live while a step runs: their sums,
-    and where those are in half precision, what the optimizer gets, in fp32. As in the published figures, fp32 shards of
-    fp32 sums are not counted again. Nothing is computed."""
+    """Bytes on one device by part: those of `kept_bytes`, plus `gradients`, which exist during a step: their sums, and,
+    if these are in half precision, the fp32 copy for the optimizer. As in the published figures, fp32 shards of fp32
+    sums are not counted twice. Nothing is computed."""
     layout = program.layout
     others = jnp.dtype(program.gradient_dtype) != jnp.dtype(layout.main_dtype)
     gradients = look_into(program, lambda pipeline: _bytes(pipeline.sums(program.gradient_dtype)))
@@ -36,12 +36,12 @@ def state_bytes(program: Program) -> dict[str, int]:
 
 
 def residual_bytes(program: Program) -> int:
-    """Bytes a device keeps of a microbatch's way through a chunk until it comes back."""
+    """Bytes of residuals that a device saves for one microbatch and chunk until its backward."""
     return look_into(program, lambda pipeline: _bytes(pipeline.residual_types()))
 
 
 def factor_bytes(program: Program) -> int:
-    """Bytes a device keeps of a chunk until its weight gradients are computed."""
+    """Bytes of factors that a device saves for one chunk until its weight gradients are computed."""
     return look_into(program, lambda pipeline: _bytes(pipeline.factor_types()))
 
 
@@ -50,8 +50,8 @@ def _bytes(tree: Tree) -> int:
 
 
 def kept_bytes(layout: StateLayout) -> dict[str, int]:
-    """Bytes on one device of what lives from step to step, by part: `weights`, `main weights`, `moments`,
-    and with `train.ema` its `average`."""
+    """Bytes on one device of everything that lasts from step to step, by part: `weights`, `main weights`, `moments`,
+    and with `train.ema` the `average`."""
     state, specs = layout.shapes, layout.specs
     return {
         "weights": _local_bytes(layout, state.params, specs.params),
@@ -68,13 +68,13 @@ def _local_bytes(layout: StateLayout, shapes: Tree, specs: Tree) -> int:
 
 
 def check_memory(program: Program, *, training: bool, rows: int = 0) -> None:
-    """Check, before anything is allocated, that the devices of this process can hold what certainly has to be held:
-    weights, optimizer state when training, the factors of weight gradients that wait, of one microbatch the logits, the
-    scores of a block of attention and what each layer, or without training one layer, hands to the next, of `rows`
-    that are computed at once on a device. More is needed, so what passes may still not fit.
+    """Check, before anything is allocated, that this process's devices can hold what is certainly needed: weights; when
+    training, optimizer state and the factors of deferred weight gradients; and for one microbatch the logits, the
+    scores of one attention block, and each layer's output (one layer's without training) for `rows` rows that a device
+    computes at once. More is needed in reality, so what passes may still not fit.
 
     Raises:
-        UserError: they cannot.
+        UserError: they cannot hold it.
     """
     config, layout = program.config, program.layout
     kept = kept_bytes(layout)
@@ -96,14 +96,14 @@ def check_memory(program: Program, *, training: bool, rows: int = 0) -> None:
 
 
 def _microbatch_bytes(program: Program, rows: int, every_layer: bool) -> dict[str, int]:
-    """Bytes on one device of `rows` rows that are computed at once, by part."""
+    """Bytes on one device for `rows` rows that are computed at once, by part."""
     config, model, backend = program.config, program.config.model, program.backend
     width = jnp.dtype(program.layout.compute_dtype).itemsize
     shapes = program.form.shapes(rows, tokens=model.sequence_length)
     tokens, block = math.prod(shapes["tokens"]), min(backend.block_of(model.sequence_length), model.sequence_length)
     layers = -(-model.num_layers // config.mesh.pipe) if every_layer else 1
     group = model.num_heads // model.num_kv_heads
-    at_once = group * block * model.sequence_length * max(4, width)  # of a head of keys
+    at_once = group * block * model.sequence_length * max(4, width)  # for one key head
     of_all_tokens = program.model.boundary.context in ("none", "heads")
     scores = at_once if rows and not backend.fused_attention and of_all_tokens else 0
     split = config.mesh.tensor * (config.mesh.pipe if config.splits_vocabulary else 1)
@@ -117,7 +117,7 @@ def _microbatch_bytes(program: Program, rows: int, every_layer: bool) -> dict[st
 
 
 def _device_bytes(devices: list[jax.Device]) -> float:
-    """Memory of each of this process's devices; those of a CPU share the machine's."""
+    """Memory of each of this process's devices; CPU devices share the machine's."""
     if devices[0].platform == "cpu":
         return _machine_bytes() / len(devices)
     limits = [(device.memory_stats() or {}).get("bytes_limit", math.inf) for device in devices]
@@ -125,12 +125,12 @@ def _device_bytes(devices: list[jax.Device]) -> float:
 
 
 def _machine_bytes() -> float:
-    """Memory of this machine, or of the container that this process is in."""
+    """Memory of this machine, or of the container that this process runs in."""
     found = [math.inf]
     with contextlib.suppress(OSError, ValueError):
         found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     for limit in "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes":
-        with contextlib.suppress(OSError, ValueError):  # "max": there is none
+        with contextlib.suppress(OSError, ValueError):  # "max" means no limit
             found.append(int(Path(limit).read_text()))
     return min(found)
 

@@ -1,6 +1,6 @@
-"""A configuration on a mesh: where its state and its batches lie, and how functions over them are compiled.
+"""A configuration on a mesh: how its state and batches are sharded, and how functions over them are compiled.
 
-What is computed stands beside it: `train_step.py`, `scoring.py`.
+The computations themselves are in `train_step.py` and `scoring.py`.
 """
 
 import dataclasses
@@ -30,21 +30,21 @@ from megajax.pipeline.table import Schedule
 from megajax.precision import COMPUTE_DTYPE, OPERAND_DTYPE
 from megajax.program.state import StateLayout
 
-Batch = dict[str, Array]  # the arrays of the program's form, int32 [rows of the global batch, …]
+Batch = dict[str, Array]  # the arrays in the program's `form`, int32 [rows of the global batch, …]
 BATCH = "batch"
-"""In the place of a spec: those of a batch's arrays."""
+"""Stands for the specs of a batch's arrays."""
 
 
 class Program:
     """A configuration on a mesh.
 
     Attributes:
-        model: of a train step.
+        model: the model as a train step runs it.
         form: what a batch holds.
-        layout: shapes and places of the state.
-        gradient_dtype: what gradients are summed in.
-        operand_dtype: of the operands of layers' products with weights, where that is another than the compute dtype:
-            e4m3 in fp8. Given as the compute dtype, those products are scaled and nothing is rounded (`verify`).
+        layout: shapes and sharding of the state.
+        gradient_dtype: the dtype that gradients are accumulated in.
+        operand_dtype: the dtype of operands of the layers' products, if it differs from the compute dtype: e4m3 in fp8.
+            If it is the compute dtype, those products are scaled but not rounded (`verify`).
     """
 
     def __init__(
@@ -71,20 +71,20 @@ class Program:
     def on(
         cls, config: Config, devices: list[jax.Device] | None = None, operand_dtype: DTypeLike | None = None
     ) -> "Program":
-        """On the mesh that the configuration asks for, of `devices`, or of all there are."""
+        """The program on the mesh that the configuration asks for, made of `devices`, or of all devices."""
         return cls(config, make_mesh(devices, **config.mesh.sizes), operand_dtype=operand_dtype)
 
     @classmethod
     def abstract(cls, config: Config, backend: Backend) -> "Program":
-        """On the mesh that the configuration asks for, without devices: to be traced as on those of a `backend`."""
+        """The program on the configuration's mesh without devices, to be traced as for those of a `backend`."""
         mesh: Any = make_abstract_mesh(**config.mesh.sizes)  # is enough for tracing
         return cls(config, mesh, backend)
 
     def forward_model(self, length: int = 0) -> CutModel:
-        """Of what runs forward only, where activations are not kept: no sequence is sharded, so that it may have any
-        length that the model has positions for; but for one of `length`, where a context group can share it."""
+        """The model for forward-only programs. Sequences are not sharded, so they may have any length that the model
+        has positions for; but if a context group can share sequences of `length`, these are sharded."""
         way: ContextWay = "none"
-        if length and length % (2 * self.config.mesh.context) == 0:  # of this length a window may reach further
+        if length and length % (2 * self.config.mesh.context) == 0:  # a window may cover more in this length
             of_length = dataclasses.replace(self.config.model, sequence_length=length)
             way = context_way(of_length, self.config.mesh.sizes, fusible=_fusible(self.config, dropout=0))
         if way not in self._forward_models:
@@ -94,8 +94,8 @@ class Program:
         return self._forward_models[way]
 
     def region(self, function: Callable, in_specs: tuple, out_specs: Any) -> Callable:
-        """`function` of this device's shards as a function of global arrays: one `shard_map`, all mesh axes manual and
-        their types checked. A batch, whose spec is `BATCH`, need not have all arrays of the form."""
+        """Turn `function` of this device's shards into a function of global arrays: one `shard_map` with all mesh axes
+        manual and their types checked. A batch, with `BATCH` as its spec, may lack some arrays of the form."""
 
         def call(*args: Any) -> Any:
             places = {name: place.spec for name, place in self.batch_shardings.items()}
@@ -109,14 +109,14 @@ class Program:
         return call
 
     def compiled(self, function: Callable, in_specs: tuple, out_specs: Any, *static: Any, **options: Any) -> Wrapped:
-        """`function(program, *static, …)` as one `jit` of one region, with `options` of `jax.jit`; made once."""
+        """`function(program, *static, …)` as one `jit` of one region, with `options` for `jax.jit`; cached."""
         if (function, static) not in self._compiled:
             region = self.region(partial(function, self, *static), in_specs, out_specs)
             self._compiled[function, static] = jax.jit(region, **options)
         return self._compiled[function, static]
 
     def put_batch(self, batch: Mapping[str, np.ndarray], rows: list[int]) -> Batch:
-        """The global batch as arrays over the mesh, from the rows that this process holds, in the order of `rows`."""
+        """The global batch as arrays over the mesh, given this process's rows of it in the order of `rows`."""
         place = {row: index for index, row in enumerate(rows)}
 
         def put(local: np.ndarray, sharding: NamedSharding) -> Array:
@@ -130,7 +130,7 @@ class Program:
         return {name: put(array, self.batch_shardings[name]) for name, array in batch.items()}
 
     def with_batch(self, size: int) -> "Program":
-        """The program for steps of another global batch; a state of the one is a state of the other."""
+        """The program for steps with another global batch size; both programs have the same state."""
         if size == self.config.train.global_batch:
             return self
         constant: dict[str, Any] = {"ramp_start": 0, "ramp_increment": 0, "ramp_samples": 0}
@@ -145,7 +145,7 @@ class Program:
         return self.rows_of(self.config.train.global_batch)
 
     def rows_of(self, size: int) -> list[int]:
-        """`local_rows` of a global batch of another size."""
+        """`local_rows` for a global batch of another size."""
         index = NamedSharding(self.mesh, ROWS).addressable_devices_indices_map((size,))
         slices = [index[0] for index in index.values() if index is not None]
         return sorted({row for rows in slices for row in range(*rows.indices(size))})
@@ -158,7 +158,7 @@ class Program:
 
     @property
     def num_microbatches(self) -> int:
-        """How many microbatches a device's rows are cut in; fewer rows than one are one."""
+        """How many microbatches a device's rows are divided into; fewer rows than a microbatch make one."""
         train = self.config.train
         return max(1, train.global_batch // (self.config.mesh.row_shards * train.microbatch))
 
@@ -170,12 +170,12 @@ class Program:
 
     @cached_property
     def forward_schedule(self) -> Schedule:
-        """The table of what runs forward only."""
+        """The table of a forward-only program."""
         return forward_only(self.config.mesh.pipe, self.num_microbatches, self.config.pipeline.chunks)
 
 
 def batch_form(config: Config) -> BatchSpec:
-    """What a batch of a configuration holds."""
+    """What a batch of this configuration holds."""
     family = family_of(config.model)
     if not config.data.reset_attention:
         return family.form(config.model)
@@ -195,13 +195,13 @@ def training_boundary(config: Config) -> RegionBoundary:
 
 
 def training_way(config: Config) -> ContextWay:
-    """How attention reaches the tokens of the other devices of a context group in a training step."""
+    """How attention reaches tokens on other devices of a context group in a training step."""
     fusible = _fusible(config, config.model.dropout)
     return context_way(config.model, config.mesh.sizes, config.train.remat, fusible=fusible)
 
 
 def _fusible(config: Config, dropout: float) -> bool:
-    """Whether attention of whole sequences is one that cuDNN has, or that is asked for."""
+    """Whether a fused implementation is asked for, or cuDNN supports this attention over whole sequences."""
     if config.model.attention != "auto":
         return config.model.attention != "blocks"
     has_heads = cudnn_has(config.model.head_size, COMPUTE_DTYPE[config.precision])
@@ -211,9 +211,9 @@ def _fusible(config: Config, dropout: float) -> bool:
 def scans_layers(config: Config, backend: Backend) -> bool:
     """Whether the layers run as one scan (compile time flat in their number) or unrolled.
 
-    `auto`: unrolled up to the number of layers that the backend says, since a step is faster then and compiles for
-    longer (docs/benchmarks). With ZeRO-3 scanned: of unrolled layers XLA gathers the weights once for forward and
-    backward, and keeps them.
+    `auto`: unrolled up to the backend's number of layers, because steps are then faster but compile for longer
+    (docs/benchmarks). With ZeRO-3 always scanned: if layers are unrolled, XLA gathers the weights once for forward and
+    backward, and keeps them in between.
     """
     if config.model.scan_layers == "auto":
         layers_per_chunk = -(-config.model.num_blocks // (config.mesh.pipe * config.pipeline.chunks))

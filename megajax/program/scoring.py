@@ -1,4 +1,4 @@
-"""What runs forward only, dropout off: scores of targets, the logits of a task's answers, and those of a next token.
+"""Forward-only programs, without dropout: scores of targets, logits that answer a task, and logits of the next token.
 Letters: B batch, T tokens, D model, V vocabulary."""
 
 from collections.abc import Callable
@@ -20,32 +20,32 @@ Tree = Any
 
 
 def scores(program: Program) -> Wrapped:
-    """(params, batch) -> for every loss by name the cross-entropy of every target and whether it is the most probable
-    one (`Model.scores`), on every device. Sequences may have any length that the model has positions for."""
+    """(params, batch) -> for every loss by name, each target's cross-entropy and whether it is the most probable one
+    (`Model.scores`), on every device. Sequences may have any length that the model has positions for."""
     return program.compiled(_of_all_rows, (program.layout.specs.params, BATCH), PartitionSpec(), "scores")
 
 
 def task_logits(program: Program) -> Wrapped:
-    """(params, batch) -> the logits that a task is answered by (`Model.task_logits`), [B, …] on every device."""
+    """(params, batch) -> the logits that answer a task (`Model.task_logits`), [B, …] on every device."""
     return program.compiled(_of_all_rows, (program.layout.specs.params, BATCH), PartitionSpec(), "task_logits")
 
 
 def logits(program: Program) -> Wrapped:
-    """(params, batch) -> logits [B, T, V] of every token, padded columns included, of a model of text or of BERT's
+    """(params, batch) -> logits [B, T, V] of every token, including padded columns, for language models and BERT's
     masked tokens."""
     specs = (program.layout.specs.params, BATCH)
     return program.compiled(_logits, specs, PartitionSpec(ROW_AXES, None, vocabulary_axes(program.config)))
 
 
 def next_logits(program: Program) -> Wrapped:
-    """(params, batch, place) -> logits [B, V] of the token after the one at `place`, padded columns included."""
+    """(params, batch, place) -> logits [B, V] for the token after the one at `place`, including padded columns."""
     specs = (program.layout.specs.params, BATCH, PartitionSpec())
     return program.compiled(_next_logits, specs, PartitionSpec(ROW_AXES, vocabulary_axes(program.config)))
 
 
 def _of_all_rows(program: Program, method: str, params: Tree, batch: Batch) -> Tree:
-    """What a method of the model makes of the last layer's output and the rows of a microbatch, of all rows on every
-    device."""
+    """Call a method of the model on the last layer's output and each microbatch's rows; every device gets the results
+    of all rows."""
     length = batch["tokens"].shape[-1]
     answer = lambda ends, x_BTD, rows: getattr(ends, method)(x_BTD, rows)  # noqa: E731
     found = _forward(program, params, batch, answer, program.forward_model(length))
@@ -56,7 +56,7 @@ def _of_all_rows(program: Program, method: str, params: Tree, batch: Batch) -> T
 def _logits(program: Program, params: Tree, batch: Batch) -> Array:
     def of_rows(ends: Any, x_BTD: Array, _: Batch) -> Array:
         found = ends.logits(x_BTD)
-        return found[0] if isinstance(found, tuple) else found  # BERT's are beside those of the order
+        return found[0] if isinstance(found, tuple) else found  # BERT also returns the logits of the order
 
     found = _forward(program, params, batch, of_rows)
     found = complete(found, PartitionSpec(None, ROW_AXES, None, vocabulary_axes(program.config)))
@@ -79,8 +79,8 @@ def _forward(
     function: Callable[[Any, Array, Batch], Tree],
     model: CutModel | None = None,
 ) -> Tree:
-    """What `function` makes of the ends, the last layer's output and the rows of a microbatch, by microbatch: as parts
-    of a sum over the devices of a context group. `model` is the program's for whole sequences unless given."""
+    """Results of `function`, called with the ends, the last layer's output and the rows of each microbatch, stacked by
+    microbatch, as terms of a sum over a context group. `model` defaults to the one for whole sequences."""
     model = model or program.forward_model()
     pipeline = forward_pipeline(program, model, params, batch)
 

@@ -1,12 +1,12 @@
-"""What is trained: the weights, the optimizer's state and the step, their placement on the mesh, and their form
-without one.
+"""What is trained: the weights, the optimizer state and the step; their sharding on the mesh, and their form without
+one.
 
-With LoRA the adapters stand beside the weights, under `lora`, and they alone are trained: the others are frozen, and
-there is nothing of them but what layers compute with.
+With LoRA the adapters are stored next to the weights, under `lora`, and only they are trained: the weights are frozen
+and exist only in the compute dtype.
 
-On devices the stacked layers are pipelined, `[chunks, stages, n, …]`, and weights and moments may be sharded over
-the axes that divide a batch (`parallel/shards.py`). Checkpoints and comparisons use the canonical form, which depends
-on neither mesh nor precision: layers `[L, …]`, and main weights only.
+On devices the stacked layers are pipelined, `[chunks, stages, n, …]`, and weights and moments may be sharded over the
+axes that divide a batch (`parallel/shards.py`). Checkpoints and comparisons use the canonical form, which depends on
+neither mesh nor precision: layers `[L, …]`, and only main weights.
 """
 
 import dataclasses
@@ -39,31 +39,31 @@ Tree = Any
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything that changes in a step. A skipped step changes the loss scale only."""
+    """Everything that a step changes. A skipped step changes only the loss scale."""
 
-    step: Array  # updates of the weights, int32 scalar. Steps that were skipped are not counted
-    params: Tree  # what layers compute with, in the compute dtype: `shared`, `blocks` and with LoRA `lora`
-    main: Tree | None  # what is trained of them in fp32, which is updated; None where `params` are that (fp32, fp64)
-    optimizer: Tree  # optax's state, its moments shaped like what is trained
-    loss_scale: LossScale  # fp16's; 1 otherwise
+    step: Array  # number of updates, int32 scalar; skipped steps do not count
+    params: Tree  # weights that layers compute with, in the compute dtype: `shared`, `blocks` and with LoRA `lora`
+    main: Tree | None  # fp32 copy of the trained ones, which is updated; None if `params` are that (fp32, fp64)
+    optimizer: Tree  # optax's state, with moments shaped like the trained weights
+    loss_scale: LossScale  # for fp16; otherwise 1
     recent_norms: Array  # gradient norms of the last updates, fp32 (`optim/adam.py`)
-    average: Tree | None = None  # of what is trained, over the steps, as `main` is; None without `train.ema`
+    average: Tree | None = None  # moving average of the trained weights, stored like `main`; None without `train.ema`
 
 
 class StateLayout:
     """Shapes, specs and conversions of a `TrainState` on one mesh.
 
     Attributes:
-        specs: where the state lies.
-        layer_specs: where the parts of every layer lie in canonical form, were all layers everywhere.
-        adapters: LoRA's; None where all weights are trained.
-        trained_specs: where main weights, moments and reduced gradients lie: `--optimizer.zero` shards them.
-        owned: how that sharding divides them.
-        per_step: it where `params` are not sharded so: taken and gathered once a step (ZeRO-1).
-        needs_tensor_sum: of every weight, see `mesh.needs_tensor_sum`.
-        per_use: the sharding of `params` themselves, gathered before every use (ZeRO-3).
-        optimizer, matrices: of what is trained, and by path what of it Muon updates.
-        loss_scale: how fp16's changes; None in other precisions.
+        specs: how the state is sharded.
+        layer_specs: how the dims of each layer are sharded in canonical form, as if every device had all layers.
+        adapters: LoRA's; None if all weights are trained.
+        trained_specs: how main weights, moments and reduced gradients are sharded: with `--optimizer.zero` over ranks.
+        owned: that ZeRO sharding.
+        per_step: the same if `params` are not sharded so: they are gathered once per step (ZeRO-1).
+        needs_tensor_sum: for every weight, see `mesh.needs_tensor_sum`.
+        per_use: the ZeRO sharding of `params` themselves, gathered before every use (ZeRO-3).
+        optimizer, matrices: the optimizer of the trained weights, and those that Muon updates, by path.
+        loss_scale: how fp16's loss scale changes; None in other precisions.
     """
 
     def __init__(self, config: Config, mesh: Mesh, model: CutModel):
@@ -88,7 +88,7 @@ class StateLayout:
             logical, shapes = logical | {LORA: self.adapters.logical_specs}, shapes | {LORA: self.adapters.shapes}
         self.needs_tensor_sum = jax.tree.map(lambda spec: needs_tensor_sum(spec, rules), logical)
         layers = PIPE if self.model.num_blocks % self._config.mesh.pipe == 0 else None
-        # Where weights lie, those of a layer alone: without ZeRO, with it, and how that shards them.
+        # Specs of weights without stacking dims: without ZeRO, with ZeRO, and the sharding that ZeRO adds.
         shapes = _map_blocks(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), shapes)
         logical = _map_blocks(lambda spec: PartitionSpec(*spec[1:]), logical)
         unsharded = jax.tree.map(lambda spec: mesh_spec(spec, rules), logical)
@@ -114,8 +114,8 @@ class StateLayout:
         self.specs = self._specs(_stacked(params, *pipelined), here, self.trained_specs)
 
     def _muons(self, logical: Tree) -> dict[tuple[str, ...], Matrices]:
-        """The matrices that Muon updates, by path, of trained weights whose dims, those of a layer, have these names;
-        with AdamW none."""
+        """The matrices that Muon updates, by path, given the dim names of trained weights without their stacking dims;
+        none with AdamW."""
         if self._config.optimizer.name != "muon":
             return {}
         names, specs = flatten_dict(logical), flatten_dict(self.trained_specs)
@@ -123,15 +123,15 @@ class StateLayout:
         return {path: each for path, each in found.items() if each}
 
     def trained(self, weights: Tree) -> Tree:
-        """What is trained of weights, or of something for each of them: the adapters, or all."""
+        """The trained part of the weights, or of a tree like them: the adapters, or everything."""
         return weights if self.adapters is None else weights[LORA]
 
     def with_trained(self, weights: Tree, trained: Tree) -> Tree:
-        """Weights with others in the place of what is trained."""
+        """The weights with their trained part replaced."""
         return trained if self.adapters is None else weights | {LORA: trained}
 
     def with_main(self, state: TrainState) -> TrainState:
-        """A state, or something for each of its leaves, with the main weights among `params`."""
+        """A state, or a tree like one, with the main weights in `params`."""
         params = state.params if state.main is None else self.with_trained(state.params, state.main)
         return dataclasses.replace(state, params=params, main=None)
 
@@ -140,24 +140,24 @@ class StateLayout:
         optimizer = jax.tree_util.tree_map_with_path(
             lambda path, _: by_path.get(_names(path), PartitionSpec()), self.canonical_shapes.optimizer
         )
-        scale = LossScale(PartitionSpec(), PartitionSpec())  # type: ignore[arg-type]  # specs where arrays stand
+        scale = LossScale(PartitionSpec(), PartitionSpec())  # type: ignore[arg-type]  # specs in place of arrays
         average = moments if self._config.train.ema else None
         return TrainState(PartitionSpec(), params, main, optimizer, scale, PartitionSpec(), average)  # type: ignore[arg-type]
 
     @cached_property
     def shapes(self) -> TrainState:
-        """The state on this mesh's stages, as types."""
+        """Shapes and dtypes of the state on this mesh's stages."""
         return jax.eval_shape(self._pipelined, self.canonical_shapes)
 
     def begin(self, weights: Tree) -> TrainState:
-        """The canonical state before the first step, of canonical main weights."""
+        """The canonical state before the first step, from canonical main weights."""
         optimizer = self.optimizer.init(self.trained(weights))
         scale = LossScale.start(self.loss_scale)
         average = self.trained(weights) if self._config.train.ema else None
         return TrainState(jnp.zeros((), jnp.int32), weights, None, optimizer, scale, initial_norms(), average)
 
     def init(self, compiler_options: dict[str, Any] | None = None) -> TrainState:
-        """A fresh state, made in shards: of the canonical form, which then goes to its stages."""
+        """A fresh state, never materialized unsharded: made in canonical form, then moved to its stages."""
         first, made_in = shardings(self.mesh, self.canonical_specs), shardings(self.mesh, self.specs)
 
         def fresh() -> TrainState:
@@ -177,13 +177,13 @@ class StateLayout:
 
     @cached_property
     def stored_scale(self):
-        """The loss scale as a checkpoint has it."""
+        """The loss scale as stored in a checkpoint."""
         place = NamedSharding(self.mesh, PartitionSpec())
         return jax.jit(lambda scale: scale.stored(self.loss_scale), out_shardings=place)
 
     @cached_property
     def resumed_scale(self):
-        """The loss scale to go on with from a checkpoint's."""
+        """The loss scale to resume with, from a checkpoint's."""
         place = NamedSharding(self.mesh, PartitionSpec())
         return jax.jit(lambda scale: scale.resumed(self.loss_scale), out_shardings=place)
 
@@ -210,17 +210,17 @@ class StateLayout:
 
 
 def _stacked(specs: Tree, *leading) -> Tree:
-    """Specs of layers that are stacked along leading dims."""
+    """Specs of layers stacked along leading dims."""
     return _map_blocks(lambda spec: PartitionSpec(*leading, *spec), specs)
 
 
 def _map_blocks(function, tree: Tree) -> Tree:
-    """Apply `function` to the leaves that belong to the stacked layers: those below a key `blocks`."""
+    """Apply `function` to the leaves of the stacked layers: those under a key `blocks`."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: function(leaf) if is_stacked(path) else leaf, tree)
 
 
 def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """The names in a path of what stands for a weight, whatever holds it."""
+    """The dict keys in a path, which name a weight whatever tree contains it."""
     return tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
 
 

@@ -1,4 +1,4 @@
-"""Random batches, for measuring and comparing programs."""
+"""Random batches for measuring and comparing programs."""
 
 import numpy as np
 import numpy.typing as npt
@@ -13,24 +13,24 @@ Batch = dict[str, npt.NDArray[np.int32]]
 
 
 def random_batch(config: Config, step: int) -> Batch:
-    """A global batch that depends on the configuration's form, seed and step only."""
+    """A global batch that depends only on the configuration's form and seed, and on the step."""
     rng = np.random.default_rng((config.seed, step))
     entries = batch_form(config).entries
-    makers = {"order": _pairs, "start": _spans, "label": _labelled}  # by an array that only they have
+    makers = {"order": _pairs, "start": _spans, "label": _labelled}  # keyed by an array that only these forms have
     batch = next((make for name, make in makers.items() if name in entries), _text)(config, rng)
     assert batch.keys() == entries.keys(), "not a form that is known here"
     return batch
 
 
 def placed_batch(program: Program, step: int) -> PlacedBatch:
-    """The random batch of a step on the devices."""
+    """A step's random batch, on the devices."""
     rows = program.local_rows
     return program.put_batch({name: array[rows] for name, array in random_batch(program.config, step).items()}, rows)
 
 
 def _text(config: Config, rng: np.random.Generator) -> Batch:
-    """A tenth of the targets is ignored, unevenly over rows. Where attention is reset, a document ends after a seventh
-    of the tokens, anywhere."""
+    """A tenth of the targets is ignored, unevenly over rows. If attention is reset, one token in seven, at random,
+    begins a new document."""
     shape = (config.train.global_batch, config.model.sequence_length + 1)
     tokens = rng.integers(0, config.model.vocab_size, shape, np.int32)
     ignored = rng.random((shape[0], shape[1] - 1)) < np.linspace(0.0, 0.2, shape[0])[:, None]
@@ -42,7 +42,7 @@ def _text(config: Config, rng: np.random.Generator) -> Batch:
 
 
 def _pairs(config: Config, rng: np.random.Generator) -> Batch:
-    """Rows of half the sequence and more, a quarter of them of one segment; up to three tenths of the tokens are
+    """Rows fill at least half the sequence; a quarter of them have one segment. Up to three tenths of the tokens are
     masked, unevenly over rows, as far as a row has places for them."""
     rows, length = config.train.global_batch, config.model.sequence_length
     inputs = _inputs(config, rng, (rows,))
@@ -58,8 +58,8 @@ def _pairs(config: Config, rng: np.random.Generator) -> Batch:
 
 
 def _labelled(config: Config, rng: np.random.Generator) -> Batch:
-    """Of every row a class, or the right one of several texts; of a quarter of the rows it is not known, and of choices
-    of more than two the last ones may be missing."""
+    """Every row has a class, or the right one of several texts; a quarter of the labels are unknown, and choices of
+    more than two may lack the last texts."""
     rows = config.train.global_batch
     shape = batch_form(config).shapes(rows, tokens=config.model.sequence_length)["length"]
     inputs, classes_B = _inputs(config, rng, shape), np.full(rows, config.model.num_classes)
@@ -72,8 +72,8 @@ def _labelled(config: Config, rng: np.random.Generator) -> Batch:
 
 
 def _spans(config: Config, rng: np.random.Generator) -> Batch:
-    """Of every row the first and the last token of a span, of a quarter both the first token of all; of a quarter they
-    are not known."""
+    """Every row has the first and last token of a span; in a quarter of the rows both are token 0, and in a quarter
+    they are unknown."""
     rows = config.train.global_batch
     inputs, kind_B = _inputs(config, rng, (rows,)), rng.integers(0, 4, rows)
     ends_B2 = np.sort(rng.integers(0, inputs["length"][:, None], (rows, 2)), axis=1)
@@ -83,7 +83,7 @@ def _spans(config: Config, rng: np.random.Generator) -> Batch:
 
 
 def _inputs(config: Config, rng: np.random.Generator, shape: tuple[int, ...]) -> Batch:
-    """Inputs of half the sequence and more, a quarter of them of one segment: `tokens`, `token_types`, `length`."""
+    """Inputs `tokens`, `token_types` and `length`; they fill at least half the sequence, a quarter has one segment."""
     length = config.model.sequence_length
     ids = rng.integers(0, config.model.vocab_size, (*shape, length), np.int32)
     length_B = rng.integers(-(-length // 2), length + 1, shape, np.int32)

@@ -1,4 +1,4 @@
-"""The train step: losses and gradients of a batch, and the update of the state."""
+"""The train step: losses and gradients for a batch, and the update of the state."""
 
 from typing import Any
 
@@ -32,25 +32,25 @@ def train_step(program: Program) -> Wrapped:
 
 
 def train_step_with_gradients(program: Program) -> Wrapped:
-    """(state, batch) -> (state, metrics, gradients before clipping): of the weights, or of LoRA's adapters."""
+    """(state, batch) -> (state, metrics, gradients before clipping, for the weights or for LoRA's adapters)."""
     specs, trained = program.layout.specs, program.layout.trained_specs
     return program.compiled(_train_step_with_gradients, (specs, BATCH), (specs, SCALAR, trained), donate_argnums=0)
 
 
 def loss_and_gradients(program: Program) -> Wrapped:
-    """(params, batch, step) -> (loss, gradients): what the train step differentiates, gradients reduced."""
+    """(params, batch, step) -> (loss, gradients): what the train step differentiates, with gradients reduced."""
     specs = program.layout.specs.params, BATCH, SCALAR
     return program.compiled(_loss_and_gradients, specs, (SCALAR, program.layout.trained_specs))
 
 
 def average_weights(program: Program) -> Wrapped:
-    """(params, average) -> params of the average, as layers compute with them."""
+    """(params, average) -> params with the averaged weights, in the compute dtype."""
     specs = program.layout.specs
     return program.compiled(_average_weights, (specs.params, specs.average), specs.params)
 
 
 def one_part(program: Program, part: Part) -> Wrapped:
-    """(params, batch, virtual stage, repeats) -> a number: see `pipeline/measuring.py`."""
+    """(params, batch, virtual stage, repeats) -> a number; see `pipeline/measuring.py`."""
     return program.compiled(_one_part, (program.layout.specs.params, BATCH, SCALAR, SCALAR), SCALAR, part)
 
 
@@ -99,7 +99,7 @@ def _train_step_with_gradients(
 
 
 def _with_moved_biases(program: Program, main: Tree, figures: dict[str, Array], taken: Array) -> Tree:
-    """Main weights in which the routers' biases, where there are, have followed the experts' loads."""
+    """Main weights whose router biases, if there are any, are adjusted to the experts' loads."""
     layout, model, flat = program.layout, program.config.model, flatten_dict(main)
     if model.balance != "bias" or ROUTER_BIAS not in flat:
         return main
@@ -124,8 +124,8 @@ def _loss_and_gradients(program: Program, params: Tree, batch: Batch, step: Arra
 def _losses_and_gradients(
     program: Program, params: Tree, batch: Batch, step: Array, loss_scale: Array | np.float32
 ) -> tuple[dict[str, Array], Tree, dict[str, Array]]:
-    """The losses by name; the gradients of their sum, in the main dtype and without the scale, of what is trained,
-    where `layout.trained_specs` have it; and the sums of the layers' figures."""
+    """The losses by name; the gradients of their sum for the trained weights, unscaled, in the main dtype, sharded like
+    `layout.trained_specs`; and the sums of the layers' figures."""
     layout, dtype = program.layout, program.layout.main_dtype
     pipeline = training_pipeline(program, params, batch, step, loss_scale)
     losses, grads, figures = pipeline.losses_and_gradients(program.schedule, program.gradient_dtype)
@@ -138,7 +138,7 @@ def _losses_and_gradients(
 
 
 def _completed(grads: Tree, specs: Tree) -> Tree:
-    """Gradients that are sums over all axes, those of every weight checked where anything is recorded."""
+    """Sum gradients over all axes; while recording, every weight's sum is checked."""
 
     def missing(grad: Array, spec: PartitionSpec) -> tuple[str, ...]:
         return tuple(axis for axis in AXES if axis_size(axis) > 1 and axis in varying_axes(grad) - spec_axes(spec))

@@ -1,10 +1,10 @@
-"""The state between the devices and the host's memory, leaf by leaf, in its canonical form (`program/state.py`).
+"""Copy the state between devices and host memory, leaf by leaf, in its canonical form (`program/state.py`).
 
-A leaf is converted on the devices, copied and freed before the next one, so that the devices need no more memory beside
-the state than one leaf takes. On the way each device holds another part of a leaf: the axes that do not divide it as it
-lies on the mesh divide another of its dims, `pipe` one of each layer's. So stages exchange their parts instead of
-gathering all layers, whatever number of them there is, and the hosts hold every number about once. Where `pipe` divides
-no dim of a layer, it divides the layers; if it cannot do that either, the layers go stage by stage to every host.
+A leaf is converted on the devices, copied and freed before the next one, so the devices need memory for only one leaf
+besides the state. For the transfer, the mesh axes that a leaf is not sharded over are used to shard another of its
+dims, `pipe` a dim of each layer. So stages exchange shards instead of gathering all layers, for any number of layers,
+and the hosts hold every number about once. If `pipe` divides no dim of a layer, it divides the layers; if it cannot do
+that either, the layers are sent to every host stage by stage.
 """
 
 import dataclasses
@@ -36,11 +36,11 @@ _STAGES = 1  # dim of a pipelined leaf
 
 
 class Transfer:
-    """Conversions between a state on the devices and its canonical form in host memory.
+    """Conversions between the state on the devices and its canonical form in host memory.
 
     Attributes:
-        targets: the canonical state as `ShapeDtypeStruct`, in host memory, every leaf divided as far as the mesh
-            divides it.
+        targets: the canonical state as `ShapeDtypeStruct`, in host memory, with every leaf sharded as much as the mesh
+            allows.
     """
 
     def __init__(self, layout: StateLayout):
@@ -58,13 +58,13 @@ class Transfer:
         if not is_stacked(path):
             return shard_unused_axes(spec, shape, mesh)
         spec = shard_unused_axes(spec, shape, mesh, range(1, len(shape)))
-        neighbours = placement.num_chunks == 1 and not placement.padded  # are a stage's layers
+        neighbours = placement.num_chunks == 1 and not placement.padded  # a stage's layers are consecutive
         if PIPE not in spec_axes(spec) and neighbours and placement.num_stages > 1:
             spec = PartitionSpec(PIPE, *spec[1:])
         return spec
 
     def _goes_by_stages(self, stacked: bool, canonical: PartitionSpec) -> bool:
-        """Whether nothing of a leaf's canonical form is divided over the stages."""
+        """Whether a leaf's canonical form is not sharded over the stages at all."""
         return stacked and self._layout.placement.num_stages > 1 and PIPE not in spec_axes(canonical)
 
     def to_host(self, state: TrainState) -> TrainState:
@@ -84,7 +84,7 @@ class Transfer:
         return jax.tree.unflatten(structure, canonical)
 
     def to_devices(self, canonical: TrainState) -> TrainState:
-        """The state on this mesh's stages, in this run's precision, of the canonical one in host memory."""
+        """The state on this mesh's stages, in this run's precision, from the canonical one in host memory."""
         layout, specs = self._layout, self._layout.specs
         others = dataclasses.replace(specs, params=None, main=None)
         placed = self._place(dataclasses.replace(canonical, params=None), others)
@@ -93,7 +93,7 @@ class Transfer:
         return dataclasses.replace(placed, params=params, main=main, loss_scale=scale)
 
     def merged(self, canonical: Tree) -> Tree:
-        """Canonical main weights in host memory with what their adapters add, weight by weight."""
+        """Canonical main weights in host memory with their adapters merged in, weight by weight."""
         adapters = self._layout.adapters
         if adapters is None:
             return canonical
@@ -108,14 +108,14 @@ class Transfer:
         return adapters.put(weights, part)
 
     def params_to_devices(self, canonical: Tree) -> Tree:
-        """The weights that layers compute with, on this mesh's stages, of the canonical ones in host memory."""
+        """The weights in the compute dtype on this mesh's stages, from the canonical ones in host memory."""
         return self._place(canonical, self._layout.specs.params, self._layout.compute_dtype)
 
     def to_canonical(
         self, stacked: bool, source: PartitionSpec, target: PartitionSpec, dtype: Any
     ) -> Callable[..., Array]:
-        """The compiled conversion of a leaf on the stages to its canonical form, in its `dtype`; for one that goes by
-        stages, of it and a stage's number to that stage's slots."""
+        """The compiled conversion of a leaf on the stages to canonical form, in `dtype`. For a leaf that goes by
+        stages, it takes the leaf and a stage number and returns that stage's slots."""
         steps, by_stages = self._steps(source, target, stacked), self._goes_by_stages(stacked, target)
         layers_divided = stacked and entry_axes(target[0]) == (PIPE,)
 
@@ -135,8 +135,8 @@ class Transfer:
     def from_canonical(
         self, stacked: bool, source: PartitionSpec, target: PartitionSpec, dtype: Any = None
     ) -> Callable[[Array], Array]:
-        """The compiled conversion of a canonical leaf to one on the stages, in another `dtype` if one is given; one
-        that goes by stages is on them already."""
+        """The compiled conversion of a canonical leaf to one on the stages, cast to `dtype` if given. A leaf that goes
+        by stages must be on them already."""
         steps, by_stages = self._steps(target, source, stacked), self._goes_by_stages(stacked, source)
         layers_divided = stacked and entry_axes(source[0]) == (PIPE,)
 
@@ -157,8 +157,8 @@ class Transfer:
         return self._compiled(("pipelined", stacked, source, target, dtype), local, given, target)
 
     def _steps(self, pipelined: PartitionSpec, canonical: PartitionSpec, stacked: bool) -> list[tuple[int, str]]:
-        """What the canonical form of a leaf is divided by further than the pipelined one, the layers aside: pipelined
-        dims and axes, in this order."""
+        """Splits that the canonical form of a leaf adds to the pipelined one, apart from the layers': pairs of a
+        pipelined dim and an axis, in order."""
         pipelined, canonical = (_dividing(spec, self._layout.mesh) for spec in (pipelined, canonical))
         entries = [None, None, None, *canonical[1:]] if stacked else list(canonical)
         return [
@@ -168,7 +168,7 @@ class Transfer:
         ]
 
     def _collected(self, leaf: Array, source: PartitionSpec, target: jax.ShapeDtypeStruct) -> Array:
-        """The canonical form in host memory of a leaf that goes by stages."""
+        """The canonical form, in host memory, of a leaf that goes by stages."""
         convert = self.to_canonical(True, source, target.sharding.spec, target.dtype)
         index = self._layout.placement.layer_index
         whole: dict[Any, np.ndarray] = {}
@@ -183,7 +183,7 @@ class Transfer:
         return _placed(target.shape, target.sharding, whole)
 
     def _on_stages(self, leaf: Array) -> Array:
-        """The layers of a canonical leaf in host memory where their stages are, zeros in padded slots."""
+        """Put the layers of a canonical leaf in host memory onto their stages, with zeros in padded slots."""
         assert isinstance(leaf.sharding, NamedSharding)
         index = self._layout.placement.layer_index
         place = NamedSharding(leaf.sharding.mesh, PartitionSpec(None, PIPE, None, *leaf.sharding.spec[1:]))
@@ -199,13 +199,13 @@ class Transfer:
     def _compiled(
         self, key: Any, local: Callable[..., Array], source: PartitionSpec, target: PartitionSpec
     ) -> Callable[..., Array]:
-        """What `local` does with the parts of a leaf, compiled once for a key."""
+        """`local`, a function of a leaf's shards, compiled once per key."""
 
         def convert(leaf: Array, *stage: Array) -> Array:
             mesh = self._layout.mesh
             specs = (_dividing(source, mesh), *(PartitionSpec() for _ in stage))
             converted = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=_dividing(target, mesh))(leaf, *stage)
-            return lax.optimization_barrier(converted)  # a leaf that is right already must be a copy too
+            return lax.optimization_barrier(converted)  # a leaf that needs no conversion must be copied too
 
         if key not in self._conversions:
             self._conversions[key] = jax.jit(convert, out_shardings=NamedSharding(self._layout.mesh, target))
@@ -225,13 +225,13 @@ class Transfer:
 
 
 def _of_stage(x: Array, stage: Array) -> Array:
-    """A stage's slots on all stages. Sums are of whole numbers: -0.0 would not stay what it is."""
+    """One stage's slots on all stages. They are summed as integers, because as floats -0.0 would become 0.0."""
     bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
     return lax.bitcast_convert_type(broadcast_stage(bits, axis_index(PIPE) == stage), x.dtype)
 
 
 def _placed(shape: tuple[int, ...], sharding: Any, parts: Mapping[Any, np.ndarray | Array]) -> Array:
-    """An array of the parts that this process's devices have of it."""
+    """An array made of this process's shards of it."""
     shards = [
         jax.device_put(part, SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
         for device, part in parts.items()
@@ -240,23 +240,23 @@ def _placed(shape: tuple[int, ...], sharding: Any, parts: Mapping[Any, np.ndarra
 
 
 def _dividing(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
-    """`spec` without the axes of one device, over which nothing varies."""
+    """`spec` without axes of size 1, over which nothing varies."""
     return PartitionSpec(*(tuple(axis for axis in entry_axes(entry) if mesh.shape[axis] > 1) or None for entry in spec))
 
 
 def moved(leaf: Array, memory: str | None = None) -> Array:
-    """A copy of `leaf` in another memory of the same devices, by default their own; it is there when this returns."""
+    """A copy of `leaf` in another memory of its devices, by default their own; complete when this returns."""
     memory = memory or leaf.addressable_shards[0].device.default_memory().kind
     parts = {shard.device: shard.data for shard in leaf.addressable_shards}
     return _placed(leaf.shape, leaf.sharding.with_memory_kind(memory), parts)
 
 
 def cast(leaf: Array, dtype: Any) -> Array:
-    """`leaf` in another dtype, in the same memory."""
+    """`leaf` cast to another dtype, in the same memory."""
     parts = {shard.device: np.asarray(shard.data).astype(dtype) for shard in leaf.addressable_shards}
     return _placed(leaf.shape, leaf.sharding, parts)
 
 
 def canonical_bytes(layout: StateLayout) -> int:
-    """Bytes of the canonical state, of all devices together."""
+    """Bytes of the canonical state, over all devices together."""
     return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(layout.canonical_shapes))

@@ -1,1 +1,1 @@
-"""What a run leaves on disk: its directory, its data, checkpoints and figures."""
+"""What a run leaves on disk: its directory, data, checkpoints and metrics."""

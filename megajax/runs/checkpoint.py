@@ -1,7 +1,7 @@
-"""Checkpoints: the state in mesh-independent form, written in the background, atomically, and read on any mesh.
+"""Checkpoints: the state in mesh-independent form, written atomically in the background, and read on any mesh.
 
-The state goes leaf by leaf to the host's memory (`program/transfer.py`), from there in the background to the disk
-(`writing.py`), and back (`stored.py`). A write that fails is news, not an end, until several have failed in a row.
+The state is copied to host memory leaf by leaf (`program/transfer.py`), written to disk in the background
+(`writing.py`), and read back (`stored.py`). A failed write is reported; only several in a row end the run.
 """
 
 import dataclasses
@@ -27,30 +27,30 @@ from megajax.runs.step_folders import Retention
 from megajax.runs.stored import DamagedCheckpoint
 from megajax.runs.writing import Write, new_state
 
-_OVERHEAD = 2**20  # bytes of a checkpoint that are not of its arrays, at most
+_OVERHEAD = 2**20  # bytes in a checkpoint besides its arrays, at most
 
 
 class Checkpoints:
     """The folder `checkpoints/` of a run. All processes make one and call its methods together.
 
-    Reading raises `DamagedCheckpoint` where a file or an array cannot be read or differs from what was written, and
+    Reading raises `DamagedCheckpoint` if a file or array cannot be read or differs from what was written, and
     `UserError` for a checkpoint of another model. `save`, `save_new` and `news` raise `RunError` after too many failed
     writes in a row.
     """
 
     def __init__(self, run_dir: Path, layout: StateLayout, keep: Retention | int | None = None, max_failures: int = 1):
-        """With `keep`, checkpoints can be written, and those go that it does not keep; `max_failures` failed writes
-        in a row end the run."""
+        """With `keep`, checkpoints can be written, and those that it does not keep are removed; `max_failures` failed
+        writes in a row end the run."""
         self.folder = Path(run_dir).absolute() / "checkpoints"
-        self.saved: int | None = None  # the newest step that was restored as a state, or saved completely
+        self.saved: int | None = None  # the newest step whose state was restored, or saved completely
         self._layout, self._transfer = layout, Transfer(layout)
         self._keep = Retention(keep) if isinstance(keep, int) else keep
         self._max_failures, self._failures = max_failures, 0
         self._write: Write | None = None
-        self._problem = ""  # of the last write, if it failed
+        self._problem = ""  # why the last write failed, if it did
         self._news: list[str] = []
         self._losses: dict[int, float] = {}
-        self.average_news = ""  # what became of the average of the weights in the state that was restored
+        self.average_news = ""  # what happened to the weight average in the restored state
         if keep is not None:
             on_first_process(self._prepare)
 
@@ -67,15 +67,15 @@ class Checkpoints:
         return numbers_of_first_process(step_folders.complete(self.folder))
 
     def save(self, step: int, state: TrainState, validation_loss: float | None = None) -> None:
-        """Begin to write the `state` after `step` steps. When this returns, the state is copied; the files are complete
-        later (`wait`). Failures of this write or the one before are `news`."""
+        """Begin to write the `state` after `step` steps. When this returns, the state has been copied; the files are
+        complete later (`wait`). `news` reports failures of this write and the previous one."""
         if validation_loss is not None:
             self._losses[step] = validation_loss
         self._begin(step, lambda: self._transfer.to_host(state))
 
     def save_new(self, weight: Callable[[Any, tuple[int, ...]], np.ndarray]) -> None:
-        """Begin to write the state before the first step; `weight` makes each canonical main weight from its path and
-        shape, in another thread, when its turn comes."""
+        """Begin to write the state before the first step. `weight`, called in another thread, makes each canonical main
+        weight from its path and shape when it is written."""
         self._begin(0, lambda: new_state(self._layout, weight))
 
     def _begin(self, step: int, canonical: Callable[[], TrainState]) -> None:
@@ -87,18 +87,18 @@ class Checkpoints:
             self._write = Write(self.folder, step, canonical(), then=self._retire)
 
     def wait(self) -> None:
-        """Wait until what was saved is complete; raises `RunError` if the last state could not be written."""
+        """Wait until everything saved is complete; raises `RunError` if the last state could not be written."""
         self._settle()
         if self._problem:
             raise RunError(f"{self._problem}; last good checkpoint: {self.last_good}")
 
     def close(self) -> None:
-        """Wait for this process's own write, without the other processes; only `wait` makes sure of a checkpoint."""
+        """Wait for this process's own write only; just `wait` guarantees a complete checkpoint."""
         if self._write is not None:
             self._write.abandon()
 
     def news(self) -> list[str]:
-        """A line for each failed write since the last call."""
+        """One line for each failed write since the last call."""
         if jax.process_count() == 1 and self._write is not None and not self._write.is_under_way:
             self._settle()
         news, self._news = self._news, []
@@ -106,7 +106,7 @@ class Checkpoints:
 
     @property
     def writing(self) -> int | None:
-        """The step whose checkpoint this process is writing; None without one."""
+        """The step whose checkpoint this process is writing; None if it is not writing."""
         return self._write.step if self._write is not None and self._write.is_under_way else None
 
     @property
@@ -115,7 +115,7 @@ class Checkpoints:
         return "none yet" if self.saved is None else f"{self.folder / str(self.saved)} (step {self.saved})"
 
     def _settle(self) -> None:
-        """Wait for the end of the write under way and take note of it."""
+        """Wait for the current write to end, and note its outcome."""
         if self._write is None:
             return
         write, self._write = self._write, None
@@ -149,7 +149,7 @@ class Checkpoints:
         return ""
 
     def _retire(self) -> None:
-        """Remove the checkpoints that are not kept."""
+        """Remove checkpoints that are not to be kept."""
         assert self._keep is not None
         try:
             for step in self._keep.removed(step_folders.complete(self.folder), self._losses):
@@ -172,22 +172,22 @@ class Checkpoints:
         return state
 
     def averaged(self, step: int) -> bool:
-        """Whether the weights that are read of a step are their average: the configuration and the checkpoint have
-        one."""
+        """Whether the weights read for a step are averages: both the configuration and the checkpoint have
+        them."""
         return self._transfer.targets.average is not None and stored.has_average(self.folder / str(step))
 
     def restore_params(self, step: int) -> Any:
-        """The weights after `step` steps on this mesh, as layers compute with them, LoRA's beside them; their average
-        if they are `averaged`. Only these are read and compared with their checksums, not the files with their
-        digests."""
+        """The weights after `step` steps on this mesh, in the compute dtype, including LoRA's; their average if they
+        are `averaged`. Only these arrays are read and compared with their checksums; the digests of files are
+        not."""
         return self._transfer.params_to_devices(self._read_weights(step, self._transfer.targets.params))
 
     def read_weights(self, step: int) -> Any:
-        """The canonical main weights in host memory, LoRA merged into them; otherwise as `restore_params`."""
+        """The canonical main weights in host memory, with LoRA merged; otherwise like `restore_params`."""
         return self._transfer.merged(self._read_weights(step, self._transfer.targets.params))
 
     def read_some_weights(self, step: int, paths: Collection[Any]) -> dict[Any, np.ndarray]:
-        """The canonical main weights and adapters at `paths`, as they are stored; otherwise as `restore_params`."""
+        """The canonical main weights and adapters at `paths`, as stored; otherwise like `restore_params`."""
         leaves = jax.tree_util.tree_leaves_with_path(self._transfer.targets.params)
         wanted = {tuple(key.key for key in path): target for path, target in leaves if path in paths}
         found = self._read_weights(step, traverse_util.unflatten_dict(wanted))
@@ -203,12 +203,12 @@ class Checkpoints:
         return found.params if average is None else (found.params or {}) | self._named(found.average)
 
     def _named(self, trained: Any) -> Any:
-        """What is trained, among all weights."""
+        """The trained weights, as a part of all weights."""
         return trained if self._layout.adapters is None else {LORA: trained}
 
     def _read(self, step: int, targets: TrainState) -> TrainState:
         checkpoint = self.folder / str(step)
-        stored.check_files(checkpoint, digests=targets.optimizer is not None)  # of a whole state
+        stored.check_files(checkpoint, digests=targets.optimizer is not None)  # only for a whole state
         try:
             return stored.read(checkpoint, targets)
         except DamagedCheckpoint:
@@ -216,8 +216,8 @@ class Checkpoints:
             raise
 
     def restore_newest(self) -> tuple[TrainState | None, int, list[str]]:
-        """The newest readable state, its step, and what is wrong with newer ones; the state is None without any
-        checkpoint. If there are checkpoints and none can be read, that is a `RunError`."""
+        """The newest readable state (None if there is no checkpoint), its step, and what is wrong with newer ones.
+        Raises `RunError` if there are checkpoints but none can be read."""
         damaged: list[str] = []
         for step in reversed(numbers_of_first_process(step_folders.candidates(self.folder))):
             try:
@@ -229,7 +229,7 @@ class Checkpoints:
         return None, 0, damaged
 
     def set_aside(self, after: int) -> None:
-        """Rename the checkpoints of steps after `after`, so that these can be written again."""
+        """Rename the checkpoints of steps after `after`, so that they can be written again."""
 
         def rename() -> None:
             for step in step_folders.candidates(self.folder):
@@ -244,7 +244,7 @@ class Checkpoints:
 
 
 def choose_step(run_dir: Path, steps: list[int], wanted: str) -> int:
-    """The step that `latest`, `best` (lowest validation loss) or a number means."""
+    """The step that `latest`, `best` (lowest validation loss) or a number refers to."""
     if not steps:
         raise UserError(f"{run_dir} holds no checkpoint; valid: the directory of a run that wrote one")
     if wanted == "latest":

@@ -1,4 +1,4 @@
-"""The data of a run: its corpus, or several blended, and its validation sets."""
+"""The data of a run: one corpus or several blended ones, and validation sets."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,21 +22,21 @@ from megajax.errors import UserError
 from megajax.models.registry import FAMILIES
 
 _SOURCES = "--data.sources"
-_VALIDATION = "validation-"  # starts the folders of named validation sets
+_VALIDATION = "validation-"  # prefix of the folders of named validation sets
 
 
 @dataclass(frozen=True)
 class RunData:
-    """Samples and where they come from."""
+    """Samples and their corpora."""
 
     corpora: list[Corpus]  # one, or one for each source
-    tokenizer: Tokenizer | None  # None if all was given tokenized and without one
+    tokenizer: Tokenizer | None  # None if all data was given tokenized and without a tokenizer
     train: EpochSamples | BlendedSamples  # an endless sequence
-    validation: CorpusSamples | None  # held-out samples of all corpora; None where nothing is held out
-    validation_sets: dict[str, CorpusSamples]  # of each named one
+    validation: CorpusSamples | None  # held-out samples of all corpora; None if nothing is held out
+    validation_sets: dict[str, CorpusSamples]  # by name
 
     def lines(self, config: Config) -> Iterator[str]:
-        """A line for every corpus; in an epoch every sample of the corpus is seen once."""
+        """A line for every corpus; an epoch sees every sample of the corpus once."""
         train = self.train
         blended = isinstance(train, BlendedSamples)
         parts = train.sources if isinstance(train, BlendedSamples) else [train]
@@ -57,8 +57,8 @@ class RunData:
 
 
 def make_run_data(config: Config, folder: Path) -> None:
-    """Make the corpora of a run, unless they are there: a single one in `folder`, each of several in a folder of its
-    own beside `tokenizer`, which they share. One process calls this, then all may `open_run_data`."""
+    """Make the corpora of a run unless they exist: a single one in `folder`, several each in a folder of their own next
+    to `tokenizer`, which they share. One process calls this, then all may call `open_run_data`."""
     data, vocab_size = config.data, config.model.vocab_size
     if _reads_pairs(config):
         pairs.check_length(config.model.sequence_length)
@@ -79,7 +79,7 @@ def make_run_data(config: Config, folder: Path) -> None:
 
 
 def open_run_data(config: Config, folder: Path, overlap: int = 0) -> RunData:
-    """Open the data of `make_run_data`, on any process. `overlap` is that of `EvaluationSamples`."""
+    """Open the data made by `make_run_data`, on any process; for `overlap` see `EvaluationSamples`."""
     data, vocab_size = config.data, config.model.vocab_size
     corpora = [open_corpus(folder / name, vocab_size) for name in _corpora(config)]
     splits = [_split(config, corpus, overlap) for corpus in corpora]
@@ -97,43 +97,43 @@ def open_run_data(config: Config, folder: Path, overlap: int = 0) -> RunData:
 
 
 def _corpora(config: Config) -> list[str]:
-    """The folders of the corpora that are trained on."""
+    """The folders of the training corpora."""
     return [f"source-{number}" for number in range(len(config.data.sources))] or ["."]
 
 
 def _parts(config: Config) -> dict[str, tuple[str, str]]:
-    """Path and flag of every source, none for a single corpus, and of every validation set, by their folders."""
+    """Path and flag of every source (none for a single corpus) and every validation set, by their folders."""
     sources = {f"source-{number}": (source.path, _SOURCES) for number, source in enumerate(config.data.sources)}
     return sources | {f"{_VALIDATION}{each.name}": (each.path, "--data.validation") for each in config.data.validation}
 
 
 def has_run_data(config: Config, folder: Path) -> bool:
-    """Whether `make_run_data` has begun there."""
+    """Whether `make_run_data` has begun in this folder."""
     return has_corpus(folder / _corpora(config)[0])
 
 
 def has_whole_run_data(config: Config, folder: Path) -> bool:
-    """Whether `make_run_data` has nothing more to make there."""
+    """Whether `make_run_data` has nothing left to make in this folder."""
     return all(has_corpus(folder / name) for name in [*_corpora(config), *_parts(config)])
 
 
 def given_samples(
     config: Config, path: str, tokenizer: Tokenizer | None, overlap: int, flag: str = "--data"
 ) -> CorpusSamples:
-    """Samples of `path`, any text or prepared dataset, to evaluate a run's model on. `tokenizer` is the run's, None if
-    none is needed; `overlap` that of `EvaluationSamples`; `flag` names the path in error messages."""
+    """Samples of `path`, any text or prepared dataset, on which to evaluate a run's model. `tokenizer` is the run's,
+    None if none is needed; for `overlap` see `EvaluationSamples`; `flag` names the path in error messages."""
     vocab_size = config.model.vocab_size
     tokens = evaluation_tokens(path, tokenizer, vocab_size, sentences=_reads_pairs(config), flag=flag)
     return _all(config, tokens, tokenizer, overlap)
 
 
 def _reads_pairs(config: Config) -> bool:
-    """Whether samples are pairs of segments of masked sentences, not documents packed into sequences."""
+    """Whether samples are pairs of segments with masked tokens, instead of documents packed into sequences."""
     return FAMILIES[config.model.family].samples == "pairs"
 
 
 def _split(config: Config, corpus: Corpus, overlap: int = 0) -> tuple[EpochSamples, CorpusSamples | None]:
-    """Samples of the training and the validation split."""
+    """Samples of the training split and of the validation split."""
     make: Callable[..., tuple[EpochSamples, CorpusSamples | None]]
     make = pairs.train_and_validation if _reads_pairs(config) else gpt.train_and_validation
     options = _options(config, corpus.tokens, corpus.tokenizer, overlap)
@@ -141,7 +141,7 @@ def _split(config: Config, corpus: Corpus, overlap: int = 0) -> tuple[EpochSampl
 
 
 def _all(config: Config, tokens: TokenDocuments, tokenizer: Tokenizer | None, overlap: int = 0) -> CorpusSamples:
-    """Samples of all documents, to evaluate on; `tokenizer` is that of `tokens`."""
+    """Evaluation samples of all documents; `tokenizer` belongs to `tokens`."""
     if _reads_pairs(config):
         pairs.check_sentences(tokens)
     make: Callable[..., CorpusSamples] = pairs.EvaluationPairs if _reads_pairs(config) else gpt.EvaluationSamples
@@ -158,7 +158,7 @@ def _options(config: Config, tokens: TokenDocuments, tokenizer: Tokenizer | None
 
 def _shared_tokenizer(config: Config, folder: Path, parts: list[tuple[str, str]]) -> Tokenizer | None:
     """The tokenizer of all corpora: the run's, else the given one, else that of the prepared datasets."""
-    flags = dict(sorted(parts, key=itemgetter(1), reverse=True))  # a path that is both is a source
+    flags = dict(sorted(parts, key=itemgetter(1), reverse=True))  # a path given as both counts as a source
     prefixes = [prefix for path, flag in flags.items() if (prefix := prepared_prefix(path, flag=flag))]
     places = [folder / "tokenizer", *map(tokenizer_folder, prefixes)]
     found = {place: load_tokenizer(place) for place in places if is_tokenizer_folder(place)}

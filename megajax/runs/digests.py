@@ -1,8 +1,8 @@
-"""What tells a damaged checkpoint from a good one: `checkpoint.json`, with the format, a checksum of every array, and
-size and digest of every file.
+"""How to tell a damaged checkpoint from a good one: `checkpoint.json` has the format, a checksum of every array, and
+the size and digest of every file.
 
-An array's checksum does not depend on how the mesh divides it. It is the sum over its elements, modulo 2^32, of their
-bits times a weight that is odd and differs between neighbours in every dim; so shards add up to the array's.
+An array's checksum does not depend on its sharding. It is the sum over its elements, modulo 2^32, of their bits times
+an odd weight that differs between neighbours in every dim, so the checksums of shards add up to the array's.
 """
 
 import json
@@ -22,26 +22,26 @@ from megajax.host import reading
 from megajax.runs.ownership import FORMAT
 
 MANIFEST = "checkpoint.json"
-_OWN = "checksum"  # of the manifest itself
-_LARGEST = 64 * 2**20  # bytes of such a file; 150 a line: far more files than any checkpoint has
+_OWN = "checksum"  # key of the manifest's own checksum
+_LARGEST = 64 * 2**20  # bytes of a manifest; at 150 a line, far more files than any checkpoint has
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of `checkpoint.json`."""
+    """The contents of `checkpoint.json`."""
 
-    format: int  # of the checkpoint; with one of the future, nothing else is read
-    arrays: dict[str, int]  # the checksum of every array, by its name
-    files: dict[str, list[Any]]  # size and digest of every file, by its path in the folder
+    format: int  # of the checkpoint; if it is newer than ours, nothing else is read
+    arrays: dict[str, int]  # the checksum of every array by name
+    files: dict[str, list[Any]]  # size and digest of every file by its path in the folder
 
     @classmethod
     def of(cls, folder: Path, arrays: dict[str, int]) -> "Manifest":
-        """The manifest of a folder with all files of a checkpoint, whose arrays have these checksums."""
+        """The manifest for a folder with all files of a checkpoint, whose arrays have these checksums."""
         files = sorted(file for file in folder.rglob("*") if file.is_file() and file != folder / MANIFEST)
         return cls(FORMAT, arrays, {str(file.relative_to(folder)): _size_and_digest(file) for file in files})
 
     def write(self, folder: Path) -> None:
-        """Write it to the checkpoint's folder; `OSError` if that cannot be done."""
+        """Write it to the checkpoint's folder; raises `OSError` if that fails."""
         write_json(folder / MANIFEST, asdict(self) | {_OWN: self._checksum})
 
     @property
@@ -50,7 +50,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint; `OSError` or `ValueError` if it cannot be read or is damaged."""
+    """The manifest of a checkpoint; raises `OSError` or `ValueError` if it cannot be read or is damaged."""
     if not (folder / "state").is_dir():
         raise ValueError("it is not a checkpoint")
     content = read_json(folder / MANIFEST)
@@ -72,7 +72,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def problem_of(folder: Path, manifest: Manifest) -> str:
-    """The first difference between the files of a checkpoint and its manifest; empty without one."""
+    """The first difference between a checkpoint's files and its manifest; empty if there is none."""
     for name, (size, _) in manifest.files.items():
         file = folder / name
         if not file.is_file():
@@ -92,8 +92,8 @@ def problem_of(folder: Path, manifest: Manifest) -> str:
 
 
 def no_file(folder: Path, manifest: Manifest) -> str:
-    """The first place of a checkpoint's file where something else stands, such as a named pipe, for which who opens it
-    waits; empty without one."""
+    """The first path of a checkpoint's files at which something else exists, such as a named pipe, which would block on
+    opening; empty if there is none."""
     places = ((name, folder / name) for name in manifest.files)
     return next((f"{name} is not a file" for name, at in places if os.path.exists(at) and not at.is_file()), "")
 
@@ -103,7 +103,7 @@ def _size_and_digest(file: Path) -> list[Any]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file that is on the disk when this returns; `OSError` if it cannot be written."""
+    """Write a JSON file that is on disk when this returns; raises `OSError` if that fails."""
     with path.open("w", encoding="utf-8") as file:
         json.dump(content, file)
         file.flush()
@@ -111,15 +111,15 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file; `OSError` or `ValueError` if it cannot be read or is not JSON."""
+    """The contents of a JSON file; raises `OSError` or `ValueError` if it cannot be read or is not JSON."""
     return reading.parse_json(reading.read_bytes(path, _LARGEST).decode())
 
 
 def local_checksums(tree: Any) -> dict[str, int]:
-    """By the name of every array, what this process's devices add to its checksum; replicated shards count once."""
+    """This process's term of each array's checksum, by the array's name; replicated shards count once."""
 
     def local_sum(leaf: Any) -> int:
-        if not isinstance(leaf, Array):  # a `LazyArray`, written by now
+        if not isinstance(leaf, Array):  # a `LazyArray` that has been written
             return leaf.sum
         shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
         return sum(checksum(np.asarray(each.data), [dim.start or 0 for dim in each.index]) for each in shards) % 2**32
@@ -128,14 +128,14 @@ def local_checksums(tree: Any) -> dict[str, int]:
 
 
 def checksum(shard: np.ndarray, starts: list[int] | None = None) -> int:
-    """The checksum of a shard of an array; `starts` are the indices of its first element."""
+    """The checksum of an array's shard; `starts` are the indices of its first element."""
     starts = [0] * shard.ndim if starts is None else starts
-    if shard.dtype.itemsize == 8:  # two words an element, in a dim of their own
+    if shard.dtype.itemsize == 8:  # two words per element, as an additional dim
         shard, starts = np.frombuffer(shard.tobytes(), "<u4").reshape(*shard.shape, 2), [*starts, 0]
     bits = np.atleast_1d(shard if shard.dtype.kind in "iu" else shard.view(np.uint32)).astype(np.uint32, copy=False)
     starts = starts or [0]
     total = 0
-    for dim in reversed(range(bits.ndim)):  # the last dim is gone after its turn, so that only its own reads all bits
+    for dim in reversed(range(bits.ndim)):  # each dim is summed out after its turn, so only the first turn is expensive
         line = bits.sum(axis=tuple(range(dim)), dtype=np.uint32)
         factor = 2 * 31**dim % 2**32
         weights = (np.arange(starts[dim], starts[dim] + len(line), dtype=np.uint64) * factor).astype(np.uint32)

@@ -1,4 +1,4 @@
-"""A run directory: whether a run may begin or go on there, and its configuration."""
+"""A run directory: whether a run may start or resume in it, and its configuration."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -31,7 +31,7 @@ from megajax.traits import Changes
 
 
 def check_claim(run_dir: Path, config: Config) -> None:
-    """Check that the run directory may be used as `--resume` says."""
+    """Check that `--resume` allows using the run directory."""
     place = f"--run-dir {run_dir}"
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"{place} is a file; valid: a folder, or a path that does not exist")
@@ -61,12 +61,12 @@ def check_claim(run_dir: Path, config: Config) -> None:
 
 
 def has_checkpoints(run_dir: Path) -> bool:
-    """Whether a run has a checkpoint to go on from."""
+    """Whether a run has a checkpoint to resume from."""
     return bool(named(run_dir / "checkpoints"))
 
 
 def stored_optimizer(run_dir: Path) -> OptimizerConfig | None:
-    """The optimizer of a run's last start, in steps; None where no step was trained."""
+    """The optimizer of a run's last start, in steps; None if no step was trained."""
     if max(named(run_dir / "checkpoints"), default=0) == 0:
         return None
     return resolve(load_preset(run_dir / "config.toml")).optimizer
@@ -74,8 +74,8 @@ def stored_optimizer(run_dir: Path) -> OptimizerConfig | None:
 
 @contextlib.contextmanager
 def claimed(run_dir: Path, config: Config, lock: RunLock) -> Iterator[None]:
-    """`check_claim`, mark and lock a run directory for the block that begins the run; the lock outlives a block that
-    succeeds. If the block fails and leaves nothing, the run directory is restored."""
+    """Check (`check_claim`), mark and lock a run directory for the block that begins the run; after a successful block
+    the lock stays. If the block fails and leaves nothing behind, the run directory is restored."""
     made = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     before = {MARK, *entries(run_dir)}
     new = not (run_dir / MARK).exists()
@@ -96,14 +96,14 @@ def claimed(run_dir: Path, config: Config, lock: RunLock) -> Iterator[None]:
         raise
 
 
-_KEPT = (Changes.WEIGHTS, Changes.ENDS, Changes.COMPUTATION)  # what a run keeps from its first step on
+_KEPT = (Changes.WEIGHTS, Changes.ENDS, Changes.COMPUTATION)  # fixed from a run's first step
 
 
 def _check_same_run(run_dir: Path, config: Config, trained: bool) -> None:
-    """Refuse another model, other data or another origin than the run began with; mesh, microbatch or learning rate may
+    """Refuse a model, data or origin other than those that the run began with; mesh, microbatch or learning rate may
     change."""
     earlier = resolve(load_preset(run_dir / "config.toml"))
-    anew = [*compared(Config, Changes.OPTIMIZER)]  # what another run has to begin with
+    anew = [*compared(Config, Changes.OPTIMIZER)]  # changing these requires a new run
     anew += compared(Config, Changes.ADAPTERS) if config.lora.rank else ["lora.rank"]
     samples = compared(Config, Changes.SAMPLES) if trained else ()
     for key in (*compared(Config, *_KEPT), *anew, *samples):
@@ -134,7 +134,7 @@ def _check_same_run(run_dir: Path, config: Config, trained: bool) -> None:
 
 
 def _check_origin(run_dir: Path, init: str, earlier: str) -> None:
-    """Refuse an `--init` beside the weights that a run began with, of the run `earlier` if that is not empty."""
+    """Refuse an `--init` other than the one that the run began with (`earlier`, empty if there was none)."""
     if not init or (earlier and Path(init).resolve() == Path(earlier).resolve()):
         return
     imported = (run_dir / IMPORTED).is_file()
@@ -146,7 +146,7 @@ def _check_origin(run_dir: Path, init: str, earlier: str) -> None:
 
 
 def stored_config(run_dir: Path, overrides: Mapping[str, Any]) -> Config:
-    """The configuration of a run with `overrides`; what concerns only one start, as its mesh, has its defaults."""
+    """The configuration of a run with `overrides`; what concerns a single start, such as the mesh, has its default."""
     preset = {
         key: value for key, value in load_preset(run_dir / "config.toml").items() if not key.startswith(_NOT_KEPT)
     }
@@ -157,7 +157,7 @@ def stored_config(run_dir: Path, overrides: Mapping[str, Any]) -> Config:
 
 
 def _check_not_narrower(config: Config, earlier: Config, place: str) -> None:
-    """fp64 can take weights of any precision, which it widens; but its own would be rounded in another."""
+    """fp64 can take weights of any precision, by widening; but fp64 weights would be rounded in another precision."""
     if earlier.precision == "fp64" != config.precision:
         raise UserError(f"--precision {config.precision}: {place} holds a run in fp64; valid: fp64")
 

@@ -1,4 +1,4 @@
-"""Errors of Orbax and TensorStore: what they print, what they leave behind, and what they mean in one line."""
+"""Errors of Orbax and TensorStore: silence what they print, clean up what they abandon, summarize them in one line."""
 
 import gc
 import logging
@@ -7,14 +7,14 @@ import re
 import sys
 from typing import Any
 
-# Orbax reports every file it touches, what it raises, and every other write that it abandons when one fails.
+# Orbax logs every file it touches, every exception, and every other write that it abandons after a failure.
 for _name in ("absl", "asyncio"):
     logging.getLogger(_name).setLevel(logging.CRITICAL + 1)
 
 
 def forget_abandoned() -> None:
-    """Collect the reads and writes that Orbax abandoned beside one that failed; later they would print tracebacks. What
-    TensorStore still works on is silenced, too."""
+    """Collect the reads and writes that Orbax abandoned after a failure, which would print tracebacks later. Also
+    silence what TensorStore is still working on."""
     expect_abandoned()
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
@@ -24,7 +24,7 @@ def forget_abandoned() -> None:
 
 
 def expect_abandoned() -> None:
-    """Silence what Orbax abandons: an abandoned read raises, and TensorStore reports to an event loop that is gone."""
+    """Silence what Orbax abandons: an abandoned read raises, and TensorStore reports to a closed event loop."""
     before = sys.unraisablehook
     if getattr(before, "expects_abandoned", False):
         return
@@ -41,9 +41,9 @@ def expect_abandoned() -> None:
 
 
 def in_one_line(error: Exception) -> str:
-    """The message of an exception of the system, Orbax or TensorStore, in one line."""
+    """The message of an OS, Orbax or TensorStore exception, in one line."""
     text = " ".join(str(error).split()).partition(" See full")[0]
-    if code := _SYSTEM.search(text):  # TensorStore's words around it are many
+    if code := _SYSTEM.search(text):  # TensorStore surrounds it with many words
         return os.strerror(int(code[1] or code[2])).lower()
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror.lower()}: {error.filename}" if error.filename else error.strerror.lower()

@@ -1,4 +1,4 @@
-"""The state that a new run begins with: fresh weights, or those of another run (`--init`), on any mesh."""
+"""The state that a new run starts with: fresh weights, or those of another run (`--init`), on any mesh."""
 
 import dataclasses
 from pathlib import Path
@@ -33,11 +33,11 @@ from megajax.runs.trained import check_run, reported_damage
 from megajax.traits import Changes
 
 _ADAPTERS = jax.tree_util.DictKey(LORA)
-_OUTPUT = "head.output."  # the names of the weights that a task's answers are made by begin so
+_OUTPUT = "head.output."  # prefix of the weights that produce a task's answers
 
 
 def check_first_weights(config: Config) -> None:
-    """Check that a new run can begin with the weights of its configuration, fresh or those of `--init`."""
+    """Check that a new run can start with its configured weights, fresh or from `--init`."""
     if config.init:
         check_init(config)
     elif config.lora.rank:
@@ -48,7 +48,7 @@ def check_first_weights(config: Config) -> None:
 
 
 def check_init(config: Config) -> None:
-    """Check that the run of `--init` has the weights of this model."""
+    """Check that the run of `--init` has the same model."""
     run_dir = Path(config.init)
     check_run(run_dir, "--init")
     model, theirs = config.model, stored_config(run_dir, {"precision": config.precision}).model
@@ -87,7 +87,7 @@ def named_or_init_tokenizer(config: Config) -> Tokenizer | None:
 
 
 def keep_init_tokenizer(config: Config, folder: Path) -> None:
-    """Put the tokenizer of `--init` in a new run's folder of data: the weights know no other ids."""
+    """Save the tokenizer of `--init` in a new run's data folder: the weights need exactly its ids."""
     tokenizer = init_tokenizer(config)
     if tokenizer is not None:
         keep_tokenizer(tokenizer, config, folder, f"--init {config.init}", "another --run-dir")
@@ -100,7 +100,7 @@ def keep_init_tokenizer(config: Config, folder: Path) -> None:
 
 
 def keep_tokenizer(tokenizer: Tokenizer, config: Config, folder: Path, source: str, valid: str) -> None:
-    """Put the tokenizer of a model's weights in a folder of data that holds no corpora yet. If another one is there,
+    """Save the tokenizer of a model's weights in a data folder that has no corpora yet. If there is another tokenizer,
     the error says where this one is from (`source`) and what to do (`valid`)."""
     if is_tokenizer_folder(folder / "tokenizer"):
         if corpus_tokenizer(folder) != tokenizer:
@@ -110,11 +110,11 @@ def keep_tokenizer(tokenizer: Tokenizer, config: Config, folder: Path, source: s
 
 
 def first_state(program: Program) -> tuple[TrainState, str]:
-    """The state before the first step on the program's mesh, and a line that says where its weights are from.
+    """The state before the first step on the program's mesh, and a line that says where its weights come from.
 
-    With `--init`, every weight that the newest checkpoint of the other run has by the same name comes from there, LoRA
-    merged. Differing heads and the optimizer start fresh; learned positions are truncated. Raises `RunError` if that
-    checkpoint is damaged.
+    With `--init`, weights with the same names are taken from the newest checkpoint of the other run, with LoRA merged.
+    Differing heads and the optimizer start fresh; learned positions are truncated. Raises `RunError` if that checkpoint
+    is damaged.
     """
     config, state = program.config, program.layout.init()
     if not config.init:
@@ -161,12 +161,12 @@ def first_state(program: Program) -> tuple[TrainState, str]:
 
 
 def _differing(model: ModelConfig, theirs: ModelConfig, changes: Changes) -> list[str]:
-    """Options and properties that differ, of those that change the weights, or what is computed with them."""
+    """Options and properties that differ, among those that declare this change."""
     return [name for name in compared(ModelConfig, changes) if getattr(model, name) != getattr(theirs, name)]
 
 
 def first_or_newest_state(checkpoints: Checkpoints, program: Program, run_dir: Path) -> TrainState:
-    """The newest state of a run that can be read, or the first one; prints which it is."""
+    """The newest readable state of a run, or else its first one; prints which it is."""
     with phase("preparing the state"):
         state, step, damaged = checkpoints.restore_newest()
         for message in damaged:
@@ -184,7 +184,7 @@ def first_or_newest_state(checkpoints: Checkpoints, program: Program, run_dir: P
 
 
 def _first(theirs: Array, ours: Array) -> Array:
-    """The first rows of a table in host memory, placed as ours."""
+    """The first rows of a table in host memory, sharded like ours."""
     place = ours.sharding.with_memory_kind(ours.addressable_shards[0].device.default_memory().kind)
     cut = jax.jit(lambda table: jnp.copy(table[: ours.shape[0]]), out_shardings=place)(moved(theirs))
     return moved(cut, ours.sharding.memory_kind)

@@ -1,8 +1,8 @@
 """One run, one writer: the lock of a run directory is a file that its holder touches every few seconds.
 
-A process that finds a lock waits until the file is touched (it is held) or has not been touched for a minute (it is
-abandoned). The lock of a process of this machine that has ended is taken at once. Clocks of two hosts are never
-compared.
+A process that finds a lock waits until the file is touched (so it is held) or has not been touched for a minute (so it
+is abandoned). A lock is taken at once if its holder was a process on this machine that has ended. Clocks of two hosts
+are never compared.
 """
 
 import contextlib
@@ -20,19 +20,19 @@ from megajax.host import reading
 from megajax.host.transcript import tell
 
 NAME = "run.lock"
-_MOST_BYTES = 4096  # of the file
+_MOST_BYTES = 4096  # size of the lock file
 TOUCHED_EVERY, ABANDONED_AFTER = 5.0, 60.0  # seconds
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock, as its file says."""
+    """The holder of a lock, as recorded in its file."""
 
-    host: str  # its name and number
-    process: int  # its name and number
-    since: str  # when it took the lock, by the clock of its host
-    machine: str  # this boot of its machine, and the container: where process numbers mean the same
-    started: str  # when the process did, in the kernel's count; numbers of processes are used again
+    host: str  # host name
+    process: int  # process id
+    since: str  # when it took the lock, by its host's clock
+    machine: str  # identifies this boot of the machine and the container, within which process ids are comparable
+    started: str  # start time of the process, as counted by the kernel, because process ids are reused
 
     @classmethod
     def me(cls) -> "Holder":
@@ -42,7 +42,7 @@ class Holder:
 
     @classmethod
     def read(cls, file: Path) -> "Holder | None":
-        """The process named in a lock's file; None if it names none. `OSError` if it cannot be read."""
+        """The process named in a lock file; None if it names none. Raises `OSError` if it cannot be read."""
         try:
             with reading.open_file(file) as opened:
                 found = cls(**reading.parse_json(opened.read(_MOST_BYTES).decode()))
@@ -54,7 +54,7 @@ class Holder:
 
     @property
     def is_alive(self) -> bool | None:
-        """Whether it still runs; None of a process of another machine."""
+        """Whether it is still running; None if it is on another machine."""
         if self.machine != _machine():
             return None
         try:
@@ -70,7 +70,7 @@ class Holder:
 
 
 class RunLock:
-    """The lock of an existing run directory; `take` it before anything is written there."""
+    """The lock of an existing run directory; `take` it before writing anything there."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir, self._file = run_dir, run_dir / NAME
@@ -78,7 +78,7 @@ class RunLock:
         self._ended = threading.Event()
 
     def take(self) -> None:
-        """Take the lock. Waits up to a minute for one that may be abandoned, and says so."""
+        """Take the lock. If it may be abandoned, announce that and wait up to a minute."""
         seen, since, announced = None, 0.0, False
         while True:
             try:
@@ -86,7 +86,7 @@ class RunLock:
                     return self._hold(created)
                 try:
                     stamp, holder = self._file.stat().st_mtime_ns, Holder.read(self._file)
-                except FileNotFoundError:  # it was released just now
+                except FileNotFoundError:  # it has just been released
                     continue
                 who = holder or "an unknown process"
                 if (holder, stamp) != seen:
@@ -107,12 +107,12 @@ class RunLock:
             time.sleep(0.5)
 
     def check(self) -> None:
-        """Check that the lock, if it was taken, is still held: `RunError` if it or the run directory is gone."""
+        """Check that the lock, if taken, is still held; raises `RunError` if it or the run directory is gone."""
         if self._held is not None and not self._is(self._held):
             raise RunError(f"{self._file} is gone or belongs to another process, so this process stops writing there")
 
     def release(self) -> None:
-        """Remove the lock, if it is held."""
+        """Remove the lock if it is held."""
         if self._held is None:
             return
         self._ended.set()
@@ -123,7 +123,7 @@ class RunLock:
         self._held = None
 
     def _take_over(self) -> int | None:
-        """Replace the lock's file; None if another process that does the same came later."""
+        """Replace the lock file; None if another process did the same later."""
         mine = self._file.with_name(f"{NAME}.{os.getpid()}-{time.monotonic_ns()}")
         created = _create(mine)
         if created is None:
@@ -145,7 +145,7 @@ class RunLock:
                 os.utime(self._held)  # type: ignore[arg-type]
 
     def _is(self, created: int) -> bool:
-        """Whether the lock is this open file."""
+        """Whether the lock file is this open file."""
         try:
             return os.path.samestat(os.fstat(created), self._file.stat())
         except OSError:
@@ -153,12 +153,12 @@ class RunLock:
 
 
 def _create(file: Path) -> int | None:
-    """Make a lock's file that names this process, open; None if there is one of that name."""
+    """Create a lock file that names this process, and keep it open; None if the file exists."""
     try:
         created = os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
     except FileExistsError:
         return None
-    with contextlib.suppress(OSError):  # a full disk; the lock holds without a name, too
+    with contextlib.suppress(OSError):  # the disk is full; the lock works without contents too
         os.write(created, json.dumps(asdict(Holder.me())).encode())
     return created
 

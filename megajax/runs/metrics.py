@@ -1,4 +1,4 @@
-"""The figures of a run, `metrics.jsonl` in its directory."""
+"""Read the metrics of a run: `metrics.jsonl` in its directory."""
 
 import math
 from pathlib import Path
@@ -7,12 +7,12 @@ from typing import Any
 from megajax.errors import UserError
 from megajax.host import reading
 
-_LINE_BYTES = 1 << 16  # a line has some hundred
-_BROKEN = 1000  # lines that a crash may leave
+_LINE_BYTES = 1 << 16  # the usual line has a few hundred
+_BROKEN = 1000  # lines that crashes may leave
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl; empty without one. Incomplete lines are left out."""
+    """The records in a run's metrics.jsonl; empty if there is none. Incomplete lines are skipped."""
     file = run_dir / "metrics.jsonl"
     if not reading.kind(file):
         return []
@@ -42,11 +42,11 @@ def validation_losses(run_dir: Path) -> dict[int, float]:
     }
 
 
-DEV = "dev/"  # begins the names of a task's figures on its dev records
+DEV = "dev/"  # prefix of a task's figures on its dev records
 
 
 def is_of_dev(record: dict[str, Any]) -> bool:
-    """Whether a line has a task's figures on its dev records."""
+    """Whether a record has a task's figures on its dev records."""
     return any(name.startswith(DEV) for name in record)
 
 
@@ -54,7 +54,7 @@ _ADVICE = "valid: the metrics.jsonl of a run, or no file"
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """The figures of a complete line; None without any."""
+    """The figures in a complete line; None if it has none."""
     try:
         record = reading.parse_json(line.decode()) if line.endswith(b"\n") else None
     except ValueError:

@@ -1,4 +1,4 @@
-"""Whose a run directory is: the names of what a run writes there, and the mark that makes it a run."""
+"""Which folders are run directories: the names of what a run writes there, and the mark that makes it a run."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,8 @@ from megajax.host.transcript import NAME, OLDER
 
 FORMAT = 1  # of run directories and their checkpoints
 MARK = "run.json"  # written before anything else
-IMPORTED = "imported.json"  # describes the model in another format that the weights come from (`convert/origin.py`)
-FORMS = "forms.json"  # which forms of attention and products were measured and taken (`runs/forms.py`)
+IMPORTED = "imported.json"  # describes the original of imported weights (`convert/origin.py`)
+FORMS = "forms.json"  # the forms of attention and products that were measured and chosen (`runs/forms.py`)
 _PICTURES = ("loss.png", "experts.png")
 _FILES = ("config.toml", "metrics.jsonl", *_PICTURES, MARK, IMPORTED, FORMS, "run.lock", "tracking.json", NAME, OLDER)
 _FOLDERS = ("processes", "data", "checkpoints", "tensorboard", "wandb", "mlflow", "profile")
@@ -24,31 +24,31 @@ def mark(run_dir: Path) -> None:
 
 
 def marked_format(run_dir: Path) -> int | None:
-    """The format that a folder's mark names, None without a mark."""
+    """The format named in a folder's mark; None if it has none."""
     try:
         content = reading.parse_json(reading.read_bytes(run_dir / MARK).decode())
-    except (OSError, ValueError):  # a UserError is one, too
+    except (OSError, ValueError):  # includes UserError
         return None
     number = content.get("format") if isinstance(content, dict) and content.get("program") == "megajax" else None
     return number if type(number) is int and number >= 1 else None
 
 
 def check_format(number: int, name: str) -> None:
-    """Refuse a format of the future."""
+    """Refuse a format newer than ours."""
     if number > FORMAT:
         newer = f"was written by a newer version of megajax, in format {number}"
         raise UserError(f"{name} {newer}; valid: format {FORMAT}, or that version")
 
 
 def entries(run_dir: Path) -> list[str]:
-    """Names in a folder, sorted, without a mark that a killed process left unfinished."""
+    """Sorted names in a folder, except an unfinished mark left by a killed process."""
     half = f"{MARK}.partial"
     return sorted(name for name in reading.names(run_dir) if name != half or not is_marked(run_dir / half))
 
 
 def check_entries(run_dir: Path) -> None:
-    """Check that every entry of a run is absent or what a run writes: a link would lead to somebody else's files, and
-    old checkpoints are removed."""
+    """Check that every entry of a run is either absent or of the kind that a run writes. A link would lead to someone
+    else's files, and old checkpoints are deleted."""
     for name, wanted in _ENTRIES.items():
         entry = run_dir / name
         there = "a link" if entry.is_symlink() else reading.kind(entry)
@@ -58,8 +58,8 @@ def check_entries(run_dir: Path) -> None:
 
 
 def check_outside_runs(path: Path, name: str) -> None:
-    """Check that a new file or folder would not lie among a run's entries, or in a folder that will be removed; `name`
-    is that of its flag or argument, for error messages."""
+    """Check that a new file or folder is neither among a run's entries nor in a folder that will be deleted; `name` is
+    its flag or argument in error messages."""
     place = path.parent.resolve() / path.name
     for run_dir in place.parents:
         if is_marked(run_dir):

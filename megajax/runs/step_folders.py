@@ -1,7 +1,7 @@
-"""The folders in `checkpoints/`, one a step; one that is half written or being removed has another name.
+"""The folders in `checkpoints/`, one per step; partially written or removed ones have other names.
 
-Every name here is made by this program or by Orbax; everything else is left alone. What cannot be removed or renamed
-raises `OSError`.
+All names matched here are made by this program or by Orbax; everything else is left alone. Functions raise `OSError`
+if something cannot be removed or renamed.
 """
 
 import contextlib
@@ -19,28 +19,28 @@ _LARGEST = 2**31 - 1
 
 
 def named(folder: Path) -> list[int]:
-    """Steps, ascending, that name a folder, whatever it holds."""
+    """Steps, ascending, whose names belong to folders, whatever these contain."""
     names = [entry.name for entry in _readable(folder) if entry.is_dir() and _STEP.fullmatch(entry.name)]
     return sorted(step for step in map(int, names) if step <= _LARGEST)
 
 
 def candidates(folder: Path) -> list[int]:
-    """Steps, ascending, whose folder is not empty."""
+    """Steps, ascending, whose folders are not empty."""
     return [step for step in named(folder) if _readable(folder / str(step))]
 
 
 def complete(folder: Path) -> list[int]:
-    """Steps of the checkpoints in a folder, ascending."""
+    """Steps, ascending, of the complete checkpoints in a folder."""
     return [step for step in candidates(folder) if (folder / str(step) / "state").is_dir()]
 
 
 def temporary(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is written before it gets its name."""
+    """Where a step's checkpoint is written before it gets its final name."""
     return folder / f"{step}.orbax-checkpoint-tmp"
 
 
 def clear(folder: Path, step: int | None = None) -> None:
-    """Remove what was left half written or half removed, of one step or of all."""
+    """Remove partially written or partially removed checkpoints, of one step or of all."""
     for entry in _entries(folder):
         found = _TEMPORARY.fullmatch(entry.name)
         if found and step in (None, int(found[1])):
@@ -48,7 +48,7 @@ def clear(folder: Path, step: int | None = None) -> None:
 
 
 def discard(folder: Path, step: int) -> None:
-    """Remove a checkpoint. It loses its name first, so that no half-removed folder has it."""
+    """Remove a checkpoint. It is renamed first, so that a partially removed folder never has its name."""
     place = folder / f"{step}.orbax-checkpoint-tmp-discarded"
     remove(place)
     (folder / str(step)).rename(place)
@@ -62,7 +62,7 @@ def set_aside(folder: Path, step: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder with its content, or a link to one, if it exists."""
+    """Remove a folder with its contents, or a link to one, if it exists."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -85,15 +85,15 @@ def _entries(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Retention:
-    """How many checkpoints stay; one that any of these rules keeps, stays. That of step 0, imported weights, always
-    does."""
+    """Which checkpoints are kept: all that any of these rules keeps, and always step 0 (imported
+    weights)."""
 
-    newest: int  # so many of the latest steps
-    best: int = 0  # so many with the lowest validation losses; those without one do not count
-    every: int = 0  # those whose step is a multiple of this, for good; 0: none
+    newest: int  # keep this many of the latest steps
+    best: int = 0  # keep this many with the lowest validation losses; steps without a loss do not count
+    every: int = 0  # keep steps that are multiples of this forever; 0: none
 
     def removed(self, steps: Sequence[int], losses: Mapping[int, float]) -> list[int]:
-        """The `steps` whose checkpoints go; `losses` are validation losses by step."""
+        """Those of `steps` whose checkpoints are removed; `losses` are validation losses by step."""
         ascending = sorted(steps)
         measured = sorted((step for step in ascending if step in losses), key=lambda step: (losses[step], -step))
         kept = {0, *ascending[-self.newest :], *measured[: self.best]}

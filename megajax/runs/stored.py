@@ -1,6 +1,6 @@
-"""Reading a checkpoint to the host's memory, where damage is found before anything goes to the devices: to restore a
-state, the digests of all files are compared first, and every array that is read is compared with its checksum
-(`digests.py`). All processes call these functions together."""
+"""Read a checkpoint into host memory, finding damage before anything goes to the devices. To restore a state, the
+digests of all files are checked first, and every array that is read is compared with its checksum (`digests.py`). All
+processes call these functions together."""
 
 import contextlib
 import dataclasses
@@ -34,11 +34,11 @@ T = TypeVar("T")
 
 
 class DamagedCheckpoint(Exception):
-    """A checkpoint that cannot be read, or is not what was written."""
+    """A checkpoint that cannot be read, or that differs from what was written."""
 
 
 def check_files(checkpoint: Path, *, digests: bool) -> None:
-    """Compare the files of a checkpoint with their digests, or only see that nothing else stands in their places; raise
+    """Compare a checkpoint's files with their digests, or only check that they are regular files; raises
     `DamagedCheckpoint` if one differs."""
     manifest = _manifest(checkpoint)
     problem = (problem_of if digests else no_file)(checkpoint, manifest) if is_first_process() else ""
@@ -47,8 +47,8 @@ def check_files(checkpoint: Path, *, digests: bool) -> None:
 
 
 def read(checkpoint: Path, target: TrainState) -> TrainState:
-    """The arrays of `target`, canonical, in host memory, compared with their checksums; only weights where `target` has
-    no optimizer. fp64 widens what is stored in fp32. Raises `DamagedCheckpoint`."""
+    """The arrays of `target`, canonical, in host memory, compared with their checksums; only the weights if `target`
+    has no optimizer. fp64 widens what is stored in fp32. Raises `DamagedCheckpoint`."""
     manifest = _manifest(checkpoint)
     as_stored = _as_stored(checkpoint, target)
     stored = _try(checkpoint, lambda: _read_arrays(checkpoint / "state", as_stored))
@@ -63,7 +63,7 @@ def read(checkpoint: Path, target: TrainState) -> TrainState:
 
 
 def _as_stored(checkpoint: Path, target: TrainState) -> TrainState:
-    """`target` in fp32 where it is in fp64 and the checkpoint is not."""
+    """`target` with fp64 leaves changed to fp32, if the checkpoint is not in fp64."""
     wide = any(leaf.dtype == np.float64 for leaf in jax.tree.leaves((target.params, target.average)))
     if not wide or any(type_.dtype == np.float64 for type_ in _stored_weights(checkpoint / "state").values()):
         return target
@@ -82,8 +82,8 @@ def _manifest(checkpoint: Path) -> Manifest:
 
 
 def _try(checkpoint: Path, read: Callable[[], T]) -> T:
-    """Call `read` on every process; if it fails anywhere, `DamagedCheckpoint` everywhere: none may go on alone to the
-    next collective."""
+    """Call `read` on every process. If it fails on any, raise `DamagedCheckpoint` on all, since none may go on alone to
+    the next collective."""
     found: list[T] = []
     problem = "another process cannot read it"
     try:
@@ -110,7 +110,7 @@ def _read_arrays(folder: Path, target: TrainState) -> TrainState:
 
 
 def check_fits(checkpoint: Path, model: ModelConfig) -> None:
-    """Refuse a configuration of another model than the checkpoint's; called when the checkpoint could not be read."""
+    """Refuse a configuration whose model does not fit the checkpoint; called when the checkpoint could not be read."""
     stored = {name: tuple(type_.shape) for name, type_ in _stored_weights(checkpoint / "state").items()}
     cut = CutModel(model, RegionBoundary(), CPU)
     specs = jax.tree.leaves(cut.logical_specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
@@ -133,8 +133,8 @@ def check_fits(checkpoint: Path, model: ModelConfig) -> None:
 
 
 def _stored_weights(state: Path) -> dict[str, Any]:
-    """Shape and dtype of a checkpoint's weights by path; none if it cannot be read."""
-    with contextlib.suppress(Exception), ocp.PyTreeCheckpointer() as reader:  # of many kinds, where it is damaged
+    """Shape and dtype of a checkpoint's weights by path; empty if it cannot be read."""
+    with contextlib.suppress(Exception), ocp.PyTreeCheckpointer() as reader:  # damage raises exceptions of many kinds
         found: Any = reader.metadata(state).item_metadata
         weights = jax.tree_util.tree_leaves_with_path(found.tree["params"])
         return {jax.tree_util.keystr(path): leaf for path, leaf in weights}

@@ -1,4 +1,4 @@
-"""The records of the task that a run is fine-tuned on: read from its files at every start, and always the same."""
+"""The records of a run's fine-tuning task: read from its files at every start, and always the same."""
 
 import itertools
 import json
@@ -20,20 +20,20 @@ from megajax.tasks.records import Record
 from megajax.tasks.registry import TASKS
 from megajax.tasks.samples import EpochOrder, TaskSamples, read_records, shared_contexts, split_by_context, task_samples
 
-_REPORT = "records.json"  # in a run's data: written last
-_SPLIT_SEED = 0  # of dev's share of the training records: the same records for all of `--seeds`, which are compared
+_REPORT = "records.json"  # in a run's data folder; written last
+_SPLIT_SEED = 0  # for splitting dev off the training records: the same for all of `--seeds`, which are compared
 
 
 @dataclass(frozen=True)
 class TaskData:
     """Samples of a task, as `RunData` has those of corpora."""
 
-    tokenizer: Tokenizer  # of the run
-    train: EpochOrder  # every record once an epoch, without end
+    tokenizer: Tokenizer  # the run's
+    train: EpochOrder  # every record once per epoch, endlessly
     validation: TaskSamples  # of the dev records
     train_samples: TaskSamples  # of the training records, in order
-    odd: list[str]  # what was odd in the files, a line each
-    validation_sets: dict[str, TaskSamples] = field(default_factory=dict)  # none
+    odd: list[str]  # a line for everything unusual in the files
+    validation_sets: dict[str, TaskSamples] = field(default_factory=dict)  # empty
 
     def lines(self, config: Config) -> Iterator[str]:
         """The lines that a run prints about its data before it starts."""
@@ -46,19 +46,19 @@ class TaskData:
         full = " of the full batch" if config.train.ramp_start else ""
         yield f"an epoch is {self.train.epoch_size / config.train.global_batch:,.4g} steps{full}"
         shared = shared_contexts(self.train_samples.records, self.validation.records)
-        if shared and TASKS[config.task.name].head != "classes":  # which share single sentences
+        if shared and TASKS[config.task.name].head != "classes":  # these share single sentences anyway
             yield f"warning: the contexts of {shared:,} dev records are trained on, too"
         yield from self.odd
 
 
 def make_task_data(config: Config, folder: Path, *, again: bool = False) -> None:
-    """Choose a run's tokenizer and note its records in `folder`, with `again` also where that was done before: files or
-    weights may have changed since. One process calls this, then all may `open_task_data`."""
+    """Choose a run's tokenizer and store digests of its records in `folder`; with `again` even if that was done before,
+    because files or weights may have changed since. One process calls this, then all may call `open_task_data`."""
     if not again and has_task_data(folder):
         return
     train, dev, _ = _records(config)
     tokenizer = _tokenizer(config, train)
-    most = None  # instructions are checked all, of other tasks the first record
+    most = None  # check all instructions, but only the first record of other tasks
     if not TASKS[config.task.name].continues_text:
         WordPieces.of(tokenizer, "the tokenizer")
         most = 1
@@ -69,7 +69,7 @@ def make_task_data(config: Config, folder: Path, *, again: bool = False) -> None
 
 
 def has_task_data(folder: Path) -> bool:
-    """Whether `make_task_data` was here."""
+    """Whether `make_task_data` has finished in this folder."""
     return bool(reading.kind(folder / _REPORT))
 
 
@@ -91,7 +91,7 @@ def open_task_data(config: Config, folder: Path) -> TaskData:
 
 
 def _records(config: Config) -> tuple[list[Record], list[Record], list[str]]:
-    """Training records, dev records, and lines about what is odd in the files."""
+    """Training records, dev records, and lines about everything unusual in the files."""
     found = read_records(config.task.name, config.data.train, config.task, "--data.train")
     if config.data.dev:
         dev = read_records(config.task.name, config.data.dev, config.task, "--data.dev")
@@ -108,7 +108,7 @@ def _samples(config: Config, entries: Sequence[Record], tokenizer: Tokenizer, *,
 
 
 def _tokenizer(config: Config, train: Sequence[Record]) -> Tokenizer:
-    """The tokenizer of `--init`, else the given one, else one that is trained on the training records."""
+    """The tokenizer of `--init`, else the given one, else a new one trained on the training records."""
     tokenizer = named_or_init_tokenizer(config)
     if tokenizer is None and config.init:
         raise UserError(
@@ -131,14 +131,14 @@ def _check_size(config: Config, tokenizer: Tokenizer) -> None:
 
 
 def _texts(record: Record) -> Iterator[str]:
-    """The texts of a record, to train a tokenizer on."""
+    """The texts in a record, to train a tokenizer on."""
     for name in ("texts", "text", "context", "options"):
         value = getattr(record, name, ())
         yield from [value] if isinstance(value, str) else value
 
 
 def _digest(entries: Sequence[Record]) -> str:
-    """A digest of records, whatever files they are in."""
+    """A digest of records, independent of which files they are in."""
     found = Digester()
     for entry in entries:
         found.update(repr(entry).encode("utf-8", "surrogatepass"))

@@ -1,4 +1,4 @@
-"""A run's model on another mesh."""
+"""Load a run's model, on any mesh."""
 
 import contextlib
 import dataclasses
@@ -36,19 +36,19 @@ class TrainedModel:
     """A program with the weights of a checkpoint."""
 
     program: Program
-    params: Any  # the weights that layers compute with, where `program.layout.specs` has them
-    step: int  # that they are of
+    params: Any  # in the compute dtype, sharded like `program.layout.specs`
+    step: int  # the checkpoint's
 
     @classmethod
     def restore(cls, run_dir: Path, config: Config, step: str) -> "TrainedModel":
-        """The weights of a run's checkpoint on the configuration's mesh; `RunError` if it is damaged."""
+        """The weights of a run's checkpoint on the configuration's mesh; raises `RunError` if it is damaged."""
         program = Program.on(config)
         check_memory(program, training=False, rows=config.train.microbatch)
         return cls(program, *restore_params(program, run_dir, step))
 
 
 def restore_params(program: Program, run_dir: Path, step: str, *, optimizer: bool = False) -> tuple[Any, int]:
-    """Weights of a run's checkpoint on the program's mesh, or with `optimizer` its `TrainState`, and the step that
+    """Weights of a run's checkpoint on the program's mesh (with `optimizer`, its whole `TrainState`), and the step that
     `choose_step` finds. Raises `RunError` if it is damaged."""
     checkpoints = Checkpoints(run_dir, program.layout)
     number = choose_step(run_dir, checkpoints.steps(), step)
@@ -59,8 +59,8 @@ def restore_params(program: Program, run_dir: Path, step: str, *, optimizer: boo
 
 
 def weights_in_parts(layout: StateLayout, run_dir: Path, step: str) -> tuple[Callable[[list[Any]], list[Any]], int]:
-    """A function that reads only the canonical main weights at some paths, LoRA merged into them, or adapters, from a
-    run's checkpoint, and the step that `choose_step` finds. It raises `RunError` if the checkpoint is damaged."""
+    """A function that reads only the canonical main weights (with LoRA merged) or adapters at some paths from a run's
+    checkpoint, and the step found by `choose_step`. It raises `RunError` if the checkpoint is damaged."""
     checkpoints = Checkpoints(run_dir, layout)
     number = choose_step(run_dir, checkpoints.steps(), step)
     adapters = layout.adapters
@@ -82,7 +82,7 @@ def weights_in_parts(layout: StateLayout, run_dir: Path, step: str) -> tuple[Cal
 
 
 def _note_average(checkpoints: Checkpoints, run_dir: Path, step: int) -> None:
-    """Say on standard error if the weights that are read are averages."""
+    """Note on standard error if the weights that are read are averages."""
     if checkpoints.averaged(step) and is_first_process():
         note = "using the averaged weights (train.ema); --weights trained selects the latest ones"
         print(f"{run_dir}: {note}", file=sys.stderr)
@@ -90,7 +90,7 @@ def _note_average(checkpoints: Checkpoints, run_dir: Path, step: int) -> None:
 
 @contextlib.contextmanager
 def reported_damage(message: str = "damaged checkpoint: {}; choose another with --step") -> Iterator[None]:
-    """In the block a damaged checkpoint is a `RunError`."""
+    """In the block, turn `DamagedCheckpoint` into `RunError`."""
     try:
         yield
     except DamagedCheckpoint as error:
@@ -98,7 +98,7 @@ def reported_damage(message: str = "damaged checkpoint: {}; choose another with 
 
 
 def check_run(run_dir: Path, flag: str = "--checkpoint") -> None:
-    """Check that a folder is a run directory of this version or an older one; `flag` is named in the error."""
+    """Check that a folder is a run directory of this version or an older one; `flag` names it in error messages."""
     check_path(run_dir, flag)
     if not reading.is_file(run_dir / "config.toml"):
         if reading.is_file(run_dir / "config.json"):
@@ -113,9 +113,9 @@ def check_run(run_dir: Path, flag: str = "--checkpoint") -> None:
 def evaluation_config(
     run_dir: Path, overrides: dict[str, Any], *, any_model: bool = False, mesh: MeshConfig | None = None
 ) -> Config:
-    """The configuration of a run for an evaluation, of any family with `any_model`; its batch fills the pipeline once.
-    JAX is started here, unless it has started for another run, whose `mesh` is given. Without a mesh all devices are
-    `data`."""
+    """The configuration of a run for an evaluation, with a batch that fills the pipeline once; `any_model` allows
+    models that do not generate text. Starts JAX, unless it was started for another run, whose `mesh` is then given. If
+    no mesh is given, all devices are `data`."""
     check_run(run_dir)
     config = stored_config(run_dir, overrides)
     if not (any_model or FAMILIES[config.model.family].continues_text):

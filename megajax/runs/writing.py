@@ -1,7 +1,7 @@
-"""Writing a checkpoint from host memory to the disk, in a thread of every process, while training goes on.
+"""Write a checkpoint from host memory to disk, in a thread of every process, while training continues.
 
-Every process writes the shards that its devices hold. Process 0 learns by files that the others have written theirs,
-merges everything, adds the manifest and gives the folder its name; until then the checkpoint does not exist. No thread
+Every process writes the shards on its devices. Process 0 learns from files that the others have written theirs, merges
+everything, adds the manifest and gives the folder its final name; until then the checkpoint does not exist. No thread
 waits for a process that failed: the main threads find out together whether all shards were written (`Write.wait`).
 """
 
@@ -30,25 +30,25 @@ from megajax.runs import step_folders
 from megajax.runs.digests import Manifest, checksum, local_checksums, read_json, write_json
 from megajax.runs.failures import expect_abandoned, forget_abandoned, in_one_line
 
-_PATIENCE = 30.0  # seconds that an end without `wait` waits for other processes
+_PATIENCE = 30.0  # seconds that `abandon` waits for other processes
 _POLL = 0.05  # seconds
 
 
 class Write:
-    """The writing of one checkpoint. Every process makes one at the same time."""
+    """The writing of one checkpoint. All processes make one at the same time."""
 
     def __init__(self, folder: Path, step: int, canonical: Any, then: Callable[[], None] = lambda: None):
-        """Begin to write the arrays of `canonical`, all of them `LazyArray` or none, to the folder of `step` in
-        `folder`; process 0 calls `then` in its thread once they are complete."""
+        """Begin to write the arrays of `canonical`, either all or none of them `LazyArray`, to the folder of `step` in
+        `folder`; process 0 calls `then` in its thread when they are complete."""
         self.step = step
-        self.problem: str | None = None  # the newest failure, in one line
+        self.problem: str | None = None  # the latest failure, in one line
         self._folder, self._canonical, self._then = folder, canonical, then
-        self._sums: dict[str, int] = {}  # what this process adds to the checksums, on process 0 later all of them
+        self._sums: dict[str, int] = {}  # this process's terms of the checksums; on process 0 later their totals
         self._place = step_folders.temporary(folder, step)
         self._run_dir, self._made = identity(folder.parent), identity(self._place)
         self._part_tried = threading.Event()
         self._part_written = self._complete = False
-        self._others: bool | None = None  # whether the other processes have written their parts, once that is known
+        self._others: bool | None = None  # whether the other processes have written their parts; None: not known yet
         self._deadline: float | None = None
         self._thread = threading.Thread(target=self._run, name=f"checkpoint of step {step}")
         expect_abandoned()
@@ -56,11 +56,11 @@ class Write:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether this process still writes."""
+        """Whether this process is still writing."""
         return self._thread.is_alive()
 
     def wait(self) -> bool:
-        """Wait for the end, all processes together; whether the checkpoint is complete. If not, nothing is left."""
+        """Wait, on all processes together; returns whether the checkpoint is complete. Otherwise nothing remains."""
         self._part_tried.wait()
         self._others = all_agree(self._part_written)
         self._thread.join()
@@ -70,7 +70,7 @@ class Write:
         return done
 
     def abandon(self) -> None:
-        """Wait for this process's own work, without the others: one of them may have ended."""
+        """Wait only for this process's own work, because another process may have ended."""
         self._deadline = time.monotonic() + _PATIENCE
         self._thread.join()
 
@@ -91,7 +91,7 @@ class Write:
             self._then()
 
     def _twice(self, action: Callable[[], None]) -> bool:
-        """Try `action` up to two times; returns whether it succeeded."""
+        """Try `action` up to twice; returns whether it succeeded."""
         for _ in range(2):
             try:
                 action()
@@ -130,8 +130,8 @@ class Write:
                 written.result()
 
     def _check_place(self) -> None:
-        """Check that the files lie in the folder that was made for them. If that was removed meanwhile, TensorStore has
-        made it anew: remove it, with parents that hold nothing else, and raise `FileNotFoundError`."""
+        """Check that the files are in the folder that was made for them. If that was removed meanwhile, TensorStore has
+        recreated it: remove it, with parents that hold nothing else, and raise `FileNotFoundError`."""
         if identity(self._place) == self._made:
             return
         step_folders.remove(self._place)
@@ -165,10 +165,10 @@ class Write:
         return self._others
 
     def _finish(self) -> None:
-        """Merge what the processes have written and give it its name."""
+        """Merge what the processes have written and give the folder its final name."""
         for process in range(jax.process_count()):
             word = self._word(process, True)
-            if process and word.exists():  # not at the second try
+            if process and word.exists():  # it is gone on the second attempt
                 parts = read_json(word)
                 self._sums = {name: (total + parts[name]) % 2**32 for name, total in self._sums.items()}
             word.unlink(missing_ok=True)
@@ -189,17 +189,17 @@ class Write:
 
 @dataclass
 class LazyArray:
-    """An array that is made when it is written and then dropped: the whole state is never in memory. One process writes
-    them."""
+    """An array that is made when it is written and dropped afterwards, so that the whole state is never in memory. Only
+    one process writes such arrays."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
     make: Callable[[], np.ndarray]
-    sum: int | None = field(default=None, compare=False)  # its checksum, once it has been written
+    sum: int | None = field(default=None, compare=False)  # its checksum, once it is written
 
     @property
     def size(self) -> int:
-        """Orbax asks for it, as for `nbytes`."""
+        """Needed by Orbax, like `nbytes`."""
         return int(np.prod(self.shape))
 
     @property
@@ -214,7 +214,7 @@ def new_state(layout: StateLayout, weight: Callable[[Any, tuple[int, ...]], np.n
     begun = dataclasses.replace(begun, params=None, loss_scale=layout.stored_scale(begun.loss_scale))
 
     def filled(shape: jax.ShapeDtypeStruct, value: Any) -> LazyArray:
-        """A moment, which is the same number everywhere, or what is no weight's."""
+        """A leaf other than the weights, filled with one number."""
         number = np.asarray(value)
         whole = np.zeros if not number.any() else lambda *given: np.full(given[0], number, given[1])
         return LazyArray(shape.shape, number.dtype, lambda: whole(shape.shape, number.dtype))
@@ -228,12 +228,12 @@ def new_state(layout: StateLayout, weight: Callable[[Any, tuple[int, ...]], np.n
 
 
 class _LazyHandler(ocp.type_handlers.NumpyHandler):
-    """Writes them as Orbax writes numpy arrays."""
+    """Writes `LazyArray` like Orbax writes numpy arrays."""
 
     async def serialize(
         self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> Sequence[Any]:
-        """Write one after the other: the first is gone before the second is made."""
+        """Write them one by one: each is dropped before the next is made."""
         for number, (value, info) in enumerate(zip(values, infos, strict=True)):
             array = value.make()
             assert (array.shape, array.dtype) == (value.shape, value.dtype), (value.shape, array.shape)

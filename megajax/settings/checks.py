@@ -1,4 +1,4 @@
-"""Checks of the values of a configuration: of single ones, and of those that depend on each other."""
+"""Check the values of a configuration, alone and against each other."""
 
 import re
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def check_values(config: Config) -> None:
-    """Check what needs neither devices nor a mesh: every value by itself, and those that depend on each other."""
+    """Check everything that needs neither devices nor a mesh: values by themselves, and against each other."""
     check(config)
     model, optimizer, distributed = config.model, config.optimizer, config.distributed
     family = FAMILIES[model.family]
@@ -61,13 +61,13 @@ def check_values(config: Config) -> None:
 
 
 def _conflict(config: Config, *keys: str, valid: object, why: str = "") -> UserError:
-    """The error of options whose values do not go together."""
+    """The error for options whose values conflict."""
     given = " with ".join(as_flag(key, attrgetter(key)(config)) for key in keys)
     return UserError(f"{given}{why}; valid: {valid}")
 
 
 def _check_order(config: Config, lower: str, upper: str) -> None:
-    """That the option of one key is at most that of another."""
+    """Check that the option `lower` does not exceed the option `upper`."""
     low, high = attrgetter(lower, upper)(config)
     if low > high:
         flags = [options(Config)[key].flag for key in (lower, upper)]
@@ -75,7 +75,7 @@ def _check_order(config: Config, lower: str, upper: str) -> None:
 
 
 def _all_given(config: Config, keys: Sequence[str]) -> bool:
-    """Whether options that belong together are given; False: none is."""
+    """Whether all of these options are given (True) or none is (False); refuses anything in between."""
     known = [options(Config)[key] for key in keys]
     missing = [option.flag for option in known if attrgetter(option.key)(config) == option.default]
     if 0 < len(missing) < len(known):
@@ -85,12 +85,12 @@ def _all_given(config: Config, keys: Sequence[str]) -> bool:
 
 
 def _fits(task: Task, family: Entry) -> bool:
-    """Whether the models of a family are for a task."""
+    """Whether models of a family can be fine-tuned on a task."""
     return task.head in family.heads and (family.continues_text or not task.continues_text)
 
 
 def _check_task(config: Config) -> None:
-    """What a task needs, and what is for tasks only."""
+    """Check what a task needs, and options that are only for tasks."""
     model, data, name = config.model, config.data, config.task.name
     if config.pretrains:
         for key in ("data.train", "data.dev", "seeds"):
@@ -113,7 +113,7 @@ def _check_task(config: Config) -> None:
 
 
 def _check_length(config: Config) -> None:
-    """That it is known when training ends, and its warm-up."""
+    """Check that the end of training and of the warm-up are defined."""
     train, optimizer = config.train, config.optimizer
     if not train.steps and not train.epochs:
         raise UserError(
@@ -125,7 +125,7 @@ def _check_length(config: Config) -> None:
 
 
 def _check_ramp(config: Config) -> None:
-    """That the batches of a ramp lead to the full one."""
+    """Check that the steps of a batch ramp reach the full batch."""
     if not _all_given(config, ("train.ramp_start", "train.ramp_increment", "train.ramp_samples")):
         return
     train = config.train
@@ -141,7 +141,7 @@ def _check_ramp(config: Config) -> None:
 
 
 def _check_validation(config: Config) -> None:
-    """What there is to validate on, and what needs a validation."""
+    """Check that there is data to validate on, and that options that need validation have it."""
     if config.train.eval_every:
         if not config.data.validation_fraction and not config.data.dev:
             valid = "more than 0, or --train.eval-every 0"

@@ -1,7 +1,7 @@
-"""Programs that earlier starts compiled, kept by JAX in the user's cache folder.
+"""Cache compiled programs between starts, with JAX's cache in the user's cache folder.
 
-JAX's keys hold the program, jaxlib's version, XLA's flags and the features of the processor, so that versions and
-machines share a folder; its lock is for several processes. What cannot be kept is compiled again, without a word.
+JAX's keys include the program, jaxlib's version, XLA's flags and the processor's features, so versions and machines can
+share a folder; JAX locks it against other processes. A program that cannot be cached is silently compiled again.
 """
 
 import os
@@ -14,12 +14,12 @@ from megajax.config import Config
 from megajax.host.paths import check_path
 
 OFF = "off"
-_SHORTEST = 0.1  # seconds of compiling that are worth a file
-_WAITS = 1.0  # seconds for the other processes of a folder
+_SHORTEST = 0.1  # seconds; programs that compile faster are not cached
+_WAITS = 1.0  # seconds to wait for other processes that use the folder
 
 
 def keep_compiled(config: Config) -> None:
-    """Keep compiled programs as `--compilation-cache` says; where that says nothing, JAX's own setting stays."""
+    """Cache compiled programs as `--compilation-cache` says; without that flag, JAX's own setting is respected."""
     import jax
 
     named = config.compilation_cache
@@ -39,37 +39,37 @@ def keep_compiled(config: Config) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_compilation_cache_max_size", int(config.compilation_cache_size * 2**30))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _SHORTEST)
-    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # GPUs' measurements: a folder without a limit
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # GPU autotuning: its folder has no limit
 
 
 def default_folder() -> Path | None:
-    """The folder for compiled programs among the user's caches; None for a user without a home."""
+    """The default cache folder; None for a user without a home."""
     caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not caches.is_absolute():  # as the XDG specification has it
+    if not caches.is_absolute():  # as the XDG specification requires
         caches = Path(os.path.expanduser("~/.cache"))
     return caches / "megajax" / "compiled" if caches.is_absolute() else None
 
 
 def _problem(folder: Path) -> str:
-    """Make the folder and drop what killed processes left there half-written; returns why it cannot be used."""
+    """Make the folder, and remove what killed processes left half-written; returns why it cannot be used."""
     from filelock import FileLock, Timeout
 
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # who can write there runs code in our processes
-        with FileLock(folder / ".lockfile", timeout=_WAITS):  # JAX's
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # whoever can write there can run code in our processes
+        with FileLock(folder / ".lockfile", timeout=_WAITS):  # JAX's lock
             for entry in folder.glob("*-cache"):
-                if not entry.with_name(f"{entry.name.removesuffix('-cache')}-atime").exists():  # written after it
+                if not entry.with_name(f"{entry.name.removesuffix('-cache')}-atime").exists():  # JAX writes it last
                     entry.unlink()
     except Timeout:
-        pass  # it is in use
-    except (OSError, NotImplementedError) as error:  # the latter of filelock, where a filesystem has no locks
+        pass  # the folder is in use
+    except (OSError, NotImplementedError) as error:  # filelock raises the latter if a filesystem has no locks
         return (error.strerror if isinstance(error, OSError) else None) or str(error)
     return ""
 
 
 def _loads_compiled() -> bool:
-    """Whether a compiled program can be loaded: jaxlib refuses its own on some CPUs, each with a line of C++ on
-    standard error (jax#38445)."""
+    """Whether a compiled program can be loaded: on some CPUs jaxlib refuses its own programs, each with a line from C++
+    on standard error (jax#38445)."""
     import jax
     from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
@@ -87,5 +87,5 @@ def _loads_compiled() -> bool:
                 os.dup2(stderr, 2)
                 os.close(stderr)
             return os.fstat(said.fileno()).st_size == 0
-    except Exception:  # of many kinds; where there is no device, whoever needs it says so
+    except Exception:  # of many kinds; if there is no device, others report it
         return False

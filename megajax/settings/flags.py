@@ -1,4 +1,4 @@
-"""Flags, one for every field of the configuration, and a parser whose errors are one line."""
+"""A flag for every field of the configuration, and a parser whose errors are one line."""
 
 import argparse
 import os
@@ -18,26 +18,26 @@ from megajax.settings.other_names import nearest
 from megajax.settings.preset_files import names_in_folders, preset_names
 from megajax.settings.presets import Preset, load_preset, read_preset, resolve
 
-MESH_FLAGS = " ".join(f"[--mesh.{axis} N]" for axis in AXES)  # in a line of usage
+MESH_FLAGS = " ".join(f"[--mesh.{axis} N]" for axis in AXES)  # for usage lines
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` that raises `UserError`, takes no abbreviations, and knows the flags of the configuration. A
-    flag's name in the namespace is its key (`mesh.data`); it is there only if it was given."""
+    """An `ArgumentParser` that raises `UserError`, accepts no abbreviations, and knows the configuration's flags. In
+    the namespace a flag is named by its key (`mesh.data`), and exists only if it was given."""
 
     def __init__(self, description: str, usage: str) -> None:
         width = max(100, min(130, shutil.get_terminal_size((120, 24)).columns))
         formatter = partial(argparse.HelpFormatter, max_help_position=42, width=width)
         super().__init__(description=description, usage=usage, allow_abbrev=False, formatter_class=formatter)
-        self._keys: dict[type, list[str]] = {}  # of the configuration flags, by the dataclass that has them
+        self._keys: dict[type, list[str]] = {}  # keys of the configuration flags, by dataclass
 
     def add_path(self, *names: str, **settings: Any) -> argparse.Action:
-        """Add an argument that is a path, or several; `~` at its beginning is the home folder."""
+        """Add an argument that is one or more paths; a leading `~` means the home folder."""
         return self.add_argument(*names, type=os.path.expanduser, **settings)
 
     def add_preset(self, argv: Sequence[str]) -> dict[str, Any]:
-        """Add the argument PRESET. With `--help` in `argv`, returns the values of the preset named first; a preset may
-        be far away and is read once."""
+        """Add the argument PRESET. If `argv` has `--help`, returns the values of the preset named first. Presets may be
+        remote, so this reads one only then."""
         names, inner = preset_names(), names_in_folders()
         folders = sorted({f"{name.partition('/')[0]}/NAME" for name in inner})
         valid = f"a TOML file, or one of {', '.join([*names, *folders])}"
@@ -47,8 +47,8 @@ class Parser(argparse.ArgumentParser):
         return load_preset(os.path.expanduser(argv[0])) if asks and not argv[0].startswith("-") else {}
 
     def add_config_flags(self, *names: str, owner: type = Config, values: Mapping[str, Any] | None = None) -> None:
-        """Add flags for fields of the configuration, or of another dataclass `owner`: for sections or fields by
-        `names`, by default all. `values` are defaults for `--help`, by key."""
+        """Add flags for fields of the configuration, or of another dataclass `owner`: the sections or fields in
+        `names`, by default all. `--help` shows the defaults in `values`, by key."""
         groups = {}
         for key, option in options(owner).items():
             section = key.rpartition(".")[0]
@@ -61,12 +61,12 @@ class Parser(argparse.ArgumentParser):
             self._keys.setdefault(owner, []).append(key)
 
     def add_weights(self) -> None:
-        """Add `--weights`, which gives `train.ema` of the run's configuration another value."""
+        """Add `--weights`, which can override `train.ema` of the run's configuration."""
         what = "for a run with train.ema: the averaged weights, or the latest ones"
         self.add_argument("--weights", choices=("ema", "trained"), default="ema", help=f"{what} [ema]")
 
     def parse_args(self, argv: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """The arguments, as in `argparse`."""
+        """Parse arguments, like `argparse`."""
         if completion.asked():
             completion.answer(self)
         for word in argv or ():
@@ -104,7 +104,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{name} {reason}")
 
     def overrides(self, args: argparse.Namespace, owner: type | None = None) -> dict[str, Any]:
-        """The values of the configuration flags that were given, by key, for one owner or all."""
+        """The values of the given configuration flags by key, for one dataclass or all."""
         owners = self._keys if owner is None else [owner]
         given = {key: getattr(args, key) for found in owners for key in self._keys[found] if hasattr(args, key)}
         trained = owner in (None, Config) and getattr(args, "weights", "") == "trained"
@@ -112,7 +112,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _value(option: Option, text: str) -> Any:
-    """The value of a flag's text, for argparse's `type`."""
+    """The value of a flag's text; used as argparse's `type`."""
     try:
         value = option.parse(text)
     except ValueError:
@@ -123,7 +123,7 @@ def _value(option: Option, text: str) -> Any:
 
 
 def add_flag(group: Any, option: Option, default: Any = None, required: bool = False) -> None:
-    """Add an option's flag to a parser or a group of it; `--help` shows `default`, if not the option's own."""
+    """Add an option's flag to a parser or group; `--help` shows `default`, or otherwise the option's own default."""
     default = option.default if default is None else default
     words = {MISSING: "set by the preset", (): "none"}.get(default, default)
     words = "required" if required else f'"{default}"' if isinstance(default, str) else words
@@ -140,18 +140,18 @@ def add_flag(group: Any, option: Option, default: Any = None, required: bool = F
         metavar = "{" + ",".join(map(str, option.choices)) + "}"
     settings |= {"type": partial(_value, option), "metavar": metavar, "nargs": "+" if option.is_list else None}
     flag = group.add_argument(option.flag, required=required, **settings)
-    if metavar != "TEXT":  # which may be a path
+    if metavar != "TEXT":  # texts may be paths, which the shell completes
         completion.offer(flag, lambda: map(str, option.choices))
 
 
 @dataclass(frozen=True)
 class Given:
-    """A command line `PRESET [--flag value ...]`, read."""
+    """A parsed command line `PRESET [--flag value ...]`."""
 
-    preset: Preset  # that it names
+    preset: Preset  # the preset it names
     overrides: dict[str, Any]  # the values of its flags, by key
     print_config: bool  # print the configuration instead of training
-    dry_run: bool  # do all that comes before the first step instead of training
+    dry_run: bool  # do everything up to the first step instead of training
 
     def config(self, *, decay_follows: bool = True) -> Config:
         """The configuration; see `resolve`."""
@@ -159,7 +159,7 @@ class Given:
 
 
 def read_command(argv: Sequence[str], description: str, prog: str) -> Given:
-    """Read a command line `PRESET [--flag value ...]`. With `--help` this prints all flags, with the values of the
+    """Parse a command line `PRESET [--flag value ...]`. With `--help` this prints all flags, with the defaults of the
     preset if one is named first, and exits with code 0."""
     parser = Parser(description, f"{prog} PRESET [--flag value ...]")
     values = parser.add_preset(argv)
@@ -171,7 +171,7 @@ def read_command(argv: Sequence[str], description: str, prog: str) -> Given:
     args = parser.parse_args(argv)
     overrides = parser.overrides(args)
     if not overrides.get("run_dir", "."):
-        del overrides["run_dir"]  # empty: the preset's
+        del overrides["run_dir"]  # empty: use the preset's
     preset = read_preset(args.preset, overrides.get("run_dir", ""))
     return Given(preset, overrides, args.print_config, args.dry_run)
 
@@ -182,7 +182,7 @@ def parse(argv: Sequence[str], description: str, prog: str = "train.py") -> Conf
 
 
 def print_left_out(given: Given, config: Config) -> None:
-    """Print which values of a run's configuration a copy of it does not use."""
+    """Print which values of a run's configuration are not used by a copy of it."""
     preset, left_out = given.preset, given.preset.left_out
     unused = []
     if left_out.get("run_dir") and "run_dir" not in given.overrides:

@@ -1,4 +1,4 @@
-"""The processes of a run find each other when they start, and leave together."""
+"""How the processes of a run find each other at the start, and leave together at the end."""
 
 import contextlib
 import os
@@ -14,12 +14,12 @@ from megajax.host.ending import Exit, fail
 from megajax.host.relay import Relay
 from megajax.host.signals import stop_signals
 
-_LAST = 1.0  # seconds that process 0 stays after the end of its work
-LOST_AFTER = 10.0  # seconds after which a process that has lost process 0 ends, if it has not ended by itself
-START_PATIENCE, SAID_AFTER = 300.0, 5.0  # seconds that processes wait for each other, and after which they say so
-HEARTBEAT_TIMEOUT = 60  # seconds after which a process that says nothing counts as lost
+_LAST = 1.0  # seconds that process 0 stays after finishing
+LOST_AFTER = 10.0  # seconds after which a process that has lost process 0 ends, unless it already has
+START_PATIENCE, SAID_AFTER = 300.0, 5.0  # seconds that processes wait for each other; when they announce that they do
+HEARTBEAT_TIMEOUT = 60  # seconds of silence after which a process counts as lost
 
-_silenced: list[int] = []  # standard error itself, while nothing reaches it
+_silenced: list[int] = []  # the real standard error, while it is discarded
 
 
 def find_others(config: Config) -> None:
@@ -28,7 +28,7 @@ def find_others(config: Config) -> None:
 
     cluster = config.distributed
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # JAX would take SIGTERM, which is ours, and abort where a process is lost; `training/watchdog.py` ends it in words.
+    # JAX would take SIGTERM from us, and abort if a process is lost; `training/watchdog.py` ends with a clear message.
     for name, value in (("jax_enable_preemption_service", False), ("jax_enable_recoverability", True)):
         with contextlib.suppress(AttributeError):
             jax.config.update(name, value)
@@ -36,7 +36,7 @@ def find_others(config: Config) -> None:
     valid = "valid: an address that all processes can reach, and exactly the announced number of processes"
     late = f"{where}: the processes did not find each other within {START_PATIENCE:.0f} s; {valid}"
     waiting = f"{where}: waiting for the other processes, at most {START_PATIENCE:.0f} s"
-    # JAX's own patience would abort the process.
+    # JAX's own timeout would abort the process.
     timers = threading.Timer(START_PATIENCE, _end, [late]), threading.Timer(SAID_AFTER, _say, [waiting])
     for timer in timers:
         timer.daemon = True
@@ -47,7 +47,7 @@ def find_others(config: Config) -> None:
         initialization_timeout=int(START_PATIENCE) + HEARTBEAT_TIMEOUT,
     )
     try:
-        with _silence():  # JAX warns of what was just set, and exceptions say what else it prints
+        with _silence():  # discards warnings about these settings; other output is in the exceptions too
             if cluster.coordinator:
                 address = _relayed(cluster.coordinator) if cluster.process_id else cluster.coordinator
                 initialize(address, cluster.num_processes, cluster.process_id)
@@ -64,11 +64,11 @@ def find_others(config: Config) -> None:
 
 
 def _relayed(coordinator: str) -> str:
-    """An address that reaches process 0 without JAX aborting this process when that is gone."""
+    """An address that reaches process 0 but keeps JAX from aborting this process when process 0 is gone."""
     host, _, port = coordinator.rpartition(":")
 
     def lost() -> None:
-        # Whoever waits for a collective hears of it, too, and knows the step.
+        # Code that waits for a collective notices too, and can name the step.
         time.sleep(LOST_AFTER)
         _end("lost process 0, which was killed or ended first; rerun the command to resume from the newest checkpoint")
 
@@ -77,7 +77,7 @@ def _relayed(coordinator: str) -> str:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Discard standard error, also from C++."""
+    """Discard standard error, including output from C++."""
     sys.stderr.flush()
     stderr, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)
@@ -92,21 +92,21 @@ def _silence() -> Iterator[None]:
 
 
 def _say(text: str) -> None:
-    """Print a line, even while standard error is discarded."""
+    """Print a line even while standard error is discarded."""
     for stderr in _silenced:
         with contextlib.suppress(OSError):
             os.write(stderr, f"{text}\n".encode())
 
 
 def _end(text: str) -> None:
-    """End the process from any thread with a message, even while standard error is discarded."""
+    """End the process with a message, from any thread and even while standard error is discarded."""
     for stderr in _silenced:
         os.dup2(stderr, 2)
     fail(text)
 
 
 def _leave(succeeded: bool) -> None:
-    """Leave before process 0: the others need it, without it JAX would abort them."""
+    """Leave before process 0 does: without it JAX would abort the others."""
     from megajax.host.processes import is_first_process, wait_for_all
 
     if succeeded:

@@ -1,4 +1,4 @@
-"""A configuration as a preset that says where every value is from (`--print-config`)."""
+"""Print a configuration as a preset that says where every value comes from (`--print-config`)."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -11,13 +11,13 @@ from megajax.config import Config
 from megajax.options import Option, options
 from megajax.settings.presets import OF_START, Preset, of_task
 
-_WIDTH = 40  # of a line before its comment, where the value is short
+_WIDTH = 40  # column of the comments, if values are short
 
 
 def printed(config: Config, preset: Preset, overrides: Mapping[str, Any]) -> str:
-    """The text of a preset that gives `config`, which was made of `preset` and `overrides`.
+    """The text of a preset that gives `config`, which was made from `preset` and `overrides`.
 
-    What belongs to one run and its machine, and was not asked for by a flag or the user's preset, is commented out.
+    Values that belong to one run and its machine are commented out, unless a flag or the user's preset sets them.
     """
     origins = {"run_dir": "the preset's name"} | dict.fromkeys(of_task({**preset.values, **overrides}), "task.name")
     origins |= preset.origins | {key: f"flag {options(Config)[key].flag}" for key in overrides}
@@ -37,7 +37,7 @@ def printed(config: Config, preset: Preset, overrides: Mapping[str, Any]) -> str
 
 
 def _default_origin(option: Option, value: Any) -> str:
-    """Where a value is from that no flag, preset or task says, in words."""
+    """Where a value comes from that is set by no flag, preset or task."""
     if value == option.default:
         return "default"
     if option.key == "optimizer.decay_steps":
@@ -47,7 +47,7 @@ def _default_origin(option: Option, value: Any) -> str:
 
 
 def _toml(value: Any) -> str:
-    """A value in one line of TOML."""
+    """A value as one line of TOML."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
     if hasattr(value, "__dataclass_fields__"):
@@ -58,5 +58,5 @@ def _toml(value: Any) -> str:
 
 
 def _comment(text: str) -> str:
-    """A text that a comment, and any terminal, can show."""
+    """A text that is safe in a comment, and on any terminal."""
     return text.encode("unicode_escape", "backslashreplace").decode() if not text.isprintable() else text

@@ -1,4 +1,4 @@
-"""What other systems call our options: Megatron-LM, Hugging Face's Trainer, torchtitan, DeepSpeed."""
+"""Names of our options in other systems: Megatron-LM, Hugging Face's Trainer, torchtitan, DeepSpeed."""
 
 import re
 from collections.abc import Collection
@@ -65,14 +65,14 @@ OURS = {theirs: ours for ours, names in _OURS.items() for theirs in names.split(
 
 
 def nearest(unknown: str, valid: Collection[str], otherwise: str) -> str:
-    """The end of an error message about an unknown flag or key: its name here, the valid ones nearest to it, or
+    """The end of an error message about an unknown flag or key: our name for it, or the nearest valid ones, or
     `otherwise`."""
     name = unknown.lstrip("-").replace("-", "_").lower()
     found = OURS.get(name) or OURS.get(name.rpartition(".")[2], "")
     flag = re.split("[ ,]", found)[0]
     key = flag.removeprefix("--").replace("-", "_")
     if flag == "PRESET":
-        found = found if "--train.steps" in valid else ""  # of a command that takes one
+        found = found if "--train.steps" in valid else ""  # only for commands that take a preset
     elif flag not in valid:
         found = found.replace(flag, key, 1) if key in valid else ""
     return f"megajax calls it {found}" if found else suggest(unknown, valid, otherwise)

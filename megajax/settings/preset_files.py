@@ -1,4 +1,4 @@
-"""The TOML files of presets: where they are found, by name or path, and their tables."""
+"""The TOML files of presets: how they are found, by name or path, and how they are parsed."""
 
 import difflib
 from pathlib import Path
@@ -10,7 +10,7 @@ from megajax.host.paths import check_path, scheme
 
 
 def preset_folders() -> tuple[Path, ...]:
-    """The folders of presets: ./configs, then the package's, which in a checkout is a link to its own."""
+    """The folders of presets: ./configs, then the package's (in a checkout a link to the same folder)."""
     return Path("configs"), Path(__file__).resolve().parents[1] / "configs"
 
 
@@ -28,12 +28,12 @@ def names_in_folders() -> list[str]:
 def _nearest(name: str, known: list[str]) -> str:
     near = [each for each in known if each.rpartition("/")[2] == name]
     near = near or difflib.get_close_matches(name, known, n=2)
-    near = near or difflib.get_close_matches("/".join(name.split("/")[-2:]), known, n=2)  # of a path, its end
+    near = near or difflib.get_close_matches("/".join(name.split("/")[-2:]), known, n=2)  # the end of a path
     return f"did you mean {' or '.join(near)}?" if near else ""
 
 
 def find_preset(name_or_file: str | Path) -> Path:
-    """The file of a preset, given by its bare name, by a name in a folder (finetune/mnli-336m), or as a file."""
+    """The file of a preset, given its bare name, its name in a folder (finetune/mnli-336m), or a file."""
     check_path(name_or_file, "PRESET")
     path, name = Path(name_or_file), str(name_or_file)
     bare = path.name == name or (".." not in path.parts and not reading.kind(path))
@@ -57,7 +57,7 @@ def find_preset(name_or_file: str | Path) -> Path:
 
 
 def read_file(place: str) -> bytes:
-    """The content of a preset, at a path or a URL."""
+    """The contents of a preset, from a path or URL."""
     if scheme(place):
         return remote.read_bytes(place, "PRESET")
     try:
@@ -67,7 +67,7 @@ def read_file(place: str) -> bytes:
 
 
 def parse_toml(content: bytes, place: str) -> dict[str, Any]:
-    """The tables of a TOML file that lies at `place`."""
+    """Parse the TOML file from `place`."""
     try:
         return reading.parse_toml(content.decode())
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Presets as values of a configuration: their own, those of their bases, and overrides by flags."""
+"""Presets as values of a configuration: the preset's own, those of its bases, and overrides by flags."""
 
 import os
 import posixpath
@@ -16,26 +16,26 @@ from megajax.settings.other_names import nearest
 from megajax.settings.preset_files import find_preset, parse_toml, preset_folders, read_file
 from megajax.tasks.registry import PRETRAINING, TASKS
 
-OF_START = ("run_dir", "simulate_devices")  # what belongs to a run and its machine, not to what is like it
+OF_START = ("run_dir", "simulate_devices")  # they belong to one run and its machine, and are not inherited
 
 
 @dataclass(frozen=True)
 class Preset:
     """The values of a preset and its bases."""
 
-    place: str  # its file, a path or a URL
-    values: dict[str, Any]  # by key, in the types of the configuration; `run_dir` always has one
-    origins: dict[str, str]  # by key, the file that says the value, in words; not there for what no file says
+    place: str  # its file, as a path or URL
+    values: dict[str, Any]  # by key, in the configuration's types; there is always a `run_dir`
+    origins: dict[str, str]  # by key, which file sets the value, in words; defaults are missing
     of_run: bool = False  # whether it is a run's own configuration, in its directory
-    left_out: dict[str, Any] = field(default_factory=dict)  # by key, values of a run that its copy does not follow
+    left_out: dict[str, Any] = field(default_factory=dict)  # by key, values of a run that its copy does not use
 
 
 def read_preset(name_or_file: str | Path, run_dir: str = "") -> Preset:
-    """A preset. Values that it lacks come from its `base`, a name or a file beside it, and so on.
+    """Read a preset. Values that it lacks come from its `base`, a name or a file next to it, and so on.
 
-    Its `run_dir` is its own value, else runs/ and its name; of the config.toml of a run directory that directory,
-    wherever it lies now, unless another `run_dir` is given: then this is a copy. A copy has neither the `run_dir` nor
-    the simulated devices of the run that it was copied from, and neither has a preset based on it.
+    Its `run_dir` is its own value, else runs/ plus its name; for the config.toml in a run directory it is that
+    directory, wherever it is now, unless another `run_dir` is given: then the preset is a copy. A copy does not take
+    over the original run's `run_dir` and simulated devices, and neither does a preset based on it.
     """
     own, *bases = _with_bases(str(name_or_file))
     values: dict[str, Any] = {}
@@ -64,16 +64,16 @@ def load_preset(name_or_file: str | Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _File:
-    """The content of one file of a preset."""
+    """The contents of one file of a preset."""
 
-    place: str  # its path or its URL
+    place: str  # path or URL
     values: dict[str, Any]
-    base: str  # the preset that it is based on, as it is named there; empty: none
+    base: str  # the preset it is based on, as written; empty: none
     of_run: bool  # whether it is a run's `config.toml`, or a copy of one
 
     @property
     def words(self) -> str:
-        """Its name for users."""
+        """How messages name it."""
         path = Path(self.place)
         inside = next((folder for folder in preset_folders()[1:] if folder in path.parents), None)
         name = f"preset {path.relative_to(inside).with_suffix('')}" if inside else self.place
@@ -81,7 +81,7 @@ class _File:
 
 
 def _with_bases(name_or_file: str) -> list[_File]:
-    """The files of a preset: its own, that of its base, and so on."""
+    """The files of a preset: its own, its base's, and so on."""
     place = _place(name_or_file)
     files, seen = [_read(place, read_file(place))], [_identity(place)]
     while (last := files[-1]).base:
@@ -102,17 +102,17 @@ def _with_bases(name_or_file: str) -> list[_File]:
 
 
 def _place(name_or_file: str) -> str:
-    """The path or the URL of a preset."""
+    """The path or URL of a preset."""
     return name_or_file if scheme(name_or_file) else str(find_preset(name_or_file))
 
 
 def _identity(place: str) -> object:
-    """A value that differs between two files of presets."""
+    """A value that differs for different preset files."""
     return place if scheme(place) else identity(place)
 
 
 def _beside(place: str, base: str) -> str:
-    """The place of a base: a name as it is, a file relative to the preset that names it."""
+    """The place of a base: names stay as they are, files are relative to the preset that names them."""
     if scheme(base) or not base.endswith(".toml"):
         return base
     if not scheme(place):
@@ -142,7 +142,7 @@ def _read(place: str, content: bytes) -> _File:
 
 
 def _convert(key: str, value: object, name: str) -> Any:
-    """`value` in the type of `key`; `name` is the key with its file, or the flag, for error messages."""
+    """`value` converted to the type of `key`; `name` is the flag, or the key with its file, for error messages."""
     table = options(Config)
     if key not in table:
         section = key.rpartition(".")[0]
@@ -158,7 +158,7 @@ _EITHER = (("data.path", "data.sources"), ("optimizer.warmup_steps", "optimizer.
 
 
 def _replaced(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Values replaced by others; of `_EITHER`, one replaces the other; epochs replace steps."""
+    """`values` with `others` replacing them. Of a pair in `_EITHER` one replaces the other; epochs replace steps."""
     left = dict(values)
     for pair in _EITHER:
         for key, other in (pair, pair[::-1]):
@@ -170,7 +170,7 @@ def _replaced(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str,
 
 
 def of_task(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Default values that follow from a task, by key."""
+    """Defaults that follow from a task, by key."""
     task = TASKS.get(values.get("task.name", PRETRAINING))
     if task is None:
         return {}
@@ -181,13 +181,13 @@ def of_task(values: Mapping[str, Any]) -> dict[str, Any]:
 def resolve(
     preset: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, *, decay_follows: bool = True
 ) -> Config:
-    """The configuration of values by key, such as `{"mesh.data": 2}`; overrides replace those of the preset.
+    """The configuration for values by key, such as `{"mesh.data": 2}`; overrides replace those of the preset.
 
-    With `decay_follows`, `optimizer.decay_steps` is by default `train.steps`; else it stays 0, so that a resumed run
-    can keep the value that it began with.
+    With `decay_follows`, `optimizer.decay_steps` defaults to `train.steps`. Otherwise it stays 0, so that a resumed run
+    can keep the value that it started with.
     """
     overrides = {
-        key: _convert(key, value, f"--{key.lstrip('-').replace('_', '-')}")  # it may be a flag already
+        key: _convert(key, value, f"--{key.lstrip('-').replace('_', '-')}")  # the key may already be a flag
         for key, value in (overrides or {}).items()
     }
     values = _replaced({key: _convert(key, value, key) for key, value in preset.items()}, overrides)
@@ -203,7 +203,7 @@ def resolve(
 
 
 def _check_complete(values: Mapping[str, Any]) -> None:
-    """Refuse a configuration that lacks values without a default; all of them are named at once."""
+    """Refuse a configuration without required values; the error names all of them."""
     table = options(Config)
     missing = [option for key, option in table.items() if option.default is MISSING and key not in values]
     if not missing:

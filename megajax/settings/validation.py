@@ -1,4 +1,4 @@
-"""Checks of a configuration on a mesh, against the devices."""
+"""Check a configuration on its mesh, and against the devices."""
 
 import contextlib
 import dataclasses
@@ -16,13 +16,13 @@ from megajax.traits import Size, Through
 
 
 def validate(config: Config, num_devices: int) -> None:
-    """Check a training: the values by themselves, against each other, and against the devices of all processes."""
+    """Check a training configuration: values alone, against each other, and against the devices of all processes."""
     check_values(config)
     _check_training_on_mesh(config, num_devices)
 
 
 def validate_imagined(config: Config) -> None:
-    """`validate` with as many devices as the mesh asks for; the error names the nearest mesh that is valid."""
+    """`validate` as if there were as many devices as the mesh has; errors name the nearest valid mesh."""
     check_values(config)
     try:
         _check_training_on_mesh(config, config.mesh.num_devices)
@@ -32,8 +32,8 @@ def validate_imagined(config: Config) -> None:
 
 
 def nearest_mesh(config: Config) -> MeshConfig | None:
-    """The mesh that can train a configuration and whose axes differ by the least factors from those it asks for, of
-    several the one of fewest devices; None if the batch or the schedule forbids all."""
+    """The mesh that can train this configuration and differs from its own by the smallest factors; in a tie, the one
+    with the fewest devices. None if batch or schedule rule out every mesh."""
     there, train = config.mesh, config.train
     possible = {axis: [size] for axis, size in there.sizes.items()}
     possible |= dict.fromkeys(ROW_AXES, _divisors(train.global_batch))
@@ -95,7 +95,7 @@ def _check_training_on_mesh(config: Config, num_devices: int) -> None:
 
 
 def check_context(config: Config) -> None:
-    """That the devices of a context group can share a sequence, each two pieces of it."""
+    """Check that the devices of a context group can share a sequence, with two pieces each."""
     context, tensor, length = config.mesh.context, config.mesh.tensor, config.model.sequence_length
     pieces = 2 * context * (tensor if config.sequence_parallel else 1)
     if context == 1 or length % pieces == 0:
@@ -109,7 +109,7 @@ def check_context(config: Config) -> None:
 
 
 def _check_experts(config: Config) -> None:
-    """That the devices of an expert group can share the experts."""
+    """Check that the devices of an expert group can share the experts."""
     model, expert = config.model, config.mesh.expert
     if expert > 1 and not model.num_experts:
         raise UserError(
@@ -127,11 +127,11 @@ def _check_experts(config: Config) -> None:
 
 
 def validate_mesh(config: Config, num_devices: int) -> None:
-    """Check what any use of the model needs, not only training: the mesh against the devices and the model's sizes."""
+    """Check what any use of the model needs, not only training: the mesh against devices and the model's sizes."""
     model, mesh = config.model, config.mesh
     check_schedule(config.pipeline, mesh.pipe, model.num_layers, model.dense_layers)
     if mesh.num_devices != num_devices:
-        each = -(-mesh.num_devices // max(1, config.distributed.num_processes))  # per process
+        each = -(-mesh.num_devices // max(1, config.distributed.num_processes))  # devices per process
         simulated = "" if options(Config)["simulate_devices"].problem(each) else f", or --simulate-devices {each}"
         raise UserError(
             f"{mesh.flags()} needs {mesh.num_devices} devices, but there are {num_devices}; valid: "
@@ -169,7 +169,7 @@ def validate_mesh(config: Config, num_devices: int) -> None:
 
 
 def _split_sizes(model: ModelConfig) -> list[tuple[Size, int, str]]:
-    """The sizes of a model that are divided over `tensor`: as declared, as numbers, and in the words of messages."""
+    """The sizes of a model that are sharded over `tensor`: as declared, as numbers, and as messages name them."""
     found = []
     for name, option in options(ModelConfig).items():
         size, through = option.trait(Size), option.trait(Through)

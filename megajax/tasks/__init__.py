@@ -1,1 +1,1 @@
-"""The tasks that models are fine-tuned on: their files, samples and figures. No JAX here."""
+"""Fine-tuning tasks: their files, samples and figures. No JAX here."""

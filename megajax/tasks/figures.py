@@ -1,7 +1,7 @@
-"""The figures of answers: accuracy of classes and options; exact match and F1 as the official scripts of SQuAD 1.1 and
-2.0 compute them. And files of predictions for the official scorers: SQuAD's JSON, GLUE's TSV, a similar one for RACE.
+"""Scores of answers: accuracy for classes and options; exact match and F1, computed like the official scripts of SQuAD
+1.1 and 2.0. Also files of predictions for the official scorers: SQuAD's JSON, GLUE's TSV, and a similar one for RACE.
 
-N records, C classes or options.
+Letters: N records, C classes or options.
 """
 
 import json
@@ -30,7 +30,7 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def predicted_classes(records: Sequence[Pair | Exam], probabilities_NC: npt.NDArray[Any]) -> npt.NDArray[np.intp]:
-    """The most probable class of every record, [N], of an exam only among its options; of equal ones the first."""
+    """The most probable class of every record, [N], for an exam among its own options; in a tie the first one."""
     assert probabilities_NC.shape[0] == len(records), probabilities_NC.shape
     num_classes = probabilities_NC.shape[1]
     counts = [len(record.options) if isinstance(record, Exam) else num_classes for record in records]
@@ -39,11 +39,11 @@ def predicted_classes(records: Sequence[Pair | Exam], probabilities_NC: npt.NDAr
 
 
 def class_figures(records: Sequence[Pair | Exam], probabilities_NC: npt.NDArray[Any]) -> dict[str, float]:
-    """Accuracy over all records that have a label, and over those of every group, in percent.
+    """Accuracy in percent, over all records with a label and over those of every group.
 
     Returns:
-        `accuracy`, NaN where no record has a label; `accuracy_GROUP` for every group in the records, in alphabetical
-        order; `records`, how many have a label.
+        `accuracy`, NaN if no record has a label; `accuracy_GROUP` for every group in the records, in alphabetical
+        order; `records`, the number of records with a label.
     """
     found = zip(records, predicted_classes(records, probabilities_NC).tolist(), strict=True)
     rights = [(record.group, record.label == label) for record, label in found if record.label is not None]
@@ -54,15 +54,15 @@ def class_figures(records: Sequence[Pair | Exam], probabilities_NC: npt.NDArray[
 
 
 def normalized(text: str) -> str:
-    """A text in lower case without ASCII's punctuation, articles and further white space."""
+    """A text in lower case without ASCII punctuation and articles, and with single spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def question_scores(question: Question, text: str, *, unanswerable: bool) -> tuple[float, float]:
-    """Exact match and F1 of an answer, 0 to 1 each, each by the right answer that it is nearest to.
+    """Exact match and F1 of an answer, each from 0 to 1, and each against the right answer that it is nearest to.
 
-    With `unanswerable`, as SQuAD 2.0 counts, no answer is right where there is none, and a right answer of nothing but
-    punctuation and articles is none.
+    With `unanswerable`, as SQuAD 2.0 counts, an empty answer is right if there is none, and right answers that consist
+    only of punctuation and articles do not count.
     """
     golds = [normalized(answer.text) for answer in question.answers]
     if unanswerable:
@@ -88,9 +88,9 @@ def squad_figures(
     """The figures of the answers, in percent.
 
     Returns:
-        `exact_match`, `f1`, and `records`, how many there are. SQuAD 1.1 counts the questions that have an answer; NaN
-        where none has, as in a test set. Of 2.0 also `HasAns_exact` and `HasAns_f1` of those that have one, `NoAns_…`
-        of the others, where there are such; and the best that another threshold gives, `best_exact` and `best_f1`, with
+        `exact_match`, `f1`, and `records`, the number of questions. SQuAD 1.1 counts questions that have an answer; NaN
+        if none has, as in a test set. For 2.0 also `HasAns_exact` and `HasAns_f1` for those with an answer, `NoAns_…`
+        for the others, if there are such; and the best figures with another threshold, `best_exact` and `best_f1`, with
         that threshold, `best_exact_thresh` and `best_f1_thresh`.
     """
     pairs = [pair for pair in zip(questions, answers, strict=True) if unanswerable or pair[0].answers]
@@ -119,10 +119,10 @@ def _percent(scores: Sequence[float]) -> float:
 def _best_threshold(
     questions: Sequence[Question], answers: Sequence[FoundAnswer], scores: Sequence[float]
 ) -> tuple[float, float]:
-    """The best mean score in percent, and the threshold that gives it: "none" is the answer where `difference` is more.
+    """The best mean score in percent, and the threshold that gives it: "none" is the answer if `difference` is larger.
 
-    As the official script searches: from "none" to every question on, the questions are answered one by one, the least
-    difference first; 0 is the threshold if "none" to all is best. `scores` are those of every answer's `best`, 0 to 1.
+    The search is that of the official script: starting with "none" for every question, they are answered one by one,
+    the smallest difference first. The threshold is 0 if "none" for all is best. `scores`, 0 to 1, are for each `best`.
     """
     total = best = float(sum(not question.answers for question in questions))
     threshold = 0.0
@@ -137,7 +137,7 @@ def _best_threshold(
 
 
 def check_predictions(path: str, records: Sequence[Record]) -> None:
-    """Check that predictions for records can be written."""
+    """Check that predictions for these records can be written."""
     check_place(path, "--predictions")
     if os.path.lexists(path):
         raise UserError(f"--predictions {path} already exists; valid: a new name")
@@ -150,7 +150,7 @@ def check_predictions(path: str, records: Sequence[Record]) -> None:
 
 
 def write_predictions(path: str, task_name: str, records: Sequence[Record], found: Sequence[Any]) -> None:
-    """Write the number of every record's class or option, or the text of its answer, to a new file."""
+    """Write the class or option of every record, or the text of its answer, to a new file."""
     assert len(found) == len(records), (len(found), len(records))
     check_predictions(path, records)
     task = TASKS[task_name]

@@ -1,7 +1,8 @@
-"""GLUE's TSV files: MNLI, natural-language inference, and QQP, whether two questions ask the same.
+"""GLUE's TSV files: MNLI (natural-language inference) and QQP (whether two questions ask the same).
 
-Columns are found by the names in the first line. Nothing is quoted: texts hold double quotes. QQP's release has some
-rows that a line end in a question cuts in two; they are left out, as Hugging Face's data sets do, and counted.
+Columns are found by their names in the first line. There is no quoting, because texts contain double quotes. In QQP's
+release a line end inside a question cuts some rows in two; these are skipped, as in Hugging Face's datasets, and
+counted.
 """
 
 from dataclasses import dataclass
@@ -11,8 +12,8 @@ from megajax.tasks.records import Pair
 from megajax.tasks.registry import TASKS
 from megajax.tasks.sources import TaskFile, decoded, raise_cut_off
 
-_LINE_BYTES = 1 << 20  # the longest of MNLI, with parses, has some thousand
-_NO_MAJORITY = "-"  # MNLI's label where those who were asked did not agree
+_LINE_BYTES = 1 << 20  # MNLI's longest lines, with parses, have some thousand
+_NO_MAJORITY = "-"  # MNLI's label if the annotators did not agree
 _NAMES = ("index", "id", "pairID", "idx")
 _GENRES = {
     "matched": ("fiction", "government", "slate", "telephone", "travel"),
@@ -26,9 +27,9 @@ class _Format:
     """The columns of a task's files."""
 
     texts: tuple[str, str]
-    labels: tuple[str, ...]  # names of the column with the label; the first which is there
-    cut_rows: bool = False  # whether rows with another number of columns are left out, and are no error
-    grouped: bool = False  # whether records are also counted by group, and may lack a label
+    labels: tuple[str, ...]  # possible names of the label column; the first that exists is used
+    cut_rows: bool = False  # whether rows with a wrong number of columns are skipped instead of refused
+    grouped: bool = False  # whether records are also scored by group, and may lack a label
 
 
 _FORMATS = {
@@ -38,8 +39,8 @@ _FORMATS = {
 
 
 def read_glue(file: TaskFile) -> None:
-    """Read the pairs of a file. MNLI's without a label that most agreed on are left out and counted. Their group is by
-    the genre, or where that does not say by the file's name."""
+    """Read the pairs in a file. MNLI pairs without a majority label are skipped and counted. Their group follows from
+    the genre, or else from the file's name."""
     form, records = _FORMATS[file.task], file.records
     lines = file.lines(_LINE_BYTES)
     line, place = next(lines)
@@ -71,7 +72,7 @@ def read_glue(file: TaskFile) -> None:
 
 
 def _columns(header: list[str], form: _Format, file: TaskFile) -> tuple[str | None, str | None]:
-    """The columns of the label and of the name, None where there is none. Those that are read must be there once."""
+    """The columns of the label and the name, None if missing. Columns that are read must not occur twice."""
     label, name = (next((each for each in names if each in header), None) for names in (form.labels, _NAMES))
     for column in (*form.texts, label, name, "genre" if form.grouped else None):
         if column and header.count(column) > 1:
@@ -90,7 +91,7 @@ def _cells(line: bytes, place: str) -> list[str]:
 
 
 def _class_of(label: str, task: str, ended: bool, place: str) -> int:
-    """The number of a class; `ended` says whether a line end follows the label."""
+    """The number of a class; `ended` says whether the label is followed by a line end."""
     labels = TASKS[task].labels
     if label not in labels:
         if not ended and any(valid.startswith(label) for valid in labels):

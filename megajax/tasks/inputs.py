@@ -1,4 +1,4 @@
-"""Texts as token ids, and pairs of texts and exams as samples, by `classes_form` and `choice_form` of `batch.py`.
+"""Texts as token ids, and pairs of texts and exams as samples (`classes_form` and `choice_form` in `batch.py`).
 
 T is the sequence length.
 """
@@ -18,15 +18,15 @@ from megajax.data.tokenizer import Tokenizer
 from megajax.tasks.records import Exam, Pair
 from megajax.tasks.registry import TASKS
 
-SPECIAL = 3  # tokens of an input that are of no text: [CLS], [SEP] and [SEP]
+SPECIAL = 3  # special tokens in an input: [CLS], [SEP] and [SEP]
 OPTIONS = TASKS["race"].classes
 
-_BATCH = 4096  # texts that are encoded at a time: their ids are Python's numbers for so long
+_BATCH = 4096  # texts encoded together; meanwhile their ids are Python integers
 _BLANK = re.compile("_+")
 
 
 class EncodedTexts:
-    """Ids of many texts; equal texts are encoded and stored once."""
+    """Token ids of many texts; equal texts are encoded and stored once."""
 
     def __init__(self, texts: Sequence[str], tokenizer: Tokenizer, *, with_characters: bool = False) -> None:
         numbers: dict[str, int] = {}
@@ -45,28 +45,28 @@ class EncodedTexts:
         self.lengths = np.array([len(self._ids[number]) for number in self._numbers], np.int64)
 
     def __getitem__(self, number: int) -> npt.NDArray[np.int32]:
-        """The ids of a text."""
+        """The ids of one text."""
         return self._ids[self._numbers[number]]
 
     def characters(self, number: int) -> npt.NDArray[np.int32]:
-        """The range of characters of every token of a text, int32 [tokens, 2]."""
+        """The range of characters of every token in a text, int32 [tokens, 2]."""
         return self._characters[self._numbers[number]]
 
 
 class JoinedTexts(Samples):
-    """Samples of inputs `[CLS] first [SEP] second [SEP]`."""
+    """Samples with inputs `[CLS] first [SEP] second [SEP]`."""
 
     def __init__(self, records: Sequence[Any], form: BatchSpec, sequence_length: int, tokenizer: Tokenizer) -> None:
         check_length(sequence_length)
         self.records, self.form, self.sequence_length = records, form, sequence_length
         self._vocabulary = WordPieces.of(tokenizer)
-        self.counts: dict[str, int] = {}  # in words, how many records were cut or left out; only what happened
+        self.counts: dict[str, int] = {}  # description -> how many records were truncated or left out; no zeros
 
     def __len__(self) -> int:
         return len(self.records)
 
     def joined(self, first: npt.NDArray[np.int32], second: npt.NDArray[np.int32]) -> Sample:
-        """The input of two texts, padded: its `tokens` and `token_types` [T], and its `length`."""
+        """The padded input for two texts: `tokens` and `token_types` [T], and `length`."""
         middle = len(first) + 2  # where `second` begins
         length = middle + len(second) + 1
         tokens_T = np.full(self.sequence_length, self._vocabulary.pad, np.int32)
@@ -85,8 +85,8 @@ class JoinedTexts(Samples):
 
 
 class PairInputs(JoinedTexts):
-    """A sample for every pair: `[CLS] a [SEP] b [SEP]`. If it is too long, the longer text is cut at its end, or both
-    are, as by Hugging Face's `truncation=True`."""
+    """A sample for every pair: `[CLS] a [SEP] b [SEP]`. If it is too long, the longer text is truncated, or both are,
+    as with Hugging Face's `truncation=True`."""
 
     def __init__(self, records: Sequence[Pair], tokenizer: Tokenizer, *, sequence_length: int) -> None:
         super().__init__(records, classes_form(), sequence_length, tokenizer)
@@ -103,10 +103,10 @@ class PairInputs(JoinedTexts):
 
 
 class ExamInputs(JoinedTexts):
-    """A sample for every exam: for each option an input of question and option, `[SEP]`, and the article.
+    """A sample for every exam, with an input for each option: question and option, `[SEP]`, and the article.
 
-    As in Megatron-LM, the option stands where the question has `_`, or after it, both are cut at so many tokens, and
-    the article is cut at its end. Where there is no such option, there is padding of length 0.
+    As in Megatron-LM, the option replaces `_` in the question or follows it, the two together are truncated to
+    `option_tokens` tokens, and the article is truncated at its end. Missing options are padding of length 0.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class ExamInputs(JoinedTexts):
         self._texts = EncodedTexts(texts, tokenizer)
         sizes = np.array([len(exam.options) for exam in records], np.int64)
         assert (sizes <= OPTIONS).all(), "more options than a batch has"
-        self._begins = np.concatenate([[0], np.cumsum(sizes)])  # of the options of every exam
+        self._begins = np.concatenate([[0], np.cumsum(sizes)])  # index of each exam's first option
         room = sequence_length - SPECIAL
         self._most = min(option_tokens, room)
         kept = np.minimum(self._texts.lengths, self._most)
@@ -149,8 +149,8 @@ def with_option(question: str, option: str) -> str:
 def cut_longest_first(
     lengths_a: npt.NDArray[np.int64], lengths_b: npt.NDArray[np.int64], room: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """How many tokens of each pair of texts fit in the room: the longer text is cut to the length of the shorter one,
-    then both are. The longer one gets the odd token; of equal texts the second."""
+    """How many tokens of each pair of texts fit in `room`: the longer text is truncated to the length of the shorter
+    one, then both are. The longer one keeps the odd token; if they are equally long, the second."""
     small = np.minimum(np.minimum(lengths_a, lengths_b), room // 2)
     large = np.minimum(np.maximum(lengths_a, lengths_b), room - small)
     a_is_longer = lengths_a > lengths_b
@@ -158,10 +158,10 @@ def cut_longest_first(
 
 
 def counted(counts: dict[str, int]) -> dict[str, int]:
-    """The counts other than 0."""
+    """The counts that are not 0."""
     return {what: count for what, count in counts.items() if count}
 
 
 def _cleaned(text: str) -> str:
-    """The text with single spaces between words, as Megatron-LM cleans RACE's."""
+    """The text with single spaces between words, as Megatron-LM cleans RACE."""
     return " ".join(text.split())

@@ -1,7 +1,7 @@
-"""Instructions: JSON lines of what is asked and answered, `prompt` and `completion`, or the `messages` of a
-conversation; and samples of them, rows of several records, in which only what the model should say is a target.
+"""Instructions: JSON lines with `prompt` and `completion`, or with the `messages` of a conversation. Their samples are
+rows of several packed records, in which only the model's part is a target.
 
-N records, T the sequence length.
+Letters: N records; T is the sequence length.
 """
 
 import re
@@ -24,17 +24,17 @@ from megajax.tasks.registry import TASKS
 from megajax.tasks.sources import TaskFile, checked, decoded, entry, parsed
 
 TODAY = datetime(2024, 7, 26)
-"""The date that chat templates see, fixed so that the same records always give the same tokens."""
+"""The date that chat templates see; fixed, so that the same records always give the same tokens."""
 
 _PACKING = 23  # a random stream of its own
-_BATCH = 1024  # records that are encoded at a time
+_BATCH = 1024  # records encoded together
 
-Encoded = tuple[list[int], list[bool]]  # ids, and whether each is what the model should say
+Encoded = tuple[list[int], list[bool]]  # ids, and whether the model should produce each
 
 
 def read_instructions(file: TaskFile) -> None:
-    """Read the records of a file, one on each line; `messages` decide where a line has both forms. Those without
-    anything that the model should say are left out and counted."""
+    """Read the records in a file, one per line; if a line has both forms, `messages` count. Records with nothing for
+    the model to say are skipped and counted."""
     for line, place in file.lines(reading.LINE_BYTES):
         text = decoded(line, place).removeprefix("\ufeff")
         if text.strip():
@@ -62,7 +62,7 @@ def _add(value: Any, place: str, records: Records) -> None:
 
 
 def conversation(text: str, place: str) -> list[dict[str, Any]]:
-    """The messages of a line of such a file, which the assistant is to answer."""
+    """The messages in a line of such a file, which the assistant is to answer."""
     messages = list(_messages(checked(parsed(text, place, "instructions"), dict, place, "the conversation"), place))
     if not messages or messages[-1]["role"] == "assistant":
         last = "ends with a message of the assistant" if messages else "has no message"
@@ -71,7 +71,7 @@ def conversation(text: str, place: str) -> list[dict[str, Any]]:
 
 
 def chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
-    """A tokenizer's template for messages, if it has one."""
+    """A tokenizer's chat template, if it has one."""
     source = tokenizer.chat_template
     return None if source is None else ChatTemplate(source, tokenizer.named_tokens, "the tokenizer", TODAY)
 
@@ -87,7 +87,7 @@ def _message(value: Any, place: str) -> dict[str, Any]:
 
 
 def packed(lengths_N: Sequence[int], order: Sequence[int], room: int) -> list[list[int]]:
-    """Records packed in rows in the given order; a record that does not fit begins the next row."""
+    """Pack records into rows in the given order; a record that does not fit starts a new row."""
     rows: list[list[int]] = []
     left = 0
     for number in order:
@@ -103,11 +103,11 @@ def packed(lengths_N: Sequence[int], order: Sequence[int], room: int) -> list[li
 class InstructionRows:
     """Samples of text (`text_form`), each a row of packed records that do not attend to each other.
 
-    A record is its prompt, from the tokenizer's begin, its completion, and the end of text; or its messages as the chat
-    template writes them. Targets are the completion and the end, or what the assistant writes. Of a record with more
-    than T + 1 tokens the end is cut off; one that then has no targets is left out.
+    A record is its prompt, after the tokenizer's beginning-of-text token, its completion, and the end-of-text token; or
+    its messages in the chat template. Targets are the completion and the end of text, or what the assistant writes.
+    Records longer than T + 1 tokens are truncated; one that then has no targets is left out.
 
-    `seed` is of the order in which records are packed; None: their own.
+    `seed` determines the order in which records are packed; None: their own order.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class InstructionRows:
 
 
 def encoded(records: Sequence[Instruction], tokenizer: Tokenizer) -> Iterator[Encoded]:
-    """Every record's tokens."""
+    """The tokens of every record."""
     template = chat_template(tokenizer)
     for start in range(0, len(records), _BATCH):
         batch = records[start : start + _BATCH]

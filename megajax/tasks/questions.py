@@ -1,4 +1,4 @@
-"""Questions in JSON files: SQuAD's 1.1 and 2.0, answered by a span of text; RACE's exams, with options to choose."""
+"""Questions in JSON files: SQuAD 1.1 and 2.0, answered with a span of text; RACE exams, with options to choose from."""
 
 import re
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ _LETTERS = TASKS["race"].labels
 
 
 def read_squad(file: TaskFile) -> None:
-    """Read the questions of a file.
+    """Read the questions in a file.
 
-    What is left of a question's first word is stripped, as in Hugging Face's example. An answer that is not at its
-    offset counts as right, as for the official scorer, but is not trained on: it comes after those that are, with the
-    start `NOT_THERE`. Where answers need not be there, questions without the key `answers` have none.
+    White space before a question is stripped, as in Hugging Face's example. An answer that is not at its offset counts
+    as right, as in the official scorer, but is not trained on: it is listed last, with the start `NOT_THERE`. If
+    questions may be unanswerable, those without the key `answers` have none.
     """
     records, names = file.records, file.records.names
     value = parsed(file.text(), file.place, file.task)
@@ -38,7 +38,7 @@ def read_squad(file: TaskFile) -> None:
 
 
 def _found(value: Any, place: str) -> Iterator[tuple[str, Any]]:
-    """Every question as the file has it, with its context."""
+    """Every question as in the file, with its context."""
     number = 0
     for article in entry(value, "data", list, place):
         for paragraph in entry(article, "paragraphs", list, f"{place}: the article after {number} paragraphs"):
@@ -88,8 +88,8 @@ def _answer(found: Any, context: str, place: str) -> Answer:
 
 
 def read_race(file: TaskFile) -> None:
-    """Read the questions of a file: of one passage, or of one on each line. Those with fewer than 2 options are left
-    out and counted. The group is by the passage's id, or else by the folders that the file is in."""
+    """Read the questions in a file, which has one passage, or one per line. Questions with fewer than 2 options are
+    skipped and counted. The group follows from the passage's id, or else from the folders that contain the file."""
     text = file.text()
     if not _is_lines(text):
         _add_questions(parsed(text, file.place, file.task), file, file.place)
@@ -101,7 +101,7 @@ def read_race(file: TaskFile) -> None:
 
 
 def _is_lines(text: str) -> bool:
-    """Whether a text has one JSON object on each line."""
+    """Whether a text has one JSON object per line."""
     first, _, rest = text.lstrip().partition("\n")
     if not rest.strip():
         return False
@@ -112,7 +112,7 @@ def _is_lines(text: str) -> bool:
 
 
 def _passage_name(passage: dict[str, Any], file: TaskFile, place: str) -> str:
-    """The passage's id, or its place where it has none, or one that another passage has."""
+    """The passage's id, or its place if it has no id or another passage has the same one."""
     names, own = file.records.names, place.removeprefix(f"{file.flag}: ")
     name = entry(passage, "id", str, place) if "id" in passage else own
     if name in names:

@@ -10,27 +10,27 @@ from megajax.errors import UserError
 
 @dataclass(frozen=True)
 class Pair:
-    """Two texts and the class that they belong to."""
+    """Two texts and their class."""
 
-    name: str  # the record's own name in its file, for predictions
-    texts: tuple[str, str]  # both
-    label: int | None  # the class's number; None: not known
-    group: str = ""  # what it is counted with besides: of MNLI "matched" or "mismatched"; empty: nothing
+    name: str  # the record's name in its file, for predictions
+    texts: tuple[str, str]
+    label: int | None  # the class's number; None: unknown
+    group: str = ""  # also scored with this group: "matched" or "mismatched" in MNLI; empty: none
 
     @property
     def context(self) -> str:
-        """The text that training and dev may not share."""
+        """The text that training and dev must not share."""
         return self.texts[0]
 
 
 NOT_THERE = -1
-"""Where an answer begins that is not where its file says."""
+"""The start of an answer that is not where its file says."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer, and the character of the context where it begins; with `NOT_THERE` it counts as right, but is not
-    trained on."""
+    """An answer, and the character of the context where it starts; if that is `NOT_THERE`, it counts as right, but is
+    not trained on."""
 
     text: str
     start: int
@@ -43,11 +43,11 @@ class Question:
     name: str  # its id
     text: str
     context: str  # the paragraph
-    answers: tuple[Answer, ...]  # all that are right, the first is trained on; empty: none; those `NOT_THERE` come last
+    answers: tuple[Answer, ...]  # all right ones; the first is trained on, those `NOT_THERE` are last; may be empty
 
     @property
     def is_placed(self) -> bool:
-        """Whether the place of the first answer is known, or there is none."""
+        """Whether the first answer's start is known, or there is no answer."""
         return not self.answers or self.answers[0].start != NOT_THERE
 
 
@@ -56,26 +56,26 @@ class Exam:
     """A question about an article, with options."""
 
     name: str  # its id and number
-    article: str  # the text
-    text: str  # the question, with `_` where an option belongs, or without
+    article: str
+    text: str  # the question, in which `_` marks the place of the option, if any
     options: tuple[str, ...]  # 2 to 4
-    label: int | None  # the number of the right one; None: not known
-    group: str = ""  # "middle", "high", or empty: nothing says which
+    label: int | None  # the number of the right option; None: unknown
+    group: str = ""  # "middle", "high", or empty if unknown
 
     @property
     def context(self) -> str:
-        """The text that training and dev may not share."""
+        """The text that training and dev must not share."""
         return self.article
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """What is asked, and what the model should say."""
+    """A request, and what the model should say."""
 
     name: str = field(repr=False, compare=False)  # flag, file and line, for error messages
-    prompt: str = ""  # what is asked
+    prompt: str = ""
     completion: str = ""  # what the model should say
-    messages: tuple[Mapping[str, Any], ...] = ()  # of a conversation, instead of both, each with `role` and `content`
+    messages: tuple[Mapping[str, Any], ...] = ()  # a conversation instead of both; each has `role` and `content`
 
     @property
     def texts(self) -> list[str]:
@@ -84,7 +84,7 @@ class Instruction:
 
     @property
     def context(self) -> str:
-        """The text that training and dev may not share: the prompt, or the messages before the first answer."""
+        """The text that training and dev must not share: the prompt, or the messages before the first answer."""
         before = itertools.takewhile(lambda message: message["role"] != "assistant", self.messages)
         return "\n".join(message["content"] for message in before) if self.messages else self.prompt
 
@@ -94,20 +94,20 @@ Record = Pair | Question | Exam | Instruction
 
 @dataclass
 class Records:
-    """Records of some files, in order, and what was odd in them."""
+    """Records from some files, in order, and what was unusual in them."""
 
     entries: list[Any] = field(default_factory=list)
-    strict: bool = False  # whether an odd record is an error
-    odd: dict[str, tuple[int, str]] = field(default_factory=dict)  # by what was odd: how many, where the first one is
-    names: dict[str, str] = field(default_factory=dict)  # of records or passages that must differ, with their places
+    strict: bool = False  # whether an unusual record is an error
+    odd: dict[str, tuple[int, str]] = field(default_factory=dict)  # description -> count, place of the first one
+    names: dict[str, str] = field(default_factory=dict)  # names that must be unique -> the place of each
 
     def note(self, what: str, place: str, valid: str) -> None:
-        """Count an odd record, or raise a `UserError` if that is `strict`; `valid` says what the record should be."""
+        """Count an unusual record, or raise `UserError` if `strict`; `valid` says what the record should be."""
         if self.strict:
             raise UserError(f"{place}: {what}; valid: {valid}, or --no-task.strict")
         count, first = self.odd.get(what, (0, place))
         self.odd[what] = (count + 1, first)
 
     def lines(self) -> list[str]:
-        """What was odd, a line each."""
+        """What was unusual, one line each."""
         return [f"{count} {what}, first {place}" for what, (count, place) in self.odd.items()]

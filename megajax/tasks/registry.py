@@ -1,4 +1,4 @@
-"""The tasks by name, `task.name`, and what configures them."""
+"""The tasks by name (`task.name`), and their configuration."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from megajax.options import AT_LEAST_ZERO, MOST, OneOf, between
 from megajax.traits import SAMPLES, WEIGHTS
 
-PRETRAINING = "pretraining"  # is no task: the losses of the family
+PRETRAINING = "pretraining"  # not a task: uses the losses of the model family
 
 _SQUAD = 'SQuAD\'s JSON, {"data": [{"paragraphs": …}]}'
 _RACE = "JSON with article, questions, options and answers, of one passage or on each line"
@@ -14,20 +14,20 @@ _RACE = "JSON with article, questions, options and answers, of one passage or on
 
 @dataclass(frozen=True)
 class Task:
-    """The properties of a task that are known before its files are read."""
+    """What is known about a task before its files are read."""
 
     # What the model predicts: the class of a pair of texts, an answer's span, the right option, or the next token.
     head: Literal["classes", "span", "choice", "pretraining"]
-    classes: int  # how many, or options at most; of a span 2, its start and its end; of the next token any
-    figure: str  # by which runs are compared on dev, one of the task's figures in percent
-    files: str  # what its files are, in words
-    labels: tuple[str, ...] = ()  # names of the classes in the order of their numbers, as the files have them
-    suffixes: tuple[str, ...] = ()  # of its files in a folder; empty: files are named one by one
-    unanswerable: bool = False  # of a span, whether questions may have no answer
+    classes: int  # number of classes, or most options; for a span 2 (start and end); not used for the next token
+    figure: str  # the figure, in percent, by which runs are compared on dev
+    files: str  # description of its files
+    labels: tuple[str, ...] = ()  # class names in the files, in the order of their numbers
+    suffixes: tuple[str, ...] = ()  # of its files in a folder; empty: files must be named one by one
+    unanswerable: bool = False  # for spans, whether questions may have no answer
 
     @property
     def continues_text(self) -> bool:
-        """Whether it is for models that continue texts."""
+        """Whether it is for language models, which continue texts."""
         return self.head == "pretraining"
 
 
@@ -53,8 +53,8 @@ TASKS = {
         suffixes=(".jsonl", ".json", ".ndjson"),
     ),
 }
-"""Natural-language inference and paraphrases (GLUE), questions about a paragraph, exams (arXiv 1909.08053); and, of
-models that continue texts, what they should say to prompts."""
+"""Natural-language inference and paraphrases (GLUE), questions about a paragraph, exams (arXiv 1909.08053); and, for
+language models, responses to prompts."""
 
 NAMES = (PRETRAINING, *TASKS)
 

@@ -1,4 +1,4 @@
-"""Records and samples of any task, the order in which they are trained on, and a split that shares no context."""
+"""Records and samples of any task, their order in training, and a split in which no context is shared."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,7 +32,7 @@ _READERS: dict[str, Callable[[TaskFile], None]] = {
 
 
 def read_records(task_name: str, paths: Sequence[str], config: TaskConfig, flag: str, labelled: bool = True) -> Records:
-    """The records of a task's files, and folders where it has `suffixes`, in their order. Unless `labelled`, the right
+    """The records in a task's files (and in folders, if the task has `suffixes`), in order. Unless `labelled`, right
     answers may be missing, as in test sets."""
     records: Records = Records(strict=config.strict)
     valid = TASKS[task_name].files
@@ -87,7 +87,7 @@ def task_samples(
 
 
 class EpochOrder:
-    """Samples without end, every epoch in a new random order; sample i is a pure function of the seed and i."""
+    """Endless samples, in a new random order every epoch; sample i is a pure function of the seed and i."""
 
     def __init__(self, samples: Samples, seed: int) -> None:
         self.sequence_length, self.epoch_size, self._samples = samples.sequence_length, len(samples), samples
@@ -99,10 +99,10 @@ class EpochOrder:
 
 
 def split_by_context(entries: Sequence[Any], fraction: float, seed: int) -> tuple[list[Any], list[Any]]:
-    """Records to train on and records for dev, both in order, without a shared context.
+    """Split records into training and dev, both in order, without a shared context.
 
-    In an order shuffled by the seed, contexts go to dev until it has about that share of the records. A context with
-    more of them than that is trained on; if all have more, the one with the fewest is for dev.
+    In an order shuffled by the seed, contexts go to dev until it has about the given fraction of the records. A context
+    with more records than that is used for training; if all have more, the one with the fewest goes to dev.
     """
     numbers: dict[str, int] = {}
     of_entry = np.array([numbers.setdefault(entry.context, len(numbers)) for entry in entries], np.int64)
@@ -120,6 +120,6 @@ def split_by_context(entries: Sequence[Any], fraction: float, seed: int) -> tupl
 
 
 def shared_contexts(train: Sequence[Record], dev: Sequence[Record]) -> int:
-    """How many dev records have a context that is also in training."""
+    """How many dev records have a context that also occurs in training."""
     contexts = {record.context for record in train}
     return sum(record.context in contexts for record in dev)

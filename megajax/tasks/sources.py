@@ -1,6 +1,6 @@
-"""Files of the tasks: which there are, what they begin with, and the values in them.
+"""Files of the tasks: finding them, checking how they begin, and checking the values in them.
 
-A place is the flag, the file and the number of a record, as messages name it: `--data.train: dev.tsv:7`.
+A place is the flag, the file and a record's number, as in messages: `--data.train: dev.tsv:7`.
 """
 
 import contextlib
@@ -20,21 +20,21 @@ from megajax.host.paths import check_path
 from megajax.tasks.records import Records
 from megajax.tasks.registry import TASKS
 
-_HEAD_BYTES = 1 << 16  # that are looked at to say what a file is
+_HEAD_BYTES = 1 << 16  # enough to recognize a file
 _KEY = re.compile(r'"(\w{1,40})"\s*:')
 _NUMBER = re.compile("([0-9]+)")
 _WORDS = "true", "false", "null", "NaN", "-Infinity"
 _PARTS = {word[:size] for word in _WORDS for size in range(len(word))}
-_CUT = re.compile("|".join([r"\.|[eE][-+]?|u[0-9a-fA-F]{0,4}", *sorted(_PARTS)]))  # what may be left of JSON at its end
+_CUT = re.compile("|".join([r"\.|[eE][-+]?|u[0-9a-fA-F]{0,4}", *sorted(_PARTS)]))  # possible ends of truncated JSON
 
 V = TypeVar("V")
 
 
 def task_files(paths: Sequence[str], task: str, flag: str) -> list[Path]:
-    """The files that paths name, each once.
+    """The files that paths name, without duplicates.
 
-    Where the task has `suffixes`, a folder stands for every file below it that ends so, compressed or not, hidden ones
-    left out, in the order of their paths, numbers in names as numbers.
+    If the task has `suffixes`, a folder stands for all files below it with these endings, compressed or not, except
+    hidden ones, sorted by path with numbers in names compared as numbers.
     """
     suffixes, valid = TASKS[task].suffixes, TASKS[task].files
     if not paths:
@@ -66,34 +66,35 @@ def task_files(paths: Sequence[str], task: str, flag: str) -> list[Path]:
 
 
 def _order(file: Path) -> list[tuple[list[Any], str]]:
-    """For sorting: of every name in a path its texts and numbers in turn, and the name, for 7 and 07."""
+    """A sort key: for every name in a path its alternating texts and numbers, and the name itself, to separate 7 from
+    07."""
     turns = (_NUMBER.split(part) for part in file.parts)
     return [([int(piece) if place % 2 else piece for place, piece in enumerate(turn)], "".join(turn)) for turn in turns]
 
 
 @dataclass(frozen=True)
 class TaskFile:
-    """A file of a task that is being read."""
+    """A task's file that is being read."""
 
     path: Path
-    flag: str  # that named it, for error messages
+    flag: str  # the flag that names it, for error messages
     task: str
-    labelled: bool  # whether the right answers must be there
-    records: Records  # of all files so far; the reader adds its own
+    labelled: bool  # whether the right answers are required
+    records: Records  # from all files so far; the reader appends its own
 
     @property
     def place(self) -> str:
-        """The file as messages name it."""
+        """The file as named in messages."""
         return f"{self.flag}: {self.path}"
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[IO[bytes]]:
-        """The content, uncompressed."""
+        """The uncompressed contents."""
         with readable(self.path, self.flag), streams.opened(self.path) as (content, _):
             yield content
 
     def lines(self, most: int) -> Iterator[tuple[bytes, str]]:
-        """Every line, of at most so many bytes, with its end; and its place."""
+        """Every line, including its end and with at most `most` bytes, and its place."""
         with self.opened() as content:
             for number, line in enumerate(reading.lines(content, most), start=1):
                 yield line, f"{self.place}:{number}"
@@ -106,7 +107,7 @@ class TaskFile:
 
 
 def check_beginning(file: TaskFile) -> None:
-    """Check that a file is not empty or binary, and does not begin as one of another format or task."""
+    """Check that a file is neither empty nor binary, and does not begin like one of another format or task."""
     with file.opened() as content:
         head = content.read(_HEAD_BYTES)
     files = TASKS[file.task].files
@@ -129,7 +130,7 @@ def _is_json(head: str) -> bool:
 
 
 def _recognised(head: str) -> str:
-    """The task whose files begin like this; empty if none or unclear."""
+    """The task whose files begin like this; empty if there is none or it is unclear."""
     if _is_json(head):
         keys = set(_KEY.findall(head))
         if keys & {"paragraphs", "qas"}:
@@ -166,7 +167,7 @@ def parsed(text: str, place: str, task: str) -> Any:
 
 
 def raise_cut_off(place: str) -> NoReturn:
-    """Raise a `UserError` for a file that ends in the middle of a record."""
+    """Raise the `UserError` for a file that ends in the middle of a record."""
     raise UserError(f"{place}: the file is cut off, as by an interrupted download; valid: the complete file")
 
 
@@ -174,7 +175,7 @@ _KINDS = {str: "text", list: "a list", dict: "an object", int: "a whole number",
 
 
 def entry(value: Any, key: str, kind: type[V], place: str) -> V:
-    """The value under a key of an object, which must be of a kind."""
+    """The value of a key in an object, which must have this type."""
     found = checked(value, dict, place, "the record")
     if key not in found:
         there = ", ".join(map(json.dumps, list(found)[:5])) or "none"
@@ -183,7 +184,7 @@ def entry(value: Any, key: str, kind: type[V], place: str) -> V:
 
 
 def checked(value: Any, kind: type[V], place: str, what: str) -> V:
-    """The value itself, unless it is of another kind, which is an error."""
+    """The value itself; another type is an error."""
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise UserError(f"{place}: {what} is not {_KINDS[kind]}; valid: {_KINDS[kind]}")
     if isinstance(value, str) and not value.isascii():

@@ -1,8 +1,8 @@
-"""Questions and contexts as samples, with overlapping windows over long contexts (`span_form` of `batch.py`), and
-answers from their logits. Windows, labels and answers are those of Hugging Face's question-answering example.
+"""Questions and contexts as samples, with overlapping windows over long contexts (`span_form` in `batch.py`), and
+answers from their logits. Windows, labels and answers are the same as in Hugging Face's question-answering example.
 
-T is the sequence length, W the number of windows. A token's start logit says how well an answer begins there, its end
-logit how well one ends there; those of token 0, `[CLS]`, say that there is none.
+T is the sequence length, W the number of windows. A token's start logit scores an answer that starts there, its end
+logit one that ends there; the logits of token 0, `[CLS]`, score "no answer".
 """
 
 from collections.abc import Sequence
@@ -20,18 +20,18 @@ from megajax.tasks.records import Question
 from megajax.tasks.registry import TaskConfig
 
 NO_SPAN = "empty"
-"""The answer where no span is valid; the published post-processing says so."""
+"""The answer if no span is valid, as in the published post-processing."""
 
 Logits = npt.NDArray[np.float32]
 
 
 class SpanWindows(JoinedTexts):
-    """Samples `[CLS] question [SEP] window [SEP]`: for every question one for each window over its context, in order.
+    """Samples `[CLS] question [SEP] window [SEP]`: for every question, one for each window over its context, in order.
 
-    Neighbouring windows share `config.doc_stride` tokens. The label is the first and the last token of the first
-    answer; both are 0 where the window does not have all of it, or there is none.
+    Neighbouring windows share `config.doc_stride` tokens. Labels are the first and last token of the first answer; both
+    are 0 if the window does not contain all of it, or there is no answer.
 
-    When `training`, questions are left out whose answer has no place in the context; else they have no label.
+    When `training`, questions whose answer is not found in the context are left out; otherwise they have no label.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class SpanWindows(JoinedTexts):
         return sample | {"start": np.array(self._starts[number]), "end": np.array(self._stops[number])}
 
     def characters(self, number: int) -> tuple[int, npt.NDArray[np.int32]]:
-        """The place in the sample of a window's first token, and of each token its first character in the context and
-        the one after its last, int32 [tokens, 2]."""
+        """The index in the sample of a window's first token; and the range of characters in the context of each of the
+        window's tokens, int32 [tokens, 2]."""
         owner = self.owners[number]
         place = int(self._num_asked[owner]) + 2
         return place, self._contexts.characters(owner)[self._begins[number] : self._ends[number]]
 
     def _cut(self, config: TaskConfig) -> None:
-        """Set `owners`, the question of every window, and the range of the context's tokens in it."""
+        """Set `owners`, the question of every window, and the windows' ranges of context tokens."""
         tokens, room = self._contexts.lengths, self.sequence_length - SPECIAL - self._num_asked
         step = room - config.doc_stride
         long = tokens > room
@@ -88,21 +88,21 @@ class SpanWindows(JoinedTexts):
                 f"{config.doc_stride}; valid: a smaller --task.doc-stride, a smaller --task.question-tokens than "
                 f"{self._num_asked[number]}, or more than --model.sequence-length {self.sequence_length}"
             )
-        windows = np.where(long, 1 + -(-(tokens - room) // np.maximum(step, 1)), 1)  # of every question
+        windows = np.where(long, 1 + -(-(tokens - room) // np.maximum(step, 1)), 1)  # per question
         self.owners = np.repeat(np.arange(len(windows)), windows)
         which = np.arange(len(self.owners)) - np.repeat(np.cumsum(windows) - windows, windows)
         self._begins = which * step[self.owners]
         self._ends = np.minimum(self._begins + room[self.owners], tokens[self.owners])
 
     def _label(self) -> npt.NDArray[np.bool_]:
-        """Set the first and the last token of the answer in every window; returns, for every question, whether it has
-        an answer whose place is known, but no window holds all of it."""
+        """Set the answer's first and last token in every window; returns, for every question, whether its answer's
+        place is known but no window contains all of it."""
         is_placed = np.array([record.is_placed for record in self.records], bool)
         has_answer = is_placed & np.array([bool(record.answers) for record in self.records], bool)
         tokens = [self._answer(number) if has_answer[number] else (-1, -1) for number in range(len(self.records))]
         first, last = np.array(tokens, np.int64).reshape(-1, 2)[self.owners].T
         is_inside = (first >= self._begins) & (last < self._ends)
-        # Of several tokens that begin, or end, with the same character of the answer, the one that is in the window.
+        # If several tokens begin, or end, with the same character of the answer, take the one in the window.
         place = self._num_asked[self.owners] + 2 - self._begins
         starts = np.minimum(first, self._ends - 1) + place
         stops = np.maximum(last, self._begins) + place
@@ -111,8 +111,8 @@ class SpanWindows(JoinedTexts):
         return has_answer & (np.bincount(self.owners, is_inside, len(self.records)) == 0)
 
     def _answer(self, number: int) -> tuple[int, int]:
-        """The first and the last token of the context that the first answer lies in: the last one that begins at or
-        before its first character, the first one that ends at or after its last."""
+        """The first and last context token of the first answer: the last token that begins at or before its first
+        character, and the first token that ends at or after its last."""
         answer, spans = self.records[number].answers[0], self._contexts.characters(number)
         first = np.searchsorted(spans[:, 0], answer.start, side="right") - 1
         return int(first), int(np.searchsorted(spans[:, 1], answer.start + len(answer.text), side="left"))
@@ -120,11 +120,11 @@ class SpanWindows(JoinedTexts):
 
 @dataclass(frozen=True)
 class FoundAnswer:
-    """The answer to a question."""
+    """The answer found for a question."""
 
-    text: str  # of the context; empty: it has none
+    text: str  # a part of the context; empty: no answer
     best: str  # the best text that is not empty
-    difference: float  # by how much "it has none" scores above `best`; 0 where every question has an answer
+    difference: float  # how much "no answer" outscores `best`; 0 if every question has an answer
 
 
 def find_answers(
@@ -132,12 +132,12 @@ def find_answers(
 ) -> list[FoundAnswer]:
     """Find the answer to every question.
 
-    In every window the `config.n_best` best starts and ends make spans, of up to `config.answer_tokens` tokens of the
-    context, which score the sum of the two logits. The best one of all windows is the answer. With `unanswerable`, the
-    least that token 0 scores in any window speaks for "none", which is the answer where that is more than
-    `config.null_threshold` above the best span.
+    In every window the `config.n_best` best starts and ends form spans of up to `config.answer_tokens` tokens in the
+    context, scored by the sum of their two logits. The best span over all windows is the answer. With `unanswerable`,
+    the score of "no answer" is the lowest score of token 0 in any window; it wins if it exceeds the best span by more
+    than `config.null_threshold`.
 
-    Of equal logits the later token's is taken first; of equal scores that of the earlier window, then of the better
+    Among equal logits the later token is tried first; among equal scores the earlier window wins, then the better
     start.
     """
     assert start_WT.shape == end_WT.shape == (len(windows), windows.sequence_length), (start_WT.shape, end_WT.shape)
@@ -160,9 +160,9 @@ def find_answers(
 def _spans(
     windows: SpanWindows, number: int, start_T: Logits, end_T: Logits, config: TaskConfig
 ) -> tuple[npt.NDArray[np.int32], Logits]:
-    """Spans of a window: the first character and the one after the last [S, 2], and both logits [S, 2]."""
+    """Spans in a window: their ranges of characters [S, 2], and their two logits [S, 2]."""
     place, characters = windows.characters(number)
-    # The tokens of the largest logits, the largest first.
+    # The tokens with the largest logits, largest first.
     best = (np.argsort(logits_T, kind="stable")[::-1][: config.n_best] - place for logits_T in (start_T, end_T))
     starts, ends = (tokens[(tokens >= 0) & (tokens < len(characters))] for tokens in best)
     length = ends - starts[:, None] + 1
@@ -173,11 +173,11 @@ def _spans(
 
 
 def mean_logits(windows: SpanWindows, logits: Sequence[Logits]) -> Logits:
-    """The start logits of an ensemble, or its end logits, float32 [W, T].
+    """The start logits, or end logits, of an ensemble, float32 [W, T].
 
-    Every model's become probabilities over all tokens of all windows of a question. Their mean's logarithm is given,
-    plus, for every question, the constant that the first model's logits are above the logarithms of its probabilities,
-    which changes no answer: so the mean of equal models is what each of them says, to the last bit.
+    Every model's logits become probabilities over all tokens in all windows of a question, and the result is the
+    logarithm of their mean. To it, for every question, the constant offset of the first model's logits from its log
+    probabilities is added. That changes no answer, but makes the mean of equal models equal to each, to the last bit.
     """
     own = _log_probabilities(windows, logits[0])
     above = np.stack([_log_probabilities(windows, each) - own for each in logits])

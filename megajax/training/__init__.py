@@ -1,1 +1,1 @@
-"""The training loop, and what people who watch it see."""
+"""The training loop, and everything that shows its progress."""

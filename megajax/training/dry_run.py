@@ -1,6 +1,6 @@
-"""`megajax train PRESET --dry-run`: everything before the first step, and nothing that stays.
+"""`megajax train PRESET --dry-run`: everything before the first step, leaving nothing behind.
 
-Text is tokenized into a temporary folder (`TMPDIR`); the data of a run that is resumed is opened where it lies.
+Text is tokenized into a temporary folder (`TMPDIR`); if a run would be resumed, its data is read in place.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from megajax.training.seeds import seed_runs
 
 
 def dry_run(config: Config) -> None:
-    """Check a run, of several seeds the first, read its data, print its plan of memory and compile its step."""
+    """Check a run (the first one of several seeds), read its data, print its memory plan and compile its step."""
     check_given(config)
     start(config)
     if config.seeds > 1:
@@ -68,7 +68,7 @@ def dry_run(config: Config) -> None:
 
 
 def _read_data(config: Config, program: Program, folder: Path, lines: list[str]) -> Config:
-    """The configuration in steps, for the data that a run would have; adds the lines that it would print."""
+    """The configuration with its length in steps, for a run's data; appends to `lines` what the run would print."""
     run_dir = Path(config.run_dir)
     check_claim(run_dir, config)
     earlier = earlier_optimizer(config, run_dir)
@@ -76,7 +76,7 @@ def _read_data(config: Config, program: Program, folder: Path, lines: list[str])
     there, is_new = run_dir / "data", not has_checkpoints(run_dir)
     made = has_whole_run_data(config, there) if config.pretrains else not is_new and has_task_data(there)
     if not made:
-        if has_only_tokenizer(there):  # of imported weights
+        if has_only_tokenizer(there):  # from imported weights
             shutil.copytree(there, folder / "data")
         there = folder / "data"
     make_data(config, there, is_new=is_new)
@@ -88,7 +88,7 @@ def _read_data(config: Config, program: Program, folder: Path, lines: list[str])
 
 
 def _check_apart(config: Config, run_dir: Path) -> None:
-    """Refuse a run directory in a folder that is read as data."""
+    """Refuse a run directory inside a folder that is read as data."""
     for flag, path in config.data.texts:
         if any(read.resolve() in (run_dir / "data").resolve().parents for read in read_folders(path, flag)):
             raise UserError(

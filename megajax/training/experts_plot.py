@@ -1,4 +1,4 @@
-"""The plot of the experts' loads, `experts.png`: how evenly a mixture's tokens are spread over its experts."""
+"""The plot `experts.png`: how evenly a mixture's tokens are spread over its experts."""
 
 import warnings
 from pathlib import Path
@@ -10,12 +10,12 @@ from megajax.data.files import file_atomically
 from megajax.host.paths import identity
 from megajax.training.trackers import Tracker
 
-Loads = list[tuple[int, npt.NDArray[np.int32]]]  # steps and their loads, [L, E]
-_MOST = 3.0  # times the mean, from which on the colour is the same
+Loads = list[tuple[int, npt.NDArray[np.int32]]]  # (step, load [L, E])
+_MOST = 3.0  # times the mean; higher loads get the same colour
 
 
 class ExpertsPlot(Tracker):
-    """Draws experts.png anew at every validation and at the end, if the run directory is there and there are loads;
+    """Redraws experts.png at every validation and at the end, if the run directory still exists and there are loads;
     `loads` are those of earlier starts."""
 
     tries_again = True
@@ -41,7 +41,7 @@ class ExpertsPlot(Tracker):
 
 
 def plot_loads(path: Path, name: str, loads: Loads) -> None:
-    """Draw the load of every expert of every layer over the steps, and the largest one, into a PNG, atomically."""
+    """Draw the load of every expert in every layer over the steps, and the largest load, as a PNG, atomically."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

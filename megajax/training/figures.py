@@ -1,5 +1,5 @@
-"""Figures of a step beside its loss: the model's FLOP/s, their share of the device's peak, memory in use; and steps
-that every device skipped, because loss or gradients could not be used."""
+"""Figures of a step besides its loss: FLOP/s, MFU, memory in use; and steps that every device skipped because the loss
+or the gradients were unusable."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -14,23 +14,23 @@ from megajax.precision import BESIDE
 
 
 class Speed:
-    """The arithmetic of a sequence, and the devices that compute it."""
+    """The FLOPs of a sequence, and the devices that compute it."""
 
     def __init__(self, config: Config):
-        self.flops = step_flops(config.model, 1)  # of a sequence, forward and backward
+        self.flops = step_flops(config.model, 1)  # per sequence, forward and backward
         self.devices = config.mesh.num_devices
-        # FLOP/s, None if they are unknown; of fp8 those of bf16, which some products and attention compute in.
+        # FLOP/s, None if unknown; for fp8 bf16's, which attention and some products compute in.
         self.peak = peak_of_device(jax.devices()[0].device_kind, BESIDE.get(config.precision, config.precision))
 
     def figures(self, sequences: int, seconds: float) -> dict[str, float]:
-        """Figures of a step over so many sequences, by their names in metrics.jsonl."""
+        """Figures of a step over `sequences` sequences, by their names in metrics.jsonl."""
         rate = self.flops * sequences / self.devices / max(seconds, 1e-9)
         share = {} if self.peak is None else {"mfu": rate / self.peak}
         return {"tflops_per_device": rate / 1e12, **share, **memory_figures(jax.local_devices())}
 
 
 def memory_figures(devices: Iterable[Any]) -> dict[str, int]:
-    """Bytes in use now and at their peak on the fullest device, by their names in metrics.jsonl; none on CPUs."""
+    """Current and peak memory use of the fullest device in bytes, by their names in metrics.jsonl; empty on CPUs."""
     stats = [found for device in devices if (found := device.memory_stats())]
     names = {"memory_bytes": "bytes_in_use", "peak_memory_bytes": "peak_bytes_in_use"}
     found = {name: [each[key] for each in stats if key in each] for name, key in names.items()}
@@ -48,7 +48,7 @@ def memory_in_use(devices: list[jax.Device]) -> str | None:
 
 
 class SkippedSteps:
-    """Counts the skipped steps of a run, which had `before` when this start began."""
+    """Counts a run's skipped steps; `before` were skipped in earlier starts."""
 
     def __init__(self, config: Config, before: int):
         self._config, self.total, self._in_row = config, before, 0
@@ -59,7 +59,7 @@ class SkippedSteps:
         return self._in_row > self._config.optimizer.max_skipped
 
     def count(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Note a step; returns why it was skipped, empty if it was not."""
+        """Count a step; returns why it was skipped, or an empty string if it was not."""
         if not metrics["skipped"]:
             self._in_row = 0
             return ""

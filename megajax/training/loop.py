@@ -1,4 +1,4 @@
-"""The training loop: the host prepares and reports while the devices compute, and knows the last good checkpoint."""
+"""The training loop: the host prepares and reports while the devices compute, and tracks the last good checkpoint."""
 
 import contextlib
 import functools
@@ -40,7 +40,7 @@ _PROMISE = "finishing the current step and writing a checkpoint"  # after a sign
 
 @dataclass
 class _Pending:
-    """A step that is dispatched and whose metrics were not read yet."""
+    """A dispatched step whose metrics have not been read yet."""
 
     step: int
     sequences: int
@@ -48,7 +48,7 @@ class _Pending:
     metrics: dict[str, jax.Array]
     dispatched: float
     data_seconds: float
-    asked: Callable[[], tuple[int, ...]]  # what processes asked of all after it
+    asked: Callable[[], tuple[int, ...]]  # what the processes requested of each other after it
 
 
 class _SignalSeen(Exception):
@@ -74,14 +74,14 @@ class Trainer:
         self.watchdog = Watchdog(run_dir, config.distributed.patience)
         self.poll = Poll()
         self.pending: _Pending | None = None
-        self.stop_signal = 0  # that all processes know of
-        self.minutes_over = False  # of the time between two checkpoints
-        self.step = self.first  # under way
+        self.stop_signal = 0  # one that all processes know about
+        self.minutes_over = False  # `checkpoint.minutes` have passed
+        self.step = self.first  # the current one
         self.last_save = time.monotonic()
         self.ready = time.perf_counter()  # when the newest metrics were read
         self.validator = Validator(program, data, self.watchdog, self.log.display)
         self.dev_figures: dict[str, float] = {}  # of a task, at the end
-        self.seconds = self.data_seconds = 0.0  # of all steps, and of the host's waiting for their batches
+        self.seconds = self.data_seconds = 0.0  # of all steps; spent waiting for batches
 
     def go(self) -> None:
         try:
@@ -93,7 +93,7 @@ class Trainer:
             self.log.close()
             self.watchdog.close()
             raise
-        except BaseException:  # other processes may be gone: nothing that they take part in
+        except BaseException:  # other processes may be gone, so do nothing that needs them
             self.log.close()
             raise
         self.checkpoints.close()
@@ -152,7 +152,7 @@ class Trainer:
             self._score_dev()
 
     def _compile(self, step: int, program: Program, batch: Batch) -> Compiled:
-        """Compile the step of a program. A signal before the first step of this start ends a run of one process."""
+        """Compile a program's step. A signal before the first step of this start ends a run with a single process."""
         self.watchdog.at(step, COMPILING)
         began = time.perf_counter()
         ramps = len(self.config.train.batch_sizes.stages) > 1
@@ -176,13 +176,13 @@ class Trainer:
         self.ready = time.perf_counter()
 
     def _asks(self) -> tuple[int, int]:
-        """What this process asks of all: to stop, by its signal, and to write a checkpoint, because it is time."""
+        """What this process requests of all: to stop, by its signal, and to write a checkpoint, because it is due."""
         minutes = self.config.checkpoint.minutes
         over = is_first_process() and 0 < 60 * minutes <= time.monotonic() - self.last_save
         return stop_signals.number, int(over)
 
     def _look_for_a_signal(self) -> None:
-        """Between two batches of a validation; raises `_SignalSeen` if all processes have to stop."""
+        """Called between two validation batches; raises `_SignalSeen` if all processes must stop."""
         self.stop_signal = self.poll.ask(self._asks)()[0]
         if self.stop_signal:
             raise _SignalSeen
@@ -194,7 +194,7 @@ class Trainer:
         return every > 0 and (step % every == 0 or step == self.config.train.steps)
 
     def _catch_up(self) -> bool:
-        """Wait for the metrics of the step dispatched last and log them; returns whether there were any to wait for."""
+        """Wait for the metrics of the last dispatched step and log them; returns whether there was such a step."""
         pending, self.pending = self.pending, None
         if pending is None:
             return False
@@ -221,14 +221,14 @@ class Trainer:
         return True
 
     def _stop(self, reason: str) -> NoReturn:
-        with contextlib.suppress(RunError):  # of a write that failed: the reason comes first
+        with contextlib.suppress(RunError):  # if a write failed too, the reason comes first
             self.checkpoints.wait()
         raise RunError(f"{reason}, so training stops; last good checkpoint: {self.checkpoints.last_good}")
 
     def _validate_and_save(self, step: int) -> None:
         loss = self._validate(step) if self._due(step, self.config.train.eval_every) else None
-        waits = not self.stop_signal or self.validator.last is not None  # who stops doesn't wait for a compiler
-        if loss is None and waits and self.config.train.eval_every:  # of the weights after the step, not yet seen
+        waits = not self.stop_signal or self.validator.last is not None  # when stopping, don't wait for a compiler
+        if loss is None and waits and self.config.train.eval_every:  # check the new weights, not evaluated yet
             loss = total_loss(self.validator.evaluate(step, self._weights(), 1))
         if loss is not None and not math.isfinite(loss):
             self._stop(f"step {step}: the validation loss after it is {loss}")
@@ -243,7 +243,7 @@ class Trainer:
         self.ready = time.perf_counter()
 
     def _weights(self) -> Any:
-        """The weights that are evaluated: their average, if there is one."""
+        """The weights to evaluate: their average, if there is one."""
         state = self.state
         return state.params if state.average is None else average_weights(self.program)(state.params, state.average)
 
@@ -255,7 +255,7 @@ class Trainer:
         raise Stopped(self.stop_signal, f" after step {step} of {self.config.train.steps}; {last}")
 
     def _validate(self, step: int) -> float | None:
-        """The validation loss after a step, logged; None if a signal came meanwhile."""
+        """Log and return the validation loss after a step; None if a signal came meanwhile."""
         try:
             parts, named = self.validator.validate(step, self._weights(), self._look_for_a_signal)
         except _SignalSeen:
@@ -266,7 +266,7 @@ class Trainer:
         return loss
 
     def _evaluate(self, step: int) -> None:
-        """Compute and record the figures of `--evaluate`, unless a signal comes meanwhile."""
+        """Compute and record the evaluations of `--evaluate`, unless a signal comes meanwhile."""
         with contextlib.suppress(_SignalSeen):
             for name, figures in self.validator.evaluate_tasks(step, self._weights(), self._look_for_a_signal):
                 self.log.record_task(step, name, figures)

@@ -1,5 +1,5 @@
-"""`train.py --profile-pipeline`: the time of each stage's forward and backward on this machine, the bubble that follows
-beside the one predicted for equal stages, and what deferring the weight gradients would change."""
+"""`train.py --profile-pipeline`: measured times of each stage's forward and backward, the resulting bubble next to the
+one predicted for equal stages, and what deferring weight gradients would change."""
 
 import dataclasses
 import functools
@@ -33,14 +33,14 @@ SECONDS_PER_MEASUREMENT = 0.4
 
 @dataclass(frozen=True)
 class Profile:
-    """Measured times in seconds. Predictions follow from the schedule's table and the times of the passes."""
+    """Measured times in seconds. Predictions combine the schedule's table with the times of the passes."""
 
-    times: StageTimes  # of every chunk, measured alone while others are idle; `backward` includes weight gradients
-    apart: StageTimes | None  # likewise, with weight gradients apart from `backward`; None in a pipe of one
-    step: float  # loss and gradients of a whole step with their reduction, without the optimizer
-    predicted: float  # the same, without transfers between stages
+    times: StageTimes  # of every chunk, measured while the others are idle; `backward` includes weight gradients
+    apart: StageTimes | None  # the same with weight gradients separate from `backward`; None with one stage
+    step: float  # loss and reduced gradients of a whole step, without the optimizer
+    predicted: float  # prediction of `step` without transfers between stages
     predicted_with_transfers: float
-    bubble: float  # idle time over the busiest stage's work, without transfers
+    bubble: float  # idle time divided by the busiest stage's work, without transfers
     equal_bubble: float  # the same for stages that take equally long
 
 
@@ -57,7 +57,7 @@ def profile_pipeline(config: Config) -> Profile:
 
 
 def measure(program: Program) -> Profile:
-    """Time every chunk of every stage alone, then the whole step."""
+    """Time every chunk of every stage separately, then the whole step."""
     schedule, batch, params = program.schedule, placed_batch(program, 0), program.layout.init().params
     passes = Passes(program, params, batch)
     with phase("measuring the passes"):
@@ -73,7 +73,7 @@ def measure(program: Program) -> Profile:
 
 
 class Passes:
-    """The passes of a step, compiled to be repeated."""
+    """The passes of a step, compiled so that they can be repeated."""
 
     def __init__(self, program: Program, params: Any, batch: Batch):
         self.pipe, self.chunks = program.config.mesh.pipe, program.config.pipeline.chunks
@@ -101,7 +101,7 @@ class Passes:
             add("all", "all", deferred)
 
     def measure(self, rounds: int) -> tuple[StageTimes, StageTimes | None]:
-        """`Profile.times` and `Profile.apart`: medians of rounds over all passes, so that all see the same machine."""
+        """`Profile.times` and `Profile.apart`: medians over rounds of all passes, so all see the same conditions."""
         samples = [{name: [timer() for timer in row] for name, row in self.timers.items()} for _ in range(rounds)]
         found = {name: np.median([sample[name] for sample in samples], axis=0) for name in self.timers}
         shape = self.chunks, self.pipe
@@ -132,7 +132,7 @@ def _timer(run: Callable[[int], jax.Array]) -> Callable[[], float]:
     """A function that measures one repeat of `run`, without the overhead of a call."""
     _seconds(lambda: run(1))
     once = max(1e-6, _seconds(lambda: run(2)) / 2)
-    # All processes have to agree on it.
+    # All processes must use the same number.
     repeats = of_first_process(max(1, round(SECONDS_PER_MEASUREMENT / once)))
     return lambda: max(0.0, _seconds(lambda: run(1 + repeats)) - _seconds(lambda: run(1))) / repeats
 
@@ -180,7 +180,7 @@ def _report(program: Program, found: Profile) -> list[str]:
 
 
 def _deferral(program: Program, found: Profile) -> list[str]:
-    """What deferred weight gradients would change, for several limits."""
+    """What deferring weight gradients would change, for several limits."""
     if found.apart is None:
         return ["--pipeline.weight-gradients deferred has no effect with a single stage"]
     pipeline, pipe = program.config.pipeline, program.config.mesh.pipe

@@ -15,18 +15,18 @@ from megajax.data.files import file_atomically
 from megajax.host.paths import identity
 from megajax.training.trackers import Tracker
 
-_SMOOTHED = 40  # steps below which a line is not smoothed
+_SMOOTHED = 40  # shorter lines are not smoothed
 _BLUE, _RED, _GRAY = "#4477aa", "#ee6677", "#777777"
 
 
 @dataclass
 class Curves:
-    """What a plot shows."""
+    """The data of a plot."""
 
-    training: list[tuple[int, float]] = field(default_factory=list)  # steps and losses, nats per token
-    validation: list[tuple[int, float]] = field(default_factory=list)  # likewise
-    tokens: list[tuple[int, int]] = field(default_factory=list)  # steps, and the tokens of all steps up to them
-    skipped: list[int] = field(default_factory=list)  # steps
+    training: list[tuple[int, float]] = field(default_factory=list)  # (step, loss in nats per token)
+    validation: list[tuple[int, float]] = field(default_factory=list)  # the same
+    tokens: list[tuple[int, int]] = field(default_factory=list)  # (step, tokens trained on so far)
+    skipped: list[int] = field(default_factory=list)  # skipped steps
     resumed: list[int] = field(default_factory=list)  # steps after which the run was resumed
     _skipped_steps: int = 0
 
@@ -46,14 +46,14 @@ class Curves:
 
 
 class LossPlot(Tracker):
-    """Draws loss.png anew at every validation and at the end, if the run directory is there; `curves` are those of
+    """Redraws loss.png at every validation and at the end, if the run directory still exists; `curves` are those of
     earlier starts."""
 
     tries_again = True
 
     def __init__(self, run_dir: Path, curves: Curves):
         self._run_dir, self._curves, self._folder = run_dir, curves, identity(run_dir)
-        self._drawn: tuple[int, int] | None = None  # how many points it shows
+        self._drawn: tuple[int, int] | None = None  # how many points the plot shows
         self.name = str(run_dir / "loss.png")
 
     def figures(self, step: int, figures: Mapping[str, float]) -> None:
@@ -72,7 +72,7 @@ class LossPlot(Tracker):
 
 
 def plot_loss(path: Path, name: str, curves: Curves) -> None:
-    """Draw training and validation loss over the steps into a PNG with the title `name`, atomically."""
+    """Draw training and validation loss over the steps as a PNG titled `name`, atomically."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -85,12 +85,12 @@ def plot_loss(path: Path, name: str, curves: Curves) -> None:
     if len(validation):
         style: dict[str, Any] = {"linewidth": 1.6, "color": _RED, "marker": "o", "markersize": 4}
         axes.plot(*validation.T, label=f"validation (last {validation[-1, 1]:.3f})", **style)
-    bottom = axes.get_xaxis_transform()  # steps, and heights from 0 to 1
+    bottom = axes.get_xaxis_transform()  # x in steps, y from 0 to 1
     if curves.skipped:
         style = {"color": "black", "markersize": 5, "label": f"{len(curves.skipped)} skipped"}
         axes.plot(curves.skipped, [0.02] * len(curves.skipped), "x", transform=bottom, **style)
     for number, step in enumerate(curves.resumed):
-        label = f"{len(curves.resumed)} resumed" if number == 0 else ""  # of all lines one
+        label = f"{len(curves.resumed)} resumed" if number == 0 else ""  # one label for all lines
         axes.axvline(step, linewidth=1.0, linestyle=":", color=_GRAY, label=label)
     axes.set_title(name, parse_math=False)
     axes.set_xlabel("step")
@@ -124,7 +124,7 @@ def _draw_training(axes: Any, points: npt.NDArray[np.float64]) -> None:
 
 
 def smoothed(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Every value's mean with its neighbours, a fortieth of all values on each side; fewer on both sides at the
+    """Every value's mean with its neighbours: a fortieth of all values on each side, equally fewer on both sides at the
     beginning, where losses fall fast, and as many as there are at the end."""
     places = np.arange(len(values))
     before = np.minimum(places, max(2, len(values) // 40))
@@ -134,7 +134,7 @@ def smoothed(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def _add_tokens(axes: Any, tokens: list[tuple[int, int]]) -> None:
-    """A second axis above, with the tokens trained on; none if a step's tokens are unknown."""
+    """A second axis at the top for tokens trained on, unless the tokens of a step are unknown."""
     if [step for step, _ in tokens] != list(range(1, len(tokens) + 1)) or not tokens:
         return
     from matplotlib.ticker import EngFormatter
@@ -146,7 +146,7 @@ def _add_tokens(axes: Any, tokens: list[tuple[int, int]]) -> None:
 
 
 def _through(x: npt.NDArray[np.float64], y: npt.NDArray[np.float64]) -> Any:
-    """The line through points with ascending x and y, extended straight at both ends."""
+    """Linear interpolation through points with ascending x and y, extended at both ends."""
 
     def extended(line: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         return np.concatenate([[line[0] - 1e7 * (line[1] - line[0])], line, [line[-1] + 1e7 * (line[-1] - line[-2])]])

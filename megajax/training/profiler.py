@@ -1,5 +1,5 @@
-"""`--profile STEPS`: a trace of some steps, in RUN/profile, and where their time went by part of the model and pass.
-The program's text says which scope (`jax.named_scope`) each operation of the trace comes from."""
+"""`--profile STEPS`: a profile of some steps in RUN/profile, and their time by part of the model and pass. The compiled
+program's text says which scope (`jax.named_scope`) each traced operation comes from."""
 
 import contextlib
 import re
@@ -17,7 +17,7 @@ from megajax.data.files import free_name, scratch
 from megajax.host.paths import identity
 from megajax.host.processes import is_first_process, say
 
-PARTS = {  # scopes of the program and what they are called; of several in a name the last one counts
+PARTS = {  # scopes of the program and their names; if an operation has several, the last one counts
     "embedding": "embedding",
     "layer": "rest of the layers",
     "norm": "norms",
@@ -36,13 +36,13 @@ _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permut
 
 
 class StepTrace:
-    """Traces the steps of `--profile`, from `first` to `last` (0: none), on process 0, into the folder `profile` of the
-    run directory. `finished` steps were taken by earlier starts."""
+    """Profiles the steps `first` to `last` (0: none) of `--profile` on process 0, into the folder `profile` of the run
+    directory. Earlier starts have `finished` steps."""
 
     def __init__(self, config: Config, finished: int):
         self._run_dir, self._folder = Path(config.run_dir), identity(config.run_dir)
         self._stack = contextlib.ExitStack()
-        self._place: Path | None = None  # while it is traced
+        self._place: Path | None = None  # set while tracing
         steps = config.train.steps
         self.first = self.last = 0
         if not config.profile or finished >= steps:
@@ -55,21 +55,21 @@ class StepTrace:
 
     @property
     def _is_there(self) -> bool:
-        """Whether the run directory was neither removed nor replaced."""
+        """Whether the run directory has been neither removed nor replaced."""
         return self._folder is not None and identity(self._run_dir) == self._folder
 
     def start(self) -> None:
-        """Begin the trace, before the first of its steps and with nothing under way."""
+        """Start tracing, before the first step to trace and while nothing is running."""
         if not is_first_process() or not self._is_there:
             return
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # which would cost the host more than all it does
-        with contextlib.suppress(OSError, RuntimeError):  # `finish` says that there is no trace
+        options.python_tracer_level = 0  # tracing Python would cost the host more than all its work
+        with contextlib.suppress(OSError, RuntimeError):  # `finish` reports that there is no trace
             self._place = self._stack.enter_context(scratch(self._run_dir / "profile"))
             jax.profiler.start_trace(self._place, profiler_options=options)
 
     def close(self) -> None:
-        """Give up an unfinished trace."""
+        """Drop an unfinished trace."""
         if self._place is not None and self._is_there:
             with contextlib.suppress(OSError, RuntimeError):
                 jax.profiler.stop_trace()
@@ -77,10 +77,10 @@ class StepTrace:
             self._stack.close()
 
     def finish(self, program_text: str) -> list[str]:
-        """End the trace after its last step; returns lines about it. `program_text` is the step's compiled HLO."""
+        """Stop tracing after the last step; returns lines about it. `program_text` is the step's compiled HLO."""
         if not is_first_process():
             return []
-        if self._place is None or not self._is_there:  # the trace goes on, to nowhere: JAX would make the folder anew
+        if self._place is None or not self._is_there:  # leave it running: stopping would make JAX recreate the folder
             return [f"{self._run_dir / 'profile'} could not be written: nothing was profiled"]
         try:
             jax.profiler.stop_trace()
@@ -98,12 +98,12 @@ class StepTrace:
         title = f"profile of step {self.first}" if count == 1 else f"profile of steps {self.first} to {self.last}"
         try:
             rows = table(times(target, operations(program_text)), count)
-        except Exception as error:  # of a format that is JAX's own
+        except Exception as error:  # the format is internal to JAX
             rows = [f"its time could not be attributed: {type(error).__name__}: {' '.join(str(error).split())[:200]}"]
         return [f"{title}: {target}", *rows]
 
 
-Operation = tuple[str, str]  # opcode, and where in the program it comes from: scopes and transformations with slashes
+Operation = tuple[str, str]  # opcode, and its source in the program: scopes and transformations joined by slashes
 
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = .*?[\])}] ([a-z][\w-]*)\(", re.ASCII)
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$", re.ASCII)
@@ -112,8 +112,8 @@ _SOURCE, _CALLED = re.compile(r'op_name="([^"]*)"'), re.compile(r"(?:calls|to_ap
 
 
 def operations(program_text: str) -> dict[str, Operation]:
-    """The instructions of a compiled program by name. One without a source, made by the compiler, gets the most
-    frequent source inside it, else that of its first operand with one."""
+    """The instructions of a compiled program by name. One that the compiler made has no source; it gets the most
+    frequent source among the instructions inside it, or else that of its first operand that has one."""
     found: dict[str, Operation] = {}
     calls: dict[str, str] = {}
     operands: dict[str, list[str]] = {}
@@ -131,7 +131,7 @@ def operations(program_text: str) -> dict[str, Operation]:
             if called := _CALLED.search(line):
                 calls[match[1]] = called[1]
             operands[match[1]] = _OPERAND.findall(line[match.end() :].partition(")")[0])
-    for name in operands:  # in the order of the program: operands stand before
+    for name in operands:  # in program order: operands come first
         most = inside[calls[name]].most_common(1) if name in calls else []
         sources = [source for source, _ in most] + [found[each][1] for each in operands[name] if each in found]
         found[name] = found[name][0], next(filter(None, sources), "")
@@ -139,7 +139,7 @@ def operations(program_text: str) -> dict[str, Operation]:
 
 
 def place_of(operation: Operation) -> tuple[str, str]:
-    """The part of the step and the pass that an operation belongs to."""
+    """The part of the step and the pass to which an operation belongs."""
     opcode, source = operation
     for collective in _COLLECTIVES:
         if opcode.startswith(collective):
@@ -158,15 +158,15 @@ def place_of(operation: Operation) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of traced operations."""
+    """Time of traced operations in seconds."""
 
-    by_place: dict[tuple[str, str], float]  # by part and pass, of all devices together
-    devices: int  # how many they are
-    span: float  # from the first operation to the end of the last
+    by_place: dict[tuple[str, str], float]  # by part and pass, summed over devices
+    devices: int  # their number
+    span: float  # from the start of the first operation to the end of the last
 
 
 def times(session: Path, known: dict[str, Operation]) -> Times:
-    """The seconds of a program's operations in a trace, each without operations that ran inside it."""
+    """The time of a program's operations in a trace; nested operations count only once."""
     found: dict[tuple[str, str], float] = defaultdict(float)
     devices, begins, ends = 0, [], []
     for file in sorted(session.glob("*.xplane.pb")):
@@ -185,9 +185,9 @@ def times(session: Path, known: dict[str, Operation]) -> Times:
 
 
 def _events(events: Iterable[Any], known: dict[str, Operation]) -> list[tuple[float, float, str]]:
-    """Begin and end in nanoseconds and name of all operations of a thread or stream, in order."""
+    """Begin and end in nanoseconds, and name, of all operations of a thread or stream, in order."""
     found = []
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # Python 3.12's, of JAX's own types
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # from JAX's types on Python 3.12
         for event in events:
             names = [str(value) for key, value in event.stats if key == "hlo_op"] or [event.name]
             if (name := names[0].lstrip("%")) in known:
@@ -196,7 +196,7 @@ def _events(events: Iterable[Any], known: dict[str, Operation]) -> list[tuple[fl
 
 
 def _own_seconds(events: list[tuple[float, float, str]]) -> list[tuple[str, float]]:
-    """The operations, each with its seconds without those of operations inside it."""
+    """The operations with their times in seconds, excluding operations nested inside them."""
     own = [(end - begin) / 1e9 for begin, end, _ in events]
     around: list[int] = []
     for number, (begin, end, _) in enumerate(events):
@@ -209,7 +209,7 @@ def _own_seconds(events: list[tuple[float, float, str]]) -> list[tuple[str, floa
 
 
 def table(found: Times, steps: int) -> list[str]:
-    """Milliseconds of a step on a device by part and pass, longest first."""
+    """Milliseconds per step and device, by part and pass, longest first."""
     if not found.by_place:
         return ["the profile names no operations of the step; open it in XProf or Perfetto"]
     scale = 1e3 / (steps * found.devices)

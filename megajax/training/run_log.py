@@ -1,4 +1,4 @@
-"""The log of a run: its figures for trackers, and its progress on the screen."""
+"""The log of a run: passes figures to trackers and shows progress on the screen."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -21,14 +21,14 @@ from megajax.training.plot import Curves, LossPlot
 from megajax.training.trackers import Events, MetricsFile, Tracker
 from megajax.training.tracking import LibraryTracker
 
-_MOST_LOADS = 100  # times, about, that a run records its experts' loads
+_MOST_LOADS = 100  # approximate number of times that a run records its experts' loads
 
 
 class RunLog:
     """Passes the figures of a run to its trackers and shows its progress; a context manager.
 
-    Steps are counts of finished steps, so the first one is 1. Steps after `finished_steps` that an earlier start has
-    logged are dropped. One process alone has `write`: the others write and print nothing.
+    Steps are counted from 1. Records of steps after `finished_steps`, which an earlier start logged, are dropped.
+    Exactly one process has `write`; the others write and print nothing.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class RunLog:
         track: str = "none",
     ):
         self._run_dir, self._total, self._loads_every = run_dir, total_steps, max(1, total_steps // _MOST_LOADS)
-        self._of_dev: set[int] = set()  # steps that have a task's figures of dev
+        self._of_dev: set[int] = set()  # steps with a task's figures on its dev records
         self._trackers: list[Tracker] = []
-        self._resumed_from = finished_steps  # until the first step is recorded
-        self._writing = contextlib.ExitStack()  # the row of a checkpoint that is being written
+        self._resumed_from = finished_steps  # reset when the first step is recorded
+        self._writing = contextlib.ExitStack()  # the display row of a checkpoint being written
         self._step_written: int | None = None
         self._written = finished_steps  # the newest step whose complete checkpoint was shown
         if write:
@@ -81,8 +81,8 @@ class RunLog:
         self._tell(lambda tracker: tracker.config(text, values))
 
     def record_step(self, step: int, figures: Mapping[str, float], load_LE: npt.ArrayLike | None = None) -> None:
-        """Record a finished step, counted from 1, and its figures as metrics.jsonl names them; and now and then how
-        many of its tokens chose each expert of each layer."""
+        """Record a finished step (counted from 1) with its figures, named as in metrics.jsonl; at intervals also record
+        how many of its tokens chose each expert of each layer."""
         if self._resumed_from:
             figures, self._resumed_from = {**figures, "resumed_from": self._resumed_from}, 0
         self._record(step, figures)
@@ -98,8 +98,8 @@ class RunLog:
         named: Mapping[str, float] = MappingProxyType({}),
         details: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """Record losses after `step` steps, in nats per token: of the validation split, with `details` by their names
-        in metrics.jsonl, and of named sets. loss.png is drawn anew."""
+        """Record losses after `step` steps, in nats per token: for the validation split, with `details` named as in
+        metrics.jsonl, and for named sets. loss.png is redrawn."""
         others = {f"validation_loss/{name}": value for name, value in named.items()}
         self._record(step, {"validation_loss": loss, **details, **others})
         self.display.show_validation(step, loss, details=details)
@@ -107,13 +107,13 @@ class RunLog:
             self.display.show_validation(step, value, name)
 
     def record_dev(self, step: int, figures: Mapping[str, float]) -> None:
-        """Record a task's figures on its dev records after `step` steps, as `dev/NAME`, unless that was done before."""
+        """Record a task's figures on its dev records after `step` steps, as `dev/NAME`, unless already recorded."""
         if step not in self._of_dev:
             self._of_dev.add(step)
             self._record(step, {f"{DEV}{name}": value for name, value in figures.items()})
 
     def record_task(self, step: int, name: str, figures: Mapping[str, float]) -> None:
-        """Record and show the figures of a task of `--evaluate` after `step` steps, as `TASK/FIGURE`."""
+        """Record and show the figures of an `--evaluate` task after `step` steps, as `TASK/FIGURE`."""
         self._record(step, {f"{name}/{figure}": value for figure, value in figures.items()})
         self.display.print_step(step, "  ".join([name, *(f"{each} {value:.5g}" for each, value in figures.items())]))
 
@@ -122,7 +122,7 @@ class RunLog:
         self._tell(lambda tracker: tracker.text(step, name, text))
 
     def show_checkpoints(self, checkpoints: Checkpoints) -> None:
-        """Show the news of checkpoints, the step whose checkpoint is being written, and the newest complete one."""
+        """Show checkpoint messages, the step whose checkpoint is being written, and the newest complete one."""
         for problem in checkpoints.news():
             self.display.print(problem)
         if (writing := checkpoints.writing) != self._step_written:
@@ -140,7 +140,7 @@ class RunLog:
         self.display.close_steps()
 
     def close(self, *, finished: bool = False) -> None:
-        """Close all trackers and the progress bar, draw loss.png; `finished` if the run has taken all its steps."""
+        """Close all trackers and the progress bar, and draw loss.png; `finished` if all steps are done."""
         self.end_steps()
         self._tell(lambda tracker: tracker.close(finished=finished))
         self._trackers = []
@@ -155,7 +155,7 @@ class RunLog:
         self._tell(lambda tracker: tracker.figures(step, figures))
 
     def _tell(self, tell: Callable[[Tracker], None]) -> None:
-        """Call every tracker. The run goes on without one that raises `OSError`, which metrics.jsonl never does."""
+        """Call every tracker. One that raises `OSError` does not stop the run; metrics.jsonl never raises it."""
         for tracker in list(self._trackers):
             try:
                 tell(tracker)

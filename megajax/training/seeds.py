@@ -1,4 +1,4 @@
-"""Fine-tuning with several seeds, one after the other, and their median, as the paper reports it."""
+"""Fine-tuning with several seeds, one after the other, and their median, as in the paper."""
 
 import dataclasses
 import json
@@ -23,9 +23,9 @@ _OWN = re.compile(r"seed-\d+|seeds\.json(\.partial.*)?")
 
 
 def train_seeds(config: Config) -> None:
-    """Train with `config.seeds` seeds from `config.seed` on, each in the folder `seed-N` of the run directory. Finished
-    seeds are skipped, a stopped one is resumed. Then `seeds.json` gets the median by the task's figure on dev; of an
-    even number, the lower of the two in the middle. Raises what `train` does."""
+    """Train with `config.seeds` consecutive seeds from `config.seed`, each in its folder `seed-N` of the run directory.
+    Finished seeds are skipped, an interrupted one is resumed. Then `seeds.json` gets the median by the task's figure on
+    dev; with an even number, the lower of the two middle ones. Raises what `train` raises."""
     check_given(config)
     start(config)
     runs, folder = seed_runs(config), Path(config.run_dir)
@@ -36,7 +36,7 @@ def train_seeds(config: Config) -> None:
 
 
 def seed_runs(config: Config) -> list[Config]:
-    """The configurations of all seeds."""
+    """The configurations for all seeds."""
     folder, last = Path(config.run_dir), config.seed + config.seeds - 1
     if last >= 1 << 31:
         raise UserError(f"--seeds {config.seeds} from --seed {config.seed} on: up to {last}; valid: to {2**31 - 1}")
@@ -48,7 +48,7 @@ def seed_runs(config: Config) -> list[Config]:
 
 
 def _check_folder(folder: Path) -> None:
-    """Check that the folder of the seeds holds nothing else."""
+    """Check that the folder for the seeds holds nothing else."""
     valid = "valid: a new or empty folder, or one with earlier seeds"
     check_outside_runs(folder, "--run-dir")
     there = reading.kind(folder)

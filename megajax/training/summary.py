@@ -30,7 +30,7 @@ _WRITTEN = {
 
 
 def sample(program: Program, params: Any, tokenizer: Tokenizer | None) -> str:
-    """The continuation that the configuration asks for; empty without a tokenizer or where the model continues none."""
+    """Text sampled as configured; empty without a tokenizer or if the model does not generate text."""
     config = program.config.sample
     if tokenizer is None or config.tokens == 0 or not FAMILIES[program.config.model.family].continues_text:
         return ""
@@ -47,7 +47,7 @@ def sample(program: Program, params: Any, tokenizer: Tokenizer | None) -> str:
 
 
 def validation_text(parts: Mapping[str, Perplexity]) -> str:
-    """A line about the last validation, from its losses by name; there are none without validation."""
+    """A line about the last validation, from its losses by name, or about there being none."""
     if not parts:
         return "not validated (--train.eval-every 0)"
     if "next_token" in parts:
@@ -63,8 +63,8 @@ def validation_text(parts: Mapping[str, Perplexity]) -> str:
 def end_lines(
     config: Config, first: int, validation: Mapping[str, Perplexity], dev: Mapping[str, float], waited: float | None
 ) -> Iterator[str]:
-    """The lines that a run prints after its steps: how far it is, its last `validation`, a task's figures on `dev`, and
-    the share of the steps' time that it `waited` for data, None without any. `first` steps were taken before."""
+    """Lines printed after the last step: progress, the last `validation`, a task's figures on `dev`, and the share of
+    time that the steps `waited` for data (None without steps). Earlier starts took `first` steps."""
     steps = config.train.steps
     if first >= steps:
         yield (
@@ -80,7 +80,7 @@ def end_lines(
 
 
 def _part_of_the_split(config: Config, validation: Mapping[str, Perplexity]) -> str:
-    """What the last validation took, where it need not be the whole split."""
+    """How much of the split the last validation covered, if that may not be all of it."""
     if not config.train.eval_batches or "next_token" not in validation:
         return ""
     tokens = validation["next_token"].tokens
@@ -88,7 +88,7 @@ def _part_of_the_split(config: Config, validation: Mapping[str, Perplexity]) -> 
 
 
 def parts_of(validation: Mapping[str, Perplexity], form: BatchSpec) -> dict[str, float]:
-    """The figures of a validation by their names in metrics.jsonl; none if there is just one loss."""
+    """A validation's figures by their names in metrics.jsonl; empty if there is only one loss."""
     if len(validation) == 1 and not form.measures:
         return {}
     figures = {f"validation_{name}_loss": part.loss for name, part in validation.items()}

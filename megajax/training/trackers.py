@@ -1,5 +1,5 @@
-"""Where the figures of a run are recorded: metrics.jsonl, TensorBoard events, and the interface that loss.png
-(`plot.py`), experts.png (`experts_plot.py`), Weights & Biases and MLflow (`tracking.py`) have, too."""
+"""Where a run's figures are recorded: metrics.jsonl, TensorBoard events, and the interface shared with loss.png
+(`plot.py`), experts.png (`experts_plot.py`), Weights & Biases and MLflow (`tracking.py`)."""
 
 import json
 import math
@@ -24,10 +24,10 @@ _LEFT_OUT = ("tokens", "seconds", "data_seconds", "resumed_from")
 
 
 class Tracker:
-    """Receives the configuration, the figures and the texts of a run; this base class ignores them.
+    """Receives the configuration, figures and texts of a run; this base class ignores them.
 
     A method that cannot record raises `OSError`. That is reported once, and then the tracker is dropped unless it
-    `tries_again`. Figures have the names of metrics.jsonl and may be infinite or NaN.
+    `tries_again`. Figures are named as in metrics.jsonl and may be infinite or NaN.
     """
 
     name: str
@@ -40,22 +40,22 @@ class Tracker:
         """The figures after `step` steps."""
 
     def loads(self, step: int, load_LE: npt.NDArray[np.int32]) -> None:
-        """How many tokens of a step chose each expert of each layer."""
+        """How many tokens of a step chose each expert in each layer."""
 
     def text(self, step: int, name: str, text: str) -> None:
-        """A text after `step` steps; its name is "sample" or "validation", for example."""
+        """A text after `step` steps, named for example "sample" or "validation"."""
 
     def news(self) -> list[str]:
-        """Lines for the user since the last call."""
+        """Lines to show the user, new since the last call."""
         return []
 
     def close(self, *, finished: bool) -> None:
-        """The end of this start; `finished` if the run has taken all its steps."""
+        """The end of this start; `finished` if all steps of the run are done."""
 
 
 class MetricsFile(Tracker):
-    """The figures of a run, a JSON line for each record. If it cannot be written the run ends, because a resumed run
-    reads it. `records` are those of earlier starts."""
+    """A run's figures, one JSON line per record. The run ends if it cannot be written, because resuming reads it.
+    `records` are those of earlier starts."""
 
     def __init__(self, run_dir: Path, records: Iterable[Mapping[str, Any]]):
         self._path = run_dir / "metrics.jsonl"
@@ -64,7 +64,7 @@ class MetricsFile(Tracker):
         self._file = self._path.open("ab", buffering=0)
 
     def figures(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Write a line; `RunError` if that cannot be done."""
+        """Write a line; raises `RunError` if that fails."""
         line = _line({"step": step, **figures}).encode()
         try:
             while line:
@@ -81,7 +81,7 @@ class MetricsFile(Tracker):
 
 
 def _line(record: Mapping[str, Any]) -> str:
-    """A record as a line of JSON, floats in full; infinite numbers and NaN become null, since JSON has none."""
+    """A record as a line of JSON, floats in full precision; infinities and NaN, which JSON lacks, become null."""
     plain = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()
     }
@@ -89,13 +89,13 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 class Events(Tracker):
-    """The event file of one start of a run, written synchronously: the thread of tensorboardX's own writer waits for
-    ever if it cannot write. Figures after `finished_steps` that earlier starts have written are superseded."""
+    """The event file of one start, written synchronously, because the thread of tensorboardX's own writer waits forever
+    if it cannot write. Figures after `finished_steps` written by earlier starts are superseded."""
 
     def __init__(self, folder: Path, finished_steps: int):
         self.name, self._finished_steps = str(folder), finished_steps
         folder.mkdir(exist_ok=True)
-        suffix = f".from-{finished_steps}"  # else two writers in one second share a file name
+        suffix = f".from-{finished_steps}"  # otherwise two writers within one second share a file name
         self._writer = EventsWriter(str(folder / "events"), suffix)
         self._flushed = time.monotonic()
         self._write(finished_steps + 1, session_log=SessionLog(status=SessionLog.START))

@@ -1,5 +1,5 @@
-"""`--track wandb|mlflow`: a run recorded by another library, in a thread. Whatever becomes of the library, the run goes
-on and waits for nothing."""
+"""`--track wandb|mlflow`: another library records the run, in a thread. Whatever happens to that library, the run
+continues and waits for nothing."""
 
 import html
 import importlib.util
@@ -23,22 +23,22 @@ from megajax.training.trackers import Tracker
 
 LIBRARIES = {"wandb": "Weights & Biases", "mlflow": "MLflow"}
 _IDS = "tracking.json"  # in the run directory: the id of the run in each library
-_MOST = 10_000  # records that wait for the library
-_LAST = 60.0  # seconds that it has at the end of a run
-_LAST_OF_STOPPED = 10.0  # and where the run was stopped, which a cluster gives little time
-_EVERY = 5.0  # seconds between two calls of MLflow's server
-_LONGEST = 500  # characters of a parameter, for MLflow
+_MOST = 10_000  # records that may wait for the library
+_LAST = 60.0  # seconds that the library gets at the end of a run
+_LAST_OF_STOPPED = 10.0  # and at the end of a stopped run, to which a cluster gives little time
+_EVERY = 5.0  # seconds between requests to MLflow's server
+_LONGEST = 500  # characters of a parameter in MLflow
 
 
 def check_installed(name: str) -> None:
-    """Check that the library of `--track` is there."""
+    """Check that the library of `--track` is installed."""
     found = importlib.util.find_spec(name)
-    if found is None or found.origin is None:  # a folder of that name is no library
+    if found is None or found.origin is None:  # a folder with that name is not the library
         raise UserError(f"--track {name}: {LIBRARIES[name]} is not installed; valid: pip install 'megajax[{name}]'")
 
 
 class LibraryTracker(Tracker):
-    """A run as one of the `LIBRARIES` records it; a run that goes on is the same one there."""
+    """A run recorded by one of the `LIBRARIES`; a resumed run continues its record there."""
 
     def __init__(self, library: str, run_dir: Path):
         self.name = LIBRARIES[library]
@@ -63,7 +63,7 @@ class LibraryTracker(Tracker):
         return [self._news.get() for _ in range(self._news.qsize())]
 
     def close(self, *, finished: bool) -> None:
-        """Wait for the library, but not for long."""
+        """Wait for the library, but only for a limited time."""
 
         def end(tracker: Tracker) -> None:
             tracker.close(finished=finished)
@@ -80,7 +80,7 @@ class LibraryTracker(Tracker):
             raise OSError(self._problem)
 
     def _put(self, call: Callable[[Tracker], None]) -> None:
-        """Raises `OSError` if the library has failed, or does not follow."""
+        """Raises `OSError` if the library has failed or cannot keep up."""
         if self._problem:
             raise OSError(self._problem)
         try:
@@ -89,18 +89,18 @@ class LibraryTracker(Tracker):
             raise OSError(f"it is too slow: {_MOST} records are waiting") from None
 
     def _record(self, library: str, run_dir: Path, name: str) -> None:
-        """The thread: all calls of the library, in order, until the last one or the first error."""
+        """The thread: makes all calls to the library, in order, until the last one or the first error."""
         try:
             tracker = _TRACKERS[library](run_dir, name)
             self._news.put(f"{self.name}: {tracker.where}")
             while not self._ended:
                 self._calls.get()(tracker)
-        except BaseException as error:  # libraries raise SystemExit and KeyboardInterrupt, too
+        except BaseException as error:  # libraries raise SystemExit and KeyboardInterrupt too
             self._problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _id_of(run_dir: Path, library: str) -> str:
-    """The id of the run in a library, made up at its first start."""
+    """The id of the run in a library, generated at its first start."""
     file, known = run_dir / _IDS, {}
     if reading.kind(file):
         known = reading.read_json(file)
@@ -113,21 +113,21 @@ def _id_of(run_dir: Path, library: str) -> str:
 
 
 class WandbTracker(Tracker):
-    """A run of Weights & Biases. Its own variables, such as WANDB_PROJECT and WANDB_MODE, say where and whether online;
-    its files go to RUN/wandb. Figures are drawn over `step`: one that is computed again after a resume comes again."""
+    """A run in Weights & Biases. Its own variables, such as WANDB_PROJECT and WANDB_MODE, say where and whether online;
+    its files are in RUN/wandb. Figures are plotted over `step`; recomputed after a resume, they appear twice."""
 
     def __init__(self, run_dir: Path, name: str):
         import wandb
 
         self._wandb, settings = wandb, wandb.Settings(console="off", silent=True)
-        wandb.setup(settings)  # else `init` asks on the terminal for a key that is missing
+        wandb.setup(settings)  # otherwise `init` asks for a missing key on the terminal
         self._run = wandb.init(
             id=name,
             resume="allow",
             name=os.environ.get("WANDB_NAME", run_dir.name),
             project=os.environ.get("WANDB_PROJECT", "megajax"),
             dir=run_dir,
-            reinit="create_new",  # else `init` returns a run that the caller's program has open
+            reinit="create_new",  # otherwise `init` returns a run that the calling program has open
             settings=settings,
         )
         self._run.define_metric("step", hidden=True)
@@ -154,7 +154,7 @@ class MlflowTracker(Tracker):
         from mlflow import MlflowClient
         from mlflow.entities import Metric
 
-        for loud in ("mlflow", "alembic"):  # which set their levels when they are imported
+        for loud in ("mlflow", "alembic"):  # they set their levels when imported
             logging.getLogger(loud).setLevel(logging.CRITICAL)
         self._metric, own = Metric, run_dir / "mlflow"
         uri, artifacts = os.environ.get("MLFLOW_TRACKING_URI"), None
@@ -178,7 +178,7 @@ class MlflowTracker(Tracker):
     def config(self, text: str, values: Mapping[str, object]) -> None:
         there = self._client.get_run(self._id).data.params
         for key, value in values.items():
-            if key not in there:  # what a run has been started with cannot be changed there
+            if key not in there:  # MLflow does not allow changing a parameter
                 self._client.log_param(self._id, key, str(value)[:_LONGEST])
         self._client.log_text(self._id, text, "config.toml")
 

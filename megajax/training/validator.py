@@ -1,4 +1,4 @@
-"""Validations during training: on the held-out part of the corpora, and on named sets."""
+"""Validation during training, on the held-out part of the corpora and on named sets."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -22,13 +22,13 @@ class Validator:
         self._program, self._data, self._watchdog, self._display = program, data, watchdog, display
         self._doing = COMPILING
         self._tasks = read_tasks(program.config, data.tokenizer)
-        self.last: dict[str, Perplexity] | None = None  # losses of the newest validation of the split, by name
+        self.last: dict[str, Perplexity] | None = None  # losses by name in the newest validation of the split
 
     def validate(
         self, step: int, params: Any, between: Callable[[], None]
     ) -> tuple[dict[str, Perplexity], dict[str, float]]:
         """Evaluate the weights after a step: every loss by name over the validation split, and the loss of each named
-        set. `between` is called before every batch; if it raises, the validation ends and `last` stays as it is."""
+        set. `between` is called before every batch; if it raises, validation ends and `last` does not change."""
         batches = self._program.config.train.eval_batches
         split = self.evaluate(step, params, batches, between=between)
         named = {
@@ -47,7 +47,7 @@ class Validator:
         between: Callable[[], None] = lambda: None,
         name: str = "validation",
     ) -> dict[str, Perplexity]:
-        """Every loss by name over the first `batches` batches (0: all) of `samples`, by default of the split."""
+        """Every loss by name over the first `batches` batches (0: all) of `samples`, by default the held-out split."""
         samples = samples or self._data.validation
         assert samples is not None, "nothing is held out"
         whole = -(-len(samples) // self._program.config.train.global_batch)
@@ -60,7 +60,7 @@ class Validator:
                 between()
 
             found = perplexities(self._program, params, samples, batches=batches, between=before_batch)
-        self._doing = COMPUTING  # what scores is compiled from now on
+        self._doing = COMPUTING  # the scoring program is compiled from now on
         return found
 
     def score_dev(self, step: int, params: Any, data: TaskData, between: Callable[[], None]) -> dict[str, float]:
@@ -71,8 +71,8 @@ class Validator:
     def evaluate_tasks(
         self, step: int, params: Any, between: Callable[[], None]
     ) -> Iterator[tuple[str, dict[str, float]]]:
-        """Name and figures of each task of `--evaluate`: of one with a file, or of the run's own on `dev`, which has
-        another time after the last step. `between` as in `validate`."""
+        """Name and figures of each `--evaluate` task: those with a file, and the run's own task as `dev`, which is
+        scored separately after the last step. `between` as in `validate`."""
         train, data = self._program.config.train, self._data
         if isinstance(data, TaskData) and step < train.steps:
             yield "dev", self.score_dev(step, params, data, between)

@@ -1,5 +1,5 @@
-"""Who hangs? Every process writes its activity to a file in the run directory. When nothing moves any more, each
-process ends with a line that names the process and step that the others wait for."""
+"""Find out which process hangs. Every process writes its activity to a file in the run directory. When nothing makes
+progress, each process ends with a line that names the process and step that the others wait for."""
 
 import contextlib
 import json
@@ -17,14 +17,14 @@ from megajax.host.ending import fail
 from megajax.host.paths import identity
 
 FOLDER = "processes"
-COMPUTING, COMPILING = "computing", "compiling"  # either may wait for the other processes
+COMPUTING, COMPILING = "computing", "compiling"  # during either a process may be waiting for others
 _LOOKS_EVERY, _WRITTEN_EVERY, _GRACE, _FROZEN_AFTER = 0.5, 5.0, 2.0, 30.0  # seconds
-_SLOWEST = 10  # times the longest step so far is not yet too long
+_SLOWEST = 10  # a step may take this many times the longest one so far
 
 
 @dataclass(frozen=True)
 class Status:
-    """The activity of a process: what it has been doing for so many seconds, and at which step."""
+    """The activity of a process: what it has been doing for how many seconds, and at which step."""
 
     host: str
     pid: int
@@ -34,7 +34,7 @@ class Status:
 
 
 def read_status(file: Path) -> Status | None:
-    """The status that a process wrote; None if it cannot be read."""
+    """The status written by a process; None if it cannot be read."""
     try:
         found = Status(**reading.parse_json(reading.read_bytes(file).decode()))
         numbers, words = (found.pid, found.step, found.seconds), (found.host, found.doing)
@@ -45,9 +45,9 @@ def read_status(file: Path) -> Status | None:
 
 
 class Watchdog:
-    """Watches a run of several processes, which share `run_dir`; a single one needs none. A process that is silent for
-    30 s while this one waits counts as lost. This one ends after `patience` seconds without progress (0: never), but
-    not before ten times the longest step; ten times as late before the first step and during a compilation."""
+    """Watches a run of several processes that share `run_dir`; a single process needs none. A process that is silent
+    for 30 s while this one waits counts as lost. This one ends after `patience` seconds without progress (0: never),
+    but not before ten times the longest step; ten times later before the first step and while compiling."""
 
     def __init__(self, run_dir: Path, patience: float) -> None:
         self._folder, self._patience = run_dir / FOLDER, patience
@@ -55,14 +55,14 @@ class Watchdog:
         self._step, self._doing, self._since, self._longest = 0, "starting", time.monotonic(), 0.0
         self._ended = threading.Event()
         self._count = jax.process_count()
-        self._stamps: dict[int, tuple[int, float]] = {}  # of a process's file: when it was written, and seen to be
-        self._heard: set[int] = set()  # processes whose file has changed since this start; it may be of an earlier one
+        self._stamps: dict[int, tuple[int, float]] = {}  # when each process's file was written, and when we saw that
+        self._heard: set[int] = set()  # processes whose file changed since this start; others' may be from earlier ones
         self._listen(self._since, first=True)
         if self._count > 1 and patience:
             threading.Thread(target=self._watch, daemon=True).start()
 
     def at(self, step: int, doing: str) -> None:
-        """Note what this process does now, and for which step."""
+        """Note what this process is doing, and for which step."""
         now = time.monotonic()
         if self._step and self._doing != COMPILING:
             self._longest = max(self._longest, now - self._since)
@@ -91,7 +91,7 @@ class Watchdog:
                     fail(f"{self._guilty(asked)}; rerun the command to resume from the newest checkpoint")
 
     def _hear_all(self) -> None:
-        """Give the others time to report again, and go on reporting meanwhile."""
+        """Give other processes time to report again, and keep reporting meanwhile."""
         end = time.monotonic() + _WRITTEN_EVERY + _GRACE
         while time.monotonic() < end and not self._ended.wait(_LOOKS_EVERY):
             self._write()
@@ -99,20 +99,20 @@ class Watchdog:
 
     def _write(self) -> None:
         seconds = round(time.monotonic() - self._since, 1)
-        if identity(self._folder.parent) != self._run_dir:  # removed, or replaced by somebody else's
+        if identity(self._folder.parent) != self._run_dir:  # removed, or replaced by someone else's
             return
         status = Status(socket.gethostname(), os.getpid(), self._step, self._doing, seconds)
         try:
             self._folder.mkdir(exist_ok=True)
             file = self._file(jax.process_index())
-            new = file.with_suffix(".partial")  # the others may read it at any moment
+            new = file.with_suffix(".partial")  # others may read the file at any moment
             new.write_text(json.dumps(asdict(status)) + "\n")
             new.replace(file)
         except OSError:
-            pass  # nobody needs it unless something hangs
+            pass  # only needed if something hangs
 
     def _guilty(self, asked: float) -> str:
-        """Which process hangs: a silent one since `asked`, else one that waits for no other, else the slowest."""
+        """Which process hangs: one silent since `asked`, else one that waits for no other, else the slowest."""
         known = {number: status for number in sorted(self._heard) if (status := read_status(self._file(number)))}
         silent = [number for number in known if self._stamps[number][1] < asked]
         busy = [number for number, status in known.items() if status.doing not in (COMPUTING, COMPILING)]

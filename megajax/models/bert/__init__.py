@@ -1,1 +1,1 @@
-"""BERT (Devlin et al., 2018), as the paper trains it: masked tokens, and the order of two segments."""
+"""BERT (Devlin et al., 2018), pretrained as in the paper: masked tokens, and the order of two segments."""

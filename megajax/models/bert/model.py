@@ -1,9 +1,9 @@
-"""BERT: learned positions and token types, layers that attend to all tokens but padding, and the head of what it is
-trained for.
+"""BERT: learned positions and token types, layers that attend to all tokens except padding, and a head for its
+objective.
 
-`model.layer_order` is the paper's figure 7: "pre" (b) has a LayerNorm before attention and MLP and a final one, none on
-the embedding; "post" (a), the original, has one after each residual addition and on the embedding. Letters: B batch,
-C texts to choose from, T tokens, D model, V vocabulary.
+`model.layer_order` follows the paper's figure 7: "pre" (b) has a LayerNorm before attention and MLP and a final one,
+none on the embedding; "post" (a), the original, has one after each residual addition and on the embedding. Letters:
+B batch, C texts to choose from, T tokens, D model, V vocabulary.
 """
 
 from collections.abc import Mapping
@@ -46,24 +46,24 @@ class Bert(nnx.Module):
         self.table = table("table", config.padded_vocab_size, "vocabulary")
         self.positions = table("positions", length, "position")
         self.token_types = table("token_types", TOKEN_TYPES, "token_type")
-        self.norm = LayerNorm(hidden, config.norm_epsilon)  # of the embedding ("post"), or of the last layer ("pre")
+        self.norm = LayerNorm(hidden, config.norm_epsilon)  # after the embedding ("post") or the last layer ("pre")
         self.order = config.layer_order
         self.blocks = stacked(lambda n: Block(config, key / "blocks" / n, boundary, backend), config.num_layers)
         self.head: Any = HEADS[config.head](config, key, boundary, backend)
 
     def context(self, batch: Mapping[str, Array], dropout: Dropout) -> Context:
-        """See `Model`. Tokens see all but padding; of a choice every text is a sequence of its own."""
+        """See `Model`. Tokens see all but padding; in a choice every text is a sequence of its own."""
         length = batch["length"]
         if length.ndim == 2:
             dropout = dropout.of_parts(length.shape[1])
         return Context(dropout, AttentionMask.of_padded(length.reshape(-1)), boundary=self.boundary)
 
     def embed(self, batch: Mapping[str, Array], context: Context) -> Array:
-        """Of tokens, positions and token types, with dropout, [B, T, D], of a choice [B C, T, D]; with sequence
-        parallelism of this device's tokens. The token of padding is not trained, as in Hugging Face's transformers."""
+        """Embeddings of tokens, positions and token types, with dropout, [B, T, D], or [B C, T, D] for a choice; with
+        sequence parallelism only this device's tokens. As in transformers, padding embeddings are not trained."""
         tokens_BT, types_BT = (batch[name].reshape(-1, batch[name].shape[-1]) for name in ("tokens", "token_types"))
         x_BTD = embedding_lookup(self.table[...], self.boundary.context_tokens(tokens_BT), self.boundary)
-        if isinstance(self.head, SpanHead):  # which compares padding, too; others have no gradient there anyway
+        if isinstance(self.head, SpanHead):  # it scores padding too; with other heads padding has no gradient anyway
             padding_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None] >= batch["length"][:, None]
             own_BT1 = self.boundary.own_tokens(padding_BT)[..., None]
             x_BTD = jnp.where(own_BT1, jax.lax.stop_gradient(x_BTD), x_BTD)
@@ -74,11 +74,11 @@ class Bert(nnx.Module):
         return context.dropout.fold(EMBEDDING_SITE)(x_BTD, self.boundary.token_index(x_BTD))
 
     def finished(self, x_BTD: Array) -> Array:
-        """What the head gets, from the last layer's output."""
+        """The input of the head, from the last layer's output."""
         return named(self.norm(x_BTD), "final_norm", self.boundary.split) if self.order == "pre" else x_BTD
 
     def logits(self, x_BTD: Array) -> tuple[Array, Array]:
-        """Of pretraining: this device's columns of the logits of every token, and those of the order."""
+        """In pretraining: this device's columns of every token's logits, and the logits of the order."""
         return self.head.logits(self.finished(x_BTD), self.table[...])
 
     def losses(self, x_BTD: Array, batch: Mapping[str, Array], context: Context) -> dict[str, Array]:
@@ -101,7 +101,7 @@ def _form(model: ModelConfig) -> BatchSpec:
 
 
 def _products(model: ModelConfig, sequences: int, query_block: int) -> list[MatrixProduct]:
-    """All products of a step; those of heads with few outputs are left out."""
+    """All products of a step, except those of heads with few outputs."""
     if model.head != "pretraining":
         texts = sequences * (model.num_classes if model.head == "choice" else 1)
         return list(layer_products(model, texts, query_block, causal=False))

@@ -1,5 +1,5 @@
-"""Decoders as a family: the embedding, with learned positions or none, a stack of blocks whose tokens see what stands
-before them, a final norm, and an output product with the embedding's table or one of its own.
+"""The decoder family: the embedding, with or without learned positions, a stack of blocks whose tokens see the tokens
+before them, a final norm, and an output product with the embedding table or a table of its own.
 
 Letters: B batch, T tokens, D model, V vocabulary.
 """
@@ -27,8 +27,8 @@ from megajax.parallel.vocabulary import cross_entropy, embedding_lookup, output_
 
 
 class TransformerDecoder(nnx.Module):
-    """The model; `blocks` holds the layers stacked along a leading dim `layers`, but for the first ones of a mixture
-    that are dense: these are `dense_blocks`, part of the embedding."""
+    """The model. `blocks` holds the layers stacked along a leading dim `layers`, except the first dense layers of a
+    mixture: these are `dense_blocks`, part of the embedding."""
 
     def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
         self.vocab_size = config.vocab_size
@@ -47,11 +47,11 @@ class TransformerDecoder(nnx.Module):
             return Block(config, key / "dense_blocks" / n, boundary, backend, dense=True)
 
         self.dense_blocks = stacked(dense, config.dense_layers) if config.dense_layers else None
-        # What randomness of the layers depends on: those of `blocks` begin with 0.
+        # The layers' randomness depends on these indices; those of `blocks` begin with 0.
         self.dense_index = tuple(range(config.num_blocks, config.num_layers))
 
     def context(self, batch: Mapping[str, Array], dropout: Dropout) -> Context:
-        """See `Model`. Where the batch has documents, no token sees others, and positions begin anew in each."""
+        """See `Model`. If the batch has documents, tokens see only their own, and positions restart in each."""
         length, position_BT = batch["tokens"].shape[1], batch.get("positions")
         window = self.window_in(length)
         visible = AttentionMask(causal=True, window=window)
@@ -63,7 +63,7 @@ class TransformerDecoder(nnx.Module):
         return Context(dropout, visible, rotary_BT, boundary=self.boundary)
 
     def embed(self, batch: Mapping[str, Array], context: Context) -> Array:
-        """What the first dense layers make of the embedding, [B, T, D]; with sequence parallelism of this device's
+        """The embedding after the first dense layers, [B, T, D]; with sequence parallelism only this device's
         tokens."""
         x_BTD = self.embedding(batch, context)
         if self.dense_blocks is None:
@@ -77,7 +77,7 @@ class TransformerDecoder(nnx.Module):
         return lax.scan(layer, x_BTD, (jnp.asarray(self.dense_index, jnp.int32), weights))[0]
 
     def first_blocks(self) -> list[Block]:
-        """The dense layers, each alone."""
+        """The dense layers, one by one."""
         if self.dense_blocks is None:
             return []
         graph, weights = nnx.split(self.dense_blocks, nnx.Param)
@@ -85,7 +85,7 @@ class TransformerDecoder(nnx.Module):
         return [nnx.merge(graph, jax.tree.map(lambda weight, n=n: weight[n], weights)) for n in each]
 
     def embedding(self, batch: Mapping[str, Array], context: Context) -> Array:
-        """Of tokens and learned positions, with dropout."""
+        """The embedding of tokens and learned positions, with dropout."""
         tokens_BT = self.boundary.context_tokens(batch["tokens"])
         x_BTD = embedding_lookup(self.table[...], tokens_BT, self.boundary)
         if self.positions is not None:
@@ -97,13 +97,13 @@ class TransformerDecoder(nnx.Module):
         return context.dropout.fold(EMBEDDING_SITE)(x_BTD, self.boundary.token_index(x_BTD))
 
     def logits(self, x_BTD: Array) -> Array:
-        """This device's columns, from the last layer's output."""
+        """This device's columns, computed from the last layer's output."""
         table_VD = (self.table if self.output is None else self.output)[...]
         x_BTD = named(self.final_norm(x_BTD), "final_norm", self.boundary.split)
         return output_logits(x_BTD, table_VD, self.vocab_size, self.boundary, self.backend)
 
     def losses(self, x_BTD: Array, batch: Mapping[str, Array], context: Context) -> dict[str, Array]:
-        """Sum of the cross-entropy over the targets that are not `IGNORED`, a scalar."""
+        """The sum of the cross-entropy over targets that are not `IGNORED`, a scalar."""
         axes = self.boundary.vocabulary
         logits_BTV = named(self.logits(x_BTD), "logits", 2, axes=axes)
         losses_BT = named(cross_entropy(logits_BTV, self.boundary.context_tokens(batch["targets"]), axes), "losses")
