@@ -161,7 +161,7 @@ INTERLEAVED = {"pipeline.schedule": "interleaved"}
             "--optimizer.muon-steps 6 with --optimizer.name adamw; valid: --optimizer.name muon, or "
             "--optimizer.muon-steps 5",
         ),
-        ({"train.ramp_start": 2}, "and --train.ramp-samples missing; valid: --train.ramp-start,"),
+        ({"train.ramp_start": 2}, "and --train.ramp-samples missing; valid: all of --train.ramp-start,"),
         (RAMP | {"train.ramp_start": 8}, "8 with --train.global-batch 8, to which it grows; valid: 1"),
         (RAMP | {"train.ramp_increment": 4}, "not lead from --train.ramp-start 2 to --train.global-batch 8; valid"),
         ({"optimizer.zero": 2}, "--optimizer.zero = 2; valid: 0, 1, 3"),
