@@ -93,7 +93,7 @@ def test_a_run_goes_on_by_its_own_configuration_and_a_copy_begins_another(tmp_pa
         ("[model]\nnum_layers = true", "model.num_layers = True; valid: a whole number"),
         ("[model]\ndropout = nan", "model.dropout = nan; valid: a finite number"),
         ("[model]\nscan_layers = 1", "model.scan_layers = 1; valid: auto, true, false"),
-        ('precision = "fp8"', "precision = 'fp8'; valid: fp32, bf16, fp16, fp64"),
+        ('precision = "fp4"', "precision = 'fp4'; valid: fp32, bf16, fp16, fp64, fp8"),
         ("run_dir = 3", "run_dir = 3; valid: text"),
         ("seed = 1\n[model\n", "not TOML"),
         ("seed = 1\n[model]\nnum_layers = = 2\n", "line 3"),
