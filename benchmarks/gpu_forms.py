@@ -77,14 +77,15 @@ def spoken(command: Sequence[str], environment: Mapping[str, str], seconds: floa
         [sys.executable, *command], stdout=subprocess.PIPE, text=True, env=dict(environment), stdin=subprocess.DEVNULL
     )
     lines: queue.Queue[str | None] = queue.Queue()
+    assert process.stdout is not None
 
     def read() -> None:
-        assert process.stdout is not None
         for line in process.stdout:
             lines.put(line)
         lines.put(None)
 
-    threading.Thread(target=read, daemon=True).start()
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
     end = time.monotonic() + seconds
     try:
         while time.monotonic() < end:
@@ -98,6 +99,8 @@ def spoken(command: Sequence[str], environment: Mapping[str, str], seconds: floa
     finally:
         process.kill()
         process.wait()
+        reader.join()
+        process.stdout.close()
 
 
 def tables(found: Mapping[str, Sequence[dict]]) -> list[str]:

@@ -1,6 +1,7 @@
 """On a GPU: `JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu`. The numbers are the CPU's, in every precision."""
 
 import dataclasses
+import time
 from functools import partial
 
 import jax
@@ -10,12 +11,15 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from tiny import tiny_config
 
-from megajax.backend import BLOCKS, GPU
+from megajax.backend import BLOCKS, CANDIDATES, GPU
 from megajax.mesh import make_mesh
-from megajax.models.attend import attend, cudnn_can
+from megajax.models.attend import IMPLEMENTATIONS, attend
 from megajax.models.attention_mask import CAUSAL, AttentionMask
 from megajax.models.attention_setting import Setting
 from megajax.parallel.random import Dropout
+from megajax.program.program import Program
+from megajax.program.synthetic import random_batch
+from megajax.runs.forms import measured_backend
 from megajax.verify import compare, trace
 
 pytestmark = pytest.mark.gpu
@@ -53,33 +57,52 @@ def test_half_precision_is_near_fp32(gpu, precision):
 
 
 SEEN = {
-    "causal": CAUSAL,
+    "causal": lambda length: CAUSAL,
     "padded": lambda length: AttentionMask.of_padded(jnp.asarray([length // 3, length], jnp.int32)),
-    "window": AttentionMask(causal=True, window=33),
+    "window": lambda length: AttentionMask(causal=True, window=33),
+    "documents": lambda length: AttentionMask.of_documents(jnp.tile(jnp.arange(length, dtype=jnp.int32) % 50, (2, 1))),
 }
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.1])
 @pytest.mark.parametrize("seen", SEEN)
 @pytest.mark.parametrize(("heads", "head_size", "length"), [(4, 64, 256), (2, 96, 200), (2, 128, 1024)])
-def test_cudnn_attention_is_our_own(gpu, heads, head_size, length, seen):
+@pytest.mark.parametrize("name", ["cudnn", "kernel"])
+def test_fused_attention_is_that_of_blocks(gpu, name, heads, head_size, length, seen, rate):
     """Result and gradients in bf16, within 2% of the largest value."""
     shape = (2, length, heads, head_size)
     rng = np.random.default_rng(0)
     arrays_BTHK = [jnp.asarray(rng.normal(0, 1, shape), jnp.bfloat16) for _ in range(4)]
-    visible = SEEN[seen](length) if callable(SEEN[seen]) else SEEN[seen]
-    assert cudnn_can(arrays_BTHK[0], Setting(visible, Dropout.off(), GPU))
+    dropout = Dropout.at(rate, 0, jnp.int32(0), jnp.arange(2, dtype=jnp.int32))
+    if not IMPLEMENTATIONS[name].can(arrays_BTHK[0], Setting(SEEN[seen](length), dropout, GPU)):
+        pytest.skip(f"{name} has no such attention")
 
-    def run(backend):
+    def run(*attention):
+        spec = P(None, None, "tensor")
+
         @jax.jit
-        @partial(jax.shard_map, mesh=make_mesh([gpu]), in_specs=P(), out_specs=P())
+        @partial(jax.shard_map, mesh=make_mesh([gpu]), in_specs=spec, out_specs=spec)
         def both(q_BTHK, k_BSHK, v_BSHK, grad_BTHK):
-            dropout = Dropout.at(0.0, 0, jnp.int32(0), jnp.arange(2, dtype=jnp.int32))
-            y_BTHK, pullback = jax.vjp(
-                lambda *qkv: attend(*qkv, Setting(visible, dropout, backend)), q_BTHK, k_BSHK, v_BSHK
-            )
+            setting = Setting(SEEN[seen](length), dropout, dataclasses.replace(GPU, attention=attention))
+            y_BTHK, pullback = jax.vjp(lambda *qkv: attend(*qkv, setting), q_BTHK, k_BSHK, v_BSHK)
             return y_BTHK, *pullback(grad_BTHK)
 
         return [np.asarray(array, np.float32) for array in both(*arrays_BTHK)]
 
-    for fused, own in zip(run(GPU), run(dataclasses.replace(GPU, attention=BLOCKS)), strict=True):
+    for fused, own in zip(run(name), run(*BLOCKS), strict=True):
         np.testing.assert_allclose(fused, own, rtol=0, atol=0.02 * np.abs(own).max())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_choice_is_made_in_its_time(gpu, dropout, tmp_path, capsys):
+    """Something right is found for every question, in 20 s, and kept for the next start."""
+    size = {"hidden_size": 1536, "num_heads": 16, "sequence_length": 1024, "dropout": dropout, "num_layers": 1}
+    config = tiny_config(precision="bf16", microbatch=4, **size)
+    program, batch = Program.on(config, [gpu]), random_batch(config, 0)
+    samples = [{name: rows[number] for name, rows in batch.items()} for number in range(4)]
+    began = time.monotonic()
+    first = measured_backend(program, samples, tmp_path, CANDIDATES)
+    seconds, said = time.monotonic() - began, capsys.readouterr().out
+    assert seconds < 20 and said.count("is taken; compared") == 2 and "the default" not in said, (seconds, said)
+    assert measured_backend(program, samples, tmp_path, CANDIDATES) == first
+    assert capsys.readouterr().out.count("as measured before") == 2

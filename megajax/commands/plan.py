@@ -67,8 +67,13 @@ def main(argv: Sequence[str]) -> None:
     imagine_devices(config, None if compiles and not gpus else 1)
 
     from megajax.plan.compiled import Compilation
+    from megajax.plan.memory import backend_of
     from megajax.plan.report import figures, text
+    from megajax.program.one_layer import check_attention
+    from megajax.program.program import Program
 
+    if config.model.attention not in ("auto", "blocks"):
+        check_attention(Program.abstract(config, backend_of(machine)))
     compilation = Compilation(_scanned(config), gpus=gpus) if compiles else None
     plan = figures(args.preset, config, machine, compilation)
     plan |= {"seconds": time.perf_counter() - began, "peak_bytes": peak_resident_bytes()}

@@ -18,13 +18,14 @@ from jax.sharding import PartitionSpec
 
 from megajax.backend import BLOCKS, Backend
 from megajax.errors import UserError
-from megajax.mesh import make_mesh
+from megajax.mesh import make_abstract_mesh, make_mesh
 from megajax.models.attend import IMPLEMENTATIONS, attend
 from megajax.models.attention import ATTENTION_WEIGHTS
 from megajax.models.attention_mask import FROM_START, Pieces, Places
 from megajax.models.attention_setting import Setting
 from megajax.models.context_attention import copies
 from megajax.models.family import CutModel
+from megajax.models.fused_attention import available
 from megajax.parallel.boundary import F_AND_G
 from megajax.parallel.collectives import TENSOR
 from megajax.parallel.products import product
@@ -133,7 +134,7 @@ class OneLayer:
             found.extend(name for name, each in IMPLEMENTATIONS.items() if each.can(x_BTHK, setting))
             return jnp.zeros(())
 
-        jax.eval_shape(_alone(look), dict(self.batch))
+        jax.eval_shape(_alone(look, mesh=make_abstract_mesh()), dict(self.batch))
         return found
 
     def weight_gradients(self, forms: Forms) -> Question:
@@ -178,9 +179,9 @@ class OneLayer:
         return jax.device_put([*scaled, *others], jax.local_devices()[0])
 
 
-def _alone(function: Callable, in_specs: Any = _EVERYWHERE, out_specs: Any = _EVERYWHERE) -> Callable:
+def _alone(function: Callable, in_specs: Any = _EVERYWHERE, out_specs: Any = _EVERYWHERE, mesh: Any = None) -> Callable:
     """`function` on a mesh of this process's first device: attention and products find the axes that they name."""
-    mesh = make_mesh(jax.local_devices()[:1])
+    mesh = mesh or make_mesh(jax.local_devices()[:1])
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
 
 
@@ -199,4 +200,6 @@ def check_attention(program: Program) -> None:
         has += ["--data.reset-attention"] if config.data.reset_attention else []
         has += [f"--model.sliding-window {config.model.sliding_window}"] if config.model.sliding_window else []
         has += [f"--mesh.context {config.mesh.context}"] if config.mesh.context > 1 else []
-        raise UserError(f"--model.attention {asked} cannot do {', '.join(has)}; valid: {', '.join(['auto', *able])}")
+        old = f" with JAX {jax.__version__}, which has no such kernels" if asked == "kernel" and not available() else ""
+        valid = ", ".join(["auto", *able])
+        raise UserError(f"--model.attention {asked} cannot do {', '.join(has)}{old}; valid: {valid}")

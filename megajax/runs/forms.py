@@ -53,7 +53,7 @@ def _rows(samples: EndlessSamples, count: int) -> dict[str, np.ndarray]:
 
 def _numbers(questions: list[Question], file: Path) -> list[int]:
     """Of every question the number of the form that is taken; as many as it has forms: none of them."""
-    kept = _read(file)
+    kept = kept_forms(file)
     found: dict[str, Any] = {}
     device = {"device": jax.local_devices()[0].device_kind, "jax": jax.__version__}
     numbers, end = [], time.monotonic() + SECONDS
@@ -62,11 +62,8 @@ def _numbers(questions: list[Question], file: Path) -> list[int]:
         earlier = kept.get(question.name)
         if isinstance(earlier, dict) and earlier.get("of") == of and earlier.get("taken") in ("", *question.forms):
             record = earlier
-            why = (
-                "since an earlier start ended while it measured"
-                if "milliseconds" not in record
-                else "as measured before"
-            )
+            ended = "milliseconds" not in record
+            why = "since an earlier start ended while it measured" if ended else "as measured before"
             tell(f"{question.name}: {record['taken'] or 'the default'} is taken, {why} ({file})")
         else:
             _write(file, kept | found | {question.name: {"of": of, "taken": ""}})  # a kernel may end the process
@@ -83,7 +80,7 @@ def _write(file: Path, found: dict[str, Any]) -> None:
     write_atomically(file, json.dumps(found, indent=1) + "\n")
 
 
-def _read(file: Path) -> dict[str, Any]:
+def kept_forms(file: Path) -> dict[str, Any]:
     """What an earlier start has kept; nothing where that cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         kept = reading.parse_json(reading.read_bytes(file).decode())

@@ -38,9 +38,10 @@ from megajax.generation.text import read_prompts
 from megajax.preparation.contamination import TestSets
 from megajax.preparation.shards import WorkFolder
 from megajax.runs.directory import stored_config
+from megajax.runs.forms import kept_forms
 from megajax.runs.lock import Holder
 from megajax.runs.metrics import read_metrics
-from megajax.runs.ownership import mark, marked_format
+from megajax.runs.ownership import FORMS, mark, marked_format
 from megajax.runs.stored import DamagedCheckpoint
 from megajax.settings.presets import load_preset, resolve
 from megajax.training.watchdog import Status, read_status
@@ -279,6 +280,7 @@ READERS = [
     of_one_file("metrics.jsonl", "metrics.jsonl", _METRICS, _read_metrics),
     Reader("data of a run", _write_corpus, _read_corpus, _DATA),
     Reader("run.json", mark, marked_format, ("run.json",)),
+    of_one_file("forms.json", FORMS, json.dumps({"attention": {"of": {}, "taken": "blocks"}}), kept_forms),
     of_one_file("run.lock", "run.lock", json.dumps(asdict(Holder.me())), _read_lock),
     of_one_file("processes/0.json", "0.json", _STATUS, read_status),
     Reader("prepared dataset", _write_prepared, lambda to: evaluation_tokens(str(to / "m"), None, 280), _PREPARED),
