@@ -111,8 +111,9 @@ def abstract_batch(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct(shape, np.int32) for name, shape in shapes.items()}
 
 
-def drawn_params(program: Program) -> dict:
-    """Weights that numpy draws (nothing is compiled), in their shards, in the dtype that layers compute with."""
-    layout, weights = program.layout, drawn_weights(program)
+def drawn_params(program: Program, weights: Any = None) -> dict:
+    """Weights that numpy draws (nothing is compiled), in their shards, in the dtype that layers compute with; or those
+    given, in canonical form."""
+    layout, weights = program.layout, weights or drawn_weights(program)
     pipelined = {"shared": weights["shared"], "blocks": jax.tree.map(layout.placement.to_stages, weights["blocks"])}
     return jax.device_put(layout.computed(pipelined), shardings(layout.mesh, layout.specs.params))

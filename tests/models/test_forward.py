@@ -49,8 +49,21 @@ def make_config(mesh: tuple[int, int, int], rate: float, **options) -> Config:
     return dataclasses.replace(tiny_config(mesh, **size | options), seed=5)
 
 
+def weights_of(program: Program) -> dict:
+    """Biases of the size of weights, so that they matter as much."""
+
+    def enlarged(path: tuple, leaf: np.ndarray) -> np.ndarray:
+        return 10 * leaf if path[-1].key == "bias" else leaf
+
+    return jax.tree_util.tree_map_with_path(enlarged, drawn_weights(program))
+
+
+def params_of(program: Program) -> dict:
+    return drawn_params(program, weights_of(program))
+
+
 def losses(program: Program, *steps: int) -> list[float]:
-    params = drawn_params(program)
+    params = params_of(program)
     batch = program.put_batch(random_batch(program.config, STEP), program.local_rows)
     run = loss_and_gradients(program)
     return [float(run(params, batch, np.int32(step))[0]) for step in steps]
@@ -59,7 +72,7 @@ def losses(program: Program, *steps: int) -> list[float]:
 def expected_loss(program: Program, rate: float, **others) -> float:
     """The loss of numpy's model, or of one with other words."""
     config = dataclasses.replace(program.config, model=dataclasses.replace(program.config.model, **others))
-    return Decoder(config, drawn_weights(program), rate, STEP).loss(random_batch(program.config, STEP))
+    return Decoder(config, weights_of(program), rate, STEP).loss(random_batch(program.config, STEP))
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +106,7 @@ def test_a_rate_of_zero_turns_all_dropout_off() -> None:
 def test_evaluation_is_numpy_s_without_dropout(gpt2: Program) -> None:
     """The loss of the targets, whatever the model's dropout."""
     batch = random_batch(gpt2.config, STEP)
-    found = scores(gpt2)(drawn_params(gpt2), gpt2.put_batch(batch, gpt2.local_rows))
+    found = scores(gpt2)(params_of(gpt2), gpt2.put_batch(batch, gpt2.local_rows))
     loss_BT, hit_BT = found["next_token"]
     counted_BT = batch["targets"] != IGNORED
     np.testing.assert_array_equal(np.asarray(hit_BT) == IGNORED, ~counted_BT)
@@ -104,13 +117,13 @@ def test_next_logits_are_numpy_s_and_causal(gpt2: Program) -> None:
     """Logits at a position, to the bit the same with other tokens after it; padded columns are never sampled."""
     config = gpt2.config
     tokens = random_batch(config, STEP)["tokens"]
-    params = drawn_params(gpt2)
+    params = params_of(gpt2)
 
     def logits(tokens: np.ndarray) -> np.ndarray:
         batch = gpt2.put_batch({"tokens": tokens, "targets": tokens}, gpt2.local_rows)
         return np.asarray(next_logits(gpt2)(params, batch, np.int32(7)))
 
-    expected_BV = Decoder(config, drawn_weights(gpt2), 0.0, STEP).logits({"tokens": tokens})[:, 7]
+    expected_BV = Decoder(config, weights_of(gpt2), 0.0, STEP).logits({"tokens": tokens})[:, 7]
     np.testing.assert_allclose(logits(tokens)[:, : config.model.vocab_size], expected_BV, rtol=1e-4, atol=1e-4)
     assert (logits(tokens)[:, config.model.vocab_size :] < -1e38).all()
     later, here = tokens.copy(), tokens.copy()
@@ -244,8 +257,8 @@ def batch(program: Program) -> dict:
 
 def test_losses_and_accuracy_are_numpy_s(program: Program, batch: dict) -> None:
     """Of a train step, with dropout at its four sites."""
-    weights = drawn_weights(program)
-    state = program.layout.from_canonical(drawn_state(program))
+    weights = weights_of(program)
+    state = program.layout.from_canonical(dataclasses.replace(drawn_state(program), params=weights))
     placed = program.put_batch(batch, program.local_rows)
     metrics = train_step(program)(state, placed)[1]
     expected = NumpyBert(program.config, weights, RATE, 0).scores(batch)
@@ -268,8 +281,8 @@ def test_scores_are_numpy_s_without_dropout(program: Program, batch: dict) -> No
         place_T < batch["length"][..., None], batch["tokens"], np.int32(0 if "span" in program.form.targets else 9)
     )
     placed = program.put_batch(batch | {"tokens": padded}, program.local_rows)
-    found = scores(program)(drawn_params(program), placed)
-    expected = NumpyBert(program.config, drawn_weights(program), 0.0, 0).scores(batch)
+    found = scores(program)(params_of(program), placed)
+    expected = NumpyBert(program.config, weights_of(program), 0.0, 0).scores(batch)
     assert found.keys() == expected.keys()
     for name, (loss, hit) in expected.items():
         np.testing.assert_allclose(np.asarray(found[name][0]), loss, rtol=1e-4, atol=1e-4, err_msg=name)

@@ -115,6 +115,12 @@ def test_a_configuration_with_values_missing(tmp_path: Path) -> None:
         stored_config(tmp_path, {"precision": "bf16"})
 
 
+def test_a_model_in_hugging_face_s_format_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=rf"^--init {tmp_path}: a model .* `megajax convert import-hf {tmp_path} RUN`"):
+        check_run(tmp_path, "--init")
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds become tenths."""
