@@ -14,7 +14,8 @@ html_title = f"megajax {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 
-smartquotes = False  # which makes a dash of the two hyphens of a flag
+default_role = "code"  # docstrings write names between single backticks; in code the hyphens of flags stay
+smartquotes_action = "D"  # dashes only, which Sphinx writes as -- in lists of parameters
 highlight_language = "bash"  # blocks without a language are commands
 copybutton_prompt_text = "$ "
 copybutton_exclude = ".linenos, .gp, .go"
