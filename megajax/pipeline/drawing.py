@@ -22,6 +22,7 @@ MOST_CELLS = 2000  # of a schedule that is drawn in full
 _MOST_TICKS = 48  # of an excerpt's part
 _MOST_STAGES = 32
 _NOTHING = (".", "bright_black")
+_LETTERS = "FBW"  # before what a forward, backward or weight gradient is of, as in the papers on zero bubbles
 _MOST_NAMES = 4  # weight gradients named in a cell; of more, the first and the last
 _Texts = list[tuple[str, str]]  # text and style of forward, backward, deferred weight gradients
 
@@ -118,9 +119,9 @@ def cell_name(microbatch: int, chunk: int, num_chunks: int) -> str:
 
 def draw_text(schedule: Schedule, width: int | None = None) -> "Iterator[Text]":
     """Lines of the table: ticks from left to right, one row per stage, continued below after `width` characters. Every
-    tick shows the forward, the backward, and deferred weight gradients as `w3,4`, in the column of the forward those
-    that replace one. A large schedule is drawn in excerpts, each under its name, and the last line says what is left
-    out.
+    tick shows the forward (`F3`), the backward (`B1`) and deferred weight gradients (`W3,4`), those that replace a
+    forward in its column. A large schedule is drawn in excerpts, each under its name, and the last line says what is
+    left out.
     """
     from rich.text import Text
 
@@ -142,7 +143,7 @@ def _cell_of(schedule: Schedule) -> Callable[[int, int], _Texts]:
             return _NOTHING
         names = [cell_name(microbatch, chunk, num_chunks) for microbatch, chunk in ran]
         shown = ",".join(names) if len(names) <= _MOST_NAMES else f"{names[0]}..{names[-1]}"
-        return "w" * (kind == 2) + shown, STYLES[kind][ran[0][1] % len(STYLES[kind])]
+        return _LETTERS[kind] + shown, STYLES[kind][ran[0][1] % len(STYLES[kind])]
 
     def cell(tick: int, stage: int) -> _Texts:
         early, forward, backward, late = rows[tick][stage]
@@ -159,7 +160,7 @@ def _draw_part(
 
     num_chunks = schedule.num_chunks
     names = [cell_name(schedule.num_microbatches - 1, c, num_chunks) for c in range(num_chunks)]
-    size = max(len(str(schedule.num_ticks - 1)), *map(len, names))
+    size = max(len(str(schedule.num_ticks - 1)), 1 + max(map(len, names)))
     label = max(len("tick"), len(f"stage {schedule.num_stages - 1}"))
     lines: list[Text] = []
     room = 0

@@ -27,12 +27,13 @@ _OF_RATE = "learning_rate min_learning_rate warmup schedule decay_steps cooldown
 def describe(program: Program, data: RunData | TaskData, earlier: OptimizerConfig | None = None) -> str:
     """A run in a few lines of text; `earlier` is the optimizer of its last start, None of a new run."""
     config, state = program.config, state_bytes(program)
-    platform, sequence = jax.devices()[0].platform, ", sequence split over tensor" if config.sequence_parallel else ""
+    platform, sequence = jax.devices()[0].platform, ", sequence parallel" if config.sequence_parallel else ""
     lines = [
         f"model: {count_parameters(config.model):,} parameters, {config.model.num_layers} layers of "
         f"{config.model.hidden_size}, {config.precision}",
         *_adapters(program),
-        f"mesh: {config.mesh} on {jax.device_count()} {platform} devices, {jax.process_count()} processes{sequence}",
+        f"mesh: {config.mesh} on {_counted(jax.device_count(), f'{platform.upper()} device')}, "
+        f"{_counted(jax.process_count(), 'process')}{sequence}",
         *pipeline_lines(program),
         _context_line(program),
         f"state: {sum(state.values()) / 2**20:,.1f} MiB a device ({_mebibytes(state)}), --optimizer.zero "
@@ -76,10 +77,9 @@ def pipeline_lines(program: Program) -> list[str]:
         )
     without = dataclasses.replace(table, deferral=None)
     together = step_time(without, StageTimes.equal(without))
-    bubble = f"{step_time(table).bubble:.4f}" + ("" if deferring is None else f" instead of {together.bubble:.4f}")
+    bubble = f"{step_time(table).bubble:.1%}" + ("" if deferring is None else f" instead of {together.bubble:.1%}")
     lines = [
-        f"pipeline: {pipeline.schedule}, {table.size}; bubble over "
-        f"ideal {bubble} where forward, input gradient and weight gradient take the same time"
+        f"pipeline: {pipeline.schedule}, {table.size}; bubble {bubble} of the ideal time (assuming equal pass times)"
     ]
     if deferring is None:
         return lines
@@ -102,6 +102,11 @@ def _step_memory(program: Program) -> str:
         "temporaries about": plan.temporaries,
     }
     return f"memory: {plan.total / 2**20:,.1f} MiB a device planned, state and batch included ({_mebibytes(parts)})"
+
+
+def _counted(number: int, name: str) -> str:
+    """`1 process`, `2 processes`."""
+    return f"{number} {name}{'' if number == 1 else 'es' if name.endswith('s') else 's'}"
 
 
 def _mebibytes(parts: Mapping[str, float]) -> str:

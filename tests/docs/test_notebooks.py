@@ -24,6 +24,10 @@ def test_notebooks_run(notebook: Path, tmp_path: Path, monkeypatch: pytest.Monke
     nbformat = pytest.importorskip("nbformat", reason="needs nbclient, nbformat and ipykernel")
     pytest.importorskip("ipykernel", reason="needs nbclient, nbformat and ipykernel")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    command = tmp_path / "megajax"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m megajax "$@"\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     kernel = tmp_path / "kernels" / "python3"
     kernel.mkdir(parents=True)
