@@ -11,7 +11,7 @@ python := .venv/bin/python
 # Packages are compiled as they are first imported, not all when they are installed: that takes 16 s instead of 25 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-full lint docs venv
+.PHONY: help train test test-full lint docs pictures venv
 
 help:
 	@echo "make train      train the demo: a small GPT on Python's own source code, 2 to 3 minutes on two cores"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-full  every test that needs no GPU"
 	@echo "make lint       ruff, mypy, and the order of imports"
 	@echo "make docs       the documentation as a site, in build/docs; a dead link is an error"
+	@echo "make pictures   the pictures of docs whose inputs changed, drawn again, 10 minutes at most"
 	@echo "make venv       only install, with the development tools"
 
 train: $(run)
@@ -38,6 +39,9 @@ lint: $(dev)
 
 docs: $(docs)
 	$(python) -m sphinx --fail-on-warning --keep-going --quiet -b html docs build/docs
+
+pictures: $(run)
+	$(python) benchmarks/pictures.py
 
 venv: $(dev)
 

@@ -5,11 +5,20 @@ import megajax
 
 project = "megajax"
 author = "the authors of megajax"
+copyright = "the authors of megajax, Apache License 2.0"
 release = megajax.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns: list[str] = []
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+exclude_patterns: list[str] = ["figures"]
 html_theme = "furo"
 html_title = f"megajax {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+
+default_role = "code"  # docstrings write names between single backticks; in code the hyphens of flags stay
+smartquotes_action = "D"  # dashes only, which Sphinx writes as -- in lists of parameters
+highlight_language = "bash"  # blocks without a language are commands
+copybutton_prompt_text = "$ "
+copybutton_exclude = ".linenos, .gp, .go"
 
 myst_heading_anchors = 4  # GitHub's, which links between pages name
 

@@ -105,7 +105,8 @@ def _print_search(
     planned = found.best[:_COMPILED] if compiles else []
     compiled = [Compilation(_scanned(each.config), gpus=gpus) for each in planned]
     if plot:
-        title = f"{args.preset} on {devices} {machine.name}: {len(found.fitting)} of {found.tried} fit"
+        fit = f"{len(found.fitting):,} of {found.tried:,} configurations fit"
+        title = f"{args.preset} on {devices} {machine.name.upper()}s: {fit}"
         with plot_atomically(plot) as new:
             draw_search(new, title, found, machine)
     about = args.preset, original, machine, compiled

@@ -22,8 +22,9 @@ MOST_CELLS = 2000  # a larger schedule is drawn in excerpts
 _MOST_TICKS = 48  # per excerpt
 _MOST_STAGES = 32
 _NOTHING = (".", "bright_black")
-_MOST_NAMES = 4  # weight gradients named in a cell; if there are more, only the first and the last
-_Texts = list[tuple[str, str]]  # text and style of the forward, backward and deferred weight gradients
+_LETTERS = "FBW"  # before what a forward, backward or weight gradient is of, as in the papers on zero bubbles
+_MOST_NAMES = 4  # weight gradients named in a cell; of more, the first and the last
+_Texts = list[tuple[str, str]]  # text and style of forward, backward, deferred weight gradients
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,10 @@ def cell_name(microbatch: int, chunk: int, num_chunks: int) -> str:
 
 
 def draw_text(schedule: Schedule, width: int | None = None) -> "Iterator[Text]":
-    """Lines of the table: ticks from left to right, one row per stage, wrapped at `width` characters. Every tick shows
-    the forward, the backward, and deferred weight gradients as `w3,4`; those that replace a forward are in its column.
-    A large schedule is drawn in named excerpts, and the last line says what is left out.
+    """Lines of the table: ticks from left to right, one row per stage, continued below after `width` characters. Every
+    tick shows the forward (`F3`), the backward (`B1`) and deferred weight gradients (`W3,4`), those that replace a
+    forward in its column. A large schedule is drawn in excerpts, each under its name, and the last line says what is
+    left out.
     """
     from rich.text import Text
 
@@ -141,7 +143,7 @@ def _cell_of(schedule: Schedule) -> Callable[[int, int], _Texts]:
             return _NOTHING
         names = [cell_name(microbatch, chunk, num_chunks) for microbatch, chunk in ran]
         shown = ",".join(names) if len(names) <= _MOST_NAMES else f"{names[0]}..{names[-1]}"
-        return "w" * (kind == 2) + shown, STYLES[kind][ran[0][1] % len(STYLES[kind])]
+        return _LETTERS[kind] + shown, STYLES[kind][ran[0][1] % len(STYLES[kind])]
 
     def cell(tick: int, stage: int) -> _Texts:
         early, forward, backward, late = rows[tick][stage]
@@ -158,7 +160,7 @@ def _draw_part(
 
     num_chunks = schedule.num_chunks
     names = [cell_name(schedule.num_microbatches - 1, c, num_chunks) for c in range(num_chunks)]
-    size = max(len(str(schedule.num_ticks - 1)), *map(len, names))
+    size = max(len(str(schedule.num_ticks - 1)), 1 + max(map(len, names)))
     label = max(len("tick"), len(f"stage {schedule.num_stages - 1}"))
     lines: list[Text] = []
     room = 0

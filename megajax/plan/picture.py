@@ -1,60 +1,73 @@
 """A picture of a search: every configuration that fits, by the memory it needs and the time of its step."""
 
 from pathlib import Path
+from typing import Any
 
 from megajax.host.pictures import save
 from megajax.plan.machines import GIB, Machine
 from megajax.plan.search import Candidate, Found, schedule_in_words
 
 MARK = b"megajax plan"  # in the pictures, as the program that drew them
-_COLOURS = {1: "#4477aa", 2: "#66ccee", 4: "#228833", 8: "#ccbb44"}  # by tensor; more: the last
-_MOST = "#ee6677"
+_CLOUD, _FRONTIER = "Blues", "#cc3311"
 _MOST_NAMES = 6  # of the frontier
 _SLOWEST = 4.0  # times the fastest
+_LINE = 0.052  # least distance of two labels, in heights of the picture
 
 
 def draw_search(path: Path, title: str, found: Found, machine: Machine) -> None:
-    """Draw what was found into a PNG or SVG, the frontier marked: what nothing undercuts in both time and memory.
+    """Draw what was found into a PNG or SVG: how many configurations there are at each memory and time, and the Pareto
+    frontier, its points named.
 
     Raises `OSError` if the file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 6.5), dpi=90, layout="constrained")
+    figure = Figure(figsize=(11, 6), dpi=90, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    fastest, by_tensor = found.fitting[0].seconds, dict[int, list[Candidate]]()
-    for each in reversed(found.fitting):  # the fastest are drawn last
-        by_tensor.setdefault(min(each.base.mesh.tensor, 16), []).append(each)
-    for tensor, points in sorted(by_tensor.items()):
-        label = f"tensor {tensor}" if tensor < 16 else "tensor 16 and more"
-        axes.scatter(
-            [each.bytes / GIB for each in points], [each.seconds for each in points],
-            s=6, color=_COLOURS.get(tensor, _MOST), alpha=0.4, lw=0, label=label, rasterized=True,
-        )  # fmt: skip
-    frontier = [each for each in found.frontier if each.seconds <= _SLOWEST * fastest]
+    fastest, usable = found.fitting[0].seconds, machine.usable / GIB
+    right, low, high = 1.02 * usable, 0.85 * fastest, _SLOWEST * fastest
+    shown = [each for each in found.fitting if each.seconds <= high]
+    cloud = axes.hexbin(
+        [each.bytes / GIB for each in shown], [each.seconds for each in shown],
+        gridsize=(70, 28), extent=(0, right, low, high), bins="log", mincnt=1, cmap=_CLOUD, lw=0.2,
+    )  # fmt: skip
+    figure.colorbar(cloud, ax=axes, label="configurations", pad=0.01)
+    frontier = [each for each in found.frontier if each.seconds <= high]
     axes.step(
         [each.bytes / GIB for each in reversed(frontier)], [each.seconds for each in reversed(frontier)],
-        where="post", color="black", lw=1, marker="o", ms=4, label="Pareto frontier: less memory costs time",
+        where="post", color=_FRONTIER, lw=1.5, marker="o", ms=4, label="Pareto frontier of time and memory",
     )  # fmt: skip
-    for number, each in enumerate(_named(frontier), 1):
-        place = each.bytes / GIB, each.seconds
-        axes.annotate(str(number), place, (-9, -13), textcoords="offset points", fontsize=9, weight="bold")
-        axes.plot([], [], " ", label=f"{number}  {_words(each)}")
-    axes.axvline(machine.usable / GIB, color="black", lw=1, ls=":")
-    axes.set_xlim(0, 1.02 * machine.usable / GIB)
-    axes.set_ylim(0.85 * fastest, _SLOWEST * fastest)
-    axes.set_xlabel(f"memory per device, GiB (dotted: what a program can have of a {machine.name})")
-    axes.set_ylabel(f"predicted seconds of a step, up to {_SLOWEST:g} times the fastest's")
+    axes.axvline(usable, color="black", lw=1, ls=":", label=f"memory a program gets on one {machine.name.upper()}")
+    axes.set_xlim(0, right)
+    axes.set_ylim(low, high)
+    _label(axes, _named(frontier), right, (low, high))
+    axes.set_xlabel("memory per GPU, GiB")
+    axes.set_ylabel("predicted seconds per step")
     axes.set_title(title, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25, lw=0.5)
-    legend = figure.legend(frameon=False, fontsize=8, markerscale=2, loc="outside lower left", ncols=2)
-    for handle in legend.legend_handles:
-        if handle is not None:
-            handle.set_alpha(1)
+    figure.legend(frameon=False, loc="outside lower center", ncols=2)
     save(figure, path, MARK)
+
+
+def _label(axes: Any, named: list[Candidate], right: float, limits: tuple[float, float]) -> None:
+    """Name points of the frontier, from the fastest up, beside them and one above the other."""
+    low, high = limits
+    bottom = -1.0
+    for each in sorted(named, key=lambda each: each.seconds):
+        height = (each.seconds - low) / (high - low)
+        bottom = max(height, bottom + _LINE)
+        axes.annotate(
+            _words(each),
+            (each.bytes / GIB, each.seconds),
+            (max(each.bytes / GIB / right + 0.02, 0.08), min(bottom, 0.97)),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=8,
+            arrowprops={"arrowstyle": "-", "color": _FRONTIER, "lw": 0.8, "relpos": (0, 0.5)},
+            bbox={"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
+        )
 
 
 def _named(frontier: list[Candidate]) -> list[Candidate]:
@@ -71,6 +84,6 @@ def _words(each: Candidate) -> str:
     """A configuration, shortly."""
     base = each.base
     words = [str(base.mesh)] + [schedule_in_words(each.pipeline)] * (base.mesh.pipe > 1)
-    rows = f"{base.train.microbatch} row{'s' * (base.train.microbatch > 1)}"
-    words += [rows, f"remat {base.train.remat}", f"zero {base.optimizer.zero}"]
-    return ", ".join(words + ["sequence split"] * base.sequence_parallel)
+    rows = f"microbatch {base.train.microbatch}"
+    words += [rows, f"remat {base.train.remat}", f"ZeRO-{base.optimizer.zero}"]
+    return ", ".join(words + ["sequence parallel"] * base.sequence_parallel)

@@ -27,14 +27,13 @@ _OF_RATE = "learning_rate min_learning_rate warmup schedule decay_steps cooldown
 def describe(program: Program, data: RunData | TaskData, earlier: OptimizerConfig | None = None) -> str:
     """A run in a few lines of text; `earlier` is the optimizer of its last start, None of a new run."""
     config, state = program.config, state_bytes(program)
-    platform, sequence = jax.devices()[0].platform, ", sequence sharded over tensor" if config.sequence_parallel else ""
-    kind = f"{platform.upper()} device"
+    platform, sequence = jax.devices()[0].platform, ", sequence parallel" if config.sequence_parallel else ""
     lines = [
         f"model: {count_parameters(config.model):,} parameters, {config.model.num_layers} layers of "
         f"{config.model.hidden_size}, {config.precision}",
         *_adapters(program),
-        f"mesh: {config.mesh} on {_count(jax.device_count(), kind, 's')}, "
-        f"{_count(jax.process_count(), 'process', 'es')}{sequence}",
+        f"mesh: {config.mesh} on {_counted(jax.device_count(), f'{platform.upper()} device')}, "
+        f"{_counted(jax.process_count(), 'process')}{sequence}",
         *pipeline_lines(program),
         _context_line(program),
         f"state: {sum(state.values()) / 2**20:,.1f} MiB per device ({_mebibytes(state)}), "
@@ -53,10 +52,6 @@ def describe(program: Program, data: RunData | TaskData, earlier: OptimizerConfi
     if platform == "gpu":
         lines.append(f"XLA: {' '.join(gpu_flags())}")
     return "\n".join(filter(None, [*lines, rate_warning(config)]))
-
-
-def _count(number: int, noun: str, plural: str) -> str:
-    return f"{number} {noun}{plural if number != 1 else ''}"
 
 
 def _context_line(program: Program) -> str:
@@ -86,8 +81,10 @@ def pipeline_lines(program: Program) -> list[str]:
         )
     without = dataclasses.replace(table, deferral=None)
     together = step_time(without, StageTimes.equal(without))
-    bubble = f"{step_time(table).bubble:.4f}" + ("" if deferring is None else f" instead of {together.bubble:.4f}")
-    lines = [f"pipeline: {pipeline.schedule}, {table.size}; bubble {bubble} (assuming equal pass times)"]
+    bubble = f"{step_time(table).bubble:.1%}" + ("" if deferring is None else f" instead of {together.bubble:.1%}")
+    lines = [
+        f"pipeline: {pipeline.schedule}, {table.size}; bubble {bubble} of the ideal time (assuming equal pass times)"
+    ]
     if deferring is None:
         return lines
     saved = deferring.times.weight_gradient / table.num_chunks / together.wall
@@ -109,6 +106,11 @@ def _step_memory(program: Program) -> str:
         "temporaries (estimate)": plan.temporaries,
     }
     return f"memory: {plan.total / 2**20:,.1f} MiB per device planned, state and batch included ({_mebibytes(parts)})"
+
+
+def _counted(number: int, name: str) -> str:
+    """`1 process`, `2 processes`."""
+    return f"{number} {name}{'' if number == 1 else 'es' if name.endswith('s') else 's'}"
 
 
 def _mebibytes(parts: Mapping[str, float]) -> str:

@@ -7,10 +7,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.table import Column
 from rich.text import Text
@@ -18,7 +19,8 @@ from rich.text import Text
 from megajax.host.transcript import printable, transcript
 
 _EVERY = 60.0  # seconds between two plain lines about the same phase
-_BAR = 15  # columns
+_BAR, _SHORT_BAR = 15, 6  # columns; the short one on terminals below _WIDE
+_WIDE = 100
 _RECENT = 20  # steps whose median time per token gives the speed; a median leaves out the step that compiled
 
 
@@ -27,6 +29,29 @@ class _Clock(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         return Text(time_text(task.elapsed or 0) if task.fields["clock"] else "")
+
+
+class _Fitting:
+    """As many of some texts as fit in a row, each whole."""
+
+    def __init__(self, texts: Sequence[str]):
+        self._texts = texts
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        count = len(self._texts)
+        while count > 1 and len("  ".join(self._texts[:count])) > options.max_width:
+            count -= 1
+        yield Text("  ".join(self._texts[:count]), no_wrap=True, overflow="ellipsis")
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, max(1, min(len("  ".join(self._texts)), options.max_width)))
+
+
+class _Figures(ProgressColumn):
+    """What a row says of its step, most important first."""
+
+    def render(self, task: Task) -> _Fitting:  # rich renders it as it does a text
+        return _Fitting(task.fields.get("figures", ()))
 
 
 class Display:
@@ -76,15 +101,15 @@ class Display:
             return
         text = printable(text)
         transcript.add(text)
-        if self._rows is not None:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        if self._live:
+            self._console.print(text, markup=False, highlight=False)  # wraps at words
         else:
             print(text, file=self._console.file, flush=True)
 
     def _new_rows(self, *, transient: bool) -> Progress:
-        last = Column(ratio=1, no_wrap=True)  # is cut, not the others
-        about = TextColumn("{task.description}", table_column=last, markup=False)
-        columns = TextColumn("{task.fields[head]}", markup=False), BarColumn(_BAR), _Clock(), about
+        figures = _Figures(table_column=Column(ratio=1, no_wrap=True))  # gets what the others leave
+        bar = BarColumn(_BAR if self._console.width >= _WIDE else _SHORT_BAR)
+        columns = TextColumn("{task.fields[head]}", markup=False), bar, _Clock(), figures
         return Progress(*columns, console=self._console, transient=transient, expand=True)
 
 
@@ -122,10 +147,11 @@ class StepsDisplay(Display):
         """Show a finished step, counted from 1, and its figures as metrics.jsonl names them."""
         self._seconds.append(figures["seconds"] / figures["tokens"])
         typical = max(figures["tokens"] * statistics.median(self._seconds), 1e-9)
-        text = "  ".join(_texts(figures, typical, typical * (self._total - step)))
+        texts = _texts(figures, typical, typical * (self._total - step))
+        text = "  ".join(texts)
         has_line = self._shown and (step % self._log_every == 0 or step == self._total)
         if self._rows is not None:
-            self._rows.update(self._steps, completed=step, head=f"step {step}/{self._total}", description=text)
+            self._rows.update(self._steps, completed=step, head=f"step {step}/{self._total}", figures=texts)
             if has_line:
                 transcript.add(self._line(step, text))
         elif has_line:

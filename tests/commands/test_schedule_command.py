@@ -24,7 +24,7 @@ def test_one_row_a_stage(capsys) -> None:
     stages = [line for line in lines if line.startswith("stage")]
     assert len(stages) == 4 and all(line.count("|") == 26 for line in stages)
     cells = [part.split() for part in stages[3].split("|")[1:]]
-    assert cells[:4] == [[".", "."]] * 3 + [["0a", "."]] and cells[7] == ["0b", "0b"]
+    assert cells[:4] == [[".", "."]] * 3 + [["F0a", "."]] and cells[7] == ["F0b", "B0b"]
     rest = "\n".join(lines)
     assert "ticks             26" in rest
     assert "0.1875" in rest and "published (p-1)/(v*m) = 0.1875" in rest
@@ -50,8 +50,8 @@ def test_weight_gradients_that_wait(capsys) -> None:
     """In the text after forward and backward, or in the place of a forward; what is gained, kept and published."""
     lines = schedule(capsys, "--mesh.pipe", 4, "--microbatches", 8, *DEFERRED).splitlines()
     first = next(line for line in lines if line.startswith("stage 0")).split("|")[1:]
-    assert [cell.split() for cell in first[7:11]] == [["7", "1"], ["w0", "2"], ["w1", "3", "w2"], ["w3", "4", "w4"]]
-    assert first[13].split() == [".", "7", "w5,6,7"]
+    assert [" ".join(cell.split()) for cell in first[7:11]] == ["F7 B1", "W0 B2", "W1 B3 W2", "W3 B4 W4"]
+    assert first[13].split() == [".", "B7", "W5,6,7"]
     rest = "\n".join(lines)
     assert "bubble            0.3750 together -> 0.1250 deferred; idle time 9 -> 3 (by formula 3)" in rest
     assert (
@@ -134,7 +134,7 @@ def test_a_large_schedule_in_parts(capsys) -> None:
     ]
     assert "left out: 944 of 1,070 ticks, which --json has" in lines
     first = [line for line in lines if line.startswith("stage 0 ")]
-    assert [row.split("|")[1].split() for row in first] == [["0a", "."], ["256a", "226a"], ["511b", "481a"]]
+    assert [row.split("|")[1].split() for row in first] == [["F0a", "."], ["F256a", "B226a"], ["F511b", "B481a"]]
     assert "ticks             1070" in lines
     assert len(json.loads(schedule(capsys, *LARGE, "--json"))["table"]) == 1070
 

@@ -64,6 +64,12 @@ NOT_RUN = {  # reason -> patterns of whole commands
         r"megajax train demo --(track|profile) \S+",
         r"megajax train demo --optimizer\.name muon .*",
     ],
+    "the recipe of docs/chat.md, a quarter of an hour; its steps have tests of their own": [
+        r"python make_chat\.py",
+        r"megajax train llama-demo --data\.path corpora/stdlib .*",
+        r"megajax train llama-demo --init runs/base .*",
+        r"megajax (eval|generate) .*runs/chat.*",
+    ],
     "a GPU": [
         r"JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu",
         r"benchmarks/gpu(_smoke)?\.sh",
