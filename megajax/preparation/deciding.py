@@ -13,7 +13,6 @@ import numpy as np
 
 from megajax.preparation.corpus import Corpus
 from megajax.preparation.duplicates import (
-    CHUNK,
     bands_for,
     candidates,
     chunk_of_candidates,
@@ -48,8 +47,8 @@ def drop_copies(work: WorkFolder, options: PrepareOptions, workers: Workers) -> 
     parts *= bands_for(options.jaccard)[0]
     yield "bands", parts + len(groups)
     run(same_bands, [(work, part, options) for part in range(parts)])
-    counts = [found["pairs"] for found in run(candidates, [(*each, options) for each in groups])]
-    chunks = [-(-count // CHUNK) for count in counts]
+    found = run(candidates, [(*each, options) for each in groups])
+    chunks, num_pairs = [each["chunks"] for each in found], sum(each["pairs"] for each in found)
     yield "comparing", sum(chunks)
     pieces = [
         (*each, chunk, count, options) for each, count in zip(groups, chunks, strict=True) for chunk in range(count)
@@ -65,7 +64,7 @@ def drop_copies(work: WorkFolder, options: PrepareOptions, workers: Workers) -> 
             break
         wrong += failed
     work.save("decided", 0, {}, {"attempt": attempt})
-    yield "pairs", sum(counts)
+    yield "pairs", num_pairs
 
 
 def compare_chunk(work: WorkFolder, group: int, chunk: int, chunks: int, options: PrepareOptions) -> None:

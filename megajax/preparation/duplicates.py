@@ -37,7 +37,7 @@ _SEED = 1
 _ENTRIES = 1 << 23  # documents of a part
 _NEIGHBOURS = 32  # documents of a bucket that each is compared with: those before it, and the first
 _PAIRS = 1 << 24  # of a group in memory, after which repeated ones are dropped
-CHUNK = 4096  # candidates that are compared by one task
+_CHUNK = 4096  # candidates that are compared by one task
 
 
 def index_bytes(options: PrepareOptions) -> int:
@@ -121,8 +121,8 @@ def same_bands(work: WorkFolder, number: int, options: PrepareOptions) -> None:
 
 
 def candidates(work: WorkFolder, group: int, options: PrepareOptions) -> dict[str, int]:
-    """Write the pairs whose later document is in a group, ascending, each once, in chunks of `CHUNK`. The summary: how
-    many `pairs`."""
+    """Write the pairs whose later document is in a group, ascending, each once, in chunks. The summary: how many `pairs`
+    and `chunks`."""
     if done := work.summary("candidates", group):
         return done
     corpus = Corpus.load(work)
@@ -134,9 +134,9 @@ def candidates(work: WorkFolder, group: int, options: PrepareOptions) -> dict[st
             found = [np.unique(np.concatenate(found))]
             size = len(found[0])
     pairs = np.unique(np.concatenate(found))
-    chunks = -(-len(pairs) // CHUNK)
-    work.save_slices(_file("candidates", group), [(pairs[:, None], np.arange(len(pairs)) // CHUNK, chunks)])
-    return work.save("candidates", group, {}, {"pairs": len(pairs)})
+    chunks = -(-len(pairs) // _CHUNK)
+    work.save_slices(_file("candidates", group), [(pairs[:, None], np.arange(len(pairs)) // _CHUNK, chunks)])
+    return work.save("candidates", group, {}, {"pairs": len(pairs), "chunks": chunks})
 
 
 def chunk_of_candidates(work: WorkFolder, group: int, chunk: int, chunks: int) -> npt.NDArray[np.int64]:
