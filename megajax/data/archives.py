@@ -1,5 +1,5 @@
-"""Where the members of an archive begin, found without unpacking it: frames of `.zst`, and members of `.gz` files that say
-their size (BGZF, as `bgzip` writes them). They can be unpacked one by one."""
+"""Where the members of an archive begin, found without unpacking it: frames of `.zst`, and members of `.gz` files that
+say their size (BGZF, as `bgzip` writes them). They can be unpacked one by one."""
 
 import contextlib
 import struct
@@ -18,8 +18,8 @@ class _Unknown(Exception):
 
 
 def member_borders(content: IO[bytes], size: int, wanted: int) -> list[int]:
-    """Where members of an archive of `size` bytes begin, at least `wanted` bytes apart, and its end. Where they cannot be
-    found: its beginning and its end."""
+    """Where members of an archive of `size` bytes begin, at least `wanted` bytes apart, and its end. Where they cannot
+    be found: its beginning and its end."""
     suffix = PurePath(content.name).suffix.lower()
     borders = [0]
     with contextlib.suppress(_Unknown, struct.error):

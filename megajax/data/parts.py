@@ -38,8 +38,8 @@ def needs_look(files: TextFiles, file: int, wanted: int) -> bool:
 
 
 def parts_of(files: TextFiles, file: int, wanted: int) -> list[Part]:
-    """The parts of a file, each of about `wanted` bytes or more: lines of JSON, documents or pieces of a text, row groups
-    of Parquet, members of an archive of lines. All of it where no parts can be found."""
+    """The parts of a file, each of about `wanted` bytes or more: lines of JSON, documents or pieces of a text, row
+    groups of Parquet, members of an archive of lines. All of it where no parts can be found."""
     where, size, kind = files.files[file], files.sizes[file], files.kinds[file]
     copied = needs_copy(files, file)
     if size <= wanted or isinstance(where, HubSplit):

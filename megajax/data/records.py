@@ -120,8 +120,8 @@ class TextFiles:
     A document of more than 1 Mi characters is cut in the same way, after 256 Ki characters.
 
     Text or JSONL may be compressed (`.gz`, `.zst`), and files and folders on a remote store (`megajax/host/remote.py`).
-    `files` has all files, in order, `sizes` the bytes of each on disk, 0 where that is not known, and `kinds` how each is
-    read: json, parquet, text, file or docstrings.
+    `files` has all files, in order, `sizes` the bytes of each on disk, 0 where that is not known, and `kinds` how each
+    is read: json, parquet, text, file or docstrings.
     """
 
     def __init__(self, paths: Sequence[str | Path], flag: str) -> None:

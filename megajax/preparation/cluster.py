@@ -1,7 +1,7 @@
 """`Workers` of a Dask cluster, whose machines share a file system and have the same environment.
 
-A task is `perform` with a function of a preparation; what a task gives is small, and it may run twice. So nothing is kept
-by the cluster: when its scheduler is lost, the tasks under way are given to the next one.
+A task is `perform` with a function of a preparation; what a task gives is small, and it may run twice. So nothing is
+kept by the cluster: when its scheduler is lost, the tasks under way are given to the next one.
 """
 
 import collections

@@ -16,8 +16,8 @@ _GROUPS = 64, 1024
 
 
 class Numbering:
-    """Numbers of records in their files, where shards come in order, each with its summary's `files`: its first file, its
-    last, and how many records it has of the last."""
+    """Numbers of records in their files, where shards come in order, each with its summary's `files`: its first file,
+    its last, and how many records it has of the last."""
 
     def __init__(self) -> None:
         self._last, self._count = -1, 0  # the file that was read last, and how many of its records were

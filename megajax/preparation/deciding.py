@@ -1,9 +1,9 @@
 """Which candidates are similar, and which documents are dropped for it.
 
 Pairs are compared where their texts are, in chunks. One pass over those that are similar then decides, in the order of
-the documents: it reads no text and has one bit a document in memory. What it decided by an estimate of the similarity is
-compared exactly, again in groups; where an estimate was wrong, the pass is repeated with what is known now, so that the
-outcome is that of a pass which had compared all pairs.
+the documents: it reads no text and has one bit a document in memory. What it decided by an estimate of the similarity
+is compared exactly, again in groups; where an estimate was wrong, the pass is repeated with what is known now, so that
+the outcome is that of a pass which had compared all pairs.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """The input in pieces, of each of which a shard is made. A piece is parts of files, which whoever cleans it reads by
-itself. What is compressed or streamed is read once by one task for each member or row group, which leaves its records in
-the work folder in pieces: they may be very many times the file."""
+itself. What is compressed or streamed is read once by one task for each member or row group, which leaves its records
+in the work folder in pieces: they may be very many times the file."""
 
 import functools
 import itertools

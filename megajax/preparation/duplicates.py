@@ -14,10 +14,10 @@ Hashes go from groups of documents to parts, P by value, and what the parts find
     same_bands      a part's pairs of documents with equal hashes, to the group of the later one
     candidates      a group's pairs, each once             `deciding.py`  compares them, and says who stays
 
-Each is a task that reads slices of the files that the tasks before it left, one file a task. The largest thing in memory
-is a part, or a group's pairs: at most 33 for each document and band, few where documents differ. On disk a document has
-16 bytes of digest and 8 bytes a band (36 bands at a Jaccard similarity of 0.7), and three times as much until its part
-is done.
+Each is a task that reads slices of the files that the tasks before it left, one file a task. The largest thing in
+memory is a part, or a group's pairs: at most 33 for each document and band, few where documents differ. On disk a
+document has 16 bytes of digest and 8 bytes a band (36 bands at a Jaccard similarity of 0.7), and three times as much
+until its part is done.
 """
 
 from collections.abc import Iterator, Sequence
@@ -78,8 +78,8 @@ def same_digests(work: WorkFolder, part: int) -> None:
 
 
 def spread_bands(work: WorkFolder, group: int, options: PrepareOptions) -> dict[str, Any]:
-    """Write `documents` that are exact copies in a group, and their `originals`; and the band hashes of what is left, by
-    their parts. The summary: how many were `dropped`."""
+    """Write `documents` that are exact copies in a group, and their `originals`; and the band hashes of what is left,
+    by their parts. The summary: how many were `dropped`."""
     if done := work.summary("exact", group):
         return done
     corpus = Corpus.load(work)
@@ -121,8 +121,8 @@ def same_bands(work: WorkFolder, number: int, options: PrepareOptions) -> None:
 
 
 def candidates(work: WorkFolder, group: int, options: PrepareOptions) -> dict[str, int]:
-    """Write the pairs whose later document is in a group, ascending, each once, in chunks. The summary: how many `pairs`
-    and `chunks`."""
+    """Write the pairs whose later document is in a group, ascending, each once, in chunks. The summary: how many
+    `pairs` and `chunks`."""
     if done := work.summary("candidates", group):
         return done
     corpus = Corpus.load(work)

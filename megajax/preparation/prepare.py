@@ -1,7 +1,7 @@
 """From raw text to a tokenized dataset in stages; an interrupted stage resumes.
 
-This process sees numbers of shards and groups of shards, never a document: whatever it starts is a function that `Workers`
-run, which reads and writes the work folder and returns a summary.
+This process sees numbers of shards and groups of shards, never a document: whatever it starts is a function that
+`Workers` run, which reads and writes the work folder and returns a summary.
 """
 
 import json

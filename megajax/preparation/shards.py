@@ -112,8 +112,8 @@ class WorkFolder:
     def save_slices(
         self, name: str, tables: Iterable[tuple[npt.NDArray[np.uint64], npt.NDArray[np.integer], int]]
     ) -> None:
-        """Write the rows of tables to one file, by slices. Each table: rows [n, columns], the slice of each row [n], and
-        the number of slices."""
+        """Write the rows of tables to one file, by slices. Each table: rows [n, columns], the slice of each row [n],
+        and the number of slices."""
         ends = [0]
         with self.writing(self / name) as file:
             for rows, places, count in tables:

@@ -84,8 +84,8 @@ class Grams:
 
 
 def compare(work: WorkFolder, pairs: npt.NDArray[np.int64], threshold: float) -> npt.NDArray[np.float64]:
-    """The similarity of pairs of documents, and whether it is exact, float64 [pairs, 2]. An estimate is on the same side
-    of `threshold`, or above it: whoever drops a document by it looks again."""
+    """The similarity of pairs of documents, and whether it is exact, float64 [pairs, 2]. An estimate is on the same
+    side of `threshold`, or above it: whoever drops a document by it looks again."""
     grams, margin = Grams(work), _DEVIATIONS * (threshold * (1 - threshold) / SKETCH) ** 0.5
     found = []
     for one, other in pairs.tolist():

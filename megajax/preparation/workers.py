@@ -1,5 +1,6 @@
-"""Who does the work of a preparation: `Workers` is the one seam. Here they are processes of this machine, in `cluster.py`
-those of a cluster. Both run the same functions, which get and give little: what is large lies in the work folder.
+"""Who does the work of a preparation: `Workers` is the one seam. Here they are processes of this machine, in
+`cluster.py` those of a cluster. Both run the same functions, which get and give little: what is large lies in the work
+folder.
 """
 
 import abc

@@ -1,4 +1,5 @@
-"""The dataset's two files, written in the work folder in parts by several workers, each part whole blocks of the digests.
+"""The dataset's two files, written in the work folder in parts by several workers, each part whole blocks of the
+digests.
 
 Of shard s begin D_s documents, S_s sequences and T_s tokens before it (`Layout`); so every byte has its place.
 """
@@ -29,8 +30,8 @@ _Segment = tuple[int, int, Callable[[], bytes]]  # of a file: first byte, number
 def final_rules(work: WorkFolder, group: int, options: PrepareOptions) -> dict[str, Any]:
     """Write which documents of each shard of a group are `kept`, [D], and the `lengths` of all sequences of these in
     tokens, and how many `sequences` each has. The summary, for every shard: `documents`, `sequences`, `tokens`,
-    `text_bytes` that are kept, and documents of a `single` sequence; of the group how many copies were `dropped`. Also `everywhere` and `kept`: grams of
-    test sets that are in its text, and in what is kept."""
+    `text_bytes` that are kept, and documents of a `single` sequence; of the group how many copies were `dropped`. Also
+    `everywhere` and `kept`: grams of test sets that are in its text, and in what is kept."""
     if done := work.summary("final", group):
         return done
     corpus = Corpus.load(work)

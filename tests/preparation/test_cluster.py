@@ -36,7 +36,7 @@ def test_the_same_bytes_though_a_worker_is_killed(tmp_path, monkeypatch):
         os.kill(victim, signal.SIGKILL)
 
     with cluster.connected("local:2") as workers:
-        victim, _ = workers.run("before", os.getpid, [(), ()])
+        victim, _ = workers.run("reading", os.getpid, [(), ()])
         killing = threading.Thread(target=kill, args=(victim,))
         killing.start()
         prepare_with(workers, planted, tmp_path / "cluster")
@@ -140,7 +140,9 @@ def test_without_dask(tmp_path, monkeypatch):
 def test_a_worker_with_another_environment():
     here = cluster._environment()
     assert cluster._perform(here, operator.neg, (1,))[0] == -1
-    with pytest.raises(UserError, match=r"a worker on \S+ has megajax \S+, where .* there is megajax 0; valid: the same"):
+    with pytest.raises(
+        UserError, match=r"a worker on \S+ has megajax \S+, where .* there is megajax 0; valid: the same"
+    ):
         cluster._perform((here[0], "megajax 0", *here[2:]), operator.neg, (1,))
 
 
