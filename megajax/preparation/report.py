@@ -82,7 +82,7 @@ def report(
         "test_sets": list(_overlaps(task, corpus, work)),
         "duplicate_index": {
             "bytes_per_document": index_bytes(task.options),
-            "pairs_compared": counts["pairs_compared"],
+            "pairs_compared": counts["compared"],
         },
     }
 

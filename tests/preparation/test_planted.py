@@ -134,7 +134,8 @@ def test_what_is_dropped(planted, prefix):
     assert planted.texts[line].startswith(example["text"])
     (test_set,) = found["test_sets"]
     assert 0.1 < test_set["overlap"] < 0.5 and test_set["overlap_kept"] == 0
-    assert found["duplicate_index"]["bytes_per_document"] == 36 * (8 + 16) + 16 + 24
+    index = found["duplicate_index"]
+    assert index["bytes_per_document"] == 36 * (8 + 16) + 16 + 24 and 100 < index["pairs_compared"] < 1000
 
 
 def test_several_workers_give_the_same_files(planted, prefix, tmp_path):
