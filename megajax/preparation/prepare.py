@@ -38,6 +38,7 @@ from megajax.preparation.stages import (
 )
 from megajax.preparation.workers import Workers
 
+_STEPS_OF_COPIES = 5
 _FIRST = 3  # shards or groups that examples of a rule may come from
 
 
@@ -169,10 +170,10 @@ class _Run:
 
     def _decide(self, corpus: Corpus, tokenizer_size: int) -> writing.Layout:
         """Find copies, and what is kept; returns where it lies in the dataset."""
-        self._show.begin("duplicates", "looking for duplicates", self._steps_of_copies)
+        self._show.begin("duplicates", "looking for duplicates", _STEPS_OF_COPIES)
         if self._options.duplicates != "keep":
             for number, (step, count) in enumerate(drop_copies(self._data, self._options, self._workers)):
-                self._show.begin("duplicates", f"duplicates: {step}", self._steps_of_copies)
+                self._show.begin("duplicates", f"duplicates: {step}", _STEPS_OF_COPIES)
                 self._show.advance(number)
                 self._totals.counts["compared"] = count if step == "pairs" else 0
         groups = [(self._data, group, self._options) for group in range(corpus.num_groups)]
@@ -195,8 +196,6 @@ class _Run:
         layout = writing.Layout.of(summaries, tokenizer_size)
         layout.save(self._data)
         return layout
-
-    _steps_of_copies = 5
 
     def _write(self, layout: writing.Layout) -> dict[str, str]:
         """Write the dataset and its tokenizer; returns their digests."""
