@@ -32,10 +32,14 @@ def main(argv: Sequence[str]) -> None:
     parser.add_path("--decontaminate", nargs="+", default=[], metavar="PATH", help="test sets to remove from the text")
     at_least = Range(lambda x: 0 <= x <= 1024, "1 to 1024, or 0: one for each core")
     add_flag(parser, Option("workers", int, 0, "processes; 0: one for each core", at_least))
+    of_cluster = "workers are those of a Dask cluster: its scheduler's address or file, or local:N, N new ones here"
+    add_flag(parser, Option("cluster", str, "", of_cluster, traits=(IS_PATH,)))
     parser.add_argument("--overwrite", action="store_true", help="start over and replace an earlier result")
     parser.add_argument("--json", action="store_true", help="print the report as a single JSON object")
     args = parser.parse_args(argv)
-    workers = getattr(args, "workers", 0)
+    workers, cluster = getattr(args, "workers", 0), getattr(args, "cluster", "")
+    if cluster and workers:
+        raise UserError(f"--workers {workers} with --cluster: a cluster has its own; valid: one of the two")
     if args.output.rpartition("/")[2] in ("", ".", ".."):
         raise UserError(f"--output {args.output!r}; valid: a path without a suffix, such as corpora/wiki")
     check_place(args.output, "--output")
@@ -47,15 +51,18 @@ def main(argv: Sequence[str]) -> None:
 
     from rich.console import Console
 
+    from megajax.preparation.cluster import connected
     from megajax.preparation.plan import Task
     from megajax.preparation.prepare import prepare_dataset
     from megajax.preparation.report import print_table
-    from megajax.preparation.running import Show, num_cores
+    from megajax.preparation.running import Show
+    from megajax.preparation.workers import num_cores, processes
 
     task = Task(args.inputs, args.output, PrepareOptions(**parser.overrides(args)), args.decontaminate)
     show = Show(shown=not args.json)
     try:
-        found = prepare_dataset(task, workers=workers or num_cores(), overwrite=args.overwrite, show=show)
+        with connected(cluster) if cluster else processes(workers or num_cores()) as running:
+            found = prepare_dataset(task, workers=running, overwrite=args.overwrite, show=show)
     finally:
         show.close()
     if args.json:

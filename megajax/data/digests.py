@@ -5,7 +5,7 @@ with the first 16 bytes of its SHA-256. A file's one digest, its root, is that o
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +19,9 @@ from megajax.errors import UserError
 from megajax.host import reading
 
 BLOCK_BYTES = 1 << 18
-TOKENS = "tokens"  # the name of the tokens' root
+TOKENS, INDEX = "tokens", "index"  # the names of their roots
 
-_INDEX, _TOKENIZER = "index", "tokenizer/"  # the latter before a file's name
+_TOKENIZER = "tokenizer/"  # before a file's name
 _BYTES = 16  # of a digest
 _THREADS = 4  # hashing lets other threads run
 _AT_ONCE = 1 << 28  # bytes: a file up to this is checked as a whole when it is opened
@@ -65,7 +65,15 @@ def block_digests(content: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
 
 def root(digests: npt.NDArray[np.uint8]) -> str:
     """The digest of a whole file, computed from those of its blocks."""
-    return _digest(digests.tobytes()).hex()
+    return root_of_parts([digests])
+
+
+def root_of_parts(parts: Iterable[npt.NDArray[np.uint8]]) -> str:
+    """The digest of a whole file, computed from those of its blocks, which come in parts."""
+    found = hashlib.sha256()
+    for digests in parts:
+        found.update(digests.tobytes())
+    return found.digest()[:_BYTES].hex()
 
 
 def file_digest(file: Path) -> str:
@@ -79,20 +87,25 @@ def file_digest(file: Path) -> str:
 
 def digests_of(index_file: Path, blocks: npt.NDArray[np.uint8] | None, tokenizer_folder: Path) -> dict[str, str]:
     """The digests for a report: of tokens and index, unless the tokens' blocks have none, and of the tokenizer."""
-    found = {} if blocks is None else {TOKENS: root(blocks), _INDEX: file_digest(index_file)}
-    return found | {_TOKENIZER + file.name: file_digest(file) for file in _tokenizer_files(tokenizer_folder)}
+    found = {} if blocks is None else {TOKENS: root(blocks), INDEX: file_digest(index_file)}
+    return found | tokenizer_digests(tokenizer_folder)
+
+
+def tokenizer_digests(tokenizer_folder: Path) -> dict[str, str]:
+    """The digests for a report of a tokenizer."""
+    return {_TOKENIZER + file.name: file_digest(file) for file in _tokenizer_files(tokenizer_folder)}
 
 
 def are_digests(value: Any) -> bool:
     """Whether a value has the form of the digests of a report."""
-    known = {TOKENS, _INDEX, *(_TOKENIZER + name for name in TOKENIZER_FILES)}
+    known = {TOKENS, INDEX, *(_TOKENIZER + name for name in TOKENIZER_FILES)}
     return isinstance(value, dict) and value.keys() <= known and all(isinstance(each, str) for each in value.values())
 
 
 def check_index(file: Path, digests: Mapping[str, str], advice: str) -> None:
     """Compare an index with the digests of a report, if it is in them; `advice` says what to do if it has changed."""
-    if _INDEX in digests:
-        _check_files({file: digests[_INDEX]}, advice)
+    if INDEX in digests:
+        _check_files({file: digests[INDEX]}, advice)
 
 
 def check_tokenizer(folder: Path, digests: Mapping[str, str], advice: str) -> None:

@@ -68,8 +68,7 @@ class IndexedWriter:
         self._prefix = Path(prefix)
         self._index_file, self._tokens_file = dataset_files(prefix)
         self._vocab_size = vocab_size
-        self._code = 8 if vocab_size < 65500 else 4
-        self._dtype: np.dtype[Any] = np.dtype(_TOKEN_TYPES[self._code])
+        self._dtype = token_type(vocab_size)[1]
         self._lengths, self._firsts = array.array("i"), array.array("q", [0])
         self._digester = Digester()
 
@@ -110,13 +109,24 @@ class IndexedWriter:
         ends = np.cumsum(lengths, dtype="<i8") * self._dtype.itemsize
         pointers = np.concatenate([np.zeros(1, "<i8"), ends])[:-1]
         with (self._place / self._index_file.name).open("wb") as index:
-            index.write(_HEADER.pack(_MAGIC, 1, self._code, len(lengths), len(self._firsts)))
+            index.write(index_header(self._vocab_size, len(lengths), len(self._firsts) - 1))
             for part in lengths, pointers, np.array(self._firsts, dtype="<i8"):
                 index.write(part.tobytes())
             _sync(index)
         self._index_file.unlink(missing_ok=True)  # an older index must never lie beside the new tokens
         for file in self._tokens_file, self._index_file:
             (self._place / file.name).replace(file)
+
+
+def token_type(vocab_size: int) -> tuple[int, np.dtype[Any]]:
+    """The code and the type of the tokens in a dataset."""
+    code = 8 if vocab_size < 65500 else 4
+    return code, np.dtype(_TOKEN_TYPES[code])
+
+
+def index_header(vocab_size: int, num_sequences: int, num_documents: int) -> bytes:
+    """How an index begins."""
+    return _HEADER.pack(_MAGIC, 1, token_type(vocab_size)[0], num_sequences, num_documents + 1)
 
 
 def open_dataset(prefix: Path, advice: str) -> IndexedDataset:

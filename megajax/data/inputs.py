@@ -72,6 +72,11 @@ def find_inputs(path: str, flag: str) -> tuple[list[Input], bool]:
     raise UserError(f"{flag}: {path} {f'is {kind}' if kind else 'does not exist'}; {valid_paths(flag)}")
 
 
+def absolute(path: str) -> str:
+    """The absolute path of a source; words and URLs stay as they are."""
+    return path if path in ("", *WORDS) or scheme(path) else str(Path(path).absolute())
+
+
 def size_of(file: Input) -> int:
     """Bytes of a file, or 0 if unknown."""
     return file.stat().st_size if isinstance(file, Path) else file.size

@@ -18,9 +18,10 @@ _ROW = 512  # bytes that each row counts for, beside its text
 
 
 def texts(
-    file: Path | RemoteFile, size: int, key: str, flag: str, most: int
+    file: Path | RemoteFile, size: int, key: str, flag: str, most: int, begin: int = 0, end: int = 0
 ) -> Iterator[tuple[str | reading.TooLong, int]]:
-    """The texts of a Parquet file's column, and how many bytes were read by then."""
+    """The texts of a Parquet file's column, and how many bytes were read by then; those of the row groups from `begin`
+    to `end`, 0: to the last."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -34,16 +35,18 @@ def texts(
             kind = table.schema_arrow.field(key).type
             if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
                 raise UserError(f'{flag}: {file}: column "{key}" has the type {kind}; valid: text')
-            done, unpacked = 0, _ROW * table.metadata.num_rows
-            allowed = _EXPANSION[0] + _EXPANSION[1] * size
             # Sizes of row groups: asked for those of a column, Arrow may crash on damaged files.
-            groups = map(table.metadata.row_group, range(table.metadata.num_row_groups))
-            largest = max((group.total_byte_size for group in groups), default=1)
-            rows = max(1, min(_ROWS, _ROWS_BYTES // max(1, largest)))
-            for batch in table.iter_batches(batch_size=rows, columns=[key]):
+            groups = [*map(table.metadata.row_group, range(table.metadata.num_row_groups))]
+            sizes = [max(1, group.total_byte_size) for group in groups]
+            wanted = range(begin, end or len(groups))
+            done, unpacked = 0, _ROW * sum(groups[number].num_rows for number in wanted)
+            allowed = _EXPANSION[0] + _EXPANSION[1] * size
+            share = sum(sizes[number] for number in wanted) / max(1, sum(sizes))
+            rows = max(1, min(_ROWS, _ROWS_BYTES // max(sizes, default=1)))
+            for batch in table.iter_batches(batch_size=rows, row_groups=[*wanted], columns=[key]):
                 done += len(batch)
                 unpacked += batch.nbytes
-                if unpacked > allowed:
+                if unpacked > allowed * share:
                     problem = f"{table.metadata.num_rows} rows that repeat only a few texts"
                     raise UserError(f"{flag}: {file}: {problem}; valid: at most {allowed >> 20} MiB of texts")
                 for text in _values(batch.column(0), most):
@@ -54,6 +57,20 @@ def texts(
         if isinstance(error, OSError) and error.errno:
             raise
         raise streams.Damaged(str(error).splitlines()[0]) from None
+
+
+def row_groups(file: Path | RemoteFile) -> list[int]:
+    """The bytes of each row group of a Parquet file; none where it is damaged, which `texts` says."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with contextlib.ExitStack() as stack:
+            content = stack.enter_context(file.open()) if isinstance(file, RemoteFile) else file
+            metadata = stack.enter_context(pq.ParquetFile(content)).metadata
+            return [metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)]
+    except (pa.ArrowException, OSError):
+        return []
 
 
 def _values(column: Any, most: int) -> Iterator[str | reading.TooLong | None]:

@@ -3,6 +3,7 @@
 Taking their texts out of them (`text_of`) is separate, so that one process can read for several.
 """
 
+import codecs
 import contextlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,10 +28,20 @@ class Record(NamedTuple):
 
     file: int  # index in `TextFiles.files`
     number: int  # of the line, row or piece, from 1
-    kind: str  # "json": a line; "file": the bytes of a file; "broken": what is wrong with it; else a text
+    kind: str  # "json": a line; "file": the bytes of a file; "broken": what is wrong with it; "text"; END
     content: str | bytes
 
 
+class Part(NamedTuple):
+    """What is read by itself of a file; the default is all of it."""
+
+    file: int  # index in `TextFiles.files`
+    begin: int = 0  # byte of the file, or row group of Parquet
+    end: int = 0  # 0: the end of the file
+    separated: bool = False  # of a text: `END_OF_TEXT` is in the file
+
+
+END = "end"  # the kind of what follows the last record of a part; its number says how many the part has
 _Content = str | bytes | list[str] | reading.TooLong  # of a record: also in blocks, or what is wrong with it
 
 
@@ -55,7 +66,7 @@ def text_of(record: Record, key: str = TEXT_KEY) -> str:
         except UnicodeDecodeError as error:
             raise NotUtf8(str(error)) from None
     with _no_text(key):
-        line = reading.parse_json(record.content.decode("utf-8-sig" if record.number == 1 else "utf-8"))
+        line = reading.parse_json(record.content.decode())
         try:
             text: str = line[key]
         except KeyError:
@@ -109,18 +120,19 @@ class TextFiles:
     A document of more than 1 Mi characters is cut in the same way, after 256 Ki characters.
 
     Text or JSONL may be compressed (`.gz`, `.zst`), and files and folders on a remote store (`megajax/host/remote.py`).
-    `files` has all files, in order, `sizes` the bytes of each on disk; 0 where that is not known.
+    `files` has all files, in order, `sizes` the bytes of each on disk, 0 where that is not known, and `kinds` how each
+    is read: json, parquet, text, file or docstrings.
     """
 
     def __init__(self, paths: Sequence[str | Path], flag: str) -> None:
         self.files: list[Input] = []
         self.sizes: list[int] = []
-        self._kinds: list[str] = []
-        self._flag = flag
+        self.kinds: list[str] = []
+        self.flag = flag
         for path in map(str, paths):
             found, named = find_inputs(path, flag)
             self.files += found
-            self._kinds += ["docstrings" if path == DOCSTRINGS else _kind(file, named) for file in found]
+            self.kinds += ["docstrings" if path == DOCSTRINGS else _kind(file, named) for file in found]
             with readable(path, flag):
                 self.sizes += map(size_of, found)
 
@@ -130,18 +142,27 @@ class TextFiles:
         """Every record, and how many bytes of its file were read by then. Without `cut`, a single text file is one
         document, and none is cut; `key` is that of texts in JSONL, and the column of a Parquet file. A document of more
         than `most` bytes, `reading.LINE_BYTES` if not given, is a broken one."""
-        most = most or reading.LINE_BYTES
-        for index, (file, kind) in enumerate(zip(self.files, self._kinds, strict=True)):
-            with readable(file, self._flag):
-                contents = self._contents(file, kind, self.sizes[index], cut, key, most)
-                for number, (content, num_read) in enumerate(contents, start=1):
-                    for found, text in _cut(kind, content, cut, key, most):
-                        yield Record(index, number, found, text), num_read
+        for file in range(len(self.files)):
+            for record, num_read in self._of_part(Part(file), cut, key, most or reading.LINE_BYTES):
+                if record.kind != END:
+                    yield record, num_read
 
-    def _contents(
-        self, file: Input, kind: str, size: int, cut: bool, key: str, most: int
-    ) -> Iterator[tuple["_Content", int]]:
+    def of_part(self, part: Part, *, key: str, most: int) -> Iterator[Record]:
+        """The records of a part, numbered from 1, and END."""
+        return (record for record, _ in self._of_part(part, True, key, most))
+
+    def _of_part(self, part: Part, cut: bool, key: str, most: int) -> Iterator[tuple[Record, int]]:
+        kind = self.kinds[part.file]
+        number = num_read = 0
+        with readable(self.files[part.file], self.flag):
+            for number, (content, num_read) in enumerate(self._contents(part, kind, cut, key, most), start=1):
+                for found, text in _cut(kind, content, cut, key, most):
+                    yield Record(part.file, number, found, text), num_read
+        yield Record(part.file, number, END, ""), num_read
+
+    def _contents(self, part: Part, kind: str, cut: bool, key: str, most: int) -> Iterator[tuple["_Content", int]]:
         """The content of every record, of lines of JSON the blank ones too, and the bytes read by then."""
+        file, size = self.files[part.file], self.sizes[part.file]
         if isinstance(file, HubSplit):
             num_read = 0
             for text in file.rows(key):
@@ -149,21 +170,23 @@ class TextFiles:
                 yield text, min(num_read, size)
             return
         if kind == "parquet":
-            yield from parquet.texts(file, size, key, self._flag, most)
+            yield from parquet.texts(file, size, key, self.flag, most, part.begin, part.end)
             return
-        separate = kind == "text" and cut and streams.contains(file, END_OF_TEXT.encode())
-        with streams.opened(file) as (content, raw):
+        whole = not part.begin and not part.end
+        separate = part.separated or (kind == "text" and cut and whole and streams.contains(file, END_OF_TEXT.encode()))
+        with (streams.opened_lines if kind == "json" else streams.opened)(file, part.begin, part.end) as (content, raw):
             found: Iterable[_Content]
             if kind == "json":
-                found = _lines(content, most)
+                found = _lines(content, most, first=not part.begin)
             elif kind == "docstrings":
                 assert isinstance(file, Path)
                 found = prose(file, reading.whole(content, most))
             elif kind == "file":
                 found = [_whole(content, most)]
             else:
-                blocks = streams.decoded(content, file, self._flag)
-                target = min(DOCUMENT_CHARACTERS, size // 16 + 1) if content is raw else DOCUMENT_CHARACTERS
+                blocks = streams.decoded(content, file, self.flag, part.begin)
+                short = not streams.is_compressed(file)
+                target = min(DOCUMENT_CHARACTERS, size // 16 + 1) if short else DOCUMENT_CHARACTERS
                 if not cut:
                     found = [streams.joined(blocks, most)]
                 else:
@@ -172,11 +195,14 @@ class TextFiles:
                 yield each, raw.tell()
 
 
-def _lines(content: IO[bytes], most: int) -> Iterator[bytes | reading.TooLong]:
-    """The lines of a file; what is too long is passed over."""
+def _lines(content: IO[bytes], most: int, first: bool) -> Iterator[bytes | reading.TooLong]:
+    """The lines of a file, which may begin with a byte order mark if they are the `first`; what is too long is passed
+    over."""
+    mark = codecs.BOM_UTF8 if first else b""
     while line := content.readline(most + 1):
         if len(line) <= most:
-            yield line
+            yield line.removeprefix(mark)
+            mark = b""
             continue
         yield reading.too_long(most)
         while line and not line.endswith(b"\n"):

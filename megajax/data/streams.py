@@ -4,6 +4,7 @@ import codecs
 import contextlib
 import functools
 import gzip
+import io
 import itertools
 import re
 import sys
@@ -40,18 +41,79 @@ def inner_suffix(file: object) -> str:
     return (name.with_suffix("") if name.suffix.lower() in _OPEN else name).suffix.lower()
 
 
+def is_compressed(file: object) -> bool:
+    """Whether a file's name is that of an archive."""
+    return PurePath(str(file)).suffix.lower() in _OPEN
+
+
 @contextlib.contextmanager
-def opened(file: Path | RemoteFile) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Open a file to read: its content, uncompressed, and the file on disk, whose `tell` says how much was read. Raises
+def opened(file: Path | RemoteFile, begin: int = 0, end: int = 0) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """Open a file to read: its content, uncompressed, and the file on disk, whose `tell` says how much was read. Of the
+    file on disk only the bytes from `begin` to `end` (0: to its end) are read, in an archive whole members. Raises
     `Damaged`, or an `OSError` if it cannot be opened or read."""
     uncompressed = _OPEN.get(PurePath(str(file)).suffix.lower(), contextlib.nullcontext)
     with file.open() if isinstance(file, RemoteFile) else reading.open_file(file) as raw:
         try:
-            with uncompressed(raw) as content:
+            raw.seek(begin)
+            with uncompressed(io.BufferedReader(_Part(raw, end - begin)) if end else raw) as content:
                 yield content, raw
         except (EOFError, zlib.error, gzip.BadGzipFile, zstd.ZstdError) as error:
             window = f" (its window is larger than 2^{_WINDOW} bytes: zstd --long={_WINDOW} packs it anew)"
             raise Damaged(f"{error}{window if 'too much memory' in str(error) else ''}") from None
+
+
+class _Part(io.RawIOBase):
+    """The next `size` bytes of a file."""
+
+    def __init__(self, file: IO[bytes], size: int) -> None:
+        self._file, self._left = file, size
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        block = self._file.read(min(len(buffer), self._left))
+        buffer[: len(block)] = block
+        self._left -= len(block)
+        return len(block)
+
+
+@contextlib.contextmanager
+def opened_lines(file: Path | RemoteFile, begin: int, end: int) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """Open a file as `opened` does, to read the lines that belong to these bytes: those that begin after `begin`, or
+    with the file, up to `end`. Of parts that follow each other every line belongs to one."""
+    with contextlib.ExitStack() as stack:
+        content, raw = stack.enter_context(opened(file, begin, end))
+        line = b"\n" if not begin else b" "
+        while line and not line.endswith(b"\n"):
+            line = content.readline(_BLOCK_BYTES)
+        if not line:  # all of the part is in the middle of a line
+            yield io.BytesIO(), raw
+        elif not end:
+            yield content, raw
+        else:
+            yield io.BufferedReader(_WithLine(content, lambda: stack.enter_context(opened(file, end))[0])), raw
+
+
+class _WithLine(io.RawIOBase):
+    """A file's content and, after it, another one's first line."""
+
+    def __init__(self, content: IO[bytes], after: Callable[[], IO[bytes]]) -> None:
+        self._content, self._after = content, after
+        self._is_after = self._is_done = False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        block = b"" if self._is_after else self._content.read(len(buffer))
+        if not block and not self._is_done:
+            if not self._is_after:
+                self._content, self._is_after = self._after(), True
+            block = self._content.readline(len(buffer))
+            self._is_done = not block or block.endswith(b"\n")
+        buffer[: len(block)] = block
+        return len(block)
 
 
 def contains(file: Path | RemoteFile, wanted: bytes) -> bool:
@@ -65,10 +127,10 @@ def contains(file: Path | RemoteFile, wanted: bytes) -> bool:
     return False
 
 
-def decoded(content: IO[bytes], file: object, flag: str) -> Iterator[str]:
-    """The text of a UTF-8 file in blocks, without a byte order mark; an error names the offset of a bad byte."""
+def decoded(content: IO[bytes], file: object, flag: str, offset: int = 0) -> Iterator[str]:
+    """The text of a UTF-8 file, or of a part that begins at `offset`, in blocks, without a byte order mark; an error
+    names the offset of a bad byte."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    offset = 0
     while True:
         block = content.read(_BLOCK_BYTES)
         undecoded = len(decoder.getstate()[0])

@@ -195,12 +195,17 @@ def training_part(documents: Iterable[str], size: int) -> Iterator[str]:
     the size is not known, 0, the first ones."""
     share, num_read = TRAINING_BYTES / size if size else 1, 0
     for number, text in enumerate(documents):
-        if share >= 1 or int((number + 1) * share) > int(number * share):
+        if is_chosen(number, share):
             yield text
         if not size:
             num_read += len(text.encode())
             if num_read >= TRAINING_BYTES:
                 return
+
+
+def is_chosen(number: int, share: float) -> bool:
+    """Whether a text is one of those that are this share of all, at even distances; `number` counts from 0."""
+    return share >= 1 or int((number + 1) * share) > int(number * share)
 
 
 def load_tokenizer(folder: str | Path, flag: str = "--tokenizer.path") -> Tokenizer:

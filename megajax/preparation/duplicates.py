@@ -1,4 +1,4 @@
-"""Which documents are copies of earlier ones, over all shards, in bounded memory (paper §5.2).
+"""Which documents are copies of earlier ones: where to look for them, over all shards, in bounded memory (paper §5.2).
 
 N documents over all shards, numbered in the order of the input. First identical texts are dropped, then similar ones. A
 document is dropped only if the document that it is similar to is kept, so every dropped one is similar to a kept one.
@@ -7,189 +7,174 @@ Similar ones are found by banded MinHash signatures of their sets of character 5
 all hashes of at least one band agree: with r hashes in each of b bands, and a Jaccard similarity of J, that happens
 with probability 1 - (1 - J^r)^b.
 
-The index is on disk: 16 bytes of digest and 8 bytes a band (36 bands at a Jaccard similarity of 0.7) for each document,
-304 in all. One band at a time is sorted, at most `_ENTRIES` documents of it in memory (some 60 bytes each). The pairs
-to compare are on disk, too, 8 bytes each: few where documents differ, at most 33 for each document and band. Long
-documents have many, as they share the grams of their language; most of their pairs are told by sketches
-(`similarity.py`).
+Hashes go from groups of documents to parts, P by value, and what the parts find goes back to the groups:
+
+    spread_digests  a group's digests, to parts            same_digests  a part's equal ones, to the group of the copy
+    spread_bands    what the exact copies leave in a group, its band hashes to parts of each band
+    same_bands      a part's pairs of documents with equal hashes, to the group of the later one
+    candidates      a group's pairs, each once             `deciding.py`  compares them, and says who stays
+
+Each is a task that reads slices of the files that the tasks before it left, one file a task. The largest thing in
+memory is a part, or a group's pairs: at most 33 for each document and band, few where documents differ. On disk a
+document has 16 bytes of digest and 8 bytes a band (36 bands at a Jaccard similarity of 0.7), and three times as much
+until its part is done.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from megajax.preparation.corpus import Corpus
 from megajax.preparation.options import PrepareOptions
-from megajax.preparation.running import Map
-from megajax.preparation.shards import EXACT, KEPT, NEAR, WorkFolder
-from megajax.preparation.similarity import Grams, compare, gram_hashes, mixed
+from megajax.preparation.shards import KEPT, WorkFolder
+from megajax.preparation.similarity import gram_hashes, mixed
 
 HASHES = 256  # of a signature
 _RECALL = 0.95  # of pairs right at the threshold; more above it
 _SEED = 1
-_ENTRIES = 1 << 25  # documents sorted at a time
+_ENTRIES = 1 << 23  # documents of a part
 _NEIGHBOURS = 32  # documents of a bucket that each is compared with: those before it, and the first
-_PART = 1 << 18  # documents whose candidates lie in one file
-_PAIRS_BYTES = 1 << 27  # of a file of candidates, after which repeated pairs are dropped from it
-_PAIRS = 4096  # candidates that a worker compares at a time
-
-
-@dataclass
-class Copies:
-    """The documents that were dropped as copies, in order."""
-
-    originals: npt.NDArray[np.int64]  # for each the number of the document that it is a copy of
-    similarity: npt.NDArray[np.float64]  # of each to its original, 0 to 1
-    candidates: int = 0  # pairs that were compared
-
-
-class Shards:
-    """All shards as one sequence of N documents."""
-
-    def __init__(self, work: WorkFolder, num_shards: int) -> None:
-        self.work, self.num_shards = work, num_shards
-        rules = list(self.loaded("tokens", "rule"))
-        self.rule = np.concatenate([np.empty(0, np.uint8), *rules])  # what became of every document so far, [N]
-        self.starts = np.cumsum([0, *map(len, rules)])  # the first document of every shard, and N
-
-    def __len__(self) -> int:
-        return int(self.starts[-1])
-
-    def loaded(self, stage: str, name: str) -> Iterator[npt.NDArray[Any]]:
-        """One of a stage's results for every shard."""
-        return (self.work.load(stage, shard, name)[0] for shard in range(self.num_shards))
-
-    def kept(self, shard: int) -> npt.NDArray[np.bool_]:
-        """Which documents of a shard are kept, [D]."""
-        return self.rule[self.starts[shard] : self.starts[shard + 1]] == KEPT
+_PAIRS = 1 << 24  # of a group in memory, after which repeated ones are dropped
+_CHUNK = 4096  # candidates that are compared by one task
 
 
 def index_bytes(options: PrepareOptions) -> int:
-    """Bytes of the index on disk for each document."""
+    """Bytes on disk for each document, of hashes and of what is sorted by their values."""
     bands = bands_for(options.jaccard)[0] if options.duplicates == "near" else 0
-    return 8 * bands + (16 if options.duplicates != "keep" else 0)
+    return (8 + 16) * bands + (16 + 24 if options.duplicates != "keep" else 0)
 
 
-def drop_exact(corpus: Shards) -> Copies:
-    """Drop documents whose text equals that of an earlier one; returns them."""
-    documents, originals = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for keys, numbers in _sorted_entries(corpus, lambda shard: corpus.work.load("tokens", shard, "digest")[0]):
-        first = _first_equal(keys)
-        is_copy = first < np.arange(len(keys))
-        documents.append(numbers[is_copy])
-        originals.append(numbers[first[is_copy]])
-    order = np.argsort(np.concatenate(documents))
-    copies = np.concatenate(documents)[order]
-    corpus.rule[copies] = EXACT
-    return Copies(np.concatenate(originals)[order], np.ones(len(copies)))
+def num_parts(corpus: Corpus) -> int:
+    """P, the number of parts of the hashes of one kind."""
+    return max(1, -(-len(corpus) // _ENTRIES))
 
 
-def drop_near(corpus: Shards, threshold: float, run: Map) -> Copies:
-    """Drop documents whose 5-grams have a Jaccard similarity above `threshold` to those of an earlier document that
-    stays; returns them."""
-    work, total, grams = corpus.work, len(corpus), Grams(corpus.work, corpus.starts)
-    if not (work / "pairs.done").exists():
-        _write_candidates(corpus, bands_for(threshold)[0])
-    copies = [np.empty((0, 3))]
-    candidates = 0
-    for part in range(-(-total // _PART)):
-        if not work.has("similar", part):
-            pairs = np.stack(np.divmod(_candidates(_candidates_file(work, part)), total), axis=1)
-            some = (pairs[start : start + _PAIRS] for start in range(0, len(pairs), _PAIRS))
-            pieces = ((work, corpus.starts, each, threshold) for each in some)
-            similarity, exact = np.concatenate([np.empty((0, 2)), *run(compare, pieces)]).T
-            similar = similarity > threshold
-            arrays = {"pairs": pairs, "similarity": similarity, "exact": exact}
-            arrays = {name: array[similar] for name, array in arrays.items()} | {"candidates": np.array(len(pairs))}
-            work.save("similar", part, arrays)
-        pairs, similarity, exact, compared = work.load("similar", part, "pairs", "similarity", "exact", "candidates")
-        candidates += int(compared)
-        dropped = []
-        for number, (document, original) in enumerate(pairs.tolist()):
-            if corpus.rule[document] == KEPT and corpus.rule[original] == KEPT:
-                if not exact[number]:
-                    similarity[number] = grams.similarity(document, original)
-                if similarity[number] > threshold:
-                    corpus.rule[document] = NEAR
-                    dropped.append(number)
-        copies.append(np.column_stack([pairs[dropped], similarity[dropped]]))
-    _, originals, values = np.concatenate(copies).T
-    return Copies(originals.astype(np.int64), values, candidates)
+def spread_digests(work: WorkFolder, group: int) -> None:
+    """Write the digests of a group's documents by their parts."""
+    if (work / _file("digests", group)).exists():
+        return
+    corpus, rows = Corpus.load(work), [np.empty((0, 3), np.uint64)]
+    for shard in corpus.shards_of(group):
+        digests, rule = work.load("tokens", shard, "digest", "rule")
+        documents = np.flatnonzero(rule == KEPT)
+        rows.append(np.column_stack([digests[documents], _numbers(documents + corpus.starts[shard])]))
+    table, parts = np.concatenate(rows), num_parts(corpus)
+    work.save_slices(_file("digests", group), [(table, table[:, 0] % np.uint64(parts), parts)])
 
 
-def _write_candidates(corpus: Shards, num_bands: int) -> None:
-    """Write the pairs that share a bucket as document * N + earlier document, one file for every `_PART` documents."""
-    work, total = corpus.work, len(corpus)
-    for part in range(-(-total // _PART)):
-        _candidates_file(work, part).unlink(missing_ok=True)
-    limits: dict[int, int] = {}
-    for band in range(num_bands):
-
-        def hashes(shard: int, band: int = band) -> npt.NDArray[np.uint64]:
-            return work.band(shard, band, int(corpus.starts[shard + 1] - corpus.starts[shard]))[:, None]
-
-        for keys, documents in _sorted_entries(corpus, hashes):
-            pairs = _pairs(keys, documents, total)
-            for part in np.unique(pairs // total // _PART).tolist():
-                file = _candidates_file(work, part)
-                with work.writable(file), file.open("ab") as content:
-                    content.write(pairs[pairs // total // _PART == part].tobytes())
-                    full = content.tell() > limits.get(part, _PAIRS_BYTES)
-                if full:
-                    different = _candidates(file)
-                    with work.writing(file) as new:
-                        new.write(different.tobytes())
-                    limits[part] = max(2 * different.nbytes, _PAIRS_BYTES)
-    work.touch("pairs.done")
+def same_digests(work: WorkFolder, part: int) -> None:
+    """Write the documents of a part whose digest an earlier one has, with the first of those, by their groups."""
+    if (work / _file("copies", part)).exists():
+        return
+    corpus = Corpus.load(work)
+    slices = (work.slice(_file("digests", group), part, num_parts(corpus), 3) for group in range(corpus.num_groups))
+    keys, documents = _sorted(np.concatenate([np.empty((0, 3), np.uint64), *slices]))
+    first = _first_equal(keys)
+    is_copy = first < np.arange(len(keys))
+    found = np.column_stack([documents[is_copy], documents[first[is_copy]]])
+    work.save_slices(_file("copies", part), [(found, corpus.groups_of(found[:, 0]), corpus.num_groups)])
 
 
-def _candidates(file: Path) -> npt.NDArray[np.int64]:
-    """The pairs in a file of candidates, ascending, each once."""
-    return np.unique(np.fromfile(file, np.int64)) if file.exists() else np.empty(0, np.int64)
+def spread_bands(work: WorkFolder, group: int, options: PrepareOptions) -> dict[str, Any]:
+    """Write `documents` that are exact copies in a group, and their `originals`; and the band hashes of what is left,
+    by their parts. The summary: how many were `dropped`."""
+    if done := work.summary("exact", group):
+        return done
+    corpus = Corpus.load(work)
+    parts = num_parts(corpus)
+    slices = (work.slice(_file("copies", part), group, corpus.num_groups, 2) for part in range(parts))
+    copies = np.concatenate([np.empty((0, 2), np.uint64), *slices]).astype(np.int64)
+    copies = copies[np.argsort(copies[:, 0])]
+    left = {}  # documents by shard
+    for shard in corpus.shards_of(group):
+        rule, (begin, end) = work.load("tokens", shard, "rule")[0], corpus.starts[shard : shard + 2]
+        rule[copies[np.searchsorted(copies[:, 0], begin) : np.searchsorted(copies[:, 0], end), 0] - begin] = 0xFF
+        left[shard] = np.flatnonzero(rule == KEPT), len(rule)
+
+    def tables() -> Iterator[tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], int]]:
+        for band in range(bands_for(options.jaccard)[0]):
+            rows = [np.empty((0, 2), np.uint64)]
+            for shard, (documents, size) in left.items():
+                hashes = work.band(shard, band, size)[documents]
+                rows.append(np.column_stack([hashes, _numbers(documents + corpus.starts[shard])]))
+            table = np.concatenate(rows)
+            yield table, table[:, 0] % np.uint64(parts), parts
+
+    if options.duplicates == "near":
+        work.save_slices(_file("bands", group), tables())
+    return work.save("exact", group, {"documents": copies[:, 0], "originals": copies[:, 1]}, {"dropped": len(copies)})
 
 
-def _candidates_file(work: WorkFolder, part: int) -> Path:
-    return work / f"pairs-{part:06}.bin"
+def same_bands(work: WorkFolder, number: int, options: PrepareOptions) -> None:
+    """Write the pairs of documents with equal hashes in a part of a band, by the groups of the later ones. `number` is
+    that of the part, counted over all bands."""
+    if (work / _file("pairs", number)).exists():
+        return
+    corpus = Corpus.load(work)
+    count = num_parts(corpus) * bands_for(options.jaccard)[0]
+    slices = (work.slice(_file("bands", group), number, count, 2) for group in range(corpus.num_groups))
+    pairs = _pairs(*_sorted(np.concatenate([np.empty((0, 2), np.uint64), *slices])), len(corpus))
+    groups = corpus.groups_of(pairs // np.uint64(len(corpus)))
+    work.save_slices(_file("pairs", number), [(pairs[:, None], groups, corpus.num_groups)])
 
 
-def _pairs(keys: npt.NDArray[np.uint64], documents: npt.NDArray[np.int64], total: int) -> npt.NDArray[np.int64]:
+def candidates(work: WorkFolder, group: int, options: PrepareOptions) -> dict[str, int]:
+    """Write the pairs whose later document is in a group, ascending, each once, in chunks. The summary: how many
+    `pairs` and `chunks`."""
+    if done := work.summary("candidates", group):
+        return done
+    corpus = Corpus.load(work)
+    found, size = [np.empty(0, np.uint64)], 0
+    for number in range(num_parts(corpus) * bands_for(options.jaccard)[0]):
+        found.append(work.slice(_file("pairs", number), group, corpus.num_groups, 1)[:, 0])
+        size += len(found[-1])
+        if size > 2 * max(len(found[0]), _PAIRS // 2):
+            found = [np.unique(np.concatenate(found))]
+            size = len(found[0])
+    pairs = np.unique(np.concatenate(found))
+    chunks = -(-len(pairs) // _CHUNK)
+    work.save_slices(_file("candidates", group), [(pairs[:, None], np.arange(len(pairs)) // _CHUNK, chunks)])
+    return work.save("candidates", group, {}, {"pairs": len(pairs), "chunks": chunks})
+
+
+def chunk_of_candidates(work: WorkFolder, group: int, chunk: int, chunks: int) -> npt.NDArray[np.int64]:
+    """Pairs of documents, the later one first, int64 [pairs, 2]."""
+    pairs = work.slice(_file("candidates", group), chunk, chunks, 1)[:, 0]
+    return np.stack(np.divmod(pairs, np.uint64(len(Corpus.load(work)))), axis=1).astype(np.int64)
+
+
+def _file(kind: str, number: int) -> str:
+    return f"{kind}-{number:06}.bin"
+
+
+def _numbers(documents: npt.NDArray[np.integer]) -> npt.NDArray[np.uint64]:
+    return documents.astype(np.uint64)
+
+
+def _sorted(rows: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """The keys of rows, sorted, [n, k], and the document of each, the last column, [n]."""
+    rows = rows[np.lexsort(rows.T[::-1])]
+    return rows[:, :-1], rows[:, -1]
+
+
+def _pairs(keys: npt.NDArray[np.uint64], documents: npt.NDArray[np.uint64], total: int) -> npt.NDArray[np.uint64]:
     """Pairs of each document and earlier ones in its bucket, as document * N + earlier document, from sorted keys."""
     first = _first_equal(keys)
     rank = np.arange(len(keys)) - first  # in the bucket
-    pairs = []
+    size, pairs = np.uint64(total), [np.empty(0, np.uint64)]
     for distance in range(1, min(_NEIGHBOURS, int(rank.max(initial=0))) + 1):
         later = np.flatnonzero(rank >= distance)
-        pairs.append(documents[later] * total + documents[later - distance])
+        pairs.append(documents[later] * size + documents[later - distance])
     far = np.flatnonzero(rank > _NEIGHBOURS)
-    return np.concatenate([np.empty(0, np.int64), *pairs, documents[far] * total + documents[first[far]]])
+    return np.concatenate([*pairs, documents[far] * size + documents[first[far]]])
 
 
 def _first_equal(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
     """The place of the first key that equals each of some sorted keys [n, k], int64 [n]."""
     begins = np.concatenate([[True], (keys[1:] != keys[:-1]).any(axis=1)])
     return np.maximum.accumulate(np.where(begins, np.arange(len(keys)), 0))
-
-
-def _sorted_entries(
-    corpus: Shards, keys: Callable[[int], npt.NDArray[np.uint64]]
-) -> Iterator[tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]]:
-    """The keys of the kept documents, sorted, [n, k], and the document of each, [n]; a range of hashes at a time."""
-    parts = -(-int((corpus.rule == KEPT).sum()) // _ENTRIES)
-    for part in range(parts):
-        found, documents = [], []
-        for shard in range(corpus.num_shards):
-            hashes = keys(shard)
-            inside = corpus.kept(shard)
-            if parts > 1:
-                inside = inside & (hashes[:, 0] % np.uint64(parts) == part)
-            found.append(hashes[inside])
-            documents.append(np.flatnonzero(inside) + corpus.starts[shard])
-        hashes, numbers = np.concatenate(found), np.concatenate(documents)
-        order = np.lexsort((numbers, *hashes.T[::-1]))
-        yield hashes[order], numbers[order]
 
 
 def bands_for(threshold: float) -> tuple[int, int]:

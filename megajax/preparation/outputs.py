@@ -25,9 +25,9 @@ def report_file(output: str) -> Path:
     return Path(f"{output}.report.json")
 
 
-def work_folder(output: str) -> WorkFolder:
-    """The work folder, PREFIX.work."""
-    return WorkFolder(Path(f"{output}.work"), output)
+def work_folder(output: str, shared: bool = False) -> WorkFolder:
+    """The work folder, PREFIX.work; `shared` by several machines."""
+    return WorkFolder(Path(f"{output}.work"), output, shared)
 
 
 def read_json(file: Path) -> Any:

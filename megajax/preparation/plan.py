@@ -5,7 +5,7 @@ import fcntl
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,15 @@ from megajax.data.masking import WordPieces
 from megajax.data.records import TextFiles
 from megajax.data.tokenizers import named_tokenizer
 from megajax.errors import UserError
+from megajax.preparation.division import SHARD_BYTES
 from megajax.preparation.options import PrepareOptions
 from megajax.preparation.outputs import WRITING, check_apart, check_own, read_json
 from megajax.preparation.shards import GoesOn, WorkFolder
 
-# Raw text of a shard, at least and at most; between them 1/64 of the input, so that all cores have work.
-SHARD_BYTES = 1 << 20, 4 << 20
 TRAINED = ("bpe", "wordpiece")  # values of `--tokenizer` that train one
 
 _ENDED = "ended"  # a file in the work folder: the command ended by itself, with an error
-_FORMAT = 3  # of the work folder; another version of this code may write another
+_FORMAT = 4  # of the work folder; another version of this code may write another
 
 
 @dataclass(frozen=True)
@@ -69,9 +68,10 @@ def make_plan(task: Task, files: TextFiles) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def claimed(work: WorkFolder, plan: dict[str, Any], overwrite: bool) -> Iterator[bool]:
+def claimed(work: WorkFolder, plan: dict[str, Any], overwrite: bool) -> Iterator[tuple[bool, WorkFolder]]:
     """Create the work folder if needed, and lock it in a `with` block, which gets whether an interrupted preparation
-    goes on. With `overwrite` it begins anew; an older dataset stays until it is replaced.
+    goes on, and the folder in it for this plan: where a worker of another one still writes, it writes elsewhere. With
+    `overwrite` it begins anew; an older dataset stays until it is replaced.
 
     A `UserError` in the block removes the folder: once it is mended, input or options are others. Where outputs are
     being written, and after `GoesOn`, it stays: the same command goes on, and another one begins anew.
@@ -106,8 +106,12 @@ def claimed(work: WorkFolder, plan: dict[str, Any], overwrite: bool) -> Iterator
                 f"{output}: {work.folder} holds an interrupted preparation of other input or with other "
                 "options; valid: the same command, or --overwrite"
             )
+        digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
+        data = replace(work, folder=(work / f"data-{digest[:12]}").absolute())
+        with work.writable(data.folder):
+            data.folder.mkdir(exist_ok=True)
         try:
-            yield resumed
+            yield resumed, data
         except UserError as error:
             if isinstance(error, GoesOn) or (work / WRITING).exists():
                 with contextlib.suppress(UserError):  # a full disk

@@ -1,204 +1,214 @@
-"""From raw text to a tokenized dataset in stages; an interrupted stage resumes."""
+"""From raw text to a tokenized dataset in stages; an interrupted stage resumes.
+
+This process sees numbers of shards and groups of shards, never a document: whatever it starts is a function that
+`Workers` run, which reads and writes the work folder and returns a summary.
+"""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import numpy as np
-
-from megajax.data.digests import digests_of
-from megajax.data.encoding import as_document
+from megajax.data.digests import INDEX, TOKENS, root_of_parts, tokenizer_digests
 from megajax.data.files import folder_atomically, write_atomically
-from megajax.data.indexed import IndexedWriter, dataset_files, tokenizer_folder
-from megajax.data.inputs import valid_paths
-from megajax.data.records import Record, TextDocuments, TextFiles
-from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import (
-    has_only_tokenizer_files,
-    load_tokenizer,
-    named_tokenizer,
-    train_tokenizer,
-    training_part,
-)
+from megajax.data.indexed import dataset_files, tokenizer_folder
+from megajax.data.inputs import absolute, valid_paths
+from megajax.data.records import TextFiles
+from megajax.data.tokenizers import has_only_tokenizer_files, load_tokenizer, named_tokenizer
 from megajax.errors import UserError
-from megajax.host import reading
 from megajax.host.transcript import printable
 from megajax.options import check
-from megajax.preparation import duplicates
-from megajax.preparation.cleaning import clean
-from megajax.preparation.contamination import TestSets
-from megajax.preparation.duplicates import Copies, Shards
-from megajax.preparation.options import PrepareOptions
+from megajax.preparation import writing
+from megajax.preparation.corpus import Corpus, Numbering
+from megajax.preparation.deciding import drop_copies
+from megajax.preparation.division import divide
 from megajax.preparation.outputs import begin_writing, finished, report_file, work_folder
-from megajax.preparation.plan import SHARD_BYTES, TRAINED, Task, claimed, make_plan, remove
-from megajax.preparation.report import report, throughput
-from megajax.preparation.running import Map, Show, measuring, worker_map
-from megajax.preparation.shards import EXACT, KEPT, NEAR, RULES, GoesOn, WorkFolder, opened
-from megajax.preparation.stages import analyse_shard, clean_shard
+from megajax.preparation.plan import TRAINED, Task, claimed, make_plan, remove
+from megajax.preparation.report import COPIES, Totals, report, throughput, workers_of
+from megajax.preparation.running import Show, measuring
+from megajax.preparation.shards import KEPT, RULES, GoesOn, WorkFolder
+from megajax.preparation.stages import (
+    ANALYSIS,
+    CLEANING,
+    analyse_shard,
+    clean_shard,
+    collect_test_sets,
+    sample_texts,
+    save_tokenizer,
+    train,
+)
+from megajax.preparation.workers import Workers
 
-_SHARD_RECORDS = 1 << 16
+_STEPS_OF_COPIES = 5
+_FIRST = 3  # shards or groups that examples of a rule may come from
 
 
-def prepare_dataset(task: Task, *, workers: int, overwrite: bool, show: Show) -> dict[str, Any]:
+def prepare_dataset(task: Task, *, workers: Workers, overwrite: bool, show: Show) -> dict[str, Any]:
     """Make PREFIX.bin, PREFIX.idx, PREFIX.tokenizer and PREFIX.report.json, each atomically; returns the report.
 
     PREFIX.work holds what is done so far, from which the same call goes on after an interruption. A call for a dataset
     that is complete only returns its report. With `overwrite` it begins anew, and replaces what another preparation
-    made. The result does not depend on the number of workers. Raises `RunError` if one of them ended.
+    made. The result does not depend on the workers. Raises `RunError` if one of them ended.
     """
     check(task.options)
     files = TextFiles(task.inputs, "INPUT")
     plan = make_plan(task, files)
-    work = work_folder(task.output)
+    work = work_folder(task.output, workers.shared)
     if not overwrite and (found := finished(work, plan)):
         return found
-    with claimed(work, plan, overwrite) as resumed:
-        found = _run(task, files, work, workers, resumed, show) | {"plan": plan}
+    with claimed(work, plan, overwrite) as (resumed, data):
+        found = _Run(task, files, work, data, workers, show).report() | {"plan": plan, "resumed": resumed}
         write_atomically(report_file(task.output), printable(json.dumps(found, indent=1, ensure_ascii=False)) + "\n")
         remove(work.folder)
     return found
 
 
-def _run(task: Task, files: TextFiles, work: WorkFolder, workers: int, resumed: bool, show: Show) -> dict[str, Any]:
-    """Run all stages; returns the report without its plan."""
-    options, seconds, copies = task.options, dict[str, float](), dict[int, Copies]()
-    with worker_map(workers) as run:
+class _Run:
+    """The stages of a preparation. `work` is its folder, `data` the part of it that belongs to this plan."""
+
+    def __init__(
+        self, task: Task, files: TextFiles, work: WorkFolder, data: WorkFolder, workers: Workers, show: Show
+    ) -> None:
+        self._task, self._options, self._files = task, task.options, files
+        self._work, self._data, self._workers, self._show = work, data, workers, show
+        self._totals, self._seconds = Totals(), dict[str, float]()
+
+    def report(self) -> dict[str, Any]:
+        """Run all stages; returns the report without its plan."""
+        seconds = self._seconds
+        with measuring(seconds, "reading"):
+            num_shards = self._read()
         with measuring(seconds, "cleaning"):
-            test_sets = _test_sets(task, work)
-            num_shards = _clean(task, files, work, run, show)
+            corpus = self._clean(num_shards)
         with measuring(seconds, "tokenizer"):
-            tokenizer = _tokenizer(task, work, num_shards, show)
+            tokenizer_size = self._tokenizer(corpus)
         with measuring(seconds, "analysis"):
-            left = [shard for shard in range(num_shards) if not work.has("tokens", shard)]
-            show.begin("tokenizing", len(left))
-            for done, _ in enumerate(run(analyse_shard, ((work, shard, options) for shard in left)), start=1):
-                show.advance(done)
-        corpus = Shards(work, num_shards)
+            self._analyse(corpus)
         with measuring(seconds, "duplicates"):
-            show.begin("looking for duplicates")
-            if options.duplicates != "keep":
-                copies[EXACT] = duplicates.drop_exact(corpus)
-            if options.duplicates == "near":
-                copies[NEAR] = duplicates.drop_near(corpus, options.jaccard, run)
-    with measuring(seconds, "writing"):
-        show.begin("writing")
-        if not (corpus.rule == KEPT).any():
-            counts = np.bincount(corpus.rule, minlength=len(RULES) + 1)
-            dropped = ", ".join(f"{counts[rule]} {name}" for rule, name in RULES.items() if counts[rule])
-            raise UserError(
-                f"INPUT: none of the {len(corpus)} documents is left: {dropped}; valid: a lower "
-                f"--min-tokens than {options.min_tokens}, longer documents, or a milder --duplicates or "
-                "--decontaminate-how"
-            )
-        begin_writing(work)
-        digests = _write(task.output, corpus, tokenizer, options.split_sentences)
-    with measuring(seconds, "report"):
-        found = report(task, corpus, files, tokenizer, test_sets, copies) | {"resumed": resumed, "digests": digests}
-    return found | {"seconds": seconds, "throughput": throughput(corpus, found, seconds)}
+            layout = self._decide(corpus, tokenizer_size)
+        with measuring(seconds, "writing"):
+            digests = self._write(layout)
+        with measuring(seconds, "report"):
+            found = report(self._task, corpus, self._data, self._files, tokenizer_size, self._totals)
+        found |= {"digests": digests, "seconds": seconds, "workers": workers_of(self._workers.did)}
+        return found | {"throughput": throughput(found, self._totals, seconds)}
 
+    def _each(self, stage: str, name: str, function: Callable[..., Any], pieces: Iterable[tuple[Any, ...]], total: int,
+              num_bytes: int = 0) -> Iterator[Any]:  # fmt: skip
+        """What a function gives for each piece, in order."""
+        self._show.begin(stage, name, total, num_bytes)
+        for done, result in enumerate(self._workers.run(stage, function, pieces), start=1):
+            self._show.advance(done)
+            yield result
 
-def _clean(task: Task, files: TextFiles, work: WorkFolder, run: Map, show: Show) -> int:
-    """Read and clean the input; returns the number of shards."""
-    if (work / "clean.json").exists():
-        with opened(work / "clean.json") as file:
-            return int(reading.parse_json(file.read(reading.SMALL_BYTES).decode()))
-    show.begin("cleaning", sum(files.sizes))
-    before = np.cumsum([0, *files.sizes])
-    num_shards = documents = num_broken = 0
-    first, limit = "", task.options.max_broken
+    def _read(self) -> int:
+        """Divide the input in shards; returns their number."""
+        piece = (self._data, [absolute(path) for path in self._task.test_sets], self._options)
+        list(self._workers.run("reading", collect_test_sets, [piece]))
+        return divide(self._files, self._data, self._options, self._workers, self._show)
 
-    def count(shard: int) -> None:
-        nonlocal documents, num_broken, first
-        found, broken, problem = work.load("clean", shard, "documents", "broken", "problem")
-        if len(broken) and not first:
-            first = f"{files.files[broken[0, 0]]}:{broken[0, 1]}: {problem}"
-        documents, num_broken = documents + int(found), num_broken + len(broken)
-        if num_broken > limit:
-            raise GoesOn(
-                f"{first}; more than --max-broken {limit} lines are broken; "
-                'valid: {"KEY": "text"} in UTF-8 on each, KEY as in --text-key, of at most --max-document'
-            )
+    def _clean(self, num_shards: int) -> Corpus:
+        pieces = ((self._data, shard, self._options) for shard in range(num_shards))
+        summaries = self._each("cleaning", "cleaning", clean_shard, pieces, num_shards, sum(self._files.sizes))
+        corpus = Corpus.of(self._counted(summaries))
+        if not self._totals.counts["documents"]:
+            example = f" ({self._first_broken})" if self._totals.first_broken else ""
+            valid = "valid: another --text-key" if example else valid_paths("INPUT")
+            raise UserError(f"INPUT: no text in {', '.join(self._task.inputs)}{example}; {valid}")
+        corpus.save(self._data)
+        return corpus
 
-    def not_cleaned() -> Iterator[tuple[Any, ...]]:
-        nonlocal num_shards
-        for shard, (records, num_read) in enumerate(_shards(files, task.options)):
-            num_shards = shard + 1
-            show.advance(int(before[records[-1].file]) + num_read)
-            if work.has("clean", shard):
-                count(shard)
+    def _counted(self, summaries: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """The summaries of cleaned shards, as long as no more lines are broken than may be."""
+        totals, limit = self._totals, self._task.options.max_broken
+        numbering = Numbering()
+        for found in summaries:
+            before, (file, number) = numbering.before(found["files"]), found["first_broken"]
+            if found["broken"] and not totals.first_broken:
+                totals.first_broken = file, number + (before if file == found["files"][0] else 0), found["problem"]
+            totals.add(found, CLEANING)
+            totals.cuts += found["cuts"]
+            if totals.counts["broken"] > limit:
+                raise GoesOn(
+                    f"{self._first_broken}; more than --max-broken {limit} lines are broken; "
+                    'valid: {"KEY": "text"} in UTF-8 on each, KEY as in --text-key, of at most --max-document'
+                )
+            yield found
+
+    @property
+    def _first_broken(self) -> str:
+        assert self._totals.first_broken
+        file, number, problem = self._totals.first_broken
+        return f"{self._files.files[file]}:{number}: {problem}"
+
+    def _tokenizer(self, corpus: Corpus) -> int:
+        """Train or keep the tokenizer; returns the number of its ids."""
+        given = self._options.tokenizer
+        if not (self._data / "tokenizer").exists():
+            if given in TRAINED:
+                groups = [(self._data, group) for group in range(corpus.num_groups)]
+                list(self._each("tokenizer", "choosing texts for a tokenizer", sample_texts, groups, len(groups)))
+                name = f"training the tokenizer ({given})"
+                list(self._each("tokenizer", name, train, [(self._data, self._options)], 1))
             else:
-                yield work, shard, records, task.options
+                save_tokenizer(self._data, named_tokenizer(given, flag="--tokenizer"))
+        return load_tokenizer(self._data.there("tokenizer")).size
 
-    for shard in run(clean_shard, not_cleaned()):
-        count(shard)
-    if not documents:
-        example, valid = (f" ({first})", "valid: another --text-key") if first else ("", valid_paths("INPUT"))
-        raise UserError(f"INPUT: no text in {', '.join(task.inputs)}{example}; {valid}")
-    with work.writing(work / "clean.json") as file:
-        file.write(str(num_shards).encode())
-    return num_shards
+    def _analyse(self, corpus: Corpus) -> None:
+        pieces = ((self._data, shard, self._options) for shard in range(corpus.num_shards))
+        name, size = "tokenizing", self._totals.counts["text_bytes"]
+        summaries = self._each("analysis", name, analyse_shard, pieces, corpus.num_shards, size)
+        for shard, found in enumerate(summaries):
+            self._totals.add(found, ANALYSIS)
+            self._drop(shard, {rule: found["rules"][rule] for rule in RULES})
 
+    def _drop(self, where: int, counts: dict[int, int]) -> None:
+        """Note how many documents each rule dropped in a shard or group."""
+        for rule, count in counts.items():
+            self._totals.rules[rule] += count
+            if count and len(first := self._totals.first.setdefault(rule, [])) < _FIRST:
+                first.append(where)
 
-def _shards(files: TextFiles, options: PrepareOptions) -> Iterator[tuple[list[Record], int]]:
-    """The records of each shard, and the bytes read so far of the file of its last record."""
-    least, most = SHARD_BYTES
-    wanted = min(max(sum(files.sizes) // 64, least), most)
-    records: list[Record] = []
-    size, num_read = 0, 0
-    for record, num_read in files.records(key=options.text_key, most=options.max_document << 20):
-        records.append(record)
-        size += len(record.content)
-        if size >= wanted or len(records) == _SHARD_RECORDS:
-            yield records, num_read
-            records, size = [], 0
-    if records:
-        yield records, num_read
+    def _decide(self, corpus: Corpus, tokenizer_size: int) -> writing.Layout:
+        """Find copies, and what is kept; returns where it lies in the dataset."""
+        self._show.begin("duplicates", "looking for duplicates", _STEPS_OF_COPIES)
+        if self._options.duplicates != "keep":
+            for number, (step, count) in enumerate(drop_copies(self._data, self._options, self._workers)):
+                self._show.begin("duplicates", f"duplicates: {step}", _STEPS_OF_COPIES)
+                self._show.advance(number)
+                self._totals.counts["compared"] = count if step == "pairs" else 0
+        groups = [(self._data, group, self._options) for group in range(corpus.num_groups)]
+        summaries = []
+        for group, found in enumerate(self._workers.run("duplicates", writing.final_rules, groups)):
+            self._drop(group, {rule: found["dropped"].get(name, 0) for rule, name in COPIES.items()})
+            for name in "documents", "sequences", "tokens", "single", "text_bytes":
+                total = {"documents": "kept", "text_bytes": "kept_bytes"}.get(name, name)
+                self._totals.counts[total] += sum(found[name])
+            summaries.append(found)
+        totals = self._totals
+        totals.rules[KEPT] = totals.counts["kept"]
+        if not totals.rules[KEPT]:
+            dropped = ", ".join(f"{totals.rules[rule]} {name}" for rule, name in RULES.items() if totals.rules[rule])
+            raise UserError(
+                f"INPUT: none of the {len(corpus)} documents is left: {dropped}; --min-tokens "
+                f"{self._options.min_tokens} drops shorter ones; valid: less, longer text, or --duplicates and "
+                "--decontaminate-how that drop less"
+            )
+        layout = writing.Layout.of(summaries, tokenizer_size)
+        layout.save(self._data)
+        return layout
 
-
-def _tokenizer(task: Task, work: WorkFolder, num_shards: int, show: Show) -> Tokenizer:
-    folder = work / "tokenizer"
-    if not folder.exists():
-        given = task.options.tokenizer
-        if given in TRAINED:
-            show.begin(f"training the tokenizer ({given})")
-            size = sum(int(work.load("clean", shard, "starts")[0][-1]) for shard in range(num_shards))
-            texts = (text for shard in range(num_shards) for text in work.texts(shard) if text)
-            part = training_part(texts, size)
-            tokenizer = train_tokenizer(part, task.options.vocab_size, given, flag="--vocab-size")  # type: ignore[arg-type]
-        else:
-            tokenizer = named_tokenizer(given, flag="--tokenizer")
-        with folder_atomically(folder) as new:
-            tokenizer.save(new)
-    return load_tokenizer(folder)
-
-
-def _test_sets(task: Task, work: WorkFolder) -> TestSets:
-    file = work / "test-sets.npz"
-    if not file.exists():
-        options = task.options
-
-        def cleaned(path: str) -> Iterator[str]:  # like the corpus, else a repaired text is not found
-            for text in TextDocuments(path, cut=False, flag="--decontaminate", key=options.test_key):
-                yield clean(text, fix_unicode=options.fix_unicode, clean_newlines=options.clean_newlines)
-
-        with work.writing(file) as handle:
-            TestSets.collect(map(cleaned, task.test_sets)).save(handle)
-    return TestSets.load(file)
-
-
-def _write(output: str, corpus: Shards, tokenizer: Tokenizer, split_sentences: bool) -> dict[str, str]:
-    """Write the dataset and its tokenizer; returns their digests."""
-    with folder_atomically(tokenizer_folder(output), ours=has_only_tokenizer_files) as folder:
-        tokenizer.save(folder)
-    with IndexedWriter(output, tokenizer.size) as writer:
-        for shard in range(corpus.num_shards):
-            tokens, ends = corpus.work.load("tokens", shard, "tokens", "ends")
-            borders = np.cumsum(corpus.work.load("tokens", shard, "lengths")[0]) if split_sentences else None
-            for document in np.flatnonzero(corpus.kept(shard)).tolist():
-                begin, end = ends[document - 1] if document else 0, ends[document]
-                if borders is None:
-                    writer.add_document(as_document(tokens[begin:end], tokenizer))
-                else:
-                    first, last = np.searchsorted(borders, [begin + 1, end])
-                    writer.add_document(*np.split(tokens[begin:end], borders[first:last] - begin))
-    return digests_of(dataset_files(output)[0], writer.digests, tokenizer_folder(output))
+    def _write(self, layout: writing.Layout) -> dict[str, str]:
+        """Write the dataset and its tokenizer; returns their digests."""
+        begin_writing(self._work)
+        index_file, tokens_file = dataset_files(self._task.output)
+        folder = tokenizer_folder(self._task.output)
+        with folder_atomically(folder, ours=has_only_tokenizer_files) as new:
+            load_tokenizer(self._data.there("tokenizer")).save(new)
+        digests = {}
+        for name, of in (writing.TOKENS, TOKENS), (writing.INDEX, INDEX):
+            parts = -(-layout.size(name) // writing.PART_BYTES)
+            pieces = [(self._data, name, part) for part in range(parts)]
+            list(self._each("writing", "writing", writing.write_part, pieces, parts, layout.size(name)))
+            digests[of] = root_of_parts(writing.blocks(self._data, name, parts))
+        writing.publish(self._data, index_file, tokens_file)
+        return digests | tokenizer_digests(folder)

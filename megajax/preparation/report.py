@@ -1,85 +1,107 @@
 """The figures of a preparation, and a table of them."""
 
-from collections.abc import Iterator
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 
-from megajax.data.indexed import IndexedDataset
 from megajax.data.records import TextFiles
-from megajax.data.tokenizer import Tokenizer
 from megajax.host.transcript import printable
 from megajax.preparation.contamination import TestSets
-from megajax.preparation.duplicates import Copies, Shards, index_bytes
+from megajax.preparation.corpus import Corpus
+from megajax.preparation.deciding import dropped_in
+from megajax.preparation.duplicates import index_bytes
 from megajax.preparation.plan import Task
-from megajax.preparation.shards import CONTAMINATED, KEPT, NEAR, RULES, SHORT
-from megajax.preparation.similarity import place
-from megajax.preparation.stages import ANALYSIS, CLEANING
+from megajax.preparation.shards import CONTAMINATED, EXACT, KEPT, NEAR, RULES, WorkFolder
 
+COPIES = {EXACT: "exact", NEAR: "near"}  # rules that drop copies, and what has them
 _EXAMPLES = 3
 _PLACE = 40  # characters of a place in the table
 _SNIPPET = 80  # characters of an example
 
 
+@dataclass
+class Totals:
+    """Sums over the shards, from the summaries of what was done with each."""
+
+    counts: Counter[str] = field(default_factory=Counter)  # documents, bytes and so on, by their names
+    rules: npt.NDArray[np.int64] = field(
+        default_factory=lambda: np.zeros(len(RULES) + 1, np.int64)
+    )  # documents by rule
+    cuts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(3, np.int64))  # as of `clean_shard`
+    seconds: dict[str, float] = field(default_factory=dict)  # of each task, over all workers
+    first: dict[int, list[int]] = field(default_factory=dict)  # by rule the first shards that dropped documents by it
+    first_broken: tuple[int, int, str] | None = None  # file, number and what is wrong
+
+    def add(self, summary: Mapping[str, Any], names: Sequence[str] = ()) -> None:
+        """Add the counts of a summary, and the seconds of the tasks of these names."""
+        for name, value in summary.items():
+            if isinstance(value, int):
+                self.counts[name] += value
+        for name, seconds in zip(names, summary.get("seconds", ()), strict=True):
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+
 def report(
-    task: Task,
-    corpus: Shards,
-    files: TextFiles,
-    tokenizer: Tokenizer,
-    test_sets: TestSets,
-    copies: dict[int, Copies],
+    task: Task, corpus: Corpus, work: WorkFolder, files: TextFiles, tokenizer_size: int, totals: Totals
 ) -> dict[str, Any]:
-    """All figures of a preparation except its times, of the dataset that it wrote. `copies` are those that a rule
-    dropped; examples are the first documents that each rule dropped."""
-    dataset = IndexedDataset(task.output)
-    counts = np.bincount(corpus.rule, minlength=len(RULES) + 1)
-    dropped = {}
-    for rule, name in RULES.items():
-        first = np.flatnonzero(corpus.rule == rule)[:_EXAMPLES].tolist()
-        examples = [_example(corpus, files, document) for document in first]
-        for number, example in enumerate(examples if rule in copies else []):
-            example["copy_of"] = _place(corpus, files, int(copies[rule].originals[number]))
-            example["jaccard"] = round(float(copies[rule].similarity[number]), 4)
-        dropped[name] = {"count": int(counts[rule]), "examples": examples}
-    broken = np.concatenate([*corpus.loaded("clean", "broken")]).tolist()
-    problems = [str(problem) for problem in corpus.loaded("clean", "problem") if problem]
-    sizes = (np.diff(starts)[corpus.kept(shard)] for shard, starts in enumerate(corpus.loaded("clean", "starts")))
-    of_sentences = {
-        "sentences": len(dataset.sequence_lengths),
-        "single_sentence_documents": int((np.diff(dataset.document_index) == 1).sum()),
-    }
-    compared = copies[NEAR].candidates if NEAR in copies else 0
+    """All figures of a preparation except its times; examples are the first documents that each rule dropped."""
+    counts = totals.counts
+    examples = {rule: [*itertools.islice(_examples(corpus, work, files, totals, rule), _EXAMPLES)] for rule in RULES}
+    dropped = {name: {"count": int(totals.rules[rule]), "examples": examples[rule]} for rule, name in RULES.items()}
+    of_sentences = {"sentences": counts["sequences"], "single_sentence_documents": counts["single"]}
+    file, number, problem = totals.first_broken or (0, 0, "")
+    _, pieces, characters = totals.cuts.tolist()
     return {
         "output": task.output,
-        "documents_in": int(sum(corpus.loaded("clean", "documents"))),
-        "documents": int(counts[KEPT]),
-        "tokens": dataset.num_tokens,
+        "documents_in": counts["documents"],
+        "documents": int(totals.rules[KEPT]),
+        "tokens": counts["tokens"],
         **(of_sentences if task.options.split_sentences else {}),
         "input_bytes": sum(files.sizes),
-        "text_bytes_in": int(sum(corpus.loaded("clean", "text_bytes"))),
-        "text_bytes": sum(int(size.sum()) for size in sizes),
-        "tokenizer_size": tokenizer.size,
+        "text_bytes_in": counts["text_bytes"],
+        "text_bytes": counts["kept_bytes"],
+        "tokenizer_size": tokenizer_size,
         "dropped": dropped,
-        "contaminated": _contaminated(corpus),
-        "broken_lines": {
-            "count": len(broken),
-            "first": f"{files.files[broken[0][0]]}:{broken[0][1]}: {problems[0]}" if broken else None,
+        "contaminated": {
+            "dropped": int(totals.rules[CONTAMINATED]),
+            "cut": int(totals.cuts[0]),
+            "pieces": pieces,
+            "characters": characters,
         },
-        "skipped_files": int(sum(corpus.loaded("clean", "skipped_files"))),
-        "test_sets": list(_overlaps(task, corpus, test_sets)),
-        "duplicate_index": {"bytes_per_document": index_bytes(task.options), "pairs_compared": compared},
+        "broken_lines": {
+            "count": counts["broken"],
+            "first": f"{files.files[file]}:{number}: {problem}" if totals.first_broken else None,
+        },
+        "skipped_files": counts["skipped_files"],
+        "test_sets": list(_overlaps(task, corpus, work)),
+        "duplicate_index": {
+            "bytes_per_document": index_bytes(task.options),
+            "pairs_compared": counts["compared"],
+        },
     }
 
 
-def throughput(corpus: Shards, found: dict[str, Any], seconds: dict[str, float]) -> dict[str, float]:
-    """Megabytes of input text a second: of each task on one core, and of the preparation unless it was resumed."""
-    tasks = dict[str, float]()
-    for stage, names in ("clean", CLEANING), ("tokens", ANALYSIS):
-        tasks |= dict(zip(names, np.sum([*corpus.loaded(stage, "seconds")], axis=0), strict=True))
+def throughput(found: Mapping[str, Any], totals: Totals, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Megabytes of input text a second: of each task on one core, and, unless it was resumed, of each stage and of the
+    preparation."""
     megabytes = found["text_bytes_in"] / 1e6
-    rates = {f"{name}_mb_per_second_and_core": megabytes / max(spent, 1e-9) for name, spent in tasks.items()}
+    rates = {f"{name}_mb_per_second_and_core": megabytes / max(spent, 1e-9) for name, spent in totals.seconds.items()}
+    rates |= {f"{stage}_mb_per_second": megabytes / max(spent, 1e-9) for stage, spent in seconds.items()}
     return rates | {"mb_per_second": megabytes / sum(seconds.values())}
+
+
+def workers_of(did: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, dict[str, dict[str, float]]]:
+    """Who did what: the pieces and the seconds of each worker, HOST:PROCESS, by stage."""
+    return {
+        stage: {who: {"pieces": int(count), "seconds": round(spent, 2)} for who, (count, spent) in sorted(done.items())}
+        for stage, done in did.items()
+    }
 
 
 def print_table(found: dict[str, Any], console: Console) -> None:
@@ -120,6 +142,8 @@ def print_table(found: dict[str, Any], console: Console) -> None:
                 f"  {test_set['too_short']:,} of its documents are shorter than 8 words and were not looked for"
             )
     stages = ", ".join(f"{stage} {spent:.1f}" for stage, spent in seconds.items())
+    if len(workers := {who for done in found["workers"].values() for who in done}) > 1:
+        lines.append(f"{len(workers)} workers on {len({who.rpartition(':')[0] for who in workers})} machines")
     lines.append(f"{sum(seconds.values()):.1f} s{' since it was resumed' if found['resumed'] else ''}: {stages}")
     lines.append(f"written: {found['output']}.bin, .idx, .tokenizer (a folder) and .report.json")
     for line in lines:
@@ -134,26 +158,41 @@ def _line(example: dict[str, Any]) -> str:
     return f"{place}{copy}: {example['text']}"
 
 
-def _place(corpus: Shards, files: TextFiles, document: int) -> str:
+def _place(corpus: Corpus, work: WorkFolder, files: TextFiles, document: int) -> str:
     """The place of a document in the input, FILE:NUMBER."""
-    shard, number = place(corpus.starts, document)
-    source, line = corpus.work.load("clean", shard, "source", "number")
-    return f"{files.files[source[number]]}:{line[number]}"
+    shard, number = corpus.place(document)
+    sources, numbers = work.load("clean", shard, "source", "number")
+    file = int(sources[number])
+    return f"{files.files[file]}:{corpus.number(shard, file, int(numbers[number]))}"
 
 
-def _example(corpus: Shards, files: TextFiles, document: int) -> dict[str, Any]:
-    """The place and the first characters of a document."""
-    text = corpus.work.text(*place(corpus.starts, document))
-    return {"place": _place(corpus, files, document), "text": " ".join(text[: 4 * _SNIPPET].split())[:_SNIPPET]}
+def _examples(
+    corpus: Corpus, work: WorkFolder, files: TextFiles, totals: Totals, rule: int
+) -> Iterator[dict[str, Any]]:
+    """The place and the first characters of the documents that a rule dropped, the first ones first."""
+    for document, more in _dropped(corpus, work, totals, rule):
+        text = work.text(*corpus.place(document))
+        example: dict[str, Any] = {"place": _place(corpus, work, files, document)}
+        example["text"] = " ".join(text[: 4 * _SNIPPET].split())[:_SNIPPET]
+        if more:
+            original, similarity = more
+            example |= {"copy_of": _place(corpus, work, files, original), "jaccard": round(similarity, 4)}
+        yield example
 
 
-def _contaminated(corpus: Shards) -> dict[str, int]:
-    """Documents dropped for test sets, those cut, the pieces that these became beyond one each, and characters lost."""
-    cuts = np.concatenate([np.empty((0, 3), np.int64), *corpus.loaded("clean", "cuts")])
-    dropped = np.flatnonzero(corpus.rule == CONTAMINATED).tolist()
-    characters = sum(len(corpus.work.text(*place(corpus.starts, document))) for document in dropped)
-    _, pieces, cut_out = cuts.sum(axis=0).tolist()
-    return {"dropped": len(dropped), "cut": len(cuts), "pieces": pieces, "characters": characters + cut_out}
+def _dropped(
+    corpus: Corpus, work: WorkFolder, totals: Totals, rule: int
+) -> Iterator[tuple[int, tuple[int, float] | None]]:
+    """The first documents that a rule dropped; of copies the original, too, and the similarity."""
+    for where in totals.first.get(rule, ()):  # groups of copies, else shards
+        if rule in COPIES:
+            arrays = dropped_in(work, COPIES[rule], where)
+            for document, original, similarity in zip(*(each[:_EXAMPLES].tolist() for each in arrays), strict=True):
+                yield document, (original, similarity)
+        else:
+            (rules,) = work.load("tokens", where, "rule")
+            for number in np.flatnonzero(rules == rule)[:_EXAMPLES].tolist():
+                yield int(corpus.starts[where]) + number, None
 
 
 def _share(test_set: dict[str, Any], name: str) -> str:
@@ -161,17 +200,16 @@ def _share(test_set: dict[str, Any], name: str) -> str:
     return f"{round(test_set[name] * test_set['grams']):,} ({test_set[name] * 100:.2g}%)"
 
 
-def _overlaps(task: Task, corpus: Shards, test_sets: TestSets) -> Iterator[dict[str, Any]]:
+def _overlaps(task: Task, corpus: Corpus, work: WorkFolder) -> Iterator[dict[str, Any]]:
     """The share of each test set's different 8-grams in the whole text (paper §5.2), and in the documents that stay.
 
     Documents that are too short do not count as text; duplicates do, but add no gram to their originals'.
     """
+    test_sets = TestSets.load(work.there("test-sets.npz"))
     everywhere, kept = np.zeros(len(test_sets.grams), bool), np.zeros(len(test_sets.grams), bool)
-    for shard, hits in enumerate(corpus.loaded("clean", "hits")):
-        rule = np.append(corpus.rule[corpus.starts[shard] : corpus.starts[shard + 1]], CONTAMINATED)  # for what was cut
-        rules = rule[hits[:, 0]]
-        everywhere[hits[rules != SHORT, 1]] = True
-        kept[hits[rules == KEPT, 1]] = True
+    for group in range(corpus.num_groups if len(test_sets.grams) else 0):
+        found = work.load("final", group, "everywhere", "kept")
+        everywhere[found[0]], kept[found[1]] = True, True
     for path, grams, too_short in zip(task.test_sets, test_sets.members, test_sets.too_short, strict=True):
         total = max(1, len(grams))
         yield {

@@ -3,12 +3,17 @@
 D documents in a shard. Files are written atomically, so an interrupted preparation goes on with those that are there.
 """
 
+import array
 import contextlib
 import functools
+import json
 import os
+import socket
+import threading
+import time
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -28,6 +33,7 @@ RULES = {  # why a document was dropped, in words
     EXACT: "exact duplicate",
     NEAR: "near duplicate",
 }
+_PATIENCE = 60.0  # seconds in which a file system shows on one machine what was written on another
 _DAMAGED = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, EOFError, MemoryError)
 
 
@@ -54,70 +60,125 @@ class WorkFolder:
 
     folder: Path
     output: str  # PREFIX
+    shared: bool = False  # by several machines
 
     def __truediv__(self, name: str) -> Path:
         return self.folder / name
 
-    def has(self, stage: str, shard: int) -> bool:
-        """Whether a stage is done with a shard."""
-        return self._file(stage, shard, "npz").exists()
+    def there(self, name: str) -> Path:
+        """The path of what was written before, by a machine whose files may take a while to be seen here."""
+        path, until = self / name, time.monotonic() + _PATIENCE
+        while self.shared and not os.path.exists(path) and time.monotonic() < until:
+            time.sleep(0.1)
+            with contextlib.suppress(OSError):  # NFS looks again when a folder is opened
+                os.close(os.open(self.folder, os.O_RDONLY))
+        return path
 
-    def save(self, stage: str, shard: int, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Write a stage's results for a shard, which completes it."""
-        with self.writing(self._file(stage, shard, "npz")) as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
+    def has(self, stage: str, number: int) -> bool:
+        """Whether a piece of a stage is done."""
+        return (self / _name(stage, number)).exists()
 
-    def load(self, stage: str, shard: int, *names: str) -> list[npt.NDArray[Any]]:
-        """Some of a stage's results for a shard."""
-        with opened(self._file(stage, shard, "npz")) as file, np.load(file) as arrays:
+    def save(
+        self, stage: str, number: int, arrays: Mapping[str, npt.NDArray[Any]], summary: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Write the results of a piece of a stage, which completes it; returns the summary, which is small."""
+        text = np.array(json.dumps(summary or {}))
+        with self.writing(self / _name(stage, number)) as file:
+            np.savez(file, summary=text, **arrays)  # type: ignore[arg-type]
+        return dict(summary or {})
+
+    def remove(self, stage: str, number: int) -> None:
+        """Remove the results of a piece of a stage."""
+        (self / _name(stage, number)).unlink(missing_ok=True)
+
+    def load(self, stage: str, number: int, *names: str) -> list[npt.NDArray[Any]]:
+        """Some of the results of a piece of a stage."""
+        with opened(self.there(_name(stage, number))) as file, np.load(file) as arrays:
             found = [arrays[name] for name in names]
             if not all(isinstance(each, np.ndarray) for each in found):
                 raise ValueError("no array")
             return found
 
-    def save_texts(self, shard: int, texts: list[str]) -> npt.NDArray[np.int64]:
-        """Write the cleaned texts of a shard; returns the byte where each begins, and the size of the file, [D + 1]."""
-        starts = np.zeros(len(texts) + 1, np.int64)
-        with self.writing(self._file("clean", shard, "text")) as file:
-            for number, text in enumerate(texts):
-                starts[number + 1] = starts[number] + file.write(text.encode())
-        return starts
+    def summary(self, stage: str, number: int) -> dict[str, Any]:
+        """The summary of a piece of a stage; empty if it is not done."""
+        return self.read_summary(stage, number) if self.has(stage, number) else {}
+
+    def read_summary(self, stage: str, number: int) -> dict[str, Any]:
+        """The summary of a piece of a stage that is done."""
+        (text,) = self.load(stage, number, "summary")
+        with opened(self / _name(stage, number)):
+            return dict(json.loads(str(text)))
+
+    def save_slices(
+        self, name: str, tables: Iterable[tuple[npt.NDArray[np.uint64], npt.NDArray[np.integer], int]]
+    ) -> None:
+        """Write the rows of tables to one file, by slices. Each table: rows [n, columns], the slice of each row [n],
+        and the number of slices."""
+        ends = [0]
+        with self.writing(self / name) as file:
+            for rows, places, count in tables:
+                file.write(rows[np.argsort(places, kind="stable")].tobytes())
+                ends += (ends[-1] + np.cumsum(np.bincount(places.astype(np.int64), minlength=count))).tolist()
+            file.write(np.array(ends, np.uint64).tobytes())
+
+    def slice(self, name: str, number: int, count: int, columns: int) -> npt.NDArray[np.uint64]:
+        """A slice of a file of `count` slices in all, [n, columns]."""
+        with opened(self.there(name)) as file:
+            file.seek(-8 * (count + 1 - number), os.SEEK_END)
+            begin, end = np.frombuffer(_bytes(file, 16), np.uint64).tolist()
+            content = _bytes(file, 8 * columns * (end - begin), 8 * columns * begin)
+            return np.frombuffer(content, np.uint64).reshape(-1, columns)
+
+    def save_texts(self, shard: int, texts: Iterable[str]) -> npt.NDArray[np.int64]:
+        """Write the cleaned texts of a shard, one by one; returns the byte where each begins, and the size of the file,
+        [D + 1]."""
+        ends = array.array("q", [0])
+        with self.writing(self / _name("clean", shard, "text")) as file:
+            for text in texts:
+                ends.append(ends[-1] + file.write(text.encode()))
+        return np.array(ends, np.int64)
 
     def texts(self, shard: int) -> Iterator[str]:
         """The cleaned texts of a shard in order; dropped documents are empty."""
         (starts,) = self.load("clean", shard, "starts")
-        with opened(self._file("clean", shard, "text")) as file:
+        with opened(self.there(_name("clean", shard, "text"))) as file:
             for size in np.diff(starts).tolist():
                 yield _bytes(file, size).decode()
 
     def text(self, shard: int, document: int) -> str:
         """The cleaned text of a document."""
         starts = _starts(self, shard)
-        with opened(self._file("clean", shard, "text")) as file:
+        with opened(self.there(_name("clean", shard, "text"))) as file:
             begin, end = starts[document : document + 2].tolist()
             return _bytes(file, end - begin, begin).decode()
 
     def save_bands(self, shard: int, bands: npt.NDArray[np.uint64]) -> None:
         """Write the band hashes of a shard, uint64 [bands, D]."""
-        with self.writing(self._file("tokens", shard, "bands")) as file:
+        with self.writing(self / _name("tokens", shard, "bands")) as file:
             file.write(bands.tobytes())
 
     def band(self, shard: int, band: int, documents: int) -> npt.NDArray[np.uint64]:
         """The hashes of one band of a shard of D `documents`, uint64 [D]."""
         size = 8 * documents
-        with opened(self._file("tokens", shard, "bands")) as file:
+        with opened(self.there(_name("tokens", shard, "bands"))) as file:
             return np.frombuffer(_bytes(file, size, band * size), np.uint64)
 
     @contextlib.contextmanager
     def writing(self, file: Path) -> Iterator[IO[bytes]]:
         """Open a file to write atomically, in a `with` block."""
-        partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
+        who = f"{socket.gethostname()}.{os.getpid()}.{threading.get_ident()}"
+        partial = file.with_name(f"{file.name}.{who}.partial")
         try:
-            with self.writable(file), partial.open("wb") as handle:
-                yield handle
-            partial.replace(file)
+            with self.writable(file):
+                with partial.open("wb") as handle:
+                    yield handle
+                    if self.shared:  # the machine may be lost
+                        handle.flush()
+                        os.fsync(handle.fileno())
+                partial.replace(file)
         finally:
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
 
     def touch(self, name: str) -> None:
         """Write an empty file."""
@@ -134,8 +195,9 @@ class WorkFolder:
             valid = "valid: a writable place with free space; rerun the command to resume"
             raise GoesOn(f"--output {self.output}: {problem}; {valid}") from None
 
-    def _file(self, stage: str, shard: int, suffix: str) -> Path:
-        return self.folder / f"{stage}-{shard:06}.{suffix}"
+
+def _name(stage: str, number: int, suffix: str = "npz") -> str:
+    return f"{stage}-{number:06}.{suffix}"
 
 
 @functools.lru_cache(maxsize=64)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from megajax.preparation.corpus import Corpus
 from megajax.preparation.shards import WorkFolder
 
 GRAM = 5  # characters of a gram
@@ -56,12 +57,8 @@ def estimate(one: npt.NDArray[np.uint64], other: npt.NDArray[np.uint64]) -> floa
 class Grams:
     """The grams of a corpus's documents; those that were used last stay in memory."""
 
-    def __init__(self, work: WorkFolder, starts: npt.NDArray[np.int64]) -> None:
-        """Args:
-        work: the folder of the texts.
-        starts: the first document of every shard, and their number.
-        """
-        self._work, self._starts = work, starts
+    def __init__(self, work: WorkFolder) -> None:
+        self._work, self._corpus = work, Corpus.load(work)
         self._sets: dict[int, set[str]] = {}  # the one used last at its end
         self._size = 0
 
@@ -71,14 +68,14 @@ class Grams:
 
     def estimate(self, one: int, other: int) -> float | None:
         """The estimated similarity of two long documents; None if one has no sketch."""
-        first, second = (_sketch(self._work, *place(self._starts, document)) for document in (one, other))
+        first, second = (_sketch(self._work, *self._corpus.place(document)) for document in (one, other))
         return None if first is None or second is None else estimate(first, second)
 
     def _of(self, document: int) -> set[str]:
         if document in self._sets:
             found = self._sets.pop(document)
         else:
-            found = gram_set(normalised(self._work.text(*place(self._starts, document))))
+            found = gram_set(normalised(self._work.text(*self._corpus.place(document))))
             self._size += len(found)
         self._sets[document] = found
         while self._size > _CACHED_GRAMS and len(self._sets) > 2:
@@ -86,18 +83,10 @@ class Grams:
         return found
 
 
-def place(starts: npt.NDArray[np.int64], document: int) -> tuple[int, int]:
-    """The shard of a document, and its number there; `starts` as in `Grams`."""
-    shard = int(np.searchsorted(starts, document, side="right")) - 1
-    return shard, document - int(starts[shard])
-
-
-def compare(
-    work: WorkFolder, starts: npt.NDArray[np.int64], pairs: npt.NDArray[np.int64], threshold: float
-) -> npt.NDArray[np.float64]:
-    """The similarity of pairs of documents, and whether it is exact, float64 [pairs, 2]; called in a worker. An
-    estimate is on the same side of `threshold`, or above it: whoever drops a document by it looks again."""
-    grams, margin = Grams(work, starts), _DEVIATIONS * (threshold * (1 - threshold) / SKETCH) ** 0.5
+def compare(work: WorkFolder, pairs: npt.NDArray[np.int64], threshold: float) -> npt.NDArray[np.float64]:
+    """The similarity of pairs of documents, and whether it is exact, float64 [pairs, 2]. An estimate is on the same
+    side of `threshold`, or above it: whoever drops a document by it looks again."""
+    grams, margin = Grams(work), _DEVIATIONS * (threshold * (1 - threshold) / SKETCH) ** 0.5
     found = []
     for one, other in pairs.tolist():
         about = grams.estimate(one, other)

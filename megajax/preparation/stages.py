@@ -1,103 +1,136 @@
 """The two stages of a preparation that workers run on one shard: cleaning its documents, and analysing them (paper
-§5.2).
+§5.2). Between them a tokenizer is trained, unless one was given.
 """
 
+import contextlib
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable
+import os
+import tempfile
+from array import array
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megajax.data.encoding import encode_texts, in_parts
-from megajax.data.records import NoText, NotUtf8, Record, text_of
-from megajax.data.tokenizers import load_tokenizer
+from megajax.data.encoding import as_document, encode_texts, in_parts
+from megajax.data.records import END, NoText, NotUtf8, TextDocuments, text_of
+from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import TRAINING_BYTES, is_chosen, load_tokenizer, train_tokenizer
 from megajax.preparation.cleaning import clean
 from megajax.preparation.contamination import TestSets, decontaminated
+from megajax.preparation.corpus import Corpus
+from megajax.preparation.division import forget, records_of
 from megajax.preparation.duplicates import band_hashes
 from megajax.preparation.options import PrepareOptions
 from megajax.preparation.running import measuring
-from megajax.preparation.shards import CONTAMINATED, EMPTY, KEPT, SHORT, WorkFolder
+from megajax.preparation.shards import CONTAMINATED, EMPTY, KEPT, RULES, SHORT, WorkFolder
 from megajax.preparation.similarity import SKETCH, normalised, sketches
 
 CLEANING = ("cleaning", "test_sets")  # what `clean_shard` does, as its times are named
 ANALYSIS = ("tokenizing", "minhash")  # what `analyse_shard` does
+_PARALLELISM = "TOKENIZERS_PARALLELISM"
 _CHARACTERS = 1 << 20  # analysed at a time: bounds the memory of a worker
 
 
-def clean_shard(work: WorkFolder, shard: int, records: list[Record], options: PrepareOptions) -> int:
-    """Clean the documents of a shard, cut test sets out of them, and write them and these arrays; returns the shard.
+def clean_shard(work: WorkFolder, shard: int, options: PrepareOptions) -> dict[str, Any]:
+    """Read the documents of a shard, clean them, cut test sets out of them, and write them and these arrays.
 
-    - `source` and `number` [D]: the file that a document comes from, and its number there.
+    - `source` and `number` [D]: the file that a document comes from, and its number there, in the first file counted
+      from where the shard begins.
     - `rule` [D]: `EMPTY`, `CONTAMINATED` or `KEPT`.
     - `starts` [D + 1]: the bytes at which the texts begin.
     - `hits` [hits, 2]: document, -1 where it was cut out, and gram of a test set that is in it.
-    - `cuts` [cut, 3]: documents that were cut, how many more they became, and characters that were cut out.
-    - `broken` [lines, 2]: file and number of the broken lines; `problem`: what is wrong with the first.
-    - `documents`, `skipped_files`, `text_bytes`: counts.
-    - `seconds` [2]: of `CLEANING`.
+
+    The summary: `pieces`, D, and `texts`, those that are not empty; `documents`, `skipped_files`, `text_bytes` read and
+    `bytes` written; `cuts`: documents that were cut, how many more they became, and characters that were cut out or
+    dropped; `broken` lines, file and number of the first, and what is wrong with it; `rules`: documents by rule;
+    `files`: the first, the last, and the records that the shard has of the last; `seconds` of `CLEANING`.
     """
-    test_sets = _loaded(TestSets.load, work / "test-sets.npz", (work / "test-sets.npz").stat().st_mtime_ns)
+    if done := work.summary("clean", shard):
+        return done
+    loaded = work.there("test-sets.npz")
+    test_sets = _loaded(TestSets.load, loaded, loaded.stat().st_mtime_ns)
     seconds = dict.fromkeys(CLEANING, 0.0)
-    texts, rules, places, hits, cuts = list[str](), list[int](), list[tuple[int, int]](), [], []
-    broken, problem, documents, skipped_files, text_bytes = [], "", 0, 0, 0
-    for record in records:
-        with measuring(seconds, "cleaning"):
-            try:
-                raw = text_of(record, options.text_key)
-            except NotUtf8:
-                skipped_files += 1
+    sources, numbers, rules, hits = array("q"), array("q"), array("B"), [np.empty((0, 2), np.int64)]
+    counts = dict.fromkeys(("documents", "skipped_files", "text_bytes", "texts", "broken"), 0)
+    first_broken, problem, files, cuts = [-1, -1], "", [-1, -1, 0], [0, 0, 0]
+
+    def cleaned() -> Iterator[str]:
+        nonlocal first_broken, problem
+        for record in records_of(work, shard, options):
+            files[:] = [record.file if files[0] < 0 else files[0], record.file, record.number]
+            if record.kind == END:
                 continue
-            except NoText as error:
-                problem = problem or str(error)
-                broken.append((record.file, record.number))
-                continue
-            documents += 1
-            text_bytes += len(raw.encode())
-            text = clean(raw, fix_unicode=options.fix_unicode, clean_newlines=options.clean_newlines)
-        with measuring(seconds, "test_sets"):
-            found, grams = decontaminated(text, test_sets, options.decontaminate_how)
-            if is_cut := found not in ([], [text]):
-                cuts.append((len(texts), len(found) - 1, len(text) - sum(map(len, found))))
-                hits += [_hits(len(texts) + place, test_sets.found_in(piece)) for place, piece in enumerate(found)]
-            hits.append(_hits(-1 if is_cut else len(texts), grams))
-        texts += found or [text]
-        rules += [CONTAMINATED if not found else KEPT if text else EMPTY] * (len(found) or 1)
-        places += [(record.file, record.number)] * (len(found) or 1)
-    places_2D = np.array(places, np.int64).reshape(-1, 2)
+            with measuring(seconds, "cleaning"):
+                try:
+                    raw = text_of(record, options.text_key)
+                except NotUtf8:
+                    counts["skipped_files"] += 1
+                    continue
+                except NoText as error:
+                    if not counts["broken"]:
+                        first_broken, problem = [record.file, record.number], str(error)
+                    counts["broken"] += 1
+                    continue
+                counts["documents"] += 1
+                counts["text_bytes"] += len(raw.encode())
+                text = clean(raw, fix_unicode=options.fix_unicode, clean_newlines=options.clean_newlines)
+            with measuring(seconds, "test_sets"):
+                found, grams = decontaminated(text, test_sets, options.decontaminate_how)
+                document = len(rules)
+                if is_cut := found not in ([], [text]):
+                    cuts[:] = [cuts[0] + 1, cuts[1] + len(found) - 1, cuts[2] + len(text) - sum(map(len, found))]
+                    hits.extend(_hits(document + place, test_sets.found_in(piece)) for place, piece in enumerate(found))
+                cuts[2] += 0 if found else len(text)
+                hits.append(_hits(-1 if is_cut else document, grams))
+            for piece in found or [text]:
+                rules.append(CONTAMINATED if not found else KEPT if text else EMPTY)
+                sources.append(record.file)
+                numbers.append(record.number)
+                counts["texts"] += bool(piece)
+                yield piece
+
+    starts = work.save_texts(shard, cleaned())
     arrays: dict[str, npt.NDArray[Any]] = {
-        "source": places_2D[:, 0],
-        "number": places_2D[:, 1],
+        "source": np.array(sources, np.int64),
+        "number": np.array(numbers, np.int64),
         "rule": np.array(rules, np.uint8),
-        "starts": work.save_texts(shard, texts),
-        "hits": np.concatenate([np.empty((0, 2), np.int64), *hits]),
-        "cuts": np.array(cuts, np.int64).reshape(-1, 3),
-        "broken": np.array(broken, np.int64).reshape(-1, 2),
-        "problem": np.array(problem),
-        "documents": np.array(documents),
-        "skipped_files": np.array(skipped_files),
-        "text_bytes": np.array(text_bytes),
-        "seconds": np.array(list(seconds.values())),
+        "starts": starts,
+        "hits": np.concatenate(hits),
     }
-    work.save("clean", shard, arrays)
-    return shard
+    summary = {
+        "pieces": len(rules),
+        "bytes": int(starts[-1]),
+        "rules": np.bincount(arrays["rule"], minlength=len(RULES) + 1).tolist(),
+        "cuts": cuts,
+        "first_broken": first_broken,
+        "problem": problem,
+        "files": files,
+        "seconds": list(seconds.values()),
+    }
+    return work.save("clean", shard, arrays, counts | summary)
 
 
-def analyse_shard(work: WorkFolder, shard: int, options: PrepareOptions) -> None:
+def analyse_shard(work: WorkFolder, shard: int, options: PrepareOptions) -> dict[str, Any]:
     """Tokenize the documents of a shard, and hash them. Write the band hashes and these arrays:
 
     - `rule` [D]: what became of a document so far.
-    - `tokens` of all documents, `ends` [D] of each; dropped documents have none.
+    - `tokens` of all documents as they go into the dataset, `ends` [D] of each; dropped documents have none.
     - `lengths` of all sentences, in tokens. Only with `--split-sentences`.
     - `digest`, uint64 [D, 2]: of the texts.
     - `sketched` and `sketches`: the numbers of long documents that have a sketch, and these.
-    - `seconds` [2]: of `ANALYSIS`.
+
+    The summary: `rules`, documents by rule, and `seconds` of `ANALYSIS`.
     """
+    if done := work.summary("tokens", shard):
+        return done
     (rule,) = work.load("clean", shard, "rule")
-    tokenizer = _loaded(load_tokenizer, work / "tokenizer", (work / "tokenizer").stat().st_mtime_ns)
+    folder = work.there("tokenizer")
+    tokenizer = _loaded(load_tokenizer, folder, folder.stat().st_mtime_ns)
     seconds = dict.fromkeys(ANALYSIS, 0.0)
     dtype = np.uint16 if tokenizer.size <= 2**16 else np.uint32
     tokens, digests, bands = [], [], []
@@ -114,9 +147,10 @@ def analyse_shard(work: WorkFolder, shard: int, options: PrepareOptions) -> None
                 if own[number] == KEPT and (len(ids) < options.min_tokens or not sequences):
                     own[number] = SHORT
                 if own[number] == KEPT:
-                    tokens.append(np.array(ids, dtype))
+                    found: npt.NDArray[np.integer] = np.array(ids, dtype)
+                    tokens.append(found if options.split_sentences else as_document(found, tokenizer).astype(dtype))
                     of_sentences += map(len, sequences)
-                lengths.append(len(ids) if own[number] == KEPT else 0)
+                lengths.append(len(tokens[-1]) if own[number] == KEPT else 0)
         with measuring(seconds, "minhash"):
             kept = np.flatnonzero(own == KEPT)
             if options.duplicates != "keep":
@@ -128,9 +162,9 @@ def analyse_shard(work: WorkFolder, shard: int, options: PrepareOptions) -> None
                 hashes = band_hashes(compared, options.jaccard)
                 bands.append(np.zeros((len(hashes), len(texts)), np.uint64))
                 bands[-1][:, kept] = hashes
-                long, found = sketches(compared)
+                long, sketches_found = sketches(compared)
                 sketched.append(document + kept[long])
-                sketches_of.append(found)
+                sketches_of.append(sketches_found)
         document += len(texts)
     if options.duplicates == "near":
         work.save_bands(shard, np.concatenate(bands, axis=1) if bands else np.empty((0, 0), np.uint64))
@@ -141,11 +175,71 @@ def analyse_shard(work: WorkFolder, shard: int, options: PrepareOptions) -> None
         "digest": np.concatenate([np.empty((0, 2), np.uint64), *digests]),
         "sketched": np.concatenate(sketched),
         "sketches": np.concatenate(sketches_of),
-        "seconds": np.array(list(seconds.values())),
     }
     if options.split_sentences:
         arrays["lengths"] = np.array(of_sentences, np.int64)
-    work.save("tokens", shard, arrays)
+    rules = np.bincount(rule, minlength=len(RULES) + 1).tolist()
+    forget(work, shard)
+    return work.save("tokens", shard, arrays, {"rules": rules, "seconds": list(seconds.values())})
+
+
+def collect_test_sets(work: WorkFolder, paths: list[str], options: PrepareOptions) -> None:
+    """Write the grams of the test sets."""
+    if (work / "test-sets.npz").exists():
+        return
+
+    def cleaned(path: str) -> Iterator[str]:  # like the corpus, else a repaired text is not found
+        for text in TextDocuments(path, cut=False, flag="--decontaminate", key=options.test_key):
+            yield clean(text, fix_unicode=options.fix_unicode, clean_newlines=options.clean_newlines)
+
+    with work.writing(work / "test-sets.npz") as handle:
+        TestSets.collect(map(cleaned, paths)).save(handle)
+
+
+def sample_texts(work: WorkFolder, group: int) -> None:
+    """Write what a tokenizer is trained on of a group's texts: of all texts together some at even distances."""
+    if work.has("sample", group):
+        return
+    corpus = Corpus.load(work)
+    share = TRAINING_BYTES / max(1, corpus.text_bytes)
+    found = list[bytes]()
+    for shard in corpus.shards_of(group):
+        number = int(corpus.texts[shard])
+        for text in filter(None, work.texts(shard)):
+            if is_chosen(number, share):
+                found.append(text.encode())
+            number += 1
+    sizes = np.array([*map(len, found)], np.int64)
+    work.save("sample", group, {"sizes": sizes, "content": np.frombuffer(b"".join(found), np.uint8)})
+
+
+def train(work: WorkFolder, options: PrepareOptions) -> None:
+    """Train the tokenizer on the samples of all groups, on all cores."""
+    if (work / "tokenizer").exists():
+        return
+
+    def texts() -> Iterator[str]:
+        for group in range(Corpus.load(work).num_groups):
+            sizes, content = work.load("sample", group, "sizes", "content")
+            for end, size in zip(np.cumsum(sizes).tolist(), sizes.tolist(), strict=True):
+                yield content[end - size : end].tobytes().decode()
+
+    before = os.environ.pop(_PARALLELISM, None)
+    try:
+        tokenizer = train_tokenizer(texts(), options.vocab_size, options.tokenizer, flag="--vocab-size")  # type: ignore[arg-type]
+    finally:
+        if before is not None:
+            os.environ[_PARALLELISM] = before
+    save_tokenizer(work, tokenizer)
+
+
+def save_tokenizer(work: WorkFolder, tokenizer: Tokenizer) -> None:
+    """Write the tokenizer of the dataset."""
+    with work.writable(work / "tokenizer"):
+        new = Path(tempfile.mkdtemp(prefix="tokenizer.", suffix=".partial", dir=work.folder))
+        tokenizer.save(new)
+        with contextlib.suppress(FileExistsError):  # of another worker, the same
+            new.rename(work / "tokenizer")
 
 
 def _hits(document: int, grams: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = sorted((ROOT / "deploy").glob("*.sbatch"))
-SHELL = [*SCRIPTS, *sorted((ROOT / "benchmarks").glob("*.sh"))]
+PREPARE = ROOT / "deploy" / "prepare.sbatch"
+SCRIPTS = sorted(set((ROOT / "deploy").glob("*.sbatch")) - {PREPARE})
+SHELL = [*SCRIPTS, PREPARE, *sorted((ROOT / "benchmarks").glob("*.sh"))]
 
 PROGRAMS = {
     # A run that says that it runs, and on SIGTERM writes its checkpoint, for a moment, before it ends.
@@ -69,6 +70,38 @@ def test_other_ends(code: int, job: Path) -> None:
     (job / "code").write_text(f"{code}\n")
     assert _start(SCRIPTS[0], job).wait(20) == code
     assert not (job / "requeued").exists()
+
+
+@pytest.mark.parametrize("at_limit", [False, True])
+def test_prepare(at_limit: bool, job: Path) -> None:
+    """The command is given the scheduler's file; at the time limit it is stopped, and goes on later."""
+    programs = {"srun": "exec sleep 30", "dask": 'echo x >"$3"; exec sleep 30', "megajax": PROGRAMS["srun"]}
+    for name, text in programs.items():
+        (job / "programs" / name).write_text(f"#!/usr/bin/env bash\n{text.strip()}\n")
+        (job / "programs" / name).chmod(0o755)
+    if not at_limit:
+        (job / "code").write_text("0\n")
+    process = _start(PREPARE, job)
+    for _ in range(200 if at_limit else 0):
+        if (job / "pid").exists() and (job / "pid").read_text():
+            process.send_signal(signal.SIGUSR1)
+            break
+        time.sleep(0.05)
+    assert process.wait(20) == (143 if at_limit else 0)
+    assert (job / "ran").read_text() == f"prepare demo --data.path a corpus --cluster {job}/scheduler-7.json\n"
+    assert (job / "requeued").exists() == at_limit and not (job / "scheduler-7.json").exists()
+
+
+def test_the_manifest_names_what_is_there() -> None:
+    yaml = pytest.importorskip("yaml", reason="needs PyYAML (the extra `cluster`)")
+    parts = list(yaml.safe_load_all((ROOT / "deploy" / "prepare.yaml").read_text()))
+    kinds = [part["kind"] for part in parts]
+    assert kinds == ["Service", "NetworkPolicy", "Deployment", "Deployment", "Job"]
+    pods = [part["spec"]["template"] for part in parts[2:]]
+    (selector,) = [part["spec"]["selector"] for part in parts if part["kind"] == "Service"]
+    assert [pod["metadata"]["labels"] for pod in pods].count(selector) == 1
+    commands = [pod["spec"]["containers"][0]["command"] for pod in pods]
+    assert all(f"tcp://{parts[0]['metadata']['name']}:8786" in command for command in commands[1:])
 
 
 @pytest.mark.parametrize("script", SHELL, ids=lambda script: script.name)

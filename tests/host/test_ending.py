@@ -110,8 +110,8 @@ def test_ctrl_c_before_anything_is_imported(command: str, tmp_path: Path) -> Non
 
 def test_workers_say_nothing_of_a_signal_to_all() -> None:
     """Ctrl-C, while they start: their imports would end with traces."""
-    work = "with worker_map(2) as run: list(run(time.sleep, ((0.1,) for _ in range(200))))"
-    process = start(f"from megajax.preparation.running import worker_map\nprint('up', flush=True)\n{work}", "setsid")
+    work = "with processes(2) as workers: list(workers.run('', time.sleep, ((0.1,) for _ in range(200))))"
+    process = start(f"from megajax.preparation.workers import processes\nprint('up', flush=True)\n{work}", "setsid")
     assert process.stdout and process.stdout.readline() == "up\n"
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)

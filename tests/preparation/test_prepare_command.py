@@ -219,10 +219,10 @@ def test_what_appears_while_it_works_stays(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "a.bin").read_text() == "mine"
     (tmp_path / "a.bin").unlink()
     with monkeypatch.context() as patch:
-        patch.setattr("megajax.preparation.prepare.analyse_shard", stop)  # its shards are done: no worker gets them
+        patch.setattr("megajax.preparation.stages.encode_texts", stop)  # its shards are done
         assert run(capsys, file, "--output", tmp_path / "a")["resumed"]
     with monkeypatch.context() as patch:
-        patch.setattr("megajax.preparation.prepare.IndexedWriter", stop)
+        patch.setattr("megajax.preparation.writing.publish", stop)
         with pytest.raises(KeyboardInterrupt):
             run(capsys, file, "--output", tmp_path / "a", "--min-tokens", "5", "--overwrite")
     found = run(capsys, file, "--output", tmp_path / "a", "--min-tokens", "5")

@@ -6,9 +6,13 @@ import numpy as np
 import pytest
 
 from megajax.preparation import similarity
-from megajax.preparation.duplicates import Shards, band_hashes, drop_near
+from megajax.preparation.corpus import Corpus
+from megajax.preparation.deciding import drop_copies, dropped_in
+from megajax.preparation.duplicates import band_hashes
+from megajax.preparation.options import PrepareOptions
 from megajax.preparation.shards import KEPT, NEAR, WorkFolder
 from megajax.preparation.similarity import SKETCH, estimate, gram_set, jaccard, sketches
+from megajax.preparation.workers import processes
 
 LENGTH = 30_000  # characters
 
@@ -43,20 +47,22 @@ def test_few_pairs_are_compared_by_their_texts(tmp_path, monkeypatch, threshold:
     work.save("clean", 0, {"starts": work.save_texts(0, texts)})
     work.save_bands(0, band_hashes(texts, threshold))
     rule = np.full(len(texts), KEPT, np.uint8)
-    work.save("tokens", 0, {"rule": rule, "sketched": np.array(sketched), "sketches": found})
+    digest = np.arange(2 * len(texts), dtype=np.uint64).reshape(-1, 2)
+    work.save("tokens", 0, {"rule": rule, "sketched": np.array(sketched), "sketches": found, "digest": digest})
+    Corpus.of([{"pieces": len(texts), "texts": len(texts), "bytes": 0, "files": [0, 0, 0]}]).save(work)
     compared = []
     monkeypatch.setattr(similarity, "jaccard", lambda *grams: compared.append(grams) or jaccard(*grams))
-    corpus = Shards(work, 1)
-    copies = drop_near(corpus, threshold, itertools.starmap)
+    with processes(1) as workers:
+        *_, (_, candidates) = drop_copies(work, PrepareOptions(jaccard=threshold), workers)
+    dropped, originals, similarities = dropped_in(work, "near", 0)
 
     expected = np.full(len(texts), KEPT, np.uint8)
     for document in range(len(texts)):
         similar = (jaccard(sets[document], sets[one]) > threshold for one in range(document) if expected[one] == KEPT)
         expected[document] = NEAR if any(similar) else KEPT
-    assert corpus.rule.tolist() == expected.tolist() and expected[14] == NEAR
-    dropped = np.flatnonzero(expected == NEAR).tolist()
-    for document, original, found in zip(dropped, copies.originals, copies.similarity, strict=True):
+    assert dropped.tolist() == np.flatnonzero(expected == NEAR).tolist() and expected[14] == NEAR
+    for document, original, found in zip(dropped, originals, similarities, strict=True):
         assert found == jaccard(sets[document], sets[original]) > threshold
     pairs = (jaccard(*pair) for pair in itertools.combinations(sets[:15], 2))
     close = sum(abs(each - threshold) < 10 * (threshold * (1 - threshold) / SKETCH) ** 0.5 for each in pairs)
-    assert len(compared) <= min(len(dropped) + close, 0.7 * copies.candidates)
+    assert len(compared) <= min(len(dropped) + close, 0.7 * candidates)

@@ -1,0 +1,137 @@
+"""Text files in parts that can be read each by itself, and the files of a source as JSON, by which other machines find
+them."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megajax.data import parquet, streams
+from megajax.data.archives import member_borders
+from megajax.data.hub_split import HubSplit
+from megajax.data.inputs import readable
+from megajax.data.records import DOCUMENT_CHARACTERS, Part, TextFiles
+from megajax.data.tokenizer import END_OF_TEXT
+from megajax.host import reading
+from megajax.host.remote import RemoteFile
+
+_BLOCK_BYTES = 1 << 20
+_MARK = b"\xef\xbb\xbf"  # of the byte order
+
+
+def needs_copy(files: TextFiles, file: int) -> bool:
+    """Whether more may come out of a file than it has bytes: it is compressed, or streamed."""
+    return (
+        files.kinds[file] == "parquet"
+        or isinstance(files.files[file], HubSplit)
+        or streams.is_compressed(files.files[file])
+    )
+
+
+def needs_look(files: TextFiles, file: int, wanted: int) -> bool:
+    """Whether one has to read in a file to find its parts: it is large, and neither lines of JSON nor one document."""
+    return (
+        files.sizes[file] > wanted
+        and not isinstance(files.files[file], HubSplit)
+        and (files.kinds[file] in ("text", "parquet") or (files.kinds[file] == "json" and needs_copy(files, file)))
+    )
+
+
+def parts_of(files: TextFiles, file: int, wanted: int) -> list[Part]:
+    """The parts of a file, each of about `wanted` bytes or more: lines of JSON, documents or pieces of a text, row
+    groups of Parquet, members of an archive of lines. All of it where no parts can be found."""
+    where, size, kind = files.files[file], files.sizes[file], files.kinds[file]
+    copied = needs_copy(files, file)
+    if size <= wanted or isinstance(where, HubSplit):
+        return [Part(file)]
+    if kind == "json" and not copied:
+        count = -(-size // wanted)
+        borders = [size * number // count for number in range(count + 1)]
+        return _between(file, borders)
+    with readable(where, files.flag):
+        if kind == "parquet":
+            groups = parquet.row_groups(where)
+            return _between(file, [*_row_group_borders(groups, wanted)]) if groups else [Part(file)]
+        if kind == "json" and isinstance(where, Path):
+            with reading.open_file(where) as content:
+                return _between(file, member_borders(content, size, wanted // 4))  # unpacked they have more
+        if kind == "text" and not copied:
+            if streams.contains(where, END_OF_TEXT.encode()):
+                return [Part(file, begin, end, True) for begin, end in _separated(where, wanted)]
+            return [Part(file, begin, end) for begin, end in _pieces(where, files.flag, wanted)]
+    return [Part(file)]
+
+
+def _between(file: int, borders: list[int]) -> list[Part]:
+    if len(borders) <= 2:
+        return [Part(file)]
+    return [Part(file, begin, end) for begin, end in itertools.pairwise([*borders[:-1], 0])]
+
+
+def _row_group_borders(sizes: list[int], wanted: int) -> Iterator[int]:
+    begun = 0
+    yield 0
+    for number, size in enumerate(sizes, start=1):
+        begun += size
+        if begun >= wanted or number == len(sizes):
+            yield number
+            begun = 0
+
+
+def _separated(file: Path | RemoteFile, wanted: int) -> Iterator[tuple[int, int]]:
+    """Where whole documents of a text begin and end, of so many bytes together; its separators are between."""
+    separator = END_OF_TEXT.encode()
+    begin = place = 0  # of the documents, and of `data`
+    data = b""
+    with streams.opened(file) as (content, _):
+        while block := content.read(_BLOCK_BYTES):
+            data += block
+            while (found := data.find(separator, max(begin + wanted - place, 0))) >= 0:
+                yield begin, place + found
+                begin = place + found + len(separator)
+            read = max(len(data) - len(separator) + 1, 0)
+            data, place = data[read:], place + read
+    yield begin, 0
+
+
+def _pieces(file: Path | RemoteFile, flag: str, wanted: int) -> Iterator[tuple[int, int]]:
+    """Where whole pieces of a text without separators begin and end, of so many bytes together."""
+    begin = end = 0
+    with streams.opened(file) as (content, _):
+        end = len(_MARK) if content.read(len(_MARK)) == _MARK else 0
+    with streams.opened(file) as (content, _):
+        pieces = streams.pieces(streams.decoded(content, file, flag), DOCUMENT_CHARACTERS)
+        for piece in pieces:
+            if end - begin >= wanted:
+                yield begin, end
+                begin = end
+            end += len(piece.encode())
+    yield begin, 0
+
+
+def as_json(files: TextFiles) -> dict[str, Any]:
+    """The files as JSON, local ones by their absolute paths."""
+
+    def described(file: Any) -> Any:
+        if isinstance(file, Path):
+            return str(file.absolute())
+        return [file.url, file.size, file.version] if isinstance(file, RemoteFile) else [file.url]
+
+    return {
+        "files": [described(file) for file in files.files],
+        "sizes": files.sizes,
+        "kinds": files.kinds,
+        "flag": files.flag,
+    }
+
+
+def of_json(found: dict[str, Any]) -> TextFiles:
+    """What `as_json` made."""
+    files = TextFiles([], found["flag"])
+    for file in found["files"]:
+        if isinstance(file, str):
+            files.files.append(Path(file))
+        else:
+            files.files.append(RemoteFile(*file) if len(file) == 3 else HubSplit.parse(file[0], files.flag))
+    files.sizes, files.kinds = found["sizes"], found["kinds"]
+    return files

@@ -1,0 +1,182 @@
+"""`Workers` of a Dask cluster, whose machines share a file system and have the same environment.
+
+A task is `perform` with a function of a preparation; what a task gives is small, and it may run twice. So nothing is
+kept by the cluster: when its scheduler is lost, the tasks under way are given to the next one.
+"""
+
+import collections
+import contextlib
+import functools
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError
+from typing import Any
+
+from megajax.errors import RunError, UserError
+from megajax.host import reading
+from megajax.host.remote import reason
+from megajax.host.signals import held_back
+from megajax.host.streams import warn
+from megajax.preparation.workers import Done, Workers, perform
+
+_PATIENCE = 300.0  # seconds in which a lost scheduler has to be there again
+_CONNECT = 10.0  # seconds for one attempt
+_WAIT = 5.0  # seconds after which one looks whether there are workers at all
+_AHEAD = 4  # tasks given out for each thread of the cluster
+_SAME = ("megajax", "numpy", "ftfy", "tokenizers", "rensa", "sentencex", "pyarrow")  # packages that decide bytes
+_LOCAL = re.compile(r"local:([1-9]\d{0,3})")
+_VALID = "valid: a scheduler's address, as tcp://HOST:8786, or its file, or local:N"
+
+
+@contextlib.contextmanager
+def connected(cluster: str) -> Iterator[Workers]:
+    """The workers of a cluster in a `with` block, by an address, a scheduler's file or `local:N`."""
+    if importlib.util.find_spec("distributed") is None:
+        problem = "the package distributed is missing"
+        raise UserError(f"--cluster {cluster}: {problem}; valid: pip install 'megajax[cluster]'")
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # what is wrong is said here, in one line
+    with contextlib.ExitStack() as stack:
+        if cluster.startswith("local:"):
+            local = _LOCAL.fullmatch(cluster)
+            if not local:
+                raise UserError(f"--cluster {cluster}; valid: local:1 to local:9999, the number of workers")
+            cluster = stack.enter_context(_local(int(local[1])))
+        workers = _Dask(cluster)
+        stack.callback(workers.close)
+        yield workers
+
+
+@contextlib.contextmanager
+def _local(count: int) -> Iterator[str]:
+    """A cluster of processes of this machine, which only this machine reaches; its address."""
+    import dask
+    from distributed import LocalCluster
+
+    config = {"distributed.worker.daemon": True, "distributed.admin.tick.limit": "1h"}
+    with dask.config.set(config), held_back():  # a terminal sends signals to all; the parent ends its workers
+        cluster = LocalCluster(
+            n_workers=count,
+            threads_per_worker=1,
+            memory_limit=0,
+            host="127.0.0.1",
+            dashboard_address=None,
+            silence_logs=logging.CRITICAL,
+        )
+    try:
+        yield cluster.scheduler_address
+    finally:
+        cluster.close(timeout=_CONNECT)
+
+
+class _Dask(Workers):
+    shared = True
+
+    def __init__(self, cluster: str) -> None:
+        super().__init__()
+        self._cluster = cluster
+        self._threads, self._counted = 1, 0.0
+        try:
+            self._client = self._connect()
+        except (OSError, ValueError) as error:
+            problem = f"no scheduler answers: {reason(error)}"
+            raise UserError(f"--cluster {cluster}: {problem}; {_VALID}") from None
+
+    def close(self) -> None:
+        """Leave the cluster."""
+        with contextlib.suppress(Exception):
+            self._client.close(timeout=1)
+
+    def _connect(self) -> Any:
+        from distributed import Client
+
+        where = {"scheduler_file": self._cluster} if reading.is_file(self._cluster) else {"address": self._cluster}
+        with held_back():
+            return Client(**where, timeout=_CONNECT, set_as_default=False)
+
+    def _map(self, function: Callable[..., Any], pieces: Iterable[tuple[Any, ...]]) -> Iterator[Done]:
+        running = collections.deque[list[Any]]()  # pieces, each with its future
+        for piece in pieces:
+            running.append([piece, None])
+            self._submit(function, running)
+            if len(running) > _AHEAD * self._num_threads():
+                yield self._next(function, running)
+        while running:
+            yield self._next(function, running)
+
+    def _submit(self, function: Callable[..., Any], running: Iterable[list[Any]]) -> None:
+        """Give out the pieces that have no future."""
+        for entry in running:
+            while entry[1] is None:
+                try:
+                    entry[1] = self._client.submit(_perform, _environment(), function, entry[0], pure=False)
+                except (OSError, RuntimeError):
+                    self._reconnect()
+
+    def _next(self, function: Callable[..., Any], running: "collections.deque[list[Any]]") -> Done:
+        """The result of the first piece under way."""
+        from distributed import KilledWorker
+
+        while True:
+            try:
+                done: Done = running[0][1].result(timeout=_WAIT)
+                running.popleft()
+                return done
+            except TimeoutError:
+                self._num_threads()
+            except KilledWorker:
+                problem = "several workers ended while they did the same task (out of memory?)"
+                raise RunError(f"{problem}; rerun the command to resume") from None
+            except CancelledError:
+                self._reconnect()
+                for entry in running:
+                    entry[1] = None
+                self._submit(function, running)
+
+    def _num_threads(self) -> int:
+        """The threads of all workers, counted now and then."""
+        if time.monotonic() - self._counted > _WAIT:
+            with contextlib.suppress(Exception):  # a scheduler that is gone: the next result says so
+                threads = sum(self._client.nthreads().values())
+                if not threads and self._threads:
+                    warn(f"waiting for workers of {self._cluster}")
+                self._threads = threads
+            self._counted = time.monotonic()
+        return max(1, self._threads)
+
+    def _reconnect(self) -> None:
+        warn(f"the scheduler of {self._cluster} is lost; waiting for it")
+        self.close()
+        until = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                self._client = self._connect()
+                return
+            except (OSError, ValueError) as error:
+                if time.monotonic() > until:
+                    raise RunError(
+                        f"--cluster {self._cluster}: the scheduler is lost ({reason(error)}); rerun the command "
+                        "to resume"
+                    ) from None
+                time.sleep(1)
+
+
+def _perform(environment: tuple[str, ...], function: Callable[..., Any], piece: tuple[Any, ...]) -> Done:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
+    if different := [pair for pair in zip(_environment(), environment, strict=True) if pair[0] != pair[1]]:
+        here, there = different[0]
+        problem = f"a worker on {platform.node()} has {here}, where the command was started there is {there}"
+        raise UserError(f"--cluster: {problem}; valid: the same environment on all machines")
+    return perform(function, piece)
+
+
+@functools.cache
+def _environment() -> tuple[str, ...]:
+    """What decides the bytes of a dataset beside input and options."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    return f"Python {python}", *(f"{name} {importlib.metadata.version(name)}" for name in _SAME)

@@ -1,0 +1,106 @@
+"""All shards as one sequence of N documents, and the groups of shards whose documents are looked at together."""
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megajax.preparation.shards import WorkFolder
+
+# Documents of a group: at least, at most for 1/64 of all (so that all workers have work), and of very many 1/1024.
+_GROUP = 1 << 10, 1 << 18
+_GROUPS = 64, 1024
+
+
+class Numbering:
+    """Numbers of records in their files, where shards come in order, each with its summary's `files`: its first file,
+    its last, and how many records it has of the last."""
+
+    def __init__(self) -> None:
+        self._last, self._count = -1, 0  # the file that was read last, and how many of its records were
+
+    def before(self, files: Sequence[int]) -> int:
+        """How many records of the next shard's first file lie in earlier shards."""
+        first, last, count = files
+        before = self._count if first == self._last else 0
+        self._last, self._count = last, count + (before if first == last else 0)
+        return before
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """What is known of the shards after cleaning: some numbers a shard, nothing of documents. S shards, G groups."""
+
+    text_bytes: int
+    starts: npt.NDArray[np.int64]  # the first document of every shard, and N, [S + 1]
+    texts: npt.NDArray[np.int64]  # how many texts that are not empty are before each shard, [S]
+    first_files: npt.NDArray[np.int64]  # the first file of each shard, [S]
+    before: npt.NDArray[np.int64]  # how many records of that file lie in earlier shards, [S]
+    groups: npt.NDArray[np.int64]  # the first shard of every group, and S, [G + 1]
+
+    @classmethod
+    def of(cls, summaries: Iterable[Mapping[str, Any]]) -> "Corpus":
+        """The corpus of cleaned shards, by their summaries."""
+        starts, texts, first_files, before, text_bytes = [0], [0], [], [], 0
+        numbering = Numbering()
+        for found in summaries:
+            first_files.append(found["files"][0])
+            before.append(numbering.before(found["files"]))
+            starts.append(starts[-1] + found["pieces"])
+            texts.append(texts[-1] + found["texts"])
+            text_bytes += found["bytes"]
+        total = starts[-1]
+        wanted = max(total // _GROUPS[1], min(max(total // _GROUPS[0], _GROUP[0]), _GROUP[1]))
+        groups = [0]
+        for shard in range(1, len(starts)):
+            if shard == len(starts) - 1 or starts[shard] - starts[groups[-1]] >= wanted:
+                groups.append(shard)
+        arrays = (np.array(each, np.int64) for each in (starts, texts[:-1], first_files, before, groups))
+        return cls(text_bytes, *arrays)
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.groups) - 1
+
+    def shards_of(self, group: int) -> range:
+        """The shards of a group."""
+        return range(int(self.groups[group]), int(self.groups[group + 1]))
+
+    def groups_of(self, documents: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+        """The group of each document."""
+        return np.searchsorted(self.starts[self.groups], documents.astype(np.int64), side="right") - 1
+
+    def place(self, document: int) -> tuple[int, int]:
+        """The shard of a document, and its number there."""
+        shard = int(np.searchsorted(self.starts, document, side="right")) - 1
+        return shard, document - int(self.starts[shard])
+
+    def number(self, shard: int, file: int, number: int) -> int:
+        """The number that a record has in its file, from that in a shard."""
+        return number + (int(self.before[shard]) if file == self.first_files[shard] else 0)
+
+    def save(self, work: WorkFolder) -> None:
+        """Write it for the workers."""
+        names = ("starts", "texts", "first_files", "before", "groups")
+        work.save("corpus", 0, {name: getattr(self, name) for name in names}, {"text_bytes": self.text_bytes})
+
+    @classmethod
+    def load(cls, work: WorkFolder) -> "Corpus":
+        """What `save` wrote."""
+        return _loaded(work)
+
+
+@functools.lru_cache(maxsize=2)
+def _loaded(work: WorkFolder) -> Corpus:
+    arrays = work.load("corpus", 0, "starts", "texts", "first_files", "before", "groups")
+    return Corpus(work.read_summary("corpus", 0)["text_bytes"], *arrays)

@@ -1,0 +1,148 @@
+"""The input in pieces, of each of which a shard is made. A piece is parts of files, which whoever cleans it reads by
+itself. What is compressed or streamed is read once by one task for each member or row group, which leaves its records
+in the work folder in pieces: they may be very many times the file."""
+
+import functools
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from megajax.data.parts import as_json, needs_copy, needs_look, of_json, parts_of
+from megajax.data.records import END, Part, Record, TextFiles
+from megajax.host import reading
+from megajax.preparation.options import PrepareOptions
+from megajax.preparation.running import Show
+from megajax.preparation.shards import WorkFolder, opened
+from megajax.preparation.workers import Workers
+
+# Raw text of a shard: 1/64 of the input, so that all cores have work, up to 4 MB; of very much, up to 32 MB.
+SHARD_BYTES = 1 << 20, 4 << 20, 32 << 20
+_SHARDS = 64, 4096
+_RECORDS = 1 << 16  # of a piece that is copied, at most
+_COPY = -1  # in place of a file: the piece is in the work folder
+_KINDS = ("json", "file", "broken", "text", END)
+_LARGEST = 1 << 30  # bytes of the list of files
+
+
+def divide(files: TextFiles, work: WorkFolder, options: PrepareOptions, workers: Workers, show: Show) -> int:
+    """Write which parts of the input each piece has; returns their number."""
+    if work.has("pieces", 0):
+        return int(work.summary("pieces", 0)["pieces"])
+    least, usual, most = SHARD_BYTES
+    size = sum(files.sizes)
+    wanted = max(min(max(size // _SHARDS[0], least), usual), min(size // _SHARDS[1], most))
+    with work.writing(work / "input.json") as file:
+        file.write(json.dumps(as_json(files)).encode())
+    looks = [file for file in range(len(files.files)) if needs_look(files, file, wanted)]
+    found = dict(zip(looks, workers.run("reading", look, ((work, file, wanted) for file in looks)), strict=True))
+    parts = ([Part(*part) for part in found[file]] if file in found else parts_of(files, file, wanted) for file in
+             range(len(files.files)))  # fmt: skip
+    units = list(_units(files, itertools.chain.from_iterable(parts), wanted))
+    copied = [unit for unit in units if needs_copy(files, unit[0].file)]
+    show.begin("reading", "reading", len(copied))
+    pieces = [(work, number, unit, wanted, options) for number, unit in enumerate(copied)]
+    counts = iter(enumerate(workers.run("reading", copy, pieces)))
+    rows, starts = list[Part](), [0]
+    for unit in units:
+        if needs_copy(files, unit[0].file):
+            number, count = next(counts)
+            show.advance(number + 1)
+            rows += [Part(_COPY, number, place) for place in range(count)]
+            starts += range(starts[-1] + 1, starts[-1] + count + 1)
+        else:
+            rows += unit
+            starts.append(len(rows))
+    assert next(counts, None) is None
+    arrays = {"parts": np.array(rows, np.int64).reshape(-1, 4), "starts": np.array(starts, np.int64)}
+    work.save("pieces", 0, arrays, {"pieces": len(starts) - 1})
+    return len(starts) - 1
+
+
+def _units(files: TextFiles, parts: Iterable[Part], wanted: int) -> Iterator[list[Part]]:
+    """Parts that follow each other, together where they are small."""
+    unit, size = list[Part](), 0
+    for part in parts:
+        if unit and (size >= wanted or needs_copy(files, part.file) != needs_copy(files, unit[0].file)):
+            yield unit
+            unit, size = [], 0
+        unit.append(part)
+        whole = not part.begin and not part.end
+        size += files.sizes[part.file] if whole else wanted
+        size += wanted * (whole and files.sizes[part.file] == 0 and needs_copy(files, part.file))  # of unknown size
+    if unit:
+        yield unit
+
+
+def look(work: WorkFolder, file: int, wanted: int) -> list[Part]:
+    """The parts of a file."""
+    return parts_of(files_of(work), file, wanted)
+
+
+def copy(work: WorkFolder, number: int, unit: list[Part], wanted: int, options: PrepareOptions) -> int:
+    """Copy the records of parts to the work folder, in pieces of about `wanted` bytes; returns their number."""
+    if work.has("copied", number):
+        return int(work.summary("copied", number)["pieces"])
+    files = files_of(work)
+    count, begun, size = 0, list[Record](), 0
+    file, before = -1, 0  # the file that is being read, and how many of its records lie in earlier pieces
+    for part in unit:
+        for record in files.of_part(Part(*part), key=options.text_key, most=options.max_document << 20):
+            if begun and record.kind != END and (size >= wanted or len(begun) >= _RECORDS):
+                last = begun[-1]
+                _save_records(work, number, count, [*begun, last._replace(kind=END, content="")])
+                before += last.number
+                count, begun, size = count + 1, [], 0
+            if record.file != file:
+                file, before = record.file, 0
+            begun.append(record._replace(number=record.number - before))
+            size += len(record.content)
+    _save_records(work, number, count, begun)
+    work.save("copied", number, {}, {"pieces": count + 1})
+    return count + 1
+
+
+def _save_records(work: WorkFolder, number: int, place: int, records: list[Record]) -> None:
+    contents = [each.content.encode() if isinstance(each.content, str) else each.content for each in records]
+    rows = [(each.file, each.number, _KINDS.index(each.kind), len(content)) for each, content in
+            zip(records, contents, strict=True)]  # fmt: skip
+    content = np.frombuffer(b"".join(contents), np.uint8)
+    work.save(f"raw-{number:06}", place, {"rows": np.array(rows, np.int64).reshape(-1, 4), "content": content})
+
+
+def records_of(work: WorkFolder, piece: int, options: PrepareOptions) -> Iterator[Record]:
+    """The records of a piece, numbered from where it begins in their files; after those of each part comes END."""
+    parts, starts = _pieces(work)
+    for part in map(Part._make, parts[starts[piece] : starts[piece + 1]].tolist()):
+        if part.file != _COPY:
+            yield from files_of(work).of_part(part, key=options.text_key, most=options.max_document << 20)
+            continue
+        rows, array = work.load(f"raw-{part.begin:06}", part.end, "rows", "content")
+        content, place = memoryview(array.tobytes()), 0
+        for file, number, kind, size in rows.tolist():
+            found = bytes(content[place : place + size])
+            place += size
+            yield Record(file, number, _KINDS[kind], found if kind < 2 else found.decode())
+
+
+def forget(work: WorkFolder, piece: int) -> None:
+    """Remove the copy of a piece, which has been cleaned."""
+    parts, starts = _pieces(work)
+    for file, number, place, _ in parts[starts[piece] : starts[piece + 1]].tolist():
+        if file == _COPY:
+            work.remove(f"raw-{number:06}", place)
+
+
+@functools.lru_cache(maxsize=2)
+def _pieces(work: WorkFolder) -> tuple[Any, Any]:
+    parts, starts = work.load("pieces", 0, "parts", "starts")
+    return parts, starts
+
+
+@functools.lru_cache(maxsize=2)
+def files_of(work: WorkFolder) -> TextFiles:
+    """The files of the input."""
+    with opened(work.there("input.json")) as file:
+        return of_json(json.loads(reading.whole(file, _LARGEST)))

@@ -1,0 +1,116 @@
+"""Who does the work of a preparation: `Workers` is the one seam. Here they are processes of this machine, in
+`cluster.py` those of a cluster. Both run the same functions, which get and give little: what is large lies in the work
+folder.
+"""
+
+import abc
+import collections
+import contextlib
+import itertools
+import multiprocessing
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import wait
+from typing import Any
+
+from megajax.errors import RunError
+from megajax.host.signals import Stopped, held_back
+
+Done = tuple[Any, str, float]  # what a function gave, who ran it, and the seconds that it took
+
+
+class Workers(abc.ABC):
+    """Those that run the stages' functions."""
+
+    shared = False  # whether they are on several machines
+
+    def __init__(self) -> None:
+        self.did: dict[str, dict[str, list[float]]] = {}  # pieces and seconds of each worker, by stage
+
+    def run(self, stage: str, function: Callable[..., Any], pieces: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
+        """`function(*piece)` for each piece, in order. Reads few pieces ahead. Raises `RunError` if a worker was ended
+        and the work cannot go on without it."""
+        workers = self.did.setdefault(stage, {})
+        for result, who, seconds in self._map(function, pieces):
+            done = workers.setdefault(who, [0, 0.0])
+            done[0], done[1] = done[0] + 1, done[1] + seconds
+            yield result
+
+    @abc.abstractmethod
+    def _map(self, function: Callable[..., Any], pieces: Iterable[tuple[Any, ...]]) -> Iterator[Done]:
+        """`perform(function, piece)` for each piece, in order."""
+
+
+def perform(function: Callable[..., Any], piece: tuple[Any, ...]) -> Done:
+    """What a worker does with a piece. Twice is as good as once: results are written atomically, and the same."""
+    began = time.perf_counter()
+    result = function(*piece)
+    return result, f"{socket.gethostname()}:{os.getpid()}", time.perf_counter() - began
+
+
+class _ThisProcess(Workers):
+    def _map(self, function: Callable[..., Any], pieces: Iterable[tuple[Any, ...]]) -> Iterator[Done]:
+        return itertools.starmap(perform, ((function, piece) for piece in pieces))
+
+
+class _Processes(Workers):
+    def __init__(self, pool: ProcessPoolExecutor, count: int) -> None:
+        super().__init__()
+        self._pool, self._count = pool, count
+
+    def _map(self, function: Callable[..., Any], pieces: Iterable[tuple[Any, ...]]) -> Iterator[Done]:
+        running: collections.deque[Future[Done]] = collections.deque()
+        try:
+            for piece in pieces:
+                with held_back():  # a terminal, or SLURM, sends signals to all; the parent ends its workers
+                    running.append(self._pool.submit(perform, function, piece))
+                if len(running) > 2 * self._count:
+                    yield running.popleft().result()
+            while running:
+                yield running.popleft().result()
+        except BrokenProcessPool:
+            raise RunError("a worker process died (out of memory?); rerun the command to resume") from None
+
+
+@contextlib.contextmanager
+def processes(count: int) -> Iterator[Workers]:
+    """Worker processes in a `with` block; one worker is this process."""
+    if count == 1:
+        yield _ThisProcess()
+        return
+    sys.warnoptions.append("ignore:resource_tracker")  # what a stop leaves is removed by a process that would say so
+    # A forked child would inherit threads' locks.
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _begin)
+    stopped = False
+    try:
+        yield _Processes(pool, count)
+    except Stopped:
+        stopped = True  # workers end with this process
+        raise
+    finally:
+        pool.shutdown(wait=not stopped, cancel_futures=True)
+
+
+def _begin() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def num_cores() -> int:
+    """The number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

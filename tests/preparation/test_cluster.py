@@ -1,0 +1,159 @@
+"""A preparation on a Dask cluster: the same bytes, though workers are killed and a scheduler is lost."""
+
+import collections
+import importlib.util
+import json
+import operator
+import os
+import signal
+import threading
+import time
+from concurrent.futures import CancelledError
+
+import pytest
+from test_planted import DIFFERENT, files, plant, prepare, prepare_with, report
+
+from megajax.commands.prepare import main
+from megajax.errors import RunError, UserError
+from megajax.preparation import cluster, shards
+from megajax.preparation.shards import WorkFolder
+
+NEEDS_DASK = pytest.mark.skipif(
+    importlib.util.find_spec("distributed") is None, reason="needs dask[distributed] (the extra `cluster`)"
+)
+
+
+@NEEDS_DASK
+def test_the_same_bytes_though_a_worker_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr("megajax.preparation.division.SHARD_BYTES", (1 << 15, 1 << 15, 1 << 15))
+    monkeypatch.setattr("megajax.preparation.corpus._GROUP", (16, 64))
+    planted = plant(tmp_path, documents=120, near=30, leaked=10, exact=5)
+    prepare(planted, tmp_path / "alone")
+
+    def kill(victim: int) -> None:
+        while not list(tmp_path.glob("cluster.work/data-*/clean-000001.npz")):
+            time.sleep(0.01)
+        os.kill(victim, signal.SIGKILL)
+
+    with cluster.connected("local:2") as workers:
+        victim, _ = workers.run("reading", os.getpid, [(), ()])
+        killing = threading.Thread(target=kill, args=(victim,))
+        killing.start()
+        prepare_with(workers, planted, tmp_path / "cluster")
+        killing.join()
+    assert files(tmp_path / "alone") == files(tmp_path / "cluster")
+    once, again = report(tmp_path / "alone"), report(tmp_path / "cluster")
+    assert {key for key in once if once[key] != again[key]} <= DIFFERENT
+    done = again["workers"]
+    assert done.keys() == {"reading", "cleaning", "tokenizer", "analysis", "duplicates", "writing"}
+    pieces = sum(worker["pieces"] for worker in done["cleaning"].values())
+    assert pieces == sum(worker["pieces"] for worker in done["analysis"].values()) > 8
+    assert str(os.getpid()) not in {who.rpartition(":")[2] for stage in done.values() for who in stage}
+
+
+class Scheduler:
+    """In place of Dask's client: one that is lost after some results."""
+
+    def __init__(self, results: int) -> None:
+        self.results, self.given = results, 0
+
+    def submit(self, function, *arguments, pure):
+        self.given += 1
+        if self.results <= -2:
+            raise RuntimeError("closed")
+        return collections.namedtuple("Future", "result")(lambda timeout: self.result(function, *arguments))
+
+    def result(self, function, *arguments):
+        self.results -= 1
+        if self.results < 0:
+            raise CancelledError
+        return function(*arguments)
+
+    def nthreads(self):
+        return {"one": 1}
+
+    def close(self, timeout):
+        pass
+
+
+@NEEDS_DASK
+def test_a_scheduler_that_is_lost_and_comes_again(monkeypatch):
+    """What was given to it is given to the next one, in order; a message says that it is waited for."""
+    schedulers = [Scheduler(3), Scheduler(0), Scheduler(99)]
+    connections = iter([schedulers[0], OSError("refused"), schedulers[1], schedulers[2]])
+    said = []
+
+    def connect(_):
+        found = next(connections)
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    monkeypatch.setattr(cluster._Dask, "_connect", connect)
+    monkeypatch.setattr(cluster, "warn", said.append)
+    monkeypatch.setattr(cluster.time, "sleep", lambda _: None)
+    workers = cluster._Dask("tcp://somewhere:1")
+    assert list(workers.run("a stage", operator.neg, ((number,) for number in range(12)))) == [-n for n in range(12)]
+    assert said == ["the scheduler of tcp://somewhere:1 is lost; waiting for it"] * 2
+    assert schedulers[0].given == 8 and schedulers[1].given == 5
+
+    monkeypatch.setattr(cluster, "_PATIENCE", -1)
+    connections = iter([Scheduler(1), OSError("refused")])
+    workers = cluster._Dask("tcp://somewhere:1")
+    with pytest.raises(RunError, match=r"^--cluster tcp://\S+: the scheduler is lost \(refused\); the same command"):
+        list(workers.run("a stage", operator.neg, [(1,), (2,)]))
+
+
+@NEEDS_DASK
+def test_where_no_scheduler_answers(tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster, "_CONNECT", 0.2)
+    (tmp_path / "scheduler.json").write_text(json.dumps({"address": "tcp://127.0.0.1:9"}))
+    for where in "tcp://127.0.0.1:9", str(tmp_path / "scheduler.json"), "nonsense://a":
+        with (
+            pytest.raises(UserError, match=r"^--cluster \S+: no scheduler answers: .*; valid: a scheduler's address"),
+            cluster.connected(where),
+        ):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--cluster local:0", r"--cluster local:0; valid: local:1 to local:9999"),
+        ("--cluster local:2 --workers 2", "--workers 2 with --cluster: a cluster has its own; valid: one of the two"),
+    ],
+)
+def test_mistakes(tmp_path, monkeypatch, flags, problem):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(UserError, match=problem):
+        main([str(tmp_path / "a.txt"), "--output", str(tmp_path / "out"), *flags.split()])
+
+
+def test_without_dask(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(UserError, match=r"distributed is missing; valid: pip install 'megajax\[cluster\]'$"):
+        main([str(tmp_path / "a.txt"), "--output", str(tmp_path / "out"), "--cluster", "local:2"])
+
+
+def test_a_worker_with_another_environment():
+    here = cluster._environment()
+    assert cluster._perform(here, operator.neg, (1,))[0] == -1
+    with pytest.raises(
+        UserError, match=r"a worker on \S+ has megajax \S+, where .* there is megajax 0; valid: the same"
+    ):
+        cluster._perform((here[0], "megajax 0", *here[2:]), operator.neg, (1,))
+
+
+def test_a_file_system_that_is_slow_to_show_files(tmp_path, monkeypatch):
+    """What another machine wrote is waited for; only so long, and on one machine not at all."""
+    work = WorkFolder(tmp_path, "x", shared=True)
+    later = threading.Timer(0.3, WorkFolder(tmp_path, "x").save, ("clean", 1, {}, {"documents": 3}))
+    later.start()
+    assert work.read_summary("clean", 1) == {"documents": 3}
+    later.join()
+    monkeypatch.setattr(shards, "_PATIENCE", 0.1)
+    for folder in work, WorkFolder(tmp_path, "x"):
+        with pytest.raises(UserError, match=r"clean-000002\.npz: No such file .*; valid: --overwrite"):
+            folder.read_summary("clean", 2)
