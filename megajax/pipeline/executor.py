@@ -24,10 +24,11 @@ from megajax.parallel.collectives import (
     varying_axes,
     zeros_like_type,
 )
+from megajax.parallel.products import NO_FACTORS
 from megajax.pipeline.ends import Batch, EmbeddingAndHead
 from megajax.pipeline.pullback import Figures
 from megajax.pipeline.rows import Row, Turns, Work, rows_of
-from megajax.pipeline.stages import NO_FACTORS, Layers, Sums, idle, when
+from megajax.pipeline.stages import Layers, Sums, idle, when
 from megajax.pipeline.table import Pass, Schedule
 from megajax.precision import at_least_fp32
 

@@ -18,13 +18,13 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array, lax
 
 from megajax.parallel.collectives import zeros_like_type
+from megajax.parallel.products import NO_FACTORS
 from megajax.parallel.shards import Shards
 from megajax.pipeline.pullback import Factors, Figures, LayerFunction, Path, with_pullback
+from megajax.pipeline.rows import Number
 
 Tree = Any
 Output = tuple[Array, Figures]
-NO_FACTORS: Factors = {}
-Number = int | Array
 
 
 def when(predicate: Array | bool, then: Callable, otherwise: Callable, *operands):
