@@ -89,7 +89,7 @@ def checked(result: Any, expected: Callable[[], Any], collectives: Any) -> Any:
         return result
     leaves = jax.tree_util.tree_leaves_with_path(result), jax.tree.leaves(expected()), jax.tree.leaves(collectives)
     for (path, x), y, name in zip(*leaves, strict=True):
-        keys = (getattr(key, "key", None) or getattr(key, "name", "") for key in path)
+        keys: list[Any] = [getattr(key, "key", getattr(key, "name", "")) for key in path]
         name += " " + "/".join("/".join(key) if isinstance(key, tuple) else key for key in keys)
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
         norms = [jnp.sqrt(jnp.sum(jnp.square(each))) for each in (x - y, y)]

@@ -148,6 +148,7 @@ def test_the_state_is_that_of_bf16() -> None:
     assert one.specs == other.specs and one.compute_dtype == other.compute_dtype == jnp.bfloat16
 
 
+@pytest.mark.full
 def test_a_nan_or_an_infinity_skips_the_step_as_in_bf16() -> None:
     """Of a weight that is multiplied in 8 bits."""
     config = tiny_config(precision="fp8", num_layers=2, global_batch=2, microbatch=2)
