@@ -19,6 +19,7 @@ import platform
 import statistics
 import sys
 import time
+from importlib.metadata import distributions
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -35,6 +36,7 @@ from megajax.settings.flags import parse
 BENCHMARKS = Path(__file__).resolve().parent
 DATA_SHEET = 989e12  # dense bf16 FLOP/s of an H200: what MFU is measured by
 STEPS, ROUNDS = 5, 3
+PACKAGES = ("jax", "jaxlib", "flax", "torch", "nvidia-cudnn-cu13", "jax-cuda13-plugin")  # whose versions are kept
 RESERVE = 75.0  # seconds kept for the best two in turn
 ATTENTION = 0.45  # share of the time
 
@@ -65,7 +67,7 @@ class Report:
             "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
             "device": device,
-            "versions": {},
+            "versions": {each.name: each.version for each in distributions() if each.name in PACKAGES},
             "attention": {},
             "forms": [],
             "pairs": {},
@@ -131,8 +133,6 @@ def measure(report: Report, name: str, command: list[str], form: dict, environme
             products = side.ask("products")
             form |= {"matmul_share": products["seconds"] / seconds, "products_gflops": products["each"]}
             form["matmul_tflops"] = products["flops"] / products["seconds"] / 1e12
-        keep = ("jax", "flax", "torch")
-        report.tables["versions"] |= {key: side.about[key] for key in keep if key in side.about}
     except Failed as error:
         form["failed"] = str(error)
         side = None

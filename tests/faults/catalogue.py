@@ -352,8 +352,8 @@ ROWS: dict[str, dict[str, Row]] = {
             named("input of layer 0, forward: rows never computed", ON_DATA),
         ),
         "heads are numbered from each device's first one": (
-            "models.attend._drop_of_heads",
-            ("axis_index(setting.head_axes) * num_heads", "0"),
+            "models.attention_setting.Setting.drop_of_heads",
+            ("axis_index(self.head_axes) * num_heads", "0"),
             named("attention_heads of layer 0, forward", ON_TENSOR),
         ),
         "tokens are numbered from each device's first one": (
