@@ -23,6 +23,7 @@ class RegionBoundary(TokenShares):
     # Without need where the layer as a whole is recomputed.
     regather: bool = True
     chosen: bool = False  # activations between the regions are those of chosen tokens (`of_chosen`)
+    together: bool = False  # all devices of the mesh come to a layer together, as they do without a pipe
 
     @property
     def split(self) -> int | None:

@@ -103,11 +103,11 @@ def send_down(x: Array, *, ring: bool) -> Array:
     return _send(x, PIPE, -1, ring)
 
 
-def send_on(x: Array) -> Array:
+def send_on(x: Array, *, together: bool) -> Array:
     """Hand something to the device that has the tokens after this one's; the first one gets zeros. All devices have to
-    take part in a permute, which has no groups, but stages of a pipe come here at different times: there every device
-    of the group gathers what all of them hand on."""
-    if axis_size(PIPE) == 1:
+    take part in a permute, which has no groups; where they do not come here `together`, as stages of a pipe, every
+    device of the group gathers what all of them hand on."""
+    if together:
         return _send(x, CONTEXT, +1, ring=False)
     all_CX = lax.all_gather(x, CONTEXT, to="varying")
     own = axis_index(CONTEXT)
