@@ -95,7 +95,9 @@ def attend_to_others(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, setting: Setti
     if visible.first_key_BT is not None:
         visible = dataclasses.replace(visible, first_key_BT=boundary.context_tokens(visible.first_key_BT))
     setting = setting._replace(visible=visible, places=Places(Pieces(None, start_P)))
-    return (_by_window if boundary.context == "window" else _by_gathering)(q_BTHK, k_BTHK, v_BTHK, setting)
+    if boundary.context == "window":
+        return _by_window(q_BTHK, k_BTHK, v_BTHK, setting, boundary.together)
+    return _by_gathering(q_BTHK, k_BTHK, v_BTHK, setting)
 
 
 def _by_heads(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, setting: Setting) -> Array:
@@ -106,13 +108,15 @@ def _by_heads(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, setting: Setting) -> 
     return exchange(heads_BSHK, TOKENS, HEADS, CONTEXT)
 
 
-def _by_window(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, setting: Setting) -> Array:
+def _by_window(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, setting: Setting, together: bool) -> Array:
     visible, queries = setting.visible, setting.places.queries
     assert visible.causal and visible.window is not None and queries.start_P is not None
     before = visible.window - 1
 
     def with_those_before(x: Array) -> Array:
-        return jnp.concatenate([_received(send_on(x[:, x.shape[1] - before :])), x], axis=1) if before else x
+        if not before:
+            return x
+        return jnp.concatenate([_received(send_on(x[:, x.shape[1] - before :], together=together)), x], axis=1)
 
     # Keys before the sequence's first token exist on no device and are masked out.
     first_BT = jnp.zeros(q_BTHK.shape[:2], jnp.int32) if visible.first_key_BT is None else visible.first_key_BT

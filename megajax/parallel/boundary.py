@@ -23,6 +23,7 @@ class RegionBoundary(TokenShares):
     # where the whole layer is recomputed.
     regather: bool = True
     chosen: bool = False  # the activations were picked by `at_places`; see `of_chosen`
+    together: bool = False  # all devices of the mesh run a layer at the same time, as they do without a pipe
 
     @property
     def split(self) -> int | None:

@@ -103,10 +103,11 @@ def send_down(x: Array, *, ring: bool) -> Array:
     return _send(x, PIPE, -1, ring)
 
 
-def send_on(x: Array) -> Array:
-    """Send `x` to the device that holds the tokens after this device's; the first device receives zeros. With a pipe
-    this is an all-gather over the group: a permute has no groups, and stages would reach it at different times."""
-    if axis_size(PIPE) == 1:
+def send_on(x: Array, *, together: bool) -> Array:
+    """Send `x` to the device that holds the tokens after this device's; the first device receives zeros. A permute has
+    no groups, so all devices must take part; if they do not come here `together`, as the stages of a pipe do not, this
+    is an all-gather over the group."""
+    if together:
         return _send(x, CONTEXT, +1, ring=False)
     all_CX = lax.all_gather(x, CONTEXT, to="varying")
     own = axis_index(CONTEXT)

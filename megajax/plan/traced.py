@@ -22,6 +22,7 @@ from megajax.backend import Backend
 from megajax.config import Config, TrainConfig
 from megajax.data.config import DataConfig
 from megajax.mesh import RULES
+from megajax.models.family import CutModel
 from megajax.optim.config import OptimizerConfig
 from megajax.parallel.collectives import PIPE, vary
 from megajax.pipeline.config import PipelineConfig
@@ -43,21 +44,34 @@ _SMALL_PRIMES = 1009, 1013, 1019  # so that the places of all choices of an expe
 _LARGEST_BLOCK = 2**30
 _ENDS = "all-reduce", "reduce-scatter"  # of a region; a maximum is no sum
 _OF_ROWS_ALONE = [axis for axis in ROW_AXES if axis not in RULES.values()]  # no weight is sharded over them
-_program = lru_cache(maxsize=4)(Program.abstract)
+
+
+@lru_cache(maxsize=4)
+def _program(config: Config, backend: Backend, together: bool) -> Program:
+    program = Program.abstract(config, backend)
+    boundary = replace(program.model.boundary, together=together)
+    program.model = CutModel(config.model, boundary, backend, config.lora)
+    return program
 
 
 def step_cost(config: Config, backend: Backend) -> StepCost:
     """The costs of a configuration on a kind of device."""
     gathers_once = config.model.dense_layers and config.train.remat == "layer"  # what enters regions of dense layers
     first = _of_one_microbatch(config, "layer" if gathers_once else "none", config.splits_vocabulary)
-    ends = _traced(first, backend, _ends_cost)
+    ends = _traced(first, backend, _ends_cost, _permutes(config))
     return StepCost(layer_cost(config, backend, config.train.remat), layer_cost(config, backend, "none"), ends)
 
 
 def layer_cost(config: Config, backend: Backend, remat: str) -> LayerCost:
     """A layer of a configuration on a kind of device, recomputing what `remat` says. Of a stage that is recomputed as a
     whole, layers recompute nothing."""
-    return _traced(_of_one_microbatch(config, "none" if remat == "stage" else remat), backend, _layer_cost)
+    traced = _of_one_microbatch(config, "none" if remat == "stage" else remat)
+    return _traced(traced, backend, _layer_cost, _permutes(config))
+
+
+def _permutes(config: Config) -> bool:
+    """Whether attention hands keys on by a permute, though what is traced has a pipe."""
+    return config.mesh.pipe == 1 and training_way(config) == "window"
 
 
 def _coarse(backend: Backend) -> Backend:
@@ -75,6 +89,9 @@ def _of_one_microbatch(config: Config, remat: Any, splits_vocabulary: bool = Fal
     primes = _SMALL_PRIMES if config.model.num_experts and not config.model.expert_capacity else _PRIMES
     rows = next(prime for prime in primes if all(size % prime for size in sizes if isinstance(size, int) and size))
     pipe = config.mesh.pipe if splits_vocabulary else 2
+    if (way := training_way(config)) != "none":  # with another pipe and remat `auto` could take another one
+        model = replace(config.model, context_attention="heads" if way == "heads" else "gather")
+        config = replace(config, model=model)
     mesh = replace(config.mesh, pipe=pipe, **dict.fromkeys(_OF_ROWS_ALONE, 1))
     return Config(
         precision=config.precision,
@@ -96,10 +113,12 @@ def _of_one_microbatch(config: Config, remat: Any, splits_vocabulary: bool = Fal
 
 
 @lru_cache(maxsize=1024)
-def _traced(config: Config, backend: Backend, look: Callable[[Program, Pipeline, Array, Rows], Cost]) -> Cost:
+def _traced(
+    config: Config, backend: Backend, look: Callable[[Program, Pipeline, Array, Rows], Cost], together: bool
+) -> Cost:
     """What `look` finds in the loop of a train step, where it is traced."""
     with jax.enable_x64(config.precision == "fp64"), h200.attention():
-        program = _program(config, _coarse(backend))
+        program = _program(config, _coarse(backend), together)
         rows = _rows(config, backend.expert_block)
         return look_into(program, lambda pipeline: look(program, pipeline, idle(pipeline.x_type), rows))
 

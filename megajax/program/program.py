@@ -88,7 +88,8 @@ class Program:
             of_length = dataclasses.replace(self.config.model, sequence_length=length)
             way = context_way(of_length, self.config.mesh.sizes, fusible=_fusible(self.config, dropout=0))
         if way not in self._forward_models:
-            boundary = RegionBoundary(vocabulary=vocabulary_axes(self.config), context=way)
+            together = self.config.mesh.pipe == 1
+            boundary = RegionBoundary(vocabulary=vocabulary_axes(self.config), context=way, together=together)
             model = self.config.model.forward_only
             self._forward_models[way] = CutModel(model, boundary, self.backend, self.config.lora)
         return self._forward_models[way]
@@ -191,7 +192,9 @@ def vocabulary_axes(config: Config) -> Axes:
 def training_boundary(config: Config) -> RegionBoundary:
     """The boundary of tensor-parallel regions in a training step."""
     regather = config.train.remat != "layer"
-    return RegionBoundary(config.sequence_parallel, training_way(config), vocabulary_axes(config), regather)
+    together = config.mesh.pipe == 1
+    way = training_way(config)
+    return RegionBoundary(config.sequence_parallel, way, vocabulary_axes(config), regather, together=together)
 
 
 def training_way(config: Config) -> ContextWay:
