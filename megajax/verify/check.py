@@ -20,15 +20,15 @@ from megajax.verify.verdict import Finding, Verdict, compare_runs, loss_scales, 
 
 STEPS = 3
 _TRACED = "tracing of the step"
-_LEARNING_RATE, _EPSILON = 1e-3, 1e-4  # at most, at least
+_LEARNING_RATE, _EPSILON = 1e-3, 1e-4  # upper and lower limit
 
 
 @dataclass(frozen=True)
 class AxesThatDiffer:
-    """The smallest sets of axes on which a difference shows.
+    """The smallest sets of axes that show a difference.
 
     Attributes:
-        sets: all sets of that size. The empty set means that a single device differs already, because of microbatches
+        sets: all sets of that size. The empty set means that a single device already differs, because of microbatches
             or recomputation.
         config: the configuration on the first set.
     """
@@ -47,8 +47,8 @@ class Result:
     """A verdict and, if something differs, where."""
 
     verdict: Verdict
-    axes: AxesThatDiffer | None = None  # the mesh axes that show it
-    first: str = ""  # what differs first, in words; empty if nothing does
+    axes: AxesThatDiffer | None = None  # mesh axes that show the difference
+    first: str = ""  # the first difference, in words; empty if there is none
 
     @property
     def passed(self) -> bool:
@@ -63,7 +63,7 @@ def verify(
     on_start: Callable[[str], None] = lambda text: None,
     on_finding: Callable[[Finding], None] = lambda finding: None,
 ) -> Result:
-    """Check `config`, which is small already, and find out where it differs if it does; for arguments see `check`."""
+    """Check `config`, which must be small already, and locate differences; for the arguments see `check`."""
     config, devices = steady(config), jax.devices()
     verdict = check(config, steps=steps, quick_compile=quick_compile, on_start=on_start, on_finding=on_finding)
     if verdict.passed:
@@ -88,11 +88,11 @@ def check(
     on_start: Callable[[str], None] = lambda text: None,
     on_finding: Callable[[Finding], None] = lambda finding: None,
 ) -> Verdict:
-    """Compare `config`, which is small already, with one device in fp64: first in fp64, then in its own precision.
+    """Compare `config`, which must be small already, with one device in fp64: first in fp64, then in its own precision.
 
     Args:
         steps: number of steps; one more step overflows.
-        quick_compile: leave the CPU's machine code unoptimised.
+        quick_compile: do not optimize the CPU's machine code.
         on_start: called with the name of each run before it starts.
         on_finding: called with each finding as soon as it is known.
     """
@@ -134,7 +134,7 @@ def check(
 
 def widened(reference: MeshRun, alone: MeshRun) -> Limits:
     """Limits for half precision if rounding alone, on one device, comes close to the usual ones: twice that rounding
-    error, and at most ten times the usual limits."""
+    error, but at most ten times the usual limits."""
     usual = LIMITS[alone.config.precision]
     rounding = [finding.figure for finding in compare_runs(reference, alone)][:3]
     pairs = zip(dataclasses.astuple(usual), rounding, strict=True)
@@ -153,8 +153,8 @@ def all_checks(reference: MeshRun, other: MeshRun, limits: Limits | None = None)
 
 
 def steady(config: Config) -> Config:
-    """The same with an Adam that does not amplify rounding: with a small epsilon, a gradient that is only rounding (the
-    bias of the keys has one) would cause a full-size update."""
+    """`config` with an Adam that does not amplify rounding. With a small epsilon, a gradient that is pure rounding (as
+    that of the key bias) would cause a full-size update."""
     given = config.optimizer
     rate, epsilon = min(given.learning_rate, _LEARNING_RATE), max(given.epsilon, _EPSILON)
     lowest = min(given.min_learning_rate, rate)
@@ -163,13 +163,13 @@ def steady(config: Config) -> Config:
 
 
 def exact(config: Config) -> Config:
-    """The same in fp64."""
-    optimizer = dataclasses.replace(config.optimizer, gradient_dtype="fp32")  # of fp64: fp64
+    """`config` in fp64."""
+    optimizer = dataclasses.replace(config.optimizer, gradient_dtype="fp32")  # means fp64 with --precision fp64
     return dataclasses.replace(config, precision="fp64", optimizer=optimizer)
 
 
 def one_device(config: Config) -> Config:
-    """The plainest form on one device in fp64: the batch in one piece, no recomputation, nothing sharded."""
+    """`config` in its plainest form on one device in fp64: one microbatch, no recomputation, nothing sharded."""
     plain = dataclasses.replace(
         config,
         mesh=MeshConfig(),
@@ -199,9 +199,9 @@ def with_axes(config: Config, axes: Sequence[str]) -> Config:
 def _axes_that_differ(
     config: Config, verdict: Verdict, steps: int, quick_compile: bool, on_start: Callable[[str], None]
 ) -> AxesThatDiffer:
-    """Run `config`, which failed, on its mesh with axes left out: one device, then each axis alone, then two together.
+    """Run `config`, which failed, on meshes with axes left out: one device, then each axis alone, then pairs.
 
-    In fp64 where it failed in that, else in its own precision. Where numbers differ, communication does not count.
+    Runs are in fp64 if it failed in fp64, otherwise in its own precision. If numbers differ, communication is ignored.
     """
     failed_exactly = any(not finding.name.startswith(f"{config.precision} ") for finding in verdict.failed)
     wrong = exact(config) if failed_exactly else config
@@ -231,8 +231,8 @@ def _axes_that_differ(
 
 
 def first_in_words(difference: Difference | None, failed: Sequence[Finding], collectives: Sequence[str] = ()) -> str:
-    """What differs first in the order of computation, and the collective that is wrong: one of `collectives`, or one
-    that theory does not have."""
+    """The first difference in the order of computation, and a wrong collective: one of `collectives`, or one that
+    theory does not have."""
     first = _first(difference, failed)
     theory = [finding.where.split(";")[0] for finding in failed if not finding.of_numbers]
     of_the_first = sorted(collectives, key=lambda name: name.split()[-1] not in first)
@@ -241,8 +241,8 @@ def first_in_words(difference: Difference | None, failed: Sequence[Finding], col
 
 
 def _first(difference: Difference | None, failed: Sequence[Finding]) -> str:
-    """An activation of the forward pass, the sum of the losses, the gradient of an activation, the gradient of a
-    weight, the gradients' norm, or the update."""
+    """An activation in the forward pass, the sum of the losses, an activation's gradient, a weight's gradient, the
+    gradient norm, or the update."""
     of = {finding.name.partition(" ")[2]: finding for finding in failed}
 
     def in_step_1(name: str, text: str = "step 1") -> bool:
