@@ -1,4 +1,4 @@
-"""A plan as figures and in words: what a training step needs of every device, and how long it takes."""
+"""A plan as figures and in words: what a training step needs on every device, and how long it takes."""
 
 from dataclasses import asdict, fields
 from typing import Any
@@ -27,8 +27,8 @@ _TRACED = {True: ", as in the traced program", False: "; the traced program diff
 
 
 def figures(preset: str, config: Config, machine: Machine, compilation: Compilation | None) -> dict[str, Any]:
-    """What is known of a training step of a valid configuration, as JSON has it, and what a compiler makes of it if it
-    was asked."""
+    """What is known about a training step of a valid configuration, as JSON; includes the compiler's figures if there
+    is a compilation."""
     needed, time = memory(config, backend_of(machine)), step_time(config, machine)
     plan: dict[str, Any] = {
         "preset": preset,
@@ -56,8 +56,8 @@ def figures(preset: str, config: Config, machine: Machine, compilation: Compilat
 
 
 def _compiled(config: Config, compilation: Compilation) -> dict[str, Any]:
-    """Beside it what the model says for the devices that were compiled for, and whether the theory of communication is
-    what the traced step has."""
+    """The compiler's figures, the estimate for the same devices, and whether the predicted communication is that of the
+    traced step."""
     predicted, expected = memory(config, GPU if compilation.gpus else CPU), totals(communication(config))
     compiled = compilation.result()
     return {
@@ -71,7 +71,7 @@ def _compiled(config: Config, compilation: Compilation) -> dict[str, Any]:
 
 
 def text(plan: dict[str, Any], config: Config) -> str:
-    """The figures of a configuration in lines."""
+    """The figures of a configuration as lines of text."""
     cost = f"planned in {plan['seconds']:.1f} s with {plan['peak_bytes'] / GIB:.2f} GiB on this machine"
     return "\n".join(["", _head(plan, config), *_memory(plan), *_communication(plan), *_time(plan), "", cost])
 
