@@ -1,5 +1,5 @@
-"""Which mesh, schedule and memory options train a model fastest on so many GPUs: all of them, by the model of a step's
-time (`plan/time.py`) and of its memory (`plan/memory.py`).
+"""Find the mesh, schedule and memory options that train a model fastest on a number of GPUs: try all, with models of a
+step's time (`plan/time.py`) and memory (`plan/memory.py`).
 """
 
 import itertools
@@ -31,18 +31,18 @@ VARIED = (
     *(f"mesh.{axis}" for axis in AXES), "pipeline.schedule", "pipeline.chunks", "pipeline.weight_gradients",
     "train.microbatch", "train.remat", "optimizer.zero", "sequence_parallel", "model.context_attention",
 )  # fmt: skip
-_FEWEST_TOKENS = 4096, 128  # that each device of a context group has; the second where nothing fits otherwise
+_FEWEST_TOKENS = 4096, 128  # least tokens per device of a context group; the second if nothing fits with the first
 _MOST_CHUNKS = 12
-_MOST_CELLS = 4096  # of a table whose buffers no shorter one tells
+_MOST_CELLS = 4096  # in a table whose buffers cannot be found from a shorter one
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration that fits in memory: a run, and its schedule."""
+    """A configuration that fits in memory: a base configuration and its pipeline."""
 
     base: Config
     pipeline: PipelineConfig
-    seconds: float  # of a step, predicted; the pipe's time by formula
+    seconds: float  # predicted for a step, with the pipeline's time by formula
     bytes: int  # on a device
 
     @property
@@ -52,7 +52,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Planned:
-    """One of the best candidates: its step and its memory."""
+    """One of the best candidates, with its step time and memory."""
 
     config: Config
     time: StepTime
@@ -61,15 +61,15 @@ class Planned:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found."""
+    """The result of a search."""
 
-    best: list[Planned]  # the fastest first
-    fitting: list[Candidate]  # all that fit, the fastest first
-    tried: int  # how many there are, those that do not fit included
+    best: list[Planned]  # fastest first
+    fitting: list[Candidate]  # all that fit, fastest first
+    tried: int  # number of configurations, including those that do not fit
 
     @property
     def frontier(self) -> list[Candidate]:
-        """Those that no other one undercuts in both time and memory, the fastest first."""
+        """The Pareto frontier of time and memory, fastest first."""
         chosen: list[Candidate] = []
         for each in self.fitting:
             if not chosen or each.bytes < chosen[-1].bytes:
@@ -78,10 +78,10 @@ class Found:
 
 
 def search(config: Config, devices: int, machine: Machine, *, given: Iterable[str] = (), count: int = 10) -> Found:
-    """Search all meshes of `devices` GPUs with every schedule, chunks, microbatch, remat, ZeRO, sequence split,
-    deferral and way of attention over `context`, which is for long sequences, or where nothing fits otherwise; model,
-    batch, precision and the keys of `VARIED` that are `given` stay. `count` of the best are planned in full. Raises
-    `UserError` where nothing fits, or the model has no mesh of so many devices, with what forbids it."""
+    """Search all meshes of `devices` GPUs with every schedule, chunk count, microbatch size, recomputation, ZeRO stage,
+    sequence parallelism, deferral and context attention; `context` is for long sequences, or if nothing fits otherwise.
+    Model, batch, precision and those keys of `VARIED` that are `given` stay fixed. `count` of the best are planned in
+    full. Raises `UserError` if nothing fits, or if the model has no such mesh, with the reason."""
     peak_of(machine, config.precision)
     kept = frozenset(given)
     if "mesh.context" in kept:
@@ -97,7 +97,7 @@ def search(config: Config, devices: int, machine: Machine, *, given: Iterable[st
 
 
 def _tried(config: Config, devices: int, machine: Machine, kept: frozenset[str], fewest: int) -> tuple[int, Any, list]:
-    """How many there are, that with the fewest bytes, and all that fit."""
+    """The number of configurations, the one with the fewest bytes, and all that fit."""
     tried, smallest, fitting, backend = 0, None, list[Candidate](), backend_of(machine)
     for base in _on_meshes(config, devices, kept, fewest):
         models: dict[Any, StepModel] = {}
@@ -121,20 +121,20 @@ def _tried(config: Config, devices: int, machine: Machine, kept: frozenset[str],
 
 
 def command(preset: str, config: Config, original: Config) -> str:
-    """The command line that trains `config`, which is `original`, a preset's, with other options."""
+    """The command line that trains `config`; `original` is the preset's configuration."""
     values = {key: attrgetter(key) for key in options(Config)}
     changed = (as_flag(key, of(config)) for key, of in values.items() if of(config) != of(original))
     return " ".join(["megajax train", shlex.quote(preset), *changed])
 
 
 def schedule_in_words(pipeline: PipelineConfig) -> str:
-    """Such as `interleaved x 2, deferred`."""
+    """For example `interleaved x 2, deferred`."""
     chunks = f" x {pipeline.chunks}" if pipeline.chunks > 1 else ""
     return f"{pipeline.schedule}{chunks}{', deferred' * (pipeline.weight_gradients == 'deferred')}"
 
 
 def _best(fitting: list[Candidate], devices: int, machine: Machine, count: int) -> list[Planned]:
-    """The fastest by the times of their tables, of equally fast ones that with the least memory."""
+    """The fastest by the times of their tables; among equally fast ones, the one with the least memory."""
     chosen: list[Planned] = []
     taken: set[tuple[int, ...]] = set()
     for each in fitting:
@@ -147,14 +147,14 @@ def _best(fitting: list[Candidate], devices: int, machine: Machine, count: int) 
         planned = Planned(config, step_time(config, machine), memory(config, backend_of(machine)))
         if planned.memory.total <= machine.usable:
             chosen.append(planned)
-        if len(chosen) == 4 * count:  # the formula is not exact
+        if len(chosen) == 4 * count:  # more than needed, because the formula is not exact
             break
     return sorted(chosen, key=lambda each: (each.time.seconds, each.memory.total))[:count]
 
 
 def _on_meshes(config: Config, devices: int, kept: frozenset[str], fewest: int = 128) -> Iterator[Config]:
-    """The configuration on every mesh that the model can have, with every way of attention over `context`, whose
-    devices have `fewest` tokens at least, unless it is kept."""
+    """The configuration on every mesh that the model can have, with every way of context attention; devices of a
+    context group have at least `fewest` tokens, unless that axis is fixed."""
     length = config.model.sequence_length
     most = length if "mesh.context" in kept else length // fewest
     contexts = [each for each in _divisors(devices) if each == 1 or (each <= most and length % (2 * each) == 0)]
@@ -175,7 +175,7 @@ def _on_meshes(config: Config, devices: int, kept: frozenset[str], fewest: int =
 
 
 def _with_ways(model: ModelConfig, mesh: MeshConfig, kept: frozenset[str]) -> list[ModelConfig]:
-    """The model with every way of attention over `context` that the mesh has."""
+    """The model with every way of context attention that the mesh supports."""
     if mesh.context == 1 or "model.context_attention" in kept:
         return [model]
     gathers, divides = (replace(model, context_attention=way) for way in ("gather", "heads"))
@@ -183,7 +183,7 @@ def _with_ways(model: ModelConfig, mesh: MeshConfig, kept: frozenset[str]) -> li
 
 
 def _meshes(devices: int, limited: Mapping[str, list[int]]) -> Iterator[MeshConfig]:
-    possible = {axis: limited.get(axis) or _divisors(devices) for axis in AXES[1:]}  # the first takes what is left
+    possible = {axis: limited.get(axis) or _divisors(devices) for axis in AXES[1:]}  # the first axis takes the rest
     for sizes in itertools.product(*possible.values()):
         first, rest = divmod(devices, math.prod(sizes))
         if not rest:
@@ -196,7 +196,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _of_mesh(base: Config, kept: frozenset[str]) -> Iterator[Config]:
-    """On a mesh every microbatch, remat, ZeRO, sequence split and deferral."""
+    """On one mesh, every microbatch size, recomputation, ZeRO stage, sequence parallelism and deferral."""
 
     def choices(key: str, possible: list[Any]) -> list[Any]:
         return [attrgetter(key)(base)] if key in kept else possible
@@ -222,8 +222,8 @@ def _of_mesh(base: Config, kept: frozenset[str]) -> Iterator[Config]:
 
 
 def _as_fast(config: Config, cost: StepCost) -> Config:
-    """A configuration whose step takes as long: what selective recomputation computes again takes no time that the
-    model sees, unless it is a product or a collective."""
+    """A configuration whose step takes equally long: selective recomputation costs no time in this model, unless it
+    recomputes a product or a collective."""
     plain = cost.without_remat
     cheap = (cost.layer.regions, cost.layer.backward) == (plain.regions, plain.backward)
     selective = config.train.remat == "selective"
@@ -233,8 +233,8 @@ def _as_fast(config: Config, cost: StepCost) -> Config:
 def _sizes(
     config: Config, kept: frozenset[str], backend: Backend, cost: StepCost
 ) -> Iterator[tuple[int, PipelineConfig]]:
-    """Every schedule and chunk count whose table and buffers are computed quickly, with the bytes that a device needs.
-    They are computed for fewer microbatches where the schedule's table has buffers of the same sizes with these."""
+    """Every schedule and chunk count whose table and buffers can be computed quickly, with the bytes needed on a
+    device. Fewer microbatches are used if the schedule's table has buffers of the same sizes with these."""
     mesh, train = config.mesh, config.train
     rows = mesh.row_shards * train.microbatch
     m = train.global_batch // rows
@@ -252,7 +252,7 @@ def _sizes(
 
 @lru_cache(maxsize=1024)
 def _pipelines(pipeline: PipelineConfig, pipe: int, layers: int) -> list[PipelineConfig]:
-    """Schedules with their chunks: up to 4, and those up to 12 that divide the layers. On one stage all are one."""
+    """Schedules with their chunk counts: up to 4, and those up to 12 that divide the layers. One stage has only one."""
     few = range(2, min(_MOST_CHUNKS, layers // pipe) + 1)
     many = [each for each in few if each <= 4 or layers % (each * pipe) == 0]
     chunks = {name: many if kind.chunked else [1] for name, kind in sorted(SCHEDULES.items())}
@@ -263,7 +263,7 @@ def _pipelines(pipeline: PipelineConfig, pipe: int, layers: int) -> list[Pipelin
 def _nothing(
     config: Config, devices: int, machine: Machine, smallest: tuple[int, Config] | None, kept: frozenset[str]
 ) -> UserError:
-    """Of an empty space, what forbids all there is."""
+    """The error for an empty search: why everything is ruled out."""
     if smallest is not None:
         size, least = smallest
         shown = (key for key in VARIED if not any(axis in key for axis in {*OPTIONAL_AXES} - {*least.mesh.shown}))
@@ -292,7 +292,7 @@ def _nothing(
 
 
 def _nearest(config: Config, devices: int, kept: frozenset[str]) -> str:
-    """Numbers of devices near this one of which there are meshes."""
+    """Numbers of devices close to this one for which there are meshes."""
     free = frozenset(key for key in kept if not key.startswith("mesh."))
     near = itertools.chain.from_iterable((devices - step, devices + step) for step in range(1, devices + 64))
     found = (each for each in near if each > 0 and next(_on_meshes(config, each, free), None))
