@@ -128,7 +128,7 @@ def recorded(
         place = *place[:2], lax.dynamic_slice_in_dim(place[2], first, x.shape[1])
     devices, turn = jnp.stack([axis_index(axis) for axis in AXES]), next(_TURNS)
 
-    def tell(backward: bool, value: Array, *where: Array) -> None:
+    def send(backward: bool, value: Array, *where: Array) -> None:
         def on_host(value: Any, first: Any, device: Any, layer: Any, samples: Any, *tokens: Any) -> None:
             own, rows, coordinates = np.array(value), np.array(samples), tuple(np.asarray(device).tolist())
             begins, places = int(first), np.array(tokens[0]) if tokens else None
@@ -139,14 +139,14 @@ def recorded(
 
     @jax.custom_vjp
     def watched(x: Array, *where: Array) -> Array:
-        tell(False, x, *where)
+        send(False, x, *where)
         return x
 
     def forward(x: Array, *where: Array) -> tuple[Array, Any]:
         return watched(x, *where), where
 
     def backward(where: Any, grad: Array) -> tuple[Array | None, ...]:
-        tell(True, grad, *where)
+        send(True, grad, *where)
         return grad, *(None for _ in where)
 
     watched.defvjp(forward, backward)

@@ -83,29 +83,29 @@ def search(config: Config, devices: int, machine: Machine, *, given: Iterable[st
     Model, batch, precision and those keys of `VARIED` that are `given` stay fixed. `count` of the best are planned in
     full. Raises `UserError` if nothing fits, or if the model has no such mesh, with the reason."""
     peak_of(machine, config.precision)
-    kept = frozenset(given)
-    if "mesh.context" in kept:
+    fixed = frozenset(given)
+    if "mesh.context" in fixed:
         check_context(config)
     for fewest in _FEWEST_TOKENS:
-        tried, smallest, fitting = _tried(config, devices, machine, kept, fewest)
+        tried, smallest, fitting = _tried(config, devices, machine, fixed, fewest)
         if fitting:
             break
     else:
-        raise _nothing(config, devices, machine, smallest, kept)
+        raise _nothing(config, devices, machine, smallest, fixed)
     fitting.sort(key=lambda each: (each.seconds, each.bytes))
     return Found(_best(fitting, devices, machine, count), fitting, tried)
 
 
-def _tried(config: Config, devices: int, machine: Machine, kept: frozenset[str], fewest: int) -> tuple[int, Any, list]:
+def _tried(config: Config, devices: int, machine: Machine, fixed: frozenset[str], fewest: int) -> tuple[int, Any, list]:
     """The number of configurations, the one with the fewest bytes, and all that fit."""
     tried, smallest, fitting, backend = 0, None, list[Candidate](), backend_of(machine)
-    for base in _on_meshes(config, devices, kept, fewest):
+    for base in _on_meshes(config, devices, fixed, fewest):
         models: dict[Any, StepModel] = {}
         costs: dict[Any, StepCost] = {}
-        for each in _of_mesh(base, kept):
+        for each in _of_mesh(base, fixed):
             like = each.train.remat, each.sequence_parallel
             cost = costs[like] = costs.get(like) or step_cost(each, backend)
-            sizes = list(_sizes(each, kept, backend, cost))
+            sizes = list(_sizes(each, fixed, backend, cost))
             tried += len(sizes)
             least = min(sizes, key=lambda pair: pair[0], default=None)
             if least is not None and (smallest is None or least[0] < smallest[0]):
@@ -152,15 +152,15 @@ def _best(fitting: list[Candidate], devices: int, machine: Machine, count: int) 
     return sorted(chosen, key=lambda each: (each.time.seconds, each.memory.total))[:count]
 
 
-def _on_meshes(config: Config, devices: int, kept: frozenset[str], fewest: int = 128) -> Iterator[Config]:
+def _on_meshes(config: Config, devices: int, fixed: frozenset[str], fewest: int = 128) -> Iterator[Config]:
     """The configuration on every mesh that the model can have, with every way of context attention; devices of a
     context group have at least `fewest` tokens, unless that axis is fixed."""
     length = config.model.sequence_length
-    most = length if "mesh.context" in kept else length // fewest
+    most = length if "mesh.context" in fixed else length // fewest
     contexts = [each for each in _divisors(devices) if each == 1 or (each <= most and length % (2 * each) == 0)]
     experts = [each for each in _divisors(devices) if (config.model.num_experts or 1) % each == 0]
     for mesh in _meshes(devices, {CONTEXT: contexts, EXPERT: experts}):
-        if any(f"mesh.{axis}" in kept and getattr(config.mesh, axis) != size for axis, size in mesh.sizes.items()):
+        if any(f"mesh.{axis}" in fixed and getattr(config.mesh, axis) != size for axis, size in mesh.sizes.items()):
             continue
         if config.train.batch_sizes.divisor % mesh.row_shards:
             continue
@@ -171,12 +171,12 @@ def _on_meshes(config: Config, devices: int, kept: frozenset[str], fewest: int =
         except UserError:
             continue
         base = replace(base, pipeline=config.pipeline, sequence_parallel=config.sequence_parallel)
-        yield from (replace(base, model=model) for model in _with_ways(config.model, mesh, kept))
+        yield from (replace(base, model=model) for model in _with_ways(config.model, mesh, fixed))
 
 
-def _with_ways(model: ModelConfig, mesh: MeshConfig, kept: frozenset[str]) -> list[ModelConfig]:
+def _with_ways(model: ModelConfig, mesh: MeshConfig, fixed: frozenset[str]) -> list[ModelConfig]:
     """The model with every way of context attention that the mesh supports."""
-    if mesh.context == 1 or "model.context_attention" in kept:
+    if mesh.context == 1 or "model.context_attention" in fixed:
         return [model]
     gathers, divides = (replace(model, context_attention=way) for way in ("gather", "heads"))
     return [gathers, divides] if model.num_heads // mesh.tensor % mesh.context == 0 else [gathers]
@@ -195,11 +195,11 @@ def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def _of_mesh(base: Config, kept: frozenset[str]) -> Iterator[Config]:
+def _of_mesh(base: Config, fixed: frozenset[str]) -> Iterator[Config]:
     """On one mesh, every microbatch size, recomputation, ZeRO stage, sequence parallelism and deferral."""
 
     def choices(key: str, possible: list[Any]) -> list[Any]:
-        return [attrgetter(key)(base)] if key in kept else possible
+        return [attrgetter(key)(base)] if key in fixed else possible
 
     mesh, length, stages = base.mesh, base.model.sequence_length, base.mesh.pipe > 1 and not base.model.num_experts
     rows = base.train.batch_sizes.divisor // mesh.row_shards
@@ -231,7 +231,7 @@ def _as_fast(config: Config, cost: StepCost) -> Config:
 
 
 def _sizes(
-    config: Config, kept: frozenset[str], backend: Backend, cost: StepCost
+    config: Config, fixed: frozenset[str], backend: Backend, cost: StepCost
 ) -> Iterator[tuple[int, PipelineConfig]]:
     """Every schedule and chunk count whose table and buffers can be computed quickly, with the bytes needed on a
     device. Fewer microbatches are used if the schedule's table has buffers of the same sizes with these."""
@@ -240,7 +240,7 @@ def _sizes(
     m = train.global_batch // rows
     for pipeline in _pipelines(config.pipeline, mesh.pipe, config.model.num_blocks):
         other = [key for key in ("schedule", "chunks") if getattr(pipeline, key) != getattr(config.pipeline, key)]
-        if not kept.isdisjoint(f"pipeline.{key}" for key in other) or not has_table(pipeline, mesh.pipe, m):
+        if not fixed.isdisjoint(f"pipeline.{key}" for key in other) or not has_table(pipeline, mesh.pipe, m):
             continue
         fewer = steady_state_microbatches(pipeline.schedule, mesh.pipe, m)
         if mesh.pipe > 1 and mesh.pipe * pipeline.chunks * fewer > _MOST_CELLS:
@@ -261,7 +261,7 @@ def _pipelines(pipeline: PipelineConfig, pipe: int, layers: int) -> list[Pipelin
 
 
 def _nothing(
-    config: Config, devices: int, machine: Machine, smallest: tuple[int, Config] | None, kept: frozenset[str]
+    config: Config, devices: int, machine: Machine, smallest: tuple[int, Config] | None, fixed: frozenset[str]
 ) -> UserError:
     """The error for an empty search: why everything is ruled out."""
     if smallest is not None:
@@ -273,27 +273,27 @@ def _nothing(
             f"({flags}) needs {size / GIB:.1f} GiB of the {machine.usable / GIB:.1f} GiB usable; "
             "valid: more --devices, another --gpu, a smaller model or batch"
         )
-    for base in _on_meshes(config, devices, kept):
-        for each in itertools.islice(_of_mesh(base, kept), 1):
+    for base in _on_meshes(config, devices, fixed):
+        for each in itertools.islice(_of_mesh(base, fixed), 1):
             try:
                 validate(each, devices)
             except UserError as error:
                 return error
     model, batch = config.model, config.train.global_batch
-    stays = "".join(f" {as_flag(key, attrgetter(key)(config))}" for key in VARIED if key in kept)
+    stays = "".join(f" {as_flag(key, attrgetter(key)(config))}" for key in VARIED if key in fixed)
     rows = " x ".join(f"--mesh.{axis}" for axis in ROW_AXES if axis != EXPERT or model.num_experts)
     return UserError(
         f"--devices {devices}{stays}: no valid mesh of that size; {rows} has to divide "
         f"--train.global-batch {batch}, --mesh.pipe at most --model.num-layers "
         f"{model.num_layers}, --mesh.tensor divide --model.num-heads {model.num_heads}, "
         f"--model.mlp-size {model.mlp_size} and the padded vocabulary of "
-        f"{model.padded_vocab_size}; valid: such as {_nearest(config, devices, kept)}"
+        f"{model.padded_vocab_size}; valid: such as {_nearest(config, devices, fixed)}"
     )
 
 
-def _nearest(config: Config, devices: int, kept: frozenset[str]) -> str:
+def _nearest(config: Config, devices: int, fixed: frozenset[str]) -> str:
     """Numbers of devices close to this one for which there are meshes."""
-    free = frozenset(key for key in kept if not key.startswith("mesh."))
+    free = frozenset(key for key in fixed if not key.startswith("mesh."))
     near = itertools.chain.from_iterable((devices - step, devices + step) for step in range(1, devices + 64))
     found = (each for each in near if each > 0 and next(_on_meshes(config, each, free), None))
     return " or ".join(str(each) for each in sorted(itertools.islice(found, 2)))

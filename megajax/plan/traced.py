@@ -115,7 +115,7 @@ def _layer_cost(program: Program, pipeline: Pipeline, x_BTD: Array, rows: Rows) 
     )
     later = jax.make_jaxpr(lambda sums: layers.add_weight_gradients(0, sums, 0) if layers.products else sums)(sums)
     return LayerCost(
-        Kept(tuple(_operand(var.aval, rows) for var in _kept(forward.jaxpr, len(jax.tree.leaves(output))))),
+        Kept(tuple(_operand(var.aval, rows) for var in _residuals(forward.jaxpr, len(jax.tree.leaves(output))))),
         Kept(tuple(_operand(leaf, rows, leading=2) for leaf in jax.tree.leaves(sums.factors))),
         tuple(_regions(forward.jaxpr, backward.jaxpr, rows)),
         any(_is_fused_attention(eqn) for eqn, _ in equations(forward.jaxpr)),
@@ -136,7 +136,7 @@ def _ends_cost(program: Program, pipeline: Pipeline, x_BTD: Array, rows: Rows) -
     )
 
 
-def _kept(forward: Jaxpr, num_outputs: int) -> list:
+def _residuals(forward: Jaxpr, num_outputs: int) -> list:
     """The residuals of a scan over one layer, each once, even if `jax.checkpoint` saves one under two names."""
     (scan,) = (eqn for eqn in forward.eqns if eqn.primitive.name == "scan")
     inside: Jaxpr = scan.params["jaxpr"].jaxpr
@@ -144,8 +144,8 @@ def _kept(forward: Jaxpr, num_outputs: int) -> list:
     for eqn in inside.eqns:
         if eqn.primitive.name in ("name", "reduce_precision"):
             same[eqn.outvars[0]] = same.get(eqn.invars[0], eqn.invars[0])
-    kept = (same.get(var, var) for var in forward.outvars[num_outputs:])
-    return list(dict.fromkeys(same.get(var, var) for var in kept))
+    saved = (same.get(var, var) for var in forward.outvars[num_outputs:])
+    return list(dict.fromkeys(same.get(var, var) for var in saved))
 
 
 def _operand(type_: Any, rows: Rows, leading: int = 0) -> Operand:

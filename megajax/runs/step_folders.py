@@ -96,5 +96,5 @@ class Retention:
         """Those of `steps` whose checkpoints are removed; `losses` are validation losses by step."""
         ascending = sorted(steps)
         measured = sorted((step for step in ascending if step in losses), key=lambda step: (losses[step], -step))
-        kept = {0, *ascending[-self.newest :], *measured[: self.best]}
-        return [step for step in ascending if step not in kept and not (self.every and step % self.every == 0)]
+        keep = {0, *ascending[-self.newest :], *measured[: self.best]}
+        return [step for step in ascending if step not in keep and not (self.every and step % self.every == 0)]

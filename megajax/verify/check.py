@@ -101,7 +101,7 @@ def check(
     found: list[Finding] = []
     limits: Limits | None = None
 
-    def tell(checked: Iterable[Finding]) -> None:
+    def add(checked: Iterable[Finding]) -> None:
         for finding in checked:
             found.append(finding)
             on_finding(finding)
@@ -111,14 +111,14 @@ def check(
         try:
             return run(config, devices, **options, **more)
         except TracingError as error:
-            tell([Finding(f"{config.precision} {_TRACED}", 1, 0, f"{what}: {error}")])
+            add([Finding(f"{config.precision} {_TRACED}", 1, 0, f"{what}: {error}")])
             return None
 
     reference = traced("one device", one_device(config), with_fresh=True, with_states=True)
     if reference is None:
         return Verdict(tuple(found))
     other = traced(shown(config.mesh), exact(config), with_fresh=True)
-    tell(all_checks(reference, other) if other else [])
+    add(all_checks(reference, other) if other else [])
     own = None
     if config.precision != "fp64":
         options["states"] = reference.states
@@ -128,7 +128,7 @@ def check(
         if config.precision in ("bf16", "fp16") and Verdict(tuple(found)).passed and not checked.passed:
             on_start(f"one device, {config.precision}")
             limits = widened(reference, run(with_axes(config, ()), devices, **options))
-        tell(all_checks(reference, own, limits))
+        add(all_checks(reference, own, limits))
     return Verdict(tuple(found), limits, reference)
 
 

@@ -106,14 +106,14 @@ def run(
         state = layout.from_canonical(drawn_state(program))
         batches = [placed_batch(program, step) for step in range(steps + 1)]
         step = traced.lower().compile(options)
-        metrics, counts, gradients, kept = [], [], [], []
+        metrics, counts, gradients, before = [], [], [], []
         for number, batch in enumerate(batches):
             if number == steps:
                 state = _overflowing(state)
             elif states:
                 state = _taken_over(program, states[number], state)
             if with_states and number < steps:
-                kept.append(jax.device_get(layout.to_canonical(state)))
+                before.append(jax.device_get(layout.to_canonical(state)))
             state, figures, grads = step(state, batch)
             metrics.append({name: float(value) for name, value in figures.items() if value.ndim == 0})
             counts.append({name: np.asarray(value) for name, value in figures.items() if value.ndim})
@@ -123,7 +123,7 @@ def run(
         uncast = [] if state.main is None else _uncast(program, state)
         found = collectives_of(traced.jaxpr)
         rows, unequal = _rows(program), _unequal(state)
-        return MeshRun(config, fresh, metrics, counts, gradients, weights, rows, unequal, uncast, found, kept)
+        return MeshRun(config, fresh, metrics, counts, gradients, weights, rows, unequal, uncast, found, before)
 
 
 def recorded(config: Config, devices: Sequence[jax.Device], quick_compile: bool) -> Recording:

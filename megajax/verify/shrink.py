@@ -134,14 +134,14 @@ class _Sizes:
             (lambda size: [heads * size]) if whole else (lambda size: range(heads * size + 4, heads * size + 40, 4))
         )
         pairs = [(size, hidden) for size in head_sizes for hidden in hidden_of(size)]
-        kept = [pair for pair in pairs if (pair[1] % ours.zero_shards == 0) == divides]
+        preserving = [pair for pair in pairs if (pair[1] % ours.zero_shards == 0) == divides]
         notes = []
-        if not kept:
+        if not preserving:
             does = "divides" if divides else "does not divide"
             notes.append(
                 f"{theirs.flags(BATCH_AXES)} {does} --model.hidden-size {model.hidden_size}; here it is not so"
             )
-        head_size, hidden = (kept or pairs)[0]
+        head_size, hidden = (preserving or pairs)[0]
         sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_size": head_size, "hidden_size": hidden}
         return sizes | {"mlp_size": self._mlp_size(hidden)}, notes
 
