@@ -84,8 +84,7 @@ class TensorFiles:
             raise UserError(f"{path}: holds {_list(others)}; valid: only what a {architecture} has")
 
     def dtype(self, names: Collection[str]) -> str:
-        """The common dtype of these tensors, as in `DTYPES`; if they differ, fp32, which can hold all their
-        values."""
+        """The common dtype of these tensors, as in `DTYPES`; if they differ, fp32, which can hold all their values."""
         there = {self._files[name][1].get_slice(name).get_dtype() for name in names}
         return next((ours for ours, theirs in DTYPES.items() if there == {theirs}), "fp32")
 

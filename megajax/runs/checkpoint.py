@@ -172,14 +172,12 @@ class Checkpoints:
         return state
 
     def averaged(self, step: int) -> bool:
-        """Whether the weights read for a step are averages: both the configuration and the checkpoint have
-        them."""
+        """Whether the weights read for a step are averages: both the configuration and the checkpoint have them."""
         return self._transfer.targets.average is not None and stored.has_average(self.folder / str(step))
 
     def restore_params(self, step: int) -> Any:
         """The weights after `step` steps on this mesh, in the compute dtype, including LoRA's; their average if they
-        are `averaged`. Only these arrays are read and compared with their checksums; the digests of files are
-        not."""
+        are `averaged`. Only these arrays are read and compared with their checksums; the digests of files are not."""
         return self._transfer.params_to_devices(self._read_weights(step, self._transfer.targets.params))
 
     def read_weights(self, step: int) -> Any:

@@ -85,8 +85,7 @@ def _entries(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints are kept: all that any of these rules keeps, and always step 0 (imported
-    weights)."""
+    """Which checkpoints are kept: all that any of these rules keeps, and always step 0 (imported weights)."""
 
     newest: int  # keep this many of the latest steps
     best: int = 0  # keep this many with the lowest validation losses; steps without a loss do not count
