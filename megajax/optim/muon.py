@@ -193,7 +193,7 @@ def orthogonalized(x_NRC: Array, config: OptimizerConfig, dtype: DTypeLike) -> A
     norm_N11 = jnp.sqrt(jnp.sum(jnp.square(x_NRC), (1, 2), keepdims=True))
     x_NRC = (x_NRC / (norm_N11 + config.epsilon)).astype(dtype)
     a, b, c = (jnp.asarray(value, dtype) for value in (config.muon_a, config.muon_b, config.muon_c))
-    # GPUs may compute fp32 products with fewer bits, which is fine in the run's own precision only.
+    # GPUs may use fewer bits for fp32 products (TF32), unless fp32 was requested for these iterations.
     product = partial(jnp.matmul, precision=lax.Precision.HIGHEST if config.muon_precision == "fp32" else None)
     for _ in range(config.muon_steps):
         a_NRR = product(x_NRC, x_NRC.mT)

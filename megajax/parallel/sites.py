@@ -113,8 +113,8 @@ def recorded(
     partial: tuple[str, ...] = (),
 ) -> Array:
     """Record `x`, with rows first, under a name if a recording is on. Along the dim `split` it is this device's shard:
-    equal parts over `axes` by default, or the part from `first`, which other `tensor` devices may hold too. A value
-    `partial` over axes does not belong to this device's tokens alone."""
+    equal parts over `axes` by default, or the part from `first`, which other `tensor` devices may hold too. Over the
+    axes `partial` it is replicated, whichever tokens a device has, and its gradient is a term of a sum."""
     record, place = _RECORD.get(), _PLACE.get()
     if record is None or place is None:
         return x
