@@ -76,7 +76,7 @@ class Decoder:
         specs = program.layout.specs.params
         layer_specs = _map_specs(lambda spec: PartitionSpec(*spec[3:]), specs["blocks"])
         self._specs = {"shared": specs["shared"], "layers": [layer_specs] * self._config.num_blocks}
-        # Separate arrays per layer: slicing a stack would copy every layer's weights for every token.
+        # Arrays of their own: of a stack, every layer's weights would be copied for every token.
         shardings = _map_specs(lambda spec: NamedSharding(self._mesh, spec), self._specs)
         self._unstack = jax.jit(self._unstacked, out_shardings=shardings)
         self._weights = self._unstack(params)

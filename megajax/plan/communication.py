@@ -137,7 +137,7 @@ class WeightTraffic(Sizes):
     # In the loop over ticks: ZeRO-3 gathers and scatters wherever weights are used.
 
     def gathered(self, purpose: str, room: str, times: Times) -> Iterator[Communication]:
-        """Gather all weights of a room (`shared`, or one layer of `blocks`), including adapters."""
+        """All weights of a room, `shared` or one layer of the `blocks`, and adapters."""
         for placed in self._sharded(room, (*self.held.weights, *self.held.adapters)):
             yield one(purpose, GATHER, placed.batch_axes, placed.shard, self.item, times)
 

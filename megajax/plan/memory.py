@@ -34,11 +34,11 @@ class Memory:
     moments: int
     average: int  # of the weights, with `train.ema`
     batch: int  # a device's rows
-    gradients: int  # their sums, and if these are in half precision, the fp32 copy for the optimizer
-    kept: int  # activations saved for the backward pass
-    factors: int  # of deferred weight gradients
-    hand_overs: int  # activations and gradients in transit between stages or waiting in inboxes
-    temporaries: int  # of the running layer or end, and of the optimizer
+    gradients: int  # their sums, and where these are in half precision, what the optimizer gets
+    kept: int  # of activations, until their backward pass
+    factors: int  # of weight gradients that wait
+    hand_overs: int  # activations and gradients on their way between stages, and those that wait to be used
+    temporaries: int  # of the layer and the end that run, and of the optimizer
 
     @property
     def state(self) -> int:
@@ -56,7 +56,7 @@ class Memory:
 
 
 def backend_of(machine: Machine) -> Backend:
-    """The backend for a GPU, with cuDNN's attention if the GPU supports it."""
+    """The forms that suit a GPU, cuDNN's attention if there is one."""
     return GPU if machine.fused_attention else replace(GPU, fused_attention=False)
 
 
@@ -122,7 +122,7 @@ class Temporaries:
         self._on_cpu = backend == CPU
         self._wide = max(_FP32, step.item) if self._on_cpu else step.item  # bytes per element of a product's result
         self._ratio = self._wide // step.item
-        self._converts = self._on_cpu and step.config.precision == "bf16"  # XLA also holds whole chunks in fp32
+        self._converts = self._on_cpu and step.config.precision == "bf16"  # XLA holds whole chunks in fp32, too
         self._piped = mesh.pipe > 1
         self._gathers = step.zero == 3 and mesh.zero_shards > 1  # gathers weights for every use
         self._residuals = step.layers_of_chunk * cost.layer.residuals.num_bytes(self._rows)  # of a chunk
@@ -215,8 +215,8 @@ class Temporaries:
         return numbers * (2 * self._wide + step.wide) if step.way == "gather" else 0
 
     def _scores(self) -> int:
-        """Scores, probabilities and their gradients, for as many heads as are computed at once and all blocks of
-        queries: these are unrolled, and XLA runs them in any order."""
+        """Scores, probabilities and their gradients of as many heads as are computed at once, of all blocks of queries:
+        these are unrolled, and XLA runs them in any order."""
         if self.cost.layer.fused:
             return 0
         step = self.step

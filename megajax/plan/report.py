@@ -27,8 +27,8 @@ _TRACED = {True: ", as in the traced program", False: "; the traced program diff
 
 
 def figures(preset: str, config: Config, machine: Machine, compilation: Compilation | None) -> dict[str, Any]:
-    """What is known about a training step of a valid configuration, as JSON; includes the compiler's figures if there
-    is a compilation."""
+    """What is known of a training step of a valid configuration, as JSON has it, and what a compiler makes of it if it
+    was asked."""
     needed, time = memory(config, backend_of(machine)), step_time(config, machine)
     plan: dict[str, Any] = {
         "preset": preset,
@@ -56,8 +56,8 @@ def figures(preset: str, config: Config, machine: Machine, compilation: Compilat
 
 
 def _compiled(config: Config, compilation: Compilation) -> dict[str, Any]:
-    """The compiler's figures, the estimate for the same devices, and whether the predicted communication is that of the
-    traced step."""
+    """Beside it what the model says for the devices that were compiled for, and whether the theory of communication is
+    what the traced step has."""
     predicted, expected = memory(config, GPU if compilation.gpus else CPU), totals(communication(config))
     compiled = compilation.result()
     return {

@@ -38,31 +38,31 @@ from megajax.pipeline.schedule import SCHEDULES
 from megajax.program.program import training_way
 
 Shape = tuple[int, ...]
-ITEM_SIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # bytes per element
+ITEM_SIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a number
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight of a model, independent of any mesh."""
+    """A weight of a model, on no mesh."""
 
-    path: tuple[str, ...]  # its name, below `shared` (weights of the ends) or `blocks` (weights of layers)
-    shape: Shape  # of the whole weight; for a layer's, in one layer
+    path: tuple[str, ...]  # its name, from `shared`, those of the ends, or `blocks`, those of the layers
+    shape: Shape  # of all of it; of a layer's, in one layer
     logical: PartitionSpec  # the names of its dims (`megajax/mesh.py`)
     stacked: bool  # whether it is a layer's
-    of_product: bool  # whether its gradient can be deferred
+    of_product: bool  # whose gradient can be deferred
 
 
 @dataclass(frozen=True)
 class Placed:
     """A weight on a mesh."""
 
-    weight: Weight
-    spec: PartitionSpec  # mesh axes of its dims, without ZeRO and without the leading dims of pipelined layers
-    whole: Shape  # shape on a device without ZeRO; for a layer's weight, in one layer
-    batch_axes: tuple[str, ...]  # batch axes that do not shard the weight; its gradients are summed over them
-    data_dim: int | None  # the dim of `whole` that ZeRO shards over these axes; None if it shards none
-    shard: Shape  # shape on a device with ZeRO; equal to `whole` if it shards nothing
-    copies: int  # layer slots on a device: chunks x layers per chunk, including padding; 1 for the ends
+    weight: Weight  # which
+    spec: PartitionSpec  # mesh axes of its dims, without ZeRO and the dims that pipelined layers have before them
+    whole: Shape  # shape on a device without ZeRO; of a layer's, in one layer
+    batch_axes: tuple[str, ...]  # those that divide a batch and not the weight: its gradients are summed over them
+    data_dim: int | None  # the dim of `whole` that ZeRO divides over these; None where it divides none
+    shard: Shape  # shape on a device where it is divided; `whole` where it cannot be
+    copies: int  # layers that a device has room for: chunks x layers of a chunk, padded ones included; 1 of the ends
     needs_tensor_sum: bool  # see `mesh.needs_tensor_sum`
 
 
@@ -213,11 +213,11 @@ class Sizes:
     """The sizes of a step.
 
     Attributes:
-        held: what a device holds of the weights.
-        item, wide, summed: bytes per element of compute weights; of main weights, statistics and losses; and of
-            gradient sums.
-        microbatches, microbatch: how many microbatches a device has per step, and rows in one.
-        rows, tokens: texts in a microbatch (several per row for a choice), and tokens in a text.
+        held: what a device has of the weights.
+        item, wide, summed: bytes of a number that layers compute with, of main weights, statistics and losses, and of
+            the sums of gradients.
+        microbatches, microbatch: how many a device has in a step, and the rows of one.
+        rows, tokens: texts of a microbatch, of a choice several for a row, and tokens of a text.
         bidirectional: of the family, see `Family`.
         way: how attention reaches tokens in a context group.
         attention_heads, attention_kv_heads: query heads, and key heads, that a device's attention computes with.

@@ -40,7 +40,7 @@ Cost = TypeVar("Cost", LayerCost, EndsCost)
 _PRIMES = 10_007, 10_009, 10_037
 _SMALL_PRIMES = 1009, 1013, 1019  # small enough for the places of an expert group's choices to be int32
 _LARGEST_BLOCK = 2**30
-_OF_ROWS_ALONE = [axis for axis in ROW_AXES if axis not in RULES.values()]  # row axes that shard no weight
+_OF_ROWS_ALONE = [axis for axis in ROW_AXES if axis not in RULES.values()]  # no weight is sharded over them
 _program = lru_cache(maxsize=4)(Program.abstract)
 
 
@@ -163,11 +163,11 @@ def _sent(traced: ClosedJaxpr, rows: Rows) -> tuple[Sent, ...]:
 def _regions(forward: Jaxpr, backward: Jaxpr, rows: Rows) -> Iterator[Region]:
     """The regions of the forward pass, each up to the sum that ends it, or to the first product of experts."""
     repeated = Counter(_signature(eqn) for eqn, _ in equations(backward) if _multiplies_weights(eqn, rows))
-    for eqn, _ in equations(forward):  # the gradient of a block's input looks like another product, transposed
+    for eqn, _ in equations(forward):  # the gradient of what a block takes is a product as another's, turned
         if eqn.primitive.name == "dot_general" and _of_block(eqn, rows):
             (_, inner), (_, columns) = _operand_shapes(eqn)
             repeated[((1, columns), (columns, inner), eqn.params["dimension_numbers"])] -= 1
-    products: dict[Any, Product] = {}  # by left operand and whether they are recomputed
+    products: dict[Any, Product] = {}  # by their left operand, and whether they are computed again
     attends = False
     for eqn, _ in equations(forward):
         if _multiplies_weights(eqn, rows):

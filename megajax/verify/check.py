@@ -20,7 +20,7 @@ from megajax.verify.verdict import Finding, Verdict, compare_runs, loss_scales, 
 
 STEPS = 3
 _TRACED = "tracing of the step"
-_LEARNING_RATE, _EPSILON = 1e-3, 1e-4  # upper and lower limit
+_LEARNING_RATE, _EPSILON = 1e-3, 1e-4  # at most, at least
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def check(
     found: list[Finding] = []
     limits: Limits | None = None
 
-    def add(checked: Iterable[Finding]) -> None:
+    def tell(checked: Iterable[Finding]) -> None:
         for finding in checked:
             found.append(finding)
             on_finding(finding)
@@ -111,14 +111,14 @@ def check(
         try:
             return run(config, devices, **options, **more)
         except TracingError as error:
-            add([Finding(f"{config.precision} {_TRACED}", 1, 0, f"{what}: {error}")])
+            tell([Finding(f"{config.precision} {_TRACED}", 1, 0, f"{what}: {error}")])
             return None
 
     reference = traced("one device", one_device(config), with_fresh=True, with_states=True)
     if reference is None:
         return Verdict(tuple(found))
     other = traced(shown(config.mesh), exact(config), with_fresh=True)
-    add(all_checks(reference, other) if other else [])
+    tell(all_checks(reference, other) if other else [])
     own = None
     if config.precision != "fp64":
         options["states"] = reference.states
@@ -128,13 +128,13 @@ def check(
         if config.precision in ("bf16", "fp16") and Verdict(tuple(found)).passed and not checked.passed:
             on_start(f"one device, {config.precision}")
             limits = widened(reference, run(with_axes(config, ()), devices, **options))
-        add(all_checks(reference, own, limits))
+        tell(all_checks(reference, own, limits))
     return Verdict(tuple(found), limits, reference)
 
 
 def widened(reference: MeshRun, alone: MeshRun) -> Limits:
     """Limits for half precision if rounding alone, on one device, comes close to the usual ones: twice that rounding
-    error, but at most ten times the usual limits."""
+    error, and at most ten times the usual limits."""
     usual = LIMITS[alone.config.precision]
     rounding = [finding.figure for finding in compare_runs(reference, alone)][:3]
     pairs = zip(dataclasses.astuple(usual), rounding, strict=True)
@@ -153,8 +153,8 @@ def all_checks(reference: MeshRun, other: MeshRun, limits: Limits | None = None)
 
 
 def steady(config: Config) -> Config:
-    """`config` with an Adam that does not amplify rounding. With a small epsilon, a gradient that is pure rounding (as
-    that of the key bias) would cause a full-size update."""
+    """The same with an Adam that does not amplify rounding: with a small epsilon, a gradient that is only rounding (the
+    bias of the keys has one) would cause a full-size update."""
     given = config.optimizer
     rate, epsilon = min(given.learning_rate, _LEARNING_RATE), max(given.epsilon, _EPSILON)
     lowest = min(given.min_learning_rate, rate)
@@ -163,13 +163,13 @@ def steady(config: Config) -> Config:
 
 
 def exact(config: Config) -> Config:
-    """`config` in fp64."""
-    optimizer = dataclasses.replace(config.optimizer, gradient_dtype="fp32")  # means fp64 with --precision fp64
+    """The same in fp64."""
+    optimizer = dataclasses.replace(config.optimizer, gradient_dtype="fp32")  # of fp64: fp64
     return dataclasses.replace(config, precision="fp64", optimizer=optimizer)
 
 
 def one_device(config: Config) -> Config:
-    """`config` in its plainest form on one device in fp64: one microbatch, no recomputation, nothing sharded."""
+    """The plainest form on one device in fp64: the batch in one piece, no recomputation, nothing sharded."""
     plain = dataclasses.replace(
         config,
         mesh=MeshConfig(),

@@ -93,8 +93,8 @@ def run(
 
     Args:
         with_fresh, with_states: whether to return these.
-        states: states of another run. Each step starts from one of these instead of the previous step's result, so that
-            rounding does not accumulate: Adam makes full-size updates even from gradients that are pure rounding.
+        states: states of another run. Each step starts from one of them instead of from the result of the step before,
+            so that rounding does not add up: Adam makes a full-size update even of a gradient that is only rounding.
     """
     with in_precision(config):
         with _traced():
@@ -106,14 +106,14 @@ def run(
         state = layout.from_canonical(drawn_state(program))
         batches = [placed_batch(program, step) for step in range(steps + 1)]
         step = traced.lower().compile(options)
-        metrics, counts, gradients, before = [], [], [], []
+        metrics, counts, gradients, kept = [], [], [], []
         for number, batch in enumerate(batches):
             if number == steps:
                 state = _overflowing(state)
             elif states:
                 state = _taken_over(program, states[number], state)
             if with_states and number < steps:
-                before.append(jax.device_get(layout.to_canonical(state)))
+                kept.append(jax.device_get(layout.to_canonical(state)))
             state, figures, grads = step(state, batch)
             metrics.append({name: float(value) for name, value in figures.items() if value.ndim == 0})
             counts.append({name: np.asarray(value) for name, value in figures.items() if value.ndim})
@@ -123,11 +123,11 @@ def run(
         uncast = [] if state.main is None else _uncast(program, state)
         found = collectives_of(traced.jaxpr)
         rows, unequal = _rows(program), _unequal(state)
-        return MeshRun(config, fresh, metrics, counts, gradients, weights, rows, unequal, uncast, found, before)
+        return MeshRun(config, fresh, metrics, counts, gradients, weights, rows, unequal, uncast, found, kept)
 
 
 def recorded(config: Config, devices: Sequence[jax.Device], quick_compile: bool) -> Recording:
-    """Record every activation in the first step of such a run."""
+    """Every activation of the first step of such a run."""
     recording = Recording()
     with in_precision(config), recording.taken():
         program = Program.on(config, list(devices)[: config.mesh.num_devices])

@@ -134,14 +134,14 @@ class _Sizes:
             (lambda size: [heads * size]) if whole else (lambda size: range(heads * size + 4, heads * size + 40, 4))
         )
         pairs = [(size, hidden) for size in head_sizes for hidden in hidden_of(size)]
-        preserving = [pair for pair in pairs if (pair[1] % ours.zero_shards == 0) == divides]
+        kept = [pair for pair in pairs if (pair[1] % ours.zero_shards == 0) == divides]
         notes = []
-        if not preserving:
+        if not kept:
             does = "divides" if divides else "does not divide"
             notes.append(
                 f"{theirs.flags(BATCH_AXES)} {does} --model.hidden-size {model.hidden_size}; here it is not so"
             )
-        head_size, hidden = (preserving or pairs)[0]
+        head_size, hidden = (kept or pairs)[0]
         sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_size": head_size, "hidden_size": hidden}
         return sizes | {"mlp_size": self._mlp_size(hidden)}, notes
 
@@ -167,8 +167,8 @@ class _Sizes:
         return ours * here, ours // held if ours % held == 0 else 1
 
     def _mlp_size(self, hidden: int) -> int:
-        """A multiple of `tensor`. If so in the original, it is 4 times the hidden size, or ZeRO's shards divide a
-        device's share."""
+        """A multiple of `tensor`; ZeRO's shards divide a device's share, or it is 4 times the hidden size, if that
+        holds for the original."""
         model, theirs, ours = self._model, self._theirs, self._ours
         if model.mlp_size == 4 * model.hidden_size:
             return 4 * hidden

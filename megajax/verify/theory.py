@@ -31,7 +31,7 @@ from megajax.verify.verdict import Finding
 
 
 def theory_of(config: Config) -> list[Communication]:
-    """Everything that a training step of a valid configuration communicates, per device, in program order."""
+    """All that a training step of a valid configuration communicates, per device, in the order of the program."""
     step = _Step(config)
     forward = [*step.targets(), *step.p2p_transfers(), *step.embedding(), *step.layers(), *step.head()]
     backward = [*step.layers_backward(), *step.embedding_backward(), *step.weight_gradients()]
@@ -39,7 +39,7 @@ def theory_of(config: Config) -> list[Communication]:
 
 
 def check_collectives(config: Config, found: Iterable[Collective]) -> Finding:
-    """Compare exact counts and bytes of all collectives in a step, by kind, axes and shape."""
+    """Compare the exact counts and bytes of all collectives of a step, by kind, axes and shape."""
     expected = theory_of(config)
     wanted, there = totals(expected), totals(found)
     wrong = [key for key in wanted.keys() | there.keys() if wanted[key] != there[key]]

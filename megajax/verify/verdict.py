@@ -35,7 +35,7 @@ class Verdict:
 
     findings: tuple[Finding, ...]
     limits: Limits | None = None  # for the configuration's precision, if they are not the usual ones
-    reference: MeshRun | None = None  # the run on one device
+    reference: MeshRun | None = None  # what it was compared with
 
     @property
     def passed(self) -> bool:
@@ -60,7 +60,7 @@ def same_on_mesh(reference: MeshRun, other: MeshRun) -> Iterator[Finding]:
 
 
 def same_on_devices(run: MeshRun) -> Iterator[Finding]:
-    """Check replicas on one mesh."""
+    """Checks of replicas on one mesh."""
     precision = run.config.precision
     yield Finding(f"{precision} replicas of the state, bit for bit", len(run.unequal), 0, _some(run.unequal))
     if precision in ("bf16", "fp16"):
