@@ -146,16 +146,16 @@ def _deferral_lines(pipeline: PipelineConfig, table: Schedule, times: PassTimes,
     each = times.weight_gradient / table.num_chunks
     waiting, allowed = max(pending_weights(table)), deferring.waiting(table.num_stages)
     help_of = "" if waiting == allowed else f"help of the {allowed} that "
-    (h1, h1_kept), (h2, h2_kept) = published_zero_bubble(table.num_stages, times).values()
-    kept = kept_entries(table)
+    (h1, h1_in_flight), (h2, h2_in_flight) = published_zero_bubble(table.num_stages, times).values()
+    entries = kept_entries(table)
     of_formula = "no formula for this case" if formula is None else f"by formula {formula:g}"
     return [
         f"factors per stage {table.deferral.num_slots} chunks; with what backwards need, at most "
-        f"{', '.join(map(str, kept))} chunks by stage",
+        f"{', '.join(map(str, entries))} chunks by stage",
         f"bubble            {together.bubble:.4f} together -> {step.bubble:.4f} deferred; idle time "
         f"{together.idle:g} -> {step.idle:g} ({of_formula})",
-        f"published         idle time of ZB-H1 {h1:g} with {h1_kept} microbatches in flight, of ZB-H2 {h2:g} with "
-        f"{h2_kept} (arXiv 2401.10241); here {step.idle:g} with {max(kept) / table.num_chunks:g}",
+        f"published         idle time of ZB-H1 {h1:g} with {h1_in_flight} microbatches in flight, of ZB-H2 {h2:g} with "
+        f"{h2_in_flight} (arXiv 2401.10241); here {step.idle:g} with {max(entries) / table.num_chunks:g}",
         f"pending chunks    {waiting}, all that {help_of}--pipeline.max-deferred allows; each saves "
         f"up to {each:g}, {each / together.wall:.1%} of the step,",
         "                  and keeps its factors: about 16 D numbers per token and layer, whatever --train.remat is "

@@ -1,1 +1,1 @@
-"""Models from and to Hugging Face's format: `exchange.py` says what a family needs, `families.py` lists them."""
+"""Models from and to the Hugging Face format: `exchange.py` says what a family needs, `families.py` lists them."""

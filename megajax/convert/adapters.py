@@ -1,8 +1,8 @@
-"""A LoRA run's adapters as a folder that `peft` loads: `adapter_config.json` and `adapter_model.safetensors`.
+"""Export a LoRA run's adapters as a folder that `peft` loads: `adapter_config.json` and `adapter_model.safetensors`.
 
-`peft` has an adapter for every module of transformers' model. Where one module is several of our products, as GPT-2's
-`c_attn` is query, key and value, theirs has the ranks of ours together: the As stand one below the other, and each B in
-the rows of its product, zeros elsewhere. Letters: I what goes into a module, O what comes out, R rank.
+`peft` has one adapter per module of the transformers model. If a module contains several of our products, as GPT-2's
+`c_attn` contains query, key and value, its adapter has the sum of their ranks: the As are stacked, and each B is in the
+rows of its product, with zeros elsewhere. Letters: I inputs of a module, O outputs, R rank.
 """
 
 from collections.abc import Mapping
@@ -27,12 +27,12 @@ from megajax.runs.trained import weights_in_parts
 
 FILE = "adapter_model.safetensors"
 
-# Modules of transformers' model, with `{layer}` in them -> ours that are in them, as in `Adapters.products` -> where.
+# Module of the transformers model (with `{layer}` in its name) -> our products in it (`Adapters.products`) -> place.
 _Modules = dict[str, dict[tuple[str, ...], Place]]
 
 
 def check_has_adapters(run_dir: Path, config: Config) -> None:
-    """Check that a run has adapters."""
+    """Check that a run has adapters that can be exported."""
     if not config.lora.rank:
         raise UserError(
             f"--adapter: RUN {run_dir} was trained without adapters; valid: a run with --lora.rank 1 "
@@ -45,8 +45,8 @@ def check_has_adapters(run_dir: Path, config: Config) -> None:
 
 
 def export_adapter(run_dir: Path, config: Config, folder: Path, step: str = "latest", *, dtype: str | None) -> int:
-    """Write a run's adapters to `folder`, which appears whole or not at all, as `export_hf` does; returns the step.
-    `dtype` None: fp32."""
+    """Write a run's adapters to `folder`, which appears complete or not at all, as in `export_hf`; returns the step.
+    With `dtype` None, fp32 is written."""
     check_new(folder, "PATH")
     layout = whole_layout(config)
     read, number = weights_in_parts(layout, run_dir, step)
@@ -65,7 +65,7 @@ def export_adapter(run_dir: Path, config: Config, folder: Path, step: str = "lat
 def joined_tensors(
     run_dir: Path, config: Config, adapters: Mapping[tuple[str, ...], npt.NDArray[Any]]
 ) -> dict[str, Tensor]:
-    """Adapters in canonical form, or what has their shapes, by path as `peft`'s tensors by name."""
+    """Turn adapters in canonical form (or anything with their shapes) by path into `peft`'s tensors by name."""
     tensors: dict[str, Tensor] = {}
     for module, products in _modules(run_dir, config).items():
         pairs = [(adapters["blocks", *product, "a"], adapters["blocks", *product, "b"]) for product in products]
@@ -87,7 +87,7 @@ def _modules(run_dir: Path, config: Config) -> _Modules:
 
 
 def _joined(places: list[Place], pairs: list[tuple[Any, Any]], rank: int) -> tuple[Tensor, Tensor]:
-    """The two matrices of a module's adapter, of those of its products in one layer."""
+    """The two matrices of a module's adapter, from those of its products in one layer."""
     flat = [(a.reshape(-1, rank).T, b.reshape(rank, -1).T) for a, b in pairs]
     a_RI = np.concatenate([a for a, _ in flat]).astype(np.float32)
     thirds = 1 if places[0].third is None else 3
@@ -101,7 +101,7 @@ def _joined(places: list[Place], pairs: list[tuple[Any, Any]], rank: int) -> tup
 
 def _settings(config: Config, modules: _Modules) -> dict[str, Any]:
     lora = config.lora
-    # By these `peft` finds a module in every layer; GPT-2 has two `c_proj`.
+    # `peft` finds a module in every layer by these names; GPT-2 has two called `c_proj`.
     targets = {".".join(name.split(".")[-2:]): products for name, products in modules.items()}
     several = {target: len(products) for target, products in targets.items() if len(products) > 1}
     (turned,) = {place.turned for products in modules.values() for place in products.values()}

@@ -1,5 +1,5 @@
-"""BERT: `MegatronBertFor…` of transformers where a layer's LayerNorms come first, `BertFor…` where they follow the
-additions. The output product of pretraining is tied."""
+"""BERT: transformers' `MegatronBertFor…` if a layer's LayerNorms come first, `BertFor…` if they follow the additions.
+The output product of pretraining is tied."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -18,14 +18,14 @@ _PREDICTIONS = "cls.predictions."
 _POOLER = linear("head/pooler/dense", "bert.pooler.dense", "DD")
 _ONE_LABEL = "single_label_classification"
 _LAYER = "bert.encoder.layer.{layer}."
-_NORMS = {  # of a layer order: the one outside the layers, that of the attention, that of the MLP
+_NORMS = {  # by layer order: the one outside the layers, the one of attention, the one of the MLP
     "pre": ("bert.encoder.ln", f"{_LAYER}attention.ln", f"{_LAYER}ln"),
     "post": ("bert.embeddings.LayerNorm", f"{_LAYER}attention.output.LayerNorm", f"{_LAYER}output.LayerNorm"),
 }
 
 
 def _read_classes(fields: Fields) -> dict[str, Any]:
-    """Labels of a task must have its order: by their numbers alone, answers would be other ones than there."""
+    """Labels of a task must be in its order; going by their numbers alone would change the answers."""
     fields.check("problem_type", None, _ONE_LABEL)
     names = fields.labels()
     lower = [name.lower() for name in names]
@@ -42,7 +42,7 @@ def _read_span(fields: Fields) -> dict[str, Any]:
     return {"model.head": "span", "model.num_classes": 2}
 
 
-_HEADS = {  # their classes by the names from `Bert` on
+_HEADS = {  # class names without what precedes `Bert`
     "pretraining": Head(
         classes=("BertForPreTraining", "BertForMaskedLM"),
         kind="a BERT with a head of masked tokens",
@@ -68,7 +68,7 @@ _HEADS = {  # their classes by the names from `Bert` on
         kind="a BERT with a head of spans",
         shared=linear("head/output", "qa_outputs", "2D"),
         read=_read_span,
-        unused=tuple(place.name for place in _POOLER.values()),  # which older versions wrote
+        unused=tuple(place.name for place in _POOLER.values()),  # older versions wrote it
     ),
     "choice": Head(
         classes=("BertForMultipleChoice",),
@@ -85,8 +85,8 @@ def _read_mlp(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _spelling(there: Collection[str]) -> Callable[[str], str]:
-    """By the names that TensorFlow gave a LayerNorm's weights, which the first BERTs still have, where only those are
-    there."""
+    """Use the names that TensorFlow gave a LayerNorm's weights, which the first BERTs still have, if only those
+    exist."""
 
     def spelled(name: str) -> str:
         older = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")

@@ -1,7 +1,7 @@
-"""A class of Hugging Face's format as tables: of its settings, and of the place of every weight.
+"""A class in the Hugging Face format, described by tables: its settings, and the place of every weight.
 
-To add one, write such an `Exchange` and enter it in `families.py`. What a field is called that says the same as one of
-our options stands on the option (`Theirs` in `models/config.py`).
+To add one, write such an `Exchange` and list it in `families.py`. If a field means the same as one of our options, its
+name is declared on the option (`Theirs` in `models/config.py`).
 """
 
 import contextlib
@@ -23,36 +23,36 @@ from megajax.traits import COMPUTATION, NOTHING, WEIGHTS, Changes, ReadWith, The
 
 @dataclass(frozen=True)
 class Head:
-    """What a model predicts, `model.head`, in Hugging Face's format."""
+    """What a model predicts (`model.head`) in the Hugging Face format."""
 
-    classes: tuple[str, ...]  # of transformers that have it; the first is written
-    kind: str  # a model with all of its weights, in messages, as in "a GPT-2"
-    shared: Mapping[str, Place] = field(default_factory=dict)  # where its own weights are
-    # config.json -> values by key of a run's preset; raises `UserError` where the head is not ours.
+    classes: tuple[str, ...]  # transformers classes that have it; the first is written
+    kind: str  # what messages call a model with all of its weights, such as "a GPT-2"
+    shared: Mapping[str, Place] = field(default_factory=dict)  # places of its own weights
+    # config.json -> values by key for a run's preset; raises `UserError` if we do not have such a head.
     read: Callable[[Fields], dict[str, Any]] = lambda _: {}
     write: Callable[[ModelConfig], dict[str, Any]] = lambda _: {}  # model -> fields of config.json
-    copies: Mapping[str, str] = field(default_factory=dict)  # these three as in `Places`
+    copies: Mapping[str, str] = field(default_factory=dict)  # as in `Places`, like the next two
     unused: tuple[str, ...] = ()
     fresh: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Settings and weights of a class of transformers, or of several that differ in their heads."""
+    """Settings and weights of a transformers class, or of several that differ in their heads."""
 
-    family: str  # whose models they are, `model.family`
+    family: str  # `model.family` of its models
     model_type: str  # its value in config.json
-    dialect: str  # by which options have names there (`Theirs`)
+    dialect: str  # selects the names of options in config.json (`Theirs`)
     heads: Mapping[str, Head]  # by `model.head`
-    shared: Mapping[str, Place]  # where the weights of the ends are; of those of a head, its own table
-    blocks: Mapping[str, Place]  # where those of every layer are
-    # Options that have one value there, beside those of our family; all that nothing here names must have their
-    # defaults.
+    shared: Mapping[str, Place]  # places of the weights of the ends, except those in a head's own table
+    blocks: Mapping[str, Place]  # places of the weights of every layer
+    # Options that have only one value in this class, in addition to those of our family. Options that are mentioned
+    # nowhere here must have their defaults.
     options: Mapping[str, Any] = field(default_factory=dict)
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # fields that have one value, also where they are missing
-    # Of options that have names there, where the field is missing; None: it may be null.
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # fields that have one value, also if they are missing
+    # Values of named options if the field is missing; None: it may be null.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    parts: tuple[Part, ...] = ()  # what is said in another way
+    parts: tuple[Part, ...] = ()  # options that do not map to fields one to one
     copies: Mapping[str, str] = field(default_factory=dict)  # as in `Places`, unless they are weights of the model
     unused: tuple[str, ...] = ()  # as in `Places`
     spelling: Spelling = lambda _: str  # as in `Places`
@@ -62,10 +62,10 @@ class Exchange:
         return self.heads[model.head].classes[0]
 
     def read_settings(self, fields: Fields, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Values by key of a run's preset; `given` are those of the user.
+        """Values by key for a run's preset; `given` are those given by the user.
 
         Raises:
-            UserError: the model is not ours.
+            UserError: we do not support this model.
         """
         known = {name: head for head in self.heads.values() for name in head.classes}
         classes = fields.get("architectures")
@@ -77,7 +77,7 @@ class Exchange:
         found = {f"model.{name}": value for name, value in {"family": self.family, **self.options}.items()}
         for name, (theirs, option) in self.named_options().items():
             key, missing = f"model.{name}", self.defaults.get(name, ...)
-            if option.trait(Changes) is NOTHING:  # weights that exist do not need it
+            if option.trait(Changes) is NOTHING:  # existing weights do not need it
                 with contextlib.suppress(UserError):
                     found[key] = fields.value(theirs, key)
             elif missing is not None or fields.get(theirs) is not None:
@@ -89,11 +89,11 @@ class Exchange:
     def settings(
         self, model: ModelConfig, labels: Sequence[str], tokenizer: Tokenizer | None
     ) -> dict[str, dict[str, Any]]:
-        """Contents of the JSON files by name, config.json among them, of a model whose classes have these names, or
-        none.
+        """Contents of the JSON files by name, config.json among them, for a model whose classes have these labels, if
+        any.
 
         Raises:
-            UserError: the tokenizer is of another kind than the class's.
+            UserError: the tokenizer is of a different kind than the class needs.
         """
         head = self.heads[model.head]
         config: dict[str, Any] = {"architectures": [self.architecture(model)], "model_type": self.model_type}
@@ -102,7 +102,7 @@ class Exchange:
         for part in self.parts:
             config |= part.write(model)
         if model.head != "pretraining":
-            names = labels or [f"LABEL_{number}" for number in range(model.num_classes)]  # as transformers names them
+            names = labels or [f"LABEL_{number}" for number in range(model.num_classes)]  # transformers' default names
             config["id2label"] = {str(number): name for number, name in enumerate(names)}
             config["label2id"] = {name: number for number, name in enumerate(names)}
         config |= head.write(model)
@@ -114,7 +114,7 @@ class Exchange:
         return {"config.json": config | special, "generation_config.json": {"_from_model_config": True, **special}}
 
     def lacks(self, model: ModelConfig) -> Lacks:
-        """Those of a model's options that the class cannot hold."""
+        """Those options of a model that the class cannot represent."""
         named, fixed = self.named_options(), {**FAMILIES[self.family].fixed, **self.options, "family": self.family}
         covered = named.keys() | {name for part in self.parts for name in part.options}
         found: Lacks = {}
@@ -131,7 +131,7 @@ class Exchange:
         return found
 
     def places(self, model: ModelConfig) -> Places:
-        """Where the weights of a model are."""
+        """The places of a model's weights."""
         head = self.heads[model.head]
         there = {named(path) for path in weight_paths(model)}
         shared = {name: place for name, place in {**self.shared, **head.shared}.items() if ("shared", name) in there}
@@ -146,7 +146,7 @@ class Exchange:
         )
 
     def named_options(self) -> dict[str, tuple[str, Option]]:
-        """Options that a field says one to one: its name, and the option."""
+        """Options that map to a field one to one: the field's name, and the option."""
         covered = {name for part in self.parts for name in part.options}
         found = {}
         for name, option in options(ModelConfig).items():
@@ -157,7 +157,7 @@ class Exchange:
 
 
 def _special_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Of a tokenizer that continues text; GPT-2's end of text also begins one."""
+    """Special ids of a tokenizer for language models; GPT-2's end of text also begins one."""
     if not tokenizer:
         return {"bos_token_id": None, "eos_token_id": None}
     end = tokenizer.end_of_text

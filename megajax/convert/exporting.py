@@ -1,4 +1,4 @@
-"""A run's checkpoint as a folder that `transformers` loads."""
+"""Export a run's checkpoint as a folder that `transformers` loads."""
 
 import dataclasses
 from pathlib import Path
@@ -22,14 +22,14 @@ from megajax.runs.directory import stored_config
 from megajax.runs.trained import check_run, weights_in_parts
 from megajax.tasks.registry import TASKS
 
-_TORCH = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # as config.json calls the dtypes
+_TORCH = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # names of dtypes in config.json
 
 
 def export_config(run_dir: Path, overrides: dict[str, Any] | None = None) -> Config:
     """The configuration of a run with `overrides` on one device, in the precision of its main weights.
 
     Raises:
-        UserError: there is no run, or no class of transformers can hold its model.
+        UserError: there is no run, or no transformers class can represent its model.
     """
     check_run(run_dir, "RUN")
     config = stored_config(run_dir, overrides or {})
@@ -46,16 +46,16 @@ def export_hf(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> tuple[int, Tokenizer | None]:
-    """Write main weights, configuration and tokenizer to `folder`, which appears whole or not at all; returns the step,
-    and the tokenizer, None if the run has none.
+    """Write main weights, configuration and tokenizer to `folder`, which appears complete or not at all; returns the
+    step and the tokenizer (None if the run has none).
 
     Args:
         config: `export_config(run_dir)`.
-        dtype: of the weights, as in `DTYPES`; None: the one that they were imported in, fp32 if they were not.
-        shard_bytes: of the tensors in a file, at most.
+        dtype: of the weights, as in `DTYPES`; None: the one they were imported in, otherwise fp32.
+        shard_bytes: most bytes of tensors in one file.
 
     Raises:
-        UserError: there is no such checkpoint; `folder` is not empty, or cannot be written; a weight is too large for
+        UserError: there is no such checkpoint; `folder` is not empty or cannot be written; a weight is too large for
             the dtype.
         RunError: the checkpoint is damaged.
     """
@@ -82,5 +82,5 @@ def export_hf(
 
 
 def exchange_of_run(run_dir: Path, config: Config, origin: Origin) -> Exchange:
-    """Of the class of transformers that holds a run's model; raises `UserError` if none can."""
+    """The exchange of the transformers class for a run's model; raises `UserError` if there is none."""
     return exchange_for(config.model, origin.architecture, f"RUN {run_dir}")

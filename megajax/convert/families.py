@@ -1,5 +1,5 @@
-"""The classes of transformers that are exchanged: found by `model_type` of config.json on import, by the options of the
-model on export."""
+"""All supported transformers classes: chosen by `model_type` in config.json on import, and by the model's options on
+export."""
 
 from megajax.convert import bert, gpt2, llama
 from megajax.convert.exchange import Exchange
@@ -12,10 +12,10 @@ EXCHANGES: tuple[Exchange, ...] = (gpt2.EXCHANGE, *llama.EXCHANGES, *bert.EXCHAN
 
 
 def exchange_of(fields: Fields) -> Exchange:
-    """The exchange of a model's config.json.
+    """The exchange for a model's config.json.
 
     Raises:
-        UserError: its `model_type` is none of ours, or its weights are quantized.
+        UserError: its `model_type` is not supported, or its weights are quantized.
     """
     by_type = {exchange.model_type: exchange for exchange in EXCHANGES}
     fields.check("model_type", *by_type, missing=None)
@@ -26,10 +26,10 @@ def exchange_of(fields: Fields) -> Exchange:
 
 
 def exchange_for(model: ModelConfig, came_from: str, name: str) -> Exchange:
-    """The exchange of the class that can hold a model: of the one it `came_from` if that can, else of the first.
+    """The exchange of a class that can represent a model: the class it `came_from` if possible, otherwise the first.
 
     Raises:
-        UserError: that says that the model of `name` fits none, with the options that the nearest would take.
+        UserError: the model of `name` fits no class; the error names options that would fit the nearest ones.
     """
     lacks = [(exchange, exchange.lacks(model)) for exchange in EXCHANGES if exchange.family == model.family]
     if not lacks:

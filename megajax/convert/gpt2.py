@@ -1,4 +1,4 @@
-"""GPT-2: `GPT2LMHeadModel` of transformers. Older files begin names without a prefix, or hold the causal mask."""
+"""GPT-2: transformers' `GPT2LMHeadModel`. Older files have names without a prefix, or contain the causal mask."""
 
 from collections.abc import Callable, Collection
 
@@ -11,14 +11,14 @@ _LAYER = _PREFIX + "h.{layer}."
 
 
 def _spelling(there: Collection[str]) -> Callable[[str], str]:
-    """Without the prefix where no name has it, as GPT2Model saves them."""
+    """Names lose the prefix if no tensor has it, as in files saved from GPT2Model."""
     if any(name.startswith(_PREFIX) for name in there):
         return str
     return lambda name: name.removeprefix(_PREFIX)
 
 
 def _product(ours: str, theirs: str, dims: str, third: int | None = None) -> dict[str, Place]:
-    """Weight and bias of a `Conv1D`, whose weight is [in, out] as ours."""
+    """Weight and bias of a `Conv1D`, whose weight is [in, out] like ours."""
     weight, bias = Place(f"{_LAYER}{theirs}.weight", dims, third), Place(f"{_LAYER}{theirs}.bias", dims[-1], third)
     return {f"{ours}/weight": weight, f"{ours}/bias": bias}
 

@@ -1,4 +1,4 @@
-"""A model in Hugging Face's format as a run directory that stands at step 0."""
+"""Import a model in the Hugging Face format as a run directory at step 0."""
 
 import dataclasses
 import os
@@ -31,7 +31,7 @@ from megajax.runs.ownership import mark
 from megajax.settings.presets import resolve
 from megajax.tasks.registry import TASKS
 
-_RECIPE = {  # for training further: a low learning rate does not undo what the model has learned
+_RECIPE = {  # for continued training: the learning rate is low, so that it does not undo what the model has learned
     "train.steps": 1000,
     "train.global_batch": 8,
     "train.microbatch": 1,
@@ -43,11 +43,11 @@ _RECIPE = {  # for training further: a low learning rate does not undo what the 
 }
 _FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "vocab.json", "merges.txt", "vocab.txt"]
 _FILES += ["tokenizer*.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja"]
-_LAYERS = 1000  # are soon looked for one by one
+_LAYERS = 1000  # up to this many, looking for each layer's tensors is fast
 
 
 def local_folder(path: str) -> Path:
-    """The folder of a model: `path` itself, or, if that is the name of a model on the hub, a download of it."""
+    """The folder of a model: `path` itself, or a download if `path` is the name of a model on the hub."""
     folder = Path(path)
     if folder.is_dir():
         return folder
@@ -60,21 +60,21 @@ def local_folder(path: str) -> Path:
 
 
 class StoredWeights:
-    """All weights in a folder of a model, which is `config` by its config.json; none is read yet.
+    """All weights in the folder of a model with the configuration `config`; nothing is read yet.
 
     Attributes:
-        dtype: of all that are there, as in `DTYPES`; fp32 where they have several.
-        fresh: by what they are in messages, the names of our weights that are not there and are drawn anew.
+        dtype: their common dtype, as in `DTYPES`; fp32 if they have several.
+        fresh: description for messages -> names of our weights that are missing and are initialized randomly.
 
     Raises:
-        UserError: the files are missing, damaged or pickles; a tensor is missing, or has another shape or type; there
-            are further ones, or a copy that differs.
+        UserError: files are missing, damaged or pickles; a tensor is missing, or has another shape or dtype; there are
+            additional tensors, or a copy that differs.
     """
 
     def __init__(self, folder: Path, config: ModelConfig, exchange: Exchange):
         self._config, self._tensors = config, TensorFiles(folder)
         there = self._tensors.shapes
-        fewest = config.num_layers * max(1, config.num_experts)  # each layer has several, and each expert of a layer
+        fewest = config.num_layers * max(1, config.num_experts)  # a layer has several tensors, as has each expert
         if fewest > max(len(there), _LAYERS):
             layers, experts = exchange.named_options()["num_layers"][0], config.num_experts
             of_experts, and_experts = (f" of {experts} experts", " and experts") if experts else ("", "")
@@ -107,12 +107,12 @@ class StoredWeights:
         return tensors.dtype(shapes)
 
     def read(self, name: str) -> Tensor:
-        """The tensor of a name in the family's `Places`, in fp32; a `UserError` if it has NaNs or infinities."""
+        """The tensor with a name in the family's `Places`, in fp32; raises `UserError` if it has NaNs or infinities."""
         return self._tensors.read(self._spelled(name))
 
     def weights(self, seed: int) -> Callable[[Any, tuple[int, ...]], Tensor]:
-        """(path, shape) of one of our weights in canonical form, layers stacked `[L, …]` -> that weight; what is fresh
-        is what a run of this seed begins with. Raises `UserError` as `read`."""
+        """A function from (path, shape) of one of our canonical weights (layers stacked `[L, …]`) to that weight. Fresh
+        ones are what a run with this seed starts with. Raises `UserError` like `read`."""
         drawn = _drawn(self._config, seed, {name for names in self.fresh.values() for name in names})
 
         def weight(path: Any, shape: tuple[int, ...]) -> Tensor:
@@ -130,7 +130,7 @@ def _drawn(config: ModelConfig, seed: int, names: set[str]) -> dict[str, Tensor]
         return {}
     model = whole_model(config)
 
-    def draw() -> dict[str, jax.Array]:  # of the others nothing is computed
+    def draw() -> dict[str, jax.Array]:  # other weights are not computed
         leaves = ((named(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(model.init(seed)))
         return {name: leaf for (part, name), leaf in leaves if part == "shared" and name in names}
 
@@ -139,21 +139,21 @@ def _drawn(config: ModelConfig, seed: int, names: set[str]) -> dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Source:
-    """A model in Hugging Face's format, checked, its weights not read yet."""
+    """A model in the Hugging Face format, checked, with weights not read yet."""
 
-    config: Config  # of a run that trains on, its run directory not set
+    config: Config  # of a run that continues training; its run directory is not set
     exchange: Exchange  # of its class
-    origin: Origin  # what the run keeps of it
+    origin: Origin  # what the run stores about it
     weights: StoredWeights
     tokenizer: Tokenizer | None
-    added_tokens: list[str]  # that were added to the tokenizer and that the model has no ids for
+    added_tokens: list[str]  # tokens added to the tokenizer for which the model has no ids
 
 
 def open_source(folder: Path, overrides: Mapping[str, Any] | None = None) -> Source:
     """The model in `folder`; `overrides` by key replace what its `config.json` says.
 
     Raises:
-        UserError: it is of no class that we know, its files are damaged or do not fit each other, or hold weights as a
+        UserError: its class is not supported; its files are damaged, do not fit each other, or hold weights as a
             pickle.
     """
     fields, overrides = Fields.read(folder), overrides or {}
@@ -173,8 +173,8 @@ def open_source(folder: Path, overrides: Mapping[str, Any] | None = None) -> Sou
 
 
 def training_flags(model: ModelConfig, run_dir: str | Path) -> str:
-    """What trains an imported model on beside its config.toml: in its run, or from it if it was fine-tuned on a task;
-    empty if no task is like that."""
+    """Flags that continue training from an imported model's config.toml: in its own run, or from that run if it was
+    fine-tuned on a task; empty if we have no such task."""
     if model.head == "pretraining":
         return "--data.path TEXT"
     tasks = [name for name, task in TASKS.items() if (task.head, task.classes) == (model.head, model.num_classes)]
@@ -182,7 +182,7 @@ def training_flags(model: ModelConfig, run_dir: str | Path) -> str:
 
 
 def check_new(folder: Path, name: str) -> None:
-    """Raises `UserError` unless `folder`, the argument `name`, is empty, or does not exist and can be made."""
+    """Raises `UserError` unless `folder`, the argument `name`, is empty, or does not exist and can be created."""
     check_place(folder, name)
     if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir() or any(folder.iterdir())):
         kind = "a link" if folder.is_symlink() else "not empty" if folder.is_dir() else "a file"
@@ -199,17 +199,17 @@ def write_run(
     origin: Origin | None = None,
     comment: str = "",
 ) -> None:
-    """Write a run directory, which appears whole or not at all: configuration, with a `comment` before it, tokenizer,
-    and what `save` saves.
+    """Write a run directory, which appears complete or not at all: configuration (after a `comment`), tokenizer, and
+    what `save` saves.
 
     Raises:
-        UserError: `run_dir`, the argument `name`, is not empty, or cannot be written.
+        UserError: `run_dir`, the argument `name`, is not empty or cannot be written.
         RunError: the checkpoint cannot be written.
     """
     check_new(run_dir, name)
     with folder_atomically(run_dir.absolute()) as new:
         mark(new)
-        # `wait` tells of a failure: here there is no training to go on.
+        # `wait` raises if a write fails, since there is no training to continue.
         checkpoints = Checkpoints(new, layout, config.checkpoint.keep, max_failures=2)
         try:
             save(checkpoints)
@@ -224,10 +224,10 @@ def write_run(
 
 
 def import_hf(source: Source, run_dir: Path) -> None:
-    """Write the run directory, with a checkpoint of step 0 and fresh optimizer state; raises as `write_run`, and
-    `UserError` of a tensor."""
+    """Write the run directory, with a checkpoint of step 0 and fresh optimizer state; raises like `write_run`, and
+    `UserError` for a tensor."""
     weight = source.weights.weights(source.config.seed)
-    refused: list[UserError] = []  # of tensors, which are read in another thread
+    refused: list[UserError] = []  # errors in tensors, which are read in another thread
 
     def checked(path: Any, shape: tuple[int, ...]) -> Tensor:
         try:

@@ -1,5 +1,5 @@
-"""Llama, Qwen2, Qwen3 and Mistral, and the mixtures Qwen3-MoE, Mixtral and OLMoE: `…ForCausalLM` of transformers, which
-differ in their biases, windows, norms of queries and keys, and MLPs, and in what a field means that is missing."""
+"""Llama, Qwen2, Qwen3 and Mistral, and the mixtures Qwen3-MoE, Mixtral and OLMoE: transformers' `…ForCausalLM`. They
+differ in biases, windows, query-key norms and MLPs, and in what missing fields mean."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,29 +12,29 @@ from megajax.convert.settings import Fields
 from megajax.convert.weights import Place, linear
 from megajax.models.config import ModelConfig
 
-_WINDOW = "sliding_attention"  # as layer_types calls a layer with a window, and one without:
+_WINDOW = "sliding_attention"  # names in layer_types for layers with and without a window
 _NO_WINDOW = "full_attention"
 _LAYER = "model.layers.{layer}."
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """One of the classes."""
+    """One of these classes."""
 
     name: str  # as in `…ForCausalLM`
-    biases: tuple[str, ...] = ("none",)  # those that it can have, `model.bias`
-    # Where config.json has it: nowhere; in `sliding_window`; there, if `use_sliding_window` says so, of all layers, or
-    # of those that other fields name.
+    biases: tuple[str, ...] = ("none",)  # possible values of `model.bias`
+    # Where config.json has the window: nowhere; in `sliding_window`; there, if `use_sliding_window` is set, for all
+    # layers; or for those that other fields select.
     window: Literal["none", "plain", "switched", "switched by layer"] = "none"
-    window_size: int | None = 4096  # where the field is missing
+    window_size: int | None = 4096  # if the field is missing
     query_key_norm: Literal["", "head", "width"] = ""  # none, or over what
-    kv_heads: int | None = None  # where the field is missing; None: as many as heads
-    head_size: int | None = None  # where the field is missing; None: width / heads
-    heads: Literal["free", "divide", "fill"] = "free"  # must divide the width, whatever their size; be as wide
-    rope_theta: float = 10_000.0  # where the field is missing, as the next
+    kv_heads: int | None = None  # if the field is missing; None: as many as heads
+    head_size: int | None = None  # if the field is missing; None: width / heads
+    heads: Literal["free", "divide", "fill"] = "free"  # any; must divide the width; head sizes must add up to the width
+    rope_theta: float = 10_000.0  # if the field is missing, like the next
     norm_epsilon: float = 1e-6
-    experts: Experts | None = None  # in the place of MLPs
-    model_type: str = ""  # its value in config.json; empty: the name in small letters
+    experts: Experts | None = None  # instead of MLPs
+    model_type: str = ""  # its value in config.json; empty: the name in lower case
 
     def read_heads(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
         heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
@@ -54,7 +54,7 @@ class _Kind:
         return {"model.num_kv_heads": kv_heads, "model.head_size": size}
 
     def read_bias(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
-        """Llama says whether attention and MLP have biases, and ours are in both or neither; the others' is fixed."""
+        """Llama says separately whether attention and MLP have biases; ours have them in both or neither."""
         chosen = "all" in self.biases
         for name in "attention_bias", "mlp_bias":
             fields.check(name, False, *((True,) if chosen else ()))
@@ -72,7 +72,7 @@ class _Kind:
         return {} if model.bias in self.biases else {"bias": self.biases[0]}
 
     def read_window(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
-        """Tokens that a token sees, the same in all layers; 0: all before it."""
+        """How many tokens a token sees, the same in all layers; 0: all before it."""
         layers = fields["num_hidden_layers"]
         window = fields.get("sliding_window", None if self.window == "none" else self.window_size)
         if self.window == "none":
@@ -91,7 +91,7 @@ class _Kind:
                 raise fields.refusal("layer_types", types, f"{kinds}: the same in all layers")
             window = window if types[0] == _WINDOW else None
         elif self.window == "switched by layer" and window is not None:
-            first = fields.get("max_window_layers", 28)  # the layers before it have none
+            first = fields.get("max_window_layers", 28)  # layers before this one have no window
             if type(first) is not int or 0 < first < layers:
                 valid_layers = f"0, all layers have the window, or {layers} and more, none has"
                 raise fields.refusal("max_window_layers", first, valid_layers)
@@ -119,12 +119,12 @@ class _Kind:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of ours that have one value here."""
+        """Our options that have one value in this class."""
         norm = {"query_key_norm": bool(self.query_key_norm), "query_key_norm_over": self.query_key_norm or "head"}
         return {"norm": "rmsnorm", "positions": "rotary"} | norm
 
     def blocks(self) -> dict[str, Place]:
-        """Where the weights of a layer are."""
+        """The places of a layer's weights."""
         width = self.query_key_norm == "width"
         mlp = {
             **linear("mlp/gate", f"{_LAYER}mlp.gate_proj", "FD"),
@@ -145,7 +145,7 @@ class _Kind:
 
 
 def _read_dropout(fields: Fields, given: Mapping[str, Any]) -> dict[str, float]:
-    """Theirs is of attention only, ours of the residual branches, too."""
+    """Their rate is for attention only; ours also applies to the residual branches."""
     rate = fields.get("attention_dropout", 0.0)
     if "model.dropout" in given or rate is None or (type(rate) in (int, float) and rate == 0):
         return {"model.dropout": 0.0}
@@ -162,7 +162,7 @@ def _exchange(kind: _Kind) -> Exchange:
         fixed={"is_causal": True} | dict(kind.experts.fixed if kind.experts else ()),
         defaults={"norm_epsilon": kind.norm_epsilon, "tied_embedding": False, "renormalize_shares": False},
         parts=(
-            words("activation", "hidden_act", {"silu": "swiglu", "swish": "swiglu"}),  # two names of one function
+            words("activation", "hidden_act", {"silu": "swiglu", "swish": "swiglu"}),  # two names of the same function
             Part(
                 ("num_kv_heads", "head_size"),
                 kind.read_heads,
@@ -182,11 +182,11 @@ def _exchange(kind: _Kind) -> Exchange:
         },
         blocks=kind.blocks(),
         copies={"lm_head.weight": "model.embed_tokens.weight"},
-        unused=(f"{_LAYER}self_attn.rotary_emb.inv_freq",),  # older versions wrote the angles
+        unused=(f"{_LAYER}self_attn.rotary_emb.inv_freq",),  # older versions stored the angles
     )
 
 
-_KINDS = (  # a model that several can hold is exported as the first of them
+_KINDS = (  # a model that fits several is exported as the first of them
     _Kind("Llama", biases=("none", "all"), heads="divide"),
     _Kind("Mistral", window="plain", kv_heads=8),
     _Kind("Qwen2", biases=("query-key-value",), window="switched by layer", kv_heads=32),

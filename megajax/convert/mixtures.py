@@ -1,5 +1,5 @@
-"""The experts of a decoder in Hugging Face's format, where every product of every expert is a tensor of its own. (On
-disk: in memory transformers 5 stacks them.)"""
+"""The experts of a decoder in the Hugging Face format, in which every product of every expert is a tensor of its own on
+disk. (In memory transformers 5 stacks them.)"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,23 +10,23 @@ from megajax.convert.settings import Fields
 from megajax.convert.weights import Place
 from megajax.models.config import ModelConfig
 
-_NUMBERS = ("num_local_experts", "num_experts")  # transformers takes either in all classes
+_NUMBERS = ("num_local_experts", "num_experts")  # transformers accepts either in all classes
 
 
 @dataclass(frozen=True)
 class Experts:
-    """How a class has them."""
+    """How a class stores experts."""
 
-    number: str  # the field that is written, one of `_NUMBERS`
-    size: str  # the field of an expert's width
-    module: str  # of a layer, with the router and the experts
+    number: str  # the field to write, one of `_NUMBERS`
+    size: str  # field with an expert's width
+    module: str  # a layer's module with the router and the experts
     products: tuple[str, str, str]  # gate, up and down
-    renormalized: bool = False  # whether shares always add up to 1; else a field says so
-    fixed: tuple[tuple[str, Any], ...] = ()  # further fields that have one value
-    no_mlps: tuple[str, ...] = ()  # fields of layers that have an MLP: an empty list, or null
+    renormalized: bool = False  # whether shares always sum to 1; otherwise a field says so
+    fixed: tuple[tuple[str, Any], ...] = ()  # other fields that have one value
+    no_mlps: tuple[str, ...] = ()  # fields that list layers with an MLP; must be empty or null
 
     def parts(self) -> tuple[Part, ...]:
-        """What config.json says of them."""
+        """What config.json says about experts."""
         options = ("num_experts", "experts_per_token", "mlp_size", "expert_size")
         renormalized = Part(
             ("renormalize_shares",),
@@ -56,7 +56,7 @@ class Experts:
         return numbers | sizes | {name: [] for name in self.no_mlps}
 
     def places(self, layer: str) -> dict[str, Place]:
-        """Where the weights of a layer are; `layer` is how its names begin."""
+        """The places of a layer's weights; `layer` is the prefix of their names."""
         expert = f"{layer}{self.module}.experts.{{expert}}."
         gate, up, down = (f"{expert}{name}.weight" for name in self.products)
         return {

@@ -1,5 +1,5 @@
-"""What a run directory keeps of the model in Hugging Face's format that its weights came from, so that an export can be
-the same: `imported.json`."""
+"""What a run directory stores about the model in the Hugging Face format that its weights come from (`imported.json`),
+so that an export can restore it."""
 
 import dataclasses
 import json
@@ -21,17 +21,17 @@ _GENERATION = "generation_config.json"
 
 @dataclass(frozen=True)
 class Origin:
-    """Of a run that was not imported, as it is by default."""
+    """Describes the original model; the defaults are for a run that was not imported."""
 
-    architecture: str = ""  # the class of transformers
-    dtype: str = "fp32"  # of the weights, as in `DTYPES`; fp32 where they had several
-    length: int = 0  # positions that config.json names; a run may use fewer
-    tokens: dict[str, Any] = field(default_factory=dict)  # ids of special tokens in config.json by their fields
-    generation: dict[str, Any] = field(default_factory=dict)  # fields of generation_config.json; none without it
+    architecture: str = ""  # the transformers class
+    dtype: str = "fp32"  # of the weights, as in `DTYPES`; fp32 if they had several
+    length: int = 0  # number of positions in config.json; a run may use fewer
+    tokens: dict[str, Any] = field(default_factory=dict)  # fields of config.json with ids of special tokens
+    generation: dict[str, Any] = field(default_factory=dict)  # fields of generation_config.json; empty without it
 
     @classmethod
     def of(cls, fields: Fields, architecture: str, dtype: str, length: int) -> "Origin":
-        """Of a model's folder."""
+        """The origin for a model's folder."""
         file = fields.file.with_name(_GENERATION)
         generation = reading.read_json(file) if reading.is_file(file) else {}
         if not isinstance(generation, dict):
@@ -45,7 +45,7 @@ class Origin:
 
     @classmethod
     def read(cls, run_dir: Path) -> "Origin":
-        """Of a run."""
+        """The origin stored in a run."""
         file = run_dir / IMPORTED
         if not reading.kind(file):
             return cls()
@@ -58,11 +58,11 @@ class Origin:
         return cls(**content)
 
     def write(self, run_dir: Path) -> None:
-        """Into a new run."""
+        """Store it in a new run."""
         write_atomically(run_dir / IMPORTED, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
     def put_into(self, settings: dict[str, dict[str, Any]], model: ModelConfig) -> None:
-        """Replace what the JSON files to export say by what the model came with."""
+        """Let what the model came with replace values in the JSON files to export."""
         settings["config.json"] |= self.tokens
         if model.rotary:  # no weight depends on the number of positions
             settings["config.json"]["max_position_embeddings"] = max(model.sequence_length, self.length)

@@ -1,4 +1,4 @@
-"""What a class's config.json says in another way than one to one with our options."""
+"""Options that a class's config.json does not represent one to one."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,23 +7,23 @@ from typing import Any
 from megajax.convert.settings import Fields
 from megajax.models.config import ModelConfig
 
-Lacks = dict[str, Any]  # options of the model that a class cannot hold, each with a value that would be valid
+Lacks = dict[str, Any]  # options of the model that a class cannot represent, each with a valid value
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some options in config.json."""
+    """How config.json represents some options."""
 
-    options: tuple[str, ...]  # that it covers
-    # (config.json, values by key that the user gave) -> values by key of a run's preset; raises `UserError` where the
-    # model is not ours.
+    options: tuple[str, ...]  # the options it covers
+    # (config.json, values by key that the user gave) -> values by key for a run's preset; raises `UserError` if we do
+    # not support the model.
     read: Callable[[Fields, Mapping[str, Any]], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]]  # model -> fields of config.json
-    lacks: Callable[[ModelConfig], Lacks] = lambda _: {}  # model -> those of the options whose values it cannot hold
+    lacks: Callable[[ModelConfig], Lacks] = lambda _: {}  # model -> those options whose values it cannot represent
 
 
 def words(option: str, field: str, ours: Mapping[str, str]) -> Part:
-    """An option whose values have other names there: `ours` by theirs, a missing field having the first."""
+    """An option whose values have other names there: `ours` by theirs. A missing field means the first."""
 
     def read(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
         fields.check(field, *ours)
@@ -39,7 +39,7 @@ def words(option: str, field: str, ours: Mapping[str, str]) -> Part:
 
 
 def plain_heads(heads: str, width: str) -> Part:
-    """As many heads of keys as of queries, which divide the width; the names are those of the fields."""
+    """As many key heads as query heads, dividing the width; the arguments are the names of the fields."""
 
     def read(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
         fields.check_divides(heads, width)
@@ -56,13 +56,13 @@ def plain_heads(heads: str, width: str) -> Part:
 
 
 def lacks_divisible_heads(model: ModelConfig) -> Lacks:
-    """Of a class whose heads must divide the width."""
+    """For a class whose heads must divide the width."""
     heads, hidden = model.num_heads, model.hidden_size
     return {"hidden_size": hidden // heads * heads or heads} if hidden % heads else {}
 
 
 def dropout(*names: str) -> Part:
-    """Several rates there, of which we have one."""
+    """Several dropout rates there, for which we have one."""
 
     def read(fields: Fields, given: Mapping[str, Any]) -> dict[str, Any]:
         if "model.dropout" in given:
@@ -79,8 +79,8 @@ def dropout(*names: str) -> Part:
     return Part(("dropout",), read, lambda model: dict.fromkeys(names, model.dropout))
 
 
-# Rotary positions: `rope_theta` with `rope_scaling`, or the `rope_parameters` of transformers 5, which have both in one
-# object. The rules of precedence are those of transformers 5.
+# Rotary positions: `rope_theta` with `rope_scaling`, or `rope_parameters` in transformers 5, an object with both. The
+# rules of precedence are those of transformers 5.
 _SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3"}  # their rope_type -> ours
 _LLAMA3 = {"low_freq_factor": "rope_low_frequency", "high_freq_factor": "rope_high_frequency"}  # theirs -> ours
 _LENGTH = "original_max_position_embeddings"
@@ -113,8 +113,8 @@ def _read_rope(fields: Fields, default: float) -> dict[str, Any]:
 
 
 def _write_rope(model: ModelConfig) -> dict[str, Any]:
-    """In both spellings: versions of transformers before 5 do not know `rope_parameters`, and would take the default
-    angles without a word."""
+    """Write both spellings: transformers before version 5 does not know `rope_parameters`, and would silently use the
+    default angles."""
     kind = next(theirs for theirs, ours in _SCALINGS.items() if ours == model.rope_scaling)
     scaling: dict[str, Any] = {"rope_type": kind}
     if model.rope_scaling != "none":
@@ -130,6 +130,6 @@ def _write_rope(model: ModelConfig) -> dict[str, Any]:
 
 
 def rope(default: float) -> Part:
-    """Rotary positions; `default` is the base of the angles where it is missing."""
+    """Rotary positions; `default` is the base of the angles if it is missing."""
     options = ("rope_theta", "rope_scaling", "rope_factor", *_LLAMA3.values(), "rope_original_length")
     return Part(options, lambda fields, _: _read_rope(fields, default), _write_rope)

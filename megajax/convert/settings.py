@@ -1,4 +1,4 @@
-"""`config.json` of a model in Hugging Face's format, read field by field."""
+"""Read the `config.json` of a model in the Hugging Face format, field by field."""
 
 import json
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from megajax.options import options
 
 
 class Fields(dict[str, Any]):
-    """The fields of a config.json, or of an object in it, whose name stands `before` theirs in messages. What is not
-    valid is a `UserError`."""
+    """The fields of a config.json, or of an object in it, whose name is then `before` theirs in messages. Anything
+    invalid raises `UserError`."""
 
     def __init__(self, file: Path, content: Mapping[str, Any], before: str = ""):
         super().__init__(content)
@@ -21,7 +21,7 @@ class Fields(dict[str, Any]):
 
     @classmethod
     def read(cls, folder: Path) -> "Fields":
-        """Of `folder/config.json`."""
+        """The fields of `folder/config.json`."""
         file = folder / "config.json"
         if not reading.is_file(file):
             raise UserError(f"{folder}: no config.json found; valid: a folder written by save_pretrained")
@@ -31,20 +31,20 @@ class Fields(dict[str, Any]):
         return cls(file, content)
 
     def part(self, name: str) -> "Fields":
-        """The fields of the object in a field, none if that is null or missing."""
+        """The fields of the object in a field; empty if that is null or missing."""
         inner = self.get(name)
         if not isinstance(inner, dict | None):
             raise self.refusal(name, inner, "null, or an object")
         return Fields(self.file, inner or {}, f"{self._before}{name}.")
 
     def check(self, name: str, *valid: object, missing: object = ...) -> None:
-        """Check that a field has one of the values that are valid; one that is missing has the first, or `missing`."""
+        """Check that a field has one of the valid values; if it is missing it counts as the first, or as `missing`."""
         value = self.get(name, valid[0] if missing is ... else missing)
         if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in valid):
             raise self.refusal(name, value, ", ".join(map(json.dumps, valid)))
 
     def value(self, name: str, key: str, missing: Any = None) -> Any:
-        """What a field says of our option `key`; of one that is missing, `missing` does."""
+        """The value of a field as our option `key`; if the field is missing, `missing` is used."""
         given, option = self.get(name, missing), options(Config)[key]
         try:
             value = option.convert(given)
@@ -52,13 +52,13 @@ class Fields(dict[str, Any]):
             raise self.refusal(name, given, option.valid) from None
         if option.problem(value):
             raise self.refusal(name, given, option.valid)
-        if value == 0 and type(value) is not bool:  # where 0 is valid it means that another option decides
+        if value == 0 and type(value) is not bool:  # if 0 is valid, it means that another option decides
             raise self.refusal(name, given, "more than 0")
         return value
 
     def labels(self) -> tuple[str, ...]:
-        """Names of the classes in the order of their numbers; those of transformers where only their number is given,
-        of two where not even that."""
+        """Names of the classes, in the order of their numbers; transformers' default names if only their number is
+        given, and two of these if not even that."""
         given = self.get("id2label")
         if given is None:
             number = 2 if self.get("num_labels") is None else self.value("num_labels", "model.num_classes")
@@ -69,12 +69,12 @@ class Fields(dict[str, Any]):
         return tuple(given[number] for number in numbers)
 
     def check_divides(self, number: str, width: str) -> None:
-        """Check that the field `number` divides `width`, both of which have been read."""
+        """Check that the field `number` divides the field `width`; both have been read."""
         if self[width] % self[number]:
             raise self.error(f"{width} {self[width]} is not divisible by {number} {self[number]}", "a multiple of it")
 
     def refusal(self, name: str, value: object, valid: str) -> UserError:
-        """That a field's value is not valid."""
+        """The error for an invalid value of a field."""
         return self.error(f"{self._before}{name} is {json.dumps(value)[:200]}", valid)
 
     def error(self, problem: str, valid: str) -> UserError:

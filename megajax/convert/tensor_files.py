@@ -1,6 +1,6 @@
-"""The tensors in a folder's safetensors files, one file or several with an index, as transformers writes them.
+"""The tensors in a folder's safetensors files: a single file, or several with an index, as transformers writes them.
 
-Other formats of weights are never read: they are pickles, which can run any code.
+Other formats of weights are never read: they are pickles, which can run arbitrary code.
 """
 
 import contextlib
@@ -20,15 +20,15 @@ from megajax.host import reading
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}  # ours -> theirs
-SHARD_BYTES = 5 * 10**9  # of tensors in a file, at most, unless one alone has more
-_INDEX_BYTES = 1 << 25  # a line of some hundred for each tensor
+SHARD_BYTES = 5 * 10**9  # most bytes of tensors in a file, unless a single tensor has more
+_INDEX_BYTES = 1 << 25  # an index has a line of about a hundred bytes per tensor
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _NUMPY = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
-_ALIGNMENT = 8  # of the header, which blanks end
+_ALIGNMENT = 8  # of the header, which is padded with blanks
 
 
 class TensorFiles:
-    """Tensors by name. Only the files' headers are read at once; a tensor is read when it is asked for.
+    """Tensors by name. Only the files' headers are read at first; a tensor is read when it is requested.
 
     Attributes:
         folder: where the files are.
@@ -62,8 +62,8 @@ class TensorFiles:
             self.shapes[name] = tuple(file.get_slice(name).get_shape())
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], kind: str) -> None:
-        """Check that the tensors of these names are there in these shapes, in fp32, fp16 or bf16. `kind` is the model
-        that has them all, for error messages."""
+        """Check that these tensors exist with these shapes, in fp32, fp16 or bf16. `kind` is what error messages call a
+        model that has them all."""
         missing = [name for name in shapes if name not in self.shapes]
         if missing:
             raise UserError(f"{self.folder}: {_list(missing)} missing from the safetensors; valid: all of {kind}")
@@ -78,19 +78,18 @@ class TensorFiles:
                 raise UserError(f"{path}: {name} has dtype {dtype}; valid: {', '.join(DTYPES.values())}")
 
     def check_no_others(self, names: set[str], architecture: str) -> None:
-        """Check that there are no tensors of other names than those of this class of transformers."""
+        """Check that there are no tensors other than those of this transformers class."""
         if others := sorted(self.shapes.keys() - names):
             path, _ = self._files[others[0]]
             raise UserError(f"{path}: holds {_list(others)}; valid: only what a {architecture} has")
 
     def dtype(self, names: Collection[str]) -> str:
-        """What the tensors of these names have in common, as in `DTYPES`; fp32, which holds every number of the others,
-        where they differ."""
+        """The common dtype of these tensors, as in `DTYPES`; if they differ, fp32, which can hold all their values."""
         there = {self._files[name][1].get_slice(name).get_dtype() for name in names}
         return next((ours for ours, theirs in DTYPES.items() if there == {theirs}), "fp32")
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
-        """A tensor in fp32."""
+        """One tensor, in fp32."""
         path, file = self._files[name]
         tensor = file.get_tensor(name).astype(np.float32)
         if not np.isfinite(tensor).all():
@@ -104,7 +103,7 @@ def _list(names: list[str]) -> str:
 
 
 def _find(folder: Path) -> list[Path]:
-    """The safetensors files that hold the weights."""
+    """The safetensors files that contain the weights."""
     if reading.is_file(folder / WEIGHTS):
         return [folder / WEIGHTS]
     if reading.is_file(folder / INDEX):
@@ -137,8 +136,8 @@ def write_tensors(
     dtype: str,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the files that hold the tensors of a model, in a dtype of `DTYPES`. Each goes to its place as it comes, in
-    any order: the library's own function wants all of a file at once."""
+    """Write the files with a model's tensors, in a dtype from `DTYPES`. Tensors are written as they come, in any order;
+    the library's own function needs a whole file's at once."""
     sizes = {name: math.prod(shape) * _NUMPY[dtype].itemsize for name, shape in shapes.items()}
     shards: list[list[str]] = [[]]  # files are filled one after the other
     room = shard_bytes
@@ -151,7 +150,7 @@ def write_tensors(
     files = [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
     files = files if shards[1:] else [WEIGHTS]
     with contextlib.ExitStack() as stack:
-        places: dict[str, tuple[IO[bytes], int]] = {}  # of a tensor: its file, and where its bytes begin there
+        places: dict[str, tuple[IO[bytes], int]] = {}  # tensor -> its file and offset
         file = folder
         try:
             for shard, names in zip(files, shards, strict=True):
@@ -180,8 +179,8 @@ def write_tensors(
 
 
 def _header(tensors: Mapping[str, tuple[tuple[int, ...], int]], dtype: str) -> tuple[bytes, dict[str, int]]:
-    """The beginning of a file with tensors of these shapes and numbers of bytes, the length of the header in eight
-    bytes and the header in JSON (https://huggingface.co/docs/safetensors); where the bytes of each tensor begin."""
+    """The start of a file for tensors with these shapes and sizes: the header's length in eight bytes, then the header
+    in JSON (https://huggingface.co/docs/safetensors). Also returns the offset of each tensor."""
     content: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts, end = {}, 0
     for name, (shape, size) in tensors.items():
@@ -194,7 +193,7 @@ def _header(tensors: Mapping[str, tuple[tuple[int, ...], int]], dtype: str) -> t
 
 
 def _converted(name: str, tensor: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.uint8]:
-    """The bytes of a tensor in a dtype."""
+    """The bytes of a tensor in this dtype."""
     with np.errstate(over="ignore"):
         found = np.ascontiguousarray(tensor).astype(_NUMPY[dtype], copy=False)
     if dtype == "fp16" and not np.isfinite(found).all():

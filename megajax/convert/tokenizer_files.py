@@ -1,4 +1,4 @@
-"""Tokenizers of models in Hugging Face's format: read as for training, checked against the model, written again."""
+"""Tokenizers of models in the Hugging Face format: read them as for training, check that they fit, and write them."""
 
 import json
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ from megajax.host import reading
 
 _OTHERS = ("tokenizer.model", "tekken.json", "vocab.json", "merges.txt")
 _ROLES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")  # of SPECIAL_TOKENS, in their order
-_PIECES = {"continuing_subword_prefix": "##", "unk_token": "[UNK]"}  # of a BERT's model in tokenizer.json
-_DECIDED = {  # fields of tokenizer_config.json that transformers follows, not tokenizer.json: where that has them
+_PIECES = {"continuing_subword_prefix": "##", "unk_token": "[UNK]"}  # required of a BERT's model in tokenizer.json
+_DECIDED = {  # fields of tokenizer_config.json that override tokenizer.json in transformers -> their place in that file
     "add_prefix_space": ("pre_tokenizer", "add_prefix_space"),
     "do_lower_case": ("normalizer", "lowercase"),
     "strip_accents": ("normalizer", "strip_accents"),
@@ -23,11 +23,11 @@ _DECIDED = {  # fields of tokenizer_config.json that transformers follows, not t
 
 
 def read_tokenizer(folder: Path, kind: Kind, vocab_size: int) -> tuple[Tokenizer | None, list[str]]:
-    """The tokenizer of a model's folder, None where there is none, and its added tokens that are left out because the
-    model, of this `vocab_size`, has no ids for them.
+    """The tokenizer in a model's folder (None if there is none), and its added tokens that are left out because the
+    model, with this `vocab_size`, has no ids for them.
 
     Raises:
-        UserError: it is damaged, or of another `kind` than its family is trained with, or has more ids than the model.
+        UserError: it is damaged, is not of the `kind` that its family uses, or has more ids than the model.
     """
     if not is_tokenizer_folder(folder):
         if other := next((name for name in _OTHERS if reading.is_file(folder / name)), ""):
@@ -48,7 +48,7 @@ def read_tokenizer(folder: Path, kind: Kind, vocab_size: int) -> tuple[Tokenizer
 
 
 def check_wordpiece(tokenizer: Tokenizer, name: str) -> None:
-    """Raises `UserError` unless a tokenizer, `name` in messages, is one that BERT can use."""
+    """Raises `UserError` unless BERT can use a tokenizer, which messages call `name`."""
     missing = [token for token in SPECIAL_TOKENS if token not in tokenizer.vocabulary]
     if not tokenizer.is_wordpiece or missing:
         what = f"no {', '.join(missing)}" if tokenizer.is_wordpiece else "the tokenizer cuts no words in pieces"
@@ -60,7 +60,7 @@ def check_wordpiece(tokenizer: Tokenizer, name: str) -> None:
 
 
 def _check_settings(folder: Path, content: Mapping[str, Any]) -> None:
-    """Refuse settings that contradict `tokenizer.json`: texts would have other ids in `transformers`."""
+    """Refuse settings that contradict `tokenizer.json`, with which texts would get other ids in `transformers`."""
     if not reading.is_file(folder / CONFIG):
         return
     settings = reading.read_json(folder / CONFIG, FILE_BYTES)
@@ -70,15 +70,15 @@ def _check_settings(folder: Path, content: Mapping[str, Any]) -> None:
         part = content.get(section)
         if not isinstance(part, dict) or theirs not in part or settings.get(name) is None:
             continue
-        decided = part["lowercase"] if part[theirs] is None else part[theirs]  # strip_accents that is null
+        decided = part["lowercase"] if part[theirs] is None else part[theirs]  # a null strip_accents follows lowercase
         if settings[name] is not decided:
             given, valid = json.dumps(settings[name])[:80], json.dumps(decided)
             raise UserError(f"{folder / CONFIG}: {name} is {given}; valid: {valid}, as the tokenizer itself")
 
 
 def write_tokenizer(tokenizer: Tokenizer, length: int, folder: Path) -> None:
-    """Write the files of a tokenizer as they were read; `length` is that of the model's sequences, for the settings of
-    one that came without."""
+    """Write a tokenizer's files as they were read; `length` is the model's sequence length, for the settings of a
+    tokenizer that has none."""
     for name, text in tokenizer.files.items():
         (folder / name).write_text(text, encoding="utf-8", newline="")
     if CONFIG in tokenizer.files:
@@ -90,7 +90,7 @@ def write_tokenizer(tokenizer: Tokenizer, length: int, folder: Path) -> None:
         content = json.loads(tokenizer.files[SINGLE])
         normalizer, words = (content.get(section) or {} for section in ("normalizer", "pre_tokenizer"))
         if (normalizer.get("type"), words.get("type")) == ("BertNormalizer", "BertPreTokenizer"):
-            settings["tokenizer_class"] = "BertTokenizer"  # which takes only its vocabulary from tokenizer.json
+            settings["tokenizer_class"] = "BertTokenizer"  # it takes only its vocabulary from tokenizer.json
             settings |= {name: normalizer.get(theirs) for name, (_, theirs) in _DECIDED.items() if theirs in normalizer}
     elif tokenizer.token(tokenizer.end_of_text) == END_OF_TEXT:
         settings |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)

@@ -1,9 +1,9 @@
-"""Our weights as the tensors of Hugging Face's format, and back, by a table of where each of them is.
+"""Our weights as tensors in the Hugging Face format, and back, driven by a table of each weight's place.
 
-Theirs have no dims of heads, and one tensor for every layer; their vocabulary is not padded. Tensors and weights are
-read and made one by one. Letters: V vocabulary, T positions, C classes, D model, Q queries of all heads, G keys or
-values of all their heads, J queries, keys and values jointly, K head size, F feed-forward, E experts, X an expert's
-feed-forward, L layers; a digit is that many.
+Their tensors have no head dims, there is one per layer, and the vocabulary is not padded. Tensors and weights are read
+and made one by one. Letters: V vocabulary, T positions, C classes, D model, Q queries of all heads, G keys or values of
+all their heads, J queries, keys and values together, K head size, F feed-forward, E experts, X an expert's
+feed-forward, L layers; a digit is a literal size.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -23,20 +23,20 @@ from megajax.parallel.boundary import F_AND_G
 from megajax.program.state import StateLayout
 
 Tensor = npt.NDArray[np.float32]
-Spelling = Callable[[Collection[str]], Callable[[str], str]]  # names that are there -> name -> what it is called there
+Spelling = Callable[[Collection[str]], Callable[[str], str]]  # existing names -> (name -> its actual spelling)
 
 
 @dataclass(frozen=True)
 class Place:
     """Where one of our weights is."""
 
-    name: str  # of their tensor; a layer's has `{layer}` in it, one of an expert in a layer `{expert}`, too
+    name: str  # their tensor; contains `{layer}` for a layer's weight, and also `{expert}` for an expert's
     dims: str  # theirs, in letters and digits
     third: int | None = None  # which third of the last dim; None: all of it
-    turned: bool = False  # theirs is [out, in], as a `Linear` of PyTorch has it, ours [in, out]
+    turned: bool = False  # theirs is [out, in], like a PyTorch `Linear`, ours [in, out]
 
     def tensors(self, config: ModelConfig) -> Iterator[tuple[tuple[int, ...], str]]:
-        """The names of its tensors, and where each stands in our weight: layer and expert, nothing in one of the
+        """The names of its tensors, each with its index in our weight: layer and expert, or nothing for a weight of the
         ends."""
         words = {"layer": config.num_layers, "expert": config.num_experts}
         stacked = {word: count for word, count in words.items() if f"{{{word}}}" in self.name}
@@ -45,7 +45,7 @@ class Place:
 
 
 def linear(ours: str, theirs: str, dims: str) -> dict[str, Place]:
-    """Weight and bias of a `Linear` of PyTorch; `dims` [out, in]."""
+    """Weight and bias of a PyTorch `Linear`; `dims` are [out, in]."""
     return {
         f"{ours}/weight": Place(f"{theirs}.weight", dims, turned=True),
         f"{ours}/bias": Place(f"{theirs}.bias", dims[0]),
@@ -59,18 +59,18 @@ def norm(ours: str, theirs: str) -> dict[str, Place]:
 
 @dataclass(frozen=True)
 class Places:
-    """Where all weights of a model are, by our names."""
+    """The places of all weights of a model, by our names."""
 
-    shared: Mapping[str, Place]  # of those of the ends
-    blocks: Mapping[str, Place]  # of those of every layer
-    copies: Mapping[str, str]  # names of further tensors that may be there, and of those whose copies they are
-    unused: Collection[str]  # names of those that may be there and are not read; a layer's have `{layer}` in them
+    shared: Mapping[str, Place]  # weights of the ends
+    blocks: Mapping[str, Place]  # weights of every layer
+    copies: Mapping[str, str]  # optional tensor -> the tensor that it must be a copy of
+    unused: Collection[str]  # optional tensors that are not read; a layer's contain `{layer}`
     spelling: Spelling
-    # Weights that may be missing and then are drawn anew: how our names begin, and what messages call them.
+    # Prefixes of our weights that may be missing and are then initialized randomly -> what messages call them.
     fresh: Mapping[str, str]
 
     def shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor of the model by name, without copies and what is not read."""
+        """Shape of every tensor of the model by name, except copies and unused ones."""
         queries, keys = (heads * config.head_size for heads in (config.num_heads, config.num_kv_heads))
         sizes = {"V": config.vocab_size, "T": config.sequence_length, "D": config.hidden_size, "F": config.mlp_size}
         sizes |= {"Q": queries, "G": keys, "J": queries + 2 * keys, "K": config.head_size}
@@ -83,8 +83,8 @@ class Places:
 def weight_of(
     places: Places, read: Callable[[str], Tensor], config: ModelConfig, path: Any, shape: tuple[int, ...]
 ) -> Tensor:
-    """The weight at a path in the tree of weights, in canonical form: layers stacked `[L, …]`, the padded rows of the
-    vocabulary zero. `read` gives the tensor of a name in `places.shapes(config)`."""
+    """The canonical weight at a path in the tree of weights: layers stacked `[L, …]`, padded rows of the vocabulary
+    zero. `read` returns the tensor for a name in `places.shapes(config)`."""
     part, name = named(path)
     whole = np.zeros(shape, np.float32)
     place = (places.blocks if part == "blocks" else places.shared)[name]
@@ -100,8 +100,8 @@ def weight_of(
 def tensors_of(
     places: Places, config: ModelConfig, read: Callable[[list[Any]], list[Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """All tensors with their names, of canonical weights; those of one weight, or of several that share tensors, are
-    made before `read` is called for the next paths in the tree of weights."""
+    """All tensors with their names, from canonical weights. The tensors of a weight, or of weights that share tensors,
+    are made before `read` is called with the next paths in the tree of weights."""
     shapes = places.shapes(config)
     sharing: dict[str, list[tuple[Any, Place]]] = {}
     for path in weight_paths(config):
@@ -119,7 +119,7 @@ def tensors_of(
 
 
 def to_tensors(places: Places, weights: Mapping[str, Any], config: ModelConfig) -> dict[str, Tensor]:
-    """All tensors by name, of canonical weights in memory."""
+    """All tensors by name, from canonical weights in memory."""
     leaves = {named(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(weights)}
     return dict(tensors_of(places, config, lambda paths: [leaves[named(path)] for path in paths]))
 
@@ -130,7 +130,7 @@ def whole_model(config: ModelConfig) -> CutModel:
 
 
 def whole_layout(config: Config) -> StateLayout:
-    """Where the state of a run lies on one CPU device."""
+    """The layout of a run's state on one CPU device."""
     return StateLayout(config, make_mesh(jax.devices()[:1]), whole_model(config.model))
 
 
@@ -140,12 +140,12 @@ def weight_paths(config: ModelConfig) -> list[Any]:
 
 
 def named(path: Any) -> tuple[str, str]:
-    """`shared` or `blocks`, and the weight's name below it, of a path in the tree of weights."""
+    """For a path in the tree of weights: `shared` or `blocks`, and the weight's name below it."""
     part, *keys = (str(key.key) for key in path)
     return part, "/".join(keys)
 
 
 def _ours(place: Place, tensor: Tensor) -> Tensor:
-    """What a tensor holds of our weight, the dims in our order but without those of heads."""
+    """The part of a tensor that belongs to our weight, with dims in our order but without head dims."""
     own = tensor if place.third is None else np.split(tensor, 3, axis=-1)[place.third]
     return own.T if place.turned else own

@@ -1,1 +1,1 @@
-"""Text to training batches: documents, tokens, samples, batches. NumPy only, no JAX."""
+"""From text to training batches: documents, tokens, samples, batches. NumPy only, no JAX."""

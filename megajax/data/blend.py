@@ -1,5 +1,5 @@
-"""Samples of several sources in given shares: of the first n, a source with the share w has given more than w·n - 1
-and less than w·n + 1, in its own order. Which source the n-th is of depends on the weights and n only."""
+"""Samples from several sources in given shares: among the first n, a source with share w has more than w·n - 1 and
+fewer than w·n + 1, in its own order. The source of sample n depends only on the weights and n."""
 
 import array
 import heapq
@@ -14,17 +14,17 @@ import numpy.typing as npt
 
 from megajax.data.samples import CorpusSamples, EpochSamples, Sample
 
-_BLOCK = 4096  # samples whose sources are worked out in one go
+_BLOCK = 4096  # samples whose sources are computed together
 
 
 class Blend:
     """The source of every sample.
 
-    The k-th sample of a source with the share w has its place in the window from ⌊k/w⌋ to ⌈(k+1)/w⌉. In every place
-    stands the source whose window ends first among those whose window has begun (earliest deadline first, which meets
-    all windows of shares that sum to 1; Baruah et al., "Proportionate progress", 1996). The computation is in whole
-    numbers: weights count as the decimal fractions they are written as, and after `period` samples, their common
-    denominator, the order repeats. It is worked out from its start, a million samples a second, two bytes for each.
+    The k-th sample of a source with share w must be placed in the window from ⌊k/w⌋ to ⌈(k+1)/w⌉. Each place goes to
+    the source whose window ends first among those that have begun (earliest deadline first, which meets all windows if
+    the shares sum to 1; Baruah et al., "Proportionate progress", 1996). The computation uses integers: weights count as
+    the decimal fractions they are written as, and the order repeats after `period` samples, their common denominator.
+    It is computed from its start, a million samples per second, and takes two bytes per sample.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -33,12 +33,12 @@ class Blend:
         denominator = math.lcm(*(fraction.denominator for fraction in fractions))
         counts = [int(fraction * denominator) for fraction in fractions]
         common = math.gcd(*counts)
-        self._counts = [count // common for count in counts]  # samples of each source in a period
+        self._counts = [count // common for count in counts]  # samples of each source per period
         self.period = sum(self._counts)
-        self._sources = array.array("H")  # of the samples of a period, as far as they were asked for
+        self._sources = array.array("H")  # sources of a period's samples, as far as computed
         self._before: list[list[int]] = []  # samples of each source before each block
-        self._waiting = [(0, source, 0) for source in range(len(weights))]  # begin of the window, source, its sample
-        self._ready: list[tuple[int, int, int]] = []  # end of the window, source, its sample
+        self._waiting = [(0, source, 0) for source in range(len(weights))]  # start of a window, source, sample
+        self._ready: list[tuple[int, int, int]] = []  # end of a window, source, sample
         self._lock = threading.Lock()
 
     @property
@@ -47,7 +47,7 @@ class Blend:
         return [count / self.period for count in self._counts]
 
     def place(self, number: int) -> tuple[int, int]:
-        """The source of sample `number`, and the number that the sample has there."""
+        """The source of sample `number`, and the sample's number in that source."""
         period, slot = divmod(number, self.period)
         with self._lock:
             while len(self._sources) <= slot:
@@ -75,7 +75,7 @@ class Blend:
 
 
 class BlendedSamples:
-    """An endless sequence of samples of several sources."""
+    """An endless sequence of samples from several sources."""
 
     def __init__(self, sources: Sequence[EpochSamples], weights: Sequence[float]) -> None:
         self.sources = sources
@@ -90,7 +90,7 @@ class BlendedSamples:
 
 
 class JoinedSamples:
-    """The samples of several corpora to evaluate on, interleaved: any prefix has each in proportion to its size."""
+    """Evaluation samples of several corpora, interleaved: any prefix has each in proportion to its size."""
 
     def __init__(self, corpora: Sequence[CorpusSamples]) -> None:
         self._corpora = corpora

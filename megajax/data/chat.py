@@ -1,6 +1,6 @@
-"""Messages rendered by a tokenizer's chat template, as `transformers` does, with the spans that the assistant writes.
+"""Render messages with a tokenizer's chat template, as `transformers` does, and find the spans the assistant writes.
 
-A template is a program. It runs in Jinja's sandbox, and the size of what it makes is bounded; its time is not.
+A template is a program. It runs in Jinja's sandbox, and the size of its output is limited, but its time is not.
 """
 
 import json
@@ -20,24 +20,24 @@ from megajax.errors import UserError
 
 Message = Mapping[str, Any]
 
-_MOST_CHARACTERS = 1 << 24  # of a rendered text
-_MOST_MESSAGES = 1000  # of a conversation, which is rendered anew after each
-_SOURCE_CHARACTERS = 1 << 20  # of a template; the longest known have some ten thousand
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of what a message thought, the first for templates
+_MOST_CHARACTERS = 1 << 24  # in a rendered text
+_MOST_MESSAGES = 1000  # in a conversation, which is rendered again after each message
+_SOURCE_CHARACTERS = 1 << 20  # in a template; the longest known ones have some ten thousand
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning; templates use the first
 _LONG_NUMBER = re.compile(r"\d{5,}")
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class Conversation(NamedTuple):
-    """Messages as a text."""
+    """Messages as one text."""
 
     text: str
-    spans: list[tuple[int, int]]  # of each part that the assistant writes: its first character, the one after its last
+    spans: list[tuple[int, int]]  # the range of characters of each part that the assistant writes
 
 
 class ChatTemplate:
-    """A chat template, compiled. `tokens` has special tokens by the names that the template has for them (`bos_token`),
-    `name` stands in error messages, and `today` is what `strftime_now` uses."""
+    """A compiled chat template. `tokens` are special tokens by the names the template uses for them (`bos_token`),
+    `name` appears in error messages, and `today` is the date for `strftime_now`."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], name: str, today: datetime | None = None) -> None:
         if len(source) > _SOURCE_CHARACTERS:
@@ -53,16 +53,16 @@ class ChatTemplate:
             raise UserError(f"the chat template of {name}: {at}{_reason(error)}; valid: a template in Jinja") from None
 
     def render(self, messages: Sequence[Message], place: str, *, add_generation_prompt: bool = False) -> str:
-        """The text of messages, which have `role`, `content` and whatever else the template looks at; `place` stands in
+        """The text of messages, which have `role`, `content` and whatever else the template reads; `place` appears in
         error messages. With `add_generation_prompt` it ends with what precedes the assistant's next words."""
         return self._render(messages, place, add_generation_prompt)[0]
 
     def conversation(self, messages: Sequence[Message], place: str, ends: Sequence[str] = ()) -> Conversation:
         """The text of messages, and the spans of it that the assistant writes.
 
-        They are what the template has between `{% generation %}` and `{% endgeneration %}`, or, without these, what
-        every message of the role `assistant` adds to the prompt for it. White space after one of the texts `ends`, with
-        which the assistant ends, is not included.
+        The spans are what the template puts between `{% generation %}` and `{% endgeneration %}`; without these, what
+        every message with the role `assistant` adds to its prompt. They do not include white space after one of the
+        texts `ends`, with which the assistant ends.
         """
         if len(messages) > _MOST_MESSAGES:
             raise UserError(f"{place}: {len(messages)} messages; valid: at most {_MOST_MESSAGES}")
@@ -104,7 +104,7 @@ class ChatTemplate:
                 size += len(block)
                 if size > _MOST_CHARACTERS:
                     raise TemplateError(f"more than {_MOST_CHARACTERS} characters")
-        except Exception as error:  # whatever a template may do wrong
+        except Exception as error:  # templates can fail in any way
             raise UserError(
                 f"{place}: the chat template of {self._name} cannot render it: {_reason(error)}; "
                 "valid: messages as the template wants them"
@@ -119,14 +119,14 @@ class ChatTemplate:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """A message as `transformers` passes it to templates: without None values, reasoning under all of its names."""
+    """A message as `transformers` passes it to templates: without None values, and with reasoning under all names."""
     found = {key: value for key, value in message.items() if value is not None}
     thought = next((found[name] for name in _REASONING if name in found), None)
     return found if thought is None else {"thinking": thought, **found, "reasoning_content": thought}
 
 
 def _without_space(text: str, start: int, stop: int, ends: Sequence[str]) -> int:
-    """The end of a span without white space that follows one of its `ends`."""
+    """The end of a span, excluding white space after one of its `ends`."""
     part = text[start:stop].rstrip()
     return start + len(part) if part.endswith(tuple(ends)) else stop
 
@@ -137,7 +137,7 @@ def _reason(error: BaseException) -> str:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox of templates: what `transformers` provides, and no operation whose result is too large."""
+    """The sandbox for templates: everything that `transformers` provides, but no operation with a too large result."""
 
     intercepted_binops = frozenset(["*", "**", "%"])
 
@@ -146,11 +146,11 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _to_json
         self.globals |= {"raise_exception": _raise_exception, "dict": _Dict(), "namespace": _Namespace}
         self.globals["strftime_now"] = lambda form: (today or datetime.now()).strftime(form)
-        self.blocks: list[str] = []  # of the text that is being rendered, so far
-        self.generated: list[tuple[int, str]] = []  # what stands in its `{% generation %}`: where it begins, the text
+        self.blocks: list[str] = []  # the text rendered so far
+        self.generated: list[tuple[int, str]] = []  # start and text of each `{% generation %}` block
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Evaluate `*`, `**` or `%`, which also formats texts, unless the result would be too large."""
+        """Evaluate `*`, `**` or `%` (which also formats texts), unless the result would be too large."""
         both = left, right
         if operator == "*" and any(isinstance(value, list | tuple) for value in both):
             raise TemplateError("a product of lists")
@@ -169,7 +169,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 class _Generation(ext.Extension):
     """The tag `{% generation %}`."""
 
-    tags = {"generation"}  # noqa: RUF012  # as the base class has it
+    tags = {"generation"}  # noqa: RUF012  # declared like in the base class
 
     def parse(self, parser: Parser) -> nodes.CallBlock:
         line = next(parser.stream).lineno
@@ -194,7 +194,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """`namespace` inside templates, which refuses names that begin with an underscore."""
+    """`namespace` inside templates; refuses names that begin with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, given = args[0], dict(*args[1:], **kwargs)

@@ -1,6 +1,6 @@
-"""Sentences joined to chunks of about a target number of tokens, as Megatron-LM does for BERT.
+"""Join sentences into chunks of about a target number of tokens, as Megatron-LM does for BERT.
 
-C chunks, D documents, S sentences.
+Letters: C chunks, D documents, S sentences.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,15 +14,15 @@ from megajax.data.tokens import TokenDocuments
 
 Numbers = npt.NDArray[np.int64]
 
-_BLOCK = 1 << 20  # sentences looked at in one go: bounds the memory, and changes nothing
+_BLOCK = 1 << 20  # sentences processed together; limits memory without changing the result
 
 
 class SentenceCounts(NamedTuple):
-    """How many sentences documents have; those without a token do not count."""
+    """How many sentences documents have; sentences without tokens do not count."""
 
-    documents: int  # with at least one sentence
-    sentences: int  # of all documents
-    single: int  # documents of one sentence, which make no pair
+    documents: int  # documents with at least one sentence
+    sentences: int  # in all documents
+    single: int  # documents with one sentence, which cannot make a pair
 
 
 def count_sentences(documents: TokenDocuments) -> SentenceCounts:
@@ -36,22 +36,22 @@ def count_sentences(documents: TokenDocuments) -> SentenceCounts:
 
 @dataclass(frozen=True)
 class Chunks:
-    """Chunks of neighbouring sentences, in the order of the text."""
+    """Chunks of consecutive sentences, in the order of the text."""
 
-    begins: Numbers  # int64 [C], the first sentence of each, as a number of the dataset
-    sizes: npt.NDArray[np.int32]  # int32 [C], how many sentences it has, empty ones among them included
-    targets: npt.NDArray[np.int32]  # int32 [C], tokens wanted
+    begins: Numbers  # int64 [C], the number in the dataset of each chunk's first sentence
+    sizes: npt.NDArray[np.int32]  # int32 [C], how many sentences it has, including empty ones
+    targets: npt.NDArray[np.int32]  # int32 [C], wanted number of tokens
 
     def __len__(self) -> int:
         return len(self.begins)
 
 
 def join(documents: TokenDocuments, numbers: Numbers, target: Callable[[Numbers], Numbers]) -> Chunks:
-    """Join the sentences of each document to chunks: a chunk ends when it reaches its target and has at least two. One
-    that would be left alone at the end of a document joins those before it.
+    """Join each document's sentences into chunks: a chunk ends when it has reached its target and has at least two
+    sentences. A sentence that would be left alone at the end of a document joins the previous chunk.
 
-    `numbers` are those of the documents, ascending; `target` goes from the first sentences of chunks to the tokens
-    wanted.
+    `numbers` are the documents, ascending; `target` maps the first sentences of chunks to their wanted numbers of
+    tokens.
     """
     found = [_joined(block, target) for block in _blocks(documents, numbers)]
     return Chunks(
@@ -63,12 +63,12 @@ def join(documents: TokenDocuments, numbers: Numbers, target: Callable[[Numbers]
 
 @dataclass(frozen=True)
 class _Block:
-    """Sentences of some documents, those without a token left out."""
+    """Sentences of some documents, except those without tokens."""
 
     ids: Numbers  # [S], numbers in the dataset
-    totals: Numbers  # [S + 1], tokens before each
-    begins: Numbers  # [D], the first sentence of each document, as a place in `ids`
-    ends: Numbers  # [D], the one after its last
+    totals: Numbers  # [S + 1], number of tokens before each
+    begins: Numbers  # [D], the index in `ids` of each document's first sentence
+    ends: Numbers  # [D], one past its last sentence
 
 
 def _blocks(documents: TokenDocuments, numbers: Numbers) -> Iterator[_Block]:
@@ -95,7 +95,7 @@ def _block(documents: TokenDocuments, numbers: Numbers) -> _Block:
 
 
 def _joined(block: _Block, target: Callable[[Numbers], Numbers]) -> Chunks:
-    """Chunks of a block: one of every document at a time."""
+    """The chunks of a block; each iteration makes one chunk of every document."""
     open_ = block.begins < block.ends
     place, end = block.begins[open_], block.ends[open_]
     found = [(np.empty(0, np.int64),) * 3]

@@ -1,4 +1,4 @@
-"""Corpora and their tokenizer, as configuration."""
+"""Configuration of corpora and their tokenizer."""
 
 from dataclasses import dataclass
 from typing import Annotated

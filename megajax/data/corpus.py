@@ -1,4 +1,4 @@
-"""A tokenized corpus in the run directory, as `data/making.py` made it."""
+"""A tokenized corpus in the run directory, made by `data/making.py`."""
 
 import json
 import math
@@ -20,26 +20,26 @@ from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
 from megajax.host import reading
 
-_REPORT, _BLOCKS = "report.json", "tokens.digests"  # the latter has the digests of the tokens' blocks
+_REPORT, _BLOCKS = "report.json", "tokens.digests"  # the second has the digests of the blocks of tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusReport:
-    """Where a corpus came from and what it took to make; `report.json` in its folder."""
+    """Where a corpus comes from and how it was made; `report.json` in its folder."""
 
     source: str  # absolute path, or python-stdlib
-    tokenizer_source: str  # absolute path of a given tokenizer; empty if it was trained, imported or there is none
-    dataset: str  # PREFIX of a dataset that was given tokenized; empty if the tokens lie in the folder
-    vocab_size: int  # all ids are below this
+    tokenizer_source: str  # absolute path of the given tokenizer; empty if it was trained or imported, or there is none
+    dataset: str  # PREFIX of a dataset given tokenized; empty if the tokens are in this folder
+    vocab_size: int  # all ids are less than this
     documents: int
     tokens: int
-    text_bytes: int = 0  # of the text in UTF-8; 0 for a dataset that was given tokenized
-    skipped_files: int = 0  # files of a folder that are not UTF-8
-    sentences: int = 0  # of documents that are cut in sentences; else 0
+    text_bytes: int = 0  # of the text in UTF-8; 0 for a dataset given tokenized
+    skipped_files: int = 0  # files in a folder that are not UTF-8
+    sentences: int = 0  # in documents split into sentences; otherwise 0
     single_sentence_documents: int = 0
-    tokenizer_seconds: float = 0.0  # what training the tokenizer took
+    tokenizer_seconds: float = 0.0  # time to train the tokenizer
     encoding_seconds: float = 0.0
-    digests: dict[str, str] = field(default_factory=dict)  # of Megatron-LM's own datasets the tokenizer's only
+    digests: dict[str, str] = field(default_factory=dict)  # for Megatron-LM's own datasets only of the tokenizer
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Corpus:
     """A tokenized corpus."""
 
     tokens: IndexedDataset
-    tokenizer: Tokenizer | None  # None if the dataset was given tokenized and without one
+    tokenizer: Tokenizer | None  # None if the dataset was given tokenized and without a tokenizer
     report: CorpusReport
 
 
 def write_report(folder: Path, report: CorpusReport, blocks: npt.NDArray[np.uint8] | None) -> None:
-    """Write the report of a corpus, which is then complete, and the digests of its blocks, if there are any."""
+    """Write a corpus's report, which completes the corpus, and the digests of its blocks, if there are any."""
     if blocks is not None:
         write_atomically(folder / _BLOCKS, blocks.tobytes())
     write_atomically(folder / _REPORT, json.dumps(asdict(report), indent=1) + "\n")
@@ -80,7 +80,7 @@ def _is_valid(value: Any, kind: Any) -> bool:
 
 
 def open_corpus(output_dir: str | Path, vocab_size: int) -> Corpus:
-    """Open what `make_corpus` made. Any process may call this; nothing is written."""
+    """Open the corpus made by `make_corpus`. Any process may call this; nothing is written."""
     folder = Path(output_dir)
     report = read_report(folder)
     prefix = Path(report.dataset or folder / "tokens")
@@ -102,18 +102,18 @@ def open_corpus(output_dir: str | Path, vocab_size: int) -> Corpus:
     blocks = _read_blocks(folder / _BLOCKS, report, advice)
     tokens.checked = CheckedTokens(tokens.tokens, blocks, vocab_size, str(tokens_file), advice)
     if not report.dataset:
-        tokens.name = report.source  # what the user knows it by
+        tokens.name = report.source  # the name that the user knows
     if report.vocab_size > vocab_size:
         tokens.check_vocabulary(vocab_size)
     return Corpus(tokens, tokenizer, report)
 
 
 def _read_blocks(file: Path, report: CorpusReport, advice: str) -> npt.NDArray[np.uint8] | None:
-    """The digests of a corpus's blocks, [B, 16]; None where the report has no digest of tokens."""
+    """The digests of a corpus's blocks, [B, 16]; None if the report has no digest of tokens."""
     if TOKENS not in report.digests:
         return None
     try:
-        content = reading.read_bytes(file, 16 * (report.tokens // (1 << 15) + 1))  # of 8 bytes a token, the most
+        content = reading.read_bytes(file, 16 * (report.tokens // (1 << 15) + 1))  # tokens have at most 8 bytes
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}; {advice}") from None
     if len(content) % 16 or root(as_blocks(content)) != report.digests[TOKENS]:
@@ -122,7 +122,7 @@ def _read_blocks(file: Path, report: CorpusReport, advice: str) -> npt.NDArray[n
 
 
 def corpus_tokenizer(output_dir: str | Path) -> Tokenizer:
-    """The tokenizer of a run's corpora, in `output_dir/tokenizer`, its files compared with their digests."""
+    """The tokenizer of a run's corpora, in `output_dir/tokenizer`; its files are compared with their digests."""
     own = Path(output_dir, "tokenizer")
     corpora = (place for place in (Path(output_dir), Path(output_dir, "source-0")) if has_corpus(place))
     if corpus := next(corpora, None):
@@ -133,8 +133,8 @@ def corpus_tokenizer(output_dir: str | Path) -> Tokenizer:
 def evaluation_tokens(
     path: str, tokenizer: Tokenizer | None, vocab_size: int, *, sentences: bool = False, flag: str = "--data"
 ) -> TokenDocuments:
-    """Tokens of any text or prepared dataset to evaluate on; with `sentences`, one sequence a sentence. A single text
-    file is one document. Only a text needs the tokenizer."""
+    """Tokens of any text or prepared dataset, for evaluation; with `sentences`, one sequence per sentence. A single
+    text file is one document. Only texts need the tokenizer."""
     if prefix := prepared_prefix(path, flag=flag):
         return open_given(prefix, vocab_size, sentences=sentences, flag=flag)[0]
     assert tokenizer is not None, "text without a tokenizer"
@@ -143,23 +143,23 @@ def evaluation_tokens(
 
 
 def has_corpus(output_dir: str | Path) -> bool:
-    """Whether `make_corpus` made a corpus there."""
+    """Whether `make_corpus` has made a corpus in this folder."""
     return bool(reading.kind(Path(output_dir, _REPORT)))  # written last
 
 
 def has_only_tokenizer(output_dir: str | Path) -> bool:
-    """Whether a folder holds nothing but a tokenizer, as after an import of weights."""
+    """Whether a folder contains only a tokenizer, as after importing weights."""
     own = Path(output_dir, "tokenizer")
     return reading.names(output_dir) == {own.name} and is_tokenizer_folder(own) and has_only_tokenizer_files(own)
 
 
 def load_fitting(folder: str | Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer in a folder; it must have at most `vocab_size` ids."""
+    """The tokenizer in a folder, which must have at most `vocab_size` ids."""
     return fitting(load_tokenizer(folder), folder, vocab_size)
 
 
 def fitting(tokenizer: Tokenizer, folder: str | Path, vocab_size: int) -> Tokenizer:
-    """The tokenizer itself, unless it has more ids than `vocab_size`, which is an error."""
+    """The tokenizer itself; having more than `vocab_size` ids is an error."""
     if tokenizer.size > vocab_size:
         raise UserError(
             f"--tokenizer.path: the tokenizer in {folder} has {tokenizer.size} ids; valid: at most "

@@ -1,7 +1,7 @@
-"""Digests of files, and their names in reports: of a run's corpus, and of what `megajax prepare` leaves.
+"""Digests of files, and their names in reports: for a run's corpus, and for the output of `megajax prepare`.
 
-Tokens have a digest for every block, so that a block can be trusted without reading the rest: B blocks of 256 KiB, each
-with the first 16 bytes of its SHA-256. A file's one digest, its root, is that of its blocks'.
+Tokens have a digest per block, so that a block can be verified without reading the rest: B blocks of 256 KiB, each with
+the first 16 bytes of its SHA-256. The digest of a whole file, its root, is that of its block digests.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ TOKENS, INDEX = "tokens", "index"  # the names of their roots
 _TOKENIZER = "tokenizer/"  # before a file's name
 _BYTES = 16  # of a digest
 _THREADS = 4  # hashing lets other threads run
-_AT_ONCE = 1 << 28  # bytes: a file up to this is checked as a whole when it is opened
+_AT_ONCE = 1 << 28  # bytes; files up to this size are checked completely when they are opened
 
 
 def _digest(block: Any) -> bytes:
@@ -32,13 +32,13 @@ def _digest(block: Any) -> bytes:
 
 
 class Digester:
-    """Computes block digests of content as it is written."""
+    """Computes block digests of data while it is written."""
 
     def __init__(self) -> None:
         self._done, self._rest = bytearray(), bytearray()
 
     def update(self, content: bytes) -> None:
-        """Add what is written next."""
+        """Add the next bytes written."""
         self._rest += content
         while len(self._rest) >= BLOCK_BYTES:
             self._done += _digest(self._rest[:BLOCK_BYTES])
@@ -51,7 +51,7 @@ class Digester:
 
 
 def as_blocks(content: bytes) -> npt.NDArray[np.uint8]:
-    """Digests back to back as [B, 16]."""
+    """Concatenated digests as an array [B, 16]."""
     return np.frombuffer(content, np.uint8).reshape(-1, _BYTES)
 
 
@@ -77,7 +77,7 @@ def root_of_parts(parts: Iterable[npt.NDArray[np.uint8]]) -> str:
 
 
 def file_digest(file: Path) -> str:
-    """The root of a file; an `OSError` if it cannot be read."""
+    """The root of a file; raises `OSError` if it cannot be read."""
     found = Digester()
     with reading.open_file(file) as content:
         while block := content.read(BLOCK_BYTES):
@@ -109,8 +109,8 @@ def check_index(file: Path, digests: Mapping[str, str], advice: str) -> None:
 
 
 def check_tokenizer(folder: Path, digests: Mapping[str, str], advice: str) -> None:
-    """Compare the files of a tokenizer with the digests of a report, if it has any of them; `advice` says what to do
-    where a file is missing, has changed, or was not there."""
+    """Compare a tokenizer's files with a report's digests, if they include any; `advice` says what to do if a file is
+    missing, has changed, or is new."""
     files = {folder / name.removeprefix(_TOKENIZER): digests[name] for name in digests if name.startswith(_TOKENIZER)}
     _check_files(files, advice)
     others = set(_tokenizer_files(folder)) - files.keys()
@@ -134,27 +134,27 @@ def _check_files(files: Mapping[Path, str], advice: str) -> None:
 
 @dataclass(eq=False)
 class CheckedTokens:
-    """Token ids. Each block is checked when it is first read, those of a small file at once: its digest, and that its
-    ids are in the vocabulary."""
+    """Token ids. Each block is checked when it is first read (all blocks of a small file at once): its digest, and
+    that its ids are in the vocabulary."""
 
     tokens: npt.NDArray[np.integer]
     digests: npt.NDArray[np.uint8] | None  # of the blocks, [B, 16]
     vocab_size: int
     file: str  # for error messages
-    advice: str  # what to do about a difference, for error messages
+    advice: str  # for error messages: what to do about a difference
 
     def __post_init__(self) -> None:
-        self._size = BLOCK_BYTES // self.tokens.itemsize  # tokens of a block
+        self._size = BLOCK_BYTES // self.tokens.itemsize  # tokens per block
         num_blocks = -(-len(self.tokens) // self._size)
         if self.digests is not None and len(self.digests) != num_blocks:
             problem = f"has {num_blocks} blocks instead of the {len(self.digests)} that were written"
             raise UserError(f"{self.file}: {problem}; {self.advice}")
-        self._unknown = bytearray(b"\1") * num_blocks  # two threads may check a block both: it costs nothing else
+        self._unknown = bytearray(b"\1") * num_blocks  # if two threads check the same block, it only takes longer
         if self.tokens.nbytes <= _AT_ONCE:
             self.check(0, len(self.tokens))
 
     def check(self, start: int, stop: int) -> None:
-        """Check those blocks of the tokens from `start` to `stop` that have not been checked yet."""
+        """Check the blocks with the tokens from `start` to `stop` that have not been checked yet."""
         first, last = start // self._size, -(-stop // self._size)
         while (block := self._unknown.find(1, first, last)) >= 0:
             begin = block * self._size
@@ -169,7 +169,7 @@ class CheckedTokens:
 
 
 def check_ids(tokens: npt.NDArray[np.integer], start: int, vocab_size: int, name: str) -> None:
-    """Check that tokens, the first of which is at `start` in the file `name`, are in the vocabulary."""
+    """Check that tokens, which begin at position `start` of the file `name`, are in the vocabulary."""
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         first = int(np.argmax((tokens < 0) | (tokens >= vocab_size)))
         raise UserError(

@@ -1,4 +1,4 @@
-"""Texts to token ids: a document is one sequence with begin and end tokens, or one sequence for each sentence.
+"""Encode texts as token ids: a document is one sequence with begin and end tokens, or one sequence per sentence.
 
 Sentences are found by the package `sentencex` (Wikimedia's rules for English, without a download).
 """
@@ -11,18 +11,18 @@ import numpy.typing as npt
 
 from megajax.data.tokenizer import Tokenizer
 
-_BATCH_CHARACTERS = 4 << 20  # text tokenized in one go
+_BATCH_CHARACTERS = 4 << 20  # text tokenized together
 _BLANK_LINES = re.compile(r"\n[^\S\n]*\n\s*")
-_WRAPPED = 120  # characters: lines that are longer were not wrapped
-_FULL = 0.8  # of the longest line around it, for a line to be wrapped
-_WINDOW = 2048  # characters split in one go; in much longer ones `sentencex` takes one stray quote for a long quotation
+_WRAPPED = 120  # characters; longer lines are not wrapped ones
+_FULL = 0.8  # a wrapped line with its next word has at least this share of the longest line around it
+_WINDOW = 2048  # characters split together; in much longer texts `sentencex` takes a stray quote for a long quotation
 
 
 def encode_documents(
     documents: Iterable[str], tokenizer: Tokenizer, *, sentences: bool = False
 ) -> Iterator[list[npt.NDArray[np.int32]]]:
-    """The sequences of each document, ids int32 [length]: one, by `as_document`, or one for each sentence. A sentence
-    without a token is left out, and so is a document without a sentence."""
+    """The sequences of each document, ids int32 [length]: one, as by `as_document`, or one per sentence. Sentences
+    without tokens are left out, and so are documents without sentences."""
     for texts in in_parts(documents, _BATCH_CHARACTERS):
         for sequences in encode_texts(texts, tokenizer, sentences=sentences):
             if not sentences:
@@ -32,7 +32,7 @@ def encode_documents(
 
 
 def as_document(ids: npt.NDArray[np.integer], tokenizer: Tokenizer) -> npt.NDArray[np.int32]:
-    """The ids of a text with the tokenizer's begin token, unless the text spells it out, and the end of text."""
+    """The ids of a text after the tokenizer's begin token (unless the text spells it out), then the end of text."""
     first = len(tokenizer.begin)
     begin = np.array(tokenizer.with_begin(ids[:first].tolist()), np.int32)
     return np.concatenate([begin, ids[first:], [tokenizer.end_of_text]]).astype(np.int32)
@@ -62,17 +62,17 @@ def in_parts(documents: Iterable[str], characters: int) -> Iterator[list[str]]:
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of a text in order, without white space around them.
+    """The sentences of a text in order, without surrounding white space.
 
-    A blank line ends a sentence. So does the end of a line, unless the line was wrapped: lines up to the next blank one
-    have at most 120 characters, and with the next word this one would have 80% of the longest.
+    A blank line ends a sentence. So does the end of a line, unless the line was wrapped: the lines up to the next blank
+    one have at most 120 characters, and with the next word this line would reach 80% of the longest.
     """
     lines = (line for block in _BLANK_LINES.split(text) for line in _unwrapped(block))
     return [sentence for line in lines for sentence in _of_line(line)]
 
 
 def _unwrapped(block: str) -> Iterator[str]:
-    """The lines of a text without blank lines; wrapped lines are joined."""
+    """The lines of a text without blank lines, with wrapped lines joined."""
     lines = [stripped for line in block.splitlines() if (stripped := line.strip())]
     width = max(map(len, lines), default=0)
     begun: list[str] = []
@@ -85,7 +85,7 @@ def _unwrapped(block: str) -> Iterator[str]:
 
 
 def _of_line(line: str) -> Iterator[str]:
-    """The sentences of a line, found in windows; each begins after the last complete one of the window before."""
+    """The sentences of a line, found in windows; each begins after the last complete sentence of the one before."""
     import sentencex
 
     start = 0

@@ -1,8 +1,8 @@
 """GPT samples: documents are concatenated and cut into sequences; the target of a token is the next one.
 
 T is the sequence length. A sample is `{"tokens": int32 [T], "targets": int32 [T]}`; a target of -1 is not counted. With
-positions it also has `"positions": int32 [T]`, every token's place in its document (`document_positions`), for a model
-whose attention starts anew with every document.
+positions it also has `"positions": int32 [T]`, each token's position in its document (`document_positions`), for models
+whose attention restarts with every document.
 """
 
 import functools
@@ -29,7 +29,7 @@ def train_and_validation(
     overlap: int = 0,
     with_positions: bool = False,
 ) -> tuple["TrainSamples", "EvaluationSamples | None"]:
-    """Samples of the training and the validation split, which share no document; None where nothing is held out."""
+    """Samples of the training and validation splits, which share no document; None if nothing is held out."""
     train, validation = split_documents(documents, validation_fraction=validation_fraction, seed=seed)
     lengths = np.diff(documents.document_offsets)
     num_train, num_validation = int(lengths[train].sum()), int(lengths[validation].sum())
@@ -52,11 +52,11 @@ def train_and_validation(
 def split_documents(
     documents: TokenDocuments, *, validation_fraction: float, seed: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Numbers of the training and the validation documents, ascending.
+    """Numbers of the training and validation documents, ascending.
 
     In an order shuffled by the seed, documents go to the validation split until it has about `validation_fraction` of
-    all tokens. A document longer than that is trained on; if all are longer, the shortest one is for validation.
-    Depends on the documents' lengths, the fraction and the seed only.
+    all tokens. A document longer than that is used for training; if all are longer, the shortest is for validation.
+    The result depends only on the documents' lengths, the fraction and the seed.
     """
     lengths = np.diff(documents.document_offsets)
     if not validation_fraction:
@@ -77,9 +77,9 @@ def split_documents(
 class TrainSamples:
     """An endless sequence of training samples; sample i is a pure function of the seed and i.
 
-    In every epoch the documents are joined in a new random order and cut in samples of T + 1 tokens, of which the last
-    is also the first of the next sample; a rest that is too short for one is left out. Samples are drawn in a random
-    order (Grain's index shuffle). Memory: 16 bytes per document for each of two epochs.
+    In every epoch the documents are concatenated in a new random order and cut into samples of T + 1 tokens, of which
+    the last is also the first of the next sample; a remainder too short for a sample is dropped. Samples are drawn in
+    random order (Grain's index shuffle). Memory: 16 bytes per document for each of two epochs.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class TrainSamples:
         self._epoch_stream = epoch_stream
 
     def __getitem__(self, number: int) -> Sample:
-        with self._lock:  # so that only one thread builds an epoch
+        with self._lock:  # only one thread builds an epoch
             stream = self._epoch_stream(number // self.epoch_size)
         start = self._order[number] * self.sequence_length
         window = stream.read(start, start + self.sequence_length + 1)
@@ -116,11 +116,11 @@ class TrainSamples:
 
 
 class EvaluationSamples:
-    """Samples that predict every token but the first exactly once, in canonical order; the last one is padded.
+    """Samples that predict every token except the first exactly once, in canonical order; the last one is padded.
 
     They are windows of T tokens that advance by `overlap` targets, 1 to T; 0 stands for T. The first window counts all
-    its targets, every other one its last `overlap`, each of which is predicted from at least T - `overlap` earlier
-    tokens. `numbers` are the documents to evaluate on; None: all.
+    its targets, every other its last `overlap`, each predicted from at least T - `overlap` earlier tokens. `numbers`
+    are the documents to evaluate on; None: all.
     """
 
     def __init__(
@@ -165,10 +165,10 @@ class EvaluationSamples:
 class ContinuationSamples:
     """Samples that predict the ends of token sequences, each from the tokens before it.
 
-    A sequence is its ids and the index of the first one to predict, at least 1. It gives one sample, its last T tokens
-    and their targets; if its end has more than T tokens, several samples, which predict each of these tokens once.
+    A sequence is given as its ids and the index (at least 1) of the first one to predict. It gives one sample, with its
+    last T tokens and their targets; if its end has more than T tokens, several samples predict each of these once.
 
-    `owners` has the sequence of every sample. T is the least power of two that is enough, or what the model takes.
+    `owners` has the sequence of every sample. T is the smallest sufficient power of two, or the model's length.
     """
 
     def __init__(self, sequences: Sequence[tuple[Sequence[int], int]], *, sequence_length: int) -> None:
@@ -193,7 +193,7 @@ class ContinuationSamples:
 
 
 def _padded_sample(window: npt.NDArray[np.int32], sequence_length: int, num_ignored: int) -> Sample:
-    """The sample of up to T + 1 tokens, padded at its end; the first `num_ignored` targets are not counted."""
+    """A sample from up to T + 1 tokens, padded at its end; the first `num_ignored` targets are not counted."""
     padding = (0, sequence_length + 1 - len(window))
     targets = np.pad(window[1:], padding, constant_values=IGNORED)
     targets[:num_ignored] = IGNORED
@@ -201,15 +201,15 @@ def _padded_sample(window: npt.NDArray[np.int32], sequence_length: int, num_igno
 
 
 def document_positions(begins: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int32]:
-    """Every token's place in its document, int32 [length]. `begins` are the indices of the tokens that begin one,
-    ascending; the first token always counts as such."""
+    """Each token's position in its document, int32 [length]. `begins` are the indices at which documents begin,
+    ascending; the first token always counts as a beginning."""
     begin_T = np.zeros(length, np.int32)
     begin_T[begins] = begins
     return np.arange(length, dtype=np.int32) - np.maximum.accumulate(begin_T)
 
 
 class _TokenStream:
-    """Documents concatenated in a given order; only what is read is loaded."""
+    """Documents concatenated in a given order; loads only what is read."""
 
     def __init__(self, documents: TokenDocuments, order: npt.NDArray[np.int64]) -> None:
         self._documents, self._order = documents, order
@@ -226,20 +226,20 @@ class _TokenStream:
         done = start
         while done < stop:
             end = int(self._ends[place])
-            shift = int(self._documents.document_offsets[self._order[place] + 1]) - end  # from here to the corpus
+            shift = int(self._documents.document_offsets[self._order[place] + 1]) - end  # offset into the corpus
             until = min(stop, end)
             window[done - start : until - start] = self._documents.read(done + shift, until + shift)
             done, place = until, place + 1
         return window
 
     def positions(self, start: int, stop: int) -> npt.NDArray[np.int32]:
-        """Places of tokens in their documents, int32 [stop - start]; a document that began before `start` counts from
-        there."""
+        """Positions of tokens in their documents, int32 [stop - start]; a document that began before `start` counts
+        from there."""
         first = np.searchsorted(self._ends, start, side="right")
         last = np.searchsorted(self._ends, stop, side="left")
         return document_positions(self._ends[first:last] - start, stop - start)
 
 
 def _permutation(count: int, *key: int) -> npt.NDArray[np.int64]:
-    """Random order of 0 … count - 1; from raw bits, which no release of NumPy may change (unlike `Generator`'s)."""
+    """Random order of 0 … count - 1, from raw bits, which NumPy releases must not change (unlike `Generator`'s)."""
     return np.argsort(np.random.Philox(np.random.SeedSequence(key)).random_raw(count), kind="stable")

@@ -1,4 +1,4 @@
-"""A split of a dataset in the format of the Hugging Face hub, read as a stream by the package `datasets`."""
+"""A split of a dataset in the format of the Hugging Face hub, streamed with the package `datasets`."""
 
 import contextlib
 import importlib.util
@@ -22,14 +22,14 @@ _NAME = re.compile(r"[\w.-]+(/[\w.-]+){0,2}")
 
 @dataclass(frozen=True)
 class HubSplit:
-    """A split of a dataset of the hub, or of a local folder that has one."""
+    """A split of a dataset on the hub, or in a local folder."""
 
-    url: str  # as it was given
+    url: str  # as given
     name: str  # of the dataset, or the folder
-    configuration: str  # of the dataset, where it has several; else empty
+    configuration: str  # of the dataset, if it has several; otherwise empty
     split: str  # such as train
-    column: str  # of the texts; empty: as the reader says
-    flag: str  # the flag that named it, for error messages
+    column: str  # with the texts; empty: the reader's default
+    flag: str  # the flag that names it, for error messages
 
     @classmethod
     def parse(cls, url: str, flag: str) -> "HubSplit":
@@ -60,25 +60,25 @@ class HubSplit:
         try:
             with _quiet():
                 return datasets.load_dataset_builder(self.name, self.configuration or None)
-        except Exception as error:  # of many kinds: no network, no such dataset, a configuration that is missing
+        except Exception as error:  # of many kinds: no network, no such dataset, a missing configuration
             raise self._refusal(f"the dataset cannot be opened: {reason(error)}") from None
 
     @property
     def size(self) -> int:
-        """Bytes of the split's texts, or 0 if the dataset does not say."""
+        """Size of the split's texts in bytes, or 0 if the dataset does not say."""
         splits = self._builder.info.splits or {}
         return int(splits[self.split].num_bytes or 0) if self.split in splits else 0
 
     @property
     def identity(self) -> list[str]:
-        """What identifies its files: their addresses, on the hub with the commit, and their metadata."""
+        """What identifies its files: their addresses (on the hub with the commit) and metadata."""
         found = self._builder.config.data_files or {}
         files = found.get(self.split, [])
         known = getattr(files, "origin_metadata", [])
         return [*map(str, files), *(":".join(map(str, entry)) for entry in known)]
 
     def rows(self, key: str) -> Iterator[str]:
-        """The texts of all rows in order, streamed; empty where a row has none."""
+        """The texts of all rows in order, streamed; empty for rows without one."""
         column = self.column or key
         try:
             with _quiet():
@@ -109,7 +109,7 @@ class HubSplit:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """`datasets` and the hub's library show neither progress bars nor warnings; errors become one line of ours."""
+    """In the block, `datasets` and the hub's library show no progress bars or warnings; we report errors ourselves."""
     import datasets
     from huggingface_hub.utils import logging
 

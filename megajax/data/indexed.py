@@ -1,4 +1,4 @@
-"""Prepared datasets: Megatron-LM's, or those of `megajax prepare`, which have a report with digests beside them,
+"""Prepared datasets, either Megatron-LM's or from `megajax prepare`, which also writes a report with digests,
 PREFIX.report.json. PREFIX.bin holds token ids, PREFIX.idx (MMIDIDX, version 1) their documents.
 
 All little-endian. The index: 9 bytes magic, uint64 version, uint8 type of the tokens, uint64 S (number of sequences),
@@ -28,7 +28,7 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOAT_TYPES = (6, 7)
-_CHECK_SEQUENCES = 1 << 20  # sequences checked in one go: bounds the memory of the check
+_CHECK_SEQUENCES = 1 << 20  # sequences checked together; limits memory
 
 
 class IndexedDataset(TokenDocuments):
@@ -57,11 +57,11 @@ class IndexedDataset(TokenDocuments):
 
 
 class IndexedWriter:
-    """A dataset that is being written, document by document, in a `with` block.
+    """A dataset that is written, document by document, in a `with` block.
 
-    Only when the block ends without an exception are the files moved from a temporary folder to their places, the index
-    last, so PREFIX.idx exists only beside a complete PREFIX.bin. Tokens take two bytes if `vocab_size` is less than
-    65500, else four, as in Megatron-LM. After the block, `digests` has those of the .bin file's blocks, [B, 16].
+    Only if the block ends without an exception are the files moved from a temporary folder to their places, the index
+    last, so PREFIX.idx exists only next to a complete PREFIX.bin. Tokens take two bytes if `vocab_size` is less than
+    65500, otherwise four, as in Megatron-LM. After the block, `digests` has those of the .bin file's blocks, [B, 16].
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int) -> None:
@@ -81,7 +81,7 @@ class IndexedWriter:
         return self
 
     def add_document(self, *sequences: Sequence[int] | npt.NDArray[np.integer]) -> None:
-        """Append one document: its ids [length] as one sequence, or one sequence for each sentence."""
+        """Append one document: its ids [length] as one sequence, or one sequence per sentence."""
         for sequence in sequences:
             ids = np.asarray(sequence, dtype=np.int64)
             assert ids.ndim == 1 and (len(ids) == 0 or (ids.min() >= 0 and ids.max() < self._vocab_size))
@@ -113,7 +113,7 @@ class IndexedWriter:
             for part in lengths, pointers, np.array(self._firsts, dtype="<i8"):
                 index.write(part.tobytes())
             _sync(index)
-        self._index_file.unlink(missing_ok=True)  # an older index must never lie beside the new tokens
+        self._index_file.unlink(missing_ok=True)  # an old index must never be next to the new tokens
         for file in self._tokens_file, self._index_file:
             (self._place / file.name).replace(file)
 
@@ -130,7 +130,7 @@ def index_header(vocab_size: int, num_sequences: int, num_documents: int) -> byt
 
 
 def open_dataset(prefix: Path, advice: str) -> IndexedDataset:
-    """A dataset; `advice` says what to do where it is damaged."""
+    """Open a dataset; `advice` says what to do if it is damaged."""
     try:
         return IndexedDataset(prefix)
     except UserError as error:
@@ -190,7 +190,7 @@ def _read_header(index: npt.NDArray[Any], file: Path) -> tuple[str, int, int]:
 def _check_sequences(
     lengths: npt.NDArray[Any], pointers: npt.NDArray[Any], tokens: npt.NDArray[Any], index_file: Path, tokens_file: Path
 ) -> None:
-    """Check that sequences lie back to back and fill the .bin exactly."""
+    """Check that sequences follow each other without gaps and fill the .bin exactly."""
     num_bytes = tokens_file.stat().st_size
     reached = 0  # bytes
     for start in range(0, len(lengths), _CHECK_SEQUENCES):
@@ -217,12 +217,12 @@ def _check_sequences(
         )
 
 
-_REPORT_BYTES = 1 << 28  # of a report, which lists the input
+_REPORT_BYTES = 1 << 28  # of a report, which lists its input files
 
 
 def prepared_prefix(path: str, *, flag: str = "--data.path") -> Path | None:
-    """The dataset PREFIX that a path names, as PREFIX, PREFIX.bin or PREFIX.idx, if any."""
-    if scheme(path):  # text: a dataset is mapped into memory
+    """The dataset PREFIX that a path names as PREFIX, PREFIX.bin or PREFIX.idx; None if it names none."""
+    if scheme(path):  # remote paths are text, because a dataset must be memory-mapped
         return None
     named = Path(path)
     prefix = named.with_suffix("") if named.suffix in (".bin", ".idx") else named
@@ -238,15 +238,15 @@ def prepared_prefix(path: str, *, flag: str = "--data.path") -> Path | None:
 
 
 def tokenizer_folder(prefix: str | Path) -> Path:
-    """PREFIX.tokenizer, where `megajax prepare` leaves the tokenizer of a dataset."""
+    """PREFIX.tokenizer, where `megajax prepare` writes a dataset's tokenizer."""
     return Path(f"{prefix}.tokenizer")
 
 
 def open_given(
     prefix: Path, vocab_size: int, *, sentences: bool, flag: str
 ) -> tuple[IndexedDataset, npt.NDArray[np.uint8] | None]:
-    """`open_prepared`, checked besides: ids are below `vocab_size`, and documents are cut in sentences or not, which at
-    least one document of several sequences shows."""
+    """`open_prepared` with additional checks: ids are less than `vocab_size`, and documents are split into `sentences`
+    or not, as wanted; a document with several sequences shows that they are."""
     tokens, blocks = open_prepared(prefix)
     cut = bool((np.diff(tokens.document_index) > 1).any())
     if sentences and not cut:
@@ -264,8 +264,8 @@ def open_given(
 
 
 def open_prepared(prefix: Path) -> tuple[IndexedDataset, npt.NDArray[np.uint8] | None]:
-    """A dataset, checked against the digests that `megajax prepare` wrote, and the digests of its blocks, [B, 16]; None
-    in their place where there are none: the dataset is Megatron-LM's own."""
+    """Open a dataset, checked against the digests that `megajax prepare` wrote. Also returns the digests of its blocks,
+    [B, 16], or None if there are none because the dataset is Megatron-LM's own."""
     expected = _digests(prefix)
     if not expected:
         return IndexedDataset(prefix), None

@@ -1,4 +1,4 @@
-"""The kinds of text sources, and the files that a source names."""
+"""The kinds of text sources, and how to find the files of a source."""
 
 import ast
 import contextlib
@@ -20,10 +20,10 @@ from megajax.host import reading, remote
 from megajax.host.paths import check_path, scheme
 from megajax.host.remote import RemoteFile
 
-Input = Path | RemoteFile | HubSplit  # one file, or what is read like one
+Input = Path | RemoteFile | HubSplit  # a file, or something that is read like one
 
-STANDARD_LIBRARY = "python-stdlib"  # stands for the .py files of the running Python's standard library
-DOCSTRINGS = "python-docstrings"  # stands for the prose in them
+STANDARD_LIBRARY = "python-stdlib"  # the .py files of the running Python's standard library
+DOCSTRINGS = "python-docstrings"  # the prose in these files
 WORDS = (STANDARD_LIBRARY, DOCSTRINGS)
 
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -32,7 +32,7 @@ _BLANK_LINES = re.compile(r"\n\s*\n")
 
 
 def check_input(path: str, flag: str) -> None:
-    """Check that a path or URL is well formed; nothing needs to be there."""
+    """Check that a path or URL is well formed, whether or not it exists."""
     if path in WORDS:
         return
     if scheme(path) == HUB:
@@ -44,7 +44,7 @@ def check_input(path: str, flag: str) -> None:
 
 
 def find_inputs(path: str, flag: str) -> tuple[list[Input], bool]:
-    """The files of a source, in order, and whether the source is a single file rather than a folder."""
+    """The files of a source, in order, and whether the source is a single file instead of a folder."""
     if not path:
         raise UserError(f"{flag} is not given; {valid_paths(flag)}")
     if path in WORDS:
@@ -78,12 +78,12 @@ def absolute(path: str) -> str:
 
 
 def size_of(file: Input) -> int:
-    """Bytes of a file, or 0 if unknown."""
+    """Size of a file in bytes, or 0 if unknown."""
     return file.stat().st_size if isinstance(file, Path) else file.size
 
 
 def identity(file: Input) -> list[Any]:
-    """What identifies the content of a file, as JSON."""
+    """What identifies the contents of a file, as JSON values."""
     if isinstance(file, Path):
         return [str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns]
     if isinstance(file, RemoteFile):
@@ -101,7 +101,7 @@ def valid_paths(flag: str) -> str:
 
 @contextlib.contextmanager
 def readable(path: object, flag: str) -> Iterator[None]:
-    """Turn whatever goes wrong while a file or folder is read in the `with` block into a `UserError`."""
+    """Turn everything that goes wrong while reading a file or folder in the `with` block into `UserError`."""
     try:
         yield
     except reading.TooLong as error:
@@ -114,7 +114,7 @@ def readable(path: object, flag: str) -> Iterator[None]:
 
 
 def read_folders(path: str, flag: str) -> list[Path]:
-    """The folder that a source is, and the folders elsewhere that links below it lead to; none if it is no folder."""
+    """The folder of a source, and folders elsewhere that links below it lead to; empty if it is not a folder."""
     if path in WORDS or scheme(path) or not reading.is_folder(path):
         return []
     with readable(path, flag):
@@ -122,10 +122,10 @@ def read_folders(path: str, flag: str) -> list[Path]:
 
 
 def files_below(root: Path, skip: Collection[str] = (), *, follow: bool = True) -> list[Path]:
-    """Regular files below `root`, hidden ones and the folders named in `skip` left out, in the order of their paths.
+    """Regular files below `root`, except hidden ones and the folders named in `skip`, sorted by path.
 
-    With `follow`, links to folders are followed, but each folder is read once: where it lies, else by the first link.
-    Raises an `OSError` if a folder cannot be read or, with `follow`, a link leads nowhere.
+    With `follow`, links to folders are followed, but each folder is read once: at its own place, or else through the
+    first link. Raises `OSError` if a folder cannot be read or, with `follow`, a link is broken.
     """
     files, _ = _walk(root, skip, follow=follow)
     for path in sorted(filter(Path.is_symlink, files)) if follow else ():
@@ -138,7 +138,7 @@ def files_below(root: Path, skip: Collection[str] = (), *, follow: bool = True) 
 
 
 def _walk(root: Path, skip: Collection[str] = (), *, follow: bool = True) -> tuple[list[Path], list[Path]]:
-    """Everything below `root` that is no folder, and `root` with the links to folders that were followed."""
+    """Everything below `root` that is not a folder; and `root` with all followed links to folders."""
 
     def fail(error: OSError) -> NoReturn:
         raise error
@@ -161,20 +161,20 @@ def _walk(root: Path, skip: Collection[str] = (), *, follow: bool = True) -> tup
 
 
 def library_folder() -> Path:
-    """Where the standard library lies."""
+    """The folder of the standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def prose(file: Path, source: bytes) -> list[str]:
     """The prose in a source file, as documents.
 
-    One has the docstrings of the module, its classes and functions, in the order of the file, with blank lines between
-    them; left out are paragraphs with interactive examples (`>>>`), and repetitions of a docstring. In the file of
-    pydoc's topics, the language reference, every topic is one. There is none if the file is not of this Python.
+    One document has the docstrings of the module, its classes and functions, in order and separated by blank lines,
+    without repeated docstrings and paragraphs with interactive examples (`>>>`). In the file with pydoc's topics (the
+    language reference) every topic is a document. There are none if this Python cannot parse the file.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of old escapes in strings
+            warnings.simplefilter("ignore")  # old escapes in strings
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []

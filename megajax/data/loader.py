@@ -1,7 +1,7 @@
 """Batches of samples. Rows are numbered in the global batch; a process loads those that its devices need.
 
-A batch has for every array of a sample, int32 [T], one of R rows, int32 [R, T]. Global batches have one size, or grow
-with the samples drawn.
+For every array of a sample, int32 [T], a batch has an array with R rows, int32 [R, T]. Global batches have a constant
+size, or grow with the number of samples drawn.
 """
 
 import math
@@ -24,27 +24,27 @@ _MAX_THREADS = 4
 
 @dataclass(frozen=True)
 class Stage:
-    """Steps of one size, from `first_step` on."""
+    """Steps with the same batch size, from `first_step` on."""
 
-    first_step: int  # steps before it
-    first_sample: int  # samples drawn before it
+    first_step: int  # number of steps before it
+    first_sample: int  # number of samples drawn before it
     size: int  # of its global batches
 
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The stages of a run, in order, each of at least one step; the last one never ends. Every sample is drawn once, in
-    order, so a step's samples follow from its number alone."""
+    """The stages of a run, in order, each with at least one step; the last one never ends. Samples are drawn once each,
+    in order, so a step's samples follow from its number alone."""
 
     stages: tuple[Stage, ...]
 
     @classmethod
     @cache
     def of(cls, full: int, start: int = 0, increment: int = 0, samples: int = 0) -> Self:
-        """Batches of `full` samples, or a ramp-up: batches start at `start` samples and grow by `increment` in equal
-        intervals over the first `samples`, as Megatron-LM's `--rampup-batch-size start increment samples`.
+        """Batches of `full` samples, or a ramp-up: batches begin with `start` samples and grow by `increment` in equal
+        intervals over the first `samples`, as with Megatron-LM's `--rampup-batch-size start increment samples`.
 
-        The size changes before the first step that begins in the next interval, so a size may be skipped.
+        The size changes before the first step that starts in the next interval, so a size may be skipped.
         """
         if not start:
             return cls((Stage(0, 0, full),))
@@ -69,12 +69,12 @@ class BatchSizes:
         return self.stages[bisect_right(self.stages, step, key=lambda stage: stage.first_step) - 1]
 
     def first_sample(self, step: int) -> int:
-        """How many samples `step` steps draw, which is the number of the next one."""
+        """How many samples `step` steps draw, which is also the number of the next sample."""
         stage = self.at(step)
         return stage.first_sample + (step - stage.first_step) * stage.size
 
     def steps(self, samples: int) -> int:
-        """The fewest steps that draw this many samples."""
+        """The smallest number of steps that draw this many samples."""
         place = bisect_right(self.stages, samples, key=lambda stage: stage.first_sample) - 1
         stage = self.stages[place]
         return stage.first_step - (stage.first_sample - samples) // stage.size
@@ -83,7 +83,7 @@ class BatchSizes:
 def train_batches(
     samples: EndlessSamples, *, rows: Sequence[int], global_batch: int, start_step: int = 0, prefetch: int = 2
 ) -> Iterator[Batch]:
-    """`growing_batches` of a constant size: the row at (step, row) is sample `step * global_batch + row`."""
+    """`growing_batches` with a constant size: the row at (step, row) is sample `step * global_batch + row`."""
     assert len(rows) and all(0 <= row < global_batch for row in rows), (rows, global_batch)
     sizes = BatchSizes.of(global_batch)
     return growing_batches(samples, sizes=sizes, rows_of=lambda _: rows, start_step=start_step, prefetch=prefetch)
@@ -97,11 +97,11 @@ def growing_batches(
     start_step: int = 0,
     prefetch: int = 2,
 ) -> Iterator[Batch]:
-    """The batches of the steps `start_step`, `start_step + 1`, …, without end.
+    """The batches of steps `start_step`, `start_step + 1`, …, without end.
 
-    The row at (step, row) is always sample `sizes.first_sample(step) + row`. `rows_of` goes from a step's number of
-    rows to the rows to load, in the order wanted. Threads call it and prepare `prefetch` batches in advance; with 0
-    there are none.
+    The row at (step, row) is always sample `sizes.first_sample(step) + row`. `rows_of` maps a step's number of rows to
+    the rows to load, in the wanted order. Threads call it and prepare `prefetch` batches in advance; with 0 there are
+    no threads.
     """
 
     def load(step: int) -> Batch:
@@ -115,8 +115,8 @@ def growing_batches(
 def evaluation_batches(
     samples: Samples, *, rows: Sequence[int], global_batch: int, limit: int = 0, prefetch: int = 2
 ) -> Iterator[Batch]:
-    """All samples once, in order; rows beyond the last have the target -1 throughout. `rows` are those to load of
-    a batch of `global_batch` rows, in the order wanted. There are `limit` batches at most (0: no limit)."""
+    """All samples once, in order; rows after the last sample have only targets of -1. `rows` are the rows to load of
+    each batch of `global_batch` rows, in the wanted order. There are at most `limit` batches (0: no limit)."""
     assert len(rows) and all(0 <= row < global_batch for row in rows), (rows, global_batch)
     padding = samples.form.padding(1, tokens=samples.sequence_length)
     no_sample = {name: array[0] for name, array in padding.items()}

@@ -1,4 +1,4 @@
-"""From a user's text to a tokenized corpus in the run directory."""
+"""Make a tokenized corpus in the run directory from a user's text."""
 
 import time
 from collections.abc import Callable
@@ -61,19 +61,19 @@ def make_corpus(
 ) -> Corpus:
     """Make the corpus of a run, or open it if it exists. One process calls this, then all may call `open_corpus`.
 
-    A prepared dataset (`path` is PREFIX, and PREFIX.bin and PREFIX.idx exist) is used where it lies, with the tokenizer
-    of `tokenizer_path`, else of PREFIX.tokenizer, else of its own folder, else none. Any other source (see `TextFiles`)
-    is tokenized to `output_dir/tokens.bin` and `tokens.idx`. The tokenizer is in `output_dir/tokenizer` in all cases;
-    one that lies there before, with no corpus yet, is that of imported weights and is used. Later calls use what is
-    there, without a look at the source; a call that fails leaves what was there.
+    A prepared dataset (`path` is PREFIX, and PREFIX.bin and PREFIX.idx exist) is used in place, with the tokenizer from
+    `tokenizer_path`, else from PREFIX.tokenizer, else from its own folder, else with none. Any other source (see
+    `TextFiles`) is tokenized into `output_dir/tokens.bin` and `tokens.idx`. The tokenizer is saved as
+    `output_dir/tokenizer` in all cases; if one is there without a corpus, it belongs to imported weights and is used.
+    Later calls use what exists without reading the source; a failed call leaves everything as it was.
 
     Args:
-        path: a source of text, or PREFIX; `flag` named it.
-        tokenizer_path: folder of a tokenizer, or the name of a model on the hub; empty: that in `output_dir`, else
-            one of this `kind` is trained.
-        vocab_size: ids that the model knows, before padding, and the most that a tokenizer may have.
-        check: raises `UserError` where the corpus is not what the caller needs; it is then removed.
-        sentences: documents are cut in sentences, a sequence each, without an end of text; else each is one sequence.
+        path: a source of text, or PREFIX; `flag` names it.
+        tokenizer_path: folder of a tokenizer, or the name of a model on the hub; empty: use the one in `output_dir`, or
+            train one of this `kind`.
+        vocab_size: number of ids that the model knows, before padding, and the most that a tokenizer may have.
+        check: raises `UserError` if the corpus is not what the caller needs; it is then removed.
+        sentences: split documents into sentences, one sequence each, without end of text; else each is one sequence.
     """
     folder = Path(output_dir)
     put_back(folder)
@@ -119,7 +119,7 @@ def make_corpus(
 
 
 def _choose_tokenizer(own: Path, tokenizer_path: str, vocab_size: int) -> Tokenizer | None:
-    """The given tokenizer, or the one that is already in the folder `own`; None if there is neither."""
+    """The given tokenizer, or the one already in the folder `own`; None if there is neither."""
     there = load_fitting(own, vocab_size) if reading.names(own) else None
     given = fitting(named_tokenizer(tokenizer_path), tokenizer_path, vocab_size) if tokenizer_path else None
     if there and given and there != given:
@@ -132,14 +132,14 @@ def _choose_tokenizer(own: Path, tokenizer_path: str, vocab_size: int) -> Tokeni
 def _tokenize(
     documents: TextDocuments, tokenizer: Tokenizer | None, vocab_size: int, prefix: Path, sentences: bool, kind: Kind
 ) -> tuple[Tokenizer, npt.NDArray[np.uint8], dict[str, Any]]:
-    """Write the tokens of a text; its tokenizer, the digests of the tokens' blocks, and figures for the report."""
+    """Write the tokens of a text; returns its tokenizer, the digests of the tokens' blocks, and report figures."""
     started = time.perf_counter()
     if tokenizer is None:
         with phase(f"training a tokenizer on {documents.path}"):
             tokenizer = train_tokenizer(training_part(documents, documents.size), vocab_size, kind)
     trained = time.perf_counter()
     if sentences:
-        WordPieces.of(tokenizer, f"--tokenizer.path: the tokenizer of {documents.path}")  # before any work
+        WordPieces.of(tokenizer, f"--tokenizer.path: the tokenizer of {documents.path}")  # fail before any work
     with phase(f"tokenizing {documents.path}"), IndexedWriter(prefix, tokenizer.size) as writer:
         for sequences in encode_documents(documents, tokenizer, sentences=sentences):
             writer.add_document(*sequences)
@@ -165,7 +165,7 @@ def _tokenizer_source(path: str) -> str:
 def _check_same_source(folder: Path, path: str, tokenizer_path: str, path_flag: str) -> None:
     report = read_report(folder)
     source = _absolute(path)
-    if report.dataset and report.dataset != source:  # PREFIX.bin and PREFIX.idx name it too
+    if report.dataset and report.dataset != source:  # PREFIX.bin and PREFIX.idx name the dataset too
         source = str(prepared_prefix(source) or source)
     for flag, made_from, given in (
         (path_flag, report.source, source),

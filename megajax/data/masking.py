@@ -1,6 +1,6 @@
 """Masking as in BERT and Megatron-LM: runs of one to three whole words, 15% of a sample's tokens.
 
-N tokens of a sample, W words, V ids of the vocabulary.
+Letters: N tokens of a sample, W words, V ids in the vocabulary.
 """
 
 from dataclasses import dataclass
@@ -14,22 +14,22 @@ from megajax.data.samples import Bits
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
 
-_LENGTHS = (1,) * 6 + (2,) * 3 + (3,) * 2  # in words, in proportion to 1 / n: 6/11, 3/11, 2/11
-_TRIES = 20  # for a place for so many words
+_LENGTHS = (1,) * 6 + (2,) * 3 + (3,) * 2  # in words, with probabilities proportional to 1 / n: 6/11, 3/11, 2/11
+_TRIES = 20  # random attempts to place a run of words
 _LOW, _HALF, _TEN = np.uint64(0xFFFFFFFF), np.uint64(32), np.uint64(10)
 _SPECIAL = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
 
 
 @dataclass(frozen=True, eq=False)
 class WordPieces:
-    """What samples need to know of a WordPiece vocabulary."""
+    """What samples need to know about a WordPiece vocabulary."""
 
     cls: int  # id of [CLS]
     sep: int
     mask: int
     pad: int
-    continues: npt.NDArray[np.bool_]  # [V], whether a piece goes on with a word
-    replacements: npt.NDArray[np.int32]  # ids of random tokens: all but the special ones
+    continues: npt.NDArray[np.bool_]  # [V], whether a piece continues a word
+    replacements: npt.NDArray[np.int32]  # ids used as random tokens: all except the special ones
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None, name: str = "the tokenizer") -> "WordPieces":
@@ -53,20 +53,20 @@ class Masked(NamedTuple):
     """A masked sample."""
 
     tokens: npt.NDArray[np.int32]  # [N], as the model sees them
-    places: npt.NDArray[np.int32]  # of the chosen ones, ascending, at most `most_masked(N)`
-    targets: npt.NDArray[np.int32]  # what stood there
-    spans: list[tuple[int, int, int]]  # first token, the token after the last, and number of words of each run
+    places: npt.NDArray[np.int32]  # positions of the chosen tokens, ascending, at most `most_masked(N)`
+    targets: npt.NDArray[np.int32]  # the original tokens
+    spans: list[tuple[int, int, int]]  # for each run: first token, one past its last, number of words
 
 
 def masked(
     tokens_N: npt.NDArray[np.int32], special_N: npt.NDArray[np.bool_], vocabulary: WordPieces, bits: Bits
 ) -> Masked:
-    """Choose words of a sample, and mask them: 80% of the chosen pieces become `[MASK]`, 10% a random one, 10% stay.
-    Tokens that are special by `special_N` are never chosen, and no run of words crosses one. One at least is not."""
+    """Choose words of a sample and mask them: 80% of the chosen pieces become `[MASK]`, 10% a random token, 10% stay.
+    Special tokens, by `special_N`, are never chosen, and no run of words crosses one; at least one is not special."""
     begins_N = special_N | ~vocabulary.continues[tokens_N]
     begins_N[0] = True
     begins_N[1:] |= special_N[:-1]
-    begins = np.flatnonzero(begins_N)  # of words; what is left of one whose beginning was cut off counts as such
+    begins = np.flatnonzero(begins_N)  # of words; the rest of a word whose beginning was cut off counts as a word
     taken = bytearray(special_N[begins].tobytes())
     borders = [*begins.tolist(), len(tokens_N)]
     spans = _choose(borders, taken, MASKED_SHARE * len(tokens_N), most_masked(len(tokens_N)), bits)
@@ -83,15 +83,15 @@ def masked(
 
 
 def _choose(borders: list[int], taken: bytearray, budget: float, most: int, bits: Bits) -> list[tuple[int, int, int]]:
-    """Choose disjoint runs of words, of at most `most` tokens in all; the expected number is `budget`, but at least 1.
+    """Choose disjoint runs of words with at most `most` tokens in all; the expected number is `budget`, at least 1.
 
-    Their number of words is drawn first, then a place where so many words in a row are free; only where there is none
-    are they fewer. The last run, which has more tokens than the budget still allows, is taken with the probability that
-    makes the expected number of tokens the budget; the first one always, of fewer words if need be. What would make
-    them too many is not taken.
+    First the number of words in a run is drawn, then a place where that many consecutive words are free; only if there
+    is none, the run gets shorter. The last run, which has more tokens than the remaining budget, is taken with the
+    probability that makes the expected number of tokens equal to the budget; the first run is always taken, if need be
+    with fewer words. A run that would exceed `most` is not taken.
 
-    `borders` are the first token of every word, and the token after the last one, [W + 1]; `taken` is 1 for the words
-    that cannot be chosen, [W], to which those chosen are added.
+    `borders` are the first token of every word and one past the last, [W + 1]; `taken` is 1 for words that cannot be
+    chosen, [W], and chosen words are added to it.
     """
     spans: list[tuple[int, int, int]] = []
     left, room = max(1.0, budget), most

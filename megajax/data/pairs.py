@@ -1,7 +1,7 @@
-"""BERT's samples: two segments of neighbouring sentences, in order or swapped, with masked words.
+"""BERT's samples: two segments of consecutive sentences, in order or swapped, with masked words.
 
-T is the sequence length, N the number of tokens of a sample. A sample is what `pairs_form` of `batch.py` says:
-`[CLS] A [SEP] B [SEP]`, or `[CLS] A [SEP]` of a document that has one sentence.
+T is the sequence length, N the number of tokens in a sample. A sample is described by `pairs_form` in `batch.py`:
+`[CLS] A [SEP] B [SEP]`, or `[CLS] A [SEP]` for a document with only one sentence.
 """
 
 import functools
@@ -19,9 +19,9 @@ from megajax.data.samples import Bits, Sample, hashed, key_of, shuffled
 from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
 
-_SHORT_SHARE = 0.1  # of the samples, which aim at a random length
+_SHORT_SHARE = 0.1  # of the samples aim at a random length
 _SPECIAL = 3  # [CLS], [SEP] and [SEP]
-_SHORTEST = 2  # tokens that a sample aims at: one of A, one of B
+_SHORTEST = 2  # smallest target in tokens: one of A, one of B
 _ORDER, _LENGTHS, _SHIFT, _TRAIN, _EVALUATION = 11, 12, 13, 14, 15  # independent random streams of one seed
 
 
@@ -33,7 +33,7 @@ def train_and_validation(
     seed: int,
     vocabulary: WordPieces,
 ) -> tuple["TrainPairs", "EvaluationPairs | None"]:
-    """Samples of the training and the validation split, which share no document; None where nothing is held out."""
+    """Samples of the training and validation splits, which share no document; None if nothing is held out."""
     check_sentences(documents)
     train, validation = split_documents(documents, validation_fraction=validation_fraction, seed=seed)
     return (
@@ -56,7 +56,7 @@ def check_sentences(documents: TokenDocuments) -> None:
 
 
 class _Pairs:
-    """What samples of both kinds are made from."""
+    """What both kinds of samples have in common."""
 
     def __init__(self, documents: TokenDocuments, sequence_length: int, vocabulary: WordPieces, *stream: int) -> None:
         check_length(sequence_length)
@@ -64,11 +64,11 @@ class _Pairs:
         self._documents, self._vocabulary = documents, vocabulary
 
     def _sample(self, chunks: Chunks, place: int, number: int) -> Sample:
-        """The sample of the chunk at a place; `number` decides what is random."""
+        """The sample from the chunk at index `place`; `number` determines its randomness."""
         bits, vocabulary = Bits(self._key, number), self._vocabulary
         first, size, target = int(chunks.begins[place]), int(chunks.sizes[place]), int(chunks.targets[place])
         offsets = self._documents.sequence_offsets(first, first + size)
-        offsets = offsets[np.append(True, offsets[1:] > offsets[:-1])]  # without the sentences that have no token
+        offsets = offsets[np.append(True, offsets[1:] > offsets[:-1])]  # drop sentences without tokens
         tokens = self._documents.read(int(offsets[0]), int(offsets[-1])).astype(np.int32)
         if len(offsets) == 2:
             segments, order = [tokens[_cut(len(tokens), len(tokens) - target, bits)]], IGNORED
@@ -101,10 +101,10 @@ class TrainPairs(_Pairs):
     """An endless sequence of training samples; sample i is a pure function of the seed and i.
 
     Every epoch joins the sentences of each document anew: one chunk in ten aims at a random length, the others at T.
-    The chunks are drawn in a random order (Grain's index shuffle); where A ends, which segment comes first, what is cut
-    off and what is masked is drawn for every sample. An epoch has as many samples as the first one has chunks; another
-    one, which may have a few more or fewer, leaves some out or gives some twice. Memory: 16 bytes a sample for each of
-    two epochs.
+    Chunks are drawn in random order (Grain's index shuffle). For every sample it is drawn where A ends, which segment
+    comes first, what is cut off and what is masked. An epoch has as many samples as the first one has chunks; a later
+    epoch, which may have a few more or fewer chunks, leaves some out or repeats some. Memory: 16 bytes per sample for
+    each of two epochs.
     """
 
     def __init__(
@@ -130,15 +130,15 @@ class TrainPairs(_Pairs):
         self._order = shuffled(self.epoch_size, _ORDER, seed)
 
     def __getitem__(self, number: int) -> Sample:
-        with self._lock:  # so that only one thread builds an epoch
+        with self._lock:  # only one thread builds an epoch
             chunks, shift = self._epoch_chunks(number // self.epoch_size)
-        place = (self._order[number] + shift) % len(chunks)  # so that no chunk is always among those left out
+        place = (self._order[number] + shift) % len(chunks)  # the shift varies which chunks are left out
         return self._sample(chunks, place, number)
 
 
 class EvaluationPairs(_Pairs):
-    """Samples of every sentence once, in canonical order; pairs and masks depend on nothing but the documents. All aim
-    at T. `numbers` are the documents to evaluate on; None: all."""
+    """Samples with every sentence once, in canonical order; pairs and masks depend only on the documents. All aim at
+    T. `numbers` are the documents to evaluate on; None: all."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ def check_length(sequence_length: int) -> None:
 
 
 def _targets(firsts: npt.NDArray[np.int64], key: np.uint64, sequence_length: int) -> npt.NDArray[np.int64]:
-    """The target lengths, in tokens, of the chunks that begin with these sentences."""
+    """The target lengths, in tokens, of chunks that begin with these sentences."""
     bits = hashed(firsts.astype(np.uint64) + key)
     longest = sequence_length - _SPECIAL
     short = _SHORTEST + (bits & np.uint64(0xFFFFFFFF)) % np.uint64(longest - _SHORTEST + 1)
@@ -190,7 +190,7 @@ def _filled(array_N: npt.NDArray[np.int32], length: int, padding: int) -> npt.ND
 
 
 def _surplus(length_a: int, length_b: int, target: int) -> tuple[int, int]:
-    """How many tokens to cut off each of two segments, always from the longer one, until both fit."""
+    """How many tokens to cut off each of two segments: always from the longer one, until both fit."""
     surplus = max(0, length_a + length_b - target)
     of_longer = min(surplus, abs(length_a - length_b))
     both = surplus - of_longer
@@ -199,7 +199,7 @@ def _surplus(length_a: int, length_b: int, target: int) -> tuple[int, int]:
 
 
 def _cut(length: int, surplus: int, bits: Bits) -> slice:
-    """The remaining slice of a segment; each surplus token is cut from the front or the back at random."""
+    """The slice of a segment to keep; each surplus token is cut from the front or the back at random."""
     surplus = max(0, surplus)
     front = int((bits.raw(surplus) >> np.uint64(63)).sum()) if surplus else 0
     return slice(front, length - surplus + front)

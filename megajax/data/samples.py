@@ -1,7 +1,7 @@
-"""Interfaces of samples to train on, without end, and to evaluate on; and what is random about them.
+"""Interfaces of endless samples for training and finite samples for evaluation, and their source of randomness.
 
-Random bits are a function of a key, computed with integers only, so that no release of NumPy can change them. They are
-those of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
+Random bits are a function of a key, computed with integers only, so that no NumPy release can change them: those of
+splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
 """
 
 from collections.abc import Iterator
@@ -16,16 +16,16 @@ Sample = dict[str, npt.NDArray[np.int32]]
 
 
 class EndlessSamples(Protocol):
-    """A sequence of samples to train on."""
+    """A sequence of samples for training."""
 
     def __getitem__(self, number: int) -> Sample: ...
 
 
 class Samples(Protocol):
-    """A finite sequence of samples to evaluate on."""
+    """A finite sequence of samples for evaluation."""
 
     sequence_length: int  # T
-    form: BatchSpec  # what a batch of them holds
+    form: BatchSpec  # what a batch of these samples holds
 
     def __len__(self) -> int: ...
 
@@ -33,21 +33,21 @@ class Samples(Protocol):
 
 
 class CorpusSamples(Samples, Protocol):
-    """A finite sequence of samples of a corpus."""
+    """A finite sequence of samples from a corpus."""
 
     def documents(self) -> Iterator[npt.NDArray[np.integer]]:
         """The tokens, document by document."""
 
 
 class EpochSamples(EndlessSamples, Protocol):
-    """An endless sequence of samples of one corpus."""
+    """An endless sequence of samples from one corpus."""
 
     sequence_length: int  # T
     epoch_size: int  # samples per epoch
 
 
 def shuffled(size: int, *key: int) -> Any:
-    """The numbers below `size` without end, in a new random order every epoch (Grain's index shuffle)."""
+    """The numbers below `size`, endlessly, in a new random order every epoch (Grain's index shuffle)."""
     from grain import MapDataset
 
     seed = int(np.random.SeedSequence(key).generate_state(1)[0])
@@ -55,8 +55,8 @@ def shuffled(size: int, *key: int) -> Any:
 
 
 def held_out(sizes: npt.NDArray[np.int64], order: npt.NDArray[np.int64], fraction: float) -> npt.NDArray[np.int64]:
-    """The first groups (documents, or the records of a context) in an order that have about a share of the total size;
-    at least one, and not all. A group larger than that share is not held out; if all are, it is the smallest."""
+    """The first groups (documents, or the records of a context) in `order` that have about the given fraction of the
+    total size; at least one, but not all. Groups larger than that are skipped; if all are, it is the smallest."""
     budget = fraction * int(sizes.sum())
     candidates = order[sizes[order] <= budget]
     if not len(candidates):

@@ -1,4 +1,4 @@
-"""Text to token ids and back: any tokenizer of the package `tokenizers`, as a `tokenizer.json` has it."""
+"""Convert text to token ids and back, with any tokenizer of the package `tokenizers`, given as a `tokenizer.json`."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,44 +13,44 @@ from megajax.data.files import write_atomically
 from megajax.data.tokenizer_settings import GENERATION, NO_SETTINGS, SINGLE, TokenizerSettings, parsed_object
 from megajax.errors import UserError
 
-END_OF_TEXT = "<|endoftext|>"  # ends every document in GPT-2's vocabulary, and separates documents in a text file
+END_OF_TEXT = "<|endoftext|>"  # ends documents in GPT-2's vocabulary, and separates documents in a text file
 MOST_IDS = 1 << 31  # token ids are int32
 
-_ENDS = (END_OF_TEXT, "[SEP]")  # what ends documents where no settings say so: GPT-2's token, and BERT's
-_LINE_END = "\n"  # after which a text has no space put before it, as transformers encodes parts of chats
-_UNSET_END = 50256  # the id that transformers writes for a GPT-2 for which none was given
-_PROBES = ("a", "1", "\n")  # one of them has a token in every vocabulary
+_ENDS = (END_OF_TEXT, "[SEP]")  # end documents if no settings say what does: GPT-2's token, and BERT's
+_LINE_END = "\n"  # text after it gets no space prepended, as when transformers encodes parts of chats
+_UNSET_END = 50256  # the id that transformers writes for a GPT-2 if none was given
+_PROBES = ("a", "1", "\n")  # every vocabulary has a token for at least one of them
 
 
 class Tokenizer:
-    """A tokenizer as its files have it: `text` is that of `tokenizer.json`, `settings` what the files beside it in
-    `folder` say. They are written again as they were read.
+    """A tokenizer as defined by its files: `text` is the text of `tokenizer.json`, `settings` come from the files next
+    to it in `folder`. `save` writes the files as they were read.
 
-    Before every text stands what the post-processor of `tokenizer.json` puts there, as in `transformers`, which ignores
-    `add_bos_token` where there is a `tokenizer.json`; what it puts after a text is left out. BERT's `[CLS]` is not put
-    there: its samples have that themselves. Documents end with `eos_token`.
+    Every text is preceded by what the post-processor in `tokenizer.json` puts before it, as in `transformers`, which
+    ignores `add_bos_token` if there is a `tokenizer.json`; what it puts after a text is omitted. BERT's `[CLS]` is
+    omitted too, because its samples add that themselves. Documents end with `eos_token`.
     """
 
     def __init__(self, text: str, settings: TokenizerSettings = NO_SETTINGS, folder: Path = Path()) -> None:
         file = folder / SINGLE
         self._content = parsed_object(text, file)
         self._core = _core(text, file)
-        self.vocabulary: dict[str, int] = self._core.get_vocab(with_added_tokens=True)  # id of every token
+        self.vocabulary: dict[str, int] = self._core.get_vocab(with_added_tokens=True)  # token -> id
         if not self.vocabulary or max(self.vocabulary.values()) >= MOST_IDS:
             raise UserError(f"{file}: no vocabulary; valid: tokens with ids from 0 to {MOST_IDS - 1}")
         _add_named(self._core, self.vocabulary, settings)
-        self.size = max(self.vocabulary.values()) + 1  # ids that a model needs
+        self.size = max(self.vocabulary.values()) + 1  # number of ids that a model needs
         self.end_of_text = self.vocabulary[_end(self.vocabulary, settings, folder)]  # id that ends every document
         self.begin: list[int] = [] if self.is_wordpiece else _begin(self._core)  # before every document and prompt
         known = [number for number in settings.ends if number in self.vocabulary.values()]
-        self.ends: list[int] = list(dict.fromkeys([self.end_of_text, *known]))  # that end a generation
-        self.chat_template = settings.template  # how messages become a text (`data/chat.py`); None: not known
-        # Special tokens by their role, as chat templates name them (`eos_token`).
+        self.ends: list[int] = list(dict.fromkeys([self.end_of_text, *known]))  # ids that end generation
+        self.chat_template = settings.template  # turns messages into text (`data/chat.py`); None: unknown
+        # Special tokens by role, as chat templates name them (`eos_token`).
         self.named_tokens = {name: token for name, token in settings.named.items() if token in self.vocabulary}
-        self.files, self._settings = {**settings.files, SINGLE: text}, settings  # texts of its files by name
+        self.files, self._settings = {**settings.files, SINGLE: text}, settings  # contents of its files by name
 
     def without_added_from(self, size: int) -> tuple["Tokenizer", list[str]]:
-        """The tokenizer without the added tokens whose ids are `size` or more, and what those tokens are."""
+        """The tokenizer without added tokens whose ids are `size` or more, and these tokens."""
         added = self._content.get("added_tokens") or []
         left_out = [token["content"] for token in added if token["id"] >= size]
         if not left_out:
@@ -59,7 +59,7 @@ class Tokenizer:
         return Tokenizer(json.dumps(content, ensure_ascii=False), self._settings.without(left_out)), sorted(left_out)
 
     def save(self, folder: str | Path) -> None:
-        """Write its files as they were read, and what ends a generation as `generation_config.json`."""
+        """Write its files as they were read, and `generation_config.json` with the ids that end generation."""
         files = self.files
         if self.ends != [self.end_of_text]:
             files = {GENERATION: json.dumps({"eos_token_id": self.ends}) + "\n", **files}
@@ -68,15 +68,15 @@ class Tokenizer:
 
     @property
     def is_wordpiece(self) -> bool:
-        """Whether it cuts words in pieces as BERT's."""
+        """Whether it splits words into pieces like BERT's."""
         return self._content["model"].get("type") == "WordPiece"
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without begin and end. Special tokens written out in it (`<|endoftext|>`) become tokens."""
+        """Ids of a text, without begin and end. Special tokens spelled out in it (`<|endoftext|>`) become tokens."""
         return self._core.encode(text, add_special_tokens=False).ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a text to be continued, after `begin` as by `with_begin`; where there is none, the end of text."""
+        """Ids of a text to continue, after `begin` as in `with_begin`; the end of text if that gives none."""
         return self.with_begin(self.encode(text)) or [self.end_of_text]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -84,12 +84,12 @@ class Tokenizer:
         return [encoding.ids for encoding in self._core.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_batch_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Ids of several texts, and of every token its first character and the one after its last."""
+        """Ids of several texts, and the range of characters of every token."""
         found = self._core.encode_batch(list(texts), add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in found]
 
     def encode_continuations(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of several texts that go on with another one: without the space that some tokenizers put before texts."""
+        """Ids of several texts that continue another one: without the space that some tokenizers put before a text."""
         if not self._adds_space:
             return self.encode_batch(texts)
         line_end = self.encode(_LINE_END)
@@ -102,29 +102,29 @@ class Tokenizer:
 
     @cached_property
     def _adds_space(self) -> bool:
-        """Whether a text's first word gets a space before it."""
+        """Whether the first word of a text gets a space before it."""
         return self.decode(self.encode("a") * 2) != "aa"
 
     def with_begin(self, ids: list[int]) -> list[int]:
-        """The ids of a text after `begin`, or, where the text has that written out, as they are."""
+        """The ids of a text after `begin`, or unchanged if the text spells that out."""
         return ids if self.begin and ids[: len(self.begin)] == self.begin else [*self.begin, *ids]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids, special tokens included; bytes that are not UTF-8 become U+FFFD."""
+        """Text for ids, including special tokens; bytes that are not UTF-8 become U+FFFD."""
         return self._core.decode([int(token) for token in ids], skip_special_tokens=False)
 
     def token(self, number: int) -> str:
-        """The token of an id, as the vocabulary has it."""
+        """The token with an id, as in the vocabulary."""
         return self._core.id_to_token(number)
 
     @property
     def special_tokens(self) -> list[str]:
-        """What becomes a token of its own where it is written out in a text, as a special token."""
+        """Special tokens, which become one token when they are spelled out in a text."""
         return [token.content for token in self._core.get_added_tokens_decoder().values() if token.special]
 
     def num_bytes(self, ids: npt.NDArray[np.integer]) -> int | None:
         """UTF-8 bytes of the normalized text of these ids, without special tokens; None if the tokenizer is neither
-        byte-level nor falls back to bytes."""
+        byte-level nor has a byte fallback."""
         if self._byte_lengths is not None:
             return int(self._byte_lengths[ids].sum())
         if self._content["model"].get("byte_fallback") is True:
@@ -133,8 +133,8 @@ class Tokenizer:
 
     @cached_property
     def _byte_lengths(self) -> npt.NDArray[np.int64] | None:
-        """Of every id of a byte-level tokenizer, in which a token's printable form has a character a byte."""
-        if '"type": "ByteLevel"' not in json.dumps(self._content.get("decoder")):  # it may be in a sequence
+        """Bytes of each id in a byte-level tokenizer, whose printable tokens have one character per byte."""
+        if '"type": "ByteLevel"' not in json.dumps(self._content.get("decoder")):  # possibly inside a sequence
             return None
         lengths = np.zeros(self.size, np.int64)
         for token, number in self.vocabulary.items():
@@ -154,7 +154,7 @@ class Tokenizer:
 
     @cached_property
     def _rules(self) -> tuple[Any, ...]:
-        """All of `tokenizer.json` that decides ids, without settings that are empty."""
+        """Everything in `tokenizer.json` that determines ids, without empty settings."""
         content = json.loads(self._core.to_str())
         model = {name: value for name, value in content["model"].items() if value}
         added = [(token["id"], token["content"], token["special"]) for token in content["added_tokens"]]
@@ -170,7 +170,7 @@ def _core(text: str, file: Path) -> Any:
         core.no_truncation()
         core.encode("a")
         return core
-    except BaseException as error:  # what is wrong inside the package is no Exception
+    except BaseException as error:  # errors inside the package are not derived from Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -178,7 +178,7 @@ def _core(text: str, file: Path) -> Any:
 
 
 def _add_named(core: Any, vocabulary: Mapping[str, int], settings: TokenizerSettings) -> None:
-    """Make tokens of the vocabulary special that only the settings name as such, as `transformers` does."""
+    """Make tokens special that are in the vocabulary but that only the settings call special, like `transformers`."""
     from tokenizers import AddedToken
 
     known = {token.content for token in core.get_added_tokens_decoder().values()}
@@ -188,7 +188,7 @@ def _add_named(core: Any, vocabulary: Mapping[str, int], settings: TokenizerSett
 
 
 def _end(vocabulary: Mapping[str, int], settings: TokenizerSettings, folder: Path) -> str:
-    """The token that ends documents: the settings' eos_token, or what ends a generation, or the usual one."""
+    """The token that ends documents: the settings' eos_token, else one that ends generation, else the usual one."""
     tokens = {number: token for token, number in vocabulary.items()}
     valid = "valid: a token of tokenizer.json"
     if unknown := [number for number in settings.ends if number not in tokens and number != _UNSET_END]:

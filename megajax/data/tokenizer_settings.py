@@ -1,7 +1,7 @@
-"""What the files beside a `tokenizer.json` say: which tokens end and begin texts, and how messages become a text.
+"""The files next to a `tokenizer.json`: which tokens begin and end texts, and how messages become text.
 
-They are those of `transformers`: `tokenizer_config.json`, `special_tokens_map.json`, `chat_template.jinja`, and of the
-ids that end a generation `generation_config.json`, or without it the model's `config.json`.
+They are those of `transformers`: `tokenizer_config.json`, `special_tokens_map.json`, `chat_template.jinja`, and for the
+ids that end generation `generation_config.json`, or else the model's `config.json`.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 from megajax.errors import UserError
 from megajax.host import reading
 
-FILE_BYTES = 1 << 26  # of a tokenizer's file; a vocabulary of 256,000 tokens has 7 MB
+FILE_BYTES = 1 << 26  # of a tokenizer file; a vocabulary with 256,000 tokens has 7 MB
 SINGLE, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
 
@@ -23,16 +23,16 @@ _NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "
 
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """What is known of a tokenizer beside `tokenizer.json`."""
+    """What is known about a tokenizer besides `tokenizer.json`."""
 
-    files: dict[str, str]  # texts of its files by name, as they were read
-    named: dict[str, str]  # tokens by their role (`eos_token`), those that there are
-    ends: list[int]  # ids that end a generation, as a model's settings say; empty: they do not
-    template: str | None  # of chats
-    splits_special: bool  # special tokens that are written out in a text are text
+    files: dict[str, str]  # contents of its files by name, as read
+    named: dict[str, str]  # existing tokens by role (`eos_token`)
+    ends: list[int]  # ids that end generation, from the model's settings; empty if these do not say
+    template: str | None  # the chat template
+    splits_special: bool  # special tokens spelled out in a text count as text
 
     def without(self, tokens: Collection[str]) -> "TokenizerSettings":
-        """The settings, in whose files these tokens have no role and no id."""
+        """The settings, with these tokens removed from all roles and lists in their files."""
         named = {name: self.files[name] for name in (CONFIG, SPECIAL) if name in self.files}
         files = {name: json.dumps(_without(json.loads(text), tokens), indent=2) + "\n" for name, text in named.items()}
         return replace(self, files={**self.files, **files})
@@ -52,7 +52,7 @@ NO_SETTINGS = TokenizerSettings({}, {}, [], None, splits_special=False)
 
 
 def read_settings(folder: Path) -> TokenizerSettings:
-    """The settings in a folder, whatever files are missing."""
+    """The settings in a folder, some of whose files may be missing."""
     files = {
         name: reading.read_text(folder / name, FILE_BYTES)
         for name in (CONFIG, SPECIAL, TEMPLATE)
@@ -60,14 +60,14 @@ def read_settings(folder: Path) -> TokenizerSettings:
     }
     config = parsed_object(files.get(CONFIG, "{}"), folder / CONFIG)
     named = _named(config, folder / CONFIG)
-    if "added_tokens_decoder" not in config:  # older files, where the other one decides
+    if "added_tokens_decoder" not in config:  # in older files the other one decides
         named |= _named(parsed_object(files.get(SPECIAL, "{}"), folder / SPECIAL), folder / SPECIAL)
     template = files.get(TEMPLATE) or _template(config.get("chat_template"), folder / CONFIG)
     return TokenizerSettings(files, named, _ends(folder), template, config.get("split_special_tokens") is True)
 
 
 def parsed_object(text: str, file: Path) -> dict[str, Any]:
-    """The object that a file's text is in JSON."""
+    """The JSON object in a file's text."""
     try:
         content = reading.parse_json(text)
     except ValueError as error:
@@ -91,7 +91,7 @@ def _named(content: Mapping[str, Any], file: Path) -> dict[str, str]:
 
 
 def _template(value: Any, file: Path) -> str | None:
-    """The template, or of several with names that with the name `default`."""
+    """The template, or among several named ones the one called `default`."""
     if isinstance(value, list) and all(isinstance(each, dict) for each in value):
         value = {str(each.get("name")): each.get("template") for each in value}
     if isinstance(value, dict):

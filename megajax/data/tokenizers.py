@@ -1,5 +1,5 @@
-"""The tokenizers there are: GPT-2's byte-level BPE and BERT's WordPiece, learned from documents or read from a folder,
-and any other from a `tokenizer.json`."""
+"""Kinds of tokenizers: GPT-2's byte-level BPE and BERT's WordPiece, learned from documents or read from a folder, and
+any other given as a `tokenizer.json`."""
 
 import json
 from collections import Counter
@@ -14,11 +14,11 @@ from megajax.host import reading, remote
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
-_LETTERS = 1000  # of a learned WordPiece vocabulary, at most
+_LETTERS = 1000  # in a learned WordPiece vocabulary, at most
 
 
 def learn_byte_pair(documents: Iterable[str], vocab_size: int, flag: str) -> Tokenizer:
-    """Learn a vocabulary, as `train_tokenizer` describes. Ids are GPT-2's: 256 bytes, merges, `<|endoftext|>` last."""
+    """Learn a vocabulary (see `train_tokenizer`). Ids are as in GPT-2: 256 bytes, merges, `<|endoftext|>` last."""
     from tokenizers import models, pre_tokenizers, trainers
 
     if vocab_size < 257:
@@ -38,13 +38,13 @@ def learn_byte_pair(documents: Iterable[str], vocab_size: int, flag: str) -> Tok
 
 
 def read_byte_pair(vocabulary_file: Path, merges_file: Path) -> Tokenizer:
-    """Read a tokenizer's two files, as `load_tokenizer` describes."""
+    """Read a tokenizer's two files (see `load_tokenizer`)."""
     vocabulary = _checked(reading.read_json(vocabulary_file, FILE_BYTES), vocabulary_file)
     return _byte_pair(vocabulary, _parse_merges(merges_file, vocabulary))
 
 
 def _byte_pair(vocabulary: dict[str, int], merges: Sequence[tuple[str, str]]) -> Tokenizer:
-    """A tokenizer of tokens in GPT-2's printable form of bytes; of `merges` the first is to be merged first."""
+    """A tokenizer from tokens in GPT-2's printable form of bytes; earlier `merges` are applied first."""
     from tokenizers import AddedToken, models
 
     core = _byte_level(models.BPE(vocab=vocabulary, merges=list(merges)))
@@ -53,7 +53,7 @@ def _byte_pair(vocabulary: dict[str, int], merges: Sequence[tuple[str, str]]) ->
 
 
 def _byte_level(model: Any) -> Any:
-    """Without a prefix space: decoding an encoded text gives it back unchanged."""
+    """Without a prefix space, so that decoding an encoded text gives it back unchanged."""
     import tokenizers
 
     core = tokenizers.Tokenizer(model)
@@ -63,7 +63,7 @@ def _byte_level(model: Any) -> Any:
 
 
 def _checked(vocabulary: Any, file: Path) -> dict[str, int]:
-    """`vocabulary`, read from `file`, which must be that of a byte-level tokenizer."""
+    """`vocabulary`, read from `file`; it must be one of a byte-level tokenizer."""
     from tokenizers import pre_tokenizers
 
     if not isinstance(vocabulary, dict) or not all(
@@ -72,7 +72,7 @@ def _checked(vocabulary: Any, file: Path) -> dict[str, int]:
         raise UserError(f"{file}: no vocabulary; valid: one JSON object of token: id, ids from 0 to {MOST_IDS - 1}")
     try:
         "".join(vocabulary).encode()
-    except UnicodeEncodeError as error:  # escapes such as \ud800 are valid JSON but no text
+    except UnicodeEncodeError as error:  # escapes such as \ud800 are valid JSON but not text
         raise UserError(f"{file}: a token is no text ({error.reason}); valid: text in Unicode") from None
     if len(set(vocabulary.values())) < len(vocabulary):
         raise UserError(f"{file}: two tokens have the same id; valid: a different id for each")
@@ -100,7 +100,7 @@ def _parse_merges(file: Path, vocabulary: dict[str, int]) -> list[tuple[str, str
 
 
 def learn_wordpiece(documents: Iterable[str], vocab_size: int, flag: str) -> Tokenizer:
-    """Learn a vocabulary, as `train_tokenizer` describes. Special tokens have the first ids; text is lower-cased."""
+    """Learn a vocabulary (see `train_tokenizer`). Special tokens have the first ids; text is lower-cased."""
     from tokenizers import models, trainers
 
     if vocab_size < 100:
@@ -112,7 +112,7 @@ def learn_wordpiece(documents: Iterable[str], vocab_size: int, flag: str) -> Tok
         counts.update(core.normalizer.normalize_str(text))
     common = sorted(counts, key=lambda letter: (-counts[letter], letter))[: min(_LETTERS, vocab_size // 4)]
     letters = sorted(letter for letter in common if not letter.isspace())
-    # Else letters inside a word get ids in the order of a hash table, and ties are merged in that order.
+    # Otherwise letters inside a word get ids in the order of a hash table, and ties are merged in that order.
     fixed = [*SPECIAL_TOKENS, *(f"##{letter}" for letter in letters)]
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
@@ -127,7 +127,7 @@ def learn_wordpiece(documents: Iterable[str], vocab_size: int, flag: str) -> Tok
 
 
 def read_wordpiece(file: Path) -> Tokenizer:
-    """Read a vocabulary, one token a line; its id is the number of the line, from 0."""
+    """Read a vocabulary with one token per line; a token's id is its line number, from 0."""
     tokens = reading.read_text(file, FILE_BYTES).rstrip("\n").replace("\r\n", "\n").split("\n")
     vocabulary = {token: number for number, token in enumerate(tokens)}
     if len(vocabulary) < len(tokens):
@@ -140,7 +140,7 @@ def read_wordpiece(file: Path) -> Tokenizer:
 
 
 def wordpiece(vocabulary: dict[str, int]) -> Tokenizer:
-    """A tokenizer whose documents end with `[SEP]`, from the id of every token (`##` before those that go on with a
+    """A tokenizer whose documents end with `[SEP]`, from the id of every token (with `##` before tokens that continue a
     word). Text is lower-cased unless the vocabulary has upper-case letters."""
     from tokenizers import AddedToken, models
     from tokenizers.processors import TemplateProcessing
@@ -169,12 +169,12 @@ def _bert(model: Any, lowercase: bool) -> Any:
 
 
 Kind = Literal["bpe", "wordpiece"]
-TRAINING_BYTES = 64 << 20  # of text that a tokenizer is trained on
+TRAINING_BYTES = 64 << 20  # of text to train a tokenizer on
 
 _READERS: dict[tuple[str, ...], Callable[..., Tokenizer]] = {
     (SINGLE,): lambda file: Tokenizer(reading.read_text(file, FILE_BYTES), read_settings(file.parent), file.parent),
-    ("vocab.json", "merges.txt"): read_byte_pair,  # ours and Hugging Face's
-    ("encoder.json", "vocab.bpe"): read_byte_pair,  # OpenAI's
+    ("vocab.json", "merges.txt"): read_byte_pair,  # our names, and Hugging Face's
+    ("encoder.json", "vocab.bpe"): read_byte_pair,  # OpenAI's names
     ("vocab.txt",): read_wordpiece,
 }
 TOKENIZER_FILES = sorted({CONFIG, SPECIAL, TEMPLATE, GENERATION}.union(*_READERS))
@@ -184,15 +184,15 @@ _FILES = "vocab.json and merges.txt (or encoder.json and vocab.bpe, or vocab.txt
 def train_tokenizer(
     documents: Iterable[str], vocab_size: int, kind: Kind = "bpe", flag: str = "--model.vocab-size"
 ) -> Tokenizer:
-    """Learn a vocabulary from documents, GPT-2's byte-level BPE or BERT's WordPiece; the same documents give the same
-    one. A small corpus may yield fewer ids than `vocab_size`, which `flag` gave: only pairs seen twice are merged."""
+    """Learn GPT-2's byte-level BPE or BERT's WordPiece from documents; the same documents give the same vocabulary. A
+    small corpus may give fewer ids than `vocab_size` (set by `flag`), because only pairs seen twice are merged."""
     learn = learn_byte_pair if kind == "bpe" else learn_wordpiece
     return learn(documents, vocab_size, flag)
 
 
 def training_part(documents: Iterable[str], size: int) -> Iterator[str]:
-    """What a tokenizer is trained on of documents of so many bytes: all, or, of more, some at even distances. Where
-    the size is not known, 0, the first ones."""
+    """The part of documents with `size` bytes to train a tokenizer on: all of them, or evenly spaced ones if they are
+    too large, or the first ones if the size is unknown (0)."""
     share, num_read = TRAINING_BYTES / size if size else 1, 0
     for number, text in enumerate(documents):
         if is_chosen(number, share):
@@ -209,7 +209,7 @@ def is_chosen(number: int, share: float) -> bool:
 
 
 def load_tokenizer(folder: str | Path, flag: str = "--tokenizer.path") -> Tokenizer:
-    """Read the tokenizer in a folder, from the first of `_READERS`'s files that are there."""
+    """Read the tokenizer in a folder, from the first of the sets of files in `_READERS` that exists."""
     if there := _files(folder):
         return _READERS[there](*(Path(folder, name) for name in there))
     found = reading.names(folder)
@@ -224,8 +224,8 @@ def load_tokenizer(folder: str | Path, flag: str = "--tokenizer.path") -> Tokeni
 
 
 def named_tokenizer(path: str, flag: str = "--tokenizer.path") -> Tokenizer:
-    """The tokenizer that a user names: a folder, as `load_tokenizer` reads it, or, where there is none of that name, a
-    model of the Hugging Face hub, whose tokenizer is downloaded."""
+    """The tokenizer that a user names: a folder (see `load_tokenizer`), or, if there is none with that name, a model on
+    the Hugging Face hub, whose tokenizer is downloaded."""
     if not is_on_hub(path):
         return load_tokenizer(path, flag)
     valid = f"valid: a folder with {_FILES}, or a model of the hub, as in openai-community/gpt2"
@@ -236,7 +236,7 @@ def named_tokenizer(path: str, flag: str = "--tokenizer.path") -> Tokenizer:
 
 
 def is_on_hub(path: str) -> bool:
-    """Whether a tokenizer is named by a model of the hub: nothing of that name is here."""
+    """Whether a tokenizer is named by a model on the hub: nothing local has that name."""
     return remote.is_hub_name(path) and not reading.kind(path)
 
 
@@ -246,10 +246,10 @@ def is_tokenizer_folder(folder: str | Path) -> bool:
 
 
 def has_only_tokenizer_files(folder: str | Path) -> bool:
-    """Whether a folder holds files of a tokenizer and nothing else."""
+    """Whether a folder holds only files of a tokenizer."""
     return Path(folder).is_dir() and {entry.name for entry in Path(folder).iterdir()} <= set(TOKENIZER_FILES)
 
 
 def _files(folder: str | Path) -> tuple[str, ...] | None:
-    """The first files of a tokenizer that are all in a folder."""
+    """The first complete set of tokenizer files in a folder."""
     return next((names for names in _READERS if all(reading.is_file(Path(folder, name)) for name in names)), None)

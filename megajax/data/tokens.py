@@ -1,4 +1,4 @@
-"""Documents of token ids, back to back in one array, the basis of every dataset."""
+"""Documents of token ids, concatenated in one array: the basis of every dataset."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,26 +9,26 @@ import numpy.typing as npt
 from megajax.data.digests import CheckedTokens, check_ids
 from megajax.errors import UserError
 
-_SCAN_TOKENS = 1 << 24  # tokens looked at in one go: bounds the memory of a scan
+_SCAN_TOKENS = 1 << 24  # tokens scanned together; limits memory
 
 
 @dataclass(eq=False)
 class TokenDocuments:
-    """D documents with N tokens in all, back to back. Each is one sequence, or several if it was cut in sentences."""
+    """D documents with N tokens in all, concatenated. Each is one sequence, or several if split into sentences."""
 
-    tokens: npt.NDArray[np.integer]  # ids [N], possibly memory-mapped; `read` and `document` read them checked
-    document_offsets: npt.NDArray[np.int64]  # [D + 1]; where in `tokens` every document begins, and N
-    sequence_lengths: npt.NDArray[np.int32]  # of S sequences, in tokens
+    tokens: npt.NDArray[np.integer]  # ids [N], possibly memory-mapped; `read` and `document` check them
+    document_offsets: npt.NDArray[np.int64]  # [D + 1]; where every document begins in `tokens`, and N
+    sequence_lengths: npt.NDArray[np.int32]  # of the S sequences, in tokens
     document_index: npt.NDArray[np.int64]  # [D + 1]; the first sequence of every document, and S
     name: str  # file or path, for error messages
-    checked: CheckedTokens | None = None  # finds what is wrong with the tokens
+    checked: CheckedTokens | None = None  # checks the tokens before they are used
 
     def __post_init__(self) -> None:
         assert self.tokens.ndim == 1 and self.document_offsets[[0, -1]].tolist() == [0, len(self.tokens)]
 
     @classmethod
     def from_sequences(cls, documents: Iterable[Sequence[npt.NDArray[np.int32]]], name: str) -> "TokenDocuments":
-        """Documents held in memory, each a list of sequences."""
+        """Documents in memory, each a list of sequences."""
         documents = list(documents)
         sequences = [sequence for document in documents for sequence in document]
         lengths = np.array([len(sequence) for sequence in sequences], np.int32)
@@ -38,7 +38,7 @@ class TokenDocuments:
 
     @property
     def num_documents(self) -> int:
-        """D, the number of documents, empty ones included."""
+        """D, the number of documents, including empty ones."""
         return len(self.document_offsets) - 1
 
     @property
@@ -47,7 +47,7 @@ class TokenDocuments:
         return len(self.tokens)
 
     def document(self, number: int) -> npt.NDArray[np.integer]:
-        """Tokens of one document, a view [length]; see `read`."""
+        """The tokens of one document, a view [length]; see `read`."""
         return self.read(int(self.document_offsets[number]), int(self.document_offsets[number + 1]))
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.integer]:
@@ -57,7 +57,7 @@ class TokenDocuments:
         return self.tokens[start:stop]
 
     def sequence_offsets(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Where the sequences `first` to `last - 1` begin in `tokens`, and where the last one of them ends; int64
+        """Where the sequences `first` to `last - 1` begin in `tokens`, and where the last of them ends; int64
         [last - first + 1]."""
         document = int(np.searchsorted(self.document_index, first, side="right")) - 1
         before = self.sequence_lengths[int(self.document_index[document]) : first]
@@ -65,7 +65,7 @@ class TokenDocuments:
         return begin + np.concatenate([[0], np.cumsum(self.sequence_lengths[first:last], dtype=np.int64)])
 
     def check_vocabulary(self, size: int) -> None:
-        """Check that every id is one of 0 … size - 1. Reads all tokens, a block at a time."""
+        """Check that every id is one of 0 … size - 1. Reads all tokens, block by block."""
         if np.iinfo(self.tokens.dtype).min == 0 and np.iinfo(self.tokens.dtype).max < size:
             return
         starts = range(0, self.num_tokens, _SCAN_TOKENS)

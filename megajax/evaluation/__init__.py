@@ -1,1 +1,1 @@
-"""Measuring a trained model."""
+"""Evaluate a trained model."""

@@ -1,4 +1,4 @@
-"""Tasks of `megajax eval` while a run trains (`--evaluate`): their files are read before its first step."""
+"""Tasks of `megajax eval` during training (`--evaluate`); their files are read before the first step."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,7 +17,7 @@ Evaluation = Callable[..., dict[str, float]]  # (program, params, between=) -> f
 
 
 def read_tasks(config: Config, tokenizer: Tokenizer | None) -> dict[str, Evaluation]:
-    """What evaluates each task of `--evaluate` that has a file, by its name."""
+    """A function that evaluates each `--evaluate` task with a file, by the task's name."""
     found: dict[str, Evaluation] = {}
     for entry in config.evaluate if config.pretrains else ():
         name, _, path = entry.partition("=")

@@ -1,4 +1,4 @@
-"""A task's figures from models that were fine-tuned on it, on any mesh. Several models form an ensemble."""
+"""Evaluate models that were fine-tuned on a task, on any mesh. Several models form an ensemble."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -28,8 +28,8 @@ Logits = npt.NDArray[np.float32]
 def evaluate_task(
     name: str, run_dirs: Sequence[Path], *, step: str, data: Sequence[str], overrides: dict[str, Any], predictions: str
 ) -> dict[str, Any]:
-    """A task's figures on the files `data` (none: the first run's dev files), from one run that was fine-tuned on it,
-    or an ensemble of several. With `predictions`, the file that all answers are written to, records need no labels."""
+    """A task's figures on the files `data` (empty: the first run's dev files), for one run that was fine-tuned on it,
+    or an ensemble of several. With `predictions`, a file for all answers, records need no labels."""
     continues_text = TASKS[name].continues_text
     if continues_text and len(run_dirs) > 1:
         raise UserError(f"--checkpoint: {len(run_dirs)} runs, of which {name} takes one; valid: one")
@@ -58,7 +58,7 @@ def evaluate_task(
             figures = text_figures(trained.program, trained.params, samples)
         else:
             logits.append(answer_samples(trained.program, trained.params, samples))
-        del trained  # the next one's weights may need its memory
+        del trained  # the next model's weights may need its memory
     if logits:
         figures, answers = task_answers(config, samples, logits)
         if predictions:
@@ -67,7 +67,7 @@ def evaluate_task(
 
 
 def _check_same_windows(run_dirs: Sequence[Path], configs: Sequence[Config], tokenizers: Sequence[Tokenizer]) -> None:
-    """Check that the runs of an ensemble cut contexts into the same windows."""
+    """Check that the runs of an ensemble split contexts into the same windows."""
     inputs = [
         (tokenizer, config.model.sequence_length, config.task.doc_stride, config.task.question_tokens)
         for tokenizer, config in zip(tokenizers, configs, strict=True)
@@ -82,7 +82,7 @@ def _check_same_windows(run_dirs: Sequence[Path], configs: Sequence[Config], tok
 
 
 def _run_config(name: str, run_dir: Path, overrides: dict[str, Any], mesh: MeshConfig | None = None) -> Config:
-    """The configuration of a run that was fine-tuned on the task, or imported with a head for it, to evaluate it."""
+    """The configuration for evaluating a run that was fine-tuned on the task, or imported with a head for it."""
     config, task = evaluation_config(run_dir, overrides, any_model=True, mesh=mesh), TASKS[name]
     fits = config.task.name == name or (
         config.pretrains and (config.model.head, config.model.num_classes) == (task.head, task.classes)
@@ -100,7 +100,7 @@ def _run_config(name: str, run_dir: Path, overrides: dict[str, Any], mesh: MeshC
 def dev_figures(
     program: Program, params: Any, data: TaskData, between: Callable[[], None] = lambda: None
 ) -> dict[str, float]:
-    """The figures of a run's dev records; `between` is called before every batch."""
+    """The figures on a run's dev records; `between` is called before every batch."""
     if TASKS[program.config.task.name].continues_text:
         return text_figures(program, params, data.validation, between)
     logits = answer_samples(program, params, data.validation, between=between)
@@ -110,8 +110,8 @@ def dev_figures(
 def text_figures(
     program: Program, params: Any, samples: TaskSamples, between: Callable[[], None] = lambda: None
 ) -> dict[str, float]:
-    """The figures of texts over all counted tokens: mean loss in nats, perplexity, accuracy in percent, and the numbers
-    of tokens and records.
+    """Figures over all counted tokens of texts: mean loss in nats, perplexity, accuracy in percent, and the numbers of
+    tokens and records.
     """
     (found,) = perplexities(program, params, samples, between=between).values()
     figures = {"loss": found.loss, "perplexity": found.perplexity, "accuracy": 100 * found.accuracy}
@@ -119,10 +119,10 @@ def text_figures(
 
 
 def task_answers(config: Config, samples: TaskSamples, logits: Sequence[Logits]) -> tuple[dict[str, float], list[Any]]:
-    """The figures of a task, and for every record its class, or the text of its answer.
+    """A task's figures, and for every record its class or the text of its answer.
 
-    `logits` of every model are [samples, C], or [samples, T, 2] of spans. Of several models the probabilities are
-    averaged: of classes and options, or of where spans begin and end.
+    Each model's `logits` are [samples, C], or [samples, T, 2] for spans. For several models probabilities are averaged:
+    those of classes or options, or of where spans begin and end.
     """
     task, records = TASKS[config.task.name], cast(Any, samples.records)
     if task.head == "span":

@@ -1,4 +1,4 @@
-"""A trained model in EleutherAI's `lm-eval` harness (the extra `eval`), under the name `megajax`.
+"""A trained model in EleutherAI's `lm-eval` harness (extra `eval`), under the name `megajax`.
 
     import lm_eval
     import megajax.evaluation.harness
@@ -29,13 +29,13 @@ from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
 
 @register_model("megajax")
 class MegajaxLM(TemplateLM):
-    """A run's model. Context and continuation are encoded, and long texts cut, as for the harness's own models.
+    """A run's model. Contexts and continuations are encoded, and long texts truncated, as for the harness's own models.
 
     Args:
-        checkpoint: run directory of a training.
+        checkpoint: the run directory of a training.
         step: a step, latest, or best.
-        batch_size: rows per device and microbatch; 0: those of the training.
-        config: values of the configuration by key, as in the flags of `eval.py`: `mesh.tensor`, `simulate_devices`.
+        batch_size: rows per device and microbatch; 0: as in training.
+        config: values of the configuration by key, like the flags of `eval.py`: `mesh.tensor`, `simulate_devices`.
     """
 
     def __init__(self, checkpoint: str, step: str | int = "latest", batch_size: int = 0, **config: Any) -> None:
@@ -54,7 +54,7 @@ class MegajaxLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The context of a text that has none: the tokenizer's begin token, or else the end of text."""
+        """The context for a text without one: the tokenizer's begin token, or else the end of text."""
         return self._text.begin[-1] if self._text.begin else self.eot_token_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
@@ -97,11 +97,11 @@ class MegajaxLM(TemplateLM):
         return postprocess_generated_text(text, stops, None)
 
     def _continued(self, prompt: list[int], limit: int, sampling: Sampling) -> Iterator[list[int]]:
-        """Up to `limit` new ids, some at a time: with a KV cache, or, on a pipe, without one."""
+        """Up to `limit` new ids, in pieces: with a KV cache, or without one on a mesh with a pipe."""
         trained, ends = self._trained, self._text.ends
         config, length = trained.program.config, trained.program.config.model.sequence_length
         if limit < length:
-            prompt = prompt[limit - length :]  # so that all fits in the context
+            prompt = prompt[limit - length :]  # so that everything fits in the context
             if config.mesh.pipe == 1 and config.optimizer.zero != 3:
                 for piece in self._decoder(sampling).stream([prompt], max_tokens=limit, batch=1):
                     yield piece.ids

@@ -1,5 +1,5 @@
 """The tasks of `megajax eval` that need no fine-tuning, as in the Megatron paper (§5.3): each restores a run's
-checkpoint on the mesh asked for and returns figures by name."""
+checkpoint on the requested mesh and returns figures by name."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ from megajax.program.program import Program
 from megajax.runs.data import given_samples, has_run_data, open_run_data
 from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
 
-# WikiText-103 is cut in words, with spaces around punctuation. Replacements that undo this, in this order:
+# WikiText-103 is split into words, with spaces around punctuation. Replacements that undo this, in this order:
 _WORDS = [("s '", "s'"), (" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", ".")]
 _MARKS = [(f" {mark} ", f"{mark} ") for mark in ":;.!?,"]
 _PAIRS = [("(", ")"), ("[", "]"), ("{", "}"), ('"', '"'), ("'", "'")]  # no spaces just inside
@@ -39,9 +39,9 @@ def evaluate_perplexity(
 ) -> dict[str, Any]:
     """Loss per token and perplexity on the run's validation split, or on any text file, folder or tokenized dataset.
 
-    Of a language model, `bits_per_byte` is the loss of all predicted tokens in bits, over the UTF-8 bytes of the text;
-    None for a dataset that was given tokenized. A model of several losses has figures for each by its name, and `loss`
-    is their sum.
+    For a language model, `bits_per_byte` is the loss of all predicted tokens in bits, divided by the UTF-8 bytes of the
+    text; None for a dataset given tokenized. A model with several losses has figures for each by name, and `loss` is
+    their sum.
     """
     config = evaluation_config(run_dir, overrides, any_model=True)
     if config.model.head != "pretraining":
@@ -63,7 +63,7 @@ def evaluate_perplexity(
 def perplexity_figures(
     program: Program, params: Any, samples: CorpusSamples, tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
-    """The figures of `evaluate_perplexity`; `tokenizer` is None where the text was given tokenized."""
+    """The figures of `evaluate_perplexity`; `tokenizer` is None if the text was given tokenized."""
     losses = perplexities(program, params, samples)
     if not FAMILIES[program.config.model.family].continues_text:
         figures: dict[str, Any] = {"loss": total_loss(losses)}
@@ -86,8 +86,8 @@ def evaluate_wikitext103(
 ) -> dict[str, Any]:
     """The paper's perplexity per word of the original text, over windows that advance by `overlap` targets.
 
-    Figures: `T_o` words of the original, `T` predicted subwords, `loss` per word in nats, `tokens_per_second` predicted
-    subwords a second, without the time of compiling.
+    Figures: `T_o` words of the original, `T` predicted subwords, `loss` per word in nats, and `tokens_per_second`, the
+    predicted subwords per second without the time to compile.
     """
     config = evaluation_config(run_dir, overrides)
     length = config.model.sequence_length
@@ -113,7 +113,7 @@ def evaluate_wikitext103(
 
 
 def evaluate_lambada(run_dir: Path, *, step: str, data: str, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Accuracy and perplexity of the last words of passages; `several_subwords` counts those of more than one."""
+    """Accuracy and perplexity of the last words of passages; `several_subwords` counts words of more than one."""
     config = evaluation_config(run_dir, overrides)
     passages = read_lambada(data, run_tokenizer(run_dir, config))
     trained = TrainedModel.restore(run_dir, config, step)
@@ -123,10 +123,10 @@ def evaluate_lambada(run_dir: Path, *, step: str, data: str, overrides: dict[str
 
 
 def read_wikitext(path: str, tokenizer: Tokenizer, flag: str = "--data ") -> tuple[int, TokenDocuments]:
-    """Of `wiki.test.tokens`, or another text in its form, the number of words and punctuation marks, the paper's T_o,
-    and the subwords of the text without its word tokenization as one document."""
+    """For `wiki.test.tokens` or another text in its format: the number of words and punctuation marks (the paper's
+    T_o), and the subwords of the text without its word tokenization, as one document."""
     refusal = UserError(f"{flag}{path!r}; valid: one file of plain text, such as wiki.test.tokens")
-    if Path(path).is_dir() or Path(path).suffix.lower() == ".jsonl":  # "" is a folder, the current one
+    if Path(path).is_dir() or Path(path).suffix.lower() == ".jsonl":  # "" is the current folder
         raise refusal
     text, *more = itertools.islice(TextDocuments(path, cut=False, flag=flag.rstrip()), 2)
     if more:
@@ -136,7 +136,7 @@ def read_wikitext(path: str, tokenizer: Tokenizer, flag: str = "--data ") -> tup
 
 
 def detokenize(text: str) -> str:
-    """The text as it was written, without the spaces that the corpus puts around punctuation."""
+    """The original text, without the spaces that the corpus puts around punctuation."""
     for spaced, plain in (*_WORDS, *_MARKS):
         text = text.replace(spaced, plain)
     for opening, closing in _PAIRS:
@@ -148,7 +148,7 @@ def detokenize(text: str) -> str:
 
 
 def read_lambada(path: str, tokenizer: Tokenizer, flag: str = "--data ") -> list[tuple[list[int], int]]:
-    """Ids of every passage, and the index at which its last word begins, for `score_continuations`. It is what follows
+    """Ids of every passage and the index at which its last word begins, for `score_continuations`. That word follows
     the last white space, and is encoded with a space before it."""
     if Path(path).suffix.lower() != ".jsonl":
         raise UserError(f"{flag}{path!r}; valid: a .jsonl file of passages, such as lambada_test.jsonl")
@@ -165,21 +165,21 @@ def read_lambada(path: str, tokenizer: Tokenizer, flag: str = "--data ") -> list
 
 
 def split_last_word(text: str) -> tuple[str, str]:
-    """The text before the last word, without the white space between them, and the word."""
+    """The text before the last word, without the white space between them, and the last word."""
     word = text.split()[-1]
     return text.rstrip().removesuffix(word).rstrip(), word
 
 
 def last_word_figures(words: Sequence[Continuation]) -> dict[str, float]:
-    """Of at least one last word: `accuracy`, the share of words whose every subword is the most probable one, `loss`,
-    the mean cross-entropy of a word in nats, and `perplexity` per word."""
+    """For one or more last words: `accuracy`, the share of words whose every subword is the most probable one; `loss`,
+    the mean cross-entropy of a word in nats; and `perplexity` per word."""
     loss = -math.fsum(word.log_probability for word in words)
     found = Perplexity(loss, len(words), sum(word.greedy for word in words))
     return {"accuracy": found.accuracy, "perplexity": found.perplexity, "loss": found.loss}
 
 
 def _given_samples(data: str, run_dir: Path, config: Config, overlap: int) -> tuple[CorpusSamples, Tokenizer | None]:
-    """The samples of a text or of a tokenized dataset; of a text with the run's tokenizer."""
+    """The samples of a text or tokenized dataset; for a text also the run's tokenizer."""
     tokenized = prepared_prefix(data, flag="--data") is not None
     needed = not (tokenized and FAMILIES[config.model.family].continues_text)
     tokenizer = run_tokenizer(run_dir, config) if needed else None
@@ -187,7 +187,7 @@ def _given_samples(data: str, run_dir: Path, config: Config, overlap: int) -> tu
 
 
 def _validation_samples(run_dir: Path, config: Config, overlap: int) -> tuple[CorpusSamples, Tokenizer | None]:
-    """The run's validation split, with the tokenizer that its text was encoded with."""
+    """The run's validation split, and the tokenizer that encoded its text."""
     if not has_run_data(config, run_dir / "data"):
         raise UserError(
             f"--data missing: {run_dir} has no corpus yet, so no validation split; valid: a text file, a folder, or a "
@@ -216,4 +216,4 @@ EVALUATIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "perplexity": evaluate_perplexity,
     "wikitext103": evaluate_wikitext103,
 }
-"""By the names in `options.PRETRAINED`."""
+"""Keyed by the names in `options.PRETRAINED`."""

@@ -1,7 +1,7 @@
-"""The loss of every target of some samples, and perplexity and accuracy over all of them, on any mesh.
+"""The loss of every target in some samples, and perplexity and accuracy over all of them, on any mesh.
 
-Figures agree on every mesh and for every size of batch up to the rounding of each token's loss: devices compute the
-losses of tokens, and the host sums them in float64. Every process calls these functions and gets the same result.
+Figures agree for all meshes and batch sizes up to the rounding of each token's loss: devices compute the losses of
+tokens, and the host sums them in float64. Every process calls these functions and gets the same results.
 """
 
 import math
@@ -29,12 +29,12 @@ _AHEAD = 1  # batches that the devices compute while the host reads another
 class SampleScores:
     """The counted targets of one loss in one sample, in order."""
 
-    loss: npt.NDArray[np.float64]  # cross-entropy of each, in nats, float64 [targets]
-    hit: npt.NDArray[np.bool_]  # whether each is the most probable one, [targets]
+    loss: npt.NDArray[np.float64]  # cross-entropy of each target in nats, float64 [targets]
+    hit: npt.NDArray[np.bool_]  # whether each target is the most probable id, [targets]
 
     @classmethod
     def of(cls, loss: npt.NDArray[Any], hit: npt.NDArray[Any]) -> "SampleScores":
-        """Of the entries that are counted; both [T], or a number each."""
+        """Keep the counted entries; both arguments are [T], or a number each."""
         counted = hit != IGNORED
         return cls(loss[counted].astype(np.float64).reshape(-1), hit[counted].reshape(-1) == 1)
 
@@ -42,10 +42,10 @@ class SampleScores:
 def score_samples(
     program: Program, params: Any, samples: Samples, *, batches: int = 0, between: Callable[[], None] = lambda: None
 ) -> Iterator[dict[str, SampleScores]]:
-    """Scores of every sample in order, for every loss by name, dropout off.
+    """Scores of every sample in order, by the name of the loss, without dropout.
 
-    The program's global batch is the batch; the last one is padded. There are at most `batches`, unless that is 0.
-    `between` is called before every batch; what it raises ends the scoring.
+    Batches have the program's global batch size; the last one is padded. There are at most `batches`, unless that is 0.
+    `between` is called before every batch; an exception from it ends the scoring.
     """
     for row in _rows(program, scores(program), params, samples, between, batches):
         yield {name: SampleScores.of(loss, hit) for name, (loss, hit) in row.items()}
@@ -54,8 +54,8 @@ def score_samples(
 def answer_samples(
     program: Program, params: Any, samples: Samples, *, between: Callable[[], None] = lambda: None
 ) -> npt.NDArray[np.float32]:
-    """The logits that a task's samples are answered by (`Model.task_logits`), in order, [samples, …], dropout off; the
-    arguments are those of `score_samples`."""
+    """The logits that answer a task's samples (`Model.task_logits`), in order, [samples, …], without dropout; for the
+    arguments see `score_samples`."""
     rows = _rows(program, task_logits(program), params, samples, between)
     return np.stack([row.astype(np.float32) for row in rows])
 
@@ -63,7 +63,7 @@ def answer_samples(
 def _rows(
     program: Program, function: Callable, params: Any, samples: Samples, between: Callable[[], None], limit: int = 0
 ) -> Iterator[Any]:
-    """The results of a function of weights and a batch for every sample, in order, in host memory."""
+    """Results of a function of weights and a batch for every sample, in order, in host memory."""
     rows, size = program.local_rows, program.config.train.global_batch
     left, running = len(samples), deque[Any]()
 
@@ -87,8 +87,8 @@ def _rows(
 class Continuation:
     """The score of the end of a token sequence."""
 
-    log_probability: float  # of the continuation, given the tokens before it; the sum over its tokens
-    greedy: bool  # whether each of its tokens is the most probable id
+    log_probability: float  # of the continuation given the tokens before it, summed over its tokens
+    greedy: bool  # whether each of its tokens is the most probable one
 
 
 def score_continuations(
@@ -98,8 +98,8 @@ def score_continuations(
     *,
     between: Callable[[], None] = lambda: None,
 ) -> list[Continuation]:
-    """Scores of the ends of token sequences, in order; each is its ids and the index of the first to score, from 1.
-    `between` is that of `score_samples`."""
+    """Scores of the ends of token sequences, in order. Each is given as its ids and the index (at least 1) of the first
+    one to score; for `between` see `score_samples`."""
     samples = ContinuationSamples(sequences, sequence_length=program.config.model.sequence_length)
     if not len(samples):
         return [Continuation(0.0, True) for _ in sequences]
@@ -115,8 +115,8 @@ class Perplexity:
     """One loss over a set of samples."""
 
     total_loss: float  # cross-entropy of all targets, in nats
-    tokens: int  # how many targets there were
-    hits: int = 0  # of how many the most probable id was right
+    tokens: int  # number of targets
+    hits: int = 0  # number of targets whose most probable id is right
 
     @property
     def loss(self) -> float:
@@ -125,22 +125,22 @@ class Perplexity:
 
     @property
     def accuracy(self) -> float:
-        """Share of the targets whose most probable id was right."""
+        """Share of targets whose most probable id is right."""
         return self.hits / max(self.tokens, 1)
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinite where that overflows."""
+        """exp(loss); infinite if that overflows."""
         return self.per(self.tokens)
 
     def per(self, units: int) -> float:
-        """Perplexity per word, if the text has `units` words, or per anything else: exp(total loss / units)."""
+        """Perplexity per word, if the text has `units` words, or per any other unit: exp(total loss / units)."""
         loss = self.total_loss / max(units, 1)
         return math.exp(loss) if loss < 700 else math.inf
 
     @classmethod
     def of(cls, scores: list[SampleScores]) -> "Perplexity":
-        """Of some samples."""
+        """The sum over some samples."""
         losses = math.fsum(float(sample.loss.sum()) for sample in scores)
         return cls(losses, sum(len(sample.loss) for sample in scores), sum(int(sample.hit.sum()) for sample in scores))
 
@@ -148,7 +148,7 @@ class Perplexity:
 def perplexities(
     program: Program, params: Any, samples: Samples, *, batches: int = 0, between: Callable[[], None] = lambda: None
 ) -> dict[str, Perplexity]:
-    """Every loss of the model by name, on `samples`; the arguments are those of `score_samples`."""
+    """Every loss of the model by name, over `samples`; for the arguments see `score_samples`."""
     found: dict[str, list[SampleScores]] = defaultdict(list)
     for sample in score_samples(program, params, samples, batches=batches, between=between):
         for name, of_loss in sample.items():
@@ -157,5 +157,5 @@ def perplexities(
 
 
 def total_loss(losses: dict[str, Perplexity]) -> float:
-    """What training minimises: the sum of the losses, each the mean over its own targets."""
+    """What training minimizes: the sum of the losses, each averaged over its own targets."""
     return math.fsum(each.loss for each in losses.values())

@@ -1,8 +1,8 @@
-"""The choice of the next token: temperature, top-k, top-p and the random noise.
+"""Choose the next token: temperature, top-k, top-p and random noise.
 
 A token is drawn by adding Gumbel noise to the logits and taking the highest. The noise is a hash of the seed, the
-prompt's text, the token's position and its column of the vocabulary, so a continuation does not depend on the mesh or
-on the other prompts. Letters: B batch, V vocabulary, N the most probable tokens.
+prompt's text, the token's position and its column in the vocabulary, so a continuation depends neither on the mesh nor
+on the other prompts. Letters: B batch, V vocabulary, N most probable tokens.
 """
 
 import zlib
@@ -17,7 +17,7 @@ from jax import Array, lax
 from megajax.parallel.random import RandomBits
 from megajax.precision import at_least_fp32
 
-_LOWEST_TEMPERATURE = 1e-20  # below it the most probable token is taken anyway, and fp32 may divide by 0
+_LOWEST_TEMPERATURE = 1e-20  # below it the most probable token is chosen anyway, and fp32 might divide by 0
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Sampling:
 
 
 def prompt_bits(prompts: Sequence[Sequence[int]], seed: int) -> RandomBits:
-    """The state of the noise for every prompt, [prompts]; equal prompts have different ones, by their order."""
+    """The state of the noise for every prompt, [prompts]; equal prompts get different states, by their order."""
     texts = [np.asarray(prompt, np.int32).tobytes() for prompt in prompts]
     seen: Counter[bytes] = Counter()
     repeats = []
@@ -43,10 +43,10 @@ def prompt_bits(prompts: Sequence[Sequence[int]], seed: int) -> RandomBits:
 
 
 def choose(logits_BV: Array, bits_B: RandomBits, position_B: Array, sampling: Sampling) -> Array:
-    """The next token of every row, which has `position_B`; the vocabulary's padding is not in `logits_BV`."""
+    """The next token of every row, which gets `position_B`; `logits_BV` exclude the padding of the vocabulary."""
     logits_BV = logits_BV.astype(at_least_fp32(logits_BV.dtype))
     if sampling.temperature > 0:
-        below_BV = logits_BV - jnp.max(logits_BV, axis=1, keepdims=True)  # the highest is 0, divided by anything
+        below_BV = logits_BV - jnp.max(logits_BV, axis=1, keepdims=True)  # the highest is 0, safe to divide
         temperature = max(sampling.temperature, _LOWEST_TEMPERATURE)
         logits_BV = _mask_unlikely(below_BV / jnp.asarray(temperature, below_BV.dtype), sampling)
         logits_BV = logits_BV + gumbel_noise(bits_B.fold(position_B), logits_BV.shape[1]).astype(logits_BV.dtype)
@@ -56,21 +56,21 @@ def choose(logits_BV: Array, bits_B: RandomBits, position_B: Array, sampling: Sa
 def gumbel_noise(bits_B: RandomBits, size: int) -> Array:
     """Gumbel noise, fp32 [B, size]: the highest of logits plus noise is distributed as the softmax of the logits."""
     bits_BV = bits_B[:, None].last(jnp.arange(size, dtype=jnp.int32)[None])
-    uniform_BV = (bits_BV.astype(jnp.float32) + 0.5) * 2.0**-32  # fine near 0, where the highest noise comes from
+    uniform_BV = (bits_BV.astype(jnp.float32) + 0.5) * 2.0**-32  # fine-grained near 0, which gives the highest noise
     return -jnp.log(-jnp.log1p(-jnp.minimum(uniform_BV, 1 - 2.0**-24)))
 
 
 def _mask_unlikely(logits_BV: Array, sampling: Sampling) -> Array:
-    """The logits, with -inf for tokens that top-k or top-p excludes; ties with the last one included are included."""
+    """The logits, with -inf for tokens that top-k or top-p excludes; ties with the last included token are included."""
     size = logits_BV.shape[1]
     num_likely = min(sampling.top_k or size, size)
     if num_likely == size and sampling.top_p == 1:
         return logits_BV
-    likely_BN = lax.top_k(logits_BV, num_likely)[0]  # in descending order
+    likely_BN = lax.top_k(logits_BV, num_likely)[0]  # descending
     lowest_B1 = likely_BN[:, -1:]
     if sampling.top_p < 1:
         weights_BN = jnp.exp(likely_BN - likely_BN[:, :1])
-        before_BN = jnp.cumsum(weights_BN, axis=1) - weights_BN  # of the tokens that are more probable
+        before_BN = jnp.cumsum(weights_BN, axis=1) - weights_BN  # sum over more probable tokens
         included_BN = before_BN < sampling.top_p * jnp.sum(weights_BN, axis=1, keepdims=True)
         lowest_B1 = jnp.min(jnp.where(included_BN, likely_BN, jnp.inf), axis=1, keepdims=True)
     return jnp.where(logits_BV >= lowest_B1, logits_BV, jnp.asarray(-jnp.inf, logits_BV.dtype))

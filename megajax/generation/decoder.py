@@ -1,9 +1,9 @@
-"""Generation with a KV cache on a mesh without a pipe: prefill of whole prompts, then one token of every row at a time.
+"""Generation with a KV cache on a mesh without a pipe: prefill of whole prompts, then one token per row at a time.
 
-Two compiled programs for each shape of a batch: one reads the prompts and chooses the first tokens, one chooses up to
-`TOKENS_AT_ONCE` more without the host in between. Rows are sharded over the axes of rows; heads of the caches, and the
-vocabulary, over `tensor`. Letters: B batch, T tokens, S slots, H heads, K head size, D model, V vocabulary, N tokens of
-a dispatch.
+There are two compiled programs for each shape of a batch: one prefills the prompts and chooses the first tokens, one
+chooses up to `TOKENS_AT_ONCE` more without the host in between. Rows are sharded over the axes for rows; the heads of
+caches, and the vocabulary, over `tensor`. Letters: B batch, T tokens, S slots, H heads, K head size, D model, V
+vocabulary, N tokens per dispatch.
 """
 
 import time
@@ -36,17 +36,17 @@ State = dict[str, Any]
 
 TOKENS_AT_ONCE = 8
 SHORTEST = 16  # prompts are padded to this length or the next power of two, so that few lengths are compiled
-ROWS = PartitionSpec(BATCH_AXES)  # nothing is kept of a sequence but its cache, so that `context` counts as rows
+ROWS = PartitionSpec(BATCH_AXES)  # sequences are not sharded, so `context` shards rows too
 CACHE = PartitionSpec(BATCH_AXES, TENSOR)
 STATE_SPECS = {
     "caches": CACHE,  # of every layer
-    "token": ROWS,  # the last that was chosen
+    "token": ROWS,  # the last one chosen
     "length": ROWS,  # of the prompt
-    "limit": ROWS,  # tokens that may be chosen
+    "limit": ROWS,  # most tokens to choose
     "stopped": ROWS,  # no more are chosen
     "bits": ROWS,  # state of the noise
     "step": PartitionSpec(),  # tokens chosen so far
-    "first_slot": PartitionSpec(),  # where the first of them stands in the caches
+    "first_slot": PartitionSpec(),  # where the first chosen token is in the caches
 }
 
 
@@ -54,11 +54,11 @@ Stop = Literal["end", "length", "context"]
 
 
 class Piece(NamedTuple):
-    """Some more ids of one continuation."""
+    """Some new ids of one continuation."""
 
     number: int  # of the prompt, from 0
     ids: list[int]
-    stopped_by: Stop | None  # why these are the last: the end id, the number of tokens asked for, the context's end
+    stopped_by: Stop | None  # why these are the last: an end id, the requested number of tokens, or the context
 
 
 class Decoder:
@@ -66,7 +66,7 @@ class Decoder:
     together and get the same ids."""
 
     def __init__(self, program: Program, params: Tree, sampling: Sampling, ends: Collection[int]):
-        """`params` are the program's; a continuation ends before any of the ids `ends`."""
+        """`params` are the program's; a continuation ends before any of the ids in `ends`."""
         self._config, self._mesh, self._row_shards = program.config.model, program.mesh, program.config.mesh.zero_shards
         assert program.config.mesh.pipe == 1 and program.config.optimizer.zero != 3, program.config
         self._sampling, self._ends, self._backend = sampling, sorted(ends), program.backend
@@ -98,11 +98,11 @@ class Decoder:
         return {"shared": params["shared"], "layers": layers}
 
     def stream(self, prompts: Sequence[Sequence[int]], *, max_tokens: int, batch: int) -> Iterator[Piece]:
-        """Continue every prompt of 1 id up to the context's length, `batch` of them at a time; yields new ids as they
+        """Continue every prompt (from 1 id up to the context length), `batch` of them at a time; yields new ids as they
         come."""
         bits = jax.tree.map(np.asarray, prompt_bits(prompts, self._sampling.seed))
         rows = -(-min(batch, len(prompts)) // self._row_shards) * self._row_shards
-        # A prompt's last token may be the first beyond the context.
+        # A prompt's last new token may be the first one outside the context.
         limits = [min(max_tokens, self._config.sequence_length - len(prompt) + 1) for prompt in prompts]
         missing = list(limits)
         for start in range(0, len(prompts), batch):
@@ -142,7 +142,7 @@ class Decoder:
         return jax.tree.map(put, {"tokens": tokens, "length": length, "limit": limit, "bits": padded_bits})
 
     def _dispatches(self, inputs: State, most: int) -> Iterator[np.ndarray]:
-        """The tokens of every dispatch [B, N], `IGNORED` where a row has stopped; the next one is under way already."""
+        """The tokens of every dispatch [B, N], `IGNORED` where a row has stopped; the next one is already running."""
         num_slots = inputs["tokens"].shape[1] + -(-(most - 1) // TOKENS_AT_ONCE) * TOKENS_AT_ONCE
         prefill_ = partial(self._prefill, num_slots)
         state, tokens_BN = self._run(("prefill", num_slots), prefill_, inputs, ROWS)
@@ -153,7 +153,7 @@ class Decoder:
         yield np.asarray(tokens_BN)
 
     def _run(self, name: tuple, function: Callable, argument: State, specs: Tree, **jit: Any) -> tuple[State, Array]:
-        """Run a function of the weights and a state in the region, compiled before if not yet for such a state."""
+        """Run a function of the weights and a state in the region; compiled once per shape of the state."""
         key = *name, *(leaf.shape for leaf in jax.tree.leaves(argument))
         if key not in self._programs:
             began = time.perf_counter()
@@ -164,7 +164,7 @@ class Decoder:
             self.compile_seconds += time.perf_counter() - began
         return self._programs[key](self._weights, argument)
 
-    # Inside the region from here on: arrays are this device's shards.
+    # The following methods run inside the region: arrays are this device's shards.
 
     def _prefill(self, num_slots: int, weights: Tree, inputs: State) -> tuple[State, Array]:
         tokens_BT, length_B = inputs["tokens"], inputs["length"]
@@ -202,7 +202,7 @@ class Decoder:
         return state, gather_shards(tokens_BN, 0, BATCH_AXES, invariant=True)
 
     def _next(self, weights: Tree, state: State) -> tuple[Array, State]:
-        """Run the last tokens of all rows through the layers, [B, 1, D]."""
+        """Run the last token of every row through the layers, [B, 1, D]."""
         before = state["step"] - 1
         slot, position_B = state["first_slot"] + before, state["length"] + before
         tokens = {"tokens": state["token"][:, None], "positions": position_B[:, None]}
@@ -219,19 +219,19 @@ class Decoder:
         """The last layer's output, and every layer's cache."""
         caches, first = [], self._model.ends(weights["shared"]).first_blocks()
         others = [*map(self._model.block, weights["layers"])]
-        numbered = [*enumerate(first, len(others)), *enumerate(others)]  # as in training
+        numbered = [*enumerate(first, len(others)), *enumerate(others)]  # the layer indices used in training
         for (number, block), attend in zip(numbered, attends, strict=True):
             x_BTD, aux = block(x_BTD, context, number, attend)
             caches.append(aux["cache"])
         return x_BTD, caches
 
     def _embed(self, weights: Tree, batch: State) -> tuple[Context, Array]:
-        """What every layer gets of a batch, and the first layer's input."""
+        """The context of every layer for a batch, and the first layer's input."""
         context = self._model.context(batch, Dropout.off())
         return context, self._model.ends(weights["shared"]).embedding(batch, context)
 
     def _choose(self, weights: Tree, x_B1D: Array, state: State) -> tuple[State, Array]:
-        """The state with the next token of every row; the tokens, `IGNORED` in rows that have stopped."""
+        """The state with the next token of every row, and these tokens, `IGNORED` in rows that have stopped."""
         logits_B1V = self._model.ends(weights["shared"]).logits(x_B1D)
         logits_BV = gather_shards(logits_B1V[:, 0], 1, TENSOR, invariant=True)[:, : self._config.vocab_size]
         token_B = choose(logits_BV, state["bits"], state["length"] + state["step"], self._sampling)

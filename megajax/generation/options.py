@@ -1,4 +1,4 @@
-"""What `megajax generate` can be asked for. Every field is a flag."""
+"""The options of `megajax generate`; every field is a flag."""
 
 from dataclasses import dataclass
 from typing import Annotated

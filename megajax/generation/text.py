@@ -8,18 +8,18 @@ from megajax.host import reading
 from megajax.host.paths import check_path
 from megajax.host.transcript import printable
 
-_FILE_BYTES = 1 << 24  # of prompts
-_CONTEXT = 8  # earlier ids that are decoded with new ones
-UNDECODED = "\ufffd"  # the tokenizer's text for bytes that are no character, or only the first of one
+_FILE_BYTES = 1 << 24  # of a file with prompts
+_CONTEXT = 8  # earlier ids that are decoded together with new ones
+UNDECODED = "\ufffd"  # what the tokenizer decodes invalid or incomplete characters to
 
 
 def read_prompts(given: list[str], file: str) -> list[str]:
-    """The prompts of the command line: those given one by one, or the lines of a file that are not blank."""
+    """The prompts from the command line: those given one by one, or the non-blank lines of a file."""
     if bool(given) == bool(file):
         raise UserError(f"--prompt and --prompt-file are {'both given' if file else 'missing'}; valid: one of them")
     for number, prompt in enumerate(given, start=1):
         try:
-            prompt.encode()  # an argument that is not UTF-8 has surrogates
+            prompt.encode()  # raises for an argument that is not UTF-8, because it has surrogates
         except UnicodeEncodeError:
             raise UserError(f"--prompt {prompt!r} (number {number}); valid: text in UTF-8") from None
     if not file:
@@ -43,11 +43,11 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, before: list[int]) -> None:
         self._tokenizer = tokenizer
         self._before = before[-_CONTEXT:]
-        self._ids: list[int] = []  # since the text was last complete
-        self._shown = 0  # characters of their text that were returned
+        self._ids: list[int] = []  # ids since the text was last complete
+        self._shown = 0  # characters of their text already returned
 
     def add(self, ids: list[int]) -> str:
-        """The new text that `ids` complete; the bytes of an incomplete character wait for the next ids."""
+        """The new text that `ids` complete; the bytes of an incomplete character wait for later ids."""
         self._ids += ids
         text = self._text()
         complete = text.rstrip(UNDECODED)
@@ -57,7 +57,7 @@ class TextStream:
         return new
 
     def end(self) -> str:
-        """The text that `add` has not returned, when no ids follow."""
+        """The text that `add` has not returned, if no more ids follow."""
         return self._text()[self._shown :]
 
     def _text(self) -> str:
@@ -66,13 +66,13 @@ class TextStream:
 
 
 def continuation_text(tokenizer: Tokenizer, prompt: list[int], ids: list[int]) -> str:
-    """The text of ids that follow those of a prompt."""
+    """The text of ids that continue a prompt."""
     stream = TextStream(tokenizer, prompt)
     return stream.add(ids) + stream.end()
 
 
 class Screen:
-    """Prints several texts that grow at once, one after the other; the first unfinished one appears as it grows."""
+    """Prints several growing texts one after the other; the first unfinished one is shown as it grows."""
 
     def __init__(self, tokenizer: Tokenizer, starts: list[str], ids: list[list[int]]) -> None:
         self._waiting = list(starts)
@@ -82,7 +82,7 @@ class Screen:
         self._begin()
 
     def add(self, number: int, ids: list[int], *, finished: bool) -> None:
-        """Continue text `number` by `ids`; `finished`: these are its last ones."""
+        """Append `ids` to text `number`; `finished`: these are its last ones."""
         stream = self._streams[number]
         self._waiting[number] += stream.add(ids) + (stream.end() if finished else "")
         self._finished[number] = finished

@@ -1,5 +1,5 @@
-"""The sample at the end of training, on any mesh: the whole window is run forward for every new token, by the program
-that training has, pipe included. Without limit: where the window is full, the oldest tokens leave it."""
+"""The sample at the end of training, on any mesh: every new token runs the whole window forward, with the training
+program, pipe included. There is no length limit: when the window is full, the oldest tokens leave it."""
 
 import dataclasses
 from collections.abc import Collection, Iterator
@@ -17,7 +17,7 @@ _choose = jax.jit(choose, static_argnames="sampling")
 
 
 def one_row(program: Program) -> Program:
-    """The program of the smallest batch, for `continue_in_windows`."""
+    """The program with the smallest batch, for `continue_in_windows`."""
     train = dataclasses.replace(program.config.train, global_batch=program.config.mesh.row_shards, microbatch=1)
     config = dataclasses.replace(program.config, train=train)
     return Program(config, program.mesh, operand_dtype=program.operand_dtype)
@@ -32,7 +32,7 @@ def continue_in_windows(
     sampling: Sampling,
     ends: Collection[int] = (),
 ) -> Iterator[int]:
-    """Continue `prompt` (token ids, at least one) by up to `num_tokens` ids; stops before any of the ids `ends`.
+    """Continue `prompt` (token ids, at least one) by up to `num_tokens` ids; stops before any of the ids in `ends`.
 
     All processes iterate together and get the same ids. The program's global batch is filled with copies of the prompt.
     """

@@ -1,4 +1,4 @@
-"""The model of a run that continues prompts: texts, or conversations that its chat template makes a text of."""
+"""Continue prompts with a run's model: texts, or conversations, which its chat template turns into text."""
 
 import sys
 import time
@@ -24,8 +24,8 @@ _OF_TRAINING = {"optimizer.zero": 1, "sequence_parallel": False, "train.microbat
 
 
 class Writer:
-    """The weights are restored before the first answer, after the prompts were checked. `overrides` replace values of
-    the run's configuration. With `chat` the run's tokenizer must have a chat template."""
+    """Continues prompts. The weights are restored before the first answer, after prompts are checked. `overrides`
+    replace values in the run's configuration. With `chat` the run's tokenizer must have a chat template."""
 
     def __init__(
         self, run_dir: Path, step: str, options: GenerateOptions, overrides: Mapping[str, Any], *, chat: bool
@@ -43,8 +43,8 @@ class Writer:
         self._found_step = 0
 
     def answer(self, prompts: Sequence[Prompt], *, show: bool) -> dict[str, Any]:
-        """The report of `--json`; with `show` the texts are also printed as they come, without the prompt where that is
-        a conversation."""
+        """The report for `--json`; with `show` the texts are also printed as they come, without the prompt if that is a
+        conversation."""
         ids = [self._ids(prompt, f"prompt {number}") for number, prompt in enumerate(prompts, start=1)]
         decoder, options = self._restored(), self._options
         starts = [prompt if isinstance(prompt, str) else "" for prompt in prompts]
@@ -78,10 +78,10 @@ class Writer:
         }
 
     def talk(self) -> None:
-        """A conversation: every line of standard input is a turn of the user's, and is answered."""
+        """A conversation: every line of standard input is a user turn, which is answered."""
         if jax.process_count() > 1:
             raise UserError("--interactive with several processes; valid: one process")
-        note = partial(print, end="", flush=True, file=sys.stderr)  # standard output has the answers alone
+        note = partial(print, end="", flush=True, file=sys.stderr)  # standard output has only the answers
         messages: list[Message] = []
         while True:
             note("> " if sys.stdin.isatty() else "")
@@ -112,7 +112,7 @@ class Writer:
         if self._decoder is None:
             trained, options = TrainedModel.restore(self._run_dir, self._config, self._step), self._options
             sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-            # The decoder has its own form of the weights.
+            # The decoder stores the weights in another form.
             self._decoder = Decoder(trained.program, trained.params, sampling, self._tokenizer.ends)
             self._found_step = trained.step
         return self._decoder

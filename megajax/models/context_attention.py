@@ -275,8 +275,8 @@ def _backward_of_heads(*inputs: Any, places: Places, block: int) -> tuple[Array,
 
     def step(totals: list[Array], tile: _Tile) -> list[Array]:
         own = (tile.queries(x) for x in of_queries)
-        kept = [tile.queries(x) for x in statistics]
-        dq, *dkeys = pull(*own, *map(tile.keys, (k_NSK, v_NSK)), statistics=kept, **tile.limits)
+        own_statistics = [tile.queries(x) for x in statistics]
+        dq, *dkeys = pull(*own, *map(tile.keys, (k_NSK, v_NSK)), statistics=own_statistics, **tile.limits)
         added = [tile.with_keys(x, tile.keys(x) + new) for x, new in zip(totals[1:], dkeys, strict=True)]
         return [tile.with_queries(totals[0], tile.queries(totals[0]) + dq), *added]
 

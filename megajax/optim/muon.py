@@ -167,14 +167,14 @@ def orthogonal_updates(
     """The updates of matrix weights from their momenta; both are this device's shards."""
     dealt: dict[_Deal, dict[Path, Array]] = defaultdict(dict)
     scales: dict[Path, float] = {}
-    lies: dict[Path, bool] = {}
+    is_wide: dict[Path, bool] = {}
     for path, x in momenta.items():
         of = matrices[path]
         x_NRC = x.reshape(-1, *map(math.prod, (x.shape[-of.rows - of.columns : -of.columns], x.shape[-of.columns :])))
         rows, columns = x_NRC.shape[1] * axis_size(of.row_axes), x_NRC.shape[2] * axis_size(of.column_axes)
         deal = _Deal(rows, columns, of.row_axes, of.column_axes, of.copied_over)
-        scales[path], lies[path] = _scale(rows, columns, config), deal <= deal.transposed
-        dealt[min(deal, deal.transposed)][path] = x_NRC if lies[path] else x_NRC.mT
+        scales[path], is_wide[path] = _scale(rows, columns, config), deal <= deal.transposed
+        dealt[min(deal, deal.transposed)][path] = x_NRC if is_wide[path] else x_NRC.mT
     found = {}
     for deal, parts in dealt.items():
         stacked = jnp.concatenate([*parts.values()])
@@ -182,7 +182,7 @@ def orthogonal_updates(
         shards = deal.shards(orthogonalized(deal.whole(filled), config, dtype))
         ends = list(itertools.accumulate(map(len, parts.values())))
         for path, x_NRC in zip(parts, jnp.split(shards, ends)[:-1], strict=True):
-            x_NRC = x_NRC if lies[path] else x_NRC.mT
+            x_NRC = x_NRC if is_wide[path] else x_NRC.mT
             found[path] = scales[path] * x_NRC.reshape(momenta[path].shape).astype(momenta[path].dtype)
     return found
 
@@ -193,7 +193,7 @@ def orthogonalized(x_NRC: Array, config: OptimizerConfig, dtype: DTypeLike) -> A
     norm_N11 = jnp.sqrt(jnp.sum(jnp.square(x_NRC), (1, 2), keepdims=True))
     x_NRC = (x_NRC / (norm_N11 + config.epsilon)).astype(dtype)
     a, b, c = (jnp.asarray(value, dtype) for value in (config.muon_a, config.muon_b, config.muon_c))
-    # GPUs may compute fp32 products with fewer bits, which is fine in the run's own precision only.
+    # GPUs may use fewer bits for fp32 products (TF32), unless fp32 was requested for these iterations.
     product = partial(jnp.matmul, precision=lax.Precision.HIGHEST if config.muon_precision == "fp32" else None)
     for _ in range(config.muon_steps):
         a_NRR = product(x_NRC, x_NRC.mT)

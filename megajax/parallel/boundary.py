@@ -37,7 +37,7 @@ class RegionBoundary(TokenShares):
 
     def enter(self, x_BTD: Array, axes: Axes = TENSOR) -> Array:
         """Enter a region: `f`; with sequence parallelism an all-gather of the tokens, which scatters the gradient."""
-        if self.chosen:  # `x` varies only where a weight has touched it; its gradient is summed further back
+        if self.chosen:  # `x` may vary already, where a weight has touched it; its gradient is summed further back
             return vary(x_BTD, (axes,) if isinstance(axes, str) else axes)
         if not self.sequence_parallel:
             return f(x_BTD, axes)

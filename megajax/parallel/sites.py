@@ -115,8 +115,8 @@ def recorded(
     partial: tuple[str, ...] = (),
 ) -> Array:
     """Record `x`, with rows first, under a name if a recording is on. Along the dim `split` it is this device's shard:
-    equal parts over `axes` by default, or the part from `first`, which other `tensor` devices may hold too. A value
-    `partial` over axes does not belong to this device's tokens alone."""
+    equal parts over `axes` by default, or the part from `first`, which other `tensor` devices may hold too. Over the
+    axes `partial` it is replicated, whichever tokens a device has, and its gradient is a term of a sum."""
     record, place = _RECORD.get(), _PLACE.get()
     if record is None or place is None:
         return x
@@ -130,7 +130,7 @@ def recorded(
         place = *place[:2], lax.dynamic_slice_in_dim(place[2], first, x.shape[1])
     devices, turn = jnp.stack([axis_index(axis) for axis in AXES]), next(_TURNS)
 
-    def tell(backward: bool, value: Array, *where: Array) -> None:
+    def send(backward: bool, value: Array, *where: Array) -> None:
         def on_host(value: Any, first: Any, device: Any, layer: Any, samples: Any, *tokens: Any) -> None:
             own, rows, coordinates = np.array(value), np.array(samples), tuple(np.asarray(device).tolist())
             begins, places = int(first), np.array(tokens[0]) if tokens else None
@@ -141,14 +141,14 @@ def recorded(
 
     @jax.custom_vjp
     def watched(x: Array, *where: Array) -> Array:
-        tell(False, x, *where)
+        send(False, x, *where)
         return x
 
     def forward(x: Array, *where: Array) -> tuple[Array, Any]:
         return watched(x, *where), where
 
     def backward(where: Any, grad: Array) -> tuple[Array | None, ...]:
-        tell(True, grad, *where)
+        send(True, grad, *where)
         return grad, *(None for _ in where)
 
     watched.defvjp(forward, backward)

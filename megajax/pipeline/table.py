@@ -197,7 +197,7 @@ def check_deferral(schedule: Schedule, deferral: Deferral) -> None:
     for s in range(p):
         order = list(zip(deferral.microbatch[:, s].tolist(), deferral.chunk[:, s].tolist(), strict=True))
         factors: list[tuple[int, int] | None] = [None] * deferral.num_slots
-        kept = ended = 0
+        begun = ended = 0
 
         def run(count: int, s: int = s, order: list = order, factors: list = factors) -> None:
             nonlocal ended
@@ -211,8 +211,8 @@ def check_deferral(schedule: Schedule, deferral: Deferral) -> None:
         for early, microbatch, chunk, late in zip(*(table[:, s].tolist() for table in tables), strict=True):
             run(early)
             if microbatch != IDLE:
-                assert factors[kept % len(factors)] is None, ("overwritten", kept, s)
-                factors[kept % len(factors)] = microbatch, chunk
-                kept += 1
+                assert factors[begun % len(factors)] is None, ("overwritten", begun, s)
+                factors[begun % len(factors)] = microbatch, chunk
+                begun += 1
             run(late)
-        assert ended == kept == len(order) and not any(factors), "a weight gradient was not run"
+        assert ended == begun == len(order) and not any(factors), "a weight gradient was not run"

@@ -1,1 +1,1 @@
-"""What a run on a mesh needs and takes, without a device of it: bytes, communication, FLOPs, time."""
+"""Estimate what a run on a mesh needs, without the hardware: memory, communication, FLOPs, time."""

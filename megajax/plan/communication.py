@@ -1,9 +1,9 @@
-"""What a training step communicates: what a layer and the ends send when they are traced (`plan/traced.py`), times how
-often they run, and what is sent of weights and between stages, which is arithmetic on shapes.
+"""What a training step communicates: what a layer and the ends send when traced (`plan/traced.py`), times how often
+they run; and what is sent for weights and between stages, which is arithmetic on shapes.
 
-`communication` has every collective of `program/train_step.py`, as `program/communication.py` counts them on the step's
-jaxpr; beside that how many of them are really sent, since a stage that has nothing to run in a tick, or not this end of
-the model, sends nothing.
+`communication` has every collective of `program/train_step.py`, counted as `program/communication.py` counts the step's
+jaxpr. It also says how many of them are really sent: a stage that has nothing to run in a tick, or does not have an end
+of the model, sends nothing.
 """
 
 from collections import Counter
@@ -37,8 +37,8 @@ PERMUTE, EXCHANGE = "permute", "all-to-all"
 class Communication(Collective):
     """A collective of a training step."""
 
-    purpose: str  # what it is for: the part of the step, and after a colon what of it
-    sent: int  # how often the device that sends it most really does; `count` has every tick of every stage
+    purpose: str  # the part of the step, then after a colon what it is for
+    sent: int  # how often the device that sends it most really does; `count` includes every tick of every stage
 
     @property
     def part(self) -> str:
@@ -47,21 +47,21 @@ class Communication(Collective):
 
 
 def communication(config: Config, cost: StepCost | None = None) -> list[Communication]:
-    """All that a training step of a valid configuration communicates, per device, in the order of the program. It is
-    the same on every kind of device."""
+    """Everything that a training step of a valid configuration communicates, per device, in program order. It is the
+    same on every kind of device."""
     before, after = _once(replace(config, train=replace(config.train, microbatch=1, remat="none")))
     return [*before, *_Step(config).loop(cost or step_cost(config, GPU)), *after]
 
 
 @lru_cache(maxsize=1024)
 def _once(config: Config) -> tuple[list[Communication], list[Communication]]:
-    """Before and after the loop, which microbatches and recomputation do not change."""
+    """What is sent before and after the loop, which does not depend on microbatches and recomputation."""
     step = WeightTraffic(config)
     return [*step.targets(), *step.scales()], [*step.after_the_loop()]
 
 
 def totals(found: Iterable[Collective]) -> Counter:
-    """How often an operand of every kind, axes, shape and bytes is communicated: what two lists are compared by."""
+    """Operands communicated by kind, axes, shape and bytes, with their counts, for comparing two lists."""
     counts: Counter = Counter()
     for each in found:
         for shape in each.shapes:
@@ -70,8 +70,8 @@ def totals(found: Iterable[Collective]) -> Counter:
 
 
 def sent_by_axes(config: Config) -> dict[tuple[str, str], tuple[int, int]]:
-    """By axes, as `data,pipe`, and kind, how many collectives the device that sends most takes part in, and the bytes
-    that it sends in them; over axes of one device nothing is sent."""
+    """By axes (as `data,pipe`) and kind: how many collectives the busiest device takes part in, and the bytes that it
+    sends in them. Axes of size 1 send nothing."""
     sizes = config.mesh.sizes
     summed: dict[tuple[str, str], tuple[int, float]] = {}
     for each in communication(config):
@@ -84,7 +84,7 @@ def sent_by_axes(config: Config) -> dict[tuple[str, str], tuple[int, int]]:
 
 
 def total_sent(config: Config, found: Iterable[Collective]) -> int:
-    """The bytes that a device sends in all of these, as often as each is counted."""
+    """The bytes that a device sends in all of these, with each one's count."""
     return round(sum(each.count * each.bytes_sent(_devices(each.axes, config.mesh)) for each in found))
 
 
@@ -94,7 +94,7 @@ def _devices(axes: Axes, mesh: MeshConfig) -> int:
 
 @lru_cache(maxsize=65536)
 def group_of(axes: tuple[str, ...], mesh: MeshConfig, server: int) -> tuple[int, int]:
-    """Devices of each group that a collective over these axes runs in, and how many of them a server has."""
+    """The size of a group that a collective over these axes runs in, and how many of its devices share a server."""
     size, stride, neighbours = 1, 1, 1
     for axis in reversed(DEVICE_ORDER):
         devices = getattr(mesh, axis)
@@ -106,11 +106,11 @@ def group_of(axes: tuple[str, ...], mesh: MeshConfig, server: int) -> tuple[int,
 
 
 def seconds_of(collective: Collective, mesh: MeshConfig, machine: Machine) -> float:
-    """Of one such collective, with nothing beside it.
+    """Seconds for one such collective with nothing else running.
 
-    Devices are numbered as `mesh.make_mesh` places them; servers hold neighbouring numbers. A ring passes through all
-    members of a server before it goes to the next one, and all of them lend it their network adapters; all groups of
-    an axis run at the same time, each on the adapters of its own members.
+    Devices are numbered as `mesh.make_mesh` places them, and servers hold neighbouring numbers. A ring passes through
+    all members in a server before it goes to the next one, and all of them contribute their network adapters. All
+    groups of an axis run at the same time, each on its own members' adapters.
     """
     kind, rates = collective.kind, machine.efficiency
     size, neighbours = group_of(collective.axes, mesh, machine.server)
@@ -127,15 +127,15 @@ def seconds_of(collective: Collective, mesh: MeshConfig, machine: Machine) -> fl
 
 
 def one(purpose: str, kind: str, axes: Axes, shape: Shape, item: int, times: Times) -> Communication:
-    """Of one operand, whose numbers have `item` bytes each."""
+    """A collective with one operand, whose elements have `item` bytes."""
     return Communication(kind, axes, (shape,), prod(shape) * item, times.count, purpose, times.sent)
 
 
 class WeightTraffic(Sizes):
-    """The sizes of a step, and what it communicates of weights (`program/train_step.py`, `parallel/shards.py`) and
+    """The sizes of a step, and what it communicates for weights (`program/train_step.py`, `parallel/shards.py`) and
     between stages."""
 
-    # In the loop over ticks: ZeRO-3, wherever weights are used.
+    # In the loop over ticks: ZeRO-3 gathers and scatters wherever weights are used.
 
     def gathered(self, purpose: str, room: str, times: Times) -> Iterator[Communication]:
         """All weights of a room, `shared` or one layer of the `blocks`, and adapters."""
@@ -148,8 +148,8 @@ class WeightTraffic(Sizes):
                 yield one(purpose, GATHER, placed.batch_axes, shape, item, times)
 
     def scattered(self, purpose: str, room: str, times: Times, later: bool | None = None) -> Iterator[Communication]:
-        """Of all that is trained of a room; of a layer's those whose gradients come `later`, where some do, or the
-        others."""
+        """Scatter the gradients of everything trained in a room; for a layer only those that come `later`, because they
+        are deferred, or only the others."""
         for placed in self._sharded(room, self.held.trained):
             if later is None or later == (self.defers and placed.weight.of_product):
                 yield one(purpose, SCATTER, placed.batch_axes, placed.whole, self.summed, times)
@@ -160,7 +160,7 @@ class WeightTraffic(Sizes):
         return [placed for placed in weights if placed.weight.path[0] == room and placed.data_dim is not None]
 
     def p2p_transfers(self) -> Iterator[Communication]:
-        """Activations to the next stage, gradients to the one before, in every tick."""
+        """Activations to the next stage and gradients to the previous one, in every tick."""
         for what in ("up", "down") if self.config.mesh.pipe > 1 else ():
             yield one(f"hand-over: {what}", PERMUTE, (PIPE,), self.own, self.item, Times(self.ticks, self.ticks))
 
@@ -173,7 +173,7 @@ class WeightTraffic(Sizes):
         places = _places(pipeline.schedule, pipe, settled, pipeline.chunks, pipeline.deferring())
         return Times(places * self.of_layer.count, self.of_layer.sent)
 
-    # Once a step, before and after the loop.
+    # Once per step, before and after the loop.
 
     def targets(self) -> Iterator[Communication]:
         """How many targets the losses have in the global batch."""
@@ -190,7 +190,7 @@ class WeightTraffic(Sizes):
                     yield one("weights in 8 bits: scales", REDUCE, axes, (1, slots, *scale), 4, ONCE)
 
     def after_the_loop(self) -> Iterator[Communication]:
-        """Gradients and losses to global sums, the gradients' global norm, and ZeRO-1's updated weights."""
+        """Reduce gradients and losses to global sums; the global gradient norm; ZeRO-1's updated weights."""
         divided = [placed for placed in self.held.trained if self._is_divided(placed)] if self.zero == 1 else []
         for placed in divided:
             whole = self._of_stage(placed, placed.whole)
@@ -204,7 +204,7 @@ class WeightTraffic(Sizes):
         for _ in self._losses:
             yield one("losses: sums", REDUCE, axes, (), max(4, self.summed), ONCE)
         yield from self._loads()
-        # A number for all weights that are divided over the same axes.
+        # One number for all weights that are sharded over the same axes.
         for axes in dict.fromkeys(tuple(sorted(self._axes_of(placed))) for placed in self.held.trained):
             if axes:
                 yield one("gradients: norm", REDUCE, axes, (), self.wide, ONCE)
@@ -214,14 +214,14 @@ class WeightTraffic(Sizes):
             yield one("weights: over data", GATHER, placed.batch_axes, shard, self.item, ONCE)
 
     def _loads(self) -> Iterator[Communication]:
-        """What is known of experts (`models/router.py`): every layer's loads, entropy, balance, what is dropped."""
+        """Figures of experts (`models/router.py`): every layer's loads, entropy, balance, and dropped choices."""
         model, axes = self.config.model, (*BATCH_AXES, PIPE, *(TENSOR,) * self.splits_sequence)
         loads = (model.num_blocks, model.num_experts), 4
         for shape, item in (loads, ((), 4), ((), self.wide), ((), self.wide)) if model.num_experts else ():
             yield one("losses: loads of experts", REDUCE, tuple(sorted(axes)), shape, item, ONCE)
 
     def _muon(self) -> Iterator[Communication]:
-        """Shards of matrices to whole ones and back, and what is computed of copies to all that have them."""
+        """Exchange shards of matrices for whole ones and back, and gather results computed for copies."""
         back = self.wide if self.config.optimizer.muon_precision == "fp32" else self.item
         for each in dealt(self):
             for item in (self.wide, back) if each.num_owners > 1 else ():
@@ -231,7 +231,7 @@ class WeightTraffic(Sizes):
 
     @property
     def counted(self) -> int:
-        """Bytes of a count: JAX counts in 64 bits where it computes in them."""
+        """Bytes of a count: JAX counts in 64 bits if it computes in 64 bits."""
         return 8 if self.config.precision == "fp64" else 4
 
     @cached_property
@@ -243,17 +243,17 @@ class WeightTraffic(Sizes):
         return self.zero > 0 and placed.data_dim is not None
 
     def _of_stage(self, placed: Placed, shape: Shape) -> Shape:
-        """The shape of a weight on a stage, of which a layer has `shape`."""
+        """The shape of a stage's part of a weight, given its `shape` in one layer."""
         return (self.config.pipeline.chunks, 1, self.layers_of_chunk, *shape) if placed.weight.stacked else shape
 
     def _axes_of(self, placed: Placed) -> set[str]:
-        """Mesh axes that a reduced gradient is divided over."""
+        """Mesh axes that a reduced gradient is sharded over."""
         axes = set(spec_axes(placed.spec))
         axes |= {*placed.batch_axes} if self._is_divided(placed) else set()
         return axes | ({PIPE} if placed.weight.stacked else set())
 
     def _varying(self, placed: Placed) -> set[str]:
-        """Mesh axes over which a gradient differs when the loop has ended (`program/bind.py`)."""
+        """Mesh axes over which a gradient varies when the loop has ended (`program/bind.py`)."""
         axes = {*BATCH_AXES} | self._axes_of(placed)
         if self.splits_sequence or placed.needs_tensor_sum:
             axes.add(TENSOR)
@@ -271,8 +271,8 @@ def _places(schedule: str, pipe: int, microbatches: int, chunks: int, deferring:
 
 class _Step(WeightTraffic):
     def loop(self, cost: StepCost) -> Iterator[Communication]:
-        """The passes of embedding, layers and head. ZeRO-3 gathers their weights for each, and scatters the gradients;
-        an embedding that is not linear in its weights runs forward again in its backward pass, and so may a stage."""
+        """The passes of embedding, layers and head. ZeRO-3 gathers their weights for each, and scatters the gradients.
+        An embedding that is not linear in its weights runs forward again in its backward pass, and so may a stage."""
         layer, ends = cost.layer, cost.ends
         yield from self.p2p_transfers()
         yield from self._pass("embedding", "shared", ends.embedding, self.of_end)

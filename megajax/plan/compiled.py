@@ -1,7 +1,7 @@
-"""The real train step of a mesh, traced and compiled for devices that are not there: simulated ones of a CPU, or H200s
-where JAX's CUDA packages are installed. Nothing is allocated and nothing runs.
+"""The real train step of a mesh, traced and compiled without its devices: for simulated CPU devices, or for H200s if
+JAX's CUDA packages are installed. Nothing is allocated and nothing runs.
 
-XLA's CPU compiler is asked not to optimise its machine code, which changes no buffer and takes most of its time.
+XLA's CPU compiler does not optimize the machine code here, which changes no buffers and saves most of the time.
 """
 
 import contextlib
@@ -25,17 +25,17 @@ _QUICK = {"xla_backend_optimization_level": 0}
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """What a compiler makes of a train step."""
+    """What a compiler reports about a train step."""
 
-    compiler: str  # which, and what for, in words
-    state: int  # bytes of its arguments on a device: weights, optimizer state and the batch
+    compiler: str  # the compiler and its target, in words
+    state: int  # bytes of its arguments on a device: weights, optimizer state and batch
     temporaries: int  # bytes of everything else that a device needs to run it
-    collectives: tuple[Collective, ...]  # its communication, as traced: what conditionals skip is counted too
-    seconds: float  # that tracing and compiling took
+    collectives: tuple[Collective, ...]  # its communication, as traced; includes what conditionals skip
+    seconds: float  # time to trace and compile
 
 
 def traced_step(config: Config, devices: list[jax.Device]) -> Traced:
-    """The train step of `config` over the types of its state and its batch."""
+    """The train step of `config`, traced with the types of its state and batch."""
     program = Program.on(config, devices)
     state = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
@@ -50,14 +50,14 @@ def traced_step(config: Config, devices: list[jax.Device]) -> Traced:
 
 
 def for_h200s(config: Config) -> Compiled:
-    """The train step of `config`, compiled for as many H200s as its mesh has."""
+    """The train step of `config`, compiled for as many H200s as its mesh has devices."""
     with h200.attention():
         return traced_step(config, h200.devices(config.mesh.num_devices)).lower().compile()
 
 
 class Compilation:
-    """The train step of `config`, traced at once and compiled beside whatever this process does until it wants the
-    `result`: for H200s, or for the first simulated devices of this process, of which there must be enough
+    """The train step of `config`, traced at once and compiled in the background until the `result` is needed: for
+    H200s, or for the first simulated devices of this process, of which there must be enough
     (`launch.imagine_devices`)."""
 
     def __init__(self, config: Config, *, gpus: bool = False):
@@ -77,16 +77,16 @@ class Compilation:
                 time.perf_counter() - began,
             )
 
-        self.gpus, compiler = gpus, ThreadPoolExecutor(1)  # XLA does not hold Python's lock
+        self.gpus, compiler = gpus, ThreadPoolExecutor(1)  # XLA releases the interpreter lock
         self._made = compiler.submit(compiled)
         compiler.shutdown(wait=False)
 
     def result(self) -> CompiledStep:
-        """Of the compiler; waits for it."""
+        """Wait for the compiler, and return its result."""
         with phase("compiling the step"):
             return self._made.result()
 
 
 def compiled_step(config: Config, *, gpus: bool = False) -> CompiledStep:
-    """The `Compilation` of a step, waited for."""
+    """The result of a `Compilation`."""
     return Compilation(config, gpus=gpus).result()

@@ -1,4 +1,4 @@
-"""Train steps compiled for H200s on a machine without one: it needs JAX's CUDA packages (`pip install 'jax[cuda13]'`).
+"""Compile train steps for H200s on a machine without one; needs JAX's CUDA packages (`pip install 'jax[cuda13]'`).
 
 Structure, bytes and schedules are those of the real program; nothing is timed.
 """
@@ -12,7 +12,7 @@ from megajax.private import imagined_cudnn
 if TYPE_CHECKING:
     import jax
 
-# What XLA asks of a device, `stream_executor/device_description.proto`. The wheels have no other GPU's.
+# What XLA needs to know about a device (`stream_executor/device_description.proto`). The wheels include no other GPU.
 TARGET = """
 gpu_device_info {
   threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
@@ -38,12 +38,12 @@ def compiles_for(gpu: str) -> bool:
 
 
 def attention() -> AbstractContextManager[None]:
-    """Inside, attention is traced as on an H200, whatever GPU this machine has."""
+    """A context in which attention is traced as on an H200, whatever GPU this machine has."""
     return imagined_cudnn(version=91900, capability=9.0)
 
 
 def devices(count: int) -> "list[jax.Device]":
-    """So many H200s, to compile for."""
+    """This many H200s to compile for."""
     from jax.experimental import topologies
 
     return list(topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology=f"1x1x{count}").devices)

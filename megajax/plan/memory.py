@@ -1,8 +1,8 @@
-"""What a training step needs of a device's memory, in bytes by part.
+"""How much of a device's memory a training step needs, in bytes by part.
 
-Weights, main weights, moments and the sums of gradients are exact (`program.memory.state_bytes`), so are what is kept
-of activations and the factors of weight gradients that wait, which are those of a traced layer (`plan/traced.py`). The
-rest is a model (`Temporaries`), of which docs/plan.md says how far it is from what XLA allocates.
+Weights, main weights, moments and gradient sums are exact (`program.memory.state_bytes`), and so are saved activations
+and the factors of deferred weight gradients, which are those of a traced layer (`plan/traced.py`). The rest is a model
+(`Temporaries`); docs/plan.md says how far it is from what XLA allocates.
 """
 
 from dataclasses import dataclass, replace
@@ -20,14 +20,14 @@ from megajax.plan.traced import step_cost
 from megajax.plan.update import dealt, matrices_of
 from megajax.program.program import batch_form
 
-_COUNTERS = 2 * 4  # bytes of the optimizer's
-_WORD = 4  # bytes of a number of the batch
+_COUNTERS = 2 * 4  # bytes of the optimizer's counters
+_WORD = 4  # bytes of an element of the batch
 _FP32 = 4
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device. Weights, main weights, moments and average live from step to step."""
+    """Bytes on one device. Weights, main weights, moments and average last from step to step."""
 
     weights: int
     main_weights: int
@@ -43,12 +43,12 @@ class Memory:
 
     @property
     def state(self) -> int:
-        """What a step is given."""
+        """What exists before the step."""
         return self.weights + self.main_weights + self.moments + self.average + self.batch
 
     @property
     def of_step(self) -> int:
-        """What lives while a step runs."""
+        """What exists only during the step."""
         return self.total - self.state
 
     @property
@@ -62,7 +62,7 @@ def backend_of(machine: Machine) -> Backend:
 
 
 def memory(config: Config, backend: Backend = GPU, cost: StepCost | None = None) -> Memory:
-    """What a step of a valid configuration needs on a device of its mesh; of a search with its `cost`, which many
+    """What a step of a valid configuration needs on a device of its mesh. A search passes the `cost`, which many
     configurations have in common."""
     cost = cost or step_cost(config, backend)
     step, pipeline, form = Sizes(config), config.pipeline, batch_form(config)
@@ -92,29 +92,29 @@ def memory(config: Config, backend: Backend = GPU, cost: StepCost | None = None)
 
 @lru_cache(maxsize=512)
 def _buffers(name: str, pipe: int, microbatches: int, chunks: int, deferring: Deferring | None) -> tuple[int, int, int]:
-    """How many chunks a schedule keeps, of how many the factors wait, and how many activations of one token's width are
-    on their way or wait."""
+    """How many chunks a schedule saves, how many chunks' factors, and how many activations are in transit or waiting
+    (stage inputs or outputs)."""
     table = make_schedule(name, pipe, microbatches, chunks, deferring)
     if pipe == 1:
         return table.num_slots, table.num_factor_slots, 0
     waiting = [0 if way.direct else way.inbox_depth + 1 for way in (table.forward, table.backward)]
     outputs = 0 if table.turns_at_once else table.num_slots
-    on_their_way = 2  # one in either direction
+    on_their_way = 2  # one in each direction
     return table.num_slots, table.num_factor_slots, on_their_way + sum(waiting) + outputs
 
 
 class Temporaries:
-    """What a step needs beside its state, the sums of gradients and what is kept of activations, of which `kept` and
-    `factors` are the bytes.
+    """What a step needs besides its state, the gradient sums and saved activations; `kept` and `factors` are the bytes
+    of the last.
 
-    At any time one of four is under way, and the one that needs most counts: a chunk's forward, the head, a chunk's
-    backward, the optimizer. What each needs was read off XLA's buffers (`--xla_dump_to`, "memory-usage-report") and is
-    said where it is computed, by the arrays of a traced layer (`plan/traced.py`).
+    At any time one of four parts is running, and the one that needs most counts: a chunk's forward, the head, a chunk's
+    backward, the optimizer. What each needs was read from XLA's buffers (`--xla_dump_to`, "memory-usage-report") and is
+    described where it is computed, in terms of a traced layer's arrays (`plan/traced.py`).
 
-    **CPUs compute in fp32 what is in half precision**, and XLA moves the conversions. Those of bf16 it takes out of the
-    loop over layers, so that the weights of a chunk and all that is kept of it are there once more in fp32, and those
-    of the ends twice, outside of the loop over microbatches; a buffer that a conditional writes to is copied. fp16 it
-    converts layer by layer. GPUs compute in half precision and hold nothing twice.
+    **CPUs compute half precision in fp32**, and XLA moves the conversions. Those from bf16 move out of the loop over
+    layers, so a chunk's weights and saved activations exist once more in fp32, and the weights of the ends twice,
+    outside the microbatch loop; a buffer written by a conditional is copied. fp16 is converted layer by layer. GPUs
+    compute in half precision and hold nothing twice.
     """
 
     def __init__(self, step: Sizes, cost: StepCost, backend: Backend, kept: int, factors: int):
@@ -122,49 +122,49 @@ class Temporaries:
         self._kept, self._factors = kept, factors
         mesh, self._rows = step.config.mesh, step.microbatch
         self._on_cpu = backend == CPU
-        self._wide = max(_FP32, step.item) if self._on_cpu else step.item  # bytes of a number that products give
+        self._wide = max(_FP32, step.item) if self._on_cpu else step.item  # bytes per element of a product's result
         self._ratio = self._wide // step.item
         self._converts = self._on_cpu and step.config.precision in (
             "bf16",
             "fp8",
         )  # whole chunks in fp32, too
         self._piped = mesh.pipe > 1
-        self._gathers = step.zero == 3 and mesh.zero_shards > 1  # weights, for every use
+        self._gathers = step.zero == 3 and mesh.zero_shards > 1  # gathers weights for every use
         self._residuals = step.layers_of_chunk * cost.layer.residuals.num_bytes(self._rows)  # of a chunk
         weights = step.held.weights
-        self._layer_weights = sum(prod(each.whole) for each in weights if each.weight.stacked)  # numbers of a layer
+        self._layer_weights = sum(prod(each.whole) for each in weights if each.weight.stacked)  # elements in a layer
         self._end_weights = [prod(each.whole) for each in weights if not each.weight.stacked]
 
     @property
     def most(self) -> int:
-        """Bytes that the part of the step that needs most has beside what is there all the time."""
+        """Bytes needed by the part of the step that needs most, besides what exists all the time."""
         return max(self._forward(), self._head(), self._backward(), self._optimizer())
 
     def _forward(self) -> int:
-        """A chunk's residuals, before they are put in their slot; of a pipe of one stage they are never elsewhere."""
+        """A chunk's residuals before they are put in their slot; with one stage they are never anywhere else."""
         if not self._piped:
             return 0
         residuals = self.step.activation_bytes if self.step.recomputes_stage else self._residuals
         return residuals + (self._kept if self._converts else 0)
 
     def _head(self) -> int:
-        """Logits and, on CPUs, where XLA does not overwrite them, their gradients; and the gradient of the table,
-        beside the table if it is gathered. Of a converted pair one stays as it was."""
+        """Logits and (on CPUs, where XLA does not overwrite them) their gradients; and the gradient of the table, plus
+        the table if it is gathered. If a pair is converted, one of the two stays as it was."""
         logits = prod(self.cost.ends.logits.shape(self._rows))
         pair = (3 * self._wide) // 2 if self._converts else 2 * self._wide
         table = max(self._end_weights) * (pair if self._gathers else self._wide)
         return logits * (pair if self._on_cpu else self._wide) + table
 
     def _backward(self) -> int:
-        """What is kept of the chunk, out of its slot; what is converted; and one layer's, or before the first layer, if
-        that is more, the last array that is converted."""
+        """The chunk's residuals, taken out of their slot; what is converted; and one layer's backward or, if that is
+        more, the last array converted before the first layer."""
         step, chunk, layer = self.step, self._residuals, self._one_layer()
         if not self._converts:
             return (chunk if self._piped else 0) + layer
-        # A stage's residuals that are made here do not come out of a slot: XLA writes them in fp32.
+        # Residuals recomputed by a stage do not come out of a slot: XLA writes them in fp32.
         native = chunk if self._piped and not step.recomputes_stage else 0
         own = chunk * self._ratio + native + 2 * self._factors
-        own -= 0 if self._piped else chunk  # it is counted as kept
+        own -= 0 if self._piped else chunk  # already counted as saved
         if not self._gathers:
             own += _FP32 * step.layers_of_chunk * self._layer_weights
         if not self._piped and step.microbatches > 1:
@@ -173,8 +173,8 @@ class Temporaries:
         return own + max(layer, 0 if native else step.layers_of_chunk * largest)
 
     def _optimizer(self) -> int:
-        """The reduced gradients beside their sums, where activations were, and of the matrices that Muon deals out what
-        is handed on and the products."""
+        """Reduced gradients next to their sums, where activations were; and for the matrices that Muon deals out, what
+        is exchanged, and the products."""
         step, reduced = self.step, 0
         if step.config.mesh.zero_shards > 1 and step.zero < 3:
             reduced = step.held.num_trained * step.wide
@@ -184,8 +184,8 @@ class Temporaries:
         return max(0, reduced + shares + handed - self._kept - self._factors)
 
     def _one_layer(self) -> int:
-        """A layer's backward: what is computed again, the gradients of its input and output, and of its regions the
-        largest; with ZeRO-3 its gathered weights and their gradients."""
+        """A layer's backward: what is recomputed, the gradients of its input and output, and its largest region; with
+        ZeRO-3 also its gathered weights and their gradients."""
         plain, layer = self.cost.without_remat, self.cost.layer
         again = plain.residuals.num_bytes(self._rows) - layer.residuals.num_bytes(self._rows)
         entered = prod(self.step.whole) * self.step.item
@@ -193,8 +193,8 @@ class Temporaries:
         return self._ratio * (again + 2 * entered) + max(map(self._region, layer.regions)) + gathered
 
     def _region(self, region: Region) -> int:
-        """A region's backward: what its first product gave and its gradient, and what its last product takes, with its
-        gradient. Without attention the former is kept, and the result's gradient is there."""
+        """A region's backward: the result of its first product with its gradient, and the input of its last product
+        with its gradient. Without attention the former is saved already, and the output's gradient is needed."""
         first, last = (region.products[place].dims.shape(self._rows) for place in (0, -1))
         given, taken, result = first[0] * first[2], last[0] * last[1], last[0] * last[2]
         if region.products[0].experts and not self.step.config.model.expert_capacity:
@@ -204,9 +204,9 @@ class Temporaries:
         return self._wide * (given + 2 * taken + result)
 
     def _blocks(self, region: Region) -> int:
-        """Backward through products of experts in blocks (`parallel/grouped.py`), of rows of the whole expert group:
-        twice what the first products gave and the last one takes, with their gradients; the rows, what they gave,
-        before and after they are put in order; and of every weight a turned copy, the sum and the gradient."""
+        """Backward through products of experts in blocks (`parallel/grouped.py`), for the rows of the whole expert
+        group: the first products' results and the last one's input twice, with their gradients; the rows, and their
+        results before and after reordering; and for every weight a transposed copy, the sum and the gradient."""
         experts, rows = region.products[0].experts, region.products[0].dims.shape(self._rows)[0]
         rows = rows * self.step.config.mesh.expert + experts * self.backend.expert_block
         (_, hidden, given), (_, taken, _) = (region.products[place].dims.of_row for place in (0, -1))

@@ -1,4 +1,4 @@
-"""What a search found (`plan/search.py`), for the eye and for programs."""
+"""The results of a search (`plan/search.py`), as text and as JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -21,8 +21,8 @@ _COLUMNS = "schedule", "rows", "remat", "zero", "sequence", "s/step", "tokens/s"
 def lines(
     found: Found, preset: str, original: Config, machine: Machine, compiled: Sequence[Compilation] = ()
 ) -> list[str]:
-    """A table of the best, of which the first are `compiled`, and the command that trains the first; `original` is the
-    configuration of `preset`, a name or a file."""
+    """A table of the best configurations, the first of which are `compiled`, and the command to train the first;
+    `original` is the configuration of `preset`, a name or a file."""
     axes = [axis for axis in AXES if any(axis in each.config.mesh.shown for each in found.best)]
     cells = [("", *axes, *_COLUMNS), *(_row(number, each, axes) for number, each in enumerate(found.best, 1))]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -44,7 +44,7 @@ def lines(
 def figures(
     found: Found, preset: str, original: Config, machine: Machine, compiled: Sequence[Compilation] = ()
 ) -> dict[str, Any]:
-    """The same, and the frontier of time and memory, for a program."""
+    """The same as JSON, with the Pareto frontier of time and memory."""
     best = []
     for number, each in enumerate(found.best):
         own = {key: attrgetter(key)(each.config) for key in VARIED}
@@ -70,7 +70,7 @@ def figures(
 
 
 def _compiled_line(number: int, compilation: Compilation, planned: Planned) -> str:
-    """What a compiler says beside the model, of the devices that it compiled for."""
+    """What the compiler reports next to the estimate, for the devices that it compiled for."""
     model = memory(planned.config, GPU if compilation.gpus else CPU)
     made = compilation.result()
     total = (made.state + made.temporaries) / GIB

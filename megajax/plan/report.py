@@ -1,4 +1,4 @@
-"""A plan as figures and in words: what a training step needs of every device, and how long it takes."""
+"""A plan as figures and in words: what a training step needs on every device, and how long it takes."""
 
 from dataclasses import asdict, fields
 from typing import Any
@@ -78,7 +78,7 @@ def _compiled(config: Config, compilation: Compilation) -> dict[str, Any]:
 
 
 def text(plan: dict[str, Any], config: Config) -> str:
-    """The figures of a configuration in lines."""
+    """The figures of a configuration as lines of text."""
     cost = f"planned in {plan['seconds']:.1f} s with {plan['peak_bytes'] / GIB:.2f} GiB on this machine"
     return "\n".join(["", _head(plan, config), *_memory(plan), *_communication(plan), *_time(plan), "", cost])
 

@@ -1,5 +1,5 @@
-"""Which mesh, schedule and memory options train a model fastest on so many GPUs: all of them, by the model of a step's
-time (`plan/time.py`) and of its memory (`plan/memory.py`).
+"""Find the mesh, schedule and memory options that train a model fastest on a number of GPUs: try all, with models of a
+step's time (`plan/time.py`) and memory (`plan/memory.py`).
 """
 
 import itertools
@@ -31,18 +31,18 @@ VARIED = (
     *(f"mesh.{axis}" for axis in AXES), "pipeline.schedule", "pipeline.chunks", "pipeline.weight_gradients",
     "train.microbatch", "train.remat", "optimizer.zero", "sequence_parallel", "model.context_attention",
 )  # fmt: skip
-_FEWEST_TOKENS = 4096, 128  # that each device of a context group has; the second where nothing fits otherwise
+_FEWEST_TOKENS = 4096, 128  # least tokens per device of a context group; the second if nothing fits with the first
 _MOST_CHUNKS = 12
-_MOST_CELLS = 4096  # of a table whose buffers no shorter one tells
+_MOST_CELLS = 4096  # in a table whose buffers cannot be found from a shorter one
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration that fits in memory: a run, and its schedule."""
+    """A configuration that fits in memory: a base configuration and its pipeline."""
 
     base: Config
     pipeline: PipelineConfig
-    seconds: float  # of a step, predicted; the pipe's time by formula
+    seconds: float  # predicted for a step, with the pipeline's time by formula
     bytes: int  # on a device
 
     @property
@@ -52,7 +52,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Planned:
-    """One of the best candidates: its step and its memory."""
+    """One of the best candidates, with its step time and memory."""
 
     config: Config
     time: StepTime
@@ -61,15 +61,15 @@ class Planned:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found."""
+    """The result of a search."""
 
-    best: list[Planned]  # the fastest first
-    fitting: list[Candidate]  # all that fit, the fastest first
-    tried: int  # how many there are, those that do not fit included
+    best: list[Planned]  # fastest first
+    fitting: list[Candidate]  # all that fit, fastest first
+    tried: int  # number of configurations, including those that do not fit
 
     @property
     def frontier(self) -> list[Candidate]:
-        """Those that no other one undercuts in both time and memory, the fastest first."""
+        """The Pareto frontier of time and memory, fastest first."""
         chosen: list[Candidate] = []
         for each in self.fitting:
             if not chosen or each.bytes < chosen[-1].bytes:
@@ -78,34 +78,34 @@ class Found:
 
 
 def search(config: Config, devices: int, machine: Machine, *, given: Iterable[str] = (), count: int = 10) -> Found:
-    """Search all meshes of `devices` GPUs with every schedule, chunks, microbatch, remat, ZeRO, sequence split,
-    deferral and way of attention over `context`, which is for long sequences, or where nothing fits otherwise; model,
-    batch, precision and the keys of `VARIED` that are `given` stay. `count` of the best are planned in full. Raises
-    `UserError` where nothing fits, or the model has no mesh of so many devices, with what forbids it."""
+    """Search all meshes of `devices` GPUs with every schedule, chunk count, microbatch size, recomputation, ZeRO stage,
+    sequence parallelism, deferral and context attention; `context` is for long sequences, or if nothing fits otherwise.
+    Model, batch, precision and those keys of `VARIED` that are `given` stay fixed. `count` of the best are planned in
+    full. Raises `UserError` if nothing fits, or if the model has no such mesh, with the reason."""
     peak_of(machine, config.precision)
-    kept = frozenset(given)
-    if "mesh.context" in kept:
+    fixed = frozenset(given)
+    if "mesh.context" in fixed:
         check_context(config)
     for fewest in _FEWEST_TOKENS:
-        tried, smallest, fitting = _tried(config, devices, machine, kept, fewest)
+        tried, smallest, fitting = _tried(config, devices, machine, fixed, fewest)
         if fitting:
             break
     else:
-        raise _nothing(config, devices, machine, smallest, kept)
+        raise _nothing(config, devices, machine, smallest, fixed)
     fitting.sort(key=lambda each: (each.seconds, each.bytes))
     return Found(_best(fitting, devices, machine, count), fitting, tried)
 
 
-def _tried(config: Config, devices: int, machine: Machine, kept: frozenset[str], fewest: int) -> tuple[int, Any, list]:
-    """How many there are, that with the fewest bytes, and all that fit."""
+def _tried(config: Config, devices: int, machine: Machine, fixed: frozenset[str], fewest: int) -> tuple[int, Any, list]:
+    """The number of configurations, the one with the fewest bytes, and all that fit."""
     tried, smallest, fitting, backend = 0, None, list[Candidate](), backend_of(machine)
-    for base in _on_meshes(config, devices, kept, fewest):
+    for base in _on_meshes(config, devices, fixed, fewest):
         models: dict[Any, StepModel] = {}
         costs: dict[Any, StepCost] = {}
-        for each in _of_mesh(base, kept):
+        for each in _of_mesh(base, fixed):
             like = each.train.remat, each.sequence_parallel
             cost = costs[like] = costs.get(like) or step_cost(each, backend)
-            sizes = list(_sizes(each, kept, backend, cost))
+            sizes = list(_sizes(each, fixed, backend, cost))
             tried += len(sizes)
             least = min(sizes, key=lambda pair: pair[0], default=None)
             if least is not None and (smallest is None or least[0] < smallest[0]):
@@ -121,20 +121,20 @@ def _tried(config: Config, devices: int, machine: Machine, kept: frozenset[str],
 
 
 def command(preset: str, config: Config, original: Config) -> str:
-    """The command line that trains `config`, which is `original`, a preset's, with other options."""
+    """The command line that trains `config`; `original` is the preset's configuration."""
     values = {key: attrgetter(key) for key in options(Config)}
     changed = (as_flag(key, of(config)) for key, of in values.items() if of(config) != of(original))
     return " ".join(["megajax train", shlex.quote(preset), *changed])
 
 
 def schedule_in_words(pipeline: PipelineConfig) -> str:
-    """Such as `interleaved x 2, deferred`."""
+    """For example `interleaved x 2, deferred`."""
     chunks = f" x {pipeline.chunks}" if pipeline.chunks > 1 else ""
     return f"{pipeline.schedule}{chunks}{', deferred' * (pipeline.weight_gradients == 'deferred')}"
 
 
 def _best(fitting: list[Candidate], devices: int, machine: Machine, count: int) -> list[Planned]:
-    """The fastest by the times of their tables, of equally fast ones that with the least memory."""
+    """The fastest by the times of their tables; among equally fast ones, the one with the least memory."""
     chosen: list[Planned] = []
     taken: set[tuple[int, ...]] = set()
     for each in fitting:
@@ -147,20 +147,20 @@ def _best(fitting: list[Candidate], devices: int, machine: Machine, count: int) 
         planned = Planned(config, step_time(config, machine), memory(config, backend_of(machine)))
         if planned.memory.total <= machine.usable:
             chosen.append(planned)
-        if len(chosen) == 4 * count:  # the formula is not exact
+        if len(chosen) == 4 * count:  # more than needed, because the formula is not exact
             break
     return sorted(chosen, key=lambda each: (each.time.seconds, each.memory.total))[:count]
 
 
-def _on_meshes(config: Config, devices: int, kept: frozenset[str], fewest: int = 128) -> Iterator[Config]:
-    """The configuration on every mesh that the model can have, with every way of attention over `context`, whose
-    devices have `fewest` tokens at least, unless it is kept."""
+def _on_meshes(config: Config, devices: int, fixed: frozenset[str], fewest: int = 128) -> Iterator[Config]:
+    """The configuration on every mesh that the model can have, with every way of context attention; devices of a
+    context group have at least `fewest` tokens, unless that axis is fixed."""
     length = config.model.sequence_length
-    most = length if "mesh.context" in kept else length // fewest
+    most = length if "mesh.context" in fixed else length // fewest
     contexts = [each for each in _divisors(devices) if each == 1 or (each <= most and length % (2 * each) == 0)]
     experts = [each for each in _divisors(devices) if (config.model.num_experts or 1) % each == 0]
     for mesh in _meshes(devices, {CONTEXT: contexts, EXPERT: experts}):
-        if any(f"mesh.{axis}" in kept and getattr(config.mesh, axis) != size for axis, size in mesh.sizes.items()):
+        if any(f"mesh.{axis}" in fixed and getattr(config.mesh, axis) != size for axis, size in mesh.sizes.items()):
             continue
         if config.train.batch_sizes.divisor % mesh.row_shards:
             continue
@@ -171,19 +171,19 @@ def _on_meshes(config: Config, devices: int, kept: frozenset[str], fewest: int =
         except UserError:
             continue
         base = replace(base, pipeline=config.pipeline, sequence_parallel=config.sequence_parallel)
-        yield from (replace(base, model=model) for model in _with_ways(config.model, mesh, kept))
+        yield from (replace(base, model=model) for model in _with_ways(config.model, mesh, fixed))
 
 
-def _with_ways(model: ModelConfig, mesh: MeshConfig, kept: frozenset[str]) -> list[ModelConfig]:
-    """The model with every way of attention over `context` that the mesh has."""
-    if mesh.context == 1 or "model.context_attention" in kept:
+def _with_ways(model: ModelConfig, mesh: MeshConfig, fixed: frozenset[str]) -> list[ModelConfig]:
+    """The model with every way of context attention that the mesh supports."""
+    if mesh.context == 1 or "model.context_attention" in fixed:
         return [model]
     gathers, divides = (replace(model, context_attention=way) for way in ("gather", "heads"))
     return [gathers, divides] if model.num_heads // mesh.tensor % mesh.context == 0 else [gathers]
 
 
 def _meshes(devices: int, limited: Mapping[str, list[int]]) -> Iterator[MeshConfig]:
-    possible = {axis: limited.get(axis) or _divisors(devices) for axis in AXES[1:]}  # the first takes what is left
+    possible = {axis: limited.get(axis) or _divisors(devices) for axis in AXES[1:]}  # the first axis takes the rest
     for sizes in itertools.product(*possible.values()):
         first, rest = divmod(devices, math.prod(sizes))
         if not rest:
@@ -195,11 +195,11 @@ def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def _of_mesh(base: Config, kept: frozenset[str]) -> Iterator[Config]:
-    """On a mesh every microbatch, remat, ZeRO, sequence split and deferral."""
+def _of_mesh(base: Config, fixed: frozenset[str]) -> Iterator[Config]:
+    """On one mesh, every microbatch size, recomputation, ZeRO stage, sequence parallelism and deferral."""
 
     def choices(key: str, possible: list[Any]) -> list[Any]:
-        return [attrgetter(key)(base)] if key in kept else possible
+        return [attrgetter(key)(base)] if key in fixed else possible
 
     mesh, length, stages = base.mesh, base.model.sequence_length, base.mesh.pipe > 1 and not base.model.num_experts
     rows = base.train.batch_sizes.divisor // mesh.row_shards
@@ -222,8 +222,8 @@ def _of_mesh(base: Config, kept: frozenset[str]) -> Iterator[Config]:
 
 
 def _as_fast(config: Config, cost: StepCost) -> Config:
-    """A configuration whose step takes as long: what selective recomputation computes again takes no time that the
-    model sees, unless it is a product or a collective."""
+    """A configuration whose step takes equally long: selective recomputation costs no time in this model, unless it
+    recomputes a product or a collective."""
     plain = cost.without_remat
     cheap = (cost.layer.regions, cost.layer.backward) == (plain.regions, plain.backward)
     selective = config.train.remat == "selective"
@@ -231,16 +231,16 @@ def _as_fast(config: Config, cost: StepCost) -> Config:
 
 
 def _sizes(
-    config: Config, kept: frozenset[str], backend: Backend, cost: StepCost
+    config: Config, fixed: frozenset[str], backend: Backend, cost: StepCost
 ) -> Iterator[tuple[int, PipelineConfig]]:
-    """Every schedule and chunk count whose table and buffers are computed quickly, with the bytes that a device needs.
-    They are computed for fewer microbatches where the schedule's table has buffers of the same sizes with these."""
+    """Every schedule and chunk count whose table and buffers can be computed quickly, with the bytes needed on a
+    device. Fewer microbatches are used if the schedule's table has buffers of the same sizes with these."""
     mesh, train = config.mesh, config.train
     rows = mesh.row_shards * train.microbatch
     m = train.global_batch // rows
     for pipeline in _pipelines(config.pipeline, mesh.pipe, config.model.num_blocks):
         other = [key for key in ("schedule", "chunks") if getattr(pipeline, key) != getattr(config.pipeline, key)]
-        if not kept.isdisjoint(f"pipeline.{key}" for key in other) or not has_table(pipeline, mesh.pipe, m):
+        if not fixed.isdisjoint(f"pipeline.{key}" for key in other) or not has_table(pipeline, mesh.pipe, m):
             continue
         fewer = steady_state_microbatches(pipeline.schedule, mesh.pipe, m)
         if mesh.pipe > 1 and mesh.pipe * pipeline.chunks * fewer > _MOST_CELLS:
@@ -252,7 +252,7 @@ def _sizes(
 
 @lru_cache(maxsize=1024)
 def _pipelines(pipeline: PipelineConfig, pipe: int, layers: int) -> list[PipelineConfig]:
-    """Schedules with their chunks: up to 4, and those up to 12 that divide the layers. On one stage all are one."""
+    """Schedules with their chunk counts: up to 4, and those up to 12 that divide the layers. One stage has only one."""
     few = range(2, min(_MOST_CHUNKS, layers // pipe) + 1)
     many = [each for each in few if each <= 4 or layers % (each * pipe) == 0]
     chunks = {name: many if kind.chunked else [1] for name, kind in sorted(SCHEDULES.items())}
@@ -261,9 +261,9 @@ def _pipelines(pipeline: PipelineConfig, pipe: int, layers: int) -> list[Pipelin
 
 
 def _nothing(
-    config: Config, devices: int, machine: Machine, smallest: tuple[int, Config] | None, kept: frozenset[str]
+    config: Config, devices: int, machine: Machine, smallest: tuple[int, Config] | None, fixed: frozenset[str]
 ) -> UserError:
-    """Of an empty space, what forbids all there is."""
+    """The error for an empty search: why everything is ruled out."""
     if smallest is not None:
         size, least = smallest
         shown = (key for key in VARIED if not any(axis in key for axis in {*OPTIONAL_AXES} - {*least.mesh.shown}))
@@ -273,27 +273,27 @@ def _nothing(
             f"({flags}) needs {size / GIB:.1f} GiB of the {machine.usable / GIB:.1f} GiB usable; "
             "valid: more --devices, another --gpu, a smaller model or batch"
         )
-    for base in _on_meshes(config, devices, kept):
-        for each in itertools.islice(_of_mesh(base, kept), 1):
+    for base in _on_meshes(config, devices, fixed):
+        for each in itertools.islice(_of_mesh(base, fixed), 1):
             try:
                 validate(each, devices)
             except UserError as error:
                 return error
     model, batch = config.model, config.train.global_batch
-    stays = "".join(f" {as_flag(key, attrgetter(key)(config))}" for key in VARIED if key in kept)
+    stays = "".join(f" {as_flag(key, attrgetter(key)(config))}" for key in VARIED if key in fixed)
     rows = " x ".join(f"--mesh.{axis}" for axis in ROW_AXES if axis != EXPERT or model.num_experts)
     return UserError(
         f"--devices {devices}{stays}: no valid mesh of that size; {rows} has to divide "
         f"--train.global-batch {batch}, --mesh.pipe at most --model.num-layers "
         f"{model.num_layers}, --mesh.tensor divide --model.num-heads {model.num_heads}, "
         f"--model.mlp-size {model.mlp_size} and the padded vocabulary of "
-        f"{model.padded_vocab_size}; valid: such as {_nearest(config, devices, kept)}"
+        f"{model.padded_vocab_size}; valid: such as {_nearest(config, devices, fixed)}"
     )
 
 
-def _nearest(config: Config, devices: int, kept: frozenset[str]) -> str:
-    """Numbers of devices near this one of which there are meshes."""
-    free = frozenset(key for key in kept if not key.startswith("mesh."))
+def _nearest(config: Config, devices: int, fixed: frozenset[str]) -> str:
+    """Numbers of devices close to this one for which there are meshes."""
+    free = frozenset(key for key in fixed if not key.startswith("mesh."))
     near = itertools.chain.from_iterable((devices - step, devices + step) for step in range(1, devices + 64))
     found = (each for each in near if each > 0 and next(_on_meshes(config, each, free), None))
     return " or ".join(str(each) for each in sorted(itertools.islice(found, 2)))

@@ -1,8 +1,8 @@
-"""The sizes of a training step: plain numbers that its memory, its communication and its time are computed from; and of
-the weights of a model, what a device of a mesh has of each: no program, no mesh, no device.
+"""The sizes of a training step, from which its memory, communication and time are computed; and what a device holds of
+each weight of a model. These are plain numbers: no program, no mesh object, no device.
 
-What a weight's dims are called is asked of the model once; where they go is the table of `megajax/mesh.py`, as for the
-state itself (`program/state.py`).
+The names of a weight's dims come from the model, which is traced once; their mesh axes come from the table in
+`megajax/mesh.py`, as for the state itself (`program/state.py`).
 """
 
 from collections.abc import Iterable
@@ -45,41 +45,41 @@ ITEM_SIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # bytes of a
 
 @dataclass(frozen=True)
 class Held:
-    """What a device has of every weight of a configuration."""
+    """What a device holds of every weight of a configuration."""
 
     weights: tuple[Placed, ...]  # all of them, in the order of the program's trees
-    adapters: tuple[Placed, ...]  # LoRA's, likewise
-    zero: int  # what is divided over `data` (docs/memory.md)
+    adapters: tuple[Placed, ...]  # LoRA's, in the same order
+    zero: int  # the ZeRO stage (docs/memory.md)
 
     @property
     def trained(self) -> tuple[Placed, ...]:
-        """The adapters, or all weights."""
+        """The adapters if there are any, otherwise all weights."""
         return self.adapters or self.weights
 
     @cached_property
     def num_computed(self) -> int:
-        """Numbers that layers compute with: `TrainState.params`."""
+        """Number of elements that layers compute with (`TrainState.params`)."""
         return num_numbers((*self.weights, *self.adapters), self.zero == 3)
 
     @cached_property
     def num_summed(self) -> int:
-        """Numbers of which gradients are summed up."""
+        """Number of elements whose gradients are accumulated."""
         return num_numbers(self.trained, self.zero == 3)
 
     @cached_property
     def num_trained(self) -> int:
-        """Numbers of which a device has the main weights, both moments and the reduced gradients."""
+        """Number of elements whose main weights, moments and reduced gradients a device holds."""
         return num_numbers(self.trained, self.zero > 0)
 
 
 def num_numbers(weights: Iterable[Placed], divided: bool) -> int:
-    """Numbers that a device has of weights, where ZeRO has them `divided` or not."""
+    """Number of elements that a device holds of weights, with (`divided`) or without ZeRO's sharding."""
     return sum(each.copies * prod(each.shard if divided else each.whole) for each in weights)
 
 
 def held(config: Config) -> Held:
-    """What a device has of the weights, on the mesh and with the ZeRO stage of a configuration that is valid."""
-    model = replace(config.model, dropout=0.0, scan_layers="auto")  # weights do not depend on these
+    """What a device holds of the weights, for a valid configuration's mesh and ZeRO stage."""
+    model = replace(config.model, dropout=0.0, scan_layers="auto")  # weights do not depend on these options
     return _held(
         model, config.lora, config.mesh, config.pipeline.chunks, config.splits_vocabulary, config.optimizer.zero
     )
@@ -138,7 +138,7 @@ def _named(model: CutModel | Adapters) -> tuple[Weight, ...]:
 
 @dataclass(frozen=True)
 class Times:
-    """How often a part of the step stands in the program's loops, and how often the busiest stage runs it."""
+    """How often a part of the step occurs in the program's loops, and how often the busiest stage really runs it."""
 
     count: int
     sent: int
@@ -149,34 +149,34 @@ ONCE = Times(1, 1)
 
 @lru_cache(maxsize=4096)
 def num_ticks(schedule: str, pipe: int, microbatches: int, chunks: int) -> int:
-    """Ticks of a schedule's table, without the table."""
+    """Ticks in a schedule's table, computed without the table."""
     ticks = SCHEDULES[schedule].ticks(pipe, microbatches, chunks)
     assert ticks.backward is not None
     return 1 + int(max(ticks.forward.max(), ticks.backward.max()))
 
 
 def steady_state_microbatches(schedule: str, pipe: int, microbatches: int) -> int:
-    """A number of microbatches, not more, of which the schedule's table has buffers and inboxes of the same sizes: soon
-    1F1B does the same again and again, interleaved where the pipe divides the microbatches."""
+    """A number of microbatches, at most the given one, for which the schedule's table has buffers and inboxes of the
+    same sizes: 1F1B soon repeats itself, and so does interleaved if the pipe divides the microbatches."""
     settles = schedule == "1f1b" or (schedule == "interleaved" and microbatches % pipe == 0)
     return min(microbatches, 4 * pipe) if settles else microbatches
 
 
 @lru_cache(maxsize=256)
 def scores_of_head(model: ModelConfig, backend: Backend, way: ContextWay, context: int) -> tuple[int, int]:
-    """How many scores a head has of a sequence on a device of a context group, where attention is computed in blocks of
-    queries; and how many of them at once (`models/context_attention.py`)."""
+    """How many scores one head has for a sequence on a device of a context group, if attention is computed in blocks of
+    queries, and how many of them exist at once (`models/context_attention.py`)."""
     length, here = model.sequence_length, model.sequence_length // context
     visible = AttentionMask(causal=not family_of(model).bidirectional, window=model.window_in(length))
 
     def seen(queries: int, ahead: int = 0) -> int:
-        """Of queries and of keys that begin so far before them and end with them."""
+        """Scores of queries with keys that start `ahead` tokens before them and end with them."""
         block, keys = backend.block_of(queries), queries + ahead
         ends = [(start, min(start + block, queries)) for start in range(0, queries, block)]
         ranges = [(end - start, visible.key_range(start + ahead, end + ahead, keys)) for start, end in ends]
         return sum(count * (last - first) for count, (first, last) in ranges)
 
-    if way == "gather":  # two pieces, each with itself and a part of it at a time with the others
+    if way == "gather":  # two pieces, each with itself, and a tile of it at a time with the other pieces
         piece = here // 2
         tile, own = tile_queries(piece, backend.block_of(piece)) * piece, seen(piece)
         if visible.causal:
@@ -197,11 +197,10 @@ class Sizes:
         microbatches, microbatch: how many a device has in a step, and the rows of one.
         rows, tokens: texts of a microbatch, of a choice several for a row, and tokens of a text.
         bidirectional: of the family, see `Family`.
-        way: how attention reaches the tokens of a context group.
-        attention_heads, attention_kv_heads: heads of queries, and of keys and values, that a device's attention
-            computes with.
-        whole, own: shape of an activation in a tensor-parallel region, and of what a device has of it between two.
-        activation_bytes: of what stages hand over.
+        way: how attention reaches tokens in a context group.
+        attention_heads, attention_kv_heads: query heads, and key heads, that a device's attention computes with.
+        whole, own: shape of an activation inside a tensor-parallel region, and of a device's part between regions.
+        activation_bytes: of an activation sent between stages.
     """
 
     def __init__(self, config: Config):
@@ -230,7 +229,7 @@ class Sizes:
         self.defers = mesh.pipe > 1 and config.pipeline.weight_gradients == "deferred"
         self.recomputes_stage = config.train.remat == "stage" and mesh.pipe > 1
         self.placement = Placement(model.num_blocks, mesh.pipe, config.pipeline.chunks)
-        self.layers_of_chunk = self.placement.layers_per_chunk  # as many as the fullest one has
+        self.layers_of_chunk = self.placement.layers_per_chunk  # as many as on the fullest stage
 
     @cached_property
     def copies(self) -> list[PlacedCopies]:
@@ -245,34 +244,34 @@ class Sizes:
 
     @property
     def queries(self) -> int:
-        """Of a head, on a device."""
+        """Queries per head on a device."""
         return self.tokens if self.way in ("none", "heads") else self.tokens // self.config.mesh.context
 
     def scores_of_head(self, backend: Backend) -> tuple[int, int]:
-        """See the function."""
+        """See the function `scores_of_head`."""
         return scores_of_head(self.config.model, backend, self.way, self.config.mesh.context)
 
-    # What the schedule changes.
+    # The following depend on the schedule.
 
     @cached_property
     def ticks(self) -> int:
-        """Ticks of the schedule's table."""
+        """Ticks in the schedule's table."""
         pipeline = self.config.pipeline
         return num_ticks(pipeline.schedule, self.config.mesh.pipe, self.microbatches, pipeline.chunks)
 
     @property
     def most_layers(self) -> int:
-        """Layers of the fullest stage."""
+        """Layers on the fullest stage."""
         return int(layers_of_chunks(self.placement).sum(axis=0).max())
 
     @property
     def of_end(self) -> Times:
-        """How often the loop over ticks has an end of the model."""
+        """How often the loop over ticks runs an end of the model."""
         return Times(self.ticks, self.microbatches)
 
     @cached_property
     def of_layer(self) -> Times:
-        """How often the loop over ticks has a layer."""
+        """How often the loop over ticks runs a layer."""
         return Times(self.ticks * self.layers_of_chunk, self.microbatches * self.most_layers)
 
 

@@ -1,9 +1,9 @@
-"""What a layer and the ends of a model keep, compute and send on a device: found by tracing the program's own functions
-on a mesh without devices, once for every case. How often each runs in a step is arithmetic.
+"""What a layer and the ends of a model save, compute and send on a device, found by tracing the program's own functions
+on a mesh without devices, once per case. How often each runs in a step is arithmetic.
 
-All sizes are linear in the rows of a microbatch: a trace has a prime number of them, and a dim counts rows if it is a
-multiple of that. A layer is traced with deferred weight gradients, which stand apart then (LoRA has none), and with
-attention in the largest blocks of queries that there are: neither changes what is kept, computed or sent.
+All sizes are linear in the rows of a microbatch: a trace has a prime number of rows, and a dim counts rows if it is a
+multiple of it. A layer is traced with deferred weight gradients, so that they are separate (LoRA has none), and with
+attention in the largest possible blocks of queries: neither changes what is saved, computed or sent.
 """
 
 from collections import Counter
@@ -40,7 +40,7 @@ from megajax.program.program import Program, training_way
 
 Cost = TypeVar("Cost", LayerCost, EndsCost)
 _PRIMES = 10_007, 10_009, 10_037
-_SMALL_PRIMES = 1009, 1013, 1019  # so that the places of all choices of an expert group are int32
+_SMALL_PRIMES = 1009, 1013, 1019  # small enough for the places of an expert group's choices to be int32
 _LARGEST_BLOCK = 2**30
 _ENDS = "all-reduce", "reduce-scatter"  # of a region; a maximum is no sum
 _OF_ROWS_ALONE = [axis for axis in ROW_AXES if axis not in RULES.values()]  # no weight is sharded over them
@@ -56,7 +56,7 @@ def _program(config: Config, backend: Backend, together: bool) -> Program:
 
 def step_cost(config: Config, backend: Backend) -> StepCost:
     """The costs of a configuration on a kind of device."""
-    gathers_once = config.model.dense_layers and config.train.remat == "layer"  # what enters regions of dense layers
+    gathers_once = config.model.dense_layers and config.train.remat == "layer"  # inputs of dense layers' regions
     first = _of_one_microbatch(config, "layer" if gathers_once else "none", config.splits_vocabulary)
     ends = _traced(first, backend, _ends_cost, _permutes(config))
     return StepCost(layer_cost(config, backend, config.train.remat), layer_cost(config, backend, "none"), ends)
@@ -84,7 +84,7 @@ def _attention(config: Config) -> Any:
 
 
 def _of_one_microbatch(config: Config, remat: Any, splits_vocabulary: bool = False) -> Config:
-    """The smallest run with the same layers and ends: one for many configurations."""
+    """The smallest run with the same layers and ends, which many configurations have in common."""
     sizes = [*vars(config.model).values(), config.model.padded_vocab_size]
     primes = _SMALL_PRIMES if config.model.num_experts and not config.model.expert_capacity else _PRIMES
     rows = next(prime for prime in primes if all(size % prime for size in sizes if isinstance(size, int) and size))
@@ -124,8 +124,8 @@ def _traced(
 
 
 def _rows(config: Config, block: int) -> Rows:
-    """Of a traced configuration. Blocks of one row: as many as choices of all devices of an expert group, and one more
-    for every expert."""
+    """The rows of a traced configuration. Blocks have one row: there are as many as choices on all devices of an expert
+    group, plus one for every expert."""
     model, mesh, count = config.model, config.mesh, config.train.microbatch
     if not model.num_experts or model.expert_capacity:
         return Rows(count)
@@ -147,7 +147,7 @@ def _layer_cost(program: Program, pipeline: Pipeline, x_BTD: Array, rows: Rows) 
     )
     later = jax.make_jaxpr(lambda sums: layers.add_weight_gradients(0, sums, 0) if layers.products else sums)(sums)
     return LayerCost(
-        Kept(tuple(_operand(var.aval, rows) for var in _kept(forward.jaxpr, len(jax.tree.leaves(output))))),
+        Kept(tuple(_operand(var.aval, rows) for var in _residuals(forward.jaxpr, len(jax.tree.leaves(output))))),
         Kept(tuple(_operand(leaf, rows, leading=2) for leaf in jax.tree.leaves(sums.factors))),
         tuple(_regions(forward.jaxpr, backward.jaxpr, rows)),
         any(_is_fused_attention(eqn) for eqn, _ in equations(forward.jaxpr)),
@@ -168,16 +168,16 @@ def _ends_cost(program: Program, pipeline: Pipeline, x_BTD: Array, rows: Rows) -
     )
 
 
-def _kept(forward: Jaxpr, num_outputs: int) -> list:
-    """The residuals of a scan over one layer, each once, though `jax.checkpoint` may keep one under two names."""
+def _residuals(forward: Jaxpr, num_outputs: int) -> list:
+    """The residuals of a scan over one layer, each once, even if `jax.checkpoint` saves one under two names."""
     (scan,) = (eqn for eqn in forward.eqns if eqn.primitive.name == "scan")
     inside: Jaxpr = scan.params["jaxpr"].jaxpr
     same: dict[Any, Any] = dict(zip(scan.outvars, inside.outvars, strict=True))
     for eqn in inside.eqns:
         if eqn.primitive.name in ("name", "reduce_precision"):
             same[eqn.outvars[0]] = same.get(eqn.invars[0], eqn.invars[0])
-    kept = (same.get(var, var) for var in forward.outvars[num_outputs:])
-    return list(dict.fromkeys(same.get(var, var) for var in kept))
+    saved = (same.get(var, var) for var in forward.outvars[num_outputs:])
+    return list(dict.fromkeys(same.get(var, var) for var in saved))
 
 
 def _operand(type_: Any, rows: Rows, leading: int = 0) -> Operand:
@@ -193,7 +193,7 @@ def _sent(traced: ClosedJaxpr, rows: Rows) -> tuple[Sent, ...]:
 
 
 def _regions(forward: Jaxpr, backward: Jaxpr, rows: Rows) -> Iterator[Region]:
-    """Those of the forward pass, each up to the sum that ends it, or to the first product of experts."""
+    """The regions of the forward pass, each up to the sum that ends it, or to the first product of experts."""
     repeated = Counter(_signature(eqn) for eqn, _ in equations(backward) if _multiplies_weights(eqn, rows))
     for eqn, _ in equations(forward):  # the gradient of an input may be a product as another's, turned
         if _multiplies_weights(eqn, rows) and (_of_block(eqn, rows) or _in_float8(eqn)):
@@ -224,8 +224,8 @@ def _is_fused_attention(eqn: JaxprEqn) -> bool:
 
 
 def _multiplies_weights(eqn: JaxprEqn, rows: Rows) -> bool:
-    """A product whose operands have no dim in common beside the inner one, unlike attention's; or of experts, with
-    weights that do not depend on rows."""
+    """Whether it is a product with weights: its operands have no common dim besides the inner one, unlike in attention;
+    or it is a product of experts, whose weights do not depend on rows."""
     if eqn.primitive.name != "dot_general":
         return False
     of_rows = [any(Dims.at(shape, rows).counting) for shape in _operand_shapes(eqn)]
@@ -233,7 +233,7 @@ def _multiplies_weights(eqn: JaxprEqn, rows: Rows) -> bool:
 
 
 def _scores(eqn: JaxprEqn) -> bool:
-    """A product as attention's, in which both operands have a dim of their own."""
+    """Whether it is a product as in attention, in which both operands have a dim of their own."""
     if eqn.primitive.name != "dot_general":
         return False
     inner, batch = eqn.params["dimension_numbers"]
@@ -273,8 +273,8 @@ def _operand_shapes(eqn: JaxprEqn) -> list[Shape]:
 
 
 def _product(eqn: JaxprEqn, rows: Rows) -> Product:
-    """Rows, inner dim and columns. In blocks a device has the rows of its expert group, of which it computes one share:
-    as many as there are tokens' choices on a device."""
+    """Rows, inner dim and columns. With blocks, a device has the rows of its expert group but computes only its share:
+    as many as there are choices by tokens on a device."""
     left, right = _operand_shapes(eqn)
     if _of_block(eqn, rows):
         inner, columns = right[::-1] if _in_float8(eqn) else right
@@ -286,7 +286,7 @@ def _product(eqn: JaxprEqn, rows: Rows) -> Product:
 
 
 def _of_block(eqn: JaxprEqn, rows: Rows) -> bool:
-    """Whether a product is of one block of rows with its expert's weight, in a loop over blocks."""
+    """Whether it is the product of one block of rows with its expert's weight, in a loop over blocks."""
     left, right = _operand_shapes(eqn)
     (_, summed), _ = eqn.params["dimension_numbers"]
     return rows.blocked > 0 and len(right) == 2 and left == (1, right[summed[0]])

@@ -1,4 +1,4 @@
-"""Muon's update of the matrices of layers: what a device computes of it, and sends; arithmetic on shapes
+"""Muon's update of layer matrices: what a device computes and sends for it, by arithmetic on shapes
 (`optim/muon.py`)."""
 
 from collections import Counter
@@ -16,15 +16,15 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Dealt:
-    """Matrices of a stage that are orthogonalised together.
+    """Matrices on a stage that are orthogonalized together.
 
     Attributes:
-        rows, columns: of one, no more rows than columns.
-        shard: shape of what a device has of each.
-        owners: mesh axes of the devices that have one together.
-        copied_over: mesh axes whose devices have the same.
-        filled: how many, with those of zeros that make all shares as large.
-        devices: that they are dealt out to, and of these those that have one together.
+        rows, columns: of one matrix, with no more rows than columns.
+        shard: shape of a device's shard of each.
+        owners: mesh axes of the devices that hold a matrix together.
+        copied_over: mesh axes over which matrices are replicated.
+        filled: number of matrices, including zero ones that make all shares equal.
+        devices, num_owners: devices that share the work, and those that hold a matrix together.
     """
 
     rows: int
@@ -38,16 +38,16 @@ class Dealt:
 
     @property
     def share(self) -> int:
-        """Matrices of a device."""
+        """Matrices per device."""
         return self.filled // self.devices
 
     @property
     def operand(self) -> Shape:
-        """What a device hands on, in either direction, and where there are copies what it gathers of it."""
+        """Shape of what a device exchanges in either direction, and of what it gathers if there are copies."""
         return (self.share * self.num_owners, *self.shard)
 
     def flops(self, steps: int) -> int:
-        """Of a device's share."""
+        """FLOPs of a device's share."""
         return steps * self.share * 2 * self.rows**2 * (2 * self.columns + self.rows)
 
 
@@ -58,7 +58,7 @@ def matrices_of(sizes: Sizes) -> list[Placed]:
 
 
 def dealt(sizes: Sizes) -> list[Dealt]:
-    """All matrices that Muon updates, those that are alike together."""
+    """All matrices that Muon updates, grouped by shape and sharding."""
     mesh, found = sizes.config.mesh, Counter[tuple]()
     for placed in matrices_of(sizes):
         divided = sizes.zero > 0 and placed.data_dim is not None

@@ -77,8 +77,8 @@ def check_memory(program: Program, *, training: bool, rows: int = 0) -> None:
         UserError: they cannot hold it.
     """
     config, layout = program.config, program.layout
-    kept = kept_bytes(layout)
-    parts = kept if training else {"weights": kept["weights"]}
+    state = kept_bytes(layout)
+    parts = state if training else {"weights": state["weights"]}
     if training and program.schedule.deferral is not None:
         parts["factors of deferred weight gradients"] = program.schedule.num_factor_slots * factor_bytes(program)
     parts |= _microbatch_bytes(program, rows, every_layer=training and config.train.remat != "stage")

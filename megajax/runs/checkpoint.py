@@ -160,26 +160,24 @@ class Checkpoints:
     def restore(self, step: int) -> TrainState:
         """The state after `step` steps, on this mesh."""
         targets, layout = self._transfer.targets, self._layout
-        kept, wanted = stored.has_average(self.folder / str(step)), targets.average is not None
-        canonical = self._read(step, targets if kept else dataclasses.replace(targets, average=None))
-        if wanted and not kept:
+        there, wanted = stored.has_average(self.folder / str(step)), targets.average is not None
+        canonical = self._read(step, targets if there else dataclasses.replace(targets, average=None))
+        if wanted and not there:
             canonical = dataclasses.replace(canonical, average=layout.trained(canonical.params))
             self.average_news = f"the weight average (--train.ema) starts from the weights of step {step}"
-        elif kept and not wanted:
+        elif there and not wanted:
             self.average_news = f"the weight average is dropped after step {step} (--train.ema 0)"
         state = self._transfer.to_devices(canonical)
         self.saved = step
         return state
 
     def averaged(self, step: int) -> bool:
-        """Whether the weights read for a step are averages: both the configuration and the checkpoint have
-        them."""
+        """Whether the weights read for a step are averages: both the configuration and the checkpoint have them."""
         return self._transfer.targets.average is not None and stored.has_average(self.folder / str(step))
 
     def restore_params(self, step: int) -> Any:
         """The weights after `step` steps on this mesh, in the compute dtype, including LoRA's; their average if they
-        are `averaged`. Only these arrays are read and compared with their checksums; the digests of files are
-        not."""
+        are `averaged`. Only these arrays are read and compared with their checksums; the digests of files are not."""
         return self._transfer.params_to_devices(self._read_weights(step, self._transfer.targets.params))
 
     def read_weights(self, step: int) -> Any:

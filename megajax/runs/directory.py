@@ -96,21 +96,21 @@ def claimed(run_dir: Path, config: Config, lock: RunLock) -> Iterator[None]:
         raise
 
 
-_KEPT = (Changes.WEIGHTS, Changes.ENDS, Changes.COMPUTATION)  # fixed from a run's first step
+_FIXED = (Changes.WEIGHTS, Changes.ENDS, Changes.COMPUTATION)  # fixed from a run's first step
 
 
 def _check_same_run(run_dir: Path, config: Config, trained: bool) -> None:
     """Refuse a model, data or origin other than those that the run began with; mesh, microbatch or learning rate may
     change."""
     earlier = resolve(load_preset(run_dir / "config.toml"))
-    anew = [*compared(Config, Changes.OPTIMIZER)]  # changing these requires a new run
-    anew += compared(Config, Changes.ADAPTERS) if config.lora.rank else ["lora.rank"]
+    in_new_run = [*compared(Config, Changes.OPTIMIZER)]  # changing these requires a new run
+    in_new_run += compared(Config, Changes.ADAPTERS) if config.lora.rank else ["lora.rank"]
     samples = compared(Config, Changes.SAMPLES) if trained else ()
-    for key in (*compared(Config, *_KEPT), *anew, *samples):
+    for key in (*compared(Config, *_FIXED), *in_new_run, *samples):
         before, now = attrgetter(key)(earlier), attrgetter(key)(config)
         if before != now:
             before, now = (" ".join(each) if isinstance(each, tuple) else each for each in (before, now))
-            with_init = f" with --init {run_dir}" if key in anew else ""
+            with_init = f" with --init {run_dir}" if key in in_new_run else ""
             valid = f"the same, or another --run-dir{with_init}"
             raise UserError(f"--run-dir {run_dir} holds a run with {key} {before}, not {now}; valid: {valid}")
     weights = [[source.weight for source in each.data.sources] for each in (earlier, config)]
@@ -148,7 +148,7 @@ def _check_origin(run_dir: Path, init: str, earlier: str) -> None:
 def stored_config(run_dir: Path, overrides: Mapping[str, Any]) -> Config:
     """The configuration of a run with `overrides`; what concerns a single start, such as the mesh, has its default."""
     preset = {
-        key: value for key, value in load_preset(run_dir / "config.toml").items() if not key.startswith(_NOT_KEPT)
+        key: value for key, value in load_preset(run_dir / "config.toml").items() if not key.startswith(_OF_ONE_START)
     }
     config = resolve(preset, overrides)
     earlier = resolve(preset, {key: value for key, value in overrides.items() if key != "precision"})
@@ -162,4 +162,4 @@ def _check_not_narrower(config: Config, earlier: Config, place: str) -> None:
         raise UserError(f"--precision {config.precision}: {place} holds a run in fp64; valid: fp64")
 
 
-_NOT_KEPT = ("mesh.", "pipeline.", "distributed.", "simulate_devices", "optimizer.gradient_dtype")
+_OF_ONE_START = ("mesh.", "pipeline.", "distributed.", "simulate_devices", "optimizer.gradient_dtype")

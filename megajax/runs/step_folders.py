@@ -85,8 +85,7 @@ def _entries(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints are kept: all that any of these rules keeps, and always step 0 (imported
-    weights)."""
+    """Which checkpoints are kept: all that any of these rules keeps, and always step 0 (imported weights)."""
 
     newest: int  # keep this many of the latest steps
     best: int = 0  # keep this many with the lowest validation losses; steps without a loss do not count
@@ -96,5 +95,5 @@ class Retention:
         """Those of `steps` whose checkpoints are removed; `losses` are validation losses by step."""
         ascending = sorted(steps)
         measured = sorted((step for step in ascending if step in losses), key=lambda step: (losses[step], -step))
-        kept = {0, *ascending[-self.newest :], *measured[: self.best]}
-        return [step for step in ascending if step not in kept and not (self.every and step % self.every == 0)]
+        keep = {0, *ascending[-self.newest :], *measured[: self.best]}
+        return [step for step in ascending if step not in keep and not (self.every and step % self.every == 0)]

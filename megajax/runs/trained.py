@@ -69,9 +69,9 @@ def weights_in_parts(layout: StateLayout, run_dir: Path, step: str) -> tuple[Cal
 
     def read(paths: list[Any]) -> list[Any]:
         pairs = {path: pair for path in paths if adapters is not None and (pair := adapters.of(path)) is not None}
-        beside = [path for pair in pairs.values() for path in pair.values()]
+        adapter_paths = [path for pair in pairs.values() for path in pair.values()]
         with reported_damage():
-            found = checkpoints.read_some_weights(number, [*paths, *beside])
+            found = checkpoints.read_some_weights(number, [*paths, *adapter_paths])
         for path, pair in pairs.items():
             assert adapters is not None
             factors = {name: jnp.asarray(found[each]) for name, each in pair.items()}

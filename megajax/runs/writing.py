@@ -79,7 +79,7 @@ class Write:
         try:
             self._part_written = self._twice(self._write_all if alone else self._write_part)
             if not alone:
-                self._tell()
+                self._leave_marker()
         finally:
             self._part_tried.set()
         if alone:
@@ -140,25 +140,25 @@ class Write:
             self._folder.parent.rmdir()
         raise FileNotFoundError(f"{self._place} was removed")
 
-    def _tell(self) -> None:
+    def _leave_marker(self) -> None:
         """Leave a file that says whether this process's shards were written."""
         try:
-            word = self._word(jax.process_index(), self._part_written)
-            write_json(word.with_name(f"{word.name}.partial"), self._sums)
-            word.with_name(f"{word.name}.partial").rename(word)
+            marker = self._marker(jax.process_index(), self._part_written)
+            write_json(marker.with_name(f"{marker.name}.partial"), self._sums)
+            marker.with_name(f"{marker.name}.partial").rename(marker)
         except OSError:
             self._part_written = False
 
-    def _word(self, process: int, written: bool) -> Path:
+    def _marker(self, process: int, written: bool) -> Path:
         return self._place / f"{'written' if written else 'failed'}-{process}"
 
     def _others_wrote(self) -> bool:
         processes = range(1, jax.process_count())
         while self._others is None:
-            if all(self._word(process, True).exists() for process in processes):
+            if all(self._marker(process, True).exists() for process in processes):
                 return True
             late = self._deadline is not None and time.monotonic() > self._deadline
-            if late or any(self._word(process, False).exists() for process in processes):
+            if late or any(self._marker(process, False).exists() for process in processes):
                 self.problem = self.problem or "another process could not write its share"
                 return False
             time.sleep(_POLL)
@@ -167,11 +167,11 @@ class Write:
     def _finish(self) -> None:
         """Merge what the processes have written and give the folder its final name."""
         for process in range(jax.process_count()):
-            word = self._word(process, True)
-            if process and word.exists():  # it is gone on the second attempt
-                parts = read_json(word)
+            marker = self._marker(process, True)
+            if process and marker.exists():  # it is gone on the second attempt
+                parts = read_json(marker)
                 self._sums = {name: (total + parts[name]) % 2**32 for name, total in self._sums.items()}
-            word.unlink(missing_ok=True)
+            marker.unlink(missing_ok=True)
         with contextlib.closing(ocp.StandardCheckpointHandler()) as handler, warnings.catch_warnings(action="ignore"):
             handler.finalize(epath.Path(self._place / "state"))
         self._check_place()

@@ -121,12 +121,12 @@ class ExamInputs(JoinedTexts):
         self._begins = np.concatenate([[0], np.cumsum(sizes)])  # index of each exam's first option
         room = sequence_length - SPECIAL
         self._most = min(option_tokens, room)
-        kept = np.minimum(self._texts.lengths, self._most)
+        cut = np.minimum(self._texts.lengths, self._most)
         articles = np.repeat(self._articles.lengths, sizes)
         self.counts = counted(
             {
-                f"questions with an option truncated to {self._most} tokens": int((self._texts.lengths > kept).sum()),
-                f"inputs whose article was truncated to {sequence_length} tokens": int((kept + articles > room).sum()),
+                f"questions with an option truncated to {self._most} tokens": int((self._texts.lengths > cut).sum()),
+                f"inputs whose article was truncated to {sequence_length} tokens": int((cut + articles > room).sum()),
             }
         )
 

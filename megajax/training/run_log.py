@@ -78,7 +78,7 @@ class RunLog:
     def record_config(self, config: Config) -> None:
         """Record the configuration of this start."""
         text, values = to_toml(config), to_values(config)
-        self._tell(lambda tracker: tracker.config(text, values))
+        self._notify(lambda tracker: tracker.config(text, values))
 
     def record_step(self, step: int, figures: Mapping[str, float], load_LE: npt.ArrayLike | None = None) -> None:
         """Record a finished step (counted from 1) with its figures, named as in metrics.jsonl; at intervals also record
@@ -89,7 +89,7 @@ class RunLog:
         self.display.show_step(step, figures)
         if load_LE is not None and (step % self._loads_every == 0 or step == self._total):
             load_LE = np.asarray(load_LE)
-            self._tell(lambda tracker: tracker.loads(step, load_LE))
+            self._notify(lambda tracker: tracker.loads(step, load_LE))
 
     def record_validation(
         self,
@@ -119,7 +119,7 @@ class RunLog:
 
     def record_text(self, step: int, name: str, text: str) -> None:
         """Record a text after `step` steps, such as "sample"."""
-        self._tell(lambda tracker: tracker.text(step, name, text))
+        self._notify(lambda tracker: tracker.text(step, name, text))
 
     def show_checkpoints(self, checkpoints: Checkpoints) -> None:
         """Show checkpoint messages, the step whose checkpoint is being written, and the newest complete one."""
@@ -142,7 +142,7 @@ class RunLog:
     def close(self, *, finished: bool = False) -> None:
         """Close all trackers and the progress bar, and draw loss.png; `finished` if all steps are done."""
         self.end_steps()
-        self._tell(lambda tracker: tracker.close(finished=finished))
+        self._notify(lambda tracker: tracker.close(finished=finished))
         self._trackers = []
 
     def __enter__(self) -> Self:
@@ -152,13 +152,13 @@ class RunLog:
         self.close(finished=kind is None)
 
     def _record(self, step: int, figures: Mapping[str, float]) -> None:
-        self._tell(lambda tracker: tracker.figures(step, figures))
+        self._notify(lambda tracker: tracker.figures(step, figures))
 
-    def _tell(self, tell: Callable[[Tracker], None]) -> None:
+    def _notify(self, notify: Callable[[Tracker], None]) -> None:
         """Call every tracker. One that raises `OSError` does not stop the run; metrics.jsonl never raises it."""
         for tracker in list(self._trackers):
             try:
-                tell(tracker)
+                notify(tracker)
             except OSError as error:
                 problem = error.strerror.lower() if error.strerror else str(error)
                 then = "it is tried again" if tracker.tries_again else "no more is written there"

@@ -1,8 +1,7 @@
-"""Does the mesh change the numbers, and what does the program communicate? Tests and users run the same code.
+"""Check whether the mesh changes the results, and what a program communicates. Tests and users run the same code.
 
-`trace` trains a few steps and returns losses and gradients in mesh-independent form; `compare` compares two traces by
-the project's tolerances. `collectives` lists the communication of a program from its jaxpr, without running or
-compiling it.
+`trace` trains a few steps and returns losses and gradients in mesh-independent form; `compare` compares two traces with
+the project's tolerances. `collectives` lists a program's communication from its jaxpr, without running or compiling it.
 """
 
 from megajax.program.communication import COLLECTIVES, Collective, collectives, collectives_of

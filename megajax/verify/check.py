@@ -26,10 +26,10 @@ _TRACED = "tracing of the step"
 
 @dataclass(frozen=True)
 class AxesThatDiffer:
-    """The smallest sets of axes on which a difference shows.
+    """The smallest sets of axes that show a difference.
 
     Attributes:
-        sets: all sets of that size. The empty set means that a single device differs already, because of microbatches
+        sets: all sets of that size. The empty set means that a single device already differs, because of microbatches
             or recomputation.
         config: the configuration on the first set.
     """
@@ -48,8 +48,8 @@ class Result:
     """A verdict and, if something differs, where."""
 
     verdict: Verdict
-    axes: AxesThatDiffer | None = None  # the mesh axes that show it
-    first: str = ""  # what differs first, in words; empty if nothing does
+    axes: AxesThatDiffer | None = None  # mesh axes that show the difference
+    first: str = ""  # the first difference, in words; empty if there is none
 
     @property
     def passed(self) -> bool:
@@ -64,7 +64,7 @@ def verify(
     on_start: Callable[[str], None] = lambda text: None,
     on_finding: Callable[[Finding], None] = lambda finding: None,
 ) -> Result:
-    """Check `config`, which is small already, and find out where it differs if it does; for arguments see `check`."""
+    """Check `config`, which must be small already, and locate differences; for the arguments see `check`."""
     config, devices = steady(config), jax.devices()
     verdict = check(config, steps=steps, quick_compile=quick_compile, on_start=on_start, on_finding=on_finding)
     if verdict.passed:
@@ -92,7 +92,7 @@ def check(
     on_start: Callable[[str], None] = lambda text: None,
     on_finding: Callable[[Finding], None] = lambda finding: None,
 ) -> Verdict:
-    """Compare `config`, which is small already, with one device in fp64: first in fp64, then in its own precision.
+    """Compare `config`, which must be small already, with one device in fp64: first in fp64, then in its own precision.
 
     Of fp8 three things are compared: in fp64 the step with its products scaled and not rounded, then with operands
     that are rounded to 8 bits, against one device that does so; and the step in fp8 against one device in fp8. In fp64
@@ -100,7 +100,7 @@ def check(
 
     Args:
         steps: number of steps; one more step overflows.
-        quick_compile: leave the CPU's machine code unoptimised.
+        quick_compile: do not optimize the CPU's machine code.
         on_start: called with the name of each run before it starts.
         on_finding: called with each finding as soon as it is known.
     """
@@ -201,9 +201,9 @@ def _failed(config: Config, verdict: Verdict) -> _Failed:
 def _axes_that_differ(
     config: Config, verdict: Verdict, steps: int, quick_compile: bool, on_start: Callable[[str], None]
 ) -> AxesThatDiffer:
-    """Run `config`, which failed, on its mesh with axes left out: one device, then each axis alone, then two together.
+    """Run `config`, which failed, on meshes with axes left out: one device, then each axis alone, then pairs.
 
-    In fp64 where it failed in that, else in its own precision. Where numbers differ, communication does not count.
+    Runs are in fp64 if it failed in fp64, otherwise in its own precision. If numbers differ, communication is ignored.
     """
     failed = _failed(config, verdict)
     wrong, reference, limits = failed.config, failed.reference, failed.limits
@@ -235,8 +235,8 @@ def _axes_that_differ(
 
 
 def first_in_words(difference: Difference | None, failed: Sequence[Finding], collectives: Sequence[str] = ()) -> str:
-    """What differs first in the order of computation, and the collective that is wrong: one of `collectives`, or one
-    that theory does not have."""
+    """The first difference in the order of computation, and a wrong collective: one of `collectives`, or one that
+    theory does not have."""
     first = _first(difference, failed)
     theory = [finding.where.split(";")[0] for finding in failed if not finding.of_numbers]
     of_the_first = sorted(collectives, key=lambda name: name.split()[-1] not in first)
@@ -245,8 +245,8 @@ def first_in_words(difference: Difference | None, failed: Sequence[Finding], col
 
 
 def _first(difference: Difference | None, failed: Sequence[Finding]) -> str:
-    """An activation of the forward pass, the sum of the losses, the gradient of an activation, the gradient of a
-    weight, the gradients' norm, or the update."""
+    """An activation in the forward pass, the sum of the losses, an activation's gradient, a weight's gradient, the
+    gradient norm, or the update."""
     of = {finding.name.partition(" ")[2]: finding for finding in failed}
 
     def in_step_1(name: str, text: str = "step 1") -> bool:

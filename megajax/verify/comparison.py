@@ -1,5 +1,5 @@
-"""Losses and gradients of a few training steps, in mesh-independent form; how far two runs may be apart, and how far
-they are."""
+"""Losses and gradients of a few training steps in mesh-independent form, how much two runs may differ, and how much
+they do."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from megajax.program.synthetic import placed_batch
 from megajax.program.train_step import train_step_with_gradients
 
 Tree = Any
-Leaves = dict[str, np.ndarray]  # by name, layers [L, …]
+Leaves = dict[str, np.ndarray]  # by name; layers are [L, …]
 LOSS_TOLERANCE = 1e-6
 GRADIENT_TOLERANCE = 1e-5
 GRADIENT_FLOOR = 1e-3
@@ -24,10 +24,10 @@ GRADIENT_FLOOR = 1e-3
 
 @dataclass(frozen=True)
 class Trace:
-    """Losses and gradients of a few training steps, before each step's update."""
+    """Losses and gradients of a few training steps, taken before each step's update."""
 
     losses: list[float]  # one per step
-    gradients: list[Leaves]  # per step, in canonical form
+    gradients: list[Leaves]  # one per step, in canonical form
 
 
 def trace(
@@ -38,8 +38,8 @@ def trace(
     canonical: TrainState | None = None,
     quick_compile: bool = False,
 ) -> Trace:
-    """Train `config` for `steps` steps on random batches, on the first of `devices`, from the `canonical` state or a
-    fresh one. `quick_compile` leaves the CPU's machine code unoptimised."""
+    """Train `config` for `steps` steps on random batches, on the first of `devices`, starting from the `canonical`
+    state or a fresh one. `quick_compile` does not optimize the CPU's machine code."""
     program = Program.on(config, list(jax.devices() if devices is None else devices)[: config.mesh.num_devices])
     options: dict[str, Any] = {"xla_backend_optimization_level": 0} if quick_compile else {}
     state = program.layout.init(options) if canonical is None else program.layout.from_canonical(canonical)
@@ -67,7 +67,7 @@ class Limits:
     weight: float  # the same for weights after the last step
 
 
-LIMITS = {  # compared with one device in fp64; those of half precision are the parity tests'
+LIMITS = {  # relative to one device in fp64; for half precision they are the same as in the parity tests
     "fp64": Limits(1e-12, 1e-12, 1e-12),
     "fp32": Limits(LOSS_TOLERANCE, GRADIENT_TOLERANCE, GRADIENT_TOLERANCE),
     "fp16": Limits(2e-5, 5e-3, 5e-3),
@@ -94,7 +94,7 @@ def limits_of_edges(num_layers: int) -> Limits:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far a trace is from the reference."""
+    """How much a trace differs from the reference."""
 
     loss_error: float  # largest relative error of a step's loss
     gradient_error: float  # largest ‖error‖ / max(‖leaf‖, floor × global norm) of any gradient leaf in any step
@@ -106,7 +106,7 @@ class Comparison:
 
 
 def compare(reference: Trace, other: Trace) -> Comparison:
-    """The largest errors of `other` over all steps; see `Comparison`. A NaN anywhere counts as an infinite error."""
+    """The largest errors of `other` over all steps; see `Comparison`. Any NaN counts as an infinite error."""
     assert len(reference.losses) == len(other.losses)
     losses = max(map(relative, other.losses, reference.losses))
     pairs = zip(reference.gradients, other.gradients, strict=True)
@@ -116,28 +116,28 @@ def compare(reference: Trace, other: Trace) -> Comparison:
 
 
 def leaf_errors(expected: Leaves, actual: Leaves) -> dict[str, float]:
-    """‖error‖ / `scales` of every leaf."""
+    """‖error‖ divided by `scales`, for every leaf."""
     assert expected.keys() == actual.keys()
     return {leaf: finite(distance(actual[leaf], expected[leaf]) / scale) for leaf, scale in scales(expected).items()}
 
 
 def scales(leaves: Leaves) -> dict[str, float]:
-    """max(‖leaf‖, floor × global norm) of every leaf."""
+    """max(‖leaf‖, floor × global norm), for every leaf."""
     norms = {name: distance(leaf, np.zeros(())) for name, leaf in leaves.items()}
     floor = GRADIENT_FLOOR * math.sqrt(sum(size**2 for size in norms.values()))
     return {name: max(size, floor) for name, size in norms.items()}
 
 
 def relative(value: float, expected: float) -> float:
-    """Relative error; absolute if 0 is expected."""
+    """Relative error, or absolute error if `expected` is 0."""
     return finite(abs(value - expected) / abs(expected) if expected else abs(value))
 
 
 def finite(error: float) -> float:
-    """The error, infinite if it is NaN."""
+    """The error, or infinity if it is NaN."""
     return math.inf if math.isnan(error) else error
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
-    """The norm of the difference, in double precision."""
+    """The norm of the difference, computed in double precision."""
     return float(np.linalg.norm(a.astype(np.float64) - b.astype(np.float64)))

@@ -1,4 +1,4 @@
-"""What a mixture of experts communicates, for `verify/theory.py`: `models/experts.py`, written down once more."""
+"""The communication of a mixture of experts, for `verify/theory.py`: an independent account of `models/experts.py`."""
 
 from collections.abc import Iterator
 
@@ -10,30 +10,30 @@ from megajax.plan.communication import EXCHANGE, GATHER, REDUCE, SCATTER, Commun
 from megajax.plan.sizes import Times
 from megajax.verify.regions import Regions
 
-_INTEGER = 4  # bytes of a choice, and of a load
+_INTEGER = 4  # bytes of an expert choice, and of a load
 
 
 class Experts(Regions):
-    """The sizes of a step, and what its mixtures communicate beside their inputs and outputs, which cross the
-    boundaries of regions as an MLP's do."""
+    """The sizes of a step, and what its mixtures communicate besides inputs and outputs, which cross the boundaries of
+    regions like an MLP's."""
 
     @property
     def num_mlps(self) -> int:
-        """Regions of a layer in the place of its MLP: that, or the mixture and the expert that all tokens pass."""
+        """Regions in a layer in place of its MLP: the MLP itself, or the mixture and any shared expert."""
         return 1 + (self.config.model.shared_expert_size > 0)
 
     @property
     def num_dense(self) -> int:
-        """Regions of a layer whose input is the left factor of a weight gradient: all but a mixture's."""
+        """Regions in a layer whose input is the left factor of a weight gradient: all except a mixture's."""
         return 1 + self.num_mlps - (self.config.model.num_experts > 0)
 
     def experts(self, purpose: str, times: Times, *, rows: bool = True, result: bool = True) -> Iterator[Communication]:
-        """Forward; or what recomputation needs of it: the choices, what came back, maybe the `rows` of the experts and
-        the sum over their devices, the `result`."""
+        """The forward pass, or what recomputation repeats of it: the choices, what came back, and optionally the
+        experts' `rows` and the `result`, the sum over their devices."""
         model, (batch, here, _) = self.config.model, self.whole
         if not model.num_experts:
             return
-        if self.shared_over:  # how often an expert is chosen in a sequence
+        if self.shared_over:  # how often each expert is chosen in a sequence
             yield one(purpose, REDUCE, self.shared_over, (batch, model.num_experts), _INTEGER, times)
         if self.operand_item:  # of what the product by rows takes
             yield one(purpose, REDUCE, (TENSOR,), (1, *self.rows_of_experts), _INTEGER, times)
@@ -56,7 +56,7 @@ class Experts(Regions):
         yield from self._combine(purpose, times)
 
     def experts_backward(self, purpose: str, times: Times) -> Iterator[Communication]:
-        """The gradients of all that, of a token's shares, too."""
+        """The gradients of all that, including those of tokens' shares."""
         model, (batch, here, _) = self.config.model, self.whole
         if not model.num_experts:
             return
@@ -85,11 +85,11 @@ class Experts(Regions):
 
     @property
     def _of_group(self) -> tuple[int, ...]:
-        """An activation of all rows of an expert group."""
+        """Shape of an activation with all rows of an expert group."""
         return (self.whole[0] * self.config.mesh.expert, *self.whole[1:])
 
     def _dispatch(self, purpose: str, times: Times) -> Iterator[Communication]:
-        """To the experts' devices, and backward the gradients of what they gave."""
+        """Send rows to the experts' devices; in the backward pass, the gradients of their outputs."""
         experts, batch, places, width = self._sent
         if self.way != "none":
             whole = (experts, batch, places * self.config.mesh.context, width)
@@ -97,7 +97,7 @@ class Experts(Regions):
         yield one(purpose, EXCHANGE, (EXPERT,), self._sent, self.item, times)
 
     def _combine(self, purpose: str, times: Times) -> Iterator[Communication]:
-        """Back, and backward the gradients of what the experts got."""
+        """Send results back; in the backward pass, the gradients of the experts' inputs."""
         experts, batch, places, width = self._sent
         devices = self.config.mesh.expert
         there = (experts // devices, batch * devices, places, width)
@@ -107,8 +107,8 @@ class Experts(Regions):
 
     @property
     def _sent(self) -> tuple[int, int, int, int]:
-        """What a device sends to the experts: of each expert and sequence the places that are this device's of a
-        context group."""
+        """Shape of what a device sends to the experts: for each expert and sequence, this device's share of the places
+        of its context group."""
         model, context = self.config.model, self.config.mesh.context
         places = capacity_of(model, self.tokens)
         return model.num_experts, self.whole[0], -(-places // context), model.hidden_size

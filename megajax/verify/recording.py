@@ -1,5 +1,5 @@
-"""Record all sites of a train step on any mesh, in mesh-independent form (`parallel/sites.py`), and find the first
-activation that differs: layer, site, and forward or backward."""
+"""Record all sites of a train step on any mesh in mesh-independent form (`parallel/sites.py`), and find the first
+activation that differs: its layer, site, and forward or backward."""
 
 import contextlib
 from collections import defaultdict
@@ -16,15 +16,15 @@ from megajax.parallel.sites import CollectiveRecord, SiteRecord
 from megajax.verify.comparison import finite
 
 _LOWEST = -1e30
-_FLOOR = 1e-3  # relative to the largest sample's norm: errors of tiny samples are measured against this instead
+_FLOOR = 1e-3  # of the largest sample's norm; errors of smaller samples are measured relative to this instead
 
 
 class Place(NamedTuple):
-    """Where an activation is."""
+    """Identifies an activation."""
 
     layer: int  # global index; -1 in the head
     site: str
-    backward: bool  # the gradient of the loss there, not the activation
+    backward: bool  # the gradient with respect to the activation
 
     def __str__(self) -> str:
         where = "the head" if self.layer < 0 else f"layer {self.layer}"
@@ -36,7 +36,7 @@ class Activation:
     """One sample's activation at a place, assembled from its shards."""
 
     value: np.ndarray  # all shards, concatenated
-    agree: bool  # replicas and recomputations of each shard are bitwise equal
+    agree: bool  # whether replicas and recomputations of each shard are bitwise equal
 
 
 class Recording:
@@ -44,12 +44,12 @@ class Recording:
 
     def __init__(self) -> None:
         self.turns: dict[tuple[bool, str], int] = {}  # (in the head, site) -> when it was first traced
-        self.collectives: dict[str, float] = {}  # of weights and their gradients, the largest error of each
+        self.collectives: dict[str, float] = {}  # largest error of each collective on weights and their gradients
         self._seen: dict[Place, dict[int, list[SiteRecord]]] = defaultdict(lambda: defaultdict(list))
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """Record the sites of what is traced in this context, and wait for all callbacks."""
+        """Record the sites of everything traced in this context, and wait for all callbacks."""
         with sites.recording(self.take):
             yield
             jax.effects_barrier()
@@ -71,7 +71,7 @@ class Recording:
         return {*self._seen}
 
     def samples(self, place: Place) -> list[int]:
-        """Rows of the global batch that were recorded there."""
+        """Rows of the global batch that were recorded at this place."""
         return sorted(self._seen[place]) if place in self._seen else []
 
     def activations(self, place: Place) -> Iterator[tuple[int, Activation]]:
@@ -81,7 +81,7 @@ class Recording:
 
 
 def _put_together(sample: int, seen: list[SiteRecord]) -> Activation:
-    """Devices have parts of the tokens, in any order, or of another dim, or of both."""
+    """Assemble shards: devices have parts of the tokens (in any order), of another dim, or of both."""
     groups: dict[tuple[int, ...], list[SiteRecord]] = defaultdict(list)
     for each in seen:
         groups[() if each.tokens is None else tuple(each.tokens.tolist())].append(each)
@@ -89,7 +89,7 @@ def _put_together(sample: int, seen: list[SiteRecord]) -> Activation:
     if len(found) == 1:
         return next(iter(found.values()))
     order = np.argsort(np.concatenate([*found]))
-    values = np.concatenate([each.value for each in found.values()], axis=1)  # rows stand in the samples' dim
+    values = np.concatenate([each.value for each in found.values()], axis=1)  # dim 0 is one sample's sequences
     return Activation(values[:, order], all(each.agree for each in found.values()))
 
 
@@ -102,7 +102,7 @@ def _of_same_tokens(sample: int, seen: list[SiteRecord]) -> Activation:
     one, values, agree = seen[0], [], True
     axes = [AXES.index(axis) for axis in one.partial if one.backward]
     for _, part in sorted(parts.items()):
-        # Gradients that are partial add up over devices; other records are replicas or recomputations.
+        # Partial gradients are summed over devices; other records are replicas or recomputations.
         groups: dict[tuple[int, ...], np.ndarray] = {}
         for each, value in sorted(part, key=lambda pair: pair[0].device):
             first = groups.setdefault(tuple(each.device[axis] for axis in axes), value)
@@ -116,7 +116,7 @@ def _of_same_tokens(sample: int, seen: list[SiteRecord]) -> Activation:
 class Difference:
     """The first activation that differs."""
 
-    place: Place  # the layer, the site and the direction
+    place: Place  # layer, site and direction
     what: str  # how it differs, in words
     samples: list[int]  # rows of the global batch that differ
     num_samples: int  # number of rows in the batch
@@ -128,8 +128,8 @@ class Difference:
 
 
 def first_difference(reference: Recording, other: Recording, tolerance: float) -> Difference | None:
-    """The first place, in the order of computation, where `other`, of the same step on another mesh, differs from
-    `reference`: where ‖error‖ / ‖activation‖ of a sample is beyond `tolerance`."""
+    """The first place in the order of computation where `other`, the same step on another mesh, differs from
+    `reference`: ‖error‖ / ‖activation‖ of some sample exceeds `tolerance`."""
     computed = {-1, *(place.layer for place in other.places)}
     turns = other.turns | reference.turns
     last = max((place.layer for place in reference.places), default=0) + 1

@@ -1,4 +1,4 @@
-"""What crosses the boundaries of tensor-parallel regions, for `verify/theory.py`."""
+"""Communication at the boundaries of tensor-parallel regions, for `verify/theory.py`."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ class Regions(WeightTraffic):
 
     @property
     def regathers(self) -> bool:
-        """Whether a product's input is gathered again for its weight's gradient."""
+        """Whether a product's input is gathered again for its weight gradient."""
         return self.splits_sequence and self.config.train.remat != "layer"
 
     @property

@@ -1,4 +1,4 @@
-"""What `megajax verify` prints: what it runs, a line for every check, and where something differs."""
+"""The output of `megajax verify`: what runs, a line per check, and where something differs."""
 
 import time
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ _NAME = 46  # columns
 
 
 class Report:
-    """Prints lines while a configuration, the preset `name`, is verified by a small one, and collects the figures."""
+    """Prints lines while the preset `name` is verified with a scaled-down configuration, and collects the figures."""
 
     def __init__(self, name: str, config: Config, small: Shrunk, *, printed: bool = True):
         self._name, self._config, self._small = name, config, small
@@ -37,7 +37,7 @@ class Report:
             self._print(line)
 
     def start(self, what: str) -> None:
-        """A run starts."""
+        """Called when a run starts."""
         if not self._console.is_terminal:
             return
         self.stop()
@@ -45,7 +45,7 @@ class Report:
         self._status.start()
 
     def found(self, finding: Finding) -> None:
-        """A check is done."""
+        """Called when a check is done."""
         state = "" if finding.passed else "  DIFFERS"
         self._print(
             f"{finding.name:<{_NAME}} {_figure(finding):<9} {_limit(finding):<14} {finding.where}{state}".rstrip()
@@ -86,7 +86,7 @@ class Report:
         }
 
     def _sizes(self) -> dict[str, list[Any]]:
-        """Every size of the user's configuration and of the small one."""
+        """Every size in the user's configuration and in the small one."""
         both = self._config, self._small.config
         sizes = {name: [getattr(config.model, name) for config in both] for name in _SIZES}
         return sizes | {name: [getattr(config.train, name) for config in both] for name in _BATCH}

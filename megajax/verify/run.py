@@ -26,7 +26,7 @@ from megajax.verify.comparison import Leaves, named_leaves
 from megajax.verify.recording import Recording
 
 _PACKAGE = Path(__file__).parents[1]
-QUICK: dict[str, Any] = {  # the machine code that is there soonest, by threads that leave the other cores alone
+QUICK: dict[str, Any] = {  # compile fast instead of well, and leave the other cores alone
     "xla_backend_optimization_level": 0,
     "xla_cpu_parallel_codegen_split_count": 1,
     **({"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}),
@@ -34,7 +34,7 @@ QUICK: dict[str, Any] = {  # the machine code that is there soonest, by threads 
 
 
 class TracingError(Exception):
-    """A step cannot be traced; the message is JAX's, or an assertion's, with the place."""
+    """A step cannot be traced; the message is that of JAX or an assertion, with the place in our code."""
 
     def __init__(self, error: Exception):
         ours = [
@@ -50,7 +50,7 @@ class TracingError(Exception):
 
 @contextlib.contextmanager
 def _traced() -> Iterator[None]:
-    """In the block whatever stops a step from being traced, but what a user can put right, is a `TracingError`."""
+    """In the block, turn everything that stops tracing, except user errors, into `TracingError`."""
     try:
         yield
     except (UserError, RunError):
@@ -61,17 +61,17 @@ def _traced() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class MeshRun:
-    """Results of a few steps on a mesh, the last of which overflows and has to be skipped."""
+    """Results of a few steps on a mesh; the last step overflows and must be skipped."""
 
     config: Config  # the configuration that ran
-    fresh: Leaves  # initial weights as this mesh draws them, in canonical form; empty unless requested
-    metrics: list[dict[str, float]]  # metrics of every step by name, including the skipped one
-    counts: list[Leaves]  # what of them is an array, of whole numbers: the loads of experts
+    fresh: Leaves  # initial weights as drawn on this mesh, in canonical form; empty unless requested
+    metrics: list[dict[str, float]]  # scalar metrics of every step by name, including the skipped step
+    counts: list[Leaves]  # metrics that are arrays of integers: the loads of experts
     gradients: list[Leaves]  # gradients of every step except the skipped one, in canonical form
-    weights: Leaves  # after all steps, the trained ones as main weights, in canonical form
-    rows: list[list[int]]  # of the global batch that each place on the axes of rows holds
+    weights: Leaves  # after all steps, in canonical form; trained ones are main weights
+    rows: list[list[int]]  # rows of the global batch held at each coordinate of the row axes
     unequal: list[str]  # leaves of the state whose replicas differ between devices
-    uncast: list[str]  # leaves whose compute weights are not the main weights cast to that precision
+    uncast: list[str]  # leaves whose compute weights are not the cast main weights
     collectives: list[Collective]  # what a step communicates
     states: list[TrainState]  # canonical states before every step except the skipped one; empty unless requested
     operand_dtype: DTypeLike | None = None  # given to the program, see there
@@ -102,8 +102,8 @@ def run(
     quick_compile: bool = True,
     operand_dtype: DTypeLike | None = None,
 ) -> MeshRun:
-    """Run `config` on the first of `devices` on random batches, from weights that numpy draws: `steps` steps, and
-    one in which the loss scale is infinite.
+    """Run `config` on the first of `devices` with random batches, from weights drawn by NumPy: `steps` steps, and one
+    more in which the loss scale is infinite.
 
     Args:
         with_fresh, with_states: whether to return these.
@@ -157,8 +157,8 @@ def recorded(
 
 
 def drawn_weights(program: Program) -> Any:
-    """Weights in canonical form, the same on every mesh and in every precision, with realistic sizes. No bias is zero
-    and no scale is one, so that omitting one or applying it twice is noticed."""
+    """Canonical weights, the same on every mesh and in every precision, of realistic sizes. No bias is zero and no
+    scale is one, so that omitting one or applying it twice is noticed."""
     rng, size = np.random.default_rng(0), program.config.model.init_std
 
     def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -176,7 +176,7 @@ def drawn_state(program: Program) -> TrainState:
 
 @contextlib.contextmanager
 def in_precision(config: Config) -> Iterator[None]:
-    """Enable 64-bit types in JAX if the precision needs them, in this thread and in those that run callbacks."""
+    """Enable 64-bit types in JAX if the precision needs them, in this thread and in threads that run callbacks."""
     wanted, before = config.precision == "fp64", jax.config.read("jax_enable_x64")
     jax.config.update("jax_enable_x64", wanted)
     try:
@@ -206,8 +206,8 @@ def _overflowing(state: TrainState) -> TrainState:
 
 
 def _rows(program: Program) -> list[list[int]]:
-    """Of the global batch, the rows that each place on the axes of rows has, as a batch of row numbers arrives; every
-    device of a place must have the same."""
+    """The rows of the global batch at each coordinate of the row axes, found by placing a batch of row numbers. Devices
+    with the same coordinate must have the same rows; otherwise the list is empty."""
     name, type_ = next(iter(program.batch_types.items()))
     row_B = np.arange(len(type_), dtype=np.int32)
     numbers = np.broadcast_to(row_B.reshape(-1, *[1] * (type_.ndim - 1)), type_.shape)
@@ -215,7 +215,7 @@ def _rows(program: Program) -> list[list[int]]:
     shards = program.put_batch({name: numbers[local]}, local)[name].addressable_shards
     held: dict[Any, list[int]] = {shard.device: shard.data[(..., *[0] * (type_.ndim - 1))].tolist() for shard in shards}
     places = []
-    for devices in program.mesh.devices.reshape(program.config.mesh.row_shards, -1):  # the first axes are those of rows
+    for devices in program.mesh.devices.reshape(program.config.mesh.row_shards, -1):  # the row axes come first
         same = {tuple(held[device]) for device in devices}
         places.append(list(same.pop()) if len(same) == 1 else [])
     return places
@@ -233,7 +233,7 @@ def _unequal(state: TrainState) -> list[str]:
 
 
 def _uncast(program: Program, state: TrainState) -> list[str]:
-    """Leaves of `params` that are trained and not bitwise equal to the main weights, cast to the compute dtype."""
+    """Trained leaves of `params` that are not bitwise equal to the main weights cast to the compute dtype."""
     layout = program.layout
     params = named_leaves(jax.device_get(layout.trained(state.params)))
     computed = named_leaves(jax.device_get(layout.computed(jax.device_get(state.main))))

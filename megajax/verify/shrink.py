@@ -1,5 +1,5 @@
-"""Make a user's configuration small enough for a laptop while preserving everything that a mesh can get wrong: the
-model's options, what divides what, what is uneven, and how the step is computed.
+"""Shrink a user's configuration enough for a laptop while preserving everything that a mesh can get wrong: the model's
+options, what divides what, what is uneven, and how the step is computed.
 """
 
 import dataclasses
@@ -19,19 +19,19 @@ from megajax.program.program import training_way
 from megajax.traits import ReadWith, Size, Small
 
 MOST_VIRTUAL_STAGES = 64
-_TOKENS, _WIDTH, _VOCABULARY = 18, 16, 96  # about
+_TOKENS, _WIDTH, _VOCABULARY = 18, 16, 96  # approximately
 
 
 @dataclass(frozen=True)
 class Shrunk:
-    """A small configuration in place of a large one."""
+    """A small configuration that stands in for a large one."""
 
     config: Config
-    notes: tuple[str, ...] = ()  # differences from the large one that may matter, a sentence each
+    notes: tuple[str, ...] = ()  # possibly relevant differences from the large one, a sentence each
 
 
 def shrink(config: Config, most_devices: int) -> Shrunk:
-    """A small version of `config`, which is valid on its mesh, for at most `most_devices` devices.
+    """A small version of `config`, which must be valid on its mesh, for at most `most_devices` devices.
 
     Raises:
         UserError: it cannot be shrunk.
@@ -54,7 +54,7 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
     train = dataclasses.replace(config.train, microbatch=microbatch, global_batch=rows)
     optimizer = dataclasses.replace(config.optimizer, cooldown_steps=8 if config.optimizer.schedule == "wsd" else 0)
     most = config.pipeline.max_deferred
-    if 0 < most < 2 * (config.mesh.pipe - 1):  # it limits the large pipeline, and so the small one
+    if 0 < most < 2 * (config.mesh.pipe - 1):  # it limits the large pipeline, so let it limit the small one too
         most = min(most, max(1, 2 * (mesh.pipe - 1) - 1))
     pipeline = dataclasses.replace(config.pipeline, max_deferred=most)
     alone = dataclasses.replace(config, distributed=DistributedConfig(), mesh=mesh)
@@ -63,11 +63,11 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
 
 
 def fold(mesh: MeshConfig, most: int) -> MeshConfig:
-    """The mesh itself if it has at most `most` devices, else a smaller mesh with the same axes. Its smallest axis is as
-    large as possible, since an axis of two cannot tell left from right; its sizes divide the originals if possible.
+    """The mesh itself if it has at most `most` devices, else a smaller one with the same axes. Its smallest axis is as
+    large as possible (on an axis of two, left and right are the same); its sizes divide the originals if possible.
 
     Raises:
-        UserError: no such mesh fits on so few devices.
+        UserError: no such mesh has so few devices.
     """
     if mesh.num_devices <= most:
         return mesh
@@ -90,12 +90,12 @@ def fold(mesh: MeshConfig, most: int) -> MeshConfig:
 
 
 def shown(mesh: MeshConfig) -> str:
-    """A mesh in messages."""
+    """A mesh as shown in messages."""
     return " x ".join(map(str, shown_sizes(mesh)))
 
 
 def shown_sizes(mesh: MeshConfig) -> tuple[int, ...]:
-    """The sizes of the axes to speak of."""
+    """The sizes of the axes worth mentioning."""
     return tuple(mesh.sizes[axis] for axis in mesh.shown)
 
 
@@ -116,7 +116,7 @@ def _by_traits(config: Config) -> Config:
 
 
 class _Sizes:
-    """Sizes that relate to the small mesh as those of a configuration relate to its own mesh."""
+    """Sizes that relate to the small mesh as a configuration's sizes relate to its own mesh."""
 
     def __init__(self, config: Config, mesh: MeshConfig):
         self._config, self._model = config, config.model
@@ -124,7 +124,7 @@ class _Sizes:
         self._way = training_way(config)
 
     def width(self) -> tuple[dict[str, Any], list[str]]:
-        """Heads, head size, hidden size and MLP size; and notes on what could not be preserved."""
+        """Heads, head size, hidden size and MLP size, and notes on what could not be preserved."""
         model, theirs, ours = self._model, self._theirs, self._ours
         heads, kv_heads = self._heads()
         divides = model.hidden_size % theirs.zero_shards == 0
@@ -149,8 +149,8 @@ class _Sizes:
         return sizes | {"mlp_size": self._mlp_size(hidden)}, notes
 
     def _heads(self) -> tuple[int, int]:
-        """Heads of queries, and of keys and values: as many of each per device, up to 2, or replicated as often; where
-        a context group divides a device's heads, multiples that it divides here, too."""
+        """Query heads and key heads: as many of each per device (up to 2), or replicated as often. If a context group
+        divides a device's heads, they are multiples that the small one divides too."""
         heads, kv_heads = self._heads_of_tensor()
         if self._way != "heads":
             return heads, kv_heads
@@ -182,7 +182,7 @@ class _Sizes:
         return next(fitting, ours.tensor * first)
 
     def tokens(self) -> dict[str, Any]:
-        """Sequence length, and sizes counted in tokens, in the original proportion to it."""
+        """Sequence length, and other sizes counted in tokens, scaled with it."""
         model, here = self._model, self._ours
         multiple = here.tensor * (2 * here.context if here.context > 1 else 1)
         length = -(-_TOKENS // multiple) * multiple
@@ -198,7 +198,7 @@ class _Sizes:
                 sizes[name] = scaled(tokens)
         if self._way == "none":
             return sizes
-        before = length // here.context  # a window reaches as far beyond this, or not, as the original's
+        before = length // here.context  # a window reaches beyond this exactly if the original's does
         if model.window_in(model.sequence_length) is not None:
             window = sizes["sliding_window"]
             reaches = model.sliding_window - 1 > model.sequence_length // self._theirs.context
@@ -230,7 +230,7 @@ class _Sizes:
         return found
 
     def experts(self) -> dict[str, Any]:
-        """As many on each device, up to 3, and as many for each token if it passes fewer than there are."""
+        """As many experts per device, up to 3, and as many per token, but not all if the original does not use all."""
         model = self._model
         number = self._ours.expert * _few(model.num_experts // self._theirs.expert)
         few = min(model.experts_per_token, max(1, number - (model.experts_per_token < model.num_experts)))
@@ -243,7 +243,7 @@ class _Sizes:
         return {"bf16_layers": f"{min(first, layers - 1)},{last}"}
 
     def num_blocks(self) -> int:
-        """One or two layers in every virtual stage; as uneven over stages and virtual stages as the original."""
+        """One or two layers per virtual stage; as uneven over stages and virtual stages as in the original."""
         layers, chunks = self._model.num_blocks, self._config.pipeline.chunks
         theirs, ours = self._theirs.pipe * chunks, self._ours.pipe * chunks
         each, left = divmod(layers, theirs)
@@ -255,7 +255,7 @@ class _Sizes:
         return ours + min(some, key=lambda n: abs(n - wanted))
 
     def num_microbatches(self) -> int:
-        """Fewer than stages, as many, a multiple, or more but no multiple, as in the original."""
+        """Fewer than stages, as many, a multiple, or more without being a multiple, as in the original."""
         train, theirs, ours = self._config.train, self._theirs.pipe, self._ours.pipe
         number = train.global_batch // (self._theirs.row_shards * train.microbatch)
         if ours == 1:
@@ -268,5 +268,5 @@ class _Sizes:
 
 
 def _few(number: int) -> int:
-    """`number` if it is at most 3, else 2 or 3, even if `number` is."""
+    """`number` if it is at most 3; otherwise 3 if it is odd, 2 if it is even."""
     return number if number <= 3 else 2 + number % 2

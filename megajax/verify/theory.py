@@ -1,7 +1,7 @@
-"""The theory of what a training step communicates: arithmetic on a configuration, written down once more, so that what
-is traced can be held against it. The boundaries of a step's regions are those of `parallel/boundary.py`.
+"""The theory of what a training step communicates: arithmetic on a configuration, written down independently, to be
+compared with what is traced. The boundaries of a step's regions are those in `parallel/boundary.py`.
 
-It has every collective of `program/train_step.py`, as `program/communication.py` counts them on the step's jaxpr.
+It has every collective of `program/train_step.py`, counted as `program/communication.py` counts the step's jaxpr.
 """
 
 from collections import Counter
@@ -68,26 +68,26 @@ def _difference(key: tuple, wanted: Counter, there: Counter, expected: list[Comm
 
 
 class _Step(Experts):
-    """The sizes of a step, and what the parts communicate that stand in its loop over ticks."""
+    """The sizes of a step, and the communication of the parts in its loop over ticks."""
 
     @property
     def vocabulary(self) -> Axes:
         return (PIPE, TENSOR) if self.splits_vocabulary else (TENSOR,)
 
     def broadcast(self, purpose: str) -> Iterator[Communication]:
-        """To all stages, which compute an end together."""
+        """Broadcast to all stages, which compute an end together."""
         if self.splits_vocabulary:
             yield one(purpose, REDUCE, (PIPE,), self.own, self.item, self.of_end)
 
     def embedding(self) -> Iterator[Communication]:
-        """Of every microbatch forward."""
+        """Forward, for every microbatch."""
         yield from self.gathered("embedding: weights", "shared", self.of_end)
         yield from self.leave("embedding: activations", self.of_end, self.vocabulary)
         yield from self._dense_forward("embedding: dense layers", self.of_dense_layer)
 
     def embedding_backward(self) -> Iterator[Communication]:
-        """Of every microbatch backward; an embedding that is not linear in its weights runs forward again. LoRA freezes
-        it."""
+        """Backward, for every microbatch; an embedding that is not linear in its weights runs forward again. LoRA
+        freezes it."""
         if self.held.adapters:
             return
         what = "embedding backward: activations"
@@ -101,7 +101,7 @@ class _Step(Experts):
         yield from self.scattered("embedding backward: weights' gradients", "shared", self.of_end)
 
     def head(self) -> Iterator[Communication]:
-        """Of every microbatch, forward and backward."""
+        """Forward and backward, for every microbatch."""
         yield from self.broadcast("head: activations")
         yield from self.gathered("head: weights", "shared", self.of_end)
         yield from self._predictions()
@@ -123,7 +123,7 @@ class _Step(Experts):
             if not chooses:
                 yield from self.enter_backward("head: activations' gradients", times, self.vocabulary)
             else:
-                # On the devices of a group that has the chosen tokens alike, each uses its own parts of weights.
+                # The chosen tokens are replicated over these groups, but each device uses its own parts of weights.
                 alike = (CONTEXT,) * (self.way != "none")
                 axes: list[Axes] = [self.vocabulary, alike]
                 if self.splits_sequence:
@@ -135,17 +135,17 @@ class _Step(Experts):
             yield one("head: numbers of tokens", REDUCE, self.shared_over, numbers, self.wide, times)
             if self.way != "none":
                 yield one("head: losses", REDUCE, (CONTEXT,), (), self.wide, times)
-        elif self.splits_sequence and chooses:  # of the first token: the loss, and how many are right
+        elif self.splits_sequence and chooses:  # from the first token: the loss, and the number of correct rows
             yield one("head: losses", REDUCE, (TENSOR,), (), self.wide, times)
             yield one("head: losses", REDUCE, (TENSOR,), (), self.counted, times)
 
     def layers(self) -> Iterator[Communication]:
-        """Of every microbatch forward."""
+        """Forward, for every microbatch."""
         yield from self.gathered("layers forward: weights", "blocks", self.of_layer)
         yield from self._layer_forward("layers forward: activations")
 
     def layers_backward(self) -> Iterator[Communication]:
-        """Of every microbatch backward, with what is computed again."""
+        """Backward, for every microbatch, including recomputation."""
         config, times, again = self.config, self.of_layer, "layers backward: forward again"
         if self.recomputes_stage:
             yield from self.gathered("layers backward: weights", "blocks", times)
@@ -165,7 +165,7 @@ class _Step(Experts):
             yield from self.experts(again, times, rows=config.train.remat == "layer", result=post)
         if config.train.remat == "layer":
             yield from self.attention(again, times)
-        elif config.train.remat == "selective":  # what was received is kept, as is what the device computed of it
+        elif config.train.remat == "selective":  # it saves what was received, and what the device computed from it
             yield from self.back_from_heads(again, times)
         for _ in range(needed):
             yield from self.leave(again, times)
@@ -183,7 +183,7 @@ class _Step(Experts):
         yield from self.scattered("layers backward: weights' gradients", "blocks", times, later=False)
 
     def weight_gradients(self) -> Iterator[Communication]:
-        """Of every microbatch those that are deferred."""
+        """Deferred weight gradients, for every microbatch."""
         if not self.defers or not (self.regathers or self.zero == 3):
             return
         times = self.weight_gradient_times
@@ -223,7 +223,7 @@ class _Step(Experts):
             yield one(purpose, REDUCE, (TENSOR,), (gated, *self.rows_of_experts), _WORD, times)
 
     def _dense_forward(self, purpose: str, times: Times) -> Iterator[Communication]:
-        """Of the first layers of a mixture, which have an MLP."""
+        """Forward through the first layers of a mixture, which have an MLP."""
         yield from self.query_key_norm(purpose, times)
         yield from self.attention(purpose, times)
         for _ in range(2):
@@ -231,7 +231,7 @@ class _Step(Experts):
             yield from self.leave(purpose, times)
 
     def _dense_backward(self, purpose: str, times: Times) -> Iterator[Communication]:
-        """The same backward, from what the forward pass just before has left."""
+        """Backward through these layers, with the residuals of the forward pass just before."""
         yield from self.query_key_norm(purpose, times)
         yield from self.attention_backward(purpose, times)
         for _ in range(2):
@@ -241,7 +241,7 @@ class _Step(Experts):
 
     @property
     def of_dense_layer(self) -> Times:
-        """How often the loop has one of these layers."""
+        """How often the loop runs one of these layers."""
         layers = self.config.model.dense_layers
         return Times(layers * self.of_end.count, layers * self.of_end.sent)
 
@@ -249,13 +249,13 @@ class _Step(Experts):
         return (self.rows, tokens, heads, self.config.model.head_size)
 
     def query_key_norm(self, purpose: str, times: Times) -> Iterator[Communication]:
-        """The squares of queries and keys over all heads, or their gradients."""
+        """Squares of queries and keys over all heads, or their gradients."""
         model = self.config.model
         if model.query_key_norm and model.query_key_norm_over == "width":
             yield one(purpose, REDUCE, (TENSOR,), (*self.whole[:2], 2), self.wide, times)
 
     def attention(self, purpose: str, times: Times) -> Iterator[Communication]:
-        """To the tokens of the other devices of a context group, forward."""
+        """Attention to tokens on other devices of a context group, forward."""
         heads, keys, here = self.heads, self.keys, self.whole[1]
         if self.way == "heads":
             for number in (heads, *[copies(keys, self.config.mesh.context) * keys] * 2):
@@ -268,13 +268,13 @@ class _Step(Experts):
             yield one(purpose, kind, (CONTEXT,), self._of_heads(keys, self.before), self.item, times)
 
     def back_from_heads(self, purpose: str, times: Times) -> Iterator[Communication]:
-        """The result of all tokens for some of the heads to that of a device's tokens for all of them."""
+        """From all tokens of some heads back to the device's own tokens of all heads."""
         if self.way == "heads":
             found = self._of_heads(self.heads // self.config.mesh.context, self.tokens)
             yield one(purpose, EXCHANGE, (CONTEXT,), found, self.item, times)
 
     def attention_backward(self, purpose: str, times: Times) -> Iterator[Communication]:
-        """The gradients of all that; what was gathered is gathered again."""
+        """The gradients of attention; what was gathered is gathered again."""
         heads, keys, here, count = self.heads, self.keys, self.whole[1], self.config.mesh.context
         if self.way == "heads":
             yield one(purpose, EXCHANGE, (CONTEXT,), self._of_heads(heads, here), self.item, times)
@@ -291,12 +291,12 @@ class _Step(Experts):
 
     @property
     def heads(self) -> int:
-        """Of queries, that a device has."""
+        """Query heads on a device."""
         return self.config.model.num_heads // self.config.mesh.tensor
 
     @property
     def keys(self) -> int:
-        """Heads of keys that a device computes with."""
+        """Key heads that a device computes with."""
         return max(1, self.config.model.num_kv_heads // self.config.mesh.tensor)
 
     @property
@@ -306,5 +306,5 @@ class _Step(Experts):
 
     @property
     def before(self) -> int:
-        """Tokens before a device's own that its first one sees."""
+        """Tokens before a device's own that its first token sees."""
         return (self.config.model.window_in(self.tokens) or 1) - 1

@@ -11,13 +11,13 @@ from megajax.verify.run import MeshRun
 
 @dataclass(frozen=True)
 class Finding:
-    """One check."""
+    """The result of one check."""
 
     name: str  # precision and what was compared, such as "fp64 gradients"
-    figure: float  # the largest error, or the number of things that are wrong
+    figure: float  # the largest error, or the number of wrong things
     limit: float  # the largest figure that passes
     where: str = ""  # what has the largest error, with details if the check failed
-    layers: tuple[int, ...] = ()  # the layers beyond the limit if a leaf of the stacked layers failed
+    layers: tuple[int, ...] = ()  # if a leaf of the stacked layers failed, the layers beyond the limit
 
     @property
     def passed(self) -> bool:
@@ -25,7 +25,7 @@ class Finding:
 
     @property
     def of_numbers(self) -> bool:
-        """Whether it compares numbers, not communication."""
+        """Whether it compares numbers instead of communication."""
         return "communication" not in self.name
 
 
@@ -50,7 +50,7 @@ class Verdict:
 
 
 def same_on_mesh(reference: MeshRun, other: MeshRun) -> Iterator[Finding]:
-    """Checks of what must be the same to the bit in any precision: rows of the batch, and fresh weights."""
+    """Check what must be bitwise equal in any precision: rows of the batch, and fresh weights."""
     size = other.config.train.global_batch
     held = [row for rows in other.rows for row in rows]
     wrong = sum(held.count(row) != 1 for row in range(size)) + sum(not rows for rows in other.rows)
@@ -71,7 +71,7 @@ def same_on_devices(run: MeshRun) -> Iterator[Finding]:
 
 
 def compare_runs(reference: MeshRun, other: MeshRun, limits: Limits | None = None) -> Iterator[Finding]:
-    """Compare losses, gradients, weights and skipped steps of `other`, with the limits of its precision.
+    """Compare losses, gradients, weights and skipped steps of `other`, with the limits for its precision.
 
     The reference is on one device, in fp64 or in the same precision.
     """
@@ -88,7 +88,7 @@ def compare_runs(reference: MeshRun, other: MeshRun, limits: Limits | None = Non
 
 
 def loss_scales(run: MeshRun) -> Finding:
-    """Compare the loss scale of every step with what the configuration says."""
+    """Compare the loss scale of every step with what the configuration implies."""
     config, scale, good, wrong = run.config.loss_scale, run.config.loss_scale.initial, 0, []
     for step, metrics in enumerate(run.metrics[: len(run.gradients)]):
         if metrics["loss_scale"] != scale:
@@ -149,7 +149,7 @@ def _metrics(name: str, reference: MeshRun, other: MeshRun, limit: float) -> Fin
 
 
 def _counts(name: str, reference: MeshRun, other: MeshRun) -> Finding:
-    """How many of them are not equal, in all steps."""
+    """The number of unequal loads, over all steps."""
     wrong = [
         f"step {number}, layer {layer}, expert {expert}"
         for number, (a, b) in enumerate(zip(reference.counts, other.counts, strict=True), 1)
@@ -160,7 +160,7 @@ def _counts(name: str, reference: MeshRun, other: MeshRun) -> Finding:
 
 
 def _skipped(name: str, reference: MeshRun, other: MeshRun) -> Finding:
-    """The step that overflows must be skipped, and no other."""
+    """Check that the overflowing step is skipped, and no other."""
     last = len(reference.gradients)
     wrong = [f"step {i + 1}" for i, metrics in enumerate(other.metrics) if bool(metrics["skipped"]) != (i == last)]
     return Finding(name, len(wrong), 0, _some(wrong))
