@@ -49,10 +49,10 @@ def test_what_was_written_is_whole(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("state/b", bytes(255), "state/b has 255 bytes, not 256 as it was written"),
+        ("state/b", bytes(255), "state/b has 255 bytes instead of the 256 that were written"),
         ("state/b", bytes([*range(255), 254]), "state/b was changed since it was written"),
         ("state/b", None, "state/b is missing"),
-        ("state/empty", b"0", "state/empty has 1 bytes, not 0 as it was written"),
+        ("state/empty", b"0", "state/empty has 1 bytes instead of the 0 that were written"),
     ],
 )
 def test_damage_is_named(folder: Path, name: str, content: bytes | None, expected: str) -> None:

@@ -86,7 +86,7 @@ def test_every_field_is_a_flag(key: str) -> None:
     ],
 )
 def test_other_systems_names(theirs: str, ours: str) -> None:
-    assert fails("demo", theirs, "1").startswith(f"{theirs}: unknown flag; here it is {ours}")
+    assert fails("demo", theirs, "1").startswith(f"{theirs}: unknown flag; megajax calls it {ours}")
 
 
 def test_other_systems_names_are_answered_with_options() -> None:
@@ -95,10 +95,10 @@ def test_other_systems_names_are_answered_with_options() -> None:
     flags = {option.flag: key for key, option in table.items()}
     for name, text in OURS.items():
         flag = re.split("[ ,]", text)[0]
-        assert nearest(name, flags, "") == f"here it is {text}"
+        assert nearest(name, flags, "") == f"megajax calls it {text}"
         if flag != "PRESET":  # which a file has no key for
-            assert nearest(name, table, "") == f"here it is {text.replace(flag, flags[flag], 1)}"
-    with pytest.raises(UserError, match=r"^--model.n-layer: unknown key; here it is model.num_layers$"):
+            assert nearest(name, table, "") == f"megajax calls it {text.replace(flag, flags[flag], 1)}"
+    with pytest.raises(UserError, match=r"^--model.n-layer: unknown key; megajax calls it model.num_layers$"):
         resolve(load_preset("demo"), {"model.n_layer": 3})
 
 

@@ -86,7 +86,7 @@ def test_odd_rows_are_skipped_and_counted(task, rows, pair, odd, valid, tmp_path
 def test_a_test_set_has_no_labels(tmp_path: Path) -> None:
     file = write(tmp_path / "test.tsv", ["id", "question1", "question2"], ["0", "A", "B"])
     assert read("qqp", file, labelled=False).entries == [Pair("0", ("A", "B"), None)]
-    with pytest.raises(UserError, match="has no column is_duplicate, but id, question1, question2; valid: "):
+    with pytest.raises(UserError, match="has no column is_duplicate, only id, question1, question2; valid: "):
         read("qqp", file)
 
 
