@@ -9,20 +9,28 @@ says how long) are drawn only by name.
 
 import argparse
 import ast
+import dataclasses
 import hashlib
+import io
 import json
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+import tokenize
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from megajax.pipeline.deferral import Deferring
+from megajax.pipeline.schedule import make_schedule
+from megajax.pipeline.timing import StageTimes, timeline
+from megajax.plan.machines import MACHINES, Machine
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 MANIFEST = DOCS / "pictures.json"
-_TIMELINE = ("megajax/pipeline/picture.py", "megajax/pipeline/schedule.py", "megajax/pipeline/table.py")
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,8 @@ class Picture:
     Attributes:
         command: words after `python`; `OUT` is a new folder.
         made: the file there that is the picture.
-        inputs: files that it depends on.
+        inputs: files that it depends on, but for comments.
+        shows: what else it depends on, as a text.
         kept: how long it takes, where that is too long for `make pictures`.
     """
 
@@ -40,28 +49,55 @@ class Picture:
     made: str
     inputs: tuple[str, ...]
     kept: str = ""
+    shows: Callable[[], str] = str
 
     def digest(self) -> str:
         """Of the command and the inputs."""
-        whole = hashlib.sha256(self.command.encode())
+        whole = hashlib.sha256(f"{self.command} {self.shows()}".encode())
         for name in self.inputs:
             whole.update(hashlib.sha256(_meant(ROOT / name).encode()).digest())
         return whole.hexdigest()[:16]
 
 
 def _meant(file: Path) -> str:
-    """A file's text, of Python without comments and docstrings."""
-    lines = dict(enumerate(file.read_text().splitlines(), 1))
-    if file.suffix == ".py":
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-                for number in range(node.lineno, (node.end_lineno or node.lineno) + 1):
-                    lines.pop(number, None)
-    return "\n".join(line for line in lines.values() if line.strip() and not line.lstrip().startswith("#"))
+    """A file's text, without comments and the docstrings of Python."""
+    text = file.read_text()
+    if file.suffix != ".py":
+        return "\n".join(line for line in text.splitlines() if line and not line.startswith("#"))
+    lines = text.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            for row in range(node.lineno, (node.end_lineno or node.lineno) + 1):
+                lines[row - 1] = ""
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
-def _timeline(flags: str) -> Picture:
-    return Picture(f"-m megajax schedule --plot OUT/timeline.png {flags}", "timeline.png", _TIMELINE)
+def _spans(stages: int, microbatches: int, name: str, chunks: int, deferred: bool) -> str:
+    """The passes of a schedule, with their times."""
+    table = make_schedule(name, stages, microbatches, chunks, Deferring() if deferred else None)
+    return repr([dataclasses.astuple(span) for span in timeline(table, StageTimes.equal(table))[1]])
+
+
+def _rates(machine: Machine) -> str:
+    """What a GPU is taken to do in bf16."""
+    links = machine.server, machine.link, machine.network
+    return repr((machine.usable, machine.peak["bf16"], machine.bandwidth, *links, machine.efficiency.products))
+
+
+def _timeline(
+    stages: int, microbatches: int, name: str = "1f1b", chunks: int = 1, *, deferred: bool = False
+) -> Picture:
+    flags = f"--mesh.pipe {stages} --microbatches {microbatches} --pipeline.schedule {name} --pipeline.chunks {chunks}"
+    return Picture(
+        f"-m megajax schedule --plot OUT/timeline.png {flags}" + " --pipeline.weight-gradients deferred" * deferred,
+        "timeline.png",
+        ("megajax/pipeline/picture.py",),
+        shows=lambda: _spans(stages, microbatches, name, chunks, deferred),
+    )
 
 
 def _script(name: str) -> Picture:
@@ -73,23 +109,21 @@ def _demo(preset: str) -> Picture:
     return Picture(command, f"{preset}/loss.png", (f"configs/{preset}.toml",))
 
 
-_FOUR = "--mesh.pipe 4 --microbatches 8"
-_CHUNKS = "--pipeline.schedule interleaved --pipeline.chunks 2"
-_DEFERRED = "--pipeline.weight-gradients deferred"
 PICTURES = {
-    "1f1b-together.png": _timeline(_FOUR),
-    "1f1b-deferred.png": _timeline(f"{_FOUR} {_DEFERRED}"),
-    "gpipe-together.png": _timeline(f"{_FOUR} --pipeline.schedule gpipe"),
-    "gpipe-deferred.png": _timeline(f"{_FOUR} --pipeline.schedule gpipe {_DEFERRED}"),
-    "interleaved.png": _timeline(f"{_FOUR} {_CHUNKS}"),
-    "interleaved-deferred.png": _timeline(f"{_FOUR} {_CHUNKS} {_DEFERRED}"),
-    "interleaved-large.png": _timeline(f"--mesh.pipe 8 --microbatches 128 {_CHUNKS}"),
+    "1f1b-together.png": _timeline(4, 8),
+    "1f1b-deferred.png": _timeline(4, 8, deferred=True),
+    "gpipe-together.png": _timeline(4, 8, "gpipe"),
+    "gpipe-deferred.png": _timeline(4, 8, "gpipe", deferred=True),
+    "interleaved.png": _timeline(4, 8, "interleaved", 2),
+    "interleaved-deferred.png": _timeline(4, 8, "interleaved", 2, deferred=True),
+    "interleaved-large.png": _timeline(8, 128, "interleaved", 2),
     "context.png": _script("context_picture"),
     "experts.png": _script("experts_picture"),
     "plan-search.png": Picture(
         "-m megajax plan gpt2-8.3b --devices 512 --search --no-compile --plot OUT/search.png",
         "search.png",
-        ("configs/gpt2-8.3b.toml", "megajax/plan/picture.py", "megajax/plan/search.py", "megajax/plan/machines.py"),
+        ("configs/gpt2-8.3b.toml", "megajax/plan/picture.py"),
+        shows=lambda: _rates(MACHINES["h100"]),
     ),
     "demo-loss.png": _demo("demo"),
     "bert-demo-loss.png": _demo("bert-demo"),
