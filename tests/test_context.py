@@ -67,9 +67,9 @@ def exists(row: tuple) -> bool:
 
 
 DEFAULT = [
-    ((2, 1, 2, 2), "gather", "few keys", True, 0, "layer", "1f1b-1", "replicated", "together", 3, True),
     ((1, 2, 2, 2), "heads", "few keys", True, 20, "selective", "interleaved-2", "split", "deferred", 1, True),
     ((1, 1, 4, 1), "gather", "gpt2", True, 5, "none", "1f1b-1", "replicated", "together", 1, False),
+    ((2, 1, 2, 2), "gather", "few keys", True, 0, "layer", "1f1b-1", "replicated", "together", 3, True),
     ((1, 2, 2, 2), "gather", "bert-pre", False, 0, "none", "gpipe-1", "split", "deferred", 1, True),
     ((1, 1, 3, 1), "gather", "llama", False, 20, "layer", "1f1b-1", "replicated", "together", 0, False),
     ((1, 2, 4, 1), "gather", "llama", True, 5, "selective", "1f1b-1", "replicated", "deferred", 1, False),
@@ -118,7 +118,7 @@ def check(row: tuple, precision: str = "fp32") -> Comparison:
     return compare(reference(*row[2:5], precision), actual)
 
 
-@pytest.mark.parametrize("row", [*DEFAULT[:3], *map(full, DEFAULT[3:])], ids=name)
+@pytest.mark.parametrize("row", [*DEFAULT[:2], *map(full, DEFAULT[2:])], ids=name)
 def test_grid(row):
     result = check(row)
     assert result.within(), result

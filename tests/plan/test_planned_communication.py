@@ -37,7 +37,9 @@ SOME = {
         mesh=(2, 2, 2), family="bert", layer_order="post", vocabulary="split", sequence_parallel=True, remat="layer",
     ),
     "muon": dict(mesh=(4, 1, 2), precision="bf16", optimizer=MUON, **QWEN3),
-    "muon, copies": dict(mesh=(2, 2, 1, 2), num_layers=5, precision="fp16", zero=0, optimizer=MUON, **LLAMA),
+    "muon, copies, gathered keys": dict(
+        mesh=(1, 2, 2, 2), num_layers=5, precision="fp16", zero=0, optimizer=MUON, context_attention="gather", **LLAMA,
+    ),
     "adapters": dict(
         mesh=(2, 1, 4), precision="bf16", sequence_parallel=True, lora=LoraConfig(rank=4, targets=("mlp", "output")),
         **QWEN3,
