@@ -101,7 +101,7 @@ def draw(file: Path, figures: dict[str, Any]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(3.2 * len(figures), 5), dpi=110, layout="constrained")
+    figure = Figure(figsize=(max(5, 3.2 * len(figures)), 5), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, len(figures), squeeze=False)
     for column, (preset, of) in enumerate(figures.items()):

@@ -101,7 +101,7 @@ def expert_products(
     (`parallel/grouped.py`). With `factors` the backward pass leaves those of their weight gradients there, under their
     `name`: the rows with the blocks, and the outputs' gradients."""
     axes, in_float8 = sorted(varying_axes(rows)), linears[0].in_float8
-    weights = [vary(Weight(linear.weight[...], linear.copies), axes) for linear in linears]
+    weights = [Weight(vary(linear.weight[...], axes), vary(linear.copies, axes)) for linear in linears]
     beside = () if blocks is None else blocks
 
     def multiply(rows: Array, weights: list[Weight], *blocks: Array) -> list[Array]:

@@ -454,7 +454,7 @@ ROWS: dict[str, dict[str, Row]] = {
             ),
         ),
         "what A gives is summed over the tensor group before B": (
-            "parallel.layers._Product.multiply",
+            "parallel.layers._Product.added",
             (
                 "product(x, a, self.contracted, self.backend)",
                 'lax.psum(product(x, a, self.contracted, self.backend), "tensor")',
