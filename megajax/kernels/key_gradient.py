@@ -54,7 +54,9 @@ def key_gradients(
                 for there, here in ((q_g, q_s), (do_g, do_s)):
                     for n in range(parts):
                         columns = pl.ds(n * width, width)
-                        plgpu.copy_gmem_to_smem(there.at[sample, queries, head, columns], here.at[slot * parts + n], filled)
+                        plgpu.copy_gmem_to_smem(
+                            there.at[sample, queries, head, columns], here.at[slot * parts + n], filled
+                        )
                 tiles.load_rows(rows_g, rows_s, (sample, head, queries), slot, filled)
 
             ring.fill(turn, turn < turns.count, copy)
