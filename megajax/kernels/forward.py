@@ -30,11 +30,13 @@ def forward(q_BTHK: Array, k_BSNK: Array, v_BSNK: Array, rows: list[Array], form
     columns, group = keys_at_once(size), heads // k_BSNK.shape[2]
     scale = size**-0.5 * tiles.LOG2_E
     spans = spans_of_queries(rows[0], GROUPS * ROWS, columns, k_BSNK.shape[1])
+    blocks = length // (GROUPS * ROWS)
     operands = [q_BTHK, k_BSNK, v_BSNK, spans, *rows]
 
     def kernel(*refs: Any, q_s: Any, k_s: Any, v_s: Any, p_s: Any, rows_s: Any, sums_s: Any, ready: Any, ring: Any):
         q_g, k_g, v_g, spans_g, *rows_g, out_g, sums_g = refs
-        sample, head, number, worker = (lax.axis_index(name) for name in ("sample", "head", "block", "worker"))
+        sample, head, turn_of_block, worker = (lax.axis_index(name) for name in ("sample", "head", "block", "worker"))
+        number = blocks - 1 - turn_of_block  # late queries, which see most where attention is causal, come first
         turns = Turns([spans_g.at[sample, number]])
         own = pl.ds((number * GROUPS + worker) * ROWS, ROWS)
 
@@ -97,6 +99,6 @@ def forward(q_BTHK: Array, k_BSNK: Array, v_BSNK: Array, rows: list[Array], form
     return tiles.call(
         kernel,
         out_type=(jax.ShapeDtypeStruct(q_BTHK.shape, dtype), sums),
-        grid={"head": heads, "block": length // (GROUPS * ROWS), "sample": batch},
+        grid={"head": heads, "block": blocks, "sample": batch},
         scratch_types=scratch,
     )(*operands)

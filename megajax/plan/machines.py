@@ -22,9 +22,9 @@ a100 and b200:
 
 - products 0.70: two published runs on H100s, MaxText's of 7B and Megatron-LM's of 16B (docs/plan-time.md).
 - attention 0.40: the 9 ms that gpu-compiled.md's figures assume for the 3.6 TFLOP of 8,192 tokens of gpt2-1.2b.
-- our own kernel (`Kernel`), which no GPU has run: the products at the same share of the peak, heads padded to multiples
-  of 64; and the hash of dropout, 512 cycles of a multiprocessor for 64 x 64 scores, in which it could do products of
-  512 FLOP a score (counted in the kernel's instructions), in each of its three passes.
+- our own kernels for attention (`Kernel`), which no GPU has run: without dropout as fused attention, though their code
+  compiled for an H200 needs fewer cycles than that; with dropout the cycles that it has more (heads of 128 features, 64
+  x 64 scores: 980 instead of 275 forward, 1,731 instead of 820 backward; `benchmarks/attention_kernels.py`, JAX 0.12).
 - traffic 4.3 of 4.8 TB/s: gpu-compiled.md's assumption.
 - in a server: all-reduces at 475 of 450 GB/s, since switches add (8 H200, NVIDIA/nccl-tests#272; 480 on H100,
   NVIDIA/nccl#1374), other collectives, and all on a100, at 370 of 450 (nccl#1374).
@@ -67,11 +67,11 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Our own kernel for attention (`megajax/kernels/`), by an estimate."""
+    """Our own kernels for attention (`megajax/kernels/`), by an estimate."""
 
-    padding: int = 64  # heads are padded to a multiple of so many features
-    hash: float = 512.0  # of dropout, for a score and pass: FLOP of products that would take as long at the peak
-    passes: int = 2  # backward that each hash once: for the queries, and for keys and values
+    # Of dropout, whose bits each kernel hashes: cycles of a multiprocessor for 64 x 64 scores, forward and backward. In
+    # a cycle it does 4,096 FLOP of products at the peak, one for a score.
+    dropped: tuple[float, float] = (980.0 - 275.0, 1731.0 - 820.0)
 
 
 @dataclass(frozen=True)

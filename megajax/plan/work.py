@@ -172,10 +172,11 @@ class Work:
         """Of a layer: seconds of computing forward and backward, and of the scores' traffic in both."""
         if self.kernel is not None:
             return *self._by_kernel(self.kernel), 0.0
-        if self.layer.fused:
-            seconds = self._seen * 4 * self.config.model.head_size / (self.peak * self.machine.efficiency.attention)
-            return seconds, 2.5 * seconds, 0.0
-        return self._by_blocks()
+        return (*self._fused(), 0.0) if self.layer.fused else self._by_blocks()
+
+    def _fused(self) -> tuple[float, float]:
+        seconds = self._seen * 4 * self.config.model.head_size / (self.peak * self.machine.efficiency.attention)
+        return seconds, 2.5 * seconds
 
     @property
     def _seen(self) -> float:
@@ -186,11 +187,9 @@ class Work:
         return self.sizes.rows * self.sizes.attention_heads * length * of_token
 
     def _by_kernel(self, kernel: Kernel) -> tuple[float, float]:
-        model, efficiency = self.config.model, self.machine.efficiency
-        padded = -(-model.head_size // kernel.padding) * kernel.padding
-        products = self._seen * 4 * padded / (self.peak * efficiency.attention)
-        hashes = self._seen * kernel.hash / self.peak if model.dropout else 0.0
-        return products + hashes, 2.5 * products + kernel.passes * hashes
+        forward, backward = self._fused()
+        more = [self._seen * each / self.peak if self.config.model.dropout else 0.0 for each in kernel.dropped]
+        return forward + more[0], backward + more[1]
 
     def _by_blocks(self) -> tuple[float, float, float]:
         model, passes, efficiency = self.config.model, self.machine.traffic, self.machine.efficiency
