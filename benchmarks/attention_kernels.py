@@ -9,7 +9,6 @@ of the same PTX assembled by itself. NOTHING HERE RAN ON A GPU: cycles are instr
 
 import argparse
 import json
-import math
 import os
 import re
 import subprocess
@@ -114,7 +113,7 @@ def figures(kernel: str, size: int, rate: float, folder: Path | None) -> dict:
     registers = re.search(r"Used (\d+) registers", text)
     assert spills and registers
     columns, products, loaded, buffers = _tile(kernel, size, rate)
-    inside, masked = (loops(ptx) + [[], []])[:2]
+    inside, masked = [*loops(ptx), [], []][:2]
     count = {kind: sum(name.startswith(prefixes) for name in inside) for kind, prefixes in KINDS.items()}
     count["other"] = len(inside) - sum(count.values()) - inside.count("HGMMA")
     threads = GROUPS * 128
@@ -185,15 +184,9 @@ def main() -> None:
         for size in arguments.sizes:
             for kernel in arguments.kernels:
                 rows.append(figures(kernel, size, rate, arguments.keep))
-                values = (rows[-1][name] for name in names)
-                print(
-                    "| "
-                    + " | ".join(
-                        f"{math.floor(x + 0.5)}" if isinstance(x, float) and x >= 1 else str(x) for x in values
-                    )
-                    + " |",
-                    flush=True,
-                )  # noqa: E501
+                values = [rows[-1][name] for name in names]
+                cells = [f"{x:.0f}" if isinstance(x, float) and x >= 1 else str(x) for x in values]
+                print("| " + " | ".join(cells) + " |", flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
 

@@ -74,7 +74,7 @@ class Traffic:
             elif operation == "call" or operation.startswith("async"):
                 total += sum(self._of(one) for one in called)
             elif operation == "custom-call":
-                self.attention += "fmha" in rest
+                self.attention += "fmha" in rest or "mosaic_gpu" in rest
                 self.products += "cublas" in rest or "gemm" in rest
             elif operation in ("fusion", "fusion-start") and "gemm" in rest:
                 self.products += 1

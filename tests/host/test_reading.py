@@ -178,8 +178,8 @@ def test_places_that_nothing_can_be_made_at(tmp_path: Path) -> None:
     """In a file, in a link to nothing, with a name that leaves no room for a temporary one beside it."""
     (tmp_path / "file").write_text("mine")
     (tmp_path / "nothing").symlink_to(tmp_path / "new")
-    assert f"{tmp_path / 'file'} is no folder" in problem(check_place, tmp_path / "file" / "a" / "b")
-    assert f"{tmp_path / 'nothing'} is no folder" in problem(check_place, tmp_path / "nothing" / "a")
+    assert f"{tmp_path / 'file'} is not a folder" in problem(check_place, tmp_path / "file" / "a" / "b")
+    assert f"{tmp_path / 'nothing'} is not a folder" in problem(check_place, tmp_path / "nothing" / "a")
     assert "at most 200 bytes" in problem(check_place, tmp_path / ("a" * 201))
     assert "valid: a path in UTF-8" in problem(check_place, tmp_path / os.fsdecode(b"a\xff"))
     check_path(tmp_path / os.fsdecode(b"a\xff"), "--flag")  # it can be read

@@ -100,7 +100,7 @@ def test_what_is_too_long_is_cut_or_left_out():
     cut = rows([long, asked("What? " * 30, " That."), asked("a", "b")], length=16)
     assert cut.records == [long, asked("a", "b")] and len(cut) == 2
     assert list(cut.counts.values()) == [2, 1] and cut[0]["targets"][-1] != IGNORED
-    assert [what[:13] for what in cut.counts] == ["records truncated t", "records witho"]
+    assert [what[:13] for what in cut.counts] == ["records trunc", "records whose"]
     whole = asked("What?", " That.")
     ((ids, _),) = encoded([whole], GPT2)
     assert not rows([whole], length=len(ids) - 1).counts and rows([whole], length=len(ids) - 2).counts

@@ -56,7 +56,7 @@ def test_files_of_folders_are_in_the_order_of_their_numbers(tmp_path: Path) -> N
     assert [exam.name for exam in exams] == [f"{tmp_path}/r/{name}#1" for name in names]
     assert [exam.group for exam in exams] == ["high"] * 2 + ["middle"] * 5 + [""]
     (tmp_path / "deep" / "lost").symlink_to("nowhere")
-    with pytest.raises(UserError, match=r"^--data\.dev: cannot read .*/high/deep/lost: it is a link to nowhere: "):
+    with pytest.raises(UserError, match=r"^--data\.dev: cannot read .*/high/deep/lost: a link to nowhere: "):
         read("race", tmp_path / "r")
 
 
