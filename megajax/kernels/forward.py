@@ -84,7 +84,7 @@ def forward(q_BTHK: Array, k_BSNK: Array, v_BSNK: Array, rows: list[Array], form
         plgpu.wait_smem_to_gmem(0)
 
     rows_s = tiles.rows_types(GROUPS, statistics=False, dropout=form.rate > 0)
-    kind = {"dtype": dtype, "swizzle": tiles.swizzle_of(size, columns)}
+    kind: dict[str, Any] = {"dtype": dtype, "swizzle": tiles.swizzle_of(size, columns)}
     scratch = {
         "q_s": tile(GROUPS, ROWS, size, **kind),
         "k_s": tile(STAGES, columns, size, **kind),

@@ -96,7 +96,7 @@ def key_gradients(
         plgpu.wait_smem_to_gmem(0)
 
     rows_s = tiles.rows_types(STAGES, statistics=True, dropout=form.rate > 0)
-    kind = {"dtype": dtype, "swizzle": tiles.swizzle_of(width)}
+    kind: dict[str, Any] = {"dtype": dtype, "swizzle": tiles.swizzle_of(width)}
     scratch = {
         "k_s": tile(GROUPS, ROWS, width, **kind),
         "v_s": tile(GROUPS, ROWS, width, **kind),

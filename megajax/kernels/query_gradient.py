@@ -75,7 +75,7 @@ def query_gradient(
         plgpu.wait_smem_to_gmem(0)
 
     rows_s = tiles.rows_types(GROUPS, statistics=True, dropout=form.rate > 0)
-    kind = {"dtype": dtype, "swizzle": tiles.swizzle_of(size, columns)}
+    kind: dict[str, Any] = {"dtype": dtype, "swizzle": tiles.swizzle_of(size, columns)}
     scratch = {
         "q_s": tile(GROUPS, ROWS, size, **kind),
         "do_s": tile(GROUPS, ROWS, size, **kind),
