@@ -223,7 +223,8 @@ def _seen_scores(
     seen_NTS = visible.mask(query_T, key_S, queries)
     if seen_NTS is None:
         return keys, (query_T, key_S), scores_NRS
-    seen_NRS = jnp.tile(seen_NTS, (1, q_NGTK.shape[1], 1))
+    # Padding alone is the same for all queries, and so for all rows.
+    seen_NRS = seen_NTS if seen_NTS.shape[1] == 1 else jnp.tile(seen_NTS, (1, q_NGTK.shape[1], 1))
     return keys, (query_T, key_S), jnp.where(seen_NRS, scores_NRS, jnp.asarray(-jnp.inf, scores_NRS.dtype))
 
 
