@@ -27,7 +27,7 @@ NEEDS_DASK = pytest.mark.skipif(
 def test_the_same_bytes_though_a_worker_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr("megajax.preparation.division.SHARD_BYTES", (1 << 15, 1 << 15, 1 << 15))
     monkeypatch.setattr("megajax.preparation.corpus._GROUP", (16, 64))
-    planted = plant(tmp_path, documents=120, near=30, leaked=10, exact=5)
+    planted = plant(tmp_path, documents=80, near=20, leaked=6, exact=4)
     prepare(planted, tmp_path / "alone")
 
     def kill(victim: int) -> None:
