@@ -140,9 +140,7 @@ def test_without_dask(tmp_path, monkeypatch):
 def test_a_worker_with_another_environment():
     here = cluster._environment()
     assert cluster._perform(here, operator.neg, (1,))[0] == -1
-    with pytest.raises(
-        UserError, match=r"a worker on \S+ has megajax \S+, where .* there is megajax 0; valid: the same"
-    ):
+    with pytest.raises(UserError, match=r"a worker on \S+ has megajax \S+, where .* there is megajax 0; valid: "):
         cluster._perform((here[0], "megajax 0", *here[2:]), operator.neg, (1,))
 
 
