@@ -7,8 +7,9 @@ DIR are texts, or python-stdlib: of their documents a corpus of so many megabyte
 are near copies and one is an exact copy of an earlier one, once as text and once as `.jsonl.zst`. The scheduler and the
 workers are processes of this machine, reached by 127.0.0.1 alone, each worker with one thread. `compare` takes turns
 (processes, a cluster that is ready, processes, ...) and prints of each the wall time, the seconds of CPU of all
-processes, those of the first process, and the largest memory that each kind of process had. `chaos` kills at random moments, starts the killed
-anew, repeats the command where it ended with a line that says that it goes on, and compares all bytes.
+processes, those of the first process, and the largest memory that each kind of process had. `chaos` kills at random
+moments, starts the killed anew, repeats the command where it ended with a line that says that it goes on, and compares
+all bytes.
 """
 
 import argparse
