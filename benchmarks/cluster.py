@@ -6,9 +6,10 @@
 DIR are texts, or python-stdlib: of their documents a corpus of so many megabytes is made, in which two of ten documents
 are near copies and one is an exact copy of an earlier one, once as text and once as `.jsonl.zst`. The scheduler and the
 workers are processes of this machine, reached by 127.0.0.1 alone, each worker with one thread. `compare` takes turns
-(processes, cluster, processes, ...) and prints of each the wall time, the seconds of CPU of all processes, those of the
-first process, and the largest memory that each kind of process had. `chaos` kills at random moments, starts the killed
-anew, repeats the command where it ended with a line that says that it goes on, and compares all bytes.
+(processes, a cluster that is ready, processes, ...) and prints of each the wall time, the seconds of CPU of all
+processes, those of the first process, and the largest memory that each kind of process had. `chaos` kills at random
+moments, starts the killed anew, repeats the command where it ended with a line that says that it goes on, and compares
+all bytes.
 """
 
 import argparse
@@ -77,6 +78,13 @@ class Cluster:
     def _start(command: list[str]) -> subprocess.Popen:
         return subprocess.Popen([sys.executable, "-m", "dask", *command], stderr=subprocess.DEVNULL)
 
+    def wait(self) -> None:
+        """Wait until all workers are there."""
+        from distributed import Client
+
+        with Client(self.address, timeout=120, set_as_default=False) as client:
+            client.wait_for_workers(len(self.processes) - 1, timeout=300)
+
     def renew(self) -> None:
         """Start again what has ended."""
         for number, process in enumerate(self.processes):
@@ -138,7 +146,7 @@ def measured(inputs: list[str], prefix: Path, tokenizer: str, workers: int, on_c
     usage, cluster = Usage(), None
     if on_cluster:
         cluster = Cluster(workers)
-        time.sleep(10)  # they start
+        cluster.wait()
         for process in cluster.processes:
             usage.look(process.pid, [])
     before = sum(usage.cpu.values())

@@ -27,6 +27,7 @@ from megajax.preparation.workers import Done, Workers, perform
 
 _PATIENCE = 300.0  # seconds in which a lost scheduler has to be there again
 _CONNECT = 10.0  # seconds for one attempt
+_CLOSE = 60.0  # seconds in which a local cluster ends
 _WAIT = 5.0  # seconds after which one looks whether there are workers at all
 _AHEAD = 4  # tasks given out for each thread of the cluster
 _SAME = ("megajax", "numpy", "ftfy", "tokenizers", "rensa", "sentencex", "pyarrow")  # packages that decide bytes
@@ -58,8 +59,8 @@ def _local(count: int) -> Iterator[str]:
     import dask
     from distributed import LocalCluster
 
-    config = {"distributed.worker.daemon": True, "distributed.admin.tick.limit": "1h"}
-    with dask.config.set(config), held_back():  # a terminal sends signals to all; the parent ends its workers
+    patient = {f"distributed.comm.timeouts.{name}": "120s" for name in ("connect", "tcp")}  # on a busy machine
+    with dask.config.set(patient), held_back():  # a terminal sends signals to all; the parent ends its workers
         cluster = LocalCluster(
             n_workers=count,
             threads_per_worker=1,
@@ -71,7 +72,8 @@ def _local(count: int) -> Iterator[str]:
     try:
         yield cluster.scheduler_address
     finally:
-        cluster.close(timeout=_CONNECT)
+        with contextlib.suppress(Exception):  # what is left ends with this process
+            cluster.close(timeout=_CLOSE)
 
 
 class _Dask(Workers):

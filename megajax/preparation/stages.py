@@ -2,7 +2,6 @@
 §5.2). Between them a tokenizer is trained, unless one was given.
 """
 
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -238,8 +237,11 @@ def save_tokenizer(work: WorkFolder, tokenizer: Tokenizer) -> None:
     with work.writable(work / "tokenizer"):
         new = Path(tempfile.mkdtemp(prefix="tokenizer.", suffix=".partial", dir=work.folder))
         tokenizer.save(new)
-        with contextlib.suppress(FileExistsError):  # of another worker, the same
+        try:
             new.rename(work / "tokenizer")
+        except OSError:
+            if not (work / "tokenizer").is_dir():  # else another worker was faster; it is the same
+                raise
 
 
 def _hits(document: int, grams: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -27,7 +27,7 @@ NEEDS_DASK = pytest.mark.skipif(
 def test_the_same_bytes_though_a_worker_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr("megajax.preparation.division.SHARD_BYTES", (1 << 15, 1 << 15, 1 << 15))
     monkeypatch.setattr("megajax.preparation.corpus._GROUP", (16, 64))
-    planted = plant(tmp_path, documents=120, near=30, leaked=10, exact=5)
+    planted = plant(tmp_path, documents=80, near=20, leaked=6, exact=4)
     prepare(planted, tmp_path / "alone")
 
     def kill(victim: int) -> None:
@@ -47,7 +47,7 @@ def test_the_same_bytes_though_a_worker_is_killed(tmp_path, monkeypatch):
     done = again["workers"]
     assert done.keys() == {"reading", "cleaning", "tokenizer", "analysis", "duplicates", "writing"}
     pieces = sum(worker["pieces"] for worker in done["cleaning"].values())
-    assert pieces == sum(worker["pieces"] for worker in done["analysis"].values()) > 8
+    assert pieces == sum(worker["pieces"] for worker in done["analysis"].values()) > 4
     assert str(os.getpid()) not in {who.rpartition(":")[2] for stage in done.values() for who in stage}
 
 
@@ -140,9 +140,7 @@ def test_without_dask(tmp_path, monkeypatch):
 def test_a_worker_with_another_environment():
     here = cluster._environment()
     assert cluster._perform(here, operator.neg, (1,))[0] == -1
-    with pytest.raises(
-        UserError, match=r"a worker on \S+ has megajax \S+, where .* there is megajax 0; valid: the same"
-    ):
+    with pytest.raises(UserError, match=r"a worker on \S+ has megajax \S+, where .* there is megajax 0; valid: "):
         cluster._perform((here[0], "megajax 0", *here[2:]), operator.neg, (1,))
 
 
