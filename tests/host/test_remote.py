@@ -144,7 +144,7 @@ def test_elsewhere_urls_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     for path in ("gs://bucket/run", "s3://bucket/run", Path("gs://bucket/run"), "hf://some/thing"):
         for check in (check_path, check_place):
-            with pytest.raises(UserError, match=r"--run-dir \S+: \w+:// is only for .*; valid: a path on a file system"):
+            with pytest.raises(UserError, match=r"--run-dir \S+: \w+:// is only for .*; valid: a path on a file"):
                 check(path, "--run-dir")
     assert not scheme("a/path") and not scheme("C:") and scheme("S3://b") == "s3"
     with pytest.raises(UserError, match="--run-dir gs://bucket/run"):
