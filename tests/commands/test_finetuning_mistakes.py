@@ -98,7 +98,7 @@ TRAINING: list[tuple[str, ...]] = [
     *(
         (
             f"{tune(task)} --data.{kind} FILES/{given}-dev{SUFFIXES[given]}",
-            rf"--data\.{kind}: .*looks like a .* file.*{given}.*, not of .*{task}; valid: ",
+            rf"--data\.{kind}: .*looks like a .*{given}.* file, not .*{task}.*; valid: ",
         )
         for line in ("mnli qqp", "mnli squad1", "squad2 race", "race squad1", "qqp mnli")
         for task, given in [line.split()]
@@ -112,7 +112,7 @@ TRAINING: list[tuple[str, ...]] = [
     *(
         (
             f"{tune(task)} --data.{kind} FILES/{task}-cut{SUFFIXES[task]}",
-            f"--data.{kind}: FILES/{task}-cut.*(ends in the middle|truncated).*valid: ",
+            f"--data.{kind}: FILES/{task}-cut.*(is cut off|truncated).*valid: ",
         )
         for task in ("mnli", "squad2", "race")
         for kind in ("train", "dev")

@@ -93,4 +93,4 @@ def test_a_copied_configuration_begins_a_run_of_its_own(commands: Commands, half
     assert contents(half.folder) == before
     moved = shutil.copytree(half.folder, tmp_path / "moved")
     done = commands.run("train.py", moved / "config.toml", "--resume", "never")
-    assert f"--run-dir {moved} is not empty" in done.err and not done.out
+    assert f"--run-dir {moved} already holds a run" in done.err and not done.out

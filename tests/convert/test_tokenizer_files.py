@@ -89,7 +89,7 @@ def test_settings_that_contradict_the_tokenizer(kind: str, settings: str, words:
         ("bert", {"merges.txt": ""}, "merges.txt without tokenizer.json; valid: tokenizer.json, as"),
         ("gpt2", {"vocab.json": "{}"}, "vocab.json without tokenizer.json; valid: tokenizer.json, as"),
         ("gpt2", {"tokenizer.model": ""}, "tokenizer.model without tokenizer.json; valid: tokenizer.json, as"),
-        ("gpt2", {"tokenizer.json": '{"model": null}'}, "no tokenizer: "),
+        ("gpt2", {"tokenizer.json": '{"model": null}'}, "not a tokenizer: "),
     ],
 )
 def test_of_another_kind_or_not_whole(kind: str, files: dict[str, str], words: str, tmp_path: Path) -> None:
