@@ -125,6 +125,11 @@ PICTURES = {
         ("configs/gpt2-8.3b.toml", "megajax/plan/picture.py"),
         shows=lambda: _rates(MACHINES["h100"]),
     ),
+    "float8.png": Picture(
+        "benchmarks/float8.py --draw OUT/float8.png",
+        "float8.png",
+        ("benchmarks/float8.py", "docs/benchmarks/float8.json"),
+    ),
     "demo-loss.png": _demo("demo"),
     "bert-demo-loss.png": _demo("bert-demo"),
     "layer-order.png": Picture(

@@ -96,7 +96,7 @@ def open_corpus(output_dir: str | Path, vocab_size: int) -> Corpus:
     tokens = open_dataset(prefix, advice)
     if tokens.num_tokens != report.tokens:
         raise UserError(
-            f"{tokens.name} has {tokens.num_tokens} tokens, instead of the {report.tokens} it had "
+            f"{tokens.name} has {tokens.num_tokens} tokens instead of the {report.tokens} it had "
             f"when {folder} was made; {advice}"
         )
     blocks = _read_blocks(folder / _BLOCKS, report, advice)

@@ -189,9 +189,8 @@ class _Run:
         if not totals.rules[KEPT]:
             dropped = ", ".join(f"{totals.rules[rule]} {name}" for rule, name in RULES.items() if totals.rules[rule])
             raise UserError(
-                f"INPUT: none of the {len(corpus)} documents is left: {dropped}; --min-tokens "
-                f"{self._options.min_tokens} drops shorter ones; valid: less, longer text, or --duplicates and "
-                "--decontaminate-how that drop less"
+                f"INPUT: none of the {len(corpus)} documents is left: {dropped}; valid: a lower --min-tokens "
+                f"than {self._options.min_tokens}, longer documents, or a milder --duplicates or --decontaminate-how"
             )
         layout = writing.Layout.of(summaries, tokenizer_size)
         layout.save(self._data)

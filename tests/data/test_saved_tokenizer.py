@@ -109,9 +109,9 @@ def test_a_vocabulary_with_holes_and_another_end(tmp_path):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("tokenizer.json", {"model": None}, "no tokenizer: "),
+        ("tokenizer.json", {"model": None}, "not a tokenizer: "),
         ("tokenizer.json", {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}, "no "),
-        ("tokenizer.json", {"added_tokens": 3}, "no tokenizer: "),
+        ("tokenizer.json", {"added_tokens": 3}, "not a tokenizer: "),
         ("tokenizer.json", "\x80\x04pickle", "not JSON"),
         ("tokenizer.json", "[]", "not a JSON object"),
         ("tokenizer_config.json", {"eos_token": "<none>"}, "eos_token '<none>' is no token; valid: a token of"),

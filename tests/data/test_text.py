@@ -127,7 +127,7 @@ def test_linked_folders_are_read_once(tmp_path):
 def test_a_link_to_nowhere_is_told(tmp_path, target):
     write(tmp_path / "a.txt", "text")
     (tmp_path / "lost.txt").symlink_to(target)  # the second one leads to itself
-    problem = rf"^--data\.path: cannot read .*lost\.txt: it is a link to {target}: .*; valid: files to read$"
+    problem = rf"^--data\.path: cannot read .*lost\.txt: a link to {target}: .*; valid: files to read$"
     with pytest.raises(UserError, match=problem):
         TextDocuments(tmp_path)
 

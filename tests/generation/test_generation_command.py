@@ -93,7 +93,7 @@ def test_texts_are_the_same_on_every_mesh_and_as_they_stream(run, command, tmp_p
         ("--prompt a --mesh.tensor 3", "--mesh.tensor 3 .*; valid"),
         ("--prompt a --step 3", "--step 3; valid: latest, best, or one of 7"),
         ("--prompt a --prompt aaaaaaaaaaaaaaaaa", "prompt 2 has 17 tokens; valid: at most 16"),
-        ("", "--prompt and --prompt-file are not given"),
+        ("", "--prompt and --prompt-file are missing"),
         ("--prompt a --prompt-file FOLDER/empty.txt", "--prompt and --prompt-file are both given"),
         ("--prompt-file FOLDER/empty.txt", "empty.txt: no prompt in it"),
         ("--prompt-file FOLDER/latin1.txt", "latin1.txt: not UTF-8"),

@@ -170,7 +170,7 @@ def test_what_a_model_cannot_do_says_what_is_valid() -> None:
         (lambda: model.generate([[1]], top_p=2.0), "top-p 2.0; valid: more than 0"),
         (lambda: model.evaluate("text.txt"), "no tokenizer; valid"),
         (lambda: megajax.evaluate("run", "perplexty"), "task 'perplexty'; valid: .*perplexity"),
-        (lambda: megajax.restore("gs://bucket/run"), "gs:// is for texts .*; valid: a path on a file system"),
+        (lambda: megajax.restore("gs://bucket/run"), "gs:// is only for texts .*; valid: a path on a file system"),
         (lambda: megajax.load_preset("demo", {"train.stps": 3}), "unknown key|unknown flag"),
         (lambda: megajax.load_preset("demo", ["x"]), r"overrides \['x'\]; valid: values by key, such as {\"train"),  # type: ignore[arg-type]
         (lambda: megajax.init(dataclasses.replace(config, simulate_devices=3)), "--simulate-devices 3: JAX was used"),

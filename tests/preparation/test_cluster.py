@@ -100,7 +100,7 @@ def test_a_scheduler_that_is_lost_and_comes_again(monkeypatch):
     monkeypatch.setattr(cluster, "_PATIENCE", -1)
     connections = iter([Scheduler(1), OSError("refused")])
     workers = cluster._Dask("tcp://somewhere:1")
-    with pytest.raises(RunError, match=r"^--cluster tcp://\S+: the scheduler is lost \(refused\); the same command"):
+    with pytest.raises(RunError, match=r"^--cluster tcp://\S+: the scheduler is lost \(refused\); rerun the command"):
         list(workers.run("a stage", operator.neg, [(1,), (2,)]))
 
 

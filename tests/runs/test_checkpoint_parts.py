@@ -117,6 +117,6 @@ def test_damage_is_found_in_the_part_that_is_read(tmp_path: Path) -> None:
     file = tmp_path / "checkpoints/0/state/manifest.ocdbt"
     file.unlink()
     os.mkfifo(file)
-    for read_it, problem in ((lambda: read([positions]), "no file"), (checkpoints.restore_newest, "missing")):
+    for read_it, problem in ((lambda: read([positions]), "not a file"), (checkpoints.restore_newest, "missing")):
         with pytest.raises(RunError, match=rf"state/manifest\.ocdbt is {problem}"):
             read_it()

@@ -88,7 +88,9 @@ def test_corpora_are_tokenized_as_the_run_of_init_has_it(tmp_path: Path) -> None
         keep_init_tokenizer(pretraining, tmp_path / "new")
     (tmp_path / "bare").mkdir()
     other = dataclasses.replace(pretraining, init=str(tmp_path / "bare"))
-    with pytest.raises(UserError, match=r"^--init .*bare has no tokenizer; valid: --tokenizer\.path with that of"):
+    with pytest.raises(
+        UserError, match=r"^--init .*bare has no tokenizer; valid: --tokenizer\.path with the tokenizer of"
+    ):
         keep_init_tokenizer(other, tmp_path / "third")
 
 
@@ -178,7 +180,7 @@ def test_prepared_datasets(tmp_path):
         make_run_data(config_of("gpt2", path=cut), tmp_path / "b")
     made(config_of("gpt2", path=plain), tmp_path / "c")
     sources = (Source(path=plain, weight=1.0),)
-    with pytest.raises(UserError, match=r"--data\.sources: every document of .*plain is one sequence"):
+    with pytest.raises(UserError, match=r"--data\.sources: every document of .*plain is a single sequence"):
         make_run_data(config_of(sources=sources), tmp_path / "d")
     with pytest.raises(UserError, match=r"the tokenizer of .* has no \[CLS\] and no \[SEP\] .*; valid: a WordPiece"):
         make_run_data(
