@@ -1,6 +1,7 @@
 """LoRA as `peft` computes it on models of `transformers`: loss, gradients and updates, and what is exported."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ class Tuning:
         import_hf(source, folder / "base")
         self.config: Config = dataclasses.replace(
             source.config,
+            precision="fp64",  # only transformers rounds to fp32, in its norms
             init=str(folder / "base"),
             run_dir=str(self.run),
             lora=LoraConfig(rank=4, alpha=6.0, targets=targets),
@@ -99,6 +101,12 @@ def assert_logits(tuning: Tuning, peer: Any, number: int) -> None:
         theirs = peer(torch.tensor(batch["tokens"]).long()).logits.numpy()
     ours = np.asarray(logits(program)(tuning.state.params, program.put_batch(batch, program.local_rows)))
     np.testing.assert_allclose(ours[..., :VOCABULARY], theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
+
+
+@pytest.fixture(autouse=True)
+def fp64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
 
 
 @pytest.mark.parametrize(("kind", "mesh", "targets"), CASES)
