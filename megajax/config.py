@@ -32,7 +32,10 @@ _SIMULATED = between(0, MOST_SIMULATED)
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Sizes of the mesh axes: one field for each line of the table in `megajax/axes.py`."""
+    """Sizes of the mesh axes.
+
+    One field for each line of the table in `megajax/axes.py`.
+    """
 
     data: Annotated[int, "data-parallel replicas, each training on its own rows of the batch", _AXIS] = 1
     expert: Annotated[int, "devices that the experts are sharded over; each also trains on its own rows", _AXIS] = 1
@@ -79,7 +82,7 @@ class MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Length and batch of the training run."""
+    """Training steps and batch."""
 
     steps: Annotated[int, "step at which training ends; 0: use train.epochs", AT_LEAST_ZERO, Small(fixed=10)] = 0
     epochs: Annotated[
@@ -120,7 +123,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When checkpoints are written, and which are kept."""
+    """When to write checkpoints, and which to keep."""
 
     every: Annotated[int, "steps between checkpoints; the last step always gets one"] = 100
     minutes: Annotated[float, "also checkpoint after this many minutes; 0: by steps only", AT_LEAST_ZERO] = 0
@@ -143,7 +146,7 @@ class SampleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
-    """Several processes; SLURM, Open MPI and Kubernetes are detected without these flags."""
+    """Several processes (not needed under SLURM, Open MPI and Kubernetes, which are detected)."""
 
     coordinator: Annotated[str, "HOST:PORT of process 0"] = ""
     num_processes: Annotated[int, "processes of the run; 0: not given", between(0, 100_000)] = 0
@@ -182,9 +185,9 @@ def profiled_steps(text: str, finished: int, steps: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A run."""
+    """The run."""
 
-    seed: Annotated[int, "random seed random seed of weights, dropout, data order and sampling", SEED, SAMPLES] = 0
+    seed: Annotated[int, "random seed of weights, dropout, data order and sampling", SEED, SAMPLES] = 0
     seeds: Annotated[
         int,
         "fine-tuning: number of runs with consecutive seeds, each in its own folder",

@@ -24,7 +24,7 @@ def import_hf(argv: Sequence[str]) -> None:
         "megajax convert import-hf PATH RUN [--flag value ...]",
     )
     parser.add_path("path", metavar="PATH", help="folder with config.json and model.safetensors, or a hub name")
-    parser.add_path("run", metavar="RUN", help="run directory to make")
+    parser.add_path("run", metavar="RUN", help="run directory to create")
     parser.add_config_flags("model.dropout", "model.vocab_multiple", "model.sequence_length")
     args = _parse(parser, argv)
     from megajax.convert.importing import check_new, import_hf, local_folder, open_source, training_flags
@@ -60,7 +60,7 @@ def export_hf(argv: Sequence[str]) -> None:
         "Write a checkpoint as a folder that transformers can load.",
         "megajax convert export-hf RUN PATH [--step N|latest|best] [--dtype fp32|bf16|fp16] [--adapter]",
     )
-    parser.add_path("run", metavar="RUN", help="run directory of the training")
+    parser.add_path("run", metavar="RUN", help="run directory of the model")
     parser.add_path("path", metavar="PATH", help="folder to make")
     parser.add_argument("--step", default="latest", help="a step, latest, or best (lowest validation loss) [latest]")
     parser.add_argument(
@@ -93,7 +93,7 @@ def export_hf(argv: Sequence[str]) -> None:
     else:
         step, tokenizer = export_hf(run_dir, config, folder, args.step, dtype=args.dtype)
         size, what = {"parameters": _parameters(config)}, ""
-        end = "" if tokenizer else ", without a tokenizer: it has none"
+        end = "" if tokenizer else ", without a tokenizer, since the run has none"
     text = f"exported {what}step {step} of {run_dir} to {folder}{end}"
     print(json.dumps({"path": str(folder), "step": step, **size}) if args.json else text)
 

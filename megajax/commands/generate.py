@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> None:
         "megajax generate --checkpoint RUN --prompt TEXT [--prompt TEXT ...] | --prompt-file FILE | --interactive "
         "[--chat] [--flag value ...]",
     )
-    checkpoint = Option("checkpoint", str, MISSING, "run directory of the training", traits=(IS_PATH,))
+    checkpoint = Option("checkpoint", str, MISSING, "run directory of the model", traits=(IS_PATH,))
     add_flag(parser, checkpoint, required=True)
     parser.add_weights()
     parser.add_argument("--step", default="latest", help="a step, latest, or best (lowest validation loss) [latest]")

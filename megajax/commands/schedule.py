@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_config_flags("mesh.pipe", *(f"pipeline.{field}" for field in fields))
     add_flag(parser, Option("microbatches", int, MISSING, "microbatches per step"), required=True)
     for name, what in _PASSES.items():
-        add_flag(parser, Option(f"{name}_time", float, 1.0, f"of a stage and microbatch: {what}", _TIME))
+        add_flag(parser, Option(f"{name}_time", float, 1.0, f"relative time of a stage per microbatch: {what}", _TIME))
     add_flag(parser, Option("plot", str, "", "draw the timeline to this .png or .svg file", traits=(IS_PATH,)))
     parser.add_argument("--json", action="store_true", help="print a single JSON object")
     args = parser.parse_args(argv)
@@ -150,8 +150,8 @@ def _deferral_lines(pipeline: PipelineConfig, table: Schedule, times: PassTimes,
     entries = kept_entries(table)
     of_formula = "no formula for this case" if formula is None else f"by formula {formula:g}"
     return [
-        f"factors per stage {table.deferral.num_slots} chunks; with what backwards need, at most "
-        f"{', '.join(map(str, entries))} chunks by stage",
+        f"factors per stage {table.deferral.num_slots} chunks; with residuals of waiting "
+        f"backwards, at most {', '.join(map(str, entries))} chunks by stage",
         f"bubble            {together.bubble:.4f} together -> {step.bubble:.4f} deferred; idle time "
         f"{together.idle:g} -> {step.idle:g} ({of_formula})",
         f"published         idle time of ZB-H1 {h1:g} with {h1_in_flight} microbatches in flight, of ZB-H2 {h2:g} with "

@@ -12,7 +12,7 @@ from megajax.settings.flags import print_left_out, read_command
 
 def main(argv: Sequence[str], prog: str = "megajax train") -> None:
     """Train, or do what `--print-config`, `--dry-run` or `--profile-pipeline` say instead."""
-    given = read_command(argv, "Pretrain or fine-tune a model on a (data, pipe, context, tensor) mesh.", prog)
+    given = read_command(argv, "Pretrain or fine-tune a model on any mesh of devices.", prog)
     if given.print_config:
         from megajax.settings.origins import printed
 

@@ -51,7 +51,9 @@ def check_wordpiece(tokenizer: Tokenizer, name: str) -> None:
     """Raises `UserError` unless BERT can use a tokenizer, which messages call `name`."""
     missing = [token for token in SPECIAL_TOKENS if token not in tokenizer.vocabulary]
     if not tokenizer.is_wordpiece or missing:
-        what = f"no {', '.join(missing)}" if tokenizer.is_wordpiece else "the tokenizer cuts no words in pieces"
+        what = (
+            f"no {', '.join(missing)}" if tokenizer.is_wordpiece else "the tokenizer does not split words into pieces"
+        )
         raise UserError(f"{name}: {what}; valid: a WordPiece vocabulary with {', '.join(SPECIAL_TOKENS)}")
     model = json.loads(tokenizer.files[SINGLE])["model"]
     for field, valid in _PIECES.items():

@@ -80,8 +80,8 @@ class ChatTemplate:
         after = self.render(messages[: number + 1], place) if number + 1 < len(messages) else text
         if not (after.startswith(before) and text.startswith(after)):
             raise UserError(
-                f"{place}: {self._name} writes what is before message {number + 1} in another way when more follows, "
-                "so one cannot say what the assistant writes; valid: a template with {% generation %}, or fewer turns"
+                f"{place}: {self._name} renders the text before message {number + 1} differently when more follows, so "
+                "the assistant's part is unknown; valid: a template with {% generation %}, or fewer turns"
             )
         return len(before), len(after)
 
@@ -106,14 +106,14 @@ class ChatTemplate:
                     raise TemplateError(f"more than {_MOST_CHARACTERS} characters")
         except Exception as error:  # templates can fail in any way
             raise UserError(
-                f"{place}: the chat template of {self._name} cannot render it: {_reason(error)}; "
-                "valid: messages as the template wants them"
+                f"{place}: the chat template of {self._name} cannot render it: {_reason(error)}; valid: "
+                "messages that the template accepts"
             ) from None
         text = "".join(blocks)
         for start, part in generated:
             if not text.startswith(part, start):
                 raise UserError(
-                    f"{self._name}: its {{% generation %}} stands in a macro or a filter; valid: outside of them"
+                    f"{self._name}: its {{% generation %}} is inside a macro or filter; valid: outside of both"
                 )
         return text, [(start, start + len(part)) for start, part in generated]
 

@@ -25,7 +25,7 @@ class ValidationSet:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The corpus, or several, or a task's files."""
+    """Training data: a corpus, several corpora, or a task's files."""
 
     path: Annotated[
         str,

@@ -48,8 +48,8 @@ class IndexedDataset(TokenDocuments):
             raise UserError(f"{index_file}: no index of documents; {valid}")
         falling = document_index[1:] < document_index[:-1]
         if falling.any():
-            problem = f"document index falls at document {np.argmax(falling)}"
-            raise UserError(f"{index_file}: {problem}; valid: one that never falls")
+            problem = f"document index decreases at document {np.argmax(falling)}"
+            raise UserError(f"{index_file}: {problem}; valid: one that never decreases")
         offsets = np.full(num_entries, len(tokens), np.int64)
         not_at_end = document_index < num_sequences
         offsets[not_at_end] = pointers[document_index[not_at_end]] // tokens.itemsize

@@ -57,7 +57,8 @@ def find_inputs(path: str, flag: str) -> tuple[list[Input], bool]:
         remotes, is_file = remote.find(path, flag)
         if path.endswith((".bin", ".idx")) or (not remotes and remote.find(f"{path}.idx", flag)[1]):
             raise UserError(
-                f"{flag} {path}: a prepared dataset is mapped into memory where it lies; valid: a copy on a file system"
+                f"{flag} {path}: a prepared dataset is mapped into memory, so it must be on a file "
+                "system; valid: a local copy"
             )
         if not remotes:
             raise UserError(f"{flag}: {path} does not exist; {valid_paths(flag)}")

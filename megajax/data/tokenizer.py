@@ -192,7 +192,7 @@ def _end(vocabulary: Mapping[str, int], settings: TokenizerSettings, folder: Pat
     tokens = {number: token for token, number in vocabulary.items()}
     valid = "valid: a token of tokenizer.json"
     if unknown := [number for number in settings.ends if number not in tokens and number != _UNSET_END]:
-        raise UserError(f"{folder}: eos_token_id {unknown[0]} is the id of no token; {valid}")
+        raise UserError(f"{folder}: eos_token_id {unknown[0]} is not the id of a token; {valid}")
     usual = next((token for token in _ENDS if token in vocabulary), "")
     end = settings.named.get("eos_token") or next(
         (tokens[number] for number in settings.ends if number in tokens), usual

@@ -85,7 +85,9 @@ def _named(content: Mapping[str, Any], file: Path) -> dict[str, str]:
         if value is None:
             continue
         if not isinstance(token, str) or not token:
-            raise UserError(f"{file}: {name} is no token; valid: the text of a token, or an object with it as content")
+            raise UserError(
+                f"{file}: {name} is not a token; valid: the text of a token, or an object with it as content"
+            )
         found[name] = token
     return found
 
@@ -98,7 +100,7 @@ def _template(value: Any, file: Path) -> str | None:
         value = value.get("default")
     if value is not None and not isinstance(value, str):
         raise UserError(
-            f"{file}: chat_template is no template; valid: a text, or a list of objects with name, template"
+            f"{file}: chat_template is not a template; valid: a text, or a list of objects with name, template"
         )
     return value
 
@@ -110,5 +112,5 @@ def _ends(folder: Path) -> list[int]:
     value = parsed_object(reading.read_text(file), file).get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(number) is int for number in ids):
-        raise UserError(f"{file}: eos_token_id is no id; valid: the id of a token, or a list of such")
+        raise UserError(f"{file}: eos_token_id is not an id; valid: the id of a token, or a list of ids")
     return list(dict.fromkeys(ids))

@@ -73,7 +73,7 @@ def _checked(vocabulary: Any, file: Path) -> dict[str, int]:
     try:
         "".join(vocabulary).encode()
     except UnicodeEncodeError as error:  # escapes such as \ud800 are valid JSON but not text
-        raise UserError(f"{file}: a token is no text ({error.reason}); valid: text in Unicode") from None
+        raise UserError(f"{file}: a token is not text ({error.reason}); valid: text in Unicode") from None
     if len(set(vocabulary.values())) < len(vocabulary):
         raise UserError(f"{file}: two tokens have the same id; valid: a different id for each")
     missing_bytes = sum(byte not in vocabulary for byte in pre_tokenizers.ByteLevel.alphabet())
@@ -93,7 +93,8 @@ def _parse_merges(file: Path, vocabulary: dict[str, int]) -> list[tuple[str, str
         pair = line.split(" ")
         if len(pair) != 2 or not {pair[0], pair[1], pair[0] + pair[1]} <= vocabulary.keys():
             raise UserError(
-                f"{file}:{number}: no merge; valid: two tokens, a space between, that form a third of the vocabulary"
+                f"{file}:{number}: not a merge; valid: two tokens, separated by a space, that together "
+                "form a token of the vocabulary"
             )
         merges.append((pair[0], pair[1]))
     return merges
@@ -132,7 +133,7 @@ def read_wordpiece(file: Path) -> Tokenizer:
     vocabulary = {token: number for number, token in enumerate(tokens)}
     if len(vocabulary) < len(tokens):
         twice = next(token for number, token in enumerate(tokens) if vocabulary[token] != number)
-        raise UserError(f"{file}: the token {twice!r} stands there twice; valid: another token on every line")
+        raise UserError(f"{file}: the token {twice!r} occurs twice; valid: a different token on every line")
     missing = [token for token in ("[UNK]", "[SEP]") if token not in vocabulary]
     if missing:
         raise UserError(f"{file}: no {' and no '.join(missing)} token; valid: a vocabulary with both")
@@ -217,7 +218,7 @@ def load_tokenizer(folder: str | Path, flag: str = "--tokenizer.path") -> Tokeni
         half = found & set(names)
         if half and len(names) > 1:
             missing = min(set(names) - half, default="")
-            problem = f"{min(half)} without {missing}" if missing else f"{' and '.join(names)} that are no files"
+            problem = f"{min(half)} without {missing}" if missing else f"{' and '.join(names)} that are not files"
             raise UserError(f"{flag}: {folder} has {problem}; valid: a folder with {_FILES}")
     problem = "has no tokenizer" if reading.is_folder(folder) else "is not a folder"
     raise UserError(f"{flag}: {folder} {problem}; valid: a folder with {_FILES}")
@@ -231,7 +232,9 @@ def named_tokenizer(path: str, flag: str = "--tokenizer.path") -> Tokenizer:
     valid = f"valid: a folder with {_FILES}, or a model of the hub, as in openai-community/gpt2"
     folder = remote.download(path, TOKENIZER_FILES, f"{flag}: {path} is not a folder", valid)
     if not is_tokenizer_folder(folder):
-        raise UserError(f"{flag}: the model {path} of the Hugging Face hub has no tokenizer that is read here; {valid}")
+        raise UserError(
+            f"{flag}: the model {path} of the Hugging Face hub has no tokenizer that megajax reads; {valid}"
+        )
     return load_tokenizer(folder, flag)
 
 

@@ -8,7 +8,7 @@ from megajax.options import AT_LEAST_ZERO, SEED, Range, between
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """How texts are continued."""
+    """How to continue texts."""
 
     max_tokens: Annotated[int, "most tokens to generate per prompt"] = 64
     temperature: Annotated[

@@ -36,8 +36,8 @@ class Writer:
         self._template = chat_template(self._tokenizer) if chat else None
         if chat and self._template is None:
             raise UserError(
-                f"--chat: the tokenizer of {run_dir} has no chat template; valid: without --chat, which continues a "
-                'prompt as "prompt" and "completion" are trained'
+                f"--chat: the tokenizer of {run_dir} has no chat template; valid: without --chat, for a model "
+                'trained on "prompt" and "completion"'
             )
         self._decoder: Decoder | None = None
         self._found_step = 0

@@ -47,7 +47,7 @@ def check_path(path: str | Path, name: str) -> None:
         problem = str(error)
     if problem:
         given = f"{str(path)[:100]}…" if len(str(path)) > 200 else str(path)
-        valid = f"names of at most {_LONGEST} bytes, in folders that may be entered"
+        valid = f"names of at most {_LONGEST} bytes, in accessible folders"
         raise UserError(f"{name} {given!r}: {problem}; valid: {valid}")
 
 

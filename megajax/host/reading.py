@@ -41,7 +41,7 @@ def kind(path: str | Path) -> str:
     except (FileNotFoundError, NotADirectoryError):
         return ""
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; valid: short names, in folders that may be entered") from None
+        raise UserError(f"{path}: {error.strerror}; valid: short names, in accessible folders") from None
     except ValueError as error:  # the path contains a NUL
         raise UserError(f"{path}: {error}; valid: a path without it") from None
 
@@ -179,7 +179,7 @@ def check_json_size(text: str) -> None:
         bare = JSON_STRING.sub("", text)
         lists = bare.count("[") + bare.count("{")
         if bare.count(",") > _VALUES or lists > min(_LISTS + len(text) // 8, _VALUES):
-            raise ValueError("more lists, objects or values than are read")
+            raise ValueError("too many lists, objects or values")
         _check_depth(bare)
 
 

@@ -115,7 +115,7 @@ class StopSignals:
         while True:
             if not polling.poll(patience):
                 patience = None
-                self._say(f"ends when this is done: {phases.current() or 'the call under way'}")
+                self._say(f"the command ends after the current phase, {phases.current() or 'a call'}")
             elif not (received := os.read(reading, 1)):
                 break
             elif received[0] == _SWALLOWED:

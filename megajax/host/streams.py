@@ -29,7 +29,7 @@ class _Descriptor(io.FileIO):
                 if self.needed:
                     raise
                 if self.fileno() == 1:
-                    warn(f"standard output: {error.strerror}; the run goes on without it")
+                    warn(f"standard output: {error.strerror}; the run continues without it")
         return len(data)
 
 

@@ -173,7 +173,7 @@ class Model:
         if of_text:
             tokenizer = self._check_tokenizer()
             if not all(isinstance(prompt, str) for prompt in prompts):
-                raise UserError("generate: prompts are texts and ids; valid: all texts, or ids of all")
+                raise UserError("generate: prompts mix texts and token ids; valid: only texts, or only token ids")
             prompts = [tokenizer.encode_prompt(prompt) for prompt in prompts]
         ids = [prompt_ids(self.config, prompt, number) for number, prompt in enumerate(prompts, start=1)]
         new: list[list[int]] = [[] for _ in ids]
@@ -250,7 +250,10 @@ class Model:
         if not FAMILIES[self.config.model.family].continues_text or self.config.model.head != "pretraining":
             raise UserError(f"generate: {self.config.model.family} does not predict the next token; valid: a decoder")
         if self.config.mesh.pipe > 1 or self.config.optimizer.zero == 3:
-            raise UserError("generate: the mesh has a pipe, or zero is 3; valid: mesh.pipe 1, optimizer.zero 0 or 1")
+            raise UserError(
+                "generate: the mesh has a pipeline, or the weights are sharded by ZeRO-3; valid: "
+                "mesh.pipe 1, optimizer.zero 0 or 1"
+            )
         ends = frozenset(self.tokenizer.ends if self.tokenizer else [])  # `batches` may have set the tokenizer since
         key = sampling, ends
         if key in self._decoders:

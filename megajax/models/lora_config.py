@@ -18,7 +18,7 @@ LORA_TARGETS: Mapping[str, tuple[str, ...]] = {  # words of `lora.targets` -> pr
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters that are trained instead of a decoder's weights (Hu et al., arXiv 2106.09685)."""
+    """LoRA: low-rank adapters, trained instead of a decoder's weights (Hu et al., arXiv 2106.09685)."""
 
     rank: Annotated[
         int,
@@ -29,7 +29,7 @@ class LoraConfig:
     ] = 0
     alpha: Annotated[float, "LoRA scale: adapters are multiplied by this / lora.rank", ADAPTERS] = 16.0
     targets: Annotated[
-        tuple[str, ...], f"products that have adapters, of {', '.join(LORA_TARGETS)} (gate: of swiglu)", ADAPTERS
+        tuple[str, ...], f"layers that get adapters, of {', '.join(LORA_TARGETS)} (gate: of swiglu)", ADAPTERS
     ] = ("attention", "mlp")
 
     def products(self, model: ModelConfig) -> tuple[str, ...]:

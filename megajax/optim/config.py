@@ -13,7 +13,7 @@ _COEFFICIENT = between(-1000, 1000)
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW or Muon, the learning-rate schedule, sharding of the state, and which steps are skipped."""
+    """Optimizer, learning-rate schedule, ZeRO and skipped steps."""
 
     name: Annotated[
         Literal["adamw", "muon"],
@@ -111,7 +111,7 @@ _SMALL_SCALE = Small(most=2.0**12)  # below this no gradient of so small a model
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleConfig:
-    """Dynamic loss scaling for fp16: the scale shrinks when gradients overflow, and grows after many steps without."""
+    """Dynamic loss scaling for fp16: the scale shrinks when gradients overflow and grows after many steps without."""
 
     initial: Annotated[float, "fp16: initial loss scale", _SCALE, _SMALL_SCALE] = 2.0**16
     growth: Annotated[float, "fp16: factor by which the loss scale grows", above(1, 65536)] = 2.0

@@ -13,7 +13,7 @@ _MOST_CELLS = 250_000  # in a schedule's table; making one this large takes some
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """How microbatches move through the stages."""
+    """Pipeline schedule."""
 
     schedule: Annotated[
         Literal[tuple(sorted(SCHEDULES))],  # type: ignore[valid-type]  # all registered schedules

@@ -131,7 +131,7 @@ def draw_text(schedule: Schedule, width: int | None = None) -> "Iterator[Text]":
             yield Text(part.words())
         yield from _draw_part(schedule, part, shown.stages, cell, width)
     if not shown.is_complete:
-        yield Text(f"left out: {shown.left_out()}, which --json has")
+        yield Text(f"left out: {shown.left_out()}; --json has them")
 
 
 def _cell_of(schedule: Schedule) -> Callable[[int, int], _Texts]:

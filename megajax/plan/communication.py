@@ -162,7 +162,7 @@ class WeightTraffic(Sizes):
     def p2p_transfers(self) -> Iterator[Communication]:
         """Activations to the next stage and gradients to the previous one, in every tick."""
         for what in ("up", "down") if self.config.mesh.pipe > 1 else ():
-            yield one(f"hand-over: {what}", PERMUTE, (PIPE,), self.own, self.item, Times(self.ticks, self.ticks))
+            yield one(f"p2p: {what}", PERMUTE, (PIPE,), self.own, self.item, Times(self.ticks, self.ticks))
 
     @property
     def weight_gradient_times(self) -> Times:

@@ -75,7 +75,7 @@ def _compiled_line(number: int, compilation: Compilation, planned: Planned) -> s
     made = compilation.result()
     total = (made.state + made.temporaries) / GIB
     return (
-        f"number {number} by {made.compiler}, in {made.seconds:.0f} s: {total:.1f} GiB, of it the "
+        f"number {number} by {made.compiler}, in {made.seconds:.0f} s: {total:.1f} GiB, of which "
         f"state {made.state / GIB:.2f}; the estimate was {model.total / GIB:.1f} and {model.state / GIB:.2f}"
     )
 

@@ -86,7 +86,7 @@ def text(plan: dict[str, Any], config: Config) -> str:
 def _head(plan: dict[str, Any], config: Config) -> str:
     pipe = f", {config.pipeline.schedule}" if config.mesh.pipe > 1 else ""
     chunks = f" x {config.pipeline.chunks} chunks" if config.pipeline.chunks > 1 else ""
-    split = ", sequence split" if config.sequence_parallel else ""
+    split = ", sequence parallel" if config.sequence_parallel else ""
     split += f", attention by {training_way(config)}" if config.mesh.context > 1 else ""
     active = f", {plan['active_parameters']:,} of them active," if config.model.num_experts else ""
     return (
@@ -105,7 +105,7 @@ def _memory(plan: dict[str, Any]) -> list[str]:
         "",
         "memory per device, GiB",
         *(f"  {_NAMES.get(name, name):<40} {needed[name] / GIB:9.3f}" for name in names),
-        f"  {'together':<40} {needed['total'] / GIB:9.3f}  of {needed['usable'] / GIB:.1f} usable "
+        f"  {'total':<40} {needed['total'] / GIB:9.3f}  of {needed['usable'] / GIB:.1f} usable "
         f"of {needed['of_gpu'] / GIB:.0f}: {verdict}",
     ]
     if compiled is None:
@@ -140,6 +140,6 @@ def _time(plan: dict[str, Any]) -> list[str]:
         *([f"bubble: {plan['bubble']:.1%} of the pipeline's time"] if plan["mesh"]["pipe"] > 1 else []),
         f"predicted (docs/plan-time.md): {seconds:.3f} s per step, "
         f"{plan['tokens_per_second']:,.0f} tokens/s, MFU {plan['mfu']:.1%}",
-        f"  of it {', '.join(parts)}",
+        f"  of which {', '.join(parts)}",
         *([_OWN_KERNEL] if plan["own_kernel"] else []),
     ]

@@ -283,9 +283,9 @@ def _nothing(
     stays = "".join(f" {as_flag(key, attrgetter(key)(config))}" for key in VARIED if key in fixed)
     rows = " x ".join(f"--mesh.{axis}" for axis in ROW_AXES if axis != EXPERT or model.num_experts)
     return UserError(
-        f"--devices {devices}{stays}: no valid mesh of that size; {rows} has to divide "
-        f"--train.global-batch {batch}, --mesh.pipe at most --model.num-layers "
-        f"{model.num_layers}, --mesh.tensor divide --model.num-heads {model.num_heads}, "
+        f"--devices {devices}{stays}: no valid mesh of that size; {rows} must divide "
+        f"--train.global-batch {batch}, --mesh.pipe must not exceed --model.num-layers "
+        f"{model.num_layers}, and --mesh.tensor must divide --model.num-heads {model.num_heads}, "
         f"--model.mlp-size {model.mlp_size} and the padded vocabulary of "
         f"{model.padded_vocab_size}; valid: such as {_nearest(config, devices, fixed)}"
     )

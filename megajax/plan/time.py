@@ -90,8 +90,8 @@ class StepModel:
         return StepTime(seconds, parts, bubble, tokens / seconds, flops, flops / self.work.peak)
 
     def _loop(self, pipeline: PipelineConfig, exact: bool) -> tuple[dict[str, float], float]:
-        """The loop over microbatches: seconds by part of the stage that works longest, what it waits, hand-overs; and
-        what share it waits."""
+        """The loop over microbatches: seconds by part of the busiest stage, its waiting time and p2p transfers; and the
+        share of its waiting."""
         sizes, m, pipe = self.sizes, self.sizes.microbatches, self.config.mesh.pipe
         layers = layers_of_chunks(Placement(self.config.model.num_blocks, pipe, pipeline.chunks)).astype(float)
         forwards, backwards, laters = (layers * visit.total for visit in self._layer)
@@ -102,15 +102,15 @@ class StepModel:
             backwards[-1, -1] += self._ends["head"].total
         if not sizes.defers:
             backwards, laters = backwards + laters, 0.0 * laters
-        p2p_transfer = self._hand_over(float(min(forwards.sum(), backwards.sum())) / layers.size)
+        p2p_transfer = self._p2p_transfer(float(min(forwards.sum(), backwards.sum())) / layers.size)
         times = StageTimes(forwards, backwards, laters, p2p_transfer=p2p_transfer, **together)
         working = m * ((forwards + backwards + laters).sum(0) + sum(together.values()))
         busiest, busy = int(working.argmax()), float(working.max())
         ticks = num_ticks(pipeline.schedule, pipe, m, pipeline.chunks)
         parts = self._parts(m * float(layers[:, busiest].sum()), busiest)
-        parts["hand-overs"] = 2 * ticks * p2p_transfer
-        wall = busy if pipe == 1 else self._wall(pipeline, times, busy + parts["hand-overs"], exact)
-        parts["pipeline bubble"] = max(0.0, wall - busy - parts["hand-overs"])
+        parts["p2p transfers"] = 2 * ticks * p2p_transfer
+        wall = busy if pipe == 1 else self._wall(pipeline, times, busy + parts["p2p transfers"], exact)
+        parts["pipeline bubble"] = max(0.0, wall - busy - parts["p2p transfers"])
         return parts, parts["pipeline bubble"] / wall
 
     def _parts(self, layers: float, stage: int) -> dict[str, float]:
@@ -174,9 +174,9 @@ class StepModel:
         late = part == "layers backward" and not self.sizes.defers
         return overlap.tensor_backward if late else overlap.tensor_forward
 
-    def _hand_over(self, beside: float) -> float:
+    def _p2p_transfer(self, beside: float) -> float:
         """Of one direction in a tick, what computing does not hide."""
-        seconds = max((seconds for _, seconds in self._by_part["hand-over"]), default=0.0)
+        seconds = max((seconds for _, seconds in self._by_part["p2p"]), default=0.0)
         return seconds - min(seconds * self.machine.overlap.p2p_transfers, beside)
 
     def _wall(self, pipeline: PipelineConfig, times: StageTimes, full: float, exact: bool) -> float:

@@ -134,7 +134,7 @@ class Checkpoints:
                 f"{self._problem}; that is {self._failures} in a row (--checkpoint.max-failures {self._max_failures}), "
                 f"so training stops; last good checkpoint: {self.last_good}"
             )
-        self._news.append(f"{self._problem}; training goes on ({self._failures} of {self._max_failures} in a row)")
+        self._news.append(f"{self._problem}; training continues ({self._failures} of {self._max_failures} in a row)")
 
     def _obstacle(self, step: int) -> str:
         """Why a checkpoint cannot be written now; empty if nothing is in the way."""

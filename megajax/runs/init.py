@@ -150,7 +150,7 @@ def first_state(program: Program) -> tuple[TrainState, str]:
 
     params = jax.tree_util.tree_map_with_path(choose, canonical.params)
     averaged = "the average " * checkpoints.averaged(step)
-    origin = f"weights: {averaged}of step {step} of {run_dir}, fresh {', '.join(fresh) or 'none'}"
+    origin = f"weights: {averaged}from step {step} of {run_dir}; fresh: {', '.join(fresh) or 'none'}"
     origin += f"; frozen, with fresh adapters of rank {config.lora.rank}" if config.lora.rank else ""
     if theirs.sequence_length > config.model.sequence_length and not theirs.rotary:
         origin += f"; the first {config.model.sequence_length} of {theirs.sequence_length} positions"

@@ -102,8 +102,8 @@ class RunLock:
                 valid = "a writable place with free space"
                 raise UserError(f"--run-dir {self._run_dir}: {error.strerror}; valid: {valid}") from None
             if not announced and not dead:
-                announced, after = True, f"taken over if it is not touched for {ABANDONED_AFTER:.0f} s"
-                tell(f"{self._file} is of {who}: {after}")
+                announced, after = True, f"taken over if not touched for {ABANDONED_AFTER:.0f} s"
+                tell(f"{self._file} belongs to {who}: {after}")
             time.sleep(0.5)
 
     def check(self) -> None:

@@ -47,7 +47,7 @@ class TaskData:
         yield f"an epoch is {self.train.epoch_size / config.train.global_batch:,.4g} steps{full}"
         shared = shared_contexts(self.train_samples.records, self.validation.records)
         if shared and TASKS[config.task.name].head != "classes":  # these share single sentences anyway
-            yield f"warning: the contexts of {shared:,} dev records are trained on, too"
+            yield f"warning: the contexts of {shared:,} dev records also occur in the training records"
         yield from self.odd
 
 

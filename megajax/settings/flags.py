@@ -165,7 +165,7 @@ def read_command(argv: Sequence[str], description: str, prog: str) -> Given:
     values = parser.add_preset(argv)
     printing = "print the resolved configuration as a preset, with the origin of every value, and exit"
     parser.add_argument("--print-config", action="store_true", help=printing)
-    trying = "check everything, read the data, plan memory and compile, but train nothing and keep nothing"
+    trying = "check everything, read the data, plan memory and compile, but train nothing and keep no files"
     parser.add_argument("--dry-run", action="store_true", help=trying)
     parser.add_config_flags(values=values)
     args = parser.parse_args(argv)

@@ -76,7 +76,7 @@ def _columns(header: list[str], form: _Format, file: TaskFile) -> tuple[str | No
     label, name = (next((each for each in names if each in header), None) for names in (form.labels, _NAMES))
     for column in (*form.texts, label, name, "genre" if form.grouped else None):
         if column and header.count(column) > 1:
-            raise UserError(f'{file.place}: column "{column}" is there {header.count(column)} times; valid: once')
+            raise UserError(f'{file.place}: column "{column}" occurs {header.count(column)} times; valid: once')
     wanted = (*form.texts, label or form.labels[0]) if file.labelled else form.texts
     if missing := ", ".join(column for column in wanted if column not in header):
         there = ", ".join(cell[:40] for cell in header[:20])

@@ -44,10 +44,10 @@ def read_instructions(file: TaskFile) -> None:
 def _add(value: Any, place: str, records: Records) -> None:
     found = checked(value, dict, place, "the record")
     if found.get("tools"):
-        raise UserError(f'{place}: "tools" are not given to the chat template; valid: messages without them')
+        raise UserError(f'{place}: "tools" are not supported; valid: messages without them')
     if "messages" not in found:
         if "prompt" not in found:
-            raise UserError(f'{place}: no key "prompt" and none "messages"; valid: {TASKS["instructions"].files}')
+            raise UserError(f'{place}: neither "prompt" nor "messages"; valid: {TASKS["instructions"].files}')
         prompt, completion = entry(found, "prompt", str, place), entry(found, "completion", str, place)
         if completion:
             records.entries.append(Instruction(place, prompt, completion))

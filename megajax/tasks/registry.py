@@ -64,7 +64,7 @@ _THRESHOLD = between(-MOST, MOST)
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
-    """What a model is trained for."""
+    """The training task."""
 
     name: Annotated[str, "pretraining, or the fine-tuning task", OneOf(NAMES), WEIGHTS] = PRETRAINING
     doc_stride: Annotated[

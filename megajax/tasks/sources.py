@@ -163,7 +163,7 @@ def parsed(text: str, place: str, task: str) -> Any:
         at = f"at line {error.lineno}, column {error.colno}"
         raise UserError(f"{place}: not JSON: {error.msg} {at}; valid: {TASKS[task].files}") from None
     except ValueError as error:
-        raise UserError(f"{place}: not JSON that is read: {error}; valid: {TASKS[task].files}") from None
+        raise UserError(f"{place}: unsupported JSON: {error}; valid: {TASKS[task].files}") from None
 
 
 def raise_cut_off(place: str) -> NoReturn:
@@ -191,5 +191,5 @@ def checked(value: Any, kind: type[V], place: str, what: str) -> V:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise UserError(f"{place}: {what} has half of a character (\\ud800 to \\udfff); valid: text") from None
+            raise UserError(f"{place}: {what} contains half a character (\\ud800 to \\udfff); valid: text") from None
     return value

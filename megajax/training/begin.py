@@ -73,7 +73,7 @@ def train_here(config: Config, *, skip_finished: bool = False) -> None:
             return
         if is_first_process():
             transcript.begin(run_dir)
-        with display.phase("comparing forms of attention and products", announced=False):
+        with display.phase("choosing the fastest attention and matrix products", announced=False):
             backend = measured_backend(program, data.train, run_dir, candidates_of(program.mesh))
         if backend != program.backend:
             program = Program(program.config, program.mesh, backend)

@@ -91,8 +91,8 @@ def pipeline_lines(program: Program) -> list[str]:
     factors = factor_bytes(program) / 2**20
     lines.append(
         f"weight gradients: deferred for up to {max(pending_weights(table))} chunks per stage "
-        f"(--pipeline.max-deferred); each saves up to {saved:.2%} of the step and costs "
-        f"{factors:,.1f} MiB, the buffer {table.num_factor_slots * factors:,.1f} MiB"
+        f"(--pipeline.max-deferred); each saves up to {saved:.2%} of the step and takes "
+        f"{factors:,.1f} MiB; the buffer takes {table.num_factor_slots * factors:,.1f} MiB"
     )
     return lines
 
@@ -102,7 +102,7 @@ def _step_memory(program: Program) -> str:
     parts = {
         "stored activations": plan.kept,
         "factors": plan.factors,
-        "hand-overs": plan.hand_overs,
+        "p2p transfers": plan.hand_overs,
         "temporaries (estimate)": plan.temporaries,
     }
     return f"memory: {plan.total / 2**20:,.1f} MiB per device planned, state and batch included ({_mebibytes(parts)})"

@@ -169,8 +169,8 @@ def _report(program: Program, found: Profile) -> list[str]:
     ]
     if pipe > 1:
         lines.append(
-            f"hand-over          {1e3 * times.p2p_transfer:.3f} ms to a neighbour, {2 * schedule.num_ticks} a step; "
-            f"with them {1e3 * found.predicted_with_transfers:.1f} ms, "
+            f"p2p transfer       {1e3 * times.p2p_transfer:.3f} ms to a neighbouring stage, {2 * schedule.num_ticks} "
+            f"per step; with them {1e3 * found.predicted_with_transfers:.1f} ms, "
             f"ratio {found.step / found.predicted_with_transfers:.3f}"
         )
     lines += _deferral(program, found)
@@ -190,8 +190,9 @@ def _deferral(program: Program, found: Profile) -> list[str]:
     limits = {0, helpful, min(helpful, pipeline.max_deferred) if pipeline.max_deferred >= 0 else helpful}
     limits |= {2**power for power in range(helpful.bit_length()) if 2**power < helpful}
     lines = [
-        f"weight gradients   deferred, a chunk keeps {factors:,.1f} MiB of factors until they are computed, beside "
-        f"{residuals:,.1f} MiB until its backward; from the table and the passes' times, with hand-overs:",
+        f"weight gradients   deferred, a chunk keeps {factors:,.1f} MiB of factors until they are "
+        f"computed, beside {residuals:,.1f} MiB until its backward; from the table and the "
+        "passes' times, with p2p transfers:",
         f"{'max-deferred':<13} {'step ms':>8} {'of together':>12} {'factors MiB':>12} {'residuals MiB':>14}",
     ]
     together = 0.0

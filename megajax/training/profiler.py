@@ -51,7 +51,10 @@ class StepTrace:
         if finished < first and last <= steps:
             self.first, self.last = first, last
         else:
-            say(f"--profile {config.profile}: nothing is traced, this start takes the steps {finished + 1} to {steps}")
+            say(
+                f"--profile {config.profile}: nothing is traced, because this start trains steps "
+                f"{finished + 1} to {steps}"
+            )
 
     @property
     def _is_there(self) -> bool:

@@ -161,7 +161,7 @@ class RunLog:
                 notify(tracker)
             except OSError as error:
                 problem = error.strerror.lower() if error.strerror else str(error)
-                then = "it is tried again" if tracker.tries_again else "no more is written there"
+                then = "recording will be retried" if tracker.tries_again else "recording there has stopped"
                 self.display.print(f"{tracker.name} cannot be written: {problem}; {then}")
                 if not tracker.tries_again:
                     self._trackers.remove(tracker)

@@ -39,7 +39,7 @@ class AxesThatDiffer:
 
     def __str__(self) -> str:
         if self.sets[0] == ():
-            return "none: the run differs from itself on one device, by microbatches or recomputation"
+            return "none: with microbatches or recomputation, the run already differs on one device"
         return ", or ".join(" with ".join(axes) + (" alone" if len(axes) == 1 else "") for axes in self.sets)
 
 

@@ -97,7 +97,7 @@ class Report:
         yield f"{self._name} on {mesh} ({' x '.join(ours.shown)}), on {ours.num_devices} simulated devices"
         if mesh != own:
             yield f"folded to {own}, which keeps every axis within --devices"
-        yield "in small: " + ", ".join(f"{name} {a} -> {b}" for name, (a, b) in self._sizes().items() if a != b)
+        yield "scaled down: " + ", ".join(f"{name} {a} -> {b}" for name, (a, b) in self._sizes().items() if a != b)
         for note in self._small.notes:
             yield f"note: {note}"
         yield ""

@@ -142,7 +142,8 @@ class _Sizes:
         if not kept:
             does = "divides" if divides else "does not divide"
             notes.append(
-                f"{theirs.flags(BATCH_AXES)} {does} --model.hidden-size {model.hidden_size}; here it is not so"
+                f"{theirs.flags(BATCH_AXES)} {does} --model.hidden-size {model.hidden_size}, but not in "
+                "the scaled-down model"
             )
         head_size, hidden = (kept or pairs)[0]
         sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_size": head_size, "hidden_size": hidden}

@@ -83,7 +83,7 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_it(commands: Commands,
     done = commands.train(begun, "--train.steps", 12, "--checkpoint.every", 1)
     lines = [line for line in done.out.splitlines() if "could not be written" in line]
     assert lines == [
-        "the checkpoint of step 11 could not be written: no space left on device; training goes on (1 of 3 in a row)"
+        "the checkpoint of step 11 could not be written: no space left on device; training continues (1 of 3 in a row)"
     ]
     assert done.err == "" and checkpoint_steps(begun) == [5, 10, 12]
     faults.add(13)

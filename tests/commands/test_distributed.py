@@ -107,8 +107,8 @@ def test_a_write_that_fails_in_one_process_fails_in_all(commands: Commands, tmp_
     assert [line.partition(":")[0] for line in told] == [
         f"the checkpoint of step {step} could not be written" for step in (2, 4)
     ]
-    assert told[0].endswith("another process could not write its share; training goes on (1 of 3 in a row)")
-    assert told[1].endswith("no space left on device; training goes on (2 of 3 in a row)")
+    assert told[0].endswith("another process could not write its share; training continues (1 of 3 in a row)")
+    assert told[1].endswith("no space left on device; training continues (2 of 3 in a row)")
     assert first.err == second.err == ""
     assert checkpoint_steps(run) == [6]
 

@@ -28,7 +28,7 @@ def test_from_pretraining_to_a_task(tuning: Finetuning, tmp_path: Path) -> None:
     mesh = ("--mesh.data", 2, "--simulate-devices", 2)
     tuning.commands.run("train.py", PRESET, "--run-dir", run, *MODEL, *flags, *mesh).ok()
     told = tuning.train("mnli", tmp_path / "run", "--init", run, "--train.steps", 2).out
-    assert f"weights: of step {STEPS} of {run}, fresh head.output.bias, head.output.weight; the first 48 of" in told
+    assert f"weights: from step {STEPS} of {run}; fresh: head.output.bias, head.output.weight; the first 48 of" in told
     assert curve(tmp_path / "run")[0][1] != curve(tuning.run("mnli"))[0][1]
 
 
@@ -71,7 +71,7 @@ def test_only_the_weights_are_taken(tuning: Finetuning, tmp_path: Path, monkeypa
     assert len(moments) > 20 and not any(array.any() for array in moments.values())
     assert any(array.any() for name, array in theirs.items() if "mu" in name), "the other run's are not zero"
     assert not state[".step"] and not any(array.any() for name, array in state.items() if "count" in name)
-    assert f"weights: of step {STEPS} of {pretrained}, fresh head." in done.out
+    assert f"weights: from step {STEPS} of {pretrained}; fresh: head." in done.out
     assert "the first 48 of 64 positions" in done.out
     assert curve(tmp_path / "run")[0][1] != curve(tuning.run(task))[0][1]
     assert (tmp_path / "run/data/tokenizer/tokenizer.json").read_bytes() == (

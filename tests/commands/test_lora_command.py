@@ -21,7 +21,7 @@ def test_a_run_of_adapters(commands: Commands, half: Run, corpus: Path, tmp_path
     """Two steps and two more are four, bit for bit, without the other run; frozen weights are as they were."""
     base, run, whole = shutil.copytree(half.folder, tmp_path / "base"), tmp_path / "run", tmp_path / "whole"
     told = commands.train(whole, "--init", base, *FLAGS, "--train.steps", STEPS).out
-    assert f"weights: of step 10 of {base}, fresh none; frozen, with fresh adapters of rank 4" in told
+    assert f"weights: from step 10 of {base}; fresh: none; frozen, with fresh adapters of rank 4" in told
     assert "LoRA: 6,912 trainable parameters" in told
     commands.train(run, "--init", base, *FLAGS, "--train.steps", 2)
     frozen = {name: leaf for name, leaf in checkpoint_arrays(base, 10).items() if name.startswith("['params']")}
@@ -76,7 +76,7 @@ def test_further_uses(commands: Commands, half: Run, tmp_path: Path) -> None:
     np.testing.assert_allclose(merged[f"{name}.weight"], down[1] + 16 / 4 * (b @ a).T, rtol=0, atol=1e-7)
     for name, flags in (("again", ()), ("further", RANK)):
         told = commands.train(tmp_path / name, "--init", run, *flags, "--train.steps", 1).out
-        assert f"weights: of step {STEPS} of {run}, fresh none" in told
+        assert f"weights: from step {STEPS} of {run}; fresh: none" in told
         weights = commands.perplexity(run)["loss"]
         assert training(tmp_path / name)[0]["loss"] != 0 and weights > 0
     arrays = checkpoint_arrays(tmp_path / "further", 1)

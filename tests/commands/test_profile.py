@@ -36,7 +36,7 @@ def test_a_trace_of_two_steps(commands: Commands, straight: Run, tmp_path: Path)
     assert not list(tmp_path.glob("profile.partial*"))
     assert 'profile = ""' in (tmp_path / "config.toml").read_text(), "a start's, not the run's"
     passed = commands.train(tmp_path, "--train.steps", 6, "--profile", "3:4").out
-    assert "--profile 3:4: nothing is traced, this start takes the steps 6 to 6\n" in passed
+    assert "--profile 3:4: nothing is traced, because this start trains steps 6 to 6\n" in passed
     assert [*(tmp_path / "profile" / "plugins" / "profile").iterdir()] == [session]
 
 

@@ -132,7 +132,7 @@ def test_a_large_schedule_in_parts(capsys) -> None:
         "steady: ticks 512 to 543",
         "cool-down: ticks 1,023 to 1,069",
     ]
-    assert "left out: 944 of 1,070 ticks, which --json has" in lines
+    assert "left out: 944 of 1,070 ticks; --json has them" in lines
     first = [line for line in lines if line.startswith("stage 0 ")]
     assert [row.split("|")[1].split() for row in first] == [["F0a", "."], ["F256a", "B226a"], ["F511b", "B481a"]]
     assert "ticks             1070" in lines

@@ -268,7 +268,7 @@ def test_a_run_begins_with_an_imported_one(task: str, fresh: list[str], tmp_path
     config = tiny_config(family="bert", layer_order="post", **sizes, **head)
     program = tiny_program(dataclasses.replace(config, task=TaskConfig(name=task), init=str(tmp_path / "run")))
     state, told = first_state(program)
-    assert told == f"weights: of step 0 of {tmp_path / 'run'}, fresh {', '.join(fresh) or 'none'}"
+    assert told == f"weights: from step 0 of {tmp_path / 'run'}; fresh: {', '.join(fresh) or 'none'}"
     expected = {name: tensor for name, tensor in tensors.items() if not fresh or not name.startswith("classifier")}
     if config.model.head == "span":
         expected = {name: tensor for name, tensor in expected.items() if not name.startswith("bert.pooler")}

@@ -42,8 +42,8 @@ def test_conversations_of_which_it_is_not_known_what_the_assistant_writes():
     inside = "{% macro say() %}{% generation %}x{% endgeneration %}{% endmacro %}a{{ 'y' ~ say() }}"
     rewriting = "{% for m in messages %}[{{ m.role }}{% if loop.last %}: {{ m.content }}{% endif %}]{% endfor %}"
     for source, problem in (
-        (inside, "stands in a macro or a filter; valid: outside of them"),
-        (rewriting, r"^f:7: a.jinja writes what is before message 2 in another way .*; valid: a te"),
+        (inside, "is inside a macro or filter; valid: outside of both"),
+        (rewriting, r"^f:7: a.jinja renders the text before message 2 differently .*; valid: a te"),
     ):
         with pytest.raises(UserError, match=problem):
             template(source).conversation(TURNS, "f:7")

@@ -118,8 +118,8 @@ GOOD = {"sequences": [[1, 2, 3], [4, 5]], "documents": [0, 1, 2]}
         ({"documents": [0, 1]}, "no index of documents; valid: one from 0 to 2"),
         ({"documents": [1, 2]}, "no index of documents; valid: one from 0 to 2"),
         ({"documents": []}, "no index of documents; valid: one from 0 to 2"),
-        ({"documents": [0, 2, 1, 2]}, "document index falls at document 1"),
-        ({"documents": [0, 3, 2]}, "document index falls at document 1"),
+        ({"documents": [0, 2, 1, 2]}, "document index decreases at document 1"),
+        ({"documents": [0, 3, 2]}, "document index decreases at document 1"),
     ],
 )
 def test_lying_index(tmp_path, lie, problem):

@@ -114,13 +114,13 @@ def test_a_vocabulary_with_holes_and_another_end(tmp_path):
         ("tokenizer.json", {"added_tokens": 3}, "not a tokenizer: "),
         ("tokenizer.json", "\x80\x04pickle", "not JSON"),
         ("tokenizer.json", "[]", "not a JSON object"),
-        ("tokenizer_config.json", {"eos_token": "<none>"}, "eos_token '<none>' is no token; valid: a token of"),
-        ("tokenizer_config.json", {"eos_token": 3}, "eos_token is no token; valid: the text of a token"),
+        ("tokenizer_config.json", {"eos_token": "<none>"}, "eos_token '<none>' is not a token; valid: a token of"),
+        ("tokenizer_config.json", {"eos_token": 3}, "eos_token is not a token; valid: the text of a token"),
         ("tokenizer_config.json", {"eos_token": None}, "no eos_token; valid: a token of tokenizer.json as eos_token"),
-        ("tokenizer_config.json", {"chat_template": 3}, "chat_template is no template; valid: a text"),
+        ("tokenizer_config.json", {"chat_template": 3}, "chat_template is not a template; valid: a text"),
         ("tokenizer_config.json", "{", "not JSON"),
-        ("generation_config.json", {"eos_token_id": "3"}, "eos_token_id is no id; valid: the id of a token"),
-        ("generation_config.json", {"eos_token_id": [5000]}, "eos_token_id 5000 is the id of no token; valid"),
+        ("generation_config.json", {"eos_token_id": "3"}, "eos_token_id is not an id; valid: the id of a token"),
+        ("generation_config.json", {"eos_token_id": [5000]}, "eos_token_id 5000 is not the id of a token; valid"),
     ],
 )
 def test_refused_files(tmp_path, name, change, message):

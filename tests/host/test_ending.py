@@ -62,7 +62,7 @@ def test_a_signal_that_has_to_wait_says_for_what() -> None:
     """C does not hear of it, as XLA while it compiles; nobody says so of what ends within half a second."""
     kill = "import hashlib, os, threading; threading.Timer(0.1, lambda: os.kill(os.getpid(), 15)).start()\n"
     process = start(f"{kill}with phases.phase('compiling'): hashlib.pbkdf2_hmac('sha256', b'', b'', 5_000_000)")
-    said = "SIGTERM: ends when this is done: compiling; a second signal ends the run at once\n"
+    said = "SIGTERM: the command ends after the current phase, compiling; a second signal ends the run at once\n"
     assert finish(process) == (143, f"{said}stopped by SIGTERM; interrupted\n")
 
 
@@ -163,7 +163,7 @@ OPTIONAL = "streams.output.is_optional(); print('one', flush=True); print('two',
         (">/dev/full", "print('one', flush=True)", 1, "error: standard output: No space left on device\n"),
         (">&-", "open('/dev/null'); print('one')", 1, "error: standard output: Bad file descriptor\n"),
         (">&- 2>&- <&-", "print('one')", 1, ""),
-        (">/dev/full", OPTIONAL, 0, "standard output: No space left on device; the run goes on without it\n"),
+        (">/dev/full", OPTIONAL, 0, "standard output: No space left on device; the run continues without it\n"),
         ("2>&-", "print('one', file=sys.stderr); raise UserError('two')", 2, ""),
         ("2>/dev/full", "print('one', file=sys.stderr); raise UserError('two')", 2, ""),
         (">/dev/full", "print('one'); raise UserError('two')", 2, "error: two\n"),

@@ -60,8 +60,8 @@ def test_one_line_for_each_mistake(bucket: str) -> None:
     fsspec.filesystem("memory").pipe({"/bucket/web.idx": b"", "/bucket/broken.gz": b"no gzip"})
     for url, problem in {
         f"{bucket}/none": "does not exist; valid: ",
-        f"{bucket}/web": "mapped into memory where it lies; valid: a copy",
-        f"{bucket}/web.bin": "mapped into memory where it lies; valid: a copy",
+        f"{bucket}/web": "mapped into memory, so it must be on a file system; valid: a local copy",
+        f"{bucket}/web.bin": "mapped into memory, so it must be on a file system; valid: a local copy",
         f"{bucket}/broken.gz": "truncated or damaged: .*; valid: ",
         **{
             f"{name}://bucket": f"{name}:// is not supported; valid: http://, https://, gs://, s3://, hf://, file://"

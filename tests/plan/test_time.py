@@ -287,7 +287,7 @@ def test_nothing_fits():
 
 def test_no_mesh_of_so_many():
     said = impossible(CONFIG, 7)
-    assert "--devices 7: no valid mesh of that size; --mesh.data has to divide --train.global-batch 4" in said
+    assert "--devices 7: no valid mesh of that size; --mesh.data must divide --train.global-batch 4" in said
     assert said.endswith("valid: such as 6 or 8")
 
 

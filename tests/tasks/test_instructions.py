@@ -146,11 +146,11 @@ def test_both_forms_are_read(tmp_path):
     [
         ({"prompt": "a"}, ':2: no key "completion", there are "prompt"; valid: text under "completion"'),
         ({"prompt": "a", "completion": 3}, ':2: "completion" is not text; valid: text'),
-        ({"prompt": "a", "completion": "\ud800"}, ':2: "completion" has half of a character'),
+        ({"prompt": "a", "completion": "\ud800"}, ':2: "completion" contains half a character'),
         ({"messages": {}}, ':2: "messages" is not a list; valid: a list'),
         ({"messages": [{"role": "user"}]}, ':2: message 1: no key "content", there are "role"'),
         ({"messages": [TURNS[0], "b"]}, ":2: message 2: the message is not an object; valid: an object"),
-        ({"messages": TURNS, "tools": [{}]}, ':2: "tools" are not given to the chat template; valid: '),
+        ({"messages": TURNS, "tools": [{}]}, ':2: "tools" are not supported; valid: '),
         ('["a"]', ":2: the record is not an object; valid: an object"),
         ('{"prompt": "a', ":2: the file is cut off"),
     ],

@@ -256,7 +256,7 @@ def test_a_disk_that_has_no_room_for_events(
         monkeypatch.setattr(RecordWriter, "write", full)
         log_steps(log, 3, 40)
     assert [line["step"] for line in lines(tmp_path)] == list(range(1, 41))
-    told = f"{tmp_path / 'tensorboard'} cannot be written: no space left on device; no more is written there"
+    told = f"{tmp_path / 'tensorboard'} cannot be written: no space left on device; recording there has stopped"
     assert told in " ".join(capsys.readouterr().out.split())
     assert [step for step, _ in tensorboard_points(tmp_path)["loss/training"]] == [1, 2]
 

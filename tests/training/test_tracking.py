@@ -140,7 +140,7 @@ def test_a_library_that_fails_or_hangs(
     began = time.monotonic()
     log_run(tmp_path / "run", range(1, 4))
     assert time.monotonic() - began < 5
-    told = f"Weights & Biases cannot be written: {problem}; no more is written there"
+    told = f"Weights & Biases cannot be written: {problem}; recording there has stopped"
     assert " ".join(capsys.readouterr().out.split()).count(told) == 1
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
 
