@@ -123,9 +123,9 @@ def _print(pipeline: PipelineConfig, table: Schedule, times: PassTimes, step: St
         *draw_text(table, console.width if console.is_terminal else None),
         f"ticks             {table.num_ticks}",
         f"time              {step.wall:g}, of which a stage works {step.busy:g} ({_words(times)})",
-        f"bubble over ideal {step.bubble:.4f}; {bubble_there}",
+        f"bubble            {step.bubble:.4f} of the ideal time; {bubble_there}",
         f"chunks in flight  {', '.join(map(str, in_flight(table)))} by stage; {chunks_there}",
-        f"buffers per stage {table.num_slots} chunks, {depth} waiting inputs in each direction",
+        f"buffers per stage {table.num_slots} chunks, and {depth} received inputs in each direction",
     ]
     if table.deferral:
         lines += _deferral_lines(pipeline, table, times, step)
@@ -150,14 +150,14 @@ def _deferral_lines(pipeline: PipelineConfig, table: Schedule, times: PassTimes,
     entries = kept_entries(table)
     of_formula = "no formula for this case" if formula is None else f"by formula {formula:g}"
     return [
-        f"factors per stage {table.deferral.num_slots} chunks; with residuals of waiting "
-        f"backwards, at most {', '.join(map(str, entries))} chunks by stage",
-        f"bubble            {together.bubble:.4f} together -> {step.bubble:.4f} deferred; idle time "
+        f"factors per stage {table.deferral.num_slots} chunks; with residuals for backward passes, at most "
+        f"{', '.join(map(str, entries))} chunks by stage",
+        f"deferring         bubble {together.bubble:.4f} -> {step.bubble:.4f}; idle time "
         f"{together.idle:g} -> {step.idle:g} ({of_formula})",
-        f"published         idle time of ZB-H1 {h1:g} with {h1_in_flight} microbatches in flight, of ZB-H2 {h2:g} with "
+        f"published         ZB-H1 idles {h1:g} with {h1_in_flight} microbatches in flight, ZB-H2 {h2:g} with "
         f"{h2_in_flight} (arXiv 2401.10241); here {step.idle:g} with {max(entries) / table.num_chunks:g}",
         f"pending chunks    {waiting}, all that {help_of}--pipeline.max-deferred allows; each saves "
         f"up to {each:g}, {each / together.wall:.1%} of the step,",
-        "                  and keeps its factors: about 16 D numbers per token and layer, whatever --train.remat is "
-        "(none itself keeps 16 D, layer D)",
+        "                  and keeps its factors: about 16 D numbers per token and layer, for any --train.remat "
+        "(which itself keeps 16 D for none, D for layer)",
     ]

@@ -198,7 +198,7 @@ def _end(vocabulary: Mapping[str, int], settings: TokenizerSettings, folder: Pat
         (tokens[number] for number in settings.ends if number in tokens), usual
     )
     if end not in vocabulary:
-        name = f"eos_token {end[:40]!r} is no token" if "eos_token" in settings.named else "no eos_token"
+        name = f"eos_token {end[:40]!r} is not a token" if "eos_token" in settings.named else "no eos_token"
         raise UserError(f"{folder}: {name}; {valid} as eos_token in tokenizer_config.json, to end documents with")
     return end
 

@@ -161,9 +161,10 @@ def _report(program: Program, found: Profile) -> list[str]:
             f"ms, embedding backward {1e3 * times.embed_backward:.3f} ms"
         )
     published = published_bubble(config.pipeline.schedule, pipe, schedule.num_microbatches, chunks)
+    by_paper = "none published" if published is None else f"published (p-1)/(v*m) = {published:.4f}"
     lines += [
-        f"bubble over ideal  {found.bubble:.4f} from the measured times, {found.equal_bubble:.4f} predicted for equal "
-        f"stages ({'none published' if published is None else f'published (p-1)/(v*m) = {published:.4f}'})",
+        f"bubble             {found.bubble:.4f} of the ideal time by the measured times, {found.equal_bubble:.4f} "
+        f"predicted for equal stages ({by_paper})",
         f"loss and gradients {1e3 * found.step:.1f} ms measured, {1e3 * found.predicted:.1f} ms from the table and the "
         f"stages' times, ratio {found.step / found.predicted:.3f}",
     ]
