@@ -15,7 +15,7 @@ from megajax.plan.search import VARIED, Found, Planned, command, schedule_in_wor
 from megajax.plan.time import in_order
 from megajax.program.program import training_way
 
-_COLUMNS = "schedule", "rows", "remat", "zero", "sequence", "s/step", "tokens/s", "MFU", "GiB"
+_COLUMNS = "schedule", "microbatch", "remat", "zero", "sequence", "s/step", "tokens/s", "MFU", "GiB"
 
 
 def lines(
@@ -31,8 +31,8 @@ def lines(
     parts = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in in_order(best.time.parts))
     compared = enumerate(zip(compiled, found.best, strict=False), 1)
     return [
-        f"{found.tried} configurations on {best.config.mesh.num_devices} {machine.name}, of which "
-        f"{len(found.fitting)} fit in {machine.usable / GIB:.1f} GiB; analytical predictions, "
+        f"{found.tried:,} configurations on {best.config.mesh.num_devices} {machine.name.upper()}s, of which "
+        f"{len(found.fitting):,} fit in {machine.usable / GIB:.1f} GiB; analytical predictions, "
         "nothing was run (docs/plan-time.md)",
         *table,
         f"breakdown of number 1, ms per step: {parts}",
@@ -75,7 +75,7 @@ def _compiled_line(number: int, compilation: Compilation, planned: Planned) -> s
     made = compilation.result()
     total = (made.state + made.temporaries) / GIB
     return (
-        f"number {number} by {made.compiler}, in {made.seconds:.0f} s: {total:.1f} GiB, of which "
+        f"number {number} compiled by {made.compiler} in {made.seconds:.0f} s: {total:.1f} GiB, of which "
         f"state {made.state / GIB:.2f}; the estimate was {model.total / GIB:.1f} and {model.state / GIB:.2f}"
     )
 
@@ -90,7 +90,7 @@ def _row(number: int, each: Planned, axes: Sequence[str]) -> tuple[str, ...]:
         str(config.train.microbatch),
         config.train.remat,
         str(config.optimizer.zero),
-        "split" if config.sequence_parallel else "whole",
+        "parallel" if config.sequence_parallel else "-",
         f"{each.time.seconds:.3f}",
         f"{each.time.tokens_per_second:,.0f}",
         f"{each.time.mfu:.1%}",

@@ -88,9 +88,10 @@ def _head(plan: dict[str, Any], config: Config) -> str:
     chunks = f" x {config.pipeline.chunks} chunks" if config.pipeline.chunks > 1 else ""
     split = ", sequence parallel" if config.sequence_parallel else ""
     split += f", attention by {training_way(config)}" if config.mesh.context > 1 else ""
+    gpus = f"{plan['devices']} {plan['gpu'].upper()}{'s' * (plan['devices'] > 1)}"
     active = f", {plan['active_parameters']:,} of them active," if config.model.num_experts else ""
     return (
-        f"{plan['preset']}: {plan['parameters']:,} parameters{active} on {plan['devices']} {plan['gpu']}, "
+        f"{plan['preset']}: {plan['parameters']:,} parameters{active} on {gpus}, "
         f"{config.mesh}; {config.precision}{pipe}{chunks}{split}, "
         f"--optimizer.zero {config.optimizer.zero}, --train.remat {config.train.remat}"
     )

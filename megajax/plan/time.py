@@ -118,11 +118,11 @@ class StepModel:
         of_stage = {"embed": 0, "embed_backward": 0, "head": self.config.mesh.pipe - 1}
         here = [self._ends[end] for end, at in of_stage.items() if self.sizes.splits_vocabulary or at == stage]
         return {
-            "products": layers * sum(visit.products for visit in self._layer),
+            "matrix products": layers * sum(visit.products for visit in self._layer),
             "attention": layers * sum(visit.attention for visit in self._layer),
             "memory": layers * sum(visit.traffic + visit.fixed for visit in self._layer),
             "layers' collectives": layers * sum(visit.exposed for visit in self._layer),
-            "ends": self.sizes.microbatches * sum(visit.total for visit in here),
+            "embedding and head": self.sizes.microbatches * sum(visit.total for visit in here),
         }
 
     @cached_property

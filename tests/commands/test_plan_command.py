@@ -48,7 +48,7 @@ def test_a_pipe(capsys) -> None:
 
 def test_text(capsys) -> None:
     out = planned(capsys, "llama3-8b --mesh.data 64 --mesh.tensor 8 --gpu a100 --no-compile")
-    assert "on 512 a100, data 64 x pipe 1 x tensor 8; bf16, --optimizer.zero 1" in out
+    assert "on 512 A100s, data 64 x pipe 1 x tensor 8; bf16, --optimizer.zero 1" in out
     assert "  weights                                      1.870\n" in out  # 8.03 / 8 billion numbers of 2 bytes
     assert "fits, " in out and "analytical estimate" in out
     assert "bubble" not in out  # of one stage there is none
@@ -80,5 +80,5 @@ def test_figures_and_a_picture_of_a_search(capsys, tmp_path: Path) -> None:
 def test_the_best_two_of_a_search_are_compiled(capsys) -> None:
     lines = planned(capsys, f"{SEARCH} --best 2").splitlines()
     compiled = [line for line in lines if "simulated CPU devices" in line]
-    assert [line.split(" by ")[0] for line in compiled] == ["number 1", "number 2"]
+    assert [line.split(" compiled by ")[0] for line in compiled] == ["number 1", "number 2"]
     assert lines[-1].startswith("megajax train gpt2-355m ")
