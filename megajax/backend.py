@@ -1,4 +1,4 @@
-"""What is done differently on CPUs and on GPUs, all of it; docs/benchmarks says what was measured."""
+"""Everything that differs between CPUs and GPUs; docs/benchmarks has the measurements."""
 
 import math
 from collections.abc import Mapping
@@ -16,27 +16,27 @@ class Backend:
     """The forms that suit a kind of device. They change speed and memory, never the result beyond rounding."""
 
     unroll_layers: float  # `--model.scan-layers auto` unrolls up to this many layers of a chunk; more are one scan
-    attention: tuple[str, ...]  # its implementations (`models/attend.py`): the first that can is taken
-    query_block: int  # our own attention takes the queries in blocks of this many (`block_of`)
-    scores_bytes: int | None  # and so many heads at once that a block's scores take at most this; None: all heads
+    attention: tuple[str, ...]  # its implementations (`models/attend.py`), of which the first that fits is used
+    query_block: int  # our own attention processes queries in blocks of this many (`block_of`)
+    scores_bytes: int | None  # and as many heads at once as keep a block's scores within this; None: all heads
     transposed_copies: bool  # the input of a weight gradient's product is transposed by a copy, not by the product
     expert_block: int = 128  # dropless experts multiply so many rows at a time (`parallel/grouped.py`)
 
     @property
     def fused_attention(self) -> bool:
-        """Whether attention may be one whose scores never reach memory."""
+        """Whether an implementation may be used whose scores never reach memory."""
         return self.attention != BLOCKS
 
     def asked(self, attention: str) -> "Backend":
-        """As `--model.attention` says. Where that cannot compute an attention, as in an evaluation elsewhere, our own
-        blocks do; a device that has no other implementation has these whatever is asked."""
+        """The backend with the implementation of `--model.attention`. Our own blocks compute any attention that it does
+        not support, as in an evaluation elsewhere, and everything on devices without another implementation."""
         if attention == "auto" or not self.fused_attention:
             return self
         return replace(self, attention=tuple(dict.fromkeys((attention, *BLOCKS))))
 
     def block_of(self, length: int) -> int:
-        """Queries of a block of our own attention: half of the sequence, since keys after a block are left out; within
-        128 and `query_block`, but so many that there are at most 32 blocks, each of which is compiled."""
+        """Queries per block of our own attention: half of the sequence, since keys after a block are skipped; between
+        128 and `query_block`, but with at most 32 blocks, each of which is compiled."""
         return max(min(self.query_block, max(128, length // 2)), -(-length // _MOST_BLOCKS))
 
 

@@ -75,7 +75,7 @@ def _pretrained(args: Namespace, overrides: dict[str, Any]) -> dict[str, Any]:
         raise UserError(f"--overlap: {args.task} has no windows; valid: {' or '.join(OVERLAPPING)}")
     for flag, given in (("--checkpoint", args.checkpoint), ("--data", args.data)):
         if len(given) > 1:
-            raise UserError(f"{flag}: {len(given)} paths, of which {args.task} takes one; valid: one")
+            raise UserError(f"{flag}: {len(given)} paths, but {args.task} takes one; valid: one path")
     of_tasks = [f"--{key}" for key in overrides if key.startswith("task.")]
     if of_tasks:
         raise UserError(f"{of_tasks[0].replace('_', '-')} is not for {args.task}; valid: {', '.join(TASKS)}")

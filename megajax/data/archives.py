@@ -14,12 +14,12 @@ _REPEATED = 1  # the kind of a block that stores one byte
 
 
 class _Unknown(Exception):
-    """Something else than a member that says its size."""
+    """Not a member that states its size."""
 
 
 def member_borders(content: IO[bytes], size: int, wanted: int) -> list[int]:
-    """Where members of an archive of `size` bytes begin, at least `wanted` bytes apart, and its end. Where they cannot
-    be found: its beginning and its end."""
+    """Where members of an archive of `size` bytes begin, at least `wanted` bytes apart, and its end; only its beginning
+    and end if members cannot be found."""
     suffix = PurePath(content.name).suffix.lower()
     borders = [0]
     with contextlib.suppress(_Unknown, struct.error):

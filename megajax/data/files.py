@@ -1,7 +1,7 @@
 """Files and folders that appear complete or not at all.
 
-What is half done lies in a folder with a mark in it. Only such folders are ever removed, also those that a killed
-process left; a name that anything else has is left alone.
+Unfinished work lies in a folder with a mark in it. Only marked folders are ever removed, including those left by a
+killed process; everything else is left alone.
 """
 
 import contextlib

@@ -1,4 +1,5 @@
-"""Long documents, cut in pieces: never as a whole in memory as a text, which may take four times its bytes."""
+"""Cut long documents into pieces, so that none is ever in memory as a whole text, which may take four times its
+bytes."""
 
 import codecs
 import itertools
@@ -12,7 +13,7 @@ from megajax.host.reading import JSON_STRING, check_json_size
 LONG = 1 << 20  # characters; a document of more is cut
 _PIECE = 1 << 18  # characters of a piece, at least
 _BLOCK_BYTES = 1 << 20  # of UTF-8 decoded at a time
-_KEY_BYTES = 1 << 16  # of a key in JSON; a longer one is not the one that is looked for
+_KEY_BYTES = 1 << 16  # of a key in JSON; a longer key cannot be the wanted one
 
 _MARK = codecs.BOM_UTF8.decode("latin-1")
 _SPACE = re.compile(r"[ \t\r\n]*+")
@@ -25,7 +26,7 @@ _BLOCK = re.compile(  # of a text in JSON; it ends in no escape, and between no 
 
 
 def cut(blocks: Iterable[str]) -> Iterator[str]:
-    """A document, given in blocks: as one text, or, if it is long, in pieces as plain text is cut."""
+    """A document given in blocks: one text, or, if it is long, pieces cut like plain text."""
     begun: list[str] = []
     rest = iter(blocks)
     while sum(map(len, begun)) <= LONG:
@@ -49,12 +50,11 @@ def decoded(content: bytes) -> Iterator[str]:
 
 
 def in_json(line: bytes, key: str) -> Iterator[str]:
-    """The text under `key` of an object in JSON in blocks; errors come before the first of them.
-
-    What stands under other keys is not parsed, so mistakes there are not found. A `ValueError` where the rest is not
-    JSON in UTF-8, or larger than what is read; a `KeyError` without such a text.
+    """The text under `key` of a JSON object, in blocks; errors come before the first block. Values of other keys are
+    not parsed, so mistakes there are not found. Raises `ValueError` if the rest is not JSON in UTF-8 or exceeds the
+    limits, `KeyError` if there is no such text.
     """
-    begin, end = _member(line.decode("latin-1"), key)  # a character a byte
+    begin, end = _member(line.decode("latin-1"), key)  # one character per byte
     for check in True, False:
         decoder = codecs.getincrementaldecoder("utf-8")()
         for found in _BLOCK.finditer(line, begin, end):
@@ -94,7 +94,7 @@ def _after_space(text: str, place: int) -> int:
 
 
 def _after(character: str, text: str, place: int) -> int:
-    """The place after this character, before which only white space may stand."""
+    """The position after this character, which only white space may precede."""
     place = _after_space(text, place)
     if text[place : place + 1] != character:
         raise ValueError(f"not JSON: no {character} at column {place + 1}")

@@ -1,4 +1,5 @@
-"""The texts of a column of a Parquet file, a few rows at a time: what is stored once may stand in all of them."""
+"""The texts of a column of a Parquet file, a few rows at a time, because a value stored once may occur in all of
+them."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,17 +12,17 @@ from megajax.host import reading
 from megajax.host.remote import RemoteFile
 
 _ROWS = 256  # in memory at once
-_ROWS_BYTES = 1 << 30  # that they may take there
-_AT_ONCE = 1 << 24  # bytes of Arrow's texts that become Python's at once
-_EXPANSION = 1 << 28, 1000  # bytes that the texts may have: so many, and so many for each byte of the file
+_ROWS_BYTES = 1 << 30  # that they may occupy there
+_AT_ONCE = 1 << 24  # bytes of Arrow's texts converted to Python's at once
+_EXPANSION = 1 << 28, 1000  # limit on the texts' bytes: a constant, plus a multiple of the file's size
 _ROW = 512  # bytes that each row counts for, beside its text
 
 
 def texts(
     file: Path | RemoteFile, size: int, key: str, flag: str, most: int, begin: int = 0, end: int = 0
 ) -> Iterator[tuple[str | reading.TooLong, int]]:
-    """The texts of a Parquet file's column, and how many bytes were read by then; those of the row groups from `begin`
-    to `end`, 0: to the last."""
+    """The texts of a column in the row groups from `begin` to `end` (0: to the last), each with the number of bytes
+    read so far."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -35,7 +36,7 @@ def texts(
             kind = table.schema_arrow.field(key).type
             if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
                 raise UserError(f'{flag}: {file}: column "{key}" has the type {kind}; valid: text')
-            # Sizes of row groups: asked for those of a column, Arrow may crash on damaged files.
+            # Sizes of whole row groups: on damaged files, Arrow may crash when asked for those of a column.
             groups = [*map(table.metadata.row_group, range(table.metadata.num_row_groups))]
             sizes = [max(1, group.total_byte_size) for group in groups]
             wanted = range(begin, end or len(groups))
@@ -60,7 +61,7 @@ def texts(
 
 
 def row_groups(file: Path | RemoteFile) -> list[int]:
-    """The bytes of each row group of a Parquet file; none where it is damaged, which `texts` says."""
+    """The bytes of each row group of a Parquet file; empty if it is damaged, which `texts` reports."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -74,7 +75,7 @@ def row_groups(file: Path | RemoteFile) -> list[int]:
 
 
 def _values(column: Any, most: int) -> Iterator[str | reading.TooLong | None]:
-    """The texts in an array of Arrow's, one at a time where they are large."""
+    """The texts in an Arrow array, one at a time if they are large."""
     if column.nbytes <= min(_AT_ONCE, most):
         yield from column.to_pylist()
         return

@@ -32,7 +32,7 @@ def evaluate_task(
     or an ensemble of several. With `predictions`, a file for all answers, records need no labels."""
     continues_text = TASKS[name].continues_text
     if continues_text and len(run_dirs) > 1:
-        raise UserError(f"--checkpoint: {len(run_dirs)} runs, of which {name} takes one; valid: one")
+        raise UserError(f"--checkpoint: {len(run_dirs)} runs, but {name} takes one; valid: one run")
     config = _run_config(name, run_dirs[0], overrides)
     paths = data or config.data.dev
     if not paths:

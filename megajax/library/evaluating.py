@@ -39,6 +39,6 @@ def evaluate(
         with progress(f"evaluating {task}"):
             return evaluate_task(task, [Path(run_dir)], step=str(step), data=paths, overrides=given, predictions="")
     if len(paths) > 1:
-        raise UserError(f"data: {len(paths)} paths, of which {task} takes one; valid: one")
+        raise UserError(f"data: {len(paths)} paths, but {task} takes one; valid: one path")
     with progress(f"evaluating {task}"):
         return EVALUATIONS[task](Path(run_dir), step=str(step), data="".join(paths), overrides=given)

@@ -1,6 +1,5 @@
-"""Attention of heads, by the first of the backend's implementations that can: another one is a further entry of
-`IMPLEMENTATIONS`.
-`save_expensive` (`models/remat.py`) has to know what the backward pass of each needs.
+"""Attention of heads, by the first of the backend's implementations that supports it. To add one, add an entry to
+`IMPLEMENTATIONS`; `save_expensive` (`models/remat.py`) must know what its backward pass needs.
 
 Letters: B batch, T queries, S keys, H heads, of keys and values maybe fewer, K head size.
 """
@@ -26,14 +25,14 @@ def attend(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Arr
 
 
 def implementation(q_BTHK: Array, setting: Setting) -> str:
-    """Which one computes this attention."""
+    """The implementation that computes this attention."""
     return next(name for name in setting.backend.attention if IMPLEMENTATIONS[name].can(q_BTHK, setting))
 
 
 def cudnn_can(q_BTHK: Array, setting: Setting) -> bool:
-    """Whether the fused attention of GPUs can do this, by types and static values alone: half precision; causality,
-    padding and sliding windows back from the query. Its dropout would depend on the mesh, and documents are private
-    there."""
+    """Whether cuDNN's fused attention supports this, judged by types and static values alone: half precision; causal,
+    padded and backward sliding-window masks. Its dropout would depend on the mesh, and JAX offers no public way to mask
+    documents."""
     visible = setting.visible
     window_fits = visible.window is None or (visible.causal and visible.num_keys_B is None)
     limited = visible.first_key_BT is not None or not window_fits
@@ -65,7 +64,7 @@ def _by_blocks(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) ->
 
 
 def attend_in_blocks(method: Method, q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
-    """In blocks of queries, whatever these see, with dropout that no mesh changes."""
+    """In blocks of queries, with any mask and with dropout that does not depend on the mesh."""
     limits = setting.visible, setting.drop_of_heads(q_BTHK.shape[2])
     return blocked_attention(method, setting.backend, q_BTHK, k_BSHK, v_BSHK, setting.places, limits)
 

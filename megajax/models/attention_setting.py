@@ -17,13 +17,13 @@ class Setting(NamedTuple):
     """What attention depends on beside queries, keys and values."""
 
     visible: AttentionMask
-    dropout: Dropout  # of the probabilities, the same for a query and a key wherever they are computed
+    dropout: Dropout  # of the probabilities; for a query and a key the same on every device
     backend: Backend
     places: Places = FROM_START
     head_axes: Axes = TENSOR  # that heads are sharded over
 
     def drop_of_heads(self, num_heads: int) -> Dropout | None:
-        """Dropout of every sample and of each of this device's heads, [B, H]."""
+        """Dropout for every sample and each of this device's heads, [B, H]."""
         if self.dropout.rate == 0:
             return None
         head_H = axis_index(self.head_axes) * num_heads + jnp.arange(num_heads, dtype=jnp.int32)

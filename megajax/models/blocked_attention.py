@@ -1,8 +1,8 @@
-"""Attention in blocks of queries, whose scores are computed again in the backward pass (Dao et al., arXiv 2205.14135),
-with dropout that no mesh changes.
+"""Attention in blocks of queries. The backward pass recomputes the scores (Dao et al., arXiv 2205.14135), and dropout
+does not depend on the mesh.
 
 Letters: B batch, T query positions, S key positions, H heads, K head size, N heads of keys of all samples, one after
-the other, G heads of queries for each of them, R = G T their rows in a product.
+the other, G query heads for each of them, R = G T their rows in a matrix product.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ Limits = tuple[AttentionMask, Drop]  # what a query sees of the keys
 
 
 class Method(NamedTuple):
-    """How attention of heads is computed of a device's queries, keys and values."""
+    """How to compute attention of heads from a device's queries, keys and values."""
 
     forward: Callable  # (q_NGTK, k_NSK, v_NSK, visible, drop_NG, places=, block=) -> heads_NGTK, two statistics_NGT1
     backward: Callable  # (q_NGTK, heads_NGTK, grad_NGTK, k_NSK, v_NSK, …, statistics, places=, block=) -> gradients
@@ -36,11 +36,9 @@ class Method(NamedTuple):
 def blocked_attention(
     method: Method, backend: Backend, q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, places: Places, limits: Limits
 ) -> Array:
-    """Attention of every head, [B, T, H, K]; probabilities are dropped by bits that are folded with the places of query
-    and key.
-
-    Kept for the backward pass: query, key and value, the result, and two fp32 numbers per head and query. What was
-    gathered is gathered again.
+    """Attention of every head, [B, T, H, K]; dropout bits are hashes of the positions of query and key. The residuals
+    are queries, keys and values, the result, and two fp32 numbers per head and query. The backward pass gathers again
+    what was gathered.
     """
     return _forward(method, backend, q_BTHK, k_BSHK, v_BSHK, places, limits)[0]
 
@@ -53,7 +51,7 @@ def _forward(
     inputs = _heads_first(q_BTHK, heads // kv_heads), *keys, *_limits_of_heads(limits, kv_heads)
     forward = partial(method.forward, places=places, block=_block(q_BTHK, places, backend))
     out_NGTK, *statistics_NGT1 = _in_groups(forward, inputs, backend)
-    # Named here, so that selective recomputation, which keeps them, has nothing of this to run again.
+    # Named here so that selective recomputation saves them and reruns none of this.
     out_BTHK = checkpoint_name(_heads_last(out_NGTK, batch, heads), "attention_heads")
     statistics_NGT1 = checkpoint_name(statistics_NGT1, "attention_statistics")
     return out_BTHK, (q_BTHK, k_BSHK, v_BSHK, places, limits, out_BTHK, statistics_NGT1)
@@ -75,12 +73,12 @@ blocked_attention.defvjp(_forward, _backward)
 
 
 def _block(q_BTHK: Array, places: Places, backend: Backend) -> int:
-    """The most queries of a block, which are of one piece."""
+    """The largest number of queries in a block; each block lies in one piece."""
     return backend.block_of(q_BTHK.shape[1] // places.queries.count)
 
 
 def _limits_of_heads(limits: Limits, kv_heads: int) -> Limits:
-    """The limits by the heads of keys: of N in place of B; and dropout of their heads of queries, [N, G]."""
+    """The mask by key heads, with N in place of B, and dropout of their query heads, [N, G]."""
     visible, drop_BH = limits
     grouped = jax.tree.map(lambda word: word.reshape(word.shape[0] * kv_heads, -1), drop_BH)
     return visible.of_heads(kv_heads), grouped
@@ -89,7 +87,7 @@ def _limits_of_heads(limits: Limits, kv_heads: int) -> Limits:
 def _forward_of_heads(
     q_NGTK: Array, k_NSK: Array, v_NSK: Array, visible: AttentionMask, drop_NG: Drop, *, places: Places, block: int
 ) -> tuple:
-    """Attention; the highest score of every query, and the sum of the exponentials of what lies below it."""
+    """Attention; the highest score of every query; and the sum of exponentials of the scores relative to it."""
     group = q_NGTK.shape[1]
     out, highest, total = [], [], []
     for sum_NRK, highest_NR1, total_NR1 in _blocks(q_NGTK, k_NSK, v_NSK, visible, drop_NG, places=places, block=block):
@@ -102,8 +100,8 @@ def _forward_of_heads(
 def attention_sums(
     q_NGTK: Array, k_NSK: Array, v_NSK: Array, visible: AttentionMask, drop_NG: Drop, *, places: Places, block: int
 ) -> tuple[Array, Array, Array]:
-    """The sum of the values, by exponentials of what lies below the highest score, in at least fp32; the highest score
-    of every query; and the sum of the exponentials. A query need not see any of the keys."""
+    """The sum of the values, weighted by exponentials of the scores relative to the highest one, in at least fp32; the
+    highest score of every query; and the sum of the exponentials. A query may see none of the keys."""
     blocks = zip(*_blocks(q_NGTK, k_NSK, v_NSK, visible, drop_NG, places=places, block=block, some=True), strict=True)
     together = ([_grouped_rows(x, q_NGTK.shape[1]) for x in each] for each in blocks)
     sum_, highest, total = (jnp.concatenate(each, axis=2) for each in together)
@@ -121,7 +119,7 @@ def _blocks(
     block: int,
     some: bool = False,
 ) -> Iterator[tuple[Array, Array, Array]]:
-    """Of every block of queries the sum of the values, the highest score, and the sum of the exponentials."""
+    """For every block of queries, the sum of the values, the highest score, and the sum of the exponentials."""
     for start, end in places.queries.blocks(q_NGTK.shape[2], block):
         own = slice(start, end)
         keys, at, scores_NRS = _seen_scores(q_NGTK, k_NSK, places, visible, own)
@@ -148,8 +146,8 @@ def backward_of_heads(
     block: int,
     dtype: Any = None,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of queries, keys and values, in the type of the queries or in `dtype`; `statistics` are the two that
-    the forward pass gave."""
+    """Gradients of queries, keys and values, in the dtype of the queries or in `dtype`; `statistics` are the two that
+    the forward pass returned."""
     (highest_NGT1, total_NGT1), result = statistics, dtype or q_NGTK.dtype
     dtype, group = at_least_fp32(q_NGTK.dtype), q_NGTK.shape[1]
     # The sum over keys of probability times its gradient, for every query.
@@ -213,8 +211,8 @@ def _added(total_NKS: Array | None, block: Array, keys: slice, num_keys: int) ->
 def _seen_scores(
     q_NGTK: Array, k_NSK: Array, places: Places, visible: AttentionMask, queries: slice
 ) -> tuple[slice, tuple[Array, Array], Array]:
-    """Which keys these queries may see; where both stand; and the scaled products with them, in at least fp32, of keys
-    that a query does not see -inf."""
+    """Which keys these queries may see; the positions of both; and the scaled scores in at least fp32, -inf for keys
+    that a query does not see."""
     num_queries, num_keys = q_NGTK.shape[2], k_NSK.shape[1]
     keys = places.key_range(visible, queries.start, queries.stop, num_queries, num_keys)
     scores_NRS = _product("NRK,NSK->NRS", _scaled(_rows(q_NGTK, queries)), k_NSK[:, keys])
@@ -239,7 +237,7 @@ def _product(subscripts: str, x: Array, y: Array) -> Array:
 
 
 def _dropped(drop_NG: Drop, query_T: Array, key_S: Array) -> Callable[[Array], Array]:
-    """Dropout of a block's probabilities, of queries and keys that stand there."""
+    """Dropout of a block's probabilities, for queries and keys at these positions."""
     if drop_NG is None:
         return lambda x_NRS: x_NRS
     bits_NGT = drop_NG.bits_B[:, :, None].fold(query_T[None, None, :])
@@ -249,7 +247,7 @@ def _dropped(drop_NG: Drop, query_T: Array, key_S: Array) -> Callable[[Array], A
 
 
 def _in_groups(function: Callable, inputs: Any, backend: Backend) -> Any:
-    """`function` of arrays [N, …], as many heads at a time as the backend wants."""
+    """Apply `function` to arrays [N, …], with as many heads at a time as the backend allows."""
     num_heads, group, length = inputs[0].shape[:3]
     at_once = num_heads
     if backend.scores_bytes is not None:
@@ -265,7 +263,7 @@ def _in_groups(function: Callable, inputs: Any, backend: Backend) -> Any:
 
 
 def _heads_first(x_BTHK: Array, *group: int) -> Array:
-    """[N, T, K], or, of heads of queries by the heads of keys that they are for, [N, G, T, K]."""
+    """[N, T, K], or, for query heads grouped by key heads, [N, G, T, K]."""
     return x_BTHK.swapaxes(1, 2).reshape(-1, *group, x_BTHK.shape[1], x_BTHK.shape[3])
 
 

@@ -1,11 +1,9 @@
-"""A mixture of experts in the place of a layer's MLP (Shazeer et al., arXiv 1701.06538): a router chooses for every
-token the experts that it passes.
+"""A mixture of experts in place of a layer's MLP (Shazeer et al., arXiv 1701.06538): a router chooses the experts of
+every token. Experts are sharded over the mesh axis `expert`, as are rows of the batch, and each expert's width over
+`tensor`, like a dense MLP's. Tokens reach experts on other devices of an `expert` group in one of two ways:
 
-Experts are sharded over the mesh axis `expert`, over which rows of the batch are, too, and each expert's width over
-`tensor`, as a dense MLP's. What an expert computes for tokens of other devices crosses `expert` in one of two ways:
-
-- by capacity: an expert takes so many tokens of every *sequence*, the first choices of all tokens before any second
-  one; what does not fit passes by the layer. All shapes are static: two all-to-alls around dense products. Counting by
+- by capacity: an expert takes a fixed number of tokens of every *sequence*, the first choices of all tokens before any
+  second one; other tokens skip the expert. All shapes are static: two all-to-alls around dense products. Counting by
   microbatch or device would make the result depend on the mesh.
 - dropless: the group's tokens are gathered, a device sorts those of its experts into blocks (`parallel/grouped.py`),
   and the sums are reduce-scattered.
@@ -70,14 +68,13 @@ class ExpertLinear(nnx.Module):
         self.weight, self.by_rows = param(shape, dims, initial), dims[1] != "embed"
 
     def freeze(self, scale: float, *adapter: Array) -> None:
-        """From now on the weights W have no gradient; with an adapter, A and B of every expert, they count as
-        `W + scale · A B`."""
+        """Freeze the weights W; with an adapter (A and B of every expert), compute with `W + scale · A B`."""
         self.frozen, self.scale = True, scale
         if adapter:
             self.a, self.b = map(nnx.Param, adapter)
 
     def use_float8(self, copies: Copies) -> None:
-        """From now on multiply in 8 bits, with these copies of the weights."""
+        """Multiply in 8 bits from now on, with these copies of the weights."""
         self.copies = nnx.data(copies)
 
     @property
@@ -97,8 +94,8 @@ class ExpertLinear(nnx.Module):
 def expert_products(
     rows: Array, linears: Sequence[ExpertLinear], blocks: Blocks | None, name: str, factors: Factors
 ) -> list[Array]:
-    """The outputs of several products of the same rows: without blocks [E, N, in], each expert's own, else [R, in]
-    (`parallel/grouped.py`). With `factors` the backward pass leaves those of their weight gradients there, under their
+    """The outputs of several products of the same rows: [E, N, in], each expert's own, or, in blocks, [R, in]
+    (`parallel/grouped.py`). With `factors`, the backward pass stores the factors of the weight gradients there under
     `name`: the rows with the blocks, and the outputs' gradients."""
     axes, in_float8 = sorted(varying_axes(rows)), linears[0].in_float8
     weights = [Weight(vary(linear.weight[...], axes), vary(linear.copies, axes)) for linear in linears]
@@ -126,8 +123,7 @@ def expert_products(
 
 
 class Mixture(nnx.Module):
-    """The experts with their router; with `shared_expert_size` an MLP of this width, which all tokens pass, beside
-    them."""
+    """The experts with their router, and with `shared_expert_size` a shared expert of this width for all tokens."""
 
     def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
         experts, hidden, width = config.num_experts, config.hidden_size, config.expert_size
@@ -171,7 +167,7 @@ class Mixture(nnx.Module):
         return y_BTD, routing.figures | {"experts_dropped": dropped}
 
     def _experts(self, rows: Array, blocks: Blocks | None, context: Context) -> Array:
-        """Rows of this device's experts through them; sums over `tensor` are still to be made."""
+        """Run rows through this device's experts; the results must still be summed over `tensor`."""
         names = ("expert_up",) if self.gate is None else ("expert_gate", "expert_up")
         rows = checkpoint_name(rows, "expert_rows")
         inner = expert_products(rows, self.products["experts_input"], blocks, "experts_input", context.factors)
@@ -182,7 +178,7 @@ class Mixture(nnx.Module):
     def _by_capacity(
         self, x_BTD: Array, chosen_BTK: Array, share_BTK: Array, routing: Routing, context: Context
     ) -> tuple[Array, Array]:
-        """The sum of the experts' outputs with their shares, and which of this device's choices fit, [B, T, K]."""
+        """The weighted sum of the experts' outputs, and which of this device's choices fit, [B, T, K]."""
         config, boundary = self.config, self.boundary
         experts, parts = config.num_experts, axis_size(CONTEXT) if boundary.context != "none" else 1
         length = boundary.length_of(routing.chosen_BTK)
@@ -213,7 +209,7 @@ class Mixture(nnx.Module):
         return _weighed(share_BTK, found), fits_BTK
 
     def _dropless(self, x_BTD: Array, chosen_BTK: Array, share_BTK: Array, context: Context) -> Array:
-        """The sum of the experts' outputs with their shares."""
+        """The weighted sum of the experts' outputs."""
         x_BTD, chosen_BTK, share_BTK = (gather_shards(x, 0, EXPERT) for x in (x_BTD, chosen_BTK, share_BTK))
         own, number, count = self.up.weight.shape[0], chosen_BTK.size, chosen_BTK.shape[-1]
         local_N = chosen_BTK.reshape(number) - axis_index(EXPERT) * own
@@ -229,7 +225,7 @@ class Mixture(nnx.Module):
 
 
 def capacity_of(model: ModelConfig, length: int) -> int:
-    """How many tokens of a sequence an expert takes: a whole number, whatever the last bits of the product are."""
+    """How many tokens of a sequence an expert takes, rounded robustly: the product's last bits do not matter."""
     mean = length * model.experts_per_token / model.num_experts
     return min(length, math.ceil(round(model.expert_capacity * mean, 6)))
 

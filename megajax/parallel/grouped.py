@@ -1,7 +1,6 @@
-"""Products of rows with the weight of the group that each belongs to, without multiplying a row with another group's.
-
-Rows are sorted by group, and each group's are filled up to whole blocks. A loop multiplies one block after the other,
-as many as are used. `lax.ragged_dot` multiplies every row with the weights of all groups, on CPUs and on GPUs.
+"""Multiply rows with the weight of the group that each belongs to, and with no other. Rows are sorted by group and
+padded to whole blocks per group. A loop multiplies the used blocks one after the other. (`lax.ragged_dot` multiplies
+every row with the weights of all groups, on CPUs and on GPUs.)
 
 Letters: E groups, I what goes into a product, O what comes out, M blocks, N rows of a group, R rows of all blocks.
 """
@@ -29,10 +28,11 @@ from megajax.precision import at_least_fp32
 
 
 class Blocks(NamedTuple):
-    """Whose rows the blocks have; floats, which hold such numbers exactly, so that they may be a product's factors."""
+    """The groups of the blocks; floats, which represent such numbers exactly, so that they may be factors of a
+    product."""
 
     group_M: Array
-    used: Array  # how many blocks have rows, a scalar; what the others have is not used
+    used: Array  # how many blocks have rows, a scalar; the others are not used
 
 
 def in_blocks(group_N: Array, groups: int, size: int) -> tuple[Blocks, Array]:

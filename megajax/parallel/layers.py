@@ -78,7 +78,7 @@ class _Product(nnx.Module):
         return len(self.shape) - 1
 
     def freeze(self, scale: float, *adapter: Array) -> None:
-        """From now on the weight W has no gradient; with an adapter, A and B, it counts as `W + scale · A B`."""
+        """Freeze the weight W; with an adapter (A and B), compute with `W + scale · A B`."""
         self.frozen, self.scale = True, scale
         if adapter:
             self.a, self.b = map(nnx.Param, adapter)
@@ -89,7 +89,7 @@ class _Product(nnx.Module):
         return (self.a[...], self.b[...]) if hasattr(self, "a") else ()
 
     def use_float8(self, copies: Copies) -> None:
-        """From now on multiply in 8 bits, with these copies of the weight."""
+        """Multiply in 8 bits from now on, with these copies of the weight."""
         self.copies = nnx.data(copies)
 
     @property
@@ -99,7 +99,7 @@ class _Product(nnx.Module):
 
     @property
     def shared_parts(self) -> int:
-        """Of fewer parts than devices, how many there are; 0 where every device has its own."""
+        """The number of parts if there are fewer than devices; 0 if every device has its own."""
         return 0
 
     def added(self, y: Array, x: Array, adapter: tuple[Array, ...]) -> Array:
@@ -140,8 +140,8 @@ class ColumnParallelLinear(_Product):
 
     @property
     def first_part(self) -> Array | None:
-        """Of fewer parts than devices, which each device has all of, the one that this device computes with; None where
-        it computes with all that it has."""
+        """If there are fewer parts than devices, so that each device holds all of them, the part that this device
+        computes with; None if it computes with all that it has."""
         parts, devices = self.shape[1], axis_size(TENSOR)
         return axis_index(TENSOR) * parts // devices if self.weight.shape[1] > max(1, parts // devices) else None
 
@@ -151,7 +151,7 @@ class ColumnParallelLinear(_Product):
         return parts if parts < axis_size(TENSOR) else 0
 
     def own_weight(self, weight: Weight) -> Weight:
-        """Of a weight with its copies, what this device computes with."""
+        """The part of a weight and its copies that this device computes with."""
         copies = weight.copies
         if copies is not None and self.first_part is not None:
             forward, backward = Scaled(*(self.own(each, 0) for each in copies.forward)), copies.backward
@@ -160,7 +160,7 @@ class ColumnParallelLinear(_Product):
         return Weight(self.own(weight.array, 1), copies)
 
     def own(self, x: Array, dim: int) -> Array:
-        """Of weight or bias, with the parts along `dim`, what this device computes with."""
+        """The part of a weight or bias, with parts along `dim`, that this device computes with."""
         part = self.first_part
         return x if part is None else lax.dynamic_slice_in_dim(x, part, 1, dim)
 
@@ -184,8 +184,8 @@ class ColumnParallelLinear(_Product):
 def column_parallel(
     x_BTD: Array, *linears: ColumnParallelLinear, name: str = "", factors: Factors = NO_FACTORS
 ) -> list[Array]:
-    """The outputs of several layers of one input, which enters their region once. With `factors` the backward pass
-    leaves those of their weight gradients there, under their `name`."""
+    """The outputs of several layers of one input, which enters their region once. With `factors`, the backward pass
+    stores the factors of their weight gradients there under `name`."""
     boundary = linears[0].boundary
     weights = [linear.operand for linear in linears]
     input_BTD = x_BTD if boundary.regathers else boundary.enter(x_BTD)
@@ -231,8 +231,8 @@ class RowParallelLinear(_Product):
     over = (TENSOR,)
 
     def __call__(self, y: Array, name: str = "", factors: Factors = NO_FACTORS) -> Array:
-        """From [B, T, *rows] to [B, T, D], with sequence parallelism of this device's tokens. With `factors` the
-        backward pass leaves those of the weight gradient there, under its `name`."""
+        """From [B, T, *rows] to [B, T, D], with sequence parallelism only for this device's tokens. With `factors`, the
+        backward pass stores the factors of the weight gradient there under `name`."""
         in_float8 = None if self.copies is None else _in_float8([self])
 
         def linear_in_both(y: Array, weights: list[Weight]) -> list[Array]:

@@ -70,7 +70,7 @@ def _transposed_copy(x: Array) -> Array:
 
 
 class FactorProbe(dict[str, Pair]):
-    """In place of dummies: takes down what each product gets and gives, which has the types of its factors."""
+    """Stands in for the dummies and records the types of each product's factors."""
 
     def __bool__(self) -> bool:
         return True

@@ -55,7 +55,7 @@ def communication(config: Config, cost: StepCost | None = None) -> list[Communic
 
 @lru_cache(maxsize=1024)
 def _once(config: Config) -> tuple[list[Communication], list[Communication]]:
-    """What is sent before and after the loop, which does not depend on microbatches and recomputation."""
+    """What is sent before and after the loop, which does not depend on microbatches or recomputation."""
     step = WeightTraffic(config)
     return [*step.targets(), *step.scales()], [*step.after_the_loop()]
 
@@ -181,7 +181,7 @@ class WeightTraffic(Sizes):
             yield one("losses: numbers of targets", REDUCE, tuple(sorted(ROW_AXES)), (), self.counted, ONCE)
 
     def scales(self) -> Iterator[Communication]:
-        """Those of weights in 8 bits, of which devices share what a product sums over."""
+        """The scales of weights in 8 bits, if devices share the dim that a product sums over."""
         slots = self.layers_of_chunk * self.config.pipeline.chunks
         for copies in self.copies:
             for axes, order in zip(copies.axes, (copies.forward, copies.backward), strict=True):

@@ -7,7 +7,7 @@ from megajax.host.pictures import save
 from megajax.plan.machines import GIB, Machine
 from megajax.plan.search import Candidate, Found, schedule_in_words
 
-MARK = b"megajax plan"  # in the pictures, as the program that drew them
+MARK = b"megajax plan"  # in a picture's metadata: the program that drew it
 _CLOUD, _FRONTIER = "Blues", "#cc3311"
 _MOST_NAMES = 6  # of the frontier
 _SLOWEST = 4.0  # times the fastest
@@ -15,8 +15,8 @@ _LINE = 0.052  # least distance of two labels, in heights of the picture
 
 
 def draw_search(path: Path, title: str, found: Found, machine: Machine) -> None:
-    """Draw what was found into a PNG or SVG: how many configurations there are at each memory and time, and the Pareto
-    frontier, its points named.
+    """Draw the result of a search as a PNG or SVG: the density of configurations by memory and time, and the Pareto
+    frontier with labelled points.
 
     Raises `OSError` if the file cannot be written.
     """
@@ -52,7 +52,7 @@ def draw_search(path: Path, title: str, found: Found, machine: Machine) -> None:
 
 
 def _label(axes: Any, named: list[Candidate], right: float, limits: tuple[float, float]) -> None:
-    """Name points of the frontier, from the fastest up, beside them and one above the other."""
+    """Label points of the frontier from the fastest up; labels stand beside the points, one above the other."""
     low, high = limits
     bottom = -1.0
     for each in sorted(named, key=lambda each: each.seconds):
@@ -81,7 +81,7 @@ def _named(frontier: list[Candidate]) -> list[Candidate]:
 
 
 def _words(each: Candidate) -> str:
-    """A configuration, shortly."""
+    """A short label for a configuration."""
     base = each.base
     words = [str(base.mesh)] + [schedule_in_words(each.pipeline)] * (base.mesh.pipe > 1)
     rows = f"microbatch {base.train.microbatch}"

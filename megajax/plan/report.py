@@ -1,4 +1,4 @@
-"""A plan as figures and in words: what a training step needs on every device, and how long it takes."""
+"""A plan as figures and as text: what a training step needs on every device, and how long it takes."""
 
 from dataclasses import asdict, fields
 from typing import Any
@@ -30,8 +30,7 @@ _TRACED = {True: ", as in the traced program", False: "; the traced program diff
 
 
 def figures(preset: str, config: Config, machine: Machine, compilation: Compilation | None) -> dict[str, Any]:
-    """What is known of a training step of a valid configuration, as JSON has it, and what a compiler makes of it if it
-    was asked."""
+    """The plan of a valid configuration's training step as JSON, with a compiler's figures if it was compiled."""
     needed, model = memory(config, backend_of(machine)), StepModel(config, machine)
     time = model.time(config.pipeline)
     plan: dict[str, Any] = {
@@ -61,8 +60,8 @@ def figures(preset: str, config: Config, machine: Machine, compilation: Compilat
 
 
 def _compiled(config: Config, compilation: Compilation) -> dict[str, Any]:
-    """Beside it what the model says for the devices that were compiled for, and whether the theory of communication is
-    what the traced step has."""
+    """A compiler's figures, next to the estimate for the same devices, and whether the traced step communicates as
+    predicted."""
     backend = GPU if compilation.gpus else CPU
     predicted = memory(config, backend)
     expected = totals(communication(config, step_cost(config, backend)))

@@ -287,7 +287,7 @@ def _nothing(
         f"--train.global-batch {batch}, --mesh.pipe must not exceed --model.num-layers "
         f"{model.num_layers}, and --mesh.tensor must divide --model.num-heads {model.num_heads}, "
         f"--model.mlp-size {model.mlp_size} and the padded vocabulary of "
-        f"{model.padded_vocab_size}; valid: such as {_nearest(config, devices, fixed)}"
+        f"{model.padded_vocab_size}; valid: for example {_nearest(config, devices, fixed)}"
     )
 
 

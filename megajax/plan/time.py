@@ -1,10 +1,8 @@
-"""How long a training step takes on a machine, by a model: arithmetic on a configuration, nothing runs.
-
-A stage's forward and backward of a microbatch are its layers' products, attention and traffic of memory
-(`plan/work.py`) and the collectives in them, but for what runs beside computation. The pipe's time follows from these
-by its table (`pipeline/timing.py`); then come the gradients' reduction, the optimizer and the gathered weights. Every
-rate is in `plan/machines.py`; what was calibrated on what, and how far predictions are from published figures:
-docs/plan-time.md.
+"""Predict how long a training step takes on a machine, by arithmetic on a configuration; nothing runs. A stage's
+forward and backward consist of its layers' products, attention and memory traffic (`plan/work.py`) and their
+collectives, except where these overlap with computation. The pipeline's time follows from its table
+(`pipeline/timing.py`); the reduction of gradients, the optimizer and the gathering of weights are added. All rates are
+in `plan/machines.py`; docs/plan-time.md says how they were calibrated and compares predictions with published figures.
 """
 
 from collections import defaultdict
@@ -29,7 +27,7 @@ from megajax.plan.sizes import Sizes, layers_of_chunks, num_ticks
 from megajax.plan.traced import step_cost
 from megajax.plan.work import Seconds, Work
 
-_LONGEST_TABLE = 4096  # forwards of all stages; a longer table's time is a formula's
+_LONGEST_TABLE = 4096  # forwards of all stages; the time of a longer table is computed by formula
 
 
 @dataclass(frozen=True)
@@ -37,21 +35,21 @@ class StepTime:
     """A predicted step."""
 
     seconds: float  # of a step
-    parts: dict[str, float]  # seconds by part, of the stage that works longest; they add up to `seconds`
-    bubble: float  # share of the pipe's time in which that stage waits
+    parts: dict[str, float]  # seconds by part, for the busiest stage; they add up to `seconds`
+    bubble: float  # share of the pipeline's time in which that stage waits
     tokens_per_second: float  # of all devices
-    flops_per_second: float  # of a device, of the model's arithmetic (`models/family.step_flops`)
+    flops_per_second: float  # of a device, counting the model's arithmetic (`models/family.step_flops`)
     mfu: float  # that as a share of the peak
 
 
 def in_order(parts: dict[str, float]) -> list[tuple[str, float]]:
-    """The parts of a step, the longest first."""
+    """The parts of a step, longest first."""
     return sorted(parts.items(), key=lambda part: -part[1])
 
 
 def step_time(config: Config, machine: Machine, *, exact: bool = True) -> StepTime:
-    """A step of a valid configuration, `exact` by its pipe's table, unless that is long, or by formula, where there is
-    one. Raises `UserError` where the GPU has no products in its precision."""
+    """Predict a step of a valid configuration: `exact` by its schedule's table unless that is long, otherwise by
+    formula if there is one. Raises `UserError` if the GPU does not support its precision."""
     return StepModel(config, machine).time(config.pipeline, exact=exact)
 
 
@@ -60,7 +58,7 @@ _table = lru_cache(maxsize=64)(make_schedule)
 
 
 class StepModel:
-    """The times of a step's parts, of which schedule and chunks change how long the pipe waits only."""
+    """The times of a step's parts; schedule and chunks change only how long the pipeline waits."""
 
     def __init__(self, config: Config, machine: Machine, cost: StepCost | None = None):
         cost = cost or step_cost(config, backend_of(machine))
@@ -114,7 +112,7 @@ class StepModel:
         return parts, parts["pipeline bubble"] / wall
 
     def _parts(self, layers: float, stage: int) -> dict[str, float]:
-        """Seconds by part of a stage that has so many layers with microbatches in a step."""
+        """Seconds by part for a stage that runs this many layers, counted once per microbatch."""
         of_stage = {"embed": 0, "embed_backward": 0, "head": self.config.mesh.pipe - 1}
         here = [self._ends[end] for end, at in of_stage.items() if self.sizes.splits_vocabulary or at == stage]
         return {
@@ -127,7 +125,7 @@ class StepModel:
 
     @cached_property
     def _once(self) -> dict[str, float]:
-        """The gradients' reduction, the optimizer, the gathered weights, some numbers."""
+        """Seconds outside the loop: reduction of gradients, optimizer, gathering of weights, losses."""
         gradients = self._seconds("gradients")
         backward = sum(visit.total for visit in self._layer[1:])
         beside = self.sizes.microbatches * self.sizes.most_layers * backward
@@ -144,7 +142,7 @@ class StepModel:
         return sum(seconds for _, seconds in self._by_part[part])
 
     def _visits_of_a_layer(self) -> tuple[Seconds, Seconds, Seconds]:
-        """A layer's forward, its backward, and its weights' gradients, which are deferred or follow at once."""
+        """A layer's forward, its backward, and its weight gradients, deferred or not."""
         later, again = self.work.weight_gradients(), self.work.layer_again()
         beside = 0.0 if self.sizes.defers else later.products
         forward = self._visit("layers forward", self.work.layer_forward())
@@ -152,13 +150,13 @@ class StepModel:
         return forward, backward, self._visit("weight gradients", later)
 
     def _visit(self, part: str, work: Seconds, beside: float = 0.0) -> Seconds:
-        """A part with its collectives, of which some run beside its products, and those that need not wait for them."""
+        """A part with its collectives, less what overlaps with its products and with `beside` seconds of others."""
         found = self._by_part[part]
         hidden = sum(seconds * self._share(part, each) for each, seconds in found)
         return replace(work, exposed=sum(seconds for _, seconds in found) - min(hidden, work.products + beside))
 
     def _share(self, part: str, each: Communication) -> float:
-        """How much of a collective products hide at most; of those at the ends nothing."""
+        """The share of a collective that can overlap with products; 0 in embedding and head."""
         overlap = self.machine.overlap
         if part not in ("layers forward", "layers backward", "weight gradients"):
             return 0.0
@@ -170,17 +168,18 @@ class StepModel:
             return overlap.shards
         if each.kind != "all-reduce":
             return overlap.gathers if each.kind == "all-gather" else overlap.scatters
-        # Where weight gradients are deferred, only kernels are left to run beside an all-reduce.
+        # With deferred weight gradients, only kernels remain to overlap with an all-reduce.
         late = part == "layers backward" and not self.sizes.defers
         return overlap.tensor_backward if late else overlap.tensor_forward
 
     def _p2p_transfer(self, beside: float) -> float:
-        """Of one direction in a tick, what computing does not hide."""
+        """Seconds of a transfer in one direction that computation does not hide."""
         seconds = max((seconds for _, seconds in self._by_part["p2p"]), default=0.0)
         return seconds - min(seconds * self.machine.overlap.p2p_transfers, beside)
 
     def _wall(self, pipeline: PipelineConfig, times: StageTimes, full: float, exact: bool) -> float:
-        """From the first forward to the last work of any stage, that of a stage that never waits being `full`."""
+        """From the first forward to the end of the last stage's work; `full` is the time of a stage that never
+        waits."""
         m, v, p = self.sizes.microbatches, pipeline.chunks, self.config.mesh.pipe
         shape = pipeline.schedule, p, m, v
         if published_bubble(*shape) is None or (exact and p * m * v <= _LONGEST_TABLE):
@@ -192,8 +191,8 @@ class StepModel:
 def _waits(name: str, p: int, m: int, v: int, deferring: Deferring | None, passes: list[float]) -> float:
     """How long the busiest stage waits, by formula.
 
-    Where weight gradients are deferred and there are fewer than 2p microbatches, for which there is none, what
-    deferring saves is read off tables of passes that take about the same (tests hold the two against each other).
+    With deferred weight gradients and fewer than 2p microbatches there is no formula: the saving is read off tables of
+    passes with similar times (tests compare the two).
     """
     together = sum(passes) * ((p - 1) / v if m >= p or v == 1 else p - m + (m - 1) / v)
     if deferring is None:

@@ -41,15 +41,15 @@ from megajax.training.tracking import check_installed
 
 
 def train(config: Config) -> None:
-    """Train as `config` says, from the beginning or from the newest checkpoint of its run directory. Raises `RunError`
-    if too many steps in a row had to be skipped or no checkpoint can be read, `Stopped` if a signal asked for it."""
+    """Train as `config` says, from the beginning or from the newest checkpoint in its run directory. Raises `RunError`
+    if too many steps in a row were skipped or no checkpoint can be read, and `Stopped` after a signal."""
     check_given(config)
     start(config)
     train_here(config)
 
 
 def train_here(config: Config, *, skip_finished: bool = False) -> None:
-    """`train` where JAX has started; `skip_finished` skips a task's run with all its steps and its figures on dev."""
+    """`train` after JAX has started; `skip_finished` skips a task's run that has all its steps and dev figures."""
     program, run_dir = checked_program(config), Path(config.run_dir)
     lock, display = RunLock(run_dir), Display(is_first_process())
     earlier: OptimizerConfig | None = None
@@ -89,8 +89,8 @@ def train_here(config: Config, *, skip_finished: bool = False) -> None:
 
 
 def _keep_config(config: Config, run: Trainer) -> None:
-    """Write the run's config.toml, which can be used as a preset: what belongs to this start alone is left out. The
-    origin of a run that goes on stays."""
+    """Write the run's config.toml, which can be used as a preset: it omits options of this start alone. A resumed run
+    keeps its origin."""
     file = Path(config.run_dir) / "config.toml"
     lasting = dataclasses.replace(config, distributed=DistributedConfig(), resume="auto", profile="")
     lasting = dataclasses.replace(lasting, compilation_cache="", compilation_cache_size=4)
@@ -148,8 +148,8 @@ def _check_evaluate(config: Config) -> None:
 
 
 def earlier_optimizer(config: Config, run_dir: Path) -> OptimizerConfig | None:
-    """That of a run's last start, None of a new run. Cooldown and `--profile` must be within the run's steps, as far as
-    these are known without its data (`train.epochs`)."""
+    """The optimizer of a run's last start; None for a new run. Checks that cooldown and `--profile` are within the
+    run's steps, unless these depend on its data (`train.epochs`)."""
     earlier, steps = stored_optimizer(run_dir), config.train.steps
     if config.profile and 0 < steps < profiled_steps(config.profile, 0, steps)[1]:
         raise UserError(f"--profile {config.profile}: training ends after step {steps}; valid: steps up to {steps}")
@@ -189,7 +189,7 @@ def _is_finished(run_dir: Path, steps: int) -> bool:
 
 def in_steps(config: Config, samples: Any, began_with: int = 0) -> Config:
     """The configuration with the end of training and of the decay in steps; epochs are those of the training
-    `samples`. Where none is given, a resumed run keeps the `optimizer.decay_steps` it `began_with`."""
+    `samples`. Without a given value, a resumed run keeps the `optimizer.decay_steps` that it `began_with`."""
     train, end = config.train, 0
     if train.epochs:
         end = max(1, train.batch_sizes.steps(math.ceil(Fraction(str(train.epochs)) * samples.epoch_size)))

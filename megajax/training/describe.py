@@ -25,7 +25,7 @@ _OF_RATE = "learning_rate min_learning_rate warmup schedule decay_steps cooldown
 
 
 def describe(program: Program, data: RunData | TaskData, earlier: OptimizerConfig | None = None) -> str:
-    """A run in a few lines of text; `earlier` is the optimizer of its last start, None of a new run."""
+    """A run in a few lines of text; `earlier` is the optimizer of its last start, None for a new run."""
     config, state = program.config, state_bytes(program)
     platform, sequence = jax.devices()[0].platform, ", sequence parallel" if config.sequence_parallel else ""
     lines = [
@@ -118,7 +118,7 @@ def _mebibytes(parts: Mapping[str, float]) -> str:
 
 
 def batch_line(config: Config) -> str:
-    """Sequences of a step, and in how many microbatches each data-parallel rank takes its own."""
+    """Sequences per step, and the microbatches of each data-parallel rank."""
     train, ranks = config.train, config.mesh.row_shards
     count = train.global_batch // (ranks * train.microbatch)
     parts = f"{count} microbatches of {train.microbatch} with gradient accumulation"
@@ -170,7 +170,7 @@ def rate_line(config: OptimizerConfig) -> str:
 
 
 def changed_rate(earlier: OptimizerConfig, now: OptimizerConfig) -> str:
-    """What a start changes of the learning rate that the run had, empty if nothing."""
+    """How a start changes the run's learning rate; empty if it does not."""
     changes = [
         f"{name} {before} -> {after}"
         for name in _OF_RATE.split()
@@ -198,7 +198,7 @@ def _adapters(program: Program) -> list[str]:
 
 
 def rate_warning(config: Config) -> str:
-    """A warning if training ends in the warm-up or before the end of the decay, or goes on after it; else empty."""
+    """A warning if training ends during the warm-up, or before or after the end of the decay; else empty."""
     optimizer, steps = config.optimizer, config.train.steps
     if steps <= optimizer.warmup:
         reached = f"{(steps - 1) / optimizer.warmup:.0%} of --optimizer.learning-rate {optimizer.learning_rate:g}"

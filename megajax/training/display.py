@@ -1,4 +1,4 @@
-"""What users see while a run goes on: rows with bars and clocks on a terminal, plain lines elsewhere."""
+"""What users see during a run: rows with bars and clocks on a terminal, plain lines elsewhere."""
 
 import contextlib
 import math
@@ -32,7 +32,7 @@ class _Clock(ProgressColumn):
 
 
 class _Fitting:
-    """As many of some texts as fit in a row, each whole."""
+    """As many of these texts as fit in a row, none of them cut."""
 
     def __init__(self, texts: Sequence[str]):
         self._texts = texts
@@ -48,9 +48,9 @@ class _Fitting:
 
 
 class _Figures(ProgressColumn):
-    """What a row says of its step, most important first."""
+    """What a row says about its step, most important first."""
 
-    def render(self, task: Task) -> _Fitting:  # rich renders it as it does a text
+    def render(self, task: Task) -> _Fitting:  # rich renders it like a text
         return _Fitting(task.fields.get("figures", ()))
 
 
@@ -65,9 +65,9 @@ class Display:
 
     @contextlib.contextmanager
     def phase(self, name: str, total: int = 0, *, announced: bool = True) -> Iterator[Callable[[int], None]]:
-        """A block that does one thing, such as "compiling the step", in `total` parts if that is known; it gets a
-        function to call with the number of finished ones. Without bars, a line says when it begins if it is
-        `announced`."""
+        """A block for one phase, such as "compiling the step", in `total` parts if their number is known; it gets a
+        function to call with the number of finished ones. Without bars, a line marks the beginning of an `announced`
+        phase."""
         began, name = time.monotonic(), printable(name)
         if self._live:
             if announced:
@@ -107,7 +107,7 @@ class Display:
             print(text, file=self._console.file, flush=True)
 
     def _new_rows(self, *, transient: bool) -> Progress:
-        figures = _Figures(table_column=Column(ratio=1, no_wrap=True))  # gets what the others leave
+        figures = _Figures(table_column=Column(ratio=1, no_wrap=True))  # gets the remaining width
         bar = BarColumn(_BAR if self._console.width >= _WIDE else _SHORT_BAR)
         columns = TextColumn("{task.fields[head]}", markup=False), bar, _Clock(), figures
         return Progress(*columns, console=self._console, transient=transient, expand=True)
@@ -124,7 +124,8 @@ def time_text(seconds: float) -> str:
 
 
 class StepsDisplay(Display):
-    """Shows also, above the phases, a bar of finished steps; without it, prints every `log_every`-th and the last."""
+    """Also shows a bar of finished steps above the phases; without bars, prints every `log_every`-th step and the
+    last."""
 
     def __init__(self, total: int, finished: int, log_every: int, shown: bool = True, console: Console | None = None):
         super().__init__(shown, console)

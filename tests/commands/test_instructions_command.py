@@ -105,7 +105,7 @@ def test_mistakes(instructions: Instructions, tmp_path: Path) -> None:
         assert words in line and not (tmp_path / "run" / "checkpoints").exists()
     evaluate = ("eval.py", "instructions", "--checkpoint", instructions.run)
     for flags, words in (
-        ([instructions.run], "--checkpoint: 2 runs, of which instructions takes one; valid: one"),
+        ([instructions.run], "--checkpoint: 2 runs, but instructions takes one; valid: one run"),
         (["--predictions", tmp_path / "p"], "--predictions is not for instructions; valid: mnli, qqp"),
     ):
         assert words in mistake(instructions.commands, *evaluate, *flags)
