@@ -112,10 +112,9 @@ def copies_of(
     K and those of M. Without `both` only that of the forward product."""
     end = stacked + inner
     turned = (*range(stacked), *range(end, weight.ndim), *range(stacked, end))
-    axes = sorted(varying_axes(weight))
     forward = scaled(weight.transpose(turned), inner, dtype, over[0])
     backward = scaled(weight, weight.ndim - end, dtype, over[1]) if both else None
-    return vary(Copies(forward, backward, None), axes)
+    return Copies(forward, backward, None)
 
 
 def shardings_of(sharding: Sharding, inner: int, outer: int, *, both: bool, wide: bool) -> Copies:

@@ -222,7 +222,7 @@ class Work:
     def copies(self) -> Seconds:
         """Of the layers' weights in 8 bits: each is read for its scales and again to be rounded, both ways."""
         slots = self.sizes.layers_of_chunk * self.config.pipeline.chunks
-        numbers = slots * sum(prod(each.shape) for each in self.sizes.copies)
+        numbers = slots * sum(prod(each.shape) for each in self.sizes.copies_of_step)
         return Seconds(traffic=self.moved(2 * (2 * self.sizes.item + self.sizes.operand_item) * numbers))
 
     def muon(self) -> Seconds:
