@@ -1,4 +1,5 @@
-"""The layers' weights in 8 bits: made once a step, before its loop, and handed to the layers beside the weights."""
+"""Float8 copies of the layers' weights, handed to the layers beside the weights: made once per step, before its loop;
+those of frozen weights once, before the first step."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,11 +21,11 @@ Tree = Any
 
 
 class LayerCopies:
-    """The copies of a layer's weights for products in 8 bits, under `FLOAT8` beside each.
+    """Float8 copies of a layer's weights, each under the key `FLOAT8` beside its weight.
 
     Args:
         dtype: of the copies; None: there are none.
-        both: whether products run backward, too.
+        both: whether input gradients are computed too.
     """
 
     def __init__(self, config: ModelConfig, model: CutModel, dtype: DTypeLike | None, *, both: bool):
@@ -36,8 +37,8 @@ class LayerCopies:
         self._all = (first, last) == (0, 0)  # products of all layers are in 8 bits
 
     def added(self, weights: Tree, specs: Mapping[Path, PartitionSpec], layer_index: Array, made: Tree) -> Tree:
-        """Weights of stacked layers, [slots, …], inside the region, with their copies, of which some may be `made`
-        already. `specs` are those of pipelined weights, and `layer_index` says which layer is in a slot."""
+        """Stacked layers' weights, [slots, …], inside the region, with their copies: those `made` before, or new ones.
+        `specs` are those of pipelined weights; `layer_index` says which layer is in each slot."""
         flat, made, wide = flatten_dict(weights), flatten_dict(made or {}), None
         if not self._all:
             wide = ((layer_index < self._first) | (layer_index >= self._end)).astype(jnp.float32)
@@ -51,7 +52,7 @@ class LayerCopies:
         return unflatten_dict(flat)
 
     def shardings(self, shardings: Tree, specs: Mapping[Path, PartitionSpec]) -> Tree:
-        """How weights are sharded, with how their copies are; of a weight itself only the type is then needed."""
+        """The shardings of weights and of their copies. Of a weight that has copies, only the type is needed."""
         flat = flatten_dict(shardings)
         for path, (stacked, inner) in self._dims.items():
             outer = len(specs[path]) - 3 - stacked - inner
@@ -62,11 +63,11 @@ class LayerCopies:
 
     @property
     def paths(self) -> frozenset[Path]:
-        """Where the copies are, which have no gradient."""
+        """Paths of the copies, which have no gradient."""
         return frozenset((*path[:-1], FLOAT8) for path in self._dims)
 
     def of_whole(self, weights: Tree, before: int = 0) -> dict[Path, Copies]:
-        """The copies of weights outside of any region, with so many dims before those of one layer."""
+        """The copies of unsharded weights, outside any region, with `before` dims before those of one layer."""
         flat = flatten_dict(weights)
         return {
             (*path[:-1], FLOAT8): copies_of(flat[path], before + stacked, inner, self._dtype, ((), ()), both=self._both)
@@ -74,7 +75,7 @@ class LayerCopies:
         }
 
     def specs_of_whole(self, specs: Tree, before: int = 0) -> dict[Path, Copies]:
-        """Where these are."""
+        """Their specs, given those of the weights."""
         flat, found = flatten_dict(specs), {}
         for path, (stacked, inner) in self._dims.items():
             spec, place = [*flat[path]], before + stacked
@@ -86,11 +87,11 @@ class LayerCopies:
         return found
 
     def of_one(self, weights: Tree, layer: int) -> Tree:
-        """The weights of one layer, all of each, outside of any region, with their copies."""
+        """The unsharded weights of one layer, outside any region, with their copies."""
         return self._with(weights, self.of_whole(weights), layer)
 
     def specs_of_one(self, specs: Tree, layer: int) -> Tree:
-        """Where these are."""
+        """Their specs, given those of the weights."""
         return self._with(specs, self.specs_of_whole(specs), layer)
 
     def _with(self, tree: Tree, copies: dict[Path, Copies], layer: int) -> Tree:
