@@ -115,7 +115,7 @@ def test_verify() -> None:
     found = check(tiny_config((1, 2, 2), precision="fp8", num_layers=2, global_batch=4, expert_capacity=1.0, **MIXTURE))
     assert found.passed, found.failed
     kinds = [finding.name for finding in found.findings if "losses" in finding.name]
-    assert kinds == ["fp64 losses", "fp64 of fp8 operands losses", "fp8 losses"]
+    assert kinds == ["fp64 losses", "fp8-in-fp64 losses", "fp8 losses"]
 
 
 @pytest.mark.parametrize(
