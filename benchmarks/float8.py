@@ -4,9 +4,9 @@ docs/float8.md.
     python benchmarks/float8.py --output FOLDER [--presets P ...] [--seeds S ...] [--steps N] [flags of train.py]
     python benchmarks/float8.py --draw docs/float8.png
 
-The first trains what is not there yet, so it can be stopped and goes on, and adds what it finds to the figures of
-docs/benchmarks/float8.json; the second draws these. On a CPU fp8 is slower than bf16 and has the same numbers as on a
-GPU, but for the order of sums.
+The first trains what FOLDER does not have yet, so it may be stopped and started again, and adds its figures to
+docs/benchmarks/float8.json; the second draws them. A CPU is slower in fp8 than in bf16, and computes what a GPU does
+except for the order of sums.
 """
 
 import argparse

@@ -8,12 +8,12 @@ COMPUTE_DTYPE = {
     "bf16": jnp.bfloat16,
     "fp16": jnp.float16,
     "fp64": jnp.float64,
-    "fp8": jnp.bfloat16,  # of all but the operands of some products
+    "fp8": jnp.bfloat16,  # except for the operands of some products
 }
 MAIN_DTYPE = {name: jnp.float64 if name == "fp64" else jnp.float32 for name in COMPUTE_DTYPE}  # weights, moments
 E4M3 = jnp.float8_e4m3fn
-BESIDE = {"fp8": "bf16"}  # the precision of all but the operands of some products
-OPERAND_DTYPE = {"fp8": E4M3}  # of products of layers with weights, where it is another (`parallel/float8.py`)
+BESIDE = {"fp8": "bf16"}  # the precision of everything else than the operands of some products
+OPERAND_DTYPE = {"fp8": E4M3}  # of the layers' products with weights, if it is not the compute dtype
 
 
 def at_least_fp32(dtype: DTypeLike) -> DTypeLike:

@@ -150,7 +150,7 @@ class ModelConfig(ModelSizes):
     ] = "auto"
     bf16_layers: Annotated[
         str,
-        "with --precision fp8: so many of the first and of the last layers compute as with bf16, FIRST,LAST",
+        "with --precision fp8: how many of the first and of the last layers compute as in bf16, FIRST,LAST",
         Range(_is_pair, "two numbers of layers, such as 1,2"),
         NOTHING,
         Small(jointly=True),

@@ -1,14 +1,14 @@
-"""Products in 8 bits: both operands in e4m3, each row of the left one and each column of the right one over a power of
-two of its own.
+"""Products in 8 bits: both operands are in e4m3, each row of the left one and each column of the right one divided by a
+power of two of its own.
 
-A scale is the smallest power of two for which nothing of its row is beyond e4m3's largest number. It depends on the row
-alone: not on which rows come together, as one scale for a whole array would, nor on earlier steps, as delayed scaling.
-Where devices share what a product sums over, they take the maximum over all of them. So the mesh, the microbatches and
-a restart do not change a product, but for rounding that carries a value over the edge between two float8 numbers.
+A scale is the smallest power of two that brings its row within e4m3's maximum. It depends on that row alone: not on
+which rows are computed together, unlike one scale per array, nor on earlier steps, unlike delayed scaling. Devices that
+share the summed dims take the maximum over all of them. So mesh, microbatches and restarts do not change a product,
+except where rounding moves a value across the edge between two float8 numbers.
 
-Forward products and input gradients are such products. Weight gradients sum over tokens, and stay in the compute dtype.
+Forward products and input gradients are computed so. Weight gradients sum over tokens and stay in the compute dtype.
 
-Letters: K what a product sums over, M what comes out, one dim or several; E experts.
+Letters: K the summed dims, M the output's dims, one or several each; E experts.
 """
 
 import functools
@@ -25,31 +25,29 @@ from megajax.backend import Backend
 from megajax.parallel.collectives import TENSOR, axis_index, axis_size, g, max_over, vary, varying_axes
 from megajax.parallel.products import weight_gradient
 from megajax.parallel.shards import NOT_SHARDED, Sharding
-from megajax.precision import E4M3
 
-LARGEST = 448.0  # of e4m3; what is beyond it would become NaN
 _INFINITE = 0x7F80_0000  # bits of fp32: those of NaN are larger
-_TO_NEXT = 0x1F_FFFF  # carries a mantissa of more than 1.75 into the exponent: 448 is 1.75 · 2^8
+_TO_NEXT = 0x1F_FFFF  # carries a mantissa above 1.75 into the exponent: e4m3's maximum, 448, is 1.75 · 2^8
 _MANTISSA, _EIGHT, _BIAS = 23, 8, 127
 
 
 class Scaled(NamedTuple):
-    """An operand of a product, turned so that what is summed over stands last."""
+    """An operand of a product, transposed so that the summed dims come last."""
 
-    values: Array  # over their scales: in e4m3, or where rounding is left out in the compute dtype
-    scale: Array  # powers of two in fp32, with the dims of the values that are not summed over
+    values: Array  # divided by their scales; in e4m3, or in the compute dtype if they are not to be rounded
+    scale: Array  # powers of two in fp32; its dims are those of the values that are not summed over
 
 
 class Copies(NamedTuple):
-    """A weight [*K, *M], maybe of every layer or expert, for its two products."""
+    """A weight [*K, *M], possibly of several layers or experts, as an operand of its two products."""
 
     forward: Scaled  # [*M, *K], scales [*M]
     backward: Scaled | None  # [*K, *M], scales [*K]; None where nothing runs backward
-    wide: Array | None  # 1.0 in a layer whose products stay in the compute dtype; None where there is no such layer
+    wide: Array | None  # 1.0 for a layer whose products stay in the compute dtype; None if there is no such layer
 
 
 class Weight(NamedTuple):
-    """A weight, and its copies in 8 bits where its products use them."""
+    """A weight, and its float8 copies if its products use them."""
 
     array: Array
     copies: Copies | None = None
@@ -59,11 +57,11 @@ FLOAT8 = "float8"  # the key of the copies beside their weight
 
 
 def scales(rows: Sequence[Array], summed: Sequence[int], over: Sequence[str] = ()) -> list[tuple[Array, Array]]:
-    """For every row of each array, which are its last `summed` dims, the power of two and its inverse; NaN in place of
-    the former if any of the row is infinite or NaN. The rows are shared over the mesh axes `over`: one collective for
-    all arrays, which have the same number of rows."""
+    """The power of two and its inverse for every row of each array; a row is an array's last `summed` dims. The power
+    is NaN if the row holds an infinity or NaN. Rows are sharded over the mesh axes `over`; one collective serves all
+    arrays, which have the same number of rows."""
     largest = [jnp.max(jnp.abs(x), axis=tuple(range(x.ndim - n, x.ndim))) for x, n in zip(rows, summed, strict=True)]
-    # As integers these have the same order, and a NaN is more than all else on every device.
+    # Their bits, as integers, have the same order, and NaN is the largest on every device.
     bits = [lax.bitcast_convert_type(each.astype(jnp.float32), jnp.int32) for each in largest]
     if over:
         bits = [*max_over(jnp.stack(bits), tuple(over))]
@@ -72,7 +70,7 @@ def scales(rows: Sequence[Array], summed: Sequence[int], over: Sequence[str] = (
 
 def _powers(bits: Array) -> tuple[Array, Array]:
     exponent = ((jnp.minimum(bits, _INFINITE - 1) + _TO_NEXT) >> _MANTISSA) - _EIGHT
-    exponent = jnp.maximum(exponent, 1)  # the least that is no subnormal number
+    exponent = jnp.maximum(exponent, 1)  # that of the smallest normal number
     power, inverse = (
         lax.bitcast_convert_type(each << _MANTISSA, jnp.float32) for each in (exponent, 2 * _BIAS - exponent)
     )
@@ -80,27 +78,26 @@ def _powers(bits: Array) -> tuple[Array, Array]:
 
 
 def scaled(x: Array, summed: int, dtype: DTypeLike, over: Sequence[str] = ()) -> Scaled:
-    """`x` over the scales of its rows, in `dtype`."""
-    return _over(x, *scales([x], [summed], over)[0], dtype)
+    """`x` divided by the scales of its rows, in `dtype`. By its scale no value is beyond e4m3's maximum: none is
+    clipped."""
+    return _divided(x, *scales([x], [summed], over)[0], dtype)
 
 
 def scaled_together(
     rows: Sequence[Array], summed: Sequence[int], dtype: DTypeLike, over: Sequence[str]
 ) -> list[Scaled]:
-    """Several arrays over the scales of their rows, as `scales` finds them together."""
-    return [_over(x, *powers, dtype) for x, powers in zip(rows, scales(rows, summed, over), strict=True)]
+    """Several arrays divided by the scales of their rows, which are found in one collective."""
+    return [_divided(x, *powers, dtype) for x, powers in zip(rows, scales(rows, summed, over), strict=True)]
 
 
-def _over(x: Array, power: Array, inverse: Array, dtype: DTypeLike) -> Scaled:
+def _divided(x: Array, power: Array, inverse: Array, dtype: DTypeLike) -> Scaled:
     values = x * _aligned(inverse, x.ndim).astype(x.dtype)  # exact in bf16, too
-    if dtype == E4M3:
-        values = jnp.clip(values, -LARGEST, LARGEST)
     return Scaled(values.astype(dtype), power)
 
 
 def _aligned(scale: Array, ndim: int, before: int = 0, batch: int = 0) -> Array:
-    """A scale with dims of 1 for what an array of `ndim` dims has beside it: so many `before` it, behind the dims of
-    the batch, and the others after it."""
+    """A scale with dims of size 1 inserted to broadcast against an array of `ndim` dims: `before` of them after its
+    `batch` dims, the rest at the end."""
     first, last = scale.shape[:batch], scale.shape[batch:]
     return scale.reshape(*first, *[1] * before, *last, *[1] * (ndim - before - scale.ndim))
 
@@ -108,18 +105,17 @@ def _aligned(scale: Array, ndim: int, before: int = 0, batch: int = 0) -> Array:
 def copies_of(
     weight: Array, stacked: int, inner: int, dtype: DTypeLike, over: tuple[Sequence[str], Sequence[str]], *, both: bool
 ) -> Copies:
-    """The copies of a weight [*stacked, *K, *M] with `inner` dims K, which devices share over the axes `over`: those of
-    K and those of M. Without `both` only that of the forward product."""
+    """The copies of a weight [*stacked, *K, *M] with `inner` dims K; `over` has the axes that shard K, and those that
+    shard M. Without `both`, only the forward product's."""
     end = stacked + inner
     turned = (*range(stacked), *range(end, weight.ndim), *range(stacked, end))
-    axes = sorted(varying_axes(weight))
     forward = scaled(weight.transpose(turned), inner, dtype, over[0])
     backward = scaled(weight, weight.ndim - end, dtype, over[1]) if both else None
-    return vary(Copies(forward, backward, None), axes)
+    return Copies(forward, backward, None)
 
 
 def shardings_of(sharding: Sharding, inner: int, outer: int, *, both: bool, wide: bool) -> Copies:
-    """How the copies of a weight with `inner` dims K and `outer` dims M are sharded, from how the weight is."""
+    """How the copies of a weight with `inner` dims K and `outer` dims M are sharded, given the weight's `sharding`."""
     place = sharding.dim + inner + outer  # from K on; negative: a dim before them
 
     def at(dim: int) -> Sharding:
@@ -139,9 +135,9 @@ def shardings_of(sharding: Sharding, inner: int, outer: int, *, both: bool, wide
 
 
 def multiplied(x: Scaled, weight: Scaled, summed: int, dtype: DTypeLike, batch: int = 0) -> Array:
-    """The last `summed` dims of `x` with those of the weight, in `dtype`; the first `batch` dims of both go together.
+    """The product over the last `summed` dims of both, in `dtype`; the first `batch` dims of both are batch dims.
 
-    Powers of two change no mantissa: the product is rounded once, whether before or after it is scaled."""
+    Scaling by powers of two changes no mantissa, so the product is rounded once."""
     of_x, of_weight = (tuple(range(each.values.ndim - summed, each.values.ndim)) for each in (x, weight))
     of_batch = tuple(range(batch))
     y = lax.dot_general(
@@ -152,7 +148,7 @@ def multiplied(x: Scaled, weight: Scaled, summed: int, dtype: DTypeLike, batch: 
 
 
 def either(weights: Sequence[Weight], in_float8: Callable[[], Any], wide: Callable[[], Any]) -> Any:
-    """What a layer does in 8 bits, or in the compute dtype."""
+    """What a layer computes in 8 bits or, if it is one of the wide layers, in the compute dtype."""
     copies = weights[0].copies
     assert copies is not None
     return in_float8() if copies.wide is None else lax.cond(copies.wide > 0, wide, in_float8)
@@ -160,12 +156,13 @@ def either(weights: Sequence[Weight], in_float8: Callable[[], Any], wide: Callab
 
 @dataclass(frozen=True)
 class DenseProducts:
-    """Products of one input [..., *K] with weights [*K, *M] in 8 bits.
+    """Products in 8 bits of one input [..., *K] with weights [*K, *M].
 
     Attributes:
-        inner: dims of K.
-        over, outer_over: mesh axes that K and M are shared over.
-        parts: for each weight, of how many parts this device computes with one that others have, too; 0: of none.
+        inner: number of dims in K.
+        over, outer_over: mesh axes that shard K and M.
+        parts: for each weight, how many parts (key heads) it has, if a device uses one of them that other devices use
+            too; otherwise 0.
         trained: whether the weights have gradients.
     """
 
@@ -215,8 +212,8 @@ class DenseProducts:
 
     @staticmethod
     def _of_all(grad: Array, parts: int) -> Array:
-        """The gradient of the one part that a device computes with, summed over those that compute with it, too: what
-        is rounded must be the whole."""
+        """The gradient of the part that a device uses, summed over all devices that use it, because only the complete
+        gradient may be rounded."""
         if not parts:
             return grad
         place = grad.ndim - 2
@@ -228,7 +225,7 @@ class DenseProducts:
 
     @staticmethod
     def _once(product: Array, parts: int) -> Array:
-        """Of the devices that have a part the first one alone has the product, which is still to be summed."""
+        """The product on the first of the devices that use a part, zero on the others: it will be summed over all."""
         if not parts:
             return product
         first = axis_index(TENSOR) * parts % axis_size(TENSOR) < parts
@@ -236,17 +233,17 @@ class DenseProducts:
 
 
 def forward_copies(weights: Sequence[Weight]) -> list[Scaled]:
-    """For the forward product of each weight."""
+    """The operand of each weight's forward product."""
     return [weight.copies.forward for weight in weights if weight.copies]
 
 
 def backward_copies(weights: Sequence[Weight]) -> list[Scaled]:
-    """For the gradient of each one's input."""
+    """The operand of each weight's input gradient."""
     return [weight.copies.backward for weight in weights if weight.copies and weight.copies.backward]
 
 
 def products(how: Any, x: Array, weights: Sequence[Weight], *beside: Array) -> list[Array]:
-    """The outputs of products `how`, with their gradients."""
+    """The outputs of the products `how`, differentiable."""
     axes = sorted(varying_axes(x).union(*map(varying_axes, jax.tree.leaves(weights))))
     return _products(how, *vary((x, list(weights), beside), axes))
 

@@ -142,11 +142,11 @@ def sum_of(arrays: Iterable[Array]) -> Array:
 
 @dataclass(frozen=True)
 class GroupProducts:
-    """Products of the same rows, [E, N, I] or [R, I] in blocks, with weights [E, I, O] in 8 bits: as
+    """Products in 8 bits of the same rows, [E, N, I] or in blocks [R, I], with several weights [E, I, O]; like
     `float8.DenseProducts`."""
 
-    over: tuple[str, ...]  # mesh axes that I is shared over
-    outer_over: tuple[str, ...]  # and O
+    over: tuple[str, ...]  # mesh axes that shard I
+    outer_over: tuple[str, ...]  # mesh axes that shard O
     trained: bool
 
     def forward(self, rows: Array, weights: Sequence[Weight], *blocks: Array) -> list[Array]:

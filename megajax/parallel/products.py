@@ -18,14 +18,14 @@ from jax import Array, lax
 from megajax.backend import Backend
 from megajax.parallel.collectives import vary, varying_axes
 
-# The input of one or several products, maybe with what else they depend on, and the gradient of each one's output.
+# The input of one or several products (with other arrays they depend on), and the gradient of each one's output.
 Pair = tuple[Any, list[Array]]
 Factors = Mapping[str, Any]  # a `Pair` by the name of the products
 NO_FACTORS: Factors = {}
 
 
 def product(x: Array, weight: Array, contracted: int, backend: Backend) -> Array:
-    """The last `contracted` dims of `x` [..., *K] with the first ones of `weight` [*K, *M]; shape [..., *M]."""
+    """Contract the last `contracted` dims of `x` [..., *K] with the first ones of `weight` [*K, *M]: [..., *M]."""
     if not backend.transposed_copies:
         return jnp.tensordot(x, weight, axes=contracted)
     axes = sorted(varying_axes(x) | varying_axes(weight))
@@ -70,7 +70,7 @@ def _transposed_copy(x: Array) -> Array:
 
 
 class FactorProbe(dict[str, Pair]):
-    """Stands in for the dummies and records the types of each product's factors."""
+    """Stands in for dummies, and records each product's input and outputs, which have the types of its factors."""
 
     def __bool__(self) -> bool:
         return True
@@ -85,9 +85,9 @@ def deferred(
     *beside: Array,
     input_gradient: Callable[..., Array] | None = None,
 ) -> list[Array]:
-    """`multiply(x, weights, *beside)`, which is linear in `x` and in `weights`; its factors go into `dummies[name]`,
-    with what is `beside` them, floats, next to `x`. The gradient of `x`, of which only the type matters, is
-    `input_gradient(x, grads, weights, *beside)`, or found by transposition. A weight may be several arrays."""
+    """`multiply(x, weights, *beside)`, linear in `x` and in `weights`. Its factors come out as the gradient of
+    `dummies[name]`, with the floats `beside` next to `x`. The gradient of `x` is `input_gradient(x, grads, weights,
+    *beside)`, which uses only the type of `x`, or else found by transposition. A weight may be several arrays."""
     axes = sorted(varying_axes(x).union(*map(varying_axes, jax.tree.leaves(weights))))
     x, weights, beside = vary(x, axes), vary(weights, axes), vary(beside, axes)
     if isinstance(dummies, FactorProbe):

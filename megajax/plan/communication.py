@@ -183,7 +183,7 @@ class WeightTraffic(Sizes):
     def scales(self) -> Iterator[Communication]:
         """The scales of weights in 8 bits, if devices share the dim that a product sums over."""
         slots = self.layers_of_chunk * self.config.pipeline.chunks
-        for copies in self.copies:
+        for copies in self.copies_of_step:
             for axes, order in zip(copies.axes, (copies.forward, copies.backward), strict=True):
                 if axes:
                     scale = order(copies.shape)[1]

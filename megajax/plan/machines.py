@@ -15,7 +15,8 @@
 
 Of the same GPUs in other forms only the peaks are known (`peak_of_device`): NVIDIA data sheets of H100 (PCIe, NVL),
 H200 (NVL), A100, V100 (SXM2 125 TFLOP/s, PCIe 112, V100S 130) and GB200 NVL72 (a 72nd of it), without sparsity. GH200's
-GPU is an H100, SXM. The data sheets of H100 and H200 have fp8 with sparsity, twice what is meant here.
+GPU is an H100, SXM. fp8 is half of the 3,958 TFLOP/s that the data sheets of H100 and H200 give with sparsity (without
+it 1,978.9: https://glennklockwood.com/garden/processors/h100).
 
 **What was calibrated** (`Efficiency`), and on what; nothing of it was measured by us. Of h100, and assumed for h200,
 a100 and b200:

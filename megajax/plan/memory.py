@@ -27,14 +27,16 @@ _FP32 = 4
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device. Weights, main weights, moments and average last from step to step."""
+    """Bytes on one device. Weights, main weights, moments, average and copies of frozen weights last from step to
+    step."""
 
     weights: int
     main_weights: int
     moments: int
     average: int  # of the weights, with `train.ema`
     batch: int  # a device's rows
-    copies: int  # of the layers' weights in 8 bits, with their scales
+    frozen_copies: int  # of frozen weights in 8 bits, with their scales
+    copies: int  # the same of trained weights
     gradients: int  # their sums, and where these are in half precision, what the optimizer gets
     kept: int  # of activations, until their backward pass
     factors: int  # of weight gradients that wait
@@ -44,7 +46,7 @@ class Memory:
     @property
     def state(self) -> int:
         """What exists before the step."""
-        return self.weights + self.main_weights + self.moments + self.average + self.batch
+        return self.weights + self.main_weights + self.moments + self.average + self.batch + self.frozen_copies
 
     @property
     def of_step(self) -> int:
@@ -74,6 +76,10 @@ def memory(config: Config, backend: Backend = GPU, cost: StepCost | None = None)
     batch = sum(prod(shape) for shape in form.shapes(config.train.global_batch, tokens=step.tokens).values())
     residuals = step.layers_of_chunk * cost.layer.residuals.num_bytes(step.microbatch)
     kept = max(1, slots) * (step.activation_bytes if step.recomputes_stage else residuals)
+    copies, copies_of_step = (
+        step.layers_of_chunk * config.pipeline.chunks * sum(each.num_bytes for each in found)
+        for found in (step.copies, step.copies_of_step)
+    )
     factors = factor_slots * step.layers_of_chunk * cost.layer.factors.num_bytes(step.microbatch)
     return Memory(
         weights=step.held.num_computed * step.item,
@@ -81,7 +87,8 @@ def memory(config: Config, backend: Backend = GPU, cost: StepCost | None = None)
         moments=(2 * step.held.num_trained - num_numbers(matrices_of(step), step.zero > 0)) * step.wide + _COUNTERS,
         average=step.held.num_trained * step.wide if config.train.ema else 0,
         batch=batch * _WORD // config.mesh.row_shards,
-        copies=step.layers_of_chunk * config.pipeline.chunks * sum(each.num_bytes for each in step.copies),
+        frozen_copies=copies - copies_of_step,
+        copies=copies_of_step,
         gradients=step.held.num_summed * step.summed + losses + others,
         kept=kept,
         factors=factors,

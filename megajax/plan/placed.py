@@ -1,4 +1,4 @@
-"""A weight on a mesh, and its copies in 8 bits, as plain shapes."""
+"""A weight on a mesh, and its float8 copies, as plain shapes."""
 
 from dataclasses import dataclass
 from math import prod
@@ -37,12 +37,12 @@ class Placed:
 
 @dataclass(frozen=True)
 class PlacedCopies:
-    """The copies in 8 bits of a layer's weight [*stacked, *K, *M] on a mesh (`parallel/float8.py`)."""
+    """The float8 copies of a layer's weight [*stacked, *K, *M] on a mesh (`parallel/float8.py`)."""
 
     placed: Placed  # the weight
-    rows: int  # dims of K
-    columns: int  # and of M
-    divided: bool  # by ZeRO-3
+    rows: int  # number of dims in K
+    columns: int  # number of dims in M
+    divided: bool  # whether ZeRO-3 shards them
     item: int  # bytes of a number
 
     @property
@@ -56,24 +56,24 @@ class PlacedCopies:
         return len(self.shape) - self.rows - self.columns
 
     def forward(self, sizes: Shape) -> tuple[Shape, Shape]:
-        """Something for each dim of the weight in the order of the forward copy, and of its scales."""
+        """`sizes`, one entry for each dim of the weight, in the order of the forward copy and in that of its scales."""
         inner = self.stacked + self.rows
         scale = (*sizes[: self.stacked], *sizes[inner:])
         return (*scale, *sizes[self.stacked : inner]), scale
 
     def backward(self, sizes: Shape) -> tuple[Shape, Shape]:
-        """The same of the backward copy."""
+        """The same for the backward copy."""
         return sizes, sizes[: self.stacked + self.rows]
 
     @property
     def num_bytes(self) -> int:
-        """Of both, with the scales."""
+        """Bytes of both copies with their scales."""
         pairs = [self.forward(self.shape), self.backward(self.shape)]
         return sum(self.item * prod(values) + 4 * prod(scale) for values, scale in pairs)
 
     @property
     def gathered(self) -> list[tuple[Shape, int]]:
-        """Shapes, and bytes of a number, of what ZeRO-3 gathers: both, each with its scales where they are divided."""
+        """Shapes, and bytes of a number, of what ZeRO-3 gathers: both copies, and their scales if these are sharded."""
         found = []
         for order in (self.forward, self.backward):
             (values, scale), (_, whole) = order(self.shape), order(self.placed.whole)
@@ -82,7 +82,7 @@ class PlacedCopies:
 
     @property
     def axes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The mesh axes that K and M are shared over."""
+        """The mesh axes that shard K and M."""
         spec = self.placed.spec
         entries = [{*entry_axes(entry)} for entry in (*spec, *[None] * (len(self.shape) - len(spec)))]
         if self.divided and self.placed.data_dim is not None:

@@ -19,6 +19,7 @@ from megajax.program.program import training_way
 _NAMES = {
     "main_weights": "main weights",
     "average": "averaged weights",
+    "frozen_copies": "float8 copies of frozen weights",
     "copies": "float8 copies of weights",
     "gradients": "gradient accumulators",
     "kept": "stored activations",

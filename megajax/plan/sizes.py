@@ -243,6 +243,11 @@ class Sizes:
         return found
 
     @property
+    def copies_of_step(self) -> list[PlacedCopies]:
+        """Those that a step makes: not those of frozen weights."""
+        return [] if self.held.adapters else self.copies
+
+    @property
     def queries(self) -> int:
         """Queries per head on a device."""
         return self.tokens if self.way in ("none", "heads") else self.tokens // self.config.mesh.context

@@ -220,9 +220,9 @@ class Work:
         return Seconds(traffic=self.moved(self.machine.traffic.updated * self.sizes.held.num_trained))
 
     def copies(self) -> Seconds:
-        """Of the layers' weights in 8 bits: each is read for its scales and again to be rounded, both ways."""
+        """Seconds to round the layers' weights to 8 bits: each is read for its scale and again to be rounded, twice."""
         slots = self.sizes.layers_of_chunk * self.config.pipeline.chunks
-        numbers = slots * sum(prod(each.shape) for each in self.sizes.copies)
+        numbers = slots * sum(prod(each.shape) for each in self.sizes.copies_of_step)
         return Seconds(traffic=self.moved(2 * (2 * self.sizes.item + self.sizes.operand_item) * numbers))
 
     def muon(self) -> Seconds:

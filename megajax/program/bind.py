@@ -38,11 +38,17 @@ def count_targets(program: Program, batch: Batch) -> dict[str, Array]:
 
 
 def training_pipeline(
-    program: Program, params: Tree, batch: Batch, step: Array, loss_scale: Array | np.float32 = UNSCALED
+    program: Program,
+    params: Tree,
+    batch: Batch,
+    step: Array,
+    loss_scale: Array | np.float32 = UNSCALED,
+    copies: Tree = None,
 ) -> Pipeline:
-    """The loop of a train step; losses are divided by the number of their targets in the global batch."""
-    dropout, counts = program.config.model.dropout, count_targets(program, batch)
-    return _bind(program, program.model, params, batch, dropout, step, counts, jnp.asarray(loss_scale), backward=True)
+    """The loop of a train step; losses are divided by the number of their targets in the global batch. Float8 copies of
+    frozen weights that are not among `copies` are made here."""
+    dropout, counts, scale = program.config.model.dropout, count_targets(program, batch), jnp.asarray(loss_scale)
+    return _bind(program, program.model, params, batch, dropout, step, counts, scale, copies, backward=True)
 
 
 def look_into(program: Program, look: Callable[[Pipeline], Found]) -> Found:
@@ -63,7 +69,7 @@ def forward_pipeline(program: Program, model: CutModel, params: Tree, batch: Bat
     """The loop of a forward-only program, for one of the program's forward models, without dropout."""
     nothing, one = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
     counts = dict.fromkeys(program.form.targets | program.form.measures, one)
-    return _bind(program, model, params, batch, 0.0, nothing, counts, jnp.asarray(UNSCALED), backward=False)
+    return _bind(program, model, params, batch, 0.0, nothing, counts, jnp.asarray(UNSCALED), None, backward=False)
 
 
 def _bind(
@@ -75,6 +81,7 @@ def _bind(
     step: Array,
     counts: dict[str, Array],
     loss_scale: Array,
+    made: Tree,
     *,
     backward: bool,
 ) -> Pipeline:
@@ -96,7 +103,8 @@ def _bind(
     layer_index = jnp.asarray(layout.placement.layer_index)[:, axis_index(PIPE)]
     copies = LayerCopies(config.model, model, program.operand_dtype, both=backward)
     specs = flatten_dict(layer_weights(layout.specs.params))
-    blocks = copies.added(blocks, specs, layer_index.reshape(-1))
+    made = jax.tree.map(lambda copy: copy.reshape(-1, *copy.shape[3:]), made)
+    blocks = copies.added(blocks, specs, layer_index.reshape(-1), made)
     storage = copies.shardings(layer_weights(layout.per_use.shardings), specs)
 
     def context(batch: Batch, row_B: Array) -> Context:

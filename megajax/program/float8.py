@@ -1,4 +1,5 @@
-"""The layers' weights in 8 bits: made once a step, before its loop, and handed to the layers beside the weights."""
+"""Float8 copies of the layers' weights, handed to the layers beside the weights: made once per step, before its loop;
+those of frozen weights once, before the first step."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +13,7 @@ from jax.typing import DTypeLike
 
 from megajax.models.config import ModelConfig
 from megajax.models.family import CutModel, Path
-from megajax.parallel.collectives import spec_axes
+from megajax.parallel.collectives import spec_axes, vary, varying_axes
 from megajax.parallel.float8 import FLOAT8, Copies, Scaled, copies_of, shardings_of
 from megajax.parallel.shards import NOT_SHARDED
 
@@ -20,11 +21,11 @@ Tree = Any
 
 
 class LayerCopies:
-    """The copies of a layer's weights for products in 8 bits, under `FLOAT8` beside each.
+    """Float8 copies of a layer's weights, each under the key `FLOAT8` beside its weight.
 
     Args:
         dtype: of the copies; None: there are none.
-        both: whether products run backward, too.
+        both: whether input gradients are computed too.
     """
 
     def __init__(self, config: ModelConfig, model: CutModel, dtype: DTypeLike | None, *, both: bool):
@@ -35,21 +36,23 @@ class LayerCopies:
         self._first, self._end = first, config.num_blocks - last
         self._all = (first, last) == (0, 0)  # products of all layers are in 8 bits
 
-    def added(self, weights: Tree, specs: Mapping[Path, PartitionSpec], layer_index: Array) -> Tree:
-        """Weights of stacked layers, [slots, …], inside the region, with their copies. `specs` are those of pipelined
-        weights, and `layer_index` says which layer is in a slot."""
-        flat, wide = flatten_dict(weights), None
+    def added(self, weights: Tree, specs: Mapping[Path, PartitionSpec], layer_index: Array, made: Tree) -> Tree:
+        """Stacked layers' weights, [slots, …], inside the region, with their copies: those `made` before, or new ones.
+        `specs` are those of pipelined weights; `layer_index` says which layer is in each slot."""
+        flat, made, wide = flatten_dict(weights), flatten_dict(made or {}), None
         if not self._all:
             wide = ((layer_index < self._first) | (layer_index >= self._end)).astype(jnp.float32)
         for path, (stacked, inner) in self._dims.items():
-            entries = [*specs[path]][3 + stacked :]
+            entries, place = [*specs[path]][3 + stacked :], (*path[:-1], FLOAT8)
             over = tuple(tuple(sorted(spec_axes(PartitionSpec(*side)))) for side in (entries[:inner], entries[inner:]))
-            copies = copies_of(flat[path], 1 + stacked, inner, self._dtype, (over[0], over[1]), both=self._both)
-            flat[*path[:-1], FLOAT8] = copies._replace(wide=wide)
+            copies = made.get(place) or copies_of(
+                flat[path], 1 + stacked, inner, self._dtype, (over[0], over[1]), both=self._both
+            )
+            flat[place] = vary(copies, sorted(varying_axes(flat[path])))._replace(wide=wide)
         return unflatten_dict(flat)
 
     def shardings(self, shardings: Tree, specs: Mapping[Path, PartitionSpec]) -> Tree:
-        """How weights are sharded, with how their copies are; of a weight itself only the type is then needed."""
+        """The shardings of weights and of their copies. Of a weight that has copies, only the type is needed."""
         flat = flatten_dict(shardings)
         for path, (stacked, inner) in self._dims.items():
             outer = len(specs[path]) - 3 - stacked - inner
@@ -60,23 +63,36 @@ class LayerCopies:
 
     @property
     def paths(self) -> frozenset[Path]:
-        """Where the copies are, which have no gradient."""
+        """Paths of the copies, which have no gradient."""
         return frozenset((*path[:-1], FLOAT8) for path in self._dims)
 
-    def of_one(self, weights: Tree, layer: int) -> Tree:
-        """The weights of one layer, all of each, outside of any region, with their copies."""
+    def of_whole(self, weights: Tree, before: int = 0) -> dict[Path, Copies]:
+        """The copies of unsharded weights, outside any region, with `before` dims before those of one layer."""
         flat = flatten_dict(weights)
-        for path, (stacked, inner) in self._dims.items() if self._first <= layer < self._end else ():
-            copies = copies_of(flat[path], stacked, inner, self._dtype, ((), ()), both=False)
-            flat[*path[:-1], FLOAT8] = copies
-        return unflatten_dict(flat)
+        return {
+            (*path[:-1], FLOAT8): copies_of(flat[path], before + stacked, inner, self._dtype, ((), ()), both=self._both)
+            for path, (stacked, inner) in self._dims.items()
+        }
+
+    def specs_of_whole(self, specs: Tree, before: int = 0) -> dict[Path, Copies]:
+        """Their specs, given those of the weights."""
+        flat, found = flatten_dict(specs), {}
+        for path, (stacked, inner) in self._dims.items():
+            spec, place = [*flat[path]], before + stacked
+            first, rows, columns = spec[:place], spec[place : place + inner], spec[place + inner :]
+            forward = PartitionSpec(*first, *columns, *rows), PartitionSpec(*first, *columns)
+            backward = PartitionSpec(*spec), PartitionSpec(*first, *rows)
+            pair: Any = Scaled(*forward), Scaled(*backward) if self._both else None  # specs where arrays stand
+            found[*path[:-1], FLOAT8] = Copies(*pair, None)
+        return found
+
+    def of_one(self, weights: Tree, layer: int) -> Tree:
+        """The unsharded weights of one layer, outside any region, with their copies."""
+        return self._with(weights, self.of_whole(weights), layer)
 
     def specs_of_one(self, specs: Tree, layer: int) -> Tree:
-        """Where these are."""
-        flat = flatten_dict(specs)
-        for path, (stacked, inner) in self._dims.items() if self._first <= layer < self._end else ():
-            spec = [*flat[path]]
-            before, rows, columns = spec[:stacked], spec[stacked : stacked + inner], spec[stacked + inner :]
-            values, scale = PartitionSpec(*before, *columns, *rows), PartitionSpec(*before, *columns)
-            flat[*path[:-1], FLOAT8] = Copies(Scaled(values, scale), None, None)  # type: ignore[arg-type]
-        return unflatten_dict(flat)
+        """Their specs, given those of the weights."""
+        return self._with(specs, self.specs_of_whole(specs), layer)
+
+    def _with(self, tree: Tree, copies: dict[Path, Copies], layer: int) -> Tree:
+        return unflatten_dict(flatten_dict(tree) | (copies if self._first <= layer < self._end else {}))

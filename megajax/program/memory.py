@@ -51,13 +51,14 @@ def _bytes(tree: Tree) -> int:
 
 def kept_bytes(layout: StateLayout) -> dict[str, int]:
     """Bytes on one device of everything that lasts from step to step, by part: `weights`, `main weights`, `moments`,
-    and with `train.ema` the `average`."""
+    with `train.ema` the `average`, and the `float8 copies` of frozen weights if there are any."""
     state, specs = layout.shapes, layout.specs
+    others = {"average": (state.average, specs.average), "float8 copies": (state.copies, specs.copies)}
     return {
         "weights": _local_bytes(layout, state.params, specs.params),
         "main weights": 0 if state.main is None else _local_bytes(layout, state.main, specs.main),
         "moments": _local_bytes(layout, state.optimizer, specs.optimizer),
-    } | ({"average": _local_bytes(layout, state.average, specs.average)} if state.average else {})
+    } | {name: _local_bytes(layout, *each) for name, each in others.items() if each[0]}
 
 
 def _local_bytes(layout: StateLayout, shapes: Tree, specs: Tree) -> int:

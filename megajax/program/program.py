@@ -59,7 +59,7 @@ class Program:
         self.backend = (backend or backend_of(mesh)).asked(config.model.attention)
         self.model = CutModel(config.model, training_boundary(config), self.backend, config.lora)
         self.form = batch_form(config)
-        self.layout = StateLayout(config, mesh, self.model)
+        self.layout = StateLayout(config, mesh, self.model, self.operand_dtype)
         self.optimizer = self.layout.optimizer
         self.batch_shardings = shardings(mesh, batch_specs(self.form))
         summed_in = config.optimizer.gradient_dtype

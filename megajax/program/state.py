@@ -16,9 +16,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from megajax.config import Config
 from megajax.mesh import mesh_spec, needs_tensor_sum, rules_of, shardings, zero_sharding, zero_spec
@@ -32,6 +33,7 @@ from megajax.parallel.collectives import PIPE
 from megajax.parallel.shards import NOT_SHARDED, Shards
 from megajax.pipeline.placement import Placement
 from megajax.precision import COMPUTE_DTYPE, MAIN_DTYPE
+from megajax.program.float8 import LayerCopies
 
 Tree = Any
 
@@ -48,6 +50,7 @@ class TrainState:
     loss_scale: LossScale  # for fp16; otherwise 1
     recent_norms: Array  # gradient norms of the last updates, fp32 (`optim/adam.py`)
     average: Tree | None = None  # moving average of the trained weights, stored like `main`; None without `train.ema`
+    copies: Tree = None  # float8 copies of frozen weights, made once, stored like them; None in canonical form
 
 
 class StateLayout:
@@ -66,12 +69,13 @@ class StateLayout:
         loss_scale: how fp16's loss scale changes; None in other precisions.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, model: CutModel):
+    def __init__(self, config: Config, mesh: Mesh, model: CutModel, operand_dtype: DTypeLike | None = None):
         self.mesh, self.model, self._config = mesh, config.model, config
         self.placement = Placement(config.model.num_blocks, config.mesh.pipe, config.pipeline.chunks)
         self.loss_scale = config.loss_scale if config.precision == "fp16" else None
         self.compute_dtype, self.main_dtype = COMPUTE_DTYPE[config.precision], MAIN_DTYPE[config.precision]
         self.adapters = adapters = Adapters(config.lora, config.model, model) if config.lora.rank else None
+        self._copies = LayerCopies(config.model, model, operand_dtype if adapters else None, both=True)
 
         def fresh() -> TrainState:
             weights = model.init(config.seed) | ({LORA: adapters.init(config.seed)} if adapters else {})
@@ -111,7 +115,9 @@ class StateLayout:
         self.canonical_specs = self._specs(_stacked(main, layers), None, self.trained(_stacked(owned, layers)))
         self.layer_specs = self._specs(_stacked(owned, None), None, self.trained(_stacked(owned, None)))
         here = self.trained_specs if self.has_main else None
-        self.specs = self._specs(_stacked(params, *pipelined), here, self.trained_specs)
+        params = _stacked(params, *pipelined)
+        copies = unflatten_dict(self._copies.specs_of_whole(params["blocks"], len(pipelined)))
+        self.specs = dataclasses.replace(self._specs(params, here, self.trained_specs), copies=copies)
 
     def _muons(self, logical: Tree) -> dict[tuple[str, ...], Matrices]:
         """The matrices that Muon updates, by path, given the dim names of trained weights without their stacking dims;
@@ -131,9 +137,9 @@ class StateLayout:
         return trained if self.adapters is None else weights | {LORA: trained}
 
     def with_main(self, state: TrainState) -> TrainState:
-        """A state, or a tree like one, with the main weights in `params`."""
+        """A state, or a tree like one, with the main weights in `params`, and nothing that is made from them."""
         params = state.params if state.main is None else self.with_trained(state.params, state.main)
-        return dataclasses.replace(state, params=params, main=None)
+        return dataclasses.replace(state, params=params, main=None, copies=None)
 
     def _specs(self, params: Tree, main: Tree | None, moments: Tree) -> TrainState:
         by_path = {_names(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(moments)}
@@ -171,6 +177,11 @@ class StateLayout:
         return jax.jit(self._pipelined, out_shardings=shardings(self.mesh, self.specs))
 
     @cached_property
+    def copies_of(self):
+        """weights in the compute dtype, on their stages -> the float8 copies of frozen ones."""
+        return jax.jit(self._copies_of, out_shardings=shardings(self.mesh, self.specs.copies))
+
+    @cached_property
     def to_canonical(self):
         """state -> the state in canonical form, on this mesh."""
         return jax.jit(self._canonical, out_shardings=shardings(self.mesh, self.canonical_specs))
@@ -194,9 +205,12 @@ class StateLayout:
     def _pipelined(self, canonical: TrainState) -> TrainState:
         scale = canonical.loss_scale.resumed(self.loss_scale)
         state = dataclasses.replace(_map_blocks(self.placement.to_stages, canonical), loss_scale=scale)
-        if not self.has_main:
-            return state
-        return dataclasses.replace(state, params=self.computed(state.params), main=self.trained(state.params))
+        params = self.computed(state.params)
+        main = self.trained(state.params) if self.has_main else None
+        return dataclasses.replace(state, params=params, main=main, copies=self._copies_of(params))
+
+    def _copies_of(self, params: Tree) -> Tree:
+        return unflatten_dict(self._copies.of_whole(params["blocks"], 3))
 
     def computed(self, main: Tree) -> Tree:
         """Main weights in the compute dtype."""

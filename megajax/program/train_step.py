@@ -69,7 +69,7 @@ def _train_step_with_gradients(
 ) -> tuple[TrainState, dict[str, Array], Tree]:
     config, layout = program.config, program.layout
     scale = state.loss_scale.scale
-    losses, grads, figures = _losses_and_gradients(program, state.params, batch, state.step, scale)
+    losses, grads, figures = _losses_and_gradients(program, state.params, batch, state.step, scale, state.copies)
     loss = _total(program, losses)
     norm = global_norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
@@ -87,6 +87,7 @@ def _train_step_with_gradients(
         loss_scale=state.loss_scale.after(finite, layout.loss_scale),
         recent_norms=jnp.where(taken, remember(norm, state.recent_norms, state.step), state.recent_norms),
         average=None if state.average is None else averaged(state.average, main, config.train.ema, taken),
+        copies=state.copies,
     )
     metrics = {"loss": loss, "grad_norm": norm, "learning_rate": learning_rate(state.step, config.optimizer)}
     parts = {name if name in program.form.measures else f"loss/{name}": value for name, value in losses.items()}
@@ -117,17 +118,17 @@ def _average_weights(program: Program, params: Tree, average: Tree) -> Tree:
 
 
 def _loss_and_gradients(program: Program, params: Tree, batch: Batch, step: Array) -> tuple[Array, Tree]:
-    losses, grads, _ = _losses_and_gradients(program, params, batch, step, UNSCALED)
+    losses, grads, _ = _losses_and_gradients(program, params, batch, step, UNSCALED, None)
     return _total(program, losses), grads
 
 
 def _losses_and_gradients(
-    program: Program, params: Tree, batch: Batch, step: Array, loss_scale: Array | np.float32
+    program: Program, params: Tree, batch: Batch, step: Array, loss_scale: Array | np.float32, copies: Tree
 ) -> tuple[dict[str, Array], Tree, dict[str, Array]]:
     """The losses by name; the gradients of their sum for the trained weights, unscaled, in the main dtype, sharded like
     `layout.trained_specs`; and the sums of the layers' figures."""
     layout, dtype = program.layout, program.layout.main_dtype
-    pipeline = training_pipeline(program, params, batch, step, loss_scale)
+    pipeline = training_pipeline(program, params, batch, step, loss_scale, copies)
     losses, grads, figures = pipeline.losses_and_gradients(program.schedule, program.gradient_dtype)
     trained = layout.trained(params)
     grads = {name: grads[name] for name in trained}

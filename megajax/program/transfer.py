@@ -86,11 +86,12 @@ class Transfer:
     def to_devices(self, canonical: TrainState) -> TrainState:
         """The state on this mesh's stages, in this run's precision, from the canonical one in host memory."""
         layout, specs = self._layout, self._layout.specs
-        others = dataclasses.replace(specs, params=None, main=None)
+        others = dataclasses.replace(specs, params=None, main=None, copies=None)
         placed = self._place(dataclasses.replace(canonical, params=None), others)
         main = None if specs.main is None else self._place(layout.trained(canonical.params), specs.main)
         params, scale = self.params_to_devices(canonical.params), layout.resumed_scale(placed.loss_scale)
-        return dataclasses.replace(placed, params=params, main=main, loss_scale=scale)
+        copies = layout.copies_of(params)
+        return dataclasses.replace(placed, params=params, main=main, loss_scale=scale, copies=copies)
 
     def merged(self, canonical: Tree) -> Tree:
         """Canonical main weights in host memory with their adapters merged in, weight by weight."""

@@ -48,7 +48,7 @@ def describe(program: Program, data: RunData | TaskData, earlier: OptimizerConfi
         *data.lines(config),
     ]
     if config.precision == "fp8" and platform == "cpu":
-        lines.append("precision: fp8 is for checking on a CPU, which computes its products in wider formats: slower")
+        lines.append("precision: on a CPU fp8 is slower than bf16 and only good for checking")
     if platform == "gpu":
         lines.append(f"XLA: {' '.join(gpu_flags())}")
     return "\n".join(filter(None, [*lines, rate_warning(config)]))

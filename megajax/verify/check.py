@@ -15,7 +15,7 @@ from megajax.precision import COMPUTE_DTYPE, E4M3
 from megajax.verify.comparison import LIMITS, Limits, limits_of_edges
 from megajax.verify.forms import exact, one_device, plain, steady, with_axes
 from megajax.verify.recording import Difference, first_difference
-from megajax.verify.run import MeshRun, TracingError, recorded, run
+from megajax.verify.run import FP8_IN_FP64, MeshRun, TracingError, recorded, run
 from megajax.verify.shrink import shown
 from megajax.verify.theory import check_collectives
 from megajax.verify.verdict import Finding, Verdict, compare_runs, loss_scales, same_on_devices, same_on_mesh
@@ -94,9 +94,9 @@ def check(
 ) -> Verdict:
     """Compare `config`, which must be small already, with one device in fp64: first in fp64, then in its own precision.
 
-    Of fp8 three things are compared: in fp64 the step with its products scaled and not rounded, then with operands
-    that are rounded to 8 bits, against one device that does so; and the step in fp8 against one device in fp8. In fp64
-    no operand lies within rounding of the edge between two numbers of 8 bits, so that a wrong scale shows.
+    For fp8 there are three comparisons: the step in fp64 with its products scaled but not rounded; the step in fp64
+    with operands rounded to e4m3, against one device that rounds them too; and the step in fp8, against one device in
+    fp8. In fp64 no operand lies within rounding of the edge between two float8 numbers, so a wrong scale shows.
 
     Args:
         steps: number of steps; one more step overflows.
@@ -115,7 +115,7 @@ def check(
             on_finding(finding)
 
     def traced(what: str, config: Config, **more: Any) -> MeshRun | None:
-        on_start(f"{what}, {config.precision}{' of fp8 operands' if more.get('operand_dtype') == E4M3 else ''}")
+        on_start(f"{what}, {FP8_IN_FP64 if more.get('operand_dtype') == E4M3 else config.precision}")
         try:
             return run(config, devices, **options, **more)
         except TracingError as error:
@@ -149,7 +149,7 @@ def check(
 
 
 def _scaled_only(config: Config) -> DTypeLike | None:
-    """The dtype of operands with which a step in fp64 has the products of this precision, and nothing is rounded."""
+    """The dtype of operands that gives a step in fp64 this precision's products without rounding."""
     return COMPUTE_DTYPE["fp64"] if config.precision == "fp8" else None
 
 
@@ -188,7 +188,7 @@ def _failed(config: Config, verdict: Verdict) -> _Failed:
     """The most exact of the forms in which checks failed."""
     kinds = {
         "own" if finding.name.startswith(f"{config.precision} ") and config.precision != "fp64"
-        else "rounded" if finding.name.startswith("fp64 of fp8 ") else "exact"
+        else "rounded" if finding.name.startswith(f"{FP8_IN_FP64} ") else "exact"
         for finding in verdict.failed
     }  # fmt: skip
     if "exact" in kinds:

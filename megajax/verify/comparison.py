@@ -79,12 +79,16 @@ _PRODUCTS = 4  # one after the other in a layer, forward, and as many backward
 
 
 def limits_of_edges(num_layers: int) -> Limits:
-    """Limits for fp8, compared with one device in fp8.
+    """Limits for fp8, compared with one device in fp8: an estimate, not a bound.
 
-    A number that differs by `_ROUNDING` lies that near to the edge between two float8 numbers in a share `_ROUNDING /
-    _STEP` of all cases, and then `_STEP` is the difference. So the squared relative error of an operand is their
-    product, and that of a gradient at most the sum over all products that its values passed, as errors of different
-    numbers are independent. It adds to what bf16 may have; the loss's limit grows by the same factor."""
+    A number that differs by `_ROUNDING` crosses the edge between two float8 numbers with probability `_ROUNDING /
+    _STEP`, and then differs by `_STEP`. So an operand's squared relative error is the product of the two. Errors of
+    different numbers are independent: those of all products that a gradient's values passed add up, together with what
+    bf16 may have. The loss's limit grows by the same factor.
+
+    Later operands differ by more than a rounding and cross more edges, in the extreme like two operands rounded
+    independently: `_STEP`² / 6 each, four times as much. Against this, residual connections dilute a product's error.
+    """
     usual = LIMITS["bf16"]
     edges = math.sqrt(2 * _PRODUCTS * num_layers * _ROUNDING * _STEP)
     gradient = math.hypot(usual.gradient, edges)

@@ -25,6 +25,7 @@ from megajax.program.train_step import train_step_with_gradients
 from megajax.verify.comparison import Leaves, named_leaves
 from megajax.verify.recording import Recording
 
+FP8_IN_FP64 = "fp8-in-fp64"  # a step in fp64 whose products have operands rounded to e4m3
 _PACKAGE = Path(__file__).parents[1]
 QUICK: dict[str, Any] = {  # compile fast instead of well, and leave the other cores alone
     "xla_backend_optimization_level": 0,
@@ -83,8 +84,8 @@ class MeshRun:
 
     @property
     def kind(self) -> str:
-        """What it computes in, in words."""
-        return f"{self.config.precision} of fp8 operands" if self.operand_dtype == E4M3 else self.config.precision
+        """What it computes in, in one word."""
+        return FP8_IN_FP64 if self.operand_dtype == E4M3 else self.config.precision
 
     @property
     def losses(self) -> list[float]:

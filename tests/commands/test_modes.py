@@ -30,6 +30,18 @@ def test_precisions_and_forms(commands: Commands, straight: Run, precision: str,
     assert commands.perplexity(tmp_path)["loss"] == pytest.approx(validation(tmp_path)[3], rel=relative)
 
 
+@pytest.mark.full
+def test_a_run_goes_from_bf16_to_fp8_and_back(commands: Commands, straight: Run, tmp_path: Path) -> None:
+    """On another mesh in between; evaluation computes in fp8 as training did."""
+    commands.train(tmp_path, "--precision", "bf16", "--train.steps", 2)
+    done = commands.train(tmp_path, "--precision", "fp8", "--train.steps", 4, *TWO)
+    assert "on a CPU fp8 is slower than bf16 and only good for checking" in done.out
+    assert commands.perplexity(tmp_path)["loss"] == pytest.approx(validation(tmp_path)[4], rel=1e-3)
+    commands.train(tmp_path, "--precision", "bf16", "--train.steps", 6)
+    for (step, loss, _), (_, expected, _) in zip(curve(tmp_path), curve(straight.folder)[:6], strict=True):
+        assert loss == pytest.approx(expected, abs=0.05), step
+
+
 FP16 = ("--precision", "fp16", "--loss-scale.initial", 2.0**26, "--loss-scale.growth-every", 4)
 FP16 += ("--optimizer.gradient-dtype", "fp16", "--optimizer.zero", 3, "--sequence-parallel")
 

@@ -563,6 +563,11 @@ ROWS: dict[str, dict[str, Row]] = {
             ("jnp.where(first, product, jnp.zeros((), product.dtype))", "product"),
             named("attention_norm of layer 1, backward", ON_SHARED_KEYS | {"precision": "fp8"}),
         ),
+        "a scale leaves numbers beyond the maximum": (
+            "parallel.float8._powers",
+            ("+ _TO_NEXT", ""),
+            tests("tests/parallel/test_float8.py"),
+        ),
         "an infinity is clipped": (
             "parallel.float8._powers",
             ("jnp.where(bits < _INFINITE, power, jnp.nan)", "power"),

@@ -104,6 +104,17 @@ def test_products_are_those_of_what_rows_and_columns_count_as() -> None:
     np.testing.assert_allclose(dv.reshape(24, 6), x.T @ dz_flat, rtol=1e-5, atol=1e-5)
 
 
+def test_infinities_and_nan_reach_all_that_their_row_gives_and_zeros_stay() -> None:
+    x, w, v, dy, dz = drawn(5, 24), drawn(24, 16), drawn(24, 2, 3), drawn(5, 16), drawn(5, 2, 3)
+    (y, _), dx, *_ = both(x, w, v, dy, dz)
+    x[1], x[2, 3], dy[3, 4], w[5, 6] = 0, np.inf, np.nan, -np.inf
+    (y_after, _), dx_after, *_ = both(x, w, v, dy, dz)
+    wrong_y, wrong_dx = (np.zeros(each.shape, bool) for each in (y, dx))
+    wrong_y[2], wrong_y[:, 6], wrong_dx[3], wrong_dx[:, 5] = True, True, True, True
+    np.testing.assert_array_equal(y_after, np.where(wrong_y, np.nan, np.where(x.any(1, keepdims=True), y, 0)))
+    np.testing.assert_array_equal(dx_after, np.where(wrong_dx, np.nan, dx))
+
+
 def test_two_halves_of_a_batch_are_the_whole_to_the_bit() -> None:
     x, w, v, dy, dz = drawn(8, 24), drawn(24, 16), drawn(24, 2, 3), drawn(8, 16), drawn(8, 2, 3)
     (y, z), dx, *_ = both(x, w, v, dy, dz)
