@@ -187,19 +187,29 @@ def _alone(function: Callable, in_specs: Any = _EVERYWHERE, out_specs: Any = _EV
 
 def check_attention(program: Program) -> None:
     """Check that the implementation that `--model.attention` asks for can compute the run's attention."""
+    if why := cannot_attend(program):
+        raise UserError("; valid: ".join(why))
+
+
+def cannot_attend(program: Program, *, training: bool = True) -> tuple[str, str] | None:
+    """Why the implementation that `--model.attention` asks for cannot compute a program's attention, or that of an
+    evaluation, without dropout; and which ones can. None if it can, or if none is asked for."""
     config, asked = program.config, program.config.model.attention
     if asked in ("auto", "blocks"):
-        return
+        return None
     if not program.backend.fused_attention:
-        raise UserError(f"--model.attention {asked}: there is none for these devices; valid: auto, blocks")
+        return f"--model.attention {asked}: there is none for these devices", "auto, blocks"
+    if not training:
+        config = dataclasses.replace(config, model=config.model.forward_only)
+        program = Program(config, program.mesh, program.backend)
     form = program.form.shapes(config.train.microbatch, tokens=config.model.sequence_length)
     able = OneLayer(program, {name: np.zeros(shape, np.int32) for name, shape in form.items()}).able()
-    if asked not in able:
-        has = [f"--precision {config.precision}", f"--model.head-size {config.model.head_size}"]
-        has += [f"--model.dropout {config.model.dropout:g}"] if config.model.dropout else []
-        has += ["--data.reset-attention"] if config.data.reset_attention else []
-        has += [f"--model.sliding-window {config.model.sliding_window}"] if config.model.sliding_window else []
-        has += [f"--mesh.context {config.mesh.context}"] if config.mesh.context > 1 else []
-        old = f" with JAX {jax.__version__}, which has no such kernels" if asked == "kernel" and not available() else ""
-        valid = ", ".join(["auto", *able])
-        raise UserError(f"--model.attention {asked} cannot do {', '.join(has)}{old}; valid: {valid}")
+    if asked in able:
+        return None
+    has = [f"--precision {config.precision}", f"--model.head-size {config.model.head_size}"]
+    has += [f"--model.dropout {config.model.dropout:g}"] if config.model.dropout else []
+    has += ["--data.reset-attention"] if config.data.reset_attention else []
+    has += [f"--model.sliding-window {config.model.sliding_window}"] if config.model.sliding_window else []
+    has += [f"--mesh.context {config.mesh.context}"] if config.mesh.context > 1 else []
+    old = f" with JAX {jax.__version__}, which has no such kernels" if asked == "kernel" and not available() else ""
+    return f"--model.attention {asked} cannot do {', '.join(has)}{old}", ", ".join(["auto", *able])
