@@ -15,17 +15,16 @@ from megajax.kernels.queries import Queries
 from megajax.kernels.spans import spans_of_queries
 from megajax.kernels.tiles import GROUPS, ROWS, STAGES, Form, Ring, Rows, tile, wide
 
-LOWEST = -3e38  # of a query before it has seen a key
+LOWEST = -3e38  # the highest score of a query that has seen no key
 
 
 def keys_at_once(head_size: int) -> int:
-    """Keys of a block, so that sums and scores fit into a thread's registers."""
+    """Keys in a block, chosen so that sums and scores fit in registers."""
     return 64 if head_size > 128 else 128
 
 
 def forward(q_BTHK: Array, k_BSNK: Array, v_BSNK: Array, rows: list[Array], form: Form) -> tuple[Array, Array]:
-    """Attention, and of every query the binary logarithm of the sum of its scores' exponentials, fp32 [B, H, T]; of
-    what is known of every query (`load_rows`)."""
+    """Attention, and each query's log-sum-exp in base 2, fp32 [B, H, T]. `rows` are what `tiles.load_rows` copies."""
     (batch, length, heads, size), dtype = q_BTHK.shape, q_BTHK.dtype
     columns, scale = keys_at_once(size), size**-0.5 * tiles.LOG2_E
     spans = spans_of_queries(rows[0], GROUPS * ROWS, columns, k_BSNK.shape[1])

@@ -1,4 +1,4 @@
-"""A warpgroup's queries and the blocks of keys they see, as the forward pass and the gradient of queries need them.
+"""A warpgroup's queries and the blocks of keys they see, for the forward pass and the gradient of queries.
 
 Letters: B batch, T queries, S keys, H heads, N heads of keys, K head size.
 """
@@ -19,7 +19,7 @@ Copied = Sequence[tuple[Any, Any]]  # arrays in the GPU's memory, and where they
 
 
 class Queries:
-    """Queries of one head, loaded at once, and their blocks of keys, loaded one after the other.
+    """Queries of one head, loaded at once, and their blocks of keys, loaded in turn.
 
     Attributes:
         place: sample, head and rows of the queries.
@@ -28,7 +28,7 @@ class Queries:
     """
 
     def __init__(self, queries: Copied, keys: Copied, known: list[Any], rows_s: list[Any], ready: Any, ring: Ring):
-        """`known` are the spans, and what `rows_s` is for."""
+        """`known` are the spans, then what is copied to `rows_s`."""
         self._keys, self._ring, self._columns = keys, ring, keys[0][1].shape[1]
         (_, length, heads, _), (spans_g, *rows_g) = queries[0][0].shape, known
         sample, head, turn, self.worker = (lax.axis_index(name) for name in ("sample", "head", "block", "worker"))
@@ -44,7 +44,7 @@ class Queries:
         plgpu.barrier_wait(ready.at[self.worker])
 
     def load(self, turn: Array) -> None:
-        """Start to load the keys of a turn."""
+        """Start to load a turn's keys."""
         block = self.place[0], pl.ds(self.first_key(turn), self._columns), self._kv_head
 
         def copy(slot: Array, filled: Any) -> None:
@@ -54,9 +54,9 @@ class Queries:
         self._ring.fill(turn, turn < self.turns.count, copy)
 
     def first_key(self, turn: Array) -> Array:
-        """Of a turn's block."""
+        """The index of the first key of a turn's block."""
         return self.turns.place(turn)[1] * self._columns
 
     def key_numbers(self, turn: Array) -> Array:
-        """Of a turn's block, in every row."""
+        """The indices of the keys of a turn's block, in every row."""
         return tiles.columns_from(self.first_key(turn), self._columns)

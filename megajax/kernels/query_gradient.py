@@ -1,4 +1,4 @@
-"""The gradient of attention's queries, over the blocks of keys that a block of queries sees.
+"""The gradient of queries, over the blocks of keys that a block of queries sees.
 
 Letters: B batch, T queries, S keys, H heads, N heads of keys, K head size.
 """
@@ -16,14 +16,14 @@ from megajax.kernels.tiles import GROUPS, ROWS, STAGES, Form, Ring, Rows, tile
 
 
 def keys_at_once(head_size: int) -> int:
-    """Keys of a block, so that tiles fit into shared memory."""
+    """Keys in a block, chosen so that tiles fit in shared memory."""
     return 32 if head_size > 128 else 64
 
 
 def query_gradient(
     q_BTHK: Array, k_BSNK: Array, v_BSNK: Array, grad_BTHK: Array, rows: list[Array], form: Form
 ) -> Array:
-    """The gradient of queries, of the gradient of the result and of what is known of every query (`load_rows`)."""
+    """The gradient of queries, from that of the result. `rows` are what `tiles.load_rows` copies."""
     (batch, length, heads, size), dtype = q_BTHK.shape, q_BTHK.dtype
     columns, scale = keys_at_once(size), size**-0.5
     spans = spans_of_queries(rows[0], GROUPS * ROWS, columns, k_BSNK.shape[1])
