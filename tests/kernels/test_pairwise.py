@@ -20,12 +20,12 @@ pytestmark = pytest.mark.skipif(not fused_attention.available(), reason="its JAX
 SAMPLES, KEYS = 2, 2 * LENGTH
 # The second sample's limits, of as many queries each. The first one's queries see everything, so that blocks are seen
 # fully.
-MIXED = (("causal", "padding", "documents in a window", "keys before"), ("documents", "window", "two pieces"))
+MIXED = "causal, padding, documents in a window, keys before", "documents, window, two pieces"
 FEATURES = [*itertools.product(GRID["size"], GRID["rate"], GRID["kv_heads"], GRID["dtype"], MIXED)]
 PAIRWISE = [FEATURES[number] for number in cover(FEATURES, [*itertools.combinations(range(5), 2)])]
 
 
-def limits(names: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def limits(*names: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Of every query the first key and the one after the last, as the kernels are told, [T]; which keys it sees by the
     masks of the blocks, [T, S]; and its position in the sequence and that of the first key, [2, T]."""
     parts = []
@@ -74,7 +74,7 @@ def test_pairs_of_features(row: tuple) -> None:
 
     size, rate, kv_heads, dtype, mixed = row
     heads = 2 // kv_heads  # one of its own keys, or two that share theirs
-    samples = [limits(("everything",)), limits(mixed)]
+    samples = [limits("everything"), limits(*mixed.split(", "))]
     first_BT, last_BT, sees_BTS, places_B2T = (np.stack(each) for each in zip(*samples, strict=True))
     drop_BHTS, bits_BHT = np.ones((1, 1, 1, 1), np.float32), None
     if rate:
