@@ -5,7 +5,8 @@
 #   benchmarks/gpu_smoke.sh [--device gpu|cpu] [--minutes N] [--keep FOLDER]
 #
 # --device cpu tries the script itself where there is no GPU. Exit code 0: everything ran. A line for every step; the last
-# lines of one that failed; all of what the steps said stays in FOLDER (else in a temporary one, which is named).
+# lines of one that failed; all of what the steps said stays in FOLDER (else in a temporary one, which is named). Started
+# again with the same FOLDER, it leaves out the steps that ran.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
@@ -41,6 +42,11 @@ expect=0
 step() {
     local name=$1 began=$SECONDS left=$((end - SECONDS)) code
     shift
+    if [[ -e $folder/$name.ok ]]; then
+        echo "ok      before  $name"
+        expect=0
+        return
+    fi
     if ((left < 5)); then
         echo "left out        $name: no time left"
         left_out=$((left_out + 1))
@@ -50,6 +56,7 @@ step() {
     code=$?
     if ((code == expect)); then
         printf 'ok      %4d s  %s\n' $((SECONDS - began)) "$name"
+        touch "$folder/$name.ok"
     else
         printf 'FAILED  %4d s  %s: exit code %d, see %s\n' $((SECONDS - began)) "$name" "$code" "$folder/$name.log"
         tail -n 3 "$folder/$name.log" | sed 's/^/                  /'

@@ -1,1 +1,1 @@
-"""Kernels of our own for GPUs, in Pallas' Mosaic GPU. They take plain arrays and know nothing of models."""
+"""Our own GPU kernels, in Pallas' Mosaic GPU. They take plain arrays and know nothing of models."""

@@ -1,4 +1,4 @@
-"""Attention and its gradients by kernels for Hopper GPUs, of arrays of any length.
+"""Attention and its gradients by kernels for Hopper GPUs, for sequences of any length.
 
 Letters: B batch, T queries, S keys, H heads, N heads of keys, for H / N heads each, K head size.
 """
@@ -15,21 +15,21 @@ from megajax.kernels.tiles import GROUPS, ROWS, Form
 from megajax.parallel.random import RandomBits
 from megajax.private import kernels_are_interpreted
 
-_BLOCK = GROUPS * ROWS  # all lengths are made multiples of it
+_BLOCK = GROUPS * ROWS  # lengths are padded to multiples of it
 
 
 class Seen(NamedTuple):
-    """Which keys every query sees, by their numbers, and what dropout makes of the probabilities."""
+    """Which keys each query sees, as indices, and the dropout of the probabilities."""
 
     first_BT: Array  # the first key, int32
-    last_BT: Array  # the key after the last one; a query with none gets zeros
-    bits_BHT: RandomBits | None = None  # the keys' numbers are the last coordinate that is folded in
+    last_BT: Array  # the index after its last key; the result of a query without keys is 0
+    bits_BHT: RandomBits | None = None  # the index of a key is the last coordinate to fold in
     rate: float = 0.0  # of dropout
-    pieces: int = 1  # of the queries, each of queries that follow one another: blocks are skipped in each
+    pieces: int = 1  # of the queries, each with consecutive positions; blocks are skipped within each
 
 
 def attention(q_BTHK: Array, k_BSNK: Array, v_BSNK: Array, seen: Seen) -> tuple[Array, Array]:
-    """Attention, [B, T, H, K], and a number for every query that `gradients` needs, fp32 [B, H, T]."""
+    """Attention, [B, T, H, K], and the log-sum-exp of each query, fp32 [B, H, T], which `gradients` needs."""
     length = q_BTHK.shape[1]
     q, k, v = (_padded(x, 1) for x in (q_BTHK, k_BSNK, v_BSNK))
     out_BTHK, sums_BHT = forward(q, k, v, _rows(seen), _form(q_BTHK, seen))
@@ -39,7 +39,7 @@ def attention(q_BTHK: Array, k_BSNK: Array, v_BSNK: Array, seen: Seen) -> tuple[
 def gradients(
     q_BTHK: Array, k_BSNK: Array, v_BSNK: Array, out_BTHK: Array, sums_BHT: Array, grad_BTHK: Array, seen: Seen
 ) -> tuple[Array, Array, Array]:
-    """The gradients of queries, keys and values, of what `attention` gave and the gradient of the result."""
+    """The gradients of queries, keys and values, from both results of `attention` and the gradient of the first."""
     # The sum over keys of probability times its gradient.
     inner_BHT = jnp.einsum("BTHK,BTHK->BHT", out_BTHK.astype(jnp.float32), grad_BTHK.astype(jnp.float32))
     rows = [*_rows(seen), _padded(jnp.stack([sums_BHT, inner_BHT], axis=2), 3)]
@@ -51,7 +51,7 @@ def gradients(
 
 
 def _rows(seen: Seen) -> list[Array]:
-    """What is known of every query, of those that are added nothing: they are multiplied by zeros."""
+    """What kernels need to know about each query (`tiles.load_rows`). Padded queries see no key."""
     limits_B2T = _padded(jnp.stack([seen.first_BT, seen.last_BT], axis=1), 2)
     if seen.bits_BHT is None:
         return [limits_B2T]
@@ -65,6 +65,6 @@ def _form(q_BTHK: Array, seen: Seen) -> Form:
 
 
 def _padded(x: Any, dim: int) -> Any:
-    """With zeros after it, so that blocks divide a dim."""
+    """Pad a dim with zeros to a multiple of the block."""
     more = -x.shape[dim] % _BLOCK
     return jnp.pad(x, [(0, more if n == dim else 0) for n in range(x.ndim)]) if more else x

@@ -1,8 +1,7 @@
-"""The gradients of attention's keys and values, over the blocks of queries that see a block of keys, of all heads that
-these keys are for.
+"""The gradients of keys and values, over the blocks of queries that see a block of keys, for all heads that use them.
 
-Each warpgroup has 64 keys. Where sums of both gradients would not fit into registers, both have the same 64 keys and
-each half of the head size; then both compute the scores.
+Each warpgroup has 64 keys. If the sums of both gradients would not fit in registers, both warpgroups have the same 64
+keys and half of the head size each; then both compute the scores.
 
 Letters: B batch, T queries, S keys, H heads, N heads of keys, K head size.
 """
@@ -21,14 +20,14 @@ from megajax.kernels.tiles import GROUPS, ROWS, STAGES, Form, Ring, Rows, tile
 
 
 def parts_of(head_size: int) -> int:
-    """How many parts of the head size warpgroups share."""
+    """The number of parts of the head size, which the warpgroups share."""
     return GROUPS if head_size > 128 else 1
 
 
 def key_gradients(
     q_BTHK: Array, k_BSNK: Array, v_BSNK: Array, grad_BTHK: Array, rows: list[Array], form: Form
 ) -> tuple[Array, Array]:
-    """The gradients of keys and values, of the gradient of the result and of what is known of every query."""
+    """The gradients of keys and values, from that of the result. `rows` are what `tiles.load_rows` copies."""
     (batch, num_keys, kv_heads, size), dtype = k_BSNK.shape, k_BSNK.dtype
     parts, group, scale = parts_of(size), q_BTHK.shape[2] // kv_heads, size**-0.5
     width, columns = size // parts, ROWS * GROUPS // parts  # of a warpgroup's sums, and keys of a block
@@ -41,7 +40,7 @@ def key_gradients(
         q_g, do_g, k_g, v_g, spans_g, *rows_g, dk_g, dv_g = refs
         sample, kv_head, number, worker = (lax.axis_index(name) for name in ("sample", "head", "block", "worker"))
         turns = Turns([spans_g.at[sample, number, piece] for piece in range(form.pieces)], group)
-        # Which 64 keys of the block, and which part of the head size, are this warpgroup's.
+        # This warpgroup's 64 keys of the block, and its part of the head size.
         keys, part = (worker, 0) if parts == 1 else (0, worker)
         first = number * columns + keys * ROWS
         own = sample, pl.ds(first, ROWS), kv_head, pl.ds(part * width, width)
@@ -86,7 +85,7 @@ def key_gradients(
             return dk, dv
 
         dk, dv = tiles.over_blocks(turns, step, (tiles.zeros(ROWS, width), tiles.zeros(ROWS, width)))
-        plgpu.barrier_arrive(finished)  # nobody reads keys and values any more
+        plgpu.barrier_arrive(finished)  # keys and values are no longer read
         plgpu.barrier_wait(finished)
         k_s[worker] = (dk * scale).astype(dtype)
         v_s[worker] = (dv * (1 / (1 - form.rate))).astype(dtype)

@@ -1,4 +1,4 @@
-"""The gradient of attention's queries, over the blocks of keys that a block of queries sees.
+"""The gradient of queries, over the blocks of keys that a block of queries sees.
 
 Letters: B batch, T queries, S keys, H heads, N heads of keys, K head size.
 """
@@ -6,72 +6,51 @@ Letters: B batch, T queries, S keys, H heads, N heads of keys, K head size.
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import Array, lax
-from jax.experimental import pallas as pl
+from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from megajax.kernels import tiles
-from megajax.kernels.spans import Turns, spans_of_queries
+from megajax.kernels.queries import Queries
+from megajax.kernels.spans import spans_of_queries
 from megajax.kernels.tiles import GROUPS, ROWS, STAGES, Form, Ring, Rows, tile
 
 
 def keys_at_once(head_size: int) -> int:
-    """Keys of a block, so that tiles fit into shared memory."""
+    """Keys in a block, chosen so that tiles fit in shared memory."""
     return 32 if head_size > 128 else 64
 
 
 def query_gradient(
     q_BTHK: Array, k_BSNK: Array, v_BSNK: Array, grad_BTHK: Array, rows: list[Array], form: Form
 ) -> Array:
-    """The gradient of queries, of the gradient of the result and of what is known of every query (`load_rows`)."""
+    """The gradient of queries, from that of the result. `rows` are what `tiles.load_rows` copies."""
     (batch, length, heads, size), dtype = q_BTHK.shape, q_BTHK.dtype
-    columns, group, scale = keys_at_once(size), heads // k_BSNK.shape[2], size**-0.5
+    columns, scale = keys_at_once(size), size**-0.5
     spans = spans_of_queries(rows[0], GROUPS * ROWS, columns, k_BSNK.shape[1])
-    blocks = length // (GROUPS * ROWS)
     operands = [q_BTHK, grad_BTHK, k_BSNK, v_BSNK, spans, *rows]
 
     def kernel(*refs: Any, q_s: Any, do_s: Any, k_s: Any, v_s: Any, p_s: Any, rows_s: Any, ready: Any, ring: Any):
-        q_g, do_g, k_g, v_g, spans_g, *rows_g, dq_g = refs
-        sample, head, turn_of_block, worker = (lax.axis_index(name) for name in ("sample", "head", "block", "worker"))
-        number = blocks - 1 - turn_of_block  # late queries, which see most where attention is causal, come first
-        turns = Turns([spans_g.at[sample, number]])
-        own = pl.ds((number * GROUPS + worker) * ROWS, ROWS)
-
-        def load(turn: Array) -> None:
-            keys = sample, pl.ds(turns.place(turn)[1] * columns, columns), lax.div(head, group)
-
-            def copy(slot: Array, filled: Any) -> None:
-                plgpu.copy_gmem_to_smem(k_g.at[keys], k_s.at[slot], filled)
-                plgpu.copy_gmem_to_smem(v_g.at[keys], v_s.at[slot], filled)
-
-            ring.fill(turn, turn < turns.count, copy)
-
-        for there, here in ((q_g, q_s), (do_g, do_s)):
-            plgpu.copy_gmem_to_smem(there.at[sample, own, head], here.at[worker], ready.at[worker])
-        tiles.load_rows(rows_g, rows_s, (sample, head, own), worker, ready.at[worker])
-        load(jnp.int32(0))
-        plgpu.barrier_wait(ready.at[worker])
-        known = Rows(rows_s, worker, form)
+        q_g, do_g, k_g, v_g, *known_g, dq_g = refs
+        queries = Queries([(q_g, q_s), (do_g, do_s)], [(k_g, k_s), (v_g, v_s)], known_g, rows_s, ready, ring)
+        worker, known = queries.worker, Rows(rows_s, queries.worker, form)
 
         def step(turn: Array, masked: bool, dq: Array) -> Array:
             slot = ring.wait(turn)
             keys, values = ([x.at[slot].transpose((1, 0))] for x in (k_s, v_s))
             pairs = ([q_s.at[worker]], keys), ([do_s.at[worker]], values)
             scores, dp = tiles.products(*pairs, rows=ROWS, columns=columns)
-            key = tiles.columns_from(turns.place(turn)[1] * columns, columns)
-            p = known.probabilities(scores, key, scale, masked)
+            p = known.probabilities(scores, queries.key_numbers(turn), scale, masked)
             dscores = known.score_gradients(p, dp)
             factor = tiles.as_factor(dscores, p_s, worker, form)
-            load(turn + 1)
+            queries.load(turn + 1)
             dq = tiles.added(dq, factor, k_s.at[slot], form)
             ring.done(slot)
             return dq
 
-        dq = tiles.over_blocks(turns, step, tiles.zeros(ROWS, size))
+        dq = tiles.over_blocks(queries.turns, step, tiles.zeros(ROWS, size))
         q_s[worker] = (dq * scale).astype(dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(q_s.at[worker], dq_g.at[sample, own, head])
+        plgpu.copy_smem_to_gmem(q_s.at[worker], dq_g.at[queries.own])
         plgpu.wait_smem_to_gmem(0)
 
     rows_s = tiles.rows_types(GROUPS, statistics=True, dropout=form.rate > 0)
@@ -89,6 +68,6 @@ def query_gradient(
     return tiles.call(
         kernel,
         out_type=jax.ShapeDtypeStruct(q_BTHK.shape, dtype),
-        grid={"head": heads, "block": blocks, "sample": batch},
+        grid={"head": heads, "block": length // (GROUPS * ROWS), "sample": batch},
         scratch_types=scratch,
     )(*operands)

@@ -1,7 +1,6 @@
-"""Which blocks of keys the queries of a block see, and the other way around, so that the kernels skip the others.
+"""Which blocks of keys each block of queries sees, and the reverse, so that the kernels skip the others.
 
-Every query sees the keys from its first one up to its last one, by their numbers among the keys. A block is seen fully
-where all queries see all keys: no mask is needed there.
+Each query sees a range of keys. A block is seen fully if all its queries see all its keys: it needs no mask.
 
 Letters: B batch, T queries, I blocks of queries, J blocks of keys, P pieces of queries.
 """
@@ -13,18 +12,18 @@ from jax import Array, lax
 
 
 class Turns:
-    """The blocks that a kernel takes, one after the other: in every span those from its first to its end, of which
-    those from `full` to `full_end` are seen fully and come first; and all of it `times` times. Scalars in a kernel."""
+    """The blocks that a kernel takes in turn: in each span those from `first` to `end`, of which those from `full` to
+    `full_end` are seen fully and come first; all of it `times` times. Scalars in a kernel."""
 
     def __init__(self, spans: list[Any], times: int = 1):
-        """Of spans in a GPU's memory, each [4]."""
+        """`spans` are in the GPU's memory, each [4]."""
         self._spans = [[span[number] for number in range(4)] for span in spans]
         self._once = [sum(full_end - full for _, full, full_end, _ in self._spans)]
         self._once.append(sum(end - first for first, _, _, end in self._spans) - self._once[0])
         self.full_count, self.count = times * self._once[0], times * (self._once[0] + self._once[1])
 
     def place(self, turn: Array) -> tuple[Array, Array]:
-        """Which time it is, and the block."""
+        """A turn's repetition and block."""
         partly = turn >= self.full_count
         once = jnp.maximum(jnp.where(partly, self._once[1], self._once[0]), 1)
         turn = jnp.where(partly, turn - self.full_count, turn)
@@ -39,13 +38,13 @@ class Turns:
 
 
 def spans_of_queries(limits_B2T: Array, queries: int, keys: int, num_keys: int) -> Array:
-    """The blocks of `keys` keys that every block of `queries` queries sees, int32 [B, I, 4]."""
+    """The blocks of `keys` keys that each block of `queries` queries sees, int32 [B, I, 4]."""
     some, fully = _seen(limits_B2T, queries, keys, num_keys)
     return _spans(some, fully)
 
 
 def spans_of_keys(limits_B2T: Array, queries: int, keys: int, num_keys: int, pieces: int) -> Array:
-    """The blocks of queries that see every block of keys, of every piece of the queries, int32 [B, J, P, 4]."""
+    """The blocks of queries that see each block of keys, by piece of the queries, int32 [B, J, P, 4]."""
     some_BJI, fully_BJI = (x.swapaxes(1, 2) for x in _seen(limits_B2T, queries, keys, num_keys))
     shape = (*some_BJI.shape[:2], pieces, -1)
     spans = _spans(some_BJI.reshape(shape), fully_BJI.reshape(shape))
@@ -54,7 +53,7 @@ def spans_of_keys(limits_B2T: Array, queries: int, keys: int, num_keys: int, pie
 
 
 def _seen(limits_B2T: Array, queries: int, keys: int, num_keys: int) -> tuple[Array, Array]:
-    """Whether queries of a block see keys of a block, and whether all see all of them, bool [B, I, J]."""
+    """Whether any query of a block sees any key of another, and whether all see all, bool [B, I, J]."""
     first, last = (limits_B2T[:, n].reshape(limits_B2T.shape[0], -1, queries) for n in range(2))
     key_11J = jnp.arange(num_keys // keys, dtype=jnp.int32)[None, None] * keys
     far = jnp.iinfo(jnp.int32).max
@@ -66,8 +65,8 @@ def _seen(limits_B2T: Array, queries: int, keys: int, num_keys: int) -> tuple[Ar
 
 
 def _spans(some: Array, fully: Array) -> Array:
-    """Spans along the last dim: from the first block to the last one that is seen; and the first of those seen fully,
-    with all after it up to one that is not."""
+    """Spans along the last dim: from the first to the last block that is seen, and the first run of blocks that are
+    seen fully."""
     number = lax.broadcasted_iota(jnp.int32, some.shape, some.ndim - 1)
     length = some.shape[-1]
 

@@ -1,5 +1,5 @@
-"""Attention by our own kernels for Hopper GPUs (`megajax/kernels/`), whatever a query sees, with dropout that no mesh
-changes. No GPU has run it yet: it is checked in Pallas' interpreter and compiled for an H200.
+"""Attention by our own kernels for Hopper GPUs (`megajax/kernels/`), with any mask, and dropout that does not depend on
+the mesh. No GPU has run it yet: it is checked in Pallas' interpreter and compiled for an H200.
 
 Letters: B batch, T queries, S keys, H heads, of keys and values maybe fewer, K head size.
 """
@@ -22,7 +22,7 @@ HEAD_SIZES = (64, 96, 128, 256)
 
 
 class Exchange(NamedTuple):
-    """How keys and values of all tokens are got from those of a device; again for the backward pass."""
+    """How a device gets the keys and values of all tokens, once for each pass."""
 
     gathered: Callable[[Array], Array] = lambda x_BSHK: x_BSHK
     scattered: Callable[[Array], Array] = lambda x_BSHK: x_BSHK  # its transpose
@@ -32,12 +32,12 @@ OWN = Exchange()
 
 
 def available() -> bool:
-    """Whether this JAX has what the kernels are made of; imports nothing."""
+    """Whether this JAX has what the kernels need; imports nothing."""
     return jax.__version_info__ >= (0, 11)
 
 
 def can(q_BTHK: Array, setting: Setting) -> bool:
-    """Whether the kernels can do this, by types and static values alone, on a GPU that they are for."""
+    """Whether the kernels can compute this on a Hopper GPU, by types and static values alone."""
     half = jnp.dtype(q_BTHK.dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
     return available() and half and q_BTHK.shape[-1] in HEAD_SIZES and setting.places.keys.count == 1
 
@@ -51,7 +51,7 @@ def attend(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting, exchan
 
 
 def _alike(*arrays: Array, beside: Any) -> list[Array]:
-    """Arrays that vary over the same axes of the mesh, all that one of these varies over."""
+    """Make arrays vary over all mesh axes over which one of them, or of those `beside` them, varies."""
     return vary(list(arrays), sorted(set().union(*map(varying_axes, jax.tree.leaves((arrays, beside))))))
 
 
@@ -74,9 +74,9 @@ def _forward(
     from megajax.kernels.attention import attention  # JAX 0.10 lacks what it imports
 
     k_all, v_all = map(exchange.gathered, (k_BSHK, v_BSHK))
-    outputs = attention(q_BTHK, k_all, v_all, _seen(q_BTHK, k_all, *limits))
+    outputs = attention(q_BTHK, k_all, v_all, seen(q_BTHK, k_all, *limits))
     out_BTHK, sums_BHT = _alike(*outputs, beside=q_BTHK)
-    # Named here, so that selective recomputation, which keeps them, has nothing of this to run again.
+    # Selective recomputation saves both by name, so that no kernel runs twice.
     out_BTHK = checkpoint_name(out_BTHK, "attention_heads")
     sums_BHT = checkpoint_name(sums_BHT, "attention_statistics")
     return out_BTHK, (q_BTHK, k_BSHK, v_BSHK, limits, out_BTHK, sums_BHT)
@@ -87,22 +87,22 @@ def _backward(exchange: Exchange, residuals: tuple[Any, ...], grad_BTHK: Array) 
 
     q_BTHK, k_BSHK, v_BSHK, limits, out_BTHK, sums_BHT = residuals
     k_all, v_all = map(exchange.gathered, (k_BSHK, v_BSHK))
-    seen = _seen(q_BTHK, k_all, *limits)
-    grads = _alike(*gradients(q_BTHK, k_all, v_all, out_BTHK, sums_BHT, grad_BTHK, seen), beside=(q_BTHK, k_all))
+    sees = seen(q_BTHK, k_all, *limits)
+    grads = _alike(*gradients(q_BTHK, k_all, v_all, out_BTHK, sums_BHT, grad_BTHK, sees), beside=(q_BTHK, k_all))
     return grads[0], exchange.scattered(grads[1]), exchange.scattered(grads[2]), None, None, None
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def _seen(q_BTHK: Array, k_BSHK: Array, visible: AttentionMask, places: Places, drop_BH: Dropout | None) -> Any:
-    """Which keys every query sees, by their numbers in the array, and what dropout makes of it."""
+def seen(q_BTHK: Array, k_BSHK: Array, visible: AttentionMask, places: Places, drop_BH: Dropout | None) -> Any:
+    """Which keys each query sees, as indices of the array, and the dropout of its probabilities."""
     from megajax.kernels.attention import Seen
 
     (batch, length), num_keys = q_BTHK.shape[:2], k_BSHK.shape[1]
     query_1T = places.queries.at(0, length, length)[None, :]
     start_11 = places.keys.at(0, 1, num_keys)[None, :]
-    # What limits keys from below and from above, by places in the sequence.
+    # Limits of the keys, as positions in the sequence.
     below, above = [start_11], [start_11 + num_keys]
     if visible.causal:
         above.append(query_1T + 1)
@@ -119,6 +119,6 @@ def _seen(q_BTHK: Array, k_BSHK: Array, visible: AttentionMask, places: Places, 
     if drop_BH is None:
         return Seen(first_BT, last_BT, pieces=pieces)
     bits_BHT = drop_BH.bits_B[:, :, None].fold(query_1T[None])
-    # The place of the first key, so that the kernels fold in a key's number.
+    # The position of the first key is folded in here, so that the kernels fold in a key's index.
     bits_BHT = bits_BHT.from_index(start_11[None])
     return Seen(first_BT, last_BT, bits_BHT, drop_BH.rate, pieces)

@@ -1,7 +1,7 @@
-"""Which of several forms of a computation a device takes: the fastest of those that are right there.
+"""Choose among several forms of a computation: the fastest that is correct on this device.
 
-Every form is held against the reference in fp32, results and gradients; those that are right are timed in turn. A form
-that is wrong or fails, as a kernel may that does not compile for this GPU, is left out in one line and never an error.
+Each form's results and gradients are compared with the reference in fp32, and the correct forms are timed in turn. A
+form that is wrong or fails (a kernel may not compile for this GPU) is left out with a log line; it is never an error.
 """
 
 import statistics
@@ -19,9 +19,9 @@ from jax import Array
 from megajax.backend import Backend
 from megajax.host.transcript import printable
 
-LIMIT = 0.02  # how far a row may be from the reference's, as a share of that and of what rows are on average
-_OWN_ROUNDING = 3  # or so many times as far as the reference itself is in the precision of the run
-_ROUNDS, _LEAST = 5, 0.005  # measurements of a form; seconds of one
+LIMIT = 0.02  # largest distance of a row from the reference, relative to its norm plus the rows' root mean square
+_OWN_ROUNDING = 3  # or this many times the distance of the reference itself in the run's precision
+_ROUNDS, _LEAST = 5, 0.005  # measurements of each form; seconds that one takes at least
 _LONGEST_REASON = 160  # characters
 
 Compute = Callable[..., Sequence[Array]]
@@ -32,24 +32,24 @@ class Question:
     """Something that several forms compute."""
 
     name: str
-    what: str  # is computed, with its sizes
+    what: str  # what is computed, with its sizes
     outputs: Sequence[str]  # names of what is computed
     forms: Mapping[str, Backend]
-    reference: Backend  # of the form that is known to be right
+    reference: Backend  # of the form known to be correct
     function: Callable[[Backend], Compute]  # of the inputs
-    inputs: Callable[[], Sequence[Array]]  # made when they are needed
+    inputs: Callable[[], Sequence[Array]]  # makes them
 
 
 @dataclass
 class Answer:
-    """What was found."""
+    """The form to take, and why."""
 
-    taken: str = ""  # a form; empty: none was right
-    milliseconds: dict[str, float] = field(default_factory=dict)  # of every form that is right
-    left_out: dict[str, str] = field(default_factory=dict)  # every other form, and why
+    taken: str = ""  # a form; empty: none is correct
+    milliseconds: dict[str, float] = field(default_factory=dict)  # of each correct form
+    left_out: dict[str, str] = field(default_factory=dict)  # every other form, with the reason
 
     def lines(self, question: Question) -> list[str]:
-        """All of it, for the log: what was compared and taken, and a line for each form that was left out."""
+        """For the log: what was compared and taken, and a line for each form left out."""
         times = ", ".join(f"{name} {time_:.3f} ms" for name, time_ in self.milliseconds.items())
         taken = f"{self.taken} is taken" if self.taken else "the default is taken"
         compared = f"{question.name}: {taken}; compared, {question.what}: {times or 'nothing'}"
@@ -57,7 +57,7 @@ class Answer:
 
 
 def answer(question: Question, seconds: float) -> Answer:
-    """Compare the forms, which compile side by side; one that has not compiled after so many seconds is left out."""
+    """Compare the forms, which compile in parallel; those not compiled after this many seconds are left out."""
     found, end = Answer(), time.monotonic() + seconds
     try:
         inputs = question.inputs()
@@ -90,8 +90,7 @@ def answer(question: Question, seconds: float) -> Answer:
 
 
 def _compiling(function: Compute, inputs: Sequence[Array]) -> "Future[Compute]":
-    """A function that is compiled in a thread, for which the end of the process does not wait, should a compiler hang.
-    It is traced here."""
+    """Trace a function and compile it in a daemon thread: the process can end even if the compiler hangs."""
     future: Future[Compute] = Future()
     try:
         lowered = jax.jit(function).lower(*inputs)
@@ -110,7 +109,7 @@ def _compiling(function: Compute, inputs: Sequence[Array]) -> "Future[Compute]":
 
 
 def _right(question: Question, inputs: Sequence[Array]) -> tuple[Sequence[Array], list[float]]:
-    """What the reference computes in fp32; and how far from that every output may be."""
+    """What the reference computes in fp32, and how far each output may be from that."""
     compute = question.function(question.reference)
     wide = [_wide(x) for x in inputs]
     with jax.default_matmul_precision("float32"):
@@ -131,8 +130,8 @@ def _distances(found: Sequence[Array], right: Sequence[Array]) -> list[float]:
 
 @jax.jit
 def _distance(found: Array, right: Array) -> Array:
-    """The largest distance of a row, the last dim, as a share of that row and of the rows' root mean square together:
-    rows of zeros have one, too."""
+    """The largest distance of a row (the last dim), relative to its norm plus the rows' root mean square, so that it is
+    defined for rows of zeros."""
     right = right.reshape(-1, right.shape[-1])
     off_N = jnp.linalg.norm(found.reshape(right.shape).astype(right.dtype) - right, axis=1)
     size_N = jnp.linalg.norm(right, axis=1)
@@ -140,7 +139,7 @@ def _distance(found: Array, right: Array) -> Array:
 
 
 def _too_far(outputs: Sequence[str], distances: Sequence[float], allowed: Sequence[float]) -> str:
-    """Which output is further off than it may be; empty if none is."""
+    """The first output that is too far off, in words; empty if none is."""
     for name, distance, limit in zip(outputs, distances, allowed, strict=True):
         if not distance <= limit:  # nor is NaN
             return f"wrong here: a row of {name} is {distance:.2%} off, more than {limit:.2%}"
@@ -154,7 +153,7 @@ def _reason(error: Exception) -> str:
 
 
 def milliseconds(computes: Mapping[str, Compute], inputs: Sequence[Any]) -> dict[str, float]:
-    """The median time of every form, measured in turn."""
+    """The median time of each form; forms are measured in turn."""
     calls = {name: max(1, min(100, int(_LEAST / _seconds(compute, inputs, 1)))) for name, compute in computes.items()}
     times: dict[str, list[float]] = {name: [] for name in computes}
     for _ in range(_ROUNDS):
@@ -164,7 +163,7 @@ def milliseconds(computes: Mapping[str, Compute], inputs: Sequence[Any]) -> dict
 
 
 def _seconds(compute: Compute, inputs: Sequence[Any], calls: int) -> float:
-    """Of one of so many calls in a row."""
+    """Seconds per call, of this many calls in a row."""
     began = time.perf_counter()
     for _ in range(calls):
         outputs = compute(*inputs)

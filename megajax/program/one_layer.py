@@ -1,5 +1,5 @@
-"""What a run on GPUs measures before it starts (`program/measured.py`): attention and weight gradients of one layer, in
-the shapes that a device has of a microbatch, with the run's own masks and dropout, computed on one device alone.
+"""What a run on GPUs measures before it starts (`program/measured.py`): attention and weight gradients of one layer, on
+one device, with the shapes that a device has, and the run's masks and dropout.
 
 Letters: B batch, T queries, S keys, H heads, of keys and values maybe fewer, K head size; N tokens, D model, F MLP.
 """
@@ -34,14 +34,14 @@ from megajax.program.measured import Compute, Question
 from megajax.program.program import Program
 
 Batch = Mapping[str, np.ndarray]
-Forms = Mapping[str, Mapping[str, Any]]  # by name, as fields of a backend
-_LARGEST_BLOCK = 2048  # of the reference, which is to compile soon
+Forms = Mapping[str, Mapping[str, Any]]  # by name: fields of the backend
+_LARGEST_BLOCK = 2048  # queries of the reference's blocks; fewer blocks compile faster
 _SCORES = 2**28  # bytes of its scores at once
 _HEADS, _EVERYWHERE = PartitionSpec(None, None, TENSOR), PartitionSpec()
 
 
 class OneLayer:
-    """A layer of a program on one device of it. `batch` has the rows of a microbatch."""
+    """A layer of a program on one of its devices. `batch` has the rows of a microbatch."""
 
     def __init__(self, program: Program, batch: Batch):
         config = program.config
@@ -56,7 +56,7 @@ class OneLayer:
         self._layers = CutModel(config.model, F_AND_G, program.backend, config.lora)
 
     def setting(self, batch: Any, backend: Backend) -> Setting:
-        """What attention depends on, beside queries, keys and values; of one of a context group's devices."""
+        """What attention depends on beside queries, keys and values; in a context group, on one device."""
         row_B = jnp.arange(next(iter(batch.values())).shape[0], dtype=jnp.int32)
         dropout = Dropout.at(self.model.dropout, self.program.config.seed, jnp.zeros((), jnp.int32), row_B)
         context = self._layers.context(batch, dropout)
@@ -82,12 +82,12 @@ class OneLayer:
 
     @property
     def num_keys(self) -> int:
-        """That these queries may see."""
+        """Of the keys that these queries may see."""
         window = self.model.window_in(self.length)
         return self.num_queries + window - 1 if self.way == "window" and window else self.length
 
     def attention(self, forms: Forms) -> Question:
-        """Attention of a layer. Forms that cannot do it are no question, nor are two that are the same here."""
+        """Attention of a layer. Forms that cannot compute it are left out, and so are equal ones."""
         able = self.able()
         backends: dict[str, Backend] = {}
         for name, changes in forms.items():
@@ -125,7 +125,7 @@ class OneLayer:
         return backend.attention[0], backend.block_of(self.num_queries) if own else None
 
     def able(self) -> list[str]:
-        """The implementations that can do this attention."""
+        """The implementations that can compute this attention."""
         q_BTHK = jax.ShapeDtypeStruct((self.rows, *self._shapes[0], self.model.head_size), self.dtype)
         found: list[str] = []
 
@@ -163,13 +163,13 @@ class OneLayer:
         return Question("weight gradients", what, outputs, backends, self.program.backend, function, inputs)
 
     def questions(self, candidates: Mapping[str, Forms]) -> list[Question]:
-        """Those of the candidates that have more than one form here."""
+        """The candidates with more than one form here."""
         by_name = {"attention": self.attention, "weight gradients": self.weight_gradients}
         found = [by_name[name](forms) for name, forms in candidates.items()]
         return [question for question in found if len(question.forms) > 1]
 
     def _random(self, *shapes: Sequence[int], others: tuple[np.ndarray, ...] = ()) -> list[Array]:
-        """Normal numbers, matrices scaled so that products with them are normal, too; and what is given."""
+        """Random arrays, matrices scaled so that products with them have variance 1; then the `others`."""
         keys = jax.random.split(jax.random.key(0), len(shapes))
         drawn = [jax.random.normal(key, shape, jnp.float32) for key, shape in zip(keys, shapes, strict=True)]
         scales = [
@@ -187,19 +187,29 @@ def _alone(function: Callable, in_specs: Any = _EVERYWHERE, out_specs: Any = _EV
 
 def check_attention(program: Program) -> None:
     """Check that the implementation that `--model.attention` asks for can compute the run's attention."""
+    if why := cannot_attend(program):
+        raise UserError("; valid: ".join(why))
+
+
+def cannot_attend(program: Program, *, training: bool = True) -> tuple[str, str] | None:
+    """Why the implementation that `--model.attention` asks for cannot compute a program's attention, or that of an
+    evaluation, without dropout; and which ones can. None if it can, or if none is asked for."""
     config, asked = program.config, program.config.model.attention
     if asked in ("auto", "blocks"):
-        return
+        return None
     if not program.backend.fused_attention:
-        raise UserError(f"--model.attention {asked}: there is none for these devices; valid: auto, blocks")
+        return f"--model.attention {asked}: there is none for these devices", "auto, blocks"
+    if not training:
+        config = dataclasses.replace(config, model=config.model.forward_only)
+        program = Program(config, program.mesh, program.backend)
     form = program.form.shapes(config.train.microbatch, tokens=config.model.sequence_length)
     able = OneLayer(program, {name: np.zeros(shape, np.int32) for name, shape in form.items()}).able()
-    if asked not in able:
-        has = [f"--precision {config.precision}", f"--model.head-size {config.model.head_size}"]
-        has += [f"--model.dropout {config.model.dropout:g}"] if config.model.dropout else []
-        has += ["--data.reset-attention"] if config.data.reset_attention else []
-        has += [f"--model.sliding-window {config.model.sliding_window}"] if config.model.sliding_window else []
-        has += [f"--mesh.context {config.mesh.context}"] if config.mesh.context > 1 else []
-        old = f" with JAX {jax.__version__}, which has no such kernels" if asked == "kernel" and not available() else ""
-        valid = ", ".join(["auto", *able])
-        raise UserError(f"--model.attention {asked} cannot do {', '.join(has)}{old}; valid: {valid}")
+    if asked in able:
+        return None
+    has = [f"--precision {config.precision}", f"--model.head-size {config.model.head_size}"]
+    has += [f"--model.dropout {config.model.dropout:g}"] if config.model.dropout else []
+    has += ["--data.reset-attention"] if config.data.reset_attention else []
+    has += [f"--model.sliding-window {config.model.sliding_window}"] if config.model.sliding_window else []
+    has += [f"--mesh.context {config.mesh.context}"] if config.mesh.context > 1 else []
+    old = f" with JAX {jax.__version__}, which has no such kernels" if asked == "kernel" and not available() else ""
+    return f"--model.attention {asked} cannot do {', '.join(has)}{old}", ", ".join(["auto", *able])

@@ -1,4 +1,4 @@
-"""The forms that a run takes on its devices, measured at its first start there and kept in its directory."""
+"""Forms of attention and products for a run's devices: measured at the first start, kept in the run directory."""
 
 import contextlib
 import dataclasses
@@ -22,15 +22,15 @@ from megajax.program.one_layer import Forms, OneLayer
 from megajax.program.program import Program
 from megajax.runs.ownership import FORMS
 
-SECONDS = 16.0  # that compiling may take for all questions together
-_RESERVED = 3.0  # of them for every question that is still to come
+SECONDS = 16.0  # for compiling, all questions together
+_RESERVED = 3.0  # of them for each question still to come
 
 
 def measured_backend(
     program: Program, samples: EndlessSamples, run_dir: Path, candidates: Mapping[str, Forms]
 ) -> Backend:
-    """The program's backend with the forms that are fastest here. Process 0 measures, or reads what an earlier start of
-    the run has measured; all call this. `samples` are those that the run trains on."""
+    """The program's backend with the forms that are fastest here. All processes call this; process 0 measures, or reads
+    what an earlier start measured. `samples` are the training data."""
     if not candidates:
         return program.backend
     if program.config.deterministic:
@@ -52,7 +52,7 @@ def _rows(samples: EndlessSamples, count: int) -> dict[str, np.ndarray]:
 
 
 def _numbers(questions: list[Question], file: Path) -> list[int]:
-    """Of every question the number of the form that is taken; as many as it has forms: none of them."""
+    """For each question the number of the form that is taken; the number of its forms if none is."""
     kept = kept_forms(file)
     found: dict[str, Any] = {}
     device = {"device": jax.local_devices()[0].device_kind, "jax": jax.__version__}
@@ -81,7 +81,7 @@ def _write(file: Path, found: dict[str, Any]) -> None:
 
 
 def kept_forms(file: Path) -> dict[str, Any]:
-    """What an earlier start has kept; nothing where that cannot be read."""
+    """What an earlier start kept; nothing if that cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         kept = reading.parse_json(reading.read_bytes(file).decode())
         return kept if isinstance(kept, dict) else {}

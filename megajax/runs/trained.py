@@ -21,6 +21,7 @@ from megajax.host.paths import check_path
 from megajax.host.processes import is_first_process
 from megajax.models.registry import FAMILIES
 from megajax.program.memory import check_memory
+from megajax.program.one_layer import cannot_attend
 from megajax.program.program import Program
 from megajax.program.state import StateLayout
 from megajax.runs.checkpoint import Checkpoints, choose_step
@@ -55,6 +56,7 @@ def restore_params(program: Program, run_dir: Path, step: str, *, optimizer: boo
     with reported_damage():
         if not optimizer:
             _note_average(checkpoints, run_dir, number)
+            _note_attention(program, run_dir)
         return (checkpoints.restore if optimizer else checkpoints.restore_params)(number), number
 
 
@@ -83,8 +85,18 @@ def weights_in_parts(layout: StateLayout, run_dir: Path, step: str) -> tuple[Cal
 
 def _note_average(checkpoints: Checkpoints, run_dir: Path, step: int) -> None:
     """Note on standard error if the weights that are read are averages."""
-    if checkpoints.averaged(step) and is_first_process():
-        note = "using the averaged weights (train.ema); --weights trained selects the latest ones"
+    if checkpoints.averaged(step):
+        _note(run_dir, "using the averaged weights (train.ema); --weights trained selects the latest ones")
+
+
+def _note_attention(program: Program, run_dir: Path) -> None:
+    """Note it if the run asks for an implementation of attention that is impossible here, so that blocks are used."""
+    if why := cannot_attend(program, training=False):
+        _note(run_dir, f"{why[0]}; using blocks")
+
+
+def _note(run_dir: Path, note: str) -> None:
+    if is_first_process():
         print(f"{run_dir}: {note}", file=sys.stderr)
 
 

@@ -3,6 +3,8 @@ in Pallas' interpreter of kernels for GPUs."""
 
 import itertools
 import zlib
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -12,13 +14,15 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from parity_grid import cover
 
-from megajax.backend import GPU
+from megajax.backend import BLOCKS, GPU
 from megajax.mesh import make_mesh
 from megajax.models import fused_attention
 from megajax.models.attend import attend_in_blocks
 from megajax.models.attention_mask import CAUSAL, FROM_START, AttentionMask, Pieces, Places
 from megajax.models.attention_setting import Setting
 from megajax.models.blocked_attention import OWN_KEYS
+from megajax.models.context_attention import attend_to_others
+from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.random import Dropout
 from megajax.private import interpreted_kernels
 
@@ -70,9 +74,11 @@ HARD = [row for row in ROWS if row[1] in ("documents", "padding", "two pieces", 
 SOON = [HARD[number] for number in cover(HARD, [(column,) for column in range(len(GRID))])]
 
 
-def found_and_expected(row: tuple, *, detect_races: bool = False) -> tuple[bool, list[list[np.ndarray]]]:
+def found_and_expected(
+    row: tuple, *, gathered: bool = False, detect_races: bool = False
+) -> tuple[bool, list[list[np.ndarray]]]:
     """Whether a race was found; and output and gradients of queries, keys and values by the kernels, by blocks, and by
-    blocks in fp32."""
+    blocks in fp32. `gathered`: by the devices of a context group, which the interpreter has one of."""
     size, limits, rate, kv_heads, dtype = row
     visible, places, *lengths = LIMITS[limits]
     drop = Dropout.at(rate, 3, jnp.int32(2), jnp.arange(BATCH, dtype=jnp.int32))
@@ -83,24 +89,38 @@ def found_and_expected(row: tuple, *, detect_races: bool = False) -> tuple[bool,
 
     def run(attend, *inputs):
         @jax.jit
-        @partial(jax.shard_map, mesh=make_mesh(jax.devices()[:1]), in_specs=(SPLIT,) * 4, out_specs=(SPLIT,) * 4)
+        @partial(jax.shard_map, mesh=make_mesh(jax.devices()[:1]), in_specs=(split,) * 4, out_specs=(split,) * 4)
         def both(q, k, v, grad):
             out, pull = jax.vjp(lambda *qkv: attend(*qkv, setting), q, k, v)
             return out, *pull(grad)
 
         return [np.asarray(x, np.float32) for x in both(*inputs)]
 
+    kernels, blocks, split = fused_attention.attend, partial(attend_in_blocks, OWN_KEYS), SPLIT
+    if gathered:
+        kernels, blocks, split = in_group("kernel"), in_group("blocks"), P(None, "context", "tensor")
     with interpreted_kernels(detect_races=detect_races) as races:
-        by_kernels = run(fused_attention.attend, *inputs)
+        by_kernels = run(kernels, *inputs)
         raced = races()
-    blocks = partial(attend_in_blocks, OWN_KEYS)
     return raced, [by_kernels, run(blocks, *inputs), run(blocks, *(x.astype(jnp.float32) for x in inputs))]
 
 
-def check(row: tuple) -> None:
-    """A key too many, or a probability dropped that is to be kept, would be off by a hundred roundings."""
-    for kernels, blocks, exact in zip(*found_and_expected(row)[1], strict=True):
-        rounding = np.abs(blocks - exact)
+def in_group(implementation: str) -> Callable[..., jax.Array]:
+    """A layer's attention with gathered keys."""
+    backend = replace(GPU, attention=(implementation, *BLOCKS))
+    gather = RegionBoundary(context="gather")
+    return lambda q, k, v, setting: attend_to_others(q, k, v, setting._replace(backend=backend), gather)
+
+
+def check(row: tuple, **options: bool) -> None:
+    are_as_near(*found_and_expected(row, **options)[1])
+
+
+def are_as_near(found: list[np.ndarray], rounded: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    """Check that results of kernels are about as near to those expected as rounded ones. A key too many, or a
+    probability dropped that is to be kept, would be off by a hundred roundings."""
+    for kernels, others, exact in zip(found, rounded, expected, strict=True):
+        rounding = np.abs(others - exact)
         assert np.abs(kernels - exact).max() <= 2 * rounding.max()
         assert np.sqrt(np.mean((kernels - exact) ** 2)) <= 1.25 * np.sqrt(np.mean(rounding**2))
 
@@ -124,3 +144,9 @@ def test_kernels_are_attention_in_the_pairwise_grid(row: tuple) -> None:
 @pytest.mark.parametrize("size", GRID["size"])
 def test_no_race(size: int) -> None:
     assert not found_and_expected((size, "two pieces", 0.25, 1, "bfloat16"), detect_races=True)[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("limits", ["causal", "documents in a window"])
+def test_gathered_keys(limits: str) -> None:
+    check((64, limits, 0.25, 1, "bfloat16"), gathered=True)

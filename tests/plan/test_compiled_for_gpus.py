@@ -1,0 +1,35 @@
+"""Which attention a step takes, seen in its program compiled for an H200 without one."""
+
+import pytest
+from tiny import LLAMA, tiny_config
+
+from megajax.models import fused_attention
+from megajax.plan import h200
+from megajax.plan.compiled import for_h200s
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(not h200.compiles_for("h200"), reason="needs JAX's CUDA packages (the extra `cuda13`)"),
+]
+SHAPE = LLAMA | {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_size": 64, "sequence_length": 256}
+CUDNN, KERNEL = "__cudnn$fmhaSoftmaxBackward", "mosaic_gpu"
+STEPS = {
+    "a window": (CUDNN, {"precision": "bf16", "dropout": 0.0, "sliding_window": 100}),
+    "a window and documents": (
+        "",
+        {"precision": "bf16", "dropout": 0.0, "sliding_window": 100, "reset_attention": True},
+    ),
+    "dropout, fp16": (KERNEL, {"precision": "fp16", "dropout": 0.1, "attention": "kernel"}),
+    "documents": (KERNEL, {"precision": "bf16", "dropout": 0.0, "reset_attention": True, "attention": "kernel"}),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_attention_of_a_compiled_step(name: str) -> None:
+    called, options = STEPS[name]
+    if called == KERNEL and not fused_attention.available():
+        pytest.skip("its JAX has no such kernels, which 0.11 has")
+    program = for_h200s(tiny_config(**SHAPE | options)).as_text()
+    assert [each for each in (CUDNN, KERNEL) if each in program] == ([called] if called else [])
+    if called == CUDNN:
+        assert '"sliding_window_length":100' in program.replace(" ", "")
