@@ -7,9 +7,9 @@ DIR are texts, or python-stdlib: of their documents a corpus of so many megabyte
 are near copies and one is an exact copy of an earlier one, four fifths as `.jsonl` and the rest as `.jsonl.zst`. The
 scheduler and the workers are processes on this machine, reachable only by 127.0.0.1, each worker with one thread.
 `compare` alternates (processes, a cluster that is ready, processes, ...) and prints the wall time, the CPU seconds of
-all processes and of the first one, and the peak memory of each kind of process. `chaos` kills at random moments,
-restarts what it killed, repeats the command if it ended with a line that says that it can be resumed, and compares all
-bytes.
+all processes, of the first one and of other programs, and the peak memory of each kind of process. `chaos` kills at
+random moments, restarts what it killed, repeats the command if it ended with a line that says that it can be resumed,
+and compares all bytes.
 """
 
 import argparse
@@ -142,6 +142,12 @@ class Usage:
                 self.memory[process] = int(peak.split()[1]) / 1024
 
 
+def cpu_of_machine() -> float:
+    """CPU seconds of everything that has run on this machine."""
+    user, nice, system = (int(each) for each in Path("/proc/stat").read_text().split()[1:4])
+    return (user + nice + system) / _TICK
+
+
 def measured(inputs: list[str], prefix: Path, tokenizer: str, workers: int, on_cluster: bool) -> dict[str, float]:
     """One preparation: seconds, CPU seconds, MB."""
     usage, cluster = Usage(), None
@@ -150,7 +156,7 @@ def measured(inputs: list[str], prefix: Path, tokenizer: str, workers: int, on_c
         cluster.wait()
         for process in cluster.processes:
             usage.look(process.pid, [])
-    before = sum(usage.cpu.values())
+    before, of_machine = sum(usage.cpu.values()), cpu_of_machine()
     flags = ("--cluster", cluster.address) if cluster else ("--workers", str(workers))
     began = time.perf_counter()
     process = prepare(inputs, prefix, tokenizer, "--overwrite", *flags)
@@ -158,7 +164,8 @@ def measured(inputs: list[str], prefix: Path, tokenizer: str, workers: int, on_c
     while process.poll() is None:
         usage.look(process.pid, others)
         time.sleep(0.25)
-    seconds = time.perf_counter() - began
+    seconds, of_machine = time.perf_counter() - began, cpu_of_machine() - of_machine
+    cpu = sum(usage.cpu.values()) - before
     assert process.returncode == 0, process.stderr and process.stderr.read()
     if cluster:
         cluster.close()
@@ -167,7 +174,8 @@ def measured(inputs: list[str], prefix: Path, tokenizer: str, workers: int, on_c
     of_workers = [value for each, value in usage.memory.items() if each not in {first, *of_scheduler}]
     return {
         "seconds": seconds,
-        "cpu": sum(usage.cpu.values()) - before,
+        "cpu": cpu,
+        "cpu_of_others": of_machine - cpu,
         "first_cpu": usage.cpu[first],
         "first_mb": usage.memory[first],
         "scheduler_cpu": sum(usage.cpu[each] for each in of_scheduler),
