@@ -4,12 +4,12 @@
     python benchmarks/cluster.py chaos --text DIR ... --tokenizer DIR [--megabytes 8] [--kills 20] [--scheduler-kills 5]
 
 DIR are texts, or python-stdlib: of their documents a corpus of so many megabytes is made, in which two of ten documents
-are near copies and one is an exact copy of an earlier one, once as text and once as `.jsonl.zst`. The scheduler and the
-workers are processes of this machine, reached by 127.0.0.1 alone, each worker with one thread. `compare` takes turns
-(processes, a cluster that is ready, processes, ...) and prints of each the wall time, the seconds of CPU of all
-processes, those of the first process, and the largest memory that each kind of process had. `chaos` kills at random
-moments, starts the killed anew, repeats the command where it ended with a line that says that it goes on, and compares
-all bytes.
+are near copies and one is an exact copy of an earlier one, four fifths as `.jsonl` and the rest as `.jsonl.zst`. The
+scheduler and the workers are processes on this machine, reachable only by 127.0.0.1, each worker with one thread.
+`compare` alternates (processes, a cluster that is ready, processes, ...) and prints the wall time, the CPU seconds of
+all processes, of the first one and of other programs, and the peak memory of each kind of process. `chaos` kills at
+random moments, restarts what it killed, repeats the command if it ended with a line that says that it can be resumed,
+and compares all bytes.
 """
 
 import argparse
@@ -76,7 +76,8 @@ class Cluster:
 
     @staticmethod
     def _start(command: list[str]) -> subprocess.Popen:
-        return subprocess.Popen([sys.executable, "-m", "dask", *command], stderr=subprocess.DEVNULL)
+        environment = os.environ | {"DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False"}  # as in deploy/
+        return subprocess.Popen([sys.executable, "-m", "dask", *command], stderr=subprocess.DEVNULL, env=environment)
 
     def wait(self) -> None:
         """Wait until all workers are there."""
@@ -141,6 +142,12 @@ class Usage:
                 self.memory[process] = int(peak.split()[1]) / 1024
 
 
+def cpu_of_machine() -> float:
+    """CPU seconds of everything that has run on this machine."""
+    user, nice, system = (int(each) for each in Path("/proc/stat").read_text().split()[1:4])
+    return (user + nice + system) / _TICK
+
+
 def measured(inputs: list[str], prefix: Path, tokenizer: str, workers: int, on_cluster: bool) -> dict[str, float]:
     """One preparation: seconds, CPU seconds, MB."""
     usage, cluster = Usage(), None
@@ -149,7 +156,7 @@ def measured(inputs: list[str], prefix: Path, tokenizer: str, workers: int, on_c
         cluster.wait()
         for process in cluster.processes:
             usage.look(process.pid, [])
-    before = sum(usage.cpu.values())
+    before, of_machine = sum(usage.cpu.values()), cpu_of_machine()
     flags = ("--cluster", cluster.address) if cluster else ("--workers", str(workers))
     began = time.perf_counter()
     process = prepare(inputs, prefix, tokenizer, "--overwrite", *flags)
@@ -157,7 +164,8 @@ def measured(inputs: list[str], prefix: Path, tokenizer: str, workers: int, on_c
     while process.poll() is None:
         usage.look(process.pid, others)
         time.sleep(0.25)
-    seconds = time.perf_counter() - began
+    seconds, of_machine = time.perf_counter() - began, cpu_of_machine() - of_machine
+    cpu = sum(usage.cpu.values()) - before
     assert process.returncode == 0, process.stderr and process.stderr.read()
     if cluster:
         cluster.close()
@@ -166,7 +174,8 @@ def measured(inputs: list[str], prefix: Path, tokenizer: str, workers: int, on_c
     of_workers = [value for each, value in usage.memory.items() if each not in {first, *of_scheduler}]
     return {
         "seconds": seconds,
-        "cpu": sum(usage.cpu.values()) - before,
+        "cpu": cpu,
+        "cpu_of_others": of_machine - cpu,
         "first_cpu": usage.cpu[first],
         "first_mb": usage.memory[first],
         "scheduler_cpu": sum(usage.cpu[each] for each in of_scheduler),
@@ -228,7 +237,7 @@ def chaos(given: argparse.Namespace, folder: Path) -> Iterator[dict[str, object]
                     break
                 assert process.stderr
                 ends.append(process.stderr.read().splitlines()[-1])
-                assert "goes on" in ends[-1], ends[-1]
+                assert "to resume" in ends[-1], ends[-1]
             assert content(prefix) == expected, "not the same bytes"
             for path in folder.glob(f"{prefix.name}*"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_path("--decontaminate", nargs="+", default=[], metavar="PATH", help="test sets to remove from the text")
     at_least = Range(lambda x: 0 <= x <= 1024, "1 to 1024, or 0: one for each core")
     add_flag(parser, Option("workers", int, 0, "processes; 0: one for each core", at_least))
-    of_cluster = "use a Dask cluster's workers: its scheduler's address or file, or local:N for N new ones here"
+    of_cluster = "use a Dask cluster's workers: its scheduler's address or file, or local:N to start N workers here"
     add_flag(parser, Option("cluster", str, "", of_cluster, traits=(IS_PATH,)))
     parser.add_argument("--overwrite", action="store_true", help="start over and replace an earlier result")
     parser.add_argument("--json", action="store_true", help="print the report as a single JSON object")

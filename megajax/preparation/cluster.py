@@ -1,7 +1,7 @@
-"""`Workers` of a Dask cluster, whose machines share a file system and have the same environment.
+"""`Workers` on a Dask cluster, whose machines share a file system and have the same environment.
 
-A task is `perform` with a function of a preparation; what a task gives is small, and it may run twice. So nothing is
-kept by the cluster: when its scheduler is lost, the tasks under way are given to the next one.
+A task calls `perform` with one of the preparation's functions. Its result is small, and it may run twice, so nothing
+depends on what the cluster remembers: if the scheduler is lost, the unfinished tasks are submitted to the next one.
 """
 
 import collections
@@ -25,23 +25,23 @@ from megajax.host.signals import held_back
 from megajax.host.streams import warn
 from megajax.preparation.workers import Done, Workers, perform
 
-_PATIENCE = 300.0  # seconds in which a lost scheduler has to be there again
+_PATIENCE = 300.0  # seconds to wait for a lost scheduler
 _CONNECT = 10.0  # seconds for one attempt
-_CLOSE = 60.0  # seconds in which a local cluster ends
-_WAIT = 5.0  # seconds after which one looks whether there are workers at all
-_AHEAD = 4  # tasks given out for each thread of the cluster
-_SAME = ("megajax", "numpy", "ftfy", "tokenizers", "rensa", "sentencex", "pyarrow")  # packages that decide bytes
+_CLOSE = 60.0  # seconds to wait until a local cluster has ended
+_WAIT = 5.0  # seconds between two counts of the workers
+_AHEAD = 4  # submitted tasks per thread of the cluster
+_SAME = ("megajax", "numpy", "ftfy", "tokenizers", "rensa", "sentencex", "pyarrow")  # packages that the bytes depend on
 _LOCAL = re.compile(r"local:([1-9]\d{0,3})")
-_VALID = "valid: a scheduler's address, as tcp://HOST:8786, or its file, or local:N"
+_VALID = "valid: a scheduler's address such as tcp://HOST:8786, a scheduler file, or local:N"
 
 
 @contextlib.contextmanager
 def connected(cluster: str) -> Iterator[Workers]:
-    """The workers of a cluster in a `with` block, by an address, a scheduler's file or `local:N`."""
+    """A cluster's workers, for a `with` block. `cluster` is an address, a scheduler file or `local:N`."""
     if importlib.util.find_spec("distributed") is None:
         problem = "the package distributed is missing"
         raise UserError(f"--cluster {cluster}: {problem}; valid: pip install 'megajax[cluster]'")
-    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # what is wrong is said here, in one line
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # errors are reported here, in one line
     with contextlib.ExitStack() as stack:
         if cluster.startswith("local:"):
             local = _LOCAL.fullmatch(cluster)
@@ -55,12 +55,13 @@ def connected(cluster: str) -> Iterator[Workers]:
 
 @contextlib.contextmanager
 def _local(count: int) -> Iterator[str]:
-    """A cluster of processes of this machine, which only this machine reaches; its address."""
+    """Start a cluster of processes that only this machine can reach; returns its address."""
     import dask
     from distributed import LocalCluster
 
-    patient = {f"distributed.comm.timeouts.{name}": "120s" for name in ("connect", "tcp")}  # on a busy machine
-    with dask.config.set(patient), held_back():  # a terminal sends signals to all; the parent ends its workers
+    settings: dict[str, Any] = {f"distributed.comm.timeouts.{name}": "120s" for name in ("connect", "tcp")}
+    settings["distributed.worker.profile.enabled"] = False  # it would sample every thread 100 times per second
+    with dask.config.set(settings), held_back():  # a terminal signals all processes, but the parent ends its workers
         cluster = LocalCluster(
             n_workers=count,
             threads_per_worker=1,
@@ -72,7 +73,7 @@ def _local(count: int) -> Iterator[str]:
     try:
         yield cluster.scheduler_address
     finally:
-        with contextlib.suppress(Exception):  # what is left ends with this process
+        with contextlib.suppress(Exception):  # what remains ends with this process
             cluster.close(timeout=_CLOSE)
 
 
@@ -102,7 +103,7 @@ class _Dask(Workers):
             return Client(**where, timeout=_CONNECT, set_as_default=False)
 
     def _map(self, function: Callable[..., Any], pieces: Iterable[tuple[Any, ...]]) -> Iterator[Done]:
-        running = collections.deque[list[Any]]()  # pieces, each with its future
+        running = collections.deque[list[Any]]()  # [piece, its future]
         for piece in pieces:
             running.append([piece, None])
             self._submit(function, running)
@@ -112,7 +113,7 @@ class _Dask(Workers):
             yield self._next(function, running)
 
     def _submit(self, function: Callable[..., Any], running: Iterable[list[Any]]) -> None:
-        """Give out the pieces that have no future."""
+        """Submit the pieces that have no future."""
         for entry in running:
             while entry[1] is None:
                 try:
@@ -121,7 +122,7 @@ class _Dask(Workers):
                     self._reconnect()
 
     def _next(self, function: Callable[..., Any], running: "collections.deque[list[Any]]") -> Done:
-        """The result of the first piece under way."""
+        """The result of the first running piece."""
         from distributed import KilledWorker
 
         while True:
@@ -141,9 +142,9 @@ class _Dask(Workers):
                 self._submit(function, running)
 
     def _num_threads(self) -> int:
-        """The threads of all workers, counted now and then."""
+        """The number of all workers' threads, counted every `_WAIT` seconds."""
         if time.monotonic() - self._counted > _WAIT:
-            with contextlib.suppress(Exception):  # a scheduler that is gone: the next result says so
+            with contextlib.suppress(Exception):  # if the scheduler is gone, the next result reports it
                 threads = sum(self._client.nthreads().values())
                 if not threads and self._threads:
                     warn(f"waiting for workers of {self._cluster}")
@@ -172,13 +173,13 @@ def _perform(environment: tuple[str, ...], function: Callable[..., Any], piece: 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
     if different := [pair for pair in zip(_environment(), environment, strict=True) if pair[0] != pair[1]]:
         here, there = different[0]
-        problem = f"a worker on {platform.node()} has {here}, where the command was started there is {there}"
+        problem = f"a worker on {platform.node()} has {here}, but the command was started with {there}"
         raise UserError(f"--cluster: {problem}; valid: the same environment on all machines")
     return perform(function, piece)
 
 
 @functools.cache
 def _environment() -> tuple[str, ...]:
-    """What decides the bytes of a dataset beside input and options."""
+    """What the bytes of a dataset depend on besides input and options."""
     python = ".".join(platform.python_version_tuple()[:2])
     return f"Python {python}", *(f"{name} {importlib.metadata.version(name)}" for name in _SAME)

@@ -1,7 +1,7 @@
 """Overlap of a corpus with test sets, by word 8-grams (paper §5.2).
 
-A gram is eight words in a row of a test document, in lower case, without punctuation and with letters of one form
-(NFKC). In scripts without spaces every character counts as a word. G different grams.
+A gram is eight consecutive words of a test document, in lower case, without punctuation and normalised (NFKC). In
+scripts without spaces every character counts as a word. G different grams.
 """
 
 import itertools
@@ -19,12 +19,12 @@ import numpy.typing as npt
 from megajax.preparation.cleaning import parts_to_normalise
 from megajax.preparation.shards import opened
 
-GRAM = 8  # words of a gram
-# GPT-3's, appendix C, and those of Megatron-LM's `filter_ngrams.py`.
-MARGIN = 200  # characters that are cut out at both sides of a gram
-SHORTEST = 200  # characters of a piece that stays
-MOST_PIECES = 10  # of a document; one that is cut in more is dropped
-_LONG_WORD = 64  # characters
+GRAM = 8  # words in a gram
+# From GPT-3's appendix C and Megatron-LM's `filter_ngrams.py`.
+MARGIN = 200  # characters cut out on both sides of a gram
+SHORTEST = 200  # characters; shorter pieces are dropped
+MOST_PIECES = 10  # a document cut into more pieces is dropped
+_LONG_WORD = 64  # characters; longer words may be cut
 
 # Thai, Lao, Burmese, Khmer, kana, Chinese characters.
 _NO_SPACES = (
@@ -39,12 +39,12 @@ _FACTORS = np.array([pow(0x9E3779B97F4A7C15, power, 2**64) for power in range(GR
 class TestSets:
     """The grams of one or more test sets."""
 
-    __test__ = False  # no test of ours
+    __test__ = False  # not a class of tests for pytest
 
-    words: list[str]  # by their ids
-    grams: npt.NDArray[np.int32]  # ids of each gram's words, [G, 8]
-    members: list[npt.NDArray[np.int64]]  # for each test set the numbers of its grams, ascending
-    too_short: list[int]  # for each test set, how many of its documents have no gram
+    words: list[str]  # indexed by word id
+    grams: npt.NDArray[np.int32]  # the word ids of each gram, [G, 8]
+    members: list[npt.NDArray[np.int64]]  # for each test set, the numbers of its grams, ascending
+    too_short: list[int]  # for each test set, the number of its documents without a gram
 
     def __post_init__(self) -> None:
         self._ids = {word: number for number, word in enumerate(self.words)}
@@ -55,7 +55,7 @@ class TestSets:
 
     @classmethod
     def collect(cls, test_sets: Iterable[Iterable[str]]) -> "TestSets":
-        """The grams of test sets, each given as its documents."""
+        """Collect the grams of test sets, each given as its documents."""
         ids: dict[str, int] = {}
         numbers: dict[tuple[int, ...], int] = {}
         members, too_short = [], []
@@ -71,17 +71,17 @@ class TestSets:
         return cls(list(ids), np.array(list(numbers), np.int32).reshape(-1, GRAM), members, too_short)
 
     def found_in(self, text: str) -> npt.NDArray[np.int64]:
-        """Numbers of the grams that a text contains, int64, ascending, each once."""
+        """The numbers of the grams that a text contains, int64, ascending, each once."""
         return np.unique(self._matches(_words(text))[1])
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """Where the grams of test sets stand in a text: their first characters, and those after their last."""
+        """The ranges of characters in a text where grams of test sets occur."""
         places = list(_placed_words(text))
         starts, _ = self._matches([word for word, _, _ in places])
         return [(places[start][1], places[start + GRAM - 1][2]) for start in starts.tolist()]
 
     def _matches(self, words: list[str]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The first word of each gram of a text, ascending, and the gram's number."""
+        """The index of the first word of each known gram, ascending, and the gram's number."""
         if not len(self._hashes) or len(words) < GRAM:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         ids = np.array([self._ids.get(word, -1) for word in words], np.int32)
@@ -93,7 +93,7 @@ class TestSets:
         return starts[same], numbers[same]
 
     def save(self, file: IO[bytes]) -> None:
-        """Write an `.npz` file."""
+        """Write the test sets as an `.npz` file."""
         sizes = np.array([len(numbers) for numbers in self.members], np.int64)
         words = np.frombuffer("\n".join(self.words).encode(), np.uint8)
         members = np.concatenate([np.empty(0, np.int64), *self.members])
@@ -112,7 +112,7 @@ class TestSets:
 
 
 def decontaminated(text: str, tests: TestSets, how: str) -> tuple[list[str], npt.NDArray[np.int64]]:
-    """What stays of a document, nothing or one or more pieces, and the grams that it had. `how` is the option."""
+    """The pieces of a document that are kept, if any, and the grams it contained. `how`: `--decontaminate-how`."""
     grams = tests.found_in(text)
     if not len(grams) or how == "report":
         return [text], grams
@@ -120,8 +120,8 @@ def decontaminated(text: str, tests: TestSets, how: str) -> tuple[list[str], npt
 
 
 def without(text: str, spans: Sequence[tuple[int, int]]) -> list[str]:
-    """The pieces of a text without these spans, ascending, and `MARGIN` characters at both sides, up to whole words.
-    None is shorter than `SHORTEST`; there are none if the text would be in more than `MOST_PIECES` pieces."""
+    """The pieces of a text that remain without these ascending spans and `MARGIN` characters on both sides, rounded to
+    whole words. Pieces shorter than `SHORTEST` are dropped, and so are all if there are more than `MOST_PIECES`."""
     pieces, place = list[str](), 0
     for begin, end in spans:
         if (stop := _border(text, max(begin - MARGIN, 0), -1)) > place or not pieces:
@@ -132,7 +132,7 @@ def without(text: str, spans: Sequence[tuple[int, int]]) -> list[str]:
 
 
 def _border(text: str, place: int, step: int) -> int:
-    """The place itself, or where the word ends that it is in; of a very long one not its end."""
+    """`place`, moved in direction `step` to the end of its word, but not further than `_LONG_WORD`."""
     last = min(max(place + step * _LONG_WORD, 0), len(text))
     while place != last and 0 < place < len(text) and text[place - 1 : place + 1].isalnum():
         place += step
@@ -148,7 +148,7 @@ def _normalised(text: str) -> str:
 
 
 def _placed_words(text: str) -> Iterator[tuple[str, int, int]]:
-    """The words as of `_words`, and where each begins and ends in the text."""
+    """The words as in `_words`, with their beginnings and ends in the text."""
     for part in re.finditer(r"\S+", text):
         found, place = _normalised(part.group()), part.start()
         characters = [_normalised(character) for character in part.group()]
@@ -156,12 +156,12 @@ def _placed_words(text: str) -> Iterator[tuple[str, int, int]]:
         for word in _WORD.finditer(found):
             if ends:
                 yield word.group(), place + bisect(ends, word.start()), place + bisect(ends, word.end() - 1) + 1
-            else:  # characters become others together: the words are as far as the next white space
+            else:  # characters combine when normalised: take everything up to white space
                 yield word.group(), part.start(), part.end()
 
 
 def _hashes(words: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
-    """A hash of every eight words in a row, uint64 [words - 7]."""
+    """A hash of every eight consecutive words, uint64 [words - 7]."""
     values = (words.astype(np.int64) + 2).astype(np.uint64)  # unknown words are -1
     count = len(values) - GRAM + 1
     hashes = np.zeros(count, np.uint64)

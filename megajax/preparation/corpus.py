@@ -1,4 +1,4 @@
-"""All shards as one sequence of N documents, and the groups of shards whose documents are looked at together."""
+"""All shards as one sequence of N documents, and the groups of shards that are processed together."""
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,20 +10,20 @@ import numpy.typing as npt
 
 from megajax.preparation.shards import WorkFolder
 
-# Documents of a group: at least, at most for 1/64 of all (so that all workers have work), and of very many 1/1024.
+# Documents per group: 1/64 of all, so that all workers have work, but between these limits; 1/1024 of very many.
 _GROUP = 1 << 10, 1 << 18
 _GROUPS = 64, 1024
 
 
 class Numbering:
-    """Numbers of records in their files, where shards come in order, each with its summary's `files`: its first file,
-    its last, and how many records it has of the last."""
+    """Counts records per file over the shards in order. A shard's summary has `files`: its first file, its last file,
+    and the number of its records in the last."""
 
     def __init__(self) -> None:
-        self._last, self._count = -1, 0  # the file that was read last, and how many of its records were
+        self._last, self._count = -1, 0  # the last file so far, and the number of its records so far
 
     def before(self, files: Sequence[int]) -> int:
-        """How many records of the next shard's first file lie in earlier shards."""
+        """The number of records of the next shard's first file that are in earlier shards."""
         first, last, count = files
         before = self._count if first == self._last else 0
         self._last, self._count = last, count + (before if first == last else 0)
@@ -32,18 +32,18 @@ class Numbering:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """What is known of the shards after cleaning: some numbers a shard, nothing of documents. S shards, G groups."""
+    """The shards after cleaning: a few numbers per shard, nothing per document. S shards, G groups."""
 
     text_bytes: int
-    starts: npt.NDArray[np.int64]  # the first document of every shard, and N, [S + 1]
-    texts: npt.NDArray[np.int64]  # how many texts that are not empty are before each shard, [S]
-    first_files: npt.NDArray[np.int64]  # the first file of each shard, [S]
-    before: npt.NDArray[np.int64]  # how many records of that file lie in earlier shards, [S]
-    groups: npt.NDArray[np.int64]  # the first shard of every group, and S, [G + 1]
+    starts: npt.NDArray[np.int64]  # the first document of each shard, then N, [S + 1]
+    texts: npt.NDArray[np.int64]  # the number of non-empty texts before each shard, [S]
+    first_files: npt.NDArray[np.int64]  # each shard's first file, [S]
+    before: npt.NDArray[np.int64]  # the number of that file's records in earlier shards, [S]
+    groups: npt.NDArray[np.int64]  # the first shard of each group, then S, [G + 1]
 
     @classmethod
     def of(cls, summaries: Iterable[Mapping[str, Any]]) -> "Corpus":
-        """The corpus of cleaned shards, by their summaries."""
+        """The corpus with these summaries of cleaned shards."""
         starts, texts, first_files, before, text_bytes = [0], [0], [], [], 0
         numbering = Numbering()
         for found in summaries:
@@ -73,30 +73,30 @@ class Corpus:
         return len(self.groups) - 1
 
     def shards_of(self, group: int) -> range:
-        """The shards of a group."""
+        """A group's shards."""
         return range(int(self.groups[group]), int(self.groups[group + 1]))
 
     def groups_of(self, documents: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
-        """The group of each document."""
+        """Each document's group."""
         return np.searchsorted(self.starts[self.groups], documents.astype(np.int64), side="right") - 1
 
     def place(self, document: int) -> tuple[int, int]:
-        """The shard of a document, and its number there."""
+        """A document's shard, and its number in the shard."""
         shard = int(np.searchsorted(self.starts, document, side="right")) - 1
         return shard, document - int(self.starts[shard])
 
     def number(self, shard: int, file: int, number: int) -> int:
-        """The number that a record has in its file, from that in a shard."""
+        """A record's number in its file, given its number in the shard."""
         return number + (int(self.before[shard]) if file == self.first_files[shard] else 0)
 
     def save(self, work: WorkFolder) -> None:
-        """Write it for the workers."""
+        """Write the corpus for the workers."""
         names = ("starts", "texts", "first_files", "before", "groups")
         work.save("corpus", 0, {name: getattr(self, name) for name in names}, {"text_bytes": self.text_bytes})
 
     @classmethod
     def load(cls, work: WorkFolder) -> "Corpus":
-        """What `save` wrote."""
+        """Read what `save` wrote."""
         return _loaded(work)
 
 

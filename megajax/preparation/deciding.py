@@ -1,9 +1,9 @@
-"""Which candidates are similar, and which documents are dropped for it.
+"""Decide which candidates are similar and which documents are dropped.
 
-Pairs are compared where their texts are, in chunks. One pass over those that are similar then decides, in the order of
-the documents: it reads no text and has one bit a document in memory. What it decided by an estimate of the similarity
-is compared exactly, again in groups; where an estimate was wrong, the pass is repeated with what is known now, so that
-the outcome is that of a pass which had compared all pairs.
+Workers compare the pairs in chunks. Then one pass over the similar pairs decides in document order; it reads no text
+and needs one bit of memory per document. Workers recheck exactly whatever the pass decided by an estimated similarity.
+If an estimate was wrong, the pass is repeated with the exact similarity. So the outcome is the same as if all pairs had
+been compared exactly.
 """
 
 from collections.abc import Iterator
@@ -29,8 +29,8 @@ from megajax.preparation.workers import Workers
 
 
 def drop_copies(work: WorkFolder, options: PrepareOptions, workers: Workers) -> Iterator[tuple[str, int]]:
-    """Find the copies of earlier documents in all groups; yields the name of each step and how many pieces it has, and
-    last `pairs` and how many were compared. Groups then have `exact` and `near`, see `spread_bands` and `check`."""
+    """Find the copies of earlier documents in all groups. Yields the name of each step and its number of pieces, and
+    last `pairs` and the number of compared pairs. Writes `exact` (`spread_bands`) and `near` (`check`) per group."""
     corpus = Corpus.load(work)
     groups = [(work, group) for group in range(corpus.num_groups)]
     parts = num_parts(corpus)
@@ -68,7 +68,7 @@ def drop_copies(work: WorkFolder, options: PrepareOptions, workers: Workers) -> 
 
 
 def compare_chunk(work: WorkFolder, group: int, chunk: int, chunks: int, options: PrepareOptions) -> None:
-    """Write the similar ones of a chunk of candidates: `pairs`, `similarity`, and whether it is `exact`."""
+    """Write the similar pairs of a chunk of candidates: `pairs`, `similarity`, and whether that is `exact`."""
     if work.has(f"similar-{group:06}", chunk):
         return
     pairs = chunk_of_candidates(work, group, chunk, chunks)
@@ -81,12 +81,12 @@ def compare_chunk(work: WorkFolder, group: int, chunk: int, chunks: int, options
 def decide(
     work: WorkFolder, attempt: int, chunks: list[int], wrong: list[tuple[int, int]], options: PrepareOptions
 ) -> None:
-    """Write the documents of every group that are dropped as similar to earlier ones that stay, with these and their
-    similarities. `wrong` are attempts and groups with estimates that turned out to be wrong."""
+    """Write for each group which documents are dropped because they are similar to a kept earlier one, with that one
+    and the similarity. `wrong` lists attempts and groups in which estimates were wrong."""
     if work.has("attempt", attempt):
         return
     corpus = Corpus.load(work)
-    dropped = bytearray(len(corpus) // 8 + 1)  # a bit a document
+    dropped = bytearray(len(corpus) // 8 + 1)  # one bit per document
     for group, count in enumerate(chunks):
         not_similar = set[tuple[int, int]]()
         for earlier, where in wrong:
@@ -116,8 +116,8 @@ def decide(
 
 
 def check(work: WorkFolder, group: int, attempt: int, options: PrepareOptions) -> dict[str, int]:
-    """Compare exactly what was decided by estimates; write the `documents` that are dropped, their `originals` and the
-    `similarity`. The summary: how many were `dropped`, and how many are `wrong`."""
+    """Compare exactly the pairs decided by estimates. Write the dropped `documents`, their `originals` and their
+    `similarity`. The summary has how many were `dropped`, and how many of these are `wrong`."""
     if done := work.summary(f"near-{attempt}", group):
         return done
     names = "documents", "originals", "similarity", "exact"
@@ -131,8 +131,8 @@ def check(work: WorkFolder, group: int, attempt: int, options: PrepareOptions) -
 
 
 def dropped_in(work: WorkFolder, rule: str, group: int) -> tuple[Any, Any, Any]:
-    """The documents of a group that were dropped as copies, `exact` or `near`, ascending; what they are copies of; and
-    how similar they are."""
+    """The documents of a group that were dropped as copies (`rule`: `exact` or `near`), ascending; their originals; and
+    their similarities."""
     if rule == "exact":
         documents, originals = work.load("exact", group, "documents", "originals")
         return documents, originals, np.ones(len(documents))

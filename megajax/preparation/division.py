@@ -1,6 +1,6 @@
-"""The input in pieces, of each of which a shard is made. A piece is parts of files, which whoever cleans it reads by
-itself. What is compressed or streamed is read once by one task for each member or row group, which leaves its records
-in the work folder in pieces: they may be very many times the file."""
+"""Divide the input into pieces; each becomes a shard. A piece consists of parts of files, which the worker that cleans
+it reads directly. Compressed or streamed input is read once, by one task per member or row group, and its records are
+copied to the work folder in pieces, because they may be many times as large as the file."""
 
 import functools
 import itertools
@@ -18,17 +18,18 @@ from megajax.preparation.running import Show
 from megajax.preparation.shards import WorkFolder, opened
 from megajax.preparation.workers import Workers
 
-# Raw text of a shard: 1/64 of the input, so that all cores have work, up to 4 MB; of very much, up to 32 MB.
+# Raw text per shard: 1/64 of the input, so that all cores have work, but 1 to 4 MB; 1/4096 of a large input, but at
+# most 32 MB.
 SHARD_BYTES = 1 << 20, 4 << 20, 32 << 20
 _SHARDS = 64, 4096
-_RECORDS = 1 << 16  # of a piece that is copied, at most
-_COPY = -1  # in place of a file: the piece is in the work folder
+_RECORDS = 1 << 16  # most records in a copied piece
+_COPY = -1  # instead of a file's number: the piece is in the work folder
 _KINDS = ("json", "file", "broken", "text", END)
-_LARGEST = 1 << 30  # bytes of the list of files
+_LARGEST = 1 << 30  # most bytes in the list of files
 
 
 def divide(files: TextFiles, work: WorkFolder, options: PrepareOptions, workers: Workers, show: Show) -> int:
-    """Write which parts of the input each piece has; returns their number."""
+    """Write which parts of the input each piece consists of; returns the number of pieces."""
     if work.has("pieces", 0):
         return int(work.summary("pieces", 0)["pieces"])
     least, usual, most = SHARD_BYTES
@@ -62,7 +63,7 @@ def divide(files: TextFiles, work: WorkFolder, options: PrepareOptions, workers:
 
 
 def _units(files: TextFiles, parts: Iterable[Part], wanted: int) -> Iterator[list[Part]]:
-    """Parts that follow each other, together where they are small."""
+    """Consecutive parts; small ones are grouped."""
     unit, size = list[Part](), 0
     for part in parts:
         if unit and (size >= wanted or needs_copy(files, part.file) != needs_copy(files, unit[0].file)):
@@ -71,13 +72,13 @@ def _units(files: TextFiles, parts: Iterable[Part], wanted: int) -> Iterator[lis
         unit.append(part)
         whole = not part.begin and not part.end
         size += files.sizes[part.file] if whole else wanted
-        size += wanted * (whole and files.sizes[part.file] == 0 and needs_copy(files, part.file))  # of unknown size
+        size += wanted * (whole and files.sizes[part.file] == 0 and needs_copy(files, part.file))  # its size is unknown
     if unit:
         yield unit
 
 
 def look(work: WorkFolder, file: int, wanted: int) -> list[Part]:
-    """The parts of a file."""
+    """Divide a file into parts."""
     return parts_of(files_of(work), file, wanted)
 
 
@@ -87,7 +88,7 @@ def copy(work: WorkFolder, number: int, unit: list[Part], wanted: int, options: 
         return int(work.summary("copied", number)["pieces"])
     files = files_of(work)
     count, begun, size = 0, list[Record](), 0
-    file, before = -1, 0  # the file that is being read, and how many of its records lie in earlier pieces
+    file, before = -1, 0  # the current file, and the number of its records in earlier pieces
     for part in unit:
         for record in files.of_part(Part(*part), key=options.text_key, most=options.max_document << 20):
             if begun and record.kind != END and (size >= wanted or len(begun) >= _RECORDS):
@@ -113,7 +114,7 @@ def _save_records(work: WorkFolder, number: int, place: int, records: list[Recor
 
 
 def records_of(work: WorkFolder, piece: int, options: PrepareOptions) -> Iterator[Record]:
-    """The records of a piece, numbered from where it begins in their files; after those of each part comes END."""
+    """A piece's records, numbered in each file from the beginning of the piece. END follows each part's records."""
     parts, starts = _pieces(work)
     for part in map(Part._make, parts[starts[piece] : starts[piece + 1]].tolist()):
         if part.file != _COPY:
@@ -128,7 +129,7 @@ def records_of(work: WorkFolder, piece: int, options: PrepareOptions) -> Iterato
 
 
 def forget(work: WorkFolder, piece: int) -> None:
-    """Remove the copy of a piece, which has been cleaned."""
+    """Remove the copy of a piece that has been cleaned."""
     parts, starts = _pieces(work)
     for file, number, place, _ in parts[starts[piece] : starts[piece + 1]].tolist():
         if file == _COPY:
@@ -143,6 +144,6 @@ def _pieces(work: WorkFolder) -> tuple[Any, Any]:
 
 @functools.lru_cache(maxsize=2)
 def files_of(work: WorkFolder) -> TextFiles:
-    """The files of the input."""
+    """The input's files."""
     with opened(work.there("input.json")) as file:
         return of_json(json.loads(reading.whole(file, _LARGEST)))

@@ -1,23 +1,25 @@
-"""Which documents are copies of earlier ones: where to look for them, over all shards, in bounded memory (paper §5.2).
+"""Find candidates for copies of earlier documents, over all shards, in bounded memory (paper §5.2).
 
-N documents over all shards, numbered in the order of the input. First identical texts are dropped, then similar ones. A
-document is dropped only if the document that it is similar to is kept, so every dropped one is similar to a kept one.
+N documents over all shards, numbered in input order. First identical texts are dropped, then similar ones. A document
+is dropped only if the document it is similar to is kept, so every dropped document is similar to a kept one.
 
-Similar ones are found by banded MinHash signatures of their sets of character 5-grams. Two documents are candidates if
-all hashes of at least one band agree: with r hashes in each of b bands, and a Jaccard similarity of J, that happens
-with probability 1 - (1 - J^r)^b.
+Similar documents are found with banded MinHash signatures of their sets of character 5-grams. Two documents are
+candidates if all hashes of at least one band agree. With r hashes in each of b bands, and Jaccard similarity J, this
+happens with probability 1 - (1 - J^r)^b.
 
-Hashes go from groups of documents to parts, P by value, and what the parts find goes back to the groups:
+Hashes are partitioned by value into P parts per band. Groups of documents send hashes to parts, and parts send back
+what they find:
 
-    spread_digests  a group's digests, to parts            same_digests  a part's equal ones, to the group of the copy
-    spread_bands    what the exact copies leave in a group, its band hashes to parts of each band
-    same_bands      a part's pairs of documents with equal hashes, to the group of the later one
-    candidates      a group's pairs, each once             `deciding.py`  compares them, and says who stays
+    spread_digests  sends a group's digests to the parts
+    same_digests    finds equal digests in a part, and sends copies to their groups
+    spread_bands    removes exact copies from a group, and sends the other documents' band hashes to the parts
+    same_bands      finds pairs with equal hashes in a part, and sends them to the group of the later document
+    candidates      removes repeated pairs in a group; then `deciding.py` compares the pairs
 
-Each is a task that reads slices of the files that the tasks before it left, one file a task. The largest thing in
-memory is a part, or a group's pairs: at most 33 for each document and band, few where documents differ. On disk a
-document has 16 bytes of digest and 8 bytes a band (36 bands at a Jaccard similarity of 0.7), and three times as much
-until its part is done.
+Each is a task that writes one file, and reads slices of the files of earlier tasks. The largest things in memory are a
+part, or a group's pairs: at most 33 per document and band, and few if the documents differ. On disk a document takes
+16 bytes for its digest and 8 bytes per band (36 bands at a Jaccard similarity of 0.7), and three times as much until
+its part is done.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,28 +33,28 @@ from megajax.preparation.options import PrepareOptions
 from megajax.preparation.shards import KEPT, WorkFolder
 from megajax.preparation.similarity import gram_hashes, mixed
 
-HASHES = 256  # of a signature
-_RECALL = 0.95  # of pairs right at the threshold; more above it
+HASHES = 256  # hashes in a signature
+_RECALL = 0.95  # for pairs exactly at the threshold; higher above it
 _SEED = 1
-_ENTRIES = 1 << 23  # documents of a part
-_NEIGHBOURS = 32  # documents of a bucket that each is compared with: those before it, and the first
-_PAIRS = 1 << 24  # of a group in memory, after which repeated ones are dropped
-_CHUNK = 4096  # candidates that are compared by one task
+_ENTRIES = 1 << 23  # documents per part
+_NEIGHBOURS = 32  # a document is compared with so many preceding ones of its bucket, and with the first
+_PAIRS = 1 << 24  # pairs of a group in memory before repeated ones are removed
+_CHUNK = 4096  # candidates compared by one task
 
 
 def index_bytes(options: PrepareOptions) -> int:
-    """Bytes on disk for each document, of hashes and of what is sorted by their values."""
+    """Bytes on disk per document, for the hashes and their partitioned copies."""
     bands = bands_for(options.jaccard)[0] if options.duplicates == "near" else 0
     return (8 + 16) * bands + (16 + 24 if options.duplicates != "keep" else 0)
 
 
 def num_parts(corpus: Corpus) -> int:
-    """P, the number of parts of the hashes of one kind."""
+    """P, the number of parts into which the digests, or a band's hashes, are partitioned."""
     return max(1, -(-len(corpus) // _ENTRIES))
 
 
 def spread_digests(work: WorkFolder, group: int) -> None:
-    """Write the digests of a group's documents by their parts."""
+    """Write the digests of a group's documents, partitioned."""
     if (work / _file("digests", group)).exists():
         return
     corpus, rows = Corpus.load(work), [np.empty((0, 3), np.uint64)]
@@ -65,7 +67,7 @@ def spread_digests(work: WorkFolder, group: int) -> None:
 
 
 def same_digests(work: WorkFolder, part: int) -> None:
-    """Write the documents of a part whose digest an earlier one has, with the first of those, by their groups."""
+    """Write a part's documents that have the digest of an earlier one, with the first such one, by group."""
     if (work / _file("copies", part)).exists():
         return
     corpus = Corpus.load(work)
@@ -78,8 +80,8 @@ def same_digests(work: WorkFolder, part: int) -> None:
 
 
 def spread_bands(work: WorkFolder, group: int, options: PrepareOptions) -> dict[str, Any]:
-    """Write `documents` that are exact copies in a group, and their `originals`; and the band hashes of what is left,
-    by their parts. The summary: how many were `dropped`."""
+    """Write the exact copies in a group (`documents`) and their `originals`; and the band hashes of the remaining
+    documents, partitioned. The summary has how many were `dropped`."""
     if done := work.summary("exact", group):
         return done
     corpus = Corpus.load(work)
@@ -87,7 +89,7 @@ def spread_bands(work: WorkFolder, group: int, options: PrepareOptions) -> dict[
     slices = (work.slice(_file("copies", part), group, corpus.num_groups, 2) for part in range(parts))
     copies = np.concatenate([np.empty((0, 2), np.uint64), *slices]).astype(np.int64)
     copies = copies[np.argsort(copies[:, 0])]
-    left = {}  # documents by shard
+    left = {}  # remaining documents by shard
     for shard in corpus.shards_of(group):
         rule, (begin, end) = work.load("tokens", shard, "rule")[0], corpus.starts[shard : shard + 2]
         rule[copies[np.searchsorted(copies[:, 0], begin) : np.searchsorted(copies[:, 0], end), 0] - begin] = 0xFF
@@ -108,8 +110,8 @@ def spread_bands(work: WorkFolder, group: int, options: PrepareOptions) -> dict[
 
 
 def same_bands(work: WorkFolder, number: int, options: PrepareOptions) -> None:
-    """Write the pairs of documents with equal hashes in a part of a band, by the groups of the later ones. `number` is
-    that of the part, counted over all bands."""
+    """Write the pairs of documents with equal hashes in a part of a band, by the group of the later document. `number`
+    is the part's number, counted over all bands."""
     if (work / _file("pairs", number)).exists():
         return
     corpus = Corpus.load(work)
@@ -121,8 +123,8 @@ def same_bands(work: WorkFolder, number: int, options: PrepareOptions) -> None:
 
 
 def candidates(work: WorkFolder, group: int, options: PrepareOptions) -> dict[str, int]:
-    """Write the pairs whose later document is in a group, ascending, each once, in chunks. The summary: how many
-    `pairs` and `chunks`."""
+    """Write the pairs whose later document is in a group, ascending, each once, in chunks. The summary has the numbers
+    of `pairs` and `chunks`."""
     if done := work.summary("candidates", group):
         return done
     corpus = Corpus.load(work)
@@ -140,7 +142,7 @@ def candidates(work: WorkFolder, group: int, options: PrepareOptions) -> dict[st
 
 
 def chunk_of_candidates(work: WorkFolder, group: int, chunk: int, chunks: int) -> npt.NDArray[np.int64]:
-    """Pairs of documents, the later one first, int64 [pairs, 2]."""
+    """A chunk of pairs, the later document first, int64 [pairs, 2]."""
     pairs = work.slice(_file("candidates", group), chunk, chunks, 1)[:, 0]
     return np.stack(np.divmod(pairs, np.uint64(len(Corpus.load(work)))), axis=1).astype(np.int64)
 
@@ -154,15 +156,15 @@ def _numbers(documents: npt.NDArray[np.integer]) -> npt.NDArray[np.uint64]:
 
 
 def _sorted(rows: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """The keys of rows, sorted, [n, k], and the document of each, the last column, [n]."""
+    """Sort rows; returns their keys [n, k] and their documents, the last column, [n]."""
     rows = rows[np.lexsort(rows.T[::-1])]
     return rows[:, :-1], rows[:, -1]
 
 
 def _pairs(keys: npt.NDArray[np.uint64], documents: npt.NDArray[np.uint64], total: int) -> npt.NDArray[np.uint64]:
-    """Pairs of each document and earlier ones in its bucket, as document * N + earlier document, from sorted keys."""
+    """Pair each document with earlier ones in its bucket, as document * N + earlier document. The keys are sorted."""
     first = _first_equal(keys)
-    rank = np.arange(len(keys)) - first  # in the bucket
+    rank = np.arange(len(keys)) - first  # position in the bucket
     size, pairs = np.uint64(total), [np.empty(0, np.uint64)]
     for distance in range(1, min(_NEIGHBOURS, int(rank.max(initial=0))) + 1):
         later = np.flatnonzero(rank >= distance)
@@ -172,13 +174,13 @@ def _pairs(keys: npt.NDArray[np.uint64], documents: npt.NDArray[np.uint64], tota
 
 
 def _first_equal(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """The place of the first key that equals each of some sorted keys [n, k], int64 [n]."""
+    """For each of the sorted keys [n, k] the index of the first equal key, int64 [n]."""
     begins = np.concatenate([[True], (keys[1:] != keys[:-1]).any(axis=1)])
     return np.maximum.accumulate(np.where(begins, np.arange(len(keys)), 0))
 
 
 def bands_for(threshold: float) -> tuple[int, int]:
-    """Numbers of bands and of hashes in each: the most selective that find 95% of the pairs at `threshold`."""
+    """The number of bands and of hashes per band: the most selective that find 95% of the pairs at `threshold`."""
     rows = max(
         rows for rows in range(1, HASHES + 1) if rows == 1 or 1 - (1 - threshold**rows) ** (HASHES // rows) >= _RECALL
     )
@@ -186,7 +188,7 @@ def bands_for(threshold: float) -> tuple[int, int]:
 
 
 def band_hashes(texts: Sequence[str], threshold: float) -> npt.NDArray[np.uint64]:
-    """One hash per band of each normalised text, uint64 [bands, N]; the same on every machine."""
+    """One hash per band of each normalised text, uint64 [bands, N], the same on every machine."""
     from rensa import RMinHash
 
     num_bands, rows = bands_for(threshold)

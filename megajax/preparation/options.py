@@ -1,4 +1,4 @@
-"""The options of `megajax prepare`. Every field is a flag."""
+"""The options of `megajax prepare`; every field is a flag."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -9,7 +9,7 @@ from megajax.traits import IS_PATH
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
-    """Steps of the preparation."""
+    """Options for the steps of a preparation."""
 
     text_key: Annotated[str, "key of the text in JSON lines, or column in Parquet", NOT_EMPTY] = "text"
     tokenizer: Annotated[

@@ -1,6 +1,6 @@
-"""The outputs of a preparation: PREFIX.bin, PREFIX.idx, PREFIX.tokenizer, PREFIX.report.json; PREFIX.work meanwhile.
+"""A preparation's outputs PREFIX.bin, PREFIX.idx, PREFIX.tokenizer and PREFIX.report.json, and meanwhile PREFIX.work.
 
-Whatever else has one of these names stays, and so does the input.
+Other files with one of these names are never removed, nor is the input.
 """
 
 import functools
@@ -16,22 +16,22 @@ from megajax.errors import UserError
 from megajax.host import reading
 from megajax.preparation.shards import GoesOn, WorkFolder
 
-WRITING = "writing"  # a file in the work folder: existing outputs were checked and may be replaced from now on
-_LARGEST = 1 << 28  # bytes of a plan or a report, which list the input
+WRITING = "writing"  # a file in the work folder: existing outputs were checked and may be replaced
+_LARGEST = 1 << 28  # most bytes in a plan or report, which list the input
 
 
 def report_file(output: str) -> Path:
-    """The report's file, PREFIX.report.json."""
+    """The path of the report, PREFIX.report.json."""
     return Path(f"{output}.report.json")
 
 
 def work_folder(output: str, shared: bool = False) -> WorkFolder:
-    """The work folder, PREFIX.work; `shared` by several machines."""
+    """The work folder, PREFIX.work. `shared`: several machines use it."""
     return WorkFolder(Path(f"{output}.work"), output, shared)
 
 
 def read_json(file: Path) -> Any:
-    """The content of a JSON file of a preparation; None if it cannot be read."""
+    """The content of one of a preparation's JSON files; None if it cannot be read."""
     try:
         return reading.parse_json(reading.read_bytes(file, _LARGEST).decode())
     except (OSError, ValueError):
@@ -39,7 +39,7 @@ def read_json(file: Path) -> Any:
 
 
 def check_apart(output: str, inputs: Iterable[tuple[str, Path]], folders: Iterable[Path]) -> None:
-    """Check that inputs and outputs are disjoint, by whatever names."""
+    """Check that inputs and outputs are disjoint, also through links."""
     resolved = functools.cache(Path.resolve)
     outputs = [*_results(output), work_folder(output).folder]
     for folder in folders:
@@ -52,7 +52,7 @@ def check_apart(output: str, inputs: Iterable[tuple[str, Path]], folders: Iterab
 
     @functools.cache
     def around(folder: Path) -> tuple[Path | None, Path | None]:
-        """The temporary folder, and the output, that a folder is or lies in."""
+        """The temporary folder and the output that a folder is, or lies in."""
         above = (folder, *folder.parents)
         inside = next((written[place] for place in above if place in written), None)
         return next(filter(temporary.is_marked, above), None), inside
@@ -68,7 +68,7 @@ def check_apart(output: str, inputs: Iterable[tuple[str, Path]], folders: Iterab
 
 
 def finished(work: WorkFolder, plan: dict[str, Any]) -> dict[str, Any] | None:
-    """The report of a finished preparation with this plan; None if there is none."""
+    """The report, if a preparation with this plan has finished; otherwise None."""
     there, found = _there(work.output), _report(work.output)
     if not there or _may_replace(work):
         return None
@@ -80,11 +80,11 @@ def finished(work: WorkFolder, plan: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def check_own(work: WorkFolder, overwrite: bool) -> None:
-    """Check that the work folder is ours, and with `overwrite` that existing outputs may be replaced."""
+    """Check that the work folder is ours and, with `overwrite`, that existing outputs may be replaced."""
     folder, lock = work.folder, work / "lock"
     problem = "is a link" if folder.is_symlink() else ""
     if not problem and not temporary.is_marked(folder) and folder.is_dir():
-        is_lock = not lock.is_symlink() and lock.is_file() and lock.stat().st_size == 0  # made before the mark
+        is_lock = not lock.is_symlink() and lock.is_file() and lock.stat().st_size == 0  # it is created before the mark
         others = sorted(entry.name for entry in folder.iterdir() if entry != lock or not is_lock)
         problem = f"holds {others[0]} and no interrupted preparation" if others else ""
     if problem:
@@ -94,7 +94,7 @@ def check_own(work: WorkFolder, overwrite: bool) -> None:
 
 
 def begin_writing(work: WorkFolder) -> None:
-    """Make way for the outputs: remove an older report, and allow replacing existing outputs."""
+    """Prepare to write the outputs: remove an older report and allow existing outputs to be replaced."""
     foreign = [path for path in _there(work.output) if not _may_replace(work) or not _is_possible(path)]
     _refuse(work, foreign, GoesOn)
     work.touch(WRITING)
@@ -122,7 +122,7 @@ def _there(output: str) -> list[Path]:
 
 
 def _foreign(output: str) -> list[Path]:
-    """The existing outputs that do not fit the report beside them; all of them if there is no report."""
+    """The existing outputs that do not match the report beside them; without a report, all of them."""
     found = _report(output)
     index, tokens = dataset_files(output)
 
@@ -140,7 +140,7 @@ def _foreign(output: str) -> list[Path]:
 
 
 def _is_possible(path: Path) -> bool:
-    """Whether a path holds the kind of file or folder that a preparation writes, and no link."""
+    """Whether a path has the type of file or folder that a preparation writes, and is not a link."""
     if path.is_symlink():
         return False
     return has_only_tokenizer_files(path) if path.suffix == ".tokenizer" else path.is_file()
@@ -153,11 +153,11 @@ def _report(output: str) -> dict[str, Any] | None:
 
 
 def _place(path: Path) -> Path:
-    """The location of a path itself, even if it is a link."""
+    """The resolved location of the path itself, even if it is a link."""
     return path.parent.resolve() / path.name
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """The device and inode, which all names of a file share."""
+    """Device and inode, which all names of a file share."""
     there = path.stat()
     return there.st_dev, there.st_ino

@@ -1,4 +1,4 @@
-"""The plan of a preparation, which its work folder belongs to."""
+"""A preparation's plan, and the work folder that belongs to it."""
 
 import contextlib
 import fcntl
@@ -20,29 +20,29 @@ from megajax.preparation.options import PrepareOptions
 from megajax.preparation.outputs import WRITING, check_apart, check_own, read_json
 from megajax.preparation.shards import GoesOn, WorkFolder
 
-TRAINED = ("bpe", "wordpiece")  # values of `--tokenizer` that train one
+TRAINED = ("bpe", "wordpiece")  # values of `--tokenizer` for which a tokenizer is trained
 
-_ENDED = "ended"  # a file in the work folder: the command ended by itself, with an error
-_FORMAT = 4  # of the work folder; another version of this code may write another
+_ENDED = "ended"  # a file in the work folder: the command ended with an error
+_FORMAT = 4  # version of the work folder's format
 
 
 @dataclass(frozen=True)
 class Task:
-    """What to prepare, and where to."""
+    """What to prepare, and where to write it."""
 
-    inputs: Sequence[str]  # files, folders, URLs, or the word python-stdlib or python-docstrings
+    inputs: Sequence[str]  # files, folders, URLs, python-stdlib or python-docstrings
     output: str  # PREFIX of the dataset
     options: PrepareOptions
     test_sets: Sequence[str] = ()  # files or folders of test sets that must not be in the corpus
 
 
 def make_plan(task: Task, files: TextFiles) -> dict[str, Any]:
-    """Everything that the result depends on, as JSON; an interrupted preparation resumes only with the same plan."""
+    """Everything the result depends on, as JSON. An interrupted preparation resumes only with the same plan."""
     given = task.options.tokenizer
     tests = TextFiles(task.test_sets, "--decontaminate").files
     tokenizer = given
     if given not in TRAINED:
-        loaded = named_tokenizer(given, flag="--tokenizer")  # its errors come before any work
+        loaded = named_tokenizer(given, flag="--tokenizer")  # so that its errors come before any work
         tokenizer = hashlib.sha256(json.dumps(loaded.files).encode()).hexdigest()
         if task.options.split_sentences:
             WordPieces.of(loaded, f"--tokenizer {given}")
@@ -57,24 +57,24 @@ def make_plan(task: Task, files: TextFiles) -> dict[str, Any]:
     folders = [folder for path in task.inputs for folder in read_folders(path, "INPUT")]
     folders += [folder for path in task.test_sets for folder in read_folders(path, "--decontaminate")]
     check_apart(task.output, inputs, folders)
-    options = asdict(task.options) | {"tokenizer": tokenizer, "max_broken": None}  # which changes no document
+    options = asdict(task.options) | {"tokenizer": tokenizer, "max_broken": None}  # does not change any document
     plan = {
         "format": [_FORMAT, *SHARD_BYTES],
         "inputs": [identity(file) for file in files.files],
         "test_sets": [identity(file) for file in tests],
         "options": options,
     }
-    return plan | ({DOCSTRINGS: True} if DOCSTRINGS in map(str, task.inputs) else {})  # of the files of python-stdlib
+    return plan | ({DOCSTRINGS: True} if DOCSTRINGS in map(str, task.inputs) else {})  # has python-stdlib's files
 
 
 @contextlib.contextmanager
 def claimed(work: WorkFolder, plan: dict[str, Any], overwrite: bool) -> Iterator[tuple[bool, WorkFolder]]:
-    """Create the work folder if needed, and lock it in a `with` block, which gets whether an interrupted preparation
-    goes on, and the folder in it for this plan: where a worker of another one still writes, it writes elsewhere. With
-    `overwrite` it begins anew; an older dataset stays until it is replaced.
+    """Create the work folder if needed and lock it for a `with` block. Gives whether an interrupted preparation is
+    resumed, and the subfolder for this plan; a worker left over from another plan writes to another subfolder. With
+    `overwrite` the work starts over, but an older dataset stays until it is replaced.
 
-    A `UserError` in the block removes the folder: once it is mended, input or options are others. Where outputs are
-    being written, and after `GoesOn`, it stays: the same command goes on, and another one begins anew.
+    A `UserError` in the block removes the folder, because correcting the error changes the input or options. The folder
+    stays after `GoesOn`, or if outputs are being written: the same command resumes, and a different one starts over.
     """
     output = f"--output {work.output}"
     check_own(work, overwrite)
@@ -91,7 +91,7 @@ def claimed(work: WorkFolder, plan: dict[str, Any], overwrite: bool) -> Iterator
         with work.writable(work.folder):
             temporary.mark(work.folder)
         if overwrite:
-            (work / "plan.json").unlink(missing_ok=True)  # first: without it nothing else counts
+            (work / "plan.json").unlink(missing_ok=True)  # first, because without it nothing else is used
             work.touch(WRITING)
         if (work / _ENDED).exists() and read_json(work / "plan.json") != plan:
             (work / "plan.json").unlink(missing_ok=True)
@@ -122,7 +122,7 @@ def claimed(work: WorkFolder, plan: dict[str, Any], overwrite: bool) -> Iterator
 
 
 def remove(folder: Path) -> None:
-    """Remove a work folder. If this is interrupted, nothing of the folder is used later."""
+    """Remove a work folder. After an interruption, nothing in it is used."""
     discarded = temporary.free_name(folder.with_name(f"{folder.name}.discarded"))
     with contextlib.suppress(OSError):
         if discarded.exists():

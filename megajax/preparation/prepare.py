@@ -1,7 +1,7 @@
 """From raw text to a tokenized dataset in stages; an interrupted stage resumes.
 
-This process sees numbers of shards and groups of shards, never a document: whatever it starts is a function that
-`Workers` run, which reads and writes the work folder and returns a summary.
+This process handles only the numbers of shards and groups, never a document. It starts functions that `Workers` run;
+these read and write the work folder and return summaries.
 """
 
 import json
@@ -39,15 +39,15 @@ from megajax.preparation.stages import (
 from megajax.preparation.workers import Workers
 
 _STEPS_OF_COPIES = 5
-_FIRST = 3  # shards or groups that examples of a rule may come from
+_FIRST = 3  # shards or groups that a rule's examples may come from
 
 
 def prepare_dataset(task: Task, *, workers: Workers, overwrite: bool, show: Show) -> dict[str, Any]:
     """Make PREFIX.bin, PREFIX.idx, PREFIX.tokenizer and PREFIX.report.json, each atomically; returns the report.
 
-    PREFIX.work holds what is done so far, from which the same call goes on after an interruption. A call for a dataset
-    that is complete only returns its report. With `overwrite` it begins anew, and replaces what another preparation
-    made. The result does not depend on the workers. Raises `RunError` if one of them ended.
+    PREFIX.work holds intermediate results, from which the same call resumes after an interruption. If the dataset is
+    already complete, the call only returns its report. With `overwrite` it starts over and replaces the result of
+    another preparation. The result does not depend on the workers. Raises `RunError` if one of them died.
     """
     check(task.options)
     files = TextFiles(task.inputs, "INPUT")
@@ -63,7 +63,7 @@ def prepare_dataset(task: Task, *, workers: Workers, overwrite: bool, show: Show
 
 
 class _Run:
-    """The stages of a preparation. `work` is its folder, `data` the part of it that belongs to this plan."""
+    """The stages of a preparation. `work` is the work folder, `data` its subfolder for this plan."""
 
     def __init__(
         self, task: Task, files: TextFiles, work: WorkFolder, data: WorkFolder, workers: Workers, show: Show
@@ -94,14 +94,14 @@ class _Run:
 
     def _each(self, stage: str, name: str, function: Callable[..., Any], pieces: Iterable[tuple[Any, ...]], total: int,
               num_bytes: int = 0) -> Iterator[Any]:  # fmt: skip
-        """What a function gives for each piece, in order."""
+        """Yield a function's result for each piece, in order."""
         self._show.begin(stage, name, total, num_bytes)
         for done, result in enumerate(self._workers.run(stage, function, pieces), start=1):
             self._show.advance(done)
             yield result
 
     def _read(self) -> int:
-        """Divide the input in shards; returns their number."""
+        """Divide the input into shards; returns their number."""
         piece = (self._data, [absolute(path) for path in self._task.test_sets], self._options)
         list(self._workers.run("reading", collect_test_sets, [piece]))
         return divide(self._files, self._data, self._options, self._workers, self._show)
@@ -118,7 +118,7 @@ class _Run:
         return corpus
 
     def _counted(self, summaries: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """The summaries of cleaned shards, as long as no more lines are broken than may be."""
+        """Yield the summaries of cleaned shards; raises `GoesOn` if too many lines are broken."""
         totals, limit = self._totals, self._task.options.max_broken
         numbering = Numbering()
         for found in summaries:
@@ -141,7 +141,7 @@ class _Run:
         return f"{self._files.files[file]}:{number}: {problem}"
 
     def _tokenizer(self, corpus: Corpus) -> int:
-        """Train or keep the tokenizer; returns the number of its ids."""
+        """Train a tokenizer or save the given one; returns its vocabulary size."""
         given = self._options.tokenizer
         if not (self._data / "tokenizer").exists():
             if given in TRAINED:
@@ -162,14 +162,14 @@ class _Run:
             self._drop(shard, {rule: found["rules"][rule] for rule in RULES})
 
     def _drop(self, where: int, counts: dict[int, int]) -> None:
-        """Note how many documents each rule dropped in a shard or group."""
+        """Record how many documents each rule dropped in a shard or group."""
         for rule, count in counts.items():
             self._totals.rules[rule] += count
             if count and len(first := self._totals.first.setdefault(rule, [])) < _FIRST:
                 first.append(where)
 
     def _decide(self, corpus: Corpus, tokenizer_size: int) -> writing.Layout:
-        """Find copies, and what is kept; returns where it lies in the dataset."""
+        """Find copies and decide which documents are kept; returns their layout in the dataset."""
         self._show.begin("duplicates", "looking for duplicates", _STEPS_OF_COPIES)
         if self._options.duplicates != "keep":
             for number, (step, count) in enumerate(drop_copies(self._data, self._options, self._workers)):

@@ -1,4 +1,4 @@
-"""The figures of a preparation, and a table of them."""
+"""A preparation's figures, and their table."""
 
 import itertools
 from collections import Counter
@@ -19,27 +19,27 @@ from megajax.preparation.duplicates import index_bytes
 from megajax.preparation.plan import Task
 from megajax.preparation.shards import CONTAMINATED, EXACT, KEPT, NEAR, RULES, WorkFolder
 
-COPIES = {EXACT: "exact", NEAR: "near"}  # rules that drop copies, and what has them
+COPIES = {EXACT: "exact", NEAR: "near"}  # rules that drop copies, and their names in `dropped_in`
 _EXAMPLES = 3
-_PLACE = 40  # characters of a place in the table
-_SNIPPET = 80  # characters of an example
+_PLACE = 40  # most characters of a place in the table
+_SNIPPET = 80  # most characters of an example
 
 
 @dataclass
 class Totals:
-    """Sums over the shards, from the summaries of what was done with each."""
+    """Totals over all shards, added up from their summaries."""
 
-    counts: Counter[str] = field(default_factory=Counter)  # documents, bytes and so on, by their names
+    counts: Counter[str] = field(default_factory=Counter)  # documents, bytes etc. by name
     rules: npt.NDArray[np.int64] = field(
         default_factory=lambda: np.zeros(len(RULES) + 1, np.int64)
     )  # documents by rule
-    cuts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(3, np.int64))  # as of `clean_shard`
-    seconds: dict[str, float] = field(default_factory=dict)  # of each task, over all workers
-    first: dict[int, list[int]] = field(default_factory=dict)  # by rule the first shards that dropped documents by it
-    first_broken: tuple[int, int, str] | None = None  # file, number and what is wrong
+    cuts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(3, np.int64))  # as in `clean_shard`
+    seconds: dict[str, float] = field(default_factory=dict)  # of each task, summed over all workers
+    first: dict[int, list[int]] = field(default_factory=dict)  # the first shards or groups that a rule affected
+    first_broken: tuple[int, int, str] | None = None  # file, number and problem
 
     def add(self, summary: Mapping[str, Any], names: Sequence[str] = ()) -> None:
-        """Add the counts of a summary, and the seconds of the tasks of these names."""
+        """Add a summary's counts, and its seconds for the tasks `names`."""
         for name, value in summary.items():
             if isinstance(value, int):
                 self.counts[name] += value
@@ -50,7 +50,7 @@ class Totals:
 def report(
     task: Task, corpus: Corpus, work: WorkFolder, files: TextFiles, tokenizer_size: int, totals: Totals
 ) -> dict[str, Any]:
-    """All figures of a preparation except its times; examples are the first documents that each rule dropped."""
+    """All figures of a preparation except times, with the first documents that each rule dropped as examples."""
     counts = totals.counts
     examples = {rule: [*itertools.islice(_examples(corpus, work, files, totals, rule), _EXAMPLES)] for rule in RULES}
     dropped = {name: {"count": int(totals.rules[rule]), "examples": examples[rule]} for rule, name in RULES.items()}
@@ -88,8 +88,8 @@ def report(
 
 
 def throughput(found: Mapping[str, Any], totals: Totals, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Megabytes of input text a second: of each task on one core, and, unless it was resumed, of each stage and of the
-    preparation."""
+    """Megabytes of input text per second: for each task on one core, for each stage, and for all of them. The last two
+    are meaningless if the preparation was resumed."""
     megabytes = found["text_bytes_in"] / 1e6
     rates = {f"{name}_mb_per_second_and_core": megabytes / max(spent, 1e-9) for name, spent in totals.seconds.items()}
     rates |= {f"{stage}_mb_per_second": megabytes / max(spent, 1e-9) for stage, spent in seconds.items()}
@@ -97,7 +97,7 @@ def throughput(found: Mapping[str, Any], totals: Totals, seconds: Mapping[str, f
 
 
 def workers_of(did: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Who did what: the pieces and the seconds of each worker, HOST:PROCESS, by stage."""
+    """For each stage, the pieces and seconds of each worker, HOST:PROCESS."""
     return {
         stage: {who: {"pieces": int(count), "seconds": round(spent, 2)} for who, (count, spent) in sorted(done.items())}
         for stage, done in did.items()
@@ -105,7 +105,7 @@ def workers_of(did: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, di
 
 
 def print_table(found: dict[str, Any], console: Console) -> None:
-    """Print a report as a table; examples are cut to the width of the console."""
+    """Print a report as a table, with examples cut to the console's width."""
 
     def row(name: str, count: int, more: str = "") -> str:
         return f"{name:<17}{count:>12,}{more and '  '}{more}"
@@ -120,26 +120,24 @@ def print_table(found: dict[str, Any], console: Console) -> None:
         of = f"{contaminated['cut']:,} documents were cut"
         lines.append(row("pieces", contaminated["pieces"], of))
     if contaminated["characters"]:
-        lines.append(
-            f"    {contaminated['characters']:,} characters dropped or cut out for what they share with test sets"
-        )
+        lines.append(f"    {contaminated['characters']:,} characters dropped or cut out as shared with test sets")
     kept = f"{found['text_bytes'] / 1e6:,.1f} MB of text, {found['tokens']:,} tokens"
     lines.append(row("kept", found["documents"], kept))
     if "sentences" in found:
-        single = f"{found['single_sentence_documents']:,} documents have one only, which makes no pair"
+        single = f"{found['single_sentence_documents']:,} documents have only one, which makes no pair"
         lines.append(row("sentences", found["sentences"], single))
     if broken["count"]:
-        lines.append(f"{broken['count']} broken lines passed over, the first: {broken['first']}")
+        lines.append(f"{broken['count']} broken lines skipped; the first: {broken['first']}")
     if found["skipped_files"]:
-        lines.append(f"{found['skipped_files']} files that are not UTF-8 passed over")
+        lines.append(f"{found['skipped_files']} files skipped that are not UTF-8")
     for test_set in found["test_sets"]:
         lines.append(
-            f"{test_set['path']}: {_share(test_set, 'overlap')} of its {test_set['grams']:,} 8-grams stand in the text,"
-            f" {_share(test_set, 'overlap_kept')} in what is kept"
+            f"{test_set['path']}: {_share(test_set, 'overlap')} of its {test_set['grams']:,} 8-grams occur in the text,"
+            f" {_share(test_set, 'overlap_kept')} in the documents kept"
         )
         if test_set["too_short"]:
             lines.append(
-                f"  {test_set['too_short']:,} of its documents are shorter than 8 words and were not looked for"
+                f"  {test_set['too_short']:,} of its documents are shorter than 8 words and were not searched for"
             )
     stages = ", ".join(f"{stage} {spent:.1f}" for stage, spent in seconds.items())
     if len(workers := {who for done in found["workers"].values() for who in done}) > 1:
@@ -159,7 +157,7 @@ def _line(example: dict[str, Any]) -> str:
 
 
 def _place(corpus: Corpus, work: WorkFolder, files: TextFiles, document: int) -> str:
-    """The place of a document in the input, FILE:NUMBER."""
+    """A document's place in the input, FILE:NUMBER."""
     shard, number = corpus.place(document)
     sources, numbers = work.load("clean", shard, "source", "number")
     file = int(sources[number])
@@ -169,7 +167,7 @@ def _place(corpus: Corpus, work: WorkFolder, files: TextFiles, document: int) ->
 def _examples(
     corpus: Corpus, work: WorkFolder, files: TextFiles, totals: Totals, rule: int
 ) -> Iterator[dict[str, Any]]:
-    """The place and the first characters of the documents that a rule dropped, the first ones first."""
+    """Yield the place and first characters of the first documents that a rule dropped."""
     for document, more in _dropped(corpus, work, totals, rule):
         text = work.text(*corpus.place(document))
         example: dict[str, Any] = {"place": _place(corpus, work, files, document)}
@@ -183,8 +181,8 @@ def _examples(
 def _dropped(
     corpus: Corpus, work: WorkFolder, totals: Totals, rule: int
 ) -> Iterator[tuple[int, tuple[int, float] | None]]:
-    """The first documents that a rule dropped; of copies the original, too, and the similarity."""
-    for where in totals.first.get(rule, ()):  # groups of copies, else shards
+    """Yield the first documents that a rule dropped; for copies also their original and similarity."""
+    for where in totals.first.get(rule, ()):  # groups for copies, otherwise shards
         if rule in COPIES:
             arrays = dropped_in(work, COPIES[rule], where)
             for document, original, similarity in zip(*(each[:_EXAMPLES].tolist() for each in arrays), strict=True):
@@ -196,14 +194,14 @@ def _dropped(
 
 
 def _share(test_set: dict[str, Any], name: str) -> str:
-    """A share of a test set's grams as a count and in percent."""
+    """A share of a test set's grams as a count and a percentage."""
     return f"{round(test_set[name] * test_set['grams']):,} ({test_set[name] * 100:.2g}%)"
 
 
 def _overlaps(task: Task, corpus: Corpus, work: WorkFolder) -> Iterator[dict[str, Any]]:
-    """The share of each test set's different 8-grams in the whole text (paper §5.2), and in the documents that stay.
+    """The share of each test set's different 8-grams that occur in the whole text (paper §5.2), and in kept documents.
 
-    Documents that are too short do not count as text; duplicates do, but add no gram to their originals'.
+    Documents that are too short do not count as text. Duplicates do, but add no gram that their originals lack.
     """
     test_sets = TestSets.load(work.there("test-sets.npz"))
     everywhere, kept = np.zeros(len(test_sets.grams), bool), np.zeros(len(test_sets.grams), bool)

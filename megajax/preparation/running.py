@@ -1,4 +1,4 @@
-"""How a preparation gets on, on standard error: a bar on a terminal, else lines."""
+"""The progress of a preparation on standard error: a bar on a terminal, otherwise lines."""
 
 import contextlib
 import sys
@@ -10,12 +10,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 _EVERY = 10.0  # seconds between two plain lines
 
-# The stages in their order, and their usual shares of the time (docs/benchmarks/data.md).
+# The stages in order, with their usual shares of the time (docs/benchmarks/data.md).
 STAGES = {"reading": 0.02, "cleaning": 0.41, "tokenizer": 0.03, "analysis": 0.43, "duplicates": 0.07, "writing": 0.04}
 
 
 class Show:
-    """Shows the stages of a preparation: their rates, and the time that is left for all."""
+    """Shows the stages of a preparation, their rates, and the total time left."""
 
     def __init__(self, shown: bool = True) -> None:
         self._shown = shown
@@ -31,7 +31,7 @@ class Show:
             self._bar.start()
 
     def begin(self, stage: str, name: str, total: int = 0, num_bytes: int = 0) -> None:
-        """Begin work of a stage: `total` pieces, which hold so many bytes of input."""
+        """Begin a part of a stage, which has `total` pieces and `num_bytes` bytes of input."""
         self._stage, self._name, self._total, self._bytes = stage, name, total, num_bytes
         self._stage_began = self._last_line = time.monotonic()
         if self._bar:
@@ -40,7 +40,7 @@ class Show:
             print(name, file=sys.stderr, flush=True)
 
     def advance(self, done: int) -> None:
-        """Show that so many pieces are done."""
+        """Show that `done` pieces are done."""
         now = time.monotonic()
         share = done / max(1, self._total)
         before = list(STAGES).index(self._stage)
@@ -67,7 +67,7 @@ def _duration(seconds: float) -> str:
 
 @contextlib.contextmanager
 def measuring(seconds: dict[str, float], stage: str) -> Iterator[None]:
-    """Add the time of the `with` block to that of a stage, in `seconds`."""
+    """Add the time of the `with` block to a stage's entry in `seconds`."""
     began = time.perf_counter()
     yield
     seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - began

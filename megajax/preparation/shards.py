@@ -1,6 +1,6 @@
-"""The work folder of a preparation: shards of the corpus, each a pure function of the input and the options.
+"""A preparation's work folder with the shards of the corpus. Each shard is a pure function of input and options.
 
-D documents in a shard. Files are written atomically, so an interrupted preparation goes on with those that are there.
+D documents in a shard. Files are written atomically, so an interrupted preparation resumes with the files that exist.
 """
 
 import array
@@ -24,26 +24,26 @@ import numpy.typing as npt
 from megajax.errors import UserError
 from megajax.host import reading
 
-KEPT, EMPTY, SHORT, CONTAMINATED, EXACT, NEAR = range(6)  # what became of a document
+KEPT, EMPTY, SHORT, CONTAMINATED, EXACT, NEAR = range(6)  # KEPT, or the rule that dropped a document
 
-RULES = {  # why a document was dropped, in words
+RULES = {  # the rules' names in reports
     EMPTY: "empty",
     SHORT: "too short",
     CONTAMINATED: "contaminated",
     EXACT: "exact duplicate",
     NEAR: "near duplicate",
 }
-_PATIENCE = 60.0  # seconds in which a file system shows on one machine what was written on another
+_PATIENCE = 60.0  # seconds to wait for files that another machine wrote
 _DAMAGED = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, EOFError, MemoryError)
 
 
 class GoesOn(UserError):
-    """An error after which the same command goes on with what is in the work folder."""
+    """An error after which the same command resumes from the work folder."""
 
 
 @contextlib.contextmanager
 def opened(file: Path) -> Iterator[IO[bytes]]:
-    """Open a file of a work folder to read, in a `with` block; a damaged one is an error."""
+    """Open a file of the work folder for reading in a `with` block; a damaged file is a `GoesOn` error."""
     try:
         with reading.open_file(file) as content:
             yield content
@@ -60,39 +60,39 @@ class WorkFolder:
 
     folder: Path
     output: str  # PREFIX
-    shared: bool = False  # by several machines
+    shared: bool = False  # whether several machines use it
 
     def __truediv__(self, name: str) -> Path:
         return self.folder / name
 
     def there(self, name: str) -> Path:
-        """The path of what was written before, by a machine whose files may take a while to be seen here."""
+        """The path of a file that exists already. If another machine wrote it, wait until it is visible here."""
         path, until = self / name, time.monotonic() + _PATIENCE
         while self.shared and not os.path.exists(path) and time.monotonic() < until:
             time.sleep(0.1)
-            with contextlib.suppress(OSError):  # NFS looks again when a folder is opened
+            with contextlib.suppress(OSError):  # opening a folder makes NFS refresh it
                 os.close(os.open(self.folder, os.O_RDONLY))
         return path
 
     def has(self, stage: str, number: int) -> bool:
-        """Whether a piece of a stage is done."""
+        """Whether a stage has finished a piece."""
         return (self / _name(stage, number)).exists()
 
     def save(
         self, stage: str, number: int, arrays: Mapping[str, npt.NDArray[Any]], summary: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Write the results of a piece of a stage, which completes it; returns the summary, which is small."""
+        """Write a stage's results for a piece, which marks it as finished; returns the summary, which is small."""
         text = np.array(json.dumps(summary or {}))
         with self.writing(self / _name(stage, number)) as file:
             np.savez(file, summary=text, **arrays)  # type: ignore[arg-type]
         return dict(summary or {})
 
     def remove(self, stage: str, number: int) -> None:
-        """Remove the results of a piece of a stage."""
+        """Remove a stage's results for a piece."""
         (self / _name(stage, number)).unlink(missing_ok=True)
 
     def load(self, stage: str, number: int, *names: str) -> list[npt.NDArray[Any]]:
-        """Some of the results of a piece of a stage."""
+        """Some of a stage's arrays for a piece."""
         with opened(self.there(_name(stage, number))) as file, np.load(file) as arrays:
             found = [arrays[name] for name in names]
             if not all(isinstance(each, np.ndarray) for each in found):
@@ -100,11 +100,11 @@ class WorkFolder:
             return found
 
     def summary(self, stage: str, number: int) -> dict[str, Any]:
-        """The summary of a piece of a stage; empty if it is not done."""
+        """A stage's summary for a piece; empty if the piece is not finished."""
         return self.read_summary(stage, number) if self.has(stage, number) else {}
 
     def read_summary(self, stage: str, number: int) -> dict[str, Any]:
-        """The summary of a piece of a stage that is done."""
+        """A stage's summary for a finished piece."""
         (text,) = self.load(stage, number, "summary")
         with opened(self / _name(stage, number)):
             return dict(json.loads(str(text)))
@@ -112,7 +112,7 @@ class WorkFolder:
     def save_slices(
         self, name: str, tables: Iterable[tuple[npt.NDArray[np.uint64], npt.NDArray[np.integer], int]]
     ) -> None:
-        """Write the rows of tables to one file, by slices. Each table: rows [n, columns], the slice of each row [n],
+        """Write the rows of tables to one file, grouped into slices. A table has rows [n, columns], their slices [n],
         and the number of slices."""
         ends = [0]
         with self.writing(self / name) as file:
@@ -122,7 +122,7 @@ class WorkFolder:
             file.write(np.array(ends, np.uint64).tobytes())
 
     def slice(self, name: str, number: int, count: int, columns: int) -> npt.NDArray[np.uint64]:
-        """A slice of a file of `count` slices in all, [n, columns]."""
+        """A slice [n, columns] of a file with `count` slices."""
         with opened(self.there(name)) as file:
             file.seek(-8 * (count + 1 - number), os.SEEK_END)
             begin, end = np.frombuffer(_bytes(file, 16), np.uint64).tolist()
@@ -130,8 +130,7 @@ class WorkFolder:
             return np.frombuffer(content, np.uint64).reshape(-1, columns)
 
     def save_texts(self, shard: int, texts: Iterable[str]) -> npt.NDArray[np.int64]:
-        """Write the cleaned texts of a shard, one by one; returns the byte where each begins, and the size of the file,
-        [D + 1]."""
+        """Write a shard's cleaned texts one by one; returns their byte offsets followed by the file's size, [D + 1]."""
         ends = array.array("q", [0])
         with self.writing(self / _name("clean", shard, "text")) as file:
             for text in texts:
@@ -139,40 +138,40 @@ class WorkFolder:
         return np.array(ends, np.int64)
 
     def texts(self, shard: int) -> Iterator[str]:
-        """The cleaned texts of a shard in order; dropped documents are empty."""
+        """A shard's cleaned texts in order; dropped documents are empty."""
         (starts,) = self.load("clean", shard, "starts")
         with opened(self.there(_name("clean", shard, "text"))) as file:
             for size in np.diff(starts).tolist():
                 yield _bytes(file, size).decode()
 
     def text(self, shard: int, document: int) -> str:
-        """The cleaned text of a document."""
+        """A document's cleaned text."""
         starts = _starts(self, shard)
         with opened(self.there(_name("clean", shard, "text"))) as file:
             begin, end = starts[document : document + 2].tolist()
             return _bytes(file, end - begin, begin).decode()
 
     def save_bands(self, shard: int, bands: npt.NDArray[np.uint64]) -> None:
-        """Write the band hashes of a shard, uint64 [bands, D]."""
+        """Write a shard's band hashes, uint64 [bands, D]."""
         with self.writing(self / _name("tokens", shard, "bands")) as file:
             file.write(bands.tobytes())
 
     def band(self, shard: int, band: int, documents: int) -> npt.NDArray[np.uint64]:
-        """The hashes of one band of a shard of D `documents`, uint64 [D]."""
+        """The hashes of one band of a shard with D `documents`, uint64 [D]."""
         size = 8 * documents
         with opened(self.there(_name("tokens", shard, "bands"))) as file:
             return np.frombuffer(_bytes(file, size, band * size), np.uint64)
 
     @contextlib.contextmanager
     def writing(self, file: Path) -> Iterator[IO[bytes]]:
-        """Open a file to write atomically, in a `with` block."""
+        """Open a file to write it atomically in a `with` block."""
         who = f"{socket.gethostname()}.{os.getpid()}.{threading.get_ident()}"
         partial = file.with_name(f"{file.name}.{who}.partial")
         try:
             with self.writable(file):
                 with partial.open("wb") as handle:
                     yield handle
-                    if self.shared:  # the machine may be lost
+                    if self.shared:  # because the machine may be lost
                         handle.flush()
                         os.fsync(handle.fileno())
                 partial.replace(file)
@@ -187,7 +186,7 @@ class WorkFolder:
 
     @contextlib.contextmanager
     def writable(self, path: Path) -> Iterator[None]:
-        """Turn an `OSError` in the `with` block, in which `path` is written, into `GoesOn`."""
+        """Turn an `OSError` in the `with` block, which writes `path`, into `GoesOn`."""
         try:
             yield
         except OSError as error:
@@ -206,7 +205,7 @@ def _starts(work: WorkFolder, shard: int) -> npt.NDArray[np.int64]:
 
 
 def _bytes(file: IO[bytes], size: int, offset: int | None = None) -> bytes:
-    """Exactly `size` bytes of a file, from `offset` or the current position; `ValueError` if there are fewer."""
+    """Exactly `size` bytes of a file from `offset` or the current position; raises `ValueError` if there are fewer."""
     if offset is not None:
         file.seek(offset)
     content = file.read(size) if size >= 0 else b""

@@ -1,5 +1,5 @@
-"""How similar two documents are: the Jaccard similarity of the sets of their character 5-grams, and an estimate of it
-for long documents, for which no text is read."""
+"""The Jaccard similarity of two documents' sets of character 5-grams, and an estimate of it for long documents, which
+needs no text."""
 
 import functools
 from collections.abc import Sequence
@@ -10,21 +10,21 @@ import numpy.typing as npt
 from megajax.preparation.corpus import Corpus
 from megajax.preparation.shards import WorkFolder
 
-GRAM = 5  # characters of a gram
-SKETCH = 1 << 10  # hashes of a sketch
-_LONG = 1 << 14  # characters of a normalised text that has one
-_DEVIATIONS = 5  # standard ones of an estimate that decides
+GRAM = 5  # characters in a gram
+SKETCH = 1 << 10  # hashes in a sketch
+_LONG = 1 << 14  # characters from which a normalised text has a sketch
+_DEVIATIONS = 5  # an estimate decides if it differs from the threshold by so many standard deviations
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _CACHED_GRAMS = 1 << 20
 
 
 def normalised(text: str) -> str:
-    """The text by which duplicates are compared: in lower case, with one space for any white space."""
+    """The text as duplicates are compared: in lower case, with white space replaced by single spaces."""
     return " ".join(text.lower().split())
 
 
 def gram_set(text: str) -> set[str]:
-    """The 5-grams of a normalised text; a shorter text is one gram."""
+    """A normalised text's 5-grams; a shorter text is one gram."""
     return {text[start : start + GRAM] for start in range(max(1, len(text) - GRAM + 1))}
 
 
@@ -35,7 +35,7 @@ def jaccard(one: set[str], other: set[str]) -> float:
 
 
 def sketches(texts: Sequence[str]) -> tuple[list[int], npt.NDArray[np.uint64]]:
-    """The places of long texts among some normalised ones, and of each the smallest hashes of its grams, uint64
+    """The indices of the long texts among normalised ones, and the smallest hashes of each one's grams, uint64
     [texts, SKETCH]. A text with fewer different grams has no sketch."""
     places, found = [], [np.empty((0, SKETCH), np.uint64)]
     for place, text in enumerate(texts):
@@ -47,7 +47,7 @@ def sketches(texts: Sequence[str]) -> tuple[list[int], npt.NDArray[np.uint64]]:
 
 
 def estimate(one: npt.NDArray[np.uint64], other: npt.NDArray[np.uint64]) -> float:
-    """The Jaccard similarity of two texts by their sketches: the share of the smallest hashes of both that each has."""
+    """The Jaccard similarity estimated from two sketches: the share of their union's smallest hashes that both have."""
     hashes = np.sort(np.concatenate([one, other]))
     again = hashes[1:] == hashes[:-1]
     largest = hashes[np.concatenate([[True], ~again])][SKETCH - 1]
@@ -55,19 +55,19 @@ def estimate(one: npt.NDArray[np.uint64], other: npt.NDArray[np.uint64]) -> floa
 
 
 class Grams:
-    """The grams of a corpus's documents; those that were used last stay in memory."""
+    """The grams of a corpus's documents; the most recently used stay in memory."""
 
     def __init__(self, work: WorkFolder) -> None:
         self._work, self._corpus = work, Corpus.load(work)
-        self._sets: dict[int, set[str]] = {}  # the one used last at its end
+        self._sets: dict[int, set[str]] = {}  # in order of use
         self._size = 0
 
     def similarity(self, one: int, other: int) -> float:
-        """The exact similarity of two documents."""
+        """Two documents' exact similarity."""
         return jaccard(self._of(one), self._of(other))
 
     def estimate(self, one: int, other: int) -> float | None:
-        """The estimated similarity of two long documents; None if one has no sketch."""
+        """Two long documents' estimated similarity; None if one has no sketch."""
         first, second = (_sketch(self._work, *self._corpus.place(document)) for document in (one, other))
         return None if first is None or second is None else estimate(first, second)
 
@@ -84,8 +84,8 @@ class Grams:
 
 
 def compare(work: WorkFolder, pairs: npt.NDArray[np.int64], threshold: float) -> npt.NDArray[np.float64]:
-    """The similarity of pairs of documents, and whether it is exact, float64 [pairs, 2]. An estimate is on the same
-    side of `threshold`, or above it: whoever drops a document by it looks again."""
+    """The similarity of pairs of documents, and whether it is exact, float64 [pairs, 2]. An estimate below `threshold`
+    is far below it, but one above may be wrong, and must be checked before a document is dropped."""
     grams, margin = Grams(work), _DEVIATIONS * (threshold * (1 - threshold) / SKETCH) ** 0.5
     found = []
     for one, other in pairs.tolist():
@@ -101,20 +101,20 @@ def _sketch(work: WorkFolder, shard: int, document: int) -> npt.NDArray[np.uint6
 
 @functools.lru_cache(maxsize=512)
 def _sketches(work: WorkFolder, shard: int) -> dict[int, npt.NDArray[np.uint64]]:
-    """The sketches of a shard by the numbers of its documents."""
+    """A shard's sketches by the numbers of its documents."""
     documents, found = work.load("tokens", shard, "sketched", "sketches")
     return dict(zip(documents.tolist(), found, strict=True))
 
 
 def gram_hashes(texts: Sequence[str]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
-    """Hashes of all grams in order, repeated ones too, uint64; and where those of each text begin, int64 [N + 1]."""
-    padding = "\0" * GRAM  # so that the shortest text has a gram
+    """The hashes of all grams in order, including repeated ones, uint64; and where each text's begin, int64 [N + 1]."""
+    padding = "\0" * GRAM  # so that even the shortest text has a gram
     characters = np.frombuffer((padding.join(texts) + padding).encode("utf-32-le"), np.uint32).astype(np.uint64)
     lengths = np.array([len(text) for text in texts], np.int64)
     counts = np.maximum(lengths - GRAM + 1, 1)
     begins = np.cumsum(lengths + GRAM) - (lengths + GRAM)
     starts = np.concatenate([[0], np.cumsum(counts)])
-    first_characters = np.arange(starts[-1]) + np.repeat(begins - starts[:-1], counts)  # of the grams
+    first_characters = np.arange(starts[-1]) + np.repeat(begins - starts[:-1], counts)  # of each gram
     hashes = np.zeros(len(characters) - GRAM + 1, np.uint64)
     for offset in range(GRAM):
         hashes = mixed(hashes, characters[offset : offset + len(hashes)])
@@ -122,6 +122,6 @@ def gram_hashes(texts: Sequence[str]) -> tuple[npt.NDArray[np.uint64], npt.NDArr
 
 
 def mixed(hashes: npt.NDArray[np.uint64], values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Hashes that depend on some others and on values."""
+    """Combine hashes with values."""
     hashes = (hashes ^ values) * _MULTIPLIER
     return hashes ^ (hashes >> np.uint64(29))

@@ -1,5 +1,5 @@
-"""The two stages of a preparation that workers run on one shard: cleaning its documents, and analysing them (paper
-§5.2). Between them a tokenizer is trained, unless one was given.
+"""The two stages that workers run on each shard: cleaning its documents, then analysing them (paper §5.2). Between the
+two stages a tokenizer is trained, unless one is given.
 """
 
 import functools
@@ -29,25 +29,26 @@ from megajax.preparation.running import measuring
 from megajax.preparation.shards import CONTAMINATED, EMPTY, KEPT, RULES, SHORT, WorkFolder
 from megajax.preparation.similarity import SKETCH, normalised, sketches
 
-CLEANING = ("cleaning", "test_sets")  # what `clean_shard` does, as its times are named
-ANALYSIS = ("tokenizing", "minhash")  # what `analyse_shard` does
+CLEANING = ("cleaning", "test_sets")  # parts of `clean_shard` that are timed
+ANALYSIS = ("tokenizing", "minhash")  # parts of `analyse_shard` that are timed
 _PARALLELISM = "TOKENIZERS_PARALLELISM"
-_CHARACTERS = 1 << 20  # analysed at a time: bounds the memory of a worker
+_CHARACTERS = 1 << 20  # analysed together; limits a worker's memory
 
 
 def clean_shard(work: WorkFolder, shard: int, options: PrepareOptions) -> dict[str, Any]:
-    """Read the documents of a shard, clean them, cut test sets out of them, and write them and these arrays.
+    """Read a shard's documents, clean them and cut test sets out of them. Write the texts and these arrays:
 
-    - `source` and `number` [D]: the file that a document comes from, and its number there, in the first file counted
-      from where the shard begins.
+    - `source` and `number` [D]: each document's file, and its number in that file; numbers in the shard's first file
+      count from the beginning of the shard.
     - `rule` [D]: `EMPTY`, `CONTAMINATED` or `KEPT`.
-    - `starts` [D + 1]: the bytes at which the texts begin.
-    - `hits` [hits, 2]: document, -1 where it was cut out, and gram of a test set that is in it.
+    - `starts` [D + 1]: the byte offsets of the texts.
+    - `hits` [hits, 2]: a document and a test set's gram that it contains; the document is -1 if the gram was cut out.
 
-    The summary: `pieces`, D, and `texts`, those that are not empty; `documents`, `skipped_files`, `text_bytes` read and
-    `bytes` written; `cuts`: documents that were cut, how many more they became, and characters that were cut out or
-    dropped; `broken` lines, file and number of the first, and what is wrong with it; `rules`: documents by rule;
-    `files`: the first, the last, and the records that the shard has of the last; `seconds` of `CLEANING`.
+    The summary has `pieces` (D) and `texts` (those that are not empty); the number of `documents`, `skipped_files`,
+    `text_bytes` read and `bytes` written; `cuts`: how many documents were cut, how many documents that added, and how
+    many characters were cut out or dropped; the number of `broken` lines, the file and number of the first and its
+    `problem`; `rules`: the number of documents by rule; `files`: the first file, the last file, and the number of the
+    shard's records in the last; `seconds` for each of `CLEANING`.
     """
     if done := work.summary("clean", shard):
         return done
@@ -115,15 +116,15 @@ def clean_shard(work: WorkFolder, shard: int, options: PrepareOptions) -> dict[s
 
 
 def analyse_shard(work: WorkFolder, shard: int, options: PrepareOptions) -> dict[str, Any]:
-    """Tokenize the documents of a shard, and hash them. Write the band hashes and these arrays:
+    """Tokenize and hash a shard's documents. Write the band hashes and these arrays:
 
-    - `rule` [D]: what became of a document so far.
-    - `tokens` of all documents as they go into the dataset, `ends` [D] of each; dropped documents have none.
-    - `lengths` of all sentences, in tokens. Only with `--split-sentences`.
-    - `digest`, uint64 [D, 2]: of the texts.
-    - `sketched` and `sketches`: the numbers of long documents that have a sketch, and these.
+    - `rule` [D]: `KEPT`, or the rule that has dropped the document so far.
+    - `tokens` of all documents as in the dataset, and where each document `ends` [D]; dropped documents have no tokens.
+    - `lengths` of all sentences in tokens; only with `--split-sentences`.
+    - `digest`, uint64 [D, 2]: digests of the texts.
+    - `sketched` and `sketches`: the numbers of the long documents that have a sketch, and their sketches.
 
-    The summary: `rules`, documents by rule, and `seconds` of `ANALYSIS`.
+    The summary has `rules`, the number of documents by rule, and `seconds` for each of `ANALYSIS`.
     """
     if done := work.summary("tokens", shard):
         return done
@@ -138,7 +139,7 @@ def analyse_shard(work: WorkFolder, shard: int, options: PrepareOptions) -> dict
     of_sentences: list[int] = []
     document = 0
     for texts in in_parts(work.texts(shard), _CHARACTERS):
-        own = rule[document : document + len(texts)]  # of these texts; what is set here is set in `rule`
+        own = rule[document : document + len(texts)]  # a view of `rule` for these texts
         with measuring(seconds, "tokenizing"):
             left = [text if rule == KEPT else "" for text, rule in zip(texts, own.tolist(), strict=True)]
             for number, sequences in enumerate(encode_texts(left, tokenizer, sentences=options.split_sentences)):
@@ -187,7 +188,7 @@ def collect_test_sets(work: WorkFolder, paths: list[str], options: PrepareOption
     if (work / "test-sets.npz").exists():
         return
 
-    def cleaned(path: str) -> Iterator[str]:  # like the corpus, else a repaired text is not found
+    def cleaned(path: str) -> Iterator[str]:  # as the corpus is, otherwise repaired texts would not match
         for text in TextDocuments(path, cut=False, flag="--decontaminate", key=options.test_key):
             yield clean(text, fix_unicode=options.fix_unicode, clean_newlines=options.clean_newlines)
 
@@ -196,7 +197,7 @@ def collect_test_sets(work: WorkFolder, paths: list[str], options: PrepareOption
 
 
 def sample_texts(work: WorkFolder, group: int) -> None:
-    """Write what a tokenizer is trained on of a group's texts: of all texts together some at even distances."""
+    """Write the texts of a group that a tokenizer is trained on: evenly spaced ones among all texts of the corpus."""
     if work.has("sample", group):
         return
     corpus = Corpus.load(work)
@@ -240,7 +241,7 @@ def save_tokenizer(work: WorkFolder, tokenizer: Tokenizer) -> None:
         try:
             new.rename(work / "tokenizer")
         except OSError:
-            if not (work / "tokenizer").is_dir():  # else another worker was faster; it is the same
+            if not (work / "tokenizer").is_dir():  # otherwise another worker was faster and wrote the same
                 raise
 
 
@@ -254,5 +255,5 @@ def _digest(text: str) -> npt.NDArray[np.uint64]:
 
 @functools.lru_cache(maxsize=2)
 def _loaded(load: Callable[[Path], Any], path: Path, changed: int) -> Any:
-    """What a function reads, once as long as `path` has not `changed`."""
+    """`load(path)`, cached; `changed` is the time of the last modification."""
     return load(path)

@@ -1,6 +1,6 @@
-"""Who does the work of a preparation: `Workers` is the one seam. Here they are processes of this machine, in
-`cluster.py` those of a cluster. Both run the same functions, which get and give little: what is large lies in the work
-folder.
+"""`Workers` run a preparation's functions: here in processes on this machine, in `cluster.py` on a cluster.
+
+The functions are the same. Their arguments and results are small, because everything large is in the work folder.
 """
 
 import abc
@@ -22,20 +22,20 @@ from typing import Any
 from megajax.errors import RunError
 from megajax.host.signals import Stopped, held_back
 
-Done = tuple[Any, str, float]  # what a function gave, who ran it, and the seconds that it took
+Done = tuple[Any, str, float]  # a function's result, the worker that ran it, and how many seconds it took
 
 
 class Workers(abc.ABC):
-    """Those that run the stages' functions."""
+    """Runs the functions of the stages."""
 
-    shared = False  # whether they are on several machines
+    shared = False  # whether the workers are on several machines
 
     def __init__(self) -> None:
-        self.did: dict[str, dict[str, list[float]]] = {}  # pieces and seconds of each worker, by stage
+        self.did: dict[str, dict[str, list[float]]] = {}  # for each stage, the pieces and seconds of each worker
 
     def run(self, stage: str, function: Callable[..., Any], pieces: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
-        """`function(*piece)` for each piece, in order. Reads few pieces ahead. Raises `RunError` if a worker was ended
-        and the work cannot go on without it."""
+        """Yield `function(*piece)` for each piece, in order. Reads only a few pieces ahead. Raises `RunError` if a
+        worker died and the work cannot go on without it."""
         workers = self.did.setdefault(stage, {})
         for result, who, seconds in self._map(function, pieces):
             done = workers.setdefault(who, [0, 0.0])
@@ -44,11 +44,11 @@ class Workers(abc.ABC):
 
     @abc.abstractmethod
     def _map(self, function: Callable[..., Any], pieces: Iterable[tuple[Any, ...]]) -> Iterator[Done]:
-        """`perform(function, piece)` for each piece, in order."""
+        """Yield `perform(function, piece)` for each piece, in order."""
 
 
 def perform(function: Callable[..., Any], piece: tuple[Any, ...]) -> Done:
-    """What a worker does with a piece. Twice is as good as once: results are written atomically, and the same."""
+    """Process a piece in a worker. It may run twice: results are written atomically and are always the same."""
     began = time.perf_counter()
     result = function(*piece)
     return result, f"{socket.gethostname()}:{os.getpid()}", time.perf_counter() - began
@@ -68,7 +68,7 @@ class _Processes(Workers):
         running: collections.deque[Future[Done]] = collections.deque()
         try:
             for piece in pieces:
-                with held_back():  # a terminal, or SLURM, sends signals to all; the parent ends its workers
+                with held_back():  # a terminal or SLURM signals all processes, but the parent ends its workers
                     running.append(self._pool.submit(perform, function, piece))
                 if len(running) > 2 * self._count:
                     yield running.popleft().result()
@@ -80,18 +80,18 @@ class _Processes(Workers):
 
 @contextlib.contextmanager
 def processes(count: int) -> Iterator[Workers]:
-    """Worker processes in a `with` block; one worker is this process."""
+    """Worker processes, for a `with` block. A single worker is this process itself."""
     if count == 1:
         yield _ThisProcess()
         return
-    sys.warnoptions.append("ignore:resource_tracker")  # what a stop leaves is removed by a process that would say so
-    # A forked child would inherit threads' locks.
+    sys.warnoptions.append("ignore:resource_tracker")  # after a stop it would warn about what it removes
+    # A forked child would inherit locks that other threads hold.
     pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _begin)
     stopped = False
     try:
         yield _Processes(pool, count)
     except Stopped:
-        stopped = True  # workers end with this process
+        stopped = True  # the workers end with this process
         raise
     finally:
         pool.shutdown(wait=not stopped, cancel_futures=True)

@@ -1,7 +1,7 @@
-"""The dataset's two files, written in the work folder in parts by several workers, each part whole blocks of the
-digests.
+"""Write the dataset's two files. Workers write parts of them in the work folder; a part is a whole number of the blocks
+that have digests.
 
-Of shard s begin D_s documents, S_s sequences and T_s tokens before it (`Layout`); so every byte has its place.
+`Layout` knows how many documents, sequences and tokens precede each shard, which determines the place of every byte.
 """
 
 import functools
@@ -24,14 +24,17 @@ from megajax.preparation.shards import CONTAMINATED, EXACT, KEPT, NEAR, SHORT, W
 PART_BYTES = 128 * BLOCK_BYTES
 TOKENS, INDEX = "dataset.bin", "dataset.idx"  # in the work folder
 _RULES = {"exact": ("exact",), "near": ("exact", "near"), "keep": ()}
-_Segment = tuple[int, int, Callable[[], bytes]]  # of a file: first byte, number of bytes, and these
+_Segment = tuple[int, int, Callable[[], bytes]]  # first byte in the file, number of bytes, function that makes them
 
 
 def final_rules(work: WorkFolder, group: int, options: PrepareOptions) -> dict[str, Any]:
-    """Write which documents of each shard of a group are `kept`, [D], and the `lengths` of all sequences of these in
-    tokens, and how many `sequences` each has. The summary, for every shard: `documents`, `sequences`, `tokens`,
-    `text_bytes` that are kept, and documents of a `single` sequence; of the group how many copies were `dropped`. Also
-    `everywhere` and `kept`: grams of test sets that are in its text, and in what is kept."""
+    """Write for each shard of a group which documents are `kept`, [D], the `lengths` in tokens of their sequences, and
+    how many `sequences` each kept document has. Write for the group which grams of test sets occur `everywhere` in its
+    text, and which in `kept` documents.
+
+    The summary has for each shard the kept `documents`, `sequences`, `tokens` and `text_bytes`, and how many documents
+    are a `single` sequence; and for the group the number of `dropped` copies.
+    """
     if done := work.summary("final", group):
         return done
     corpus = Corpus.load(work)
@@ -58,7 +61,7 @@ def final_rules(work: WorkFolder, group: int, options: PrepareOptions) -> dict[s
         else:
             lengths, sequences = sizes[kept], np.ones(kept.sum(), np.int64)
         starts, hits = work.load("clean", shard, "starts", "hits")
-        of_hits = np.append(rule, CONTAMINATED)[hits[:, 0]]  # -1: what was cut out
+        of_hits = np.append(rule, CONTAMINATED)[hits[:, 0]]  # document -1: cut out
         everywhere.append(np.unique(hits[of_hits != SHORT, 1]))
         in_kept.append(np.unique(hits[of_hits == KEPT, 1]))
         arrays = {"kept": kept, "lengths": lengths.astype("<i4"), "sequences": sequences.astype(np.int64)}
@@ -72,7 +75,7 @@ def final_rules(work: WorkFolder, group: int, options: PrepareOptions) -> dict[s
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where the shards' documents, sequences and tokens begin in the dataset, and how many there are, each [S + 1]."""
+    """The first document, sequence and token of each shard in the dataset, then their total numbers, each [S + 1]."""
 
     vocab_size: int
     documents: npt.NDArray[np.int64]
@@ -81,7 +84,7 @@ class Layout:
 
     @classmethod
     def of(cls, summaries: Iterable[Mapping[str, Any]], vocab_size: int) -> "Layout":
-        """The layout of shards, by the summaries of their groups."""
+        """The layout of shards with these summaries of their groups."""
         names = "documents", "sequences", "tokens"
         counts: dict[str, list[int]] = {name: [0] for name in names}
         for found in summaries:
@@ -90,7 +93,7 @@ class Layout:
         return cls(vocab_size, *(np.cumsum(counts[name], dtype=np.int64) for name in names))
 
     def save(self, work: WorkFolder) -> None:
-        """Write it for the workers."""
+        """Write the layout for the workers."""
         arrays = {"documents": self.documents, "sequences": self.sequences, "tokens": self.tokens}
         work.save("layout", 0, arrays, {"vocab_size": self.vocab_size})
 
@@ -99,7 +102,7 @@ class Layout:
         return token_type(self.vocab_size)[1]
 
     def size(self, name: str) -> int:
-        """Bytes of a file."""
+        """A file's size in bytes."""
         if name == TOKENS:
             return int(self.tokens[-1]) * self.dtype.itemsize
         return len(self._header) + 12 * int(self.sequences[-1]) + 8 * (int(self.documents[-1]) + 1)
@@ -109,7 +112,7 @@ class Layout:
         return index_header(self.vocab_size, int(self.sequences[-1]), int(self.documents[-1]))
 
     def segments(self, work: WorkFolder, name: str, begin: int, end: int) -> Iterator[_Segment]:
-        """What lies in a file between two bytes, in order."""
+        """The segments of a file that overlap a range of bytes, in order."""
         if name == TOKENS:
             yield from self._of_shards(0, self.tokens, self.dtype.itemsize, begin, end, self._tokens_of(work))
             return
@@ -130,7 +133,7 @@ class Layout:
     def _of_shards(
         place: int, starts: npt.NDArray[np.int64], size: int, begin: int, end: int, make: Callable[[int], Any]
     ) -> Iterator[_Segment]:
-        """The arrays of the shards whose entries of `size` bytes lie between two bytes, where all begin at `place`."""
+        """Segments of an array that begins at byte `place`, with entries of `size` bytes; `make` gives a shard's."""
         places = place + size * starts
         first = max(int(np.searchsorted(places, begin, side="right")) - 1, 0)
         for shard in range(first, min(int(np.searchsorted(places, end)), len(starts) - 1)):
@@ -173,7 +176,7 @@ def _layout(work: WorkFolder) -> Layout:
 
 
 def write_part(work: WorkFolder, name: str, part: int) -> None:
-    """Write a part of a file to its place, and the `digests` of its blocks."""
+    """Write a part of a file in place, and the `digests` of its blocks."""
     if work.has(f"digests-{name}", part):
         return
     layout = _layout(work)
@@ -199,15 +202,15 @@ def write_part(work: WorkFolder, name: str, part: int) -> None:
 
 
 def blocks(work: WorkFolder, name: str, parts: int) -> Iterator[npt.NDArray[np.uint8]]:
-    """The digests of all blocks of a file, a part at a time."""
+    """Yield the digests of a file's blocks, one part at a time."""
     return (as_blocks(work.load(f"digests-{name}", part, "digests")[0].tobytes()) for part in range(parts))
 
 
 def publish(work: WorkFolder, index_file: Path, tokens_file: Path) -> None:
-    """Move the files to their places, the index last: it exists only beside a complete .bin file."""
+    """Move the files to their places, the index last, so that it exists only beside a complete .bin file."""
     with work.writable(tokens_file):
-        if work.there(INDEX).exists():  # else both were moved before an interruption
+        if work.there(INDEX).exists():  # otherwise both were moved before an interruption
             if (work / TOKENS).exists():
-                index_file.unlink(missing_ok=True)  # an older index must never lie beside the new tokens
+                index_file.unlink(missing_ok=True)  # an older index must never be beside new tokens
                 (work / TOKENS).replace(tokens_file)
             (work / INDEX).replace(index_file)

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import operator
 import os
+import resource
 import signal
 import threading
 import time
@@ -24,7 +25,7 @@ NEEDS_DASK = pytest.mark.skipif(
 
 
 @NEEDS_DASK
-def test_the_same_bytes_though_a_worker_is_killed(tmp_path, monkeypatch):
+def test_the_same_bytes_after_a_full_disk_and_a_killed_worker(tmp_path, monkeypatch):
     monkeypatch.setattr("megajax.preparation.division.SHARD_BYTES", (1 << 15, 1 << 15, 1 << 15))
     monkeypatch.setattr("megajax.preparation.corpus._GROUP", (16, 64))
     planted = plant(tmp_path, documents=80, near=20, leaked=6, exact=4)
@@ -36,14 +37,23 @@ def test_the_same_bytes_though_a_worker_is_killed(tmp_path, monkeypatch):
         os.kill(victim, signal.SIGKILL)
 
     with cluster.connected("local:2") as workers:
-        victim, _ = workers.run("reading", os.getpid, [(), ()])
+        victim, other = workers.run("reading", os.getpid, [(), ()])
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        for worker in {victim, other}:
+            resource.prlimit(worker, resource.RLIMIT_FSIZE, (1 << 14, most))  # fails like a full disk
+        problem = r"work/data-\w+/\S+ cannot be written: File too large; valid: .* rerun the command to resume$"
+        with pytest.raises(UserError, match=problem):
+            prepare_with(workers, planted, tmp_path / "cluster")
+        assert [path.name for path in tmp_path.glob("cluster*")] == ["cluster.work"]
+        for worker in {victim, other}:
+            resource.prlimit(worker, resource.RLIMIT_FSIZE, (most, most))
         killing = threading.Thread(target=kill, args=(victim,))
         killing.start()
         prepare_with(workers, planted, tmp_path / "cluster")
         killing.join()
     assert files(tmp_path / "alone") == files(tmp_path / "cluster")
     once, again = report(tmp_path / "alone"), report(tmp_path / "cluster")
-    assert {key for key in once if once[key] != again[key]} <= DIFFERENT
+    assert {key for key in once if once[key] != again[key]} <= DIFFERENT | {"resumed"}
     done = again["workers"]
     assert done.keys() == {"reading", "cleaning", "tokenizer", "analysis", "duplicates", "writing"}
     pieces = sum(worker["pieces"] for worker in done["cleaning"].values())
@@ -140,7 +150,7 @@ def test_without_dask(tmp_path, monkeypatch):
 def test_a_worker_with_another_environment():
     here = cluster._environment()
     assert cluster._perform(here, operator.neg, (1,))[0] == -1
-    with pytest.raises(UserError, match=r"a worker on \S+ has megajax \S+, where .* there is megajax 0; valid: "):
+    with pytest.raises(UserError, match=r"a worker on \S+ has megajax \S+, but .* was started with megajax 0; valid: "):
         cluster._perform((here[0], "megajax 0", *here[2:]), operator.neg, (1,))
 
 
