@@ -19,7 +19,7 @@ def _is_pair(text: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ModelSizes):
-    """Architecture, the same on every mesh.
+    """Model architecture, the same on every mesh.
 
     Options that default to the value of others (0, or "auto") are resolved when the object is made, so that
     `dataclasses.replace` keeps them.
