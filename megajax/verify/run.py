@@ -26,7 +26,7 @@ from megajax.verify.comparison import Leaves, named_leaves
 from megajax.verify.recording import Recording
 
 _PACKAGE = Path(__file__).parents[1]
-QUICK: dict[str, Any] = {  # compile fast instead of well, and leave the other cores alone
+QUICK: dict[str, Any] = {  # compile fast instead of well, and use few cores
     "xla_backend_optimization_level": 0,
     "xla_cpu_parallel_codegen_split_count": 1,
     **({"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}),
