@@ -96,8 +96,8 @@ def valid_paths(flag: str) -> str:
     """What a flag for texts accepts, in words."""
     prepared = "a prepared PREFIX (of PREFIX.bin and PREFIX.idx), " if flag.startswith("--data") else ""
     files = "a .jsonl or .parquet file or a folder of them (.gz and .zst too)"
-    elsewhere = "these at gs:// or s3://, hf://NAME"
-    return f"valid: UTF-8 text as a file, {files}, {elsewhere}, {prepared}or the word {' or '.join(WORDS)}"
+    elsewhere = "any of these at gs:// or s3://, hf://NAME"
+    return f"valid: a UTF-8 text file, {files}, {elsewhere}, {prepared}or the word {' or '.join(WORDS)}"
 
 
 @contextlib.contextmanager

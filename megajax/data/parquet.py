@@ -15,7 +15,7 @@ _ROWS = 256  # in memory at once
 _ROWS_BYTES = 1 << 30  # that they may occupy there
 _AT_ONCE = 1 << 24  # bytes of Arrow's texts converted to Python's at once
 _EXPANSION = 1 << 28, 1000  # limit on the texts' bytes: a constant, plus a multiple of the file's size
-_ROW = 512  # bytes that each row counts for, beside its text
+_ROW = 512  # bytes that each row counts for, besides its text
 
 
 def texts(

@@ -1,4 +1,4 @@
-"""Text files in parts that can be read each by itself, and the files of a source as JSON, by which other machines find
+"""Parts of text files that can be read independently, and the files of a source as JSON, with which other machines find
 them."""
 
 import itertools
@@ -20,7 +20,7 @@ _MARK = b"\xef\xbb\xbf"  # of the byte order
 
 
 def needs_copy(files: TextFiles, file: int) -> bool:
-    """Whether more may come out of a file than it has bytes: it is compressed, or streamed."""
+    """Whether a file may yield more bytes than it has, because it is compressed or streamed."""
     return (
         files.kinds[file] == "parquet"
         or isinstance(files.files[file], HubSplit)
@@ -29,7 +29,7 @@ def needs_copy(files: TextFiles, file: int) -> bool:
 
 
 def needs_look(files: TextFiles, file: int, wanted: int) -> bool:
-    """Whether one has to read in a file to find its parts: it is large, and neither lines of JSON nor one document."""
+    """Whether a file must be read to find its parts: it is large, and neither lines of JSON nor a single document."""
     return (
         files.sizes[file] > wanted
         and not isinstance(files.files[file], HubSplit)
@@ -39,7 +39,7 @@ def needs_look(files: TextFiles, file: int, wanted: int) -> bool:
 
 def parts_of(files: TextFiles, file: int, wanted: int) -> list[Part]:
     """The parts of a file, each of about `wanted` bytes or more: lines of JSON, documents or pieces of a text, row
-    groups of Parquet, members of an archive of lines. All of it where no parts can be found."""
+    groups of Parquet, members of an archive of lines. A file without such parts is one part."""
     where, size, kind = files.files[file], files.sizes[file], files.kinds[file]
     copied = needs_copy(files, file)
     if size <= wanted or isinstance(where, HubSplit):
@@ -54,7 +54,7 @@ def parts_of(files: TextFiles, file: int, wanted: int) -> list[Part]:
             return _between(file, [*_row_group_borders(groups, wanted)]) if groups else [Part(file)]
         if kind == "json" and isinstance(where, Path):
             with reading.open_file(where) as content:
-                return _between(file, member_borders(content, size, wanted // 4))  # unpacked they have more
+                return _between(file, member_borders(content, size, wanted // 4))  # they are larger when unpacked
         if kind == "text" and not copied:
             if streams.contains(where, END_OF_TEXT.encode()):
                 return [Part(file, begin, end, True) for begin, end in _separated(where, wanted)]
@@ -79,7 +79,8 @@ def _row_group_borders(sizes: list[int], wanted: int) -> Iterator[int]:
 
 
 def _separated(file: Path | RemoteFile, wanted: int) -> Iterator[tuple[int, int]]:
-    """Where whole documents of a text begin and end, of so many bytes together; its separators are between."""
+    """Where groups of whole documents, of this many bytes each, begin and end in a text; separators are between
+    them."""
     separator = END_OF_TEXT.encode()
     begin = place = 0  # of the documents, and of `data`
     data = b""
@@ -95,7 +96,7 @@ def _separated(file: Path | RemoteFile, wanted: int) -> Iterator[tuple[int, int]
 
 
 def _pieces(file: Path | RemoteFile, flag: str, wanted: int) -> Iterator[tuple[int, int]]:
-    """Where whole pieces of a text without separators begin and end, of so many bytes together."""
+    """Where groups of whole pieces, of this many bytes each, begin and end in a text without separators."""
     begin = end = 0
     with streams.opened(file) as (content, _):
         end = len(_MARK) if content.read(len(_MARK)) == _MARK else 0
@@ -126,7 +127,7 @@ def as_json(files: TextFiles) -> dict[str, Any]:
 
 
 def of_json(found: dict[str, Any]) -> TextFiles:
-    """What `as_json` made."""
+    """The inverse of `as_json`."""
     files = TextFiles([], found["flag"])
     for file in found["files"]:
         if isinstance(file, str):

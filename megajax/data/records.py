@@ -1,6 +1,5 @@
 """Raw records of text sources: lines of JSONL, rows of Parquet, plain text; compressed or not, read as a stream.
-
-Taking their texts out of them (`text_of`) is separate, so that one process can read for several.
+Extracting their texts (`text_of`) is separate, so that one process can read for several.
 """
 
 import codecs
@@ -17,8 +16,8 @@ from megajax.data.tokenizer import END_OF_TEXT
 from megajax.errors import UserError
 from megajax.host import reading
 
-DOCUMENT_CHARACTERS = 4096  # after these a single text file is cut at the next blank line
-TEXT_KEY = "text"  # of a line of JSONL, and column of a Parquet file
+DOCUMENT_CHARACTERS = 4096  # a single text file is cut at the first blank line after this many
+TEXT_KEY = "text"  # key in a line of JSONL, and column of a Parquet file
 
 _SKIPPED = 1 << 20  # bytes of a line that is too long, read at a time
 
@@ -33,20 +32,20 @@ class Record(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What is read by itself of a file; the default is all of it."""
+    """A part of a file that is read independently; by default the whole file."""
 
     file: int  # index in `TextFiles.files`
     begin: int = 0  # byte of the file, or row group of Parquet
     end: int = 0  # 0: the end of the file
-    separated: bool = False  # of a text: `END_OF_TEXT` is in the file
+    separated: bool = False  # for plain text: whether `END_OF_TEXT` is in the file
 
 
-END = "end"  # the kind of what follows the last record of a part; its number says how many the part has
-_Content = str | bytes | list[str] | reading.TooLong  # of a record: also in blocks, or what is wrong with it
+END = "end"  # the kind of the entry after a part's last record; its number is the number of records
+_Content = str | bytes | list[str] | reading.TooLong  # of a record: possibly in blocks, or what is wrong with it
 
 
 class NoText(ValueError):
-    """A record that is no text; the message says why."""
+    """A record without a valid text; the message says why."""
 
 
 class NotUtf8(NoText):
@@ -72,7 +71,7 @@ def text_of(record: Record, key: str = TEXT_KEY) -> str:
         except KeyError:
             keys = ", ".join(json.dumps(found) for found in list(line)[:5])
             raise NoText(f'no text under the key "{key}"; there are {keys or "no keys"}') from None
-        text.encode()  # escapes such as \ud800 are valid JSON but no text
+        text.encode()  # escapes such as \ud800 are valid JSON but not text
         return text
 
 
@@ -90,7 +89,7 @@ def _long(kind: str, content: bytes, key: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _no_text(key: str) -> Iterator[None]:
-    """Turn what is wrong with a line of JSON in the `with` block into `NoText`."""
+    """In the block, turn errors in a line of JSON into `NoText`."""
     try:
         yield
     except NoText:
@@ -161,7 +160,7 @@ class TextFiles:
         yield Record(part.file, number, END, ""), num_read
 
     def _contents(self, part: Part, kind: str, cut: bool, key: str, most: int) -> Iterator[tuple["_Content", int]]:
-        """The content of every record, of lines of JSON the blank ones too, and the bytes read by then."""
+        """The content of every record (blank lines of JSON included), and the bytes read so far."""
         file, size = self.files[part.file], self.sizes[part.file]
         if isinstance(file, HubSplit):
             num_read = 0
@@ -196,8 +195,7 @@ class TextFiles:
 
 
 def _lines(content: IO[bytes], most: int, first: bool) -> Iterator[bytes | reading.TooLong]:
-    """The lines of a file, which may begin with a byte order mark if they are the `first`; what is too long is passed
-    over."""
+    """The lines of a file; the `first` may begin with a byte order mark, and too long ones are skipped."""
     mark = codecs.BOM_UTF8 if first else b""
     while line := content.readline(most + 1):
         if len(line) <= most:
@@ -217,8 +215,8 @@ def _whole(content: IO[bytes], most: int) -> bytes | reading.TooLong:
 
 
 def _cut(kind: str, content: _Content, cut: bool, key: str, most: int) -> Iterator[tuple[str, str | bytes]]:
-    """The kind and content of what becomes of a record: itself, with `cut` in pieces if it is long; nothing of a blank
-    line of JSON; or what is wrong with it."""
+    """Kind and content of the entries for a record: the record itself, with `cut` in pieces if it is long; nothing for
+    a blank line of JSON; or what is wrong with it."""
     if isinstance(content, bytes) and (not cut or len(content) <= long_documents.LONG):
         if kind != "json" or not content.isspace():
             yield kind, content
@@ -243,7 +241,7 @@ def _cut(kind: str, content: _Content, cut: bool, key: str, most: int) -> Iterat
 
 
 def _kind(file: Input, named: bool) -> str:
-    """The kind of a file's records, where it is named itself or is of a folder."""
+    """The kind of a file's records, depending on whether the file itself was named or its folder."""
     if isinstance(file, HubSplit):
         return "text"
     if named and PurePath(str(file)).suffix.lower() == ".json":
@@ -258,7 +256,8 @@ class TextDocuments:
     A broken line of JSONL is an error. Documents of white space only are left out. With `cut`, a single text file is
     cut in several documents; `key` is that of the text in JSONL, and the column of a Parquet file.
 
-    Of the latest iteration are `num_documents`, `num_bytes` of them in UTF-8, and `skipped_files`, which are not UTF-8.
+    After an iteration, `num_documents` and `num_bytes` (in UTF-8) count what was read, and `skipped_files` the files
+    that are not UTF-8.
     """
 
     def __init__(self, path: str | Path, *, cut: bool = True, flag: str = "--data.path", key: str = TEXT_KEY) -> None:

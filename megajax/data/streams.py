@@ -1,4 +1,4 @@
-"""Files read as a stream: bytes, `.gz` and `.zst` uncompressed on the way; their text; the documents in it."""
+"""Read files as streams: their bytes (`.gz` and `.zst` are unpacked), their text, and its documents."""
 
 import codecs
 import contextlib
@@ -32,11 +32,11 @@ _OPEN: dict[str, Callable[..., Any]] = {
 
 
 class Damaged(Exception):
-    """A compressed file that is truncated or not what its name says."""
+    """A compressed file that is truncated, or not in the format that its name says."""
 
 
 def inner_suffix(file: object) -> str:
-    """The suffix of a file's name in lower case, that of the compression left out: `.jsonl` of `a.JSONL.zst`."""
+    """The suffix of a file's name in lower case, without that of the compression: `.jsonl` for `a.JSONL.zst`."""
     name = PurePath(str(file))
     return (name.with_suffix("") if name.suffix.lower() in _OPEN else name).suffix.lower()
 
@@ -87,7 +87,7 @@ def opened_lines(file: Path | RemoteFile, begin: int, end: int) -> Iterator[tupl
         line = b"\n" if not begin else b" "
         while line and not line.endswith(b"\n"):
             line = content.readline(_BLOCK_BYTES)
-        if not line:  # all of the part is in the middle of a line
+        if not line:  # the whole part is inside one line
             yield io.BytesIO(), raw
         elif not end:
             yield content, raw
@@ -118,7 +118,7 @@ class _WithLine(io.RawIOBase):
 
 def contains(file: Path | RemoteFile, wanted: bytes) -> bool:
     """Whether these bytes are somewhere in a file's content."""
-    end = b""  # of the block before, where what is wanted may begin
+    end = b""  # end of the previous block, where the wanted bytes may begin
     with opened(file) as (content, _):
         while block := content.read(_BLOCK_BYTES):
             if wanted in end + block:
@@ -149,11 +149,11 @@ def decoded(content: IO[bytes], file: object, flag: str, offset: int = 0) -> Ite
 
 
 def separated(blocks: Iterable[str], separator: str, most: int) -> Iterator[list[str]]:
-    """The documents between separators, each in blocks; of one of more than `most` bytes only that many and one more
-    block."""
+    """The documents between separators, each in blocks; of a document with more than `most` bytes, only that many and
+    one more block."""
     parts: list[str] = []  # of a text that has not ended
     size = 0  # of them in UTF-8
-    tail = ""  # its end, in which the separator may have begun
+    tail = ""  # its end, where a separator may begin
     for block in blocks:
         first, *others = (tail + block).split(separator)
         for text in others:
@@ -177,7 +177,7 @@ def _stripped(parts: list[str]) -> list[str]:
 
 
 def joined(blocks: Iterable[str], most: int) -> str:
-    """One document from several blocks; `TooLong` where it has more than `most` bytes in UTF-8."""
+    """One document from several blocks; `TooLong` if it has more than `most` bytes in UTF-8."""
     parts: list[str] = []
     size = 0
     for block in blocks:

@@ -1,4 +1,4 @@
-"""What attention depends on beside queries, keys and values.
+"""What attention depends on besides queries, keys and values.
 
 Letters: B batch, H heads.
 """
@@ -14,7 +14,7 @@ from megajax.parallel.random import Dropout
 
 
 class Setting(NamedTuple):
-    """What attention depends on beside queries, keys and values."""
+    """What attention depends on besides queries, keys and values."""
 
     visible: AttentionMask
     dropout: Dropout  # of the probabilities; for a query and a key the same on every device

@@ -19,7 +19,7 @@ def _is_pair(text: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ModelSizes):
-    """Architecture, the same on every mesh.
+    """Model architecture, the same on every mesh.
 
     Options that default to the value of others (0, or "auto") are resolved when the object is made, so that
     `dataclasses.replace` keeps them.
@@ -223,8 +223,8 @@ class ModelConfig(ModelSizes):
 
     @property
     def wide_ends(self) -> tuple[int, int]:
-        """Of the layers that stages divide, how many of the first and of the last `bf16_layers` names. The dense ones
-        before them, part of the embedding, are always among those that compute as with bf16."""
+        """How many of the first and of the last layers that stages divide are in `bf16_layers`. The dense ones before
+        them, part of the embedding, are always among those that compute as with bf16."""
         first, last = map(int, self.bf16_layers.split(","))
         return max(0, first - self.dense_layers), last
 

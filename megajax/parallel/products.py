@@ -85,9 +85,9 @@ def deferred(
     *beside: Array,
     input_gradient: Callable[..., Array] | None = None,
 ) -> list[Array]:
-    """`multiply(x, weights, *beside)`, linear in `x` and in `weights`. Its factors come out as the gradient of
-    `dummies[name]`, with the floats `beside` next to `x`. The gradient of `x` is `input_gradient(x, grads, weights,
-    *beside)`, which uses only the type of `x`, or else found by transposition. A weight may be several arrays."""
+    """`multiply(x, weights, *beside)`, which is linear in `x` and in `weights`; its factors go into `dummies[name]`,
+    with the floats in `beside` next to `x`. The gradient of `x`, of which only the type matters, is `input_gradient(x,
+    grads, weights, *beside)`, or found by transposition. A weight may be several arrays."""
     axes = sorted(varying_axes(x).union(*map(varying_axes, jax.tree.leaves(weights))))
     x, weights, beside = vary(x, axes), vary(weights, axes), vary(beside, axes)
     if isinstance(dummies, FactorProbe):

@@ -1,5 +1,5 @@
-"""What a training step communicates: what a layer and the ends send when traced (`plan/traced.py`), times how often
-they run; and what is sent for weights and between stages, which is arithmetic on shapes.
+"""What a training step communicates: the collectives of a traced layer and of the traced ends (`plan/traced.py`), times
+how often they run, plus those for weights and between stages, by arithmetic on shapes.
 
 `communication` has every collective of `program/train_step.py`, counted as `program/communication.py` counts the step's
 jaxpr. It also says how many of them are really sent: a stage that has nothing to run in a tick, or does not have an end

@@ -1,6 +1,6 @@
 """GPUs and what connects them: the one table of rates, bandwidths and efficiencies that `plan/time.py` computes with.
 
-**What the makers say** (a GPU's, links in both directions; without sparsity):
+**What the makers say** (per GPU, links in both directions, without sparsity):
 
 - h100: NVIDIA H100 data sheet, SXM: 989 TFLOP/s, fp8 1,979, fp32 67, 3.35 TB/s, 80 GB, NVLink 900 GB/s. DGX H100: 8
   GPUs with an adapter of 400 Gbit/s each.
@@ -13,33 +13,34 @@
 - b200: NVIDIA DGX B200 data sheet, an eighth of it: 2.25 PFLOP/s, fp32 75 TFLOP/s, 8 TB/s, 180 GB, NVLink 1.8 TB/s, 400
   Gbit/s.
 
-Of the same GPUs in other forms only the peaks are known (`peak_of_device`): NVIDIA data sheets of H100 (PCIe, NVL),
+For other variants of these GPUs, only the peaks are listed (`peak_of_device`): NVIDIA data sheets of H100 (PCIe, NVL),
 H200 (NVL), A100, V100 (SXM2 125 TFLOP/s, PCIe 112, V100S 130) and GB200 NVL72 (a 72nd of it), without sparsity. GH200's
 GPU is an H100, SXM. fp8 is half of the 3,958 TFLOP/s that the data sheets of H100 and H200 give with sparsity (without
 it 1,978.9: https://glennklockwood.com/garden/processors/h100).
 
-**What was calibrated** (`Efficiency`), and on what; nothing of it was measured by us. Of h100, and assumed for h200,
-a100 and b200:
+**What was calibrated** (`Efficiency`), and on what; we measured none of it. For h100, and assumed for h200, a100 and
+b200:
 
 - products 0.70: two published runs on H100s, MaxText's of 7B and Megatron-LM's of 16B (docs/plan-time.md).
 - attention 0.40: the 9 ms that gpu-compiled.md's figures assume for the 3.6 TFLOP of 8,192 tokens of gpt2-1.2b.
-- our own kernels for attention (`Kernel`), which no GPU has run: without dropout as fused attention, though their code
-  compiled for an H200 needs fewer cycles than that; with dropout the cycles that it has more (heads of 128 features, 64
-  x 64 scores: 980 instead of 275 forward, 1,731 instead of 820 backward; `benchmarks/attention_kernels.py`, JAX 0.12).
+- our own kernels for attention (`Kernel`), which no GPU has run: without dropout as fast as fused attention, though
+  their code compiled for an H200 needs fewer cycles than that; with dropout, the additional cycles (heads of 128
+  features, 64 x 64 scores: 980 instead of 275 forward, 1,731 instead of 820 backward;
+  `benchmarks/attention_kernels.py`, JAX 0.12).
 - traffic 4.3 of 4.8 TB/s: gpu-compiled.md's assumption.
-- in a server: all-reduces at 475 of 450 GB/s, since switches add (8 H200, NVIDIA/nccl-tests#272; 480 on H100,
-  NVIDIA/nccl#1374), other collectives, and all on a100, at 370 of 450 (nccl#1374).
+- in a server: all-reduces at 475 of 450 GB/s, since switches do the sums (8 H200, NVIDIA/nccl-tests#272; 480 on H100,
+  NVIDIA/nccl#1374); other collectives, and all collectives on a100, at 370 of 450 (nccl#1374).
 - between servers: 48.5 of 50 GB/s of an adapter (nccl-tests#267); a small all-reduce over two servers takes 46 us
   (nccl#1244), in a server 20 us, an assumption.
 - fixed: 2 us for each of about 50 kernels of a layer, an assumption.
 
-Of v100: products 0.75, an assumption; traffic: the paper's 39 TFLOP/s of one GPU; fixed: its strong scaling on 2, 4
+For v100: products 0.75, an assumption; traffic: the paper's 39 TFLOP/s on one GPU; fixed: its strong scaling on 2, 4
 and 8 GPUs; links as on a100.
 
 **Traffic of a layer** (`Traffic`): passes over an activation, forward and backward together, fitted to the bytes that
 programs compiled for H200s move outside of products and fused attention (docs/benchmarks/gpu-compiled.md: gpt2-1.2b
-unrolled, and llama3-8b on tensor 8 unrolled with and without a split sequence: three figures for three numbers). The
-paper's programs are taken to make as many passes.
+unrolled, and llama3-8b on tensor 8 unrolled with and without sequence parallelism: three figures for three numbers).
+We assume that the paper's programs make as many passes.
 """
 
 import re
@@ -53,43 +54,43 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The shares of its rates that a GPU reaches, and what does not depend on sizes."""
+    """The shares of its rates that a GPU reaches, and fixed times."""
 
     products: float = 0.70  # of the peak, by a large matrix product
     attention: float = 0.40  # of the peak, by fused attention
-    traffic: float = 4.3 / 4.8  # of the memory's bandwidth, by all that is not a product
+    traffic: float = 4.3 / 4.8  # of the memory's bandwidth, by everything except matrix products
     all_reduce: float = 370 / 450  # of the links inside a server, by all-reduces
     others: float = 370 / 450  # and by other collectives
     network: float = 48.5 / 50  # of the adapters between servers
-    server_latency: float = 20e-6  # seconds that a collective takes at least
+    server_latency: float = 20e-6  # least seconds of a collective
     network_latency: float = 46e-6  # the same between servers
-    fixed: float = 100e-6  # seconds that a layer takes at least, forward and backward
+    fixed: float = 100e-6  # least seconds of a layer, forward and backward
 
 
 @dataclass(frozen=True)
 class Kernel:
     """Our own kernels for attention (`megajax/kernels/`), by an estimate."""
 
-    # Of dropout, whose bits each kernel hashes: cycles of a multiprocessor for 64 x 64 scores, forward and backward. In
-    # a cycle it does 4,096 FLOP of products at the peak, one for a score.
+    # For dropout, whose bits each kernel hashes: cycles of a multiprocessor for 64 x 64 scores, forward and backward.
+    # At the peak, a cycle does 4,096 FLOP of products, one for each score.
     dropped: tuple[float, float] = (980.0 - 275.0, 1731.0 - 820.0)
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """What share of a communication runs beside computation, at most as long as that takes (gpu-compiled.md, "What
-    overlaps": read from programs compiled for H200s)."""
+    """The share of a communication that overlaps with computation, at most as long as that takes (gpu-compiled.md,
+    "What overlaps": read from programs compiled for H200s)."""
 
     tensor_forward: float = 0.0  # all-reduces of a layer
-    tensor_backward: float = 50 / 65  # of the backward pass: so many have products beside them
+    tensor_backward: float = 50 / 65  # those of the backward pass: the share that has products to overlap with
     gathers: float = 87 / 194  # all-gathers of a split sequence
     scatters: float = 44 / 130  # and its reduce-scatters
     exchanges: float = 9 / 12  # all-to-alls of a context group's heads
-    dispatch: float = 0.0  # all-to-alls of experts: their products wait for them, and the layer for what comes back
-    keys: float = 0.5  # all that it sends of keys and values: the values', beside the scores
-    p2p_transfers: float = 1.0  # between stages: all of them, beside a forward or backward
-    shards: float = 0.5  # ZeRO-3's, beside some of the same layer's products
-    gradients: float = 0.0  # over data: none, they follow the loop
+    dispatch: float = 0.0  # all-to-alls of experts: the experts wait for their inputs, and the layer for their outputs
+    keys: float = 0.5  # its gathers of keys and values: those of values overlap with the scores
+    p2p_transfers: float = 1.0  # between stages: all of them, with a forward or backward
+    shards: float = 0.5  # ZeRO-3's, with some of the same layer's products
+    gradients: float = 0.0  # over data: none, since they follow the loop
 
 
 @dataclass(frozen=True)
@@ -97,16 +98,16 @@ class Traffic:
     """Bytes of a step outside of products."""
 
     between: float = 49.0  # passes of a layer over the activations between its regions, [tokens, hidden]
-    inside: float = 1.9  # over those inside, of queries, keys, values, heads and the MLP's two, divided over `tensor`
-    gathered: float = 22.0  # beside these over a split sequence's gathered [tokens, hidden]
-    dispatched: float = 12.0  # over the rows of experts: each way they are gathered, turned, brought back, weighed
-    scanned: float = 1.5  # factor where layers run as one scan (1.3 to 2.0 in gpu-compiled.md's programs)
-    # Bytes for every score of attention that is not fused, forward and backward, in half precision, and for its dropout
-    # (on H200s together 52 of a score that causality leaves: gpu-compiled.md, 701 beside 348 GB; without dropout 27:
-    # gpu-compiled.md, 42,063 GB).
+    inside: float = 1.9  # over those inside, sharded over `tensor`: queries, keys, values, heads, the MLP's two
+    gathered: float = 22.0  # with sequence parallelism, also over the gathered [tokens, hidden]
+    dispatched: float = 12.0  # over the rows of experts: gathered, transposed, returned, weighted, both ways
+    scanned: float = 1.5  # factor if layers run as one scan (1.3 to 2.0 in gpu-compiled.md's programs)
+    # Bytes per score of attention that is not fused, forward and backward, in half precision, and for its dropout (on
+    # H200s, per causal score: 52 together, from 701 against 348 GB in gpu-compiled.md; 27 without dropout, from
+    # 42,063 GB there).
     scores: float = 27.0
     dropped: float = 25.0
-    all_scores: bool = False  # whether scores after a token are computed, too
+    all_scores: bool = False  # whether scores of later keys are computed, too
     logits: float = 6.0  # passes over the logits
     accumulated: float = 17.7  # bytes of a weight and microbatch for adding its gradient: 5 ms of gpt2-1.2b
     updated: float = 30.0  # bytes of a weight for the optimizer: 8.4 ms of gpt2-1.2b
@@ -114,26 +115,26 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Machine:
-    """A kind of GPU in servers of some, and the network between them. Bytes, bytes per second in one direction,
+    """A kind of GPU, its servers and the network between them. In bytes, bytes per second in one direction, and
     FLOP/s."""
 
-    name: str  # as `--gpu` says it
+    name: str  # its name for `--gpu`
     memory: int  # of a GPU
-    peak: "MappingProxyType[str, float]"  # of products by precision; one that is not there is not supported
+    peak: "MappingProxyType[str, float]"  # of matrix products by precision; others are not supported
     bandwidth: float  # of the memory
     server: int  # GPUs in a server
     link: float  # of a GPU, to others in its server
     network: float  # of a GPU, to other servers
-    multiprocessors: int  # of a GPU, among which the tiles of a product are divided
-    fused_attention: bool = True  # there is one without dropout
-    kernel: Kernel | None = None  # there is our own, with dropout and any mask
+    multiprocessors: int  # of a GPU, which share the tiles of a product
+    fused_attention: bool = True  # whether fused attention without dropout exists
+    kernel: Kernel | None = None  # whether our own kernel, with dropout and any mask, supports it
     efficiency: Efficiency = field(default_factory=Efficiency)
     overlap: Overlap = field(default_factory=Overlap)
     traffic: Traffic = field(default_factory=Traffic)
 
     @property
     def usable(self) -> int:
-        """Bytes that a program can have: what `megajax.settings.launch` lets JAX take."""
+        """Bytes that a program can use: the share that `megajax.settings.launch` lets JAX take."""
         return int(0.92 * self.memory)
 
 
@@ -144,7 +145,7 @@ def _peak(
     return MappingProxyType({"fp16": half, "fp32": single, "fp64": double} | others)
 
 
-_SHARP = Efficiency(all_reduce=475 / 450)  # the switches add
+_SHARP = Efficiency(all_reduce=475 / 450)  # the switches do the sums
 _HOPPER = _peak(989e12, 67e12, 34e12, fp8=1979e12)
 
 MACHINES = {
@@ -176,15 +177,15 @@ def peak_of(machine: Machine, precision: str) -> float:
 
 
 def peak_of_device(kind: str, precision: str) -> float | None:
-    """FLOP/s of products in a precision on the GPU that calls itself `kind` (JAX's `device_kind`); None where the table
-    has no such GPU, or that no such products."""
+    """FLOP/s of products in a precision on the GPU that calls itself `kind` (JAX's `device_kind`); None if the GPU is
+    not in the table or does not support the precision."""
     for pattern, peak in _DEVICES:
         if re.fullmatch(f"(NVIDIA )?({pattern})", kind):
             return peak.get(precision)
     return None
 
 
-_DEVICES = (  # what GPUs call themselves, and their peaks
+_DEVICES = (  # names that GPUs report, and their peaks
     (r"H100 80GB HBM3|H200|GH200 .*", _HOPPER),
     (r"H100 NVL|H200 NVL", _peak(835e12, 60e12, 30e12)),
     (r"H100 PCIe", _peak(756e12, 51e12, 26e12)),

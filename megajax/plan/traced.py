@@ -70,7 +70,7 @@ def layer_cost(config: Config, backend: Backend, remat: str) -> LayerCost:
 
 
 def _permutes(config: Config) -> bool:
-    """Whether attention hands keys on by a permute, though what is traced has a pipe."""
+    """Whether attention sends keys by a permute, although the traced program has a pipeline."""
     return config.mesh.pipe == 1 and training_way(config) == "window"
 
 
@@ -79,7 +79,7 @@ def _coarse(backend: Backend) -> Backend:
 
 
 def _attention(config: Config) -> Any:
-    """What computes it where it is traced: our own kernel sends and keeps what blocks do."""
+    """The implementation that is traced; our own kernel sends and saves the same as blocks."""
     return "blocks" if config.model.attention == "kernel" else config.model.attention
 
 
@@ -116,7 +116,7 @@ def _of_one_microbatch(config: Config, remat: Any, splits_vocabulary: bool = Fal
 def _traced(
     config: Config, backend: Backend, look: Callable[[Program, Pipeline, Array, Rows], Cost], together: bool
 ) -> Cost:
-    """What `look` finds in the loop of a train step, where it is traced."""
+    """What `look` finds in the traced loop of a train step."""
     with jax.enable_x64(config.precision == "fp64"), h200.attention():
         program = _program(config, _coarse(backend), together)
         rows = _rows(config, backend.expert_block)
@@ -245,8 +245,8 @@ def _signature(eqn: JaxprEqn) -> Any:
 
 
 def _turned(eqn: JaxprEqn) -> Any:
-    """The signature of the product of an output's gradient with the weight. In 8 bits the weight's copies have what is
-    summed over last."""
+    """The signature of the product of an output's gradient with the weight. In 8 bits, the dims that a product sums
+    over are last in the weight's copies."""
     left, right = _operand_shapes(eqn)
     numbers = eqn.params["dimension_numbers"]
     if not _in_float8(eqn):  # of a block

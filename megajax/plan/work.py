@@ -1,6 +1,5 @@
-"""What the parts of a step compute on one device, in seconds on a machine: products, attention, traffic of memory.
-
-A part that is computed again in the backward pass counts as often as it runs.
+"""How long the parts of a step compute on one device of a machine: products, attention, memory traffic. A part that is
+recomputed in the backward pass counts as often as it runs.
 """
 
 import math
@@ -18,13 +17,13 @@ from megajax.plan.update import dealt
 from megajax.precision import BESIDE
 from megajax.program.program import scans_layers
 
-_TILE = 128  # rows and columns of a product that one multiprocessor computes at once
-_SHORTEST = 1024  # inner dim below which a product's tiles are not divided among several
+_TILE = 128  # rows and columns of a product's tile, computed by one multiprocessor
+_SHORTEST = 1024  # inner dim below which a tile is not divided among several multiprocessors
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of a part of a step: what computes, and collectives that nothing hides."""
+    """Seconds of a part of a step: computation, and collectives that nothing hides."""
 
     products: float = 0.0
     attention: float = 0.0
@@ -55,9 +54,9 @@ class Work:
         self.scanned = scans_layers(config, GPU)
 
     def product(self, rows: int, inner: int, columns: int, count: int = 1, *, in_float8: bool = False) -> float:
-        """So many products [rows, inner] · [inner, columns] side by side: at the rate of large ones, but for tiles that
-        are not full and multiprocessors without one; not sooner than memory gives their operands. Those `in_float8`
-        have operands of 8 bits."""
+        """Seconds of this many products [rows, inner] · [inner, columns] side by side: at the rate of large ones,
+        reduced by partly filled tiles and idle multiprocessors, and at least as long as reading their operands takes.
+        With `in_float8`, operands have 8 bits."""
         tiles = count * -(-rows // _TILE) * -(-columns // _TILE)
         number = self.machine.multiprocessors
         parts = max(1, min(number // tiles, inner // _SHORTEST)) if tiles < number else 1
@@ -72,12 +71,12 @@ class Work:
         return max(flops / (peak * self.machine.efficiency.products * used), self.moved(moved))
 
     def moved(self, num_bytes: float) -> float:
-        """Bytes that memory gives or takes."""
+        """Seconds to read or write bytes in memory."""
         return num_bytes / (self.machine.bandwidth * self.machine.efficiency.traffic)
 
     @cached_property
     def _shapes(self) -> list[tuple[int, int, int, int]]:
-        """Of a layer's products with weights: rows, inner dim, columns, and of how many experts each."""
+        """A layer's products with weights: rows, inner dim, columns, and number of experts of each."""
         return [self._shape(product) for product in self.layer.products]
 
     def _shape(self, product: Product) -> tuple[int, int, int, int]:
@@ -86,13 +85,13 @@ class Work:
         return -(-rows // number), inner, columns, number
 
     def layer_forward(self) -> Seconds:
-        """Of a microbatch."""
+        """The forward pass of a layer for a microbatch."""
         products = sum(self.product(*shape, in_float8=True) for shape in self._shapes)
         attention, _, traffic = self._attention()
         return Seconds(products, attention, traffic / 3 + self._traffic / 3, self.machine.efficiency.fixed / 3)
 
     def layer_again(self) -> Seconds:
-        """Of the forward, what the backward pass computes again."""
+        """The part of the forward pass that the backward pass recomputes."""
         if self.sizes.recomputes_stage:
             return self.layer_forward()
         forward = self.layer_forward() if self.config.train.remat == "layer" else Seconds()
@@ -102,7 +101,7 @@ class Work:
         )
 
     def layer_backward(self) -> Seconds:
-        """Without what is computed again, and without the weights' gradients."""
+        """The backward pass of a layer, without recomputation and weight gradients."""
         products = sum(
             self.product(rows, columns, inner, count, in_float8=True) for rows, inner, columns, count in self._shapes
         )
@@ -111,7 +110,7 @@ class Work:
         return Seconds(products, attention, traffic, self.machine.efficiency.fixed * 2 / 3)
 
     def weight_gradients(self) -> Seconds:
-        """Of a layer and a microbatch, added to their sums; with LoRA of its adapters alone."""
+        """Weight gradients of a layer for a microbatch, added to their sums; with LoRA, only those of adapters."""
         if self.config.lora.rank:
             sizes = [prod(placed.whole) for placed in self.sizes.held.adapters]
             rank, rows = self.config.lora.rank, self.tokens
@@ -142,15 +141,15 @@ class Work:
 
     @property
     def _rounded(self) -> float:
-        """Passes over what is rounded to 8 bits, forward and backward, as numbers of the compute dtype: it is read for
-        its scales, read again and written."""
+        """Passes over values that are rounded to 8 bits, forward and backward, in numbers of the compute dtype: they
+        are read for their scales, read again and written."""
         share = self.sizes.operand_item / self.sizes.item
         numbers = sum(rows * (inner + columns) * count for rows, inner, columns, count in self._shapes)
         return (2 + share) * numbers if share else 0.0
 
     @property
     def _dispatched(self) -> int:
-        """Rows that experts get: without a capacity as many as all tokens of the group could be."""
+        """Rows that experts get; without a capacity, as many as all tokens of the group might be."""
         model = self.config.model
         if model.num_experts and not model.expert_capacity:
             return self.tokens * model.experts_per_token * self.config.mesh.expert
@@ -159,7 +158,8 @@ class Work:
 
     @cached_property
     def kernel(self) -> Kernel | None:
-        """Our own kernel where it computes attention: asked for, or faster where cuDNN cannot, by this estimate."""
+        """Our own kernel if it computes attention: because it was asked for, or because cuDNN cannot and the kernel is
+        estimated to be faster."""
         model, kernel = self.config.model, self.machine.kernel
         possible = self.sizes.item == 2 and model.head_size in HEAD_SIZES
         if kernel is None or not possible or model.attention not in ("auto", "kernel"):
@@ -169,7 +169,8 @@ class Work:
         return kernel if asked or faster else None
 
     def _attention(self) -> tuple[float, float, float]:
-        """Of a layer: seconds of computing forward and backward, and of the scores' traffic in both."""
+        """Attention of a layer: seconds of computation forward and backward, and of the scores' memory traffic in
+        both."""
         if self.kernel is not None:
             return *self._by_kernel(self.kernel), 0.0
         return (*self._fused(), 0.0) if self.layer.fused else self._by_blocks()
@@ -180,7 +181,7 @@ class Work:
 
     @property
     def _seen(self) -> float:
-        """Scores of a layer that queries see, documents not counted."""
+        """Scores of a layer that queries see, ignoring documents."""
         model, length = self.config.model, self.sizes.tokens
         window = model.window_in(length) or length
         of_token = length if self.sizes.bidirectional else window * (1 - window / (2 * length))
@@ -202,11 +203,11 @@ class Work:
         return products, 2.5 * products, self.moved(of_score * scores * self.sizes.item / 2)
 
     def embedding(self) -> Seconds:
-        """Forward and backward, of a microbatch: some passes over an activation."""
+        """Forward and backward of the embedding for a microbatch: some passes over an activation."""
         return Seconds(traffic=self.moved(6 * self.sizes.item * self.tokens * self.hidden))
 
     def head(self) -> Seconds:
-        """Forward and backward, of a microbatch."""
+        """Forward and backward of the head for a microbatch."""
         passes, rows = self.machine.traffic, self.sizes.microbatch
         products = sum(self.product(*dims.shape(rows)) for dims in self.ends.products)
         gradients = [dims.of_row for dims in self.ends.products if dims.counting[1]]  # they sum over rows
@@ -216,11 +217,12 @@ class Work:
         return Seconds(products, traffic=self.moved(traffic))
 
     def update(self) -> Seconds:
-        """The optimizer, of what a device owns."""
+        """The optimizer's update of what a device owns."""
         return Seconds(traffic=self.moved(self.machine.traffic.updated * self.sizes.held.num_trained))
 
     def copies(self) -> Seconds:
-        """Seconds to round the layers' weights to 8 bits: each is read for its scale and again to be rounded, twice."""
+        """Rounding the layers' weights to 8 bits: each is read for its scales and again to be rounded, in both
+        orders."""
         slots = self.sizes.layers_of_chunk * self.config.pipeline.chunks
         numbers = slots * sum(prod(each.shape) for each in self.sizes.copies_of_step)
         return Seconds(traffic=self.moved(2 * (2 * self.sizes.item + self.sizes.operand_item) * numbers))

@@ -27,7 +27,7 @@ from megajax.verify.recording import Recording
 
 FP8_IN_FP64 = "fp8-in-fp64"  # a step in fp64 whose products have operands rounded to e4m3
 _PACKAGE = Path(__file__).parents[1]
-QUICK: dict[str, Any] = {  # compile fast instead of well, and leave the other cores alone
+QUICK: dict[str, Any] = {  # compile fast instead of well, and use few cores
     "xla_backend_optimization_level": 0,
     "xla_cpu_parallel_codegen_split_count": 1,
     **({"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}),

@@ -301,7 +301,7 @@ class _Step(Experts):
 
     @property
     def hands_on(self) -> bool:
-        """Whether a device hands keys on to the next one alone."""
+        """Whether a device sends keys only to the next one."""
         return self.way == "window" and self.before > 0
 
     @property

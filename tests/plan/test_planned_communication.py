@@ -97,7 +97,7 @@ def test_a_new_schedule_has_its_own_ticks(monkeypatch):
 
 
 def test_what_is_really_sent():
-    """A stage sends for its own layers, m times each, forward and backward; hand-overs are in every tick."""
+    """A stage sends for its own layers, m times each, forward and backward; p2p transfers are in every tick."""
     config = tiny_config((1, 2, 2), num_layers=5, microbatch=2)  # 4 microbatches, 6 ticks, 3 and 2 layers
     found = communication(config)
     layers = [each for each in found if each.part.startswith("layers")]

@@ -288,7 +288,7 @@ def test_nothing_fits():
 def test_no_mesh_of_so_many():
     said = impossible(CONFIG, 7)
     assert "--devices 7: no valid mesh of that size; --mesh.data must divide --train.global-batch 4" in said
-    assert said.endswith("valid: such as 6 or 8")
+    assert said.endswith("valid: for example 6 or 8")
 
 
 def test_figures_and_lines(found):

@@ -92,7 +92,7 @@ def test_failures_are_survived_until_there_are_too_many_in_a_row(
     checkpoints.save(4, state)
     assert checkpoints.news() == [
         f"the checkpoint of step {step} could not be written: no space left on device: some file; "
-        f"training goes on ({count} of 3 in a row)"
+        f"training continues ({count} of 3 in a row)"
         for step, count in ((2, 1), (3, 2))
     ]
     assert checkpoints.saved == 1
