@@ -56,7 +56,7 @@ def restore_params(program: Program, run_dir: Path, step: str, *, optimizer: boo
     with reported_damage():
         if not optimizer:
             _note_average(checkpoints, run_dir, number)
-            _note_attention(program, run_dir)
+            note_attention(program, run_dir)
         return (checkpoints.restore if optimizer else checkpoints.restore_params)(number), number
 
 
@@ -89,7 +89,7 @@ def _note_average(checkpoints: Checkpoints, run_dir: Path, step: int) -> None:
         _note(run_dir, "using the averaged weights (train.ema); --weights trained selects the latest ones")
 
 
-def _note_attention(program: Program, run_dir: Path) -> None:
+def note_attention(program: Program, run_dir: Path) -> None:
     """Note it if the run asks for an implementation of attention that is impossible here, so that blocks are used."""
     if why := cannot_attend(program, training=False):
         _note(run_dir, f"{why[0]}; using blocks")

@@ -2,6 +2,7 @@
 
 import dataclasses
 from concurrent.futures import Future
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from megajax.program.measured import LIMIT, Question, answer
 from megajax.program.one_layer import OneLayer, check_attention
 from megajax.program.program import Program
 from megajax.program.synthetic import random_batch
+from megajax.runs.trained import note_attention
 
 # On CPUs, two sizes of blocks: what the mechanism does with them it does with any implementation.
 SIZES = {f"blocks of {size}": {"attention": BLOCKS, "query_block": size} for size in (16, 32)}
@@ -143,6 +145,21 @@ def test_what_can_be_asked_for():
     )
     assert "--data.reset-attention; valid: auto" in problem("cudnn", dropout=0.0, reset_attention=True)
     assert "there is none for these devices; valid: auto, blocks" in problem("cudnn", CPU, dropout=0.0)
+
+
+def test_an_evaluation_that_cannot_do_what_is_asked_for_says_so(capsys):
+    """Blocks are used then, with a note; without dropout, cuDNN can do more than in training."""
+
+    def noted(asked, backend=GPU, **options) -> str:
+        config = tiny_config(head_size=64, num_heads=2, attention=asked, dropout=0.1, **options)
+        note_attention(Program(config, tiny_program(config).mesh, backend), Path("run"))
+        return capsys.readouterr().err
+
+    assert noted("cudnn", precision="bf16") == noted("auto", CPU) == noted("blocks", CPU) == ""
+    assert noted("cudnn") == (
+        "run: --model.attention cudnn cannot do --precision fp32, --model.head-size 64; using blocks\n"
+    )
+    assert noted("kernel", CPU) == "run: --model.attention kernel: there is none for these devices; using blocks\n"
 
 
 def test_explicit_and_equal_forms_are_not_compared():
