@@ -38,7 +38,7 @@ hypothesis.settings.register_profile("default tests", deadline=None, max_example
 hypothesis.settings.register_profile("full tests", deadline=None, max_examples=100)
 hypothesis.settings.load_profile("default tests")
 
-gc.set_threshold(20_000, 20, 20)  # tracing makes many objects that live long; what is young is looked at less often
+gc.set_threshold(100_000, 50, 100)  # tracing makes many objects that live long: collections took a quarter of its time
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -146,10 +146,11 @@ FEW_ROWS = [
     (*row[:-1], {"bert-post": "bert-post-choice"}.get(row[MODEL], row[MODEL]))
     for row in pairwise(list(filter(usual, ALL)), FURTHER_APART, seed=34)
 ]
-# Of other models: heads of keys that several devices hold, a gate, an output table of its own, by Muon.
+# Of other models: heads of keys that several devices hold, a gate, an output table of its own; the last by Muon.
+KEYS = {"mesh": (1, 2, 4), "weight_gradients": "deferred", "sequence_parallel": True}
 FEW_MODELS = [
     row(schedule="interleaved-2", vocabulary="split", remat="selective", zero=3, model="llama-muon"),
-    row(mesh=(1, 2, 4), weight_gradients="deferred", sequence_parallel=True, model="qwen3-muon"),
+    row(model="qwen3", **KEYS),
 ]
 # Rows of one reference stand together, so that few references are computed by both of pytest's workers.
 DEFAULT = sorted([*limited(FEW_ROWS), *AXES, *FEW_MODELS], key=lambda row: (row[MODEL], row[LAYERS]))
@@ -192,7 +193,11 @@ FEW_LORAS = [
     row(zero=3, sequence_parallel=True, model="llama-lora", **LORA),
     row(mesh=(2, 1, 4), microbatches="a multiple", layers="divisible", sequence_parallel=True, model="qwen3-lora"),
 ]
-REST = [row for row in [*OTHERS, *TASKS, *OF_DECODERS, *FEW_LORAS, *OF_LORAS] if row not in DEFAULT]
+REST = [
+    row
+    for row in [*OTHERS, row(model="qwen3-muon", **KEYS), *TASKS, *OF_DECODERS, *FEW_LORAS, *OF_LORAS]
+    if row not in DEFAULT
+]
 ROWS = 24  # of the global batch
 
 

@@ -185,7 +185,7 @@ from megajax.program.transfer import Transfer
 from megajax.parallel.collectives import spec_axes
 from megajax.verify.check import all_checks
 from megajax.verify.forms import exact, one_device
-from megajax.verify.run import run
+from megajax.verify.run import drawn_state, run
 from megajax.verify.shrink import shrink
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -201,8 +201,8 @@ for zero in map(int, sys.argv[1:]):
     found = list(all_checks(reference, run(config, jax.devices(), 2, with_fresh=True)))
     assert found and all(finding.passed for finding in found), "\\n".join(map(str, found))
 alone = dataclasses.replace(small, mesh=MeshConfig(further=2), train=dataclasses.replace(small.train, microbatch=1))
-layout = Program.on(alone, jax.devices()[:2]).layout
-state, transfer = layout.init(), Transfer(layout)
+program = Program.on(alone, jax.devices()[:2])
+state, transfer = program.layout.from_canonical(drawn_state(program)), Transfer(program.layout)
 back = transfer.to_devices(transfer.to_host(state))
 assert jax.tree.all(jax.tree.map(lambda one, other: (np.asarray(one) == np.asarray(other)).all(), state, back))
 """

@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import jax
@@ -135,7 +136,9 @@ class CutModel:
         self._lora = lora if lora is not None and lora.rank else None
         self.boundary, self.linear_embedding = boundary, family.linear_embedding(config)
         self._new = lambda key: family.model(config, key, boundary, backend)
-        self._ends, self._blocks, weights = _cut(nnx.eval_shape(lambda: self._new(NamedKey.from_seed(0))))
+        self._ends, self._blocks, weights = _abstract(
+            family.model, config, boundary, backend, jax.config.jax_enable_x64
+        )
         self.shapes = nnx.to_pure_dict(weights)
         self._products = self._paths_of_products()
         self.logical_specs = nnx.to_pure_dict(nnx.get_partition_spec(weights))
@@ -287,6 +290,14 @@ def weight_products(tokens: int, shapes: Mapping[str, tuple[int, int]], count: i
         yield MatrixProduct(f"{name}, forward", count, 1, tokens, inner, columns)
         yield MatrixProduct(f"{name}, input gradient", count, 1, tokens, columns, inner)
         yield MatrixProduct(f"{name}, weight gradient", count, 1, inner, tokens, columns)
+
+
+@lru_cache(maxsize=256)
+def _abstract(
+    model: Callable, config: ModelConfig, boundary: RegionBoundary, backend: Backend, x64: bool
+) -> tuple[nnx.GraphDef, nnx.GraphDef, nnx.State]:
+    """The parts of a model, with shapes in place of weights; `x64` is whether JAX's default dtypes have 64 bits."""
+    return _cut(nnx.eval_shape(lambda: model(config, NamedKey.from_seed(0), boundary, backend)))
 
 
 def _cut(model: Any) -> tuple[nnx.GraphDef, nnx.GraphDef, nnx.State]:

@@ -78,8 +78,7 @@ class StateLayout:
         self._copies = LayerCopies(config.model, model, operand_dtype if adapters else None, both=True)
 
         def fresh() -> TrainState:
-            weights = model.init(config.seed) | ({LORA: adapters.init(config.seed)} if adapters else {})
-            return self.begin(jax.tree.map(lambda weight: weight.astype(self.main_dtype), weights))
+            return self._begun(model.init(config.seed) | ({LORA: adapters.init(config.seed)} if adapters else {}))
 
         self._fresh = fresh
         self._place(model, config.optimizer.zero)
@@ -91,6 +90,7 @@ class StateLayout:
         if self.adapters is not None:
             logical, shapes = logical | {LORA: self.adapters.logical_specs}, shapes | {LORA: self.adapters.shapes}
         self.needs_tensor_sum = jax.tree.map(lambda spec: needs_tensor_sum(spec, rules), logical)
+        weights = shapes
         layers = PIPE if self.model.num_blocks % self._config.mesh.pipe == 0 else None
         # Specs of weights without stacking dims: without ZeRO, with ZeRO, and the sharding that ZeRO adds.
         shapes = _map_blocks(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), shapes)
@@ -110,7 +110,7 @@ class StateLayout:
         wide = self._config.optimizer.muon_precision == "fp32"
         dtype = self.main_dtype if wide else self.compute_dtype
         self.optimizer = make_optimizer(self._config.optimizer, self.matrices, dtype)
-        self.canonical_shapes = jax.eval_shape(self._fresh)
+        self.canonical_shapes = jax.eval_shape(self._begun, weights)
         main = self.with_trained(params, self.trained(owned)) if self.has_main else params
         self.canonical_specs = self._specs(_stacked(main, layers), None, self.trained(_stacked(owned, layers)))
         self.layer_specs = self._specs(_stacked(owned, None), None, self.trained(_stacked(owned, None)))
@@ -154,6 +154,10 @@ class StateLayout:
     def shapes(self) -> TrainState:
         """Shapes and dtypes of the state on this mesh's stages."""
         return jax.eval_shape(self._pipelined, self.canonical_shapes)
+
+    def _begun(self, weights: Tree) -> TrainState:
+        """The canonical state before the first step, from canonical weights of any dtype."""
+        return self.begin(jax.tree.map(lambda weight: weight.astype(self.main_dtype), weights))
 
     def begin(self, weights: Tree) -> TrainState:
         """The canonical state before the first step, from canonical main weights."""

@@ -19,16 +19,20 @@ from unittest import mock
 import jax
 from jax.sharding import Mesh
 
+from megajax.backend import Backend
 from megajax.config import Config
 from megajax.data.files import file_atomically
 from megajax.host import ending
+from megajax.plan.costs import StepCost
+from megajax.plan.memory import Memory, memory
+from megajax.plan.traced import step_cost
 from megajax.program.program import Program
 from megajax.program.state import StateLayout, TrainState
 from megajax.program.transfer import Transfer
 from megajax.runs import checkpoint
 from megajax.runs import init as runs_init
 from megajax.settings import launch
-from megajax.training import begin, plot
+from megajax.training import begin, describe, plot
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,6 +64,7 @@ def call(script: str, *arguments: object) -> tuple[int, str, str]:
         mock.patch.object(checkpoint, "Transfer", _transfer),
         mock.patch.object(runs_init, "Transfer", _transfer),
         mock.patch.object(StateLayout, "init", _init),
+        mock.patch.object(describe, "memory", _memory),
         mock.patch.object(plot, "plot_loss", _plot_loss),
         contextlib.suppress(_Ended, SystemExit),
     ):
@@ -82,18 +87,29 @@ def _plot_loss(path: Path, *_: object) -> None:
 
 _transfer = functools.cache(Transfer)
 _make_state = StateLayout.init
-
-
-@functools.cache
-def _made_state(layout: StateLayout) -> tuple[TrainState, TrainState]:
-    """A layout's fresh state in host memory, and where it belongs."""
-    state = _make_state(layout)
-    return jax.device_get(state), jax.tree.map(lambda leaf: leaf.sharding, state)
+_states: dict[Any, TrainState] = {}
 
 
 def _init(layout: StateLayout, compiler_options: dict[str, Any] | None = None) -> TrainState:
-    """`StateLayout.init`, computed once for each layout."""
-    return jax.device_put(*_made_state(layout))
+    """`StateLayout.init`, drawn once for each model: no mesh changes it (tests/models/test_gpt.py)."""
+    config = layout._config
+    key = config.seed, config.precision, config.model, config.lora, config.train.ema, config.optimizer.name
+    if key not in _states:
+        state = _make_state(layout)
+        _states[key] = jax.device_get(layout.to_canonical(state))
+        return state
+    return layout.from_canonical(_states[key])
+
+
+_costs: dict[Any, StepCost] = {}
+
+
+def _memory(config: Config, backend: Backend) -> Memory:
+    """What a run prints of its memory, with the layers of the first model of its kind: to trace them takes a second,
+    and the figures have tests of their own (tests/training, tests/plan)."""
+    model = config.model
+    kind = model.family, model.head, model.num_experts > 0, config.lora.rank > 0
+    return memory(config, backend, _costs.get(kind) or _costs.setdefault(kind, step_cost(config, backend)))
 
 
 _on = Program.on

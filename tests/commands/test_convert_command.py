@@ -9,6 +9,7 @@ from hugging_face import random_tensors, tensors_in, write_model
 from processes import Commands
 from results import checkpoint_steps, validation
 from saved_tokenizers import write_saved
+from tiny import full
 
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 
@@ -17,7 +18,8 @@ def convert(commands: Commands, *arguments: object) -> str:
     return commands.run("-m", "megajax", "convert", *arguments).ok()
 
 
-def test_import_train_evaluate_export(commands: Commands, corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mesh", [(), full(("--mesh.data", 2, "--mesh.tensor", 2, "--simulate-devices", 4))], ids=len)
+def test_import_train_evaluate_export(commands: Commands, corpus: Path, mesh: tuple, tmp_path: Path) -> None:
     """Training goes on from the imported weights, with a learning rate that changes nothing; the export holds them."""
     model, run = tmp_path / "hf", tmp_path / "run"
     tokenizer = train_tokenizer([corpus.read_text()], 280)
@@ -31,7 +33,6 @@ def test_import_train_evaluate_export(commands: Commands, corpus: Path, tmp_path
 
     flags = ("--data.path", corpus, "--train.global-batch", 4, "--train.steps", 2, "--checkpoint.keep", 1)
     still = ("--optimizer.learning-rate", 1e-12, "--sample.tokens", 0, "--train.eval-batches", 0)
-    mesh = ("--mesh.data", 2, "--mesh.tensor", 2, "--simulate-devices", 4)
     assert "resumed from step 0" in commands.run("train.py", run / "config.toml", *flags, *still, *mesh).ok()
     assert load_tokenizer(run / "data" / "tokenizer") == tokenizer
     imported = commands.perplexity(run, "--step", 0)

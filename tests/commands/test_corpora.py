@@ -87,7 +87,7 @@ def test_a_blend_on_two_meshes_and_resumed(commands: Commands, halves: list[Path
     shares = re.findall(r"data \((0\.\d+) of the samples\)", done.out)
     assert shares == ["0.25", "0.75"] and re.search(r"waited for data: \d+\.\d\d%", done.out)
     assert len(re.findall(r"validation loss of (?:first|second) ", done.out)) == 4
-    mesh = ("--mesh.data", 2, "--simulate-devices", 2, "--optimizer.zero", 0, "--model.scan-layers", "auto")
+    mesh = ("--mesh.data", 2, "--simulate-devices", 2, "--optimizer.zero", 0)
     commands.train(two, *flags(halves), *FOUR_STEPS, "--train.steps", 2)
     commands.train(two, *flags(halves), *FOUR_STEPS, *mesh)
     assert_close_losses(curve(two), curve(one))

@@ -50,7 +50,7 @@ def test_a_trace_of_two_steps(commands: Commands, straight: Run, tmp_path: Path)
 def test_stages(commands: Commands, flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line for every chunk of every stage and the bubble beside the predicted one; what deferral would change."""
     monkeypatch.setattr(pipeline_timing, "ROUNDS", 3)
-    monkeypatch.setattr(pipeline_timing, "SECONDS_PER_MEASUREMENT", 0.03)
+    monkeypatch.setattr(pipeline_timing, "SECONDS_PER_MEASUREMENT", 0.01)
     arguments = ("--profile-pipeline", "--mesh.pipe", 2, "--simulate-devices", 2, "--model.dropout", 0, *flags.split())
     done = commands.train(tmp_path / "run", *arguments)
     assert not (tmp_path / "run").exists()

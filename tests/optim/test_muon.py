@@ -123,7 +123,7 @@ ROWS = [  # mesh, model, what else
     full((3, 1, 2), "gpt2", {}),
     full((1, 1, 8), "gpt2", {}),
     full((4, 1, 2), "qwen3", {"zero": 3}),
-    full((2, 1, 2, 2), "llama", {"zero": 3}),
+    ((2, 1, 2, 2), "llama", {"zero": 3}),
     full((1, 8, 1), "gpt2", {}),
 ]
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from parity_grid import ALL, DECODERS, FURTHER_APART, ROWS, config_of, name, of, pairwise
-from tiny import LLAMA, MIXTURE, full, tiny_config, tiny_program
+from tiny import LLAMA, MIXTURE, tiny_config, tiny_program
 
 from megajax.config import Config
 from megajax.program.program import Program
@@ -24,9 +24,9 @@ MODELS = ("gpt2", "bert-post", *DECODERS)
 GRID = pairwise([(*row[:-1], model) for row in ALL if row[-1] == "gpt2" for model in MODELS], FURTHER_APART, seed=1)
 ON_CONTEXT = [  # mesh, what else
     ((2, 1, 2, 2), {"zero": 3, "sequence_parallel": True}),
-    full((1, 2, 2, 2), {"schedule": "interleaved", "chunks": 2, "weight_gradients": "deferred"}),
-    full((2, 2, 2, 1), {"zero": 0}),
-    full((1, 1, 8, 1), {"context_attention": "gather"}),
+    ((1, 2, 2, 2), {"schedule": "interleaved", "chunks": 2, "weight_gradients": "deferred"}),
+    ((2, 2, 2, 1), {"zero": 0}),
+    ((1, 1, 8, 1), {"context_attention": "gather"}),
 ]
 WITH_EXPERTS = [
     ((2, 1, 2), {"expert": 2}),
@@ -65,6 +65,7 @@ def test_grid(row):
     check(weights_after_steps(config), reference(config.model.num_layers, config.model.vocab_size, row[-1]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("mesh", "others"), ON_CONTEXT)
 def test_on_a_context_axis(mesh, others):
     check(weights_after_steps(tiny_config(mesh, **FEW | LLAMA | others)), reference_of_few(mixture=False))
