@@ -80,10 +80,9 @@ class LayerCopies:
         for path, (stacked, inner) in self._dims.items():
             spec, place = [*flat[path]], before + stacked
             first, rows, columns = spec[:place], spec[place : place + inner], spec[place + inner :]
-            forward = PartitionSpec(*first, *columns, *rows), PartitionSpec(*first, *columns)
-            backward = PartitionSpec(*spec), PartitionSpec(*first, *rows)
-            pair: Any = Scaled(*forward), Scaled(*backward) if self._both else None  # specs where arrays stand
-            found[*path[:-1], FLOAT8] = Copies(*pair, None)
+            forward: Any = PartitionSpec(*first, *columns, *rows), PartitionSpec(*first, *columns)
+            backward: Any = PartitionSpec(*spec), PartitionSpec(*first, *rows)  # specs where arrays stand
+            found[*path[:-1], FLOAT8] = Copies(Scaled(*forward), Scaled(*backward) if self._both else None, None)
         return found
 
     def of_one(self, weights: Tree, layer: int) -> Tree:
