@@ -124,39 +124,42 @@ class Rows:
     registers are scarce."""
 
     def __init__(self, rows_s: list[Any], number: Array, form: Form):
-        self.limits_s, *others = (x.at[number] for x in rows_s)
-        self.words_s = others.pop(0) if form.rate else None
-        self.statistics_s = others[0] if others else None  # type: Any
-        self.form = form
+        self._limits_s, *others = rows_s
+        self._words_s = others.pop(0) if form.rate else None
+        self._statistics_s = others[0] if others else None
+        self._number, self._form = number, form
+
+    def _pair(self, pairs_s: Any, which: int) -> Array:
+        return of_rows(pairs_s.at[self._number, which])
 
     def seen(self, key_RC: Array) -> Array:
         """Whether a query sees a key."""
-        first_RC, last_RC = (wide(of_rows(self.limits_s.at[n]), key_RC.shape[1]) for n in range(2))
+        first_RC, last_RC = (wide(self._pair(self._limits_s, n), key_RC.shape[1]) for n in range(2))
         return (key_RC >= first_RC) & (key_RC < last_RC)
 
     def kept(self, p_RC: Array, key_RC: Array) -> Array:
         """The probabilities after dropout, not yet scaled by 1/(1-rate)."""
-        return p_RC if self.words_s is None else jnp.where(self._keep(key_RC), p_RC, 0.0)
+        return p_RC if self._words_s is None else jnp.where(self._keep(key_RC), p_RC, 0.0)
 
     def _keep(self, key_RC: Array) -> Array:
-        assert self.words_s is not None
-        bits = RandomBits(*(wide(of_rows(self.words_s.at[n]), key_RC.shape[1]) for n in range(2))).last(key_RC)
-        return bits >= jnp.uint32(self.form.keep_from)
+        words_RC = (wide(self._pair(self._words_s, n), key_RC.shape[1]) for n in range(2))
+        bits = RandomBits(*words_RC).last(key_RC)
+        return bits >= jnp.uint32(self._form.keep_from)
 
     def probabilities(self, scores_RC: Array, key_RC: Array, scale: float, masked: bool) -> Array:
         """The forward pass's probabilities, from products of queries and keys; negative where dropout drops them, which
         halves the registers for both."""
         if masked:
             scores_RC = jnp.where(self.seen(key_RC), scores_RC, -jnp.inf)
-        p_RC = jnp.exp2(scores_RC * (scale * LOG2_E) - wide(of_rows(self.statistics_s.at[0]), key_RC.shape[1]))
-        return p_RC if self.words_s is None else jnp.where(self._keep(key_RC), p_RC, -p_RC)
+        p_RC = jnp.exp2(scores_RC * (scale * LOG2_E) - wide(self._pair(self._statistics_s, 0), key_RC.shape[1]))
+        return p_RC if self._words_s is None else jnp.where(self._keep(key_RC), p_RC, -p_RC)
 
     def score_gradients(self, p_RC: Array, dp_RC: Array) -> Array:
         """The gradients of scores, from these probabilities and the gradients of what dropout made of them."""
-        inner_RC = wide(of_rows(self.statistics_s.at[1]), p_RC.shape[1])
-        if self.words_s is None:
+        inner_RC = wide(self._pair(self._statistics_s, 1), p_RC.shape[1])
+        if self._words_s is None:
             return p_RC * (dp_RC - inner_RC)
-        return positive(p_RC) * (dp_RC * (1 / (1 - self.form.rate))) - jnp.abs(p_RC) * inner_RC
+        return positive(p_RC) * (dp_RC * (1 / (1 - self._form.rate))) - jnp.abs(p_RC) * inner_RC
 
 
 def positive(p_RC: Array) -> Array:

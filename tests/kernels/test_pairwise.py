@@ -17,10 +17,8 @@ from megajax.private import interpreted_kernels
 
 pytestmark = pytest.mark.skipif(not fused_attention.available(), reason="its JAX has no such kernels, which 0.11 has")
 
-SAMPLES, KEYS = 2, 2 * LENGTH
-# The second sample's limits, of as many queries each. The first one's queries see everything, so that blocks are seen
-# fully.
-MIXED = "causal, padding, documents in a window, keys before", "documents, window, two pieces"
+# Either everything, in blocks that are seen fully; or all other limits, of as many queries each.
+MIXED = "everything", "keys before, two pieces, causal, padding, documents, window, documents in a window"
 FEATURES = [*itertools.product(GRID["size"], GRID["rate"], GRID["kv_heads"], GRID["dtype"], MIXED)]
 PAIRWISE = [FEATURES[number] for number in cover(FEATURES, [*itertools.combinations(range(5), 2)])]
 
@@ -35,11 +33,12 @@ def limits(*names: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
         told = fused_attention.seen(*shapes, visible, places, None)
         query_T, key_S = places.queries.at(0, queries, queries), places.keys.at(0, keys, keys)
         mask = visible.mask(query_T, key_S, slice(0, queries))
-        sees = np.zeros((LENGTH, KEYS), bool)
+        sees = np.zeros((LENGTH, 2 * LENGTH), bool)
         sees[:queries, :keys] = True if mask is None else mask[0]
         rows = np.stack([told.first_BT[0], told.last_BT[0], query_T, np.full(queries, key_S[0])])
         own = slice(number * LENGTH // len(names), (number + 1) * LENGTH // len(names))
-        parts.append((np.pad(rows, [(0, 0), (0, LENGTH - queries)])[:, own], sees[own]))
+        assert not sees[own, LENGTH:].any()
+        parts.append((np.pad(rows, [(0, 0), (0, LENGTH - queries)])[:, own], sees[own, :LENGTH]))
     first_T, last_T, query_T, start_T = np.concatenate([rows for rows, _ in parts], axis=1)
     return first_T, last_T, np.concatenate([sees for _, sees in parts]), np.stack([query_T, start_T])
 
@@ -74,22 +73,19 @@ def test_pairs_of_features(row: tuple) -> None:
 
     size, rate, kv_heads, dtype, mixed = row
     heads = 2 // kv_heads  # one of its own keys, or two that share theirs
-    samples = [limits("everything"), limits(*mixed.split(", "))]
-    first_BT, last_BT, sees_BTS, places_B2T = (np.stack(each) for each in zip(*samples, strict=True))
+    first_T, last_T, sees_TS, (query_T, start_T) = limits(*mixed.split(", "))
     drop_BHTS, bits_BHT = np.ones((1, 1, 1, 1), np.float32), None
     if rate:
-        drop = Dropout.at(rate, 3, jnp.int32(2), jnp.arange(SAMPLES, dtype=jnp.int32))
+        drop = Dropout.at(rate, 3, jnp.int32(2), jnp.arange(1, dtype=jnp.int32))
         head_H = jnp.arange(heads, dtype=jnp.int32)
-        bits_BHT = drop.bits_B[:, None].fold(head_H[None])[:, :, None].fold(jnp.asarray(places_B2T[:, None, 0]))
-        key_BTS = jnp.asarray(places_B2T[:, 1, :, None]) + jnp.arange(KEYS, dtype=jnp.int32)
-        bits_BHTS = bits_BHT[..., None].last(key_BTS[:, None])
+        bits_BHT = drop.bits_B[:, None].fold(head_H[None])[:, :, None].fold(jnp.asarray(query_T[None, None]))
+        key_TS = jnp.asarray(start_T[:, None] + np.arange(LENGTH, dtype=np.int32))
+        bits_BHTS = bits_BHT[..., None].last(key_TS[None, None])
         drop_BHTS = np.asarray(drop.apply(jnp.ones(bits_BHTS.shape, jnp.float32), bits_BHTS))
-        bits_BHT = bits_BHT.from_index(jnp.asarray(places_B2T[:, None, 1]))
-    seen = Seen(jnp.asarray(first_BT), jnp.asarray(last_BT), bits_BHT, rate, pieces=2)
+        bits_BHT = bits_BHT.from_index(jnp.asarray(start_T[None, None]))
+    seen = Seen(jnp.asarray(first_T[None]), jnp.asarray(last_T[None]), bits_BHT, rate, pieces=2)
     rng = np.random.default_rng(size)
-    shapes = [
-        (SAMPLES, length, each, size) for length, each in ((LENGTH, heads), (KEYS, 1), (KEYS, 1), (LENGTH, heads))
-    ]
+    shapes = [(1, LENGTH, each, size) for each in (heads, 1, 1, heads)]
     inputs = [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
 
     @jax.jit
@@ -99,5 +95,5 @@ def test_pairs_of_features(row: tuple) -> None:
 
     with interpreted_kernels():
         found = [np.asarray(x, np.float32) for x in by_kernels(*inputs)]
-    given = *(np.asarray(x, np.float32) for x in inputs), sees_BTS[:, None], drop_BHTS
+    given = *(np.asarray(x, np.float32) for x in inputs), sees_TS, drop_BHTS
     are_as_near(found, plain(*given, dtype), plain(*given, "float32"))
