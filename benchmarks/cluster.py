@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megajax.data.records import TextDocuments
 
 _TICK = os.sysconf("SC_CLK_TCK")
+_QUIET = {"DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False", "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "500ms"}
 _SMALL_SHARDS = "import megajax.preparation.division as d; d.SHARD_BYTES = ({0},) * 3; import runpy; "
 
 
@@ -76,7 +77,7 @@ class Cluster:
 
     @staticmethod
     def _start(command: list[str]) -> subprocess.Popen:
-        environment = os.environ | {"DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False"}  # as in deploy/
+        environment = os.environ | _QUIET
         return subprocess.Popen([sys.executable, "-m", "dask", *command], stderr=subprocess.DEVNULL, env=environment)
 
     def wait(self) -> None:
@@ -163,7 +164,7 @@ def measured(inputs: list[str], prefix: Path, tokenizer: str, workers: int, on_c
     others = [each.pid for each in cluster.processes] if cluster else []
     while process.poll() is None:
         usage.look(process.pid, others)
-        time.sleep(0.25)
+        time.sleep(0.5)
     seconds, of_machine = time.perf_counter() - began, cpu_of_machine() - of_machine
     cpu = sum(usage.cpu.values()) - before
     assert process.returncode == 0, process.stderr and process.stderr.read()

@@ -30,6 +30,8 @@ _CONNECT = 10.0  # seconds for one attempt
 _CLOSE = 60.0  # seconds to wait until a local cluster has ended
 _WAIT = 5.0  # seconds between two counts of the workers
 _AHEAD = 4  # submitted tasks per thread of the cluster
+# By default Dask samples every thread 100 times per second and checks every event loop 50 times.
+_QUIET = {"distributed.worker.profile.enabled": False, "distributed.admin.tick.interval": "500ms"}
 _SAME = ("megajax", "numpy", "ftfy", "tokenizers", "rensa", "sentencex", "pyarrow")  # packages that the bytes depend on
 _LOCAL = re.compile(r"local:([1-9]\d{0,3})")
 _VALID = "valid: a scheduler's address such as tcp://HOST:8786, a scheduler file, or local:N"
@@ -59,9 +61,11 @@ def _local(count: int) -> Iterator[str]:
     import dask
     from distributed import LocalCluster
 
-    settings: dict[str, Any] = {f"distributed.comm.timeouts.{name}": "120s" for name in ("connect", "tcp")}
-    settings["distributed.worker.profile.enabled"] = False  # it would sample every thread 100 times per second
-    with dask.config.set(settings), held_back():  # a terminal signals all processes, but the parent ends its workers
+    patient = {f"distributed.comm.timeouts.{name}": "120s" for name in ("connect", "tcp")}  # on a busy machine
+    with (
+        dask.config.set(patient | _QUIET),
+        held_back(),
+    ):  # a terminal signals all processes, but the parent ends its workers
         cluster = LocalCluster(
             n_workers=count,
             threads_per_worker=1,
