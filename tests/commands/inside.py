@@ -93,7 +93,8 @@ _states: dict[Any, TrainState] = {}
 def _init(layout: StateLayout, compiler_options: dict[str, Any] | None = None) -> TrainState:
     """`StateLayout.init`, drawn once for each model: no mesh changes it (tests/models/test_gpt.py)."""
     config = layout._config
-    key = config.seed, config.precision, config.model, config.lora, config.train.ema, config.optimizer.name
+    names = ("seed", "precision", "model", "lora", "loss_scale")
+    key = *(getattr(config, name) for name in names), config.train.ema, config.optimizer.name
     if key not in _states:
         state = _make_state(layout)
         _states[key] = jax.device_get(layout.to_canonical(state))
