@@ -147,10 +147,9 @@ FEW_ROWS = [
     for row in pairwise(list(filter(usual, ALL)), FURTHER_APART, seed=34)
 ]
 # Of other models: heads of keys that several devices hold, a gate, an output table of its own; the last by Muon.
-KEYS = {"mesh": (1, 2, 4), "weight_gradients": "deferred", "sequence_parallel": True}
 FEW_MODELS = [
     row(schedule="interleaved-2", vocabulary="split", remat="selective", zero=3, model="llama-muon"),
-    row(model="qwen3", **KEYS),
+    row(mesh=(1, 2, 4), weight_gradients="deferred", sequence_parallel=True, model="qwen3"),
 ]
 # Rows of one reference stand together, so that few references are computed by both of pytest's workers.
 DEFAULT = sorted([*limited(FEW_ROWS), *AXES, *FEW_MODELS], key=lambda row: (row[MODEL], row[LAYERS]))
@@ -193,11 +192,8 @@ FEW_LORAS = [
     row(zero=3, sequence_parallel=True, model="llama-lora", **LORA),
     row(mesh=(2, 1, 4), microbatches="a multiple", layers="divisible", sequence_parallel=True, model="qwen3-lora"),
 ]
-REST = [
-    row
-    for row in [*OTHERS, row(model="qwen3-muon", **KEYS), *TASKS, *OF_DECODERS, *FEW_LORAS, *OF_LORAS]
-    if row not in DEFAULT
-]
+MUON = (*FEW_MODELS[1][:-1], "qwen3-muon")
+REST = [row for row in [*OTHERS, MUON, *TASKS, *OF_DECODERS, *FEW_LORAS, *OF_LORAS] if row not in DEFAULT]
 ROWS = 24  # of the global batch
 
 

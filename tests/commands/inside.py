@@ -106,8 +106,7 @@ _costs: dict[Any, StepCost] = {}
 
 
 def _memory(config: Config, backend: Backend) -> Memory:
-    """What a run prints of its memory, with the layers of the first model of its kind: to trace them takes a second,
-    and the figures have tests of their own (tests/training, tests/plan)."""
+    """What a run prints, with the layers of the first model of its kind traced; tests/plan has the exact figures."""
     model = config.model
     kind = model.family, model.head, model.num_experts > 0, config.lora.rank > 0
     return memory(config, backend, _costs.get(kind) or _costs.setdefault(kind, step_cost(config, backend)))
