@@ -148,15 +148,9 @@ def test_biases_follow_loads():
         ({"experts_per_token": 9}, "--model.experts-per-token 9 with --model.num-experts 8; valid: 1 to 8"),
         ({"expert": 2, "num_experts": 0, "experts_per_token": 0}, "--mesh.expert 2 with a model without experts; "),
         ({"expert_capacity": -1.0}, "--model.expert-capacity -1.0; valid: 0 to 10000"),
-        (
-            {"expert": 8, "global_batch": 4},
-            "--train.global-batch 4 is not divisible by --mesh.data 1 x ",
-        ),
+        ({"expert": 8, "global_batch": 4}, "--train.global-batch 4 is not divisible by --mesh.data 1 x "),
         ({"remat": "stage"}, "--train.remat stage with experts"),
-        (
-            {"dense_layers": 4},
-            "--model.dense-layers 4 with --model.num-layers 4, which leaves no layer",
-        ),
+        ({"dense_layers": 4}, "--model.dense-layers 4 with --model.num-layers 4, which leaves no layer"),
         ({"dense_layers": 2, "mesh": (1, 4, 1)}, "--mesh.pipe 4 with --model.num-layers 4 less --model.dense-layers 2"),
         ({"bias": "all"}, "--model.bias all with --model.num-experts 8"),
     ],

@@ -189,7 +189,7 @@ from megajax.verify.run import drawn_state, run
 from megajax.verify.shrink import shrink
 
 jax.config.update("jax_num_cpu_devices", 8)
-mesh = {"mesh.data": 2, "mesh.further": 2, "mesh.tensor": 2}
+mesh = {"mesh.data": 2, "mesh.further": 2, "mesh.tensor": 2, "model.scan_layers": "true"}
 small = shrink(resolve(load_preset("demo"), mesh), 8).config
 reference = run(one_device(small), jax.devices(), 2, with_fresh=True)
 for zero in map(int, sys.argv[1:]):

@@ -128,12 +128,8 @@ def reset_reference() -> Trace:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"zero": 1},
-        full({"zero": 3, "remat": "layer"}),
-        *(full(RESET[0] | {"remat": "layer"} | deferring(word)) for word in DEFERRING),
-    ],
-    ids=["1f1b", "1f1b again", *DEFERRING],
+    [{"zero": 1}, *(full(RESET[0] | {"remat": "layer"} | deferring(word)) for word in DEFERRING)],
+    ids=["1f1b", *DEFERRING],
 )
 def test_as_users_compile(options, monkeypatch):
     """The tests take the machine code that is soonest there (conftest.py): here, once, with XLA's defaults."""

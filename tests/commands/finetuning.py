@@ -25,6 +25,7 @@ from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.ownership import mark
 from megajax.settings.flags import parse
 from megajax.training.run_log import RunLog
+from megajax.verify.run import drawn_state
 
 KEYS = {
     "mnli": {"accuracy", "accuracy_matched", "accuracy_mismatched", "records"},
@@ -121,8 +122,8 @@ class Finetuning:
 def make_pretrained(folder: Path, words: Path) -> None:
     flags = map(str, (*MODEL, *PRETRAINING, "--mesh.data", 2, "--train.microbatch", 2, "--data.path", "x"))
     config = parse([PRESET, "--run-dir", str(folder), *flags], "", "")
-    layout = Program.on(config, jax.devices()[:2]).layout
-    state = layout.init()
+    program = Program.on(config, jax.devices()[:2])
+    layout, state = program.layout, program.layout.from_canonical(drawn_state(program))
     state = replace(state, optimizer=jax.tree.map(lambda x: x + jax.numpy.ones_like(x), state.optimizer))
     checkpoints = Checkpoints(folder, layout, keep=1)
     checkpoints.save(STEPS, state)

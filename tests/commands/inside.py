@@ -93,7 +93,8 @@ _states: dict[Any, TrainState] = {}
 def _init(layout: StateLayout, compiler_options: dict[str, Any] | None = None) -> TrainState:
     """`StateLayout.init`, drawn once for each model: no mesh changes it (tests/models/test_gpt.py)."""
     config = layout._config
-    key = config.seed, config.precision, config.model, config.lora, config.train.ema, config.optimizer.name
+    names = ("seed", "precision", "model", "lora", "loss_scale")
+    key = *(getattr(config, name) for name in names), config.train.ema, config.optimizer.name
     if key not in _states:
         state = _make_state(layout)
         _states[key] = jax.device_get(layout.to_canonical(state))
@@ -105,8 +106,7 @@ _costs: dict[Any, StepCost] = {}
 
 
 def _memory(config: Config, backend: Backend) -> Memory:
-    """What a run prints of its memory, with the layers of the first model of its kind: to trace them takes a second,
-    and the figures have tests of their own (tests/training, tests/plan)."""
+    """What a run prints, with the layers of the first model of its kind traced; tests/plan has the exact figures."""
     model = config.model
     kind = model.family, model.head, model.num_experts > 0, config.lora.rank > 0
     return memory(config, backend, _costs.get(kind) or _costs.setdefault(kind, step_cost(config, backend)))

@@ -15,7 +15,6 @@ from megajax.runs.failures import forget_abandoned
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")]
 
-FIGURES = ("metrics.jsonl", "log.txt", "loss.png", "tensorboard")  # nothing is computed from them
 PATIENCE = 120  # seconds that no case takes
 
 

@@ -18,7 +18,6 @@ ON_CONTEXT = {"mesh": (1, 1, 2, 1), "context_attention": "gather"}
 ON_DOCUMENTS = ON_CONTEXT | {"reset_attention": True}
 ON_ZERO3 = {"mesh": (2, 1, 1), "zero": 3}
 ON_PIPE = {"mesh": (1, 2, 1)}
-ON_VOCABULARY = {"mesh": (1, 2, 1), "vocabulary": "split"}
 ON_BOTH_VOCABULARIES = {"mesh": (1, 2, 2), "vocabulary": "split"}
 ON_RING = {"mesh": (1, 2, 1), "schedule": "interleaved", "chunks": 2, "num_layers": 4}
 ON_INBOX = ON_RING | {"global_batch": 3}  # 3 microbatches on 2 stages: something waits for more than a tick

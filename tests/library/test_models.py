@@ -104,8 +104,7 @@ def test_what_is_no_batch_is_told_in_one_line(given, problem: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [{}, {"family": "bert"}, *({"family": "bert", "head": head} for head in ("classes", "span", "choice"))],
+    "words", [{}, {"family": "bert"}, *({"family": "bert", "head": head} for head in ("classes", "span", "choice"))]
 )
 def test_every_array_has_a_smallest_and_a_largest_number(words: dict[str, str]) -> None:
     """What is padding is one of them."""
@@ -153,10 +152,7 @@ def test_what_a_model_cannot_do_says_what_is_valid() -> None:
     trained = megajax.Model(model.program, TrainState({}, *[None] * 5), 0, None)
     for function, problem in (
         (lambda: model.train_step(IDS), r"train_step: .*; valid: restore\(…, training=True\)"),
-        (
-            lambda: trained.train_step(IDS),
-            r"train_step: ids of shape \[3, 9\]; valid: \[8, 17\], train\.",
-        ),
+        (lambda: trained.train_step(IDS), r"train_step: ids of shape \[3, 9\]; valid: \[8, 17\], train\."),
         (lambda: trained.train_step([[1, 2], [3]]), "lists of different lengths; valid: "),
         (lambda: model.save("anywhere"), r"save: .*; valid: restore\(…, training=True\)"),
         (lambda: model.generate("a text"), r"no tokenizer; valid: tokenizer.path"),

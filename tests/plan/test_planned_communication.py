@@ -3,7 +3,7 @@ and count."""
 
 import pytest
 from counting import collectives_of_a_step
-from parity_grid import DEFAULT, REST, config_of, name
+from parity_grid import DEFAULT, LONGER, REST, config_of, name
 from tiny import LLAMA, OLMO2, QWEN3, tiny_config
 
 from megajax.config import Config
@@ -59,7 +59,7 @@ def test_equals_the_jaxpr_on_the_grid(row):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", DEFAULT, ids=name)
+@pytest.mark.parametrize("row", [*DEFAULT, *LONGER], ids=name)
 def test_muon_equals_the_jaxpr(row):
     """With its steps in half precision, and not."""
     for precision in ("compute", "fp32"):
@@ -68,7 +68,7 @@ def test_muon_equals_the_jaxpr(row):
 
 @pytest.mark.full
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("row", DEFAULT, ids=name)
+@pytest.mark.parametrize("row", [*DEFAULT, *LONGER], ids=name)
 def test_half_precision_equals_the_jaxpr(row, precision):
     """Where gradients are summed in it, too."""
     from dataclasses import replace

@@ -66,15 +66,11 @@ def test_grid(row):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("mesh", "others"), ON_CONTEXT)
-def test_on_a_context_axis(mesh, others):
-    check(weights_after_steps(tiny_config(mesh, **FEW | LLAMA | others)), reference_of_few(mixture=False))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("mesh", "others"), WITH_EXPERTS)
-def test_experts_are_matrices_too(mesh, others):
-    check(weights_after_steps(tiny_config(mesh, **FEW | MIXTURE | others)), reference_of_few(mixture=True))
+@pytest.mark.parametrize(("mesh", "others"), ON_CONTEXT + WITH_EXPERTS)
+def test_on_a_context_axis_and_of_experts(mesh, others):
+    mixture = "expert" in others
+    actual = weights_after_steps(tiny_config(mesh, **FEW | (MIXTURE if mixture else LLAMA) | others))
+    check(actual, reference_of_few(mixture))
 
 
 @functools.cache

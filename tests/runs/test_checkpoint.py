@@ -115,7 +115,7 @@ def test_fp64_widens_what_is_stored_in_fp32(small: StateLayout, written: Path) -
 def test_a_loss_scale_is_for_fp16_only() -> None:
     """Another precision neither uses nor keeps it, and fp16 starts anew after one."""
     places = {precision: layout((1, 1, 1), precision=precision) for precision in ("fp16", "bf16", "fp32")}
-    state = places["fp16"].init()
+    state = random_state(places["fp16"], 0)
     state = dataclasses.replace(state, loss_scale=LossScale(jnp.float32(1024.0), jnp.int32(7)))
 
     def go_on(state: TrainState, *precisions: str) -> tuple[float, int]:
@@ -296,7 +296,7 @@ def test_the_newest_are_kept(small: StateLayout, tmp_path: Path) -> None:
 
 def test_the_best_and_every_third_are_kept_besides(small: StateLayout, tmp_path: Path) -> None:
     """By the validation losses of this start and of the one before; step 0 is a multiple of everything."""
-    state = small.init()
+    state = random_state(small, 0)
     keep = Retention(newest=1, best=1, every=3)
     for steps in ((0, 1, 2), (3, 4, 5)):
         checkpoints = Checkpoints(tmp_path, small, keep)

@@ -113,11 +113,7 @@ BAD = [
     ("squad2", asked(answers=[{"text": " ", "answer_start": 3}]), f"{Q1}: an answer is empty; {TEXT}"),
     ("squad1", asked(answers=["Ada"]), f"{Q1}: an answer is not an object; valid: an object"),
     ("squad1", asked(answers=[]), f"{Q1} has no answer; valid: at least one, or squad2 for questions without"),
-    (
-        "squad1",
-        asked(is_impossible=True, answers=[]),
-        f"{Q1} is impossible, so this looks like a squad2 file, {OTHER}",
-    ),
+    ("squad1", asked(is_impossible=True, answers=[]), f"{Q1} is impossible, so this looks like a squad2 file, {OTHER}"),
     ("squad2", asked(is_impossible=1), f'{Q1}: "is_impossible" is not true or false; valid: true or false'),
     (
         "squad1",

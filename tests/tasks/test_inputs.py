@@ -51,13 +51,7 @@ def test_the_longer_text_is_cut(length_a, length_b, room):
 
 @pytest.mark.parametrize(
     ("question", "expected"),
-    [
-        ("a _ b", "a x b"),
-        ("a ___ b _.", "a x b x."),
-        ("what?", "what? x"),
-        ("_", "x"),
-        ("", " x"),
-    ],
+    [("a _ b", "a x b"), ("a ___ b _.", "a x b x."), ("what?", "what? x"), ("_", "x"), ("", " x")],
 )
 def test_an_option_in_its_question(question, expected):
     assert with_option(question, "x") == expected
@@ -65,10 +59,7 @@ def test_an_option_in_its_question(question, expected):
 
 
 def test_an_exam():
-    records = [
-        Exam("0", "q\nr\x0cs t u v", "a _", ("b", "c d e f g h", "i"), 1),
-        Exam("1", "z", "y", ("w", "x"), None),
-    ]
+    records = [Exam("0", "q\nr\x0cs t u v", "a _", ("b", "c d e f g h", "i"), 1), Exam("1", "z", "y", ("w", "x"), None)]
     samples = ExamInputs(records, TOKENIZER, sequence_length=10, option_tokens=4)
     first, second = samples[0], samples[1]
     assert [words(row) for row in first["tokens"]] == [
