@@ -36,7 +36,7 @@ class LayerCopies:
         self._first, self._end = first, config.num_blocks - last
         self._all = (first, last) == (0, 0)  # products of all layers are in 8 bits
 
-    def added(self, weights: Tree, specs: Mapping[Path, PartitionSpec], layer_index: Array, made: Tree) -> Tree:
+    def added(self, weights: Tree, specs: Mapping[Path, PartitionSpec], layer_index: Array, made: Tree = None) -> Tree:
         """Stacked layers' weights, [slots, …], inside the region, with their copies: those `made` before, or new ones.
         `specs` are those of pipelined weights; `layer_index` says which layer is in each slot."""
         flat, made, wide = flatten_dict(weights), flatten_dict(made or {}), None
