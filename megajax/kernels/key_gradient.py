@@ -66,15 +66,18 @@ def key_gradients(
         for other in range(GROUPS):
             plgpu.barrier_wait(ready.at[other])
         of_parts = [worker] if parts == 1 else list(range(parts))
-        own_keys, own_values = ([x.at[n].transpose((1, 0)) for n in of_parts] for x in (k_s, v_s))
 
         def step(turn: Array, masked: bool, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             dk, dv = carry
             slot = ring.wait(turn)
             known = Rows(rows_s, slot, form)
+            # The compiler must not know it: it would compute addresses and indices of the keys before the loop, and
+            # spill them.
+            zero = lax.shift_right_logical(turn, 30)
+            own_keys, own_values = ([x.at[n + zero].transpose((1, 0)) for n in of_parts] for x in (k_s, v_s))
             queries, grads = ([x.at[slot * parts + n] for n in range(parts)] for x in (q_s, do_s))
             (scores,) = tiles.products((queries, own_keys), rows=ROWS, columns=ROWS)
-            p = known.probabilities(scores, tiles.columns_from(first, ROWS), scale, masked)
+            p = known.probabilities(scores, tiles.columns_from(first + zero, ROWS), scale, masked)
             factor = tiles.stored(tiles.positive(p) if form.rate else p, p_s.at[worker]).transpose((1, 0))
             dv = tiles.added(dv, factor, do_s.at[slot * parts + part], form)
             (dp,) = tiles.products((grads, own_values), rows=ROWS, columns=ROWS)

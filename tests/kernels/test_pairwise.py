@@ -1,6 +1,5 @@
 """Attention by kernels, for every pair of features, beside plain attention in fp32: in Pallas' interpreter of kernels
-for GPUs. That costs most where a kernel is compiled for it, so that several limits share one program: they are limits
-of different queries."""
+for GPUs. Compiling for it costs most, so that several limits share a program, as limits of different queries."""
 
 import itertools
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 from parity_grid import cover
 from test_fused_attention import GRID, LENGTH, LIMITS, are_as_near, name
+from tiny import full
 
 from megajax.models import fused_attention
 from megajax.parallel.random import Dropout
@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(not fused_attention.available(), reason="its JAX
 MIXED = "everything", "keys before, two pieces, causal, padding, documents, window, documents in a window"
 FEATURES = [*itertools.product(GRID["size"], GRID["rate"], GRID["kv_heads"], GRID["dtype"], MIXED)]
 PAIRWISE = [FEATURES[number] for number in cover(FEATURES, [*itertools.combinations(range(5), 2)])]
+SOON = cover(PAIRWISE, [(column,) for column in range(5)])  # every value once
 
 
 def limits(*names: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -67,7 +68,7 @@ def plain(
     return [out, *map(rounded, (np.einsum("BHTS,BSHK->BTHK", dscores, k) * scale, dk, dv))]
 
 
-@pytest.mark.parametrize("row", PAIRWISE, ids=name)
+@pytest.mark.parametrize("row", [row if n in SOON else full(row) for n, row in enumerate(PAIRWISE)], ids=name)
 def test_pairs_of_features(row: tuple) -> None:
     from megajax.kernels.attention import Seen, attention, gradients  # JAX 0.10 lacks what it imports
 
