@@ -19,6 +19,7 @@ from megajax.data.encoding import as_document, encode_texts, in_parts
 from megajax.data.records import END, NoText, NotUtf8, TextDocuments, text_of
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import TRAINING_BYTES, is_chosen, load_tokenizer, train_tokenizer
+from megajax.errors import UserError
 from megajax.preparation.cleaning import clean
 from megajax.preparation.contamination import TestSets, decontaminated
 from megajax.preparation.corpus import Corpus
@@ -26,7 +27,7 @@ from megajax.preparation.division import forget, records_of
 from megajax.preparation.duplicates import band_hashes
 from megajax.preparation.options import PrepareOptions
 from megajax.preparation.running import measuring
-from megajax.preparation.shards import CONTAMINATED, EMPTY, KEPT, RULES, SHORT, WorkFolder
+from megajax.preparation.shards import CONTAMINATED, EMPTY, KEPT, RULES, SHORT, GoesOn, WorkFolder
 from megajax.preparation.similarity import SKETCH, normalised, sketches
 
 CLEANING = ("cleaning", "test_sets")  # parts of `clean_shard` that are timed
@@ -237,7 +238,10 @@ def save_tokenizer(work: WorkFolder, tokenizer: Tokenizer) -> None:
     """Write the tokenizer of the dataset."""
     with work.writable(work / "tokenizer"):
         new = Path(tempfile.mkdtemp(prefix="tokenizer.", suffix=".partial", dir=work.folder))
-        tokenizer.save(new)
+        try:
+            tokenizer.save(new)
+        except UserError as error:
+            raise GoesOn(f"{error}; rerun the command to resume") from None
         try:
             new.rename(work / "tokenizer")
         except OSError:

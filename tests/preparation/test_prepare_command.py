@@ -282,18 +282,32 @@ def test_a_disk_without_room_for_the_mark(tmp_path, capsys, monkeypatch):
     assert run(capsys, file, "--output", tmp_path / "a")["documents"] == len(TEXTS)
 
 
+def run_on_full_disk(capsys, size: int, *arguments) -> str:
+    """The error where no file may be larger than `size`."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        with pytest.raises(
+            UserError, match=r"cannot be written: File too large; .* rerun the command to resume$"
+        ) as ended:
+            run(capsys, *arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return str(ended.value)
+
+
 def test_a_full_disk_loses_nothing(tmp_path, capsys):
     file = jsonl(tmp_path / "a.jsonl", *TEXTS)
     expected = tmp_path / "expected"
     run(capsys, file, "--output", expected)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     for size in np.unique([2000, 8000, Path(f"{expected}.bin").stat().st_size - 1]).tolist():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))  # no file may be larger
-        try:
-            with pytest.raises(UserError, match=r"cannot be written: File too large; .* rerun the command to resume$"):
-                run(capsys, file, "--output", tmp_path / "a")
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        run_on_full_disk(capsys, size, file, "--output", tmp_path / "a")
         assert not list(tmp_path.glob("a.[bitr]*"))
     run(capsys, file, "--output", tmp_path / "a")
     assert Path(f"{tmp_path}/a.bin").read_bytes() == Path(f"{expected}.bin").read_bytes()
+
+
+def test_a_disk_that_is_full_when_the_tokenizer_is_saved(tmp_path, capsys):
+    arguments = jsonl(tmp_path / "a.jsonl", *TEXTS[:3]), "--output", tmp_path / "a"
+    assert "tokenizer.json" in run_on_full_disk(capsys, 4000, *arguments)
+    assert run(capsys, *arguments)["resumed"]
