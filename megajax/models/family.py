@@ -136,9 +136,8 @@ class CutModel:
         self._lora = lora if lora is not None and lora.rank else None
         self.boundary, self.linear_embedding = boundary, family.linear_embedding(config)
         self._new = lambda key: family.model(config, key, boundary, backend)
-        self._ends, self._blocks, weights = _abstract(
-            family.model, config, boundary, backend, jax.config.jax_enable_x64
-        )
+        x64 = jax.config.read("jax_enable_x64")
+        self._ends, self._blocks, weights = _abstract(family.model, config, boundary, backend, x64)
         self.shapes = nnx.to_pure_dict(weights)
         self._products = self._paths_of_products()
         self.logical_specs = nnx.to_pure_dict(nnx.get_partition_spec(weights))
