@@ -200,7 +200,7 @@ def cannot_attend(program: Program, *, training: bool = True) -> tuple[str, str]
     if not program.backend.fused_attention:
         return f"--model.attention {asked}: there is none for these devices", "auto, blocks"
     if not training:
-        config = dataclasses.replace(config, model=config.model.forward_only)
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model.forward_only, dropout=0.0))
         program = Program(config, program.mesh, program.backend)
     form = program.form.shapes(config.train.microbatch, tokens=config.model.sequence_length)
     able = OneLayer(program, {name: np.zeros(shape, np.int32) for name, shape in form.items()}).able()
