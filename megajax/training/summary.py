@@ -46,13 +46,13 @@ def sample(program: Program, params: Any, tokenizer: Tokenizer | None) -> str:
     return config.prompt + continuation_text(tokenizer, prompt, list(new))
 
 
-def validation_text(parts: Mapping[str, Perplexity]) -> str:
+def validation_text(parts: Mapping[str, Perplexity], bits_per_byte: float | None = None) -> str:
     """A line about the last validation, from its losses by name, or about there being none."""
     if not parts:
         return "not validated (--train.eval-every 0)"
     if "next_token" in parts:
-        only = parts["next_token"]
-        return f"validation perplexity {only.perplexity:.2f} (loss {only.loss:.4f})"
+        only, bits = parts["next_token"], "" if bits_per_byte is None else f", {bits_per_byte:.3f} bits per byte"
+        return f"validation perplexity {only.perplexity:.2f} (loss {only.loss:.4f}{bits})"
     texts = (
         f"{name} perplexity {part.perplexity:.2f} (loss {part.loss:.4f}, accuracy {part.accuracy:.1%})"
         for name, part in parts.items()
@@ -61,7 +61,12 @@ def validation_text(parts: Mapping[str, Perplexity]) -> str:
 
 
 def end_lines(
-    config: Config, first: int, validation: Mapping[str, Perplexity], dev: Mapping[str, float], waited: float | None
+    config: Config,
+    first: int,
+    validation: Mapping[str, Perplexity],
+    bits_per_byte: float | None,
+    dev: Mapping[str, float],
+    waited: float | None,
 ) -> Iterator[str]:
     """Lines printed after the last step: progress, the last `validation`, a task's figures on `dev`, and the share of
     time that the steps `waited` for data (None without steps). Earlier starts took `first` steps."""
@@ -71,7 +76,8 @@ def end_lines(
             f"nothing to train: {Path(config.run_dir)} already has {first} steps and --train.steps is "
             f"{steps}; pass a larger --train.steps to continue, or another --run-dir for a new run"
         )
-    yield f"{validation_text(validation)} after {max(first, steps)} steps{_part_of_the_split(config, validation)}"
+    text, part = validation_text(validation, bits_per_byte), _part_of_the_split(config, validation)
+    yield f"{text} after {max(first, steps)} steps{part}"
     if dev:
         figures = (f"{name} {value:{'.2f' if isinstance(value, float) else ','}}" for name, value in dev.items())
         yield f"dev of {config.task.name}: {', '.join(figures)}"

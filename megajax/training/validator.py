@@ -1,9 +1,11 @@
 """Validation during training, on the held-out part of the corpora and on named sets."""
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from megajax.batch import IGNORED
 from megajax.data.samples import Samples
 from megajax.evaluation.during import read_tasks
 from megajax.evaluation.finetuned import dev_figures
@@ -62,6 +64,24 @@ class Validator:
             found = perplexities(self._program, params, samples, batches=batches, between=before_batch)
         self._doing = COMPUTING  # the scoring program is compiled from now on
         return found
+
+    def bits_per_byte(self, scored: Perplexity) -> float | None:
+        """The loss of the split's first tokens, which were `scored`, in bits per UTF-8 byte of their text; None if the
+        tokenizer does not know their bytes."""
+        samples, tokenizer = self._data.validation, self._data.tokenizer
+        if samples is None or tokenizer is None:
+            return None
+        num_bytes, left = 0, scored.tokens
+        for number in range(len(samples)):
+            if left <= 0:
+                break
+            targets = samples[number]["targets"]
+            targets = targets[targets != IGNORED]
+            size = tokenizer.num_bytes(targets)
+            if size is None:
+                return None
+            num_bytes, left = num_bytes + size, left - len(targets)
+        return scored.total_loss / math.log(2) / num_bytes if num_bytes else None
 
     def score_dev(self, step: int, params: Any, data: TaskData, between: Callable[[], None]) -> dict[str, float]:
         """A task's figures on its dev records; `between` as in `validate`."""
