@@ -33,15 +33,15 @@ FULL = [  # marker `full`: in this order, one after the other, in a folder with 
     "megajax train finetune/instructions-demo --init runs/demo --data.train train.jsonl --data.dev dev.jsonl",
     "megajax eval instructions --checkpoint runs/instructions-demo --data dev.jsonl",
     "megajax train demo --run-dir runs/profiled --train.steps 8 --profile 4:6",
-    "megajax train demo --run-dir runs/stable --optimizer.schedule constant --train.steps 60 --checkpoint.every 20 "
-    "--checkpoint.keep-every 20",
+    "megajax train demo --run-dir runs/stable --optimizer.schedule constant --train.steps 480 --checkpoint.every 160 "
+    "--checkpoint.keep-every 160",
     "mkdir -p runs/decay/checkpoints",
     "cp -r runs/stable/config.toml runs/stable/run.json runs/stable/metrics.jsonl runs/stable/data runs/decay",
-    "cp -r runs/stable/checkpoints/40 runs/decay/checkpoints",
-    "megajax train runs/decay/config.toml --optimizer.schedule wsd --train.steps 50 --optimizer.decay-steps 50 "
-    "--optimizer.cooldown-steps 10",
-    "megajax train runs/stable/config.toml --optimizer.schedule wsd --train.steps 75 --optimizer.decay-steps 75 "
-    "--optimizer.cooldown-steps 15",
+    "cp -r runs/stable/checkpoints/320 runs/decay/checkpoints",
+    "megajax train runs/decay/config.toml --optimizer.schedule wsd --train.steps 400 --optimizer.decay-steps 400 "
+    "--optimizer.cooldown-steps 80",
+    "megajax train runs/stable/config.toml --optimizer.schedule wsd --train.steps 600 --optimizer.decay-steps 600 "
+    "--optimizer.cooldown-steps 120",
 ]
 
 NOT_RUN = {  # reason -> patterns of whole commands

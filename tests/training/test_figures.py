@@ -168,7 +168,8 @@ def test_which_steps(text: str, finished: int, steps: int, expected: tuple[int, 
     assert profiled_steps(text, finished, steps) == expected
 
 
-DEMO = {key: value for key, value in load_preset("demo").items() if key != "optimizer.decay_steps"}
+RATES = {"train.steps": 100, "optimizer.learning_rate": 1.5e-3, "optimizer.warmup_steps": 40}
+DEMO = {key: value for key, value in load_preset("demo").items() if key != "optimizer.decay_steps"} | RATES
 EPOCH = SimpleNamespace(epoch_size=80)
 
 
