@@ -184,13 +184,13 @@ from megajax.program.program import Program
 from megajax.program.transfer import Transfer
 from megajax.parallel.collectives import spec_axes
 from megajax.verify.check import all_checks
-from megajax.verify.forms import exact, one_device
+from megajax.verify.forms import exact, one_device, steady
 from megajax.verify.run import drawn_state, run
 from megajax.verify.shrink import shrink
 
 jax.config.update("jax_num_cpu_devices", 8)
 mesh = {"mesh.data": 2, "mesh.further": 2, "mesh.tensor": 2, "model.scan_layers": "true"}
-small = shrink(resolve(load_preset("demo"), mesh), 8).config
+small = steady(shrink(resolve(load_preset("demo"), mesh), 8).config)
 reference = run(one_device(small), jax.devices(), 2, with_fresh=True)
 for zero in map(int, sys.argv[1:]):
     config = exact(dataclasses.replace(small, optimizer=dataclasses.replace(small.optimizer, zero=zero)))

@@ -83,7 +83,7 @@ class SpanWindows(JoinedTexts):
         long = tokens > room
         for number in np.flatnonzero(long & (step < 1))[:1]:
             raise UserError(
-                f"question {self.records[number].name}has {self._num_asked[number]} tokens, which leaves room for "
+                f"question {self.records[number].name} has {self._num_asked[number]} tokens, which leaves room for "
                 f"{max(room[number], 0)} of its context's {tokens[number]} tokens, but windows overlap by "
                 f"{config.doc_stride}; valid: a smaller --task.doc-stride, a smaller --task.question-tokens than "
                 f"{self._num_asked[number]}, or more than --model.sequence-length {self.sequence_length}"

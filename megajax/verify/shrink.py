@@ -146,8 +146,16 @@ class _Sizes:
                 "the scaled-down model"
             )
         head_size, hidden = (kept or pairs)[0]
+        mlp_size = self._mlp_size(hidden)
+        divides = model.mlp_size // theirs.tensor % theirs.zero_shards == 0
+        if (mlp_size // ours.tensor % ours.zero_shards == 0) != divides:
+            does = "divides" if divides else "does not divide"
+            notes.append(
+                f"{theirs.flags(BATCH_AXES)} {does} a device's part of --model.mlp-size {model.mlp_size}, but not in "
+                "the scaled-down model"
+            )
         sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_size": head_size, "hidden_size": hidden}
-        return sizes | {"mlp_size": self._mlp_size(hidden)}, notes
+        return sizes | {"mlp_size": mlp_size}, notes
 
     def _heads(self) -> tuple[int, int]:
         """Query heads and key heads: as many of each per device (up to 2), or replicated as often. If a context group

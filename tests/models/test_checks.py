@@ -17,7 +17,7 @@ REFUSED = {  # preset and table of options -> values, and a part of the line
             {"head_size": 15},
             "--model.head-size 15 with --model.positions rotary, which rotates pairs of features; valid: ",
         ),
-        ({"num_heads": 6, "num_kv_heads": 2}, "valid: a multiple of 6, such as 126 or 132, or a --model.head-size"),
+        ({"num_heads": 6, "num_kv_heads": 2}, "valid: a multiple of 6, such as 60 or 66, or a --model.head-size"),
         (
             {"rope_factor": 2.0},
             "--model.rope-factor 2 with --model.rope-scaling none; valid: --model.rope-scaling linear or llama3, or ",
@@ -52,7 +52,7 @@ REFUSED = {  # preset and table of options -> values, and a part of the line
         ({"head_size": 8}, "--model.head-size 8"),
     ],
     ("demo", "lora"): [
-        ({"rank": 129}, "--lora.rank 129 is more than the product query has, of 128 x 128; valid: at most 128"),
+        ({"rank": 65}, "--lora.rank 65 is more than the product query has, of 64 x 64; valid: at most 64"),
         ({"targets": ["atention"]}, "did you mean attention?"),
         ({"targets": ["q_proj"]}, "--lora.targets 'q_proj'; valid: attention, mlp, experts, query, key, value, "),
         ({"rank": 4, "targets": []}, "--lora.targets is empty; valid: attention, "),
@@ -64,7 +64,7 @@ REFUSED = {  # preset and table of options -> values, and a part of the line
         ({"rank": -1}, "--lora.rank -1; valid: 0 to"),
     ],
     ("llama-demo", "lora"): [
-        ({"rank": 65}, "--lora.rank 65 is more than the product key has, of 128 x 64; valid: at most 64"),
+        ({"rank": 33}, "--lora.rank 33 is more than the product key has, of 64 x 32; valid: at most 32"),
     ],
     ("bert-demo", "lora"): [
         ({"rank": 4}, "--lora.rank 4 with --model.family bert; valid: --lora.rank 0, or --model.family d"),
@@ -82,7 +82,7 @@ def test_what_does_not_fit(preset: str, table: str, values: dict[str, Any], line
 
 def test_what_is_left_to_others() -> None:
     model = resolve(load_preset("demo")).model
-    assert (model.num_kv_heads, model.head_size, model.mlp_size) == (8, 16, 512)
+    assert (model.num_kv_heads, model.head_size, model.mlp_size) == (8, 8, 256)
     assert (model.family, model.norm_epsilon, model.activation) == ("decoder", 1e-5, "gelu-tanh")
     assert resolve(load_preset("demo"), {"model.family": "gpt2"}).model == model
     bert = resolve(load_preset("bert-demo")).model

@@ -61,8 +61,8 @@ def compiled(precision: str, zero: int, sequence_parallel: bool, name: str = "ad
 real = program_of_a_step.training_pipeline
 
 
-def overflowing(program, params, batch, step, loss_scale):
-    pipeline = real(program, params, batch, step, loss_scale)
+def overflowing(program, params, batch, step, loss_scale, copies):
+    pipeline = real(program, params, batch, step, loss_scale, copies)
     run = pipeline.losses_and_gradients
 
     def losses_and_gradients(*arguments):

@@ -104,8 +104,9 @@ def test_all_that_differs_is_named_as_a_flag(words: dict, tmp_path: Path) -> Non
     refused = user_error(check_init, parse(started, "", ""))
     flags = refused.split("; valid: ")[1].removesuffix(", or another run").split()
     theirs = tiny_config(**words).model
-    length = ["--model.sequence-length", str(theirs.sequence_length)]
-    assert parse([*started, *flags, *length], "", "").model == theirs
+    free = {"sequence-length": theirs.sequence_length, "dropout": theirs.dropout, "init-std": theirs.init_std}
+    free_flags = [f"--model.{name}={value}" for name, value in free.items()]
+    assert parse([*started, *flags, *free_flags], "", "").model == theirs
 
 
 def test_other_angles_are_no_refusal(tmp_path: Path) -> None:

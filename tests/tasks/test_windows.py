@@ -110,7 +110,9 @@ def test_windows_cover_the_context(question, context, length, stride):
 def test_no_room(question, stride, length):
     fits = Question("fits", question, "a" if len(question) < 12 else "", ())
     windows([fits], length, stride)
-    pattern = r"^question long: .*; valid: .*--task\.doc-stride.*--task\.question-tokens.*--model\.sequence-length 9$"
+    pattern = (
+        r"^question long has .*; valid: .*--task\.doc-stride.*--task\.question-tokens.*--model\.sequence-length 9$"
+    )
     with pytest.raises(UserError, match=pattern):
         windows([fits, Question("long", question, CONTEXT, ())], length, stride)
     assert len(windows([Question("long", question, CONTEXT, ())], length, 1, question_tokens=2)) > 1
