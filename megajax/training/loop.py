@@ -289,7 +289,7 @@ class Trainer:
         if train.eval_every and not validation:
             validation = self.validator.evaluate(steps, self._weights(), train.eval_batches)
         waited = self.data_seconds / self.seconds if self.seconds else None
-        bits = self.validator.bits_per_byte(validation["next_token"]) if "next_token" in validation else None
+        bits = self.validator.bits_per_byte(validation)
         for line in end_lines(self.config, self.first, validation, bits, self.dev_figures, waited):
             say(line)
         with self.log.display.phase("sampling", announced=False):

@@ -65,11 +65,11 @@ class Validator:
         self._doing = COMPUTING  # the scoring program is compiled from now on
         return found
 
-    def bits_per_byte(self, scored: Perplexity) -> float | None:
-        """The loss of the split's first tokens, which were `scored`, in bits per UTF-8 byte of their text; None if the
-        tokenizer does not know their bytes."""
-        samples, tokenizer = self._data.validation, self._data.tokenizer
-        if samples is None or tokenizer is None:
+    def bits_per_byte(self, split: dict[str, Perplexity]) -> float | None:
+        """A language model's loss on the `split` (its first tokens were scored), in bits per UTF-8 byte of their text;
+        None for another model, or if the tokenizer does not know the bytes."""
+        scored, samples, tokenizer = split.get("next_token"), self._data.validation, self._data.tokenizer
+        if scored is None or samples is None or tokenizer is None:
             return None
         num_bytes, left = 0, scored.tokens
         for number in range(len(samples)):
