@@ -114,7 +114,7 @@ def test_as_peft_trains(kind: str, mesh: tuple[int, int, int], targets: tuple[st
     """From the same adapters the same losses and gradients in each of three steps, with AdamW between them; what is
     exported then, as an adapter and merged, has our logits there."""
     tuning = Tuning(tmp_path, kind, mesh, targets)
-    assert "fresh none; frozen, with fresh adapters of rank 4" in tuning.told
+    assert "fresh: none; frozen, with fresh adapters of rank 4" in tuning.told
     peer = peft.PeftModel.from_pretrained(tuning.peer, tuning.export(0), is_trainable=True).double()
     trained = {name.replace(".default", ""): each for name, each in peer.named_parameters() if each.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), lr=RATE, betas=(0.9, 0.999), eps=EPSILON, weight_decay=0.1)
