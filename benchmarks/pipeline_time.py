@@ -74,7 +74,7 @@ def alone(program: Any) -> dict:
         "predicted": found.predicted,
         "predicted_with_transfers": found.predicted_with_transfers,
         "ratio": found.step / found.predicted,
-        "ratio_with_hand_over": found.step / found.predicted_with_transfers,
+        "ratio_with_transfers": found.step / found.predicted_with_transfers,
         "bubble": found.bubble,
         "equal_bubble": found.equal_bubble,
         "times": named(found.times),

@@ -100,7 +100,7 @@ def check(row: tuple, precision: str = "fp32") -> Comparison:
     return compare(expected, actual)
 
 
-@pytest.mark.parametrize("row", [DEFAULT[0], full(DEFAULT[1]), DEFAULT[2]], ids=name)
+@pytest.mark.parametrize("row", [DEFAULT[0], *map(full, DEFAULT[1:])], ids=name)
 def test_grid(row):
     result = check(row)
     assert result.within(), result

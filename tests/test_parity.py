@@ -126,9 +126,10 @@ def reset_reference() -> Trace:
     return trace(tiny_config(microbatch=ROWS, **RESET_MODEL), 2, canonical=initial(5, 101))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
-    [{"zero": 1}, *(full(RESET[0] | {"remat": "layer"} | deferring(word)) for word in DEFERRING)],
+    [{"zero": 1}, *(RESET[0] | {"remat": "layer"} | deferring(word) for word in DEFERRING)],
     ids=["1f1b", *DEFERRING],
 )
 def test_as_users_compile(options, monkeypatch):
@@ -207,7 +208,8 @@ IDLE = [
 ]
 
 
-@pytest.mark.parametrize("row", [DEEP, *(full(row) for row in IDLE)], ids=name)
+@pytest.mark.full
+@pytest.mark.parametrize("row", [DEEP, *IDLE], ids=name)
 def test_what_stands_in_idle_ticks_is_never_used(row, monkeypatch):
     """NaN in place of zero, in every buffer, inbox and wire, in what padded layers keep and in slots for factors,
     changes not a bit. There are groups of microbatches that are stretched, and a real inbox."""

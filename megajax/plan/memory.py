@@ -40,7 +40,7 @@ class Memory:
     gradients: int  # their sums, and where these are in half precision, what the optimizer gets
     kept: int  # of activations, until their backward pass
     factors: int  # of weight gradients that wait
-    hand_overs: int  # activations and gradients on their way between stages, and those that wait to be used
+    p2p_transfers: int  # activations and gradients on their way between stages, and those that wait to be used
     temporaries: int  # of the layer and the end that run, and of the optimizer
 
     @property
@@ -92,7 +92,7 @@ def memory(config: Config, backend: Backend = GPU, cost: StepCost | None = None)
         gradients=step.held.num_summed * step.summed + losses + others,
         kept=kept,
         factors=factors,
-        hand_overs=activations * step.activation_bytes,
+        p2p_transfers=activations * step.activation_bytes,
         temporaries=Temporaries(step, cost, backend, kept, factors).most,
     )
 

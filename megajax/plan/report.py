@@ -24,7 +24,7 @@ _NAMES = {
     "gradients": "gradient accumulators",
     "kept": "stored activations",
     "factors": "factors of deferred weight gradients",
-    "hand_overs": "communication: p2p between stages",
+    "p2p_transfers": "communication: p2p between stages",
 }
 _OWN_KERNEL = "  attention by our own kernel, an estimate: no GPU has run it (without it: --model.attention blocks)"
 _TRACED = {True: ", as in the traced program", False: "; the traced program differs"}

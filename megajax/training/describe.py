@@ -102,7 +102,7 @@ def _step_memory(program: Program) -> str:
     parts = {
         "stored activations": plan.kept,
         "factors": plan.factors,
-        "p2p transfers": plan.hand_overs,
+        "p2p transfers": plan.p2p_transfers,
         "temporaries (estimate)": plan.temporaries,
     }
     return f"memory: {plan.total / 2**20:,.1f} MiB per device planned, state and batch included ({_mebibytes(parts)})"

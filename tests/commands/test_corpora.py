@@ -10,14 +10,14 @@ import pytest
 from mistakes import train_mistake
 from processes import Commands, Run
 from results import assert_close_losses, curve, records
-from tiny import full
 
 from megajax.data.tokenizers import load_tokenizer
 
 TWO_STEPS = ("--train.steps", 2)
 
 
-@pytest.mark.parametrize("named", [False, full(True)])
+@pytest.mark.full
+@pytest.mark.parametrize("named", [False, True])
 def test_folders_and_jsonl(commands: Commands, corpus: Path, named: bool, tmp_path: Path) -> None:
     """Latin-1 is skipped and counted; the same documents in the same order as JSONL give the same losses."""
     documents = corpus.read_text().split("\n\n")
@@ -81,6 +81,7 @@ def flags(halves: list[Path], weights: tuple[float, float] = (0.25, 0.75)) -> tu
     return "--data.sources", f"[{', '.join(entries)}]", "--data.validation", named, "--tokenizer.path", tokenizer
 
 
+@pytest.mark.full
 def test_a_blend_on_two_meshes_and_resumed(commands: Commands, halves: list[Path], tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     done = commands.train(one, *flags(halves), *FOUR_STEPS)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from finetuning import Finetuning, assert_same_figures
 from mistakes import one_line
-from tiny import full
 
 
-@pytest.mark.parametrize("task", [*map(full, ["mnli", "qqp", "squad1", "race"]), "squad2"])
+@pytest.mark.full
+@pytest.mark.parametrize("task", ["mnli", "qqp", "squad1", "race", "squad2"])
 def test_of_a_run_with_itself(tuning: Finetuning, task: str, tmp_path: Path) -> None:
     """Gives the run's figures and answers, exactly."""
     run, data = tuning.run(task), ("--data", tuning.file(task, "dev"))
@@ -21,7 +21,8 @@ def test_of_a_run_with_itself(tuning: Finetuning, task: str, tmp_path: Path) -> 
     assert tuning.predictions(task, tmp_path / "three", run, run, run) == tuning.predictions(task, tmp_path / "1", run)
 
 
-@pytest.mark.parametrize("task", ["mnli", full("squad2"), full("race")])
+@pytest.mark.full
+@pytest.mark.parametrize("task", ["mnli", "squad2", "race"])
 def test_the_order_of_runs_does_not_matter(tuning: Finetuning, task: str, tmp_path: Path) -> None:
     """Also where every run has a tokenizer of its own, of pairs and exams."""
     other, run = tmp_path / "other", tuning.run(task)

@@ -74,6 +74,7 @@ def test_wikitext(commands: Commands, straight: Run, tmp_path: Path) -> None:
     assert result["loss"] * result["T_o"] == pytest.approx(subwords["loss"] * subwords["tokens"], rel=0.02)
 
 
+@pytest.mark.full
 def test_lambada_while_a_run_trains(commands: Commands, begun: Path, corpus: Path, tmp_path: Path) -> None:
     """By `--evaluate`, on two devices of a pipe: the figures of `megajax eval`, in metrics.jsonl and on a line."""
     words, file = corpus.read_text(encoding="utf-8").split(), tmp_path / "lambada.jsonl"

@@ -45,7 +45,8 @@ def test_groups_are_counted_apart(tuning: Finetuning, tmp_path: Path) -> None:
 MESH_202 = ("--mesh.data", 2, "--mesh.tensor", 2, "--simulate-devices", 4)
 
 
-@pytest.mark.parametrize("task", ["squad2", full("mnli"), full("race")])
+@pytest.mark.full
+@pytest.mark.parametrize("task", ["squad2", "mnli", "race"])
 def test_a_mesh_changes_nothing(tuning: Finetuning, task: str, tmp_path: Path) -> None:
     """The first losses on four devices with dropout are those of one, from the files on; so are the figures."""
     other, whole = tmp_path / "run", tuning.run(task)

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 from processes import Commands, Run
 from results import assert_close_losses, assert_same_checkpoint, curve, training, validation
-from tiny import full
 
 TWO = ("--mesh.pipe", 2, "--simulate-devices", 2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("precision", "flags"),
     [
         ("bf16", "--pipeline.schedule gpipe --train.remat layer"),
-        full("fp64", "--model.dropout 0 --model.scan-layers false"),
+        ("fp64", "--model.dropout 0 --model.scan-layers false"),
     ],
 )
 def test_precisions_and_forms(commands: Commands, straight: Run, precision: str, flags: str, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_json(capsys) -> None:
 
 def test_a_pipe(capsys) -> None:
     found = json.loads(planned(capsys, f"{STEP} --mesh.pipe 4 --mesh.data 2 --no-compile --json").splitlines()[-1])
-    assert found["compiled"] is None and 0 < found["bubble"] < 1 and found["memory"]["hand_overs"] > 0
+    assert found["compiled"] is None and 0 < found["bubble"] < 1 and found["memory"]["p2p_transfers"] > 0
     assert {each["kind"] for each in found["communication"]} >= {"all-reduce", "permute", "reduce-scatter"}
 
 

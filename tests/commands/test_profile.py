@@ -9,7 +9,6 @@ import jax
 import pytest
 from processes import Commands, Run
 from results import curve
-from tiny import full
 
 from megajax.training import pipeline_timing
 
@@ -40,11 +39,12 @@ def test_a_trace_of_two_steps(commands: Commands, straight: Run, tmp_path: Path)
     assert [*(tmp_path / "profile" / "plugins" / "profile").iterdir()] == [session]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "flags",
     [
         "--pipeline.schedule interleaved --pipeline.chunks 2 --model.num-layers 4 --train.remat layer",
-        full("--pipeline.vocabulary split --train.remat stage --pipeline.weight-gradients deferred"),
+        "--pipeline.vocabulary split --train.remat stage --pipeline.weight-gradients deferred",
     ],
 )
 def test_stages(commands: Commands, flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

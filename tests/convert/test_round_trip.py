@@ -41,9 +41,9 @@ NAMES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfl
 @pytest.mark.parametrize(
     ("kind", "dtype", "settings"),
     [
-        ("gpt2", "float32", {}),
+        full("gpt2", "float32", {}),
         ("gpt2", "float16", {}),
-        ("bert", "float32", {}),
+        full("bert", "float32", {}),
         ("megatron-bert", "float32", {}),
         ("llama", "bfloat16", {}),
         full("gpt2", "bfloat16", {}),
@@ -98,7 +98,7 @@ def test_import_then_export(kind: str, dtype: str, settings: dict[str, Any], tmp
     ("kind", "task", "names", "words"),
     [
         ("gpt2", "pretraining", [], {"precision": "bf16", "num_heads": 4, "tokenizer": "bpe"}),
-        ("bert", "pretraining", [], {}),
+        full("bert", "pretraining", [], {}),
         ("megatron-bert", "mnli", ["entailment", "neutral", "contradiction"], {}),
         full("bert", "qqp", ["0", "1"], {}),
         full("bert", "squad2", ["LABEL_0", "LABEL_1"], {}),
@@ -202,6 +202,7 @@ def test_several_files(tmp_path: Path) -> None:
             open_source(folder)
 
 
+@pytest.mark.full
 def test_without_the_order_head(tmp_path: Path) -> None:
     """It and the pooler are what a run with this seed begins with, all else is what is there."""
     left_out = ("bert.pooler", "cls.seq_relationship")

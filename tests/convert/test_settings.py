@@ -27,7 +27,7 @@ from hugging_face import (
     refusal,
     write_model,
 )
-from tiny import full, tiny_config, tiny_program
+from tiny import tiny_config, tiny_program
 
 from megajax.convert.families import exchange_for
 from megajax.convert.importing import import_hf, open_source
@@ -248,12 +248,10 @@ def test_names_of_classes(tmp_path: Path) -> None:
 _OUTPUT = ["head.output.bias", "head.output.weight"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("task", "fresh"),
-    [
-        ("qqp", _OUTPUT),
-        *(full(*row) for row in (("mnli", []), ("race", _OUTPUT), ("squad1", _OUTPUT))),
-    ],
+    [("qqp", _OUTPUT), ("mnli", []), ("race", _OUTPUT), ("squad1", _OUTPUT)],
 )
 def test_a_run_begins_with_an_imported_one(task: str, fresh: list[str], tmp_path: Path) -> None:
     """It has all weights where the answers are the same ones; where they are not, those but the outputs."""

@@ -211,6 +211,7 @@ def test_large_corpus_trains_the_tokenizer_on_a_part(source, tmp_path, monkeypat
     assert set(np.diff(numbers)) <= {4, 5}  # about a quarter, at even distances
 
 
+@pytest.mark.full
 def test_tinyshakespeare_with_gpt2(test_data, tmp_path):
     path = test_data / "tinyshakespeare" / "input.txt"
     corpus = make_corpus(str(path), str(test_data / "gpt2-bpe"), 50257, tmp_path)

@@ -235,8 +235,9 @@ def test_statistics_of_made_up_text(tmp_path, monkeypatch):
     assert 0.08 < check_statistics(samples, PIECES, 6_000, monkeypatch) < 0.13
 
 
-@pytest.mark.parametrize("length", [128, pytest.param(512, marks=pytest.mark.full)])
-@pytest.mark.parametrize("text", ["wikitext", pytest.param("novels", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("length", [128, 512])
+@pytest.mark.parametrize("text", ["wikitext", "novels"])
 def test_statistics_of_real_text(test_data, tmp_path, monkeypatch, text, length):
     """10,000 samples, several epochs, with BERT's own vocabulary."""
     path = test_data / "wikitext-103" / "wiki.test.tokens"

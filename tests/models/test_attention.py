@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.sharding import PartitionSpec as P
+from tiny import full
 
 from megajax.backend import BLOCKS, CPU, GPU, Backend
 from megajax.mesh import make_mesh
@@ -130,7 +131,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+OFTEN = ("1 tokens", "600 tokens", "1 heads at once", "documents in several blocks", "documents, the form for GPUs")
+OFTEN += ("padding", "window", "2 heads of keys", "2 heads of keys on GPUs")
+
+
+@pytest.mark.parametrize("case", [case if case in OFTEN else full(case) for case in CASES])
 def test_it_is_dense_attention(case):
     """Output and gradients, for lengths around the size of a block, heads split over devices or done some at a time,
     probabilities dropped by one mask over global sample, head, query and key; the gradients of keys for several heads
@@ -225,7 +230,7 @@ def test_a_mask_is_every_limit_at_once(limit):
     np.testing.assert_array_equal(np.broadcast_to(found, expected[..., first:last].shape), expected[..., first:last])
 
 
-@pytest.mark.parametrize("limit", ["padding", "documents", "causal window"])
+@pytest.mark.parametrize("limit", [full("padding"), "documents", full("causal window")])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_queries_may_stand_anywhere(limit, dynamic):
     """Two devices, each with two pieces of the queries and all keys, in another order than the sequence's: together

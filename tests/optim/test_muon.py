@@ -117,7 +117,7 @@ ROWS = [  # mesh, model, what else
     full((1, 1, 1), "llama", {}),
     ((2, 2, 2), "llama", {"schedule": "interleaved", "chunks": 2}),
     full((1, 2, 2, 2), "gpt2", {"zero": 0}),
-    ((1, 1, 4), "qwen3", {}),
+    full((1, 1, 4), "qwen3", {}),
     ((2, 1, 2), "gpt2", {"num_layers": 2}),  # a device's share is that of one weight (see `_Deal._exchanged`)
     full((8, 1, 1), "gpt2", {}),
     full((3, 1, 2), "gpt2", {}),

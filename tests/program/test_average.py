@@ -112,6 +112,7 @@ def test_it_is_stored_and_read_on_any_mesh(
     assert_same(without.layout.canonical_weights(params), canonical.params)
 
 
+@pytest.mark.full
 def test_it_begins_and_ends_where_a_run_goes_on(tmp_path: Path) -> None:
     options = {"num_layers": 3, **LLAMA}
     without, made = program((1, 2, 1), ema=0.0, **options), program((2, 1, 1), **options)

@@ -162,7 +162,7 @@ def test_words_of_targets() -> None:
 @pytest.mark.parametrize(
     ("capacity", "mesh", "options"),
     [
-        (1.25, (1, 2, 2), {"expert": 2, "zero": 3, "remat": "selective", "num_layers": 2}),
+        full(1.25, (1, 2, 2), {"expert": 2, "zero": 3, "remat": "selective", "num_layers": 2}),
         full(0.0, (1, 2, 2), {"expert": 2, "zero": 1, "remat": "layer", "num_layers": 2}),
         full(1.0, (2, 1, 2), {"expert": 2, "zero": 1, "sequence_parallel": True}),
         full(0.0, (1, 1, 2, 1), {"expert": 4, "zero": 3}),

@@ -31,6 +31,7 @@ print(jax.jit(jax.grad(loss, (0, 1)))(jnp.ones((8, 8)) / 3, jnp.ones((8, 8)) / 7
 """
 
 
+@pytest.mark.full
 def test_a_second_start_compiles_nothing_and_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a killed process left half-written is removed."""
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")

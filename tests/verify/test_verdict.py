@@ -279,6 +279,7 @@ def step_recorded(mesh: tuple[int, int, int], **options) -> Recording:
     return recording
 
 
+@pytest.mark.full
 def test_every_site_of_a_step_on_two_meshes() -> None:
     """All are told, of every row, and a mesh changes none."""
     alone, split = step_recorded((1, 1, 1)), step_recorded((1, 1, 2), sequence_parallel=True, remat="layer")
