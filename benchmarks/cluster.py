@@ -6,10 +6,10 @@
 DIR are texts, or python-stdlib: of their documents a corpus of so many megabytes is made, in which two of ten documents
 are near copies and one is an exact copy of an earlier one, four fifths as `.jsonl` and the rest as `.jsonl.zst`. The
 scheduler and the workers are processes on this machine, reachable only by 127.0.0.1, each worker with one thread.
-`compare` alternates (processes, a cluster that is ready, processes, ...) and prints the wall time, the CPU seconds of
-all processes, of the first one and of other programs, and the peak memory of each kind of process. `chaos` kills at
-random moments, restarts what it killed, repeats the command if it ended with a line that says that it can be resumed,
-and compares all bytes.
+`compare` takes turns (processes, a cluster that is ready, a cluster, processes, ...) and prints the wall time, the CPU
+seconds of all processes, of the first one and of other programs, and the peak memory of each kind of process. `chaos`
+kills at random moments, restarts what it killed, repeats the command if it ended with a line that says that it can be
+resumed, and compares all bytes.
 """
 
 import argparse
@@ -192,8 +192,8 @@ def compare(given: argparse.Namespace, folder: Path) -> Iterator[dict[str, objec
         inputs = make_corpus(folder, given.text, size * 1_000_000)
         for workers in given.workers:
             found: dict[bool, list[dict[str, float]]] = {False: [], True: []}
-            for _ in range(given.pairs):
-                for on_cluster in False, True:
+            for pair in range(given.pairs):
+                for on_cluster in (False, True) if pair % 2 == 0 else (True, False):
                     prefix = folder / f"out-{on_cluster}"
                     found[on_cluster].append(measured(inputs, prefix, given.tokenizer, workers, on_cluster))
                 same = content(folder / "out-False") == content(folder / "out-True")
