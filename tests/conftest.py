@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the tests marked `gpu` are run with JAX_PLATFORMS=cuda,cpu
-os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # no Python frames in programs: 5% of the time
 
 import hypothesis
 import jax

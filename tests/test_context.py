@@ -181,9 +181,13 @@ def test_scores(model, tokens, window):
         np.testing.assert_array_equal(found[1][name_][1], hit)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("way", ["gather", "heads"])
-@pytest.mark.parametrize("model", ["gpt2", "bert-pre"])
+ENDS = [
+    ("gpt2", "gather"),
+    *(full(*case) for case in [("gpt2", "heads"), ("bert-pre", "gather"), ("bert-pre", "heads")]),
+]
+
+
+@pytest.mark.parametrize(("model", "way"), ENDS)
 def test_documents_at_the_ends_of_pieces_and_padding_alone(model, way):
     """Documents that end before, at and after the end of a device's piece; and a device that has padding only."""
     found = []
