@@ -51,10 +51,10 @@ def flat(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_gradients_and_update_are_those_of_a_plain_computation() -> None:
-    """On a mesh. Merged weights trained whole on one device give the loss and every weight's gradient, numpy
-    the rest: of A and B by the chain rule, their norm, the clipping, AdamW with decay; frozen weights stay as they
-    are."""
-    config = config_of((2, 1, 2), microbatch=2)
+    """On a mesh whose devices share heads of keys. Merged weights trained whole on one device give the loss and every
+    weight's gradient, numpy the rest: of A and B by the chain rule, their norm, the clipping, AdamW with decay; frozen
+    weights stay as they are."""
+    config = config_of((2, 1, 4), microbatch=2, num_kv_heads=2)
     canonical = drawn_state(tiny_program(config))
     weights = named_leaves(canonical.params)
     adapters = {name.removeprefix("lora/"): leaf for name, leaf in weights.items() if name.startswith("lora/")}
@@ -65,7 +65,7 @@ def test_gradients_and_update_are_those_of_a_plain_computation() -> None:
         a, b = flat(adapters[f"{name}/a"], adapters[f"{name}/b"])
         weight = weights[f"{name}/weight"]
         merged[f"{name}/weight"] = weight + (ALPHA / RANK * a @ b).reshape(weight.shape)
-    plain = dataclasses.replace(config_of(), lora=LoraConfig())
+    plain = dataclasses.replace(config_of(num_kv_heads=2), lora=LoraConfig())
     whole = drawn_state(tiny_program(plain))
     params = jax.tree_util.tree_map_with_path(
         lambda path, leaf: merged["/".join(key.key for key in path)].astype(leaf.dtype), whole.params
