@@ -23,7 +23,7 @@ GROUPS = 2  # warpgroups, which share the loaded blocks
 STAGES = 2  # buffers for blocks: one is filled while another is multiplied
 LAYOUT = plgpu.Layout.WGMMA
 BY_ROW = LAYOUT.reduce(1)
-_WHOLE: tuple[Any, ...] = () if jax.__version_info__ >= (0, 12) else ((),)  # an index that older versions need
+_WHOLE: tuple[Any, ...] = () if jax.__version_info__ >= (0, 11, 2) else ((),)  # an index that older versions need
 LOG2_E = math.log2(math.e)
 
 
