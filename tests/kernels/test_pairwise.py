@@ -15,7 +15,11 @@ from megajax.models import fused_attention
 from megajax.parallel.random import Dropout
 from megajax.private import interpreted_kernels
 
-pytestmark = pytest.mark.skipif(not fused_attention.available(), reason="its JAX has no such kernels, which 0.11 has")
+# The last phase of a barrier that says a buffer is empty is left alone: nothing is loaded any more.
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < (0, 12),
+    reason="JAX 0.10 has no such kernels, and 0.11's interpreter wants every phase of a barrier waited for",
+)
 
 # Either everything, in blocks that are seen fully; or all other limits, of as many queries each.
 MIXED = "everything", "keys before, two pieces, causal, padding, documents, window, documents in a window"
