@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import io
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -55,7 +54,6 @@ def call(script: str, *arguments: object) -> tuple[int, str, str]:
 
     with (
         process_of_its_own(),
-        mock.patch.object(sys, "argv", [script, *map(str, arguments)]),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         mock.patch.object(os, "_exit", leave),

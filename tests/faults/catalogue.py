@@ -1,8 +1,8 @@
 """The faults: for each class of mistake in parallel training those that a review would miss most easily.
 
 Default tests find them all: those of types and communication are tried by default (`test_faults.py`), those that
-`verify` names fail a default row of a grid (`test_parity.py`, `test_context.py`, `test_experts.py`, …; seen once for
-each), and the others name their tests.
+`verify` names fail default tests, mostly a row of a grid (`test_parity.py`, `test_context.py`, `test_experts.py`, …;
+seen once for each), and the others name their tests.
 """
 
 from fault import Caught, Fault
