@@ -1,9 +1,11 @@
-"""All names of JAX that we use although they are not public, each with the public alternative that we hope for."""
+"""All names of JAX that we use although they are not public, each with the public alternative that we hope for; and
+what differs between the versions of JAX that we support."""
 
 import contextlib
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 # The prefix of cuDNN's attention operations in a jaxpr; selective recomputation saves their results. Hoped for:
 # `checkpoint_name` on the statistics in `jax.nn.dot_product_attention`, which its forward pass does not return.
@@ -38,6 +40,27 @@ def imagined_cudnn(version: int, capability: float) -> Iterator[None]:
     finally:
         for name, function in before.items():
             setattr(attention, name, function)
+
+
+def has_gpu_kernels() -> bool:
+    """Whether Pallas has what our kernels for GPUs need."""
+    return _version() >= (0, 11)
+
+
+def has_fusion_emitters() -> bool:
+    """Whether XLA has the flag `xla_cpu_use_fusion_emitters`."""
+    return _version() < (0, 11)
+
+
+def whole_reference() -> tuple[Any, ...]:
+    """The indices with which a kernel loads all of a reference: none, which 0.11.0 and 0.11.1 do not take."""
+    return () if _version() >= (0, 11, 2) else ((),)
+
+
+def _version() -> tuple[int, ...]:
+    import jax  # here, since who only asks for other things need not wait for it
+
+    return jax.__version_info__
 
 
 def kernels_are_interpreted() -> bool:

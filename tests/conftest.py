@@ -12,6 +12,7 @@ import hypothesis
 import jax
 import pytest
 
+from megajax.private import has_fusion_emitters
 from megajax.settings.launch import avoid_known_faults, give_back_freed_memory
 
 # Eight devices share a few cores here, so a collective may wait long for its slowest member: late is not dead.
@@ -24,7 +25,7 @@ XLA_FLAGS = [
 if os.environ["JAX_PLATFORMS"] == "cpu":
     XLA_FLAGS += ["--xla_backend_optimization_level=0"]
     XLA_FLAGS += ["--xla_cpu_parallel_codegen_split_count=1"]  # no threads to compile with: the workers keep all cores
-    XLA_FLAGS += ["--xla_cpu_use_fusion_emitters=false"] if jax.__version_info__ < (0, 11) else []
+    XLA_FLAGS += ["--xla_cpu_use_fusion_emitters=false"] if has_fusion_emitters() else []
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *XLA_FLAGS])
 
 avoid_known_faults()  # an import of JAX does not read the flags yet

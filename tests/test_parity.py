@@ -14,6 +14,7 @@ from tiny import full, tiny_config, tiny_program
 from megajax import verify
 from megajax.pipeline import executor, stages
 from megajax.pipeline.schedule import SCHEDULES, ScheduleKind, Ticks
+from megajax.private import has_fusion_emitters
 from megajax.program.state import TrainState
 from megajax.verify import Comparison, Trace, compare
 from megajax.verify.run import drawn_state
@@ -135,7 +136,7 @@ def reset_reference() -> Trace:
 def test_as_users_compile(options, monkeypatch):
     """The tests take the machine code that is soonest there (conftest.py): here, once, with XLA's defaults."""
     expected, flags = first(2, reference(9, 101)), {"xla_backend_optimization_level": 3}
-    flags |= {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
+    flags |= {"xla_cpu_use_fusion_emitters": True} if has_fusion_emitters() else {}
     compiled = jax.stages.Lowered.compile
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered, _: compiled(lowered, flags))
     size = {"num_layers": 9, "global_batch": ROWS, "microbatch": 4}

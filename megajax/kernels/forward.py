@@ -55,6 +55,7 @@ def forward(q_BTHK: Array, k_BSNK: Array, v_BSNK: Array, rows: list[Array], form
 
         start = tiles.zeros(ROWS, size), tiles.row_values(LOWEST), tiles.row_values(0)
         out, highest_R, total_R = tiles.over_blocks(queries.turns, step, start)
+        ring.drain(queries.turns.count)
         total_R = jnp.maximum(total_R, 1e-30)  # of a query that sees nothing
         sums_s[worker] = highest_R + jnp.log2(total_R)
         q_s[worker] = (out * wide(1 / ((1 - form.rate) * total_R), size)).astype(dtype)

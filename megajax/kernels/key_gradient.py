@@ -88,6 +88,7 @@ def key_gradients(
             return dk, dv
 
         dk, dv = tiles.over_blocks(turns, step, (tiles.zeros(ROWS, width), tiles.zeros(ROWS, width)))
+        ring.drain(turns.count)
         plgpu.barrier_arrive(finished)  # keys and values are no longer read
         plgpu.barrier_wait(finished)
         k_s[worker] = (dk * scale).astype(dtype)

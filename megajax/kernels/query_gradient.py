@@ -48,6 +48,7 @@ def query_gradient(
             return dq
 
         dq = tiles.over_blocks(queries.turns, step, tiles.zeros(ROWS, size))
+        ring.drain(queries.turns.count)
         q_s[worker] = (dq * scale).astype(dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q_s.at[worker], dq_g.at[queries.own])

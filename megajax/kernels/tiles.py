@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -17,13 +16,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from megajax.kernels.spans import Turns
 from megajax.parallel.random import RandomBits
+from megajax.private import whole_reference
 
 ROWS = 64  # of each warpgroup's products
 GROUPS = 2  # warpgroups, which share the loaded blocks
 STAGES = 2  # buffers for blocks: one is filled while another is multiplied
 LAYOUT = plgpu.Layout.WGMMA
 BY_ROW = LAYOUT.reduce(1)
-_WHOLE: tuple[Any, ...] = () if jax.__version_info__ >= (0, 11, 2) else ((),)  # an index that older versions need
 LOG2_E = math.log2(math.e)
 
 
@@ -96,7 +95,7 @@ def row_values(value: float) -> Array:
 
 def of_rows(values_R: Any) -> Array:
     """Load a value per row from shared memory."""
-    return plgpu.load(values_R, *_WHOLE, layout=BY_ROW, optimized=False)
+    return plgpu.load(values_R, *whole_reference(), layout=BY_ROW, optimized=False)
 
 
 def wide(values_R: Array, columns: int) -> Array:
@@ -208,6 +207,14 @@ class Ring(NamedTuple):
     def done(self, slot: Array) -> None:
         """This warpgroup no longer needs the buffer."""
         plgpu.barrier_arrive(self.emptied.at[slot])
+
+    def drain(self, count: Array) -> None:
+        """After `count` turns, wait until all buffers are empty, so that no phase of a barrier is left open."""
+        for slot in range(STAGES):
+
+            @pl.when((lax.axis_index("worker") == 0) & (count > slot))
+            def _(slot: int = slot) -> None:
+                plgpu.barrier_wait(self.emptied.at[slot])
 
 
 def over_blocks(turns: Turns, step: Callable[..., Any], carry: Any) -> Any:

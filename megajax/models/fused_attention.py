@@ -17,6 +17,7 @@ from megajax.models.attention_mask import AttentionMask, Places
 from megajax.models.attention_setting import Setting
 from megajax.parallel.collectives import vary, varying_axes
 from megajax.parallel.random import Dropout
+from megajax.private import has_gpu_kernels
 
 HEAD_SIZES = (64, 96, 128, 256)
 
@@ -31,15 +32,10 @@ class Exchange(NamedTuple):
 OWN = Exchange()
 
 
-def available() -> bool:
-    """Whether this JAX has what the kernels need; imports nothing."""
-    return jax.__version_info__ >= (0, 11)
-
-
 def can(q_BTHK: Array, setting: Setting) -> bool:
     """Whether the kernels can compute this on a Hopper GPU, by types and static values alone."""
     half = jnp.dtype(q_BTHK.dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
-    return available() and half and q_BTHK.shape[-1] in HEAD_SIZES and setting.places.keys.count == 1
+    return has_gpu_kernels() and half and q_BTHK.shape[-1] in HEAD_SIZES and setting.places.keys.count == 1
 
 
 @jax.named_scope("fused_attention")

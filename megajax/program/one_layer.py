@@ -25,11 +25,11 @@ from megajax.models.attention_mask import FROM_START, Pieces, Places
 from megajax.models.attention_setting import Setting
 from megajax.models.context_attention import copies
 from megajax.models.family import CutModel
-from megajax.models.fused_attention import available
 from megajax.parallel.boundary import F_AND_G
 from megajax.parallel.collectives import TENSOR
 from megajax.parallel.products import product
 from megajax.parallel.random import Dropout
+from megajax.private import has_gpu_kernels
 from megajax.program.measured import Compute, Question
 from megajax.program.program import Program
 
@@ -211,5 +211,6 @@ def cannot_attend(program: Program, *, training: bool = True) -> tuple[str, str]
     has += ["--data.reset-attention"] if config.data.reset_attention else []
     has += [f"--model.sliding-window {config.model.sliding_window}"] if config.model.sliding_window else []
     has += [f"--mesh.context {config.mesh.context}"] if config.mesh.context > 1 else []
-    old = f" with JAX {jax.__version__}, which has no such kernels" if asked == "kernel" and not available() else ""
+    too_old = asked == "kernel" and not has_gpu_kernels()
+    old = f" with JAX {jax.__version__}, which has no such kernels" if too_old else ""
     return f"--model.attention {asked} cannot do {', '.join(has)}{old}", ", ".join(["auto", *able])

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from megajax.config import Config
 from megajax.errors import RunError, UserError
 from megajax.precision import E4M3, OPERAND_DTYPE
+from megajax.private import has_fusion_emitters
 from megajax.program.communication import Collective, collectives_of
 from megajax.program.program import Program
 from megajax.program.state import TrainState
@@ -30,7 +31,7 @@ _PACKAGE = Path(__file__).parents[1]
 QUICK: dict[str, Any] = {  # compile fast instead of well, and use few cores
     "xla_backend_optimization_level": 0,
     "xla_cpu_parallel_codegen_split_count": 1,
-    **({"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}),
+    **({"xla_cpu_use_fusion_emitters": False} if has_fusion_emitters() else {}),
 }
 
 

@@ -24,9 +24,9 @@ from megajax.models.blocked_attention import OWN_KEYS
 from megajax.models.context_attention import attend_to_others
 from megajax.parallel.boundary import RegionBoundary
 from megajax.parallel.random import Dropout
-from megajax.private import interpreted_kernels
+from megajax.private import has_gpu_kernels, interpreted_kernels
 
-pytestmark = pytest.mark.skipif(not fused_attention.available(), reason="its JAX has no such kernels, which 0.11 has")
+pytestmark = pytest.mark.skipif(not has_gpu_kernels(), reason="its JAX has no such kernels, which 0.11 has")
 
 SPLIT = P(None, None, "tensor")  # by heads
 LENGTH, BATCH, HEADS, WINDOW = 128, 1, 2, 40

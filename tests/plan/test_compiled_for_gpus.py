@@ -3,9 +3,9 @@
 import pytest
 from tiny import LLAMA, tiny_config
 
-from megajax.models import fused_attention
 from megajax.plan import h200
 from megajax.plan.compiled import for_h200s
+from megajax.private import has_gpu_kernels
 
 pytestmark = [
     pytest.mark.full,
@@ -27,7 +27,7 @@ STEPS = {
 @pytest.mark.parametrize("name", STEPS)
 def test_attention_of_a_compiled_step(name: str) -> None:
     called, options = STEPS[name]
-    if called == KERNEL and not fused_attention.available():
+    if called == KERNEL and not has_gpu_kernels():
         pytest.skip("its JAX has no such kernels, which 0.11 has")
     program = for_h200s(tiny_config(**SHAPE | options)).as_text()
     assert [each for each in (CUDNN, KERNEL) if each in program] == ([called] if called else [])

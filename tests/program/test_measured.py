@@ -12,6 +12,7 @@ from tiny import QWEN3, full, tiny_config, tiny_program, user_error
 
 from megajax.backend import BLOCKS, CANDIDATES, CPU, GPU
 from megajax.models import attend
+from megajax.private import has_gpu_kernels
 from megajax.program import measured
 from megajax.program.measured import LIMIT, Question, answer
 from megajax.program.one_layer import OneLayer, check_attention
@@ -137,7 +138,7 @@ def test_what_can_be_asked_for():
         config = tiny_config(precision="bf16", head_size=64, num_heads=2, attention=asked, **options)
         return user_error(check_attention, Program(config, tiny_program(config).mesh, backend))
 
-    able = attend.fused_attention.available()
+    able = has_gpu_kernels()
     kernel = ", kernel" if able else ""
     assert problem("cudnn", dropout=0.1) == (
         "--model.attention cudnn cannot do --precision bf16, --model.head-size 64, --model.dropout 0.1; valid: auto"
