@@ -1,5 +1,9 @@
-"""Which attention a step takes, seen in its program compiled for an H200 without one."""
+"""Which attention a step takes, and which products are of float8 numbers, seen in its program compiled for an H200
+without one."""
 
+import re
+
+import jax
 import pytest
 from tiny import LLAMA, tiny_config
 
@@ -33,3 +37,17 @@ def test_attention_of_a_compiled_step(name: str) -> None:
     assert [each for each in (CUDNN, KERNEL) if each in program] == ([called] if called else [])
     if called == CUDNN:
         assert '"sliding_window_length":100' in program.replace(" ", "")
+
+
+def test_float8_products_of_a_compiled_step(monkeypatch) -> None:
+    """In the layers' loop 4 forward, since XLA merges small ones (query, key and value; gate and up), and 7 for input
+    gradients. No operand is dequantised."""
+    compiled = jax.stages.Lowered.compile
+    without_triton = {"xla_gpu_enable_triton_gemm": False}  # its products would be kernels without a name
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered: compiled(lowered, without_triton))
+    config = tiny_config(mesh=(1, 1, 2), sequence_parallel=True, precision="fp8", dropout=0.0, num_layers=2, **SHAPE)
+    program = for_h200s(config).as_text()
+    products = [line for line in program.splitlines() if '"__cublas$lt$matmul$f8"' in line]
+    backward = ["transpose(jvp" in line for line in products]
+    assert (backward.count(False), backward.count(True)) == (4, 7)
+    assert not re.search(r"= (bf16|f32)\S* convert\(f8e4m3fn", program)
