@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megajax import load_preset
 from megajax.runs.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,7 +31,8 @@ def main() -> None:
     args, flags = parser.parse_known_args()
     corpus = args.output.resolve() / "corpus"
     if not corpus.with_suffix(".idx").exists():
-        call("-m", "megajax", "prepare", "python-stdlib", "--output", corpus, "--vocab-size", 2048)
+        size = load_preset(args.preset).model.vocab_size
+        call("-m", "megajax", "prepare", "python-stdlib", "--output", corpus, "--vocab-size", size)
 
     def curve(name: str, rate: float, seed: int) -> Curve:
         folder = args.output.resolve() / f"{name}-{rate:g}-{seed}"

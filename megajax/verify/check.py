@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -160,7 +161,8 @@ def widened(reference: MeshRun, alone: MeshRun, usual: Limits | None = None) -> 
     """Limits for half precision if rounding alone, on one device, comes close to the usual ones: twice that rounding
     error, and at most ten times the usual limits."""
     usual = usual or LIMITS[alone.config.precision]
-    rounding = [finding.figure for finding in compare_runs(reference, alone, usual)][:3]
+    no_limits = Limits(math.inf, math.inf, math.inf)  # else the first step beyond one counts, not the worst
+    rounding = [finding.figure for finding in compare_runs(reference, alone, no_limits)][:3]
     pairs = zip(dataclasses.astuple(usual), rounding, strict=True)
     return Limits(*(max(limit, min(2 * figure, 10 * limit)) for limit, figure in pairs))
 

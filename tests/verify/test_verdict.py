@@ -95,9 +95,25 @@ def test_limits_are_those_of_rounding() -> None:
 @pytest.mark.parametrize(("error", "limit"), [(1e-3, 4e-2), (3e-2, 6e-2), (5e-2, 10e-2), (0.1, 0.2), (math.nan, 0.4)])
 def test_rounding_of_one_device_widens_limits_of_half_precision(error: float, limit: float) -> None:
     config = config_of("bf16")
-    alone = with_gradient(0, "blocks/mlp/up/weight", lambda grad: grad * (1 + error))(made_up(config))
+    alone = with_gradient(0, "blocks/mlp/up/weight", lambda grad: grad * (1 + error / 2))(made_up(config))
+    alone = with_gradient(1, "blocks/mlp/up/weight", lambda grad: grad * (1 + error))(alone)
     found = widened(made_up(one_device(config)), alone)
     assert found.gradient == pytest.approx(limit) and (found.loss, found.weight) == (2e-4, 4e-2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "passes"), [(0, 0.05, False), (1, 0.2, True), (1, 0.3, False), (9, 0.5, False)]
+)
+def test_a_token_whose_expert_changes_widens_the_limit_of_its_step(changed: int, error: float, passes: bool) -> None:
+    """By 2 (2/144)^0.5 = 0.236 for one of 144 tokens, and at most to ten times the usual limit."""
+    config, loads = config_of("bf16"), [{"expert_load": np.full((LAYERS, 4), 9)} for _ in range(STEPS + 1)]
+    alone = dataclasses.replace(made_up(one_device(config)), counts=loads)
+    other = with_gradient(1, "blocks/mlp/up/weight", lambda grad: grad * (1 + error))(made_up(config))
+    moved = loads[1]["expert_load"] + np.array([[changed, -changed, 0, 0], *[[0] * 4] * 3])
+    for step in range(STEPS):
+        counts = [{"expert_load": moved} if number == step else each for number, each in enumerate(loads)]
+        found = Verdict(tuple(all_checks(alone, dataclasses.replace(other, counts=counts))))
+        assert found.passed == (passes and step == 1)
 
 
 def metric(name: str, value: float, step: int = 1) -> Callable[[MeshRun], MeshRun]:
