@@ -114,6 +114,8 @@ def draw(file: Path, figures: dict[str, Any]) -> None:
                     own.plot(steps, run[name], color=COLOURS[precision], lw=1, alpha=0.8, label=label)
             own.grid(alpha=0.3)
             own.set_yscale("log")
+            own.yaxis.set_major_formatter("{x:g}")
+            own.yaxis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:e}"[0] in "23456" else "")
         axes[0, column].set_title(preset)
         axes[1, column].set_xlabel("step")
     axes[0, 0].set_ylabel("loss (nats)")
