@@ -19,7 +19,7 @@ SHELL = [*SCRIPTS, PREPARE, *sorted((ROOT / "benchmarks").glob("*.sh"))]
 PROGRAMS = {
     # A run that says that it runs, and on SIGTERM writes its checkpoint, for a moment, before it ends.
     "srun": """
-while [[ $1 == -* ]]; do shift; done
+while [[ $1 == -* ]]; do echo "$1" >>flags; shift; done
 echo "$@" >ran
 if [[ -f code ]]; then exit "$(<code)"; fi
 trap 'sleep 0.2; echo saved >saved; exit 143' TERM
@@ -44,7 +44,11 @@ def job(tmp_path: Path) -> Path:
 
 
 def _start(script: Path, job: Path) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"PATH": f"{job / 'programs'}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    environment = os.environ | {
+        "PATH": f"{job / 'programs'}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_CPUS_PER_TASK": "8",
+    }
     words = ["bash", str(script), "demo", "--data.path", "a corpus"]
     return subprocess.Popen(words, cwd=job, env=environment, stdout=subprocess.DEVNULL)
 
@@ -60,6 +64,7 @@ def test_time_limit(script: Path, job: Path) -> None:
     process.send_signal(signal.SIGUSR1)
     assert process.wait(20) == 143
     assert (job / "ran").read_text() == "megajax train demo --data.path a corpus\n"
+    assert "--cpus-per-task=8\n" in (job / "flags").read_text()
     assert (job / "cancelled").read_text() == "--signal=TERM 7\n"
     assert (job / "saved").exists() and (job / "requeued").read_text() == "requeue 7\n"
 
