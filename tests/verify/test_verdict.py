@@ -116,6 +116,20 @@ def test_a_token_whose_expert_changes_widens_the_limit_of_its_step(changed: int,
         assert found.passed == (passes and step == 1)
 
 
+def test_the_bias_of_experts_is_compared_where_their_loads_are_equal() -> None:
+    loads = [{"expert_load": np.full((LAYERS, 4), 9)} for _ in range(STEPS + 1)]
+    config, bias = config_of("bf16"), "blocks/mlp/router/bias"
+    alone, other = (dataclasses.replace(made_up(each), counts=loads) for each in (one_device(config), config))
+    alone, other = (
+        dataclasses.replace(run, weights=run.weights | {bias: np.full((LAYERS, 4), 0.03 + by)})
+        for run, by in ((alone, 0.0), (other, 0.01))
+    )
+    (failed,) = Verdict(tuple(all_checks(alone, other))).failed
+    assert failed.name == "bf16 weights after the last step" and bias in failed.where
+    moved = [*loads[:2], {"expert_load": loads[2]["expert_load"] + np.array([1, -1, 0, 0])}, loads[3]]
+    assert Verdict(tuple(all_checks(alone, dataclasses.replace(other, counts=moved)))).passed
+
+
 def metric(name: str, value: float, step: int = 1) -> Callable[[MeshRun], MeshRun]:
     def change(run: MeshRun) -> MeshRun:
         metrics = [dict(figures) for figures in run.metrics]
