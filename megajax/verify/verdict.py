@@ -81,11 +81,11 @@ def compare_runs(reference: MeshRun, other: MeshRun, limits: Limits | None = Non
     limits = limits or LIMITS[other.config.precision]
     yield _losses(f"{precision} losses", reference, other, limits.loss)
     yield _gradients(f"{precision} gradients", reference, other, limits.gradient)
-    weights = [dict(run.weights) for run in (reference, other)]
+    expected, actual = dict(reference.weights), dict(other.weights)
     if other.config.precision != "fp64" and any(map(_changed_experts, reference.counts, other.counts)):
-        for leaves in weights:
+        for leaves in (expected, actual):
             leaves.pop("/".join(ROUTER_BIAS), None)  # it steps by the sign of what a load is above the mean
-    yield _of_leaves(f"{precision} weights after the last step", *weights, limits.weight)
+    yield _of_leaves(f"{precision} weights after the last step", expected, actual, limits.weight)
     if other.config.precision == "fp64":
         yield _metrics(f"{precision} other metrics of the steps", reference, other, limits.loss)
         if any(reference.counts):
