@@ -1,4 +1,4 @@
-"""Find candidates for copies of earlier documents, over all shards, in bounded memory (paper §5.2).
+"""Find candidates for copies of earlier documents, over all shards, in bounded memory (paper §4.1).
 
 N documents over all shards, numbered in input order. First identical texts are dropped, then similar ones. A document
 is dropped only if the document it is similar to is kept, so every dropped document is similar to a kept one.

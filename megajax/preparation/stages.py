@@ -1,4 +1,4 @@
-"""The two stages that workers run on each shard: cleaning its documents, then analysing them (paper §5.2). Between the
+"""The two stages that workers run on each shard: cleaning its documents, then analysing them (paper §4.1). Between the
 two stages a tokenizer is trained, unless one is given.
 """
 
