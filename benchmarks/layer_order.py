@@ -2,9 +2,11 @@
 and MLP (b, "pre"), at two learning rates.
 
     python benchmarks/layer_order.py --output FOLDER [flags of train.py]
+    python benchmarks/layer_order.py --draw docs/layer-order.png
 
-trains both orders at every rate with every seed, one after the other, and writes results.json and layer-order.png. What
-is finished is not trained again, so it can be stopped and goes on.
+The first trains both orders at every rate with every seed, one after the other, and writes its figures to
+docs/benchmarks/layer-order.json. What is finished is not trained again, so it can be stopped and goes on. The second
+draws them. Both print a table.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +26,7 @@ from megajax.runs.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 PRESET = ROOT / "benchmarks" / "layer_order.toml"
+FIGURES = ROOT / "docs" / "benchmarks" / "layer-order.json"
 NAMES = {"post": "(a) LayerNorm after the addition", "pre": "(b) LayerNorm before"}
 COLOURS = {"post": "#ee6677", "pre": "#4477aa"}
 
@@ -41,33 +45,39 @@ class Case:
 
 
 def main() -> None:
-    """Train what is not there yet, then draw and print all."""
+    """Train what is not there yet, or draw; print all."""
     parser = argparse.ArgumentParser(description="Figure 7 of the paper in small.")
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=Path)
     parser.add_argument("--rates", type=float, nargs="+", default=[3e-4, 1e-3])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--draw", type=Path)
     args, flags = parser.parse_known_args()
-    args.output.mkdir(parents=True, exist_ok=True)
-    corpus = args.output / "corpus"
+    if args.output:
+        cases = [Case(order, rate, seed) for rate in args.rates for seed in args.seeds for order in NAMES]
+        FIGURES.write_text(json.dumps(trained(cases, args.output, flags), separators=(",", ":")) + "\n")
+    figures = json.loads(FIGURES.read_text())
+    curves = {Case(*run["case"]): in_numbers(run["validation"]) for run in figures["runs"]}
+    print(table(curves, figures["unigram_entropy"]))
+    if args.draw:
+        draw(args.draw, curves, figures["unigram_entropy"])
+
+
+def trained(cases: list[Case], output: Path, flags: list[str]) -> dict[str, Any]:
+    """The curves of all cases, and what the corpus's frequencies alone give."""
+    output.mkdir(parents=True, exist_ok=True)
+    corpus = output / "corpus"
     if not corpus.with_suffix(".idx").exists():
         size = ["--split-sentences", "--tokenizer", "wordpiece", "--vocab-size", "1024", "--duplicates", "keep"]
         call("-m", "megajax", "prepare", "python-stdlib", "--output", corpus, *size)
-    cases = [Case(order, rate, seed) for rate in args.rates for seed in args.seeds for order in NAMES]
-    curves = {}
+    runs = []
     for number, case in enumerate(cases, start=1):
         began = time.perf_counter()
-        curves[case] = curve(train(case, corpus, args.output / case.name, flags))
-        step, loss = curves[case][-1]
+        found = curve(train(case, corpus, output / case.name, flags))
+        runs.append({"case": dataclasses.astuple(case), "validation": found})
+        step, loss = found[-1]
         seconds = time.perf_counter() - began
-        print(f"{number}/{len(cases)} {case.name}: {loss:.4f} after {step} steps, {seconds:.0f} s", flush=True)
-    entropy = unigram_entropy(corpus)
-    results = {
-        "unigram_entropy": entropy,
-        "runs": [dataclasses.asdict(case) | {"validation": in_json(curves[case])} for case in cases],
-    }
-    (args.output / "results.json").write_text(json.dumps(results))
-    draw(args.output / "layer-order.png", curves, entropy)
-    print(table(curves, entropy))
+        print(f"{number}/{len(cases)} {case.name}: {loss} after {step} steps, {seconds:.0f} s", flush=True)
+    return {"unigram_entropy": unigram_entropy(corpus), "runs": runs}
 
 
 def call(*command: object) -> str:
@@ -86,16 +96,15 @@ def train(case: Case, corpus: Path, folder: Path, flags: list[str]) -> Path:
     return folder
 
 
-def curve(folder: Path) -> list[tuple[int, float]]:
-    """Steps and masked-LM losses of the validations of a run."""
+def curve(folder: Path) -> list[tuple[int, float | None]]:
+    """Steps and masked-LM losses of the validations of a run, null where a loss is not finite."""
     lines = [line for line in read_metrics(folder) if "validation_loss" in line]
-    losses = [(line["step"], line["validation_masked_lm_loss"]) for line in lines]
-    return [(step, math.inf if loss is None else loss) for step, loss in losses]
+    return [(line["step"], line["validation_masked_lm_loss"]) for line in lines]
 
 
-def in_json(curve: list[tuple[int, float]]) -> list[tuple[int, float | None]]:
-    """Steps and losses, null where a loss is not finite."""
-    return [(step, loss if math.isfinite(loss) else None) for step, loss in curve]
+def in_numbers(curve: list[tuple[int, float | None]]) -> list[tuple[int, float]]:
+    """Steps and losses, infinite where they were not finite."""
+    return [(step, math.inf if loss is None else loss) for step, loss in curve]
 
 
 def unigram_entropy(corpus: Path) -> float:

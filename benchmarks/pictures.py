@@ -3,8 +3,8 @@
     python benchmarks/pictures.py [NAME ...] [--all] [--list]
 
 A picture is made by a command from its inputs: presets, and the code that draws. docs/pictures.json has the digest
-of the inputs that each picture was drawn from; tests/docs/test_pictures.py compares them. Pictures of long runs (`kept`
-says how long) are drawn only by name.
+of the inputs that each picture was drawn from; tests/docs/test_pictures.py compares them. Pictures of long runs are
+drawn from figures that their benchmarks keep in docs/benchmarks.
 """
 
 import argparse
@@ -42,13 +42,11 @@ class Picture:
         made: the file there that is the picture.
         inputs: files that it depends on, but for comments.
         shows: what else it depends on, as a text.
-        kept: how long it takes, where that is too long for `make pictures`.
     """
 
     command: str
     made: str
     inputs: tuple[str, ...]
-    kept: str = ""
     shows: Callable[[], str] = str
 
     def digest(self) -> str:
@@ -133,17 +131,14 @@ PICTURES = {
     "demo-loss.png": _demo("demo"),
     "bert-demo-loss.png": _demo("bert-demo"),
     "layer-order.png": Picture(
-        "benchmarks/layer_order.py --output OUT",
+        "benchmarks/layer_order.py --draw OUT/layer-order.png",
         "layer-order.png",
-        ("benchmarks/layer_order.py", "benchmarks/layer_order.toml"),
-        kept="an hour",
+        ("benchmarks/layer_order.py", "docs/benchmarks/layer-order.json"),
     ),
     "muon.png": Picture(
-        "benchmarks/optimizers.py demo --output OUT --rates 1.5e-3 3e-3 6e-3 1.2e-2 2.4e-2 --model.num-layers 4 "
-        "--model.sequence-length 128 --train.microbatch 8",
-        "optimizers.png",
-        ("benchmarks/optimizers.py",),
-        kept="half an hour",
+        "benchmarks/optimizers.py --draw OUT/muon.png",
+        "muon.png",
+        ("benchmarks/optimizers.py", "docs/benchmarks/muon.json"),
     ),
 }
 
@@ -183,8 +178,6 @@ def main() -> None:
         picture = PICTURES[name]
         if args.list:
             print(f"{name:26} python {picture.command}")
-        elif picture.kept and name not in args.names:
-            print(f"{name}: takes {picture.kept}, so it is drawn only by `python benchmarks/pictures.py {name}`")
         else:
             print(name, flush=True)
             draw(name)
