@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from megajax.config import Config
 from megajax.precision import COMPUTE_DTYPE, E4M3
-from megajax.verify.comparison import LIMITS, Limits, limits_of_edges
+from megajax.verify.comparison import HALF, LIMITS, Limits, limits_of_edges
 from megajax.verify.forms import exact, one_device, plain, steady, with_axes
 from megajax.verify.recording import Difference, first_difference
 from megajax.verify.run import FP8_IN_FP64, MeshRun, TracingError, recorded, run
@@ -142,7 +142,7 @@ def check(
         own = traced(mesh, config)
     if own:
         checked = Verdict(tuple(all_checks(compared, own, limits)))
-        if config.precision in ("bf16", "fp16", "fp8") and Verdict(tuple(found)).passed and not checked.passed:
+        if config.precision in HALF and Verdict(tuple(found)).passed and not checked.passed:
             alone = compared  # in fp8 the number of microbatches rounds nothing otherwise
             if not rounded:
                 on_start(f"one device, {config.precision}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megajax.models.router import ROUTER_BIAS
-from megajax.verify.comparison import LIMITS, Leaves, Limits, distance, finite, leaf_errors, relative, scales
+from megajax.verify.comparison import HALF, LIMITS, Leaves, Limits, distance, finite, leaf_errors, relative, scales
 from megajax.verify.run import MeshRun
 
 
@@ -68,7 +68,7 @@ def same_on_devices(run: MeshRun) -> Iterator[Finding]:
     """Checks of replicas on one mesh."""
     precision = run.kind
     yield Finding(f"{precision} replicas of the state, bit for bit", len(run.unequal), 0, _some(run.unequal))
-    if precision in ("bf16", "fp16", "fp8"):
+    if precision in HALF:
         yield Finding(f"{precision} weights equal the main weights, cast", len(run.uncast), 0, _some(run.uncast))
 
 
@@ -82,7 +82,7 @@ def compare_runs(reference: MeshRun, other: MeshRun, limits: Limits | None = Non
     yield _losses(f"{precision} losses", reference, other, limits.loss)
     yield _gradients(f"{precision} gradients", reference, other, limits.gradient)
     expected, actual = dict(reference.weights), dict(other.weights)
-    if other.config.precision != "fp64" and any(map(_changed_experts, reference.counts, other.counts)):
+    if other.config.precision in HALF and any(map(_changed_experts, reference.counts, other.counts)):
         for leaves in (expected, actual):
             leaves.pop("/".join(ROUTER_BIAS), None)  # it steps by the sign of what a load is above the mean
     yield _of_leaves(f"{precision} weights after the last step", expected, actual, limits.weight)
@@ -129,7 +129,7 @@ def _gradients(name: str, reference: MeshRun, other: MeshRun, limit: float) -> F
     steps = []
     for step, grads in enumerate(zip(reference.gradients, other.gradients, strict=True)):
         own = limit
-        if other.config.precision != "fp64" and any(reference.counts):
+        if other.config.precision in HALF and any(reference.counts):
             changed = _changed_experts(reference.counts[step], other.counts[step])
             own = min(math.hypot(limit, 2 * math.sqrt(2 * changed)), 10 * limit)
         steps.append(_of_leaves(name, *grads, own, f", step {step + 1}"))
