@@ -73,7 +73,7 @@ LIMITS = {  # relative to one device in fp64; for half precision they are the sa
     "fp16": Limits(2e-5, 5e-3, 5e-3),
     "bf16": Limits(2e-4, 4e-2, 4e-2),
 }
-HALF = ("fp16", "bf16", "fp8")  # precisions whose rounding may change which experts a token gets
+HALF = ("fp16", "bf16", "fp8")  # less than fp32: rounding may change which experts a token gets
 _ROUNDING = 2.0**-8  # by which a bf16 number differs between meshes: about a rounding on each, relative to the number
 _STEP = 2.0**-3.5  # from a float8 number to the next, relative to it: 1/16 to 1/8
 _PRODUCTS = 4  # one after the other in a layer, forward, and as many backward
