@@ -6,10 +6,10 @@
 DIR are texts, or python-stdlib: of their documents a corpus of so many megabytes is made, in which two of ten documents
 are near copies and one is an exact copy of an earlier one, four fifths as `.jsonl` and the rest as `.jsonl.zst`. The
 scheduler and the workers are processes on this machine, reachable only by 127.0.0.1, each worker with one thread.
-`compare` takes turns (processes, a cluster that is ready, a cluster, processes, ...) and prints the wall time, the CPU
-seconds of all processes, of the first one and of other programs, and the peak memory of each kind of process. `chaos`
-kills at random moments, restarts what it killed, repeats the command if it ended with a line that says that it can be
-resumed, and compares all bytes.
+`compare` takes turns (processes, a cluster that is ready, a cluster, processes, ...) and prints each pair's ratios and
+the means: wall time, the CPU seconds of all processes, of the first one and of other programs, and the peak memory of
+each kind of process. `chaos` kills at random moments, restarts what it killed, repeats the command if it ended with a
+line that says that it can be resumed, and compares all bytes.
 """
 
 import argparse
@@ -198,12 +198,11 @@ def compare(given: argparse.Namespace, folder: Path) -> Iterator[dict[str, objec
                     found[on_cluster].append(measured(inputs, prefix, given.tokenizer, workers, on_cluster))
                 same = content(folder / "out-False") == content(folder / "out-True")
                 assert same, "not the same bytes"
+                ratios = {name: round(found[True][-1][name] / found[False][-1][name], 3) for name in ("seconds", "cpu")}
+                yield {"workers": workers, "pair": pair, "Dask / processes": ratios}
             for on_cluster, runs in found.items():
-                figures = {name: round(statistics.median(run[name] for run in runs), 2) for name in runs[0]}
-                yield {"workers": workers, "on": "Dask" if on_cluster else "processes"} | figures
-            pairs = zip(found[False], found[True], strict=True)
-            ratios = [[cluster[name] / alone[name] for name in ("seconds", "cpu")] for alone, cluster in pairs]
-            yield {"ratios of seconds and cpu": [[round(each, 3) for each in ratio] for ratio in ratios]}
+                means = {name: round(statistics.mean(run[name] for run in runs), 2) for name in runs[0]}
+                yield {"workers": workers, "on": "Dask" if on_cluster else "processes"} | means
 
 
 def chaos(given: argparse.Namespace, folder: Path) -> Iterator[dict[str, object]]:

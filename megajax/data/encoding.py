@@ -38,13 +38,12 @@ def as_document(ids: npt.NDArray[np.integer], tokenizer: Tokenizer) -> npt.NDArr
     return np.concatenate([begin, ids[first:], [tokenizer.end_of_text]]).astype(np.int32)
 
 
-def encode_texts(texts: Sequence[str], tokenizer: Tokenizer, *, sentences: bool) -> Iterator[list[list[int]]]:
+def encode_texts(texts: Sequence[str], tokenizer: Tokenizer, *, sentences: bool) -> list[list[list[int]]]:
     """The ids of each text, or of each of its non-empty sentences, without begin or end tokens."""
     split = [split_sentences(text) if sentences else [text] for text in texts]
     encoded = iter(tokenizer.encode_batch([sequence for document in split for sequence in document]))
-    for document in split:
-        sequences = [next(encoded) for _ in document]
-        yield [ids for ids in sequences if ids] if sentences else sequences
+    found = [[next(encoded) for _ in document] for document in split]
+    return [[ids for ids in sequences if ids] for sequences in found] if sentences else found
 
 
 def in_parts(documents: Iterable[str], characters: int) -> Iterator[list[str]]:
