@@ -141,7 +141,8 @@ def print_table(found: dict[str, Any], console: Console) -> None:
             )
     stages = ", ".join(f"{stage} {spent:.1f}" for stage, spent in seconds.items())
     if len(workers := {who for done in found["workers"].values() for who in done}) > 1:
-        lines.append(f"{len(workers)} workers on {len({who.rpartition(':')[0] for who in workers})} machines")
+        machines = len({who.rpartition(":")[0] for who in workers})
+        lines.append(f"{len(workers)} workers on {machines} machine{'s' * (machines > 1)}")
     lines.append(f"{sum(seconds.values()):.1f} s{' since it was resumed' if found['resumed'] else ''}: {stages}")
     lines.append(f"written: {found['output']}.bin, .idx, .tokenizer (a folder) and .report.json")
     for line in lines:

@@ -79,8 +79,13 @@ def test_other_ends(code: int, job: Path) -> None:
 
 @pytest.mark.parametrize("at_limit", [False, True])
 def test_prepare(at_limit: bool, job: Path) -> None:
-    """The command is given the scheduler's file; at the time limit it is stopped, and goes on later."""
-    programs = {"srun": "exec sleep 30", "dask": 'echo x >"$3"; exec sleep 30', "megajax": PROGRAMS["srun"]}
+    """The command is given the scheduler's file; at the time limit it is stopped, and goes on later.
+    A lost node does not end the job."""
+    programs = {
+        "srun": 'echo "$@" >workers; exec sleep 30',
+        "dask": 'echo x >"$3"; exec sleep 30',
+        "megajax": PROGRAMS["srun"],
+    }
     for name, text in programs.items():
         (job / "programs" / name).write_text(f"#!/usr/bin/env bash\n{text.strip()}\n")
         (job / "programs" / name).chmod(0o755)
@@ -95,6 +100,17 @@ def test_prepare(at_limit: bool, job: Path) -> None:
     assert process.wait(20) == (143 if at_limit else 0)
     assert (job / "ran").read_text() == f"prepare demo --data.path a corpus --cluster {job}/scheduler-7.json\n"
     assert (job / "requeued").exists() == at_limit and not (job / "scheduler-7.json").exists()
+    assert "\n#SBATCH --no-kill\n" in PREPARE.read_text()
+    assert not at_limit or "--no-kill dask worker" in (job / "workers").read_text()
+
+
+def test_prepare_without_dask(job: Path) -> None:
+    """A scheduler that does not start is not waited for."""
+    (job / "programs" / "dask").write_text("#!/usr/bin/env bash\nexit 1\n")
+    (job / "programs" / "megajax").write_text("#!/usr/bin/env bash\nexit 2\n")
+    for name in "dask", "megajax":
+        (job / "programs" / name).chmod(0o755)
+    assert _start(PREPARE, job).wait(20) == 2
 
 
 def test_the_manifest_names_what_is_there() -> None:
