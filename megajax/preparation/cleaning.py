@@ -63,4 +63,6 @@ def parts_to_normalise(text: str) -> Iterator[str]:
 def _slow() -> re.Pattern[str]:
     """Long runs of combining marks, or of `&amp;amp;…`, from which each round of ftfy's repairs removes one level."""
     marks = "".join(filter(unicodedata.combining, map(chr, range(sys.maxunicode + 1))))
-    return re.compile(rf"[{marks}]{{{_MARKS}}}|[&\uff06](?:#?[0-9A-Za-z]{{1,24}};){{16}}")
+    # A class compares a character with each of its members above U+FFFF. Most characters are ruled out before that.
+    first = "".join(mark for mark in marks if mark <= "\uffff") + "\U00010000-\U0010ffff&\uff06"
+    return re.compile(rf"(?=[{first}])(?:[{marks}]{{{_MARKS}}}|[&\uff06](?:#?[0-9A-Za-z]{{1,24}};){{16}})")
