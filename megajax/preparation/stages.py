@@ -37,8 +37,8 @@ _PARALLELISM = "TOKENIZERS_PARALLELISM"
 _CHARACTERS = 1 << 20  # analysed together; limits a worker's memory
 
 # Texts are encoded in a thread that does nothing else. glibc gives a thread its own heap, and this one has none of the
-# holes that imports and the loading of a tokenizer leave: small pieces lie close together, which saves a fifth of the
-# time of a preparation (docs/benchmarks/data.md).
+# holes that imports and the loading of a tokenizer leave: small pieces lie close together. Four workers on two cores
+# were a fifth faster (docs/benchmarks/data.md).
 _ENCODER = ThreadPoolExecutor(1)
 
 
