@@ -8,17 +8,22 @@ import jax
 import numpy as np
 import pytest
 from parity_grid import cover, deferring, name
-from tiny import MIXTURE, full, tiny_config, user_error
+from tiny import MIXTURE, full, tiny_config, tiny_program, user_error
 
+from megajax.models.attention_mask import CAUSAL
+from megajax.models.context import Context
+from megajax.models.decoder.model import real_tokens
 from megajax.models.experts import capacity_of
 from megajax.models.router import LOAD, Router, bias_step
 from megajax.parallel.boundary import F_AND_G
-from megajax.parallel.random import NamedKey
+from megajax.parallel.random import Dropout, NamedKey
 from megajax.plan.communication import communication, totals
+from megajax.program.synthetic import random_batch
+from megajax.program.train_step import train_step_with_gradients
 from megajax.settings.validation import validate
 from megajax.verify import Comparison, compare
 from megajax.verify.comparison import Leaves
-from megajax.verify.run import MeshRun, run
+from megajax.verify.run import MeshRun, drawn_state, run
 from megajax.verify.theory import check_collectives
 
 ROWS, TOKENS, LAYERS = 8, 16, 2
@@ -115,17 +120,76 @@ def test_whole_grid():
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
-def test_shares_by_hand(renormalize):
-    """Those of the most probable experts, alone or as they are."""
-    config = tiny_config(**MIXTURE | {"renormalize_shares": renormalize}).model
-    router, x_BTD = Router(config, NamedKey.from_seed(0), F_AND_G), np.random.default_rng(0).normal(size=(2, 3, 24))
-    routing = router(x_BTD.astype(np.float32), None, 0)
+def test_routing_by_hand(renormalize):
+    """Shares are those of the most probable experts, alone or as they are; losses, loads and figures are those of real
+    tokens, and one sequence is only padding."""
+    coefficients = {"balance": "loss", "balance_coefficient": 0.5, "router_z_loss": 0.25}
+    config = tiny_config(**MIXTURE | coefficients | {"renormalize_shares": renormalize}).model
+    router, x_BTD = Router(config, NamedKey.from_seed(0), F_AND_G), np.random.default_rng(0).normal(size=(3, 7, 24))
+    router.weight[...] *= 50.0
+    real_BT = np.arange(7) < np.array([7, 4, 0])[:, None]
+    routing = router(x_BTD.astype(np.float32), Context(Dropout.off(), CAUSAL, real_BT=real_BT), 2)
     logits = x_BTD @ np.asarray(router.weight[...])
     shares = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     chosen = np.argsort(-shares, axis=-1)[..., : config.experts_per_token]
+    assert (routing.chosen_BTK == np.where(real_BT[..., None], chosen, config.num_experts)).all()
     wanted = np.take_along_axis(shares, chosen, -1)
-    assert (routing.chosen_BTK == chosen).all()
-    np.testing.assert_allclose(routing.share_BTK, wanted / (wanted.sum(-1, keepdims=True) ** renormalize), rtol=1e-5)
+    wanted = np.where(real_BT[..., None], wanted / (wanted.sum(-1, keepdims=True) ** renormalize), 0)
+    np.testing.assert_allclose(routing.share_BTK, wanted, rtol=1e-5)
+    load, balance, losses = np.zeros((config.num_blocks, config.num_experts), int), 0.0, [0.0] * 3
+    for row, count in enumerate([7, 4]):
+        often = np.bincount(chosen[row, :count].ravel(), minlength=config.num_experts)
+        each = config.num_experts * often / often.sum() @ shares[row, :count].mean(axis=0)
+        load[2], balance = load[2] + often, balance + each
+        losses[row] = 0.5 * each + 0.25 * (np.log(np.exp(logits[row, :count]).sum(-1)) ** 2).mean()
+    np.testing.assert_allclose(routing.loss_B, losses, rtol=1e-5)
+    assert (routing.figures[LOAD] == load).all()
+    np.testing.assert_allclose(routing.figures["balance_loss"], balance, rtol=1e-5)
+    entropy = -(shares * np.log(shares)).sum(-1)[real_BT].sum()
+    np.testing.assert_allclose(routing.figures["router_entropy"], entropy, rtol=1e-5)
+
+
+@pytest.mark.parametrize("documents", [True, False])
+def test_what_is_padding(documents):
+    """With documents, what is alone in one and has no target; otherwise what follows a row's last target."""
+    targets = np.array([[5, -1, 7, -1, -1, -1], [-1, -1, -1, -1, -1, -1], [-1, 3, 2, 1, 1, 4]])
+    positions = np.array([[0, 1, 2, 3, 0, 0], [0, 1, 2, 0, 1, 0], [0, 0, 1, 2, 0, 0]])
+    batch = {"tokens": targets, "targets": targets}
+    wanted = [[1, 1, 1, 0, 0, 0], [0] * 6, [1] * 6]
+    if documents:
+        batch, wanted = batch | {"positions": positions}, [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0], [0, 1, 1, 1, 1, 1]]
+    assert real_tokens(batch).astype(int).tolist() == wanted
+    assert real_tokens({"tokens": targets}).all()
+
+
+def test_padding_changes_nothing():
+    """Whatever it holds, in a step by capacity; a step without any target leaves the biases alone, though not those of
+    a prompt. In half precision, biases stay in fp32."""
+    model = MIXTURE | {"expert_capacity": 1.0, "balance": "bias", "router_z_loss": 0.01, "num_layers": 1}
+    config = tiny_config(microbatch=8, precision="bf16", reset_attention=True, **model | {"sequence_length": TOKENS})
+    program = tiny_program(config)
+    bias = program.layout.shapes.params["blocks"]["mlp"]["router"]["bias"]
+    assert bias.dtype == np.float32 and program.layout.shapes.params["shared"]["table"].dtype == "bfloat16"
+    layout, batch = program.layout, random_batch(config, 0)
+    batch["targets"][:, 4:], batch["positions"][:] = -1, np.where(np.arange(TOKENS) < 4, np.arange(TOKENS), 0)
+    state = layout.from_canonical(drawn_state(program))
+    step = train_step_with_gradients(program).lower(state, program.put_batch(batch, program.local_rows)).compile()
+
+    def results(batch: dict[str, np.ndarray]) -> Any:
+        state = layout.from_canonical(drawn_state(program))
+        before = np.asarray(state.main["blocks"]["mlp"]["router"]["bias"])
+        state, metrics, grads = step(state, program.put_batch(batch, program.local_rows))
+        return jax.device_get((metrics, grads, state.main["blocks"]["mlp"]["router"]["bias"] - before))
+
+    filler = batch | {"tokens": np.where(np.arange(TOKENS) < 4, batch["tokens"], 77)}
+    first, second = results(batch), results(filler)
+    assert jax.tree.all(jax.tree.map(np.array_equal, first, second))
+    metrics, _, moved = first
+    assert (
+        metrics[LOAD].sum() == 8 * 4 * config.model.experts_per_token and metrics["experts/dropped"] == 0 != moved.any()
+    )
+    metrics, _, moved = results(batch | {"targets": np.full_like(batch["targets"], -1)})
+    assert metrics[LOAD].sum() == 8 * 4 * config.model.experts_per_token and not moved.any()
 
 
 def test_a_capacity_is_rounded_up_from_the_exact_product():

@@ -6,6 +6,7 @@ caches, and the vocabulary, over `tensor`. Letters: B batch, T tokens, S slots, 
 vocabulary, N tokens per dispatch.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
@@ -168,7 +169,9 @@ class Decoder:
 
     def _prefill(self, num_slots: int, weights: Tree, inputs: State) -> tuple[State, Array]:
         tokens_BT, length_B = inputs["tokens"], inputs["length"]
-        context, x_BTD = self._embed(weights, {"tokens": tokens_BT})
+        place_1T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
+        real_BT = (place_1T < length_B[:, None]) & (inputs["limit"] > 0)[:, None]
+        context, x_BTD = self._embed(weights, {"tokens": tokens_BT}, real_BT)
         x_BTD, caches = self._through_layers(weights, x_BTD, context, [prefill(num_slots)] * self._config.num_layers)
         state = {
             "caches": caches,
@@ -206,7 +209,7 @@ class Decoder:
         before = state["step"] - 1
         slot, position_B = state["first_slot"] + before, state["length"] + before
         tokens = {"tokens": state["token"][:, None], "positions": position_B[:, None]}
-        context, x_B1D = self._embed(weights, tokens)
+        context, x_B1D = self._embed(weights, tokens, ~state["stopped"][:, None])
         num_slots, window = state["caches"][0].key_BHSK.shape[2], self._config.sliding_window
         visible_BS = visible_slots(num_slots, state["length"], state["first_slot"], slot, window)
         attends = [decode_step(cache, slot, visible_BS) for cache in state["caches"]]
@@ -225,9 +228,9 @@ class Decoder:
             caches.append(aux["cache"])
         return x_BTD, caches
 
-    def _embed(self, weights: Tree, batch: State) -> tuple[Context, Array]:
-        """The context of every layer for a batch, and the first layer's input."""
-        context = self._model.context(batch, Dropout.off())
+    def _embed(self, weights: Tree, batch: State, real_BT: Array) -> tuple[Context, Array]:
+        """The context of every layer for a batch, of which some tokens are `real`, and the first layer's input."""
+        context = dataclasses.replace(self._model.context(batch, Dropout.off()), real_BT=real_BT)
         return context, self._model.ends(weights["shared"]).embedding(batch, context)
 
     def _choose(self, weights: Tree, x_B1D: Array, state: State) -> tuple[State, Array]:

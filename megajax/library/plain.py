@@ -18,6 +18,7 @@ from megajax.config import Config
 from megajax.library.batches import Given, batch_of, inputs_of
 from megajax.mesh import make_mesh, mesh_spec
 from megajax.models.family import CutModel
+from megajax.models.router import in_compute_dtype
 from megajax.parallel.boundary import F_AND_G
 from megajax.parallel.collectives import TENSOR
 from megajax.parallel.random import Dropout
@@ -85,7 +86,7 @@ class PlainModel:
 
     def _run(self, weights: Weights, batch: Mapping[str, Array]) -> tuple[Any, Array, Any]:
         """The model's ends, the last layer's output, and the context."""
-        computed = jax.tree.map(lambda weight: weight.astype(COMPUTE_DTYPE[self.config.precision]), dict(weights))
+        computed = in_compute_dtype(dict(weights), COMPUTE_DTYPE[self.config.precision])
         model = self._cut.ends(computed["shared"])
         context = model.context(batch, Dropout.off())
 

@@ -20,6 +20,9 @@ class Context:
     visible: AttentionMask  # what its tokens see
     # Positions of this context rank's tokens, int32, B possibly 1, for layers with rotary positions.
     position_BT: Array | None = None
+    # Which tokens of the whole sequence belong to a document, record or prompt, bool; the others are padding, which
+    # experts ignore. None in models without experts.
+    real_BT: Array | None = None
     row_B: Array | None = None  # rows in the global batch, int32, for recording; None if nothing is recorded
     # The cotangent with which the backward pass of a layer's own loss of one sequence starts, a scalar; None: no loss.
     loss_weight: Array | None = None

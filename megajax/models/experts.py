@@ -3,8 +3,8 @@ every token. Experts are sharded over the mesh axis `expert`, as are rows of the
 `tensor`, like a dense MLP's. Tokens reach experts on other devices of an `expert` group in one of two ways:
 
 - by capacity: an expert takes a fixed number of tokens of every *sequence*, the first choices of all tokens before any
-  second one; other tokens skip the expert. All shapes are static: two all-to-alls around dense products. Counting by
-  microbatch or device would make the result depend on the mesh.
+  second one; other tokens skip the expert, and padding takes no place. All shapes are static: two all-to-alls around
+  dense products. Counting by microbatch or device would make the result depend on the mesh.
 - dropless: the group's tokens are gathered, a device sorts those of its experts into blocks (`parallel/grouped.py`),
   and the sums are reduce-scattered.
 
@@ -154,8 +154,8 @@ class Mixture(nnx.Module):
         entered_BTD, share_BTK = self.boundary.enter(x_BTD), self.boundary.enter(routing.share_BTK)
         chosen_BTK = self.boundary.enter(routing.chosen_BTK)
         if self.config.expert_capacity:
-            y_BTD, fits_BTK = self._by_capacity(entered_BTD, chosen_BTK, share_BTK, routing, context)
-            dropped = jnp.sum(~fits_BTK, dtype=jnp.int32)
+            y_BTD, dropped_BTK = self._by_capacity(entered_BTD, chosen_BTK, share_BTK, routing, context)
+            dropped = jnp.sum(dropped_BTK, dtype=jnp.int32)
         else:
             y_BTD = self._dropless(entered_BTD, chosen_BTK, share_BTK, context)
             dropped = jnp.zeros((), jnp.int32)
@@ -178,7 +178,7 @@ class Mixture(nnx.Module):
     def _by_capacity(
         self, x_BTD: Array, chosen_BTK: Array, share_BTK: Array, routing: Routing, context: Context
     ) -> tuple[Array, Array]:
-        """The weighted sum of the experts' outputs, and which of this device's choices fit, [B, T, K]."""
+        """The weighted sum of the experts' outputs, and which of this device's choices do not fit, [B, T, K]."""
         config, boundary = self.config, self.boundary
         experts, parts = config.num_experts, axis_size(CONTEXT) if boundary.context != "none" else 1
         length = boundary.length_of(routing.chosen_BTK)
@@ -205,8 +205,8 @@ class Mixture(nnx.Module):
             back_EBCD = gather_shards(back_EBCD, 2, CONTEXT)
         back_BSD = back_EBCD.swapaxes(0, 1).reshape(batch, experts * places, -1)
         found = rearranged(back_BSD, slot_BN, source_BS).reshape(batch, tokens, count, -1)
-        fits_BTK = boundary.own_tokens(place_BTK) < capacity
-        return _weighed(share_BTK, found), fits_BTK
+        dropped_BTK = (boundary.own_tokens(place_BTK) >= capacity) & (routing.chosen_BTK < experts)
+        return _weighed(share_BTK, found), dropped_BTK
 
     def _dropless(self, x_BTD: Array, chosen_BTK: Array, share_BTK: Array, context: Context) -> Array:
         """The weighted sum of the experts' outputs."""
@@ -235,13 +235,13 @@ def _weighed(share_BTK: Array, found_BTKD: Array) -> Array:
 
 
 def _places(chosen_BTK: Array, experts: int) -> Array:
-    """The place of every choice among those of the same expert in its sequence, int32: the first choices of all tokens
-    come first."""
+    """The place of every choice among those of the same expert in its sequence, int32, at least 0: the first choices of
+    all tokens come first. Those of no expert follow all others, so they take no place."""
     batch, tokens, count = chosen_BTK.shape
     choice_BN = chosen_BTK.swapaxes(1, 2).reshape(batch, count * tokens)
     order_BN = jnp.argsort(choice_BN, axis=1, stable=True)
     rank_BN = jnp.argsort(order_BN, axis=1).astype(jnp.int32)
     size_BE = jnp.sum(jax.nn.one_hot(choice_BN, experts, dtype=jnp.int32), axis=1, dtype=jnp.int32)
     begin_BE = jnp.cumsum(size_BE, axis=1, dtype=jnp.int32) - size_BE
-    place_BN = rank_BN - jnp.take_along_axis(begin_BE, choice_BN, axis=1)
+    place_BN = rank_BN - jnp.take_along_axis(begin_BE, choice_BN, axis=1, mode="clip")
     return place_BN.reshape(batch, count, tokens).swapaxes(1, 2)

@@ -3,7 +3,7 @@
 Letters: B batch, T tokens, D model, E experts, K experts per token.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,20 +23,22 @@ from megajax.parallel.sites import named
 from megajax.precision import at_least_fp32
 
 ROUTER_BIAS = ("blocks", "mlp", "router", "bias")  # its path in the weights
+Tree = Any
 LOAD = "expert_load"  # how many tokens of the step chose each expert of each layer, int32 [L, E]
 
 
 class Routing(NamedTuple):
     """How a device's tokens are routed."""
 
-    chosen_BTK: Array  # experts, int32, most probable first
-    share_BTK: Array  # each expert's weight in the token's output, at least fp32
+    chosen_BTK: Array  # experts, int32, most probable first; the number of experts, so none of them, for padding
+    share_BTK: Array  # each expert's weight in the token's output, at least fp32; 0 for padding
     loss_B: Array  # this device's part of the sequences' balancing losses, multiplied by their coefficients
     figures: dict[str, Array]  # see `Model`
 
 
 class Router(nnx.Module):
-    """`softmax(X R)` in at least fp32, and its K largest entries; in a tie the lower index wins."""
+    """`softmax(X R)` in at least fp32, and its K largest entries; in a tie the lower index wins. Padding chooses no
+    expert, and counts in no loss and no figure."""
 
     def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary):
         experts = config.num_experts
@@ -47,20 +49,26 @@ class Router(nnx.Module):
     @jax.named_scope("router")
     def __call__(self, x_BTD: Array, context: Context, layer: Array | int) -> Routing:
         config, dtype = self.config, at_least_fp32(x_BTD.dtype)
+        assert context.real_BT is not None, "a context of a model without experts"
+        real_BT1 = self.boundary.own_tokens(context.real_BT)[..., None]
+        real_B = jnp.maximum(jnp.sum(context.real_BT, axis=1), 1).astype(dtype)  # tokens of the whole sequence
         weight_DE = self.weight[...].astype(dtype)
         logits_BTE = jnp.einsum("btd,de->bte", x_BTD.astype(dtype), weight_DE, precision=lax.Precision.HIGHEST)
         logits_BTE = named(logits_BTE, "router_logits", self.boundary.split)
         share_BTE = jax.nn.softmax(logits_BTE, axis=-1)
-        chosen_BTK = checkpoint_name(self._chosen(lax.stop_gradient(share_BTE)), CHOICE)
-        share_BTK = jnp.take_along_axis(share_BTE, chosen_BTK, axis=-1)
+        chosen_BTK = jnp.where(real_BT1, self._chosen(lax.stop_gradient(share_BTE)), config.num_experts)
+        chosen_BTK = checkpoint_name(chosen_BTK, CHOICE)
+        share_BTK = jnp.take_along_axis(share_BTE, chosen_BTK, axis=-1, mode="fill", fill_value=0)
+        share_BTE = jnp.where(real_BT1, share_BTE, jnp.zeros((), dtype))
         if config.renormalize_shares:
-            share_BTK = share_BTK / jnp.sum(share_BTK, axis=-1, keepdims=True)
+            total_BT1 = jnp.sum(share_BTK, axis=-1, keepdims=True)
+            share_BTK = share_BTK / jnp.where(real_BT1, total_BT1, jnp.ones((), dtype))
         count_BE = jnp.sum(
             jax.nn.one_hot(chosen_BTK, config.num_experts, dtype=jnp.int32), axis=(1, 2), dtype=jnp.int32
         )
-        balance_B = self._imbalance(share_BTE, count_BE)
-        z_B = jnp.mean(jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1)), axis=1)
-        z_B = z_B * jnp.asarray(x_BTD.shape[1] / self.boundary.length_of(x_BTD), dtype)
+        balance_B = self._imbalance(share_BTE, count_BE, real_B)
+        z_BT = jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1))
+        z_B = jnp.sum(jnp.where(real_BT1[..., 0], z_BT, jnp.zeros((), dtype)), axis=1) / real_B
         loss_B = jnp.asarray(config.balance_coefficient * (config.balance == "loss"), dtype) * balance_B
         loss_B = loss_B + jnp.asarray(config.router_z_loss, dtype) * z_B
         load_LE = jnp.zeros((config.num_blocks, config.num_experts), jnp.int32)
@@ -77,14 +85,13 @@ class Router(nnx.Module):
             share_BTE = share_BTE + lax.stop_gradient(self.bias[...].astype(share_BTE.dtype))[None, None]
         return lax.top_k(share_BTE, self.config.experts_per_token)[1].astype(jnp.int32)
 
-    def _imbalance(self, share_BTE: Array, count_BE: Array) -> Array:
+    def _imbalance(self, share_BTE: Array, count_BE: Array, real_B: Array) -> Array:
         """This device's part of every sequence's `E Σ_e f_e p_e`, where f_e is the share of the sequence's choices that
         expert e has, and p_e its mean probability (Fedus et al., arXiv 2101.03961; per sequence: DeepSeek-AI, arXiv
         2412.19437). It is 1 if both are even."""
-        length, config = self.boundary.length_of(share_BTE), self.config
         often_BE = self.boundary.sum_over_tokens(count_BE).astype(share_BTE.dtype)
-        scale = config.num_experts / (config.experts_per_token * length * length)
-        return jnp.sum(often_BE * jnp.sum(share_BTE, axis=1), axis=-1) * jnp.asarray(scale, share_BTE.dtype)
+        scale = jnp.asarray(self.config.num_experts / self.config.experts_per_token, share_BTE.dtype)
+        return scale * jnp.sum(often_BE * jnp.sum(share_BTE, axis=1), axis=-1) / jnp.square(real_B)
 
 
 @jax.custom_vjp
@@ -107,21 +114,31 @@ def _detach(residuals: tuple[Array, Array], grad_BTD: Array) -> tuple[Array, Arr
 attached.defvjp(_attach, _detach)
 
 
-def expert_metrics(figures: dict[str, Array], config: ModelConfig, sequences: int) -> dict[str, Array]:
-    """Metrics of a step's experts over `sequences` sequences, from the summed figures of the layers: the largest load
-    of an expert divided by the mean of its layer, the share of choices that were dropped, the router's mean entropy in
-    nats, the mean balancing loss (1: even), and `LOAD`."""
+def expert_metrics(figures: dict[str, Array], config: ModelConfig, sequences: Array) -> dict[str, Array]:
+    """Metrics of a step's experts, from the layers' figures summed over `sequences` sequences (not only padding):
+    the largest load of an expert divided by the mean of its layer, the share of choices that were dropped, the router's
+    mean entropy in nats, the mean balancing loss (1: even), and `LOAD`."""
     load_LE = figures[LOAD]
     load = load_LE.astype(jnp.float32)
-    choices, entropy = jnp.sum(load), figures["router_entropy"]
+    choices, entropy = jnp.maximum(jnp.sum(load), 1.0), figures["router_entropy"]
     means = jnp.mean(load, axis=1, keepdims=True)
     found = {
         "largest_load": jnp.max(load / jnp.maximum(means, 1.0)),
         "dropped": figures["experts_dropped"].astype(jnp.float32) / choices,
         "router_entropy": entropy * config.experts_per_token / choices.astype(entropy.dtype),
-        "balance_loss": figures["balance_loss"] / (sequences * config.num_blocks),
+        "balance_loss": figures["balance_loss"] / (sequences * config.num_blocks).astype(entropy.dtype),
     }
     return {f"experts/{name}": value for name, value in found.items()} | {LOAD: load_LE}
+
+
+def in_compute_dtype(weights: Tree, dtype: DTypeLike) -> Tree:
+    """Weights as layers compute with them: in `dtype`, except the router's balancing bias. It keeps its own, since its
+    steps are smaller than half precision resolves."""
+
+    def cast(path: Any, weight: Array) -> Array:
+        return weight if tuple(key.key for key in path) == ROUTER_BIAS else weight.astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, weights)
 
 
 def bias_step(load: Array, step: float, dtype: DTypeLike) -> Array:

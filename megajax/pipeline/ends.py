@@ -38,6 +38,7 @@ class EmbeddingAndHead:
     linear_embedding: bool  # it is linear in the weights, so its backward needs nothing from its forward
     # (shared weights, x_BTD, *microbatch) -> scalars by name, each divided by the number of its targets in the step
     losses: Callable[[Tree, Array, Batch, Tree], dict[str, Array]]
+    counts: dict[str, Array]  # these numbers, and whatever else is counted in the global batch
     trained: dict[str, bool]  # by name, whether it is differentiated; the others are only summed
     loss_scale: Array  # the backward pass starts from it; it multiplies the gradients, not the losses
     shared: Tree  # weights of both ends, as stored

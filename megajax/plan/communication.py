@@ -143,7 +143,8 @@ class WeightTraffic(Sizes):
         for placed in self._sharded(room, (*self.held.weights, *self.held.adapters)):
             copies = in_float8.get(placed)
             if copies is None or self.config.model.wide_ends != (0, 0):
-                yield one(purpose, GATHER, placed.batch_axes, placed.shard, self.item, times)
+                item = placed.weight.item(self.item, self.wide)
+                yield one(purpose, GATHER, placed.batch_axes, placed.shard, item, times)
             for shape, item in copies.gathered if copies else ():
                 yield one(purpose, GATHER, placed.batch_axes, shape, item, times)
 
@@ -176,9 +177,10 @@ class WeightTraffic(Sizes):
     # Once per step, before and after the loop.
 
     def targets(self) -> Iterator[Communication]:
-        """How many targets the losses have in the global batch."""
-        for _ in self._losses:
-            yield one("losses: numbers of targets", REDUCE, tuple(sorted(ROW_AXES)), (), self.counted, ONCE)
+        """How many targets the losses have in the global batch, and how many sequences experts see."""
+        sequences = ("sequences",) * (self.config.model.num_experts > 0)
+        for what in (*("targets" for _ in self._losses), *sequences):
+            yield one(f"losses: numbers of {what}", REDUCE, tuple(sorted(ROW_AXES)), (), self.counted, ONCE)
 
     def scales(self) -> Iterator[Communication]:
         """The scales of weights in 8 bits, if devices share the dim that a product sums over."""
@@ -211,7 +213,8 @@ class WeightTraffic(Sizes):
         yield from self._muon()
         for placed in divided:
             shard = self._of_stage(placed, placed.shard)
-            yield one("weights: over data", GATHER, placed.batch_axes, shard, self.item, ONCE)
+            item = placed.weight.item(self.item, self.wide)
+            yield one("weights: over data", GATHER, placed.batch_axes, shard, item, ONCE)
 
     def _loads(self) -> Iterator[Communication]:
         """Figures of experts (`models/router.py`): every layer's loads, entropy, balance, and dropped choices."""

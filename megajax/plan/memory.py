@@ -82,7 +82,7 @@ def memory(config: Config, backend: Backend = GPU, cost: StepCost | None = None)
     )
     factors = factor_slots * step.layers_of_chunk * cost.layer.factors.num_bytes(step.microbatch)
     return Memory(
-        weights=step.held.num_computed * step.item,
+        weights=step.held.computed_bytes(step.item, step.wide),
         main_weights=step.held.num_trained * step.wide if step.item != step.wide else 0,
         moments=(2 * step.held.num_trained - num_numbers(matrices_of(step), step.zero > 0)) * step.wide + _COUNTERS,
         average=step.held.num_trained * step.wide if config.train.ema else 0,

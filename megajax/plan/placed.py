@@ -5,6 +5,7 @@ from math import prod
 
 from jax.sharding import PartitionSpec
 
+from megajax.models.router import ROUTER_BIAS
 from megajax.parallel.collectives import entry_axes
 
 Shape = tuple[int, ...]
@@ -19,6 +20,10 @@ class Weight:
     logical: PartitionSpec  # the names of its dims (`megajax/mesh.py`)
     stacked: bool  # whether it is a layer's
     of_product: bool  # whose gradient can be deferred
+
+    def item(self, computed: int, main: int) -> int:
+        """Bytes of a number of the weight that layers compute with, given those of most weights and of main ones."""
+        return main if self.path == ROUTER_BIAS else computed
 
 
 @dataclass(frozen=True)

@@ -56,10 +56,10 @@ class Held:
         """The adapters if there are any, otherwise all weights."""
         return self.adapters or self.weights
 
-    @cached_property
-    def num_computed(self) -> int:
-        """Number of elements that layers compute with (`TrainState.params`)."""
-        return num_numbers((*self.weights, *self.adapters), self.zero == 3)
+    def computed_bytes(self, item: int, wide: int) -> int:
+        """Bytes of what layers compute with (`TrainState.params`), given those of a number (`Weight.item`)."""
+        held = (*self.weights, *self.adapters)
+        return sum(each.weight.item(item, wide) * num_numbers([each], self.zero == 3) for each in held)
 
     @cached_property
     def num_summed(self) -> int:

@@ -29,11 +29,17 @@ from megajax.program.program import BATCH, Batch, Program, scans_layers
 Tree = Any
 Found = TypeVar("Found")
 UNSCALED = np.float32(1.0)
+SEQUENCES = "sequences"
 
 
 def count_targets(program: Program, batch: Batch) -> dict[str, Array]:
-    """How many targets every loss and measure has in the global batch."""
+    """How many targets every loss and measure has in the global batch; with experts, also how many of its `SEQUENCES`
+    are not only padding."""
     counts = program.form.counts(batch)
+    if program.config.model.num_experts:
+        real_BT = program.model.context(batch, Dropout.off()).real_BT
+        assert real_BT is not None
+        counts[SEQUENCES] = jnp.any(real_BT, axis=1).sum()
     return complete(counts, dict.fromkeys(counts, PartitionSpec()))
 
 
@@ -107,9 +113,13 @@ def _bind(
     blocks = copies.added(blocks, specs, layer_index.reshape(-1), made)
     storage = copies.shardings(layer_weights(layout.per_use.shardings), specs)
 
+    loss_weight = (
+        loss_scale / jnp.maximum(counts[SEQUENCES], 1).astype(loss_scale.dtype) if SEQUENCES in counts else None
+    )
+
     def context(batch: Batch, row_B: Array) -> Context:
         found = model.context(batch, Dropout.at(dropout, config.seed, step, row_B))
-        return dataclasses.replace(found, row_B=row_B, loss_weight=loss_scale / config.train.global_batch)
+        return dataclasses.replace(found, row_B=row_B, loss_weight=loss_weight)
 
     def tokens(context: Context) -> Array | None:
         """Positions of this context rank's tokens; None if it has all."""
@@ -143,7 +153,8 @@ def _bind(
         embed=embed,
         linear_embedding=model.linear_embedding,
         losses=losses,
-        trained={name: name in program.form.targets for name in counts},
+        counts=counts,
+        trained={name: name in program.form.targets for name in program.form.targets | program.form.measures},
         loss_scale=loss_scale,
         shared=shared,
         storage=layout.per_use["shared"],

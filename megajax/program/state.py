@@ -25,6 +25,7 @@ from megajax.config import Config
 from megajax.mesh import mesh_spec, needs_tensor_sum, rules_of, shardings, zero_sharding, zero_spec
 from megajax.models.family import CutModel
 from megajax.models.lora import LORA, Adapters
+from megajax.models.router import in_compute_dtype
 from megajax.optim.adam import initial_norms
 from megajax.optim.loss_scale import LossScale
 from megajax.optim.muon import Matrices
@@ -217,8 +218,8 @@ class StateLayout:
         return unflatten_dict(self._copies.of_whole(params["blocks"], 3))
 
     def computed(self, main: Tree) -> Tree:
-        """Main weights in the compute dtype."""
-        return jax.tree.map(lambda weight: weight.astype(self.compute_dtype), main)
+        """Main weights as layers compute with them."""
+        return in_compute_dtype(main, self.compute_dtype)
 
     def _canonical(self, state: TrainState) -> TrainState:
         state = self.with_main(state)

@@ -30,13 +30,16 @@ def placed_batch(program: Program, step: int) -> PlacedBatch:
 
 def _text(config: Config, rng: np.random.Generator) -> Batch:
     """A tenth of the targets is ignored, unevenly over rows. If attention is reset, one token in seven, at random,
-    begins a new document."""
+    begins a new document. The last row ends in padding."""
     shape = (config.train.global_batch, config.model.sequence_length + 1)
     tokens = rng.integers(0, config.model.vocab_size, shape, np.int32)
     ignored = rng.random((shape[0], shape[1] - 1)) < np.linspace(0.0, 0.2, shape[0])[:, None]
+    padding = slice(-(shape[1] // 4), None)
+    ignored[-1, padding] = True
     batch = {"tokens": tokens[:, :-1], "targets": np.where(ignored, np.int32(IGNORED), tokens[:, 1:])}
     if config.data.reset_attention:
         begins = rng.random(ignored.shape) < 1 / 7
+        begins[-1, padding] = True
         batch["positions"] = np.stack([document_positions(np.flatnonzero(row), len(row)) for row in begins])
     return batch
 

@@ -17,7 +17,7 @@ from megajax.parallel.collectives import PIPE, axis_index, axis_size, complete, 
 from megajax.parallel.shards import Shards
 from megajax.parallel.sites import checked
 from megajax.pipeline.measuring import Part, repeat_part
-from megajax.program.bind import UNSCALED, training_pipeline
+from megajax.program.bind import SEQUENCES, UNSCALED, training_pipeline
 from megajax.program.program import BATCH, Batch, Program
 from megajax.program.state import TrainState
 
@@ -69,7 +69,9 @@ def _train_step_with_gradients(
 ) -> tuple[TrainState, dict[str, Array], Tree]:
     config, layout = program.config, program.layout
     scale = state.loss_scale.scale
-    losses, grads, figures = _losses_and_gradients(program, state.params, batch, state.step, scale, state.copies)
+    losses, grads, figures, counts = _losses_and_gradients(
+        program, state.params, batch, state.step, scale, state.copies
+    )
     loss = _total(program, losses)
     norm = global_norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
@@ -77,7 +79,8 @@ def _train_step_with_gradients(
     clipped = clip_by_norm(grads, norm, config.optimizer.clip_norm)
     main = layout.per_step.take(layout.trained(state.params)) if state.main is None else state.main
     main, optimizer = update(program.optimizer, clipped, state.optimizer, main, taken)
-    main = _with_moved_biases(program, main, figures, taken)
+    some_target = sum(counts[name] for name in program.form.targets) > 0
+    main = _with_moved_biases(program, main, figures, taken & some_target)
     computed = layout.per_step.gather(layout.computed(main), invariant=True)
     new_state = TrainState(
         step=state.step + taken.astype(jnp.int32),
@@ -93,14 +96,14 @@ def _train_step_with_gradients(
     parts = {name if name in program.form.measures else f"loss/{name}": value for name, value in losses.items()}
     parts = parts if len(parts) > 1 else {}
     if LOAD in figures:
-        parts |= expert_metrics(figures, config.model, config.train.global_batch)
+        parts |= expert_metrics(figures, config.model, jnp.maximum(counts[SEQUENCES], 1))
     else:
         parts |= {f"layers/{name}": value for name, value in figures.items()}
     return new_state, metrics | parts | {"loss_scale": scale, "skipped": ~taken}, grads
 
 
 def _with_moved_biases(program: Program, main: Tree, figures: dict[str, Array], taken: Array) -> Tree:
-    """Main weights whose router biases, if there are any, are adjusted to the experts' loads."""
+    """Main weights whose router biases, if there are any, are adjusted to the experts' loads if the step is `taken`."""
     layout, model, flat = program.layout, program.config.model, flatten_dict(main)
     if model.balance != "bias" or ROUTER_BIAS not in flat:
         return main
@@ -118,15 +121,15 @@ def _average_weights(program: Program, params: Tree, average: Tree) -> Tree:
 
 
 def _loss_and_gradients(program: Program, params: Tree, batch: Batch, step: Array) -> tuple[Array, Tree]:
-    losses, grads, _ = _losses_and_gradients(program, params, batch, step, UNSCALED, None)
+    losses, grads, *_ = _losses_and_gradients(program, params, batch, step, UNSCALED, None)
     return _total(program, losses), grads
 
 
 def _losses_and_gradients(
     program: Program, params: Tree, batch: Batch, step: Array, loss_scale: Array | np.float32, copies: Tree
-) -> tuple[dict[str, Array], Tree, dict[str, Array]]:
+) -> tuple[dict[str, Array], Tree, dict[str, Array], dict[str, Array]]:
     """The losses by name; the gradients of their sum for the trained weights, unscaled, in the main dtype, sharded like
-    `layout.trained_specs`; and the sums of the layers' figures."""
+    `layout.trained_specs`; the sums of the layers' figures; and what `bind.count_targets` counts."""
     layout, dtype = program.layout, program.layout.main_dtype
     pipeline = training_pipeline(program, params, batch, step, loss_scale, copies)
     losses, grads, figures = pipeline.losses_and_gradients(program.schedule, program.gradient_dtype)
@@ -135,7 +138,8 @@ def _losses_and_gradients(
     grads["blocks"] = jax.tree.map(lambda grad, weight: grad.reshape(weight.shape), grads["blocks"], trained["blocks"])
     grads = _completed(layout.per_step.scatter(grads, program.gradient_dtype), layout.trained_specs)
     grads = jax.tree.map(lambda grad: grad.astype(dtype) / loss_scale.astype(dtype), grads)
-    return complete(losses, dict.fromkeys(losses, SCALAR)), grads, complete(figures, dict.fromkeys(figures, SCALAR))
+    losses, figures = (complete(found, dict.fromkeys(found, SCALAR)) for found in (losses, figures))
+    return losses, grads, figures, pipeline.ends.counts
 
 
 def _completed(grads: Tree, specs: Tree) -> Tree:

@@ -109,8 +109,9 @@ class Transfer:
         return adapters.put(weights, part)
 
     def params_to_devices(self, canonical: Tree) -> Tree:
-        """The weights in the compute dtype on this mesh's stages, from the canonical ones in host memory."""
-        return self._place(canonical, self._layout.specs.params, self._layout.compute_dtype)
+        """The weights that layers compute with, on this mesh's stages, from the canonical ones in host memory."""
+        dtypes = jax.tree.map(lambda leaf: leaf.dtype, self._layout.shapes.params)
+        return self._place(canonical, self._layout.specs.params, dtypes)
 
     def to_canonical(
         self, stacked: bool, source: PartitionSpec, target: PartitionSpec, dtype: Any
@@ -212,8 +213,8 @@ class Transfer:
             self._conversions[key] = jax.jit(convert, out_shardings=NamedSharding(self._layout.mesh, target))
         return self._conversions[key]
 
-    def _place(self, canonical: Tree, specs: Tree, dtype: Any = None) -> Tree:
-        def place(path: Any, leaf: Array, spec: PartitionSpec) -> Array:
+    def _place(self, canonical: Tree, specs: Tree, dtypes: Tree | None = None) -> Tree:
+        def place(path: Any, leaf: Array, spec: PartitionSpec, dtype: Any = None) -> Array:
             assert isinstance(leaf.sharding, NamedSharding)
             by_stages = self._goes_by_stages(is_stacked(path), leaf.sharding.spec)
             on_device = self._on_stages(leaf) if by_stages else moved(leaf)
@@ -222,7 +223,7 @@ class Transfer:
             on_device.delete()
             return placed
 
-        return jax.tree_util.tree_map_with_path(place, canonical, specs)
+        return jax.tree_util.tree_map_with_path(place, canonical, specs, *([] if dtypes is None else [dtypes]))
 
 
 def _of_stage(x: Array, stage: Array) -> Array:

@@ -12,7 +12,7 @@ from flax import nnx
 from jax import Array, lax
 
 from megajax.backend import Backend
-from megajax.batch import text_form
+from megajax.batch import IGNORED, text_form
 from megajax.models.attention_mask import AttentionMask
 from megajax.models.config import ModelConfig
 from megajax.models.context import Context
@@ -33,6 +33,7 @@ class TransformerDecoder(nnx.Module):
     def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
         self.vocab_size = config.vocab_size
         self.boundary, self.backend, self.window_in = boundary, backend, config.window_in
+        self.has_experts = config.num_experts > 0
 
         def table(name: str, rows: int, dim: str) -> nnx.Param:
             return param((rows, config.hidden_size), (dim, "embed"), normal(key / name, config.init_std))
@@ -60,7 +61,8 @@ class TransformerDecoder(nnx.Module):
         else:
             visible = AttentionMask.of_documents(position_BT, window)
         rotary_BT = self.boundary.context_tokens(position_BT) if self.positions is None else None
-        return Context(dropout, visible, rotary_BT, boundary=self.boundary)
+        real_BT = real_tokens(batch) if self.has_experts else None
+        return Context(dropout, visible, rotary_BT, real_BT, boundary=self.boundary)
 
     def embed(self, batch: Mapping[str, Array], context: Context) -> Array:
         """The embedding after the first dense layers, [B, T, D]; with sequence parallelism only this device's
@@ -114,6 +116,21 @@ class TransformerDecoder(nnx.Module):
         targets_BT = self.boundary.context_tokens(batch["targets"])
         loss_BT, hit_BT = target_scores(self.logits(x_BTD), targets_BT, self.boundary.vocabulary)
         return {"next_token": (self.boundary.in_places(loss_BT), self.boundary.in_places(hit_BT))}
+
+
+def real_tokens(batch: Mapping[str, Array]) -> Array:
+    """Which tokens of a batch of text belong to a document, record or prompt, bool [B, T]; the others are padding. If
+    the batch has positions, padding is what is alone in its document and has no target; otherwise it is what follows a
+    row's last target. A batch without targets has no padding."""
+    if "targets" not in batch:
+        return jnp.ones(batch["tokens"].shape, bool)
+    target_BT = batch["targets"] != IGNORED
+    if "positions" in batch:
+        begin_BT = batch["positions"] == 0
+        alone_BT = begin_BT & jnp.pad(begin_BT[:, 1:], ((0, 0), (0, 1)), constant_values=True)
+        return target_BT | ~alone_BT
+    place_1T = jnp.arange(target_BT.shape[1], dtype=jnp.int32)[None]
+    return place_1T <= jnp.max(jnp.where(target_BT, place_1T, -1), axis=1, keepdims=True)
 
 
 def _products(model: ModelConfig, sequences: int, query_block: int) -> list[MatrixProduct]:
