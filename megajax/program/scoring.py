@@ -58,7 +58,7 @@ def _logits(program: Program, params: Tree, batch: Batch) -> Array:
         found = ends.logits(x_BTD)
         return found[0] if isinstance(found, tuple) else found  # BERT also returns the logits of the order
 
-    found = _forward(program, params, batch, of_rows)
+    found = _forward(program, params, _without_targets(program, batch), of_rows)
     found = complete(found, PartitionSpec(None, ROW_AXES, None, vocabulary_axes(program.config)))
     return found.reshape(-1, *found.shape[2:])
 
@@ -67,9 +67,14 @@ def _next_logits(program: Program, params: Tree, batch: Batch, place: Array) -> 
     def of_rows(ends: Any, x_BTD: Array, _: Batch) -> Array:
         return ends.logits(lax.dynamic_slice_in_dim(x_BTD, place, 1, axis=1))[:, 0]
 
-    found = _forward(program, params, batch, of_rows)
+    found = _forward(program, params, _without_targets(program, batch), of_rows)
     found = complete(found, PartitionSpec(None, ROW_AXES, vocabulary_axes(program.config)))
     return found.reshape(-1, found.shape[-1])
+
+
+def _without_targets(program: Program, batch: Batch) -> Batch:
+    """The batch without what tells padding from prompts: the logits of any token may be wanted."""
+    return {name: array for name, array in batch.items() if name not in program.form.targets.values()}
 
 
 def _forward(

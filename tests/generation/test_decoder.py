@@ -137,10 +137,9 @@ def test_a_window_stops_before_the_end_token():
     assert draw((1, 1, 1), temperature=0.0, ends=(greedy[5], 1 << 20)) == greedy[: greedy.index(greedy[5])]
 
 
-@pytest.mark.full
 def test_first_dense_layers_of_a_mixture_have_caches():
     """They belong to the embedding elsewhere."""
-    program = tiny_program(tiny_config((1, 1, 2), **MIXTURE | {"num_layers": 3, "dense_layers": 2, "init_std": 0.3}))
+    program = tiny_program(tiny_config((1, 1, 2), **MIXTURE | {"num_layers": 2, "dense_layers": 1, "init_std": 0.3}))
     params = drawn_params(program)
     found = texts(Decoder(program, params, GREEDY, ()))
     for number, prompt in enumerate(PROMPTS):
