@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError, ext, nodes
@@ -19,11 +20,13 @@ from jinja2.utils import Namespace
 from megajax.errors import UserError
 
 Message = Mapping[str, Any]
+NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 
 _MOST_CHARACTERS = 1 << 24  # in a rendered text
 _MOST_MESSAGES = 1000  # in a conversation, which is rendered again after each message
 _SOURCE_CHARACTERS = 1 << 20  # in a template; the longest known ones have some ten thousand
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning; templates use the first
+_GIVEN = ("messages", "tools", "add_generation_prompt")  # variables of a template that have their own source
 _LONG_NUMBER = re.compile(r"\d{5,}")
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -52,12 +55,27 @@ class ChatTemplate:
             at = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
             raise UserError(f"the chat template of {name}: {at}{_reason(error)}; valid: a template in Jinja") from None
 
-    def render(self, messages: Sequence[Message], place: str, *, add_generation_prompt: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        place: str,
+        *,
+        add_generation_prompt: bool = False,
+        template_args: Mapping[str, Any] = NO_ARGS,
+    ) -> str:
         """The text of messages, which have `role`, `content` and whatever else the template reads; `place` appears in
-        error messages. With `add_generation_prompt` it ends with what precedes the assistant's next words."""
-        return self._render(messages, place, add_generation_prompt)[0]
+        error messages. With `add_generation_prompt` it ends with what precedes the assistant's next words.
+        `template_args` (see `checked_args`) are further variables of the template, such as `enable_thinking`."""
+        return self._render(messages, place, add_generation_prompt, template_args)[0]
 
-    def conversation(self, messages: Sequence[Message], place: str, ends: Sequence[str] = ()) -> Conversation:
+    def conversation(
+        self,
+        messages: Sequence[Message],
+        place: str,
+        ends: Sequence[str] = (),
+        *,
+        template_args: Mapping[str, Any] = NO_ARGS,
+    ) -> Conversation:
         """The text of messages, and the spans of it that the assistant writes.
 
         The spans are what the template puts between `{% generation %}` and `{% endgeneration %}`; without these, what
@@ -66,18 +84,20 @@ class ChatTemplate:
         """
         if len(messages) > _MOST_MESSAGES:
             raise UserError(f"{place}: {len(messages)} messages; valid: at most {_MOST_MESSAGES}")
-        text, spans = self._render(messages, place, False)
+        text, spans = self._render(messages, place, False, template_args)
         if not self._marked:
             spans = [
-                self._turn(text, messages, number, place)
+                self._turn(text, messages, number, place, template_args)
                 for number, message in enumerate(messages)
                 if message.get("role") == "assistant"
             ]
         return Conversation(text, [(start, _without_space(text, start, stop, ends)) for start, stop in spans])
 
-    def _turn(self, text: str, messages: Sequence[Message], number: int, place: str) -> tuple[int, int]:
-        before = self.render(messages[:number], place, add_generation_prompt=True)
-        after = self.render(messages[: number + 1], place) if number + 1 < len(messages) else text
+    def _turn(
+        self, text: str, messages: Sequence[Message], number: int, place: str, args: Mapping[str, Any]
+    ) -> tuple[int, int]:
+        before = self.render(messages[:number], place, add_generation_prompt=True, template_args=args)
+        after = self.render(messages[: number + 1], place, template_args=args) if number + 1 < len(messages) else text
         if not (after.startswith(before) and text.startswith(after)):
             raise UserError(
                 f"{place}: {self._name} renders the text before message {number + 1} differently when more follows, so "
@@ -86,7 +106,7 @@ class ChatTemplate:
         return len(before), len(after)
 
     def _render(
-        self, messages: Sequence[Message], place: str, add_generation_prompt: bool
+        self, messages: Sequence[Message], place: str, add_generation_prompt: bool, template_args: Mapping[str, Any]
     ) -> tuple[str, list[tuple[int, int]]]:
         blocks: list[str] = []
         generated: list[tuple[int, str]] = []
@@ -95,10 +115,8 @@ class ChatTemplate:
         try:
             for block in self._template.generate(
                 messages=[_plain(message) for message in messages],
-                tools=None,
-                documents=None,
+                **{"tools": None, "documents": None, **self._tokens, **template_args},
                 add_generation_prompt=add_generation_prompt,
-                **self._tokens,
             ):
                 blocks.append(block)
                 size += len(block)
@@ -116,6 +134,16 @@ class ChatTemplate:
                     f"{self._name}: its {{% generation %}} is inside a macro or filter; valid: outside of both"
                 )
         return text, [(start, start + len(part)) for start, part in generated]
+
+
+def checked_args(value: Any, place: str) -> dict[str, Any]:
+    """Variables for a template: any by name, except those that it gets anyway. `place` names them in messages."""
+    if not isinstance(value, dict):
+        valid = 'variables of the chat template, as in {"enable_thinking": false}'
+        raise UserError(f"{place} is not an object; valid: {valid}")
+    if given := [name for name in _GIVEN if name in value]:
+        raise UserError(f"{place}: {given[0]} is not for the user; valid: other variables of the chat template")
+    return value
 
 
 def _plain(message: Message) -> dict[str, Any]:
