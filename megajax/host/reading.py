@@ -96,6 +96,15 @@ def read_text(path: str | Path, most: int = SMALL_BYTES) -> str:
         raise UserError(f"{path}: not UTF-8 text (at byte {error.start}); valid: UTF-8") from None
 
 
+def is_unicode(text: str) -> bool:
+    """Whether a text can be encoded: without halves of a character, as JSON and unknown bytes on standard input can
+    give."""
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
 def read_json(path: str | Path, most: int = SMALL_BYTES) -> Any:
     """The value in a JSON file with at most `most` bytes."""
     text = read_text(path, most)
