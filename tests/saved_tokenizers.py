@@ -47,6 +47,30 @@ MARKED = (  # says itself what the assistant writes, as templates to train with 
     "{%- endfor -%}\n"
     "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif -%}\n"
 )
+QWEN3 = (  # its structure: thoughts only after the last question, and an empty one where there is none
+    "{%- set found = namespace(question=-1) %}"
+    "{%- for message in messages %}{% if message.role == 'user' %}{% set found.question = loop.index0 %}{% endif %}"
+    "{% endfor %}"
+    "{%- for message in messages %}"
+    "{%- set content = message.content %}"
+    "{%- if message.role != 'assistant' %}{{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}"
+    "{%- else %}"
+    "{%- set thought = message.reasoning_content or '' %}"
+    "{%- if '</think>' in content %}"
+    "{%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}"
+    "{%- set content = content.split('</think>')[-1].lstrip('\\n') %}"
+    "{%- endif %}"
+    "{{- '<|im_start|>assistant\\n' }}"
+    "{%- if loop.index0 > found.question and (loop.last or thought) %}"
+    "{{- '<think>\\n' + thought + '\\n</think>\\n\\n' }}"
+    "{%- endif %}"
+    "{{- content + '<|im_end|>\\n' }}"
+    "{%- endif %}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
+    "{%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+    "{%- endif %}"
+)
 
 _LLAMA3_REGEX = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

@@ -70,6 +70,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _prompts(args: argparse.Namespace) -> list[Any]:
     """The texts to continue, or the conversations with `--chat`; none with `--interactive`."""
+    from megajax.data.chat import Chat
     from megajax.generation.text import read_prompts
     from megajax.tasks.instructions import conversation
 
@@ -82,6 +83,6 @@ def _prompts(args: argparse.Namespace) -> list[Any]:
     if not args.chat:
         return texts
     if args.prompt:
-        return [[{"role": "user", "content": text}] for text in texts]
+        return [Chat([{"role": "user", "content": text}], "--prompt") for text in texts]
     place = f"--prompt-file {args.prompt_file}: conversation"
     return [conversation(text, f"{place} {number}") for number, text in enumerate(texts, start=1)]

@@ -3,7 +3,7 @@
 A template is a program of unknown origin. It runs in a process with limits (`host/limited.py`), in `templates.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -15,12 +15,21 @@ Message = Mapping[str, Any]
 NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 
 _MOST_MESSAGES = 1000  # in a conversation, which is rendered again after each message
+_TOGETHER = 32  # conversations in a call
 _SOURCE_CHARACTERS = 1 << 20  # in a template; the longest known ones have some ten thousand
 _GIVEN = ("messages", "tools", "add_generation_prompt")  # variables of a template that have their own source
 
 
-class Conversation(NamedTuple):
-    """Messages as one text."""
+class Chat(NamedTuple):
+    """A conversation."""
+
+    messages: Sequence[Message]  # each with `role`, `content` and whatever else the template reads
+    place: str  # where it comes from, for error messages
+    template_args: Mapping[str, Any] = NO_ARGS  # further variables of the template (see `checked_args`)
+
+
+class Rendered(NamedTuple):
+    """A conversation as text."""
 
     text: str
     spans: list[tuple[int, int]]  # the range of characters of each part that the assistant writes
@@ -50,35 +59,42 @@ class ChatTemplate:
         """The text of messages, which have `role`, `content` and whatever else the template reads; `place` appears in
         error messages. With `add_generation_prompt` it ends with what precedes the assistant's next words.
         `template_args` (see `checked_args`) are further variables of the template, such as `enable_thinking`."""
-        more = dict(template_args), add_generation_prompt
-        return self._call("render", list(messages), place, *more, what=f"{place}: {self._name}")
+        chat = _plain(Chat(messages, place, template_args))
+        return self._call("render", chat, add_generation_prompt, what=f"{place}: {self._name}")
 
-    def conversation(
-        self,
-        messages: Sequence[Message],
-        place: str,
-        ends: Sequence[str] = (),
-        *,
-        answers: Sequence[int] | None = None,
-        template_args: Mapping[str, Any] = NO_ARGS,
-    ) -> Conversation:
-        """The text of messages, and the spans of it that the assistant writes in the messages with the numbers
-        `answers` (None: in all).
+    def rendered(
+        self, chats: Sequence[Chat], answers: Sequence[Sequence[int]], ends: Sequence[str] = ()
+    ) -> Iterator[Rendered]:
+        """The texts of conversations, and the spans of them that the assistant writes in the messages with the numbers
+        `answers`, one list for each conversation.
 
         The spans are what the template puts between `{% generation %}` and `{% endgeneration %}`; without these, what
         the messages add to their prompts. They do not include white space after one of the texts `ends`, with which
         the assistant ends.
         """
-        if len(messages) > _MOST_MESSAGES:
-            raise UserError(f"{place}: {len(messages)} messages; valid: at most {_MOST_MESSAGES}")
-        if answers is None:
-            answers = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
-        more = dict(template_args), list(ends), list(answers)
-        text, spans = self._call("conversation", list(messages), place, *more, what=f"{place}: {self._name}")
-        return Conversation(text, [(start, stop) for start, stop in spans])
+        for chat in chats:
+            if len(chat.messages) > _MOST_MESSAGES:
+                raise UserError(f"{chat.place}: {len(chat.messages)} messages; valid: at most {_MOST_MESSAGES}")
+        records = [(_plain(chat), list(numbers)) for chat, numbers in zip(chats, answers, strict=True)]
+        for start in range(0, len(records), _TOGETHER):
+            for text, spans in self._rendered(records[start : start + _TOGETHER], list(ends)):
+                yield Rendered(text, [(first, after) for first, after in spans])
+
+    def _rendered(self, records: list[Any], ends: list[str]) -> list[Any]:
+        (_, place, _), _ = records[0]
+        try:
+            return self._call("rendered", records, ends, what=f"{place}: {self._name}")
+        except limited.ExceededError:
+            if len(records) == 1:
+                raise
+            return [self._rendered([record], ends)[0] for record in records]
 
     def _call(self, function: str, *arguments: Any, what: str) -> Any:
         return limited.call(f"megajax.data.templates:{function}", self._template, *arguments, what=what)
+
+
+def _plain(chat: Chat) -> tuple[list[Message], str, dict[str, Any]]:
+    return list(chat.messages), chat.place, dict(chat.template_args)
 
 
 def checked_args(value: Any, place: str) -> dict[str, Any]:
@@ -87,5 +103,5 @@ def checked_args(value: Any, place: str) -> dict[str, Any]:
         valid = 'variables of the chat template, as in {"enable_thinking": false}'
         raise UserError(f"{place} is not an object; valid: {valid}")
     if given := [name for name in _GIVEN if name in value]:
-        raise UserError(f"{place}: {given[0]} is not for the user; valid: other variables of the chat template")
+        raise UserError(f"{place}: {given[0]} cannot be given here; valid: other variables of the chat template")
     return value

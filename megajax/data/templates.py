@@ -23,6 +23,7 @@ from megajax.host.reading import is_unicode
 
 Source = tuple[str, dict[str, str], str, str | None]
 Messages = list[dict[str, Any]]
+Chat = tuple[Messages, str, Mapping[str, Any]]  # the fields of `chat.Chat`
 Span = tuple[int, int]
 
 _MOST_CHARACTERS = 1 << 24  # in a rendered text
@@ -36,18 +37,24 @@ def check(source: Source) -> None:
     _template(source)
 
 
-def render(source: Source, messages: Messages, place: str, args: Mapping[str, Any], prompt: bool) -> str:
+def render(source: Source, chat: Chat, add_generation_prompt: bool) -> str:
     """See `ChatTemplate.render`."""
-    return _Rendering(_template(source), place, args).text(messages, prompt)
+    messages, place, args = chat
+    return _Rendering(_template(source), place, args).text(messages, add_generation_prompt)
 
 
-def conversation(
-    source: Source, messages: Messages, place: str, args: Mapping[str, Any], ends: Sequence[str], answers: list[int]
-) -> tuple[str, list[Span]]:
-    """See `ChatTemplate.conversation`."""
-    rendering = _Rendering(_template(source), place, args)
+def rendered(
+    source: Source, records: Sequence[tuple[Chat, list[int]]], ends: Sequence[str]
+) -> list[tuple[str, list[Span]]]:
+    """See `ChatTemplate.rendered`."""
+    return [_rendered(_template(source), *record, tuple(ends)) for record in records]
+
+
+def _rendered(template: "_Template", chat: Chat, answers: list[int], ends: tuple[str, ...]) -> tuple[str, list[Span]]:
+    messages, place, args = chat
+    rendering = _Rendering(template, place, args)
     text, blocks = rendering.marked(messages)
-    if rendering.template.is_marked:
+    if template.is_marked:
         spans = rendering.blocks_of(answers, messages, blocks)
     else:
         spans = [rendering.turn(text, messages, number) for number in answers]
@@ -171,10 +178,10 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     return found if thought is None else {"thinking": thought, **found, "reasoning_content": thought}
 
 
-def _without_space(text: str, start: int, stop: int, ends: Sequence[str]) -> int:
+def _without_space(text: str, start: int, stop: int, ends: tuple[str, ...]) -> int:
     """The end of a span, excluding white space after one of its `ends`."""
     part = text[start:stop].rstrip()
-    return start + len(part) if part.endswith(tuple(ends)) else stop
+    return start + len(part) if part.endswith(ends) else stop
 
 
 def _reason(error: BaseException) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megajax.data.files import write_atomically
+from megajax.data.probing import check_rules, core
 from megajax.data.tokenizer_settings import GENERATION, NO_SETTINGS, SINGLE, TokenizerSettings, parsed_object
 from megajax.errors import UserError
 
@@ -34,7 +35,8 @@ class Tokenizer:
     def __init__(self, text: str, settings: TokenizerSettings = NO_SETTINGS, folder: Path = Path()) -> None:
         file = folder / SINGLE
         self._content = parsed_object(text, file)
-        self._core = _core(text, file)
+        check_rules(self._content, file)
+        self._core = core(text, file)
         self.vocabulary: dict[str, int] = self._core.get_vocab(with_added_tokens=True)  # token -> id
         if not self.vocabulary or max(self.vocabulary.values()) >= MOST_IDS:
             raise UserError(f"{file}: no vocabulary; valid: tokens with ids from 0 to {MOST_IDS - 1}")
@@ -159,22 +161,6 @@ class Tokenizer:
         model = {name: value for name, value in content["model"].items() if value}
         added = [(token["id"], token["content"], token["special"]) for token in content["added_tokens"]]
         return model, content["normalizer"], content["pre_tokenizer"], added
-
-
-def _core(text: str, file: Path) -> Any:
-    from tokenizers import Tokenizer as Core
-
-    try:
-        core = Core.from_str(text)
-        core.no_padding()
-        core.no_truncation()
-        core.encode("a")
-        return core
-    except BaseException as error:  # errors inside the package are not derived from Exception
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"{file}: not a tokenizer: {reason}; valid: a file written by the tokenizers library") from None
 
 
 def _add_named(core: Any, vocabulary: Mapping[str, int], settings: TokenizerSettings) -> None:

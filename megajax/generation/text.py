@@ -18,10 +18,8 @@ def read_prompts(given: list[str], file: str) -> list[str]:
     if bool(given) == bool(file):
         raise UserError(f"--prompt and --prompt-file are {'both given' if file else 'missing'}; valid: one of them")
     for number, prompt in enumerate(given, start=1):
-        try:
-            prompt.encode()  # raises for an argument that is not UTF-8, because it has surrogates
-        except UnicodeEncodeError:
-            raise UserError(f"--prompt {prompt!r} (number {number}); valid: text in UTF-8") from None
+        if not reading.is_unicode(prompt):
+            raise UserError(f"--prompt {prompt!r} (number {number}); valid: text in UTF-8")
     if not file:
         return given
     check_path(file, "--prompt-file")

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from megajax.data.chat import Chat, Message
 from megajax.errors import UserError
 from megajax.generation.choice import Sampling
 from megajax.generation.decoder import Decoder
@@ -18,8 +19,7 @@ from megajax.host.processes import is_first_process
 from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
 from megajax.tasks.instructions import chat_template
 
-Message = Mapping[str, Any]
-Prompt = str | Sequence[Message]
+Prompt = str | Chat
 _OF_TRAINING = {"optimizer.zero": 1, "sequence_parallel": False, "train.microbatch": 1}
 
 
@@ -60,7 +60,7 @@ class Writer:
         seconds = time.perf_counter() - began - (decoder.compile_seconds - compiled)
         continuations = [
             {
-                "prompt" if isinstance(given, str) else "messages": given,
+                **({"prompt": given} if isinstance(given, str) else {"messages": given.messages}),
                 "text": continuation_text(self._tokenizer, prompt, continuation),
                 "prompt_tokens": len(prompt),
                 "tokens": len(continuation),
@@ -87,13 +87,14 @@ class Writer:
             note("> " if sys.stdin.isatty() else "")
             try:
                 line = sys.stdin.readline()
-            except UnicodeDecodeError:
+                line.encode()  # without a locale, unknown bytes are halves of characters
+            except UnicodeError:
                 raise UserError("standard input is not UTF-8; valid: text in UTF-8") from None
             if not line:
                 return
             if line.strip():
                 messages.append({"role": "user", "content": line.strip()})
-                (found,) = self.answer([messages], show=True)["continuations"]
+                (found,) = self.answer([Chat(messages, "standard input")], show=True)["continuations"]
                 messages.append({"role": "assistant", "content": found["text"]})
 
     def _ids(self, prompt: Prompt, name: str) -> list[int]:
@@ -101,7 +102,9 @@ class Writer:
             ids = self._tokenizer.encode_prompt(prompt)
         else:
             assert self._template is not None
-            text = self._template.render(prompt, name, add_generation_prompt=True)
+            text = self._template.render(
+                prompt.messages, name, add_generation_prompt=True, template_args=prompt.template_args
+            )
             ids = self._tokenizer.encode(text) or [self._tokenizer.end_of_text]
         length = self._config.model.sequence_length
         if len(ids) > length:

@@ -37,17 +37,22 @@ _TOO_LARGE = (errno.ENOMEM, -signal.SIGABRT, -signal.SIGKILL)  # exit codes: fro
 _PAGES = Path("/proc/self/statm")
 
 
+class ExceededError(UserError):
+    """A call needs more than its limits allow, or ends its process in another way."""
+
+
 def call(function: str, *arguments: Any, what: str) -> Any:
     """The result of a function, named as `module:function`, for these arguments; all are values that JSON has.
 
     Raises:
-        UserError: the function raised it, or exceeded a limit; then `what` is the subject of the message.
+        UserError: the function raised it.
+        ExceededError: it exceeded a limit; `what` is the subject of the message.
     """
     request = json.dumps([function, arguments]).encode()
     limits = SECONDS, MEMORY + _MEMORY_PER_BYTE * len(request)
     reply, code = _asked(json.dumps(limits).encode(), request)
     if reply is None:
-        raise UserError(f"{what} {_reason(code, *limits)}; valid: one that does not")
+        raise ExceededError(f"{what} {_reason(code, *limits)}; valid: one that does not")
     kind, value = json.loads(reply)
     if kind == "refused":
         raise UserError(value)

@@ -141,5 +141,6 @@ def _digest(entries: Sequence[Record]) -> str:
     """A digest of records, independent of which files they are in."""
     found = Digester()
     for entry in entries:
-        found.update(repr(entry).encode("utf-8", "surrogatepass"))
+        args = getattr(entry, "template_args", None) or ""
+        found.update(f"{entry!r}{args}".encode("utf-8", "surrogatepass"))
     return root(found.finish())

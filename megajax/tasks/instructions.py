@@ -4,8 +4,9 @@ rows of several packed records, in which only the model's part is a target.
 Letters: N records; T is the sequence length.
 """
 
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megajax.batch import IGNORED, text_form
-from megajax.data.chat import ChatTemplate
+from megajax.data.chat import Chat, ChatTemplate, checked_args
 from megajax.data.samples import Sample, hashed, key_of
 from megajax.data.tokenizer import Tokenizer
 from megajax.errors import UserError
@@ -29,6 +30,11 @@ TODAY = datetime(2024, 7, 26)
 _PACKING = 23  # a random stream of its own
 _BATCH = 1024  # records encoded together
 
+# Fields of messages with which other programs' files say whether a message is trained on.
+_TRAINED = ("weight", "train", "training", "trainable", "train_on_turn", "loss", "loss_mask", "loss_weight")
+_MASKED = ("masked",)
+_PARTLY = ("mask", "train_detail", "training_detail", "loss_scale")  # say it of parts, or not the same everywhere
+
 Encoded = tuple[list[int], list[bool]]  # ids, and whether the model should produce each
 
 
@@ -43,42 +49,75 @@ def read_instructions(file: TaskFile) -> None:
 
 def _add(value: Any, place: str, records: Records) -> None:
     found = checked(value, dict, place, "the record")
+    left_out = _is_trained(found, ("weight",), place) is False
+    if "messages" in found:
+        chat = _chat(found, place)
+        answers = tuple(_answers(chat))
+        left_out |= not answers and any(message["role"] == "assistant" for message in chat.messages)
+        record = Instruction(place, "", "", tuple(chat.messages), answers, chat.template_args)
+        missing = "" if answers else "without a message of the assistant", 'one with "role": "assistant"'
+    elif "prompt" in found:
+        record = Instruction(place, entry(found, "prompt", str, place), entry(found, "completion", str, place))
+        missing = "" if record.completion else "with an empty completion", "text"
+    else:
+        raise UserError(f'{place}: neither "prompt" nor "messages"; valid: {TASKS["instructions"].files}')
+    if left_out:
+        records.note("records with weight 0, skipped", place, "")
+    elif missing[0]:
+        records.note(f"records {missing[0]}, skipped", place, missing[1])
+    else:
+        records.entries.append(record)
+
+
+def _answers(chat: Chat) -> Iterator[int]:
+    """The numbers of the messages of the assistant that are trained on."""
+    for number, message in enumerate(chat.messages):
+        place = f"{chat.place}: message {number + 1}"
+        trained = _is_trained(message, (*_TRAINED, *_MASKED, *_PARTLY), place)
+        if message["role"] == "assistant":
+            if trained is not False:
+                yield number
+        elif trained:
+            raise UserError(f"{place} is to be trained on; valid: only messages with the role assistant")
+
+
+def _is_trained(found: Mapping[str, Any], names: Sequence[str], place: str) -> bool | None:
+    """What the fields with these names say; None: nothing."""
+    said = {name: found[name] for name in names if found.get(name) is not None}
+    for name, value in said.items():
+        if name in _PARTLY or type(value) not in (bool, int, float) or value not in (0, 1):
+            valid = f'no {name}, or "weight" 0 or 1' if name in _PARTLY else "0, 1, false or true"
+            raise UserError(f'{place}: "{name}" is {json.dumps(value)[:80]}; valid: {valid}')
+    meant = {bool(value) != (name in _MASKED) for name, value in said.items()}
+    if len(meant) > 1:
+        raise UserError(f"{place}: {' and '.join(said)} contradict each other; valid: one of them")
+    return meant.pop() if meant else None
+
+
+def conversation(text: str, place: str) -> Chat:
+    """The conversation in a line of such a file, which the assistant is to answer."""
+    chat = _chat(checked(parsed(text, place, "instructions"), dict, place, "the conversation"), place)
+    if not chat.messages or chat.messages[-1]["role"] == "assistant":
+        last = "ends with a message of the assistant" if chat.messages else "has no message"
+        raise UserError(f"{place} {last}; valid: messages that the assistant answers")
+    return chat
+
+
+def _chat(found: dict[str, Any], place: str) -> Chat:
     if found.get("tools"):
         raise UserError(f'{place}: "tools" are not supported; valid: messages without them')
-    if "messages" not in found:
-        if "prompt" not in found:
-            raise UserError(f'{place}: neither "prompt" nor "messages"; valid: {TASKS["instructions"].files}')
-        prompt, completion = entry(found, "prompt", str, place), entry(found, "completion", str, place)
-        if completion:
-            records.entries.append(Instruction(place, prompt, completion))
-        else:
-            records.note("records with an empty completion, skipped", place, "text")
-        return
-    messages = tuple(_messages(found, place))
-    if any(message["role"] == "assistant" for message in messages):
-        records.entries.append(Instruction(place, messages=messages))
-    else:
-        records.note("records without a message of the assistant, skipped", place, 'one with "role": "assistant"')
-
-
-def conversation(text: str, place: str) -> list[dict[str, Any]]:
-    """The messages in a line of such a file, which the assistant is to answer."""
-    messages = list(_messages(checked(parsed(text, place, "instructions"), dict, place, "the conversation"), place))
-    if not messages or messages[-1]["role"] == "assistant":
-        last = "ends with a message of the assistant" if messages else "has no message"
-        raise UserError(f"{place} {last}; valid: messages that the assistant answers")
-    return messages
+    messages = [
+        _message(message, f"{place}: message {number}")
+        for number, message in enumerate(entry(found, "messages", list, place), start=1)
+    ]
+    args = found.get("chat_template_kwargs")
+    return Chat(messages, place, {} if args is None else checked_args(args, f"{place}: chat_template_kwargs"))
 
 
 def chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
     """A tokenizer's chat template, if it has one."""
     source = tokenizer.chat_template
     return None if source is None else ChatTemplate(source, tokenizer.named_tokens, "the tokenizer", TODAY)
-
-
-def _messages(found: dict[str, Any], place: str) -> Iterator[dict[str, Any]]:
-    for number, message in enumerate(entry(found, "messages", list, place), start=1):
-        yield _message(message, f"{place}: message {number}")
 
 
 def _message(value: Any, place: str) -> dict[str, Any]:
@@ -183,7 +222,8 @@ def _chats(records: Sequence[Instruction], tokenizer: Tokenizer, template: ChatT
             "tokenizer_config.json"
         )
     ends = [tokenizer.token(number) for number in tokenizer.ends]
-    found = [template.conversation(record.messages, record.name, ends) for record in records]
+    chats = [Chat(record.messages, record.name, record.template_args) for record in records]
+    found = list(template.rendered(chats, [record.answers for record in records], ends))
     encoding = tokenizer.encode_batch_with_offsets([each.text for each in found])
     for conversation, (ids, offsets) in zip(found, encoding, strict=True):
         says = np.zeros(len(conversation.text) + 1, bool)

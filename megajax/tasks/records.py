@@ -76,6 +76,9 @@ class Instruction:
     prompt: str = ""
     completion: str = ""  # what the model should say
     messages: tuple[Mapping[str, Any], ...] = ()  # a conversation instead of both; each has `role` and `content`
+    # Not in `repr`, and so in digests only if they are given: runs of versions without them go on.
+    answers: tuple[int, ...] = field(default=(), repr=False)  # the numbers of the messages that are trained on
+    template_args: Mapping[str, Any] = field(default_factory=dict, repr=False)  # variables of the chat template
 
     @property
     def texts(self) -> list[str]:
@@ -102,8 +105,9 @@ class Records:
     names: dict[str, str] = field(default_factory=dict)  # names that must be unique -> the place of each
 
     def note(self, what: str, place: str, valid: str) -> None:
-        """Count an unusual record, or raise `UserError` if `strict`; `valid` says what the record should be."""
-        if self.strict:
+        """Count an unusual record, or raise `UserError` if `strict`; `valid` says what the record should be, and is
+        empty if it is unusual on purpose."""
+        if self.strict and valid:
             raise UserError(f"{place}: {what}; valid: {valid}, or --no-task.strict")
         count, first = self.odd.get(what, (0, place))
         self.odd[what] = (count + 1, first)

@@ -187,9 +187,6 @@ def checked(value: Any, kind: type[V], place: str, what: str) -> V:
     """The value itself; another type is an error."""
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise UserError(f"{place}: {what} is not {_KINDS[kind]}; valid: {_KINDS[kind]}")
-    if isinstance(value, str) and not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise UserError(f"{place}: {what} contains half a character (\\ud800 to \\udfff); valid: text") from None
+    if isinstance(value, str) and not reading.is_unicode(value):
+        raise UserError(f"{place}: {what} contains half a character (\\ud800 to \\udfff); valid: text")
     return value

@@ -5,7 +5,7 @@ from datetime import datetime
 import pytest
 from saved_tokenizers import CHATML, LLAMA3, MARKED, MISTRAL, TURNS
 
-from megajax.data.chat import ChatTemplate
+from megajax.data.chat import Chat, ChatTemplate, Rendered
 from megajax.errors import UserError
 
 ENDS = ("<|im_end|>", "</s>", "<|eot_id|>")
@@ -13,6 +13,11 @@ ENDS = ("<|im_end|>", "</s>", "<|eot_id|>")
 
 def template(source: str, **more) -> ChatTemplate:
     return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}, "a.jinja", **more)
+
+
+def rendered(source: str, messages=TURNS, answers=(1, 3), place="x", **args) -> Rendered:
+    (found,) = template(source).rendered([Chat(messages, place, args)], [answers], ENDS)
+    return found
 
 
 def test_texts():
@@ -28,13 +33,13 @@ def test_texts():
 
 @pytest.mark.parametrize("source", [CHATML, LLAMA3, MISTRAL, MARKED])
 def test_what_the_assistant_writes(source):
-    found = template(source).conversation(TURNS, "x", ENDS)
+    found = rendered(source)
     parts = [found.text[start:stop] for start, stop in found.spans]
     assert [next(part.removesuffix(end) for end in ENDS if part.endswith(end)) for part in parts] == [
         "Monday.",
         "Tuesday — größer.",
     ]
-    assert template(CHATML).conversation(TURNS[:1], "x").spans == []
+    assert rendered(CHATML, TURNS[:1], ()).spans == []
 
 
 def test_conversations_of_which_it_is_not_known_what_the_assistant_writes():
@@ -46,7 +51,7 @@ def test_conversations_of_which_it_is_not_known_what_the_assistant_writes():
         (rewriting, r"^f:7: a.jinja renders the text before message 2 differently .*; valid: a te"),
     ):
         with pytest.raises(UserError, match=problem):
-            template(source).conversation(TURNS, "f:7")
+            rendered(source, place="f:7")
 
 
 def test_what_transformers_gives_to_templates():

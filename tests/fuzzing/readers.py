@@ -22,7 +22,7 @@ from tiny import tiny_config, tiny_program
 from megajax.config import to_toml
 from megajax.convert.importing import open_source
 from megajax.convert.origin import Origin
-from megajax.data.chat import ChatTemplate
+from megajax.data.chat import Chat, ChatTemplate
 from megajax.data.corpus import corpus_tokenizer, evaluation_tokens, open_corpus
 from megajax.data.digests import digests_of
 from megajax.data.encoding import encode_documents
@@ -121,7 +121,8 @@ def _use(tokenizer: Tokenizer) -> None:
         assert load_tokenizer(own) == tokenizer
     if tokenizer.chat_template is not None:
         template = ChatTemplate(tokenizer.chat_template, tokenizer.named_tokens, "it")
-        template.conversation([{"role": role, "content": "a b"} for role in ("user", "assistant")], "f:1")
+        messages = [{"role": role, "content": "a b"} for role in ("user", "assistant")]
+        list(template.rendered([Chat(messages, "f:1")], [[1]]))
 
 
 def _read_metrics(file: Path) -> None:

@@ -30,8 +30,10 @@ def asked(prompt: str, completion: str) -> Instruction:
     return Instruction("f:1", prompt, completion)
 
 
-def chat(*messages: dict[str, Any]) -> Instruction:
-    return Instruction("f:2", messages=messages or tuple(TURNS))
+def chat(*messages: dict[str, Any], **args: Any) -> Instruction:
+    messages = messages or tuple(TURNS)
+    answers = tuple(number for number, message in enumerate(messages) if message["role"] == "assistant")
+    return Instruction("f:2", messages=messages, answers=answers, template_args=args)
 
 
 def rows(records, tokenizer=GPT2, length=64, seed=None) -> InstructionRows:
