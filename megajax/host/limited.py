@@ -118,6 +118,11 @@ class _Child:
         self._process.kill()
         return self._process.wait()
 
+    def leave(self) -> None:
+        """Forget it: it belongs to another process."""
+        self._channel.close()
+        self._process.returncode = 0
+
 
 _child: _Child | None = None  # of this process; None: not started
 _lock = threading.Lock()
@@ -129,14 +134,15 @@ def _end(patience: float = 0.0) -> int:
     return child.end(patience) if child else 0
 
 
-def _forget() -> None:
-    """Leave the child to the process that has forked this one."""
+def _after_fork() -> None:
     global _child, _lock
+    if _child:
+        _child.leave()
     _child, _lock = None, threading.Lock()
 
 
 atexit.register(_end)
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _send(channel: socket.socket, content: bytes) -> None:

@@ -14,6 +14,7 @@ from saved_tokenizers import LLAMA3, TEXTS, TURNS, write_saved
 from megajax.batch import IGNORED, text_form
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import UserError
+from megajax.runs.task_data import _digest
 from megajax.tasks.instructions import InstructionRows, encoded, packed
 from megajax.tasks.records import Instruction
 
@@ -143,6 +144,35 @@ def test_both_forms_are_read(tmp_path):
         read("instructions", write(tmp_path, *lines), strict=True)
 
 
+@pytest.mark.parametrize("field", ["weight", "train", "training", "trainable", "train_on_turn", "loss_mask", "masked"])
+def test_fields_that_exclude_messages(tmp_path, saved, field):
+    (no, yes) = (1.0, 0) if field == "masked" else (0, True)
+    asks, first, asks_again, second = TURNS
+    lines = [[asks | {field: no}, first | {field: value}, asks_again, second] for value in (no, yes, None)]
+    lines += [[asks, first | {field: no}], [asks, first | {field: no}, asks_again, second | {field: no}]]
+    found = read("instructions", write(tmp_path, *({"messages": line} for line in lines)), strict=True)
+    assert [record.answers for record in found.entries] == [(3,), (1, 3), (1, 3)]
+    assert [line.partition(",")[0] for line in found.lines()] == ["2 records with weight 0"]
+    tokenizer = saved["qwen"]
+    ((ids, says),) = encoded(found.entries[:1], tokenizer)
+    assert tokenizer.decode(np.array(ids)[says]) == "Tuesday — größer.<|im_end|>"
+
+
+def test_records_with_weights_and_variables_of_the_template(tmp_path, saved):
+    lines = [{"prompt": "a", "completion": "b", "weight": weight} for weight in (0, 1, None)]
+    lines += [{"messages": TURNS, "weight": weight} for weight in (0, 1)]
+    lines += [{"messages": TURNS, "chat_template_kwargs": args} for args in ({"date": "a"}, {"date": "b"}, None)]
+    found = read("instructions", write(tmp_path, *lines))
+    assert [record.name.rpartition(":")[2] for record in found.entries] == ["2", "3", "5", "6", "7", "8"]
+    _, _, plain, first, second, none = found.entries
+    assert none == plain and _digest([none]) == _digest([plain])
+    assert len({_digest([record]) for record in (plain, first, second)}) == 3
+    (tmp_path / "t").mkdir()
+    tokenizer = load_tokenizer(write_saved(tmp_path / "t", "qwen"))
+    tokenizer.chat_template = "{{ date }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert [tokenizer.decode(ids)[:2] for ids, _ in encoded([plain, first, second], tokenizer)] == ["Wh", "aW", "bW"]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -153,6 +183,15 @@ def test_both_forms_are_read(tmp_path):
         ({"messages": [{"role": "user"}]}, ':2: message 1: no key "content", there are "role"'),
         ({"messages": [TURNS[0], "b"]}, ":2: message 2: the message is not an object; valid: an object"),
         ({"messages": TURNS, "tools": [{}]}, ':2: "tools" are not supported; valid: '),
+        ({"messages": [TURNS[0], TURNS[1] | {"weight": 0.5}]}, ':2: message 2: "weight" is 0.5; valid: 0, 1, false or'),
+        ({"messages": [TURNS[0], TURNS[1] | {"train": "no"}]}, ':2: message 2: "train" is "no"; valid: 0, 1'),
+        ({"messages": [TURNS[1] | {"loss_mask": [0] * 999}]}, ':2: message 1: "loss_mask" is [0, 0, 0, '),
+        ({"messages": [TURNS[1] | {"train_detail": []}]}, ':2: message 1: "train_detail" is []; valid: no train_det'),
+        ({"messages": [TURNS[1] | {"weight": 1, "train": False}]}, ":2: message 1: weight and train contradict each"),
+        ({"messages": [TURNS[0] | {"weight": 1}, TURNS[1]]}, ":2: message 1 is to be trained on; valid: only messages"),
+        ({"prompt": "a", "completion": "b", "weight": 2}, ':2: "weight" is 2; valid: 0, 1'),
+        ({"messages": TURNS, "chat_template_kwargs": 3}, ":2: chat_template_kwargs is not an object; valid: "),
+        ({"messages": TURNS, "chat_template_kwargs": {"tools": []}}, ":2: chat_template_kwargs: tools cannot be given"),
         ('["a"]', ":2: the record is not an object; valid: an object"),
         ('{"prompt": "a', ":2: the file is cut off"),
     ],
