@@ -1,11 +1,23 @@
 """The two exceptions whose messages are meant for the person who started the run."""
 
+_MOST = 2000  # characters of a message
+
+
+def shortened(message: str) -> str:
+    """A message without its middle if it is very long, as those that quote a whole file's value are."""
+    if len(message) <= _MOST:
+        return message
+    kept = _MOST // 2 - 50
+    return f"{message[:kept]} … ({len(message) - 2 * kept} characters left out) … {message[-kept:]}"
+
 
 class _OneLine(Exception):
-    """The message becomes one line: characters that are not printable, as in some file names, are escaped."""
+    """The message becomes one line that is not very long: characters that are not printable, as in some file names, are
+    escaped."""
 
     def __init__(self, message: str) -> None:
-        escaped = (c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in message)
+        cut = shortened(message)
+        escaped = (c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in cut)
         super().__init__("".join(escaped))
 
 

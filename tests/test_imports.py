@@ -75,6 +75,7 @@ ELSEWHERE = {  # pieces of messages that say it in a variable
     "path}: {error}",  # megajax/host/reading.py: of `TooLong`
     "flag}: {file}: {error}",  # megajax/data/records.py, megajax/tasks/sources.py: of `reading.TooLong`
     "its standard error says why",
+    "UserError(value)",  # megajax/host/limited.py: that of the function
 }
 
 

@@ -79,7 +79,7 @@ def _template(source: Source) -> _Template:
 
 @functools.lru_cache(8)
 def _compiled(source: str, tokens: tuple[tuple[str, str], ...], name: str, today: str | None) -> _Template:
-    return _Template(source, dict(tokens), name, today and datetime.fromisoformat(today))
+    return _Template(source, dict(tokens), name, datetime.fromisoformat(today) if today else None)
 
 
 class _Rendering(NamedTuple):

@@ -96,7 +96,7 @@ class _Child:
         self._channel.settimeout(_PATIENCE)
         command = [sys.executable, "-c", _PROGRAM, *sys.path]
         with theirs, held_back():  # signals of a terminal or of SLURM go to all processes
-            self._process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.DEVNULL)
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
 
     def ask(self, request: tuple[bytes, ...]) -> bytes | None:
         """The reply to a request; None if the child ends without one."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+from megajax.errors import shortened
 from megajax.host.transcript import printable, transcript
 
 _SHOW_CURSOR = b"\x1b[?25h"  # progress bars hide it
@@ -83,7 +84,7 @@ def warn(text: str) -> None:
 
 def print_final_error(text: str) -> None:
     """Print the last line on standard error, and discard what other threads write there later."""
-    text = printable(" ".join(text.split()))
+    text = printable(shortened(" ".join(text.split())))
     transcript.add(text)
     with contextlib.suppress(OSError):
         sys.stderr.flush()

@@ -4,10 +4,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from saved_tokenizers import CHATML, KINDS, LLAMA3, MARKED, MISTRAL, TEXTS, write_pair, write_saved, write_vocabulary
+from saved_tokenizers import (
+    CHATML,
+    KINDS,
+    LLAMA3,
+    MARKED,
+    MISTRAL,
+    QWEN3,
+    TEXTS,
+    write_pair,
+    write_saved,
+    write_vocabulary,
+)
 
 from megajax.convert.tokenizer_files import read_tokenizer, write_tokenizer
-from megajax.data.chat import ChatTemplate
+from megajax.data.chat import Chat, ChatTemplate
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import train_tokenizer, wordpiece
 
@@ -127,15 +138,16 @@ def test_the_class_that_cuts_texts_by_its_own_rule(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("add_generation_prompt", [False, True])
-@pytest.mark.parametrize("source", [CHATML, LLAMA3, MISTRAL, MARKED])
+@pytest.mark.parametrize("source", [CHATML, LLAMA3, MISTRAL, MARKED, QWEN3])
 def test_chats(source: str, add_generation_prompt: bool, tmp_path: Path) -> None:
     theirs = transformers.AutoTokenizer.from_pretrained(write_saved(tmp_path, "llama3"))
     own = ChatTemplate(source, theirs.special_tokens_map, "it")
+    args = {"enable_thinking": False, "bos_token": "<b>"}
     for chat in CHAT[:1], CHAT[:3], CHAT:
         wanted = theirs.apply_chat_template(
-            chat, chat_template=source, add_generation_prompt=add_generation_prompt, tokenize=False
+            chat, chat_template=source, add_generation_prompt=add_generation_prompt, tokenize=False, **args
         )
-        assert own.render(chat, "x", add_generation_prompt=add_generation_prompt) == wanted
+        assert own.render(chat, "x", add_generation_prompt=add_generation_prompt, template_args=args) == wanted
 
 
 def test_what_the_assistant_writes_by_markers(tmp_path: Path) -> None:
@@ -143,7 +155,8 @@ def test_what_the_assistant_writes_by_markers(tmp_path: Path) -> None:
     found = theirs.apply_chat_template(
         CHAT, chat_template=MARKED, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
-    conversation = ChatTemplate(MARKED, {}, "it").conversation(CHAT, "x")
+    answers = [number for number, message in enumerate(CHAT) if message["role"] == "assistant"]
+    (conversation,) = ChatTemplate(MARKED, {}, "it").rendered([Chat(CHAT, "x")], [answers])
     ((ids, offsets),) = tokenizer.encode_batch_with_offsets([conversation.text])
     mask = [
         any(start < stop <= last and first <= start for first, last in conversation.spans) for start, stop in offsets

@@ -70,9 +70,10 @@ def test_conversations_of_which_it_is_not_known_what_the_assistant_writes():
     ):
         with pytest.raises(UserError, match=problem):
             rendered(source, place="f:7")
-    last = "{% for m in (messages | selectattr('role', 'eq', 'assistant') | list)[-1:] %}{% generation %}x{% endgeneration %}"
+    last = "{% for m in (messages | selectattr('role', 'eq', 'assistant') | list)[-1:] %}"
+    last += "{% generation %}x{% endgeneration %}{% endfor %}"
     with pytest.raises(UserError, match=r"^x: a.jinja marks other parts when more messages follow, .*; valid: "):
-        rendered(last + "{% endfor %}", answers=(3,))
+        rendered(last, answers=(3,))
 
 
 def test_what_transformers_gives_to_templates():

@@ -132,6 +132,14 @@ def test_a_chat(run, chatting, command, monkeypatch, tmp_path):
     monkeypatch.setattr("sys.stdin", io.StringIO("Which day?\n\n And then?"))
     spoken = command(*flags, "--interactive")
     assert spoken.startswith(asked["text"] + "\n") and len(spoken) > len(asked["text"]) + 1
+    args = {"messages": turns[:1], "chat_template_kwargs": {"bos_token": "<s><s>"}}
+    (tmp_path / "args.jsonl").write_text(json.dumps(args))
+    (varied,) = json.loads(command(*flags, "--chat", "--prompt-file", tmp_path / "args.jsonl", "--json"))[
+        "continuations"
+    ]
+    assert varied["prompt_tokens"] == asked["prompt_tokens"] + 1 and varied["messages"] == [turn]
+    monkeypatch.setattr("sys.stdin", io.StringIO("na\udcefve"))  # as without a locale
+    assert "standard input is not UTF-8; valid: text in UTF-8" in user_error(command, *flags, "--interactive")
     (tmp_path / "text").write_text("a")
     (tmp_path / "ended").write_text(json.dumps({"messages": turns[:2]}))
     for words, problem in {
