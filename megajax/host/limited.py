@@ -166,9 +166,9 @@ def _exactly(channel: socket.socket, size: int) -> bytes:
 
 def serve() -> None:
     """Be the child: answer requests on standard input, a socket, until its other end is closed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust announces its end there; first, as it may be closed
     channel = socket.socket(fileno=os.dup(0))
     channel.settimeout(_IDLE)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust announces its end there
     signal.signal(_TOO_LONG, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [_TOO_LONG])
     with contextlib.suppress(OSError, EOFError):

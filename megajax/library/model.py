@@ -25,6 +25,7 @@ from megajax.generation.choice import Sampling
 from megajax.generation.decoder import Decoder
 from megajax.generation.options import GenerateOptions
 from megajax.generation.text import continuation_text
+from megajax.host.reading import is_unicode
 from megajax.library.batches import Given, batch_of, inputs_of, padded, prompt_ids, shape_of_ids
 from megajax.library.progress import progress
 from megajax.models.registry import FAMILIES
@@ -174,6 +175,8 @@ class Model:
             tokenizer = self._check_tokenizer()
             if not all(isinstance(prompt, str) for prompt in prompts):
                 raise UserError("generate: prompts mix texts and token ids; valid: only texts, or only token ids")
+            if not all(map(is_unicode, prompts)):
+                raise UserError("generate: a prompt contains half a character (\\ud800 to \\udfff); valid: text")
             prompts = [tokenizer.encode_prompt(prompt) for prompt in prompts]
         ids = [prompt_ids(self.config, prompt, number) for number, prompt in enumerate(prompts, start=1)]
         new: list[list[int]] = [[] for _ in ids]

@@ -183,6 +183,8 @@ def test_a_continuation_ends_where_the_tokenizer_of_its_time_says(monkeypatch: p
     for ends in ([], [7], [7], [7, 9]):
         model.tokenizer = SimpleNamespace(ends=ends) if ends else None  # type: ignore[assignment]
         model.generate([[1, 2]])
+    with pytest.raises(megajax.UserError, match=r"a prompt contains half a character .*; valid: text"):
+        model.generate(["a", "\ud800"])
     assert [sorted(given[-1]) for given in made] == [[], [7], [7, 9]]
 
 
