@@ -69,10 +69,14 @@ class Program:
 
     @classmethod
     def on(
-        cls, config: Config, devices: list[jax.Device] | None = None, operand_dtype: DTypeLike | None = None
+        cls,
+        config: Config,
+        devices: list[jax.Device] | None = None,
+        operand_dtype: DTypeLike | None = None,
+        backend: Backend | None = None,
     ) -> "Program":
         """The program on the mesh that the configuration asks for, made of `devices`, or of all devices."""
-        return cls(config, make_mesh(devices, **config.mesh.sizes), operand_dtype=operand_dtype)
+        return cls(config, make_mesh(devices, **config.mesh.sizes), backend, operand_dtype)
 
     @classmethod
     def abstract(cls, config: Config, backend: Backend) -> "Program":

@@ -14,12 +14,12 @@ from jax.typing import DTypeLike
 from megajax.config import Config
 from megajax.precision import COMPUTE_DTYPE, E4M3
 from megajax.verify.comparison import HALF, LIMITS, Limits, limits_of_edges
-from megajax.verify.forms import exact, one_device, plain, steady, with_axes
+from megajax.verify.forms import exact, in_blocks, one_device, plain, steady, with_axes
 from megajax.verify.recording import Difference, first_difference
 from megajax.verify.run import FP8_IN_FP64, MeshRun, TracingError, recorded, run
 from megajax.verify.shrink import shown
 from megajax.verify.theory import check_collectives
-from megajax.verify.verdict import Finding, Verdict, compare_runs, loss_scales, same_on_devices, same_on_mesh
+from megajax.verify.verdict import UNMOVED, Finding, Verdict, compare_runs, loss_scales, same_on_devices, same_on_mesh
 
 STEPS = 3
 _TRACED = "tracing of the step"
@@ -30,8 +30,8 @@ class AxesThatDiffer:
     """The smallest sets of axes that show a difference.
 
     Attributes:
-        sets: all sets of that size. The empty set means that a single device already differs, because of microbatches
-            or recomputation.
+        sets: all sets of that size. The empty set means that a single device already differs, because of microbatches,
+            blocks or recomputation.
         config: the configuration on the first set.
     """
 
@@ -40,7 +40,7 @@ class AxesThatDiffer:
 
     def __str__(self) -> str:
         if self.sets[0] == ():
-            return "none: with microbatches or recomputation, the run already differs on one device"
+            return "none: with microbatches, blocks or recomputation, the run already differs on one device"
         return ", or ".join(" with ".join(axes) + (" alone" if len(axes) == 1 else "") for axes in self.sets)
 
 
@@ -78,7 +78,7 @@ def verify(
     failed = _failed(config, verdict)
     assert failed.reference is not None
     expected = recorded(failed.reference.config, devices, quick_compile, failed.reference.operand_dtype)
-    actual = recorded(axes.config, devices, quick_compile, failed.operand_dtype)
+    actual = recorded(axes.config, devices, quick_compile, failed.operand_dtype, in_blocks(axes.config))
     tolerance = 10 * (LIMITS.get(axes.config.precision) or failed.limits or LIMITS["bf16"]).gradient
     difference = first_difference(expected, actual, tolerance)
     wrong = [name for name, error in actual.collectives.items() if not error <= tolerance]
@@ -100,7 +100,7 @@ def check(
     fp8. In fp64 no operand lies within rounding of the edge between two float8 numbers, so a wrong scale shows.
 
     Args:
-        steps: number of steps; one more step overflows.
+        steps: number of steps; before the last one more overflows.
         quick_compile: do not optimize the CPU's machine code.
         on_start: called with the name of each run before it starts.
         on_finding: called with each finding as soon as it is known.
@@ -126,27 +126,27 @@ def check(
     reference = traced("one device", one_device(config), with_fresh=True, with_states=True)
     if reference is None:
         return Verdict(tuple(found))
-    mesh, in_float8 = shown(config.mesh), config.precision == "fp8"
-    other = traced(mesh, exact(config), with_fresh=True, operand_dtype=_scaled_only(config))
+    mesh, in_float8, blocks = shown(config.mesh), config.precision == "fp8", in_blocks(config)
+    other = traced(mesh, exact(config), with_fresh=True, operand_dtype=_scaled_only(config), backend=blocks)
     tell(all_checks(reference, other) if other else [])
     own, rounded, compared = None, None, reference
     if config.precision != "fp64":
         options["states"] = reference.states
     if in_float8:
         rounded = traced("one device", one_device(config), operand_dtype=E4M3)
-        other = traced(mesh, exact(config), operand_dtype=E4M3)
+        other = traced(mesh, exact(config), operand_dtype=E4M3, backend=blocks)
         tell(all_checks(rounded, other) if rounded and other else [])
         compared = traced("one device", plain(config)) or reference
         limits = limits_of_edges(config.model.num_layers)
     if config.precision != "fp64":
-        own = traced(mesh, config)
+        own = traced(mesh, config, backend=blocks)
     if own:
         checked = Verdict(tuple(all_checks(compared, own, limits)))
         if config.precision in HALF and Verdict(tuple(found)).passed and not checked.passed:
             alone = compared  # in fp8 the number of microbatches rounds nothing otherwise
             if not rounded:
                 on_start(f"one device, {config.precision}")
-                alone = run(with_axes(config, ()), devices, **options)
+                alone = run(with_axes(config, ()), devices, **options, backend=blocks)
             limits = widened(rounded or reference, alone, limits)
         tell(all_checks(compared, own, limits))
     return Verdict(tuple(found), limits, reference, rounded, compared)
@@ -176,7 +176,7 @@ def all_checks(reference: MeshRun, other: MeshRun, limits: Limits | None = None)
         yield loss_scales(other)
     yield from same_on_devices(other)
     item = 0 if other.operands is None else jnp.dtype(other.operands).itemsize
-    yield check_collectives(other.config, other.collectives, other.kind, item)
+    yield check_collectives(other.config, other.collectives, other.kind, item, other.backend)
 
 
 @dataclass(frozen=True)
@@ -226,8 +226,8 @@ def _axes_that_differ(
             part = with_axes(wrong, axes)
             on_start(f"{shown(part.mesh)}, {part.precision}")
             try:
-                given = failed.operand_dtype
-                other = run(part, jax.devices(), steps, with_fresh=exactly, operand_dtype=given, **options)
+                forms = {"operand_dtype": failed.operand_dtype, "backend": in_blocks(part)}
+                other = run(part, jax.devices(), steps, with_fresh=exactly, **forms, **options)
             except TracingError:
                 found.append((axes, part))
                 continue
@@ -265,6 +265,8 @@ def _first(difference: Difference | None, failed: Sequence[Finding]) -> str:
         return f"no activation of step 1: a gradient of weights, or its reduction: {of['gradients'].where}"
     if in_step_1("other metrics of the steps", "grad_norm, step 1"):
         return "no activation or gradient of step 1: the norm of the gradients: grad_norm, step 1"
+    if UNMOVED in of:
+        return f"no activation or gradient of step 1: what the skipped step changes: {of[UNMOVED].where}"
     for name in ("weights after the last step", "gradients", "losses"):
         if name in of:
             return f"no activation or gradient of step 1: the update of the weights: {of[name].where}"

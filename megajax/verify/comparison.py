@@ -1,13 +1,16 @@
 """Losses and gradients of a few training steps in mesh-independent form, how much two runs may differ, and how much
 they do."""
 
+import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import DictKey, keystr
 
 from megajax.config import Config
 from megajax.program.program import Program
@@ -56,6 +59,17 @@ def named_leaves(tree: Tree) -> Leaves:
     """Leaves by path: `blocks/mlp/up/weight`."""
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {"/".join(str(key.key) for key in path): np.asarray(leaf) for path, leaf in paths}
+
+
+def named_parts(state: TrainState) -> dict[str, Leaves]:
+    """The leaves of a canonical state, except the loss scale, by part and name: `optimizer/0/mu` and
+    `blocks/mlp/up/weight`."""
+    parts: dict[str, Leaves] = defaultdict(dict)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(dataclasses.replace(state, loss_scale=None))[0]:
+        inside = tuple(key for key in path if isinstance(key, DictKey)) or path[-1:]
+        part, name = (keystr(keys, simple=True, separator="/") for keys in (path[: -len(inside)], inside))
+        parts[part][name] = np.asarray(leaf)
+    return parts
 
 
 @dataclass(frozen=True)

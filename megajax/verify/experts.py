@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megajax.axes import EXPERT
-from megajax.backend import CPU
+from megajax.backend import CPU, Backend
 from megajax.models.experts import capacity_of
 from megajax.parallel.collectives import CONTEXT, TENSOR
 from megajax.plan.communication import EXCHANGE, GATHER, REDUCE, SCATTER, Communication, one
@@ -16,6 +16,8 @@ _INTEGER = 4  # bytes of an expert choice, and of a load
 class Experts(Regions):
     """The sizes of a step, and what its mixtures communicate besides inputs and outputs, which cross the boundaries of
     regions like an MLP's."""
+
+    backend: Backend = CPU  # the forms of the step
 
     @property
     def num_mlps(self) -> int:
@@ -79,7 +81,7 @@ class Experts(Regions):
         if model.expert_capacity:
             _, batch, places, _ = self._sent
             return experts, batch * devices * places
-        block = CPU.expert_block  # where `verify` runs
+        block = self.backend.expert_block
         choices = self.whole[0] * devices * self.whole[1] * model.experts_per_token
         return ((-(-choices // block) + experts) * block,)
 

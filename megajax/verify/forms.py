@@ -4,8 +4,10 @@ import dataclasses
 from collections.abc import Sequence
 
 from megajax.axes import PIPE, TENSOR
+from megajax.backend import CPU, Backend
 from megajax.config import Config, MeshConfig
 from megajax.pipeline.config import PipelineConfig
+from megajax.program.program import training_way
 
 _LEARNING_RATE, _EPSILON = 1e-3, 1e-4  # at most, at least
 
@@ -41,6 +43,14 @@ def plain(config: Config) -> Config:
         train=dataclasses.replace(config.train, microbatch=config.train.global_batch, remat="none"),
         optimizer=dataclasses.replace(config.optimizer, zero=0),
     )
+
+
+def in_blocks(config: Config) -> Backend:
+    """The forms of a CPU with at least two of whatever large sizes divide: blocks of queries, heads one after the
+    other, blocks of an expert's rows. So small a model has one of each otherwise."""
+    pieces = {"gather": 2 * config.mesh.context, "window": config.mesh.context}.get(training_way(config), 1)
+    queries = -(-config.model.sequence_length // (2 * pieces))
+    return dataclasses.replace(CPU, query_block=queries, scores_bytes=1, expert_block=4)
 
 
 def with_axes(config: Config, axes: Sequence[str]) -> Config:

@@ -5,7 +5,7 @@ import dataclasses
 import math
 import textwrap
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,18 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
+from megajax.backend import CPU, Backend
 from megajax.config import Config
 from megajax.errors import RunError, UserError
 from megajax.precision import E4M3, OPERAND_DTYPE
 from megajax.private import has_fusion_emitters
 from megajax.program.communication import Collective, collectives_of
-from megajax.program.program import Program
+from megajax.program.program import Batch, Program
 from megajax.program.state import TrainState
 from megajax.program.synthetic import placed_batch
 from megajax.program.train_step import train_step_with_gradients
-from megajax.verify.comparison import Leaves, named_leaves
+from megajax.verify.accumulation import sums_in_other_dtypes
+from megajax.verify.comparison import Leaves, named_leaves, named_parts
 from megajax.verify.recording import Recording
 
 FP8_IN_FP64 = "fp8-in-fp64"  # a step in fp64 whose products have operands rounded to e4m3
@@ -63,20 +65,25 @@ def _traced() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class MeshRun:
-    """Results of a few steps on a mesh; the last step overflows and must be skipped."""
+    """Results of a few steps on a mesh. Before the last one another overflows, and must be skipped."""
 
     config: Config  # the configuration that ran
     fresh: Leaves  # initial weights as drawn on this mesh, in canonical form; empty unless requested
-    metrics: list[dict[str, float]]  # scalar metrics of every step by name, including the skipped step
+    metrics: list[dict[str, float]]  # scalar metrics of every step by name
     counts: list[Leaves]  # metrics that are arrays of integers: the loads of experts
-    gradients: list[Leaves]  # gradients of every step except the skipped one, in canonical form
-    weights: Leaves  # after all steps, in canonical form; trained ones are main weights
+    gradients: list[Leaves]  # gradients of every step, in canonical form
+    overflow: dict[str, float]  # scalar metrics of the overflowing step
+    moved: list[str]  # leaves of the state that this step changed, apart from the loss scale
+    state: dict[str, Leaves]  # after all steps, in canonical form, by part; `params` are main weights
+    average: Leaves  # the moving average after the last step, computed from the state before it and the new weights
     rows: list[list[int]]  # rows of the global batch held at each coordinate of the row axes
     unequal: list[str]  # leaves of the state whose replicas differ between devices
     uncast: list[str]  # leaves whose compute weights are not the cast main weights
+    sums: list[str]  # weights whose gradients are not summed over microbatches in the dtype that is asked for
     collectives: list[Collective]  # what a step communicates
-    states: list[TrainState]  # canonical states before every step except the skipped one; empty unless requested
+    states: list[TrainState]  # canonical states before every step; empty unless requested
     operand_dtype: DTypeLike | None = None  # given to the program, see there
+    backend: Backend = CPU  # likewise
 
     @property
     def operands(self) -> DTypeLike | None:
@@ -90,7 +97,11 @@ class MeshRun:
 
     @property
     def losses(self) -> list[float]:
-        return [metrics["loss"] for metrics in self.metrics[: len(self.gradients)]]
+        return [metrics["loss"] for metrics in self.metrics]
+
+    @property
+    def weights(self) -> Leaves:
+        return self.state["params"]
 
 
 def run(
@@ -103,54 +114,72 @@ def run(
     states: Sequence[TrainState] = (),
     quick_compile: bool = True,
     operand_dtype: DTypeLike | None = None,
+    backend: Backend = CPU,
 ) -> MeshRun:
-    """Run `config` on the first of `devices` with random batches, from weights drawn by NumPy: `steps` steps, and one
-    more in which the loss scale is infinite.
+    """Run `config` on the first of `devices` with random batches, from weights drawn by NumPy: `steps` steps, and
+    before the last of them one more in which the loss scale is infinite.
 
     Args:
         with_fresh, with_states: whether to return these.
         states: states of another run. Each step starts from one of them instead of from the result of the step before,
             so that rounding does not add up: Adam makes a full-size update even of a gradient that is only rounding.
-        operand_dtype: see `Program`.
+        operand_dtype, backend: see `Program`.
     """
     with in_precision(config):
         with _traced():
-            program = Program.on(config, list(devices)[: config.mesh.num_devices], operand_dtype)
+            program = Program.on(config, list(devices)[: config.mesh.num_devices], operand_dtype, backend)
             traced = train_step_with_gradients(program).trace(program.layout.shapes, program.batch_types)
         options: dict[str, Any] = dict(QUICK) if quick_compile else {}
         layout = program.layout
         fresh = _canonical(program, layout.init(options).params) if with_fresh else {}
         state = layout.from_canonical(drawn_state(program))
-        batches = [placed_batch(program, step) for step in range(steps + 1)]
+        *batches, extra = (placed_batch(program, step) for step in range(steps + 1))
         step = traced.lower().compile(options)
         metrics, counts, gradients, kept = [], [], [], []
         for number, batch in enumerate(batches):
-            if number == steps:
-                state = _overflowing(state)
-            elif states:
+            if states:
                 state = _taken_over(program, states[number], state)
-            if with_states and number < steps:
-                kept.append(jax.device_get(layout.to_canonical(state)))
+            if number == steps - 1:
+                state, overflow, moved = _overflown(step, state, extra)
+            if with_states:
+                kept.append(_canonical_state(program, state))
+            averages = {} if state.average is None else _canonical(program, state.average)
             state, figures, grads = step(state, batch)
-            metrics.append({name: float(value) for name, value in figures.items() if value.ndim == 0})
+            metrics.append(_scalars(figures))
             counts.append({name: np.asarray(value) for name, value in figures.items() if value.ndim})
-            if number < steps:
-                gradients.append(_canonical(program, grads))
-        weights = _canonical(program, layout.with_main(state).params)
-        uncast = [] if state.main is None else _uncast(program, state)
-        found = collectives_of(traced.jaxpr)
-        rows, unequal = _rows(program), _unequal(state)
-        parts = metrics, counts, gradients, weights, rows, unequal, uncast, found, kept
-        return MeshRun(config, fresh, *parts, operand_dtype)
+            gradients.append(_canonical(program, grads))
+        return MeshRun(
+            config=config,
+            fresh=fresh,
+            metrics=metrics,
+            counts=counts,
+            gradients=gradients,
+            overflow=overflow,
+            moved=moved,
+            state=named_parts(_canonical_state(program, state)),
+            average=_averaged(program, averages, state),
+            rows=_rows(program),
+            unequal=_unequal(state),
+            uncast=[] if state.main is None else _uncast(program, state),
+            sums=sums_in_other_dtypes(program, traced.jaxpr),
+            collectives=collectives_of(traced.jaxpr),
+            states=kept,
+            operand_dtype=operand_dtype,
+            backend=backend,
+        )
 
 
 def recorded(
-    config: Config, devices: Sequence[jax.Device], quick_compile: bool, operand_dtype: DTypeLike | None = None
+    config: Config,
+    devices: Sequence[jax.Device],
+    quick_compile: bool,
+    operand_dtype: DTypeLike | None = None,
+    backend: Backend = CPU,
 ) -> Recording:
     """Every activation of the first step of such a run."""
     recording = Recording()
     with in_precision(config), recording.taken():
-        program = Program.on(config, list(devices)[: config.mesh.num_devices], operand_dtype)
+        program = Program.on(config, list(devices)[: config.mesh.num_devices], operand_dtype, backend)
         state = program.layout.from_canonical(drawn_state(program))
         batch = placed_batch(program, 0)
         step = train_step_with_gradients(program).lower(state, batch).compile(QUICK if quick_compile else {})
@@ -158,10 +187,10 @@ def recorded(
     return recording
 
 
-def drawn_weights(program: Program) -> Any:
+def drawn_weights(program: Program, seed: int = 0) -> Any:
     """Canonical weights, the same on every mesh and in every precision, of realistic sizes. No bias is zero and no
     scale is one, so that omitting one or applying it twice is noticed."""
-    rng, size = np.random.default_rng(0), program.config.model.init_std
+    rng, size = np.random.default_rng(seed), program.config.model.init_std
 
     def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
         mean, deviation = {"scale": (1.0, size), "bias": (0.0, size / 10)}.get(path[-1].key, (0.0, size))
@@ -171,9 +200,11 @@ def drawn_weights(program: Program) -> Any:
 
 
 def drawn_state(program: Program) -> TrainState:
-    """The canonical state before the first step, with these weights."""
-    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), program.layout.canonical_shapes)
-    return dataclasses.replace(zeros, params=drawn_weights(program))
+    """The canonical state before the first step, with these weights, and others as their average, if there is one."""
+    layout = program.layout
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), layout.canonical_shapes)
+    average = None if zeros.average is None else layout.trained(drawn_weights(program, seed=1))
+    return dataclasses.replace(zeros, params=drawn_weights(program), average=average)
 
 
 @contextlib.contextmanager
@@ -189,7 +220,8 @@ def in_precision(config: Config) -> Iterator[None]:
 
 
 def _canonical(program: Program, tree: Any) -> Leaves:
-    return named_leaves(program.layout.canonical_weights(jax.device_get(tree)))
+    """Copies of weights or gradients in canonical form: steps donate their state."""
+    return named_leaves(program.layout.canonical_weights(jax.tree.map(np.array, tree)))
 
 
 def _taken_over(program: Program, canonical: TrainState, state: TrainState) -> TrainState:
@@ -200,11 +232,45 @@ def _taken_over(program: Program, canonical: TrainState, state: TrainState) -> T
     return dataclasses.replace(taken, loss_scale=state.loss_scale, recent_norms=state.recent_norms)
 
 
-def _overflowing(state: TrainState) -> TrainState:
-    """A state with an infinite loss scale, so that no gradient is finite."""
-    place = state.loss_scale.scale.sharding
-    scale = jax.device_put(np.float32(math.inf), place)
-    return dataclasses.replace(state, loss_scale=dataclasses.replace(state.loss_scale, scale=scale))
+def _canonical_state(program: Program, state: TrainState) -> TrainState:
+    return program.layout.canonical_weights(jax.tree.map(np.array, program.layout.with_main(state)))
+
+
+def _scalars(figures: dict[str, jax.Array]) -> dict[str, float]:
+    return {name: float(value) for name, value in figures.items() if value.ndim == 0}
+
+
+def _overflown(
+    step: Callable[..., Any], before: TrainState, batch: Batch
+) -> tuple[TrainState, dict[str, float], list[str]]:
+    """Run a step with an infinite loss scale, so that no gradient is finite: the state after it with its old scale, the
+    step's scalar metrics, and the leaves of the state that it changed."""
+    old, scale = _bits(before), np.asarray(before.loss_scale.scale)
+    after, figures, _ = step(_with_scale(before, np.float32(math.inf)), batch)
+    new = _bits(after)
+    return _with_scale(after, scale), _scalars(figures), [name for name in old if old[name] != new[name]]
+
+
+def _with_scale(state: TrainState, scale: Any) -> TrainState:
+    placed = jax.device_put(scale, state.loss_scale.scale.sharding)
+    return dataclasses.replace(state, loss_scale=dataclasses.replace(state.loss_scale, scale=placed))
+
+
+def _bits(state: TrainState) -> dict[str, bytes]:
+    """The bits of every leaf, except the loss scale's, by its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(dataclasses.replace(state, loss_scale=None))
+    return {_name(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _averaged(program: Program, old: Leaves, after: TrainState) -> Leaves:
+    """The moving average after a step by its definition, given the old one, which is empty if there is none."""
+    layout, decay = program.layout, program.config.train.ema
+    new = _canonical(program, layout.trained(layout.with_main(after).params))
+    return {name: decay * leaf + (1 - decay) * new[name] for name, leaf in old.items()}
 
 
 def _rows(program: Program) -> list[list[int]]:
@@ -231,7 +297,7 @@ def _unequal(state: TrainState) -> list[str]:
         return len(parts) > len({index for index, _ in parts})
 
     leaves = jax.tree_util.tree_leaves_with_path(state)
-    return [jax.tree_util.keystr(path) for path, leaf in leaves if differs(leaf)]
+    return [_name(path) for path, leaf in leaves if differs(leaf)]
 
 
 def _uncast(program: Program, state: TrainState) -> list[str]:

@@ -7,6 +7,7 @@ It has every collective of `program/train_step.py`, counted as `program/communic
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from megajax.backend import CPU, Backend
 from megajax.batch import most_masked
 from megajax.config import Config
 from megajax.models.context_attention import copies
@@ -32,10 +33,11 @@ from megajax.verify.verdict import Finding
 _WORD = 4  # bytes of a scale
 
 
-def theory_of(config: Config, operand_item: int | None = None) -> list[Communication]:
+def theory_of(config: Config, operand_item: int | None = None, backend: Backend = CPU) -> list[Communication]:
     """All that a training step of a valid configuration communicates, per device, in the order of the program. Its
     layers' products may have operands of other than the precision's bytes (`Sizes.operand_item`)."""
     step = _Step(config)
+    step.backend = backend
     step.operand_item = step.operand_item if operand_item is None else operand_item
     forward = [*step.targets(), *step.scales(), *step.p2p_transfers(), *step.embedding(), *step.layers(), *step.head()]
     backward = [*step.layers_backward(), *step.embedding_backward(), *step.weight_gradients()]
@@ -43,11 +45,15 @@ def theory_of(config: Config, operand_item: int | None = None) -> list[Communica
 
 
 def check_collectives(
-    config: Config, found: Iterable[Collective], kind: str = "", operand_item: int | None = None
+    config: Config,
+    found: Iterable[Collective],
+    kind: str = "",
+    operand_item: int | None = None,
+    backend: Backend = CPU,
 ) -> Finding:
     """Compare the exact counts and bytes of all collectives of a step, by kind, axes and shape. `kind` says what the
-    step computes in, if not only the precision; for `operand_item` see `theory_of`."""
-    expected = theory_of(config, operand_item)
+    step computes in, if not only the precision; for the others see `theory_of`."""
+    expected = theory_of(config, operand_item, backend)
     wanted, there = totals(expected), totals(found)
     wrong = [key for key in wanted.keys() | there.keys() if wanted[key] != there[key]]
     where = f"{sum(wanted.values())} collectives, {total_sent(config, expected):,} bytes sent by a device"

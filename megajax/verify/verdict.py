@@ -7,8 +7,24 @@ from dataclasses import dataclass
 import numpy as np
 
 from megajax.models.router import ROUTER_BIAS
-from megajax.verify.comparison import HALF, LIMITS, Leaves, Limits, distance, finite, leaf_errors, relative, scales
+from megajax.verify.comparison import (
+    HALF,
+    LIMITS,
+    LOSS_TOLERANCE,
+    Leaves,
+    Limits,
+    distance,
+    finite,
+    leaf_errors,
+    relative,
+    scales,
+)
 from megajax.verify.run import MeshRun
+
+
+# What these checks compare, which is also where a mistake is.
+UNMOVED = "state after the skipped step, bit for bit"
+AVERAGE = "moving average, by its definition"
 
 
 @dataclass(frozen=True)
@@ -65,9 +81,13 @@ def same_on_mesh(reference: MeshRun, other: MeshRun) -> Iterator[Finding]:
 
 
 def same_on_devices(run: MeshRun) -> Iterator[Finding]:
-    """Checks of replicas on one mesh."""
+    """Checks of one mesh alone: of replicas, of the moving average by its definition, of how gradients are summed."""
     precision = run.kind
     yield Finding(f"{precision} replicas of the state, bit for bit", len(run.unequal), 0, _some(run.unequal))
+    if run.average:
+        limit = min(LOSS_TOLERANCE, LIMITS["fp64" if run.config.precision == "fp64" else "fp32"].weight)
+        yield _of_leaves(f"{precision} {AVERAGE}", run.average, run.state["average"], limit)
+    yield Finding(f"{precision} dtype of sums of gradients", len(run.sums), 0, _some(run.sums))
     if precision in HALF:
         yield Finding(f"{precision} weights equal the main weights, cast", len(run.uncast), 0, _some(run.uncast))
 
@@ -87,19 +107,23 @@ def compare_runs(reference: MeshRun, other: MeshRun, limits: Limits | None = Non
             leaves.pop("/".join(ROUTER_BIAS), None)  # it steps by the sign of what a load is above the mean
     yield _of_leaves(f"{precision} weights after the last step", expected, actual, limits.weight)
     if other.config.precision == "fp64":
+        yield _others(f"{precision} moments and other state", reference, other, limits.weight)
         yield _metrics(f"{precision} other metrics of the steps", reference, other, limits.loss)
         if any(reference.counts):
             yield _counts(f"{precision} expert loads, as integers", reference, other)
-    yield _skipped(f"{precision} skipped steps", reference, other)
+    yield _skipped(f"{precision} skipped steps", other)
+    moved = [*other.moved, *(f"{name} on one device" for name in reference.moved)]
+    yield Finding(f"{precision} {UNMOVED}", len(moved), 0, _some(moved))
 
 
 def loss_scales(run: MeshRun) -> Finding:
-    """Compare the loss scale of every step with what the configuration implies."""
+    """Compare the loss scale of every step with what the configuration implies. After the overflowing step, which comes
+    before the last, it is what it was before."""
     config, scale, good, wrong = run.config.loss_scale, run.config.loss_scale.initial, 0, []
-    for step, metrics in enumerate(run.metrics[: len(run.gradients)]):
+    for step, metrics in enumerate(run.metrics, 1):
         if metrics["loss_scale"] != scale:
-            wrong.append(f"step {step + 1}: {metrics['loss_scale']:g} instead of {scale:g}")
-        good = 0 if metrics["skipped"] else good + 1
+            wrong.append(f"step {step}: {metrics['loss_scale']:g} instead of {scale:g}")
+        good = 0 if metrics["skipped"] else good + 1 if step < len(run.metrics) else 1
         if metrics["skipped"]:
             scale = max(scale * config.backoff, config.floor)
         elif good >= config.growth_every:
@@ -165,7 +189,7 @@ def _of_leaves(name: str, expected: Leaves, actual: Leaves, limit: float, suffix
 def _metrics(name: str, reference: MeshRun, other: MeshRun, limit: float) -> Finding:
     """The figure with the largest error, in the first step in which any is beyond the limit."""
     steps = []
-    for number, (a, b) in enumerate(zip(reference.metrics[:-1], other.metrics[:-1], strict=True), 1):
+    for number, (a, b) in enumerate(zip(reference.metrics, other.metrics, strict=True), 1):
         errors = {figure: relative(b[figure], a[figure]) for figure in sorted(a.keys() - {"loss", "loss_scale"})}
         worst = max(errors, key=lambda figure: errors[figure])
         steps.append(Finding(name, errors[worst], limit, f"{worst}, step {number}"))
@@ -183,10 +207,20 @@ def _counts(name: str, reference: MeshRun, other: MeshRun) -> Finding:
     return Finding(name, len(wrong), 0, _some(wrong))
 
 
-def _skipped(name: str, reference: MeshRun, other: MeshRun) -> Finding:
+def _others(name: str, reference: MeshRun, other: MeshRun, limit: float) -> Finding:
+    """The largest error of the state beside the weights, each part measured by itself, since moments are small."""
+    parts = [
+        _of_leaves(name, leaves, other.state[part], limit, f" in {part}" if part else "")
+        for part, leaves in reference.state.items()
+        if part != "params"
+    ]
+    return max(parts, key=lambda part: part.figure)
+
+
+def _skipped(name: str, run: MeshRun) -> Finding:
     """Check that the overflowing step is skipped, and no other."""
-    last = len(reference.gradients)
-    wrong = [f"step {i + 1}" for i, metrics in enumerate(other.metrics) if bool(metrics["skipped"]) != (i == last)]
+    wrong = [f"step {number}" for number, metrics in enumerate(run.metrics, 1) if metrics["skipped"]]
+    wrong += [] if run.overflow["skipped"] else ["the overflowing step is not"]
     return Finding(name, len(wrong), 0, _some(wrong))
 
 

@@ -16,7 +16,7 @@ from megajax.verify.verdict import Verdict
 )
 def test_a_token_whose_expert_changes_widens_the_limit_of_its_step(changed: int, error: float, passes: bool) -> None:
     """By 2 (2/144)^0.5 = 0.236 for one of 144 tokens, and at most to ten times the usual limit."""
-    config, loads = config_of("bf16"), [{"expert_load": np.full((LAYERS, 4), 9)} for _ in range(STEPS + 1)]
+    config, loads = config_of("bf16"), [{"expert_load": np.full((LAYERS, 4), 9)} for _ in range(STEPS)]
     alone = dataclasses.replace(made_up(one_device(config)), counts=loads)
     other = with_gradient(1, "blocks/mlp/up/weight", lambda grad: grad * (1 + error))(made_up(config))
     moved = loads[1]["expert_load"] + np.array([[changed, -changed, 0, 0], *[[0] * 4] * 3])
@@ -27,14 +27,14 @@ def test_a_token_whose_expert_changes_widens_the_limit_of_its_step(changed: int,
 
 
 def test_the_bias_of_experts_is_compared_where_their_loads_are_equal() -> None:
-    loads = [{"expert_load": np.full((LAYERS, 4), 9)} for _ in range(STEPS + 1)]
+    loads = [{"expert_load": np.full((LAYERS, 4), 9)} for _ in range(STEPS)]
     config, bias = config_of("bf16"), "blocks/mlp/router/bias"
     alone, other = (dataclasses.replace(made_up(each), counts=loads) for each in (one_device(config), config))
     alone, other = (
-        dataclasses.replace(run, weights=run.weights | {bias: np.full((LAYERS, 4), 0.03 + by)})
+        dataclasses.replace(run, state=run.state | {"params": run.weights | {bias: np.full((LAYERS, 4), 0.03 + by)}})
         for run, by in ((alone, 0.0), (other, 0.01))
     )
     (failed,) = Verdict(tuple(all_checks(alone, other))).failed
     assert failed.name == "bf16 weights after the last step" and bias in failed.where
-    moved = [*loads[:2], {"expert_load": loads[2]["expert_load"] + np.array([1, -1, 0, 0])}, loads[3]]
+    moved = [*loads[:2], {"expert_load": loads[2]["expert_load"] + np.array([1, -1, 0, 0])}]
     assert Verdict(tuple(all_checks(alone, dataclasses.replace(other, counts=moved)))).passed

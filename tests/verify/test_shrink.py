@@ -230,7 +230,7 @@ def test_of_a_right_mesh(capsys) -> None:
         ([("data",)], "data alone"),
         ([("data",), ("pipe",)], "data alone, or pipe alone"),
         ([("data", "tensor")], "data with tensor"),
-        ([()], "none: with microbatches or recomputation, the run already differs on one device"),
+        ([()], "none: with microbatches, blocks or recomputation, the run already differs on one device"),
     ],
 )
 def test_of_a_wrong_mesh(capsys, sets, words) -> None:

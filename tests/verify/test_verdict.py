@@ -28,12 +28,27 @@ def made_up(config: Config, steps: int = STEPS) -> MeshRun:
     draw = {name: rng.normal(size=shape) for name, shape in SHAPES.items()}
     gradients = [{name: (step + 1) * leaf for name, leaf in draw.items()} for step in range(steps)]
     metrics = [{"loss": 4.0 - step / 8, "grad_norm": 2.0, "skipped": 0.0} for step in range(steps)]
-    metrics.append({"loss": 3.0, "grad_norm": math.nan, "skipped": 1.0})
     for number, figures in enumerate(metrics):
         figures["loss_scale"] = (65536.0 if number < 2 else 131072.0) if config.precision == "fp16" else 1.0
     data, rows = config.mesh.data, config.train.global_batch // config.mesh.data
-    held = [list(range(place * rows, (place + 1) * rows)) for place in range(data)]
-    return MeshRun(config, draw, metrics, [], gradients, draw, held, [], [], theory_of(config), [])
+    moments = {name: 1e-6 * np.square(leaf) for name, leaf in draw.items()}
+    return MeshRun(
+        config=config,
+        fresh=draw,
+        metrics=metrics,
+        counts=[],
+        gradients=gradients,
+        overflow={"loss": 3.0, "grad_norm": math.nan, "skipped": 1.0},
+        moved=[],
+        state={"params": draw, "optimizer/0/nu": moments, "average": draw},
+        average=draw,
+        rows=[list(range(place * rows, (place + 1) * rows)) for place in range(data)],
+        unequal=[],
+        uncast=[],
+        sums=[],
+        collectives=theory_of(config),
+        states=[],
+    )
 
 
 def config_of(precision: str) -> Config:
@@ -114,11 +129,28 @@ def replaced(**fields: object) -> Callable[[MeshRun], MeshRun]:
     return lambda run: dataclasses.replace(run, **fields)  # type: ignore[arg-type]
 
 
+def with_state(part: str, by: float) -> Callable[[MeshRun], MeshRun]:
+    """A leaf of a part of the state is wrong by this share."""
+
+    def change(run: MeshRun) -> MeshRun:
+        leaves = run.state[part]
+        return dataclasses.replace(
+            run, state=run.state | {part: leaves | {"blocks/norm/bias": (1 + by) * leaves["blocks/norm/bias"]}}
+        )
+
+    return change
+
+
 OTHERS = {
     "fp64 losses": ("fp64", metric("loss", 3.8)),
-    "fp64 weights after the last step": ("fp64", replaced(weights={name: np.ones(s) for name, s in SHAPES.items()})),
+    "fp64 weights after the last step": ("fp64", with_state("params", 1e-11)),
+    "fp64 moments and other state": ("fp64", with_state("optimizer/0/nu", 1e-11)),
+    "fp64 moving average, by its definition": ("fp64", with_state("average", 1e-11)),
+    "bf16 moving average, by its definition": ("bf16", with_state("average", 2e-5)),
     "fp64 other metrics of the steps": ("fp64", metric("grad_norm", 2.1)),
-    "fp64 skipped steps": ("fp64", metric("skipped", 0.0, STEPS)),
+    "fp64 skipped steps": ("fp64", replaced(overflow={"skipped": 0.0})),
+    "bf16 state after the skipped step, bit for bit": ("bf16", replaced(moved=["optimizer/0/momentum"])),
+    "bf16 dtype of sums of gradients": ("bf16", replaced(sums=["blocks/norm/bias"])),
     "bf16 skipped steps": ("bf16", metric("skipped", 1.0)),
     "batch rows in the order of one device": ("fp64", replaced(rows=[[4, 5, 6, 7], [0, 1, 2, 3]])),
     "initial weights, bit for bit": ("fp64", replaced(fresh={name: np.ones(s) for name, s in SHAPES.items()})),

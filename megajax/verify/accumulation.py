@@ -1,0 +1,45 @@
+"""In which dtype a step sums gradients over microbatches, read from its jaxpr: the limits of half precision are too wide
+to tell fp32 from bf16."""
+
+import math
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import keystr
+
+from megajax.program.communication import equations
+from megajax.program.program import Program
+from megajax.program.state import is_stacked
+
+Carried = Counter[tuple[tuple[int, ...], object]]  # how often a loop carries an array of a shape and dtype
+
+
+def sums_in_other_dtypes(program: Program, traced: ClosedJaxpr) -> list[str]:
+    """The weights for whose gradients no loop of the step carries a sum in the program's `gradient_dtype`."""
+    layout, wanted = program.layout, {}
+    weights, specs = (layout.trained(tree) for tree in (layout.shapes.params, layout.specs.params))
+
+    def note(path: tuple, weight: jax.ShapeDtypeStruct, spec: PartitionSpec) -> None:
+        here = NamedSharding(program.mesh, spec).shard_shape(weight.shape)  # [chunks, 1, n, …] of stacked layers
+        shape = (math.prod(here[:3]), *here[3:]) if is_stacked(path) else here
+        wanted[keystr(path, simple=True, separator="/")] = shape, jnp.dtype(program.gradient_dtype)
+
+    jax.tree_util.tree_map_with_path(note, weights, specs)
+    loops = [_carried(eqn.params, eqn.invars) for eqn, _ in equations(traced.jaxpr) if eqn.primitive.name == "scan"]
+    return min((_missing(wanted, loop) for loop in loops), key=len)
+
+
+def _carried(params: dict, inputs: list) -> Carried:
+    first = params["num_consts"]
+    return Counter((each.aval.shape, each.aval.dtype) for each in inputs[first : first + params["num_carry"]])
+
+
+def _missing(wanted: dict[str, tuple], loop: Carried) -> list[str]:
+    left, missing = Counter(loop), []
+    for name, kind in wanted.items():
+        missing += [] if left[kind] else [name]
+        left[kind] -= 1
+    return missing
