@@ -56,6 +56,7 @@ def tiny_config(
     weight_gradients: str = "together",
     max_deferred: int = -1,
     remat: str = "none",
+    ema: float = 0.0,
     microbatch: int = 1,
     global_batch: int = 8,
     precision: str = "fp32",
@@ -85,7 +86,7 @@ def tiny_config(
             weight_gradients=weight_gradients,
             max_deferred=max_deferred,
         ),
-        train=TrainConfig(steps=10, global_batch=global_batch, microbatch=microbatch, remat=remat),
+        train=TrainConfig(steps=10, global_batch=global_batch, microbatch=microbatch, remat=remat, ema=ema),
         data=DataConfig(reset_attention=reset_attention),
         optimizer=OptimizerConfig(**rates | (optimizer or {})),
     )

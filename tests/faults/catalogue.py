@@ -27,6 +27,7 @@ ON_EXPERTS = {"mesh": (1, 1, 1), "expert": 2, "expert_capacity": 1.0, **MIXTURE}
 ON_DROPLESS = ON_EXPERTS | {"expert_capacity": 0.0}
 ON_SHARED_SEQUENCES = ON_EXPERTS | {"mesh": (1, 1, 2, 1), "expert": 1}
 ON_BIASES = ON_EXPERTS | {"balance": "bias"}
+ON_AVERAGED_BIASES = ON_BIASES | {"ema": 0.5}
 BERT = {"family": "bert"}
 FEW_KEYS = {
     **{"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "bias": "none", "query_key_norm": True},
@@ -365,6 +366,16 @@ ROWS: dict[str, dict[str, Row]] = {
             ("RandomBits.from_seed(seed)", 'RandomBits.from_seed(seed).fold(lax.axis_index("tensor"))'),
             types(VARYING, ON_TENSOR),
         ),
+        "two sites of a layer share a mask": (
+            "models.layer.Block.__call__.dropout",
+            ("DROPOUT_SITES[site]", "1"),
+            tests("tests/models/test_forward.py"),
+        ),
+        "all layers share their masks": (
+            "models.layer.Block.__call__",
+            ("context.dropout.fold(layer)", "context.dropout.fold(0)"),
+            tests("tests/models/test_forward.py"),
+        ),
         "masks do not depend on the step": (
             "parallel.random.Dropout.at",
             ("RandomBits.from_seed(seed).fold(step)", "RandomBits.from_seed(seed)"),
@@ -435,6 +446,14 @@ ROWS: dict[str, dict[str, Row]] = {
                 "0 instead of 2 all-to-all over data x expert x context x tensor of [4, 8, 32]",
                 ON_MUON,
             ),
+        ),
+        "a skipped step moves the momentum": (
+            "optim.muon.scale_by_muon.advance",
+            (
+                "choose(taken, optax.tree.update_moment(mine, state.momentum, beta, 1), state.momentum)",
+                "optax.tree.update_moment(mine, state.momentum, beta, 1)",
+            ),
+            named("what the skipped step changes: optimizer/0/momentum/blocks/attention/", ON_MUON),
         ),
         "shards come back to other matrices": (
             "optim.muon._Deal.shards",
@@ -545,6 +564,39 @@ ROWS: dict[str, dict[str, Row]] = {
             ),
             named("experts_output of layer 0, forward", ON_EXPERTS),
         ),
+        "a skipped step moves the biases": (
+            "program.train_step._with_moved_biases",
+            ("jnp.where(taken, new, bias)", "new"),
+            named("what the skipped step changes: params/blocks/mlp/router/bias", ON_BIASES),
+        ),
+        "of an expert's gradient the last block's stays": (
+            "parallel.grouped.grouped_weight_gradient.add",
+            (
+                "total_EIO.at[blocks.group_M[number].astype(jnp.int32)].add(product_IO)",
+                "total_EIO.at[blocks.group_M[number].astype(jnp.int32)].set(product_IO)",
+            ),
+            gradient("blocks/mlp/", ON_DROPLESS),
+        ),
+        "the balancing loss takes squares of loads": (
+            "models.router.Router._imbalance",
+            ("often_BE * jnp.sum(share_BTE, axis=1)", "often_BE * often_BE"),
+            tests("tests/models/test_mixture.py -k balancing"),
+        ),
+        "the balancing loss is not a mean over the batch": (
+            "program.bind._bind.context",
+            ("loss_scale / config.train.global_batch", "loss_scale"),
+            tests("tests/models/test_mixture.py -k balancing"),
+        ),
+        "the loss of large logits is not of squares": (
+            "models.router.Router.__call__",
+            ("jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1))", "jax.nn.logsumexp(logits_BTE, axis=-1)"),
+            tests("tests/models/test_mixture.py -k balancing"),
+        ),
+        "an evaluation drops tokens": (
+            "models.config.ModelConfig.forward_only",
+            ("replace(self, expert_capacity=0.0)", "self"),
+            tests("tests/models/test_mixture.py -k evaluation"),
+        ),
         "biases follow the loads of a device": (
             "program.train_step._losses_and_gradients",
             ("complete(figures, dict.fromkeys(figures, SCALAR))", "figures"),
@@ -573,6 +625,42 @@ ROWS: dict[str, dict[str, Row]] = {
             tests("tests/parallel/test_float8.py"),
         ),
     },
+    "State beside the weights": {
+        "the average is taken before the biases move": (
+            "program.train_step._train_step_with_gradients",
+            (
+                "averaged(state.average, main, config.train.ema, taken)",
+                "averaged(state.average, update(program.optimizer, clipped, state.optimizer, "
+                "layout.per_step.take(layout.trained(state.params)), taken)[0], config.train.ema, taken)",
+            ),
+            named("moving average, by its definition: blocks/mlp/router/bias", ON_AVERAGED_BIASES),
+        ),
+        "a skipped step moves the average": (
+            "optim.adam.averaged",
+            ("choose(taken, moved, average)", "moved"),
+            named("what the skipped step changes: average/blocks/", ON_DATA | {"ema": 0.5}),
+        ),
+        "the average keeps what it should forget": (
+            "optim.adam.averaged",
+            ("1.0 - decay", "decay"),
+            named("moving average, by its definition: ", ON_DATA | {"ema": 0.75}),
+        ),
+    },
+    "The dtype of sums": {
+        "gradients are summed in the dtype of the weights": (
+            "pipeline.executor.Pipeline.sums",
+            ("jnp.zeros(w.shape, dtype)", "jnp.zeros(w.shape, w.dtype)"),
+            named("bf16 dtype of sums of gradients: blocks/", ON_DATA | {"precision": "bf16"}),
+        ),
+        "gradients are rounded to bf16 as they are summed": (
+            "pipeline.stages._added",
+            (
+                "flat[path].at[place].add(grad)",
+                "flat[path].at[place].add(grad).astype(jnp.bfloat16).astype(flat[path].dtype)",
+            ),
+            tests("tests/pipeline/test_sums.py"),
+        ),
+    },
     "Only the communication is wrong": {
         "gradients of shared heads of keys are summed in every layer": (
             "mesh.needs_tensor_sum",
@@ -587,6 +675,11 @@ ROWS: dict[str, dict[str, Row]] = {
                 "lax.all_to_all(x, axes, split_axis=divided, concat_axis=joined, tiled=True)",
                 "lax.all_to_all(x, axes, split_axis=joined, concat_axis=divided, tiled=True)",
             ),
+            tests("tests/program/test_transfer.py"),
+        ),
+        "layers are written stage by stage where stages have several chunks": (
+            "program.transfer.Transfer._spread",
+            ("placement.num_chunks == 1 and not placement.padded", "not placement.padded"),
             tests("tests/program/test_transfer.py"),
         ),
         "a checkpoint's digest is not compared": (

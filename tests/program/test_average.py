@@ -22,8 +22,7 @@ DECAY = 0.75
 
 
 def program(mesh: tuple[int, int, int] = (1, 1, 1), *, ema: float = DECAY, **options: Any) -> Program:
-    config = tiny_config(mesh, **options)
-    return tiny_program(dataclasses.replace(config, train=dataclasses.replace(config.train, ema=ema)))
+    return tiny_program(tiny_config(mesh, ema=ema, **options))
 
 
 def averages(made: Program, steps: int) -> tuple[list[Any], list[Any]]:

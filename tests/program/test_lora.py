@@ -1,6 +1,7 @@
 """LoRA: what is trained, against a plain computation; what is kept, on any mesh."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -46,26 +47,38 @@ def step(config: Config, canonical: TrainState) -> tuple[Program, TrainState, di
 
 
 def flat(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[L, I, R] and [L, R, O], dims of heads joined."""
-    return a.reshape(len(a), -1, RANK).astype(float), b.reshape(len(b), RANK, -1).astype(float)
+    """[S, I, R] and [S, R, O], S layers or experts of layers, dims of heads joined."""
+    stacked = math.prod(a.shape[:2]) if a.shape[1] == EXPERTS else len(a)
+    return a.reshape(stacked, -1, RANK).astype(float), b.reshape(stacked, RANK, -1).astype(float)
 
 
-def test_gradients_and_update_are_those_of_a_plain_computation() -> None:
+EXPERTS = 10  # no other dim has this size
+OF_EXPERTS = {"lora": LoraConfig(rank=RANK, alpha=ALPHA, targets=("attention", "experts")), "num_kv_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ((1, 1, 4), MIXTURE | OF_EXPERTS | {"num_experts": EXPERTS, "expert": 2}),
+        full((2, 1, 4), {"num_kv_heads": 2}),
+    ],
+)
+def test_gradients_and_update_are_those_of_a_plain_computation(mesh: tuple, options: dict) -> None:
     """On a mesh whose devices share heads of keys. Merged weights trained whole on one device give the loss and every
     weight's gradient, numpy the rest: of A and B by the chain rule, their norm, the clipping, AdamW with decay; frozen
     weights stay as they are."""
-    config = config_of((2, 1, 4), microbatch=2, num_kv_heads=2)
+    config = config_of(mesh, microbatch=2, **options)
     canonical = drawn_state(tiny_program(config))
     weights = named_leaves(canonical.params)
     adapters = {name.removeprefix("lora/"): leaf for name, leaf in weights.items() if name.startswith("lora/")}
     products = sorted({name.rpartition("/")[0] for name in adapters})
-    assert len(products) == 7  # attention's four and the gated MLP's three
+    assert len(products) == 7  # attention's four and three of the gated MLP or of experts
     merged = dict(weights)
     for name in products:
         a, b = flat(adapters[f"{name}/a"], adapters[f"{name}/b"])
         weight = weights[f"{name}/weight"]
         merged[f"{name}/weight"] = weight + (ALPHA / RANK * a @ b).reshape(weight.shape)
-    plain = dataclasses.replace(config_of(num_kv_heads=2), lora=LoraConfig())
+    plain = dataclasses.replace(config_of(**options | {"expert": 1}), lora=LoraConfig())
     whole = drawn_state(tiny_program(plain))
     params = jax.tree_util.tree_map_with_path(
         lambda path, leaf: merged["/".join(key.key for key in path)].astype(leaf.dtype), whole.params

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import full, tiny_config, tiny_program
+from tiny import MIXTURE, full, tiny_config, tiny_program
 
 from megajax.optim.adam import FEWEST
 from megajax.optim.loss_scale import LossScale
@@ -43,13 +43,13 @@ class Compiled:
 
 
 @cache
-def compiled(precision: str, zero: int, sequence_parallel: bool, name: str = "adamw") -> Compiled:
+def compiled(precision: str, zero: int, sequence_parallel: bool, name: str = "muon") -> Compiled:
     """The step on (2, 2, 2) that skips spikes; in step BROKEN one element of one weight's gradient on the last device
-    is too large for its format."""
-    options = {"precision": precision, "zero": zero, "sequence_parallel": sequence_parallel}
+    is too large for its format. Muon, whose other weights are AdamW's, trains a mixture with biases of its experts."""
+    options = {"precision": precision, "zero": zero, "sequence_parallel": sequence_parallel, "ema": 0.5}
+    options |= MIXTURE | {"balance": "bias", "num_layers": 2} if name == "muon" else {}
     config = tiny_config((2, 2, 2), optimizer={"name": name, "warmup_steps": 0, "skip_above": SKIP_ABOVE}, **options)
-    train = dataclasses.replace(config.train, ema=0.5)
-    program = tiny_program(dataclasses.replace(config, train=train))
+    program = tiny_program(config)
     state = program.layout.from_canonical(drawn_state(program))
     batch = program.put_batch(random_batch(program.config, 0), program.local_rows)
     with pytest.MonkeyPatch.context() as patch:
@@ -93,10 +93,11 @@ def differing(before: TrainState, after: TrainState) -> set[str]:
 @pytest.mark.parametrize(
     ("precision", "zero", "sequence_parallel", "name"),
     [
-        ("fp16", 1, True, "adamw"),
+        ("fp16", 1, True, "muon"),
+        full("fp16", 1, True, "adamw"),
         full("bf16", 3, True, "adamw"),
         full("fp16", 0, False, "adamw"),
-        full("fp16", 3, True, "muon"),
+        full("bf16", 3, True, "muon"),
     ],
 )
 def test_an_overflow_on_one_device_skips_the_step_on_all(precision, zero, sequence_parallel, name):
@@ -112,7 +113,7 @@ def test_an_overflow_on_one_device_skips_the_step_on_all(precision, zero, sequen
 
 def test_a_good_step_is_taken():
     """The same without the overflow: everything that should move does, and the scale waits for more good steps."""
-    made = compiled("fp16", 1, True, "adamw")
+    made = compiled("fp16", 1, True)
     before = made.fresh
     after, metrics = made.step(before)
     assert not metrics["skipped"] and int(after.step) == 1
@@ -120,14 +121,15 @@ def test_a_good_step_is_taken():
     moved = differing(before, after)
     assert {".step", ".recent_norms", ".loss_scale.good_steps"} <= moved and ".loss_scale.scale" not in moved
     leaves = [name for name in named(before) if name.startswith((".main", ".params", ".optimizer", ".average"))]
-    still = {name for name in leaves if name not in moved}
+    no_gradient = "['router']['bias']"  # moved by loads: moments of it stay zero
+    still = {name for name in leaves if name not in moved and not (name.startswith(".opt") and no_gradient in name)}
     assert len(leaves) > 60 and not any(name.startswith((".main", ".optimizer", ".average")) for name in still), still
     assert len([name for name in leaves if name.startswith(".params")]) > 2 * len(still)  # some are rounded away
 
 
 def test_a_scale_that_is_too_large_comes_down():
     """From a scale that overflows in fp16, steps are skipped until it does not; the good ones are numbered from 1."""
-    made = compiled("fp16", 1, True, "adamw")
+    made = compiled("fp16", 1, True)
     large = LossScale.start(dataclasses.replace(made.program.config.loss_scale, initial=2.0**40))
     state = dataclasses.replace(made.fresh, loss_scale=jax.device_get(large))
     skipped, scales = [], []
@@ -137,17 +139,17 @@ def test_a_scale_that_is_too_large_comes_down():
         scales.append(float(metrics["loss_scale"]))
     assert skipped == [True] * (len(skipped) - 1) + [False] and len(skipped) > 5
     assert scales == [2.0 ** (40 - n) for n in range(len(scales))]
-    assert int(state.step) == 1 and int(state.optimizer[0].count) == 1
+    assert int(state.step) == 1 and int(state.optimizer[0].adam.count) == 1
 
 
 def test_a_spike_is_skipped_if_asked_for():
-    """The first gradients are about 3 in norm: far above a median of 0.1, within reach of one of 1."""
-    made = compiled("fp16", 1, True, "adamw")
-    for median, skips in ((0.1, True), (1.0, False)):
+    """The first gradients are about 0.7 in norm: far above a median of 0.02, within reach of one of 0.2."""
+    made = compiled("fp16", 1, True)
+    for median, skips in ((0.02, True), (0.2, False)):
         norms = made.fresh.recent_norms
         recent = np.where(np.arange(norms.size) < FEWEST, np.float32(median), norms)
         before = dataclasses.replace(made.fresh, recent_norms=recent)
         after, metrics = made.step(before)
-        assert 1.0 < metrics["grad_norm"] < 10.0
+        assert 0.2 < metrics["grad_norm"] < 2.0
         assert bool(metrics["skipped"]) == skips
         assert (differing(before, after) == {".loss_scale.good_steps"}) == skips

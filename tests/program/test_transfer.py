@@ -13,7 +13,9 @@ from megajax.mesh import make_mesh, shard_unused_axes
 from megajax.program import transfer as transfer_module
 from megajax.program.state import TrainState, is_stacked
 from megajax.program.transfer import Transfer
+from megajax.verify import named_leaves
 
+CHUNKS = {"schedule": "interleaved", "chunks": 2, "num_layers": 6}
 WIDE = {"hidden_size": 64, "num_heads": 8, "num_layers": 5, "vocab_size": 250}  # five layers: neither 2 nor 4 divide
 
 
@@ -42,20 +44,22 @@ def device_bytes() -> int:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "zero", "precision"),
+    ("mesh", "zero", "precision", "others"),
     [
-        ((2, 2, 2), 1, "bf16"),
-        full((1, 4, 2), 0, "fp32"),
-        full((1, 5, 1), 0, "fp32"),  # divides the layers alone
-        ((2, 3, 1), 3, "fp32"),  # divides nothing
+        ((2, 2, 2), 1, "bf16", {}),
+        full((1, 4, 2), 0, "fp32", {}),
+        full((1, 5, 1), 0, "fp32", {}),  # divides the layers alone
+        ((2, 3, 1), 3, "fp32", {}),  # divides nothing
+        ((1, 3, 1), 0, "fp32", CHUNKS),  # divides the layers, of which a stage's are no neighbours
+        full((2, 2, 2), 3, "bf16", CHUNKS),
     ],
 )
 def test_the_devices_hold_one_leaf_more(
-    mesh: tuple[int, int, int], zero: int, precision: str, monkeypatch: pytest.MonkeyPatch
+    mesh: tuple[int, int, int], zero: int, precision: str, others: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the devices and back: bits as they were, and whenever a leaf is copied, what lives on the devices is the
-    state, or what of it is there, and this leaf."""
-    layout = tiny_program(tiny_config(mesh, zero=zero, precision=precision, **WIDE)).layout
+    """To the devices, where every layer lies in its slot, and back: bits as they were, and whenever a leaf is copied,
+    what lives on the devices is the state, or what of it is there, and this leaf."""
+    layout = tiny_program(tiny_config(mesh, zero=zero, precision=precision, **WIDE | others)).layout
     transfer = Transfer(layout)
     canonical = random_canonical(transfer)
     most = max(map(bytes_of, jax.tree.leaves(canonical))) + 1000  # scalars are on all devices
@@ -70,6 +74,10 @@ def test_the_devices_hold_one_leaf_more(
     monkeypatch.setattr(transfer_module, "moved", moved)
     before = device_bytes()
     state = transfer.to_devices(canonical)
+    for name, slots in named_leaves(jax.device_get(state.params["blocks"])).items():
+        layers = np.asarray(named_leaves(canonical.params["blocks"])[name], slots.dtype)
+        index = layout.placement.layer_index
+        np.testing.assert_array_equal(slots[index >= 0], layers[index[index >= 0]], err_msg=name)
     state_bytes = sum(shard.data.nbytes for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards)
     assert device_bytes() <= before + state_bytes + 1000
     assert max(lived) <= before + state_bytes + most

@@ -1,0 +1,37 @@
+"""Products of rows with their groups' weights are numpy's, row by row, and so are both gradients: with several blocks of
+a group, a group without rows, and rows of no group."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from megajax.parallel.grouped import grouped_product, in_blocks
+
+GROUPS, SIZE, INNER, OUTER = 4, 3, 5, 2
+GROUP_N = np.array([0, 3, 0, 1, GROUPS, 0, 3, 0, 1, 0, 3, GROUPS, 0, 0, 1, 3], np.int32)  # three blocks of 0, none of 2
+
+
+def test_products_and_gradients_are_numpy_s() -> None:
+    rng = np.random.default_rng(0)
+    rows_NI, grad_NO = (rng.normal(size=(len(GROUP_N), width)).astype(np.float32) for width in (INNER, OUTER))
+    weight_EIO = rng.normal(size=(GROUPS, INNER, OUTER)).astype(np.float32)
+    blocks, place_N = in_blocks(GROUP_N, GROUPS, SIZE)
+    inside_N, place_N = GROUP_N < GROUPS, np.asarray(place_N)
+    size = len(blocks.group_M) * SIZE
+    assert float(blocks.used) == 3 + 1 + 0 + 2 and (place_N[~inside_N] == size).all()
+
+    def in_their_places(x: np.ndarray) -> np.ndarray:
+        out = np.zeros((size, x.shape[1]), np.float32)
+        out[place_N[inside_N]] = x[inside_N]
+        return out
+
+    given = jnp.asarray(in_their_places(rows_NI)), jnp.asarray(weight_EIO)
+    out_RO, pullback = jax.vjp(lambda rows_RI, weight_EIO: grouped_product(rows_RI, weight_EIO, blocks), *given)
+    rows_grad_RI, weight_grad = pullback(jnp.asarray(in_their_places(grad_NO)))
+    expected = np.zeros_like(weight_EIO)
+    for n in np.flatnonzero(inside_N):
+        weight_IO = weight_EIO[GROUP_N[n]]
+        np.testing.assert_allclose(out_RO[place_N[n]], rows_NI[n] @ weight_IO, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(rows_grad_RI[place_N[n]], weight_IO @ grad_NO[n], rtol=1e-5, atol=1e-6)
+        expected[GROUP_N[n]] += np.outer(rows_NI[n], grad_NO[n])
+    np.testing.assert_allclose(weight_grad, expected, rtol=1e-5, atol=1e-6)
