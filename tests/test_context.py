@@ -26,6 +26,7 @@ from megajax.program.train_step import loss_and_gradients, train_step_with_gradi
 from megajax.settings.validation import validate
 from megajax.verify import Comparison, compare
 from megajax.verify.comparison import leaf_errors, named_leaves
+from megajax.verify.forms import in_blocks
 from megajax.verify.run import MeshRun, run
 from megajax.verify.theory import check_collectives
 
@@ -107,7 +108,7 @@ def reference(model: str, documents: bool, window: int, precision: str) -> MeshR
 def check(row: tuple, precision: str = "fp32") -> Comparison:
     """Losses and gradients, and what is sent, by kind, axes, shape and count."""
     config = config_of(row, precision=precision)
-    actual = run(config, jax.devices(), 2)
+    actual = run(config, jax.devices(), 2, backend=in_blocks(config))
     found, sizes, count = actual.collectives, Sizes(config), config.mesh.context
     assert (theory := check_collectives(config, found)).passed, theory
     assert totals(communication(config)) == totals(found)

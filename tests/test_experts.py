@@ -23,6 +23,7 @@ from megajax.program.train_step import train_step_with_gradients
 from megajax.settings.validation import validate
 from megajax.verify import Comparison, compare
 from megajax.verify.comparison import Leaves
+from megajax.verify.forms import in_blocks
 from megajax.verify.run import MeshRun, drawn_state, run
 from megajax.verify.theory import check_collectives
 
@@ -96,7 +97,8 @@ def check(row: tuple, precision: str = "fp32") -> Comparison:
     """What is sent, by kind, axes, shape, bytes and count, is what is planned and in theory."""
     _, capacity, balance, *_, shared, dense = row
     config = config_of(row, precision=precision)
-    expected, actual = reference(capacity, balance, shared, dense, precision), run(config, jax.devices(), 2)
+    expected = reference(capacity, balance, shared, dense, precision)
+    actual = run(config, jax.devices(), 2, backend=in_blocks(config))
     wanted, found = exact(expected), exact(actual)
     assert any(LOAD in name for name in found)
     assert found.keys() == wanted.keys() and all((found[name] == wanted[name]).all() for name in wanted), row

@@ -38,7 +38,7 @@ from megajax.program.train_step import train_step
 from megajax.program.transfer import Transfer
 from megajax.verify.check import all_checks, check
 from megajax.verify.comparison import limits_of_edges
-from megajax.verify.forms import one_device, plain, with_axes
+from megajax.verify.forms import in_blocks, one_device, plain, with_axes
 from megajax.verify.run import MeshRun, drawn_weights, run
 
 STEPS = 2
@@ -61,7 +61,7 @@ def reference(config: Config) -> MeshRun:
 
 def differences(config: Config) -> list[str]:
     """What differs from one device, in fp64 with rounded operands, and from the theory of communication."""
-    actual = run(config, jax.devices(), STEPS, operand_dtype=E4M3)
+    actual = run(config, jax.devices(), STEPS, operand_dtype=E4M3, backend=in_blocks(config))
     return [
         f"{finding.name}: {finding.where}" for finding in all_checks(reference(config), actual) if not finding.passed
     ]

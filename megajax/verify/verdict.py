@@ -21,7 +21,6 @@ from megajax.verify.comparison import (
 )
 from megajax.verify.run import MeshRun
 
-
 # What these checks compare, which is also where a mistake is.
 UNMOVED = "state after the skipped step, bit for bit"
 AVERAGE = "moving average, by its definition"

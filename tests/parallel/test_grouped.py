@@ -1,9 +1,9 @@
-"""Products of rows with their groups' weights are numpy's, row by row, and so are both gradients: with several blocks of
-a group, a group without rows, and rows of no group."""
+"""Products of rows with their groups' weights are numpy's, row by row, and so are both gradients: with several blocks
+of a group, a group without rows, and rows of no group."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from megajax.parallel.grouped import grouped_product, in_blocks
 
@@ -15,7 +15,7 @@ def test_products_and_gradients_are_numpy_s() -> None:
     rng = np.random.default_rng(0)
     rows_NI, grad_NO = (rng.normal(size=(len(GROUP_N), width)).astype(np.float32) for width in (INNER, OUTER))
     weight_EIO = rng.normal(size=(GROUPS, INNER, OUTER)).astype(np.float32)
-    blocks, place_N = in_blocks(GROUP_N, GROUPS, SIZE)
+    blocks, place_N = jax.jit(in_blocks, static_argnums=(1, 2))(GROUP_N, GROUPS, SIZE)
     inside_N, place_N = GROUP_N < GROUPS, np.asarray(place_N)
     size = len(blocks.group_M) * SIZE
     assert float(blocks.used) == 3 + 1 + 0 + 2 and (place_N[~inside_N] == size).all()
@@ -25,9 +25,12 @@ def test_products_and_gradients_are_numpy_s() -> None:
         out[place_N[inside_N]] = x[inside_N]
         return out
 
-    given = jnp.asarray(in_their_places(rows_NI)), jnp.asarray(weight_EIO)
-    out_RO, pullback = jax.vjp(lambda rows_RI, weight_EIO: grouped_product(rows_RI, weight_EIO, blocks), *given)
-    rows_grad_RI, weight_grad = pullback(jnp.asarray(in_their_places(grad_NO)))
+    @jax.jit
+    def both(rows_RI: Array, weight_EIO: Array, grad_RO: Array) -> tuple[Array, ...]:
+        out_RO, pullback = jax.vjp(lambda *given: grouped_product(*given, blocks), rows_RI, weight_EIO)
+        return out_RO, *pullback(grad_RO)
+
+    out_RO, rows_grad_RI, weight_grad = both(in_their_places(rows_NI), weight_EIO, in_their_places(grad_NO))
     expected = np.zeros_like(weight_EIO)
     for n in np.flatnonzero(inside_N):
         weight_IO = weight_EIO[GROUP_N[n]]

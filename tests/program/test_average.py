@@ -1,5 +1,5 @@
 """The average of the weights over the steps (`train.ema`): the same on every mesh, stored beside the weights, and what
-is read of a run."""
+is read of a run. One step on a mesh: `test_skipped_steps.py`."""
 
 import dataclasses
 from pathlib import Path
@@ -43,7 +43,8 @@ def assert_close(found: Any, expected: Any, tolerance: float = 1e-9) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), found, expected)
 
 
-@pytest.mark.parametrize("zero", [3, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("zero", [3, 1])
 def test_the_average_is_that_of_one_device_and_the_definition_s(zero: int) -> None:
     """On (2, 2, 2), with layers that the pipe does not divide; in fp64: Adam amplifies rounding."""
     options = {"precision": "fp64", "num_layers": 3, **LLAMA}

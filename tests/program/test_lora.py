@@ -59,7 +59,7 @@ OF_EXPERTS = {"lora": LoraConfig(rank=RANK, alpha=ALPHA, targets=("attention", "
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
-        ((1, 1, 4), MIXTURE | OF_EXPERTS | {"num_experts": EXPERTS, "expert": 2}),
+        ((1, 1, 4), MIXTURE | OF_EXPERTS | {"num_experts": EXPERTS, "expert": 2, "shared_expert_size": 0}),
         full((2, 1, 4), {"num_kv_heads": 2}),
     ],
 )
