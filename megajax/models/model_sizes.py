@@ -104,7 +104,7 @@ class ModelSizes:
         between(0, 10_000),
         WEIGHTS,
         WITH_EXPERTS,
-        Small(most=1),
+        Small(most=2),
     ] = 0
     experts_per_token: Annotated[
         int, "experts that each token is routed to", _EXPERTS, WEIGHTS, WITH_EXPERTS, Small(jointly=True)

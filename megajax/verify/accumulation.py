@@ -1,5 +1,5 @@
-"""In which dtype a step sums gradients over microbatches, read from its jaxpr: the limits of half precision are too wide
-to tell fp32 from bf16."""
+"""In which dtype a step sums gradients over microbatches, read from its jaxpr: half precision has limits too wide to
+tell fp32 from bf16."""
 
 import math
 from collections import Counter

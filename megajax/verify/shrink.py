@@ -45,7 +45,7 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
         )
     sizes = _Sizes(config, mesh)
     width, notes = sizes.width()
-    layers = sizes.num_blocks() + min(1, config.model.dense_layers)
+    layers = sizes.num_blocks() + min(2, config.model.dense_layers)
     ruled = {"num_layers": layers, **width, **sizes.tokens(), **sizes.vocabulary(), **sizes.experts()}
     ruled |= sizes.wide_ends(layers)
     model = dataclasses.replace(config.model, **sizes.others(ruled), **ruled)

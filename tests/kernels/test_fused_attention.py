@@ -29,7 +29,7 @@ from megajax.private import has_gpu_kernels, interpreted_kernels
 pytestmark = pytest.mark.skipif(not has_gpu_kernels(), reason="its JAX has no such kernels, which 0.11 has")
 
 SPLIT = P(None, None, "tensor")  # by heads
-LENGTH, BATCH, HEADS, WINDOW = 128, 1, 2, 40
+LENGTH, BATCH, HEADS, WINDOW = 128, 1, 2, 40  # a tile has as many queries
 DOCUMENTS = np.concatenate([np.arange(50), np.arange(LENGTH - 50)])[None].astype(np.int32)
 
 
@@ -52,6 +52,7 @@ LIMITS = {
         LENGTH,
     ),
     "two pieces": (CAUSAL, Places(_at(64, 192)), LENGTH, 2 * LENGTH),
+    "two tiles of queries": (AttentionMask(causal=True, window=LENGTH + WINDOW), FROM_START, 2 * LENGTH, 2 * LENGTH),
     "keys before": (
         AttentionMask(causal=True, window=WINDOW, first_key_BT=jnp.full((BATCH, LENGTH), 70, jnp.int32)),
         Places(_at(100), _at(100 - WINDOW + 1), ahead=WINDOW - 1),
@@ -127,8 +128,8 @@ def name(row: tuple) -> str:
 
 
 def test_kernels_are_attention() -> None:
-    """By one row; `test_pairwise.py` has every pair of features, in less time."""
-    check((64, "keys before", 0.25, 1, "bfloat16"))
+    """By one row; `test_pairwise.py` has every pair of features, in less time, of a tile of queries."""
+    check((64, "two tiles of queries", 0.25, 1, "bfloat16"))
 
 
 @pytest.mark.full
