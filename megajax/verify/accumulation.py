@@ -40,6 +40,6 @@ def _carried(params: dict, inputs: list) -> Carried:
 def _missing(wanted: dict[str, tuple], loop: Carried) -> list[str]:
     left, missing = Counter(loop), []
     for name, kind in wanted.items():
-        missing += [] if left[kind] else [name]
+        missing += [] if left[kind] > 0 else [name]
         left[kind] -= 1
     return missing

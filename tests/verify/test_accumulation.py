@@ -1,5 +1,6 @@
 """The sums of gradients that a step's loop carries, and their dtype."""
 
+import jax
 import jax.numpy as jnp
 from tiny import LLAMA, tiny_config, tiny_program
 
@@ -14,4 +15,4 @@ def test_sums_in_another_dtype_are_named() -> None:
     traced = train_step_with_gradients(program).trace(program.layout.shapes, program.batch_types)
     assert program.gradient_dtype == jnp.float32 and not sums_in_other_dtypes(program, traced.jaxpr)
     program.gradient_dtype = jnp.bfloat16
-    assert "blocks/mlp/up/weight" in sums_in_other_dtypes(program, traced.jaxpr)
+    assert len(sums_in_other_dtypes(program, traced.jaxpr)) == len(jax.tree.leaves(program.layout.shapes.params))
