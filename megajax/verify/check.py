@@ -226,7 +226,7 @@ def _axes_that_differ(
             part = with_axes(wrong, axes)
             on_start(f"{shown(part.mesh)}, {part.precision}")
             try:
-                forms = {"operand_dtype": failed.operand_dtype, "backend": in_blocks(part)}
+                forms: dict[str, Any] = {"operand_dtype": failed.operand_dtype, "backend": in_blocks(part)}
                 other = run(part, jax.devices(), steps, with_fresh=exactly, **forms, **options)
             except TracingError:
                 found.append((axes, part))

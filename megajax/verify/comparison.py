@@ -1,7 +1,6 @@
 """Losses and gradients of a few training steps in mesh-independent form, how much two runs may differ, and how much
 they do."""
 
-import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.tree_util import DictKey, keystr
+from jax.tree_util import DictKey, GetAttrKey, keystr
 
 from megajax.config import Config
 from megajax.program.program import Program
@@ -61,11 +60,17 @@ def named_leaves(tree: Tree) -> Leaves:
     return {"/".join(str(key.key) for key in path): np.asarray(leaf) for path, leaf in paths}
 
 
+def beside_the_scale(state: TrainState) -> list[tuple[Any, Any]]:
+    """Paths and leaves of a state, except the loss scale."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return [(path, leaf) for path, leaf in leaves if path[0] != GetAttrKey("loss_scale")]
+
+
 def named_parts(state: TrainState) -> dict[str, Leaves]:
     """The leaves of a canonical state, except the loss scale, by part and name: `optimizer/0/mu` and
     `blocks/mlp/up/weight`."""
     parts: dict[str, Leaves] = defaultdict(dict)
-    for path, leaf in jax.tree_util.tree_flatten_with_path(dataclasses.replace(state, loss_scale=None))[0]:
+    for path, leaf in beside_the_scale(state):
         inside = tuple(key for key in path if isinstance(key, DictKey)) or path[-1:]
         part, name = (keystr(keys, simple=True, separator="/") for keys in (path[: -len(inside)], inside))
         parts[part][name] = np.asarray(leaf)

@@ -25,7 +25,7 @@ from megajax.program.state import TrainState
 from megajax.program.synthetic import placed_batch
 from megajax.program.train_step import train_step_with_gradients
 from megajax.verify.accumulation import sums_in_other_dtypes
-from megajax.verify.comparison import Leaves, named_leaves, named_parts
+from megajax.verify.comparison import Leaves, beside_the_scale, named_leaves, named_parts
 from megajax.verify.recording import Recording
 
 FP8_IN_FP64 = "fp8-in-fp64"  # a step in fp64 whose products have operands rounded to e4m3
@@ -258,8 +258,7 @@ def _with_scale(state: TrainState, scale: Any) -> TrainState:
 
 def _bits(state: TrainState) -> dict[str, bytes]:
     """The bits of every leaf, except the loss scale's, by its path."""
-    leaves = jax.tree_util.tree_leaves_with_path(dataclasses.replace(state, loss_scale=None))
-    return {_name(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
+    return {_name(path): np.asarray(leaf).tobytes() for path, leaf in beside_the_scale(state)}
 
 
 def _name(path: Any) -> str:
