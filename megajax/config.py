@@ -17,7 +17,7 @@ from megajax.data.config import DataConfig, TokenizerConfig
 from megajax.data.loader import BatchSizes
 from megajax.models.config import ModelConfig
 from megajax.models.lora_config import LoraConfig
-from megajax.optim.config import LossScaleConfig, OptimizerConfig
+from megajax.optim.config import UNKNOWN, Horizon, LossScaleConfig, OptimizerConfig
 from megajax.options import AT_LEAST_ZERO, SEED, SHARE, Range, above, between, options
 from megajax.pipeline.config import PipelineConfig
 from megajax.tasks.registry import PRETRAINING, TaskConfig
@@ -266,24 +266,30 @@ class Config:
         """Whether every stage holds a part of the vocabulary, and all stages run embedding and head together."""
         return self.pipeline.vocabulary == "split" and self.mesh.pipe > 1
 
-    def with_decay(self, decay_steps: int = 0) -> "Config":
-        """The configuration with `optimizer.decay_steps` filled in if it is 0: the one given, else `train.steps` if
-        that says when training ends (at least the warm-up). Schedules without an end of decay are left unchanged."""
+    def with_decay(self, kept: Horizon = UNKNOWN) -> "Config":
+        """The configuration with `optimizer.decay_steps` filled in if it is 0: the one `kept`, else `train.steps` if
+        that says when training ends (at least the warm-up); and with a `kept` warm-up in place of a fraction. Schedules
+        without either are left unchanged."""
         train, optimizer = self.train, self.optimizer
         if not optimizer.ends_decay and not optimizer.warmup_fraction:
             return self
         end = 0 if train.epochs or not train.steps else max(train.steps, optimizer.warmup_steps)
-        return replace(self, optimizer=replace(optimizer, decay_steps=optimizer.decay_steps or decay_steps or end))
+        optimizer = replace(optimizer, decay_steps=optimizer.decay_steps or kept.decay_steps or end)
+        if optimizer.warmup_fraction and kept.warmup_steps:
+            optimizer = replace(optimizer, warmup_steps=kept.warmup_steps, warmup_fraction=0.0)
+        return replace(self, optimizer=optimizer)
 
 
 RUN_MARK = "run_config"  # a key in a run's `config.toml` and copies of it; other presets lack it
+RUN_HORIZON = "run_horizon"  # a table there: the schedule in steps, which is no value of a preset
 
 
-def to_toml(config: Config) -> str:
-    """The text of a run's `config.toml`; loading it as a preset gives an equal configuration."""
+def to_toml(config: Config, horizon: Horizon | None = None) -> str:
+    """The text of a run's `config.toml`; loading it as a preset gives an equal configuration. `horizon` is what the run
+    keeps of its schedule when it is resumed."""
     import tomli_w
 
-    return tomli_w.dumps({RUN_MARK: True} | asdict(config))
+    return tomli_w.dumps({RUN_MARK: True} | asdict(config) | ({RUN_HORIZON: horizon._asdict()} if horizon else {}))
 
 
 def to_values(config: Config) -> dict[str, Any]:

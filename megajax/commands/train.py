@@ -16,7 +16,7 @@ def main(argv: Sequence[str], prog: str = "megajax train") -> None:
     if given.print_config:
         from megajax.settings.origins import printed
 
-        print(printed(given.config(), given.preset, given.overrides))
+        print(printed(given.config(decay_follows=False), given.preset, given.overrides))
         return
     config = given.config(decay_follows=False)
     if given.dry_run and config.profile_pipeline:

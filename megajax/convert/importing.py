@@ -25,6 +25,7 @@ from megajax.host import remote
 from megajax.host.paths import check_place
 from megajax.models.config import ModelConfig
 from megajax.models.registry import FAMILIES
+from megajax.optim.config import Horizon
 from megajax.program.state import StateLayout
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.ownership import mark
@@ -198,9 +199,10 @@ def write_run(
     save: Callable[[Checkpoints], object],
     origin: Origin | None = None,
     comment: str = "",
+    horizon: Horizon | None = None,
 ) -> None:
-    """Write a run directory, which appears complete or not at all: configuration (after a `comment`), tokenizer, and
-    what `save` saves.
+    """Write a run directory, which appears complete or not at all: configuration (after a `comment`, with the run's
+    `horizon`), tokenizer, and what `save` saves.
 
     Raises:
         UserError: `run_dir`, the argument `name`, is not empty or cannot be written.
@@ -220,7 +222,8 @@ def write_run(
             tokenizer.save(new / "data" / "tokenizer")
         if origin:
             origin.write(new)
-        write_atomically(new / "config.toml", comment + to_toml(dataclasses.replace(config, run_dir=str(run_dir))))
+        stored = to_toml(dataclasses.replace(config, run_dir=str(run_dir)), horizon)
+        write_atomically(new / "config.toml", comment + stored)
 
 
 def import_hf(source: Source, run_dir: Path) -> None:

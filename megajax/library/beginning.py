@@ -13,7 +13,7 @@ from megajax.library.progress import progress
 from megajax.options import shown
 from megajax.program.memory import check_memory
 from megajax.program.program import Program
-from megajax.runs.directory import stored_config
+from megajax.runs.directory import stored_config, stored_optimizer
 from megajax.runs.init import check_first_weights, first_state, named_or_init_tokenizer
 from megajax.runs.trained import check_run, restore_params, run_tokenizer
 from megajax.settings import presets
@@ -32,7 +32,7 @@ def load_preset(name_or_file: str | Path, overrides: Mapping[str, Any] | None = 
     """
     if not isinstance(overrides or {}, Mapping):
         raise UserError(f'overrides {shown(overrides)}; valid: values by key, such as {{"train.steps": 20}}')
-    return presets.resolve(presets.load_preset(name_or_file), overrides)
+    return presets.resolve(presets.load_preset(name_or_file), overrides, decay_follows=False)
 
 
 def make_program(config: Config, devices: Sequence[jax.Device] | None = None) -> Program:
@@ -48,7 +48,8 @@ def make_program(config: Config, devices: Sequence[jax.Device] | None = None) ->
     start(config)
     there = list(jax.devices() if devices is None else devices)[: config.mesh.num_devices]
     validate(config, len(there))
-    return Program.on(in_steps(config, None) if config.pretrains else config, there)
+    known = config.pretrains and not config.train.epochs  # epochs are counted over data, which is not read here
+    return Program.on(in_steps(config, None) if known else config, there)
 
 
 def init(config: Config | str | Path) -> Model:
@@ -66,7 +67,7 @@ def init(config: Config | str | Path) -> Model:
         raise UserError(f"--tokenizer.path {config.tokenizer.path} has {tokenizer.size} ids; valid: {valid}")
     check_memory(program, training=True, rows=config.train.microbatch)
     with progress("preparing the state"):
-        return Model(program, first_state(program)[0], 0, tokenizer)
+        return Model(program, first_state(program)[0], 0, tokenizer, config)
 
 
 def restore(
@@ -90,8 +91,9 @@ def restore(
     """
     folder = Path(run_dir)
     check_run(folder, "restore")
-    program = make_program(stored_config(folder, overrides or {}))
+    config = stored_config(folder, overrides or {})
+    program = make_program(config.with_decay(config.optimizer.kept_of(stored_optimizer(folder))))
     check_memory(program, training=training, rows=program.config.train.microbatch)
     tokenizer = run_tokenizer(folder, program.config) if (folder / "data" / "tokenizer").exists() else None
     with progress("reading the checkpoint"):
-        return Model(program, *restore_params(program, folder, str(step), optimizer=training), tokenizer)
+        return Model(program, *restore_params(program, folder, str(step), optimizer=training), tokenizer, config)

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax import Array
 
+from megajax.config import Config
 from megajax.convert.importing import write_run
 from megajax.data.indexed import prepared_prefix
 from megajax.data.loader import train_batches
@@ -49,11 +50,14 @@ class Model:
         tokenizer: for its texts; None if there is none yet.
     """
 
-    def __init__(self, program: Program, weights: Any, step: int, tokenizer: Tokenizer | None):
-        """`weights` are a `TrainState`, or only its `params`, which cannot be trained."""
+    def __init__(
+        self, program: Program, weights: Any, step: int, tokenizer: Tokenizer | None, given: Config | None = None
+    ):
+        """`weights` are a `TrainState`, or only its `params`, which cannot be trained; `given` is the configuration
+        before its schedule was put in steps, which `save` stores."""
         self.config, self.program, self.step, self.tokenizer = program.config, program, step, tokenizer
         self._state: TrainState | None = weights if isinstance(weights, TrainState) else None
-        self._weights = weights
+        self._weights, self._given = weights, given or program.config
         self._forward: dict[int, Program] = {}  # by number of rows in a batch
         self._called: set[tuple[str, int]] = set()  # functions and numbers of rows that are compiled
         self._decoders: dict[tuple[Sampling, frozenset[int]], Decoder] = {}  # only the last one
@@ -100,6 +104,11 @@ class Model:
         if not self.config.pretrains:
             raise UserError(
                 f"train_step: a model of {self.config.task.name}; valid: megajax train, or one without task"
+            )
+        if self.config.optimizer.ends_decay and not self.config.optimizer.decay_steps:
+            raise UserError(
+                "train_step: train.epochs does not say at which step the learning rate reaches its floor; valid: "
+                "train.steps, or optimizer.decay_steps"
             )
         rows, length = self.config.train.global_batch, self.config.model.sequence_length
         shape = shape_of_ids(batch)
@@ -222,7 +231,10 @@ class Model:
         if self._state is None:
             raise UserError("save: the optimizer state was not restored; valid: restore(…, training=True)")
         layout, step, state = self.program.layout, self.step, self._state
-        write_run(Path(run_dir), "save", self.config, layout, self.tokenizer, lambda to: to.save(step, state))
+        horizon = self.config.optimizer.horizon
+        write_run(
+            Path(run_dir), "save", self._given, layout, self.tokenizer, lambda to: to.save(step, state), horizon=horizon
+        )
 
     def _run(self, function: Any, arrays: Mapping[str, np.ndarray]) -> Any:
         """Call a function in `program/scoring.py` on the model's weights and a batch of any size."""

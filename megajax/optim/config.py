@@ -1,7 +1,7 @@
 """Configuration of the optimizer."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from megajax.errors import UserError
 from megajax.options import AT_LEAST_ZERO, MOST, POSITIVE_SHARE, SHARE, Range, above, between
@@ -9,6 +9,16 @@ from megajax.traits import OPTIMIZER, ReadWith, Small
 
 _OF_MUON = ReadWith("name", ("muon",))
 _COEFFICIENT = between(-1000, 1000)
+
+
+class Horizon(NamedTuple):
+    """The steps of a schedule, which a run keeps when it is resumed; 0: none."""
+
+    warmup_steps: int = 0
+    decay_steps: int = 0
+
+
+UNKNOWN = Horizon()  # of a run that begins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +108,20 @@ class OptimizerConfig:
     def warmup(self) -> int:
         """Steps of warm-up, once `decay_steps` is known."""
         return self.warmup_steps or round(self.warmup_fraction * self.decay_steps)
+
+    @property
+    def horizon(self) -> Horizon:
+        """The schedule in steps, once `decay_steps` is known."""
+        return Horizon(self.warmup, self.decay_steps)
+
+    def kept_of(self, earlier: "OptimizerConfig | None") -> Horizon:
+        """What a resumed run keeps of the horizon of its `earlier` start: the warm-up if it is the same fraction, the
+        end of the decay if it is the same schedule."""
+        if earlier is None:
+            return UNKNOWN
+        same_warmup = 0 < self.warmup_fraction == earlier.warmup_fraction
+        same_decay = self.schedule == earlier.schedule
+        return Horizon(earlier.warmup if same_warmup else 0, earlier.decay_steps if same_decay else 0)
 
     @property
     def ends_decay(self) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from megajax.runs.ownership import (
     marked_format,
 )
 from megajax.runs.step_folders import named
-from megajax.settings.presets import load_preset, resolve
+from megajax.settings.presets import load_preset, read_preset, resolve
 from megajax.traits import Changes
 
 
@@ -66,10 +67,12 @@ def has_checkpoints(run_dir: Path) -> bool:
 
 
 def stored_optimizer(run_dir: Path) -> OptimizerConfig | None:
-    """The optimizer of a run's last start, in steps; None if no step was trained."""
+    """The optimizer of a run's last start, with its horizon; None if no step was trained."""
     if max(named(run_dir / "checkpoints"), default=0) == 0:
         return None
-    return resolve(load_preset(run_dir / "config.toml")).optimizer
+    preset = read_preset(run_dir / "config.toml")
+    optimizer = resolve(preset.values).optimizer
+    return replace(optimizer, **preset.horizon._asdict()) if preset.horizon else optimizer
 
 
 @contextlib.contextmanager
@@ -150,7 +153,7 @@ def stored_config(run_dir: Path, overrides: Mapping[str, Any]) -> Config:
     preset = {
         key: value for key, value in load_preset(run_dir / "config.toml").items() if not key.startswith(_OF_ONE_START)
     }
-    config = resolve(preset, overrides)
+    config = resolve(preset, overrides, decay_follows=False)
     earlier = resolve(preset, {key: value for key, value in overrides.items() if key != "precision"})
     _check_not_narrower(config, earlier, str(run_dir))
     return config

@@ -40,8 +40,6 @@ def _default_origin(option: Option, value: Any) -> str:
     """Where a value comes from that is set by no flag, preset or task."""
     if value == option.default:
         return "default"
-    if option.key == "optimizer.decay_steps":
-        return "train.steps"
     meaning = next((part for part in option.help.split("; ") if part.startswith(f"{option.default}: ")), "")
     return f"default, {meaning}" if meaning else "default"
 

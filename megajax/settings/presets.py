@@ -7,10 +7,11 @@ from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megajax.config import RUN_MARK, Config
+from megajax.config import RUN_HORIZON, RUN_MARK, Config
 from megajax.errors import UserError
 from megajax.host.paths import identity, scheme
-from megajax.options import options, sections, shown, suggest
+from megajax.optim.config import Horizon
+from megajax.options import MOST, options, sections, shown, suggest
 from megajax.settings.checks import check_values
 from megajax.settings.other_names import nearest
 from megajax.settings.preset_files import find_preset, parse_toml, preset_folders, read_file
@@ -28,6 +29,7 @@ class Preset:
     origins: dict[str, str]  # by key, which file sets the value, in words; defaults are missing
     of_run: bool = False  # whether it is a run's own configuration, in its directory
     left_out: dict[str, Any] = field(default_factory=dict)  # by key, values of a run that its copy does not use
+    horizon: Horizon | None = None  # of the run whose configuration it is; None: not stored
 
 
 def read_preset(name_or_file: str | Path, run_dir: str = "") -> Preset:
@@ -54,7 +56,7 @@ def read_preset(name_or_file: str | Path, run_dir: str = "") -> Preset:
     values = _replaced(values, followed)
     origins |= dict.fromkeys(followed, own.words)
     run_dir = str(path.parent) if here else followed.get("run_dir") or f"runs/{path.stem}"
-    return Preset(own.place, values | {"run_dir": run_dir}, origins, here, left_out)
+    return Preset(own.place, values | {"run_dir": run_dir}, origins, here, left_out, own.horizon)
 
 
 def load_preset(name_or_file: str | Path) -> dict[str, Any]:
@@ -70,6 +72,7 @@ class _File:
     values: dict[str, Any]
     base: str  # the preset it is based on, as written; empty: none
     of_run: bool  # whether it is a run's `config.toml`, or a copy of one
+    horizon: Horizon | None  # of that run
 
     @property
     def words(self) -> str:
@@ -128,6 +131,7 @@ def _read(place: str, content: bytes) -> _File:
         raise UserError(f"{place}: base = {shown(base)}; valid: the name of a preset, or a TOML file, as text")
     if not isinstance(of_run, bool):
         raise UserError(f"{place}: {RUN_MARK} = {shown(of_run)}; valid: true, or no such line")
+    horizon = _horizon(tables.pop(RUN_HORIZON, None), place)
     values = {}
     for name, entry in tables.items():
         if isinstance(entry, dict) and name in sections(Config):
@@ -138,7 +142,23 @@ def _read(place: str, content: bytes) -> _File:
             raise UserError(f"{place}: {name} = {shown(entry)}; valid tables: {known}{near and f' ({near})'}")
         else:
             values[name] = entry
-    return _File(place, {key: _convert(key, value, f"{place}: {key}") for key, value in values.items()}, base, of_run)
+    values = {key: _convert(key, value, f"{place}: {key}") for key, value in values.items()}
+    return _File(place, values, base, of_run, horizon)
+
+
+def _horizon(table: object, place: str) -> Horizon | None:
+    """The horizon in a run's configuration."""
+    if table is None:
+        return None
+    names = set(Horizon._fields)
+    if not (isinstance(table, dict) and table.keys() == names and all(map(_is_steps, table.values()))):
+        valid = f"steps as {' and '.join(Horizon._fields)}, or no such table"
+        raise UserError(f"{place}: {RUN_HORIZON} = {shown(table)}; valid: {valid}")
+    return Horizon(**table)
+
+
+def _is_steps(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MOST
 
 
 def _convert(key: str, value: object, name: str) -> Any:

@@ -18,7 +18,7 @@ from megajax.host.phases import phase, watched
 from megajax.host.processes import is_first_process, on_first_process, say
 from megajax.host.transcript import transcript
 from megajax.models.registry import FAMILIES
-from megajax.optim.config import OptimizerConfig, check_cooldown
+from megajax.optim.config import UNKNOWN, Horizon, OptimizerConfig, check_cooldown
 from megajax.program.memory import check_memory
 from megajax.program.one_layer import check_attention
 from megajax.program.program import Program
@@ -59,15 +59,15 @@ def train_here(config: Config, *, skip_finished: bool = False) -> None:
         with claimed(run_dir, config, lock):
             earlier = earlier_optimizer(config, run_dir)
             make_data(config, run_dir / "data", is_new=not has_checkpoints(run_dir))
-            return [earlier.decay_steps if earlier else 0]
+            return list(config.optimizer.kept_of(earlier))
 
     try:
         with watched(display.phase):
-            (began_with,) = on_first_process(begin)
+            kept = Horizon(*on_first_process(begin))
         Exit.traces = run_dir
         with display.phase("reading the data", announced=False):
             data = open_data(config, run_dir / "data")
-        program = Program(in_steps(config, data.train, began_with), program.mesh)
+        program = Program(in_steps(config, data.train, kept), program.mesh)
         if skip_finished and _is_finished(run_dir, program.config.train.steps):
             say(f"finished: {run_dir} has {program.config.train.steps} steps and its dev results")
             return
@@ -94,11 +94,10 @@ def _keep_config(config: Config, run: Trainer) -> None:
     file = Path(config.run_dir) / "config.toml"
     lasting = dataclasses.replace(config, distributed=DistributedConfig(), resume="auto", profile="")
     lasting = dataclasses.replace(lasting, compilation_cache="", compilation_cache_size=4)
-    lasting = lasting.with_decay(run.config.optimizer.decay_steps)
     if run.checkpoints.saved is not None:
         lasting = dataclasses.replace(lasting, init=load_preset(file).get("init", ""))
-    write_atomically(file, to_toml(lasting))
-    run.log.record_config(lasting)
+    write_atomically(file, to_toml(lasting, run.config.optimizer.horizon))
+    run.log.record_config(dataclasses.replace(lasting, optimizer=run.config.optimizer))
 
 
 def checked_program(config: Config) -> Program:
@@ -154,7 +153,7 @@ def earlier_optimizer(config: Config, run_dir: Path) -> OptimizerConfig | None:
     if config.profile and 0 < steps < profiled_steps(config.profile, 0, steps)[1]:
         raise UserError(f"--profile {config.profile}: training ends after step {steps}; valid: steps up to {steps}")
     if not config.train.epochs:
-        in_steps(config, None, earlier.decay_steps if earlier else 0)
+        in_steps(config, None, config.optimizer.kept_of(earlier))
     return earlier
 
 
@@ -187,13 +186,13 @@ def _is_finished(run_dir: Path, steps: int) -> bool:
     return any(on_first_process(look))
 
 
-def in_steps(config: Config, samples: Any, began_with: int = 0) -> Config:
-    """The configuration with the end of training and of the decay in steps; epochs are those of the training
-    `samples`. Without a given value, a resumed run keeps the `optimizer.decay_steps` that it `began_with`."""
+def in_steps(config: Config, samples: Any, kept: Horizon = UNKNOWN) -> Config:
+    """The configuration with the end of training and the schedule in steps; epochs are those of the training
+    `samples`, and `kept` is what a resumed run keeps of its horizon."""
     train, end = config.train, 0
     if train.epochs:
         end = max(1, train.batch_sizes.steps(math.ceil(Fraction(str(train.epochs)) * samples.epoch_size)))
         config = dataclasses.replace(config, train=dataclasses.replace(train, steps=min(train.steps or end, end)))
-    config = config.with_decay(began_with or end)
+    config = config.with_decay(kept._replace(decay_steps=kept.decay_steps or end))
     check_cooldown(config.optimizer)
     return config

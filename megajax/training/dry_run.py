@@ -17,6 +17,7 @@ from megajax.data.inputs import read_folders
 from megajax.errors import UserError
 from megajax.host.phases import watched
 from megajax.host.processes import is_first_process, on_first_process, say
+from megajax.optim.config import Horizon
 from megajax.plan.compiled import traced_step
 from megajax.program.program import Program
 from megajax.runs.data import has_whole_run_data
@@ -42,14 +43,13 @@ def dry_run(config: Config) -> None:
     def read() -> list[int]:
         with tempfile.TemporaryDirectory(prefix="megajax-dry-run-") as folder:
             found = _read_data(config, program, Path(folder), lines)
-        return [found.train.steps, found.optimizer.decay_steps]
+        return [found.train.steps, *found.optimizer.horizon]
 
     display = Display(is_first_process())
     with watched(display.phase):
-        steps, decay_steps = on_first_process(read)  # so that every process compiles the same step
-    train = dataclasses.replace(config.train, steps=steps)
-    optimizer = dataclasses.replace(config.optimizer, decay_steps=decay_steps)
-    config = dataclasses.replace(config, train=train, optimizer=optimizer)
+        steps, *horizon = on_first_process(read)  # so that every process compiles the same step
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
+    config = config.with_decay(Horizon(*horizon))
     say("\n".join(lines))
     began = time.perf_counter()
     with display.phase("compiling the step"):
@@ -82,7 +82,7 @@ def _read_data(config: Config, program: Program, folder: Path, lines: list[str])
     make_data(config, there, is_new=is_new)
     data = open_data(config, there)
     data.train[0]
-    config = in_steps(config, data.train, earlier.decay_steps if earlier else 0)
+    config = in_steps(config, data.train, config.optimizer.kept_of(earlier))
     lines.append(describe(Program(config, program.mesh), data, earlier))
     return config
 

@@ -150,9 +150,16 @@ def test_what_a_model_cannot_do_says_what_is_valid() -> None:
     config = tiny_config(num_layers=1)
     model = megajax.Model(Program.on(config, jax.devices()[:1]), {}, 0, None)  # restored without the optimizer
     trained = megajax.Model(model.program, TrainState({}, *[None] * 5), 0, None)
+    train = dataclasses.replace(config.train, steps=0, epochs=1.0)
+    optimizer = dataclasses.replace(config.optimizer, decay_steps=0)
+    endless = megajax.make_program(dataclasses.replace(config, train=train, optimizer=optimizer))
     for function, problem in (
         (lambda: model.train_step(IDS), r"train_step: .*; valid: restore\(…, training=True\)"),
         (lambda: trained.train_step(IDS), r"train_step: ids of shape \[3, 9\]; valid: \[8, 17\], train\."),
+        (
+            lambda: megajax.Model(endless, trained._weights, 0, None).train_step(IDS),
+            r"train_step: train.epochs .*; valid: train.steps",
+        ),
         (lambda: trained.train_step([[1, 2], [3]]), "lists of different lengths; valid: "),
         (lambda: model.save("anywhere"), r"save: .*; valid: restore\(…, training=True\)"),
         (lambda: model.generate("a text"), r"no tokenizer; valid: tokenizer.path"),

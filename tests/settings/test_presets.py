@@ -239,6 +239,9 @@ def test_a_preset_with_every_value_is_no_run_s_configuration(tmp_path: Path) -> 
     assert copy.left_out == {"run_dir": "there", "simulate_devices": 4}
     bad = write(tmp_path / "bad.toml", text.replace("run_config = true", "run_config = 1"))
     assert message(load_preset, bad).startswith(f"{bad}: run_config = 1; valid: ")
+    for horizon in ("5", "{}", "{ warmup_steps = 1, decay_steps = -1 }"):
+        bad = write(tmp_path / "bad.toml", f"run_horizon = {horizon}\n{text}")
+        assert message(load_preset, bad).startswith(f"{bad}: run_horizon = ")
 
 
 def test_presets_of_one_s_own_have_names_in_the_working_directory(

@@ -2,6 +2,7 @@
 training ends, and the decay of the learning rate that no preset gives."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 from tiny import tiny_config, tiny_program
 
 from megajax.backend import CPU
-from megajax.config import Config, MeshConfig, profiled_steps
+from megajax.config import Config, MeshConfig, profiled_steps, to_toml
+from megajax.optim.config import Horizon
 from megajax.plan.machines import MACHINES, peak_of_device
 from megajax.plan.memory import memory
 from megajax.program.memory import state_bytes
+from megajax.runs.directory import stored_optimizer
 from megajax.settings.preset_files import preset_names
 from megajax.settings.presets import load_preset, resolve
 from megajax.training.begin import in_steps
@@ -175,7 +178,7 @@ EPOCH = SimpleNamespace(epoch_size=80)
 
 def begun(values: dict[str, Any], began_with: int = 100) -> Config:
     """A run of the demo that has begun with so many steps, with other values."""
-    return in_steps(resolve(DEMO, values, decay_follows=False), EPOCH, began_with)
+    return in_steps(resolve(DEMO, values, decay_follows=False), EPOCH, Horizon(decay_steps=began_with))
 
 
 @pytest.mark.parametrize(
@@ -197,6 +200,37 @@ def test_the_decay_ends_with_the_training_that_the_run_began_with(
     assert config.optimizer.decay_steps == decay_steps and config.train.steps == values.get("train.steps", 100)
     if not began_with:
         assert resolve(DEMO, values).optimizer.decay_steps == decay_steps, "as where nothing goes on"
+
+
+EIGHT = DEMO | {"train.steps": 8, "optimizer.warmup_steps": 0, "optimizer.warmup_fraction": 0.25}
+WSD = {"optimizer.schedule": "wsd", "optimizer.cooldown_steps": 3}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "horizon"),
+    [
+        ("constant", {"optimizer.schedule": "linear"}, (2, 20)),
+        ("inverse-square-root", WSD, (2, 20)),
+        ("constant", {"optimizer.schedule": "cosine", "optimizer.decay_steps": 15}, (2, 15)),
+        ("constant", {"optimizer.schedule": "linear", "optimizer.warmup_fraction": 0.5}, (10, 20)),
+        ("constant", {"optimizer.schedule": "linear", "optimizer.warmup_steps": 3}, (3, 20)),
+        ("linear", {"optimizer.schedule": "linear"}, (2, 8)),
+        ("linear", {"optimizer.schedule": "cosine"}, (2, 20)),
+    ],
+)
+def test_a_resumed_run_keeps_its_own_horizon_while_its_schedule_stays(
+    before: str, now: dict[str, Any], horizon: tuple[int, int], tmp_path: Path
+) -> None:
+    """Resumed by the preset that it began with or by its own configuration; a copy of it keeps nothing."""
+    first = resolve(EIGHT, {"optimizer.schedule": before}, decay_follows=False)
+    folder = tmp_path / "run"
+    (folder / "checkpoints" / "8").mkdir(parents=True)
+    (folder / "config.toml").write_text(to_toml(first, in_steps(first, EPOCH).optimizer.horizon))
+    for preset in (EIGHT, load_preset(folder / "config.toml")):
+        config = resolve(preset, {**now, "train.steps": 20}, decay_follows=False)
+        kept = config.optimizer.kept_of(stored_optimizer(folder))
+        assert in_steps(config, EPOCH, kept).optimizer.horizon == horizon
+        assert in_steps(config, EPOCH).optimizer.horizon.decay_steps == now.get("optimizer.decay_steps", 20)
 
 
 PUBLISHED = [name for name in preset_names() if not name.endswith("demo")]
@@ -227,7 +261,7 @@ def test_epochs_in_steps(preset: dict[str, Any]) -> None:
     assert config.optimizer.decay_steps == 0
     found = in_steps(config, EPOCH)
     assert (found.train.steps, found.optimizer.decay_steps, found.optimizer.warmup) == (25, 25, 2)
-    more = in_steps(resolve(preset, {"train.epochs": 5}), EPOCH, 25)
+    more = in_steps(resolve(preset, {"train.epochs": 5}), EPOCH, config.optimizer.kept_of(found.optimizer))
     assert (more.train.steps, more.optimizer.decay_steps, more.optimizer.warmup) == (50, 25, 2)
 
 
