@@ -72,7 +72,7 @@ def _numbers(questions: list[Question], file: Path) -> list[int]:
             record = {"of": of} | dataclasses.asdict(result)
         found[question.name] = record
         numbers.append([*question.forms, ""].index(record["taken"]))
-    _write(file, found)
+    _write(file, kept | found)
     return numbers
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import tomllib
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from megajax.backend import candidates_of
 from megajax.config import Config, DistributedConfig, profiled_steps, to_toml
 from megajax.data.files import write_atomically
 from megajax.errors import UserError
+from megajax.host import reading
 from megajax.host.ending import Exit
 from megajax.host.paths import scheme
 from megajax.host.phases import phase, watched
@@ -31,6 +33,7 @@ from megajax.runs.metrics import is_of_dev, read_metrics
 from megajax.runs.step_folders import complete
 from megajax.runs.task_data import TaskData, make_task_data, open_task_data
 from megajax.settings.launch import start
+from megajax.settings.preset_files import parse_toml
 from megajax.settings.presets import load_preset
 from megajax.settings.validation import validate
 from megajax.tasks.registry import TASKS
@@ -96,7 +99,9 @@ def _keep_config(config: Config, run: Trainer) -> None:
     lasting = dataclasses.replace(lasting, compilation_cache="", compilation_cache_size=4)
     if run.checkpoints.saved is not None:
         lasting = dataclasses.replace(lasting, init=load_preset(file).get("init", ""))
-    write_atomically(file, to_toml(lasting, run.config.optimizer.horizon))
+    text = to_toml(lasting, run.config.optimizer.horizon)
+    if not reading.kind(file) or parse_toml(reading.read_bytes(file), str(file)) != tomllib.loads(text):
+        write_atomically(file, text)  # otherwise comments in it stay
     run.log.record_config(dataclasses.replace(lasting, optimizer=run.config.optimizer))
 
 

@@ -46,8 +46,9 @@ def plot_loads(path: Path, name: str, loads: Loads) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    steps = np.array([step for step, _ in loads])
-    load_NLE = np.stack([load for _, load in loads]).astype(np.float64)
+    same = [(step, load) for step, load in loads if load.shape == loads[-1][1].shape]  # a file may be changed by hand
+    steps = np.array([step for step, _ in same])
+    load_NLE = np.stack([load for _, load in same]).astype(np.float64)
     share_NLE = load_NLE / np.maximum(load_NLE.mean(axis=2, keepdims=True), 1.0)
     _, layers, experts = share_NLE.shape
     figure = Figure(figsize=(8, 6), dpi=130, layout="constrained")

@@ -14,7 +14,7 @@ from megajax.config import Config, to_toml, to_values
 from megajax.errors import UserError
 from megajax.models.router import LOAD
 from megajax.runs.checkpoint import Checkpoints
-from megajax.runs.metrics import DEV, is_of_dev, read_metrics
+from megajax.runs.metrics import DEV, cut_metrics, is_of_dev
 from megajax.training.display import StepsDisplay
 from megajax.training.experts_plot import ExpertsPlot
 from megajax.training.plot import Curves, LossPlot
@@ -60,16 +60,15 @@ class RunLog:
         self.display = StepsDisplay(total_steps, finished_steps, log_every, write, console)
 
     def _files(self, finished_steps: int) -> list[Tracker]:
-        records = [record for record in read_metrics(self._run_dir) if record["step"] <= finished_steps]
         curves, loads = Curves(), []
-        for record in records:
+        for record in cut_metrics(self._run_dir, finished_steps):
             curves.add(record)
             if LOAD in record:
                 loads.append((record["step"], np.array(record[LOAD], np.int32)))
             if is_of_dev(record):
                 self._of_dev.add(record["step"])
         return [
-            MetricsFile(self._run_dir, records),
+            MetricsFile(self._run_dir),
             Events(self._run_dir / "tensorboard", finished_steps),
             LossPlot(self._run_dir, curves),
             ExpertsPlot(self._run_dir, loads),

@@ -4,7 +4,7 @@
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar
 from tensorboardX.summary import text as text_summary
 
-from megajax.data.files import write_atomically
 from megajax.errors import RunError
 from megajax.models.router import LOAD
 
@@ -54,13 +53,11 @@ class Tracker:
 
 
 class MetricsFile(Tracker):
-    """A run's figures, one JSON line per record. The run ends if it cannot be written, because resuming reads it.
-    `records` are those of earlier starts."""
+    """A run's figures, one JSON line per record. The run ends if it cannot be written, because resuming reads it."""
 
-    def __init__(self, run_dir: Path, records: Iterable[Mapping[str, Any]]):
+    def __init__(self, run_dir: Path):
         self._path = run_dir / "metrics.jsonl"
         self.name = str(self._path)
-        write_atomically(self._path, "".join(map(_line, records)))
         self._file = self._path.open("ab", buffering=0)
 
     def figures(self, step: int, figures: Mapping[str, Any]) -> None:

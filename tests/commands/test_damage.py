@@ -161,7 +161,7 @@ def replaced(old: str, new: str) -> Callable[[Path], object]:
 CHANGED: list[tuple[str, Callable[[Path], object], str]] = [
     ("metrics.jsonl", pipe, "FILE.* is a named pipe"),
     ("metrics.jsonl", lambda file: file.write_text("Dear diary\n" * 20), "FILE.* contains no metrics of a run"),
-    ("metrics.jsonl", lambda file: file.write_text("x" * 100_000), "FILE.* line 1 has more than 65536 bytes"),
+    ("metrics.jsonl", lambda file: file.write_text("x" * 5_000_000), "FILE.* line 1 has more than 4 MiB"),
     ("config.toml", lambda file: file.write_text("a = " + "[" * 10_000), "FILE.* nested"),
     ("config.toml", lambda file: file.write_text("seed = " + "9" * 5000), "FILE.* digits"),
     ("config.toml", replaced("num_layers = 3", "num_layers = 5"), "FILE: model.num_layers is 5; valid: 3"),

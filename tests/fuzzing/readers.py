@@ -35,6 +35,7 @@ from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import load_tokenizer, train_tokenizer
 from megajax.errors import RunError, UserError
 from megajax.generation.text import read_prompts
+from megajax.models.router import LOAD
 from megajax.preparation.contamination import TestSets
 from megajax.preparation.shards import WorkFolder
 from megajax.runs.directory import stored_config
@@ -127,6 +128,7 @@ def _use(tokenizer: Tokenizer) -> None:
 
 def _read_metrics(file: Path) -> None:
     for record in read_metrics(file.parent):
+        np.array(record.pop(LOAD, [[0]]), np.int32).sum(axis=1)
         sum(float(value) for value in record.values() if value is not None)
 
 
@@ -249,7 +251,10 @@ _SAVED = {
 }
 _LINES = "".join(json.dumps({"text": text, "meta": {"id": n, "x": [1, 2.5]}}) + "\n" for n, text in enumerate(TEXTS))
 _STEPS = [{"step": n, "loss": 3.5 / n, "grad_norm": None, "tokens": 100, "seconds": 0.1} for n in range(1, 9)]
-_METRICS = "".join(json.dumps(line) + "\n" for line in [*_STEPS, {"step": 8, "validation_loss": 2.5}])
+_METRICS = "".join(
+    json.dumps(line) + "\n"
+    for line in [*_STEPS, {"step": 8, LOAD: [[3, 4], [5, 6]]}, {"step": 8, "validation_loss": 2.5}]
+)
 _STATUS = json.dumps(asdict(Status("far", 7, 12, "computing", 3.5)))
 _ORIGIN = Origin("LlamaForCausalLM", "bf16", 24, _ENDS, _ENDS | {"temperature": 0.6})
 _PREPARED = ("m.report.json", "m.idx")

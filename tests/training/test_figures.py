@@ -19,7 +19,7 @@ from megajax.program.memory import state_bytes
 from megajax.runs.directory import stored_optimizer
 from megajax.settings.preset_files import preset_names
 from megajax.settings.presets import load_preset, resolve
-from megajax.training.begin import in_steps
+from megajax.training.begin import _keep_config, in_steps
 from megajax.training.describe import _step_memory, batch_line, changed_rate, rate_line, rate_warning
 from megajax.training.figures import Speed, memory_figures, memory_in_use
 from megajax.training.profiler import Times, _events, _own_seconds, operations, place_of, table
@@ -231,6 +231,23 @@ def test_a_resumed_run_keeps_its_own_horizon_while_its_schedule_stays(
         kept = config.optimizer.kept_of(stored_optimizer(folder))
         assert in_steps(config, EPOCH, kept).optimizer.horizon == horizon
         assert in_steps(config, EPOCH).optimizer.horizon.decay_steps == now.get("optimizer.decay_steps", 20)
+
+
+def test_a_resumed_run_rewrites_its_configuration_only_if_it_changed(tmp_path: Path) -> None:
+    """So that comments stay."""
+    file = tmp_path / "config.toml"
+
+    def keep(steps: int) -> str:
+        config = resolve(DEMO, {"run_dir": str(tmp_path), "train.steps": steps}, decay_follows=False)
+        log = SimpleNamespace(record_config=lambda config: None)
+        run = SimpleNamespace(config=in_steps(config, EPOCH), checkpoints=SimpleNamespace(saved=8), log=log)
+        _keep_config(config, run)  # type: ignore[arg-type]
+        return file.read_text()
+
+    file.write_text("")
+    first = keep(8)
+    file.write_text(f"# my notes\n{first}")
+    assert keep(8) == f"# my notes\n{first}" and keep(9) != first and "steps = 9\n" in file.read_text()
 
 
 PUBLISHED = [name for name in preset_names() if not name.endswith("demo")]

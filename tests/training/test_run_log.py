@@ -86,22 +86,51 @@ def test_a_run_writes_metrics_events_and_a_picture(tmp_path: Path, capsys: pytes
     ]
 
 
-@pytest.mark.parametrize("tail", [b'{"step": 3, "loss": 1.0}', b'\xff\x00\n[1]\n{}\n{"step": 7, "lo'])
-def test_a_resumed_run_drops_later_and_half_written_lines(tail: bytes, tmp_path: Path) -> None:
+LOADS = np.arange(8, dtype=np.int32).reshape(2, 4)
+FOREIGN = b'\xff\x00\n[1]\n{}\n# a spike\n{"step": 7, "note": "here"}\n{"step":  2, "loss": 1e0}\n'
+
+
+@pytest.mark.parametrize("tail", [b"", b'{"step": 3, "loss": 1.0}', b'{"step": 7, "lo', b'{"st', b"my own words"])
+def test_a_resumed_run_drops_only_later_and_half_written_records(
+    tail: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All other lines stay byte for byte, also those of loads."""
+    drawn: list[int] = []
+    monkeypatch.setattr("megajax.training.plot.plot_loss", lambda *_: None)
+    monkeypatch.setattr("megajax.training.experts_plot.plot_loads", lambda path, name, loads: drawn.append(len(loads)))
+
+    def log_both(log: RunLog, first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            log.record_step(step, {"loss": 10 / 3 / step, "grad_norm": 0.1, "learning_rate": 1e-4, **MORE}, LOADS * step)
+
+    file = tmp_path / "metrics.jsonl"
     with RunLog(tmp_path, total_steps=6) as log:
-        log_steps(log, 1, 4)
+        log_both(log, 1, 4)
         log.record_validation(4, 2.0)
-        log_steps(log, 5, 6)
-    straight = (tmp_path / "metrics.jsonl").read_bytes()
-    with (tmp_path / "metrics.jsonl").open("ab") as file:
-        file.write(tail)
+        kept = file.read_bytes()
+        log_both(log, 5, 6)
+    straight = read_metrics(tmp_path)
+    with file.open("ab") as end:
+        end.write(FOREIGN + tail)
+    kept += FOREIGN + (tail + b"\n" if tail.startswith(b"my") else b"")
     with RunLog(tmp_path, total_steps=6, finished_steps=4) as log:
-        assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 4]
-        log_steps(log, 5, 6)
-    again = lines(tmp_path)
-    assert [line.pop("resumed_from", None) for line in again] == [None] * 5 + [4, None], "where it went on"
-    assert again == [json.loads(line) for line in straight.splitlines()]
+        assert file.read_bytes() == kept
+        log_both(log, 5, 6)
+    again = read_metrics(tmp_path)
+    foreign = again.pop(9)
+    assert foreign == {"step": 2, "loss": 1.0} and again[9].pop("resumed_from") == 4, "where it went on"
+    assert again == straight and straight[1] == {"step": 1, "expert_load": LOADS.tolist()}
     assert [step for step, _ in tensorboard_points(tmp_path)["loss/training"]] == [1, 2, 3, 4, 5, 6]
+    assert drawn == [4, 6, 6], "at the validation and at each end, with those of the first start"
+
+
+def test_any_number_of_loads_of_any_size_is_read(tmp_path: Path) -> None:
+    large = {"step": 1, "expert_load": [[10_000_000] * 512] * 128}
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(large)}\n" + '{"step": 2, "expert_load": [[1, 2]]}\n' * 1001)
+    assert len(read_metrics(tmp_path)) == 1002
+    for load in ("[]", "[[]]", "[[1], [1, 2]]", "[[-1]]", "[[1.5]]", "[[true]]", "[1]", "5", "null"):
+        (tmp_path / "metrics.jsonl").write_text(f'{{"step": 2, "expert_load": {load}}}\n')
+        assert read_metrics(tmp_path) == [], load
 
 
 def test_only_one_process_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
