@@ -1,13 +1,13 @@
 """Samples from several sources in given shares: among the first n, a source with share w has more than w·n - 1 and
 fewer than w·n + 1, in its own order. The source of sample n depends only on the weights and n."""
 
-import array
 import heapq
 import itertools
 import math
 import threading
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from megajax.data.samples import CorpusSamples, EpochSamples, Sample
 
 _BLOCK = 4096  # samples whose sources are computed together
+_RECENT = 16  # blocks that are kept
 
 
 class Blend:
@@ -24,7 +25,12 @@ class Blend:
     the source whose window ends first among those that have begun (earliest deadline first, which meets all windows if
     the shares sum to 1; Baruah et al., "Proportionate progress", 1996). The computation uses integers: weights count as
     the decimal fractions they are written as, and the order repeats after `period` samples, their common denominator.
-    It is computed from its start, a million samples per second, and takes two bytes per sample.
+
+    A place is found without those before it. At any slot, each source has at most one sample whose window has begun and
+    which may be placed or not. How many are not placed follows from the shares; which ones, from the slots shortly
+    before: an order in which those with the earliest ends wait and one in which those with the latest ends do enclose
+    the true one for good, so once they agree, they are it. Usually they do after some hundred slots, and at the latest
+    after the longest window.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -35,10 +41,7 @@ class Blend:
         common = math.gcd(*counts)
         self._counts = [count // common for count in counts]  # samples of each source per period
         self.period = sum(self._counts)
-        self._sources = array.array("H")  # sources of a period's samples, as far as computed
-        self._before: list[list[int]] = []  # samples of each source before each block
-        self._waiting = [(0, source, 0) for source in range(len(weights))]  # start of a window, source, sample
-        self._ready: list[tuple[int, int, int]] = []  # end of a window, source, sample
+        self._blocks: dict[int, _Block] = {}  # recent ones by number, the oldest first
         self._lock = threading.Lock()
 
     @property
@@ -49,29 +52,101 @@ class Blend:
     def place(self, number: int) -> tuple[int, int]:
         """The source of sample `number`, and the sample's number in that source."""
         period, slot = divmod(number, self.period)
-        with self._lock:
-            while len(self._sources) <= slot:
-                self._extend()
-        source, block = self._sources[slot], slot // _BLOCK
-        here = np.array(self._sources[block * _BLOCK : slot], np.uint16)
-        return source, period * self._counts[source] + self._before[block][source] + int((here == source).sum())
+        block, here = divmod(slot, _BLOCK)
+        before, sources = self._block(block)
+        source = int(sources[here])
+        own = before[source] + int((sources[:here] == source).sum())
+        return source, period * self._counts[source] + own
 
-    def _extend(self) -> None:
-        """Compute the sources of one more block."""
-        given = self._before[-1].copy() if self._before else [0] * len(self._counts)
-        last = np.array(self._sources[-_BLOCK:], np.uint16)
-        for source, count in enumerate(np.bincount(last, minlength=len(given))):
-            given[source] += int(count)
-        self._before.append(given)
-        begin = len(self._sources)
-        for slot in range(begin, min(begin + _BLOCK, self.period)):
-            while self._waiting and self._waiting[0][0] <= slot:
-                _, source, sample = heapq.heappop(self._waiting)
-                end = -(-(sample + 1) * self.period // self._counts[source])
-                heapq.heappush(self._ready, (end, source, sample))
-            _, source, sample = heapq.heappop(self._ready)
-            self._sources.append(source)
-            heapq.heappush(self._waiting, ((sample + 1) * self.period // self._counts[source], source, sample + 1))
+    def before(self, number: int) -> list[int]:
+        """How many samples of each source come before sample `number`."""
+        period, slot = divmod(number, self.period)
+        return [period * count + own for count, own in zip(self._counts, self._before(slot), strict=True)]
+
+    def _block(self, number: int) -> "_Block":
+        with self._lock:
+            if number not in self._blocks:
+                start = number * _BLOCK
+                earlier = self._blocks.get(number - 1)
+                before = self._before(start) if earlier is None else earlier.after
+                sources = self._order(before, start, min(start + _BLOCK, self.period))
+                if len(self._blocks) == _RECENT:
+                    del self._blocks[next(iter(self._blocks))]
+                self._blocks[number] = _Block(before, np.fromiter(sources, np.uint16))
+            return self._blocks[number]
+
+    def _before(self, slot: int) -> list[int]:
+        """The samples of each source in the period's slots before this one."""
+        longest = self.period // min(self._counts) + 1
+        back = 64
+        while back < longest:
+            start = max(0, slot - back)
+            first, last = (self._after(before, start, slot) for before in self._enclosing(start))
+            if first == last:
+                return first
+            back *= 4
+        start = max(0, slot - longest)
+        return self._after(self._enclosing(start)[0], start, slot)
+
+    def _enclosing(self, slot: int) -> tuple[list[int], list[int]]:
+        """The samples of each source before a slot if of those that may wait there the ones whose windows end first do,
+        besides those that certainly wait, and if the ones whose windows end last do."""
+        begun = [-(-slot * count // self.period) for count in self._counts]
+        waiting = sum(begun) - slot
+        left = [-slot * count % self.period for count in self._counts]  # of a sample, in periods
+        may_wait = [source for source, parts in enumerate(left) if parts]
+        may_wait.sort(key=lambda source: (self._end(source, begun[source] - 1), source), reverse=True)
+        begins = {source: self._begin(source, begun[source] - 1) for source in may_wait}
+        # The n that end last, down to some source: since that one began, at least as many samples waited as all parts
+        # left sum to. If these are n or more, none of the n had a turn.
+        waits = [
+            source
+            for number, source in enumerate(may_wait)
+            if number * self.period < sum(left[other] for other in may_wait if begins[other] <= begins[source])
+        ]
+        others = [source for source in reversed(may_wait) if source not in waits]
+        ways = [*waits, *others][:waiting], may_wait[:waiting]
+        first, last = ([count - (source in way) for source, count in enumerate(begun)] for way in ways)
+        return first, last
+
+    def _after(self, before: list[int], start: int, stop: int) -> list[int]:
+        """The samples of each source before slot `stop`, with those before slot `start`."""
+        after = before.copy()
+        for source in self._order(before, start, stop):
+            after[source] += 1
+        return after
+
+    def _begin(self, source: int, sample: int) -> int:
+        return sample * self.period // self._counts[source]
+
+    def _end(self, source: int, sample: int) -> int:
+        return -(-(sample + 1) * self.period // self._counts[source])
+
+    def _order(self, before: list[int], start: int, stop: int) -> Iterator[int]:
+        """The sources of the slots from `start` to `stop`, with the samples of each source before them."""
+        waiting = [(self._begin(source, sample), source, sample) for source, sample in enumerate(before)]
+        ready: list[tuple[int, int, int]] = []  # end of a window, source, sample
+        heapq.heapify(waiting)  # beginning of a window, source, sample
+        for slot in range(start, stop):
+            while waiting and waiting[0][0] <= slot:
+                _, source, sample = heapq.heappop(waiting)
+                heapq.heappush(ready, (self._end(source, sample), source, sample))
+            _, source, sample = heapq.heappop(ready)
+            yield source
+            heapq.heappush(waiting, (self._begin(source, sample + 1), source, sample + 1))
+
+
+class _Block(NamedTuple):
+    """Consecutive slots."""
+
+    before: list[int]  # samples of each source before them
+    sources: npt.NDArray[np.uint16]
+
+    @property
+    def after(self) -> list[int]:
+        """Samples of each source before the next block."""
+        own = np.bincount(self.sources, minlength=len(self.before)).tolist()
+        return [count + more for count, more in zip(self.before, own, strict=True)]
 
 
 class BlendedSamples:

@@ -1,11 +1,12 @@
 """The shares of a blend at every moment, and that its order is a function of weights and number alone."""
 
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megajax.data.blend import _BLOCK, Blend, JoinedSamples
@@ -53,6 +54,40 @@ def test_shares_over_many_samples(weights):
         assert blend.period == 10 and blend.shares == weights
         source, own = blend.place(3)
         assert blend.place(10**12 + 3) == (source, 10**11 * [5, 3, 2][source] + own)
+
+
+@given(st.lists(st.floats(-4, 0).map(lambda power: 10**power), min_size=1, max_size=7), st.data())
+@settings(max_examples=40)
+def test_a_place_is_found_without_those_before_it(weights, data):
+    """As if all from the first on had been placed."""
+    blend, before = Blend(weights), [0] * len(weights)
+    slots = sorted(data.draw(st.lists(st.integers(0, min(3000, blend.period - 1)), min_size=1, max_size=4)))
+    for start, slot in zip([0, *slots], slots, strict=False):
+        before = blend._after(before, start, slot)
+        assert blend._before(slot) == before
+
+
+def test_a_late_place_takes_no_longer():
+    """Of sources of any size."""
+    tokens = [812345678901, 123456789012, 45678901234, 9876543210, 321098765]
+    for counts in (tokens, [10**12, 1001], [*tokens, 77]):
+        blend = Blend([count / sum(counts) for count in counts])
+        number = 3 * 10**15 + 7
+        source, own = blend.place(number)
+        before = blend.before(number)
+        assert before[source] == own and sum(before) == number
+        exact = zip(before, blend._counts, strict=True)
+        assert all(abs(n * blend.period - number * count) < blend.period for n, count in exact)
+
+
+@pytest.mark.parametrize(
+    ("weights", "digest"), [([0.123456789, 3.1415926, 1e-4, 12345.678], 2184025810), ([5, 4, 3, 2, 1, 1], 2224585282)]
+)
+def test_the_order_stays_that_of_earlier_runs(weights, digest):
+    """Computed when all places were found from the first one on."""
+    blend = Blend(weights)
+    places = [blend.place(number) for number in [*range(2000), *range(123_000, 123_300)]]
+    assert zlib.crc32(str(places).encode()) == digest
 
 
 def test_any_order_of_asking_from_any_thread():

@@ -101,7 +101,9 @@ def test_a_resumed_run_drops_only_later_and_half_written_records(
 
     def log_both(log: RunLog, first: int, last: int) -> None:
         for step in range(first, last + 1):
-            log.record_step(step, {"loss": 10 / 3 / step, "grad_norm": 0.1, "learning_rate": 1e-4, **MORE}, LOADS * step)
+            log.record_step(
+                step, {"loss": 10 / 3 / step, "grad_norm": 0.1, "learning_rate": 1e-4, **MORE}, LOADS * step
+            )
 
     file = tmp_path / "metrics.jsonl"
     with RunLog(tmp_path, total_steps=6) as log:
