@@ -9,6 +9,7 @@ import difflib
 import functools
 import math
 import os
+import re
 import reprlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
@@ -185,6 +186,12 @@ def is_whole(text: str) -> bool:
 
 
 _LONGEST = 300  # characters in a number
+
+
+def apart(entry: str, fits: Callable[[str], bool]) -> str:
+    """The end of an error message about an entry of a list: how to separate its parts, if each of several `fits`."""
+    parts = [part for part in re.split(r"[,;\s]+", entry) if part]
+    return f" (separated by spaces: {' '.join(parts)})" if len(parts) > 1 and all(map(fits, parts)) else ""
 
 
 def as_flag(key: str, value: object) -> str:

@@ -19,6 +19,7 @@ from megajax.errors import UserError
 from megajax.host import reading, remote
 from megajax.host.paths import check_path, scheme
 from megajax.host.remote import RemoteFile
+from megajax.options import apart
 
 Input = Path | RemoteFile | HubSplit  # a file, or something that is read like one
 
@@ -70,7 +71,8 @@ def find_inputs(path: str, flag: str) -> tuple[list[Input], bool]:
             return [*files_below(root)], False
     if kind == "a file":
         return [root], True
-    raise UserError(f"{flag}: {path} {f'is {kind}' if kind else 'does not exist'}; {valid_paths(flag)}")
+    several = "" if flag.startswith("--data.") else apart(path, os.path.exists)  # of which each is one path
+    raise UserError(f"{flag}: {path} {f'is {kind}' if kind else 'does not exist'}; {valid_paths(flag)}{several}")
 
 
 def absolute(path: str) -> str:

@@ -4,7 +4,7 @@ from megajax.errors import UserError
 from megajax.models.config import ModelConfig
 from megajax.models.lora_config import LORA_TARGETS, LoraConfig, product_sizes
 from megajax.models.registry import FAMILIES
-from megajax.options import as_flag, check_read, suggest
+from megajax.options import apart, as_flag, check_read, suggest
 
 
 def check_model(model: ModelConfig) -> None:
@@ -89,8 +89,10 @@ def check_lora(lora: LoraConfig, model: ModelConfig) -> None:
     """Check that a model can have these adapters."""
     for word in lora.targets:
         if word not in LORA_TARGETS:
+            several = apart(word, LORA_TARGETS.__contains__)
             near = suggest(word, LORA_TARGETS, otherwise="")
-            raise UserError(f"--lora.targets {word!r}; valid: {', '.join(LORA_TARGETS)}{near and f' ({near})'}")
+            hint = several or (near and f" ({near})")
+            raise UserError(f"--lora.targets {word!r}; valid: {', '.join(LORA_TARGETS)}{hint}")
     if not lora.rank:
         return
     if not FAMILIES[model.family].continues_text:

@@ -20,6 +20,7 @@ from megajax.host import reading
 from megajax.host.paths import check_path
 from megajax.host.processes import is_first_process
 from megajax.models.registry import FAMILIES
+from megajax.options import apart
 from megajax.program.memory import check_memory
 from megajax.program.one_layer import cannot_attend
 from megajax.program.program import Program
@@ -118,7 +119,8 @@ def check_run(run_dir: Path, flag: str = "--checkpoint") -> None:
                 f"{flag} {run_dir}: a model in the Hugging Face format; valid: the RUN made by `megajax "
                 f"convert import-hf {run_dir} RUN`"
             )
-        raise UserError(f"{flag} {run_dir}: no config.toml found; valid: the directory of a training run")
+        several = apart(str(run_dir), lambda part: reading.is_file(Path(part) / "config.toml"))
+        raise UserError(f"{flag} {run_dir}: no config.toml found; valid: the directory of a training run{several}")
     check_format(marked_format(run_dir) or 1, f"{flag} {run_dir}")
 
 

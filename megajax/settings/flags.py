@@ -13,7 +13,7 @@ from megajax.config import Config
 from megajax.errors import UserError
 from megajax.host import completion
 from megajax.host.transcript import tell
-from megajax.options import Option, options, sections, shown, suggest
+from megajax.options import Option, apart, options, sections, shown, suggest
 from megajax.settings.other_names import nearest
 from megajax.settings.preset_files import names_in_folders, preset_names
 from megajax.settings.presets import Preset, load_preset, read_preset, resolve
@@ -118,7 +118,8 @@ def _value(option: Option, text: str) -> Any:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{shown(text)}; valid: {option.valid}") from None
     if problem := option.problem(value):
-        raise argparse.ArgumentTypeError(problem)
+        several = apart(text, lambda part: not option.problem(option.parse(part))) if option.is_list else ""
+        raise argparse.ArgumentTypeError(problem + several)
     return value
 
 
@@ -138,7 +139,8 @@ def add_flag(group: Any, option: Option, default: Any = None, required: bool = F
     metavar = {int: "N", float: "X"}.get(option.kind, "TOML" if option.record else "TEXT")
     if option.choices:
         metavar = "{" + ",".join(map(str, option.choices)) + "}"
-    settings |= {"type": partial(_value, option), "metavar": metavar, "nargs": "+" if option.is_list else None}
+    settings |= {"type": partial(_value, option), "metavar": metavar}
+    settings |= {"nargs": "+", "action": "extend"} if option.is_list else {}
     flag = group.add_argument(option.flag, required=required, **settings)
     if metavar != "TEXT":  # texts may be paths, which the shell completes
         completion.offer(flag, lambda: map(str, option.choices))

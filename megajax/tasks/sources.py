@@ -17,6 +17,7 @@ from megajax.data.inputs import files_below, readable
 from megajax.errors import UserError
 from megajax.host import reading
 from megajax.host.paths import check_path
+from megajax.options import apart
 from megajax.tasks.records import Records
 from megajax.tasks.registry import TASKS
 
@@ -55,7 +56,8 @@ def task_files(paths: Sequence[str], task: str, flag: str) -> list[Path]:
         else:
             is_there = f"is {kind}" if kind else "does not exist"
             folders = ", or a folder of such files" if suffixes else ""
-            raise UserError(f"{flag}: {path} {is_there}; valid: a file of {task}, {valid}{folders}")
+            several = apart(str(path), os.path.exists)
+            raise UserError(f"{flag}: {path} {is_there}; valid: a file of {task}, {valid}{folders}{several}")
     seen = set()
     for file in files:
         real = os.path.realpath(file)

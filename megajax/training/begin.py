@@ -21,6 +21,7 @@ from megajax.host.processes import is_first_process, on_first_process, say
 from megajax.host.transcript import transcript
 from megajax.models.registry import FAMILIES
 from megajax.optim.config import UNKNOWN, Horizon, OptimizerConfig, check_cooldown
+from megajax.options import apart
 from megajax.program.memory import check_memory
 from megajax.program.one_layer import check_attention
 from megajax.program.program import Program
@@ -146,9 +147,11 @@ def _check_evaluate(config: Config) -> None:
                 else "without it, since validation already reports all losses"
             )
         if not fits or names.count(name) > 1:
-            raise UserError(f"--evaluate {entry}; valid: {valid}{', each once' * fits}")
+            several = apart(entry, lambda part: part.partition("=")[0] in ("lambada", "wikitext103", *TASKS))
+            raise UserError(f"--evaluate {entry}; valid: {valid}{', each once' * fits}{several}")
         if path and not scheme(path) and not Path(path).is_file():
-            raise UserError(f"--evaluate {entry}: no such file; valid: an existing one")
+            several = apart(entry, lambda part: "=" in part)
+            raise UserError(f"--evaluate {entry}: no such file; valid: an existing one{several}")
 
 
 def earlier_optimizer(config: Config, run_dir: Path) -> OptimizerConfig | None:

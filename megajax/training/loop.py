@@ -101,6 +101,8 @@ class Trainer:
         with self.log:
             self.log.end_steps()
             self._summary()
+        for line in written(Path(self.config.run_dir)):
+            say(line)
 
     def _steps(self) -> None:
         config = self.config
@@ -297,5 +299,3 @@ class Trainer:
         if text:
             say(f"a sample:\n{text}")
             self.log.record_text(max(self.first, steps), "sample", text)
-        for line in written(Path(self.config.run_dir)):
-            say(line)

@@ -16,6 +16,7 @@ from megajax.host.paths import identity
 from megajax.training.trackers import Tracker
 
 _SMOOTHED = 40  # shorter lines are not smoothed
+_COLUMNS = 1800  # in which points are distinguished: twice the pixels of the plot's width
 _BLUE, _RED, _GRAY = "#4477aa", "#ee6677", "#777777"
 
 
@@ -84,12 +85,14 @@ def plot_loss(path: Path, name: str, curves: Curves) -> None:
     validation = _finite(curves.validation)
     if len(validation):
         style: dict[str, Any] = {"linewidth": 1.6, "color": _RED, "marker": "o", "markersize": 4}
-        axes.plot(*validation.T, label=f"validation (last {validation[-1, 1]:.3f})", **style)
+        axes.plot(*thinned(validation).T, label=f"validation (last {validation[-1, 1]:.3f})", **style)
     bottom = axes.get_xaxis_transform()  # x in steps, y from 0 to 1
     if curves.skipped:
         style = {"color": "black", "markersize": 5, "label": f"{len(curves.skipped)} skipped"}
-        axes.plot(curves.skipped, [0.02] * len(curves.skipped), "x", transform=bottom, **style)
-    for number, step in enumerate(curves.resumed):
+        shown = thinned(np.array([(step, 0.02) for step in curves.skipped]))
+        axes.plot(*shown.T, "x", transform=bottom, **style)
+    resumed = thinned(np.array([(step, 0.0) for step in curves.resumed]).reshape(-1, 2))
+    for number, step in enumerate(resumed[:, 0]):
         label = f"{len(curves.resumed)} resumed" if number == 0 else ""  # one label for all lines
         axes.axvline(step, linewidth=1.0, linestyle=":", color=_GRAY, label=label)
     axes.set_title(name, parse_math=False)
@@ -118,9 +121,21 @@ def _draw_training(axes: Any, points: npt.NDArray[np.float64]) -> None:
         marker = "." if len(points) == 1 else None
         axes.plot(*points.T, linewidth=0.9, color=_BLUE, marker=marker, label=f"training ({last})")
         return
-    axes.plot(*points.T, linewidth=0.7, color=_BLUE, alpha=0.35, label=f"training, every step ({last})")
-    mean = smoothed(points[:, 1])
-    axes.plot(points[:, 0], mean, linewidth=1.6, color=_BLUE, label=f"training, smoothed (last {mean[-1]:.3f})")
+    axes.plot(*thinned(points).T, linewidth=0.7, color=_BLUE, alpha=0.35, label=f"training, every step ({last})")
+    mean = np.stack([points[:, 0], smoothed(points[:, 1])], axis=1)
+    axes.plot(*thinned(mean).T, linewidth=1.6, color=_BLUE, label=f"training, smoothed (last {mean[-1, 1]:.3f})")
+
+
+def thinned(points: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The points that a plot shows of many, [points, 2]: the lowest and the highest of neighbours, and both ends."""
+    if len(points) <= 2 * _COLUMNS:
+        return points
+    parts = np.array_split(points[:, 1], _COLUMNS)
+    starts = np.cumsum([0, *map(len, parts)])
+    kept = {0, len(points) - 1}
+    for start, part in zip(starts.tolist(), parts, strict=False):
+        kept |= {start + int(part.argmin()), start + int(part.argmax())}
+    return points[sorted(kept)]
 
 
 def smoothed(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -139,7 +154,7 @@ def _add_tokens(axes: Any, tokens: list[tuple[int, int]]) -> None:
         return
     from matplotlib.ticker import EngFormatter
 
-    steps, totals = np.array([(0, 0), *tokens], np.float64).T
+    steps, totals = thinned(np.array([(0, 0), *tokens], np.float64)).T
     above = axes.secondary_xaxis("top", functions=(_through(steps, totals), _through(totals, steps)))
     above.xaxis.set_major_formatter(EngFormatter(sep=""))
     above.set_xlabel("tokens")

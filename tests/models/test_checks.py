@@ -55,6 +55,8 @@ REFUSED = {  # preset and table of options -> values, and a part of the line
         ({"rank": 65}, "--lora.rank 65 is more than the product query has, of 64 x 64; valid: at most 64"),
         ({"targets": ["atention"]}, "did you mean attention?"),
         ({"targets": ["q_proj"]}, "--lora.targets 'q_proj'; valid: attention, mlp, experts, query, key, value, "),
+        ({"targets": ["attention,experts"]}, "down (separated by spaces: attention experts)"),
+        ({"targets": ["attention mlp"]}, "down (separated by spaces: attention mlp)"),
         ({"rank": 4, "targets": []}, "--lora.targets is empty; valid: attention, "),
         (
             {"rank": 4, "targets": ["gate"]},

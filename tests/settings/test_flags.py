@@ -8,11 +8,14 @@ import pytest
 from tiny import user_error
 
 from megajax.config import Config
+from megajax.data.inputs import find_inputs
 from megajax.errors import UserError
 from megajax.options import options
 from megajax.settings.flags import Parser, parse
 from megajax.settings.other_names import OURS, nearest
 from megajax.settings.presets import load_preset, resolve
+from megajax.tasks.sources import task_files
+from megajax.training.begin import check_given
 from megajax.traits import ReadWith
 
 
@@ -70,6 +73,23 @@ def test_every_field_is_a_flag(key: str) -> None:
     expected = resolve(load_preset("demo"), {key: options(Config)[key].parse(text)})
     assert parse(["demo", flag, text], "Train.") == expected
     assert parse(["demo", f"{flag}={text}"], "Train.") == expected
+
+
+def test_a_list_is_separated_by_spaces_or_flags(tmp_path: Path) -> None:
+    """What is separated otherwise is told how, if its parts exist."""
+    found = parse(["finetune/mnli-demo", "--data.train", "a", "b,c", "--data.train", "d"], "").data.train
+    assert found == ("a", "b,c", "d")
+    files = [str(tmp_path / name) for name in "ab"]
+    for file in files:
+        Path(file).touch()
+    one, told = ",".join(files), f" (separated by spaces: {' '.join(files)})"
+    assert user_error(task_files, [one], "mnli", "--data.train").endswith(told)
+    assert user_error(find_inputs, one, "INPUT").endswith(told)
+    assert "(separated" not in user_error(find_inputs, one, "--data.path")
+    assert "(separated" not in user_error(find_inputs, f"{one}c", "INPUT")
+    named = ",".join(f"{name}={file}" for name, file in zip(("lambada", "wikitext103"), files, strict=True))
+    config = parse(["demo", "--data.path", "x", "--evaluate", named], "")
+    assert user_error(check_given, config).endswith(f" (separated by spaces: {named.replace(',', ' ')})")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 import matplotlib.image
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import RecordWriter
@@ -169,6 +170,27 @@ def test_a_picture_of_any_name_and_any_number_of_points(tmp_path: Path) -> None:
     for training, validation in (([], []), ([(1, 3.0)], []), ([], [(1, 3.0)]), ([(1, 3.0), (2, float("nan"))], [])):
         plot_loss(tmp_path / "loss.png", "a $run_{1 走る", Curves(training, validation))
         assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
+
+
+def test_a_picture_of_very_many_points_shows_their_extremes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the ends; what lies between is not drawn, which would take long."""
+    drawn: list[np.ndarray] = []
+
+    def save(figure: Figure, new: Path, **_: object) -> None:
+        drawn.extend(line.get_xydata() for axes in figure.axes for line in axes.lines)
+        new.touch()
+
+    monkeypatch.setattr(Figure, "savefig", save)
+    points = [(step, 3.0 + step % 7) for step in range(1, 100_001)]
+    points[54_321] = (54_322, 99.0)
+    numbers = list(range(1, 100_001))
+    plot_loss(tmp_path / "loss.png", "run", Curves(points, points, [], numbers, [5, 7]))
+    training, _, validation, skipped, *resumed = drawn
+    assert all(len(each) <= 3602 for each in drawn) and len(resumed) == 2
+    for line in (training, validation):
+        assert [54_322.0, 99.0] in line.tolist() and line[0, 0] == 1 and line[-1, 0] == 100_000
+        assert line[:, 1].min() == 3 and np.all(np.diff(line[:, 0]) > 0)
+    assert skipped[-1, 0] == 100_000
 
 
 def test_a_terminal_shows_a_bar_with_loss_speed_and_time_left() -> None:
