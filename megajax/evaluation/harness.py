@@ -7,7 +7,7 @@
 or `simple_evaluate(model=MegajaxLM("runs/demo"), ...)`. Every process of a run makes the same calls.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,21 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 
+from megajax.data.chat import NO_ARGS, ChatTemplate, checked_args
 from megajax.errors import UserError
 from megajax.evaluation.scoring import score_continuations
 from megajax.generation.choice import Sampling
 from megajax.generation.decoder import Decoder
+from megajax.generation.options import GenerateOptions
+from megajax.generation.text import Stops
 from megajax.generation.window import continue_in_windows, one_row
+from megajax.host.reading import parse_json
+from megajax.options import check
 from megajax.program.program import Program
 from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
+from megajax.tasks.instructions import chat_template
+
+_SETTINGS = ("top_k", "top_p", "min_p", "repetition_penalty")  # of generation, like the flags of `megajax generate`
 
 
 @register_model("megajax")
@@ -35,11 +43,21 @@ class MegajaxLM(TemplateLM):
         checkpoint: the run directory of a training.
         step: a step, latest, or best.
         batch_size: rows per device and microbatch; 0: as in training.
+        template_args: further variables of the chat template, or a JSON object with them, for `apply_chat_template`.
         config: values of the configuration by key, like the flags of `eval.py`: `mesh.tensor`, `simulate_devices`.
     """
 
-    def __init__(self, checkpoint: str, step: str | int = "latest", batch_size: int = 0, **config: Any) -> None:
+    def __init__(
+        self,
+        checkpoint: str,
+        step: str | int = "latest",
+        batch_size: int = 0,
+        template_args: Mapping[str, Any] | str = NO_ARGS,
+        **config: Any,
+    ) -> None:
         super().__init__()
+        given = parse_json(template_args) if isinstance(template_args, str) else dict(template_args)
+        self._template_args, self._name = checked_args(given, "template_args"), checkpoint
         run_dir = Path(checkpoint)
         if batch_size:
             config["train.microbatch"] = batch_size
@@ -56,6 +74,36 @@ class MegajaxLM(TemplateLM):
     def prefix_token_id(self) -> int:
         """The context for a text without one: the tokenizer's begin token, or else the end of text."""
         return self._text.begin[-1] if self._text.begin else self.eot_token_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        """A name for the harness's cache of requests."""
+        return self._name.replace("/", "__")
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The source of the chat template, which the harness records; a tokenizer here has one at most."""
+        if isinstance(chat_template, str):
+            raise UserError(f"apply_chat_template {chat_template!r}; valid: true, for the tokenizer's own")
+        return self._text.chat_template if chat_template else None
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation as text, which the assistant's next turn follows, or which ends within its last turn."""
+        template = self._template
+        if template is None:
+            raise UserError(f"apply_chat_template: {self._name} has no chat template; valid: without it")
+        text = template.render(
+            chat_history,
+            "apply_chat_template",
+            add_generation_prompt=add_generation_prompt,
+            template_args=self._template_args,
+        )
+        last = chat_history[-1]["content"]
+        last = last if last in text else last.strip()  # which templates may do
+        return text if add_generation_prompt else text[: text.rindex(last) + len(last)]
+
+    @cached_property
+    def _template(self) -> ChatTemplate | None:
+        return chat_template(self._text)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Ids of a text, after the tokenizer's begin token unless the text spells it out or it is not wanted."""
@@ -80,21 +128,26 @@ class MegajaxLM(TemplateLM):
         return [self._generate(*request.args) for request in requests]
 
     def _generate(self, context: str, wanted: dict[str, Any]) -> str:
-        settings: dict[str, Any] = dict(normalize_gen_kwargs(wanted))
+        settings = {name: value for name, value in normalize_gen_kwargs(wanted).items() if value is not None}
         stops = handle_stop_sequences(settings.pop("until", None), eos=self._text.decode([self.eot_token_id]))
-        limit, temperature = settings.pop("max_gen_toks"), settings.pop("temperature", 0.0)
+        limit, known = settings.pop("max_gen_toks"), ("temperature", *_SETTINGS)
+        given = {"temperature": 0.0} | {name: settings.pop(name) for name in known if name in settings}
         settings.pop("do_sample", None)
+        if settings.get("num_beams") == 1:
+            del settings["num_beams"]
         if settings:
-            raise UserError(
-                f"generation with {', '.join(settings)}; valid: until, max_gen_toks, temperature and do_sample"
-            )
-        prompt, ids, text = self._text.encode_prompt(context), list[int](), ""
-        for new in self._continued(prompt, limit, Sampling(temperature, seed=self._trained.program.config.seed)):
-            ids += new
-            text = self._text.decode(ids)
-            if any(stop in text for stop in stops if stop):
+            valid = f"until, max_gen_toks, do_sample, {', '.join(known)}"
+            raise UserError(f"generation with {', '.join(settings)}; valid: {valid}")
+        options = GenerateOptions(**given, seed=self._trained.program.config.seed)
+        check(options)
+        prompt, ids = self._text.encode_prompt(context), list[int]()
+        stopped = Stops(self._text, [prompt], [stop for stop in stops if stop])
+        for new in self._continued(prompt, limit, Sampling.of(options)):
+            count = stopped(0, new)
+            ids += new[:count]
+            if count is not None:
                 break
-        return postprocess_generated_text(text, stops, None)
+        return postprocess_generated_text(self._text.decode(ids), stops, None)
 
     def _continued(self, prompt: list[int], limit: int, sampling: Sampling) -> Iterator[list[int]]:
         """Up to `limit` new ids, in pieces: with a KV cache, or without one on a mesh with a pipe."""

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from megajax.axes import BATCH_AXES
 from megajax.batch import IGNORED
-from megajax.generation.choice import Sampling, choose, prompt_bits
+from megajax.generation.choice import Sampling, choose, prompt_bits, seen_tokens
 from megajax.host.phases import phase
 from megajax.models.attention import Attend
 from megajax.models.cache import Cache, decode_step, prefill, visible_slots
@@ -46,12 +46,12 @@ STATE_SPECS = {
     "limit": ROWS,  # most tokens to choose
     "stopped": ROWS,  # no more are chosen
     "bits": ROWS,  # state of the noise
-    "step": PartitionSpec(),  # tokens chosen so far
+    "step": PartitionSpec(),  # tokens chosen so far; with a repetition penalty there is also `seen`
     "first_slot": PartitionSpec(),  # where the first chosen token is in the caches
 }
 
 
-Stop = Literal["end", "length", "context"]
+Stop = Literal["end", "stop", "length", "context"]
 
 
 class Piece(NamedTuple):
@@ -59,7 +59,7 @@ class Piece(NamedTuple):
 
     number: int  # of the prompt, from 0
     ids: list[int]
-    stopped_by: Stop | None  # why these are the last: an end id, the requested number of tokens, or the context
+    stopped_by: Stop | None  # why these are the last: an end id, a stop, the requested number, or the context
 
 
 class Decoder:
@@ -71,6 +71,7 @@ class Decoder:
         self._config, self._mesh, self._row_shards = program.config.model, program.mesh, program.config.mesh.zero_shards
         assert program.config.mesh.pipe == 1 and program.config.optimizer.zero != 3, program.config
         self._sampling, self._ends, self._backend = sampling, sorted(ends), program.backend
+        self._state = STATE_SPECS | ({"seen": ROWS} if sampling.penalizes else {})
         self._model, self._adapters = (
             CutModel(self._config.forward_only, F_AND_G, program.backend),
             program.layout.adapters,
@@ -98,9 +99,16 @@ class Decoder:
         layers = [self._copies.of_one(layer, number) for number, layer in enumerate(layers)]
         return {"shared": params["shared"], "layers": layers}
 
-    def stream(self, prompts: Sequence[Sequence[int]], *, max_tokens: int, batch: int) -> Iterator[Piece]:
+    def stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int,
+        batch: int,
+        stops: Callable[[int, list[int]], int | None] | None = None,
+    ) -> Iterator[Piece]:
         """Continue every prompt (from 1 id up to the context length), `batch` of them at a time; yields new ids as they
-        come."""
+        come. `stops` is told the number of a prompt and its new ids, and returns after how many of these it stops."""
         bits = jax.tree.map(np.asarray, prompt_bits(prompts, self._sampling.seed))
         rows = -(-min(batch, len(prompts)) // self._row_shards) * self._row_shards
         # A prompt's last new token may be the first one outside the context.
@@ -115,7 +123,9 @@ class Decoder:
                     ids = [token for token in tokens_BN[number - start].tolist() if token != IGNORED]
                     missing[number] -= len(ids)
                     stopped_by: Stop | None = None
-                    if missing[number] == 0:
+                    if stops and (stop := stops(number, ids)) is not None:
+                        ids, stopped_by = ids[:stop], "stop"
+                    elif missing[number] == 0:
                         stopped_by = "length" if limits[number] == max_tokens else "context"
                     elif len(ids) < tokens_BN.shape[1]:
                         stopped_by = "end"
@@ -148,7 +158,7 @@ class Decoder:
         prefill_ = partial(self._prefill, num_slots)
         state, tokens_BN = self._run(("prefill", num_slots), prefill_, inputs, ROWS)
         for _ in range(1, most, TOKENS_AT_ONCE):
-            state, following_BN = self._run(("decode", num_slots), self._decode, state, STATE_SPECS, donate_argnums=1)
+            state, following_BN = self._run(("decode", num_slots), self._decode, state, self._state, donate_argnums=1)
             yield np.asarray(tokens_BN)
             tokens_BN = following_BN
         yield np.asarray(tokens_BN)
@@ -158,7 +168,7 @@ class Decoder:
         key = *name, *(leaf.shape for leaf in jax.tree.leaves(argument))
         if key not in self._programs:
             began = time.perf_counter()
-            out_specs, in_specs = (STATE_SPECS, PartitionSpec()), (self._specs, specs)
+            out_specs, in_specs = (self._state, PartitionSpec()), (self._specs, specs)
             region = jax.shard_map(function, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
             with phase(f"compiling generation, {name[0]}"):
                 self._programs[key] = jax.jit(region, **jit).lower(self._weights, argument).compile()
@@ -182,6 +192,8 @@ class Decoder:
             "step": jnp.zeros((), jnp.int32),
             "first_slot": jnp.full((), tokens_BT.shape[1], jnp.int32),
         }
+        if self._sampling.penalizes:
+            state["seen"] = seen_tokens(tokens_BT, length_B, self._config.vocab_size)
         x_B1D = jnp.take_along_axis(x_BTD, (length_B - 1)[:, None, None], axis=1)
         state, tokens_B = self._choose(weights, x_B1D, state)
         return state, gather_shards(tokens_B[:, None], 0, BATCH_AXES, invariant=True)
@@ -237,12 +249,15 @@ class Decoder:
         """The state with the next token of every row, and these tokens, `IGNORED` in rows that have stopped."""
         logits_B1V = self._model.ends(weights["shared"]).logits(x_B1D)
         logits_BV = gather_shards(logits_B1V[:, 0], 1, TENSOR, invariant=True)[:, : self._config.vocab_size]
-        token_B = choose(logits_BV, state["bits"], state["length"] + state["step"], self._sampling)
+        seen_BV = state.get("seen")
+        token_B = choose(logits_BV, state["bits"], state["length"] + state["step"], self._sampling, seen_BV)
         stopped_B = state["stopped"]
         for end in self._ends:
             stopped_B |= token_B == end
         step = state["step"] + 1
         new = {"token": token_B, "step": step, "stopped": stopped_B | (step >= state["limit"])}
+        if seen_BV is not None:
+            new["seen"] = seen_BV.at[jnp.arange(len(token_B)), token_B].set(True)
         return state | new, jnp.where(stopped_B, IGNORED, token_B)
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from megajax.options import AT_LEAST_ZERO, SEED, Range, between
+from megajax.options import AT_LEAST_ZERO, SEED, Range, above, between
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,5 +20,19 @@ class GenerateOptions:
         "sample from the most probable tokens whose probabilities sum to this",
         Range(lambda x: 0 < x <= 1, "more than 0 and at most 1"),
     ] = 1.0
+    min_p: Annotated[
+        float, "sample from the tokens that are at least this times as probable as the most probable one", between(0, 1)
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        "divide positive logits of tokens in the prompt and in the continuation so far by this, and multiply negative "
+        "ones; 1: off",
+        above(0, 1000),
+    ] = 1.0
+    stop: Annotated[
+        tuple[str, ...],
+        "end a continuation before the first of these texts",
+        Range(lambda texts: "" not in texts and texts != "", "one character or more"),
+    ] = ()
     seed: Annotated[int, "random seed", SEED] = 0
     batch: Annotated[int, "prompts per batch", between(1, 100_000)] = 8

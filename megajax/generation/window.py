@@ -46,8 +46,15 @@ def continue_in_windows(
         batch = program.put_batch(arrays, rows)
         logits = next_logits(program)(params, batch, np.int32(len(window) - 1))
         first = gathered(logits)[:1, : model.vocab_size]
-        chosen = int(_choose(first, bits, np.array([len(ids)], np.int32), sampling)[0])
+        seen = _seen(ids, model.vocab_size) if sampling.penalizes else None
+        chosen = int(_choose(first, bits, np.array([len(ids)], np.int32), sampling, seen)[0])
         if chosen in ends:
             break
         ids.append(chosen)
         yield chosen
+
+
+def _seen(ids: list[int], size: int) -> np.ndarray:
+    seen = np.zeros((1, size), bool)
+    seen[0, ids] = True
+    return seen

@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 
-from megajax.data.chat import Chat, Message
+from megajax.data.chat import NO_ARGS, Chat, Message
 from megajax.errors import UserError
 from megajax.generation.choice import Sampling
 from megajax.generation.decoder import Decoder
 from megajax.generation.options import GenerateOptions
-from megajax.generation.text import Screen, continuation_text
+from megajax.generation.text import Screen, Stops, continuation_text
 from megajax.host.processes import is_first_process
 from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
 from megajax.tasks.instructions import chat_template
@@ -25,12 +25,20 @@ _OF_TRAINING = {"optimizer.zero": 1, "sequence_parallel": False, "train.microbat
 
 class Writer:
     """Continues prompts. The weights are restored before the first answer, after prompts are checked. `overrides`
-    replace values in the run's configuration. With `chat` the run's tokenizer must have a chat template."""
+    replace values in the run's configuration. With `chat` the run's tokenizer must have a chat template, which
+    gets `template_args`."""
 
     def __init__(
-        self, run_dir: Path, step: str, options: GenerateOptions, overrides: Mapping[str, Any], *, chat: bool
+        self,
+        run_dir: Path,
+        step: str,
+        options: GenerateOptions,
+        overrides: Mapping[str, Any],
+        *,
+        chat: bool,
+        template_args: Mapping[str, Any] = NO_ARGS,
     ) -> None:
-        self._run_dir, self._step, self._options = run_dir, step, options
+        self._run_dir, self._step, self._options, self._template_args = run_dir, step, options, template_args
         self._config = evaluation_config(run_dir, {**overrides, **_OF_TRAINING})
         self._tokenizer = run_tokenizer(run_dir, self._config)
         self._template = chat_template(self._tokenizer) if chat else None
@@ -48,11 +56,13 @@ class Writer:
         ids = [self._ids(prompt, f"prompt {number}") for number, prompt in enumerate(prompts, start=1)]
         decoder, options = self._restored(), self._options
         starts = [prompt if isinstance(prompt, str) else "" for prompt in prompts]
-        screen = Screen(self._tokenizer, starts, ids) if show and is_first_process() else None
+        screen = Screen(self._tokenizer, starts, ids, options.stop) if show and is_first_process() else None
         new: list[list[int]] = [[] for _ in prompts]
         stops: list[str | None] = [None] * len(prompts)
         began, compiled = time.perf_counter(), decoder.compile_seconds
-        for number, more, stopped_by in decoder.stream(ids, max_tokens=options.max_tokens, batch=options.batch):
+        ends = Stops(self._tokenizer, ids, options.stop)
+        pieces = decoder.stream(ids, max_tokens=options.max_tokens, batch=options.batch, stops=ends)
+        for number, more, stopped_by in pieces:
             new[number] += more
             stops[number] = stopped_by
             if screen:
@@ -61,7 +71,7 @@ class Writer:
         continuations = [
             {
                 **({"prompt": given} if isinstance(given, str) else {"messages": given.messages}),
-                "text": continuation_text(self._tokenizer, prompt, continuation),
+                "text": continuation_text(self._tokenizer, prompt, continuation, options.stop),
                 "prompt_tokens": len(prompt),
                 "tokens": len(continuation),
                 "stopped_by": stopped_by,
@@ -102,9 +112,8 @@ class Writer:
             ids = self._tokenizer.encode_prompt(prompt)
         else:
             assert self._template is not None
-            text = self._template.render(
-                prompt.messages, name, add_generation_prompt=True, template_args=prompt.template_args
-            )
+            args = {**self._template_args, **prompt.template_args}
+            text = self._template.render(prompt.messages, name, add_generation_prompt=True, template_args=args)
             ids = self._tokenizer.encode(text) or [self._tokenizer.end_of_text]
         length = self._config.model.sequence_length
         if len(ids) > length:
@@ -113,9 +122,9 @@ class Writer:
 
     def _restored(self) -> Decoder:
         if self._decoder is None:
-            trained, options = TrainedModel.restore(self._run_dir, self._config, self._step), self._options
-            sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+            trained = TrainedModel.restore(self._run_dir, self._config, self._step)
             # The decoder stores the weights in another form.
+            sampling = Sampling.of(self._options)
             self._decoder = Decoder(trained.program, trained.params, sampling, self._tokenizer.ends)
             self._found_step = trained.step
         return self._decoder

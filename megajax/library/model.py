@@ -25,7 +25,7 @@ from megajax.evaluation.scoring import Perplexity, SampleScores, total_loss
 from megajax.generation.choice import Sampling
 from megajax.generation.decoder import Decoder
 from megajax.generation.options import GenerateOptions
-from megajax.generation.text import continuation_text
+from megajax.generation.text import Stops, continuation_text
 from megajax.host.reading import is_unicode
 from megajax.library.batches import Given, batch_of, inputs_of, padded, prompt_ids, shape_of_ids
 from megajax.library.progress import progress
@@ -162,7 +162,9 @@ class Model:
         Args:
             prompts: one text, several texts, or several lists of token ids.
             options: `max_tokens` (64), `temperature` (0.8; 0: always the most probable token), `top_k`, `top_p`,
-                `seed`, `batch` (prompts processed together, 8), like the flags of `megajax generate`.
+                `min_p`, `repetition_penalty`, `stop` (texts before which a continuation ends; its ids include those of
+                the text that it stops at), `seed`, `batch` (prompts processed together, 8), like the flags of `megajax
+                generate`.
 
         Returns:
             One text, or one per prompt; for token ids the new ids.
@@ -170,6 +172,9 @@ class Model:
         known = {field.name for field in dataclasses.fields(GenerateOptions)}
         if unknown := set(options) - known:
             raise UserError(f"generate: no option {min(unknown)!r}; valid: {', '.join(sorted(known))}")
+        if isinstance(options.get("stop", ()), str | list):
+            stop = options["stop"]
+            options |= {"stop": (stop,) if isinstance(stop, str) else tuple(stop)}
         chosen = GenerateOptions(**options)
         check(chosen)
         if isinstance(prompts, str):
@@ -190,11 +195,14 @@ class Model:
         ids = [prompt_ids(self.config, prompt, number) for number, prompt in enumerate(prompts, start=1)]
         new: list[list[int]] = [[] for _ in ids]
         with progress():
-            for piece in self._decoder(chosen).stream(ids, max_tokens=chosen.max_tokens, batch=chosen.batch):
+            decoder = self._decoder(chosen)
+            stops = Stops(self._check_tokenizer(), ids, chosen.stop) if chosen.stop else None
+            for piece in decoder.stream(ids, max_tokens=chosen.max_tokens, batch=chosen.batch, stops=stops):
                 new[piece.number] += piece.ids
         if not of_text:
             return new
-        return [continuation_text(tokenizer, prompt, more) for prompt, more in zip(ids, new, strict=True)]
+        texts = (continuation_text(tokenizer, prompt, more, chosen.stop) for prompt, more in zip(ids, new, strict=True))
+        return [*texts]
 
     def evaluate(self, data: str | Path) -> dict[str, Any]:
         """Loss per token in nats, perplexity, number of tokens and bits per byte on a text, as in `megajax eval
@@ -261,7 +269,7 @@ class Model:
         return self._forward[size]
 
     def _decoder(self, options: GenerateOptions) -> Decoder:
-        sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+        sampling = Sampling.of(options)
         if not FAMILIES[self.config.model.family].continues_text or self.config.model.head != "pretraining":
             raise UserError(f"generate: {self.config.model.family} does not predict the next token; valid: a decoder")
         if self.config.mesh.pipe > 1 or self.config.optimizer.zero == 3:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.generation.choice import Sampling, choose, gumbel_noise, prompt_bits
+from megajax.generation.choice import Sampling, choose, gumbel_noise, prompt_bits, seen_tokens
 
 SIZE = 203
 
@@ -16,7 +16,8 @@ def logits(rows: int, spread: float = 2.0) -> np.ndarray:
 
 
 def allowed(row: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """Which tokens may be chosen: sort by probability, cut after k, then where the sum has reached p."""
+    """Which tokens may be chosen: sort by probability, cut after k, then where the sum has reached p, then what is too
+    far below the first."""
     probability = np.exp(row.astype(np.float64) / sampling.temperature)
     order = np.argsort(-probability, kind="stable")
     if sampling.top_k:
@@ -28,24 +29,47 @@ def allowed(row: np.ndarray, sampling: Sampling) -> np.ndarray:
         total += part
         if total >= sampling.top_p:
             break
-    return probability >= probability[kept].min()  # as probable as the last one may, too
+    least = max(probability[kept].min(), sampling.min_p * probability.max())
+    return probability >= least  # as probable as the last one may, too
+
+
+def repeated(values: np.ndarray, penalty: float) -> tuple[np.ndarray, np.ndarray]:
+    """Which tokens every row has, and its logits with the penalty for them."""
+    seen = np.random.default_rng(1).random(values.shape) < 0.3
+    penalized = np.where(values < 0, values * np.float32(penalty), values / np.float32(penalty))
+    return seen, np.where(seen, penalized, values)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 3.0])
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.6), (40, 0.9), (1, 0.5), (999, 0.01)])
-def test_the_choice_is_numpy_s(temperature, top_k, top_p):
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p", "penalty"),
+    [
+        (0, 1.0, 0.0, 1.0),
+        (5, 1.0, 0.0, 1.5),
+        (0, 0.6, 0.0, 1.0),
+        (40, 0.9, 0.2, 0.7),
+        (1, 0.5, 0.0, 1.0),
+        (999, 0.01, 0.0, 1.0),
+        (0, 1.0, 0.1, 1.2),
+        (0, 1.0, 1.0, 1.0),
+    ],
+)
+def test_the_choice_is_numpy_s(temperature, top_k, top_p, min_p, penalty):
     """The highest of the allowed logits plus noise, for each of many rows."""
-    sampling, rows = Sampling(temperature, top_k, top_p, seed=5), 64
+    sampling, rows = Sampling(temperature, top_k, top_p, 5, min_p, penalty), 64
     values = logits(rows)
+    seen, penalized = repeated(values, penalty)
     bits = prompt_bits([[row] for row in range(rows)], sampling.seed)
     position = np.arange(rows, dtype=np.int32)
-    chosen = np.asarray(jax.jit(choose, static_argnums=3)(values, bits, position, sampling))
+    given = seen if sampling.penalizes else None
+    chosen = np.asarray(jax.jit(choose, static_argnums=3)(values, bits, position, sampling, given))
+    values = penalized
     noise = np.asarray(gumbel_noise(bits.fold(position), SIZE))
     for row in range(rows):
         may = allowed(values[row], sampling)
         noisy = np.where(may, values[row] / np.float32(temperature) + noise[row], -np.inf)
         assert chosen[row] == noisy.argmax() and may[chosen[row]]
-        assert may.sum() >= min(top_k or SIZE, SIZE) if top_p == 1 else may.any()
+        assert may.sum() >= min(top_k or SIZE, SIZE) if (top_p, min_p) == (1, 0) else may.any()
 
 
 def test_without_temperature_the_first_of_the_most_probable():
@@ -55,6 +79,19 @@ def test_without_temperature_the_first_of_the_most_probable():
         sampling = Sampling(0.0, top_k=3, top_p=0.1, seed=seed)
         chosen = choose(values, prompt_bits([[1], [2]], seed), np.zeros(2, np.int32), sampling)
         assert chosen.dtype == jnp.int32 and chosen.tolist() == [7, 0]
+        seen = np.zeros((2, SIZE), bool)
+        seen[0, [7, 9]] = True
+        penal = Sampling(0.0, repetition_penalty=4.0)
+        values[0, 50] = 1.0
+        assert choose(values, prompt_bits([[1], [2]], seed), np.zeros(2, np.int32), penal, seen).tolist() == [50, 0]
+        values[0, 50] = 0.0
+
+
+def test_tokens_of_a_text_are_seen():
+    """Those before its length, padding not."""
+    tokens = np.array([[3, 1, 3, 0], [2, 2, 4, 4]], np.int32)
+    seen = seen_tokens(tokens, np.array([3, 2], np.int32), 5)
+    assert seen.tolist() == [[False, True, False, True, False], [False, False, True, False, False]]
 
 
 def test_draws_have_the_softmax_s_probabilities():

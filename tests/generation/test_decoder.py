@@ -13,7 +13,7 @@ from megajax.generation.window import continue_in_windows
 
 SEQUENCE = 16
 PROMPTS = [np.random.default_rng(length).integers(0, 101, length).tolist() for length in (3, 1, 11, 16, 6)]
-DRAWN = Sampling(1.0, top_k=30, top_p=0.95, seed=3)
+DRAWN = Sampling(1.0, top_k=30, top_p=0.95, seed=3, min_p=0.01, repetition_penalty=1.3)
 GREEDY = Sampling(0.0)
 Texts = dict[int, tuple[list[int], str]]
 
@@ -92,6 +92,25 @@ def test_it_stops_before_the_end_token():
         assert found[place] == expected[number] or first[3] in expected[number][0]
 
 
+def test_it_stops_where_it_is_told():
+    """In that row only, and in the middle of what is computed at once."""
+    expected = texts(decoder(sampling=GREEDY))
+    told: list[int] = []
+
+    def stops(number: int, ids: list[int]) -> int | None:
+        told.append(number)
+        return min(3, len(ids)) if number in (0, 2) and told.count(number) == 2 else None
+
+    pieces = [*decoder(sampling=GREEDY).stream(PROMPTS, max_tokens=9, batch=4, stops=stops)]
+    found: dict[int, list[int]] = {number: [] for number in expected}
+    for piece in pieces:
+        found[piece.number] += piece.ids
+    assert {piece.number for piece in pieces if piece.stopped_by == "stop"} == {0, 2}
+    assert told.count(0) == told.count(2) == 2, "as long as they continue"
+    for number, (ids, _) in expected.items():
+        assert found[number] == (ids[:4] if number in (0, 2) else ids), "the first comes alone"
+
+
 @pytest.mark.full
 def test_fp64_chooses_as_fp32():
     with jax.enable_x64(True):
@@ -116,7 +135,7 @@ PROMPT = [5, 17, 99]
 
 def draw(mesh, *, temperature: float = 1.0, seed: int = 3, ends: tuple[int, ...] = ()) -> list[int]:
     """By the whole window alone, with a pipe."""
-    sampling = Sampling(temperature, seed=seed)
+    sampling = Sampling(temperature, seed=seed, repetition_penalty=1.1)
     return [*continue_in_windows(*model(mesh, num_layers=4), PROMPT, num_tokens=20, sampling=sampling, ends=ends)]
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import jax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from saved_tokenizers import write_saved
 from tiny import tiny_config, tiny_program, user_error
 
@@ -18,7 +20,9 @@ from megajax.config import to_toml
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import named_tokenizer, train_tokenizer
 from megajax.errors import UserError
-from megajax.generation.text import Screen, TextStream, continuation_text
+from megajax.generation.options import GenerateOptions
+from megajax.generation.text import Screen, Stops, TextStream, Until, continuation_text
+from megajax.generation.writer import Writer
 from megajax.runs.checkpoint import Checkpoints
 from megajax.verify.run import drawn_state
 
@@ -74,8 +78,10 @@ def test_texts_are_the_same_on_every_mesh_and_as_they_stream(run, command, tmp_p
     assert report["tokens_per_second"] == pytest.approx(report["tokens"] / report["seconds"])
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS[2::-1]) + "\r\n\n", encoding="utf-8")
     mesh = ("--mesh.data", 2, "--mesh.tensor", 4, "--batch", 2)
-    streamed = command(*flags, "--prompt-file", tmp_path / "prompts.txt", *mesh)
-    texts = [entry["prompt"] + entry["text"] for entry in found[2::-1]]
+    stop = found[0]["text"][1:3]
+    assert len(stop) == 2, found
+    streamed = command(*flags, "--prompt-file", tmp_path / "prompts.txt", *mesh, "--stop", "no such text", stop)
+    texts = [entry["prompt"] + entry["text"].split(stop)[0] for entry in found[2::-1]]
     assert streamed == "".join(f"--- {number} of 3\n{text}\n" for number, text in enumerate(texts, start=1))
 
 
@@ -84,6 +90,13 @@ def test_texts_are_the_same_on_every_mesh_and_as_they_stream(run, command, tmp_p
     [
         ("--prompt a --top-p 0", "--top-p 0.0; valid: more than 0 and at most 1"),
         ("--prompt a --top-p 1.5", "--top-p 1.5; valid"),
+        ("--prompt a --min-p 1.5", "--min-p 1.5; valid: 0 to 1"),
+        ("--prompt a --repetition-penalty 0", "--repetition-penalty 0.0; valid: more than 0"),
+        ("--prompt a --stop=", "--stop is empty; valid: one character or more"),
+        ("--prompt a --template-args {}x", "--template-args: not JSON: .*; valid: a JSON object"),
+        ("--prompt a --chat --template-args [1]", "--template-args is not an object; valid: variables"),
+        ('--prompt a --chat --template-args {"messages":1}', "--template-args: messages cannot be given here; valid"),
+        ('--prompt a --template-args {"a":1}', "--template-args without --chat; valid"),
         ("--prompt a --temperature=-1", "--temperature -1.0; valid: 0 to"),
         ("--prompt a --top-k=-1", "--top-k -1; valid: 0 to"),
         ("--prompt a --max-tokens 0", "--max-tokens 0; valid: 1 to"),
@@ -151,9 +164,51 @@ def test_a_chat(run, chatting, command, monkeypatch, tmp_path):
         assert problem in user_error(command, *flags, *words)
 
 
+def test_variables_of_the_template(chatting, tmp_path):
+    """Those of the command line are its own, in every answer."""
+    run = tmp_path / "run"
+    shutil.copytree(chatting, run)
+    tokenizer = named_tokenizer(str(run / "data" / "tokenizer"))
+    written = [file for file in (run / "data" / "tokenizer").iterdir() if "INST" in file.read_text()]
+    for file in written:
+        settings = json.loads(file.read_text())
+        file.write_text(json.dumps(settings | {"chat_template": "{{ messages[-1].content }} {{ mood }}"}))
+    writer = Writer(run, "latest", GenerateOptions(), {}, chat=True, template_args={"mood": "gladly"})
+    assert writer._ids([{"role": "user", "content": "Which day?"}], "it") == tokenizer.encode("Which day? gladly")
+
+
 def test_a_run_must_be_named(command):
     with pytest.raises(UserError, match="--checkpoint"):
         command("--prompt", "a")
+
+
+@given(st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3), st.lists(st.text("ab\n", max_size=5), max_size=9))
+def test_a_text_ends_before_the_first_stop_text(stops, pieces):
+    """Whatever the pieces are; nothing of it is shown, and nothing else waits."""
+    text, until, shown = "".join(pieces), Until(stops), ""
+    done = (end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops))
+    end = next(done, None)
+    begin = len(text) if end is None else min(end - len(stop) for stop in stops if text[:end].endswith(stop))
+    for number, piece in enumerate(pieces, start=1):
+        shown += until.add(piece)
+        so_far = "".join(pieces[:number])[:begin]
+        assert so_far.startswith(shown) and until.stopped == (end is not None and len("".join(pieces[:number])) >= end)
+        held = so_far[len(shown) :]
+        assert until.stopped or not held or any(stop.startswith(held) for stop in stops)
+    assert shown + until.end() == text[:begin]
+
+
+def test_a_stop_text_of_several_tokens(tokenizer):
+    """The ids up to its last one are the continuation's; its text ends before."""
+    stops, ids = ["字 — ", "zz"], tokenizer.encode(TEXT)
+    last = len(tokenizer.encode(TEXT.partition(stops[0])[0] + stops[0]))
+    assert [Stops(tokenizer, [[], []], stops)(1, ids[:count]) for count in (last - 1, last, len(ids))] == [
+        None,
+        last,
+        last,
+    ]
+    assert continuation_text(tokenizer, [], ids[:last], stops) == "naïve 漢"
+    assert Stops(tokenizer, [[]], [])(0, ids) is None
 
 
 TEXT = "naïve 漢字 — 𝒻ancy\nend"

@@ -1,5 +1,6 @@
 """Greedy continuations by the cache are those of `transformers` in fp64: grouped heads, rotary positions, windows."""
 
+import types
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from hugging_face import CLASSES, PEER_LLAMA3, PEER_SIZES, peer_model
 from tiny import full, tiny_program
 
 from megajax.convert.importing import import_hf, open_source
-from megajax.generation.choice import Sampling
+from megajax.generation.choice import Sampling, choose, gumbel_noise, prompt_bits, seen_tokens
 from megajax.generation.decoder import Decoder
 from megajax.runs.trained import restore_params
 
@@ -42,6 +43,35 @@ def beside(peer: Any, prompt: list[int], ours: list[int]) -> list[tuple[int, flo
         logits_TV = peer(ids).logits[0, len(prompt) - 1 : -1].numpy()
     below_T = logits_TV.max(axis=-1) - logits_TV[np.arange(len(ours)), ours]
     return [(int(place), float(below_T[place])) for place in np.flatnonzero(below_T > 0)]
+
+
+@pytest.mark.parametrize("top_k", [0, 20])
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+@pytest.mark.parametrize("min_p", [0.0, 0.05])
+@pytest.mark.parametrize("penalty", [1.0, 1.3, 0.8])
+@pytest.mark.parametrize("temperature", [0.6, 2.0])
+def test_the_processors_of_transformers(
+    top_k: int, top_p: float, min_p: float, penalty: float, temperature: float
+) -> None:
+    """In the order in which `generate` has them, without differences of what may be chosen or how probable it is: the
+    choice is the highest of their scores plus our noise."""
+    from transformers import GenerationConfig, GenerationMixin
+
+    rows, position = 40, np.arange(40, dtype=np.int32)
+    values = np.random.default_rng(3).normal(0, 3, (rows, VOCABULARY)).astype(np.float32)
+    ids = np.random.default_rng(4).integers(0, VOCABULARY, (rows, 30))
+    options = {"top_k": top_k, "top_p": top_p, "min_p": min_p or None, "repetition_penalty": penalty}
+    config = GenerationConfig(do_sample=True, temperature=temperature, **options)
+    model = object.__new__(GenerationMixin)
+    model.config = types.SimpleNamespace(is_encoder_decoder=False)
+    processors = model._get_logits_processor(config, input_ids_seq_length=30)
+    scores = processors(torch.tensor(ids), torch.tensor(values)).numpy()
+    sampling = Sampling(temperature, top_k, top_p, 1, min_p, penalty)
+    bits = prompt_bits([[row] for row in range(rows)], 1)
+    seen = seen_tokens(ids.astype(np.int32), np.full(rows, 30, np.int32), VOCABULARY)
+    chosen = choose(values, bits, position, sampling, seen if sampling.penalizes else None)
+    noise = gumbel_noise(bits.fold(position), VOCABULARY)
+    assert np.array_equal(chosen, (scores + np.asarray(noise)).argmax(axis=1))
 
 
 @pytest.mark.parametrize(
