@@ -11,9 +11,8 @@ from typing import Any
 
 from megajax.config import Config
 from megajax.errors import UserError
-from megajax.generation.options import GenerateOptions
+from megajax.generation.options import GenerateOptions, template_args
 from megajax.host.paths import check_path
-from megajax.host.reading import parse_json
 from megajax.options import Option
 from megajax.settings.flags import Parser, add_flag
 from megajax.traits import IS_PATH
@@ -39,8 +38,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--interactive", action="store_true", help="chat in the terminal; your turns are read from standard input"
     )
-    variables = 'further variables of the chat template as JSON, such as {"enable_thinking": false}'
-    add_flag(parser, Option("template_args", str, "", variables))
+    further = 'further variables of the chat template as JSON, such as {"enable_thinking": false}'
+    add_flag(parser, Option("template_args", str, "", further))
     parser.add_config_flags(owner=GenerateOptions)
     parser.add_argument("--json", action="store_true", help="print a single JSON object")
     parser.add_config_flags(*CONFIG_FLAGS)
@@ -55,11 +54,12 @@ def main(argv: Sequence[str]) -> None:
     from megajax.host.processes import is_first_process
 
     prompts = _prompts(args)
-    chat, template_args = args.chat or args.interactive, _template_args(args)
-    if template_args and not chat:
+    chat = args.chat or args.interactive
+    variables = template_args(getattr(args, "template_args", ""), "--template-args")
+    if variables and not chat:
         raise UserError("--template-args without --chat; valid: with --chat or --interactive")
     run_dir = Path(args.checkpoint)
-    writer = Writer(run_dir, args.step, options, overrides, chat=chat, template_args=template_args)
+    writer = Writer(run_dir, args.step, options, overrides, chat=chat, template_args=variables)
     if args.interactive:
         writer.talk()
         return
@@ -73,18 +73,6 @@ def main(argv: Sequence[str]) -> None:
                 if found["stopped_by"] == "context":
                     note(f"prompt {number} stopped at the context limit after {found['tokens']} tokens")
             note(f"{report['tokens']} tokens, {report['tokens_per_second']:.1f} tokens/s")
-
-
-def _template_args(args: argparse.Namespace) -> dict[str, Any]:
-    """The variables of `--template-args`."""
-    from megajax.data.chat import checked_args
-
-    text = getattr(args, "template_args", "")
-    try:
-        return checked_args(parse_json(text), "--template-args") if text else {}
-    except ValueError as error:
-        valid = 'a JSON object, as in {"enable_thinking": false}'
-        raise UserError(f"--template-args: not JSON: {error}; valid: {valid}") from None
 
 
 def _prompts(args: argparse.Namespace) -> list[Any]:

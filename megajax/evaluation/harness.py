@@ -7,6 +7,7 @@
 or `simple_evaluate(model=MegajaxLM("runs/demo"), ...)`. Every process of a run makes the same calls.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -18,15 +19,15 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 
-from megajax.data.chat import NO_ARGS, ChatTemplate, checked_args
+from megajax.data.chat import NO_ARGS, ChatTemplate
 from megajax.errors import UserError
 from megajax.evaluation.scoring import score_continuations
 from megajax.generation.choice import Sampling
 from megajax.generation.decoder import Decoder
 from megajax.generation.options import GenerateOptions
+from megajax.generation.options import template_args as read_template_args
 from megajax.generation.text import Stops
 from megajax.generation.window import continue_in_windows, one_row
-from megajax.host.reading import parse_json
 from megajax.options import check
 from megajax.program.program import Program
 from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
@@ -56,8 +57,8 @@ class MegajaxLM(TemplateLM):
         **config: Any,
     ) -> None:
         super().__init__()
-        given = parse_json(template_args) if isinstance(template_args, str) else dict(template_args)
-        self._template_args, self._name = checked_args(given, "template_args"), checkpoint
+        text = template_args if isinstance(template_args, str) else json.dumps(dict(template_args))
+        self._template_args, self._name = read_template_args(text, "template_args"), checkpoint
         run_dir = Path(checkpoint)
         if batch_size:
             config["train.microbatch"] = batch_size

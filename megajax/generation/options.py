@@ -1,8 +1,10 @@
 """The options of `megajax generate`; every field is a flag."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
+from megajax.errors import UserError
+from megajax.host.reading import parse_json
 from megajax.options import AT_LEAST_ZERO, SEED, Range, above, between
 
 
@@ -32,7 +34,19 @@ class GenerateOptions:
     stop: Annotated[
         tuple[str, ...],
         "end a continuation before the first of these texts",
-        Range(lambda texts: "" not in texts and texts != "", "one character or more"),
+        Range(lambda given: given != "" and "" not in tuple(given), "one character or more"),
     ] = ()
     seed: Annotated[int, "random seed", SEED] = 0
     batch: Annotated[int, "prompts per batch", between(1, 100_000)] = 8
+
+
+def template_args(text: str, place: str) -> dict[str, Any]:
+    """Variables of a chat template from a JSON object; none from an empty text. `place` names it in messages."""
+    from megajax.data.chat import checked_args
+
+    try:
+        found = parse_json(text or "{}")
+    except ValueError as error:
+        valid = 'a JSON object, as in {"enable_thinking": false}'
+        raise UserError(f"{place}: not JSON: {error}; valid: {valid}") from None
+    return checked_args(found, place)

@@ -46,7 +46,9 @@ def main():
     stop = written[5:8]
     stopped = model.generate_until([ask("generate_until", "the end", {"until": [stop], "max_gen_toks": 20})])[0]
     other = get_model("megajax")(run_dir, step=20, **{"simulate_devices": 2, "mesh.tensor": 2})
-    long = [ask("generate_until", "the end " * 100, {"max_gen_toks": 20, "temperature": t}) for t in (0.0, 0.9)]
+    drawn = {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "num_beams": 1}
+    settings = ({"do_sample": False, "top_p": 0.5}, {"do_sample": True, **drawn})
+    long = [ask("generate_until", "the end " * 100, {"max_gen_toks": 20, **each}) for each in settings]
     print(json.dumps({
         "long": [each.generate_until(long) for each in (model, other)],
         "perplexity": figures["perplexity,none"], "accuracy": figures["acc,none"],
@@ -56,7 +58,7 @@ def main():
         "tokens": len(model.tok_encode(written)),
         "greedy": model.loglikelihood([ask("loglikelihood", "the end", written)])[0][1],
     }))
-    model.generate_until([ask("generate_until", "the end", {"top_k": 3})])
+    model.generate_until([ask("generate_until", "the end", {"num_beams": 3})])
 
 run(main)
 """
@@ -78,7 +80,7 @@ def test_the_harness_sees_what_eval_sees(
     for name, value in offline.items():
         monkeypatch.setenv(name, value)
     done = commands.run_process(tmp_path / "script.py", straight.folder, tmp_path / "tasks")
-    assert done.code == 2 and "top_k; valid: until" in done.err.splitlines()[-1], (done.out, done.err)
+    assert done.code == 2 and "num_beams; valid: until" in done.err.splitlines()[-1], (done.out, done.err)
     found = json.loads(done.out.splitlines()[-1])
     expected = commands.evaluate("lambada", straight.folder, "--data", file)
     assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-6)

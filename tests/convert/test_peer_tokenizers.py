@@ -164,6 +164,20 @@ def test_what_the_assistant_writes_by_markers(tmp_path: Path) -> None:
     assert ids == found["input_ids"] and mask == [bool(counted) for counted in found["assistant_masks"]]
 
 
+@pytest.mark.parametrize("kind", ["qwen", "mistral"])
+def test_conversations_of_the_harness(kind: str, tmp_path: Path) -> None:
+    """As its own models write them: followed by the assistant's turn, or within it."""
+    harness = pytest.importorskip("megajax.evaluation.harness", reason="the extra `eval` is not installed")
+    theirs, tokenizer = both(write_saved(tmp_path, kind))
+    model = object.__new__(harness.MegajaxLM)
+    model._text, model._name, model._template_args = tokenizer, "runs/it", {}
+    for turns in (CHAT[:1], CHAT[:2], CHAT):
+        asks = turns[-1]["role"] == "user"
+        options = {"tokenize": False, "add_generation_prompt": asks, "continue_final_message": not asks}
+        assert model.apply_chat_template(turns, asks) == theirs.apply_chat_template(turns, **options)
+    assert model.chat_template(True) == theirs.get_chat_template() and model.tokenizer_name == "runs__it"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_the_harness_encodes(kind: str, tmp_path: Path) -> None:
     """Contexts begin as those of the harness's own models do."""
