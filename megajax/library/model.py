@@ -195,9 +195,10 @@ class Model:
         ids = [prompt_ids(self.config, prompt, number) for number, prompt in enumerate(prompts, start=1)]
         new: list[list[int]] = [[] for _ in ids]
         with progress():
-            decoder = self._decoder(chosen)
             stops = Stops(self._check_tokenizer(), ids, chosen.stop) if chosen.stop else None
-            for piece in decoder.stream(ids, max_tokens=chosen.max_tokens, batch=chosen.batch, stops=stops):
+            for piece in self._decoder(chosen).stream(
+                ids, max_tokens=chosen.max_tokens, batch=chosen.batch, stops=stops
+            ):
                 new[piece.number] += piece.ids
         if not of_text:
             return new

@@ -171,6 +171,8 @@ def test_what_a_model_cannot_do_says_what_is_valid() -> None:
         (lambda: model.generate(5), "prompts 5; valid: a text"),
         (lambda: model.generate([[1]], top_q=1), "no option 'top_q'; valid: batch, max_tokens"),
         (lambda: model.generate([[1]], top_p=2.0), "top-p 2.0; valid: more than 0"),
+        (lambda: model.generate([[1]], stop="x"), r"no tokenizer; valid: tokenizer.path"),
+        (lambda: model.generate([[1]], stop=["x", ""]), "stop .*; valid: one character or more"),
         (lambda: model.evaluate("text.txt"), "no tokenizer; valid"),
         (lambda: megajax.evaluate("run", "perplexty"), "task 'perplexty'; valid: .*perplexity"),
         (lambda: megajax.restore("gs://bucket/run"), "gs:// is only for texts .*; valid: a path on a file system"),

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import matplotlib.image
@@ -25,6 +26,7 @@ from megajax.host.transcript import transcript
 from megajax.runs.metrics import read_metrics
 from megajax.training import display
 from megajax.training.display import Display, StepsDisplay, time_text
+from megajax.training.loop import Trainer
 from megajax.training.plot import Curves, plot_loss, smoothed
 from megajax.training.run_log import RunLog
 
@@ -170,6 +172,22 @@ def test_a_picture_of_any_name_and_any_number_of_points(tmp_path: Path) -> None:
     for training, validation in (([], []), ([(1, 3.0)], []), ([], [(1, 3.0)]), ([(1, 3.0), (2, float("nan"))], [])):
         plot_loss(tmp_path / "loss.png", "a $run_{1 走る", Curves(training, validation))
         assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
+
+
+def test_the_list_of_the_end_has_what_is_drawn_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without validations nothing is drawn before."""
+    monkeypatch.setattr("megajax.training.plot.plot_loss", lambda path, *_: path.touch())
+    run = object.__new__(Trainer)
+    run.config = SimpleNamespace(run_dir=str(tmp_path))  # type: ignore[assignment]
+    run.checkpoints = run.watchdog = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
+    run.log = RunLog(tmp_path, total_steps=2)
+    log_steps(run.log, 1, 2)
+    monkeypatch.setattr(run, "_steps", lambda: None)
+    monkeypatch.setattr(run, "_summary", lambda: None)
+    run.go()
+    assert f"  {tmp_path / 'loss.png'}  loss curves\n" in capsys.readouterr().out
 
 
 def test_a_picture_of_very_many_points_shows_their_extremes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
