@@ -77,7 +77,7 @@ def export_hf(
         write_tensors(new, places.shapes(model), tensors_of(places, model, read), dtype, shard_bytes)
         write_objects(new, settings)
         if tokenizer:
-            write_tokenizer(tokenizer, model.sequence_length, new)
+            write_tokenizer(tokenizer, model.sequence_length, new, exchange.model_type)
     return number, tokenizer
 
 

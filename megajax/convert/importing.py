@@ -1,6 +1,7 @@
 """Import a model in the Hugging Face format as a run directory at step 0."""
 
 import dataclasses
+import glob
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,13 +16,14 @@ from megajax.convert.exchange import Exchange
 from megajax.convert.families import exchange_of
 from megajax.convert.origin import Origin
 from megajax.convert.settings import Fields
-from megajax.convert.tensor_files import TensorFiles
+from megajax.convert.tensor_files import INDEX, WEIGHTS, TensorFiles, shards
 from megajax.convert.tokenizer_files import read_tokenizer
 from megajax.convert.weights import Tensor, named, weight_of, whole_layout, whole_model
 from megajax.data.files import folder_atomically, write_atomically
 from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizers import TOKENIZER_FILES
 from megajax.errors import RunError, UserError
-from megajax.host import remote
+from megajax.host import reading, remote
 from megajax.host.paths import check_place
 from megajax.models.config import ModelConfig
 from megajax.models.registry import FAMILIES
@@ -42,8 +44,7 @@ _RECIPE = {  # for continued training: the learning rate is low, so that it does
     "optimizer.warmup_fraction": 0.1,
     "checkpoint.every": 100,
 }
-_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json", "vocab.json", "merges.txt", "vocab.txt"]
-_FILES += ["tokenizer*.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja"]
+_FILES = ["config.json", WEIGHTS, INDEX, *TOKENIZER_FILES]
 _LAYERS = 1000  # up to this many, looking for each layer's tensors is fast
 
 
@@ -57,7 +58,11 @@ def local_folder(path: str) -> Path:
     missing = f"PATH {path}: no such folder"
     if not remote.is_hub_name(path):
         raise UserError(f"{missing}; valid: a folder, or a model of the Hugging Face hub, as in openai-community/gpt2")
-    return remote.download(path, _FILES, missing, "valid: a folder")
+    folder = remote.download(path, _FILES, missing, "valid: a folder")
+    if reading.is_file(folder / INDEX) and not reading.is_file(folder / WEIGHTS):
+        names = [glob.escape(file.name) for file in shards(folder / INDEX)]
+        remote.download(path, names, missing, "valid: a folder")
+    return folder
 
 
 class StoredWeights:

@@ -107,7 +107,7 @@ def _find(folder: Path) -> list[Path]:
     if reading.is_file(folder / WEIGHTS):
         return [folder / WEIGHTS]
     if reading.is_file(folder / INDEX):
-        return _shards(folder / INDEX)
+        return shards(folder / INDEX)
     pickles = sorted(file for file in folder.iterdir() if file.suffix in _PICKLES)
     if pickles:
         raise UserError(
@@ -117,7 +117,8 @@ def _find(folder: Path) -> list[Path]:
     raise UserError(f"{folder}: no weights found; valid: {WEIGHTS}, or {INDEX} and the files that it names")
 
 
-def _shards(index: Path) -> list[Path]:
+def shards(index: Path) -> list[Path]:
+    """The files that an index names, some of which may not exist."""
     content = reading.read_json(index, _INDEX_BYTES)
     try:
         names = set(content["weight_map"].values())

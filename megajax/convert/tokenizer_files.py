@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megajax.convert.tokenizer_classes import readable
+from megajax.data.added_tokens import CONFIG
 from megajax.data.tokenizer import END_OF_TEXT, Tokenizer
-from megajax.data.tokenizer_settings import CONFIG, FILE_BYTES, SINGLE
+from megajax.data.tokenizer_settings import FILE_BYTES, SINGLE
 from megajax.data.tokenizers import SPECIAL_TOKENS, Kind, is_tokenizer_folder, load_tokenizer
 from megajax.errors import UserError
 from megajax.host import reading
@@ -37,7 +39,7 @@ def read_tokenizer(folder: Path, kind: Kind, vocab_size: int) -> tuple[Tokenizer
     tokenizer = load_tokenizer(folder, "PATH")
     if kind == "wordpiece":
         check_wordpiece(tokenizer, str(folder))
-    _check_settings(folder, json.loads(tokenizer.files[SINGLE]))
+    _check_settings(folder, tokenizer)
     tokenizer, left_out = tokenizer.without_added_from(vocab_size)
     if tokenizer.size > vocab_size:
         raise UserError(
@@ -61,7 +63,7 @@ def check_wordpiece(tokenizer: Tokenizer, name: str) -> None:
             raise UserError(f"{name}: {field} of {SINGLE} is {json.dumps(model[field])[:80]}; valid: {valid}")
 
 
-def _check_settings(folder: Path, content: Mapping[str, Any]) -> None:
+def _check_settings(folder: Path, tokenizer: Tokenizer) -> None:
     """Refuse settings that contradict `tokenizer.json`, with which texts would get other ids in `transformers`."""
     if not reading.is_file(folder / CONFIG):
         return
@@ -69,8 +71,8 @@ def _check_settings(folder: Path, content: Mapping[str, Any]) -> None:
     if not isinstance(settings, dict):
         raise UserError(f"{folder / CONFIG}: not a JSON object; valid: a file written by transformers")
     for name, (section, theirs) in _DECIDED.items():
-        part = content.get(section)
-        if not isinstance(part, dict) or theirs not in part or settings.get(name) is None:
+        part = tokenizer.part(section)
+        if theirs not in part or settings.get(name) is None:
             continue
         decided = part["lowercase"] if part[theirs] is None else part[theirs]  # a null strip_accents follows lowercase
         if settings[name] is not decided:
@@ -78,27 +80,33 @@ def _check_settings(folder: Path, content: Mapping[str, Any]) -> None:
             raise UserError(f"{folder / CONFIG}: {name} is {given}; valid: {valid}, as the tokenizer itself")
 
 
-def write_tokenizer(tokenizer: Tokenizer, length: int, folder: Path) -> None:
-    """Write a tokenizer's files as they were read; `length` is the model's sequence length, for the settings of a
-    tokenizer that has none."""
-    for name, text in tokenizer.files.items():
+def write_tokenizer(tokenizer: Tokenizer, length: int, folder: Path, model_type: str) -> None:
+    """Write a tokenizer's files as they were read, except for settings with which `transformers` would give other ids
+    beside a model of this type; `length` is the model's sequence length, for a tokenizer without settings."""
+    own = tokenizer.files.get(CONFIG)
+    settings = _settings(tokenizer, length) if own is None else json.loads(own)
+    readable_settings, more = readable(tokenizer, settings, model_type)
+    for name, text in {**tokenizer.files, **more}.items():
         (folder / name).write_text(text, encoding="utf-8", newline="")
-    if CONFIG in tokenizer.files:
-        return
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length}
+    if own is None or readable_settings != settings:
+        write_objects(folder, {CONFIG: readable_settings})
+
+
+def _settings(tokenizer: Tokenizer, length: int) -> dict[str, Any]:
+    """Settings of a tokenizer that has none."""
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length}
+    end = tokenizer.token(tokenizer.end_of_text)
     if tokenizer.is_wordpiece:
         named = {role: token for role, token in zip(_ROLES, SPECIAL_TOKENS, strict=True)}
         settings |= {role: token for role, token in named.items() if token in tokenizer.vocabulary}
-        content = json.loads(tokenizer.files[SINGLE])
-        normalizer, words = (content.get(section) or {} for section in ("normalizer", "pre_tokenizer"))
-        if (normalizer.get("type"), words.get("type")) == ("BertNormalizer", "BertPreTokenizer"):
-            settings["tokenizer_class"] = "BertTokenizer"  # it takes only its vocabulary from tokenizer.json
-            settings |= {name: normalizer.get(theirs) for name, (_, theirs) in _DECIDED.items() if theirs in normalizer}
-    elif tokenizer.token(tokenizer.end_of_text) == END_OF_TEXT:
+        normalizer = tokenizer.part("normalizer")
+        settings |= {name: normalizer[theirs] for name, (_, theirs) in _DECIDED.items() if theirs in normalizer}
+        settings["tokenizer_class"] = "BertTokenizer"
+    elif end == END_OF_TEXT:
         settings |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
-    else:
-        settings["eos_token"] = tokenizer.token(tokenizer.end_of_text)
-    write_objects(folder, {CONFIG: settings | tokenizer.named_tokens})
+    elif end in tokenizer.special_tokens:
+        settings["eos_token"] = end
+    return settings | tokenizer.named_tokens
 
 
 def write_objects(folder: Path, contents: Mapping[str, Mapping[str, Any]]) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from megajax.data.files import write_atomically
-from megajax.data.probing import check_rules, core
 from megajax.data.tokenizer_settings import GENERATION, NO_SETTINGS, SINGLE, TokenizerSettings, parsed_object
 from megajax.errors import UserError
 
@@ -35,29 +34,43 @@ class Tokenizer:
     def __init__(self, text: str, settings: TokenizerSettings = NO_SETTINGS, folder: Path = Path()) -> None:
         file = folder / SINGLE
         self._content = parsed_object(text, file)
-        check_rules(self._content, file)
-        self._core = core(text, file)
-        self.vocabulary: dict[str, int] = self._core.get_vocab(with_added_tokens=True)  # token -> id
-        if not self.vocabulary or max(self.vocabulary.values()) >= MOST_IDS:
+        self._core = _core(text, file)
+        self._core.encode_special_tokens = settings.splits_special
+        own: dict[str, int] = self._core.get_vocab(with_added_tokens=True)
+        if not own or max(own.values()) >= MOST_IDS:
             raise UserError(f"{file}: no vocabulary; valid: tokens with ids from 0 to {MOST_IDS - 1}")
-        _add_named(self._core, self.vocabulary, settings)
+        settings.declared.add_to(self._core)
+        self.vocabulary: dict[str, int] = self._core.get_vocab(with_added_tokens=True)  # token -> id
         self.size = max(self.vocabulary.values()) + 1  # number of ids that a model needs
-        self.end_of_text = self.vocabulary[_end(self.vocabulary, settings, folder)]  # id that ends every document
+        named = settings.declared.named(self._core)
+        # Special tokens by role or other name, as chat templates name them (`eos_token`).
+        self.named_tokens = {name: token.content for name, token in named.items()}
+        end = _end(self.vocabulary, self.named_tokens, settings.ends, folder)
+        self.end_of_text = self.vocabulary[end]  # id that ends every document
         self.begin: list[int] = [] if self.is_wordpiece else _begin(self._core)  # before every document and prompt
         known = [number for number in settings.ends if number in self.vocabulary.values()]
         self.ends: list[int] = list(dict.fromkeys([self.end_of_text, *known]))  # ids that end generation
         self.chat_template = settings.template  # turns messages into text (`data/chat.py`); None: unknown
-        # Special tokens by role, as chat templates name them (`eos_token`).
-        self.named_tokens = {name: token for name, token in settings.named.items() if token in self.vocabulary}
         self.files, self._settings = {**settings.files, SINGLE: text}, settings  # contents of its files by name
+
+    def part(self, name: str) -> dict[str, Any]:
+        """A part of `tokenizer.json` (`normalizer`, `pre_tokenizer`, `decoder`) with all its settings; empty: none."""
+        found = getattr(self._core, name)
+        return json.loads(found.__getstate__()) if found else {}
+
+    def with_files(self, files: Mapping[str, str]) -> "Tokenizer":
+        """The tokenizer with these contents of files in the place of its own."""
+        files = self.files | files
+        return Tokenizer(files[SINGLE], TokenizerSettings.of(files, self._settings.ends))
 
     def without_added_from(self, size: int) -> tuple["Tokenizer", list[str]]:
         """The tokenizer without added tokens whose ids are `size` or more, and these tokens."""
-        added = self._content.get("added_tokens") or []
-        left_out = [token["content"] for token in added if token["id"] >= size]
+        added = self._core.get_added_tokens_decoder().items()
+        left_out = {token.content for number, token in added if number >= size}
         if not left_out:
             return self, []
-        content = self._content | {"added_tokens": [token for token in added if token["id"] < size]}
+        own = self._content.get("added_tokens") or []
+        content = self._content | {"added_tokens": [token for token in own if token["content"] not in left_out]}
         return Tokenizer(json.dumps(content, ensure_ascii=False), self._settings.without(left_out)), sorted(left_out)
 
     def save(self, folder: str | Path) -> None:
@@ -124,6 +137,12 @@ class Tokenizer:
         """Special tokens, which become one token when they are spelled out in a text."""
         return [token.content for token in self._core.get_added_tokens_decoder().values() if token.special]
 
+    @property
+    def has_special_flags(self) -> bool:
+        """Whether some special token is not found in every place where a text spells it out, or takes spaces too."""
+        special = [token for token in self._core.get_added_tokens_decoder().values() if token.special]
+        return any(token.normalized or token.lstrip or token.rstrip or token.single_word for token in special)
+
     def num_bytes(self, ids: npt.NDArray[np.integer]) -> int | None:
         """UTF-8 bytes of the normalized text of these ids, without special tokens; None if the tokenizer is neither
         byte-level nor has a byte fallback."""
@@ -150,42 +169,45 @@ class Tokenizer:
         if not isinstance(other, Tokenizer):
             return NotImplemented
         same = (self.begin, self.end_of_text) == (other.begin, other.end_of_text)
-        return same and (self.files[SINGLE] == other.files[SINGLE] or self._rules == other._rules)
+        return same and (self.files == other.files or self._rules == other._rules)
 
     __hash__ = None  # type: ignore[assignment]
 
     @cached_property
     def _rules(self) -> tuple[Any, ...]:
-        """Everything in `tokenizer.json` that determines ids, without empty settings."""
+        """Everything that determines ids, without empty settings."""
         content = json.loads(self._core.to_str())
         model = {name: value for name, value in content["model"].items() if value}
-        added = [(token["id"], token["content"], token["special"]) for token in content["added_tokens"]]
-        return model, content["normalizer"], content["pre_tokenizer"], added
+        splits = self._settings.splits_special
+        return model, content["normalizer"], content["pre_tokenizer"], content["added_tokens"], splits
 
 
-def _add_named(core: Any, vocabulary: Mapping[str, int], settings: TokenizerSettings) -> None:
-    """Make tokens special that are in the vocabulary but that only the settings call special, like `transformers`."""
-    from tokenizers import AddedToken
+def _core(text: str, file: Path) -> Any:
+    from tokenizers import Tokenizer as Core
 
-    known = {token.content for token in core.get_added_tokens_decoder().values()}
-    tokens = [token for token in settings.named.values() if token in vocabulary and token not in known]
-    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in dict.fromkeys(tokens)])
-    core.encode_special_tokens = settings.splits_special
+    try:
+        core = Core.from_str(text)
+        core.no_padding()
+        core.no_truncation()
+        core.encode("a")
+        return core
+    except BaseException as error:  # errors inside the package are not derived from Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"{file}: not a tokenizer: {reason}; valid: a file written by the tokenizers library") from None
 
 
-def _end(vocabulary: Mapping[str, int], settings: TokenizerSettings, folder: Path) -> str:
+def _end(vocabulary: Mapping[str, int], named: Mapping[str, str], ends: Sequence[int], folder: Path) -> str:
     """The token that ends documents: the settings' eos_token, else one that ends generation, else the usual one."""
     tokens = {number: token for token, number in vocabulary.items()}
     valid = "valid: a token of tokenizer.json"
-    if unknown := [number for number in settings.ends if number not in tokens and number != _UNSET_END]:
+    if unknown := [number for number in ends if number not in tokens and number != _UNSET_END]:
         raise UserError(f"{folder}: eos_token_id {unknown[0]} is not the id of a token; {valid}")
     usual = next((token for token in _ENDS if token in vocabulary), "")
-    end = settings.named.get("eos_token") or next(
-        (tokens[number] for number in settings.ends if number in tokens), usual
-    )
-    if end not in vocabulary:
-        name = f"eos_token {end[:40]!r} is not a token" if "eos_token" in settings.named else "no eos_token"
-        raise UserError(f"{folder}: {name}; {valid} as eos_token in tokenizer_config.json, to end documents with")
+    end = named.get("eos_token") or next((tokens[number] for number in ends if number in tokens), usual)
+    if not end:
+        raise UserError(f"{folder}: no eos_token; {valid} as eos_token in tokenizer_config.json, to end documents with")
     return end
 
 

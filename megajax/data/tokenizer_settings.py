@@ -1,24 +1,22 @@
-"""The files next to a `tokenizer.json`: which tokens begin and end texts, and how messages become text.
+"""The files next to a `tokenizer.json`: which tokens are special or added, and how messages become text.
 
-They are those of `transformers`: `tokenizer_config.json`, `special_tokens_map.json`, `chat_template.jinja`, and for the
-ids that end generation `generation_config.json`, or else the model's `config.json`.
+They are those of `transformers`: `tokenizer_config.json`, `special_tokens_map.json`, `added_tokens.json`,
+`chat_template.jinja`, and for the ids that end generation `generation_config.json`, or else the model's `config.json`.
 """
 
 import json
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megajax.data.added_tokens import ADDED, CONFIG, SPECIAL, Declared, read_declared
 from megajax.errors import UserError
 from megajax.host import reading
 
 FILE_BYTES = 1 << 26  # of a tokenizer file; a vocabulary with 256,000 tokens has 7 MB
-SINGLE, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
-TEMPLATE, GENERATION = "chat_template.jinja", "generation_config.json"
-
-_MODEL = "config.json"
-_NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+SINGLE, TEMPLATE, GENERATION = "tokenizer.json", "chat_template.jinja", "generation_config.json"
+MODEL = "config.json"
 
 
 @dataclass(frozen=True)
@@ -26,16 +24,26 @@ class TokenizerSettings:
     """What is known about a tokenizer besides `tokenizer.json`."""
 
     files: dict[str, str]  # contents of its files by name, as read
-    named: dict[str, str]  # existing tokens by role (`eos_token`)
+    declared: Declared  # tokens
     ends: list[int]  # ids that end generation, from the model's settings; empty if these do not say
     template: str | None  # the chat template
     splits_special: bool  # special tokens spelled out in a text count as text
 
+    @classmethod
+    def of(cls, files: dict[str, str], ends: list[int], folder: Path = Path()) -> "TokenizerSettings":
+        """The settings in these files, which messages say are in `folder`."""
+        config, special, added = (
+            parsed_object(files.get(name, "{}"), folder / name) for name in (CONFIG, SPECIAL, ADDED)
+        )
+        declared = read_declared(config, special, added, folder)
+        template = files.get(TEMPLATE) or _template(config.get("chat_template"), folder / CONFIG)
+        return cls(files, declared, ends, template, config.get("split_special_tokens") is True)
+
     def without(self, tokens: Collection[str]) -> "TokenizerSettings":
         """The settings, with these tokens removed from all roles and lists in their files."""
-        named = {name: self.files[name] for name in (CONFIG, SPECIAL) if name in self.files}
-        files = {name: json.dumps(_without(json.loads(text), tokens), indent=2) + "\n" for name, text in named.items()}
-        return replace(self, files={**self.files, **files})
+        listed = {name: self.files[name] for name in (CONFIG, SPECIAL, ADDED) if name in self.files}
+        files = {name: json.dumps(_without(json.loads(text), tokens), indent=2) + "\n" for name, text in listed.items()}
+        return TokenizerSettings.of({**self.files, **files}, self.ends)
 
 
 def _without(value: Any, tokens: Collection[str]) -> Any:
@@ -44,26 +52,22 @@ def _without(value: Any, tokens: Collection[str]) -> Any:
         return isinstance(token, str) and token in tokens
 
     if isinstance(value, dict):
-        return {name: _without(entry, tokens) for name, entry in value.items() if not is_one(entry)}
+        kept = {name: entry for name, entry in value.items() if name not in tokens and not is_one(entry)}
+        return {name: _without(entry, tokens) for name, entry in kept.items()}
     return [_without(entry, tokens) for entry in value if not is_one(entry)] if isinstance(value, list) else value
 
 
-NO_SETTINGS = TokenizerSettings({}, {}, [], None, splits_special=False)
+NO_SETTINGS = TokenizerSettings({}, Declared(), [], None, splits_special=False)
 
 
 def read_settings(folder: Path) -> TokenizerSettings:
     """The settings in a folder, some of whose files may be missing."""
     files = {
         name: reading.read_text(folder / name, FILE_BYTES)
-        for name in (CONFIG, SPECIAL, TEMPLATE)
+        for name in (CONFIG, SPECIAL, ADDED, TEMPLATE)
         if reading.is_file(folder / name)
     }
-    config = parsed_object(files.get(CONFIG, "{}"), folder / CONFIG)
-    named = _named(config, folder / CONFIG)
-    if "added_tokens_decoder" not in config:  # in older files the other one decides
-        named |= _named(parsed_object(files.get(SPECIAL, "{}"), folder / SPECIAL), folder / SPECIAL)
-    template = files.get(TEMPLATE) or _template(config.get("chat_template"), folder / CONFIG)
-    return TokenizerSettings(files, named, _ends(folder), template, config.get("split_special_tokens") is True)
+    return TokenizerSettings.of(files, _ends(folder), folder)
 
 
 def parsed_object(text: str, file: Path) -> dict[str, Any]:
@@ -75,21 +79,6 @@ def parsed_object(text: str, file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{file}: not a JSON object; valid: a file written by transformers or tokenizers")
     return content
-
-
-def _named(content: Mapping[str, Any], file: Path) -> dict[str, str]:
-    found = {}
-    for name in _NAMED:
-        value = content.get(name)
-        token = value.get("content") if isinstance(value, dict) else value
-        if value is None:
-            continue
-        if not isinstance(token, str) or not token:
-            raise UserError(
-                f"{file}: {name} is not a token; valid: the text of a token, or an object with it as content"
-            )
-        found[name] = token
-    return found
 
 
 def _template(value: Any, file: Path) -> str | None:
@@ -106,7 +95,7 @@ def _template(value: Any, file: Path) -> str | None:
 
 
 def _ends(folder: Path) -> list[int]:
-    file = next((folder / name for name in (GENERATION, _MODEL) if reading.is_file(folder / name)), None)
+    file = next((folder / name for name in (GENERATION, MODEL) if reading.is_file(folder / name)), None)
     if file is None:
         return []
     value = parsed_object(reading.read_text(file), file).get("eos_token_id")

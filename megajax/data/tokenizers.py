@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from megajax.data.added_tokens import ADDED, CONFIG, SPECIAL
 from megajax.data.tokenizer import END_OF_TEXT, MOST_IDS, Tokenizer
-from megajax.data.tokenizer_settings import CONFIG, FILE_BYTES, GENERATION, SINGLE, SPECIAL, TEMPLATE, read_settings
+from megajax.data.tokenizer_settings import FILE_BYTES, GENERATION, MODEL, SINGLE, TEMPLATE, read_settings
 from megajax.errors import UserError
 from megajax.host import reading, remote
 
@@ -178,7 +179,7 @@ _READERS: dict[tuple[str, ...], Callable[..., Tokenizer]] = {
     ("encoder.json", "vocab.bpe"): read_byte_pair,  # OpenAI's names
     ("vocab.txt",): read_wordpiece,
 }
-TOKENIZER_FILES = sorted({CONFIG, SPECIAL, TEMPLATE, GENERATION}.union(*_READERS))
+TOKENIZER_FILES = sorted({CONFIG, SPECIAL, ADDED, TEMPLATE, GENERATION}.union(*_READERS))
 _FILES = "vocab.json and merges.txt (or encoder.json and vocab.bpe, or vocab.txt, or tokenizer.json)"
 
 
@@ -230,7 +231,7 @@ def named_tokenizer(path: str, flag: str = "--tokenizer.path") -> Tokenizer:
     if not is_on_hub(path):
         return load_tokenizer(path, flag)
     valid = f"valid: a folder with {_FILES}, or a model of the hub, as in openai-community/gpt2"
-    folder = remote.download(path, TOKENIZER_FILES, f"{flag}: {path} is not a folder", valid)
+    folder = remote.download(path, [*TOKENIZER_FILES, MODEL], f"{flag}: {path} is not a folder", valid)
     if not is_tokenizer_folder(folder):
         raise UserError(
             f"{flag}: the model {path} of the Hugging Face hub has no tokenizer that megajax reads; {valid}"

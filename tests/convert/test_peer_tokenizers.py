@@ -78,7 +78,7 @@ def test_a_tokenizer_of_one_file(kind: str, tmp_path: Path) -> None:
 def test_pairs_of_texts_in_a_wordpiece_that_is_exported(tmp_path: Path) -> None:
     text = "A naïve text, with a few words of it twice: a text, with words.\n\n" * 3
     tokenizer = train_tokenizer([text], 150, "wordpiece")
-    write_tokenizer(tokenizer, 64, tmp_path)
+    write_tokenizer(tokenizer, 64, tmp_path, "bert")
     special = {token: tokenizer.encode(token) for token in ("[CLS]", "[SEP]", "[PAD]", "[MASK]")}
     first, second = tokenizer.encode(text), tokenizer.encode("Other words.")
     for kind in (transformers.AutoTokenizer, transformers.BertTokenizer):
@@ -94,7 +94,7 @@ def test_ids_and_what_is_written_again(kind: str, tmp_path: Path) -> None:
     folder = write_saved(tmp_path / "theirs", kind)
     _, tokenizer = both(folder)
     (tmp_path / "again").mkdir()
-    write_tokenizer(tokenizer, 64, tmp_path / "again")
+    write_tokenizer(tokenizer, 64, tmp_path / "again", "llama")
     for place in folder, tmp_path / "again":
         theirs = transformers.AutoTokenizer.from_pretrained(place)
         for text in [*TEXTS, *ODD]:
@@ -117,7 +117,7 @@ def test_a_tokenizer_without_settings(tmp_path: Path) -> None:
     _, tokenizer = both(folder)
     assert tokenizer.decode([tokenizer.end_of_text]) == "</s>"  # by config.json
     (tmp_path / "again").mkdir()
-    write_tokenizer(tokenizer, 64, tmp_path / "again")
+    write_tokenizer(tokenizer, 64, tmp_path / "again", "llama")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
     assert theirs(TEXTS[2]).input_ids == tokenizer.encode_prompt(TEXTS[2])
     assert theirs.eos_token_id == tokenizer.end_of_text

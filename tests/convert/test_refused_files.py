@@ -1,5 +1,7 @@
 """Files that are damaged or are not a model's are refused in one line, by commands, too, and nothing is left behind."""
 
+import fnmatch
+import json
 import pickle
 import re
 import sys
@@ -15,7 +17,7 @@ from tiny import full, tiny_config, user_error
 from megajax.cli import main
 from megajax.config import to_toml
 from megajax.convert.exporting import export_config, export_hf
-from megajax.convert.importing import import_hf, open_source
+from megajax.convert.importing import import_hf, local_folder, open_source
 from megajax.convert.tensor_files import WEIGHTS
 from megajax.errors import UserError
 from megajax.models.registry import FAMILIES, Entry
@@ -198,3 +200,25 @@ def test_the_hub_without_network(monkeypatch, tmp_path: Path) -> None:
     line = command("import-hf", "some-body/some-model", tmp_path / "run")
     assert "some-body/some-model: no such folder, and it cannot be read from the Hugging Face hub" in line
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_is_downloaded_from_the_hub(monkeypatch, sharded: bool, tmp_path: Path) -> None:
+    """The weights that are read, and none beside them."""
+    shards = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    index = json.dumps({"weight_map": {"a": shards[0], "b": shards[1]}})
+    read = {"config.json": "{}", "tokenizer.json": "{}", "added_tokens.json": "{}"} | (
+        {"model.safetensors.index.json": index, **dict.fromkeys(shards, "")} if sharded else {WEIGHTS: ""}
+    )
+    others = ("consolidated.safetensors", "original/model.safetensors", "onnx/model.onnx", "pytorch_model.bin", "a.md")
+
+    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+        there = [*read, *others]
+        for file in {file for pattern in allow_patterns for file in fnmatch.filter(there, pattern)}:
+            (tmp_path / file).parent.mkdir(exist_ok=True)
+            (tmp_path / file).write_text(read.get(file, ""))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert local_folder("some-body/some-model") == tmp_path
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == read.keys()

@@ -35,19 +35,22 @@ def other_words(prefix: str = "##", lowercases: str = "Lowercase") -> str:
     return json.dumps(content | {"normalizer": {"type": lowercases} if lowercases else None})
 
 
-@pytest.mark.parametrize(("kind", "few", "left_out"), [("gpt2", 260, ["<new1>"]), ("bert", 20, ["<new0>", "<new1>"])])
-def test_more_ids_than_the_model(kind: str, few: int, left_out: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "few", "room"), [("gpt2", 260, 1), ("bert", 20, 0)])
+def test_more_ids_than_the_model(kind: str, few: int, room: int, tmp_path: Path) -> None:
+    """Tokens that tokenizer.json adds, and those that the files beside it add."""
     folder, tokenizer = tmp_path / "hf", TOKENIZERS[kind]
     tokenizer.save(write(folder, kind, few))
     assert re.search(rf"the tokenizer has {tokenizer.size} ids, vocab_size .* is {few}", refusal(folder))
     content = json.loads(tokenizer.files["tokenizer.json"])
-    more = [{**content["added_tokens"][0], "id": 300 + n, "content": f"<new{n}>"} for n in range(2)]
+    more = [{**content["added_tokens"][0], "id": tokenizer.size + n, "content": f"<new{n}>"} for n in range(2)]
     (folder / "tokenizer.json").write_text(json.dumps(content | {"added_tokens": [*content["added_tokens"], *more]}))
-    settings = {"pad_token": "<new1>", "added_tokens_decoder": {"301": {"content": "<new1>"}}}
+    settings = {"pad_token": "<new1>", "additional_special_tokens": ["<new3>"], "image_token": "<new4>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"padding_side": "left"}))
-    source = open_source(write(folder, kind))
-    assert source.added_tokens == left_out
-    assert source.tokenizer is not None and "<new1>" not in "".join(source.tokenizer.files.values())
+    (folder / "added_tokens.json").write_text(json.dumps({"<new2>": 700}))
+    source = open_source(write(folder, kind, tokenizer.size + room))
+    assert source.added_tokens == [f"<new{n}>" for n in range(room, 5)]
+    assert source.tokenizer is not None and source.tokenizer.size == tokenizer.size + room
+    assert not any(token in "".join(source.tokenizer.files.values()) for token in source.added_tokens)
     assert json.loads(source.tokenizer.files["tokenizer_config.json"])["padding_side"] == "left"
     assert source.tokenizer.encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
     import_hf(source, tmp_path / "run")
@@ -123,6 +126,6 @@ def test_a_byte_level_tokenizer_is_not_exported_with_a_bert() -> None:
 def test_settings_of_a_wordpiece_that_came_without(text: str, wanted: tuple[str, bool | None], tmp_path: Path) -> None:
     """BertTokenizer of transformers has a normalizer of its own; other ones need the class that takes all of the
     file."""
-    write_tokenizer(Tokenizer(text), 64, tmp_path)
+    write_tokenizer(Tokenizer(text), 64, tmp_path, "bert")
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert (settings["tokenizer_class"], settings.get("do_lower_case")) == wanted and settings["mask_token"] == "[MASK]"
