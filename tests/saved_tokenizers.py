@@ -84,8 +84,8 @@ def _special(content: str) -> AddedToken:
     return AddedToken(content, special=True, normalized=False)
 
 
-def _byte_level(regex: str) -> Any:
-    core = Tokenizer(models.BPE(ignore_merges=True))
+def _byte_level(regex: str, *, ignore_merges: bool) -> Any:
+    core = Tokenizer(models.BPE(ignore_merges=ignore_merges))
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(regex), "isolated"),
@@ -102,7 +102,7 @@ def _byte_level(regex: str) -> Any:
 @functools.cache
 def llama3() -> dict[str, Any]:
     """Files of an instruct model: a begin of text, several ends of a generation."""
-    core = _byte_level(_LLAMA3_REGEX)
+    core = _byte_level(_LLAMA3_REGEX, ignore_merges=True)
     core.add_special_tokens([_special(token) for token in _LLAMA3_SPECIAL])
     begin = _LLAMA3_SPECIAL[0]
     template = processors.TemplateProcessing(
@@ -124,7 +124,7 @@ def llama3() -> dict[str, Any]:
 @functools.cache
 def qwen() -> dict[str, Any]:
     """Files with a normalizer, without a begin, and with a list of templates; vocab.json lacks the added tokens."""
-    core = _byte_level(_LLAMA3_REGEX.replace("{1,3}", ""))
+    core = _byte_level(_LLAMA3_REGEX.replace("{1,3}", ""), ignore_merges=False)
     core.normalizer = normalizers.NFC()
     core.post_processor = processors.ByteLevel(trim_offsets=False)
     core.add_special_tokens([_special(token) for token in _QWEN_SPECIAL])

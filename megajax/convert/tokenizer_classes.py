@@ -5,13 +5,14 @@ Another one takes all of the file.
 """
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from megajax.data.added_tokens import CONFIG, DECODER, DEFAULTS
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizer_settings import SINGLE
 from megajax.errors import UserError
+
+MISTRAL = "fix_mistral_regex"  # a field of `CONFIG` that replaces the rule for words of some Mistrals
 
 _WHOLE = "PreTrainedTokenizerFast"  # the class that takes all of tokenizer.json
 _WHOLE_NAMES = ("PreTrainedTokenizer", "TokenizersBackend")  # its names without the ending `Fast`
@@ -37,21 +38,19 @@ _QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_BPE = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "", "end_of_word_suffix": ""}
-_BPE |= {"fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
+_BPE = {"type": "BPE"}  # the rest as by default: nothing is unknown, no prefixes, no dropout
 _INPUTS = ["input_ids", "token_type_ids", "attention_mask"]  # of a BERT
 
 
-def readable(
-    tokenizer: Tokenizer, settings: Mapping[str, Any], model_type: str
-) -> tuple[dict[str, Any], dict[str, str]]:
+def readable(tokenizer: Tokenizer, settings: dict[str, Any], model_type: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The `settings` for `CONFIG` with which the tokenizer's `tokenizer.json` is taken as it is, unchanged if possible,
     and further files by name."""
+    settings = {field: value for field, value in settings.items() if field != MISTRAL}  # words as in tokenizer.json
     name = _class(settings, model_type)
     if "auto_map" not in settings and (name in _WHOLE_NAMES or _is_built(name, tokenizer, settings)):
-        return dict(settings), {}
+        return settings, {}
     end = tokenizer.token(tokenizer.end_of_text)
-    found = {"eos_token": end} if end in tokenizer.special_tokens else {}
+    found: dict[str, Any] = {"eos_token": end} if end in tokenizer.special_tokens else {}
     found |= tokenizer.named_tokens | settings | {"tokenizer_class": _WHOLE}
     if name == "LlamaTokenizer":
         found.setdefault("padding_side", "left")
@@ -63,14 +62,14 @@ def readable(
     return found | {"auto_map": {"AutoTokenizer": [None, f"{_MODULE}.{_OWN}"]}}, {f"{_MODULE}.py": _CODE}
 
 
-def _class(settings: Mapping[str, Any], model_type: str) -> str:
+def _class(settings: dict[str, Any], model_type: str) -> str:
     named = settings.get("tokenizer_class")
     if model_type in _FIXED or not isinstance(named, str):
         return _CLASSES.get(model_type, _WHOLE_NAMES[0])
     return named.removesuffix("Fast")
 
 
-def _is_built(name: str, tokenizer: Tokenizer, settings: Mapping[str, Any]) -> bool:
+def _is_built(name: str, tokenizer: Tokenizer, settings: dict[str, Any]) -> bool:
     """Whether a class with rules of its own gives the same ids and texts."""
     content = json.loads(tokenizer.files[SINGLE])
     rules = _rules(name, settings)
@@ -94,7 +93,7 @@ def _is_built(name: str, tokenizer: Tokenizer, settings: Mapping[str, Any]) -> b
         return False
 
 
-def _rules(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _rules(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     """What a class has in the place of parts of tokenizer.json; empty for classes not known here."""
     bytes_ = _BYTE_LEVEL | {"add_prefix_space": settings.get("add_prefix_space") is True}
     if name == "GPT2Tokenizer":

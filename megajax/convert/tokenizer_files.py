@@ -1,19 +1,21 @@
 """Tokenizers of models in the Hugging Face format: read them as for training, check that they fit, and write them."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megajax.convert.tokenizer_classes import readable
+from megajax.convert.tokenizer_classes import MISTRAL, readable
 from megajax.data.added_tokens import CONFIG
 from megajax.data.tokenizer import END_OF_TEXT, Tokenizer
-from megajax.data.tokenizer_settings import FILE_BYTES, SINGLE
+from megajax.data.tokenizer_settings import FILE_BYTES, MODEL, SINGLE
 from megajax.data.tokenizers import SPECIAL_TOKENS, Kind, is_tokenizer_folder, load_tokenizer
 from megajax.errors import UserError
 from megajax.host import reading
 
 _OTHERS = ("tokenizer.model", "tekken.json", "vocab.json", "merges.txt")
+_LARGE = 100_000  # only of vocabularies above this size does transformers replace the rule
 _ROLES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")  # of SPECIAL_TOKENS, in their order
 _PIECES = {"continuing_subword_prefix": "##", "unk_token": "[UNK]"}  # required of a BERT's model in tokenizer.json
 _DECIDED = {  # fields of tokenizer_config.json that override tokenizer.json in transformers -> their place in that file
@@ -78,6 +80,10 @@ def _check_settings(folder: Path, tokenizer: Tokenizer) -> None:
         if settings[name] is not decided:
             given, valid = json.dumps(settings[name])[:80], json.dumps(decided)
             raise UserError(f"{folder / CONFIG}: {name} is {given}; valid: {valid}, as the tokenizer itself")
+    model = reading.read_json(folder / MODEL)
+    is_old = not re.match(r"[5-9]|\d\d", str(model.get("transformers_version")))
+    if settings.get(MISTRAL) is True and tokenizer.size > _LARGE and is_old and model.get("model_type") == "mistral":
+        raise UserError(f"{folder / CONFIG}: {MISTRAL} is true; valid: false, or a tokenizer.json with that rule")
 
 
 def write_tokenizer(tokenizer: Tokenizer, length: int, folder: Path, model_type: str) -> None:

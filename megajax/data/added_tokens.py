@@ -187,8 +187,8 @@ def _token(value: Any, place: str, *, special: bool = False) -> Token:
         raise UserError(f"{place}: {wrong} of {content[:40]!r} is not true or false; valid: true or false")
     if given is not value:
         return Token(content)
-    form = "object in map" if special else "object"
-    return Token(content, **{**flags, "special": special or flags.get("special", False)}, given=form)
+    flags["special"] = special or flags.get("special", False)
+    return Token(content, **flags, given="object in map" if special else "object")
 
 
 def _of(token: Any) -> Token:

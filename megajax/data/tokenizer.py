@@ -58,7 +58,7 @@ class Tokenizer:
         found = getattr(self._core, name)
         return json.loads(found.__getstate__()) if found else {}
 
-    def with_files(self, files: Mapping[str, str]) -> "Tokenizer":
+    def with_files(self, files: dict[str, str]) -> "Tokenizer":
         """The tokenizer with these contents of files in the place of its own."""
         files = self.files | files
         return Tokenizer(files[SINGLE], TokenizerSettings.of(files, self._settings.ends))

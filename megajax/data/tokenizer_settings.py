@@ -35,6 +35,10 @@ class TokenizerSettings:
         config, special, added = (
             parsed_object(files.get(name, "{}"), folder / name) for name in (CONFIG, SPECIAL, ADDED)
         )
+        others = config.get("fast_tokenizer_files") or [SINGLE]
+        if others != [SINGLE]:
+            named = json.dumps(others)[:80]
+            raise UserError(f"{folder / CONFIG}: fast_tokenizer_files is {named}; valid: {SINGLE} alone, or none")
         declared = read_declared(config, special, added, folder)
         template = files.get(TEMPLATE) or _template(config.get("chat_template"), folder / CONFIG)
         return cls(files, declared, ends, template, config.get("split_special_tokens") is True)

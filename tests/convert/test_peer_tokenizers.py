@@ -1,9 +1,12 @@
 """Tokenizers that are kept whole beside those of `transformers`: ids, texts, chats, and what is written again."""
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hugging_face import CLASSES, ORDERS, write_model
 from saved_tokenizers import (
     CHATML,
     KINDS,
@@ -20,7 +23,7 @@ from saved_tokenizers import (
 from megajax.convert.tokenizer_files import read_tokenizer, write_tokenizer
 from megajax.data.chat import Chat, ChatTemplate
 from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import train_tokenizer, wordpiece
+from megajax.data.tokenizers import load_tokenizer, train_tokenizer, wordpiece
 
 pytestmark = pytest.mark.peer
 transformers = pytest.importorskip("transformers", reason="the extra `peer` is not installed")
@@ -135,6 +138,163 @@ def test_the_class_that_cuts_texts_by_its_own_rule(tmp_path: Path) -> None:
         assert theirs(text).input_ids == tokenizer.encode_prompt(text), text
     ours = [token for token in map(tokenizer.token, tokenizer.encode("  a")) if token == "▁"]
     assert len(ours) == theirs("  a").tokens().count("▁") + 1
+
+
+def declare(folder: Path, kind: str, in_vocabulary: Sequence[str], normalizer: str | None, **files: Any) -> Path:
+    """A tokenizer of a kind, with more tokens in its vocabulary, and with files beside it; `files` by their stems."""
+    write_saved(folder, kind)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    ids = content["model"]["vocab"]
+    ids |= {token: len(ids) + number for number, token in enumerate(in_vocabulary)}
+    for token in content["added_tokens"]:
+        token["id"] = ids.get(token["content"], token["id"] + len(in_vocabulary))
+    content |= {"post_processor": None} | ({"normalizer": {"type": normalizer}} if normalizer else {})
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    end = json.loads((folder / "tokenizer_config.json").read_text())["eos_token"]
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+    for name in "special_tokens_map", "generation_config", "config":
+        (folder / f"{name}.json").unlink(missing_ok=True)
+    files["tokenizer_config"] = settings | files.get("tokenizer_config", {})
+    for stem, value in files.items():
+        (folder / f"{stem}.json").write_text(json.dumps(value))
+    return folder
+
+
+def typed(content: str, **flags: bool) -> dict[str, Any]:
+    return {"__type": "AddedToken", "content": content, **flags}
+
+
+USER, NEW, LEFT = "<|user|>", "<|new|>", {"lstrip": True, "normalized": False}
+SPOKEN = [f"{USER}Hello  {USER}  there{USER}s", f"The text {NEW}  words{NEW} <|USER|> <|NEW|>", f"a{NEW}{USER}b</s>"]
+# Files beside tokenizer.json, by their stems.
+SPELLINGS: dict[str, dict[str, Any]] = {
+    "additional": {"tokenizer_config": {"additional_special_tokens": [USER, NEW]}},
+    "additional with flags": {"tokenizer_config": {"additional_special_tokens": [typed(NEW, **LEFT), typed(USER)]}},
+    "extra": {"tokenizer_config": {"extra_special_tokens": [NEW, typed(USER, rstrip=True, special=True)]}},
+    "both": {"tokenizer_config": {"extra_special_tokens": [USER], "additional_special_tokens": [NEW]}},
+    "extra by name": {"tokenizer_config": {"extra_special_tokens": {"user": USER, "new_token": typed(NEW, **LEFT)}}},
+    "named and more": {
+        "tokenizer_config": {"extra_special_tokens": {"user": USER}, "additional_special_tokens": [NEW]}
+    },
+    "other names": {"tokenizer_config": {"user_token": USER, "image_token": typed(NEW, single_word=True)}},
+    "model's": {"tokenizer_config": {"model_specific_special_tokens": {"new": NEW, "user": USER}}},
+    "roles": {"tokenizer_config": {"pad_token": NEW, "unk_token": typed(USER, **LEFT), "add_bos_token": True}},
+    "decoder": {"tokenizer_config": {"added_tokens_decoder": {"9999": {"content": NEW}, "7": {"content": USER}}}},
+    "decoder with flags": {
+        "tokenizer_config": {
+            "pad_token": USER,
+            "added_tokens_decoder": {
+                "10": {"content": USER, "rstrip": True, "special": False},
+                "9": {"content": NEW, "single_word": True, "normalized": True, "special": True},
+            },
+        },
+        "special_tokens_map": {"additional_special_tokens": ["text"]},  # not read, nor is the next
+        "added_tokens": {"words": 3},
+    },
+    "map": {"special_tokens_map": {"pad_token": {"content": NEW, **LEFT}, "additional_special_tokens": [USER]}},
+    "map and settings": {
+        "tokenizer_config": {"pad_token": USER, "additional_special_tokens": [NEW]},
+        "special_tokens_map": {"pad_token": None, "mask_token": "text", "additional_special_tokens": ["words"]},
+    },
+    "map of extra": {
+        "tokenizer_config": {"extra_special_tokens": [USER]},
+        "special_tokens_map": {"extra_special_tokens": [{"content": NEW, **LEFT}], "x_token": "text"},
+    },
+    "map by name": {"special_tokens_map": {"extra_special_tokens": {"new": NEW}, "user_token": {"content": USER}}},
+    "added": {"added_tokens": {NEW: 7000, USER: 20}, "tokenizer_config": {"pad_token": NEW}},
+    "added and special": {
+        "added_tokens": {USER: 20, NEW: 19},
+        "tokenizer_config": {"additional_special_tokens": [NEW]},
+    },
+    "split": {"tokenizer_config": {"additional_special_tokens": [USER, NEW], "split_special_tokens": True}},
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_tokens_declared_beside_the_tokenizer(spelling: str, tmp_path: Path) -> None:
+    """In the vocabulary or new, with each of their flags, also where texts are normalized, and after they are saved."""
+    for number, (kind, normalizer) in enumerate((("llama3", None), ("qwen", "Lowercase"), ("mistral", None))):
+        for words in (), (USER,), (USER, NEW):
+            folder = declare(tmp_path / f"{number} {len(words)}", kind, words, normalizer, **SPELLINGS[spelling])
+            theirs, tokenizer = both(folder)
+            for text in SPOKEN:
+                assert tokenizer.encode(text) == theirs(text, add_special_tokens=False).input_ids, (kind, words, text)
+            assert tokenizer.vocabulary == theirs.get_vocab() and tokenizer.size == len(theirs)
+            tokenizer.save(folder / "again")
+            assert load_tokenizer(folder / "again") == tokenizer
+
+
+def test_tokens_that_a_class_has_of_its_own(tmp_path: Path) -> None:
+    """GPT2Tokenizer's end of text is special though the files do not say so."""
+    tokenizer = train_tokenizer(TEXTS, 300)
+    content = json.loads(tokenizer.files["tokenizer.json"]) | {"added_tokens": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    for name in "GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast":
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
+        theirs, own = both(tmp_path)
+        assert own.encode("a<|endoftext|>b") == theirs("a<|endoftext|>b").input_ids
+
+
+TELLING = [
+    "In 2024, 12345 naïve cafe\u0301s",
+    " a\n\n\n  b\t c ",
+    "It's DON'T I'LL",
+    "漢字 🙂<|endoftext|>x<|im_end|> y",
+]
+TELLING += ["", " ", "<|b|>  x  <|b|>", "größer  </s>def f_1(x):\n        return"]
+
+
+def tokenizers_of_types() -> dict[str, Tokenizer]:
+    """Tokenizers to export with language models: of published kinds, learned here, and with tokens declared."""
+    found = {"own": train_tokenizer(TEXTS, 300)}
+    settings = {"eos_token": "<|endoftext|>", "additional_special_tokens": [typed("<|b|>", lstrip=True)]}
+    for name in "GPT2Tokenizer", "Qwen2Tokenizer", "LlamaTokenizer":
+        files = {"tokenizer_config.json": json.dumps(settings | {"tokenizer_class": name})}
+        found[f"own as {name}"] = found["own"].with_files(files)
+    return found
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_exported_with_every_type(kind: str, tmp_path: Path) -> None:
+    """AutoTokenizer gives the same ids and texts from the folder of a model of every type that is exported."""
+    if kind in ORDERS:
+        tokenizers = {"own": train_tokenizer(TEXTS, 150, "wordpiece")}
+        own = json.loads(tokenizers["own"].files["tokenizer.json"])
+        for name, change in {"cased": {"lowercase": False}, "accents": {"strip_accents": False}}.items():
+            changed = json.dumps(own | {"normalizer": own["normalizer"] | change})
+            tokenizers[name] = tokenizers["own"].with_files({"tokenizer.json": changed})
+        named = {"tokenizer_config.json": '{"tokenizer_class": "BertTokenizer"}'}
+        tokenizers["named"] = tokenizers["cased"].with_files(named)
+        tokenizers["words"] = tokenizers["own"].with_files({"tokenizer.json": json.dumps(own | {"normalizer": None})})
+    else:
+        tokenizers = tokenizers_of_types()
+        tokenizers |= {name: load_tokenizer(write_saved(tmp_path / f"saved {name}", name)) for name in KINDS}
+    for name, tokenizer in tokenizers.items():
+        folder = write_model(tmp_path / name, kind, {})
+        write_tokenizer(tokenizer, 64, folder, kind)
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        for text in [*TELLING, *TEXTS[:3], *ODD]:
+            ids = tokenizer.encode(text)
+            assert theirs(text, add_special_tokens=False).input_ids == ids, (name, text)
+            assert theirs.decode(ids) == tokenizer.decode(ids)
+        if kind in ORDERS:
+            assert 1 in theirs("a", "b").token_type_ids
+        again, _ = read_tokenizer(folder, "wordpiece" if kind in ORDERS else "bpe", 5000)
+        assert again == tokenizer
+
+
+def test_a_type_whose_class_is_fixed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Qwen's own tokenizer is exported as it came; another one with code that says which class reads it."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    own = load_tokenizer(write_saved(tmp_path / "own", "qwen"))
+    for name, tokenizer in {"qwen": own, "other": train_tokenizer(TEXTS, 300)}.items():
+        folder = write_model(tmp_path / name, "qwen2", {})
+        write_tokenizer(tokenizer, 64, folder, "qwen2")
+        for trusts in False, True:
+            theirs = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trusts)
+            assert theirs("In 2024").input_ids == tokenizer.encode("In 2024")
+            assert (type(theirs).__name__ == "Qwen2Tokenizer") == (name == "qwen")
+        assert bool(list(folder.glob("*.py"))) == (name == "other")
 
 
 @pytest.mark.parametrize("add_generation_prompt", [False, True])

@@ -83,6 +83,30 @@ def test_settings_that_contradict_the_tokenizer(kind: str, settings: str, words:
             assert open_source(folder).tokenizer == tokenizer
 
 
+@pytest.mark.parametrize("part", ["normalizer", "pre_tokenizer"])
+def test_settings_of_a_rule_that_has_none(part: str, tmp_path: Path) -> None:
+    """Fields that the package `tokenizers` ignores decide nothing."""
+    folder, kind = write(tmp_path, "gpt2"), {"normalizer": "NFC", "pre_tokenizer": "Whitespace"}[part]
+    ignored = {"strip_accents": None, "lowercase": 3, "handle_chinese_chars": None, "add_prefix_space": None}
+    content = json.loads(BYTE_PAIR.files["tokenizer.json"]) | {part: {"type": kind, **ignored}}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text('{"strip_accents": true, "add_prefix_space": false}')
+    source = open_source(folder)
+    assert source.tokenizer is not None and source.tokenizer.part(part) == {"type": kind}
+
+
+def test_the_rule_that_transformers_replaces_in_a_large_mistral(tmp_path: Path) -> None:
+    content = json.loads(BYTE_PAIR.files["tokenizer.json"])
+    content["model"]["vocab"] |= {f"<{n}>": n + BYTE_PAIR.size for n in range(100_000)}
+    sizes = {"vocab_size": 110_000, "hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 8}
+    write_model(tmp_path, "mistral", random_tensors("mistral", **sizes), **sizes)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text('{"fix_mistral_regex": true, "eos_token": "<|endoftext|>"}')
+    assert "fix_mistral_regex is true; valid: false, or a tokenizer.json with that rule" in refusal(tmp_path)
+    write_tokenizer(load_tokenizer(tmp_path), 64, tmp_path, "mistral")
+    assert open_source(tmp_path).tokenizer == load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("kind", "files", "words"),
     [
@@ -129,3 +153,32 @@ def test_settings_of_a_wordpiece_that_came_without(text: str, wanted: tuple[str,
     write_tokenizer(Tokenizer(text), 64, tmp_path, "bert")
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert (settings["tokenizer_class"], settings.get("do_lower_case")) == wanted and settings["mask_token"] == "[MASK]"
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "wanted"),
+    [
+        ("gpt2", {}, None),
+        ("gpt2", {"tokenizer_class": "GPT2TokenizerFast", "pad_token": "<|endoftext|>"}, None),
+        ("gpt2", {"tokenizer_class": "GPT2Tokenizer", "pad_token": {"content": "a", "lstrip": True}}, None),
+        ("gpt2", {"tokenizer_class": "Qwen2Tokenizer"}, {"tokenizer_class": "PreTrainedTokenizerFast"}),
+        ("gpt2", {"auto_map": {"AutoTokenizer": ["a.B", None]}}, {"tokenizer_class": "PreTrainedTokenizerFast"}),
+        ("llama", {}, None),
+        ("llama", {"tokenizer_class": "LlamaTokenizer"}, {"padding_side": "left"}),
+        ("olmoe", {}, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}),
+        ("qwen2", {}, {"auto_map": {"AutoTokenizer": [None, "whole_tokenizer.WholeTokenizer"]}}),
+        ("qwen3", {"tokenizer_class": "TokenizersBackend"}, None),
+    ],
+)
+def test_settings_for_the_reader_of_an_export(
+    kind: str, settings: dict[str, object], wanted: dict[str, object] | None, tmp_path: Path
+) -> None:
+    """They stay as they came where `transformers` takes the tokenizer as it is."""
+    tokenizer = BYTE_PAIR.with_files({"tokenizer_config.json": json.dumps(settings)})
+    write_tokenizer(tokenizer, 64, tmp_path, kind)
+    found = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    if wanted is None:
+        assert (tmp_path / "tokenizer_config.json").read_text() == json.dumps(settings)
+    else:
+        assert wanted.items() <= found.items() and ("auto_map" in found) == (kind == "qwen2")
+    assert load_tokenizer(tmp_path) == tokenizer

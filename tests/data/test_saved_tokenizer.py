@@ -125,6 +125,11 @@ def test_a_vocabulary_with_holes_and_another_end(tmp_path):
             {"added_tokens_decoder": {"1": {"content": "<s>", "lstrip": "no"}}},
             "added_tokens_decoder: lstrip of '<s>' is not true or false; valid: true or false",
         ),
+        (
+            "tokenizer_config.json",
+            {"fast_tokenizer_files": ["tokenizer.json", "tokenizer.5.0.0.json"]},
+            'fast_tokenizer_files is ["tokenizer.json", "tokenizer.5.0.0.json"]; valid: tokenizer.json alone',
+        ),
         ("special_tokens_map.json", {"image_token": {"lstrip": True}}, "image_token is not a token; valid: the text"),
         ("added_tokens.json", {"<a>": "7"}, "'<a>' has no id; valid: an object of token: id"),
         ("tokenizer_config.json", {"eos_token": None}, "no eos_token; valid: a token of tokenizer.json as eos_token"),
