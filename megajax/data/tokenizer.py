@@ -1,7 +1,8 @@
 """Convert text to token ids and back, with any tokenizer of the package `tokenizers`, given as a `tokenizer.json`."""
 
+import contextlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ class Tokenizer:
         own: dict[str, int] = self._core.get_vocab(with_added_tokens=True)
         if not own or max(own.values()) >= MOST_IDS:
             raise UserError(f"{file}: no vocabulary; valid: tokens with ids from 0 to {MOST_IDS - 1}")
-        settings.declared.add_to(self._core)
+        with _package_errors(file):  # it normalizes the tokens
+            settings.declared.add_to(self._core)
         self.vocabulary: dict[str, int] = self._core.get_vocab(with_added_tokens=True)  # token -> id
         self.size = max(self.vocabulary.values()) + 1  # number of ids that a model needs
         named = settings.declared.named(self._core)
@@ -185,12 +187,19 @@ class Tokenizer:
 def _core(text: str, file: Path) -> Any:
     from tokenizers import Tokenizer as Core
 
-    try:
+    with _package_errors(file):
         core = Core.from_str(text)
         core.no_padding()
         core.no_truncation()
         core.encode("a")
         return core
+
+
+@contextlib.contextmanager
+def _package_errors(file: Path) -> Iterator[None]:
+    """Turn errors of the package `tokenizers` into one line."""
+    try:
+        yield
     except BaseException as error:  # errors inside the package are not derived from Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise

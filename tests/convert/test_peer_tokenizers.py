@@ -213,15 +213,20 @@ SPELLINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_tokens_declared_beside_the_tokenizer(spelling: str, tmp_path: Path) -> None:
     """In the vocabulary or new, with each of their flags, also where texts are normalized, and after they are saved."""
-    for number, (kind, normalizer) in enumerate((("llama3", None), ("qwen", "Lowercase"), ("mistral", None))):
-        for words in (), (USER,), (USER, NEW):
-            folder = declare(tmp_path / f"{number} {len(words)}", kind, words, normalizer, **SPELLINGS[spelling])
-            theirs, tokenizer = both(folder)
-            for text in SPOKEN:
-                assert tokenizer.encode(text) == theirs(text, add_special_tokens=False).input_ids, (kind, words, text)
-            assert tokenizer.vocabulary == theirs.get_vocab() and tokenizer.size == len(theirs)
-            tokenizer.save(folder / "again")
-            assert load_tokenizer(folder / "again") == tokenizer
+    kinds = [
+        ("llama3", None, ()),
+        ("qwen", "Lowercase", ()),
+        ("qwen", "Lowercase", (USER,)),
+        ("mistral", None, (USER, NEW)),
+    ]
+    for number, (kind, normalizer, words) in enumerate(kinds):
+        folder = declare(tmp_path / str(number), kind, words, normalizer, **SPELLINGS[spelling])
+        theirs, tokenizer = both(folder)
+        for text in SPOKEN:
+            assert tokenizer.encode(text) == theirs(text, add_special_tokens=False).input_ids, (kind, words, text)
+        assert tokenizer.vocabulary == theirs.get_vocab() and tokenizer.size == len(theirs)
+        tokenizer.save(folder / "again")
+        assert load_tokenizer(folder / "again") == tokenizer
 
 
 def test_tokens_that_a_class_has_of_its_own(tmp_path: Path) -> None:
