@@ -80,7 +80,7 @@ def _check_settings(folder: Path, tokenizer: Tokenizer) -> None:
         if settings[name] is not decided:
             given, valid = json.dumps(settings[name])[:80], json.dumps(decided)
             raise UserError(f"{folder / CONFIG}: {name} is {given}; valid: {valid}, as the tokenizer itself")
-    model = reading.read_json(folder / MODEL)
+    model = reading.read_json(folder / MODEL) if reading.is_file(folder / MODEL) else {}
     is_old = not re.match(r"[5-9]|\d\d", str(model.get("transformers_version")))
     if settings.get(MISTRAL) is True and tokenizer.size > _LARGE and is_old and model.get("model_type") == "mistral":
         raise UserError(f"{folder / CONFIG}: {MISTRAL} is true; valid: false, or a tokenizer.json with that rule")
