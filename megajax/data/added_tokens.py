@@ -133,8 +133,7 @@ def _take_map(found: Declared, content: dict[str, Any], file: Path) -> None:
         found.specific |= extra
         found.extra = None
     elif extra is not None:
-        there = found.extra or []
-        found.extra = [*there, *(token for token in extra if token not in there)]
+        found.extra = list(dict.fromkeys([*(found.extra or ()), *extra]))
     if isinstance(older, list):
         found.older = older
 

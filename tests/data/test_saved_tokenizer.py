@@ -108,7 +108,7 @@ def test_a_vocabulary_with_holes_and_another_end(tmp_path):
 
 def test_tokens_declared_in_the_settings(saved):
     """They become tokens, which takes part in whether tokenizers are the same; test_peer_tokenizers.py has more."""
-    kind, folder, tokenizer = saved
+    _, folder, tokenizer = saved
     text = "a  <|user|>b"
     for name, content in {
         "tokenizer_config.json": {"additional_special_tokens": ["<|user|>"]},
