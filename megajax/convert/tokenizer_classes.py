@@ -81,6 +81,8 @@ def _is_built(name: str, tokenizer: Tokenizer, settings: dict[str, Any]) -> bool
     there = all(role in settings or token in tokenizer.vocabulary for role, token in DEFAULTS[name].items())
     if not there or not decoder.items() <= tokenizer.part("decoder").items():
         return False
+    if name == "Qwen2Tokenizer" and tokenizer.has_special_flags:  # it makes special tokens plain
+        return False
     added = [] if DECODER in settings else sorted(content.get("added_tokens") or (), key=lambda token: token["id"])
     model = rules["model"] | {part: content["model"][part] for part in ("vocab", "merges") if part in content["model"]}
     built = json.dumps(content | rules | {"model": model, "added_tokens": added})

@@ -61,7 +61,6 @@ class Declared:
     added: dict[int, Token] = field(default_factory=dict)  # by id; only the order matters if the vocabulary has others
     is_whole: bool = False  # `added` takes the place of the list in tokenizer.json
     defaults: dict[str, str] = field(default_factory=dict)  # for missing roles, if the vocabulary has the token
-    is_plain: bool = False  # named and extra tokens lose their flags
 
     def named(self, core: Any) -> dict[str, Token]:
         """Tokens by role and by other names, for a tokenizer of the package `tokenizers`."""
@@ -87,8 +86,6 @@ class Declared:
         tokens = [_filled(token) for token in marked]
         if not set(own.values()).issuperset(tokens):
             core.add_tokens([AddedToken(token.content, **token.flags) for token in tokens])
-        if self.is_plain:
-            core.add_tokens([AddedToken(token.content, special=True) for token in (*named, *(extra or ()))])
 
 
 def read_declared(config: dict[str, Any], special: dict[str, Any], added: dict[str, Any], folder: Path) -> Declared:
@@ -102,8 +99,7 @@ def read_declared(config: dict[str, Any], special: dict[str, Any], added: dict[s
         known = {token.content for token in there if token.given != "object"}  # as there
         found.added = _of_older(added, known, folder / ADDED)
     name = config.get("tokenizer_class")
-    name = name.removesuffix("Fast") if isinstance(name, str) else ""
-    found.defaults, found.is_plain = DEFAULTS.get(name, {}), name == "Qwen2Tokenizer"
+    found.defaults = DEFAULTS.get(name.removesuffix("Fast"), {}) if isinstance(name, str) else {}
     return found
 
 

@@ -139,6 +139,12 @@ class Tokenizer:
         """Special tokens, which become one token when they are spelled out in a text."""
         return [token.content for token in self._core.get_added_tokens_decoder().values() if token.special]
 
+    @property
+    def has_special_flags(self) -> bool:
+        """Whether some special token is not found in every place where a text spells it out, or takes spaces too."""
+        special = [token for token in self._core.get_added_tokens_decoder().values() if token.special]
+        return any(token.normalized or token.lstrip or token.rstrip or token.single_word for token in special)
+
     def num_bytes(self, ids: npt.NDArray[np.integer]) -> int | None:
         """UTF-8 bytes of the normalized text of these ids, without special tokens; None if the tokenizer is neither
         byte-level nor has a byte fallback."""

@@ -230,12 +230,12 @@ def test_tokens_declared_beside_the_tokenizer(spelling: str, tmp_path: Path) -> 
 
 
 def test_tokens_that_a_class_has_of_its_own(tmp_path: Path) -> None:
-    """GPT2Tokenizer's end of text is special though the files do not say so; Qwen2Tokenizer's tokens lose flags."""
+    """GPT2Tokenizer's end of text is special though the files do not say so."""
     tokenizer = train_tokenizer(TEXTS, 300)
     content = json.loads(tokenizer.files["tokenizer.json"]) | {"added_tokens": []}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     settings = {"additional_special_tokens": [typed("<|b|>", lstrip=True, special=True)], "pad_token": "<|b|>"}
-    for name in "GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast", "Qwen2Tokenizer":
+    for name in "GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast":
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": name}))
         theirs, own = both(tmp_path)
         assert own.encode("a<|endoftext|>b  <|b|>") == theirs("a<|endoftext|>b  <|b|>").input_ids
