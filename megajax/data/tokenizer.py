@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megajax.data.files import write_atomically
+from megajax.data.probing import check_rules, core
 from megajax.data.tokenizer_settings import GENERATION, NO_SETTINGS, SINGLE, TokenizerSettings, parsed_object
 from megajax.errors import UserError
 
@@ -35,7 +36,8 @@ class Tokenizer:
     def __init__(self, text: str, settings: TokenizerSettings = NO_SETTINGS, folder: Path = Path()) -> None:
         file = folder / SINGLE
         self._content = parsed_object(text, file)
-        self._core = _core(text, file)
+        check_rules(self._content, file)
+        self._core = core(text, file)
         self._core.encode_special_tokens = settings.splits_special
         own: dict[str, int] = self._core.get_vocab(with_added_tokens=True)
         if not own or max(own.values()) >= MOST_IDS:
@@ -182,17 +184,6 @@ class Tokenizer:
         model = {name: value for name, value in content["model"].items() if value}
         splits = self._settings.splits_special
         return model, content["normalizer"], content["pre_tokenizer"], content["added_tokens"], splits
-
-
-def _core(text: str, file: Path) -> Any:
-    from tokenizers import Tokenizer as Core
-
-    with _package_errors(file):
-        core = Core.from_str(text)
-        core.no_padding()
-        core.no_truncation()
-        core.encode("a")
-        return core
 
 
 @contextlib.contextmanager
