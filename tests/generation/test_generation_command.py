@@ -17,6 +17,7 @@ from tiny import tiny_config, tiny_program, user_error
 
 from megajax.cli import main
 from megajax.config import to_toml
+from megajax.data.chat import Chat
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import named_tokenizer, train_tokenizer
 from megajax.errors import UserError
@@ -172,7 +173,9 @@ def test_variables_of_the_template(chatting, tmp_path):
     (template,) = [file for file in (run / "data" / "tokenizer").iterdir() if "[INST]" in file.read_text()]
     template.write_text("{{ messages[-1].content }} {{ mood }}")
     writer = Writer(run, "latest", GenerateOptions(), {}, chat=True, template_args={"mood": "gladly"})
-    assert writer._ids([{"role": "user", "content": "Which day?"}], "it") == tokenizer.encode("Which day? gladly")
+    assert writer._ids(Chat([{"role": "user", "content": "Which day?"}], "it"), "it") == tokenizer.encode(
+        "Which day? gladly"
+    )
 
 
 def test_a_run_must_be_named(command):
