@@ -7,7 +7,6 @@ from pathlib import Path
 from megajax.data.inputs import check_input
 from megajax.errors import UserError
 from megajax.host.paths import check_place
-from megajax.host.transcript import printable
 from megajax.options import Option, Range
 from megajax.preparation.options import PrepareOptions
 from megajax.runs.ownership import check_outside_runs
@@ -67,6 +66,6 @@ def main(argv: Sequence[str]) -> None:
     finally:
         show.close()
     if args.json:
-        print(printable(json.dumps(found, ensure_ascii=False)))
+        print(json.dumps(found))
     else:
         print_table(found, Console())

@@ -54,11 +54,10 @@ def check_path(path: str | Path, name: str) -> None:
 def check_place(path: str | Path, name: str) -> None:
     """Check that a file or folder can be created at a path, or written if it exists; `name` as in `check_path`."""
     check_path(path, name)
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{name} {str(path)!r}; valid: a path in UTF-8") from None
     place = Path(path).absolute()
+    if os.fsencode(place) != str(place).encode(errors="replace"):  # C++ libraries assume UTF-8 in every locale
+        valid = "a path in UTF-8, or in ASCII if the locale has another encoding"
+        raise UserError(f"{name} {str(place)!r}; valid: {valid}")
     if not os.path.lexists(place) and len(os.fsencode(place.name)) > _LONGEST_NEW:
         raise UserError(f"{name} {place.name[:100]}…: the name is too long; valid: at most {_LONGEST_NEW} bytes")
     folder = next(found for found in (place, *place.parents) if found.is_dir() or os.path.lexists(found))

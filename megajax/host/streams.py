@@ -1,4 +1,5 @@
-"""Standard output and standard error, which may be closed, full, or a lost terminal."""
+"""Standard output and standard error, which may be closed, full, a lost terminal, or in an encoding that lacks a
+character."""
 
 import contextlib
 import io
@@ -11,6 +12,8 @@ from megajax.errors import shortened
 from megajax.host.transcript import printable, transcript
 
 _SHOW_CURSOR = b"\x1b[?25h"  # progress bars hide it
+_ESCAPES = "backslashreplace"
+_RAISE = ("strict", "surrogateescape", "surrogatepass")  # how streams handle characters that cannot be encoded
 
 
 class _Descriptor(io.FileIO):
@@ -91,7 +94,7 @@ def print_final_error(text: str) -> None:
         stderr = os.dup(2)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         cursor = _SHOW_CURSOR if os.isatty(stderr) else b""
-        os.write(stderr, cursor + f"{text}\n".encode())
+        os.write(stderr, cursor + f"{text}\n".encode(sys.stderr.encoding or "utf-8", _ESCAPES))
 
 
 def _open_closed() -> None:
@@ -105,15 +108,16 @@ def _open_closed() -> None:
 
 
 def _text(stream: TextIO | None, descriptor: _Descriptor) -> TextIO:
-    """A text stream with the settings of `stream`, which is None if the descriptor was closed."""
+    """A text stream with the settings of `stream`, which is None if the descriptor was closed; it escapes what cannot
+    be encoded instead of raising."""
     if stream is None:
-        return io.TextIOWrapper(io.BufferedWriter(descriptor), encoding="utf-8", errors="backslashreplace")
+        return io.TextIOWrapper(io.BufferedWriter(descriptor), encoding="utf-8", errors=_ESCAPES)
     stream.flush()
     assert isinstance(stream, io.TextIOWrapper)
     return io.TextIOWrapper(
         io.BufferedWriter(descriptor),
         encoding=stream.encoding,
-        errors=stream.errors,
+        errors=_ESCAPES if stream.errors in _RAISE else stream.errors,
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )

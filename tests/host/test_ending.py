@@ -3,6 +3,7 @@
 import os
 import pty
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -175,6 +176,46 @@ OPTIONAL = "streams.output.is_optional(); print('one', flush=True); print('two',
 def test_streams_that_are_closed_or_full(where: str, main: str, code: int, error: str) -> None:
     """The text of a command that cannot be written is an error, unless the command goes on without it."""
     assert finish(start(main, "sh", "-c", f'"$@" {where}', "sh")) == (code, error)
+
+
+def made_locale(folder: Path) -> Path:
+    """A locale whose encoding is ISO-8859-1, named `x` in the folder."""
+    if not (localedef := shutil.which("localedef")):
+        pytest.skip("needs localedef")
+    subprocess.run([localedef, "-i", "POSIX", "-f", "ISO-8859-1", folder / "x"], capture_output=True)
+    if not (folder / "x").exists():
+        pytest.skip("needs the sources of locales (on Debian in the package locales)")
+    return folder
+
+
+PRINTS = """\
+import rich.console
+text = 'a\\xe9\\u540d'
+print(text, flush=True)
+rich.console.Console(force_terminal=True, color_system=None).print(text)
+streams.warn(text)
+raise UserError(text)
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ("PYTHONIOENCODING=latin-1", b"a\xe9\\u540d"),
+        ("LC_ALL=x LOCPATH={}", b"a\xe9\\u540d"),
+        ("LC_ALL=C PYTHONCOERCECLOCALE=0 PYTHONUTF8=0", b"a\\xe9\\u540d"),
+    ],
+)
+def test_characters_that_the_encoding_lacks_are_escaped(settings: str, text: bytes, tmp_path: Path) -> None:
+    """Also where rich prints, and in the last line, which is written without a stream."""
+    if "{}" in settings:
+        settings = settings.format(made_locale(tmp_path))
+    out, err = tmp_path / "out", tmp_path / "err"
+    with out.open("wb") as to, err.open("wb") as errors:
+        process = start(PRINTS, "env", *settings.split(), out=to.fileno(), err=errors.fileno())
+    assert process.wait(60) == 2
+    assert out.read_bytes() == 2 * (text + b"\n")
+    assert err.read_bytes() == text + b"\nerror: " + text + b"\n"
 
 
 def test_a_reader_that_is_gone_is_no_error() -> None:

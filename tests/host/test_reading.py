@@ -186,6 +186,13 @@ def test_places_that_nothing_can_be_made_at(tmp_path: Path) -> None:
     check_place(tmp_path / ("a" * 200), "--flag")
 
 
+def test_names_in_another_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A locale with ISO-8859-1, where tensorstore would write elsewhere."""
+    monkeypatch.setattr(os, "fsencode", lambda path: str(path).encode("iso8859-1"))
+    assert "in ASCII if the locale has another encoding" in problem(check_place, tmp_path / "é")
+    check_place(tmp_path / "e", "--flag")
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_folders_that_may_not_be_entered_or_written(tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0)
