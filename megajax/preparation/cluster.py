@@ -13,9 +13,11 @@ import logging
 import os
 import platform
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future, wait
+from pathlib import Path
 from typing import Any
 
 from megajax.errors import RunError, UserError
@@ -23,11 +25,13 @@ from megajax.host import reading
 from megajax.host.remote import reason
 from megajax.host.signals import held_back
 from megajax.host.streams import warn
+from megajax.preparation.outputs import read_json
 from megajax.preparation.workers import Done, Workers, perform
 
 _PATIENCE = 300.0  # seconds to wait for a lost scheduler
-_CONNECT = 10.0  # seconds for one attempt
+_CONNECT, _CONNECT_LOCALLY = 10.0, 120.0  # seconds for one attempt; on a busy machine
 _CLOSE = 60.0  # seconds to wait until a local cluster has ended
+_GRACE = 2.0  # seconds more until a scheduler counts as silent
 _WAIT = 5.0  # seconds between two counts of the workers
 _AHEAD = 4  # submitted tasks per thread of the cluster
 # By default Dask samples every thread 100 times per second and checks every event loop 50 times.
@@ -45,12 +49,13 @@ def connected(cluster: str) -> Iterator[Workers]:
         raise UserError(f"--cluster {cluster}: {problem}; valid: pip install 'megajax[cluster]'")
     logging.getLogger("distributed").setLevel(logging.CRITICAL)  # errors are reported here, in one line
     with contextlib.ExitStack() as stack:
+        patience = _CONNECT
         if cluster.startswith("local:"):
             local = _LOCAL.fullmatch(cluster)
             if not local:
                 raise UserError(f"--cluster {cluster}; valid: local:1 to local:9999, the number of workers")
-            cluster = stack.enter_context(_local(int(local[1])))
-        workers = _Dask(cluster)
+            cluster, patience = stack.enter_context(_local(int(local[1]))), _CONNECT_LOCALLY
+        workers = _Dask(cluster, patience)
         stack.callback(workers.close)
         yield workers
 
@@ -61,7 +66,7 @@ def _local(count: int) -> Iterator[str]:
     import dask
     from distributed import LocalCluster
 
-    patient = {f"distributed.comm.timeouts.{name}": "120s" for name in ("connect", "tcp")}  # on a busy machine
+    patient = {f"distributed.comm.timeouts.{name}": _CONNECT_LOCALLY for name in ("connect", "tcp")}
     with (
         dask.config.set(patient | _QUIET),
         held_back(),
@@ -84,13 +89,13 @@ def _local(count: int) -> Iterator[str]:
 class _Dask(Workers):
     shared = True
 
-    def __init__(self, cluster: str) -> None:
+    def __init__(self, cluster: str, patience: float) -> None:
         super().__init__()
-        self._cluster = cluster
+        self._cluster, self._patience = cluster, patience
         self._threads, self._counted = 1, 0.0
         try:
             self._client = self._connect()
-        except (OSError, ValueError) as error:
+        except Exception as error:  # of many kinds
             problem = f"no scheduler answers: {reason(error)}"
             raise UserError(f"--cluster {cluster}: {problem}; {_VALID}") from None
 
@@ -102,9 +107,20 @@ class _Dask(Workers):
     def _connect(self) -> Any:
         from distributed import Client
 
-        where = {"scheduler_file": self._cluster} if reading.is_file(self._cluster) else {"address": self._cluster}
+        address = _address(self._cluster)
+        found = Future[Any]()
+
+        def connect() -> None:
+            try:
+                found.set_result(Client(address, timeout=self._patience, set_as_default=False))
+            except Exception as error:
+                found.set_exception(error)
+
         with held_back():
-            return Client(**where, timeout=_CONNECT, set_as_default=False)
+            threading.Thread(target=connect, daemon=True).start()
+        if not wait([found], self._patience + _GRACE).done:  # Dask does not limit the time until the first answer
+            raise OSError(f"nothing in {self._patience + _GRACE:.0f} s")
+        return found.result()
 
     def _map(self, function: Callable[..., Any], pieces: Iterable[tuple[Any, ...]]) -> Iterator[Done]:
         running = collections.deque[list[Any]]()  # [piece, its future]
@@ -164,13 +180,24 @@ class _Dask(Workers):
             try:
                 self._client = self._connect()
                 return
-            except (OSError, ValueError) as error:
+            except Exception as error:
                 if time.monotonic() > until:
                     raise RunError(
                         f"--cluster {self._cluster}: the scheduler is lost ({reason(error)}); rerun the command "
                         "to resume"
                     ) from None
                 time.sleep(1)
+
+
+def _address(cluster: str) -> str:
+    """The address of a scheduler, which may be in a file that it has written."""
+    if not reading.is_file(cluster):
+        return cluster
+    found = read_json(Path(cluster))
+    address = found.get("address") if isinstance(found, dict) else None
+    if not isinstance(address, str):
+        raise ValueError("this file holds no address of one")
+    return address
 
 
 def _perform(environment: tuple[str, ...], function: Callable[..., Any], piece: tuple[Any, ...]) -> Done:

@@ -7,6 +7,7 @@ import operator
 import os
 import resource
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import CancelledError
@@ -102,28 +103,42 @@ def test_a_scheduler_that_is_lost_and_comes_again(monkeypatch):
     monkeypatch.setattr(cluster._Dask, "_connect", connect)
     monkeypatch.setattr(cluster, "warn", said.append)
     monkeypatch.setattr(cluster.time, "sleep", lambda _: None)
-    workers = cluster._Dask("tcp://somewhere:1")
+    workers = cluster._Dask("tcp://somewhere:1", 1.0)
     assert list(workers.run("a stage", operator.neg, ((number,) for number in range(12)))) == [-n for n in range(12)]
     assert said == ["the scheduler of tcp://somewhere:1 is lost; waiting for it"] * 2
     assert schedulers[0].given == 8 and schedulers[1].given == 5
 
     monkeypatch.setattr(cluster, "_PATIENCE", -1)
     connections = iter([Scheduler(1), OSError("refused")])
-    workers = cluster._Dask("tcp://somewhere:1")
+    workers = cluster._Dask("tcp://somewhere:1", 1.0)
     with pytest.raises(RunError, match=r"^--cluster tcp://\S+: the scheduler is lost \(refused\); rerun the command"):
         list(workers.run("a stage", operator.neg, [(1,), (2,)]))
 
 
 @NEEDS_DASK
 def test_where_no_scheduler_answers(tmp_path, monkeypatch):
+    """Nobody listens, something else does and is silent, or a file holds no address: one line, soon."""
     monkeypatch.setattr(cluster, "_CONNECT", 0.2)
+    monkeypatch.setattr(cluster, "_GRACE", 0.1)
     (tmp_path / "scheduler.json").write_text(json.dumps({"address": "tcp://127.0.0.1:9"}))
-    for where in "tcp://127.0.0.1:9", str(tmp_path / "scheduler.json"), "nonsense://a":
-        with (
-            pytest.raises(UserError, match=r"^--cluster \S+: no scheduler answers: .*; valid: a scheduler's address"),
-            cluster.connected(where),
-        ):
-            pass
+    odd = ["", "{}", "null", "[1]", '{"address": 3}', "[" * 1000, "\0"]
+    for number, content in enumerate(odd):
+        (tmp_path / f"{number}").write_text(content)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        for where, problem in {
+            "tcp://127.0.0.1:9": "Timed out .*",
+            tmp_path / "scheduler.json": "Timed out .*",
+            "nonsense://a": "unknown address scheme .*",
+            f"tls://{address}": "TLS .*",
+            **{tmp_path / f"{number}": "this file holds no address of one" for number in range(len(odd))},
+            f"tcp://{address}": "nothing in 0 s",
+        }.items():
+            with (
+                pytest.raises(UserError, match=rf"^--cluster \S+: no scheduler answers: {problem}; valid: a scheduler's"),
+                cluster.connected(str(where)),
+            ):
+                pass
 
 
 @pytest.mark.parametrize(
