@@ -7,6 +7,7 @@ Exit codes: 0 done; 2 a user's mistake; 1 any other error; 128 + signal for SIGT
 import contextlib
 import datetime
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -75,6 +76,8 @@ def _outcome(main: Callable[[], None]) -> tuple[int, str | None]:
             return 0, None
         if behind := _stop_behind(error):
             return 128 + behind.number, str(behind)
+        if _GONE.search(str(error)):
+            return 1, "error: lost another process, which was killed or ended first; rerun the command"
         return 1, f"error: {_plain(error)}; {_where_the_trace_is(error)}"
 
 
@@ -111,12 +114,25 @@ def _where_the_trace_is(error: BaseException) -> str:
     """Write the full traceback to a file; returns the end of the last line, which names it."""
     text = "\n".join(["".join(traceback.format_exception(error)), *_of_threads])
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    for folder in filter(None, (Exit.traces, Path(tempfile.gettempdir()))):
+    for folder in _folders_for_traces():
         file = folder / f"error-{now}-{os.getpid()}.txt"
         with contextlib.suppress(OSError):
             file.write_text(text, encoding="utf-8", errors="backslashreplace")
             return f"the traceback is in {file}"
-    return "its traceback could not be written"
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"raised at {place.filename}:{place.lineno}; its traceback could not be written"
+
+
+def _folders_for_traces() -> Iterator[Path]:
+    if Exit.traces:
+        yield Exit.traces
+    with contextlib.suppress(OSError):  # no temporary folder is writable
+        yield Path(tempfile.gettempdir())
+
+
+def says_lost(error: BaseException) -> bool:
+    """Whether an error says that another process is lost, or at least that its answer is missing."""
+    return any(word in str(error) for word in _LOST)
 
 
 def _plain(error: BaseException) -> str:
@@ -128,10 +144,11 @@ def _plain(error: BaseException) -> str:
         return "out of memory"
     if any(word in text for word in _DISK_FULL):
         return f"no space left on the disk ({text[:200]})"
-    if any(word in text for word in _LOST):
+    if says_lost(error):
         return f"lost another process ({text[:200]})"
     return f"the run ended: {type(error).__name__}: {text[:300]}"
 
 
+_GONE = re.compile(r"Gloo.*Connection (closed|reset) by peer|Gloo.*Broken pipe", re.DOTALL)
 _LOST = ("Gloo", "gloo", "Connection closed by peer", "heartbeat", "NCCL", "coordination service")
 _DISK_FULL = ("No space left on device", "ENOSPC")

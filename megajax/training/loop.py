@@ -93,8 +93,9 @@ class Trainer:
             self.log.close()
             self.watchdog.close()
             raise
-        except BaseException:  # other processes may be gone, so do nothing that needs them
+        except BaseException as error:  # other processes may be gone, so do nothing that needs them
             self.log.close()
+            self.watchdog.explain(error)
             raise
         self.checkpoints.close()
         self.watchdog.close()

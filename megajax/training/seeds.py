@@ -11,7 +11,7 @@ from megajax.data.files import write_atomically
 from megajax.errors import UserError
 from megajax.host import reading
 from megajax.host.processes import on_first_process, say
-from megajax.runs.metrics import DEV, is_of_dev, read_metrics
+from megajax.runs.metrics import DEV, read_metrics
 from megajax.runs.ownership import check_outside_runs, marked_format
 from megajax.settings.launch import start
 from megajax.tasks.registry import TASKS
@@ -70,17 +70,17 @@ def _check_folder(folder: Path) -> None:
         raise UserError(f"{file} was not written by --seeds; valid: another --run-dir, or another name for that file")
 
 
-def _dev(run_dir: Path) -> dict[str, Any]:
-    """The figures of a finished run on its dev records, and their step."""
-    records = [record for record in read_metrics(run_dir) if is_of_dev(record)]
+def _dev(run_dir: Path, figure: str) -> dict[str, Any]:
+    """The figures of a finished run on its dev records, of which `figure` is one, and their step."""
+    records = [record for record in read_metrics(run_dir) if record.get(f"{DEV}{figure}") is not None]
     if not records:
-        raise UserError(f"{run_dir / 'metrics.jsonl'} has no dev results; valid: rerun the command")
+        raise UserError(f"{run_dir / 'metrics.jsonl'} has no finite {DEV}{figure}; valid: rerun the command")
     return {name.removeprefix(DEV): value for name, value in records[-1].items()}
 
 
 def _report(config: Config, folder: Path, runs: list[Config]) -> None:
-    done = {own.seed: _dev(Path(own.run_dir)) for own in runs}
     figure = TASKS[config.task.name].figure
+    done = {own.seed: _dev(Path(own.run_dir), figure) for own in runs}
     ranked = sorted(runs, key=lambda own: done[own.seed][figure])
     middle = ranked[(len(ranked) - 1) // 2]
     median = middle.seed

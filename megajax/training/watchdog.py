@@ -12,13 +12,15 @@ from pathlib import Path
 
 import jax
 
+from megajax.errors import RunError
 from megajax.host import reading
-from megajax.host.ending import fail
+from megajax.host.ending import fail, says_lost
 from megajax.host.paths import identity
 
 FOLDER = "processes"
 COMPUTING, COMPILING = "computing", "compiling"  # during either a process may be waiting for others
 _LOOKS_EVERY, _WRITTEN_EVERY, _GRACE, _FROZEN_AFTER = 0.5, 5.0, 2.0, 30.0  # seconds
+_RESUMES = "rerun the command to resume from the newest checkpoint"
 _SLOWEST = 10  # a step may take this many times the longest one so far
 
 
@@ -58,7 +60,8 @@ class Watchdog:
         self._stamps: dict[int, tuple[int, float]] = {}  # when each process's file was written, and when we saw that
         self._heard: set[int] = set()  # processes whose file changed since this start; others' may be from earlier ones
         self._listen(self._since, first=True)
-        if self._count > 1 and patience:
+        self._watches = self._count > 1 and patience > 0
+        if self._watches:
             threading.Thread(target=self._watch, daemon=True).start()
 
     def at(self, step: int, doing: str) -> None:
@@ -71,6 +74,14 @@ class Watchdog:
     def close(self) -> None:
         """Stop watching."""
         self._ended.set()
+
+    def explain(self, error: BaseException) -> None:
+        """Raise `RunError` with the name of the lost process, if `error` says that one is lost."""
+        if self._watches and says_lost(error):
+            asked = time.monotonic()
+            self._hear_all()
+            if lost := self._lost(asked):
+                raise RunError(f"{lost}; {_RESUMES}") from None
 
     def _watch(self) -> None:
         written = 0.0
@@ -88,7 +99,7 @@ class Watchdog:
                 asked, suspected = now, self._since
                 self._hear_all()
                 if not self._ended.is_set() and self._since == suspected:
-                    fail(f"{self._guilty(asked)}; rerun the command to resume from the newest checkpoint")
+                    fail(f"{self._guilty(asked)}; {_RESUMES}")
 
     def _hear_all(self) -> None:
         """Give other processes time to report again, and keep reporting meanwhile."""
@@ -113,20 +124,40 @@ class Watchdog:
 
     def _guilty(self, asked: float) -> str:
         """Which process hangs: one silent since `asked`, else one that waits for no other, else the slowest."""
-        known = {number: status for number in sorted(self._heard) if (status := read_status(self._file(number)))}
-        silent = [number for number in known if self._stamps[number][1] < asked]
-        busy = [number for number, status in known.items() if status.doing not in (COMPUTING, COMPILING)]
-        behind = [number for number in known if known[number].step == min(status.step for status in known.values())]
+        if lost := self._lost(asked):
+            return lost
+        known = self._reports()
         if not known:
             return f"none of the {self._count} processes has reported since step {self._step}"
-        number = next(iter(silent or busy or behind))
-        status, quiet = known[number], time.monotonic() - self._stamps[number][1]
+        busy = [number for number, status in known.items() if status.doing not in (COMPUTING, COMPILING)]
+        behind = [number for number in known if known[number].step == min(status.step for status in known.values())]
+        number = next(iter(busy or behind))
+        who, where = self._described(number, known[number])
+        return f"{who} has been hanging {where} for {known[number].seconds + self._silence(number):.0f} s"
+
+    def _lost(self, asked: float) -> str:
+        """The process that has been silent for longest, if any is since `asked`; else empty."""
+        known = self._reports()
+        silent = [number for number in known if self._stamps[number][1] < asked]
+        if not silent:
+            return ""
+        number = max(silent, key=self._silence)
+        who, where = self._described(number, known[number])
+        others = f"; {len(silent) - 1} more are silent too" if len(silent) > 1 else ""
+        return f"lost {who}, which was {where} and has not reported for {self._silence(number):.0f} s{others}"
+
+    def _reports(self) -> dict[int, Status]:
+        """What the processes that have been heard wrote last."""
+        return {number: status for number in sorted(self._heard) if (status := read_status(self._file(number)))}
+
+    def _described(self, number: int, status: Status) -> tuple[str, str]:
+        """Which process it is, and what it was doing."""
         who = f"process {number} of {self._count} on {status.host} (pid {status.pid})"
-        where = f"at step {status.step}, {status.doing}"
-        if silent:
-            others = f"; {len(silent) - 1} more are silent too" if len(silent) > 1 else ""
-            return f"lost {who}, which was {where} and has not reported for {quiet:.0f} s{others}"
-        return f"{who} has been hanging {where} for {status.seconds + quiet:.0f} s"
+        return who, f"at step {status.step}, {status.doing}"
+
+    def _silence(self, number: int) -> float:
+        """The seconds since a process reported."""
+        return time.monotonic() - self._stamps[number][1]
 
     def _listen(self, now: float, *, first: bool = False) -> None:
         for number in range(self._count):

@@ -154,8 +154,11 @@ def test_a_signal_to_one_process_where_the_batch_grows(commands: Commands, tmp_p
 
 
 @pytest.mark.full
-def test_a_process_that_stands_still_ends_the_other(commands: Commands, tmp_path: Path) -> None:
-    """Within patience; the last line names process 1, its host and pid, and the step."""
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_process_that_stands_still_or_is_killed_ends_the_other(
+    commands: Commands, tmp_path: Path, how: signal.Signals
+) -> None:
+    """Within patience, or soon; the last line names process 1, its host and pid, and the step."""
     run = tmp_path / "run"
     flags = ("--simulate-devices", 4, *MESH, "--train.steps", 10**6, "--train.eval-every", 10**6)
     line = ("train.py", commands.preset, "--run-dir", run, *flags, "--distributed.patience", 5)
@@ -164,13 +167,16 @@ def test_a_process_that_stands_still_ends_the_other(commands: Commands, tmp_path
         while first.poll() is None and not (run / "processes" / "1.json").exists():
             time.sleep(0.1)
         time.sleep(6)  # each has said twice what it does, steps have run
-        second.send_signal(signal.SIGSTOP)
+        second.send_signal(how)
         stopped = time.monotonic()
         done = finish(first)
         assert done.code == 1 and time.monotonic() - stopped < 45, done
-        pattern = rf"error: (lost )?process 1 of 2 on {socket.gethostname()} \(pid {second.pid}\).* at step (\d+), .*"
+        lost = "lost " if how == signal.SIGKILL else "(lost )?"
+        who = rf"process 1 of 2 on {socket.gethostname()} \(pid {second.pid}\)"
+        pattern = rf"error: {lost}{who}.* at step (?P<step>\d+), .*"
         found = re.fullmatch(pattern, done.err.splitlines()[-1])
-        assert found and 0 < int(found[2]) <= len(records(run)) + 1, done.err
+        assert found and 0 < int(found["step"]) <= len(records(run)) + 1, done.err
+        assert not list(run.glob("error-*"))
     finally:
         second.kill()
         second.communicate()

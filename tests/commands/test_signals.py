@@ -6,6 +6,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from mistakes import assert_says, train_mistake
 from processes import Commands, Run
 from results import assert_same_checkpoint, checkpoint_steps, curve, records, validation
 
+from megajax.errors import RunError
 from megajax.host.signals import stop_signals
 from megajax.program.program import Program
 from megajax.program.train_step import train_step
@@ -102,28 +104,55 @@ def test_a_second_start_is_refused(commands: Commands, half: Run, tmp_path: Path
         lock.release()
 
 
+def other_process(run: Path, doing: str, monkeypatch: pytest.MonkeyPatch) -> tuple[watchdog.Watchdog, Callable]:
+    """The watchdog of this process, the first of two, which looks often; and a function with which the other, at step
+    6, reports."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for name, seconds in (("_LOOKS_EVERY", 0.05), ("_WRITTEN_EVERY", 0.1), ("_GRACE", 1.0)):
+        monkeypatch.setattr(watchdog, name, seconds)
+    (run / "processes").mkdir()
+    file = run / "processes" / "1.json"
+    status = json.dumps({"host": "far", "step": 6, "doing": doing, "seconds": 9.0, "pid": 7})
+
+    def report() -> None:
+        new = file.with_suffix(".partial")
+        new.write_text(status)
+        new.replace(file)
+
+    report()
+    dog = watchdog.Watchdog(run, 0.3)
+    report()  # the first was of an earlier start
+    return dog, report
+
+
+def test_a_lost_process_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of what Gloo says; while the other reports, and after other errors, nothing is."""
+    closed = RuntimeError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer [127.0.0.1]:33714")
+    dog, report = other_process(tmp_path, "computing", monkeypatch)
+    dog.at(6, "starting")
+    time.sleep(0.2)
+    dog.explain(KeyError("Glue"))
+    with pytest.raises(RunError, match=r"^lost process 1 of 2 on far \(pid 7\), which was at step 6, .*; rerun the"):
+        dog.explain(closed)
+    reports = threading.Thread(target=lambda: [(report(), time.sleep(0.05)) for _ in range(40)])
+    reports.start()
+    dog.explain(closed)
+    dog.close()
+    reports.join()
+
+
 @pytest.mark.parametrize("doing", ["loading its batch", "computing", "nothing"])
 def test_the_watchdog_names_who_hangs(doing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two processes, the one at the earlier step or not waiting for the other, or that says nothing any more."""
     said: list[str] = []
     monkeypatch.setattr(watchdog, "fail", lambda text: (said.append(text), dog.close()))
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    (tmp_path / "processes").mkdir()
-    other = {"host": "far", "step": 6, "doing": doing, "seconds": 9.0, "pid": 7}
-    file = tmp_path / "processes" / "1.json"
-    file.write_text(json.dumps(other))
-    for name, seconds in (("_LOOKS_EVERY", 0.05), ("_WRITTEN_EVERY", 0.1), ("_GRACE", 1.0)):
-        monkeypatch.setattr(watchdog, name, seconds)
-    dog = watchdog.Watchdog(tmp_path, 0.3)
-    file.write_text(json.dumps(other))  # the first was of an earlier start
+    dog, report = other_process(tmp_path, doing, monkeypatch)
     dog.at(6, "starting")
     dog.at(6 if doing != "computing" else 7, watchdog.COMPUTING)
     while not said:
         time.sleep(0.05)
         if doing != "nothing":
-            new = file.with_suffix(".partial")
-            new.write_text(json.dumps(other))
-            new.replace(file)
+            report()
     hangs = rf"process 1 of 2 on far \(pid 7\) has been hanging at step 6, {doing} for \d+ s; rerun the command"
     lost = r"lost process 1 of 2 on far \(pid 7\), which was at step 6, nothing and has not reported for \d s; "
     assert re.match(lost if doing == "nothing" else hangs, said[0])

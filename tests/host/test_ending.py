@@ -141,6 +141,16 @@ def test_a_deferred_signal_waits_and_a_second_does_not() -> None:
         ("raise OSError(2, 'None', '/a/' + 'b' * 70000)", 1, "error: /a/bbbbb"),
         ("raise UserError('--x ' + 'b' * 70000 + '; valid: 4')", 2, "error: --x bbbbb"),
         ("[[0] * 10**14]", 1, "error: out of memory; the traceback is in"),
+        (
+            "raise RuntimeError('UNKNOWN: Gloo all-reduce failed: [pair.cc] Connection closed by peer [::1]:3')",
+            1,
+            "error: lost another process, which was killed or ended first; rerun the command\n",
+        ),
+        (
+            "import tempfile; tempfile.gettempdir = lambda: open('/no/folder'); {}['a']",
+            1,
+            "error: the run ended: KeyError: 'a'; raised at <string>:7; its traceback could not be written\n",
+        ),
         ("sys.exit(3)", 3, ""),
     ],
 )
