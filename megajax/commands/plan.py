@@ -6,13 +6,14 @@ import gc
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megajax.commands.plots import check_plot, plot_atomically
 from megajax.config import MOST_SIMULATED, Config
 from megajax.errors import UserError
+from megajax.host.signals import Stopped, stop_signals
 from megajax.options import OneOf, Option, between
 from megajax.plan.h200 import compiles_for
 from megajax.plan.machines import MACHINES, Machine, peak_of
@@ -20,6 +21,9 @@ from megajax.settings.flags import MESH_FLAGS, Parser, add_flag
 from megajax.settings.launch import imagine_devices, peak_resident_bytes
 from megajax.settings.presets import load_preset, resolve
 from megajax.settings.validation import validate_imagined
+
+if TYPE_CHECKING:
+    from megajax.plan.compiled import Compilation
 
 _GPU = Option("gpu", str, "h100", "GPU to plan for", OneOf(MACHINES))
 _DEVICES = Option("devices", int, 0, "number of GPUs to search meshes for", between(1, 100_000))
@@ -66,7 +70,6 @@ def main(argv: Sequence[str]) -> None:
     compiles = not args.no_compile and (gpus or config.mesh.num_devices <= MOST_SIMULATED)
     imagine_devices(config, None if compiles and not gpus else 1)
 
-    from megajax.plan.compiled import Compilation
     from megajax.plan.memory import backend_of
     from megajax.plan.report import figures, text
     from megajax.program.one_layer import check_attention
@@ -74,10 +77,13 @@ def main(argv: Sequence[str]) -> None:
 
     if config.model.attention not in ("auto", "blocks"):
         check_attention(Program.abstract(config, backend_of(machine)))
-    compilation = Compilation(_scanned(config), gpus=gpus) if compiles else None
-    plan = figures(args.preset, config, machine, compilation)
-    plan |= {"seconds": time.perf_counter() - began, "peak_bytes": peak_resident_bytes()}
-    print(json.dumps(plan) if args.json else text(plan, config))
+
+    def shown(compiled: "Sequence[Compilation]") -> str:
+        plan = figures(args.preset, config, machine, next(iter(compiled), None))
+        plan |= {"seconds": time.perf_counter() - began, "peak_bytes": peak_resident_bytes()}
+        return json.dumps(plan) if args.json else text(plan, config)
+
+    _print(shown, [config] if compiles else [], gpus)
 
 
 def _print_search(
@@ -95,22 +101,38 @@ def _print_search(
     compiles = not args.no_compile and (gpus or devices <= MOST_SIMULATED)
     imagine_devices(config, devices if compiles and not gpus else 1)
 
-    from megajax.plan.compiled import Compilation
     from megajax.plan.picture import draw_search
     from megajax.plan.ranking import figures, lines
     from megajax.plan.search import VARIED, search
 
     count = getattr(args, "best", _BEST.default)
-    found = search(config, devices, machine, given=[key for key in VARIED if key in given], count=count)
-    planned = found.best[:_COMPILED] if compiles else []
-    compiled = [Compilation(_scanned(each.config), gpus=gpus) for each in planned]
-    if plot:
+    with stop_signals.deferred("the best configurations so far are printed"):
+        found = search(config, devices, machine, given=[key for key in VARIED if key in given], count=count)
+    if plot and found.complete:
         fit = f"{len(found.fitting):,} of {found.tried:,} configurations fit"
         title = f"{args.preset} on {devices} {machine.name.upper()}s: {fit}"
         with plot_atomically(plot) as new:
             draw_search(new, title, found, machine)
-    about = args.preset, original, machine, compiled
-    print(json.dumps(figures(found, *about)) if args.json else "\n".join(lines(found, *about)))
+
+    def shown(compiled: "Sequence[Compilation]") -> str:
+        about = args.preset, original, machine, compiled
+        return json.dumps(figures(found, *about)) if args.json else "\n".join(lines(found, *about))
+
+    _print(shown, [each.config for each in found.best[:_COMPILED]] if compiles else [], gpus)
+
+
+def _print(shown: "Callable[[Sequence[Compilation]], str]", configs: Sequence[Config], gpus: bool) -> None:
+    """Print what `shown` returns for the compiled steps of `configs`, or for none if a signal has come or comes."""
+    from megajax.plan.compiled import Compilation
+
+    stop = Stopped(stop_signals.number) if stop_signals.number else None
+    try:
+        lines = shown([] if stop else [Compilation(_scanned(config), gpus=gpus) for config in configs])
+    except Stopped as raised:
+        stop, lines = raised, shown([])
+    print(lines)
+    if stop:
+        raise stop
 
 
 def _scanned(config: Config) -> Config:

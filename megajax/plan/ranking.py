@@ -30,8 +30,9 @@ def lines(
     best = found.best[0]
     parts = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in in_order(best.time.parts))
     compared = enumerate(zip(compiled, found.best, strict=False), 1)
+    began = "" if found.complete else "interrupted after "
     return [
-        f"{found.tried:,} configurations on {best.config.mesh.num_devices} {machine.name.upper()}s, of which "
+        f"{began}{found.tried:,} configurations on {best.config.mesh.num_devices} {machine.name.upper()}s, of which "
         f"{len(found.fitting):,} fit in {machine.usable / GIB:.1f} GiB; analytical predictions, "
         "nothing was run (docs/plan-time.md)",
         *table,
@@ -63,6 +64,7 @@ def figures(
         "devices": found.best[0].config.mesh.num_devices,
         "usable_bytes": machine.usable,
         "configurations": found.tried,
+        "complete": found.complete,
         "fitting": len(found.fitting),
         "best": best,
         "frontier": frontier,

@@ -15,6 +15,7 @@ from megajax.axes import AXES, CONTEXT, EXPERT, OPTIONAL_AXES, ROW_AXES
 from megajax.backend import Backend
 from megajax.config import Config, MeshConfig
 from megajax.errors import UserError
+from megajax.host.signals import Stopped, stop_signals
 from megajax.models.config import ModelConfig
 from megajax.options import as_flag, options
 from megajax.pipeline.config import PipelineConfig, has_table
@@ -66,6 +67,7 @@ class Found:
     best: list[Planned]  # fastest first
     fitting: list[Candidate]  # all that fit, fastest first
     tried: int  # number of configurations, including those that do not fit
+    complete: bool  # false if a signal came before all were tried
 
     @property
     def frontier(self) -> list[Candidate]:
@@ -81,7 +83,8 @@ def search(config: Config, devices: int, machine: Machine, *, given: Iterable[st
     """Search all meshes of `devices` GPUs with every schedule, chunk count, microbatch size, recomputation, ZeRO stage,
     sequence parallelism, deferral and context attention; `context` is for long sequences, or if nothing fits otherwise.
     Model, batch, precision and those keys of `VARIED` that are `given` stay fixed. `count` of the best are planned in
-    full. Raises `UserError` if nothing fits, or if the model has no such mesh, with the reason."""
+    full. If a deferred signal comes meanwhile, the rest is not tried. Raises `UserError` if nothing fits, or if the
+    model has no such mesh, with the reason."""
     peak_of(machine, config.precision)
     fixed = frozenset(given)
     if "mesh.context" in fixed:
@@ -90,19 +93,22 @@ def search(config: Config, devices: int, machine: Machine, *, given: Iterable[st
         tried, smallest, fitting = _tried(config, devices, machine, fixed, fewest)
         if fitting:
             break
+        if stop_signals.number:
+            raise Stopped(stop_signals.number, f" after {tried:,} configurations, none of which fits")
     else:
         raise _nothing(config, devices, machine, smallest, fixed)
     fitting.sort(key=lambda each: (each.seconds, each.bytes))
-    return Found(_best(fitting, devices, machine, count), fitting, tried)
+    complete = not stop_signals.number
+    return Found(_best(fitting, devices, machine, count), fitting, tried, complete)
 
 
 def _tried(config: Config, devices: int, machine: Machine, fixed: frozenset[str], fewest: int) -> tuple[int, Any, list]:
     """The number of configurations, the one with the fewest bytes, and all that fit."""
     tried, smallest, fitting, backend = 0, None, list[Candidate](), backend_of(machine)
-    for base in _on_meshes(config, devices, fixed, fewest):
+    for base in _until_stopped(_on_meshes(config, devices, fixed, fewest)):
         models: dict[Any, StepModel] = {}
         costs: dict[Any, StepCost] = {}
-        for each in _of_mesh(base, fixed):
+        for each in _until_stopped(_of_mesh(base, fixed)):
             like = each.train.remat, each.sequence_parallel
             cost = costs[like] = costs.get(like) or step_cost(each, backend)
             sizes = list(_sizes(each, fixed, backend, cost))
@@ -118,6 +124,10 @@ def _tried(config: Config, devices: int, machine: Machine, fixed: frozenset[str]
                     Candidate(each, pipeline, model.time(pipeline, exact=False).seconds, size) for size, pipeline in fit
                 ]
     return tried, smallest, fitting
+
+
+def _until_stopped(configs: Iterator[Config]) -> Iterator[Config]:
+    return itertools.takewhile(lambda _: not stop_signals.number, configs)
 
 
 def command(preset: str, config: Config, original: Config) -> str:

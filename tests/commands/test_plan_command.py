@@ -1,6 +1,7 @@
 """`megajax plan`, and with `--search`: what it prints and draws."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,10 @@ from processes import Commands
 
 from megajax.cli import main
 from megajax.commands import plan
+from megajax.host.signals import Stopped, stop_signals
+from megajax.plan import compiled, search
+from megajax.plan.costs import StepCost
+from megajax.plan.traced import step_cost
 
 SMALL = "gpt2-355m --model.num-layers 4 --model.num-heads 4 --model.vocab-size 500 --model.sequence-length 64"
 SMALL += " --precision fp32 --model.dropout 0"  # what compiles soonest
@@ -74,6 +79,32 @@ def test_figures_and_a_picture_of_a_search(capsys, tmp_path: Path) -> None:
     assert {each["flags"]["optimizer.zero"] for each in figures["best"]} == {1}
     assert all("--train.global-batch 8" in each["command"] for each in figures["best"])
     planned(capsys, f"{SEARCH} --no-compile --plot {picture}")  # replaces its own
+
+
+def test_an_interrupted_search_ranks_what_it_has_tried(capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It compiles nothing and draws nothing, and ends with the signal's code."""
+    monkeypatch.setattr(stop_signals, "number", 0)
+
+    def interrupted(*of: object) -> StepCost:
+        stop_signals.number = signal.SIGINT
+        return step_cost(*of)
+
+    monkeypatch.setattr(search, "step_cost", interrupted)
+    with pytest.raises(Stopped, match="stopped by SIGINT"):
+        planned(capsys, f"{SEARCH} --plot {tmp_path / 'a.png'}")
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("interrupted after ") and 0 < int(first.split()[2]) < 10
+    assert last.startswith("megajax train gpt2-355m ") and not (tmp_path / "a.png").exists()
+
+
+def test_an_interrupted_compilation_leaves_the_estimate(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise Stopped(signal.SIGTERM)
+
+    monkeypatch.setattr(compiled.Compilation, "__init__", interrupted)
+    with pytest.raises(Stopped, match="stopped by SIGTERM"):
+        planned(capsys, STEP)
+    assert "not compiled; analytical estimate" in capsys.readouterr().out
 
 
 @pytest.mark.full
