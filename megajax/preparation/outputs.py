@@ -130,7 +130,8 @@ def _foreign(output: str) -> list[Path]:
         if found is None or not _is_possible(path):
             return False
         if path == tokens:
-            return path.stat().st_size in [size * found.get("tokens", 0) for size in (2, 4)]
+            count = found.get("tokens")
+            return type(count) is int and path.stat().st_size in (2 * count, 4 * count)
         if path == index:
             with path.open("rb") as file:
                 return file.read(7) == b"MMIDIDX"

@@ -23,7 +23,7 @@ from megajax.preparation.deciding import drop_copies
 from megajax.preparation.division import divide
 from megajax.preparation.outputs import begin_writing, finished, report_file, work_folder
 from megajax.preparation.plan import TRAINED, Task, claimed, make_plan, remove
-from megajax.preparation.report import COPIES, Totals, report, throughput, workers_of
+from megajax.preparation.report import COPIES, Totals, check_report, report, throughput, workers_of
 from megajax.preparation.running import Show, measuring
 from megajax.preparation.shards import KEPT, RULES, GoesOn, WorkFolder
 from megajax.preparation.stages import (
@@ -54,6 +54,7 @@ def prepare_dataset(task: Task, *, workers: Workers, overwrite: bool, show: Show
     plan = make_plan(task, files)
     work = work_folder(task.output, workers.shared)
     if not overwrite and (found := finished(work, plan)):
+        check_report(found, report_file(task.output))
         return found
     with claimed(work, plan, overwrite) as (resumed, data):
         found = _Run(task, files, work, data, workers, show).report() | {"plan": plan, "resumed": resumed}

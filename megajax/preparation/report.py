@@ -4,6 +4,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy.typing as npt
 from rich.console import Console
 
 from megajax.data.records import TextFiles
+from megajax.errors import UserError
 from megajax.host.transcript import printable
 from megajax.preparation.contamination import TestSets
 from megajax.preparation.corpus import Corpus
@@ -105,7 +107,21 @@ def workers_of(did: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, di
 
 
 def print_table(found: dict[str, Any], console: Console) -> None:
-    """Print a report as a table, with examples cut to the console's width."""
+    """Print a report as a table."""
+    for line in _lines(found, console.width):
+        console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
+
+
+def check_report(found: dict[str, Any], file: Path) -> None:
+    """Check that a report, which was read from `file`, can be printed."""
+    try:
+        _lines(found, _SNIPPET)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        raise UserError(f"{file}: damaged; valid: --overwrite, which starts over") from None
+
+
+def _lines(found: dict[str, Any], width: int) -> list[str]:
+    """The table, with examples cut to a width."""
 
     def row(name: str, count: int, more: str = "") -> str:
         return f"{name:<17}{count:>12,}{more and '  '}{more}"
@@ -114,7 +130,7 @@ def print_table(found: dict[str, Any], console: Console) -> None:
     lines = [row("read", found["documents_in"], f"{found['text_bytes_in'] / 1e6:,.1f} MB of text")]
     for name, rule in found["dropped"].items():
         lines.append(row(name, -rule["count"]))
-        lines += [f"    {_line(example)}"[: console.width] for example in rule["examples"]]
+        lines += [f"    {_line(example)}"[:width] for example in rule["examples"]]
     contaminated = found["contaminated"]
     if contaminated["cut"]:
         of = f"{contaminated['cut']:,} documents were cut"
@@ -145,8 +161,7 @@ def print_table(found: dict[str, Any], console: Console) -> None:
         lines.append(f"{len(workers)} workers on {machines} machine{'s' * (machines > 1)}")
     lines.append(f"{sum(seconds.values()):.1f} s{' since it was resumed' if found['resumed'] else ''}: {stages}")
     lines.append(f"written: {found['output']}.bin, .idx, .tokenizer (a folder) and .report.json")
-    for line in lines:
-        console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
+    return lines
 
 
 def _line(example: dict[str, Any]) -> str:

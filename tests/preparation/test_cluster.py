@@ -135,7 +135,9 @@ def test_where_no_scheduler_answers(tmp_path, monkeypatch):
             f"tcp://{address}": "nothing in 0 s",
         }.items():
             with (
-                pytest.raises(UserError, match=rf"^--cluster \S+: no scheduler answers: {problem}; valid: a scheduler's"),
+                pytest.raises(
+                    UserError, match=rf"^--cluster \S+: no scheduler answers: {problem}; valid: a scheduler's"
+                ),
                 cluster.connected(str(where)),
             ):
                 pass

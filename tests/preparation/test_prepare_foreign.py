@@ -1,5 +1,7 @@
 """A preparation replaces and removes only what a preparation made, and never its input."""
 
+import itertools
+import json
 import os
 import shutil
 from pathlib import Path
@@ -112,6 +114,24 @@ def test_overwrite_replaces_only_what_the_report_is_of(tmp_path, capsys, made, k
         os.symlink(tmp_path / "moved", f"{made}{suffix}")
     message = r"c\.\w+ exists and was not made by a preparation; valid: another PREFIX$"
     check_refused(tmp_path, capsys, message, tmp_path / "a.jsonl", "--output", made, "--min-tokens", "5")
+
+
+def test_a_report_with_other_values(tmp_path, capsys, made):
+    """It is shown or refused in one line; a dataset that does not have its number of tokens is not replaced."""
+    file, line = tmp_path / "c.report.json", (tmp_path / "a.jsonl", "--output", made)
+    whole, refused = json.loads(file.read_text()), set()
+    for key, value in itertools.product(whole.keys() - {"plan"}, ({}, [], None, "x", -1)):
+        file.write_text(json.dumps(whole | {key: value}))
+        try:
+            run(capsys, *line)
+        except UserError as error:
+            assert str(error) == f"{file}: damaged; valid: --overwrite, which starts over"
+            refused.add(key)
+    assert {"tokens", "documents", "dropped", "contaminated", "broken_lines", "seconds", "workers"} <= refused
+    for tokens in {}, None, "x", whole["tokens"] + 1:
+        file.write_text(json.dumps(whole | {"tokens": tokens}))
+        with pytest.raises(UserError, match=r"c\.bin exists and was not made by a preparation; valid: another PREFIX$"):
+            run(capsys, *line, "--overwrite")
 
 
 @pytest.mark.parametrize("kind", ["link", "lock"])
