@@ -117,7 +117,7 @@ def check_report(found: dict[str, Any], file: Path) -> None:
     try:
         _lines(found, _SNIPPET)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-        raise UserError(f"{file}: damaged; valid: --overwrite, which starts over") from None
+        raise UserError(f"{file}: damaged; valid: another PREFIX, or --overwrite") from None
 
 
 def _lines(found: dict[str, Any], width: int) -> list[str]:

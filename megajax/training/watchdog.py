@@ -92,7 +92,7 @@ class Watchdog:
                 self._write()
                 written = now
             waited = now - self._since
-            silent = any(now - self._stamps[number][1] > _FROZEN_AFTER for number in self._heard)
+            silent = any(now - self._stamps[number][1] > _FROZEN_AFTER for number in sorted(self._heard))
             slow = not self._longest or self._doing == COMPILING
             allowed = max(_SLOWEST * self._patience if slow else self._patience, _SLOWEST * self._longest)
             if waited > allowed or (waited > _FROZEN_AFTER and silent):

@@ -125,7 +125,7 @@ def test_a_report_with_other_values(tmp_path, capsys, made):
         try:
             run(capsys, *line)
         except UserError as error:
-            assert str(error) == f"{file}: damaged; valid: --overwrite, which starts over"
+            assert str(error) == f"{file}: damaged; valid: another PREFIX, or --overwrite"
             refused.add(key)
     assert {"tokens", "documents", "dropped", "contaminated", "broken_lines", "seconds", "workers"} <= refused
     for tokens in {}, None, "x", whole["tokens"] + 1:
