@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from megajax.data.files import file_atomically
 from megajax.host.paths import identity
+from megajax.host.pictures import freed
 from megajax.training.trackers import Tracker
 
 Loads = list[tuple[int, npt.NDArray[np.int32]]]  # (step, load [L, E])
@@ -37,7 +38,8 @@ class ExpertsPlot(Tracker):
     def _draw(self) -> None:
         if len(self._loads) > self._drawn and identity(self._run_dir) == self._folder:
             self._drawn = len(self._loads)
-            plot_loads(self._run_dir / "experts.png", self._run_dir.resolve().name, self._loads)
+            with freed():
+                plot_loads(self._run_dir / "experts.png", self._run_dir.resolve().name, self._loads)
 
 
 def plot_loads(path: Path, name: str, loads: Loads) -> None:

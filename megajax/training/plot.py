@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from megajax.data.files import file_atomically
 from megajax.host.paths import identity
+from megajax.host.pictures import freed
 from megajax.training.trackers import Tracker
 
 _SMOOTHED = 40  # shorter lines are not smoothed
@@ -69,7 +70,8 @@ class LossPlot(Tracker):
         points = len(self._curves.training), len(self._curves.validation)
         if any(points) and points != self._drawn and identity(self._run_dir) == self._folder:
             self._drawn = points
-            plot_loss(self._run_dir / "loss.png", self._run_dir.resolve().name, self._curves)
+            with freed():
+                plot_loss(self._run_dir / "loss.png", self._run_dir.resolve().name, self._curves)
 
 
 def plot_loss(path: Path, name: str, curves: Curves) -> None:

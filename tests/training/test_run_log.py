@@ -1,6 +1,7 @@
 """The log of a run: what is written, what is shown, and what a resumed run keeps."""
 
 import errno
+import gc
 import io
 import json
 import os
@@ -26,8 +27,9 @@ from megajax.host.transcript import transcript
 from megajax.runs.metrics import read_metrics
 from megajax.training import display
 from megajax.training.display import Display, StepsDisplay, time_text
+from megajax.training.experts_plot import ExpertsPlot
 from megajax.training.loop import Trainer
-from megajax.training.plot import Curves, plot_loss, smoothed
+from megajax.training.plot import Curves, LossPlot, plot_loss, smoothed
 from megajax.training.run_log import RunLog
 
 MORE = {"loss_scale": 1.0, "skipped_steps": 0, "tokens": 512, "seconds": 0.5, "tokens_per_second": 1024.0}
@@ -367,3 +369,17 @@ def test_a_phase_where_nobody_watches(capsys: pytest.CaptureFixture[str], monkey
         time.sleep(0.1)
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert (first, second) == ("validation", "validation: 0:00, 4 of 9")
+
+
+def test_drawn_figures_are_freed(tmp_path: Path) -> None:
+    """Without a full collection, which is rare in a long run."""
+    gc.collect()
+    gc.disable()
+    curves = Curves()
+    curves.add({"step": 1, "loss": 4.0, "tokens": 100})
+    LossPlot(tmp_path, curves).close(finished=True)
+    ExpertsPlot(tmp_path, [(1, np.ones((2, 4), np.int32))]).close(finished=True)
+    assert (tmp_path / "loss.png").exists() and (tmp_path / "experts.png").exists()
+    kept = [each for each in gc.get_objects() if isinstance(each, Figure)]
+    gc.enable()
+    assert not kept
