@@ -21,10 +21,13 @@ def import_hf(argv: Sequence[str]) -> None:
     parser = Parser(
         "Create a run directory at step 0 from a GPT-2, Llama, Qwen2, Qwen3, Mistral or BERT "
         "model in the Hugging Face format, pretrained or fine-tuned.",
-        "megajax convert import-hf PATH RUN [--flag value ...]",
+        "megajax convert import-hf PATH RUN [--adapter PATH] [--flag value ...]",
     )
     parser.add_path("path", metavar="PATH", help="folder with config.json and model.safetensors, or a hub name")
     parser.add_path("run", metavar="RUN", help="run directory to create")
+    parser.add_path(
+        "--adapter", metavar="PATH", help="a LoRA adapter of peft to merge, a folder or a hub name [the one in PATH]"
+    )
     parser.add_config_flags("model.dropout", "model.vocab_multiple", "model.sequence_length")
     args = _parse(parser, argv)
     from megajax.convert.importing import check_new, import_hf, local_folder, open_source, training_flags
@@ -33,14 +36,17 @@ def import_hf(argv: Sequence[str]) -> None:
     run_dir = Path(args.run)
     check_new(run_dir, "RUN")
     check_outside_runs(run_dir, "RUN")
-    source = open_source(local_folder(args.path), parser.overrides(args))
+    adapter = local_folder(args.adapter, "--adapter") if args.adapter else None
+    source = open_source(local_folder(args.path), parser.overrides(args), adapter)
     _start(source.config)
     import_hf(source, run_dir)
     model, fresh = source.config.model, list(source.weights.fresh)
     if args.json:
         figures = {"run_dir": str(run_dir), "step": 0, "fresh": fresh, "parameters": _parameters(source.config)}
-        print(json.dumps(figures))
+        print(json.dumps(figures | ({"adapter": str(source.adapter)} if source.adapter else {})))
         return
+    if source.adapter:
+        print(f"merged the adapter in {source.adapter}")
     if source.added_tokens:
         named = printable(", ".join(source.added_tokens))
         print(f"left out of the tokenizer, because the model has no ids for them: {named}")

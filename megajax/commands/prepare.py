@@ -22,8 +22,8 @@ def main(argv: Sequence[str]) -> None:
         "inputs",
         nargs="+",
         metavar="INPUT",
-        help="text, .jsonl or .parquet files (.gz and .zst too), folders of them, also at gs:// or s3://; "
-        "hf://NAME[/CONFIGURATION][:SPLIT][#COLUMN]; or the word python-stdlib or python-docstrings",
+        help="text, .jsonl, .json, .csv or .parquet files (.gz, .zst, .bz2 and .xz too), folders, also at gs:// or "
+        "s3://; hf://NAME[/CONFIGURATION][:SPLIT][#COLUMN]; or the word python-stdlib or python-docstrings",
     )
     files = "PREFIX of the files to write: .bin, .idx, .tokenizer, .report.json"
     add_flag(parser, Option("output", str, "", files, traits=(IS_PATH,)), required=True)

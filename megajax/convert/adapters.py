@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megajax.config import Config
+from megajax.convert.adapter_options import SETTINGS, TENSORS
 from megajax.convert.exporting import exchange_of_run
 from megajax.convert.importing import check_new
 from megajax.convert.origin import Origin
@@ -24,8 +25,6 @@ from megajax.data.files import folder_atomically
 from megajax.errors import UserError
 from megajax.models.lora import LORA, Adapters
 from megajax.runs.trained import weights_in_parts
-
-FILE = "adapter_model.safetensors"
 
 # Module of the transformers model (with `{layer}` in its name) -> our products in it (`Adapters.products`) -> place.
 _Modules = dict[str, dict[tuple[str, ...], Place]]
@@ -57,8 +56,8 @@ def export_adapter(run_dir: Path, config: Config, folder: Path, step: str = "lat
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     with folder_atomically(folder.absolute()) as new:
         write_tensors(new, shapes, tensors.items(), dtype or "fp32", sum(8 * t.size for t in tensors.values()))
-        (new / WEIGHTS).rename(new / FILE)
-        write_objects(new, {"adapter_config.json": _settings(config, _modules(run_dir, config))})
+        (new / WEIGHTS).rename(new / TENSORS)
+        write_objects(new, {SETTINGS: _settings(config, _modules(run_dir, config))})
     return number
 
 

@@ -112,13 +112,18 @@ def _exchange(model_type: str, order: str, prefix: str) -> Exchange:
             "type_vocab_size": TOKEN_TYPES,
             "position_embedding_type": "absolute",
             "is_decoder": False,
+            "is_causal": False,
             "add_cross_attention": False,
             "tie_word_embeddings": True,
         },
         parts=(
             plain_heads("num_attention_heads", "hidden_size"),
             Part(("mlp_size",), _read_mlp, lambda model: {"intermediate_size": model.mlp_size}),
-            dropout("hidden_dropout_prob", "attention_probs_dropout_prob"),
+            dropout(
+                "hidden_dropout_prob",
+                "attention_probs_dropout_prob",
+                of_head="classifier_dropout" if model_type == "bert" else "",
+            ),
         ),
         shared={
             "table": Place(_TABLE, "VD"),

@@ -50,12 +50,14 @@ class Exchange:
     # nowhere here must have their defaults.
     options: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)  # fields that have one value, also if they are missing
+    aliases: Mapping[str, str] = field(default_factory=dict)  # other names that transformers accepts for fields
     # Values of named options if the field is missing; None: it may be null.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     parts: tuple[Part, ...] = ()  # options that do not map to fields one to one
     copies: Mapping[str, str] = field(default_factory=dict)  # as in `Places`, unless they are weights of the model
     unused: tuple[str, ...] = ()  # as in `Places`
-    spelling: Spelling = lambda _: str  # as in `Places`
+    spelling: Spelling = lambda _: str  # as in `Places`, like the next
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def architecture(self, model: ModelConfig) -> str:
         """The class that loads a model."""
@@ -74,6 +76,9 @@ class Exchange:
         head = known[classes[0]] if classes else self.heads["pretraining"]
         for name, value in self.fixed.items():
             fields.check(name, value)
+        for alias, name in self.aliases.items():
+            if alias in fields and fields.setdefault(name, fields[alias]) != fields[alias]:
+                raise fields.refusal(alias, fields[alias], f"as {name}, {fields[name]}")
         found = {f"model.{name}": value for name, value in {"family": self.family, **self.options}.items()}
         for name, (theirs, option) in self.named_options().items():
             key, missing = f"model.{name}", self.defaults.get(name, ...)
@@ -143,6 +148,7 @@ class Exchange:
             unused=(*self.unused, *head.unused),
             fresh=head.fresh,
             spelling=self.spelling,
+            fused=self.fused,
         )
 
     def named_options(self) -> dict[str, tuple[str, Option]]:

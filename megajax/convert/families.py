@@ -8,6 +8,10 @@ from megajax.errors import UserError
 from megajax.models.config import ModelConfig
 from megajax.options import as_flag
 
+_NULL = {  # fields that every class must leave empty
+    **dict.fromkeys(("quantization_config", "compression_config"), "null, with weights in F32, F16 or BF16"),
+    "per_layer_config": "null: the same in all layers",
+}
 EXCHANGES: tuple[Exchange, ...] = (gpt2.EXCHANGE, *llama.EXCHANGES, *bert.EXCHANGES)
 
 
@@ -19,9 +23,9 @@ def exchange_of(fields: Fields) -> Exchange:
     """
     by_type = {exchange.model_type: exchange for exchange in EXCHANGES}
     fields.check("model_type", *by_type, missing=None)
-    for name in "quantization_config", "compression_config":
+    for name, valid in _NULL.items():
         if fields.get(name) is not None:
-            raise fields.refusal(name, fields[name], "null, with weights in F32, F16 or BF16")
+            raise fields.refusal(name, fields[name], valid)
     return by_type[fields["model_type"]]
 
 

@@ -33,6 +33,13 @@ EXCHANGE = Exchange(
         "scale_attn_by_inverse_layer_idx": False,
         "reorder_and_upcast_attn": False,
         "add_cross_attention": False,
+        "is_causal": True,
+    },
+    aliases={
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
     },
     defaults={"mlp_size": None, "norm_epsilon": 1e-5, "tied_embedding": True},
     parts=(

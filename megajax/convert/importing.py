@@ -5,6 +5,7 @@ import glob
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import jax
 import numpy as np
 
 from megajax.config import Config, to_toml
+from megajax.convert.adapter_options import SETTINGS, TENSORS
 from megajax.convert.exchange import Exchange
 from megajax.convert.families import exchange_of
+from megajax.convert.merging import Adapter
 from megajax.convert.origin import Origin
+from megajax.convert.recognition import likely_source
 from megajax.convert.settings import Fields
 from megajax.convert.tensor_files import INDEX, WEIGHTS, TensorFiles, shards
 from megajax.convert.tokenizer_files import read_tokenizer
@@ -44,18 +48,19 @@ _RECIPE = {  # for continued training: the learning rate is low, so that it does
     "optimizer.warmup_fraction": 0.1,
     "checkpoint.every": 100,
 }
-_FILES = ["config.json", WEIGHTS, INDEX, *TOKENIZER_FILES]
+_FILES = ["config.json", WEIGHTS, INDEX, SETTINGS, TENSORS, *TOKENIZER_FILES]
 _LAYERS = 1000  # up to this many, looking for each layer's tensors is fast
 
 
-def local_folder(path: str) -> Path:
-    """The folder of a model: `path` itself, or a download if `path` is the name of a model on the hub."""
+def local_folder(path: str, flag: str = "PATH") -> Path:
+    """The folder of a model or adapter: `path`, the value of `flag`, itself, or a download if it is the name of one on
+    the hub."""
     folder = Path(path)
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise UserError(f"PATH {path} is a file; valid: the folder of a model, with config.json and model.safetensors")
-    missing = f"PATH {path}: no such folder"
+        raise UserError(f"{flag} {path} is a file; valid: a folder with config.json and model.safetensors")
+    missing = f"{flag} {path}: no such folder"
     if not remote.is_hub_name(path):
         raise UserError(f"{missing}; valid: a folder, or a model of the Hugging Face hub, as in openai-community/gpt2")
     folder = remote.download(path, _FILES, missing, "valid: a folder")
@@ -66,7 +71,8 @@ def local_folder(path: str) -> Path:
 
 
 class StoredWeights:
-    """All weights in the folder of a model with the configuration `config`; nothing is read yet.
+    """All weights in the folder of a model with the configuration `config`, with an adapter merged if there is one;
+    nothing is read yet.
 
     Attributes:
         dtype: their common dtype, as in `DTYPES`; fp32 if they have several.
@@ -77,8 +83,8 @@ class StoredWeights:
             additional tensors, or a copy that differs.
     """
 
-    def __init__(self, folder: Path, config: ModelConfig, exchange: Exchange):
-        self._config, self._tensors = config, TensorFiles(folder)
+    def __init__(self, folder: Path, config: ModelConfig, exchange: Exchange, adapter: Adapter | None = None):
+        self._config, self._tensors, self._adapter = config, TensorFiles(folder), adapter
         there = self._tensors.shapes
         fewest = config.num_layers * max(1, config.num_experts)  # a layer has several tensors, as has each expert
         if fewest > max(len(there), _LAYERS):
@@ -89,6 +95,9 @@ class StoredWeights:
                 f"tensors in all; valid: the number of layers{and_experts} in the safetensors"
             )
         self._places = exchange.places(config)
+        for name, parts in self._places.fused_tensors(config).items():
+            if name in there:
+                self._tensors.split(name, parts)
         self._spelled = self._places.spelling(there)
         self.fresh: dict[str, tuple[str, ...]] = {}
         missing: set[str] = set()
@@ -97,6 +106,11 @@ class StoredWeights:
             if not there.keys() & theirs.values():
                 self.fresh[head] = tuple(theirs)
                 missing.update(theirs.values())
+        if adapter:
+            adapter.fit(self._places, config)
+            untied = self._places.shared.get("output")
+            if untied and untied.name not in there and exchange.copies.get(untied.name) in there:
+                self._tensors.share(untied.name, exchange.copies[untied.name])
         self.dtype = self._check(exchange, missing)
 
     def _check(self, exchange: Exchange, missing: set[str]) -> str:
@@ -104,17 +118,20 @@ class StoredWeights:
         shapes = {spelled(name): shape for name, shape in places.shapes(self._config).items() if name not in missing}
         layers = range(self._config.num_layers)
         unused = {spelled(name.format(layer=layer)) for name in places.unused for layer in layers}
-        tensors.check(shapes, exchange.heads[self._config.head].kind)
-        tensors.check_no_others(shapes.keys() | unused | places.copies.keys(), exchange.architecture(self._config))
+        look = partial(likely_source, tensors.shapes.keys(), exchange, self._config)
+        tensors.check(shapes, exchange.heads[self._config.head].kind, look)
+        known = shapes.keys() | unused | places.copies.keys()
+        tensors.check_no_others(known, exchange.architecture(self._config), look)
         for copy, name in places.copies.items():
-            if copy in tensors.shapes and not np.array_equal(tensors.read(copy), self.read(name)):
+            if copy in tensors.shapes and not np.array_equal(tensors.read(copy), tensors.read(spelled(name))):
                 valid = "the same, the head is tied"
                 raise UserError(f"{tensors.folder}: {copy} differs from {spelled(name)}; valid: {valid}")
         return tensors.dtype(shapes)
 
     def read(self, name: str) -> Tensor:
         """The tensor with a name in the family's `Places`, in fp32; raises `UserError` if it has NaNs or infinities."""
-        return self._tensors.read(self._spelled(name))
+        tensor = self._tensors.read(self._spelled(name))
+        return self._adapter.applied(name, tensor) if self._adapter else tensor
 
     def weights(self, seed: int) -> Callable[[Any, tuple[int, ...]], Tensor]:
         """A function from (path, shape) of one of our canonical weights (layers stacked `[L, …]`) to that weight. Fresh
@@ -153,18 +170,25 @@ class Source:
     weights: StoredWeights
     tokenizer: Tokenizer | None
     added_tokens: list[str]  # tokens added to the tokenizer for which the model has no ids
+    adapter: Path | None  # the folder of the adapter merged into the weights
 
 
-def open_source(folder: Path, overrides: Mapping[str, Any] | None = None) -> Source:
-    """The model in `folder`; `overrides` by key replace what its `config.json` says.
+def open_source(folder: Path, overrides: Mapping[str, Any] | None = None, adapter_folder: Path | None = None) -> Source:
+    """The model in `folder`, with its adapter or that of another folder; `overrides` by key replace what its
+    `config.json` says.
 
     Raises:
         UserError: its class is not supported; its files are damaged, do not fit each other, or hold weights as a
             pickle.
     """
+    adapter = Adapter.find(folder, adapter_folder)
     fields, overrides = Fields.read(folder), overrides or {}
     exchange = exchange_of(fields)
     settings = exchange.read_settings(fields, overrides)
+    if adapter and adapter.unties(exchange, settings.get("model.head", "pretraining")):
+        if "tied_embedding" not in exchange.named_options():
+            raise UserError(f"{adapter.folder}: its adapter unties embedding and head; valid: one that leaves both")
+        settings["model.tied_embedding"] = False
     config = resolve(_RECIPE | settings, overrides, decay_follows=False)
     length = settings["model.sequence_length"]
     if config.model.sequence_length > (length if config.model.rotary else 0) and "model.sequence_length" in overrides:
@@ -172,10 +196,10 @@ def open_source(folder: Path, overrides: Mapping[str, Any] | None = None) -> Sou
         positions = "" if config.model.rotary else ", whose positions are learned"
         flag = f"--model.sequence-length {config.model.sequence_length}"
         raise UserError(f"{flag} with {folder}{positions}; valid: {valid}")
-    weights = StoredWeights(folder, config.model, exchange)
+    weights = StoredWeights(folder, config.model, exchange, adapter)
     origin = Origin.of(fields, exchange.architecture(config.model), weights.dtype, length)
     tokenizer, added = read_tokenizer(folder, FAMILIES[exchange.family].tokenizer, config.model.vocab_size)
-    return Source(config, exchange, origin, weights, tokenizer, added)
+    return Source(config, exchange, origin, weights, tokenizer, added, adapter.folder if adapter else None)
 
 
 def training_flags(model: ModelConfig, run_dir: str | Path) -> str:

@@ -160,6 +160,7 @@ def _exchange(kind: _Kind) -> Exchange:
         heads={"pretraining": Head((f"{kind.name}ForCausalLM",), f"a {kind.name}")},
         options=kind.options,
         fixed={"is_causal": True} | dict(kind.experts.fixed if kind.experts else ()),
+        aliases={kind.experts.number_too: kind.experts.number} if kind.experts else {},
         defaults={"norm_epsilon": kind.norm_epsilon, "tied_embedding": False, "renormalize_shares": False},
         parts=(
             words("activation", "hidden_act", {"silu": "swiglu", "swish": "swiglu"}),  # two names of the same function
@@ -183,6 +184,8 @@ def _exchange(kind: _Kind) -> Exchange:
         blocks=kind.blocks(),
         copies={"lm_head.weight": "model.embed_tokens.weight"},
         unused=(f"{_LAYER}self_attn.rotary_emb.inv_freq",),  # older versions stored the angles
+        spelling=kind.experts.spelling if kind.experts else lambda _: str,
+        fused=kind.experts.fused(_LAYER) if kind.experts else {},
     )
 
 

@@ -1,7 +1,7 @@
 """The experts of a decoder in the Hugging Face format, in which every product of every expert is a tensor of its own on
-disk. (In memory transformers 5 stacks them.)"""
+disk. In memory transformers 5 fuses them, and `save_pretrained` can write that too."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +10,13 @@ from megajax.convert.settings import Fields
 from megajax.convert.weights import Place
 from megajax.models.config import ModelConfig
 
-_NUMBERS = ("num_local_experts", "num_experts")  # transformers accepts either in all classes
-
 
 @dataclass(frozen=True)
 class Experts:
     """How a class stores experts."""
 
-    number: str  # the field to write, one of `_NUMBERS`
+    number: str  # field with their number
+    number_too: str  # another name that transformers accepts for it
     size: str  # field with an expert's width
     module: str  # a layer's module with the router and the experts
     products: tuple[str, str, str]  # gate, up and down
@@ -40,11 +39,10 @@ class Experts:
     def _read(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
         for name in self.no_mlps:
             fields.check(name, [], None)
-        number = next((name for name in (self.number, *_NUMBERS) if fields.get(name) is not None), self.number)
-        experts = fields.value(number, "model.num_experts")
+        experts = fields.value(self.number, "model.num_experts")
         chosen = fields.value("num_experts_per_tok", "model.experts_per_token")
         if chosen > experts:
-            raise fields.refusal("num_experts_per_tok", chosen, f"1 to {experts}, {number}")
+            raise fields.refusal("num_experts_per_tok", chosen, f"1 to {experts}, {self.number}")
         inner = fields.value("intermediate_size", "model.mlp_size")
         size = fields.value(self.size, "model.expert_size")
         found = {"num_experts": experts, "experts_per_token": chosen, "mlp_size": inner, "expert_size": size}
@@ -55,10 +53,27 @@ class Experts:
         sizes = {"intermediate_size": model.mlp_size} | {self.size: model.expert_size}
         return numbers | sizes | {name: [] for name in self.no_mlps}
 
+    def _names(self, layer: str) -> tuple[str, str, str]:
+        gate, up, down = (f"{layer}{self.module}.experts.{{expert}}.{name}.weight" for name in self.products)
+        return gate, up, down
+
+    def fused(self, layer: str) -> dict[str, tuple[str, ...]]:
+        """What transformers 5 has in memory, as in `Places`; `layer` is the prefix of a layer's names."""
+        gate, up, down = self._names(layer)
+        return {f"{layer}mlp.experts.gate_up_proj": (gate, up), f"{layer}mlp.experts.down_proj": (down,)}
+
+    def spelling(self, there: Collection[str]) -> Callable[[str], str]:
+        """In memory the router is in `mlp` in all classes."""
+
+        def spelled(name: str) -> str:
+            in_memory = name.replace(f".{self.module}.gate.", ".mlp.gate.")
+            return in_memory if in_memory in there else name
+
+        return spelled
+
     def places(self, layer: str) -> dict[str, Place]:
-        """The places of a layer's weights; `layer` is the prefix of their names."""
-        expert = f"{layer}{self.module}.experts.{{expert}}."
-        gate, up, down = (f"{expert}{name}.weight" for name in self.products)
+        """The places of a layer's weights; `layer` as in `fused`."""
+        gate, up, down = self._names(layer)
         return {
             "mlp/router/weight": Place(f"{layer}{self.module}.gate.weight", "ED", turned=True),
             "mlp/gate/weight": Place(gate, "XD", turned=True),
@@ -74,6 +89,7 @@ def _lacks_balance(model: ModelConfig) -> Lacks:
 _PRODUCTS = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL = Experts(
     "num_local_experts",
+    "num_experts",
     "intermediate_size",
     "block_sparse_moe",
     ("w1", "w3", "w2"),
@@ -82,10 +98,11 @@ MIXTRAL = Experts(
 )
 QWEN3_MOE = Experts(
     "num_experts",
+    "num_local_experts",
     "moe_intermediate_size",
     "mlp",
     _PRODUCTS,
     fixed=(("decoder_sparse_step", 1),),
     no_mlps=("mlp_only_layers",),
 )
-OLMOE = Experts("num_experts", "intermediate_size", "mlp", _PRODUCTS, fixed=(("clip_qkv", None),))
+OLMOE = Experts("num_experts", "num_local_experts", "intermediate_size", "mlp", _PRODUCTS, fixed=(("clip_qkv", None),))

@@ -61,13 +61,15 @@ def lacks_divisible_heads(model: ModelConfig) -> Lacks:
     return {"hidden_size": hidden // heads * heads or heads} if hidden % heads else {}
 
 
-def dropout(*names: str) -> Part:
-    """Several dropout rates there, for which we have one."""
+def dropout(*names: str, of_head: str = "") -> Part:
+    """Several dropout rates there, for which we have one; that `of_head` may be null, and is then as the others."""
 
     def read(fields: Fields, given: Mapping[str, Any]) -> dict[str, Any]:
         if "model.dropout" in given:
             return {}
         rates = {name: fields.get(name, 0.1) for name in names}
+        if fields.get(of_head) is not None:
+            rates[of_head] = fields[of_head]
         for name, rate in rates.items():
             if type(rate) not in (int, float) or not 0 <= rate < 1:
                 raise fields.refusal(name, rate, "0 or more and less than 1")

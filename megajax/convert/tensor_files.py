@@ -6,9 +6,9 @@ Other formats of weights are never read: they are pickles, which can run arbitra
 import contextlib
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -25,21 +25,33 @@ _INDEX_BYTES = 1 << 25  # an index has a line of about a hundred bytes per tenso
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _NUMPY = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 _ALIGNMENT = 8  # of the header, which is padded with blanks
+# Parts of names that PyTorch's wrappers for several devices, compilation and recomputation put before or in them.
+_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+class _Stored(NamedTuple):
+    """Where a tensor is."""
+
+    path: Path
+    file: Any
+    name: str  # there
+    part: tuple[int, slice] | None = None  # its own part of that one: an index, and rows
 
 
 class TensorFiles:
-    """Tensors by name. Only the files' headers are read at first; a tensor is read when it is requested.
+    """Tensors by name, without the names of wrappers. Only the files' headers are read at first; a tensor is read when
+    it is requested.
 
     Attributes:
         folder: where the files are.
         shapes: of all tensors, by name.
     """
 
-    def __init__(self, folder: Path):
-        self._files: dict[str, tuple[Path, Any]] = {}
+    def __init__(self, folder: Path, files: Iterable[Path] | None = None):
+        self._files: dict[str, _Stored] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.folder = folder
-        for path in _find(folder):
+        for path in _find(folder) if files is None else files:
             self._open(path)
 
     def _open(self, path: Path) -> None:
@@ -55,49 +67,76 @@ class TensorFiles:
             raise UserError(
                 f"{path}: damaged, or not a safetensors file: {error}; valid: a complete safetensors file"
             ) from None
-        for name in file.keys():  # noqa: SIM118  # not a dict
+        for stored in file.keys():  # noqa: SIM118  # not a dict
+            name = ".".join(part for part in stored.split(".") if part not in _WRAPPERS)
             if name in self._files:
-                raise UserError(f"{path}: {name} is in {self._files[name][0].name} too; valid: every tensor once")
-            self._files[name] = path, file
-            self.shapes[name] = tuple(file.get_slice(name).get_shape())
+                raise UserError(f"{path}: {name} is in {self._files[name].path.name} too; valid: every tensor once")
+            self._files[name] = _Stored(path, file, stored)
+            self.shapes[name] = tuple(file.get_slice(stored).get_shape())
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]], kind: str) -> None:
-        """Check that these tensors exist with these shapes, in fp32, fp16 or bf16. `kind` is what error messages call a
-        model that has them all."""
+    def share(self, name: str, other: str) -> None:
+        """Give a tensor a further name."""
+        self._files[name], self.shapes[name] = self._files[other], self.shapes[other]
+
+    def split(self, name: str, parts: Sequence[Sequence[str]]) -> None:
+        """Replace a tensor by its parts, which have these names: by index in its first dim, and then one after the
+        other in the second."""
+        stored, shape = self._files.pop(name), self.shapes.pop(name)
+        if len(shape) != 3 or shape[0] != len(parts) or shape[1] % len(parts[0]):
+            valid = f"{len(parts)} experts in its first dim, by config.json"
+            raise UserError(f"{stored.path}: {name} has shape {list(shape)}; valid: {valid}")
+        rows = shape[1] // len(parts[0])
+        for index, names in enumerate(parts):
+            for number, part in enumerate(names):
+                own = slice(rows * number, rows * (number + 1))
+                self._files[part], self.shapes[part] = stored._replace(part=(index, own)), (rows, shape[2])
+
+    def check(
+        self, shapes: Mapping[str, tuple[int, ...]], kind: str, look: Callable[[], str] = str, by: str = "config.json"
+    ) -> None:
+        """Check that these tensors exist with these shapes, which are those `by` a file, in fp32, fp16 or bf16. `kind`
+        is what error messages call a model that has them all, and `look` returns what they add about the tensors that
+        exist."""
         missing = [name for name in shapes if name not in self.shapes]
         if missing:
-            raise UserError(f"{self.folder}: {_list(missing)} missing from the safetensors; valid: all of {kind}")
+            problem = f"{listed(missing)} missing from the safetensors{look()}"
+            raise UserError(f"{self.folder}: {problem}; valid: all of {kind}")
         for name, shape in shapes.items():
-            path, file = self._files[name]
+            stored = self._files[name]
             if self.shapes[name] != shape:
                 raise UserError(
-                    f"{path}: {name} has shape {list(self.shapes[name])}; valid: {list(shape)}, by config.json"
+                    f"{stored.path}: {name} has shape {list(self.shapes[name])}; valid: {list(shape)}, by {by}"
                 )
-            dtype = file.get_slice(name).get_dtype()
-            if dtype not in DTYPES.values():
-                raise UserError(f"{path}: {name} has dtype {dtype}; valid: {', '.join(DTYPES.values())}")
+            if (dtype := _dtype(stored)) not in DTYPES.values():
+                raise UserError(f"{stored.path}: {name} has dtype {dtype}; valid: {', '.join(DTYPES.values())}")
 
-    def check_no_others(self, names: set[str], architecture: str) -> None:
-        """Check that there are no tensors other than those of this transformers class."""
+    def check_no_others(self, names: set[str], architecture: str, look: Callable[[], str]) -> None:
+        """Check that there are no tensors other than those of this transformers class; `look` as in `check`."""
         if others := sorted(self.shapes.keys() - names):
-            path, _ = self._files[others[0]]
-            raise UserError(f"{path}: holds {_list(others)}; valid: only what a {architecture} has")
+            path = self._files[others[0]].path
+            raise UserError(f"{path}: holds {listed(others)}{look()}; valid: only what a {architecture} has")
 
     def dtype(self, names: Collection[str]) -> str:
         """The common dtype of these tensors, as in `DTYPES`; if they differ, fp32, which can hold all their values."""
-        there = {self._files[name][1].get_slice(name).get_dtype() for name in names}
+        there = {_dtype(self._files[name]) for name in names}
         return next((ours for ours, theirs in DTYPES.items() if there == {theirs}), "fp32")
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """One tensor, in fp32."""
-        path, file = self._files[name]
-        tensor = file.get_tensor(name).astype(np.float32)
+        stored = self._files[name]
+        found = stored.file.get_slice(stored.name)[stored.part] if stored.part else stored.file.get_tensor(stored.name)
+        tensor: npt.NDArray[np.float32] = found.astype(np.float32)
         if not np.isfinite(tensor).all():
-            raise UserError(f"{path}: {name} has values that are NaN or infinite; valid: finite numbers")
+            raise UserError(f"{stored.path}: {name} has values that are NaN or infinite; valid: finite numbers")
         return tensor
 
 
-def _list(names: list[str]) -> str:
+def _dtype(stored: _Stored) -> str:
+    return str(stored.file.get_slice(stored.name).get_dtype())
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
 

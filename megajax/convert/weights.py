@@ -66,6 +66,9 @@ class Places:
     copies: Mapping[str, str]  # optional tensor -> the tensor that it must be a copy of
     unused: Collection[str]  # optional tensors that are not read; a layer's contain `{layer}`
     spelling: Spelling
+    # Tensor of a layer as transformers 5 has it in memory -> the tensors on disk of each expert that it holds, one
+    # after the other.
+    fused: Mapping[str, tuple[str, ...]]
     # Prefixes of our weights that may be missing and are then initialized randomly -> what messages call them.
     fresh: Mapping[str, str]
 
@@ -78,6 +81,16 @@ class Places:
         places = [*self.shared.values(), *self.blocks.values()]
         shapes = {place: tuple(sizes[dim] for dim in place.dims) for place in places}
         return {name: shape for place, shape in shapes.items() for _, name in place.tensors(config)}
+
+    def fused_tensors(self, config: ModelConfig) -> dict[str, list[list[str]]]:
+        """The tensors that `fused` describes, each with the names of every expert's."""
+        return {
+            fused.format(layer=layer): [
+                [name.format(layer=layer, expert=expert) for name in names] for expert in range(config.num_experts)
+            ]
+            for layer in range(config.num_layers)
+            for fused, names in self.fused.items()
+        }
 
 
 def weight_of(

@@ -97,7 +97,7 @@ def identity(file: Input) -> list[Any]:
 def valid_paths(flag: str) -> str:
     """What a flag for texts accepts, in words."""
     prepared = "a prepared PREFIX (of PREFIX.bin and PREFIX.idx), " if flag.startswith("--data") else ""
-    files = "a .jsonl or .parquet file or a folder of them (.gz and .zst too)"
+    files = "a .jsonl, .json, .csv or .parquet file or a folder (.gz, .zst, .bz2 and .xz too)"
     elsewhere = "any of these at gs:// or s3://, hf://NAME"
     return f"valid: a UTF-8 text file, {files}, {elsewhere}, {prepared}or the word {' or '.join(WORDS)}"
 

@@ -6,9 +6,10 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator
+from typing import IO
 
 from megajax.data import streams
-from megajax.host.reading import JSON_STRING, check_json_size
+from megajax.host.reading import JSON_STRING, check_json_size, check_size
 
 LONG = 1 << 20  # characters; a document of more is cut
 _PIECE = 1 << 18  # characters of a piece, at least
@@ -39,14 +40,17 @@ def cut(blocks: Iterable[str]) -> Iterator[str]:
 
 
 def decoded(content: bytes) -> Iterator[str]:
-    """A text in UTF-8 in blocks, without a byte order mark; a `UnicodeDecodeError` comes before the first of them."""
-    for check in True, False:
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        for start in range(0, len(content), _BLOCK_BYTES):
-            block = content[start : start + _BLOCK_BYTES]
-            text = decoder.decode(block, final=start + len(block) == len(content))
-            if not check:
-                yield text.removeprefix("\ufeff") if start == 0 else text
+    """A text in UTF-8 in blocks, without byte order marks; a `UnicodeDecodeError` comes before the first of them."""
+    for _ in _blocks(content):
+        pass
+    yield from streams.without_marks(_blocks(content))
+
+
+def _blocks(content: bytes) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for start in range(0, len(content), _BLOCK_BYTES):
+        block = content[start : start + _BLOCK_BYTES]
+        yield decoder.decode(block, final=start + len(block) == len(content))
 
 
 def in_json(line: bytes, key: str) -> Iterator[str]:
@@ -63,6 +67,36 @@ def in_json(line: bytes, key: str) -> Iterator[str]:
                 text.encode()  # escapes such as \ud800 are valid JSON but no text
             else:
                 yield text
+
+
+def elements(content: IO[bytes], most: int) -> Iterator[bytes]:
+    """The elements of an array of JSON, which is how the content begins; raises `Damaged` where the array breaks, and
+    `TooLong` for an element of more than `most` bytes."""
+    text = _more(content, "", 0)
+    place = text.index("[") + 1
+    while True:
+        begin = place = _after_space(text, place)
+        end = _end_of_value(text, begin)
+        while _after_space(text, end) == len(text):  # it may go on
+            check_size(end - begin, most)
+            before = len(text) - begin
+            text, begin = _more(content, text, begin), 0
+            if len(text) == before:
+                raise streams.Damaged("the array of JSON does not end")
+            end = _end_of_value(text, begin := _after_space(text, 0))
+        check_size(end - begin, most)
+        if end > begin:
+            yield text[begin:end].encode("latin-1")
+        place = _after_space(text, end) + 1
+        if text[place - 1] == "]":
+            return
+        if text[place - 1] != "," or end == begin:
+            raise streams.Damaged(f"not JSON: {json.dumps(text[begin:place][-20:])} in an array")
+
+
+def _more(content: IO[bytes], text: str, begin: int) -> str:
+    """A text from `begin` on, with as much again, decoded as Latin-1."""
+    return text[begin:] + content.read(max(len(text) - begin, _BLOCK_BYTES)).decode("latin-1")
 
 
 def _member(text: str, key: str) -> tuple[int, int]:

@@ -20,9 +20,9 @@ _MARK = b"\xef\xbb\xbf"  # of the byte order
 
 
 def needs_copy(files: TextFiles, file: int) -> bool:
-    """Whether a file may yield more bytes than it has, because it is compressed or streamed."""
+    """Whether a file may yield more bytes than it has, because it is compressed or streamed, or has no parts."""
     return (
-        files.kinds[file] == "parquet"
+        files.kinds[file] in ("parquet", "array", "csv")
         or isinstance(files.files[file], HubSplit)
         or streams.is_compressed(files.files[file])
     )

@@ -1,4 +1,5 @@
-"""Raw records of text sources: lines of JSONL, rows of Parquet, plain text; compressed or not, read as a stream.
+"""Raw records of text sources: lines or arrays of JSON, rows of Parquet or CSV, plain text; compressed or not, read as
+a stream.
 Extracting their texts (`text_of`) is separate, so that one process can read for several.
 """
 
@@ -6,10 +7,10 @@ import codecs
 import contextlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import IO, NamedTuple
 
-from megajax.data import long_documents, parquet, streams
+from megajax.data import long_documents, parquet, streams, tables
 from megajax.data.hub_split import HubSplit
 from megajax.data.inputs import DOCSTRINGS, Input, find_inputs, prose, readable, size_of, valid_paths
 from megajax.data.tokenizer import END_OF_TEXT
@@ -41,7 +42,7 @@ class Part(NamedTuple):
 
 
 END = "end"  # the kind of the entry after a part's last record; its number is the number of records
-_Content = str | bytes | list[str] | reading.TooLong  # of a record: possibly in blocks, or what is wrong with it
+_Content = str | bytes | list[str] | ValueError  # of a record: possibly in blocks, or what is wrong with it
 
 
 class NoText(ValueError):
@@ -61,7 +62,7 @@ def text_of(record: Record, key: str = TEXT_KEY) -> str:
         return record.content
     if record.kind == "file":
         try:
-            return record.content.decode().removeprefix("\ufeff")
+            return "".join(streams.without_marks([record.content.decode()]))
         except UnicodeDecodeError as error:
             raise NotUtf8(str(error)) from None
     with _no_text(key):
@@ -106,8 +107,9 @@ class TextFiles:
     """The files of one or more text sources, and their records in a fixed order.
 
     - A folder: all files below it, except hidden ones, in the order of their paths. Each file is one document.
-    - A `.jsonl` file, named or in a folder, and a named `.json` file: one document per line, `{"text": …}`.
-    - A `.parquet` file: one document per row.
+    - A `.jsonl` file, named or in a folder, and a named `.json` file: one document per line, `{"text": …}`; or, if a
+      `.json` file begins with `[`, one per element of the array.
+    - A `.parquet` file: one document per row. A named `.csv` file likewise; its first row names the columns.
     - `python-stdlib`: the `.py` files of the running Python's standard library, without tests and installed packages.
       `python-docstrings`: the docstrings of each, and the topics of pydoc.
     - `hf://NAME[/CONFIGURATION][:SPLIT][#COLUMN]`: a split of a dataset, one document per row (`hub_split.py`).
@@ -118,9 +120,9 @@ class TextFiles:
 
     A document of more than 1 Mi characters is cut in the same way, after 256 Ki characters.
 
-    Text or JSONL may be compressed (`.gz`, `.zst`), and files and folders on a remote store (`megajax/host/remote.py`).
-    `files` has all files, in order, `sizes` the bytes of each on disk, 0 where that is not known, and `kinds` how each
-    is read: json, parquet, text, file or docstrings.
+    All but Parquet may be compressed (`.gz`, `.zst`, `.bz2`, `.xz`), and files and folders on a remote store
+    (`megajax/host/remote.py`). `files` has all files, in order, `sizes` the bytes of each on disk, 0 where that is not
+    known, and `kinds` how each is read: json, array, csv, parquet, text, file or docstrings.
     """
 
     def __init__(self, paths: Sequence[str | Path], flag: str) -> None:
@@ -131,8 +133,8 @@ class TextFiles:
         for path in map(str, paths):
             found, named = find_inputs(path, flag)
             self.files += found
-            self.kinds += ["docstrings" if path == DOCSTRINGS else _kind(file, named) for file in found]
             with readable(path, flag):
+                self.kinds += ["docstrings" if path == DOCSTRINGS else _kind(file, named) for file in found]
                 self.sizes += map(size_of, found)
 
     def records(
@@ -176,7 +178,11 @@ class TextFiles:
         with (streams.opened_lines if kind == "json" else streams.opened)(file, part.begin, part.end) as (content, raw):
             found: Iterable[_Content]
             if kind == "json":
-                found = _lines(content, most, first=not part.begin)
+                found = _lines(content, most)
+            elif kind == "array":
+                found = long_documents.elements(content, most)
+            elif kind == "csv":
+                found = tables.texts(content, f"{self.flag}: {file}", key, most)
             elif kind == "docstrings":
                 assert isinstance(file, Path)
                 found = prose(file, reading.whole(content, most))
@@ -194,20 +200,19 @@ class TextFiles:
                 yield each, raw.tell()
 
 
-def _lines(content: IO[bytes], most: int, first: bool) -> Iterator[bytes | reading.TooLong]:
-    """The lines of a file; the `first` may begin with a byte order mark, and too long ones are skipped."""
-    mark = codecs.BOM_UTF8 if first else b""
+def _lines(content: IO[bytes], most: int) -> Iterator[bytes | ValueError]:
+    """The lines of a file. They may begin with a byte order mark, as where files were joined; too long ones are
+    skipped."""
     while line := content.readline(most + 1):
         if len(line) <= most:
-            yield line.removeprefix(mark)
-            mark = b""
+            yield line.removeprefix(codecs.BOM_UTF8)
             continue
         yield reading.too_long(most)
         while line and not line.endswith(b"\n"):
             line = content.readline(_SKIPPED)
 
 
-def _whole(content: IO[bytes], most: int) -> bytes | reading.TooLong:
+def _whole(content: IO[bytes], most: int) -> bytes | ValueError:
     try:
         return reading.whole(content, most)
     except reading.TooLong as error:
@@ -218,8 +223,8 @@ def _cut(kind: str, content: _Content, cut: bool, key: str, most: int) -> Iterat
     """Kind and content of the entries for a record: the record itself, with `cut` in pieces if it is long; nothing for
     a blank line of JSON; or what is wrong with it."""
     if isinstance(content, bytes) and (not cut or len(content) <= long_documents.LONG):
-        if kind != "json" or not content.isspace():
-            yield kind, content
+        if kind == "file" or not content.isspace():
+            yield "file" if kind == "file" else "json", content
         return
     if isinstance(content, str) and len(content) <= min(long_documents.LONG, most // 4):
         yield "text", content
@@ -227,7 +232,7 @@ def _cut(kind: str, content: _Content, cut: bool, key: str, most: int) -> Iterat
     try:
         if isinstance(content, bytes):
             blocks: Iterable[str] = _long(kind, content, key)
-        elif isinstance(content, reading.TooLong):
+        elif isinstance(content, ValueError):
             raise NoText(str(content))
         else:
             blocks = [content] if isinstance(content, str) else content
@@ -244,10 +249,11 @@ def _kind(file: Input, named: bool) -> str:
     """The kind of a file's records, depending on whether the file itself was named or its folder."""
     if isinstance(file, HubSplit):
         return "text"
-    if named and PurePath(str(file)).suffix.lower() == ".json":
-        return "json"
-    kinds = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
-    return kinds.get(streams.inner_suffix(file), "text" if named else "file")
+    suffix = streams.inner_suffix(file)
+    if named and suffix == ".json":
+        return "array" if streams.begins_with(file, b"[") else "json"
+    kinds = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"} | ({".csv": "csv"} if named else {})
+    return kinds.get(suffix, "text" if named else "file")
 
 
 class TextDocuments:

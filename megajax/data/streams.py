@@ -1,11 +1,13 @@
-"""Read files as streams: their bytes (`.gz` and `.zst` are unpacked), their text, and its documents."""
+"""Read files as streams: their bytes (`.gz`, `.zst`, `.bz2` and `.xz` are unpacked), their text, and its documents."""
 
+import bz2
 import codecs
 import contextlib
 import functools
 import gzip
 import io
 import itertools
+import lzma
 import re
 import sys
 import zlib
@@ -25,9 +27,44 @@ else:
 _BLOCK_BYTES = 1 << 20
 _BLANK_LINES = re.compile(r"\n(?:[ \t\r]*\n)+")
 _WINDOW = 29  # binary logarithm of the largest window of an archive, which is held in memory
+_MARK = "\ufeff"  # of the byte order
+_DAMAGES = (EOFError, zlib.error, gzip.BadGzipFile, zstd.ZstdError, lzma.LZMAError)
+
+
+class _Xz(io.RawIOBase):
+    """The content of an `.xz` file: like `lzma.open`, but with a limit on memory."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._left = file, b""
+        self._stream: lzma.LZMADecompressor | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        block = b""
+        while not block:
+            data = self._left
+            if not data and (self._stream is None or self._stream.needs_input):
+                data = self._file.read(_BLOCK_BYTES)
+                if not data and self._stream:
+                    raise EOFError("its end is missing")
+                data = data if self._stream else data.lstrip(b"\0")  # streams are padded with these
+                if not data:
+                    return 0
+            self._stream = self._stream or lzma.LZMADecompressor(memlimit=(1 << _WINDOW) + (1 << 26))
+            block, self._left = self._stream.decompress(data, len(buffer)), b""
+            if self._stream.eof:
+                self._left, self._stream = self._stream.unused_data.lstrip(b"\0"), None
+        buffer[: len(block)] = block
+        return len(block)
+
+
 _OPEN: dict[str, Callable[..., Any]] = {
     ".gz": gzip.open,
     ".zst": functools.partial(zstd.open, options={zstd.DecompressionParameter.window_log_max: _WINDOW}),
+    ".bz2": bz2.open,
+    ".xz": lambda file: io.BufferedReader(_Xz(file), _BLOCK_BYTES),
 }
 
 
@@ -57,7 +94,9 @@ def opened(file: Path | RemoteFile, begin: int = 0, end: int = 0) -> Iterator[tu
             raw.seek(begin)
             with uncompressed(io.BufferedReader(_Part(raw, end - begin)) if end else raw) as content:
                 yield content, raw
-        except (EOFError, zlib.error, gzip.BadGzipFile, zstd.ZstdError) as error:
+        except (*_DAMAGES, OSError) as error:
+            if not isinstance(error, _DAMAGES) and str(error) != "Invalid data stream":  # so says bz2
+                raise
             window = f" (its window is larger than 2^{_WINDOW} bytes: zstd --long={_WINDOW} packs it anew)"
             raise Damaged(f"{error}{window if 'too much memory' in str(error) else ''}") from None
 
@@ -116,6 +155,12 @@ class _WithLine(io.RawIOBase):
         return len(block)
 
 
+def begins_with(file: Path | RemoteFile, wanted: bytes) -> bool:
+    """Whether a file's content begins with these bytes, apart from a byte order mark and white space."""
+    with opened(file) as (content, _):
+        return content.read(_BLOCK_BYTES).removeprefix(codecs.BOM_UTF8).lstrip().startswith(wanted)
+
+
 def contains(file: Path | RemoteFile, wanted: bytes) -> bool:
     """Whether these bytes are somewhere in a file's content."""
     end = b""  # end of the previous block, where the wanted bytes may begin
@@ -129,7 +174,24 @@ def contains(file: Path | RemoteFile, wanted: bytes) -> bool:
 
 def decoded(content: IO[bytes], file: object, flag: str, offset: int = 0) -> Iterator[str]:
     """The text of a UTF-8 file, or of a part that begins at `offset`, in blocks, without a byte order mark; an error
-    names the offset of a bad byte."""
+    names the offset of a bad byte. Of an archive, whose members may be files with marks, without any of them."""
+    blocks = _decoded(content, file, flag, offset)
+    if is_compressed(file):
+        yield from without_marks(blocks)
+    else:
+        yield from (text.removeprefix(_MARK) if not offset and not n else text for n, text in enumerate(blocks))
+
+
+def without_marks(blocks: Iterable[str]) -> Iterator[str]:
+    """The blocks of a text without byte order marks at the beginning of lines, which stay where files are joined."""
+    begins = True
+    for text in blocks:
+        found = text.removeprefix(_MARK) if begins else text
+        begins = found.endswith("\n") if text else begins
+        yield found.replace(f"\n{_MARK}", "\n")
+
+
+def _decoded(content: IO[bytes], file: object, flag: str, offset: int) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     while True:
         block = content.read(_BLOCK_BYTES)
@@ -142,7 +204,7 @@ def decoded(content: IO[bytes], file: object, flag: str, offset: int = 0) -> Ite
                 f"{flag}: {file} is not UTF-8 text (byte 0x{error.object[error.start]:02x} at offset {place}); "
                 "valid: UTF-8, for example by iconv"
             ) from None
-        yield text.removeprefix("\ufeff") if offset == 0 else text
+        yield text
         if not block:
             return
         offset += len(block)

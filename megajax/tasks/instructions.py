@@ -39,9 +39,9 @@ Encoded = tuple[list[int], list[bool]]  # ids, and whether the model should prod
 
 
 def read_instructions(file: TaskFile) -> None:
-    """Read the records in a file, one per line; if a line has both forms, `messages` count. Records with nothing for
-    the model to say are skipped and counted."""
-    for line, place in file.lines(reading.LINE_BYTES):
+    """Read the records in a file, one per line or in an array; if one has both forms, `messages` count. Records with
+    nothing for the model to say are skipped and counted."""
+    for line, place in file.objects(reading.LINE_BYTES):
         text = decoded(line, place).removeprefix("\ufeff")
         if text.strip():
             _add(parsed(text, place, file.task), place, file.records)

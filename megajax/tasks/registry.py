@@ -49,7 +49,7 @@ TASKS = {
         "pretraining",
         2,
         "accuracy",
-        'JSON lines with "prompt" and "completion", or with "messages"',
+        'JSON lines, or an array of JSON, with "prompt" and "completion", or with "messages"',
         suffixes=(".jsonl", ".json", ".ndjson"),
     ),
 }

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn, TypeVar
 
-from megajax.data import streams
+from megajax.data import long_documents, streams
 from megajax.data.inputs import files_below, readable
 from megajax.errors import UserError
 from megajax.host import reading
@@ -100,6 +100,17 @@ class TaskFile:
         with self.opened() as content:
             for number, line in enumerate(reading.lines(content, most), start=1):
                 yield line, f"{self.place}:{number}"
+
+    def objects(self, most: int) -> Iterator[tuple[bytes, str]]:
+        """Every line of JSON or, if the file begins with `[`, every element of the array, and its place."""
+        with readable(self.path, self.flag):
+            is_array = streams.begins_with(self.path, b"[")
+        if not is_array:
+            yield from self.lines(most)
+            return
+        with self.opened() as content:
+            for number, element in enumerate(long_documents.elements(content, most), start=1):
+                yield element, f"{self.place}:{number}"
 
     def text(self) -> str:
         """The text, without a byte order mark."""

@@ -139,6 +139,9 @@ def test_as_peft_trains(kind: str, mesh: tuple[int, int, int], targets: tuple[st
     export_hf(tuning.run, export_config(tuning.run), tmp_path / "merged")
     merged = type(tuning.peer).from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()
     assert_logits(tuning, merged, 8)
+    ours, theirs = open_source(tmp_path / "hf", None, tmp_path / "adapter-3"), open_source(tmp_path / "merged")
+    for name in merged.state_dict().keys() - {"lm_head.weight"}:
+        np.testing.assert_allclose(ours.weights.read(name), theirs.weights.read(name), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("targets", [("query", "value", "down"), full(ALL)])

@@ -19,6 +19,8 @@ FIELDS: list[tuple[str, str, Any, str]] = [
     ("gpt2", "layer_norm_epsilon", 0, "more than 0"),
     ("gpt2", "scale_attn_by_inverse_layer_idx", True, "false"),
     ("gpt2", "scale_attn_weights", False, "true"),
+    ("gpt2", "is_causal", False, "true"),
+    ("gpt2", "hidden_size", 48, "as n_embd, 24"),
     ("gpt2", "reorder_and_upcast_attn", True, "false"),
     ("gpt2", "tie_word_embeddings", 1, "true or false"),
     ("gpt2", "n_inner", 0, "more than 0"),
@@ -32,6 +34,7 @@ FIELDS: list[tuple[str, str, Any, str]] = [
     ("llama", "architectures", ["LlamaForSequenceClassification"], r'\["LlamaForCausalLM"\]'),
     ("qwen2", "architectures", ["LlamaForCausalLM"], r'\["Qwen2ForCausalLM"\]'),
     ("llama", "quantization_config", {"quant_method": "awq"}, "null"),
+    ("llama", "per_layer_config", {"0": {"rms_norm_eps": 0.1}}, "null"),
     ("llama", "num_key_value_heads", 4, "a divisor of num_attention_heads, 6"),
     ("llama", "num_key_value_heads", 0, "more than 0"),
     ("llama", "hidden_size", 26, "a multiple"),
@@ -73,6 +76,8 @@ FIELDS: list[tuple[str, str, Any, str]] = [
     ("bert", "hidden_act", "gelu_new", '"gelu"'),
     ("bert", "position_embedding_type", "relative_key", '"absolute"'),
     ("bert", "is_decoder", True, "false"),
+    ("bert", "is_causal", True, "false"),
+    ("bert", "classifier_dropout", 0.1, COMMON_RATE),
     ("bert", "add_cross_attention", True, "false"),
     ("bert", "type_vocab_size", 1, "2"),
     ("bert", "tie_word_embeddings", False, "true"),
@@ -125,9 +130,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "mixtral",
         {"num_local_experts": 6},
-        r"experts\.5\.w1\.weight.* missing from the safetensors; valid: all of a Mixt",
+        r"experts\.5\.w1\.weight.* missing .*a part of this model, .*; valid: all of a Mixt",
     ),
-    ("llama", {"num_hidden_layers": 3}, r"model\.layers\.2\..* missing from the safetensors; valid: all of a Llama"),
+    (
+        "llama",
+        {"num_hidden_layers": 3},
+        r"model\.layers\.2\..* missing .*a part of this model, .*; valid: all of a Llama",
+    ),
     ("llama", {"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight"),
 ]
 

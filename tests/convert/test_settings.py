@@ -111,6 +111,8 @@ def test_what_older_files_lack(tmp_path: Path) -> None:
     heads = {"num_key_value_heads": 6}
     write_model(tmp_path, "llama", random_tensors("llama", **heads), without=heads)
     assert open_source(tmp_path).config.model.num_kv_heads == 6
+    write_model(tmp_path, "gpt2", without=["n_embd"], hidden_size=24)
+    assert open_source(tmp_path).config.model.hidden_size == 24
     write_model(tmp_path, "qwen3", without=["head_dim"])
     assert "valid: [768, 24], by config.json" in refusal(tmp_path)  # 128, as Qwen3 has it
     write_model(tmp_path, "gpt2", attn_pdrop=0.1, without=["resid_pdrop"])

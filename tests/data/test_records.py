@@ -1,7 +1,11 @@
 """The same documents from every kind of file, compressed or not, and of Python itself; damaged ones are named."""
 
+import bz2
+import csv
 import gzip
+import io
 import json
+import lzma
 import tracemalloc
 from pathlib import Path
 
@@ -32,11 +36,14 @@ def write(file: Path, key: str = "text") -> Path:
     if file.suffix == ".zst":  # two frames, as `cat` of two files leaves them
         half = lines.index(b"\n", len(lines) // 2) + 1
         lines = b"".join(zstd.compress(part) for part in (lines[:half], lines[half:]))
-    file.write_bytes(gzip.compress(lines) if file.suffix == ".gz" else lines)
+    pack = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}.get(file.suffix, bytes)
+    file.write_bytes(pack(lines))
     return file
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "A.JSONL"])
+@pytest.mark.parametrize(
+    "name", [f"a.jsonl{end}" for end in ("", ".gz", ".zst", ".bz2", ".xz")] + ["a.parquet", "A.JSONL"]
+)
 def test_every_format_holds_the_same_documents(tmp_path, name):
     file = write(tmp_path / name)
     assert list(TextDocuments(file)) == TEXTS
@@ -59,7 +66,86 @@ def test_other_names(tmp_path):
     assert list(TextDocuments(named)) == TEXTS[:5] and len(list(TextDocuments(named.parent))) == 1
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("size", [8, 50, 1 << 20])
+def test_an_array_of_json(tmp_path, monkeypatch, size, indent):
+    """However much of it is read at a time; its elements are as lines are."""
+    monkeypatch.setattr("megajax.data.long_documents._BLOCK_BYTES", size)
+    rows = [{"text": text, "more": [{"a": '"]}'}, 1.5, None]} for text in TEXTS[:60]]
+    (tmp_path / "a.json").write_text("\ufeff " + json.dumps(rows, indent=indent, ensure_ascii=False) + "\n")
+    assert list(TextDocuments(tmp_path / "a.json")) == TEXTS[:60]
+    (tmp_path / "b.json.gz").write_bytes(
+        gzip.compress(json.dumps([{"text": "a"}, {"body": 1}, 7, {"text": "b"}]).encode())
+    )
+    with pytest.raises(UserError, match=r'b\.json\.gz:2: no text under the key "text"; there are "body"'):
+        list(TextDocuments(tmp_path / "b.json.gz"))
+    assert [record.kind for record, _ in records(tmp_path / "b.json.gz")] == ["json"] * 4
+
+
+@pytest.mark.parametrize("text", ['[{"text": "a"}, {"text"', '[{"text": "a"} {"text": "b"}]', '[{"text": "a"}, ', "[}"])
+def test_a_broken_array(tmp_path, text):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(
+        UserError, match=r"INPUT: .*a\.json is truncated or damaged: .*array.*; valid: the complete file"
+    ):
+        records(tmp_path / "a.json")
+
+
+def test_csv(tmp_path):
+    """Quoted texts with commas, quotes and lines in them; a row of another length is what is wrong with it."""
+    content = io.StringIO(newline="")
+    rows = csv.writer(content)
+    rows.writerows([["id", "text"], *([n, f'{text}, "quoted"'] for n, text in enumerate(TEXTS))])
+    for name, pack in ("a.csv", bytes), ("b.csv.xz", lzma.compress):
+        (tmp_path / name).write_bytes(pack(f"\ufeff{content.getvalue()}".encode()))
+        assert list(TextDocuments(tmp_path / name)) == [f'{text}, "quoted"' for text in TEXTS]
+    assert [record.kind for record, _ in TextFiles([tmp_path], "INPUT").records()][:1] == ["file"]
+    with pytest.raises(UserError, match=r'INPUT: .*a\.csv has no column "body"; valid: one of "id", "text"'):
+        records(tmp_path / "a.csv", key="body")
+    (tmp_path / "c.csv").write_text("id,text\n1,a\n\n2\n3,b\n")
+    found = records(tmp_path / "c.csv")
+    assert [(record.kind, record.content) for record, _ in found] == [
+        ("text", "a"),
+        ("text", ""),
+        ("broken", "1 columns; valid: 2, as in the first row"),
+        ("text", "b"),
+    ]
+    for broken in b'id,text\n1,"a', b"id,text\n1,\xff\n":
+        (tmp_path / "d.csv").write_bytes(broken)
+        with pytest.raises(UserError, match=r"d\.csv is truncated or damaged: (not CSV|line 2 is not UTF-8)"):
+            records(tmp_path / "d.csv")
+
+
+@pytest.mark.parametrize("size", [1, 3, 1 << 20])
+def test_byte_order_marks_of_joined_files(tmp_path, monkeypatch, size):
+    """Archives joined by `cat` keep that of each member."""
+    monkeypatch.setattr("megajax.data.streams._BLOCK_BYTES", size)
+    members = [b'\xef\xbb\xbf{"text": "%d \\ufeff"}\n' % n for n in range(3)]
+    for end, pack in (
+        (".gz", gzip.compress),
+        (".bz2", bz2.compress),
+        (".xz", lzma.compress),
+        (".zst", zstd.compress),
+        ("", bytes),
+    ):
+        (tmp_path / f"a.jsonl{end}").write_bytes(b"".join(map(pack, members)))
+        assert list(TextDocuments(tmp_path / f"a.jsonl{end}")) == ["0 \ufeff", "1 \ufeff", "2 \ufeff"]
+    (tmp_path / "folder").mkdir()
+    for name in "b.txt.gz", "folder/b.txt.gz":
+        (tmp_path / name).write_bytes(b"".join(gzip.compress(b"\xef\xbb\xbf" + line) for line in (b"one\n", b"two\n")))
+    assert list(TextDocuments(tmp_path / "b.txt.gz", cut=False)) == ["one\ntwo\n"]
+    assert list(TextDocuments(tmp_path / "folder")) == ["one\ntwo\n"]
+
+
+def test_the_memory_that_an_archive_wants(tmp_path):
+    (tmp_path / "a.txt.xz").write_bytes(
+        lzma.compress(b"text", filters=[{"id": lzma.FILTER_LZMA2, "dict_size": 1 << 30}])
+    )
+    with pytest.raises(UserError, match=r"a\.txt\.xz is truncated or damaged: Memory usage limit"):
+        records(tmp_path / "a.txt.xz")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.jsonl.bz2", "a.jsonl.xz", "a.parquet"])
 @pytest.mark.parametrize("damage", ["cut", "other", "flipped"])
 def test_damaged_files_are_named(tmp_path, name, damage):
     file = write(tmp_path / name)

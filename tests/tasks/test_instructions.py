@@ -1,5 +1,6 @@
 """Instructions: what is read, which tokens count, how records are packed in rows, and what is refused."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,21 @@ def test_records_with_weights_and_variables_of_the_template(tmp_path, saved):
     tokenizer = load_tokenizer(write_saved(tmp_path / "t", "qwen"))
     tokenizer.chat_template = "{{ date }}{% for m in messages %}{{ m.content }}{% endfor %}"
     assert [tokenizer.decode(ids)[:2] for ids, _ in encoded([plain, first, second], tokenizer)] == ["Wh", "aW", "bW"]
+
+
+def test_arrays_and_joined_files(tmp_path):
+    """An array of JSON, as many datasets are; archives whose members have marks of the byte order."""
+    values = [{"prompt": "a", "completion": "b"}, {"messages": TURNS}]
+    (tmp_path / "a.json").write_text(json.dumps(values, indent=2))
+    marked = [b"\xef\xbb\xbf" + json.dumps(value).encode() + b"\n" for value in values]
+    (tmp_path / "b.jsonl.gz").write_bytes(b"".join(map(gzip.compress, marked)))
+    for name in "a.json", "b.jsonl.gz":
+        found = read("instructions", str(tmp_path / name))
+        assert found.entries == [asked("a", "b"), chat()]
+        assert [record.name.rpartition(":")[2] for record in found.entries] == ["1", "2"]
+    (tmp_path / "a.json").write_text(json.dumps([*values, {"prompt": "a"}]))
+    with pytest.raises(UserError, match=r'a\.json:3: no key "completion"'):
+        read("instructions", str(tmp_path / "a.json"))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,129 @@
+"""The options of an adapter of `peft`: each has the effect that it has there, has none, or is refused by name."""
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megajax.convert.settings import Fields
+from megajax.errors import UserError
+from megajax.host import reading
+
+SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # an adapter's files
+
+READ = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "init_lora_weights"}
+READ |= {"target_modules", "exclude_modules", "target_parameters", "layers_to_transform", "layers_pattern"}
+READ |= {"modules_to_save", "trainable_token_indices", "ensure_weight_tying", "lora_bias"}
+WITHOUT_EFFECT = {  # on an adapter that is trained; or tensors and modules tell, too
+    *("task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version"),
+    *("lora_dropout", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config"),
+    *("fan_in_fan_out", "bias", "megatron_core", "megatron_config", "qalora_group_size"),
+}
+_INITIAL = True, False, "gaussian", "eva", "orthogonal", "mica", "lora_ga"  # others also change the base model
+
+
+class AdapterOptions(Fields):
+    """The fields of an adapter_config.json."""
+
+    @classmethod
+    def read(cls, folder: Path) -> "AdapterOptions":
+        """The options in a folder; raises `UserError` for those that cannot be merged into weights."""
+        file = folder / SETTINGS
+        content = reading.read_json(file)
+        if not isinstance(content, dict):
+            raise UserError(f"{file}: not a JSON object; valid: the configuration of an adapter")
+        options = cls(file, content)
+        options.check("peft_type", "LORA", missing=None)
+        options.check("init_lora_weights", *_INITIAL)
+        for name in "use_rslora", "use_dora", "lora_bias", "ensure_weight_tying":
+            options.check(name, False, True)
+        if options.get("use_dora"):
+            options.check("lora_bias", False)
+        for name, value in options.items():
+            if name not in READ | WITHOUT_EFFECT and value:
+                raise options.refusal(name, value, "null or false: its effect cannot be merged into weights")
+        options._check_kinds()
+        return options
+
+    def _check_kinds(self) -> None:
+        for name, default, *pattern in (("r", 8, "rank_pattern"), ("lora_alpha", 8, "alpha_pattern")):
+            for owner, key, value in ((self, name, self.get(name, default)), *self._values(pattern[0])):
+                whole = type(value) is int and 0 < value < 1 << 31
+                if not whole and (name == "r" or type(value) is not float or not math.isfinite(value)):
+                    raise owner.refusal(key, value, "a whole number above 0" if name == "r" else "a finite number")
+        for name in "target_modules", "exclude_modules", "layers_pattern", "modules_to_save", "target_parameters":
+            value = self.get(name)
+            texts = [value] if isinstance(value, str) and name[-1] != "e" else [] if value is None else value
+            if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+                raise self.refusal(name, value, "null, or names of modules")
+        layers = self.get("layers_to_transform")
+        if not all(type(layer) is int for layer in (layers if isinstance(layers, list) else [layers or 0])):
+            raise self.refusal("layers_to_transform", layers, "null, or numbers of layers")
+
+    def _values(self, name: str) -> Iterator[tuple[Fields, str, Any]]:
+        part = self.part(name)
+        return ((part, key, value) for key, value in part.items())
+
+    @property
+    def rank(self) -> int:
+        """The rank of modules that `rank_pattern` does not name."""
+        rank: int = self.get("r", 8)
+        return rank
+
+    def scale(self, module: str) -> tuple[float, int]:
+        """The scale and the rank of the adapter of a module."""
+        rank = self._of_pattern("rank_pattern", module, self.rank)
+        alpha = self._of_pattern("alpha_pattern", module, self.get("lora_alpha", 8))
+        return alpha / (math.sqrt(rank) if self.get("use_rslora") else rank), rank
+
+    def _of_pattern(self, name: str, module: str, default: Any) -> Any:
+        found = (value for key, value in self.part(name).items() if self._match(name, rf"(?:.*\.)?(?:{key})", module))
+        return next(found, default)
+
+    def tokens(self, module: str, vocab_size: int) -> list[int]:
+        """The tokens whose embeddings in a module are replaced."""
+        given = self.get("trainable_token_indices")
+        if isinstance(given, dict):
+            given = next((ids for name, ids in given.items() if f".{module}".endswith(f".{name}")), None)
+        if not isinstance(given, list) or not all(type(token) is int and 0 <= token < vocab_size for token in given):
+            raise self.refusal("trainable_token_indices", given, f"the ids of the tokens that {module} replaces")
+        return given
+
+    def selects(self, module: str) -> bool:
+        """Whether a module is adapted, by the rules of `peft`."""
+        excluded, wanted = self.get("exclude_modules") or [], self.get("target_modules")
+        saved = self.get("modules_to_save") or []
+        if self._is_named("exclude_modules", excluded, module):
+            return False
+        if any(self._match("modules_to_save", rf"(?:.*\.)?(?:{name})(?:\..*)?", module) for name in saved):
+            return False
+        parameters = [name.rpartition(".")[0] for name in self.get("target_parameters") or []]
+        if wanted is None or self._is_named("target_parameters", parameters, module):
+            return not parameters or self._is_named("target_parameters", parameters, module)
+        if isinstance(wanted, str) and wanted.lower() == "all-linear":
+            return True
+        layers = self.get("layers_to_transform")
+        is_free = isinstance(wanted, str) or module in wanted or layers is None or layers == []
+        layers = layers if isinstance(layers, list) else [layers]
+        return self._is_named("target_modules", wanted, module) and (is_free or self._layer(module) in layers)
+
+    def _layer(self, module: str) -> int | None:
+        """The number of a module's layer; None if its name has none."""
+        given = self.get("layers_pattern") or []
+        patterns = [rf"(?:.*?\.)?(?:{name})" for name in ([given] if isinstance(given, str) else given)]
+        ends = (rf"{pattern}\.(?P<number>[0-9]+)\..*" for pattern in patterns or [r".*?\.[^.]*"])
+        found = (self._match("layers_pattern", pattern, module) for pattern in ends)
+        return next((int(match["number"]) for match in found if match), None)
+
+    def _is_named(self, option: str, names: str | list[str], module: str) -> bool:
+        """Whether an option names a module: by the end of its name, or all of it by a regular expression."""
+        if isinstance(names, str):
+            return bool(self._match(option, names, module))
+        return any(f".{module}".endswith(f".{name}") for name in names)
+
+    def _match(self, option: str, pattern: str, module: str) -> re.Match[str] | None:
+        try:
+            return re.fullmatch(pattern, module)
+        except re.error as error:
+            raise self.refusal(option, self.get(option), f"regular expressions ({error})") from None

@@ -1,0 +1,197 @@
+"""LoRA adapters of `peft`, merged into a model's tensors when these are read.
+
+What `peft` would compute with a folder's `adapter_config.json` and `adapter_model.safetensors` decides. Letters: O
+outputs of a module, I inputs, R rank, E experts.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from megajax.convert.adapter_options import SETTINGS, TENSORS, AdapterOptions
+from megajax.convert.exchange import Exchange
+from megajax.convert.tensor_files import TensorFiles, listed
+from megajax.convert.weights import Places, Tensor
+from megajax.errors import UserError
+from megajax.host import reading
+from megajax.models.config import ModelConfig
+
+_PICKLE = "adapter_model.bin"
+_TENSOR = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>.+?)\.(?P<kind>lora_[AB]\.weight|lora_B\.bias|lora_embedding_[AB]"
+    r"|lora_magnitude_vector|token_adapter\.trainable_tokens_delta"
+    r"|(?:base_layer\.|original_module\.|modules_to_save\.)?(?:weight|bias))"
+)
+_TOKENS = "token_adapter.trainable_tokens_delta"
+_BEFORE = "original_module"  # copies of the base model's tensors
+_Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Expert:
+    """The part of an adapter of fused experts that belongs to one tensor of one of them."""
+
+    number: int
+    experts: int  # how many there are
+    rows: slice  # its outputs among those of the fused tensor
+
+
+@dataclass(frozen=True)
+class _Change:
+    """What happens to one of the model's tensors."""
+
+    scale: float
+    flipped: bool = False  # the model's tensor is [in, out]
+    expert: _Expert | None = None
+    tensors: dict[str, str] = field(default_factory=dict)  # the adapter's, by kind
+
+
+class Adapter:
+    """The adapter in a folder; `fit` checks that a model can have it. Raises `UserError` if it cannot be merged."""
+
+    def __init__(self, folder: Path):
+        self.folder, self._file = folder, folder / TENSORS
+        self._options = AdapterOptions.read(folder)
+        if reading.kind(folder / _PICKLE) and not reading.kind(self._file):
+            problem = "pickle files can run code when they are read, so they are refused"
+            raise UserError(f"{folder / _PICKLE}: {problem}; valid: {TENSORS} (written by save_pretrained)")
+        self._tensors = TensorFiles(folder, [self._file])
+        self._modules: dict[str, dict[str, str]] = {}  # module -> kind -> tensor
+        self._changes: dict[str, _Change] = {}  # by the model's tensor
+        for name in self._tensors.shapes:
+            if not (found := _TENSOR.fullmatch(name)):
+                raise self._refusal([name])
+            module, kind = found["module"], found["kind"].removeprefix("modules_to_save.")
+            if self._has(module.removesuffix(".base_layer"), kind):
+                self._modules.setdefault(module, {})[kind] = name
+
+    def _has(self, module: str, kind: str) -> bool:
+        """Whether a tensor counts. As in `peft`, that follows from the options; other tensors are left alone."""
+        own = self._options.selects(module) if kind.startswith(("lora", "base")) else kind.partition(".")[0] != _BEFORE
+        option = {"lora_magnitude_vector": "use_dora", "lora_B.bias": "lora_bias"}.get(kind)
+        return own and (option is None or bool(self._options.get(option)))
+
+    @classmethod
+    def find(cls, folder: Path, given: Path | None) -> "Adapter | None":
+        """The adapter `given` by the user for the model in a folder, or the one beside the model."""
+        beside = reading.is_file(folder / SETTINGS)
+        if beside and not reading.is_file(folder / "config.json"):
+            base = AdapterOptions.read(folder).get("base_model_name_or_path")
+            named = f", {base}" if isinstance(base, str) and base else ""
+            raise UserError(
+                f"PATH {folder} holds only an adapter, not its base model{named}; valid: the base model, with "
+                f"--adapter {folder}"
+            )
+        if beside and given:
+            raise UserError(f"--adapter {given}: PATH {folder} holds an adapter too; valid: one adapter")
+        if given and not reading.is_file(given / SETTINGS):
+            raise UserError(f"--adapter {given}: no {SETTINGS} found; valid: a folder written by peft")
+        return cls(given or folder) if given or beside else None
+
+    def unties(self, exchange: Exchange, head: str) -> bool:
+        """Whether it makes embedding and output, which the base model shares, differ."""
+        copies = [*exchange.copies, *exchange.heads[head].copies]
+        if not copies or self._options.get("ensure_weight_tying"):
+            return False
+        table = exchange.shared["table"].name
+        names = {name.split(".")[-2] for name in (table, *copies)}
+        kinds = {(module, kind) for module, tensors in self._modules.items() for kind in tensors}
+        ends = {(module.rpartition(".")[2], kind) for module, kind in kinds} - {(table.split(".")[-2], _TOKENS)}
+        return any(module in names for module, _ in ends)
+
+    def fit(self, places: Places, config: ModelConfig) -> None:
+        """Find the model's tensor for each of its own; raises `UserError` if there is none, or for its shape."""
+        shapes = places.shapes(config)
+        blocks = [place for place in places.blocks.values() if len(place.dims) == 2 and not place.turned]
+        flipped = {name for place in blocks for _, name in place.tensors(config)}
+        spelled = places.spelling({f"{module}.weight" for module in self._modules})
+        known = {spelled(name): name for name in shapes}
+        fused = places.fused_tensors(config)
+        expected: dict[str, _Shape] = {}
+        for module, tensors in self._modules.items():
+            inner = module.removesuffix(".base_layer")
+            if experts := {name: each for name, each in fused.items() if name.rpartition(".")[0] == inner}:
+                expected |= self._fit_experts(tensors, experts, shapes)
+                continue
+            scale, rank = self._options.scale(module)
+            of_table = "lora_embedding_A" in tensors
+            for kind, tensor in tensors.items():
+                target = f"{module}.{'bias' if kind.endswith('bias') else 'weight'}"
+                if target in places.copies and self._options.get("ensure_weight_tying"):
+                    continue  # the same again
+                if target not in known:
+                    raise self._refusal([tensor])
+                name = known[target]
+                flips = name in flipped or of_table
+                self._changes.setdefault(name, _Change(scale, flips)).tensors[kind] = tensor
+                shape = shapes[name][::-1] if flips and kind.startswith("lora") else shapes[name]
+                expected |= self._shapes_of(module, kind, tensor, rank, shape)
+        self._tensors.check(expected, f"an adapter of rank {self._options.rank}", by=SETTINGS)
+
+    def _fit_experts(
+        self, tensors: dict[str, str], experts: Mapping[str, Sequence[Sequence[str]]], shapes: Mapping[str, _Shape]
+    ) -> dict[str, _Shape]:
+        """The same for an adapter of fused experts: `experts` has, by fused tensor, each expert's own. Only sizes tell
+        which of the fused tensors is adapted."""
+        there = {kind: self._tensors.shapes[tensor] for kind, tensor in tensors.items()}
+        for fused, names in experts.items():
+            rows, inputs = shapes[names[0][0]]
+            scale, rank = self._options.scale(fused)
+            ranks = rank * len(names)
+            wanted = {"lora_A.weight": (ranks, inputs), "lora_B.weight": (rows * len(names[0]), ranks)}
+            if there == wanted:
+                for expert, parts in enumerate(names):
+                    for number, name in enumerate(parts):
+                        part = _Expert(expert, len(names), slice(rows * number, rows * (number + 1)))
+                        self._changes[name] = _Change(scale, expert=part, tensors=tensors)
+                return {tensors[kind]: shape for kind, shape in wanted.items()}
+        raise self._refusal([*tensors.values()])
+
+    def _shapes_of(self, module: str, kind: str, tensor: str, rank: int, shape: _Shape) -> dict[str, _Shape]:
+        """The shapes that an adapter's tensor and its counterpart must have, if the module's is [out, in]."""
+        if kind == _TOKENS:
+            return {tensor: (len(self._options.tokens(module, shape[0])), shape[1])}
+        if not kind.startswith("lora") or kind == "lora_B.bias":
+            return {tensor: shape}
+        if kind == "lora_magnitude_vector":
+            return {tensor: shape[:1]}
+        a, b = (re.sub(r"(lora_|lora_embedding_)[AB](\.weight|$)", rf"\g<1>{x}\2", tensor) for x in "AB")
+        magnitude = {re.sub(r"lora_(embedding_)?A(\.weight|$)", "lora_magnitude_vector", a): shape[:1]}
+        return {a: (rank, shape[1]), b: (shape[0], rank)} | (magnitude if self._options.get("use_dora") else {})
+
+    def applied(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor of the model, with its change if there is one."""
+        if name not in self._changes:
+            return tensor
+        change = self._changes[name]
+        own = {kind.removeprefix("base_layer."): self._tensors.read(stored) for kind, stored in change.tensors.items()}
+        scale = np.float32(change.scale)
+        if name.endswith("bias"):
+            return own.get("bias", tensor) + scale * own.get("lora_B.bias", np.float32(0))
+        tensor = own.get("weight", tensor)
+        a_RI, b_OR = (own.get(f"lora_{x}.weight", own.get(f"lora_embedding_{x}")) for x in "AB")
+        if a_RI is not None and b_OR is not None:
+            w_OI = (tensor.T if change.flipped else tensor) + scale * _product(a_RI, b_OR, change.expert)
+            if "lora_magnitude_vector" in own:
+                w_OI *= (own["lora_magnitude_vector"] / np.linalg.norm(w_OI, axis=1))[:, None]
+            tensor = w_OI.T if change.flipped else w_OI
+        if _TOKENS in own:
+            found = _TENSOR.fullmatch(change.tensors[_TOKENS])
+            assert found
+            tensor = tensor.copy()
+            tensor[self._options.tokens(found["module"], len(tensor))] = own[_TOKENS]
+        return tensor
+
+    def _refusal(self, names: Sequence[str]) -> UserError:
+        return UserError(f"{self._file}: holds {listed(names)}; valid: what peft writes for the modules of this model")
+
+
+def _product(a_RI: Tensor, b_OR: Tensor, expert: _Expert | None) -> Tensor:
+    if not expert:
+        return b_OR @ a_RI
+    a_ERI, b_ORE = a_RI.reshape(expert.experts, -1, a_RI.shape[1]), b_OR.reshape(len(b_OR), -1, expert.experts)
+    product: Tensor = b_ORE[expert.rows, :, expert.number] @ a_ERI[expert.number]
+    return product

@@ -1,0 +1,112 @@
+"""Every field of transformers' configurations is read here, or is known to change nothing there."""
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hugging_face import CLASSES, ORDERS, SETTINGS
+
+from megajax.convert.families import EXCHANGES, exchange_of
+from megajax.convert.origin import Origin
+from megajax.convert.settings import Fields
+
+pytestmark = pytest.mark.peer
+torch = pytest.importorskip("torch", reason="the extra `peer` is not installed")
+transformers = pytest.importorskip("transformers", reason="the extra `peer` is not installed")
+
+HARMLESS: dict[str, Any] = {  # fields that change no logits, each with another value than usual
+    "_name_or_path": "a/model",
+    "transformers_version": "4.1.0",
+    "dtype": "bfloat16",  # what is stored decides
+    "use_cache": False,
+    "output_attentions": True,
+    "output_hidden_states": True,
+    "return_dict": True,
+    "chunk_size_feed_forward": 5,
+    "is_encoder_decoder": True,
+    "pretraining_tp": 2,
+    "label2id": {"A": 0, "B": 1},
+    "output_router_logits": True,  # adds to the loss, as `router_aux_loss_coef` says
+    "attention_chunk_size": 2,
+    **dict.fromkeys(("summary_first_dropout", "summary_last_dropout"), 0.5),  # of other heads
+    **dict.fromkeys(("summary_use_proj", "summary_proj_to_labels"), False),
+    **{"summary_type": "mean", "summary_activation": "tanh"},
+    **{"hidden_dropout": 0.5, "num_labels": 2, "problem_type": "regression", "id2label": {0: "A", 1: "B"}},
+}
+LEARNED = {  # further ones of classes without rotary positions
+    "head_dim": 3,
+    "sliding_window": 3,
+    "layer_types": ["sliding_attention"] * 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 7.0},
+    "classifier_dropout": 0.5,
+}
+# What the sources name besides fields: methods, and what transformers sets itself.
+OTHER = {"get_text_config", "json", "standardize_rope_params", "validate_rope", "default_theta", "_attn_implementation"}
+WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
+
+
+class Recorder(Fields):
+    """A config.json that remembers which of its fields were looked up."""
+
+    looked_up: set[str]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.looked_up.add(name)
+        return super().get(name, default)
+
+    def __getitem__(self, name: str) -> Any:
+        self.looked_up.add(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self.looked_up.add(str(name))
+        return super().__contains__(name)
+
+
+def fields_of(kind: str) -> set[str]:
+    """The fields that a configuration has, and those that the sources of its class read from it."""
+    peer = getattr(transformers, CLASSES[kind])
+    found = {*peer.config_class().to_dict(), *peer.config_class.attribute_map, "per_layer_config"}
+    for module in inspect.getmodule(peer), transformers.masking_utils, transformers.modeling_rope_utils:
+        source = inspect.getsource(module)
+        found |= {*re.findall(r"\bconfig\.(\w+)", source), *re.findall(r'getattr\([\w.]*config, "(\w+)"', source)}
+    return found - OTHER
+
+
+def harmless_of(kind: str) -> dict[str, Any]:
+    found = HARMLESS | (LEARNED if kind in ("gpt2", *ORDERS) else {})
+    return {name: value for name, value in found.items() if name in fields_of(kind)}
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_every_field_is_read_or_known_to_be_harmless(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    content = {"model_type": kind, "architectures": [CLASSES[kind]]} | SETTINGS[kind]
+    fields = Recorder(file, content | (WINDOW if kind in ("qwen2", "qwen3") else {}))
+    fields.looked_up = set()
+    exchange_of(fields).read_settings(fields, {})
+    Origin.of(fields, "", "fp32", 0)
+    unknown = fields_of(kind) - fields.looked_up - harmless_of(kind).keys()
+    assert not unknown, sorted(unknown)
+
+
+def test_the_table_names_nothing_else() -> None:
+    assert HARMLESS.keys() | LEARNED.keys() <= set().union(*map(fields_of, CLASSES))
+    assert CLASSES.keys() == {exchange.model_type for exchange in EXCHANGES}
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_what_is_harmless_changes_no_logits(kind: str) -> None:
+    """All of these fields that the class has together."""
+    peer = getattr(transformers, CLASSES[kind])
+    loops = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    plain = peer(peer.config_class(**SETTINGS[kind], **loops)).eval()
+    other = peer(peer.config_class(**SETTINGS[kind] | harmless_of(kind) | {"dtype": None}, **loops)).eval()
+    other.load_state_dict(plain.state_dict())
+    tokens = torch.arange(1, 21)[None]
+    with torch.no_grad():
+        found, expected = (model(tokens) for model in (other, plain))
+    logits = "prediction_logits" if "prediction_logits" in expected else "logits"
+    torch.testing.assert_close(found[logits], expected[logits], rtol=0, atol=1e-6)
