@@ -24,8 +24,9 @@ from megajax.tasks.registry import PRETRAINING, TaskConfig
 from megajax.traits import IS_PATH, SAMPLES, Small
 
 _AXIS = between(1, 100_000)
-_ROWS = between(1, 1_000_000)
-_RAMP, _OFF = between(0, 1_000_000), Small(fixed=0)
+MOST_ROWS = 1_000_000  # of a global batch
+_ROWS = between(1, MOST_ROWS)
+_RAMP, _OFF = between(0, MOST_ROWS), Small(fixed=0)
 MOST_SIMULATED = 1024  # devices; JAX needs seconds for these, minutes for some thousands
 _SIMULATED = between(0, MOST_SIMULATED)
 
@@ -92,14 +93,12 @@ class TrainConfig:
         AT_LEAST_ZERO,
         Small(fixed=0.0),
     ] = 0
-    global_batch: Annotated[int, "sequences per step, summed over all devices", _ROWS, SAMPLES]
+    global_batch: Annotated[int, "sequences per step, summed over all devices", _ROWS]
     ramp_start: Annotated[
-        int, "batch size of the first steps, growing to global_batch; 0: constant batch size", _RAMP, SAMPLES, _OFF
+        int, "batch size of the first steps, growing to global_batch; 0: constant batch size", _RAMP, _OFF
     ] = 0
-    ramp_increment: Annotated[int, "sequences added each time the batch grows", _RAMP, SAMPLES, _OFF] = 0
-    ramp_samples: Annotated[
-        int, "sequences consumed before the batch reaches global_batch", AT_LEAST_ZERO, SAMPLES, _OFF
-    ] = 0
+    ramp_increment: Annotated[int, "sequences added each time the batch grows", _RAMP, _OFF] = 0
+    ramp_samples: Annotated[int, "sequences consumed before the batch reaches global_batch", AT_LEAST_ZERO, _OFF] = 0
     microbatch: Annotated[int, "sequences per microbatch on each data-parallel rank", _ROWS]
     remat: Annotated[
         Literal["none", "selective", "layer", "stage"],
@@ -111,6 +110,11 @@ class TrainConfig:
         "validation, evaluation, generation and export; 0: none",
         SHARE,
     ] = 0.0
+    freeze: Annotated[
+        tuple[str, ...],
+        "weights not to train: embedding, head, layers.0-3, layers.0-3.attention, ..., separated by commas or spaces; "
+        "none: train all",
+    ] = ()
     eval_every: Annotated[int, "steps between validations; 0: never", AT_LEAST_ZERO] = 100
     eval_batches: Annotated[int, "global batches per validation; 0: the whole validation split", AT_LEAST_ZERO] = 20
     log_every: Annotated[int, "steps between log lines when there is no progress bar"] = 10
@@ -197,6 +201,9 @@ class Config:
     init: Annotated[
         str, "run directory to take initial weights from; empty: random initialization", Small(fixed=""), IS_PATH
     ] = ""
+    init_step: Annotated[
+        str, "which checkpoint of that run: a step, latest, or best (lowest validation loss)", Small(fixed="latest")
+    ] = "latest"
     precision: Annotated[
         Literal["fp32", "bf16", "fp16", "fp64", "fp8"],
         "number format of the computation; fp8: bf16 with float8 products in the layers, forward and for input "

@@ -170,7 +170,8 @@ class Option:
     def problem(self, value: Any) -> str:
         """What an error message says after the flag about a value of the right type; empty if it is valid."""
         valid = self._range if self.kind in (int, float) else self.declared
-        return valid.problem(value) if valid else ""
+        each = value if isinstance(value, tuple) and self.is_list else (value,)
+        return next(filter(None, map(valid.problem, each)), "") if valid else ""
 
 
 def number(text: str, kind: type[int] | type[float] = int) -> Any:

@@ -150,10 +150,12 @@ class _Block(NamedTuple):
 
 
 class BlendedSamples:
-    """An endless sequence of samples from several sources."""
+    """An endless sequence of samples from several sources, each from its first on, or after those drawn `before`."""
 
-    def __init__(self, sources: Sequence[EpochSamples], weights: Sequence[float]) -> None:
-        self.sources = sources
+    def __init__(
+        self, sources: Sequence[EpochSamples], weights: Sequence[float], before: Sequence[int] | None = None
+    ) -> None:
+        self.sources, self.weights, self._before = sources, weights, before or [0] * len(sources)
         self.blend = Blend(weights)
         self.sequence_length = sources[0].sequence_length
         self.epoch_size = sum(source.epoch_size for source in sources)
@@ -161,7 +163,7 @@ class BlendedSamples:
 
     def __getitem__(self, number: int) -> Sample:
         source, own = self.blend.place(number)
-        return self.sources[source][own]
+        return self.sources[source][self._before[source] + own]
 
 
 class JoinedSamples:

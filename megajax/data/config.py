@@ -1,9 +1,11 @@
 """Configuration of corpora and their tokenizer."""
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
-from megajax.options import SHARE
+from megajax.options import SHARE, Range
 from megajax.traits import IS_PATH, SAMPLES
 
 
@@ -21,6 +23,26 @@ class ValidationSet:
 
     name: Annotated[str, "name of its loss"]
     path: Annotated[str, "as data.path", IS_PATH]
+
+
+NONE = "none"
+
+
+def _is_range(text: str) -> bool:
+    """Whether a text is valid in `skip`."""
+    match = re.fullmatch("([0-9]{1,15}):([0-9]{1,15})", text)
+    return text == NONE or (match is not None and int(match[1]) <= int(match[2]))
+
+
+def skipped_samples(texts: Iterable[str]) -> tuple[tuple[int, int], ...]:
+    """The first and last number of each range that `skip` names: ascending, without overlaps."""
+    found: list[tuple[int, int]] = []
+    for first, last in sorted(tuple(map(int, text.split(":"))) for text in texts if text != NONE):
+        if found and first <= found[-1][1] + 1:
+            found[-1] = found[-1][0], max(found[-1][1], last)
+        else:
+            found.append((first, last))
+    return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +66,12 @@ class DataConfig:
         SAMPLES,
     ] = 0.03
     validation: Annotated[tuple[ValidationSet, ...], "additional validation sets, each reported separately"] = ()
+    skip: Annotated[
+        tuple[str, ...],
+        "training samples to leave out, each FIRST:LAST, both included, by their numbers in the order, from 0; "
+        "has no effect on those already drawn; none: leave out none",
+        Range(_is_range, "none, or FIRST:LAST, both included, such as 1000:1999"),
+    ] = ()
     reset_attention: Annotated[
         bool, "restart attention and positions at every document, even when several share a sequence"
     ] = False

@@ -40,17 +40,20 @@ class BatchSizes:
 
     @classmethod
     @cache
-    def of(cls, full: int, start: int = 0, increment: int = 0, samples: int = 0) -> Self:
+    def of(
+        cls, full: int, start: int = 0, increment: int = 0, samples: int = 0, *, step: int = 0, drawn: int = 0
+    ) -> Self:
         """Batches of `full` samples, or a ramp-up: batches begin with `start` samples and grow by `increment` in equal
         intervals over the first `samples`, as with Megatron-LM's `--rampup-batch-size start increment samples`.
 
-        The size changes before the first step that starts in the next interval, so a size may be skipped.
+        The size changes before the first step that starts in the next interval, so a size may be skipped. The first
+        step may follow `step` others that have `drawn` samples.
         """
         if not start:
-            return cls((Stage(0, 0, full),))
+            return cls((Stage(step, drawn, full),))
         assert 0 < start < full and (full - start) % increment == 0 and samples > 0
         parts = (full - start) // increment
-        stages, step, drawn = [], 0, 0
+        stages = []
         for part, size in enumerate(range(start, full, increment), start=1):
             end = -(-part * samples // parts)
             steps = max(0, -(-(end - drawn) // size))
@@ -63,6 +66,11 @@ class BatchSizes:
     def divisor(self) -> int:
         """The largest number that divides all sizes."""
         return math.gcd(*(stage.size for stage in self.stages))
+
+    def then(self, step: int, *sizes: int) -> "BatchSizes":
+        """These sizes for `step` steps, then others, given as in `of`; a ramp-up counts all samples drawn before."""
+        others = BatchSizes.of(*sizes, step=step, drawn=self.first_sample(step))
+        return BatchSizes((*(stage for stage in self.stages if stage.first_step < step), *others.stages))
 
     def at(self, step: int) -> Stage:
         """The stage of the step that follows `step` finished ones."""

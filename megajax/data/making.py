@@ -162,13 +162,24 @@ def _tokenizer_source(path: str) -> str:
     return path if is_on_hub(path) else _absolute(path)
 
 
-def _check_same_source(folder: Path, path: str, tokenizer_path: str, path_flag: str) -> None:
+def is_made_from(folder: Path, path: str) -> bool:
+    """Whether the corpus in this folder was made from the source `path`."""
     report = read_report(folder)
+    return report.source == _source(report, path)
+
+
+def _source(report: CorpusReport, path: str) -> str:
+    """A path as the report of a corpus would name it."""
     source = _absolute(path)
     if report.dataset and report.dataset != source:  # PREFIX.bin and PREFIX.idx name the dataset too
         source = str(prepared_prefix(source) or source)
+    return source
+
+
+def _check_same_source(folder: Path, path: str, tokenizer_path: str, path_flag: str) -> None:
+    report = read_report(folder)
     for flag, made_from, given in (
-        (path_flag, report.source, source),
+        (path_flag, report.source, _source(report, path)),
         ("--tokenizer.path", report.tokenizer_source, _tokenizer_source(tokenizer_path)),
     ):
         if made_from != given:

@@ -37,6 +37,7 @@ from megajax.program.state import TrainState
 from megajax.program.train_step import train_step
 from megajax.runs.data import given_samples, make_run_data, open_run_data
 from megajax.runs.init import keep_init_tokenizer, keep_tokenizer
+from megajax.runs.order import Order, Part
 from megajax.training.begin import check_given
 
 
@@ -144,11 +145,12 @@ class Model:
         elif self.config.init:
             keep_init_tokenizer(self.config, Path(folder))
         with progress():
-            make_run_data(self.config, Path(folder))
-        data = open_run_data(self.config, Path(folder))
+            corpora = make_run_data(self.config, Path(folder))
+        data = open_run_data(self.config, Path(folder), corpora=corpora)
         self.tokenizer = self.tokenizer or data.tokenizer
         rows, size = self.program.local_rows, self.config.train.global_batch
-        return train_batches(data.train, rows=rows, global_batch=size, start_step=self.step)
+        samples = Order([Part.of(self.config, corpora)]).samples(data.train)
+        return train_batches(samples, rows=rows, global_batch=size, start_step=self.step)
 
     @overload
     def generate(self, prompts: str, **options: Any) -> str: ...

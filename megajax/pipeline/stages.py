@@ -74,6 +74,7 @@ class Layers:
     recompute_stage: bool = False  # save only a stage's input, and run its forward again in the backward pass
     products: Products | None = None  # those whose weight gradients are deferred; None: none are
     frozen: frozenset[Path] = frozenset()  # weights that have no gradient
+    first_trained: int = 0  # the backward pass leaves out the layers before this one
 
     @property
     def num_chunks(self) -> int:
@@ -113,7 +114,7 @@ class Layers:
                 return self._scattered(found, total)
 
             none = lambda: jax.tree.map(zeros_like_type, jax.eval_shape(gradients))  # noqa: E731
-            found = when(index < 0 if self.padded else False, none, gradients)
+            found = when(self._ends_before(index), none, gradients)
             return _added(total, found, place), None
 
         numbers = jnp.arange(self.layers_per_chunk, dtype=jnp.int32)
@@ -184,7 +185,7 @@ class Layers:
                 return jax.tree.map(zeros_like_type, grads), jax.tree.map(idle, factors), grad
 
             # The sums stay outside: inside the conditional, all of them would be copied for every layer.
-            grads, factors, grad = when(index < 0 if self.padded else False, skip, pull, grad)
+            grads, factors, grad = when(self._ends_before(index), skip, pull, grad)
             buffer = jax.tree.map(lambda slots, new: slots.at[slot, number].set(new), buffer, factors)
             return (grad, _added(total, grads, place), buffer), None
 
@@ -211,6 +212,10 @@ class Layers:
 
     def _dummies(self, gathered: Tree, x: Array, context: Tree) -> Factors:
         return jax.tree.map(idle, self._layer_factors(gathered, x, context))
+
+    def _ends_before(self, index: Array) -> Array | bool:
+        """Whether the backward pass ends before a layer; a padded slot has none."""
+        return index < self.first_trained if self.padded or self.first_trained else False
 
     def _slots(self, chunk: Number) -> Array:
         """Indices of a chunk's layers in the stack."""

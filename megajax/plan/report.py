@@ -94,6 +94,7 @@ def _head(plan: dict[str, Any], config: Config) -> str:
         f"{plan['preset']}: {plan['parameters']:,} parameters{active} on {gpus}, "
         f"{config.mesh}; {config.precision}{pipe}{chunks}{split}, "
         f"--optimizer.zero {config.optimizer.zero}, --train.remat {config.train.remat}"
+        f"{'; planned as if all weights were trained, without --train.freeze' * bool(config.train.freeze)}"
     )
 
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from megajax.axes import BATCH_AXES, ROW_AXES, SEQUENCE_AXES
 from megajax.models.context import Context
 from megajax.models.family import CutModel
+from megajax.models.freeze import untrained_layers
 from megajax.models.lora import layer_weights
 from megajax.models.remat import POLICIES
 from megajax.parallel import sites
@@ -172,6 +173,7 @@ def _bind(
         storage=Shards(storage),
         recompute_stage=config.train.remat == "stage",
         products=Products(model.products, model.factors, model.weight_gradients) if deferred else None,
+        first_trained=untrained_layers(layout.frozen, model.shapes, config.model),
         frozen=copies.paths | (flatten_dict(params["blocks"]).keys() if frozen else set()),
     )
     return Pipeline(ends, layers, num_microbatches)

@@ -24,13 +24,14 @@ from jax.typing import DTypeLike
 from megajax.config import Config
 from megajax.mesh import mesh_spec, needs_tensor_sum, rules_of, shardings, zero_sharding, zero_spec
 from megajax.models.family import CutModel
+from megajax.models.freeze import frozen_weights
 from megajax.models.lora import LORA, Adapters
 from megajax.models.router import in_compute_dtype
 from megajax.optim.adam import initial_norms
 from megajax.optim.loss_scale import LossScale
 from megajax.optim.muon import Matrices
 from megajax.optim.optimizer import make_optimizer
-from megajax.parallel.collectives import PIPE
+from megajax.parallel.collectives import PIPE, axis_index
 from megajax.parallel.shards import NOT_SHARDED, Shards
 from megajax.pipeline.placement import Placement
 from megajax.precision import COMPUTE_DTYPE, MAIN_DTYPE
@@ -68,6 +69,7 @@ class StateLayout:
         per_use: the ZeRO sharding of `params` themselves, gathered before every use (ZeRO-3).
         optimizer, matrices: the optimizer of the trained weights, and those that Muon updates, by path.
         loss_scale: how fp16's loss scale changes; None in other precisions.
+        frozen: weights that `train.freeze` names, which have gradients of zero and are not updated.
     """
 
     def __init__(self, config: Config, mesh: Mesh, model: CutModel, operand_dtype: DTypeLike | None = None):
@@ -76,6 +78,7 @@ class StateLayout:
         self.loss_scale = config.loss_scale if config.precision == "fp16" else None
         self.compute_dtype, self.main_dtype = COMPUTE_DTYPE[config.precision], MAIN_DTYPE[config.precision]
         self.adapters = adapters = Adapters(config.lora, config.model, model) if config.lora.rank else None
+        self.frozen = frozen_weights(config.train.freeze, model.shapes, config.model)
         self._copies = LayerCopies(config.model, model, operand_dtype if adapters else None, both=True)
 
         def fresh() -> TrainState:
@@ -136,6 +139,21 @@ class StateLayout:
     def with_trained(self, weights: Tree, trained: Tree) -> Tree:
         """The weights with their trained part replaced."""
         return trained if self.adapters is None else weights | {LORA: trained}
+
+    def with_frozen(self, new: Tree, old: Tree) -> Tree:
+        """Trained weights, or a tree with arrays like them, with those of frozen weights from `old`. Inside the region:
+        arrays are this device's shards."""
+
+        def choose(path: Any, new: Array, old: Array) -> Array:
+            mask = self.frozen.get(_names(path))
+            if mask is None or mask.all():
+                return new if mask is None else old
+            frozen, index = jnp.asarray(mask), self.placement.layer_index
+            if is_stacked(path):
+                frozen = jnp.asarray((index >= 0) & mask[index])[:, axis_index(PIPE), None]
+            return jnp.where(frozen.reshape(*frozen.shape, *[1] * (new.ndim - frozen.ndim)), old, new)
+
+        return jax.tree_util.tree_map_with_path(choose, new, old) if self.frozen else new
 
     def with_main(self, state: TrainState) -> TrainState:
         """A state, or a tree like one, with the main weights in `params`, and nothing that is made from them."""

@@ -78,15 +78,15 @@ def _train_step_with_gradients(
     taken = finite & ~is_spike(norm, state.recent_norms, config.optimizer.skip_above)
     clipped = clip_by_norm(grads, norm, config.optimizer.clip_norm)
     main = layout.per_step.take(layout.trained(state.params)) if state.main is None else state.main
-    main, optimizer = update(program.optimizer, clipped, state.optimizer, main, taken)
+    new, optimizer = update(program.optimizer, clipped, state.optimizer, main, taken)
     some_target = sum(counts[name] for name in program.form.targets) > 0
-    main = _with_moved_biases(program, main, figures, taken & some_target)
+    main = layout.with_frozen(_with_moved_biases(program, new, figures, taken & some_target), main)
     computed = layout.per_step.gather(layout.computed(main), invariant=True)
     new_state = TrainState(
         step=state.step + taken.astype(jnp.int32),
         params=layout.with_trained(state.params, computed),
         main=None if state.main is None else main,
-        optimizer=optimizer,
+        optimizer=layout.with_frozen(optimizer, state.optimizer),
         loss_scale=state.loss_scale.after(finite, layout.loss_scale),
         recent_norms=jnp.where(taken, remember(norm, state.recent_norms, state.step), state.recent_norms),
         average=None if state.average is None else averaged(state.average, main, config.train.ema, taken),
@@ -138,6 +138,7 @@ def _losses_and_gradients(
     grads["blocks"] = jax.tree.map(lambda grad, weight: grad.reshape(weight.shape), grads["blocks"], trained["blocks"])
     grads = _completed(layout.per_step.scatter(grads, program.gradient_dtype), layout.trained_specs)
     grads = jax.tree.map(lambda grad: grad.astype(dtype) / loss_scale.astype(dtype), grads)
+    grads = layout.with_frozen(grads, jax.tree.map(jnp.zeros_like, grads))
     losses, figures = (complete(found, dict.fromkeys(found, SCALAR)) for found in (losses, figures))
     return losses, grads, figures, pipeline.ends.counts
 

@@ -241,8 +241,9 @@ class Checkpoints:
         on_first_process(rename)
 
 
-def choose_step(run_dir: Path, steps: list[int], wanted: str) -> int:
-    """The step that `latest`, `best` (lowest validation loss) or a number refers to."""
+def choose_step(run_dir: Path, steps: list[int], wanted: str, flag: str = "--step") -> int:
+    """The step that `latest`, `best` (lowest validation loss) or a number refers to; `flag` names it in error
+    messages."""
     if not steps:
         raise UserError(f"{run_dir} holds no checkpoint; valid: the directory of a run that wrote one")
     if wanted == "latest":
@@ -251,8 +252,8 @@ def choose_step(run_dir: Path, steps: list[int], wanted: str) -> int:
         losses = validation_losses(run_dir)
         measured = [step for step in steps if step in losses]
         if not measured:
-            raise UserError(f"--step best: no checkpoint in {run_dir} has a validation loss; valid: latest, or a step")
+            raise UserError(f"{flag} best: no checkpoint in {run_dir} has a validation loss; valid: latest, or a step")
         return min(measured, key=losses.__getitem__)
     if not is_whole(wanted) or int(wanted) not in steps:
-        raise UserError(f"--step {wanted[:100]}; valid: latest, best, or one of {', '.join(map(str, steps))}")
+        raise UserError(f"{flag} {wanted[:100]}; valid: latest, best, or one of {', '.join(map(str, steps))}")
     return int(wanted)

@@ -1,6 +1,9 @@
 """The data of a run: one corpus or several blended ones, and validation sets."""
 
-from collections.abc import Callable, Iterator
+import contextlib
+import itertools
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -10,16 +13,18 @@ from typing import Any
 from megajax.config import Config
 from megajax.data import gpt, pairs
 from megajax.data.blend import BlendedSamples, JoinedSamples
-from megajax.data.corpus import Corpus, evaluation_tokens, has_corpus, open_corpus
+from megajax.data.corpus import Corpus, evaluation_tokens, has_corpus, has_only_tokenizer, open_corpus
 from megajax.data.indexed import prepared_prefix, tokenizer_folder
-from megajax.data.making import make_corpus
+from megajax.data.making import is_made_from, make_corpus
 from megajax.data.masking import WordPieces
 from megajax.data.samples import CorpusSamples, EpochSamples
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import is_tokenizer_folder, load_tokenizer, named_tokenizer
 from megajax.data.tokens import TokenDocuments
 from megajax.errors import UserError
+from megajax.host import reading
 from megajax.models.registry import FAMILIES
+from megajax.runs.order import default_corpora, read_order
 
 _SOURCES = "--data.sources"
 _VALIDATION = "validation-"  # prefix of the folders of named validation sets
@@ -56,33 +61,53 @@ class RunData:
             )
 
 
-def make_run_data(config: Config, folder: Path) -> None:
-    """Make the corpora of a run unless they exist: a single one in `folder`, several each in a folder of their own next
-    to `tokenizer`, which they share. One process calls this, then all may call `open_run_data`."""
-    data, vocab_size = config.data, config.model.vocab_size
+def make_run_data(config: Config, folder: Path, *, trained: bool = False) -> list[str]:
+    """Make the corpora of a run unless they exist, and return their folders in `folder`: a single one in `folder`
+    itself, several each in a folder of their own next to `tokenizer`, which they share. A run that has `trained` may
+    name other sources than before; these get folders of their own too. One process calls this, then all may call
+    `open_run_data`."""
+    vocab_size = config.model.vocab_size
     if _reads_pairs(config):
         pairs.check_length(config.model.sequence_length)
     make = partial(make_corpus, sentences=_reads_pairs(config), kind=FAMILIES[config.model.family].tokenizer)
     split = partial(_split, config)
-    if data.path:
-        make(data.path, config.tokenizer.path, vocab_size, folder, check=split)
-    parts = _parts(config)
+    corpora = _sources(config, folder, trained=trained)
+    parts = corpora | _validation_parts(config)
+    if whole := parts.pop(".", None):
+        make(whole[0], config.tokenizer.path, vocab_size, folder, check=split, flag=whole[1])
     made = all(has_corpus(folder / name) for name in parts)
     tokenizer = None if made else _shared_tokenizer(config, folder, [*parts.values()])
     for name, (path, flag) in parts.items():
-        if tokenizer and not has_corpus(folder / name):
-            tokenizer.save(folder / name / "tokenizer")
-        check = split if flag == _SOURCES else lambda corpus: _all(config, corpus.tokens, corpus.tokenizer)
-        make(path, "", vocab_size, folder / name, check=check, flag=flag)
+        check = split if name in corpora else lambda corpus: _all(config, corpus.tokens, corpus.tokenizer)
+        with _with_tokenizer(tokenizer, folder / name):
+            make(path, "", vocab_size, folder / name, check=check, flag=flag)
     if tokenizer and not is_tokenizer_folder(folder / "tokenizer"):
         tokenizer.save(folder / "tokenizer")
+    return list(corpora)
 
 
-def open_run_data(config: Config, folder: Path, overlap: int = 0) -> RunData:
-    """Open the data made by `make_run_data`, on any process; for `overlap` see `EvaluationSamples`."""
+@contextlib.contextmanager
+def _with_tokenizer(tokenizer: Tokenizer | None, folder: Path) -> Iterator[None]:
+    """In the block, in which a corpus is made in a folder, its tokenizer is there; if the block fails, a new folder is
+    removed."""
+    new = not folder.exists()
+    if tokenizer and not has_corpus(folder):
+        tokenizer.save(folder / "tokenizer")
+    try:
+        yield
+    except BaseException:
+        if new and has_only_tokenizer(folder):
+            shutil.rmtree(folder)
+        raise
+
+
+def open_run_data(config: Config, folder: Path, overlap: int = 0, corpora: Sequence[str] = ()) -> RunData:
+    """Open the data made by `make_run_data`, on any process, with the `corpora` that it returned, or those of the run's
+    last start; for `overlap` see `EvaluationSamples`."""
     data, vocab_size = config.data, config.model.vocab_size
-    corpora = [open_corpus(folder / name, vocab_size) for name in _corpora(config)]
-    splits = [_split(config, corpus, overlap) for corpus in corpora]
+    names = corpora or read_order(config, folder).parts[-1].folders
+    opened = [open_corpus(folder / name, vocab_size) for name in names]
+    splits = [_split(config, corpus, overlap) for corpus in opened]
     train: EpochSamples | BlendedSamples = splits[0][0]
     held_out = [samples for _, samples in splits if samples]
     validation: CorpusSamples | None = held_out[0] if held_out else None
@@ -93,28 +118,40 @@ def open_run_data(config: Config, folder: Path, overlap: int = 0) -> RunData:
     for entry in data.validation:
         corpus = open_corpus(folder / f"{_VALIDATION}{entry.name}", vocab_size)
         validation_sets[entry.name] = _all(config, corpus.tokens, corpus.tokenizer)
-    return RunData(corpora, corpora[0].tokenizer, train, validation, validation_sets)
+    return RunData(opened, opened[0].tokenizer, train, validation, validation_sets)
 
 
-def _corpora(config: Config) -> list[str]:
-    """The folders of the training corpora."""
-    return [f"source-{number}" for number in range(len(config.data.sources))] or ["."]
+def _sources(config: Config, folder: Path, *, trained: bool) -> dict[str, tuple[str, str]]:
+    """Path and flag of every training corpus, by its folder. If the run has `trained`, that is the folder made from
+    this path, or a new one."""
+    flag = _SOURCES if config.data.sources else "--data.path"
+    paths = [(source.path, flag) for source in config.data.sources] or [(config.data.path, flag)]
+    if not trained:
+        return dict(zip(default_corpora(config), paths, strict=True))
+    names = sorted(name for name in reading.names(folder) if name.startswith("source-"))
+    made = [name for name in (".", *sorted(names, key=len)) if has_corpus(folder / name)]
+    found: dict[str, tuple[str, str]] = {}
+    for path in paths:
+        same = (name for name in made if name not in found and is_made_from(folder / name, path[0]))
+        free = (name for number in itertools.count() if (name := f"source-{number}") not in (*made, *found))
+        found[next(same, None) or next(free)] = path
+    return found
 
 
-def _parts(config: Config) -> dict[str, tuple[str, str]]:
-    """Path and flag of every source (none for a single corpus) and every validation set, by their folders."""
-    sources = {f"source-{number}": (source.path, _SOURCES) for number, source in enumerate(config.data.sources)}
-    return sources | {f"{_VALIDATION}{each.name}": (each.path, "--data.validation") for each in config.data.validation}
+def _validation_parts(config: Config) -> dict[str, tuple[str, str]]:
+    """Path and flag of every validation set, by its folder."""
+    return {f"{_VALIDATION}{each.name}": (each.path, "--data.validation") for each in config.data.validation}
 
 
 def has_run_data(config: Config, folder: Path) -> bool:
     """Whether `make_run_data` has begun in this folder."""
-    return has_corpus(folder / _corpora(config)[0])
+    return any(has_corpus(folder / name) for name in read_order(config, folder).parts[-1].folders[:1])
 
 
-def has_whole_run_data(config: Config, folder: Path) -> bool:
+def has_whole_run_data(config: Config, folder: Path, *, trained: bool) -> bool:
     """Whether `make_run_data` has nothing left to make in this folder."""
-    return all(has_corpus(folder / name) for name in [*_corpora(config), *_parts(config)])
+    names = [*_sources(config, folder, trained=trained), *_validation_parts(config)]
+    return all(has_corpus(folder / name) for name in names)
 
 
 def given_samples(

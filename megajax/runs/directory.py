@@ -1,7 +1,7 @@
 """A run directory: whether a run may start or resume in it, and its configuration."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -12,10 +12,12 @@ from megajax.data.files import put_back
 from megajax.data.indexed import prepared_prefix
 from megajax.data.tokenizers import is_tokenizer_folder
 from megajax.errors import UserError
+from megajax.models.freeze import names_of
 from megajax.optim.config import OptimizerConfig
-from megajax.options import compared
+from megajax.options import compared, options
 from megajax.precision import MAIN_DTYPE
 from megajax.runs.lock import RunLock
+from megajax.runs.order import Order, next_order
 from megajax.runs.ownership import (
     IMPORTED,
     MARK,
@@ -26,7 +28,7 @@ from megajax.runs.ownership import (
     mark,
     marked_format,
 )
-from megajax.runs.step_folders import named
+from megajax.runs.step_folders import candidates, named
 from megajax.settings.presets import load_preset, read_preset, resolve
 from megajax.traits import Changes
 
@@ -75,6 +77,31 @@ def stored_optimizer(run_dir: Path) -> OptimizerConfig | None:
     return replace(optimizer, **preset.horizon._asdict()) if preset.horizon else optimizer
 
 
+def start_order(config: Config, run_dir: Path, folder: Path, corpora: Sequence[str]) -> Order:
+    """The order of samples of a start that continues a run from its newest checkpoint, with the `corpora` that
+    `make_run_data` returned for the data in `folder`."""
+    step = trained_steps(run_dir)
+    earlier = resolve(load_preset(run_dir / "config.toml")) if step else None
+    return next_order(config, folder, corpora, earlier, step)
+
+
+def trained_again(config: Config, run_dir: Path) -> str:
+    """A warning about weights that a run's last start froze and this one trains; else empty."""
+    before = load_preset(run_dir / "config.toml").get("train.freeze", ()) if trained_steps(run_dir) else ()
+    names = [name for name in names_of(before) if name not in names_of(config.train.freeze)]
+    if not names:
+        return ""
+    return (
+        f"warning: --train.freeze no longer has {', '.join(names)}; the first updates of weights that were never "
+        "trained are several times too large (docs/finetuning.md)"
+    )
+
+
+def trained_steps(run_dir: Path) -> int:
+    """The step of a run's newest checkpoint; 0 if there is none."""
+    return max(candidates(run_dir / "checkpoints"), default=0)
+
+
 @contextlib.contextmanager
 def claimed(run_dir: Path, config: Config, lock: RunLock) -> Iterator[None]:
     """Check (`check_claim`), mark and lock a run directory for the block that begins the run; after a successful block
@@ -116,10 +143,6 @@ def _check_same_run(run_dir: Path, config: Config, trained: bool) -> None:
             with_init = f" with --init {run_dir}" if key in in_new_run else ""
             valid = f"the same, or another --run-dir{with_init}"
             raise UserError(f"--run-dir {run_dir} holds a run with {key} {before}, not {now}; valid: {valid}")
-    weights = [[source.weight for source in each.data.sources] for each in (earlier, config)]
-    if trained and weights[0] != weights[1]:
-        before, now = (f"data.sources of the weights {each}" if each else "one data.path" for each in weights)
-        raise UserError(f"--run-dir {run_dir} holds a run with {before}, not {now}; valid: the same order of samples")
     if trained and MAIN_DTYPE[earlier.precision] != MAIN_DTYPE[config.precision]:
         raise UserError(
             f"--precision {config.precision}: --run-dir {run_dir} holds a run in {earlier.precision}; "
@@ -133,19 +156,27 @@ def _check_same_run(run_dir: Path, config: Config, trained: bool) -> None:
             f"--tokenizer.path missing: the weights in {run_dir} were imported without a tokenizer; "
             "valid: the folder of their tokenizer, or a tokenized dataset as --data.path"
         )
-    _check_origin(run_dir, config.init, earlier.init)
+    _check_origin(run_dir, config, earlier)
 
 
-def _check_origin(run_dir: Path, init: str, earlier: str) -> None:
-    """Refuse an `--init` other than the one that the run began with (`earlier`, empty if there was none)."""
-    if not init or (earlier and Path(init).resolve() == Path(earlier).resolve()):
+def _check_origin(run_dir: Path, config: Config, earlier: Config) -> None:
+    """Refuse an `--init` other than the one that the run began with, in its `earlier` configuration."""
+    init, theirs = config.init, earlier.init
+    same = bool(theirs) and Path(init).resolve() == Path(theirs).resolve() and config.init_step == earlier.init_step
+    if not init or same:
         return
     imported = (run_dir / IMPORTED).is_file()
-    origin = f"--init {earlier}" if earlier else f"{'imported' if imported else 'fresh'} weights"
+    origin = _origin(earlier) if theirs else f"{'imported' if imported else 'fresh'} weights"
     raise UserError(
-        f"--init {init}: --run-dir {run_dir} holds a run that started from {origin}; valid: "
-        "without --init, or another --run-dir"
+        f"{_origin(config)}: --run-dir {run_dir} holds a run that started from {origin}; valid: without --init, or "
+        "another --run-dir"
     )
+
+
+def _origin(config: Config) -> str:
+    """The flags that name where a run's weights are from."""
+    step = "" if config.init_step == options(Config)["init_step"].default else f" --init-step {config.init_step}"
+    return f"--init {config.init}{step}"
 
 
 def stored_config(run_dir: Path, overrides: Mapping[str, Any]) -> Config:

@@ -64,8 +64,10 @@ def check_init(config: Config) -> None:
         flags = " ".join(as_flag(f"model.{options[name]}", getattr(theirs, options[name])) for name in differ)
         ours = ", ".join(str(getattr(model, name)) for name in differ)
         raise UserError(f"--init {run_dir} holds a model with {has}, not {ours}; valid: {flags}, or another run")
-    if not complete(run_dir / "checkpoints"):
+    steps = complete(run_dir / "checkpoints")
+    if not steps:
         raise UserError(f"--init {run_dir} holds no checkpoint; valid: the directory of a run that wrote one")
+    choose_step(run_dir, steps, config.init_step, "--init-step")
 
 
 def init_tokenizer(config: Config) -> Tokenizer | None:
@@ -112,9 +114,9 @@ def keep_tokenizer(tokenizer: Tokenizer, config: Config, folder: Path, source: s
 def first_state(program: Program) -> tuple[TrainState, str]:
     """The state before the first step on the program's mesh, and a line that says where its weights come from.
 
-    With `--init`, weights with the same names are taken from the newest checkpoint of the other run, with LoRA merged.
-    Differing heads and the optimizer start fresh; learned positions are truncated. Raises `RunError` if that checkpoint
-    is damaged.
+    With `--init`, weights with the same names are taken from a checkpoint of the other run (`--init-step`), with LoRA
+    merged. Differing heads and the optimizer start fresh; learned positions are truncated. Raises `RunError` if that
+    checkpoint is damaged.
     """
     config, state = program.config, program.layout.init()
     if not config.init:
@@ -124,11 +126,11 @@ def first_state(program: Program) -> tuple[TrainState, str]:
     other = stored_config(run_dir, {"precision": config.precision})
     theirs = other.model
     model = dataclasses.replace(theirs, dropout=config.model.dropout)
-    train = dataclasses.replace(config.train, ema=other.train.ema)
+    train = dataclasses.replace(config.train, ema=other.train.ema, freeze=())
     on_our_mesh = dataclasses.replace(config, model=model, lora=other.lora, train=train)
     layout = StateLayout(on_our_mesh, program.mesh, CutModel(model, F_AND_G, program.backend))
     checkpoints = Checkpoints(run_dir, layout)
-    step = choose_step(run_dir, checkpoints.steps(), "latest")
+    step = choose_step(run_dir, checkpoints.steps(), config.init_step, "--init-step")
     with reported_damage("--init: damaged checkpoint: {}"):
         found = checkpoints.read_weights(step)
     transfer = Transfer(program.layout)

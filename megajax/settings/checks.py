@@ -26,6 +26,13 @@ def check_values(config: Config) -> None:
         raise _conflict(config, "task.name", "model.family", valid=f"--model.family {' or '.join(able)}")
     check_model(model)
     check_lora(config.lora, model)
+    if config.train.freeze and config.lora.rank:
+        raise UserError(
+            f"--train.freeze {' '.join(config.train.freeze)} with --lora.rank {config.lora.rank}, which freezes all "
+            "weights; valid: --lora.rank 0, or without --train.freeze"
+        )
+    if config.init_step != options(Config)["init_step"].default and not config.init:
+        raise UserError(f"--init-step {config.init_step} without --init; valid: --init with the directory of a run")
     _check_task(config)
     _check_length(config)
     _check_ramp(config)

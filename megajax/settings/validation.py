@@ -7,6 +7,7 @@ from itertools import product
 
 from megajax.axes import CONTEXT, EXPERT, PIPE, ROW_AXES, TENSOR
 from megajax.config import Config, MeshConfig
+from megajax.data.loader import BatchSizes
 from megajax.errors import UserError
 from megajax.models.config import ModelConfig
 from megajax.options import options
@@ -75,13 +76,7 @@ def _check_training_on_mesh(config: Config, num_devices: int) -> None:
             f"--train.microbatch {config.train.microbatch}; valid: a multiple of {rows}"
             + (f", or --train.microbatch {smaller[-1]}" if smaller else "")
         )
-    for stage in config.train.batch_sizes.stages:
-        if stage.size % rows:
-            raise UserError(
-                f"--train.ramp-start {config.train.ramp_start} with --train.ramp-increment "
-                f"{config.train.ramp_increment} has steps of {stage.size} sequences, not divisible by {flags} x "
-                f"--train.microbatch {config.train.microbatch}; valid: multiples of {rows}"
-            )
+    check_ramp(config, config.train.batch_sizes)
     divisors = " x ".join([*(f"--mesh.{axis}" for axis in config.mesh.shown if axis in ROW_AXES), "--train.microbatch"])
     name = f"--train.global-batch / ({divisors})"
     check_table(config.pipeline, config.mesh.pipe, config.train.global_batch // rows, name)
@@ -92,6 +87,18 @@ def _check_training_on_mesh(config: Config, num_devices: int) -> None:
             f"--sequence-parallel: --mesh.tensor {tensor} does not divide --model.sequence-length {length}; "
             f"valid: --no-sequence-parallel, or a --mesh.tensor that does, such as {math.gcd(length, tensor)}"
         )
+
+
+def check_ramp(config: Config, sizes: BatchSizes, start: int = 0) -> None:
+    """Check that the mesh can share the batches of all steps from `start` on."""
+    rows, flags = config.mesh.row_shards * config.train.microbatch, config.mesh.flags(ROW_AXES)
+    for stage in sizes.stages:
+        if stage.size % rows and stage.first_step >= start:
+            raise UserError(
+                f"--train.ramp-start {config.train.ramp_start} with --train.ramp-increment "
+                f"{config.train.ramp_increment} has steps of {stage.size} sequences, not divisible by {flags} x "
+                f"--train.microbatch {config.train.microbatch}; valid: multiples of {rows}"
+            )
 
 
 def check_context(config: Config) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import tomllib
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import jax
 from megajax.backend import candidates_of
 from megajax.config import Config, DistributedConfig, profiled_steps, to_toml
 from megajax.data.files import write_atomically
-from megajax.errors import UserError
+from megajax.errors import RunError, UserError
 from megajax.host import reading
 from megajax.host.ending import Exit
 from megajax.host.paths import scheme
@@ -26,17 +27,25 @@ from megajax.program.memory import check_memory
 from megajax.program.one_layer import check_attention
 from megajax.program.program import Program
 from megajax.runs.data import RunData, make_run_data, open_run_data
-from megajax.runs.directory import claimed, has_checkpoints, stored_optimizer
+from megajax.runs.directory import (
+    claimed,
+    has_checkpoints,
+    start_order,
+    stored_optimizer,
+    trained_again,
+    trained_steps,
+)
 from megajax.runs.forms import measured_backend
 from megajax.runs.init import check_first_weights, keep_init_tokenizer
 from megajax.runs.lock import RunLock
 from megajax.runs.metrics import is_of_dev, read_metrics
+from megajax.runs.order import Order, read_order, write_order
 from megajax.runs.step_folders import complete
 from megajax.runs.task_data import TaskData, make_task_data, open_task_data
 from megajax.settings.launch import start
 from megajax.settings.preset_files import parse_toml
 from megajax.settings.presets import load_preset
-from megajax.settings.validation import validate
+from megajax.settings.validation import check_ramp, validate
 from megajax.tasks.registry import TASKS
 from megajax.training.describe import describe
 from megajax.training.display import Display
@@ -57,12 +66,16 @@ def train_here(config: Config, *, skip_finished: bool = False) -> None:
     program, run_dir = checked_program(config), Path(config.run_dir)
     lock, display = RunLock(run_dir), Display(is_first_process())
     earlier: OptimizerConfig | None = None
+    again = ""
 
     def begin() -> list[int]:
-        nonlocal earlier
+        nonlocal earlier, again
         with claimed(run_dir, config, lock):
-            earlier = earlier_optimizer(config, run_dir)
-            make_data(config, run_dir / "data", is_new=not has_checkpoints(run_dir))
+            earlier, again = earlier_optimizer(config, run_dir), trained_again(config, run_dir)
+            corpora = make_data(config, run_dir / "data", run_dir)
+            order = start_order(config, run_dir, run_dir / "data", corpora)
+            check_ramp(config, order.sizes, order.parts[-1].step)
+            write_order(config, run_dir / "data", order)
             return list(config.optimizer.kept_of(earlier))
 
     try:
@@ -71,7 +84,8 @@ def train_here(config: Config, *, skip_finished: bool = False) -> None:
         Exit.traces = run_dir
         with display.phase("reading the data", announced=False):
             data = open_data(config, run_dir / "data")
-        program = Program(in_steps(config, data.train, kept), program.mesh)
+            order = read_order(config, run_dir / "data")
+        program = Program(in_steps(config, data.train, kept, order), program.mesh)
         if skip_finished and _is_finished(run_dir, program.config.train.steps):
             say(f"finished: {run_dir} has {program.config.train.steps} steps and its dev results")
             return
@@ -81,9 +95,12 @@ def train_here(config: Config, *, skip_finished: bool = False) -> None:
             backend = measured_backend(program, data.train, run_dir, candidates_of(program.mesh))
         if backend != program.backend:
             program = Program(program.config, program.mesh, backend)
-        say(describe(program, data, earlier))
+        say("\n".join(filter(None, [describe(program, data, order, earlier), again])))
         with watched(display.phase):
-            run = Trainer(program, data, lock)
+            run = Trainer(program, data, order, lock)
+        _check_length(run, in_steps(config, data.train, kept, run.order))
+        if line := run.order.line(run.first):
+            say(line)
         if run.first < program.config.train.steps:
             on_first_process(lambda: _keep_config(config, run))
         run.go()
@@ -99,11 +116,23 @@ def _keep_config(config: Config, run: Trainer) -> None:
     lasting = dataclasses.replace(config, distributed=DistributedConfig(), resume="auto", profile="")
     lasting = dataclasses.replace(lasting, compilation_cache="", compilation_cache_size=4)
     if run.checkpoints.saved is not None:
-        lasting = dataclasses.replace(lasting, init=load_preset(file).get("init", ""))
+        origin = {key: value for key, value in load_preset(file).items() if key in ("init", "init_step")}
+        lasting = dataclasses.replace(lasting, **({"init": "", "init_step": "latest"} | origin))
+    write_order(config, file.parent / "data", run.order)
     text = to_toml(lasting, run.config.optimizer.horizon)
     if not reading.kind(file) or parse_toml(reading.read_bytes(file), str(file)) != tomllib.loads(text):
         write_atomically(file, text)  # otherwise comments in it stay
     run.log.record_config(dataclasses.replace(lasting, optimizer=run.config.optimizer))
+
+
+def _check_length(run: Trainer, config: Config) -> None:
+    """Check that a run which continues from an older checkpoint, because newer ones cannot be read, has as many
+    steps."""
+    if run.config.train.steps != config.train.steps:
+        raise RunError(
+            f"the run continues after step {run.first}, from which --train.epochs {config.train.epochs:g} are "
+            f"{config.train.steps} steps, not {run.config.train.steps}; rerun the command"
+        )
 
 
 def checked_program(config: Config) -> Program:
@@ -165,23 +194,24 @@ def earlier_optimizer(config: Config, run_dir: Path) -> OptimizerConfig | None:
     return earlier
 
 
-def make_data(config: Config, folder: Path, *, is_new: bool) -> None:
-    """Make the data of a run in `folder`, unless it is there; `is_new` if it has no checkpoint. One process calls this,
-    then all may `open_data`."""
+def make_data(config: Config, folder: Path, run_dir: Path) -> list[str]:
+    """Make the data of the run in `run_dir` in `folder`, unless it is there, and return the folders of its corpora, if
+    it has any. One process calls this, then all may `open_data`."""
+    is_new = not has_checkpoints(run_dir)
     if is_new:
         check_first_weights(config)
     if not config.pretrains:
         with phase("reading the records of the task"):
             make_task_data(config, folder, again=is_new)
-        return
+        return []
     if config.init and is_new:
         keep_init_tokenizer(config, folder)
-    make_run_data(config, folder)
+    return make_run_data(config, folder, trained=trained_steps(run_dir) > 0)
 
 
-def open_data(config: Config, folder: Path) -> RunData | TaskData:
-    """The training data of a run, on any process."""
-    return (open_run_data if config.pretrains else open_task_data)(config, folder)
+def open_data(config: Config, folder: Path, corpora: Sequence[str] = ()) -> RunData | TaskData:
+    """The training data of a run, on any process; `corpora` as in `open_run_data`."""
+    return open_run_data(config, folder, corpora=corpora) if config.pretrains else open_task_data(config, folder)
 
 
 def _is_finished(run_dir: Path, steps: int) -> bool:
@@ -194,12 +224,13 @@ def _is_finished(run_dir: Path, steps: int) -> bool:
     return any(on_first_process(look))
 
 
-def in_steps(config: Config, samples: Any, kept: Horizon = UNKNOWN) -> Config:
+def in_steps(config: Config, samples: Any, kept: Horizon = UNKNOWN, order: Order | None = None) -> Config:
     """The configuration with the end of training and the schedule in steps; epochs are those of the training
-    `samples`, and `kept` is what a resumed run keeps of its horizon."""
+    `samples`, which are drawn in an `order`, and `kept` is what a resumed run keeps of its horizon."""
     train, end = config.train, 0
     if train.epochs:
-        end = max(1, train.batch_sizes.steps(math.ceil(Fraction(str(train.epochs)) * samples.epoch_size)))
+        sizes = order.sizes if order else train.batch_sizes
+        end = max(1, sizes.steps(math.ceil(Fraction(str(train.epochs)) * samples.epoch_size)))
         config = dataclasses.replace(config, train=dataclasses.replace(train, steps=min(train.steps or end, end)))
     config = config.with_decay(kept._replace(decay_steps=kept.decay_steps or end))
     check_cooldown(config.optimizer)

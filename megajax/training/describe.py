@@ -9,6 +9,7 @@ from flax.traverse_util import flatten_dict
 from megajax.config import Config
 from megajax.models.context_attention import elements_sent
 from megajax.models.family import count_parameters
+from megajax.models.freeze import names_of, untrained_layers
 from megajax.models.lora import LORA
 from megajax.optim.adam import parameter_groups
 from megajax.optim.config import OptimizerConfig
@@ -18,13 +19,14 @@ from megajax.plan.sizes import ITEM_SIZE
 from megajax.program.memory import factor_bytes, state_bytes
 from megajax.program.program import Program
 from megajax.runs.data import RunData
+from megajax.runs.order import Order
 from megajax.runs.task_data import TaskData
 from megajax.settings.launch import gpu_flags
 
 _OF_RATE = "learning_rate min_learning_rate warmup schedule decay_steps cooldown_steps cooldown_shape"
 
 
-def describe(program: Program, data: RunData | TaskData, earlier: OptimizerConfig | None = None) -> str:
+def describe(program: Program, data: RunData | TaskData, order: Order, earlier: OptimizerConfig | None = None) -> str:
     """A run in a few lines of text; `earlier` is the optimizer of its last start, None for a new run."""
     config, state = program.config, state_bytes(program)
     platform, sequence = jax.devices()[0].platform, ", sequence parallel" if config.sequence_parallel else ""
@@ -32,6 +34,7 @@ def describe(program: Program, data: RunData | TaskData, earlier: OptimizerConfi
         f"model: {count_parameters(config.model):,} parameters, {config.model.num_layers} layers of "
         f"{config.model.hidden_size}, {config.precision}",
         *_adapters(program),
+        _frozen(program),
         f"mesh: {config.mesh} on {_counted(jax.device_count(), f'{platform.upper()} device')}, "
         f"{_counted(jax.process_count(), 'process')}{sequence}",
         *pipeline_lines(program),
@@ -44,7 +47,7 @@ def describe(program: Program, data: RunData | TaskData, earlier: OptimizerConfi
         changed_rate(earlier, config.optimizer) if earlier else "",
         batch_line(config),
         _average(config),
-        *_ramp(config),
+        *_ramp(config, order),
         *data.lines(config),
     ]
     if config.precision == "fp8" and platform == "cpu":
@@ -127,9 +130,9 @@ def batch_line(config: Config) -> str:
     return f"batch: {train.global_batch} sequences per step; {each}{parts if count > 1 else alone}"
 
 
-def _ramp(config: Config) -> list[str]:
+def _ramp(config: Config, order: Order) -> list[str]:
     train = config.train
-    stages = train.batch_sizes.stages
+    stages = [stage for stage in order.sizes.stages if stage.first_step >= order.parts[-1].step]
     if len(stages) == 1:
         return []
     return [
@@ -195,6 +198,18 @@ def _adapters(program: Program) -> list[str]:
         f"LoRA: {trained:,} trainable parameters ({trained / frozen:.2%} of the frozen model's); "
         f"rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.products(model))}"
     ]
+
+
+def _frozen(program: Program) -> str:
+    """A line about frozen weights, if there are any."""
+    layout = program.layout
+    if not layout.frozen:
+        return ""
+    flat, names = flatten_dict(layout.canonical_shapes.params), ",".join(names_of(program.config.train.freeze))
+    number = sum(round(flat[path].size * mask.mean()) for path, mask in layout.frozen.items())
+    left_out = untrained_layers(layout.frozen, program.model.shapes, program.config.model)
+    without = f"; the backward pass leaves out {left_out} layers" if left_out else ""
+    return f"frozen: {number:,} parameters (--train.freeze {names}){without}"
 
 
 def rate_warning(config: Config) -> str:

@@ -14,6 +14,7 @@ import jax
 from megajax.config import Config
 from megajax.data.corpus import has_only_tokenizer
 from megajax.data.inputs import read_folders
+from megajax.data.tokenizers import is_tokenizer_folder
 from megajax.errors import UserError
 from megajax.host.phases import watched
 from megajax.host.processes import is_first_process, on_first_process, say
@@ -21,10 +22,11 @@ from megajax.optim.config import Horizon
 from megajax.plan.compiled import traced_step
 from megajax.program.program import Program
 from megajax.runs.data import has_whole_run_data
-from megajax.runs.directory import check_claim, has_checkpoints
+from megajax.runs.directory import check_claim, has_checkpoints, start_order, trained_steps
 from megajax.runs.step_folders import complete
 from megajax.runs.task_data import has_task_data
 from megajax.settings.launch import start
+from megajax.settings.validation import check_ramp
 from megajax.training.begin import check_given, checked_program, earlier_optimizer, in_steps, make_data, open_data
 from megajax.training.describe import describe
 from megajax.training.display import Display
@@ -73,17 +75,20 @@ def _read_data(config: Config, program: Program, folder: Path, lines: list[str])
     check_claim(run_dir, config)
     earlier = earlier_optimizer(config, run_dir)
     _check_apart(config, run_dir)
-    there, is_new = run_dir / "data", not has_checkpoints(run_dir)
-    made = has_whole_run_data(config, there) if config.pretrains else not is_new and has_task_data(there)
-    if not made:
-        if has_only_tokenizer(there):  # from imported weights
-            shutil.copytree(there, folder / "data")
+    kept = there = run_dir / "data"
+    trained, is_new = trained_steps(run_dir) > 0, not has_checkpoints(run_dir)
+    pretrains, read = config.pretrains, not is_new and has_task_data(there)
+    if not (has_whole_run_data(config, there, trained=trained) if pretrains else read):
+        if has_only_tokenizer(there) or (trained and is_tokenizer_folder(there / "tokenizer")):  # of the weights
+            shutil.copytree(there / "tokenizer", folder / "data" / "tokenizer")
         there = folder / "data"
-    make_data(config, there, is_new=is_new)
-    data = open_data(config, there)
+    corpora = make_data(config, there, run_dir)
+    data = open_data(config, there, corpora)
     data.train[0]
-    config = in_steps(config, data.train, config.optimizer.kept_of(earlier))
-    lines.append(describe(Program(config, program.mesh), data, earlier))
+    order = start_order(config, run_dir, kept, corpora)
+    check_ramp(config, order.sizes, order.parts[-1].step)
+    config = in_steps(config, data.train, config.optimizer.kept_of(earlier), order)
+    lines.append(describe(Program(config, program.mesh), data, order, earlier))
     return config
 
 

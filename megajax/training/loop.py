@@ -25,6 +25,7 @@ from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.data import RunData
 from megajax.runs.init import first_or_newest_state
 from megajax.runs.lock import RunLock
+from megajax.runs.order import Order
 from megajax.runs.step_folders import Retention
 from megajax.runs.task_data import TaskData
 from megajax.settings.launch import give_back_freed_memory, runs_at_once
@@ -58,7 +59,7 @@ class _SignalSeen(Exception):
 class Trainer:
     """One start of a run: the state of the loop."""
 
-    def __init__(self, program: Program, data: RunData | TaskData, lock: RunLock):
+    def __init__(self, program: Program, data: RunData | TaskData, order: Order, lock: RunLock):
         self.config, self.program, self.data, self.lock = program.config, program, data, lock
         config, run_dir = program.config, Path(program.config.run_dir)
         saving = config.checkpoint
@@ -66,6 +67,7 @@ class Trainer:
         self.checkpoints = Checkpoints(run_dir, program.layout, keep, saving.max_failures)
         self.state = first_or_newest_state(self.checkpoints, program, run_dir)
         self.first = self.checkpoints.saved or 0
+        self.order = order.at(self.first)
         self.skipped = SkippedSteps(config, self.first - int(self.state.step))
         self.trace = StepTrace(config, self.first)
         train, writes = config.train, is_first_process()
@@ -107,9 +109,9 @@ class Trainer:
 
     def _steps(self) -> None:
         config = self.config
-        sizes, program = config.train.batch_sizes, self.program
-        rows_of = functools.cache(program.rows_of)
-        batches = growing_batches(self.data.train, sizes=sizes, rows_of=rows_of, start_step=self.first)
+        sizes, program = self.order.sizes, self.program
+        rows_of, samples = functools.cache(program.rows_of), self.order.samples(self.data.train)
+        batches = growing_batches(samples, sizes=sizes, rows_of=rows_of, start_step=self.first)
         at_once = runs_at_once(config)
         step_function = None
         for step in range(self.first + 1, config.train.steps + 1):
@@ -158,7 +160,7 @@ class Trainer:
         """Compile a program's step. A signal before the first step of this start ends a run with a single process."""
         self.watchdog.at(step, COMPILING)
         began = time.perf_counter()
-        ramps = len(self.config.train.batch_sizes.stages) > 1
+        ramps = len(self.order.sizes.stages) > 1
         what = "the step" + f" of {program.config.train.global_batch} sequences" * ramps
         ends = step == self.first + 1 and jax.process_count() == 1
         promise = "there is nothing new to save; the run ends once the step is compiled" if ends else _PROMISE

@@ -14,6 +14,7 @@ from megajax.config import Config, DistributedConfig, MeshConfig
 from megajax.errors import UserError
 from megajax.models.config import ModelConfig
 from megajax.models.context_attention import copies
+from megajax.models.freeze import fewer_layers
 from megajax.options import options
 from megajax.program.program import training_way
 from megajax.traits import ReadWith, Size, Small
@@ -51,7 +52,8 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
     model = dataclasses.replace(config.model, **sizes.others(ruled), **ruled)
     microbatch = min(config.train.microbatch, 2)
     rows = mesh.row_shards * microbatch * sizes.num_microbatches()
-    train = dataclasses.replace(config.train, microbatch=microbatch, global_batch=rows)
+    frozen = fewer_layers(config.train.freeze, config.model.num_layers, layers)
+    train = dataclasses.replace(config.train, microbatch=microbatch, global_batch=rows, freeze=frozen)
     optimizer = dataclasses.replace(config.optimizer, cooldown_steps=8 if config.optimizer.schedule == "wsd" else 0)
     most = config.pipeline.max_deferred
     if 0 < most < 2 * (config.mesh.pipe - 1):  # it limits the large pipeline, so let it limit the small one too

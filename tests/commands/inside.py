@@ -142,7 +142,7 @@ class _Programs:
 def _shared(config: Config, place: tuple[Any, ...], make: Callable[[], Program]) -> Program:
     names = ("seed", "precision", "sequence_parallel", "model", "lora", "mesh", "pipeline", "optimizer", "loss_scale")
     train = config.train
-    batches = train.global_batch, train.microbatch, train.remat, train.ema, config.data.reset_attention
+    batches = train.global_batch, train.microbatch, train.remat, train.ema, train.freeze, config.data.reset_attention
     key = *(getattr(config, name) for name in names), *batches, *place
     if key not in _programs:
         _programs[key] = make()

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -41,6 +42,39 @@ def test_an_average_of_the_weights_begins_and_ends_on_the_way(commands: Commands
     assert found[0] == pytest.approx(validation(begun)[12], rel=1e-6) != pytest.approx(found[1], rel=1e-4)
     done = commands.train(begun, "--train.ema", 0, "--train.steps", 14)
     assert "the weight average is dropped after step 12 (--train.ema 0)" in done.out
+
+
+def test_another_batch_and_blend_with_samples_left_out_and_frozen_weights(
+    commands: Commands, straight: Run, begun: Path, corpus: Path, tmp_path: Path
+) -> None:
+    """In one start or in two, which is all that the second changes."""
+    again, other = shutil.copytree(begun, tmp_path / "again"), tmp_path / "other.txt"
+    other.write_text(corpus.read_text()[::-1])
+    blend = f'[{{ path = "{corpus}", weight = 0.5 }}, {{ path = "{other}", weight = 0.5 }}]'
+    changed = ("--train.global-batch", 4, "--data.sources", blend, "--data.skip", "70:83", "86:86")
+    changed += ("--train.freeze", "embedding,layers.0")
+    done = commands.train(begun, *changed, "--train.steps", 14)
+    said = "samples: 80 drawn so far, the next one is number 84; the order changed at step 11; left out: 70:83, 86:86"
+    assert said in done.out and "the backward pass leaves out 1 layers" in done.out
+    assert (begun / "data" / "source-0" / "tokens.bin").is_file(), "the corpus of the first steps stays where it is"
+    commands.train(again, *changed, "--train.steps", 12)
+    done = commands.train(again, *changed, "--train.steps", 14)
+    assert "no longer" not in done.out
+    assert curve(again) == curve(begun) != curve(straight.folder)[:14]
+    assert_same_checkpoint(again, begun, 14)
+    done = commands.train(begun, *changed, "--train.freeze", "embedding", "--train.steps", 14)
+    assert "warning: --train.freeze no longer has layers.0; the first updates of weights" in done.out
+
+
+def test_another_run_begins_with_an_earlier_checkpoint(commands: Commands, half: Run, tmp_path: Path) -> None:
+    """Which it keeps when it goes on."""
+    origin = ("--init", half.folder, "--init-step")
+    done = commands.train(tmp_path / "run", *origin, 5, "--train.steps", 1, "--train.eval-every", 0)
+    assert f"weights: from step 5 of {half.folder}; fresh: none" in done.out
+    failed = commands.run("train.py", commands.preset, "--run-dir", tmp_path / "run", *origin, "best")
+    assert f"holds a run that started from --init {half.folder} --init-step 5; valid: without --init" in failed.err
+    failed = commands.run("train.py", commands.preset, "--run-dir", tmp_path / "new", *origin, 6)
+    assert "--init-step 6; valid: latest, best, or one of 5, 10" in failed.err
 
 
 @pytest.mark.full

@@ -60,6 +60,9 @@ OTHERS = [
     "model.layer_order",
     "optimizer.warmup_fraction",
     "lora.targets",
+    "init_step",
+    "train.freeze",
+    "data.skip",
 ]
 OTHERS += ["evaluate", "optimizer.cooldown_steps", "train.ramp_start", "train.ramp_increment", "train.ramp_samples"]
 OF_MUON = [key for key, option in options(Config).items() if key.startswith("optimizer.") and option.trait(ReadWith)]

@@ -1,0 +1,171 @@
+"""The order of a run's samples, which a resumed run may change from then on: with other batch sizes, another blend of
+corpora, or other samples to leave out.
+
+Samples drawn are counted in two ways. A run's `samples` are those that its steps have drawn. Their `numbers` in the
+order count those left out too (`data.skip` names these), and go on from one blend to the next. In every blend a corpus
+goes on with its own next sample. So the place of a run's data follows from the changes and the step alone.
+"""
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Self
+
+from megajax.config import MOST_ROWS, Config
+from megajax.data.blend import Blend, BlendedSamples
+from megajax.data.config import skipped_samples
+from megajax.data.files import write_atomically
+from megajax.data.loader import BatchSizes
+from megajax.data.samples import EndlessSamples, Sample
+from megajax.errors import UserError
+from megajax.host import reading
+
+_FILE = "order.json"  # in a run's data folder; missing if no start changed the order
+
+
+@dataclass(frozen=True)
+class Part:
+    """The order that a start sets."""
+
+    step: int  # number of steps before it
+    batch: tuple[int, int, int, int]  # arguments of `BatchSizes.of`
+    corpora: tuple[tuple[str, float], ...]  # their folders, with weights; none for a task
+    skip: tuple[tuple[int, int], ...]  # first and last numbers of samples to leave out, ascending and apart
+
+    @classmethod
+    def of(cls, config: Config, corpora: Sequence[str], step: int = 0) -> Self:
+        """The order that a configuration sets from a step on; `corpora` are the folders of its corpora."""
+        train, weights = config.train, [source.weight for source in config.data.sources] or [1.0] * len(corpora)
+        batch = train.global_batch, train.ramp_start, train.ramp_increment, train.ramp_samples
+        return cls(step, batch, tuple(zip(corpora, weights, strict=True)), skipped_samples(config.data.skip))
+
+    @classmethod
+    def parsed(cls, record: dict) -> Self:
+        """A part as stored."""
+        corpora = tuple((str(name), float(weight)) for name, weight in record["corpora"])
+        skip = tuple((int(first), int(last)) for first, last in record["skip"])
+        full, start, increment, samples = map(int, record["batch"])
+        assert 0 < full <= MOST_ROWS, full
+        return cls(int(record["step"]), (full, start, increment, samples), corpora, skip)
+
+    @property
+    def folders(self) -> list[str]:
+        """The folders of its corpora."""
+        return [name for name, _ in self.corpora]
+
+
+class Order:
+    """The order of all samples that a run has drawn and will draw.
+
+    Attributes:
+        parts: the first at step 0, the last of the current start.
+        sizes: the global batch sizes of all steps.
+    """
+
+    def __init__(self, parts: Sequence[Part]):
+        self.parts, self.sizes = tuple(parts), BatchSizes.of(*parts[0].batch)
+        self._drawn = self._number = 0  # samples drawn before the last part; the number of the next one
+        self._begin = 0  # the number at which the blend of the last part began
+        self._before: dict[str, int] = {}  # samples of each corpus in earlier blends
+        for last, part in itertools.pairwise(parts):
+            drawn = self.sizes.first_sample(part.step)
+            if drawn > self._drawn:
+                self._number = _after(drawn - self._drawn - 1, self._number, last.skip) + 1
+            if part.corpora != last.corpora:
+                counts = Blend([weight for _, weight in last.corpora]).before(self._number - self._begin)
+                for name, count in zip(last.folders, counts, strict=True):
+                    self._before[name] = self._before.get(name, 0) + count
+                self._begin = self._number
+            self.sizes, self._drawn = self.sizes.then(part.step, *part.batch), drawn
+
+    def at(self, step: int) -> "Order":
+        """The order if the last part begins at `step`, because newer checkpoints cannot be read."""
+        earlier = tuple(part for part in self.parts[:-1] if part.step < step)
+        return Order([*earlier, replace(self.parts[-1], step=min(step, self.parts[-1].step))])
+
+    def line(self, step: int) -> str:
+        """What a run says about its samples when it continues after `step`; empty if it begins."""
+        last, drawn = self.parts[-1], self.sizes.first_sample(step)
+        changed = f"; the order changed at step {last.step + 1:,}" if last.step else ""
+        skipped = [f"{first}:{end}" for first, end in last.skip if end >= self._number]
+        without = f"; left out: {', '.join(skipped)}" if skipped else ""
+        told = f"{drawn:,} drawn so far, the next one is number {self.number_of(drawn)}{changed}{without}"
+        return f"samples: {told}" if step or skipped else ""
+
+    def samples(self, train: EndlessSamples) -> "OrderedSamples":
+        """The samples from the last part on, by how many were drawn before, given those of its blend from their
+        first."""
+        before = [self._before.get(name, 0) for name in self.parts[-1].folders]
+        if isinstance(train, BlendedSamples):
+            train, before = BlendedSamples(train.sources, train.weights, before), [0]
+        return OrderedSamples(train, self, sum(before) - self._begin)
+
+    def number_of(self, sample: int) -> int:
+        """The number of the sample that is drawn after `sample` others, in the last part."""
+        return _after(sample - self._drawn, self._number, self.parts[-1].skip)
+
+
+@dataclass(frozen=True)
+class OrderedSamples:
+    """An endless sequence in the order of the last part; see `Order.samples`."""
+
+    train: EndlessSamples
+    order: Order
+    shift: int  # from numbers in the order to those in `train`
+
+    def __getitem__(self, sample: int) -> Sample:
+        return self.train[self.order.number_of(sample) + self.shift]
+
+
+def _after(count: int, number: int, skip: Sequence[tuple[int, int]]) -> int:
+    """The number of the sample after `count` others from `number` on, where those to skip do not count."""
+    found = number + count
+    for first, last in skip:
+        begin = max(first, number)
+        if found < begin:
+            break
+        found += max(0, last + 1 - begin)
+    return found
+
+
+def next_order(config: Config, folder: Path, corpora: Sequence[str], earlier: Config | None, step: int) -> Order:
+    """The order of a start that continues after `step`, with a configuration and the folders of its `corpora`;
+    `earlier` is the configuration of the last start."""
+    now, first = Part.of(config, corpora, step), earlier or config
+    parts = [part for part in _read(folder) or [Part.of(first, default_corpora(first))] if part.step < step]
+    if not parts or replace(parts[-1], step=step) != now:
+        parts.append(now)
+    return Order(parts)
+
+
+def write_order(config: Config, folder: Path, order: Order) -> None:
+    """Note the order of a start in a run's data folder, unless `read_order` would find it anyway."""
+    if order.parts != read_order(config, folder).parts:
+        write_atomically(folder / _FILE, json.dumps({"parts": list(map(asdict, order.parts))}, indent=1) + "\n")
+
+
+def read_order(config: Config, folder: Path) -> Order:
+    """The order noted in a run's data folder, else the one that the configuration sets."""
+    return Order(_read(folder) or [Part.of(config, default_corpora(config))])
+
+
+def default_corpora(config: Config) -> list[str]:
+    """The folders of a new run's corpora, in its data folder."""
+    numbered = [f"source-{number}" for number in range(len(config.data.sources))]
+    return numbered or ["."] * config.pretrains
+
+
+def _read(folder: Path) -> list[Part]:
+    """The parts noted; none without a file."""
+    file = folder / _FILE
+    if not reading.kind(file):
+        return []
+    try:
+        parts = [Part.parsed(record) for record in reading.read_json(file)["parts"]]
+        assert parts and parts[0].step == 0
+        Order(parts)
+    except (AssertionError, KeyError, TypeError, ValueError, ArithmeticError):
+        raise UserError(f"{file}: not the order of a run's samples; valid: the file as it was") from None
+    return parts
