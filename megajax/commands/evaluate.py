@@ -30,13 +30,11 @@ def main(argv: Sequence[str], prog: str = "megajax eval") -> None:
     parser = Parser("Evaluate a trained model on a task.", f"{prog} {USAGE}")
     parser.add_argument("task", metavar="TASK", choices=NAMES, help=f"one of {', '.join(NAMES)}")
     runs = f"run directory; for {_ANSWERED} several form an ensemble (mean probabilities)"
-    parser.add_path("--checkpoint", metavar="RUN", nargs="+", action="extend", required=True, help=runs)
+    parser.add_path("--checkpoint", metavar="RUN", nargs="+", required=True, help=runs)
     parser.add_argument("--step", default="latest", help="a step, latest, or best (lowest validation loss) [latest]")
     parser.add_weights()
     data = f"file to evaluate on; one or more for {', '.join(TASKS)} [perplexity: the validation split; "
-    parser.add_path(
-        "--data", default=[], metavar="PATH", nargs="+", action="extend", help=f"{data}tasks: the run's dev files]"
-    )
+    parser.add_path("--data", default=[], metavar="PATH", nargs="+", help=f"{data}tasks: the run's dev files]")
     overlap = "tokens that each window advances by and scores; perplexity: a whole sequence by default"
     add_flag(parser, Option("overlap", int, PAPER_OVERLAP, overlap, _ANY))
     predictions = f"file to write the answers to; for {_ANSWERED}"

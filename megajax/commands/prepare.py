@@ -28,8 +28,7 @@ def main(argv: Sequence[str]) -> None:
     files = "PREFIX of the files to write: .bin, .idx, .tokenizer, .report.json"
     add_flag(parser, Option("output", str, "", files, traits=(IS_PATH,)), required=True)
     parser.add_config_flags(owner=PrepareOptions)
-    sets = "test sets to remove from the text"
-    parser.add_path("--decontaminate", nargs="+", action="extend", default=[], metavar="PATH", help=sets)
+    parser.add_path("--decontaminate", nargs="+", default=[], metavar="PATH", help="test sets to remove from the text")
     at_least = Range(lambda x: 0 <= x <= 1024, "1 to 1024, or 0: one for each core")
     add_flag(parser, Option("workers", int, 0, "processes; 0: one for each core", at_least))
     of_cluster = "use a Dask cluster's workers: its scheduler's address or file, or local:N to start N workers here"

@@ -139,8 +139,7 @@ def add_flag(group: Any, option: Option, default: Any = None, required: bool = F
     metavar = {int: "N", float: "X"}.get(option.kind, "TOML" if option.record else "TEXT")
     if option.choices:
         metavar = "{" + ",".join(map(str, option.choices)) + "}"
-    settings |= {"type": partial(_value, option), "metavar": metavar}
-    settings |= {"nargs": "+", "action": "extend"} if option.is_list else {}
+    settings |= {"type": partial(_value, option), "metavar": metavar, "nargs": "+" if option.is_list else None}
     flag = group.add_argument(option.flag, required=required, **settings)
     if metavar != "TEXT":  # texts may be paths, which the shell completes
         completion.offer(flag, lambda: map(str, option.choices))

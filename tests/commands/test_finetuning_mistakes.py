@@ -127,7 +127,6 @@ TRAINING: list[tuple[str, ...]] = [
         (f"{again} {flags}", f"--run-dir TUNED holds a run with ({key}|model.num_classes) ", "valid: the same")
         for again, key, flags in (
             (tune("qqp").replace("FILES/new", "TUNED"), "task.name", ""),
-            (AGAIN, "train.global_batch", "--train.global-batch 4"),
             (AGAIN, "seed", "--seed 3"),
             (AGAIN, "task.option_tokens", "--task.option-tokens 3"),
             (AGAIN, "model.num_layers", "--model.num-layers 2"),

@@ -706,9 +706,8 @@ ROWS: dict[str, dict[str, Row]] = {
         "a resumed run skips a batch": (
             "training.loop.Trainer._steps",
             (
-                "growing_batches(self.data.train, sizes=sizes, rows_of=rows_of, start_step=self.first)",
-                "growing_batches(self.data.train, sizes=sizes, rows_of=rows_of, "
-                "start_step=self.first + (self.first > 0))",
+                "growing_batches(samples, sizes=sizes, rows_of=rows_of, start_step=self.first)",
+                "growing_batches(samples, sizes=sizes, rows_of=rows_of, start_step=self.first + (self.first > 0))",
             ),
             tests("tests/commands/test_resume.py"),
         ),

@@ -17,6 +17,7 @@ from megajax.plan.machines import MACHINES, peak_of_device
 from megajax.plan.memory import memory
 from megajax.program.memory import state_bytes
 from megajax.runs.directory import stored_optimizer
+from megajax.runs.order import read_order
 from megajax.settings.preset_files import preset_names
 from megajax.settings.presets import load_preset, resolve
 from megajax.training.begin import _keep_config, in_steps
@@ -239,8 +240,9 @@ def test_a_resumed_run_rewrites_its_configuration_only_if_it_changed(tmp_path: P
 
     def keep(steps: int) -> str:
         config = resolve(DEMO, {"run_dir": str(tmp_path), "train.steps": steps}, decay_follows=False)
-        log = SimpleNamespace(record_config=lambda config: None)
-        run = SimpleNamespace(config=in_steps(config, EPOCH), checkpoints=SimpleNamespace(saved=8), log=log)
+        log, order = SimpleNamespace(record_config=lambda config: None), read_order(config, tmp_path / "data")
+        checkpoints = SimpleNamespace(saved=8)
+        run = SimpleNamespace(config=in_steps(config, EPOCH), checkpoints=checkpoints, log=log, order=order)
         _keep_config(config, run)  # type: ignore[arg-type]
         return file.read_text()
 
