@@ -50,7 +50,8 @@ def names(tmp_path_factory: pytest.TempPathFactory, tuning: Finetuning, straight
     names = {name: shutil.copytree(run, folder / name) for name, run in names.items()}
     shutil.rmtree(names["BARE"] / "checkpoints")
     tuning.finish_seeds(folder / "SEEDS", {0: 50.0})
-    return names | {"SEEDS": folder / "SEEDS", "GPT": straight.folder, "FILES": files}
+    own = shutil.copytree(files, folder / "files")  # other workers write to theirs
+    return names | {"SEEDS": folder / "SEEDS", "GPT": straight.folder, "FILES": own}
 
 
 def tune(task: str) -> str:
