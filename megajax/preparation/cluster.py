@@ -155,6 +155,13 @@ class _Dask(Workers):
             except KilledWorker:
                 problem = "several workers ended while they did the same task (out of memory?)"
                 raise RunError(f"{problem}; rerun the command to resume") from None
+            except (ImportError, AttributeError, RuntimeError) as error:
+                cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+                if not isinstance(cause, ImportError) and not str(cause).startswith("Can't get attribute"):
+                    raise
+                problem = f"its scheduler or a worker has other packages ({reason(cause)})"
+                valid = "valid: the same environment on all machines"
+                raise UserError(f"--cluster {self._cluster}: {problem}; {valid}") from None
             except CancelledError:
                 self._reconnect()
                 for entry in running:

@@ -164,6 +164,25 @@ def test_without_dask(tmp_path, monkeypatch):
         main([str(tmp_path / "a.txt"), "--output", str(tmp_path / "out"), "--cluster", "local:2"])
 
 
+@NEEDS_DASK
+@pytest.mark.parametrize("by_scheduler", [True, False])
+def test_machines_without_the_package(by_scheduler):
+    """Whether the scheduler or a worker reads the task."""
+
+    class Failed:
+        def result(self, timeout):
+            error = ModuleNotFoundError("No module named 'megajax'")
+            if by_scheduler:
+                raise RuntimeError("Error during deserialization") from error
+            raise error
+
+    found = object.__new__(cluster._Dask)
+    found._cluster = "tcp://there:1"
+    line = "--cluster tcp://there:1: .* other packages .No module named 'megajax'.; valid: the same environment"
+    with pytest.raises(UserError, match=line):
+        found._next(print, collections.deque([[(), Failed()]]))
+
+
 def test_a_worker_with_another_environment():
     here = cluster._environment()
     assert cluster._perform(here, operator.neg, (1,))[0] == -1
