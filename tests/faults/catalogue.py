@@ -127,7 +127,7 @@ ROWS: dict[str, dict[str, Row]] = {
         "gradients of shared heads of keys are averaged": (
             "parallel.collectives.sum_over",
             ("lax.psum(tree, tuple(axes))", MEAN_OVER_TENSOR),
-            gradient("blocks/attention/value/weight, layer 0, 1", ON_SHARED_KEYS, "all-reduce over tensor"),
+            gradient("blocks/attention/key/weight, layer 0, 1", ON_SHARED_KEYS, "all-reduce over tensor"),
         ),
         "gradients are clipped before they are reduced": (
             "program.train_step._losses_and_gradients",
@@ -159,7 +159,7 @@ ROWS: dict[str, dict[str, Row]] = {
                 "lax.psum_scatter(x, axes, scatter_dimension=dim % x.ndim, tiled=True)",
                 "lax.psum_scatter(x, axes, scatter_dimension=dim % x.ndim, tiled=True) / 2",
             ),
-            gradient("blocks/attention_norm/bias, layer 0, 1", ON_ZERO3, "reduce-scatter over data"),
+            gradient("blocks/attention/output/weight, layer 0, 1", ON_ZERO3, "reduce-scatter over data"),
         ),
         "gradients keep the loss scale": (
             "program.train_step._losses_and_gradients",
@@ -189,7 +189,7 @@ ROWS: dict[str, dict[str, Row]] = {
         "of the layers' gradients the last microbatch's stays": (
             "pipeline.stages._added",
             ("flat[path].at[place].add(grad)", "flat[path].at[place].set(grad)"),
-            gradient("blocks/mlp/down/weight, layer 0, 1", ON_DATA),
+            gradient("blocks/mlp/up/weight, layer 0, 1", ON_DATA),
         ),
         "of the losses the last microbatch's stays": (
             "pipeline.ends.EmbeddingAndHead.head",
