@@ -117,7 +117,7 @@ ROWS: dict[str, dict[str, Row]] = {
         "a reduce-scatter of gradients does not sum": (
             "parallel.shards.Shards.scatter",
             ("scatter_sum", "jax.tree_util.Partial(gather_shards.__globals__['own_shard'])"),
-            gradient("shared/final_norm/scale", ON_DATA, "reduce-scatter over data"),
+            gradient("shared/final_norm/scale", ON_DATA, "reduce-scatter over data and expert and context"),
         ),
         "the tied embedding's gradient is the larger one of two stages": (
             "parallel.collectives.sum_over",
@@ -159,7 +159,11 @@ ROWS: dict[str, dict[str, Row]] = {
                 "lax.psum_scatter(x, axes, scatter_dimension=dim % x.ndim, tiled=True)",
                 "lax.psum_scatter(x, axes, scatter_dimension=dim % x.ndim, tiled=True) / 2",
             ),
-            gradient("blocks/attention/output/weight, layer 0, 1", ON_ZERO3, "reduce-scatter over data"),
+            gradient(
+                "blocks/attention/output/weight, layer 0, 1",
+                ON_ZERO3,
+                "reduce-scatter over data and expert and context",
+            ),
         ),
         "gradients keep the loss scale": (
             "program.train_step._losses_and_gradients",
