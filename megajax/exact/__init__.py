@@ -1,0 +1,2 @@
+"""Whether two programs compute the same, exactly: numbers are elements of finite fields, which are never rounded
+(`numbers.py`), and nothing is compiled (`interpreter.py`)."""

@@ -1,0 +1,192 @@
+"""Primitives that move elements, sum or order them: (equation, values) -> value. Dims of a value follow two others."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from megajax.exact.functions import bitcast, converted
+from megajax.exact.numbers import Value, is_float, matrix_product, modulo, multiply, oracle, ordered, power
+
+
+def alike(values: Sequence[Value]) -> list[Value]:
+    """Values with an entry for every device, if one of them has."""
+    many = max(each.shape[1] for each in values)
+    return [np.broadcast_to(each, (len(each), many, *each.shape[2:])) for each in values]
+
+
+def total(x: Value, dims: Any, dtype: Any) -> Value:
+    """The sum over dims of a value of a dtype."""
+    return modulo(x.sum(dims)) if is_float(dtype) else x.sum(dims, dtype=dtype)
+
+
+def largest(x: Value, dim: int, way: Callable[..., np.ndarray] = np.argmax) -> Value:
+    """The largest, or by `np.argmin` the smallest, along a dim."""
+    return _picked(x, np.expand_dims(way(ordered(x), dim), dim), dim).squeeze(dim)
+
+
+def _picked(x: Value, index: np.ndarray, dim: int) -> Value:
+    return np.take_along_axis(x, np.broadcast_to(index, (len(x), *index.shape[1:])), dim)
+
+
+def dims(given: Any) -> tuple[int, ...]:
+    """Dims of a value, of which a program says where they are in an array."""
+    return tuple(dim + 2 for dim in given)
+
+
+_SAME = ("name", "copy", "copy_p", "pvary", "stop_gradient", "reduce_precision", "sharding_constraint")
+
+ARRAYS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(_SAME, lambda of, x: x),
+    "optimization_barrier": lambda of, *values: values,
+    "convert_element_type": lambda of, x: converted(x, of.invars[0].aval.dtype, of.params["new_dtype"]),
+    "bitcast_convert_type": lambda of, x: bitcast(x, of.invars[0].aval.dtype, of.params["new_dtype"]),
+    "reshape": lambda of, x: x.reshape(*x.shape[:2], *of.params["new_sizes"]),
+    "expand_dims": lambda of, x: np.expand_dims(x, dims(of.params["dimensions"])),
+    "squeeze": lambda of, x: x.squeeze(dims(of.params["dimensions"])),
+    "transpose": lambda of, x: x.transpose(0, 1, *dims(of.params["permutation"])),
+    "tile": lambda of, x: np.tile(x, (1, 1, *of.params["reps"])),
+    "rev": lambda of, x: np.flip(x, dims(of.params["dimensions"])),
+    "split": lambda of, x: np.split(x, np.cumsum(of.params["sizes"])[:-1], of.params["axis"] + 2),
+    "stack": lambda of, *values: np.stack(alike(values), of.params["axis"] + 2),
+    "concatenate": lambda of, *values: np.concatenate(alike(values), of.params["dimension"] + 2),
+    "reduce_sum": lambda of, x: total(x, dims(of.params["axes"]), of.invars[0].aval.dtype),
+    "reduce_and": lambda of, x: x.all(dims(of.params["axes"])),
+    "reduce_or": lambda of, x: x.any(dims(of.params["axes"])),
+}
+
+
+def rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The rule of primitives."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        ARRAYS.update(dict.fromkeys(names, function))
+        return function
+
+    return add
+
+
+@rule("integer_pow")
+def _power(equation: Any, x: Value) -> Value:
+    exponent = equation.params["y"]
+    return power(x, exponent) if is_float(equation.invars[0].aval.dtype) else x**exponent
+
+
+@rule("pow")
+def _pow(equation: Any, x: Value, y: Value) -> Value:
+    """An oracle of both numbers, even where the exponent is an integer."""
+    y = converted(y, equation.invars[1].aval.dtype, equation.invars[0].aval.dtype)
+    return oracle(*np.broadcast_arrays(x, y)[:1], "pow", y)
+
+
+@rule("broadcast_in_dim")
+def _broadcast(equation: Any, x: Value) -> Value:
+    shape, dims = equation.params["shape"], equation.params["broadcast_dimensions"]
+    sizes = dict(zip(dims, x.shape[2:], strict=True))
+    x = x.reshape(*x.shape[:2], *(sizes.get(dim, 1) for dim in range(len(shape))))
+    return np.broadcast_to(x, (*x.shape[:2], *shape))
+
+
+@rule("slice")
+def _slice(equation: Any, x: Value) -> Value:
+    starts, limits, strides = (equation.params[key] for key in ("start_indices", "limit_indices", "strides"))
+    part: Any = (..., *map(slice, starts, limits, strides or [1] * len(starts)))
+    return x[part]
+
+
+@rule("iota")
+def _iota(equation: Any) -> Value:
+    shape, dim, dtype = (equation.params[key] for key in ("shape", "dimension", "dtype"))
+    x = np.arange(shape[dim]).reshape(-1, *[1] * (len(shape) - dim - 1))
+    return converted(np.broadcast_to(x, shape)[None, None], np.int32, dtype)
+
+
+@rule("pad")
+def _pad(equation: Any, x: Value, value: Value) -> Value:
+    """Between elements, too, and with negative sizes, which cut."""
+    x, value = alike([x, value])
+    out = np.empty((*x.shape[:2], *equation.outvars[0].aval.shape), x.dtype)
+    out[...] = value.reshape(*value.shape, *[1] * (x.ndim - 2))
+    own, given = [slice(None)] * 2, [slice(None)] * 2
+    sizes = zip(equation.params["padding_config"], x.shape[2:], out.shape[2:], strict=True)
+    for (low, _, inner), size, length in sizes:
+        there = [n for n in range(size) if 0 <= low + n * (inner + 1) < length]
+        first, last = (there[0], there[-1]) if there else (0, -1)
+        given.append(slice(first, last + 1))
+        begin = int(low + first * (inner + 1)) if there else 0
+        own.append(slice(begin, begin + (last - first) * int(inner + 1) + 1 if there else begin, int(inner) + 1))
+    out[tuple(own)] = x[tuple(given)]
+    return out
+
+
+@rule("select_n")
+def _select(equation: Any, which: Value, *cases: Value) -> Value:
+    which = which.reshape(*which.shape, *[1] * (cases[0].ndim - which.ndim))
+    return np.where(which, cases[1], cases[0]) if len(cases) == 2 else np.choose(which, cases)
+
+
+@rule("dot_general")
+def _product(equation: Any, x: Value, y: Value) -> Value:
+    (left, right), batches = equation.params["dimension_numbers"]
+
+    def matrices(x: Value, inner: Any, batch: Any, last: bool) -> Value:
+        free = [dim for dim in range(x.ndim - 2) if dim not in (*inner, *batch)]
+        groups = [batch, free, inner] if last else [batch, inner, free]
+        sizes = [math.prod(x.shape[dim + 2] for dim in group) for group in groups]
+        return x.transpose(0, 1, *(dim + 2 for group in groups for dim in group)).reshape(*x.shape[:2], *sizes)
+
+    dtype = equation.outvars[0].aval.dtype
+    x, y = matrices(x, left, batches[0], True), matrices(y, right, batches[1], False)
+    out = matrix_product(x, y) if is_float(dtype) else np.matmul(x.astype(dtype), y.astype(dtype))
+    return out.reshape(*out.shape[:2], *equation.outvars[0].aval.shape)
+
+
+@rule("reduce_prod")
+def _prod(equation: Any, x: Value) -> Value:
+    if not is_float(equation.invars[0].aval.dtype):
+        return x.prod(dims(equation.params["axes"]), dtype=x.dtype)
+    for dim in sorted(dims(equation.params["axes"]), reverse=True):
+        out = np.ones_like(x.take(0, dim)) if x.shape[dim] else np.ones((*x.shape[:dim], *x.shape[dim + 1 :]), int)
+        for each in np.moveaxis(x, dim, 0):
+            out = multiply(out, each)
+        x = out
+    return x
+
+
+@rule("reduce_max", "reduce_min")
+def _extreme(equation: Any, x: Value) -> Value:
+    for dim in sorted(dims(equation.params["axes"]), reverse=True):
+        x = largest(x, dim, np.argmin if equation.primitive.name == "reduce_min" else np.argmax)
+    return x
+
+
+@rule("argmax", "argmin")
+def _place(equation: Any, x: Value) -> Value:
+    (dim,), way = dims(equation.params["axes"]), np.argmin if equation.primitive.name == "argmin" else np.argmax
+    return way(ordered(x), dim).astype(equation.params["index_dtype"])
+
+
+@rule("cumsum")
+def _cumulative(equation: Any, x: Value) -> Value:
+    dim = equation.params["axis"] + 2
+    way: Any = (..., slice(None, None, -1 if equation.params["reverse"] else 1), *[slice(None)] * (x.ndim - dim - 1))
+    out = np.cumsum(x[way], dim, dtype=x.dtype)[way]
+    return modulo(out) if is_float(equation.invars[0].aval.dtype) else out
+
+
+@rule("sort")
+def _sort(equation: Any, *values: Value) -> list[Value]:
+    """By the first operands; a later one decides where those before it are equal."""
+    dim = equation.params["dimension"] + 2
+    all_of = alike(values)
+    keys = [ordered(each) for each in all_of[: equation.params["num_keys"]]]
+    order = np.lexsort(keys[::-1], dim)
+    return [_picked(each, order, dim) for each in all_of]
+
+
+@rule("top_k")
+def _top(equation: Any, x: Value) -> tuple[Value, Value]:
+    dim, k = equation.params["axis"] + 2, equation.params["k"]
+    order = np.take(np.argsort(-ordered(x).astype(np.int64), dim, kind="stable"), range(k), dim)
+    return _picked(x, order, dim), order.astype(np.int32)

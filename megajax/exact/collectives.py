@@ -1,0 +1,140 @@
+"""The devices of a mesh, and primitives that communicate between them: (devices, equation, values) -> value."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megajax.exact.arrays import largest, total
+from megajax.exact.numbers import Value
+
+COLLECTIVES: dict[str, Callable[..., Any]] = {}
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Some or all devices of a mesh."""
+
+    sizes: Mapping[str, int]  # of the mesh's axes
+    coordinates: np.ndarray  # [devices, axes]
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int]) -> "Devices":
+        """All devices."""
+        places = [*itertools.product(*map(range, sizes.values()))]
+        return cls(sizes, np.array(places, int).reshape(len(places), len(sizes)))
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.coordinates)
+
+    def of_all(self, x: Value) -> Value:
+        """The value with an entry for every device."""
+        return np.broadcast_to(x, (len(x), self.count, *x.shape[2:]))
+
+    def groups(self, axes: str | Sequence[str]) -> np.ndarray:
+        """The devices that communicate over `axes`, [groups, members]."""
+        names, axes = [*self.sizes], (axes,) if isinstance(axes, str) else axes
+        own = [names.index(axis) for axis in axes]
+        others = [place for place in range(len(names)) if place not in own]
+        keys = self.coordinates[:, [*others, *own]]
+        groups = np.lexsort(keys.T[::-1]).reshape(-1, math.prod(self.sizes[axis] for axis in axes))
+        of_others = keys[groups][:, :, : len(others)]
+        assert (of_others == of_others[:, :1]).all(), f"only some devices communicate over {', '.join(axes)}"
+        return groups
+
+    def given(self, groups: np.ndarray, parts: Sequence[Value]) -> Value:
+        """Give each member of every group its part, [fields, groups, …]."""
+        out = np.empty((len(parts[0]), self.count, *parts[0].shape[2:]), parts[0].dtype)
+        for members, part in zip(groups.T, parts, strict=True):
+            out[:, members] = part
+        return out
+
+    def slices(self, spec: Any, shape: Sequence[int]) -> Iterator[tuple[slice, ...]]:
+        """Which part of an array every device has, with a slice of fields before."""
+        for own in self.coordinates:
+            at, slices = dict(zip(self.sizes, own.tolist(), strict=True)), [slice(None)]
+            for entry, size in zip([*spec, *[None] * (len(shape) - len(spec))], shape, strict=True):
+                place, count = 0, 1
+                for axis in () if entry is None else (entry,) if isinstance(entry, str) else entry:
+                    place, count = place * self.sizes[axis] + at[axis], count * self.sizes[axis]
+                slices.append(slice(place * size // count, (place + 1) * size // count))
+            yield tuple(slices)
+
+
+def _rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        COLLECTIVES.update(dict.fromkeys(names, function))
+        return function
+
+    return add
+
+
+@_rule("axis_index")
+def _axis_index(devices: Devices, equation: Any) -> Value:
+    own = devices.coordinates[:, [*devices.sizes].index(equation.params["axis_name"])].astype(np.int32)
+    return own[None, :1] if (own == own[0]).all() else own[None]
+
+
+@_rule("psum", "psum_invariant")
+def _psum(devices: Devices, equation: Any, *values: Value) -> Any:
+    groups = devices.groups(equation.params["axes"])
+    dtypes = [variable.aval.dtype for variable in equation.invars]
+    sums = [total(devices.of_all(x)[:, groups], 2, dtype) for x, dtype in zip(values, dtypes, strict=True)]
+    return _results(equation, [devices.given(groups, [each] * groups.shape[1]) for each in sums])
+
+
+@_rule("pmax", "pmin")
+def _pmax(devices: Devices, equation: Any, *values: Value) -> Any:
+    groups, way = devices.groups(equation.params["axes"]), np.argmin if equation.primitive.name == "pmin" else np.argmax
+    most = [largest(devices.of_all(x)[:, groups], 2, way) for x in values]
+    return _results(equation, [devices.given(groups, [each] * groups.shape[1]) for each in most])
+
+
+def _results(equation: Any, values: list[Value]) -> Any:
+    return values if equation.primitive.multiple_results else values[0]
+
+
+@_rule("all_gather", "all_gather_invariant")
+def _all_gather(devices: Devices, equation: Any, x: Value) -> Value:
+    groups, dim = devices.groups(equation.params["axis_name"]), equation.params["all_gather_dimension"]
+    x = devices.of_all(x)[:, groups]
+    whole = _joined(x, dim) if equation.params["tiled"] else np.moveaxis(x, 2, dim + 2)
+    return devices.given(groups, [whole] * groups.shape[1])
+
+
+@_rule("reduce_scatter")
+def _reduce_scatter(devices: Devices, equation: Any, x: Value) -> Value:
+    groups, dim = devices.groups(equation.params["axis_name"]), equation.params["scatter_dimension"] + 2
+    sums = total(devices.of_all(x)[:, groups], 2, equation.invars[0].aval.dtype)
+    parts = np.split(sums, groups.shape[1], dim)
+    return devices.given(groups, parts if equation.params["tiled"] else [part.squeeze(dim) for part in parts])
+
+
+@_rule("all_to_all")
+def _all_to_all(devices: Devices, equation: Any, x: Value) -> Value:
+    groups, tiled = devices.groups(equation.params["axis_name"]), equation.params["tiled"]
+    split, joined = equation.params["split_axis"], equation.params["concat_axis"]
+    parts = np.split(devices.of_all(x)[:, groups], groups.shape[1], split + 3)
+    if tiled:
+        return devices.given(groups, [_joined(part, joined) for part in parts])
+    return devices.given(groups, [np.moveaxis(part.squeeze(split + 3), 2, joined + 2) for part in parts])
+
+
+@_rule("ppermute")
+def _ppermute(devices: Devices, equation: Any, x: Value) -> Value:
+    groups, x = devices.groups(equation.params["axis_name"]), devices.of_all(x)
+    out = np.zeros_like(x)
+    for source, target in equation.params["perm"]:
+        out[:, groups[:, target]] = x[:, groups[:, source]]
+    return out
+
+
+def _joined(x: Value, dim: int) -> Value:
+    """[fields, groups, members, …] with members one after the other along `dim`."""
+    x = np.moveaxis(x, 2, dim + 2)
+    return x.reshape(*x.shape[: dim + 2], -1, *x.shape[dim + 4 :])

@@ -1,0 +1,207 @@
+"""Runs a traced program for all devices at once, in numbers that are never rounded (`numbers.py`)."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from megajax.errors import RunError
+from megajax.exact import indexing  # noqa: F401  # adds its rules
+from megajax.exact.arrays import ARRAYS
+from megajax.exact.collectives import COLLECTIVES, Devices
+from megajax.exact.functions import BRANCHES, FUNCTIONS
+from megajax.exact.numbers import Value, constant, is_float, seeded
+
+MOST_TURNS = 10_000  # of a `while`
+
+
+class UnknownPrimitive(RunError):
+    """A program has a primitive without a rule."""
+
+
+class Interpreter:
+    """Runs traced programs.
+
+    Attributes:
+        finite: what `isfinite` says of every number.
+        flipped: scalar numbers compare the other way round, so that a program takes its other branches.
+        disagreeing: shapes and dtypes of results whose replicas differ between devices.
+        equations: how many were run.
+    """
+
+    def __init__(self, seed: int = 0):
+        self.seed, self.finite, self.flipped = seed, True, False
+        self.equations, self.disagreeing = 0, []  # type: tuple[int, list[Any]]
+        self._devices = Devices.of({})
+        self._literals: dict[int, tuple[Any, Value]] = {}
+        self._scans: dict[int, tuple[Any, Sequence[Value], list[Value]]] = {}
+        self._inside_scan = False
+
+    def __call__(self, traced: ClosedJaxpr, values: Sequence[Value]) -> list[Value]:
+        """The results of a program.
+
+        Raises:
+            UnknownPrimitive: a primitive has no rule.
+            RunError: a `while` goes on for too long.
+        """
+        with seeded(self.seed), np.errstate(all="ignore"):
+            return self._closed(traced, values)
+
+    def _closed(self, jaxpr: Any, values: Sequence[Value]) -> list[Value]:
+        """Run a jaxpr with or without constants."""
+        if isinstance(jaxpr, Jaxpr):
+            return self._run(jaxpr, [], values)
+        return self._run(jaxpr.jaxpr, [constant(each, jnp.asarray(each).dtype) for each in jaxpr.consts], values)
+
+    def _run(self, jaxpr: Jaxpr, consts: Sequence[Value], values: Sequence[Value]) -> list[Value]:
+        known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
+
+        def read(variable: Any) -> Value:
+            return self._literal(variable) if isinstance(variable, Literal) else known[variable]
+
+        for equation in jaxpr.eqns:
+            self.equations += 1
+            out = self._computed(equation, [read(variable) for variable in equation.invars])
+            known.update(zip(equation.outvars, out if equation.primitive.multiple_results else [out], strict=True))
+        return [read(variable) for variable in jaxpr.outvars]
+
+    def _literal(self, literal: Any) -> Value:
+        if id(literal) not in self._literals:
+            self._literals[id(literal)] = literal, constant(literal.val, literal.aval.dtype)
+        return self._literals[id(literal)][1]
+
+    def _computed(self, equation: JaxprEqn, values: list[Value]) -> Any:
+        name = equation.primitive.name
+        if name in FUNCTIONS:
+            return self._of_elements(name, equation, values)
+        if name in ARRAYS:
+            return ARRAYS[name](equation, *values)
+        if name in COLLECTIVES:
+            return COLLECTIVES[name](self._devices, equation, *values)
+        if name not in CONTROL:
+            raise UnknownPrimitive(f"no rule for the primitive {name} ({equation.source_info.name_stack})")
+        return CONTROL[name](self, equation, *values)
+
+    def _of_elements(self, name: str, equation: Any, values: list[Value]) -> Value:
+        of_integers, of_numbers = FUNCTIONS[name]
+        rank = max(each.ndim for each in values)
+        values = [each.reshape(*each.shape, *[1] * (rank - each.ndim)) for each in values]  # scalars
+        if not is_float(equation.invars[-1].aval.dtype):
+            return of_integers(*values).astype(equation.outvars[0].aval.dtype, copy=False)
+        if name == "is_finite" and not self.finite:
+            return ~of_numbers(*values)
+        out = of_numbers(*values)
+        return ~out if self.flipped and rank == 2 and name in BRANCHES else out
+
+    # Control flow.
+
+    def _call(self, equation: Any, *values: Value) -> list[Value]:
+        params = equation.params
+        return self._closed(params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"], values)
+
+    def _scan(self, equation: Any, *values: Value) -> list[Value]:
+        """A scan that is in no other, and whose values are those of before, is not run again."""
+        _, before, out = self._scans.get(id(equation), (None, [], []))
+        if self._inside_scan or not before or not all(map(np.array_equal, before, values)):
+            outside, self._inside_scan = self._inside_scan, True
+            out = self._turns(equation, values)
+            self._inside_scan = outside
+            if not outside:
+                self._scans[id(equation)] = equation, values, out
+        return out
+
+    def _turns(self, equation: Any, values: Sequence[Value]) -> list[Value]:
+        params = equation.params
+        consts, carried, length, back = (params[key] for key in ("num_consts", "num_carry", "length", "reverse"))
+        carry, xs, rows = [*values[consts:][:carried]], values[consts + carried :], []
+        for turn in reversed(range(length)) if back else range(length):
+            out = self._closed(params["jaxpr"], [*values[:consts], *carry, *(x[:, :, turn] for x in xs)])
+            carry = out[:carried]
+            rows.append(out[carried:])
+        if not rows:
+            stacked = (variable.aval for variable in equation.outvars[carried:])
+            return [*carry, *(constant(np.zeros(each.shape), each.dtype) for each in stacked)]
+        columns = zip(*(rows[::-1] if back else rows), strict=True)
+        return [*carry, *(np.stack(np.broadcast_arrays(*each), 2) for each in columns)]
+
+    def _cond(self, equation: Any, which: Value, *values: Value) -> list[Value]:
+        branches, which = equation.params["branches"], which[0].astype(int)
+        out: list[Value] = []
+        for branch in np.unique(which):
+            there = np.broadcast_to(which == branch, self._devices.count)
+            out = self._on(there, branches[np.clip(branch, 0, len(branches) - 1)], values, out)
+        return out
+
+    def _while(self, equation: Any, *values: Value) -> list[Value]:
+        params, (first, second) = equation.params, (equation.params["cond_nconsts"], equation.params["body_nconsts"])
+        state = [*values[first + second :]]
+        for _ in range(MOST_TURNS):
+            (goes_on,) = self._closed(params["cond_jaxpr"], [*values[:first], *state])
+            if not goes_on.any():
+                return state
+            there = np.broadcast_to(goes_on[0], self._devices.count)
+            state = self._on(there, params["body_jaxpr"], [*values[first:][:second], *state], state)
+        raise RunError(f"a while loop goes on after {MOST_TURNS} turns ({equation.source_info.name_stack})")
+
+    def _on(self, there: np.ndarray, jaxpr: Any, values: Sequence[Value], others: Sequence[Value]) -> list[Value]:
+        """Results on some of the devices, and `others` elsewhere."""
+        if there.all():
+            return self._closed(jaxpr, values)
+        everywhere = self._devices
+        self._devices = Devices(everywhere.sizes, everywhere.coordinates[there])
+        own = self._closed(jaxpr, [x[:, there] if x.shape[1] > 1 else x for x in values])
+        self._devices = everywhere
+        whole = [everywhere.of_all(x).copy() for x in others] or [
+            np.zeros((len(x), len(there), *x.shape[2:]), x.dtype) for x in own
+        ]
+        for x, part in zip(whole, own, strict=True):
+            x[:, there] = part
+        return whole
+
+    def _shard_map(self, equation: Any, *values: Value) -> list[Value]:
+        params, outside = equation.params, self._devices
+        self._devices = devices = Devices.of(dict(params["mesh"].shape))
+        shards = [
+            np.stack([x[:, 0][own] for own in devices.slices(spec, x.shape[2:])], 1) if any(spec) else x
+            for x, spec in zip(values, params["in_specs"], strict=True)
+        ]
+        found, out = self._closed(params["jaxpr"], shards), []
+        for x, spec, variable in zip(found, params["out_specs"], equation.outvars, strict=True):
+            whole = np.empty((len(x), *variable.aval.shape), x.dtype)
+            places = [*zip(devices.slices(spec, variable.aval.shape), devices.of_all(x).swapaxes(0, 1), strict=True)]
+            for own, part in places:
+                whole[own] = part
+            if any((whole[own] != part).any() for own, part in places):
+                self.disagreeing.append(variable.aval)
+            out.append(whole[:, None])
+        self._devices = outside
+        return out
+
+    def _callback(self, equation: Any, *values: Value) -> tuple:
+        """Call it for every device, with numbers of the first field as doubles."""
+        for device in range(self._devices.count):
+            own = (self._devices.of_all(x)[0, device] for x in values)
+            equation.params["callback"](
+                *(x.astype("d") if len(of) > 1 else x for x, of in zip(own, values, strict=True))
+            )
+        return ()
+
+
+CONTROL: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "remat"), Interpreter._call),
+    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call", "custom_lin"), Interpreter._call),
+    "scan": Interpreter._scan,
+    "cond": Interpreter._cond,
+    "while": Interpreter._while,
+    "shard_map": Interpreter._shard_map,
+    "debug_callback": Interpreter._callback,
+}
+
+
+def interpreted(function: Callable[..., Any], types: Sequence[Any], values: Sequence[Any], machine: Interpreter) -> Any:
+    """The result of a function of arrays of these types, in the form of its result."""
+    traced, out = jax.make_jaxpr(function, return_shape=True)(*types)
+    return jax.tree.unflatten(jax.tree.structure(out), machine(traced, jax.tree.leaves(list(values))))
