@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.backend import CPU
+from megajax.backend import CPU, Backend
 from megajax.config import Config
 from megajax.precision import OPERAND_DTYPE
 from megajax.verify.fields import ExactStep, Outcome, Values, activation_error, recorded_step, run_step, unequal
@@ -36,33 +36,44 @@ def check_exactly(
     found: list[Finding] = []
     for seed in range(repeats):
         on_start(f"{shown(config.mesh)}, {EXACT}" + (f", repeat {seed + 1}" if seed else ""))
-        for finding in _findings(config, seed):
+        reference = _step("one device", plain(config), CPU, seed)
+        for finding in _findings(config, reference, seed):
             if seed == 0 or not finding.passed:
                 found.append(finding)
                 on_finding(finding)
         if not all(finding.passed for finding in found):
-            return _located(config, Verdict(tuple(found)), seed, on_start)
+            return _located(config, Verdict(tuple(found)), reference, seed, on_start)
     return Result(Verdict(tuple(found)))
 
 
-def _findings(config: Config, seed: int) -> Iterator[Finding]:
+def _step(what: str, config: Config, backend: Backend, seed: int) -> ExactStep | Finding:
+    """A step, or that it cannot be traced."""
+    try:
+        return run_step(config, backend, seed)
+    except TracingError as error:
+        return Finding(f"{EXACT} {TRACED}", 1, 0, f"{what}: {error}")
+
+
+def _findings(config: Config, reference: ExactStep | Finding, seed: int) -> Iterator[Finding]:
     """All checks with the random numbers of a seed."""
-    steps = []
-    for what, form, backend in (("one device", plain(config), CPU), (shown(config.mesh), config, in_blocks(config))):
-        try:
-            steps.append(run_step(form, backend, seed))
-        except TracingError as error:
-            yield Finding(f"{EXACT} {TRACED}", 1, 0, f"{what}: {error}")
-            return
-    yield from compare_exactly(*steps)
+    other = reference
+    if isinstance(reference, ExactStep):
+        other = _step(shown(config.mesh), config, in_blocks(config), seed)
+        if isinstance(other, ExactStep):
+            yield from compare_exactly(reference, other)
+    if isinstance(other, Finding):
+        yield other
 
 
-def _located(config: Config, verdict: Verdict, seed: int, on_start: Callable[[str], None]) -> Result:
+def _located(
+    config: Config, verdict: Verdict, reference: ExactStep | Finding, seed: int, on_start: Callable[[str], None]
+) -> Result:
     """Where the step differs; if numbers differ, communication is ignored."""
     numbers = any(finding.of_numbers for finding in verdict.failed)
 
     def differs(part: Config) -> bool:
-        return any(not each.passed and (each.of_numbers or not numbers) for each in _findings(part, seed))
+        checked = _findings(part, reference, seed)
+        return any(not each.passed and (each.of_numbers or not numbers) for each in checked)
 
     axes = axes_that_differ(config, differs, on_start)
     untraced = [finding for finding in verdict.failed if finding.name.endswith(TRACED)]
