@@ -1,5 +1,6 @@
 """Compare a small configuration on its mesh with a single device exactly: over finite fields, without compiling."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 from megajax.backend import CPU, Backend
 from megajax.config import Config
 from megajax.precision import OPERAND_DTYPE
+from megajax.verify.beside import beside_training
 from megajax.verify.fields import ExactStep, Outcome, Values, activation_error, recorded_step, run_step, unequal
 from megajax.verify.forms import in_blocks, plain
 from megajax.verify.locate import Result, axes_that_differ, first_in_words
@@ -43,7 +45,13 @@ def check_exactly(
                 on_finding(finding)
         if not all(finding.passed for finding in found):
             return _located(config, Verdict(tuple(found)), reference, seed, on_start)
-    return Result(Verdict(tuple(found)))
+    on_start(f"{shown(config.mesh)}, {EXACT}: scores, generation, checkpoints")
+    for finding in beside_training(config):
+        found.append(finding)
+        on_finding(finding)
+    verdict = Verdict(tuple(found))
+    first = "" if verdict.passed else f"no difference in the step: {verdict.failed[0].name}: {verdict.failed[0].where}"
+    return Result(verdict, first=first)
 
 
 def _step(what: str, config: Config, backend: Backend, seed: int) -> ExactStep | Finding:
@@ -61,8 +69,18 @@ def _findings(config: Config, reference: ExactStep | Finding, seed: int) -> Iter
         other = _step(shown(config.mesh), config, in_blocks(config), seed)
         if isinstance(other, ExactStep):
             yield from compare_exactly(reference, other)
+            if config.train.ramp_start:
+                yield _first_batch(config, seed)
     if isinstance(other, Finding):
         yield other
+
+
+def _first_batch(config: Config, seed: int) -> Finding:
+    """Whether the gradients of the first batch are equal, if batches grow."""
+    train = dataclasses.replace(config.train, global_batch=config.train.ramp_start, ramp_start=0)
+    config = dataclasses.replace(config, train=train)
+    expected, actual = (run_step(form, seed=seed, branches=False) for form in (plain(config), config))
+    return _equal("gradients of the first batch", expected.gradients, actual.gradients)
 
 
 def _located(
@@ -80,7 +98,8 @@ def _located(
     if untraced:
         return Result(verdict, axes, f"no step, {untraced[0].where}")
     on_start("the first activation that differs")
-    expected, actual = recorded_step(plain(config)), recorded_step(axes.config, in_blocks(axes.config))
+    forms = (plain(config), CPU), (axes.config, in_blocks(axes.config))
+    expected, actual = (recorded_step(*form, seed) for form in forms)
     difference = first_difference(expected, actual, 0.0, activation_error)
     wrong = [name for name, error in actual.collectives.items() if error]
     return Result(verdict, axes, first_in_words(difference, verdict.failed, wrong))
