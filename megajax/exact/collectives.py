@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from megajax.errors import RunError
 from megajax.exact.arrays import largest, total
 from megajax.exact.numbers import Value
 
@@ -41,11 +42,12 @@ class Devices:
         names, axes = [*self.sizes], (axes,) if isinstance(axes, str) else axes
         own = [names.index(axis) for axis in axes]
         others = [place for place in range(len(names)) if place not in own]
-        keys = self.coordinates[:, [*others, *own]]
-        groups = np.lexsort(keys.T[::-1]).reshape(-1, math.prod(self.sizes[axis] for axis in axes))
-        of_others = keys[groups][:, :, : len(others)]
-        assert (of_others == of_others[:, :1]).all(), f"only some devices communicate over {', '.join(axes)}"
-        return groups
+        keys, size = self.coordinates[:, [*others, *own]], math.prod(self.sizes[axis] for axis in axes)
+        groups = np.lexsort(keys.T[::-1])
+        of_others = keys[groups, : len(others)].reshape(-1, size, len(others)) if len(groups) % size == 0 else None
+        if of_others is None or (of_others != of_others[:, :1]).any():
+            raise RunError(f"only some of the devices that communicate over {', '.join(axes)} get there")
+        return groups.reshape(-1, size)
 
     def given(self, groups: np.ndarray, parts: Sequence[Value]) -> Value:
         """Give each member of every group its part, [fields, groups, …]."""
