@@ -16,7 +16,7 @@ RNG = np.random.default_rng(0)
 X = np.arange(-6, 6, dtype=np.float32).reshape(3, 4)
 Y = np.array([[1, 2, 3, -4], [5, -1, 7, 8], [9, 2, -11, 12]], np.float32)
 LOW = np.array([[1, -np.inf, 0, 3], [-np.inf, 2, 5, 4], [0, 1, 2, 3]], np.float32)
-I, J = X.astype(np.int32), Y.astype(np.int32)
+M, N = X.astype(np.int32), Y.astype(np.int32)
 WIDE = np.array([2**31 - 1, -(2**31), 7, -8], np.int32)
 UNSIGNED = np.array([2**32 - 1, 2**31, 7, 0], np.uint32)
 BITS = np.array([0, 31, 32, 40], np.int32)
@@ -40,20 +40,20 @@ AT_ZERO = (
 )
 OF_ELEMENTS: dict[str, Case] = {
     **{f"{name} of floats": (function, (X, Y)) for name, function in PAIRS.items()},
-    **{f"{name} of integers": (function, (I, J)) for name, function in PAIRS.items()},
+    **{f"{name} of integers": (function, (M, N)) for name, function in PAIRS.items()},
     **{f"{name} of large integers": (PAIRS[name], (WIDE, WIDE[::-1].copy())) for name in ("add", "sub", "mul", "lt")},
     **{f"{name} of unsigned integers": (PAIRS[name], (UNSIGNED, UNSIGNED + 1)) for name in ("add", "sub", "mul", "lt")},
     **{f"{name} of floats": (function, (X,)) for name, function in SINGLE.items()},
-    **{f"{name} of integers": (function, (I,)) for name, function in SINGLE.items()},
+    **{f"{name} of integers": (function, (M,)) for name, function in SINGLE.items()},
     **{f"{function.__name__} of 0": (function, (ZERO,)) for function in AT_ZERO},
     **{f"{function.__name__} of 1": (function, (ONE,)) for function in (lax.log, lax.sqrt, lax.rsqrt)},
     "a sum with a scalar": (lambda x: 2.0 - x, (X,)),
     "a negative power": (lambda x: lax.integer_pow(x, -2), (Y,)),
-    "a power by integers": (lax.pow, (Y, np.clip(J, -2, 3))),
+    "a power by integers": (lax.pow, (Y, np.clip(N, -2, 3))),
     "a power by floats that are integers": (lax.pow, (Y, np.abs(X))),
     "floor, ceil and round": (lambda x: (lax.floor(x), lax.ceil(x), lax.round(x)), (X,)),
     "clamp of floats": (lambda x: lax.clamp(-2.0, x, 3.0), (X,)),
-    "clamp of integers": (lambda x: lax.clamp(-2, x, 3), (I,)),
+    "clamp of integers": (lambda x: lax.clamp(-2, x, 3), (M,)),
     "is_finite": (lax.is_finite, (X,)),
     "bits": (lambda x, y: (x & y, x | y, x ^ y, ~x, lax.population_count(x)), (WIDE, WIDE[::-1].copy())),
     "truth": (lambda x, y: (x & y, x | y, x ^ y, ~x), (TRUE, FLAGS)),
@@ -62,7 +62,7 @@ OF_ELEMENTS: dict[str, Case] = {
     "unsigned shifts": (lambda x, n: (x << n, x >> n), (UNSIGNED, BITS.astype(np.uint32))),
     "a total order": (lambda x: lax.sort(x), (TIES,)),
     "casts of floats": (lambda x: [x.astype(t) for t in (jnp.bfloat16, jnp.int32, bool, jnp.int8)], (X,)),
-    "casts of integers": (lambda x: [x.astype(t) for t in (jnp.float32, jnp.float16, jnp.int8, bool)], (I,)),
+    "casts of integers": (lambda x: [x.astype(t) for t in (jnp.float32, jnp.float16, jnp.int8, bool)], (M,)),
     "casts of truth": (lambda x: [x.astype(t) for t in (jnp.float32, jnp.int32)], (TRUE,)),
     "the lowest: sums": (lambda x, y: (x + y, y + x, x - y), (LOW, X)),
     "the lowest: products": (lambda x: (x * 3, x / 2, 1 / x), (np.where(LOW == 0, 1, LOW),)),
@@ -100,7 +100,7 @@ OF_ARRAYS: dict[str, Case] = {
     "the same": (lambda x: (lax.stop_gradient(x), lax.optimization_barrier(x), lax.reduce_precision(x, 8, 23)), (X,)),
     "copied": (lambda x: jnp.array(x, copy=True), (X,)),
     **{f"{name} of floats": (lambda x, name=name: getattr(lax, name)(x, (0, 2)), (CUBE,)) for name in SUMS},
-    **{f"{name} of integers": (lambda x, name=name: getattr(lax, name)(x, (1,)), (I,)) for name in SUMS},
+    **{f"{name} of integers": (lambda x, name=name: getattr(lax, name)(x, (1,)), (M,)) for name in SUMS},
     "sums of none": (lambda x: (lax.reduce_sum(x, (0,)), lax.reduce_prod(x, (0,))), (X[:0],)),
     "sums of truth": (lambda x: (x.all(0), x.any(1), x.sum(0), jnp.max(x)), (X > 0,)),
     "sums with the lowest": (lambda x: (lax.reduce_sum(x, (1,)), jnp.max(x, 1), jnp.min(x, 0), x.sum()), (LOW,)),
@@ -108,7 +108,7 @@ OF_ARRAYS: dict[str, Case] = {
     **{
         f"{function.__name__}, reverse {back}": (
             lambda x, i, function=function, back=back: (function(x, 1, back), function(i, 0, back)),
-            (Y, J),
+            (Y, N),
         )
         for function in (lax.cumsum, lax.cumprod, lax.cummax, lax.cummin)
         for back in (False, True)
@@ -116,10 +116,10 @@ OF_ARRAYS: dict[str, Case] = {
     "a running sum with the lowest": (lambda x: (lax.cumsum(x, 1), lax.cumsum(x, 1, reverse=True)), (LOW,)),
     "sorted by two keys": (
         lambda *all_of: lax.sort(all_of, dimension=1, num_keys=2),
-        (TIES, np.flip(I, 1).copy(), CUBE[0], THREE),
+        (TIES, np.flip(M, 1).copy(), CUBE[0], THREE),
     ),
-    "sorted by one, stable": (lambda *all_of: lax.sort(all_of, dimension=0, num_keys=1), (THREE, I, X)),
-    "the largest": (lambda x, i: (lax.top_k(x, 3), lax.top_k(i, 2)), (TIES, I)),
+    "sorted by one, stable": (lambda *all_of: lax.sort(all_of, dimension=0, num_keys=1), (THREE, M, X)),
+    "the largest": (lambda x, i: (lax.top_k(x, 3), lax.top_k(i, 2)), (TIES, M)),
     "selected of three": (lambda which, *cases: lax.select_n(which, *cases), (THREE, X, Y, TIES)),
     "selected by a scalar": (lambda x, y: lax.select_n(jnp.array(True), x, y), (X, Y)),
     "selected": (lambda which, x, y: jnp.where(which, x, y), (X > 0, X, Y)),
@@ -163,8 +163,8 @@ OF_INDICES: dict[str, Case] = {
     "a slice beyond the end": (lambda x, i, j: lax.dynamic_slice(x, (i, j), (2, 3)), (X, *STARTS)),
     "an update beyond the end": (lambda x, y, i, j: lax.dynamic_update_slice(x, y, (i, j)), (X, Y[:2, :3], *STARTS)),
     **{f"rows, {m}": (lambda x, i, m=m: x.at[i].get(mode=m), (X, PLACES)) for m in MODES},
-    **{f"rows of integers, {m}": (lambda x, i, m=m: x.at[i].get(mode=m), (I, PLACES)) for m in MODES},
-    "rows of unsigned integers": (lambda x, i: x.at[i].get(mode="fill"), (I.astype(np.uint32), PLACES)),
+    **{f"rows of integers, {m}": (lambda x, i, m=m: x.at[i].get(mode=m), (M, PLACES)) for m in MODES},
+    "rows of unsigned integers": (lambda x, i: x.at[i].get(mode="fill"), (M.astype(np.uint32), PLACES)),
     "rows of truth": (lambda x, i: x.at[i].get(mode="fill"), (X > 0, PLACES)),
     "rows, filled": (lambda x, i: x.at[i].get(mode="fill", fill_value=7.0), (X, PLACES)),
     "elements": (lambda x, i, j: x[i, j], (X, THREE, THREE[::-1].copy())),
@@ -181,7 +181,7 @@ OF_INDICES: dict[str, Case] = {
         for m in ("clip", "drop")
         for UPDATES in [RNG.integers(-9, 9, (3, 2, 4)).astype(np.float32)]
     },
-    "added integers": (lambda x, i, y: x.at[i, i].add(y), (I, PLACES, PLACES)),
+    "added integers": (lambda x, i, y: x.at[i, i].add(y), (M, PLACES, PLACES)),
     "set rows": (lambda x, i, y: x.at[i].set(y, mode="drop"), (X, np.array([2, 7], np.int32), Y[:2])),
     "set elements": (lambda x, i, y: x.at[:, i].set(y), (X, np.array([3, 0], np.int32), Y[:, :2])),
     "added in a batch": (jax.vmap(lambda x, i, y: x.at[i].add(y)), (CUBE, THREE[:2, :2], CUBE[:, :2])),
