@@ -46,7 +46,6 @@ ARRAYS: dict[str, Callable[..., Any]] = {
     "convert_element_type": lambda of, x: converted(x, of.invars[0].aval.dtype, of.params["new_dtype"]),
     "bitcast_convert_type": lambda of, x: bitcast(x, of.invars[0].aval.dtype, of.params["new_dtype"]),
     "reshape": lambda of, x: x.reshape(*x.shape[:2], *of.params["new_sizes"]),
-    "expand_dims": lambda of, x: np.expand_dims(x, dims(of.params["dimensions"])),
     "squeeze": lambda of, x: x.squeeze(dims(of.params["dimensions"])),
     "transpose": lambda of, x: x.transpose(0, 1, *dims(of.params["permutation"])),
     "tile": lambda of, x: np.tile(x, (1, 1, *of.params["reps"])),
