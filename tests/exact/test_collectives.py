@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from agreement import Agreement, Case, exactly, names_in
 from jax import lax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from megajax.errors import RunError
@@ -17,6 +17,7 @@ from megajax.exact.collectives import COLLECTIVES
 
 AXES = ("a", "b", "c")
 OF_ALL = P(AXES)
+AUTO = (AxisType.Auto,) * 3
 X = np.random.default_rng(0).integers(-9, 9, (16, 4, 8)).astype(np.float32)
 INTEGERS = X.astype(np.int32)
 LOW = np.where(X > 7, -np.inf, X)
@@ -28,7 +29,7 @@ def on_mesh(
     """A function of every device's part; by default, the results of all devices one after the other."""
 
     def call(*args: Any) -> Any:
-        mesh = jax.make_mesh((2, 2, 2), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3)
+        mesh = jax.make_mesh((2, 2, 2), AXES, axis_types=AUTO)
         return jax.shard_map(function, mesh=mesh, in_specs=in_spec, out_specs=out_spec, **more)(*args)
 
     return call
@@ -105,7 +106,6 @@ CASES: dict[str, Case] = {
         for split, joined in ((0, 0), (0, 2))
     },
     "ppermute with holes": (on_mesh(lambda x: varying(lax.ppermute(x, ("b", "c"), PERM))), (X,)),
-    "ppermute over another order": (on_mesh(lambda x: varying(lax.ppermute(x, ("c", "a"), PERM))), (INTEGERS,)),
     "two axes on a dim": (on_mesh(lambda x: 2 * x, P(None, ("c", "a"), "b"), P("b", None, ("c", "a"))), (X,)),
     "different parts": (
         on_mesh(lambda x, y: lax.psum(x @ y, "b"), (P("a", None, "b"), P("a", "b")), P("a")),
@@ -125,6 +125,10 @@ CASES: dict[str, Case] = {
     "places of each device": (on_mesh(lambda x: x.at[0, number() % 3, number() - 2].add(varying(x[0, 0, 0]))), (X,)),
 }
 
+if jax.__version_info__ < (0, 11):  # later versions want the order of the mesh
+    permuted = on_mesh(lambda x: varying(lax.ppermute(x, ("c", "a"), PERM)))
+    CASES["ppermute over another order"] = permuted, (INTEGERS,)
+
 
 @pytest.fixture(scope="module")
 def agreement() -> Agreement:
@@ -143,7 +147,7 @@ def test_every_collective_has_a_case() -> None:
 
 def test_no_devices_are_needed() -> None:
     """64 of an abstract mesh."""
-    mesh = AbstractMesh((4, 4, 4), AXES)
+    mesh = AbstractMesh((4, 4, 4), AXES, AUTO)
     function = jax.shard_map(lambda x: lax.psum(x, "b"), mesh=mesh, in_specs=P(("b", "a")), out_specs=P("a"))
     x = np.arange(32, dtype=np.float32)
     found = exactly(function, x)[0][0, 0]
@@ -162,7 +166,7 @@ def test_a_collective_that_only_some_devices_reach_is_one_line() -> None:
 
 
 def test_a_region_in_a_region_is_refused() -> None:
-    outer = AbstractMesh((2, 2), ("a", "b"))
+    outer = AbstractMesh((2, 2), ("a", "b"), AUTO[:2])
 
     def call(x: Any) -> Any:
         inner = jax.shard_map(lambda x: 2 * x, in_specs=P("b"), out_specs=P("b"), axis_names={"b"})
