@@ -159,4 +159,5 @@ FUNCTIONS: dict[str, tuple[Any, Any]] = {
     **{name: (None, partial(lambda name, x, *more: oracle(x, name, *more), name)) for name in _ORACLES},
     **{name: (None, _rounded(name)) for name in ("floor", "ceil", "round")},
 }
-BRANCHES = {*_COMPARISONS} - {"eq", "ne"}  # what a program decides by, if it compares scalar numbers
+# What a program decides by, if it compares scalar numbers, and the opposite.
+BRANCHES = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "min": "max", "max": "min"}

@@ -24,7 +24,7 @@ Value = np.ndarray
 
 PRIMES = np.array([2147454839, 1073727419, 536863709])
 LOWEST = -(1 << 40)  # in place of -inf and of the lowest float; the only negative entries of floats
-INFINITE = np.array([1569900751, 784950399, 392475233])  # in place of inf and NaN
+INFINITE = np.array([PRIMES[0] // 2, 784950399, 392475233])  # in place of inf and NaN: the highest in order
 _SEED: ContextVar[int] = ContextVar("seed", default=0)
 
 

@@ -107,9 +107,9 @@ def test_random_numbers_are_of_a_key_and_a_seed() -> None:
 
 
 def test_the_order_is_that_of_small_integers_and_total() -> None:
-    some = number([-np.inf, -5, -1, 0, 2, 7])
+    some = number([-np.inf, -5, -1, 0, 2, 7, np.inf])
     assert (np.diff(ordered(some)[0, 0]) > 0).all()
-    assert len(np.unique(ordered(X))) == 50
+    assert len(np.unique(ordered(X))) == 50 and (ordered(X) < ordered(number(np.inf))[0, 0]).all()
 
 
 def test_the_lowest_number_absorbs() -> None:
