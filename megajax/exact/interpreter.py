@@ -212,8 +212,7 @@ class Interpreter:
 
 
 CONTROL: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "remat"), Interpreter._call),
-    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call", "custom_lin"), Interpreter._call),
+    **dict.fromkeys(("jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call"), Interpreter._call),
     "scan": Interpreter._scan,
     "cond": Interpreter._cond,
     "while": Interpreter._while,
