@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from megajax.exact import numbers
 from megajax.exact.functions import FUNCTIONS, bitcast, converted
 from megajax.exact.numbers import Value, is_float, is_lowest, matrix_product, modulo, ordered, power, with_lowest
 
@@ -21,7 +20,7 @@ def alike(values: Sequence[Value]) -> list[Value]:
 
 def total(x: Value, dims: Any, dtype: Any) -> Value:
     """The sum over dims of a value of a dtype."""
-    return numbers.total(x, dims) if is_float(dtype) else x.sum(dims, dtype=dtype)
+    return with_lowest(modulo(x.sum(dims)), is_lowest(x).any(dims)) if is_float(dtype) else x.sum(dims, dtype=dtype)
 
 
 def largest(x: Value, dim: int, way: Callable[..., np.ndarray] = np.argmax) -> Value:
