@@ -37,11 +37,12 @@ def dims(given: Any) -> tuple[int, ...]:
     return tuple(dim + 2 for dim in given)
 
 
-_SAME = ("name", "copy", "pvary", "stop_gradient", "reduce_precision", "sharding_constraint", "reshard")
+_SAME = ("copy", "pvary", "stop_gradient", "reduce_precision", "sharding_constraint", "reshard")
 
 ARRAYS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(_SAME, lambda of, x: x),
     **dict.fromkeys(("optimization_barrier", "device_put"), lambda of, *values: values),
+    "debug_print": lambda of, *values: (),
     "convert_element_type": lambda of, x: converted(x, of.invars[0].aval.dtype, of.params["new_dtype"]),
     "bitcast_convert_type": lambda of, x: bitcast(x, of.invars[0].aval.dtype, of.params["new_dtype"]),
     "reshape": lambda of, x: x.reshape(*x.shape[:2], *of.params["new_sizes"]),

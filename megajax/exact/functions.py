@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megajax.exact import numbers as field
-from megajax.exact.numbers import PRIMES, Value, is_float, oracle, ordered, whole
+from megajax.exact.numbers import PRIMES, Value, is_float, oracle, ordered, signed, whole
 
 
 def converted(x: Value, before: Any, after: Any) -> Value:
@@ -30,10 +30,10 @@ def of_integers(x: Value) -> Value:
 def bitcast(x: Value, before: Any, after: Any) -> Value:
     """The bits of a float are its place in the order; bits are the float that they are."""
     if is_float(before):
-        return np.maximum(ordered(x), -PRIMES[0]).astype(after)
+        return np.maximum(signed(x[:1], PRIMES[0]), -PRIMES[0]).astype(after)
     bits = np.ascontiguousarray(x if before.itemsize <= after.itemsize else x[..., None]).view(after)
     bits = bits[..., 0] if before.itemsize < after.itemsize else bits
-    return field.constant(bits[0], after)[:, 0] if is_float(after) else bits
+    return field.constant(bits[0], after, simplest=False)[:, 0] if is_float(after) else bits
 
 
 def _quotient(x: Value, y: Value) -> Value:
@@ -62,7 +62,16 @@ def _rounded(name: str, x: Value) -> Value:
     return np.where(whole(x)[1], x, oracle(x, name))
 
 
-_square_root, _logarithm = _known("sqrt", (0, 0), (1, 1)), _known("log", (0, field.LOWEST), (1, 0))
+_square_root, _of_above_0 = _known("sqrt", (0, 0), (1, 1)), _known("log", (0, field.LOWEST), (1, 0))
+
+
+def _absolute(x: Value) -> Value:
+    return np.where(ordered(x) < 0, field.negative(x), x)
+
+
+def _logarithm(x: Value) -> Value:
+    """Of the absolute number, as `logsumexp` takes it; programs take no logarithm of a negative one."""
+    return _of_above_0(_absolute(x))
 
 
 def _logistic(x: Value) -> Value:
@@ -98,7 +107,7 @@ _AT_ZERO = {
     **dict.fromkeys(("tanh", "erf", "erf_inv", "cbrt", "sin", "tan", "asin", "atan", "sinh", "asinh", "atanh"), 0),
     **dict.fromkeys(("cos", "cosh", "erfc"), 1),
 }
-_ORACLES = ("acos", "acosh", "atan2", "lgamma", "digamma")
+_ORACLES = ("acos", "acosh", "atan2", "lgamma", "digamma", "nextafter")
 
 FUNCTIONS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(("add", "add_any"), (np.add, field.add)),
@@ -110,7 +119,7 @@ FUNCTIONS: dict[str, tuple[Any, Any]] = {
     "div": (_quotient, lambda x, y: field.multiply(x, field.inverse(y))),
     "max": (np.maximum, _larger),
     "min": (np.minimum, _smaller),
-    "abs": (np.abs, lambda x: np.where(ordered(x) < 0, field.negative(x), x)),
+    "abs": (np.abs, _absolute),
     "sign": (np.sign, lambda x: of_integers(np.sign(ordered(x)))),
     "is_finite": (None, lambda x: np.ones((1, *x.shape[1:]), bool)),
     "exp": (None, field.exponential),

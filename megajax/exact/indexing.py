@@ -43,6 +43,8 @@ def _gather(equation: Any, x: Value, index: Value) -> Value:
     everywhere: Any = (slice(None), _of_devices(x, len(shape)), *indices)
     out = x[everywhere]
     out = np.broadcast_to(out, (*out.shape[:2], *shape))
+    if np.all(there):
+        return out
     fill = equation.params["fill_value"]
     kinds = {"f": np.nan, "V": np.nan, "b": True}  # V: what NumPy does not have
     if fill is None:

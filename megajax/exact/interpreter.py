@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
@@ -13,7 +14,7 @@ from megajax.exact import indexing  # noqa: F401  # adds its rules
 from megajax.exact.arrays import ARRAYS
 from megajax.exact.collectives import COLLECTIVES, Devices
 from megajax.exact.functions import BRANCHES, FUNCTIONS
-from megajax.exact.numbers import Value, constant, is_float, seeded, whole
+from megajax.exact.numbers import Value, constant, is_float, is_key, seeded, whole
 
 MOST_TURNS = 10_000  # of a `while`
 
@@ -77,7 +78,7 @@ class Interpreter:
             self._constants[id(holder)] = holder, constant(array, variable.aval.dtype)
         return self._constants[id(holder)][1]
 
-    def _computed(self, equation: JaxprEqn, values: list[Value]) -> Any:
+    def _computed(self, equation: Any, values: list[Value]) -> Any:
         name = equation.primitive.name
         if name in FUNCTIONS:
             return self._of_elements(name, equation, values)
@@ -85,9 +86,11 @@ class Interpreter:
             return ARRAYS[name](equation, *values)
         if name in COLLECTIVES:
             return COLLECTIVES[name](self._devices, equation, *values)
-        if name not in CONTROL:
+        if name in CONTROL:
+            return CONTROL[name](self, equation, *values)
+        if any(is_float(variable.aval.dtype) for variable in [*equation.invars, *equation.outvars]):
             raise UnknownPrimitive(f"no rule for the primitive {name} ({_place(equation)})")
-        return CONTROL[name](self, equation, *values)
+        return _by_jax(equation, values)
 
     def _of_elements(self, name: str, equation: Any, values: list[Value]) -> Value:
         of_integers, of_numbers = FUNCTIONS[name]
@@ -102,6 +105,10 @@ class Interpreter:
             self._decisions += 1
             of_numbers = FUNCTIONS[BRANCHES[name] if self.flipped else name][1]
         return of_numbers(*values)
+
+    def named(self, name: str, x: Value) -> Value:
+        """What `checkpoint_name` gave a name."""
+        return x
 
     # Control flow.
 
@@ -180,23 +187,28 @@ class Interpreter:
         return whole
 
     def _shard_map(self, equation: Any, *values: Value) -> list[Value]:
-        params, outside = equation.params, self._devices
-        if outside.count > 1:
-            raise UnknownPrimitive(f"no rule for a shard_map in a shard_map ({_place(equation)})")
-        self._devices = devices = Devices.of(dict(params["mesh"].shape))
-        shards = [
-            np.stack([x[:, 0][own] for own in devices.slices(spec, x.shape[2:])], 1) if any(spec) else x
-            for x, spec in zip(values, params["in_specs"], strict=True)
+        """On all devices; inside of another, in groups of those that only the axes which become manual tell apart."""
+        params, outside, inside = equation.params, self._devices, bool(self._devices.sizes)
+        self._devices = devices = outside if inside else Devices.of(dict(params["mesh"].shape))
+        others = [
+            place for place, axis in enumerate(devices.sizes) if inside and axis not in params["newly_manual_axes"]
         ]
+        groups = np.unique(devices.coordinates[:, others], axis=0, return_inverse=True)[1].reshape(-1)
+        shards = []
+        for x, spec in zip(values, params["in_specs"], strict=True):
+            pairs = zip(devices.of_all(x).swapaxes(0, 1), devices.slices(spec, x.shape[2:]), strict=True)
+            shards.append(np.stack([part[own] for part, own in pairs], 1) if any(spec) else x)
         found, out = self._closed(params["jaxpr"], shards), []
         for x, spec, variable in zip(found, params["out_specs"], equation.outvars, strict=True):
-            whole = np.empty((len(x), *variable.aval.shape), x.dtype)
-            places = [*zip(devices.slices(spec, variable.aval.shape), devices.of_all(x).swapaxes(0, 1), strict=True)]
-            for own, part in places:
-                whole[own] = part
-            if any((whole[own] != part).any() for own, part in places):
+            whole = np.empty((groups.max() + 1, len(x), *variable.aval.shape), x.dtype)
+            parts = [
+                *zip(groups, devices.slices(spec, variable.aval.shape), devices.of_all(x).swapaxes(0, 1), strict=True)
+            ]
+            for group, own, part in parts:
+                whole[group][own] = part
+            if any((whole[group][own] != part).any() for group, own, part in parts):
                 self.disagreeing.append(variable.aval)
-            out.append(whole[:, None])
+            out.append(np.moveaxis(whole[groups] if inside else whole, 0, 1))
         self._devices = outside
         return out
 
@@ -211,6 +223,26 @@ class Interpreter:
         return ()
 
 
+def _by_jax(equation: Any, values: Sequence[Value]) -> Any:
+    """The results of a primitive of integers and keys, such as one of `jax.random`, by JAX for every device."""
+    results, several = [], equation.primitive.multiple_results
+    for device in range(max((x.shape[1] for x in values), default=1)):
+        own = [x[0, min(device, x.shape[1] - 1)] for x in values]
+        given = (_array(x, of.aval) for x, of in zip(own, equation.invars, strict=True))
+        found = equation.primitive.bind(*given, **equation.params)
+        found = found if several else [found]
+        results.append([constant(x, of.aval.dtype) for x, of in zip(found, equation.outvars, strict=True)])
+    out = [np.concatenate(each, 1) for each in zip(*results, strict=True)]
+    return out if several else out[0]
+
+
+def _array(x: np.ndarray, aval: Any) -> jax.Array:
+    if not is_key(aval.dtype):
+        return jnp.asarray(x, aval.dtype)
+    words = jnp.asarray(np.array(x, order="C")[..., None].view(np.uint32))
+    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(jnp.zeros((), aval.dtype)))
+
+
 CONTROL: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call"), Interpreter._call),
     "scan": Interpreter._scan,
@@ -218,6 +250,7 @@ CONTROL: dict[str, Callable[..., Any]] = {
     "while": Interpreter._while,
     "shard_map": Interpreter._shard_map,
     "debug_callback": Interpreter._callback,
+    "name": lambda machine, equation, x: machine.named(equation.params["name"], x),
 }
 
 

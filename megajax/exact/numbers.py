@@ -17,8 +17,10 @@ from contextvars import ContextVar
 from fractions import Fraction
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import dtypes
 
 Value = np.ndarray
 """What devices have of a variable: [fields of a float, else 1, devices or 1 if it is the same on all, *shape]."""
@@ -27,6 +29,8 @@ PRIMES = np.array([2147454839, 1073727419, 536863709])
 LOWEST = -(1 << 40)  # in place of -inf and of the lowest float; the only negative entries of floats
 INFINITE = np.array([PRIMES[0] // 2, 784950399, 392475233])  # in place of inf and NaN: the highest in order
 _SEED: ContextVar[int] = ContextVar("seed", default=0)
+_SIGN: ContextVar[int] = ContextVar("sign", default=1)
+_UNITS = 1 << 24  # of what is ordered as it is
 
 
 @contextlib.contextmanager
@@ -37,6 +41,21 @@ def seeded(seed: int) -> Iterator[None]:
         yield
     finally:
         _SEED.reset(token)
+
+
+@contextlib.contextmanager
+def reversed_order() -> Iterator[None]:
+    """In this context numbers that are not ordered as they are (`ordered`) are ordered the other way round."""
+    token = _SIGN.set(-1)
+    try:
+        yield
+    finally:
+        _SIGN.reset(token)
+
+
+def is_key(dtype: Any) -> bool:
+    """Whether values of this dtype are keys of `jax.random`; each is one element of bytes."""
+    return jnp.issubdtype(dtype, dtypes.prng_key)
 
 
 def is_float(dtype: Any) -> bool:
@@ -156,14 +175,29 @@ def _mixed(z: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
+def signed(x: Value, primes: Any) -> Value:
+    """Representatives from -prime / 2 to prime / 2."""
+    return np.where(x > primes // 2, x - primes, x)
+
+
+@dense
 def ordered(x: Value) -> Value:
-    """What values are compared by: numbers by their representatives from -P₀ / 2 to P₀ / 2 in the first field."""
-    return x if len(x) == 1 else np.where(x[:1] > PRIMES[0] // 2, x[:1] - PRIMES[0], x[:1])
+    """What values are compared by: constants and other multiples of 2^-24 below 2^36 as they are, other numbers by
+    their representatives in the first field, between the lowest and infinity."""
+    if len(x) == 1:
+        return x
+    first, second, third = (part[None] for part in x * _UNITS % _of_fields(PRIMES, x))
+    p, q, r = PRIMES.tolist()
+    units = signed(first + p * ((second - first) * pow(p, -1, q) % q), p * q)
+    others = signed(x[:1], p) * (_SIGN.get() << 29)
+    out = np.where(units % r == third, units, others)
+    infinite = (x == _of_fields(INFINITE, x)).all(0, keepdims=True)
+    return np.where(is_lowest(x), LOWEST << 22, np.where(infinite, 1 << 62, out))
 
 
 def whole(x: Value) -> tuple[Value, Value]:
     """The integers that numbers are, and which of them are small ones, exact in a float."""
-    every = np.where(x > _of_fields(PRIMES, x) // 2, x - _of_fields(PRIMES, x), x)
+    every = signed(x, _of_fields(PRIMES, x))
     first = every[:1]
     return first, (every == first).all(0, keepdims=True) & (abs(first) <= 1 << 24)
 
@@ -190,14 +224,18 @@ def drawn(shape: tuple[int, ...], *key: int) -> Value:
     return np.stack([rng.integers(0, prime, (1, *shape)) for prime in PRIMES])
 
 
-def constant(array: Any, dtype: Any) -> Value:
+def constant(array: Any, dtype: Any, simplest: bool = True) -> Value:
     """The value of an array of a program. A float is the simplest fraction that is rounded to it: 1/3, not 11184811
-    2^-25."""
+    2^-25; or just itself."""
+    if is_key(dtype):
+        words = np.asarray(jax.random.key_data(array))
+        return words.view(f"V{4 * words.shape[-1]}")[None, None, ..., 0]
     array = np.asarray(array)
     if not is_float(dtype):
         return array.astype(dtype)[None, None]
     wide, where = np.unique(array.astype(np.float64), return_inverse=True)
-    found = [_simplest(x, dtype) for x in np.where(np.isfinite(wide), wide, 0).tolist()]
+    finite = np.where(np.isfinite(wide), wide, 0).tolist()
+    found = [_simplest(x, dtype) if simplest else Fraction(x) for x in finite]
     parts = [[x.numerator * pow(x.denominator, -1, prime) % prime for x in found] for prime in PRIMES.tolist()]
     numbers = np.where(np.isfinite(wide), np.array(parts, np.int64).reshape(len(PRIMES), -1), INFINITE[:, None])
     least = -math.inf if np.dtype(dtype).itemsize == 1 else float(jnp.finfo(dtype).min)  # one byte: the lowest is usual
