@@ -55,7 +55,7 @@ def compare(
     Both are traced, then run with elements of finite fields in place of floats, for all devices of every `shard_map`.
     Sums and products in any order, however divided, are equal there, or one of the functions is wrong. So is
     exp(x) exp(y) = exp(x + y). All other functions are random, so that two programs also differ if they are equal
-    only because exp(log(x)) = x, sqrt(x)² = x or pow(x, 2.0) = x². Rounding, overflow and what a compiler does are
+    only because exp(log(x)) = x or sqrt(x)² = x. Rounding, overflow and what a compiler does are
     not seen.
 
     Args:
