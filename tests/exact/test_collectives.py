@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from megajax.errors import RunError
-from megajax.exact.numbers import constant
 from megajax.exact.collectives import COLLECTIVES
+from megajax.exact.numbers import constant
 
 AXES = ("a", "b", "c")
 OF_ALL = P(AXES)
