@@ -133,9 +133,9 @@ def _prod(equation: Any, x: Value) -> Value:
     return x
 
 
-@rule("cumprod", "cummax", "cummin")
+@rule("cumsum", "cumprod", "cummax", "cummin")
 def _scanned(equation: Any, x: Value) -> Value:
-    name = {"cumprod": "mul", "cummax": "max", "cummin": "min"}[equation.primitive.name]
+    name = {"cumsum": "add", "cumprod": "mul", "cummax": "max", "cummin": "min"}[equation.primitive.name]
     two, dim = FUNCTIONS[name][is_float(equation.invars[0].aval.dtype)], equation.params["axis"] + 2
     way = slice(None, None, -1 if equation.params["reverse"] else 1)
     rows = itertools.accumulate(np.moveaxis(x, dim, 0)[way], two)
@@ -153,16 +153,6 @@ def _extreme(equation: Any, x: Value) -> Value:
 def _place(equation: Any, x: Value) -> Value:
     (dim,), way = dims(equation.params["axes"]), np.argmin if equation.primitive.name == "argmin" else np.argmax
     return way(ordered(x), dim).astype(equation.params["index_dtype"])
-
-
-@rule("cumsum")
-def _cumulative(equation: Any, x: Value) -> Value:
-    dim = equation.params["axis"] + 2
-    way: Any = (..., slice(None, None, -1 if equation.params["reverse"] else 1), *[slice(None)] * (x.ndim - dim - 1))
-    out = np.cumsum(x[way], dim, dtype=x.dtype)[way]
-    if not is_float(equation.invars[0].aval.dtype):
-        return out
-    return with_lowest(modulo(out), np.logical_or.accumulate(is_lowest(x)[way], dim)[way])
 
 
 @rule("sort")
