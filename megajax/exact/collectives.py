@@ -1,5 +1,6 @@
 """The devices of a mesh, and primitives that communicate between them: (devices, equation, values) -> value."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megajax.errors import RunError
-from megajax.exact.arrays import largest, total
+from megajax.exact.arrays import largest, rule, total
 from megajax.exact.numbers import Value
 
 COLLECTIVES: dict[str, Callable[..., Any]] = {}
@@ -78,12 +79,7 @@ class Devices:
             yield tuple(slices)
 
 
-def _rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        COLLECTIVES.update(dict.fromkeys(names, function))
-        return function
-
-    return add
+_rule = functools.partial(rule, table=COLLECTIVES)
 
 
 @_rule("axis_index")

@@ -37,10 +37,8 @@ class Interpreter:
     def __init__(self, seed: int = 0):
         self.seed, self.finite, self.flipped = seed, True, False
         self.equations, self.disagreeing = 0, []  # type: tuple[int, list[Any]]
-        self._devices = Devices.of({})
         self._constants: dict[int, tuple[Any, Value]] = {}
         self._scans: dict[int, tuple[Any, Sequence[np.ndarray], list[Value]]] = {}
-        self._inside_scan = False
         self._decisions = 0  # results of `finite` and `flipped` so far, and calls of the program's functions
 
     def __call__(self, traced: ClosedJaxpr, values: Sequence[Value]) -> list[Value]:
@@ -50,6 +48,7 @@ class Interpreter:
             UnknownPrimitive: a primitive has no rule.
             RunError: a `while` goes on for too long.
         """
+        self._devices, self._inside_scan = Devices.of({}), False
         with seeded(self.seed), np.errstate(all="ignore"):
             return self._closed(traced, values)
 
@@ -63,9 +62,8 @@ class Interpreter:
         known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
 
         def read(variable: Any) -> Value:
-            return (
-                self._constant(variable, variable.val, variable) if isinstance(variable, Literal) else known[variable]
-            )
+            is_known = not isinstance(variable, Literal)
+            return known[variable] if is_known else self._constant(variable, variable.val, variable)
 
         for equation in jaxpr.eqns:
             self.equations += 1
@@ -132,14 +130,9 @@ class Interpreter:
     def _turns(self, equation: Any, values: Sequence[Value]) -> list[Value]:
         """A carry has the rank that it has inside, and what is scanned one dim more."""
         params, inner = equation.params, getattr(equation.params["jaxpr"], "jaxpr", equation.params["jaxpr"])
+        carried = sum(x.aval.ndim == y.aval.ndim for x, y in zip(equation.outvars, inner.outvars, strict=True))
+        scanned = sum(x.aval.ndim > y.aval.ndim for x, y in zip(equation.invars, inner.invars, strict=True))
         length, back = params["length"], params["reverse"]
-        scanned, carried = (
-            [outer.aval.ndim != own.aval.ndim for outer, own in zip(outside, inside, strict=True)].count(wanted)
-            for outside, inside, wanted in (
-                (equation.invars, inner.invars, True),
-                (equation.outvars, inner.outvars, False),
-            )
-        )
         consts = len(values) - carried - scanned
         carry, xs, rows = [*values[consts:][:carried]], values[consts + carried :], []
         for turn in reversed(range(length)) if back else range(length):

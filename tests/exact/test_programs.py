@@ -74,8 +74,8 @@ def test_a_step_and_the_forms_of_its_state(name: str) -> None:
         program = program_of(options, blocks=name == "unrolled")
         layout = program.layout
         check(train_step_with_gradients(program), layout.shapes, program.batch_types)
-        check(layout._pipelined, layout.canonical_shapes)
-        check(layout._canonical, layout.shapes)
+        check(layout.pipelined, layout.canonical_shapes)
+        check(layout.canonical, layout.shapes)
         if program.config.train.ema:
             check(average_weights(program), layout.shapes.params, layout.shapes.average)
 

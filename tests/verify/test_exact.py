@@ -90,7 +90,12 @@ def test_branches_are_taken_both_ways() -> None:
     [
         (programs, "visible_slots", lambda real: lambda *given: real(*given) | True, "generation with a cache"),
         (scoring, "gather_shards", lambda real: lambda x, *given, **named: real(x[::-1], *given, **named), "scores"),
-        (transfer, "own_shard", lambda real: lambda x, dim, axis: real(x, dim, axis)[..., ::-1], "transfer of checkpoints"),
+        (
+            transfer,
+            "own_shard",
+            lambda real: lambda x, dim, axis: real(x, dim, axis)[..., ::-1],
+            "transfer of checkpoints",
+        ),
     ],
 )
 def test_programs_beside_training(module, name, wrong, row, monkeypatch) -> None:
