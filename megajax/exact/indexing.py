@@ -38,7 +38,8 @@ def _gather(equation: Any, x: Value, index: Value) -> Value:
     (variable,), fill = equation.outvars, equation.params["fill_value"]
     shape, dtype = variable.aval.shape, variable.aval.dtype
     indices, there = _places(equation, x, index, shape)
-    out = x[:, _of_devices(x, len(shape)), *indices]
+    everywhere: Any = (slice(None), _of_devices(x, len(shape)), *indices)
+    out = x[everywhere]
     out = np.broadcast_to(out, (*out.shape[:2], *shape))
     if np.all(there):
         return out

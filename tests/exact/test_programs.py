@@ -15,8 +15,8 @@ from megajax.exact.arrays import ARRAYS
 from megajax.exact.collectives import COLLECTIVES
 from megajax.exact.functions import FUNCTIONS
 from megajax.exact.interpreter import CONTROL
-from megajax.generation import decoder
-from megajax.generation.choice import Sampling
+from megajax.generation.choice import Sampling, prompt_bits
+from megajax.generation.programs import ROWS, DecodingPrograms
 from megajax.models.lora_config import LoraConfig
 from megajax.pipeline.schedule import SCHEDULES
 from megajax.program import scoring
@@ -113,21 +113,15 @@ ALL_CHOICES = Sampling(0.7, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1
     ("options", "sampling"),
     [({"mesh": (2, 1, 2), **QWEN3}, ALL_CHOICES), full({"mesh": (1, 1, 2), **MIXTURE}, Sampling(0.0))],
 )
-def test_generation(options: dict[str, Any], sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generation(options: dict[str, Any], sampling: Sampling) -> None:
     program = program_of({"zero": 0, **options})
-    with monkeypatch.context() as patch:  # weights are shapes
-        patch.setattr(jax, "jit", lambda function, **_: partial(jax.eval_shape, function))
-        made = decoder.Decoder(program, program.layout.shapes.params, sampling, ends=[3])
+    programs = DecodingPrograms(program, sampling, ends=[3])
     rows, tokens = 4, 16
     inputs = {name: jax.ShapeDtypeStruct((rows,), jnp.int32) for name in ("length", "limit")}
     inputs |= {"tokens": jax.ShapeDtypeStruct((rows, tokens), jnp.int32)}
-    inputs |= {"bits": jax.eval_shape(lambda: decoder.prompt_bits([[1]] * rows, 0))}
-
-    def region(function: Callable[..., Any], specs: Any) -> Callable[..., Any]:
-        out = made._state, jax.sharding.PartitionSpec()
-        return jax.shard_map(function, mesh=program.mesh, in_specs=(made._specs, specs), out_specs=out)
-
-    prefill = region(partial(made._prefill, 2 * tokens), decoder.ROWS)
-    check(prefill, made._weights, inputs)
-    state, _ = jax.eval_shape(prefill, made._weights, inputs)
-    check(region(made._decode, made._state), made._weights, state)
+    inputs |= {"bits": jax.eval_shape(lambda: prompt_bits([[1]] * rows, 0))}
+    weights = jax.eval_shape(programs.unstacked, program.layout.shapes.params)
+    prefill = programs.region(partial(programs.prefill, 2 * tokens), ROWS)
+    check(prefill, weights, inputs)
+    state, _ = jax.eval_shape(prefill, weights, inputs)
+    check(programs.region(programs.decode, programs.state_specs), weights, state)
