@@ -193,9 +193,9 @@ def drawn(shape: tuple[int, ...], *key: int) -> Value:
 def constant(array: Any, dtype: Any) -> Value:
     """The value of an array of a program. A float is the simplest fraction that is rounded to it: 1/3, not 11184811
     2^-25."""
-    array = np.asarray(array)
+    array = np.asarray(array).astype(dtype)  # some versions of JAX have doubles in place of it
     if not is_float(dtype):
-        return array.astype(dtype)[None, None]
+        return array[None, None]
     wide, where = np.unique(array.astype(np.float64), return_inverse=True)
     found = [_simplest(x, dtype) for x in np.where(np.isfinite(wide), wide, 0).tolist()]
     parts = [[x.numerator * pow(x.denominator, -1, prime) % prime for x in found] for prime in PRIMES.tolist()]
