@@ -38,7 +38,8 @@ def _gather(equation: Any, x: Value, index: Value) -> Value:
     (variable,), fill = equation.outvars, equation.params["fill_value"]
     shape, dtype = variable.aval.shape, variable.aval.dtype
     indices, there = _places(equation, x, index, shape)
-    out = x[:, _of_devices(x, len(shape)), *indices]
+    places: Any = (slice(None), _of_devices(x, len(shape)), *indices)
+    out = x[places]
     if fill is None:
         fill = np.nan if is_float(dtype) else True if dtype.kind == "b" else np.iinfo(dtype).min or np.iinfo(dtype).max
     fill = constant(fill, dtype).reshape(-1, *[1] * (len(shape) + 1))
