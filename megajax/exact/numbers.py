@@ -206,8 +206,8 @@ def matrix_product(x: Value, y: Value) -> Value:
     """x @ y, from exact products of doubles: 16 bits by 31, 32 terms at a time."""
     low, low_y = is_lowest(x), is_lowest(y)
     if low.any() or low_y.any():
-        numbers = matrix_product(np.where(low, 0, x), np.where(low_y, 0, y))
-        return with_lowest(numbers, np.matmul(low, y[:1] != 0) | np.matmul(x[:1] != 0, low_y))
+        there = np.matmul(low, y[:1] != 0) | np.matmul(x[:1] != 0, low_y)
+        return with_lowest(matrix_product(np.where(low, 0, x), np.where(low_y, 0, y)), there)
     out: Any = np.zeros([len(PRIMES), *[1] * (x.ndim - 3), x.shape[-2], y.shape[-1]], np.int64)
     for first in range(0, x.shape[-1], 32):
         some, others = x[..., first : first + 32], y[..., first : first + 32, :].astype(np.float64)
