@@ -13,9 +13,11 @@ from megajax.models.lora_config import LoraConfig
 # Meshes (data, pipe, tensor) and what else shows a fault; the configuration is small otherwise (`trial.py`).
 ON_TENSOR = {"mesh": (1, 1, 2)}
 ON_SEQUENCE = {"mesh": (1, 1, 2), "sequence_parallel": True}
+ON_STAGES_AND_DATA = {"mesh": (2, 2, 1)}
 ON_DATA = {"mesh": (2, 1, 1)}
 ON_CONTEXT = {"mesh": (1, 1, 2, 1), "context_attention": "gather"}
 ON_DOCUMENTS = ON_CONTEXT | {"reset_attention": True}
+ON_HEADS = ON_CONTEXT | {"context_attention": "heads"}
 ON_ZERO3 = {"mesh": (2, 1, 1), "zero": 3}
 ON_PIPE = {"mesh": (1, 2, 1)}
 ON_BOTH_VOCABULARIES = {"mesh": (1, 2, 2), "vocabulary": "split"}
@@ -26,6 +28,7 @@ ON_DEFERRED = {"mesh": (1, 2, 1), "weight_gradients": "deferred", "num_layers": 
 ON_EXPERTS = {"mesh": (1, 1, 1), "expert": 2, "expert_capacity": 1.0, **MIXTURE}
 ON_DROPLESS = ON_EXPERTS | {"expert_capacity": 0.0}
 ON_SHARED_SEQUENCES = ON_EXPERTS | {"mesh": (1, 1, 2, 1), "expert": 1}
+ON_SHARED_BALANCE = ON_SHARED_SEQUENCES | {"balance": "loss", "balance_coefficient": 0.3}
 ON_BIASES = ON_EXPERTS | {"balance": "bias"}
 ON_AVERAGED_BIASES = ON_BIASES | {"ema": 0.5}
 BERT = {"family": "bert"}
@@ -60,6 +63,7 @@ def tests(arguments: str) -> Caught:
 
 
 VARYING = "varying"
+DOUBLED = "(lambda y, n: n * y - (n - 1) * lax.stop_gradient(y))"  # on n devices: n times the gradient
 MEAN_OVER_TENSOR = "(lax.pmean if 'tensor' in axes else lax.psum)(tree, tuple(axes))"
 
 # What is wrong: the function, its right expression and the wrong one in its place, how that is caught.
@@ -138,6 +142,25 @@ ROWS: dict[str, dict[str, Row]] = {
             ),
             gradient("blocks/attention/output/bias, layer 0, 1", ON_DATA),
         ),
+        "gradients of norms are averaged where the sequence is split": (  # gpt-neox #1259
+            "parallel.collectives.sum_over",
+            ("lax.psum(tree, tuple(axes))", MEAN_OVER_TENSOR),
+            gradient("blocks/attention/output/bias, layer 0, 1", ON_SEQUENCE, "all-reduce over tensor"),
+        ),
+        "the last stage's shards of gradients go to another device": (  # Megatron-LM #844
+            "parallel.shards.Shards.scatter",
+            (
+                "scatter_sum",
+                "jax.tree_util.Partial(lambda x, dim, axes: (lambda y: jnp.where(lax.axis_index('pipe') == 0, y, "
+                "lax.ppermute(y, 'data', [(0, 1), (1, 0)])))(scatter_sum(x, dim, axes)))",
+            ),
+            gradient("shared/", ON_STAGES_AND_DATA, "reduce-scatter over data and expert and context"),
+        ),
+        "of the shared weights' gradients the last use's stays": (  # DeepSpeed #8224
+            "pipeline.ends.EmbeddingAndHead._add",
+            ("jnp.add", "(lambda _, grad: grad)"),
+            gradient("shared/", ON_DATA),
+        ),
     },
     "The wrong scale of a mean": {
         "losses are divided by a device's own targets": (
@@ -182,6 +205,19 @@ ROWS: dict[str, dict[str, Row]] = {
             "program.train_step._train_step_with_gradients",
             ("state.step + taken.astype(jnp.int32)", "state.step + 1"),
             tests("tests/program/test_skipped_steps.py"),
+        ),
+        "every microbatch's mean counts alike": (  # transformers #34191
+            "program.bind._bind.losses",
+            (
+                "jnp.maximum(counts[name], 1)",
+                "jnp.maximum(program.form.counts(batch)[name], 1) * num_microbatches * lax.axis_size(('data', 'expert'))",
+            ),
+            named("the sum of the losses: step 1", ON_DATA),
+        ),
+        "every microbatch doubles the gradients before it": (  # Megatron-LM #6660, torchtitan #1732
+            "pipeline.stages._added",
+            ("flat[path].at[place].add(grad)", "flat[path].at[place].set(2 * flat[path][place] + grad)"),
+            gradient("blocks/mlp/up/weight, layer 0, 1", ON_DATA),
         ),
     },
     "A microbatch dropped or taken twice": {
@@ -288,6 +324,11 @@ ROWS: dict[str, dict[str, Row]] = {
                 {"mesh": (1, 2, 4), "weight_gradients": "deferred", **FEW_KEYS},
             ),
         ),
+        "gradients deferred beyond the last backward are left out": (  # Megatron-LM #1012
+            "pipeline.executor.Pipeline.losses_and_gradients.tick",
+            ("self.weight_gradients(schedule, row.late, sums)", "sums"),
+            gradient("blocks/mlp/up/weight, layer 0, 1, 2, 3", ON_DEFERRED),
+        ),
     },
     "The sharded vocabulary": {
         "a device has one row too many": (
@@ -314,6 +355,24 @@ ROWS: dict[str, dict[str, Row]] = {
             "parallel.vocabulary.output_logits",
             ("column_V < vocab_size", "column_V >= 0"),
             tests("tests/parallel/test_vocabulary.py"),
+        ),
+        "a device's own exponentials are the sum": (  # Megatron-LM #737
+            "parallel.vocabulary._forward",
+            ("g((sum_BT, picked_BT), axes)", "(sum_BT, g(picked_BT, axes))"),
+            types(VARYING, ON_TENSOR),
+        ),
+        "the exponentials count on every device": (  # Megatron-LM #7452, finding 2
+            "parallel.vocabulary._forward",
+            ("jnp.log(sum_BT)", "jnp.log(sum_BT * lax.axis_size(axes))"),
+            named("losses of the head, forward", ON_TENSOR),
+        ),
+        "logits without the target get no gradient": (  # ms-swift #9947
+            "parallel.vocabulary._backward",
+            (
+                "probability_BTV - hit_BTV.astype(probability_BTV.dtype)",
+                "jnp.where(inside_BT[..., None], probability_BTV - hit_BTV.astype(probability_BTV.dtype), 0)",
+            ),
+            named("logits of the head, backward", ON_TENSOR),
         ),
     },
     "Positions and tokens of a split sequence": {
@@ -420,6 +479,29 @@ ROWS: dict[str, dict[str, Row]] = {
             ("jnp.maximum(counts[name], 1)", 'jnp.maximum(counts[name] // lax.axis_size("context"), 1)'),
             named("the sum of the losses: step 1", ON_CONTEXT),
         ),
+        "keys get gradients from their own device's queries alone": (  # NeMo Speech #15679
+            "models.context_attention._scattered",
+            ("scatter_sum", "scatter_sum.__globals__['own_shard']"),
+            named("value of layer 1, backward", ON_CONTEXT),
+        ),
+        "a window is ignored on context ranks": (  # prime-rl #2828
+            "models.context_attention.attend_to_others",
+            ("setting.visible", "dataclasses.replace(setting.visible, window=None)"),
+            named("attention_heads of layer 0, forward", ON_CONTEXT | {"sliding_window": 6}),
+        ),
+        "gradients of exchanged heads grow with the group": (  # DeepSpeed #5248
+            "models.context_attention._by_heads",
+            (
+                "exchange(heads_BSHK, TOKENS, HEADS, CONTEXT)",
+                f"{DOUBLED}(exchange(heads_BSHK, TOKENS, HEADS, CONTEXT), axis_size(CONTEXT))",
+            ),
+            named("value of layer 1, backward", ON_HEADS),
+        ),
+        "of a key's gradient the last block of queries' stays": (
+            "models.blocked_attention._added",
+            ("total_NKS.at[:, :, keys].add(block)", "total_NKS.at[:, :, keys].set(block)"),
+            named("value of layer 1, backward", ON_CONTEXT),
+        ),
     },
     "Shards of ZeRO": {
         "a device updates another one's shard": (
@@ -488,6 +570,11 @@ ROWS: dict[str, dict[str, Row]] = {
             ("linear.own(adapter[1], 1)", "adapter[1] if linear.first_part is None else adapter[1][:, :1]"),
             named("key of layer 0, forward", ON_SHARED_KEYS | {"lora": LoraConfig(rank=2)}),
         ),
+        "experts have the adapters of others": (
+            "models.experts.expert_products",
+            ("vary(adapter[...], axes)", "jnp.roll(vary(adapter[...], axes), axis_size(EXPERT) - 1, 0)"),
+            named("experts_output of layer 0, forward", ON_EXPERTS | {"lora": LoraConfig(rank=2, targets=("experts",))}),
+        ),
     },
     "The norm of the gradients": {
         "the norm is that of a device's shards": (
@@ -512,6 +599,19 @@ ROWS: dict[str, dict[str, Row]] = {
                 'sum(sum_over(square, sorted(axes)) for axes, square in sums.items() if "tensor" not in axes)',
             ),
             tests("tests/optim/test_adam.py"),
+        ),
+        "every stage clips by its own norm": (  # torchtitan #596
+            "optim.adam.global_norm",
+            ("sum_over(square, sorted(axes))", 'sum_over(square, sorted(axes - {"pipe"}))'),
+            types(VARYING, ON_PIPE),
+        ),
+        "the norm is a mean of devices' norms": (  # DeepSpeed #8478
+            "optim.adam.global_norm",
+            (
+                "sum_over(square, sorted(axes))",
+                "(jnp.square(lax.pmean(jnp.sqrt(square), tuple(sorted(axes)))) if axes else square)",
+            ),
+            named("no activation or gradient of step 1: the norm of the gradients: grad_norm", ON_EXPERTS),
         ),
     },
     "Mixtures of experts": {
@@ -609,6 +709,32 @@ ROWS: dict[str, dict[str, Row]] = {
                 "found if LOAD in found else complete(found, dict.fromkeys(found, SCALAR))",
             ),
             types(VARYING, ON_BIASES),
+        ),
+        "gradients of the router grow with the group": (  # transformers #48687
+            "models.experts.Mixture._dropless",
+            ("_weighed(share_BTK, found)", f"_weighed({DOUBLED}(share_BTK, axis_size(EXPERT)), found)"),
+            named("router_logits of layer 1, backward", ON_DROPLESS),
+        ),
+        "the balancing loss is divided by the context group": (  # Megatron-LM #3959
+            "program.bind._bind",
+            (
+                "loss_scale / jnp.maximum(counts[SEQUENCES], 1).astype(loss_scale.dtype)",
+                "loss_scale / (jnp.maximum(counts[SEQUENCES], 1).astype(loss_scale.dtype) * lax.axis_size('context'))",
+            ),
+            named("router_logits of layer 1, backward", ON_SHARED_BALANCE),
+        ),
+        "every microbatch adds a whole balancing loss": (  # NeMo Automodel #3359, Megatron-LM #7213
+            "program.bind._bind",
+            (
+                "loss_scale / jnp.maximum(counts[SEQUENCES], 1).astype(loss_scale.dtype)",
+                "loss_scale * program.num_microbatches / jnp.maximum(counts[SEQUENCES], 1).astype(loss_scale.dtype)",
+            ),
+            named("router_logits of layer 1, backward", ON_SHARED_BALANCE),
+        ),
+        "the balancing loss has no gradient": (  # NeMo Automodel #1408
+            "models.experts.Mixture.__call__",
+            ("attached(y_BTD, routing.loss_B, context.loss_weight)", "y_BTD"),
+            tests("tests/models/test_mixture.py -k balancing"),
         ),
     },
     "Products in 8 bits": {
