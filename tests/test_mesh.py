@@ -184,7 +184,7 @@ from megajax.program.program import Program
 from megajax.program.transfer import Transfer
 from megajax.parallel.collectives import spec_axes
 from megajax.verify.check import all_checks
-from megajax.verify.forms import exact, one_device, steady
+from megajax.verify.forms import in_fp64, one_device, steady
 from megajax.verify.run import drawn_state, run
 from megajax.verify.shrink import shrink
 
@@ -193,7 +193,7 @@ mesh = {"mesh.data": 2, "mesh.further": 2, "mesh.tensor": 2, "model.scan_layers"
 small = steady(shrink(resolve(load_preset("demo"), mesh), 8).config)
 reference = run(one_device(small), jax.devices(), 2, with_fresh=True)
 for zero in map(int, sys.argv[1:]):
-    config = exact(dataclasses.replace(small, optimizer=dataclasses.replace(small.optimizer, zero=zero)))
+    config = in_fp64(dataclasses.replace(small, optimizer=dataclasses.replace(small.optimizer, zero=zero)))
     layout = Program.on(config).layout
     sharded = [{"data", "further"} <= spec_axes(spec) for spec in jax.tree.leaves(layout.trained_specs)]
     assert dict(layout.mesh.shape) == {"data": 2, "further": 2, "expert": 1, "pipe": 1, "context": 1, "tensor": 2}

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from megajax.config import DistributedConfig
+from megajax.config import DistributedConfig, MeshConfig
 from megajax.errors import UserError
 from megajax.options import Option, between
 from megajax.settings.flags import MESH_FLAGS, Parser, add_flag
@@ -15,23 +15,28 @@ from megajax.settings.launch import in_cluster, peak_resident_bytes, start
 from megajax.settings.presets import load_preset, resolve
 from megajax.settings.validation import validate_imagined
 
+_EXACTLY = 64  # devices at most, where nothing is compiled
 _OPTIONS = (
-    Option("devices", int, 16, "most devices to simulate; a larger mesh is folded to fit", between(1, 512)),
+    Option(
+        "devices", int, 16, "most devices to simulate, with --exact 64; a larger mesh is folded to fit", between(1, 512)
+    ),
     Option("steps", int, 3, "steps to compare, plus one that overflows", between(1, 100)),
+    Option("repeats", int, 1, "exact comparisons, each with other random numbers", between(1, 100)),
 )
 
 
 def main(argv: Sequence[str]) -> None:
     """Verify a configuration on a mesh: exit code 0 if nothing differs, 1 if anything does."""
     parser = Parser(
-        "Check a scaled-down model on your mesh against one device, on simulated CPU devices: "
-        "losses, gradients, weights and communication. Exit code 0: nothing differs; 1: "
-        "something differs, and the report says where.",
+        "Check a scaled-down model on your mesh against one device: losses, gradients, weights and "
+        "communication, exactly over finite fields, then compiled on simulated CPU devices. "
+        "Exit code 0: nothing differs; 1: something differs, and the report says where.",
         f"megajax verify PRESET {MESH_FLAGS} [--flag value ...]",
     )
     values = parser.add_preset(argv)
     for option in _OPTIONS:
         add_flag(parser, option)
+    parser.add_argument("--exact", action="store_true", help="only the exact comparison, which compiles nothing")
     parser.add_argument(
         "--optimize", action="store_true", help="compile with full optimization, as training does; slower"
     )
@@ -39,7 +44,9 @@ def main(argv: Sequence[str]) -> None:
     parser.add_config_flags(values=values)
     args = parser.parse_args(argv)
     config = resolve(load_preset(args.preset), parser.overrides(args))
-    devices, steps = (getattr(args, option.key, option.default) for option in _OPTIONS)
+    devices, steps, repeats = (getattr(args, option.key, option.default) for option in _OPTIONS)
+    if args.exact and not hasattr(args, "devices"):
+        devices = _EXACTLY
     validate_imagined(config)
 
     from megajax.verify.shrink import shrink  # imports JAX; mistakes above are reported without it
@@ -50,15 +57,24 @@ def main(argv: Sequence[str]) -> None:
             "megajax verify runs in one process, but several were started; valid: start it without a launcher"
         )
     alone = dataclasses.replace(small.config, precision="fp32", distributed=DistributedConfig())
-    start(dataclasses.replace(alone, simulate_devices=alone.mesh.num_devices))
+    mesh = MeshConfig() if args.exact else alone.mesh
+    start(dataclasses.replace(alone, mesh=mesh, simulate_devices=0 if args.exact else mesh.num_devices))
 
     from megajax.verify.check import verify
     from megajax.verify.report import Report
 
-    report = Report(args.preset, config, small, printed=not args.json)
+    report = Report(args.preset, config, small, exact=args.exact, printed=not args.json)
     try:
         quick = not args.optimize
-        result = verify(small.config, steps=steps, quick_compile=quick, on_start=report.start, on_finding=report.found)
+        result = verify(
+            small.config,
+            steps=steps,
+            quick_compile=quick,
+            repeats=repeats,
+            compiled=not args.exact,
+            on_start=report.start,
+            on_finding=report.found,
+        )
     finally:
         report.stop()
     report.close(result)

@@ -172,7 +172,7 @@ class StateLayout:
     @cached_property
     def shapes(self) -> TrainState:
         """Shapes and dtypes of the state on this mesh's stages."""
-        return jax.eval_shape(self._pipelined, self.canonical_shapes)
+        return jax.eval_shape(self.pipelined, self.canonical_shapes)
 
     def _begun(self, weights: Tree) -> TrainState:
         """The canonical state before the first step, from canonical weights of any dtype."""
@@ -190,14 +190,14 @@ class StateLayout:
         first, made_in = shardings(self.mesh, self.canonical_specs), shardings(self.mesh, self.specs)
 
         def fresh() -> TrainState:
-            return self._pipelined(jax.lax.with_sharding_constraint(self._fresh(), first))
+            return self.pipelined(jax.lax.with_sharding_constraint(self._fresh(), first))
 
         return jax.jit(fresh, out_shardings=made_in, compiler_options=compiler_options)()
 
     @cached_property
     def from_canonical(self):
         """canonical state -> the state on this mesh's stages, in this run's precision."""
-        return jax.jit(self._pipelined, out_shardings=shardings(self.mesh, self.specs))
+        return jax.jit(self.pipelined, out_shardings=shardings(self.mesh, self.specs))
 
     @cached_property
     def copies_of(self):
@@ -207,7 +207,7 @@ class StateLayout:
     @cached_property
     def to_canonical(self):
         """state -> the state in canonical form, on this mesh."""
-        return jax.jit(self._canonical, out_shardings=shardings(self.mesh, self.canonical_specs))
+        return jax.jit(self.canonical, out_shardings=shardings(self.mesh, self.canonical_specs))
 
     @cached_property
     def stored_scale(self):
@@ -225,7 +225,7 @@ class StateLayout:
         """Weights or gradients in canonical form."""
         return _map_blocks(self.placement.to_canonical, tree)
 
-    def _pipelined(self, canonical: TrainState) -> TrainState:
+    def pipelined(self, canonical: TrainState) -> TrainState:
         scale = canonical.loss_scale.resumed(self.loss_scale)
         state = dataclasses.replace(_map_blocks(self.placement.to_stages, canonical), loss_scale=scale)
         params = self.computed(state.params)
@@ -239,7 +239,7 @@ class StateLayout:
         """Main weights as layers compute with them."""
         return in_compute_dtype(main, self.compute_dtype)
 
-    def _canonical(self, state: TrainState) -> TrainState:
+    def canonical(self, state: TrainState) -> TrainState:
         state = self.with_main(state)
         wide = jax.tree.map(lambda weight: weight.astype(self.main_dtype), state.params)
         state = dataclasses.replace(state, params=wide, loss_scale=state.loss_scale.stored(self.loss_scale))

@@ -1,9 +1,8 @@
 """Compare a small configuration on its mesh with a single device, and find the axes and the layer that differ."""
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,47 +13,16 @@ from jax.typing import DTypeLike
 from megajax.config import Config
 from megajax.precision import COMPUTE_DTYPE, E4M3
 from megajax.verify.comparison import HALF, LIMITS, Limits, limits_of_edges
-from megajax.verify.forms import exact, in_blocks, one_device, plain, steady, with_axes
-from megajax.verify.recording import Difference, first_difference
+from megajax.verify.exact import TRACED, check_exactly
+from megajax.verify.forms import in_blocks, in_fp64, one_device, plain, steady, with_axes
+from megajax.verify.locate import Result, axes_that_differ, first_in_words
+from megajax.verify.recording import first_difference
 from megajax.verify.run import FP8_IN_FP64, MeshRun, TracingError, recorded, run
 from megajax.verify.shrink import shown
 from megajax.verify.theory import check_collectives
-from megajax.verify.verdict import UNMOVED, Finding, Verdict, compare_runs, loss_scales, same_on_devices, same_on_mesh
+from megajax.verify.verdict import Finding, Verdict, compare_runs, loss_scales, same_on_devices, same_on_mesh
 
 STEPS = 3
-_TRACED = "tracing of the step"
-
-
-@dataclass(frozen=True)
-class AxesThatDiffer:
-    """The smallest sets of axes that show a difference.
-
-    Attributes:
-        sets: all sets of that size. The empty set means that a single device already differs, because of microbatches,
-            blocks or recomputation.
-        config: the configuration on the first set.
-    """
-
-    sets: tuple[tuple[str, ...], ...]
-    config: Config
-
-    def __str__(self) -> str:
-        if self.sets[0] == ():
-            return "none: with microbatches, blocks or recomputation, the run already differs on one device"
-        return ", or ".join(" with ".join(axes) + (" alone" if len(axes) == 1 else "") for axes in self.sets)
-
-
-@dataclass(frozen=True)
-class Result:
-    """A verdict and, if something differs, where."""
-
-    verdict: Verdict
-    axes: AxesThatDiffer | None = None  # mesh axes that show the difference
-    first: str = ""  # the first difference, in words; empty if there is none
-
-    @property
-    def passed(self) -> bool:
-        return self.verdict.passed
 
 
 def verify(
@@ -62,27 +30,20 @@ def verify(
     *,
     steps: int = STEPS,
     quick_compile: bool = True,
+    repeats: int = 1,
+    compiled: bool = True,
     on_start: Callable[[str], None] = lambda text: None,
     on_finding: Callable[[Finding], None] = lambda finding: None,
 ) -> Result:
-    """Check `config`, which must be small already, and locate differences; for the arguments see `check`."""
-    config, devices = steady(config), jax.devices()
+    """Check `config`, which must be small already, and locate differences: exactly (`exact.py`), and if nothing differs
+    and it is to be `compiled`, as floats, too. For the other arguments see `check` and `check_exactly`."""
+    config = steady(config)
+    exact = check_exactly(config, repeats=repeats, on_start=on_start, on_finding=on_finding)
+    if not (exact.passed and compiled):
+        return exact
     verdict = check(config, steps=steps, quick_compile=quick_compile, on_start=on_start, on_finding=on_finding)
-    if verdict.passed:
-        return Result(verdict)
-    axes = _axes_that_differ(config, verdict, steps, quick_compile, on_start)
-    untraced = [finding for finding in verdict.failed if finding.name.endswith(_TRACED)]
-    if untraced:
-        return Result(verdict, axes, f"no step, {untraced[0].where}")
-    on_start("the first activation that differs")
-    failed = _failed(config, verdict)
-    assert failed.reference is not None
-    expected = recorded(failed.reference.config, devices, quick_compile, failed.reference.operand_dtype)
-    actual = recorded(axes.config, devices, quick_compile, failed.operand_dtype, in_blocks(axes.config))
-    tolerance = 10 * (LIMITS.get(axes.config.precision) or failed.limits or LIMITS["bf16"]).gradient
-    difference = first_difference(expected, actual, tolerance)
-    wrong = [name for name, error in actual.collectives.items() if not error <= tolerance]
-    return Result(verdict, axes, first_in_words(difference, verdict.failed, wrong))
+    verdict = dataclasses.replace(verdict, findings=exact.verdict.findings + verdict.findings)
+    return Result(verdict) if verdict.passed else _located(config, verdict, steps, quick_compile, on_start)
 
 
 def check(
@@ -120,21 +81,21 @@ def check(
         try:
             return run(config, devices, **options, **more)
         except TracingError as error:
-            tell([Finding(f"{config.precision} {_TRACED}", 1, 0, f"{what}: {error}")])
+            tell([Finding(f"{config.precision} {TRACED}", 1, 0, f"{what}: {error}")])
             return None
 
     reference = traced("one device", one_device(config), with_fresh=True, with_states=True)
     if reference is None:
         return Verdict(tuple(found))
     mesh, in_float8, blocks = shown(config.mesh), config.precision == "fp8", in_blocks(config)
-    other = traced(mesh, exact(config), with_fresh=True, operand_dtype=_scaled_only(config), backend=blocks)
+    other = traced(mesh, in_fp64(config), with_fresh=True, operand_dtype=_scaled_only(config), backend=blocks)
     tell(all_checks(reference, other) if other else [])
     own, rounded, compared = None, None, reference
     if config.precision != "fp64":
         options["states"] = reference.states
     if in_float8:
         rounded = traced("one device", one_device(config), operand_dtype=E4M3)
-        other = traced(mesh, exact(config), operand_dtype=E4M3, backend=blocks)
+        other = traced(mesh, in_fp64(config), operand_dtype=E4M3, backend=blocks)
         tell(all_checks(rounded, other) if rounded and other else [])
         compared = traced("one device", plain(config)) or reference
         limits = limits_of_edges(config.model.num_layers)
@@ -197,77 +158,34 @@ def _failed(config: Config, verdict: Verdict) -> _Failed:
         for finding in verdict.failed
     }  # fmt: skip
     if "exact" in kinds:
-        return _Failed(exact(config), _scaled_only(config), verdict.reference, None)
+        return _Failed(in_fp64(config), _scaled_only(config), verdict.reference, None)
     if "rounded" in kinds:
-        return _Failed(exact(config), E4M3, verdict.rounded, None)
+        return _Failed(in_fp64(config), E4M3, verdict.rounded, None)
     return _Failed(config, None, verdict.own, verdict.limits)
 
 
-def _axes_that_differ(
+def _located(
     config: Config, verdict: Verdict, steps: int, quick_compile: bool, on_start: Callable[[str], None]
-) -> AxesThatDiffer:
-    """Run `config`, which failed, on meshes with axes left out: one device, then each axis alone, then pairs.
-
-    Runs are in fp64 if it failed in fp64, otherwise in its own precision. If numbers differ, communication is ignored.
-    """
-    failed = _failed(config, verdict)
-    wrong, reference, limits = failed.config, failed.reference, failed.limits
-    exactly = wrong.precision == "fp64" and failed.operand_dtype != E4M3
-    there = [axis for axis, size in config.mesh.sizes.items() if size > 1]
-    numbers = any(finding.of_numbers for finding in verdict.failed)
-    if reference is None:
-        return AxesThatDiffer(((),), one_device(config))
-    assert verdict.reference is not None
+) -> Result:
+    """Where the compiled step of `config` differs, in the most exact of the forms in which checks failed; if numbers
+    differ, communication is ignored."""
+    devices, failed = jax.devices(), _failed(config, verdict)
+    reference, limits, numbers = failed.reference, failed.limits, any(each.of_numbers for each in verdict.failed)
+    exactly = failed.config.precision == "fp64" and failed.operand_dtype != E4M3
+    assert reference is not None and verdict.reference is not None  # the exact check has traced the step
     states = () if exactly else verdict.reference.states
-    options: dict[str, Any] = {"states": states, "quick_compile": quick_compile}
-    for number in range(len(there)):
-        found = []
-        for axes in itertools.combinations(there, number):
-            part = with_axes(wrong, axes)
-            on_start(f"{shown(part.mesh)}, {part.precision}")
-            try:
-                forms: dict[str, Any] = {"operand_dtype": failed.operand_dtype, "backend": in_blocks(part)}
-                other = run(part, jax.devices(), steps, with_fresh=exactly, **forms, **options)
-            except TracingError:
-                found.append((axes, part))
-                continue
-            checked = all_checks(reference, other, limits)
-            if any(not each.passed and (each.of_numbers or not numbers) for each in checked):
-                found.append((axes, part))
-        if found:
-            return AxesThatDiffer(tuple(axes for axes, _ in found), found[0][1])
-    return AxesThatDiffer((tuple(there),), wrong)
 
+    def differs(part: Config) -> bool:
+        forms: dict[str, Any] = {"operand_dtype": failed.operand_dtype, "backend": in_blocks(part)}
+        forms |= {"states": states, "quick_compile": quick_compile, "with_fresh": exactly}
+        checked = all_checks(reference, run(part, devices, steps, **forms), limits)
+        return any(not each.passed and (each.of_numbers or not numbers) for each in checked)
 
-def first_in_words(difference: Difference | None, failed: Sequence[Finding], collectives: Sequence[str] = ()) -> str:
-    """The first difference in the order of computation, and a wrong collective: one of `collectives`, or one that
-    theory does not have."""
-    first = _first(difference, failed)
-    theory = [finding.where.split(";")[0] for finding in failed if not finding.of_numbers]
-    of_the_first = sorted(collectives, key=lambda name: name.split()[-1] not in first)
-    wrong = [*of_the_first, *theory][:1]
-    return first if not wrong or wrong[0] in first else f"{first}; the collective that is wrong: {wrong[0]}"
-
-
-def _first(difference: Difference | None, failed: Sequence[Finding]) -> str:
-    """An activation in the forward pass, the sum of the losses, an activation's gradient, a weight's gradient, the
-    gradient norm, or the update."""
-    of = {finding.name.partition(" ")[2]: finding for finding in failed}
-
-    def in_step_1(name: str, text: str = "step 1") -> bool:
-        return name in of and text in of[name].where
-
-    if difference and (not difference.place.backward or not in_step_1("losses")):
-        return str(difference)
-    if in_step_1("losses"):
-        return f"no activation of step 1, forward: the sum of the losses: {of['losses'].where}"
-    if in_step_1("gradients"):
-        return f"no activation of step 1: a gradient of weights, or its reduction: {of['gradients'].where}"
-    if in_step_1("other metrics of the steps", "grad_norm, step 1"):
-        return "no activation or gradient of step 1: the norm of the gradients: grad_norm, step 1"
-    if UNMOVED in of:
-        return f"no activation or gradient of step 1: what the skipped step changes: {of[UNMOVED].where}"
-    for name in ("weights after the last step", "gradients", "losses"):
-        if name in of:
-            return f"no activation or gradient of step 1: the update of the weights: {of[name].where}"
-    return f"no activation or gradient of step 1: {failed[0].name}: {failed[0].where}"
+    axes = axes_that_differ(failed.config, differs, on_start)
+    on_start("the first activation that differs")
+    expected = recorded(reference.config, devices, quick_compile, reference.operand_dtype)
+    actual = recorded(axes.config, devices, quick_compile, failed.operand_dtype, in_blocks(axes.config))
+    tolerance = 10 * (LIMITS.get(axes.config.precision) or limits or LIMITS["bf16"]).gradient
+    difference = first_difference(expected, actual, tolerance)
+    wrong = [name for name, error in actual.collectives.items() if not error <= tolerance]
+    return Result(verdict, axes, first_in_words(difference, verdict.failed, wrong))

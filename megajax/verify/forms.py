@@ -22,7 +22,7 @@ def steady(config: Config) -> Config:
     return dataclasses.replace(config, optimizer=optimizer)
 
 
-def exact(config: Config) -> Config:
+def in_fp64(config: Config) -> Config:
     """The same in fp64."""
     optimizer = dataclasses.replace(config.optimizer, gradient_dtype="fp32")  # of fp64: fp64
     return dataclasses.replace(config, precision="fp64", optimizer=optimizer)
@@ -30,7 +30,7 @@ def exact(config: Config) -> Config:
 
 def one_device(config: Config) -> Config:
     """`plain`, in fp64."""
-    return exact(plain(config))
+    return in_fp64(plain(config))
 
 
 def plain(config: Config) -> Config:

@@ -3,7 +3,7 @@ activation that differs: its layer, site, and forward or backward."""
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,6 +37,10 @@ class Activation:
 
     value: np.ndarray  # all shards, concatenated
     agree: bool  # whether replicas and recomputations of each shard are bitwise equal
+
+
+Error = Callable[[Activation, Activation, float], tuple[float, str]]
+"""How far an activation is from another, with a floor for its norm, and how it differs in words."""
 
 
 class Recording:
@@ -127,9 +131,11 @@ class Difference:
         return f"{self.place}: {self.what} (rows {rows} of {self.num_samples}; error {self.error:.1e})"
 
 
-def first_difference(reference: Recording, other: Recording, tolerance: float) -> Difference | None:
+def first_difference(
+    reference: Recording, other: Recording, tolerance: float, error: Error | None = None
+) -> Difference | None:
     """The first place in the order of computation where `other`, the same step on another mesh, differs from
-    `reference`: ‖error‖ / ‖activation‖ of some sample exceeds `tolerance`."""
+    `reference`: the error of some sample, by default ‖error‖ / ‖activation‖, exceeds `tolerance`."""
     computed = {-1, *(place.layer for place in other.places)}
     turns = other.turns | reference.turns
     last = max((place.layer for place in reference.places), default=0) + 1
@@ -141,11 +147,13 @@ def first_difference(reference: Recording, other: Recording, tolerance: float) -
         return place.layer in computed, place.backward, tuple(-number for number in rank) if place.backward else rank
 
     places = sorted(reference.places | other.places, key=in_turn)
-    differences = (_difference(place, reference, other, tolerance) for place in places)
+    differences = (_difference(place, reference, other, tolerance, error or _error) for place in places)
     return next((difference for difference in differences if difference), None)
 
 
-def _difference(place: Place, reference: Recording, other: Recording, tolerance: float) -> Difference | None:
+def _difference(
+    place: Place, reference: Recording, other: Recording, tolerance: float, error_of: Error
+) -> Difference | None:
     expected, found = reference.samples(place), other.samples(place)
     if expected != found:
         lost, more = sorted({*expected} - {*found}), sorted({*found} - {*expected})
@@ -155,7 +163,7 @@ def _difference(place: Place, reference: Recording, other: Recording, tolerance:
     floor = _FLOOR * max(float(np.linalg.norm(_counted(each.value))) for each in values.values())
     differing: dict[int, tuple[float, str]] = {}
     for sample, actual in other.activations(place):
-        error, what = _error(values[sample], actual, floor)
+        error, what = error_of(values[sample], actual, floor)
         if not error <= tolerance:
             differing[sample] = error, what
     if not differing:

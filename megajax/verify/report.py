@@ -13,7 +13,7 @@ from megajax.config import Config
 from megajax.models.config import ModelConfig
 from megajax.options import compared, options
 from megajax.traits import Changes, Size, Small
-from megajax.verify.check import Result
+from megajax.verify.locate import Result
 from megajax.verify.shrink import Shrunk, shown, shown_sizes
 from megajax.verify.verdict import Finding
 
@@ -22,14 +22,16 @@ _SIZES = [
     name for name, key in compared(ModelConfig, *Changes).items() if _MODEL[key].trait(Size) or _MODEL[key].trait(Small)
 ]
 _BATCH = ("global_batch", "microbatch")
-_NAME = 46  # columns
+_NAME = 48  # columns
 
 
 class Report:
-    """Prints lines while the preset `name` is verified with a scaled-down configuration, and collects the figures."""
+    """Prints lines while the preset `name` is verified with a scaled-down configuration, `exact`ly alone or as floats,
+    too, and collects the figures."""
 
-    def __init__(self, name: str, config: Config, small: Shrunk, *, printed: bool = True):
+    def __init__(self, name: str, config: Config, small: Shrunk, *, exact: bool = False, printed: bool = True):
         self._name, self._config, self._small = name, config, small
+        self._devices = "devices, over finite fields" if exact else "simulated devices"
         self._console = Console(highlight=False, soft_wrap=True, quiet=not printed)
         self._began = time.monotonic()
         self._status: Status | None = None
@@ -94,7 +96,7 @@ class Report:
     def _head(self) -> Iterator[str]:
         ours = self._small.config.mesh
         mesh, own = shown(self._config.mesh), shown(ours)
-        yield f"{self._name} on {mesh} ({' x '.join(ours.shown)}), on {ours.num_devices} simulated devices"
+        yield f"{self._name} on {mesh} ({' x '.join(ours.shown)}), on {ours.num_devices} {self._devices}"
         if mesh != own:
             yield f"folded to {own}, which keeps every axis within --devices"
         yield "scaled down: " + ", ".join(f"{name} {a} -> {b}" for name, (a, b) in self._sizes().items() if a != b)
@@ -123,4 +125,4 @@ def _figure(finding: Finding) -> str:
 
 
 def _limit(finding: Finding) -> str:
-    return f"limit {finding.limit:.2g}" if finding.limit else "limit 0"
+    return f"limit {finding.limit:.2g}" if finding.limit else "limit equal" if finding.exact else "limit 0"

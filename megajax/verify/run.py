@@ -44,16 +44,16 @@ class TracingError(Exception):
         ours = [
             frame for frame in traceback.extract_tb(error.__traceback__) if _PACKAGE in Path(frame.filename).parents
         ]
-        traced = [frame for frame in ours if Path(__file__).parent not in Path(frame.filename).parents]
+        inside = [frame for frame in ours if Path(__file__).parent not in Path(frame.filename).parents]
         at = [
-            f"{Path(each.filename).relative_to(_PACKAGE.parent)}:{each.lineno}, in {each.name}" for each in traced[-1:]
+            f"{Path(each.filename).relative_to(_PACKAGE.parent)}:{each.lineno}, in {each.name}" for each in inside[-1:]
         ]
         text = textwrap.shorten(str(error), 1000, placeholder=" …")
         super().__init__("; ".join([f"{type(error).__name__}: {text}", *at]))
 
 
 @contextlib.contextmanager
-def _traced() -> Iterator[None]:
+def traced() -> Iterator[None]:
     """In the block, turn everything that stops tracing, except user errors, into `TracingError`."""
     try:
         yield
@@ -126,15 +126,15 @@ def run(
         operand_dtype, backend: see `Program`.
     """
     with in_precision(config):
-        with _traced():
+        with traced():
             program = Program.on(config, list(devices)[: config.mesh.num_devices], operand_dtype, backend)
-            traced = train_step_with_gradients(program).trace(program.layout.shapes, program.batch_types)
+            whole = train_step_with_gradients(program).trace(program.layout.shapes, program.batch_types)
         options: dict[str, Any] = dict(QUICK) if quick_compile else {}
         layout = program.layout
         fresh = _canonical(program, layout.init(options).params) if with_fresh else {}
         state = layout.from_canonical(drawn_state(program))
         *batches, extra = (placed_batch(program, step) for step in range(steps + 1))
-        step = traced.lower().compile(options)
+        step = whole.lower().compile(options)
         metrics, counts, gradients, kept = [], [], [], []
         for number, batch in enumerate(batches):
             if states:
@@ -161,8 +161,8 @@ def run(
             rows=_rows(program),
             unequal=_unequal(state),
             uncast=[] if state.main is None else _uncast(program, state),
-            sums=sums_in_other_dtypes(program, traced.jaxpr),
-            collectives=collectives_of(traced.jaxpr),
+            sums=sums_in_other_dtypes(program, whole.jaxpr),
+            collectives=collectives_of(whole.jaxpr),
             states=kept,
             operand_dtype=operand_dtype,
             backend=backend,

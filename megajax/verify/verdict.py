@@ -21,6 +21,8 @@ from megajax.verify.comparison import (
 )
 from megajax.verify.run import MeshRun
 
+EXACT = "exact"  # the precision of numbers that are never rounded, in a check's name
+WEIGHTS = "weights after the last step"  # a check's name
 UNMOVED = "state after the skipped step, bit for bit"  # a check's name
 
 
@@ -37,6 +39,11 @@ class Finding:
     @property
     def passed(self) -> bool:
         return self.figure <= self.limit
+
+    @property
+    def exact(self) -> bool:
+        """Whether values must be equal, which were never rounded."""
+        return self.name.startswith(f"{EXACT} ")
 
     @property
     def of_numbers(self) -> bool:
@@ -74,20 +81,20 @@ def same_on_mesh(reference: MeshRun, other: MeshRun) -> Iterator[Finding]:
     yield Finding("batch rows in the order of one device", 0 if alike else 1, 0)
     if reference.fresh and other.fresh:
         unequal = [name for name in reference.fresh if not _same(reference.fresh[name], other.fresh.get(name))]
-        yield Finding("initial weights, bit for bit", len(unequal), 0, _some(unequal))
+        yield Finding("initial weights, bit for bit", len(unequal), 0, some(unequal))
 
 
 def same_on_devices(run: MeshRun) -> Iterator[Finding]:
     """Checks of one mesh alone: of replicas, of the moving average by its definition, of how gradients are summed."""
     precision = run.kind
-    yield Finding(f"{precision} replicas of the state, bit for bit", len(run.unequal), 0, _some(run.unequal))
+    yield Finding(f"{precision} replicas of the state, bit for bit", len(run.unequal), 0, some(run.unequal))
     if run.average:
         limit = LIMITS["fp64"].weight if run.config.precision == "fp64" else LOSS_TOLERANCE
         name = f"{precision} moving average, by its definition"
         yield _of_leaves(name, run.average, run.state["average"], limit)
-    yield Finding(f"{precision} dtype of sums of gradients", len(run.sums), 0, _some(run.sums))
+    yield Finding(f"{precision} dtype of sums of gradients", len(run.sums), 0, some(run.sums))
     if precision in HALF:
-        yield Finding(f"{precision} weights equal the main weights, cast", len(run.uncast), 0, _some(run.uncast))
+        yield Finding(f"{precision} weights equal the main weights, cast", len(run.uncast), 0, some(run.uncast))
 
 
 def compare_runs(reference: MeshRun, other: MeshRun, limits: Limits | None = None) -> Iterator[Finding]:
@@ -103,7 +110,7 @@ def compare_runs(reference: MeshRun, other: MeshRun, limits: Limits | None = Non
     if other.config.precision in HALF and any(map(_changed_experts, reference.counts, other.counts)):
         for leaves in (expected, actual):
             leaves.pop("/".join(ROUTER_BIAS), None)  # it steps by the sign of what a load is above the mean
-    yield _of_leaves(f"{precision} weights after the last step", expected, actual, limits.weight)
+    yield _of_leaves(f"{precision} {WEIGHTS}", expected, actual, limits.weight)
     if other.config.precision == "fp64":
         yield _others(f"{precision} moments and other state", reference, other, limits.weight)
         yield _metrics(f"{precision} other metrics of the steps", reference, other, limits.loss)
@@ -111,7 +118,7 @@ def compare_runs(reference: MeshRun, other: MeshRun, limits: Limits | None = Non
             yield _counts(f"{precision} expert loads, as integers", reference, other)
     yield _skipped(f"{precision} skipped steps", other)
     moved = [*other.moved, *(f"{name} on one device" for name in reference.moved)]
-    yield Finding(f"{precision} {UNMOVED}", len(moved), 0, _some(moved))
+    yield Finding(f"{precision} {UNMOVED}", len(moved), 0, some(moved))
 
 
 def loss_scales(run: MeshRun) -> Finding:
@@ -126,7 +133,7 @@ def loss_scales(run: MeshRun) -> Finding:
             scale = max(scale * config.backoff, config.floor)
         elif good >= config.growth_every:
             scale, good = min(scale * config.growth, 2.0**64), 0
-    return Finding(f"{run.config.precision} loss scale", len(wrong), 0, _some(wrong))
+    return Finding(f"{run.config.precision} loss scale", len(wrong), 0, some(wrong))
 
 
 def _losses(name: str, reference: MeshRun, other: MeshRun, limit: float) -> Finding:
@@ -202,7 +209,7 @@ def _counts(name: str, reference: MeshRun, other: MeshRun) -> Finding:
         for key in a
         for layer, expert in np.argwhere(a[key] != b[key])
     ]
-    return Finding(name, len(wrong), 0, _some(wrong))
+    return Finding(name, len(wrong), 0, some(wrong))
 
 
 def _others(name: str, reference: MeshRun, other: MeshRun, limit: float) -> Finding:
@@ -219,12 +226,13 @@ def _skipped(name: str, run: MeshRun) -> Finding:
     """Check that the overflowing step is skipped, and no other."""
     wrong = [f"step {number}" for number, metrics in enumerate(run.metrics, 1) if metrics["skipped"]]
     wrong += [] if run.overflow["skipped"] else ["the overflowing step is not"]
-    return Finding(name, len(wrong), 0, _some(wrong))
+    return Finding(name, len(wrong), 0, some(wrong))
 
 
 def _same(a: np.ndarray, b: np.ndarray | None) -> bool:
     return b is not None and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first few names."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -58,7 +58,7 @@ def test_an_error_while_tracing_is_a_verdict(fault: Fault) -> None:
     with planted(fault):
         found = verify(small_config(fault.caught.on))
     assert fault.caught.text in found.first and found.axes, found.first
-    assert [finding.name for finding in found.verdict.failed] == ["fp64 tracing of the step"]
+    assert [finding.name for finding in found.verdict.failed] == ["exact tracing of the step"]
 
 
 @pytest.mark.full

@@ -18,7 +18,7 @@ from megajax.settings.preset_files import preset_folders
 from megajax.settings.presets import load_preset, resolve
 from megajax.settings.validation import validate, validate_imagined
 from megajax.traits import Size, Small
-from megajax.verify.check import AxesThatDiffer, Result, first_in_words
+from megajax.verify.locate import AxesThatDiffer, Result, first_in_words
 from megajax.verify.recording import Difference, Place
 from megajax.verify.report import Report
 from megajax.verify.shrink import Shrunk, fold, shown_sizes, shrink

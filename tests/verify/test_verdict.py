@@ -12,7 +12,7 @@ from megajax.config import Config
 from megajax.parallel.sites import SiteRecord
 from megajax.verify.check import all_checks, widened
 from megajax.verify.comparison import trace
-from megajax.verify.forms import exact, one_device, with_axes
+from megajax.verify.forms import in_fp64, one_device, with_axes
 from megajax.verify.recording import Place, Recording, first_difference
 from megajax.verify.run import MeshRun, drawn_state
 from megajax.verify.theory import theory_of
@@ -193,7 +193,7 @@ def test_meshes_with_axes_left_out() -> None:
     assert with_axes(config, ()).train.microbatch == 4  # 24 rows in 6 microbatches
     assert with_axes(config, ("pipe", "tensor")).pipeline == config.pipeline
     assert with_axes(config, ("data", "pipe", "tensor")) == config
-    assert exact(config).precision == "fp64"
+    assert in_fp64(config).precision == "fp64"
 
 
 DEPTH, SAMPLES, TOKENS, WIDTH = 2, 4, 3, 8

@@ -1,0 +1,127 @@
+"""Compare a small configuration on its mesh with a single device exactly: over finite fields, without compiling."""
+
+from collections.abc import Callable, Iterator
+
+import jax.numpy as jnp
+import numpy as np
+
+from megajax.backend import CPU
+from megajax.config import Config
+from megajax.precision import OPERAND_DTYPE
+from megajax.verify.fields import ExactStep, Outcome, Values, activation_error, recorded_step, run_step, unequal
+from megajax.verify.forms import in_blocks, plain
+from megajax.verify.locate import Result, axes_that_differ, first_in_words
+from megajax.verify.recording import first_difference
+from megajax.verify.run import TracingError
+from megajax.verify.shrink import shown
+from megajax.verify.theory import check_collectives
+from megajax.verify.verdict import EXACT, UNMOVED, WEIGHTS, Finding, Verdict, some
+
+TRACED = "tracing of the step"
+
+
+def check_exactly(
+    config: Config,
+    *,
+    repeats: int = 1,
+    on_start: Callable[[str], None] = lambda text: None,
+    on_finding: Callable[[Finding], None] = lambda finding: None,
+) -> Result:
+    """Compare `config`, which must be small already, with one device, and locate differences.
+
+    Args:
+        repeats: comparisons, each with other random numbers.
+        on_start, on_finding: see `check.check`.
+    """
+    found: list[Finding] = []
+    for seed in range(repeats):
+        on_start(f"{shown(config.mesh)}, {EXACT}" + (f", repeat {seed + 1}" if seed else ""))
+        for finding in _findings(config, seed):
+            if seed == 0 or not finding.passed:
+                found.append(finding)
+                on_finding(finding)
+        if not all(finding.passed for finding in found):
+            return _located(config, Verdict(tuple(found)), seed, on_start)
+    return Result(Verdict(tuple(found)))
+
+
+def _findings(config: Config, seed: int) -> Iterator[Finding]:
+    """All checks with the random numbers of a seed."""
+    steps = []
+    for what, form, backend in (("one device", plain(config), CPU), (shown(config.mesh), config, in_blocks(config))):
+        try:
+            steps.append(run_step(form, backend, seed))
+        except TracingError as error:
+            yield Finding(f"{EXACT} {TRACED}", 1, 0, f"{what}: {error}")
+            return
+    yield from compare_exactly(*steps)
+
+
+def _located(config: Config, verdict: Verdict, seed: int, on_start: Callable[[str], None]) -> Result:
+    """Where the step differs; if numbers differ, communication is ignored."""
+    numbers = any(finding.of_numbers for finding in verdict.failed)
+
+    def differs(part: Config) -> bool:
+        return any(not each.passed and (each.of_numbers or not numbers) for each in _findings(part, seed))
+
+    axes = axes_that_differ(config, differs, on_start)
+    untraced = [finding for finding in verdict.failed if finding.name.endswith(TRACED)]
+    if untraced:
+        return Result(verdict, axes, f"no step, {untraced[0].where}")
+    on_start("the first activation that differs")
+    expected, actual = recorded_step(plain(config)), recorded_step(axes.config, in_blocks(axes.config))
+    difference = first_difference(expected, actual, 0.0, activation_error)
+    wrong = [name for name, error in actual.collectives.items() if error]
+    return Result(verdict, axes, first_in_words(difference, verdict.failed, wrong))
+
+
+def compare_exactly(reference: ExactStep, other: ExactStep) -> Iterator[Finding]:
+    """What must be equal, what a skipped step must not change, and what is communicated."""
+
+    def equal(name: str, of: Callable[[ExactStep], Values], where: str = "{}") -> Finding:
+        return _equal(name, of(reference), of(other), where)
+
+    yield equal("losses", lambda step: _losses(step.taken, True), "step 1, {}")
+    yield equal("gradients", lambda step: step.gradients, "{}, step 1")
+    yield equal(WEIGHTS, lambda step: step.taken.state["params"])
+    if "average" in other.taken.state:
+        yield equal("moving average", lambda step: step.taken.state["average"])
+    yield equal("moments and other state", lambda step: _others(step.taken))
+    yield equal("other metrics of the steps", lambda step: _losses(step.taken, False), "{}, step 1")
+    yield equal("step with its other branches", lambda step: _everything(step.otherwise))
+    moved = [*other.skipped, *(f"{name} on one device" for name in reference.skipped)]
+    yield Finding(f"{EXACT} {UNMOVED}", len(moved), 0, some(moved))
+    yield Finding(f"{EXACT} replicas of all results", len(other.unequal), 0, some(other.unequal))
+    operand = OPERAND_DTYPE.get(other.config.precision)
+    item = None if operand is None else jnp.dtype(operand).itemsize
+    yield check_collectives(other.config, other.collectives, EXACT, item, other.backend)
+
+
+def _equal(name: str, expected: Values, actual: Values, where: str = "{}") -> Finding:
+    """The number of values that are not equal, and the first of them, with its layers."""
+    words = {leaf: unequal(expected[leaf], actual[leaf]) for leaf in expected}
+    wrong = [leaf for leaf, text in words.items() if text]
+    if not wrong:
+        return Finding(f"{EXACT} {name}", 0, 0, f"{len(words)} equal")
+    first, layers = wrong[0], tuple[int, ...]()
+    if "blocks/" in first and expected[first].shape == actual[first].shape:
+        differ = (expected[first] != actual[first]).any(axis=(0, 1, *range(3, expected[first].ndim)))
+        layers = tuple(np.flatnonzero(differ).tolist())
+    named = first + (f", layer {', '.join(map(str, layers))}" if layers else "")
+    text = f"{where.format(named)}: {words[first]} ({len(wrong)} of {len(words)} differ)"
+    return Finding(f"{EXACT} {name}", len(wrong), 0, text, layers)
+
+
+def _losses(outcome: Outcome, of_losses: bool) -> Values:
+    """The losses among metrics, or the others."""
+    return {name: x for name, x in outcome.metrics.items() if (name.split("/")[0] == "loss") == of_losses}
+
+
+def _others(outcome: Outcome) -> Values:
+    parts = {part: leaves for part, leaves in outcome.state.items() if part not in ("params", "average")}
+    return {f"{part}/{name}".strip("/"): x for part, leaves in parts.items() for name, x in leaves.items()}
+
+
+def _everything(outcome: Outcome) -> Values:
+    state = {f"{part}/{name}": x for part, leaves in outcome.state.items() for name, x in leaves.items()}
+    return outcome.metrics | state

@@ -1,0 +1,157 @@
+"""A configuration's step in numbers that are never rounded (`megajax.exact`): nothing is compiled, and no devices are
+needed."""
+
+import zlib
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import jax
+import numpy as np
+
+from megajax.backend import CPU, Backend
+from megajax.config import Config
+from megajax.exact.interpreter import Interpreter, interpreted
+from megajax.exact.numbers import PRIMES, Value, drawn, is_float, seeded
+from megajax.program.communication import Collective, collectives_of
+from megajax.program.program import Program
+from megajax.program.state import TrainState
+from megajax.program.synthetic import random_batch
+from megajax.program.train_step import train_step_with_gradients
+from megajax.verify.comparison import beside_the_scale, named_leaves, named_parts
+from megajax.verify.recording import Activation, Recording
+from megajax.verify.run import in_precision, traced
+
+_UPDATES = 20  # that the state has seen: enough for the median of gradient norms to count
+_RATIOS = sorted({Fraction(n, d) for n in range(1, 17) for d in range(1, 17)} - {Fraction(1)})
+
+Values = dict[str, Value]  # by name
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step returns and leaves, if its branches are taken in one way."""
+
+    metrics: Values
+    state: dict[str, Values]  # in canonical form, by part
+
+
+@dataclass(frozen=True)
+class ExactStep:
+    """A step from random weights, moments and averages, the same on every mesh."""
+
+    config: Config  # the configuration that ran
+    backend: Backend
+    taken: Outcome
+    otherwise: Outcome  # where comparisons of scalars have the other result: clipping, spikes
+    gradients: Values  # in canonical form
+    skipped: list[str]  # what a step whose numbers are not finite changes, though only the loss scale may change
+    unequal: list[str]  # results whose replicas differ between devices
+    collectives: list[Collective]
+
+
+def run_step(config: Config, backend: Backend = CPU, seed: int = 0) -> ExactStep:
+    """Run the step of a valid configuration on its mesh.
+
+    Raises:
+        TracingError: it cannot be traced.
+    """
+    return _run(config, backend, seed)
+
+
+def recorded_step(config: Config, backend: Backend = CPU) -> Recording:
+    """Every activation of such a step."""
+    recording = Recording()
+    with recording.taken():
+        _run(config, backend, 0, branches=False)
+    return recording
+
+
+def _run(config: Config, backend: Backend, seed: int, *, branches: bool = True) -> ExactStep:
+    machine = Interpreter(seed)
+    with in_precision(config):
+        with traced():
+            program = Program.abstract(config, backend)
+            layout, types = program.layout, program.layout.shapes
+            step = train_step_with_gradients(program).trace(types, program.batch_types)
+        with seeded(seed):
+            drawn_state = jax.tree_util.tree_map_with_path(_drawn, layout.canonical_shapes)
+        state = interpreted(layout.pipelined, [layout.canonical_shapes], [drawn_state], machine)
+        batch = {name: array[None, None] for name, array in random_batch(config, seed).items()}
+
+        def result() -> tuple[TrainState, Values, Any]:
+            flat = machine(step.jaxpr, jax.tree.leaves((state, batch)))
+            return jax.tree.unflatten(jax.tree.structure(step.out_info), flat)
+
+        def outcome(after: TrainState, metrics: Values) -> Outcome:
+            return Outcome(metrics, named_parts(interpreted(layout.canonical, [types], [after], machine)))
+
+        after, metrics, grads = result()
+        taken, gradients = (
+            outcome(after, metrics),
+            interpreted(layout.canonical_weights, [step.out_info[2]], [grads], machine),
+        )
+        unequal = [f"{each.shape}" for each in machine.disagreeing]
+        otherwise, skipped = taken, []
+        if branches:
+            machine.flipped = True
+            otherwise = outcome(*result()[:2])
+            machine.flipped, machine.finite = False, False
+            after, metrics, _ = result()
+            skipped = _changed(state, after) + ([] if metrics["skipped"].all() else ["the metric `skipped`"])
+    return ExactStep(
+        config=config,
+        backend=backend,
+        taken=taken,
+        otherwise=otherwise,
+        gradients=named_leaves(gradients),
+        skipped=skipped,
+        unequal=unequal,
+        collectives=collectives_of(step.jaxpr),
+    )
+
+
+def _drawn(path: Any, leaf: jax.ShapeDtypeStruct) -> Value:
+    """Random numbers for a leaf of the canonical state; counters are those after some updates."""
+    if not is_float(leaf.dtype):
+        return np.full((1, 1, *leaf.shape), _UPDATES, leaf.dtype)
+    return drawn(leaf.shape, zlib.crc32(jax.tree_util.keystr(path).encode()))
+
+
+def _changed(before: TrainState, after: TrainState) -> list[str]:
+    """Leaves that differ, except the loss scale's."""
+    pairs = zip(beside_the_scale(before), beside_the_scale(after), strict=True)
+    return [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for (path, old), (_, new) in pairs
+        if not np.array_equal(np.broadcast_to(old, new.shape), new)
+    ]
+
+
+def unequal(expected: Value, actual: Value) -> str:
+    """How a value differs from another, in words; empty if it does not."""
+    if expected.shape != actual.shape:
+        return f"shape {actual.shape[2:]} instead of {expected.shape[2:]}"
+    return "" if np.array_equal(expected, actual) else _ratio(expected[0], actual[0])
+
+
+def _ratio(expected: np.ndarray, actual: np.ndarray) -> str:
+    """How much larger numbers of the first field are, if by a small fraction."""
+    a, b = (x.astype(np.int64) % PRIMES[0] for x in (expected, actual))
+    for ratio in _RATIOS:
+        if (b * ratio.denominator % PRIMES[0] == a * ratio.numerator % PRIMES[0]).all():
+            return f"{ratio} times what it should be"
+    return "different numbers"
+
+
+def activation_error(expected: Activation, actual: Activation, floor: float) -> tuple[float, str]:
+    """How a recorded activation differs; for `recording.first_difference`."""
+    if actual.value.shape != expected.value.shape:
+        return np.inf, f"shape {actual.value.shape} instead of {expected.value.shape}"
+    if not actual.agree and expected.agree:
+        return np.inf, "replicas, or a recomputation, disagree"
+    if ((expected.value < 0) != (actual.value < 0)).any():
+        return np.inf, "different columns are masked"
+    if (expected.value % PRIMES[0] == actual.value % PRIMES[0]).all():
+        return 0.0, ""
+    return np.inf, _ratio(expected.value, actual.value)
