@@ -219,6 +219,20 @@ ROWS: dict[str, dict[str, Row]] = {
             ("flat[path].at[place].add(grad)", "flat[path].at[place].set(2 * flat[path][place] + grad)"),
             gradient("blocks/mlp/up/weight, layer 0, 1", ON_DATA),
         ),
+        "all losses are divided by the first one's targets": (  # Megatron-LM #3159
+            "program.bind._bind.losses",
+            ("jnp.maximum(counts[name], 1)", "jnp.maximum(next(iter(counts.values())), 1)"),
+            tests("tests/models/test_forward.py -k losses"),
+        ),
+        "an evaluation takes the mean of samples' means": (  # torchtitan #4167
+            "evaluation.scoring.Perplexity.of",
+            (
+                "math.fsum(float(sample.loss.sum()) for sample in scores)",
+                "math.fsum(float(sample.loss.mean()) for sample in scores if len(sample.loss)) / len(scores) "
+                "* sum(len(sample.loss) for sample in scores)",
+            ),
+            tests("tests/evaluation/test_scoring.py"),
+        ),
     },
     "A microbatch dropped or taken twice": {
         "the first microbatch is taken twice, and the last never": (
@@ -735,6 +749,14 @@ ROWS: dict[str, dict[str, Row]] = {
             "models.experts.Mixture.__call__",
             ("attached(y_BTD, routing.loss_B, context.loss_weight)", "y_BTD"),
             tests("tests/models/test_mixture.py -k balancing"),
+        ),
+        "loads are rounded to bf16": (  # Megatron-LM #7081
+            "models.router.Router.__call__",
+            (
+                "jnp.sum(count_BE, axis=0, dtype=jnp.int32)",
+                "jnp.sum(count_BE, axis=0, dtype=jnp.int32).astype(jnp.bfloat16).astype(jnp.int32)",
+            ),
+            tests("tests/test_experts.py -k by_hand"),
         ),
     },
     "Products in 8 bits": {
