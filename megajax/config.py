@@ -26,7 +26,7 @@ from megajax.traits import IS_PATH, SAMPLES, Small
 _AXIS = between(1, 100_000)
 MOST_ROWS = 1_000_000  # of a global batch
 _ROWS = between(1, MOST_ROWS)
-_RAMP, _OFF = between(0, MOST_ROWS), Small(fixed=0)
+_RAMP, _GROWTH = between(0, MOST_ROWS), Small(jointly=True)
 MOST_SIMULATED = 1024  # devices; JAX needs seconds for these, minutes for some thousands
 _SIMULATED = between(0, MOST_SIMULATED)
 
@@ -95,10 +95,10 @@ class TrainConfig:
     ] = 0
     global_batch: Annotated[int, "sequences per step, summed over all devices", _ROWS]
     ramp_start: Annotated[
-        int, "batch size of the first steps, growing to global_batch; 0: constant batch size", _RAMP, _OFF
+        int, "batch size of the first steps, growing to global_batch; 0: constant batch size", _RAMP, _GROWTH
     ] = 0
-    ramp_increment: Annotated[int, "sequences added each time the batch grows", _RAMP, _OFF] = 0
-    ramp_samples: Annotated[int, "sequences consumed before the batch reaches global_batch", AT_LEAST_ZERO, _OFF] = 0
+    ramp_increment: Annotated[int, "sequences added each time the batch grows", _RAMP, _GROWTH] = 0
+    ramp_samples: Annotated[int, "sequences consumed before the batch reaches global_batch", AT_LEAST_ZERO, _GROWTH] = 0
     microbatch: Annotated[int, "sequences per microbatch on each data-parallel rank", _ROWS]
     remat: Annotated[
         Literal["none", "selective", "layer", "stage"],

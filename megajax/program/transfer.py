@@ -63,7 +63,7 @@ class Transfer:
             spec = PartitionSpec(PIPE, *spec[1:])
         return spec
 
-    def _goes_by_stages(self, stacked: bool, canonical: PartitionSpec) -> bool:
+    def goes_by_stages(self, stacked: bool, canonical: PartitionSpec) -> bool:
         """Whether a leaf's canonical form is not sharded over the stages at all."""
         return stacked and self._layout.placement.num_stages > 1 and PIPE not in spec_axes(canonical)
 
@@ -75,7 +75,7 @@ class Transfer:
         sources = jax.tree.leaves(layout.with_main(layout.specs))
         canonical = []
         for (path, leaf), source, target in zip(leaves, sources, jax.tree.leaves(self.targets), strict=True):
-            if self._goes_by_stages(is_stacked(path), target.sharding.spec):
+            if self.goes_by_stages(is_stacked(path), target.sharding.spec):
                 canonical.append(self._collected(leaf, source, target))
                 continue
             on_device = self.to_canonical(is_stacked(path), source, target.sharding.spec, target.dtype)(leaf)
@@ -118,7 +118,7 @@ class Transfer:
     ) -> Callable[..., Array]:
         """The compiled conversion of a leaf on the stages to canonical form, in `dtype`. For a leaf that goes by
         stages, it takes the leaf and a stage number and returns that stage's slots."""
-        steps, by_stages = self._steps(source, target, stacked), self._goes_by_stages(stacked, target)
+        steps, by_stages = self._steps(source, target, stacked), self.goes_by_stages(stacked, target)
         layers_divided = stacked and entry_axes(target[0]) == (PIPE,)
 
         def local(x: Array, *stage: Array) -> Array:
@@ -139,7 +139,7 @@ class Transfer:
     ) -> Callable[[Array], Array]:
         """The compiled conversion of a canonical leaf to one on the stages, cast to `dtype` if given. A leaf that goes
         by stages must be on them already."""
-        steps, by_stages = self._steps(target, source, stacked), self._goes_by_stages(stacked, source)
+        steps, by_stages = self._steps(target, source, stacked), self.goes_by_stages(stacked, source)
         layers_divided = stacked and entry_axes(source[0]) == (PIPE,)
 
         def local(x: Array) -> Array:
@@ -216,7 +216,7 @@ class Transfer:
     def _place(self, canonical: Tree, specs: Tree, dtypes: Tree | None = None) -> Tree:
         def place(path: Any, leaf: Array, spec: PartitionSpec, dtype: Any = None) -> Array:
             assert isinstance(leaf.sharding, NamedSharding)
-            by_stages = self._goes_by_stages(is_stacked(path), leaf.sharding.spec)
+            by_stages = self.goes_by_stages(is_stacked(path), leaf.sharding.spec)
             on_device = self._on_stages(leaf) if by_stages else moved(leaf)
             convert = self.from_canonical(is_stacked(path), leaf.sharding.spec, spec, dtype)
             placed = jax.block_until_ready(convert(on_device))

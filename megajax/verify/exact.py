@@ -1,13 +1,15 @@
 """Compare a small configuration on its mesh with a single device exactly: over finite fields, without compiling."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.backend import CPU
+from megajax.backend import CPU, Backend
 from megajax.config import Config
 from megajax.precision import OPERAND_DTYPE
+from megajax.verify.beside import beside_training
 from megajax.verify.fields import ExactStep, Outcome, Values, activation_error, recorded_step, run_step, unequal
 from megajax.verify.forms import in_blocks, plain
 from megajax.verify.locate import Result, axes_that_differ, first_in_words
@@ -36,40 +38,68 @@ def check_exactly(
     found: list[Finding] = []
     for seed in range(repeats):
         on_start(f"{shown(config.mesh)}, {EXACT}" + (f", repeat {seed + 1}" if seed else ""))
-        for finding in _findings(config, seed):
+        reference = _step("one device", plain(config), CPU, seed)
+        for finding in _findings(config, reference, seed):
             if seed == 0 or not finding.passed:
                 found.append(finding)
                 on_finding(finding)
         if not all(finding.passed for finding in found):
-            return _located(config, Verdict(tuple(found)), seed, on_start)
-    return Result(Verdict(tuple(found)))
+            return _located(config, Verdict(tuple(found)), reference, seed, on_start)
+    on_start(f"{shown(config.mesh)}, {EXACT}: scores, generation, checkpoints")
+    for finding in beside_training(config):
+        found.append(finding)
+        on_finding(finding)
+    verdict = Verdict(tuple(found))
+    first = "" if verdict.passed else f"no difference in the step: {verdict.failed[0].name}: {verdict.failed[0].where}"
+    return Result(verdict, first=first)
 
 
-def _findings(config: Config, seed: int) -> Iterator[Finding]:
+def _step(what: str, config: Config, backend: Backend, seed: int) -> ExactStep | Finding:
+    """A step, or that it cannot be traced."""
+    try:
+        return run_step(config, backend, seed)
+    except TracingError as error:
+        return Finding(f"{EXACT} {TRACED}", 1, 0, f"{what}: {error}")
+
+
+def _findings(config: Config, reference: ExactStep | Finding, seed: int) -> Iterator[Finding]:
     """All checks with the random numbers of a seed."""
-    steps = []
-    for what, form, backend in (("one device", plain(config), CPU), (shown(config.mesh), config, in_blocks(config))):
-        try:
-            steps.append(run_step(form, backend, seed))
-        except TracingError as error:
-            yield Finding(f"{EXACT} {TRACED}", 1, 0, f"{what}: {error}")
-            return
-    yield from compare_exactly(*steps)
+    other = reference
+    if isinstance(reference, ExactStep):
+        other = _step(shown(config.mesh), config, in_blocks(config), seed)
+        if isinstance(other, ExactStep):
+            yield from compare_exactly(reference, other)
+            if config.train.ramp_start:
+                yield _first_batch(config, seed)
+    if isinstance(other, Finding):
+        yield other
 
 
-def _located(config: Config, verdict: Verdict, seed: int, on_start: Callable[[str], None]) -> Result:
+def _first_batch(config: Config, seed: int) -> Finding:
+    """Whether the gradients of the first batch are equal, if batches grow."""
+    train = dataclasses.replace(config.train, global_batch=config.train.ramp_start, ramp_start=0)
+    config = dataclasses.replace(config, train=train)
+    expected, actual = (run_step(form, seed=seed, branches=False) for form in (plain(config), config))
+    return _equal("gradients of the first batch", expected.gradients, actual.gradients)
+
+
+def _located(
+    config: Config, verdict: Verdict, reference: ExactStep | Finding, seed: int, on_start: Callable[[str], None]
+) -> Result:
     """Where the step differs; if numbers differ, communication is ignored."""
     numbers = any(finding.of_numbers for finding in verdict.failed)
 
     def differs(part: Config) -> bool:
-        return any(not each.passed and (each.of_numbers or not numbers) for each in _findings(part, seed))
+        checked = _findings(part, reference, seed)
+        return any(not each.passed and (each.of_numbers or not numbers) for each in checked)
 
     axes = axes_that_differ(config, differs, on_start)
     untraced = [finding for finding in verdict.failed if finding.name.endswith(TRACED)]
     if untraced:
         return Result(verdict, axes, f"no step, {untraced[0].where}")
     on_start("the first activation that differs")
-    expected, actual = recorded_step(plain(config)), recorded_step(axes.config, in_blocks(axes.config))
+    forms = (plain(config), CPU), (axes.config, in_blocks(axes.config))
+    expected, actual = (recorded_step(*form, seed) for form in forms)
     difference = first_difference(expected, actual, 0.0, activation_error)
     wrong = [name for name, error in actual.collectives.items() if error]
     return Result(verdict, axes, first_in_words(difference, verdict.failed, wrong))

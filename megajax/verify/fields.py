@@ -11,8 +11,9 @@ import numpy as np
 
 from megajax.backend import CPU, Backend
 from megajax.config import Config
+from megajax.exact import numbers
 from megajax.exact.interpreter import Interpreter, interpreted
-from megajax.exact.numbers import PRIMES, Value, drawn, is_float, seeded
+from megajax.exact.numbers import PRIMES, Value, is_float, seeded
 from megajax.program.communication import Collective, collectives_of
 from megajax.program.program import Program
 from megajax.program.state import TrainState
@@ -50,61 +51,77 @@ class ExactStep:
     collectives: list[Collective]
 
 
-def run_step(config: Config, backend: Backend = CPU, seed: int = 0) -> ExactStep:
-    """Run the step of a valid configuration on its mesh.
+class Drawn:
+    """A configuration's program, and random numbers for its state.
+
+    Attributes:
+        machine: what runs it.
+        canonical: the state in canonical form, the same on every mesh.
+        state: the state on the mesh's stages.
+    """
+
+    def __init__(self, config: Config, backend: Backend = CPU, seed: int = 0):
+        self.program, self.machine, self.seed = Program.abstract(config, backend), Interpreter(seed), seed
+        layout = self.program.layout
+        with seeded(seed):
+            self.canonical = jax.tree_util.tree_map_with_path(_drawn, layout.canonical_shapes)
+        self.state = self.run(layout.pipelined, (layout.canonical_shapes, self.canonical))
+
+    def run(self, function: Any, *arguments: tuple[Any, Any]) -> Any:
+        """The result of a function, given the types and values of its arguments."""
+        types, values = zip(*arguments, strict=True)
+        return interpreted(function, types, values, self.machine)
+
+    @property
+    def batch(self) -> Values:
+        """A random batch."""
+        return {name: array[None, None] for name, array in random_batch(self.program.config, self.seed).items()}
+
+
+def recorded_step(config: Config, backend: Backend = CPU, seed: int = 0) -> Recording:
+    """Every activation of a step."""
+    recording = Recording()
+    with recording.taken():
+        run_step(config, backend, seed, branches=False)
+    return recording
+
+
+def run_step(config: Config, backend: Backend = CPU, seed: int = 0, *, branches: bool = True) -> ExactStep:
+    """Run the step of a valid configuration on its mesh, with its other `branches` or without.
 
     Raises:
         TracingError: it cannot be traced.
     """
-    return _run(config, backend, seed)
-
-
-def recorded_step(config: Config, backend: Backend = CPU) -> Recording:
-    """Every activation of such a step."""
-    recording = Recording()
-    with recording.taken():
-        _run(config, backend, 0, branches=False)
-    return recording
-
-
-def _run(config: Config, backend: Backend, seed: int, *, branches: bool = True) -> ExactStep:
-    machine = Interpreter(seed)
     with in_precision(config):
         with traced():
-            program = Program.abstract(config, backend)
-            layout, types = program.layout, program.layout.shapes
+            drawn = Drawn(config, backend, seed)
+            program, machine, types = drawn.program, drawn.machine, drawn.program.layout.shapes
             step = train_step_with_gradients(program).trace(types, program.batch_types)
-        with seeded(seed):
-            drawn_state = jax.tree_util.tree_map_with_path(_drawn, layout.canonical_shapes)
-        state = interpreted(layout.pipelined, [layout.canonical_shapes], [drawn_state], machine)
-        batch = {name: array[None, None] for name, array in random_batch(config, seed).items()}
+        layout, inputs = program.layout, jax.tree.leaves((drawn.state, drawn.batch))
 
         def result() -> tuple[TrainState, Values, Any]:
-            flat = machine(step.jaxpr, jax.tree.leaves((state, batch)))
-            return jax.tree.unflatten(jax.tree.structure(step.out_info), flat)
+            return jax.tree.unflatten(jax.tree.structure(step.out_info), machine(step.jaxpr, inputs))
 
         def outcome(after: TrainState, metrics: Values) -> Outcome:
-            return Outcome(metrics, named_parts(interpreted(layout.canonical, [types], [after], machine)))
+            return Outcome(metrics, named_parts(drawn.run(layout.canonical, (types, after))))
 
-        after, metrics, grads = result()
-        taken, gradients = (
-            outcome(after, metrics),
-            interpreted(layout.canonical_weights, [step.out_info[2]], [grads], machine),
-        )
-        unequal = [f"{each.shape}" for each in machine.disagreeing]
-        otherwise, skipped = taken, []
+        after, metrics, gradients = result()
+        taken = outcome(after, metrics)
+        canonical = drawn.run(layout.canonical_weights, (step.out_info[2], gradients))
+        unequal = [str(each.shape) for each in machine.disagreeing]
+        otherwise, skipped = taken, list[str]()
         if branches:
             machine.flipped = True
             otherwise = outcome(*result()[:2])
             machine.flipped, machine.finite = False, False
             after, metrics, _ = result()
-            skipped = _changed(state, after) + ([] if metrics["skipped"].all() else ["the metric `skipped`"])
+            skipped = _changed(drawn.state, after) + ([] if metrics["skipped"].all() else ["the metric `skipped`"])
     return ExactStep(
         config=config,
         backend=backend,
         taken=taken,
         otherwise=otherwise,
-        gradients=named_leaves(gradients),
+        gradients=named_leaves(canonical),
         skipped=skipped,
         unequal=unequal,
         collectives=collectives_of(step.jaxpr),
@@ -115,7 +132,7 @@ def _drawn(path: Any, leaf: jax.ShapeDtypeStruct) -> Value:
     """Random numbers for a leaf of the canonical state; counters are those after some updates."""
     if not is_float(leaf.dtype):
         return np.full((1, 1, *leaf.shape), _UPDATES, leaf.dtype)
-    return drawn(leaf.shape, zlib.crc32(jax.tree_util.keystr(path).encode()))
+    return numbers.drawn(leaf.shape, zlib.crc32(jax.tree_util.keystr(path).encode()))
 
 
 def _changed(before: TrainState, after: TrainState) -> list[str]:

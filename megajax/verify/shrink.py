@@ -54,6 +54,10 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
     rows = mesh.row_shards * microbatch * sizes.num_microbatches()
     frozen = fewer_layers(config.train.freeze, config.model.num_layers, layers)
     train = dataclasses.replace(config.train, microbatch=microbatch, global_batch=rows, freeze=frozen)
+    first = mesh.row_shards * microbatch  # a batch that grows begins with one microbatch, and is whole in the next step
+    growth = (first, rows - first, first) if config.train.ramp_start and first < rows else (0, 0, 0)
+    start, increment, samples = growth
+    train = dataclasses.replace(train, ramp_start=start, ramp_increment=increment, ramp_samples=samples)
     optimizer = dataclasses.replace(config.optimizer, cooldown_steps=8 if config.optimizer.schedule == "wsd" else 0)
     most = config.pipeline.max_deferred
     if 0 < most < 2 * (config.mesh.pipe - 1):  # it limits the large pipeline, so let it limit the small one too

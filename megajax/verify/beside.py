@@ -1,0 +1,117 @@
+"""The programs beside training on a mesh, compared with one device exactly: scoring, generation from a cache, and the
+transfer of checkpoints."""
+
+import dataclasses
+from collections.abc import Iterator
+from functools import partial
+
+import jax
+import numpy as np
+
+from megajax.axes import PIPE
+from megajax.backend import CPU
+from megajax.config import Config
+from megajax.exact.numbers import Value, ordered
+from megajax.generation.choice import Sampling, prompt_bits
+from megajax.generation.programs import ROWS, TOKENS_AT_ONCE, DecodingPrograms
+from megajax.models.family import family_of
+from megajax.program.scoring import logits, scores, task_logits
+from megajax.program.state import is_stacked
+from megajax.program.transfer import Transfer
+from megajax.verify.fields import Drawn, Values
+from megajax.verify.forms import in_blocks, plain, with_axes
+from megajax.verify.run import in_precision
+from megajax.verify.verdict import EXACT, Finding, some
+
+
+def beside_training(config: Config, seed: int = 0) -> Iterator[Finding]:
+    """Compare scores, the tokens that are generated, and states that are transferred."""
+    with in_precision(config):
+        one, mesh = Drawn(plain(config), CPU, seed), Drawn(config, in_blocks(config), seed)
+        expected, actual = _scored(one), _scored(mesh)
+        wrong = [name for name, x in expected.items() if not np.array_equal(x, actual[name])]
+        yield Finding(f"{EXACT} scores", len(wrong), 0, some(wrong))
+        if config.model.head == "pretraining" and not family_of(config.model).bidirectional:
+            yield _generation(config, seed)
+        yield _transfer(mesh)
+
+
+def _scored(drawn: Drawn) -> Values:
+    """Scores of every target, and the logits of a task."""
+    program, params = drawn.program, (drawn.program.layout.shapes.params, drawn.state.params)
+    functions = [scores, *([task_logits] if program.config.model.head != "pretraining" else [])]
+    found = [drawn.run(function(program), params, (program.batch_types, drawn.batch)) for function in functions]
+    return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(found)}
+
+
+def _generation(config: Config, seed: int) -> Finding:
+    """Whether tokens chosen with a cache are the most probable ones without."""
+    zero = min(config.optimizer.zero, 1)
+    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, zero=zero))
+    config = with_axes(config, [axis for axis in config.mesh.sizes if axis != PIPE])
+    rows, length = config.mesh.zero_shards, config.model.sequence_length
+    rng = np.random.default_rng(seed)
+    number = min(1 + TOKENS_AT_ONCE, length // 2)
+    length_B = rng.integers(1, length - number + 1, rows, dtype=np.int32)
+    tokens_BT = rng.integers(0, config.model.vocab_size, (rows, length), dtype=np.int32)
+    chosen_BN = _continued(Drawn(config, CPU, seed), tokens_BT[:, : length - number], length_B, number)
+    place_BN = length_B[:, None] + np.arange(number)
+    np.put_along_axis(tokens_BT, place_BN, chosen_BN, 1)
+    train = dataclasses.replace(config.train, global_batch=rows, microbatch=rows)
+    one = Drawn(plain(dataclasses.replace(config, train=train)), CPU, seed)
+    program, tokens = one.program, {"tokens": one.program.batch_types["tokens"]}
+    found = one.run(
+        logits(program),
+        (program.layout.shapes.params, one.state.params),
+        (tokens, {"tokens": tokens_BT[None, None]}),
+    )
+    probable_BT = np.argmax(ordered(found)[0, 0, ..., : config.model.vocab_size], -1)
+    wrong = np.take_along_axis(probable_BT, place_BN - 1, 1) != chosen_BN
+    where = f"row {np.flatnonzero(wrong.any(1))[0]}" if wrong.any() else f"{chosen_BN.size} tokens of {rows} rows"
+    return Finding(f"{EXACT} generation with a cache", int(wrong.sum()), 0, where)
+
+
+def _continued(drawn: Drawn, tokens_BT: np.ndarray, length_B: np.ndarray, number: int) -> np.ndarray:
+    """Tokens that follow prompts, [B, number]."""
+    programs = DecodingPrograms(drawn.program, Sampling(temperature=0.0), ())
+    params, rows = (drawn.program.layout.shapes.params, drawn.state.params), len(tokens_BT)
+    weights = jax.eval_shape(programs.unstacked, params[0]), drawn.run(programs.unstacked, params)
+    bits = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(lambda: prompt_bits([[0]] * rows, 0)))
+    limit_B = np.full(rows, number, np.int32)
+    inputs = {"tokens": tokens_BT, "length": length_B, "limit": limit_B, "bits": bits}
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
+    prefill = programs.region(partial(programs.prefill, tokens_BT.shape[1] + TOKENS_AT_ONCE), ROWS)
+    decode = programs.region(programs.decode, programs.state_specs)
+    state, first = drawn.run(prefill, weights, (types, jax.tree.map(lambda x: x[None, None], inputs)))
+    _, others = drawn.run(decode, weights, (jax.eval_shape(prefill, weights[0], types)[0], state))
+    return np.concatenate([first, others], -1)[0, 0, :, :number]
+
+
+def _transfer(drawn: Drawn) -> Finding:
+    """Whether leaves of a state arrive on their stages, and in canonical form again, with their layers in order. Those
+    that go stage by stage are put into order by the host."""
+    layout, wrong = drawn.program.layout, []
+    transfer = Transfer(layout)
+    parts = zip(
+        jax.tree_util.tree_leaves_with_path(transfer.targets.params),
+        jax.tree.leaves(layout.shapes.params),
+        jax.tree.leaves(layout.specs.params),
+        jax.tree.leaves(drawn.canonical.params),
+        jax.tree.leaves(drawn.state.params),
+        strict=True,
+    )
+    for (path, target), type_, spec, canonical, pipelined in parts:
+        stacked, place = is_stacked(path), target.sharding.spec
+        if transfer.goes_by_stages(stacked, place):
+            continue
+        there = transfer.from_canonical(stacked, place, spec, type_.dtype)
+        back = transfer.to_canonical(stacked, spec, place, target.dtype)
+        plain_type = jax.ShapeDtypeStruct(target.shape, target.dtype)
+        if not (_same(drawn.run(there, (plain_type, canonical)), pipelined)
+                and _same(drawn.run(back, (type_, pipelined)), canonical)):  # fmt: skip
+            wrong.append(jax.tree_util.keystr(path, simple=True, separator="/"))
+    return Finding(f"{EXACT} transfer of checkpoints", len(wrong), 0, some(wrong))
+
+
+def _same(x: Value, y: Value) -> bool:
+    return np.array_equal(np.broadcast_to(x, y.shape), y)
