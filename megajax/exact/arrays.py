@@ -1,13 +1,16 @@
 """Primitives that move elements, sum or order them: (equation, values) -> value. Dims of a value follow two others."""
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from megajax.exact.functions import bitcast, converted
-from megajax.exact.numbers import Value, is_float, matrix_product, modulo, multiply, oracle, ordered, power
+from megajax.exact import numbers
+from megajax.exact.functions import FUNCTIONS, bitcast, converted
+from megajax.exact.numbers import Value, is_float, is_lowest, matrix_product, modulo, ordered, power, with_lowest
 
 
 def alike(values: Sequence[Value]) -> list[Value]:
@@ -18,7 +21,7 @@ def alike(values: Sequence[Value]) -> list[Value]:
 
 def total(x: Value, dims: Any, dtype: Any) -> Value:
     """The sum over dims of a value of a dtype."""
-    return modulo(x.sum(dims)) if is_float(dtype) else x.sum(dims, dtype=dtype)
+    return numbers.total(x, dims) if is_float(dtype) else x.sum(dims, dtype=dtype)
 
 
 def largest(x: Value, dim: int, way: Callable[..., np.ndarray] = np.argmax) -> Value:
@@ -35,7 +38,7 @@ def dims(given: Any) -> tuple[int, ...]:
     return tuple(dim + 2 for dim in given)
 
 
-_SAME = ("name", "copy", "copy_p", "pvary", "stop_gradient", "reduce_precision", "sharding_constraint")
+_SAME = ("name", "copy", "copy_p", "pvary", "stop_gradient", "reduce_precision", "sharding_constraint", "reshard")
 
 ARRAYS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(_SAME, lambda of, x: x),
@@ -43,7 +46,6 @@ ARRAYS: dict[str, Callable[..., Any]] = {
     "convert_element_type": lambda of, x: converted(x, of.invars[0].aval.dtype, of.params["new_dtype"]),
     "bitcast_convert_type": lambda of, x: bitcast(x, of.invars[0].aval.dtype, of.params["new_dtype"]),
     "reshape": lambda of, x: x.reshape(*x.shape[:2], *of.params["new_sizes"]),
-    "expand_dims": lambda of, x: np.expand_dims(x, dims(of.params["dimensions"])),
     "squeeze": lambda of, x: x.squeeze(dims(of.params["dimensions"])),
     "transpose": lambda of, x: x.transpose(0, 1, *dims(of.params["permutation"])),
     "tile": lambda of, x: np.tile(x, (1, 1, *of.params["reps"])),
@@ -71,13 +73,6 @@ def rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 def _power(equation: Any, x: Value) -> Value:
     exponent = equation.params["y"]
     return power(x, exponent) if is_float(equation.invars[0].aval.dtype) else x**exponent
-
-
-@rule("pow")
-def _pow(equation: Any, x: Value, y: Value) -> Value:
-    """An oracle of both numbers, even where the exponent is an integer."""
-    y = converted(y, equation.invars[1].aval.dtype, equation.invars[0].aval.dtype)
-    return oracle(*np.broadcast_arrays(x, y)[:1], "pow", y)
 
 
 @rule("broadcast_in_dim")
@@ -144,14 +139,20 @@ def _product(equation: Any, x: Value, y: Value) -> Value:
 
 @rule("reduce_prod")
 def _prod(equation: Any, x: Value) -> Value:
-    if not is_float(equation.invars[0].aval.dtype):
-        return x.prod(dims(equation.params["axes"]), dtype=x.dtype)
+    product = FUNCTIONS["mul"][is_float(equation.invars[0].aval.dtype)]
     for dim in sorted(dims(equation.params["axes"]), reverse=True):
-        out = np.ones_like(x.take(0, dim)) if x.shape[dim] else np.ones((*x.shape[:dim], *x.shape[dim + 1 :]), int)
-        for each in np.moveaxis(x, dim, 0):
-            out = multiply(out, each)
-        x = out
+        one = np.ones((*x.shape[:dim], *x.shape[dim + 1 :]), x.dtype)
+        x = functools.reduce(product, np.moveaxis(x, dim, 0), one)
     return x
+
+
+@rule("cumprod", "cummax", "cummin")
+def _scanned(equation: Any, x: Value) -> Value:
+    name = {"cumprod": "mul", "cummax": "max", "cummin": "min"}[equation.primitive.name]
+    two, dim = FUNCTIONS[name][is_float(equation.invars[0].aval.dtype)], equation.params["axis"] + 2
+    way = slice(None, None, -1 if equation.params["reverse"] else 1)
+    rows = itertools.accumulate(np.moveaxis(x, dim, 0)[way], two)
+    return np.moveaxis(np.stack([*rows])[way], 0, dim)
 
 
 @rule("reduce_max", "reduce_min")
@@ -172,7 +173,9 @@ def _cumulative(equation: Any, x: Value) -> Value:
     dim = equation.params["axis"] + 2
     way: Any = (..., slice(None, None, -1 if equation.params["reverse"] else 1), *[slice(None)] * (x.ndim - dim - 1))
     out = np.cumsum(x[way], dim, dtype=x.dtype)[way]
-    return modulo(out) if is_float(equation.invars[0].aval.dtype) else out
+    if not is_float(equation.invars[0].aval.dtype):
+        return out
+    return with_lowest(modulo(out), np.logical_or.accumulate(is_lowest(x)[way], dim)[way])
 
 
 @rule("sort")

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from megajax.exact.arrays import alike, rule
-from megajax.exact.numbers import Value, constant, is_float, modulo
+from megajax.exact.numbers import Value, constant, is_float, is_lowest, modulo, with_lowest
 
 
 def _of_devices(x: Value, dims: int) -> np.ndarray:
@@ -44,8 +44,11 @@ def _gather(equation: Any, x: Value, index: Value) -> Value:
     out = x[everywhere]
     out = np.broadcast_to(out, (*out.shape[:2], *shape))
     fill = equation.params["fill_value"]
-    fill = fill if fill is not None else np.nan if is_float(dtype) else 0
-    return np.where(there, out, constant(fill, dtype).reshape(-1, *[1] * (out.ndim - 1)))
+    kinds = {"f": np.nan, "V": np.nan, "b": True}  # V: what NumPy does not have
+    if fill is None:
+        fill = kinds[dtype.kind] if dtype.kind in kinds else np.iinfo(dtype).min or np.iinfo(dtype).max
+    fill = constant(fill, dtype)
+    return np.where(there, out, fill.reshape(-1, *[1] * (out.ndim - 1)))
 
 
 @rule("scatter", "scatter-add")
@@ -54,17 +57,20 @@ def _scatter(equation: Any, x: Value, index: Value, update: Value) -> Value:
     dims = numbers.update_window_dims, numbers.inserted_window_dims, numbers.scatter_dims_to_operand_dims
     batching = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
     indices, there = _places(x, index, equation.params["mode"], shape, *dims, *batching)
+    sums = equation.primitive.name == "scatter-add"
+    of_numbers = sums and is_float(equation.invars[0].aval.dtype)
+    if of_numbers:  # count the lowest numbers, too
+        x, update = (np.concatenate([np.where(is_lowest(each), 0, each), is_lowest(each)]) for each in (x, update))
     out, update, _ = (each.copy() for each in alike([x, update, index]))
     there = np.flatnonzero(np.broadcast_to(there, update.shape[1:]))
     devices = _of_devices(out, len(shape))
     places = tuple(np.broadcast_to(each, update.shape[1:]).reshape(-1)[there] for each in (devices, *indices))
-    sums = equation.primitive.name == "scatter-add"
     for part, given in zip(out, update.reshape(len(update), -1)[:, there], strict=True):
         if sums:
             np.add.at(part, places, given)
         else:
             part[places] = given
-    return modulo(out) if sums and is_float(equation.invars[0].aval.dtype) else out
+    return with_lowest(modulo(out[:-1]), out[-1:] > 0) if of_numbers else out
 
 
 def _places(

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from megajax.errors import RunError
@@ -36,9 +36,10 @@ class Interpreter:
         self.seed, self.finite, self.flipped = seed, True, False
         self.equations, self.disagreeing = 0, []  # type: tuple[int, list[Any]]
         self._devices = Devices.of({})
-        self._literals: dict[int, tuple[Any, Value]] = {}
-        self._scans: dict[int, tuple[Any, Sequence[Value], list[Value]]] = {}
+        self._constants: dict[int, tuple[Any, Value]] = {}
+        self._scans: dict[int, tuple[Any, Sequence[np.ndarray], list[Value]]] = {}
         self._inside_scan = False
+        self._decisions = 0  # results of `finite` and `flipped` so far, and calls of the program's functions
 
     def __call__(self, traced: ClosedJaxpr, values: Sequence[Value]) -> list[Value]:
         """The results of a program.
@@ -54,13 +55,16 @@ class Interpreter:
         """Run a jaxpr with or without constants."""
         if isinstance(jaxpr, Jaxpr):
             return self._run(jaxpr, [], values)
-        return self._run(jaxpr.jaxpr, [constant(each, jnp.asarray(each).dtype) for each in jaxpr.consts], values)
+        consts = zip(jaxpr.consts, jaxpr.jaxpr.constvars, strict=True)
+        return self._run(jaxpr.jaxpr, [self._constant(x, x, variable) for x, variable in consts], values)
 
     def _run(self, jaxpr: Jaxpr, consts: Sequence[Value], values: Sequence[Value]) -> list[Value]:
         known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
 
         def read(variable: Any) -> Value:
-            return self._literal(variable) if isinstance(variable, Literal) else known[variable]
+            return (
+                self._constant(variable, variable.val, variable) if isinstance(variable, Literal) else known[variable]
+            )
 
         for equation in jaxpr.eqns:
             self.equations += 1
@@ -68,10 +72,10 @@ class Interpreter:
             known.update(zip(equation.outvars, out if equation.primitive.multiple_results else [out], strict=True))
         return [read(variable) for variable in jaxpr.outvars]
 
-    def _literal(self, literal: Any) -> Value:
-        if id(literal) not in self._literals:
-            self._literals[id(literal)] = literal, constant(literal.val, literal.aval.dtype)
-        return self._literals[id(literal)][1]
+    def _constant(self, holder: Any, array: Any, variable: Any) -> Value:
+        if id(holder) not in self._constants:
+            self._constants[id(holder)] = holder, constant(array, variable.aval.dtype)
+        return self._constants[id(holder)][1]
 
     def _computed(self, equation: JaxprEqn, values: list[Value]) -> Any:
         name = equation.primitive.name
@@ -82,19 +86,20 @@ class Interpreter:
         if name in COLLECTIVES:
             return COLLECTIVES[name](self._devices, equation, *values)
         if name not in CONTROL:
-            raise UnknownPrimitive(f"no rule for the primitive {name} ({equation.source_info.name_stack})")
+            raise UnknownPrimitive(f"no rule for the primitive {name} ({_place(equation)})")
         return CONTROL[name](self, equation, *values)
 
     def _of_elements(self, name: str, equation: Any, values: list[Value]) -> Value:
         of_integers, of_numbers = FUNCTIONS[name]
         rank = max(each.ndim for each in values)
         values = [each.reshape(*each.shape, *[1] * (rank - each.ndim)) for each in values]  # scalars
-        if not is_float(equation.invars[-1].aval.dtype):
+        if not is_float(equation.invars[0].aval.dtype):
             return of_integers(*values).astype(equation.outvars[0].aval.dtype, copy=False)
-        if name == "is_finite" and not self.finite:
-            return ~of_numbers(*values)
         out = of_numbers(*values)
-        return ~out if self.flipped and rank == 2 and name in BRANCHES else out
+        if name != "is_finite" and (rank > 2 or name not in BRANCHES):
+            return out
+        self._decisions += 1
+        return out ^ (not self.finite if name == "is_finite" else self.flipped)
 
     # Control flow.
 
@@ -103,14 +108,16 @@ class Interpreter:
         return self._closed(params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"], values)
 
     def _scan(self, equation: Any, *values: Value) -> list[Value]:
-        """A scan that is in no other, and whose values are those of before, is not run again."""
+        """A scan that is in no other, decides nothing and has the devices and values of before is not run again."""
         _, before, out = self._scans.get(id(equation), (None, [], []))
-        if self._inside_scan or not before or not all(map(np.array_equal, before, values)):
-            outside, self._inside_scan = self._inside_scan, True
-            out = self._turns(equation, values)
-            self._inside_scan = outside
-            if not outside:
-                self._scans[id(equation)] = equation, values, out
+        given = [self._devices.coordinates, *values]
+        if before and all(map(np.array_equal, before, given)):
+            return out
+        outside, self._inside_scan, decisions = self._inside_scan, True, self._decisions
+        out = self._turns(equation, values)
+        self._inside_scan = outside
+        if not outside and self._decisions == decisions:
+            self._scans[id(equation)] = equation, given, out
         return out
 
     def _turns(self, equation: Any, values: Sequence[Value]) -> list[Value]:
@@ -144,7 +151,7 @@ class Interpreter:
                 return state
             there = np.broadcast_to(goes_on[0], self._devices.count)
             state = self._on(there, params["body_jaxpr"], [*values[first:][:second], *state], state)
-        raise RunError(f"a while loop goes on after {MOST_TURNS} turns ({equation.source_info.name_stack})")
+        raise RunError(f"a while loop goes on after {MOST_TURNS} turns ({_place(equation)})")
 
     def _on(self, there: np.ndarray, jaxpr: Any, values: Sequence[Value], others: Sequence[Value]) -> list[Value]:
         """Results on some of the devices, and `others` elsewhere."""
@@ -163,6 +170,8 @@ class Interpreter:
 
     def _shard_map(self, equation: Any, *values: Value) -> list[Value]:
         params, outside = equation.params, self._devices
+        if outside.count > 1:
+            raise UnknownPrimitive(f"no rule for a shard_map in a shard_map ({_place(equation)})")
         self._devices = devices = Devices.of(dict(params["mesh"].shape))
         shards = [
             np.stack([x[:, 0][own] for own in devices.slices(spec, x.shape[2:])], 1) if any(spec) else x
@@ -182,6 +191,7 @@ class Interpreter:
 
     def _callback(self, equation: Any, *values: Value) -> tuple:
         """Call it for every device, with numbers of the first field as doubles."""
+        self._decisions += 1
         for device in range(self._devices.count):
             own = (self._devices.of_all(x)[0, device] for x in values)
             equation.params["callback"](
@@ -199,6 +209,10 @@ CONTROL: dict[str, Callable[..., Any]] = {
     "shard_map": Interpreter._shard_map,
     "debug_callback": Interpreter._callback,
 }
+
+
+def _place(equation: JaxprEqn) -> str:
+    return source_info_util.summarize(equation.source_info)
 
 
 def interpreted(function: Callable[..., Any], types: Sequence[Any], values: Sequence[Any], machine: Interpreter) -> Any:

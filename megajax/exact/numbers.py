@@ -3,7 +3,8 @@
 A number is (a mod P₀, b mod P₁, c mod P₂), with primes P₀ = 2 P₁ + 1 and P₁ = 2 P₂ + 1. Sums, products and quotients
 are the fields', so they are equal in any order. exp(a, b, c) is (4^b mod P₀, 4^c mod P₁, 1): 4 has the order P₁ in the
 first field and P₂ in the second, hence exp(x + y) = exp(x) exp(y), as a softmax in parts needs. Other functions are
-random oracles (`oracle`). The lowest float and -inf stand for themselves.
+random oracles (`oracle`). The lowest float and -inf are one more number, the lowest: a sum or product with it is the
+lowest, except that 0 times it is 0; its exponential and its inverse are 0.
 """
 
 import contextlib
@@ -22,8 +23,8 @@ Value = np.ndarray
 """What devices have of a variable: [fields of a float, else 1, devices or 1 if it is the same on all, *shape]."""
 
 PRIMES = np.array([2147454839, 1073727419, 536863709])
-LOWEST = -1  # in place of -inf and of the lowest float
-_NOT_FINITE = 0.7310585786  # in place of inf and NaN
+LOWEST = -(1 << 40)  # in place of -inf and of the lowest float; the only negative entries of floats
+INFINITE = np.array([1569900751, 784950399, 392475233])  # in place of inf and NaN
 _SEED: ContextVar[int] = ContextVar("seed", default=0)
 
 
@@ -48,7 +49,11 @@ def modulo(x: Value) -> Value:
 
 
 def _primes(x: Value) -> np.ndarray:
-    return PRIMES.reshape(-1, *[1] * (x.ndim - 1))
+    return _of_fields(PRIMES, x)
+
+
+def _of_fields(numbers: np.ndarray, x: Value) -> np.ndarray:
+    return numbers.reshape(-1, *[1] * (x.ndim - 1))
 
 
 def dense(function: Callable[..., Value]) -> Callable[..., Value]:
@@ -56,37 +61,60 @@ def dense(function: Callable[..., Value]) -> Callable[..., Value]:
 
     def call(x: Value, *more: Any) -> Value:
         out = function(x[tuple(slice(0, 1) if step == 0 else slice(None) for step in x.strides)], *more)
-        return np.broadcast_to(out, (len(out), *x.shape[1:]))
+        return np.broadcast_to(out, np.broadcast_shapes(out.shape, (1, *x.shape[1:])))
 
     return call
 
 
+def is_lowest(x: Value) -> Value:
+    """Where the lowest number is."""
+    return x[:1] < 0
+
+
+def with_lowest(x: Value, low: Value) -> Value:
+    """`x`, but the lowest number where `low`."""
+    return np.where(low, LOWEST, x) if low.any() else x
+
+
 def add(x: Value, y: Value) -> Value:
     """The sum; the lowest number is one with any other."""
-    return _with_lowest(modulo(x + y), x, y)
+    out = x + y
+    low = is_lowest(out)
+    out %= _primes(out)
+    return with_lowest(out, low)
+
+
+def negative(x: Value) -> Value:
+    """What gives 0 when added to x; of the lowest number, that of infinity."""
+    return modulo(-_finite(x))
 
 
 def subtract(x: Value, y: Value) -> Value:
-    """The difference; the lowest number is one with any other."""
-    return _with_lowest(modulo(x - y), x, y)
+    """The difference; with the lowest number before it, that."""
+    out = x - _finite(y)
+    out %= _primes(out)
+    return with_lowest(out, is_lowest(x))
+
+
+def _finite(x: Value) -> Value:
+    low = is_lowest(x)
+    return np.where(low, -_of_fields(INFINITE, x), x) if low.any() else x
 
 
 def multiply(x: Value, y: Value) -> Value:
     """The product; the lowest number is one with any other than zero."""
-    return _with_lowest(modulo(x * y), x, y, (x[:1] != 0) & (y[:1] != 0))
-
-
-def _with_lowest(out: Value, x: Value, y: Value, there: Any = True) -> Value:
-    low = (x[:1] < 0) | (y[:1] < 0)
-    return np.where(low & there, LOWEST, out) if low.any() else out
+    low = is_lowest(x) & (y[:1] != 0) | is_lowest(y) & (x[:1] != 0)
+    out = x * y
+    out %= _primes(out)
+    return with_lowest(out, low)
 
 
 @dense
 def inverse(x: Value) -> Value:
-    """1 / x, by a tree of products; 0 of zero and of the lowest number."""
+    """1 / x, by a tree of products; of the lowest number 0, of zero the number of infinity."""
     flat = np.where(x > 0, x, 1).reshape(len(x), -1)
     found = np.stack([_inverses(row, int(prime)) for row, prime in zip(flat, PRIMES, strict=True)])
-    return np.where(x > 0, found.reshape(x.shape), 0)
+    return np.where(x > 0, found.reshape(x.shape), np.where(x < 0, 0, _of_fields(INFINITE, x)))
 
 
 def _inverses(x: np.ndarray, prime: int) -> np.ndarray:
@@ -98,14 +126,13 @@ def _inverses(x: np.ndarray, prime: int) -> np.ndarray:
     return np.concatenate([both * right % prime, both * left % prime, odd])
 
 
-def power(x: Value, exponent: int) -> Value:
-    """x to an integer."""
-    out, square, rest = np.ones_like(x), x, abs(exponent)
-    while rest:
-        out = multiply(out, square) if rest & 1 else out
-        rest >>= 1
-        square = multiply(square, square) if rest else square
-    return inverse(out) if exponent < 0 else out
+def power(x: Value, exponent: Any) -> Value:
+    """x to an integer, or to each of some integers."""
+    out, square, rest = np.ones_like(x), x, np.abs(exponent)
+    while np.any(rest):
+        out = np.where(rest & 1, multiply(out, square), out)
+        rest, square = rest >> 1, multiply(square, square)
+    return np.where(np.less(exponent, 0), inverse(out), out) if np.any(np.less(exponent, 0)) else out
 
 
 def _powers(base: int, prime: int) -> np.ndarray:
@@ -127,18 +154,18 @@ def _tables(base: int) -> list[list[np.ndarray]]:
 def exponential(x: Value, base: int = 4) -> Value:
     """exp of x, or 2^x with another base: a homomorphism from sums to products."""
     parts = [
-        large[y >> 15] * small[y & 0x7FFF] % prime
+        large[y >> 15 & 0x7FFF] * small[y & 0x7FFF] % prime
         for y, prime, (small, large) in zip(x[1:], PRIMES, _tables(base), strict=False)
     ]
-    return np.where(x[:1] < 0, 0, np.stack([*parts, np.ones_like(x[0])]))
+    return np.where(is_lowest(x), 0, np.stack([*parts, np.ones_like(x[0])]))
 
 
 @dense
 def oracle(x: Value, name: str, *more: Value) -> Value:
     """Random numbers that depend on nothing but the arguments, the name of a function and the seed."""
-    z = _mixed(x[0].astype(np.uint64) + np.uint64((zlib.crc32(name.encode()) << 32) + _SEED.get()))
-    for other in more:
-        z = _mixed(z + other[0].astype(np.uint64))
+    z = _mixed(np.array([_SEED.get()], np.uint64)) + np.uint64(zlib.crc32(name.encode()) << 32)
+    for each in (x, *more):
+        z = _mixed(z + each[0].astype(np.uint64))
     return np.stack([(_mixed(z + np.uint64(n)) >> np.uint64(2)).astype(np.int64) % p for n, p in enumerate(PRIMES)])
 
 
@@ -150,22 +177,38 @@ def _mixed(z: np.ndarray) -> np.ndarray:
 
 def ordered(x: Value) -> Value:
     """What values are compared by: numbers by their representatives from -P₀ / 2 to P₀ / 2 in the first field."""
-    if len(x) == 1:
-        return x
-    first, prime = x[:1], PRIMES[0]
-    return np.where(first < 0, -prime, np.where(first > prime // 2, first - prime, first))
+    return x if len(x) == 1 else np.where(x[:1] > PRIMES[0] // 2, x[:1] - PRIMES[0], x[:1])
+
+
+def whole(x: Value) -> tuple[Value, Value]:
+    """The integers that numbers are, and which of them are small ones, exact in a float."""
+    every = np.where(x > _primes(x) // 2, x - _primes(x), x)
+    first = every[:1]
+    return first, (every == first).all(0, keepdims=True) & (abs(first) <= 1 << 24)
+
+
+def total(x: Value, dims: Any) -> Value:
+    """The sum over dims."""
+    return with_lowest(modulo(x.sum(dims)), is_lowest(x).any(dims))
 
 
 def matrix_product(x: Value, y: Value) -> Value:
     """x @ y, from exact products of doubles: 16 bits by 31, 32 terms at a time."""
-    total: Any = np.zeros([len(PRIMES), *[1] * (x.ndim - 1)], np.int64)
+    low, low_y = is_lowest(x), is_lowest(y)
+    if low.any() or low_y.any():
+        out = matrix_product(np.where(low, 0, x), np.where(low_y, 0, y))
+        return with_lowest(out, np.matmul(low, y[:1] != 0) | np.matmul(x[:1] != 0, low_y))
+    out = np.zeros(
+        [len(PRIMES), *np.broadcast_shapes(x.shape[1:-2], y.shape[1:-2]), x.shape[-2], y.shape[-1]], np.int64
+    )
     for first in range(0, x.shape[-1], 32):
         some, others = x[..., first : first + 32], y[..., first : first + 32, :].astype(np.float64)
-        high, low = (
+        large, small = (
             np.matmul(part.astype(np.float64), others).astype(np.int64) for part in (some >> 16, some & 0xFFFF)
         )
-        total = modulo(total + (modulo(high) << 16) + low)
-    return total
+        out += (modulo(large) << 16) + small
+        out %= _primes(out)
+    return out
 
 
 def drawn(shape: tuple[int, ...], *key: int) -> Value:
@@ -181,20 +224,21 @@ def constant(array: Any, dtype: Any) -> Value:
     if not is_float(dtype):
         return array.astype(dtype)[None, None]
     wide, where = np.unique(array.astype(np.float64), return_inverse=True)
-    low = wide <= float(jnp.finfo(dtype).min)
-    found = [_simplest(x, dtype) for x in np.where(np.isfinite(wide) & ~low, wide, _NOT_FINITE).tolist()]
+    found = [_simplest(x, dtype) for x in np.where(np.isfinite(wide), wide, 0).tolist()]
     parts = [[x.numerator * pow(x.denominator, -1, prime) % prime for x in found] for prime in PRIMES.tolist()]
-    numbers = np.where(low, LOWEST, np.array(parts, np.int64).reshape(len(PRIMES), -1))
-    return numbers[:, where.reshape(array.shape)][:, None]
+    numbers = np.where(np.isfinite(wide), np.array(parts, np.int64).reshape(len(PRIMES), -1), INFINITE[:, None])
+    least = -math.inf if np.dtype(dtype).itemsize == 1 else float(jnp.finfo(dtype).min)  # one byte: the lowest is usual
+    return np.where(wide <= least, LOWEST, numbers)[:, where.reshape(array.shape)][:, None]
 
 
 @functools.lru_cache(1 << 16)
 def _simplest(x: float, dtype: Any) -> Fraction:
-    """The first convergent of the continued fraction of x that is rounded to it."""
+    """The first convergent of the continued fraction of x that is rounded to it and whose denominator has inverses."""
     rest, before, now = abs(Fraction(x)), (0, 1), (1, 0)
     while True:
         whole = math.floor(rest)
         before, now = now, (whole * now[0] + before[0], whole * now[1] + before[1])
-        if np.asarray(now[0] / now[1]).astype(dtype) == np.asarray(abs(x)).astype(dtype):
+        near = np.asarray(now[0] / now[1]).astype(dtype) == np.asarray(abs(x)).astype(dtype)
+        if near and all(now[1] % prime for prime in PRIMES.tolist()):
             return Fraction(*now) * (-1 if x < 0 else 1)
         rest = 1 / (rest - whole)

@@ -143,8 +143,9 @@ def _equal(name: str, expected: Values, actual: Values, where: str = "{}") -> Fi
 
 
 def _losses(outcome: Outcome, of_losses: bool) -> Values:
-    """The losses among metrics, or the others."""
-    return {name: x for name, x in outcome.metrics.items() if (name.split("/")[0] == "loss") == of_losses}
+    """The losses among metrics, parts before their sum, or the others."""
+    names = sorted(outcome.metrics, key=lambda name: (name == "loss", name))
+    return {name: outcome.metrics[name] for name in names if (name.split("/")[0] == "loss") == of_losses}
 
 
 def _others(outcome: Outcome) -> Values:

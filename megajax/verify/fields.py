@@ -12,7 +12,7 @@ import numpy as np
 from megajax.backend import CPU, Backend
 from megajax.config import Config
 from megajax.exact import numbers
-from megajax.exact.interpreter import Interpreter, interpreted
+from megajax.exact.interpreter import Interpreter
 from megajax.exact.numbers import PRIMES, Value, is_float, seeded
 from megajax.program.communication import Collective, collectives_of
 from megajax.program.program import Program
@@ -69,8 +69,13 @@ class Drawn:
 
     def run(self, function: Any, *arguments: tuple[Any, Any]) -> Any:
         """The result of a function, given the types and values of its arguments."""
+        return self.typed(function, *arguments)[1]
+
+    def typed(self, function: Any, *arguments: tuple[Any, Any]) -> tuple[Any, Any]:
+        """The types and values of a function's result."""
         types, values = zip(*arguments, strict=True)
-        return interpreted(function, types, values, self.machine)
+        traced, out = jax.make_jaxpr(function, return_shape=True)(*types)
+        return out, jax.tree.unflatten(jax.tree.structure(out), self.machine(traced, jax.tree.leaves(values)))
 
     @property
     def batch(self) -> Values:

@@ -53,10 +53,19 @@ def test_meshes_that_are_right(capsys, in_this_process, line: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("line", ["bert-336m --mesh.data 4 --mesh.pipe 4 --mesh.tensor 4", "demo --repeats 2"])
+def test_only_exactly(capsys, in_this_process, line: str) -> None:
+    """On up to 64 devices."""
+    code, found = verified(capsys, f"{line} --exact")
+    assert code == 0 and found["verified_mesh"] == found["mesh"]
+    assert all(check["name"].startswith("exact ") and check["limit"] == 0 for check in found["checks"])
+
+
 def test_a_mesh_that_is_wrong(capsys, in_this_process, monkeypatch) -> None:
-    """Dropout by the row that a device counts, not by that of the batch: seen with `data`, at the first site."""
+    """Dropout by the row that a device counts, not by that of the batch: seen with `data`, at the first site. Nothing is
+    compiled, since the exact comparison finds it."""
     index = bind.axis_index
     monkeypatch.setattr(bind, "axis_index", lambda axes: 0 * index(axes) if axes == bind.ROW_AXES else index(axes))
-    code, found = verified(capsys, "demo --mesh.data 2 --mesh.tensor 2 --precision fp64")
+    code, found = verified(capsys, "demo --mesh.data 2 --mesh.tensor 2 --model.dropout 0.1 --exact")
     assert code == 1 and not found["passed"] and found["axes"] == [["data"]]
     assert "input of layer 0, forward" in found["first_difference"]

@@ -1,0 +1,100 @@
+"""The exact comparison of a mesh with one device: what it says of what is equal, and that every row of it can fail."""
+
+import dataclasses
+
+import pytest
+from tiny import tiny_config
+
+from megajax.backend import CPU
+from megajax.exact import numbers
+from megajax.generation import programs
+from megajax.program import scoring, transfer
+from megajax.program.communication import Collective
+from megajax.verify.beside import beside_training
+from megajax.verify.exact import check_exactly, compare_exactly
+from megajax.verify.fields import ExactStep, run_step
+
+SMALL = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "sequence_length": 8, "vocab_size": 21}
+SMALL |= {"vocab_multiple": 8, "global_batch": 4}
+
+
+def config_of(mesh: tuple[int, ...], **others):
+    return tiny_config(mesh, **SMALL | others)
+
+
+@pytest.fixture(scope="module")
+def one() -> ExactStep:
+    return run_step(config_of((1, 1, 1), ema=0.5), branches=False)
+
+
+def test_a_mesh_is_one_device() -> None:
+    """Twice, with other random numbers; with batches that grow."""
+    config = config_of((1, 2, 1), ema=0.5, precision="bf16")
+    config = dataclasses.replace(
+        config, train=dataclasses.replace(config.train, ramp_start=1, ramp_increment=3, ramp_samples=9)
+    )
+    result = check_exactly(config, repeats=2)
+    assert result.passed and result.first == "", result.verdict.failed
+    names = [finding.name for finding in result.verdict.findings]
+    assert len(set(names)) == len(names) == 14 and all(name.startswith("exact ") for name in names), names
+
+
+def test_every_row_can_fail(one: ExactStep) -> None:
+    """What differs is named, with its layers, and how."""
+    assert all(finding.passed for finding in compare_exactly(one, one))
+
+    def failed(**changed) -> dict[str, str]:
+        found = compare_exactly(one, dataclasses.replace(one, **changed))
+        return {finding.name: finding.where for finding in found if not finding.passed}
+
+    def twice(values: dict, name: str, layer: int | slice = slice(None)) -> dict:
+        new = values[name].copy()
+        new[:, :, layer] = numbers.add(new[:, :, layer], new[:, :, layer])
+        return values | {name: new}
+
+    grads = failed(gradients=twice(one.gradients, "blocks/mlp/up/weight", 1))
+    assert grads == {
+        "exact gradients": "blocks/mlp/up/weight, layer 1, step 1: different numbers "
+        f"(1 of {len(one.gradients)} differ)"
+    }
+    whole = failed(gradients=twice(one.gradients, "shared/final_norm/scale"))
+    assert "shared/final_norm/scale, step 1: 2 times what it should be" in whole["exact gradients"]
+    for part, name in (("params", "weights after the last step"), ("average", "moving average")):
+        state = one.taken.state | {part: twice(one.taken.state[part], "shared/final_norm/scale")}
+        found = failed(taken=dataclasses.replace(one.taken, state=state))
+        assert [*found] == [f"exact {name}"]
+    metrics = one.taken.metrics | {"loss": one.taken.metrics["loss"] + 1}
+    assert failed(taken=dataclasses.replace(one.taken, metrics=metrics)) == {
+        "exact losses": "step 1, loss: different numbers (1 of 1 differ)"
+    }
+    metrics = one.taken.metrics | {"grad_norm": one.taken.metrics["grad_norm"] + 1}
+    found = failed(otherwise=dataclasses.replace(one.otherwise, metrics=metrics))
+    assert [*found] == ["exact step with its other branches"] and "grad_norm" in str(found)
+    assert [*failed(skipped=["optimizer/0/mu"])] == ["exact state after the skipped step, bit for bit"]
+    assert [*failed(unequal=["(3,)"])] == ["exact replicas of all results"]
+    extra = Collective("all-reduce", ("data",), ((3,),), 12, 1)
+    assert [*failed(collectives=[*one.collectives, extra])] == ["exact communication against theory"]
+
+
+def test_branches_are_taken_both_ways() -> None:
+    """A step that counts as a spike is skipped, and the same step that does not is not."""
+    config = config_of((1, 1, 1))
+    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, skip_above=2.0))
+    step = run_step(config, CPU)
+    both = [bool(outcome.metrics["skipped"].all()) for outcome in (step.taken, step.otherwise)]
+    assert sorted(both) == [False, True] and step.skipped == []
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "wrong", "row"),
+    [
+        (programs, "visible_slots", lambda real: lambda *given: real(*given) | True, "generation with a cache"),
+        (scoring, "gather_shards", lambda real: lambda x, *given, **named: real(x[::-1], *given, **named), "scores"),
+        (transfer, "own_shard", lambda real: lambda x, dim, axis: real(x, dim, axis)[..., ::-1], "transfer of checkpoints"),
+    ],
+)
+def test_programs_beside_training(module, name, wrong, row, monkeypatch) -> None:
+    config = config_of((2, 1, 2))
+    assert row != "scores" or all(finding.passed for finding in beside_training(config))
+    monkeypatch.setattr(module, name, wrong(getattr(module, name)))
+    assert [finding.name for finding in beside_training(config) if not finding.passed] == [f"exact {row}"]
