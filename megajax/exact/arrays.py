@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from megajax.exact import numbers
 from megajax.exact.functions import FUNCTIONS, bitcast, converted
 from megajax.exact.numbers import Value, is_float, is_lowest, matrix_product, modulo, ordered, power, with_lowest
 
@@ -21,7 +20,7 @@ def alike(values: Sequence[Value]) -> list[Value]:
 
 def total(x: Value, dims: Any, dtype: Any) -> Value:
     """The sum over dims of a value of a dtype."""
-    return numbers.total(x, dims) if is_float(dtype) else x.sum(dims, dtype=dtype)
+    return with_lowest(modulo(x.sum(dims)), is_lowest(x).any(dims)) if is_float(dtype) else x.sum(dims, dtype=dtype)
 
 
 def largest(x: Value, dim: int, way: Callable[..., np.ndarray] = np.argmax) -> Value:
@@ -38,11 +37,11 @@ def dims(given: Any) -> tuple[int, ...]:
     return tuple(dim + 2 for dim in given)
 
 
-_SAME = ("name", "copy", "copy_p", "pvary", "stop_gradient", "reduce_precision", "sharding_constraint", "reshard")
+_SAME = ("name", "copy", "pvary", "stop_gradient", "reduce_precision", "sharding_constraint", "reshard")
 
 ARRAYS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(_SAME, lambda of, x: x),
-    "optimization_barrier": lambda of, *values: values,
+    **dict.fromkeys(("optimization_barrier", "device_put"), lambda of, *values: values),
     "convert_element_type": lambda of, x: converted(x, of.invars[0].aval.dtype, of.params["new_dtype"]),
     "bitcast_convert_type": lambda of, x: bitcast(x, of.invars[0].aval.dtype, of.params["new_dtype"]),
     "reshape": lambda of, x: x.reshape(*x.shape[:2], *of.params["new_sizes"]),
@@ -51,6 +50,7 @@ ARRAYS: dict[str, Callable[..., Any]] = {
     "tile": lambda of, x: np.tile(x, (1, 1, *of.params["reps"])),
     "rev": lambda of, x: np.flip(x, dims(of.params["dimensions"])),
     "split": lambda of, x: np.split(x, np.cumsum(of.params["sizes"])[:-1], of.params["axis"] + 2),
+    "unstack": lambda of, x: [*np.moveaxis(x, of.params["axis"] + 2, 0)],
     "stack": lambda of, *values: np.stack(alike(values), of.params["axis"] + 2),
     "concatenate": lambda of, *values: np.concatenate(alike(values), of.params["dimension"] + 2),
     "reduce_sum": lambda of, x: total(x, dims(of.params["axes"]), of.invars[0].aval.dtype),

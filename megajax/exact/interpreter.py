@@ -13,7 +13,7 @@ from megajax.exact import indexing  # noqa: F401  # adds its rules
 from megajax.exact.arrays import ARRAYS
 from megajax.exact.collectives import COLLECTIVES, Devices
 from megajax.exact.functions import BRANCHES, FUNCTIONS
-from megajax.exact.numbers import Value, constant, is_float, seeded
+from megajax.exact.numbers import Value, constant, is_float, seeded, whole
 
 MOST_TURNS = 10_000  # of a `while`
 
@@ -27,7 +27,8 @@ class Interpreter:
 
     Attributes:
         finite: what `isfinite` says of every number.
-        flipped: scalar numbers compare the other way round, so that a program takes its other branches.
+        flipped: scalar numbers, unless all are small integers, compare the other way round, so that a program takes its
+            other branches; the smaller of two is the larger.
         disagreeing: shapes and dtypes of results whose replicas differ between devices.
         equations: how many were run.
     """
@@ -53,10 +54,9 @@ class Interpreter:
 
     def _closed(self, jaxpr: Any, values: Sequence[Value]) -> list[Value]:
         """Run a jaxpr with or without constants."""
-        if isinstance(jaxpr, Jaxpr):
-            return self._run(jaxpr, [], values)
-        consts = zip(jaxpr.consts, jaxpr.jaxpr.constvars, strict=True)
-        return self._run(jaxpr.jaxpr, [self._constant(x, x, variable) for x, variable in consts], values)
+        inner, consts = getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", [])
+        known = [self._constant(x, x, variable) for x, variable in zip(consts, inner.constvars, strict=True)]
+        return self._run(inner, known, values)
 
     def _run(self, jaxpr: Jaxpr, consts: Sequence[Value], values: Sequence[Value]) -> list[Value]:
         known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
@@ -95,11 +95,13 @@ class Interpreter:
         values = [each.reshape(*each.shape, *[1] * (rank - each.ndim)) for each in values]  # scalars
         if not is_float(equation.invars[0].aval.dtype):
             return of_integers(*values).astype(equation.outvars[0].aval.dtype, copy=False)
-        out = of_numbers(*values)
-        if name != "is_finite" and (rank > 2 or name not in BRANCHES):
-            return out
-        self._decisions += 1
-        return out ^ (not self.finite if name == "is_finite" else self.flipped)
+        if name == "is_finite":
+            self._decisions += 1
+            return of_numbers(*values) & self.finite
+        if rank == 2 and name in BRANCHES and not all(whole(x)[1].all() for x in values):
+            self._decisions += 1
+            of_numbers = FUNCTIONS[BRANCHES[name] if self.flipped else name][1]
+        return of_numbers(*values)
 
     # Control flow.
 
@@ -121,8 +123,17 @@ class Interpreter:
         return out
 
     def _turns(self, equation: Any, values: Sequence[Value]) -> list[Value]:
-        params = equation.params
-        consts, carried, length, back = (params[key] for key in ("num_consts", "num_carry", "length", "reverse"))
+        """A carry has the rank that it has inside, and what is scanned one dim more."""
+        params, inner = equation.params, getattr(equation.params["jaxpr"], "jaxpr", equation.params["jaxpr"])
+        length, back = params["length"], params["reverse"]
+        scanned, carried = (
+            [outer.aval.ndim != own.aval.ndim for outer, own in zip(outside, inside, strict=True)].count(wanted)
+            for outside, inside, wanted in (
+                (equation.invars, inner.invars, True),
+                (equation.outvars, inner.outvars, False),
+            )
+        )
+        consts = len(values) - carried - scanned
         carry, xs, rows = [*values[consts:][:carried]], values[consts + carried :], []
         for turn in reversed(range(length)) if back else range(length):
             out = self._closed(params["jaxpr"], [*values[:consts], *carry, *(x[:, :, turn] for x in xs)])
@@ -201,8 +212,7 @@ class Interpreter:
 
 
 CONTROL: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "remat"), Interpreter._call),
-    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call", "custom_lin"), Interpreter._call),
+    **dict.fromkeys(("jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call"), Interpreter._call),
     "scan": Interpreter._scan,
     "cond": Interpreter._cond,
     "while": Interpreter._while,

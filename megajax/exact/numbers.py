@@ -9,6 +9,7 @@ lowest, except that 0 times it is 0; its exponential and its inverse are 0.
 
 import contextlib
 import functools
+import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ Value = np.ndarray
 
 PRIMES = np.array([2147454839, 1073727419, 536863709])
 LOWEST = -(1 << 40)  # in place of -inf and of the lowest float; the only negative entries of floats
-INFINITE = np.array([1569900751, 784950399, 392475233])  # in place of inf and NaN
+INFINITE = np.array([PRIMES[0] // 2, 784950399, 392475233])  # in place of inf and NaN: the highest in order
 _SEED: ContextVar[int] = ContextVar("seed", default=0)
 
 
@@ -45,11 +46,7 @@ def is_float(dtype: Any) -> bool:
 
 def modulo(x: Value) -> Value:
     """Integers as elements of the fields."""
-    return x % _primes(x)
-
-
-def _primes(x: Value) -> np.ndarray:
-    return _of_fields(PRIMES, x)
+    return x % _of_fields(PRIMES, x)
 
 
 def _of_fields(numbers: np.ndarray, x: Value) -> np.ndarray:
@@ -79,9 +76,7 @@ def with_lowest(x: Value, low: Value) -> Value:
 def add(x: Value, y: Value) -> Value:
     """The sum; the lowest number is one with any other."""
     out = x + y
-    low = is_lowest(out)
-    out %= _primes(out)
-    return with_lowest(out, low)
+    return with_lowest(modulo(out), is_lowest(out))
 
 
 def negative(x: Value) -> Value:
@@ -91,9 +86,7 @@ def negative(x: Value) -> Value:
 
 def subtract(x: Value, y: Value) -> Value:
     """The difference; with the lowest number before it, that."""
-    out = x - _finite(y)
-    out %= _primes(out)
-    return with_lowest(out, is_lowest(x))
+    return with_lowest(modulo(x - _finite(y)), is_lowest(x))
 
 
 def _finite(x: Value) -> Value:
@@ -103,10 +96,7 @@ def _finite(x: Value) -> Value:
 
 def multiply(x: Value, y: Value) -> Value:
     """The product; the lowest number is one with any other than zero."""
-    low = is_lowest(x) & (y[:1] != 0) | is_lowest(y) & (x[:1] != 0)
-    out = x * y
-    out %= _primes(out)
-    return with_lowest(out, low)
+    return with_lowest(modulo(x * y), is_lowest(x) & (y[:1] != 0) | is_lowest(y) & (x[:1] != 0))
 
 
 @dense
@@ -135,27 +125,18 @@ def power(x: Value, exponent: Any) -> Value:
     return np.where(np.less(exponent, 0), inverse(out), out) if np.any(np.less(exponent, 0)) else out
 
 
+@functools.cache
 def _powers(base: int, prime: int) -> np.ndarray:
     """base^n, for 2^15 exponents n."""
-    out = [1]
-    for _ in range((1 << 15) - 1):
-        out.append(out[-1] * base % prime)
-    return np.array(out)
-
-
-@functools.cache
-def _tables(base: int) -> list[list[np.ndarray]]:
-    """For each field except the last: base^n and base^(n 2^15)."""
-    fields = PRIMES[:-1].tolist()
-    return [[_powers(pow(base, 1 << shift, prime), prime) for shift in (0, 15)] for prime in fields]
+    return np.array([*itertools.accumulate(range((1 << 15) - 1), lambda x, _: x * base % prime, initial=1)])
 
 
 @dense
 def exponential(x: Value, base: int = 4) -> Value:
     """exp of x, or 2^x with another base: a homomorphism from sums to products."""
     parts = [
-        large[y >> 15 & 0x7FFF] * small[y & 0x7FFF] % prime
-        for y, prime, (small, large) in zip(x[1:], PRIMES, _tables(base), strict=False)
+        _powers(pow(base, 1 << 15, prime), prime)[y >> 15 & 0x7FFF] * _powers(base, prime)[y & 0x7FFF] % prime
+        for y, prime in zip(x[1:], PRIMES.tolist(), strict=False)
     ]
     return np.where(is_lowest(x), 0, np.stack([*parts, np.ones_like(x[0])]))
 
@@ -182,14 +163,9 @@ def ordered(x: Value) -> Value:
 
 def whole(x: Value) -> tuple[Value, Value]:
     """The integers that numbers are, and which of them are small ones, exact in a float."""
-    every = np.where(x > _primes(x) // 2, x - _primes(x), x)
+    every = np.where(x > _of_fields(PRIMES, x) // 2, x - _of_fields(PRIMES, x), x)
     first = every[:1]
     return first, (every == first).all(0, keepdims=True) & (abs(first) <= 1 << 24)
-
-
-def total(x: Value, dims: Any) -> Value:
-    """The sum over dims."""
-    return with_lowest(modulo(x.sum(dims)), is_lowest(x).any(dims))
 
 
 def matrix_product(x: Value, y: Value) -> Value:
@@ -198,16 +174,13 @@ def matrix_product(x: Value, y: Value) -> Value:
     if low.any() or low_y.any():
         out = matrix_product(np.where(low, 0, x), np.where(low_y, 0, y))
         return with_lowest(out, np.matmul(low, y[:1] != 0) | np.matmul(x[:1] != 0, low_y))
-    out = np.zeros(
-        [len(PRIMES), *np.broadcast_shapes(x.shape[1:-2], y.shape[1:-2]), x.shape[-2], y.shape[-1]], np.int64
-    )
+    out: Any = np.zeros([len(PRIMES), *[1] * (x.ndim - 3), x.shape[-2], y.shape[-1]], np.int64)
     for first in range(0, x.shape[-1], 32):
         some, others = x[..., first : first + 32], y[..., first : first + 32, :].astype(np.float64)
-        large, small = (
-            np.matmul(part.astype(np.float64), others).astype(np.int64) for part in (some >> 16, some & 0xFFFF)
+        high, rest = (
+            np.matmul(each.astype(np.float64), others).astype(np.int64) for each in (some >> 16, some & 0xFFFF)
         )
-        out += (modulo(large) << 16) + small
-        out %= _primes(out)
+        out = modulo(out + (modulo(high) << 16) + rest)
     return out
 
 

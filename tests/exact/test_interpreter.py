@@ -84,7 +84,8 @@ def test_callbacks_are_called_on_every_device() -> None:
 
 def updated(x: Any) -> Any:
     total = lax.scan(lambda c, row: (c + row.sum(), None), 0.0, x)[0]
-    return jnp.where(jnp.isfinite(total), total, 0.0), jnp.where(total > 1e9, total, 2 * total)
+    clipped = jnp.where(total > 1e9, total, 2 * total) + jnp.minimum(total / 64, 1.0) + jnp.maximum(total, 0.0)
+    return jnp.where(jnp.isfinite(total), total, 0.0), 64 * clipped
 
 
 def decided_inside(x: Any) -> Any:
@@ -96,7 +97,7 @@ def test_decisions_are_forced_without_running_a_scan_again() -> None:
     machine, found = Interpreter(), []
     for machine.finite, machine.flipped in ((True, False), (False, False), (True, True)):
         found += [int(each[0, 0]) for each in machine(traced, [x])]
-    assert found == [6, 12, 0, 12, 6, 6]
+    assert found == [6, 1216, 0, 1216, 6, 774]  # 64 (12 + 1 + 6); 64 (6 + 6 / 64 + 6)
     equations = machine.equations
     machine(traced, [x])
     once = machine.equations - equations
@@ -158,5 +159,4 @@ def test_a_softmax_in_parts_is_the_softmax(masked: bool) -> None:
 
 def test_every_rule_of_control_has_a_case() -> None:
     used = {name for function, args in CASES.values() for name in names_in(jax.make_jaxpr(function)(*args).jaxpr)}
-    others = {"pjit", "closed_call", "core_call", "remat", "checkpoint", "custom_lin", "shard_map", "debug_callback"}
-    assert {*CONTROL} - used <= others | {"remat2"}
+    assert {*CONTROL} - used <= {"closed_call", "shard_map", "debug_callback"}

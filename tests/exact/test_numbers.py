@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megajax.exact import numbers
+from megajax.exact.arrays import total
 from megajax.exact.functions import converted
 from megajax.exact.numbers import (
     INFINITE,
@@ -29,7 +30,6 @@ from megajax.exact.numbers import (
     power,
     seeded,
     subtract,
-    total,
 )
 
 P = PRIMES.tolist()
@@ -107,9 +107,9 @@ def test_random_numbers_are_of_a_key_and_a_seed() -> None:
 
 
 def test_the_order_is_that_of_small_integers_and_total() -> None:
-    some = number([-np.inf, -5, -1, 0, 2, 7])
+    some = number([-np.inf, -5, -1, 0, 2, 7, np.inf])
     assert (np.diff(ordered(some)[0, 0]) > 0).all()
-    assert len(np.unique(ordered(X))) == 50
+    assert len(np.unique(ordered(X))) == 50 and (ordered(X) < ordered(number(np.inf))[0, 0]).all()
 
 
 def test_the_lowest_number_absorbs() -> None:
@@ -119,7 +119,7 @@ def test_the_lowest_number_absorbs() -> None:
     np.testing.assert_array_equal(multiply(low, zero), zero)
     np.testing.assert_array_equal(inverse(low), zero)
     mixed = np.concatenate([X, low, Y], 2)
-    np.testing.assert_array_equal(total(mixed, (2,)), low[:, :, 0])
+    np.testing.assert_array_equal(total(mixed, (2,), np.float32), low[:, :, 0])
     for found in (negative(low), subtract(X, low), inverse(zero)):  # infinity is no reason to be equal
         assert (found != LOWEST).all() and (found != 0).all()
 

@@ -69,13 +69,14 @@ def check(function: Callable[..., Any], *types: Any) -> None:
 
 @pytest.mark.parametrize("name", [*STEPS, *map(full, LONGER)])
 def test_a_step_and_the_forms_of_its_state(name: str) -> None:
-    program = program_of((STEPS | LONGER)[name], blocks=name == "unrolled")
-    layout, config = program.layout, program.config
-    with jax.enable_x64(config.precision == "fp64"):
+    options = (STEPS | LONGER)[name]
+    with jax.enable_x64(options.get("precision") == "fp64"):
+        program = program_of(options, blocks=name == "unrolled")
+        layout = program.layout
         check(train_step_with_gradients(program), layout.shapes, program.batch_types)
         check(layout._pipelined, layout.canonical_shapes)
         check(layout._canonical, layout.shapes)
-        if config.train.ema:
+        if program.config.train.ema:
             check(average_weights(program), layout.shapes.params, layout.shapes.average)
 
 
