@@ -436,7 +436,7 @@ ROWS: dict[str, dict[str, Row]] = {
         "every device's first token counts as the sequence's": (
             "parallel.tokens.TokenShares.of_first_token",
             ("axis_index(TENSOR) == 0", "axis_index(TENSOR) >= 0"),
-            named("the sum of the losses: step 1, loss: ", ON_SEQUENCE | BERT),
+            named("the sum of the losses: step 1, loss/sentence_order", ON_SEQUENCE | BERT),
         ),
     },
     "Coordinates of dropout": {
@@ -806,7 +806,7 @@ ROWS: dict[str, dict[str, Row]] = {
                 "averaged(state.average, update(program.optimizer, clipped, state.optimizer, "
                 "layout.per_step.take(layout.trained(state.params)), taken)[0], config.train.ema, taken)",
             ),
-            compiled("moving average, by its definition: blocks/mlp/router/bias", ON_AVERAGED_BIASES),
+            named("moving average, by its definition: blocks/mlp/router/bias", ON_AVERAGED_BIASES),
         ),
         "a skipped step moves the average": (
             "optim.adam.averaged",
@@ -816,7 +816,7 @@ ROWS: dict[str, dict[str, Row]] = {
         "the average keeps what it should forget": (
             "optim.adam.averaged",
             ("1.0 - decay", "decay"),
-            compiled("moving average, by its definition: ", ON_DATA | {"ema": 0.75}),
+            named("moving average, by its definition: ", ON_DATA | {"ema": 0.75}),
         ),
     },
     "The dtype of sums": {
