@@ -17,7 +17,7 @@ from megajax.verify.recording import first_difference
 from megajax.verify.run import TracingError
 from megajax.verify.shrink import shown
 from megajax.verify.theory import check_collectives
-from megajax.verify.verdict import EXACT, UNMOVED, WEIGHTS, Finding, Verdict, some
+from megajax.verify.verdict import AVERAGE, EXACT, UNMOVED, WEIGHTS, Finding, Verdict, some
 
 TRACED = "tracing of the step"
 
@@ -115,7 +115,7 @@ def compare_exactly(reference: ExactStep, other: ExactStep) -> Iterator[Finding]
     yield equal("gradients", lambda step: step.gradients, "{}, step 1")
     yield equal(WEIGHTS, lambda step: step.taken.state["params"])
     if "average" in other.taken.state:
-        yield equal("moving average", lambda step: step.taken.state["average"])
+        yield _equal(AVERAGE, other.average, other.taken.state["average"])
     yield equal("moments and other state", lambda step: _others(step.taken))
     yield equal("other metrics of the steps", lambda step: _losses(step.taken, False), "{}, step 1")
     yield equal("step with its other branches", lambda step: _everything(step.otherwise))

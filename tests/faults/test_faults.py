@@ -16,6 +16,7 @@ from megajax.verify.check import verify
 WAYS = get_args(get_type_hints(Caught)["by"])
 TRACED = [fault for fault in FAULTS if fault.caught.by in ("types", "communication")]
 REFUSED = [fault for fault in FAULTS if fault.caught.by == "types"]
+EXACT = [fault for fault in FAULTS if fault.caught.by == "exact"]
 VERIFIED = [fault for fault in FAULTS if fault.caught.by == "verify"]
 TESTED = [fault for fault in FAULTS if fault.caught.by == "tests"]
 
@@ -46,8 +47,7 @@ def test_tracing_tells() -> None:
         assert fault.caught.text in said_of(fault), fault.name
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("fault", VERIFIED, ids=name)
+@pytest.mark.parametrize("fault", [EXACT[0], *map(full, [*EXACT[1:], *VERIFIED])], ids=name)
 def test_verify_names_the_place(fault: Fault) -> None:
     said = said_of(fault)
     assert all(part in said for part in fault.caught.text.split(" … ")), said
@@ -63,7 +63,7 @@ def test_an_error_while_tracing_is_a_verdict(fault: Fault) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "on", [*{str(fault.caught.on): fault.caught.on for fault in [*TRACED, *VERIFIED]}.values()], ids=str
+    "on", [*{str(fault.caught.on): fault.caught.on for fault in [*TRACED, *EXACT, *VERIFIED]}.values()], ids=str
 )
 def test_nothing_differs_without_a_fault(on: dict) -> None:
     assert first_difference(small_config(on)) == ""
