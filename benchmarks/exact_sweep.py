@@ -1,15 +1,18 @@
-"""Random meshes with random options, each compared with one device exactly (`megajax verify PRESET … --exact`), for all
-presets.
+"""Random meshes with random options, each compared with one device exactly, as `megajax verify PRESET … --exact` does,
+for all presets.
 
     python benchmarks/exact_sweep.py --json FILE [--meshes 64] [--presets NAME …] [--seed 0] [--devices 64] [--jobs 2]
 
-What is drawn depends only on seed, preset and number. A line is appended to FILE for each mesh; what is in it is not
-run again, so it can be stopped and goes on, and what differs is run again if its line is removed. At the end the table
-of docs/correctness.md. Exit code 1: something differs, or a step does not run.
+What is drawn depends only on seed, preset and number. Four numbers in a row share a mesh and a reference on one device,
+and differ in how the step is computed. A line is appended to FILE for each; what is in it is not run again, so it can
+be stopped and goes on. The last prints the table of docs/correctness.md. Exit code 1: something differs, or a step does
+not run.
 """
 
 import argparse
+import dataclasses
 import functools
+import gc
 import json
 import multiprocessing
 import random
@@ -29,14 +32,18 @@ from megajax.pipeline.schedule import SCHEDULES
 from megajax.settings.preset_files import names_in_folders, preset_names
 from megajax.settings.presets import load_preset, resolve
 from megajax.settings.validation import validate
-from megajax.verify.check import verify
-from megajax.verify.shrink import shown, shrink
+from megajax.verify.beside import beside_training
+from megajax.verify.exact import findings
+from megajax.verify.fields import ExactStep, run_step
+from megajax.verify.forms import plain, steady
+from megajax.verify.shrink import shrink
+from megajax.verify.verdict import Finding
 
 Values = dict[str, Any]  # overrides of a preset, by key
 
 AXIS_SIZES = [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8]
 MICROBATCHES = [1, 2, 3, 4, 5, 6, 8]
-MOST_DEVICES = [8, 8, 16, 16, 16, 32, 64]  # of a mesh; most have 2 to 16
+MOST_DEVICES = [4, 8, 8, 8, 16, 16, 32, 64]  # of a mesh
 DIVISIBLE = 5040  # by 1 to 10, so that odd sizes of the mesh can be valid
 SIZES: list[list[Values]] = [  # in place of a preset's, one of each row
     [{"model.num_heads": DIVISIBLE, "model.hidden_size": 4 * DIVISIBLE, "model.head_size": 4}],
@@ -49,8 +56,12 @@ SIZES: list[list[Values]] = [  # in place of a preset's, one of each row
     [{"model.sequence_length": 2 * DIVISIBLE}],
     [{"model.num_layers": number} for number in (7, 12, 60)],
 ]
+SHARED = 4  # numbers with the same mesh
+WHOLE = 8  # of so many numbers one is compared with everything beside the step, too
 OF_THE_MODEL = 0.15  # how often what a preset says of its model is replaced
-KEPT = ("model.family", "model.head", "model.attention", "optimizer.cooldown_shape")  # as presets have them
+KEPT = ("model.family", "model.head", "model.attention", "pipeline.schedule")  # as presets have them, or drawn below
+OTHERS = ("precision", "data.reset_attention")  # beside those of the model, of training and of the optimizer
+WAYS = ("sequence_parallel", "train.remat", "optimizer.zero", "model.context_attention", "model.scan_layers")
 NUMBERS: dict[str, list[Any]] = {
     "pipeline.max_deferred": [-1, 0, 1, 3],
     "train.microbatch": [1, 2],
@@ -81,12 +92,17 @@ def main() -> None:
     args = parser.parse_args()
     there = {(row["preset"], row["number"]) for row in read(args.json)}
     wanted = [(preset, number) for number in range(args.meshes) for preset in args.presets]
-    tasks = [(*each, args.seed, args.devices) for each in wanted if each not in there]
-    with multiprocessing.get_context("spawn").Pool(args.jobs, maxtasksperchild=20) as pool:
-        for row in pool.imap_unordered(compared, tasks):
-            with args.json.open("a") as file:
-                print(json.dumps(row), file=file)
-            print(told(row), flush=True)
+    tasks: dict[tuple[int, str], list[int]] = {}
+    for preset, number in wanted:
+        if (preset, number) not in there:
+            tasks.setdefault((number // SHARED, preset), []).append(number)
+    run = functools.partial(compared_all, seed=args.seed, devices=args.devices)
+    with multiprocessing.get_context("spawn").Pool(args.jobs, maxtasksperchild=8) as pool:
+        for rows in pool.imap_unordered(run, tasks.items()):
+            for row in rows:
+                with args.json.open("a") as file:
+                    print(json.dumps(row), file=file)
+                print(told(row), flush=True)
     rows = [row for row in read(args.json) if (row["preset"], row["number"]) in wanted]
     print(table(rows))
     sys.exit(any(row["wrong"] for row in rows))
@@ -97,22 +113,28 @@ def read(file: Path) -> list[Values]:
     return [*map(json.loads, file.read_text().splitlines())] if file.exists() else []
 
 
-def compared(task: tuple[str, int, int, int]) -> Values:
+def compared_all(task: tuple[tuple[int, str], list[int]], seed: int, devices: int) -> list[Values]:
+    """Compare some numbers of a preset, which share a mesh."""
+    (_, preset), numbers = task
+    warnings.simplefilter("ignore")  # of a preset that is not complete: they are for its user
+    gc.set_threshold(200_000)  # traces are many objects, and none is garbage
+    return [compared(preset, number, seed, devices) for number in numbers]
+
+
+def compared(preset: str, number: int, seed: int, devices: int) -> Values:
     """Draw a mesh, and compare it."""
-    preset, number, seed, devices = task
-    warnings.simplefilter("ignore")  # of a preset that is not complete: they were for its user
-    values, config = drawn(preset, random.Random(f"{seed} {preset} {number}"), devices)
-    mesh, began, wrong, checks = shown(config.mesh), time.process_time(), "", 0
+    values, config = drawn(preset, number, seed, devices)
+    began, wrong, checks = time.process_time(), "", 0
     try:
-        result = verify(config, compiled=False)
-        checks = len(result.verdict.findings)
-        wrong = "; ".join([*(f"{each.name}: {each.where}" for each in result.verdict.failed), result.first][:3])
+        for finding in found(config, whole=number % WHOLE == WHOLE - 1):
+            checks += 1
+            wrong = wrong or ("" if finding.passed else f"{finding.name}: {finding.where}")
     except Exception as error:  # what else is wrong with a step is a row, too
         wrong = f"{type(error).__name__}: {error}"
     return {
         "preset": preset,
         "number": number,
-        "mesh": mesh,
+        "mesh": str(config.mesh),
         "devices": config.mesh.num_devices,
         "checks": checks,
         "wrong": wrong,
@@ -121,12 +143,30 @@ def compared(task: tuple[str, int, int, int]) -> Values:
     }
 
 
-def drawn(preset: str, rng: random.Random, devices: int) -> tuple[Values, Config]:
+@functools.lru_cache(1)
+def reference(config: Config) -> ExactStep:
+    """The step on one device."""
+    return run_step(config)
+
+
+def found(config: Config, *, whole: bool) -> Iterator[Finding]:
+    """What is compared: the step, or the whole."""
+    config = steady(config)
+    alone = plain(config)
+    model = dataclasses.replace(alone.model, context_attention="auto", scan_layers="auto")
+    yield from findings(config, reference(dataclasses.replace(alone, model=model)))
+    if whole:
+        yield from beside_training(config)
+
+
+def drawn(preset: str, number: int, seed: int, devices: int) -> tuple[Values, Config]:
     """Overrides of a preset that are valid, and the small configuration that they lead to."""
+    of_mesh, own = random.Random(f"{seed} {preset} {number // SHARED}"), random.Random(f"{seed} {preset} {number}")
     while True:
-        values = with_mesh(preset, rng, devices)
-        for group in rng.sample(groups := [*proposals(rng)], len(groups)):
-            values = with_valid(preset, values, group)
+        values = with_mesh(preset, of_mesh, devices)
+        for rng, ways in ((of_mesh, False), (own, True)):
+            for group in rng.sample(groups := [*proposals(rng, ways)], len(groups)):
+                values = with_valid(preset, values, group)
         try:
             return values, shrink(checked(preset, values), devices).config
         except UserError:  # it cannot be shrunk
@@ -152,24 +192,22 @@ def with_mesh(preset: str, rng: random.Random, devices: int) -> Values:
 preset_values = functools.cache(load_preset)
 
 
-def proposals(rng: random.Random) -> Iterator[Values]:
-    """Values to try, one or more at once."""
-    schedule = rng.choice(list(SCHEDULES))
-    yield {
-        "pipeline.schedule": schedule,
-        "pipeline.chunks": rng.choice([2, 2, 3]) if SCHEDULES[schedule].chunked else 1,
-    }
+def proposals(rng: random.Random, ways: bool) -> Iterator[Values]:
+    """Values to try, one or more at once: ways to compute the same, or all others."""
+    if ways:
+        schedule = rng.choice(list(SCHEDULES))
+        chunks = rng.choice([2, 2, 3]) if SCHEDULES[schedule].chunked else 1
+        yield {"pipeline.schedule": schedule, "pipeline.chunks": chunks}
+    elif rng.random() < OF_THE_MODEL:
+        yield {"train.ramp_start": 1, "train.ramp_increment": 1, "train.ramp_samples": 100}
     for key, option in options(Config).items():
-        section = key.rpartition(".")[0]
-        choices = NUMBERS.get(key) or option.choices or ([False, True] if option.kind is bool else [])
-        ours = section in ("model", "pipeline", "train", "optimizer", "lora") or key in (
-            "precision",
-            "sequence_parallel",
-            "data.reset_attention",
-        )
-        if ours and choices and key not in (*KEPT, "pipeline.schedule"):
-            if section != "model" or key == "model.context_attention" or rng.random() < OF_THE_MODEL:
-                yield {key: rng.choice(choices)}
+        section, choices = key.rpartition(".")[0], NUMBERS.get(key) or option.choices or []
+        choices = [False, True] if option.kind is bool else choices
+        of_ways = section == "pipeline" or key in WAYS
+        known = of_ways or section in ("model", "train", "optimizer", "lora") or key in OTHERS
+        often = section != "model" or of_ways or rng.random() < OF_THE_MODEL
+        if choices and known and often and of_ways == ways and key not in KEPT:
+            yield {key: rng.choice(choices)}
 
 
 def with_valid(preset: str, values: Values, more: Values) -> Values:
