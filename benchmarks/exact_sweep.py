@@ -58,7 +58,7 @@ SIZES: list[list[Values]] = [  # in place of a preset's, one of each row
 ]
 SHARED = 4  # numbers with the same mesh
 WHOLE = 8  # of so many numbers one is compared with everything beside the step, too
-OF_THE_MODEL = 0.15  # how often what a preset says of its model is replaced
+SOME = 0.15  # how often an option of a preset's model is replaced, or a batch grows
 KEPT = ("model.family", "model.head", "model.attention", "pipeline.schedule")  # as presets have them, or drawn below
 OTHERS = ("precision", "data.reset_attention")  # beside those of the model, of training and of the optimizer
 WAYS = ("sequence_parallel", "train.remat", "optimizer.zero", "model.context_attention", "model.scan_layers")
@@ -79,6 +79,7 @@ NUMBERS: dict[str, list[Any]] = {
     "model.dense_layers": [0, 1],
     "model.experts_per_token": [1, 2, 3],
 }
+
 
 def main() -> None:
     """Run what is missing in the file, and print the table of all in it."""
@@ -181,12 +182,14 @@ def with_mesh(preset: str, rng: random.Random, devices: int) -> Values:
             for sizes in SIZES:
                 values = with_valid(preset, values, rng.choice(sizes))
         mesh = MeshConfig(**{axis: rng.choice(AXIS_SIZES) for axis in AXES})
-        batch = {"train.microbatch": 2, "train.global_batch": 2 * mesh.row_shards * rng.choice(MICROBATCHES)}
-        sizes = {f"mesh.{axis}": size for axis, size in mesh.sizes.items() if size > 1}
+        rows = 2 * mesh.row_shards
+        batch = {"train.microbatch": 2, "train.global_batch": rows * rng.choice(MICROBATCHES)}
+        growth = {"train.ramp_start": rows, "train.ramp_increment": rows, "train.ramp_samples": 100}
+        axes = {f"mesh.{axis}": size for axis, size in mesh.sizes.items() if size > 1}
         if 1 < mesh.num_devices <= min(devices, rng.choice(MOST_DEVICES)):
-            found = with_valid(preset, values, sizes | batch)
+            found = with_valid(preset, values, axes | batch)
             if found != values:
-                return found
+                return with_valid(preset, found, growth) if rng.random() < SOME else found
 
 
 preset_values = functools.cache(load_preset)
@@ -198,14 +201,12 @@ def proposals(rng: random.Random, ways: bool) -> Iterator[Values]:
         schedule = rng.choice(list(SCHEDULES))
         chunks = rng.choice([2, 2, 3]) if SCHEDULES[schedule].chunked else 1
         yield {"pipeline.schedule": schedule, "pipeline.chunks": chunks}
-    elif rng.random() < OF_THE_MODEL:
-        yield {"train.ramp_start": 1, "train.ramp_increment": 1, "train.ramp_samples": 100}
     for key, option in options(Config).items():
         section, choices = key.rpartition(".")[0], NUMBERS.get(key) or option.choices or []
         choices = [False, True] if option.kind is bool else choices
         of_ways = section == "pipeline" or key in WAYS
         known = of_ways or section in ("model", "train", "optimizer", "lora") or key in OTHERS
-        often = section != "model" or of_ways or rng.random() < OF_THE_MODEL
+        often = section != "model" or of_ways or rng.random() < SOME
         if choices and known and often and of_ways == ways and key not in KEPT:
             yield {key: rng.choice(choices)}
 
