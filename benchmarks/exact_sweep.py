@@ -242,16 +242,21 @@ def told(row: Values) -> str:
 
 
 def table(rows: list[Values]) -> str:
-    """Meshes tried and equal of each preset."""
-    lines = ["| preset | meshes | equal | devices | CPU seconds each |", "|---|---|---|---|---|"]
-    names = list(dict.fromkeys(row["preset"] for row in rows))
+    """Configurations tried and equal, of each preset and of each folder of presets."""
+    head = "| preset | configurations | meshes | equal | most devices | CPU seconds each, median and most |"
+    lines, names = [head, "|---|---|---|---|---|---|"], list(dict.fromkeys(folder(row["preset"]) for row in rows))
     for name in [*names, "all"]:
-        own = [row for row in rows if name in ("all", row["preset"])]
-        seconds, devices = [row["seconds"] for row in own], [row["devices"] for row in own]
-        equal = sum(not row["wrong"] for row in own)
-        each = f"{statistics.median(seconds):.1f}, at most {max(seconds):.1f}"
-        lines.append(f"| {name} | {len(own)} | {equal} | {min(devices)} to {max(devices)} | {each} |")
+        own = [row for row in rows if name in ("all", folder(row["preset"]))]
+        meshes, seconds = {(row["preset"], row["mesh"]) for row in own}, [row["seconds"] for row in own]
+        equal, devices = sum(not row["wrong"] for row in own), max(row["devices"] for row in own)
+        each = f"{statistics.median(seconds):.1f}, {max(seconds):.1f}"
+        lines.append(f"| {name} | {len(own)} | {len(meshes)} | {equal} | {devices} | {each} |")
     return "\n".join(lines)
+
+
+def folder(preset: str) -> str:
+    """The folder of a preset, or the preset itself if it is in none."""
+    return f"{Path(preset).parent}/…" if "/" in preset else preset
 
 
 if __name__ == "__main__":
