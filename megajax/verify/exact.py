@@ -39,7 +39,7 @@ def check_exactly(
     for seed in range(repeats):
         on_start(f"{shown(config.mesh)}, {EXACT}" + (f", repeat {seed + 1}" if seed else ""))
         reference = _step("one device", plain(config), CPU, seed)
-        for finding in _findings(config, reference, seed):
+        for finding in findings(config, reference, seed):
             if seed == 0 or not finding.passed:
                 found.append(finding)
                 on_finding(finding)
@@ -62,7 +62,7 @@ def _step(what: str, config: Config, backend: Backend, seed: int) -> ExactStep |
         return Finding(f"{EXACT} {TRACED}", 1, 0, f"{what}: {error}")
 
 
-def _findings(config: Config, reference: ExactStep | Finding, seed: int) -> Iterator[Finding]:
+def findings(config: Config, reference: ExactStep | Finding, seed: int = 0) -> Iterator[Finding]:
     """All checks with the random numbers of a seed."""
     other = reference
     if isinstance(reference, ExactStep):
@@ -90,7 +90,7 @@ def _located(
     numbers = any(finding.of_numbers for finding in verdict.failed)
 
     def differs(part: Config) -> bool:
-        checked = _findings(part, reference, seed)
+        checked = findings(part, reference, seed)
         return any(not each.passed and (each.of_numbers or not numbers) for each in checked)
 
     axes = axes_that_differ(config, differs, on_start)
