@@ -1,0 +1,33 @@
+"""Steps in numbers that are never rounded (`megajax.exact`), on meshes beside one device: nothing is compiled."""
+
+import functools
+
+from tiny import tiny_config
+
+from megajax.config import Config
+from megajax.plan.communication import communication, totals
+from megajax.verify.exact import compare_exactly
+from megajax.verify.fields import ExactStep, run_step
+from megajax.verify.forms import in_blocks, plain
+
+SMALL = {"hidden_size": 16, "vocab_multiple": 8}
+
+alone = functools.cache(run_step)  # of a configuration in its plainest form
+
+
+def small(*mesh: int, **options) -> Config:
+    """With five layers, which no pipe divides."""
+    size = {"num_layers": 5, "sequence_length": 8, "vocab_size": 21, "microbatch": 1}
+    return tiny_config(mesh, **SMALL | size | options)
+
+
+def assert_exact(config: Config) -> ExactStep:
+    """Losses, figures, gradients and the new state of a step, whichever way its branches go, are those of one device;
+    what it communicates is what is planned and in theory; and a step that is skipped changes nothing."""
+    step = run_step(config, in_blocks(config))
+    found = [*compare_exactly(alone(plain(config)), step)]
+    failed = [f"{finding.name}: {finding.where}" for finding in found if not finding.passed]
+    assert len(found) > 8 and not failed, failed
+    if config.precision not in ("fp8", "fp64"):
+        assert totals(communication(config)) == totals(step.collectives)
+    return step

@@ -1,0 +1,91 @@
+"""The mesh never changes the numbers, exactly: a step over finite fields on any mesh, by any schedule and with any
+option is that of one device. What only a compiler can show is in `test_parity.py` and beside it."""
+
+import functools
+from typing import Any
+
+import pytest
+import test_context
+import test_experts
+from field import SMALL, assert_exact, small
+from parity_grid import (
+    ALL,
+    FEW_LORAS,
+    FEW_MODELS,
+    FURTHER_APART,
+    MESH,
+    OF_DECODERS,
+    OF_LORAS,
+    SCHEDULE,
+    TASKS,
+    TRIPLES,
+    config_of,
+    name,
+    pairwise,
+    row,
+)
+from tiny import MIXTURE, QWEN3, full
+
+from megajax.config import Config
+
+# Of the grid every two columns meet, or their kinds do, on every mesh of up to eight virtual stages.
+PAIRS = [each for each in ALL if each[MESH][1] * int(each[SCHEDULE][-1]) <= 8 and each[MESH] != (1, 8, 1)]
+GRID = sorted(pairwise(PAIRS, FURTHER_APART, seed=2), key=lambda each: (each[-1], each[-4]))
+MODELS = [
+    *FEW_MODELS,
+    row(mesh=(2, 1, 2), zero=0, microbatches="fewer", layers="divisible", model="qwen3-muon"),
+    row(schedule="interleaved-2", vocabulary="split", zero=3, sequence_parallel=True, model="olmo2"),
+    row(mesh=(1, 4, 2), schedule="gpipe-1", remat="layer", weight_gradients="deferred-1", model="llama"),
+    *FEW_LORAS,
+    row(mesh=(1, 1, 8), microbatches="fewer", layers="divisible", model="gpt2-lora"),
+    row(microbatches="fewer", sequence_parallel=True, model="bert-post-classes"),
+    row(mesh=(1, 4, 2), schedule="interleaved-2", vocabulary="split", remat="stage", model="bert-pre-span"),
+    row(mesh=(4, 1, 2), microbatches="fewer", layers="divisible", zero=3, model="bert-post-choice"),
+]
+LONG = [each for each in [*TRIPLES, *TASKS, *OF_DECODERS, *OF_LORAS] if each not in [*GRID, *MODELS]]
+
+
+def of_grid(each: tuple) -> Config:
+    """Of five layers, or of four or eight, which the virtual stages divide."""
+    virtual = each[MESH][1] * int(each[SCHEDULE].rpartition("-")[2])
+    size = {"num_layers": 5, "vocab_size": 21} if "not divisible" in each else {"num_layers": max(4, virtual)}
+    return config_of(each, **SMALL | {"sequence_length": 8, "vocab_size": 24} | size)
+
+
+@pytest.mark.parametrize("each", [*GRID, *MODELS, *map(full, LONG)], ids=name)
+def test_grid(each: tuple) -> None:
+    assert_exact(of_grid(each))
+
+
+def some(grid: Any, count: int, references: list) -> list[tuple]:
+    """Of a grid's rows those that meet most, of few references: a reference takes as long as a row."""
+    rows = [each for each in grid.rows() if grid.reference_of(each) in references]
+    return sorted(grid.pairwise(rows)[:count], key=lambda each: str(grid.reference_of(each)))
+
+
+CONTEXTS = [
+    *(("gpt2", True, 5), ("few keys", True, 20), ("bert-pre", False, 0), ("llama", False, 20), ("lora", True, 0)),
+    ("bert-pre-span", False, 0),
+]
+OF_CONTEXT = [*test_context.DEFAULT, *some(test_context, 14, CONTEXTS)]
+MIXTURES = [(0.0, "loss", 0, 1), (1.0, "bias", 8, 0), (1.25, "loss", 0, 2), (0.0, "none", 8, 0)]
+OF_EXPERTS = [*test_experts.DEFAULT, *some(test_experts, 12, MIXTURES)]
+
+
+@pytest.mark.parametrize("each", dict.fromkeys(OF_CONTEXT), ids=name)
+def test_one_sequence_over_several_devices(each: tuple) -> None:
+    config = test_context.config_of(each, **SMALL, vocab_size=21)
+    test_context.check_what_is_sent(config, assert_exact(config).collectives)
+
+
+@pytest.mark.parametrize("each", dict.fromkeys(OF_EXPERTS), ids=name)
+def test_mixtures_of_experts(each: tuple) -> None:
+    step = assert_exact(test_experts.config_of(each, **SMALL, vocab_size=21))
+    assert "experts/dropped" in step.taken.metrics
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("grid", [test_context, test_experts])
+def test_whole_grids(grid: Any) -> None:
+    for each in grid.pairwise(grid.rows()):
+        assert_exact(grid.config_of(each, **SMALL, vocab_size=21))
