@@ -10,6 +10,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from field import loss_and_exact_gradients
 from plain import EMBEDDING, Decoder, Plain, cross_entropy, linear
 from tiny import drawn_params, full, tiny_config, tiny_program
 
@@ -19,7 +20,6 @@ from megajax.program.program import Program
 from megajax.program.scoring import next_logits, scores
 from megajax.program.synthetic import random_batch
 from megajax.program.train_step import loss_and_gradients, train_step
-from megajax.verify import named_leaves
 from megajax.verify.run import drawn_state, drawn_weights
 
 STEP = 3
@@ -157,20 +157,16 @@ def alone() -> dict[str, np.ndarray]:
 
 
 def test_loss_and_gradients_are_those_of_each_document_alone():
-    """Of all weights, the learned positions included; on a mesh: `test_parity.py`."""
+    """Of all weights, the learned positions included, exactly; on a mesh: `test_field.py`."""
     found = []
     for batch in joined(), alone():
-        options = {"num_layers": 2, "init_std": 0.3, "reset_attention": "positions" in batch}
-        program = tiny_program(tiny_config(global_batch=len(batch["tokens"]), dropout=0.0, **options))
-        batch = program.put_batch(batch, program.local_rows)
-        loss, gradients = jax.device_get(loss_and_gradients(program)(drawn_params(program), batch, np.int32(0)))
-        found.append((float(loss), named_leaves(gradients)))
-    (loss, gradients), (expected_loss, expected) = found
-    assert loss == pytest.approx(expected_loss, rel=1e-6)
-    assert expected["shared/positions"].any(axis=1).all()
+        size = {"num_layers": 2, "global_batch": len(batch["tokens"])}
+        config = tiny_config(dropout=0.0, reset_attention="positions" in batch, **size)
+        found.append(loss_and_exact_gradients(config, batch))
+    together, expected = found
+    assert expected["shared/positions"].any(axis=(0, 1, 3)).all()
     for name, leaf in expected.items():
-        tolerance = 1e-5 * np.abs(leaf).max() + 1e-7
-        np.testing.assert_allclose(gradients[name], leaf, rtol=1e-4, atol=tolerance, err_msg=name)
+        assert np.array_equal(together[name], leaf), name
 
 
 RATE = 0.2
