@@ -1,13 +1,13 @@
 """The mesh never changes the numbers, exactly: a step over finite fields on any mesh, by any schedule and with any
 option is that of one device. What only a compiler can show is in `test_parity.py` and beside it."""
 
-import functools
+import dataclasses
 from typing import Any
 
 import pytest
 import test_context
 import test_experts
-from field import SMALL, assert_exact, small
+from field import SMALL, assert_exact
 from parity_grid import (
     ALL,
     FEW_LORAS,
@@ -20,18 +20,28 @@ from parity_grid import (
     TASKS,
     TRIPLES,
     config_of,
+    limited,
     name,
     pairwise,
     row,
 )
-from tiny import MIXTURE, QWEN3, full
+from tiny import LLAMA, MIXTURE, full, tiny_config
 
 from megajax.config import Config
+from megajax.models.lora_config import LoraConfig
+from megajax.verify.shrink import shown
 
-# Of the grid every two columns meet, or their kinds do, on every mesh of up to eight virtual stages.
-PAIRS = [each for each in ALL if each[MESH][1] * int(each[SCHEDULE][-1]) <= 8 and each[MESH] != (1, 8, 1)]
-GRID = sorted(pairwise(PAIRS, FURTHER_APART, seed=2), key=lambda each: (each[-1], each[-4]))
+
+def virtual_stages(each: tuple) -> int:
+    return each[MESH][1] * int(each[SCHEDULE].rpartition("-")[2])
+
+
+# Of the grid every two columns meet, or their kinds do, on every mesh of up to four virtual stages.
+PAIRS = [each for each in ALL if virtual_stages(each) <= 4]
+GRID = sorted(limited(pairwise(PAIRS, FURTHER_APART, seed=2)), key=lambda each: (each[-1], each[-4]))
 MODELS = [
+    row(mesh=(1, 4, 2), schedule="interleaved-2", vocabulary="split", remat="selective", weight_gradients="deferred"),
+    row(schedule="interleaved-4", microbatches="a multiple", layers="divisible", zero=3, sequence_parallel=True),
     *FEW_MODELS,
     row(mesh=(2, 1, 2), zero=0, microbatches="fewer", layers="divisible", model="qwen3-muon"),
     row(schedule="interleaved-2", vocabulary="split", zero=3, sequence_parallel=True, model="olmo2"),
@@ -47,14 +57,15 @@ LONG = [each for each in [*TRIPLES, *TASKS, *OF_DECODERS, *OF_LORAS] if each not
 
 def of_grid(each: tuple) -> Config:
     """Of five layers, or of four or eight, which the virtual stages divide."""
-    virtual = each[MESH][1] * int(each[SCHEDULE].rpartition("-")[2])
-    size = {"num_layers": 5, "vocab_size": 21} if "not divisible" in each else {"num_layers": max(4, virtual)}
-    return config_of(each, **SMALL | {"sequence_length": 8, "vocab_size": 24} | size)
+    size = {"num_layers": 5, "vocab_size": 21}
+    if "divisible" in each:
+        size = {"num_layers": max(4, virtual_stages(each)), "vocab_size": 24}
+    return config_of(each, **SMALL | {"sequence_length": 8} | size)
 
 
 @pytest.mark.parametrize("each", [*GRID, *MODELS, *map(full, LONG)], ids=name)
 def test_grid(each: tuple) -> None:
-    assert_exact(of_grid(each))
+    assert_exact(of_grid(each), branches=each in MODELS)
 
 
 def some(grid: Any, count: int, references: list) -> list[tuple]:
@@ -67,21 +78,40 @@ CONTEXTS = [
     *(("gpt2", True, 5), ("few keys", True, 20), ("bert-pre", False, 0), ("llama", False, 20), ("lora", True, 0)),
     ("bert-pre-span", False, 0),
 ]
-OF_CONTEXT = [*test_context.DEFAULT, *some(test_context, 14, CONTEXTS)]
+OF_CONTEXT = [*test_context.DEFAULT, *some(test_context, 10, CONTEXTS)]
 MIXTURES = [(0.0, "loss", 0, 1), (1.0, "bias", 8, 0), (1.25, "loss", 0, 2), (0.0, "none", 8, 0)]
-OF_EXPERTS = [*test_experts.DEFAULT, *some(test_experts, 12, MIXTURES)]
+OF_EXPERTS = [*test_experts.DEFAULT, *some(test_experts, 9, MIXTURES)]
 
 
 @pytest.mark.parametrize("each", dict.fromkeys(OF_CONTEXT), ids=name)
 def test_one_sequence_over_several_devices(each: tuple) -> None:
     config = test_context.config_of(each, **SMALL, vocab_size=21)
-    test_context.check_what_is_sent(config, assert_exact(config).collectives)
+    test_context.check_what_is_sent(config, assert_exact(config, branches=False).collectives)
 
 
 @pytest.mark.parametrize("each", dict.fromkeys(OF_EXPERTS), ids=name)
 def test_mixtures_of_experts(each: tuple) -> None:
-    step = assert_exact(test_experts.config_of(each, **SMALL, vocab_size=21))
+    step = assert_exact(test_experts.config_of(each, **SMALL, vocab_size=21), branches=False)
     assert "experts/dropped" in step.taken.metrics
+
+
+IN_8_BITS = [
+    of_grid(row(mesh=(1, 2, 4), weight_gradients="deferred", sequence_parallel=True, model="qwen3")),
+    tiny_config((1, 1, 2), expert=2, dense_layers=1, bf16_layers="2,1", remat="selective", **SMALL | MIXTURE),
+]
+MUON = {"optimizer": {"name": "muon"}, "num_layers": 2}
+OTHERS = [
+    *(dataclasses.replace(config, precision="fp8") for config in IN_8_BITS),
+    tiny_config((2, 1, 2), precision="fp16", ema=0.5, expert=2, balance="bias", **SMALL | MIXTURE | MUON),
+    tiny_config((2, 1, 2, 2), precision="bf16", zero=3, **SMALL | LLAMA | MUON),
+    tiny_config((1, 2, 4), expert=2, lora=LoraConfig(rank=2, targets=("attention", "experts")), **SMALL | MIXTURE),
+    tiny_config((2, 2, 2), precision="fp64", zero=0, reset_attention=True, schedule="gpipe", remat="stage", **SMALL),
+]
+
+
+@pytest.mark.parametrize("config", OTHERS, ids=lambda each: f"{each.precision}, {shown(each.mesh)}")
+def test_other_precisions_optimizers_and_mixtures(config: Config) -> None:
+    assert_exact(config)
 
 
 @pytest.mark.full

@@ -1,5 +1,5 @@
-"""Every fault is planted where it is aimed, and caught as it says: those that types refuse and a few others by default,
-all with the long grids."""
+"""Every fault is planted where it is aimed, and caught as it says: those that types refuse by default, of the others one
+of each class, all with the long grids."""
 
 from collections import Counter
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from catalogue import CLASSES, FAULTS
 from fault import ROOT, Caught, Fault, planted
 from tiny import full
-from trial import failed_test, first_difference, said_of, small_config
+from trial import failed_test, first_difference, said_of, small_config, unequal
 
 from megajax.verify.check import verify
 
@@ -17,6 +17,7 @@ WAYS = get_args(get_type_hints(Caught)["by"])
 TRACED = [fault for fault in FAULTS if fault.caught.by in ("types", "communication")]
 REFUSED = [fault for fault in FAULTS if fault.caught.by == "types"]
 VERIFIED = [fault for fault in FAULTS if fault.caught.by == "verify"]
+OF_EACH_CLASS = [next(iter(found)) for found in ([x for x in each if x in VERIFIED] for each in CLASSES.values()) if found]
 TESTED = [fault for fault in FAULTS if fault.caught.by == "tests"]
 
 
@@ -44,6 +45,12 @@ def test_every_class_is_documented() -> None:
 def test_tracing_tells() -> None:
     for fault in TRACED:
         assert fault.caught.text in said_of(fault), fault.name
+
+
+@pytest.mark.parametrize("fault", OF_EACH_CLASS, ids=name)
+def test_a_step_with_a_fault_is_unequal(fault: Fault) -> None:
+    with planted(fault):
+        assert unequal(small_config(fault.caught.on))
 
 
 @pytest.mark.full
