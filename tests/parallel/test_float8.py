@@ -18,7 +18,6 @@ HUGE, TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).smalles
 
 
 @jax.jit
-@jax.jit
 def in_float8(x: jax.Array) -> Scaled:
     return scaled(x, 1, E4M3)
 
