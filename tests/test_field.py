@@ -16,6 +16,7 @@ from parity_grid import (
     MESH,
     OF_DECODERS,
     OF_LORAS,
+    ROWS,
     SCHEDULE,
     TASKS,
     TRIPLES,
@@ -56,10 +57,13 @@ LONG = [each for each in [*TRIPLES, *TASKS, *OF_DECODERS, *OF_LORAS] if each not
 
 
 def of_grid(each: tuple) -> Config:
-    """Of five layers, or of four or eight, which the virtual stages divide."""
-    size = {"num_layers": 5, "vocab_size": 21}
+    """Of three layers, or of as many as virtual stages."""
+    size = {"num_layers": 3, "vocab_size": 21}
     if "divisible" in each:
-        size = {"num_layers": max(4, virtual_stages(each)), "vocab_size": 24}
+        size = {"num_layers": max(2, virtual_stages(each)), "vocab_size": 24}
+    data, pipe, _ = each[MESH]
+    if pipe == 4 and "a multiple" in each:
+        size["microbatch"] = ROWS // pipe
     return config_of(each, **SMALL | {"sequence_length": 8} | size)
 
 
@@ -78,9 +82,10 @@ CONTEXTS = [
     *(("gpt2", True, 5), ("few keys", True, 20), ("bert-pre", False, 0), ("llama", False, 20), ("lora", True, 0)),
     ("bert-pre-span", False, 0),
 ]
-OF_CONTEXT = [*test_context.DEFAULT, *some(test_context, 10, CONTEXTS)]
-MIXTURES = [(0.0, "loss", 0, 1), (1.0, "bias", 8, 0), (1.25, "loss", 0, 2), (0.0, "none", 8, 0)]
-OF_EXPERTS = [*test_experts.DEFAULT, *some(test_experts, 9, MIXTURES)]
+OF_CONTEXT = [*test_context.DEFAULT, *some(test_context, 3, CONTEXTS)]
+FEW_EXPERTS = SMALL | {"sequence_length": 8, "num_experts": 4, "vocab_size": 21}
+MIXTURES = [(0.0, "loss", 0, 1), (1.0, "bias", 8, 0)]
+OF_EXPERTS = [*test_experts.DEFAULT, *some(test_experts, 3, MIXTURES)]
 
 
 @pytest.mark.parametrize("each", dict.fromkeys(OF_CONTEXT), ids=name)
@@ -91,20 +96,21 @@ def test_one_sequence_over_several_devices(each: tuple) -> None:
 
 @pytest.mark.parametrize("each", dict.fromkeys(OF_EXPERTS), ids=name)
 def test_mixtures_of_experts(each: tuple) -> None:
-    step = assert_exact(test_experts.config_of(each, **SMALL, vocab_size=21), branches=False)
+    step = assert_exact(test_experts.config_of(each, **FEW_EXPERTS), branches=False)
     assert "experts/dropped" in step.taken.metrics
 
 
+MIXED = SMALL | MIXTURE | {"num_layers": 1, "sequence_length": 8, "num_experts": 4, "global_batch": 4, "vocab_size": 21}
 IN_8_BITS = [
     of_grid(row(mesh=(1, 2, 4), weight_gradients="deferred", sequence_parallel=True, model="qwen3")),
-    tiny_config((1, 1, 2), expert=2, dense_layers=1, bf16_layers="2,1", remat="selective", **SMALL | MIXTURE),
+    tiny_config((1, 1, 2), expert=2, dense_layers=1, bf16_layers="1,1", remat="selective", **MIXED | {"num_layers": 4}),
 ]
 MUON = {"optimizer": {"name": "muon"}, "num_layers": 2}
 OTHERS = [
     *(dataclasses.replace(config, precision="fp8") for config in IN_8_BITS),
-    tiny_config((2, 1, 2), precision="fp16", ema=0.5, expert=2, balance="bias", **SMALL | MIXTURE | MUON),
+    tiny_config((2, 1, 2), precision="fp16", ema=0.5, expert=2, balance="bias", **MIXED | MUON | {"num_layers": 1}),
     tiny_config((2, 1, 2, 2), precision="bf16", zero=3, **SMALL | LLAMA | MUON),
-    tiny_config((1, 2, 4), expert=2, lora=LoraConfig(rank=2, targets=("attention", "experts")), **SMALL | MIXTURE),
+    tiny_config((1, 2, 2), expert=2, lora=LoraConfig(rank=2, targets=("attention", "experts")), **MIXED | {"num_layers": 2}),
     tiny_config((2, 2, 2), precision="fp64", zero=0, reset_attention=True, schedule="gpipe", remat="stage", **SMALL),
 ]
 
