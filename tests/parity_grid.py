@@ -189,7 +189,9 @@ FEW_LORAS = [
 ]
 MUON = (*FEW_MODELS[1][:-1], "qwen3-muon")
 REST = [
-    row for row in [*LONGER, UNPIPED, *FEW_MODELS, DEEP, *OTHERS, MUON, *TASKS, *OF_DECODERS, *FEW_LORAS, *OF_LORAS] if row not in DEFAULT
+    row
+    for row in [*LONGER, UNPIPED, *FEW_MODELS, DEEP, *OTHERS, MUON, *TASKS, *OF_DECODERS, *FEW_LORAS, *OF_LORAS]
+    if row not in DEFAULT
 ]
 ROWS = 24  # of the global batch
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from parity_grid import cover, deferring, name
-from tiny import MIXTURE, full, tiny_config, tiny_program, user_error
+from tiny import MIXTURE, tiny_config, tiny_program, user_error
 
 from megajax.models.attention_mask import CAUSAL
 from megajax.models.context import Context

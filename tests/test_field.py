@@ -61,7 +61,7 @@ def of_grid(each: tuple) -> Config:
     size = {"num_layers": 3, "vocab_size": 21}
     if "divisible" in each:
         size = {"num_layers": max(2, virtual_stages(each)), "vocab_size": 24}
-    data, pipe, _ = each[MESH]
+    _, pipe, _ = each[MESH]
     if pipe == 4 and "a multiple" in each:
         size["microbatch"] = ROWS // pipe
     return config_of(each, **SMALL | {"sequence_length": 8} | size)
@@ -110,7 +110,9 @@ OTHERS = [
     *(dataclasses.replace(config, precision="fp8") for config in IN_8_BITS),
     tiny_config((2, 1, 2), precision="fp16", ema=0.5, expert=2, balance="bias", **MIXED | MUON | {"num_layers": 1}),
     tiny_config((2, 1, 2, 2), precision="bf16", zero=3, **SMALL | LLAMA | MUON),
-    tiny_config((1, 2, 2), expert=2, lora=LoraConfig(rank=2, targets=("attention", "experts")), **MIXED | {"num_layers": 2}),
+    tiny_config(
+        (1, 2, 2), expert=2, lora=LoraConfig(rank=2, targets=("attention", "experts")), **MIXED | {"num_layers": 2}
+    ),
     tiny_config((2, 2, 2), precision="fp64", zero=0, reset_attention=True, schedule="gpipe", remat="stage", **SMALL),
 ]
 

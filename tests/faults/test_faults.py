@@ -1,5 +1,5 @@
-"""Every fault is planted where it is aimed, and caught as it says: those that types refuse by default, of the others one
-of each class, all with the long grids."""
+"""Every fault is planted where it is aimed, and caught as it says: those that types refuse by default, of those
+that `verify` names one of each class, all with the long grids."""
 
 from collections import Counter
 from pathlib import Path
@@ -17,7 +17,9 @@ WAYS = get_args(get_type_hints(Caught)["by"])
 TRACED = [fault for fault in FAULTS if fault.caught.by in ("types", "communication")]
 REFUSED = [fault for fault in FAULTS if fault.caught.by == "types"]
 VERIFIED = [fault for fault in FAULTS if fault.caught.by == "verify"]
-OF_EACH_CLASS = [next(iter(found)) for found in ([x for x in each if x in VERIFIED] for each in CLASSES.values()) if found]
+OF_EACH_CLASS = [
+    next(iter(found)) for found in ([x for x in each if x in VERIFIED] for each in CLASSES.values()) if found
+]
 TESTED = [fault for fault in FAULTS if fault.caught.by == "tests"]
 
 

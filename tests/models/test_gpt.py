@@ -59,7 +59,9 @@ def test_initial_weights_are_normal(initial):
 def test_no_two_weights_are_drawn_alike(initial):
     """Leading elements of every layer of every matrix, in units of their standard deviation, all differ."""
     drawn = {name: leaf for name, leaf in initial.items() if leaf.std() > 0}
-    per_layer = [leaf.reshape(WIDE.num_layers, -1) if "blocks" in name else leaf.reshape(1, -1) for name, leaf in drawn.items()]
+    per_layer = [
+        leaf.reshape(WIDE.num_layers, -1) if "blocks" in name else leaf.reshape(1, -1) for name, leaf in drawn.items()
+    ]
     leading = np.concatenate([rows[:, :8] / rows.std() for rows in per_layer])
     distances = np.abs(leading[:, None] - leading[None]).max(-1)
     assert distances[~np.eye(len(leading), dtype=bool)].min() > 0.1

@@ -45,8 +45,9 @@ class Compiled:
 
 @cache
 def compiled(precision: str, zero: int, sequence_parallel: bool, name: str) -> Compiled:
-    """The step on (2, 2, 2), or (2, 1, 2), that skips spikes; in step BROKEN one element of one weight's gradient on the last device
-    is too large for its format. Muon, whose other weights are AdamW's, trains a mixture with biases of its experts."""
+    """The step on (2, 2, 2), or on (2, 1, 2), that skips spikes; in step BROKEN one element of one weight's gradient on
+    the last device is too large for its format. Muon, whose other weights are AdamW's, trains a mixture with biases of
+    its experts."""
     options = {"precision": precision, "zero": zero, "sequence_parallel": sequence_parallel, "ema": EMA}
     options |= MIXTURE | {"balance": "bias", "num_layers": 2} if name == "muon" else {}
     mesh = (2, 1, 2) if name == "muon" else (2, 2, 2)
