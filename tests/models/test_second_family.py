@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny import drawn_params, tiny_config, tiny_program
+from tiny import drawn_params, full, tiny_config, tiny_program
 
 from megajax.models.family import count_parameters, step_flops
 from megajax.models.registry import FAMILIES, Entry
@@ -32,7 +32,7 @@ def registered():
     "options",
     [
         {"vocabulary": "split", "zero": 3, "sequence_parallel": True, "remat": "stage"},
-        {"schedule": "interleaved", "chunks": 2, "remat": "selective"},
+        full({"schedule": "interleaved", "chunks": 2, "remat": "selective"}),
     ],
     ids=["split", "interleaved"],
 )

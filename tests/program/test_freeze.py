@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from field import assert_exact
 from jax.sharding import PartitionSpec
-from tiny import LLAMA, tiny_config, tiny_program, user_error
+from tiny import LLAMA, full, tiny_config, tiny_program, user_error
 
 from megajax.config import Config
 from megajax.mesh import make_mesh
@@ -125,9 +125,9 @@ def test_what_is_frozen_stays_and_does_not_count():
     [
         ((2, 2, 1), FREEZE, MUON, {"schedule": "interleaved", "chunks": 2, "microbatch": 1}),
         ((2, 2, 2), FREEZE, {}, {"zero": 3, "weight_gradients": "deferred", "microbatch": 1}),
-        ((2, 2, 2), FREEZE, LLAMA, {"zero": 0, "vocabulary": "split", "remat": "stage", "microbatch": 1}),
-        ((1, 2, 1), ("layers.1-3", "head"), {}, {"weight_gradients": "deferred", "microbatch": 1}),
-        ((2, 1, 2), ("embedding,layers.0-3",), {"family": "bert"}, {"zero": 3, "sequence_parallel": True}),
+        full((2, 2, 2), FREEZE, LLAMA, {"zero": 0, "vocabulary": "split", "remat": "stage", "microbatch": 1}),
+        full((1, 2, 1), ("layers.1-3", "head"), {}, {"weight_gradients": "deferred", "microbatch": 1}),
+        full((2, 1, 2), ("embedding,layers.0-3",), {"family": "bert"}, {"zero": 3, "sequence_parallel": True}),
     ],
 )
 def test_every_mesh_freezes_the_same(mesh: tuple[int, ...], freeze: tuple[str, ...], same: dict, here: dict):
