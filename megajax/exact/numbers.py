@@ -230,9 +230,9 @@ def constant(array: Any, dtype: Any, simplest: bool = True) -> Value:
     if is_key(dtype):
         words = np.asarray(jax.random.key_data(array))
         return words.view(f"V{4 * words.shape[-1]}")[None, None, ..., 0]
-    array = np.asarray(array)
+    array = np.asarray(array).astype(dtype)  # some versions of JAX have doubles in place of it
     if not is_float(dtype):
-        return array.astype(dtype)[None, None]
+        return array[None, None]
     wide, where = np.unique(array.astype(np.float64), return_inverse=True)
     finite = np.where(np.isfinite(wide), wide, 0).tolist()
     found = [_simplest(x, dtype) if simplest else Fraction(x) for x in finite]
