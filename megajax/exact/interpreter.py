@@ -205,6 +205,13 @@ class Interpreter:
         self._devices = outside
         return out
 
+    def _expanded(self, equation: Any, *values: Value) -> list[Value]:
+        """What JAX from version 0.12 keeps whole when it traces, such as `searchsorted`."""
+        whole = equation.params["_prim"]
+        types = [jax.ShapeDtypeStruct(each.aval.shape, each.aval.dtype) for each in equation.invars]
+        expand = lambda *args: whole.expand(*jax.tree.unflatten(whole.in_tree, args))  # noqa: E731
+        return self._closed(jax.make_jaxpr(expand)(*types), values)
+
     def _callback(self, equation: Any, *values: Value) -> tuple:
         """Call it for every device, with numbers of the first field as doubles."""
         self._decisions += 1
@@ -244,6 +251,7 @@ CONTROL: dict[str, Callable[..., Any]] = {
     "shard_map": Interpreter._shard_map,
     "debug_callback": Interpreter._callback,
     "name": lambda machine, equation, x: machine.named(equation.params["name"], x),
+    "call_hi_primitive": Interpreter._expanded,
 }
 
 

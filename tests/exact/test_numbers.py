@@ -125,7 +125,9 @@ def test_the_lowest_number_absorbs() -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("fraction", [Fraction(1, 3), Fraction(-2, 7), Fraction(1, 10), Fraction(5, 8), Fraction(-96), Fraction(1, 300)])
+@pytest.mark.parametrize(
+    "fraction", [Fraction(1, 3), Fraction(-2, 7), Fraction(1, 10), Fraction(5, 8), Fraction(-96), Fraction(1, 300)]
+)
 def test_a_fraction_is_the_same_number_in_every_precision(fraction: Fraction, dtype: object) -> None:
     found = number(float(fraction), dtype)
     assert found.ravel().tolist() == of(fraction)
