@@ -39,11 +39,7 @@ class Devices:
         return np.broadcast_to(x, (len(x), self.count, *x.shape[2:]))
 
     def groups(self, equation: Any) -> np.ndarray:
-        """The devices that communicate with each other, [groups, members].
-
-        Raises:
-            RunError: some of a group are not among these devices.
-        """
+        """The devices that communicate with each other, [groups, members], all of which must be among these."""
         names, axes = [*self.sizes], equation.params.get("axes", equation.params.get("axis_name"))
         own = [names.index(axis) for axis in ((axes,) if isinstance(axes, str) else axes)]
         others = [place for place in range(len(names)) if place not in own]
@@ -88,23 +84,14 @@ def _axis_index(devices: Devices, equation: Any) -> Value:
     return own[None, :1] if (own == own[0]).all() else own[None]
 
 
-@_rule("psum", "psum_invariant")
-def _psum(devices: Devices, equation: Any, *values: Value) -> Any:
-    groups = devices.groups(equation)
-    dtypes = [variable.aval.dtype for variable in equation.invars]
-    sums = [total(devices.of_all(x)[:, groups], 2, dtype) for x, dtype in zip(values, dtypes, strict=True)]
-    return _results(equation, [devices.shared(groups, each) for each in sums])
-
-
-@_rule("pmax", "pmin")
-def _pmax(devices: Devices, equation: Any, *values: Value) -> Any:
-    groups, way = devices.groups(equation), np.argmin if equation.primitive.name == "pmin" else np.argmax
-    most = [largest(devices.of_all(x)[:, groups], 2, way) for x in values]
-    return _results(equation, [devices.shared(groups, each) for each in most])
-
-
-def _results(equation: Any, values: list[Value]) -> Any:
-    return values if equation.primitive.multiple_results else values[0]
+@_rule("psum", "psum_invariant", "pmax", "pmin")
+def _reduced(devices: Devices, equation: Any, *values: Value) -> Any:
+    groups, way = devices.groups(equation), {"pmax": np.argmax, "pmin": np.argmin}.get(equation.primitive.name)
+    out = []
+    for x, variable in zip(values, equation.invars, strict=True):
+        x = devices.of_all(x)[:, groups]
+        out.append(devices.shared(groups, largest(x, 2, way) if way else total(x, 2, variable.aval.dtype)))
+    return out if equation.primitive.multiple_results else out[0]
 
 
 @_rule("all_gather", "all_gather_invariant")
