@@ -47,6 +47,12 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("default tests" if "not full" in config.option.markexpr else "full tests")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Comparisons with other libraries are not even imported where they are not selected: torch takes 20 s."""
+    compares = collection_path.name.startswith("test_peer_") or collection_path.name == "test_pytorch_baseline.py"
+    return True if compares and "not peer" in config.option.markexpr else None
+
+
 def pytest_collection_finish() -> None:
     """Collections of garbage, which a damaged checkpoint asks for, do not look at modules and tests: 0.3 s each."""
     gc.freeze()

@@ -1,4 +1,5 @@
-"""The mesh never changes the numbers: losses and every gradient of some steps equal those of one device, dropout on."""
+"""The mesh never changes the numbers: losses and every gradient of some compiled steps equal those of one device,
+dropout on. By default one row, and one in half precision: all that is algebra is compared in `test_field.py`."""
 
 import dataclasses
 import functools
@@ -135,13 +136,13 @@ def reset_reference() -> Trace:
 )
 def test_as_users_compile(options, monkeypatch):
     """The tests take the machine code that is soonest there (conftest.py): here, once, with XLA's defaults."""
-    expected, flags = first(2, reference(9, 101)), {"xla_backend_optimization_level": 3}
+    expected, flags = first(2, reference(5, 101)), {"xla_backend_optimization_level": 3}
     flags |= {"xla_cpu_use_fusion_emitters": True} if has_fusion_emitters() else {}
     compiled = jax.stages.Lowered.compile
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda lowered, _: compiled(lowered, flags))
-    size = {"num_layers": 9, "global_batch": ROWS, "microbatch": 4}
+    size = {"num_layers": 5, "global_batch": ROWS, "microbatch": 4}
     config = tiny_config((2, 2, 2), sequence_parallel=True, **size | options)
-    actual = trace(config, 2, canonical=initial(9, 101))
+    actual = trace(config, 2, canonical=initial(5, 101))
     monkeypatch.undo()
     result = compare(expected, actual)
     assert result.within(), result
@@ -151,22 +152,23 @@ def test_as_users_compile(options, monkeypatch):
     ("precision", "gradient_dtype", "loss", "gradient", "weight_gradients"),
     [
         full("fp16", "fp32", 2e-5, 5e-3, "together"),
-        ("fp16", "half", 2e-5, 5e-3, "together"),  # the one with a loss scale
+        full("fp16", "half", 2e-5, 5e-3, "together"),
         full("bf16", "half", 2e-4, 4e-2, "together"),
         full("bf16", "fp32", 2e-4, 4e-2, "together"),
-        full("fp16", "half", 2e-5, 5e-3, "deferred"),
+        ("fp16", "half", 2e-5, 5e-3, "deferred"),  # the one with a loss scale; by default the one compiled GPipe
         full("bf16", "half", 2e-4, 4e-2, "deferred"),
         full("bf16", "fp32", 2e-4, 4e-2, "deferred"),
     ],
 )
 def test_half_precision_is_near_fp32(precision, gradient_dtype, loss, gradient, weight_gradients):
     """Losses and gradients, without fp16's scale, of (2, 2, 2) with ZeRO and a split sequence; fp16 has 3 bits more."""
-    expected = reference(9, 101)
+    schedule = "gpipe" if weight_gradients == "deferred" else "1f1b"
+    expected = reference(5, 101)
     options = {"precision": precision, "sequence_parallel": True, **deferring(weight_gradients)}
-    config = tiny_config((2, 2, 2), num_layers=9, global_batch=ROWS, **options)
+    config = tiny_config((2, 2, 2), num_layers=5, global_batch=ROWS, microbatch=4, schedule=schedule, **options)
     summed_in = precision if gradient_dtype == "half" else "fp32"
     optimizer = dataclasses.replace(config.optimizer, gradient_dtype=summed_in)
-    actual = trace(dataclasses.replace(config, optimizer=optimizer), STEPS, canonical=initial(9, 101))
+    actual = trace(dataclasses.replace(config, optimizer=optimizer), STEPS, canonical=initial(5, 101))
     result = compare(expected, actual)
     assert result.loss_error < loss and result.gradient_error < gradient, result
 
@@ -193,8 +195,8 @@ def test_a_new_schedule_is_one_function(weight_gradients, monkeypatch):
 
     monkeypatch.setitem(SCHEDULES, "dawdling", ScheduleKind(dawdling, chunked=True))
     options = {"schedule": "dawdling", "chunks": 2, "remat": "layer", "weight_gradients": weight_gradients}
-    config = tiny_config((1, 2, 1), num_layers=9, microbatch=4, global_batch=ROWS, vocabulary="split", **options)
-    assert compare(first(2, reference(9, 101)), trace(config, 2, canonical=initial(9, 101))).within()
+    config = tiny_config((1, 2, 1), num_layers=5, microbatch=4, global_batch=ROWS, vocabulary="split", **options)
+    assert compare(first(2, reference(5, 101)), trace(config, 2, canonical=initial(5, 101))).within()
 
 
 FOUR = {"mesh": (1, 4, 1)}
@@ -232,7 +234,7 @@ def test_what_stands_in_idle_ticks_is_never_used(row, monkeypatch):
 
 def test_the_comparison_can_fail():
     """Another step's numbers, a doubled gradient and a NaN are all noticed."""
-    expected = first(2, reference(9, 101))
+    expected = first(2, reference(5, 101))
     assert compare(expected, expected) == Comparison(0.0, 0.0, next(iter(expected.gradients[0])))
     assert not compare(expected, Trace(expected.losses[::-1], expected.gradients[::-1])).within()
     for leaf in expected.gradients[0]:

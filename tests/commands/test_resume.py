@@ -26,10 +26,10 @@ def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(commands: Commands, strai
 
 
 def test_resume_on_other_meshes_with_the_state_split_otherwise(commands: Commands, straight: Run, begun: Path) -> None:
-    """On (2, 2, 2) with ZeRO-3 and a split sequence, then on data parallelism with unrolled layers."""
-    split = ("--optimizer.zero", 3, "--sequence-parallel", "--train.microbatch", 2, "--train.steps", 15)
-    commands.train(begun, *MESH_222, *split, "--resume", "must")
-    commands.train(begun, *UNROLLED, "--mesh.data", 2, "--simulate-devices", 2, "--optimizer.zero", 0)
+    """On data 2 x pipe 2 with ZeRO-3, then on one device again."""
+    split = ("--optimizer.zero", 3, "--train.microbatch", 4, "--train.steps", 12)
+    commands.train(begun, *MESH_222[:4], "--simulate-devices", 4, *split, "--resume", "must")
+    commands.train(begun)
     assert curve(begun)[:10] == curve(straight.folder)[:10]
     assert_close_losses(curve(begun), curve(straight.folder))
 
@@ -75,6 +75,16 @@ def test_another_run_begins_with_an_earlier_checkpoint(commands: Commands, half:
     assert f"holds a run that started from --init {half.folder} --init-step 5; valid: without --init" in failed.err
     failed = commands.run("train.py", commands.preset, "--run-dir", tmp_path / "new", *origin, 6)
     assert "--init-step 6; valid: latest, best, or one of 5, 10" in failed.err
+
+
+@pytest.mark.full
+def test_resume_with_a_split_sequence_and_with_unrolled_layers(commands: Commands, straight: Run, begun: Path) -> None:
+    """On (2, 2, 2) with ZeRO-3, then on data parallelism."""
+    split = ("--optimizer.zero", 3, "--sequence-parallel", "--train.microbatch", 2, "--train.steps", 15)
+    commands.train(begun, *MESH_222, *split, "--resume", "must")
+    commands.train(begun, *UNROLLED, "--mesh.data", 2, "--simulate-devices", 2, "--optimizer.zero", 0)
+    assert curve(begun)[:10] == curve(straight.folder)[:10]
+    assert_close_losses(curve(begun), curve(straight.folder))
 
 
 @pytest.mark.full

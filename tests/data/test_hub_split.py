@@ -1,5 +1,6 @@
 """Datasets in the hub's format, `hf://…`, from a local folder; tokenizers by the hub's names, from a local cache."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from megajax.data.records import TextDocuments, TextFiles
 from megajax.data.tokenizers import learn_byte_pair, named_tokenizer
 from megajax.errors import UserError
 
-pytest.importorskip("datasets", reason="the extra `datasets` is not installed")
+pytestmark = pytest.mark.skipif(not find_spec("datasets"), reason="the extra `datasets` is not installed")
 
 TEXTS = [f"Document {number} of the split, number {number * 7}." for number in range(12)]
 

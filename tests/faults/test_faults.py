@@ -1,5 +1,5 @@
-"""Every fault is planted where it is aimed, and caught as it says: those that types refuse and a few others by default,
-all with the long grids."""
+"""Every fault is planted where it is aimed, and caught as it says: those that types refuse by default, of those
+that `verify` names one of every other class, all with the long grids."""
 
 from collections import Counter
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from catalogue import CLASSES, FAULTS
 from fault import ROOT, Caught, Fault, planted
 from tiny import full
-from trial import failed_test, first_difference, said_of, small_config
+from trial import failed_test, first_difference, said_of, small_config, unequal
 
 from megajax.verify.check import verify
 
@@ -18,6 +18,8 @@ TRACED = [fault for fault in FAULTS if fault.caught.by in ("types", "communicati
 REFUSED = [fault for fault in FAULTS if fault.caught.by == "types"]
 EXACT = [fault for fault in FAULTS if fault.caught.by == "exact"]
 VERIFIED = [fault for fault in FAULTS if fault.caught.by == "verify"]
+FIRST = [next((each for each in faults if each in EXACT), None) for faults in CLASSES.values()]  # of each class
+SEEN = [fault for fault in FIRST if fault]
 TESTED = [fault for fault in FAULTS if fault.caught.by == "tests"]
 
 
@@ -45,6 +47,12 @@ def test_every_class_is_documented() -> None:
 def test_tracing_tells() -> None:
     for fault in TRACED:
         assert fault.caught.text in said_of(fault), fault.name
+
+
+@pytest.mark.parametrize("fault", [*SEEN[::2], *map(full, SEEN[1::2])], ids=name)
+def test_a_step_with_a_fault_is_unequal(fault: Fault) -> None:
+    with planted(fault):
+        assert unequal(small_config(fault.caught.on))
 
 
 @pytest.mark.parametrize("fault", [EXACT[0], *map(full, [*EXACT[1:], *VERIFIED])], ids=name)

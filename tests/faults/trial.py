@@ -18,6 +18,9 @@ from megajax.program.communication import collectives_of
 from megajax.program.program import Program
 from megajax.program.train_step import train_step_with_gradients
 from megajax.verify.check import verify
+from megajax.verify.exact import compare_exactly
+from megajax.verify.fields import run_step
+from megajax.verify.forms import in_blocks, plain, steady
 from megajax.verify.theory import check_collectives
 
 # Small, with a first update of full size, and all gradients clipped.
@@ -60,6 +63,13 @@ def seen_in_trace(config: Config) -> str:
 
 def first_difference(config: Config, *, compiled: bool = True) -> str:
     return verify(config, steps=2, compiled=compiled).first
+
+
+def unequal(config: Config) -> list[str]:
+    """What is not exactly that of one device: nothing is located, which takes several more runs."""
+    config = steady(config)
+    steps = run_step(plain(config)), run_step(config, in_blocks(config))
+    return [finding.name for finding in compare_exactly(*steps) if not finding.passed]
 
 
 def failed_test(fault: Fault) -> str:

@@ -74,7 +74,7 @@ def logits_of(program, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize(
     ("mesh", "sizes"),
     [
-        ((1, 1, 1), {"num_layers": 3, "vocab_size": 67, "vocab_multiple": 1}),
+        full((1, 1, 1), {"num_layers": 3, "vocab_size": 67, "vocab_multiple": 1}),
         full((1, 1, 2), {"num_layers": 1, "hidden_size": 20, "num_heads": 2, "vocab_size": 129}),
         full((2, 1, 2), {"num_layers": 2, "sequence_length": 11}),
         ((1, 1, 4), {"num_layers": 2, **QWEN3}),

@@ -19,7 +19,7 @@ from megajax.settings.presets import load_preset, resolve
 from megajax.verify import named_leaves
 
 SEED = 3
-WIDE = ModelConfig(num_layers=5, hidden_size=64, num_heads=4, sequence_length=512, vocab_size=2048)
+WIDE = ModelConfig(num_layers=3, hidden_size=64, num_heads=4, sequence_length=512, vocab_size=2048)
 
 
 @pytest.mark.parametrize("layers", [1, 5])
@@ -59,7 +59,9 @@ def test_initial_weights_are_normal(initial):
 def test_no_two_weights_are_drawn_alike(initial):
     """Leading elements of every layer of every matrix, in units of their standard deviation, all differ."""
     drawn = {name: leaf for name, leaf in initial.items() if leaf.std() > 0}
-    per_layer = [leaf.reshape(5, -1) if "blocks" in name else leaf.reshape(1, -1) for name, leaf in drawn.items()]
+    per_layer = [
+        leaf.reshape(WIDE.num_layers, -1) if "blocks" in name else leaf.reshape(1, -1) for name, leaf in drawn.items()
+    ]
     leading = np.concatenate([rows[:, :8] / rows.std() for rows in per_layer])
     distances = np.abs(leading[:, None] - leading[None]).max(-1)
     assert distances[~np.eye(len(leading), dtype=bool)].min() > 0.1
@@ -71,14 +73,14 @@ def test_a_layer_s_weights_do_not_depend_on_the_number_of_layers(initial):
     for name, leaf in named_leaves(jax.jit(fewer.init)(SEED)).items():
         expected = initial[name][:2] if name.startswith("blocks") else initial[name]
         if name in ("blocks/attention/output/weight", "blocks/mlp/down/weight"):
-            np.testing.assert_allclose(leaf, expected * (5 / 2) ** 0.5, rtol=1e-6)
+            np.testing.assert_allclose(leaf, expected * (WIDE.num_layers / 2) ** 0.5, rtol=1e-6)
         else:
             np.testing.assert_array_equal(leaf, expected)
 
 
 def test_a_mesh_has_the_same_initial_weights(initial):
     """Bit for bit those of one device, though the pipe does not divide the layers, in the shards where they belong."""
-    layout = tiny_program(dataclasses.replace(tiny_config((2, 2, 2), **vars(WIDE)), seed=SEED)).layout
+    layout = tiny_program(dataclasses.replace(tiny_config((1, 2, 2), **vars(WIDE)), seed=SEED)).layout
     params = layout.init().params
     placed = jax.tree.map(
         lambda x, sharding: x.sharding == sharding, params, shardings(layout.mesh, layout.specs.params)
@@ -126,7 +128,7 @@ def test_it_is_six_for_every_weight_and_attention_as_if_all_was_seen(
     assert step_flops(model, 2) == 2 * model.sequence_length * by_hand
 
 
-@pytest.mark.parametrize(("length", "words"), [(16, {}), full(300, {}), (300, QWEN3), (128, {"family": "bert"})])
+@pytest.mark.parametrize(("length", "words"), [full(16, {}), full(300, {}), (300, QWEN3), (128, {"family": "bert"})])
 def test_the_step_runs_these_products_and_the_scores_once_more(length: int, words: dict):
     """A sequence of one block of queries, and of two; with fewer heads of keys, a gate, and a window. BERT's logits are
     those of its masked tokens only; beside what is listed its order head has products, of one token a sequence."""
@@ -139,7 +141,7 @@ def test_the_step_runs_these_products_and_the_scores_once_more(length: int, word
         (head,) = [product for product in products if product.name == "head, forward"]
         assert head.rows == 2 * 40 < 2 * length
         order = 3 * 2 * 2 * hidden * (hidden + 2)  # forward, and both gradients, of two rows
-    arguments = jax.eval_shape(program.layout.init), abstract_batch(config)
+    arguments = program.layout.shapes, abstract_batch(config)
     found = equations(jax.make_jaxpr(train_step(program))(*arguments).jaxpr)
     ran = sum(times * product_flops(eqn) for eqn, times, _ in found if eqn.primitive.name == "dot_general")
     assert ran == sum(product.flops for product in products) + scores + order

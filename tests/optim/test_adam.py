@@ -34,10 +34,16 @@ DECAYED = {"shared/table", "shared/positions", *(f"blocks/{name}/weight" for nam
 STEPS = 3
 
 
-@pytest.fixture(scope="module", params=[full(0), 1], ids=["zero-0", "zero-1"])
+@pytest.fixture(
+    scope="module",
+    params=[((1, 1, 1), 0), *(full(((2, 2, 2), zero)) for zero in (0, 1))],
+    ids=["one device", "zero-0", "zero-1"],
+)
 def program(request) -> Program:
-    """Two devices on every axis; layers that the pipe does not divide, so that some slots are padding."""
-    return tiny_program(tiny_config((2, 2, 2), num_layers=5, zero=request.param))
+    """Two devices on every axis; layers that the pipe does not divide, so that some slots are padding. By default one
+    device: any mesh is one exactly (`test_field.py`)."""
+    mesh, zero = request.param
+    return tiny_program(tiny_config(mesh, num_layers=5, zero=zero))
 
 
 @pytest.fixture(scope="module")

@@ -47,8 +47,9 @@ def test_it_is_optax_s(schedule: str, warmup: int) -> None:
         theirs = optax.warmup_cosine_decay_schedule(0.0, 1.5e-4, warmup, 300_000, 1e-5)
     steps = np.arange(0, 310_000, 997, dtype=np.int32)
     with jax.numpy_dtype_promotion("standard"):
-        expected = jax.vmap(theirs)(steps)
-    np.testing.assert_allclose(jax.vmap(lambda step: learning_rate(step, config))(steps), expected, rtol=1e-5)
+        expected = jax.jit(jax.vmap(theirs))(steps)
+    found = jax.jit(jax.vmap(lambda step: learning_rate(step, config)))(steps)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 WSD = dataclasses.replace(PAPER, schedule="wsd", warmup_steps=100, decay_steps=1000, cooldown_steps=200)
@@ -74,12 +75,12 @@ def test_warm_up_stable_decay(shape: str) -> None:
 def test_a_branch_of_a_stable_run_has_its_rates_until_it_decays() -> None:
     """Whether the stable run was constant, or a decay that is far away."""
     steps = np.arange(900, dtype=np.int32)
-    branch = jax.vmap(lambda step: learning_rate(step, WSD))(steps[:801])
+    branch = jax.jit(jax.vmap(lambda step: learning_rate(step, WSD)))(steps[:801])
     for stable in (
         dataclasses.replace(WSD, schedule="constant", cooldown_steps=0),
         dataclasses.replace(WSD, decay_steps=10**6, cooldown_steps=10**5),
     ):
-        rates = jax.vmap(lambda step, config=stable: learning_rate(step, config))(steps)
+        rates = jax.jit(jax.vmap(lambda step, config=stable: learning_rate(step, config)))(steps)
         np.testing.assert_array_equal(rates[:801], branch)
         assert rates[-1] == rates[800]
 

@@ -114,16 +114,16 @@ OPTIONS = {
 REFERENCES: dict[tuple[str, int], dict[str, np.ndarray]] = {}
 ROWS = [  # mesh, model, what else
     full((1, 1, 1), "gpt2", {}),
-    full((1, 1, 1), "llama", {}),
-    ((2, 2, 2), "llama", {"schedule": "interleaved", "chunks": 2}),
+    ((1, 1, 1), "llama", {"num_layers": 1}),  # any mesh is one device exactly (`test_field.py`)
+    full((2, 2, 2), "llama", {"schedule": "interleaved", "chunks": 2}),
     full((1, 2, 2, 2), "gpt2", {"zero": 0}),
     full((1, 1, 4), "qwen3", {}),
-    ((2, 1, 2), "gpt2", {"num_layers": 2}),  # a device's share is that of one weight (see `_Deal._exchanged`)
+    full((2, 1, 2), "gpt2", {"num_layers": 2}),  # a device's share is that of one weight (see `_Deal._exchanged`)
     full((8, 1, 1), "gpt2", {}),
     full((3, 1, 2), "gpt2", {}),
     full((1, 1, 8), "gpt2", {}),
     full((4, 1, 2), "qwen3", {"zero": 3}),
-    ((2, 1, 2, 2), "llama", {"zero": 3}),
+    full((2, 1, 2, 2), "llama", {"zero": 3}),
     full((1, 8, 1), "gpt2", {}),
 ]
 

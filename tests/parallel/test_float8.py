@@ -115,6 +115,7 @@ def test_infinities_and_nan_reach_all_that_their_row_gives_and_zeros_stay() -> N
     np.testing.assert_array_equal(dx_after, np.where(wrong_dx, np.nan, dx))
 
 
+@pytest.mark.full
 def test_two_halves_of_a_batch_are_the_whole_to_the_bit() -> None:
     x, w, v, dy, dz = drawn(8, 24), drawn(24, 16), drawn(24, 2, 3), drawn(8, 16), drawn(8, 2, 3)
     (y, z), dx, *_ = both(x, w, v, dy, dz)

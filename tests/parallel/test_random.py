@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tiny import hash_of
+from tiny import full, hash_of
 
 from megajax.mesh import make_mesh
 from megajax.parallel.collectives import axis_index
@@ -59,7 +59,10 @@ def test_neighbours_are_independent(axis):
         assert_independent(bits(), bits(shifted((axis, int(distance)))), distance)
 
 
-@pytest.mark.parametrize("pair", list(itertools.combinations(AXES, 2)), ids="-".join)
+PAIRS = list(itertools.combinations(AXES, 2))
+
+
+@pytest.mark.parametrize("pair", [pair if number % 4 == 0 else full(pair) for number, pair in enumerate(PAIRS)])
 def test_coordinates_do_not_add_up(pair):
     """One step along two axes at once, up both or up one and down the other, gives other bits."""
     for other in (1, -1):

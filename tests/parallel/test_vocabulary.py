@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from tiny import full
 
 from megajax.backend import CPU
 from megajax.batch import IGNORED
@@ -15,7 +16,7 @@ from megajax.mesh import make_mesh
 from megajax.parallel.boundary import F_AND_G, RegionBoundary
 from megajax.parallel.vocabulary import cross_entropy, embedding_lookup, greedy_ids, output_logits
 
-SIZES = [1, 2, 8]
+SIZES = [full(1), full(2), 8]
 BATCH, LENGTH, HIDDEN = 2, 8, 6
 SPLITS = [(F_AND_G, P()), (RegionBoundary(sequence_parallel=True), P(None, "tensor"))]  # and the spec of x_BTD
 # (raw, padded): odd; a multiple already; the last of 8 devices has nothing but padding, the one before some.
@@ -74,8 +75,8 @@ def dense_head(raw: int, x_BTD, table_VD, targets_BT, weight_BT):
     return loss_BT, *pullback(weight_BT)
 
 
-@pytest.mark.parametrize(("raw", "padded"), VOCABULARIES)
-@pytest.mark.parametrize(("size", "sequence"), [*((size, False) for size in SIZES), (2, True), (8, True)])
+@pytest.mark.parametrize(("raw", "padded"), [*map(lambda each: full(*each), VOCABULARIES[:2]), VOCABULARIES[2]])
+@pytest.mark.parametrize(("size", "sequence"), [full(1, False), full(2, False), (8, False), (2, True), full(8, True)])
 def test_head_equals_the_dense_one(size, sequence, raw, padded):
     """Loss per token and gradients of hidden states and table; ignored targets; padded rows have no gradient at all."""
     x_BTD, table_VD, targets_BT = sample(raw, padded, ignored=True)

@@ -161,8 +161,7 @@ MODES = {
     "heads": {"context_attention": "heads", "remat": "selective"},
     "gather, split": {"context_attention": "gather", "remat": "none", "sequence_parallel": True},
 }
-SOME = {("qwen", "selective, split"), ("bert", "none, split, fp64"), ("llama", "gather, split")}
-SOME |= {("mixture", "selective, split")}
+SOME = {("bert", "none, split, fp64"), ("llama", "gather, split"), ("mixture", "selective, split")}
 TRACED = [
     pytest.param(family, mode, marks=() if (family, mode) in SOME else pytest.mark.full)
     for family in FAMILIES

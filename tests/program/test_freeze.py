@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from field import assert_exact
 from jax.sharding import PartitionSpec
 from tiny import LLAMA, full, tiny_config, tiny_program, user_error
 
@@ -20,7 +21,7 @@ from megajax.pipeline.stages import Layers, Sums
 from megajax.program.program import Program
 from megajax.program.synthetic import placed_batch
 from megajax.program.train_step import loss_and_gradients
-from megajax.verify import compare, named_leaves
+from megajax.verify import named_leaves
 from megajax.verify.run import MeshRun, drawn_state, run
 
 SIZE = {"num_layers": 5, "global_batch": 4, "precision": "fp64", "microbatch": 2}
@@ -123,17 +124,14 @@ def test_what_is_frozen_stays_and_does_not_count():
     ("mesh", "freeze", "same", "here"),
     [
         ((2, 2, 1), FREEZE, MUON, {"schedule": "interleaved", "chunks": 2, "microbatch": 1}),
-        full((2, 2, 2), FREEZE, {}, {"zero": 3, "weight_gradients": "deferred", "microbatch": 1}),
+        ((2, 2, 2), FREEZE, {}, {"zero": 3, "weight_gradients": "deferred", "microbatch": 1}),
         full((2, 2, 2), FREEZE, LLAMA, {"zero": 0, "vocabulary": "split", "remat": "stage", "microbatch": 1}),
         full((1, 2, 1), ("layers.1-3", "head"), {}, {"weight_gradients": "deferred", "microbatch": 1}),
         full((2, 1, 2), ("embedding,layers.0-3",), {"family": "bert"}, {"zero": 3, "sequence_parallel": True}),
     ],
 )
 def test_every_mesh_freezes_the_same(mesh: tuple[int, ...], freeze: tuple[str, ...], same: dict, here: dict):
-    one = alone(*freeze) if same is MUON else run(config_of((1, 1, 1), *freeze, **same), jax.devices(), 2)
-    found = run(config_of(mesh, *freeze, **same | here), jax.devices(), 2)
-    assert compare(one, found).within(), compare(one, found)
-    assert not found.unequal and not found.uncast
+    assert_exact(config_of(mesh, *freeze, **{"precision": "bf16"} | same | here))
 
 
 def test_the_backward_pass_ends_at_the_first_trained_layer():

@@ -54,12 +54,14 @@ def flat(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 EXPERTS = 10  # no other dim has this size
 OF_EXPERTS = {"lora": LoraConfig(rank=RANK, alpha=ALPHA, targets=("attention", "experts")), "num_kv_heads": 2}
+MIXED = MIXTURE | OF_EXPERTS | {"num_experts": EXPERTS, "shared_expert_size": 0}
 
 
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
-        ((1, 1, 4), MIXTURE | OF_EXPERTS | {"num_experts": EXPERTS, "expert": 2, "shared_expert_size": 0}),
+        ((1, 1, 1), MIXED),  # any mesh is one device exactly (`test_field.py`)
+        full((1, 1, 4), MIXED | {"expert": 2}),
         full((2, 1, 4), {"num_kv_heads": 2}),
     ],
 )

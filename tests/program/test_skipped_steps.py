@@ -45,11 +45,13 @@ class Compiled:
 
 @cache
 def compiled(precision: str, zero: int, sequence_parallel: bool, name: str) -> Compiled:
-    """The step on (2, 2, 2) that skips spikes; in step BROKEN one element of one weight's gradient on the last device
-    is too large for its format. Muon, whose other weights are AdamW's, trains a mixture with biases of its experts."""
+    """The step on (2, 2, 2), or on (2, 1, 2), that skips spikes; in step BROKEN one element of one weight's gradient on
+    the last device is too large for its format. Muon, whose other weights are AdamW's, trains a mixture with biases of
+    its experts."""
     options = {"precision": precision, "zero": zero, "sequence_parallel": sequence_parallel, "ema": EMA}
     options |= MIXTURE | {"balance": "bias", "num_layers": 2} if name == "muon" else {}
-    config = tiny_config((2, 2, 2), optimizer={"name": name, "warmup_steps": 0, "skip_above": SKIP_ABOVE}, **options)
+    mesh = (2, 1, 2) if name == "muon" else (2, 2, 2)
+    config = tiny_config(mesh, optimizer={"name": name, "warmup_steps": 0, "skip_above": SKIP_ABOVE}, **options)
     program = tiny_program(config)
     state = program.layout.from_canonical(drawn_state(program))
     batch = program.put_batch(random_batch(program.config, 0), program.local_rows)
@@ -69,8 +71,8 @@ def overflowing(program, params, batch, step, loss_scale, copies):
     def losses_and_gradients(*arguments):
         losses, grads, figures = run(*arguments)
         here = step == BROKEN
-        for axis in ("data", "pipe", "tensor"):
-            here &= axis_index(axis) == 1
+        for axis, size in program.config.mesh.sizes.items():
+            here &= axis_index(axis) == size - 1
         leaf = grads["blocks"]["mlp"]["up"]["weight"]
         broken = leaf.at[(0,) * leaf.ndim].set(jnp.asarray(jnp.inf, leaf.dtype))
         grads["blocks"]["mlp"]["up"]["weight"] = jnp.where(here, broken, leaf)

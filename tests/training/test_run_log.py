@@ -371,6 +371,7 @@ def test_a_phase_where_nobody_watches(capsys: pytest.CaptureFixture[str], monkey
     assert (first, second) == ("validation", "validation: 0:00, 4 of 9")
 
 
+@pytest.mark.usefixtures("quick_collections")
 @pytest.mark.parametrize("picture", ["loss.png", "experts.png"])
 def test_drawn_figures_are_freed(picture: str, tmp_path: Path) -> None:
     """Without a full collection, which is rare in a long run."""

@@ -1,0 +1,44 @@
+"""Steps in numbers that are never rounded (`megajax.exact`), on meshes beside one device: nothing is compiled."""
+
+import functools
+
+import jax
+import numpy as np
+
+from megajax.config import Config
+from megajax.plan.communication import communication, totals
+from megajax.program.program import Batch
+from megajax.program.train_step import loss_and_gradients
+from megajax.verify.comparison import named_leaves
+from megajax.verify.exact import compare_exactly
+from megajax.verify.fields import Drawn, ExactStep, Values, run_step
+from megajax.verify.forms import in_blocks, plain
+
+SMALL = {"hidden_size": 16, "vocab_multiple": 8}
+
+alone = functools.cache(run_step)  # of a configuration in its plainest form
+
+
+def assert_exact(config: Config, branches: bool = True) -> ExactStep:
+    """Losses, figures, gradients and the new state of a step are those of one device, and with `branches` also if it
+    clips or is a spike, or is skipped, which changes nothing; what it communicates is what is planned and in theory."""
+    step = run_step(config, in_blocks(config), branches=branches)
+    found = [*compare_exactly(alone(plain(config), branches=branches), step)]
+    failed = [f"{finding.name}: {finding.where}" for finding in found if not finding.passed]
+    assert len(found) > 8 and not failed, failed
+    if config.precision not in ("fp8", "fp64"):
+        assert totals(communication(config)) == totals(step.collectives)
+    return step
+
+
+def loss_and_exact_gradients(config: Config, batch: Batch) -> Values:
+    """Of the same random weights on every mesh, in canonical form; the loss is one of them."""
+    drawn = Drawn(config)
+    program, layout, of_step = drawn.program, drawn.program.layout, jax.ShapeDtypeStruct((), np.int32)
+    values = {name: array[None, None] for name, array in batch.items()}
+    function, types = loss_and_gradients(program), (layout.shapes.params, program.batch_types, of_step)
+    loss, grads = drawn.run(
+        function, *zip(types, (drawn.state.params, values, np.zeros((1, 1), np.int32)), strict=True)
+    )
+    of_grads = jax.eval_shape(function, *types)[1]
+    return named_leaves(drawn.run(layout.canonical_weights, (of_grads, grads))) | {"loss": loss}
