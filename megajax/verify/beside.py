@@ -115,4 +115,4 @@ def _transfer(drawn: Drawn) -> Finding:
 
 
 def _same(x: Value, y: Value) -> bool:
-    return np.array_equal(np.broadcast_to(x, y.shape), y)
+    return x.shape[2:] == y.shape[2:] and np.array_equal(np.broadcast_to(x, y.shape), y)

@@ -22,6 +22,7 @@ ON_ZERO3 = {"mesh": (2, 1, 1), "zero": 3}
 ON_PIPE = {"mesh": (1, 2, 1)}
 ON_BOTH_VOCABULARIES = {"mesh": (1, 2, 2), "vocabulary": "split"}
 ON_RING = {"mesh": (1, 2, 1), "schedule": "interleaved", "chunks": 2, "num_layers": 4}
+ON_CHUNKS = {"mesh": (1, 3, 1), "schedule": "interleaved", "chunks": 2, "num_layers": 6, "global_batch": 3}
 ON_INBOX = ON_RING | {"global_batch": 3}  # 3 microbatches on 2 stages: something waits for more than a tick
 ON_MUON = {"mesh": (2, 1, 2), "optimizer": {"name": "muon"}}
 ON_DEFERRED = {"mesh": (1, 2, 1), "weight_gradients": "deferred", "num_layers": 4}
@@ -848,12 +849,12 @@ ROWS: dict[str, dict[str, Row]] = {
                 "lax.all_to_all(x, axes, split_axis=divided, concat_axis=joined, tiled=True)",
                 "lax.all_to_all(x, axes, split_axis=joined, concat_axis=divided, tiled=True)",
             ),
-            tests("tests/program/test_transfer.py"),
+            named("transfer of checkpoints: blocks/", ON_RING),
         ),
         "layers are written stage by stage where stages have several chunks": (
             "program.transfer.Transfer._spread",
             ("placement.num_chunks == 1 and not placement.padded", "not placement.padded"),
-            tests("tests/program/test_transfer.py"),
+            named("transfer of checkpoints: blocks/", ON_CHUNKS),
         ),
         "a checkpoint's digest is not compared": (
             "runs.stored.read",
