@@ -37,8 +37,8 @@ def virtual_stages(each: tuple) -> int:
     return each[MESH][1] * int(each[SCHEDULE].rpartition("-")[2])
 
 
-# Of the grid every two columns meet, or their kinds do, on every mesh of up to four virtual stages: in the rows that meet
-# most by default, and in the others. Rows of one reference stand together.
+# Of the grid every two columns meet, or their kinds do, on every mesh of up to four virtual stages: by default in the
+# rows that meet most. Rows of one reference stand together.
 PAIRS = limited(pairwise([each for each in ALL if virtual_stages(each) <= 4], FURTHER_APART, seed=2))
 GRID = sorted(PAIRS[:18], key=lambda each: (each[-1], each[-4]))
 MODELS = [
@@ -54,7 +54,8 @@ MODELS = [
     row(mesh=(1, 4, 2), schedule="interleaved-2", vocabulary="split", remat="stage", model="bert-pre-span"),
     row(mesh=(4, 1, 2), microbatches="fewer", layers="divisible", zero=3, model="bert-post-choice"),
 ]
-LONG = [each for each in [*PAIRS, *TRIPLES, *TASKS, *OF_DECODERS, *OF_LORAS] if each not in [*GRID, *MODELS]]
+MORE = dict.fromkeys([*PAIRS, *TRIPLES, *TASKS, *OF_DECODERS, *OF_LORAS])
+LONG = [each for each in MORE if each not in [*GRID, *MODELS]]
 
 
 def of_grid(each: tuple) -> Config:
