@@ -16,6 +16,7 @@ __all__ = [
     "RunError",
     "UserError",
     "evaluate",
+    "exact",
     "init",
     "load_preset",
     "make_program",
@@ -23,6 +24,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from megajax import exact
     from megajax.config import Config
     from megajax.errors import RunError, UserError
     from megajax.library.beginning import init, load_preset, make_program, restore
@@ -41,6 +43,8 @@ else:
     _PLACES = {name: f"megajax.{module}" for module, names in _MODULES.items() for name in names}
 
     def __getattr__(name: str) -> Any:
+        if name == "exact":
+            return importlib.import_module("megajax.exact")
         if name not in _PLACES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(importlib.import_module(_PLACES[name]), name)

@@ -1,2 +1,6 @@
 """Whether two programs compute the same, exactly: numbers are elements of finite fields, which are never rounded
 (`numbers.py`), and nothing is compiled (`interpreter.py`)."""
+
+from megajax.exact.compare import Comparison, compare
+
+__all__ = ["Comparison", "compare"]

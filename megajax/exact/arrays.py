@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from megajax.exact import numbers
 from megajax.exact.functions import FUNCTIONS, bitcast, converted
 from megajax.exact.numbers import Value, is_float, is_lowest, matrix_product, modulo, ordered, power, with_lowest
 
@@ -21,7 +20,7 @@ def alike(values: Sequence[Value]) -> list[Value]:
 
 def total(x: Value, dims: Any, dtype: Any) -> Value:
     """The sum over dims of a value of a dtype."""
-    return numbers.total(x, dims) if is_float(dtype) else x.sum(dims, dtype=dtype)
+    return with_lowest(modulo(x.sum(dims)), is_lowest(x).any(dims)) if is_float(dtype) else x.sum(dims, dtype=dtype)
 
 
 def largest(x: Value, dim: int, way: Callable[..., np.ndarray] = np.argmax) -> Value:
@@ -38,42 +37,34 @@ def dims(given: Any) -> tuple[int, ...]:
     return tuple(dim + 2 for dim in given)
 
 
-_SAME = ("name", "copy", "copy_p", "pvary", "stop_gradient", "reduce_precision", "sharding_constraint", "reshard")
+_SAME = ("copy", "pvary", "stop_gradient", "reduce_precision", "sharding_constraint", "reshard")
 
 ARRAYS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(_SAME, lambda of, x: x),
-    "optimization_barrier": lambda of, *values: values,
+    **dict.fromkeys(("optimization_barrier", "device_put"), lambda of, *values: values),
+    "debug_print": lambda of, *values: (),
     "convert_element_type": lambda of, x: converted(x, of.invars[0].aval.dtype, of.params["new_dtype"]),
     "bitcast_convert_type": lambda of, x: bitcast(x, of.invars[0].aval.dtype, of.params["new_dtype"]),
     "reshape": lambda of, x: x.reshape(*x.shape[:2], *of.params["new_sizes"]),
-    "expand_dims": lambda of, x: np.expand_dims(x, dims(of.params["dimensions"])),
     "squeeze": lambda of, x: x.squeeze(dims(of.params["dimensions"])),
     "transpose": lambda of, x: x.transpose(0, 1, *dims(of.params["permutation"])),
     "tile": lambda of, x: np.tile(x, (1, 1, *of.params["reps"])),
     "rev": lambda of, x: np.flip(x, dims(of.params["dimensions"])),
     "split": lambda of, x: np.split(x, np.cumsum(of.params["sizes"])[:-1], of.params["axis"] + 2),
+    "unstack": lambda of, x: [*np.moveaxis(x, of.params["axis"] + 2, 0)],
     "stack": lambda of, *values: np.stack(alike(values), of.params["axis"] + 2),
     "concatenate": lambda of, *values: np.concatenate(alike(values), of.params["dimension"] + 2),
     "reduce_sum": lambda of, x: total(x, dims(of.params["axes"]), of.invars[0].aval.dtype),
+    "integer_pow": lambda of, x: (power if is_float(of.invars[0].aval.dtype) else np.power)(x, of.params["y"]),
     "reduce_and": lambda of, x: x.all(dims(of.params["axes"])),
     "reduce_or": lambda of, x: x.any(dims(of.params["axes"])),
 }
 
 
-def rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def rule(*names: str, table: dict[str, Callable[..., Any]] | None = None) -> Callable[[Any], Any]:
     """The rule of primitives."""
-
-    def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        ARRAYS.update(dict.fromkeys(names, function))
-        return function
-
-    return add
-
-
-@rule("integer_pow")
-def _power(equation: Any, x: Value) -> Value:
-    exponent = equation.params["y"]
-    return power(x, exponent) if is_float(equation.invars[0].aval.dtype) else x**exponent
+    rules = ARRAYS if table is None else table
+    return lambda function: rules.update(dict.fromkeys(names, function)) or function
 
 
 @rule("broadcast_in_dim")
@@ -86,9 +77,9 @@ def _broadcast(equation: Any, x: Value) -> Value:
 
 @rule("slice")
 def _slice(equation: Any, x: Value) -> Value:
-    starts, limits, strides = (equation.params[key] for key in ("start_indices", "limit_indices", "strides"))
-    part: Any = (..., *map(slice, starts, limits, strides or [1] * len(starts)))
-    return x[part]
+    params = equation.params
+    strides = params["strides"] or [1] * (x.ndim - 2)
+    return x[:, :, *map(slice, params["start_indices"], params["limit_indices"], strides)]
 
 
 @rule("iota")
@@ -104,15 +95,11 @@ def _pad(equation: Any, x: Value, value: Value) -> Value:
     x, value = alike([x, value])
     out = np.empty((*x.shape[:2], *equation.outvars[0].aval.shape), x.dtype)
     out[...] = value.reshape(*value.shape, *[1] * (x.ndim - 2))
-    own, given = [slice(None)] * 2, [slice(None)] * 2
-    sizes = zip(equation.params["padding_config"], x.shape[2:], out.shape[2:], strict=True)
-    for (low, _, inner), size, length in sizes:
-        there = [n for n in range(size) if 0 <= low + n * (inner + 1) < length]
-        first, last = (there[0], there[-1]) if there else (0, -1)
-        given.append(slice(first, last + 1))
-        begin = int(low + first * (inner + 1)) if there else 0
-        own.append(slice(begin, begin + (last - first) * int(inner + 1) + 1 if there else begin, int(inner) + 1))
-    out[tuple(own)] = x[tuple(given)]
+    sizes = zip(equation.params["padding_config"], x.shape[2:], strict=True)
+    places = [low + np.arange(size) * (inner + 1) for (low, _, inner), size in sizes]
+    there = [(place >= 0) & (place < size) for place, size in zip(places, out.shape[2:], strict=True)]
+    inside = np.ix_(*(place[some] for place, some in zip(places, there, strict=True)))
+    out[:, :, *inside] = x[:, :, *np.ix_(*there)]
     return out
 
 
@@ -147,9 +134,9 @@ def _prod(equation: Any, x: Value) -> Value:
     return x
 
 
-@rule("cumprod", "cummax", "cummin")
+@rule("cumsum", "cumprod", "cummax", "cummin")
 def _scanned(equation: Any, x: Value) -> Value:
-    name = {"cumprod": "mul", "cummax": "max", "cummin": "min"}[equation.primitive.name]
+    name = {"cumsum": "add", "cumprod": "mul", "cummax": "max", "cummin": "min"}[equation.primitive.name]
     two, dim = FUNCTIONS[name][is_float(equation.invars[0].aval.dtype)], equation.params["axis"] + 2
     way = slice(None, None, -1 if equation.params["reverse"] else 1)
     rows = itertools.accumulate(np.moveaxis(x, dim, 0)[way], two)
@@ -167,16 +154,6 @@ def _extreme(equation: Any, x: Value) -> Value:
 def _place(equation: Any, x: Value) -> Value:
     (dim,), way = dims(equation.params["axes"]), np.argmin if equation.primitive.name == "argmin" else np.argmax
     return way(ordered(x), dim).astype(equation.params["index_dtype"])
-
-
-@rule("cumsum")
-def _cumulative(equation: Any, x: Value) -> Value:
-    dim = equation.params["axis"] + 2
-    way: Any = (..., slice(None, None, -1 if equation.params["reverse"] else 1), *[slice(None)] * (x.ndim - dim - 1))
-    out = np.cumsum(x[way], dim, dtype=x.dtype)[way]
-    if not is_float(equation.invars[0].aval.dtype):
-        return out
-    return with_lowest(modulo(out), np.logical_or.accumulate(is_lowest(x)[way], dim)[way])
 
 
 @rule("sort")

@@ -1,5 +1,6 @@
 """The devices of a mesh, and primitives that communicate between them: (devices, equation, values) -> value."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from megajax.exact.arrays import largest, total
+from megajax.errors import RunError
+from megajax.exact.arrays import largest, rule, total
 from megajax.exact.numbers import Value
 
 COLLECTIVES: dict[str, Callable[..., Any]] = {}
@@ -36,16 +38,23 @@ class Devices:
         """The value with an entry for every device."""
         return np.broadcast_to(x, (len(x), self.count, *x.shape[2:]))
 
-    def groups(self, axes: str | Sequence[str]) -> np.ndarray:
-        """The devices that communicate over `axes`, [groups, members]."""
-        names, axes = [*self.sizes], (axes,) if isinstance(axes, str) else axes
-        own = [names.index(axis) for axis in axes]
+    def groups(self, equation: Any) -> np.ndarray:
+        """The devices that communicate with each other, [groups, members], all of which must be among these."""
+        names, axes = [*self.sizes], equation.params.get("axes", equation.params.get("axis_name"))
+        own = [names.index(axis) for axis in ((axes,) if isinstance(axes, str) else axes)]
         others = [place for place in range(len(names)) if place not in own]
-        keys = self.coordinates[:, [*others, *own]]
-        groups = np.lexsort(keys.T[::-1]).reshape(-1, math.prod(self.sizes[axis] for axis in axes))
-        of_others = keys[groups][:, :, : len(others)]
-        assert (of_others == of_others[:, :1]).all(), f"only some devices communicate over {', '.join(axes)}"
-        return groups
+        size = math.prod(self.sizes[names[place]] for place in own)
+        order = np.lexsort(self.coordinates[:, [*others, *own]].T[::-1])
+        groups = order[: self.count // size * size].reshape(-1, size)
+        of_others = self.coordinates[groups][:, :, np.array(others, int)]
+        if self.count % size or (of_others != of_others[:, :1]).any():
+            raise RunError(f"only some of the devices that communicate over {axes} run a {equation.primitive.name}")
+        parts = equation.params.get("axis_index_groups") or [range(size)]
+        return groups[:, np.array(parts)].reshape(-1, len(parts[0]))
+
+    def shared(self, groups: np.ndarray, results: Value) -> Value:
+        """Give every member the result of its group, [fields, groups, …]."""
+        return results if len(groups) == 1 else self.given(groups, [results] * groups.shape[1])
 
     def given(self, groups: np.ndarray, parts: Sequence[Value]) -> Value:
         """Give each member of every group its part, [fields, groups, …]."""
@@ -66,12 +75,7 @@ class Devices:
             yield tuple(slices)
 
 
-def _rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        COLLECTIVES.update(dict.fromkeys(names, function))
-        return function
-
-    return add
+_rule = functools.partial(rule, table=COLLECTIVES)
 
 
 @_rule("axis_index")
@@ -80,36 +84,27 @@ def _axis_index(devices: Devices, equation: Any) -> Value:
     return own[None, :1] if (own == own[0]).all() else own[None]
 
 
-@_rule("psum", "psum_invariant")
-def _psum(devices: Devices, equation: Any, *values: Value) -> Any:
-    groups = devices.groups(equation.params["axes"])
-    dtypes = [variable.aval.dtype for variable in equation.invars]
-    sums = [total(devices.of_all(x)[:, groups], 2, dtype) for x, dtype in zip(values, dtypes, strict=True)]
-    return _results(equation, [devices.given(groups, [each] * groups.shape[1]) for each in sums])
-
-
-@_rule("pmax", "pmin")
-def _pmax(devices: Devices, equation: Any, *values: Value) -> Any:
-    groups, way = devices.groups(equation.params["axes"]), np.argmin if equation.primitive.name == "pmin" else np.argmax
-    most = [largest(devices.of_all(x)[:, groups], 2, way) for x in values]
-    return _results(equation, [devices.given(groups, [each] * groups.shape[1]) for each in most])
-
-
-def _results(equation: Any, values: list[Value]) -> Any:
-    return values if equation.primitive.multiple_results else values[0]
+@_rule("psum", "psum_invariant", "pmax", "pmin")
+def _reduced(devices: Devices, equation: Any, *values: Value) -> Any:
+    groups, way = devices.groups(equation), {"pmax": np.argmax, "pmin": np.argmin}.get(equation.primitive.name)
+    out = []
+    for x, variable in zip(values, equation.invars, strict=True):
+        x = devices.of_all(x)[:, groups]
+        out.append(devices.shared(groups, largest(x, 2, way) if way else total(x, 2, variable.aval.dtype)))
+    return out if equation.primitive.multiple_results else out[0]
 
 
 @_rule("all_gather", "all_gather_invariant")
 def _all_gather(devices: Devices, equation: Any, x: Value) -> Value:
-    groups, dim = devices.groups(equation.params["axis_name"]), equation.params["all_gather_dimension"]
+    groups, dim = devices.groups(equation), equation.params["all_gather_dimension"]
     x = devices.of_all(x)[:, groups]
     whole = _joined(x, dim) if equation.params["tiled"] else np.moveaxis(x, 2, dim + 2)
-    return devices.given(groups, [whole] * groups.shape[1])
+    return devices.shared(groups, whole)
 
 
 @_rule("reduce_scatter")
 def _reduce_scatter(devices: Devices, equation: Any, x: Value) -> Value:
-    groups, dim = devices.groups(equation.params["axis_name"]), equation.params["scatter_dimension"] + 2
+    groups, dim = devices.groups(equation), equation.params["scatter_dimension"] + 2
     sums = total(devices.of_all(x)[:, groups], 2, equation.invars[0].aval.dtype)
     parts = np.split(sums, groups.shape[1], dim)
     return devices.given(groups, parts if equation.params["tiled"] else [part.squeeze(dim) for part in parts])
@@ -117,17 +112,16 @@ def _reduce_scatter(devices: Devices, equation: Any, x: Value) -> Value:
 
 @_rule("all_to_all")
 def _all_to_all(devices: Devices, equation: Any, x: Value) -> Value:
-    groups, tiled = devices.groups(equation.params["axis_name"]), equation.params["tiled"]
-    split, joined = equation.params["split_axis"], equation.params["concat_axis"]
+    """As if `tiled`, whatever that says: JAX adds and removes dims before and after it."""
+    groups, split, joined = devices.groups(equation), equation.params["split_axis"], equation.params["concat_axis"]
     parts = np.split(devices.of_all(x)[:, groups], groups.shape[1], split + 3)
-    if tiled:
-        return devices.given(groups, [_joined(part, joined) for part in parts])
-    return devices.given(groups, [np.moveaxis(part.squeeze(split + 3), 2, joined + 2) for part in parts])
+    return devices.given(groups, [_joined(part, joined) for part in parts])
 
 
 @_rule("ppermute")
 def _ppermute(devices: Devices, equation: Any, x: Value) -> Value:
-    groups, x = devices.groups(equation.params["axis_name"]), devices.of_all(x)
+    """JAX numbers a group's members in the order of the mesh's axes, not in that of `axis_name`."""
+    groups, x = np.sort(devices.groups(equation)), devices.of_all(x)
     out = np.zeros_like(x)
     for source, target in equation.params["perm"]:
         out[:, groups[:, target]] = x[:, groups[:, source]]

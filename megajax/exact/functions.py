@@ -7,23 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from megajax.exact import numbers
-from megajax.exact.numbers import (
-    LOWEST,
-    Value,
-    add,
-    exponential,
-    inverse,
-    is_float,
-    modulo,
-    multiply,
-    negative,
-    oracle,
-    ordered,
-    power,
-    subtract,
-    whole,
-)
+from megajax.exact import numbers as field
+from megajax.exact.numbers import PRIMES, Value, is_float, oracle, ordered, signed, whole
 
 
 def converted(x: Value, before: Any, after: Any) -> Value:
@@ -39,17 +24,16 @@ def converted(x: Value, before: Any, after: Any) -> Value:
 
 def of_integers(x: Value) -> Value:
     """Integers as numbers of the fields."""
-    return modulo(np.broadcast_to(x.astype(np.int64), (len(numbers.PRIMES), *x.shape[1:])))
+    return field.modulo(np.broadcast_to(x.astype(np.int64), (len(PRIMES), *x.shape[1:])))
 
 
 def bitcast(x: Value, before: Any, after: Any) -> Value:
     """The bits of a float are its place in the order; bits are the float that they are."""
     if is_float(before):
-        return ordered(x).astype(after)
-    same = before.itemsize <= after.itemsize
-    bits = np.ascontiguousarray(x if same else x[..., None]).view(after)
+        return np.maximum(signed(x[:1], PRIMES[0]), -PRIMES[0]).astype(after)
+    bits = np.ascontiguousarray(x if before.itemsize <= after.itemsize else x[..., None]).view(after)
     bits = bits[..., 0] if before.itemsize < after.itemsize else bits
-    return numbers.constant(bits[0], after)[:, 0] if is_float(after) else bits
+    return field.constant(bits[0], after, simplest=False)[:, 0] if is_float(after) else bits
 
 
 def _quotient(x: Value, y: Value) -> Value:
@@ -58,21 +42,15 @@ def _quotient(x: Value, y: Value) -> Value:
     return np.sign(wide) * np.sign(other) * (abs(wide) // np.maximum(abs(other), 1))
 
 
-def _shifted(x: Value, bits: Value) -> Value:
-    unsigned = f"u{x.itemsize}"
-    return (x.astype(unsigned) >> bits.astype(unsigned)).astype(x.dtype)
-
-
-def _counted(x: Value) -> Value:
-    return np.bitwise_count(x.view(f"u{x.itemsize}"))
+def _unsigned(function: Callable[..., Value]) -> Callable[..., Value]:
+    return lambda *values: function(*(x.view(f"u{x.itemsize}") for x in values))
 
 
 def _known(name: str, *known: tuple[int, int]) -> Callable[[Value], Value]:
     """An oracle, but for some integers with a known result."""
 
     def call(x: Value) -> Value:
-        integer, there = whole(x)
-        out = oracle(x, name)
+        (integer, there), out = whole(x), oracle(x, name)
         for given, result in known:
             out = np.where(there & (integer == given), result, out)
         return out
@@ -80,16 +58,25 @@ def _known(name: str, *known: tuple[int, int]) -> Callable[[Value], Value]:
     return call
 
 
-def _rounded(name: str) -> Callable[[Value], Value]:
-    return lambda x: np.where(whole(x)[1], x, oracle(x, name))
+def _rounded(name: str, x: Value) -> Value:
+    return np.where(whole(x)[1], x, oracle(x, name))
 
 
-_square_root, _logarithm = _known("sqrt", (0, 0), (1, 1)), _known("log", (0, LOWEST), (1, 0))
+_square_root, _of_above_0 = _known("sqrt", (0, 0), (1, 1)), _known("log", (0, field.LOWEST), (1, 0))
+
+
+def _absolute(x: Value) -> Value:
+    return np.where(ordered(x) < 0, field.negative(x), x)
+
+
+def _logarithm(x: Value) -> Value:
+    """Of the absolute number, as `logsumexp` takes it; programs take no logarithm of a negative one."""
+    return _of_above_0(_absolute(x))
 
 
 def _logistic(x: Value) -> Value:
-    power = exponential(x)
-    return multiply(power, inverse(add(np.ones_like(x), power)))
+    power = field.exponential(x)
+    return field.multiply(power, field.inverse(field.add(np.ones_like(power), power)))
 
 
 def _remainder(x: Value, y: Value) -> Value:
@@ -99,9 +86,9 @@ def _remainder(x: Value, y: Value) -> Value:
 
 
 def _power(x: Value, y: Value) -> Value:
-    """x to a number or an integer; an oracle if it is no small integer."""
+    """x to an integer or a number; an oracle if that is no small integer."""
     exponent, there = whole(of_integers(y) if len(y) == 1 else y)
-    return np.where(there, power(x, np.where(there, exponent, 0)), oracle(x, "pow", y))
+    return np.where(there, field.power(x, np.where(there, exponent, 0)), oracle(x, "pow", y))
 
 
 def _choice(compare: Any) -> Callable[[Value, Value], Value]:
@@ -120,43 +107,46 @@ _AT_ZERO = {
     **dict.fromkeys(("tanh", "erf", "erf_inv", "cbrt", "sin", "tan", "asin", "atan", "sinh", "asinh", "atanh"), 0),
     **dict.fromkeys(("cos", "cosh", "erfc"), 1),
 }
-_ORACLES = ("acos", "acosh", "atan2", "lgamma", "digamma")
+_ORACLES = ("acos", "acosh", "atan2", "lgamma", "digamma", "nextafter")
 
 FUNCTIONS: dict[str, tuple[Any, Any]] = {
-    **dict.fromkeys(("add", "add_any"), (np.add, add)),
-    "sub": (np.subtract, subtract),
-    "mul": (np.multiply, multiply),
-    "neg": (np.negative, negative),
-    "square": (np.square, lambda x: multiply(x, x)),
-    "div": (_quotient, lambda x, y: multiply(x, inverse(y))),
+    **dict.fromkeys(("add", "add_any"), (np.add, field.add)),
+    "sub": (np.subtract, field.subtract),
+    "mul": (np.multiply, field.multiply),
+    "neg": (np.negative, field.negative),
+    "square": (np.square, lambda x: field.multiply(x, x)),
+    "one_minus_square": (lambda x: 1 - x * x, lambda x: field.subtract(np.ones_like(x), field.multiply(x, x))),
+    "div": (_quotient, lambda x, y: field.multiply(x, field.inverse(y))),
     "max": (np.maximum, _larger),
     "min": (np.minimum, _smaller),
-    "abs": (np.abs, lambda x: np.where(ordered(x) < 0, negative(x), x)),
+    "abs": (np.abs, _absolute),
     "sign": (np.sign, lambda x: of_integers(np.sign(ordered(x)))),
     "is_finite": (None, lambda x: np.ones((1, *x.shape[1:]), bool)),
-    "exp": (None, exponential),
-    "exp2": (None, partial(exponential, base=9)),
-    "expm1": (None, lambda x: subtract(exponential(x), np.ones_like(x))),
+    "exp": (None, field.exponential),
+    "exp2": (None, lambda x: field.exponential(x, 9)),
+    "expm1": (None, lambda x: field.subtract(field.exponential(x), np.ones_like(x))),
     "sqrt": (None, _square_root),
-    "rsqrt": (None, lambda x: inverse(_square_root(x))),
+    "rsqrt": (None, lambda x: field.inverse(_square_root(x))),
     "log": (None, _logarithm),
-    "log1p": (None, lambda x: _logarithm(add(np.ones_like(x), x))),
+    "log2": (None, _known("log2", (0, field.LOWEST), (1, 0))),
+    "log1p": (None, lambda x: _logarithm(field.add(np.ones_like(x), x))),
     "logistic": (None, _logistic),
     "pow": (None, _power),
     "rem": (np.fmod, _remainder),
     "clamp": (lambda low, x, high: np.clip(x, low, high), lambda low, x, high: _smaller(_larger(x, low), high)),
-    "population_count": (_counted, None),
+    "population_count": (_unsigned(np.bitwise_count), None),
     "and": (np.bitwise_and, None),
     "or": (np.bitwise_or, None),
     "xor": (np.bitwise_xor, None),
     "not": (np.invert, None),
     "shift_left": (np.left_shift, None),
     "shift_right_arithmetic": (np.right_shift, None),
-    "shift_right_logical": (_shifted, None),
+    "shift_right_logical": (_unsigned(np.right_shift), None),
     **{name: _comparison(getattr(operator, name)) for name in _COMPARISONS},
     **{f"{name}_to": _comparison(getattr(operator, name)) for name in ("lt", "le")},  # of a total order
     **{name: (None, _known(name, (0, value))) for name, value in _AT_ZERO.items()},
     **{name: (None, partial(lambda name, x, *more: oracle(x, name, *more), name)) for name in _ORACLES},
-    **{name: (None, _rounded(name)) for name in ("floor", "ceil", "round")},
+    **{name: (None, partial(_rounded, name)) for name in ("floor", "ceil", "round")},
 }
-BRANCHES = {*_COMPARISONS} - {"eq", "ne"}  # what a program decides by, if it compares scalar numbers
+# What a program decides by, if it compares scalar numbers, and the opposite.
+BRANCHES = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt"}

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
@@ -13,7 +14,7 @@ from megajax.exact import indexing  # noqa: F401  # adds its rules
 from megajax.exact.arrays import ARRAYS
 from megajax.exact.collectives import COLLECTIVES, Devices
 from megajax.exact.functions import BRANCHES, FUNCTIONS
-from megajax.exact.numbers import Value, constant, is_float, seeded
+from megajax.exact.numbers import Value, constant, is_float, is_key, seeded, whole
 
 MOST_TURNS = 10_000  # of a `while`
 
@@ -27,7 +28,8 @@ class Interpreter:
 
     Attributes:
         finite: what `isfinite` says of every number.
-        flipped: scalar numbers compare the other way round, so that a program takes its other branches.
+        flipped: scalar numbers, unless all are small integers, compare the other way round, so that a program takes its
+            other branches.
         disagreeing: shapes and dtypes of results whose replicas differ between devices.
         equations: how many were run.
     """
@@ -35,10 +37,8 @@ class Interpreter:
     def __init__(self, seed: int = 0):
         self.seed, self.finite, self.flipped = seed, True, False
         self.equations, self.disagreeing = 0, []  # type: tuple[int, list[Any]]
-        self._devices = Devices.of({})
         self._constants: dict[int, tuple[Any, Value]] = {}
         self._scans: dict[int, tuple[Any, Sequence[np.ndarray], list[Value]]] = {}
-        self._inside_scan = False
         self._decisions = 0  # results of `finite` and `flipped` so far, and calls of the program's functions
 
     def __call__(self, traced: ClosedJaxpr, values: Sequence[Value]) -> list[Value]:
@@ -48,23 +48,22 @@ class Interpreter:
             UnknownPrimitive: a primitive has no rule.
             RunError: a `while` goes on for too long.
         """
+        self._devices, self._inside_scan = Devices.of({}), False
         with seeded(self.seed), np.errstate(all="ignore"):
             return self._closed(traced, values)
 
     def _closed(self, jaxpr: Any, values: Sequence[Value]) -> list[Value]:
         """Run a jaxpr with or without constants."""
-        if isinstance(jaxpr, Jaxpr):
-            return self._run(jaxpr, [], values)
-        consts = zip(jaxpr.consts, jaxpr.jaxpr.constvars, strict=True)
-        return self._run(jaxpr.jaxpr, [self._constant(x, x, variable) for x, variable in consts], values)
+        inner, consts = getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", [])
+        known = [self._constant(x, x, variable) for x, variable in zip(consts, inner.constvars, strict=True)]
+        return self._run(inner, known, values)
 
     def _run(self, jaxpr: Jaxpr, consts: Sequence[Value], values: Sequence[Value]) -> list[Value]:
         known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *values], strict=True))
 
         def read(variable: Any) -> Value:
-            return (
-                self._constant(variable, variable.val, variable) if isinstance(variable, Literal) else known[variable]
-            )
+            is_known = not isinstance(variable, Literal)
+            return known[variable] if is_known else self._constant(variable, variable.val, variable)
 
         for equation in jaxpr.eqns:
             self.equations += 1
@@ -77,7 +76,7 @@ class Interpreter:
             self._constants[id(holder)] = holder, constant(array, variable.aval.dtype)
         return self._constants[id(holder)][1]
 
-    def _computed(self, equation: JaxprEqn, values: list[Value]) -> Any:
+    def _computed(self, equation: Any, values: list[Value]) -> Any:
         name = equation.primitive.name
         if name in FUNCTIONS:
             return self._of_elements(name, equation, values)
@@ -85,9 +84,11 @@ class Interpreter:
             return ARRAYS[name](equation, *values)
         if name in COLLECTIVES:
             return COLLECTIVES[name](self._devices, equation, *values)
-        if name not in CONTROL:
+        if name in CONTROL:
+            return CONTROL[name](self, equation, *values)
+        if any(is_float(variable.aval.dtype) for variable in [*equation.invars, *equation.outvars]):
             raise UnknownPrimitive(f"no rule for the primitive {name} ({_place(equation)})")
-        return CONTROL[name](self, equation, *values)
+        return _by_jax(equation, values)
 
     def _of_elements(self, name: str, equation: Any, values: list[Value]) -> Value:
         of_integers, of_numbers = FUNCTIONS[name]
@@ -95,11 +96,17 @@ class Interpreter:
         values = [each.reshape(*each.shape, *[1] * (rank - each.ndim)) for each in values]  # scalars
         if not is_float(equation.invars[0].aval.dtype):
             return of_integers(*values).astype(equation.outvars[0].aval.dtype, copy=False)
-        out = of_numbers(*values)
-        if name != "is_finite" and (rank > 2 or name not in BRANCHES):
-            return out
-        self._decisions += 1
-        return out ^ (not self.finite if name == "is_finite" else self.flipped)
+        if name == "is_finite":
+            self._decisions += 1
+            return of_numbers(*values) & self.finite
+        if rank == 2 and name in BRANCHES and not all(whole(x)[1].all() for x in values):
+            self._decisions += 1
+            of_numbers = FUNCTIONS[BRANCHES[name] if self.flipped else name][1]
+        return of_numbers(*values)
+
+    def named(self, name: str, x: Value) -> Value:
+        """What `checkpoint_name` gave a name."""
+        return x
 
     # Control flow.
 
@@ -121,8 +128,12 @@ class Interpreter:
         return out
 
     def _turns(self, equation: Any, values: Sequence[Value]) -> list[Value]:
-        params = equation.params
-        consts, carried, length, back = (params[key] for key in ("num_consts", "num_carry", "length", "reverse"))
+        """A carry has the rank that it has inside, and what is scanned one dim more."""
+        params, inner = equation.params, getattr(equation.params["jaxpr"], "jaxpr", equation.params["jaxpr"])
+        carried = sum(x.aval.ndim == y.aval.ndim for x, y in zip(equation.outvars, inner.outvars, strict=True))
+        scanned = sum(x.aval.ndim > y.aval.ndim for x, y in zip(equation.invars, inner.invars, strict=True))
+        length, back = params["length"], params["reverse"]
+        consts = len(values) - carried - scanned
         carry, xs, rows = [*values[consts:][:carried]], values[consts + carried :], []
         for turn in reversed(range(length)) if back else range(length):
             out = self._closed(params["jaxpr"], [*values[:consts], *carry, *(x[:, :, turn] for x in xs)])
@@ -169,25 +180,37 @@ class Interpreter:
         return whole
 
     def _shard_map(self, equation: Any, *values: Value) -> list[Value]:
-        params, outside = equation.params, self._devices
-        if outside.count > 1:
-            raise UnknownPrimitive(f"no rule for a shard_map in a shard_map ({_place(equation)})")
-        self._devices = devices = Devices.of(dict(params["mesh"].shape))
-        shards = [
-            np.stack([x[:, 0][own] for own in devices.slices(spec, x.shape[2:])], 1) if any(spec) else x
-            for x, spec in zip(values, params["in_specs"], strict=True)
+        """On all devices; inside of another, in groups of those that only the axes which become manual tell apart."""
+        params, outside, inside = equation.params, self._devices, bool(self._devices.sizes)
+        self._devices = devices = outside if inside else Devices.of(dict(params["mesh"].shape))
+        others = [
+            place for place, axis in enumerate(devices.sizes) if inside and axis not in params["newly_manual_axes"]
         ]
+        groups = np.unique(devices.coordinates[:, others], axis=0, return_inverse=True)[1].reshape(-1)
+        shards = []
+        for x, spec in zip(values, params["in_specs"], strict=True):
+            pairs = zip(devices.of_all(x).swapaxes(0, 1), devices.slices(spec, x.shape[2:]), strict=True)
+            shards.append(np.stack([part[own] for part, own in pairs], 1) if any(spec) else x)
         found, out = self._closed(params["jaxpr"], shards), []
         for x, spec, variable in zip(found, params["out_specs"], equation.outvars, strict=True):
-            whole = np.empty((len(x), *variable.aval.shape), x.dtype)
-            places = [*zip(devices.slices(spec, variable.aval.shape), devices.of_all(x).swapaxes(0, 1), strict=True)]
-            for own, part in places:
-                whole[own] = part
-            if any((whole[own] != part).any() for own, part in places):
+            whole = np.empty((groups.max() + 1, len(x), *variable.aval.shape), x.dtype)
+            parts = [
+                *zip(groups, devices.slices(spec, variable.aval.shape), devices.of_all(x).swapaxes(0, 1), strict=True)
+            ]
+            for group, own, part in parts:
+                whole[group][own] = part
+            if any((whole[group][own] != part).any() for group, own, part in parts):
                 self.disagreeing.append(variable.aval)
-            out.append(whole[:, None])
+            out.append(np.moveaxis(whole[groups] if inside else whole, 0, 1))
         self._devices = outside
         return out
+
+    def _expanded(self, equation: Any, *values: Value) -> list[Value]:
+        """What JAX from version 0.12 keeps whole when it traces, such as `searchsorted`."""
+        whole = equation.params["_prim"]
+        types = [jax.ShapeDtypeStruct(each.aval.shape, each.aval.dtype) for each in equation.invars]
+        expand = lambda *args: whole.expand(*jax.tree.unflatten(whole.in_tree, args))  # noqa: E731
+        return self._closed(jax.make_jaxpr(expand)(*types), values)
 
     def _callback(self, equation: Any, *values: Value) -> tuple:
         """Call it for every device, with numbers of the first field as doubles."""
@@ -200,14 +223,35 @@ class Interpreter:
         return ()
 
 
+def _by_jax(equation: Any, values: Sequence[Value]) -> Any:
+    """The results of a primitive of integers and keys, such as one of `jax.random`, by JAX for every device."""
+    results, several = [], equation.primitive.multiple_results
+    for device in range(max((x.shape[1] for x in values), default=1)):
+        own = [x[0, min(device, x.shape[1] - 1)] for x in values]
+        given = (_array(x, of.aval) for x, of in zip(own, equation.invars, strict=True))
+        found = equation.primitive.bind(*given, **equation.params)
+        found = found if several else [found]
+        results.append([constant(x, of.aval.dtype) for x, of in zip(found, equation.outvars, strict=True)])
+    out = [np.concatenate(each, 1) for each in zip(*results, strict=True)]
+    return out if several else out[0]
+
+
+def _array(x: np.ndarray, aval: Any) -> jax.Array:
+    if not is_key(aval.dtype):
+        return jnp.asarray(x, aval.dtype)
+    words = jnp.asarray(np.array(x, order="C")[..., None].view(np.uint32))
+    return jax.random.wrap_key_data(words, impl=jax.random.key_impl(jnp.zeros((), aval.dtype)))
+
+
 CONTROL: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "remat"), Interpreter._call),
-    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call", "custom_lin"), Interpreter._call),
+    **dict.fromkeys(("jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call"), Interpreter._call),
     "scan": Interpreter._scan,
     "cond": Interpreter._cond,
     "while": Interpreter._while,
     "shard_map": Interpreter._shard_map,
     "debug_callback": Interpreter._callback,
+    "name": lambda machine, equation, x: machine.named(equation.params["name"], x),
+    "call_hi_primitive": Interpreter._expanded,
 }
 
 

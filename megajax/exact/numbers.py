@@ -9,6 +9,7 @@ lowest, except that 0 times it is 0; its exponential and its inverse are 0.
 
 import contextlib
 import functools
+import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterator
@@ -16,16 +17,20 @@ from contextvars import ContextVar
 from fractions import Fraction
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import dtypes
 
 Value = np.ndarray
 """What devices have of a variable: [fields of a float, else 1, devices or 1 if it is the same on all, *shape]."""
 
 PRIMES = np.array([2147454839, 1073727419, 536863709])
 LOWEST = -(1 << 40)  # in place of -inf and of the lowest float; the only negative entries of floats
-INFINITE = np.array([1569900751, 784950399, 392475233])  # in place of inf and NaN
+INFINITE = np.array([PRIMES[0] // 2, 784950399, 392475233])  # in place of inf and NaN: the highest in order
 _SEED: ContextVar[int] = ContextVar("seed", default=0)
+_SIGN: ContextVar[int] = ContextVar("sign", default=1)
+_UNITS = 1 << 24  # of what is ordered as it is
 
 
 @contextlib.contextmanager
@@ -38,6 +43,21 @@ def seeded(seed: int) -> Iterator[None]:
         _SEED.reset(token)
 
 
+@contextlib.contextmanager
+def reversed_order() -> Iterator[None]:
+    """In this context numbers that are not ordered as they are (`ordered`) are ordered the other way round."""
+    token = _SIGN.set(-1)
+    try:
+        yield
+    finally:
+        _SIGN.reset(token)
+
+
+def is_key(dtype: Any) -> bool:
+    """Whether values of this dtype are keys of `jax.random`; each is one element of bytes."""
+    return jnp.issubdtype(dtype, dtypes.prng_key)
+
+
 def is_float(dtype: Any) -> bool:
     """Whether values of this dtype are numbers of the fields."""
     return jnp.issubdtype(dtype, jnp.floating)
@@ -45,11 +65,7 @@ def is_float(dtype: Any) -> bool:
 
 def modulo(x: Value) -> Value:
     """Integers as elements of the fields."""
-    return x % _primes(x)
-
-
-def _primes(x: Value) -> np.ndarray:
-    return _of_fields(PRIMES, x)
+    return x % _of_fields(PRIMES, x)
 
 
 def _of_fields(numbers: np.ndarray, x: Value) -> np.ndarray:
@@ -79,9 +95,7 @@ def with_lowest(x: Value, low: Value) -> Value:
 def add(x: Value, y: Value) -> Value:
     """The sum; the lowest number is one with any other."""
     out = x + y
-    low = is_lowest(out)
-    out %= _primes(out)
-    return with_lowest(out, low)
+    return with_lowest(modulo(out), is_lowest(out))
 
 
 def negative(x: Value) -> Value:
@@ -91,9 +105,7 @@ def negative(x: Value) -> Value:
 
 def subtract(x: Value, y: Value) -> Value:
     """The difference; with the lowest number before it, that."""
-    out = x - _finite(y)
-    out %= _primes(out)
-    return with_lowest(out, is_lowest(x))
+    return with_lowest(modulo(x - _finite(y)), is_lowest(x))
 
 
 def _finite(x: Value) -> Value:
@@ -103,10 +115,7 @@ def _finite(x: Value) -> Value:
 
 def multiply(x: Value, y: Value) -> Value:
     """The product; the lowest number is one with any other than zero."""
-    low = is_lowest(x) & (y[:1] != 0) | is_lowest(y) & (x[:1] != 0)
-    out = x * y
-    out %= _primes(out)
-    return with_lowest(out, low)
+    return with_lowest(modulo(x * y), is_lowest(x) & (y[:1] != 0) | is_lowest(y) & (x[:1] != 0))
 
 
 @dense
@@ -135,27 +144,18 @@ def power(x: Value, exponent: Any) -> Value:
     return np.where(np.less(exponent, 0), inverse(out), out) if np.any(np.less(exponent, 0)) else out
 
 
+@functools.cache
 def _powers(base: int, prime: int) -> np.ndarray:
     """base^n, for 2^15 exponents n."""
-    out = [1]
-    for _ in range((1 << 15) - 1):
-        out.append(out[-1] * base % prime)
-    return np.array(out)
-
-
-@functools.cache
-def _tables(base: int) -> list[list[np.ndarray]]:
-    """For each field except the last: base^n and base^(n 2^15)."""
-    fields = PRIMES[:-1].tolist()
-    return [[_powers(pow(base, 1 << shift, prime), prime) for shift in (0, 15)] for prime in fields]
+    return np.array([*itertools.accumulate(range((1 << 15) - 1), lambda x, _: x * base % prime, initial=1)])
 
 
 @dense
 def exponential(x: Value, base: int = 4) -> Value:
     """exp of x, or 2^x with another base: a homomorphism from sums to products."""
     parts = [
-        large[y >> 15 & 0x7FFF] * small[y & 0x7FFF] % prime
-        for y, prime, (small, large) in zip(x[1:], PRIMES, _tables(base), strict=False)
+        _powers(pow(base, 1 << 15, prime), prime)[y >> 15 & 0x7FFF] * _powers(base, prime)[y & 0x7FFF] % prime
+        for y, prime in zip(x[1:], PRIMES.tolist(), strict=False)
     ]
     return np.where(is_lowest(x), 0, np.stack([*parts, np.ones_like(x[0])]))
 
@@ -175,39 +175,46 @@ def _mixed(z: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
+def signed(x: Value, primes: Any) -> Value:
+    """Representatives from -prime / 2 to prime / 2."""
+    return np.where(x > primes // 2, x - primes, x)
+
+
+@dense
 def ordered(x: Value) -> Value:
-    """What values are compared by: numbers by their representatives from -P₀ / 2 to P₀ / 2 in the first field."""
-    return x if len(x) == 1 else np.where(x[:1] > PRIMES[0] // 2, x[:1] - PRIMES[0], x[:1])
+    """What values are compared by: constants and other multiples of 2^-24 below 2^36 as they are, other numbers by
+    their representatives in the first field, between the lowest and infinity."""
+    if len(x) == 1:
+        return x
+    first, second, third = (part[None] for part in x * _UNITS % _of_fields(PRIMES, x))
+    p, q, r = PRIMES.tolist()
+    units = signed(first + p * ((second - first) * pow(p, -1, q) % q), p * q)
+    others = signed(x[:1], p) * (_SIGN.get() << 29)
+    out = np.where(units % r == third, units, others)
+    infinite = (x == _of_fields(INFINITE, x)).all(0, keepdims=True)
+    return np.where(is_lowest(x), LOWEST << 22, np.where(infinite, 1 << 62, out))
 
 
 def whole(x: Value) -> tuple[Value, Value]:
     """The integers that numbers are, and which of them are small ones, exact in a float."""
-    every = np.where(x > _primes(x) // 2, x - _primes(x), x)
+    every = signed(x, _of_fields(PRIMES, x))
     first = every[:1]
     return first, (every == first).all(0, keepdims=True) & (abs(first) <= 1 << 24)
-
-
-def total(x: Value, dims: Any) -> Value:
-    """The sum over dims."""
-    return with_lowest(modulo(x.sum(dims)), is_lowest(x).any(dims))
 
 
 def matrix_product(x: Value, y: Value) -> Value:
     """x @ y, from exact products of doubles: 16 bits by 31, 32 terms at a time."""
     low, low_y = is_lowest(x), is_lowest(y)
     if low.any() or low_y.any():
-        out = matrix_product(np.where(low, 0, x), np.where(low_y, 0, y))
-        return with_lowest(out, np.matmul(low, y[:1] != 0) | np.matmul(x[:1] != 0, low_y))
-    out = np.zeros(
-        [len(PRIMES), *np.broadcast_shapes(x.shape[1:-2], y.shape[1:-2]), x.shape[-2], y.shape[-1]], np.int64
-    )
+        there = np.matmul(low, y[:1] != 0) | np.matmul(x[:1] != 0, low_y)
+        return with_lowest(matrix_product(np.where(low, 0, x), np.where(low_y, 0, y)), there)
+    out: Any = np.zeros([len(PRIMES), *[1] * (x.ndim - 3), x.shape[-2], y.shape[-1]], np.int64)
     for first in range(0, x.shape[-1], 32):
         some, others = x[..., first : first + 32], y[..., first : first + 32, :].astype(np.float64)
-        large, small = (
-            np.matmul(part.astype(np.float64), others).astype(np.int64) for part in (some >> 16, some & 0xFFFF)
+        high, rest = (
+            np.matmul(each.astype(np.float64), others).astype(np.int64) for each in (some >> 16, some & 0xFFFF)
         )
-        out += (modulo(large) << 16) + small
-        out %= _primes(out)
+        out = modulo(out + (modulo(high) << 16) + rest)
     return out
 
 
@@ -217,14 +224,18 @@ def drawn(shape: tuple[int, ...], *key: int) -> Value:
     return np.stack([rng.integers(0, prime, (1, *shape)) for prime in PRIMES])
 
 
-def constant(array: Any, dtype: Any) -> Value:
+def constant(array: Any, dtype: Any, simplest: bool = True) -> Value:
     """The value of an array of a program. A float is the simplest fraction that is rounded to it: 1/3, not 11184811
-    2^-25."""
-    array = np.asarray(array)
+    2^-25; or just itself."""
+    if is_key(dtype):
+        words = np.asarray(jax.random.key_data(array))
+        return words.view(f"V{4 * words.shape[-1]}")[None, None, ..., 0]
+    array = np.asarray(array).astype(dtype)  # some versions of JAX have doubles in place of it
     if not is_float(dtype):
-        return array.astype(dtype)[None, None]
+        return array[None, None]
     wide, where = np.unique(array.astype(np.float64), return_inverse=True)
-    found = [_simplest(x, dtype) for x in np.where(np.isfinite(wide), wide, 0).tolist()]
+    finite = np.where(np.isfinite(wide), wide, 0).tolist()
+    found = [_simplest(x, dtype) if simplest else Fraction(x) for x in finite]
     parts = [[x.numerator * pow(x.denominator, -1, prime) % prime for x in found] for prime in PRIMES.tolist()]
     numbers = np.where(np.isfinite(wide), np.array(parts, np.int64).reshape(len(PRIMES), -1), INFINITE[:, None])
     least = -math.inf if np.dtype(dtype).itemsize == 1 else float(jnp.finfo(dtype).min)  # one byte: the lowest is usual

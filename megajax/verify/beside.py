@@ -75,15 +75,16 @@ def _continued(drawn: Drawn, tokens_BT: np.ndarray, length_B: np.ndarray, number
     """Tokens that follow prompts, [B, number]."""
     programs = DecodingPrograms(drawn.program, Sampling(temperature=0.0), ())
     params, rows = (drawn.program.layout.shapes.params, drawn.state.params), len(tokens_BT)
-    weights = jax.eval_shape(programs.unstacked, params[0]), drawn.run(programs.unstacked, params)
+    weights = drawn.typed(programs.unstacked, params)
     bits = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(lambda: prompt_bits([[0]] * rows, 0)))
     limit_B = np.full(rows, number, np.int32)
     inputs = {"tokens": tokens_BT, "length": length_B, "limit": limit_B, "bits": bits}
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
     prefill = programs.region(partial(programs.prefill, tokens_BT.shape[1] + TOKENS_AT_ONCE), ROWS)
     decode = programs.region(programs.decode, programs.state_specs)
-    state, first = drawn.run(prefill, weights, (types, jax.tree.map(lambda x: x[None, None], inputs)))
-    _, others = drawn.run(decode, weights, (jax.eval_shape(prefill, weights[0], types)[0], state))
+    values = jax.tree.map(lambda x: x[None, None], inputs)
+    (state_types, _), (state, first) = drawn.typed(prefill, weights, (types, values))
+    _, others = drawn.run(decode, weights, (state_types, state))
     return np.concatenate([first, others], -1)[0, 0, :, :number]
 
 

@@ -17,7 +17,7 @@ from megajax.verify.recording import first_difference
 from megajax.verify.run import TracingError
 from megajax.verify.shrink import shown
 from megajax.verify.theory import check_collectives
-from megajax.verify.verdict import EXACT, UNMOVED, WEIGHTS, Finding, Verdict, some
+from megajax.verify.verdict import AVERAGE, EXACT, UNMOVED, WEIGHTS, Finding, Verdict, some
 
 TRACED = "tracing of the step"
 
@@ -39,7 +39,7 @@ def check_exactly(
     for seed in range(repeats):
         on_start(f"{shown(config.mesh)}, {EXACT}" + (f", repeat {seed + 1}" if seed else ""))
         reference = _step("one device", plain(config), CPU, seed)
-        for finding in _findings(config, reference, seed):
+        for finding in findings(config, reference, seed):
             if seed == 0 or not finding.passed:
                 found.append(finding)
                 on_finding(finding)
@@ -62,7 +62,7 @@ def _step(what: str, config: Config, backend: Backend, seed: int) -> ExactStep |
         return Finding(f"{EXACT} {TRACED}", 1, 0, f"{what}: {error}")
 
 
-def _findings(config: Config, reference: ExactStep | Finding, seed: int) -> Iterator[Finding]:
+def findings(config: Config, reference: ExactStep | Finding, seed: int = 0) -> Iterator[Finding]:
     """All checks with the random numbers of a seed."""
     other = reference
     if isinstance(reference, ExactStep):
@@ -90,7 +90,7 @@ def _located(
     numbers = any(finding.of_numbers for finding in verdict.failed)
 
     def differs(part: Config) -> bool:
-        checked = _findings(part, reference, seed)
+        checked = findings(part, reference, seed)
         return any(not each.passed and (each.of_numbers or not numbers) for each in checked)
 
     axes = axes_that_differ(config, differs, on_start)
@@ -115,7 +115,7 @@ def compare_exactly(reference: ExactStep, other: ExactStep) -> Iterator[Finding]
     yield equal("gradients", lambda step: step.gradients, "{}, step 1")
     yield equal(WEIGHTS, lambda step: step.taken.state["params"])
     if "average" in other.taken.state:
-        yield equal("moving average", lambda step: step.taken.state["average"])
+        yield _equal(AVERAGE, other.average, other.taken.state["average"])
     yield equal("moments and other state", lambda step: _others(step.taken))
     yield equal("other metrics of the steps", lambda step: _losses(step.taken, False), "{}, step 1")
     yield equal("step with its other branches", lambda step: _everything(step.otherwise))
@@ -143,8 +143,9 @@ def _equal(name: str, expected: Values, actual: Values, where: str = "{}") -> Fi
 
 
 def _losses(outcome: Outcome, of_losses: bool) -> Values:
-    """The losses among metrics, or the others."""
-    return {name: x for name, x in outcome.metrics.items() if (name.split("/")[0] == "loss") == of_losses}
+    """The losses among metrics, parts before their sum, or the others."""
+    names = sorted(outcome.metrics, key=lambda name: (name == "loss", name))
+    return {name: outcome.metrics[name] for name in names if (name.split("/")[0] == "loss") == of_losses}
 
 
 def _others(outcome: Outcome) -> Values:

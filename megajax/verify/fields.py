@@ -12,7 +12,7 @@ import numpy as np
 from megajax.backend import CPU, Backend
 from megajax.config import Config
 from megajax.exact import numbers
-from megajax.exact.interpreter import Interpreter, interpreted
+from megajax.exact.interpreter import Interpreter
 from megajax.exact.numbers import PRIMES, Value, is_float, seeded
 from megajax.program.communication import Collective, collectives_of
 from megajax.program.program import Program
@@ -46,6 +46,7 @@ class ExactStep:
     taken: Outcome
     otherwise: Outcome  # where comparisons of scalars have the other result: clipping, spikes
     gradients: Values  # in canonical form
+    average: Values  # the moving average by its definition, from that before and the new weights
     skipped: list[str]  # what a step whose numbers are not finite changes, though only the loss scale may change
     unequal: list[str]  # results whose replicas differ between devices
     collectives: list[Collective]
@@ -69,8 +70,13 @@ class Drawn:
 
     def run(self, function: Any, *arguments: tuple[Any, Any]) -> Any:
         """The result of a function, given the types and values of its arguments."""
+        return self.typed(function, *arguments)[1]
+
+    def typed(self, function: Any, *arguments: tuple[Any, Any]) -> tuple[Any, Any]:
+        """The types and values of a function's result."""
         types, values = zip(*arguments, strict=True)
-        return interpreted(function, types, values, self.machine)
+        traced, out = jax.make_jaxpr(function, return_shape=True)(*types)
+        return out, jax.tree.unflatten(jax.tree.structure(out), self.machine(traced, jax.tree.leaves(values)))
 
     @property
     def batch(self) -> Values:
@@ -106,6 +112,7 @@ def run_step(config: Config, backend: Backend = CPU, seed: int = 0, *, branches:
             return Outcome(metrics, named_parts(drawn.run(layout.canonical, (types, after))))
 
         after, metrics, gradients = result()
+        average = _averaged(drawn, drawn.run(layout.canonical, (types, after)))
         taken = outcome(after, metrics)
         canonical = drawn.run(layout.canonical_weights, (step.out_info[2], gradients))
         unequal = [str(each.shape) for each in machine.disagreeing]
@@ -122,6 +129,7 @@ def run_step(config: Config, backend: Backend = CPU, seed: int = 0, *, branches:
         taken=taken,
         otherwise=otherwise,
         gradients=named_leaves(canonical),
+        average=average,
         skipped=skipped,
         unequal=unequal,
         collectives=collectives_of(step.jaxpr),
@@ -133,6 +141,20 @@ def _drawn(path: Any, leaf: jax.ShapeDtypeStruct) -> Value:
     if not is_float(leaf.dtype):
         return np.full((1, 1, *leaf.shape), _UPDATES, leaf.dtype)
     return numbers.drawn(leaf.shape, zlib.crc32(jax.tree_util.keystr(path).encode()))
+
+
+def _averaged(drawn: Drawn, after: TrainState) -> Values:
+    """The moving average after a step, given the canonical state, by its definition; empty if there is none."""
+    layout, old = drawn.program.layout, drawn.canonical.average
+    if old is None:
+        return {}
+    share = numbers.constant(1.0 - drawn.program.config.train.ema, layout.main_dtype)
+
+    def moved(old: Value, new: Value) -> Value:
+        step = numbers.subtract(new, old)
+        return numbers.add(old, numbers.multiply(share.reshape(len(share), *[1] * (step.ndim - 1)), step))
+
+    return named_leaves(jax.tree.map(moved, old, layout.trained(after.params)))
 
 
 def _changed(before: TrainState, after: TrainState) -> list[str]:

@@ -23,6 +23,7 @@ from megajax.verify.run import MeshRun
 
 EXACT = "exact"  # the precision of numbers that are never rounded, in a check's name
 WEIGHTS = "weights after the last step"  # a check's name
+AVERAGE = "moving average, by its definition"  # a check's name
 UNMOVED = "state after the skipped step, bit for bit"  # a check's name
 
 
@@ -90,7 +91,7 @@ def same_on_devices(run: MeshRun) -> Iterator[Finding]:
     yield Finding(f"{precision} replicas of the state, bit for bit", len(run.unequal), 0, some(run.unequal))
     if run.average:
         limit = LIMITS["fp64"].weight if run.config.precision == "fp64" else LOSS_TOLERANCE
-        name = f"{precision} moving average, by its definition"
+        name = f"{precision} {AVERAGE}"
         yield _of_leaves(name, run.average, run.state["average"], limit)
     yield Finding(f"{precision} dtype of sums of gradients", len(run.sums), 0, some(run.sums))
     if precision in HALF:

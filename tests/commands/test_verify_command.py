@@ -62,8 +62,7 @@ def test_only_exactly(capsys, in_this_process, line: str) -> None:
 
 
 def test_a_mesh_that_is_wrong(capsys, in_this_process, monkeypatch) -> None:
-    """Dropout by the row that a device counts, not by that of the batch: seen with `data`, at the first site. Nothing is
-    compiled, since the exact comparison finds it."""
+    """Dropout by the row that a device counts, not by that of the batch: seen with `data`, at the first site."""
     index = bind.axis_index
     monkeypatch.setattr(bind, "axis_index", lambda axes: 0 * index(axes) if axes == bind.ROW_AXES else index(axes))
     code, found = verified(capsys, "demo --mesh.data 2 --mesh.tensor 2 --model.dropout 0.1 --exact")

@@ -13,9 +13,11 @@ from megajax.models.lora_config import LoraConfig
 # Meshes (data, pipe, tensor) and what else shows a fault; the configuration is small otherwise (`trial.py`).
 ON_TENSOR = {"mesh": (1, 1, 2)}
 ON_SEQUENCE = {"mesh": (1, 1, 2), "sequence_parallel": True}
+ON_STAGES_AND_DATA = {"mesh": (2, 2, 1)}
 ON_DATA = {"mesh": (2, 1, 1)}
 ON_CONTEXT = {"mesh": (1, 1, 2, 1), "context_attention": "gather"}
 ON_DOCUMENTS = ON_CONTEXT | {"reset_attention": True}
+ON_HEADS = ON_CONTEXT | {"context_attention": "heads"}
 ON_ZERO3 = {"mesh": (2, 1, 1), "zero": 3}
 ON_PIPE = {"mesh": (1, 2, 1)}
 ON_BOTH_VOCABULARIES = {"mesh": (1, 2, 2), "vocabulary": "split"}
@@ -25,7 +27,9 @@ ON_MUON = {"mesh": (2, 1, 2), "optimizer": {"name": "muon"}}
 ON_DEFERRED = {"mesh": (1, 2, 1), "weight_gradients": "deferred", "num_layers": 4}
 ON_EXPERTS = {"mesh": (1, 1, 1), "expert": 2, "expert_capacity": 1.0, **MIXTURE}
 ON_DROPLESS = ON_EXPERTS | {"expert_capacity": 0.0}
+ON_ADAPTED_EXPERTS = ON_EXPERTS | {"lora": LoraConfig(rank=2, targets=("experts",))}
 ON_SHARED_SEQUENCES = ON_EXPERTS | {"mesh": (1, 1, 2, 1), "expert": 1}
+ON_SHARED_BALANCE = ON_SHARED_SEQUENCES | {"balance": "loss", "balance_coefficient": 0.3}
 ON_BIASES = ON_EXPERTS | {"balance": "bias"}
 ON_AVERAGED_BIASES = ON_BIASES | {"ema": 0.5}
 BERT = {"family": "bert"}
@@ -43,13 +47,18 @@ def types(message: str, on: dict) -> Caught:
 
 
 def named(first: str, on: dict) -> Caught:
-    """`verify` names this place first."""
+    """`verify --exact` names this place first."""
+    return Caught("exact", first, on)
+
+
+def compiled(first: str, on: dict) -> Caught:
+    """The exact comparison finds everything right; the compiled ones do not, and name this."""
     return Caught("verify", first, on)
 
 
 def gradient(leaf: str, on: dict, collective: str = "") -> Caught:
-    """`verify` finds every activation right, and names the gradient of this weight, and the collective if that is
-    wrong."""
+    """`verify --exact` finds every activation right, and names the gradient of this weight, and the collective if that
+    is wrong."""
     wrong = f" … the collective that is wrong: {collective} of the gradient of " if collective else ""
     return named(f"no activation of step 1: a gradient of weights, or its reduction: {leaf}{wrong}", on)
 
@@ -60,6 +69,7 @@ def tests(arguments: str) -> Caught:
 
 
 VARYING = "varying"
+DOUBLED = "(lambda y, n: n * y - (n - 1) * lax.stop_gradient(y))"  # on n devices: n times the gradient
 MEAN_OVER_TENSOR = "(lax.pmean if 'tensor' in axes else lax.psum)(tree, tuple(axes))"
 
 # What is wrong: the function, its right expression and the wrong one in its place, how that is caught.
@@ -117,7 +127,9 @@ ROWS: dict[str, dict[str, Row]] = {
         "a reduce-scatter of gradients does not sum": (
             "parallel.shards.Shards.scatter",
             ("scatter_sum", "jax.tree_util.Partial(gather_shards.__globals__['own_shard'])"),
-            gradient("shared/final_norm/scale", ON_DATA, "reduce-scatter over data and expert and context"),
+            gradient(
+                "blocks/attention/key/weight, layer 0, 1", ON_DATA, "reduce-scatter over data and expert and context"
+            ),
         ),
         "the tied embedding's gradient is the larger one of two stages": (
             "parallel.collectives.sum_over",
@@ -136,7 +148,35 @@ ROWS: dict[str, dict[str, Row]] = {
                 "layout.per_step.scatter(jax.tree.map(lambda grad: grad / jnp.sqrt(1 + jnp.sum(jnp.square(grad))), "
                 "grads), program.gradient_dtype)",
             ),
-            gradient("blocks/attention/output/bias, layer 0, 1", ON_DATA),
+            gradient("blocks/attention/key/weight, layer 0, 1", ON_DATA),
+        ),
+        "gradients of norms of heads are partial sums": (  # Megatron-LM #7452, finding 11
+            "parallel.collectives.complete",
+            ("varying_axes(leaf) - axes", "varying_axes(leaf) - axes - {TENSOR}"),
+            types(VARYING, ON_SHARED_KEYS),
+        ),
+        "gradients of norms are averaged where the sequence is split": (  # gpt-neox #1259
+            "parallel.collectives.sum_over",
+            ("lax.psum(tree, tuple(axes))", MEAN_OVER_TENSOR),
+            gradient("blocks/attention/output/bias, layer 0, 1", ON_SEQUENCE, "all-reduce over tensor"),
+        ),
+        "the last stage's shards of gradients go to another device": (  # Megatron-LM #844
+            "parallel.shards.Shards.scatter",
+            (
+                "scatter_sum",
+                "jax.tree_util.Partial(lambda x, dim, axes: (lambda y: jnp.where(lax.axis_index('pipe') == 0, y, "
+                "lax.ppermute(y, 'data', [(0, 1), (1, 0)])))(scatter_sum(x, dim, axes)))",
+            ),
+            gradient(
+                "blocks/attention/key/weight, layer 1",
+                ON_STAGES_AND_DATA,
+                "reduce-scatter over data and expert and context",
+            ),
+        ),
+        "of the shared weights' gradients the last use's stays": (  # DeepSpeed #8224
+            "pipeline.ends.EmbeddingAndHead._add",
+            ("jnp.add", "(lambda _, grad: grad)"),
+            gradient("shared/", ON_DATA),
         ),
     },
     "The wrong scale of a mean": {
@@ -160,7 +200,7 @@ ROWS: dict[str, dict[str, Row]] = {
                 "lax.psum_scatter(x, axes, scatter_dimension=dim % x.ndim, tiled=True) / 2",
             ),
             gradient(
-                "blocks/attention/output/weight, layer 0, 1",
+                "blocks/attention/key/weight, layer 0, 1",
                 ON_ZERO3,
                 "reduce-scatter over data and expert and context",
             ),
@@ -183,6 +223,33 @@ ROWS: dict[str, dict[str, Row]] = {
             ("state.step + taken.astype(jnp.int32)", "state.step + 1"),
             tests("tests/program/test_skipped_steps.py"),
         ),
+        "every microbatch's mean counts alike": (  # transformers #34191
+            "program.bind._bind.losses",
+            (
+                "jnp.maximum(counts[name], 1)",
+                "jnp.maximum(program.form.counts(batch)[name], 1) * num_microbatches * lax.axis_size('data')",
+            ),
+            named("the sum of the losses: step 1", ON_DATA),
+        ),
+        "every microbatch doubles the gradients before it": (  # Megatron-LM #6660, torchtitan #1732
+            "pipeline.stages._added",
+            ("flat[path].at[place].add(grad)", "flat[path].at[place].set(2 * flat[path][place] + grad)"),
+            gradient("blocks/attention/key/weight, layer 0, 1", ON_DATA),
+        ),
+        "all losses are divided by the first one's targets": (  # Megatron-LM #3159
+            "program.bind._bind.losses",
+            ("jnp.maximum(counts[name], 1)", "jnp.maximum(next(iter(counts.values())), 1)"),
+            tests("tests/models/test_forward.py -k losses"),
+        ),
+        "an evaluation takes the mean of samples' means": (  # torchtitan #4167
+            "evaluation.scoring.Perplexity.of",
+            (
+                "math.fsum(float(sample.loss.sum()) for sample in scores)",
+                "math.fsum(float(sample.loss.mean()) for sample in scores if len(sample.loss)) / len(scores) "
+                "* sum(len(sample.loss) for sample in scores)",
+            ),
+            tests("tests/evaluation/test_scoring.py"),
+        ),
     },
     "A microbatch dropped or taken twice": {
         "the first microbatch is taken twice, and the last never": (
@@ -193,7 +260,7 @@ ROWS: dict[str, dict[str, Row]] = {
         "of the layers' gradients the last microbatch's stays": (
             "pipeline.stages._added",
             ("flat[path].at[place].add(grad)", "flat[path].at[place].set(grad)"),
-            gradient("blocks/mlp/up/weight, layer 0, 1", ON_DATA),
+            gradient("blocks/attention/key/weight, layer 0, 1", ON_DATA),
         ),
         "of the losses the last microbatch's stays": (
             "pipeline.ends.EmbeddingAndHead.head",
@@ -270,7 +337,7 @@ ROWS: dict[str, dict[str, Row]] = {
         "a weight gradient from the factors beside its own": (
             "pipeline.executor.Pipeline.weight_gradients.run",
             ("number % num_slots", "(number + 1) % num_slots"),
-            gradient("blocks/mlp/up/weight, layer 0, 1, 2, 3", ON_DEFERRED),
+            gradient("blocks/attention/key/weight, layer 0, 1, 2, 3", ON_DEFERRED),
         ),
         "there is a slot too few for factors": (
             "pipeline.schedule.with_deferral",
@@ -284,9 +351,14 @@ ROWS: dict[str, dict[str, Row]] = {
             "parallel.layers.ColumnParallelLinear.of_all_parts",
             ("self.first_part", "None if self.first_part is None else 0 * self.first_part"),
             gradient(
-                "blocks/attention/value/weight, layer 0, 1",
+                "blocks/attention/key/weight, layer 0, 1",
                 {"mesh": (1, 2, 4), "weight_gradients": "deferred", **FEW_KEYS},
             ),
+        ),
+        "gradients deferred beyond the last backward are left out": (  # Megatron-LM #1012
+            "pipeline.executor.Pipeline.losses_and_gradients.tick",
+            ("self.weight_gradients(schedule, row.late, sums)", "sums"),
+            gradient("blocks/attention/key/weight, layer 0, 1, 2, 3", ON_DEFERRED),
         ),
     },
     "The sharded vocabulary": {
@@ -314,6 +386,24 @@ ROWS: dict[str, dict[str, Row]] = {
             "parallel.vocabulary.output_logits",
             ("column_V < vocab_size", "column_V >= 0"),
             tests("tests/parallel/test_vocabulary.py"),
+        ),
+        "a device's own exponentials are the sum": (  # Megatron-LM #737
+            "parallel.vocabulary._forward",
+            ("g((sum_BT, picked_BT), axes)", "(sum_BT, g(picked_BT, axes))"),
+            types(VARYING, ON_TENSOR),
+        ),
+        "the exponentials count on every device": (  # Megatron-LM #7452, finding 2
+            "parallel.vocabulary._forward",
+            ("jnp.log(sum_BT)", "jnp.log(sum_BT * lax.axis_size(axes))"),
+            named("losses of the head, forward", ON_TENSOR),
+        ),
+        "logits without the target get no gradient": (  # ms-swift #9947
+            "parallel.vocabulary._backward",
+            (
+                "probability_BTV - hit_BTV.astype(probability_BTV.dtype)",
+                "jnp.where(inside_BT[..., None], probability_BTV - hit_BTV.astype(probability_BTV.dtype), 0)",
+            ),
+            named("logits of the head, backward", ON_TENSOR),
         ),
     },
     "Positions and tokens of a split sequence": {
@@ -390,7 +480,7 @@ ROWS: dict[str, dict[str, Row]] = {
         "queries that see none of a device's keys give NaN": (  # Megatron-LM #1764
             "models.blocked_attention._blocks",
             ("jnp.maximum(highest_NR1, jnp.finfo(highest_NR1.dtype).min)", "highest_NR1"),
-            named("attention_heads of layer 0, forward", ON_DOCUMENTS),
+            compiled("attention_heads of layer 0, forward", ON_DOCUMENTS),
         ),
         "gradients of keys are summed twice": (  # Megatron-LM #1464
             "models.context_attention._scattered",
@@ -420,12 +510,35 @@ ROWS: dict[str, dict[str, Row]] = {
             ("jnp.maximum(counts[name], 1)", 'jnp.maximum(counts[name] // lax.axis_size("context"), 1)'),
             named("the sum of the losses: step 1", ON_CONTEXT),
         ),
+        "keys get gradients from their own device's queries alone": (  # NeMo Speech #15679
+            "models.context_attention._scattered",
+            ("scatter_sum", "scatter_sum.__globals__['own_shard']"),
+            named("value of layer 1, backward", ON_CONTEXT),
+        ),
+        "a window is ignored on context ranks": (  # prime-rl #2828
+            "models.context_attention.attend_to_others",
+            ("setting.visible", "dataclasses.replace(setting.visible, window=None)"),
+            named("attention_heads of layer 0, forward", ON_CONTEXT | {"sliding_window": 6}),
+        ),
+        "gradients of exchanged heads grow with the group": (  # DeepSpeed #5248
+            "models.context_attention._by_heads",
+            (
+                "exchange(heads_BSHK, TOKENS, HEADS, CONTEXT)",
+                f"{DOUBLED}(exchange(heads_BSHK, TOKENS, HEADS, CONTEXT), axis_size(CONTEXT))",
+            ),
+            named("value of layer 1, backward", ON_HEADS),
+        ),
+        "of a key's gradient the last block of queries' stays": (
+            "models.blocked_attention._added",
+            ("total_NKS.at[:, :, keys].add(block)", "total_NKS.at[:, :, keys].set(block)"),
+            named("value of layer 1, backward", ON_CONTEXT),
+        ),
     },
     "Shards of ZeRO": {
         "a device updates another one's shard": (
             "parallel.collectives.own_shard",
             ("axis_index(axes) * size", "(axis_size(axes) - 1 - axis_index(axes)) * size"),
-            named("the update of the weights: shared/positions", ON_DATA),
+            named("what the skipped step changes: params/blocks/", ON_DATA),
         ),
         "gathered weights stand in another order": (
             "parallel.shards.Shards.gather",
@@ -446,7 +559,7 @@ ROWS: dict[str, dict[str, Row]] = {
             "optim.muon._Deal._owners",
             ("axis_size(self.row_axes) * axis_size(self.column_axes)", "1"),
             named(
-                "the update of the weights: blocks/attention/output/weight, layer 0, 1 … the collective that is wrong: "
+                "the update of the weights: blocks/attention/key/weight, layer 0, 1 … the collective that is wrong: "
                 "0 instead of 2 all-to-all over data x expert x context x tensor of [4, 8, 32]",
                 ON_MUON,
             ),
@@ -462,7 +575,7 @@ ROWS: dict[str, dict[str, Row]] = {
         "shards come back to other matrices": (
             "optim.muon._Deal.shards",
             ("x.reshape(-1, rows, columns)", "jnp.roll(x.reshape(-1, rows, columns), 1, 0)"),
-            named("the update of the weights: blocks/mlp/down/weight, layer 0, 1", ON_MUON),
+            named("the update of the weights: blocks/attention/key/weight, layer 0, 1", ON_MUON),
         ),
     },
     "LoRA": {
@@ -470,7 +583,7 @@ ROWS: dict[str, dict[str, Row]] = {
             "parallel.collectives.sum_over",
             ("lax.psum(tree, tuple(axes))", MEAN_OVER_TENSOR),
             gradient(
-                "blocks/attention/query/a, layer 0, 1",
+                "blocks/attention/key/a, layer 0, 1",
                 ON_TENSOR | {"lora": LoraConfig(rank=2)},
                 "all-reduce over tensor",
             ),
@@ -487,6 +600,11 @@ ROWS: dict[str, dict[str, Row]] = {
             "parallel.layers.column_parallel.multiply",
             ("linear.own(adapter[1], 1)", "adapter[1] if linear.first_part is None else adapter[1][:, :1]"),
             named("key of layer 0, forward", ON_SHARED_KEYS | {"lora": LoraConfig(rank=2)}),
+        ),
+        "experts have the adapters of others": (
+            "models.experts.expert_products",
+            ("vary(adapter[...], axes)", "jnp.roll(vary(adapter[...], axes), axis_size(EXPERT) - 1, 0)"),
+            named("experts_output of layer 0, forward", ON_ADAPTED_EXPERTS),
         ),
     },
     "The norm of the gradients": {
@@ -512,6 +630,19 @@ ROWS: dict[str, dict[str, Row]] = {
                 'sum(sum_over(square, sorted(axes)) for axes, square in sums.items() if "tensor" not in axes)',
             ),
             tests("tests/optim/test_adam.py"),
+        ),
+        "every stage clips by its own norm": (  # torchtitan #596
+            "optim.adam.global_norm",
+            ("sum_over(square, sorted(axes))", 'sum_over(square, sorted(axes - {"pipe"}))'),
+            types(VARYING, ON_PIPE),
+        ),
+        "the norm is a mean of devices' norms": (  # DeepSpeed #8478
+            "optim.adam.global_norm",
+            (
+                "sum_over(square, sorted(axes))",
+                "(jnp.square(lax.pmean(jnp.sqrt(square), tuple(sorted(axes)))) if axes else square)",
+            ),
+            named("no activation or gradient of step 1: the norm of the gradients: grad_norm", ON_EXPERTS),
         ),
     },
     "Mixtures of experts": {
@@ -610,6 +741,40 @@ ROWS: dict[str, dict[str, Row]] = {
             ),
             types(VARYING, ON_BIASES),
         ),
+        "gradients of the router grow with the group": (  # transformers #48687
+            "models.experts.Mixture._dropless",
+            ("_weighed(share_BTK, found)", f"_weighed({DOUBLED}(share_BTK, axis_size(EXPERT)), found)"),
+            named("router_logits of layer 1, backward", ON_DROPLESS),
+        ),
+        "the balancing loss is divided by the context group": (  # Megatron-LM #3959
+            "program.bind._bind",
+            (
+                "loss_scale / jnp.maximum(counts[SEQUENCES], 1).astype(loss_scale.dtype)",
+                "loss_scale / (jnp.maximum(counts[SEQUENCES], 1).astype(loss_scale.dtype) * lax.axis_size('context'))",
+            ),
+            named("router_logits of layer 1, backward", ON_SHARED_BALANCE),
+        ),
+        "every microbatch adds a whole balancing loss": (  # NeMo Automodel #3359, Megatron-LM #7213
+            "program.bind._bind",
+            (
+                "loss_scale / jnp.maximum(counts[SEQUENCES], 1).astype(loss_scale.dtype)",
+                "loss_scale * program.num_microbatches / jnp.maximum(counts[SEQUENCES], 1).astype(loss_scale.dtype)",
+            ),
+            named("router_logits of layer 1, backward", ON_SHARED_BALANCE),
+        ),
+        "the balancing loss has no gradient": (  # NeMo Automodel #1408
+            "models.experts.Mixture.__call__",
+            ("attached(y_BTD, routing.loss_B, context.loss_weight)", "y_BTD"),
+            tests("tests/models/test_mixture.py -k balancing"),
+        ),
+        "loads are rounded to bf16": (  # Megatron-LM #7081
+            "models.router.Router.__call__",
+            (
+                "jnp.sum(count_BE, axis=0, dtype=jnp.int32)",
+                "jnp.sum(count_BE, axis=0, dtype=jnp.int32).astype(jnp.bfloat16).astype(jnp.int32)",
+            ),
+            tests("tests/test_experts.py -k by_hand"),
+        ),
     },
     "Products in 8 bits": {
         "a scale is that of a device's share of a row": (
@@ -658,7 +823,7 @@ ROWS: dict[str, dict[str, Row]] = {
         "gradients are summed in the dtype of the weights": (
             "pipeline.executor.Pipeline.sums",
             ("jnp.zeros(w.shape, dtype)", "jnp.zeros(w.shape, w.dtype)"),
-            named("bf16 dtype of sums of gradients: blocks/", ON_DATA | {"precision": "bf16"}),
+            compiled("bf16 dtype of sums of gradients: blocks/", ON_DATA | {"precision": "bf16"}),
         ),
         "gradients are rounded to bf16 as they are summed": (
             "pipeline.stages._added",
@@ -700,7 +865,7 @@ ROWS: dict[str, dict[str, Row]] = {
         "all devices get the first rows": (
             "program.program.Program.put_batch",
             ("range(*index[0].indices(shape[0]))", "range(len(range(*index[0].indices(shape[0]))))"),
-            named("input of layer 0, forward", ON_DATA),
+            compiled("input of layer 0, forward", ON_DATA),
         ),
         "a process loads the first rows, not its own": (
             "data.loader.growing_batches.load",

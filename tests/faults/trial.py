@@ -41,9 +41,11 @@ def said_of(fault: Fault) -> str:
     """Nothing if it is missed."""
     if fault.caught.by == "tests":
         return failed_test(fault)
-    said = first_difference if fault.caught.by == "verify" else seen_in_trace
     with planted(fault):
-        return said(small_config(fault.caught.on))
+        config = small_config(fault.caught.on)
+        if fault.caught.by in ("exact", "verify"):
+            return first_difference(config, compiled=fault.caught.by == "verify")
+        return seen_in_trace(config)
 
 
 def seen_in_trace(config: Config) -> str:
@@ -59,8 +61,8 @@ def seen_in_trace(config: Config) -> str:
     return "" if finding.passed else finding.where
 
 
-def first_difference(config: Config) -> str:
-    return verify(config, steps=2).first
+def first_difference(config: Config, *, compiled: bool = True) -> str:
+    return verify(config, steps=2, compiled=compiled).first
 
 
 def unequal(config: Config) -> list[str]:

@@ -59,7 +59,7 @@ def test_every_row_can_fail(one: ExactStep) -> None:
     }
     whole = failed(gradients=twice(one.gradients, "shared/final_norm/scale"))
     assert "shared/final_norm/scale, step 1: 2 times what it should be" in whole["exact gradients"]
-    for part, name in (("params", "weights after the last step"), ("average", "moving average")):
+    for part, name in (("params", "weights after the last step"), ("average", "moving average, by its definition")):
         state = one.taken.state | {part: twice(one.taken.state[part], "shared/final_norm/scale")}
         found = failed(taken=dataclasses.replace(one.taken, state=state))
         assert [*found] == [f"exact {name}"]
@@ -90,7 +90,12 @@ def test_branches_are_taken_both_ways() -> None:
     [
         (programs, "visible_slots", lambda real: lambda *given: real(*given) | True, "generation with a cache"),
         (scoring, "gather_shards", lambda real: lambda x, *given, **named: real(x[::-1], *given, **named), "scores"),
-        (transfer, "own_shard", lambda real: lambda x, dim, axis: real(x, dim, axis)[..., ::-1], "transfer of checkpoints"),
+        (
+            transfer,
+            "own_shard",
+            lambda real: lambda x, dim, axis: real(x, dim, axis)[..., ::-1],
+            "transfer of checkpoints",
+        ),
     ],
 )
 def test_programs_beside_training(module, name, wrong, row, monkeypatch) -> None:

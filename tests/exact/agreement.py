@@ -1,0 +1,44 @@
+"""Whether a program gives the same in JAX and in the interpreter."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from megajax.exact.interpreter import Interpreter
+from megajax.exact.numbers import Value, constant
+
+Case = tuple[Callable[..., Any], tuple[Any, ...]]  # a function, and its arguments
+
+
+def exactly(function: Callable[..., Any], *args: Any) -> list[Value]:
+    """The results in the interpreter, of arrays or their shapes and dtypes."""
+    values = [constant(each, each.dtype) for each in map(np.asarray, args)]
+    return Interpreter()(jax.make_jaxpr(function)(*args), values)
+
+
+class Agreement:
+    """Cases, of which JAX compiles one program."""
+
+    def __init__(self, cases: Mapping[str, Case]):
+        functions = {name: function for name, (function, _) in cases.items()}
+        call = jax.jit(lambda args: {name: function(*args[name]) for name, function in functions.items()})
+        self._cases, self._expected = cases, call({name: args for name, (_, args) in cases.items()})
+
+    def check(self, name: str) -> None:
+        """Compare what a case gives."""
+        function, args = self._cases[name]
+        found, expected = exactly(function, *args), jax.tree.leaves(self._expected[name])
+        for value, array in zip(found, expected, strict=True):
+            right = constant(array, array.dtype)
+            assert value.dtype == right.dtype, (name, value.dtype, right.dtype)
+            np.testing.assert_array_equal(value, right, strict=False, err_msg=f"{name}: {array}")
+            assert value.shape[2:] == array.shape, name
+
+
+def names_in(jaxpr: Any) -> set[str]:
+    """Of all primitives in it."""
+    from megajax.program.communication import equations
+
+    return {equation.primitive.name for equation, _ in equations(jaxpr)}
