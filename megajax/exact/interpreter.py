@@ -15,6 +15,7 @@ from megajax.exact.arrays import ARRAYS
 from megajax.exact.collectives import COLLECTIVES, Devices
 from megajax.exact.functions import BRANCHES, FUNCTIONS
 from megajax.exact.numbers import Value, constant, is_float, is_key, seeded, whole
+from megajax.private import expansion
 
 MOST_TURNS = 10_000  # of a `while`
 
@@ -207,10 +208,8 @@ class Interpreter:
 
     def _expanded(self, equation: Any, *values: Value) -> list[Value]:
         """What JAX from version 0.12 keeps whole when it traces, such as `searchsorted`."""
-        whole = equation.params["_prim"]
         types = [jax.ShapeDtypeStruct(each.aval.shape, each.aval.dtype) for each in equation.invars]
-        expand = lambda *args: whole.expand(*jax.tree.unflatten(whole.in_tree, args))  # noqa: E731
-        return self._closed(jax.make_jaxpr(expand)(*types), values)
+        return self._closed(jax.make_jaxpr(expansion(equation.params))(*types), values)
 
     def _callback(self, equation: Any, *values: Value) -> tuple:
         """Call it for every device, with numbers of the first field as doubles."""
@@ -257,9 +256,3 @@ CONTROL: dict[str, Callable[..., Any]] = {
 
 def _place(equation: JaxprEqn) -> str:
     return source_info_util.summarize(equation.source_info)
-
-
-def interpreted(function: Callable[..., Any], types: Sequence[Any], values: Sequence[Any], machine: Interpreter) -> Any:
-    """The result of a function of arrays of these types, in the form of its result."""
-    traced, out = jax.make_jaxpr(function, return_shape=True)(*types)
-    return jax.tree.unflatten(jax.tree.structure(out), machine(traced, jax.tree.leaves(list(values))))

@@ -12,7 +12,7 @@ from jax import lax
 
 from megajax.errors import RunError
 from megajax.exact import interpreter
-from megajax.exact.interpreter import CONTROL, Interpreter, UnknownPrimitive, interpreted
+from megajax.exact.interpreter import CONTROL, Interpreter, UnknownPrimitive
 from megajax.exact.numbers import LOWEST, Value, constant, drawn
 
 X = np.arange(12, dtype=np.float32).reshape(3, 4) - 5
@@ -150,7 +150,7 @@ def test_a_softmax_in_parts_is_the_softmax(masked: bool) -> None:
     type_ = jax.ShapeDtypeStruct((12,), np.float32)
 
     def of(function: Callable[..., Any]) -> Value:
-        return interpreted(function, [type_], [x], Interpreter())
+        return Interpreter()(jax.make_jaxpr(function)(type_), [x])[0]
 
     expected = of(jax.nn.softmax)
     np.testing.assert_array_equal(of(lambda x: softmax_in_parts(x, 3)), expected)
