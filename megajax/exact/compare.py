@@ -220,23 +220,24 @@ def _where(x: Value, right: Value) -> str:
     x, right = x[:, 0][:, wrong], right[:, 0][:, wrong]
     count = f"{len(x[0])} of {_many(wrong.size, 'number')}"
     first = f", the first at {np.argwhere(wrong)[0].tolist()}" if wrong.ndim else ""
-    factor, how = _factor(x, right), ""
-    if factor is not None:
-        how = f": f has {factor} times what g has" if factor else ": f has 0"
+    times, how = factor(x, right) if len(x) > 1 else None, ""
+    if times is not None:
+        how = f": f has {times} times what g has" if times else ": f has 0"
     elif np.array_equal(np.sort(_packed(x)), np.sort(_packed(right))):
         how = ": f has them at other places"
     return f"{count}{first}{how}"
 
 
-def _factor(x: Value, right: Value) -> Fraction | None:
-    """n/d for small n and d, if x is that times the right numbers."""
-    if len(x) == 1 or (right <= 0).any() or (x < 0).any():
+def factor(x: np.ndarray, right: np.ndarray) -> Fraction | None:
+    """n/d for small n and d, if the numbers x are that times the right ones; [fields, numbers]."""
+    there = np.flatnonzero(right[0] > 0)[:1]
+    if not len(there) or (right < 0).any() or (x < 0).any():
         return None
-    prime = int(PRIMES[0])
-    ratio = int(x[0, 0]) * pow(int(right[0, 0]), -1, prime)
+    prime, primes = int(PRIMES[0]), PRIMES[: len(x), None]
+    ratio = int(x[0, there[0]]) * pow(int(right[0, there[0]]), -1, prime)
     for below in range(1, _LARGEST + 1):
         above = int(signed(np.array(ratio * below % prime), prime))
-        if abs(above) <= _LARGEST and not ((x * below - right * above) % PRIMES[:, None]).any():
+        if abs(above) <= _LARGEST and not ((x * below - right * above) % primes).any():
             return Fraction(above, below)
     return None
 

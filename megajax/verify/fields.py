@@ -3,7 +3,6 @@ needed."""
 
 import zlib
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ import numpy as np
 from megajax.backend import CPU, Backend
 from megajax.config import Config
 from megajax.exact import numbers
+from megajax.exact.compare import factor
 from megajax.exact.interpreter import Interpreter
 from megajax.exact.numbers import PRIMES, Value, is_float, seeded
 from megajax.program.communication import Collective, collectives_of
@@ -24,7 +24,6 @@ from megajax.verify.recording import Activation, Recording
 from megajax.verify.run import in_precision, traced
 
 _UPDATES = 20  # that the state has seen: enough for the median of gradient norms to count
-_RATIOS = sorted({Fraction(n, d) for n in range(1, 17) for d in range(1, 17)} - {Fraction(1)})
 
 Values = dict[str, Value]  # by name
 
@@ -171,16 +170,12 @@ def unequal(expected: Value, actual: Value) -> str:
     """How a value differs from another, in words; empty if it does not."""
     if expected.shape != actual.shape:
         return f"shape {actual.shape[2:]} instead of {expected.shape[2:]}"
-    return "" if np.array_equal(expected, actual) else _ratio(expected[0], actual[0])
+    return "" if np.array_equal(expected, actual) else _how(expected, actual)
 
 
-def _ratio(expected: np.ndarray, actual: np.ndarray) -> str:
-    """How much larger numbers of the first field are, if by a small fraction."""
-    a, b = (x.astype(np.int64) % PRIMES[0] for x in (expected, actual))
-    for ratio in _RATIOS:
-        if (b * ratio.denominator % PRIMES[0] == a * ratio.numerator % PRIMES[0]).all():
-            return f"{ratio} times what it should be"
-    return "different numbers"
+def _how(expected: np.ndarray, actual: np.ndarray) -> str:
+    times = factor(actual.reshape(len(actual), -1), expected.reshape(len(expected), -1))
+    return "different numbers" if times is None else f"{times} times what it should be"
 
 
 def activation_error(expected: Activation, actual: Activation, floor: float) -> tuple[float, str]:
@@ -193,4 +188,4 @@ def activation_error(expected: Activation, actual: Activation, floor: float) -> 
         return np.inf, "different columns are masked"
     if (expected.value % PRIMES[0] == actual.value % PRIMES[0]).all():
         return 0.0, ""
-    return np.inf, _ratio(expected.value, actual.value)
+    return np.inf, _how(*(each.value.astype(np.int64)[None] for each in (expected, actual)))
