@@ -149,4 +149,4 @@ FUNCTIONS: dict[str, tuple[Any, Any]] = {
     **{name: (None, partial(_rounded, name)) for name in ("floor", "ceil", "round")},
 }
 # What a program decides by, if it compares scalar numbers, and the opposite.
-BRANCHES = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "min": "max", "max": "min"}
+BRANCHES = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt"}

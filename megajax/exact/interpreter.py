@@ -29,7 +29,7 @@ class Interpreter:
     Attributes:
         finite: what `isfinite` says of every number.
         flipped: scalar numbers, unless all are small integers, compare the other way round, so that a program takes its
-            other branches; the smaller of two is the larger.
+            other branches.
         disagreeing: shapes and dtypes of results whose replicas differ between devices.
         equations: how many were run.
     """
