@@ -16,7 +16,7 @@ from results import assert_close_losses, checkpoint_steps, contents, curve, reco
 from test_seeds import report
 
 MESH = (*MESH_222[:6], "--train.microbatch", 2)
-UNPIPED = ("--mesh.data", 2, "--mesh.tensor", 2, "--train.microbatch", 4)
+UNPIPED = ("--mesh.data", 2, "--mesh.tensor", 2, "--train.microbatch", 2)
 
 
 def start_two(commands: Commands, *line: object) -> list[subprocess.Popen[str]]:

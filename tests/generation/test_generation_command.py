@@ -38,12 +38,7 @@ def run(tmp_path_factory) -> Path:
 
 def written(folder: Path, tokenizer: Tokenizer, sequence_length: int) -> Path:
     tokenizer.save(folder / "data" / "tokenizer")
-    sizes = {
-        "num_layers": 3 if sequence_length == 16 else 1,
-        "vocab_size": tokenizer.size,
-        "init_std": 0.3,
-        "sequence_length": sequence_length,
-    }
+    sizes = {"num_layers": 3, "vocab_size": tokenizer.size, "init_std": 0.3, "sequence_length": sequence_length}
     config = tiny_config((2, 2, 1), zero=3, sequence_parallel=True, **sizes)
     (folder / "config.toml").write_text(to_toml(config))
     program = tiny_program(config)
