@@ -34,6 +34,7 @@ class Outcome:
 
     metrics: Values
     state: dict[str, Values]  # in canonical form, by part
+    average: Values  # the moving average by its definition, from that before and the new weights
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,6 @@ class ExactStep:
     taken: Outcome
     otherwise: Outcome  # where comparisons of scalars have the other result: clipping, spikes
     gradients: Values  # in canonical form
-    average: Values  # the moving average by its definition, from that before and the new weights
     skipped: list[str]  # what a step whose numbers are not finite changes, though only the loss scale may change
     unequal: list[str]  # results whose replicas differ between devices
     collectives: list[Collective]
@@ -108,10 +108,10 @@ def run_step(config: Config, backend: Backend = CPU, seed: int = 0, *, branches:
             return jax.tree.unflatten(jax.tree.structure(step.out_info), machine(step.jaxpr, inputs))
 
         def outcome(after: TrainState, metrics: Values) -> Outcome:
-            return Outcome(metrics, named_parts(drawn.run(layout.canonical, (types, after))))
+            canonical = drawn.run(layout.canonical, (types, after))
+            return Outcome(metrics, named_parts(canonical), _averaged(drawn, canonical, bool(metrics["skipped"].all())))
 
         after, metrics, gradients = result()
-        average = _averaged(drawn, drawn.run(layout.canonical, (types, after)))
         taken = outcome(after, metrics)
         canonical = drawn.run(layout.canonical_weights, (step.out_info[2], gradients))
         unequal = [str(each.shape) for each in machine.disagreeing]
@@ -128,7 +128,6 @@ def run_step(config: Config, backend: Backend = CPU, seed: int = 0, *, branches:
         taken=taken,
         otherwise=otherwise,
         gradients=named_leaves(canonical),
-        average=average,
         skipped=skipped,
         unequal=unequal,
         collectives=collectives_of(step.jaxpr),
@@ -142,11 +141,11 @@ def _drawn(path: Any, leaf: jax.ShapeDtypeStruct) -> Value:
     return numbers.drawn(leaf.shape, zlib.crc32(jax.tree_util.keystr(path).encode()))
 
 
-def _averaged(drawn: Drawn, after: TrainState) -> Values:
+def _averaged(drawn: Drawn, after: TrainState, skipped: bool) -> Values:
     """The moving average after a step, given the canonical state, by its definition; empty if there is none."""
     layout, old = drawn.program.layout, drawn.canonical.average
-    if old is None:
-        return {}
+    if old is None or skipped:
+        return {} if old is None else named_leaves(old)
     share = numbers.constant(1.0 - drawn.program.config.train.ema, layout.main_dtype)
 
     def moved(old: Value, new: Value) -> Value:
