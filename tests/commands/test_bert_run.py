@@ -38,6 +38,7 @@ def test_every_loss_is_logged_by_itself(run: Path) -> None:
     assert 0 < line["validation_sentence_order_accuracy"] <= 1
 
 
+@pytest.mark.full
 def test_a_mesh_and_a_resume_do_not_change_it(commands: Commands, run: Path, documents: Path, tmp_path: Path) -> None:
     """Three steps on one device and three on four are the six; eval.py has the same figures on one again."""
     other = shutil.copytree(run, tmp_path / "run")

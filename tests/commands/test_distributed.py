@@ -63,6 +63,7 @@ def test_two_processes_of_two_devices_are_one_of_four(commands: Commands, straig
     assert "validation perplexity" in first.out and first.err == ""
 
 
+@pytest.mark.full
 def test_a_mistake_ends_both_processes(commands: Commands, tmp_path: Path) -> None:
     """Process 0 finds it while the other waits: both end with exit code 2 and one line, and nothing is written."""
     run = tmp_path / "run"

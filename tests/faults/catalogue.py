@@ -1,8 +1,8 @@
 """The faults: for each class of mistake in parallel training those that a review would miss most easily.
 
-Default tests find them all: those of types and communication are tried by default (`test_faults.py`), those that
-`verify` names fail default tests, mostly a row of a grid (`test_parity.py`, `test_context.py`, `test_experts.py`, …;
-seen once for each), and the others name their tests.
+By default those of types and communication are tried (`test_faults.py`), and one of every third class that the exact
+comparison finds; with the long grids all. Rows of `test_field.py` compare exactly by default. The others name their
+tests.
 """
 
 from fault import Caught, Fault

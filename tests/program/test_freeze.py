@@ -124,7 +124,7 @@ def test_what_is_frozen_stays_and_does_not_count():
     ("mesh", "freeze", "same", "here"),
     [
         ((2, 2, 1), FREEZE, MUON, {"schedule": "interleaved", "chunks": 2, "microbatch": 1}),
-        ((2, 2, 2), FREEZE, {}, {"zero": 3, "weight_gradients": "deferred", "microbatch": 1}),
+        full((2, 2, 2), FREEZE, {}, {"zero": 3, "weight_gradients": "deferred", "microbatch": 1}),
         full((2, 2, 2), FREEZE, LLAMA, {"zero": 0, "vocabulary": "split", "remat": "stage", "microbatch": 1}),
         full((1, 2, 1), ("layers.1-3", "head"), {}, {"weight_gradients": "deferred", "microbatch": 1}),
         full((2, 1, 2), ("embedding,layers.0-3",), {"family": "bert"}, {"zero": 3, "sequence_parallel": True}),

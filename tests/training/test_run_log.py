@@ -372,7 +372,7 @@ def test_a_phase_where_nobody_watches(capsys: pytest.CaptureFixture[str], monkey
 
 
 @pytest.mark.usefixtures("quick_collections")
-@pytest.mark.parametrize("picture", ["loss.png", "experts.png"])
+@pytest.mark.parametrize("picture", ["loss.png", pytest.param("experts.png", marks=pytest.mark.full)])
 def test_drawn_figures_are_freed(picture: str, tmp_path: Path) -> None:
     """Without a full collection, which is rare in a long run."""
     curves = Curves()
