@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from megajax.config import Config
+from megajax.exact.interpreter import UnknownPrimitive
 from megajax.precision import COMPUTE_DTYPE, E4M3
 from megajax.verify.comparison import HALF, LIMITS, Limits, limits_of_edges
 from megajax.verify.exact import TRACED, check_exactly
@@ -20,7 +21,7 @@ from megajax.verify.recording import first_difference
 from megajax.verify.run import FP8_IN_FP64, MeshRun, TracingError, recorded, run
 from megajax.verify.shrink import shown
 from megajax.verify.theory import check_collectives
-from megajax.verify.verdict import Finding, Verdict, compare_runs, loss_scales, same_on_devices, same_on_mesh
+from megajax.verify.verdict import EXACT, Finding, Verdict, compare_runs, loss_scales, same_on_devices, same_on_mesh
 
 STEPS = 3
 
@@ -36,9 +37,19 @@ def verify(
     on_finding: Callable[[Finding], None] = lambda finding: None,
 ) -> Result:
     """Check `config`, which must be small already, and locate differences: exactly (`exact.py`), and if nothing differs
-    and it is to be `compiled`, as floats, too. For the other arguments see `check` and `check_exactly`."""
+    and it is to be `compiled`, as floats, too. For the other arguments see `check` and `check_exactly`.
+
+    Raises:
+        UnknownPrimitive: the step has a primitive that the exact comparison does not know, and is not to be compiled.
+    """
     config = steady(config)
-    exact = check_exactly(config, repeats=repeats, on_start=on_start, on_finding=on_finding)
+    try:
+        exact = check_exactly(config, repeats=repeats, on_start=on_start, on_finding=on_finding)
+    except UnknownPrimitive as error:
+        if not compiled:
+            raise
+        on_finding(unknown := Finding(f"{EXACT} comparison, left out", 0, 0, str(error)))
+        exact = Result(Verdict((unknown,)))
     if not (exact.passed and compiled):
         return exact
     verdict = check(config, steps=steps, quick_compile=quick_compile, on_start=on_start, on_finding=on_finding)

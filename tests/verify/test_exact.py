@@ -7,12 +7,15 @@ from tiny import tiny_config
 
 from megajax.backend import CPU
 from megajax.exact import numbers
+from megajax.exact.interpreter import UnknownPrimitive
 from megajax.generation import programs
 from megajax.program import scoring, transfer
 from megajax.program.communication import Collective
 from megajax.verify.beside import beside_training
+from megajax.verify.check import verify
 from megajax.verify.exact import check_exactly, compare_exactly
 from megajax.verify.fields import ExactStep, run_step
+from megajax.verify.verdict import Verdict
 
 SMALL = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "sequence_length": 8, "vocab_size": 21}
 SMALL |= {"vocab_multiple": 8, "global_batch": 4}
@@ -103,3 +106,15 @@ def test_programs_beside_training(module, name, wrong, row, monkeypatch) -> None
     assert row != "scores" or all(finding.passed for finding in beside_training(config))
     monkeypatch.setattr(module, name, wrong(getattr(module, name)))
     assert [finding.name for finding in beside_training(config) if not finding.passed] == [f"exact {row}"]
+
+
+def test_a_primitive_that_is_not_known_leaves_the_compiled_comparison(monkeypatch) -> None:
+    def refuse(*given, **named):
+        raise UnknownPrimitive("no rule for the primitive fft (mine.py:3)")
+
+    monkeypatch.setitem(verify.__globals__, "check_exactly", refuse)
+    monkeypatch.setitem(verify.__globals__, "check", lambda *given, **named: Verdict(()))
+    (finding,) = verify(config_of((1, 1, 1))).verdict.findings
+    assert finding.passed and finding.where == "no rule for the primitive fft (mine.py:3)"
+    with pytest.raises(UnknownPrimitive):
+        verify(config_of((1, 1, 1)), compiled=False)
