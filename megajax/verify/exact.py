@@ -8,6 +8,8 @@ import numpy as np
 
 from megajax.backend import CPU, Backend
 from megajax.config import Config
+from megajax.errors import RunError
+from megajax.exact.interpreter import UnknownPrimitive
 from megajax.precision import OPERAND_DTYPE
 from megajax.verify.beside import beside_training
 from megajax.verify.fields import ExactStep, Outcome, Values, activation_error, recorded_step, run_step, unequal
@@ -20,6 +22,7 @@ from megajax.verify.theory import check_collectives
 from megajax.verify.verdict import AVERAGE, EXACT, UNMOVED, WEIGHTS, Finding, Verdict, some
 
 TRACED = "tracing of the step"
+_REFUSALS = TracingError, RunError
 
 
 def check_exactly(
@@ -46,7 +49,7 @@ def check_exactly(
         if not all(finding.passed for finding in found):
             return _located(config, Verdict(tuple(found)), reference, seed, on_start)
     on_start(f"{shown(config.mesh)}, {EXACT}: scores, generation, checkpoints")
-    for finding in beside_training(config):
+    for finding in _beside(config):
         found.append(finding)
         on_finding(finding)
     verdict = Verdict(tuple(found))
@@ -54,12 +57,28 @@ def check_exactly(
     return Result(verdict, first=first)
 
 
-def _step(what: str, config: Config, backend: Backend, seed: int) -> ExactStep | Finding:
-    """A step, or that it cannot be traced."""
+def _beside(config: Config) -> Iterator[Finding]:
+    """The checks of programs beside training, or of some of them and that one is refused."""
     try:
-        return run_step(config, backend, seed)
-    except TracingError as error:
-        return Finding(f"{EXACT} {TRACED}", 1, 0, f"{what}: {error}")
+        yield from beside_training(config)
+    except _REFUSALS as error:
+        yield _refused("a program beside training", error)
+
+
+def _step(what: str, config: Config, backend: Backend, seed: int, *, branches: bool = True) -> ExactStep | Finding:
+    """A step, or that it is refused."""
+    try:
+        return run_step(config, backend, seed, branches=branches)
+    except _REFUSALS as error:
+        return _refused(what, error)
+
+
+def _refused(what: str, error: Exception) -> Finding:
+    """That a program cannot be traced, or that only some devices reach a collective. A primitive without a rule says
+    nothing of the program."""
+    if isinstance(error, UnknownPrimitive):
+        raise error
+    return Finding(f"{EXACT} {TRACED}", 1, 0, f"{what}: {error}")
 
 
 def findings(config: Config, reference: ExactStep | Finding, seed: int = 0) -> Iterator[Finding]:
@@ -79,7 +98,12 @@ def _first_batch(config: Config, seed: int) -> Finding:
     """Whether the gradients of the first batch are equal, if batches grow."""
     train = dataclasses.replace(config.train, global_batch=config.train.ramp_start, ramp_start=0)
     config = dataclasses.replace(config, train=train)
-    expected, actual = (run_step(form, seed=seed, branches=False) for form in (plain(config), config))
+    expected = _step("one device", plain(config), CPU, seed, branches=False)
+    actual = _step(shown(config.mesh), config, in_blocks(config), seed, branches=False)
+    if isinstance(expected, Finding):
+        return expected
+    if isinstance(actual, Finding):
+        return actual
     return _equal("gradients of the first batch", expected.gradients, actual.gradients)
 
 

@@ -72,10 +72,15 @@ class Drawn:
         return self.typed(function, *arguments)[1]
 
     def typed(self, function: Any, *arguments: tuple[Any, Any]) -> tuple[Any, Any]:
-        """The types and values of a function's result."""
+        """The types and values of a function's result.
+
+        Raises:
+            TracingError: it cannot be traced.
+        """
         types, values = zip(*arguments, strict=True)
-        traced, out = jax.make_jaxpr(function, return_shape=True)(*types)
-        return out, jax.tree.unflatten(jax.tree.structure(out), self.machine(traced, jax.tree.leaves(values)))
+        with traced():
+            program, out = jax.make_jaxpr(function, return_shape=True)(*types)
+        return out, jax.tree.unflatten(jax.tree.structure(out), self.machine(program, jax.tree.leaves(values)))
 
     @property
     def batch(self) -> Values:

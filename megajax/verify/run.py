@@ -57,7 +57,7 @@ def traced() -> Iterator[None]:
     """In the block, turn everything that stops tracing, except user errors, into `TracingError`."""
     try:
         yield
-    except (UserError, RunError):
+    except (UserError, RunError, TracingError):
         raise
     except Exception as error:
         raise TracingError(error) from error

@@ -6,6 +6,7 @@ import pytest
 from tiny import tiny_config
 
 from megajax.backend import CPU
+from megajax.errors import RunError
 from megajax.exact import numbers
 from megajax.exact.interpreter import UnknownPrimitive
 from megajax.generation import programs
@@ -13,9 +14,10 @@ from megajax.program import scoring, transfer
 from megajax.program.communication import Collective
 from megajax.verify.beside import beside_training
 from megajax.verify.check import verify
+from megajax.verify.exact import _step as exact_step
 from megajax.verify.exact import check_exactly, compare_exactly
 from megajax.verify.fields import ExactStep, run_step
-from megajax.verify.verdict import Verdict
+from megajax.verify.verdict import Finding, Verdict
 
 SMALL = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "sequence_length": 8, "vocab_size": 21}
 SMALL |= {"vocab_multiple": 8, "global_batch": 4}
@@ -118,3 +120,20 @@ def test_a_primitive_that_is_not_known_leaves_the_compiled_comparison(monkeypatc
     assert finding.passed and finding.where == "no rule for the primitive fft (mine.py:3)"
     with pytest.raises(UnknownPrimitive):
         verify(config_of((1, 1, 1)), compiled=False)
+
+
+def test_what_is_refused_beside_the_step_is_a_verdict(monkeypatch) -> None:
+    """A program that cannot be traced, or a collective that only some devices reach, ends in a finding."""
+    config = config_of((1, 1, 2))
+    monkeypatch.setattr("megajax.verify.exact.findings", lambda *given: iter(()))
+    monkeypatch.setattr(scoring, "gather_shards", lambda x, *given, **named: x.undefined)
+    result = check_exactly(config)
+    assert [finding.name for finding in result.verdict.failed] == ["exact tracing of the step"]
+    assert "a program beside training: AttributeError" in result.first and "scoring.py" in result.first
+
+    def refuse(*given, **named):
+        raise RunError("only some of the devices that communicate over tensor run a psum")
+
+    monkeypatch.setattr("megajax.verify.exact.run_step", refuse)
+    finding = exact_step("one device", config, CPU, 0)
+    assert isinstance(finding, Finding) and "only some of the devices" in finding.where
