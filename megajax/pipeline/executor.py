@@ -85,6 +85,9 @@ class Pipeline:
         buffer = None if schedule.fused else self.buffer(schedule.num_slots, not schedule.turns_at_once)
         carry = idle_x, idle_x, *inboxes, buffer, *self.sums(grad_dtype, schedule.num_factor_slots), no_figures
         *_, ends, sums, figures = lax.scan(tick, carry, changing, schedule.num_ticks)[0]
+        # XLA inlines a loop of one tick. Without the barrier every reader of the sums would then stack the gradients of
+        # all layers anew.
+        ends, sums = jax.tree.map(lax.optimization_barrier, (ends, sums))  # one for each: their types differ
         return ends["losses"], {"shared": ends["shared"], "blocks": sums.total}, figures
 
     def forward(self, schedule: Schedule, finish: Callable[[Array, Batch], Tree]) -> Tree:
