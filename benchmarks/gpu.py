@@ -1,6 +1,6 @@
 """One GPU: attention, the rate of matrix products, our step in several forms, PyTorch's, and the best of both in turn.
 
-It has not run on a GPU yet; on CPUs it has (`--device cpu`, a tiny model).
+As a whole it has run only on CPUs (`--device cpu`, a tiny model); most of its parts ran on an H200 by themselves.
 
     benchmarks/gpu.sh [PRESET] [train.py's flags] [--device gpu|cpu] [--minutes N] [--out PREFIX]
 
@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gpu_forms
-from paired import Failed, Side, in_turn, parse_own
+from paired import SHARED_GPU, Failed, Side, in_turn, parse_own
 
 from megajax.config import Config
 from megajax.errors import UserError
@@ -192,7 +192,8 @@ def in_pairs(report: Report, commands: dict[str, list[str]], environment: dict) 
     sides = []
     try:
         for name, command in commands.items():
-            sides.append(Side(name, [command], environment=environment))
+            sides.append(Side(name, [command], environment=environment | SHARED_GPU, wait=False))
+        assert all(side.about for side in sides)
         ours, theirs = in_turn(sides, ROUNDS, STEPS)
         rows = [int(command[command.index("--train.global-batch") + 1]) for command in commands.values()]
         ratios = [(b / rows[1]) / (a / rows[0]) for a, b in zip(ours, theirs, strict=True)]

@@ -1,4 +1,4 @@
-"""Attention on one GPU: whether every implementation is right there, and how fast it is. No GPU has run this yet.
+"""Attention on one GPU: whether every implementation is right there, and how fast it is.
 
     python benchmarks/gpu_attention.py --implementation cudnn|kernel|blocks|torch [--device gpu|cpu] [--seconds N]
         [--check] [--first N]
@@ -91,7 +91,6 @@ def check_cases(device: str) -> list[Case]:
 
 def ours(implementation: str, device: str, cases: list[Case], first: int, seconds: float, check: bool) -> None:
     """Every case by one of our implementations."""
-    import jax
 
     from megajax.program import measured
 
@@ -114,9 +113,8 @@ def ours(implementation: str, device: str, cases: list[Case], first: int, second
             say(number, case, {"right": True})
             continue
         (backend,), inputs = asked.forms.values(), asked.inputs()
-        forward = jax.jit(lambda *inputs, backend=backend, asked=asked: asked.function(backend)(*inputs)[:1])
-        compiled = {"forward": forward.lower(*inputs).compile()}
-        ahead = measured.milliseconds(compiled, inputs)["forward"]
+        forward = measured.repeated(lambda *inputs, backend=backend, asked=asked: asked.function(backend)(*inputs)[:1])
+        ahead = measured.milliseconds({"forward": forward}, inputs)["forward"]
         say(number, case, {"right": True} | figures(case, ahead, found.milliseconds[implementation]))
     sys.exit(failed)
 

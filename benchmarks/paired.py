@@ -5,6 +5,7 @@ A side may be several processes of one run. A worker calls `serve`; the benchmar
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import statistics
@@ -25,6 +26,9 @@ from megajax.models.registry import FAMILIES
 # glibc keeps what PyTorch frees on a CPU: a few percent of a step. (`megajax.settings.launch` has it do so for us.)
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 
+# Several sides on one GPU: none takes memory that it does not need, and ours at most this share.
+SHARED_GPU = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_CLIENT_MEM_FRACTION": "0.45"}
+
 _MARK = "paired: "  # starts the lines of a worker's standard output that are answers
 
 
@@ -32,23 +36,24 @@ class Failed(Exception):
     """A worker ended before it answered."""
 
 
-def serve(
-    step: Callable[[], float], others: Mapping[str, Callable[[], dict]], *, warm_up: int = 2, **about: Any
-) -> None:
+def serve(step: Callable[[], Any], others: Mapping[str, Callable[[], dict]], *, warm_up: int = 2, **about: Any) -> None:
     """Be a worker: warm up, say so, then answer requests on standard input until it closes.
 
     Args:
-        step: runs one training step to its end and returns the loss.
+        step: starts one training step and returns its loss, as a number or as what becomes one when it is there. As in
+            training, a step is awaited only after the next one has been started.
         others: further things that can be asked for, by name.
         about: what the worker says of itself when it is ready.
     """
 
     def steps(number: int) -> dict:
         seconds, losses = [], []
-        for _ in range(number):
-            start = time.perf_counter()
-            losses.append(step())
-            seconds.append(time.perf_counter() - start)
+        start, running = time.perf_counter(), step()
+        for left in reversed(range(number)):
+            running, started = step() if left else None, running
+            losses.append(float(started))
+            start, before = time.perf_counter(), start
+            seconds.append(start - before)
         return {"seconds": seconds, "losses": losses}
 
     def say(answer: dict) -> None:
@@ -69,6 +74,7 @@ class Side:
         commands: of the processes; the first one's answers count.
         cores: process `i` is pinned to the i-th of these lists of cores; None: not pinned.
         environment: variables set for the processes.
+        wait: until the side is ready; otherwise its first use does.
     """
 
     def __init__(
@@ -78,6 +84,7 @@ class Side:
         *,
         cores: Sequence[str] | None = None,
         environment: Mapping[str, str] | None = None,
+        wait: bool = True,
     ):
         self.name = name
         self.processes = []
@@ -92,10 +99,16 @@ class Side:
                     env=os.environ | dict(environment or {}),
                 )
             )
-        self.about = self._answer()
+        assert not wait or self.about
+
+    @functools.cached_property
+    def about(self) -> dict:
+        """What it says of itself when it is ready."""
+        return self._answer()
 
     def ask(self, request: str) -> dict:
         """The first process's answer to a request that all processes get."""
+        assert self.about
         for process in self.processes:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # it has ended: its answer will be missing

@@ -78,6 +78,10 @@ class Baseline:
 
     def step(self, arrays: Mapping[str, np.ndarray]) -> float:
         """One optimizer step on the global batch, int32 arrays by name; the loss before it."""
+        return self.start_step(arrays).item()
+
+    def start_step(self, arrays: Mapping[str, np.ndarray]) -> Tensor:
+        """`step`, without waiting for a GPU."""
         data = self.config.mesh.data
         rows = self.config.train.global_batch // data
         mine = slice(self.data_rank * rows, (self.data_rank + 1) * rows)
@@ -102,7 +106,7 @@ class Baseline:
             group["lr"] = learning_rate(self.step_number, self.config.optimizer)
         self.optimizer.step()
         self.step_number += 1
-        return loss.item()
+        return loss
 
     def peak_bytes(self) -> int:
         """Most bytes held so far: by tensors of the GPU, or by the process."""
@@ -248,16 +252,15 @@ def main() -> None:
         "threads": torch.get_num_threads(),
     }
 
-    def step() -> float:
-        return baseline.step(arrays)
-
     if own.serve:
-        paired.serve(step, {"memory": lambda: {"peak_bytes": baseline.peak_bytes()}}, **about)
+        paired.serve(
+            lambda: baseline.start_step(arrays), {"memory": lambda: {"peak_bytes": baseline.peak_bytes()}}, **about
+        )
     else:
         losses, seconds = [], []
         for _ in range(own.steps):
             start = time.perf_counter()
-            losses.append(step())
+            losses.append(baseline.step(arrays))
             seconds.append(time.perf_counter() - start)
         typical = statistics.median(seconds[1:] or seconds)
         about |= {"losses": losses, "seconds_per_step": typical, "tokens_per_second": arrays["tokens"].size / typical}

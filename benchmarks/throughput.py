@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from paired import KEEP_FREED_MEMORY, Side, in_turn_with_cpu, parse_own, random_arrays, serve
+from paired import KEEP_FREED_MEMORY, SHARED_GPU, Side, in_turn_with_cpu, parse_own, random_arrays, serve
 from pytorch_peers import peer_of
 
 from megajax.config import Config
@@ -55,13 +55,15 @@ def work(config: Config) -> None:
     arrays = random_batch(config, 0) | random_arrays(config, 0)
     batch = program.put_batch({name: array[rows] for name, array in arrays.items()}, rows)
     state = program.layout.init()
+    began = time.perf_counter()
     compiled = train_step(program).lower(state, batch).compile()
+    compile_seconds = time.perf_counter() - began
     give_back_freed_memory()  # as the training loop does
 
-    def step() -> float:
+    def step() -> jax.Array:
         nonlocal state
         state, metrics = compiled(state, batch)
-        return float(metrics["loss"])
+        return metrics["loss"]
 
     def products() -> dict:
         block = program.backend.block_of(config.model.sequence_length)
@@ -89,6 +91,7 @@ def work(config: Config) -> None:
         "jax": jax.__version__,
         "flax": flax.__version__,
         "device": device.device_kind,
+        "compile_seconds": compile_seconds,
         "state_bytes": sum(state_bytes(program).values()),
     }
     serve(step, {"products": products, "memory": memory}, **about)
@@ -99,18 +102,14 @@ def product_seconds(product: MatrixProduct, dtype) -> float:
     import jax
     import jax.numpy as jnp
 
+    from megajax.program.measured import milliseconds, repeated
+
     shapes = ((product.batch, product.rows, product.inner), (product.batch, product.inner, product.columns))
     if product.batch == 1:
         shapes = tuple(shape[1:] for shape in shapes)
     x, y = (jax.random.normal(jax.random.key(i), shape, jnp.float32).astype(dtype) for i, shape in enumerate(shapes))
-    multiply = jax.jit(jnp.matmul)
-    multiply(x, y).block_until_ready()
-    times = []
-    for _ in range(7):
-        began = time.perf_counter()
-        multiply(x, y).block_until_ready()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
+    multiply = repeated(lambda x, y: [jnp.matmul(x, y)])
+    return milliseconds({"product": multiply}, [x, y])["product"] / 1e3
 
 
 def resident_bytes() -> int:
@@ -134,12 +133,13 @@ def measure(config: Config, flags: list[str], own: argparse.Namespace) -> dict:
         )
     pinned = [",".join(map(str, cores[: own.threads]))] if own.device == "cpu" else None
     environment = {"JAX_PLATFORMS": "cpu" if own.device == "cpu" else "cuda,cpu"}
-    if own.peer and own.device == "gpu":  # both on one GPU: nobody takes what he does not need
-        environment |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if own.peer and own.device == "gpu":
+        environment |= SHARED_GPU
     commands = {"megajax": [sys.executable, str(Path(__file__)), *flags, "--serve"]}
     if own.peer:
         baseline = [sys.executable, str(BENCHMARKS / "pytorch_baseline.py"), *flags, "--serve", "--device", own.device]
-        for name, extra in PEERS.items():
+        peers = PEERS if own.device == "cpu" else {"torch, compiled": ["--compile"]}  # all sides share a GPU's memory
+        for name, extra in peers.items():
             commands[name] = [*baseline, *extra, "--threads", str(own.threads)]
     load = os.getloadavg()[0]
     sides = []
@@ -147,7 +147,9 @@ def measure(config: Config, flags: list[str], own: argparse.Namespace) -> dict:
         for name, command in commands.items():
             print(f"{name}: compiling and warming up", file=sys.stderr)
             extra = KEEP_FREED_MEMORY if name in PEERS else {}
-            sides.append(Side(name, [command], cores=pinned, environment=environment | extra))
+            alone = own.device == "cpu"  # where two that compile would take each other's cores
+            sides.append(Side(name, [command], cores=pinned, environment=environment | extra, wait=alone))
+        assert all(side.about for side in sides)
         wall, cpu = in_turn_with_cpu(sides, own.rounds, own.steps)
         seconds, cpu_seconds = (dict(zip(commands, times, strict=True)) for times in (wall, cpu))
         peaks = {side.name: side.ask("memory")["peak_bytes"] for side in sides}  # before what the products take
@@ -169,7 +171,7 @@ def measure(config: Config, flags: list[str], own: argparse.Namespace) -> dict:
         "products_gflops": products["each"],
     }
     if own.peer:
-        best = min(PEERS, key=lambda name: statistics.median(seconds[name]))
+        best = min(commands.keys() - {"megajax"}, key=lambda name: statistics.median(seconds[name]))
         ratios, cpu_ratios = (
             [theirs / us for theirs, us in zip(times[best], times["megajax"], strict=True)]
             for times in (seconds, cpu_seconds)

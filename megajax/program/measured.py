@@ -14,17 +14,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
+from jax.stages import Wrapped
 
 from megajax.backend import Backend
 from megajax.host.transcript import printable
 
 LIMIT = 0.02  # largest distance of a row from the reference, relative to its norm plus the rows' root mean square
 _OWN_ROUNDING = 3  # or this many times the distance of the reference itself in the run's precision
-_ROUNDS, _LEAST = 5, 0.005  # measurements of each form; seconds that one takes at least
+_ROUNDS, _LEAST, _MOST = 5, 0.005, 100  # measurements of each form; seconds and calls of one, at least and at most
+# The reference is not timed, so its compiler need not try every way to multiply matrices.
+_NOT_TUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 _LONGEST_REASON = 160  # characters
 
 Compute = Callable[..., Sequence[Array]]
+Repeated = Callable[..., Sequence[Array]]  # (how often, *inputs)
 
 
 @dataclass(frozen=True)
@@ -66,14 +70,14 @@ def answer(question: Question, seconds: float) -> Answer:
     except Exception as error:  # whatever a compiler or a device raises
         found.left_out = dict.fromkeys(question.forms, f"the reference fails: {_reason(error)}")
         return found
-    computes: dict[str, Compute] = {}
+    computes: dict[str, Repeated] = {}
     for name, future in compiling.items():
         if not wait([future], max(0.0, end - time.monotonic())).done:
             found.left_out[name] = f"not compiled after {seconds:.3g} s"
             continue
         try:
             compute = future.result()
-            if wrong := _too_far(question.outputs, _distances(compute(*inputs), right), allowed):
+            if wrong := _too_far(question.outputs, _distances(compute(1, *inputs), right), allowed):
                 found.left_out[name] = wrong
             else:
                 computes[name] = compute
@@ -89,11 +93,35 @@ def answer(question: Question, seconds: float) -> Answer:
     return found
 
 
-def _compiling(function: Compute, inputs: Sequence[Array]) -> "Future[Compute]":
+def repeated(function: Compute) -> Wrapped:
+    """The function, called so many times in one program, since a call from Python can take longer than the GPU's work.
+    Every call after the first sees first numbers of the last one's results in its inputs: otherwise XLA would compute
+    once what does not change."""
+
+    def repeat(times: Array, *inputs: Array) -> Sequence[Array]:
+        def call(_: Array, carry: tuple[Sequence[Array], Sequence[Array]]) -> tuple[Sequence[Array], Sequence[Array]]:
+            found = tuple(function(*carry[0]))
+            firsts = [each[(0,) * each.ndim].astype(found[0].dtype) for each in found]
+            number = sum(firsts[1:], start=firsts[0])
+            return tuple(_with_first(x, number) for x in carry[0]), found
+
+        nothing = [jnp.zeros(type_.shape, type_.dtype) for type_ in jax.eval_shape(function, *inputs)]
+        return lax.fori_loop(0, times, call, (inputs, tuple(nothing)))[1]
+
+    return jax.jit(repeat)
+
+
+def _with_first(x: Array, number: Array) -> Array:
+    """An array with another first number; integers may be places, and stay."""
+    floats = jnp.issubdtype(x.dtype, jnp.floating)
+    return x.at[(0,) * x.ndim].set(number.astype(x.dtype)) if floats else x
+
+
+def _compiling(function: Compute, inputs: Sequence[Array]) -> "Future[Repeated]":
     """Trace a function and compile it in a daemon thread: the process can end even if the compiler hangs."""
-    future: Future[Compute] = Future()
+    future: Future[Repeated] = Future()
     try:
-        lowered = jax.jit(function).lower(*inputs)
+        lowered = repeated(function).lower(1, *inputs)
     except Exception as error:
         future.set_exception(error)
         return future
@@ -113,10 +141,13 @@ def _right(question: Question, inputs: Sequence[Array]) -> tuple[Sequence[Array]
     compute = question.function(question.reference)
     wide = [_wide(x) for x in inputs]
     with jax.default_matmul_precision("float32"):
-        right = jax.jit(compute)(*wide)
+        right = jax.jit(compute, compiler_options=_NOT_TUNED)(*wide)
     if all(one is other for one, other in zip(wide, inputs, strict=True)):
         return right, [LIMIT] * len(question.outputs)
-    return right, [max(LIMIT, _OWN_ROUNDING * each) for each in _distances(jax.jit(compute)(*inputs), right)]
+    return right, [
+        max(LIMIT, _OWN_ROUNDING * each)
+        for each in _distances(jax.jit(compute, compiler_options=_NOT_TUNED)(*inputs), right)
+    ]
 
 
 def _wide(x: Array) -> Array:
@@ -152,9 +183,12 @@ def _reason(error: Exception) -> str:
     return printable(f"{type(error).__name__}: {first}")[:_LONGEST_REASON]
 
 
-def milliseconds(computes: Mapping[str, Compute], inputs: Sequence[Any]) -> dict[str, float]:
-    """The median time of each form; forms are measured in turn."""
-    calls = {name: max(1, min(100, int(_LEAST / _seconds(compute, inputs, 1)))) for name, compute in computes.items()}
+def milliseconds(computes: Mapping[str, Repeated], inputs: Sequence[Any]) -> dict[str, float]:
+    """The median time of each form (see `repeated`); forms are measured in turn."""
+    calls = {}
+    for name, compute in computes.items():
+        _seconds(compute, inputs, 1)
+        calls[name] = max(1, min(_MOST, int(_LEAST / _seconds(compute, inputs, 1))))
     times: dict[str, list[float]] = {name: [] for name in computes}
     for _ in range(_ROUNDS):
         for name, compute in computes.items():
@@ -162,10 +196,8 @@ def milliseconds(computes: Mapping[str, Compute], inputs: Sequence[Any]) -> dict
     return {name: 1e3 * statistics.median(each) for name, each in times.items()}
 
 
-def _seconds(compute: Compute, inputs: Sequence[Any], calls: int) -> float:
-    """Seconds per call, of this many calls in a row."""
+def _seconds(compute: Repeated, inputs: Sequence[Any], calls: int) -> float:
+    """Seconds per call, of this many calls in one program."""
     began = time.perf_counter()
-    for _ in range(calls):
-        outputs = compute(*inputs)
-    jax.block_until_ready(outputs)
+    jax.block_until_ready(compute(calls, *inputs))
     return (time.perf_counter() - began) / calls
