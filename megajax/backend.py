@@ -34,6 +34,12 @@ class Backend:
             return self
         return replace(self, attention=tuple(dict.fromkeys((attention, *BLOCKS))))
 
+    @property
+    def deterministic(self) -> "Backend":
+        """The backend for `--deterministic`: without cuDNN's attention, whose deterministic form ends the run with an
+        IndexError of XLA (JAX 0.11.2, cuDNN 9.19)."""
+        return replace(self, attention=tuple(name for name in self.attention if name != "cudnn"))
+
     def block_of(self, length: int) -> int:
         """Queries per block of our own attention: half of the sequence, since keys after a block are skipped; between
         128 and `query_block`, but with at most 32 blocks, each of which is compiled."""
@@ -44,7 +50,6 @@ class Backend:
 CPU = Backend(
     unroll_layers=8, attention=BLOCKS, query_block=256, scores_bytes=2**24, transposed_copies=True, expert_block=64
 )
-# Our kernel is not among these, since no GPU has run it: a run takes it after having compared it (`CANDIDATES`).
 GPU = Backend(
     unroll_layers=math.inf,
     attention=("cudnn", *BLOCKS),
@@ -52,6 +57,7 @@ GPU = Backend(
     scores_bytes=None,
     transposed_copies=False,
 )
+HOPPER = replace(GPU, attention=("cudnn", "kernel", *BLOCKS))  # the GPUs that our own kernel is for
 
 # What a run on GPUs decides by measuring at its start (`program/measured.py`): the forms of a computation by name, each
 # as fields of the backend. A further form is a further entry. Unrolled or scanned layers are not measured: a step would
@@ -71,7 +77,9 @@ CANDIDATES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 
 def backend_of(mesh: Mesh) -> Backend:
     """The backend of a mesh's devices."""
-    return CPU if _is_cpu(mesh) else GPU
+    if _is_cpu(mesh):
+        return CPU
+    return HOPPER if getattr(mesh.devices.flat[0], "compute_capability", "") == "9.0" else GPU
 
 
 def candidates_of(mesh: Mesh) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:

@@ -1,5 +1,5 @@
 """Attention by our own kernels for Hopper GPUs (`megajax/kernels/`), with any mask, and dropout that does not depend on
-the mesh. No GPU has run it yet: it is checked in Pallas' interpreter and compiled for an H200.
+the mesh.
 
 Letters: B batch, T queries, S keys, H heads, of keys and values maybe fewer, K head size.
 """

@@ -197,6 +197,8 @@ def cannot_attend(program: Program, *, training: bool = True) -> tuple[str, str]
     config, asked = program.config, program.config.model.attention
     if asked in ("auto", "blocks"):
         return None
+    if config.deterministic and asked == "cudnn":
+        return "--model.attention cudnn: it fails with --deterministic", "auto, kernel, blocks"
     if not program.backend.fused_attention:
         return f"--model.attention {asked}: there is none for these devices", "auto, blocks"
     if not training:

@@ -56,7 +56,8 @@ class Program:
     ):
         self.config, self.mesh = config, mesh
         self.operand_dtype = operand_dtype or OPERAND_DTYPE.get(config.precision)
-        self.backend = (backend or backend_of(mesh)).asked(config.model.attention)
+        backend = (backend or backend_of(mesh)).asked(config.model.attention)
+        self.backend = backend.deterministic if config.deterministic else backend
         self.model = CutModel(config.model, training_boundary(config), self.backend, config.lora)
         self.form = batch_form(config)
         self.layout = StateLayout(config, mesh, self.model, self.operand_dtype)
