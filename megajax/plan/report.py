@@ -26,7 +26,7 @@ _NAMES = {
     "factors": "factors of deferred weight gradients",
     "p2p_transfers": "communication: p2p between stages",
 }
-_OWN_KERNEL = "  attention by our own kernel, an estimate: no GPU has run it (without it: --model.attention blocks)"
+_OWN_KERNEL = "  attention by our own kernel, an estimate (without it: --model.attention blocks)"
 _TRACED = {True: ", as in the traced program", False: "; the traced program differs"}
 
 
