@@ -14,6 +14,7 @@ from megajax.program import bind
 def in_this_process(monkeypatch) -> None:
     """JAX has its devices already, and what tests set stays."""
     monkeypatch.setattr(command, "start", lambda config: None)
+    monkeypatch.setattr(command, "num_cores", lambda: 1)
 
 
 def verified(capsys, line: str) -> tuple[int, dict]:
