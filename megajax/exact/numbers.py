@@ -209,11 +209,8 @@ def matrix_product(x: Value, y: Value) -> Value:
         return modulo(x.view(np.uint64) @ y.view(np.uint64))
     shape = *np.broadcast_shapes(x.shape[:-2], y.shape[:-2]), x.shape[-2], y.shape[-1]
     halves, doubles = [each.astype(np.float64) for each in (x >> 16, x & 0xFFFF)], y.astype(np.float64)
-    primes, out, rows = (
-        _of_fields(PRIMES, x).astype(np.float64),
-        np.zeros(shape, np.int64),
-        8192 // (shape[-1] or 1) + 1,
-    )
+    primes, out = _of_fields(PRIMES, x).astype(np.float64), np.zeros(shape, np.int64)
+    rows = 8192 // (shape[-1] or 1) + 1
     for row, term in itertools.product(range(0, shape[-2], rows), range(0, x.shape[-1], 32)):
         high, rest = (
             each[..., row : row + rows, term : term + 32] @ doubles[..., term : term + 32, :] for each in halves

@@ -55,8 +55,9 @@ def test_meshes_that_are_right(capsys, in_this_process, line: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("line", ["bert-336m --mesh.data 4 --mesh.pipe 4 --mesh.tensor 4", "demo --repeats 2"])
-def test_only_exactly(capsys, in_this_process, line: str) -> None:
-    """On up to 64 devices."""
+def test_only_exactly(capsys, in_this_process, monkeypatch, line: str) -> None:
+    """On up to 64 devices, with a second process."""
+    monkeypatch.setattr(command, "num_cores", lambda: 2)
     code, found = verified(capsys, f"{line} --exact")
     assert code == 0 and found["verified_mesh"] == found["mesh"]
     assert all(check["name"].startswith("exact ") and check["limit"] == 0 for check in found["checks"])
