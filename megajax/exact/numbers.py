@@ -56,7 +56,7 @@ def is_float(dtype: Any) -> bool:
 
 def modulo(x: Value) -> Value:
     """Integers as elements of the fields."""
-    return (x % _of_fields(PRIMES.astype(x.dtype, copy=False), x)).view(np.int64)
+    return x % _of_fields(PRIMES, x)
 
 
 def _of_fields(numbers: np.ndarray, x: Value) -> np.ndarray:
@@ -206,7 +206,8 @@ def matrix_product(x: Value, y: Value) -> Value:
         there = np.matmul(low, y[:1] != 0) | np.matmul(x[:1] != 0, low_y)
         return with_lowest(matrix_product(np.where(low, 0, x), np.where(low_y, 0, y)), there)
     if x.shape[-1] <= 4:  # a sum is below 2^64
-        return modulo(x.view(np.uint64) @ y.view(np.uint64))
+        primes = _of_fields(PRIMES, x).view(np.uint64)
+        return (x.view(np.uint64) @ y.view(np.uint64) % primes).view(np.int64)
     shape = *np.broadcast_shapes(x.shape[:-2], y.shape[:-2]), x.shape[-2], y.shape[-1]
     halves, doubles = [each.astype(np.float64) for each in (x >> 16, x & 0xFFFF)], y.astype(np.float64)
     primes, out = _of_fields(PRIMES, x).astype(np.float64), np.zeros(shape, np.int64)
