@@ -1,19 +1,25 @@
 """`megajax verify`: check a scaled-down model on your mesh against one device, on simulated devices."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megajax.config import DistributedConfig, MeshConfig
+from megajax.config import Config, DistributedConfig, MeshConfig
 from megajax.errors import UserError
+from megajax.host.children import children, num_cores
 from megajax.options import Option, between
 from megajax.settings.flags import MESH_FLAGS, Parser, add_flag
 from megajax.settings.launch import in_cluster, peak_resident_bytes, start
 from megajax.settings.presets import load_preset, resolve
 from megajax.settings.validation import validate_imagined
+
+if TYPE_CHECKING:
+    from megajax.verify.shrink import Shrunk
+    from megajax.verify.verdict import Finding
 
 _EXACTLY = 64  # devices at most, where nothing is compiled
 _OPTIONS = (
@@ -48,40 +54,62 @@ def main(argv: Sequence[str]) -> None:
     if args.exact and not hasattr(args, "devices"):
         devices = _EXACTLY
     validate_imagined(config)
-
-    from megajax.verify.shrink import shrink  # imports JAX; mistakes above are reported without it
-
-    small = shrink(config, devices)
     if in_cluster(os.environ):
         raise UserError(
             "megajax verify runs in one process, but several were started; valid: start it without a launcher"
         )
-    alone = dataclasses.replace(small.config, precision="fp32", distributed=DistributedConfig())
-    mesh = MeshConfig() if args.exact else alone.mesh
-    start(dataclasses.replace(alone, mesh=mesh, simulate_devices=0 if args.exact else mesh.num_devices))
+    with contextlib.ExitStack() as stack:
+        beside = None
+        if num_cores() > 1:
+            beside = stack.enter_context(children(1))(_beside, config, devices)
+        small = _begun(config, devices, args.exact)  # imports JAX; mistakes above are reported without it
 
-    from megajax.verify.check import verify
-    from megajax.verify.report import Report
+        from megajax.verify.check import verify
+        from megajax.verify.report import Report
 
-    report = Report(args.preset, config, small, exact=args.exact, printed=not args.json)
-    try:
-        quick = not args.optimize
-        result = verify(
-            small.config,
-            steps=steps,
-            quick_compile=quick,
-            repeats=repeats,
-            compiled=not args.exact,
-            on_start=report.start,
-            on_finding=report.found,
-        )
-    finally:
-        report.stop()
+        report = Report(args.preset, config, small, exact=args.exact, printed=not args.json)
+        try:
+            quick = not args.optimize
+            result = verify(
+                small.config,
+                steps=steps,
+                quick_compile=quick,
+                repeats=repeats,
+                compiled=not args.exact,
+                beside=beside,
+                on_start=report.start,
+                on_finding=report.found,
+            )
+        finally:
+            report.stop()
     report.close(result)
     if args.json:
         print(json.dumps(_finite(report.figures(result) | {"peak_bytes": peak_resident_bytes()}), allow_nan=False))
     if not result.passed:
         raise SystemExit(1)
+
+
+def _begun(config: Config, devices: int, exact: bool) -> "Shrunk":
+    """A small version of the configuration, for which JAX is set up: on one device, or simulated ones."""
+    from megajax.verify.shrink import shrink
+
+    small = shrink(config, devices)
+    alone = dataclasses.replace(small.config, precision="fp32", distributed=DistributedConfig())
+    mesh = MeshConfig() if exact else alone.mesh
+    start(dataclasses.replace(alone, mesh=mesh, simulate_devices=mesh.num_devices))
+    return small
+
+
+def _beside(config: Config, devices: int) -> "list[Finding]":
+    """The checks of programs beside training, in another process. It says nothing: if it dies, this one runs them."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    small = _begun(config, devices, exact=True)
+
+    from megajax.verify.exact import checked_beside, rarely_collected
+    from megajax.verify.forms import steady
+
+    with rarely_collected():
+        return [*checked_beside(steady(small.config))]
 
 
 def _finite(value: Any) -> Any:

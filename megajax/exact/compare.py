@@ -16,9 +16,9 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from megajax.errors import RunError, UserError
 from megajax.exact.functions import BRANCHES
 from megajax.exact.interpreter import Interpreter
-from megajax.exact.numbers import PRIMES, Value, constant, drawn, is_float, reversed_order, seeded, signed
+from megajax.exact.numbers import PRIMES, Value, constant, drawn, is_float, seeded, signed
 
-_AS_IT_IS, _REVERSED, _NOT_FINITE = "", " where numbers are ordered the other way round", " where isfinite says no"
+_AS_IT_IS, _OTHERWISE, _NOT_FINITE = "", " where numbers compare the other way round", " where isfinite says no"
 _LARGEST = 64  # numerator and denominator of a factor that is told
 
 
@@ -144,17 +144,16 @@ class _Program:
         for equation in _equations(self.jaxpr.jaxpr):
             name, inputs = equation.primitive.name, equation.invars
             if name in BRANCHES and is_float(inputs[0].aval.dtype) and not inputs[0].aval.shape:
-                found.add(_REVERSED)
+                found.add(_OTHERWISE)
             if name == "is_finite":
                 found.add(_NOT_FINITE)
         return found
 
     def run(self, values: Sequence[Value], seed: int, way: str) -> tuple["_Machine", dict[str, Value]]:
         machine = _Machine(seed)
-        machine.finite = way != _NOT_FINITE
+        machine.finite, machine.flipped = way != _NOT_FINITE, way == _OTHERWISE
         try:
-            with reversed_order() if way == _REVERSED else contextlib.nullcontext():
-                return machine, dict(zip(self.outputs, machine(self.jaxpr, values), strict=True))
+            return machine, dict(zip(self.outputs, machine(self.jaxpr, values), strict=True))
         except RunError as error:
             raise type(error)(f"{self.name}: {error}") from error
 

@@ -40,7 +40,7 @@ class Interpreter:
         self.equations, self.disagreeing = 0, []  # type: tuple[int, list[Any]]
         self._constants: dict[int, tuple[Any, Value]] = {}
         self._scans: dict[int, tuple[Any, Sequence[np.ndarray], list[Value]]] = {}
-        self._decisions = 0  # results of `finite` and `flipped` so far, and calls of the program's functions
+        self._decisions = 0  # results of `flipped` so far, and calls of the program's functions
 
     def __call__(self, traced: ClosedJaxpr, values: Sequence[Value]) -> list[Value]:
         """The results of a program.
@@ -98,7 +98,6 @@ class Interpreter:
         if not is_float(equation.invars[0].aval.dtype):
             return of_integers(*values).astype(equation.outvars[0].aval.dtype, copy=False)
         if name == "is_finite":
-            self._decisions += 1
             return of_numbers(*values) & self.finite
         if rank == 2 and name in BRANCHES and not all(whole(x)[1].all() for x in values):
             self._decisions += 1
@@ -116,7 +115,8 @@ class Interpreter:
         return self._closed(params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"], values)
 
     def _scan(self, equation: Any, *values: Value) -> list[Value]:
-        """A scan that is in no other, decides nothing and has the devices and values of before is not run again."""
+        """A scan that is in no other, decides nothing and has the devices and values of before is not run again, even
+        if `finite` has changed."""
         _, before, out = self._scans.get(id(equation), (None, [], []))
         given = [self._devices.coordinates, *values]
         if before and all(map(np.array_equal, before, given)):

@@ -29,7 +29,6 @@ PRIMES = np.array([2147454839, 1073727419, 536863709])
 LOWEST = -(1 << 40)  # in place of -inf and of the lowest float; the only negative entries of floats
 INFINITE = np.array([PRIMES[0] // 2, 784950399, 392475233])  # in place of inf and NaN: the highest in order
 _SEED: ContextVar[int] = ContextVar("seed", default=0)
-_SIGN: ContextVar[int] = ContextVar("sign", default=1)
 _UNITS = 1 << 24  # of what is ordered as it is
 
 
@@ -43,21 +42,13 @@ def seeded(seed: int) -> Iterator[None]:
         _SEED.reset(token)
 
 
-@contextlib.contextmanager
-def reversed_order() -> Iterator[None]:
-    """In this context numbers that are not ordered as they are (`ordered`) are ordered the other way round."""
-    token = _SIGN.set(-1)
-    try:
-        yield
-    finally:
-        _SIGN.reset(token)
-
-
+@functools.cache
 def is_key(dtype: Any) -> bool:
     """Whether values of this dtype are keys of `jax.random`; each is one element of bytes."""
     return jnp.issubdtype(dtype, dtypes.prng_key)
 
 
+@functools.cache
 def is_float(dtype: Any) -> bool:
     """Whether values of this dtype are numbers of the fields."""
     return jnp.issubdtype(dtype, jnp.floating)
@@ -76,6 +67,8 @@ def dense(function: Callable[..., Value]) -> Callable[..., Value]:
     """Compute a function of each number without repeating what was broadcast."""
 
     def call(x: Value, *more: Any) -> Value:
+        if 0 not in x.strides:
+            return function(x, *more)
         out = function(x[tuple(slice(0, 1) if step == 0 else slice(None) for step in x.strides)], *more)
         return np.broadcast_to(out, np.broadcast_shapes(out.shape, (1, *x.shape[1:])))
 
@@ -115,24 +108,27 @@ def _finite(x: Value) -> Value:
 
 def multiply(x: Value, y: Value) -> Value:
     """The product; the lowest number is one with any other than zero."""
-    return with_lowest(modulo(x * y), is_lowest(x) & (y[:1] != 0) | is_lowest(y) & (x[:1] != 0))
+    out = modulo(x * y)
+    if not is_lowest(x[:1] | y[:1]).any():
+        return out
+    return with_lowest(out, is_lowest(x) & (y[:1] != 0) | is_lowest(y) & (x[:1] != 0))
 
 
 @dense
 def inverse(x: Value) -> Value:
     """1 / x, by a tree of products; of the lowest number 0, of zero the number of infinity."""
-    flat = np.where(x > 0, x, 1).reshape(len(x), -1)
-    found = np.stack([_inverses(row, int(prime)) for row, prime in zip(flat, PRIMES, strict=True)])
-    return np.where(x > 0, found.reshape(x.shape), np.where(x < 0, 0, _of_fields(INFINITE, x)))
+    found = _inverses(np.where(x > 0, x, 1).reshape(len(x), -1)).reshape(x.shape)
+    return np.where(x > 0, found, np.where(x < 0, 0, _of_fields(INFINITE, x)))
 
 
-def _inverses(x: np.ndarray, prime: int) -> np.ndarray:
-    if len(x) <= 16:
-        return np.array([pow(each, -1, prime) for each in x.tolist()], np.int64)
-    left, right = x[: len(x) // 2], x[len(x) // 2 : len(x) // 2 * 2]
-    both = _inverses(left * right % prime, prime)
-    odd = _inverses(x[len(x) // 2 * 2 :], prime)
-    return np.concatenate([both * right % prime, both * left % prime, odd])
+def _inverses(x: np.ndarray) -> np.ndarray:
+    if x.shape[1] <= 4:
+        rows = zip(x.tolist(), PRIMES.tolist(), strict=True)
+        return np.array([[pow(each, -1, prime) for each in row] for row, prime in rows], np.int64)
+    half = x.shape[1] // 2
+    left, right = x[:, :half], x[:, half : 2 * half]
+    both = _inverses(modulo(left * right))
+    return np.concatenate([modulo(both * right), modulo(both * left), _inverses(x[:, 2 * half :])], 1)
 
 
 def power(x: Value, exponent: Any) -> Value:
@@ -189,7 +185,7 @@ def ordered(x: Value) -> Value:
     first, second, third = (part[None] for part in x * _UNITS % _of_fields(PRIMES, x))
     p, q, r = PRIMES.tolist()
     units = signed(first + p * ((second - first) * pow(p, -1, q) % q), p * q)
-    others = signed(x[:1], p) * (_SIGN.get() << 29)
+    others = signed(x[:1], p) << 29
     out = np.where(units % r == third, units, others)
     infinite = (x == _of_fields(INFINITE, x)).all(0, keepdims=True)
     return np.where(is_lowest(x), LOWEST << 22, np.where(infinite, 1 << 62, out))
@@ -203,19 +199,26 @@ def whole(x: Value) -> tuple[Value, Value]:
 
 
 def matrix_product(x: Value, y: Value) -> Value:
-    """x @ y, from exact products of doubles: 16 bits by 31, 32 terms at a time."""
+    """x @ y, from exact products of doubles, if these are more than 4: 16 bits by 31, 32 terms at a time. For larger
+    matrices BLAS would use threads, which wait for each other longer than they compute."""
     low, low_y = is_lowest(x), is_lowest(y)
     if low.any() or low_y.any():
         there = np.matmul(low, y[:1] != 0) | np.matmul(x[:1] != 0, low_y)
         return with_lowest(matrix_product(np.where(low, 0, x), np.where(low_y, 0, y)), there)
-    out: Any = np.zeros([len(PRIMES), *[1] * (x.ndim - 3), x.shape[-2], y.shape[-1]], np.int64)
-    for first in range(0, x.shape[-1], 32):
-        some, others = x[..., first : first + 32], y[..., first : first + 32, :].astype(np.float64)
+    if x.shape[-1] <= 4:  # a sum is below 2^64
+        primes = _of_fields(PRIMES, x).view(np.uint64)
+        return (x.view(np.uint64) @ y.view(np.uint64) % primes).view(np.int64)
+    shape = *np.broadcast_shapes(x.shape[:-2], y.shape[:-2]), x.shape[-2], y.shape[-1]
+    halves, doubles = [each.astype(np.float64) for each in (x >> 16, x & 0xFFFF)], y.astype(np.float64)
+    primes, out = _of_fields(PRIMES, x).astype(np.float64), np.zeros(shape, np.int64)
+    rows = 8192 // (shape[-1] or 1) + 1
+    for row, term in itertools.product(range(0, shape[-2], rows), range(0, x.shape[-1], 32)):
         high, rest = (
-            np.matmul(each.astype(np.float64), others).astype(np.int64) for each in (some >> 16, some & 0xFFFF)
+            each[..., row : row + rows, term : term + 32] @ doubles[..., term : term + 32, :] for each in halves
         )
-        out = modulo(out + (modulo(high) << 16) + rest)
-    return out
+        high -= np.rint(high / primes) * primes
+        out[..., row : row + rows, :] += (high * 65536 + rest).astype(np.int64)
+    return modulo(out)
 
 
 def drawn(shape: tuple[int, ...], *key: int) -> Value:

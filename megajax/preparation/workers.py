@@ -7,20 +7,16 @@ import abc
 import collections
 import contextlib
 import itertools
-import multiprocessing
 import os
 import socket
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.connection import wait
 from typing import Any
 
 from megajax.errors import RunError
-from megajax.host.signals import Stopped, held_back
+from megajax.host.children import Submit, children
 
 Done = tuple[Any, str, float]  # a function's result, the worker that ran it, and how many seconds it took
 
@@ -60,16 +56,15 @@ class _ThisProcess(Workers):
 
 
 class _Processes(Workers):
-    def __init__(self, pool: ProcessPoolExecutor, count: int) -> None:
+    def __init__(self, submit: Submit, count: int) -> None:
         super().__init__()
-        self._pool, self._count = pool, count
+        self._submit, self._count = submit, count
 
     def _map(self, function: Callable[..., Any], pieces: Iterable[tuple[Any, ...]]) -> Iterator[Done]:
         running: collections.deque[Future[Done]] = collections.deque()
         try:
             for piece in pieces:
-                with held_back():  # a terminal or SLURM signals all processes, but the parent ends its workers
-                    running.append(self._pool.submit(perform, function, piece))
+                running.append(self._submit(perform, function, piece))
                 if len(running) > 2 * self._count:
                     yield running.popleft().result()
             while running:
@@ -84,33 +79,5 @@ def processes(count: int) -> Iterator[Workers]:
     if count == 1:
         yield _ThisProcess()
         return
-    sys.warnoptions.append("ignore:resource_tracker")  # after a stop it would warn about what it removes
-    # A forked child would inherit locks that other threads hold.
-    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _begin)
-    stopped = False
-    try:
-        yield _Processes(pool, count)
-    except Stopped:
-        stopped = True  # the workers end with this process
-        raise
-    finally:
-        pool.shutdown(wait=not stopped, cancel_futures=True)
-
-
-def _begin() -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
-
-
-def num_cores() -> int:
-    """The number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    with children(count) as submit:
+        yield _Processes(submit, count)

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ def verify(
     quick_compile: bool = True,
     repeats: int = 1,
     compiled: bool = True,
+    beside: Future[list[Finding]] | None = None,
     on_start: Callable[[str], None] = lambda text: None,
     on_finding: Callable[[Finding], None] = lambda finding: None,
 ) -> Result:
@@ -44,7 +46,7 @@ def verify(
     """
     config = steady(config)
     try:
-        exact = check_exactly(config, repeats=repeats, on_start=on_start, on_finding=on_finding)
+        exact = check_exactly(config, repeats=repeats, beside=beside, on_start=on_start, on_finding=on_finding)
     except UnknownPrimitive as error:
         if not compiled:
             raise

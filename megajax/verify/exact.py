@@ -1,7 +1,11 @@
 """Compare a small configuration on its mesh with a single device exactly: over finite fields, without compiling."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,10 +29,25 @@ TRACED = "tracing of the step"
 _REFUSALS = TracingError, RunError
 
 
+@contextlib.contextmanager
+def rarely_collected() -> Iterator[None]:
+    """Look for garbage less often: tracing makes many objects that stay."""
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(100_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)
+
+
+@rarely_collected()
 def check_exactly(
     config: Config,
     *,
     repeats: int = 1,
+    beside: Future[list[Finding]] | None = None,
     on_start: Callable[[str], None] = lambda text: None,
     on_finding: Callable[[Finding], None] = lambda finding: None,
 ) -> Result:
@@ -36,6 +55,7 @@ def check_exactly(
 
     Args:
         repeats: comparisons, each with other random numbers.
+        beside: the checks of the programs beside training (`checked_beside`), if another process runs them.
         on_start, on_finding: see `check.check`.
     """
     found: list[Finding] = []
@@ -49,7 +69,7 @@ def check_exactly(
         if not all(finding.passed for finding in found):
             return _located(config, Verdict(tuple(found)), reference, seed, on_start)
     on_start(f"{shown(config.mesh)}, {EXACT}: scores, generation, checkpoints")
-    for finding in _beside(config):
+    for finding in _awaited(beside) or checked_beside(config):
         found.append(finding)
         on_finding(finding)
     verdict = Verdict(tuple(found))
@@ -57,12 +77,19 @@ def check_exactly(
     return Result(verdict, first=first)
 
 
-def _beside(config: Config) -> Iterator[Finding]:
+def checked_beside(config: Config) -> Iterator[Finding]:
     """The checks of programs beside training, or of some of them and that one is refused."""
     try:
         yield from beside_training(config)
     except _REFUSALS as error:
         yield _refused("a program beside training", error)
+
+
+def _awaited(beside: Future[list[Finding]] | None) -> Iterable[Finding]:
+    """The checks of another process, or nothing, if there is none or it has died."""
+    with contextlib.suppress(BrokenProcessPool):
+        return beside.result() if beside else ()
+    return ()
 
 
 def _step(what: str, config: Config, backend: Backend, seed: int, *, branches: bool = True) -> ExactStep | Finding:

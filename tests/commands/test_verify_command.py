@@ -14,6 +14,7 @@ from megajax.program import bind
 def in_this_process(monkeypatch) -> None:
     """JAX has its devices already, and what tests set stays."""
     monkeypatch.setattr(command, "start", lambda config: None)
+    monkeypatch.setattr(command, "num_cores", lambda: 1)
 
 
 def verified(capsys, line: str) -> tuple[int, dict]:
@@ -54,8 +55,10 @@ def test_meshes_that_are_right(capsys, in_this_process, line: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("line", ["bert-336m --mesh.data 4 --mesh.pipe 4 --mesh.tensor 4", "demo --repeats 2"])
-def test_only_exactly(capsys, in_this_process, line: str) -> None:
-    """On up to 64 devices."""
+def test_only_exactly(capsys, in_this_process, monkeypatch, line: str) -> None:
+    """On up to 64 devices, with a second process."""
+    monkeypatch.setattr(command, "num_cores", lambda: 2)
+    monkeypatch.setattr("megajax.verify.exact.checked_beside", None)  # in this one
     code, found = verified(capsys, f"{line} --exact")
     assert code == 0 and found["verified_mesh"] == found["mesh"]
     assert all(check["name"].startswith("exact ") and check["limit"] == 0 for check in found["checks"])

@@ -22,6 +22,7 @@ from megajax.exact.numbers import (
     drawn,
     exponential,
     inverse,
+    matrix_product,
     modulo,
     multiply,
     negative,
@@ -68,6 +69,17 @@ def test_the_laws_of_fields() -> None:
     same(inverse(X), np.concatenate([inverse(X[:, :, :7]), inverse(X[:, :, 7:])], 2))
     same(power(X, -3), inverse(multiply(X, multiply(X, X))))
     assert all(((each >= 0) & (each < PRIMES[:, None, None])).all() for each in (X, add(X, Y), multiply(X, Y)))
+
+
+@pytest.mark.parametrize(("rows", "terms", "columns"), [(300, 70, 40), (3, 4, 9000), (2, 5, 3)])
+def test_products_of_matrices(rows: int, terms: int, columns: int) -> None:
+    """The largest numbers among them, and more than fit into a block."""
+    x, y = (np.repeat(PRIMES[:, None, None, None] - 1, size, 2) for size in (rows * terms, terms * columns))
+    x, y = x.reshape(3, 1, rows, terms), y.reshape(3, 1, terms, columns).copy()
+    y[..., -1] = np.arange(terms)
+    expected = np.full((rows, columns), terms)
+    expected[:, -1] = -np.arange(terms).sum()
+    np.testing.assert_array_equal(matrix_product(x, y), modulo(np.stack([expected] * 3)[:, None]))
 
 
 @pytest.mark.parametrize("base", [4, 9])

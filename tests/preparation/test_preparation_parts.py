@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megajax.host.children import num_cores
 from megajax.preparation.cleaning import clean
 from megajax.preparation.contamination import TestSets, _placed_words, _words, decontaminated
 from megajax.preparation.duplicates import HASHES, band_hashes, bands_for
 from megajax.preparation.similarity import gram_set, jaccard, normalised
-from megajax.preparation.workers import num_cores
 
 
 @given(st.text(alphabet=st.one_of(st.characters(codec="ascii"), st.sampled_from("éÃ©ﬁ’“…\u2028&<>;amp"))))

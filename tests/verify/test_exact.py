@@ -1,6 +1,8 @@
 """The exact comparison of a mesh with one device: what it says of what is equal, and that every row of it can fail."""
 
 import dataclasses
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 from tiny import tiny_config
@@ -127,9 +129,13 @@ def test_what_is_refused_beside_the_step_is_a_verdict(monkeypatch) -> None:
     config = config_of((1, 1, 2))
     monkeypatch.setattr("megajax.verify.exact.findings", lambda *given: iter(()))
     monkeypatch.setattr(scoring, "gather_shards", lambda x, *given, **named: x.undefined)
-    result = check_exactly(config)
+    dead, done = Future(), Future()
+    dead.set_exception(BrokenProcessPool())
+    result = check_exactly(config, beside=dead)  # another process has not told it
     assert [finding.name for finding in result.verdict.failed] == ["exact tracing of the step"]
     assert "a program beside training: AttributeError" in result.first and "scoring.py" in result.first
+    done.set_result(told := [Finding("exact scores", 1, 0, "loss")])
+    assert [*check_exactly(config, beside=done).verdict.findings] == told
 
     def refuse(*given, **named):
         raise RunError("only some of the devices that communicate over tensor run a psum")
