@@ -124,6 +124,11 @@ def test_other_precisions_optimizers_and_mixtures(config: Config) -> None:
     assert_exact(config)
 
 
+def test_experts_with_several_blocks_at_once() -> None:
+    """As on GPUs."""
+    assert_exact(tiny_config((1, 1, 2), expert=2, **MIXED), branches=False, expert_bytes=2**12)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("grid", [test_context, test_experts])
 def test_whole_grids(grid: Any) -> None:

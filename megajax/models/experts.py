@@ -139,7 +139,7 @@ class Mixture(nnx.Module):
         self.down = ExpertLinear(residual, shape, ("experts", "expert_mlp", "embed"))
         width = config.shared_expert_size
         self.shared = MLP(config, key / "shared", boundary, backend, width) if width else None
-        self.config, self.boundary, self.block = config, boundary, backend.expert_block
+        self.config, self.boundary, self.backend = config, boundary, backend
 
     @property
     def products(self) -> dict[str, tuple]:
@@ -214,8 +214,10 @@ class Mixture(nnx.Module):
         own, number, count = self.up.weight.shape[0], chosen_BTK.size, chosen_BTK.shape[-1]
         local_N = chosen_BTK.reshape(number) - axis_index(EXPERT) * own
         local_N = jnp.where((local_N >= 0) & (local_N < own), local_N, own)  # those of other devices come last
-        blocks, place_N = in_blocks(local_N, own, self.block)
-        nobody_R = jnp.full_like(place_N, number, shape=(blocks.group_M.shape[0] * self.block,))
+        block, weight = self.backend.expert_block, self.up.weight
+        at_once = max(1, self.backend.expert_bytes // (weight[0].size * weight.dtype.itemsize))
+        blocks, place_N = in_blocks(local_N, own, block, at_once)
+        nobody_R = jnp.full_like(place_N, number, shape=(blocks.group_MG.size * block,))
         nobody_R = vary(nobody_R, sorted(varying_axes(place_N)))
         source_R = nobody_R.at[place_N].set(jnp.arange(number, dtype=jnp.int32), mode="drop")
         rows_RD = rearranged(x_BTD.reshape(1, -1, x_BTD.shape[-1]), source_R[None], place_N[None], count)[0]

@@ -1,8 +1,10 @@
 """Multiply rows with the weight of the group that each belongs to, and with no other. Rows are sorted by group and
-padded to whole blocks per group. A loop multiplies the used blocks one after the other. (`lax.ragged_dot` multiplies
-every row with the weights of all groups, on CPUs and on GPUs.)
+padded to whole blocks per group. A loop multiplies the used blocks, in each turn one or, where turns are expensive,
+several with copies of their weights. (`lax.ragged_dot` multiplies every row with the weights of all groups, on CPUs and
+on GPUs.)
 
-Letters: E groups, I what goes into a product, O what comes out, M blocks, N rows of a group, R rows of all blocks.
+Letters: E groups, I what goes into a product, O what comes out, M turns, G blocks of a turn, N rows of a group or of a
+block, R rows of all blocks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,14 +33,17 @@ class Blocks(NamedTuple):
     """The groups of the blocks; floats, which represent such numbers exactly, so that they may be factors of a
     product."""
 
-    group_M: Array
-    used: Array  # how many blocks have rows, a scalar; the others are not used
+    group_MG: Array
+    used: Array  # how many turns have rows, a scalar; the others are left out. Rows of no group are zeros
 
 
-def in_blocks(group_N: Array, groups: int, size: int) -> tuple[Blocks, Array]:
-    """Blocks of `size` rows for N rows of these groups, and the place of each row in them, int32; R for a row whose
-    group is none of 0 to `groups` - 1."""
-    number = -(-group_N.shape[0] // size) + groups
+def in_blocks(group_N: Array, groups: int, size: int, at_once: int = 1) -> tuple[Blocks, Array]:
+    """Blocks of `size` rows for N rows of these groups, at most `at_once` of them in a turn, and the place of each row
+    in them, int32; R for a row whose group is none of 0 to `groups` - 1."""
+    enough = -(-group_N.shape[0] // size) + groups
+    turns = -(-enough // at_once)
+    at_once = -(-enough // turns)
+    number = turns * at_once
     counts_E = jnp.sum(jax.nn.one_hot(group_N, groups, dtype=jnp.int32), axis=0, dtype=jnp.int32)
     blocks_E = -(-counts_E // size)
     ends_E = jnp.cumsum(blocks_E, dtype=jnp.int32)
@@ -48,21 +53,19 @@ def in_blocks(group_N: Array, groups: int, size: int) -> tuple[Blocks, Array]:
     shift_E = (ends_E - blocks_E) * size - before_E
     inside_N = (group_N >= 0) & (group_N < groups)
     place_N = jnp.where(inside_N, rank_N + jnp.take(shift_E, group_N, mode="clip"), number * size)
-    float_M = jnp.minimum(group_M, groups - 1).astype(jnp.float32)
-    return Blocks(float_M, ends_E[-1].astype(jnp.float32)), place_N
+    float_MG = jnp.minimum(group_M, groups - 1).astype(jnp.float32).reshape(turns, at_once)
+    return Blocks(float_MG, (-(-ends_E[-1] // at_once)).astype(jnp.float32)), place_N
 
 
 @jax.custom_vjp
 def grouped_product(rows_RI: Array, weight_EIO: Array, blocks: Blocks) -> Array:
     """Rows in blocks times their groups' weights, [R, O]; all of them vary over the same axes."""
-    size = rows_RI.shape[0] // blocks.group_M.shape[0]
     out_RO = _zeros((rows_RI.shape[0], weight_EIO.shape[2]), rows_RI.dtype, rows_RI)
 
-    def multiply(number: Array, out_RO: Array) -> Array:
-        weight_IO = _weight(weight_EIO, blocks, number)
-        return lax.dynamic_update_slice_in_dim(out_RO, _block(rows_RI, number, size) @ weight_IO, number * size, 0)
+    def multiply(turn: Array, out_RO: Array) -> Array:
+        return _put(out_RO, jnp.matmul(_rows(rows_RI, blocks, turn), _weights(weight_EIO, blocks, turn)), turn)
 
-    return _for_blocks(blocks, multiply, out_RO)
+    return _for_turns(blocks, multiply, out_RO)
 
 
 def _forward(rows_RI: Array, weight_EIO: Array, blocks: Blocks) -> tuple[Array, Any]:
@@ -85,27 +88,42 @@ def input_gradient(grad_RO: Array, weight_EIO: Array, blocks: Blocks) -> Array:
 
 def grouped_weight_gradient(rows_RI: Array, grad_RO: Array, blocks: Blocks, groups: int) -> Array:
     """The gradient of the weights, [E, I, O], summed in at least fp32."""
-    size = rows_RI.shape[0] // blocks.group_M.shape[0]
     shape, dtype = (groups, rows_RI.shape[1], grad_RO.shape[1]), at_least_fp32(rows_RI.dtype)
 
-    def add(number: Array, total_EIO: Array) -> Array:
-        rows, grads = (_block(x, number, size) for x in (rows_RI, grad_RO))
-        product_IO = jnp.matmul(rows.T, grads, preferred_element_type=dtype)
-        return total_EIO.at[blocks.group_M[number].astype(jnp.int32)].add(product_IO)
+    def add(turn: Array, total_EIO: Array) -> Array:
+        rows_GNI, grads_GNO = (_rows(x, blocks, turn) for x in (rows_RI, grad_RO))
+        product_GIO = jnp.matmul(rows_GNI.swapaxes(1, 2), grads_GNO, preferred_element_type=dtype)
+        group_G = blocks.group_MG[turn].astype(jnp.int32)
+        if len(group_G) == 1:  # in place, where XLA for CPUs would copy
+            return total_EIO.at[group_G[0]].add(product_GIO[0])
+        return total_EIO.at[group_G].add(product_GIO, indices_are_sorted=True, unique_indices=False)
 
-    return _for_blocks(blocks, add, _zeros(shape, dtype, rows_RI)).astype(rows_RI.dtype)
+    return _for_turns(blocks, add, _zeros(shape, dtype, rows_RI)).astype(rows_RI.dtype)
 
 
-def _for_blocks(blocks: Blocks, body: Any, start: Array) -> Array:
+def _for_turns(blocks: Blocks, body: Any, start: Array) -> Array:
     return lax.fori_loop(jnp.zeros((), jnp.int32), blocks.used.astype(jnp.int32), body, start)
 
 
-def _block(rows: Array, number: Array, size: int) -> Array:
-    return lax.dynamic_slice_in_dim(rows, number * size, size, 0)
+def _rows(rows_R: Array, blocks: Blocks, turn: Array) -> Array:
+    """A turn's rows [G, N, …]."""
+    turns, at_once = blocks.group_MG.shape
+    count = rows_R.shape[0] // turns
+    return lax.dynamic_slice_in_dim(rows_R, turn * count, count, 0).reshape(at_once, -1, *rows_R.shape[1:])
 
 
-def _weight(weight_EIO: Array, blocks: Blocks, number: Array) -> Array:
-    return lax.dynamic_index_in_dim(weight_EIO, blocks.group_M[number].astype(jnp.int32), 0, keepdims=False)
+def _weights(weight_E: Array, blocks: Blocks, turn: Array) -> Array:
+    """The weights of a turn's blocks, [G, …]."""
+    group_G = blocks.group_MG[turn].astype(jnp.int32)
+    if len(group_G) == 1:
+        return lax.dynamic_index_in_dim(weight_E, group_G[0], 0)
+    return jnp.take(weight_E, group_G, axis=0, mode="clip", indices_are_sorted=True)
+
+
+def _put(out_RO: Array, product_GNO: Array, turn: Array) -> Array:
+    """The products of a turn in their place among all rows."""
+    product_RO = product_GNO.reshape(-1, product_GNO.shape[-1])
+    return lax.dynamic_update_slice_in_dim(out_RO, product_RO, turn * product_RO.shape[0], 0)
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, like: Array) -> Array:
@@ -182,12 +200,11 @@ def _in_float8(rows: Scaled, weight: Scaled, dtype: Any, *blocks: Array) -> Arra
     if not blocks:
         return multiplied(rows, weight, 1, dtype, batch=1)
     of = Blocks(*blocks)
-    size = rows.values.shape[0] // of.group_M.shape[0]
 
-    def multiply(number: Array, out_RO: Array) -> Array:
-        own = Scaled(*(_block(each, number, size) for each in rows))
-        product = multiplied(own, Scaled(*(_weight(each, of, number) for each in weight)), 1, dtype)
-        return lax.dynamic_update_slice_in_dim(out_RO, product, number * size, 0)
+    def multiply(turn: Array, out_RO: Array) -> Array:
+        own = Scaled(*(_rows(each, of, turn) for each in rows))
+        weights = Scaled(*(_weights(each, of, turn) for each in weight))
+        return _put(out_RO, multiplied(own, weights, 1, dtype, batch=1), turn)
 
     out_RO = _zeros((rows.values.shape[0], weight.values.shape[1]), dtype, rows.values)
-    return _for_blocks(of, multiply, out_RO)
+    return _for_turns(of, multiply, out_RO)

@@ -213,12 +213,13 @@ class Temporaries:
     def _blocks(self, region: Region) -> int:
         """Backward through products of experts in blocks (`parallel/grouped.py`), for the rows of the whole expert
         group: the first products' results and the last one's input twice, with their gradients; the rows, and their
-        results before and after reordering; and for every weight a transposed copy, the sum and the gradient."""
+        results before and after reordering; for every weight a transposed copy, the sum and the gradient; and a turn's
+        copies of weights, or the fp32 gradients."""
         experts, rows = region.products[0].experts, region.products[0].dims.shape(self._rows)[0]
         rows = rows * self.step.config.mesh.expert + experts * self.backend.expert_block
         (_, hidden, given), (_, taken, _) = (region.products[place].dims.of_row for place in (0, -1))
         weights = experts * hidden * (given + taken)
-        return self._wide * (rows * (2 * given + 2 * taken + 5 * hidden) + 3 * weights)
+        return self._wide * (rows * (2 * given + 2 * taken + 5 * hidden) + 3 * weights) + 2 * self.backend.expert_bytes
 
     def _of_all_tokens(self) -> int:
         """Keys and values that a device gathers, and the sums of their gradients."""

@@ -75,7 +75,7 @@ def _permutes(config: Config) -> bool:
 
 
 def _coarse(backend: Backend) -> Backend:
-    return replace(backend, query_block=_LARGEST_BLOCK, scores_bytes=None, expert_block=1)
+    return replace(backend, query_block=_LARGEST_BLOCK, scores_bytes=None, expert_block=1, expert_bytes=0)
 
 
 def _attention(config: Config) -> Any:

@@ -709,8 +709,8 @@ ROWS: dict[str, dict[str, Row]] = {
         "of an expert's gradient the last block's stays": (
             "parallel.grouped.grouped_weight_gradient.add",
             (
-                "total_EIO.at[blocks.group_M[number].astype(jnp.int32)].add(product_IO)",
-                "total_EIO.at[blocks.group_M[number].astype(jnp.int32)].set(product_IO)",
+                "total_EIO.at[group_G[0]].add(product_GIO[0])",
+                "total_EIO.at[group_G[0]].set(product_GIO[0])",
             ),
             gradient("blocks/mlp/", ON_DROPLESS),
         ),

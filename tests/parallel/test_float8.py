@@ -124,11 +124,12 @@ def test_two_halves_of_a_batch_are_the_whole_to_the_bit() -> None:
         np.testing.assert_array_equal(whole, np.concatenate(parts))
 
 
-def test_experts_in_blocks_are_those_with_their_own_rows() -> None:
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_experts_in_blocks_are_those_with_their_own_rows(at_once: int) -> None:
     w, x = drawn(3, 12, 10), drawn(8, 12)
     group = np.array([0, 2, 2, 0, 1, 2, 0, 2], np.int32)
-    blocks, place = in_blocks(group, 3, 2)
-    rows = np.zeros((2 * blocks.group_M.shape[0], 12), np.float32)
+    blocks, place = in_blocks(group, 3, 2, at_once)
+    rows = np.zeros((2 * blocks.group_MG.size, 12), np.float32)
     rows[place] = x
 
     @jax.jit

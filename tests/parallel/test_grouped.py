@@ -3,6 +3,7 @@ of a group, a group without rows, and rows of no group."""
 
 import jax
 import numpy as np
+import pytest
 from jax import Array
 
 from megajax.parallel.grouped import grouped_product, in_blocks
@@ -11,14 +12,15 @@ GROUPS, SIZE, INNER, OUTER = 4, 3, 5, 2
 GROUP_N = np.array([0, 3, 0, 1, GROUPS, 0, 3, 0, 1, 0, 3, GROUPS, 0, 0, 1, 3], np.int32)  # three blocks of 0, none of 2
 
 
-def test_products_and_gradients_are_numpy_s() -> None:
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_products_and_gradients_are_numpy_s(at_once: int) -> None:
     rng = np.random.default_rng(0)
     rows_NI, grad_NO = (rng.normal(size=(len(GROUP_N), width)).astype(np.float32) for width in (INNER, OUTER))
     weight_EIO = rng.normal(size=(GROUPS, INNER, OUTER)).astype(np.float32)
-    blocks, place_N = jax.jit(in_blocks, static_argnums=(1, 2))(GROUP_N, GROUPS, SIZE)
+    blocks, place_N = jax.jit(in_blocks, static_argnums=(1, 2, 3))(GROUP_N, GROUPS, SIZE, at_once)
     inside_N, place_N = GROUP_N < GROUPS, np.asarray(place_N)
-    size = len(blocks.group_M) * SIZE
-    assert float(blocks.used) == 3 + 1 + 0 + 2 and (place_N[~inside_N] == size).all()
+    size = blocks.group_MG.size * SIZE
+    assert float(blocks.used) == -(-(3 + 1 + 0 + 2) // at_once) and (place_N[~inside_N] == size).all()
 
     def in_their_places(x: np.ndarray) -> np.ndarray:
         out = np.zeros((size, x.shape[1]), np.float32)
