@@ -9,7 +9,7 @@ from mistakes import assert_says, train_mistake
 from processes import Commands, Run
 from results import contents, training
 
-TWO = ("--mesh.data", 2, "--simulate-devices", 2)
+TWO = ("--mesh.data", 2, "--simulate-devices", 2, "--optimizer.zero", 3)  # the program of a resume, too
 
 
 @pytest.fixture(autouse=True)

@@ -36,9 +36,9 @@ def one() -> ExactStep:
 
 def test_a_mesh_is_one_device() -> None:
     """Twice, with other random numbers; with batches that grow."""
-    config = config_of((1, 2, 1), ema=0.5, precision="bf16")
+    config = config_of((2, 1, 1), ema=0.5, precision="bf16", global_batch=2)
     config = dataclasses.replace(
-        config, train=dataclasses.replace(config.train, ramp_start=1, ramp_increment=3, ramp_samples=9)
+        config, train=dataclasses.replace(config.train, global_batch=4, ramp_start=2, ramp_increment=2, ramp_samples=4)
     )
     result = check_exactly(config, repeats=2)
     assert result.passed and result.first == "", result.verdict.failed
