@@ -76,8 +76,6 @@ def compiled(workers_folder: Path) -> None:
     for name, value in settings.items():
         os.environ[name.upper()] = str(value)  # of the commands that tests start
         jax.config.update(name, value)
-    if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):  # a process would spend seconds on reading all the source again
-        os.environ["PYTHONPYCACHEPREFIX"] = str(workers_folder / "bytecode")
 
 
 @pytest.fixture(scope="session")

@@ -60,7 +60,8 @@ MIXED = MIXTURE | OF_EXPERTS | {"num_experts": EXPERTS, "shared_expert_size": 0}
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
-        ((1, 1, 1), MIXED),  # any mesh is one device exactly (`test_field.py`)
+        ((1, 1, 1), {"num_kv_heads": 2}),  # any mesh is one device exactly (`test_field.py`)
+        full((1, 1, 1), MIXED),
         full((1, 1, 4), MIXED | {"expert": 2}),
         full((2, 1, 4), {"num_kv_heads": 2}),
     ],
