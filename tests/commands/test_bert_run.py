@@ -77,7 +77,9 @@ def test_one_line_says_what_would_be_valid(
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize(("split", "family"), [(("--split-sentences",), "gpt2"), ((), "bert")])
+@pytest.mark.parametrize(
+    ("split", "family"), [(("--split-sentences", "--tokenizer", "wordpiece"), "gpt2"), ((), "bert")]
+)
 def test_a_corpus_of_the_other_family(
     commands: Commands, tuning: Finetuning, documents: Path, tmp_path: Path, split: tuple[str, ...], family: str
 ) -> None:
@@ -85,7 +87,7 @@ def test_a_corpus_of_the_other_family(
     prefix = tmp_path / "prepared"
     prepare = ("-m", "megajax", "prepare", documents, "--output", prefix, *split)
     commands.run(*prepare, "--vocab-size", 300, "--min-tokens", 1).ok()
-    tokenizer = ("--tokenizer.path", tuning.pretrained() / "data" / "tokenizer")
+    tokenizer = ("--tokenizer.path", tuning.pretrained() / "data" / "tokenizer", "--model.vocab-size", 384)
     flags = ("--run-dir", tmp_path / "new", "--model.family", family, "--data.path", prefix, *tokenizer)
     valid = "--split-sentences" if family == "bert" else "without --split-sentences"
     assert valid in mistake(commands, "train.py", commands.preset, *flags)

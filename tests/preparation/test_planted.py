@@ -44,7 +44,7 @@ def similarity(one: str, other: str) -> float:
     return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
 
 
-def plant(folder: Path, documents: int = 450, near: int = 150, leaked: int = 50, exact: int = 20) -> Planted:
+def plant(folder: Path, documents: int = 600, near: int = 150, leaked: int = 50, exact: int = 20) -> Planted:
     """Write `corpus.jsonl` and `test.jsonl`; no document is alike to another but those that are planted."""
     rng = random.Random(7)
 
