@@ -310,7 +310,7 @@ def test_figures_and_lines(found):
     assert len(lines) == 1 + 1 + 10 + 1 + 1 and lines[-1] == figures["best"][0]["command"]
 
 
-@pytest.mark.parametrize("kind", ["png", "svg"])
+@pytest.mark.parametrize("kind", ["png", full("svg")])
 def test_picture(found, tmp_path, kind):
     file = tmp_path / f"search.{kind}"
     draw_search(file, "a search", found, H100)

@@ -108,7 +108,6 @@ def test_branches_are_taken_both_ways() -> None:
 )
 def test_programs_beside_training(module, name, wrong, row, monkeypatch) -> None:
     config = config_of((2, 1, 2))
-    assert row != "scores" or all(finding.passed for finding in beside_training(config))
     monkeypatch.setattr(module, name, wrong(getattr(module, name)))
     assert [finding.name for finding in beside_training(config) if not finding.passed] == [f"exact {row}"]
 
