@@ -181,7 +181,8 @@ def test_it_is_what_the_program_keeps(family, mode) -> None:
         assert found.factors == program.schedule.num_factor_slots * factor_bytes(program)
 
 
-@pytest.mark.parametrize("remat", [full("none"), "selective"])
+@pytest.mark.full
+@pytest.mark.parametrize("remat", ["none", "selective"])
 def test_of_documents_in_one_row(remat) -> None:
     config = tiny_config((2, 1, 2), remat=remat, reset_attention=True, microbatch=2, **LLAMA)
     assert memory(config, CPU).kept == residual_bytes(tiny_program(config))
