@@ -18,7 +18,6 @@ from megajax.config import Config
 from megajax.errors import UserError
 from megajax.models.context_attention import context_way, elements_sent
 from megajax.models.lora_config import LoraConfig
-from megajax.plan.communication import communication, totals
 from megajax.plan.sizes import Sizes
 from megajax.program.communication import Collective, equations
 from megajax.program.program import Program, training_way
@@ -120,7 +119,6 @@ def check_what_is_sent(config: Config, found: list[Collective]) -> None:
     """By kind, axes, shape and count, and for attention in all."""
     sizes, count = Sizes(config), config.mesh.context
     assert (theory := check_collectives(config, found)).passed, theory
-    assert totals(communication(config)) == totals(found)
     attention = [each for each in found if each.axes == ("context",) and each.kind != "all-reduce"]
     sent = sum(each.count * each.bytes_sent(count) for each in attention)
     numbers = elements_sent(config.model, config.mesh.sizes, config.train.remat)[sizes.way]
@@ -207,7 +205,8 @@ def test_documents_at_the_ends_of_pieces_and_padding_alone(model, way):
     """Documents that end before, at and after the end of a device's piece; and a device that has padding only."""
     found = []
     for mesh in ((1, 1, 1), (1, 1, 4, 1)):
-        options = model_of((0, 0, model, model == "gpt2", 0)) | {"context_attention": way, "num_layers": 2}
+        options = model_of((0, 0, model, model == "gpt2", 0)) | {"context_attention": way, "num_layers": 1}
+        options |= {"hidden_size": 16, "num_heads": 4}
         config = tiny_config(mesh, microbatch=ROWS, **options)
         batch = random_batch(config, 0)
         (documents if model == "gpt2" else short_texts)(batch)

@@ -84,7 +84,8 @@ ELSEWHERE = [
 ]
 
 
-@pytest.mark.parametrize("options", [ELSEWHERE[0], *map(full, ELSEWHERE[1:])], ids=str)
+@pytest.mark.full  # exactly: `test_field.py`
+@pytest.mark.parametrize("options", ELSEWHERE, ids=str)
 def test_experts_context_and_layers_in_bf16(options: dict) -> None:
     assert not differences(tiny_config(**{"microbatch": 1} | options, precision="fp64"))
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tiny import MIXTURE, tiny_config, tiny_program
+from tiny import MIXTURE, full, tiny_config, tiny_program
 
 from megajax.axes import AXES
 from megajax.backend import CPU
@@ -193,20 +193,20 @@ jax.config.update("jax_num_cpu_devices", 8)
 mesh = {"mesh.data": 2, "mesh.further": 2, "mesh.tensor": 2, "model.scan_layers": "true"}
 small = steady(shrink(resolve(load_preset("demo"), mesh), 8).config)
 reference = run_step(plain(small))
-for zero in map(int, sys.argv[1:]):
-    config = dataclasses.replace(small, optimizer=dataclasses.replace(small.optimizer, zero=zero))
-    program = Program.on(config)
-    layout = program.layout
-    sharded = [{"data", "further"} <= spec_axes(spec) for spec in jax.tree.leaves(layout.trained_specs)]
-    assert dict(layout.mesh.shape) == {"data": 2, "further": 2, "expert": 1, "pipe": 1, "context": 1, "tensor": 2}
-    assert any(sharded), sharded
-    rows = small.train.global_batch
-    row_BT = np.tile(np.arange(rows, dtype=np.int32)[:, None], small.model.sequence_length)
-    batch = program.put_batch(dict.fromkeys(program.batch_types, row_BT), program.local_rows)
-    held = [shard.data[:, 0].tolist() for shard in batch["tokens"].addressable_shards]
-    assert sum(held[::2], []) == list(range(rows)) and held[::2] == held[1::2], held
-    found = list(compare_exactly(reference, run_step(config, in_blocks(config))))
-    assert found and all(finding.passed for finding in found), "\\n".join(map(str, found))
+zero = int(sys.argv[1])
+config = dataclasses.replace(small, optimizer=dataclasses.replace(small.optimizer, zero=zero))
+program = Program.on(config)
+layout = program.layout
+sharded = [{"data", "further"} <= spec_axes(spec) for spec in jax.tree.leaves(layout.trained_specs)]
+assert dict(layout.mesh.shape) == {"data": 2, "further": 2, "expert": 1, "pipe": 1, "context": 1, "tensor": 2}
+assert any(sharded), sharded
+rows = small.train.global_batch
+row_BT = np.tile(np.arange(rows, dtype=np.int32)[:, None], small.model.sequence_length)
+batch = program.put_batch(dict.fromkeys(program.batch_types, row_BT), program.local_rows)
+held = [shard.data[:, 0].tolist() for shard in batch["tokens"].addressable_shards]
+assert sum(held[::2], []) == list(range(rows)) and held[::2] == held[1::2], held
+found = list(compare_exactly(reference, run_step(config, in_blocks(config))))
+assert found and all(finding.passed for finding in found), "\\n".join(map(str, found))
 alone = dataclasses.replace(small, mesh=MeshConfig(further=2), train=dataclasses.replace(small.train, microbatch=1))
 program = Program.on(alone, jax.devices()[:2])
 state, transfer = program.layout.from_canonical(drawn_state(program)), Transfer(program.layout)
@@ -215,7 +215,8 @@ assert jax.tree.all(jax.tree.map(lambda one, other: (np.asarray(one) == np.asarr
 """
 
 
-def test_a_further_axis_of_rows_trains_as_one_device(tmp_path: Path) -> None:
+@pytest.mark.parametrize("zero", [full("1"), "3"])
+def test_a_further_axis_of_rows_trains_as_one_device(tmp_path: Path, zero: str) -> None:
     """With ZeRO on data 2 x further 2 x tensor 2: losses, gradients, weights, rows and communication, exactly; a state
     goes to its checkpoint's form and back where one of the axes of rows has size 1."""
     shutil.copytree(ROOT / "megajax", tmp_path / "megajax")  # with what Python has compiled
@@ -227,6 +228,6 @@ def test_a_further_axis_of_rows_trains_as_one_device(tmp_path: Path) -> None:
         lines.insert(index + 1, line)
         file.write_text("\n".join(lines) + "\n")
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-c", TRAIN, "1", "3"]
+    command = [sys.executable, "-c", TRAIN, zero]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

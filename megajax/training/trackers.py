@@ -1,22 +1,40 @@
 """Where a run's figures are recorded: metrics.jsonl, TensorBoard events, and the interface shared with loss.png
 (`plot.py`), experts.png (`experts_plot.py`), Weights & Biases and MLflow (`tracking.py`)."""
 
+import contextlib
 import json
 import math
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.summary import scalar
-from tensorboardX.summary import text as text_summary
 
 from megajax.errors import RunError
 from megajax.models.router import LOAD
+
+
+@contextlib.contextmanager
+def _hidden(package: str) -> Iterator[None]:
+    """What is imported in this context does not find a package that was not imported before."""
+    hidden = package not in sys.modules
+    if hidden:
+        sys.modules[package] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if hidden:
+            del sys.modules[package]
+
+
+with _hidden("torch"):  # tensorboardX imports it for the names of types: up to 5 s
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+    from tensorboardX.summary import scalar
+    from tensorboardX.summary import text as text_summary
 
 _FLUSH_EVERY = 30.0  # seconds
 _LEFT_OUT = ("tokens", "seconds", "data_seconds", "resumed_from")

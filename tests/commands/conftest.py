@@ -48,10 +48,10 @@ def commands(shared_folder: Path, corpus: Path) -> Commands:
 
 @pytest.fixture(scope="session")
 def straight(commands: Commands, shared_folder: Path) -> Run:
-    """20 steps in one go on one device, with a sample at the end; a process."""
+    """20 steps in one go on one device, with a sample at the end."""
     folder = shared_folder / "straight"
     sample = ("--sample.tokens", 8, "--sample.prompt", "the end")
-    finished = made_once(folder, lambda: commands.train(folder, *sample, process=True))
+    finished = made_once(folder, lambda: commands.train(folder, *sample))
     return Run(folder, finished)
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import io
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,6 +24,7 @@ from megajax.backend import Backend
 from megajax.config import Config
 from megajax.data.files import file_atomically
 from megajax.host import ending
+from megajax.host.transcript import transcript
 from megajax.plan.costs import StepCost
 from megajax.plan.memory import Memory, memory
 from megajax.plan.traced import step_cost
@@ -43,7 +45,8 @@ class _Ended(BaseException):
 
 def call(script: str, *arguments: object) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of `python SCRIPT ARGUMENTS...` in the repository's root."""
-    main = _main(script, [str(argument) for argument in arguments])
+    words = [str(argument) for argument in arguments]
+    main = _main(script, words)
     out, err = io.StringIO(), io.StringIO()
     code = 0
 
@@ -57,6 +60,7 @@ def call(script: str, *arguments: object) -> tuple[int, str, str]:
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         mock.patch.object(os, "_exit", leave),
+        mock.patch.object(sys, "argv", [script, *words]),
         mock.patch.object(ending, "print_final_error", lambda text: print(text, file=err)),
         mock.patch.object(Program, "on", _program_on),
         mock.patch.object(Program, "with_batch", _with_batch),
@@ -107,8 +111,7 @@ _costs: dict[Any, StepCost] = {}
 
 def _memory(config: Config, backend: Backend) -> Memory:
     """What a run prints, with the layers of the first model of its kind traced; tests/plan has the exact figures."""
-    model = config.model
-    kind = model.family, model.head, model.num_experts > 0, config.lora.rank > 0
+    kind = config.model.num_experts > 0, config.lora.rank > 0
     return memory(config, backend, _costs.get(kind) or _costs.setdefault(kind, step_cost(config, backend)))
 
 
@@ -155,6 +158,7 @@ def _shared(config: Config, place: tuple[Any, ...], make: Callable[[], Program])
 def process_of_its_own() -> Iterator[None]:
     """What `launch.start` sets lasts only as long as this, and there are as many devices as it asks for, else one."""
     devices, number, before = jax.devices(), 1, {}
+    transcript.end()  # what tests before said
     set_value = jax.config.update
 
     def update(name: str, value: Any) -> None:

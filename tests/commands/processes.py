@@ -95,10 +95,9 @@ class Commands:
         """A command in this process: the same code, the same output (see `inside`)."""
         return Finished(*call(script, *arguments))
 
-    def train(self, run_dir: Path, *arguments: object, preset: object = None, process: bool = False) -> Finished:
+    def train(self, run_dir: Path, *arguments: object, preset: object = None) -> Finished:
         """Train in `run_dir` by the tests' preset; must succeed."""
-        run = self.run_process if process else self.run
-        done = run("train.py", preset or self.preset, "--run-dir", run_dir, *arguments)
+        done = self.run("train.py", preset or self.preset, "--run-dir", run_dir, *arguments)
         done.ok()
         return done
 

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from finetuning import Finetuning
 from made_up_tasks import write_documents
 from mistakes import assert_refused, by_line, mistake
 from processes import Commands
@@ -28,6 +29,7 @@ def run(commands: Commands, documents: Path) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_every_loss_is_logged_by_itself(run: Path) -> None:
     for line in training(run):
         assert line["loss"] == pytest.approx(sum(line[name] for name in PARTS), rel=1e-6)
@@ -68,22 +70,24 @@ MISTAKES: list[tuple[str, ...]] = [
 
 @pytest.mark.parametrize(("line", "words"), by_line(MISTAKES))
 def test_one_line_says_what_would_be_valid(
-    commands: Commands, run: Path, tmp_path: Path, line: str, words: list[str]
+    commands: Commands, tuning: Finetuning, tmp_path: Path, line: str, words: list[str]
 ) -> None:
-    assert_refused(commands, line, words, {"BERT": run, "NEW": tmp_path / "new", "PRESET": str(commands.preset)})
+    bert, new = tuning.pretrained(), tmp_path / "new"
+    assert_refused(commands, line, words, {"BERT": bert, "NEW": new, "PRESET": str(commands.preset)})
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize(("given", "family"), [("run", "gpt2"), ("text", "bert")])
+@pytest.mark.parametrize(
+    ("split", "family"), [(("--split-sentences", "--tokenizer", "wordpiece"), "gpt2"), ((), "bert")]
+)
 def test_a_corpus_of_the_other_family(
-    commands: Commands, run: Path, documents: Path, tmp_path: Path, given: str, family: str
+    commands: Commands, tuning: Finetuning, documents: Path, tmp_path: Path, split: tuple[str, ...], family: str
 ) -> None:
     """A dataset of sentences is none for GPT-2, one of whole documents none for BERT."""
     prefix = tmp_path / "prepared"
-    prepare = ("-m", "megajax", "prepare", documents, "--output", prefix)
+    prepare = ("-m", "megajax", "prepare", documents, "--output", prefix, *split)
     commands.run(*prepare, "--vocab-size", 300, "--min-tokens", 1).ok()
-    dataset = prefix if given == "text" else run / "data" / "tokens"
-    tokenizer = ("--tokenizer.path", run / "data" / "tokenizer")
-    flags = ("--run-dir", tmp_path / "new", "--model.family", family, "--data.path", dataset, *tokenizer)
+    tokenizer = ("--tokenizer.path", tuning.pretrained() / "data" / "tokenizer", "--model.vocab-size", 384)
+    flags = ("--run-dir", tmp_path / "new", "--model.family", family, "--data.path", prefix, *tokenizer)
     valid = "--split-sentences" if family == "bert" else "without --split-sentences"
     assert valid in mistake(commands, "train.py", commands.preset, *flags)

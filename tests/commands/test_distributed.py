@@ -52,15 +52,15 @@ def assert_silent(process: Finished) -> None:
 
 
 def test_two_processes_of_two_devices_are_one_of_four(commands: Commands, straight: Run, tmp_path: Path) -> None:
-    """Process 0 alone writes and prints. The long test of a resume has a pipe as well."""
+    """Process 0 alone writes and prints. The long tests validate, and have a pipe as well."""
     run = tmp_path / "run"
-    first, second = train_as_two(commands, run, "--train.steps", 3, mesh=UNPIPED)
+    first, second = train_as_two(commands, run, "--train.steps", 3, "--train.eval-every", 0, mesh=UNPIPED)
     assert_close_losses(curve(run), curve(straight.folder)[:3])
-    assert commands.perplexity(run)["loss"] == pytest.approx(validation(run)[3], rel=1e-6)
-    assert len(records(run)) == 4, "each step once, and the validation at the end"
-    assert len(list(run.rglob("events.out.tfevents*"))) == 1
+    assert len(records(run)) == 3, "each step once"
+    assert len(list(run.rglob("events.out.tfevents*"))) == 1 and (run / "loss.png").stat().st_size > 10_000
+    assert checkpoint_steps(run) == [3] and commands.perplexity(run)["loss"] > 0
     assert_silent(second)
-    assert "validation perplexity" in first.out and first.err == ""
+    assert "written to " in first.out and first.err == ""
 
 
 @pytest.mark.full

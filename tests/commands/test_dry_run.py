@@ -9,7 +9,7 @@ from mistakes import assert_says, train_mistake
 from processes import Commands, Run
 from results import contents, training
 
-TWO = ("--mesh.data", 2, "--simulate-devices", 2)
+TWO = ("--mesh.data", 2, "--simulate-devices", 2, "--optimizer.zero", 3)  # the program of a resume, too
 
 
 @pytest.fixture(autouse=True)
@@ -48,14 +48,12 @@ def without_decay(commands: Commands, folder: Path) -> Path:
     return preset
 
 
-def test_a_run_that_goes_on(commands: Commands, straight: Run, tmp_path: Path, temporary: Path) -> None:
-    """With the end of the decay that it began with, where no other is given; and one that is finished."""
+def test_a_run_that_goes_on(commands: Commands, straight: Run, temporary: Path) -> None:
+    """Past the end of the decay; and one that is finished."""
     before = contents(straight.folder)
     assert "nothing to train" in tried(commands, straight.folder / "config.toml")
-    flags = ("--train.steps", 30, "--optimizer.learning-rate", 1e-3)
-    out = tried(commands, without_decay(commands, tmp_path), "--run-dir", straight.folder, *flags)
+    out = tried(commands, commands.preset, "--run-dir", straight.folder, "--train.steps", 30)
     assert_says(out, "--train.steps 30 is past --optimizer.decay-steps 20", "would train steps 21 to 30 in")
-    assert "\nlearning rate changed: learning_rate 0.003 -> 0.001, warmup 5 -> 1\n" in out
     assert contents(straight.folder) == before and not list(temporary.iterdir())
 
 
@@ -80,6 +78,15 @@ def test_a_task_with_several_seeds(tuning: Finetuning, tmp_path: Path, temporary
     out = tuning.train("mnli", tmp_path / "run", "--seeds", 2, "--dry-run").out
     assert_says(out, "mnli train: ", rf"in {tmp_path / 'run' / 'seed-0'}")
     assert not list(tmp_path.iterdir()) and not list(temporary.iterdir())
+
+
+@pytest.mark.full
+def test_a_run_that_goes_on_with_another_learning_rate(commands: Commands, straight: Run, tmp_path: Path) -> None:
+    """With the end of the decay that it began with, where no other is given."""
+    flags = ("--train.steps", 30, "--optimizer.learning-rate", 1e-3)
+    out = tried(commands, without_decay(commands, tmp_path), "--run-dir", straight.folder, *flags)
+    assert_says(out, "--train.steps 30 is past --optimizer.decay-steps 20", "would train steps 21 to 30 in")
+    assert "\nlearning rate changed: learning_rate 0.003 -> 0.001, warmup 5 -> 1\n" in out
 
 
 @pytest.mark.full

@@ -75,7 +75,7 @@ def test_a_pipeline_changes_nothing(tuning: Finetuning, task: str, flags: tuple,
     assert_same_figures(tuning.figures(task, tmp_path / "one", *MESH_222), dev_of(tmp_path / "one"))
 
 
-@pytest.mark.parametrize(("task", "step"), [("mnli", 3), full("squad2", 7), full("race", 1)])
+@pytest.mark.parametrize(("task", "step"), [full("mnli", 3), full("squad2", 7), full("race", 1)])
 def test_a_stopped_run_goes_on_exactly(tuning: Finetuning, task: str, step: int, tmp_path: Path, monkeypatch) -> None:
     """SIGTERM, with dropout on, in the first epoch or the second: the same command ends as the undisturbed run."""
     run, whole = tmp_path / "run", tuning.run(task)

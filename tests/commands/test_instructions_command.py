@@ -15,7 +15,7 @@ from saved_tokenizers import write_saved
 PRESET = "configs/finetune/instructions-demo.toml"
 SIZE = "--model.num-layers 1 --model.hidden-size 32 --model.num-heads 4 --model.vocab-size 704 --model.vocab-multiple"
 SIZE += " 64 --model.sequence-length 64 --train.global-batch 8 --train.microbatch 1 --train.epochs 2 --train.log-every"
-SIZE += " 1 --checkpoint.every 3 --sample.tokens 2"
+SIZE += " 1 --checkpoint.every 3 --sample.tokens 0"
 
 
 def record(rng: random.Random) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def test_a_pipeline_changes_nothing(instructions: Instructions, tmp_path: Path) 
 @pytest.mark.full
 def test_a_run_goes_on_where_it_was(instructions: Instructions, tmp_path: Path) -> None:
     run, other = tmp_path / "run", tmp_path / "other.jsonl"
-    instructions.train(run, "--train.steps", 3)
+    assert "a sample:" in instructions.train(run, "--train.steps", 3, "--sample.tokens", 2)
     instructions.train(run)
     assert_same_checkpoint(run, instructions.run, max(validation(run)))
     other.write_text((instructions.folder / "train.jsonl").read_text().splitlines()[0] + "\n")

@@ -17,7 +17,8 @@ from megajax.plan.traced import step_cost
 SMALL = "gpt2-355m --model.num-layers 4 --model.num-heads 4 --model.vocab-size 500 --model.sequence-length 64"
 SMALL += " --precision fp32 --model.dropout 0"  # what compiles soonest
 STEP = f"{SMALL} --model.hidden-size 64 --train.global-batch 16 --train.microbatch 2 --train.remat none"
-SEARCH = f"{SMALL} --model.hidden-size 256 --train.global-batch 8 --optimizer.zero 1 --search --devices 2"
+SEARCH = f"{SMALL} --model.hidden-size 256 --train.global-batch 8 --train.remat none --optimizer.zero 1 --mesh.tensor 1"
+SEARCH += " --search --devices 2"
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from tiny import full
 
 from megajax.cli import main
 from megajax.commands import verify as command
@@ -64,10 +65,11 @@ def test_only_exactly(capsys, in_this_process, monkeypatch, line: str) -> None:
     assert all(check["name"].startswith("exact ") and check["limit"] == 0 for check in found["checks"])
 
 
-def test_a_mesh_that_is_wrong(capsys, in_this_process, monkeypatch) -> None:
+@pytest.mark.parametrize("mesh", ["--mesh.data 2", full("--mesh.data 2 --mesh.tensor 2")])
+def test_a_mesh_that_is_wrong(capsys, in_this_process, monkeypatch, mesh: str) -> None:
     """Dropout by the row that a device counts, not by that of the batch: seen with `data`, at the first site."""
     index = bind.axis_index
     monkeypatch.setattr(bind, "axis_index", lambda axes: 0 * index(axes) if axes == bind.ROW_AXES else index(axes))
-    code, found = verified(capsys, "demo --mesh.data 2 --mesh.tensor 2 --model.dropout 0.1 --exact")
+    code, found = verified(capsys, f"demo {mesh} --model.dropout 0.1 --exact")
     assert code == 1 and not found["passed"] and found["axes"] == [["data"]]
     assert "input of layer 0, forward" in found["first_difference"]

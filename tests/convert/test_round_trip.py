@@ -44,7 +44,7 @@ NAMES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfl
         full("gpt2", "float32", {}),
         ("gpt2", "float16", {}),
         full("bert", "float32", {}),
-        ("megatron-bert", "float32", {}),
+        full("megatron-bert", "float32", {}),
         ("llama", "bfloat16", {}),
         full("gpt2", "bfloat16", {}),
         full("qwen3", "float16", TIED),

@@ -1,8 +1,8 @@
 """The faults: for each class of mistake in parallel training those that a review would miss most easily.
 
-By default those of types and communication are tried (`test_faults.py`), and one of every third class that the exact
-comparison finds; with the long grids all. Rows of `test_field.py` compare exactly by default. The others name their
-tests.
+By default every third one of types and communication is tried (`test_faults.py`), and one of every tenth class that
+the exact comparison finds; with the long grids all. Rows of `test_field.py` compare exactly by default. The others name
+their tests.
 """
 
 from fault import Caught, Fault

@@ -17,6 +17,7 @@ from megajax.config import Config
 from megajax.program.communication import collectives_of
 from megajax.program.program import Program
 from megajax.program.train_step import train_step_with_gradients
+from megajax.verify.beside import beside_training
 from megajax.verify.check import verify
 from megajax.verify.exact import compare_exactly
 from megajax.verify.fields import run_step
@@ -66,10 +67,12 @@ def first_difference(config: Config, *, compiled: bool = True) -> str:
 
 
 def unequal(config: Config) -> list[str]:
-    """What is not exactly that of one device: nothing is located, which takes several more runs."""
+    """What is not exactly that of one device, in the step or else beside training: nothing is located, which takes
+    several more runs."""
     config = steady(config)
     steps = run_step(plain(config)), run_step(config, in_blocks(config))
-    return [finding.name for finding in compare_exactly(*steps) if not finding.passed]
+    wrong = [finding.name for finding in compare_exactly(*steps) if not finding.passed]
+    return wrong or [finding.name for finding in beside_training(config) if not finding.passed]
 
 
 def failed_test(fault: Fault) -> str:

@@ -6,7 +6,9 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -21,9 +23,13 @@ from megajax.data.chat import Chat
 from megajax.data.tokenizer import Tokenizer
 from megajax.data.tokenizers import named_tokenizer, train_tokenizer
 from megajax.errors import UserError
+from megajax.generation import writer
+from megajax.generation.choice import Sampling
+from megajax.generation.decoder import Decoder
 from megajax.generation.options import GenerateOptions
 from megajax.generation.text import Screen, Stops, TextStream, Until, continuation_text
 from megajax.generation.writer import Writer
+from megajax.program.program import Program
 from megajax.runs.checkpoint import Checkpoints
 from megajax.verify.run import drawn_state
 
@@ -49,9 +55,22 @@ def written(folder: Path, tokenizer: Tokenizer, sequence_length: int) -> Path:
     return folder
 
 
+_decoders: dict[Any, Decoder] = {}
+
+
+def shared_decoder(program: Program, params: Any, sampling: Sampling, ends: Collection[int]) -> Decoder:
+    """`Decoder`, with what a command before compiled for the same programs."""
+    key = program.config.model, program.config.mesh, sampling, tuple(ends)
+    if key not in _decoders:
+        _decoders[key] = Decoder(program, params, sampling, ends)
+    _decoders[key].renew(params)
+    return _decoders[key]
+
+
 @pytest.fixture
 def command(monkeypatch, capsys):
     """A function that runs the command and returns its standard output; what it sets for the process is restored."""
+    monkeypatch.setattr(writer, "Decoder", shared_decoder)
     monkeypatch.setattr(os, "environ", os.environ.copy())
     precision = jax.config.jax_default_matmul_precision
 

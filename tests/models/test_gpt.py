@@ -128,7 +128,9 @@ def test_it_is_six_for_every_weight_and_attention_as_if_all_was_seen(
     assert step_flops(model, 2) == 2 * model.sequence_length * by_hand
 
 
-@pytest.mark.parametrize(("length", "words"), [full(16, {}), full(300, {}), (300, QWEN3), (128, {"family": "bert"})])
+@pytest.mark.parametrize(
+    ("length", "words"), [full(16, {}), full(300, {}), (300, QWEN3), full(128, {"family": "bert"})]
+)
 def test_the_step_runs_these_products_and_the_scores_once_more(length: int, words: dict):
     """A sequence of one block of queries, and of two; with fewer heads of keys, a gate, and a window. BERT's logits are
     those of its masked tokens only; beside what is listed its order head has products, of one token a sequence."""

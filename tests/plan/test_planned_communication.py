@@ -4,7 +4,7 @@ and count."""
 import pytest
 from counting import collectives_of_a_step
 from parity_grid import DEFAULT, LONGER, REST, config_of, name
-from tiny import LLAMA, OLMO2, QWEN3, full, tiny_config
+from tiny import LLAMA, OLMO2, QWEN3, tiny_config
 
 from megajax.config import Config
 from megajax.models.lora_config import LoraConfig
@@ -47,10 +47,8 @@ SOME = {
 }  # fmt: skip
 
 
-FEW = ("muon, copies, gathered keys",)  # others are by default in `test_field.py`
-
-
-@pytest.mark.parametrize("case", [case if case in FEW else full(case) for case in SOME])
+@pytest.mark.full  # by default: rows of `test_field.py`
+@pytest.mark.parametrize("case", SOME)
 def test_equals_the_jaxpr(case):
     check(tiny_config(**SOME[case]))
 

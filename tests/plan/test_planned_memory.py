@@ -161,7 +161,7 @@ MODES = {
     "heads": {"context_attention": "heads", "remat": "selective"},
     "gather, split": {"context_attention": "gather", "remat": "none", "sequence_parallel": True},
 }
-SOME = {("bert", "none, split, fp64"), ("llama", "gather, split"), ("mixture", "selective, split")}
+SOME = {("llama", "gather, split"), ("mixture", "selective, split")}
 TRACED = [
     pytest.param(family, mode, marks=() if (family, mode) in SOME else pytest.mark.full)
     for family in FAMILIES
@@ -181,7 +181,8 @@ def test_it_is_what_the_program_keeps(family, mode) -> None:
         assert found.factors == program.schedule.num_factor_slots * factor_bytes(program)
 
 
-@pytest.mark.parametrize("remat", [full("none"), "selective"])
+@pytest.mark.full
+@pytest.mark.parametrize("remat", ["none", "selective"])
 def test_of_documents_in_one_row(remat) -> None:
     config = tiny_config((2, 1, 2), remat=remat, reset_attention=True, microbatch=2, **LLAMA)
     assert memory(config, CPU).kept == residual_bytes(tiny_program(config))
@@ -211,7 +212,7 @@ def test_a_new_option_of_a_layer_needs_no_line_here(monkeypatch) -> None:
     assert after.residuals.num_bytes(1) > before.residuals.num_bytes(1)
 
 
-@pytest.mark.parametrize("capacity", [0.0, 1.25])
+@pytest.mark.parametrize("capacity", [0.0, full(1.25)])
 def test_products_of_experts_have_the_rows_that_are_chosen(capacity) -> None:
     """On each device of an expert group; with a capacity as many as fit."""
     config = tiny_config(expert=2, microbatch=2, **MIXTURE | {"expert_capacity": capacity})

@@ -168,14 +168,19 @@ CONFIG = tiny_config(
 )
 
 
+@pytest.fixture(scope="module", params=[["train.remat"], full([])], ids=["one remat", "all"])
+def given(request: pytest.FixtureRequest) -> list[str]:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def found() -> Found:
-    return search(CONFIG, 4, H100)
+def found(given: list[str]) -> Found:
+    return search(CONFIG, 4, H100, given=given)
 
 
-def test_every_combination_is_tried_once(found):
+def test_every_combination_is_tried_once(found, given):
     """On 4 devices: what the loops of a user would make of it, and all of it can be trained."""
-    wanted = set()
+    wanted, remats = set(), ["none"] if given else ["none", "selective", "layer", "stage"]
     for data, pipe, tensor in itertools.product([1, 2, 4], repeat=3):
         if data * pipe * tensor != 4:
             continue
@@ -184,7 +189,7 @@ def test_every_combination_is_tried_once(found):
         for options in itertools.product(
             [(data, pipe, tensor)], schedules, ["together", "deferred"][: 1 + (pipe > 1)],
             [rows for rows in (1, 2, 4) if 4 // data % rows == 0],
-            ["none", "selective", "layer", "stage"][: 3 + (pipe > 1)],
+            remats[: 3 + (pipe > 1)],
             [0, 1, 3] if data > 1 else [1], [False, True][: 1 + (tensor > 1)],
         ):  # fmt: skip
             wanted.add(options)
@@ -305,7 +310,7 @@ def test_figures_and_lines(found):
     assert len(lines) == 1 + 1 + 10 + 1 + 1 and lines[-1] == figures["best"][0]["command"]
 
 
-@pytest.mark.parametrize("kind", ["png", "svg"])
+@pytest.mark.parametrize("kind", ["png", full("svg")])
 def test_picture(found, tmp_path, kind):
     file = tmp_path / f"search.{kind}"
     draw_search(file, "a search", found, H100)

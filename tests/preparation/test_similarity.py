@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from tiny import full
 
 from megajax.preparation import similarity
 from megajax.preparation.corpus import Corpus
@@ -37,7 +38,7 @@ def test_estimates_are_close() -> None:
     assert estimate(found[0], found[0]) == 1
 
 
-@pytest.mark.parametrize("threshold", [0.5, 0.7])
+@pytest.mark.parametrize("threshold", [full(0.5), 0.7])
 def test_few_pairs_are_compared_by_their_texts(tmp_path, monkeypatch, threshold: float) -> None:
     """What is dropped, with its original, and those that an estimate leaves open."""
     texts = long_texts(14)

@@ -131,7 +131,8 @@ def test_what_is_frozen_stays_and_does_not_count():
     ],
 )
 def test_every_mesh_freezes_the_same(mesh: tuple[int, ...], freeze: tuple[str, ...], same: dict, here: dict):
-    assert_exact(config_of(mesh, *freeze, **{"precision": "bf16"} | same | here))
+    small = {"precision": "bf16", "hidden_size": 16, "num_heads": 4, "sequence_length": 8, "vocab_size": 21}
+    assert_exact(config_of(mesh, *freeze, **small | same | here), planned=False)
 
 
 def test_the_backward_pass_ends_at_the_first_trained_layer():

@@ -90,6 +90,7 @@ def test_gathered_weights_are_not_kept_for_the_backward(remat):
     assert shapes[0] and Counter(shapes[0]) == Counter(shapes[1])
 
 
+@pytest.mark.full
 def test_scanned_layers_are_gathered_in_the_compiled_loop():
     """The compiled forward and backward of ZeRO-3 have as many all-gathers for 6 layers as for 3: none was moved out of
     a loop over layers, where what it gathers would be kept. On GPUs `scan_layers auto` scans them."""

@@ -50,7 +50,7 @@ def device_bytes() -> int:
         full((1, 4, 2), 0, "fp32", {}),
         full((1, 5, 1), 0, "fp32", {}),  # divides the layers alone
         full((2, 3, 1), 3, "fp32", {}),  # divides nothing
-        ((1, 3, 1), 0, "fp32", CHUNKS),  # divides the layers, of which a stage's are no neighbours
+        full((1, 3, 1), 0, "fp32", CHUNKS),  # divides the layers, of which a stage's are no neighbours
         full((2, 2, 2), 3, "bf16", CHUNKS),
     ],
 )

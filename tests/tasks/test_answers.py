@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 from real_records import SQUAD1, SQUAD2, letters, real_tokenizer, squad
+from tiny import full
 
 from megajax.tasks.records import Question
 from megajax.tasks.registry import TaskConfig
@@ -87,7 +88,7 @@ def described(windows, number, start_WT, end_WT, config, unanswerable) -> FoundA
     return FoundAnswer("" if difference > config.null_threshold else best, best, difference)
 
 
-@pytest.mark.parametrize("rounded", [0.0, 0.25])
+@pytest.mark.parametrize("rounded", [full(0.0), 0.25])
 @pytest.mark.parametrize(("file", "part", "seed"), PARTS)
 @pytest.mark.parametrize("unanswerable", [False, True])
 def test_as_described(test_data, file, part, seed, unanswerable, rounded):

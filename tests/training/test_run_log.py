@@ -2,10 +2,12 @@
 
 import errno
 import gc
+import importlib
 import io
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +27,7 @@ from megajax.config import to_toml
 from megajax.errors import UserError
 from megajax.host.transcript import transcript
 from megajax.runs.metrics import read_metrics
-from megajax.training import display
+from megajax.training import display, trackers
 from megajax.training.display import Display, StepsDisplay, time_text
 from megajax.training.experts_plot import ExpertsPlot
 from megajax.training.loop import Trainer
@@ -385,3 +387,13 @@ def test_drawn_figures_are_freed(picture: str, tmp_path: Path) -> None:
     kept = [each for each in gc.get_objects() if isinstance(each, Figure)]
     gc.enable()
     assert not kept and (tmp_path / picture).exists()
+
+
+def test_a_hidden_package_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But one that is imported already is; so torch, which takes seconds, is not imported."""
+    monkeypatch.delitem(sys.modules, "wave", raising=False)
+    with trackers._hidden("wave"), trackers._hidden("json"):
+        with pytest.raises(ImportError):
+            importlib.import_module("wave")
+        assert importlib.import_module("json") is json
+    assert importlib.import_module("wave") and sys.modules["json"] is json
