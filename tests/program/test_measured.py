@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from tiny import QWEN3, full, tiny_config, tiny_program, user_error
 
-from megajax.backend import BLOCKS, CANDIDATES, CPU, GPU
+from megajax.backend import BLOCKS, CANDIDATES, CPU, GPU, HOPPER
 from megajax.models import attend
 from megajax.private import has_gpu_kernels
 from megajax.program import measured
-from megajax.program.measured import LIMIT, Question, answer
+from megajax.program.measured import LIMIT, Question, answer, repeated
 from megajax.program.one_layer import OneLayer, check_attention
 from megajax.program.program import Program
 from megajax.program.synthetic import random_batch
@@ -58,6 +58,16 @@ def test_the_fastest_right_form_is_taken():
     assert "does not compile is left out: NotImplementedError: no such instruction on this GPU" in "\n".join(others)
     assert "wrong in one row is left out: wrong here: a row of the double is" in "\n".join(others)
     assert len(others) == 3 and all("\n" not in line for line in others)
+
+
+def test_every_call_of_a_repeated_function_is_computed():
+    """Each sees the first number that the last one gave; integers stay as they are."""
+    doubled = repeated(lambda x, places: (2 * x, x + places.astype(x.dtype)))
+    x, places = np.array([1.0, 5.0], np.float32), np.array([3, 4], np.int32)
+    found = [[np.asarray(each) for each in doubled(times, x, places)] for times in (1, 3)]
+    np.testing.assert_array_equal(found[0], [[2, 10], [4, 9]])
+    # The first number of x: 2 + 4 after a call, then 12 + 9.
+    np.testing.assert_array_equal(found[1], [[42, 10], [24, 9]])
 
 
 def test_it_ends_in_its_time(monkeypatch):
@@ -134,8 +144,9 @@ def test_what_can_be_asked_for():
     """An implementation that cannot do the run's attention is refused in one line that says what can, and so is any on
     CPUs; of several that can, one that is asked for is the only question."""
 
-    def problem(asked, backend=GPU, **options) -> str:
+    def problem(asked, backend=GPU, deterministic=False, **options) -> str:
         config = tiny_config(precision="bf16", head_size=64, num_heads=2, attention=asked, **options)
+        config = dataclasses.replace(config, deterministic=deterministic)
         return user_error(check_attention, Program(config, tiny_program(config).mesh, backend))
 
     able = has_gpu_kernels()
@@ -146,6 +157,15 @@ def test_what_can_be_asked_for():
     )
     assert "--data.reset-attention; valid: auto" in problem("cudnn", dropout=0.0, reset_attention=True)
     assert "there is none for these devices; valid: auto, blocks" in problem("cudnn", CPU, dropout=0.0)
+    assert problem("cudnn", dropout=0.0, deterministic=True) == (
+        "--model.attention cudnn: it fails with --deterministic; valid: auto, kernel, blocks"
+    )
+
+
+def test_a_deterministic_run_has_no_cudnn():
+    config = dataclasses.replace(tiny_config(), deterministic=True)
+    found = [Program(config, tiny_program(config).mesh, backend).backend.attention for backend in (HOPPER, GPU, CPU)]
+    assert found == [("kernel", "blocks"), BLOCKS, BLOCKS]
 
 
 def test_an_evaluation_that_cannot_do_what_is_asked_for_says_so(capsys):

@@ -4,6 +4,7 @@ On jaxlib 0.10.2 the last test fails with XLA_FLAGS=--xla_cpu_experimental_ynn_f
 remedy away.
 """
 
+import dataclasses
 import os
 import socket
 import subprocess
@@ -38,8 +39,8 @@ def environment(monkeypatch):
     return monkeypatch
 
 
-def start() -> list[str]:
-    launch.start(tiny_config())
+def start(**settings) -> list[str]:
+    launch.start(dataclasses.replace(tiny_config(), **settings))
     return os.environ["XLA_FLAGS"].split()
 
 
@@ -48,6 +49,8 @@ def test_on_gpus_the_flags_of_the_documentation_are_set(environment, plugin):
     assert {f"{name}={value}" for name, value in launch.GPU_FLAGS.items()} <= set(flags)
     assert launch.gpu_flags() == [flag for flag in flags if "gpu" in flag]
     assert os.environ[launch.GPU_MEMORY[0]] == launch.GPU_MEMORY[1]
+    assert "--xla_gpu_enable_command_buffer=" not in flags
+    assert "--xla_gpu_enable_command_buffer=" in start(profile="2:3")
 
 
 def test_what_the_user_has_set_stays(environment, plugin):

@@ -131,7 +131,7 @@ def test_where_operations_come_from() -> None:
 
 
 def test_times_inside_one_another() -> None:
-    """A loop has the time that nothing inside it takes."""
+    """A loop has the time that nothing inside it takes. What begins before the end of another takes time from it."""
 
     def event(begin: float, length: float, name: str, **stats: object) -> SimpleNamespace:
         return SimpleNamespace(name=name, start_ns=begin, duration_ns=length, stats=stats.items())
@@ -144,9 +144,10 @@ def test_times_inside_one_another() -> None:
         event(45e9, 5e9, "copy"),
         event(120e9, 1e9, "dot.1"),
         event(0, 500e9, "something else"),
+        event(120.5e9, 1e9, "copy"),
     ]
     found = _own_seconds(_events(events, known))
-    assert found == [("dot.1", 50), ("adam", 20), ("rest", 25), ("copy", 5), ("dot.1", 1)]
+    assert found == [("dot.1", 50), ("adam", 20), ("rest", 25), ("copy", 5), ("dot.1", 0.5), ("copy", 1)]
 
 
 def test_the_table() -> None:
