@@ -192,8 +192,7 @@ def in_pairs(report: Report, commands: dict[str, list[str]], environment: dict) 
     sides = []
     try:
         for name, command in commands.items():
-            sides.append(Side(name, [command], environment=environment | SHARED_GPU, wait=False))
-        assert all(side.about for side in sides)
+            sides.append(Side(name, [command], environment=environment | SHARED_GPU))
         ours, theirs = in_turn(sides, ROUNDS, STEPS)
         rows = [int(command[command.index("--train.global-batch") + 1]) for command in commands.values()]
         ratios = [(b / rows[1]) / (a / rows[0]) for a, b in zip(ours, theirs, strict=True)]

@@ -5,10 +5,12 @@
 One batch of random tokens; as in training, a step is awaited after the next one has started. Prints a line of JSON:
 seconds to compile, milliseconds of every step, model FLOP/s, and the most memory in use. With --trace, two further
 steps are traced: FOLDER/kernels.txt has milliseconds and launches a step of every kernel, most time first, and
-FOLDER/step.hlo the compiled program that names most of them; the gaps between kernels are printed.
+FOLDER/step.hlo the compiled program that names most of them; the gaps between kernels are printed. The times are then
+those of kernels that start one by one, and not as a graph.
 """
 
 import argparse
+import dataclasses
 import json
 import statistics
 import sys
@@ -33,6 +35,8 @@ TRACED = 2  # steps
 
 def measure(config: Config, steps: int, folder: Path | None) -> dict:
     """The figures; kernels go into the folder, if there is one."""
+    if folder is not None:
+        config = dataclasses.replace(config, profile="1")  # kernels one by one, not as a graph
     start(config)
     import jax
 

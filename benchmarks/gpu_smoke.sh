@@ -43,7 +43,7 @@ end=$((SECONDS + 60 * minutes))
 rm -f "$folder"/*.failed "$folder"/*.left-out
 
 # step NAME COMMAND...: runs it in the time that is left; `expect` is the exit code that counts as good.
-expect=0
+expect=0 child=
 step() {
     local name=$1 began=$SECONDS left=$((end - SECONDS)) code
     shift
@@ -57,7 +57,9 @@ step() {
         touch "$folder/$name.left-out"
         return
     fi
-    timeout --kill-after=10 "$left" "$@" >"$folder/$name.log" 2>&1 </dev/null
+    timeout --kill-after=10 "$left" "$@" >"$folder/$name.log" 2>&1 </dev/null &
+    child=$!
+    wait "$child"
     code=$?
     if ((code == expect)); then
         printf 'ok      %4d s  %s\n' $((SECONDS - began)) "$name"
@@ -157,12 +159,16 @@ families() {
 # The same bits twice; a signal, at which the run stops with a checkpoint and exit code 143.
 lane ends
 ends() {
-    train same-1 demo --precision bf16 --model.dropout 0 --deterministic
-    train same-2 demo --precision bf16 --model.dropout 0 --deterministic
-    step same-bits "$python" -c '
+    for each in demo moe-demo; do
+        for number in 1 2; do
+            train "same-$each-$number" "$each" --precision bf16 --model.dropout 0 --deterministic --model.expert-capacity 0 \
+                --model.num-kv-heads 1
+        done
+        step "same-bits-$each" "$python" -c '
 import json, sys
 one, other = ([json.loads(line).get("loss") for line in open(file)] for file in sys.argv[1:])
-sys.exit(not one or one != other)' "$folder/same-1/metrics.jsonl" "$folder/same-2/metrics.jsonl"
+sys.exit(not one or one != other)' "$folder/same-$each-1/metrics.jsonl" "$folder/same-$each-2/metrics.jsonl"
+    done
     expect=143
     # shellcheck disable=SC2016  # for the inner shell
     step sigterm bash -c '
@@ -182,9 +188,14 @@ tests() {
         -p no:cacheprovider -p no:benchmark -n 4 --dist worksteal tests/test_gpu.py
 }
 
+# Lanes do not get the signal of a Ctrl-C.
+trap 'kill $(jobs -p); wait; exit 130' INT TERM
 for each in "${lanes[@]}"; do
     while (($(jobs -rp | wc -l) >= jobs)); do wait -n; done
-    $each & # in words: a lane's name and what it is given
+    (
+        trap 'kill "$child"; exit 143' TERM
+        $each # in words: a lane's name and what it is given
+    ) &
 done
 wait
 

@@ -5,7 +5,6 @@ A side may be several processes of one run. A worker calls `serve`; the benchmar
 
 import argparse
 import contextlib
-import functools
 import json
 import os
 import statistics
@@ -41,7 +40,8 @@ def serve(step: Callable[[], Any], others: Mapping[str, Callable[[], dict]], *, 
 
     Args:
         step: starts one training step and returns its loss, as a number or as what becomes one when it is there. As in
-            training, a step is awaited only after the next one has been started.
+            training, a step is awaited only after the next one has been started; where that takes until the step's end,
+            the first time is of two steps and the last nothing, so medians count.
         others: further things that can be asked for, by name.
         about: what the worker says of itself when it is ready.
     """
@@ -74,7 +74,6 @@ class Side:
         commands: of the processes; the first one's answers count.
         cores: process `i` is pinned to the i-th of these lists of cores; None: not pinned.
         environment: variables set for the processes.
-        wait: until the side is ready; otherwise its first use does.
     """
 
     def __init__(
@@ -84,7 +83,6 @@ class Side:
         *,
         cores: Sequence[str] | None = None,
         environment: Mapping[str, str] | None = None,
-        wait: bool = True,
     ):
         self.name = name
         self.processes = []
@@ -99,16 +97,10 @@ class Side:
                     env=os.environ | dict(environment or {}),
                 )
             )
-        assert not wait or self.about
-
-    @functools.cached_property
-    def about(self) -> dict:
-        """What it says of itself when it is ready."""
-        return self._answer()
+        self.about = self._answer()
 
     def ask(self, request: str) -> dict:
         """The first process's answer to a request that all processes get."""
-        assert self.about
         for process in self.processes:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # it has ended: its answer will be missing

@@ -42,6 +42,20 @@ from megajax.settings.flags import parse
 from megajax.settings.validation import validate
 
 
+class Coming:
+    """A number that a GPU computes; to know it waits for that, and not for what the GPU does afterwards."""
+
+    def __init__(self, number: Tensor):
+        self._host = torch.empty((), pin_memory=True)
+        self._host.copy_(number, non_blocking=True)
+        self._there = torch.cuda.Event()
+        self._there.record()
+
+    def __float__(self) -> float:
+        self._there.synchronize()
+        return self._host.item()
+
+
 class Baseline:
     """A training run of `config`: this process's part of the model, and its optimizer."""
 
@@ -78,15 +92,15 @@ class Baseline:
 
     def step(self, arrays: Mapping[str, np.ndarray]) -> float:
         """One optimizer step on the global batch, int32 arrays by name; the loss before it."""
-        return self.start_step(arrays).item()
+        return float(self.start_step(arrays))
 
-    def start_step(self, arrays: Mapping[str, np.ndarray]) -> Tensor:
+    def start_step(self, arrays: Mapping[str, np.ndarray]) -> "Tensor | Coming":
         """`step`, without waiting for a GPU."""
         data = self.config.mesh.data
         rows = self.config.train.global_batch // data
         mine = slice(self.data_rank * rows, (self.data_rank + 1) * rows)
         counts = self.model.num_targets(arrays)
-        per_target = torch.tensor(data / counts, dtype=torch.float32, device=self.device)  # DDP's mean is to be a sum
+        per_target = self._put(data / counts, np.float32)  # DDP's mean is to be a sum
         parts = [self._put(arrays[name][mine]).split(self.config.train.microbatch) for name in self.model.inputs]
         microbatches = list(zip(*parts, strict=True))
 
@@ -106,7 +120,7 @@ class Baseline:
             group["lr"] = learning_rate(self.step_number, self.config.optimizer)
         self.optimizer.step()
         self.step_number += 1
-        return loss
+        return Coming(loss) if self.device.type == "cuda" else loss
 
     def peak_bytes(self) -> int:
         """Most bytes held so far: by tensors of the GPU, or by the process."""
@@ -114,8 +128,8 @@ class Baseline:
             return torch.cuda.max_memory_allocated(self.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    def _put(self, array: np.ndarray) -> Tensor:
-        host = torch.from_numpy(np.array(array, np.int64))
+    def _put(self, array: Any, dtype: type = np.int64) -> Tensor:
+        host = torch.from_numpy(np.array(array, dtype))
         return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
 
     @torch.no_grad()

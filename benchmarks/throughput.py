@@ -147,9 +147,7 @@ def measure(config: Config, flags: list[str], own: argparse.Namespace) -> dict:
         for name, command in commands.items():
             print(f"{name}: compiling and warming up", file=sys.stderr)
             extra = KEEP_FREED_MEMORY if name in PEERS else {}
-            alone = own.device == "cpu"  # where two that compile would take each other's cores
-            sides.append(Side(name, [command], cores=pinned, environment=environment | extra, wait=alone))
-        assert all(side.about for side in sides)
+            sides.append(Side(name, [command], cores=pinned, environment=environment | extra))
         wall, cpu = in_turn_with_cpu(sides, own.rounds, own.steps)
         seconds, cpu_seconds = (dict(zip(commands, times, strict=True)) for times in (wall, cpu))
         peaks = {side.name: side.ask("memory")["peak_bytes"] for side in sides}  # before what the products take

@@ -23,6 +23,10 @@ class Backend:
     expert_block: int = 128  # dropless experts multiply blocks of so many rows (`parallel/grouped.py`),
     expert_bytes: int = 0  # as many at once as have weights of this size; 0: one
 
+    def blocks_at_once(self, weight_bytes: int) -> int:
+        """How many blocks of rows dropless experts multiply at once, whose weights have so many bytes each."""
+        return max(1, self.expert_bytes // weight_bytes)
+
     @property
     def fused_attention(self) -> bool:
         """Whether an implementation may be used whose scores never reach memory."""
@@ -35,11 +39,16 @@ class Backend:
             return self
         return replace(self, attention=tuple(dict.fromkeys((attention, *BLOCKS))))
 
+    def without(self, implementation: str) -> "Backend":
+        """The backend without an implementation of attention."""
+        return replace(self, attention=tuple(name for name in self.attention if name != implementation))
+
     @property
     def deterministic(self) -> "Backend":
         """The backend for `--deterministic`: without cuDNN's attention, whose deterministic form ends the run with an
-        IndexError of XLA (JAX 0.11.2, cuDNN 9.19)."""
-        return replace(self, attention=tuple(name for name in self.attention if name != "cudnn"))
+        IndexError of XLA (JAX 0.11.2, cuDNN 9.19); and one block of experts at a time, since the gradients of several
+        are added in any order."""
+        return replace(self.without("cudnn"), expert_bytes=0)
 
     def block_of(self, length: int) -> int:
         """Queries per block of our own attention: half of the sequence, since keys after a block are skipped; between
@@ -57,7 +66,7 @@ GPU = Backend(
     query_block=128,
     scores_bytes=None,
     transposed_copies=False,
-    expert_bytes=2**28,  # a turn of a loop costs an H200 24 us: one block in each made a step ten times as long
+    expert_bytes=2**28,  # a turn of a loop costs an H200 27 us: one block in each made a step ten times as long
 )
 HOPPER = replace(GPU, attention=("cudnn", "kernel", *BLOCKS))  # the GPUs that our own kernel is for
 

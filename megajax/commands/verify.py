@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> None:
             )
         finally:
             report.stop()
-    report.close(result)
+        report.close(result)
     if args.json:
         print(json.dumps(_finite(report.figures(result) | {"peak_bytes": peak_resident_bytes()}), allow_nan=False))
     if not result.passed:

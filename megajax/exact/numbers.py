@@ -199,8 +199,9 @@ def whole(x: Value) -> tuple[Value, Value]:
 
 
 def matrix_product(x: Value, y: Value) -> Value:
-    """x @ y, from exact products of doubles, if these are more than 4: 16 bits by 31, 32 terms at a time. For larger
-    matrices BLAS would use threads, which wait for each other longer than they compute."""
+    """x @ y, from exact products of doubles, if these are more than 4: 16 bits by 31, 32 terms at a time. Of their sums
+    1,024 are below 2^63. For larger matrices BLAS would use threads, which wait for each other longer than they
+    compute."""
     low, low_y = is_lowest(x), is_lowest(y)
     if low.any() or low_y.any():
         there = np.matmul(low, y[:1] != 0) | np.matmul(x[:1] != 0, low_y)
@@ -217,7 +218,10 @@ def matrix_product(x: Value, y: Value) -> Value:
             each[..., row : row + rows, term : term + 32] @ doubles[..., term : term + 32, :] for each in halves
         )
         high -= np.rint(high / primes) * primes
-        out[..., row : row + rows, :] += (high * 65536 + rest).astype(np.int64)
+        total = out[..., row : row + rows, :]
+        total += (high * 65536 + rest).astype(np.int64)
+        if term // 32 % 1024 == 1023:
+            total[...] = modulo(total)
     return modulo(out)
 
 

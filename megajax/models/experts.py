@@ -215,7 +215,7 @@ class Mixture(nnx.Module):
         local_N = chosen_BTK.reshape(number) - axis_index(EXPERT) * own
         local_N = jnp.where((local_N >= 0) & (local_N < own), local_N, own)  # those of other devices come last
         block, weight = self.backend.expert_block, self.up.weight
-        at_once = max(1, self.backend.expert_bytes // (weight[0].size * weight.dtype.itemsize))
+        at_once = self.backend.blocks_at_once(weight[0].size * weight.dtype.itemsize)
         blocks, place_N = in_blocks(local_N, own, block, at_once)
         nobody_R = jnp.full_like(place_N, number, shape=(blocks.group_MG.size * block,))
         nobody_R = vary(nobody_R, sorted(varying_axes(place_N)))

@@ -18,9 +18,8 @@ H200 (NVL), A100, V100 (SXM2 125 TFLOP/s, PCIe 112, V100S 130) and GB200 NVL72 (
 GPU is an H100, SXM. fp8 is half of the 3,958 TFLOP/s that the data sheets of H100 and H200 give with sparsity (without
 it 1,978.9: https://glennklockwood.com/garden/processors/h100).
 
-**What was calibrated** (`Efficiency`), and on what. It was not changed after our own measurements on
-one H200, which it predicts within 5% (docs/benchmarks/gpu.md). For h100, and assumed for h200, a100 and
-b200:
+**What was calibrated** (`Efficiency`), and on what. It was not changed after our own measurements on one H200, which it
+predicts within 5%, except for dropless experts (docs/benchmarks/gpu.md). For h100, and assumed for h200, a100 and b200:
 
 - products 0.70: two published runs on H100s, MaxText's of 7B and Megatron-LM's of 16B (docs/plan-time.md).
 - attention 0.40: the 9 ms that gpu-compiled.md's figures assume for the 3.6 TFLOP of 8,192 tokens of gpt2-1.2b.

@@ -218,8 +218,10 @@ class Temporaries:
         experts, rows = region.products[0].experts, region.products[0].dims.shape(self._rows)[0]
         rows = rows * self.step.config.mesh.expert + experts * self.backend.expert_block
         (_, hidden, given), (_, taken, _) = (region.products[place].dims.of_row for place in (0, -1))
-        weights = experts * hidden * (given + taken)
-        return self._wide * (rows * (2 * given + 2 * taken + 5 * hidden) + 3 * weights) + 2 * self.backend.expert_bytes
+        weights, weight = experts * hidden * (given + taken), self._wide * hidden * given
+        at_once = min(self.backend.blocks_at_once(weight), rows // self.backend.expert_block)
+        copies = 2 * at_once * weight if at_once > 1 else 0
+        return self._wide * (rows * (2 * given + 2 * taken + 5 * hidden) + 3 * weights) + copies
 
     def _of_all_tokens(self) -> int:
         """Keys and values that a device gathers, and the sums of their gradients."""

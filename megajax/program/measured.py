@@ -112,9 +112,9 @@ def repeated(function: Compute) -> Wrapped:
 
 
 def _with_first(x: Array, number: Array) -> Array:
-    """An array with another first number; integers may be places, and stay."""
+    """An array with another first number, from -1 to 1; integers may be places, and stay."""
     floats = jnp.issubdtype(x.dtype, jnp.floating)
-    return x.at[(0,) * x.ndim].set(number.astype(x.dtype)) if floats else x
+    return x.at[(0,) * x.ndim].set(jnp.clip(number, -1, 1).astype(x.dtype)) if floats else x
 
 
 def _compiling(function: Compute, inputs: Sequence[Array]) -> "Future[Repeated]":

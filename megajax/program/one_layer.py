@@ -197,15 +197,17 @@ def cannot_attend(program: Program, *, training: bool = True) -> tuple[str, str]
     config, asked = program.config, program.config.model.attention
     if asked in ("auto", "blocks"):
         return None
-    if config.deterministic and asked == "cudnn":
-        return "--model.attention cudnn: it fails with --deterministic", "auto, kernel, blocks"
-    if not program.backend.fused_attention:
+    without_cudnn = config.deterministic and asked == "cudnn"  # then no fused attention may be left
+    if not program.backend.fused_attention and not without_cudnn:
         return f"--model.attention {asked}: there is none for these devices", "auto, blocks"
     if not training:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model.forward_only, dropout=0.0))
         program = Program(config, program.mesh, program.backend)
     form = program.form.shapes(config.train.microbatch, tokens=config.model.sequence_length)
     able = OneLayer(program, {name: np.zeros(shape, np.int32) for name, shape in form.items()}).able()
+    if without_cudnn:
+        others = (each for each in able if each != asked)
+        return "--model.attention cudnn: it fails with --deterministic", ", ".join(["auto", *others])
     if asked in able:
         return None
     has = [f"--precision {config.precision}", f"--model.head-size {config.model.head_size}"]

@@ -39,11 +39,13 @@ def measured_backend(
     layer = OneLayer(program, _rows(samples, program.config.train.microbatch))
     questions = layer.questions(candidates)
     numbers = on_first_process(lambda: [*_numbers(questions, run_dir / FORMS)])
-    changes: dict[str, Any] = {}
+    backend = program.backend
     for question, number in zip(questions, numbers, strict=True):
         if number < len(question.forms):
-            changes |= candidates[question.name][list(question.forms)[number]]
-    return dataclasses.replace(program.backend, **changes)
+            backend = dataclasses.replace(backend, **candidates[question.name][list(question.forms)[number]])
+        elif question.name == "attention" and program.config.model.attention == "auto":
+            backend = backend.without("kernel")  # which may be wrong here, or have ended an earlier start
+    return backend
 
 
 def _rows(samples: EndlessSamples, count: int) -> dict[str, np.ndarray]:

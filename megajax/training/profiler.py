@@ -205,8 +205,11 @@ def _own_seconds(events: list[tuple[float, float, str]]) -> list[tuple[str, floa
     for number, (begin, end, _) in enumerate(events):
         while around and events[around[-1]][1] <= begin:
             around.pop()
-        if around:  # on a GPU's stream the next kernel can begin before the last one's end
-            own[around[-1]] -= (min(end, events[around[-1]][1]) - begin) / 1e9
+        rest = begin
+        for place in reversed(around):  # on a GPU's stream the next kernel can begin before the last one's end
+            until = min(end, events[place][1])
+            own[place] -= max(0.0, until - rest) / 1e9
+            rest = max(rest, until)
         around.append(number)
     return [(name, seconds) for (_, _, name), seconds in zip(events, own, strict=True)]
 

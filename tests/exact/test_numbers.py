@@ -71,7 +71,7 @@ def test_the_laws_of_fields() -> None:
     assert all(((each >= 0) & (each < PRIMES[:, None, None])).all() for each in (X, add(X, Y), multiply(X, Y)))
 
 
-@pytest.mark.parametrize(("rows", "terms", "columns"), [(300, 70, 40), (3, 4, 9000), (2, 5, 3)])
+@pytest.mark.parametrize(("rows", "terms", "columns"), [(300, 70, 40), (3, 4, 9000), (2, 5, 3), (1, 70_000, 2)])
 def test_products_of_matrices(rows: int, terms: int, columns: int) -> None:
     """The largest numbers among them, and more than fit into a block."""
     x, y = (np.repeat(PRIMES[:, None, None, None] - 1, size, 2) for size in (rows * terms, terms * columns))

@@ -6,8 +6,9 @@ import json
 import pytest
 from tiny import tiny_config, tiny_program
 
-from megajax.backend import BLOCKS, CPU, candidates_of
+from megajax.backend import BLOCKS, CPU, HOPPER, candidates_of
 from megajax.program import measured
+from megajax.program.program import Program
 from megajax.program.synthetic import random_batch
 from megajax.runs.forms import measured_backend
 from megajax.runs.ownership import FORMS
@@ -29,7 +30,7 @@ class Samples:
 def run(tmp_path, monkeypatch, capsys):
     """Starts a run with what its `answer` finds; returns the backend and what was said."""
 
-    def start(taken="blocks of 32", sizes=SIZES, **options):
+    def start(taken="blocks of 32", sizes=SIZES, backend=CPU, **options):
         def answered(question, seconds):
             if taken is KeyboardInterrupt:
                 raise KeyboardInterrupt
@@ -37,7 +38,8 @@ def run(tmp_path, monkeypatch, capsys):
 
         monkeypatch.setattr("megajax.runs.forms.answer", answered)
         config = dataclasses.replace(tiny_config(sequence_length=64, dropout=0.1, num_layers=1), **options)
-        backend = measured_backend(tiny_program(config), Samples(config), tmp_path, sizes)
+        program = Program(config, tiny_program(config).mesh, backend)
+        backend = measured_backend(program, Samples(config), tmp_path, sizes)
         return backend, capsys.readouterr().out
 
     start.file = tmp_path / FORMS
@@ -71,6 +73,11 @@ def test_a_start_that_ended_while_it_measured_is_no_trap(run):
         run(taken=KeyboardInterrupt)
     backend, said = run()
     assert backend == CPU and "the default is taken, since an earlier start ended while it measured" in said
+
+
+def test_our_kernel_is_not_taken_untried(run):
+    """Where nothing is found to be right, on GPUs that have it."""
+    assert run(taken="", backend=HOPPER)[0].attention == ("cudnn", "blocks")
 
 
 def test_where_nothing_is_measured(run):
