@@ -91,7 +91,6 @@ def check_cases(device: str) -> list[Case]:
 
 def ours(implementation: str, device: str, cases: list[Case], first: int, seconds: float, check: bool) -> None:
     """Every case by one of our implementations."""
-
     from megajax.program import measured
 
     end, failed = time.monotonic() + seconds, False

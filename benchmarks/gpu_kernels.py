@@ -20,7 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from paired import parse_own, random_arrays
+from paired import parse_own
+from throughput import compiled_step
 
 from megajax.config import Config
 from megajax.errors import UserError
@@ -40,18 +41,7 @@ def measure(config: Config, steps: int, folder: Path | None) -> dict:
     start(config)
     import jax
 
-    from megajax.program.program import Program
-    from megajax.program.synthetic import random_batch
-    from megajax.program.train_step import train_step
-
-    program = Program.on(config)
-    rows = program.local_rows
-    arrays = random_batch(config, 0) | random_arrays(config, 0)
-    batch = program.put_batch({name: array[rows] for name, array in arrays.items()}, rows)
-    state = program.layout.init()
-    began = time.perf_counter()
-    compiled = train_step(program).lower(state, batch).compile()
-    compile_seconds = time.perf_counter() - began
+    _, compiled, state, batch, compile_seconds = compiled_step(config)
 
     def seconds(count: int) -> list[float]:
         nonlocal state

@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -46,18 +47,8 @@ def work(config: Config) -> None:
 
     from megajax.models.family import step_products
     from megajax.program.memory import state_bytes
-    from megajax.program.program import Program
-    from megajax.program.synthetic import random_batch
-    from megajax.program.train_step import train_step
 
-    program = Program.on(config)
-    rows = program.local_rows
-    arrays = random_batch(config, 0) | random_arrays(config, 0)
-    batch = program.put_batch({name: array[rows] for name, array in arrays.items()}, rows)
-    state = program.layout.init()
-    began = time.perf_counter()
-    compiled = train_step(program).lower(state, batch).compile()
-    compile_seconds = time.perf_counter() - began
+    program, compiled, state, batch, compile_seconds = compiled_step(config)
     give_back_freed_memory()  # as the training loop does
 
     def step() -> jax.Array:
@@ -95,6 +86,22 @@ def work(config: Config) -> None:
         "state_bytes": sum(state_bytes(program).values()),
     }
     serve(step, {"products": products, "memory": memory}, **about)
+
+
+def compiled_step(config: Config) -> tuple[Any, Any, Any, Any, float]:
+    """The program, its compiled train step, a fresh state, a batch of random tokens, and the seconds to compile."""
+    from megajax.program.program import Program
+    from megajax.program.synthetic import random_batch
+    from megajax.program.train_step import train_step
+
+    program = Program.on(config)
+    rows = program.local_rows
+    arrays = random_batch(config, 0) | random_arrays(config, 0)
+    batch = program.put_batch({name: array[rows] for name, array in arrays.items()}, rows)
+    state = program.layout.init()
+    began = time.perf_counter()
+    compiled = train_step(program).lower(state, batch).compile()
+    return program, compiled, state, batch, time.perf_counter() - began
 
 
 def product_seconds(product: MatrixProduct, dtype) -> float:
