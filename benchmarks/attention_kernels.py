@@ -39,10 +39,10 @@ def compile_one(kernel: str, size: int, rate: float) -> None:
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from megajax.kernels.forward import forward
-    from megajax.kernels.key_gradient import key_gradients
-    from megajax.kernels.query_gradient import query_gradient
-    from megajax.kernels.tiles import Form
+    from megajax.core.kernels.forward import forward
+    from megajax.core.kernels.key_gradient import key_gradients
+    from megajax.core.kernels.query_gradient import query_gradient
+    from megajax.core.kernels.tiles import Form
     from megajax.plan import h200
 
     one = NamedSharding(Mesh(np.array(h200.devices(1)), ("x",)), PartitionSpec())
@@ -146,8 +146,8 @@ def figures(kernel: str, size: int, rate: float, folder: Path | None) -> dict:
 def _tile(kernel: str, size: int, rate: float) -> tuple[int, float, float, int]:
     """Of a step of the loop on a core: the columns of a warpgroup's tile, FLOP of products, bytes loaded; and of a
     kernel the bytes of shared memory."""
-    from megajax.kernels import forward, query_gradient
-    from megajax.kernels.key_gradient import parts_of
+    from megajax.core.kernels import forward, query_gradient
+    from megajax.core.kernels.key_gradient import parts_of
 
     row = 8 * (1 + (rate > 0) + (kernel != "forward"))  # bytes of what is known of a query
     if kernel == "keys":

@@ -22,7 +22,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megajax.errors import RunError
+from megajax.core.errors import RunError
 from megajax.host.ending import run
 
 ROOT = Path(__file__).parents[1]

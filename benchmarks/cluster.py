@@ -32,7 +32,7 @@ from backports import zstd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megajax.data.records import TextDocuments
+from megajax.data.text.records import TextDocuments
 
 _TICK = os.sysconf("SC_CLK_TCK")
 _QUIET = {"DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False", "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "500ms"}

@@ -24,11 +24,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megajax.axes import AXES
-from megajax.config import Config, MeshConfig
-from megajax.errors import UserError
-from megajax.options import as_flag, options
-from megajax.pipeline.schedule import SCHEDULES
+from megajax.core.axes import AXES
+from megajax.core.config import MeshConfig
+from megajax.core.errors import UserError
+from megajax.core.options import as_flag, options
+from megajax.core.pipeline.schedule import SCHEDULES
+from megajax.settings.config import Config
 from megajax.settings.preset_files import names_in_folders, preset_names
 from megajax.settings.presets import load_preset, resolve
 from megajax.settings.validation import validate

@@ -22,17 +22,18 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from megajax.axes import BATCH_AXES, ROW_AXES
-from megajax.backend import CPU
-from megajax.config import Config, MeshConfig, TrainConfig
-from megajax.mesh import ROWS, make_mesh
-from megajax.models.config import ModelConfig
-from megajax.optim.config import OptimizerConfig
-from megajax.parallel.collectives import PIPE, sum_over, vary
-from megajax.parallel.random import Dropout
-from megajax.program.program import Program, scans_layers
-from megajax.program.train_step import loss_and_gradients
-from megajax.settings.launch import avoid_known_faults
+from megajax.core.axes import BATCH_AXES, ROW_AXES
+from megajax.core.backend import CPU
+from megajax.core.config import MeshConfig
+from megajax.core.mesh import ROWS, make_mesh
+from megajax.core.models.config import ModelConfig
+from megajax.core.optim.config import OptimizerConfig
+from megajax.core.parallel.collectives import PIPE, sum_over, vary
+from megajax.core.parallel.random import Dropout
+from megajax.core.program.program import Program, scans_layers
+from megajax.core.program.train_step import loss_and_gradients
+from megajax.settings.config import Config, TrainConfig
+from megajax.start.launch import avoid_known_faults
 
 
 def hand_written(program: Program):

@@ -25,8 +25,8 @@ from pathlib import Path
 
 from chaos import PRESET
 
-from megajax.data.corpus import has_corpus, open_corpus
-from megajax.errors import RunError, UserError
+from megajax.core.errors import RunError, UserError
+from megajax.data.text.corpus import has_corpus, open_corpus
 from megajax.host.ending import run
 from megajax.runs.digests import problem_of, read_manifest
 from megajax.runs.metrics import read_metrics

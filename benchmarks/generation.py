@@ -27,12 +27,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from paired import KEEP_FREED_MEMORY, Side, in_turn, parse_own, serve
 
-from megajax.config import Config
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.core.models.config import ModelConfig
 from megajax.host.ending import run
-from megajax.models.config import ModelConfig
+from megajax.settings.config import Config
 from megajax.settings.flags import parse
-from megajax.settings.launch import start
+from megajax.start.launch import start
 
 BENCHMARKS = Path(__file__).resolve().parent
 BATCHES = (1, 8)
@@ -73,10 +73,10 @@ def our_side(config: Config, new_tokens: int) -> Callable[[Prompts], Prompts]:
     start(config)
     import jax
 
+    from megajax.core.mesh import shardings
+    from megajax.core.program.program import Program
     from megajax.generation.choice import Sampling
     from megajax.generation.decoder import Decoder
-    from megajax.mesh import shardings
-    from megajax.program.program import Program
 
     program = Program.on(config)
     layout, canonical = program.layout, random_weights(config.model)

@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import gpu_forms
 from paired import SHARED_GPU, Failed, Side, in_turn, parse_own
 
-from megajax.config import Config
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.core.models.family import step_flops
 from megajax.host.ending import run
-from megajax.models.family import step_flops
+from megajax.settings.config import Config
 from megajax.settings.flags import parse
 
 BENCHMARKS = Path(__file__).resolve().parent

@@ -6,10 +6,10 @@
 
 A line of JSON for every case, as soon as it is measured: milliseconds and TFLOP/s of the scores that are seen, forward
 and backward, causal, in bf16, of 16,384 tokens of 2,048 features; the results and gradients of ours are held against
-our blocks in fp32 (`megajax/program/measured.py`). The exit code is 1 where one of ours is wrong or fails. `--check`
-has small cases, for being right alone. torch is
-PyTorch's scaled_dot_product_attention, the faster of its flash and cuDNN backends. `choice` is what training with these
-flags would compare at its start, and how long that takes. `--first` leaves out the cases before it.
+our blocks in fp32 (`megajax/core/program/measured.py`). The exit code is 1 where one of ours is wrong or fails.
+`--check` has small cases, for being right alone. torch is PyTorch's scaled_dot_product_attention, the faster of its
+flash and cuDNN backends. `choice` is what training with these flags would compare at its start, and how long that
+takes. `--first` leaves out the cases before it.
 """
 
 import argparse
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from paired import parse_own
 
-from megajax.errors import UserError
+from megajax.core.errors import UserError
 from megajax.host.ending import run
 from megajax.settings.flags import parse
 
@@ -91,7 +91,7 @@ def check_cases(device: str) -> list[Case]:
 
 def ours(implementation: str, device: str, cases: list[Case], first: int, seconds: float, check: bool) -> None:
     """Every case by one of our implementations."""
-    from megajax.program import measured
+    from megajax.core.program import measured
 
     end, failed = time.monotonic() + seconds, False
     for number, case in enumerate(cases[first:], first):
@@ -119,18 +119,18 @@ def ours(implementation: str, device: str, cases: list[Case], first: int, second
 
 
 def question(implementation: str, device: str, case: Case) -> Any:
-    """The case, for `megajax.program.measured`; without forms where the implementation cannot do it."""
+    """The case, for `megajax.core.program.measured`; without forms where the implementation cannot do it."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec as P
 
-    from megajax.backend import BLOCKS, CPU, GPU
-    from megajax.mesh import make_mesh
-    from megajax.models.attend import IMPLEMENTATIONS, attend
-    from megajax.models.attention_mask import AttentionMask
-    from megajax.models.attention_setting import Setting
-    from megajax.parallel.random import Dropout
-    from megajax.program.measured import Question
+    from megajax.core.backend import BLOCKS, CPU, GPU
+    from megajax.core.mesh import make_mesh
+    from megajax.core.models.attend import IMPLEMENTATIONS, attend
+    from megajax.core.models.attention_mask import AttentionMask
+    from megajax.core.models.attention_setting import Setting
+    from megajax.core.parallel.random import Dropout
+    from megajax.core.program.measured import Question
 
     place_T = np.arange(case.length, dtype=np.int32)
     positions_BT = np.tile(place_T % (case.length // NUM_DOCUMENTS), (case.rows, 1))
@@ -237,15 +237,15 @@ def figures(case: Case, forward_ms: float, both_ms: float) -> dict:
 
 def choice(flags: list[str]) -> None:
     """What training with these flags compares at its start."""
-    from megajax.settings.launch import start
+    from megajax.start.launch import start
 
     config = parse(flags, str(__doc__).partition("\n")[0], "gpu_attention.py")
     start(config)
-    from megajax.backend import CANDIDATES
-    from megajax.program.measured import answer
-    from megajax.program.one_layer import OneLayer
-    from megajax.program.program import Program
-    from megajax.program.synthetic import random_batch
+    from megajax.core.backend import CANDIDATES
+    from megajax.core.program.measured import answer
+    from megajax.core.program.one_layer import OneLayer
+    from megajax.core.program.program import Program
+    from megajax.core.program.synthetic import random_batch
     from megajax.runs.forms import SECONDS
 
     began, program = time.perf_counter(), Program.on(config)

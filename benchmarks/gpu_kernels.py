@@ -23,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from paired import parse_own
 from throughput import compiled_step
 
-from megajax.config import Config
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.core.models.family import step_flops
 from megajax.host.ending import run
-from megajax.models.family import step_flops
+from megajax.settings.config import Config
 from megajax.settings.flags import parse
-from megajax.settings.launch import start
+from megajax.start.launch import start
 
 PEAK = 989e12  # dense bf16 FLOP/s of an H100 or H200, by the data sheet
 TRACED = 2  # steps

@@ -19,10 +19,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megajax.config import Config
 from megajax.plan.compiled import for_h200s
+from megajax.settings.config import Config
 from megajax.settings.flags import parse
-from megajax.settings.launch import imagine_devices
+from megajax.start.launch import imagine_devices
 
 KINDS = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute"
 COLLECTIVE = re.compile(rf" ({KINDS})(-start|-done)?\(%?([\w.\-]+)")

@@ -17,13 +17,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megajax.backend import GPU
-from megajax.config import Config
-from megajax.models.family import step_flops
+from megajax.core.backend import GPU
+from megajax.core.models.family import step_flops
+from megajax.core.program.program import scans_layers
 from megajax.plan.compiled import for_h200s
-from megajax.program.program import scans_layers
+from megajax.settings.config import Config
 from megajax.settings.flags import parse
-from megajax.settings.launch import imagine_devices
+from megajax.start.launch import imagine_devices
 
 PEAK, PRODUCTS, COPIES = 989e12, 790e12, 4.3e12  # FLOP/s dense bf16 by the data sheet and reached; bytes/s
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}

@@ -27,7 +27,7 @@ from chaos import PRESET
 from full_disk import Command, check_run, losses
 from read_only import forbidden_folders
 
-from megajax.errors import RunError
+from megajax.core.errors import RunError
 from megajax.host.ending import run
 from megajax.runs.lock import ABANDONED_AFTER, NAME, TOUCHED_EVERY
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from megajax.data.indexed import IndexedDataset
+from megajax.data.text.indexed import IndexedDataset
 from megajax.runs.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -23,9 +23,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megajax.pipeline.deferral import Deferring
-from megajax.pipeline.schedule import make_schedule
-from megajax.pipeline.timing import StageTimes, timeline
+from megajax.core.pipeline.deferral import Deferring
+from megajax.core.pipeline.schedule import make_schedule
+from megajax.core.pipeline.timing import StageTimes, timeline
 from megajax.plan.machines import MACHINES, Machine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,7 +93,7 @@ def _timeline(
     return Picture(
         f"-m megajax schedule --plot OUT/timeline.png {flags}" + " --pipeline.weight-gradients deferred" * deferred,
         "timeline.png",
-        ("megajax/pipeline/picture.py",),
+        ("megajax/commands/timeline_picture.py",),
         shows=lambda: _spans(stages, microbatches, name, chunks, deferred),
     )
 

@@ -16,15 +16,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 
-from megajax.config import Config, MeshConfig, TrainConfig
-from megajax.mesh import make_mesh
-from megajax.models.config import ModelConfig
-from megajax.optim.config import OptimizerConfig
-from megajax.pipeline.config import PipelineConfig
-from megajax.program.memory import residual_bytes
-from megajax.program.program import Program
-from megajax.program.train_step import loss_and_gradients
-from megajax.settings.launch import avoid_known_faults
+from megajax.core.config import MeshConfig
+from megajax.core.mesh import make_mesh
+from megajax.core.models.config import ModelConfig
+from megajax.core.optim.config import OptimizerConfig
+from megajax.core.pipeline.config import PipelineConfig
+from megajax.core.program.memory import residual_bytes
+from megajax.core.program.program import Program
+from megajax.core.program.train_step import loss_and_gradients
+from megajax.settings.config import Config, TrainConfig
+from megajax.start.launch import avoid_known_faults
 
 CASES = [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("gpipe", 1)]
 

@@ -24,11 +24,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megajax.config import Config, DistributedConfig, MeshConfig, TrainConfig
+from megajax.core.config import MeshConfig
+from megajax.core.models.config import ModelConfig
+from megajax.core.optim.config import OptimizerConfig
+from megajax.core.pipeline.config import PipelineConfig
 from megajax.host.ending import run
-from megajax.models.config import ModelConfig
-from megajax.optim.config import OptimizerConfig
-from megajax.pipeline.config import PipelineConfig
+from megajax.settings.config import Config, DistributedConfig, TrainConfig
 
 CASES = [("1f1b", 1, "replicated"), ("interleaved", 2, "replicated"), ("gpipe", 1, "replicated"), ("1f1b", 1, "split")]
 DEFERRED_CASES = CASES[:2]
@@ -52,11 +53,11 @@ def work(args: argparse.Namespace, process: int) -> None:
         optimizer=OptimizerConfig(learning_rate=1e-3, decay_steps=10),
         distributed=DistributedConfig(coordinator=args.coordinator, num_processes=2, process_id=process),
     )  # fmt: skip
-    from megajax.settings.launch import start
+    from megajax.start.launch import start
 
     start(config)
-    from megajax.mesh import make_mesh
-    from megajax.program.program import Program
+    from megajax.core.mesh import make_mesh
+    from megajax.core.program.program import Program
 
     program = Program(config, make_mesh(pipe=2))
     figures |= compare(program, args.rounds) if args.deferred else alone(program)
@@ -86,9 +87,9 @@ def compare(program: Any, rounds: int) -> dict:
     import jax
     import numpy as np
 
-    from megajax.pipeline.timing import StageTimes, wall_time
-    from megajax.program.synthetic import placed_batch
-    from megajax.program.train_step import loss_and_gradients
+    from megajax.core.pipeline.timing import StageTimes, wall_time
+    from megajax.core.program.synthetic import placed_batch
+    from megajax.core.program.train_step import loss_and_gradients
     from megajax.training.pipeline_timing import Passes, with_weight_gradients
 
     programs = {when: with_weight_gradients(program, when) for when in ("together", "deferred")}

@@ -16,11 +16,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megajax.axes import AXES, CONTEXT
-from megajax.config import Config
-from megajax.options import options
-from megajax.settings.launch import imagine_devices
+from megajax.core.axes import AXES, CONTEXT
+from megajax.core.options import options
+from megajax.settings.config import Config
 from megajax.settings.presets import load_preset, resolve
+from megajax.start.launch import imagine_devices
 
 _SECTIONS = "train.", "pipeline.", "optimizer.", "model.", ""
 _ROW = "| {:<16} | {:<8} | {} | {} | {} | {:.2f} |"
@@ -92,7 +92,7 @@ def compare(case: str, *, gpus: bool, scanned: bool) -> dict:
     """Compile a case here."""
     config = configuration(case, scanned=scanned)
     imagine_devices(config)
-    from megajax.backend import CPU, GPU
+    from megajax.core.backend import CPU, GPU
     from megajax.plan.compiled import compiled_step
     from megajax.plan.memory import memory
 

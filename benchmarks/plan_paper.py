@@ -13,9 +13,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megajax.config import Config
 from megajax.plan.machines import MACHINES
 from megajax.plan.time import StepTime, step_time
+from megajax.settings.config import Config
 from megajax.settings.presets import load_preset, resolve
 
 CALIBRATED, PREDICTED = "calibrated on", "predicted"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megajax.config import MeshConfig
+from megajax.core.config import MeshConfig
 from megajax.settings.preset_files import preset_names
 from megajax.settings.presets import load_preset, resolve
 from megajax.settings.validation import nearest_mesh

@@ -20,14 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jax
 from paired import parse_own
 
-from megajax.errors import RunError
+from megajax.core.errors import RunError
+from megajax.core.program.program import Program
+from megajax.core.program.synthetic import random_batch
+from megajax.core.program.train_step import train_step
 from megajax.host.ending import run
 from megajax.host.processes import Poll, is_first_process
-from megajax.program.program import Program
-from megajax.program.synthetic import random_batch
-from megajax.program.train_step import train_step
 from megajax.settings.flags import parse
-from megajax.settings.launch import start
+from megajax.start.launch import start
 
 
 def measure(flags: list[str], rounds: int, steps: int) -> dict[str, float]:

@@ -20,8 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import load_tokenizer
+from megajax.data.text.tokenizer import Tokenizer
+from megajax.data.text.tokenizers import load_tokenizer
 from megajax.host.ending import run
 from megajax.preparation.duplicates import HASHES, band_hashes
 from megajax.preparation.similarity import gram_set, normalised

@@ -1,4 +1,4 @@
-"""BERT of `transformers`, the same function of the same weights as `megajax.models.bert`, on one device:
+"""BERT of `transformers`, the same function of the same weights as `megajax.core.models.bert`, on one device:
 `MegatronBertForPreTraining` for the layer order "pre", `BertForPreTraining` for "post".
 
 Letters: B batch, T tokens, M masked tokens, V vocabulary, C classes.
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from megajax.models.config import ModelConfig
+from megajax.core.models.config import ModelConfig
 
 IGNORED = -1  # target of what is not predicted
 _CLASSES = {

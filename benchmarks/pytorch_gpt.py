@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megajax.models.config import ModelConfig
+from megajax.core.models.config import ModelConfig
 
 IGNORED = -1  # target of a token that is not predicted
 Group = Any  # dist.ProcessGroup | None; a build of torch without distributed has no such class

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from megajax.models.config import ModelConfig
+from megajax.core.models.config import ModelConfig
 
 IGNORED = -1  # target of a token that is not predicted
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megajax.errors import UserError
-from megajax.models.config import ModelConfig
+from megajax.core.errors import UserError
+from megajax.core.models.config import ModelConfig
 
 
 @dataclass(frozen=True)

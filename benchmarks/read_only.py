@@ -11,7 +11,7 @@ from pathlib import Path
 
 from full_disk import Command
 
-from megajax.errors import RunError, UserError
+from megajax.core.errors import RunError, UserError
 
 NOBODY = 65534
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from megajax.host.ending import run
 from megajax.settings.flags import parse
-from megajax.settings.launch import start
+from megajax.start.launch import start
 
 
 def needed(function: Any, *types: Any) -> int:
@@ -28,10 +28,10 @@ def main() -> None:
     """Print one line of JSON."""
     config = parse(sys.argv[1:], "What saving needs of the devices' memory.")
     start(config)
-    from megajax.parallel.collectives import PIPE, spec_axes
-    from megajax.program.program import Program
-    from megajax.program.state import is_stacked
-    from megajax.program.transfer import Transfer
+    from megajax.core.parallel.collectives import PIPE, spec_axes
+    from megajax.core.program.program import Program
+    from megajax.core.program.state import is_stacked
+    from megajax.core.program.transfer import Transfer
 
     layout = Program.on(config).layout
     transfer = Transfer(layout)

@@ -19,13 +19,14 @@ path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jax
 import jax.numpy as jnp
 
-from megajax.config import Config, MeshConfig
-from megajax.models.family import count_parameters
-from megajax.program.program import Program
-from megajax.program.synthetic import random_batch
-from megajax.program.train_step import train_step
-from megajax.settings.launch import avoid_known_faults
+from megajax.core.config import MeshConfig
+from megajax.core.models.family import count_parameters
+from megajax.core.program.program import Program
+from megajax.core.program.synthetic import random_batch
+from megajax.core.program.train_step import train_step
+from megajax.settings.config import Config
 from megajax.settings.presets import load_preset, resolve
+from megajax.start.launch import avoid_known_faults
 
 jax.config.update("jax_num_cpu_devices", 8)
 

@@ -27,12 +27,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from paired import KEEP_FREED_MEMORY, SHARED_GPU, Side, in_turn_with_cpu, parse_own, random_arrays, serve
 from pytorch_peers import peer_of
 
-from megajax.config import Config
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.core.models.family import MatrixProduct, step_flops
 from megajax.host.ending import run
-from megajax.models.family import MatrixProduct, step_flops
+from megajax.settings.config import Config
 from megajax.settings.flags import parse
-from megajax.settings.launch import give_back_freed_memory, may_use_gpus, start
+from megajax.start.launch import give_back_freed_memory, may_use_gpus, start
 
 BENCHMARKS = Path(__file__).resolve().parent
 DEFAULT = str(BENCHMARKS / "gpt-4x512.toml")
@@ -45,8 +45,8 @@ def work(config: Config) -> None:
     import flax
     import jax
 
-    from megajax.models.family import step_products
-    from megajax.program.memory import state_bytes
+    from megajax.core.models.family import step_products
+    from megajax.core.program.memory import state_bytes
 
     program, compiled, state, batch, compile_seconds = compiled_step(config)
     give_back_freed_memory()  # as the training loop does
@@ -90,9 +90,9 @@ def work(config: Config) -> None:
 
 def compiled_step(config: Config) -> tuple[Any, Any, Any, Any, float]:
     """The program, its compiled train step, a fresh state, a batch of random tokens, and the seconds to compile."""
-    from megajax.program.program import Program
-    from megajax.program.synthetic import random_batch
-    from megajax.program.train_step import train_step
+    from megajax.core.program.program import Program
+    from megajax.core.program.synthetic import random_batch
+    from megajax.core.program.train_step import train_step
 
     program = Program.on(config)
     rows = program.local_rows
@@ -109,7 +109,7 @@ def product_seconds(product: MatrixProduct, dtype) -> float:
     import jax
     import jax.numpy as jnp
 
-    from megajax.program.measured import milliseconds, repeated
+    from megajax.core.program.measured import milliseconds, repeated
 
     shapes = ((product.batch, product.rows, product.inner), (product.batch, product.inner, product.columns))
     if product.batch == 1:

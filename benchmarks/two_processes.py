@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from paired import KEEP_FREED_MEMORY, Side, in_turn, in_turn_with_cpu, parse_own
 
-from megajax.errors import UserError
+from megajax.core.errors import UserError
 from megajax.host.ending import run
 from megajax.settings.flags import parse
 

@@ -25,12 +25,12 @@ __all__ = [
 
 if TYPE_CHECKING:
     from megajax import exact
-    from megajax.config import Config
-    from megajax.errors import RunError, UserError
+    from megajax.core.errors import RunError, UserError
     from megajax.library.beginning import init, load_preset, make_program, restore
     from megajax.library.evaluating import evaluate
     from megajax.library.model import Model
     from megajax.library.plain import PlainModel
+    from megajax.settings.config import Config
 else:
     _MODULES = {
         "config": ["Config"],

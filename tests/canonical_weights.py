@@ -7,15 +7,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from megajax.config import Config
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.families import exchange_for
 from megajax.convert.importing import Source, write_run
 from megajax.convert.weights import Tensor, to_tensors, weight_of, whole_model
-from megajax.data.tokenizer import Tokenizer
-from megajax.models.config import ModelConfig
-from megajax.program.program import Program
-from megajax.program.state import TrainState
+from megajax.core.models.config import ModelConfig
+from megajax.core.program.program import Program
+from megajax.core.program.state import TrainState
+from megajax.data.text.tokenizer import Tokenizer
+from megajax.settings.config import Config
 
 
 def from_tensors(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import hypothesis
 import jax
 import pytest
 
-from megajax.private import has_fusion_emitters
-from megajax.settings.launch import avoid_known_faults, give_back_freed_memory
+from megajax.core.private import has_fusion_emitters
+from megajax.start.launch import avoid_known_faults, give_back_freed_memory
 
 # Eight devices share a few cores here, so a collective may wait long for its slowest member: late is not dead.
 XLA_FLAGS = [

@@ -9,8 +9,8 @@ import jax
 from jax.sharding import NamedSharding
 from tiny import abstract_batch, tiny_config, tiny_program
 
-from megajax.config import Config
-from megajax.program.train_step import loss_and_gradients, train_step
+from megajax.core.program.train_step import loss_and_gradients, train_step
+from megajax.settings.config import Config
 from megajax.verify import Collective, collectives
 
 LAYERS, HIDDEN, TOKENS, ROWS = 6, 24, 17, 3  # no size of an activation is that of the vocabulary, 128 rows

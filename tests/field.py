@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from megajax.config import Config
+from megajax.core.program.program import Batch
+from megajax.core.program.train_step import loss_and_gradients
 from megajax.plan.communication import communication, totals
-from megajax.program.program import Batch
-from megajax.program.train_step import loss_and_gradients
+from megajax.settings.config import Config
 from megajax.verify.comparison import named_leaves
 from megajax.verify.exact import compare_exactly
 from megajax.verify.fields import Drawn, ExactStep, Values, run_step

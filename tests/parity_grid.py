@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from tiny import LLAMA, OLMO2, QWEN3, tiny_config
 
-from megajax.config import Config
-from megajax.models.lora_config import LoraConfig
-from megajax.pipeline.schedule import SCHEDULES
+from megajax.core.models.lora_config import LoraConfig
+from megajax.core.pipeline.schedule import SCHEDULES
+from megajax.settings.config import Config
 
 MESHES = [(1, 1, 1), (2, 1, 1), (4, 1, 2), (8, 1, 1), (1, 1, 8)]  # heads = tensor size in the last one
 PIPES = [(1, 2, 4), (1, 4, 1), (2, 2, 2), (1, 4, 2), (1, 8, 1)]

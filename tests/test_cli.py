@@ -13,7 +13,7 @@ import pytest
 from tiny import user_error
 
 import megajax
-from megajax.cli import COMMANDS, main
+from megajax.__main__ import COMMANDS, main
 from megajax.settings.preset_files import find_preset, preset_folders
 
 ROOT = Path(__file__).parents[1]

@@ -23,10 +23,10 @@ from counting import (
 from jax.sharding import PartitionSpec as P
 from tiny import LLAMA, QWEN3, full, tiny_config, tiny_program
 
-from megajax.mesh import mesh_spec
-from megajax.parallel.collectives import varying_axes
-from megajax.parallel.random import Dropout
-from megajax.program.train_step import train_step
+from megajax.core.mesh import mesh_spec
+from megajax.core.parallel.collectives import varying_axes
+from megajax.core.parallel.random import Dropout
+from megajax.core.program.train_step import train_step
 from megajax.verify import COLLECTIVES, collectives, collectives_of
 
 # Of activations, beside the layers: one for the embedding forward, one for the head backward; an embedding that is not

@@ -13,17 +13,17 @@ from field import loss_and_exact_gradients
 from parity_grid import cover, deferring, name, of
 from tiny import LLAMA, drawn_params, full, tiny_config, tiny_program
 
-from megajax.backend import CPU
-from megajax.config import Config
-from megajax.errors import UserError
-from megajax.models.context_attention import context_way, elements_sent
-from megajax.models.lora_config import LoraConfig
+from megajax.core.backend import CPU
+from megajax.core.errors import UserError
+from megajax.core.models.context_attention import context_way, elements_sent
+from megajax.core.models.lora_config import LoraConfig
+from megajax.core.program.communication import Collective, equations
+from megajax.core.program.program import Program, training_way
+from megajax.core.program.scoring import scores
+from megajax.core.program.synthetic import placed_batch, random_batch
+from megajax.core.program.train_step import train_step_with_gradients
 from megajax.plan.sizes import Sizes
-from megajax.program.communication import Collective, equations
-from megajax.program.program import Program, training_way
-from megajax.program.scoring import scores
-from megajax.program.synthetic import placed_batch, random_batch
-from megajax.program.train_step import train_step_with_gradients
+from megajax.settings.config import Config
 from megajax.settings.validation import validate
 from megajax.verify import Comparison, compare
 from megajax.verify.forms import in_blocks

@@ -10,16 +10,16 @@ import pytest
 from parity_grid import cover, deferring, name
 from tiny import MIXTURE, tiny_config, tiny_program, user_error
 
-from megajax.models.attention_mask import CAUSAL
-from megajax.models.context import Context
-from megajax.models.decoder.model import real_tokens
-from megajax.models.experts import capacity_of
-from megajax.models.router import LOAD, Router, bias_step
-from megajax.parallel.boundary import F_AND_G
-from megajax.parallel.random import Dropout, NamedKey
+from megajax.core.models.attention_mask import CAUSAL
+from megajax.core.models.context import Context
+from megajax.core.models.decoder.model import real_tokens
+from megajax.core.models.experts import capacity_of
+from megajax.core.models.router import LOAD, Router, bias_step
+from megajax.core.parallel.boundary import F_AND_G
+from megajax.core.parallel.random import Dropout, NamedKey
+from megajax.core.program.synthetic import random_batch
+from megajax.core.program.train_step import train_step_with_gradients
 from megajax.plan.communication import communication, totals
-from megajax.program.synthetic import random_batch
-from megajax.program.train_step import train_step_with_gradients
 from megajax.settings.validation import validate
 from megajax.verify import Comparison, compare
 from megajax.verify.comparison import Leaves

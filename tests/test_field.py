@@ -28,8 +28,8 @@ from parity_grid import (
 )
 from tiny import LLAMA, MIXTURE, full, tiny_config
 
-from megajax.config import Config
-from megajax.models.lora_config import LoraConfig
+from megajax.core.models.lora_config import LoraConfig
+from megajax.settings.config import Config
 from megajax.verify.shrink import shown
 
 

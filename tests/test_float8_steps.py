@@ -16,26 +16,26 @@ from parity_grid import DECODERS, GPTS, LORA, LORAS, config_of, name, pairwise
 from parity_grid import row as row_of
 from tiny import MIXTURE, QWEN3, drawn_params, full, tiny_config, tiny_program
 
-from megajax.backend import CPU
-from megajax.config import Config
+from megajax.core.backend import CPU
+from megajax.core.models.lora_config import LoraConfig
+from megajax.core.parallel.float8 import FLOAT8
+from megajax.core.precision import E4M3
+from megajax.core.program.bind import look_into
+from megajax.core.program.communication import collectives_of
+from megajax.core.program.memory import kept_bytes
+from megajax.core.program.program import Program
+from megajax.core.program.scoring import logits
+from megajax.core.program.synthetic import placed_batch
+from megajax.core.program.train_step import train_step
+from megajax.core.program.transfer import Transfer
 from megajax.generation.choice import Sampling
 from megajax.generation.decoder import Decoder
 from megajax.generation.window import continue_in_windows
 from megajax.library.plain import PlainModel
-from megajax.models.lora_config import LoraConfig
-from megajax.parallel.float8 import FLOAT8
 from megajax.plan.communication import communication, totals
 from megajax.plan.memory import memory
 from megajax.plan.traced import step_cost
-from megajax.precision import E4M3
-from megajax.program.bind import look_into
-from megajax.program.communication import collectives_of
-from megajax.program.memory import kept_bytes
-from megajax.program.program import Program
-from megajax.program.scoring import logits
-from megajax.program.synthetic import placed_batch
-from megajax.program.train_step import train_step
-from megajax.program.transfer import Transfer
+from megajax.settings.config import Config
 from megajax.verify.check import all_checks, check
 from megajax.verify.comparison import limits_of_edges
 from megajax.verify.forms import in_blocks, one_device, plain, with_axes

@@ -11,14 +11,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from tiny import tiny_config
 
-from megajax.backend import BLOCKS, CANDIDATES, GPU
-from megajax.mesh import make_mesh
-from megajax.models.attend import IMPLEMENTATIONS, attend
-from megajax.models.attention_mask import CAUSAL, AttentionMask
-from megajax.models.attention_setting import Setting
-from megajax.parallel.random import Dropout
-from megajax.program.program import Program
-from megajax.program.synthetic import random_batch
+from megajax.core.backend import BLOCKS, CANDIDATES, GPU
+from megajax.core.mesh import make_mesh
+from megajax.core.models.attend import IMPLEMENTATIONS, attend
+from megajax.core.models.attention_mask import CAUSAL, AttentionMask
+from megajax.core.models.attention_setting import Setting
+from megajax.core.parallel.random import Dropout
+from megajax.core.program.program import Program
+from megajax.core.program.synthetic import random_batch
 from megajax.runs.forms import measured_backend
 from megajax.verify import compare, trace
 

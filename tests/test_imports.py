@@ -8,20 +8,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import megajax
-from megajax.cli import COMMANDS
+from megajax.__main__ import COMMANDS
 from megajax.commands.convert import ACTIONS
 
 PACKAGE = Path(megajax.__file__).parent
-NAMES = "config settings.presets settings.flags settings.validation options errors cli commands data.corpus data.loader"
-NAMES += " pipeline.schedule pipeline.timing"
+NAMES = "core.options core.errors core.pipeline.schedule core.pipeline.timing settings.presets settings.flags"
+NAMES += " settings.validation __main__ commands data.text.corpus data.samples.loader"
 
 
 def test_configuration_and_data_need_no_jax() -> None:
     """Nor Grain, which imports JAX, and the tokenizer library; data uses these two where they are needed. The command
     line and its errors come before JAX, which takes seconds to start."""
-    sections = [f"{file.parent.name}.config" for file in PACKAGE.glob("*/config.py")]
+    sections = [".".join(file.relative_to(PACKAGE).with_suffix("").parts) for file in PACKAGE.rglob("config.py")]
     given = [f"{folder}.options" for folder in ("generation", "preparation")]
-    assert {"models.config", "optim.config", "pipeline.config", "data.config"} <= set(sections)
+    assert {"core.config", "core.models.config", "core.pipeline.config", "data.config"} <= set(sections)
     script = (
         "import importlib, json, sys\n"
         "for name in sys.argv[1:]:\n"
@@ -44,7 +44,7 @@ def test_no_help_needs_more_than_the_configuration() -> None:
     """Of all commands in one process, where nothing that takes long to import may be imported afterwards."""
     script = (
         "import contextlib, io, json, sys\n"
-        "from megajax.cli import main\n"
+        "from megajax.__main__ import main\n"
         "for line in sys.argv[1:]:\n"
         "    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):\n"
         "        main([*line.split(), '--help'])\n"
@@ -61,7 +61,7 @@ def test_no_help_needs_more_than_the_configuration() -> None:
 def test_private_names_stand_in_one_module() -> None:
     """Those of JAX and Orbax, each with the public way that is hoped for."""
     found = {str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py") if "._src" in file.read_text()}
-    assert found == {"private.py"}
+    assert found == {"core/private.py"}
 
 
 ELSEWHERE = {  # pieces of messages that say it in a variable
@@ -69,11 +69,11 @@ ELSEWHERE = {  # pieces of messages that say it in a variable
     "_ADVICE}",
     "_VALID}",
     "near}",  # megajax/settings/flags.py and presets.py: the nearest names
-    "option.flag} {problem}",  # megajax/options.py: `Option.problem`
+    "option.flag} {problem}",  # megajax/core/options.py: `Option.problem`
     "name} {reason}",  # megajax/settings/flags.py: what `_Value` says
     "where}: {error}",  # megajax/settings/presets.py: what is wrong with a base
     "path}: {error}",  # megajax/host/reading.py: of `TooLong`
-    "flag}: {file}: {error}",  # megajax/data/records.py, megajax/tasks/sources.py: of `reading.TooLong`
+    "flag}: {file}: {error}",  # megajax/data/text/records.py, megajax/data/tasks/sources.py: of `reading.TooLong`
     "its standard error says why",
     "UserError(value)",  # megajax/host/limited.py: that of the function
 }

@@ -13,10 +13,10 @@ from parity_grid import row as row_of
 from tiny import full, tiny_config, tiny_program
 
 from megajax import verify
-from megajax.pipeline import executor, stages
-from megajax.pipeline.schedule import SCHEDULES, ScheduleKind, Ticks
-from megajax.private import has_fusion_emitters
-from megajax.program.state import TrainState
+from megajax.core.pipeline import executor, stages
+from megajax.core.pipeline.schedule import SCHEDULES, ScheduleKind, Ticks
+from megajax.core.private import has_fusion_emitters
+from megajax.core.program.state import TrainState
 from megajax.verify import Comparison, Trace, compare
 from megajax.verify.run import drawn_state
 
@@ -36,7 +36,8 @@ def reference(num_layers: int, vocab_size: int, model: str = "gpt2") -> Trace:
 
 @functools.cache
 def initial(num_layers: int, vocab_size: int, model: str = "gpt2") -> TrainState:
-    """The state that all begin with: what a mesh draws by itself is compared elsewhere (tests/models/test_gpt.py)."""
+    """The state that all begin with: what a mesh draws by itself is compared elsewhere
+    (tests/core/models/test_gpt.py)."""
     return drawn_state(tiny_program(tiny_config(num_layers=num_layers, vocab_size=vocab_size, **of(model))))
 
 

@@ -8,16 +8,17 @@ import jax
 import numpy as np
 import pytest
 
-from megajax.config import Config, MeshConfig, TrainConfig
+from megajax.core.config import MeshConfig
+from megajax.core.errors import UserError
+from megajax.core.mesh import shardings
+from megajax.core.models.config import ModelConfig
+from megajax.core.models.lora_config import LoraConfig
+from megajax.core.optim.config import OptimizerConfig
+from megajax.core.parallel.random import RandomBits
+from megajax.core.pipeline.config import PipelineConfig
+from megajax.core.program.program import Program, batch_form
 from megajax.data.config import DataConfig
-from megajax.errors import UserError
-from megajax.mesh import shardings
-from megajax.models.config import ModelConfig
-from megajax.models.lora_config import LoraConfig
-from megajax.optim.config import OptimizerConfig
-from megajax.parallel.random import RandomBits
-from megajax.pipeline.config import PipelineConfig
-from megajax.program.program import Program, batch_form
+from megajax.settings.config import Config, TrainConfig
 from megajax.verify.run import drawn_weights
 
 # Words of decoders; of the second, heads of keys are fewer than devices where a tensor group has more than two.

@@ -6,14 +6,14 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megajax.config import Config
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.core.options import suggest
 from megajax.host import completion
 from megajax.host.paths import check_path
 from megajax.host.transcript import printable
-from megajax.options import suggest
+from megajax.settings.config import Config
 from megajax.settings.flags import Parser
-from megajax.settings.launch import start
+from megajax.start.launch import start
 
 
 def import_hf(argv: Sequence[str]) -> None:
@@ -140,6 +140,6 @@ def _start(config: Config) -> None:
 
 
 def _parameters(config: Config) -> int:
-    from megajax.models.family import count_parameters
+    from megajax.core.models.family import count_parameters
 
     return count_parameters(dataclasses.replace(config.model, vocab_multiple=1))

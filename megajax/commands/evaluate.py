@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megajax.data.inputs import check_input
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.core.options import Option, Range
+from megajax.data.tasks.registry import TASKS
+from megajax.data.text.inputs import check_input
 from megajax.evaluation.options import OVERLAPPING, PAPER_OVERLAP, PRETRAINED
 from megajax.host.paths import check_path
-from megajax.options import Option, Range
 from megajax.runs.ownership import check_outside_runs
 from megajax.settings.flags import Parser, add_flag
-from megajax.tasks.registry import TASKS
 
 USAGE = "TASK --checkpoint RUN [RUN ...] [--step N|latest|best] [--data PATH [PATH ...]] [--flag value ...]"
 CONFIG_FLAGS = ("mesh", "pipeline.vocabulary", "distributed", "simulate_devices", "precision", "train.microbatch")

@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megajax.config import Config
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.core.options import Option
+from megajax.core.traits import IS_PATH
 from megajax.generation.options import GenerateOptions, template_args
 from megajax.host.paths import check_path
-from megajax.options import Option
+from megajax.settings.config import Config
 from megajax.settings.flags import Parser, add_flag
-from megajax.traits import IS_PATH
 
 CONFIG_FLAGS = ("mesh", "distributed", "simulate_devices", "precision", "compilation_cache", "compilation_cache_size")
 
@@ -77,9 +77,9 @@ def main(argv: Sequence[str]) -> None:
 
 def _prompts(args: argparse.Namespace) -> list[Any]:
     """The texts to continue, or the conversations with `--chat`; none with `--interactive`."""
-    from megajax.data.chat import Chat
+    from megajax.data.tasks.instructions import conversation
+    from megajax.data.text.chat import Chat
     from megajax.generation.text import read_prompts
-    from megajax.tasks.instructions import conversation
 
     if args.interactive:
         for name in ("prompt", "prompt_file", "json"):

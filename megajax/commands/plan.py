@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megajax.commands.plots import check_plot, plot_atomically
-from megajax.config import MOST_SIMULATED, Config
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.core.options import OneOf, Option, between
 from megajax.host.signals import Stopped, stop_signals
-from megajax.options import OneOf, Option, between
 from megajax.plan.h200 import compiles_for
 from megajax.plan.machines import MACHINES, Machine, peak_of
+from megajax.settings.config import MOST_SIMULATED, Config
 from megajax.settings.flags import MESH_FLAGS, Parser, add_flag
-from megajax.settings.launch import imagine_devices, peak_resident_bytes
 from megajax.settings.presets import load_preset, resolve
 from megajax.settings.validation import validate_imagined
+from megajax.start.launch import imagine_devices, peak_resident_bytes
 
 if TYPE_CHECKING:
     from megajax.plan.compiled import Compilation
@@ -70,10 +70,10 @@ def main(argv: Sequence[str]) -> None:
     compiles = not args.no_compile and (gpus or config.mesh.num_devices <= MOST_SIMULATED)
     imagine_devices(config, None if compiles and not gpus else 1)
 
+    from megajax.core.program.one_layer import check_attention
+    from megajax.core.program.program import Program
     from megajax.plan.memory import backend_of
     from megajax.plan.report import figures, text
-    from megajax.program.one_layer import check_attention
-    from megajax.program.program import Program
 
     if config.model.attention not in ("auto", "blocks"):
         check_attention(Program.abstract(config, backend_of(machine)))

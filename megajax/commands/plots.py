@@ -5,8 +5,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from megajax.data.files import file_atomically
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.host.files import file_atomically
 from megajax.host.paths import check_place
 from megajax.host.pictures import is_marked
 from megajax.runs.ownership import check_outside_runs

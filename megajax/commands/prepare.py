@@ -4,14 +4,14 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from megajax.data.inputs import check_input
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.core.options import Option, Range
+from megajax.core.traits import IS_PATH
+from megajax.data.text.inputs import check_input
 from megajax.host.paths import check_place
-from megajax.options import Option, Range
 from megajax.preparation.options import PrepareOptions
 from megajax.runs.ownership import check_outside_runs
 from megajax.settings.flags import Parser, add_flag
-from megajax.traits import IS_PATH
 
 
 def main(argv: Sequence[str]) -> None:

@@ -6,12 +6,12 @@ from dataclasses import MISSING
 from pathlib import Path
 
 from megajax.commands.plots import check_plot, plot_atomically
-from megajax.options import Option, between
-from megajax.pipeline.config import PipelineConfig, check_schedule, check_table
-from megajax.pipeline.deferral import PassTimes
-from megajax.pipeline.schedule import make_schedule
-from megajax.pipeline.table import Cell, Schedule
-from megajax.pipeline.timing import (
+from megajax.core.options import Option, between
+from megajax.core.pipeline.config import PipelineConfig, check_schedule, check_table
+from megajax.core.pipeline.deferral import PassTimes
+from megajax.core.pipeline.schedule import make_schedule
+from megajax.core.pipeline.table import Cell, Schedule
+from megajax.core.pipeline.timing import (
     StageTimes,
     StepTime,
     deferred_bubble,
@@ -23,8 +23,8 @@ from megajax.pipeline.timing import (
     published_zero_bubble,
     step_time,
 )
+from megajax.core.traits import IS_PATH
 from megajax.settings.flags import Parser, add_flag
-from megajax.traits import IS_PATH
 
 _PASSES = {
     "forward": "forward",
@@ -57,14 +57,14 @@ def main(argv: Sequence[str]) -> None:
     check_table(pipeline, stages, microbatches, "--microbatches")
     plot = Path(args.plot) if "plot" in args else None
     if plot:
-        from megajax.pipeline.picture import MARK
+        from megajax.commands.timeline_picture import MARK
 
         check_plot(plot, MARK, "timeline of megajax")
     table = make_schedule(pipeline.schedule, stages, microbatches, pipeline.chunks, pipeline.deferring(times))
     stages_times = StageTimes.equal(table, times)
     step = step_time(table, stages_times)
     if plot:
-        from megajax.pipeline.picture import draw_timeline
+        from megajax.commands.timeline_picture import draw_timeline
 
         title = f"{_describe(pipeline, table)}: bubble {step.bubble:.1%} of the ideal time"
         with plot_atomically(plot) as new:
@@ -106,7 +106,7 @@ def _figures(table: Schedule, step: StepTime) -> dict:
 def _print(pipeline: PipelineConfig, table: Schedule, times: PassTimes, step: StepTime) -> None:
     from rich.console import Console
 
-    from megajax.pipeline.drawing import draw_text
+    from megajax.commands.timeline_text import draw_text
 
     console = Console(highlight=False, soft_wrap=True)
     shape = table.num_stages, table.num_microbatches, table.num_chunks

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from megajax.config import Config
-from megajax.data.inputs import check_input
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.data.text.inputs import check_input
 from megajax.host.paths import check_path, check_place
 from megajax.host.streams import output
+from megajax.settings.config import Config
 from megajax.settings.flags import print_left_out, read_command
 
 

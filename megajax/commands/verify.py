@@ -8,14 +8,15 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megajax.config import Config, DistributedConfig, MeshConfig
-from megajax.errors import UserError
+from megajax.core.config import MeshConfig
+from megajax.core.errors import UserError
+from megajax.core.options import Option, between
 from megajax.host.children import children, num_cores
-from megajax.options import Option, between
+from megajax.settings.config import Config, DistributedConfig
 from megajax.settings.flags import MESH_FLAGS, Parser, add_flag
-from megajax.settings.launch import in_cluster, peak_resident_bytes, start
 from megajax.settings.presets import load_preset, resolve
 from megajax.settings.validation import validate_imagined
+from megajax.start.launch import in_cluster, peak_resident_bytes, start
 
 if TYPE_CHECKING:
     from megajax.verify.shrink import Shrunk

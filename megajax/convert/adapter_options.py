@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.convert.settings import Fields
-from megajax.errors import UserError
+from megajax.core.errors import UserError
 from megajax.host import reading
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # an adapter's files

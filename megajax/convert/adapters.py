@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from megajax.config import Config
 from megajax.convert.adapter_options import SETTINGS, TENSORS
 from megajax.convert.exporting import exchange_of_run
 from megajax.convert.importing import check_new
@@ -21,10 +20,11 @@ from megajax.convert.origin import Origin
 from megajax.convert.tensor_files import WEIGHTS, write_tensors
 from megajax.convert.tokenizer_files import write_objects
 from megajax.convert.weights import Place, Tensor, whole_layout, whole_model
-from megajax.data.files import folder_atomically
-from megajax.errors import UserError
-from megajax.models.lora import LORA, Adapters
+from megajax.core.errors import UserError
+from megajax.core.models.lora import LORA, Adapters
+from megajax.host.files import folder_atomically
 from megajax.runs.trained import weights_in_parts
+from megajax.settings.config import Config
 
 # Module of the transformers model (with `{layer}` in its name) -> our products in it (`Adapters.products`) -> place.
 _Modules = dict[str, dict[tuple[str, ...], Place]]

@@ -9,8 +9,8 @@ from megajax.convert.exchange import Exchange, Head
 from megajax.convert.parts import Part, dropout, plain_heads
 from megajax.convert.settings import Fields
 from megajax.convert.weights import Place, linear, norm
-from megajax.models.bert.model import TOKEN_TYPES
-from megajax.tasks.registry import TASKS
+from megajax.core.models.bert.model import TOKEN_TYPES
+from megajax.data.tasks.registry import TASKS
 
 _CHOICES = 4  # theirs takes any number of texts to choose from; ours as many as RACE has
 _TABLE = "bert.embeddings.word_embeddings.weight"

@@ -1,7 +1,7 @@
 """A class in the Hugging Face format, described by tables: its settings, and the place of every weight.
 
 To add one, write such an `Exchange` and list it in `families.py`. If a field means the same as one of our options, its
-name is declared on the option (`Theirs` in `models/config.py`).
+name is declared on the option (`Theirs` in `core/models/config.py`).
 """
 
 import contextlib
@@ -13,12 +13,12 @@ from megajax.convert.parts import Lacks, Part
 from megajax.convert.settings import Fields
 from megajax.convert.tokenizer_files import check_wordpiece
 from megajax.convert.weights import Place, Places, Spelling, named, weight_paths
-from megajax.data.tokenizer import END_OF_TEXT, Tokenizer
-from megajax.errors import UserError
-from megajax.models.config import ModelConfig
-from megajax.models.registry import FAMILIES
-from megajax.options import Option, options
-from megajax.traits import COMPUTATION, NOTHING, WEIGHTS, Changes, ReadWith, Theirs, Through
+from megajax.core.errors import UserError
+from megajax.core.models.config import ModelConfig
+from megajax.core.models.registry import FAMILIES
+from megajax.core.options import Option, options
+from megajax.core.traits import COMPUTATION, NOTHING, WEIGHTS, Changes, ReadWith, Theirs, Through
+from megajax.data.text.tokenizer import END_OF_TEXT, Tokenizer
 
 
 @dataclass(frozen=True)

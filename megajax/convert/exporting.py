@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from megajax.config import Config
 from megajax.convert.exchange import Exchange
 from megajax.convert.families import exchange_for
 from megajax.convert.importing import check_new
@@ -14,13 +13,14 @@ from megajax.convert.origin import Origin
 from megajax.convert.tensor_files import SHARD_BYTES, write_tensors
 from megajax.convert.tokenizer_files import write_objects, write_tokenizer
 from megajax.convert.weights import Tensor, tensors_of, whole_layout
-from megajax.data.corpus import corpus_tokenizer
-from megajax.data.files import folder_atomically
-from megajax.data.tokenizer import Tokenizer
+from megajax.data.tasks.registry import TASKS
+from megajax.data.text.corpus import corpus_tokenizer
+from megajax.data.text.tokenizer import Tokenizer
 from megajax.host import reading
+from megajax.host.files import folder_atomically
 from megajax.runs.directory import stored_config
 from megajax.runs.trained import check_run, weights_in_parts
-from megajax.tasks.registry import TASKS
+from megajax.settings.config import Config
 
 _TORCH = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # names of dtypes in config.json
 

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from megajax.config import Config, to_toml
 from megajax.convert.adapter_options import SETTINGS, TENSORS
 from megajax.convert.exchange import Exchange
 from megajax.convert.families import exchange_of
@@ -23,20 +22,21 @@ from megajax.convert.settings import Fields
 from megajax.convert.tensor_files import INDEX, WEIGHTS, TensorFiles, shards
 from megajax.convert.tokenizer_files import read_tokenizer
 from megajax.convert.weights import Tensor, named, weight_of, whole_layout, whole_model
-from megajax.data.files import folder_atomically, write_atomically
-from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import TOKENIZER_FILES
-from megajax.errors import RunError, UserError
+from megajax.core.errors import RunError, UserError
+from megajax.core.models.config import ModelConfig
+from megajax.core.models.registry import FAMILIES
+from megajax.core.optim.config import Horizon
+from megajax.core.program.state import StateLayout
+from megajax.data.tasks.registry import TASKS
+from megajax.data.text.tokenizer import Tokenizer
+from megajax.data.text.tokenizers import TOKENIZER_FILES
 from megajax.host import reading, remote
+from megajax.host.files import folder_atomically, write_atomically
 from megajax.host.paths import check_place
-from megajax.models.config import ModelConfig
-from megajax.models.registry import FAMILIES
-from megajax.optim.config import Horizon
-from megajax.program.state import StateLayout
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.ownership import mark
+from megajax.settings.config import Config, to_toml
 from megajax.settings.presets import resolve
-from megajax.tasks.registry import TASKS
 
 _RECIPE = {  # for continued training: the learning rate is low, so that it does not undo what the model has learned
     "train.steps": 1000,

@@ -10,7 +10,7 @@ from megajax.convert.mixtures import MIXTRAL, OLMOE, QWEN3_MOE, Experts
 from megajax.convert.parts import Lacks, Part, lacks_divisible_heads, rope, words
 from megajax.convert.settings import Fields
 from megajax.convert.weights import Place, linear
-from megajax.models.config import ModelConfig
+from megajax.core.models.config import ModelConfig
 
 _WINDOW = "sliding_attention"  # names in layer_types for layers with and without a window
 _NO_WINDOW = "full_attention"

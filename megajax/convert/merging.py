@@ -15,9 +15,9 @@ from megajax.convert.adapter_options import SETTINGS, TENSORS, AdapterOptions
 from megajax.convert.exchange import Exchange
 from megajax.convert.tensor_files import TensorFiles, listed
 from megajax.convert.weights import Places, Tensor
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.core.models.config import ModelConfig
 from megajax.host import reading
-from megajax.models.config import ModelConfig
 
 _PICKLE = "adapter_model.bin"
 _TENSOR = re.compile(

@@ -8,7 +8,7 @@ from typing import Any
 from megajax.convert.parts import Lacks, Part
 from megajax.convert.settings import Fields
 from megajax.convert.weights import Place
-from megajax.models.config import ModelConfig
+from megajax.core.models.config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any
 
 from megajax.convert.settings import Fields
 from megajax.convert.tensor_files import DTYPES
-from megajax.data.files import write_atomically
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.core.models.config import ModelConfig
 from megajax.host import reading
-from megajax.models.config import ModelConfig
+from megajax.host.files import write_atomically
 from megajax.runs.ownership import IMPORTED
 
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")

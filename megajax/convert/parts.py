@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megajax.convert.settings import Fields
-from megajax.models.config import ModelConfig
+from megajax.core.models.config import ModelConfig
 
 Lacks = dict[str, Any]  # options of the model that a class cannot represent, each with a valid value
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megajax.convert.exchange import Exchange
 from megajax.convert.families import EXCHANGES
-from megajax.models.config import ModelConfig
+from megajax.core.models.config import ModelConfig
 
 _SIGNS = (  # in the name of any tensor -> what there is
     (r"\.lora_|^base_model\.model\.", "a peft model whose adapters are not merged (merge_and_unload merges them)"),

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megajax.config import Config
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.core.options import options
 from megajax.host import reading
-from megajax.options import options
+from megajax.settings.config import Config
 
 
 class Fields(dict[str, Any]):

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from megajax.errors import UserError
+from megajax.core.errors import UserError
 from megajax.host import reading
 
 WEIGHTS = "model.safetensors"

@@ -7,10 +7,10 @@ Another one takes all of the file.
 import json
 from typing import Any
 
-from megajax.data.added_tokens import CONFIG, DECODER, DEFAULTS
-from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizer_settings import SINGLE
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.data.text.added_tokens import CONFIG, DECODER, DEFAULTS
+from megajax.data.text.tokenizer import Tokenizer
+from megajax.data.text.tokenizer_settings import SINGLE
 
 MISTRAL = "fix_mistral_regex"  # a field of `CONFIG` that replaces the rule for words of some Mistrals
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from megajax.convert.tokenizer_classes import MISTRAL, readable
-from megajax.data.added_tokens import CONFIG
-from megajax.data.tokenizer import END_OF_TEXT, Tokenizer
-from megajax.data.tokenizer_settings import FILE_BYTES, MODEL, SINGLE
-from megajax.data.tokenizers import SPECIAL_TOKENS, Kind, is_tokenizer_folder, load_tokenizer
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.data.text.added_tokens import CONFIG
+from megajax.data.text.tokenizer import END_OF_TEXT, Tokenizer
+from megajax.data.text.tokenizer_settings import FILE_BYTES, MODEL, SINGLE
+from megajax.data.text.tokenizers import SPECIAL_TOKENS, Kind, is_tokenizer_folder, load_tokenizer
 from megajax.host import reading
 
 _OTHERS = ("tokenizer.model", "tekken.json", "vocab.json", "merges.txt")

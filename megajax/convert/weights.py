@@ -14,13 +14,13 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from megajax.backend import CPU
-from megajax.config import Config
-from megajax.mesh import make_mesh
-from megajax.models.config import ModelConfig
-from megajax.models.family import CutModel
-from megajax.parallel.boundary import F_AND_G
-from megajax.program.state import StateLayout
+from megajax.core.backend import CPU
+from megajax.core.mesh import make_mesh
+from megajax.core.models.config import ModelConfig
+from megajax.core.models.family import CutModel
+from megajax.core.parallel.boundary import F_AND_G
+from megajax.core.program.state import StateLayout
+from megajax.settings.config import Config
 
 Tensor = npt.NDArray[np.float32]
 Spelling = Callable[[Collection[str]], Callable[[str], str]]  # existing names -> (name -> its actual spelling)

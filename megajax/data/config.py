@@ -5,8 +5,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
-from megajax.options import SHARE, Range
-from megajax.traits import IS_PATH, SAMPLES
+from megajax.core.config import PackingConfig
+from megajax.core.options import SHARE, Range
+from megajax.core.traits import IS_PATH, SAMPLES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ def skipped_samples(texts: Iterable[str]) -> tuple[tuple[int, int], ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(PackingConfig):
     """Training data: a corpus, several corpora, or a task's files."""
 
     path: Annotated[
@@ -72,9 +73,6 @@ class DataConfig:
         "has no effect on those already drawn; none: leave out none",
         Range(_is_range, "none, or FIRST:LAST, both included, such as 1000:1999"),
     ] = ()
-    reset_attention: Annotated[
-        bool, "restart attention and positions at every document, even when several share a sequence"
-    ] = False
 
     @property
     def texts(self) -> list[tuple[str, str]]:

@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from megajax.config import Config
-from megajax.data.gpt import EvaluationSamples
-from megajax.data.tokenizer import Tokenizer
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.core.program.program import Program
+from megajax.data.samples.gpt import EvaluationSamples
+from megajax.data.text.tokenizer import Tokenizer
 from megajax.evaluation.options import PAPER_OVERLAP
 from megajax.evaluation.pretrained import last_word_figures, read_lambada, read_wikitext
 from megajax.evaluation.scoring import perplexities, score_continuations
-from megajax.program.program import Program
+from megajax.settings.config import Config
 
 Evaluation = Callable[..., dict[str, float]]  # (program, params, between=) -> figures; see `scoring.score_samples`
 

@@ -8,19 +8,26 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from megajax.config import Config, MeshConfig
-from megajax.data.tokenizer import Tokenizer
-from megajax.errors import UserError
+from megajax.core.config import MeshConfig
+from megajax.core.errors import UserError
+from megajax.core.models.registry import FAMILIES
+from megajax.core.program.program import Program
+from megajax.data.tasks.figures import (
+    check_predictions,
+    class_figures,
+    predicted_classes,
+    squad_figures,
+    write_predictions,
+)
+from megajax.data.tasks.registry import TASKS
+from megajax.data.tasks.samples import TaskSamples, read_records, task_samples
+from megajax.data.tasks.windows import SpanWindows, find_answers, mean_logits
+from megajax.data.text.tokenizer import Tokenizer
 from megajax.evaluation.scoring import answer_samples, perplexities
 from megajax.host.processes import on_first_process, say
-from megajax.models.registry import FAMILIES
-from megajax.program.program import Program
 from megajax.runs.task_data import TaskData
 from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
-from megajax.tasks.figures import check_predictions, class_figures, predicted_classes, squad_figures, write_predictions
-from megajax.tasks.registry import TASKS
-from megajax.tasks.samples import TaskSamples, read_records, task_samples
-from megajax.tasks.windows import SpanWindows, find_answers, mean_logits
+from megajax.settings.config import Config
 
 Logits = npt.NDArray[np.float32]
 
@@ -98,13 +105,13 @@ def _run_config(name: str, run_dir: Path, overrides: dict[str, Any], mesh: MeshC
 
 
 def dev_figures(
-    program: Program, params: Any, data: TaskData, between: Callable[[], None] = lambda: None
+    config: Config, program: Program, params: Any, data: TaskData, between: Callable[[], None] = lambda: None
 ) -> dict[str, float]:
     """The figures on a run's dev records; `between` is called before every batch."""
-    if TASKS[program.config.task.name].continues_text:
+    if TASKS[config.task.name].continues_text:
         return text_figures(program, params, data.validation, between)
     logits = answer_samples(program, params, data.validation, between=between)
-    return task_answers(program.config, data.validation, [logits])[0]
+    return task_answers(config, data.validation, [logits])[0]
 
 
 def text_figures(

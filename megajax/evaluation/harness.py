@@ -19,8 +19,11 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 
-from megajax.data.chat import NO_ARGS, ChatTemplate
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.core.options import check
+from megajax.core.program.program import Program
+from megajax.data.tasks.instructions import chat_template
+from megajax.data.text.chat import NO_ARGS, ChatTemplate
 from megajax.evaluation.scoring import score_continuations
 from megajax.generation.choice import Sampling
 from megajax.generation.decoder import Decoder
@@ -28,10 +31,7 @@ from megajax.generation.options import GenerateOptions
 from megajax.generation.options import template_args as read_template_args
 from megajax.generation.text import Stops
 from megajax.generation.window import continue_in_windows, one_row
-from megajax.options import check
-from megajax.program.program import Program
 from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
-from megajax.tasks.instructions import chat_template
 
 _SETTINGS = ("top_k", "top_p", "min_p", "repetition_penalty")  # of generation, like the flags of `megajax generate`
 

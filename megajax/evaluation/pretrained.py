@@ -11,20 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from megajax.config import Config
-from megajax.data.gpt import EvaluationSamples
-from megajax.data.indexed import prepared_prefix
-from megajax.data.records import TextDocuments
-from megajax.data.samples import CorpusSamples
-from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokens import TokenDocuments
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.core.models.registry import FAMILIES
+from megajax.core.program.program import Program
+from megajax.data.samples.base import CorpusSamples
+from megajax.data.samples.gpt import EvaluationSamples
+from megajax.data.text.indexed import prepared_prefix
+from megajax.data.text.records import TextDocuments
+from megajax.data.text.tokenizer import Tokenizer
+from megajax.data.text.tokens import TokenDocuments
 from megajax.evaluation.options import PAPER_OVERLAP
 from megajax.evaluation.scoring import Continuation, Perplexity, perplexities, score_continuations, total_loss
-from megajax.models.registry import FAMILIES
-from megajax.program.program import Program
 from megajax.runs.data import given_samples, has_run_data, open_run_data
 from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
+from megajax.settings.config import Config
 
 # WikiText-103 is split into words, with spaces around punctuation. Replacements that undo this, in this order:
 _WORDS = [("s '", "s'"), (" @-@ ", "-"), (" @,@ ", ","), (" @.@ ", ".")]

@@ -15,12 +15,12 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from megajax.batch import IGNORED
-from megajax.data.gpt import ContinuationSamples
-from megajax.data.loader import evaluation_batches
-from megajax.data.samples import Samples
-from megajax.program.program import Program
-from megajax.program.scoring import scores, task_logits
+from megajax.core.batch import IGNORED
+from megajax.core.program.program import Program
+from megajax.core.program.scoring import scores, task_logits
+from megajax.data.samples.base import Samples
+from megajax.data.samples.gpt import ContinuationSamples
+from megajax.data.samples.loader import evaluation_batches
 
 _AHEAD = 1  # batches that the devices compute while the host reads another
 

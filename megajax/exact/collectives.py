@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megajax.errors import RunError
+from megajax.core.errors import RunError
 from megajax.exact.arrays import largest, rule, total
 from megajax.exact.numbers import Value
 

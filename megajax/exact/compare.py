@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import AbstractMesh, Mesh, use_abstract_mesh
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from megajax.errors import RunError, UserError
+from megajax.core.errors import RunError, UserError
 from megajax.exact.functions import BRANCHES
 from megajax.exact.interpreter import Interpreter
 from megajax.exact.numbers import PRIMES, Value, constant, drawn, is_float, seeded, signed

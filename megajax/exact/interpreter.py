@@ -9,13 +9,13 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from megajax.errors import RunError
+from megajax.core.errors import RunError
+from megajax.core.private import expansion
 from megajax.exact import indexing  # noqa: F401  # adds its rules
 from megajax.exact.arrays import ARRAYS
 from megajax.exact.collectives import COLLECTIVES, Devices
 from megajax.exact.functions import BRANCHES, FUNCTIONS
 from megajax.exact.numbers import Value, constant, is_float, is_key, seeded, whole
-from megajax.private import expansion
 
 MOST_TURNS = 10_000  # of a `while`
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from megajax.core.parallel.random import RandomBits
+from megajax.core.precision import at_least_fp32
 from megajax.generation.options import GenerateOptions
-from megajax.parallel.random import RandomBits
-from megajax.precision import at_least_fp32
 
 _LOWEST_TEMPERATURE = 1e-20  # below it the most probable token is chosen anyway, and fp32 might divide by 0
 

@@ -14,12 +14,12 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding
 
-from megajax.batch import IGNORED
+from megajax.core.batch import IGNORED
+from megajax.core.parallel.random import RandomBits
+from megajax.core.program.program import Program
 from megajax.generation.choice import Sampling, prompt_bits
 from megajax.generation.programs import ROWS, TOKENS_AT_ONCE, DecodingPrograms, State, Tree, map_specs
 from megajax.host.phases import phase
-from megajax.parallel.random import RandomBits
-from megajax.program.program import Program
 
 SHORTEST = 16  # prompts are padded to this length or the next power of two, so that few lengths are compiled
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.core.options import AT_LEAST_ZERO, SEED, Range, above, between
 from megajax.host.reading import parse_json
-from megajax.options import AT_LEAST_ZERO, SEED, Range, above, between
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class GenerateOptions:
 
 def template_args(text: str, place: str) -> dict[str, Any]:
     """Variables of a chat template from a JSON object; none from an empty text. `place` names it in messages."""
-    from megajax.data.chat import checked_args
+    from megajax.data.text.chat import checked_args
 
     try:
         found = parse_json(text or "{}")

@@ -12,18 +12,18 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from megajax.axes import BATCH_AXES
-from megajax.batch import IGNORED
+from megajax.core.axes import BATCH_AXES
+from megajax.core.batch import IGNORED
+from megajax.core.models.attention import Attend
+from megajax.core.models.cache import Cache, decode_step, prefill, visible_slots
+from megajax.core.models.context import Context
+from megajax.core.models.family import CutModel
+from megajax.core.parallel.boundary import F_AND_G
+from megajax.core.parallel.collectives import TENSOR, gather_shards, sum_over, vary
+from megajax.core.parallel.random import Dropout
+from megajax.core.program.float8 import LayerCopies
+from megajax.core.program.program import Program
 from megajax.generation.choice import Sampling, choose, seen_tokens
-from megajax.models.attention import Attend
-from megajax.models.cache import Cache, decode_step, prefill, visible_slots
-from megajax.models.context import Context
-from megajax.models.family import CutModel
-from megajax.parallel.boundary import F_AND_G
-from megajax.parallel.collectives import TENSOR, gather_shards, sum_over, vary
-from megajax.parallel.random import Dropout
-from megajax.program.float8 import LayerCopies
-from megajax.program.program import Program
 
 Tree = Any
 State = dict[str, Any]

@@ -3,8 +3,8 @@
 import sys
 from collections.abc import Sequence
 
-from megajax.data.tokenizer import Tokenizer
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.data.text.tokenizer import Tokenizer
 from megajax.host import reading
 from megajax.host.paths import check_path
 from megajax.host.transcript import printable

@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterator
 import jax
 import numpy as np
 
-from megajax.batch import text_form
+from megajax.core.batch import text_form
+from megajax.core.program.program import Program
+from megajax.core.program.scoring import next_logits
 from megajax.generation.choice import Sampling, choose, prompt_bits
 from megajax.host.processes import gathered
-from megajax.program.program import Program
-from megajax.program.scoring import next_logits
 
 _choose = jax.jit(choose, static_argnames="sampling")
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import jax
 
-from megajax.data.chat import NO_ARGS, Chat, Message
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.data.tasks.instructions import chat_template
+from megajax.data.text.chat import NO_ARGS, Chat, Message
 from megajax.generation.choice import Sampling
 from megajax.generation.decoder import Decoder
 from megajax.generation.options import GenerateOptions
 from megajax.generation.text import Screen, Stops, continuation_text
 from megajax.host.processes import is_first_process
 from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
-from megajax.tasks.instructions import chat_template
 
 Prompt = str | Chat
 _OF_TRAINING = {"optimizer.zero": 1, "sequence_parallel": False, "train.microbatch": 1}

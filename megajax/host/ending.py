@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megajax.errors import RunError, UserError
+from megajax.core.errors import RunError, UserError
 from megajax.host.signals import Stopped, stop_signals
 from megajax.host.streams import output, print_final_error
 from megajax.host.transcript import transcript

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megajax.errors import UserError
+from megajax.core.errors import UserError
 from megajax.host.signals import held_back
 
 SECONDS = 20  # of CPU time for a call

@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-from megajax.errors import UserError
+from megajax.core.errors import UserError
 
 _LONGEST = 255  # bytes in a name, on every common file system
 _LONGEST_NEW = 200  # in a name to be written, since temporary names next to it are longer

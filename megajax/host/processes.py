@@ -7,7 +7,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from megajax.errors import UserError
+from megajax.core.errors import UserError
 from megajax.host.transcript import tell
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from megajax.errors import UserError
+from megajax.core.errors import UserError
 
 SMALL_BYTES = 1 << 20  # for a file with settings or figures; usual ones have some kB
 LINE_BYTES = 1 << 28  # for a line or record of text

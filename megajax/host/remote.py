@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from megajax.errors import UserError
+from megajax.core.errors import UserError
 from megajax.host import reading
 from megajax.host.paths import scheme
 

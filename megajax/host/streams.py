@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from megajax.errors import shortened
+from megajax.core.errors import shortened
 from megajax.host.transcript import printable, transcript
 
 _SHOW_CURSOR = b"\x1b[?25h"  # progress bars hide it

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from megajax.batch import IGNORED, BatchSpec
-from megajax.config import Config
-from megajax.errors import UserError
-from megajax.models.registry import FAMILIES
+from megajax.core.batch import IGNORED, BatchSpec
+from megajax.core.errors import UserError
+from megajax.core.models.registry import FAMILIES
+from megajax.settings.config import Config
 
 Ids = Any  # integers [B, T], as an array or nested lists
 Given = Ids | Mapping[str, Any]

@@ -6,19 +6,19 @@ from typing import Any
 
 import jax
 
-from megajax.config import Config
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.core.options import shown
+from megajax.core.program.memory import check_memory
+from megajax.core.program.program import Program
 from megajax.library.model import Model
 from megajax.library.progress import progress
-from megajax.options import shown
-from megajax.program.memory import check_memory
-from megajax.program.program import Program
 from megajax.runs.directory import stored_config, stored_optimizer
 from megajax.runs.init import check_first_weights, first_state, named_or_init_tokenizer
 from megajax.runs.trained import check_run, restore_params, run_tokenizer
 from megajax.settings import presets
-from megajax.settings.launch import start
+from megajax.settings.config import Config
 from megajax.settings.validation import validate
+from megajax.start.launch import start
 from megajax.training.begin import in_steps
 
 
@@ -48,8 +48,12 @@ def make_program(config: Config, devices: Sequence[jax.Device] | None = None) ->
     start(config)
     there = list(jax.devices() if devices is None else devices)[: config.mesh.num_devices]
     validate(config, len(there))
-    known = config.pretrains and not config.train.epochs  # epochs are counted over data, which is not read here
-    return Program.on(in_steps(config, None) if known else config, there)
+    return Program.on(_in_steps(config), there)
+
+
+def _in_steps(config: Config) -> Config:
+    """The configuration with its schedule in steps, unless it depends on data, which is not read here."""
+    return in_steps(config, None) if config.pretrains and not config.train.epochs else config
 
 
 def init(config: Config | str | Path) -> Model:
@@ -67,7 +71,7 @@ def init(config: Config | str | Path) -> Model:
         raise UserError(f"--tokenizer.path {config.tokenizer.path} has {tokenizer.size} ids; valid: {valid}")
     check_memory(program, training=True, rows=config.train.microbatch)
     with progress("preparing the state"):
-        return Model(program, first_state(program)[0], 0, tokenizer, config)
+        return Model(_in_steps(config), program, first_state(config, program)[0], 0, tokenizer, config)
 
 
 def restore(
@@ -92,8 +96,9 @@ def restore(
     folder = Path(run_dir)
     check_run(folder, "restore")
     config = stored_config(folder, overrides or {})
-    program = make_program(config.with_decay(config.optimizer.kept_of(stored_optimizer(folder))))
-    check_memory(program, training=training, rows=program.config.train.microbatch)
-    tokenizer = run_tokenizer(folder, program.config) if (folder / "data" / "tokenizer").exists() else None
+    ours = _in_steps(config.with_decay(config.optimizer.kept_of(stored_optimizer(folder))))
+    program = make_program(ours)
+    check_memory(program, training=training, rows=ours.train.microbatch)
+    tokenizer = run_tokenizer(folder, ours) if (folder / "data" / "tokenizer").exists() else None
     with progress("reading the checkpoint"):
-        return Model(program, *restore_params(program, folder, str(step), optimizer=training), tokenizer, config)
+        return Model(ours, program, *restore_params(program, folder, str(step), optimizer=training), tokenizer, config)

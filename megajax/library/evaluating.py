@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.data.tasks.registry import TASKS
 from megajax.evaluation.finetuned import evaluate_task
 from megajax.evaluation.pretrained import EVALUATIONS
 from megajax.library.progress import progress
-from megajax.tasks.registry import TASKS
 
 
 def evaluate(

@@ -14,12 +14,17 @@ import jax
 import numpy as np
 from jax import Array
 
-from megajax.config import Config
 from megajax.convert.importing import write_run
-from megajax.data.indexed import prepared_prefix
-from megajax.data.loader import train_batches
-from megajax.data.tokenizer import Tokenizer
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.core.models.registry import FAMILIES
+from megajax.core.options import check
+from megajax.core.program.program import Program
+from megajax.core.program.scoring import logits, scores, task_logits
+from megajax.core.program.state import TrainState
+from megajax.core.program.train_step import train_step
+from megajax.data.samples.loader import train_batches
+from megajax.data.text.indexed import prepared_prefix
+from megajax.data.text.tokenizer import Tokenizer
 from megajax.evaluation.pretrained import perplexity_figures
 from megajax.evaluation.scoring import Perplexity, SampleScores, total_loss
 from megajax.generation.choice import Sampling
@@ -29,15 +34,10 @@ from megajax.generation.text import Stops, continuation_text
 from megajax.host.reading import is_unicode
 from megajax.library.batches import Given, batch_of, inputs_of, padded, prompt_ids, shape_of_ids
 from megajax.library.progress import progress
-from megajax.models.registry import FAMILIES
-from megajax.options import check
-from megajax.program.program import Program
-from megajax.program.scoring import logits, scores, task_logits
-from megajax.program.state import TrainState
-from megajax.program.train_step import train_step
 from megajax.runs.data import given_samples, make_run_data, open_run_data
 from megajax.runs.init import keep_init_tokenizer, keep_tokenizer
 from megajax.runs.order import Order, Part
+from megajax.settings.config import Config
 from megajax.training.begin import check_given
 
 
@@ -52,13 +52,19 @@ class Model:
     """
 
     def __init__(
-        self, program: Program, weights: Any, step: int, tokenizer: Tokenizer | None, given: Config | None = None
+        self,
+        config: Config,
+        program: Program,
+        weights: Any,
+        step: int,
+        tokenizer: Tokenizer | None,
+        given: Config | None = None,
     ):
         """`weights` are a `TrainState`, or only its `params`, which cannot be trained; `given` is the configuration
         before its schedule was put in steps, which `save` stores."""
-        self.config, self.program, self.step, self.tokenizer = program.config, program, step, tokenizer
+        self.config, self.program, self.step, self.tokenizer = config, program, step, tokenizer
         self._state: TrainState | None = weights if isinstance(weights, TrainState) else None
-        self._weights, self._given = weights, given or program.config
+        self._weights, self._given = weights, given or config
         self._forward: dict[int, Program] = {}  # by number of rows in a batch
         self._called: set[tuple[str, int]] = set()  # functions and numbers of rows that are compiled
         self._decoders: dict[tuple[Sampling, frozenset[int]], Decoder] = {}  # only the last one
@@ -248,7 +254,7 @@ class Model:
         )
 
     def _run(self, function: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-        """Call a function in `program/scoring.py` on the model's weights and a batch of any size."""
+        """Call a function in `core/program/scoring.py` on the model's weights and a batch of any size."""
         program = self._program(len(arrays["tokens"]))
         whole = padded(program.form, arrays, program.config.train.global_batch)
         with self._compiling(function.__name__, program.config.train.global_batch):

@@ -13,18 +13,18 @@ from flax.traverse_util import flatten_dict
 from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
-from megajax.backend import backend_of
-from megajax.config import Config
+from megajax.core.backend import backend_of
+from megajax.core.mesh import make_mesh, mesh_spec
+from megajax.core.models.family import CutModel
+from megajax.core.models.router import in_compute_dtype
+from megajax.core.parallel.boundary import F_AND_G
+from megajax.core.parallel.collectives import TENSOR
+from megajax.core.parallel.random import Dropout
+from megajax.core.precision import COMPUTE_DTYPE, OPERAND_DTYPE
+from megajax.core.program.float8 import LayerCopies
+from megajax.core.program.program import batch_form
 from megajax.library.batches import Given, batch_of, inputs_of
-from megajax.mesh import make_mesh, mesh_spec
-from megajax.models.family import CutModel
-from megajax.models.router import in_compute_dtype
-from megajax.parallel.boundary import F_AND_G
-from megajax.parallel.collectives import TENSOR
-from megajax.parallel.random import Dropout
-from megajax.precision import COMPUTE_DTYPE, OPERAND_DTYPE
-from megajax.program.float8 import LayerCopies
-from megajax.program.program import batch_form
+from megajax.settings.config import Config
 
 Weights = Mapping[str, Any]
 _WHOLE = PartitionSpec()

@@ -1,9 +1,9 @@
 """What a training step communicates: the collectives of a traced layer and of the traced ends (`plan/traced.py`), times
 how often they run, plus those for weights and between stages, by arithmetic on shapes.
 
-`communication` has every collective of `program/train_step.py`, counted as `program/communication.py` counts the step's
-jaxpr. It also says how many of them are really sent: a stage that has nothing to run in a tick, or does not have an end
-of the model, sends nothing.
+`communication` has every collective of `core/program/train_step.py`, counted as `core/program/communication.py` counts
+the step's jaxpr. It also says how many of them are really sent: a stage that has nothing to run in a tick, or does not
+have an end of the model, sends nothing.
 """
 
 from collections import Counter
@@ -12,21 +12,22 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 
-from megajax.axes import BATCH_AXES, DEVICE_ORDER, ROW_AXES
-from megajax.backend import GPU
-from megajax.config import Config, MeshConfig
-from megajax.models.family import family_of
-from megajax.parallel.collectives import PIPE, TENSOR, spec_axes
-from megajax.pipeline.deferral import Deferring
-from megajax.pipeline.schedule import make_schedule
+from megajax.core.axes import BATCH_AXES, DEVICE_ORDER, ROW_AXES
+from megajax.core.backend import GPU
+from megajax.core.config import MeshConfig
+from megajax.core.models.family import family_of
+from megajax.core.parallel.collectives import PIPE, TENSOR, spec_axes
+from megajax.core.pipeline.deferral import Deferring
+from megajax.core.pipeline.schedule import make_schedule
+from megajax.core.program.communication import Collective
+from megajax.core.program.program import batch_form
 from megajax.plan.costs import Sent, StepCost
 from megajax.plan.machines import Machine
 from megajax.plan.placed import Placed, Shape
 from megajax.plan.sizes import ONCE, Sizes, Times, steady_state_microbatches
 from megajax.plan.traced import step_cost
 from megajax.plan.update import dealt
-from megajax.program.communication import Collective
-from megajax.program.program import batch_form
+from megajax.settings.config import Config
 
 Axes = tuple[str, ...]
 REDUCE, GATHER, SCATTER = "all-reduce", "all-gather", "reduce-scatter"
@@ -132,8 +133,8 @@ def one(purpose: str, kind: str, axes: Axes, shape: Shape, item: int, times: Tim
 
 
 class WeightTraffic(Sizes):
-    """The sizes of a step, and what it communicates for weights (`program/train_step.py`, `parallel/shards.py`) and
-    between stages."""
+    """The sizes of a step, and what it communicates for weights (`core/program/train_step.py`,
+    `core/parallel/shards.py`) and between stages."""
 
     # In the loop over ticks: ZeRO-3 gathers and scatters wherever weights are used.
 
@@ -217,7 +218,7 @@ class WeightTraffic(Sizes):
             yield one("weights: over data", GATHER, placed.batch_axes, shard, item, ONCE)
 
     def _loads(self) -> Iterator[Communication]:
-        """Figures of experts (`models/router.py`): every layer's loads, entropy, balance, and dropped choices."""
+        """Figures of experts (`core/models/router.py`): every layer's loads, entropy, balance, and dropped choices."""
         model, axes = self.config.model, (*BATCH_AXES, PIPE, *(TENSOR,) * self.splits_sequence)
         loads = (model.num_blocks, model.num_experts), 4
         for shape, item in (loads, ((), 4), ((), self.wide), ((), self.wide)) if model.num_experts else ():
@@ -256,7 +257,7 @@ class WeightTraffic(Sizes):
         return axes | ({PIPE} if placed.weight.stacked else set())
 
     def _varying(self, placed: Placed) -> set[str]:
-        """Mesh axes over which a gradient varies when the loop has ended (`program/bind.py`)."""
+        """Mesh axes over which a gradient varies when the loop has ended (`core/program/bind.py`)."""
         axes = {*BATCH_AXES} | self._axes_of(placed)
         if self.splits_sequence or placed.needs_tensor_sum:
             axes.add(TENSOR)

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import jax
 from jax.stages import Compiled, Traced
 
-from megajax.config import Config
+from megajax.core.mesh import shardings
+from megajax.core.program.communication import Collective, collectives_of
+from megajax.core.program.program import Program
+from megajax.core.program.train_step import train_step
 from megajax.host.phases import phase
-from megajax.mesh import shardings
 from megajax.plan import h200
-from megajax.program.communication import Collective, collectives_of
-from megajax.program.program import Program
-from megajax.program.train_step import train_step
+from megajax.settings.config import Config
 
 _QUICK = {"xla_backend_optimization_level": 0}
 

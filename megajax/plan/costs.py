@@ -10,8 +10,8 @@ from megajax.plan.placed import Shape
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a traced microbatch, and how dropless experts group them into blocks (`parallel/grouped.py`), which
-    are traced with one row each."""
+    """The rows of a traced microbatch, and how dropless experts group them into blocks (`core/parallel/grouped.py`),
+    which are traced with one row each."""
 
     count: int
     blocked: int = 0  # rows of all blocks; 0: there are no blocks
@@ -80,7 +80,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Sent:
-    """A collective with one operand; see `program/communication.Collective`."""
+    """A collective with one operand; see `core/program/communication.Collective`."""
 
     kind: str
     axes: tuple[str, ...]

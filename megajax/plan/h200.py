@@ -7,7 +7,7 @@ import importlib.util
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from megajax.private import imagined_cudnn
+from megajax.core.private import imagined_cudnn
 
 if TYPE_CHECKING:
     import jax

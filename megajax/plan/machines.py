@@ -47,7 +47,7 @@ import re
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from megajax.errors import UserError
+from megajax.core.errors import UserError
 
 GIB = 2**30
 
@@ -69,7 +69,7 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Our own kernels for attention (`megajax/kernels/`), by an estimate."""
+    """Our own kernels for attention (`megajax/core/kernels/`), by an estimate."""
 
     # For dropout, whose bits each kernel hashes: cycles of a multiprocessor for 64 x 64 scores, forward and backward.
     # At the peak, a cycle does 4,096 FLOP of products, one for each score.
@@ -134,7 +134,7 @@ class Machine:
 
     @property
     def usable(self) -> int:
-        """Bytes that a program can use: the share that `megajax.settings.launch` lets JAX take."""
+        """Bytes that a program can use: the share that `megajax.start.launch` lets JAX take."""
         return int(0.92 * self.memory)
 
 

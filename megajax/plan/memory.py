@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from megajax.backend import BLOCKS, CPU, GPU, Backend
-from megajax.config import Config
-from megajax.pipeline.deferral import Deferring
-from megajax.pipeline.schedule import make_schedule
+from megajax.core.backend import BLOCKS, CPU, GPU, Backend
+from megajax.core.pipeline.deferral import Deferring
+from megajax.core.pipeline.schedule import make_schedule
+from megajax.core.program.program import batch_form
 from megajax.plan.costs import Region, StepCost
 from megajax.plan.machines import Machine
 from megajax.plan.sizes import Sizes, num_numbers
 from megajax.plan.traced import step_cost
 from megajax.plan.update import dealt, matrices_of
-from megajax.program.program import batch_form
+from megajax.settings.config import Config
 
 _COUNTERS = 2 * 4  # bytes of the optimizer's counters
 _WORD = 4  # bytes of an element of the batch
@@ -211,7 +211,7 @@ class Temporaries:
         return self._wide * (given + 2 * taken + result)
 
     def _blocks(self, region: Region) -> int:
-        """Backward through products of experts in blocks (`parallel/grouped.py`), for the rows of the whole expert
+        """Backward through products of experts in blocks (`core/parallel/grouped.py`), for the rows of the whole expert
         group: the first products' results and the last one's input twice, with their gradients; the rows, and their
         results before and after reordering; for every weight a transposed copy, the sum and the gradient; and a turn's
         copies of weights, or the fp32 gradients."""

@@ -5,8 +5,8 @@ from math import prod
 
 from jax.sharding import PartitionSpec
 
-from megajax.models.router import ROUTER_BIAS
-from megajax.parallel.collectives import entry_axes
+from megajax.core.models.router import ROUTER_BIAS
+from megajax.core.parallel.collectives import entry_axes
 
 Shape = tuple[int, ...]
 
@@ -17,7 +17,7 @@ class Weight:
 
     path: tuple[str, ...]  # its name, from `shared`, those of the ends, or `blocks`, those of the layers
     shape: Shape  # of all of it; of a layer's, in one layer
-    logical: PartitionSpec  # the names of its dims (`megajax/mesh.py`)
+    logical: PartitionSpec  # the names of its dims (`megajax/core/mesh.py`)
     stacked: bool  # whether it is a layer's
     of_product: bool  # whose gradient can be deferred
 
@@ -42,7 +42,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class PlacedCopies:
-    """The float8 copies of a layer's weight [*stacked, *K, *M] on a mesh (`parallel/float8.py`)."""
+    """The float8 copies of a layer's weight [*stacked, *K, *M] on a mesh (`core/parallel/float8.py`)."""
 
     placed: Placed  # the weight
     rows: int  # number of dims in K

@@ -5,15 +5,15 @@ from dataclasses import asdict
 from operator import attrgetter
 from typing import Any
 
-from megajax.axes import AXES, CONTEXT
-from megajax.backend import CPU, GPU
-from megajax.config import Config
+from megajax.core.axes import AXES, CONTEXT
+from megajax.core.backend import CPU, GPU
+from megajax.core.program.program import training_way
 from megajax.plan.compiled import Compilation
 from megajax.plan.machines import GIB, Machine
 from megajax.plan.memory import memory
 from megajax.plan.search import VARIED, Found, Planned, command, schedule_in_words
 from megajax.plan.time import in_order
-from megajax.program.program import training_way
+from megajax.settings.config import Config
 
 _COLUMNS = "schedule", "microbatch", "remat", "zero", "sequence", "s/step", "tokens/s", "MFU", "GiB"
 

@@ -3,9 +3,9 @@
 from dataclasses import asdict, fields
 from typing import Any
 
-from megajax.backend import CPU, GPU
-from megajax.config import Config
-from megajax.models.family import count_active_parameters, count_parameters, step_flops
+from megajax.core.backend import CPU, GPU
+from megajax.core.models.family import count_active_parameters, count_parameters, step_flops
+from megajax.core.program.program import training_way
 from megajax.plan.communication import communication, sent_by_axes, totals
 from megajax.plan.compiled import Compilation
 from megajax.plan.machines import GIB, Machine
@@ -14,7 +14,7 @@ from megajax.plan.sizes import Sizes
 from megajax.plan.time import StepModel, in_order
 from megajax.plan.traced import step_cost
 from megajax.plan.update import dealt
-from megajax.program.program import training_way
+from megajax.settings.config import Config
 
 _NAMES = {
     "main_weights": "main weights",

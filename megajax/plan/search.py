@@ -11,21 +11,22 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
-from megajax.axes import AXES, CONTEXT, EXPERT, OPTIONAL_AXES, ROW_AXES
-from megajax.backend import Backend
-from megajax.config import Config, MeshConfig
-from megajax.errors import UserError
+from megajax.core.axes import AXES, CONTEXT, EXPERT, OPTIONAL_AXES, ROW_AXES
+from megajax.core.backend import Backend
+from megajax.core.config import MeshConfig
+from megajax.core.errors import UserError
+from megajax.core.models.config import ModelConfig
+from megajax.core.options import as_flag, options
+from megajax.core.pipeline.config import PipelineConfig, has_table
+from megajax.core.pipeline.schedule import SCHEDULES
 from megajax.host.signals import Stopped, stop_signals
-from megajax.models.config import ModelConfig
-from megajax.options import as_flag, options
-from megajax.pipeline.config import PipelineConfig, has_table
-from megajax.pipeline.schedule import SCHEDULES
 from megajax.plan.costs import StepCost
 from megajax.plan.machines import GIB, Machine, peak_of
 from megajax.plan.memory import Memory, backend_of, memory
 from megajax.plan.sizes import steady_state_microbatches
 from megajax.plan.time import StepModel, StepTime, step_time
 from megajax.plan.traced import step_cost
+from megajax.settings.config import Config
 from megajax.settings.validation import check_context, validate, validate_mesh
 
 VARIED = (

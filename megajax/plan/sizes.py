@@ -2,7 +2,7 @@
 each weight of a model. These are plain numbers: no program, no mesh object, no device.
 
 The names of a weight's dims come from the model, which is traced once; their mesh axes come from the table in
-`megajax/mesh.py`, as for the state itself (`program/state.py`).
+`megajax/core/mesh.py`, as for the state itself (`core/program/state.py`).
 """
 
 from collections.abc import Iterable
@@ -14,9 +14,9 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from megajax.backend import CPU, Backend
-from megajax.config import Config, MeshConfig
-from megajax.mesh import (
+from megajax.core.backend import CPU, Backend
+from megajax.core.config import MeshConfig
+from megajax.core.mesh import (
     dim_over,
     local_shape,
     matrix_dims,
@@ -26,19 +26,20 @@ from megajax.mesh import (
     unused_batch_axes,
     zero_spec,
 )
-from megajax.models.attention_mask import AttentionMask
-from megajax.models.config import ModelConfig
-from megajax.models.context_attention import copies, tile_queries
-from megajax.models.family import CutModel, family_of
-from megajax.models.lora import Adapters
-from megajax.models.lora_config import LoraConfig
-from megajax.parallel.boundary import RegionBoundary
-from megajax.parallel.tokens import ContextWay
-from megajax.pipeline.placement import Placement
-from megajax.pipeline.schedule import SCHEDULES
+from megajax.core.models.attention_mask import AttentionMask
+from megajax.core.models.config import ModelConfig
+from megajax.core.models.context_attention import copies, tile_queries
+from megajax.core.models.family import CutModel, family_of
+from megajax.core.models.lora import Adapters
+from megajax.core.models.lora_config import LoraConfig
+from megajax.core.parallel.boundary import RegionBoundary
+from megajax.core.parallel.tokens import ContextWay
+from megajax.core.pipeline.placement import Placement
+from megajax.core.pipeline.schedule import SCHEDULES
+from megajax.core.precision import OPERAND_DTYPE
+from megajax.core.program.program import training_way
 from megajax.plan.placed import Placed, PlacedCopies, Shape, Weight
-from megajax.precision import OPERAND_DTYPE
-from megajax.program.program import training_way
+from megajax.settings.config import Config
 
 ITEM_SIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # bytes of a number that layers compute with
 
@@ -165,7 +166,7 @@ def steady_state_microbatches(schedule: str, pipe: int, microbatches: int) -> in
 @lru_cache(maxsize=256)
 def scores_of_head(model: ModelConfig, backend: Backend, way: ContextWay, context: int) -> tuple[int, int]:
     """How many scores one head has for a sequence on a device of a context group, if attention is computed in blocks of
-    queries, and how many of them exist at once (`models/context_attention.py`)."""
+    queries, and how many of them exist at once (`core/models/context_attention.py`)."""
     length, here = model.sequence_length, model.sequence_length // context
     visible = AttentionMask(causal=not family_of(model).bidirectional, window=model.window_in(length))
 

@@ -1,8 +1,9 @@
 """Predict how long a training step takes on a machine, by arithmetic on a configuration; nothing runs. A stage's
 forward and backward consist of its layers' products, attention and memory traffic (`plan/work.py`) and their
 collectives, except where these overlap with computation. The pipeline's time follows from its table
-(`pipeline/timing.py`); the reduction of gradients, the optimizer and the gathering of weights are added. All rates are
-in `plan/machines.py`; docs/plan-time.md says how they were calibrated and compares predictions with published figures.
+(`core/pipeline/timing.py`); the reduction of gradients, the optimizer and the gathering of weights are added. All rates
+are in `plan/machines.py`; docs/plan-time.md says how they were calibrated and compares predictions with published
+figures.
 """
 
 from collections import defaultdict
@@ -11,14 +12,13 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from megajax.axes import BATCH_AXES, CONTEXT, EXPERT
-from megajax.config import Config
-from megajax.models.family import step_flops
-from megajax.pipeline.config import PipelineConfig
-from megajax.pipeline.deferral import Deferring, PassTimes
-from megajax.pipeline.placement import Placement
-from megajax.pipeline.schedule import make_schedule
-from megajax.pipeline.timing import StageTimes, deferred_bubble, published_bubble, wall_time
+from megajax.core.axes import BATCH_AXES, CONTEXT, EXPERT
+from megajax.core.models.family import step_flops
+from megajax.core.pipeline.config import PipelineConfig
+from megajax.core.pipeline.deferral import Deferring, PassTimes
+from megajax.core.pipeline.placement import Placement
+from megajax.core.pipeline.schedule import make_schedule
+from megajax.core.pipeline.timing import StageTimes, deferred_bubble, published_bubble, wall_time
 from megajax.plan.communication import Communication, communication, seconds_of
 from megajax.plan.costs import StepCost
 from megajax.plan.machines import Machine
@@ -26,6 +26,7 @@ from megajax.plan.memory import backend_of
 from megajax.plan.sizes import Sizes, layers_of_chunks, num_ticks
 from megajax.plan.traced import step_cost
 from megajax.plan.work import Seconds, Work
+from megajax.settings.config import Config
 
 _LONGEST_TABLE = 4096  # forwards of all stages; the time of a longer table is computed by formula
 
@@ -38,7 +39,7 @@ class StepTime:
     parts: dict[str, float]  # seconds by part, for the busiest stage; they add up to `seconds`
     bubble: float  # share of the pipeline's time in which that stage waits
     tokens_per_second: float  # of all devices
-    flops_per_second: float  # of a device, counting the model's arithmetic (`models/family.step_flops`)
+    flops_per_second: float  # of a device, counting the model's arithmetic (`core/models/family.step_flops`)
     mfu: float  # that as a share of the peak
 
 

@@ -17,26 +17,26 @@ import jax
 from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from megajax.axes import ROW_AXES
-from megajax.backend import Backend
-from megajax.config import Config, TrainConfig
+from megajax.core.axes import ROW_AXES
+from megajax.core.backend import Backend
+from megajax.core.mesh import RULES
+from megajax.core.models.family import CutModel
+from megajax.core.optim.config import OptimizerConfig
+from megajax.core.parallel.collectives import PIPE, vary
+from megajax.core.pipeline.config import PipelineConfig
+from megajax.core.pipeline.executor import Pipeline
+from megajax.core.pipeline.rows import End, Row, Work
+from megajax.core.pipeline.stages import idle
+from megajax.core.precision import E4M3
+from megajax.core.private import FUSED_FORWARD
+from megajax.core.program.bind import look_into
+from megajax.core.program.communication import COLLECTIVES, collectives_of, equations
+from megajax.core.program.program import Program, training_way
 from megajax.data.config import DataConfig
-from megajax.mesh import RULES
-from megajax.models.family import CutModel
-from megajax.optim.config import OptimizerConfig
-from megajax.parallel.collectives import PIPE, vary
-from megajax.pipeline.config import PipelineConfig
-from megajax.pipeline.executor import Pipeline
-from megajax.pipeline.rows import End, Row, Work
-from megajax.pipeline.stages import idle
 from megajax.plan import h200
 from megajax.plan.costs import Dims, EndsCost, Kept, LayerCost, Operand, Product, Region, Rows, Sent, StepCost
 from megajax.plan.placed import Shape
-from megajax.precision import E4M3
-from megajax.private import FUSED_FORWARD
-from megajax.program.bind import look_into
-from megajax.program.communication import COLLECTIVES, collectives_of, equations
-from megajax.program.program import Program, training_way
+from megajax.settings.config import Config, TrainConfig
 
 Cost = TypeVar("Cost", LayerCost, EndsCost)
 _PRIMES = 10_007, 10_009, 10_037

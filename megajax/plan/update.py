@@ -1,13 +1,13 @@
 """Muon's update of layer matrices: what a device computes and sends for it, by arithmetic on shapes
-(`optim/muon.py`)."""
+(`core/optim/muon.py`)."""
 
 from collections import Counter
 from dataclasses import dataclass
 from math import prod
 
-from megajax.axes import AXES
-from megajax.mesh import matrix_dims, unused_batch_axes
-from megajax.parallel.collectives import PIPE, entry_axes
+from megajax.core.axes import AXES
+from megajax.core.mesh import matrix_dims, unused_batch_axes
+from megajax.core.parallel.collectives import PIPE, entry_axes
 from megajax.plan.placed import Placed, Shape
 from megajax.plan.sizes import Sizes
 

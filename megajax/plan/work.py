@@ -7,15 +7,15 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import prod
 
-from megajax.backend import GPU
-from megajax.config import Config
-from megajax.models.fused_attention import HEAD_SIZES
+from megajax.core.backend import GPU
+from megajax.core.models.fused_attention import HEAD_SIZES
+from megajax.core.precision import BESIDE
+from megajax.core.program.program import scans_layers
 from megajax.plan.costs import Product, StepCost
 from megajax.plan.machines import Kernel, Machine, peak_of
 from megajax.plan.sizes import Sizes
 from megajax.plan.update import dealt
-from megajax.precision import BESIDE
-from megajax.program.program import scans_layers
+from megajax.settings.config import Config
 
 _TILE = 128  # rows and columns of a product's tile, computed by one multiprocessor
 _SHORTEST = 1024  # inner dim below which a tile is not divided among several multiprocessors

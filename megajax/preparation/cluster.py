@@ -20,7 +20,7 @@ from concurrent.futures import CancelledError, Future, wait
 from pathlib import Path
 from typing import Any
 
-from megajax.errors import RunError, UserError
+from megajax.core.errors import RunError, UserError
 from megajax.host import reading
 from megajax.host.remote import reason
 from megajax.host.signals import held_back

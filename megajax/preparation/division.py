@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from megajax.data.parts import as_json, needs_copy, needs_look, of_json, parts_of
-from megajax.data.records import END, Part, Record, TextFiles
+from megajax.data.text.parts import as_json, needs_copy, needs_look, of_json, parts_of
+from megajax.data.text.records import END, Part, Record, TextFiles
 from megajax.host import reading
 from megajax.preparation.options import PrepareOptions
 from megajax.preparation.running import Show

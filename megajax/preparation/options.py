@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megajax.options import AT_LEAST_ZERO, NOT_EMPTY, between
-from megajax.traits import IS_PATH
+from megajax.core.options import AT_LEAST_ZERO, NOT_EMPTY, between
+from megajax.core.traits import IS_PATH
 
 
 @dataclass(frozen=True, kw_only=True)

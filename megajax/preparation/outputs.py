@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megajax.data import files as temporary
-from megajax.data.indexed import dataset_files, tokenizer_folder
-from megajax.data.tokenizers import has_only_tokenizer_files
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.data.text.indexed import dataset_files, tokenizer_folder
+from megajax.data.text.tokenizers import has_only_tokenizer_files
+from megajax.host import files as temporary
 from megajax.host import reading
 from megajax.preparation.shards import GoesOn, WorkFolder
 

@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megajax.data import files as temporary
-from megajax.data.inputs import DOCSTRINGS, identity, read_folders
-from megajax.data.masking import WordPieces
-from megajax.data.records import TextFiles
-from megajax.data.tokenizers import named_tokenizer
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.data.samples.masking import WordPieces
+from megajax.data.text.inputs import DOCSTRINGS, identity, read_folders
+from megajax.data.text.records import TextFiles
+from megajax.data.text.tokenizers import named_tokenizer
+from megajax.host import files as temporary
 from megajax.preparation.division import SHARD_BYTES
 from megajax.preparation.options import PrepareOptions
 from megajax.preparation.outputs import WRITING, check_apart, check_own, read_json

@@ -8,15 +8,15 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from megajax.data.digests import INDEX, TOKENS, root_of_parts, tokenizer_digests
-from megajax.data.files import folder_atomically, write_atomically
-from megajax.data.indexed import dataset_files, tokenizer_folder
-from megajax.data.inputs import absolute, valid_paths
-from megajax.data.records import TextFiles
-from megajax.data.tokenizers import has_only_tokenizer_files, load_tokenizer, named_tokenizer
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.core.options import check
+from megajax.data.text.digests import INDEX, TOKENS, root_of_parts, tokenizer_digests
+from megajax.data.text.indexed import dataset_files, tokenizer_folder
+from megajax.data.text.inputs import absolute, valid_paths
+from megajax.data.text.records import TextFiles
+from megajax.data.text.tokenizers import has_only_tokenizer_files, load_tokenizer, named_tokenizer
+from megajax.host.files import folder_atomically, write_atomically
 from megajax.host.transcript import printable
-from megajax.options import check
 from megajax.preparation import writing
 from megajax.preparation.corpus import Corpus, Numbering
 from megajax.preparation.deciding import drop_copies

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 
-from megajax.data.records import TextFiles
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.data.text.records import TextFiles
 from megajax.host.transcript import printable
 from megajax.preparation.contamination import TestSets
 from megajax.preparation.corpus import Corpus

@@ -21,7 +21,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from megajax.errors import UserError
+from megajax.core.errors import UserError
 from megajax.host import reading
 
 KEPT, EMPTY, SHORT, CONTAMINATED, EXACT, NEAR = range(6)  # KEPT, or the rule that dropped a document

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megajax.data.encoding import as_document, encode_texts, in_parts
-from megajax.data.records import END, NoText, NotUtf8, TextDocuments, text_of
-from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import TRAINING_BYTES, is_chosen, load_tokenizer, train_tokenizer
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.data.text.encoding import as_document, encode_texts, in_parts
+from megajax.data.text.records import END, NoText, NotUtf8, TextDocuments, text_of
+from megajax.data.text.tokenizer import Tokenizer
+from megajax.data.text.tokenizers import TRAINING_BYTES, is_chosen, load_tokenizer, train_tokenizer
 from megajax.preparation.cleaning import clean
 from megajax.preparation.contamination import TestSets, decontaminated
 from megajax.preparation.corpus import Corpus

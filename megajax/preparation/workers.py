@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from megajax.errors import RunError
+from megajax.core.errors import RunError
 from megajax.host.children import Submit, children
 
 Done = tuple[Any, str, float]  # a function's result, the worker that ran it, and how many seconds it took

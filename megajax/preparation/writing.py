@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megajax.data.digests import BLOCK_BYTES, Digester, as_blocks
-from megajax.data.indexed import index_header, token_type
+from megajax.data.text.digests import BLOCK_BYTES, Digester, as_blocks
+from megajax.data.text.indexed import index_header, token_type
 from megajax.preparation.corpus import Corpus
 from megajax.preparation.deciding import dropped_in
 from megajax.preparation.options import PrepareOptions

@@ -1,6 +1,6 @@
 """Checkpoints: the state in mesh-independent form, written atomically in the background, and read on any mesh.
 
-The state is copied to host memory leaf by leaf (`program/transfer.py`), written to disk in the background
+The state is copied to host memory leaf by leaf (`core/program/transfer.py`), written to disk in the background
 (`writing.py`), and read back (`stored.py`). A failed write is reported; only several in a row end the run.
 """
 
@@ -14,12 +14,12 @@ import jax
 import numpy as np
 from flax import traverse_util
 
-from megajax.errors import RunError, UserError
+from megajax.core.errors import RunError, UserError
+from megajax.core.models.lora import LORA
+from megajax.core.options import is_whole
+from megajax.core.program.state import StateLayout, TrainState
+from megajax.core.program.transfer import Transfer, canonical_bytes
 from megajax.host.processes import is_first_process, numbers_of_first_process, of_first_process, on_first_process
-from megajax.models.lora import LORA
-from megajax.options import is_whole
-from megajax.program.state import StateLayout, TrainState
-from megajax.program.transfer import Transfer, canonical_bytes
 from megajax.runs import step_folders, stored
 from megajax.runs.failures import in_one_line
 from megajax.runs.metrics import validation_losses

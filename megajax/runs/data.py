@@ -10,21 +10,21 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from megajax.config import Config
-from megajax.data import gpt, pairs
-from megajax.data.blend import BlendedSamples, JoinedSamples
-from megajax.data.corpus import Corpus, evaluation_tokens, has_corpus, has_only_tokenizer, open_corpus
-from megajax.data.indexed import prepared_prefix, tokenizer_folder
-from megajax.data.making import is_made_from, make_corpus
-from megajax.data.masking import WordPieces
-from megajax.data.samples import CorpusSamples, EpochSamples
-from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import is_tokenizer_folder, load_tokenizer, named_tokenizer
-from megajax.data.tokens import TokenDocuments
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.core.models.registry import FAMILIES
+from megajax.data.samples import gpt, pairs
+from megajax.data.samples.base import CorpusSamples, EpochSamples
+from megajax.data.samples.blend import BlendedSamples, JoinedSamples
+from megajax.data.samples.making import is_made_from, make_corpus
+from megajax.data.samples.masking import WordPieces
+from megajax.data.text.corpus import Corpus, evaluation_tokens, has_corpus, has_only_tokenizer, open_corpus
+from megajax.data.text.indexed import prepared_prefix, tokenizer_folder
+from megajax.data.text.tokenizer import Tokenizer
+from megajax.data.text.tokenizers import is_tokenizer_folder, load_tokenizer, named_tokenizer
+from megajax.data.text.tokens import TokenDocuments
 from megajax.host import reading
-from megajax.models.registry import FAMILIES
 from megajax.runs.order import default_corpora, read_order
+from megajax.settings.config import Config
 
 _SOURCES = "--data.sources"
 _VALIDATION = "validation-"  # prefix of the folders of named validation sets

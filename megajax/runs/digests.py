@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from megajax.data.digests import file_digest
+from megajax.data.text.digests import file_digest
 from megajax.host import reading
 from megajax.runs.ownership import FORMAT
 

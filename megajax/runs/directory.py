@@ -7,15 +7,15 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from megajax.config import Config
-from megajax.data.files import put_back
-from megajax.data.indexed import prepared_prefix
-from megajax.data.tokenizers import is_tokenizer_folder
-from megajax.errors import UserError
-from megajax.models.freeze import names_of
-from megajax.optim.config import OptimizerConfig
-from megajax.options import compared, options
-from megajax.precision import MAIN_DTYPE
+from megajax.core.errors import UserError
+from megajax.core.models.freeze import names_of
+from megajax.core.optim.config import OptimizerConfig
+from megajax.core.options import compared, options
+from megajax.core.precision import MAIN_DTYPE
+from megajax.core.traits import Changes
+from megajax.data.text.indexed import prepared_prefix
+from megajax.data.text.tokenizers import is_tokenizer_folder
+from megajax.host.files import put_back
 from megajax.runs.lock import RunLock
 from megajax.runs.order import Order, next_order
 from megajax.runs.ownership import (
@@ -29,8 +29,8 @@ from megajax.runs.ownership import (
     marked_format,
 )
 from megajax.runs.step_folders import candidates, named
+from megajax.settings.config import Config
 from megajax.settings.presets import load_preset, read_preset, resolve
-from megajax.traits import Changes
 
 
 def check_claim(run_dir: Path, config: Config) -> None:

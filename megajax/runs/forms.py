@@ -11,15 +11,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from megajax.backend import Backend
-from megajax.data.files import write_atomically
-from megajax.data.samples import EndlessSamples
+from megajax.core.backend import Backend
+from megajax.core.program.measured import Question, answer
+from megajax.core.program.one_layer import Forms, OneLayer
+from megajax.core.program.program import Program
+from megajax.data.samples.base import EndlessSamples
 from megajax.host import reading
+from megajax.host.files import write_atomically
 from megajax.host.processes import on_first_process, say
 from megajax.host.transcript import tell
-from megajax.program.measured import Question, answer
-from megajax.program.one_layer import Forms, OneLayer
-from megajax.program.program import Program
 from megajax.runs.ownership import FORMS
 
 SECONDS = 16.0  # for compiling, all questions together
@@ -34,7 +34,7 @@ def measured_backend(
     if not candidates:
         return program.backend
     if program.config.deterministic:
-        say("forms: not measured, for --deterministic; those of megajax/backend.py are taken")
+        say("forms: not measured, for --deterministic; those of megajax/core/backend.py are taken")
         return program.backend
     layer = OneLayer(program, _rows(samples, program.config.train.microbatch))
     questions = layer.questions(candidates)

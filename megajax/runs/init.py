@@ -8,29 +8,29 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from megajax.config import Config
-from megajax.data.corpus import corpus_tokenizer
-from megajax.data.indexed import prepared_prefix
-from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import is_tokenizer_folder, named_tokenizer
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.core.models.config import ModelConfig
+from megajax.core.models.family import CutModel
+from megajax.core.models.lora import LORA
+from megajax.core.options import as_flag, compared
+from megajax.core.parallel.boundary import F_AND_G
+from megajax.core.program.program import Program
+from megajax.core.program.state import StateLayout, TrainState
+from megajax.core.program.transfer import Transfer, moved
+from megajax.core.traits import Changes
+from megajax.data.text.corpus import corpus_tokenizer
+from megajax.data.text.indexed import prepared_prefix
+from megajax.data.text.tokenizer import Tokenizer
+from megajax.data.text.tokenizers import is_tokenizer_folder, named_tokenizer
 from megajax.host import reading
 from megajax.host.phases import phase
 from megajax.host.processes import say
-from megajax.models.config import ModelConfig
-from megajax.models.family import CutModel
-from megajax.models.lora import LORA
-from megajax.options import as_flag, compared
-from megajax.parallel.boundary import F_AND_G
-from megajax.program.program import Program
-from megajax.program.state import StateLayout, TrainState
-from megajax.program.transfer import Transfer, moved
 from megajax.runs.checkpoint import Checkpoints, choose_step
 from megajax.runs.data import has_run_data
 from megajax.runs.directory import stored_config
 from megajax.runs.step_folders import complete
 from megajax.runs.trained import check_run, reported_damage
-from megajax.traits import Changes
+from megajax.settings.config import Config
 
 _ADAPTERS = jax.tree_util.DictKey(LORA)
 _OUTPUT = "head.output."  # prefix of the weights that produce a task's answers
@@ -111,14 +111,14 @@ def keep_tokenizer(tokenizer: Tokenizer, config: Config, folder: Path, source: s
         tokenizer.save(folder / "tokenizer")
 
 
-def first_state(program: Program) -> tuple[TrainState, str]:
+def first_state(config: Config, program: Program) -> tuple[TrainState, str]:
     """The state before the first step on the program's mesh, and a line that says where its weights come from.
 
     With `--init`, weights with the same names are taken from a checkpoint of the other run (`--init-step`), with LoRA
     merged. Differing heads and the optimizer start fresh; learned positions are truncated. Raises `RunError` if that
     checkpoint is damaged.
     """
-    config, state = program.config, program.layout.init()
+    state = program.layout.init()
     if not config.init:
         return state, "weights: fresh"
     check_init(config)
@@ -167,19 +167,19 @@ def _differing(model: ModelConfig, theirs: ModelConfig, changes: Changes) -> lis
     return [name for name in compared(ModelConfig, changes) if getattr(model, name) != getattr(theirs, name)]
 
 
-def first_or_newest_state(checkpoints: Checkpoints, program: Program, run_dir: Path) -> TrainState:
+def first_or_newest_state(checkpoints: Checkpoints, config: Config, program: Program) -> TrainState:
     """The newest readable state of a run, or else its first one; prints which it is."""
     with phase("preparing the state"):
         state, step, damaged = checkpoints.restore_newest()
         for message in damaged:
             say(f"damaged checkpoint, falling back to the one before it: {message}")
         if state is None:
-            state, origin = first_state(program)
-            if program.config.init or not program.config.pretrains:
+            state, origin = first_state(config, program)
+            if config.init or not config.pretrains:
                 say(origin)
             return state
         checkpoints.set_aside(after=step)
-        say(f"resumed from step {step} of {run_dir}")
+        say(f"resumed from step {step} of {config.run_dir}")
         if checkpoints.average_news:
             say(checkpoints.average_news)
         return state

@@ -15,7 +15,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megajax.errors import RunError, UserError
+from megajax.core.errors import RunError, UserError
 from megajax.host import reading
 from megajax.host.transcript import tell
 

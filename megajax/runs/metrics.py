@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megajax.data.files import file_atomically
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.core.models.router import LOAD
 from megajax.host import reading
-from megajax.models.router import LOAD
+from megajax.host.files import file_atomically
 
 _LINE_BYTES = 1 << 22  # the usual line has a few hundred, the loads of many experts in many layers a megabyte
 _BROKEN = 1000  # lines that crashes may leave

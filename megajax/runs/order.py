@@ -13,14 +13,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from megajax.config import MOST_ROWS, Config
-from megajax.data.blend import Blend, BlendedSamples
+from megajax.core.config import MOST_ROWS
+from megajax.core.errors import UserError
 from megajax.data.config import skipped_samples
-from megajax.data.files import write_atomically
-from megajax.data.loader import BatchSizes
-from megajax.data.samples import EndlessSamples, Sample
-from megajax.errors import UserError
+from megajax.data.samples.base import EndlessSamples, Sample
+from megajax.data.samples.blend import Blend, BlendedSamples
+from megajax.data.samples.loader import BatchSizes
 from megajax.host import reading
+from megajax.host.files import write_atomically
+from megajax.settings.config import Config
 
 _FILE = "order.json"  # in a run's data folder; missing if no start changed the order
 

@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from megajax.data.files import is_marked, write_atomically
-from megajax.errors import UserError
+from megajax.core.errors import UserError
 from megajax.host import reading
+from megajax.host.files import is_marked, write_atomically
 from megajax.host.transcript import NAME, OLDER
 
 FORMAT = 1  # of run directories and their checkpoints

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megajax.errors import UserError
+from megajax.core.errors import UserError
 
 _STEP = re.compile(r"0|[1-9][0-9]{0,9}")
 _TEMPORARY = re.compile(rf"({_STEP.pattern})\.orbax-checkpoint-tmp(-[A-Za-z0-9_.-]+)?")

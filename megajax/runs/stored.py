@@ -15,20 +15,20 @@ import orbax.checkpoint as ocp
 from etils import epath  # Orbax's paths
 from jax.sharding import PartitionSpec
 
-from megajax.backend import CPU
-from megajax.config import Config
-from megajax.errors import UserError
+from megajax.core.backend import CPU
+from megajax.core.errors import UserError
+from megajax.core.models.config import ModelConfig
+from megajax.core.models.family import CutModel
+from megajax.core.options import options
+from megajax.core.parallel.boundary import RegionBoundary
+from megajax.core.program.state import TrainState
+from megajax.core.program.transfer import cast
+from megajax.core.traits import Size, Through
 from megajax.host.processes import all_agree, is_first_process, of_first_process, sums_over_processes
-from megajax.models.config import ModelConfig
-from megajax.models.family import CutModel
-from megajax.options import options
-from megajax.parallel.boundary import RegionBoundary
-from megajax.program.state import TrainState
-from megajax.program.transfer import cast
 from megajax.runs.digests import Manifest, local_checksums, no_file, problem_of, read_manifest
 from megajax.runs.failures import forget_abandoned, in_one_line
 from megajax.runs.ownership import check_format
-from megajax.traits import Size, Through
+from megajax.settings.config import Config
 
 T = TypeVar("T")
 

@@ -6,19 +6,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megajax.config import Config
-from megajax.data.digests import Digester, root
-from megajax.data.files import write_atomically
-from megajax.data.masking import WordPieces
-from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import load_tokenizer, train_tokenizer, training_part
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.core.models.registry import FAMILIES
+from megajax.data.samples.masking import WordPieces
+from megajax.data.tasks.records import Record
+from megajax.data.tasks.registry import TASKS
+from megajax.data.tasks.samples import (
+    EpochOrder,
+    TaskSamples,
+    read_records,
+    shared_contexts,
+    split_by_context,
+    task_samples,
+)
+from megajax.data.text.digests import Digester, root
+from megajax.data.text.tokenizer import Tokenizer
+from megajax.data.text.tokenizers import load_tokenizer, train_tokenizer, training_part
 from megajax.host import reading
-from megajax.models.registry import FAMILIES
+from megajax.host.files import write_atomically
 from megajax.runs.init import named_or_init_tokenizer
-from megajax.tasks.records import Record
-from megajax.tasks.registry import TASKS
-from megajax.tasks.samples import EpochOrder, TaskSamples, read_records, shared_contexts, split_by_context, task_samples
+from megajax.settings.config import Config
 
 _REPORT = "records.json"  # in a run's data folder; written last
 _SPLIT_SEED = 0  # for splitting dev off the training records: the same for all of `--seeds`, which are compared

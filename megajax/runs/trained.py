@@ -12,25 +12,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.config import Config, MeshConfig
-from megajax.data.corpus import corpus_tokenizer
-from megajax.data.tokenizer import Tokenizer
-from megajax.errors import RunError, UserError
+from megajax.core.config import MeshConfig
+from megajax.core.errors import RunError, UserError
+from megajax.core.models.registry import FAMILIES
+from megajax.core.options import apart
+from megajax.core.program.memory import check_memory
+from megajax.core.program.one_layer import cannot_attend
+from megajax.core.program.program import Program
+from megajax.core.program.state import StateLayout
+from megajax.data.text.corpus import corpus_tokenizer
+from megajax.data.text.tokenizer import Tokenizer
 from megajax.host import reading
 from megajax.host.paths import check_path
 from megajax.host.processes import is_first_process
-from megajax.models.registry import FAMILIES
-from megajax.options import apart
-from megajax.program.memory import check_memory
-from megajax.program.one_layer import cannot_attend
-from megajax.program.program import Program
-from megajax.program.state import StateLayout
 from megajax.runs.checkpoint import Checkpoints, choose_step
 from megajax.runs.directory import stored_config
 from megajax.runs.ownership import check_format, marked_format
 from megajax.runs.stored import DamagedCheckpoint
-from megajax.settings.launch import start
+from megajax.settings.config import Config
 from megajax.settings.validation import validate_mesh
+from megajax.start.launch import start
 
 
 @dataclass(frozen=True)

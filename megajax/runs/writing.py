@@ -23,9 +23,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath  # Orbax's paths
 
+from megajax.core.program.state import StateLayout, TrainState
 from megajax.host.paths import identity
 from megajax.host.processes import all_agree, is_first_process, of_first_process
-from megajax.program.state import StateLayout, TrainState
 from megajax.runs import step_folders
 from megajax.runs.digests import Manifest, checksum, local_checksums, read_json, write_json
 from megajax.runs.failures import expect_abandoned, forget_abandoned, in_one_line

@@ -1,1 +1,1 @@
-"""From presets and flags to a checked configuration, and to the processes and devices it asks for."""
+"""From presets and flags to a checked configuration."""

@@ -4,14 +4,14 @@ import re
 from collections.abc import Sequence
 from operator import attrgetter
 
-from megajax.config import Config
+from megajax.core.errors import UserError
+from megajax.core.models.checks import check_lora, check_model
+from megajax.core.models.registry import FAMILIES, Entry
+from megajax.core.optim.config import check_cooldown
+from megajax.core.options import MOST, as_flag, check, check_read, is_whole, options
 from megajax.data.config import DataConfig
-from megajax.errors import UserError
-from megajax.models.checks import check_lora, check_model
-from megajax.models.registry import FAMILIES, Entry
-from megajax.optim.config import check_cooldown
-from megajax.options import MOST, as_flag, check, check_read, is_whole, options
-from megajax.tasks.registry import TASKS, Task
+from megajax.data.tasks.registry import TASKS, Task
+from megajax.settings.config import Config
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 

@@ -8,12 +8,13 @@ from dataclasses import MISSING, dataclass
 from functools import partial
 from typing import Any, NoReturn
 
-from megajax.axes import AXES
-from megajax.config import Config
-from megajax.errors import UserError
+from megajax.core.axes import AXES
+from megajax.core.errors import UserError
+from megajax.core.options import Option, apart, options, sections, shown, suggest
 from megajax.host import completion
+from megajax.host.reading import parse_toml
 from megajax.host.transcript import tell
-from megajax.options import Option, apart, options, sections, shown, suggest
+from megajax.settings.config import Config
 from megajax.settings.other_names import nearest
 from megajax.settings.preset_files import names_in_folders, preset_names
 from megajax.settings.presets import Preset, load_preset, read_preset, resolve
@@ -114,7 +115,7 @@ class Parser(argparse.ArgumentParser):
 def _value(option: Option, text: str) -> Any:
     """The value of a flag's text; used as argparse's `type`."""
     try:
-        value = option.parse(text)
+        value = option.convert(parse_toml(f"value = {text}")["value"]) if option.record else option.parse(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{shown(text)}; valid: {option.valid}") from None
     if problem := option.problem(value):

@@ -7,8 +7,8 @@ from typing import Any
 
 import tomli_w
 
-from megajax.config import Config
-from megajax.options import Option, options
+from megajax.core.options import Option, options
+from megajax.settings.config import Config
 from megajax.settings.presets import OF_START, Preset, of_task
 
 _WIDTH = 40  # column of the comments, if values are short

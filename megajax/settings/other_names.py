@@ -3,7 +3,7 @@
 import re
 from collections.abc import Collection
 
-from megajax.options import suggest
+from megajax.core.options import suggest
 
 _BATCH = "--train.global-batch, in sequences over all devices; --train.microbatch is a device's"
 _ACCUMULATION = "--train.global-batch / (--train.microbatch x --mesh.data), which follows from these"

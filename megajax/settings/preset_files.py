@@ -4,7 +4,7 @@ import difflib
 from pathlib import Path
 from typing import Any
 
-from megajax.errors import UserError
+from megajax.core.errors import UserError
 from megajax.host import reading, remote
 from megajax.host.paths import check_path, scheme
 

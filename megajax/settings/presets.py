@@ -7,15 +7,15 @@ from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megajax.config import RUN_HORIZON, RUN_MARK, Config
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.core.optim.config import Horizon
+from megajax.core.options import MOST, options, sections, shown, suggest
+from megajax.data.tasks.registry import PRETRAINING, TASKS
 from megajax.host.paths import identity, scheme
-from megajax.optim.config import Horizon
-from megajax.options import MOST, options, sections, shown, suggest
 from megajax.settings.checks import check_values
+from megajax.settings.config import RUN_HORIZON, RUN_MARK, Config
 from megajax.settings.other_names import nearest
 from megajax.settings.preset_files import find_preset, parse_toml, preset_folders, read_file
-from megajax.tasks.registry import PRETRAINING, TASKS
 
 OF_START = ("run_dir", "simulate_devices")  # they belong to one run and its machine, and are not inherited
 

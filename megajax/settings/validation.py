@@ -5,15 +5,16 @@ import dataclasses
 import math
 from itertools import product
 
-from megajax.axes import CONTEXT, EXPERT, PIPE, ROW_AXES, TENSOR
-from megajax.config import Config, MeshConfig
-from megajax.data.loader import BatchSizes
-from megajax.errors import UserError
-from megajax.models.config import ModelConfig
-from megajax.options import options
-from megajax.pipeline.config import check_schedule, check_table
+from megajax.core.axes import CONTEXT, EXPERT, PIPE, ROW_AXES, TENSOR
+from megajax.core.config import MeshConfig
+from megajax.core.errors import UserError
+from megajax.core.models.config import ModelConfig
+from megajax.core.options import options
+from megajax.core.pipeline.config import check_schedule, check_table
+from megajax.core.traits import Size, Through
+from megajax.data.samples.loader import BatchSizes
 from megajax.settings.checks import check_values
-from megajax.traits import Size, Through
+from megajax.settings.config import Config
 
 
 def validate(config: Config, num_devices: int) -> None:

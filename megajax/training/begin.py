@@ -10,22 +10,22 @@ from typing import Any
 
 import jax
 
-from megajax.backend import candidates_of
-from megajax.config import Config, DistributedConfig, profiled_steps, to_toml
-from megajax.data.files import write_atomically
-from megajax.errors import RunError, UserError
+from megajax.core.backend import candidates_of
+from megajax.core.errors import RunError, UserError
+from megajax.core.models.registry import FAMILIES
+from megajax.core.optim.config import UNKNOWN, Horizon, OptimizerConfig, check_cooldown
+from megajax.core.options import apart
+from megajax.core.program.memory import check_memory
+from megajax.core.program.one_layer import check_attention
+from megajax.core.program.program import Program
+from megajax.data.tasks.registry import TASKS
 from megajax.host import reading
 from megajax.host.ending import Exit
+from megajax.host.files import write_atomically
 from megajax.host.paths import scheme
 from megajax.host.phases import phase, watched
 from megajax.host.processes import is_first_process, on_first_process, say
 from megajax.host.transcript import transcript
-from megajax.models.registry import FAMILIES
-from megajax.optim.config import UNKNOWN, Horizon, OptimizerConfig, check_cooldown
-from megajax.options import apart
-from megajax.program.memory import check_memory
-from megajax.program.one_layer import check_attention
-from megajax.program.program import Program
 from megajax.runs.data import RunData, make_run_data, open_run_data
 from megajax.runs.directory import (
     claimed,
@@ -42,11 +42,11 @@ from megajax.runs.metrics import is_of_dev, read_metrics
 from megajax.runs.order import Order, read_order, write_order
 from megajax.runs.step_folders import complete
 from megajax.runs.task_data import TaskData, make_task_data, open_task_data
-from megajax.settings.launch import start
+from megajax.settings.config import Config, DistributedConfig, profiled_steps, to_toml
 from megajax.settings.preset_files import parse_toml
 from megajax.settings.presets import load_preset
 from megajax.settings.validation import check_ramp, validate
-from megajax.tasks.registry import TASKS
+from megajax.start.launch import start
 from megajax.training.describe import describe
 from megajax.training.display import Display
 from megajax.training.loop import Trainer
@@ -85,23 +85,24 @@ def train_here(config: Config, *, skip_finished: bool = False) -> None:
         with display.phase("reading the data", announced=False):
             data = open_data(config, run_dir / "data")
             order = read_order(config, run_dir / "data")
-        program = Program(in_steps(config, data.train, kept, order), program.mesh)
-        if skip_finished and _is_finished(run_dir, program.config.train.steps):
-            say(f"finished: {run_dir} has {program.config.train.steps} steps and its dev results")
+        ours = in_steps(config, data.train, kept, order)
+        program = Program(ours, program.mesh)
+        if skip_finished and _is_finished(run_dir, ours.train.steps):
+            say(f"finished: {run_dir} has {ours.train.steps} steps and its dev results")
             return
         if is_first_process():
             transcript.begin(run_dir)
         with display.phase("choosing the fastest attention and matrix products", announced=False):
             backend = measured_backend(program, data.train, run_dir, candidates_of(program.mesh))
         if backend != program.backend:
-            program = Program(program.config, program.mesh, backend)
-        say("\n".join(filter(None, [describe(program, data, order, earlier), again])))
+            program = Program(ours, program.mesh, backend)
+        say("\n".join(filter(None, [describe(ours, program, data, order, earlier), again])))
         with watched(display.phase):
-            run = Trainer(program, data, order, lock)
+            run = Trainer(ours, program, data, order, lock)
         _check_length(run, in_steps(config, data.train, kept, run.order))
         if line := run.order.line(run.first):
             say(line)
-        if run.first < program.config.train.steps:
+        if run.first < ours.train.steps:
             on_first_process(lambda: _keep_config(config, run))
         run.go()
         transcript.end()

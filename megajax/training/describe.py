@@ -6,29 +6,31 @@ from collections.abc import Mapping
 import jax
 from flax.traverse_util import flatten_dict
 
-from megajax.config import Config
-from megajax.models.context_attention import elements_sent
-from megajax.models.family import count_parameters
-from megajax.models.freeze import names_of, untrained_layers
-from megajax.models.lora import LORA
-from megajax.optim.adam import parameter_groups
-from megajax.optim.config import OptimizerConfig
-from megajax.pipeline.timing import StageTimes, pending_weights, step_time
+from megajax.core.models.context_attention import elements_sent
+from megajax.core.models.family import count_parameters
+from megajax.core.models.freeze import names_of, untrained_layers
+from megajax.core.models.lora import LORA
+from megajax.core.optim.adam import parameter_groups
+from megajax.core.optim.config import OptimizerConfig
+from megajax.core.pipeline.timing import StageTimes, pending_weights, step_time
+from megajax.core.program.memory import factor_bytes, state_bytes
+from megajax.core.program.program import Program
 from megajax.plan.memory import memory
 from megajax.plan.sizes import ITEM_SIZE
-from megajax.program.memory import factor_bytes, state_bytes
-from megajax.program.program import Program
 from megajax.runs.data import RunData
 from megajax.runs.order import Order
 from megajax.runs.task_data import TaskData
-from megajax.settings.launch import gpu_flags
+from megajax.settings.config import Config
+from megajax.start.launch import gpu_flags
 
 _OF_RATE = "learning_rate min_learning_rate warmup schedule decay_steps cooldown_steps cooldown_shape"
 
 
-def describe(program: Program, data: RunData | TaskData, order: Order, earlier: OptimizerConfig | None = None) -> str:
+def describe(
+    config: Config, program: Program, data: RunData | TaskData, order: Order, earlier: OptimizerConfig | None = None
+) -> str:
     """A run in a few lines of text; `earlier` is the optimizer of its last start, None for a new run."""
-    config, state = program.config, state_bytes(program)
+    state = state_bytes(program)
     platform, sequence = jax.devices()[0].platform, ", sequence parallel" if config.sequence_parallel else ""
     lines = [
         f"model: {count_parameters(config.model):,} parameters, {config.model.num_layers} layers of "
@@ -41,7 +43,7 @@ def describe(program: Program, data: RunData | TaskData, order: Order, earlier: 
         _context_line(program),
         f"state: {sum(state.values()) / 2**20:,.1f} MiB per device ({_mebibytes(state)}), "
         f"--optimizer.zero {config.optimizer.zero}",
-        _step_memory(program),
+        _step_memory(config, program),
         _optimizer(program),
         f"learning rate: {rate_line(config.optimizer)}",
         changed_rate(earlier, config.optimizer) if earlier else "",
@@ -100,8 +102,8 @@ def pipeline_lines(program: Program) -> list[str]:
     return lines
 
 
-def _step_memory(program: Program) -> str:
-    plan = memory(program.config, program.backend)
+def _step_memory(config: Config, program: Program) -> str:
+    plan = memory(config, program.backend)
     parts = {
         "stored activations": plan.kept,
         "factors": plan.factors,

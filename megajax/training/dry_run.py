@@ -11,22 +11,22 @@ from pathlib import Path
 
 import jax
 
-from megajax.config import Config
-from megajax.data.corpus import has_only_tokenizer
-from megajax.data.inputs import read_folders
-from megajax.data.tokenizers import is_tokenizer_folder
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.core.optim.config import Horizon
+from megajax.core.program.program import Program
+from megajax.data.text.corpus import has_only_tokenizer
+from megajax.data.text.inputs import read_folders
+from megajax.data.text.tokenizers import is_tokenizer_folder
 from megajax.host.phases import watched
 from megajax.host.processes import is_first_process, on_first_process, say
-from megajax.optim.config import Horizon
 from megajax.plan.compiled import traced_step
-from megajax.program.program import Program
 from megajax.runs.data import has_whole_run_data
 from megajax.runs.directory import check_claim, has_checkpoints, start_order, trained_steps
 from megajax.runs.step_folders import complete
 from megajax.runs.task_data import has_task_data
-from megajax.settings.launch import start
+from megajax.settings.config import Config
 from megajax.settings.validation import check_ramp
+from megajax.start.launch import start
 from megajax.training.begin import check_given, checked_program, earlier_optimizer, in_steps, make_data, open_data
 from megajax.training.describe import describe
 from megajax.training.display import Display
@@ -88,7 +88,7 @@ def _read_data(config: Config, program: Program, folder: Path, lines: list[str])
     order = start_order(config, run_dir, kept, corpora)
     check_ramp(config, order.sizes, order.parts[-1].step)
     config = in_steps(config, data.train, config.optimizer.kept_of(earlier), order)
-    lines.append(describe(Program(config, program.mesh), data, order, earlier))
+    lines.append(describe(config, Program(config, program.mesh), data, order, earlier))
     return config
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megajax.data.files import file_atomically
+from megajax.host.files import file_atomically
 from megajax.host.paths import identity
 from megajax.host.pictures import freed
 from megajax.training.trackers import Tracker

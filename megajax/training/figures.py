@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
-from megajax.config import Config
-from megajax.models.family import step_flops
+from megajax.core.models.family import step_flops
+from megajax.core.precision import BESIDE
 from megajax.plan.machines import peak_of_device
-from megajax.precision import BESIDE
+from megajax.settings.config import Config
 
 
 class Speed:

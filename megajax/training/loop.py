@@ -12,15 +12,15 @@ from typing import Any, NoReturn
 import jax
 from jax.stages import Compiled
 
-from megajax.data.loader import growing_batches
-from megajax.errors import RunError, UserError
+from megajax.core.errors import RunError, UserError
+from megajax.core.models.router import LOAD
+from megajax.core.program.program import Batch, Program
+from megajax.core.program.train_step import average_weights, train_step
+from megajax.data.samples.loader import growing_batches
 from megajax.evaluation.scoring import total_loss
 from megajax.host.processes import Poll, is_first_process, say
 from megajax.host.signals import Stopped, stop_signals
 from megajax.host.transcript import printable
-from megajax.models.router import LOAD
-from megajax.program.program import Batch, Program
-from megajax.program.train_step import average_weights, train_step
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.data import RunData
 from megajax.runs.init import first_or_newest_state
@@ -28,7 +28,8 @@ from megajax.runs.lock import RunLock
 from megajax.runs.order import Order
 from megajax.runs.step_folders import Retention
 from megajax.runs.task_data import TaskData
-from megajax.settings.launch import give_back_freed_memory, runs_at_once
+from megajax.settings.config import Config
+from megajax.start.launch import give_back_freed_memory, runs_at_once
 from megajax.training.figures import SkippedSteps, Speed, memory_in_use
 from megajax.training.profiler import StepTrace
 from megajax.training.run_log import RunLog
@@ -59,13 +60,13 @@ class _SignalSeen(Exception):
 class Trainer:
     """One start of a run: the state of the loop."""
 
-    def __init__(self, program: Program, data: RunData | TaskData, order: Order, lock: RunLock):
-        self.config, self.program, self.data, self.lock = program.config, program, data, lock
-        config, run_dir = program.config, Path(program.config.run_dir)
+    def __init__(self, config: Config, program: Program, data: RunData | TaskData, order: Order, lock: RunLock):
+        self.config, self.program, self.data, self.lock = config, program, data, lock
+        run_dir = Path(config.run_dir)
         saving = config.checkpoint
         keep = Retention(saving.keep, saving.keep_best, saving.keep_every)
         self.checkpoints = Checkpoints(run_dir, program.layout, keep, saving.max_failures)
-        self.state = first_or_newest_state(self.checkpoints, program, run_dir)
+        self.state = first_or_newest_state(self.checkpoints, config, program)
         self.first = self.checkpoints.saved or 0
         self.order = order.at(self.first)
         self.skipped = SkippedSteps(config, self.first - int(self.state.step))
@@ -81,7 +82,7 @@ class Trainer:
         self.step = self.first  # the current one
         self.last_save = time.monotonic()
         self.ready = time.perf_counter()  # when the newest metrics were read
-        self.validator = Validator(program, data, self.watchdog, self.log.display)
+        self.validator = Validator(config, program, data, self.watchdog, self.log.display)
         self.dev_figures: dict[str, float] = {}  # of a task, at the end
         self.seconds = self.data_seconds = 0.0  # of all steps; spent waiting for batches
 
@@ -298,7 +299,7 @@ class Trainer:
         for line in end_lines(self.config, self.first, validation, bits, self.dev_figures, waited):
             say(line)
         with self.log.display.phase("sampling", announced=False):
-            text = printable(sample(self.program, self._weights(), self.data.tokenizer))
+            text = printable(sample(self.config, self.program, self._weights(), self.data.tokenizer))
         if text:
             say(f"a sample:\n{text}")
             self.log.record_text(max(self.first, steps), "sample", text)

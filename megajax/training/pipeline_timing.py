@@ -12,18 +12,18 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from megajax.config import Config
+from megajax.core.pipeline.deferral import Deferring
+from megajax.core.pipeline.measuring import Part
+from megajax.core.pipeline.schedule import make_schedule
+from megajax.core.pipeline.timing import StageTimes, published_bubble, step_time, wall_time
+from megajax.core.program.memory import factor_bytes, residual_bytes
+from megajax.core.program.program import Batch, Program
+from megajax.core.program.synthetic import placed_batch
+from megajax.core.program.train_step import loss_and_gradients, one_part
 from megajax.host.phases import phase, watched
 from megajax.host.processes import is_first_process, of_first_process
-from megajax.pipeline.deferral import Deferring
-from megajax.pipeline.measuring import Part
-from megajax.pipeline.schedule import make_schedule
-from megajax.pipeline.timing import StageTimes, published_bubble, step_time, wall_time
-from megajax.program.memory import factor_bytes, residual_bytes
-from megajax.program.program import Batch, Program
-from megajax.program.synthetic import placed_batch
-from megajax.program.train_step import loss_and_gradients, one_part
-from megajax.settings.launch import start
+from megajax.settings.config import Config
+from megajax.start.launch import start
 from megajax.training.begin import checked_program
 from megajax.training.display import Display
 
@@ -52,7 +52,7 @@ def profile_pipeline(config: Config) -> Profile:
     with watched(functools.partial(display.phase, announced=False)):
         found = measure(program)
     if is_first_process():
-        print("\n".join(_report(program, found)), flush=True)
+        print("\n".join(_report(config, program, found)), flush=True)
     return found
 
 
@@ -137,8 +137,8 @@ def _timer(run: Callable[[int], jax.Array]) -> Callable[[], float]:
     return lambda: max(0.0, _seconds(lambda: run(1 + repeats)) - _seconds(lambda: run(1))) / repeats
 
 
-def _report(program: Program, found: Profile) -> list[str]:
-    config, schedule, times = program.config, program.schedule, found.times
+def _report(config: Config, program: Program, found: Profile) -> list[str]:
+    schedule, times = program.schedule, found.times
     pipe, chunks = config.mesh.pipe, config.pipeline.chunks
     passes = {" forward ms": times.forward, " backward ms": times.backward}
     if found.apart is not None:

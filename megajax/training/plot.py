@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megajax.data.files import file_atomically
+from megajax.host.files import file_atomically
 from megajax.host.paths import identity
 from megajax.host.pictures import freed
 from megajax.training.trackers import Tracker

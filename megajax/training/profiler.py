@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 
-from megajax.config import Config, profiled_steps
-from megajax.data.files import free_name, scratch
+from megajax.host.files import free_name, scratch
 from megajax.host.paths import identity
 from megajax.host.processes import is_first_process, say
+from megajax.settings.config import Config, profiled_steps
 
 PARTS = {  # scopes of the program and their names; if an operation has several, the last one counts
     "embedding": "embedding",

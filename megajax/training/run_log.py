@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 
-from megajax.config import Config, to_toml, to_values
-from megajax.errors import UserError
-from megajax.models.router import LOAD
+from megajax.core.errors import UserError
+from megajax.core.models.router import LOAD
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.metrics import DEV, cut_metrics, is_of_dev
+from megajax.settings.config import Config, to_toml, to_values
 from megajax.training.display import StepsDisplay
 from megajax.training.experts_plot import ExpertsPlot
 from megajax.training.plot import Curves, LossPlot

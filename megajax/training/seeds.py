@@ -6,15 +6,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megajax.config import Config
-from megajax.data.files import write_atomically
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.data.tasks.registry import TASKS
 from megajax.host import reading
+from megajax.host.files import write_atomically
 from megajax.host.processes import on_first_process, say
 from megajax.runs.metrics import DEV, read_metrics
 from megajax.runs.ownership import check_outside_runs, marked_format
-from megajax.settings.launch import start
-from megajax.tasks.registry import TASKS
+from megajax.settings.config import Config
+from megajax.start.launch import start
 from megajax.training.begin import check_given, train_here
 
 _REPORT = "seeds.json"

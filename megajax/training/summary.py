@@ -4,15 +4,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megajax.batch import BatchSpec
-from megajax.config import Config
-from megajax.data.tokenizer import Tokenizer
+from megajax.core.batch import BatchSpec
+from megajax.core.models.registry import FAMILIES
+from megajax.core.program.program import Program
+from megajax.data.text.tokenizer import Tokenizer
 from megajax.evaluation.scoring import Perplexity
 from megajax.generation.choice import Sampling
 from megajax.generation.text import continuation_text
 from megajax.generation.window import continue_in_windows, one_row
-from megajax.models.registry import FAMILIES
-from megajax.program.program import Program
+from megajax.settings.config import Config
 
 _WRITTEN = {
     "config.toml": "the resolved configuration, usable as a preset",
@@ -29,21 +29,20 @@ _WRITTEN = {
 }
 
 
-def sample(program: Program, params: Any, tokenizer: Tokenizer | None) -> str:
+def sample(config: Config, program: Program, params: Any, tokenizer: Tokenizer | None) -> str:
     """Text sampled as configured; empty without a tokenizer or if the model does not generate text."""
-    config = program.config.sample
-    if tokenizer is None or config.tokens == 0 or not FAMILIES[program.config.model.family].continues_text:
+    if tokenizer is None or config.sample.tokens == 0 or not FAMILIES[config.model.family].continues_text:
         return ""
-    prompt = tokenizer.encode_prompt(config.prompt)
+    prompt = tokenizer.encode_prompt(config.sample.prompt)
     new = continue_in_windows(
         one_row(program),
         params,
         prompt,
-        num_tokens=config.tokens,
-        sampling=Sampling(config.temperature, seed=program.config.seed),
+        num_tokens=config.sample.tokens,
+        sampling=Sampling(config.sample.temperature, seed=config.seed),
         ends=tokenizer.ends,
     )
-    return config.prompt + continuation_text(tokenizer, prompt, list(new))
+    return config.sample.prompt + continuation_text(tokenizer, prompt, list(new))
 
 
 def validation_text(parts: Mapping[str, Perplexity], bits_per_byte: float | None = None) -> str:

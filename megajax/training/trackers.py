@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megajax.errors import RunError
-from megajax.models.router import LOAD
+from megajax.core.errors import RunError
+from megajax.core.models.router import LOAD
 
 
 @contextlib.contextmanager

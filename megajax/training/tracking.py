@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megajax.data.files import write_atomically
-from megajax.errors import UserError
+from megajax.core.errors import UserError
 from megajax.host import reading
 from megajax.host.ending import Exit
+from megajax.host.files import write_atomically
 from megajax.training.trackers import Tracker
 
 LIBRARIES = {"wandb": "Weights & Biases", "mlflow": "MLflow"}

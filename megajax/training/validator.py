@@ -5,14 +5,15 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megajax.batch import IGNORED
-from megajax.data.samples import Samples
+from megajax.core.batch import IGNORED
+from megajax.core.program.program import Program
+from megajax.data.samples.base import Samples
 from megajax.evaluation.during import read_tasks
 from megajax.evaluation.finetuned import dev_figures
 from megajax.evaluation.scoring import Perplexity, perplexities, total_loss
-from megajax.program.program import Program
 from megajax.runs.data import RunData
 from megajax.runs.task_data import TaskData
+from megajax.settings.config import Config
 from megajax.training.display import Display
 from megajax.training.watchdog import COMPILING, COMPUTING, Watchdog
 
@@ -20,10 +21,13 @@ from megajax.training.watchdog import COMPILING, COMPUTING, Watchdog
 class Validator:
     """Evaluates weights for one start of a run."""
 
-    def __init__(self, program: Program, data: RunData | TaskData, watchdog: Watchdog, display: Display):
-        self._program, self._data, self._watchdog, self._display = program, data, watchdog, display
+    def __init__(
+        self, config: Config, program: Program, data: RunData | TaskData, watchdog: Watchdog, display: Display
+    ):
+        self._config, self._program, self._data = config, program, data
+        self._watchdog, self._display = watchdog, display
         self._doing = COMPILING
-        self._tasks = read_tasks(program.config, data.tokenizer)
+        self._tasks = read_tasks(config, data.tokenizer)
         self.last: dict[str, Perplexity] | None = None  # losses by name in the newest validation of the split
 
     def validate(
@@ -31,7 +35,7 @@ class Validator:
     ) -> tuple[dict[str, Perplexity], dict[str, float]]:
         """Evaluate the weights after a step: every loss by name over the validation split, and the loss of each named
         set. `between` is called before every batch; if it raises, validation ends and `last` does not change."""
-        batches = self._program.config.train.eval_batches
+        batches = self._config.train.eval_batches
         split = self.evaluate(step, params, batches, between=between)
         named = {
             name: total_loss(self.evaluate(step, params, batches, samples, between, f"validation of {name}"))
@@ -52,7 +56,7 @@ class Validator:
         """Every loss by name over the first `batches` batches (0: all) of `samples`, by default the held-out split."""
         samples = samples or self._data.validation
         assert samples is not None, "nothing is held out"
-        whole = -(-len(samples) // self._program.config.train.global_batch)
+        whole = -(-len(samples) // self._config.train.global_batch)
         total, begun = min(whole, batches or whole), itertools.count()
         with self._display.phase(name, total, announced=False) as advance:
 
@@ -85,15 +89,15 @@ class Validator:
 
     def score_dev(self, step: int, params: Any, data: TaskData, between: Callable[[], None]) -> dict[str, float]:
         """A task's figures on its dev records; `between` as in `validate`."""
-        with self._display.phase(f"scoring dev of {self._program.config.task.name}", announced=False):
-            return dev_figures(self._program, params, data, self._before_batch(step, between))
+        with self._display.phase(f"scoring dev of {self._config.task.name}", announced=False):
+            return dev_figures(self._config, self._program, params, data, self._before_batch(step, between))
 
     def evaluate_tasks(
         self, step: int, params: Any, between: Callable[[], None]
     ) -> Iterator[tuple[str, dict[str, float]]]:
         """Name and figures of each `--evaluate` task: those with a file, and the run's own task as `dev`, which is
         scored separately after the last step. `between` as in `validate`."""
-        train, data = self._program.config.train, self._data
+        train, data = self._config.train, self._data
         if isinstance(data, TaskData) and step < train.steps:
             yield "dev", self.score_dev(step, params, data, between)
         for name, evaluation in self._tasks.items():

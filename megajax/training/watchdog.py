@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from megajax.errors import RunError
+from megajax.core.errors import RunError
 from megajax.host import reading
 from megajax.host.ending import fail, says_lost
 from megajax.host.paths import identity

@@ -4,7 +4,7 @@
 the project's tolerances. `collectives` lists a program's communication from its jaxpr, without running or compiling it.
 """
 
-from megajax.program.communication import COLLECTIVES, Collective, collectives, collectives_of
+from megajax.core.program.communication import COLLECTIVES, Collective, collectives, collectives_of
 from megajax.verify.check import check
 from megajax.verify.comparison import (
     GRADIENT_TOLERANCE,

@@ -10,9 +10,9 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
-from megajax.program.communication import equations
-from megajax.program.program import Program
-from megajax.program.state import is_stacked
+from megajax.core.program.communication import equations
+from megajax.core.program.program import Program
+from megajax.core.program.state import is_stacked
 
 Carried = Counter[tuple[tuple[int, ...], object]]  # how often a loop carries an array of a shape and dtype
 

@@ -8,16 +8,16 @@ from functools import partial
 import jax
 import numpy as np
 
-from megajax.axes import PIPE
-from megajax.backend import CPU
-from megajax.config import Config
+from megajax.core.axes import PIPE
+from megajax.core.backend import CPU
+from megajax.core.models.family import family_of
+from megajax.core.program.scoring import logits, scores, task_logits
+from megajax.core.program.state import is_stacked
+from megajax.core.program.transfer import Transfer
 from megajax.exact.numbers import Value, ordered
 from megajax.generation.choice import Sampling, prompt_bits
 from megajax.generation.programs import ROWS, TOKENS_AT_ONCE, DecodingPrograms
-from megajax.models.family import family_of
-from megajax.program.scoring import logits, scores, task_logits
-from megajax.program.state import is_stacked
-from megajax.program.transfer import Transfer
+from megajax.settings.config import Config
 from megajax.verify.fields import Drawn, Values
 from megajax.verify.forms import in_blocks, plain, with_axes
 from megajax.verify.run import in_precision

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from megajax.config import Config
+from megajax.core.precision import COMPUTE_DTYPE, E4M3
 from megajax.exact.interpreter import UnknownPrimitive
-from megajax.precision import COMPUTE_DTYPE, E4M3
+from megajax.settings.config import Config
 from megajax.verify.comparison import HALF, LIMITS, Limits, limits_of_edges
 from megajax.verify.exact import TRACED, check_exactly
 from megajax.verify.forms import in_blocks, in_fp64, one_device, plain, steady, with_axes

@@ -11,11 +11,11 @@ import jax
 import numpy as np
 from jax.tree_util import DictKey, GetAttrKey, keystr
 
-from megajax.config import Config
-from megajax.program.program import Program
-from megajax.program.state import TrainState
-from megajax.program.synthetic import placed_batch
-from megajax.program.train_step import train_step_with_gradients
+from megajax.core.program.program import Program
+from megajax.core.program.state import TrainState
+from megajax.core.program.synthetic import placed_batch
+from megajax.core.program.train_step import train_step_with_gradients
+from megajax.settings.config import Config
 
 Tree = Any
 Leaves = dict[str, np.ndarray]  # by name; layers are [L, …]

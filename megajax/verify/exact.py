@@ -10,11 +10,11 @@ from concurrent.futures.process import BrokenProcessPool
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.backend import CPU, Backend
-from megajax.config import Config
-from megajax.errors import RunError
+from megajax.core.backend import CPU, Backend
+from megajax.core.errors import RunError
+from megajax.core.precision import OPERAND_DTYPE
 from megajax.exact.interpreter import UnknownPrimitive
-from megajax.precision import OPERAND_DTYPE
+from megajax.settings.config import Config
 from megajax.verify.beside import beside_training
 from megajax.verify.fields import ExactStep, Outcome, Values, activation_error, recorded_step, run_step, unequal
 from megajax.verify.forms import in_blocks, plain

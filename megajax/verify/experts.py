@@ -1,11 +1,12 @@
-"""The communication of a mixture of experts, for `verify/theory.py`: an independent account of `models/experts.py`."""
+"""The communication of a mixture of experts, for `verify/theory.py`: an independent account of
+`core/models/experts.py`."""
 
 from collections.abc import Iterator
 
-from megajax.axes import EXPERT
-from megajax.backend import CPU, Backend
-from megajax.models.experts import capacity_of
-from megajax.parallel.collectives import CONTEXT, TENSOR
+from megajax.core.axes import EXPERT
+from megajax.core.backend import CPU, Backend
+from megajax.core.models.experts import capacity_of
+from megajax.core.parallel.collectives import CONTEXT, TENSOR
 from megajax.plan.communication import EXCHANGE, GATHER, REDUCE, SCATTER, Communication, one
 from megajax.plan.sizes import Times
 from megajax.verify.regions import Regions

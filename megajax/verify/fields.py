@@ -8,17 +8,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from megajax.backend import CPU, Backend
-from megajax.config import Config
+from megajax.core.backend import CPU, Backend
+from megajax.core.program.communication import Collective, collectives_of
+from megajax.core.program.program import Program
+from megajax.core.program.state import TrainState
+from megajax.core.program.synthetic import random_batch
+from megajax.core.program.train_step import train_step_with_gradients
 from megajax.exact import numbers
 from megajax.exact.compare import factor
 from megajax.exact.interpreter import Interpreter
 from megajax.exact.numbers import PRIMES, Value, is_float, seeded
-from megajax.program.communication import Collective, collectives_of
-from megajax.program.program import Program
-from megajax.program.state import TrainState
-from megajax.program.synthetic import random_batch
-from megajax.program.train_step import train_step_with_gradients
+from megajax.settings.config import Config
 from megajax.verify.comparison import beside_the_scale, named_leaves, named_parts
 from megajax.verify.recording import Activation, Recording
 from megajax.verify.run import in_precision, traced

@@ -3,11 +3,12 @@
 import dataclasses
 from collections.abc import Sequence
 
-from megajax.axes import PIPE, TENSOR
-from megajax.backend import CPU, Backend
-from megajax.config import Config, MeshConfig
-from megajax.pipeline.config import PipelineConfig
-from megajax.program.program import training_way
+from megajax.core.axes import PIPE, TENSOR
+from megajax.core.backend import CPU, Backend
+from megajax.core.config import MeshConfig
+from megajax.core.pipeline.config import PipelineConfig
+from megajax.core.program.program import training_way
+from megajax.settings.config import Config
 
 _LEARNING_RATE, _EPSILON = 1e-3, 1e-4  # at most, at least
 

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megajax.config import Config
+from megajax.settings.config import Config
 from megajax.verify.forms import with_axes
 from megajax.verify.recording import Difference
 from megajax.verify.shrink import shown

@@ -1,4 +1,4 @@
-"""Record all sites of a train step on any mesh in mesh-independent form (`parallel/sites.py`), and find the first
+"""Record all sites of a train step on any mesh in mesh-independent form (`core/parallel/sites.py`), and find the first
 activation that differs: its layer, site, and forward or backward."""
 
 import contextlib
@@ -10,9 +10,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from megajax.axes import AXES
-from megajax.parallel import sites
-from megajax.parallel.sites import CollectiveRecord, SiteRecord
+from megajax.core.axes import AXES
+from megajax.core.parallel import sites
+from megajax.core.parallel.sites import CollectiveRecord, SiteRecord
 from megajax.verify.comparison import finite
 
 _LOWEST = -1e30

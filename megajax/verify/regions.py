@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megajax.parallel.collectives import CONTEXT, TENSOR
+from megajax.core.parallel.collectives import CONTEXT, TENSOR
 from megajax.plan.communication import GATHER, REDUCE, SCATTER, Axes, Communication, WeightTraffic, one
 from megajax.plan.sizes import Times
 

@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from megajax.config import Config
-from megajax.models.config import ModelConfig
-from megajax.options import compared, options
-from megajax.traits import Changes, Size, Small
+from megajax.core.models.config import ModelConfig
+from megajax.core.options import compared, options
+from megajax.core.traits import Changes, Size, Small
+from megajax.settings.config import Config
 from megajax.verify.locate import Result
 from megajax.verify.shrink import Shrunk, shown, shown_sizes
 from megajax.verify.verdict import Finding

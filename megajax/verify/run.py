@@ -14,16 +14,16 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from megajax.backend import CPU, Backend
-from megajax.config import Config
-from megajax.errors import RunError, UserError
-from megajax.precision import E4M3, OPERAND_DTYPE
-from megajax.private import has_fusion_emitters
-from megajax.program.communication import Collective, collectives_of
-from megajax.program.program import Batch, Program
-from megajax.program.state import TrainState
-from megajax.program.synthetic import placed_batch
-from megajax.program.train_step import train_step_with_gradients
+from megajax.core.backend import CPU, Backend
+from megajax.core.errors import RunError, UserError
+from megajax.core.precision import E4M3, OPERAND_DTYPE
+from megajax.core.private import has_fusion_emitters
+from megajax.core.program.communication import Collective, collectives_of
+from megajax.core.program.program import Batch, Program
+from megajax.core.program.state import TrainState
+from megajax.core.program.synthetic import placed_batch
+from megajax.core.program.train_step import train_step_with_gradients
+from megajax.settings.config import Config
 from megajax.verify.accumulation import sums_in_other_dtypes
 from megajax.verify.comparison import Leaves, beside_the_scale, named_leaves, named_parts
 from megajax.verify.recording import Recording

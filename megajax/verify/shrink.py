@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from megajax.axes import BATCH_AXES
-from megajax.config import Config, DistributedConfig, MeshConfig
-from megajax.errors import UserError
-from megajax.models.config import ModelConfig
-from megajax.models.context_attention import copies
-from megajax.models.freeze import fewer_layers
-from megajax.options import options
-from megajax.program.program import training_way
-from megajax.traits import ReadWith, Size, Small
+from megajax.core.axes import BATCH_AXES
+from megajax.core.config import MeshConfig
+from megajax.core.errors import UserError
+from megajax.core.models.config import ModelConfig
+from megajax.core.models.context_attention import copies
+from megajax.core.models.freeze import fewer_layers
+from megajax.core.options import options
+from megajax.core.program.program import training_way
+from megajax.core.traits import ReadWith, Size, Small
+from megajax.settings.config import Config, DistributedConfig
 
 MOST_VIRTUAL_STAGES = 64
 _TOKENS, _WIDTH, _VOCABULARY = 18, 16, 96  # approximately

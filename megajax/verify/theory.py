@@ -1,18 +1,19 @@
 """The theory of what a training step communicates: arithmetic on a configuration, written down independently, to be
-compared with what is traced. The boundaries of a step's regions are those in `parallel/boundary.py`.
+compared with what is traced. The boundaries of a step's regions are those in `core/parallel/boundary.py`.
 
-It has every collective of `program/train_step.py`, counted as `program/communication.py` counts the step's jaxpr.
+It has every collective of `core/program/train_step.py`, counted as `core/program/communication.py` counts the step's
+jaxpr.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from megajax.backend import CPU, Backend
-from megajax.batch import most_masked
-from megajax.config import Config
-from megajax.models.context_attention import copies
-from megajax.models.family import family_of
-from megajax.parallel.collectives import CONTEXT, PIPE, TENSOR
+from megajax.core.backend import CPU, Backend
+from megajax.core.batch import most_masked
+from megajax.core.models.context_attention import copies
+from megajax.core.models.family import family_of
+from megajax.core.parallel.collectives import CONTEXT, PIPE, TENSOR
+from megajax.core.program.communication import Collective
 from megajax.plan.communication import (
     EXCHANGE,
     GATHER,
@@ -26,7 +27,7 @@ from megajax.plan.communication import (
     totals,
 )
 from megajax.plan.sizes import Times
-from megajax.program.communication import Collective
+from megajax.settings.config import Config
 from megajax.verify.experts import Experts
 from megajax.verify.verdict import Finding
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megajax.models.router import ROUTER_BIAS
+from megajax.core.models.router import ROUTER_BIAS
 from megajax.verify.comparison import (
     HALF,
     LIMITS,

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from tiny import LLAMA, QWEN3, tiny_config, tiny_program
 
-from megajax.batch import IGNORED
-from megajax.config import Config, DistributedConfig, to_toml
-from megajax.errors import UserError
-from megajax.optim.config import OptimizerConfig
-from megajax.program.synthetic import random_batch
-from megajax.program.train_step import train_step
+from megajax.core.batch import IGNORED
+from megajax.core.errors import UserError
+from megajax.core.optim.config import OptimizerConfig
+from megajax.core.program.synthetic import random_batch
+from megajax.core.program.train_step import train_step
+from megajax.settings.config import Config, DistributedConfig, to_toml
 
 pytestmark = pytest.mark.peer
 torch = pytest.importorskip("torch", reason="the extra `peer` is not installed")

@@ -17,12 +17,12 @@ from processes import Commands, Finished, made_once
 from results import records
 from tiny import full
 
-from megajax.config import to_toml
-from megajax.data.tokenizers import train_tokenizer
+from megajax.core.program.program import Program
+from megajax.data.text.tokenizers import train_tokenizer
 from megajax.host.signals import stop_signals
-from megajax.program.program import Program
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.ownership import mark
+from megajax.settings.config import to_toml
 from megajax.settings.flags import parse
 from megajax.training.run_log import RunLog
 from megajax.verify.run import drawn_state

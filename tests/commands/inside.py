@@ -20,20 +20,20 @@ from unittest import mock
 import jax
 from jax.sharding import Mesh
 
-from megajax.backend import Backend
-from megajax.config import Config
-from megajax.data.files import file_atomically
+from megajax.core.backend import Backend
+from megajax.core.program.program import Program
+from megajax.core.program.state import StateLayout, TrainState
+from megajax.core.program.transfer import Transfer
 from megajax.host import ending
+from megajax.host.files import file_atomically
 from megajax.host.transcript import transcript
 from megajax.plan.costs import StepCost
 from megajax.plan.memory import Memory, memory
 from megajax.plan.traced import step_cost
-from megajax.program.program import Program
-from megajax.program.state import StateLayout, TrainState
-from megajax.program.transfer import Transfer
 from megajax.runs import checkpoint
 from megajax.runs import init as runs_init
-from megajax.settings import launch
+from megajax.settings.config import Config
+from megajax.start import launch
 from megajax.training import begin, describe, plot
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +77,7 @@ def call(script: str, *arguments: object) -> tuple[int, str, str]:
 
 
 def _main(script: str, arguments: Sequence[str]) -> Callable[[], None]:
-    from megajax import cli
+    from megajax import __main__ as cli
 
     words = {"-m": arguments[1:], "eval.py": ["eval", *arguments], "train.py": ["train", *arguments]}[script]
     return lambda: cli.main(words)
@@ -95,7 +95,7 @@ _states: dict[Any, TrainState] = {}
 
 
 def _init(layout: StateLayout, compiler_options: dict[str, Any] | None = None) -> TrainState:
-    """`StateLayout.init`, drawn once for each model: no mesh changes it (tests/models/test_gpt.py)."""
+    """`StateLayout.init`, drawn once for each model: no mesh changes it (tests/core/models/test_gpt.py)."""
     config = layout._config
     names = ("seed", "precision", "model", "lora", "loss_scale")
     key = *(getattr(config, name) for name in names), config.train.ema, config.optimizer.name

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megajax.data.indexed import IndexedWriter
+from megajax.data.text.indexed import IndexedWriter
 
 
 def dataset(folder: Path, length: int = 50, largest: int = 299) -> Path:

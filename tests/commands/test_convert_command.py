@@ -11,7 +11,7 @@ from results import checkpoint_steps, validation
 from saved_tokenizers import write_saved
 from tiny import full
 
-from megajax.data.tokenizers import load_tokenizer, train_tokenizer
+from megajax.data.text.tokenizers import load_tokenizer, train_tokenizer
 
 
 def convert(commands: Commands, *arguments: object) -> str:

@@ -11,7 +11,7 @@ from mistakes import train_mistake
 from processes import Commands, Run
 from results import assert_close_losses, curve, records
 
-from megajax.data.tokenizers import load_tokenizer
+from megajax.data.text.tokenizers import load_tokenizer
 
 TWO_STEPS = ("--train.steps", 2)
 

@@ -16,8 +16,8 @@ from results import assert_same_checkpoint, checkpoint_steps, contents, curve, t
 from saved_tokenizers import write_pair
 from tiny import full
 
-from megajax.data.tokenizers import load_tokenizer
-from megajax.program import memory
+from megajax.core.program import memory
+from megajax.data.text.tokenizers import load_tokenizer
 from megajax.runs.failures import forget_abandoned
 from megajax.runs.writing import Write
 

@@ -10,7 +10,7 @@ import pytest
 from processes import Commands, Run
 from results import contents, records, validation
 
-from megajax.data.tokenizers import load_tokenizer
+from megajax.data.text.tokenizers import load_tokenizer
 
 
 def test_the_whole_validation_split(commands: Commands, straight: Run) -> None:

@@ -13,7 +13,7 @@ from processes import MESH_222
 from results import assert_close_losses, assert_same_checkpoint, checkpoint_arrays, curve
 from tiny import full
 
-from megajax.program.state import TrainState
+from megajax.core.program.state import TrainState
 from megajax.runs import init
 from megajax.runs.step_folders import complete
 from megajax.settings.presets import load_preset

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from processes import Commands
 
-from megajax.cli import main
+from megajax.__main__ import main
 from megajax.commands import plan
 from megajax.host.signals import Stopped, stop_signals
 from megajax.plan import compiled, search

@@ -7,8 +7,8 @@ import matplotlib
 import pytest
 from tiny import full
 
-from megajax.cli import main
-from megajax.pipeline.picture import COLOURS
+from megajax.__main__ import main
+from megajax.commands.timeline_picture import COLOURS
 
 
 def schedule(capsys, *arguments: object) -> str:

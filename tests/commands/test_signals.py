@@ -16,10 +16,10 @@ from mistakes import assert_says, train_mistake
 from processes import Commands, Run
 from results import assert_same_checkpoint, checkpoint_steps, curve, records, validation
 
-from megajax.errors import RunError
+from megajax.core.errors import RunError
+from megajax.core.program.program import Program
+from megajax.core.program.train_step import train_step
 from megajax.host.signals import stop_signals
-from megajax.program.program import Program
-from megajax.program.train_step import train_step
 from megajax.runs.lock import RunLock
 from megajax.training import loop, watchdog
 

@@ -6,9 +6,9 @@ import math
 import pytest
 from tiny import full
 
-from megajax.cli import main
+from megajax.__main__ import main
 from megajax.commands import verify as command
-from megajax.program import bind
+from megajax.core.program import bind
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hugging_face import random_tensors, refusal, write_model
 from safetensors.numpy import save_file
 from tiny import user_error
 
-from megajax.cli import main
+from megajax.__main__ import main
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, open_source
 

@@ -11,18 +11,18 @@ from canonical_weights import back_to_tensors, exported, weights_of
 from hugging_face import ORDERS, SETTINGS, TASKS, assert_same, class_of, peer_model, tensors_in
 from tiny import tiny_config, tiny_program
 
-from megajax.batch import IGNORED
-from megajax.config import Config
 from megajax.convert.importing import open_source
-from megajax.optim.adam import NOT_DECAYED
-from megajax.optim.config import OptimizerConfig
-from megajax.program.program import Program
-from megajax.program.scoring import task_logits
-from megajax.program.state import TrainState
-from megajax.program.synthetic import random_batch
-from megajax.program.train_step import train_step
-from megajax.tasks import registry
-from megajax.tasks.registry import TaskConfig
+from megajax.core.batch import IGNORED
+from megajax.core.optim.adam import NOT_DECAYED
+from megajax.core.optim.config import OptimizerConfig
+from megajax.core.program.program import Program
+from megajax.core.program.scoring import task_logits
+from megajax.core.program.state import TrainState
+from megajax.core.program.synthetic import random_batch
+from megajax.core.program.train_step import train_step
+from megajax.data.tasks import registry
+from megajax.data.tasks.registry import TaskConfig
+from megajax.settings.config import Config
 from megajax.verify.run import drawn_state
 
 pytestmark = pytest.mark.peer

@@ -11,17 +11,18 @@ import pytest
 from hugging_face import CLASSES, PEER_SIZES, peer_model
 from tiny import full, tiny_program
 
-from megajax.config import Config, MeshConfig, to_toml
 from megajax.convert.adapters import export_adapter, joined_tensors
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, open_source
-from megajax.models.lora_config import LoraConfig
-from megajax.optim.config import OptimizerConfig
-from megajax.program.scoring import logits
-from megajax.program.train_step import train_step_with_gradients
+from megajax.core.config import MeshConfig
+from megajax.core.models.lora_config import LoraConfig
+from megajax.core.optim.config import OptimizerConfig
+from megajax.core.program.scoring import logits
+from megajax.core.program.train_step import train_step_with_gradients
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.init import first_state
 from megajax.runs.ownership import IMPORTED
+from megajax.settings.config import Config, to_toml
 from megajax.verify import named_leaves
 
 pytestmark = [

@@ -14,18 +14,19 @@ from canonical_weights import exported, from_tensors
 from hugging_face import BIASES, PEER_LLAMA3, PEER_SIZES, TIED, peer_model, tensors_in
 from tiny import full, tiny_config, tiny_program
 
-from megajax.batch import IGNORED
-from megajax.config import Config, MeshConfig
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, open_source
-from megajax.data.tokenizers import train_tokenizer
+from megajax.core.batch import IGNORED
+from megajax.core.config import MeshConfig
+from megajax.core.pipeline.config import PipelineConfig
+from megajax.core.program.scoring import logits
+from megajax.core.program.synthetic import random_batch
+from megajax.core.program.train_step import loss_and_gradients
+from megajax.data.text.tokenizers import train_tokenizer
 from megajax.generation.choice import Sampling
 from megajax.generation.window import continue_in_windows
-from megajax.pipeline.config import PipelineConfig
-from megajax.program.scoring import logits
-from megajax.program.synthetic import random_batch
-from megajax.program.train_step import loss_and_gradients
 from megajax.runs.trained import restore_params
+from megajax.settings.config import Config
 from megajax.verify import named_leaves
 from megajax.verify.run import drawn_state
 

@@ -21,9 +21,9 @@ from saved_tokenizers import (
 )
 
 from megajax.convert.tokenizer_files import read_tokenizer, write_tokenizer
-from megajax.data.chat import Chat, ChatTemplate
-from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import load_tokenizer, train_tokenizer, wordpiece
+from megajax.data.text.chat import Chat, ChatTemplate
+from megajax.data.text.tokenizer import Tokenizer
+from megajax.data.text.tokenizers import load_tokenizer, train_tokenizer, wordpiece
 
 pytestmark = pytest.mark.peer
 transformers = pytest.importorskip("transformers", reason="the extra `peer` is not installed")

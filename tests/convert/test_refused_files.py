@@ -14,13 +14,13 @@ import pytest
 from hugging_face import ROTARY, SMALL, random_tensors, refusal, write_model
 from tiny import full, tiny_config, user_error
 
-from megajax.cli import main
-from megajax.config import to_toml
+from megajax.__main__ import main
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, local_folder, open_source
 from megajax.convert.tensor_files import WEIGHTS
-from megajax.errors import UserError
-from megajax.models.registry import FAMILIES, Entry
+from megajax.core.errors import UserError
+from megajax.core.models.registry import FAMILIES, Entry
+from megajax.settings.config import to_toml
 
 GPT2, BERT, PRE = (random_tensors(kind) for kind in ("gpt2", "bert", "megatron-bert"))
 HEADS = {head: random_tensors("megatron-bert", head=head) for head in ("classes", "span", "choice")}

@@ -28,11 +28,11 @@ from tiny import full, tiny_config, tiny_program
 
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, open_source
-from megajax.data.tokenizers import load_tokenizer, train_tokenizer
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.data.tasks.registry import TASKS, TaskConfig
+from megajax.data.text.tokenizers import load_tokenizer, train_tokenizer
 from megajax.runs.checkpoint import Checkpoints
 from megajax.settings.presets import load_preset, resolve
-from megajax.tasks.registry import TASKS, TaskConfig
 
 IDS = {"bos_token_id": 1, "eos_token_id": [2, 7]}
 NAMES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}

@@ -31,10 +31,10 @@ from tiny import tiny_config, tiny_program
 
 from megajax.convert.families import exchange_for
 from megajax.convert.importing import import_hf, open_source
-from megajax.models.config import ModelConfig
+from megajax.core.models.config import ModelConfig
+from megajax.data.tasks.registry import TASKS, TaskConfig
 from megajax.runs.init import first_state
 from megajax.settings.presets import load_preset, resolve
-from megajax.tasks.registry import TASKS, TaskConfig
 from megajax.verify import named_leaves
 
 WINDOW = {"sliding_window": 5, "use_sliding_window": True}

@@ -13,9 +13,9 @@ from tiny import tiny_config
 from megajax.convert.families import exchange_for
 from megajax.convert.importing import import_hf, open_source
 from megajax.convert.tokenizer_files import write_tokenizer
-from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import load_tokenizer, train_tokenizer
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.data.text.tokenizer import Tokenizer
+from megajax.data.text.tokenizers import load_tokenizer, train_tokenizer
 
 TEXTS = ["some words of some text, and words of others"]
 BYTE_PAIR, WORDPIECE = train_tokenizer(TEXTS, 280), train_tokenizer(TEXTS, 100, "wordpiece")

@@ -15,10 +15,10 @@ import pytest
 from blocks import PAGES, ROOT, Command, blocks, commands, files
 from classes import FULL, NOT_RUN, QUICK, STAND_INS
 
-from megajax.cli import main
-from megajax.config import Config
-from megajax.errors import UserError
-from megajax.options import options
+from megajax.__main__ import main
+from megajax.core.errors import UserError
+from megajax.core.options import options
+from megajax.settings.config import Config
 from megajax.settings.flags import Parser
 from megajax.settings.presets import load_preset, resolve
 from megajax.settings.validation import validate_imagined

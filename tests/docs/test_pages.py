@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from blocks import PAGES, ROOT, blocks
 
-from megajax.pipeline import schedule
-from megajax.pipeline.deferral import Deferring
-from megajax.tasks import instructions, records, registry, samples
-from megajax.tasks.registry import TaskConfig
+from megajax.core.pipeline import schedule
+from megajax.core.pipeline.deferral import Deferring
+from megajax.data.tasks import instructions, records, registry, samples
+from megajax.data.tasks.registry import TaskConfig
 
 
 @cache

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from megajax.data.tokenizers import load_tokenizer, train_tokenizer
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.data.text.tokenizers import load_tokenizer, train_tokenizer
 from megajax.evaluation.pretrained import last_word_figures, read_lambada, split_last_word
 from megajax.evaluation.scoring import Continuation
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from tiny import drawn_params, tiny_config, tiny_program
 
-from megajax.batch import IGNORED
-from megajax.data.gpt import EvaluationSamples
-from megajax.data.tokens import TokenDocuments
+from megajax.core.batch import IGNORED
+from megajax.core.program.scoring import next_logits
+from megajax.data.samples.gpt import EvaluationSamples
+from megajax.data.text.tokens import TokenDocuments
 from megajax.evaluation.scoring import perplexities, score_continuations, score_samples
-from megajax.program.scoring import next_logits
 
 LENGTH, VOCABULARY = 16, 101
 RNG = np.random.default_rng(0)

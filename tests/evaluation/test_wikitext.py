@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from megajax.data.gpt import EvaluationSamples
-from megajax.data.tokenizers import load_tokenizer, train_tokenizer
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.data.samples.gpt import EvaluationSamples
+from megajax.data.text.tokenizers import load_tokenizer, train_tokenizer
 from megajax.evaluation.pretrained import detokenize, read_wikitext
 
 

@@ -39,6 +39,6 @@ class Agreement:
 
 def names_in(jaxpr: Any) -> set[str]:
     """Of all primitives in it."""
-    from megajax.program.communication import equations
+    from megajax.core.program.communication import equations
 
     return {equation.primitive.name for equation, _ in equations(jaxpr)}

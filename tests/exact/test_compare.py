@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, PartitionSpec
 
 import megajax
-from megajax.errors import RunError, UserError
+from megajax.core.errors import RunError, UserError
 from megajax.exact import Comparison, compare
 
 P = PartitionSpec

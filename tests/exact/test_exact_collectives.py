@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from megajax.errors import RunError
+from megajax.core.errors import RunError
 from megajax.exact.collectives import COLLECTIVES
 from megajax.exact.numbers import constant
 

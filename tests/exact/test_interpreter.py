@@ -10,7 +10,7 @@ import pytest
 from agreement import Agreement, Case, exactly, names_in
 from jax import lax
 
-from megajax.errors import RunError
+from megajax.core.errors import RunError
 from megajax.exact import interpreter
 from megajax.exact.interpreter import CONTROL, Interpreter, UnknownPrimitive
 from megajax.exact.numbers import LOWEST, Value, constant, drawn

@@ -10,18 +10,18 @@ import pytest
 from agreement import names_in
 from tiny import LLAMA, MIXTURE, OLMO2, QWEN3, full, tiny_config
 
-from megajax.backend import CPU
+from megajax.core.backend import CPU
+from megajax.core.models.lora_config import LoraConfig
+from megajax.core.pipeline.schedule import SCHEDULES
+from megajax.core.program import scoring
+from megajax.core.program.program import Program
+from megajax.core.program.train_step import average_weights, loss_and_gradients, train_step_with_gradients
 from megajax.exact.arrays import ARRAYS
 from megajax.exact.collectives import COLLECTIVES
 from megajax.exact.functions import FUNCTIONS
 from megajax.exact.interpreter import CONTROL
 from megajax.generation.choice import Sampling, prompt_bits
 from megajax.generation.programs import ROWS, DecodingPrograms
-from megajax.models.lora_config import LoraConfig
-from megajax.pipeline.schedule import SCHEDULES
-from megajax.program import scoring
-from megajax.program.program import Program
-from megajax.program.train_step import average_weights, loss_and_gradients, train_step_with_gradients
 from megajax.verify.forms import in_blocks
 
 KNOWN = {*FUNCTIONS, *ARRAYS, *COLLECTIVES, *CONTROL}

@@ -8,7 +8,7 @@ their tests.
 from fault import Caught, Fault
 from tiny import MIXTURE
 
-from megajax.models.lora_config import LoraConfig
+from megajax.core.models.lora_config import LoraConfig
 
 # Meshes (data, pipe, tensor) and what else shows a fault; the configuration is small otherwise (`trial.py`).
 ON_TENSOR = {"mesh": (1, 1, 2)}
@@ -77,14 +77,14 @@ MEAN_OVER_TENSOR = "(lax.pmean if 'tensor' in axes else lax.psum)(tree, tuple(ax
 Row = tuple[str, tuple[str, str], Caught]
 ROWS: dict[str, dict[str, Row]] = {
     "f or g missing, doubled or averaged": {
-        "g is missing": ("parallel.collectives.g", ("lax.psum(x, axes)", "x"), types(VARYING, ON_TENSOR)),
+        "g is missing": ("core.parallel.collectives.g", ("lax.psum(x, axes)", "x"), types(VARYING, ON_TENSOR)),
         "g takes the mean": (
-            "parallel.collectives.g",
+            "core.parallel.collectives.g",
             ("lax.psum(x, axes)", "lax.pmean(x, axes)"),
             named("input of layer 0, forward", ON_TENSOR),
         ),
         "f's gradient is a mean": (
-            "parallel.collectives.f",
+            "core.parallel.collectives.f",
             (
                 'lax.pcast(x, axes, to="varying")',
                 '(lambda x, n: lax.pcast(x / n + lax.stop_gradient(x - x / n), axes, to="varying"))'
@@ -93,7 +93,7 @@ ROWS: dict[str, dict[str, Row]] = {
             named("final_norm of the head, backward", ON_TENSOR),
         ),
         "the gradient of what g gave is summed, too": (
-            "parallel.layers.RowParallelLinear.__call__",
+            "core.parallel.layers.RowParallelLinear.__call__",
             (
                 "self.boundary.leave(product_BTD)",
                 "(lambda y, n: n * y - (n - 1) * lax.stop_gradient(y))"
@@ -102,48 +102,48 @@ ROWS: dict[str, dict[str, Row]] = {
             named("mlp_activation of layer 1, backward", ON_TENSOR),
         ),
         "every device of a tensor group adds the bias": (
-            "parallel.layers.RowParallelLinear.__call__",
+            "core.parallel.layers.RowParallelLinear.__call__",
             ("self.bias[...][None, None, :]", "axis_size(TENSOR) * self.bias[...][None, None, :]"),
             named("attention_output of layer 0, forward", ON_TENSOR),
         ),
     },
     "The wrong axis": {
         "g sums over data, too": (
-            "parallel.collectives.g",
+            "core.parallel.collectives.g",
             ("lax.psum(x, axes)", 'lax.psum(x, ("data", "tensor"))'),
             named("input of layer 0, forward", {"mesh": (2, 1, 2)}),
         ),
         "the vocabulary's range is counted on tensor alone": (
-            "parallel.vocabulary._local_ids",
+            "core.parallel.vocabulary._local_ids",
             ("axis_index(axes)", "axis_index(TENSOR)"),
             named("input of layer 0, forward", ON_BOTH_VOCABULARIES),
         ),
     },
     "A sum left out, taken twice, or over parts": {
         "gradients of norms are partial sums where the sequence is split": (
-            "parallel.collectives.complete",
+            "core.parallel.collectives.complete",
             ("varying_axes(leaf) - axes", "varying_axes(leaf) - axes - {TENSOR}"),
             types(VARYING, ON_SEQUENCE),
         ),
         "a reduce-scatter of gradients does not sum": (
-            "parallel.shards.Shards.scatter",
+            "core.parallel.shards.Shards.scatter",
             ("scatter_sum", "jax.tree_util.Partial(gather_shards.__globals__['own_shard'])"),
             gradient(
                 "blocks/attention/key/weight, layer 0, 1", ON_DATA, "reduce-scatter over data and expert and context"
             ),
         ),
         "the tied embedding's gradient is the larger one of two stages": (
-            "parallel.collectives.sum_over",
+            "core.parallel.collectives.sum_over",
             ("lax.psum(tree, tuple(axes))", "jax.tree.map(lambda x: lax.pmax(x, tuple(axes)), tree)"),
             gradient("shared/final_norm/bias", ON_PIPE, "all-reduce over pipe"),
         ),
         "gradients of shared heads of keys are averaged": (
-            "parallel.collectives.sum_over",
+            "core.parallel.collectives.sum_over",
             ("lax.psum(tree, tuple(axes))", MEAN_OVER_TENSOR),
             gradient("blocks/attention/key/weight, layer 0, 1", ON_SHARED_KEYS, "all-reduce over tensor"),
         ),
         "gradients are clipped before they are reduced": (
-            "program.train_step._losses_and_gradients",
+            "core.program.train_step._losses_and_gradients",
             (
                 "layout.per_step.scatter(grads, program.gradient_dtype)",
                 "layout.per_step.scatter(jax.tree.map(lambda grad: grad / jnp.sqrt(1 + jnp.sum(jnp.square(grad))), "
@@ -152,17 +152,17 @@ ROWS: dict[str, dict[str, Row]] = {
             gradient("blocks/attention/key/weight, layer 0, 1", ON_DATA),
         ),
         "gradients of norms of heads are partial sums": (  # Megatron-LM #7452, finding 11
-            "parallel.collectives.complete",
+            "core.parallel.collectives.complete",
             ("varying_axes(leaf) - axes", "varying_axes(leaf) - axes - {TENSOR}"),
             types(VARYING, ON_SHARED_KEYS),
         ),
         "gradients of norms are averaged where the sequence is split": (  # gpt-neox #1259
-            "parallel.collectives.sum_over",
+            "core.parallel.collectives.sum_over",
             ("lax.psum(tree, tuple(axes))", MEAN_OVER_TENSOR),
             gradient("blocks/attention/output/bias, layer 0, 1", ON_SEQUENCE, "all-reduce over tensor"),
         ),
         "the last stage's shards of gradients go to another device": (  # Megatron-LM #844
-            "parallel.shards.Shards.scatter",
+            "core.parallel.shards.Shards.scatter",
             (
                 "scatter_sum",
                 "jax.tree_util.Partial(lambda x, dim, axes: (lambda y: jnp.where(lax.axis_index('pipe') == 0, y, "
@@ -175,19 +175,19 @@ ROWS: dict[str, dict[str, Row]] = {
             ),
         ),
         "of the shared weights' gradients the last use's stays": (  # DeepSpeed #8224
-            "pipeline.ends.EmbeddingAndHead._add",
+            "core.pipeline.ends.EmbeddingAndHead._add",
             ("jnp.add", "(lambda _, grad: grad)"),
             gradient("shared/", ON_DATA),
         ),
     },
     "The wrong scale of a mean": {
         "losses are divided by a device's own targets": (
-            "program.bind.count_targets",
+            "core.program.bind.count_targets",
             ("complete(counts, dict.fromkeys(counts, PartitionSpec()))", "counts"),
             named("the sum of the losses: step 1", ON_DATA),
         ),
         "losses grow with the number of microbatches": (
-            "program.bind._bind.losses",
+            "core.program.bind._bind.losses",
             (
                 "total / jnp.maximum(counts[name], 1).astype(total.dtype)",
                 "total * program.num_microbatches / jnp.maximum(counts[name], 1).astype(total.dtype)",
@@ -195,7 +195,7 @@ ROWS: dict[str, dict[str, Row]] = {
             named("the sum of the losses: step 1", ON_DATA),
         ),
         "a reduce-scatter takes the mean": (
-            "parallel.collectives.scatter_sum",
+            "core.parallel.collectives.scatter_sum",
             (
                 "lax.psum_scatter(x, axes, scatter_dimension=dim % x.ndim, tiled=True)",
                 "lax.psum_scatter(x, axes, scatter_dimension=dim % x.ndim, tiled=True) / 2",
@@ -207,12 +207,12 @@ ROWS: dict[str, dict[str, Row]] = {
             ),
         ),
         "gradients keep the loss scale": (
-            "program.train_step._losses_and_gradients",
+            "core.program.train_step._losses_and_gradients",
             ("grad.astype(dtype) / loss_scale.astype(dtype)", "grad.astype(dtype)"),
             tests("tests/test_parity.py -k half"),
         ),
         "a device skips a step for its own gradients": (
-            "program.train_step._train_step_with_gradients",
+            "core.program.train_step._train_step_with_gradients",
             (
                 "jnp.isfinite(norm) & jnp.isfinite(loss)",
                 "jnp.stack([jnp.isfinite(grad).all() for grad in jax.tree.leaves(grads)]).all()",
@@ -220,12 +220,12 @@ ROWS: dict[str, dict[str, Row]] = {
             types(VARYING, ON_DATA),
         ),
         "a skipped step counts": (
-            "program.train_step._train_step_with_gradients",
+            "core.program.train_step._train_step_with_gradients",
             ("state.step + taken.astype(jnp.int32)", "state.step + 1"),
-            tests("tests/program/test_skipped_steps.py"),
+            tests("tests/core/program/test_skipped_steps.py"),
         ),
         "every microbatch's mean counts alike": (  # transformers #34191
-            "program.bind._bind.losses",
+            "core.program.bind._bind.losses",
             (
                 "jnp.maximum(counts[name], 1)",
                 "jnp.maximum(program.form.counts(batch)[name], 1) * num_microbatches * lax.axis_size('data')",
@@ -233,14 +233,14 @@ ROWS: dict[str, dict[str, Row]] = {
             named("the sum of the losses: step 1", ON_DATA),
         ),
         "every microbatch doubles the gradients before it": (  # Megatron-LM #6660, torchtitan #1732
-            "pipeline.stages._added",
+            "core.pipeline.stages._added",
             ("flat[path].at[place].add(grad)", "flat[path].at[place].set(2 * flat[path][place] + grad)"),
             gradient("blocks/attention/key/weight, layer 0, 1", ON_DATA),
         ),
         "all losses are divided by the first one's targets": (  # Megatron-LM #3159
-            "program.bind._bind.losses",
+            "core.program.bind._bind.losses",
             ("jnp.maximum(counts[name], 1)", "jnp.maximum(next(iter(counts.values())), 1)"),
-            tests("tests/models/test_forward.py -k losses"),
+            tests("tests/core/models/test_forward.py -k losses"),
         ),
         "an evaluation takes the mean of samples' means": (  # torchtitan #4167
             "evaluation.scoring.Perplexity.of",
@@ -254,24 +254,24 @@ ROWS: dict[str, dict[str, Row]] = {
     },
     "A microbatch dropped or taken twice": {
         "the first microbatch is taken twice, and the last never": (
-            "pipeline.ends.EmbeddingAndHead.take",
+            "core.pipeline.ends.EmbeddingAndHead.take",
             ("microbatch", "jnp.maximum(microbatch - 1, 0)"),
             named("input of layer 0, forward: rows never computed", ON_DATA),
         ),
         "of the layers' gradients the last microbatch's stays": (
-            "pipeline.stages._added",
+            "core.pipeline.stages._added",
             ("flat[path].at[place].add(grad)", "flat[path].at[place].set(grad)"),
             gradient("blocks/attention/key/weight, layer 0, 1", ON_DATA),
         ),
         "of the losses the last microbatch's stays": (
-            "pipeline.ends.EmbeddingAndHead.head",
+            "core.pipeline.ends.EmbeddingAndHead.head",
             ("sum_ + loss.astype(sum_.dtype)", "loss.astype(sum_.dtype)"),
             named("the sum of the losses: step 1", ON_DATA),
         ),
     },
     "Pipeline: a wrong neighbour, a stale slot": {
         "activations go to the stage before": (
-            "parallel.collectives._send",
+            "core.parallel.collectives._send",
             (
                 "[(place, (place + step) % p) for place in range(p) if ring or 0 <= place + step < p]",
                 "[(place, (place - step) % p) for place in range(p) if ring or 0 <= place - step < p]",
@@ -279,44 +279,44 @@ ROWS: dict[str, dict[str, Row]] = {
             named("input of layer 1, forward", ON_PIPE),
         ),
         "a stale slot of the ring buffer": (
-            "pipeline.executor.Pipeline.backward_chunk",
+            "core.pipeline.executor.Pipeline.backward_chunk",
             ("slots[row.backward.slot]", "slots[0 * row.backward.slot]"),
             named("output of layer 0, backward", ON_PIPE),
         ),
         "what arrived is used, not what is needed": (
-            "pipeline.executor._receive",
+            "core.pipeline.executor._receive",
             ("inbox[work.source]", "inbox[work.arrival]"),
             named("input of layer 2, forward", ON_INBOX),
         ),
         "the head gets the slot that the forward writes": (
-            "pipeline.executor.Pipeline.losses_and_gradients.tick",
+            "core.pipeline.executor.Pipeline.losses_and_gradients.tick",
             ('buffer["output"][row.backward.slot]', 'buffer["output"][row.forward.slot]'),
             named("last_output of the head, forward", ON_PIPE | {"schedule": "gpipe"}),
         ),
         "every stage runs the first one's table": (
-            "pipeline.rows._column",
+            "core.pipeline.rows._column",
             ("column[:, stage]", "column[:, 0 * stage]"),
             named("input of layer 1, forward", ON_PIPE),
         ),
         "something is sent before it was computed": (
-            "pipeline.schedule.arrange.direction",
+            "core.pipeline.schedule.arrange.direction",
             ("np.roll(by_virtual, -upstream, axis=1)", "np.roll(by_virtual, upstream, axis=1)"),
             types("used before it was sent", {"mesh": (1, 3, 1), "num_layers": 3}),
         ),
     },
     "Layers on the wrong stage": {
         "the layers of every stage are numbered from 0": (
-            "pipeline.placement.Placement.layer_index",
+            "core.pipeline.placement.Placement.layer_index",
             ("np.arange(first, first + count)", "np.arange(count)"),
             named("input of layer 1, forward: rows never computed", ON_PIPE),
         ),
         "all chunks have the first one's weights": (
-            "pipeline.rows._work",
+            "core.pipeline.rows._work",
             ("np.maximum(table.chunk, 0)", "np.maximum(table.chunk, 0) * 0"),
             named("input of layer 2, forward: rows never computed", ON_RING),
         ),
         "chunks are placed on the stages before their time": (
-            "pipeline.placement.Placement.to_stages",
+            "core.pipeline.placement.Placement.to_stages",
             (
                 "canonical.reshape(*index.shape, *canonical.shape[1:])",
                 "canonical.reshape(self.num_stages, self.num_chunks, -1, *canonical.shape[1:]).swapaxes(0, 1)",
@@ -324,24 +324,24 @@ ROWS: dict[str, dict[str, Row]] = {
             named("attention_norm of layer 1, forward", ON_RING),
         ),
         "backwards run with the forward's chunk of weights": (
-            "pipeline.executor.Pipeline.backward_chunk",
+            "core.pipeline.executor.Pipeline.backward_chunk",
             ("row.backward.chunk", "row.forward.chunk"),
             named("mlp_activation of layer 2, backward", ON_RING),
         ),
         "the first layer is skipped as padding": (
-            "pipeline.stages.Layers.forward_with_residuals.layer",
+            "core.pipeline.stages.Layers.forward_with_residuals.layer",
             ("index >= 0", "index > 0"),
             named("input of layer 0, forward: rows never computed", {"mesh": (1, 2, 1), "num_layers": 3}),
         ),
     },
     "Deferred weight gradients": {
         "a weight gradient from the factors beside its own": (
-            "pipeline.executor.Pipeline.weight_gradients.run",
+            "core.pipeline.executor.Pipeline.weight_gradients.run",
             ("number % num_slots", "(number + 1) % num_slots"),
             gradient("blocks/attention/key/weight, layer 0, 1, 2, 3", ON_DEFERRED),
         ),
         "there is a slot too few for factors": (
-            "pipeline.schedule.with_deferral",
+            "core.pipeline.schedule.with_deferral",
             (
                 "int(most_kept(backward.active, early, late).max())",
                 "max(1, int(most_kept(backward.active, early, late).max()) - 1)",
@@ -349,7 +349,7 @@ ROWS: dict[str, dict[str, Row]] = {
             types("overwritten", ON_DEFERRED),
         ),
         "the gradient of shared heads of keys is the first head's": (
-            "parallel.layers.ColumnParallelLinear.of_all_parts",
+            "core.parallel.layers.ColumnParallelLinear.of_all_parts",
             ("self.first_part", "None if self.first_part is None else 0 * self.first_part"),
             gradient(
                 "blocks/attention/key/weight, layer 0, 1",
@@ -357,49 +357,49 @@ ROWS: dict[str, dict[str, Row]] = {
             ),
         ),
         "gradients deferred beyond the last backward are left out": (  # Megatron-LM #1012
-            "pipeline.executor.Pipeline.losses_and_gradients.tick",
+            "core.pipeline.executor.Pipeline.losses_and_gradients.tick",
             ("self.weight_gradients(schedule, row.late, sums)", "sums"),
             gradient("blocks/attention/key/weight, layer 0, 1, 2, 3", ON_DEFERRED),
         ),
     },
     "The sharded vocabulary": {
         "a device has one row too many": (
-            "parallel.vocabulary._local_ids",
+            "core.parallel.vocabulary._local_ids",
             ("ids_BT < local_size", "ids_BT <= local_size"),
             named("input of layer 0, forward", ON_TENSOR),
         ),
         "padded columns are looked for in each device's first ones": (
-            "parallel.vocabulary.output_logits",
+            "core.parallel.vocabulary.output_logits",
             ("axis_index(boundary.vocabulary)", "0"),
             named("logits of the head, forward", ON_TENSOR),
         ),
         "the exponentials lie below each device's own maximum": (
-            "parallel.vocabulary._forward",
+            "core.parallel.vocabulary._forward",
             ("max_BT[..., None]", "jnp.max(logits_BTV, axis=-1, keepdims=True).astype(dtype)"),
             named("losses of the head, forward", ON_TENSOR),
         ),
         "the gradient has a hit on every device": (
-            "parallel.vocabulary._backward",
+            "core.parallel.vocabulary._backward",
             ("inside_BT[..., None]", "(ids_BT >= 0)[..., None]"),
             named("logits of the head, backward", ON_TENSOR),
         ),
         "padded columns have probability": (
-            "parallel.vocabulary.output_logits",
+            "core.parallel.vocabulary.output_logits",
             ("column_V < vocab_size", "column_V >= 0"),
-            tests("tests/parallel/test_vocabulary.py"),
+            tests("tests/core/parallel/test_vocabulary.py"),
         ),
         "a device's own exponentials are the sum": (  # Megatron-LM #737
-            "parallel.vocabulary._forward",
+            "core.parallel.vocabulary._forward",
             ("g((sum_BT, picked_BT), axes)", "(sum_BT, g(picked_BT, axes))"),
             types(VARYING, ON_TENSOR),
         ),
         "the exponentials count on every device": (  # Megatron-LM #7452, finding 2
-            "parallel.vocabulary._forward",
+            "core.parallel.vocabulary._forward",
             ("jnp.log(sum_BT)", "jnp.log(sum_BT * lax.axis_size(axes))"),
             named("losses of the head, forward", ON_TENSOR),
         ),
         "logits without the target get no gradient": (  # ms-swift #9947
-            "parallel.vocabulary._backward",
+            "core.parallel.vocabulary._backward",
             (
                 "probability_BTV - hit_BTV.astype(probability_BTV.dtype)",
                 "jnp.where(inside_BT[..., None], probability_BTV - hit_BTV.astype(probability_BTV.dtype), 0)",
@@ -409,7 +409,7 @@ ROWS: dict[str, dict[str, Row]] = {
     },
     "Positions and tokens of a split sequence": {
         "learned positions are those of the first tokens": (
-            "models.decoder.model.TransformerDecoder.embedding",
+            "core.models.decoder.model.TransformerDecoder.embedding",
             (
                 'self.boundary.own_tokens(self.positions[...][: batch["tokens"].shape[1]], 0)',
                 "self.positions[...][: x_BTD.shape[1]]",
@@ -417,7 +417,7 @@ ROWS: dict[str, dict[str, Row]] = {
             named("input of layer 0, forward", ON_SEQUENCE),
         ),
         "gathered tokens stand in another order": (
-            "parallel.boundary.RegionBoundary.enter",
+            "core.parallel.boundary.RegionBoundary.enter",
             (
                 "gather_shards(x_BTD, TOKENS, TENSOR)",
                 "jnp.roll(gather_shards(x_BTD, TOKENS, TENSOR), x_BTD.shape[TOKENS], TOKENS)",
@@ -425,81 +425,81 @@ ROWS: dict[str, dict[str, Row]] = {
             named("query of layer 0, forward", ON_SEQUENCE),
         ),
         "a split sequence is not gathered for a product": (
-            "parallel.layers.column_parallel.entered",
+            "core.parallel.layers.column_parallel.entered",
             ("boundary.enter(input_BTD)", "input_BTD"),
             types("shapes", ON_SEQUENCE),
         ),
         "masked tokens are looked for among each device's first ones": (
-            "parallel.tokens.TokenShares._own_places",
+            "core.parallel.tokens.TokenShares._own_places",
             ("axis_index(TENSOR)", "0"),
             named("logits of the head, forward", ON_SEQUENCE | BERT),
         ),
         "every device's first token counts as the sequence's": (
-            "parallel.tokens.TokenShares.of_first_token",
+            "core.parallel.tokens.TokenShares.of_first_token",
             ("axis_index(TENSOR) == 0", "axis_index(TENSOR) >= 0"),
             named("the sum of the losses: step 1, loss/sentence_order", ON_SEQUENCE | BERT),
         ),
     },
     "Coordinates of dropout": {
         "rows are numbered from each device's first one": (
-            "program.bind._bind",
+            "core.program.bind._bind",
             ("axis_index(ROW_AXES)", "0"),
             named("input of layer 0, forward: rows never computed", ON_DATA),
         ),
         "heads are numbered from each device's first one": (
-            "models.attention_setting.Setting.drop_of_heads",
+            "core.models.attention_setting.Setting.drop_of_heads",
             ("axis_index(self.head_axes) * num_heads", "0"),
             named("attention_heads of layer 0, forward", ON_TENSOR),
         ),
         "tokens are numbered from each device's first one": (
-            "parallel.tokens.TokenShares.token_index",
+            "core.parallel.tokens.TokenShares.token_index",
             ("axis_index(TENSOR) * size if self.sequence_parallel else 0", "0"),
             named("input of layer 0, forward", ON_SEQUENCE),
         ),
         "every device of a tensor group has masks of its own": (
-            "parallel.random.Dropout.at",
+            "core.parallel.random.Dropout.at",
             ("RandomBits.from_seed(seed)", 'RandomBits.from_seed(seed).fold(lax.axis_index("tensor"))'),
             types(VARYING, ON_TENSOR),
         ),
         "two sites of a layer share a mask": (
-            "models.layer.Block.__call__.dropout",
+            "core.models.layer.Block.__call__.dropout",
             ("DROPOUT_SITES[site]", "1"),
-            tests("tests/models/test_forward.py"),
+            tests("tests/core/models/test_forward.py"),
         ),
         "all layers share their masks": (
-            "models.layer.Block.__call__",
+            "core.models.layer.Block.__call__",
             ("context.dropout.fold(layer)", "context.dropout.fold(0)"),
-            tests("tests/models/test_forward.py"),
+            tests("tests/core/models/test_forward.py"),
         ),
         "masks do not depend on the step": (
-            "parallel.random.Dropout.at",
+            "core.parallel.random.Dropout.at",
             ("RandomBits.from_seed(seed).fold(step)", "RandomBits.from_seed(seed)"),
-            tests("tests/models/test_forward.py"),
+            tests("tests/core/models/test_forward.py"),
         ),
     },
     "Tokens of a context group": {
         "queries that see none of a device's keys give NaN": (  # Megatron-LM #1764
-            "models.blocked_attention._blocks",
+            "core.models.blocked_attention._blocks",
             ("jnp.maximum(highest_NR1, jnp.finfo(highest_NR1.dtype).min)", "highest_NR1"),
             compiled("attention_heads of layer 0, forward", ON_DOCUMENTS),
         ),
         "gradients of keys are summed twice": (  # Megatron-LM #1464
-            "models.context_attention._scattered",
+            "core.models.context_attention._scattered",
             ("by_device.reshape(x_BSHK.shape)", "vary(lax.psum(by_device.reshape(x_BSHK.shape), CONTEXT), [CONTEXT])"),
             named("value of layer 1, backward", ON_CONTEXT),
         ),
         "documents are those of the first device": (  # TransformerEngine #1930
-            "models.context_attention.attend_to_others",
+            "core.models.context_attention.attend_to_others",
             ("boundary.context_tokens(visible.first_key_BT)", "visible.first_key_BT[:, : q_BTHK.shape[1]]"),
             named("attention_heads of layer 0, forward", ON_DOCUMENTS),
         ),
         "the mask counts from each device's first token": (
-            "models.context_attention.attend_to_others",
+            "core.models.context_attention.attend_to_others",
             ("jnp.asarray(start, jnp.int32)", "jnp.asarray(0 * start, jnp.int32)"),
             named("attention_heads of layer 0, forward", ON_CONTEXT),
         ),
         "rotary positions count from each device's first token": (
-            "models.decoder.model.TransformerDecoder.context",
+            "core.models.decoder.model.TransformerDecoder.context",
             (
                 "self.boundary.context_tokens(position_BT)",
                 "position_BT[:, : self.boundary.context_tokens(position_BT).shape[1]]",
@@ -507,22 +507,22 @@ ROWS: dict[str, dict[str, Row]] = {
             named("rotated_query of layer 0, forward", ON_CONTEXT | FEW_KEYS),
         ),
         "losses are divided by a device's own targets of a sequence": (
-            "program.bind._bind.losses",
+            "core.program.bind._bind.losses",
             ("jnp.maximum(counts[name], 1)", 'jnp.maximum(counts[name] // lax.axis_size("context"), 1)'),
             named("the sum of the losses: step 1", ON_CONTEXT),
         ),
         "keys get gradients from their own device's queries alone": (  # NeMo Speech #15679
-            "models.context_attention._scattered",
+            "core.models.context_attention._scattered",
             ("scatter_sum", "scatter_sum.__globals__['own_shard']"),
             named("value of layer 1, backward", ON_CONTEXT),
         ),
         "a window is ignored on context ranks": (  # prime-rl #2828
-            "models.context_attention.attend_to_others",
+            "core.models.context_attention.attend_to_others",
             ("setting.visible", "dataclasses.replace(setting.visible, window=None)"),
             named("attention_heads of layer 0, forward", ON_CONTEXT | {"sliding_window": 6}),
         ),
         "gradients of exchanged heads grow with the group": (  # DeepSpeed #5248
-            "models.context_attention._by_heads",
+            "core.models.context_attention._by_heads",
             (
                 "exchange(heads_BSHK, TOKENS, HEADS, CONTEXT)",
                 f"{DOUBLED}(exchange(heads_BSHK, TOKENS, HEADS, CONTEXT), axis_size(CONTEXT))",
@@ -530,19 +530,19 @@ ROWS: dict[str, dict[str, Row]] = {
             named("value of layer 1, backward", ON_HEADS),
         ),
         "of a key's gradient the last block of queries' stays": (
-            "models.blocked_attention._added",
+            "core.models.blocked_attention._added",
             ("total_NKS.at[:, :, keys].add(block)", "total_NKS.at[:, :, keys].set(block)"),
             named("value of layer 1, backward", ON_CONTEXT),
         ),
     },
     "Shards of ZeRO": {
         "a device updates another one's shard": (
-            "parallel.collectives.own_shard",
+            "core.parallel.collectives.own_shard",
             ("axis_index(axes) * size", "(axis_size(axes) - 1 - axis_index(axes)) * size"),
             named("what the skipped step changes: params/blocks/", ON_DATA),
         ),
         "gathered weights stand in another order": (
-            "parallel.shards.Shards.gather",
+            "core.parallel.shards.Shards.gather",
             (
                 "gather_shards(shard, dim, axes, invariant=invariant)",
                 "jax.numpy.roll(gather_shards(shard, dim, axes, invariant=invariant), shard.shape[dim], dim)",
@@ -550,14 +550,14 @@ ROWS: dict[str, dict[str, Row]] = {
             named("input of layer 0, forward", ON_ZERO3),
         ),
         "new weights are not gathered": (
-            "program.train_step._train_step_with_gradients",
+            "core.program.train_step._train_step_with_gradients",
             ("layout.per_step.gather(layout.computed(main), invariant=True)", "layout.computed(main)"),
             types(VARYING, ON_DATA),
         ),
     },
     "Muon": {
         "a matrix is orthogonalised per shard": (
-            "optim.muon._Deal._owners",
+            "core.optim.muon._Deal._owners",
             ("axis_size(self.row_axes) * axis_size(self.column_axes)", "1"),
             named(
                 "the update of the weights: blocks/attention/key/weight, layer 0, 1 … the collective that is wrong: "
@@ -566,7 +566,7 @@ ROWS: dict[str, dict[str, Row]] = {
             ),
         ),
         "a skipped step moves the momentum": (
-            "optim.muon.scale_by_muon.advance",
+            "core.optim.muon.scale_by_muon.advance",
             (
                 "choose(taken, optax.tree.update_moment(mine, state.momentum, beta, 1), state.momentum)",
                 "optax.tree.update_moment(mine, state.momentum, beta, 1)",
@@ -574,14 +574,14 @@ ROWS: dict[str, dict[str, Row]] = {
             named("what the skipped step changes: optimizer/0/momentum/blocks/attention/", ON_MUON),
         ),
         "shards come back to other matrices": (
-            "optim.muon._Deal.shards",
+            "core.optim.muon._Deal.shards",
             ("x.reshape(-1, rows, columns)", "jnp.roll(x.reshape(-1, rows, columns), 1, 0)"),
             named("the update of the weights: blocks/attention/key/weight, layer 0, 1", ON_MUON),
         ),
     },
     "LoRA": {
         "gradients of adapters are averaged": (
-            "parallel.collectives.sum_over",
+            "core.parallel.collectives.sum_over",
             ("lax.psum(tree, tuple(axes))", MEAN_OVER_TENSOR),
             gradient(
                 "blocks/attention/key/a, layer 0, 1",
@@ -590,7 +590,7 @@ ROWS: dict[str, dict[str, Row]] = {
             ),
         ),
         "what A gives is summed over the tensor group before B": (
-            "parallel.layers._Product.added",
+            "core.parallel.layers._Product.added",
             (
                 "product(x, a, self.contracted, self.backend)",
                 'lax.psum(product(x, a, self.contracted, self.backend), "tensor")',
@@ -598,47 +598,47 @@ ROWS: dict[str, dict[str, Row]] = {
             named("query of layer 0, forward", ON_TENSOR | {"lora": LoraConfig(rank=2)}),
         ),
         "adapters of shared heads of keys are the first head's": (
-            "parallel.layers.column_parallel.multiply",
+            "core.parallel.layers.column_parallel.multiply",
             ("linear.own(adapter[1], 1)", "adapter[1] if linear.first_part is None else adapter[1][:, :1]"),
             named("key of layer 0, forward", ON_SHARED_KEYS | {"lora": LoraConfig(rank=2)}),
         ),
         "experts have the adapters of others": (
-            "models.experts.expert_products",
+            "core.models.experts.expert_products",
             ("vary(adapter[...], axes)", "jnp.roll(vary(adapter[...], axes), axis_size(EXPERT) - 1, 0)"),
             named("experts_output of layer 0, forward", ON_ADAPTED_EXPERTS),
         ),
     },
     "The norm of the gradients": {
         "the norm is that of a device's shards": (
-            "optim.adam.global_norm",
+            "core.optim.adam.global_norm",
             ("sum_over(square, sorted(axes))", "square"),
             types(VARYING, ON_TENSOR),
         ),
         "the norm counts what devices share several times": (
-            "optim.adam.global_norm",
+            "core.optim.adam.global_norm",
             ("varying_axes(grad)", 'varying_axes(grad) | {"tensor"}'),
             named("the norm of the gradients: grad_norm, step 1", ON_TENSOR),
         ),
         "the norm counts the tied embedding on every stage": (
-            "optim.adam.global_norm",
+            "core.optim.adam.global_norm",
             ("varying_axes(grad)", 'varying_axes(grad) | {"pipe"}'),
             named("the norm of the gradients: grad_norm, step 1", ON_PIPE),
         ),
         "the norm leaves sharded weights out": (
-            "optim.adam.global_norm",
+            "core.optim.adam.global_norm",
             (
                 "sum(sum_over(square, sorted(axes)) for axes, square in sums.items())",
                 'sum(sum_over(square, sorted(axes)) for axes, square in sums.items() if "tensor" not in axes)',
             ),
-            tests("tests/optim/test_adam.py"),
+            tests("tests/core/optim/test_adam.py"),
         ),
         "every stage clips by its own norm": (  # torchtitan #596
-            "optim.adam.global_norm",
+            "core.optim.adam.global_norm",
             ("sum_over(square, sorted(axes))", 'sum_over(square, sorted(axes - {"pipe"}))'),
             types(VARYING, ON_PIPE),
         ),
         "the norm is a mean of devices' norms": (  # DeepSpeed #8478
-            "optim.adam.global_norm",
+            "core.optim.adam.global_norm",
             (
                 "sum_over(square, sorted(axes))",
                 "(jnp.square(lax.pmean(jnp.sqrt(square), tuple(sorted(axes)))) if axes else square)",
@@ -648,7 +648,7 @@ ROWS: dict[str, dict[str, Row]] = {
     },
     "Mixtures of experts": {
         "the norm leaves out experts that are sharded": (
-            "optim.adam.global_norm",
+            "core.optim.adam.global_norm",
             (
                 "sum(sum_over(square, sorted(axes)) for axes, square in sums.items())",
                 "sum(sum_over(square, sorted(axes)) for axes, square in sums.items() "
@@ -657,7 +657,7 @@ ROWS: dict[str, dict[str, Row]] = {
             named("no activation or gradient of step 1: the norm of the gradients: grad_norm", ON_EXPERTS),
         ),
         "gradients of experts are doubled on two devices": (
-            "models.experts.expert_products",
+            "core.models.experts.expert_products",
             (
                 "vary(linear.weight[...], axes)",
                 "(lambda x, n: n * x - (n - 1) * lax.stop_gradient(x))"
@@ -666,12 +666,12 @@ ROWS: dict[str, dict[str, Row]] = {
             gradient("blocks/mlp/", ON_DROPLESS),
         ),
         "a capacity is of a device's own tokens": (
-            "models.experts.Mixture._by_capacity",
+            "core.models.experts.Mixture._by_capacity",
             ("boundary.length_of(routing.chosen_BTK)", "routing.chosen_BTK.shape[1]"),
             named("experts_output of layer 0, forward", ON_SHARED_SEQUENCES),
         ),
         "places are counted over a microbatch": (
-            "models.experts.Mixture._by_capacity",
+            "core.models.experts.Mixture._by_capacity",
             (
                 "_places(boundary.of_all_tokens(routing.chosen_BTK), experts)",
                 "(lambda x: _places(x.reshape(1, -1, x.shape[-1]), experts).reshape(x.shape))"
@@ -680,7 +680,7 @@ ROWS: dict[str, dict[str, Row]] = {
             named("experts_output of layer 0, forward", ON_EXPERTS),
         ),
         "the permutation of the first all-to-all is not undone": (
-            "models.experts.Mixture._by_capacity",
+            "core.models.experts.Mixture._by_capacity",
             (
                 "exchange(out.reshape(own, *rows), 1, 0, EXPERT)",
                 "jnp.roll(exchange(out.reshape(own, *rows), 1, 0, EXPERT), experts - own, axis=0)",
@@ -688,12 +688,12 @@ ROWS: dict[str, dict[str, Row]] = {
             named("experts_output of layer 0, forward", ON_EXPERTS),
         ),
         "shares are not renormalised": (
-            "models.router.Router.__call__",
+            "core.models.router.Router.__call__",
             ("share_BTK / jnp.where(real_BT1, total_BT1, jnp.ones((), dtype))", "share_BTK"),
             tests("tests/test_experts.py -k by_hand"),
         ),
         "shares are renormalised on one device alone": (
-            "models.router.Router.__call__",
+            "core.models.router.Router.__call__",
             (
                 "share_BTK / jnp.where(real_BT1, total_BT1, jnp.ones((), dtype))",
                 "share_BTK / (jnp.where(real_BT1, total_BT1, jnp.ones((), dtype)) "
@@ -702,12 +702,12 @@ ROWS: dict[str, dict[str, Row]] = {
             named("experts_output of layer 0, forward", ON_EXPERTS),
         ),
         "a skipped step moves the biases": (
-            "program.train_step._with_moved_biases",
+            "core.program.train_step._with_moved_biases",
             ("jnp.where(taken, new, bias)", "new"),
             named("what the skipped step changes: params/blocks/mlp/router/bias", ON_BIASES),
         ),
         "of an expert's gradient the last block's stays": (
-            "parallel.grouped.grouped_weight_gradient.add",
+            "core.parallel.grouped.grouped_weight_gradient.add",
             (
                 "total_EIO.at[group_G[0]].add(product_GIO[0])",
                 "total_EIO.at[group_G[0]].set(product_GIO[0])",
@@ -715,27 +715,27 @@ ROWS: dict[str, dict[str, Row]] = {
             gradient("blocks/mlp/", ON_DROPLESS),
         ),
         "the balancing loss takes squares of loads": (
-            "models.router.Router._imbalance",
+            "core.models.router.Router._imbalance",
             ("often_BE * jnp.sum(share_BTE, axis=1)", "often_BE * often_BE"),
             tests("tests/test_experts.py -k by_hand"),
         ),
         "the balancing loss is not a mean over the batch": (
-            "program.bind._bind",
+            "core.program.bind._bind",
             ("loss_scale / jnp.maximum(counts[SEQUENCES], 1).astype(loss_scale.dtype)", "loss_scale"),
-            tests("tests/models/test_mixture.py -k balancing"),
+            tests("tests/core/models/test_mixture.py -k balancing"),
         ),
         "the loss of large logits is not of squares": (
-            "models.router.Router.__call__",
+            "core.models.router.Router.__call__",
             ("jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1))", "jax.nn.logsumexp(logits_BTE, axis=-1)"),
             tests("tests/test_experts.py -k by_hand"),
         ),
         "an evaluation drops tokens": (
-            "models.config.ModelConfig.forward_only",
+            "core.models.config.ModelConfig.forward_only",
             ("replace(self, expert_capacity=0.0)", "self"),
-            tests("tests/models/test_mixture.py -k evaluation"),
+            tests("tests/core/models/test_mixture.py -k evaluation"),
         ),
         "biases follow the loads of a device": (
-            "program.train_step._losses_and_gradients",
+            "core.program.train_step._losses_and_gradients",
             (
                 "complete(found, dict.fromkeys(found, SCALAR))",
                 "found if LOAD in found else complete(found, dict.fromkeys(found, SCALAR))",
@@ -743,12 +743,12 @@ ROWS: dict[str, dict[str, Row]] = {
             types(VARYING, ON_BIASES),
         ),
         "gradients of the router grow with the group": (  # transformers #48687
-            "models.experts.Mixture._dropless",
+            "core.models.experts.Mixture._dropless",
             ("_weighed(share_BTK, found)", f"_weighed({DOUBLED}(share_BTK, axis_size(EXPERT)), found)"),
             named("router_logits of layer 1, backward", ON_DROPLESS),
         ),
         "the balancing loss is divided by the context group": (  # Megatron-LM #3959
-            "program.bind._bind",
+            "core.program.bind._bind",
             (
                 "loss_scale / jnp.maximum(counts[SEQUENCES], 1).astype(loss_scale.dtype)",
                 "loss_scale / (jnp.maximum(counts[SEQUENCES], 1).astype(loss_scale.dtype) * lax.axis_size('context'))",
@@ -756,7 +756,7 @@ ROWS: dict[str, dict[str, Row]] = {
             named("router_logits of layer 1, backward", ON_SHARED_BALANCE),
         ),
         "every microbatch adds a whole balancing loss": (  # NeMo Automodel #3359, Megatron-LM #7213
-            "program.bind._bind",
+            "core.program.bind._bind",
             (
                 "loss_scale / jnp.maximum(counts[SEQUENCES], 1).astype(loss_scale.dtype)",
                 "loss_scale * program.num_microbatches / jnp.maximum(counts[SEQUENCES], 1).astype(loss_scale.dtype)",
@@ -764,12 +764,12 @@ ROWS: dict[str, dict[str, Row]] = {
             named("router_logits of layer 1, backward", ON_SHARED_BALANCE),
         ),
         "the balancing loss has no gradient": (  # NeMo Automodel #1408
-            "models.experts.Mixture.__call__",
+            "core.models.experts.Mixture.__call__",
             ("attached(y_BTD, routing.loss_B, context.loss_weight)", "y_BTD"),
-            tests("tests/models/test_mixture.py -k balancing"),
+            tests("tests/core/models/test_mixture.py -k balancing"),
         ),
         "loads are rounded to bf16": (  # Megatron-LM #7081
-            "models.router.Router.__call__",
+            "core.models.router.Router.__call__",
             (
                 "jnp.sum(count_BE, axis=0, dtype=jnp.int32)",
                 "jnp.sum(count_BE, axis=0, dtype=jnp.int32).astype(jnp.bfloat16).astype(jnp.int32)",
@@ -779,29 +779,29 @@ ROWS: dict[str, dict[str, Row]] = {
     },
     "Products in 8 bits": {
         "a scale is that of a device's share of a row": (
-            "parallel.float8.scales",
+            "core.parallel.float8.scales",
             ("[*max_over(jnp.stack(bits), tuple(over))]", "bits"),
             Caught("communication", "0 instead of 24 all-reduce over tensor of [1, 1, 8]", IN_FLOAT8),
         ),
         "devices that share a head each add all of its product": (
-            "parallel.float8.DenseProducts._once",
+            "core.parallel.float8.DenseProducts._once",
             ("jnp.where(first, product, jnp.zeros((), product.dtype))", "product"),
             named("attention_norm of layer 1, backward", ON_SHARED_KEYS | {"precision": "fp8"}),
         ),
         "a scale leaves numbers beyond the maximum": (
-            "parallel.float8._powers",
+            "core.parallel.float8._powers",
             ("jnp.minimum(bits, _INFINITE - 1) + _TO_NEXT", "jnp.minimum(bits, _INFINITE - 1)"),
-            tests("tests/parallel/test_float8.py"),
+            tests("tests/core/parallel/test_float8.py"),
         ),
         "an infinity is clipped": (
-            "parallel.float8._powers",
+            "core.parallel.float8._powers",
             ("jnp.where(bits < _INFINITE, power, jnp.nan)", "power"),
-            tests("tests/parallel/test_float8.py"),
+            tests("tests/core/parallel/test_float8.py"),
         ),
     },
     "State beside the weights": {
         "the average is taken before the biases move": (
-            "program.train_step._train_step_with_gradients",
+            "core.program.train_step._train_step_with_gradients",
             (
                 "averaged(state.average, main, config.train.ema, taken)",
                 "averaged(state.average, update(program.optimizer, clipped, state.optimizer, "
@@ -810,41 +810,41 @@ ROWS: dict[str, dict[str, Row]] = {
             named("moving average, by its definition: blocks/mlp/router/bias", ON_AVERAGED_BIASES),
         ),
         "a skipped step moves the average": (
-            "optim.adam.averaged",
+            "core.optim.adam.averaged",
             ("choose(taken, moved, average)", "moved"),
             named("what the skipped step changes: average/blocks/", ON_DATA | {"ema": 0.5}),
         ),
         "the average keeps what it should forget": (
-            "optim.adam.averaged",
+            "core.optim.adam.averaged",
             ("1.0 - decay", "decay"),
             named("moving average, by its definition: ", ON_DATA | {"ema": 0.75}),
         ),
     },
     "The dtype of sums": {
         "gradients are summed in the dtype of the weights": (
-            "pipeline.executor.Pipeline.sums",
+            "core.pipeline.executor.Pipeline.sums",
             ("jnp.zeros(w.shape, dtype)", "jnp.zeros(w.shape, w.dtype)"),
             compiled("bf16 dtype of sums of gradients: blocks/", ON_DATA | {"precision": "bf16"}),
         ),
         "gradients are rounded to bf16 as they are summed": (
-            "pipeline.stages._added",
+            "core.pipeline.stages._added",
             (
                 "flat[path].at[place].add(grad)",
                 "flat[path].at[place].add(grad).astype(jnp.bfloat16).astype(flat[path].dtype)",
             ),
-            tests("tests/pipeline/test_sums.py"),
+            tests("tests/core/pipeline/test_sums.py"),
         ),
     },
     "Only the communication is wrong": {
         "gradients of shared heads of keys are summed in every layer": (
-            "mesh.needs_tensor_sum",
+            "core.mesh.needs_tensor_sum",
             ("bool(_IN_REGIONS & {*logical})", "False"),
             Caught("communication", "16 instead of 0 all-reduce over tensor", ON_SHARED_KEYS),
         ),
     },
     "Checkpoints between meshes": {
         "an all-to-all joins along the dim that it divides": (
-            "parallel.collectives.exchange",
+            "core.parallel.collectives.exchange",
             (
                 "lax.all_to_all(x, axes, split_axis=divided, concat_axis=joined, tiled=True)",
                 "lax.all_to_all(x, axes, split_axis=joined, concat_axis=divided, tiled=True)",
@@ -852,7 +852,7 @@ ROWS: dict[str, dict[str, Row]] = {
             named("transfer of checkpoints: blocks/", ON_RING),
         ),
         "layers are written stage by stage where stages have several chunks": (
-            "program.transfer.Transfer._spread",
+            "core.program.transfer.Transfer._spread",
             ("placement.num_chunks == 1 and not placement.padded", "not placement.padded"),
             named("transfer of checkpoints: blocks/", ON_CHUNKS),
         ),
@@ -864,14 +864,14 @@ ROWS: dict[str, dict[str, Row]] = {
     },
     "The order of data": {
         "all devices get the first rows": (
-            "program.program.Program.put_batch",
+            "core.program.program.Program.put_batch",
             ("range(*index[0].indices(shape[0]))", "range(len(range(*index[0].indices(shape[0]))))"),
             compiled("input of layer 0, forward", ON_DATA),
         ),
         "a process loads the first rows, not its own": (
-            "data.loader.growing_batches.load",
+            "data.samples.loader.growing_batches.load",
             ("samples[first + row]", "samples[first + row % len(wanted)]"),
-            tests("tests/data/test_loader.py"),
+            tests("tests/data/samples/test_loader.py"),
         ),
         "a resumed run skips a batch": (
             "training.loop.Trainer._steps",

@@ -13,10 +13,10 @@ import jax
 from fault import ROOT, Fault, planted
 from tiny import tiny_config
 
-from megajax.config import Config
-from megajax.program.communication import collectives_of
-from megajax.program.program import Program
-from megajax.program.train_step import train_step_with_gradients
+from megajax.core.program.communication import collectives_of
+from megajax.core.program.program import Program
+from megajax.core.program.train_step import train_step_with_gradients
+from megajax.settings.config import Config
 from megajax.verify.beside import beside_training
 from megajax.verify.check import verify
 from megajax.verify.exact import compare_exactly

@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from mutations import Reader
 
-from megajax.data.long_documents import LONG
-from megajax.data.records import TextDocuments
+from megajax.data.tasks.registry import TaskConfig
+from megajax.data.tasks.samples import read_records
+from megajax.data.text.long_documents import LONG
+from megajax.data.text.records import TextDocuments
 from megajax.preparation.cleaning import clean
 from megajax.preparation.contamination import TestSets
-from megajax.tasks.registry import TaskConfig
-from megajax.tasks.samples import read_records
 
 _GRAMS = TestSets.collect([["one two three four five six seven eight"]])
 

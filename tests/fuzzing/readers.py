@@ -19,23 +19,22 @@ from saved_tokenizers import write_pair, write_saved, write_vocabulary
 from task_readers import TASK_READERS
 from tiny import tiny_config, tiny_program
 
-from megajax.config import to_toml
 from megajax.convert.importing import open_source
 from megajax.convert.origin import Origin
-from megajax.data.chat import Chat, ChatTemplate
-from megajax.data.corpus import corpus_tokenizer, evaluation_tokens, open_corpus
-from megajax.data.digests import digests_of
-from megajax.data.encoding import encode_documents
-from megajax.data.indexed import IndexedDataset, IndexedWriter, dataset_files
-from megajax.data.making import make_corpus
-from megajax.data.masking import WordPieces
-from megajax.data.pairs import train_and_validation
-from megajax.data.records import TextDocuments
-from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import load_tokenizer, train_tokenizer
-from megajax.errors import RunError, UserError
+from megajax.core.errors import RunError, UserError
+from megajax.core.models.router import LOAD
+from megajax.data.samples.making import make_corpus
+from megajax.data.samples.masking import WordPieces
+from megajax.data.samples.pairs import train_and_validation
+from megajax.data.text.chat import Chat, ChatTemplate
+from megajax.data.text.corpus import corpus_tokenizer, evaluation_tokens, open_corpus
+from megajax.data.text.digests import digests_of
+from megajax.data.text.encoding import encode_documents
+from megajax.data.text.indexed import IndexedDataset, IndexedWriter, dataset_files
+from megajax.data.text.records import TextDocuments
+from megajax.data.text.tokenizer import Tokenizer
+from megajax.data.text.tokenizers import load_tokenizer, train_tokenizer
 from megajax.generation.text import read_prompts
-from megajax.models.router import LOAD
 from megajax.preparation.contamination import TestSets
 from megajax.preparation.shards import WorkFolder
 from megajax.runs.directory import stored_config
@@ -44,6 +43,7 @@ from megajax.runs.lock import Holder
 from megajax.runs.metrics import read_metrics
 from megajax.runs.ownership import FORMS, mark, marked_format
 from megajax.runs.stored import DamagedCheckpoint
+from megajax.settings.config import to_toml
 from megajax.settings.presets import load_preset, resolve
 from megajax.training.watchdog import Status, read_status
 

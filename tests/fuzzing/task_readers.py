@@ -10,12 +10,12 @@ from typing import Any
 from mutations import GZ, ZST, of_one_file
 from saved_tokenizers import write_saved
 
-from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import load_tokenizer
-from megajax.tasks.instructions import InstructionRows
-from megajax.tasks.records import Pair
-from megajax.tasks.registry import TaskConfig
-from megajax.tasks.samples import read_records
+from megajax.data.tasks.instructions import InstructionRows
+from megajax.data.tasks.records import Pair
+from megajax.data.tasks.registry import TaskConfig
+from megajax.data.tasks.samples import read_records
+from megajax.data.text.tokenizer import Tokenizer
+from megajax.data.text.tokenizers import load_tokenizer
 
 _WORDS = [f'word{n} and {n * n} "é"' for n in range(12)]
 

@@ -17,20 +17,20 @@ from hypothesis import strategies as st
 from saved_tokenizers import write_saved
 from tiny import tiny_config, tiny_program, user_error
 
-from megajax.cli import main
-from megajax.config import to_toml
-from megajax.data.chat import Chat
-from megajax.data.tokenizer import Tokenizer
-from megajax.data.tokenizers import named_tokenizer, train_tokenizer
-from megajax.errors import UserError
+from megajax.__main__ import main
+from megajax.core.errors import UserError
+from megajax.core.program.program import Program
+from megajax.data.text.chat import Chat
+from megajax.data.text.tokenizer import Tokenizer
+from megajax.data.text.tokenizers import named_tokenizer, train_tokenizer
 from megajax.generation import writer
 from megajax.generation.choice import Sampling
 from megajax.generation.decoder import Decoder
 from megajax.generation.options import GenerateOptions
 from megajax.generation.text import Screen, Stops, TextStream, Until, continuation_text
 from megajax.generation.writer import Writer
-from megajax.program.program import Program
 from megajax.runs.checkpoint import Checkpoints
+from megajax.settings.config import to_toml
 from megajax.verify.run import drawn_state
 
 PROMPTS = ("the end", "abba", "naïve", "")

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from megajax.cli import COMMANDS
+from megajax.__main__ import COMMANDS
 from megajax.commands.evaluate import NAMES
-from megajax.pipeline.schedule import SCHEDULES
+from megajax.core.pipeline.schedule import SCHEDULES
 from megajax.plan.machines import MACHINES
 from megajax.settings.preset_files import names_in_folders, preset_names
 
 ROOT = Path(__file__).parents[2]
 ASK = """\
 import argcomplete, json, os, sys
-from megajax.cli import main
+from megajax.__main__ import main
 from megajax.commands import train
 found = {}
 for line in sys.argv[1:]:

@@ -21,7 +21,7 @@ from megajax.host.relay import Relay
 ROOT = Path(__file__).parents[2]
 BEGIN = """\
 import sys, time
-from megajax.errors import UserError
+from megajax.core.errors import UserError
 from megajax.host import ending, phases, signals, streams
 """
 SLEEP = "print('up', flush=True); end = time.monotonic() + 60\nwhile time.monotonic() < end: time.sleep(0.01)\n"

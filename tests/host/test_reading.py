@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tiny import user_error
 
-from megajax.errors import UserError
+from megajax.core.errors import UserError
 from megajax.host import reading
 from megajax.host.paths import check_path, check_place
 

@@ -10,9 +10,9 @@ import fsspec
 import pytest
 
 from megajax.commands import train
-from megajax.data.inputs import check_input
-from megajax.data.records import TextDocuments
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.data.text.inputs import check_input
+from megajax.data.text.records import TextDocuments
 from megajax.host import remote
 from megajax.host.paths import check_path, check_place, scheme
 from megajax.settings.flags import read_command

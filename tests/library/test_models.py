@@ -15,14 +15,14 @@ from rich.console import Console
 from tiny import tiny_config, user_error
 
 import megajax
-from megajax.config import Config
-from megajax.data.tokenizers import load_tokenizer, train_tokenizer
+from megajax.core.models.lora_config import LoraConfig
+from megajax.core.program.program import Program, batch_form
+from megajax.core.program.state import TrainState
+from megajax.data.text.tokenizers import load_tokenizer, train_tokenizer
 from megajax.host.phases import current
 from megajax.library import beginning, progress
 from megajax.library.batches import batch_of, inputs_of
-from megajax.models.lora_config import LoraConfig
-from megajax.program.program import Program, batch_form
-from megajax.program.state import TrainState
+from megajax.settings.config import Config
 
 IDS = np.random.default_rng(0).integers(0, 101, (3, 9), np.int32)
 

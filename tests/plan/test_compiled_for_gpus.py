@@ -7,9 +7,9 @@ import jax
 import pytest
 from tiny import LLAMA, tiny_config
 
+from megajax.core.private import has_gpu_kernels
 from megajax.plan import h200
 from megajax.plan.compiled import for_h200s
-from megajax.private import has_gpu_kernels
 
 pytestmark = [
     pytest.mark.full,

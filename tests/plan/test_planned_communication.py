@@ -6,11 +6,11 @@ from counting import collectives_of_a_step
 from parity_grid import DEFAULT, LONGER, REST, config_of, name
 from tiny import LLAMA, OLMO2, QWEN3, tiny_config
 
-from megajax.config import Config
-from megajax.models.lora_config import LoraConfig
-from megajax.pipeline.schedule import SCHEDULES, ScheduleKind, Ticks
+from megajax.core.models.lora_config import LoraConfig
+from megajax.core.pipeline.schedule import SCHEDULES, ScheduleKind, Ticks
 from megajax.plan.communication import communication, sent_by_axes, totals
 from megajax.plan.sizes import num_ticks
+from megajax.settings.config import Config
 from megajax.verify.theory import check_collectives, theory_of
 
 

@@ -8,16 +8,16 @@ import jax
 import pytest
 from tiny import LLAMA, MIXTURE, QWEN3, abstract_batch, full, tiny_config, tiny_program
 
-from megajax.backend import CPU, GPU
-from megajax.mesh import local_shape
-from megajax.models.lora_config import LoraConfig
-from megajax.models.mlp import MLP
-from megajax.parallel.shards import NOT_SHARDED
+from megajax.core.backend import CPU, GPU
+from megajax.core.mesh import local_shape
+from megajax.core.models.lora_config import LoraConfig
+from megajax.core.models.mlp import MLP
+from megajax.core.parallel.shards import NOT_SHARDED
+from megajax.core.program.memory import factor_bytes, residual_bytes, state_bytes
 from megajax.plan import traced
 from megajax.plan.compiled import compiled_step
 from megajax.plan.memory import memory
 from megajax.plan.sizes import held
-from megajax.program.memory import factor_bytes, residual_bytes, state_bytes
 
 BERT = {"family": "bert", "layer_order": "post"}
 CASES = [

@@ -15,12 +15,13 @@ import jax
 import pytest
 from tiny import full, tiny_config, user_error
 
-from megajax.config import Config, MeshConfig
-from megajax.errors import UserError
+from megajax.core.config import MeshConfig
+from megajax.core.errors import UserError
+from megajax.core.mesh import make_mesh, rank_groups
+from megajax.core.models.family import step_flops
+from megajax.core.pipeline import config as pipeline_config
+from megajax.core.program.communication import Collective
 from megajax.host.pictures import is_marked
-from megajax.mesh import make_mesh, rank_groups
-from megajax.models.family import step_flops
-from megajax.pipeline import config as pipeline_config
 from megajax.plan import ranking
 from megajax.plan.communication import group_of, seconds_of
 from megajax.plan.machines import MACHINES, Efficiency, peak_of
@@ -29,7 +30,7 @@ from megajax.plan.picture import MARK, draw_search
 from megajax.plan.search import VARIED, Found, command, search
 from megajax.plan.sizes import steady_state_microbatches
 from megajax.plan.time import step_time
-from megajax.program.communication import Collective
+from megajax.settings.config import Config
 from megajax.settings.flags import Parser
 from megajax.settings.presets import load_preset, resolve
 from megajax.settings.validation import validate

@@ -16,7 +16,7 @@ import pytest
 from test_planted import DIFFERENT, files, plant, prepare, prepare_with, report
 
 from megajax.commands.prepare import main
-from megajax.errors import RunError, UserError
+from megajax.core.errors import RunError, UserError
 from megajax.preparation import cluster, shards
 from megajax.preparation.shards import WorkFolder
 

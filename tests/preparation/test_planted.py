@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megajax.data.indexed import IndexedDataset
-from megajax.data.tokenizers import load_tokenizer
+from megajax.data.text.indexed import IndexedDataset
+from megajax.data.text.tokenizers import load_tokenizer
 from megajax.preparation.options import PrepareOptions
 from megajax.preparation.plan import Task
 from megajax.preparation.prepare import prepare_dataset

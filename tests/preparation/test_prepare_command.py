@@ -17,11 +17,11 @@ import pytest
 from saved_tokenizers import write_saved
 
 from megajax.commands.prepare import main
-from megajax.data import files
-from megajax.data.indexed import IndexedDataset
-from megajax.data.making import make_corpus
-from megajax.data.tokenizers import load_tokenizer
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.data.samples.making import make_corpus
+from megajax.data.text.indexed import IndexedDataset
+from megajax.data.text.tokenizers import load_tokenizer
+from megajax.host import files
 
 WORDS = "the first quick brown fox jumps over a lazy dog while nobody looks at all".split()  # noqa: SIM905
 TEXTS = [" ".join(WORDS[(n * k) % len(WORDS)] + str(n * k % 89) for k in range(60)) for n in range(1, 41)]

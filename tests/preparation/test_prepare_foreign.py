@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_prepare_command import TEXTS, jsonl, run
 
-from megajax.errors import UserError
+from megajax.core.errors import UserError
 
 
 def entries(folder: Path) -> dict[str, object]:

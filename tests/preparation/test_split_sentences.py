@@ -5,12 +5,12 @@ import pytest
 from test_prepare_command import jsonl
 from test_prepare_command import run as prepare
 
-from megajax.data.encoding import split_sentences
-from megajax.data.indexed import IndexedDataset
-from megajax.data.inputs import DOCSTRINGS, STANDARD_LIBRARY
-from megajax.data.records import TextFiles
-from megajax.data.tokenizers import load_tokenizer, train_tokenizer
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.data.text.encoding import split_sentences
+from megajax.data.text.indexed import IndexedDataset
+from megajax.data.text.inputs import DOCSTRINGS, STANDARD_LIBRARY
+from megajax.data.text.records import TextFiles
+from megajax.data.text.tokenizers import load_tokenizer, train_tokenizer
 from megajax.preparation.options import PrepareOptions
 from megajax.preparation.plan import Task, make_plan
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megajax.program.transfer import Transfer
+from megajax.core.program.transfer import Transfer
 from megajax.runs import checkpoint
 
 transfer_of = functools.cache(Transfer)

@@ -14,9 +14,9 @@ import pytest
 from pytest import MonkeyPatch
 from tiny import full, tiny_config, tiny_program
 
-from megajax.errors import RunError, UserError
-from megajax.optim.loss_scale import LossScale
-from megajax.program.state import StateLayout, TrainState
+from megajax.core.errors import RunError, UserError
+from megajax.core.optim.loss_scale import LossScale
+from megajax.core.program.state import StateLayout, TrainState
 from megajax.runs import stored
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.digests import read_manifest

@@ -13,7 +13,7 @@ import pytest
 import tensorstore
 from tiny import full, tiny_config, tiny_program
 
-from megajax.errors import RunError
+from megajax.core.errors import RunError
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.digests import read_manifest
 from megajax.runs.stored import DamagedCheckpoint

@@ -11,13 +11,13 @@ import pytest
 from saved_tokenizers import write_pair
 from tiny import tiny_config, user_error
 
+from megajax.core.errors import UserError
 from megajax.data.config import DataConfig, Source, TokenizerConfig
-from megajax.data.corpus import corpus_tokenizer, open_corpus
-from megajax.data.digests import BLOCK_BYTES, digests_of
-from megajax.data.indexed import IndexedWriter
-from megajax.data.making import make_corpus
-from megajax.data.tokenizers import load_tokenizer, train_tokenizer
-from megajax.errors import UserError
+from megajax.data.samples.making import make_corpus
+from megajax.data.text.corpus import corpus_tokenizer, open_corpus
+from megajax.data.text.digests import BLOCK_BYTES, digests_of
+from megajax.data.text.indexed import IndexedWriter
+from megajax.data.text.tokenizers import load_tokenizer, train_tokenizer
 from megajax.runs.data import make_run_data, open_run_data
 
 TEXTS = [f"Document {n}: " + " ".join(str(n * m) for m in range(50)) for n in range(40)]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from megajax.errors import UserError
-from megajax.mesh import make_mesh
+from megajax.core.errors import UserError
+from megajax.core.mesh import make_mesh
 from megajax.runs import step_folders
 from megajax.runs.digests import MANIFEST, Manifest, checksum, local_checksums, problem_of, read_manifest
 from megajax.runs.ownership import FORMAT

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from tiny import LLAMA, QWEN3, tiny_config, user_error
 
-from megajax.config import Config, to_toml
+from megajax.core.errors import UserError
 from megajax.data.config import DataConfig, TokenizerConfig
-from megajax.data.indexed import IndexedWriter
-from megajax.data.tokenizers import train_tokenizer
-from megajax.errors import UserError
+from megajax.data.text.indexed import IndexedWriter
+from megajax.data.text.tokenizers import train_tokenizer
 from megajax.evaluation.pretrained import evaluate_perplexity
 from megajax.runs.directory import check_claim
 from megajax.runs.init import check_init
 from megajax.runs.ownership import mark
 from megajax.runs.trained import evaluation_config, run_tokenizer
+from megajax.settings.config import Config, to_toml
 from megajax.settings.flags import parse
 
 

@@ -20,8 +20,8 @@ import orbax.checkpoint as ocp
 import pytest
 from tiny import tiny_config, tiny_program
 
-from megajax.errors import RunError
-from megajax.program.state import StateLayout, TrainState
+from megajax.core.errors import RunError
+from megajax.core.program.state import StateLayout, TrainState
 from megajax.runs import checkpoint
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.digests import problem_of, read_manifest

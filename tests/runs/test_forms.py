@@ -6,10 +6,10 @@ import json
 import pytest
 from tiny import tiny_config, tiny_program
 
-from megajax.backend import BLOCKS, CPU, HOPPER, candidates_of
-from megajax.program import measured
-from megajax.program.program import Program
-from megajax.program.synthetic import random_batch
+from megajax.core.backend import BLOCKS, CPU, HOPPER, candidates_of
+from megajax.core.program import measured
+from megajax.core.program.program import Program
+from megajax.core.program.synthetic import random_batch
 from megajax.runs.forms import measured_backend
 from megajax.runs.ownership import FORMS
 

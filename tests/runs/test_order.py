@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from tiny import tiny_config, user_error
 
-from megajax.config import Config
-from megajax.data.blend import Blend, BlendedSamples
 from megajax.data.config import Source, skipped_samples
+from megajax.data.samples.blend import Blend, BlendedSamples
 from megajax.runs.data import has_whole_run_data, make_run_data, open_run_data
 from megajax.runs.order import Order, Part, default_corpora, next_order, read_order, write_order
+from megajax.settings.config import Config
 
 
 class Corpus:

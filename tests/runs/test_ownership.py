@@ -13,16 +13,16 @@ import pytest
 from pytest import MonkeyPatch
 from tiny import full, tiny_config
 
-from megajax.config import to_toml
-from megajax.data.files import mark as mark_temporary
-from megajax.data.files import write_atomically
-from megajax.data.tokenizers import train_tokenizer
-from megajax.errors import RunError, UserError
+from megajax.core.errors import RunError, UserError
+from megajax.data.text.tokenizers import train_tokenizer
+from megajax.host.files import mark as mark_temporary
+from megajax.host.files import write_atomically
 from megajax.runs import lock
 from megajax.runs.directory import check_claim, claimed, stored_config
 from megajax.runs.lock import NAME, RunLock
 from megajax.runs.ownership import FORMAT, MARK, marked_format
 from megajax.runs.trained import check_run
+from megajax.settings.config import to_toml
 
 FOREIGN = {  # files of a folder that is no run, by name
     "a project": {"data/corpus.txt": "mine", "train.py": "mine"},

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 from tiny import tiny_config
 
-from megajax.batch import pairs_form
-from megajax.config import Config
+from megajax.core.batch import pairs_form
+from megajax.core.errors import UserError
+from megajax.core.models.registry import FAMILIES, Entry
 from megajax.data.config import DataConfig, Source, TokenizerConfig, ValidationSet
-from megajax.data.encoding import split_sentences
-from megajax.data.indexed import IndexedWriter
-from megajax.data.pairs import TrainPairs
-from megajax.data.tokenizers import load_tokenizer, train_tokenizer
-from megajax.errors import UserError
-from megajax.models.registry import FAMILIES, Entry
+from megajax.data.samples.pairs import TrainPairs
+from megajax.data.text.encoding import split_sentences
+from megajax.data.text.indexed import IndexedWriter
+from megajax.data.text.tokenizers import load_tokenizer, train_tokenizer
 from megajax.runs.data import make_run_data, open_run_data
 from megajax.runs.init import keep_init_tokenizer
 from megajax.runs.task_data import make_task_data, open_task_data
+from megajax.settings.config import Config
 from megajax.settings.presets import resolve
 
 CONTEXT = "the cat sat on the mat, and the dog sat there, too"

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 from tiny import user_error
 
-from megajax.config import Config
-from megajax.data.inputs import find_inputs
-from megajax.errors import UserError
-from megajax.options import options
+from megajax.core.errors import UserError
+from megajax.core.options import options
+from megajax.core.traits import ReadWith
+from megajax.data.tasks.sources import task_files
+from megajax.data.text.inputs import find_inputs
+from megajax.settings.config import Config
 from megajax.settings.flags import Parser, parse
 from megajax.settings.other_names import OURS, nearest
 from megajax.settings.presets import load_preset, resolve
-from megajax.tasks.sources import task_files
 from megajax.training.begin import check_given
-from megajax.traits import ReadWith
 
 
 def fails(*argv: str) -> str:

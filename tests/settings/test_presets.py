@@ -9,8 +9,8 @@ import pytest
 from tiny import user_error
 
 from megajax.commands import train
-from megajax.config import Config, to_toml
-from megajax.options import options
+from megajax.core.options import options
+from megajax.settings.config import Config, to_toml
 from megajax.settings.flags import parse
 from megajax.settings.preset_files import preset_folders, preset_names
 from megajax.settings.presets import load_preset, read_preset, resolve

@@ -10,14 +10,15 @@ import jax
 import pytest
 from tiny import tiny_config, tiny_program
 
-from megajax.backend import CPU
-from megajax.config import Config, MeshConfig, profiled_steps, to_toml
-from megajax.optim.config import Horizon
+from megajax.core.backend import CPU
+from megajax.core.config import MeshConfig
+from megajax.core.optim.config import Horizon
+from megajax.core.program.memory import state_bytes
 from megajax.plan.machines import MACHINES, peak_of_device
 from megajax.plan.memory import memory
-from megajax.program.memory import state_bytes
 from megajax.runs.directory import stored_optimizer
 from megajax.runs.order import read_order
+from megajax.settings.config import Config, profiled_steps, to_toml
 from megajax.settings.preset_files import preset_names
 from megajax.settings.presets import load_preset, resolve
 from megajax.training.begin import _keep_config, in_steps

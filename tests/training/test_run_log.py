@@ -23,10 +23,10 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import RecordWriter
 from tiny import tiny_config
 
-from megajax.config import to_toml
-from megajax.errors import UserError
+from megajax.core.errors import UserError
 from megajax.host.transcript import transcript
 from megajax.runs.metrics import read_metrics
+from megajax.settings.config import to_toml
 from megajax.training import display, trackers
 from megajax.training.display import Display, StepsDisplay, time_text
 from megajax.training.experts_plot import ExpertsPlot

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from tiny import tiny_config
 
+from megajax.core.errors import UserError
 from megajax.data.config import DataConfig, Source, ValidationSet
-from megajax.errors import UserError
 from megajax.host import ending
 from megajax.training import plot, tracking
 from megajax.training.run_log import RunLog

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from tiny import LLAMA, tiny_config, tiny_program
 
-from megajax.program.train_step import train_step_with_gradients
+from megajax.core.program.train_step import train_step_with_gradients
 from megajax.verify.accumulation import sums_in_other_dtypes
 
 

@@ -7,13 +7,13 @@ from concurrent.futures.process import BrokenProcessPool
 import pytest
 from tiny import full, tiny_config
 
-from megajax.backend import CPU
-from megajax.errors import RunError
+from megajax.core.backend import CPU
+from megajax.core.errors import RunError
+from megajax.core.program import scoring, transfer
+from megajax.core.program.communication import Collective
 from megajax.exact import numbers
 from megajax.exact.interpreter import UnknownPrimitive
 from megajax.generation import programs
-from megajax.program import scoring, transfer
-from megajax.program.communication import Collective
 from megajax.verify.beside import beside_training
 from megajax.verify.check import verify
 from megajax.verify.exact import _step as exact_step

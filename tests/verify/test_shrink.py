@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 from tiny import user_error
 
-from megajax.config import Config, MeshConfig
-from megajax.errors import UserError
-from megajax.models.config import ModelConfig
-from megajax.options import options
+from megajax.core.config import MeshConfig
+from megajax.core.errors import UserError
+from megajax.core.models.config import ModelConfig
+from megajax.core.options import options
+from megajax.core.traits import Size, Small
+from megajax.settings.config import Config
 from megajax.settings.preset_files import preset_folders
 from megajax.settings.presets import load_preset, resolve
 from megajax.settings.validation import validate, validate_imagined
-from megajax.traits import Size, Small
 from megajax.verify.locate import AxesThatDiffer, Result, first_in_words
 from megajax.verify.recording import Difference, Place
 from megajax.verify.report import Report

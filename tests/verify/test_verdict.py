@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tiny import tiny_config, tiny_program
 
-from megajax.config import Config
-from megajax.parallel.sites import SiteRecord
+from megajax.core.parallel.sites import SiteRecord
+from megajax.settings.config import Config
 from megajax.verify.check import all_checks, widened
 from megajax.verify.comparison import trace
 from megajax.verify.forms import in_fp64, one_device, with_axes

@@ -1,0 +1,1 @@
+"""What runs on the devices: the training step, its configuration and its state."""

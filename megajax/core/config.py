@@ -1,0 +1,136 @@
+"""The configuration of a training step: all that changes its compiled program, and nothing else.
+
+A run's `Config` (`megajax/settings/config.py`) is one of these, with data, run and people around it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+from megajax.core.axes import AXES, BATCH_AXES, OPTIONAL_AXES, ROW_AXES
+from megajax.core.models.config import ModelConfig
+from megajax.core.models.lora_config import LoraConfig
+from megajax.core.optim.config import LossScaleConfig, OptimizerConfig
+from megajax.core.options import SEED, SHARE, between
+from megajax.core.pipeline.config import PipelineConfig
+from megajax.core.traits import SAMPLES
+
+_AXIS = between(1, 100_000)
+MOST_ROWS = 1_000_000  # of a global batch
+ROWS = between(1, MOST_ROWS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Sizes of the mesh axes.
+
+    One field for each line of the table in `megajax/core/axes.py`.
+    """
+
+    data: Annotated[int, "data-parallel replicas, each training on its own rows of the batch", _AXIS] = 1
+    expert: Annotated[int, "devices that the experts are sharded over; each also trains on its own rows", _AXIS] = 1
+    pipe: Annotated[int, "pipeline stages", _AXIS] = 1
+    context: Annotated[int, "devices that each sequence's tokens are sharded over", _AXIS] = 1
+    tensor: Annotated[int, "devices that each layer is sharded over", _AXIS] = 1
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of every axis by name."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in the mesh, over all processes."""
+        return self.size_of(AXES)
+
+    @property
+    def row_shards(self) -> int:
+        """How many shards the rows of a batch are divided into."""
+        return self.size_of(ROW_AXES)
+
+    @property
+    def zero_shards(self) -> int:
+        """How many shards ZeRO divides a weight into."""
+        return self.size_of(BATCH_AXES)
+
+    def size_of(self, axes: Sequence[str]) -> int:
+        """The number of devices along several axes together."""
+        return math.prod(getattr(self, axis) for axis in axes)
+
+    @property
+    def shown(self) -> list[str]:
+        """The axes to mention: all except optional ones of size 1."""
+        return [axis for axis in AXES if axis not in OPTIONAL_AXES or self.sizes[axis] > 1]
+
+    def flags(self, axes: Sequence[str] = AXES, between: str = " x ") -> str:
+        """The sizes of those of the `axes` that are worth mentioning, as flags."""
+        return between.join(f"--mesh.{axis} {self.sizes[axis]}" for axis in self.shown if axis in axes)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {self.sizes[axis]}" for axis in self.shown)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """The batch, what its backward pass recomputes, and which weights it trains."""
+
+    global_batch: Annotated[int, "sequences per step, summed over all devices", ROWS]
+    microbatch: Annotated[int, "sequences per microbatch on each data-parallel rank", ROWS]
+    remat: Annotated[
+        Literal["none", "selective", "layer", "stage"],
+        "activations to recompute in the backward pass instead of storing; selective: those that are cheap to compute",
+    ] = "none"
+    ema: Annotated[
+        float,
+        "decay of an exponential moving average of the weights, updated every step and used for "
+        "validation, evaluation, generation and export; 0: none",
+        SHARE,
+    ] = 0.0
+    freeze: Annotated[
+        tuple[str, ...],
+        "weights not to train: embedding, head, layers.0-3, layers.0-3.attention, ..., separated by commas or spaces; "
+        "none: train all",
+    ] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingConfig:
+    """How documents are packed in sequences, as far as a step computes with it."""
+
+    reset_attention: Annotated[
+        bool, "restart attention and positions at every document, even when several share a sequence"
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepConfig:
+    """A training step."""
+
+    seed: Annotated[int, "random seed of weights, dropout, data order and sampling", SEED, SAMPLES] = 0
+    precision: Annotated[
+        Literal["fp32", "bf16", "fp16", "fp64", "fp8"],
+        "number format of the computation; fp8: bf16 with float8 products in the layers, forward and for input "
+        "gradients (docs/float8.md); weights are updated in fp32 or better",
+    ] = "fp32"
+    sequence_parallel: Annotated[
+        bool, "shard activations outside attention and MLP along the sequence, over the tensor axis"
+    ] = False
+    deterministic: Annotated[bool, "bitwise reproducible on the same mesh; on GPUs this selects slower kernels"] = False
+    model: ModelConfig
+    lora: LoraConfig = LoraConfig()
+    mesh: MeshConfig = MeshConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    train: BatchConfig
+    optimizer: OptimizerConfig
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    data: PackingConfig = PackingConfig()
+
+    def __post_init__(self) -> None:
+        if self.lora.rank:  # frozen weights have no gradients to defer
+            object.__setattr__(self, "pipeline", replace(self.pipeline, weight_gradients="together"))
+
+    @property
+    def splits_vocabulary(self) -> bool:
+        """Whether every stage holds a part of the vocabulary, and all stages run embedding and head together."""
+        return self.pipeline.vocabulary == "split" and self.mesh.pipe > 1

@@ -1,0 +1,190 @@
+"""The device mesh, and the tables that map logical dims of weights and batches to its axes (`megajax/core/axes.py`)."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from megajax.core.axes import AXES, BATCH_AXES, DEVICE_ORDER, EXPERT, OPTIONAL_AXES, PIPE, ROW_AXES, TENSOR, WEIGHT_AXES
+from megajax.core.batch import BatchSpec
+from megajax.core.parallel.collectives import Axes, entry_axes, spec_axes
+from megajax.core.parallel.shards import NOT_SHARDED, Sharding
+
+# Logical dim of a weight -> the mesh axis or axes that shard it (paper §3).
+RULES: Mapping[str, Axes | None] = {
+    "stages": PIPE,  # pipeline stages, in the stacked layers
+    "vocabulary": TENSOR,  # rows of the tied embedding table
+    "heads": TENSOR,  # columns of the query projection, rows of the attention's output projection
+    "kv_heads": TENSOR,  # columns of the key and value projections
+    "mlp": TENSOR,  # columns of the MLP's first matrix, rows of its second
+    "experts": EXPERT,  # experts of a mixture
+    "expert_mlp": TENSOR,  # like "mlp", in each expert
+    "chunks": None,
+    "layers": None,
+    "embed": None,
+    "position": None,
+    "token_type": None,
+    "features": None,  # columns of a dense layer that is replicated over a tensor group
+    "head_size": None,
+    "rank": None,  # of LoRA adapters
+}
+
+# Dim of a batch after the rows -> mesh axes. A token is only a few numbers, so devices that share a sequence all get
+# the whole one, and each takes its own tokens (`TokenShares.own_tokens`).
+BATCH_RULES: Mapping[str, Axes | None] = {"tokens": None}
+
+# Dims of weights inside tensor-parallel regions.
+_IN_REGIONS = {"heads", "kv_heads", "head_size", "mlp", "expert_mlp", "rank"}
+
+ROWS = PartitionSpec(ROW_AXES)
+"""The spec of arrays with an entry for each row of a batch."""
+
+
+def make_mesh(devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh:
+    """A mesh of these devices, by default all, such as `make_mesh(data=2, pipe=4)`; other axes have size 1. Devices are
+    arranged in the order of `DEVICE_ORDER`."""
+    devices = list(jax.devices() if devices is None else devices)
+    sizes = dict.fromkeys(AXES, 1) | sizes
+    assert sizes.keys() == {*AXES} and len(devices) == math.prod(sizes.values()), (len(devices), sizes)
+    grid = np.asarray(devices).reshape([sizes[axis] for axis in DEVICE_ORDER])
+    return Mesh(grid.transpose([DEVICE_ORDER.index(axis) for axis in AXES]), AXES)
+
+
+def batch_specs(form: BatchSpec) -> dict[str, PartitionSpec]:
+    """Specs of the arrays of a batch."""
+    return {name: PartitionSpec(*ROWS, *map(BATCH_RULES.get, entry.dims)) for name, entry in form.entries.items()}
+
+
+def make_abstract_mesh(**sizes: int) -> AbstractMesh:
+    """The same mesh without devices, for tracing."""
+    # With other axis types newer JAX would check shardings, which traced values here do not have.
+    types = (AxisType.Auto,) * len(AXES)
+    return AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES, axis_types=types)
+
+
+def rules_of(*, split_vocabulary: bool, split_kv_heads: bool) -> Mapping[str, Axes | None]:
+    """The table for a model on a mesh.
+
+    Args:
+        split_vocabulary: the embedding table is sharded over stages too (`--pipeline.vocabulary split`).
+        split_kv_heads: there are key and value heads for all devices of a tensor group; otherwise each holds all.
+    """
+    vocabulary, kv_heads = (PIPE, TENSOR) if split_vocabulary else TENSOR, TENSOR if split_kv_heads else None
+    return {**RULES, "vocabulary": vocabulary, "kv_heads": kv_heads}
+
+
+def needs_tensor_sum(logical: PartitionSpec, rules: Mapping[str, Axes | None] = RULES) -> bool:
+    """Whether a weight is replicated over a tensor group although each device uses it only for its own heads, so that
+    the devices' gradients must be summed."""
+    return bool(_IN_REGIONS & {*logical}) and TENSOR not in spec_axes(mesh_spec(logical, rules))
+
+
+def matrix_dims(logical: PartitionSpec) -> tuple[int, int] | None:
+    """How many dims of a layer's weight, single or stacked, are the rows (inputs) and how many the columns (outputs,
+    the last dims) of the matrix that a product uses. This follows from the dims' names: one side is the residual
+    stream, the other is inside a tensor-parallel region. None for any other weight, and for LoRA's adapters."""
+    inside = _IN_REGIONS - {"rank"}
+    names = [*logical]
+    first = next((place for place, name in enumerate(names) if name in {*inside, "embed"}), len(names))
+    matrix = names[first:]
+    if len(matrix) < 2:
+        return None
+    for rows in (1, len(matrix) - 1):
+        sides = {*matrix[:rows]}, {*matrix[rows:]}
+        if {"embed"} in sides and any(side <= inside for side in sides):
+            return rows, len(matrix) - rows
+    return None
+
+
+def mesh_spec(logical: PartitionSpec, rules: Mapping[str, Axes | None] = RULES) -> PartitionSpec:
+    """Translate a spec of logical dim names to one of mesh axes.
+
+    Raises:
+        KeyError: a name the table does not list.
+        ValueError: two dims of one array mapped to the same mesh axis.
+    """
+    spec = PartitionSpec(*(None if name is None else rules[name] for name in logical))
+    if len(spec_axes(spec)) < sum(len(entry_axes(entry)) for entry in spec):
+        raise ValueError(f"logical dims {tuple(logical)} map two dims of one array to the same mesh axis: {spec}")
+    return spec
+
+
+def local_shape(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Shape of a device's shard of an array, on a mesh whose axes have these `sizes`, which must divide it."""
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    parts = (math.prod(sizes[axis] for axis in entry_axes(entry)) for entry in entries)
+    return tuple(size // count for size, count in zip(shape, parts, strict=True))
+
+
+def zero_spec(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
+    """A weight's `spec` with all batch axes that do not shard the weight yet added to one dim (ZeRO): the largest that
+    they divide together, if possible one that is not sharded yet. The spec is unchanged if they divide none. `sizes`
+    are those of the mesh axes."""
+    axes = unused_batch_axes(spec)
+    shards = math.prod(sizes[axis] for axis in axes)
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    local = local_shape(spec, shape, sizes)
+    divisible = [dim for dim, size in enumerate(local) if size % shards == 0 and shards > 1]
+    free = [dim for dim in divisible if entries[dim] is None]
+    if divisible:
+        dim = max(free or divisible, key=lambda dim: local[dim])
+        entries[dim] = (*entry_axes(entries[dim]), *axes)
+    return PartitionSpec(*entries)
+
+
+def zero_sharding(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> Sharding:
+    """What `zero_spec` adds to a weight's spec."""
+    sharded, axes = zero_spec(spec, shape, sizes), unused_batch_axes(spec)
+    dim = dim_over(axes, sharded)
+    return NOT_SHARDED if dim is None else Sharding(dim - len(shape), axes)
+
+
+def unused_batch_axes(spec: PartitionSpec) -> tuple[str, ...]:
+    """The batch axes that do not shard a weight with this spec, over which its gradients are summed."""
+    return tuple(axis for axis in BATCH_AXES if axis not in spec_axes(spec))
+
+
+def shard_unused_axes(
+    spec: PartitionSpec, shape: Sequence[int], mesh: Mesh, dims: Sequence[int] | None = None
+) -> PartitionSpec:
+    """An array's `spec` with every missing axis added to the dim with the largest shards, among those of `dims` (by
+    default all) that the axis divides."""
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    for axis, size in sorted(mesh.shape.items(), key=lambda item: -item[1]):
+        local = NamedSharding(mesh, PartitionSpec(*entries)).shard_shape(tuple(shape))
+        divisible = [dim for dim in (range(len(shape)) if dims is None else dims) if local[dim] % size == 0]
+        if axis not in spec_axes(spec) and size > 1 and divisible:
+            dim = max(divisible, key=lambda dim: local[dim])
+            entries[dim] = (*entry_axes(entries[dim]), axis)
+    return PartitionSpec(*entries)
+
+
+def dim_over(axes: Sequence[str], spec: PartitionSpec) -> int | None:
+    """The dim that a spec shards over `axes`; None if there is none."""
+    return next((dim for dim, entry in enumerate(spec) if {*axes} <= {*entry_axes(entry)}), None)
+
+
+def shardings(mesh: Mesh, specs):
+    """A tree of `PartitionSpec` as a tree of `NamedSharding`."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+def rank_groups(mesh: Mesh) -> dict[str, list[list[int]]]:
+    """Device ids of the communication groups, named as in Megatron-LM.
+
+    The groups of every axis by its name (of an optional axis only if it is larger than 1). `model`: the devices that
+    hold one copy of the model. `embedding`: first and last stage of every pipe group, which share the tied embedding.
+    """
+    ids = np.vectorize(lambda device: device.id)(mesh.devices)
+
+    def groups(*axes: str) -> list[list[int]]:
+        dims = [mesh.axis_names.index(axis) for axis in axes]
+        size = math.prod(mesh.shape[axis] for axis in axes)
+        rows = np.moveaxis(ids, dims, range(-len(dims), 0)).reshape(-1, size)
+        return sorted(sorted(row.tolist()) for row in rows)
+
+    by_axis = {axis: groups(axis) for axis in mesh.axis_names if axis not in OPTIONAL_AXES or mesh.shape[axis] > 1}
+    embedding = [sorted({group[0], group[-1]}) for group in by_axis[PIPE]]
+    return by_axis | {"model": groups(*WEIGHT_AXES), "embedding": embedding}

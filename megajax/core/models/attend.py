@@ -1,0 +1,83 @@
+"""Attention of heads, by the first of the backend's implementations that supports it. To add one, add an entry to
+`IMPLEMENTATIONS`; `save_expensive` (`models/remat.py`) must know what its backward pass needs.
+
+Letters: B batch, T queries, S keys, H heads, of keys and values maybe fewer, K head size.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from megajax.core.models import fused_attention
+from megajax.core.models.attention_mask import FROM_START
+from megajax.core.models.attention_setting import Setting
+from megajax.core.models.blocked_attention import OWN_KEYS, Method, blocked_attention
+
+
+@jax.named_scope("attend")
+def attend(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
+    """Attention of this device's heads, [B, T, H, K]."""
+    return IMPLEMENTATIONS[implementation(q_BTHK, setting)].attend(q_BTHK, k_BSHK, v_BSHK, setting)
+
+
+def implementation(q_BTHK: Array, setting: Setting) -> str:
+    """The implementation that computes this attention."""
+    return next(name for name in setting.backend.attention if IMPLEMENTATIONS[name].can(q_BTHK, setting))
+
+
+def cudnn_can(q_BTHK: Array, setting: Setting) -> bool:
+    """Whether cuDNN's fused attention supports this, judged by types and static values alone: half precision; causal,
+    padded and backward sliding-window masks. Its dropout would depend on the mesh, and JAX offers no public way to mask
+    documents."""
+    visible = setting.visible
+    window_fits = visible.window is None or (visible.causal and visible.num_keys_B is None)
+    limited = visible.first_key_BT is not None or not window_fits
+    fits = cudnn_has(q_BTHK.shape[-1], q_BTHK.dtype) and setting.places == FROM_START
+    return fits and setting.dropout.rate == 0 and not limited
+
+
+def cudnn_has(head_size: int, dtype: DTypeLike) -> bool:
+    """Whether it has heads of this size and type."""
+    return jnp.dtype(dtype).itemsize == 2 and head_size % 8 == 0 and head_size <= 256
+
+
+def _by_cudnn(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
+    visible = setting.visible
+    return jax.nn.dot_product_attention(
+        q_BTHK,
+        k_BSHK,
+        v_BSHK,
+        is_causal=visible.causal,
+        key_value_seq_lengths=visible.num_keys_B,
+        # Keys on either side, besides the query's own.
+        local_window_size=None if visible.window is None else (visible.window - 1, 0),
+        implementation="cudnn",
+    )
+
+
+def _by_blocks(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
+    return attend_in_blocks(OWN_KEYS, q_BTHK, k_BSHK, v_BSHK, setting)
+
+
+def attend_in_blocks(method: Method, q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
+    """In blocks of queries, with any mask and with dropout that does not depend on the mesh."""
+    limits = setting.visible, setting.drop_of_heads(q_BTHK.shape[2])
+    return blocked_attention(method, setting.backend, q_BTHK, k_BSHK, v_BSHK, setting.places, limits)
+
+
+class Implementation(NamedTuple):
+    """A way to compute attention."""
+
+    can: Callable[[Array, Setting], bool]  # (queries, setting): whether it can do this, by types and static values
+    attend: Callable[[Array, Array, Array, Setting], Array]  # (queries, keys, values, setting) -> heads
+
+
+IMPLEMENTATIONS = {
+    "cudnn": Implementation(cudnn_can, _by_cudnn),
+    "kernel": Implementation(fused_attention.can, fused_attention.attend),
+    "blocks": Implementation(lambda q_BTHK, setting: True, _by_blocks),
+}

@@ -1,0 +1,115 @@
+"""Self-attention, sharded over `tensor` by heads.
+
+Letters: B batch, T query positions, S key positions, D model, H heads (maybe fewer for keys and values), K head size.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import Array
+
+from megajax.core.backend import Backend
+from megajax.core.models.attend import attend
+from megajax.core.models.attention_setting import Setting
+from megajax.core.models.config import ModelConfig
+from megajax.core.models.context import Context
+from megajax.core.models.context_attention import attend_to_others
+from megajax.core.models.norms import HeadsNorm, RMSNorm, mean_squares
+from megajax.core.models.rotary import rotated
+from megajax.core.parallel.boundary import RegionBoundary
+from megajax.core.parallel.layers import ColumnParallelLinear, RowParallelLinear, column_parallel, normal
+from megajax.core.parallel.random import NamedKey
+from megajax.core.parallel.sites import named, recorded
+
+Aux = dict[str, Any]  # a layer's auxiliary outputs by name: figures, or the KV cache in generation
+# (q_BTHK, k_BSHK, v_BSHK of this device's heads, context, backend) -> heads_BTHK, auxiliary outputs
+Attend = Callable[[Array, Array, Array, Context, Backend], tuple[Array, Aux]]
+ATTENTION_WEIGHTS = 0  # a dropout site of a layer, besides those in `layer.py`
+
+
+class Attention(nnx.Module):
+    """Self-attention: query, key and value by columns (that is, by heads), the output projection by rows.
+
+    There may be fewer key and value heads than query heads, each shared by several of these (Ainslie et al., arXiv
+    2305.13245). If there are fewer than devices in a tensor group, every device holds all of them and computes the one
+    that its queries need.
+    """
+
+    def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
+        hidden, size = config.hidden_size, config.head_size
+        heads = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
+
+        def projection(part: int, name: str, dim: str) -> ColumnParallelLinear:
+            def initial(shape: tuple[int, ...]) -> Array:
+                if config.num_kv_heads != config.num_heads:
+                    return normal(key / name, config.init_std)(shape)
+                joint = normal(key / "qkv", config.init_std)((shape[0], 3, *shape[1:]))  # drawn together, then split
+                return joint[:, part]
+
+            shape, dims = (hidden, heads[dim], size), ("embed", dim, "head_size")
+            return ColumnParallelLinear(initial, boundary, shape, dims, backend, bias=config.bias != "none")
+
+        self.query, self.key = projection(0, "query", "heads"), projection(1, "key", "kv_heads")
+        self.value = projection(2, "value", "kv_heads")
+        residual, shape = normal(key / "output", config.residual_init_std), (config.num_heads, size, hidden)
+        dims = ("heads", "head_size", "embed")
+        self.output = RowParallelLinear(residual, boundary, shape, dims, backend, bias=config.bias == "all")
+        self.query_norm, self.key_norm = (
+            self._norm(config, heads[dim], dim) if config.query_key_norm else None for dim in heads
+        )
+        self.config, self.boundary, self.backend = config, boundary, backend
+
+    @staticmethod
+    def _norm(config: ModelConfig, heads: int, dim: str) -> RMSNorm | HeadsNorm:
+        if config.query_key_norm_over == "width":
+            return HeadsNorm(heads, config.head_size, config.norm_epsilon, dim)
+        return RMSNorm(config.head_size, config.norm_epsilon, "head_size")
+
+    @property
+    def products(self) -> dict[str, tuple]:
+        """Its products with weights, by the names of their factors (`parallel/products.py`)."""
+        return {"attention_input": (self.query, self.key, self.value), "attention_output": (self.output,)}
+
+    @jax.named_scope("attention")
+    def __call__(self, x_BTD: Array, context: Context, attend: Attend) -> tuple[Array, Aux]:
+        """Run `attend` between the projections; its auxiliary outputs are returned too."""
+        linears = self.products["attention_input"]
+        q_BTHK, k_BSHK, v_BSHK = column_parallel(x_BTD, *linears, name="attention_input", factors=context.factors)
+        q_BTHK = named(q_BTHK, "query", split=2)
+        k_BSHK = named(k_BSHK, "key", split=2, first=self.key.first_part)
+        v_BSHK = named(v_BSHK, "value", split=2, first=self.value.first_part)
+        if self.query_norm is not None:
+            q_BTHK, k_BSHK = self._normalized(q_BTHK, k_BSHK)
+            q_BTHK = named(q_BTHK, "query_norm", split=2)
+            k_BSHK = named(k_BSHK, "key_norm", split=2, first=self.key.first_part)
+        if self.config.rotary:
+            assert context.position_BT is not None
+            q_BTHK = named(rotated(q_BTHK, context.position_BT, self.config), "rotated_query", split=2)
+            k_BSHK = rotated(k_BSHK, context.position_BT, self.config)
+            k_BSHK = named(k_BSHK, "rotated_key", split=2, first=self.key.first_part)
+        heads_BTHK, aux = attend(q_BTHK, k_BSHK, v_BSHK, context, self.backend)
+        heads_BTHK = recorded(heads_BTHK, "attention_heads", split=2)  # `attend` has named them for recomputation
+        y_BTD = self.output(heads_BTHK, "attention_output", context.factors)
+        return named(y_BTD, "attention_output", self.boundary.split), aux
+
+    def _normalized(self, q_BTHK: Array, k_BSHK: Array) -> tuple[Array, Array]:
+        """Apply the norms of queries and keys."""
+        query, key = self.query_norm, self.key_norm
+        if isinstance(query, HeadsNorm) and isinstance(key, HeadsNorm):
+            square_BT, square_BS = mean_squares(q_BTHK, k_BSHK)
+            key_scale_HK = self.key.own(key.scale[...], 0)
+            return query(q_BTHK, query.scale[...], square_BT), key(k_BSHK, key_scale_HK, square_BS)
+        assert isinstance(query, RMSNorm) and isinstance(key, RMSNorm)
+        return query(q_BTHK), key(k_BSHK)
+
+
+def attend_in_context(
+    q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, context: Context, backend: Backend
+) -> tuple[Array, Aux]:
+    """Attention of a microbatch's tokens to the tokens visible to them, with dropout."""
+    setting = Setting(context.visible, context.dropout.fold(ATTENTION_WEIGHTS), backend)
+    if context.boundary.context == "none":
+        return attend(q_BTHK, k_BSHK, v_BSHK, setting), {}
+    return attend_to_others(q_BTHK, k_BSHK, v_BSHK, setting, context.boundary), {}

@@ -1,0 +1,30 @@
+"""What attention depends on besides queries, keys and values.
+
+Letters: B batch, H heads.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from megajax.core.backend import Backend
+from megajax.core.models.attention_mask import FROM_START, AttentionMask, Places
+from megajax.core.parallel.collectives import TENSOR, Axes, axis_index
+from megajax.core.parallel.random import Dropout
+
+
+class Setting(NamedTuple):
+    """What attention depends on besides queries, keys and values."""
+
+    visible: AttentionMask
+    dropout: Dropout  # of the probabilities; for a query and a key the same on every device
+    backend: Backend
+    places: Places = FROM_START
+    head_axes: Axes = TENSOR  # that heads are sharded over
+
+    def drop_of_heads(self, num_heads: int) -> Dropout | None:
+        """Dropout for every sample and each of this device's heads, [B, H]."""
+        if self.dropout.rate == 0:
+            return None
+        head_H = axis_index(self.head_axes) * num_heads + jnp.arange(num_heads, dtype=jnp.int32)
+        return Dropout(self.dropout.rate, self.dropout.bits_B[:, None].fold(head_H[None, :]))

@@ -1,0 +1,82 @@
+"""The KV cache: keys and values of the tokens that a model has processed.
+
+All rows of a batch advance together. Prompts occupy the first slots, each starting at slot 0, and the tokens after them
+take the same slot in every row. The slots between a short prompt and those are masked out (`visible_slots`).
+Letters: B batch, T query positions, S slots, H key heads, K head size, G query heads per key head.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from megajax.core.backend import Backend
+from megajax.core.models.attention import Attend, Aux, attend_in_context
+from megajax.core.models.context import Context
+from megajax.core.precision import at_least_fp32
+
+
+class Cache(NamedTuple):
+    """One layer's keys and values for this device's rows and heads.
+
+    Heads come before slots, as products need them: with slots first, each token would transpose the whole cache.
+    """
+
+    key_BHSK: Array
+    value_BHSK: Array
+
+    @classmethod
+    def of(cls, k_BTHK: Array, v_BTHK: Array, num_slots: int) -> "Cache":
+        """A cache of `num_slots` slots with the keys and values of T tokens in the first ones."""
+        free = [(0, 0), (0, 0), (0, num_slots - k_BTHK.shape[1]), (0, 0)]
+        return cls(*(jnp.pad(x_BTHK.swapaxes(1, 2), free) for x_BTHK in (k_BTHK, v_BTHK)))
+
+    def put(self, k_BTHK: Array, v_BTHK: Array, slot: Array) -> "Cache":
+        """The cache with the keys and values of T tokens written from `slot` on."""
+        parts = (self.key_BHSK, k_BTHK), (self.value_BHSK, v_BTHK)
+        return Cache(*(lax.dynamic_update_slice_in_dim(old, new.swapaxes(1, 2), slot, axis=2) for old, new in parts))
+
+
+def visible_slots(num_slots: int, length_B: Array, first_slot: Array, slot: Array, window: int = 0) -> Array:
+    """The slots that the token in `slot` sees, bool [B, S]: its prompt's, and those from `first_slot` up to its own.
+    With a window only those of the last `window` tokens, itself included."""
+    slot_S = jnp.arange(num_slots, dtype=jnp.int32)
+    generated_S = (slot_S >= first_slot) & (slot_S <= slot)
+    visible_BS = (slot_S[None] < length_B[:, None]) | generated_S[None]
+    if not window:
+        return visible_BS
+    position_BS = jnp.where(generated_S[None], length_B[:, None] + (slot_S - first_slot)[None], slot_S[None])
+    own_B1 = (length_B + slot - first_slot)[:, None]
+    return visible_BS & (own_B1 - position_BS < window)
+
+
+def prefill(num_slots: int) -> Attend:
+    """Attention over whole prompts, of any lengths; also returns their `cache` of `num_slots` slots."""
+
+    def read(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, context: Context, backend: Backend) -> tuple[Array, Aux]:
+        heads_BTHK, aux = attend_in_context(q_BTHK, k_BSHK, v_BSHK, context, backend)
+        return heads_BTHK, aux | {"cache": Cache.of(k_BSHK, v_BSHK, num_slots)}
+
+    return read
+
+
+def decode_step(cache: Cache, slot: Array, visible_BS: Array) -> Attend:
+    """Attention of one token per row to the visible slots of a cache, after storing the token in `slot`; also returns
+    the updated `cache`."""
+
+    def follow(q_B1MK: Array, k_B1HK: Array, v_B1HK: Array, context: Context, backend: Backend) -> tuple[Array, Aux]:
+        filled = cache.put(k_B1HK, v_B1HK, slot)
+        product = partial(jnp.einsum, preferred_element_type=at_least_fp32(q_B1MK.dtype))
+        batch, _, num_heads, size = q_B1MK.shape
+        q_BHGK = q_B1MK.reshape(batch, k_B1HK.shape[2], -1, size) * jnp.asarray(size**-0.5, q_B1MK.dtype)
+        scores_BHGS = product("BHGK,BHSK->BHGS", q_BHGK, filled.key_BHSK)
+        lowest = jnp.asarray(-jnp.inf, scores_BHGS.dtype)
+        scores_BHGS = jnp.where(visible_BS[:, None, None], scores_BHGS, lowest)
+        weights_BHGS = jnp.exp(scores_BHGS - jnp.max(scores_BHGS, axis=-1, keepdims=True))
+        total_BHG1 = jnp.sum(weights_BHGS, axis=-1, keepdims=True)
+        weights_BHGS = (weights_BHGS / total_BHG1).astype(q_B1MK.dtype)
+        heads_BHGK = product("BHGS,BHSK->BHGK", weights_BHGS, filled.value_BHSK)
+        return heads_BHGK.reshape(batch, 1, num_heads, size).astype(q_B1MK.dtype), {"cache": filled}
+
+    return follow

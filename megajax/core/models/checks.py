@@ -1,0 +1,121 @@
+"""Check that the options of a model fit each other and its family."""
+
+from megajax.core.errors import UserError
+from megajax.core.models.config import ModelConfig
+from megajax.core.models.lora_config import LORA_TARGETS, LoraConfig, product_sizes
+from megajax.core.models.registry import FAMILIES
+from megajax.core.options import apart, as_flag, check_read, suggest
+
+
+def check_model(model: ModelConfig) -> None:
+    """Check that a model's options fit each other and its family."""
+    family = FAMILIES[model.family]
+    for name, able in (("layer_order", family.layer_orders), ("head", family.heads)):
+        if getattr(model, name) not in able:
+            flag = as_flag(f"model.{name}", getattr(model, name))
+            raise UserError(f"{flag} with --model.family {model.family}; valid: {' or '.join(able)}")
+    for name, value in family.fixed.items():
+        if getattr(model, name) != value:
+            flag = as_flag(f"model.{name}", getattr(model, name))
+            raise UserError(f"{flag} with --model.family {model.family}; valid: {as_flag(f'model.{name}', value)}")
+    _check_heads(model, free=not family.fixed)
+    if family.fixed and model.mlp_size != 4 * model.hidden_size:
+        raise UserError(
+            f"--model.mlp-size {model.mlp_size} with --model.family {model.family}; valid: {4 * model.hidden_size}, "
+            "4 x --model.hidden-size"
+        )
+    if sum(map(int, model.bf16_layers.split(","))) > model.num_layers:
+        raise UserError(
+            f"--model.bf16-layers {model.bf16_layers} with --model.num-layers {model.num_layers}; valid: no more layers"
+        )
+    check_read(model, "model")
+    _check_rotary(model)
+    _check_experts(model)
+
+
+def _check_heads(model: ModelConfig, *, free: bool) -> None:
+    """Check numbers and sizes of heads; `free`: the family has no fixed ones."""
+    heads, hidden = model.num_heads, model.hidden_size
+    if model.head_size == 0 or (not free and model.head_size * heads != hidden):
+        below = hidden // heads * heads
+        valid = " or ".join(str(size) for size in (below, below + heads) if size)
+        size = f" and --model.head-size {model.head_size}" if model.head_size else ""
+        raise UserError(
+            f"--model.hidden-size {hidden} is not divisible by --model.num-heads {heads}{size}; "
+            f"valid: a multiple of {heads}, such as {valid}{', or a --model.head-size' if free else ''}"
+        )
+    if heads % model.num_kv_heads or (not free and heads != model.num_kv_heads):
+        divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0] if free else [str(heads)]
+        shown = divisors if len(divisors) < 12 else [*divisors[:5], "…", *divisors[-5:]]
+        raise UserError(
+            f"--model.num-kv-heads {model.num_kv_heads} with --model.num-heads {heads}; valid: {', '.join(shown)}"
+        )
+
+
+def _check_experts(model: ModelConfig) -> None:
+    if not model.num_experts:
+        return
+    if not 0 < model.experts_per_token <= model.num_experts:
+        raise UserError(
+            f"--model.experts-per-token {model.experts_per_token} with --model.num-experts {model.num_experts}; "
+            f"valid: 1 to {model.num_experts}"
+        )
+    if model.dense_layers >= model.num_layers:
+        raise UserError(
+            f"--model.dense-layers {model.dense_layers} with --model.num-layers {model.num_layers}, which leaves no "
+            f"layer with experts; valid: 0{f' to {model.num_layers - 1}' if model.num_layers > 1 else ''}"
+        )
+    if model.bias == "all":
+        raise UserError(
+            f"--model.bias all with --model.num-experts {model.num_experts}, whose experts have no "
+            "biases; valid: none or query-key-value"
+        )
+
+
+def _check_rotary(model: ModelConfig) -> None:
+    if model.rotary and model.head_size % 2:
+        raise UserError(
+            f"--model.head-size {model.head_size} with --model.positions rotary, which rotates pairs "
+            "of features; valid: an even size"
+        )
+    if model.rope_scaling == "llama3" and model.rope_low_frequency >= model.rope_high_frequency:
+        raise UserError(
+            f"--model.rope-low-frequency {model.rope_low_frequency:g} is not below --model.rope-high-frequency "
+            f"{model.rope_high_frequency:g}; valid: less"
+        )
+
+
+def check_lora(lora: LoraConfig, model: ModelConfig) -> None:
+    """Check that a model can have these adapters."""
+    for word in lora.targets:
+        if word not in LORA_TARGETS:
+            several = apart(word, LORA_TARGETS.__contains__)
+            near = suggest(word, LORA_TARGETS, otherwise="")
+            hint = several or (near and f" ({near})")
+            raise UserError(f"--lora.targets {word!r}; valid: {', '.join(LORA_TARGETS)}{hint}")
+    if not lora.rank:
+        return
+    if not FAMILIES[model.family].continues_text:
+        able = " or ".join(name for name, entry in FAMILIES.items() if entry.continues_text)
+        given = f"--lora.rank {lora.rank} with --model.family {model.family}"
+        raise UserError(f"{given}; valid: --lora.rank 0, or --model.family {able}")
+    if "gate" in lora.targets and model.activation != "swiglu":
+        raise UserError(
+            f"--lora.targets gate with --model.activation {model.activation}, which has no gate; "
+            "valid: without gate, or --model.activation swiglu"
+        )
+    if not lora.targets:
+        raise UserError(f"--lora.targets is empty; valid: {', '.join(LORA_TARGETS)}")
+    if not lora.products(model):
+        other, there = ("mlp", "experts") if model.num_experts else ("experts", "an MLP")
+        raise UserError(
+            f"--lora.targets {' '.join(lora.targets)} with a model that has {there} instead of "
+            f"{other}; valid: {'attention or experts' if model.num_experts else 'attention or mlp'}"
+        )
+    sizes = product_sizes(model)
+    name, most = min(((name, min(sizes[name])) for name in lora.products(model)), key=lambda pair: pair[1])
+    if lora.rank > most:
+        raise UserError(
+            f"--lora.rank {lora.rank} is more than the product {name} has, of {sizes[name][0]} x {sizes[name][1]}; "
+            f"valid: at most {most}"
+        )

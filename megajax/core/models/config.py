@@ -1,0 +1,239 @@
+"""Configuration of models: what their layers compute, and what they predict."""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+from megajax.core.models.model_sizes import WITH_EXPERTS, ModelSizes
+from megajax.core.models.registry import EARLIER_NAMES, FAMILIES
+from megajax.core.options import AT_LEAST_ONE, AT_LEAST_ZERO, SHARE, Range, above, between
+from megajax.core.traits import COMPUTATION, ENDS, NOTHING, WEIGHTS, ReadWith, Small, Theirs, Through
+
+_ROTARY = ReadWith("positions", ("rotary",))
+_LLAMA3 = ReadWith("rope_scaling", ("llama3",), ignored=True)
+
+
+def _is_pair(text: str) -> bool:
+    return re.fullmatch(r"[0-9]{1,6},[0-9]{1,6}", text) is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(ModelSizes):
+    """Model architecture, the same on every mesh.
+
+    Options that default to the value of others (0, or "auto") are resolved when the object is made, so that
+    `dataclasses.replace` keeps them.
+    """
+
+    expert_capacity: Annotated[
+        float,
+        "capacity factor: an expert takes at most this many times the mean number of tokens of "
+        "each sequence, and the rest skip the layer; 0: no limit (dropless). Evaluation and "
+        "generation are always dropless",
+        between(0, 10_000),
+        NOTHING,
+        WITH_EXPERTS,
+    ] = 0.0
+    renormalize_shares: Annotated[
+        bool,
+        "normalize the weights of each token's chosen experts to sum to 1",
+        COMPUTATION,
+        WITH_EXPERTS,
+        Theirs(mixture="norm_topk_prob"),
+    ] = True
+    balance: Annotated[
+        Literal["none", "loss", "bias"],
+        "how to balance the load of the experts: an auxiliary loss, or a bias added to the "
+        "router's scores when choosing experts",
+        WEIGHTS,
+        WITH_EXPERTS,
+        Through("biases_routers", "whether routers have biases"),
+    ] = "none"
+    balance_coefficient: Annotated[
+        float,
+        "coefficient of the load-balancing loss",
+        between(0, 1000),
+        NOTHING,
+        WITH_EXPERTS,
+        Theirs(mixture="router_aux_loss_coef"),
+    ] = 0.01
+    balance_step: Annotated[
+        float, "amount by which each step moves the load-balancing biases", between(0, 1), NOTHING, WITH_EXPERTS
+    ] = 0.001
+    router_z_loss: Annotated[
+        float, "coefficient of a loss that keeps the router's logits small", between(0, 1000), NOTHING, WITH_EXPERTS
+    ] = 0.0
+    norm: Annotated[Literal["layernorm", "rmsnorm"], "normalization layer", WEIGHTS] = "layernorm"
+    norm_epsilon: Annotated[
+        float,
+        "added to the variance in norms; 0: 1e-5, or 1e-12 for BERT",
+        between(0, 1),
+        WEIGHTS,
+        Theirs("rms_norm_eps", gpt2="layer_norm_epsilon", bert=""),
+    ] = 0
+    positions: Annotated[
+        Literal["learned", "rotary"],
+        "learned position embeddings, or rotary embeddings of queries and keys",
+        WEIGHTS,
+    ] = "learned"
+    rope_theta: Annotated[float, "base of the rotary angles", between(1, 1e12), COMPUTATION, _ROTARY] = 10_000.0
+    rope_scaling: Annotated[
+        Literal["none", "linear", "llama3"],
+        "scaling of the rotary angles, for sequences longer than the model was trained on",
+        COMPUTATION,
+        _ROTARY,
+    ] = "none"
+    rope_factor: Annotated[
+        float,
+        "factor by which scaled rotary angles grow more slowly",
+        between(1, 1e6),
+        COMPUTATION,
+        ReadWith("rope_scaling", ("linear", "llama3")),
+    ] = 1.0
+    rope_low_frequency: Annotated[
+        float,
+        "llama3: fully scale angles with fewer rotations than this in model.rope-original-length tokens",
+        above(0, 1e6),
+        COMPUTATION,
+        _LLAMA3,
+    ] = 1.0
+    rope_high_frequency: Annotated[
+        float,
+        "llama3: do not scale angles with more rotations than this; interpolate in between",
+        above(0, 1e6),
+        COMPUTATION,
+        _LLAMA3,
+    ] = 4.0
+    rope_original_length: Annotated[
+        int, "llama3: sequence length before scaling", AT_LEAST_ONE, COMPUTATION, _LLAMA3, Small(tokens=True)
+    ] = 8192
+    activation: Annotated[
+        Literal["auto", "gelu", "gelu-tanh", "swiglu"],
+        "activation function of the MLP; swiglu adds a gate matrix; auto: gelu-tanh, or gelu for BERT",
+        WEIGHTS,
+    ] = "auto"
+    bias: Annotated[
+        Literal["none", "all", "query-key-value"], "which linear layers have biases; all: LayerNorms as well", WEIGHTS
+    ] = "all"
+    query_key_norm: Annotated[bool, "apply RMSNorm to queries and keys", WEIGHTS] = False
+    query_key_norm_over: Annotated[
+        Literal["head", "width"],
+        "normalize queries and keys over each head, with one shared scale, or over all heads together",
+        WEIGHTS,
+        ReadWith("query_key_norm"),
+    ] = "head"
+    tied_embedding: Annotated[
+        bool, "share the embedding table with the output head", WEIGHTS, Theirs("tie_word_embeddings", bert="")
+    ] = True
+    sliding_window: Annotated[
+        int,
+        "attention window in tokens, the token itself included; 0: all earlier tokens",
+        AT_LEAST_ZERO,
+        COMPUTATION,
+        Small(tokens=True),
+    ] = 0
+    dropout: Annotated[
+        float, "dropout probability for embeddings, attention probabilities and both residual branches", SHARE, NOTHING
+    ] = 0.1
+    attention: Annotated[
+        Literal["auto", "blocks", "cudnn", "kernel"],
+        "what computes attention on a GPU: XLA, in blocks of queries; cuDNN; or our own kernel for Hopper GPUs; auto: "
+        "what training finds correct and fastest there when it starts (docs/gpu.md). On CPUs always blocks",
+        NOTHING,
+    ] = "auto"
+    context_attention: Annotated[
+        Literal["auto", "heads", "gather"],
+        "how context-parallel attention communicates: heads exchanges heads for tokens "
+        "(all-to-all), gather all-gathers keys and values; auto: heads where cuDNN can compute "
+        "attention, otherwise whichever sends less (docs/context.md)",
+        NOTHING,
+    ] = "auto"
+    bf16_layers: Annotated[
+        str,
+        "with --precision fp8: how many of the first and of the last layers compute as in bf16, FIRST,LAST",
+        Range(_is_pair, "two numbers of layers, such as 1,2"),
+        NOTHING,
+        Small(jointly=True),
+    ] = "0,0"
+    init_std: Annotated[
+        float, "standard deviation of the initial weights", above(0, 100), NOTHING, Theirs("initializer_range")
+    ] = 0.02
+    layer_order: Annotated[
+        Literal["pre", "post"],
+        "LayerNorm before attention and MLP (pre), or after the residual addition (post)",
+        WEIGHTS,
+    ] = "pre"
+    head: Annotated[
+        Literal["pretraining", "classes", "span", "choice"],
+        "output head: the pretraining objective, a class of the text, a span in it, or a choice between several texts",
+        ENDS,
+    ] = "pretraining"
+    num_classes: Annotated[
+        int,
+        "number of classes, or of texts to choose from with head choice",
+        between(2, 10_000),
+        ENDS,
+        Small(most=5),
+    ] = 2
+    scan_layers: Annotated[
+        Literal["auto", "true", "false"],
+        "run the layers as a scan (compiles faster) or unrolled; auto: whichever runs faster",
+        NOTHING,
+    ] = "auto"
+
+    def __post_init__(self) -> None:
+        family, heads = EARLIER_NAMES.get(self.family, self.family), self.num_heads
+        fixed = FAMILIES[family].fixed if family in FAMILIES else {}
+        divisible = heads > 0 and self.hidden_size % heads == 0
+        left_to_others = {
+            "family": family,
+            "num_kv_heads": self.num_kv_heads or heads,
+            "head_size": self.head_size or (self.hidden_size // heads if divisible else 0),
+            "mlp_size": self.mlp_size or 4 * self.hidden_size,
+            "expert_size": self.expert_size or (self.mlp_size or 4 * self.hidden_size) * (self.num_experts > 0),
+            "norm_epsilon": self.norm_epsilon or fixed.get("norm_epsilon", 1e-5),
+            "activation": fixed.get("activation", "gelu-tanh") if self.activation == "auto" else self.activation,
+        }
+        for name, value in left_to_others.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding table: `vocab_size` rounded up to a multiple of `vocab_multiple`."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def residual_init_std(self) -> float:
+        """Standard deviation of the weights right before each residual addition: scaled by 1/sqrt(2 · layers)."""
+        return self.init_std / (2 * self.num_layers) ** 0.5
+
+    def window_in(self, length: int) -> int | None:
+        """How many tokens a token sees in a sequence of this length; None: all before it (no window limits it)."""
+        return self.sliding_window if 0 < self.sliding_window < length else None
+
+    @property
+    def forward_only(self) -> "ModelConfig":
+        """The model for evaluation and generation, which are dropless: no token skips an expert that it chose."""
+        return replace(self, expert_capacity=0.0)
+
+    @property
+    def num_blocks(self) -> int:
+        """Layers that are divided over stages: all except the `dense_layers`."""
+        return self.num_layers - self.dense_layers
+
+    @property
+    def wide_ends(self) -> tuple[int, int]:
+        """How many of the first and of the last layers that stages divide are in `bf16_layers`. The dense ones before
+        them, part of the embedding, are always among those that compute as with bf16."""
+        first, last = map(int, self.bf16_layers.split(","))
+        return max(0, first - self.dense_layers), last
+
+    @property
+    def biases_routers(self) -> bool:
+        """Whether routers have balancing biases, which are weights."""
+        return self.balance == "bias"
+
+    @property
+    def rotary(self) -> bool:
+        """Whether positions rotate queries and keys, so that no weight depends on their number."""
+        return self.positions == "rotary"

@@ -1,0 +1,30 @@
+"""What the layers of a model receive for a microbatch besides their input."""
+
+from dataclasses import dataclass, field
+
+import jax
+from jax import Array
+
+from megajax.core.models.attention_mask import AttentionMask
+from megajax.core.parallel.boundary import F_AND_G, RegionBoundary
+from megajax.core.parallel.products import Factors
+from megajax.core.parallel.random import Dropout
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Context:
+    """The same for all layers, except for the dropout bits."""
+
+    dropout: Dropout  # for the rows of the microbatch
+    visible: AttentionMask  # what its tokens see
+    # Positions of this context rank's tokens, int32, B possibly 1, for layers with rotary positions.
+    position_BT: Array | None = None
+    # Which tokens of the whole sequence belong to a document, record or prompt, bool; the others are padding, which
+    # experts ignore. None in models without experts.
+    real_BT: Array | None = None
+    row_B: Array | None = None  # rows in the global batch, int32, for recording; None if nothing is recorded
+    # The cotangent with which the backward pass of a layer's own loss of one sequence starts, a scalar; None: no loss.
+    loss_weight: Array | None = None
+    boundary: RegionBoundary = field(default=F_AND_G, metadata={"static": True})  # which device has which tokens
+    factors: Factors = field(default_factory=dict)  # collects those of deferred weight gradients (parallel/products.py)

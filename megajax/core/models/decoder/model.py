@@ -1,0 +1,148 @@
+"""The decoder family: the embedding, with or without learned positions, a stack of blocks whose tokens see the tokens
+before them, a final norm, and an output product with the embedding table or a table of its own.
+
+Letters: B batch, T tokens, D model, V vocabulary.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+
+from megajax.core.backend import Backend
+from megajax.core.batch import IGNORED, text_form
+from megajax.core.models.attention_mask import AttentionMask
+from megajax.core.models.config import ModelConfig
+from megajax.core.models.context import Context
+from megajax.core.models.family import Family, MatrixProduct, layer_products, weight_products
+from megajax.core.models.layer import EMBEDDING_SITE, Block, stacked
+from megajax.core.models.norms import norm_of
+from megajax.core.parallel.boundary import RegionBoundary
+from megajax.core.parallel.layers import normal, param
+from megajax.core.parallel.random import Dropout, NamedKey
+from megajax.core.parallel.sites import named
+from megajax.core.parallel.vocabulary import cross_entropy, embedding_lookup, output_logits, target_scores
+
+
+class TransformerDecoder(nnx.Module):
+    """The model. `blocks` holds the layers stacked along a leading dim `layers`, except the first dense layers of a
+    mixture: these are `dense_blocks`, part of the embedding."""
+
+    def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
+        self.vocab_size = config.vocab_size
+        self.boundary, self.backend, self.window_in = boundary, backend, config.window_in
+        self.has_experts = config.num_experts > 0
+
+        def table(name: str, rows: int, dim: str) -> nnx.Param:
+            return param((rows, config.hidden_size), (dim, "embed"), normal(key / name, config.init_std))
+
+        self.table = table("table", config.padded_vocab_size, "vocabulary")
+        self.positions = None if config.rotary else table("positions", config.sequence_length, "position")
+        self.final_norm = norm_of(config)
+        self.output = None if config.tied_embedding else table("output", config.padded_vocab_size, "vocabulary")
+        self.blocks = stacked(lambda n: Block(config, key / "blocks" / n, boundary, backend), config.num_blocks)
+
+        def dense(n: Array) -> Block:
+            return Block(config, key / "dense_blocks" / n, boundary, backend, dense=True)
+
+        self.dense_blocks = stacked(dense, config.dense_layers) if config.dense_layers else None
+        # The layers' randomness depends on these indices; those of `blocks` begin with 0.
+        self.dense_index = tuple(range(config.num_blocks, config.num_layers))
+
+    def context(self, batch: Mapping[str, Array], dropout: Dropout) -> Context:
+        """See `Model`. If the batch has documents, tokens see only their own, and positions restart in each."""
+        length, position_BT = batch["tokens"].shape[1], batch.get("positions")
+        window = self.window_in(length)
+        visible = AttentionMask(causal=True, window=window)
+        if position_BT is None:
+            position_BT = jnp.arange(length, dtype=jnp.int32)[None]
+        else:
+            visible = AttentionMask.of_documents(position_BT, window)
+        rotary_BT = self.boundary.context_tokens(position_BT) if self.positions is None else None
+        real_BT = real_tokens(batch) if self.has_experts else None
+        return Context(dropout, visible, rotary_BT, real_BT, boundary=self.boundary)
+
+    def embed(self, batch: Mapping[str, Array], context: Context) -> Array:
+        """The embedding after the first dense layers, [B, T, D]; with sequence parallelism only this device's
+        tokens."""
+        x_BTD = self.embedding(batch, context)
+        if self.dense_blocks is None:
+            return x_BTD
+        graph, weights = nnx.split(self.dense_blocks, nnx.Param)
+
+        def layer(x_BTD: Array, numbered: tuple[Array, nnx.State]) -> tuple[Array, None]:
+            number, own = numbered
+            return nnx.merge(graph, own)(x_BTD, context, number)[0], None
+
+        return lax.scan(layer, x_BTD, (jnp.asarray(self.dense_index, jnp.int32), weights))[0]
+
+    def first_blocks(self) -> list[Block]:
+        """The dense layers, one by one."""
+        if self.dense_blocks is None:
+            return []
+        graph, weights = nnx.split(self.dense_blocks, nnx.Param)
+        each = range(len(self.dense_index))
+        return [nnx.merge(graph, jax.tree.map(lambda weight, n=n: weight[n], weights)) for n in each]
+
+    def embedding(self, batch: Mapping[str, Array], context: Context) -> Array:
+        """The embedding of tokens and learned positions, with dropout."""
+        tokens_BT = self.boundary.context_tokens(batch["tokens"])
+        x_BTD = embedding_lookup(self.table[...], tokens_BT, self.boundary)
+        if self.positions is not None:
+            if "positions" in batch:
+                own_BT = self.boundary.own_tokens(batch["positions"])
+                x_BTD += jnp.take(self.positions[...], own_BT, axis=0, mode="clip")
+            else:
+                x_BTD += self.boundary.own_tokens(self.positions[...][: batch["tokens"].shape[1]], 0)[None]
+        return context.dropout.fold(EMBEDDING_SITE)(x_BTD, self.boundary.token_index(x_BTD))
+
+    def logits(self, x_BTD: Array) -> Array:
+        """This device's columns, computed from the last layer's output."""
+        table_VD = (self.table if self.output is None else self.output)[...]
+        x_BTD = named(self.final_norm(x_BTD), "final_norm", self.boundary.split)
+        return output_logits(x_BTD, table_VD, self.vocab_size, self.boundary, self.backend)
+
+    def losses(self, x_BTD: Array, batch: Mapping[str, Array], context: Context) -> dict[str, Array]:
+        """The sum of the cross-entropy over targets that are not `IGNORED`, a scalar."""
+        axes = self.boundary.vocabulary
+        logits_BTV = named(self.logits(x_BTD), "logits", 2, axes=axes)
+        losses_BT = named(cross_entropy(logits_BTV, self.boundary.context_tokens(batch["targets"]), axes), "losses")
+        return {"next_token": jnp.sum(losses_BT)}
+
+    def scores(self, x_BTD: Array, batch: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
+        """See `Model`; both [B, T]."""
+        targets_BT = self.boundary.context_tokens(batch["targets"])
+        loss_BT, hit_BT = target_scores(self.logits(x_BTD), targets_BT, self.boundary.vocabulary)
+        return {"next_token": (self.boundary.in_places(loss_BT), self.boundary.in_places(hit_BT))}
+
+
+def real_tokens(batch: Mapping[str, Array]) -> Array:
+    """Which tokens of a batch of text belong to a document, record or prompt, bool [B, T]; the others are padding. If
+    the batch has positions, padding is what is alone in its document and has no target; otherwise it is what follows a
+    row's last target. A batch without targets has no padding."""
+    if "targets" not in batch:
+        return jnp.ones(batch["tokens"].shape, bool)
+    target_BT = batch["targets"] != IGNORED
+    if "positions" in batch:
+        begin_BT = batch["positions"] == 0
+        alone_BT = begin_BT & jnp.pad(begin_BT[:, 1:], ((0, 0), (0, 1)), constant_values=True)
+        return target_BT | ~alone_BT
+    place_1T = jnp.arange(target_BT.shape[1], dtype=jnp.int32)[None]
+    return place_1T <= jnp.max(jnp.where(target_BT, place_1T, -1), axis=1, keepdims=True)
+
+
+def _products(model: ModelConfig, sequences: int, query_block: int) -> list[MatrixProduct]:
+    shapes = {"head": (model.hidden_size, model.padded_vocab_size)}
+    head = weight_products(sequences * model.sequence_length, shapes)
+    return [*layer_products(model, sequences, query_block, causal=True), *head]
+
+
+FAMILY = Family(
+    model=TransformerDecoder,
+    form=lambda _: text_form(),
+    products=_products,
+    reset_form=text_form(with_positions=True),
+    linear_embedding=lambda config: config.dense_layers == 0,
+)

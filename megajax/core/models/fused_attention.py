@@ -1,0 +1,120 @@
+"""Attention by our own kernels for Hopper GPUs (`megajax/core/kernels/`), with any mask, and dropout that does not
+depend on the mesh.
+
+Letters: B batch, T queries, S keys, H heads, of keys and values maybe fewer, K head size.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from megajax.core.models.attention_mask import AttentionMask, Places
+from megajax.core.models.attention_setting import Setting
+from megajax.core.parallel.collectives import vary, varying_axes
+from megajax.core.parallel.random import Dropout
+from megajax.core.private import has_gpu_kernels
+
+HEAD_SIZES = (64, 96, 128, 256)
+
+
+class Exchange(NamedTuple):
+    """How a device gets the keys and values of all tokens, once for each pass."""
+
+    gathered: Callable[[Array], Array] = lambda x_BSHK: x_BSHK
+    scattered: Callable[[Array], Array] = lambda x_BSHK: x_BSHK  # its transpose
+
+
+OWN = Exchange()
+
+
+def can(q_BTHK: Array, setting: Setting) -> bool:
+    """Whether the kernels can compute this on a Hopper GPU, by types and static values alone."""
+    half = jnp.dtype(q_BTHK.dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+    return has_gpu_kernels() and half and q_BTHK.shape[-1] in HEAD_SIZES and setting.places.keys.count == 1
+
+
+@jax.named_scope("fused_attention")
+def attend(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting, exchange: Exchange = OWN) -> Array:
+    """Attention of this device's heads, [B, T, H, K]."""
+    drop, visible, places = setting.drop_of_heads(q_BTHK.shape[2]), setting.visible, setting.places
+    q_BTHK, k_BSHK, v_BSHK = _alike(q_BTHK, k_BSHK, v_BSHK, beside=(visible, places, drop))
+    return _attention(exchange, q_BTHK, k_BSHK, v_BSHK, visible, places, drop)
+
+
+def _alike(*arrays: Array, beside: Any) -> list[Array]:
+    """Make arrays vary over all mesh axes over which one of them, or of those `beside` them, varies."""
+    return vary(list(arrays), sorted(set().union(*map(varying_axes, jax.tree.leaves((arrays, beside))))))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(
+    exchange: Exchange,
+    q_BTHK: Array,
+    k_BSHK: Array,
+    v_BSHK: Array,
+    visible: AttentionMask,
+    places: Places,
+    drop_BH: Dropout | None,
+) -> Array:
+    return _forward(exchange, q_BTHK, k_BSHK, v_BSHK, visible, places, drop_BH)[0]
+
+
+def _forward(
+    exchange: Exchange, q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, *limits: Any
+) -> tuple[Array, tuple[Any, ...]]:
+    from megajax.core.kernels.attention import attention  # JAX 0.10 lacks what it imports
+
+    k_all, v_all = map(exchange.gathered, (k_BSHK, v_BSHK))
+    outputs = attention(q_BTHK, k_all, v_all, seen(q_BTHK, k_all, *limits))
+    out_BTHK, sums_BHT = _alike(*outputs, beside=q_BTHK)
+    # Selective recomputation saves both by name, so that no kernel runs twice.
+    out_BTHK = checkpoint_name(out_BTHK, "attention_heads")
+    sums_BHT = checkpoint_name(sums_BHT, "attention_statistics")
+    return out_BTHK, (q_BTHK, k_BSHK, v_BSHK, limits, out_BTHK, sums_BHT)
+
+
+def _backward(exchange: Exchange, residuals: tuple[Any, ...], grad_BTHK: Array) -> tuple[Array | None, ...]:
+    from megajax.core.kernels.attention import gradients
+
+    q_BTHK, k_BSHK, v_BSHK, limits, out_BTHK, sums_BHT = residuals
+    k_all, v_all = map(exchange.gathered, (k_BSHK, v_BSHK))
+    sees = seen(q_BTHK, k_all, *limits)
+    grads = _alike(*gradients(q_BTHK, k_all, v_all, out_BTHK, sums_BHT, grad_BTHK, sees), beside=(q_BTHK, k_all))
+    return grads[0], exchange.scattered(grads[1]), exchange.scattered(grads[2]), None, None, None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def seen(q_BTHK: Array, k_BSHK: Array, visible: AttentionMask, places: Places, drop_BH: Dropout | None) -> Any:
+    """Which keys each query sees, as indices of the array, and the dropout of its probabilities."""
+    from megajax.core.kernels.attention import Seen
+
+    (batch, length), num_keys = q_BTHK.shape[:2], k_BSHK.shape[1]
+    query_1T = places.queries.at(0, length, length)[None, :]
+    start_11 = places.keys.at(0, 1, num_keys)[None, :]
+    # Limits of the keys, as positions in the sequence.
+    below, above = [start_11], [start_11 + num_keys]
+    if visible.causal:
+        above.append(query_1T + 1)
+    if visible.window is not None:
+        below.append(query_1T - (visible.window - 1))
+        above.append(query_1T + visible.window)
+    if visible.first_key_BT is not None:
+        below.append(visible.first_key_BT)
+    if visible.num_keys_B is not None:
+        above.append(visible.num_keys_B[:, None])
+    first, last = functools.reduce(jnp.maximum, below), functools.reduce(jnp.minimum, above)
+    first_BT, last_BT = (jnp.broadcast_to(x - start_11, (batch, length)) for x in (first, last))
+    pieces = places.queries.count
+    if drop_BH is None:
+        return Seen(first_BT, last_BT, pieces=pieces)
+    bits_BHT = drop_BH.bits_B[:, :, None].fold(query_1T[None])
+    # The position of the first key is folded in here, so that the kernels fold in a key's index.
+    bits_BHT = bits_BHT.from_index(start_11[None])
+    return Seen(first_BT, last_BT, bits_BHT, drop_BH.rate, pieces)

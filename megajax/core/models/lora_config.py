@@ -1,0 +1,53 @@
+"""Configuration of LoRA: which products of a decoder's layers have adapters, and of which rank."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+from megajax.core.models.config import ModelConfig
+from megajax.core.options import AT_LEAST_ZERO
+from megajax.core.traits import ADAPTERS, Small
+
+LORA_TARGETS: Mapping[str, tuple[str, ...]] = {  # words of `lora.targets` -> products of a layer
+    "attention": ("query", "key", "value", "output"),
+    "mlp": ("gate", "up", "down"),
+    "experts": ("expert_gate", "expert_up", "expert_down"),
+    **{name: (name,) for name in ("query", "key", "value", "output", "gate", "up", "down")},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """LoRA: low-rank adapters, trained instead of a decoder's weights (Hu et al., arXiv 2106.09685)."""
+
+    rank: Annotated[
+        int,
+        "rank of the LoRA adapters, which are trained instead of the weights; 0: train all weights",
+        AT_LEAST_ZERO,
+        ADAPTERS,
+        Small(most=3),
+    ] = 0
+    alpha: Annotated[float, "LoRA scale: adapters are multiplied by this / lora.rank", ADAPTERS] = 16.0
+    targets: Annotated[
+        tuple[str, ...], f"layers that get adapters, of {', '.join(LORA_TARGETS)} (gate: of swiglu)", ADAPTERS
+    ] = ("attention", "mlp")
+
+    def products(self, model: ModelConfig) -> tuple[str, ...]:
+        """The products of a layer that have adapters."""
+        wanted = {name for word in self.targets for name in LORA_TARGETS[word]}
+        there = [*LORA_TARGETS["attention"], *LORA_TARGETS["experts" if model.num_experts else "mlp"]]
+        none = () if model.activation == "swiglu" else ("gate", "expert_gate")
+        return tuple(name for name in there if name in wanted and name not in none)
+
+
+def product_sizes(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Input and output size of each product in a decoder layer, by name."""
+    hidden, inner = model.hidden_size, model.mlp_size
+    queries, keys = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
+    columns = {"query": queries, "key": keys, "value": keys, "gate": inner, "up": inner}
+    columns |= {"expert_gate": model.expert_size, "expert_up": model.expert_size}
+    return {name: (hidden, size) for name, size in columns.items()} | {
+        "output": (queries, hidden),
+        "down": (inner, hidden),
+        "expert_down": (model.expert_size, hidden),
+    }

@@ -1,0 +1,95 @@
+"""The MLP of a transformer layer, and its activations.
+
+Letters: B batch, T tokens, D model, F feed-forward.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array, lax
+
+from megajax.core.backend import Backend
+from megajax.core.models.config import ModelConfig
+from megajax.core.models.context import Context
+from megajax.core.parallel.boundary import RegionBoundary
+from megajax.core.parallel.layers import ColumnParallelLinear, RowParallelLinear, column_parallel, normal
+from megajax.core.parallel.random import NamedKey
+from megajax.core.parallel.sites import named
+from megajax.core.precision import at_least_fp32
+
+
+class MLP(nnx.Module):
+    """`Z = g(GeLU(f(X) A) B)`: A by columns, B by rows, with no communication at the activation between them. With a
+    gate, `Z = g((SiLU(f(X) G) * f(X) A) B)` (Shazeer, arXiv 2002.05202), G by columns like A."""
+
+    def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend, width: int = 0):
+        hidden, width, bias = config.hidden_size, width or config.mlp_size, config.bias == "all"
+
+        def by_columns(name: str) -> ColumnParallelLinear:
+            initial = normal(key / name, config.init_std)
+            return ColumnParallelLinear(initial, boundary, (hidden, width), ("embed", "mlp"), backend, bias=bias)
+
+        self.gate = by_columns("gate") if config.activation == "swiglu" else None
+        self.up = by_columns("up")
+        residual = normal(key / "down", config.residual_init_std)
+        self.down = RowParallelLinear(residual, boundary, (width, hidden), ("mlp", "embed"), backend, bias=bias)
+        self.boundary, self.activation = boundary, config.activation
+
+    @property
+    def products(self) -> dict[str, tuple]:
+        """Its products with weights, by the names of their factors (`parallel/products.py`)."""
+        return {"mlp_input": (self.up,) if self.gate is None else (self.gate, self.up), "mlp_output": (self.down,)}
+
+    @jax.named_scope("mlp")
+    def __call__(self, x_BTD: Array, context: Context, layer: Array | int) -> tuple[Array, dict[str, Any]]:
+        names = ("mlp_up",) if self.gate is None else ("mlp_gate", "mlp_up")
+        inner = column_parallel(x_BTD, *self.products["mlp_input"], name="mlp_input", factors=context.factors)
+        inner = [named(y_BTF, name, split=2) for y_BTF, name in zip(inner, names, strict=True)]
+        inner_BTF = named(ACTIVATIONS[self.activation](*inner), "mlp_activation", split=2)
+        return named(self.down(inner_BTF, "mlp_output", context.factors), "mlp_output", self.boundary.split), {}
+
+
+@jax.checkpoint
+def gated(gate_BTF: Array, up_BTF: Array) -> Array:
+    """`SiLU(gate) * up`, where SiLU is `x sigmoid(x)`."""
+    dtype = at_least_fp32(gate_BTF.dtype)
+    return (jax.nn.silu(gate_BTF.astype(dtype)) * up_BTF.astype(dtype)).astype(gate_BTF.dtype)
+
+
+@jax.checkpoint
+def gelu_tanh(x_BTF: Array) -> Array:
+    """GeLU as in GPT-2, approximated with tanh."""
+    wide_BTF = x_BTF.astype(at_least_fp32(x_BTF.dtype))  # its cube overflows fp16
+    return jax.nn.gelu(wide_BTF, approximate=True).astype(x_BTF.dtype)
+
+
+@jax.custom_vjp
+def gelu(x_BTF: Array) -> Array:
+    """Exact GeLU, as in BERT: `x Φ(x)` with the normal distribution Φ."""
+    wide_BTF = x_BTF.astype(at_least_fp32(x_BTF.dtype))
+    return (wide_BTF * _normal_distribution(wide_BTF)).astype(x_BTF.dtype)
+
+
+def _gelu_backward(x_BTF: Array, grad_BTF: Array) -> tuple[Array]:
+    """The derivative, written out: JAX 0.12's derivative of erf fails where `shard_map` checks types, and JAX's GeLU
+    uses erfc, which costs more on CPUs."""
+    wide_BTF = x_BTF.astype(at_least_fp32(x_BTF.dtype))
+    half, scale = (jnp.asarray(value, wide_BTF.dtype) for value in (-0.5, (2 * math.pi) ** -0.5))
+    density_BTF = scale * jnp.exp(half * jnp.square(wide_BTF))
+    slope_BTF = _normal_distribution(wide_BTF) + wide_BTF * density_BTF
+    return ((grad_BTF.astype(wide_BTF.dtype) * slope_BTF).astype(x_BTF.dtype),)
+
+
+gelu.defvjp(lambda x_BTF: (gelu(x_BTF), x_BTF), _gelu_backward)
+
+
+def _normal_distribution(x_BTF: Array) -> Array:
+    half, root = (jnp.asarray(value, x_BTF.dtype) for value in (0.5, 0.5**0.5))
+    return half + half * lax.erf(x_BTF * root)
+
+
+ACTIVATIONS: dict[str, Callable[..., Array]] = {"gelu": gelu, "gelu-tanh": gelu_tanh, "swiglu": gated}

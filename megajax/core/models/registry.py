@@ -1,0 +1,48 @@
+"""Model families by name (`model.family`). No JAX here: a family's module is imported when it is needed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What must be known about a family before it is imported."""
+
+    module: str  # defines the family as `FAMILY` (`models/family.py`)
+    samples: Literal["text", "pairs"] = "text"  # trained on text, or on pairs of segments
+    tokenizer: Literal["bpe", "wordpiece"] = "bpe"  # kind to train if no tokenizer is given
+    layer_orders: tuple[str, ...] = ("pre",)  # where a layer may have its norms; the first is the default
+    heads: tuple[str, ...] = ("pretraining",)  # valid values of `model.head`
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # options of `ModelConfig` with only one valid value
+
+    @property
+    def continues_text(self) -> bool:
+        """Whether it is a language model, which predicts the next token."""
+        return self.samples == "text"
+
+
+DECODER = "decoder"
+FAMILIES = {
+    DECODER: Entry("megajax.core.models.decoder.model"),
+    "bert": Entry(
+        "megajax.core.models.bert.model",
+        samples="pairs",
+        tokenizer="wordpiece",
+        layer_orders=("pre", "post"),
+        heads=("pretraining", "classes", "span", "choice"),
+        fixed={
+            "norm": "layernorm",
+            "norm_epsilon": 1e-12,
+            "positions": "learned",
+            "activation": "gelu",
+            "bias": "all",
+            "query_key_norm": False,
+            "tied_embedding": True,
+            "sliding_window": 0,
+            "num_experts": 0,
+        },
+    ),
+}
+EARLIER_NAMES = {"gpt2": DECODER}
+"""Former names of families; older configurations still use them."""

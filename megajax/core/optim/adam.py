@@ -1,0 +1,153 @@
+"""AdamW, the learning rate, gradient clipping and skipped steps, for sharded weights inside the `shard_map`
+region."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, lax
+
+from megajax.core.optim.config import OptimizerConfig
+from megajax.core.parallel.collectives import sum_over, varying_axes
+from megajax.core.precision import at_least_fp32
+
+Tree = Any
+NOT_DECAYED = ("bias", "scale")  # names of norm weights and of all biases
+WINDOW = 64  # recent gradient norms whose median is taken
+FEWEST = 16  # norms needed before the median counts
+
+
+def scale_by_adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
+    """`optax.scale_by_adam` whose state does not change if the step is not `taken`.
+
+    The barrier makes XLA finish the new moments before it computes weights from them. Nothing else reads the old
+    moments, so they are overwritten in place and not copied.
+    """
+    adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
+
+    def advance(grads: Tree, state: Tree, params: Tree = None, *, taken: Array | bool) -> tuple[Tree, Tree]:
+        advanced = choose(taken, adam.update(grads, state)[1], state)
+        moments = jax.tree.map(lambda mu, nu: lax.optimization_barrier((mu, nu)), advanced.mu, advanced.nu)
+        mu, nu = (jax.tree.map(lambda _, pair, i=i: pair[i], advanced.mu, moments) for i in range(2))
+        mean = optax.tree.bias_correction(mu, config.beta1, advanced.count)
+        square = optax.tree.bias_correction(nu, config.beta2, advanced.count)
+        steps = jax.tree.map(lambda mean, square: mean / (jnp.sqrt(square) + config.epsilon), mean, square)
+        return steps, advanced._replace(mu=mu, nu=nu)
+
+    return optax.GradientTransformationExtraArgs(adam.init, advance)
+
+
+@jax.named_scope("optimizer")
+def update(
+    optimizer: optax.GradientTransformationExtraArgs, grads: Tree, state: Tree, params: Tree, taken: Array | bool
+) -> tuple[Tree, Tree]:
+    """One step: new parameters and optimizer state; bit for bit the old ones if the step is not `taken`."""
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes its integer counter with floats
+        updates, (first, *others) = optimizer.update(grads, state, params, taken=taken)
+    new = optax.apply_updates(params, updates), tuple(others)
+    new_params, rest = choose(taken, new, (params, state[1:]))
+    return new_params, (first, *rest)
+
+
+@jax.named_scope("optimizer")
+def averaged(average: Tree, params: Tree, decay: float, taken: Array | bool) -> Tree:
+    """The moving average of parameters after a step; bit for bit the old one if the step is not `taken`."""
+    moved = jax.tree.map(lambda old, new: old + (1.0 - decay) * (new - old), average, params)
+    return choose(taken, moved, average)
+
+
+def choose(taken: Array | bool, new: Tree, old: Tree) -> Tree:
+    """The new values if a step is taken, otherwise the old ones."""
+    return jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, old)
+
+
+def decay_mask(params: Tree) -> Tree:
+    """True for weights that decay."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in NOT_DECAYED, params)
+
+
+def parameter_groups(params: Tree) -> tuple[int, int]:
+    """How many parameters decay, and how many do not."""
+    decays, leaves = jax.tree.leaves(decay_mask(params)), jax.tree.leaves(params)
+    decayed = sum(leaf.size for decay, leaf in zip(decays, leaves, strict=True) if decay)
+    return decayed, sum(leaf.size for leaf in leaves) - decayed
+
+
+@jax.named_scope("gradient_norm")
+def global_norm(grads: Tree) -> Array:
+    """Norm over all logical elements, each counted once: a reduced gradient varies over exactly the axes that its
+    weight is sharded over, so its sum of squares is summed over these axes only."""
+    sums: dict[frozenset[str], Array] = {}
+    for grad in jax.tree.leaves(grads):
+        axes = varying_axes(grad)
+        square = jnp.sum(jnp.square(grad.astype(at_least_fp32(grad.dtype))))
+        sums[axes] = sums[axes] + square if axes in sums else square
+    return jnp.sqrt(sum(sum_over(square, sorted(axes)) for axes, square in sums.items()))
+
+
+@jax.named_scope("gradient_norm")
+def clip_by_norm(grads: Tree, norm: Array, limit: float) -> Tree:
+    """Scale gradients, whose global norm is `norm`, down to at most `limit`."""
+    scale = jnp.where(norm < limit, jnp.ones((), norm.dtype), limit / norm)
+    return jax.tree.map(lambda grad: grad * scale.astype(grad.dtype), grads)
+
+
+def initial_norms() -> Array:
+    """The recent norms of a new run, in which 0 stands for none yet."""
+    return jnp.zeros((WINDOW,), jnp.float32)
+
+
+def is_spike(norm: Array, recent: Array, skip_above: float) -> Array:
+    """Whether a gradient norm exceeds `skip_above` times the median of the recent ones; never if that is 0."""
+    if skip_above == 0:
+        return jnp.zeros((), bool)
+    there = recent > 0
+    median = jnp.nanmedian(jnp.where(there, recent, jnp.nan))
+    return (jnp.sum(there) >= FEWEST) & (norm > skip_above * median)
+
+
+def remember(norm: Array, recent: Array, step: Array) -> Array:
+    """The recent norms with that of step number `step` (from 0) in place of the oldest."""
+    return recent.at[step % WINDOW].set(norm.astype(recent.dtype))
+
+
+def learning_rate(step: Array | int, config: OptimizerConfig) -> Array:
+    """The learning rate of the update after `step` finished ones, a scalar.
+
+    It rises linearly from 0 at step 0 to its peak at the end of the warm-up. Then
+
+    - `cosine` (the paper's) and `linear` fall to the floor at `decay_steps` and stay there;
+    - `wsd` stays at the peak, falls to the floor in the last `cooldown_steps` before `decay_steps`, and stays there;
+    - `inverse-square-root` falls as 1 / sqrt(step), never below the floor;
+    - `constant` stays at the peak.
+    """
+    now = jnp.asarray(step, dtype=float)
+    peak, floor = config.learning_rate, config.min_learning_rate
+    warmup, decay = config.warmup, config.decay_steps
+    rising = peak * now / max(1, warmup)
+    if config.schedule == "constant":
+        falling = jnp.full_like(now, peak)
+    elif config.schedule == "inverse-square-root":
+        falling = jnp.maximum(floor, peak * jnp.sqrt(max(1, warmup) / jnp.maximum(now, 1.0)))
+    else:
+        cools = config.schedule == "wsd"
+        begin = max(warmup, decay - config.cooldown_steps) if cools else warmup
+        progress = jnp.clip((now - begin) / max(1, decay - begin), 0.0, 1.0)
+        left = _left(progress, config.cooldown_shape if cools else config.schedule)
+        falling = floor + (peak - floor) * left
+    return jnp.where(now < warmup, rising, falling)
+
+
+def _left(progress: Array, shape: str) -> Array:
+    """The share of the way from peak to floor that remains after a share `progress` of the decay."""
+    match shape:
+        case "linear":
+            return 1.0 - progress
+        case "cosine":
+            return 0.5 * (1.0 + jnp.cos(np.pi * progress))
+        case "1-sqrt":
+            return 1.0 - jnp.sqrt(progress)
+    assert shape == "exponential", shape
+    return 2.0 * 0.5**progress - 1.0

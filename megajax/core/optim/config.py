@@ -1,0 +1,160 @@
+"""Configuration of the optimizer."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple
+
+from megajax.core.errors import UserError
+from megajax.core.options import AT_LEAST_ZERO, MOST, POSITIVE_SHARE, SHARE, Range, above, between
+from megajax.core.traits import OPTIMIZER, ReadWith, Small
+
+_OF_MUON = ReadWith("name", ("muon",))
+_COEFFICIENT = between(-1000, 1000)
+
+
+class Horizon(NamedTuple):
+    """The steps of a schedule, which a run keeps when it is resumed; 0: none."""
+
+    warmup_steps: int = 0
+    decay_steps: int = 0
+
+
+UNKNOWN = Horizon()  # of a run that begins
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Optimizer, learning-rate schedule, ZeRO and skipped steps."""
+
+    name: Annotated[
+        Literal["adamw", "muon"],
+        "muon: Muon (orthogonalized momentum) for the matrices of the layers, AdamW for all other weights",
+        OPTIMIZER,
+    ] = "adamw"
+    learning_rate: Annotated[float, "peak learning rate, reached at the end of the warm-up", above(0, 1e30)]
+    adamw_learning_rate: Annotated[
+        float,
+        "muon: peak learning rate of the weights updated by AdamW, on the same schedule; 0: learning_rate",
+        between(0, 1e30),
+        _OF_MUON,
+    ] = 0.0
+    decay_steps: Annotated[
+        int,
+        "step at which the decay reaches the floor, counted from the start; not used by constant "
+        "and inverse-square-root; 0: the end of training",
+        AT_LEAST_ZERO,
+        Small(fixed=10),
+    ] = 0
+    schedule: Annotated[
+        Literal["cosine", "linear", "wsd", "inverse-square-root", "constant"],
+        "learning-rate schedule after the warm-up; wsd (warmup-stable-decay) stays at the peak "
+        "until the last cooldown_steps",
+    ] = "cosine"
+    cooldown_steps: Annotated[int, "wsd: length of the decay, which ends at decay_steps", AT_LEAST_ZERO] = 0
+    cooldown_shape: Annotated[Literal["1-sqrt", "linear", "cosine", "exponential"], "wsd: shape of that decay"] = (
+        "1-sqrt"
+    )
+    warmup_steps: Annotated[int, "steps of linear warm-up", AT_LEAST_ZERO, Small(fixed=0)] = 0
+    warmup_fraction: Annotated[
+        float,
+        "warm-up as a fraction of decay_steps, or of all steps if that is 0; 0: use warmup_steps",
+        SHARE,
+        Small(fixed=0.0),
+    ] = 0.0
+    min_learning_rate: Annotated[
+        float, "floor of the learning rate, kept after the decay; not used by constant", between(0, 1000)
+    ] = 0.0
+    beta1: Annotated[float, "AdamW: decay of the mean of the gradients", SHARE] = 0.9
+    beta2: Annotated[float, "AdamW: decay of the mean of their squares", SHARE] = 0.999
+    epsilon: Annotated[float, "AdamW: added to the denominator", above(0, 1000)] = 1e-8
+    muon_momentum: Annotated[float, "Muon: momentum (Nesterov form)", SHARE, _OF_MUON] = 0.95
+    muon_scale: Annotated[
+        Literal["spectral", "match-adamw"],
+        "Muon: scale of a matrix's update. spectral: max(1, outputs / inputs)^0.5; match-adamw: "
+        "0.2 max(outputs, inputs)^0.5, which suits AdamW's learning rates",
+        _OF_MUON,
+    ] = "match-adamw"
+    muon_steps: Annotated[int, "Muon: Newton-Schulz iterations", between(1, 100), _OF_MUON] = 5
+    muon_a: Annotated[
+        float,
+        "Muon: coefficients a, b, c of one iteration, X <- (a + b A + c A A) X with A = X X'",
+        _COEFFICIENT,
+        _OF_MUON,
+    ] = 3.4445
+    muon_b: Annotated[float, "see muon_a", _COEFFICIENT, _OF_MUON] = -4.775
+    muon_c: Annotated[float, "see muon_a", _COEFFICIENT, _OF_MUON] = 2.0315
+    muon_precision: Annotated[
+        Literal["compute", "fp32"],
+        "Muon: number format of these iterations, that of --precision or fp32 (fp64 with --precision fp64)",
+        _OF_MUON,
+    ] = "compute"
+    weight_decay: Annotated[float, "decoupled weight decay; not applied to norms and biases", between(0, 1000)] = 0.01
+    clip_norm: Annotated[float, "clip gradients to this global norm", above(0, 1e30), Small(most=0.1)] = 1.0
+    zero: Annotated[
+        Literal[0, 1, 3],
+        "ZeRO stage: 0 shards nothing over data-parallel ranks, 1 shards optimizer state, 3 shards weights too",
+    ] = 1
+    gradient_dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"],
+        "accumulate gradients in fp32 (fp64 with --precision fp64), or in the format of --precision",
+    ] = "fp32"
+    skip_above: Annotated[
+        float,
+        "skip a step whose gradient norm exceeds this multiple of the recent median; 0: never",
+        Range(lambda x: x == 0 or 1 < x <= MOST, f"more than 1 and at most {MOST}, or 0: never"),
+    ] = 0.0
+    max_skipped: Annotated[int, "end the run after more than this many skipped steps in a row", AT_LEAST_ZERO] = 20
+
+    @property
+    def warmup(self) -> int:
+        """Steps of warm-up, once `decay_steps` is known."""
+        return self.warmup_steps or round(self.warmup_fraction * self.decay_steps)
+
+    @property
+    def horizon(self) -> Horizon:
+        """The schedule in steps, once `decay_steps` is known."""
+        return Horizon(self.warmup, self.decay_steps)
+
+    def kept_of(self, earlier: "OptimizerConfig | None") -> Horizon:
+        """What a resumed run keeps of the horizon of its `earlier` start: the warm-up if it is the same fraction, the
+        end of the decay if it is the same schedule."""
+        if earlier is None:
+            return UNKNOWN
+        same_warmup = 0 < self.warmup_fraction == earlier.warmup_fraction
+        same_decay = self.schedule == earlier.schedule
+        return Horizon(earlier.warmup if same_warmup else 0, earlier.decay_steps if same_decay else 0)
+
+    @property
+    def ends_decay(self) -> bool:
+        """Whether the learning rate reaches its floor at `decay_steps`."""
+        return self.schedule not in ("constant", "inverse-square-root")
+
+
+_SCALE = Range(lambda x: 0 < x <= 2**64, "more than 0 and at most 2^64")
+_SMALL_SCALE = Small(most=2.0**12)  # below this no gradient of so small a model overflows
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaleConfig:
+    """Dynamic loss scaling for fp16: the scale shrinks when gradients overflow and grows after many steps without."""
+
+    initial: Annotated[float, "fp16: initial loss scale", _SCALE, _SMALL_SCALE] = 2.0**16
+    growth: Annotated[float, "fp16: factor by which the loss scale grows", above(1, 65536)] = 2.0
+    growth_every: Annotated[int, "fp16: steps without overflow before it grows", Small(most=2)] = 1000
+    backoff: Annotated[float, "fp16: factor applied after an overflow", POSITIVE_SHARE] = 0.5
+    floor: Annotated[float, "smallest scale", _SCALE, _SMALL_SCALE] = 1.0
+
+
+def check_cooldown(optimizer: OptimizerConfig) -> None:
+    """Check that `wsd`, and no other schedule, has cooldown steps, and that they fit between warm-up and decay."""
+    given = f"--optimizer.cooldown-steps {optimizer.cooldown_steps}"
+    if optimizer.schedule != "wsd":
+        if optimizer.cooldown_steps:
+            raise UserError(
+                f"{given} with --optimizer.schedule {optimizer.schedule}; valid: --optimizer.schedule wsd, or 0"
+            )
+        return
+    end, warmup = optimizer.decay_steps, optimizer.warmup
+    most = max(1, end - warmup) if end else MOST
+    if not 1 <= optimizer.cooldown_steps <= most:
+        why = f", which ends at --optimizer.decay-steps {end} after {warmup} steps of warm-up" if end else ""
+        raise UserError(f"{given} with --optimizer.schedule wsd{why}; valid: 1 to {most}")

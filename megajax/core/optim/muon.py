@@ -1,0 +1,207 @@
+"""Muon (Jordan et al., https://kellerjordan.github.io/posts/muon): matrices are updated with their orthogonalized
+momentum, all other weights with AdamW. The update is the same on every mesh.
+
+A step needs whole matrices, but `tensor` and ZeRO shard them over devices. So the matrices are dealt out: one
+all-to-all turns shards of n matrices on g devices into n / g whole matrices on each, which are orthogonalized in one
+batch; a second all-to-all returns the shards. If devices hold copies, each orthogonalizes a share, and the results are
+gathered. Momentum and gradients are sharded like AdamW's moments. If several mesh axes shard rows or columns, they may
+be reordered in the reassembled matrix, which is harmless: orthogonalizing commutes with permutations.
+
+Letters: N matrices, R rows, C columns.
+"""
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from megajax.core.axes import AXES
+from megajax.core.mesh import matrix_dims
+from megajax.core.optim.adam import choose, scale_by_adam
+from megajax.core.optim.config import OptimizerConfig
+from megajax.core.parallel.collectives import axis_size, entry_axes, exchange, gather_shards, own_shard, spec_axes
+
+Tree = Any
+Path = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """The matrices in a weight, `[…, *rows, *columns]`, and how a mesh shards them.
+
+    Attributes:
+        rows, columns: how many of the weight's last dims are rows and columns.
+        row_axes, column_axes: mesh axes that shard them.
+        copied_over: mesh axes over which they are replicated.
+    """
+
+    rows: int
+    columns: int
+    row_axes: tuple[str, ...]
+    column_axes: tuple[str, ...]
+    copied_over: tuple[str, ...]
+
+    @classmethod
+    def of(cls, logical: PartitionSpec, spec: PartitionSpec) -> "Matrices | None":
+        """The matrices of a stacked weight with these dim names and this spec; None if it has none."""
+        found = matrix_dims(logical)
+        if found is None:
+            return None
+        rows, columns = found
+
+        def axes(entries: tuple) -> tuple[str, ...]:
+            return tuple(axis for entry in entries for axis in entry_axes(entry))
+
+        sides = axes(spec[-rows - columns : -columns]), axes(spec[-columns:])
+        return cls(rows, columns, *sides, tuple(axis for axis in AXES if axis not in spec_axes(spec)))
+
+
+@dataclass(frozen=True, order=True)
+class _Deal:
+    """How matrices of the same shape are dealt out and returned. Matrices are wide: no more rows than columns.
+
+    Attributes:
+        num_rows, num_columns: of a whole matrix.
+        row_axes, column_axes, copied_over: see `Matrices`.
+    """
+
+    num_rows: int
+    num_columns: int
+    row_axes: tuple[str, ...]
+    column_axes: tuple[str, ...]
+    copied_over: tuple[str, ...]
+
+    @property
+    def transposed(self) -> "_Deal":
+        return _Deal(self.num_columns, self.num_rows, self.column_axes, self.row_axes, self.copied_over)
+
+    @property
+    def devices(self) -> int:
+        """Number of devices that share the work."""
+        return self._owners * axis_size(self.copied_over)
+
+    @property
+    def _owners(self) -> int:
+        """Number of devices that hold one matrix together."""
+        return axis_size(self.row_axes) * axis_size(self.column_axes)
+
+    def whole(self, x_NRC: Array) -> Array:
+        """This device's share of whole matrices, from its shards of all, whose number `devices` must divide."""
+        x_NRC = own_shard(x_NRC, 0, self.copied_over) if axis_size(self.copied_over) > 1 else x_NRC
+        if self._owners == 1:
+            return x_NRC
+        _, rows, columns = x_NRC.shape
+        x_NRC = self._exchanged(x_NRC)
+        x = x_NRC.reshape(axis_size(self.row_axes), axis_size(self.column_axes), -1, rows, columns)
+        return x.transpose(2, 0, 3, 1, 4).reshape(-1, self.num_rows, self.num_columns)
+
+    def shards(self, x_NRC: Array) -> Array:
+        """The inverse of `whole`."""
+        if self._owners > 1:
+            row_parts, column_parts = axis_size(self.row_axes), axis_size(self.column_axes)
+            rows, columns = self.num_rows // row_parts, self.num_columns // column_parts
+            x = x_NRC.reshape(-1, row_parts, rows, column_parts, columns).transpose(1, 3, 0, 2, 4)
+            x_NRC = self._exchanged(x.reshape(-1, rows, columns))
+        copies = axis_size(self.copied_over)
+        return gather_shards(x_NRC, 0, self.copied_over, invariant=True) if copies > 1 else x_NRC
+
+    def _exchanged(self, x_NRC: Array) -> Array:
+        """Exchange parts of the first dim among the devices that hold matrices together."""
+        # Without the barrier XLA may give transposed parts another layout, which it then rejects itself.
+        return exchange(lax.optimization_barrier(x_NRC), 0, 0, (*self.row_axes, *self.column_axes))
+
+
+class MuonState(NamedTuple):
+    """Muon's state."""
+
+    momentum: Tree  # of the matrices, in the structure of the weights
+    adam: optax.ScaleByAdamState  # of all other weights
+
+
+def scale_by_muon(
+    config: OptimizerConfig, matrices: Mapping[Path, Matrices], dtype: DTypeLike
+) -> optax.GradientTransformationExtraArgs:
+    """Updates by Muon for the weights at the paths of `matrices`, by AdamW for the others, before weight decay and
+    learning rate. Like `scale_by_adam`, the state does not change if a step is not `taken`. Products are in `dtype`."""
+    adam, beta = scale_by_adam(config), config.muon_momentum
+
+    def parts(tree: Tree) -> tuple[Tree, Tree]:
+        flat = flatten_dict(tree)
+        mine = {path: leaf for path, leaf in flat.items() if path in matrices}
+        return unflatten_dict(mine), unflatten_dict({path: flat[path] for path in flat if path not in mine})
+
+    def init(params: Tree) -> MuonState:
+        mine, others = parts(params)
+        return MuonState(jax.tree.map(jnp.zeros_like, mine), adam.init(others))
+
+    def advance(grads: Tree, state: MuonState, params: Tree = None, *, taken: Array | bool) -> tuple[Tree, MuonState]:
+        mine, others = parts(grads)
+        steps, adams = adam.update(others, state.adam, taken=taken)
+        momentum = choose(taken, optax.tree.update_moment(mine, state.momentum, beta, 1), state.momentum)
+        momentum = jax.tree.map(lax.optimization_barrier, momentum)  # see `scale_by_adam`
+        count = state.adam.count + 1
+        ahead = optax.tree.bias_correction(momentum, beta, count + 1)
+        now = optax.tree.bias_correction(mine, beta, count)
+        nesterov = jax.tree.map(lambda mean, grad: beta * mean + (1 - beta) * grad, ahead, now)
+        updates = orthogonal_updates(flatten_dict(nesterov), matrices, config, dtype)
+        return unflatten_dict(flatten_dict(steps) | updates), MuonState(momentum, adams)
+
+    return optax.GradientTransformationExtraArgs(init, advance)
+
+
+@jax.named_scope("muon")
+def orthogonal_updates(
+    momenta: Mapping[Path, Array], matrices: Mapping[Path, Matrices], config: OptimizerConfig, dtype: DTypeLike
+) -> dict[Path, Array]:
+    """The updates of matrix weights from their momenta; both are this device's shards."""
+    dealt: dict[_Deal, dict[Path, Array]] = defaultdict(dict)
+    scales: dict[Path, float] = {}
+    is_wide: dict[Path, bool] = {}
+    for path, x in momenta.items():
+        of = matrices[path]
+        x_NRC = x.reshape(-1, *map(math.prod, (x.shape[-of.rows - of.columns : -of.columns], x.shape[-of.columns :])))
+        rows, columns = x_NRC.shape[1] * axis_size(of.row_axes), x_NRC.shape[2] * axis_size(of.column_axes)
+        deal = _Deal(rows, columns, of.row_axes, of.column_axes, of.copied_over)
+        scales[path], is_wide[path] = _scale(rows, columns, config), deal <= deal.transposed
+        dealt[min(deal, deal.transposed)][path] = x_NRC if is_wide[path] else x_NRC.mT
+    found = {}
+    for deal, parts in dealt.items():
+        stacked = jnp.concatenate([*parts.values()])
+        filled = jnp.pad(stacked, ((0, -len(stacked) % deal.devices), (0, 0), (0, 0)))
+        shards = deal.shards(orthogonalized(deal.whole(filled), config, dtype))
+        ends = list(itertools.accumulate(map(len, parts.values())))
+        for path, x_NRC in zip(parts, jnp.split(shards, ends)[:-1], strict=True):
+            x_NRC = x_NRC if is_wide[path] else x_NRC.mT
+            found[path] = scales[path] * x_NRC.reshape(momenta[path].shape).astype(momenta[path].dtype)
+    return found
+
+
+def orthogonalized(x_NRC: Array, config: OptimizerConfig, dtype: DTypeLike) -> Array:
+    """Approximately U V' for every matrix U S V', by Newton-Schulz iterations in `dtype`; a matrix may not have more
+    rows than columns."""
+    norm_N11 = jnp.sqrt(jnp.sum(jnp.square(x_NRC), (1, 2), keepdims=True))
+    x_NRC = (x_NRC / (norm_N11 + config.epsilon)).astype(dtype)
+    a, b, c = (jnp.asarray(value, dtype) for value in (config.muon_a, config.muon_b, config.muon_c))
+    # GPUs may use fewer bits for fp32 products (TF32), unless fp32 was requested for these iterations.
+    product = partial(jnp.matmul, precision=lax.Precision.HIGHEST if config.muon_precision == "fp32" else None)
+    for _ in range(config.muon_steps):
+        a_NRR = product(x_NRC, x_NRC.mT)
+        x_NRC = a * x_NRC + product(b * a_NRR + c * product(a_NRR, a_NRR), x_NRC)
+    return x_NRC
+
+
+def _scale(inputs: int, outputs: int, config: OptimizerConfig) -> float:
+    if config.muon_scale == "spectral":
+        return math.sqrt(max(1.0, outputs / inputs))
+    return 0.2 * math.sqrt(max(inputs, outputs))

@@ -1,0 +1,155 @@
+"""All communication between devices: the only module that calls JAX's collectives or asks for a device's position.
+
+Call these functions inside a `shard_map` region; a step has exactly one. Its mesh axes are those of
+`megajax/core/axes.py`, and its types are checked (`check_vma=True`): a value that differs between the devices of an
+axis is *varying* over it, and the transpose of "declare varying" is "sum over the axis". That makes `f` and `g` below
+the conjugate pair of the paper.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+
+from megajax.core.axes import BATCH_AXES, CONTEXT, PIPE, TENSOR
+
+Axes = str | tuple[str, ...]
+
+
+def f(x: Array, axes: Axes = TENSOR) -> Array:
+    """Enter a region sharded over `axes`: identity forward, all-reduce backward (paper §3, figure 3)."""
+    return lax.pcast(x, axes, to="varying")
+
+
+def g(x: Any, axes: Axes = TENSOR) -> Any:
+    """Leave a region sharded over `axes`: all-reduce forward, identity backward (paper §3, figure 3). A tree takes one
+    collective."""
+    return lax.psum(x, axes)
+
+
+def max_over(x: Array, axes: Axes) -> Array:
+    """Maximum over `axes` (not differentiable)."""
+    return lax.pmax(x, axes)
+
+
+def sum_over(tree: Any, axes: Sequence[str]) -> Any:
+    """Sum every leaf of `tree` over `axes`, in one collective."""
+    return lax.psum(tree, tuple(axes)) if axes else tree
+
+
+def complete(tree: Any, specs: Any) -> Any:
+    """Turn local sums into global ones: sum every leaf over the axes it varies over that its spec does not name.
+
+    `specs` has a `PartitionSpec` for every leaf. Leaves that need the same axes share one collective.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    split = [spec_axes(spec) for spec in jax.tree.leaves(jax.tree.map(lambda _, spec: spec, tree, specs))]
+    missing = [tuple(sorted(varying_axes(leaf) - axes)) for leaf, axes in zip(leaves, split, strict=True)]
+    for axes in sorted(set(missing)):
+        group = [index for index, lacks in enumerate(missing) if lacks == axes]
+        for index, total in zip(group, sum_over([leaves[index] for index in group], axes), strict=True):
+            leaves[index] = total
+    return jax.tree.unflatten(structure, leaves)
+
+
+def spec_axes(spec: PartitionSpec) -> frozenset[str]:
+    """The mesh axes that an array with this spec is sharded over."""
+    return frozenset(axis for entry in spec for axis in entry_axes(entry))
+
+
+def entry_axes(entry: Axes | None) -> tuple[str, ...]:
+    """The mesh axes of a spec's entry for one dim."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def own_shard(x: Array, dim: int, axes: Axes = BATCH_AXES) -> Array:
+    """This device's part of `x` along `dim`, sharded over `axes`."""
+    size = x.shape[dim] // axis_size(axes)
+    return lax.dynamic_slice_in_dim(x, axis_index(axes) * size, size, dim)
+
+
+def gather_shards(x: Array, dim: int, axes: Axes = BATCH_AXES, *, invariant: bool = False) -> Array:
+    """All-gather the shards along `dim`; the transpose is `scatter_sum`. The result is typed as varying over the axes,
+    or, if `invariant`, as identical on all their devices."""
+    return lax.all_gather(x, axes, axis=dim % x.ndim, tiled=True, to="invarying" if invariant else "varying")
+
+
+def scatter_sum(x: Array, dim: int, axes: Axes = BATCH_AXES) -> Array:
+    """Reduce-scatter: every device gets its shard, along `dim`, of the sum; the transpose is `gather_shards`."""
+    return lax.psum_scatter(x, axes, scatter_dimension=dim % x.ndim, tiled=True)
+
+
+def exchange(x: Array, divided: int, joined: int, axes: Axes) -> Array:
+    """All-to-all: split `x` along the dim `divided`, send one part to each device, join what arrives along `joined`."""
+    return lax.all_to_all(x, axes, split_axis=divided, concat_axis=joined, tiled=True)
+
+
+def broadcast_stage(x: Array, mine: Array | bool) -> Array:
+    """Broadcast the value of the one stage where `mine` is true to all stages. All stages must call it."""
+    return lax.psum(jnp.where(mine, x, jnp.zeros((), x.dtype)), PIPE)
+
+
+def send_up(x: Array, *, ring: bool) -> Array:
+    """Send a stage's output to the next stage; in a `ring` the last stage sends to the first. All stages must call
+    it."""
+    return _send(x, PIPE, +1, ring)
+
+
+def send_down(x: Array, *, ring: bool) -> Array:
+    """Send the gradient of a stage's input to the previous stage; otherwise like `send_up`."""
+    return _send(x, PIPE, -1, ring)
+
+
+def send_on(x: Array, *, together: bool) -> Array:
+    """Send `x` to the device that holds the tokens after this device's; the first device receives zeros. A permute has
+    no groups, so all devices must take part; if they do not come here `together`, as the stages of a pipe do not, this
+    is an all-gather over the group."""
+    if together:
+        return _send(x, CONTEXT, +1, ring=False)
+    all_CX = lax.all_gather(x, CONTEXT, to="varying")
+    own = axis_index(CONTEXT)
+    before = lax.dynamic_index_in_dim(all_CX, jnp.maximum(own - 1, 0), keepdims=False)
+    return jnp.where(own > 0, before, jnp.zeros((), x.dtype))
+
+
+def _send(x: Array, axis: str, step: int, ring: bool) -> Array:
+    p = axis_size(axis)
+    pairs = [(place, (place + step) % p) for place in range(p) if ring or 0 <= place + step < p]
+    return lax.ppermute(x, axis, pairs)
+
+
+def axis_index(axes: Axes) -> Array:
+    """This device's coordinate on a mesh axis, int32; over several axes the first one varies slowest."""
+    return lax.axis_index(axes)
+
+
+def axis_size(axes: Axes) -> int:
+    """Number of devices along a mesh axis, or along several together."""
+    return lax.axis_size(axes)
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The mesh axes over which an array, a tracer, or an abstract value varies."""
+    aval = jax.typeof(x) if isinstance(x, jax.Array) else x
+    if hasattr(aval, "vma"):  # JAX < 0.10
+        return aval.vma
+    return aval.manual_axis_type.varying
+
+
+def vary(tree: Any, axes: Sequence[str]) -> Any:
+    """Declare every leaf varying over `axes`, without communication. Gradients of the result stay local sums."""
+
+    def cast(x: Array) -> Array:
+        missing = tuple(axis for axis in axes if axis not in varying_axes(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree)
+
+
+def zeros_like_type(shape_dtype: Any, leading: tuple[int, ...] = ()) -> Array:
+    """Zeros with the dtype and varying axes of `shape_dtype`, its shape prefixed by `leading`."""
+    zeros = jnp.zeros((*leading, *shape_dtype.shape), shape_dtype.dtype)
+    return vary(zeros, sorted(varying_axes(shape_dtype)))

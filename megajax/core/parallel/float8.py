@@ -1,0 +1,270 @@
+"""Products in 8 bits: both operands are in e4m3, each row of the left one and each column of the right one divided by a
+power of two of its own.
+
+A scale is the smallest power of two that brings its row within e4m3's maximum. It depends on that row alone: not on
+which rows are computed together, unlike one scale per array, nor on earlier steps, unlike delayed scaling. Devices that
+share the summed dims take the maximum over all of them. So mesh, microbatches and restarts do not change a product,
+except where rounding moves a value across the edge between two float8 numbers.
+
+Forward products and input gradients are computed so. Weight gradients sum over tokens and stay in the compute dtype.
+
+Letters: K the summed dims, M the output's dims, one or several each; E experts.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from megajax.core.backend import Backend
+from megajax.core.parallel.collectives import TENSOR, axis_index, axis_size, g, max_over, vary, varying_axes
+from megajax.core.parallel.products import weight_gradient
+from megajax.core.parallel.shards import NOT_SHARDED, Sharding
+
+_INFINITE = 0x7F80_0000  # bits of fp32: those of NaN are larger
+_TO_NEXT = 0x1F_FFFF  # carries a mantissa above 1.75 into the exponent: e4m3's maximum, 448, is 1.75 · 2^8
+_MANTISSA, _EIGHT, _BIAS = 23, 8, 127
+
+
+class Scaled(NamedTuple):
+    """An operand of a product, transposed so that the summed dims come last."""
+
+    values: Array  # divided by their scales; in e4m3, or in the compute dtype if they are not to be rounded
+    scale: Array  # powers of two in fp32; its dims are those of the values that are not summed over
+
+
+class Copies(NamedTuple):
+    """A weight [*K, *M], possibly of several layers or experts, as an operand of its two products."""
+
+    forward: Scaled  # [*M, *K], scales [*M]
+    backward: Scaled | None  # [*K, *M], scales [*K]; None where nothing runs backward
+    wide: Array | None  # 1.0 for a layer whose products stay in the compute dtype; None if there is no such layer
+
+
+class Weight(NamedTuple):
+    """A weight, and its float8 copies if its products use them."""
+
+    array: Array
+    copies: Copies | None = None
+
+
+FLOAT8 = "float8"  # the key of the copies beside their weight
+
+
+def scales(rows: Sequence[Array], summed: Sequence[int], over: Sequence[str] = ()) -> list[tuple[Array, Array]]:
+    """The power of two and its inverse for every row of each array; a row is an array's last `summed` dims. The power
+    is NaN if the row holds an infinity or NaN. Rows are sharded over the mesh axes `over`; one collective serves all
+    arrays, which have the same number of rows."""
+    largest = [jnp.max(jnp.abs(x), axis=tuple(range(x.ndim - n, x.ndim))) for x, n in zip(rows, summed, strict=True)]
+    # Their bits, as integers, have the same order, and NaN is the largest on every device.
+    bits = [lax.bitcast_convert_type(each.astype(jnp.float32), jnp.int32) for each in largest]
+    if over:
+        bits = [*max_over(jnp.stack(bits), tuple(over))]
+    return [_powers(each) for each in bits]
+
+
+def _powers(bits: Array) -> tuple[Array, Array]:
+    exponent = ((jnp.minimum(bits, _INFINITE - 1) + _TO_NEXT) >> _MANTISSA) - _EIGHT
+    exponent = jnp.maximum(exponent, 1)  # that of the smallest normal number
+    power, inverse = (
+        lax.bitcast_convert_type(each << _MANTISSA, jnp.float32) for each in (exponent, 2 * _BIAS - exponent)
+    )
+    return jnp.where(bits < _INFINITE, power, jnp.nan), inverse
+
+
+def scaled(x: Array, summed: int, dtype: DTypeLike, over: Sequence[str] = ()) -> Scaled:
+    """`x` divided by the scales of its rows, in `dtype`. By its scale no value is beyond e4m3's maximum: none is
+    clipped."""
+    return _divided(x, *scales([x], [summed], over)[0], dtype)
+
+
+def scaled_together(
+    rows: Sequence[Array], summed: Sequence[int], dtype: DTypeLike, over: Sequence[str]
+) -> list[Scaled]:
+    """Several arrays divided by the scales of their rows, which are found in one collective."""
+    return [_divided(x, *powers, dtype) for x, powers in zip(rows, scales(rows, summed, over), strict=True)]
+
+
+def _divided(x: Array, power: Array, inverse: Array, dtype: DTypeLike) -> Scaled:
+    values = x * _aligned(inverse, x.ndim).astype(x.dtype)  # exact in bf16, too
+    return Scaled(values.astype(dtype), power)
+
+
+def _aligned(scale: Array, ndim: int, before: int = 0, batch: int = 0) -> Array:
+    """A scale with dims of size 1 inserted to broadcast against an array of `ndim` dims: `before` of them after its
+    `batch` dims, the rest at the end."""
+    first, last = scale.shape[:batch], scale.shape[batch:]
+    return scale.reshape(*first, *[1] * before, *last, *[1] * (ndim - before - scale.ndim))
+
+
+def copies_of(
+    weight: Array, stacked: int, inner: int, dtype: DTypeLike, over: tuple[Sequence[str], Sequence[str]], *, both: bool
+) -> Copies:
+    """The copies of a weight [*stacked, *K, *M] with `inner` dims K; `over` has the axes that shard K, and those that
+    shard M. Without `both`, only the forward product's."""
+    end = stacked + inner
+    turned = (*range(stacked), *range(end, weight.ndim), *range(stacked, end))
+    forward = scaled(weight.transpose(turned), inner, dtype, over[0])
+    backward = scaled(weight, weight.ndim - end, dtype, over[1]) if both else None
+    return Copies(forward, backward, None)
+
+
+def shardings_of(sharding: Sharding, inner: int, outer: int, *, both: bool, wide: bool) -> Copies:
+    """How the copies of a weight with `inner` dims K and `outer` dims M are sharded, given the weight's `sharding`."""
+    place = sharding.dim + inner + outer  # from K on; negative: a dim before them
+
+    def at(dim: int) -> Sharding:
+        return NOT_SHARDED if sharding == NOT_SHARDED else Sharding(dim, sharding.axes)
+
+    whole = NOT_SHARDED
+    stacked, of_inner = place < 0, 0 <= place < inner
+    forward = at(sharding.dim if stacked else place - inner if of_inner else place - inner - (inner + outer))
+    of_columns = whole if of_inner else at(sharding.dim + inner if stacked else place - inner - outer)
+    of_rows = at(sharding.dim + outer) if stacked or of_inner else whole
+    copies: Any = Copies(
+        Scaled(forward, of_columns),  # type: ignore[arg-type]  # shardings where arrays stand
+        Scaled(at(sharding.dim), of_rows) if both else None,  # type: ignore[arg-type]
+        whole if wide else None,  # type: ignore[arg-type]
+    )
+    return copies
+
+
+def multiplied(x: Scaled, weight: Scaled, summed: int, dtype: DTypeLike, batch: int = 0) -> Array:
+    """The product over the last `summed` dims of both, in `dtype`; the first `batch` dims of both are batch dims.
+
+    Scaling by powers of two changes no mantissa, so the product is rounded once."""
+    of_x, of_weight = (tuple(range(each.values.ndim - summed, each.values.ndim)) for each in (x, weight))
+    of_batch = tuple(range(batch))
+    y = lax.dot_general(
+        x.values, weight.values, ((of_x, of_weight), (of_batch, of_batch)), preferred_element_type=dtype
+    )
+    rows = x.scale.ndim - batch
+    return y * _aligned(x.scale, y.ndim).astype(dtype) * _aligned(weight.scale, y.ndim, rows, batch).astype(dtype)
+
+
+def either(weights: Sequence[Weight], in_float8: Callable[[], Any], wide: Callable[[], Any]) -> Any:
+    """What a layer computes in 8 bits or, if it is one of the wide layers, in the compute dtype."""
+    copies = weights[0].copies
+    assert copies is not None
+    return in_float8() if copies.wide is None else lax.cond(copies.wide > 0, wide, in_float8)
+
+
+@dataclass(frozen=True)
+class DenseProducts:
+    """Products in 8 bits of one input [..., *K] with weights [*K, *M].
+
+    Attributes:
+        inner: number of dims in K.
+        over, outer_over: mesh axes that shard K and M.
+        parts: for each weight, how many parts (key heads) it has, if a device uses one of them that other devices use
+            too; otherwise 0.
+        trained: whether the weights have gradients.
+    """
+
+    inner: int
+    over: tuple[str, ...]
+    outer_over: tuple[str, ...]
+    parts: tuple[int, ...]
+    trained: bool
+    backend: Backend
+
+    def forward(self, x: Array, weights: Sequence[Weight]) -> list[Array]:
+        """The outputs."""
+
+        def in_float8() -> list[Array]:
+            copies = forward_copies(weights)
+            own = scaled(x, self.inner, copies[0].values.dtype, self.over)
+            return [multiplied(own, copy, self.inner, x.dtype) for copy in copies]
+
+        return either(weights, in_float8, lambda: [jnp.tensordot(x, weight.array, self.inner) for weight in weights])
+
+    def input_gradient(self, grads: Sequence[Array], weights: Sequence[Weight]) -> Array:
+        """The gradient of the input."""
+        outer = [weight.array.ndim - self.inner for weight in weights]
+
+        def in_float8() -> Array:
+            copies = backward_copies(weights)
+            whole = [self._of_all(*each) for each in zip(grads, self.parts, strict=True)]
+            owns = scaled_together(whole, outer, copies[0].values.dtype, self.outer_over)
+            found = zip(owns, copies, outer, self.parts, strict=True)
+            products = [
+                self._once(multiplied(own, copy, count, grads[0].dtype), parts) for own, copy, count, parts in found
+            ]
+            return functools.reduce(jnp.add, products)
+
+        def wide() -> Array:
+            found = []
+            for grad, weight, count in zip(grads, weights, outer, strict=True):
+                dims = tuple(range(grad.ndim - count, grad.ndim)), tuple(range(self.inner, weight.array.ndim))
+                found.append(lax.dot_general(grad, weight.array, (dims, ((), ()))))
+            return functools.reduce(jnp.add, found)
+
+        return either(weights, in_float8, wide)
+
+    def weight_gradients(self, x: Array, grads: Sequence[Array], weights: Sequence[Weight]) -> list[Array]:
+        """The gradients of the weights, in the compute dtype."""
+        return [weight_gradient(x, grad, self.inner, self.backend) for grad in grads]
+
+    @staticmethod
+    def _of_all(grad: Array, parts: int) -> Array:
+        """The gradient of the part that a device uses, summed over all devices that use it, because only the complete
+        gradient may be rounded."""
+        if not parts:
+            return grad
+        place = grad.ndim - 2
+        own = axis_index(TENSOR) * parts // axis_size(TENSOR)
+        shape = (*grad.shape[:place], parts, grad.shape[-1])
+        nothing = vary(jnp.zeros(shape, grad.dtype), sorted(varying_axes(grad)))
+        total = g(lax.dynamic_update_slice_in_dim(nothing, grad, own, place))
+        return lax.dynamic_slice_in_dim(total, own, 1, place)
+
+    @staticmethod
+    def _once(product: Array, parts: int) -> Array:
+        """The product on the first of the devices that use a part, zero on the others: it will be summed over all."""
+        if not parts:
+            return product
+        first = axis_index(TENSOR) * parts % axis_size(TENSOR) < parts
+        return jnp.where(first, product, jnp.zeros((), product.dtype))
+
+
+def forward_copies(weights: Sequence[Weight]) -> list[Scaled]:
+    """The operand of each weight's forward product."""
+    return [weight.copies.forward for weight in weights if weight.copies]
+
+
+def backward_copies(weights: Sequence[Weight]) -> list[Scaled]:
+    """The operand of each weight's input gradient."""
+    return [weight.copies.backward for weight in weights if weight.copies and weight.copies.backward]
+
+
+def products(how: Any, x: Array, weights: Sequence[Weight], *beside: Array) -> list[Array]:
+    """The outputs of the products `how`, differentiable."""
+    axes = sorted(varying_axes(x).union(*map(varying_axes, jax.tree.leaves(weights))))
+    return _products(how, *vary((x, list(weights), beside), axes))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _products(how: Any, x: Array, weights: list[Weight], beside: tuple[Array, ...]) -> list[Array]:
+    return how.forward(x, weights, *beside)
+
+
+def _forward(how: Any, x: Array, weights: list[Weight], beside: tuple[Array, ...]) -> tuple[list[Array], Any]:
+    return how.forward(x, weights, *beside), (x if how.trained else None, weights, beside)
+
+
+def _pull_back(how: Any, kept: Any, grads: list[Array]) -> tuple[Array, list[Weight], tuple[Array, ...]]:
+    x, weights, beside = kept
+    if how.trained:
+        gradients = how.weight_gradients(x, grads, weights, *beside)
+    else:
+        gradients = [jnp.zeros_like(weight.array) for weight in weights]
+    nothing, of_beside = jax.tree.map(jnp.zeros_like, ([weight.copies for weight in weights], beside))
+    return how.input_gradient(grads, weights, *beside), [*map(Weight, gradients, nothing)], of_beside
+
+
+_products.defvjp(_forward, _pull_back)

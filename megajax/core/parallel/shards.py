@@ -1,0 +1,110 @@
+"""ZeRO: state sharded over the axes that divide a batch (Rajbhandari et al., arXiv 1910.02054).
+
+A weight is sharded along one of its own dims (`mesh.zero_spec`), so its logical shape, and with it every checkpoint,
+stays the same. Weights without a dim that these axes divide are not sharded. Experts are sharded over those of the
+axes that do not divide them already.
+
+- ZeRO-1: gradients leave the microbatch loop as local sums. Once a step, leaf by leaf, they are reduce-scattered to
+  the owner of each shard; the owner updates it, and the weights are all-gathered for the next step.
+- ZeRO-3: compute weights are stored sharded too. A layer's weights are gathered just before use, forward and backward,
+  and its gradients are scattered at once. If layers are scanned or pipelined, no gathered weight outlives its layer.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from megajax.core.parallel.collectives import (
+    axis_index,
+    axis_size,
+    gather_shards,
+    own_shard,
+    scatter_sum,
+    sum_over,
+    zeros_like_type,
+)
+from megajax.core.parallel.sites import checked
+from megajax.core.precision import at_least_fp32
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a weight is sharded; not at all by default."""
+
+    dim: int = 0  # negative, counted from the last dim, so that it holds with and without dims of stacked layers
+    axes: tuple[str, ...] = ()
+    type_only: bool = False  # only the gathered weight's type is needed, so zeros take its place
+
+
+NOT_SHARDED = Sharding()
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How every weight is sharded, as a tree with the structure of the weights."""
+
+    shardings: Tree
+
+    def __getitem__(self, name: str) -> "Shards":
+        """The shardings of one subtree of the weights."""
+        return Shards(self.shardings[name])
+
+    def take(self, weights: Tree) -> Tree:
+        """This device's shards of full weights."""
+        return self._map(own_shard, weights)
+
+    def gather(self, shards: Tree, *, invariant: bool = False) -> Tree:
+        """The full weights. They are typed as varying over the sharding axes, so that their gradients are local sums,
+        or, if `invariant`, as identical on all devices."""
+
+        def gather(shard: Array, dim: int, axes: tuple[str, ...]) -> Array:
+            return gather_shards(shard, dim, axes, invariant=invariant)
+
+        gathered, names = self._gathered(gather, shards), self._names("all-gather over {} of")
+        return checked(gathered, lambda: self._gathered(_gathered_by_sum, shards), names)
+
+    def _gathered(self, function: Callable[[Array, int, tuple[str, ...]], Array], shards: Tree) -> Tree:
+        def apply(shard: Array, sharding: Sharding) -> Array:
+            if sharding == NOT_SHARDED:
+                return shard
+            if sharding.type_only:
+                return zeros_like_type(jax.eval_shape(lambda: function(shard, sharding.dim, sharding.axes)))
+            return function(shard, sharding.dim, sharding.axes)
+
+        return jax.tree.map(apply, shards, self.shardings)
+
+    def scatter(self, grads: Tree, dtype: DTypeLike) -> Tree:
+        """Reduce local gradient sums to this device's shards of the global sums, summed in `dtype`."""
+        grads = jax.tree.map(lambda grad: grad.astype(dtype), grads)
+        scattered, names = self._map(scatter_sum, grads), self._names("reduce-scatter over {} of the gradient of")
+        return checked(scattered, lambda: self._map(_scattered_by_gather, grads), names)
+
+    def _map(self, function: Callable[[Array, int, tuple[str, ...]], Array], tree: Tree) -> Tree:
+        def apply(x: Array, sharding: Sharding) -> Array:
+            return x if sharding == NOT_SHARDED else function(x, sharding.dim, sharding.axes)
+
+        return jax.tree.map(apply, tree, self.shardings)
+
+    def _names(self, words: str) -> Tree:
+        return jax.tree.map(lambda sharding: words.format(" and ".join(sharding.axes)), self.shardings)
+
+
+def _scattered_by_gather(x: Array, dim: int, axes: tuple[str, ...]) -> Array:
+    """The result of `scatter_sum`, computed differently to check it."""
+    total = gather_shards(x[None], 0, axes).sum(0)
+    parts = jnp.split(total, axis_size(axes), dim)
+    return jnp.stack(parts)[axis_index(axes)]
+
+
+def _gathered_by_sum(shard: Array, dim: int, axes: tuple[str, ...]) -> Array:
+    """The result of `gather_shards`, computed differently to check it."""
+    wide = shard.astype(at_least_fp32(shard.dtype))  # not every float8 sum is supported
+    mine = [jnp.where(axis_index(axes) == i, wide, 0) for i in range(axis_size(axes))]
+    return sum_over(jnp.concatenate(mine, dim), axes).astype(shard.dtype)

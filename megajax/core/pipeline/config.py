@@ -1,0 +1,91 @@
+"""Configuration of the pipeline, and checks that it is valid. No JAX here."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from megajax.core.errors import UserError
+from megajax.core.options import MOST, between
+from megajax.core.pipeline.deferral import Deferring, PassTimes
+from megajax.core.pipeline.schedule import SCHEDULES, schedule_names
+
+_MOST_CELLS = 250_000  # in a schedule's table; making one this large takes some seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """Pipeline schedule."""
+
+    schedule: Annotated[
+        Literal[tuple(sorted(SCHEDULES))],  # type: ignore[valid-type]  # all registered schedules
+        "pipeline schedule",
+    ] = "1f1b"
+    chunks: Annotated[int, "model chunks per stage; interleaved: 2 or more, others: 1", between(1, 10_000)] = 1
+    vocabulary: Annotated[
+        Literal["replicated", "split"],
+        "keep embedding and head on the first and last stage, or shard them over all stages",
+    ] = "replicated"
+    weight_gradients: Annotated[
+        Literal["together", "deferred"],
+        "compute weight gradients together with input gradients, or defer them to where a stage "
+        "would be idle (docs/pipelines.md)",
+    ] = "together"
+    max_deferred: Annotated[
+        int,
+        "chunks per stage whose weight gradients may be deferred at once; -1: as many as help, "
+        "at most 2 (mesh.pipe - 1)",
+        between(-1, MOST),
+    ] = -1
+
+    def deferring(self, times: PassTimes | None = None) -> Deferring | None:
+        """How weight gradients are deferred, placed by `times` (1 each by default); None if they are not deferred."""
+        if self.weight_gradients == "together":
+            return None
+        return Deferring(times or PassTimes(), None if self.max_deferred < 0 else self.max_deferred)
+
+
+def check_schedule(pipeline: PipelineConfig, pipe: int, num_layers: int | None = None, dense: int = 0) -> None:
+    """Check a schedule's chunks against the stages and, if there is a model, against its layers except the first
+    `dense` ones, which are computed with the embedding."""
+    given = f"--model.num-layers {num_layers}{f' less --model.dense-layers {dense}' if dense else ''}"
+    num_layers = None if num_layers is None else num_layers - dense
+    chunks, schedule = pipeline.chunks, f"--pipeline.schedule {pipeline.schedule}"
+    others = f"--pipeline.schedule {' or '.join(schedule_names(chunked=False))}"
+    if num_layers is not None and pipe > num_layers:
+        raise UserError(
+            f"--mesh.pipe {pipe} with {given}, which leaves a stage without a layer; "
+            f"valid: 1{f' to {num_layers}' if num_layers > 1 else ''}"
+        )
+    if not SCHEDULES[pipeline.schedule].chunked:
+        if chunks != 1:
+            valid = f"1, or --pipeline.schedule {' or '.join(schedule_names(chunked=True))}"
+            raise UserError(f"--pipeline.chunks {chunks} with {schedule}; valid: {valid}")
+        return
+    if pipe == 1:
+        raise UserError(f"{schedule} with --mesh.pipe 1; valid: --mesh.pipe 2 or more, or {others}")
+    most = None if num_layers is None else num_layers // pipe
+    if most is not None and most < 2:
+        raise UserError(
+            f"{schedule}: {given} are too few for 2 chunks on each of "
+            f"--mesh.pipe {pipe} stages; valid: {others}, or {2 * pipe} layers or more"
+        )
+    if chunks < 2 or (most is not None and chunks > most):
+        why = ", which leaves a stage without a layer" if chunks >= 2 else ""
+        raise UserError(
+            f"--pipeline.chunks {chunks} with {schedule}{why}; "
+            f"valid: {'2 or more' if most is None else f'2 to {most}' if most > 2 else '2'}"
+        )
+
+
+def has_table(pipeline: PipelineConfig, pipe: int, microbatches: int) -> bool:
+    """Whether a schedule's table is small enough to make."""
+    return pipe * pipeline.chunks * microbatches <= _MOST_CELLS and pipe**2 <= _MOST_CELLS
+
+
+def check_table(pipeline: PipelineConfig, pipe: int, microbatches: int, name: str) -> None:
+    """Check that a schedule's table is small enough to make; `name` is what the message calls the microbatches."""
+    if not has_table(pipeline, pipe, microbatches):
+        size = pipe * pipeline.chunks * microbatches
+        raise UserError(
+            f"--mesh.pipe {pipe} x --pipeline.chunks {pipeline.chunks} x {name} {microbatches} is a table of {size} "
+            f"forwards; valid: at most {_MOST_CELLS}, and {int(_MOST_CELLS**0.5)} stages"
+        )

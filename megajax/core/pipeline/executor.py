@@ -1,0 +1,190 @@
+"""One scanned loop over the ticks of a schedule's table: loss and gradients of a step, on any mesh.
+
+In every tick a stage runs at most one chunk forward and one backward, each under a conditional, and sends activations
+up and gradients down. Collectives over the other axes may be inside the conditionals, because the devices of their
+groups share a stage and so take the same branch; collectives over `pipe` are only where all stages take part.
+Predicates known from the table are decided while tracing, so with one stage the loop is plain gradient accumulation
+over microbatches, without conditionals or buffers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from megajax.core.parallel.collectives import (
+    PIPE,
+    axis_index,
+    axis_size,
+    send_down,
+    send_up,
+    vary,
+    varying_axes,
+    zeros_like_type,
+)
+from megajax.core.parallel.products import NO_FACTORS
+from megajax.core.pipeline.ends import Batch, EmbeddingAndHead
+from megajax.core.pipeline.pullback import Figures
+from megajax.core.pipeline.rows import Row, Turns, Work, rows_of
+from megajax.core.pipeline.stages import Layers, Sums, idle, when
+from megajax.core.pipeline.table import Pass, Schedule
+from megajax.core.precision import at_least_fp32
+
+Tree = Any
+
+
+class Pipeline:
+    """One stage's part of the loop, bound to one step's weights and batch. Made inside the `shard_map` region."""
+
+    def __init__(self, ends: EmbeddingAndHead, layers: Layers, num_microbatches: int):
+        self.ends, self.layers, self.num_microbatches = ends, layers, num_microbatches
+        self.stage, self.num_stages, self.num_chunks = axis_index(PIPE), axis_size(PIPE), layers.num_chunks
+        self.x_type = jax.eval_shape(lambda: ends.embedded(0))
+
+    def losses_and_gradients(self, schedule: Schedule, grad_dtype: Any) -> tuple[dict[str, Array], Tree, Figures]:
+        """The losses by name, the gradients (accumulated in `grad_dtype`), and the layers' figures, all as local sums:
+        not yet reduced over the axes over which they vary but losses, weights and figures do not."""
+        self._expect(schedule)
+        changing, row_of = rows_of(schedule, self.stage)
+        idle_x = idle(self.x_type)
+        figure_types = jax.eval_shape(lambda x: self.layers.run(0, x, self._context(0)), idle_x)[1]
+        no_figures = jax.tree.map(zeros_like_type, figure_types)
+
+        def tick(carry, values):
+            row = row_of(values)
+            x_wire, grad, x_inbox, grad_inbox, buffer, ends, sums, figures = carry
+            grad_wire = self.send(send_down, grad)  # from the previous tick; in transit while the forward runs
+            x_inbox, x_in = _receive(schedule.forward, x_inbox, x_wire, row.forward)
+            grad_inbox, grad_in = _receive(schedule.backward, grad_inbox, grad_wire, row.backward)
+            sums = self.weight_gradients(schedule, row.early, sums)  # in place of a forward
+            # Conditionals one after the other, not one inside the other: nested ones copy the accumulators.
+            x = self.ends.input(row, x_in)
+            if schedule.fused:
+                context = self._context(row.forward.microbatch)
+                (y, new), residuals = self.layers.forward_with_residuals(row.forward.chunk, x, context)
+            else:
+                forward = lambda buffer: self.forward_chunk(row, x, buffer)  # noqa: E731
+                y, buffer, new = when(row.forward.runs, forward, lambda buffer: (idle_x, buffer, no_figures), buffer)
+            figures = jax.tree.map(jnp.add, figures, new)
+            x_wire = self.send(send_up, y)  # in transit while the backward runs
+
+            output = lambda: y if schedule.turns_at_once else buffer["output"][row.backward.slot]  # noqa: E731
+            grad, ends = self.ends.head(row, output, grad_in, ends)
+            if schedule.fused:
+                grad, sums = self.layers.pull_back(row.backward.chunk, residuals, context, grad, sums)
+            else:
+                pull = lambda grad, sums: self.backward_chunk(row, buffer, grad, sums)  # noqa: E731
+                grad, sums = when(row.backward.runs, pull, lambda *carry: carry, grad, sums)
+            ends = self.ends.embed_backward(row, grad, ends)
+            sums = self.weight_gradients(schedule, row.late, sums)
+            return (x_wire, grad, x_inbox, grad_inbox, buffer, ends, sums, figures), None
+
+        inboxes = self._inbox(schedule.forward), self._inbox(schedule.backward)
+        buffer = None if schedule.fused else self.buffer(schedule.num_slots, not schedule.turns_at_once)
+        carry = idle_x, idle_x, *inboxes, buffer, *self.sums(grad_dtype, schedule.num_factor_slots), no_figures
+        *_, ends, sums, figures = lax.scan(tick, carry, changing, schedule.num_ticks)[0]
+        # XLA inlines a loop of one tick. Without the barrier every reader of the sums would then stack the gradients of
+        # all layers anew.
+        ends, sums = jax.tree.map(lax.optimization_barrier, (ends, sums))  # one for each: their types differ
+        return ends["losses"], {"shared": ends["shared"], "blocks": sums.total}, figures
+
+    def forward(self, schedule: Schedule, finish: Callable[[Array, Batch], Tree]) -> Tree:
+        """Forward only: the results of `finish(y, batch)` on the last virtual stage's outputs, every leaf
+        [microbatches, …]; zeros on other stages, unless all stages run `finish` together."""
+        self._expect(schedule)
+        changing, row_of = rows_of(schedule, self.stage)
+        idle_x = idle(self.x_type)
+        result = jax.eval_shape(lambda: finish(self.ends.broadcast(idle_x, True), self.ends.take(0).batch))
+        outputs = jax.tree.map(lambda leaf: zeros_like_type(leaf, (self.num_microbatches,)), result)
+
+        def tick(carry, values):
+            row = row_of(values)
+            x_wire, x_inbox, outputs = carry
+            x_inbox, x_in = _receive(schedule.forward, x_inbox, x_wire, row.forward)
+            x = self.ends.input(row, x_in)
+            forward = lambda: self.layers.run(row.forward.chunk, x, self._context(row.forward.microbatch))[0]  # noqa: E731
+            y = when(row.forward.runs, forward, lambda: idle_x)
+            outputs = self.ends.finish(row, y, finish, outputs)
+            return (self.send(send_up, y), x_inbox, outputs), None
+
+        return lax.scan(tick, (idle_x, self._inbox(schedule.forward), outputs), changing, schedule.num_ticks)[0][-1]
+
+    def forward_chunk(self, row: Row, x: Array, buffer: Tree) -> tuple[Array, Tree, Figures]:
+        """Run a chunk forward on the row's microbatch and store its residuals: output, buffer, and figures."""
+        context = self._context(row.forward.microbatch)
+        (y, figures), residuals = self.layers.forward(row.forward.chunk, x, context)
+        entry = {"residuals": residuals} | ({"output": y} if "output" in buffer else {})
+        return y, jax.tree.map(lambda slots, new: slots.at[row.forward.slot].set(new), buffer, entry), figures
+
+    def backward_chunk(self, row: Row, buffer: Tree, grad: Array, sums: Sums) -> tuple[Array, Sums]:
+        """Pull the gradient of a chunk's output back to its input."""
+        residuals = jax.tree.map(lambda slots: slots[row.backward.slot], buffer["residuals"])
+        context = self._context(row.backward.microbatch)
+        return self.layers.backward(row.backward.chunk, residuals, context, grad, sums, row.backward.factor_slot)
+
+    def weight_gradients(self, schedule: Schedule, turns: Turns | None, sums: Sums) -> Sums:
+        """Run the deferred weight gradients whose turn it is."""
+        if turns is None or schedule.deferral is None:
+            return sums
+        num_slots = schedule.deferral.num_slots
+        chunk = jnp.asarray(schedule.deferral.chunk)[:, self.stage]
+
+        def run(number: Array, sums: Sums) -> Sums:
+            own = chunk[number] if self.num_chunks > 1 else 0
+            sums = self.layers.add_weight_gradients(own, sums, number % num_slots)
+            # Without the barrier XLA sees the factors unchanged and copies all of them in every tick.
+            return Sums(sums.total, lax.optimization_barrier(sums.factors))
+
+        return lax.fori_loop(turns.first, turns.first + turns.number, run, sums)
+
+    def residual_types(self) -> list[jax.ShapeDtypeStruct]:
+        """Types of the residuals that a stage saves for one microbatch and chunk until its backward."""
+        return jax.eval_shape(lambda x: self.layers.forward(0, x, self._context(0)), idle(self.x_type))[1]
+
+    def factor_types(self) -> Tree:
+        """Types of the factors that a stage saves for one chunk until its deferred weight gradients are computed."""
+        types = self.layers.factor_types(idle(self.x_type), self._context(0))
+        return jax.eval_shape(lambda: jax.tree.map(lambda type_: idle(type_, (self.layers.layers_per_chunk,)), types))
+
+    def buffer(self, num_slots: int, with_output: bool) -> Tree:
+        """The ring buffer; `with_output` includes chunks' outputs, for a head that runs later than its layers."""
+        types: Tree = {"residuals": self.residual_types()} | ({"output": self.x_type} if with_output else {})
+        return jax.tree.map(lambda type_: vary(idle(type_, (num_slots,)), (PIPE,)), types)  # like the slot numbers
+
+    def sums(self, dtype: Any, num_factor_slots: int = 0) -> tuple[Tree, Sums]:
+        """Zeros for a step's sums: losses and gradients of the ends, and gradients of the layers with the buffered
+        factors of deferred ones."""
+        trained = {"shared": {} if self.ends.frozen else self.ends.shared, "blocks": self.layers.trained()}
+        zeros = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, dtype), sorted(varying_axes(w))), trained)
+        loss = vary(jnp.zeros((), at_least_fp32(dtype)), self.ends.axes)
+        ends = {"losses": dict.fromkeys(self.ends.trained, loss), "shared": zeros["shared"]}
+        factors: Tree = NO_FACTORS
+        if num_factor_slots:
+            factors = jax.tree.map(lambda type_: idle(type_, (num_factor_slots,)), self.factor_types())
+        return ends, Sums(zeros["blocks"], factors)
+
+    def _expect(self, schedule: Schedule) -> None:
+        expected = self.num_stages, self.num_chunks, self.num_microbatches
+        assert (schedule.num_stages, schedule.num_chunks, schedule.num_microbatches) == expected, expected
+
+    def _context(self, microbatch: Array | int) -> Tree:
+        return vary(self.ends.take(microbatch).context, (PIPE,))
+
+    def send(self, send: Callable[..., Array], x: Array) -> Array:
+        """Send to a neighbour, if there is one. The barrier keeps the transfer here: XLA would move it to the start of
+        the next tick, which would then wait for it."""
+        return lax.optimization_barrier(send(x, ring=self.num_chunks > 1)) if self.num_stages > 1 else x
+
+    def _inbox(self, direction: Pass) -> Array | None:
+        """Slots for what arrives more than a tick before its use, and a spare slot for ticks in which nothing does."""
+        return None if direction.direct else idle(self.x_type, (direction.inbox_depth + 1,))
+
+
+def _receive(direction: Pass, inbox: Array | None, wire: Array, work: Work) -> tuple[Array | None, Array]:
+    """Put the arrival into its inbox slot; returns the inbox and this tick's input."""
+    if inbox is None:
+        return None, wire
+    inbox = inbox.at[work.arrival].set(wire)
+    return inbox, inbox[work.source]

@@ -1,0 +1,96 @@
+"""Forward-only programs, without dropout: scores of targets, logits that answer a task, and logits of the next token.
+Letters: B batch, T tokens, D model, V vocabulary."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+from jax.stages import Wrapped
+
+from megajax.core.axes import ROW_AXES
+from megajax.core.models.family import CutModel
+from megajax.core.parallel.collectives import complete, gather_shards
+from megajax.core.parallel.tokens import once
+from megajax.core.program.bind import forward_pipeline
+from megajax.core.program.program import BATCH, Batch, Program, vocabulary_axes
+
+Tree = Any
+
+
+def scores(program: Program) -> Wrapped:
+    """(params, batch) -> for every loss by name, each target's cross-entropy and whether it is the most probable one
+    (`Model.scores`), on every device. Sequences may have any length that the model has positions for."""
+    return program.compiled(_of_all_rows, (program.layout.specs.params, BATCH), PartitionSpec(), "scores")
+
+
+def task_logits(program: Program) -> Wrapped:
+    """(params, batch) -> the logits that answer a task (`Model.task_logits`), [B, …] on every device."""
+    return program.compiled(_of_all_rows, (program.layout.specs.params, BATCH), PartitionSpec(), "task_logits")
+
+
+def logits(program: Program) -> Wrapped:
+    """(params, batch) -> logits [B, T, V] of every token, including padded columns, for language models and BERT's
+    masked tokens."""
+    specs = (program.layout.specs.params, BATCH)
+    return program.compiled(_logits, specs, PartitionSpec(ROW_AXES, None, vocabulary_axes(program.config)))
+
+
+def next_logits(program: Program) -> Wrapped:
+    """(params, batch, place) -> logits [B, V] for the token after the one at `place`, including padded columns."""
+    specs = (program.layout.specs.params, BATCH, PartitionSpec())
+    return program.compiled(_next_logits, specs, PartitionSpec(ROW_AXES, vocabulary_axes(program.config)))
+
+
+def _of_all_rows(program: Program, method: str, params: Tree, batch: Batch) -> Tree:
+    """Call a method of the model on the last layer's output and each microbatch's rows; every device gets the results
+    of all rows."""
+    length = batch["tokens"].shape[-1]
+    answer = lambda ends, x_BTD, rows: getattr(ends, method)(x_BTD, rows)  # noqa: E731
+    found = _forward(program, params, batch, answer, program.forward_model(length))
+    found = complete(found, jax.tree.map(lambda _: PartitionSpec(None, ROW_AXES), found))
+    return jax.tree.map(lambda x: gather_shards(x.reshape(-1, *x.shape[2:]), 0, ROW_AXES, invariant=True), found)
+
+
+def _logits(program: Program, params: Tree, batch: Batch) -> Array:
+    def of_rows(ends: Any, x_BTD: Array, _: Batch) -> Array:
+        found = ends.logits(x_BTD)
+        return found[0] if isinstance(found, tuple) else found  # BERT also returns the logits of the order
+
+    found = _forward(program, params, _without_targets(program, batch), of_rows)
+    found = complete(found, PartitionSpec(None, ROW_AXES, None, vocabulary_axes(program.config)))
+    return found.reshape(-1, *found.shape[2:])
+
+
+def _next_logits(program: Program, params: Tree, batch: Batch, place: Array) -> Array:
+    def of_rows(ends: Any, x_BTD: Array, _: Batch) -> Array:
+        return ends.logits(lax.dynamic_slice_in_dim(x_BTD, place, 1, axis=1))[:, 0]
+
+    found = _forward(program, params, _without_targets(program, batch), of_rows)
+    found = complete(found, PartitionSpec(None, ROW_AXES, vocabulary_axes(program.config)))
+    return found.reshape(-1, found.shape[-1])
+
+
+def _without_targets(program: Program, batch: Batch) -> Batch:
+    """The batch without what tells padding from prompts: the logits of any token may be wanted."""
+    return {name: array for name, array in batch.items() if name not in program.form.targets.values()}
+
+
+def _forward(
+    program: Program,
+    params: Tree,
+    batch: Batch,
+    function: Callable[[Any, Array, Batch], Tree],
+    model: CutModel | None = None,
+) -> Tree:
+    """Results of `function`, called with the ends, the last layer's output and the rows of each microbatch, stacked by
+    microbatch, as terms of a sum over a context group. `model` defaults to the one for whole sequences."""
+    model = model or program.forward_model()
+    pipeline = forward_pipeline(program, model, params, batch)
+
+    def finish(x_BTD: Array, rows: Batch) -> Tree:
+        return function(model.ends(pipeline.ends.weights()), x_BTD, rows)
+
+    found = pipeline.forward(program.forward_schedule, finish)
+    return once(found) if model.boundary.context == "none" else found

@@ -1,0 +1,173 @@
+"""The train step: losses and gradients for a batch, and the update of the state."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+from jax.stages import Wrapped
+
+from megajax.core.axes import AXES
+from megajax.core.models.router import LOAD, ROUTER_BIAS, bias_step, expert_metrics
+from megajax.core.optim.adam import averaged, clip_by_norm, global_norm, is_spike, learning_rate, remember, update
+from megajax.core.parallel.collectives import (
+    PIPE,
+    axis_index,
+    axis_size,
+    complete,
+    gather_shards,
+    spec_axes,
+    varying_axes,
+)
+from megajax.core.parallel.shards import Shards
+from megajax.core.parallel.sites import checked
+from megajax.core.pipeline.measuring import Part, repeat_part
+from megajax.core.program.bind import SEQUENCES, UNSCALED, training_pipeline
+from megajax.core.program.program import BATCH, Batch, Program
+from megajax.core.program.state import TrainState
+
+Tree = Any
+SCALAR = PartitionSpec()
+
+
+def train_step(program: Program) -> Wrapped:
+    """(state, batch) -> (state, metrics): one optimizer step. The state is donated."""
+    specs = program.layout.specs
+    return program.compiled(_train_step, (specs, BATCH), (specs, SCALAR), donate_argnums=0)
+
+
+def train_step_with_gradients(program: Program) -> Wrapped:
+    """(state, batch) -> (state, metrics, gradients before clipping, for the weights or for LoRA's adapters)."""
+    specs, trained = program.layout.specs, program.layout.trained_specs
+    return program.compiled(_train_step_with_gradients, (specs, BATCH), (specs, SCALAR, trained), donate_argnums=0)
+
+
+def loss_and_gradients(program: Program) -> Wrapped:
+    """(params, batch, step) -> (loss, gradients): what the train step differentiates, with gradients reduced."""
+    specs = program.layout.specs.params, BATCH, SCALAR
+    return program.compiled(_loss_and_gradients, specs, (SCALAR, program.layout.trained_specs))
+
+
+def average_weights(program: Program) -> Wrapped:
+    """(params, average) -> params with the averaged weights, in the compute dtype."""
+    specs = program.layout.specs
+    return program.compiled(_average_weights, (specs.params, specs.average), specs.params)
+
+
+def one_part(program: Program, part: Part) -> Wrapped:
+    """(params, batch, virtual stage, repeats) -> a number; see `pipeline/measuring.py`."""
+    return program.compiled(_one_part, (program.layout.specs.params, BATCH, SCALAR, SCALAR), SCALAR, part)
+
+
+def _one_part(program: Program, part: Part, params: Tree, batch: Batch, k: Array, repeats: Array) -> Array:
+    pipeline = training_pipeline(program, params, batch, jnp.zeros((), jnp.int32))
+    table, dtype = program.schedule, program.gradient_dtype
+    return complete(repeat_part(pipeline, part, k, repeats, dtype, table.num_slots, table.num_factor_slots), SCALAR)
+
+
+def _train_step(program: Program, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
+    return _train_step_with_gradients(program, state, batch)[:2]
+
+
+def _train_step_with_gradients(
+    program: Program, state: TrainState, batch: Batch
+) -> tuple[TrainState, dict[str, Array], Tree]:
+    config, layout = program.config, program.layout
+    scale = state.loss_scale.scale
+    losses, grads, figures, counts = _losses_and_gradients(
+        program, state.params, batch, state.step, scale, state.copies
+    )
+    loss = _total(program, losses)
+    norm = global_norm(grads)
+    finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+    taken = finite & ~is_spike(norm, state.recent_norms, config.optimizer.skip_above)
+    clipped = clip_by_norm(grads, norm, config.optimizer.clip_norm)
+    main = layout.per_step.take(layout.trained(state.params)) if state.main is None else state.main
+    new, optimizer = update(program.optimizer, clipped, state.optimizer, main, taken)
+    some_target = sum(counts[name] for name in program.form.targets) > 0
+    main = layout.with_frozen(_with_moved_biases(program, new, figures, taken & some_target), main)
+    computed = layout.per_step.gather(layout.computed(main), invariant=True)
+    new_state = TrainState(
+        step=state.step + taken.astype(jnp.int32),
+        params=layout.with_trained(state.params, computed),
+        main=None if state.main is None else main,
+        optimizer=layout.with_frozen(optimizer, state.optimizer),
+        loss_scale=state.loss_scale.after(finite, layout.loss_scale),
+        recent_norms=jnp.where(taken, remember(norm, state.recent_norms, state.step), state.recent_norms),
+        average=None if state.average is None else averaged(state.average, main, config.train.ema, taken),
+        copies=state.copies,
+    )
+    metrics = {"loss": loss, "grad_norm": norm, "learning_rate": learning_rate(state.step, config.optimizer)}
+    parts = {name if name in program.form.measures else f"loss/{name}": value for name, value in losses.items()}
+    parts = parts if len(parts) > 1 else {}
+    if LOAD in figures:
+        parts |= expert_metrics(figures, config.model, jnp.maximum(counts[SEQUENCES], 1))
+    else:
+        parts |= {f"layers/{name}": value for name, value in figures.items()}
+    return new_state, metrics | parts | {"loss_scale": scale, "skipped": ~taken}, grads
+
+
+def _with_moved_biases(program: Program, main: Tree, figures: dict[str, Array], taken: Array) -> Tree:
+    """Main weights whose router biases, if there are any, are adjusted to the experts' loads if the step is `taken`."""
+    layout, model, flat = program.layout, program.config.model, flatten_dict(main)
+    if model.balance != "bias" or ROUTER_BIAS not in flat:
+        return main
+    load = lax.dynamic_slice_in_dim(layout.placement.to_stages(figures[LOAD]), axis_index(PIPE), 1, axis=1)
+    bias, sharding = flat[ROUTER_BIAS], flatten_dict(layout.owned.shardings)[ROUTER_BIAS]
+    step = bias_step(load, model.balance_step, bias.dtype)
+    new = bias + Shards({"": sharding}).take({"": step})[""]
+    return unflatten_dict(flat | {ROUTER_BIAS: jnp.where(taken, new, bias)})
+
+
+def _average_weights(program: Program, params: Tree, average: Tree) -> Tree:
+    layout = program.layout
+    computed = layout.per_step.gather(layout.computed(average), invariant=True)
+    return layout.with_trained(params, computed)
+
+
+def _loss_and_gradients(program: Program, params: Tree, batch: Batch, step: Array) -> tuple[Array, Tree]:
+    losses, grads, *_ = _losses_and_gradients(program, params, batch, step, UNSCALED, None)
+    return _total(program, losses), grads
+
+
+def _losses_and_gradients(
+    program: Program, params: Tree, batch: Batch, step: Array, loss_scale: Array | np.float32, copies: Tree
+) -> tuple[dict[str, Array], Tree, dict[str, Array], dict[str, Array]]:
+    """The losses by name; the gradients of their sum for the trained weights, unscaled, in the main dtype, sharded like
+    `layout.trained_specs`; the sums of the layers' figures; and what `bind.count_targets` counts."""
+    layout, dtype = program.layout, program.layout.main_dtype
+    pipeline = training_pipeline(program, params, batch, step, loss_scale, copies)
+    losses, grads, figures = pipeline.losses_and_gradients(program.schedule, program.gradient_dtype)
+    trained = layout.trained(params)
+    grads = {name: grads[name] for name in trained}
+    grads["blocks"] = jax.tree.map(lambda grad, weight: grad.reshape(weight.shape), grads["blocks"], trained["blocks"])
+    grads = _completed(layout.per_step.scatter(grads, program.gradient_dtype), layout.trained_specs)
+    grads = jax.tree.map(lambda grad: grad.astype(dtype) / loss_scale.astype(dtype), grads)
+    grads = layout.with_frozen(grads, jax.tree.map(jnp.zeros_like, grads))
+    losses, figures = (complete(found, dict.fromkeys(found, SCALAR)) for found in (losses, figures))
+    return losses, grads, figures, pipeline.ends.counts
+
+
+def _completed(grads: Tree, specs: Tree) -> Tree:
+    """Sum gradients over all axes; while recording, every weight's sum is checked."""
+
+    def missing(grad: Array, spec: PartitionSpec) -> tuple[str, ...]:
+        return tuple(axis for axis in AXES if axis_size(axis) > 1 and axis in varying_axes(grad) - spec_axes(spec))
+
+    def by_gather(grad: Array, spec: PartitionSpec) -> Array:
+        axes = missing(grad, spec)
+        return gather_shards(grad[None], 0, axes).sum(0) if axes else grad
+
+    def name(grad: Array, spec: PartitionSpec) -> str:
+        return f"all-reduce over {' and '.join(missing(grad, spec))} of the gradient of"
+
+    expected = lambda: jax.tree.map(by_gather, grads, specs)  # noqa: E731
+    return checked(complete(grads, specs), expected, jax.tree.map(name, grads, specs))
+
+
+def _total(program: Program, losses: dict[str, Array]) -> Array:
+    first, *others = (losses[name] for name in program.form.targets)
+    return sum(others, start=first)

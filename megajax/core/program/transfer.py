@@ -1,0 +1,264 @@
+"""Copy the state between devices and host memory, leaf by leaf, in its canonical form (`program/state.py`).
+
+A leaf is converted on the devices, copied and freed before the next one, so the devices need memory for only one leaf
+besides the state. For the transfer, the mesh axes that a leaf is not sharded over are used to shard another of its
+dims, `pipe` a dim of each layer. So stages exchange shards instead of gathering all layers, for any number of layers,
+and the hosts hold every number about once. If `pipe` divides no dim of a layer, it divides the layers; if it cannot do
+that either, the layers are sent to every host stage by stage.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from megajax.core.mesh import shard_unused_axes
+from megajax.core.models.lora import LORA, without_adapters
+from megajax.core.parallel.collectives import (
+    PIPE,
+    axis_index,
+    broadcast_stage,
+    entry_axes,
+    exchange,
+    gather_shards,
+    own_shard,
+    spec_axes,
+)
+from megajax.core.program.state import StateLayout, TrainState, is_stacked
+
+Tree = Any
+_HOST = "pinned_host"
+_STAGES = 1  # dim of a pipelined leaf
+
+
+class Transfer:
+    """Conversions between the state on the devices and its canonical form in host memory.
+
+    Attributes:
+        targets: the canonical state as `ShapeDtypeStruct`, in host memory, with every leaf sharded as much as the mesh
+            allows.
+    """
+
+    def __init__(self, layout: StateLayout):
+        self._layout = layout
+        self._conversions: dict[Any, Any] = {}
+
+        def target(path: Any, type_: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+            place = NamedSharding(layout.mesh, self._spread(path, type_.shape, spec), memory_kind=_HOST)
+            return type_.update(sharding=place)
+
+        self.targets: TrainState = jax.tree_util.tree_map_with_path(target, layout.canonical_shapes, layout.layer_specs)
+
+    def _spread(self, path: Any, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
+        mesh, placement = self._layout.mesh, self._layout.placement
+        if not is_stacked(path):
+            return shard_unused_axes(spec, shape, mesh)
+        spec = shard_unused_axes(spec, shape, mesh, range(1, len(shape)))
+        neighbours = placement.num_chunks == 1 and not placement.padded  # a stage's layers are consecutive
+        if PIPE not in spec_axes(spec) and neighbours and placement.num_stages > 1:
+            spec = PartitionSpec(PIPE, *spec[1:])
+        return spec
+
+    def goes_by_stages(self, stacked: bool, canonical: PartitionSpec) -> bool:
+        """Whether a leaf's canonical form is not sharded over the stages at all."""
+        return stacked and self._layout.placement.num_stages > 1 and PIPE not in spec_axes(canonical)
+
+    def to_host(self, state: TrainState) -> TrainState:
+        """The canonical state in host memory."""
+        layout = self._layout
+        state = dataclasses.replace(layout.with_main(state), loss_scale=layout.stored_scale(state.loss_scale))
+        leaves, structure = jax.tree_util.tree_flatten_with_path(state)
+        sources = jax.tree.leaves(layout.with_main(layout.specs))
+        canonical = []
+        for (path, leaf), source, target in zip(leaves, sources, jax.tree.leaves(self.targets), strict=True):
+            if self.goes_by_stages(is_stacked(path), target.sharding.spec):
+                canonical.append(self._collected(leaf, source, target))
+                continue
+            on_device = self.to_canonical(is_stacked(path), source, target.sharding.spec, target.dtype)(leaf)
+            canonical.append(moved(on_device, _HOST))
+            on_device.delete()
+        return jax.tree.unflatten(structure, canonical)
+
+    def to_devices(self, canonical: TrainState) -> TrainState:
+        """The state on this mesh's stages, in this run's precision, from the canonical one in host memory."""
+        layout, specs = self._layout, self._layout.specs
+        others = dataclasses.replace(specs, params=None, main=None, copies=None)
+        placed = self._place(dataclasses.replace(canonical, params=None), others)
+        main = None if specs.main is None else self._place(layout.trained(canonical.params), specs.main)
+        params, scale = self.params_to_devices(canonical.params), layout.resumed_scale(placed.loss_scale)
+        copies = layout.copies_of(params)
+        return dataclasses.replace(placed, params=params, main=main, loss_scale=scale, copies=copies)
+
+    def merged(self, canonical: Tree) -> Tree:
+        """Canonical main weights in host memory with their adapters merged in, weight by weight."""
+        adapters = self._layout.adapters
+        if adapters is None:
+            return canonical
+
+        def merge(weight: Array, adapter: Mapping[str, Array], inner: int) -> Array:
+            place = weight.sharding.with_memory_kind(weight.addressable_shards[0].device.default_memory().kind)
+            add = jax.jit(lambda weight, adapter: weight + adapters.added(adapter, inner), out_shardings=place)
+            return moved(add(moved(weight), jax.tree.map(moved, adapter)), _HOST)
+
+        weights = without_adapters(canonical)
+        part = jax.tree.map(merge, adapters.part(weights), canonical[LORA], adapters.num_inner)
+        return adapters.put(weights, part)
+
+    def params_to_devices(self, canonical: Tree) -> Tree:
+        """The weights that layers compute with, on this mesh's stages, from the canonical ones in host memory."""
+        dtypes = jax.tree.map(lambda leaf: leaf.dtype, self._layout.shapes.params)
+        return self._place(canonical, self._layout.specs.params, dtypes)
+
+    def to_canonical(
+        self, stacked: bool, source: PartitionSpec, target: PartitionSpec, dtype: Any
+    ) -> Callable[..., Array]:
+        """The compiled conversion of a leaf on the stages to canonical form, in `dtype`. For a leaf that goes by
+        stages, it takes the leaf and a stage number and returns that stage's slots."""
+        steps, by_stages = self._steps(source, target, stacked), self.goes_by_stages(stacked, target)
+        layers_divided = stacked and entry_axes(target[0]) == (PIPE,)
+
+        def local(x: Array, *stage: Array) -> Array:
+            x = x.astype(dtype)
+            for dim, axis in steps:
+                x = exchange(x, dim, _STAGES, PIPE) if stacked and axis == PIPE else own_shard(x, dim, axis)
+            if not stacked:
+                return x
+            if by_stages:
+                return _of_stage(x, stage[0])
+            return x.reshape(-1, *x.shape[3:]) if layers_divided else self._layout.placement.to_canonical(x)
+
+        out = PartitionSpec(None, None, None, *target[1:]) if by_stages else target
+        return self._compiled(("canonical", stacked, source, target, dtype), local, source, out)
+
+    def from_canonical(
+        self, stacked: bool, source: PartitionSpec, target: PartitionSpec, dtype: Any = None
+    ) -> Callable[[Array], Array]:
+        """The compiled conversion of a canonical leaf to one on the stages, cast to `dtype` if given. A leaf that goes
+        by stages must be on them already."""
+        steps, by_stages = self._steps(target, source, stacked), self.goes_by_stages(stacked, source)
+        layers_divided = stacked and entry_axes(source[0]) == (PIPE,)
+
+        def local(x: Array) -> Array:
+            x = x if dtype is None else x.astype(dtype)
+            if layers_divided:
+                x = x[None, None]
+            elif stacked and not by_stages:
+                x = self._layout.placement.to_stages(x)
+            for dim, axis in reversed(steps):
+                if stacked and axis == PIPE:
+                    x = exchange(x, _STAGES, dim, PIPE)
+                else:
+                    x = gather_shards(x, dim, axis, invariant=True)
+            return x
+
+        given = PartitionSpec(None, PIPE, None, *source[1:]) if by_stages else source
+        return self._compiled(("pipelined", stacked, source, target, dtype), local, given, target)
+
+    def _steps(self, pipelined: PartitionSpec, canonical: PartitionSpec, stacked: bool) -> list[tuple[int, str]]:
+        """Splits that the canonical form of a leaf adds to the pipelined one, apart from the layers': pairs of a
+        pipelined dim and an axis, in order."""
+        pipelined, canonical = (_dividing(spec, self._layout.mesh) for spec in (pipelined, canonical))
+        entries = [None, None, None, *canonical[1:]] if stacked else list(canonical)
+        return [
+            (dim, axis)
+            for dim, entry in enumerate(entries)
+            for axis in entry_axes(entry)[len(entry_axes(pipelined[dim] if dim < len(pipelined) else None)) :]
+        ]
+
+    def _collected(self, leaf: Array, source: PartitionSpec, target: jax.ShapeDtypeStruct) -> Array:
+        """The canonical form, in host memory, of a leaf that goes by stages."""
+        convert = self.to_canonical(True, source, target.sharding.spec, target.dtype)
+        index = self._layout.placement.layer_index
+        whole: dict[Any, np.ndarray] = {}
+        for stage in range(index.shape[_STAGES]):
+            slots = convert(leaf, np.int32(stage))
+            rows = index[:, stage].ravel()
+            for shard in slots.addressable_shards:
+                part = np.asarray(shard.data).reshape(-1, *shard.data.shape[3:])
+                place = whole.setdefault(shard.device, np.empty((target.shape[0], *part.shape[1:]), part.dtype))
+                place[rows[rows >= 0]] = part[rows >= 0]
+            slots.delete()
+        return _placed(target.shape, target.sharding, whole)
+
+    def _on_stages(self, leaf: Array) -> Array:
+        """Put the layers of a canonical leaf in host memory onto their stages, with zeros in padded slots."""
+        assert isinstance(leaf.sharding, NamedSharding)
+        index = self._layout.placement.layer_index
+        place = NamedSharding(leaf.sharding.mesh, PartitionSpec(None, PIPE, None, *leaf.sharding.spec[1:]))
+        shape = (*index.shape, *leaf.shape[1:])
+        indices, parts = place.devices_indices_map(shape), {}
+        for shard in leaf.addressable_shards:
+            rows = index[:, indices[shard.device][_STAGES]]
+            layers = np.asarray(shard.data)[rows]
+            layers[rows < 0] = 0
+            parts[shard.device] = layers
+        return _placed(shape, place, parts)
+
+    def _compiled(
+        self, key: Any, local: Callable[..., Array], source: PartitionSpec, target: PartitionSpec
+    ) -> Callable[..., Array]:
+        """`local`, a function of a leaf's shards, compiled once per key."""
+
+        def convert(leaf: Array, *stage: Array) -> Array:
+            mesh = self._layout.mesh
+            specs = (_dividing(source, mesh), *(PartitionSpec() for _ in stage))
+            converted = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=_dividing(target, mesh))(leaf, *stage)
+            return lax.optimization_barrier(converted)  # a leaf that needs no conversion must be copied too
+
+        if key not in self._conversions:
+            self._conversions[key] = jax.jit(convert, out_shardings=NamedSharding(self._layout.mesh, target))
+        return self._conversions[key]
+
+    def _place(self, canonical: Tree, specs: Tree, dtypes: Tree | None = None) -> Tree:
+        def place(path: Any, leaf: Array, spec: PartitionSpec, dtype: Any = None) -> Array:
+            assert isinstance(leaf.sharding, NamedSharding)
+            by_stages = self.goes_by_stages(is_stacked(path), leaf.sharding.spec)
+            on_device = self._on_stages(leaf) if by_stages else moved(leaf)
+            convert = self.from_canonical(is_stacked(path), leaf.sharding.spec, spec, dtype)
+            placed = jax.block_until_ready(convert(on_device))
+            on_device.delete()
+            return placed
+
+        return jax.tree_util.tree_map_with_path(place, canonical, specs, *([] if dtypes is None else [dtypes]))
+
+
+def _of_stage(x: Array, stage: Array) -> Array:
+    """One stage's slots on all stages. They are summed as integers, because as floats -0.0 would become 0.0."""
+    bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    return lax.bitcast_convert_type(broadcast_stage(bits, axis_index(PIPE) == stage), x.dtype)
+
+
+def _placed(shape: tuple[int, ...], sharding: Any, parts: Mapping[Any, np.ndarray | Array]) -> Array:
+    """An array made of this process's shards of it."""
+    shards = [
+        jax.device_put(part, SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
+        for device, part in parts.items()
+    ]
+    return jax.block_until_ready(jax.make_array_from_single_device_arrays(shape, sharding, shards))
+
+
+def _dividing(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+    """`spec` without axes of size 1, over which nothing varies."""
+    return PartitionSpec(*(tuple(axis for axis in entry_axes(entry) if mesh.shape[axis] > 1) or None for entry in spec))
+
+
+def moved(leaf: Array, memory: str | None = None) -> Array:
+    """A copy of `leaf` in another memory of its devices, by default their own; complete when this returns."""
+    memory = memory or leaf.addressable_shards[0].device.default_memory().kind
+    parts = {shard.device: shard.data for shard in leaf.addressable_shards}
+    return _placed(leaf.shape, leaf.sharding.with_memory_kind(memory), parts)
+
+
+def cast(leaf: Array, dtype: Any) -> Array:
+    """`leaf` cast to another dtype, in the same memory."""
+    parts = {shard.device: np.asarray(shard.data).astype(dtype) for shard in leaf.addressable_shards}
+    return _placed(leaf.shape, leaf.sharding, parts)
+
+
+def canonical_bytes(layout: StateLayout) -> int:
+    """Bytes of the canonical state, over all devices together."""
+    return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(layout.canonical_shapes))

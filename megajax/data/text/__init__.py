@@ -1,0 +1,1 @@
+"""From raw text to tokens: readers and tokenizers."""

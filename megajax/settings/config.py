@@ -1,0 +1,205 @@
+"""The configuration of a run, as frozen dataclasses.
+
+A value's key, `train.global_batch`, is the flag `--train.global-batch` (`megajax.settings.flags`). Values come from
+presets (`megajax.settings.presets`) and are checked by `megajax.settings.validation`.
+"""
+
+import functools
+import operator
+import re
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any, Literal
+
+from megajax.core.config import MOST_ROWS, BatchConfig, StepConfig
+from megajax.core.optim.config import UNKNOWN, Horizon
+from megajax.core.options import AT_LEAST_ZERO, Range, above, between, options
+from megajax.core.traits import IS_PATH, Small
+from megajax.data.config import DataConfig, TokenizerConfig
+from megajax.data.samples.loader import BatchSizes
+from megajax.data.tasks.registry import PRETRAINING, TaskConfig
+
+_RAMP, _GROWTH = between(0, MOST_ROWS), Small(jointly=True)
+MOST_SIMULATED = 1024  # devices; JAX needs seconds for these, minutes for some thousands
+_SIMULATED = between(0, MOST_SIMULATED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(BatchConfig):
+    """Training steps and batch."""
+
+    steps: Annotated[int, "step at which training ends; 0: use train.epochs", AT_LEAST_ZERO, Small(fixed=10)] = 0
+    epochs: Annotated[
+        float,
+        "passes over the data, unless train.steps ends training earlier; with several sources, "
+        "an epoch has as many samples as all of them together",
+        AT_LEAST_ZERO,
+        Small(fixed=0.0),
+    ] = 0
+    ramp_start: Annotated[
+        int, "batch size of the first steps, growing to global_batch; 0: constant batch size", _RAMP, _GROWTH
+    ] = 0
+    ramp_increment: Annotated[int, "sequences added each time the batch grows", _RAMP, _GROWTH] = 0
+    ramp_samples: Annotated[int, "sequences consumed before the batch reaches global_batch", AT_LEAST_ZERO, _GROWTH] = 0
+    eval_every: Annotated[int, "steps between validations; 0: never", AT_LEAST_ZERO] = 100
+    eval_batches: Annotated[int, "global batches per validation; 0: the whole validation split", AT_LEAST_ZERO] = 20
+    log_every: Annotated[int, "steps between log lines when there is no progress bar"] = 10
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """The global batch sizes of a run's steps."""
+        return BatchSizes.of(self.global_batch, self.ramp_start, self.ramp_increment, self.ramp_samples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When to write checkpoints, and which to keep."""
+
+    every: Annotated[int, "steps between checkpoints; the last step always gets one"] = 100
+    minutes: Annotated[float, "also checkpoint after this many minutes; 0: by steps only", AT_LEAST_ZERO] = 0
+    keep: Annotated[int, "newest checkpoints to keep; imported weights (step 0) always stay"] = 3
+    keep_best: Annotated[int, "checkpoints with the lowest validation losses to keep as well", AT_LEAST_ZERO] = 0
+    keep_every: Annotated[
+        int, "keep every checkpoint whose step is a multiple of this forever; 0: none", AT_LEAST_ZERO
+    ] = 0
+    max_failures: Annotated[int, "end the run after this many failed checkpoints in a row"] = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """The text sampled at the end of training."""
+
+    prompt: Annotated[str, "text to continue"] = ""
+    tokens: Annotated[int, "tokens to sample; 0: none", between(0, 1_000_000)] = 64
+    temperature: Annotated[float, "0: always pick the most probable token", AT_LEAST_ZERO] = 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """Several processes (not needed under SLURM, Open MPI and Kubernetes, which are detected)."""
+
+    coordinator: Annotated[str, "HOST:PORT of process 0"] = ""
+    num_processes: Annotated[int, "processes of the run; 0: not given", between(0, 100_000)] = 0
+    process_id: Annotated[
+        int,
+        "rank of this process, from 0; -1: not given",
+        Range(lambda x: -1 <= x < 100_000, "0 to 99999, or -1: not given"),
+    ] = -1
+    patience: Annotated[
+        float,
+        "seconds without progress after which the run ends and names the process that hangs; 0: never",
+        AT_LEAST_ZERO,
+    ] = 300
+
+
+_MOST_TRACED = 100  # steps in a profile; each takes megabytes
+_WARM_UP = 2  # steps skipped after a start if no first step is named
+
+
+def _is_steps(text: str) -> bool:
+    """Whether a text is a valid `profile`."""
+    if not re.fullmatch(r"[0-9]{1,9}(:[0-9]{1,9})?", text):
+        return not text
+    first, last = [1, *map(int, text.split(":"))][-2:]
+    return 1 <= first <= last < first + _MOST_TRACED
+
+
+def profiled_steps(text: str, finished: int, steps: int) -> tuple[int, int]:
+    """The first and last step to profile in a run of `steps` steps that continues after step `finished`."""
+    *first, number = map(int, text.split(":"))
+    if first:
+        return first[0], number
+    last = min(finished + _WARM_UP + number, steps)
+    return max(finished + 1, last - number + 1), last
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(StepConfig):
+    """The run."""
+
+    seeds: Annotated[
+        int,
+        "fine-tuning: number of runs with consecutive seeds, each in its own folder",
+        between(1, 1000),
+        Small(fixed=1),
+    ] = 1
+    init: Annotated[
+        str, "run directory to take initial weights from; empty: random initialization", Small(fixed=""), IS_PATH
+    ] = ""
+    init_step: Annotated[
+        str, "which checkpoint of that run: a step, latest, or best (lowest validation loss)", Small(fixed="latest")
+    ] = "latest"
+    run_dir: Annotated[str, "output directory; empty: runs/PRESET", IS_PATH] = ""
+    resume: Annotated[
+        Literal["auto", "never", "must"],
+        "auto: continue from the last checkpoint, if any; never: refuse an existing run; must: "
+        "fail without a checkpoint",
+    ] = "auto"
+    compilation_cache: Annotated[
+        str,
+        "folder that caches compiled programs between starts; off: no cache; empty: "
+        "megajax/compiled in your cache folder",
+        IS_PATH,
+    ] = ""
+    compilation_cache_size: Annotated[
+        float, "size limit of that cache in GiB; the least recently used programs are removed", above(0, 1e6)
+    ] = 4
+    simulate_devices: Annotated[int, "CPU devices to simulate in this process; 0: use the real devices", _SIMULATED] = 0
+    evaluate: Annotated[
+        tuple[str, ...],
+        "evaluate during training: lambada=FILE, wikitext103=FILE, or the fine-tuning task's own name for its dev set",
+    ] = ()
+    evaluate_every: Annotated[int, "steps between those evaluations; the last step always has one"] = 1000
+    track: Annotated[
+        Literal["none", "wandb", "mlflow"],
+        "also record the run in Weights & Biases or MLflow, configured by their own environment "
+        "variables (docs/monitoring.md)",
+    ] = "none"
+    profile: Annotated[
+        str,
+        "profile steps FIRST:LAST, or N steps soon after the start; empty: off",
+        Range(_is_steps, f"FIRST:LAST, both included, or how many, such as 10:13 or 3; at most {_MOST_TRACED} steps"),
+    ] = ""
+    profile_pipeline: Annotated[bool, "time the pipeline stages instead of training"] = False
+    train: TrainConfig
+    data: DataConfig = DataConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    task: TaskConfig = TaskConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    sample: SampleConfig = SampleConfig()
+    distributed: DistributedConfig = DistributedConfig()
+
+    @property
+    def pretrains(self) -> bool:
+        """Whether it has no fine-tuning task."""
+        return self.task.name == PRETRAINING
+
+    def with_decay(self, kept: Horizon = UNKNOWN) -> "Config":
+        """The configuration with `optimizer.decay_steps` filled in if it is 0: the one `kept`, else `train.steps` if
+        that says when training ends (at least the warm-up); and with a `kept` warm-up in place of a fraction. Schedules
+        without either are left unchanged."""
+        train, optimizer = self.train, self.optimizer
+        if not optimizer.ends_decay and not optimizer.warmup_fraction:
+            return self
+        end = 0 if train.epochs or not train.steps else max(train.steps, optimizer.warmup_steps)
+        optimizer = replace(optimizer, decay_steps=optimizer.decay_steps or kept.decay_steps or end)
+        if optimizer.warmup_fraction and kept.warmup_steps:
+            optimizer = replace(optimizer, warmup_steps=kept.warmup_steps, warmup_fraction=0.0)
+        return replace(self, optimizer=optimizer)
+
+
+RUN_MARK = "run_config"  # a key in a run's `config.toml` and copies of it; other presets lack it
+RUN_HORIZON = "run_horizon"  # a table there: the schedule in steps, which is no value of a preset
+
+
+def to_toml(config: Config, horizon: Horizon | None = None) -> str:
+    """The text of a run's `config.toml`; loading it as a preset gives an equal configuration. `horizon` is what the run
+    keeps of its schedule when it is resumed."""
+    import tomli_w
+
+    return tomli_w.dumps({RUN_MARK: True} | asdict(config) | ({RUN_HORIZON: horizon._asdict()} if horizon else {}))
+
+
+def to_values(config: Config) -> dict[str, Any]:
+    """The configuration by key, with values as in TOML and JSON: a corpus of several sources is a dict."""
+    tables = asdict(config)
+    return {key: functools.reduce(operator.getitem, key.split("."), tables) for key in options(Config)}

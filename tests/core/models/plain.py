@@ -1,0 +1,164 @@
+"""A transformer with dropout in float64, unsplit and unblocked, written plainly in numpy from the weights.
+
+Letters: B batch, T and S tokens, D model, H heads, K head size, P pairs of it, F feed-forward, V vocabulary, C classes.
+"""
+
+import jax
+import numpy as np
+from scipy.special import erf
+from tiny import hash_of
+
+from megajax.core.batch import IGNORED
+from megajax.settings.config import Config
+
+EMBEDDING, ATTENTION_WEIGHTS, ATTENTION_OUTPUT, MLP_OUTPUT = 0xFFFF_FFFF, 0, 1, 2  # what the masks are drawn for
+
+
+class Plain:
+    """What the families have in common, by the words of the configuration.
+
+    Args:
+        config: of the model.
+        weights: in canonical form.
+        rate: of dropout.
+        step: that the masks are drawn for.
+    """
+
+    parts: tuple[int, ...] = ()  # in which the masks know a row of the batch
+    position_BT: np.ndarray
+
+    def __init__(self, config: Config, weights: dict, rate: float, step: int):
+        self.config, self.model, self.rate, self.step = config, config.model, rate, step
+        self.weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), weights)
+
+    def dropped(self, x: np.ndarray, *site: int) -> np.ndarray:
+        """`x` [B parts, …] times the mask of (seed, step, sample, its part, *site, the other coordinates)."""
+        if self.rate == 0:
+            return x
+        rows = x.reshape(-1, *self.parts, *x.shape[1:])
+        grid = np.meshgrid(*map(np.arange, rows.shape), indexing="ij", sparse=True)
+        row, others = grid[: 1 + len(self.parts)], grid[1 + len(self.parts) :]
+        bits = hash_of(*(np.uint32(index) for index in (self.config.seed, self.step, *row, *site, *others)))
+        return (rows * (np.asarray(bits) >= round(self.rate * 2**32)) / (1 - self.rate)).reshape(x.shape)
+
+    def norm(self, weights: dict, x: np.ndarray, *, of_heads: bool = False) -> np.ndarray:
+        centered = x if of_heads or self.model.norm == "rmsnorm" else x - x.mean(-1, keepdims=True)
+        square = np.mean(centered**2, axis=-1, keepdims=True)
+        return centered / np.sqrt(square + self.model.norm_epsilon) * weights["scale"] + weights.get("bias", 0)
+
+    def gelu(self, x: np.ndarray) -> np.ndarray:
+        if self.model.activation == "gelu":
+            return x / 2 * (1 + erf(x / np.sqrt(2)))
+        return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+    def layers(self, x_BTD: np.ndarray, seen_BTS: np.ndarray) -> np.ndarray:
+        """All of them, each with its norms before attention and MLP, or after the additions."""
+        for number in range(self.model.num_layers):
+            block = jax.tree.map(lambda leaf, number=number: leaf[number], self.weights["blocks"])
+            before = after = lambda name, x: x
+            if self.model.layer_order == "pre":
+                before = lambda name, x, block=block: self.norm(block[name], x)  # noqa: E731
+            else:
+                after = lambda name, x, block=block: self.norm(block[name], x)  # noqa: E731
+            y_BTD = self.attention(block["attention"], before("attention_norm", x_BTD), seen_BTS, number)
+            x_BTD = after("attention_norm", x_BTD + y_BTD)
+            y_BTD = self.mlp(block["mlp"], before("mlp_norm", x_BTD), number)
+            x_BTD = after("mlp_norm", x_BTD + y_BTD)
+        return x_BTD
+
+    def rotated(self, x_BTHK: np.ndarray) -> np.ndarray:
+        """By complex numbers, as the paper writes them: pair p turns by theta^(-2p/K) a token."""
+        half, model = x_BTHK.shape[-1] // 2, self.model
+        frequency_P = model.rope_theta ** (-np.arange(half) / half)
+        if model.rope_scaling == "linear":
+            frequency_P /= model.rope_factor
+        if model.rope_scaling == "llama3":
+            length_P, original = 2 * np.pi / frequency_P, model.rope_original_length
+            share_P = (original / length_P - model.rope_low_frequency) / (
+                model.rope_high_frequency - model.rope_low_frequency
+            )
+            between_P = (1 - share_P) * frequency_P / model.rope_factor + share_P * frequency_P
+            frequency_P = np.where(
+                length_P > original / model.rope_low_frequency,
+                frequency_P / model.rope_factor,
+                np.where(length_P < original / model.rope_high_frequency, frequency_P, between_P),
+            )
+        turn_BTP = np.exp(1j * self.position_BT[..., None] * frequency_P)
+        turned = (x_BTHK[..., :half] + 1j * x_BTHK[..., half:]) * turn_BTP[:, :, None]
+        return np.concatenate([turned.real, turned.imag], axis=-1)
+
+    def placed(self, weights: dict, q_BTHK: np.ndarray, k_BSHK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Queries and keys that know their positions."""
+        if self.model.query_key_norm_over == "width":
+            q_BTHK, k_BSHK = (
+                self.norm(
+                    {"scale": weights[name]["scale"].ravel()}, x.reshape(*x.shape[:2], -1), of_heads=True
+                ).reshape(x.shape)
+                for name, x in (("query_norm", q_BTHK), ("key_norm", k_BSHK))
+            )
+        elif self.model.query_key_norm:
+            q_BTHK = self.norm(weights["query_norm"], q_BTHK, of_heads=True)
+            k_BSHK = self.norm(weights["key_norm"], k_BSHK, of_heads=True)
+        return (self.rotated(q_BTHK), self.rotated(k_BSHK)) if self.model.positions == "rotary" else (q_BTHK, k_BSHK)
+
+    def attention(self, weights: dict, x_BTD: np.ndarray, seen_BTS: np.ndarray, layer: int) -> np.ndarray:
+        q_BTHK, k_BSHK, v_BSHK = (
+            np.einsum("BTD,DHK->BTHK", x_BTD, weights[part]["weight"]) + weights[part].get("bias", 0)
+            for part in ("query", "key", "value")
+        )
+        q_BTHK, k_BSHK = self.placed(weights, q_BTHK, k_BSHK)
+        group = self.model.num_heads // self.model.num_kv_heads
+        k_BSHK, v_BSHK = (np.repeat(x, group, axis=2) for x in (k_BSHK, v_BSHK))
+        scores_BHTS = np.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK) / np.sqrt(q_BTHK.shape[-1])
+        scores_BHTS = np.where(seen_BTS[:, None], scores_BHTS, -np.inf)
+        exp_BHTS = np.exp(scores_BHTS - scores_BHTS.max(-1, keepdims=True))
+        probability_BHTS = self.dropped(exp_BHTS / exp_BHTS.sum(-1, keepdims=True), layer, ATTENTION_WEIGHTS)
+        y_BTHK = np.einsum("BHTS,BSHK->BTHK", probability_BHTS, v_BSHK)
+        y_BTD = np.einsum("BTHK,HKD->BTD", y_BTHK, weights["output"]["weight"]) + weights["output"].get("bias", 0)
+        return self.dropped(y_BTD, layer, ATTENTION_OUTPUT)
+
+    def mlp(self, weights: dict, x_BTD: np.ndarray, layer: int) -> np.ndarray:
+        x_BTF = linear(weights["up"], x_BTD)
+        if self.model.activation == "swiglu":
+            gate_BTF = linear(weights["gate"], x_BTD)
+            x_BTF = x_BTF * gate_BTF / (1 + np.exp(-gate_BTF))
+        else:
+            x_BTF = self.gelu(x_BTF)
+        return self.dropped(linear(weights["down"], x_BTF), layer, MLP_OUTPUT)
+
+
+class Decoder(Plain):
+    """GPT-2, and decoders of other words."""
+
+    def logits(self, batch: dict) -> np.ndarray:
+        """Of every token, [B, T, V]; `positions` in the batch begin anew with every document."""
+        shared, tokens_BT = self.weights["shared"], batch["tokens"]
+        index_T = np.arange(tokens_BT.shape[1])
+        self.position_BT = batch.get("positions", np.broadcast_to(index_T, tokens_BT.shape))
+        behind_TS = index_T[:, None] - index_T[None]
+        seen_BTS = (behind_TS >= 0) & (behind_TS <= self.position_BT[..., None])
+        if self.model.sliding_window:
+            seen_BTS &= behind_TS < self.model.sliding_window
+        x_BTD = shared["table"][tokens_BT]
+        if self.model.positions == "learned":
+            x_BTD = x_BTD + shared["positions"][self.position_BT]
+        x_BTD = self.layers(self.dropped(x_BTD, EMBEDDING), seen_BTS)
+        table_VD = shared["table" if self.model.tied_embedding else "output"][: self.model.vocab_size]
+        return self.norm(shared["final_norm"], x_BTD) @ table_VD.T
+
+    def loss(self, batch: dict) -> float:
+        """Mean over the targets that are not ignored."""
+        losses_BT = cross_entropy(self.logits(batch), batch["targets"])
+        return losses_BT[batch["targets"] != IGNORED].mean()
+
+
+def linear(weights: dict, x: np.ndarray) -> np.ndarray:
+    return x @ weights["weight"] + weights.get("bias", 0)
+
+
+def cross_entropy(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Of every target, the last dim of the logits being the classes; 0 where it is ignored."""
+    highest = logits.max(-1, keepdims=True)
+    normalizer = (highest + np.log(np.exp(logits - highest).sum(-1, keepdims=True)))[..., 0]
+    picked = np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)[..., 0]
+    return np.where(targets == IGNORED, 0.0, normalizer - picked)

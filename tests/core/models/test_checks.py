@@ -1,0 +1,109 @@
+"""Options of a model that do not fit each other or the mesh are refused by one line that says which would."""
+
+from typing import Any
+
+import pytest
+from tiny import user_error
+
+from megajax.core.errors import UserError
+from megajax.settings.presets import load_preset, resolve
+from megajax.settings.validation import validate_mesh
+
+REFUSED = {  # preset and table of options -> values, and a part of the line
+    ("llama-demo", "model"): [
+        ({"num_kv_heads": 3}, "--model.num-kv-heads 3 with --model.num-heads 8; valid: 1, 2, 4, 8"),
+        ({"num_kv_heads": 16}, "--model.num-kv-heads 16 with --model.num-heads 8; valid: 1, 2, 4, 8"),
+        (
+            {"head_size": 15},
+            "--model.head-size 15 with --model.positions rotary, which rotates pairs of features; valid: ",
+        ),
+        ({"num_heads": 6, "num_kv_heads": 2}, "valid: a multiple of 6, such as 60 or 66, or a --model.head-size"),
+        (
+            {"rope_factor": 2.0},
+            "--model.rope-factor 2 with --model.rope-scaling none; valid: --model.rope-scaling linear or llama3, or ",
+        ),
+        (
+            {"rope_scaling": "llama3", "rope_low_frequency": 4.0},
+            "--model.rope-low-frequency 4 is not below --model.rope-high-frequency 4; valid: less",
+        ),
+        (
+            {"positions": "learned", "rope_theta": 5e5},
+            "--model.rope-theta 500000 with --model.positions learned; valid: --model.positions rotary, or "
+            "--model.rope-theta 10000",
+        ),
+        (
+            {"query_key_norm_over": "width"},
+            "--model.query-key-norm-over width with --no-model.query-key-norm; valid: --model.query-key-norm, or "
+            "--model.query-key-norm-over head",
+        ),
+        ({"layer_order": "post"}, "--model.layer-order post with --model.family decoder; valid: pre"),
+        ({"activation": "relu"}, "valid: auto, gelu, gelu-tanh, swiglu"),
+        ({"rope_scaling": "yarn"}, "valid: none, linear, llama3"),
+    ],
+    ("bert-demo", "model"): [
+        ({"norm": "rmsnorm"}, "--model.norm rmsnorm with --model.family bert; valid: --model.norm layernorm"),
+        ({"query_key_norm": True}, "--model.query-key-norm with --model.family bert; valid: --no-model.query-key-norm"),
+        (
+            {"norm_epsilon": 1e-5},
+            "--model.norm-epsilon 1e-05 with --model.family bert; valid: --model.norm-epsilon 1e-12",
+        ),
+        ({"mlp_size": 100}, "--model.mlp-size 100 with --model.family bert; valid: 512"),
+        ({"num_kv_heads": 2}, "--model.num-kv-heads 2 with --model.num-heads 8; valid: 8"),
+        ({"head_size": 8}, "--model.head-size 8"),
+    ],
+    ("demo", "lora"): [
+        ({"rank": 65}, "--lora.rank 65 is more than the product query has, of 64 x 64; valid: at most 64"),
+        ({"targets": ["atention"]}, "did you mean attention?"),
+        ({"targets": ["q_proj"]}, "--lora.targets 'q_proj'; valid: attention, mlp, experts, query, key, value, "),
+        ({"targets": ["attention,experts"]}, "down (separated by spaces: attention experts)"),
+        ({"targets": ["attention mlp"]}, "down (separated by spaces: attention mlp)"),
+        ({"rank": 4, "targets": []}, "--lora.targets is empty; valid: attention, "),
+        (
+            {"rank": 4, "targets": ["gate"]},
+            "--lora.targets gate with --model.activation gelu-tanh, which has no gate; valid: without gate, or",
+        ),
+        ({"rank": 4, "alpha": 0}, "--lora.alpha 0.0; valid: more than 0"),
+        ({"rank": -1}, "--lora.rank -1; valid: 0 to"),
+    ],
+    ("llama-demo", "lora"): [
+        ({"rank": 33}, "--lora.rank 33 is more than the product key has, of 64 x 32; valid: at most 32"),
+    ],
+    ("bert-demo", "lora"): [
+        ({"rank": 4}, "--lora.rank 4 with --model.family bert; valid: --lora.rank 0, or --model.family d"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("preset", "table", "values", "line"), [(*where, *row) for where, rows in REFUSED.items() for row in rows]
+)
+def test_what_does_not_fit(preset: str, table: str, values: dict[str, Any], line: str) -> None:
+    said = user_error(resolve, load_preset(preset), {f"{table}.{name}": value for name, value in values.items()})
+    assert line in said and "valid" in said
+
+
+def test_what_is_left_to_others() -> None:
+    model = resolve(load_preset("demo")).model
+    assert (model.num_kv_heads, model.head_size, model.mlp_size) == (8, 8, 256)
+    assert (model.family, model.norm_epsilon, model.activation) == ("decoder", 1e-5, "gelu-tanh")
+    assert resolve(load_preset("demo"), {"model.family": "gpt2"}).model == model
+    bert = resolve(load_preset("bert-demo")).model
+    assert (bert.norm_epsilon, bert.activation) == (1e-12, "gelu")
+
+
+def on(tensor: int, **words: Any) -> None:
+    """Check a model on a tensor group."""
+    sizes = {"head_size": 16, "vocab_multiple": 48, "mlp_size": 48} | words
+    overrides = {"mesh.tensor": tensor} | {f"model.{name}": value for name, value in sizes.items()}
+    validate_mesh(resolve(load_preset("llama-demo"), overrides), tensor)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "tensor"), [(6, 3, 3), (6, 3, 6), (8, 2, 4), (8, 1, 8), (8, 8, 8)])
+def test_heads_of_keys_are_split_or_held_several_times(heads: int, kv_heads: int, tensor: int) -> None:
+    on(tensor, num_heads=heads, num_kv_heads=kv_heads)
+
+
+def test_a_tensor_group_that_neither_divides_heads_of_keys_nor_is_a_multiple() -> None:
+    line = "--mesh.tensor 6 does not divide --model.num-kv-heads 4, nor is it a multiple of it; valid: 1, 2, 4, 12"
+    with pytest.raises(UserError, match=line):
+        on(6, num_heads=12, num_kv_heads=4)

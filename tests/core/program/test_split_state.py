@@ -1,0 +1,184 @@
+"""ZeRO and sequence parallelism: what a split sequence communicates, counted on the jaxpr, and what a device keeps;
+bytes per parameter beside Megatron-LM's published rows, and whether they fit. All that ZeRO sends is in
+`tests/plan/test_planned_communication.py`."""
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from types import SimpleNamespace
+
+import jax
+import pytest
+from counting import HIDDEN, LAYERS, ROWS, count_shapes, of_kind, over, step_collectives
+from tiny import abstract_batch, full, tiny_config, tiny_program
+
+from megajax.core.backend import GPU
+from megajax.core.errors import UserError
+from megajax.core.models.family import count_parameters
+from megajax.core.pipeline.executor import Pipeline
+from megajax.core.program import memory
+from megajax.core.program.bind import look_into
+from megajax.core.program.memory import kept_bytes, state_bytes
+from megajax.core.program.program import Program, scans_layers
+from megajax.core.program.train_step import loss_and_gradients, train_step
+
+TENSOR = 4
+SEQUENCE = 20
+WHOLE, SHARD = (ROWS, SEQUENCE, HIDDEN), (ROWS, SEQUENCE // TENSOR, HIDDEN)
+
+
+LAYER = {  # all-gathers and reduce-scatters of a layer
+    "none": (2 + 2 + 2, 2 + 2),  # forward, backward, and again for the two products whose inputs were not kept
+    "selective": (2 + 2 + 2, 2 + 2),
+    "layer": (2 + 2 + 2, 2 + 1 + 2),  # forward, recomputed (whose last result nobody needs), backward
+    "stage": (2 + 2 + 2 + 2, 2 + 2 + 2),
+}
+
+
+@pytest.mark.parametrize("remat", [full("none"), full("selective"), "layer", full("stage")])
+def test_a_split_sequence_is_gathered_and_scattered(remat):
+    """In place of the all-reduces stand all-gathers and reduce-scatters that move the same bytes, and the re-gathers:
+    2 a layer, or 1 where the layer is recomputed. Embedding and head have one of each. No activation is all-reduced."""
+    ticks, layers = 4 + 2, LAYERS // 2
+    options = {"remat": remat, "sequence_length": SEQUENCE}
+    found = over("tensor", step_collectives((1, 2, TENSOR), 4, sequence_parallel=True, **options))
+    in_loop = [c for c in found if c.count > 1]
+    gathers, scatters = LAYER[remat]
+    assert count_shapes(of_kind("all-gather", in_loop)) == {SHARD: ticks * (gathers * layers + 2)}
+    assert count_shapes(of_kind("reduce-scatter", in_loop)) == {WHOLE: ticks * (scatters * layers + 2)}
+    assert set(count_shapes(of_kind("all-reduce", in_loop))) == {(ROWS, SEQUENCE)}  # the loss's numbers per token
+
+    def moved(found: list) -> float:
+        return sum(c.count * c.bytes_sent(TENSOR) for c in found)
+
+    plain = [c for c in over("tensor", step_collectives((1, 2, TENSOR), 4, **options)) if c.count > 1]
+    again = 1 if remat == "layer" else 2  # activations gathered a layer; recomputed, an all-reduce was there as well
+    activation = 4 * math.prod(WHOLE) * (TENSOR - 1) // TENSOR
+    assert moved(in_loop) - moved(plain) == again * layers * ticks * activation
+
+
+def kept(config) -> list[tuple[int, ...]]:
+    """Shapes of what a layer keeps until its backward, without the dim of stacked layers."""
+    return [leaf.shape[1:] for leaf in look_into(tiny_program(config), Pipeline.residual_types)]
+
+
+@pytest.mark.parametrize(
+    ("remat", "scan"),
+    [("none", "true"), ("selective", "false")] + [full(*case) for case in (("none", "false"), ("selective", "true"))],
+)
+def test_what_a_layer_keeps_of_a_split_sequence(remat, scan):
+    """Every activation of the width of the residual path (inputs of LayerNorm, of dropout, of the residual additions,
+    and the matrix products' inputs before they are gathered) is divided by the tensor size; inside the regions nothing
+    changes, and no gathered activation is kept."""
+    options = {"hidden_size": 32, "sequence_length": SEQUENCE, "microbatch": ROWS, "global_batch": ROWS}
+    options |= {"remat": remat, "scan_layers": scan, "num_layers": LAYERS}
+    whole = Counter(kept(tiny_config((1, 2, TENSOR), **options)))
+    split = Counter(kept(tiny_config((1, 2, TENSOR), sequence_parallel=True, **options)))
+    width, residual, own = 32, (ROWS, SEQUENCE, 32), (ROWS, SEQUENCE // TENSOR, 32)
+    in_mlp = Counter({(ROWS, SEQUENCE, 4 * width // TENSOR): 2 if remat == "none" else 1})
+    assert residual in whole and (whole - in_mlp)[residual] == split[own] == {"none": 4, "selective": 2}[remat]
+    tokens = [shape for shape in split if len(shape) == 3 and shape[:2] == (ROWS, SEQUENCE)]
+    assert all(split[shape] == in_mlp[shape] for shape in tokens)
+
+
+@pytest.mark.parametrize("remat", ["none", "layer", "stage"])
+def test_gathered_weights_are_not_kept_for_the_backward(remat):
+    shapes = [
+        kept(tiny_config((2, 2, 2), zero=zero, remat=remat, sequence_parallel=True, microbatch=2)) for zero in (0, 3)
+    ]
+    assert shapes[0] and Counter(shapes[0]) == Counter(shapes[1])
+
+
+@pytest.mark.full
+def test_scanned_layers_are_gathered_in_the_compiled_loop():
+    """The compiled forward and backward of ZeRO-3 have as many all-gathers for 6 layers as for 3: none was moved out of
+    a loop over layers, where what it gathers would be kept. On GPUs `scan_layers auto` scans them."""
+    counts = []
+    for layers in (3, 6):
+        config = tiny_config((2, 1, 1), zero=3, num_layers=layers)
+        program = tiny_program(config)
+        arguments = program.layout.shapes.params, abstract_batch(config), jax.ShapeDtypeStruct((), "int32")
+        passes = loss_and_gradients(program).lower(*arguments)
+        text = passes.compile({"xla_backend_optimization_level": 0}).as_text()
+        counts.append(len(re.findall(r" all-gather(?:-start)?\(", text)))
+    assert counts[0] == counts[1] > 12
+    on_gpu = dataclasses.replace(config, model=dataclasses.replace(config.model, scan_layers="auto"))
+    unsplit = dataclasses.replace(on_gpu, optimizer=dataclasses.replace(config.optimizer, zero=1))
+    assert scans_layers(on_gpu, GPU) and not scans_layers(unsplit, GPU)
+
+
+PUBLISHED = {  # (precision, dtype of the gradients): replicated, and distributed as (replicated part, part over data)
+    ("fp16", "fp16"): (20, (4, 16)),
+    ("fp16", "fp32"): (18, (6, 12)),
+    ("bf16", "bf16"): (20, (4, 16)),
+    ("bf16", "fp32"): (18, (6, 12)),
+    ("fp32", "fp32"): (16, (8, 8)),
+}
+
+
+def program(data: int, zero: int, precision: str, gradient_dtype: str) -> Program:
+    """A model whose dims all divide."""
+    sizes = {"num_layers": 2, "hidden_size": 64, "num_heads": 8, "sequence_length": 32, "vocab_size": 512}
+    config = tiny_config((data, 1, 1), precision=precision, zero=zero, **sizes)
+    optimizer = dataclasses.replace(config.optimizer, gradient_dtype=gradient_dtype)
+    return tiny_program(dataclasses.replace(config, optimizer=optimizer))
+
+
+@pytest.mark.parametrize("data", [1, *(full(data) for data in (2, 4)), 8])
+@pytest.mark.parametrize("row", PUBLISHED, ids="-".join)
+def test_bytes_per_parameter(row, data):
+    """Within 1% of the published rows; ZeRO-3 divides everything."""
+    replicated, (whole, split) = PUBLISHED[row]
+    for zero, expected in ((0, replicated), (1, whole + split / data), (3, (whole + split) / data)):
+        made = program(data, zero, *row)
+        found = sum(state_bytes(made).values()) / count_parameters(made.config.model)
+        assert found == pytest.approx(expected, rel=0.01), zero
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", [("bf16", "fp32"), ("fp32", "fp32")], ids="-".join)
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_the_compiled_step_takes_that_state(zero, row):
+    """Its arguments are the state, less than 1 kB of scalars and recent norms, and the batch."""
+    made = program(4, zero, *row)
+    batch = abstract_batch(made.config)
+    step = train_step(made).lower(jax.eval_shape(made.layout.init), batch)
+    compiled = step.compile({"xla_backend_optimization_level": 0}).memory_analysis()
+    parts = state_bytes(made)
+    rows = sum(math.prod(leaf.shape) * 4 for leaf in batch.values()) // 4
+    state = sum(parts.values()) - parts["gradients"]
+    assert 0 <= compiled.argument_size_in_bytes - state - rows < 1024
+    assert compiled.alias_size_in_bytes >= state  # updated where it lies
+
+
+@pytest.mark.parametrize(("mesh", "zero"), [((1, 1, 1), 1), ((2, 2, 1), 0), ((2, 1, 2), 3)])
+def test_what_does_not_fit_is_refused_to_the_byte(mesh, zero, monkeypatch) -> None:
+    """The devices of a CPU share its memory; a GPU has its own, and where it does not say how much, all fits."""
+    program = tiny_program(tiny_config(mesh, precision="bf16", zero=zero))
+    weights, main, moments = kept_bytes(program.layout).values()
+    devices = math.prod(mesh)
+    activations = 3 * 16 * 24 * 2 * 4 // mesh[1]  # rows, tokens, width, bytes, layers
+    scores, logits = 16 * 16 * 4, 3 * 16 * 128 * 2 // mesh[2]
+    for needed, options in (
+        (weights + main + moments + activations + scores + logits, {"training": True, "rows": 3}),
+        (weights, {"training": False}),
+    ):
+        monkeypatch.setattr(memory, "_machine_bytes", lambda needed=needed: needed * devices)
+        memory.check_memory(program, **options)
+        monkeypatch.setattr(memory, "_machine_bytes", lambda needed=needed: needed * devices - 1)
+        message = rf"--model\.num-layers 4, .* need .* on each of {devices} devices .*; valid: "
+        with pytest.raises(UserError, match=message):
+            memory.check_memory(program, **options)
+
+
+def test_the_memory_of_devices(monkeypatch) -> None:
+    def gpus(*limits):
+        stats = [None if limit is None else {"bytes_limit": limit} for limit in limits]
+        return [SimpleNamespace(platform="gpu", memory_stats=lambda each=each: each) for each in stats]
+
+    assert memory._device_bytes(gpus(5, 3, None)) == 3 and memory._device_bytes(gpus(None)) == math.inf
+    monkeypatch.setattr(memory, "_machine_bytes", lambda: 8)
+    assert memory._device_bytes([SimpleNamespace(platform="cpu")] * 4) == 2
+    monkeypatch.undo()
+    assert 2**28 < memory._machine_bytes() < 2**50

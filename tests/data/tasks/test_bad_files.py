@@ -1,0 +1,190 @@
+"""What cannot be used of the tasks' files: each with the one line that says so."""
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pytest
+from real_records import read
+
+from megajax.core.errors import UserError
+from megajax.data.tasks.registry import TASKS
+
+MNLI = "index\tgenre\tsentence1\tsentence2\tgold_label\n1\tfiction\tA man.\tA dog.\tneutral\n"
+QQP = "id\tquestion1\tquestion2\tis_duplicate\n1\tWhy?\tHow?\t0\n"
+QUESTION = {"id": "q1", "question": "Who?", "answers": [{"text": "Ada", "answer_start": 0}]}
+PASSAGE = {
+    "id": "high1.txt",
+    "article": "Ada wrote.",
+    "questions": ["Who?"],
+    "options": [["Ada", "I"]],
+    "answers": ["A"],
+}
+
+
+def squad(*questions, **change) -> str:
+    paragraph = {"context": "Ada wrote programs.", "qas": list(questions)} | change
+    return json.dumps({"version": "1.1", "data": [{"title": "t", "paragraphs": [paragraph]}]})
+
+
+def race(**change) -> str:
+    return json.dumps({key: value for key, value in (PASSAGE | change).items() if value is not None})
+
+
+def asked(**change) -> str:
+    return squad(QUESTION | change)
+
+
+SQUAD = squad(QUESTION)
+Q1 = ": question 1 (id q1)"
+LATIN = (MNLI + "2\tf\tA\xe9.\tB.\tneutral\n").encode("latin-1")
+VALID_SQUAD = """SQuAD's JSON, {"data": [{"paragraphs": …}]}"""
+VALID_MNLI = "TSV with the columns sentence1, sentence2 and gold_label"
+VALID_QQP = "TSV with the columns question1, question2 and is_duplicate"
+VALID_RACE = "JSON with article, questions, options and answers, of one passage or on each line"
+LIST, WHOLE = 'valid: a list under "answers"', "a whole number"
+TEXT = 'valid: text, or "is_impossible": true in squad2'
+OTHER = f"not squad1; valid: {VALID_SQUAD}, every question with an answer"
+CUT = "the file is cut off, as by an interrupted download; valid: the complete file"
+
+BAD = [
+    # task, content, message after "--data.dev: FILE"
+    ("mnli", "", f" is empty; valid: {VALID_MNLI}"),
+    ("mnli", "\n \n", f" is empty; valid: {VALID_MNLI}"),
+    ("mnli", b"\x00\x01\x02", f" is binary; valid: {VALID_MNLI}"),
+    ("mnli", MNLI.encode("utf-16"), f" is binary; valid: {VALID_MNLI}"),
+    ("mnli", MNLI + "2\tf\tA\xe9.\tB.\tneutral\n", None),  # as UTF-8 this can be read
+    ("mnli", LATIN, ":3 is not UTF-8 text (at byte 5); valid: UTF-8"),
+    ("mnli", MNLI + "2\tf\t\0\tB.\tneutral\n" + "x" * 70_000, f" is binary; valid: {VALID_MNLI}"),
+    ("mnli", MNLI + "\n" * 70_000 + "2\tf\t\0\tB.\tneutral\n", ":70003 contains a NUL character; valid: text"),
+    ("mnli", MNLI.splitlines()[0], f" has no records; valid: {VALID_MNLI}"),
+    ("mnli", QQP, f" looks like a qqp file, not mnli; valid: {VALID_MNLI}"),
+    ("mnli", SQUAD, f" looks like a squad1 or squad2 file, not mnli; valid: {VALID_MNLI}"),
+    ("mnli", race(), f" looks like a race file, not mnli; valid: {VALID_MNLI}"),
+    ("mnli", '{"sentence1": "A"}\n', f" is JSON; valid: {VALID_MNLI}"),
+    ("mnli", "1\tA\n", f" has no column sentence1, sentence2, gold_label, only 1, A; valid: {VALID_MNLI}"),
+    ("mnli", "sentence1\tsentence2\n", f" has no column gold_label, only sentence1, sentence2; valid: {VALID_MNLI}"),
+    ("mnli", "label\tsentence1\tsentence1\tsentence2\n", ': column "sentence1" occurs 2 times; valid: once'),
+    ("mnli", MNLI + "2\tfiction\tA\tB\n", ":3: 4 columns; valid: 5, as in the first line"),
+    ("mnli", MNLI + "2\tfiction\tA\tB\tneutral\tneutral", ":3: 6 columns; valid: 5, as in the first line"),
+    ("mnli", MNLI + "2\tfiction\tA ma", f":3: {CUT}"),
+    ("mnli", MNLI + "2\tfiction\tA\tB\tneut", f":3: {CUT}"),
+    ("mnli", MNLI + "2\tfiction\tA\tB\tmaybe\n", ':3: label "maybe"; valid: entailment, neutral, contradiction'),
+    ("mnli", MNLI + "2\tfiction\tA\tB\tneut\n", ':3: label "neut"; valid: entailment, neutral, contradiction'),
+    ("mnli", MNLI + "x" * (1 << 20) + "y\n", ": line 3 has more than 1 MiB; valid: at most that"),
+    ("qqp", MNLI, f" looks like a mnli file, not qqp; valid: {VALID_QQP}"),
+    ("qqp", QQP + "2\tWhy?\tHow?\t2\n", ':3: label "2"; valid: 0, 1'),
+    ("qqp", QQP + "2\tWhy?\tHow?\t\n", ':3: label ""; valid: 0, 1'),
+    ("qqp", QQP + "2\tWhy?\tHo", f":3: {CUT}"),
+    ("qqp", QQP + "2\tWhy?\tHow?\t", f":3: {CUT}"),
+    ("squad1", "", f" is empty; valid: {VALID_SQUAD}"),
+    ("squad1", MNLI, f" looks like a mnli file, not squad1 or squad2; valid: {VALID_SQUAD}"),
+    ("squad1", race(), f" looks like a race file, not squad1 or squad2; valid: {VALID_SQUAD}"),
+    ("squad1", "<!DOCTYPE html>", f" is not JSON; valid: {VALID_SQUAD}"),
+    ("squad1", SQUAD[:60], f": {CUT}"),
+    ("squad1", SQUAD[:-1], f": {CUT}"),
+    ("squad2", SQUAD.replace(": 0", ": 0.")[: SQUAD.index(": 0") + 4], f": {CUT}"),
+    ("squad1", SQUAD + "}", f": not JSON: Extra data at line 1, column {len(SQUAD) + 1}; valid: {VALID_SQUAD}"),
+    ("squad1", "[" * 100, f": unsupported JSON: nested in more than 64 brackets; valid: {VALID_SQUAD}"),
+    ("squad1", SQUAD.encode() + b"\xff", f" is not UTF-8 text (at byte {len(SQUAD)}); valid: UTF-8"),
+    ("squad1", "[]", ": the record is not an object; valid: an object"),
+    ("squad1", '{"version": 1}', ': no key "data", there are "version"; valid: a list under "data"'),
+    ("squad1", '{"data": []}', f" has no records; valid: {VALID_SQUAD}"),
+    ("squad1", squad(), f" has no records; valid: {VALID_SQUAD}"),
+    ("squad1", '{"data": {}}', ': "data" is not a list; valid: a list'),
+    ("squad1", '{"data": [1]}', ": the article after 0 paragraphs: the record is not an object; valid: an object"),
+    ("squad1", squad(QUESTION, context=" \n"), ": paragraph 1: the context is empty; valid: text"),
+    ("squad1", squad(QUESTION, context=None), ': paragraph 1: "context" is not text; valid: text'),
+    ("squad1", squad(3), ": question 1: the record is not an object; valid: an object"),
+    ("squad1", asked(id=1), ': question 1: "id" is not text; valid: text'),
+    ("squad1", asked(question=["Who?"]), f'{Q1}: "question" is not text; valid: text'),
+    (
+        "squad1",
+        asked(question="\ud800"),
+        f'{Q1}: "question" contains half a character (\\ud800 to \\udfff); valid: text',
+    ),
+    ("squad1", squad({"id": "q1", "question": "?"}), f'{Q1}: no key "answers", there are "id", "question"; {LIST}'),
+    (
+        "squad1",
+        asked(answers=[{"text": "A", "answer_start": True}]),
+        f'{Q1}: "answer_start" is not {WHOLE}; valid: {WHOLE}',
+    ),
+    ("squad2", asked(answers=[{"text": " ", "answer_start": 3}]), f"{Q1}: an answer is empty; {TEXT}"),
+    ("squad1", asked(answers=["Ada"]), f"{Q1}: an answer is not an object; valid: an object"),
+    ("squad1", asked(answers=[]), f"{Q1} has no answer; valid: at least one, or squad2 for questions without"),
+    ("squad1", asked(is_impossible=True, answers=[]), f"{Q1} is impossible, so this looks like a squad2 file, {OTHER}"),
+    ("squad2", asked(is_impossible=1), f'{Q1}: "is_impossible" is not true or false; valid: true or false'),
+    (
+        "squad1",
+        squad(QUESTION, QUESTION),
+        ": question 2 (id q1) has the same id as of FILE, question 1; valid: every id once",
+    ),
+    ("race", SQUAD, f" looks like a squad1 or squad2 file, not race; valid: {VALID_RACE}"),
+    ("race", QQP, f" looks like a qqp file, not race; valid: {VALID_RACE}"),
+    ("race", race()[:40], f": {CUT}"),
+    ("race", race() + "\n" + race()[:40], f":2: {CUT}"),
+    ("race", race() + "\n[1]\n", ":2: the record is not an object; valid: an object"),
+    ("race", '{"questions": []}', ': no key "article", there are "questions"; valid: text under "article"'),
+    ("race", race(article=" "), ": the article is empty; valid: text"),
+    ("race", race(questions="Who?"), ': "questions" is not a list; valid: a list'),
+    ("race", race(questions=[]), ": 0 questions, 1 lists of options, 1 answers; valid: as many of each"),
+    ("race", race(questions=[], options=[], answers=[]), f" has no records; valid: {VALID_RACE}"),
+    ("race", race(options=["Ada"]), ': question 1: its entry in "options" is not a list; valid: a list'),
+    ("race", race(options=[["Ada", 1]]), ": question 1: an option is not text; valid: text"),
+    ("race", race(options=[list("abcde")]), ": question 1 has 5 options; valid: 2 to 4"),
+    ("race", race(options=[["Ada"]]), f" has no records; valid: {VALID_RACE}"),
+    ("race", race(answers=["C"]), ': question 1: answer "C"; valid: A, B'),
+    ("race", race(answers=[0]), ": question 1: the answer is not text; valid: text"),
+    ("race", race(id="a\nb"), ": the id 'a\\nb' cannot be used as a name; valid: letters and digits"),
+]
+
+
+@pytest.mark.parametrize(("task", "content", "message"), BAD, ids=[f"{task}-{n}" for n, (task, *_) in enumerate(BAD)])
+def test_a_bad_file_is_one_line(task: str, content: str | bytes, message: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "f"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    if message is None:
+        assert read(task, file).entries
+        return
+    with pytest.raises(UserError) as caught:
+        read(task, file)
+    assert str(caught.value) == f"--data.dev: {file}{message}".replace("FILE", str(file))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_what_is_no_file_is_one_line(task: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "a.gz").write_bytes(gzip.compress(SQUAD.encode() * 99)[:-9])
+    (tmp_path / "b.gz").write_text(SQUAD)
+    folder = " has no files; valid: files that end in " if TASKS[task].suffixes else " is a folder; valid: a file of "
+    expected = {
+        "missing": " does not exist; valid: a file of ",
+        "pipe": " is a named pipe; valid: a file of ",
+        "folder": folder,
+        "a.gz": " is truncated or damaged: Compressed file ended before the end-of-stream marker was reached; valid: ",
+        "b.gz": " is truncated or damaged: Not a gzipped file (b'{\"'); valid: the complete file",
+    }
+    for name, problem in expected.items():
+        with pytest.raises(UserError) as caught:
+            read(task, tmp_path / name)
+        assert str(caught.value).startswith(f"--data.dev: {tmp_path / name}{problem}")
+    (tmp_path / "a.tsv").write_text(QQP)
+    (tmp_path / "b.tsv").symlink_to(tmp_path / "a.tsv")
+    for paths, problem in (
+        ([], "--data.dev is not given; valid: "),
+        ([""], "--data.dev is empty; valid: a path"),
+        ([str(tmp_path / "a.tsv"), str(tmp_path / "b.tsv")], r".*/b\.tsv is named twice; valid: every file once$"),
+    ):
+        with pytest.raises(UserError, match=f"^{problem}"):
+            read(task, *paths)
+
+
+@pytest.mark.parametrize("content", [SQUAD, json.dumps(json.loads(SQUAD), indent=2), json.dumps([1, -2.5e3, None])])
+def test_json_that_ends_anywhere_is_cut_off(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "f"
+    for size in range(1, len(content)):
+        file.write_text(content[:size])
+        with pytest.raises(UserError, match="the file is cut off, as by an interrupted download"):
+            read("squad1", file)
