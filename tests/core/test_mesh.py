@@ -169,8 +169,8 @@ def test_a_context_group_sits_between_data_and_tensor():
 
 ROOT = Path(__file__).parents[2]
 LINES = {  # by file: the line before, and the new one
-    "axes.py": ('    "data": {"rows"},', '    "further": {"rows"},'),
-    "config.py": ("    tensor: Annotated[", '    further: Annotated[int, "one more axis of rows", _AXIS] = 1'),
+    "core/axes.py": ('    "data": {"rows"},', '    "further": {"rows"},'),
+    "core/config.py": ("    tensor: Annotated[", '    further: Annotated[int, "one more axis of rows", _AXIS] = 1'),
 }
 TRAIN = """
 import dataclasses
