@@ -130,7 +130,7 @@ def question(implementation: str, device: str, case: Case) -> Any:
     from megajax.core.models.attention_mask import AttentionMask
     from megajax.core.models.attention_setting import Setting
     from megajax.core.parallel.random import Dropout
-    from megajax.core.program.measured import Question
+    from megajax.core.program.measured import FormQuestion
 
     place_T = np.arange(case.length, dtype=np.int32)
     positions_BT = np.tile(place_T % (case.length // NUM_DOCUMENTS), (case.rows, 1))
@@ -170,7 +170,7 @@ def question(implementation: str, device: str, case: Case) -> Any:
     forms = {implementation: backend} if able[0] else {}
     outputs = ["the heads", *(f"the gradient of the {name}" for name in ("queries", "keys", "values"))]
     reference = dataclasses.replace(base, attention=BLOCKS, query_block=2048, scores_bytes=2**28)
-    return Question("attention", str(case), outputs, forms, reference, function, inputs)
+    return FormQuestion("attention", str(case), outputs, forms, reference, function, inputs)
 
 
 def torchs(device: str, cases: list[Case], first: int, seconds: float) -> None:

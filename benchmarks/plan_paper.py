@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megajax.plan.machines import MACHINES
-from megajax.plan.time import StepTime, step_time
+from megajax.plan.time import PlannedTime, step_time
 from megajax.settings.config import Config
 from megajax.settings.presets import load_preset, resolve
 
@@ -58,7 +58,7 @@ def paper_flops(config: Config) -> float:
     return 96 * config.train.global_batch * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
 
 
-def on_v100(config: Config) -> StepTime:
+def on_v100(config: Config) -> PlannedTime:
     return step_time(config, MACHINES["v100"])
 
 
@@ -89,7 +89,7 @@ def of_the_paper() -> Iterator[Figure]:
         yield Figure(f"an epoch of {name}, days", PREDICTED, days, ours, ".2f")
 
 
-def h100(preset: str, **changes: object) -> StepTime:
+def h100(preset: str, **changes: object) -> PlannedTime:
     return step_time(resolve(load_preset(preset), changes), MACHINES["h100"])
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.families import exchange_for
-from megajax.convert.importing import Source, write_run
+from megajax.convert.importing import ImportedModel, write_run
 from megajax.convert.weights import Tensor, to_tensors, weight_of, whole_model
 from megajax.core.models.config import ModelConfig
 from megajax.core.program.program import Program
@@ -31,7 +31,7 @@ def back_to_tensors(weights: Mapping[str, Any], model: ModelConfig) -> dict[str,
     return to_tensors(exchange_for(model, "", "it").places(model), weights, model)
 
 
-def weights_of(source: Source, seed: int = 0) -> dict[str, Any]:
+def weights_of(source: ImportedModel, seed: int = 0) -> dict[str, Any]:
     """All of a folder that was opened; what is fresh is drawn by the seed."""
     weight, shapes = source.weights.weights(seed), whole_model(source.config.model).shapes
     return jax.tree_util.tree_map_with_path(lambda path, ours: weight(path, ours.shape), shapes)

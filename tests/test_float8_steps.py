@@ -20,7 +20,7 @@ from megajax.core.backend import CPU
 from megajax.core.models.lora_config import LoraConfig
 from megajax.core.parallel.float8 import FLOAT8
 from megajax.core.precision import E4M3
-from megajax.core.program.bind import look_into
+from megajax.core.program.bind import trace_pipeline
 from megajax.core.program.communication import collectives_of
 from megajax.core.program.memory import kept_bytes
 from megajax.core.program.program import Program
@@ -136,7 +136,7 @@ def test_the_plan_has_the_bytes_of_the_copies(options: dict) -> None:
         found = [leaf for path, leaf in flat if jax.tree_util.DictKey(FLOAT8) in path]
         return sum(leaf.size * leaf.dtype.itemsize for leaf in found)
 
-    assert memory(config).copies == look_into(program, copies) > 0
+    assert memory(config).copies == trace_pipeline(program, copies) > 0
 
 
 ADAPTED = {"mesh": (1, 1, 2), "num_layers": 2, "lora": LoraConfig(rank=2), "precision": "fp8", "num_heads": 2}

@@ -52,13 +52,13 @@ def main(argv: Sequence[str]) -> None:
 
     from megajax.host.children import num_cores
     from megajax.preparation.cluster import connected
-    from megajax.preparation.plan import Task
+    from megajax.preparation.plan import PreparationTask
     from megajax.preparation.prepare import prepare_dataset
     from megajax.preparation.report import print_table
     from megajax.preparation.running import Show
     from megajax.preparation.workers import processes
 
-    task = Task(args.inputs, args.output, PrepareOptions(**parser.overrides(args)), args.decontaminate)
+    task = PreparationTask(args.inputs, args.output, PrepareOptions(**parser.overrides(args)), args.decontaminate)
     show = Show(shown=not args.json)
     try:
         with connected(cluster) if cluster else processes(workers or num_cores()) as running:

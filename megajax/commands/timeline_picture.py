@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megajax.commands.timeline_text import Excerpt, Part, cell_name, excerpt
+from megajax.commands.timeline_text import Excerpt, TickRange, cell_name, excerpt
 from megajax.core.pipeline.table import Schedule
 from megajax.core.pipeline.timing import Span, StageTimes, timeline
 from megajax.host.pictures import save
@@ -66,7 +66,7 @@ def _size(inches: float) -> float:
     return min(20.0, max(10.0, 0.6 * inches))
 
 
-def _range(spans: Sequence[Span], part: Part) -> tuple[float, float]:
+def _range(spans: Sequence[Span], part: TickRange) -> tuple[float, float]:
     """When the first pass of a part begins, and when its last one ends."""
     within = [span for span in spans if part.first <= span.tick < part.past]
     return min(span.start for span in within), max(span.end for span in within)

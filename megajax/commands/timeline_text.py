@@ -28,7 +28,7 @@ _Texts = list[tuple[str, str]]  # text and style of forward, backward, deferred 
 
 
 @dataclass(frozen=True)
-class Part:
+class TickRange:
     """Consecutive ticks from `first` up to but not including `past`."""
 
     name: str
@@ -43,7 +43,7 @@ class Part:
 class Excerpt:
     """The drawn part of a schedule: ranges of ticks, and stages, both in order."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[TickRange, ...]
     stages: tuple[int, ...]
     of: tuple[int, int]  # ticks and stages of the whole schedule
     cells: int  # passes in it
@@ -69,14 +69,14 @@ def excerpt(schedule: Schedule) -> Excerpt:
     cells = passes + (schedule.num_microbatches * schedule.num_virtual if schedule.deferral else 0)
     stages = tuple(range(p))
     if cells <= MOST_CELLS:
-        return Excerpt((Part("all", 0, ticks),), stages, (ticks, p), cells)
+        return Excerpt((TickRange("all", 0, ticks),), stages, (ticks, p), cells)
     if p > _MOST_STAGES:
         half = _MOST_STAGES // 2
         stages = stages[:half] + stages[-half:]
     return Excerpt(tuple(_parts(schedule)), stages, (ticks, p), cells)
 
 
-def _parts(schedule: Schedule) -> list[Part]:
+def _parts(schedule: Schedule) -> list[TickRange]:
     forward, backward = schedule.forward.active, schedule.backward.active
     ticks, group = schedule.num_ticks, max(schedule.num_virtual, 8)
     turn = int(backward[:, -1].argmax())
@@ -85,8 +85,8 @@ def _parts(schedule: Schedule) -> list[Part]:
     drained = 2 * schedule.num_stages if turns else ticks - _last(forward[:, 0])
     begins, ends = min(filled, _MOST_TICKS, (ticks + 1) // 2), min(drained, _MOST_TICKS, ticks // 2)
     parts = [
-        Part("warm-up" + " (its first ticks)" * (begins < filled), 0, begins),
-        Part("cool-down" + " (its last ticks)" * (ends < drained), ticks - ends, ticks),
+        TickRange("warm-up" + " (its first ticks)" * (begins < filled), 0, begins),
+        TickRange("cool-down" + " (its last ticks)" * (ends < drained), ticks - ends, ticks),
     ]
     length = min(2 * schedule.num_stages if turns else group, _MOST_TICKS, ticks - ends - begins)
     if length > 0:
@@ -94,7 +94,7 @@ def _parts(schedule: Schedule) -> list[Part]:
         first = min(max(wanted, begins), ticks - ends - length)
         steady = bool((forward & backward)[first : first + length].all())
         name = "the turn" if turns else "steady" if steady else "middle"
-        parts.insert(1, Part(name, first, first + length))
+        parts.insert(1, TickRange(name, first, first + length))
     return parts
 
 
@@ -154,7 +154,7 @@ def _cell_of(schedule: Schedule) -> Callable[[int, int], _Texts]:
 
 
 def _draw_part(
-    schedule: Schedule, part: Part, stages: tuple[int, ...], cell: Callable[[int, int], _Texts], width: int | None
+    schedule: Schedule, part: TickRange, stages: tuple[int, ...], cell: Callable[[int, int], _Texts], width: int | None
 ) -> "list[Text]":
     from rich.text import Text
 

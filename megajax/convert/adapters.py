@@ -19,7 +19,7 @@ from megajax.convert.importing import check_new
 from megajax.convert.origin import Origin
 from megajax.convert.tensor_files import WEIGHTS, write_tensors
 from megajax.convert.tokenizer_files import write_objects
-from megajax.convert.weights import Place, Tensor, whole_layout, whole_model
+from megajax.convert.weights import Tensor, TensorPlace, whole_layout, whole_model
 from megajax.core.errors import UserError
 from megajax.core.models.lora import LORA, Adapters
 from megajax.host.files import folder_atomically
@@ -27,7 +27,7 @@ from megajax.runs.trained import weights_in_parts
 from megajax.settings.config import Config
 
 # Module of the transformers model (with `{layer}` in its name) -> our products in it (`Adapters.products`) -> place.
-_Modules = dict[str, dict[tuple[str, ...], Place]]
+_Modules = dict[str, dict[tuple[str, ...], TensorPlace]]
 
 
 def check_has_adapters(run_dir: Path, config: Config) -> None:
@@ -85,7 +85,7 @@ def _modules(run_dir: Path, config: Config) -> _Modules:
     return found
 
 
-def _joined(places: list[Place], pairs: list[tuple[Any, Any]], rank: int) -> tuple[Tensor, Tensor]:
+def _joined(places: list[TensorPlace], pairs: list[tuple[Any, Any]], rank: int) -> tuple[Tensor, Tensor]:
     """The two matrices of a module's adapter, from those of its products in one layer."""
     flat = [(a.reshape(-1, rank).T, b.reshape(rank, -1).T) for a, b in pairs]
     a_RI = np.concatenate([a for a, _ in flat]).astype(np.float32)

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from megajax.convert.exchange import Exchange, Head
-from megajax.convert.parts import Part, dropout, plain_heads
+from megajax.convert.parts import OptionGroup, dropout, plain_heads
 from megajax.convert.settings import Fields
-from megajax.convert.weights import Place, linear, norm
+from megajax.convert.weights import TensorPlace, linear, norm
 from megajax.core.models.bert.model import TOKEN_TYPES
 from megajax.data.tasks.registry import TASKS
 
@@ -49,7 +49,7 @@ _HEADS = {  # class names without what precedes `Bert`
         shared={
             **linear("head/masked/dense", f"{_PREDICTIONS}transform.dense", "DD"),
             **norm("head/masked/norm", f"{_PREDICTIONS}transform.LayerNorm"),
-            "head/masked/bias": Place(f"{_PREDICTIONS}bias", "V"),
+            "head/masked/bias": TensorPlace(f"{_PREDICTIONS}bias", "V"),
             **_POOLER,
             **linear("head/order", "cls.seq_relationship", "2D"),
         },
@@ -118,7 +118,7 @@ def _exchange(model_type: str, order: str, prefix: str) -> Exchange:
         },
         parts=(
             plain_heads("num_attention_heads", "hidden_size"),
-            Part(("mlp_size",), _read_mlp, lambda model: {"intermediate_size": model.mlp_size}),
+            OptionGroup(("mlp_size",), _read_mlp, lambda model: {"intermediate_size": model.mlp_size}),
             dropout(
                 "hidden_dropout_prob",
                 "attention_probs_dropout_prob",
@@ -126,9 +126,9 @@ def _exchange(model_type: str, order: str, prefix: str) -> Exchange:
             ),
         ),
         shared={
-            "table": Place(_TABLE, "VD"),
-            "positions": Place("bert.embeddings.position_embeddings.weight", "TD"),
-            "token_types": Place("bert.embeddings.token_type_embeddings.weight", "2D"),
+            "table": TensorPlace(_TABLE, "VD"),
+            "positions": TensorPlace("bert.embeddings.position_embeddings.weight", "TD"),
+            "token_types": TensorPlace("bert.embeddings.token_type_embeddings.weight", "2D"),
             **norm("norm", outside),
         },
         blocks={

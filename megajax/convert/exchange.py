@@ -1,7 +1,7 @@
 """A class in the Hugging Face format, described by tables: its settings, and the place of every weight.
 
 To add one, write such an `Exchange` and list it in `families.py`. If a field means the same as one of our options, its
-name is declared on the option (`Theirs` in `core/models/config.py`).
+name is declared on the option (`HuggingFaceName` in `core/models/config.py`).
 """
 
 import contextlib
@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megajax.convert.parts import Lacks, Part
+from megajax.convert.parts import Lacks, OptionGroup
 from megajax.convert.settings import Fields
 from megajax.convert.tokenizer_files import check_wordpiece
-from megajax.convert.weights import Place, Places, Spelling, named, weight_paths
+from megajax.convert.weights import Spelling, TensorPlace, TensorPlaces, named, weight_paths
 from megajax.core.errors import UserError
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.registry import FAMILIES
 from megajax.core.options import Option, options
-from megajax.core.traits import COMPUTATION, NOTHING, WEIGHTS, Changes, ReadWith, Theirs, Through
+from megajax.core.traits import COMPUTATION, NOTHING, WEIGHTS, Changes, HuggingFaceName, OnlyWith, Through
 from megajax.data.text.tokenizer import END_OF_TEXT, Tokenizer
 
 
@@ -27,11 +27,11 @@ class Head:
 
     classes: tuple[str, ...]  # transformers classes that have it; the first is written
     kind: str  # what messages call a model with all of its weights, such as "a GPT-2"
-    shared: Mapping[str, Place] = field(default_factory=dict)  # places of its own weights
+    shared: Mapping[str, TensorPlace] = field(default_factory=dict)  # places of its own weights
     # config.json -> values by key for a run's preset; raises `UserError` if we do not have such a head.
     read: Callable[[Fields], dict[str, Any]] = lambda _: {}
     write: Callable[[ModelConfig], dict[str, Any]] = lambda _: {}  # model -> fields of config.json
-    copies: Mapping[str, str] = field(default_factory=dict)  # as in `Places`, like the next two
+    copies: Mapping[str, str] = field(default_factory=dict)  # as in `TensorPlaces`, like the next two
     unused: tuple[str, ...] = ()
     fresh: Mapping[str, str] = field(default_factory=dict)
 
@@ -42,10 +42,10 @@ class Exchange:
 
     family: str  # `model.family` of its models
     model_type: str  # its value in config.json
-    dialect: str  # selects the names of options in config.json (`Theirs`)
+    dialect: str  # selects the names of options in config.json (`HuggingFaceName`)
     heads: Mapping[str, Head]  # by `model.head`
-    shared: Mapping[str, Place]  # places of the weights of the ends, except those in a head's own table
-    blocks: Mapping[str, Place]  # places of the weights of every layer
+    shared: Mapping[str, TensorPlace]  # places of the weights of the ends, except those in a head's own table
+    blocks: Mapping[str, TensorPlace]  # places of the weights of every layer
     # Options that have only one value in this class, in addition to those of our family. Options that are mentioned
     # nowhere here must have their defaults.
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -53,10 +53,12 @@ class Exchange:
     aliases: Mapping[str, str] = field(default_factory=dict)  # other names that transformers accepts for fields
     # Values of named options if the field is missing; None: it may be null.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    parts: tuple[Part, ...] = ()  # options that do not map to fields one to one
-    copies: Mapping[str, str] = field(default_factory=dict)  # as in `Places`, unless they are weights of the model
-    unused: tuple[str, ...] = ()  # as in `Places`
-    spelling: Spelling = lambda _: str  # as in `Places`, like the next
+    parts: tuple[OptionGroup, ...] = ()  # options that do not map to fields one to one
+    copies: Mapping[str, str] = field(
+        default_factory=dict
+    )  # as in `TensorPlaces`, unless they are weights of the model
+    unused: tuple[str, ...] = ()  # as in `TensorPlaces`
+    spelling: Spelling = lambda _: str  # as in `TensorPlaces`, like the next
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def architecture(self, model: ModelConfig) -> str:
@@ -124,7 +126,7 @@ class Exchange:
         covered = named.keys() | {name for part in self.parts for name in part.options}
         found: Lacks = {}
         for name, option in options(ModelConfig).items():
-            reader = option.trait(ReadWith)
+            reader = option.trait(OnlyWith)
             matters = option.trait(Changes) in (WEIGHTS, COMPUTATION) and not option.trait(Through)
             if reader and (reader.name in found or not reader.is_read(model)):
                 matters = False
@@ -135,13 +137,13 @@ class Exchange:
             found |= part.lacks(model)
         return found
 
-    def places(self, model: ModelConfig) -> Places:
+    def places(self, model: ModelConfig) -> TensorPlaces:
         """The places of a model's weights."""
         head = self.heads[model.head]
         there = {named(path) for path in weight_paths(model)}
         shared = {name: place for name, place in {**self.shared, **head.shared}.items() if ("shared", name) in there}
         own = {place.name for place in shared.values()}
-        return Places(
+        return TensorPlaces(
             shared=shared,
             blocks={name: place for name, place in self.blocks.items() if ("blocks", name) in there},
             copies={copy: name for copy, name in {**self.copies, **head.copies}.items() if copy not in own},
@@ -156,7 +158,7 @@ class Exchange:
         covered = {name for part in self.parts for name in part.options}
         found = {}
         for name, option in options(ModelConfig).items():
-            theirs = option.trait(Theirs)
+            theirs = option.trait(HuggingFaceName)
             if theirs and name not in covered and (field := theirs.name_in(self.dialect)):
                 found[name] = (field, option)
         return found

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 
 from megajax.convert.exchange import Exchange, Head
 from megajax.convert.parts import dropout, plain_heads, words
-from megajax.convert.weights import Place, norm
+from megajax.convert.weights import TensorPlace, norm
 
 _PREFIX = "transformer."
 _LAYER = _PREFIX + "h.{layer}."
@@ -17,9 +17,12 @@ def _spelling(there: Collection[str]) -> Callable[[str], str]:
     return lambda name: name.removeprefix(_PREFIX)
 
 
-def _product(ours: str, theirs: str, dims: str, third: int | None = None) -> dict[str, Place]:
+def _product(ours: str, theirs: str, dims: str, third: int | None = None) -> dict[str, TensorPlace]:
     """Weight and bias of a `Conv1D`, whose weight is [in, out] like ours."""
-    weight, bias = Place(f"{_LAYER}{theirs}.weight", dims, third), Place(f"{_LAYER}{theirs}.bias", dims[-1], third)
+    weight, bias = (
+        TensorPlace(f"{_LAYER}{theirs}.weight", dims, third),
+        TensorPlace(f"{_LAYER}{theirs}.bias", dims[-1], third),
+    )
     return {f"{ours}/weight": weight, f"{ours}/bias": bias}
 
 
@@ -52,9 +55,9 @@ EXCHANGE = Exchange(
         dropout("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     ),
     shared={
-        "table": Place(f"{_PREFIX}wte.weight", "VD"),
-        "positions": Place(f"{_PREFIX}wpe.weight", "TD"),
-        "output": Place("lm_head.weight", "VD"),
+        "table": TensorPlace(f"{_PREFIX}wte.weight", "VD"),
+        "positions": TensorPlace(f"{_PREFIX}wpe.weight", "TD"),
+        "output": TensorPlace("lm_head.weight", "VD"),
         **norm("final_norm", f"{_PREFIX}ln_f"),
     },
     blocks={

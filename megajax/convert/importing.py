@@ -129,7 +129,8 @@ class StoredWeights:
         return tensors.dtype(shapes)
 
     def read(self, name: str) -> Tensor:
-        """The tensor with a name in the family's `Places`, in fp32; raises `UserError` if it has NaNs or infinities."""
+        """The tensor with a name in the family's `TensorPlaces`, in fp32; raises `UserError` if it has NaNs or
+        infinities."""
         tensor = self._tensors.read(self._spelled(name))
         return self._adapter.applied(name, tensor) if self._adapter else tensor
 
@@ -161,7 +162,7 @@ def _drawn(config: ModelConfig, seed: int, names: set[str]) -> dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Source:
+class ImportedModel:
     """A model in the Hugging Face format, checked, with weights not read yet."""
 
     config: Config  # of a run that continues training; its run directory is not set
@@ -173,7 +174,9 @@ class Source:
     adapter: Path | None  # the folder of the adapter merged into the weights
 
 
-def open_source(folder: Path, overrides: Mapping[str, Any] | None = None, adapter_folder: Path | None = None) -> Source:
+def open_source(
+    folder: Path, overrides: Mapping[str, Any] | None = None, adapter_folder: Path | None = None
+) -> ImportedModel:
     """The model in `folder`, with its adapter or that of another folder; `overrides` by key replace what its
     `config.json` says.
 
@@ -199,7 +202,7 @@ def open_source(folder: Path, overrides: Mapping[str, Any] | None = None, adapte
     weights = StoredWeights(folder, config.model, exchange, adapter)
     origin = Origin.of(fields, exchange.architecture(config.model), weights.dtype, length)
     tokenizer, added = read_tokenizer(folder, FAMILIES[exchange.family].tokenizer, config.model.vocab_size)
-    return Source(config, exchange, origin, weights, tokenizer, added, adapter.folder if adapter else None)
+    return ImportedModel(config, exchange, origin, weights, tokenizer, added, adapter.folder if adapter else None)
 
 
 def training_flags(model: ModelConfig, run_dir: str | Path) -> str:
@@ -255,7 +258,7 @@ def write_run(
         write_atomically(new / "config.toml", comment + stored)
 
 
-def import_hf(source: Source, run_dir: Path) -> None:
+def import_hf(source: ImportedModel, run_dir: Path) -> None:
     """Write the run directory, with a checkpoint of step 0 and fresh optimizer state; raises like `write_run`, and
     `UserError` for a tensor."""
     weight = source.weights.weights(source.config.seed)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megajax.convert.exchange import Exchange, Head
-from megajax.convert.mixtures import MIXTRAL, OLMOE, QWEN3_MOE, Experts
-from megajax.convert.parts import Lacks, Part, lacks_divisible_heads, rope, words
+from megajax.convert.mixtures import MIXTRAL, OLMOE, QWEN3_MOE, ExpertFields
+from megajax.convert.parts import Lacks, OptionGroup, lacks_divisible_heads, rope, words
 from megajax.convert.settings import Fields
-from megajax.convert.weights import Place, linear
+from megajax.convert.weights import TensorPlace, linear
 from megajax.core.models.config import ModelConfig
 
 _WINDOW = "sliding_attention"  # names in layer_types for layers with and without a window
@@ -33,7 +33,7 @@ class _Kind:
     heads: Literal["free", "divide", "fill"] = "free"  # any; must divide the width; head sizes must add up to the width
     rope_theta: float = 10_000.0  # if the field is missing, like the next
     norm_epsilon: float = 1e-6
-    experts: Experts | None = None  # instead of MLPs
+    experts: ExpertFields | None = None  # instead of MLPs
     model_type: str = ""  # its value in config.json; empty: the name in lower case
 
     def read_heads(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class _Kind:
         norm = {"query_key_norm": bool(self.query_key_norm), "query_key_norm_over": self.query_key_norm or "head"}
         return {"norm": "rmsnorm", "positions": "rotary"} | norm
 
-    def blocks(self) -> dict[str, Place]:
+    def blocks(self) -> dict[str, TensorPlace]:
         """The places of a layer's weights."""
         width = self.query_key_norm == "width"
         mlp = {
@@ -132,14 +132,14 @@ class _Kind:
             **linear("mlp/down", f"{_LAYER}mlp.down_proj", "DF"),
         }
         return {
-            "attention_norm/scale": Place(f"{_LAYER}input_layernorm.weight", "D"),
-            "mlp_norm/scale": Place(f"{_LAYER}post_attention_layernorm.weight", "D"),
+            "attention_norm/scale": TensorPlace(f"{_LAYER}input_layernorm.weight", "D"),
+            "mlp_norm/scale": TensorPlace(f"{_LAYER}post_attention_layernorm.weight", "D"),
             **linear("attention/query", f"{_LAYER}self_attn.q_proj", "QD"),
             **linear("attention/key", f"{_LAYER}self_attn.k_proj", "GD"),
             **linear("attention/value", f"{_LAYER}self_attn.v_proj", "GD"),
             **linear("attention/output", f"{_LAYER}self_attn.o_proj", "DQ"),
-            "attention/query_norm/scale": Place(f"{_LAYER}self_attn.q_norm.weight", "Q" if width else "K"),
-            "attention/key_norm/scale": Place(f"{_LAYER}self_attn.k_norm.weight", "G" if width else "K"),
+            "attention/query_norm/scale": TensorPlace(f"{_LAYER}self_attn.q_norm.weight", "Q" if width else "K"),
+            "attention/key_norm/scale": TensorPlace(f"{_LAYER}self_attn.k_norm.weight", "G" if width else "K"),
             **(self.experts.places(_LAYER) if self.experts else mlp),
         }
 
@@ -164,22 +164,22 @@ def _exchange(kind: _Kind) -> Exchange:
         defaults={"norm_epsilon": kind.norm_epsilon, "tied_embedding": False, "renormalize_shares": False},
         parts=(
             words("activation", "hidden_act", {"silu": "swiglu", "swish": "swiglu"}),  # two names of the same function
-            Part(
+            OptionGroup(
                 ("num_kv_heads", "head_size"),
                 kind.read_heads,
                 lambda model: {"num_key_value_heads": model.num_kv_heads, "head_dim": model.head_size},
                 kind.lacks_heads,
             ),
-            Part(("bias",), kind.read_bias, kind.write_bias, kind.lacks_bias),
-            Part(("sliding_window",), kind.read_window, kind.write_window, kind.lacks_window),
-            Part(("dropout",), _read_dropout, lambda model: {"attention_dropout": model.dropout}),
+            OptionGroup(("bias",), kind.read_bias, kind.write_bias, kind.lacks_bias),
+            OptionGroup(("sliding_window",), kind.read_window, kind.write_window, kind.lacks_window),
+            OptionGroup(("dropout",), _read_dropout, lambda model: {"attention_dropout": model.dropout}),
             rope(kind.rope_theta),
             *(kind.experts.parts() if kind.experts else ()),
         ),
         shared={
-            "table": Place("model.embed_tokens.weight", "VD"),
-            "final_norm/scale": Place("model.norm.weight", "D"),
-            "output": Place("lm_head.weight", "VD"),
+            "table": TensorPlace("model.embed_tokens.weight", "VD"),
+            "final_norm/scale": TensorPlace("model.norm.weight", "D"),
+            "output": TensorPlace("lm_head.weight", "VD"),
         },
         blocks=kind.blocks(),
         copies={"lm_head.weight": "model.embed_tokens.weight"},

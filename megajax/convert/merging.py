@@ -14,7 +14,7 @@ import numpy as np
 from megajax.convert.adapter_options import SETTINGS, TENSORS, AdapterOptions
 from megajax.convert.exchange import Exchange
 from megajax.convert.tensor_files import TensorFiles, listed
-from megajax.convert.weights import Places, Tensor
+from megajax.convert.weights import Tensor, TensorPlaces
 from megajax.core.errors import UserError
 from megajax.core.models.config import ModelConfig
 from megajax.host import reading
@@ -102,7 +102,7 @@ class Adapter:
         ends = {(module.rpartition(".")[2], kind) for module, kind in kinds} - {(table.split(".")[-2], _TOKENS)}
         return any(module in names for module, _ in ends)
 
-    def fit(self, places: Places, config: ModelConfig) -> None:
+    def fit(self, places: TensorPlaces, config: ModelConfig) -> None:
         """Find the model's tensor for each of its own; raises `UserError` if there is none, or for its shape."""
         shapes = places.shapes(config)
         blocks = [place for place in places.blocks.values() if len(place.dims) == 2 and not place.turned]

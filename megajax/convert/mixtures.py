@@ -5,14 +5,14 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megajax.convert.parts import Lacks, Part
+from megajax.convert.parts import Lacks, OptionGroup
 from megajax.convert.settings import Fields
-from megajax.convert.weights import Place
+from megajax.convert.weights import TensorPlace
 from megajax.core.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertFields:
     """How a class stores experts."""
 
     number: str  # field with their number
@@ -24,17 +24,17 @@ class Experts:
     fixed: tuple[tuple[str, Any], ...] = ()  # other fields that have one value
     no_mlps: tuple[str, ...] = ()  # fields that list layers with an MLP; must be empty or null
 
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[OptionGroup, ...]:
         """What config.json says about experts."""
         options = ("num_experts", "experts_per_token", "mlp_size", "expert_size")
-        renormalized = Part(
+        renormalized = OptionGroup(
             ("renormalize_shares",),
             lambda *_: {"model.renormalize_shares": True},
             lambda _: {},
             lambda model: {} if model.renormalize_shares else {"renormalize_shares": True},
         )
-        balance = Part(("balance",), lambda *_: {}, lambda _: {"output_router_logits": False}, _lacks_balance)
-        return Part(options, self._read, self._write), balance, *((renormalized,) if self.renormalized else ())
+        balance = OptionGroup(("balance",), lambda *_: {}, lambda _: {"output_router_logits": False}, _lacks_balance)
+        return OptionGroup(options, self._read, self._write), balance, *((renormalized,) if self.renormalized else ())
 
     def _read(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
         for name in self.no_mlps:
@@ -58,7 +58,7 @@ class Experts:
         return gate, up, down
 
     def fused(self, layer: str) -> dict[str, tuple[str, ...]]:
-        """What transformers 5 has in memory, as in `Places`; `layer` is the prefix of a layer's names."""
+        """What transformers 5 has in memory, as in `TensorPlaces`; `layer` is the prefix of a layer's names."""
         gate, up, down = self._names(layer)
         return {f"{layer}mlp.experts.gate_up_proj": (gate, up), f"{layer}mlp.experts.down_proj": (down,)}
 
@@ -71,14 +71,14 @@ class Experts:
 
         return spelled
 
-    def places(self, layer: str) -> dict[str, Place]:
+    def places(self, layer: str) -> dict[str, TensorPlace]:
         """The places of a layer's weights; `layer` as in `fused`."""
         gate, up, down = self._names(layer)
         return {
-            "mlp/router/weight": Place(f"{layer}{self.module}.gate.weight", "ED", turned=True),
-            "mlp/gate/weight": Place(gate, "XD", turned=True),
-            "mlp/up/weight": Place(up, "XD", turned=True),
-            "mlp/down/weight": Place(down, "DX", turned=True),
+            "mlp/router/weight": TensorPlace(f"{layer}{self.module}.gate.weight", "ED", turned=True),
+            "mlp/gate/weight": TensorPlace(gate, "XD", turned=True),
+            "mlp/up/weight": TensorPlace(up, "XD", turned=True),
+            "mlp/down/weight": TensorPlace(down, "DX", turned=True),
         }
 
 
@@ -87,7 +87,7 @@ def _lacks_balance(model: ModelConfig) -> Lacks:
 
 
 _PRODUCTS = ("gate_proj", "up_proj", "down_proj")
-MIXTRAL = Experts(
+MIXTRAL = ExpertFields(
     "num_local_experts",
     "num_experts",
     "intermediate_size",
@@ -96,7 +96,7 @@ MIXTRAL = Experts(
     renormalized=True,
     fixed=(("router_jitter_noise", 0.0),),
 )
-QWEN3_MOE = Experts(
+QWEN3_MOE = ExpertFields(
     "num_experts",
     "num_local_experts",
     "moe_intermediate_size",
@@ -105,4 +105,6 @@ QWEN3_MOE = Experts(
     fixed=(("decoder_sparse_step", 1),),
     no_mlps=("mlp_only_layers",),
 )
-OLMOE = Experts("num_experts", "num_local_experts", "intermediate_size", "mlp", _PRODUCTS, fixed=(("clip_qkv", None),))
+OLMOE = ExpertFields(
+    "num_experts", "num_local_experts", "intermediate_size", "mlp", _PRODUCTS, fixed=(("clip_qkv", None),)
+)

@@ -11,7 +11,7 @@ Lacks = dict[str, Any]  # options of the model that a class cannot represent, ea
 
 
 @dataclass(frozen=True)
-class Part:
+class OptionGroup:
     """How config.json represents some options."""
 
     options: tuple[str, ...]  # the options it covers
@@ -22,7 +22,7 @@ class Part:
     lacks: Callable[[ModelConfig], Lacks] = lambda _: {}  # model -> those options whose values it cannot represent
 
 
-def words(option: str, field: str, ours: Mapping[str, str]) -> Part:
+def words(option: str, field: str, ours: Mapping[str, str]) -> OptionGroup:
     """An option whose values have other names there: `ours` by theirs. A missing field means the first."""
 
     def read(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,10 +35,10 @@ def words(option: str, field: str, ours: Mapping[str, str]) -> Part:
     def lacks(model: ModelConfig) -> Lacks:
         return {} if getattr(model, option) in ours.values() else {option: next(iter(ours.values()))}
 
-    return Part((option,), read, write, lacks)
+    return OptionGroup((option,), read, write, lacks)
 
 
-def plain_heads(heads: str, width: str) -> Part:
+def plain_heads(heads: str, width: str) -> OptionGroup:
     """As many key heads as query heads, dividing the width; the arguments are the names of the fields."""
 
     def read(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def plain_heads(heads: str, width: str) -> Part:
         size = model.hidden_size // model.num_heads
         return found | ({} if model.head_size == size else {"head_size": size})
 
-    return Part(("num_kv_heads", "head_size"), read, lambda _: {}, lacks)
+    return OptionGroup(("num_kv_heads", "head_size"), read, lambda _: {}, lacks)
 
 
 def lacks_divisible_heads(model: ModelConfig) -> Lacks:
@@ -61,7 +61,7 @@ def lacks_divisible_heads(model: ModelConfig) -> Lacks:
     return {"hidden_size": hidden // heads * heads or heads} if hidden % heads else {}
 
 
-def dropout(*names: str, of_head: str = "") -> Part:
+def dropout(*names: str, of_head: str = "") -> OptionGroup:
     """Several dropout rates there, for which we have one; that `of_head` may be null, and is then as the others."""
 
     def read(fields: Fields, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def dropout(*names: str, of_head: str = "") -> Part:
             raise fields.error(said, "all the same, or --model.dropout X")
         return {"model.dropout": rates[names[0]]}
 
-    return Part(("dropout",), read, lambda model: dict.fromkeys(names, model.dropout))
+    return OptionGroup(("dropout",), read, lambda model: dict.fromkeys(names, model.dropout))
 
 
 # Rotary positions: `rope_theta` with `rope_scaling`, or `rope_parameters` in transformers 5, an object with both. The
@@ -131,7 +131,7 @@ def _write_rope(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def rope(default: float) -> Part:
+def rope(default: float) -> OptionGroup:
     """Rotary positions; `default` is the base of the angles if it is missing."""
     options = ("rope_theta", "rope_scaling", "rope_factor", *_LLAMA3.values(), "rope_original_length")
-    return Part(options, lambda fields, _: _read_rope(fields, default), _write_rope)
+    return OptionGroup(options, lambda fields, _: _read_rope(fields, default), _write_rope)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from megajax.core.backend import CPU
 from megajax.core.mesh import make_mesh
 from megajax.core.models.config import ModelConfig
-from megajax.core.models.family import CutModel
+from megajax.core.models.family import StagedModel
 from megajax.core.parallel.boundary import F_AND_G
 from megajax.core.program.state import StateLayout
 from megajax.settings.config import Config
@@ -27,7 +27,7 @@ Spelling = Callable[[Collection[str]], Callable[[str], str]]  # existing names -
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Where one of our weights is."""
 
     name: str  # their tensor; contains `{layer}` for a layer's weight, and also `{expert}` for an expert's
@@ -44,25 +44,25 @@ class Place:
             yield index, self.name.format(**dict(zip(stacked, index, strict=True)))
 
 
-def linear(ours: str, theirs: str, dims: str) -> dict[str, Place]:
+def linear(ours: str, theirs: str, dims: str) -> dict[str, TensorPlace]:
     """Weight and bias of a PyTorch `Linear`; `dims` are [out, in]."""
     return {
-        f"{ours}/weight": Place(f"{theirs}.weight", dims, turned=True),
-        f"{ours}/bias": Place(f"{theirs}.bias", dims[0]),
+        f"{ours}/weight": TensorPlace(f"{theirs}.weight", dims, turned=True),
+        f"{ours}/bias": TensorPlace(f"{theirs}.bias", dims[0]),
     }
 
 
-def norm(ours: str, theirs: str) -> dict[str, Place]:
+def norm(ours: str, theirs: str) -> dict[str, TensorPlace]:
     """Scale and bias of a LayerNorm."""
-    return {f"{ours}/scale": Place(f"{theirs}.weight", "D"), f"{ours}/bias": Place(f"{theirs}.bias", "D")}
+    return {f"{ours}/scale": TensorPlace(f"{theirs}.weight", "D"), f"{ours}/bias": TensorPlace(f"{theirs}.bias", "D")}
 
 
 @dataclass(frozen=True)
-class Places:
+class TensorPlaces:
     """The places of all weights of a model, by our names."""
 
-    shared: Mapping[str, Place]  # weights of the ends
-    blocks: Mapping[str, Place]  # weights of every layer
+    shared: Mapping[str, TensorPlace]  # weights of the ends
+    blocks: Mapping[str, TensorPlace]  # weights of every layer
     copies: Mapping[str, str]  # optional tensor -> the tensor that it must be a copy of
     unused: Collection[str]  # optional tensors that are not read; a layer's contain `{layer}`
     spelling: Spelling
@@ -94,7 +94,7 @@ class Places:
 
 
 def weight_of(
-    places: Places, read: Callable[[str], Tensor], config: ModelConfig, path: Any, shape: tuple[int, ...]
+    places: TensorPlaces, read: Callable[[str], Tensor], config: ModelConfig, path: Any, shape: tuple[int, ...]
 ) -> Tensor:
     """The canonical weight at a path in the tree of weights: layers stacked `[L, …]`, padded rows of the vocabulary
     zero. `read` returns the tensor for a name in `places.shapes(config)`."""
@@ -111,12 +111,12 @@ def weight_of(
 
 
 def tensors_of(
-    places: Places, config: ModelConfig, read: Callable[[list[Any]], list[Tensor]]
+    places: TensorPlaces, config: ModelConfig, read: Callable[[list[Any]], list[Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
     """All tensors with their names, from canonical weights. The tensors of a weight, or of weights that share tensors,
     are made before `read` is called with the next paths in the tree of weights."""
     shapes = places.shapes(config)
-    sharing: dict[str, list[tuple[Any, Place]]] = {}
+    sharing: dict[str, list[tuple[Any, TensorPlace]]] = {}
     for path in weight_paths(config):
         part, name = named(path)
         place = (places.blocks if part == "blocks" else places.shared)[name]
@@ -131,15 +131,15 @@ def tensors_of(
             yield name, tensor
 
 
-def to_tensors(places: Places, weights: Mapping[str, Any], config: ModelConfig) -> dict[str, Tensor]:
+def to_tensors(places: TensorPlaces, weights: Mapping[str, Any], config: ModelConfig) -> dict[str, Tensor]:
     """All tensors by name, from canonical weights in memory."""
     leaves = {named(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(weights)}
     return dict(tensors_of(places, config, lambda paths: [leaves[named(path)] for path in paths]))
 
 
-def whole_model(config: ModelConfig) -> CutModel:
+def whole_model(config: ModelConfig) -> StagedModel:
     """A model on one CPU device."""
-    return CutModel(config, F_AND_G, CPU)
+    return StagedModel(config, F_AND_G, CPU)
 
 
 def whole_layout(config: Config) -> StateLayout:
@@ -158,7 +158,7 @@ def named(path: Any) -> tuple[str, str]:
     return part, "/".join(keys)
 
 
-def _ours(place: Place, tensor: Tensor) -> Tensor:
+def _ours(place: TensorPlace, tensor: Tensor) -> Tensor:
     """The part of a tensor that belongs to our weight, with dims in our order but without head dims."""
     own = tensor if place.third is None else np.split(tensor, 3, axis=-1)[place.third]
     return own.T if place.turned else own

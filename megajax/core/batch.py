@@ -16,7 +16,7 @@ IGNORED = -1  # a target that is not to be predicted
 
 
 @dataclass(frozen=True)
-class Entry:
+class BatchArray:
     """One array of a batch."""
 
     dims: tuple[str, ...]  # names of the dims after the rows: `tokens`, or one of the form's `sizes`
@@ -34,7 +34,7 @@ class BatchSpec:
         sizes: for every dim except `tokens`, its size as a function of the sequence length.
     """
 
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, BatchArray]
     targets: dict[str, str]
     measures: dict[str, str] = field(default_factory=dict)
     sizes: dict[str, Callable[[int], int]] = field(default_factory=dict)
@@ -61,9 +61,9 @@ def text_form(*, with_positions: bool = False) -> BatchSpec:
 
     With `positions` [T], every token's position in its document, attention and positions restart with every document.
     """
-    entries = {"tokens": Entry(("tokens",)), "targets": Entry(("tokens",), IGNORED)}
+    entries = {"tokens": BatchArray(("tokens",)), "targets": BatchArray(("tokens",), IGNORED)}
     if with_positions:
-        entries["positions"] = Entry(("tokens",))
+        entries["positions"] = BatchArray(("tokens",))
     return BatchSpec(entries, targets={"next_token": "targets"})
 
 
@@ -95,12 +95,12 @@ def pairs_form() -> BatchSpec:
     tokens, masked, of_row = ("tokens",), ("masked",), ()
     return BatchSpec(
         {
-            "tokens": Entry(tokens),
-            "token_types": Entry(tokens),
-            "places": Entry(masked),
-            "targets": Entry(masked, IGNORED),
-            "length": Entry(of_row),
-            "order": Entry(of_row, IGNORED),
+            "tokens": BatchArray(tokens),
+            "token_types": BatchArray(tokens),
+            "places": BatchArray(masked),
+            "targets": BatchArray(masked, IGNORED),
+            "length": BatchArray(of_row),
+            "order": BatchArray(of_row, IGNORED),
         },
         targets={"masked_lm": "targets", "sentence_order": "order"},
         measures={"accuracy/sentence_order": "order"},
@@ -117,7 +117,8 @@ def _pairs(loss: str, *targets: str, options: int = 0) -> BatchSpec:
     dims: dict[str, tuple[str, ...]] = {"tokens": ("tokens",), "token_types": ("tokens",), "length": ()}
     of_options = ("options",) if options else ()
     return BatchSpec(
-        {name: Entry((*of_options, *own)) for name, own in dims.items()} | dict.fromkeys(targets, Entry((), IGNORED)),
+        {name: BatchArray((*of_options, *own)) for name, own in dims.items()}
+        | dict.fromkeys(targets, BatchArray((), IGNORED)),
         targets={loss: targets[0]},
         measures={f"accuracy/{loss}": targets[0]},
         sizes={"options": lambda _: options} if options else {},

@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from megajax.core.errors import UserError
-from megajax.core.traits import Changes, IsPath, ReadWith, Through
+from megajax.core.traits import Changes, IsPath, OnlyWith, Through
 
 _Trait = TypeVar("_Trait")
 
@@ -273,7 +273,7 @@ def check_read(section: object, name: str) -> None:
     default otherwise."""
     owner: Any = type(section)
     for field, option in options(owner).items():
-        value, reader = getattr(section, field), option.trait(ReadWith)
+        value, reader = getattr(section, field), option.trait(OnlyWith)
         if reader and not reader.ignored and not reader.is_read(section) and value != option.default:
             given, without = (as_flag(f"{name}.{field}", each) for each in (value, option.default))
             key, there = f"{name}.{reader.name}", getattr(section, reader.name)

@@ -34,7 +34,7 @@ class Through:
 
 
 @dataclass(frozen=True)
-class ReadWith:
+class OnlyWith:
     """The option is read only if another one in its section has one of some values. Otherwise it must have its default,
     or may have any value if it is `ignored`, so that overriding the other option of a preset requires nothing more."""
 
@@ -72,7 +72,7 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Small:
+class ShrinkRule:
     """How `megajax verify` shrinks a number; a `Size` does not need this trait."""
 
     most: float | None = None  # reduce it to this if it is larger
@@ -81,7 +81,7 @@ class Small:
     jointly: bool = False  # `verify/shrink.py` chooses it together with the sizes
 
 
-class Theirs:
+class HuggingFaceName:
     """An option's name in the config.json of Hugging Face's classes, if it has the same values there.
 
     Args:

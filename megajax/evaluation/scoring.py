@@ -54,8 +54,8 @@ def score_samples(
 def answer_samples(
     program: Program, params: Any, samples: Samples, *, between: Callable[[], None] = lambda: None
 ) -> npt.NDArray[np.float32]:
-    """The logits that answer a task's samples (`Model.task_logits`), in order, [samples, …], without dropout; for the
-    arguments see `score_samples`."""
+    """The logits that answer a task's samples (`FamilyModel.task_logits`), in order, [samples, …], without dropout; for
+    the arguments see `score_samples`."""
     rows = _rows(program, task_logits(program), params, samples, between)
     return np.stack([row.astype(np.float32) for row in rows])
 

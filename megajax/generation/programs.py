@@ -17,7 +17,7 @@ from megajax.core.batch import IGNORED
 from megajax.core.models.attention import Attend
 from megajax.core.models.cache import Cache, decode_step, prefill, visible_slots
 from megajax.core.models.context import Context
-from megajax.core.models.family import CutModel
+from megajax.core.models.family import StagedModel
 from megajax.core.parallel.boundary import F_AND_G
 from megajax.core.parallel.collectives import TENSOR, gather_shards, sum_over, vary
 from megajax.core.parallel.random import Dropout
@@ -58,7 +58,7 @@ class DecodingPrograms:
         assert program.config.mesh.pipe == 1 and program.config.optimizer.zero != 3, program.config
         self._sampling, self._ends = sampling, sorted(ends)
         self.state_specs = STATE_SPECS | ({"seen": ROWS} if sampling.penalizes else {})
-        self._model = CutModel(self._config.forward_only, F_AND_G, program.backend)
+        self._model = StagedModel(self._config.forward_only, F_AND_G, program.backend)
         self._adapters = program.layout.adapters
         specs = program.layout.specs.params
         layer_specs = map_specs(lambda spec: PartitionSpec(*spec[3:]), specs["blocks"])

@@ -19,7 +19,7 @@ from megajax.settings import presets
 from megajax.settings.config import Config
 from megajax.settings.validation import validate
 from megajax.start.launch import start
-from megajax.training.begin import in_steps
+from megajax.training.begin import with_total_steps
 
 
 def load_preset(name_or_file: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -53,7 +53,7 @@ def make_program(config: Config, devices: Sequence[jax.Device] | None = None) ->
 
 def _in_steps(config: Config) -> Config:
     """The configuration with its schedule in steps, unless it depends on data, which is not read here."""
-    return in_steps(config, None) if config.pretrains and not config.train.epochs else config
+    return with_total_steps(config, None) if config.pretrains and not config.train.epochs else config
 
 
 def init(config: Config | str | Path) -> Model:

@@ -36,7 +36,7 @@ from megajax.library.batches import Given, batch_of, inputs_of, padded, prompt_i
 from megajax.library.progress import progress
 from megajax.runs.data import given_samples, make_run_data, open_run_data
 from megajax.runs.init import keep_init_tokenizer, keep_tokenizer
-from megajax.runs.order import Order, Part
+from megajax.runs.order import Order, OrderSegment
 from megajax.settings.config import Config
 from megajax.training.begin import check_given
 
@@ -155,7 +155,7 @@ class Model:
         data = open_run_data(self.config, Path(folder), corpora=corpora)
         self.tokenizer = self.tokenizer or data.tokenizer
         rows, size = self.program.local_rows, self.config.train.global_batch
-        samples = Order([Part.of(self.config, corpora)]).samples(data.train)
+        samples = Order([OrderSegment.of(self.config, corpora)]).samples(data.train)
         return train_batches(samples, rows=rows, global_batch=size, start_step=self.step)
 
     @overload

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from megajax.core.backend import backend_of
 from megajax.core.mesh import make_mesh, mesh_spec
-from megajax.core.models.family import CutModel
+from megajax.core.models.family import StagedModel
 from megajax.core.models.router import in_compute_dtype
 from megajax.core.parallel.boundary import F_AND_G
 from megajax.core.parallel.collectives import TENSOR
@@ -41,7 +41,7 @@ class PlainModel:
     def __init__(self, config: Config, device: jax.Device | None = None):
         self.config, self.form = config, batch_form(config)
         self._mesh: Mesh = make_mesh([device or jax.devices()[0]])
-        self._cut = CutModel(config.model, F_AND_G, backend_of(self._mesh))
+        self._cut = StagedModel(config.model, F_AND_G, backend_of(self._mesh))
         self._copies = LayerCopies(config.model, self._cut, OPERAND_DTYPE.get(config.precision), both=True)
         logical = flatten_dict(self._cut.logical_specs["blocks"])
         self._specs = {path: PartitionSpec(None, None, *mesh_spec(spec)) for path, spec in logical.items()}

@@ -23,8 +23,8 @@ from megajax.core.program.communication import Collective
 from megajax.core.program.program import batch_form
 from megajax.plan.costs import Sent, StepCost
 from megajax.plan.machines import Machine
-from megajax.plan.placed import Placed, Shape
-from megajax.plan.sizes import ONCE, Sizes, Times, steady_state_microbatches
+from megajax.plan.placed import Shape, ShardedWeight
+from megajax.plan.sizes import ONCE, Occurrences, Sizes, steady_state_microbatches
 from megajax.plan.traced import step_cost
 from megajax.plan.update import dealt
 from megajax.settings.config import Config
@@ -127,7 +127,7 @@ def seconds_of(collective: Collective, mesh: MeshConfig, machine: Machine) -> fl
     return collective.bytes_sent(size) / rate + latency
 
 
-def one(purpose: str, kind: str, axes: Axes, shape: Shape, item: int, times: Times) -> Communication:
+def one(purpose: str, kind: str, axes: Axes, shape: Shape, item: int, times: Occurrences) -> Communication:
     """A collective with one operand, whose elements have `item` bytes."""
     return Communication(kind, axes, (shape,), prod(shape) * item, times.count, purpose, times.sent)
 
@@ -138,25 +138,27 @@ class WeightTraffic(Sizes):
 
     # In the loop over ticks: ZeRO-3 gathers and scatters wherever weights are used.
 
-    def gathered(self, purpose: str, room: str, times: Times) -> Iterator[Communication]:
+    def gathered(self, purpose: str, room: str, times: Occurrences) -> Iterator[Communication]:
         """All weights of a room, `shared` or one layer of the `blocks`, and adapters."""
         in_float8 = {each.placed: each for each in self.copies}
         for placed in self._sharded(room, (*self.held.weights, *self.held.adapters)):
             copies = in_float8.get(placed)
-            if copies is None or self.config.model.wide_ends != (0, 0):
+            if copies is None or self.config.model.high_precision_ends != (0, 0):
                 item = placed.weight.item(self.item, self.wide)
                 yield one(purpose, GATHER, placed.batch_axes, placed.shard, item, times)
             for shape, item in copies.gathered if copies else ():
                 yield one(purpose, GATHER, placed.batch_axes, shape, item, times)
 
-    def scattered(self, purpose: str, room: str, times: Times, later: bool | None = None) -> Iterator[Communication]:
+    def scattered(
+        self, purpose: str, room: str, times: Occurrences, later: bool | None = None
+    ) -> Iterator[Communication]:
         """Scatter the gradients of everything trained in a room; for a layer only those that come `later`, because they
         are deferred, or only the others."""
         for placed in self._sharded(room, self.held.trained):
             if later is None or later == (self.defers and placed.weight.of_product):
                 yield one(purpose, SCATTER, placed.batch_axes, placed.whole, self.summed, times)
 
-    def _sharded(self, room: str, weights: tuple[Placed, ...]) -> list[Placed]:
+    def _sharded(self, room: str, weights: tuple[ShardedWeight, ...]) -> list[ShardedWeight]:
         if self.zero < 3:
             return []
         return [placed for placed in weights if placed.weight.path[0] == room and placed.data_dim is not None]
@@ -164,16 +166,16 @@ class WeightTraffic(Sizes):
     def p2p_transfers(self) -> Iterator[Communication]:
         """Activations to the next stage and gradients to the previous one, in every tick."""
         for what in ("up", "down") if self.config.mesh.pipe > 1 else ():
-            yield one(f"p2p: {what}", PERMUTE, (PIPE,), self.own, self.item, Times(self.ticks, self.ticks))
+            yield one(f"p2p: {what}", PERMUTE, (PIPE,), self.own, self.item, Occurrences(self.ticks, self.ticks))
 
     @property
-    def weight_gradient_times(self) -> Times:
+    def weight_gradient_times(self) -> Occurrences:
         """How often the loop has a layer's deferred weight gradients: they run in one or two places of a tick, before
         the forward or after the backward."""
         pipeline, pipe = self.config.pipeline, self.config.mesh.pipe
         settled = steady_state_microbatches(pipeline.schedule, pipe, self.microbatches)
         places = _places(pipeline.schedule, pipe, settled, pipeline.chunks, pipeline.deferring())
-        return Times(places * self.of_layer.count, self.of_layer.sent)
+        return Occurrences(places * self.of_layer.count, self.of_layer.sent)
 
     # Once per step, before and after the loop.
 
@@ -243,20 +245,20 @@ class WeightTraffic(Sizes):
         form = batch_form(self.config)
         return [*form.targets, *form.measures]
 
-    def _is_divided(self, placed: Placed) -> bool:
+    def _is_divided(self, placed: ShardedWeight) -> bool:
         return self.zero > 0 and placed.data_dim is not None
 
-    def _of_stage(self, placed: Placed, shape: Shape) -> Shape:
+    def _of_stage(self, placed: ShardedWeight, shape: Shape) -> Shape:
         """The shape of a stage's part of a weight, given its `shape` in one layer."""
         return (self.config.pipeline.chunks, 1, self.layers_of_chunk, *shape) if placed.weight.stacked else shape
 
-    def _axes_of(self, placed: Placed) -> set[str]:
+    def _axes_of(self, placed: ShardedWeight) -> set[str]:
         """Mesh axes that a reduced gradient is sharded over."""
         axes = set(spec_axes(placed.spec))
         axes |= {*placed.batch_axes} if self._is_divided(placed) else set()
         return axes | ({PIPE} if placed.weight.stacked else set())
 
-    def _varying(self, placed: Placed) -> set[str]:
+    def _varying(self, placed: ShardedWeight) -> set[str]:
         """Mesh axes over which a gradient varies when the loop has ended (`core/program/bind.py`)."""
         axes = {*BATCH_AXES} | self._axes_of(placed)
         if self.splits_sequence or placed.needs_tensor_sum:
@@ -297,9 +299,9 @@ class _Step(WeightTraffic):
             yield from self._pass("weight gradients", "none", layer.weight_gradients, times)
             yield from self.scattered("weight gradients", "blocks", times, later=True)
 
-    def _pass(self, part: str, room: str, sent: Iterable[Sent], times: Times) -> Iterator[Communication]:
+    def _pass(self, part: str, room: str, sent: Iterable[Sent], times: Occurrences) -> Iterator[Communication]:
         yield from self.gathered(part, room, times)
         for each in sent:
             shape = each.operand.dims.shape(self.microbatch)
-            counts = Times(each.count * times.count, each.count * times.sent)
+            counts = Occurrences(each.count * times.count, each.count * times.sent)
             yield one(part, each.kind, each.axes, shape, each.operand.item, counts)

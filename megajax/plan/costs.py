@@ -9,7 +9,7 @@ from megajax.plan.placed import Shape
 
 
 @dataclass(frozen=True)
-class Rows:
+class TracedRows:
     """The rows of a traced microbatch, and how dropless experts group them into blocks (`core/parallel/grouped.py`),
     which are traced with one row each."""
 
@@ -29,7 +29,7 @@ class Dims:
     added: Shape
 
     @classmethod
-    def at(cls, shape: Shape, rows: Rows) -> "Dims":
+    def at(cls, shape: Shape, rows: TracedRows) -> "Dims":
         """The dims of an array that has this shape in the trace."""
         blocked = [dim == rows.blocked > 0 for dim in shape]
         counting = tuple(own or (dim > 0 and dim % rows.count == 0) for dim, own in zip(shape, blocked, strict=True))

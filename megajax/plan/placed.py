@@ -12,7 +12,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Weight:
+class ModelWeight:
     """A weight of a model, on no mesh."""
 
     path: tuple[str, ...]  # its name, from `shared`, those of the ends, or `blocks`, those of the layers
@@ -27,10 +27,10 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Placed:
+class ShardedWeight:
     """A weight on a mesh."""
 
-    weight: Weight  # which
+    weight: ModelWeight  # which
     spec: PartitionSpec  # mesh axes of its dims, without ZeRO and the dims that pipelined layers have before them
     whole: Shape  # shape on a device without ZeRO; of a layer's, in one layer
     batch_axes: tuple[str, ...]  # those that divide a batch and not the weight: its gradients are summed over them
@@ -41,10 +41,10 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class PlacedCopies:
+class ShardedCopies:
     """The float8 copies of a layer's weight [*stacked, *K, *M] on a mesh (`core/parallel/float8.py`)."""
 
-    placed: Placed  # the weight
+    placed: ShardedWeight  # the weight
     rows: int  # number of dims in K
     columns: int  # number of dims in M
     divided: bool  # whether ZeRO-3 shards them

@@ -24,7 +24,7 @@ from megajax.plan.costs import StepCost
 from megajax.plan.machines import GIB, Machine, peak_of
 from megajax.plan.memory import Memory, backend_of, memory
 from megajax.plan.sizes import steady_state_microbatches
-from megajax.plan.time import StepModel, StepTime, step_time
+from megajax.plan.time import PlannedTime, StepModel, step_time
 from megajax.plan.traced import step_cost
 from megajax.settings.config import Config
 from megajax.settings.validation import check_context, validate, validate_mesh
@@ -57,7 +57,7 @@ class Planned:
     """One of the best candidates, with its step time and memory."""
 
     config: Config
-    time: StepTime
+    time: PlannedTime
     memory: Memory
 
 

@@ -29,7 +29,7 @@ from megajax.core.mesh import (
 from megajax.core.models.attention_mask import AttentionMask
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.context_attention import copies, tile_queries
-from megajax.core.models.family import CutModel, family_of
+from megajax.core.models.family import StagedModel, family_of
 from megajax.core.models.lora import Adapters
 from megajax.core.models.lora_config import LoraConfig
 from megajax.core.parallel.boundary import RegionBoundary
@@ -38,27 +38,27 @@ from megajax.core.pipeline.placement import Placement
 from megajax.core.pipeline.schedule import SCHEDULES
 from megajax.core.precision import OPERAND_DTYPE
 from megajax.core.program.program import training_way
-from megajax.plan.placed import Placed, PlacedCopies, Shape, Weight
+from megajax.plan.placed import ModelWeight, Shape, ShardedCopies, ShardedWeight
 from megajax.settings.config import Config
 
 ITEM_SIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # bytes of a number that layers compute with
 
 
 @dataclass(frozen=True)
-class Held:
+class DeviceWeights:
     """What a device holds of every weight of a configuration."""
 
-    weights: tuple[Placed, ...]  # all of them, in the order of the program's trees
-    adapters: tuple[Placed, ...]  # LoRA's, in the same order
+    weights: tuple[ShardedWeight, ...]  # all of them, in the order of the program's trees
+    adapters: tuple[ShardedWeight, ...]  # LoRA's, in the same order
     zero: int  # the ZeRO stage (docs/memory.md)
 
     @property
-    def trained(self) -> tuple[Placed, ...]:
+    def trained(self) -> tuple[ShardedWeight, ...]:
         """The adapters if there are any, otherwise all weights."""
         return self.adapters or self.weights
 
     def computed_bytes(self, item: int, wide: int) -> int:
-        """Bytes of what layers compute with (`TrainState.params`), given those of a number (`Weight.item`)."""
+        """Bytes of what layers compute with (`TrainState.params`), given those of a number (`ModelWeight.item`)."""
         held = (*self.weights, *self.adapters)
         return sum(each.weight.item(item, wide) * num_numbers([each], self.zero == 3) for each in held)
 
@@ -73,12 +73,12 @@ class Held:
         return num_numbers(self.trained, self.zero > 0)
 
 
-def num_numbers(weights: Iterable[Placed], divided: bool) -> int:
+def num_numbers(weights: Iterable[ShardedWeight], divided: bool) -> int:
     """Number of elements that a device holds of weights, with (`divided`) or without ZeRO's sharding."""
     return sum(each.copies * prod(each.shard if divided else each.whole) for each in weights)
 
 
-def held(config: Config) -> Held:
+def held(config: Config) -> DeviceWeights:
     """What a device holds of the weights, for a valid configuration's mesh and ZeRO stage."""
     model = replace(config.model, dropout=0.0, scan_layers="auto")  # weights do not depend on these options
     return _held(
@@ -89,22 +89,22 @@ def held(config: Config) -> Held:
 @lru_cache(maxsize=4096)
 def _held(
     model: ModelConfig, lora: LoraConfig, mesh: MeshConfig, chunks: int, split_vocabulary: bool, zero: int
-) -> Held:
-    return Held(*_placed(model, lora, mesh, chunks, split_vocabulary), zero)
+) -> DeviceWeights:
+    return DeviceWeights(*_placed(model, lora, mesh, chunks, split_vocabulary), zero)
 
 
 @lru_cache(maxsize=1024)
 def _placed(
     model: ModelConfig, lora: LoraConfig, mesh: MeshConfig, chunks: int, split_vocabulary: bool
-) -> tuple[tuple[Placed, ...], tuple[Placed, ...]]:
+) -> tuple[tuple[ShardedWeight, ...], tuple[ShardedWeight, ...]]:
     """All weights, and all adapters."""
     rules = rules_of(split_vocabulary=split_vocabulary, split_kv_heads=model.num_kv_heads % mesh.tensor == 0)
     layers, sizes = chunks * Placement(model.num_blocks, mesh.pipe, chunks).layers_per_chunk, mesh.sizes
 
-    def place(weight: Weight) -> Placed:
+    def place(weight: ModelWeight) -> ShardedWeight:
         spec = mesh_spec(weight.logical, rules)
         sharded, batch_axes = zero_spec(spec, weight.shape, sizes), unused_batch_axes(spec)
-        return Placed(
+        return ShardedWeight(
             weight,
             spec,
             local_shape(spec, weight.shape, sizes),
@@ -120,32 +120,32 @@ def _placed(
 
 
 @lru_cache(maxsize=64)
-def _weights(model: ModelConfig, lora: LoraConfig) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
+def _weights(model: ModelConfig, lora: LoraConfig) -> tuple[tuple[ModelWeight, ...], tuple[ModelWeight, ...]]:
     """All weights of a model, and all adapters; the same on every mesh and kind of device."""
-    cut = CutModel(model, RegionBoundary(), CPU)
+    cut = StagedModel(model, RegionBoundary(), CPU)
     return _named(cut), _named(Adapters(lora, model, cut)) if lora.rank else ()
 
 
-def _named(model: CutModel | Adapters) -> tuple[Weight, ...]:
-    found, products = [], model.products if isinstance(model, CutModel) else frozenset()
+def _named(model: StagedModel | Adapters) -> tuple[ModelWeight, ...]:
+    found, products = [], model.products if isinstance(model, StagedModel) else frozenset()
     leaves = jax.tree_util.tree_leaves_with_path(model.shapes)
     for (path, leaf), spec in zip(leaves, jax.tree.leaves(model.logical_specs), strict=True):
         names = tuple(str(key.key) for key in path)
         skipped = int(names[0] == "blocks")  # the dim of stacked layers
         logical = PartitionSpec(*spec[skipped:])
-        found.append(Weight(names, leaf.shape[skipped:], logical, bool(skipped), names[skipped:] in products))
+        found.append(ModelWeight(names, leaf.shape[skipped:], logical, bool(skipped), names[skipped:] in products))
     return tuple(found)
 
 
 @dataclass(frozen=True)
-class Times:
+class Occurrences:
     """How often a part of the step occurs in the program's loops, and how often the busiest stage really runs it."""
 
     count: int
     sent: int
 
 
-ONCE = Times(1, 1)
+ONCE = Occurrences(1, 1)
 
 
 @lru_cache(maxsize=4096)
@@ -233,18 +233,18 @@ class Sizes:
         self.layers_of_chunk = self.placement.layers_per_chunk  # as many as on the fullest stage
 
     @cached_property
-    def copies(self) -> list[PlacedCopies]:
+    def copies(self) -> list[ShardedCopies]:
         """Those in 8 bits of a layer's weights."""
         found = []
         for placed in self.held.weights if self.operand_item else ():
             matrix = matrix_dims(placed.weight.logical)
             if placed.weight.stacked and placed.weight.of_product and matrix:
                 divided = self.zero == 3 and placed.data_dim is not None
-                found.append(PlacedCopies(placed, *matrix, divided, self.operand_item))
+                found.append(ShardedCopies(placed, *matrix, divided, self.operand_item))
         return found
 
     @property
-    def copies_of_step(self) -> list[PlacedCopies]:
+    def copies_of_step(self) -> list[ShardedCopies]:
         """Those that a step makes: not those of frozen weights."""
         return [] if self.held.adapters else self.copies
 
@@ -271,14 +271,14 @@ class Sizes:
         return int(layers_of_chunks(self.placement).sum(axis=0).max())
 
     @property
-    def of_end(self) -> Times:
+    def of_end(self) -> Occurrences:
         """How often the loop over ticks runs an end of the model."""
-        return Times(self.ticks, self.microbatches)
+        return Occurrences(self.ticks, self.microbatches)
 
     @cached_property
-    def of_layer(self) -> Times:
+    def of_layer(self) -> Occurrences:
         """How often the loop over ticks runs a layer."""
-        return Times(self.ticks * self.layers_of_chunk, self.microbatches * self.most_layers)
+        return Occurrences(self.ticks * self.layers_of_chunk, self.microbatches * self.most_layers)
 
 
 @lru_cache(maxsize=1024)

@@ -25,14 +25,14 @@ from megajax.plan.machines import Machine
 from megajax.plan.memory import backend_of
 from megajax.plan.sizes import Sizes, layers_of_chunks, num_ticks
 from megajax.plan.traced import step_cost
-from megajax.plan.work import Seconds, Work
+from megajax.plan.work import Seconds, StepWork
 from megajax.settings.config import Config
 
 _LONGEST_TABLE = 4096  # forwards of all stages; the time of a longer table is computed by formula
 
 
 @dataclass(frozen=True)
-class StepTime:
+class PlannedTime:
     """A predicted step."""
 
     seconds: float  # of a step
@@ -48,7 +48,7 @@ def in_order(parts: dict[str, float]) -> list[tuple[str, float]]:
     return sorted(parts.items(), key=lambda part: -part[1])
 
 
-def step_time(config: Config, machine: Machine, *, exact: bool = True) -> StepTime:
+def step_time(config: Config, machine: Machine, *, exact: bool = True) -> PlannedTime:
     """Predict a step of a valid configuration: `exact` by its schedule's table unless that is long, otherwise by
     formula if there is one. Raises `UserError` if the GPU does not support its precision."""
     return StepModel(config, machine).time(config.pipeline, exact=exact)
@@ -65,7 +65,7 @@ class StepModel:
         cost = cost or step_cost(config, backend_of(machine))
         self.config, self.machine = config, machine
         self.sizes = Sizes(config)
-        self.work = Work(config, self.sizes, machine, cost)
+        self.work = StepWork(config, self.sizes, machine, cost)
         self._by_part: dict[str, list[tuple[Communication, float]]] = defaultdict(list)  # with their seconds
         for each in communication(config, cost):
             self._by_part[each.part].append((each, seconds_of(each, config.mesh, machine)))
@@ -77,7 +77,7 @@ class StepModel:
             "embed_backward": self._visit("embedding backward", embedding.times(2 / 3)),
         }
 
-    def time(self, pipeline: PipelineConfig, *, exact: bool = True) -> StepTime:
+    def time(self, pipeline: PipelineConfig, *, exact: bool = True) -> PlannedTime:
         """A step with the configuration's schedule and chunks, or with those of another `pipeline`."""
         config, model = self.config, self.config.model
         loop, bubble = self._loop(pipeline, exact)
@@ -86,7 +86,7 @@ class StepModel:
         rows = config.train.global_batch
         flops = _flops(model, rows) / config.mesh.num_devices / seconds
         tokens = rows * (model.num_classes if model.head == "choice" else 1) * model.sequence_length
-        return StepTime(seconds, parts, bubble, tokens / seconds, flops, flops / self.work.peak)
+        return PlannedTime(seconds, parts, bubble, tokens / seconds, flops, flops / self.work.peak)
 
     def _loop(self, pipeline: PipelineConfig, exact: bool) -> tuple[dict[str, float], float]:
         """The loop over microbatches: seconds by part of the busiest stage, its waiting time and p2p transfers; and the

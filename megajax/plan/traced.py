@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from megajax.core.axes import ROW_AXES
 from megajax.core.backend import Backend
 from megajax.core.mesh import RULES
-from megajax.core.models.family import CutModel
+from megajax.core.models.family import StagedModel
 from megajax.core.optim.config import OptimizerConfig
 from megajax.core.parallel.collectives import PIPE, vary
 from megajax.core.pipeline.config import PipelineConfig
@@ -29,12 +29,12 @@ from megajax.core.pipeline.rows import End, Row, Work
 from megajax.core.pipeline.stages import idle
 from megajax.core.precision import E4M3
 from megajax.core.private import FUSED_FORWARD
-from megajax.core.program.bind import look_into
+from megajax.core.program.bind import trace_pipeline
 from megajax.core.program.communication import COLLECTIVES, collectives_of, equations
 from megajax.core.program.program import Program, training_way
 from megajax.data.config import DataConfig
 from megajax.plan import h200
-from megajax.plan.costs import Dims, EndsCost, Kept, LayerCost, Operand, Product, Region, Rows, Sent, StepCost
+from megajax.plan.costs import Dims, EndsCost, Kept, LayerCost, Operand, Product, Region, Sent, StepCost, TracedRows
 from megajax.plan.placed import Shape
 from megajax.settings.config import Config, TrainConfig
 
@@ -50,7 +50,7 @@ _OF_ROWS_ALONE = [axis for axis in ROW_AXES if axis not in RULES.values()]  # no
 def _program(config: Config, backend: Backend, together: bool) -> Program:
     program = Program.abstract(config, backend)
     boundary = replace(program.model.boundary, together=together)
-    program.model = CutModel(config.model, boundary, backend, config.lora)
+    program.model = StagedModel(config.model, boundary, backend, config.lora)
     return program
 
 
@@ -114,28 +114,28 @@ def _of_one_microbatch(config: Config, remat: Any, splits_vocabulary: bool = Fal
 
 @lru_cache(maxsize=1024)
 def _traced(
-    config: Config, backend: Backend, look: Callable[[Program, Pipeline, Array, Rows], Cost], together: bool
+    config: Config, backend: Backend, look: Callable[[Program, Pipeline, Array, TracedRows], Cost], together: bool
 ) -> Cost:
     """What `look` finds in the traced loop of a train step."""
     with jax.enable_x64(config.precision == "fp64"), h200.attention():
         program = _program(config, _coarse(backend), together)
         rows = _rows(config, backend.expert_block)
-        return look_into(program, lambda pipeline: look(program, pipeline, idle(pipeline.x_type), rows))
+        return trace_pipeline(program, lambda pipeline: look(program, pipeline, idle(pipeline.x_type), rows))
 
 
-def _rows(config: Config, block: int) -> Rows:
+def _rows(config: Config, block: int) -> TracedRows:
     """The rows of a traced configuration. Blocks have one row: there are as many as choices on all devices of an expert
     group, plus one for every expert."""
     model, mesh, count = config.model, config.mesh, config.train.microbatch
     if not model.num_experts or model.expert_capacity:
-        return Rows(count)
+        return TracedRows(count)
     shared_by = mesh.context if training_way(config) != "none" else 1
     choices = count * mesh.expert * model.sequence_length // shared_by * model.experts_per_token
     experts = model.num_experts // mesh.expert
-    return Rows(count, choices + experts, experts, block, choices // mesh.expert // count)
+    return TracedRows(count, choices + experts, experts, block, choices // mesh.expert // count)
 
 
-def _layer_cost(program: Program, pipeline: Pipeline, x_BTD: Array, rows: Rows) -> LayerCost:
+def _layer_cost(program: Program, pipeline: Pipeline, x_BTD: Array, rows: TracedRows) -> LayerCost:
     layers = pipeline.layers
     context = vary(pipeline.ends.take(0).context, (PIPE,))
     sums = pipeline.sums(program.gradient_dtype, 1)[1]
@@ -155,7 +155,7 @@ def _layer_cost(program: Program, pipeline: Pipeline, x_BTD: Array, rows: Rows) 
     )
 
 
-def _ends_cost(program: Program, pipeline: Pipeline, x_BTD: Array, rows: Rows) -> EndsCost:
+def _ends_cost(program: Program, pipeline: Pipeline, x_BTD: Array, rows: TracedRows) -> EndsCost:
     ends, total = pipeline.ends, pipeline.sums(program.gradient_dtype)[0]
     work, end = Work(True, 0, 0, 0, 0, 0), End(here=True, anywhere=True, microbatch=0)
     row = Row(work, work, end, end, end, end)
@@ -180,11 +180,11 @@ def _residuals(forward: Jaxpr, num_outputs: int) -> list:
     return list(dict.fromkeys(same.get(var, var) for var in saved))
 
 
-def _operand(type_: Any, rows: Rows, leading: int = 0) -> Operand:
+def _operand(type_: Any, rows: TracedRows, leading: int = 0) -> Operand:
     return Operand(Dims.at(type_.shape[leading:], rows), type_.dtype.itemsize)
 
 
-def _sent(traced: ClosedJaxpr, rows: Rows) -> tuple[Sent, ...]:
+def _sent(traced: ClosedJaxpr, rows: TracedRows) -> tuple[Sent, ...]:
     found = []
     for each in collectives_of(traced):
         item = each.num_bytes // max(1, sum(map(prod, each.shapes)))
@@ -192,7 +192,7 @@ def _sent(traced: ClosedJaxpr, rows: Rows) -> tuple[Sent, ...]:
     return tuple(found)
 
 
-def _regions(forward: Jaxpr, backward: Jaxpr, rows: Rows) -> Iterator[Region]:
+def _regions(forward: Jaxpr, backward: Jaxpr, rows: TracedRows) -> Iterator[Region]:
     """The regions of the forward pass, each up to the sum that ends it, or to the first product of experts."""
     repeated = Counter(_signature(eqn) for eqn, _ in equations(backward) if _multiplies_weights(eqn, rows))
     for eqn, _ in equations(forward):  # the gradient of an input may be a product as another's, turned
@@ -223,7 +223,7 @@ def _is_fused_attention(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name.startswith(FUSED_FORWARD)
 
 
-def _multiplies_weights(eqn: JaxprEqn, rows: Rows) -> bool:
+def _multiplies_weights(eqn: JaxprEqn, rows: TracedRows) -> bool:
     """Whether it is a product with weights: its operands have no common dim besides the inner one, unlike in attention;
     or it is a product of experts, whose weights do not depend on rows."""
     if eqn.primitive.name != "dot_general":
@@ -272,7 +272,7 @@ def _operand_shapes(eqn: JaxprEqn) -> list[Shape]:
     return [aval.shape for aval in avals]
 
 
-def _product(eqn: JaxprEqn, rows: Rows) -> Product:
+def _product(eqn: JaxprEqn, rows: TracedRows) -> Product:
     """Rows, inner dim and columns. With blocks, a device has the rows of its expert group but computes only its share:
     as many as there are choices by tokens on a device."""
     left, right = _operand_shapes(eqn)
@@ -285,7 +285,7 @@ def _product(eqn: JaxprEqn, rows: Rows) -> Product:
     return Product(dims, experts=batch if batch_dims else 0)
 
 
-def _of_block(eqn: JaxprEqn, rows: Rows) -> bool:
+def _of_block(eqn: JaxprEqn, rows: TracedRows) -> bool:
     """Whether it is the product of one block of rows with its expert's weight, in a loop over blocks."""
     left, right = _operand_shapes(eqn)
     (_, summed), _ = eqn.params["dimension_numbers"]

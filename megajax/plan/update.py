@@ -8,7 +8,7 @@ from math import prod
 from megajax.core.axes import AXES
 from megajax.core.mesh import matrix_dims, unused_batch_axes
 from megajax.core.parallel.collectives import PIPE, entry_axes
-from megajax.plan.placed import Placed, Shape
+from megajax.plan.placed import Shape, ShardedWeight
 from megajax.plan.sizes import Sizes
 
 Axes = tuple[str, ...]
@@ -51,7 +51,7 @@ class Dealt:
         return steps * self.share * 2 * self.rows**2 * (2 * self.columns + self.rows)
 
 
-def matrices_of(sizes: Sizes) -> list[Placed]:
+def matrices_of(sizes: Sizes) -> list[ShardedWeight]:
     """The weights that Muon updates."""
     trained = sizes.held.trained if sizes.config.optimizer.name == "muon" else ()
     return [placed for placed in trained if placed.weight.stacked and matrix_dims(placed.weight.logical)]

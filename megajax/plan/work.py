@@ -42,7 +42,7 @@ class Seconds:
         return Seconds(*(factor * getattr(self, each.name) for each in fields(self)))
 
 
-class Work:
+class StepWork:
     """The parts of a configuration's step on a machine."""
 
     def __init__(self, config: Config, sizes: Sizes, machine: Machine, cost: StepCost):

@@ -31,7 +31,7 @@ class Numbering:
 
 
 @dataclass(frozen=True, eq=False)
-class Corpus:
+class CleanedShards:
     """The shards after cleaning: a few numbers per shard, nothing per document. S shards, G groups."""
 
     text_bytes: int
@@ -42,7 +42,7 @@ class Corpus:
     groups: npt.NDArray[np.int64]  # the first shard of each group, then S, [G + 1]
 
     @classmethod
-    def of(cls, summaries: Iterable[Mapping[str, Any]]) -> "Corpus":
+    def of(cls, summaries: Iterable[Mapping[str, Any]]) -> "CleanedShards":
         """The corpus with these summaries of cleaned shards."""
         starts, texts, first_files, before, text_bytes = [0], [0], [], [], 0
         numbering = Numbering()
@@ -95,12 +95,12 @@ class Corpus:
         work.save("corpus", 0, {name: getattr(self, name) for name in names}, {"text_bytes": self.text_bytes})
 
     @classmethod
-    def load(cls, work: WorkFolder) -> "Corpus":
+    def load(cls, work: WorkFolder) -> "CleanedShards":
         """Read what `save` wrote."""
         return _loaded(work)
 
 
 @functools.lru_cache(maxsize=2)
-def _loaded(work: WorkFolder) -> Corpus:
+def _loaded(work: WorkFolder) -> CleanedShards:
     arrays = work.load("corpus", 0, "starts", "texts", "first_files", "before", "groups")
-    return Corpus(work.read_summary("corpus", 0)["text_bytes"], *arrays)
+    return CleanedShards(work.read_summary("corpus", 0)["text_bytes"], *arrays)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megajax.preparation.corpus import Corpus
+from megajax.preparation.corpus import CleanedShards
 from megajax.preparation.duplicates import (
     bands_for,
     candidates,
@@ -31,7 +31,7 @@ from megajax.preparation.workers import Workers
 def drop_copies(work: WorkFolder, options: PrepareOptions, workers: Workers) -> Iterator[tuple[str, int]]:
     """Find the copies of earlier documents in all groups. Yields the name of each step and its number of pieces, and
     last `pairs` and the number of compared pairs. Writes `exact` (`spread_bands`) and `near` (`check`) per group."""
-    corpus = Corpus.load(work)
+    corpus = CleanedShards.load(work)
     groups = [(work, group) for group in range(corpus.num_groups)]
     parts = num_parts(corpus)
 
@@ -85,7 +85,7 @@ def decide(
     and the similarity. `wrong` lists attempts and groups in which estimates were wrong."""
     if work.has("attempt", attempt):
         return
-    corpus = Corpus.load(work)
+    corpus = CleanedShards.load(work)
     dropped = bytearray(len(corpus) // 8 + 1)  # one bit per document
     for group, count in enumerate(chunks):
         not_similar = set[tuple[int, int]]()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megajax.data.text.parts import as_json, needs_copy, needs_look, of_json, parts_of
-from megajax.data.text.records import END, Part, Record, TextFiles
+from megajax.data.text.records import END, FilePart, Record, TextFiles
 from megajax.host import reading
 from megajax.preparation.options import PrepareOptions
 from megajax.preparation.running import Show
@@ -39,19 +39,19 @@ def divide(files: TextFiles, work: WorkFolder, options: PrepareOptions, workers:
         file.write(json.dumps(as_json(files)).encode())
     looks = [file for file in range(len(files.files)) if needs_look(files, file, wanted)]
     found = dict(zip(looks, workers.run("reading", look, ((work, file, wanted) for file in looks)), strict=True))
-    parts = ([Part(*part) for part in found[file]] if file in found else parts_of(files, file, wanted) for file in
+    parts = ([FilePart(*part) for part in found[file]] if file in found else parts_of(files, file, wanted) for file in
              range(len(files.files)))  # fmt: skip
     units = list(_units(files, itertools.chain.from_iterable(parts), wanted))
     copied = [unit for unit in units if needs_copy(files, unit[0].file)]
     show.begin("reading", "reading", len(copied))
     pieces = [(work, number, unit, wanted, options) for number, unit in enumerate(copied)]
     counts = iter(enumerate(workers.run("reading", copy, pieces)))
-    rows, starts = list[Part](), [0]
+    rows, starts = list[FilePart](), [0]
     for unit in units:
         if needs_copy(files, unit[0].file):
             number, count = next(counts)
             show.advance(number + 1)
-            rows += [Part(_COPY, number, place) for place in range(count)]
+            rows += [FilePart(_COPY, number, place) for place in range(count)]
             starts += range(starts[-1] + 1, starts[-1] + count + 1)
         else:
             rows += unit
@@ -62,9 +62,9 @@ def divide(files: TextFiles, work: WorkFolder, options: PrepareOptions, workers:
     return len(starts) - 1
 
 
-def _units(files: TextFiles, parts: Iterable[Part], wanted: int) -> Iterator[list[Part]]:
+def _units(files: TextFiles, parts: Iterable[FilePart], wanted: int) -> Iterator[list[FilePart]]:
     """Consecutive parts; small ones are grouped."""
-    unit, size = list[Part](), 0
+    unit, size = list[FilePart](), 0
     for part in parts:
         if unit and (size >= wanted or needs_copy(files, part.file) != needs_copy(files, unit[0].file)):
             yield unit
@@ -77,12 +77,12 @@ def _units(files: TextFiles, parts: Iterable[Part], wanted: int) -> Iterator[lis
         yield unit
 
 
-def look(work: WorkFolder, file: int, wanted: int) -> list[Part]:
+def look(work: WorkFolder, file: int, wanted: int) -> list[FilePart]:
     """Divide a file into parts."""
     return parts_of(files_of(work), file, wanted)
 
 
-def copy(work: WorkFolder, number: int, unit: list[Part], wanted: int, options: PrepareOptions) -> int:
+def copy(work: WorkFolder, number: int, unit: list[FilePart], wanted: int, options: PrepareOptions) -> int:
     """Copy the records of parts to the work folder, in pieces of about `wanted` bytes; returns their number."""
     if work.has("copied", number):
         return int(work.summary("copied", number)["pieces"])
@@ -90,7 +90,7 @@ def copy(work: WorkFolder, number: int, unit: list[Part], wanted: int, options: 
     count, begun, size = 0, list[Record](), 0
     file, before = -1, 0  # the current file, and the number of its records in earlier pieces
     for part in unit:
-        for record in files.of_part(Part(*part), key=options.text_key, most=options.max_document << 20):
+        for record in files.of_part(FilePart(*part), key=options.text_key, most=options.max_document << 20):
             if begun and record.kind != END and (size >= wanted or len(begun) >= _RECORDS):
                 last = begun[-1]
                 _save_records(work, number, count, [*begun, last._replace(kind=END, content="")])
@@ -116,7 +116,7 @@ def _save_records(work: WorkFolder, number: int, place: int, records: list[Recor
 def records_of(work: WorkFolder, piece: int, options: PrepareOptions) -> Iterator[Record]:
     """A piece's records, numbered in each file from the beginning of the piece. END follows each part's records."""
     parts, starts = _pieces(work)
-    for part in map(Part._make, parts[starts[piece] : starts[piece + 1]].tolist()):
+    for part in map(FilePart._make, parts[starts[piece] : starts[piece + 1]].tolist()):
         if part.file != _COPY:
             yield from files_of(work).of_part(part, key=options.text_key, most=options.max_document << 20)
             continue

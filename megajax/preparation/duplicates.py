@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megajax.preparation.corpus import Corpus
+from megajax.preparation.corpus import CleanedShards
 from megajax.preparation.options import PrepareOptions
 from megajax.preparation.shards import KEPT, WorkFolder
 from megajax.preparation.similarity import gram_hashes, mixed
@@ -48,7 +48,7 @@ def index_bytes(options: PrepareOptions) -> int:
     return (8 + 16) * bands + (16 + 24 if options.duplicates != "keep" else 0)
 
 
-def num_parts(corpus: Corpus) -> int:
+def num_parts(corpus: CleanedShards) -> int:
     """P, the number of parts into which the digests, or a band's hashes, are partitioned."""
     return max(1, -(-len(corpus) // _ENTRIES))
 
@@ -57,7 +57,7 @@ def spread_digests(work: WorkFolder, group: int) -> None:
     """Write the digests of a group's documents, partitioned."""
     if (work / _file("digests", group)).exists():
         return
-    corpus, rows = Corpus.load(work), [np.empty((0, 3), np.uint64)]
+    corpus, rows = CleanedShards.load(work), [np.empty((0, 3), np.uint64)]
     for shard in corpus.shards_of(group):
         digests, rule = work.load("tokens", shard, "digest", "rule")
         documents = np.flatnonzero(rule == KEPT)
@@ -70,7 +70,7 @@ def same_digests(work: WorkFolder, part: int) -> None:
     """Write a part's documents that have the digest of an earlier one, with the first such one, by group."""
     if (work / _file("copies", part)).exists():
         return
-    corpus = Corpus.load(work)
+    corpus = CleanedShards.load(work)
     slices = (work.slice(_file("digests", group), part, num_parts(corpus), 3) for group in range(corpus.num_groups))
     keys, documents = _sorted(np.concatenate([np.empty((0, 3), np.uint64), *slices]))
     first = _first_equal(keys)
@@ -84,7 +84,7 @@ def spread_bands(work: WorkFolder, group: int, options: PrepareOptions) -> dict[
     documents, partitioned. The summary has how many were `dropped`."""
     if done := work.summary("exact", group):
         return done
-    corpus = Corpus.load(work)
+    corpus = CleanedShards.load(work)
     parts = num_parts(corpus)
     slices = (work.slice(_file("copies", part), group, corpus.num_groups, 2) for part in range(parts))
     copies = np.concatenate([np.empty((0, 2), np.uint64), *slices]).astype(np.int64)
@@ -114,7 +114,7 @@ def same_bands(work: WorkFolder, number: int, options: PrepareOptions) -> None:
     is the part's number, counted over all bands."""
     if (work / _file("pairs", number)).exists():
         return
-    corpus = Corpus.load(work)
+    corpus = CleanedShards.load(work)
     count = num_parts(corpus) * bands_for(options.jaccard)[0]
     slices = (work.slice(_file("bands", group), number, count, 2) for group in range(corpus.num_groups))
     pairs = _pairs(*_sorted(np.concatenate([np.empty((0, 2), np.uint64), *slices])), len(corpus))
@@ -127,7 +127,7 @@ def candidates(work: WorkFolder, group: int, options: PrepareOptions) -> dict[st
     of `pairs` and `chunks`."""
     if done := work.summary("candidates", group):
         return done
-    corpus = Corpus.load(work)
+    corpus = CleanedShards.load(work)
     found, size = [np.empty(0, np.uint64)], 0
     for number in range(num_parts(corpus) * bands_for(options.jaccard)[0]):
         found.append(work.slice(_file("pairs", number), group, corpus.num_groups, 1)[:, 0])
@@ -144,7 +144,7 @@ def candidates(work: WorkFolder, group: int, options: PrepareOptions) -> dict[st
 def chunk_of_candidates(work: WorkFolder, group: int, chunk: int, chunks: int) -> npt.NDArray[np.int64]:
     """A chunk of pairs, the later document first, int64 [pairs, 2]."""
     pairs = work.slice(_file("candidates", group), chunk, chunks, 1)[:, 0]
-    return np.stack(np.divmod(pairs, np.uint64(len(Corpus.load(work)))), axis=1).astype(np.int64)
+    return np.stack(np.divmod(pairs, np.uint64(len(CleanedShards.load(work)))), axis=1).astype(np.int64)
 
 
 def _file(kind: str, number: int) -> str:

@@ -14,7 +14,7 @@ from megajax.data.text.indexed import dataset_files, tokenizer_folder
 from megajax.data.text.tokenizers import has_only_tokenizer_files
 from megajax.host import files as temporary
 from megajax.host import reading
-from megajax.preparation.shards import GoesOn, WorkFolder
+from megajax.preparation.shards import ResumableError, WorkFolder
 
 WRITING = "writing"  # a file in the work folder: existing outputs were checked and may be replaced
 _LARGEST = 1 << 28  # most bytes in a plan or report, which list the input
@@ -96,7 +96,7 @@ def check_own(work: WorkFolder, overwrite: bool) -> None:
 def begin_writing(work: WorkFolder) -> None:
     """Prepare to write the outputs: remove an older report and allow existing outputs to be replaced."""
     foreign = [path for path in _there(work.output) if not _may_replace(work) or not _is_possible(path)]
-    _refuse(work, foreign, GoesOn)
+    _refuse(work, foreign, ResumableError)
     work.touch(WRITING)
     report_file(work.output).unlink(missing_ok=True)
 

@@ -18,7 +18,7 @@ from megajax.host import files as temporary
 from megajax.preparation.division import SHARD_BYTES
 from megajax.preparation.options import PrepareOptions
 from megajax.preparation.outputs import WRITING, check_apart, check_own, read_json
-from megajax.preparation.shards import GoesOn, WorkFolder
+from megajax.preparation.shards import ResumableError, WorkFolder
 
 TRAINED = ("bpe", "wordpiece")  # values of `--tokenizer` for which a tokenizer is trained
 
@@ -27,7 +27,7 @@ _FORMAT = 4  # version of the work folder's format
 
 
 @dataclass(frozen=True)
-class Task:
+class PreparationTask:
     """What to prepare, and where to write it."""
 
     inputs: Sequence[str]  # files, folders, URLs, python-stdlib or python-docstrings
@@ -36,7 +36,7 @@ class Task:
     test_sets: Sequence[str] = ()  # files or folders of test sets that must not be in the corpus
 
 
-def make_plan(task: Task, files: TextFiles) -> dict[str, Any]:
+def make_plan(task: PreparationTask, files: TextFiles) -> dict[str, Any]:
     """Everything the result depends on, as JSON. An interrupted preparation resumes only with the same plan."""
     given = task.options.tokenizer
     tests = TextFiles(task.test_sets, "--decontaminate").files
@@ -74,7 +74,8 @@ def claimed(work: WorkFolder, plan: dict[str, Any], overwrite: bool) -> Iterator
     `overwrite` the work starts over, but an older dataset stays until it is replaced.
 
     A `UserError` in the block removes the folder, because correcting the error changes the input or options. The folder
-    stays after `GoesOn`, or if outputs are being written: the same command resumes, and a different one starts over.
+    stays after `ResumableError`, or if outputs are being written: the same command resumes, and a different one starts
+    over.
     """
     output = f"--output {work.output}"
     check_own(work, overwrite)
@@ -113,7 +114,7 @@ def claimed(work: WorkFolder, plan: dict[str, Any], overwrite: bool) -> Iterator
         try:
             yield resumed, data
         except UserError as error:
-            if isinstance(error, GoesOn) or (work / WRITING).exists():
+            if isinstance(error, ResumableError) or (work / WRITING).exists():
                 with contextlib.suppress(UserError):  # a full disk
                     work.touch(_ENDED)
             else:

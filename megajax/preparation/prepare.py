@@ -18,14 +18,14 @@ from megajax.data.text.tokenizers import has_only_tokenizer_files, load_tokenize
 from megajax.host.files import folder_atomically, write_atomically
 from megajax.host.transcript import printable
 from megajax.preparation import writing
-from megajax.preparation.corpus import Corpus, Numbering
+from megajax.preparation.corpus import CleanedShards, Numbering
 from megajax.preparation.deciding import drop_copies
 from megajax.preparation.division import divide
 from megajax.preparation.outputs import begin_writing, finished, report_file, work_folder
-from megajax.preparation.plan import TRAINED, Task, claimed, make_plan, remove
+from megajax.preparation.plan import TRAINED, PreparationTask, claimed, make_plan, remove
 from megajax.preparation.report import COPIES, Totals, check_report, report, throughput, workers_of
 from megajax.preparation.running import Show, measuring
-from megajax.preparation.shards import KEPT, RULES, GoesOn, WorkFolder
+from megajax.preparation.shards import KEPT, RULES, ResumableError, WorkFolder
 from megajax.preparation.stages import (
     ANALYSIS,
     CLEANING,
@@ -42,7 +42,7 @@ _STEPS_OF_COPIES = 5
 _FIRST = 3  # shards or groups that a rule's examples may come from
 
 
-def prepare_dataset(task: Task, *, workers: Workers, overwrite: bool, show: Show) -> dict[str, Any]:
+def prepare_dataset(task: PreparationTask, *, workers: Workers, overwrite: bool, show: Show) -> dict[str, Any]:
     """Make PREFIX.bin, PREFIX.idx, PREFIX.tokenizer and PREFIX.report.json, each atomically; returns the report.
 
     PREFIX.work holds intermediate results, from which the same call resumes after an interruption. If the dataset is
@@ -67,7 +67,7 @@ class _Run:
     """The stages of a preparation. `work` is the work folder, `data` its subfolder for this plan."""
 
     def __init__(
-        self, task: Task, files: TextFiles, work: WorkFolder, data: WorkFolder, workers: Workers, show: Show
+        self, task: PreparationTask, files: TextFiles, work: WorkFolder, data: WorkFolder, workers: Workers, show: Show
     ) -> None:
         self._task, self._options, self._files = task, task.options, files
         self._work, self._data, self._workers, self._show = work, data, workers, show
@@ -107,10 +107,10 @@ class _Run:
         list(self._workers.run("reading", collect_test_sets, [piece]))
         return divide(self._files, self._data, self._options, self._workers, self._show)
 
-    def _clean(self, num_shards: int) -> Corpus:
+    def _clean(self, num_shards: int) -> CleanedShards:
         pieces = ((self._data, shard, self._options) for shard in range(num_shards))
         summaries = self._each("cleaning", "cleaning", clean_shard, pieces, num_shards, sum(self._files.sizes))
-        corpus = Corpus.of(self._counted(summaries))
+        corpus = CleanedShards.of(self._counted(summaries))
         if not self._totals.counts["documents"]:
             example = f" ({self._first_broken})" if self._totals.first_broken else ""
             valid = "valid: another --text-key" if example else valid_paths("INPUT")
@@ -119,7 +119,7 @@ class _Run:
         return corpus
 
     def _counted(self, summaries: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the summaries of cleaned shards; raises `GoesOn` if too many lines are broken."""
+        """Yield the summaries of cleaned shards; raises `ResumableError` if too many lines are broken."""
         totals, limit = self._totals, self._task.options.max_broken
         numbering = Numbering()
         for found in summaries:
@@ -129,7 +129,7 @@ class _Run:
             totals.add(found, CLEANING)
             totals.cuts += found["cuts"]
             if totals.counts["broken"] > limit:
-                raise GoesOn(
+                raise ResumableError(
                     f"{self._first_broken}; more than --max-broken {limit} lines are broken; "
                     'valid: {"KEY": "text"} in UTF-8 on each, KEY as in --text-key, of at most --max-document'
                 )
@@ -141,7 +141,7 @@ class _Run:
         file, number, problem = self._totals.first_broken
         return f"{self._files.files[file]}:{number}: {problem}"
 
-    def _tokenizer(self, corpus: Corpus) -> int:
+    def _tokenizer(self, corpus: CleanedShards) -> int:
         """Train a tokenizer or save the given one; returns its vocabulary size."""
         given = self._options.tokenizer
         if not (self._data / "tokenizer").exists():
@@ -154,7 +154,7 @@ class _Run:
                 save_tokenizer(self._data, named_tokenizer(given, flag="--tokenizer"))
         return load_tokenizer(self._data.there("tokenizer")).size
 
-    def _analyse(self, corpus: Corpus) -> None:
+    def _analyse(self, corpus: CleanedShards) -> None:
         pieces = ((self._data, shard, self._options) for shard in range(corpus.num_shards))
         name, size = "tokenizing", self._totals.counts["text_bytes"]
         summaries = self._each("analysis", name, analyse_shard, pieces, corpus.num_shards, size)
@@ -169,7 +169,7 @@ class _Run:
             if count and len(first := self._totals.first.setdefault(rule, [])) < _FIRST:
                 first.append(where)
 
-    def _decide(self, corpus: Corpus, tokenizer_size: int) -> writing.Layout:
+    def _decide(self, corpus: CleanedShards, tokenizer_size: int) -> writing.Layout:
         """Find copies and decide which documents are kept; returns their layout in the dataset."""
         self._show.begin("duplicates", "looking for duplicates", _STEPS_OF_COPIES)
         if self._options.duplicates != "keep":

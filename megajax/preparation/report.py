@@ -15,10 +15,10 @@ from megajax.core.errors import UserError
 from megajax.data.text.records import TextFiles
 from megajax.host.transcript import printable
 from megajax.preparation.contamination import TestSets
-from megajax.preparation.corpus import Corpus
+from megajax.preparation.corpus import CleanedShards
 from megajax.preparation.deciding import dropped_in
 from megajax.preparation.duplicates import index_bytes
-from megajax.preparation.plan import Task
+from megajax.preparation.plan import PreparationTask
 from megajax.preparation.shards import CONTAMINATED, EXACT, KEPT, NEAR, RULES, WorkFolder
 
 COPIES = {EXACT: "exact", NEAR: "near"}  # rules that drop copies, and their names in `dropped_in`
@@ -50,7 +50,12 @@ class Totals:
 
 
 def report(
-    task: Task, corpus: Corpus, work: WorkFolder, files: TextFiles, tokenizer_size: int, totals: Totals
+    task: PreparationTask,
+    corpus: CleanedShards,
+    work: WorkFolder,
+    files: TextFiles,
+    tokenizer_size: int,
+    totals: Totals,
 ) -> dict[str, Any]:
     """All figures of a preparation except times, with the first documents that each rule dropped as examples."""
     counts = totals.counts
@@ -172,7 +177,7 @@ def _line(example: dict[str, Any]) -> str:
     return f"{place}{copy}: {example['text']}"
 
 
-def _place(corpus: Corpus, work: WorkFolder, files: TextFiles, document: int) -> str:
+def _place(corpus: CleanedShards, work: WorkFolder, files: TextFiles, document: int) -> str:
     """A document's place in the input, FILE:NUMBER."""
     shard, number = corpus.place(document)
     sources, numbers = work.load("clean", shard, "source", "number")
@@ -181,7 +186,7 @@ def _place(corpus: Corpus, work: WorkFolder, files: TextFiles, document: int) ->
 
 
 def _examples(
-    corpus: Corpus, work: WorkFolder, files: TextFiles, totals: Totals, rule: int
+    corpus: CleanedShards, work: WorkFolder, files: TextFiles, totals: Totals, rule: int
 ) -> Iterator[dict[str, Any]]:
     """Yield the place and first characters of the first documents that a rule dropped."""
     for document, more in _dropped(corpus, work, totals, rule):
@@ -195,7 +200,7 @@ def _examples(
 
 
 def _dropped(
-    corpus: Corpus, work: WorkFolder, totals: Totals, rule: int
+    corpus: CleanedShards, work: WorkFolder, totals: Totals, rule: int
 ) -> Iterator[tuple[int, tuple[int, float] | None]]:
     """Yield the first documents that a rule dropped; for copies also their original and similarity."""
     for where in totals.first.get(rule, ()):  # groups for copies, otherwise shards
@@ -214,7 +219,7 @@ def _share(test_set: dict[str, Any], name: str) -> str:
     return f"{round(test_set[name] * test_set['grams']):,} ({test_set[name] * 100:.2g}%)"
 
 
-def _overlaps(task: Task, corpus: Corpus, work: WorkFolder) -> Iterator[dict[str, Any]]:
+def _overlaps(task: PreparationTask, corpus: CleanedShards, work: WorkFolder) -> Iterator[dict[str, Any]]:
     """The share of each test set's different 8-grams that occur in the whole text (paper §5.2), and in kept documents.
 
     Documents that are too short do not count as text. Duplicates do, but add no gram that their originals lack.

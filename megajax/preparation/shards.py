@@ -37,13 +37,13 @@ _PATIENCE = 60.0  # seconds to wait for files that another machine wrote
 _DAMAGED = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, EOFError, MemoryError)
 
 
-class GoesOn(UserError):
+class ResumableError(UserError):
     """An error after which the same command resumes from the work folder."""
 
 
 @contextlib.contextmanager
 def opened(file: Path) -> Iterator[IO[bytes]]:
-    """Open a file of the work folder for reading in a `with` block; a damaged file is a `GoesOn` error."""
+    """Open a file of the work folder for reading in a `with` block; a damaged file is a `ResumableError` error."""
     try:
         with reading.open_file(file) as content:
             yield content
@@ -51,7 +51,7 @@ def opened(file: Path) -> Iterator[IO[bytes]]:
         raise
     except (OSError, *_DAMAGED, zlib.error, zipfile.BadZipFile) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "damaged"
-        raise GoesOn(f"{file}: {reason}; valid: --overwrite, which starts over") from None
+        raise ResumableError(f"{file}: {reason}; valid: --overwrite, which starts over") from None
 
 
 @dataclass(frozen=True)
@@ -186,13 +186,13 @@ class WorkFolder:
 
     @contextlib.contextmanager
     def writable(self, path: Path) -> Iterator[None]:
-        """Turn an `OSError` in the `with` block, which writes `path`, into `GoesOn`."""
+        """Turn an `OSError` in the `with` block, which writes `path`, into `ResumableError`."""
         try:
             yield
         except OSError as error:
             problem = f"{path} cannot be written: {error.strerror}"
             valid = "valid: a writable place with free space; rerun the command to resume"
-            raise GoesOn(f"--output {self.output}: {problem}; {valid}") from None
+            raise ResumableError(f"--output {self.output}: {problem}; {valid}") from None
 
 
 def _name(stage: str, number: int, suffix: str = "npz") -> str:

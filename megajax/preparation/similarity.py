@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megajax.preparation.corpus import Corpus
+from megajax.preparation.corpus import CleanedShards
 from megajax.preparation.shards import WorkFolder
 
 GRAM = 5  # characters in a gram
@@ -58,7 +58,7 @@ class Grams:
     """The grams of a corpus's documents; the most recently used stay in memory."""
 
     def __init__(self, work: WorkFolder) -> None:
-        self._work, self._corpus = work, Corpus.load(work)
+        self._work, self._corpus = work, CleanedShards.load(work)
         self._sets: dict[int, set[str]] = {}  # in order of use
         self._size = 0
 

@@ -23,12 +23,12 @@ from megajax.data.text.tokenizer import Tokenizer
 from megajax.data.text.tokenizers import TRAINING_BYTES, is_chosen, load_tokenizer, train_tokenizer
 from megajax.preparation.cleaning import clean
 from megajax.preparation.contamination import TestSets, decontaminated
-from megajax.preparation.corpus import Corpus
+from megajax.preparation.corpus import CleanedShards
 from megajax.preparation.division import forget, records_of
 from megajax.preparation.duplicates import band_hashes
 from megajax.preparation.options import PrepareOptions
 from megajax.preparation.running import measuring
-from megajax.preparation.shards import CONTAMINATED, EMPTY, KEPT, RULES, SHORT, GoesOn, WorkFolder
+from megajax.preparation.shards import CONTAMINATED, EMPTY, KEPT, RULES, SHORT, ResumableError, WorkFolder
 from megajax.preparation.similarity import SKETCH, normalised, sketches
 
 CLEANING = ("cleaning", "test_sets")  # parts of `clean_shard` that are timed
@@ -208,7 +208,7 @@ def sample_texts(work: WorkFolder, group: int) -> None:
     """Write the texts of a group that a tokenizer is trained on: evenly spaced ones among all texts of the corpus."""
     if work.has("sample", group):
         return
-    corpus = Corpus.load(work)
+    corpus = CleanedShards.load(work)
     share = TRAINING_BYTES / max(1, corpus.text_bytes)
     found = list[bytes]()
     for shard in corpus.shards_of(group):
@@ -227,7 +227,7 @@ def train(work: WorkFolder, options: PrepareOptions) -> None:
         return
 
     def texts() -> Iterator[str]:
-        for group in range(Corpus.load(work).num_groups):
+        for group in range(CleanedShards.load(work).num_groups):
             sizes, content = work.load("sample", group, "sizes", "content")
             for end, size in zip(np.cumsum(sizes).tolist(), sizes.tolist(), strict=True):
                 yield content[end - size : end].tobytes().decode()
@@ -248,7 +248,7 @@ def save_tokenizer(work: WorkFolder, tokenizer: Tokenizer) -> None:
         try:
             tokenizer.save(new)
         except UserError as error:
-            raise GoesOn(f"{error}; rerun the command to resume") from None
+            raise ResumableError(f"{error}; rerun the command to resume") from None
         try:
             new.rename(work / "tokenizer")
         except OSError:

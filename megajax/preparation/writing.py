@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from megajax.data.text.digests import BLOCK_BYTES, Digester, as_blocks
 from megajax.data.text.indexed import index_header, token_type
-from megajax.preparation.corpus import Corpus
+from megajax.preparation.corpus import CleanedShards
 from megajax.preparation.deciding import dropped_in
 from megajax.preparation.options import PrepareOptions
 from megajax.preparation.shards import CONTAMINATED, EXACT, KEPT, NEAR, SHORT, WorkFolder
@@ -37,7 +37,7 @@ def final_rules(work: WorkFolder, group: int, options: PrepareOptions) -> dict[s
     """
     if done := work.summary("final", group):
         return done
-    corpus = Corpus.load(work)
+    corpus = CleanedShards.load(work)
     names = ("documents", "sequences", "tokens", "text_bytes", "single")
     summary: dict[str, Any] = {name: [] for name in names}
     copies = {rule: dropped_in(work, rule, group)[0] for rule in _RULES[options.duplicates]}

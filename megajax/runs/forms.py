@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from megajax.core.backend import Backend
-from megajax.core.program.measured import Question, answer
+from megajax.core.program.measured import FormQuestion, answer
 from megajax.core.program.one_layer import Forms, OneLayer
 from megajax.core.program.program import Program
 from megajax.data.samples.base import EndlessSamples
@@ -53,7 +53,7 @@ def _rows(samples: EndlessSamples, count: int) -> dict[str, np.ndarray]:
     return {name: np.stack([sample[name] for sample in first]) for name in first[0]}
 
 
-def _numbers(questions: list[Question], file: Path) -> list[int]:
+def _numbers(questions: list[FormQuestion], file: Path) -> list[int]:
     """For each question the number of the form that is taken; the number of its forms if none is."""
     kept = kept_forms(file)
     found: dict[str, Any] = {}

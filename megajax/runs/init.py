@@ -10,7 +10,7 @@ from jax import Array
 
 from megajax.core.errors import UserError
 from megajax.core.models.config import ModelConfig
-from megajax.core.models.family import CutModel
+from megajax.core.models.family import StagedModel
 from megajax.core.models.lora import LORA
 from megajax.core.options import as_flag, compared
 from megajax.core.parallel.boundary import F_AND_G
@@ -128,7 +128,7 @@ def first_state(config: Config, program: Program) -> tuple[TrainState, str]:
     model = dataclasses.replace(theirs, dropout=config.model.dropout)
     train = dataclasses.replace(config.train, ema=other.train.ema, freeze=())
     on_our_mesh = dataclasses.replace(config, model=model, lora=other.lora, train=train)
-    layout = StateLayout(on_our_mesh, program.mesh, CutModel(model, F_AND_G, program.backend))
+    layout = StateLayout(on_our_mesh, program.mesh, StagedModel(model, F_AND_G, program.backend))
     checkpoints = Checkpoints(run_dir, layout)
     step = choose_step(run_dir, checkpoints.steps(), config.init_step, "--init-step")
     with reported_damage("--init: damaged checkpoint: {}"):

@@ -27,7 +27,7 @@ _FILE = "order.json"  # in a run's data folder; missing if no start changed the 
 
 
 @dataclass(frozen=True)
-class Part:
+class OrderSegment:
     """The order that a start sets."""
 
     step: int  # number of steps before it
@@ -65,7 +65,7 @@ class Order:
         sizes: the global batch sizes of all steps.
     """
 
-    def __init__(self, parts: Sequence[Part]):
+    def __init__(self, parts: Sequence[OrderSegment]):
         self.parts, self.sizes = tuple(parts), BatchSizes.of(*parts[0].batch)
         self._drawn = self._number = 0  # samples drawn before the last part; the number of the next one
         self._begin = 0  # the number at which the blend of the last part began
@@ -134,8 +134,8 @@ def _after(count: int, number: int, skip: Sequence[tuple[int, int]]) -> int:
 def next_order(config: Config, folder: Path, corpora: Sequence[str], earlier: Config | None, step: int) -> Order:
     """The order of a start that continues after `step`, with a configuration and the folders of its `corpora`;
     `earlier` is the configuration of the last start."""
-    now, first = Part.of(config, corpora, step), earlier or config
-    parts = [part for part in _read(folder) or [Part.of(first, default_corpora(first))] if part.step < step]
+    now, first = OrderSegment.of(config, corpora, step), earlier or config
+    parts = [part for part in _read(folder) or [OrderSegment.of(first, default_corpora(first))] if part.step < step]
     if not parts or replace(parts[-1], step=step) != now:
         parts.append(now)
     return Order(parts)
@@ -149,7 +149,7 @@ def write_order(config: Config, folder: Path, order: Order) -> None:
 
 def read_order(config: Config, folder: Path) -> Order:
     """The order noted in a run's data folder, else the one that the configuration sets."""
-    return Order(_read(folder) or [Part.of(config, default_corpora(config))])
+    return Order(_read(folder) or [OrderSegment.of(config, default_corpora(config))])
 
 
 def default_corpora(config: Config) -> list[str]:
@@ -158,13 +158,13 @@ def default_corpora(config: Config) -> list[str]:
     return numbered or ["."] * config.pretrains
 
 
-def _read(folder: Path) -> list[Part]:
+def _read(folder: Path) -> list[OrderSegment]:
     """The parts noted; none without a file."""
     file = folder / _FILE
     if not reading.kind(file):
         return []
     try:
-        parts = [Part.parsed(record) for record in reading.read_json(file)["parts"]]
+        parts = [OrderSegment.parsed(record) for record in reading.read_json(file)["parts"]]
         assert parts and parts[0].step == 0
         Order(parts)
     except (AssertionError, KeyError, TypeError, ValueError, ArithmeticError):

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from megajax.core.backend import CPU
 from megajax.core.errors import UserError
 from megajax.core.models.config import ModelConfig
-from megajax.core.models.family import CutModel
+from megajax.core.models.family import StagedModel
 from megajax.core.options import options
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.program.state import TrainState
@@ -112,7 +112,7 @@ def _read_arrays(folder: Path, target: TrainState) -> TrainState:
 def check_fits(checkpoint: Path, model: ModelConfig) -> None:
     """Refuse a configuration whose model does not fit the checkpoint; called when the checkpoint could not be read."""
     stored = {name: tuple(type_.shape) for name, type_ in _stored_weights(checkpoint / "state").items()}
-    cut = CutModel(model, RegionBoundary(), CPU)
+    cut = StagedModel(model, RegionBoundary(), CPU)
     specs = jax.tree.leaves(cut.logical_specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
     sizes: dict[str, tuple[int, int]] = {}
     for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(cut.shapes), specs, strict=True):

@@ -6,7 +6,7 @@ from operator import attrgetter
 
 from megajax.core.errors import UserError
 from megajax.core.models.checks import check_lora, check_model
-from megajax.core.models.registry import FAMILIES, Entry
+from megajax.core.models.registry import FAMILIES, FamilyEntry
 from megajax.core.optim.config import check_cooldown
 from megajax.core.options import MOST, as_flag, check, check_read, is_whole, options
 from megajax.data.config import DataConfig
@@ -91,7 +91,7 @@ def _all_given(config: Config, keys: Sequence[str]) -> bool:
     return not missing
 
 
-def _fits(task: Task, family: Entry) -> bool:
+def _fits(task: Task, family: FamilyEntry) -> bool:
     """Whether models of a family can be fine-tuned on a task."""
     return task.head in family.heads and (family.continues_text or not task.continues_text)
 

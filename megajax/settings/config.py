@@ -13,12 +13,12 @@ from typing import Annotated, Any, Literal
 from megajax.core.config import MOST_ROWS, BatchConfig, StepConfig
 from megajax.core.optim.config import UNKNOWN, Horizon
 from megajax.core.options import AT_LEAST_ZERO, Range, above, between, options
-from megajax.core.traits import IS_PATH, Small
+from megajax.core.traits import IS_PATH, ShrinkRule
 from megajax.data.config import DataConfig, TokenizerConfig
 from megajax.data.samples.loader import BatchSizes
 from megajax.data.tasks.registry import PRETRAINING, TaskConfig
 
-_RAMP, _GROWTH = between(0, MOST_ROWS), Small(jointly=True)
+_RAMP, _GROWTH = between(0, MOST_ROWS), ShrinkRule(jointly=True)
 MOST_SIMULATED = 1024  # devices; JAX needs seconds for these, minutes for some thousands
 _SIMULATED = between(0, MOST_SIMULATED)
 
@@ -27,13 +27,13 @@ _SIMULATED = between(0, MOST_SIMULATED)
 class TrainConfig(BatchConfig):
     """Training steps and batch."""
 
-    steps: Annotated[int, "step at which training ends; 0: use train.epochs", AT_LEAST_ZERO, Small(fixed=10)] = 0
+    steps: Annotated[int, "step at which training ends; 0: use train.epochs", AT_LEAST_ZERO, ShrinkRule(fixed=10)] = 0
     epochs: Annotated[
         float,
         "passes over the data, unless train.steps ends training earlier; with several sources, "
         "an epoch has as many samples as all of them together",
         AT_LEAST_ZERO,
-        Small(fixed=0.0),
+        ShrinkRule(fixed=0.0),
     ] = 0
     ramp_start: Annotated[
         int, "batch size of the first steps, growing to global_batch; 0: constant batch size", _RAMP, _GROWTH
@@ -120,13 +120,15 @@ class Config(StepConfig):
         int,
         "fine-tuning: number of runs with consecutive seeds, each in its own folder",
         between(1, 1000),
-        Small(fixed=1),
+        ShrinkRule(fixed=1),
     ] = 1
     init: Annotated[
-        str, "run directory to take initial weights from; empty: random initialization", Small(fixed=""), IS_PATH
+        str, "run directory to take initial weights from; empty: random initialization", ShrinkRule(fixed=""), IS_PATH
     ] = ""
     init_step: Annotated[
-        str, "which checkpoint of that run: a step, latest, or best (lowest validation loss)", Small(fixed="latest")
+        str,
+        "which checkpoint of that run: a step, latest, or best (lowest validation loss)",
+        ShrinkRule(fixed="latest"),
     ] = "latest"
     run_dir: Annotated[str, "output directory; empty: runs/PRESET", IS_PATH] = ""
     resume: Annotated[

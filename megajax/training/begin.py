@@ -85,7 +85,7 @@ def train_here(config: Config, *, skip_finished: bool = False) -> None:
         with display.phase("reading the data", announced=False):
             data = open_data(config, run_dir / "data")
             order = read_order(config, run_dir / "data")
-        ours = in_steps(config, data.train, kept, order)
+        ours = with_total_steps(config, data.train, kept, order)
         program = Program(ours, program.mesh)
         if skip_finished and _is_finished(run_dir, ours.train.steps):
             say(f"finished: {run_dir} has {ours.train.steps} steps and its dev results")
@@ -99,7 +99,7 @@ def train_here(config: Config, *, skip_finished: bool = False) -> None:
         say("\n".join(filter(None, [describe(ours, program, data, order, earlier), again])))
         with watched(display.phase):
             run = Trainer(ours, program, data, order, lock)
-        _check_length(run, in_steps(config, data.train, kept, run.order))
+        _check_length(run, with_total_steps(config, data.train, kept, run.order))
         if line := run.order.line(run.first):
             say(line)
         if run.first < ours.train.steps:
@@ -191,7 +191,7 @@ def earlier_optimizer(config: Config, run_dir: Path) -> OptimizerConfig | None:
     if config.profile and 0 < steps < profiled_steps(config.profile, 0, steps)[1]:
         raise UserError(f"--profile {config.profile}: training ends after step {steps}; valid: steps up to {steps}")
     if not config.train.epochs:
-        in_steps(config, None, config.optimizer.kept_of(earlier))
+        with_total_steps(config, None, config.optimizer.kept_of(earlier))
     return earlier
 
 
@@ -225,7 +225,7 @@ def _is_finished(run_dir: Path, steps: int) -> bool:
     return any(on_first_process(look))
 
 
-def in_steps(config: Config, samples: Any, kept: Horizon = UNKNOWN, order: Order | None = None) -> Config:
+def with_total_steps(config: Config, samples: Any, kept: Horizon = UNKNOWN, order: Order | None = None) -> Config:
     """The configuration with the end of training and the schedule in steps; epochs are those of the training
     `samples`, which are drawn in an `order`, and `kept` is what a resumed run keeps of its horizon."""
     train, end = config.train, 0

@@ -27,7 +27,14 @@ from megajax.runs.task_data import has_task_data
 from megajax.settings.config import Config
 from megajax.settings.validation import check_ramp
 from megajax.start.launch import start
-from megajax.training.begin import check_given, checked_program, earlier_optimizer, in_steps, make_data, open_data
+from megajax.training.begin import (
+    check_given,
+    checked_program,
+    earlier_optimizer,
+    make_data,
+    open_data,
+    with_total_steps,
+)
 from megajax.training.describe import describe
 from megajax.training.display import Display
 from megajax.training.seeds import seed_runs
@@ -87,7 +94,7 @@ def _read_data(config: Config, program: Program, folder: Path, lines: list[str])
     data.train[0]
     order = start_order(config, run_dir, kept, corpora)
     check_ramp(config, order.sizes, order.parts[-1].step)
-    config = in_steps(config, data.train, config.optimizer.kept_of(earlier), order)
+    config = with_total_steps(config, data.train, config.optimizer.kept_of(earlier), order)
     lines.append(describe(config, Program(config, program.mesh), data, order, earlier))
     return config
 

@@ -160,7 +160,7 @@ def place_of(operation: Operation) -> tuple[str, str]:
 
 
 @dataclass(frozen=True)
-class Times:
+class TracedTimes:
     """Time of traced operations in seconds."""
 
     by_place: dict[tuple[str, str], float]  # by part and pass, summed over devices
@@ -168,7 +168,7 @@ class Times:
     span: float  # from the start of the first operation to the end of the last
 
 
-def times(session: Path, known: dict[str, Operation]) -> Times:
+def times(session: Path, known: dict[str, Operation]) -> TracedTimes:
     """The time of a program's operations in a trace; nested operations count only once."""
     found: dict[tuple[str, str], float] = defaultdict(float)
     devices, begins, ends = 0, [], []
@@ -184,7 +184,7 @@ def times(session: Path, known: dict[str, Operation]) -> Times:
                 ends += [end for _, end, _ in events]
                 for name, seconds in _own_seconds(events):
                     found[place_of(known[name])] += seconds
-    return Times(dict(found), max(1, devices), (max(ends) - min(begins)) / 1e9 if ends else 0.0)
+    return TracedTimes(dict(found), max(1, devices), (max(ends) - min(begins)) / 1e9 if ends else 0.0)
 
 
 def _events(events: Iterable[Any], known: dict[str, Operation]) -> list[tuple[float, float, str]]:
@@ -214,7 +214,7 @@ def _own_seconds(events: list[tuple[float, float, str]]) -> list[tuple[str, floa
     return [(name, seconds) for (_, _, name), seconds in zip(events, own, strict=True)]
 
 
-def table(found: Times, steps: int) -> list[str]:
+def table(found: TracedTimes, steps: int) -> list[str]:
     """Milliseconds per step and device, by part and pass, longest first."""
     if not found.by_place:
         return ["the profile names no operations of the step; open it in XProf or Perfetto"]

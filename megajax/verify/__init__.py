@@ -9,7 +9,7 @@ from megajax.verify.check import check
 from megajax.verify.comparison import (
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,
-    Comparison,
+    CompiledComparison,
     Trace,
     compare,
     named_leaves,
@@ -18,6 +18,6 @@ from megajax.verify.comparison import (
 from megajax.verify.verdict import Finding, Verdict
 
 __all__ = [
-    "COLLECTIVES", "GRADIENT_TOLERANCE", "LOSS_TOLERANCE", "Collective", "Comparison", "Finding", "Trace", "Verdict",
-    "check", "collectives", "collectives_of", "compare", "named_leaves", "trace",
+    "COLLECTIVES", "GRADIENT_TOLERANCE", "LOSS_TOLERANCE", "Collective", "CompiledComparison", "Finding", "Trace",
+    "Verdict", "check", "collectives", "collectives_of", "compare", "named_leaves", "trace",
 ]  # fmt: skip

@@ -117,7 +117,7 @@ def limits_of_edges(num_layers: int) -> Limits:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class CompiledComparison:
     """How much a trace differs from the reference."""
 
     loss_error: float  # largest relative error of a step's loss
@@ -129,14 +129,14 @@ class Comparison:
         return self.loss_error <= LOSS_TOLERANCE * scale and self.gradient_error <= GRADIENT_TOLERANCE * scale
 
 
-def compare(reference: Trace, other: Trace) -> Comparison:
-    """The largest errors of `other` over all steps; see `Comparison`. Any NaN counts as an infinite error."""
+def compare(reference: Trace, other: Trace) -> CompiledComparison:
+    """The largest errors of `other` over all steps; see `CompiledComparison`. Any NaN counts as an infinite error."""
     assert len(reference.losses) == len(other.losses)
     losses = max(map(relative, other.losses, reference.losses))
     pairs = zip(reference.gradients, other.gradients, strict=True)
     errors = [(error, leaf) for pair in pairs for leaf, error in leaf_errors(*pair).items()]
     worst, leaf = max(errors, key=lambda each: each[0])
-    return Comparison(losses, worst, leaf)
+    return CompiledComparison(losses, worst, leaf)
 
 
 def leaf_errors(expected: Leaves, actual: Leaves) -> dict[str, float]:

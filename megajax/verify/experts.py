@@ -8,13 +8,13 @@ from megajax.core.backend import CPU, Backend
 from megajax.core.models.experts import capacity_of
 from megajax.core.parallel.collectives import CONTEXT, TENSOR
 from megajax.plan.communication import EXCHANGE, GATHER, REDUCE, SCATTER, Communication, one
-from megajax.plan.sizes import Times
+from megajax.plan.sizes import Occurrences
 from megajax.verify.regions import Regions
 
 _INTEGER = 4  # bytes of an expert choice, and of a load
 
 
-class Experts(Regions):
+class ExpertRegions(Regions):
     """The sizes of a step, and what its mixtures communicate besides inputs and outputs, which cross the boundaries of
     regions like an MLP's."""
 
@@ -30,7 +30,9 @@ class Experts(Regions):
         """Regions in a layer whose input is the left factor of a weight gradient: all except a mixture's."""
         return 1 + self.num_mlps - (self.config.model.num_experts > 0)
 
-    def experts(self, purpose: str, times: Times, *, rows: bool = True, result: bool = True) -> Iterator[Communication]:
+    def experts(
+        self, purpose: str, times: Occurrences, *, rows: bool = True, result: bool = True
+    ) -> Iterator[Communication]:
         """The forward pass, or what recomputation repeats of it: the choices, what came back, and optionally the
         experts' `rows` and the `result`, the sum over their devices."""
         model, (batch, here, _) = self.config.model, self.whole
@@ -58,7 +60,7 @@ class Experts(Regions):
             yield from self._dispatch(purpose, times)
         yield from self._combine(purpose, times)
 
-    def experts_backward(self, purpose: str, times: Times) -> Iterator[Communication]:
+    def experts_backward(self, purpose: str, times: Occurrences) -> Iterator[Communication]:
         """The gradients of all that, including those of tokens' shares."""
         model, (batch, here, _) = self.config.model, self.whole
         if not model.num_experts:
@@ -91,7 +93,7 @@ class Experts(Regions):
         """Shape of an activation with all rows of an expert group."""
         return (self.whole[0] * self.config.mesh.expert, *self.whole[1:])
 
-    def _dispatch(self, purpose: str, times: Times) -> Iterator[Communication]:
+    def _dispatch(self, purpose: str, times: Occurrences) -> Iterator[Communication]:
         """Send rows to the experts' devices; in the backward pass, the gradients of their outputs."""
         experts, batch, places, width = self._sent
         if self.way != "none":
@@ -99,7 +101,7 @@ class Experts(Regions):
             yield one(purpose, SCATTER, (CONTEXT,), whole, self.item, times)
         yield one(purpose, EXCHANGE, (EXPERT,), self._sent, self.item, times)
 
-    def _combine(self, purpose: str, times: Times) -> Iterator[Communication]:
+    def _combine(self, purpose: str, times: Occurrences) -> Iterator[Communication]:
         """Send results back; in the backward pass, the gradients of the experts' inputs."""
         experts, batch, places, width = self._sent
         devices = self.config.mesh.expert

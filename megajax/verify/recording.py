@@ -19,7 +19,7 @@ _LOWEST = -1e30
 _FLOOR = 1e-3  # of the largest sample's norm; errors of smaller samples are measured relative to this instead
 
 
-class Place(NamedTuple):
+class SitePlace(NamedTuple):
     """Identifies an activation."""
 
     layer: int  # global index; -1 in the head
@@ -49,7 +49,7 @@ class Recording:
     def __init__(self) -> None:
         self.turns: dict[tuple[bool, str], int] = {}  # (in the head, site) -> when it was first traced
         self.collectives: dict[str, float] = {}  # largest error of each collective on weights and their gradients
-        self._seen: dict[Place, dict[int, list[SiteRecord]]] = defaultdict(lambda: defaultdict(list))
+        self._seen: dict[SitePlace, dict[int, list[SiteRecord]]] = defaultdict(lambda: defaultdict(list))
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
@@ -63,22 +63,22 @@ class Recording:
         if isinstance(seen, CollectiveRecord):
             self.collectives[seen.name] = max(finite(seen.error), self.collectives.get(seen.name, 0.0))
             return
-        place = Place(seen.layer, seen.site, seen.backward)
+        place = SitePlace(seen.layer, seen.site, seen.backward)
         key = seen.layer < 0, seen.site
         self.turns[key] = min(seen.turn, self.turns.get(key, seen.turn))
         for sample in seen.samples.tolist():
             self._seen[place][sample].append(seen)
 
     @property
-    def places(self) -> set[Place]:
+    def places(self) -> set[SitePlace]:
         """All recorded places."""
         return {*self._seen}
 
-    def samples(self, place: Place) -> list[int]:
+    def samples(self, place: SitePlace) -> list[int]:
         """Rows of the global batch that were recorded at this place."""
         return sorted(self._seen[place]) if place in self._seen else []
 
-    def activations(self, place: Place) -> Iterator[tuple[int, Activation]]:
+    def activations(self, place: SitePlace) -> Iterator[tuple[int, Activation]]:
         """(row of the global batch, activation) for every sample."""
         for sample, seen in sorted(self._seen[place].items()):
             yield sample, _put_together(sample, seen)
@@ -120,7 +120,7 @@ def _of_same_tokens(sample: int, seen: list[SiteRecord]) -> Activation:
 class Difference:
     """The first activation that differs."""
 
-    place: Place  # layer, site and direction
+    place: SitePlace  # layer, site and direction
     what: str  # how it differs, in words
     samples: list[int]  # rows of the global batch that differ
     num_samples: int  # number of rows in the batch
@@ -140,7 +140,7 @@ def first_difference(
     turns = other.turns | reference.turns
     last = max((place.layer for place in reference.places), default=0) + 1
 
-    def in_turn(place: Place) -> tuple:
+    def in_turn(place: SitePlace) -> tuple:
         head = place.layer < 0
         rank = (last if head else place.layer), turns[head, place.site]
         # A layer that never runs comes first: another layer runs in its place, under its own number.
@@ -152,7 +152,7 @@ def first_difference(
 
 
 def _difference(
-    place: Place, reference: Recording, other: Recording, tolerance: float, error_of: Error
+    place: SitePlace, reference: Recording, other: Recording, tolerance: float, error_of: Error
 ) -> Difference | None:
     expected, found = reference.samples(place), other.samples(place)
     if expected != found:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from megajax.core.parallel.collectives import CONTEXT, TENSOR
 from megajax.plan.communication import GATHER, REDUCE, SCATTER, Axes, Communication, WeightTraffic, one
-from megajax.plan.sizes import Times
+from megajax.plan.sizes import Occurrences
 
 
 class Regions(WeightTraffic):
@@ -20,18 +20,18 @@ class Regions(WeightTraffic):
         """The axes whose devices share the tokens between regions."""
         return (CONTEXT,) * (self.way != "none") + (TENSOR,) * self.splits_sequence
 
-    def enter(self, purpose: str, times: Times) -> Iterator[Communication]:
+    def enter(self, purpose: str, times: Occurrences) -> Iterator[Communication]:
         if self.splits_sequence:
             yield one(purpose, GATHER, (TENSOR,), self.own, self.item, times)
 
-    def enter_backward(self, purpose: str, times: Times, axes: Axes = (TENSOR,)) -> Iterator[Communication]:
+    def enter_backward(self, purpose: str, times: Occurrences, axes: Axes = (TENSOR,)) -> Iterator[Communication]:
         others = axes[:-1] if self.splits_sequence else axes
         if others:
             yield one(purpose, REDUCE, others, self.whole, self.item, times)
         if self.splits_sequence:
             yield one(purpose, SCATTER, (TENSOR,), self.whole, self.item, times)
 
-    def leave(self, purpose: str, times: Times, axes: Axes = (TENSOR,)) -> Iterator[Communication]:
+    def leave(self, purpose: str, times: Occurrences, axes: Axes = (TENSOR,)) -> Iterator[Communication]:
         others = axes[:-1] if self.splits_sequence else axes
         if self.splits_sequence:
             yield one(purpose, SCATTER, (TENSOR,), self.whole, self.item, times)

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from megajax.core.models.config import ModelConfig
 from megajax.core.options import compared, options
-from megajax.core.traits import Changes, Size, Small
+from megajax.core.traits import Changes, ShrinkRule, Size
 from megajax.settings.config import Config
 from megajax.verify.locate import Result
 from megajax.verify.shrink import Shrunk, shown, shown_sizes
@@ -19,7 +19,9 @@ from megajax.verify.verdict import Finding
 
 _MODEL = options(ModelConfig)
 _SIZES = [
-    name for name, key in compared(ModelConfig, *Changes).items() if _MODEL[key].trait(Size) or _MODEL[key].trait(Small)
+    name
+    for name, key in compared(ModelConfig, *Changes).items()
+    if _MODEL[key].trait(Size) or _MODEL[key].trait(ShrinkRule)
 ]
 _BATCH = ("global_batch", "microbatch")
 _NAME = 48  # columns

@@ -17,7 +17,7 @@ from megajax.core.models.context_attention import copies
 from megajax.core.models.freeze import fewer_layers
 from megajax.core.options import options
 from megajax.core.program.program import training_way
-from megajax.core.traits import ReadWith, Size, Small
+from megajax.core.traits import OnlyWith, ShrinkRule, Size
 from megajax.settings.config import Config, DistributedConfig
 
 MOST_VIRTUAL_STAGES = 64
@@ -49,7 +49,7 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
     width, notes = sizes.width()
     layers = sizes.num_blocks() + min(2, config.model.dense_layers)
     ruled = {"num_layers": layers, **width, **sizes.tokens(), **sizes.vocabulary(), **sizes.experts()}
-    ruled |= sizes.wide_ends(layers)
+    ruled |= sizes.high_precision_ends(layers)
     model = dataclasses.replace(config.model, **sizes.others(ruled), **ruled)
     microbatch = min(config.train.microbatch, 2)
     rows = mesh.row_shards * microbatch * sizes.num_microbatches()
@@ -107,10 +107,10 @@ def shown_sizes(mesh: MeshConfig) -> tuple[int, ...]:
 
 
 def _by_traits(config: Config) -> Config:
-    """Apply the `Small` trait of every option that has one."""
+    """Apply the `ShrinkRule` trait of every option that has one."""
     values: dict[str, dict[str, Any]] = {}
     for key, option in options(Config).items():
-        small, value = option.trait(Small), attrgetter(key)(config)
+        small, value = option.trait(ShrinkRule), attrgetter(key)(config)
         section, _, name = key.rpartition(".")
         if small and small.most is not None:
             values.setdefault(section, {})[name] = min(value, option.convert(small.most))
@@ -209,7 +209,7 @@ class _Sizes:
 
         sizes = {"sequence_length": length}
         for name, option in options(ModelConfig).items():
-            small, reader, tokens = option.trait(Small), option.trait(ReadWith), getattr(model, name)
+            small, reader, tokens = option.trait(ShrinkRule), option.trait(OnlyWith), getattr(model, name)
             if small and small.tokens and tokens and (reader is None or reader.is_read(model)):
                 sizes[name] = scaled(tokens)
         if self._way == "none":
@@ -252,7 +252,7 @@ class _Sizes:
         few = min(model.experts_per_token, max(1, number - (model.experts_per_token < model.num_experts)))
         return {"num_experts": number, "experts_per_token": few} if model.num_experts else {}
 
-    def wide_ends(self, layers: int) -> dict[str, str]:
+    def high_precision_ends(self, layers: int) -> dict[str, str]:
         """A layer at each end that computes as with bf16, where the original has one and others are left here."""
         first, last = (min(1, int(number)) for number in self._model.bf16_layers.split(","))
         last = min(last, max(0, layers - 1 - first))

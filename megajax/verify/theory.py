@@ -26,9 +26,9 @@ from megajax.plan.communication import (
     total_sent,
     totals,
 )
-from megajax.plan.sizes import Times
+from megajax.plan.sizes import Occurrences
 from megajax.settings.config import Config
-from megajax.verify.experts import Experts
+from megajax.verify.experts import ExpertRegions
 from megajax.verify.verdict import Finding
 
 _WORD = 4  # bytes of a scale
@@ -74,7 +74,7 @@ def _difference(key: tuple, wanted: Counter, there: Counter, expected: list[Comm
     )
 
 
-class _Step(Experts):
+class _Step(ExpertRegions):
     """The sizes of a step, and the communication of the parts in its loop over ticks."""
 
     @property
@@ -207,12 +207,12 @@ class _Step(Experts):
             yield from self.enter(purpose, self.of_layer)
             yield from self.leave(purpose, self.of_layer)
 
-    def input_scales(self, purpose: str, times: Times, count: int) -> Iterator[Communication]:
+    def input_scales(self, purpose: str, times: Occurrences, count: int) -> Iterator[Communication]:
         """In 8 bits, of so many products by rows, whose inputs a tensor group shares."""
         for _ in range(count if self.operand_item else 0):
             yield one(purpose, REDUCE, (TENSOR,), (1, *self.whole[:2]), _WORD, times)
 
-    def gradient_scales(self, purpose: str, times: Times) -> Iterator[Communication]:
+    def gradient_scales(self, purpose: str, times: Occurrences) -> Iterator[Communication]:
         """In 8 bits, of the products by columns, whose outputs' gradients a tensor group shares: those of one input
         together. Before that a head of keys that several devices use has its whole gradient."""
         model = self.config.model
@@ -229,7 +229,7 @@ class _Step(Experts):
         if model.num_experts:
             yield one(purpose, REDUCE, (TENSOR,), (gated, *self.rows_of_experts), _WORD, times)
 
-    def _dense_forward(self, purpose: str, times: Times) -> Iterator[Communication]:
+    def _dense_forward(self, purpose: str, times: Occurrences) -> Iterator[Communication]:
         """Forward through the first layers of a mixture, which have an MLP."""
         yield from self.query_key_norm(purpose, times)
         yield from self.attention(purpose, times)
@@ -237,7 +237,7 @@ class _Step(Experts):
             yield from self.enter(purpose, times)
             yield from self.leave(purpose, times)
 
-    def _dense_backward(self, purpose: str, times: Times) -> Iterator[Communication]:
+    def _dense_backward(self, purpose: str, times: Occurrences) -> Iterator[Communication]:
         """Backward through these layers, with the residuals of the forward pass just before."""
         yield from self.query_key_norm(purpose, times)
         yield from self.attention_backward(purpose, times)
@@ -247,21 +247,21 @@ class _Step(Experts):
             yield from self.enter_backward(purpose, times)
 
     @property
-    def of_dense_layer(self) -> Times:
+    def of_dense_layer(self) -> Occurrences:
         """How often the loop runs one of these layers."""
         layers = self.config.model.dense_layers
-        return Times(layers * self.of_end.count, layers * self.of_end.sent)
+        return Occurrences(layers * self.of_end.count, layers * self.of_end.sent)
 
     def _of_heads(self, heads: int, tokens: int) -> tuple[int, ...]:
         return (self.rows, tokens, heads, self.config.model.head_size)
 
-    def query_key_norm(self, purpose: str, times: Times) -> Iterator[Communication]:
+    def query_key_norm(self, purpose: str, times: Occurrences) -> Iterator[Communication]:
         """Squares of queries and keys over all heads, or their gradients."""
         model = self.config.model
         if model.query_key_norm and model.query_key_norm_over == "width":
             yield one(purpose, REDUCE, (TENSOR,), (*self.whole[:2], 2), self.wide, times)
 
-    def attention(self, purpose: str, times: Times) -> Iterator[Communication]:
+    def attention(self, purpose: str, times: Occurrences) -> Iterator[Communication]:
         """Attention to tokens on other devices of a context group, forward."""
         heads, keys, here = self.heads, self.keys, self.whole[1]
         if self.way == "heads":
@@ -274,13 +274,13 @@ class _Step(Experts):
             kind = PERMUTE if self.config.mesh.pipe == 1 else GATHER  # stages come to a permute at different times
             yield one(purpose, kind, (CONTEXT,), self._of_heads(keys, self.before), self.item, times)
 
-    def back_from_heads(self, purpose: str, times: Times) -> Iterator[Communication]:
+    def back_from_heads(self, purpose: str, times: Occurrences) -> Iterator[Communication]:
         """From all tokens of some heads back to the device's own tokens of all heads."""
         if self.way == "heads":
             found = self._of_heads(self.heads // self.config.mesh.context, self.tokens)
             yield one(purpose, EXCHANGE, (CONTEXT,), found, self.item, times)
 
-    def attention_backward(self, purpose: str, times: Times) -> Iterator[Communication]:
+    def attention_backward(self, purpose: str, times: Occurrences) -> Iterator[Communication]:
         """The gradients of attention; what was gathered is gathered again."""
         heads, keys, here, count = self.heads, self.keys, self.whole[1], self.config.mesh.context
         if self.way == "heads":

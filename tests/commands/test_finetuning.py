@@ -15,7 +15,7 @@ from scorers import by_independent_scorer
 from tiny import full
 
 from megajax.settings.flags import parse
-from megajax.training.begin import in_steps
+from megajax.training.begin import with_total_steps
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -133,7 +133,7 @@ def test_epochs(tuning: Finetuning, tmp_path: Path, flags: tuple, steps: int) ->
 def test_steps_of_a_share_of_an_epoch(epochs: float, records: int, batch: int, steps: int) -> None:
     """As they are in decimals."""
     flags = map(str, (*SIZE, "--train.epochs", epochs, "--train.global-batch", batch, "--data.train", "x"))
-    config = in_steps(parse([PRESET, *flags], "", ""), SimpleNamespace(epoch_size=records))
+    config = with_total_steps(parse([PRESET, *flags], "", ""), SimpleNamespace(epoch_size=records))
     assert config.train.steps == config.optimizer.decay_steps == steps
 
 

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from tiny import user_error
 
 from megajax.convert.adapter_options import READ, WITHOUT_EFFECT
-from megajax.convert.importing import Source, open_source
+from megajax.convert.importing import ImportedModel, open_source
 
 pytestmark = [pytest.mark.peer, pytest.mark.filterwarnings("ignore")]  # peft has many to give
 torch = pytest.importorskip("torch", reason="the extra `peer` is not installed")
@@ -75,7 +75,7 @@ def adapted(folder: Path, case: Case) -> Any:
     return peft.PeftModel.from_pretrained(again, folder / "adapter").eval()
 
 
-def loaded(source: Source, folder: Path) -> Any:
+def loaded(source: ImportedModel, folder: Path) -> Any:
     """What was imported, as a model of transformers."""
     model = source.config.model
     folder.mkdir()

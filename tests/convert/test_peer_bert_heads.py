@@ -71,7 +71,7 @@ def long(array: np.ndarray) -> Any:
 
 
 def peer_output(peer: Any, batch: dict[str, np.ndarray], **targets: Any) -> tuple[Any, Any]:
-    """Logits as `Model.task_logits` has them, and the class's loss if it gets targets."""
+    """Logits as `FamilyModel.task_logits` has them, and the class's loss if it gets targets."""
     there = np.arange(batch["tokens"].shape[-1]) < batch["length"][..., None]
     tokens, types = long(batch["tokens"]), long(batch["token_types"])
     found = peer(input_ids=tokens, token_type_ids=types, attention_mask=long(there), **targets)

@@ -19,7 +19,7 @@ from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, local_folder, open_source
 from megajax.convert.tensor_files import WEIGHTS
 from megajax.core.errors import UserError
-from megajax.core.models.registry import FAMILIES, Entry
+from megajax.core.models.registry import FAMILIES, FamilyEntry
 from megajax.settings.config import to_toml
 
 GPT2, BERT, PRE = (random_tensors(kind) for kind in ("gpt2", "bert", "megatron-bert"))
@@ -150,7 +150,7 @@ def test_numbers_that_the_dtype_has_not(tmp_path: Path) -> None:
 )
 def test_a_model_of_no_class(options: dict[str, Any], words: str, monkeypatch, tmp_path: Path) -> None:
     """Refused before anything is read, with what the nearest classes would take."""
-    monkeypatch.setitem(FAMILIES, "tiny", Entry("tiny_family"))
+    monkeypatch.setitem(FAMILIES, "tiny", FamilyEntry("tiny_family"))
     (tmp_path / "config.toml").write_text(to_toml(tiny_config(**SMALL | options)))
     with pytest.raises(UserError, match=words):
         export_config(tmp_path)

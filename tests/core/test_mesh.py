@@ -18,7 +18,7 @@ from megajax.core.axes import AXES
 from megajax.core.backend import CPU
 from megajax.core.config import MeshConfig
 from megajax.core.mesh import RULES, make_mesh, mesh_spec, rank_groups, zero_spec
-from megajax.core.models.family import CutModel
+from megajax.core.models.family import StagedModel
 from megajax.core.models.registry import FAMILIES
 from megajax.core.parallel.boundary import F_AND_G
 from megajax.core.parallel.collectives import spec_axes
@@ -114,7 +114,7 @@ def test_every_logical_name_has_a_rule():
     """The names on the weights, and those of the pipelined layers' leading dims, are those of the table."""
     names = {"chunks", "stages"}
     for options in (*({"family": family} for family in FAMILIES), MIXTURE):
-        model = CutModel(tiny_config(**options).model, F_AND_G, CPU)
+        model = StagedModel(tiny_config(**options).model, F_AND_G, CPU)
         specs, shapes = by_path(model.logical_specs), by_path(model.shapes)
         names |= {name for spec in specs.values() for name in spec}
         assert {name: len(spec) for name, spec in specs.items()} == {name: leaf.ndim for name, leaf in shapes.items()}

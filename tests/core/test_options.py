@@ -30,7 +30,7 @@ from megajax.core.options import (
     shown,
 )
 from megajax.core.parallel.collectives import TENSOR
-from megajax.core.traits import COMPUTATION, NOTHING, WEIGHTS, Changes, Size, Small
+from megajax.core.traits import COMPUTATION, NOTHING, WEIGHTS, Changes, ShrinkRule, Size
 from megajax.generation.options import GenerateOptions
 from megajax.preparation.options import PrepareOptions
 from megajax.runs.directory import check_claim
@@ -158,7 +158,7 @@ MODEL = options(ModelConfig)
 @pytest.mark.parametrize("option", MODEL.values(), ids=MODEL)
 def test_every_option_of_a_model_says_what_another_value_changes_and_how_it_is_made_small(option: Option) -> None:
     assert option.trait(Changes) is not None
-    assert option.kind is not int or option.trait(Size) or option.trait(Small)
+    assert option.kind is not int or option.trait(Size) or option.trait(ShrinkRule)
 
 
 def test_sizes_are_split_as_the_weights_are() -> None:
@@ -174,7 +174,7 @@ def new_options(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     further = {
         "num_streams": (Annotated[int, "streams", AT_LEAST_ZERO, WEIGHTS, Size("streams", split=True)], 0),
         "temperature": (Annotated[float, "of attention", between(0.0, 9.0), COMPUTATION], 1.0),
-        "lookback": (Annotated[int, "tokens", AT_LEAST_ZERO, NOTHING, Small(tokens=True)], 0),
+        "lookback": (Annotated[int, "tokens", AT_LEAST_ZERO, NOTHING, ShrinkRule(tokens=True)], 0),
     }
     fields: list[Any] = [(name, kind, dataclasses.field(default=value)) for name, (kind, value) in further.items()]
     wider = dataclasses.make_dataclass("Wider", fields, bases=(ModelConfig,), frozen=True, kw_only=True)

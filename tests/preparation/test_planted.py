@@ -15,7 +15,7 @@ import pytest
 from megajax.data.text.indexed import IndexedDataset
 from megajax.data.text.tokenizers import load_tokenizer
 from megajax.preparation.options import PrepareOptions
-from megajax.preparation.plan import Task
+from megajax.preparation.plan import PreparationTask
 from megajax.preparation.prepare import prepare_dataset
 from megajax.preparation.running import Show
 from megajax.preparation.workers import Workers, processes
@@ -85,7 +85,7 @@ def prepare(planted: Planted, prefix: object, options: PrepareOptions = OPTIONS,
 
 
 def prepare_with(workers: Workers, planted: Planted, prefix: object, options: PrepareOptions = OPTIONS) -> dict:
-    task = Task([str(planted.corpus)], str(prefix), options, [str(planted.test_set)])
+    task = PreparationTask([str(planted.corpus)], str(prefix), options, [str(planted.test_set)])
     return prepare_dataset(task, workers=workers, overwrite=False, show=Show(shown=False))
 
 

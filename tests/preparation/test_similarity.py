@@ -7,7 +7,7 @@ import pytest
 from tiny import full
 
 from megajax.preparation import similarity
-from megajax.preparation.corpus import Corpus
+from megajax.preparation.corpus import CleanedShards
 from megajax.preparation.deciding import drop_copies, dropped_in
 from megajax.preparation.duplicates import band_hashes
 from megajax.preparation.options import PrepareOptions
@@ -50,7 +50,7 @@ def test_few_pairs_are_compared_by_their_texts(tmp_path, monkeypatch, threshold:
     rule = np.full(len(texts), KEPT, np.uint8)
     digest = np.arange(2 * len(texts), dtype=np.uint64).reshape(-1, 2)
     work.save("tokens", 0, {"rule": rule, "sketched": np.array(sketched), "sketches": found, "digest": digest})
-    Corpus.of([{"pieces": len(texts), "texts": len(texts), "bytes": 0, "files": [0, 0, 0]}]).save(work)
+    CleanedShards.of([{"pieces": len(texts), "texts": len(texts), "bytes": 0, "files": [0, 0, 0]}]).save(work)
     compared = []
     monkeypatch.setattr(similarity, "jaccard", lambda *grams: compared.append(grams) or jaccard(*grams))
     with processes(1) as workers:

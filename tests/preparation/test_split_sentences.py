@@ -12,7 +12,7 @@ from megajax.data.text.inputs import DOCSTRINGS, STANDARD_LIBRARY
 from megajax.data.text.records import TextFiles
 from megajax.data.text.tokenizers import load_tokenizer, train_tokenizer
 from megajax.preparation.options import PrepareOptions
-from megajax.preparation.plan import Task, make_plan
+from megajax.preparation.plan import PreparationTask, make_plan
 
 TEXTS = [" ".join(f"Word {n} has {k} and {n * k}." for k in range(1 + n % 7)) for n in range(60)]
 
@@ -49,7 +49,7 @@ def test_a_sequence_for_every_sentence(tmp_path, capsys):
 
 def test_docstrings_are_another_input_than_the_code(tmp_path):
     plans = [
-        make_plan(Task([word], str(tmp_path / "m"), PrepareOptions()), TextFiles([word], "INPUT"))
+        make_plan(PreparationTask([word], str(tmp_path / "m"), PrepareOptions()), TextFiles([word], "INPUT"))
         for word in (STANDARD_LIBRARY, DOCSTRINGS)
     ]
     assert plans[0]["inputs"] == plans[1]["inputs"] and plans[0] != plans[1]

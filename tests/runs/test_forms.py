@@ -34,7 +34,7 @@ def run(tmp_path, monkeypatch, capsys):
         def answered(question, seconds):
             if taken is KeyboardInterrupt:
                 raise KeyboardInterrupt
-            return measured.Answer(taken, {"blocks of 16": 2.0, "blocks of 32": 1.0}, {})
+            return measured.FormAnswer(taken, {"blocks of 16": 2.0, "blocks of 32": 1.0}, {})
 
         monkeypatch.setattr("megajax.runs.forms.answer", answered)
         config = dataclasses.replace(tiny_config(sequence_length=64, dropout=0.1, num_layers=1), **options)

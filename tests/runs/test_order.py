@@ -10,7 +10,7 @@ from tiny import tiny_config, user_error
 from megajax.data.config import Source, skipped_samples
 from megajax.data.samples.blend import Blend, BlendedSamples
 from megajax.runs.data import has_whole_run_data, make_run_data, open_run_data
-from megajax.runs.order import Order, Part, default_corpora, next_order, read_order, write_order
+from megajax.runs.order import Order, OrderSegment, default_corpora, next_order, read_order, write_order
 from megajax.settings.config import Config
 
 
@@ -26,13 +26,13 @@ class Corpus:
         return self.name, number
 
 
-def opened(part: Part):
+def opened(part: OrderSegment):
     """The samples of a part's corpora, as they are opened."""
     corpora = [Corpus(name) for name, _ in part.corpora]
     return corpora[0] if len(corpora) == 1 else BlendedSamples(corpora, [weight for _, weight in part.corpora])
 
 
-def drawn(parts: list[Part], steps: int) -> list[list[tuple[str, int]]]:
+def drawn(parts: list[OrderSegment], steps: int) -> list[list[tuple[str, int]]]:
     """The samples of every step of a run, each from the start that drew them."""
     found = []
     for number, part in enumerate(parts):
@@ -44,7 +44,7 @@ def drawn(parts: list[Part], steps: int) -> list[list[tuple[str, int]]]:
     return found
 
 
-def counted(parts: list[Part], steps: int) -> list[list[tuple[str, int]]]:
+def counted(parts: list[OrderSegment], steps: int) -> list[list[tuple[str, int]]]:
     """The same, sample by sample, with counters for everything."""
     found, number, begin, total, part = [], 0, 0, 0, parts[0]
     before: dict[str, int] = {}
@@ -85,7 +85,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 def test_every_step_draws_what_counting_gives(changes):
-    parts = [Part(*each) for each in changes]
+    parts = [OrderSegment(*each) for each in changes]
     found = drawn(parts, 14)
     assert found == counted(parts, 14)
     everything = [sample for step in found for sample in step]
@@ -93,7 +93,7 @@ def test_every_step_draws_what_counting_gives(changes):
 
 
 def test_nothing_is_left_out_without_ranges():
-    parts = [Part(*each) for each in CHANGES["blends"]]
+    parts = [OrderSegment(*each) for each in CHANGES["blends"]]
     found = sorted(sample for step in drawn(parts, 20) for sample in step)
     for name in (".", "source-0", "source-1"):
         own = [number for each, number in found if each == name]
@@ -130,11 +130,13 @@ def test_starts_are_noted_where_they_change_the_order(tmp_path: Path):
 def test_a_run_without_changes_has_the_order_of_its_configuration(tmp_path: Path):
     """Also with a blend, and after a start that changed something was undone before it trained."""
     config = of(tiny_config(), sources=(Source(path="a", weight=3.0), Source(path="b", weight=1.0)))
-    assert read_order(config, tmp_path).parts == (Part(0, (8, 0, 0, 0), (("source-0", 3.0), ("source-1", 1.0)), ()),)
+    assert read_order(config, tmp_path).parts == (
+        OrderSegment(0, (8, 0, 0, 0), (("source-0", 3.0), ("source-1", 1.0)), ()),
+    )
     changed = of(config, 4)
     write_order(changed, tmp_path, next_order(changed, tmp_path, ["."], config, 5))
     write_order(config, tmp_path, next_order(config, tmp_path, default_corpora(config), changed, 5))
-    assert read_order(config, tmp_path).parts == Order([Part.of(config, default_corpora(config))]).parts
+    assert read_order(config, tmp_path).parts == Order([OrderSegment.of(config, default_corpora(config))]).parts
 
 
 def test_a_corpus_is_known_by_its_path(tmp_path: Path):

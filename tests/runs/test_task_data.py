@@ -11,7 +11,7 @@ from tiny import tiny_config
 
 from megajax.core.batch import pairs_form
 from megajax.core.errors import UserError
-from megajax.core.models.registry import FAMILIES, Entry
+from megajax.core.models.registry import FAMILIES, FamilyEntry
 from megajax.data.config import DataConfig, Source, TokenizerConfig, ValidationSet
 from megajax.data.samples.pairs import TrainPairs
 from megajax.data.text.encoding import split_sentences
@@ -112,7 +112,7 @@ TEXTS = [" ".join(f"Word {n} has {k} and {n * k}." for k in range(1 + n % 7)) fo
 
 @pytest.fixture(autouse=True)
 def family(monkeypatch):
-    monkeypatch.setitem(FAMILIES, "pairs", Entry("nothing", samples="pairs", tokenizer="wordpiece"))
+    monkeypatch.setitem(FAMILIES, "pairs", FamilyEntry("nothing", samples="pairs", tokenizer="wordpiece"))
 
 
 @pytest.fixture

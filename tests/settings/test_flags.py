@@ -9,7 +9,7 @@ from tiny import user_error
 
 from megajax.core.errors import UserError
 from megajax.core.options import options
-from megajax.core.traits import ReadWith
+from megajax.core.traits import OnlyWith
 from megajax.data.tasks.sources import task_files
 from megajax.data.text.inputs import find_inputs
 from megajax.settings.config import Config
@@ -52,7 +52,7 @@ SWITCHES = [key for key, option in options(Config).items() if option.kind is boo
 OF_TASKS = ["task.name", "model.head", "seeds", "data.train", "data.dev"]
 # Which need another value beside them, or not beside those of the preset.
 OF_ROTARY = [key for key in options(Config) if key.startswith("model.rope_")]
-OF_EXPERTS = [key for key, option in options(Config).items() if ReadWith("num_experts") in option.traits]
+OF_EXPERTS = [key for key, option in options(Config).items() if OnlyWith("num_experts") in option.traits]
 OTHERS = [
     "model.num_experts",
     "model.query_key_norm_over",
@@ -65,7 +65,7 @@ OTHERS = [
     "data.skip",
 ]
 OTHERS += ["evaluate", "optimizer.cooldown_steps", "train.ramp_start", "train.ramp_increment", "train.ramp_samples"]
-OF_MUON = [key for key, option in options(Config).items() if key.startswith("optimizer.") and option.trait(ReadWith)]
+OF_MUON = [key for key, option in options(Config).items() if key.startswith("optimizer.") and option.trait(OnlyWith)]
 NOT_ALONE = [*SWITCHES, *OF_TASKS, *OF_ROTARY, *OF_EXPERTS, *OF_MUON, *OTHERS]
 VALUES = [key for key in options(Config) if not key.startswith("distributed.") and key not in NOT_ALONE]
 

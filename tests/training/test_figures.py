@@ -21,10 +21,10 @@ from megajax.runs.order import read_order
 from megajax.settings.config import Config, profiled_steps, to_toml
 from megajax.settings.preset_files import preset_names
 from megajax.settings.presets import load_preset, resolve
-from megajax.training.begin import _keep_config, in_steps
+from megajax.training.begin import _keep_config, with_total_steps
 from megajax.training.describe import _step_memory, batch_line, changed_rate, rate_line, rate_warning
 from megajax.training.figures import Speed, memory_figures, memory_in_use
-from megajax.training.profiler import Times, _events, _own_seconds, operations, place_of, table
+from megajax.training.profiler import TracedTimes, _events, _own_seconds, operations, place_of, table
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,9 @@ def test_times_inside_one_another() -> None:
 
 
 def test_the_table() -> None:
-    found = Times({("MLP", "forward"): 0.2, ("MLP", "backward"): 0.4, ("optimizer", ""): 0.2}, devices=2, span=0.5)
+    found = TracedTimes(
+        {("MLP", "forward"): 0.2, ("MLP", "backward"): 0.4, ("optimizer", ""): 0.2}, devices=2, span=0.5
+    )
     head, mlp, optimizer, everything, told = table(found, steps=2)
     assert head.split()[-5:] == ["forward", "recomputed", "backward", "other", "share"]
     assert mlp.split() == ["MLP", "50.00", "100.00", "75.0%"] and optimizer.split() == ["optimizer", "50.00", "25.0%"]
@@ -181,7 +183,7 @@ EPOCH = SimpleNamespace(epoch_size=80)
 
 def begun(values: dict[str, Any], began_with: int = 100) -> Config:
     """A run of the demo that has begun with so many steps, with other values."""
-    return in_steps(resolve(DEMO, values, decay_follows=False), EPOCH, Horizon(decay_steps=began_with))
+    return with_total_steps(resolve(DEMO, values, decay_follows=False), EPOCH, Horizon(decay_steps=began_with))
 
 
 @pytest.mark.parametrize(
@@ -228,12 +230,12 @@ def test_a_resumed_run_keeps_its_own_horizon_while_its_schedule_stays(
     first = resolve(EIGHT, {"optimizer.schedule": before}, decay_follows=False)
     folder = tmp_path / "run"
     (folder / "checkpoints" / "8").mkdir(parents=True)
-    (folder / "config.toml").write_text(to_toml(first, in_steps(first, EPOCH).optimizer.horizon))
+    (folder / "config.toml").write_text(to_toml(first, with_total_steps(first, EPOCH).optimizer.horizon))
     for preset in (EIGHT, load_preset(folder / "config.toml")):
         config = resolve(preset, {**now, "train.steps": 20}, decay_follows=False)
         kept = config.optimizer.kept_of(stored_optimizer(folder))
-        assert in_steps(config, EPOCH, kept).optimizer.horizon == horizon
-        assert in_steps(config, EPOCH).optimizer.horizon.decay_steps == now.get("optimizer.decay_steps", 20)
+        assert with_total_steps(config, EPOCH, kept).optimizer.horizon == horizon
+        assert with_total_steps(config, EPOCH).optimizer.horizon.decay_steps == now.get("optimizer.decay_steps", 20)
 
 
 def test_a_resumed_run_rewrites_its_configuration_only_if_it_changed(tmp_path: Path) -> None:
@@ -244,7 +246,7 @@ def test_a_resumed_run_rewrites_its_configuration_only_if_it_changed(tmp_path: P
         config = resolve(DEMO, {"run_dir": str(tmp_path), "train.steps": steps}, decay_follows=False)
         log, order = SimpleNamespace(record_config=lambda config: None), read_order(config, tmp_path / "data")
         checkpoints = SimpleNamespace(saved=8)
-        run = SimpleNamespace(config=in_steps(config, EPOCH), checkpoints=checkpoints, log=log, order=order)
+        run = SimpleNamespace(config=with_total_steps(config, EPOCH), checkpoints=checkpoints, log=log, order=order)
         _keep_config(config, run)  # type: ignore[arg-type]
         return file.read_text()
 
@@ -280,9 +282,9 @@ def test_epochs_in_steps(preset: dict[str, Any]) -> None:
     preset |= {"train.global_batch": 8, "optimizer.warmup_fraction": 0.1}
     config = resolve(preset, {"train.epochs": 2.5})
     assert config.optimizer.decay_steps == 0
-    found = in_steps(config, EPOCH)
+    found = with_total_steps(config, EPOCH)
     assert (found.train.steps, found.optimizer.decay_steps, found.optimizer.warmup) == (25, 25, 2)
-    more = in_steps(resolve(preset, {"train.epochs": 5}), EPOCH, config.optimizer.kept_of(found.optimizer))
+    more = with_total_steps(resolve(preset, {"train.epochs": 5}), EPOCH, config.optimizer.kept_of(found.optimizer))
     assert (more.train.steps, more.optimizer.decay_steps, more.optimizer.warmup) == (50, 25, 2)
 
 

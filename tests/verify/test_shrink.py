@@ -14,13 +14,13 @@ from megajax.core.config import MeshConfig
 from megajax.core.errors import UserError
 from megajax.core.models.config import ModelConfig
 from megajax.core.options import options
-from megajax.core.traits import Size, Small
+from megajax.core.traits import ShrinkRule, Size
 from megajax.settings.config import Config
 from megajax.settings.preset_files import preset_folders
 from megajax.settings.presets import load_preset, resolve
 from megajax.settings.validation import validate, validate_imagined
 from megajax.verify.locate import AxesThatDiffer, Result, first_in_words
-from megajax.verify.recording import Difference, Place
+from megajax.verify.recording import Difference, SitePlace
 from megajax.verify.report import Report
 from megajax.verify.shrink import Shrunk, fold, shown_sizes, shrink
 from megajax.verify.verdict import Finding, Verdict
@@ -28,7 +28,7 @@ from megajax.verify.verdict import Finding, Verdict
 PRESETS = [*(file for folder in preset_folders()[1:] for file in sorted(folder.rglob("*.toml")))]
 MESHES = [(1, 1, 1), (2, 2, 2), (1, 3, 2), (3, 1, 2), (1, 4, 2), (2, 1, 4), (1, 2, 3), (64, 1, 8), (8, 8, 8), (2, 5, 1)]
 SAME = [  # a model's options that are no sizes
-    name for name, option in options(ModelConfig).items() if not (option.trait(Size) or option.trait(Small))
+    name for name, option in options(ModelConfig).items() if not (option.trait(Size) or option.trait(ShrinkRule))
 ]
 
 
@@ -262,8 +262,8 @@ def test_what_it_is_where_no_activation_differs(finding, words) -> None:
 
 def test_the_losses_come_before_gradients() -> None:
     """Where they differ in the first step, and no activation forward."""
-    backward = Difference(Place(1, "output", True), "different numbers", [0], 4, 1.0)
-    forward = dataclasses.replace(backward, place=Place(1, "output", False))
+    backward = Difference(SitePlace(1, "output", True), "different numbers", [0], 4, 1.0)
+    forward = dataclasses.replace(backward, place=SitePlace(1, "output", False))
     failed = (dataclasses.replace(WRONG, name="fp64 losses", where="step 1"),)
     assert first_in_words(backward, failed).endswith("the sum of the losses: step 1")
     assert first_in_words(backward, (WRONG,)) == str(backward) and first_in_words(forward, failed) == str(forward)

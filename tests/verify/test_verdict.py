@@ -13,7 +13,7 @@ from megajax.settings.config import Config
 from megajax.verify.check import all_checks, widened
 from megajax.verify.comparison import trace
 from megajax.verify.forms import in_fp64, one_device, with_axes
-from megajax.verify.recording import Place, Recording, first_difference
+from megajax.verify.recording import Recording, SitePlace, first_difference
 from megajax.verify.run import MeshRun, drawn_state
 from megajax.verify.theory import theory_of
 from megajax.verify.verdict import Finding, Verdict
@@ -215,7 +215,7 @@ def recorded(devices: int = 1, change=lambda place, sample, device, value: value
                     whole, size = value(layer, site, backward, sample), WIDTH // devices
                     first = device * size if split else 0
                     own = whole[:, first : first + size] if split else whole
-                    own = change(Place(layer, site, backward), sample, device, own)
+                    own = change(SitePlace(layer, site, backward), sample, device, own)
                     if own is not None:
                         turn = ("input", "mlp_up", "output").index(site)
                         at = np.array([sample]), own[None], split, first, (), (0, 0, 0, 0, device), None, turn
@@ -249,7 +249,7 @@ def test_a_layer_that_is_never_computed_comes_first() -> None:
     def other(place, sample, device, x):
         return None if place.layer == 1 else x + device
 
-    assert found(other) == (Place(1, "input", False), [0, 1, 2, 3])
+    assert found(other) == (SitePlace(1, "input", False), [0, 1, 2, 3])
 
 
 def test_padded_columns_do_not_hide_the_others() -> None:
@@ -272,7 +272,7 @@ def test_which_rows() -> None:
     def one(place, sample, device, x):
         return x + 1e-6 if (place.site, sample, device) == ("mlp_up", 2, 1) else x
 
-    assert found(one) == (Place(0, "mlp_up", False), [2])
+    assert found(one) == (SitePlace(0, "mlp_up", False), [2])
 
 
 def test_what_is_said_of_it() -> None:

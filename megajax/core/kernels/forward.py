@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from megajax.core.kernels import tiles
 from megajax.core.kernels.queries import Queries
 from megajax.core.kernels.spans import spans_of_queries
-from megajax.core.kernels.tiles import GROUPS, ROWS, STAGES, Form, Ring, Rows, tile, wide
+from megajax.core.kernels.tiles import GROUPS, ROWS, STAGES, Form, QueryRows, Ring, tile, wide
 
 LOWEST = -3e38  # the highest score of a query that has seen no key
 
@@ -33,7 +33,7 @@ def forward(q_BTHK: Array, k_BSNK: Array, v_BSNK: Array, rows: list[Array], form
     def kernel(*refs: Any, q_s: Any, k_s: Any, v_s: Any, p_s: Any, rows_s: Any, sums_s: Any, ready: Any, ring: Any):
         q_g, k_g, v_g, *known_g, out_g, sums_g = refs
         queries = Queries([(q_g, q_s)], [(k_g, k_s), (v_g, v_s)], known_g, rows_s, ready, ring)
-        worker, known = queries.worker, Rows(rows_s, queries.worker, form)
+        worker, known = queries.worker, QueryRows(rows_s, queries.worker, form)
 
         def step(turn: Array, masked: bool, carry: Any) -> Any:
             out, highest_R, total_R = carry

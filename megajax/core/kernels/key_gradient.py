@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from megajax.core.kernels import tiles
-from megajax.core.kernels.spans import Turns, spans_of_keys
-from megajax.core.kernels.tiles import GROUPS, ROWS, STAGES, Form, Ring, Rows, tile
+from megajax.core.kernels.spans import BlockTurns, spans_of_keys
+from megajax.core.kernels.tiles import GROUPS, ROWS, STAGES, Form, QueryRows, Ring, tile
 
 
 def parts_of(head_size: int) -> int:
@@ -39,7 +39,7 @@ def key_gradients(
     ):
         q_g, do_g, k_g, v_g, spans_g, *rows_g, dk_g, dv_g = refs
         sample, kv_head, number, worker = (lax.axis_index(name) for name in ("sample", "head", "block", "worker"))
-        turns = Turns([spans_g.at[sample, number, piece] for piece in range(form.pieces)], group)
+        turns = BlockTurns([spans_g.at[sample, number, piece] for piece in range(form.pieces)], group)
         # This warpgroup's 64 keys of the block, and its part of the head size.
         keys, part = (worker, 0) if parts == 1 else (0, worker)
         first = number * columns + keys * ROWS
@@ -70,7 +70,7 @@ def key_gradients(
         def step(turn: Array, masked: bool, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             dk, dv = carry
             slot = ring.wait(turn)
-            known = Rows(rows_s, slot, form)
+            known = QueryRows(rows_s, slot, form)
             # The compiler must not know it: it would compute addresses and indices of the keys before the loop, and
             # spill them.
             zero = lax.shift_right_logical(turn, 30)

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from megajax.core.kernels import tiles
-from megajax.core.kernels.spans import Turns
+from megajax.core.kernels.spans import BlockTurns
 from megajax.core.kernels.tiles import GROUPS, ROWS, Ring
 
 Copied = Sequence[tuple[Any, Any]]  # arrays in the GPU's memory, and where they go in shared memory
@@ -33,7 +33,7 @@ class Queries:
         (_, length, heads, _), (spans_g, *rows_g) = queries[0][0].shape, known
         sample, head, turn, self.worker = (lax.axis_index(name) for name in ("sample", "head", "block", "worker"))
         block = length // (GROUPS * ROWS) - 1 - turn  # late queries, which see most where attention is causal, first
-        self.turns = Turns([spans_g.at[sample, block]])
+        self.turns = BlockTurns([spans_g.at[sample, block]])
         self._kv_head = lax.div(head, heads // keys[0][0].shape[2])
         rows = pl.ds((block * GROUPS + self.worker) * ROWS, ROWS)
         self.place, self.own = (sample, head, rows), (sample, rows, head)

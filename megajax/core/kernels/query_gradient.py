@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from megajax.core.kernels import tiles
 from megajax.core.kernels.queries import Queries
 from megajax.core.kernels.spans import spans_of_queries
-from megajax.core.kernels.tiles import GROUPS, ROWS, STAGES, Form, Ring, Rows, tile
+from megajax.core.kernels.tiles import GROUPS, ROWS, STAGES, Form, QueryRows, Ring, tile
 
 
 def keys_at_once(head_size: int) -> int:
@@ -32,7 +32,7 @@ def query_gradient(
     def kernel(*refs: Any, q_s: Any, do_s: Any, k_s: Any, v_s: Any, p_s: Any, rows_s: Any, ready: Any, ring: Any):
         q_g, do_g, k_g, v_g, *known_g, dq_g = refs
         queries = Queries([(q_g, q_s), (do_g, do_s)], [(k_g, k_s), (v_g, v_s)], known_g, rows_s, ready, ring)
-        worker, known = queries.worker, Rows(rows_s, queries.worker, form)
+        worker, known = queries.worker, QueryRows(rows_s, queries.worker, form)
 
         def step(turn: Array, masked: bool, dq: Array) -> Array:
             slot = ring.wait(turn)

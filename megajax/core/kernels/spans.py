@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 
-class Turns:
+class BlockTurns:
     """The blocks that a kernel takes in turn: in each span those from `first` to `end`, of which those from `full` to
     `full_end` are seen fully and come first; all of it `times` times. Scalars in a kernel."""
 

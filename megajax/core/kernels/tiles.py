@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from megajax.core.kernels.spans import Turns
+from megajax.core.kernels.spans import BlockTurns
 from megajax.core.parallel.random import RandomBits
 from megajax.core.private import whole_reference
 
@@ -118,7 +118,7 @@ def load_rows(rows_g: list[Any], rows_s: list[Any], place: Any, number: Array, b
         plgpu.copy_gmem_to_smem(there.at[sample, head, :, own], here.at[number], barrier)
 
 
-class Rows:
+class QueryRows:
     """Masks, dropout and statistics of a tile's queries. They are read from shared memory where they are used, since
     registers are scarce."""
 
@@ -217,7 +217,7 @@ class Ring(NamedTuple):
                 plgpu.barrier_wait(self.emptied.at[slot])
 
 
-def over_blocks(turns: Turns, step: Callable[..., Any], carry: Any) -> Any:
+def over_blocks(turns: BlockTurns, step: Callable[..., Any], carry: Any) -> Any:
     """`step(turn, masked, carry)` for all turns."""
     carry = lax.fori_loop(0, turns.full_count, lambda turn, carry: step(turn, False, carry), carry)
     return lax.fori_loop(turns.full_count, turns.count, lambda turn, carry: step(turn, True, carry), carry)

@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 from megajax.core.models.model_sizes import WITH_EXPERTS, ModelSizes
 from megajax.core.models.registry import EARLIER_NAMES, FAMILIES
 from megajax.core.options import AT_LEAST_ONE, AT_LEAST_ZERO, SHARE, Range, above, between
-from megajax.core.traits import COMPUTATION, ENDS, NOTHING, WEIGHTS, ReadWith, Small, Theirs, Through
+from megajax.core.traits import COMPUTATION, ENDS, NOTHING, WEIGHTS, HuggingFaceName, OnlyWith, ShrinkRule, Through
 
-_ROTARY = ReadWith("positions", ("rotary",))
-_LLAMA3 = ReadWith("rope_scaling", ("llama3",), ignored=True)
+_ROTARY = OnlyWith("positions", ("rotary",))
+_LLAMA3 = OnlyWith("rope_scaling", ("llama3",), ignored=True)
 
 
 def _is_pair(text: str) -> bool:
@@ -39,7 +39,7 @@ class ModelConfig(ModelSizes):
         "normalize the weights of each token's chosen experts to sum to 1",
         COMPUTATION,
         WITH_EXPERTS,
-        Theirs(mixture="norm_topk_prob"),
+        HuggingFaceName(mixture="norm_topk_prob"),
     ] = True
     balance: Annotated[
         Literal["none", "loss", "bias"],
@@ -55,7 +55,7 @@ class ModelConfig(ModelSizes):
         between(0, 1000),
         NOTHING,
         WITH_EXPERTS,
-        Theirs(mixture="router_aux_loss_coef"),
+        HuggingFaceName(mixture="router_aux_loss_coef"),
     ] = 0.01
     balance_step: Annotated[
         float, "amount by which each step moves the load-balancing biases", between(0, 1), NOTHING, WITH_EXPERTS
@@ -69,7 +69,7 @@ class ModelConfig(ModelSizes):
         "added to the variance in norms; 0: 1e-5, or 1e-12 for BERT",
         between(0, 1),
         WEIGHTS,
-        Theirs("rms_norm_eps", gpt2="layer_norm_epsilon", bert=""),
+        HuggingFaceName("rms_norm_eps", gpt2="layer_norm_epsilon", bert=""),
     ] = 0
     positions: Annotated[
         Literal["learned", "rotary"],
@@ -88,7 +88,7 @@ class ModelConfig(ModelSizes):
         "factor by which scaled rotary angles grow more slowly",
         between(1, 1e6),
         COMPUTATION,
-        ReadWith("rope_scaling", ("linear", "llama3")),
+        OnlyWith("rope_scaling", ("linear", "llama3")),
     ] = 1.0
     rope_low_frequency: Annotated[
         float,
@@ -105,7 +105,7 @@ class ModelConfig(ModelSizes):
         _LLAMA3,
     ] = 4.0
     rope_original_length: Annotated[
-        int, "llama3: sequence length before scaling", AT_LEAST_ONE, COMPUTATION, _LLAMA3, Small(tokens=True)
+        int, "llama3: sequence length before scaling", AT_LEAST_ONE, COMPUTATION, _LLAMA3, ShrinkRule(tokens=True)
     ] = 8192
     activation: Annotated[
         Literal["auto", "gelu", "gelu-tanh", "swiglu"],
@@ -120,17 +120,17 @@ class ModelConfig(ModelSizes):
         Literal["head", "width"],
         "normalize queries and keys over each head, with one shared scale, or over all heads together",
         WEIGHTS,
-        ReadWith("query_key_norm"),
+        OnlyWith("query_key_norm"),
     ] = "head"
     tied_embedding: Annotated[
-        bool, "share the embedding table with the output head", WEIGHTS, Theirs("tie_word_embeddings", bert="")
+        bool, "share the embedding table with the output head", WEIGHTS, HuggingFaceName("tie_word_embeddings", bert="")
     ] = True
     sliding_window: Annotated[
         int,
         "attention window in tokens, the token itself included; 0: all earlier tokens",
         AT_LEAST_ZERO,
         COMPUTATION,
-        Small(tokens=True),
+        ShrinkRule(tokens=True),
     ] = 0
     dropout: Annotated[
         float, "dropout probability for embeddings, attention probabilities and both residual branches", SHARE, NOTHING
@@ -153,10 +153,10 @@ class ModelConfig(ModelSizes):
         "with --precision fp8: how many of the first and of the last layers compute as in bf16, FIRST,LAST",
         Range(_is_pair, "two numbers of layers, such as 1,2"),
         NOTHING,
-        Small(jointly=True),
+        ShrinkRule(jointly=True),
     ] = "0,0"
     init_std: Annotated[
-        float, "standard deviation of the initial weights", above(0, 100), NOTHING, Theirs("initializer_range")
+        float, "standard deviation of the initial weights", above(0, 100), NOTHING, HuggingFaceName("initializer_range")
     ] = 0.02
     layer_order: Annotated[
         Literal["pre", "post"],
@@ -173,7 +173,7 @@ class ModelConfig(ModelSizes):
         "number of classes, or of texts to choose from with head choice",
         between(2, 10_000),
         ENDS,
-        Small(most=5),
+        ShrinkRule(most=5),
     ] = 2
     scan_layers: Annotated[
         Literal["auto", "true", "false"],
@@ -222,7 +222,7 @@ class ModelConfig(ModelSizes):
         return self.num_layers - self.dense_layers
 
     @property
-    def wide_ends(self) -> tuple[int, int]:
+    def high_precision_ends(self) -> tuple[int, int]:
         """How many of the first and of the last layers that stages divide are in `bf16_layers`. The dense ones before
         them, part of the embedding, are always among those that compute as with bf16."""
         first, last = map(int, self.bf16_layers.split(","))

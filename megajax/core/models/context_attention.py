@@ -134,7 +134,9 @@ def _received(x: Array) -> Array:
 
 def _by_gathering(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, setting: Setting) -> Array:
     if implementation(q_BTHK, setting) == "kernel":
-        return fused_attention.attend(q_BTHK, k_BTHK, v_BTHK, setting, fused_attention.Exchange(_gathered, _scattered))
+        return fused_attention.attend(
+            q_BTHK, k_BTHK, v_BTHK, setting, fused_attention.KeyExchange(_gathered, _scattered)
+        )
     method = Method(_forward_of_heads, _backward_of_heads, _gathered, _scattered)
     return attend_in_blocks(method, q_BTHK, k_BTHK, v_BTHK, setting)
 

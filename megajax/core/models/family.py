@@ -1,7 +1,7 @@
 """What a family of models is: the one interface between models and the code that distributes their layers.
 
 A model is cut at its stage boundaries: into the ends (embedding, head, everything that is not a layer) and the stacked
-layers. To add a family, write its `Model`, declare its batch, count its products, and enter it in
+layers. To add a family, write its `FamilyModel`, declare its batch, count its products, and enter it in
 `models/registry.py`.
 Letters: B batch, T tokens, D model.
 """
@@ -37,7 +37,7 @@ Batch = Mapping[str, Array]  # some rows of the arrays in the family's `BatchSpe
 Scores = dict[str, tuple[Array, Array]]
 
 
-class Model(Protocol):
+class FamilyModel(Protocol):
     """A model, an `nnx.Module` whose attribute `blocks` holds its stacked layers (`models/layer.py`).
 
     Besides its output a layer returns figures by name, such as how many tokens it did something with. Step metrics
@@ -102,7 +102,9 @@ class MatrixProduct:
 class Family:
     """A family of models."""
 
-    model: Callable[[ModelConfig, NamedKey, RegionBoundary, Backend], Any]  # makes a `Model` with weights from the key
+    model: Callable[
+        [ModelConfig, NamedKey, RegionBoundary, Backend], Any
+    ]  # makes a `FamilyModel` with weights from the key
     form: Callable[[ModelConfig], BatchSpec]  # what its batch holds
     # (configuration, sequences, queries per attention block) -> the products of a step, each listed once
     products: Callable[[ModelConfig, int, int], list[MatrixProduct]]
@@ -119,7 +121,7 @@ def family_of(config: ModelConfig) -> Family:
     return importlib.import_module(FAMILIES[config.family].module).FAMILY
 
 
-class CutModel:
+class StagedModel:
     """A model as functions of its weights, which are nested dicts: `shared`, the weights of the ends, which the first
     and the last stage use, and `blocks`, the stacked weights of the layers.
 
@@ -208,7 +210,7 @@ class CutModel:
         return {name: [paths[id(linear.weight)] for linear in linears] for name, linears in block.products.items()}
 
     def context(self, batch: Batch, dropout: Dropout) -> Context:
-        """See `Model.context`."""
+        """See `FamilyModel.context`."""
         return self.ends(self.shapes["shared"]).context(batch, dropout)
 
 
@@ -225,7 +227,7 @@ def count_active_parameters(config: ModelConfig) -> int:
 
 def _weights(config: ModelConfig) -> Iterator[tuple[int, PartitionSpec]]:
     """Size and logical dim names of every weight."""
-    model = CutModel(config, RegionBoundary(), CPU)  # the same on all backends
+    model = StagedModel(config, RegionBoundary(), CPU)  # the same on all backends
     sizes = [leaf.size for leaf in jax.tree.leaves(model.shapes)]
     return zip(sizes, jax.tree.leaves(model.logical_specs), strict=True)
 

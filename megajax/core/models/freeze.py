@@ -23,7 +23,7 @@ def names_of(texts: Iterable[str]) -> list[str]:
 
 
 def frozen_weights(texts: Iterable[str], shapes: Any, model: ModelConfig) -> Masks:
-    """The frozen weights, given the shapes of all (`CutModel`); those that are trained entirely are missing."""
+    """The frozen weights, given the shapes of all (`StagedModel`); those that are trained entirely are missing."""
     flat = flatten_dict(shapes)
     masks = {path: np.zeros(leaf.shape[:1] if _is_stacked(path) else (), bool) for path, leaf in flat.items()}
     for name in names_of(texts):

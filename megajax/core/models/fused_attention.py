@@ -22,14 +22,14 @@ from megajax.core.private import has_gpu_kernels
 HEAD_SIZES = (64, 96, 128, 256)
 
 
-class Exchange(NamedTuple):
+class KeyExchange(NamedTuple):
     """How a device gets the keys and values of all tokens, once for each pass."""
 
     gathered: Callable[[Array], Array] = lambda x_BSHK: x_BSHK
     scattered: Callable[[Array], Array] = lambda x_BSHK: x_BSHK  # its transpose
 
 
-OWN = Exchange()
+OWN = KeyExchange()
 
 
 def can(q_BTHK: Array, setting: Setting) -> bool:
@@ -39,7 +39,7 @@ def can(q_BTHK: Array, setting: Setting) -> bool:
 
 
 @jax.named_scope("fused_attention")
-def attend(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting, exchange: Exchange = OWN) -> Array:
+def attend(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting, exchange: KeyExchange = OWN) -> Array:
     """Attention of this device's heads, [B, T, H, K]."""
     drop, visible, places = setting.drop_of_heads(q_BTHK.shape[2]), setting.visible, setting.places
     q_BTHK, k_BSHK, v_BSHK = _alike(q_BTHK, k_BSHK, v_BSHK, beside=(visible, places, drop))
@@ -53,7 +53,7 @@ def _alike(*arrays: Array, beside: Any) -> list[Array]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
-    exchange: Exchange,
+    exchange: KeyExchange,
     q_BTHK: Array,
     k_BSHK: Array,
     v_BSHK: Array,
@@ -65,7 +65,7 @@ def _attention(
 
 
 def _forward(
-    exchange: Exchange, q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, *limits: Any
+    exchange: KeyExchange, q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, *limits: Any
 ) -> tuple[Array, tuple[Any, ...]]:
     from megajax.core.kernels.attention import attention  # JAX 0.10 lacks what it imports
 
@@ -78,7 +78,7 @@ def _forward(
     return out_BTHK, (q_BTHK, k_BSHK, v_BSHK, limits, out_BTHK, sums_BHT)
 
 
-def _backward(exchange: Exchange, residuals: tuple[Any, ...], grad_BTHK: Array) -> tuple[Array | None, ...]:
+def _backward(exchange: KeyExchange, residuals: tuple[Any, ...], grad_BTHK: Array) -> tuple[Array | None, ...]:
     from megajax.core.kernels.attention import gradients
 
     q_BTHK, k_BSHK, v_BSHK, limits, out_BTHK, sums_BHT = residuals

@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from megajax.core.models.config import ModelConfig
-from megajax.core.models.family import CutModel
+from megajax.core.models.family import StagedModel
 from megajax.core.models.lora_config import LoraConfig
 from megajax.core.parallel.random import NamedKey
 from megajax.core.precision import at_least_fp32
@@ -32,11 +32,11 @@ class Adapters:
 
     Attributes:
         products: the adapted products of a layer, as paths in its weights.
-        shapes, logical_specs: of the adapters, [L, …], like those of `CutModel`.
+        shapes, logical_specs: of the adapters, [L, …], like those of `StagedModel`.
         num_inner: number of input dims of each product.
     """
 
-    def __init__(self, lora: LoraConfig, config: ModelConfig, model: CutModel):
+    def __init__(self, lora: LoraConfig, config: ModelConfig, model: StagedModel):
         self._scale = lora.alpha / lora.rank
         wanted = lora.products(config)
         names = {path: self._name_of(path, model.logical_specs) for path in model.products}

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from megajax.core.models.config import ModelConfig
 from megajax.core.options import AT_LEAST_ZERO
-from megajax.core.traits import ADAPTERS, Small
+from megajax.core.traits import ADAPTERS, ShrinkRule
 
 LORA_TARGETS: Mapping[str, tuple[str, ...]] = {  # words of `lora.targets` -> products of a layer
     "attention": ("query", "key", "value", "output"),
@@ -25,7 +25,7 @@ class LoraConfig:
         "rank of the LoRA adapters, which are trained instead of the weights; 0: train all weights",
         AT_LEAST_ZERO,
         ADAPTERS,
-        Small(most=3),
+        ShrinkRule(most=3),
     ] = 0
     alpha: Annotated[float, "LoRA scale: adapters are multiplied by this / lora.rank", ADAPTERS] = 16.0
     targets: Annotated[

@@ -6,9 +6,9 @@ from typing import Annotated
 
 from megajax.core.models.registry import DECODER, EARLIER_NAMES, FAMILIES
 from megajax.core.options import OneOf, between
-from megajax.core.traits import ENDS, WEIGHTS, ReadWith, Size, Small, Theirs, Through
+from megajax.core.traits import ENDS, WEIGHTS, HuggingFaceName, OnlyWith, ShrinkRule, Size, Through
 
-WITH_EXPERTS = ReadWith("num_experts")
+WITH_EXPERTS = OnlyWith("num_experts")
 _SIZE = between(0, 1_000_000)
 _EXPERTS = between(0, 10_000)
 
@@ -24,7 +24,7 @@ class ModelSizes:
         between(1, 10_000),
         WEIGHTS,
         Size("layers"),
-        Theirs("num_hidden_layers", gpt2="n_layer"),
+        HuggingFaceName("num_hidden_layers", gpt2="n_layer"),
     ]
     hidden_size: Annotated[
         int,
@@ -32,7 +32,7 @@ class ModelSizes:
         between(1, 1_000_000),
         WEIGHTS,
         Size("embed"),
-        Theirs("hidden_size", gpt2="n_embd"),
+        HuggingFaceName("hidden_size", gpt2="n_embd"),
     ]
     num_heads: Annotated[
         int,
@@ -40,7 +40,7 @@ class ModelSizes:
         between(1, 100_000),
         WEIGHTS,
         Size("heads", split=True),
-        Theirs("num_attention_heads", gpt2="n_head"),
+        HuggingFaceName("num_attention_heads", gpt2="n_head"),
     ]
     num_kv_heads: Annotated[
         int,
@@ -48,7 +48,7 @@ class ModelSizes:
         between(0, 100_000),
         WEIGHTS,
         Size("kv_heads", split=True, repeated=True),
-        Theirs(llama="num_key_value_heads"),
+        HuggingFaceName(llama="num_key_value_heads"),
     ] = 0
     head_size: Annotated[
         int,
@@ -56,7 +56,7 @@ class ModelSizes:
         _SIZE,
         WEIGHTS,
         Size("head_size"),
-        Theirs(llama="head_dim"),
+        HuggingFaceName(llama="head_dim"),
     ] = 0
     mlp_size: Annotated[
         int,
@@ -64,7 +64,7 @@ class ModelSizes:
         between(0, 10_000_000),
         WEIGHTS,
         Size("mlp", split=True),
-        Theirs("intermediate_size", gpt2="n_inner"),
+        HuggingFaceName("intermediate_size", gpt2="n_inner"),
     ] = 0
     sequence_length: Annotated[
         int,
@@ -72,15 +72,15 @@ class ModelSizes:
         between(1, 1_000_000),
         ENDS,
         Size("position"),
-        Theirs("max_position_embeddings", gpt2="n_positions"),
+        HuggingFaceName("max_position_embeddings", gpt2="n_positions"),
     ]
     vocab_size: Annotated[
         int,
         "tokens in the vocabulary, before padding",
         between(1, 100_000_000),
         WEIGHTS,
-        Small(jointly=True),
-        Theirs("vocab_size"),
+        ShrinkRule(jointly=True),
+        HuggingFaceName("vocab_size"),
     ]
     vocab_multiple: Annotated[
         int,
@@ -104,10 +104,10 @@ class ModelSizes:
         between(0, 10_000),
         WEIGHTS,
         WITH_EXPERTS,
-        Small(most=2),
+        ShrinkRule(most=2),
     ] = 0
     experts_per_token: Annotated[
-        int, "experts that each token is routed to", _EXPERTS, WEIGHTS, WITH_EXPERTS, Small(jointly=True)
+        int, "experts that each token is routed to", _EXPERTS, WEIGHTS, WITH_EXPERTS, ShrinkRule(jointly=True)
     ] = 0
     expert_size: Annotated[
         int,

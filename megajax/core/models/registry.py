@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True)
-class Entry:
+class FamilyEntry:
     """What must be known about a family before it is imported."""
 
     module: str  # defines the family as `FAMILY` (`models/family.py`)
@@ -24,8 +24,8 @@ class Entry:
 
 DECODER = "decoder"
 FAMILIES = {
-    DECODER: Entry("megajax.core.models.decoder.model"),
-    "bert": Entry(
+    DECODER: FamilyEntry("megajax.core.models.decoder.model"),
+    "bert": FamilyEntry(
         "megajax.core.models.bert.model",
         samples="pairs",
         tokenizer="wordpiece",

@@ -33,7 +33,7 @@ class Routing(NamedTuple):
     chosen_BTK: Array  # experts, int32, most probable first; the number of experts, so none of them, for padding
     share_BTK: Array  # each expert's weight in the token's output, at least fp32; 0 for padding
     loss_B: Array  # this device's part of the sequences' balancing losses, multiplied by their coefficients
-    figures: dict[str, Array]  # see `Model`
+    figures: dict[str, Array]  # see `FamilyModel`
 
 
 class Router(nnx.Module):

@@ -5,9 +5,9 @@ from typing import Annotated, Literal, NamedTuple
 
 from megajax.core.errors import UserError
 from megajax.core.options import AT_LEAST_ZERO, MOST, POSITIVE_SHARE, SHARE, Range, above, between
-from megajax.core.traits import OPTIMIZER, ReadWith, Small
+from megajax.core.traits import OPTIMIZER, OnlyWith, ShrinkRule
 
-_OF_MUON = ReadWith("name", ("muon",))
+_OF_MUON = OnlyWith("name", ("muon",))
 _COEFFICIENT = between(-1000, 1000)
 
 
@@ -42,7 +42,7 @@ class OptimizerConfig:
         "step at which the decay reaches the floor, counted from the start; not used by constant "
         "and inverse-square-root; 0: the end of training",
         AT_LEAST_ZERO,
-        Small(fixed=10),
+        ShrinkRule(fixed=10),
     ] = 0
     schedule: Annotated[
         Literal["cosine", "linear", "wsd", "inverse-square-root", "constant"],
@@ -53,12 +53,12 @@ class OptimizerConfig:
     cooldown_shape: Annotated[Literal["1-sqrt", "linear", "cosine", "exponential"], "wsd: shape of that decay"] = (
         "1-sqrt"
     )
-    warmup_steps: Annotated[int, "steps of linear warm-up", AT_LEAST_ZERO, Small(fixed=0)] = 0
+    warmup_steps: Annotated[int, "steps of linear warm-up", AT_LEAST_ZERO, ShrinkRule(fixed=0)] = 0
     warmup_fraction: Annotated[
         float,
         "warm-up as a fraction of decay_steps, or of all steps if that is 0; 0: use warmup_steps",
         SHARE,
-        Small(fixed=0.0),
+        ShrinkRule(fixed=0.0),
     ] = 0.0
     min_learning_rate: Annotated[
         float, "floor of the learning rate, kept after the decay; not used by constant", between(0, 1000)
@@ -88,7 +88,7 @@ class OptimizerConfig:
         _OF_MUON,
     ] = "compute"
     weight_decay: Annotated[float, "decoupled weight decay; not applied to norms and biases", between(0, 1000)] = 0.01
-    clip_norm: Annotated[float, "clip gradients to this global norm", above(0, 1e30), Small(most=0.1)] = 1.0
+    clip_norm: Annotated[float, "clip gradients to this global norm", above(0, 1e30), ShrinkRule(most=0.1)] = 1.0
     zero: Annotated[
         Literal[0, 1, 3],
         "ZeRO stage: 0 shards nothing over data-parallel ranks, 1 shards optimizer state, 3 shards weights too",
@@ -130,7 +130,7 @@ class OptimizerConfig:
 
 
 _SCALE = Range(lambda x: 0 < x <= 2**64, "more than 0 and at most 2^64")
-_SMALL_SCALE = Small(most=2.0**12)  # below this no gradient of so small a model overflows
+_SMALL_SCALE = ShrinkRule(most=2.0**12)  # below this no gradient of so small a model overflows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ class LossScaleConfig:
 
     initial: Annotated[float, "fp16: initial loss scale", _SCALE, _SMALL_SCALE] = 2.0**16
     growth: Annotated[float, "fp16: factor by which the loss scale grows", above(1, 65536)] = 2.0
-    growth_every: Annotated[int, "fp16: steps without overflow before it grows", Small(most=2)] = 1000
+    growth_every: Annotated[int, "fp16: steps without overflow before it grows", ShrinkRule(most=2)] = 1000
     backoff: Annotated[float, "fp16: factor applied after an overflow", POSITIVE_SHARE] = 0.5
     floor: Annotated[float, "smallest scale", _SCALE, _SMALL_SCALE] = 1.0
 

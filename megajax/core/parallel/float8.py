@@ -46,7 +46,7 @@ class Copies(NamedTuple):
     wide: Array | None  # 1.0 for a layer whose products stay in the compute dtype; None if there is no such layer
 
 
-class Weight(NamedTuple):
+class Operand(NamedTuple):
     """A weight, and its float8 copies if its products use them."""
 
     array: Array
@@ -147,7 +147,7 @@ def multiplied(x: Scaled, weight: Scaled, summed: int, dtype: DTypeLike, batch: 
     return y * _aligned(x.scale, y.ndim).astype(dtype) * _aligned(weight.scale, y.ndim, rows, batch).astype(dtype)
 
 
-def either(weights: Sequence[Weight], in_float8: Callable[[], Any], wide: Callable[[], Any]) -> Any:
+def either(weights: Sequence[Operand], in_float8: Callable[[], Any], wide: Callable[[], Any]) -> Any:
     """What a layer computes in 8 bits or, if it is one of the wide layers, in the compute dtype."""
     copies = weights[0].copies
     assert copies is not None
@@ -160,37 +160,37 @@ class DenseProducts:
 
     Attributes:
         inner: number of dims in K.
-        over, outer_over: mesh axes that shard K and M.
+        contracted_axes, output_axes: mesh axes that shard K and M.
         parts: for each weight, how many parts (key heads) it has, if a device uses one of them that other devices use
             too; otherwise 0.
         trained: whether the weights have gradients.
     """
 
     inner: int
-    over: tuple[str, ...]
-    outer_over: tuple[str, ...]
+    contracted_axes: tuple[str, ...]
+    output_axes: tuple[str, ...]
     parts: tuple[int, ...]
     trained: bool
     backend: Backend
 
-    def forward(self, x: Array, weights: Sequence[Weight]) -> list[Array]:
+    def forward(self, x: Array, weights: Sequence[Operand]) -> list[Array]:
         """The outputs."""
 
         def in_float8() -> list[Array]:
             copies = forward_copies(weights)
-            own = scaled(x, self.inner, copies[0].values.dtype, self.over)
+            own = scaled(x, self.inner, copies[0].values.dtype, self.contracted_axes)
             return [multiplied(own, copy, self.inner, x.dtype) for copy in copies]
 
         return either(weights, in_float8, lambda: [jnp.tensordot(x, weight.array, self.inner) for weight in weights])
 
-    def input_gradient(self, grads: Sequence[Array], weights: Sequence[Weight]) -> Array:
+    def input_gradient(self, grads: Sequence[Array], weights: Sequence[Operand]) -> Array:
         """The gradient of the input."""
         outer = [weight.array.ndim - self.inner for weight in weights]
 
         def in_float8() -> Array:
             copies = backward_copies(weights)
             whole = [self._of_all(*each) for each in zip(grads, self.parts, strict=True)]
-            owns = scaled_together(whole, outer, copies[0].values.dtype, self.outer_over)
+            owns = scaled_together(whole, outer, copies[0].values.dtype, self.output_axes)
             found = zip(owns, copies, outer, self.parts, strict=True)
             products = [
                 self._once(multiplied(own, copy, count, grads[0].dtype), parts) for own, copy, count, parts in found
@@ -206,7 +206,7 @@ class DenseProducts:
 
         return either(weights, in_float8, wide)
 
-    def weight_gradients(self, x: Array, grads: Sequence[Array], weights: Sequence[Weight]) -> list[Array]:
+    def weight_gradients(self, x: Array, grads: Sequence[Array], weights: Sequence[Operand]) -> list[Array]:
         """The gradients of the weights, in the compute dtype."""
         return [weight_gradient(x, grad, self.inner, self.backend) for grad in grads]
 
@@ -232,39 +232,39 @@ class DenseProducts:
         return jnp.where(first, product, jnp.zeros((), product.dtype))
 
 
-def forward_copies(weights: Sequence[Weight]) -> list[Scaled]:
+def forward_copies(weights: Sequence[Operand]) -> list[Scaled]:
     """The operand of each weight's forward product."""
     return [weight.copies.forward for weight in weights if weight.copies]
 
 
-def backward_copies(weights: Sequence[Weight]) -> list[Scaled]:
+def backward_copies(weights: Sequence[Operand]) -> list[Scaled]:
     """The operand of each weight's input gradient."""
     return [weight.copies.backward for weight in weights if weight.copies and weight.copies.backward]
 
 
-def products(how: Any, x: Array, weights: Sequence[Weight], *beside: Array) -> list[Array]:
+def products(how: Any, x: Array, weights: Sequence[Operand], *beside: Array) -> list[Array]:
     """The outputs of the products `how`, differentiable."""
     axes = sorted(varying_axes(x).union(*map(varying_axes, jax.tree.leaves(weights))))
     return _products(how, *vary((x, list(weights), beside), axes))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _products(how: Any, x: Array, weights: list[Weight], beside: tuple[Array, ...]) -> list[Array]:
+def _products(how: Any, x: Array, weights: list[Operand], beside: tuple[Array, ...]) -> list[Array]:
     return how.forward(x, weights, *beside)
 
 
-def _forward(how: Any, x: Array, weights: list[Weight], beside: tuple[Array, ...]) -> tuple[list[Array], Any]:
+def _forward(how: Any, x: Array, weights: list[Operand], beside: tuple[Array, ...]) -> tuple[list[Array], Any]:
     return how.forward(x, weights, *beside), (x if how.trained else None, weights, beside)
 
 
-def _pull_back(how: Any, kept: Any, grads: list[Array]) -> tuple[Array, list[Weight], tuple[Array, ...]]:
+def _pull_back(how: Any, kept: Any, grads: list[Array]) -> tuple[Array, list[Operand], tuple[Array, ...]]:
     x, weights, beside = kept
     if how.trained:
         gradients = how.weight_gradients(x, grads, weights, *beside)
     else:
         gradients = [jnp.zeros_like(weight.array) for weight in weights]
     nothing, of_beside = jax.tree.map(jnp.zeros_like, ([weight.copies for weight in weights], beside))
-    return how.input_gradient(grads, weights, *beside), [*map(Weight, gradients, nothing)], of_beside
+    return how.input_gradient(grads, weights, *beside), [*map(Operand, gradients, nothing)], of_beside
 
 
 _products.defvjp(_forward, _pull_back)

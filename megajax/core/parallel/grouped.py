@@ -17,8 +17,8 @@ from jax import Array, lax
 
 from megajax.core.parallel.collectives import vary, varying_axes
 from megajax.core.parallel.float8 import (
+    Operand,
     Scaled,
-    Weight,
     backward_copies,
     either,
     forward_copies,
@@ -163,26 +163,26 @@ class GroupProducts:
     """Products in 8 bits of the same rows, [E, N, I] or in blocks [R, I], with several weights [E, I, O]; like
     `float8.DenseProducts`."""
 
-    over: tuple[str, ...]  # mesh axes that shard I
-    outer_over: tuple[str, ...]  # mesh axes that shard O
+    contracted_axes: tuple[str, ...]  # mesh axes that shard I
+    output_axes: tuple[str, ...]  # mesh axes that shard O
     trained: bool
 
-    def forward(self, rows: Array, weights: Sequence[Weight], *blocks: Array) -> list[Array]:
+    def forward(self, rows: Array, weights: Sequence[Operand], *blocks: Array) -> list[Array]:
         """The outputs."""
 
         def in_float8() -> list[Array]:
             copies = forward_copies(weights)
-            own = scaled(rows, 1, copies[0].values.dtype, self.over)
+            own = scaled(rows, 1, copies[0].values.dtype, self.contracted_axes)
             return [_in_float8(own, copy, rows.dtype, *blocks) for copy in copies]
 
         return either(weights, in_float8, lambda: [group_product(rows, weight.array, *blocks) for weight in weights])
 
-    def input_gradient(self, grads: Sequence[Array], weights: Sequence[Weight], *blocks: Array) -> Array:
+    def input_gradient(self, grads: Sequence[Array], weights: Sequence[Operand], *blocks: Array) -> Array:
         """The gradient of the rows."""
 
         def in_float8() -> Array:
             copies = backward_copies(weights)
-            owns = scaled_together(grads, [1] * len(copies), copies[0].values.dtype, self.outer_over)
+            owns = scaled_together(grads, [1] * len(copies), copies[0].values.dtype, self.output_axes)
             pairs = zip(owns, copies, strict=True)
             return sum_of(_in_float8(own, copy, grads[0].dtype, *blocks) for own, copy in pairs)
 
@@ -190,7 +190,7 @@ class GroupProducts:
         return either(weights, in_float8, lambda: group_input_gradient(grads, arrays, *blocks))
 
     def weight_gradients(
-        self, rows: Array, grads: Sequence[Array], weights: Sequence[Weight], *blocks: Array
+        self, rows: Array, grads: Sequence[Array], weights: Sequence[Operand], *blocks: Array
     ) -> list[Array]:
         """The gradients of the weights, in the compute dtype."""
         return [group_weight_gradient(rows, grad, weights[0].array.shape[0], *blocks) for grad in grads]

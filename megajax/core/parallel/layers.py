@@ -18,7 +18,7 @@ from jax import Array, lax
 from megajax.core.backend import Backend
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.collectives import TENSOR, axis_index, axis_size, vary, varying_axes
-from megajax.core.parallel.float8 import Copies, DenseProducts, Scaled, Weight, products
+from megajax.core.parallel.float8 import Copies, DenseProducts, Operand, Scaled, products
 from megajax.core.parallel.products import NO_FACTORS, Factors, Pair, deferred, product, weight_gradient
 from megajax.core.parallel.random import NamedKey
 
@@ -55,8 +55,8 @@ class _Product(nnx.Module):
     frozen: bool = False
     stacked = 0  # dims of the weight before those of the product
     copies: Copies | None = None
-    over: tuple[str, ...] = ()  # mesh axes that what the product sums over is shared over
-    outer_over: tuple[str, ...] = ()  # and its outputs
+    contracted_axes: tuple[str, ...] = ()  # mesh axes that share the dims which the product sums over
+    output_axes: tuple[str, ...] = ()  # and its outputs
 
     def __init__(
         self,
@@ -93,9 +93,9 @@ class _Product(nnx.Module):
         self.copies = nnx.data(copies)
 
     @property
-    def operand(self) -> Weight:
+    def operand(self) -> Operand:
         """The weight with its copies."""
-        return Weight(self.weight[...], self.copies)
+        return Operand(self.weight[...], self.copies)
 
     @property
     def shared_parts(self) -> int:
@@ -111,7 +111,7 @@ class _Product(nnx.Module):
         return y + product(inner, b, 1, self.backend)
 
 
-def _multiply(x: Array, linears: Sequence[_Product], weights: Sequence[Weight]) -> list[Array]:
+def _multiply(x: Array, linears: Sequence[_Product], weights: Sequence[Operand]) -> list[Array]:
     """The last dims of `x` with the first ones of the weights, or of each one's part."""
     if linears[0].copies is not None:
         return products(_in_float8(linears), x, weights)
@@ -125,14 +125,16 @@ def _multiply(x: Array, linears: Sequence[_Product], weights: Sequence[Weight]) 
 
 def _in_float8(linears: Sequence[_Product]) -> DenseProducts:
     first, parts = linears[0], tuple(linear.shared_parts for linear in linears)
-    return DenseProducts(first.contracted, first.over, first.outer_over, parts, not first.frozen, first.backend)
+    return DenseProducts(
+        first.contracted, first.contracted_axes, first.output_axes, parts, not first.frozen, first.backend
+    )
 
 
 class ColumnParallelLinear(_Product):
     """`f(x) A + b`, A sharded by columns. The output dims may be several, as (heads, head size), of which the first one
     has the parts that are dealt out."""
 
-    outer_over = (TENSOR,)
+    output_axes = (TENSOR,)
 
     @property
     def contracted(self) -> int:
@@ -150,14 +152,14 @@ class ColumnParallelLinear(_Product):
         parts = self.shape[1]
         return parts if parts < axis_size(TENSOR) else 0
 
-    def own_weight(self, weight: Weight) -> Weight:
+    def own_weight(self, weight: Operand) -> Operand:
         """The part of a weight and its copies that this device computes with."""
         copies = weight.copies
         if copies is not None and self.first_part is not None:
             forward, backward = Scaled(*(self.own(each, 0) for each in copies.forward)), copies.backward
             backward = None if backward is None else backward._replace(values=self.own(backward.values, 1))
             copies = copies._replace(forward=forward, backward=backward)
-        return Weight(self.own(weight.array, 1), copies)
+        return Operand(self.own(weight.array, 1), copies)
 
     def own(self, x: Array, dim: int) -> Array:
         """The part of a weight or bias, with parts along `dim`, that this device computes with."""
@@ -193,20 +195,20 @@ def column_parallel(
     def entered(input_BTD: Array) -> Array:
         return boundary.enter(input_BTD) if boundary.regathers else input_BTD
 
-    def own(weights: list[Weight]) -> list[Weight]:
+    def own(weights: list[Operand]) -> list[Operand]:
         return [linear.own_weight(weight) for linear, weight in zip(linears, weights, strict=True)]
 
-    def linear_in_both(input_BTD: Array, weights: list[Weight]) -> list[Array]:
+    def linear_in_both(input_BTD: Array, weights: list[Operand]) -> list[Array]:
         x_BTD = entered(input_BTD)
         if linears[0].copies is not None:
             return _in_float8(linears).forward(x_BTD, own(weights))
         return [jnp.tensordot(x_BTD, weight.array, 1) for weight in own(weights)]
 
-    def input_gradient(input_BTD: Array, grads: list[Array], weights: list[Weight]) -> Array:
+    def input_gradient(input_BTD: Array, grads: list[Array], weights: list[Operand]) -> Array:
         dx_BTD = _in_float8(linears).input_gradient(grads, own(weights))
         return jax.linear_transpose(entered, input_BTD)(dx_BTD)[0]
 
-    def multiply(input_BTD: Array, weights: list[Weight], adapters: list[tuple[Array, ...]]) -> list[Array]:
+    def multiply(input_BTD: Array, weights: list[Operand], adapters: list[tuple[Array, ...]]) -> list[Array]:
         x_BTD = entered(input_BTD)
         outputs = _multiply(x_BTD, linears, own(weights))
         for place, (linear, adapter) in enumerate(zip(linears, adapters, strict=True)):
@@ -228,17 +230,17 @@ def column_parallel(
 class RowParallelLinear(_Product):
     """`g(y B) + b`, B sharded by rows; the bias is duplicated and added once, after the sum."""
 
-    over = (TENSOR,)
+    contracted_axes = (TENSOR,)
 
     def __call__(self, y: Array, name: str = "", factors: Factors = NO_FACTORS) -> Array:
         """From [B, T, *rows] to [B, T, D], with sequence parallelism only for this device's tokens. With `factors`, the
         backward pass stores the factors of the weight gradient there under `name`."""
         in_float8 = None if self.copies is None else _in_float8([self])
 
-        def linear_in_both(y: Array, weights: list[Weight]) -> list[Array]:
+        def linear_in_both(y: Array, weights: list[Operand]) -> list[Array]:
             return in_float8.forward(y, weights) if in_float8 else [jnp.tensordot(y, weights[0].array, self.contracted)]
 
-        def input_gradient(y: Array, grads: list[Array], weights: list[Weight]) -> Array:
+        def input_gradient(y: Array, grads: list[Array], weights: list[Operand]) -> Array:
             assert in_float8
             return in_float8.input_gradient(grads, weights)
 

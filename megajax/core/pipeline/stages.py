@@ -54,7 +54,7 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True)
 class Products:
-    """The products of a layer whose weight gradients are deferred; see `CutModel` (`models/family.py`)."""
+    """The products of a layer whose weight gradients are deferred; see `StagedModel` (`models/family.py`)."""
 
     paths: frozenset[Path]  # paths of their weights in the layer's weights
     factors: Callable[[Tree, Array, Tree], Factors]  # (weights, x_BTD, context), evaluated abstractly

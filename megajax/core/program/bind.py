@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from megajax.core.axes import BATCH_AXES, ROW_AXES, SEQUENCE_AXES
 from megajax.core.models.context import Context
-from megajax.core.models.family import CutModel
+from megajax.core.models.family import StagedModel
 from megajax.core.models.freeze import untrained_layers
 from megajax.core.models.lora import layer_weights
 from megajax.core.models.remat import POLICIES
@@ -58,7 +58,7 @@ def training_pipeline(
     return _bind(program, program.model, params, batch, dropout, step, counts, scale, copies, backward=True)
 
 
-def look_into(program: Program, look: Callable[[Pipeline], Found]) -> Found:
+def trace_pipeline(program: Program, look: Callable[[Pipeline], Found]) -> Found:
     """The result of `look` on the loop of a train step, evaluated while tracing; nothing is computed."""
     found: list[Found] = []
 
@@ -72,7 +72,7 @@ def look_into(program: Program, look: Callable[[Pipeline], Found]) -> Found:
     return found[-1]
 
 
-def forward_pipeline(program: Program, model: CutModel, params: Tree, batch: Batch) -> Pipeline:
+def forward_pipeline(program: Program, model: StagedModel, params: Tree, batch: Batch) -> Pipeline:
     """The loop of a forward-only program, for one of the program's forward models, without dropout."""
     nothing, one = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
     counts = dict.fromkeys(program.form.targets | program.form.measures, one)
@@ -81,7 +81,7 @@ def forward_pipeline(program: Program, model: CutModel, params: Tree, batch: Bat
 
 def _bind(
     program: Program,
-    model: CutModel,
+    model: StagedModel,
     params: Tree,
     batch: Batch,
     dropout: float,

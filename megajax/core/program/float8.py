@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from megajax.core.models.config import ModelConfig
-from megajax.core.models.family import CutModel, Path
+from megajax.core.models.family import Path, StagedModel
 from megajax.core.parallel.collectives import spec_axes, vary, varying_axes
 from megajax.core.parallel.float8 import FLOAT8, Copies, Scaled, copies_of, shardings_of
 from megajax.core.parallel.shards import NOT_SHARDED
@@ -28,11 +28,11 @@ class LayerCopies:
         both: whether input gradients are computed too.
     """
 
-    def __init__(self, config: ModelConfig, model: CutModel, dtype: DTypeLike | None, *, both: bool):
+    def __init__(self, config: ModelConfig, model: StagedModel, dtype: DTypeLike | None, *, both: bool):
         self._dtype: Any = dtype
         self._both = both
         self._dims = {} if dtype is None else model.inner_dims()
-        first, last = config.wide_ends
+        first, last = config.high_precision_ends
         self._first, self._end = first, config.num_blocks - last
         self._all = (first, last) == (0, 0)  # products of all layers are in 8 bits
 

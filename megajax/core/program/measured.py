@@ -31,7 +31,7 @@ Repeated = Callable[..., Sequence[Array]]  # (how often, *inputs)
 
 
 @dataclass(frozen=True)
-class Question:
+class FormQuestion:
     """Something that several forms compute."""
 
     name: str
@@ -44,14 +44,14 @@ class Question:
 
 
 @dataclass
-class Answer:
+class FormAnswer:
     """The form to take, and why."""
 
     taken: str = ""  # a form; empty: none is correct
     milliseconds: dict[str, float] = field(default_factory=dict)  # of each correct form
     left_out: dict[str, str] = field(default_factory=dict)  # every other form, with the reason
 
-    def lines(self, question: Question) -> list[str]:
+    def lines(self, question: FormQuestion) -> list[str]:
         """For the log: what was compared and taken, and a line for each form left out."""
         times = ", ".join(f"{name} {time_:.3f} ms" for name, time_ in self.milliseconds.items())
         taken = f"{self.taken} is taken" if self.taken else "the default is taken"
@@ -59,9 +59,9 @@ class Answer:
         return [compared, *(f"{question.name}: {name} is left out: {why}" for name, why in self.left_out.items())]
 
 
-def answer(question: Question, seconds: float) -> Answer:
+def answer(question: FormQuestion, seconds: float) -> FormAnswer:
     """Compare the forms, which compile in parallel; those not compiled after this many seconds are left out."""
-    found, end = Answer(), time.monotonic() + seconds
+    found, end = FormAnswer(), time.monotonic() + seconds
     try:
         inputs = question.inputs()
         compiling = {name: _compiling(question.function(each), inputs) for name, each in question.forms.items()}
@@ -135,7 +135,7 @@ def _compiling(function: Compute, inputs: Sequence[Array]) -> "Future[Repeated]"
     return future
 
 
-def _right(question: Question, inputs: Sequence[Array]) -> tuple[Sequence[Array], list[float]]:
+def _right(question: FormQuestion, inputs: Sequence[Array]) -> tuple[Sequence[Array], list[float]]:
     """What the reference computes in fp32, and how far each output may be from that."""
     compute = question.function(question.reference)
     wide = [_wide(x) for x in inputs]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from megajax.core.errors import UserError
-from megajax.core.program.bind import look_into
+from megajax.core.program.bind import trace_pipeline
 from megajax.core.program.program import Program
 from megajax.core.program.state import StateLayout
 
@@ -29,7 +29,7 @@ def state_bytes(program: Program) -> dict[str, int]:
     sums are not counted twice. Nothing is computed."""
     layout = program.layout
     others = jnp.dtype(program.gradient_dtype) != jnp.dtype(layout.main_dtype)
-    gradients = look_into(program, lambda pipeline: _bytes(pipeline.sums(program.gradient_dtype)))
+    gradients = trace_pipeline(program, lambda pipeline: _bytes(pipeline.sums(program.gradient_dtype)))
     trained = layout.trained(layout.shapes.params) if layout.shapes.main is None else layout.shapes.main
     gradients += _local_bytes(layout, trained, layout.trained_specs) if others else 0
     return kept_bytes(layout) | {"gradients": gradients}
@@ -37,12 +37,12 @@ def state_bytes(program: Program) -> dict[str, int]:
 
 def residual_bytes(program: Program) -> int:
     """Bytes of residuals that a device saves for one microbatch and chunk until its backward."""
-    return look_into(program, lambda pipeline: _bytes(pipeline.residual_types()))
+    return trace_pipeline(program, lambda pipeline: _bytes(pipeline.residual_types()))
 
 
 def factor_bytes(program: Program) -> int:
     """Bytes of factors that a device saves for one chunk until its weight gradients are computed."""
-    return look_into(program, lambda pipeline: _bytes(pipeline.factor_types()))
+    return trace_pipeline(program, lambda pipeline: _bytes(pipeline.factor_types()))
 
 
 def _bytes(tree: Tree) -> int:

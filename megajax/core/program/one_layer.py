@@ -24,13 +24,13 @@ from megajax.core.models.attention import ATTENTION_WEIGHTS
 from megajax.core.models.attention_mask import FROM_START, Pieces, Places
 from megajax.core.models.attention_setting import Setting
 from megajax.core.models.context_attention import copies
-from megajax.core.models.family import CutModel
+from megajax.core.models.family import StagedModel
 from megajax.core.parallel.boundary import F_AND_G
 from megajax.core.parallel.collectives import TENSOR
 from megajax.core.parallel.products import product
 from megajax.core.parallel.random import Dropout
 from megajax.core.private import has_gpu_kernels
-from megajax.core.program.measured import Compute, Question
+from megajax.core.program.measured import Compute, FormQuestion
 from megajax.core.program.program import Program
 
 Batch = Mapping[str, np.ndarray]
@@ -53,7 +53,7 @@ class OneLayer:
         keys = max(1, self.model.num_kv_heads // tensor)
         self.heads, self.kv_heads = self.model.num_heads // tensor // shared, keys * copies(keys, shared) // shared
         # Inside, nothing of this is sharded: it is what one device computes.
-        self._layers = CutModel(config.model, F_AND_G, program.backend, config.lora)
+        self._layers = StagedModel(config.model, F_AND_G, program.backend, config.lora)
 
     def setting(self, batch: Any, backend: Backend) -> Setting:
         """What attention depends on beside queries, keys and values; in a context group, on one device."""
@@ -86,7 +86,7 @@ class OneLayer:
         window = self.model.window_in(self.length)
         return self.num_queries + window - 1 if self.way == "window" and window else self.length
 
-    def attention(self, forms: Forms) -> Question:
+    def attention(self, forms: Forms) -> FormQuestion:
         """Attention of a layer. Forms that cannot compute it are left out, and so are equal ones."""
         able = self.able()
         backends: dict[str, Backend] = {}
@@ -114,7 +114,9 @@ class OneLayer:
         what = f"{self.rows} x {self.num_queries} tokens, {self.heads} heads of {self.model.head_size}"
         outputs = ["the heads", *(f"the gradient of the {name}" for name in ("queries", "keys", "values"))]
         inputs = partial(self._random, queries, keys, keys, queries, others=tuple(self.batch.values()))
-        return Question("attention", f"{what}, forward and backward", outputs, backends, reference, function, inputs)
+        return FormQuestion(
+            "attention", f"{what}, forward and backward", outputs, backends, reference, function, inputs
+        )
 
     @property
     def _shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -137,7 +139,7 @@ class OneLayer:
         jax.eval_shape(_alone(look, mesh=make_abstract_mesh()), dict(self.batch))
         return found
 
-    def weight_gradients(self, forms: Forms) -> Question:
+    def weight_gradients(self, forms: Forms) -> FormQuestion:
         """The two products of a layer's MLP, with all their gradients."""
         backends = {name: dataclasses.replace(self.program.backend, **changes) for name, changes in forms.items()}
 
@@ -160,9 +162,9 @@ class OneLayer:
         what = f"{tokens} tokens, {hidden} x {inner} x {hidden}, forward and backward"
         x_ND, in_DF, out_FD = (tokens, hidden), (hidden, inner), (inner, hidden)
         inputs = partial(self._random, x_ND, in_DF, out_FD, x_ND)
-        return Question("weight gradients", what, outputs, backends, self.program.backend, function, inputs)
+        return FormQuestion("weight gradients", what, outputs, backends, self.program.backend, function, inputs)
 
-    def questions(self, candidates: Mapping[str, Forms]) -> list[Question]:
+    def questions(self, candidates: Mapping[str, Forms]) -> list[FormQuestion]:
         """The candidates with more than one form here."""
         by_name = {"attention": self.attention, "weight gradients": self.weight_gradients}
         found = [by_name[name](forms) for name, forms in candidates.items()]

@@ -21,7 +21,7 @@ from megajax.core.config import StepConfig
 from megajax.core.mesh import ROWS, batch_specs, make_abstract_mesh, make_mesh, shardings
 from megajax.core.models.attend import cudnn_has
 from megajax.core.models.context_attention import context_way
-from megajax.core.models.family import CutModel, family_of
+from megajax.core.models.family import StagedModel, family_of
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.collectives import PIPE, TENSOR, Axes
 from megajax.core.parallel.tokens import ContextWay
@@ -58,7 +58,7 @@ class Program:
         self.operand_dtype = operand_dtype or OPERAND_DTYPE.get(config.precision)
         backend = (backend or backend_of(mesh)).asked(config.model.attention)
         self.backend = backend.deterministic if config.deterministic else backend
-        self.model = CutModel(config.model, training_boundary(config), self.backend, config.lora)
+        self.model = StagedModel(config.model, training_boundary(config), self.backend, config.lora)
         self.form = batch_form(config)
         self.layout = StateLayout(config, mesh, self.model, self.operand_dtype)
         self.optimizer = self.layout.optimizer
@@ -66,7 +66,7 @@ class Program:
         summed_in = config.optimizer.gradient_dtype
         self.gradient_dtype = self.layout.main_dtype if summed_in == "fp32" else COMPUTE_DTYPE[summed_in]
         self._compiled: dict[Any, Wrapped] = {}
-        self._forward_models: dict[str, CutModel] = {}
+        self._forward_models: dict[str, StagedModel] = {}
 
     @classmethod
     def on(
@@ -85,7 +85,7 @@ class Program:
         mesh: Any = make_abstract_mesh(**config.mesh.sizes)  # is enough for tracing
         return cls(config, mesh, backend)
 
-    def forward_model(self, length: int = 0) -> CutModel:
+    def forward_model(self, length: int = 0) -> StagedModel:
         """The model for forward-only programs. Sequences are not sharded, so they may have any length that the model
         has positions for; but if a context group can share sequences of `length`, these are sharded."""
         way: ContextWay = "none"
@@ -96,7 +96,7 @@ class Program:
             together = self.config.mesh.pipe == 1
             boundary = RegionBoundary(vocabulary=vocabulary_axes(self.config), context=way, together=together)
             model = self.config.model.forward_only
-            self._forward_models[way] = CutModel(model, boundary, self.backend, self.config.lora)
+            self._forward_models[way] = StagedModel(model, boundary, self.backend, self.config.lora)
         return self._forward_models[way]
 
     def region(self, function: Callable, in_specs: tuple, out_specs: Any) -> Callable:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jax.stages import Wrapped
 
 from megajax.core.axes import ROW_AXES
-from megajax.core.models.family import CutModel
+from megajax.core.models.family import StagedModel
 from megajax.core.parallel.collectives import complete, gather_shards
 from megajax.core.parallel.tokens import once
 from megajax.core.program.bind import forward_pipeline
@@ -21,12 +21,12 @@ Tree = Any
 
 def scores(program: Program) -> Wrapped:
     """(params, batch) -> for every loss by name, each target's cross-entropy and whether it is the most probable one
-    (`Model.scores`), on every device. Sequences may have any length that the model has positions for."""
+    (`FamilyModel.scores`), on every device. Sequences may have any length that the model has positions for."""
     return program.compiled(_of_all_rows, (program.layout.specs.params, BATCH), PartitionSpec(), "scores")
 
 
 def task_logits(program: Program) -> Wrapped:
-    """(params, batch) -> the logits that answer a task (`Model.task_logits`), [B, …] on every device."""
+    """(params, batch) -> the logits that answer a task (`FamilyModel.task_logits`), [B, …] on every device."""
     return program.compiled(_of_all_rows, (program.layout.specs.params, BATCH), PartitionSpec(), "task_logits")
 
 
@@ -82,7 +82,7 @@ def _forward(
     params: Tree,
     batch: Batch,
     function: Callable[[Any, Array, Batch], Tree],
-    model: CutModel | None = None,
+    model: StagedModel | None = None,
 ) -> Tree:
     """Results of `function`, called with the ends, the last layer's output and the rows of each microbatch, stacked by
     microbatch, as terms of a sum over a context group. `model` defaults to the one for whole sequences."""

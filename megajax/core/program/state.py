@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from megajax.core.config import StepConfig
 from megajax.core.mesh import mesh_spec, needs_tensor_sum, rules_of, shardings, zero_sharding, zero_spec
-from megajax.core.models.family import CutModel
+from megajax.core.models.family import StagedModel
 from megajax.core.models.freeze import frozen_weights
 from megajax.core.models.lora import LORA, Adapters
 from megajax.core.models.router import in_compute_dtype
@@ -72,7 +72,7 @@ class StateLayout:
         frozen: weights that `train.freeze` names, which have gradients of zero and are not updated.
     """
 
-    def __init__(self, config: StepConfig, mesh: Mesh, model: CutModel, operand_dtype: DTypeLike | None = None):
+    def __init__(self, config: StepConfig, mesh: Mesh, model: StagedModel, operand_dtype: DTypeLike | None = None):
         self.mesh, self.model, self._config = mesh, config.model, config
         self.placement = Placement(config.model.num_blocks, config.mesh.pipe, config.pipeline.chunks)
         self.loss_scale = config.loss_scale if config.precision == "fp16" else None
@@ -87,7 +87,7 @@ class StateLayout:
         self._fresh = fresh
         self._place(model, config.optimizer.zero)
 
-    def _place(self, model: CutModel, zero: int) -> None:
+    def _place(self, model: StagedModel, zero: int) -> None:
         whole_groups = self.model.num_kv_heads % self._config.mesh.tensor == 0
         rules = rules_of(split_vocabulary=self._config.splits_vocabulary, split_kv_heads=whole_groups)
         logical, shapes = model.logical_specs, model.shapes

@@ -10,7 +10,7 @@ from megajax.data.text import parquet, streams
 from megajax.data.text.archives import member_borders
 from megajax.data.text.hub_split import HubSplit
 from megajax.data.text.inputs import readable
-from megajax.data.text.records import DOCUMENT_CHARACTERS, Part, TextFiles
+from megajax.data.text.records import DOCUMENT_CHARACTERS, FilePart, TextFiles
 from megajax.data.text.tokenizer import END_OF_TEXT
 from megajax.host import reading
 from megajax.host.remote import RemoteFile
@@ -37,13 +37,13 @@ def needs_look(files: TextFiles, file: int, wanted: int) -> bool:
     )
 
 
-def parts_of(files: TextFiles, file: int, wanted: int) -> list[Part]:
+def parts_of(files: TextFiles, file: int, wanted: int) -> list[FilePart]:
     """The parts of a file, each of about `wanted` bytes or more: lines of JSON, documents or pieces of a text, row
     groups of Parquet, members of an archive of lines. A file without such parts is one part."""
     where, size, kind = files.files[file], files.sizes[file], files.kinds[file]
     copied = needs_copy(files, file)
     if size <= wanted or isinstance(where, HubSplit):
-        return [Part(file)]
+        return [FilePart(file)]
     if kind == "json" and not copied:
         count = -(-size // wanted)
         borders = [size * number // count for number in range(count + 1)]
@@ -51,21 +51,21 @@ def parts_of(files: TextFiles, file: int, wanted: int) -> list[Part]:
     with readable(where, files.flag):
         if kind == "parquet":
             groups = parquet.row_groups(where)
-            return _between(file, [*_row_group_borders(groups, wanted)]) if groups else [Part(file)]
+            return _between(file, [*_row_group_borders(groups, wanted)]) if groups else [FilePart(file)]
         if kind == "json" and isinstance(where, Path):
             with reading.open_file(where) as content:
                 return _between(file, member_borders(content, size, wanted // 4))  # they are larger when unpacked
         if kind == "text" and not copied:
             if streams.contains(where, END_OF_TEXT.encode()):
-                return [Part(file, begin, end, True) for begin, end in _separated(where, wanted)]
-            return [Part(file, begin, end) for begin, end in _pieces(where, files.flag, wanted)]
-    return [Part(file)]
+                return [FilePart(file, begin, end, True) for begin, end in _separated(where, wanted)]
+            return [FilePart(file, begin, end) for begin, end in _pieces(where, files.flag, wanted)]
+    return [FilePart(file)]
 
 
-def _between(file: int, borders: list[int]) -> list[Part]:
+def _between(file: int, borders: list[int]) -> list[FilePart]:
     if len(borders) <= 2:
-        return [Part(file)]
-    return [Part(file, begin, end) for begin, end in itertools.pairwise([*borders[:-1], 0])]
+        return [FilePart(file)]
+    return [FilePart(file, begin, end) for begin, end in itertools.pairwise([*borders[:-1], 0])]
 
 
 def _row_group_borders(sizes: list[int], wanted: int) -> Iterator[int]:

@@ -32,7 +32,7 @@ class Record(NamedTuple):
     content: str | bytes
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """A part of a file that is read independently; by default the whole file."""
 
     file: int  # index in `TextFiles.files`
@@ -144,15 +144,15 @@ class TextFiles:
         document, and none is cut; `key` is that of texts in JSONL, and the column of a Parquet file. A document of more
         than `most` bytes, `reading.LINE_BYTES` if not given, is a broken one."""
         for file in range(len(self.files)):
-            for record, num_read in self._of_part(Part(file), cut, key, most or reading.LINE_BYTES):
+            for record, num_read in self._of_part(FilePart(file), cut, key, most or reading.LINE_BYTES):
                 if record.kind != END:
                     yield record, num_read
 
-    def of_part(self, part: Part, *, key: str, most: int) -> Iterator[Record]:
+    def of_part(self, part: FilePart, *, key: str, most: int) -> Iterator[Record]:
         """The records of a part, numbered from 1, and END."""
         return (record for record, _ in self._of_part(part, True, key, most))
 
-    def _of_part(self, part: Part, cut: bool, key: str, most: int) -> Iterator[tuple[Record, int]]:
+    def _of_part(self, part: FilePart, cut: bool, key: str, most: int) -> Iterator[tuple[Record, int]]:
         kind = self.kinds[part.file]
         number = num_read = 0
         with readable(self.files[part.file], self.flag):
@@ -161,7 +161,7 @@ class TextFiles:
                     yield Record(part.file, number, found, text), num_read
         yield Record(part.file, number, END, ""), num_read
 
-    def _contents(self, part: Part, kind: str, cut: bool, key: str, most: int) -> Iterator[tuple["_Content", int]]:
+    def _contents(self, part: FilePart, kind: str, cut: bool, key: str, most: int) -> Iterator[tuple["_Content", int]]:
         """The content of every record (blank lines of JSON included), and the bytes read so far."""
         file, size = self.files[part.file], self.sizes[part.file]
         if isinstance(file, HubSplit):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny import full
 
-from megajax.core.kernels.spans import Turns, spans_of_keys, spans_of_queries
+from megajax.core.kernels.spans import BlockTurns, spans_of_keys, spans_of_queries
 
 LENGTH, QUERIES, KEYS = 64, 8, 4
 PLACE = np.arange(LENGTH)
@@ -28,7 +28,7 @@ LIMITS = {
 
 def taken(spans: jax.Array, times: int) -> list[tuple[int, int, bool]]:
     """Every turn's time and block, and whether it is without a mask."""
-    turns = Turns(list(spans), times)
+    turns = BlockTurns(list(spans), times)
     turn = jnp.arange(int(turns.count), dtype=jnp.int32)
     return list(zip(*(np.asarray(x).tolist() for x in (*turns.place(turn), turn < turns.full_count)), strict=True))
 

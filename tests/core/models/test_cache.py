@@ -10,7 +10,7 @@ from tiny import QWEN3, drawn_params, full, tiny_config, tiny_program
 
 from megajax.core.backend import CPU
 from megajax.core.models.cache import decode_step, prefill, visible_slots
-from megajax.core.models.family import CutModel
+from megajax.core.models.family import StagedModel
 from megajax.core.parallel.boundary import F_AND_G
 from megajax.core.parallel.collectives import complete
 from megajax.core.parallel.random import Dropout
@@ -22,7 +22,7 @@ LOGITS = P("data", None, "tensor")
 
 def logits_of(program, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Logits [rows, T, V] of the whole sequences, and of each row from the end of its prompt on, by a cache."""
-    model = CutModel(program.config.model, F_AND_G, CPU)
+    model = StagedModel(program.config.model, F_AND_G, CPU)
     num_layers, rest = program.config.model.num_layers, tokens.shape[1] - LENGTHS.max()
 
     def region(params, tokens_BT, length_B):

@@ -8,7 +8,7 @@ import pytest
 from tiny import drawn_params, full, tiny_config, tiny_program
 
 from megajax.core.models.family import count_parameters, step_flops
-from megajax.core.models.registry import FAMILIES, Entry
+from megajax.core.models.registry import FAMILIES, FamilyEntry
 from megajax.core.program.scoring import next_logits
 from megajax.core.program.synthetic import random_batch
 from megajax.settings.presets import load_preset, resolve
@@ -23,7 +23,7 @@ MODEL = {"family": "tiny", "num_layers": 3, "sequence_length": 8, "global_batch"
 def registered():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(__file__).parent))
-        patch.setitem(FAMILIES, "tiny", Entry("tiny_family"))
+        patch.setitem(FAMILIES, "tiny", FamilyEntry("tiny_family"))
         yield
     sys.modules.pop("tiny_family", None)
 

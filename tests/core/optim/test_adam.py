@@ -10,7 +10,7 @@ from tiny import full, tiny_config, tiny_program
 
 from megajax.core.backend import CPU
 from megajax.core.mesh import shardings
-from megajax.core.models.family import CutModel
+from megajax.core.models.family import StagedModel
 from megajax.core.optim.adam import (
     FEWEST,
     WINDOW,
@@ -141,7 +141,7 @@ def test_clipping_keeps_what_is_within_the_limit(norm):
 
 def test_only_matrices_and_embeddings_decay():
     """Exactly these eight kinds of weights; no bias, nothing of a LayerNorm."""
-    mask = named_leaves(decay_mask(CutModel(tiny_config().model, F_AND_G, CPU).shapes))
+    mask = named_leaves(decay_mask(StagedModel(tiny_config().model, F_AND_G, CPU).shapes))
     assert {name for name, decays in mask.items() if decays} == DECAYED
     assert all(name.endswith(("/bias", "/scale")) for name in mask.keys() - DECAYED)
 

@@ -14,7 +14,7 @@ from megajax.core.backend import BLOCKS, CANDIDATES, CPU, GPU, HOPPER
 from megajax.core.models import attend
 from megajax.core.private import has_gpu_kernels
 from megajax.core.program import measured
-from megajax.core.program.measured import LIMIT, Question, answer, repeated
+from megajax.core.program.measured import LIMIT, FormQuestion, answer, repeated
 from megajax.core.program.one_layer import OneLayer, check_attention
 from megajax.core.program.program import Program
 from megajax.core.program.synthetic import random_batch
@@ -25,7 +25,7 @@ SIZES = {f"blocks of {size}": {"attention": BLOCKS, "query_block": size} for siz
 TRANSPOSED = CANDIDATES["weight gradients"]
 
 
-def question(*forms: str, inputs=lambda: [jnp.ones((4, 8), jnp.bfloat16)]) -> Question:
+def question(*forms: str, inputs=lambda: [jnp.ones((4, 8), jnp.bfloat16)]) -> FormQuestion:
     """Doubling, by forms of these names, each of which does it in its own way."""
 
     def function(backend):
@@ -43,7 +43,7 @@ def question(*forms: str, inputs=lambda: [jnp.ones((4, 8), jnp.bfloat16)]) -> Qu
 
     backends = {name: dataclasses.replace(CPU, query_block=number) for number, name in enumerate(forms)}
     named = {backend.query_block: name for name, backend in backends.items()} | {CPU.query_block: "reference"}
-    return Question("doubling", "4 x 8", ["the double"], backends, CPU, function, inputs)
+    return FormQuestion("doubling", "4 x 8", ["the double"], backends, CPU, function, inputs)
 
 
 def test_the_fastest_right_form_is_taken():

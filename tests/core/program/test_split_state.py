@@ -18,7 +18,7 @@ from megajax.core.errors import UserError
 from megajax.core.models.family import count_parameters
 from megajax.core.pipeline.executor import Pipeline
 from megajax.core.program import memory
-from megajax.core.program.bind import look_into
+from megajax.core.program.bind import trace_pipeline
 from megajax.core.program.memory import kept_bytes, state_bytes
 from megajax.core.program.program import Program, scans_layers
 from megajax.core.program.train_step import loss_and_gradients, train_step
@@ -60,7 +60,7 @@ def test_a_split_sequence_is_gathered_and_scattered(remat):
 
 def kept(config) -> list[tuple[int, ...]]:
     """Shapes of what a layer keeps until its backward, without the dim of stacked layers."""
-    return [leaf.shape[1:] for leaf in look_into(tiny_program(config), Pipeline.residual_types)]
+    return [leaf.shape[1:] for leaf in trace_pipeline(tiny_program(config), Pipeline.residual_types)]
 
 
 @pytest.mark.parametrize(

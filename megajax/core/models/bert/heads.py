@@ -74,7 +74,7 @@ class ClassesHead(nnx.Module):
         return {self.name: self._summed(self._classified(x_BTD, batch, Dropout.off()))}
 
     def task_logits(self, x_BTD: Array, batch: Mapping[str, Array]) -> Array:
-        """See `Model.task_logits`; in at least fp32."""
+        """See `FamilyModel.task_logits`; in at least fp32."""
         return self._summed(self._logits(x_BTD, batch, Dropout.off()))
 
     def _classified(self, x_BTD: Array, batch: Mapping[str, Array], dropout: Dropout) -> tuple[Array, Array]:
@@ -170,7 +170,7 @@ class PretrainingHead(nnx.Module):
         return {"masked_lm": jnp.sum(masked_BM), "sentence_order": order, "accuracy/sentence_order": found}
 
     def scores(self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
-        """See `Model`; [B, M] for masked tokens, [B] for the order."""
+        """See `FamilyModel`; [B, M] for masked tokens, [B] for the order."""
         logits_BMV = self._masked(x_BTD, table_VD, batch["places"])
         masked = target_scores(logits_BMV, batch["targets"], self.boundary.vocabulary)
         loss_BM, hit_BM = (self._counted_here(numbers_BM, batch) for numbers_BM in masked)

@@ -52,7 +52,7 @@ class Bert(nnx.Module):
         self.head: Any = HEADS[config.head](config, key, boundary, backend)
 
     def context(self, batch: Mapping[str, Array], dropout: Dropout) -> Context:
-        """See `Model`. Tokens see all but padding; in a choice every text is a sequence of its own."""
+        """See `FamilyModel`. Tokens see all but padding; in a choice every text is a sequence of its own."""
         length = batch["length"]
         if length.ndim == 2:
             dropout = dropout.of_parts(length.shape[1])
@@ -82,15 +82,15 @@ class Bert(nnx.Module):
         return self.head.logits(self.finished(x_BTD), self.table[...])
 
     def losses(self, x_BTD: Array, batch: Mapping[str, Array], context: Context) -> dict[str, Array]:
-        """See `Model`."""
+        """See `FamilyModel`."""
         return self.head.losses(self.finished(x_BTD), self.table[...], batch, context.dropout)
 
     def scores(self, x_BTD: Array, batch: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
-        """See `Model`."""
+        """See `FamilyModel`."""
         return self.head.scores(self.finished(x_BTD), self.table[...], batch)
 
     def task_logits(self, x_BTD: Array, batch: Mapping[str, Array]) -> Array:
-        """See `Model`."""
+        """See `FamilyModel`."""
         return self.head.task_logits(self.finished(x_BTD), batch)
 
 

@@ -52,7 +52,7 @@ class TransformerDecoder(nnx.Module):
         self.dense_index = tuple(range(config.num_blocks, config.num_layers))
 
     def context(self, batch: Mapping[str, Array], dropout: Dropout) -> Context:
-        """See `Model`. If the batch has documents, tokens see only their own, and positions restart in each."""
+        """See `FamilyModel`. If the batch has documents, tokens see only their own, and positions restart in each."""
         length, position_BT = batch["tokens"].shape[1], batch.get("positions")
         window = self.window_in(length)
         visible = AttentionMask(causal=True, window=window)
@@ -112,7 +112,7 @@ class TransformerDecoder(nnx.Module):
         return {"next_token": jnp.sum(losses_BT)}
 
     def scores(self, x_BTD: Array, batch: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
-        """See `Model`; both [B, T]."""
+        """See `FamilyModel`; both [B, T]."""
         targets_BT = self.boundary.context_tokens(batch["targets"])
         loss_BT, hit_BT = target_scores(self.logits(x_BTD), targets_BT, self.boundary.vocabulary)
         return {"next_token": (self.boundary.in_places(loss_BT), self.boundary.in_places(hit_BT))}
