@@ -20,7 +20,7 @@ def test_configuration_and_data_need_no_jax() -> None:
     """Nor Grain, which imports JAX, and the tokenizer library; data uses these two where they are needed. The command
     line and its errors come before JAX, which takes seconds to start."""
     sections = [".".join(file.relative_to(PACKAGE).with_suffix("").parts) for file in PACKAGE.rglob("config.py")]
-    given = [f"{folder}.options" for folder in ("generation", "preparation")]
+    given = ["generation.generate_options", "preparation.prepare_options"]
     assert {"core.config", "core.models.config", "core.pipeline.config", "data.config"} <= set(sections)
     script = (
         "import importlib, json, sys\n"

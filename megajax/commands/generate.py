@@ -12,7 +12,7 @@ from typing import Any
 from megajax.core.errors import UserError
 from megajax.core.options import Option
 from megajax.core.traits import IS_PATH
-from megajax.generation.options import GenerateOptions, template_args
+from megajax.generation.generate_options import GenerateOptions, template_args
 from megajax.host.paths import check_path
 from megajax.settings.config import Config
 from megajax.settings.flags import Parser, add_flag

@@ -72,8 +72,8 @@ def main(argv: Sequence[str]) -> None:
 
     from megajax.core.program.one_layer import check_attention
     from megajax.core.program.program import Program
+    from megajax.plan.figures import figures, text
     from megajax.plan.memory import backend_of
-    from megajax.plan.report import figures, text
 
     if config.model.attention not in ("auto", "blocks"):
         check_attention(Program.abstract(config, backend_of(machine)))

@@ -9,7 +9,7 @@ from megajax.core.options import Option, Range
 from megajax.core.traits import IS_PATH
 from megajax.data.text.inputs import check_input
 from megajax.host.paths import check_place
-from megajax.preparation.options import PrepareOptions
+from megajax.preparation.prepare_options import PrepareOptions
 from megajax.runs.ownership import check_outside_runs
 from megajax.settings.flags import Parser, add_flag
 
@@ -54,8 +54,8 @@ def main(argv: Sequence[str]) -> None:
     from megajax.preparation.cluster import connected
     from megajax.preparation.plan import PreparationTask
     from megajax.preparation.prepare import prepare_dataset
-    from megajax.preparation.report import print_table
     from megajax.preparation.running import Show
+    from megajax.preparation.statistics import print_table
     from megajax.preparation.workers import processes
 
     task = PreparationTask(args.inputs, args.output, PrepareOptions(**parser.overrides(args)), args.decontaminate)

@@ -27,8 +27,8 @@ from megajax.data.text.chat import NO_ARGS, ChatTemplate
 from megajax.evaluation.scoring import score_continuations
 from megajax.generation.choice import Sampling
 from megajax.generation.decoder import Decoder
-from megajax.generation.options import GenerateOptions
-from megajax.generation.options import template_args as read_template_args
+from megajax.generation.generate_options import GenerateOptions
+from megajax.generation.generate_options import template_args as read_template_args
 from megajax.generation.text import Stops
 from megajax.generation.window import continue_in_windows, one_row
 from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer

@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from megajax.core.parallel.random import RandomBits
 from megajax.core.precision import at_least_fp32
-from megajax.generation.options import GenerateOptions
+from megajax.generation.generate_options import GenerateOptions
 
 _LOWEST_TEMPERATURE = 1e-20  # below it the most probable token is chosen anyway, and fp32 might divide by 0
 

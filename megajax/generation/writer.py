@@ -14,7 +14,7 @@ from megajax.data.tasks.instructions import chat_template
 from megajax.data.text.chat import NO_ARGS, Chat, Message
 from megajax.generation.choice import Sampling
 from megajax.generation.decoder import Decoder
-from megajax.generation.options import GenerateOptions
+from megajax.generation.generate_options import GenerateOptions
 from megajax.generation.text import Screen, Stops, continuation_text
 from megajax.host.processes import is_first_process
 from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer

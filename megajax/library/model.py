@@ -29,7 +29,7 @@ from megajax.evaluation.pretrained import perplexity_figures
 from megajax.evaluation.scoring import Perplexity, SampleScores, total_loss
 from megajax.generation.choice import Sampling
 from megajax.generation.decoder import Decoder
-from megajax.generation.options import GenerateOptions
+from megajax.generation.generate_options import GenerateOptions
 from megajax.generation.text import Stops, continuation_text
 from megajax.host.reading import is_unicode
 from megajax.library.batches import Given, batch_of, inputs_of, padded, prompt_ids, shape_of_ids

@@ -22,7 +22,7 @@ from megajax.preparation.duplicates import (
     spread_bands,
     spread_digests,
 )
-from megajax.preparation.options import PrepareOptions
+from megajax.preparation.prepare_options import PrepareOptions
 from megajax.preparation.shards import WorkFolder
 from megajax.preparation.similarity import Grams, compare
 from megajax.preparation.workers import Workers

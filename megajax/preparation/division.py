@@ -13,7 +13,7 @@ import numpy as np
 from megajax.data.text.parts import as_json, needs_copy, needs_look, of_json, parts_of
 from megajax.data.text.records import END, FilePart, Record, TextFiles
 from megajax.host import reading
-from megajax.preparation.options import PrepareOptions
+from megajax.preparation.prepare_options import PrepareOptions
 from megajax.preparation.running import Show
 from megajax.preparation.shards import WorkFolder, opened
 from megajax.preparation.workers import Workers

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megajax.preparation.corpus import CleanedShards
-from megajax.preparation.options import PrepareOptions
+from megajax.preparation.prepare_options import PrepareOptions
 from megajax.preparation.shards import KEPT, WorkFolder
 from megajax.preparation.similarity import gram_hashes, mixed
 

@@ -16,8 +16,8 @@ from megajax.data.text.records import TextFiles
 from megajax.data.text.tokenizers import named_tokenizer
 from megajax.host import files as temporary
 from megajax.preparation.division import SHARD_BYTES
-from megajax.preparation.options import PrepareOptions
 from megajax.preparation.outputs import WRITING, check_apart, check_own, read_json
+from megajax.preparation.prepare_options import PrepareOptions
 from megajax.preparation.shards import ResumableError, WorkFolder
 
 TRAINED = ("bpe", "wordpiece")  # values of `--tokenizer` for which a tokenizer is trained

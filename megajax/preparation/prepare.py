@@ -23,7 +23,6 @@ from megajax.preparation.deciding import drop_copies
 from megajax.preparation.division import divide
 from megajax.preparation.outputs import begin_writing, finished, report_file, work_folder
 from megajax.preparation.plan import TRAINED, PreparationTask, claimed, make_plan, remove
-from megajax.preparation.report import COPIES, Totals, check_report, report, throughput, workers_of
 from megajax.preparation.running import Show, measuring
 from megajax.preparation.shards import KEPT, RULES, ResumableError, WorkFolder
 from megajax.preparation.stages import (
@@ -36,6 +35,7 @@ from megajax.preparation.stages import (
     save_tokenizer,
     train,
 )
+from megajax.preparation.statistics import COPIES, Totals, check_report, report, throughput, workers_of
 from megajax.preparation.workers import Workers
 
 _STEPS_OF_COPIES = 5

@@ -26,7 +26,7 @@ from megajax.preparation.contamination import TestSets, decontaminated
 from megajax.preparation.corpus import CleanedShards
 from megajax.preparation.division import forget, records_of
 from megajax.preparation.duplicates import band_hashes
-from megajax.preparation.options import PrepareOptions
+from megajax.preparation.prepare_options import PrepareOptions
 from megajax.preparation.running import measuring
 from megajax.preparation.shards import CONTAMINATED, EMPTY, KEPT, RULES, SHORT, ResumableError, WorkFolder
 from megajax.preparation.similarity import SKETCH, normalised, sketches

@@ -18,7 +18,7 @@ from megajax.data.text.digests import BLOCK_BYTES, Digester, as_blocks
 from megajax.data.text.indexed import index_header, token_type
 from megajax.preparation.corpus import CleanedShards
 from megajax.preparation.deciding import dropped_in
-from megajax.preparation.options import PrepareOptions
+from megajax.preparation.prepare_options import PrepareOptions
 from megajax.preparation.shards import CONTAMINATED, EXACT, KEPT, NEAR, SHORT, WorkFolder
 
 PART_BYTES = 128 * BLOCK_BYTES

@@ -31,8 +31,8 @@ from megajax.core.options import (
 )
 from megajax.core.parallel.collectives import TENSOR
 from megajax.core.traits import COMPUTATION, NOTHING, WEIGHTS, Changes, ShrinkRule, Size
-from megajax.generation.options import GenerateOptions
-from megajax.preparation.options import PrepareOptions
+from megajax.generation.generate_options import GenerateOptions
+from megajax.preparation.prepare_options import PrepareOptions
 from megajax.runs.directory import check_claim
 from megajax.runs.init import check_init
 from megajax.runs.ownership import mark

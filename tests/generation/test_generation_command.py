@@ -26,7 +26,7 @@ from megajax.data.text.tokenizers import named_tokenizer, train_tokenizer
 from megajax.generation import writer
 from megajax.generation.choice import Sampling
 from megajax.generation.decoder import Decoder
-from megajax.generation.options import GenerateOptions
+from megajax.generation.generate_options import GenerateOptions
 from megajax.generation.text import Screen, Stops, TextStream, Until, continuation_text
 from megajax.generation.writer import Writer
 from megajax.runs.checkpoint import Checkpoints

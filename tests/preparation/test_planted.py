@@ -14,9 +14,9 @@ import pytest
 
 from megajax.data.text.indexed import IndexedDataset
 from megajax.data.text.tokenizers import load_tokenizer
-from megajax.preparation.options import PrepareOptions
 from megajax.preparation.plan import PreparationTask
 from megajax.preparation.prepare import prepare_dataset
+from megajax.preparation.prepare_options import PrepareOptions
 from megajax.preparation.running import Show
 from megajax.preparation.workers import Workers, processes
 

@@ -10,7 +10,7 @@ from megajax.preparation import similarity
 from megajax.preparation.corpus import CleanedShards
 from megajax.preparation.deciding import drop_copies, dropped_in
 from megajax.preparation.duplicates import band_hashes
-from megajax.preparation.options import PrepareOptions
+from megajax.preparation.prepare_options import PrepareOptions
 from megajax.preparation.shards import KEPT, NEAR, WorkFolder
 from megajax.preparation.similarity import SKETCH, estimate, gram_set, jaccard, sketches
 from megajax.preparation.workers import processes

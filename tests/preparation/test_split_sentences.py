@@ -11,8 +11,8 @@ from megajax.data.text.indexed import IndexedDataset
 from megajax.data.text.inputs import DOCSTRINGS, STANDARD_LIBRARY
 from megajax.data.text.records import TextFiles
 from megajax.data.text.tokenizers import load_tokenizer, train_tokenizer
-from megajax.preparation.options import PrepareOptions
 from megajax.preparation.plan import PreparationTask, make_plan
+from megajax.preparation.prepare_options import PrepareOptions
 
 TEXTS = [" ".join(f"Word {n} has {k} and {n * k}." for k in range(1 + n % 7)) for n in range(60)]
 

@@ -40,7 +40,7 @@ from megajax.core.parallel.collectives import (
     vary,
     varying_axes,
 )
-from megajax.core.parallel.float8 import Copies, Operand, products
+from megajax.core.parallel.float8 import Copies, Float8Weight, products
 from megajax.core.parallel.grouped import (
     Blocks,
     GroupProducts,
@@ -98,15 +98,15 @@ def expert_products(
     (`parallel/grouped.py`). With `factors`, the backward pass stores the factors of the weight gradients there under
     `name`: the rows with the blocks, and the outputs' gradients."""
     axes, in_float8 = sorted(varying_axes(rows)), linears[0].in_float8
-    weights = [Operand(vary(linear.weight[...], axes), vary(linear.copies, axes)) for linear in linears]
+    weights = [Float8Weight(vary(linear.weight[...], axes), vary(linear.copies, axes)) for linear in linears]
     beside = () if blocks is None else blocks
 
-    def multiply(rows: Array, weights: list[Operand], *blocks: Array) -> list[Array]:
+    def multiply(rows: Array, weights: list[Float8Weight], *blocks: Array) -> list[Array]:
         if in_float8:
             return in_float8.forward(rows, weights, *blocks)
         return [group_product(rows, weight.array, *blocks) for weight in weights]
 
-    def of_input(_: Array, grads: list[Array], weights: list[Operand], *blocks: Array) -> Array:
+    def of_input(_: Array, grads: list[Array], weights: list[Float8Weight], *blocks: Array) -> Array:
         if in_float8:
             return in_float8.input_gradient(grads, weights, *blocks)
         return group_input_gradient(grads, [weight.array for weight in weights], *blocks)

@@ -46,7 +46,7 @@ class Copies(NamedTuple):
     wide: Array | None  # 1.0 for a layer whose products stay in the compute dtype; None if there is no such layer
 
 
-class Operand(NamedTuple):
+class Float8Weight(NamedTuple):
     """A weight, and its float8 copies if its products use them."""
 
     array: Array
@@ -147,7 +147,7 @@ def multiplied(x: Scaled, weight: Scaled, summed: int, dtype: DTypeLike, batch: 
     return y * _aligned(x.scale, y.ndim).astype(dtype) * _aligned(weight.scale, y.ndim, rows, batch).astype(dtype)
 
 
-def either(weights: Sequence[Operand], in_float8: Callable[[], Any], wide: Callable[[], Any]) -> Any:
+def either(weights: Sequence[Float8Weight], in_float8: Callable[[], Any], wide: Callable[[], Any]) -> Any:
     """What a layer computes in 8 bits or, if it is one of the wide layers, in the compute dtype."""
     copies = weights[0].copies
     assert copies is not None
@@ -173,7 +173,7 @@ class DenseProducts:
     trained: bool
     backend: Backend
 
-    def forward(self, x: Array, weights: Sequence[Operand]) -> list[Array]:
+    def forward(self, x: Array, weights: Sequence[Float8Weight]) -> list[Array]:
         """The outputs."""
 
         def in_float8() -> list[Array]:
@@ -183,7 +183,7 @@ class DenseProducts:
 
         return either(weights, in_float8, lambda: [jnp.tensordot(x, weight.array, self.inner) for weight in weights])
 
-    def input_gradient(self, grads: Sequence[Array], weights: Sequence[Operand]) -> Array:
+    def input_gradient(self, grads: Sequence[Array], weights: Sequence[Float8Weight]) -> Array:
         """The gradient of the input."""
         outer = [weight.array.ndim - self.inner for weight in weights]
 
@@ -206,7 +206,7 @@ class DenseProducts:
 
         return either(weights, in_float8, wide)
 
-    def weight_gradients(self, x: Array, grads: Sequence[Array], weights: Sequence[Operand]) -> list[Array]:
+    def weight_gradients(self, x: Array, grads: Sequence[Array], weights: Sequence[Float8Weight]) -> list[Array]:
         """The gradients of the weights, in the compute dtype."""
         return [weight_gradient(x, grad, self.inner, self.backend) for grad in grads]
 
@@ -232,39 +232,39 @@ class DenseProducts:
         return jnp.where(first, product, jnp.zeros((), product.dtype))
 
 
-def forward_copies(weights: Sequence[Operand]) -> list[Scaled]:
+def forward_copies(weights: Sequence[Float8Weight]) -> list[Scaled]:
     """The operand of each weight's forward product."""
     return [weight.copies.forward for weight in weights if weight.copies]
 
 
-def backward_copies(weights: Sequence[Operand]) -> list[Scaled]:
+def backward_copies(weights: Sequence[Float8Weight]) -> list[Scaled]:
     """The operand of each weight's input gradient."""
     return [weight.copies.backward for weight in weights if weight.copies and weight.copies.backward]
 
 
-def products(how: Any, x: Array, weights: Sequence[Operand], *beside: Array) -> list[Array]:
+def products(how: Any, x: Array, weights: Sequence[Float8Weight], *beside: Array) -> list[Array]:
     """The outputs of the products `how`, differentiable."""
     axes = sorted(varying_axes(x).union(*map(varying_axes, jax.tree.leaves(weights))))
     return _products(how, *vary((x, list(weights), beside), axes))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _products(how: Any, x: Array, weights: list[Operand], beside: tuple[Array, ...]) -> list[Array]:
+def _products(how: Any, x: Array, weights: list[Float8Weight], beside: tuple[Array, ...]) -> list[Array]:
     return how.forward(x, weights, *beside)
 
 
-def _forward(how: Any, x: Array, weights: list[Operand], beside: tuple[Array, ...]) -> tuple[list[Array], Any]:
+def _forward(how: Any, x: Array, weights: list[Float8Weight], beside: tuple[Array, ...]) -> tuple[list[Array], Any]:
     return how.forward(x, weights, *beside), (x if how.trained else None, weights, beside)
 
 
-def _pull_back(how: Any, kept: Any, grads: list[Array]) -> tuple[Array, list[Operand], tuple[Array, ...]]:
+def _pull_back(how: Any, kept: Any, grads: list[Array]) -> tuple[Array, list[Float8Weight], tuple[Array, ...]]:
     x, weights, beside = kept
     if how.trained:
         gradients = how.weight_gradients(x, grads, weights, *beside)
     else:
         gradients = [jnp.zeros_like(weight.array) for weight in weights]
     nothing, of_beside = jax.tree.map(jnp.zeros_like, ([weight.copies for weight in weights], beside))
-    return how.input_gradient(grads, weights, *beside), [*map(Operand, gradients, nothing)], of_beside
+    return how.input_gradient(grads, weights, *beside), [*map(Float8Weight, gradients, nothing)], of_beside
 
 
 _products.defvjp(_forward, _pull_back)

@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from megajax.core.parallel.collectives import vary, varying_axes
 from megajax.core.parallel.float8 import (
-    Operand,
+    Float8Weight,
     Scaled,
     backward_copies,
     either,
@@ -167,7 +167,7 @@ class GroupProducts:
     output_axes: tuple[str, ...]  # mesh axes that shard O
     trained: bool
 
-    def forward(self, rows: Array, weights: Sequence[Operand], *blocks: Array) -> list[Array]:
+    def forward(self, rows: Array, weights: Sequence[Float8Weight], *blocks: Array) -> list[Array]:
         """The outputs."""
 
         def in_float8() -> list[Array]:
@@ -177,7 +177,7 @@ class GroupProducts:
 
         return either(weights, in_float8, lambda: [group_product(rows, weight.array, *blocks) for weight in weights])
 
-    def input_gradient(self, grads: Sequence[Array], weights: Sequence[Operand], *blocks: Array) -> Array:
+    def input_gradient(self, grads: Sequence[Array], weights: Sequence[Float8Weight], *blocks: Array) -> Array:
         """The gradient of the rows."""
 
         def in_float8() -> Array:
@@ -190,7 +190,7 @@ class GroupProducts:
         return either(weights, in_float8, lambda: group_input_gradient(grads, arrays, *blocks))
 
     def weight_gradients(
-        self, rows: Array, grads: Sequence[Array], weights: Sequence[Operand], *blocks: Array
+        self, rows: Array, grads: Sequence[Array], weights: Sequence[Float8Weight], *blocks: Array
     ) -> list[Array]:
         """The gradients of the weights, in the compute dtype."""
         return [group_weight_gradient(rows, grad, weights[0].array.shape[0], *blocks) for grad in grads]

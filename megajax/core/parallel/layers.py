@@ -18,7 +18,7 @@ from jax import Array, lax
 from megajax.core.backend import Backend
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.collectives import TENSOR, axis_index, axis_size, vary, varying_axes
-from megajax.core.parallel.float8 import Copies, DenseProducts, Operand, Scaled, products
+from megajax.core.parallel.float8 import Copies, DenseProducts, Float8Weight, Scaled, products
 from megajax.core.parallel.products import NO_FACTORS, Factors, Pair, deferred, product, weight_gradient
 from megajax.core.parallel.random import NamedKey
 
@@ -93,9 +93,9 @@ class _Product(nnx.Module):
         self.copies = nnx.data(copies)
 
     @property
-    def operand(self) -> Operand:
+    def operand(self) -> Float8Weight:
         """The weight with its copies."""
-        return Operand(self.weight[...], self.copies)
+        return Float8Weight(self.weight[...], self.copies)
 
     @property
     def shared_parts(self) -> int:
@@ -111,7 +111,7 @@ class _Product(nnx.Module):
         return y + product(inner, b, 1, self.backend)
 
 
-def _multiply(x: Array, linears: Sequence[_Product], weights: Sequence[Operand]) -> list[Array]:
+def _multiply(x: Array, linears: Sequence[_Product], weights: Sequence[Float8Weight]) -> list[Array]:
     """The last dims of `x` with the first ones of the weights, or of each one's part."""
     if linears[0].copies is not None:
         return products(_in_float8(linears), x, weights)
@@ -152,14 +152,14 @@ class ColumnParallelLinear(_Product):
         parts = self.shape[1]
         return parts if parts < axis_size(TENSOR) else 0
 
-    def own_weight(self, weight: Operand) -> Operand:
+    def own_weight(self, weight: Float8Weight) -> Float8Weight:
         """The part of a weight and its copies that this device computes with."""
         copies = weight.copies
         if copies is not None and self.first_part is not None:
             forward, backward = Scaled(*(self.own(each, 0) for each in copies.forward)), copies.backward
             backward = None if backward is None else backward._replace(values=self.own(backward.values, 1))
             copies = copies._replace(forward=forward, backward=backward)
-        return Operand(self.own(weight.array, 1), copies)
+        return Float8Weight(self.own(weight.array, 1), copies)
 
     def own(self, x: Array, dim: int) -> Array:
         """The part of a weight or bias, with parts along `dim`, that this device computes with."""
@@ -195,20 +195,20 @@ def column_parallel(
     def entered(input_BTD: Array) -> Array:
         return boundary.enter(input_BTD) if boundary.regathers else input_BTD
 
-    def own(weights: list[Operand]) -> list[Operand]:
+    def own(weights: list[Float8Weight]) -> list[Float8Weight]:
         return [linear.own_weight(weight) for linear, weight in zip(linears, weights, strict=True)]
 
-    def linear_in_both(input_BTD: Array, weights: list[Operand]) -> list[Array]:
+    def linear_in_both(input_BTD: Array, weights: list[Float8Weight]) -> list[Array]:
         x_BTD = entered(input_BTD)
         if linears[0].copies is not None:
             return _in_float8(linears).forward(x_BTD, own(weights))
         return [jnp.tensordot(x_BTD, weight.array, 1) for weight in own(weights)]
 
-    def input_gradient(input_BTD: Array, grads: list[Array], weights: list[Operand]) -> Array:
+    def input_gradient(input_BTD: Array, grads: list[Array], weights: list[Float8Weight]) -> Array:
         dx_BTD = _in_float8(linears).input_gradient(grads, own(weights))
         return jax.linear_transpose(entered, input_BTD)(dx_BTD)[0]
 
-    def multiply(input_BTD: Array, weights: list[Operand], adapters: list[tuple[Array, ...]]) -> list[Array]:
+    def multiply(input_BTD: Array, weights: list[Float8Weight], adapters: list[tuple[Array, ...]]) -> list[Array]:
         x_BTD = entered(input_BTD)
         outputs = _multiply(x_BTD, linears, own(weights))
         for place, (linear, adapter) in enumerate(zip(linears, adapters, strict=True)):
@@ -237,10 +237,10 @@ class RowParallelLinear(_Product):
         backward pass stores the factors of the weight gradient there under `name`."""
         in_float8 = None if self.copies is None else _in_float8([self])
 
-        def linear_in_both(y: Array, weights: list[Operand]) -> list[Array]:
+        def linear_in_both(y: Array, weights: list[Float8Weight]) -> list[Array]:
             return in_float8.forward(y, weights) if in_float8 else [jnp.tensordot(y, weights[0].array, self.contracted)]
 
-        def input_gradient(y: Array, grads: list[Array], weights: list[Operand]) -> Array:
+        def input_gradient(y: Array, grads: list[Array], weights: list[Float8Weight]) -> Array:
             assert in_float8
             return in_float8.input_gradient(grads, weights)
 

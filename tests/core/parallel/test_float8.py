@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megajax.core.backend import CPU
-from megajax.core.parallel.float8 import DenseProducts, Operand, Scaled, copies_of, products, scaled, shardings_of
+from megajax.core.parallel.float8 import DenseProducts, Float8Weight, Scaled, copies_of, products, scaled, shardings_of
 from megajax.core.parallel.grouped import GroupProducts, in_blocks
 from megajax.core.parallel.shards import NOT_SHARDED, Sharding
 from megajax.core.precision import E4M3
@@ -85,7 +85,7 @@ def both(x: jax.Array, w: jax.Array, v: jax.Array, *grads: jax.Array) -> tuple:
     """Outputs of two products of one input, and the gradients of all."""
 
     def outputs(x: jax.Array, w: jax.Array, v: jax.Array) -> list[jax.Array]:
-        weights = [Operand(each, copies_of(each, 0, 1, E4M3, ((), ()), both=True)) for each in (w, v)]
+        weights = [Float8Weight(each, copies_of(each, 0, 1, E4M3, ((), ()), both=True)) for each in (w, v)]
         return products(HOW, x, weights)
 
     y, pull_back = jax.vjp(outputs, x, w, v)
@@ -134,7 +134,7 @@ def test_experts_in_blocks_are_those_with_their_own_rows(at_once: int) -> None:
 
     @jax.jit
     def both_ways(w: jax.Array, rows: jax.Array, x: jax.Array) -> list[jax.Array]:
-        weights, how = [Operand(w, copies_of(w, 1, 1, E4M3, ((), ()), both=True))], GroupProducts((), (), True)
+        weights, how = [Float8Weight(w, copies_of(w, 1, 1, E4M3, ((), ()), both=True))], GroupProducts((), (), True)
         return products(how, rows, weights, *blocks) + products(how, jnp.stack([x] * 3), weights)
 
     out, alone = both_ways(w, rows, x)
