@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from megajax.settings.config import Config
 else:
     _MODULES = {
-        "config": ["Config"],
-        "errors": ["RunError", "UserError"],
+        "settings.config": ["Config"],
+        "core.errors": ["RunError", "UserError"],
         "library.beginning": ["init", "load_preset", "make_program", "restore"],
         "library.evaluating": ["evaluate"],
         "library.model": ["Model"],

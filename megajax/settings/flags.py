@@ -112,10 +112,15 @@ class Parser(argparse.ArgumentParser):
         return given | ({"train.ema": 0.0} if trained else {})
 
 
+def parsed(option: Option, text: str) -> Any:
+    """A flag's text as the option's type; records are TOML. Raises `ValueError` if it is not valid."""
+    return option.convert(parse_toml(f"value = {text}")["value"]) if option.record else option.parse(text)
+
+
 def _value(option: Option, text: str) -> Any:
     """The value of a flag's text; used as argparse's `type`."""
     try:
-        value = option.convert(parse_toml(f"value = {text}")["value"]) if option.record else option.parse(text)
+        value = parsed(option, text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{shown(text)}; valid: {option.valid}") from None
     if problem := option.problem(value):

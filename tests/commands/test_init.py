@@ -37,8 +37,8 @@ def first_states(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     begin = init.first_state
 
-    def remember(program: Any) -> tuple[TrainState, str]:
-        state, told = begin(program)
+    def remember(config: Any, program: Any) -> tuple[TrainState, str]:
+        state, told = begin(config, program)
         leaves = jax.tree_util.tree_leaves_with_path(program.layout.to_canonical(state))
         found.append({jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves})
         return state, told

@@ -71,7 +71,7 @@ class Tuning:
             ),
         )
         self.program = tiny_program(self.config)
-        self.state, self.told = first_state(self.program)
+        self.state, self.told = first_state(self.config, self.program)
         self.checkpoints = Checkpoints(self.run, self.program.layout, keep=9)
         (self.run / "config.toml").write_text(to_toml(self.config))
         (self.run / IMPORTED).write_bytes((folder / "base" / IMPORTED).read_bytes())

@@ -266,8 +266,9 @@ def test_a_run_begins_with_an_imported_one(task: str, fresh: list[str], tmp_path
     sizes = {"num_layers": 2, "num_heads": 4, "sequence_length": 24, "dropout": 0.0}
     head = {"head": TASKS[task].head, "num_classes": TASKS[task].classes}
     config = tiny_config(family="bert", layer_order="post", **sizes, **head)
-    program = tiny_program(dataclasses.replace(config, task=TaskConfig(name=task), init=str(tmp_path / "run")))
-    state, told = first_state(program)
+    config = dataclasses.replace(config, task=TaskConfig(name=task), init=str(tmp_path / "run"))
+    program = tiny_program(config)
+    state, told = first_state(config, program)
     assert told == f"weights: from step 0 of {tmp_path / 'run'}; fresh: {', '.join(fresh) or 'none'}"
     expected = {name: tensor for name, tensor in tensors.items() if not fresh or not name.startswith("classifier")}
     if config.model.head == "span":

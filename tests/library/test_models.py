@@ -136,7 +136,7 @@ def test_ids_are_for_models_of_text() -> None:
 def test_progress_is_for_who_looks_at_it(capsys, monkeypatch) -> None:
     """On a terminal what is compiled the first time; nothing elsewhere."""
     config, file = tiny_config(num_layers=1), io.StringIO()
-    model = megajax.Model(Program.on(config, jax.devices()[:1]), {}, 0, None)
+    model = megajax.Model(config, Program.on(config, jax.devices()[:1]), {}, 0, None)
     with model._compiling("logits", 8):
         assert current() == "compiling logits"
     with model._compiling("logits", 8):
@@ -149,16 +149,17 @@ def test_progress_is_for_who_looks_at_it(capsys, monkeypatch) -> None:
 
 def test_what_a_model_cannot_do_says_what_is_valid() -> None:
     config = tiny_config(num_layers=1)
-    model = megajax.Model(Program.on(config, jax.devices()[:1]), {}, 0, None)  # restored without the optimizer
-    trained = megajax.Model(model.program, TrainState({}, *[None] * 5), 0, None)
+    model = megajax.Model(config, Program.on(config, jax.devices()[:1]), {}, 0, None)  # restored without the optimizer
+    trained = megajax.Model(model.config, model.program, TrainState({}, *[None] * 5), 0, None)
     train = dataclasses.replace(config.train, steps=0, epochs=1.0)
     optimizer = dataclasses.replace(config.optimizer, decay_steps=0)
-    endless = megajax.make_program(dataclasses.replace(config, train=train, optimizer=optimizer))
+    endless = dataclasses.replace(config, train=train, optimizer=optimizer)
+    untrained = megajax.Model(endless, megajax.make_program(endless), trained._weights, 0, None)
     for function, problem in (
         (lambda: model.train_step(IDS), r"train_step: .*; valid: restore\(…, training=True\)"),
         (lambda: trained.train_step(IDS), r"train_step: ids of shape \[3, 9\]; valid: \[8, 17\], train\."),
         (
-            lambda: megajax.Model(endless, trained._weights, 0, None).train_step(IDS),
+            lambda: untrained.train_step(IDS),
             r"train_step: train.epochs .*; valid: train.steps",
         ),
         (lambda: trained.train_step([[1, 2], [3]]), "lists of different lengths; valid: "),
@@ -189,7 +190,8 @@ def test_a_continuation_ends_where_the_tokenizer_of_its_time_says(monkeypatch: p
     """`batches` gives a model its tokenizer, also after it has generated."""
     made: list[tuple] = []
     monkeypatch.setattr("megajax.library.model.Decoder", lambda *given: made.append(given) or Silent())
-    model = megajax.Model(Program.on(tiny_config(num_layers=1), jax.devices()[:1]), {}, 0, None)
+    config = tiny_config(num_layers=1)
+    model = megajax.Model(config, Program.on(config, jax.devices()[:1]), {}, 0, None)
     for ends in ([], [7], [7], [7, 9]):
         model.tokenizer = SimpleNamespace(ends=ends) if ends else None  # type: ignore[assignment]
         model.generate([[1, 2]])
@@ -215,7 +217,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     run = tmp_path / "run"
     train_tokenizer(["sphinx of black quartz, judge my vow " * 20], 280, "bpe").save(run / "data" / "tokenizer")
     monkeypatch.setattr(beginning, "check_first_weights", lambda config: None)
-    monkeypatch.setattr(beginning, "first_state", lambda program: ({}, ""))
+    monkeypatch.setattr(beginning, "first_state", lambda config, program: ({}, ""))
     return run
 
 

@@ -13,7 +13,7 @@ from megajax.core.traits import OnlyWith
 from megajax.data.tasks.sources import task_files
 from megajax.data.text.inputs import find_inputs
 from megajax.settings.config import Config
-from megajax.settings.flags import Parser, parse
+from megajax.settings.flags import Parser, parse, parsed
 from megajax.settings.other_names import OURS, nearest
 from megajax.settings.presets import load_preset, resolve
 from megajax.training.begin import check_given
@@ -73,7 +73,7 @@ VALUES = [key for key in options(Config) if not key.startswith("distributed.") a
 @pytest.mark.parametrize("key", VALUES)
 def test_every_field_is_a_flag(key: str) -> None:
     flag, text = different(key)
-    expected = resolve(load_preset("demo"), {key: options(Config)[key].parse(text)})
+    expected = resolve(load_preset("demo"), {key: parsed(options(Config)[key], text)})
     assert parse(["demo", flag, text], "Train.") == expected
     assert parse(["demo", f"{flag}={text}"], "Train.") == expected
 

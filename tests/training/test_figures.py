@@ -86,7 +86,7 @@ def test_the_plan_of_a_run() -> None:
     """All of what `state_bytes` has, and what the step needs beside it."""
     config = tiny_config((2, 2, 2), weight_gradients="deferred")
     program, plan = tiny_program(config), memory(config, CPU)
-    told = _step_memory(program)
+    told = _step_memory(config, program)
     assert plan.total > sum(state_bytes(program).values())
     assert told.startswith(f"memory: {plan.total / 2**20:,.1f} MiB per device planned")
     assert f"factors {plan.factors / 2**20:,.1f}" in told and plan.factors > 0
