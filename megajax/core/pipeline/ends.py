@@ -16,11 +16,11 @@ from jax import Array, lax
 from megajax.core.axes import BATCH_AXES
 from megajax.core.parallel.collectives import PIPE, broadcast_stage, vary, varying_axes
 from megajax.core.parallel.shards import Shards
+from megajax.core.pipeline.model import Batch, Model
 from megajax.core.pipeline.rows import End, Number, Predicate, Row, Work
 from megajax.core.pipeline.stages import when
 
 Tree = Any
-Batch = dict[str, Array]
 
 
 class Microbatch(NamedTuple):
@@ -34,18 +34,14 @@ class Microbatch(NamedTuple):
 class EmbeddingAndHead:
     """Embedding and head, bound to one step's weights and batch."""
 
-    embed: Callable[[Tree, Batch, Tree], Array]  # (shared weights, *microbatch) -> x_BTD
+    model: Model
     linear_embedding: bool  # it is linear in the weights, so its backward needs nothing from its forward
-    # (shared weights, x_BTD, *microbatch) -> scalars by name, each divided by the number of its targets in the step
-    losses: Callable[[Tree, Array, Batch, Tree], dict[str, Array]]
-    counts: dict[str, Array]  # these numbers, and whatever else is counted in the global batch
-    trained: dict[str, bool]  # by name, whether it is differentiated; the others are only summed
+    trained: dict[str, bool]  # of what the head computes by name, whether it is differentiated, not only summed
     loss_scale: Array  # the backward pass starts from it; it multiplies the gradients, not the losses
     shared: Tree  # weights of both ends, as stored
     storage: Shards  # how they are sharded; they are gathered just before an end runs
     frozen: bool  # they have no gradient
     microbatches: tuple[Batch, Array]  # with the rows' numbers in the global batch, [microbatches, rows of one, …]
-    context: Callable[[Batch, Array], Tree]  # (batch, row numbers) -> the context for every layer
     # All stages run both ends of a microbatch at the same time, each on its share of the vocabulary. The shared weights
     # then do not vary over `pipe`, except for the vocabulary.
     vocabulary_split: bool
@@ -58,7 +54,7 @@ class EmbeddingAndHead:
     def take(self, microbatch: Number) -> Microbatch:
         """One microbatch."""
         own = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, microbatch, keepdims=False), self.microbatches)
-        return Microbatch(own[0], self.context(*own))
+        return Microbatch(own[0], self.model.context(*own))
 
     def weights(self) -> Tree:
         """The shared weights, gathered for computing."""
@@ -66,7 +62,7 @@ class EmbeddingAndHead:
 
     def embedded(self, microbatch: Number) -> Array:
         """The input of the first virtual stage."""
-        return vary(self.embed(self.weights(), *self.take(microbatch)), (PIPE,))
+        return vary(self.model.embed(self.weights(), *self.take(microbatch)), (PIPE,))
 
     def broadcast(self, x: Array, mine: Predicate) -> Array:
         """Input for an end that all stages run together: `x` from the stage where `mine` is true."""
@@ -88,7 +84,7 @@ class EmbeddingAndHead:
         def head(total: Tree) -> tuple[Array, Tree]:
             own, y = self.take(microbatch), self.broadcast(output(), row.head.here)
             shared, frozen = ({}, self.weights()) if self.frozen else (self.weights(), {})
-            losses, pullback = jax.vjp(lambda shared, y: self.losses(shared | frozen, y, *own), shared, y)
+            losses, pullback = jax.vjp(lambda shared, y: self.model.head(shared | frozen, y, *own), shared, y)
             shared, grad = pullback({name: self._scale_of(name, loss) for name, loss in losses.items()})
             added = jax.tree.map(lambda sum_, loss: sum_ + loss.astype(sum_.dtype), total["losses"], losses)
             return vary(grad, (PIPE,)), {"losses": added, "shared": self._add(total["shared"], shared)}
@@ -105,7 +101,7 @@ class EmbeddingAndHead:
         def into_embedding(total: Tree) -> Tree:
             own = self.take(microbatch)
             x_grad = self.broadcast(grad, row.embed_backward.here)
-            embed = lambda shared: self.embed(shared, *own)  # noqa: E731
+            embed = lambda shared: self.model.embed(shared, *own)  # noqa: E731
             if self.linear_embedding:
                 pullback = jax.linear_transpose(embed, jax.eval_shape(self.weights))
             else:

@@ -25,8 +25,8 @@ from megajax.core.parallel.collectives import (
     zeros_like_type,
 )
 from megajax.core.parallel.products import NO_FACTORS
-from megajax.core.pipeline.ends import Batch, EmbeddingAndHead
-from megajax.core.pipeline.pullback import Figures
+from megajax.core.pipeline.ends import EmbeddingAndHead
+from megajax.core.pipeline.model import Batch, Figures
 from megajax.core.pipeline.rows import Row, Turns, Work, rows_of
 from megajax.core.pipeline.stages import Layers, Sums, idle, when
 from megajax.core.pipeline.table import Pass, Schedule

@@ -75,8 +75,7 @@ def repeat_part(
         return jax.tree.map(lambda slots: jnp.broadcast_to(slots[:1], slots.shape), filled)
 
     def run(x: Array) -> Array:
-        deferred = pipeline.layers.products is not None
-        total, blocks = pipeline.sums(grad_dtype, num_factor_slots if deferred else 0)
+        total, blocks = pipeline.sums(grad_dtype, num_factor_slots if pipeline.layers.products else 0)
         # Zeros would take less time on some devices.
         blocks = blocks._replace(factors=jax.tree.map(_filled, blocks.factors))
         buffer = pipeline.buffer(num_slots, with_output=False)

@@ -8,12 +8,10 @@ import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
 
+from megajax.core.pipeline.model import Factors, Figures, Path
+
 Tree = Any
-Path = tuple[str, ...]  # in nested dicts
-Factors = Tree  # of all products in a layer, or stacked for several layers
-Figures = dict[str, Array]  # summed, not differentiated
-# (weights, dummy factors, layer index, x_BTD, context) -> x_BTD, figures
-LayerFunction = Callable[[Tree, Factors, Array, Array, Tree], tuple[Array, Figures]]
+LayerFunction = Callable[[Tree, Factors, Array, Array, Tree], tuple[Array, Figures]]  # as `Model.layer`
 
 
 @jax.tree_util.register_static

@@ -20,7 +20,8 @@ from jax import Array, lax
 from megajax.core.parallel.collectives import zeros_like_type
 from megajax.core.parallel.products import NO_FACTORS
 from megajax.core.parallel.shards import Shards
-from megajax.core.pipeline.pullback import Factors, Figures, LayerFunction, Path, with_pullback
+from megajax.core.pipeline.model import Factors, Figures, Path, Products
+from megajax.core.pipeline.pullback import LayerFunction, with_pullback
 from megajax.core.pipeline.rows import Number
 
 Tree = Any
@@ -53,19 +54,10 @@ class Sums(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Products:
-    """The products of a layer whose weight gradients are deferred; see `StagedModel` (`models/family.py`)."""
-
-    paths: frozenset[Path]  # paths of their weights in the layer's weights
-    factors: Callable[[Tree, Array, Tree], Factors]  # (weights, x_BTD, context), evaluated abstractly
-    weight_gradients: Callable[[Tree, Factors], dict[Path, Array]]  # uses only the types of the weights
-
-
-@dataclass(frozen=True)
 class Layers:
     """A stage's layers, one chunk at a time, as a pair of functions: forward and backward."""
 
-    function: LayerFunction  # one layer
+    function: LayerFunction  # one layer: `Model.layer`, of which the backward pass may recompute something
     weights: Tree  # stacked [v · n, …]: n slots per chunk, chunk after chunk
     layer_index: Array  # of each of this stage's slots, -1 if padded (it passes its input on); int32 [v, n]
     unroll: bool  # unroll the loop over layers in the compiled program
@@ -203,7 +195,7 @@ class Layers:
     @property
     def _apart(self) -> frozenset[Path]:
         """Weights whose gradients the pullback does not return: deferred or frozen."""
-        return self.frozen if self.products is None else self.frozen | self.products.paths
+        return self.frozen if self.products is None else self.frozen | self.products.products
 
     def trained(self) -> Tree:
         """The weights that have gradients."""

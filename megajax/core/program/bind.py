@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
@@ -23,7 +24,7 @@ from megajax.core.parallel.random import Dropout
 from megajax.core.parallel.shards import Shards
 from megajax.core.pipeline.ends import EmbeddingAndHead
 from megajax.core.pipeline.executor import Pipeline
-from megajax.core.pipeline.stages import Layers, Products, rematerialized
+from megajax.core.pipeline.stages import Layers, rematerialized
 from megajax.core.program.float8 import LayerCopies
 from megajax.core.program.program import BATCH, Batch, Program, scans_layers
 
@@ -44,6 +45,53 @@ def count_targets(program: Program, batch: Batch) -> dict[str, Array]:
     return complete(counts, dict.fromkeys(counts, PartitionSpec()))
 
 
+@dataclass(frozen=True)
+class StepModel:
+    """A staged model in one step: what the pipeline's loop calls (`pipeline/model.py`)."""
+
+    staged: StagedModel
+    dropout: float
+    seed: int
+    step: Array
+    # How many targets every loss and measure has in the global batch, and how many `SEQUENCES`, in models with experts.
+    counts: dict[str, Array]
+    loss_scale: Array
+    length: int  # tokens in a sequence, of which a context rank may have some
+
+    def context(self, batch: Batch, row_B: Array) -> Context:
+        """The rows' context, with this step's dropout."""
+        sequences, scale = self.counts.get(SEQUENCES), self.loss_scale
+        weight = None if sequences is None else scale / jnp.maximum(sequences, 1).astype(scale.dtype)
+        found = self.staged.context(batch, Dropout.at(self.dropout, self.seed, self.step, row_B))
+        return dataclasses.replace(found, row_B=row_B, loss_weight=weight)
+
+    @jax.named_scope("embedding")
+    def embed(self, shared: Tree, batch: Batch, context: Context) -> Array:
+        """The input of the first layer that stages divide."""
+        return self.staged.ends(shared).embed(batch, context)
+
+    def layer(
+        self, weights: Tree, factors: Tree, layer: Array, x_BTD: Array, context: Context
+    ) -> tuple[Array, dict[str, Array]]:
+        """A layer's output and figures."""
+        with sites.at(layer, context.row_B, self._tokens()):
+            y_BTD, figures = self.staged.block(weights)(x_BTD, dataclasses.replace(context, factors=factors), layer)
+        return y_BTD, vary(figures, sorted(varying_axes(x_BTD)))
+
+    @jax.named_scope("head")
+    def head(self, shared: Tree, x_BTD: Array, batch: Batch, context: Context) -> dict[str, Array]:
+        """Losses and measures, divided by their targets in the global batch."""
+        with sites.at(sites.HEAD, context.row_B, self._tokens()):
+            x_BTD = sites.named(x_BTD, "last_output", self.staged.boundary.split)
+            totals = self.staged.ends(shared).losses(x_BTD, batch, context)
+        return {name: total / jnp.maximum(self.counts[name], 1).astype(total.dtype) for name, total in totals.items()}
+
+    def _tokens(self) -> Array | None:
+        """Positions of this context rank's tokens; None if it has all."""
+        boundary, every_T = self.staged.boundary, jnp.arange(self.length, dtype=jnp.int32)
+        return None if boundary.context == "none" else boundary.context_tokens(every_T, 0)
+
+
 def training_pipeline(
     program: Program,
     params: Tree,
@@ -52,10 +100,77 @@ def training_pipeline(
     loss_scale: Array | np.float32 = UNSCALED,
     copies: Tree = None,
 ) -> Pipeline:
-    """The loop of a train step; losses are divided by the number of their targets in the global batch. Float8 copies of
-    frozen weights that are not among `copies` are made here."""
-    dropout, counts, scale = program.config.model.dropout, count_targets(program, batch), jnp.asarray(loss_scale)
-    return _bind(program, program.model, params, batch, dropout, step, counts, scale, copies, backward=True)
+    """The loop of a train step. Float8 copies of frozen weights that are not among `copies` are made here."""
+    config, counts, length = program.config, count_targets(program, batch), batch["tokens"].shape[-1]
+    dropout, scale = config.model.dropout, jnp.asarray(loss_scale)
+    model = StepModel(program.model, dropout, config.seed, step, counts, scale, length)
+    return _pipeline(program, model, params, batch, copies, backward=True)
+
+
+def forward_pipeline(program: Program, staged: StagedModel, params: Tree, batch: Batch) -> Pipeline:
+    """The loop of a forward-only program, for one of the program's forward models, without dropout."""
+    nothing, one = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
+    counts = dict.fromkeys(program.form.targets | program.form.measures, one)
+    unscaled, length = jnp.asarray(UNSCALED), batch["tokens"].shape[-1]
+    model = StepModel(staged, 0.0, program.config.seed, nothing, counts, unscaled, length)
+    return _pipeline(program, model, params, batch, None, backward=False)
+
+
+def _pipeline(
+    program: Program, model: StepModel, params: Tree, batch: Batch, made: Tree, *, backward: bool
+) -> Pipeline:
+    config, layout, staged = program.config, program.layout, model.staged
+    num_rows, num_microbatches = next(iter(batch.values())).shape[0], program.num_microbatches
+    row_B = axis_index(ROW_AXES) * num_rows + jnp.arange(num_rows, dtype=jnp.int32)
+    shared, blocks = _declared_varying(program, staged, params)
+    layer_index = jnp.asarray(layout.placement.layer_index)[:, axis_index(PIPE)]
+    copies = LayerCopies(config.model, staged, program.operand_dtype, both=backward)
+    specs = flatten_dict(layer_weights(layout.specs.params))
+    made = jax.tree.map(lambda copy: copy.reshape(-1, *copy.shape[3:]), made)
+    frozen, unroll = layout.adapters is not None, not scans_layers(config, program.backend)
+    deferred = config.mesh.pipe > 1 and config.pipeline.weight_gradients == "deferred"
+    layer = rematerialized(model.layer, POLICIES.get(config.train.remat), prevent_cse=unroll)
+    ends = EmbeddingAndHead(
+        model=model,
+        linear_embedding=staged.linear_embedding,
+        trained={name: name in program.form.targets for name in program.form.targets | program.form.measures},
+        loss_scale=model.loss_scale,
+        shared=shared,
+        storage=layout.per_use["shared"],
+        frozen=frozen,
+        microbatches=jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), (batch, row_B)),
+        vocabulary_split=config.splits_vocabulary,
+    )
+    layers = Layers(
+        function=jax.jit(layer, inline=True),  # traced once, though used in several places of the loop
+        weights=copies.added(blocks, specs, layer_index.reshape(-1), made),
+        layer_index=layer_index,
+        unroll=unroll,
+        padded=layout.placement.padded,
+        storage=Shards(copies.shardings(layer_weights(layout.per_use.shardings), specs)),
+        recompute_stage=config.train.remat == "stage",
+        products=staged if deferred else None,
+        first_trained=untrained_layers(layout.frozen, staged.shapes, config.model),
+        frozen=copies.paths | (flatten_dict(params["blocks"]).keys() if frozen else set()),
+    )
+    return Pipeline(ends, layers, num_microbatches)
+
+
+def _declared_varying(program: Program, staged: StagedModel, params: Tree) -> tuple[Tree, Tree]:
+    """The weights of the ends, and of the layers [v · n, …]. They are declared varying once, here: gradients then stay
+    local sums until they are reduced, once per step."""
+    axes = (*BATCH_AXES, *SEQUENCE_AXES) if staged.boundary.sequence_parallel else BATCH_AXES
+    summed = program.layout.needs_tensor_sum
+
+    def varying(weight: Array, needs_tensor_sum: bool) -> Array:
+        return vary(weight, (*BATCH_AXES, TENSOR) if needs_tensor_sum else axes)
+
+    def of_chunks(weight: Array, needs_tensor_sum: bool) -> Array:
+        return varying(weight, needs_tensor_sum).reshape(-1, *weight.shape[3:])
+
+    shared = jax.tree.map(varying, params["shared"], summed["shared"])
+    shared = shared if program.config.splits_vocabulary else vary(shared, (PIPE,))
+    return shared, jax.tree.map(of_chunks, layer_weights(params), layer_weights(summed))
 
 
 def trace_pipeline(program: Program, look: Callable[[Pipeline], Found]) -> Found:
@@ -70,110 +185,3 @@ def trace_pipeline(program: Program, look: Callable[[Pipeline], Found]) -> Found
     specs = (program.layout.specs.params, BATCH)
     jax.eval_shape(program.region(region, specs, PartitionSpec()), program.layout.shapes.params, program.batch_types)
     return found[-1]
-
-
-def forward_pipeline(program: Program, model: StagedModel, params: Tree, batch: Batch) -> Pipeline:
-    """The loop of a forward-only program, for one of the program's forward models, without dropout."""
-    nothing, one = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
-    counts = dict.fromkeys(program.form.targets | program.form.measures, one)
-    return _bind(program, model, params, batch, 0.0, nothing, counts, jnp.asarray(UNSCALED), None, backward=False)
-
-
-def _bind(
-    program: Program,
-    model: StagedModel,
-    params: Tree,
-    batch: Batch,
-    dropout: float,
-    step: Array,
-    counts: dict[str, Array],
-    loss_scale: Array,
-    made: Tree,
-    *,
-    backward: bool,
-) -> Pipeline:
-    config, layout = program.config, program.layout
-    num_rows = next(iter(batch.values())).shape[0]
-    row_B = axis_index(ROW_AXES) * num_rows + jnp.arange(num_rows, dtype=jnp.int32)
-    # Declared varying once, here: gradients then stay local sums until they are reduced, once per step.
-    axes = (*BATCH_AXES, *SEQUENCE_AXES) if model.boundary.sequence_parallel else BATCH_AXES
-
-    def varying(weight: Array, needs_tensor_sum: bool) -> Array:
-        return vary(weight, (*BATCH_AXES, TENSOR) if needs_tensor_sum else axes)
-
-    def of_chunks(weight: Array, needs_tensor_sum: bool) -> Array:
-        return varying(weight, needs_tensor_sum).reshape(-1, *weight.shape[3:])
-
-    shared = jax.tree.map(varying, params["shared"], layout.needs_tensor_sum["shared"])
-    shared = shared if config.splits_vocabulary else vary(shared, (PIPE,))
-    blocks = jax.tree.map(of_chunks, layer_weights(params), layer_weights(layout.needs_tensor_sum))
-    layer_index = jnp.asarray(layout.placement.layer_index)[:, axis_index(PIPE)]
-    copies = LayerCopies(config.model, model, program.operand_dtype, both=backward)
-    specs = flatten_dict(layer_weights(layout.specs.params))
-    made = jax.tree.map(lambda copy: copy.reshape(-1, *copy.shape[3:]), made)
-    blocks = copies.added(blocks, specs, layer_index.reshape(-1), made)
-    storage = copies.shardings(layer_weights(layout.per_use.shardings), specs)
-
-    loss_weight = (
-        loss_scale / jnp.maximum(counts[SEQUENCES], 1).astype(loss_scale.dtype) if SEQUENCES in counts else None
-    )
-
-    def context(batch: Batch, row_B: Array) -> Context:
-        found = model.context(batch, Dropout.at(dropout, config.seed, step, row_B))
-        return dataclasses.replace(found, row_B=row_B, loss_weight=loss_weight)
-
-    def tokens(context: Context) -> Array | None:
-        """Positions of this context rank's tokens; None if it has all."""
-        every_T = jnp.arange(batch["tokens"].shape[-1], dtype=jnp.int32)
-        return None if model.boundary.context == "none" else model.boundary.context_tokens(every_T, 0)
-
-    @jax.named_scope("embedding")
-    def embed(shared: Tree, batch: Batch, context: Context) -> Array:
-        return model.ends(shared).embed(batch, context)
-
-    def block(
-        weights: Tree, factors: Tree, layer: Array, x_BTD: Array, context: Context
-    ) -> tuple[Array, dict[str, Array]]:
-        with sites.at(layer, context.row_B, tokens(context)):
-            y_BTD, figures = model.block(weights)(x_BTD, dataclasses.replace(context, factors=factors), layer)
-        return y_BTD, vary(figures, sorted(varying_axes(x_BTD)))
-
-    @jax.named_scope("head")
-    def losses(shared: Tree, x_BTD: Array, batch: Batch, context: Context) -> dict[str, Array]:
-        with sites.at(sites.HEAD, context.row_B, tokens(context)):
-            x_BTD = sites.named(x_BTD, "last_output", model.boundary.split)
-            totals = model.ends(shared).losses(x_BTD, batch, context)
-        return {name: total / jnp.maximum(counts[name], 1).astype(total.dtype) for name, total in totals.items()}
-
-    frozen = layout.adapters is not None
-    unroll = not scans_layers(config, program.backend)
-    deferred = config.mesh.pipe > 1 and config.pipeline.weight_gradients == "deferred"
-    layer = rematerialized(block, POLICIES.get(config.train.remat), prevent_cse=unroll)
-    num_microbatches = program.num_microbatches
-    ends = EmbeddingAndHead(
-        embed=embed,
-        linear_embedding=model.linear_embedding,
-        losses=losses,
-        counts=counts,
-        trained={name: name in program.form.targets for name in program.form.targets | program.form.measures},
-        loss_scale=loss_scale,
-        shared=shared,
-        storage=layout.per_use["shared"],
-        frozen=frozen,
-        microbatches=jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), (batch, row_B)),
-        context=context,
-        vocabulary_split=config.splits_vocabulary,
-    )
-    layers = Layers(
-        function=jax.jit(layer, inline=True),  # traced once, though used in several places of the loop
-        weights=blocks,
-        layer_index=layer_index,
-        unroll=unroll,
-        padded=layout.placement.padded,
-        storage=Shards(storage),
-        recompute_stage=config.train.remat == "stage",
-        products=Products(model.products, model.factors, model.weight_gradients) if deferred else None,
-        first_trained=untrained_layers(layout.frozen, model.shapes, config.model),
-        frozen=copies.paths | (flatten_dict(params["blocks"]).keys() if frozen else set()),
-    )
-    return Pipeline(ends, layers, num_microbatches)

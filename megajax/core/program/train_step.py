@@ -148,7 +148,7 @@ def _losses_and_gradients(
     grads = jax.tree.map(lambda grad: grad.astype(dtype) / loss_scale.astype(dtype), grads)
     grads = layout.with_frozen(grads, jax.tree.map(jnp.zeros_like, grads))
     losses, figures = (complete(found, dict.fromkeys(found, SCALAR)) for found in (losses, figures))
-    return losses, grads, figures, pipeline.ends.counts
+    return losses, grads, figures, pipeline.ends.model.counts
 
 
 def _completed(grads: Tree, specs: Tree) -> Tree:

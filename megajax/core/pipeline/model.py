@@ -1,0 +1,56 @@
+"""What the pipeline's loop is given: a model, cut at its stage boundaries, in one step."""
+
+from typing import Any, Protocol
+
+from jax import Array
+
+Tree = Any
+Batch = dict[str, Array]  # some rows
+Path = tuple[str, ...]  # in nested dicts
+Factors = Tree  # of all products in a layer, or stacked for several layers
+Figures = dict[str, Array]  # summed, not differentiated
+
+
+class Model(Protocol):
+    """Functions of this device's weights, called inside the `shard_map` region."""
+
+    @property
+    def counts(self) -> dict[str, Array]:
+        """By name, how many targets the global batch has, and whatever else is counted in it."""
+        ...
+
+    def context(self, batch: Batch, row_B: Array) -> Tree:
+        """What every layer receives for these rows, whose numbers in the global batch are `row_B`."""
+        ...
+
+    def embed(self, shared: Tree, batch: Batch, context: Tree) -> Array:
+        """The input of the first virtual stage."""
+        ...
+
+    def layer(
+        self, weights: Tree, factors: Factors, layer: Array, x_BTD: Array, context: Tree
+    ) -> tuple[Array, Figures]:
+        """The output and the figures of the layer with this number. The gradients of dummy `factors` are the factors of
+        deferred weight gradients."""
+        ...
+
+    def head(self, shared: Tree, x_BTD: Array, batch: Batch, context: Tree) -> dict[str, Array]:
+        """Losses and measures by name, each divided by the number of its targets in the step; scalars."""
+        ...
+
+
+class Products(Protocol):
+    """The products of a layer (`models/family.StagedModel`), whose weight gradients can be deferred."""
+
+    @property
+    def products(self) -> frozenset[Path]:
+        """Paths of their weights in the layer's weights."""
+        ...
+
+    def factors(self, weights: Tree, x_BTD: Array, context: Tree) -> Factors:
+        """Arrays with the types of their factors; evaluated abstractly."""
+        ...
+
+    def weight_gradients(self, weights: Tree, factors: Factors) -> dict[Path, Array]:
+        """The gradients of their weights; only the types of `weights` matter."""
+        ...
