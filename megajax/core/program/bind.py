@@ -55,15 +55,13 @@ class StepModel:
     step: Array
     # How many targets every loss and measure has in the global batch, and how many `SEQUENCES`, in models with experts.
     counts: dict[str, Array]
-    loss_scale: Array
+    loss_weight: Array | None  # see `Context`
     length: int  # tokens in a sequence, of which a context rank may have some
 
     def context(self, batch: Batch, row_B: Array) -> Context:
         """The rows' context, with this step's dropout."""
-        sequences, scale = self.counts.get(SEQUENCES), self.loss_scale
-        weight = None if sequences is None else scale / jnp.maximum(sequences, 1).astype(scale.dtype)
         found = self.staged.context(batch, Dropout.at(self.dropout, self.seed, self.step, row_B))
-        return dataclasses.replace(found, row_B=row_B, loss_weight=weight)
+        return dataclasses.replace(found, row_B=row_B, loss_weight=self.loss_weight)
 
     @jax.named_scope("embedding")
     def embed(self, shared: Tree, batch: Batch, context: Context) -> Array:
@@ -102,22 +100,22 @@ def training_pipeline(
 ) -> Pipeline:
     """The loop of a train step. Float8 copies of frozen weights that are not among `copies` are made here."""
     config, counts, length = program.config, count_targets(program, batch), batch["tokens"].shape[-1]
-    dropout, scale = config.model.dropout, jnp.asarray(loss_scale)
-    model = StepModel(program.model, dropout, config.seed, step, counts, scale, length)
-    return _pipeline(program, model, params, batch, copies, backward=True)
+    scale, sequences = jnp.asarray(loss_scale), counts.get(SEQUENCES)
+    weight = None if sequences is None else scale / jnp.maximum(sequences, 1).astype(scale.dtype)
+    model = StepModel(program.model, config.model.dropout, config.seed, step, counts, weight, length)
+    return _pipeline(program, model, params, batch, scale, copies, backward=True)
 
 
 def forward_pipeline(program: Program, staged: StagedModel, params: Tree, batch: Batch) -> Pipeline:
     """The loop of a forward-only program, for one of the program's forward models, without dropout."""
     nothing, one = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
     counts = dict.fromkeys(program.form.targets | program.form.measures, one)
-    unscaled, length = jnp.asarray(UNSCALED), batch["tokens"].shape[-1]
-    model = StepModel(staged, 0.0, program.config.seed, nothing, counts, unscaled, length)
-    return _pipeline(program, model, params, batch, None, backward=False)
+    model = StepModel(staged, 0.0, program.config.seed, nothing, counts, None, batch["tokens"].shape[-1])
+    return _pipeline(program, model, params, batch, jnp.asarray(UNSCALED), None, backward=False)
 
 
 def _pipeline(
-    program: Program, model: StepModel, params: Tree, batch: Batch, made: Tree, *, backward: bool
+    program: Program, model: StepModel, params: Tree, batch: Batch, loss_scale: Array, made: Tree, *, backward: bool
 ) -> Pipeline:
     config, layout, staged = program.config, program.layout, model.staged
     num_rows, num_microbatches = next(iter(batch.values())).shape[0], program.num_microbatches
@@ -134,7 +132,7 @@ def _pipeline(
         model=model,
         linear_embedding=staged.linear_embedding,
         trained={name: name in program.form.targets for name in program.form.targets | program.form.measures},
-        loss_scale=model.loss_scale,
+        loss_scale=loss_scale,
         shared=shared,
         storage=layout.per_use["shared"],
         frozen=frozen,
