@@ -187,10 +187,10 @@ ROWS: dict[str, dict[str, Row]] = {
             named("the sum of the losses: step 1", ON_DATA),
         ),
         "losses grow with the number of microbatches": (
-            "core.program.bind._bind.losses",
+            "core.pipeline.ends.EmbeddingAndHead.head",
             (
-                "total / jnp.maximum(counts[name], 1).astype(total.dtype)",
-                "total * program.num_microbatches / jnp.maximum(counts[name], 1).astype(total.dtype)",
+                "self.model.head(shared | frozen, y, *own)",
+                "jax.tree.map(lambda x: x * len(self.microbatches[1]), self.model.head(shared | frozen, y, *own))",
             ),
             named("the sum of the losses: step 1", ON_DATA),
         ),
@@ -225,10 +225,12 @@ ROWS: dict[str, dict[str, Row]] = {
             tests("tests/core/program/test_skipped_steps.py"),
         ),
         "every microbatch's mean counts alike": (  # transformers #34191
-            "core.program.bind._bind.losses",
+            "core.pipeline.ends.EmbeddingAndHead.head",
             (
-                "jnp.maximum(counts[name], 1)",
-                "jnp.maximum(program.form.counts(batch)[name], 1) * num_microbatches * lax.axis_size('data')",
+                "self.model.head(shared | frozen, y, *own)",
+                "{name: x * (self.model.counts[name] / (jnp.maximum((own.batch['targets'] >= 0).sum(), 1) * "
+                "len(self.microbatches[1]) * lax.axis_size('data'))).astype(x.dtype) for name, x in "
+                "self.model.head(shared | frozen, y, *own).items()}",
             ),
             named("the sum of the losses: step 1", ON_DATA),
         ),
@@ -238,8 +240,8 @@ ROWS: dict[str, dict[str, Row]] = {
             gradient("blocks/attention/key/weight, layer 0, 1", ON_DATA),
         ),
         "all losses are divided by the first one's targets": (  # Megatron-LM #3159
-            "core.program.bind._bind.losses",
-            ("jnp.maximum(counts[name], 1)", "jnp.maximum(next(iter(counts.values())), 1)"),
+            "core.program.bind.StepModel.head",
+            ("jnp.maximum(self.counts[name], 1)", "jnp.maximum(next(iter(self.counts.values())), 1)"),
             tests("tests/core/models/test_forward.py -k losses"),
         ),
         "an evaluation takes the mean of samples' means": (  # torchtitan #4167
@@ -442,7 +444,7 @@ ROWS: dict[str, dict[str, Row]] = {
     },
     "Coordinates of dropout": {
         "rows are numbered from each device's first one": (
-            "core.program.bind._bind",
+            "core.program.bind._pipeline",
             ("axis_index(ROW_AXES)", "0"),
             named("input of layer 0, forward: rows never computed", ON_DATA),
         ),
@@ -507,8 +509,8 @@ ROWS: dict[str, dict[str, Row]] = {
             named("rotated_query of layer 0, forward", ON_CONTEXT | FEW_KEYS),
         ),
         "losses are divided by a device's own targets of a sequence": (
-            "core.program.bind._bind.losses",
-            ("jnp.maximum(counts[name], 1)", 'jnp.maximum(counts[name] // lax.axis_size("context"), 1)'),
+            "core.program.bind.StepModel.head",
+            ("jnp.maximum(self.counts[name], 1)", 'jnp.maximum(self.counts[name] // lax.axis_size("context"), 1)'),
             named("the sum of the losses: step 1", ON_CONTEXT),
         ),
         "keys get gradients from their own device's queries alone": (  # NeMo Speech #15679
@@ -720,8 +722,8 @@ ROWS: dict[str, dict[str, Row]] = {
             tests("tests/test_experts.py -k by_hand"),
         ),
         "the balancing loss is not a mean over the batch": (
-            "core.program.bind._bind",
-            ("loss_scale / jnp.maximum(counts[SEQUENCES], 1).astype(loss_scale.dtype)", "loss_scale"),
+            "core.program.bind.training_pipeline",
+            ("scale / jnp.maximum(sequences, 1).astype(scale.dtype)", "scale"),
             tests("tests/core/models/test_mixture.py -k balancing"),
         ),
         "the loss of large logits is not of squares": (
@@ -748,18 +750,18 @@ ROWS: dict[str, dict[str, Row]] = {
             named("router_logits of layer 1, backward", ON_DROPLESS),
         ),
         "the balancing loss is divided by the context group": (  # Megatron-LM #3959
-            "core.program.bind._bind",
+            "core.program.bind.training_pipeline",
             (
-                "loss_scale / jnp.maximum(counts[SEQUENCES], 1).astype(loss_scale.dtype)",
-                "loss_scale / (jnp.maximum(counts[SEQUENCES], 1).astype(loss_scale.dtype) * lax.axis_size('context'))",
+                "scale / jnp.maximum(sequences, 1).astype(scale.dtype)",
+                "scale / (jnp.maximum(sequences, 1).astype(scale.dtype) * lax.axis_size('context'))",
             ),
             named("router_logits of layer 1, backward", ON_SHARED_BALANCE),
         ),
         "every microbatch adds a whole balancing loss": (  # NeMo Automodel #3359, Megatron-LM #7213
-            "core.program.bind._bind",
+            "core.program.bind.training_pipeline",
             (
-                "loss_scale / jnp.maximum(counts[SEQUENCES], 1).astype(loss_scale.dtype)",
-                "loss_scale * program.num_microbatches / jnp.maximum(counts[SEQUENCES], 1).astype(loss_scale.dtype)",
+                "scale / jnp.maximum(sequences, 1).astype(scale.dtype)",
+                "scale * program.num_microbatches / jnp.maximum(sequences, 1).astype(scale.dtype)",
             ),
             named("router_logits of layer 1, backward", ON_SHARED_BALANCE),
         ),
