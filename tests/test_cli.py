@@ -24,6 +24,19 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"megajax {megajax.__version__}\n"
 
 
+def test_the_version_is_the_same_everywhere() -> None:
+    """CONTRIBUTING.md lists these places for a release."""
+    version = megajax.__version__
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == version
+    for name, text in (
+        ("CITATION.cff", f"\nversion: {version}\n"),
+        ("README.md", f"| megajax {version} |"),
+        ("docs/start.md", f"megajax-{version}-py3"),
+        ("CHANGELOG.md", f"\n## [{version}] - "),
+    ):
+        assert text in (ROOT / name).read_text(), name
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [

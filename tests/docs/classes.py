@@ -14,6 +14,7 @@ FULL = [  # marker `full`: in this order, one after the other, in a folder with 
     "megajax verify gpt2-8.3b --mesh.data 32 --mesh.pipe 8 --mesh.tensor 2 --pipeline.schedule interleaved "
     "--pipeline.chunks 9 --train.microbatch 2 --train.remat selective",
     "megajax verify gpt2-355m --mesh.data 2 --mesh.pipe 2 --mesh.tensor 2",
+    "megajax verify demo --exact --mesh.data 2 --mesh.pipe 2 --mesh.tensor 2",
     "megajax train demo --mesh.pipe 2 --simulate-devices 2 --profile-pipeline",
     "megajax train demo",
     "megajax train llama-demo --mesh.context 2 --mesh.tensor 2 --mesh.pipe 2 --simulate-devices 8 --train.steps 20 "
@@ -83,6 +84,9 @@ NOT_RUN = {  # reason -> patterns of whole commands
         r"tensorboard .*",
         r"eval .*register-python-argcomplete.*",
         r"make (train|test|lint|docs).*",
+        r"git clone .*",
+        r"build/fresh/bin/pip .*",
+        r"(cd build && )?fresh/bin/megajax .*",
     ],
     "a measurement of minutes; the benchmarks have tests of their own": [r"python benchmarks/.*"],
 }
