@@ -15,7 +15,7 @@ import pytest
 from megajax.core.private import has_fusion_emitters
 from megajax.start.launch import avoid_known_faults, give_back_freed_memory
 
-# Eight devices share a few cores here, so a collective may wait long for its slowest member: late is not dead.
+# Eight devices share a few cores here, so a collective may wait long for its slowest member: slow is not failed.
 XLA_FLAGS = [
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
     "--xla_cpu_collective_call_terminate_timeout_seconds=1200",

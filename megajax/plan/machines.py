@@ -1,6 +1,6 @@
 """GPUs and what connects them: the one table of rates, bandwidths and efficiencies that `plan/time.py` computes with.
 
-**What the makers say** (per GPU, links in both directions, without sparsity):
+**Vendor figures** (per GPU, links in both directions, without sparsity):
 
 - h100: NVIDIA H100 data sheet, SXM: 989 TFLOP/s, fp8 1,979, fp32 67, 3.35 TB/s, 80 GB, NVLink 900 GB/s. DGX H100: 8
   GPUs with an adapter of 400 Gbit/s each.

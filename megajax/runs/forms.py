@@ -65,7 +65,7 @@ def _numbers(questions: list[FormQuestion], file: Path) -> list[int]:
         if isinstance(earlier, dict) and earlier.get("of") == of and earlier.get("taken") in ("", *question.forms):
             record = earlier
             ended = "milliseconds" not in record
-            why = "since an earlier start ended while it measured" if ended else "as measured before"
+            why = "because an earlier start died while measuring" if ended else "as measured before"
             tell(f"{question.name}: {record['taken'] or 'the default'} is taken, {why} ({file})")
         else:
             _write(file, kept | found | {question.name: {"of": of, "taken": ""}})  # a kernel may end the process

@@ -124,7 +124,7 @@ class Trainer:
             size = sizes.at(step - 1).size
             if step_function is not None and size != program.config.train.global_batch:
                 step_function = None
-                if self._catch_up() and self._saves(step - 1):  # who stops doesn't wait for a compiler
+                if self._catch_up() and self._saves(step - 1):  # when stopping, do not compile
                     self._validate_and_save(step - 1)
             if step_function is None:
                 program = self.program.with_batch(size)

@@ -67,7 +67,7 @@ class Report:
         seconds = f"{time.monotonic() - self._began:.0f} s"
         checks = len(result.verdict.findings)
         if result.passed:
-            self._print(f"\nnothing differs: {checks} checks, {seconds}")
+            self._print(f"\nall {checks} checks agree, {seconds}")
             return
         failed = result.verdict.failed
         self._print(f"\n{len(failed)} of {checks} checks differ, {seconds}")

@@ -29,7 +29,7 @@ def ramp(start: int, increment: int, samples: int) -> tuple[object, ...]:
 def test_a_batch_that_grows(
     commands: Commands, tmp_path: Path, flags: tuple, mesh: tuple, sizes: list[int], first: int
 ) -> None:
-    """A run that stops within the ramp goes on on another mesh as if it had not, and compiles the sizes left."""
+    """A run that stops within the ramp continues on another mesh with the same results, and compiles the sizes left."""
     flags = (*flags, *SHORT, "--train.microbatch", 2 if mesh == MESH_222 else 1)
     straight, parts = tmp_path / "straight", tmp_path / "parts"
     told = commands.train(straight, *flags, "--train.steps", len(sizes)).out

@@ -1,4 +1,4 @@
-"""A run that stopped goes on as if it had not."""
+"""A run that was stopped and resumed ends with the same weights and records."""
 
 import fcntl
 import os

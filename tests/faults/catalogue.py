@@ -65,7 +65,7 @@ def gradient(leaf: str, on: dict, collective: str = "") -> Caught:
 
 
 def tests(arguments: str) -> Caught:
-    """Wrong alike on every mesh, or beside the step: these tests fail."""
+    """The same error on every mesh, or beside the step: these tests fail."""
     return Caught("tests", arguments)
 
 

@@ -72,7 +72,7 @@ def test_a_start_that_ended_while_it_measured_is_no_trap(run):
     with pytest.raises(KeyboardInterrupt):
         run(taken=KeyboardInterrupt)
     backend, said = run()
-    assert backend == CPU and "the default is taken, since an earlier start ended while it measured" in said
+    assert backend == CPU and "the default is taken, because an earlier start died while measuring" in said
 
 
 def test_our_kernel_is_not_taken_untried(run):

@@ -74,7 +74,7 @@ class ExpertLinear(nnx.Module):
             self.a, self.b = map(nnx.Param, adapter)
 
     def use_float8(self, copies: Copies) -> None:
-        """Multiply in 8 bits from now on, with these copies of the weights."""
+        """Use float8 products with these copies of the weights."""
         self.copies = nnx.data(copies)
 
     @property

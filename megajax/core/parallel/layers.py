@@ -55,8 +55,8 @@ class _Product(nnx.Module):
     frozen: bool = False
     stacked = 0  # dims of the weight before those of the product
     copies: Copies | None = None
-    contracted_axes: tuple[str, ...] = ()  # mesh axes that share the dims which the product sums over
-    output_axes: tuple[str, ...] = ()  # and its outputs
+    contracted_axes: tuple[str, ...] = ()  # mesh axes that shard the contracted dim
+    output_axes: tuple[str, ...] = ()  # and those that shard the outputs
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class _Product(nnx.Module):
         return (self.a[...], self.b[...]) if hasattr(self, "a") else ()
 
     def use_float8(self, copies: Copies) -> None:
-        """Multiply in 8 bits from now on, with these copies of the weight."""
+        """Use float8 products with these copies of the weight."""
         self.copies = nnx.data(copies)
 
     @property
