@@ -191,7 +191,8 @@ class _Run:
             dropped = ", ".join(f"{totals.rules[rule]} {name}" for rule, name in RULES.items() if totals.rules[rule])
             raise UserError(
                 f"INPUT: none of the {len(corpus)} documents is left: {dropped}; valid: a lower --min-tokens "
-                f"than {self._options.min_tokens}, longer documents, or a less strict --duplicates or --decontaminate-how"
+                f"than {self._options.min_tokens}, longer documents, or a less strict --duplicates or "
+                "--decontaminate-how"
             )
         layout = writing.Layout.of(summaries, tokenizer_size)
         layout.save(self._data)
