@@ -1,5 +1,7 @@
 """Nothing is lost: a run on (2, 2, 2) in two processes is killed and stopped again and again, and ends with the
-same losses. `python benchmarks/chaos.py [--steps 200] [--kills 10] [--stops 10] [--hangups 10] [--seed 0] [--folder FOLDER]`.
+same losses.
+
+    python benchmarks/chaos.py [--steps 200] [--kills 10] [--stops 10] [--hangups 10] [--seed 0] [--folder FOLDER]
 
 SIGKILL, SIGTERM or SIGHUP goes to one process or both, at random moments: a third of them within the seconds that a
 start takes, the others after a random number of new steps, so while it trains, validates or saves. The last half of
