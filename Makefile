@@ -17,7 +17,7 @@ help:
 	@echo "make train      train the demo: a small GPT on Python's own source code, 2 to 3 minutes on two cores"
 	@echo "make test       the default tests"
 	@echo "make test-full  every test that needs no GPU"
-	@echo "make lint       ruff, mypy, and the order of imports"
+	@echo "make lint       ruff, mypy, the order of imports, and each room's lines against its budget"
 	@echo "make docs       the documentation as a site, in build/docs; a dead link is an error"
 	@echo "make pictures   the pictures of docs whose inputs changed, drawn again, 10 minutes at most"
 	@echo "make venv       only install, with the development tools"
@@ -36,6 +36,7 @@ lint: $(dev)
 	$(python) -m ruff format --check
 	$(python) -m mypy
 	.venv/bin/lint-imports
+	$(python) .ci/lines.py
 
 docs: $(docs)
 	$(python) -m sphinx --fail-on-warning --keep-going --quiet -b html docs build/docs
