@@ -35,7 +35,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 # An example's first run may compile for seconds.
-hypothesis.settings.register_profile("default tests", deadline=None, max_examples=40)
+hypothesis.settings.register_profile("default tests", deadline=None, max_examples=25)
 hypothesis.settings.register_profile("full tests", deadline=None, max_examples=100)
 hypothesis.settings.load_profile("default tests")
 

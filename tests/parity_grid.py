@@ -147,7 +147,7 @@ FEW_MODELS = [
     row(mesh=(1, 2, 4), weight_gradients="deferred", sequence_parallel=True, model="qwen3"),
 ]
 LONGER = limited(FEW_ROWS)
-# That is compiled; others are by default in `test_field.py`.
+# A row of all that can be divided; by default rows are in `test_field.py`.
 DEFAULT = [row(schedule="interleaved-2", vocabulary="split", remat="selective", zero=3)]
 # The whole grid: every three columns meet, and every two on every mesh.
 TRIPLES = [ALL[number] for number in cover(ALL, list(itertools.combinations(range(len(GRID)), 3)))]

@@ -1,5 +1,5 @@
 """The mesh never changes the numbers: losses and every gradient of some compiled steps equal those of one device,
-dropout on. By default one row, and one in half precision: all that is algebra is compared in `test_field.py`."""
+dropout on. By default one row, in half precision: all that is algebra is compared in `test_field.py`."""
 
 import dataclasses
 import functools
@@ -56,7 +56,8 @@ def model_of(row: tuple) -> tuple[int, int, str]:
     return config.model.num_layers, config.model.vocab_size, row[-1]
 
 
-@pytest.mark.parametrize("row", [*DEFAULT, *(full(row) for row in REST)], ids=name)
+@pytest.mark.full
+@pytest.mark.parametrize("row", [*DEFAULT, *REST], ids=name)
 def test_grid(row):
     actual = trace_of(row)
     result = compare(first(len(actual.losses), reference(*model_of(row))), actual)
@@ -156,17 +157,17 @@ def test_as_users_compile(options, monkeypatch):
         full("fp16", "half", 2e-5, 5e-3, "together"),
         full("bf16", "half", 2e-4, 4e-2, "together"),
         full("bf16", "fp32", 2e-4, 4e-2, "together"),
-        ("fp16", "half", 2e-5, 5e-3, "deferred"),  # the one with a loss scale; by default the one compiled GPipe
+        ("fp16", "half", 2e-5, 5e-3, "deferred"),  # the one with a loss scale; the one that is compiled by default
         full("bf16", "half", 2e-4, 4e-2, "deferred"),
         full("bf16", "fp32", 2e-4, 4e-2, "deferred"),
     ],
 )
 def test_half_precision_is_near_fp32(precision, gradient_dtype, loss, gradient, weight_gradients):
     """Losses and gradients, without fp16's scale, of (2, 2, 2) with ZeRO and a split sequence; fp16 has 3 bits more."""
-    schedule = "gpipe" if weight_gradients == "deferred" else "1f1b"
+    schedule = {"schedule": "interleaved", "chunks": 2} if weight_gradients == "deferred" else {}
     expected = reference(5, 101)
     options = {"precision": precision, "sequence_parallel": True, **deferring(weight_gradients)}
-    config = tiny_config((2, 2, 2), num_layers=5, global_batch=ROWS, microbatch=4, schedule=schedule, **options)
+    config = tiny_config((2, 2, 2), num_layers=5, global_batch=ROWS, microbatch=4, **schedule, **options)
     summed_in = precision if gradient_dtype == "half" else "fp32"
     optimizer = dataclasses.replace(config.optimizer, gradient_dtype=summed_in)
     actual = trace(dataclasses.replace(config, optimizer=optimizer), STEPS, canonical=initial(5, 101))

@@ -44,15 +44,27 @@ def train_mistake(commands: Commands, run_dir: Path, *arguments: object, preset:
     return line
 
 
-def by_line(table: list[tuple[str, ...]]) -> list[Any]:
-    """The rows of a table, each a command and the words that its line must have, as parameters of a test."""
-    return [pytest.param(line, words, id=f"{number} {line[-60:]}") for number, (line, *words) in enumerate(table)]
+def by_line(*tables: tuple[str, str]) -> list[Any]:
+    """The commands of tables and what is named, as parameters of a test. A table is the beginning of commands, and how
+    each goes on, divided by bars; behind an arrow what is named, which otherwise is the last flag."""
+    rows = [(begin, *row.partition("=>")[::2]) for begin, text in tables for row in text.split("|")]
+    lines = [(f"{begin} {end.strip()}".strip(), named.strip()) for begin, end, named in rows]
+    return [
+        pytest.param(line, named or "--" + re.split("[ =]", line.rpartition(" --")[2])[0], id=f"{number} {line[-60:]}")
+        for number, (line, named) in enumerate(lines)
+    ]
 
 
-def assert_refused(commands: Commands, line: str, words: list[str], names: Mapping[str, object]) -> None:
-    """The command ends with a line that has the words, and writes nothing.
+def golden(lines: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Tables of commands and their whole lines."""
+    return [(command, f"=> error: {line}") for command, line in lines.items()]
 
-    `names` stand in capitals in the command and in the words: texts, and paths, below which nothing may change.
+
+def assert_refused(commands: Commands, line: str, named: str, names: Mapping[str, object]) -> None:
+    """The command ends with a line that names this, or is this if it begins with "error: ", and what would be valid; it
+    writes nothing.
+
+    `names` stand in capitals in the command and in what is named: texts, and paths, below which nothing may change.
     """
     places = [path for name, path in names.items() if isinstance(path, Path) and re.search(rf"\b{name}\b", line)]
     before = [unlocked(path) for path in places]
@@ -63,7 +75,8 @@ def assert_refused(commands: Commands, line: str, words: list[str], names: Mappi
     done = commands.run(*filled(line).split())
     said = one_line(done)
     assert line.startswith("train.py") or not done.out
-    assert_says(said, *(filled(word) for word in words))
+    assert said == filled(named) if named.startswith("error: ") else filled(named) in said, said
+    assert re.search("; valid: |; did you mean |needs at least ", said), said
     assert len(said) < 600, "a long value is not repeated"
     assert [unlocked(path) for path in places] == before, "written to"
 

@@ -16,7 +16,7 @@ from results import assert_close_losses, checkpoint_steps, contents, curve, reco
 from test_seeds import report
 
 MESH = (*MESH_222[:6], "--train.microbatch", 2)
-UNPIPED = ("--mesh.data", 2, "--mesh.tensor", 2, "--train.microbatch", 2)
+UNPIPED = ("--mesh.data", 4, "--train.microbatch", 2)
 
 
 def start_two(commands: Commands, *line: object) -> list[subprocess.Popen[str]]:
@@ -52,7 +52,8 @@ def assert_silent(process: Finished) -> None:
 
 
 def test_two_processes_of_two_devices_are_one_of_four(commands: Commands, straight: Run, tmp_path: Path) -> None:
-    """Process 0 alone writes and prints. The long tests validate, and have a pipe as well."""
+    """Process 0 alone writes and prints. The long tests validate, and have a pipe and tensors in
+    parts as well."""
     run = tmp_path / "run"
     first, second = train_as_two(commands, run, "--train.steps", 3, "--train.eval-every", 0, mesh=UNPIPED)
     assert_close_losses(curve(run), curve(straight.folder)[:3])

@@ -92,13 +92,12 @@ def test_a_stopped_run_goes_on_exactly(tuning: Finetuning, task: str, step: int,
 
 
 def test_a_finished_run_is_left_as_it_is(tuning: Finetuning, tmp_path: Path) -> None:
-    """Also started for fewer steps or with its records elsewhere; its figures of dev are there once."""
+    """Also started for fewer steps and with its records elsewhere; its figures of dev are there once."""
     run = shutil.copytree(tuning.run("mnli"), tmp_path / "run")
     moved = shutil.copy(tuning.file("mnli", "train"), tmp_path / "moved.tsv")
     before = records(run)
-    for flags in ((), ("--train.steps", 7), ("--data.train", moved)):
-        assert "nothing to train" in tuning.train("mnli", run, *flags).out
-        assert records(run) == before
+    assert "nothing to train" in tuning.train("mnli", run, "--train.steps", 7, "--data.train", moved).out
+    assert records(run) == before
 
 
 @pytest.mark.parametrize(

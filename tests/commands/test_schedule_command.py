@@ -152,7 +152,9 @@ def test_a_large_schedule_in_parts(capsys) -> None:
             ("--mesh.pipe", 64, "--microbatches", 64),
             ["stages 16 to 47 left out", "warm-up (its first ticks): ticks 0 to 47", "middle: ticks 48 to 95"],
         ),
-        (("--mesh.pipe", 128, "--microbatches", 8), ["stages 16 to 111 left out"]),  # in the middle those shown wait
+        full(
+            ("--mesh.pipe", 128, "--microbatches", 8), ["stages 16 to 111 left out"]
+        ),  # in the middle those shown wait
     ],
 )
 def test_plot_of_a_large_schedule(capsys, tmp_path: Path, flags: tuple, titles: list[str]) -> None:

@@ -57,8 +57,8 @@ def test_the_ids_are_those_of_the_whole_window(sampling):
 @pytest.mark.parametrize(
     ("mesh", "sampling"),
     [
-        ((1, 1, 2), GREEDY),
         ((2, 1, 2), DRAWN),
+        full((1, 1, 2), GREEDY),
         full((1, 1, 2), DRAWN),
         full((2, 1, 2), GREEDY),
         full((4, 1, 1), GREEDY),
@@ -156,6 +156,7 @@ def test_a_window_stops_before_the_end_token():
     assert draw((1, 1, 1), temperature=0.0, ends=(greedy[5], 1 << 20)) == greedy[: greedy.index(greedy[5])]
 
 
+@pytest.mark.full  # by default exactly: tests/verify/test_exact.py
 def test_first_dense_layers_of_a_mixture_have_caches():
     """They belong to the embedding elsewhere."""
     model = MIXTURE | {"num_layers": 2, "dense_layers": 1, "init_std": 0.3, "num_experts": 4}

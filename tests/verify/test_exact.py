@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
-from tiny import full, tiny_config
+from tiny import MIXTURE, full, tiny_config
 
 from megajax.core.backend import CPU
 from megajax.core.errors import RunError
@@ -14,6 +14,7 @@ from megajax.core.program.communication import Collective
 from megajax.exact import numbers
 from megajax.exact.interpreter import UnknownPrimitive
 from megajax.generation import programs
+from megajax.verify.beside import _generation as generated
 from megajax.verify.beside import beside_training
 from megajax.verify.check import verify
 from megajax.verify.exact import _step as exact_step
@@ -110,6 +111,12 @@ def test_programs_beside_training(module, name, wrong, row, monkeypatch) -> None
     config = config_of((2, 1, 2))
     monkeypatch.setattr(module, name, wrong(getattr(module, name)))
     assert [finding.name for finding in beside_training(config) if not finding.passed] == [f"exact {row}"]
+
+
+def test_first_dense_layers_of_a_mixture_have_caches() -> None:
+    """They belong to the embedding elsewhere."""
+    found = generated(config_of((1, 1, 2), **MIXTURE | {"dense_layers": 1, "num_experts": 4}), 0)
+    assert found.passed and "of 1 rows" in found.where
 
 
 def test_a_primitive_that_is_not_known_leaves_the_compiled_comparison(monkeypatch) -> None:

@@ -78,9 +78,8 @@ def assert_same(found: Any, expected: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), jax.device_get(expected))
 
 
-@pytest.mark.parametrize(
-    "lora", [LoraConfig(), pytest.param(LoraConfig(rank=2), marks=pytest.mark.full)], ids=["all weights", "adapters"]
-)
+@pytest.mark.full  # by default: tests/runs/test_checkpoint.py and test_resume.py
+@pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=2)], ids=["all weights", "adapters"])
 def test_it_is_stored_and_read_on_any_mesh(
     tmp_path: Path, lora: LoraConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:

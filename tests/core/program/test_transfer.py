@@ -16,7 +16,7 @@ from megajax.core.program.transfer import Transfer
 from megajax.verify import named_leaves
 
 CHUNKS = {"schedule": "interleaved", "chunks": 2, "num_layers": 6}
-WIDE = {"hidden_size": 64, "num_heads": 8, "num_layers": 5, "vocab_size": 250}  # five layers: neither 2 nor 4 divide
+WIDE = {"hidden_size": 64, "num_heads": 8, "num_layers": 5, "vocab_size": 250, "bias": "none"}  # 2 and 4 divide no 5
 
 
 def random_canonical(transfer: Transfer) -> TrainState:
