@@ -26,7 +26,7 @@ def test_the_whole_validation_split(commands: Commands, straight: Run) -> None:
     assert contents(straight.folder) == before
 
 
-def test_the_best_step_on_a_model_parallel_mesh(commands: Commands, straight: Run, tmp_path: Path) -> None:
+def test_the_best_step(commands: Commands, straight: Run, tmp_path: Path) -> None:
     """The one of the lowest validation loss, whatever else metrics.jsonl holds."""
     run = shutil.copytree(straight.folder, tmp_path / "run")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -36,8 +36,7 @@ def test_the_best_step_on_a_model_parallel_mesh(commands: Commands, straight: Ru
     lines += [{"step": 15, "validation_loss": None}, {"step": 17, "validation_loss": 0.5}]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (run / "metrics.jsonl").write_text(text + '{"step": 21, "validation_l')
-    mesh = ("--mesh.pipe", 2, "--mesh.tensor", 2, "--simulate-devices", 4)
-    result = commands.perplexity(run, "--step", "best", *mesh)
+    result = commands.perplexity(run, "--step", "best")
     assert (result["step"], result["loss"]) == (10, pytest.approx(validation(straight.folder)[10], rel=1e-6))
 
 
@@ -55,12 +54,13 @@ def test_any_text(commands: Commands, straight: Run, tmp_path: Path) -> None:
 
 
 def test_wikitext(commands: Commands, straight: Run, tmp_path: Path) -> None:
-    """Perplexity per word of the file; with a split vocabulary the same as on one device."""
+    """Perplexity per word of the file; on a mesh, with a split vocabulary, the same as on one device."""
     text = " \n = The End = \n \n " + "It 's a well @-@ known end , said the others ' king . \n " * 20
     file = tmp_path / "wiki.test.tokens"
     file.write_text(text, encoding="utf-8")
-    pipe = ("--mesh.pipe", 2, "--simulate-devices", 2, "--pipeline.vocabulary", "split", "--train.microbatch", 16)
-    result = commands.evaluate("wikitext103", straight.folder, "--data", file, "--overlap", 8, *pipe)
+    mesh = ("--mesh.pipe", 2, "--mesh.tensor", 2, "--simulate-devices", 4, "--pipeline.vocabulary", "split")
+    mesh += ("--train.microbatch", 16)
+    result = commands.evaluate("wikitext103", straight.folder, "--data", file, "--overlap", 8, *mesh)
     plain = "\n= The End =\n" + "\nIt's a well-known end, said the others' king." * 20 + "\n"
     predicted = len(load_tokenizer(straight.folder / "data" / "tokenizer").encode(plain)) - 1
     assert (result["task"], result["step"], result["overlap"]) == ("wikitext103", 20, 8)

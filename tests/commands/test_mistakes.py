@@ -46,8 +46,8 @@ TRAINING = [
         "train.py",
         "ODD/nul.toml => nul.toml | ODD/no.toml => no.toml | TINY --resume must",
     ),
-    # A corpus that is missing, unreadable, empty, of the wrong encoding or form, or shorter than a sequence; an .idx that
-    # is truncated, or promises what the .bin does not hold, or has no .bin; an id that the model has no row for.
+    # A corpus that is missing, unreadable, empty, of the wrong encoding or form, or shorter than a sequence; an .idx
+    # that is truncated, or promises what the .bin does not hold, or has no .bin; an id that the model has no row for.
     *(
         (
             f"{TRAIN} {tokenizer} --data.path",

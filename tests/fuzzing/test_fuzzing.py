@@ -11,6 +11,6 @@ from readers import READERS, Reader
 def test_mutated_files_are_read_or_refused(reader: Reader, tmp_path: Path) -> None:
     """In one line, soon, and in memory in proportion to the file."""
     (tmp_path / "files").mkdir()
-    outcome = fuzz(reader, reader.short, folder=tmp_path / "files", measured=3)
+    outcome = fuzz(reader, reader.short, folder=tmp_path / "files")
     assert not outcome.failures
     assert outcome.accepted + outcome.refused == reader.short
