@@ -46,7 +46,7 @@ GRID: dict[str, list] = {
     "dense_layers": [0, 1, 2],
 }
 DEFAULT = [
-    (((1, 2, 1, 2), 2), 1.0, "bias", 1, "layer", "interleaved-2", "deferred", True, 8, 0),
+    (((1, 2, 1, 2), 2), 1.0, "bias", 1, "layer", "interleaved-2", "deferred", True, 8, 1),
     (((2, 1, 2, 1), 2), 1.25, "loss", 3, "selective", "1f1b-1", "together", False, 0, 2),
     (((1, 2, 1, 1), 4), 0.0, "loss", 1, "none", "1f1b-1", "deferred", False, 0, 1),
 ]
