@@ -73,7 +73,7 @@ TRAINING = [
         """
         --model.num-layers 4 => model.num_layers 3, not 4 |
         --model.vocab-multiple 128 => model.padded_vocab_size 320, not 384 | --precision fp64 |
-        --train.ramp-start 3 --train.ramp-increment 5 --train.ramp-samples 12 --train.microbatch 2 => 3 sequences |
+        --train.ramp-start 3 --train.ramp-increment 5 --train.ramp-samples 12 --train.microbatch 2 |
         --data.skip 5:9 20:10 | --train.freeze layers.0 layer.1 | --init-step 5 | --resume never | --mesh.data 2 |
         --data.path ODD/missing.txt
         """,
