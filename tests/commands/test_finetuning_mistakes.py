@@ -69,7 +69,8 @@ TRAINING = [
         --model.num-classes 2 | --model.family gpt2 | --train.epochs 0 | --train.epochs -1 |
         --optimizer.warmup-fraction 1 | --model.vocab-size 40 | --model.sequence-length 4 | --task.doc-stride 0 |
         --mesh.data 2 --simulate-devices 2 --train.microbatch 8 => --train.global-batch 8 | --data.train |
-        --data.train no.tsv | --data.dev no.tsv | --seeds 0 | --seeds many | --seed 2147483646 --seeds 3
+        --data.train no.tsv | --data.train FILES/squad1-dev.json | --data.dev no.tsv | --seeds 0 | --seeds many |
+        --seed 2147483646 --seeds 3
         """,
     ),
     (f"train.py {PRESET} --run-dir FILES/new", "=> --data.train"),

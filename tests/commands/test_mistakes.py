@@ -81,7 +81,7 @@ TRAINING = [
     (
         "train.py TINY --data.path ODD/few.txt --run-dir",
         """
-        ODD/run | ODD/run --resume never | ODD/run/notes.txt | ODD/new/LONG/run | ODD/LONG | ODD/few.txt/some/run |
+        ODD/run | ODD/run --resume never | ODD/run/notes.txt | ODD/new/LONG/run | ODD/LONGISH | ODD/few.txt/some/run |
         ODD/circle/run | TRAINED/checkpoints/7
         """,
     ),
@@ -177,7 +177,8 @@ def test_one_line_and_nothing_written(
 ) -> None:
     """TRAINED is a run of GPT-2, ODD the folder of odd files."""
     names = {"TINY": str(commands.preset), "TRAINED": trained, "ODD": odd, "LONG": "a" * 300, "DIGITS": "9" * 4400}
-    names |= {"LONGLONG": "a" * 1000, "NESTED": "[" * 3000, "UNREADABLE": str(unreadable(tmp_path / "closed.txt"))}
+    names |= {"LONGISH": "a" * 220, "LONGLONG": "a" * 1000, "NESTED": "[" * 3000}
+    names["UNREADABLE"] = str(unreadable(tmp_path / "closed.txt"))
     names["LOADED"] = f"--tokenizer.path {trained}/data/tokenizer"
     assert_refused(commands, line, named, names)
 
