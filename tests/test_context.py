@@ -25,7 +25,7 @@ from megajax.core.program.train_step import train_step_with_gradients
 from megajax.plan.sizes import Sizes
 from megajax.settings.config import Config
 from megajax.settings.validation import validate
-from megajax.verify import Comparison, compare
+from megajax.verify import CompiledComparison, compare
 from megajax.verify.forms import in_blocks
 from megajax.verify.run import MeshRun, run
 from megajax.verify.theory import check_collectives
@@ -125,7 +125,7 @@ def check_what_is_sent(config: Config, found: list[Collective]) -> None:
     assert sent == pytest.approx(numbers * sizes.rows * sizes.item * sizes.of_layer.count)
 
 
-def check(row: tuple, precision: str = "fp32") -> Comparison:
+def check(row: tuple, precision: str = "fp32") -> CompiledComparison:
     """Losses and gradients, and what is sent."""
     config = config_of(row, precision=precision)
     actual = run(config, jax.devices(), 2, backend=in_blocks(config))

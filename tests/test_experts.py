@@ -21,7 +21,7 @@ from megajax.core.program.synthetic import random_batch
 from megajax.core.program.train_step import train_step_with_gradients
 from megajax.plan.communication import communication, totals
 from megajax.settings.validation import validate
-from megajax.verify import Comparison, compare
+from megajax.verify import CompiledComparison, compare
 from megajax.verify.comparison import Leaves
 from megajax.verify.forms import in_blocks
 from megajax.verify.run import MeshRun, drawn_state, run
@@ -102,7 +102,7 @@ def exact(found: MeshRun) -> Leaves:
     return loads | dropped | biases
 
 
-def check(row: tuple, precision: str = "fp32") -> Comparison:
+def check(row: tuple, precision: str = "fp32") -> CompiledComparison:
     """What is sent, by kind, axes, shape, bytes and count, is what is planned and in theory."""
     _, capacity, balance, *_, shared, dense = row
     config = config_of(row, precision=precision)

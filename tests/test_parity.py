@@ -17,7 +17,7 @@ from megajax.core.pipeline import executor, stages
 from megajax.core.pipeline.schedule import SCHEDULES, ScheduleKind, Ticks
 from megajax.core.private import has_fusion_emitters
 from megajax.core.program.state import TrainState
-from megajax.verify import Comparison, Trace, compare
+from megajax.verify import CompiledComparison, Trace, compare
 from megajax.verify.run import drawn_state
 
 # The first update is with a learning rate of 0, so the third step sees the first update, the fifth Adam's moments after
@@ -237,7 +237,7 @@ def test_what_stands_in_idle_ticks_is_never_used(row, monkeypatch):
 def test_the_comparison_can_fail():
     """Another step's numbers, a doubled gradient and a NaN are all noticed."""
     expected = first(2, reference(5, 101))
-    assert compare(expected, expected) == Comparison(0.0, 0.0, next(iter(expected.gradients[0])))
+    assert compare(expected, expected) == CompiledComparison(0.0, 0.0, next(iter(expected.gradients[0])))
     assert not compare(expected, Trace(expected.losses[::-1], expected.gradients[::-1])).within()
     for leaf in expected.gradients[0]:
         doubled = [gradients | {leaf: 1.001 * gradients[leaf]} for gradients in expected.gradients]
