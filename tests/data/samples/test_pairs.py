@@ -22,7 +22,7 @@ from megajax.data.text.indexed import IndexedDataset, IndexedWriter
 from megajax.data.text.tokenizers import wordpiece
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-NUM_WORDS = 36_000
+NUM_WORDS = 60_000
 TOKENS = [*SPECIAL, *(f"w{n}" for n in range(NUM_WORDS)), *(f"##w{n}" for n in range(100))]
 PIECES = WordPieces.of(wordpiece({token: number for number, token in enumerate(TOKENS)}))
 LENGTH = 32
