@@ -42,7 +42,7 @@ docs: $(docs)
 	$(python) -m sphinx --fail-on-warning --keep-going --quiet -b html docs build/docs
 
 pictures: $(run)
-	$(python) benchmarks/pictures.py
+	$(python) docs/pictures/draw.py
 
 venv: $(dev)
 

@@ -26,7 +26,7 @@ predicts within 5%, except for dropless experts (docs/benchmarks/gpu.md). For h1
 - our own kernels for attention (`Kernel`): without dropout as fast as fused attention (on an H200 they reached two
   thirds of cuDNN's rate, docs/benchmarks/gpu.md); with dropout, the additional cycles (heads of 128
   features, 64 x 64 scores: 980 instead of 275 forward, 1,731 instead of 820 backward;
-  `benchmarks/attention_kernels.py`, JAX 0.12).
+  docs/benchmarks/gpu-attention.md, JAX 0.12).
 - traffic 4.3 of 4.8 TB/s: gpu-compiled.md's assumption.
 - in a server: all-reduces at 475 of 450 GB/s, since switches do the sums (8 H200, NVIDIA/nccl-tests#272; 480 on H100,
   NVIDIA/nccl#1374); other collectives, and all collectives on a100, at 370 of 450 (nccl#1374).

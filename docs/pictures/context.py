@@ -1,6 +1,6 @@
 """Draw both ways of attention with context parallelism on four devices: the picture of docs/context.md.
 
-python benchmarks/context_picture.py docs/context.png
+python docs/pictures/context.py docs/context.png
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Draw how tokens reach their experts by capacity, on two devices: the picture of docs/experts.md.
 
-python benchmarks/experts_picture.py docs/experts.png
+python docs/pictures/experts.py docs/experts.png
 """
 
 import sys

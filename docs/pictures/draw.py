@@ -1,10 +1,9 @@
 """All pictures of docs: `make pictures` draws them again, those whose inputs changed since.
 
-    python benchmarks/pictures.py [NAME ...] [--all] [--list]
+    python docs/pictures/draw.py [NAME ...] [--all] [--list]
 
-A picture is made by a command from its inputs: presets, and the code that draws. docs/pictures.json has the digest
-of the inputs that each picture was drawn from; tests/docs/test_pictures.py compares them. Pictures of long runs are
-drawn from figures that their benchmarks keep in docs/benchmarks.
+A picture is made by a command from its inputs: presets, and the code that draws. drawn.json has the digest of the
+inputs that each picture was drawn from; tests/docs/test_pictures.py compares them.
 """
 
 import argparse
@@ -28,9 +27,9 @@ from megajax.core.pipeline.schedule import make_schedule
 from megajax.core.pipeline.timing import StageTimes, timeline
 from megajax.plan.machines import MACHINES, Machine
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-MANIFEST = DOCS / "pictures.json"
+MANIFEST = DOCS / "pictures" / "drawn.json"
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,12 @@ def _timeline(
 
 
 def _script(name: str) -> Picture:
-    return Picture(f"benchmarks/{name}.py OUT/picture.png", "picture.png", (f"benchmarks/{name}.py",))
+    return Picture(f"docs/pictures/{name}.py OUT/picture.png", "picture.png", (f"docs/pictures/{name}.py",))
+
+
+def _curves(name: str) -> Picture:
+    inputs = ("docs/pictures/curves.py", f"docs/benchmarks/{name}.json")
+    return Picture(f"docs/pictures/curves.py {name} OUT/picture.png", "picture.png", inputs)
 
 
 def _demo(preset: str) -> Picture:
@@ -115,31 +119,19 @@ PICTURES = {
     "interleaved.png": _timeline(4, 8, "interleaved", 2),
     "interleaved-deferred.png": _timeline(4, 8, "interleaved", 2, deferred=True),
     "interleaved-large.png": _timeline(8, 128, "interleaved", 2),
-    "context.png": _script("context_picture"),
-    "experts.png": _script("experts_picture"),
+    "context.png": _script("context"),
+    "experts.png": _script("experts"),
     "plan-search.png": Picture(
         "-m megajax plan gpt2-8.3b --devices 512 --search --no-compile --plot OUT/search.png",
         "search.png",
         ("configs/gpt2-8.3b.toml", "megajax/plan/picture.py"),
         shows=lambda: _rates(MACHINES["h100"]),
     ),
-    "float8.png": Picture(
-        "benchmarks/float8.py --draw OUT/float8.png",
-        "float8.png",
-        ("benchmarks/float8.py", "docs/benchmarks/float8.json"),
-    ),
+    "float8.png": _curves("float8"),
     "demo-loss.png": _demo("demo"),
     "bert-demo-loss.png": _demo("bert-demo"),
-    "layer-order.png": Picture(
-        "benchmarks/layer_order.py --draw OUT/layer-order.png",
-        "layer-order.png",
-        ("benchmarks/layer_order.py", "docs/benchmarks/layer-order.json"),
-    ),
-    "muon.png": Picture(
-        "benchmarks/optimizers.py --draw OUT/muon.png",
-        "muon.png",
-        ("benchmarks/optimizers.py", "docs/benchmarks/muon.json"),
-    ),
+    "layer-order.png": _curves("layer-order"),
+    "muon.png": _curves("muon"),
 }
 
 
