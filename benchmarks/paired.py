@@ -1,12 +1,16 @@
 """Measurements in turn, A B A B, so that both sides see the same machine: each side is a process that works when told.
 
-A side may be several processes of one run. A worker calls `serve`; the benchmark talks to it through a `Side`.
+A side may be several processes of one run. A worker calls `serve`; the benchmark talks to it through a `Side`. Whoever
+imports this finds the repository's `megajax`, installed or not.
 """
 
 import argparse
 import contextlib
+import datetime
 import json
 import os
+import platform
+import socket
 import statistics
 import subprocess
 import sys
@@ -17,12 +21,18 @@ from typing import Any
 
 import numpy as np
 
-from megajax.core.batch import pairs_form
-from megajax.core.errors import UserError
-from megajax.core.models.registry import FAMILIES
-from megajax.settings.config import Config
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-# glibc keeps what PyTorch frees on a CPU: a few percent of a step. (`megajax.start.launch` has it do so for us.)
+from megajax.batch import pairs_form
+from megajax.config import Config
+from megajax.errors import UserError
+from megajax.models.registry import FAMILIES
+from megajax.settings.flags import parse
+
+BENCHMARKS = Path(__file__).resolve().parent
+DEFAULT = str(BENCHMARKS / "gpt-4x512.toml")
+
+# glibc keeps what PyTorch frees on a CPU: a few percent of a step. (`megajax.settings.launch` has it do so for us.)
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 
 # Several sides on one GPU: none takes memory that it does not need, and ours at most this share.
@@ -56,15 +66,17 @@ def serve(step: Callable[[], Any], others: Mapping[str, Callable[[], dict]], *, 
             seconds.append(start - before)
         return {"seconds": seconds, "losses": losses}
 
-    def say(answer: dict) -> None:
-        print(_MARK + json.dumps(answer), flush=True)
-
     start = time.perf_counter()
     first = steps(warm_up)
     say(about | {"warm_up_seconds": time.perf_counter() - start, "losses": first["losses"]})
     for line in sys.stdin:
         name, *arguments = line.split()
         say(steps(int(arguments[0])) if name == "steps" else others[name]())
+
+
+def say(answer: dict) -> None:
+    """Answer, as a worker."""
+    print(_MARK + json.dumps(answer), flush=True)
 
 
 class Side:
@@ -128,6 +140,12 @@ class Side:
             ticks += int(fields[11]) + int(fields[12])
         return ticks / os.sysconf("SC_CLK_TCK")
 
+    def __enter__(self) -> "Side":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """End the processes."""
         for process in self.processes:
@@ -141,24 +159,62 @@ class Side:
                 process.kill()
 
 
-def parse_own(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
-    """A benchmark's own flags from the command line, and the rest, which are train.py's. Raises `UserError`.
+def own_flags(**options: Any) -> tuple[argparse.Namespace, list[str], str]:
+    """A benchmark's own flags from the command line, the others, and the usage.
 
-    The parser is one with `exit_on_error=False`.
+    Args:
+        options: defaults by name: False is a switch, a tuple the choices (the first, which may be None, is the
+            default), a type that of a flag without a default.
+
+    Raises:
+        UserError: one is wrong.
     """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name, value in options.items():
+        given: dict[str, Any] = {"type": type(value), "default": value}
+        if value is False:
+            given = {"action": "store_true"}
+        elif isinstance(value, tuple):
+            given = {"choices": [each for each in value if each], "default": value[0]}
+        elif isinstance(value, type):
+            given = {"type": value}
+        parser.add_argument(f"--{name.replace('_', '-')}", **given)
     try:
-        return parser.parse_known_args()
+        own, flags = parser.parse_known_args()
     except argparse.ArgumentError as error:
         raise UserError(str(error).removeprefix("argument ")) from None
+    return own, flags, " ".join([Path(sys.argv[0]).name, *parser.format_usage().split()[2:]])
 
 
-def in_turn(sides: Sequence[Side], rounds: int, steps: int) -> list[list[float]]:
-    """Seconds of a step (median of `steps`) of every side in every round, [side][round], the sides in turn."""
-    return in_turn_with_cpu(sides, rounds, steps)[0]
+def command_line(
+    doc: str | None, default: str = DEFAULT, **options: Any
+) -> tuple[argparse.Namespace, list[str], Config]:
+    """A benchmark's own flags (`own_flags`), those of train.py, and the configuration that these give; `default` is the
+    preset where none is given, if there is one. Raises `UserError`."""
+    own, flags, usage = own_flags(**options)
+    if default and (not flags or flags[0].startswith("--")):
+        flags = [default, *flags]
+    return own, flags, parse(flags, str(doc).partition("\n")[0], usage)
 
 
-def in_turn_with_cpu(sides: Sequence[Side], rounds: int, steps: int) -> tuple[list[list[float]], list[list[float]]]:
-    """The same, and beside it the CPU seconds of a step (mean of `steps`), user's and system's of all threads."""
+def this_run() -> dict[str, str]:
+    """The command, the day and the machine."""
+    script = Path(sys.argv[0]).resolve().relative_to(BENCHMARKS.parent)
+    machine = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}"
+    command = " ".join(["python", str(script), *sys.argv[1:]])
+    return {"command": command, "date": datetime.date.today().isoformat(), "machine": machine}
+
+
+def free_address() -> str:
+    """HOST:PORT for processes on this machine."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return f"localhost:{free.getsockname()[1]}"
+
+
+def in_turn(sides: Sequence[Side], rounds: int, steps: int) -> tuple[list[list[float]], list[list[float]]]:
+    """Seconds of a step (median of `steps`) of every side in every round, [side][round], the sides in turn; and CPU
+    seconds (mean of `steps`), user's and system's of all threads."""
     seconds: list[list[float]] = [[] for _ in sides]
     cpu_seconds: list[list[float]] = [[] for _ in sides]
     for _ in range(rounds):
@@ -167,6 +223,11 @@ def in_turn_with_cpu(sides: Sequence[Side], rounds: int, steps: int) -> tuple[li
             wall.append(statistics.median(side.ask(f"steps {steps}")["seconds"]))
             cpu.append((side.cpu_seconds() - before) / steps)
     return seconds, cpu_seconds
+
+
+def ratios(times: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Round by round, `times` by `others`."""
+    return [time / other for time, other in zip(times, others, strict=True)]
 
 
 def random_arrays(config: Config, step: int) -> dict[str, np.ndarray]:

@@ -8,23 +8,17 @@ device, what waits for memory. The ceiling is the time that the products of a pa
 mixture of experts dispatch and combine is what its router, and its experts on rows that are there already, leave.
 """
 
-import argparse
 import json
 import statistics
-import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import paired
+from throughput import product_seconds
 
-from paired import parse_own
-from throughput import DEFAULT, product_seconds
-
-from megajax.core.models.family import step_products
+from megajax.config import Config
 from megajax.host.ending import run
-from megajax.settings.config import Config
-from megajax.settings.flags import parse
-from megajax.start.launch import start
+from megajax.models.family import step_products
+from megajax.settings.launch import start
 
 # The parts as the table lists them, and which products (by the start of their names) belong to them.
 PARTS = {"attention": ("qkv", "attention"), "MLP": ("MLP",), "norms": (), "head and loss": ("head",)}
@@ -39,22 +33,22 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
     from flax import nnx
     from jax.sharding import PartitionSpec
 
-    from megajax.core.axes import BATCH_AXES
-    from megajax.core.mesh import make_mesh
-    from megajax.core.models.attention import attend_in_context
-    from megajax.core.models.attention_mask import CAUSAL
-    from megajax.core.models.context import Context
-    from megajax.core.models.decoder.model import TransformerDecoder
-    from megajax.core.models.experts import capacity_of
-    from megajax.core.models.norms import norm_of
-    from megajax.core.optim.adam import clip_by_norm, global_norm, update
-    from megajax.core.parallel.boundary import F_AND_G
-    from megajax.core.parallel.collectives import TENSOR, vary
-    from megajax.core.parallel.grouped import in_blocks
-    from megajax.core.parallel.random import Dropout, NamedKey
-    from megajax.core.program.program import Program
-    from megajax.core.program.synthetic import random_batch
-    from megajax.core.program.train_step import train_step
+    from megajax.axes import BATCH_AXES
+    from megajax.mesh import make_mesh
+    from megajax.models.attention import attend_in_context
+    from megajax.models.attention_mask import CAUSAL
+    from megajax.models.context import Context
+    from megajax.models.decoder.model import TransformerDecoder
+    from megajax.models.experts import capacity_of
+    from megajax.models.norms import norm_of
+    from megajax.optim.adam import clip_by_norm, global_norm, update
+    from megajax.parallel.boundary import F_AND_G
+    from megajax.parallel.collectives import TENSOR, vary
+    from megajax.parallel.grouped import in_blocks
+    from megajax.parallel.random import Dropout, NamedKey
+    from megajax.program.program import Program
+    from megajax.program.synthetic import random_batch
+    from megajax.program.train_step import train_step
 
     model, rows, layers = config.model, config.train.microbatch, config.model.num_layers
     program = Program(config, make_mesh(jax.devices()[:1]))
@@ -169,13 +163,8 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
 
 def main() -> None:
     """Parse the command line, measure, print the table."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", action="store_true")
-    own, flags = parse_own(parser)
-    if not flags or flags[0].startswith("--"):
-        flags = [DEFAULT, *flags]
-    found = measure(parse(flags, str(__doc__).partition("\n")[0], "step_parts.py"), own.rounds)
+    own, _, config = paired.command_line(__doc__, rounds=7, json=False)
+    found = measure(config, own.rounds)
     step = found["step"][0]
     print("| part | ms | of the step | its products alone, ms |\n|---|---|---|---|")
     for part, (seconds, ceiling) in found.items():

@@ -1,7 +1,7 @@
-"""The training step in PyTorch: what ours is measured against. It needs torch and numpy (but for GPT-2 transformers,
-too), and no JAX.
+"""The training step in PyTorch: what ours is measured against. GPT-2 needs torch and numpy and no JAX; of the other
+models transformers has the step, and `megajax.convert` says which class and weights are meant.
 
-    python benchmarks/pytorch_baseline.py PRESET [train.py's flags] [--device cpu|gpu] [--compile] [--threads N]
+    python benchmarks/pytorch/baseline.py PRESET [train.py's flags] [--device cpu|gpu] [--compile] [--threads N]
         [--steps N | --serve]
 
 Tensor parallelism as Megatron's, data parallelism as `DistributedDataParallel`, fused AdamW, autocast for bf16. A run
@@ -9,7 +9,6 @@ of several processes, one for each device, is told by `--distributed.*`; tensor 
 meaning here are ignored, among them `--optimizer.zero`: weights and moments are on every data rank.
 """
 
-import argparse
 import contextlib
 import json
 import math
@@ -28,17 +27,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import paired
 import torch
 import torch.distributed as dist
-from pytorch_gpt import split_dim
-from pytorch_peers import Peer, peer_of
+from pytorch.gpt import split_dim
+from pytorch.peers import Peer, peer_of
 from torch import Tensor
 from torch.nn.utils import get_total_norm as total_norm
 
-from megajax.core.errors import UserError
-from megajax.core.models.registry import DECODER
-from megajax.core.optim.config import OptimizerConfig
+from megajax.config import Config
+from megajax.errors import UserError
 from megajax.host.ending import run
-from megajax.settings.config import Config
-from megajax.settings.flags import parse
+from megajax.models.registry import DECODER
+from megajax.optim.config import OptimizerConfig
 from megajax.settings.validation import validate
 
 
@@ -229,7 +227,7 @@ def make_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.opt
 
 
 def learning_rate(step: int, config: OptimizerConfig) -> float:
-    """The rate of the update that follows `step` finished ones, as `megajax.core.optim.adam.learning_rate`'s."""
+    """The rate of the update that follows `step` finished ones, as `megajax.optim.adam.learning_rate`'s."""
     peak, floor = config.learning_rate, config.min_learning_rate
     warmup, decay = config.warmup, config.decay_steps
     if step < warmup:
@@ -244,15 +242,8 @@ def learning_rate(step: int, config: OptimizerConfig) -> float:
 
 def main() -> None:
     """Parse the command line, then run steps or serve."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--serve", action="store_true")
-    own, flags = paired.parse_own(parser)
-    config = parse(
-        flags, str(__doc__).partition("\n")[0], f"pytorch_baseline.py {' '.join(parser.format_usage().split()[2:])}"
+    own, _, config = paired.command_line(
+        __doc__, "", device=("cpu", "gpu"), compile=False, threads=0, steps=5, serve=False
     )
     if own.threads:
         torch.set_num_threads(own.threads)

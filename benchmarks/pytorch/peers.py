@@ -15,7 +15,7 @@ class Peer:
     """A model in PyTorch.
 
     Attributes:
-        module: the script beside this one that has it.
+        module: that has it.
         name: its class there.
         packages: what it needs.
         splits: it can be split over processes and recompute its layers.
@@ -37,9 +37,9 @@ class Peer:
         return getattr(importlib.import_module(self.module), self.name)
 
 
-BERT = Peer("pytorch_bert", "Bert")
+BERT = Peer("pytorch.hugging_face", "HuggingFace")
 GPT = Peer(
-    "pytorch_gpt",
+    "pytorch.gpt",
     "GPT",
     packages=("torch",),
     splits=True,
@@ -54,9 +54,14 @@ GPT = Peer(
     },
 )
 LLAMA = Peer(
-    "pytorch_llama",
-    "Llama",
-    values={"norm": ("rmsnorm",), "activation": ("swiglu",), "bias": ("none", "query-key-value")},
+    BERT.module,
+    BERT.name,
+    values={
+        "norm": ("rmsnorm",),
+        "activation": ("swiglu",),
+        "bias": ("none", "query-key-value"),
+        "num_experts": (0,),
+    },
 )
 
 

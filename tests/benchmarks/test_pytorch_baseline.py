@@ -26,7 +26,7 @@ pytestmark = pytest.mark.peer
 torch = pytest.importorskip("torch", reason="the extra `peer` is not installed")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # scripts beside each other, not a package
-Baseline = importlib.import_module("pytorch_baseline").Baseline  # needs torch
+Baseline = importlib.import_module("pytorch.baseline").Baseline  # needs torch
 
 STEPS = 8
 CLIP = 1.0
@@ -48,7 +48,7 @@ folder, batches, process, *runs = sys.argv[1:]
 sys.path.insert(0, folder)
 import numpy as np
 import torch
-from pytorch_baseline import Baseline
+from pytorch.baseline import Baseline
 from megajax.settings.flags import parse
 assert "jax" not in sys.modules
 torch.set_num_threads(1)
@@ -176,7 +176,7 @@ def test_the_command_runs_steps_and_refuses_what_it_lacks(tmp_path: Path):
     (tmp_path / "preset.toml").write_text(to_toml(learning_config()))
 
     def run(*flags: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, BENCHMARKS / "pytorch_baseline.py", tmp_path / "preset.toml", *flags]
+        command = [sys.executable, BENCHMARKS / "pytorch" / "baseline.py", tmp_path / "preset.toml", *flags]
         return subprocess.run(command, capture_output=True, text=True, timeout=100)
 
     done = run("--steps", "3", "--threads", "1", "--seed", "3")

@@ -115,7 +115,7 @@ def test_what_saves_memory_does() -> None:
     assert memory(tiny_config((2, 1, 4), **plain | {"zero": 0}), GPU).moments > base.moments
 
 
-# Large enough that scalars, padding and alignment do not count; benchmarks/plan_memory.py has the published sizes.
+# Large enough that scalars, padding and alignment do not count; `benchmarks/plan.py memory` has the published sizes.
 SIZES = {"num_layers": 8, "hidden_size": 256, "num_heads": 8, "sequence_length": 256, "vocab_size": 4000}
 WIDE = SIZES | {"head_size": 32, "num_kv_heads": 4, "mlp_size": 768}
 BATCH = {"microbatch": 4, "global_batch": 32}

@@ -132,11 +132,11 @@ def test_few_microbatches_tell_the_buffers_of_many(words, later):
 def test_the_papers_figures_are_met_within_a_tenth(monkeypatch):
     """But for the epochs' days, which are of whole runs and come last."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import plan_paper
+    import plan
 
-    figures = [*itertools.takewhile(lambda each: "epoch" not in each.name, plan_paper.of_the_paper())]
+    figures = [*itertools.takewhile(lambda each: "epoch" not in each.name, plan.of_the_paper())]
     assert len(figures) == 10 and all(abs(each.error) < 0.1 for each in figures), figures
-    sys.modules.pop("plan_paper")
+    sys.modules.pop("plan")
 
 
 @pytest.mark.parametrize("way", ["heads", full("gather")])

@@ -20,7 +20,7 @@ from megajax.core.program.train_step import loss_and_gradients
 from megajax.verify import COLLECTIVES, named_leaves
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-from executor_overhead import hand_written
+from pipeline import hand_written
 
 
 def temp_bytes(compiled) -> int:
