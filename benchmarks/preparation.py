@@ -1,182 +1,150 @@
-"""What preparing a corpus costs: `megajax prepare` beside single calls of the libraries, and its memory by size.
+"""What preparing a corpus costs: `megajax prepare` on processes of this machine, and with --dask on a cluster in turn.
 
-    python benchmarks/preparation.py --text FILE --tokenizer DIR [--megabytes 200 1000] [--json]
+    python benchmarks/preparation.py --text FILE --tokenizer DIR [--megabytes 200]
+        [--workers 2] [--pairs 1] [--dask]
 
-FILE is any text (sentences are shuffled to documents of about 4 kB, none like another), DIR a tokenizer. First the
-rates of one core in single calls over 8 MB; then for each size cleaning and tokenizing alone, with the largest sum of
-the processes' resident memory; last the first size with everything (near duplicates, test sets).
+FILE is a text, or python-stdlib: of its documents a corpus of so many megabytes is made, in which two of ten documents
+are near copies and one is an exact copy of an earlier one, four fifths as `.jsonl` and the rest as `.jsonl.zst`. The
+scheduler and the workers are processes on this machine, reachable only by 127.0.0.1, each with one thread, and ready
+before the clock starts (psutil and Dask: the extra `cluster`). Prints each preparation's figures: wall time, rates of the stages, the CPU seconds of all
+processes, of the first one and of other programs, and the peak memory of each kind of process; then means.
 """
 
-import argparse
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import paired
+import psutil
+from backports import zstd
 
-from megajax.data.text.tokenizer import Tokenizer
-from megajax.data.text.tokenizers import load_tokenizer
+from megajax.data.records import TextDocuments
+from megajax.errors import UserError
 from megajax.host.ending import run
-from megajax.preparation.duplicates import HASHES, band_hashes
-from megajax.preparation.similarity import gram_set, normalised
-from megajax.preparation.stages import clean
 
-DOCUMENT = 4096  # characters
+_QUIET = {"DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False", "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "500ms"}
 
 
-def documents(text: str, size: int) -> Iterator[str]:
-    """Documents of shuffled sentences, `size` bytes in all."""
+def make_corpus(folder: Path, source: str, size: int) -> list[str]:
+    """Files with documents of the source, again and again, and copies of them; `size` bytes in all."""
     rng = random.Random(0)
-    sentences = [sentence.strip() + " . " for sentence in text.replace("\n", " ").split(" . ") if sentence.strip()]
-    done = 0
-    while done < size:
-        parts, length = [], 0
-        while length < DOCUMENT:
-            parts.append(rng.choice(sentences))
-            length += len(parts[-1])
-            if rng.random() < 0.1:
-                parts.append("\n\n")
-        document = "".join(parts)
-        done += len(document.encode())
-        yield document
+    texts = [text[start : start + 8000] for text in TextDocuments(source) for start in range(0, len(text), 8000)]
+    paths = [folder / "corpus.jsonl", folder / "corpus.jsonl.zst"]
+    done, recent = 0, list[str]()
+    with paths[0].open("w") as plain, zstd.open(paths[1], "wt") as packed:
+        while done < size:
+            kind = rng.random()
+            if recent and kind < 0.1:
+                text = rng.choice(recent)
+            else:
+                words = rng.choice(recent if recent and kind < 0.3 else texts).split(" ")
+                share = 0.02 if kind < 0.3 else 0.3  # of the words are others: else the second round is all copies
+                text = " ".join(f"{rng.getrandbits(24):x}" if rng.random() < share else word for word in words)
+                recent = [*recent[-500:], text]
+            (packed if done > 0.8 * size else plain).write(json.dumps({"text": text}) + "\n")
+            done += len(text)
+    return [str(path) for path in paths]
 
 
-def rate(call: Callable[[list[str]], object], texts: list[str]) -> float:
-    """Megabytes a second, the better of two calls."""
-    size = sum(len(text.encode()) for text in texts) / 1e6
-    seconds = []
-    for _ in range(2):
-        began = time.perf_counter()
-        call(texts)
-        seconds.append(time.perf_counter() - began)
-    return size / min(seconds)
+def cluster(stack: ExitStack, workers: int) -> tuple[str, list[subprocess.Popen]]:
+    """The address and the processes of a cluster whose workers are all there."""
+    from distributed import Client
+
+    address = f"tcp://{paired.free_address().replace('localhost', '127.0.0.1')}"
+    flags = ["--host", "127.0.0.1", "--no-dashboard"]
+    worker = ["worker", address, "--nthreads", "1", "--no-nanny", "--memory-limit", "0", *flags]
+    processes = []
+    for command in [["scheduler", "--port", address.rpartition(":")[2], *flags], *[worker] * workers]:
+        line = [sys.executable, "-m", "dask", *command]
+        process = subprocess.Popen(line, stderr=subprocess.DEVNULL, env=os.environ | _QUIET)
+        stack.callback(process.kill)
+        processes.append(process)
+    with Client(address, timeout=120, set_as_default=False) as client:
+        client.wait_for_workers(workers, timeout=300)
+    return address, processes
 
 
-def single_calls(texts: list[str], tokenizer: Tokenizer) -> dict[str, float]:
-    """MB/s of one core: the libraries by themselves, and our parts."""
-    import ftfy
-
-    plain = [normalised(text) for text in texts]
-    calls: dict[str, tuple[Callable[[list[str]], object], list[str]]] = {
-        "ftfy.fix_text": (lambda texts: [ftfy.fix_text(text) for text in texts], texts),
-        "cleaning (ours, with ftfy)": (
-            lambda texts: [clean(text, fix_unicode=True, clean_newlines=True) for text in texts],
-            texts,
-        ),
-        "tokenizers": (tokenizer.encode_batch, texts),
-        "MinHash by rensa, sets of str": (_rensa, plain[: len(plain) // 4]),
-        "MinHash by rensa, hashes by NumPy (ours)": (lambda texts: band_hashes(texts, 0.7), plain),
-    }
-    try:
-        import datasketch  # noqa: F401
-
-        calls["MinHash by datasketch"] = (_datasketch, plain[: len(plain) // 32])
-    except ImportError:
-        print("datasketch is not installed: left out", file=sys.stderr)
-    return {name: rate(*call) for name, call in calls.items()}
+def look(process: psutil.Process, cpu: dict[int, float], memory: dict[int, float]) -> None:
+    """Note the CPU seconds and the largest memory, in MB, of a process and all that descend from it."""
+    with suppress(psutil.Error):
+        for each in [process, *process.children(recursive=True)]:
+            with suppress(psutil.Error):
+                used = each.cpu_times()
+                cpu[each.pid] = used.user + used.system
+                memory[each.pid] = max(memory.get(each.pid, 0), each.memory_info().rss / 1e6)
 
 
-def _rensa(texts: list[str]) -> None:
-    from rensa import RMinHash
-
-    for text in texts:
-        sketch = RMinHash(HASHES, 1)
-        sketch.update(list(gram_set(text)))
-        sketch.digest()
-
-
-def _datasketch(texts: list[str]) -> None:
-    from datasketch import MinHash
-
-    for text in texts:
-        MinHash(num_perm=HASHES).update_batch([gram.encode() for gram in gram_set(text)])
-
-
-def prepare(corpus: Path, *flags: str) -> dict:
-    """The report of `megajax prepare`, with the largest memory of its processes together, in MB."""
-    prefix = corpus.with_suffix("")
-    command = [
-        sys.executable,
-        "-m",
-        "megajax",
-        "prepare",
-        str(corpus),
-        "--output",
-        str(prefix),
-        "--json",
-        "--overwrite",
-    ]
-    with tempfile.TemporaryFile("w+") as out:
-        process = subprocess.Popen([*command, *flags], stdout=out, start_new_session=True)
-        most = 0
+def measured(inputs: list[str], prefix: Path, tokenizer: str, workers: int, on_cluster: bool) -> dict[str, float]:
+    """One preparation: seconds, CPU seconds, MB."""
+    with ExitStack() as stack:
+        address, others = cluster(stack, workers) if on_cluster else ("", [])
+        flags = ["--cluster", address] if on_cluster else ["--workers", str(workers)]
+        command = [
+            sys.executable,
+            "-m",
+            "megajax",
+            "prepare",
+            *inputs,
+            "--output",
+            str(prefix),
+            "--overwrite",
+            "--json",
+        ]
+        cpu, memory, machine = dict[int, float](), dict[int, float](), psutil.cpu_times()
+        watched = [psutil.Process(each.pid) for each in others]
+        for each in watched:
+            look(each, cpu, memory)
+        before, began = sum(cpu.values()), time.perf_counter()
+        process = psutil.Popen([*command, "--tokenizer", tokenizer, *flags], stdout=subprocess.DEVNULL)
         while process.poll() is None:
-            most = max(most, _resident(process.pid))
-            time.sleep(0.1)
-        out.seek(0)
-        return json.loads(out.read().splitlines()[-1]) | {"peak_mb": most / 1e6}
-
-
-def _resident(group: int) -> int:
-    """Resident bytes of the processes of a group."""
-    total = 0
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.getpgid(int(folder.name)) == group:
-                total += int((folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        except (OSError, IndexError):
-            continue
-    return total
+            for each in [process, *watched]:
+                look(each, cpu, memory)
+            time.sleep(0.2)
+        seconds, after = time.perf_counter() - began, psutil.cpu_times()
+    if process.returncode:
+        raise UserError(f"megajax prepare ended with exit code {process.returncode}")
+    used = sum(cpu.values()) - before
+    report: dict[str, Any] = json.loads(Path(f"{prefix}.report.json").read_text())
+    ours = {process.pid, *(each.pid for each in others[:1])}
+    return {
+        "seconds": seconds,
+        "cpu": used,
+        "cpu_of_others": after.user + after.system - machine.user - machine.system - used,
+        "first_cpu": cpu[process.pid],
+        "first_mb": memory[process.pid],
+        "largest_worker_mb": max((size for each, size in memory.items() if each not in ours), default=0.0),
+        "text_mb": report["text_bytes_in"] / 1e6,
+        **report["throughput"],
+    }
 
 
 def main() -> None:
     """Parse the command line, measure, print."""
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--tokenizer", required=True)
-    parser.add_argument("--megabytes", type=int, nargs="+", default=[200, 1000])
-    parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    text = given.text.read_text(encoding="utf-8")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    rates = single_calls(list(documents(text, 8_000_000)), load_tokenizer(given.tokenizer))
-    print("| one core, single call | MB/s |\n|---|---|")
-    for name, value in rates.items():
-        print(f"| {name} | {value:.2f} |")
-    print("\n| megajax prepare | MB | MB/s | cleaning, per core | tokenizing | MinHash | peak memory, MB |")
-    print("|---|---|---|---|---|---|---|")
-    results = []
-    only = ("--duplicates", "keep", "--tokenizer", given.tokenizer)
-    runs = [(size, "clean, tokenize", only) for size in given.megabytes]
-    runs.append((given.megabytes[0], "all", ("--tokenizer", given.tokenizer, "--decontaminate", str(given.text))))
-    with tempfile.TemporaryDirectory() as folder:
-        for size, name, flags in runs:
-            corpus = Path(folder, f"{size}.jsonl")
-            if not corpus.exists():
-                with corpus.open("w") as file:
-                    for document in documents(text, size * 1_000_000):
-                        file.write(json.dumps({"text": document}) + "\n")
-            report = (
-                prepare(corpus, *flags, "--decontaminate-how", "report") if name == "all" else prepare(corpus, *flags)
-            )
-            speed = report["throughput"]
-            parts = [speed[f"{part}_mb_per_second_and_core"] for part in ("cleaning", "tokenizing", "minhash")]
-            parts[2] = parts[2] if name == "all" else float("nan")
-            print(
-                f"| {name} | {size} | {speed['mb_per_second']:.2f} | "
-                + " | ".join(f"{part:.2f}" for part in parts)
-                + f" | {report['peak_mb']:.0f} |",
-                flush=True,
-            )
-            kept = ("documents_in", "documents", "tokens", "seconds", "throughput", "peak_mb", "duplicate_index")
-            results.append({"what": name, "megabytes": size} | {key: report[key] for key in kept})
-    if given.json:
-        print(json.dumps({"single_calls": rates, "prepare": results}))
+    own, unknown, usage = paired.own_flags(text=str, tokenizer=str, megabytes=200, workers=2, pairs=1, dask=False)
+    if unknown or not own.text or not own.tokenizer:
+        raise UserError(f"{' '.join(unknown) or '--text or --tokenizer is missing'}; valid: {usage}")
+    found: dict[bool, list[dict[str, float]]] = {False: [], **({True: []} if own.dask else {})}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        inputs = make_corpus(folder, own.text, own.megabytes * 1_000_000)
+        for pair in range(own.pairs):
+            for on_cluster in sorted(found, reverse=pair % 2 == 1):
+                figures = measured(inputs, folder / f"out-{on_cluster}", own.tokenizer, own.workers, on_cluster)
+                found[on_cluster].append(figures)
+                print(json.dumps({"pair": pair, "on": "Dask" if on_cluster else "processes"} | figures), flush=True)
+            datasets = {tuple((folder / f"out-{each}{end}").read_bytes() for end in (".bin", ".idx")) for each in found}
+            assert len(datasets) == 1, "not the same bytes"
+    for on_cluster, runs in found.items():
+        means = {key: round(statistics.mean(each[key] for each in runs), 2) for key in runs[0]}
+        print(json.dumps({"mean of": len(runs), "on": "Dask" if on_cluster else "processes"} | means))
 
 
 if __name__ == "__main__":

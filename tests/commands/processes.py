@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -81,11 +82,11 @@ class Commands:
 
     preset: Path
 
-    def start(self, script: object, *arguments: object, stdout: Any = subprocess.PIPE) -> subprocess.Popen[str]:
-        """`python SCRIPT ARGUMENTS...` in the repository's root."""
+    def start(self, script: object, *arguments: object, **given: Any) -> subprocess.Popen[str]:
+        """`python SCRIPT ARGUMENTS...` in the repository's root; `given` is for `Popen`."""
         line = [sys.executable, str(script), *map(str, arguments)]
-        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-        return subprocess.Popen(line, cwd=ROOT, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True)
+        given = {"stdout": subprocess.PIPE, "env": os.environ | {"JAX_PLATFORMS": "cpu"}} | given
+        return subprocess.Popen(line, cwd=ROOT, stderr=subprocess.PIPE, text=True, **given)
 
     def run_process(self, script: object, *arguments: object) -> Finished:
         """Start a command as a process and wait for its end."""
@@ -108,6 +109,21 @@ class Commands:
     def evaluate(self, task: str, run_dir: Path, *arguments: object) -> dict[str, Any]:
         """What `eval.py TASK` prints as its last line; must succeed."""
         return json.loads(self.run("eval.py", task, "--checkpoint", run_dir, *arguments).ok().splitlines()[-1])
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+def start_several(commands: Commands, count: int, *line: object) -> list[subprocess.Popen[str]]:
+    """A command as processes on this machine."""
+    if count == 1:
+        return [commands.start(*line)]
+    cluster = ("--distributed.coordinator", f"localhost:{free_port()}", "--distributed.num-processes", count)
+    return [commands.start(*line, *cluster, "--distributed.process-id", number) for number in range(count)]
 
 
 def finish(process: subprocess.Popen[str]) -> Finished:

@@ -4,14 +4,13 @@ import json
 import re
 import signal
 import socket
-import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from finetuning import PRESET, SIZE, Finetuning, dev_of
-from processes import MESH_222, Commands, Finished, Run, finish
+from processes import MESH_222, Commands, Finished, Run, finish, start_several
 from results import assert_close_losses, checkpoint_steps, contents, curve, records, validation
 from test_seeds import report
 
@@ -19,18 +18,9 @@ MESH = (*MESH_222[:6], "--train.microbatch", 2)
 UNPIPED = ("--mesh.data", 4, "--train.microbatch", 2)
 
 
-def start_two(commands: Commands, *line: object) -> list[subprocess.Popen[str]]:
-    """A command as two processes on this machine."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    cluster = ("--distributed.coordinator", f"localhost:{port}", "--distributed.num-processes", 2)
-    return [commands.start(*line, *cluster, "--distributed.process-id", number) for number in range(2)]
-
-
 def two_processes(commands: Commands, *line: object, code: int = 0) -> list[Finished]:
     """What both said at their end, which has this exit code."""
-    ended = [finish(process) for process in start_two(commands, *line)]
+    ended = [finish(process) for process in start_several(commands, 2, *line)]
     waited = r"--distributed.coordinator \S+: waiting for the other processes, at most 300 s\n"  # on a busy machine
     ended = [replace(process, err=re.sub(waited, "", process.err)) for process in ended]
     assert [process.code for process in ended] == [code, code], ended
@@ -164,7 +154,7 @@ def test_a_process_that_stands_still_or_is_killed_ends_the_other(
     run = tmp_path / "run"
     flags = ("--simulate-devices", 4, *MESH, "--train.steps", 10**6, "--train.eval-every", 10**6)
     line = ("train.py", commands.preset, "--run-dir", run, *flags, "--distributed.patience", 5)
-    first, second = start_two(commands, *line, "--checkpoint.every", 10**6)
+    first, second = start_several(commands, 2, *line, "--checkpoint.every", 10**6)
     try:
         while first.poll() is None and not (run / "processes" / "1.json").exists():
             time.sleep(0.1)
