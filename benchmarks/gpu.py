@@ -11,30 +11,28 @@ memory, say) is listed as failed, and what does not fit into the minutes as left
 PREFIX.md, written anew after every result.
 """
 
-import argparse
 import datetime
 import json
 import os
-import platform
 import statistics
 import sys
 import time
+from contextlib import ExitStack
 from importlib.metadata import distributions
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import gpu_forms
-from paired import SHARED_GPU, Failed, Side, in_turn, parse_own
+import paired
+from paired import BENCHMARKS, Failed, Side
 
-from megajax.core.errors import UserError
-from megajax.core.models.family import step_flops
+from megajax.config import Config
+from megajax.errors import UserError
 from megajax.host.ending import run
-from megajax.settings.config import Config
+from megajax.models.family import step_flops
+from megajax.plan.machines import MACHINES
 from megajax.settings.flags import parse
 
-BENCHMARKS = Path(__file__).resolve().parent
-DATA_SHEET = 989e12  # dense bf16 FLOP/s of an H200: what MFU is measured by
+DATA_SHEET = MACHINES["h200"].peak["bf16"]  # FLOP/s: what MFU is measured by
 STEPS, ROUNDS = 5, 3
 PACKAGES = ("jax", "jaxlib", "flax", "torch", "nvidia-cudnn-cu13", "jax-cuda13-plugin")  # whose versions are kept
 RESERVE = 75.0  # seconds kept for the best two in turn
@@ -44,17 +42,8 @@ ATTENTION = 0.45  # share of the time
 OURS = [(16, "none", False, 0.0, "cudnn"), (16, "none", False, 0.1, "kernel"), (16, "none", False, 0.0, "kernel")]
 OURS += [(24, "none", False, 0.0, "cudnn"), (16, "selective", True, 0.0, "cudnn"), (16, "none", False, 0.1, "blocks")]
 OURS += [(8, "none", False, 0.0, "cudnn"), (24, "selective", False, 0.0, "cudnn"), (8, "layer", True, 0.0, "cudnn")]
-TINY = [
-    "--model.num-layers",
-    "2",
-    "--model.hidden-size",
-    "64",
-    "--model.num-heads",
-    "4",
-    "--model.sequence-length",
-    "128",
-]
-TINY += ["--model.vocab-size", "1000", "--precision", "fp32"]
+TINY = ["--precision=fp32", "--model.num-layers=2", "--model.hidden-size=64", "--model.num-heads=4"]
+TINY += ["--model.sequence-length=128", "--model.vocab-size=1000"]
 
 
 class Report:
@@ -63,9 +52,8 @@ class Report:
     def __init__(self, prefix: Path, config: Config, device: str):
         self.prefix, self.config = prefix, config
         self.tables: dict = {
+            **paired.this_run(),
             "command": " ".join(["benchmarks/gpu.sh", *sys.argv[1:]]),
-            "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
             "device": device,
             "versions": {each.name: each.version for each in distributions() if each.name in PACKAGES},
             "attention": {},
@@ -88,7 +76,7 @@ class Report:
         tables, model = self.tables, self.config.model
         versions = ", ".join(f"{name} {version}" for name, version in tables["versions"].items())
         lines = [
-            f"# One GPU: {tables['device']}, {tables['date'][:10]}",
+            f"# One GPU: {tables['device']}, {tables['date']}",
             "",
             f"`{tables['command']}` on {tables['machine']}; {versions}. Model: {model.num_layers} layers x "
             f"{model.hidden_size}, {model.num_heads} heads, sequence {model.sequence_length}, {self.config.precision}.",
@@ -153,15 +141,8 @@ def sweep(report: Report, flags: list[str], device: str, seconds: float) -> None
 
     gpu_forms.measure(flags, device, ATTENTION * seconds, os.environ | environment, found)
     ours = [sys.executable, str(BENCHMARKS / "throughput.py"), *flags, "--device", device, "--serve"]
-    torch = [
-        sys.executable,
-        str(BENCHMARKS / "pytorch_baseline.py"),
-        *flags,
-        "--device",
-        device,
-        "--compile",
-        "--serve",
-    ]
+    torch = [sys.executable, str(BENCHMARKS / "pytorch" / "baseline.py"), *flags, "--device", device]
+    torch += ["--compile", "--serve"]
     longest = 0.0
     commands: dict[str, dict[float, list[str]]] = {"megajax": {}, "torch, compiled": {}}
     forms = [("megajax", *form) for form in OURS]
@@ -189,13 +170,15 @@ def sweep(report: Report, flags: list[str], device: str, seconds: float) -> None
 
 def in_pairs(report: Report, commands: dict[str, list[str]], environment: dict) -> None:
     """The fastest form of either side, in turn; per token where their batches differ."""
-    sides = []
     try:
-        for name, command in commands.items():
-            sides.append(Side(name, [command], environment=environment | SHARED_GPU))
-        ours, theirs = in_turn(sides, ROUNDS, STEPS)
+        with ExitStack() as stack:
+            sides = [
+                stack.enter_context(Side(name, [command], environment=environment | paired.SHARED_GPU))
+                for name, command in commands.items()
+            ]
+            (ours, theirs), _ = paired.in_turn(sides, ROUNDS, STEPS)
         rows = [int(command[command.index("--train.global-batch") + 1]) for command in commands.values()]
-        ratios = [(b / rows[1]) / (a / rows[0]) for a, b in zip(ours, theirs, strict=True)]
+        ratios = [ratio * rows[0] / rows[1] for ratio in paired.ratios(theirs, ours)]
         report.tables["pairs"] = {
             "ours": f"batch {rows[0]}, {statistics.median(ours) * 1e3:.1f} ms",
             "peer": f"batch {rows[1]}, {statistics.median(theirs) * 1e3:.1f} ms",
@@ -204,23 +187,14 @@ def in_pairs(report: Report, commands: dict[str, list[str]], environment: dict) 
         }
     except Failed as error:
         report.tables["left_out"].append(f"in turn: {error}")
-    finally:
-        for side in sides:
-            side.close()
 
 
 def main() -> None:
     """Parse the command line and run."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--device", choices=("cpu", "gpu"), default="gpu")
-    parser.add_argument("--minutes", type=float, default=9.5)
-    parser.add_argument("--out")
-    own, flags = parse_own(parser)
-    if not flags or flags[0].startswith("--"):
-        flags = ["gpt2-1.2b", *flags]
+    own, flags, config = paired.command_line(__doc__, "gpt2-1.2b", device=("gpu", "cpu"), minutes=9.5, out=str)
     if own.device == "cpu":
         flags = [flags[0], *TINY, *flags[1:]]
-    config = parse(flags, str(__doc__).partition("\n")[0], "gpu.py")
+        config = parse(flags, "")
     prefix = Path(own.out or f"docs/benchmarks/gpu-{datetime.date.today().isoformat()}")
     name = "cpu"
     if own.device == "gpu":

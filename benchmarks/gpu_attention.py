@@ -12,20 +12,15 @@ flash and cuDNN backends. `choice` is what training with these flags would compa
 takes. `--first` leaves out the cases before it.
 """
 
-import argparse
 import dataclasses
 import itertools
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from paired import parse_own
+import paired
 
 from megajax.core.errors import UserError
 from megajax.host.ending import run
@@ -263,13 +258,12 @@ def say(number: int, case: Case, found: dict) -> None:
 
 def main() -> None:
     """Parse the command line and run."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--implementation", choices=("cudnn", "kernel", "blocks", "torch", "choice"), required=True)
-    parser.add_argument("--device", choices=("cpu", "gpu"), default="gpu")
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--check", action="store_true")
-    own, flags = parse_own(parser)
+    kinds = (None, "cudnn", "kernel", "blocks", "torch", "choice")
+    own, flags, usage = paired.own_flags(
+        implementation=kinds, device=("gpu", "cpu"), seconds=60.0, first=0, check=False
+    )
+    if not own.implementation:
+        raise UserError(f"--implementation is missing; valid: {usage}")
     if own.implementation == "choice":
         choice(flags)
         return

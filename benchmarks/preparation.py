@@ -6,8 +6,9 @@
 FILE is a text, or python-stdlib: of its documents a corpus of so many megabytes is made, in which two of ten documents
 are near copies and one is an exact copy of an earlier one, four fifths as `.jsonl` and the rest as `.jsonl.zst`. The
 scheduler and the workers are processes on this machine, reachable only by 127.0.0.1, each with one thread, and ready
-before the clock starts (psutil and Dask: the extra `cluster`). Prints each preparation's figures: wall time, rates of the stages, the CPU seconds of all
-processes, of the first one and of other programs, and the peak memory of each kind of process; then means.
+before the clock starts (psutil and Dask: the extra `cluster`). Prints each preparation's figures: wall time, rates of
+the stages, the CPU seconds of all processes, of the first one and of other programs, and the peak memory of each kind
+of process; then means.
 """
 
 import json

@@ -1,36 +1,56 @@
-"""What a train step moves through an H200's memory beside its matrix products, and the speed that this allows.
+"""A train step compiled for H200s without one: what it moves through their memory, or what its communication overlaps
+with.
 
-    python benchmarks/gpu_traffic.py gpt2-1.2b --model.dropout 0 --train.microbatch 16 --train.global-batch 16 [flags]
+    python benchmarks/gpu_compiled.py PRESET [train.py's flags] [--what traffic|overlap]
 
-The step is compiled without a GPU (`plan/compiled.py`). Counted are the bytes of every kernel that is neither a product
-nor attention: its operands and results once, of slices what is sliced, loops as often as they run. The time they allow
-is their bytes at the bandwidth that copies reach, and the arithmetic at the rate that large products reach, one after
-the other: a ceiling of the speed, not a measurement. Prints one JSON object.
+It needs JAX's CUDA packages (`pip install 'jax[cuda13]'`), and no GPU. traffic: the bytes of every kernel that is
+neither a product nor attention: its operands and results once, of slices what is sliced, loops as often as they run.
+The time they allow is their bytes at the bandwidth that copies reach, and the arithmetic at the rate that large
+products reach, one after the other: a ceiling of the speed, not a measurement. Prints one JSON object.
+
+overlap: per part of the program (the loop over ticks, the branches of its conditionals, what comes after it) every
+collective with what XLA runs between its start and its end: matrix products, other kernels, conditionals (a stage's
+forward or backward); or that it is synchronous.
 """
 
 import json
 import math
+import os
 import re
-import sys
 import time
-from pathlib import Path
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import paired
 
-from megajax.core.backend import GPU
-from megajax.core.models.family import step_flops
-from megajax.core.program.program import scans_layers
+from megajax.backend import GPU
+from megajax.config import Config
+from megajax.host.ending import run
+from megajax.models.family import step_flops
 from megajax.plan.compiled import for_h200s
-from megajax.settings.config import Config
-from megajax.settings.flags import parse
-from megajax.start.launch import imagine_devices
+from megajax.plan.machines import MACHINES
+from megajax.program.program import scans_layers
+from megajax.settings.launch import imagine_devices
 
-PEAK, PRODUCTS, COPIES = 989e12, 790e12, 4.3e12  # FLOP/s dense bf16 by the data sheet and reached; bytes/s
+PEAK, PRODUCTS, COPIES = MACHINES["h200"].peak["bf16"], 790e12, 4.3e12  # FLOP/s by the data sheet, reached; bytes/s
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
 ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*?[\]})]) ([a-z][a-z\-]*)\((.*?)\)(.*)$")
 SLICES = {"dynamic-slice", "slice", "gather"}
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota", "partition-id"}
+COLLECTIVE = re.compile(
+    r" (all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute)(-start|-done)?\(%?([\w.\-]+)"
+)
+
+
+def computations(text: str) -> Iterator[tuple[str, bool, list[str]]]:
+    """Names, whether it is the program's entry, and instructions, in the order they are issued."""
+    for block in text.split("\n\n"):
+        head, *lines = block.strip().splitlines() or [""]
+        if head.endswith("{"):
+            entry = head.startswith("ENTRY")
+            yield head.split()[1 if entry else 0].lstrip("%"), entry, [line.strip() for line in lines]
 
 
 def array_bytes(type_: str) -> int:
@@ -48,12 +68,8 @@ class Traffic:
         self.computations: dict[str, list[re.Match]] = {}
         self.types: dict[str, str] = {}
         entry = ""
-        for block in text.split("\n\n"):
-            head, *lines = block.strip().splitlines() or [""]
-            if not head.endswith("{"):
-                continue
-            name = head.split()[1 if head.startswith("ENTRY") else 0].lstrip("%")
-            entry = name if head.startswith("ENTRY") else entry
+        for name, is_entry, lines in computations(text):
+            entry = name if is_entry else entry
             self.computations[name] = [match for line in lines if (match := INSTRUCTION.match(line))]
             self.types |= {match.group(2): match.group(3) for match in self.computations[name]}
         self.kernels, self.products, self.attention = 0, 0, 0
@@ -124,11 +140,16 @@ def _names(operands: str) -> list[str]:
     return re.findall(r"%([\w.\-]+)", operands)
 
 
+def compile_step(config: Config) -> Any:
+    """The train step."""
+    imagine_devices(config)
+    return for_h200s(config)
+
+
 def report(config: Config) -> dict:
     """Bytes a device holds, bytes it moves, and the model FLOP/s that they allow."""
     began = time.perf_counter()
-    imagine_devices(config)
-    compiled = for_h200s(config)
+    compiled = compile_step(config)
     memory, traffic = compiled.memory_analysis(), Traffic(compiled.as_text())
     flops = step_flops(config.model, config.train.global_batch) / config.mesh.num_devices
     recomputed = 4 / 3 if config.train.remat in ("layer", "stage") else 1.0
@@ -151,10 +172,61 @@ def report(config: Config) -> dict:
     }
 
 
+def kind(line: str, operation: str) -> str | None:
+    """What an instruction counts as; None: nothing that takes time."""
+    if operation == "custom-call":
+        return "matrix products" if "cublas" in line or "gemm" in line else "custom calls"
+    if operation == "fusion":
+        return "matrix products" if "gemm" in line else "kernels"
+    return {"conditional": "conditionals", "while": "loops", "copy": "kernels"}.get(operation)
+
+
+def overlaps(lines: list[str]) -> Iterator[tuple[str, str, str]]:
+    """Kind, type of the operand, and what runs meanwhile, of every collective."""
+    running: dict[str, tuple[str, str, Counter]] = {}
+    for line in lines:
+        operation, collective = INSTRUCTION.match(line), COLLECTIVE.search(line)
+        if collective and operation:
+            name, form, operand = collective.groups()
+            shape = next(iter(re.findall(r"[a-z]+\d+\[[\d,]*\]", line)), "")
+            if form == "-start":
+                running[operation.group(2)] = name, shape, Counter()
+            elif form == "-done":
+                name, shape, meanwhile = running.pop(operand)
+                counts = [f"{number} {what}" for what, number in sorted(meanwhile.items())]
+                yield name, shape, ", ".join(counts) or "nothing"
+            else:
+                yield name, shape, "synchronous"
+        elif operation and (what := kind(line, operation.group(4))):
+            for _, _, meanwhile in running.values():
+                meanwhile[what] += 1
+
+
+def print_overlaps(config: Config) -> None:
+    """List the collectives of every part that has some."""
+    began, compiled = time.perf_counter(), compile_step(config)
+    memory, devices = compiled.memory_analysis(), config.mesh.num_devices
+    held, temporary = memory.argument_size_in_bytes / 2**30, memory.temp_size_in_bytes / 2**30
+    print(f"compiled in {time.perf_counter() - began:.0f} s for {devices} H200 with {os.environ['XLA_FLAGS']}")
+    print(f"a device holds {held:.2f} GiB of state and batch, and {temporary:.2f} GiB of temporaries")
+    for name, _, lines in computations(compiled.as_text()):
+        found = list(overlaps(lines))
+        if found:
+            holds = Counter(match.group(4) for line in lines if (match := INSTRUCTION.match(line)))
+            parts = [f"{holds[what]} {what}s" for what in ("while", "conditional") if holds[what]]
+            print(f"{name}{' with ' + ', '.join(parts) if parts else ''}")
+            for collective, shape, meanwhile in found:
+                print(f"  {collective:<19} {shape:<28} {meanwhile}")
+
+
 def main() -> None:
     """Compile and report."""
-    print(json.dumps(report(parse(sys.argv[1:], "Compile a train step for H200s and count what it moves."))))
+    own, _, config = paired.command_line(__doc__, "", what=("traffic", "overlap"))
+    if own.what == "overlap":
+        print_overlaps(config)
+    else:
+        print(json.dumps(report(config)))
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
