@@ -13,19 +13,15 @@ bubble is the time lost to an unevenly filled pipe by that of a full one, a back
 
 import argparse
 import json
-import os
-import statistics
 import sys
-import time
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from throughput import step_seconds
 
-from megajax.settings.config import Config
+from megajax.config import Config
+from megajax.settings.launch import avoid_known_faults
 from megajax.settings.presets import load_preset, resolve
-from megajax.start.launch import avoid_known_faults
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,7 @@ def sent_bytes(program) -> dict[str, float]:
     """Bytes that a device sends in a step, by mesh axes."""
     import jax
 
-    from megajax.core.program.train_step import train_step
+    from megajax.program.train_step import train_step
     from megajax.verify import collectives
 
     sizes = dict(program.mesh.shape)
@@ -100,11 +96,11 @@ def sent_bytes(program) -> dict[str, float]:
 
 def count(case: Case, devices) -> dict:
     """What a case's step sends, holds and waits for."""
-    from megajax.core.mesh import make_mesh
-    from megajax.core.models.family import count_parameters, step_flops
-    from megajax.core.pipeline.timing import step_time
-    from megajax.core.program.memory import residual_bytes, state_bytes
-    from megajax.core.program.program import Program
+    from megajax.mesh import make_mesh
+    from megajax.models.family import count_parameters, step_flops
+    from megajax.pipeline.timing import step_time
+    from megajax.program.memory import residual_bytes, state_bytes
+    from megajax.program.program import Program
 
     config = case.config()
     program = Program(config, make_mesh(devices[: config.mesh.num_devices], **config.mesh.sizes))
@@ -130,24 +126,13 @@ def count(case: Case, devices) -> dict:
 
 def measure(case: Case, devices, steps: int = 5) -> dict:
     """Seconds of a case's step on these GPUs, and the model FLOP/s of each."""
-    import jax
-
-    from megajax.core.mesh import make_mesh
-    from megajax.core.models.family import step_flops
-    from megajax.core.program.program import Program
-    from megajax.core.program.synthetic import random_batch
-    from megajax.core.program.train_step import train_step
+    from megajax.mesh import make_mesh
+    from megajax.models.family import step_flops
+    from megajax.program.program import Program
 
     config = case.config()
     program = Program(config, make_mesh(devices[: config.mesh.num_devices], **config.mesh.sizes))
-    state, batch = program.layout.init(), program.put_batch(random_batch(config, 0), program.local_rows)
-    seconds = []
-    for _ in range(steps + 2):
-        began = time.perf_counter()
-        state, metrics = train_step(program)(state, batch)
-        jax.block_until_ready(metrics)
-        seconds.append(time.perf_counter() - began)
-    typical = statistics.median(seconds[2:])
+    typical = step_seconds(program, steps, warm_up=2)
     flops = step_flops(config.model, case.batch) / config.mesh.num_devices / typical
     return {"seconds": typical, "tflops_per_gpu": flops / 1e12}
 
@@ -182,10 +167,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     cases = [case for case in CASES if case.study in args.study]
-    os.environ["JAX_PLATFORMS"] = "cuda,cpu" if args.measure else "cpu"
     avoid_known_faults()
     import jax
 
+    jax.config.update("jax_platforms", "cuda,cpu" if args.measure else "cpu")
     jax.config.update("jax_num_cpu_devices", max(case.config().mesh.num_devices for case in cases))
     gpus = []
     if args.measure:

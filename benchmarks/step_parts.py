@@ -13,7 +13,7 @@ import statistics
 import time
 
 import paired
-from throughput import product_seconds
+from throughput import product_seconds, step_seconds
 
 from megajax.config import Config
 from megajax.host.ending import run
@@ -47,8 +47,6 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
     from megajax.parallel.grouped import in_blocks
     from megajax.parallel.random import Dropout, NamedKey
     from megajax.program.program import Program
-    from megajax.program.synthetic import random_batch
-    from megajax.program.train_step import train_step
 
     model, rows, layers = config.model, config.train.microbatch, config.model.num_layers
     program = Program(config, make_mesh(jax.devices()[:1]))
@@ -139,14 +137,7 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
         whole -= sum(found[f"{part}, {half}"][0] for part in ("router", "experts"))
         found[f"dispatch and combine, {half}"] = whole, ceiling
 
-    state = program.layout.init()
-    batch = program.put_batch(random_batch(config, 0), program.local_rows)
-    times = []
-    for _ in range(rounds + 1):
-        began = time.perf_counter()
-        state, metrics = train_step(program)(state, batch)
-        jax.block_until_ready(metrics)
-        times.append(time.perf_counter() - began)
+    step, state = step_seconds(program, rounds, warm_up=1), program.layout.init()
 
     def optimize(params, optimizer):
         clipped = clip_by_norm(params, global_norm(params), 1.0)  # weights stand for gradients
@@ -155,7 +146,6 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
     main = state.params if state.main is None else state.main
     region = jax.shard_map(optimize, mesh=program.mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
     found["optimizer"] = seconds(jax.jit(region), main, state.optimizer), 0.0
-    step = statistics.median(times[1:])
     found["the rest"] = step - config.train.global_batch // rows * sum(s for s, _ in found.values()), 0.0
     found["step"] = step, sum(alone.values()) * (config.train.global_batch // rows)
     return found

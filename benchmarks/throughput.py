@@ -121,6 +121,22 @@ def compiled_step(config: Config) -> tuple[Any, Any, Any, Any, float]:
     return program, compiled, state, batch, time.perf_counter() - began
 
 
+def step_seconds(program: Any, steps: int, *, warm_up: int) -> float:
+    """Median time of a step that is awaited before the next one."""
+    import jax
+
+    from megajax.program.synthetic import placed_batch
+    from megajax.program.train_step import train_step
+
+    state, batch, seconds = program.layout.init(), placed_batch(program, 0), []
+    for _ in range(warm_up + steps):
+        began = time.perf_counter()
+        state, metrics = train_step(program)(state, batch)
+        jax.block_until_ready(metrics)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[warm_up:])
+
+
 def kernels(folder: Path) -> dict:
     """Write the kernels of the folder's last trace; milliseconds a step of kernels, and of gaps between them."""
     import jax
