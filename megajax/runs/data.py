@@ -122,14 +122,14 @@ def open_run_data(config: Config, folder: Path, overlap: int = 0, corpora: Seque
 
 
 def _sources(config: Config, folder: Path, *, trained: bool) -> dict[str, tuple[str, str]]:
-    """Path and flag of every training corpus, by its folder. If the run has `trained`, that is the folder made from
-    this path, or a new one."""
+    """Path and flag of every training corpus, by its folder. If the run has `trained` and its data are there, that is
+    the folder made from this path, or a new one."""
     flag = _SOURCES if config.data.sources else "--data.path"
     paths = [(source.path, flag) for source in config.data.sources] or [(config.data.path, flag)]
-    if not trained:
-        return dict(zip(default_corpora(config), paths, strict=True))
     names = sorted(name for name in reading.names(folder) if name.startswith("source-"))
     made = [name for name in (".", *sorted(names, key=len)) if has_corpus(folder / name)]
+    if not trained or not made:
+        return dict(zip(default_corpora(config), paths, strict=True))
     found: dict[str, tuple[str, str]] = {}
     for path in paths:
         same = (name for name in made if name not in found and is_made_from(folder / name, path[0]))

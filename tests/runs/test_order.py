@@ -1,6 +1,7 @@
 """What a start changes in the order of samples: none is repeated or left out, and the place follows from what is
 stored."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -140,7 +141,8 @@ def test_a_run_without_changes_has_the_order_of_its_configuration(tmp_path: Path
 
 
 def test_a_corpus_is_known_by_its_path(tmp_path: Path):
-    """A run that has trained may name others, which it tokenizes like the first; one that has not may not."""
+    """A run that has trained may name others, which it tokenizes like the first; one that has not may not. Where its
+    data were deleted, they are made again."""
     paths = [tmp_path / f"{name}.txt" for name in "ab"]
     for path in paths:
         path.write_text(f"Some text of {path.name}, in a line.\n\n" * 400)
@@ -162,6 +164,8 @@ def test_a_corpus_is_known_by_its_path(tmp_path: Path):
     data = open_run_data(blend, folder, corpora=corpora)
     assert [corpus.report.source for corpus in data.corpora] == [str(paths[number]) for number in (1, 0, 0)]
     assert {corpus.tokenizer == data.tokenizer for corpus in data.corpora} == {True}
+    shutil.rmtree(folder)
+    assert make_run_data(first, folder, trained=True) == ["."]
 
 
 def test_ranges_are_joined():
