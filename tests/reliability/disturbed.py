@@ -56,6 +56,7 @@ class Disturbed:
                 300,
                 "--workers",
                 1,
+                "--json",
                 "--output",
                 made / "set",
             ),

@@ -79,7 +79,7 @@ def disturb(here: Disturbed, rng: random.Random, number: int, kind: Kind, second
 def test_a_run_that_is_killed_again_and_again(here: Disturbed, rng: random.Random, rounds: int) -> None:
     for _ in range(2):  # the second start finds everything compiled and says how long one takes
         began = time.monotonic()
-        end(start(here, USUAL))
+        assert [finish(process).code for process in start(here, USUAL)] == [0, 0]
     seconds, expected = time.monotonic() - began, losses(here.run)
     assert [step for step, *_ in expected] == list(range(1, 101))
     here.run.rename(here.folder / "calm")
