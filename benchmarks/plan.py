@@ -25,7 +25,7 @@ from typing import Any
 
 import paired
 
-from megajax.axes import AXES, CONTEXT
+from megajax.axes import CONTEXT, PIPE, TENSOR
 from megajax.config import Config, MeshConfig
 from megajax.errors import RunError, UserError
 from megajax.host.ending import run
@@ -95,7 +95,7 @@ llama3-8b 1x1x8x8 global_batch=8 remat=layer sequence_length=131072
 def configuration(case: str, *, scanned: bool = True) -> Config:
     """That of a line `PRESET DATAxPIPE[xCONTEXT]xTENSOR field=value …`."""
     preset, mesh, *given = case.split()
-    axes = [f"mesh.{axis}" for axis in AXES if axis != CONTEXT or mesh.count("x") == 3]
+    axes = [f"mesh.{axis}" for axis in ("data", PIPE, *[CONTEXT] * (mesh.count("x") == 3), TENSOR)]
     values: dict = dict(zip(axes, map(int, mesh.split("x")), strict=True))
     known = options(Config)
     for name, text in (pair.split("=") for pair in given):

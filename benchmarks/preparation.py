@@ -118,7 +118,7 @@ def measured(inputs: list[str], prefix: Path, tokenizer: str, workers: int, on_c
     return {
         "seconds": seconds,
         "cpu": used,
-        "cpu_of_others": after.user + after.system - machine.user - machine.system - used,
+        "cpu_of_others": sum(after[:3]) - sum(machine[:3]) - used,  # user's, niced and the system's
         "first_cpu": cpu[process.pid],
         "first_mb": memory[process.pid],
         "largest_worker_mb": max((size for each, size in memory.items() if each not in ours), default=0.0),

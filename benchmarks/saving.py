@@ -66,7 +66,7 @@ def times(flags: list[str]) -> dict[str, Any]:
 def memory(config: Config) -> dict[str, float]:
     """Compile the conversions of every leaf of the weights, and of the whole state."""
     start(config)
-    from megajax.parallel.collectives import PIPE, spec_axes
+    from megajax.parallel.collectives import PIPE
     from megajax.program.program import Program
     from megajax.program.state import is_stacked
     from megajax.program.transfer import Transfer
@@ -83,13 +83,13 @@ def memory(config: Config) -> dict[str, float]:
     targets = jax.tree_util.tree_leaves_with_path(transfer.targets.params)
     for (path, target), leaf in zip(targets, jax.tree.leaves(weights), strict=True):
         spec, canonical, stacked = leaf.sharding.spec, target.sharding.spec, is_stacked(path)
-        by_stage = stacked and config.mesh.pipe > 1 and PIPE not in spec_axes(canonical)
+        by_stage = transfer.goes_by_stages(stacked, canonical)
         inputs = [np.int32(0)] if by_stage else []
         stored = (
             placed(leaf, PartitionSpec(None, PIPE, None, *canonical[1:])) if by_stage else placed(target, canonical)
         )
-        there.append(needed(transfer.to_canonical(stacked, spec, canonical), leaf, *inputs))
-        back.append(needed(transfer.from_canonical(stacked, canonical, spec), stored))
+        there.append(needed(transfer.to_canonical(stacked, spec, canonical, target.dtype), leaf, *inputs))
+        back.append(needed(transfer.from_canonical(stacked, canonical, spec, leaf.dtype), stored))
     figures = {
         "state": sum(shard_bytes(leaf) for leaf in jax.tree.leaves(state)),
         "all_at_once": needed(layout.to_canonical, state),
