@@ -71,7 +71,7 @@ def disturb(here: Disturbed, rng: random.Random, number: int, kind: Kind, second
         if wanted and metrics.exists() and metrics.stat().st_ino != old and losses(here.run)[-1:] >= [(wanted,)]:
             moment, wanted = time.monotonic() + rng.uniform(0, 0.5), None
     alive = [process for process in processes if process.poll() is None]
-    for process in alive if rng.random() < 0.5 else alive[:1]:
+    for process in alive if rng.random() < 0.5 else rng.sample(alive, min(1, len(alive))):
         process.send_signal(number)
     end(processes)
 
