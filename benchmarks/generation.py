@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 import paired
 
-from megajax.config import Config
-from megajax.errors import UserError
+from megajax.core.errors import UserError
 from megajax.host.ending import run
-from megajax.settings.launch import start
+from megajax.settings.config import Config
+from megajax.start.launch import start
 
 BATCHES = (1, 8)
 Prompts = list[list[int]]
@@ -37,10 +37,10 @@ def our_side(config: Config, new_tokens: int) -> Callable[[Prompts], Prompts]:
     start(config)
     import jax
 
+    from megajax.core.mesh import shardings
+    from megajax.core.program.program import Program
     from megajax.generation.choice import Sampling
     from megajax.generation.decoder import Decoder
-    from megajax.mesh import shardings
-    from megajax.program.program import Program
     from megajax.verify.run import drawn_weights
 
     program = Program.on(config)
@@ -66,7 +66,7 @@ def peer_side(config: Config, new_tokens: int, threads: int) -> Callable[[Prompt
 
     from megajax.convert.families import exchange_for
     from megajax.convert.weights import to_tensors
-    from megajax.program.program import Program
+    from megajax.core.program.program import Program
     from megajax.verify.run import drawn_weights
 
     torch.set_num_threads(threads)

@@ -25,11 +25,11 @@ import gpu_forms
 import paired
 from paired import BENCHMARKS, Failed, Side
 
-from megajax.config import Config
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.core.models.family import step_flops
 from megajax.host.ending import run
-from megajax.models.family import step_flops
 from megajax.plan.machines import MACHINES
+from megajax.settings.config import Config
 from megajax.settings.flags import parse
 
 DATA_SHEET = MACHINES["h200"].peak["bf16"]  # FLOP/s: what MFU is measured by

@@ -24,14 +24,14 @@ from typing import Any
 
 import paired
 
-from megajax.backend import GPU
-from megajax.config import Config
+from megajax.core.backend import GPU
+from megajax.core.models.family import step_flops
+from megajax.core.program.program import scans_layers
 from megajax.host.ending import run
-from megajax.models.family import step_flops
 from megajax.plan.compiled import for_h200s
 from megajax.plan.machines import MACHINES
-from megajax.program.program import scans_layers
-from megajax.settings.launch import imagine_devices
+from megajax.settings.config import Config
+from megajax.start.launch import imagine_devices
 
 PEAK, PRODUCTS, COPIES = MACHINES["h200"].peak["bf16"], 790e12, 4.3e12  # FLOP/s by the data sheet, reached; bytes/s
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}

@@ -23,16 +23,16 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megajax.batch import pairs_form
-from megajax.config import Config
-from megajax.errors import UserError
-from megajax.models.registry import FAMILIES
+from megajax.core.batch import pairs_form
+from megajax.core.errors import UserError
+from megajax.core.models.registry import FAMILIES
+from megajax.settings.config import Config
 from megajax.settings.flags import parse
 
 BENCHMARKS = Path(__file__).resolve().parent
 DEFAULT = str(BENCHMARKS / "gpt-4x512.toml")
 
-# glibc keeps what PyTorch frees on a CPU: a few percent of a step. (`megajax.settings.launch` has it do so for us.)
+# glibc keeps what PyTorch frees on a CPU: a few percent of a step. (`megajax.start.launch` has it do so for us.)
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 
 # Several sides on one GPU: none takes memory that it does not need, and ours at most this share.

@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 import paired
 
-from megajax.config import Config
-from megajax.errors import UserError
+from megajax.core.errors import UserError
 from megajax.host.ending import run
+from megajax.settings.config import Config
 from megajax.settings.flags import parse
-from megajax.settings.launch import start
+from megajax.start.launch import start
 
 PAIRS = 4  # of steps with and without deferral, in every round
 
@@ -74,8 +74,8 @@ CASES: dict[str, tuple[list[str], list[list[str]]]] = {  # what all cases have, 
 
 def memory(program: Any, rounds: int) -> dict:
     """Compile one step and look at its memory."""
-    from megajax.program.memory import residual_bytes
-    from megajax.program.train_step import loss_and_gradients
+    from megajax.core.program.memory import residual_bytes
+    from megajax.core.program.train_step import loss_and_gradients
 
     model = program.config.model
     compiled = loss_and_gradients(program).lower(*_types(program)).compile()
@@ -114,9 +114,9 @@ def alone(program: Any, rounds: int) -> dict:
 
 def deferred(program: Any, rounds: int) -> dict:
     """A step with deferred weight gradients beside one without, and beside the prediction of their ratio."""
-    from megajax.pipeline.timing import StageTimes, wall_time
-    from megajax.program.synthetic import placed_batch
-    from megajax.program.train_step import loss_and_gradients
+    from megajax.core.pipeline.timing import StageTimes, wall_time
+    from megajax.core.program.synthetic import placed_batch
+    from megajax.core.program.train_step import loss_and_gradients
     from megajax.training.pipeline_timing import Passes, with_weight_gradients
 
     programs = {when: with_weight_gradients(program, when) for when in ("together", "deferred")}
@@ -171,8 +171,8 @@ def _named(times: Any) -> dict:
 
 def overhead(program: Any, rounds: int) -> dict:
     """Compile both loops, check that they agree, and measure them in turn."""
-    from megajax.program.synthetic import placed_batch
-    from megajax.program.train_step import loss_and_gradients
+    from megajax.core.program.synthetic import placed_batch
+    from megajax.core.program.train_step import loss_and_gradients
 
     arguments = program.layout.init().params, placed_batch(program, 0), np.int32(0)
     loops = [loop.lower(*arguments).compile() for loop in (loss_and_gradients(program), hand_written(program))]
@@ -191,12 +191,12 @@ def hand_written(program: Any) -> Any:
     from jax import lax
     from jax.sharding import PartitionSpec as P
 
-    from megajax.axes import BATCH_AXES, ROW_AXES
-    from megajax.backend import CPU
-    from megajax.mesh import ROWS
-    from megajax.parallel.collectives import PIPE, sum_over, vary
-    from megajax.parallel.random import Dropout
-    from megajax.program.program import scans_layers
+    from megajax.core.axes import BATCH_AXES, ROW_AXES
+    from megajax.core.backend import CPU
+    from megajax.core.mesh import ROWS
+    from megajax.core.parallel.collectives import PIPE, sum_over, vary
+    from megajax.core.parallel.random import Dropout
+    from megajax.core.program.program import scans_layers
 
     config, model = program.config, program.model
     num_microbatches = config.train.global_batch // config.train.microbatch
@@ -246,7 +246,7 @@ MEASURES = {"memory": memory, "time": alone, "deferred": deferred, "overhead": o
 def work(what: str, config: Config, rounds: int) -> dict:
     """Measure one case in this process."""
     start(config)
-    from megajax.program.program import Program
+    from megajax.core.program.program import Program
 
     named = {"pipeline": vars(config.pipeline), "remat": config.train.remat, "scan": config.model.scan_layers}
     return named | {"batch": config.train.global_batch} | MEASURES[what](Program.on(config), rounds)

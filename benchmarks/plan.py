@@ -25,17 +25,18 @@ from typing import Any
 
 import paired
 
-from megajax.axes import CONTEXT, PIPE, TENSOR
-from megajax.config import Config, MeshConfig
-from megajax.errors import RunError, UserError
+from megajax.core.axes import CONTEXT, PIPE, TENSOR
+from megajax.core.config import MeshConfig
+from megajax.core.errors import RunError, UserError
+from megajax.core.options import options
 from megajax.host.ending import run
-from megajax.options import options
 from megajax.plan.machines import MACHINES
-from megajax.plan.time import StepTime, step_time
-from megajax.settings.launch import imagine_devices
+from megajax.plan.time import PlannedTime, step_time
+from megajax.settings.config import Config
 from megajax.settings.preset_files import preset_names
 from megajax.settings.presets import load_preset, resolve
 from megajax.settings.validation import nearest_mesh
+from megajax.start.launch import imagine_devices
 
 MESHES = (3, 2, 2), (2, 5, 4), (1, 3, 8)
 _SECTIONS = "train.", "pipeline.", "optimizer.", "model.", ""
@@ -108,7 +109,7 @@ def compiled(case: str, *, gpus: bool, scanned: bool) -> dict:
     """Compile a case here."""
     config = configuration(case, scanned=scanned)
     imagine_devices(config)
-    from megajax.backend import CPU, GPU
+    from megajax.core.backend import CPU, GPU
     from megajax.plan.compiled import compiled_step
     from megajax.plan.memory import memory as predicted
 
@@ -206,7 +207,7 @@ def paper_flops(config: Config) -> float:
     return 96 * config.train.global_batch * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
 
 
-def on_v100(config: Config) -> StepTime:
+def on_v100(config: Config) -> PlannedTime:
     return step_time(config, MACHINES["v100"])
 
 
@@ -237,7 +238,7 @@ def of_the_paper() -> Iterator[Figure]:
         yield Figure(f"an epoch of {name}, days", PREDICTED, days, ours, ".2f")
 
 
-def h100(preset: str, **changes: object) -> StepTime:
+def h100(preset: str, **changes: object) -> PlannedTime:
     return step_time(resolve(load_preset(preset), changes), MACHINES["h100"])
 
 

@@ -27,8 +27,8 @@ import paired
 import psutil
 from backports import zstd
 
-from megajax.data.records import TextDocuments
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.data.text.records import TextDocuments
 from megajax.host.ending import run
 
 _QUIET = {"DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False", "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "500ms"}

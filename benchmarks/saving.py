@@ -23,11 +23,11 @@ import paired
 from jax.sharding import NamedSharding, PartitionSpec
 
 from megajax.commands import train
-from megajax.config import Config
 from megajax.host.ending import run
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.writing import Write
-from megajax.settings.launch import start
+from megajax.settings.config import Config
+from megajax.start.launch import start
 
 
 def timed(owner: type, name: str) -> list[float]:
@@ -66,10 +66,10 @@ def times(flags: list[str]) -> dict[str, Any]:
 def memory(config: Config) -> dict[str, float]:
     """Compile the conversions of every leaf of the weights, and of the whole state."""
     start(config)
-    from megajax.parallel.collectives import PIPE
-    from megajax.program.program import Program
-    from megajax.program.state import is_stacked
-    from megajax.program.transfer import Transfer
+    from megajax.core.parallel.collectives import PIPE
+    from megajax.core.program.program import Program
+    from megajax.core.program.state import is_stacked
+    from megajax.core.program.transfer import Transfer
 
     layout = Program.on(config).layout
     transfer = Transfer(layout)

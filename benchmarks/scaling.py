@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 from throughput import step_seconds
 
-from megajax.config import Config
-from megajax.settings.launch import avoid_known_faults
+from megajax.settings.config import Config
 from megajax.settings.presets import load_preset, resolve
+from megajax.start.launch import avoid_known_faults
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def sent_bytes(program) -> dict[str, float]:
     """Bytes that a device sends in a step, by mesh axes."""
     import jax
 
-    from megajax.program.train_step import train_step
+    from megajax.core.program.train_step import train_step
     from megajax.verify import collectives
 
     sizes = dict(program.mesh.shape)
@@ -96,11 +96,11 @@ def sent_bytes(program) -> dict[str, float]:
 
 def count(case: Case, devices) -> dict:
     """What a case's step sends, holds and waits for."""
-    from megajax.mesh import make_mesh
-    from megajax.models.family import count_parameters, step_flops
-    from megajax.pipeline.timing import step_time
-    from megajax.program.memory import residual_bytes, state_bytes
-    from megajax.program.program import Program
+    from megajax.core.mesh import make_mesh
+    from megajax.core.models.family import count_parameters, step_flops
+    from megajax.core.pipeline.timing import step_time
+    from megajax.core.program.memory import residual_bytes, state_bytes
+    from megajax.core.program.program import Program
 
     config = case.config()
     program = Program(config, make_mesh(devices[: config.mesh.num_devices], **config.mesh.sizes))
@@ -126,9 +126,9 @@ def count(case: Case, devices) -> dict:
 
 def measure(case: Case, devices, steps: int = 5) -> dict:
     """Seconds of a case's step on these GPUs, and the model FLOP/s of each."""
-    from megajax.mesh import make_mesh
-    from megajax.models.family import step_flops
-    from megajax.program.program import Program
+    from megajax.core.mesh import make_mesh
+    from megajax.core.models.family import step_flops
+    from megajax.core.program.program import Program
 
     config = case.config()
     program = Program(config, make_mesh(devices[: config.mesh.num_devices], **config.mesh.sizes))

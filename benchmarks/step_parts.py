@@ -15,10 +15,10 @@ import time
 import paired
 from throughput import product_seconds, step_seconds
 
-from megajax.config import Config
+from megajax.core.models.family import step_products
 from megajax.host.ending import run
-from megajax.models.family import step_products
-from megajax.settings.launch import start
+from megajax.settings.config import Config
+from megajax.start.launch import start
 
 # The parts as the table lists them, and which products (by the start of their names) belong to them.
 PARTS = {"attention": ("qkv", "attention"), "MLP": ("MLP",), "norms": (), "head and loss": ("head",)}
@@ -33,20 +33,20 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
     from flax import nnx
     from jax.sharding import PartitionSpec
 
-    from megajax.axes import BATCH_AXES
-    from megajax.mesh import make_mesh
-    from megajax.models.attention import attend_in_context
-    from megajax.models.attention_mask import CAUSAL
-    from megajax.models.context import Context
-    from megajax.models.decoder.model import TransformerDecoder
-    from megajax.models.experts import capacity_of
-    from megajax.models.norms import norm_of
-    from megajax.optim.adam import clip_by_norm, global_norm, update
-    from megajax.parallel.boundary import F_AND_G
-    from megajax.parallel.collectives import TENSOR, vary
-    from megajax.parallel.grouped import in_blocks
-    from megajax.parallel.random import Dropout, NamedKey
-    from megajax.program.program import Program
+    from megajax.core.axes import BATCH_AXES
+    from megajax.core.mesh import make_mesh
+    from megajax.core.models.attention import attend_in_context
+    from megajax.core.models.attention_mask import CAUSAL
+    from megajax.core.models.context import Context
+    from megajax.core.models.decoder.model import TransformerDecoder
+    from megajax.core.models.experts import capacity_of
+    from megajax.core.models.norms import norm_of
+    from megajax.core.optim.adam import clip_by_norm, global_norm, update
+    from megajax.core.parallel.boundary import F_AND_G
+    from megajax.core.parallel.collectives import TENSOR, vary
+    from megajax.core.parallel.grouped import in_blocks
+    from megajax.core.parallel.random import Dropout, NamedKey
+    from megajax.core.program.program import Program
 
     model, rows, layers = config.model, config.train.microbatch, config.model.num_layers
     program = Program(config, make_mesh(jax.devices()[:1]))

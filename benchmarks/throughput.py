@@ -31,12 +31,12 @@ import paired
 from paired import BENCHMARKS, KEEP_FREED_MEMORY, SHARED_GPU, Side, ratios
 from pytorch.peers import peer_of
 
-from megajax.config import Config
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.core.models.family import MatrixProduct, step_flops
 from megajax.host.ending import run
-from megajax.models.family import MatrixProduct, step_flops
 from megajax.plan.machines import peak_of_device
-from megajax.settings.launch import give_back_freed_memory, may_use_gpus, start
+from megajax.settings.config import Config
+from megajax.start.launch import give_back_freed_memory, may_use_gpus, start
 
 PEERS = {"torch, eager": [], "torch, compiled": ["--compile"]}
 TRACED = 2  # steps
@@ -50,8 +50,8 @@ def work(config: Config, folder: Path | None) -> None:
     import flax
     import jax
 
-    from megajax.models.family import step_products
-    from megajax.program.memory import state_bytes
+    from megajax.core.models.family import step_products
+    from megajax.core.program.memory import state_bytes
 
     program, compiled, state, batch, compile_seconds = compiled_step(config)
     give_back_freed_memory()  # as the training loop does
@@ -107,9 +107,9 @@ def work(config: Config, folder: Path | None) -> None:
 
 def compiled_step(config: Config) -> tuple[Any, Any, Any, Any, float]:
     """The program, its compiled train step, a fresh state, a batch of random tokens, and the seconds to compile."""
-    from megajax.program.program import Program
-    from megajax.program.synthetic import random_batch
-    from megajax.program.train_step import train_step
+    from megajax.core.program.program import Program
+    from megajax.core.program.synthetic import random_batch
+    from megajax.core.program.train_step import train_step
 
     program = Program.on(config)
     rows = program.local_rows
@@ -125,8 +125,8 @@ def step_seconds(program: Any, steps: int, *, warm_up: int) -> float:
     """Median time of a step that is awaited before the next one."""
     import jax
 
-    from megajax.program.synthetic import placed_batch
-    from megajax.program.train_step import train_step
+    from megajax.core.program.synthetic import placed_batch
+    from megajax.core.program.train_step import train_step
 
     state, batch, seconds = program.layout.init(), placed_batch(program, 0), []
     for _ in range(warm_up + steps):
@@ -166,7 +166,7 @@ def product_seconds(product: MatrixProduct, dtype) -> float:
     import jax
     import jax.numpy as jnp
 
-    from megajax.program.measured import milliseconds, repeated
+    from megajax.core.program.measured import milliseconds, repeated
 
     shapes = ((product.batch, product.rows, product.inner), (product.batch, product.inner, product.columns))
     if product.batch == 1:

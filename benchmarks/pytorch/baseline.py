@@ -32,11 +32,11 @@ from pytorch.peers import Peer, peer_of
 from torch import Tensor
 from torch.nn.utils import get_total_norm as total_norm
 
-from megajax.config import Config
-from megajax.errors import UserError
+from megajax.core.errors import UserError
+from megajax.core.models.registry import DECODER
+from megajax.core.optim.config import OptimizerConfig
 from megajax.host.ending import run
-from megajax.models.registry import DECODER
-from megajax.optim.config import OptimizerConfig
+from megajax.settings.config import Config
 from megajax.settings.validation import validate
 
 
@@ -227,7 +227,7 @@ def make_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.opt
 
 
 def learning_rate(step: int, config: OptimizerConfig) -> float:
-    """The rate of the update that follows `step` finished ones, as `megajax.optim.adam.learning_rate`'s."""
+    """The rate of the update that follows `step` finished ones, as `megajax.core.optim.adam.learning_rate`'s."""
     peak, floor = config.learning_rate, config.min_learning_rate
     warmup, decay = config.warmup, config.decay_steps
     if step < warmup:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megajax.convert.families import exchange_for
 from megajax.convert.weights import to_tensors
-from megajax.models.config import ModelConfig
+from megajax.core.models.config import ModelConfig
 
 IGNORED = -1  # target of what is not predicted
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from processes import PRESET, Commands, Finished, finish
 
-from megajax.data.corpus import has_corpus, open_corpus
+from megajax.data.text.corpus import has_corpus, open_corpus
 from megajax.runs.digests import problem_of, read_manifest
 from megajax.settings.presets import load_preset
 
