@@ -45,6 +45,9 @@ def test_a_part_that_is_removed_while_it_trains(here: Disturbed, rng: random.Ran
             assert found == (["mine.txt"] if part == FOLDER else None)
         elif part == "metrics.jsonl":  # the figures of what was trained are lost with it
             here.again()
+        elif part == "run.json":  # a folder without it may be somebody else's
+            refused = finish(here.start())
+            assert refused.code == 2 and "instead of a run" in told(refused)
         else:
             here.finishes()
         shutil.rmtree(here.run, ignore_errors=True)
