@@ -136,9 +136,9 @@ def question(implementation: str, device: str, case: Case) -> Any:
     def setting(backend: Any) -> Any:
         visible = AttentionMask(causal=True, window=case.window or None)
         if case.documents:
-            visible = AttentionMask.of_documents(jnp.asarray(positions_BT), case.window or None)
+            visible = visible.in_documents(jnp.asarray(positions_BT))
         if case.padded:
-            visible = AttentionMask.of_padded(jnp.linspace(case.length // 3, case.length, case.rows).astype(jnp.int32))
+            visible = AttentionMask().padded(jnp.linspace(case.length // 3, case.length, case.rows).astype(jnp.int32))
         rows_B = jnp.arange(case.rows, dtype=jnp.int32)
         return Setting(visible, Dropout.at(RATE * case.dropout, 0, jnp.zeros((), jnp.int32), rows_B), backend)
 

@@ -58,9 +58,9 @@ def test_half_precision_is_near_fp32(gpu, precision):
 
 SEEN = {
     "causal": lambda length: CAUSAL,
-    "padded": lambda length: AttentionMask.of_padded(jnp.asarray([length // 3, length], jnp.int32)),
+    "padded": lambda length: AttentionMask().padded(jnp.asarray([length // 3, length], jnp.int32)),
     "window": lambda length: AttentionMask(causal=True, window=33),
-    "documents": lambda length: AttentionMask.of_documents(jnp.tile(jnp.arange(length, dtype=jnp.int32) % 50, (2, 1))),
+    "documents": lambda length: CAUSAL.in_documents(jnp.tile(jnp.arange(length, dtype=jnp.int32) % 50, (2, 1))),
 }
 
 

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec
 from megajax.core.axes import BATCH_AXES
 from megajax.core.batch import IGNORED
 from megajax.core.models.attention import Attend
-from megajax.core.models.cache import Cache, decode_step, prefill, visible_slots
+from megajax.core.models.attention_mask import AttentionMask
+from megajax.core.models.cache import Cache, decode_step, prefill, slot_positions
 from megajax.core.models.context import Context
 from megajax.core.models.family import StagedModel
 from megajax.core.parallel.boundary import F_AND_G
@@ -123,12 +124,13 @@ class DecodingPrograms:
     def _next(self, weights: Tree, state: State) -> tuple[Array, State]:
         """Run the last token of every row through the layers, [B, 1, D]."""
         before = state["step"] - 1
-        slot, position_B = state["first_slot"] + before, state["length"] + before
-        tokens = {"tokens": state["token"][:, None], "positions": position_B[:, None]}
+        slot, position_B1 = state["first_slot"] + before, (state["length"] + before)[:, None]
+        tokens = {"tokens": state["token"][:, None], "positions": position_B1}
         context, x_B1D = self._embed(weights, tokens, ~state["stopped"][:, None])
-        num_slots, window = state["caches"][0].key_BHSK.shape[2], self._config.sliding_window
-        visible_BS = visible_slots(num_slots, state["length"], state["first_slot"], slot, window)
-        attends = [decode_step(cache, slot, visible_BS) for cache in state["caches"]]
+        num_slots = state["caches"][0].key_BHSK.shape[2]
+        context = dataclasses.replace(context, visible=AttentionMask.of_model(self._config, num_slots))
+        position_BS = slot_positions(num_slots, state["length"], state["first_slot"])
+        attends = [decode_step(cache, slot, position_B1, position_BS) for cache in state["caches"]]
         x_B1D, caches = self._through_layers(weights, x_B1D, context, attends)
         return x_B1D, state | {"caches": caches}
 

@@ -29,7 +29,7 @@ from megajax.core.mesh import (
 from megajax.core.models.attention_mask import AttentionMask
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.context_attention import copies, tile_queries
-from megajax.core.models.family import StagedModel, family_of
+from megajax.core.models.family import StagedModel
 from megajax.core.models.lora import Adapters
 from megajax.core.models.lora_config import LoraConfig
 from megajax.core.parallel.boundary import RegionBoundary
@@ -168,14 +168,10 @@ def scores_of_head(model: ModelConfig, backend: Backend, way: ContextWay, contex
     """How many scores one head has for a sequence on a device of a context group, if attention is computed in blocks of
     queries, and how many of them exist at once (`core/models/context_attention.py`)."""
     length, here = model.sequence_length, model.sequence_length // context
-    visible = AttentionMask(causal=not family_of(model).bidirectional, window=model.window_in(length))
+    visible = AttentionMask.of_model(model, length)
 
     def seen(queries: int, ahead: int = 0) -> int:
-        """Scores of queries with keys that start `ahead` tokens before them and end with them."""
-        block, keys = backend.block_of(queries), queries + ahead
-        ends = [(start, min(start + block, queries)) for start in range(0, queries, block)]
-        ranges = [(end - start, visible.key_range(start + ahead, end + ahead, keys)) for start, end in ends]
-        return sum(count * (last - first) for count, (first, last) in ranges)
+        return sum(map(prod, visible.block_sizes(queries, backend.block_of(queries), ahead)))
 
     if way == "gather":  # two pieces, each with itself, and a tile of it at a time with the other pieces
         piece = here // 2
@@ -183,7 +179,7 @@ def scores_of_head(model: ModelConfig, backend: Backend, way: ContextWay, contex
         if visible.causal:
             return 2 * own + (2 * context - 1) * piece**2, max(own, tile)
         return here * length, tile
-    found = seen(here, (visible.window or 1) - 1) if way == "window" else seen(length)
+    found = seen(here, visible.before or 0) if way == "window" else seen(length)
     return found, found
 
 
@@ -197,7 +193,6 @@ class Sizes:
         operand_item: bytes of a number of the layers' products' operands; 0: they have the type of all others.
         microbatches, microbatch: how many a device has in a step, and the rows of one.
         rows, tokens: texts of a microbatch, of a choice several for a row, and tokens of a text.
-        bidirectional: of the family, see `Family`.
         way: how attention reaches tokens in a context group.
         attention_heads, attention_kv_heads: query heads, and key heads, that a device's attention computes with.
         whole, own: shape of an activation inside a tensor-parallel region, and of a device's part between regions.
@@ -217,7 +212,6 @@ class Sizes:
         self.microbatch = config.train.global_batch // (mesh.row_shards * self.microbatches)
         self.rows = self.microbatch * (model.num_classes if model.head == "choice" else 1)
         self.tokens = model.sequence_length
-        self.bidirectional = family_of(model).bidirectional
         self.way = training_way(config)
         divided_by = mesh.context if self.way == "heads" else 1
         kv_heads = max(1, model.num_kv_heads // mesh.tensor)

@@ -8,6 +8,7 @@ from functools import cached_property
 from math import prod
 
 from megajax.core.backend import GPU
+from megajax.core.models.attention_mask import AttentionMask
 from megajax.core.models.fused_attention import HEAD_SIZES
 from megajax.core.precision import BESIDE
 from megajax.core.program.program import scans_layers
@@ -182,9 +183,8 @@ class StepWork:
     @property
     def _seen(self) -> float:
         """Scores of a layer that queries see, ignoring documents."""
-        model, length = self.config.model, self.sizes.tokens
-        window = model.window_in(length) or length
-        of_token = length if self.sizes.bidirectional else window * (1 - window / (2 * length))
+        length = self.sizes.tokens
+        of_token = AttentionMask.of_model(self.config.model, length).keys_seen(length)
         return self.sizes.rows * self.sizes.attention_heads * length * of_token
 
     def _by_kernel(self, kernel: Kernel) -> tuple[float, float]:

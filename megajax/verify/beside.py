@@ -10,7 +10,7 @@ import numpy as np
 
 from megajax.core.axes import PIPE
 from megajax.core.backend import CPU
-from megajax.core.models.family import family_of
+from megajax.core.models.registry import FAMILIES
 from megajax.core.program.scoring import logits, scores, task_logits
 from megajax.core.program.state import is_stacked
 from megajax.core.program.transfer import Transfer
@@ -31,7 +31,7 @@ def beside_training(config: Config, seed: int = 0) -> Iterator[Finding]:
         expected, actual = _scored(one), _scored(mesh)
         wrong = [name for name, x in expected.items() if not np.array_equal(x, actual[name])]
         yield Finding(f"{EXACT} scores", len(wrong), 0, some(wrong))
-        if config.model.head == "pretraining" and not family_of(config.model).bidirectional:
+        if config.model.head == "pretraining" and FAMILIES[config.model.family].continues_text:
             yield _generation(config, seed)
         yield _transfer(mesh)
 

@@ -12,6 +12,7 @@ from typing import Any
 from megajax.core.axes import BATCH_AXES
 from megajax.core.config import MeshConfig
 from megajax.core.errors import UserError
+from megajax.core.models.attention_mask import AttentionMask
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.context_attention import copies
 from megajax.core.models.freeze import fewer_layers
@@ -215,9 +216,9 @@ class _Sizes:
         if self._way == "none":
             return sizes
         before = length // here.context  # a window reaches beyond this exactly if the original's does
-        if model.window_in(model.sequence_length) is not None:
-            window = sizes["sliding_window"]
-            reaches = model.sliding_window - 1 > model.sequence_length // self._theirs.context
+        reach = AttentionMask.of_model(model, model.sequence_length).before
+        if reach is not None:
+            window, reaches = sizes["sliding_window"], reach > model.sequence_length // self._theirs.context
             sizes["sliding_window"] = max(window, before + 2) if reaches else min(window, before + 1)
         return sizes | {"context_attention": "heads" if self._way == "heads" else "gather"}
 

@@ -12,6 +12,7 @@ from megajax.core.backend import CPU, Backend
 from megajax.core.batch import most_masked
 from megajax.core.models.context_attention import copies
 from megajax.core.models.family import family_of
+from megajax.core.models.registry import FAMILIES
 from megajax.core.parallel.collectives import CONTEXT, PIPE, TENSOR
 from megajax.core.program.communication import Collective
 from megajax.plan.communication import (
@@ -116,7 +117,7 @@ class _Step(ExpertRegions):
 
     def _predictions(self) -> Iterator[Communication]:
         model, times = self.config.model, self.of_end
-        chooses = self.bidirectional
+        chooses = not FAMILIES[model.family].continues_text
         if not chooses or model.head == "pretraining":
             places = (self.rows, most_masked(self.tokens)) if chooses else self.whole[:2]
             chosen = (*places, model.hidden_size)
@@ -313,5 +314,5 @@ class _Step(ExpertRegions):
 
     @property
     def before(self) -> int:
-        """Tokens before a device's own that its first token sees."""
-        return (self.config.model.window_in(self.tokens) or 1) - 1
+        """Tokens before a device's own that a window shows its first token: not as `AttentionMask` counts them."""
+        return self.config.model.sliding_window - 1

@@ -492,7 +492,7 @@ ROWS: dict[str, dict[str, Row]] = {
         ),
         "documents are those of the first device": (  # TransformerEngine #1930
             "core.models.context_attention.attend_to_others",
-            ("boundary.context_tokens(visible.first_key_BT)", "visible.first_key_BT[:, : q_BTHK.shape[1]]"),
+            ("boundary.context_tokens", "lambda x_BT: x_BT[:, : q_BTHK.shape[1]]"),
             named("attention_heads of layer 0, forward", ON_DOCUMENTS),
         ),
         "the mask counts from each device's first token": (

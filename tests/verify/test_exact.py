@@ -97,7 +97,7 @@ def test_branches_are_taken_both_ways() -> None:
 @pytest.mark.parametrize(
     ("module", "name", "wrong", "row"),
     [
-        (programs, "visible_slots", lambda real: lambda *given: real(*given) | True, "generation with a cache"),
+        (programs, "slot_positions", lambda real: lambda *given: 0 * real(*given), "generation with a cache"),
         (scoring, "gather_shards", lambda real: lambda x, *given, **named: real(x[::-1], *given, **named), "scores"),
         (
             transfer,

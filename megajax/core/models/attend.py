@@ -53,8 +53,7 @@ def _by_cudnn(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> 
         v_BSHK,
         is_causal=visible.causal,
         key_value_seq_lengths=visible.num_keys_B,
-        # Keys on either side, besides the query's own.
-        local_window_size=None if visible.window is None else (visible.window - 1, 0),
+        local_window_size=None if visible.before is None else (visible.before, 0),
         implementation="cudnn",
     )
 

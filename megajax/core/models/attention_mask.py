@@ -1,15 +1,19 @@
-"""The positions of queries and keys, and which keys a query sees: all that attention knows about the task.
+"""Which keys a query sees, and the positions of both: all that attention knows of the task, and its cost depends on.
 
 Letters: B batch, T queries, S keys, P pieces, H heads, N heads of all samples, sample by sample.
 """
 
 import functools
 import operator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+from megajax.core.models.config import ModelConfig
+from megajax.core.models.registry import FAMILIES
 
 
 @jax.tree_util.register_dataclass
@@ -29,12 +33,6 @@ class Pieces:
             return len(self.starts)
         assert self.start_P is not None
         return self.start_P.shape[0]
-
-    def blocks(self, length: int, size: int) -> list[tuple[int, int]]:
-        """Cut an array of `length` tokens into blocks of at most `size`, none of which spans two pieces."""
-        piece = length // self.count
-        starts = [(first, first + piece) for first in range(0, length, piece)]
-        return [(start, min(start + size, end)) for first, end in starts for start in range(first, end, size)]
 
     def shift(self, start: int, length: int) -> int | None:
         """How far the positions of the piece that contains index `start` are ahead of the indices in the array of
@@ -64,40 +62,72 @@ class AttentionMask:
     num_keys_B: Array | None = None  # number of keys in each sample, int32, the rest being padding; None: all
 
     @classmethod
-    def of_documents(cls, positions_BT: Array, window: int | None = None) -> "AttentionMask":
-        """Causal attention within documents; `positions` are those of the tokens in their documents."""
-        place_T = jnp.arange(positions_BT.shape[1], dtype=jnp.int32)
-        return cls(causal=True, window=window, first_key_BT=place_T[None, :] - positions_BT)
+    def of_model(cls, model: ModelConfig, length: int) -> "AttentionMask":
+        """What a model's tokens see in a text of this length, apart from documents and padding."""
+        window = model.sliding_window if 0 < model.sliding_window < length else None
+        return cls(causal=FAMILIES[model.family].continues_text, window=window)
 
-    @classmethod
-    def of_padded(cls, num_keys_B: Array) -> "AttentionMask":
-        """Attention to the first `num_keys` keys of each sample; 0 (a sample that nobody looks at) counts as 1."""
-        return cls(num_keys_B=jnp.maximum(num_keys_B, 1))
+    def in_documents(self, position_BT: Array) -> "AttentionMask":
+        """The same mask within documents; `position_BT` are the positions of the tokens in their documents."""
+        place_T = jnp.arange(position_BT.shape[1], dtype=jnp.int32)
+        return replace(self, first_key_BT=place_T[None, :] - position_BT)
+
+    def padded(self, num_keys_B: Array) -> "AttentionMask":
+        """The same mask of the first `num_keys` keys of each sample; 0 (a sample that nobody looks at) counts as 1."""
+        return replace(self, num_keys_B=jnp.maximum(num_keys_B, 1))
+
+    def in_sequence(self, batch: int, length: int) -> "AttentionMask":
+        """The same mask without keys before the sequence's first token: they exist on no device."""
+        first_BT = jnp.zeros((batch, length), jnp.int32) if self.first_key_BT is None else self.first_key_BT
+        return replace(self, first_key_BT=jnp.maximum(first_BT, 0))
+
+    def of_queries(self, select: Callable[[Array], Array]) -> "AttentionMask":
+        """The mask of the queries that `select` selects from an array [B, T, …]."""
+        return self if self.first_key_BT is None else replace(self, first_key_BT=select(self.first_key_BT))
 
     def of_heads(self, num_heads: int) -> "AttentionMask":
         """The same mask repeated for every head of every sample, with N in place of B."""
         return jax.tree.map(lambda x: jnp.repeat(x, num_heads, axis=0), self)
 
+    @property
+    def before(self) -> int | None:
+        """The most keys before its own position that a query sees; None: all."""
+        return None if self.window is None else self.window - 1
+
+    @property
+    def after(self) -> int | None:
+        """The most keys after its own position that a query sees; None: all."""
+        return 0 if self.causal else self.before
+
     def key_range(self, start: int, end: int, num_keys: int) -> tuple[int, int]:
         """The range of keys that queries at positions `start` to `end` may see, whatever the sample. Positions are
         relative to the first key."""
-        first = 0 if self.window is None else max(0, start - self.window + 1)
-        last = num_keys if self.window is None else min(num_keys, end + self.window - 1)
-        return first, min(last, end) if self.causal else last
+        first = 0 if self.before is None else max(0, start - self.before)
+        return first, num_keys if self.after is None else min(num_keys, end + self.after)
 
-    def mask(self, query_T: Array, key_S: Array, queries: slice) -> Array | None:
-        """Which keys at positions `key_S` are visible to the queries at positions `query_T`, bool, [B, T, S] or
-        [1, T, S]; None if all are. `queries` selects these queries from all that the mask has entries for."""
-        behind_TS = query_T[:, None] - key_S[None, :]
-        limits = []
-        if self.causal:
-            limits.append((key_S[None, :] <= query_T[:, None])[None])
-        if self.window is not None:
-            limits.append((jnp.abs(behind_TS) < self.window)[None])
-        if self.first_key_BT is not None:
-            limits.append(self.first_key_BT[:, queries, None] <= key_S[None, None, :])
-        if self.num_keys_B is not None:
-            limits.append(key_S[None, None, :] < self.num_keys_B[:, None, None])
+    def keys_seen(self, length: int) -> float:
+        """How many keys a query sees on average in a text of this length, to within one: the area of the mask."""
+        most = min(self.window or length, length)
+        return (1 if self.causal else 2) * (most * (1 - most / (2 * length)))
+
+    def block_sizes(self, num_queries: int, size: int, before: int = 0) -> list[tuple[int, int]]:
+        """How many queries and keys `Places.blocks` have, if keys start `before` tokens earlier than queries."""
+        blocks = Places(ahead=before).blocks(self, num_queries, num_queries + before, size)
+        return [(queries.stop - queries.start, keys.stop - keys.start) for queries, keys in blocks]
+
+    def bounds(self, query_BT: Array) -> tuple[list[Array], list[Array]]:
+        """Lower and upper bounds, inclusive, of the keys that queries at these positions see; a dim may be 1."""
+        lower = [] if self.before is None else [query_BT - self.before]
+        upper = [] if self.after is None else [query_BT + self.after]
+        lower += [] if self.first_key_BT is None else [self.first_key_BT]
+        upper += [] if self.num_keys_B is None else [self.num_keys_B[:, None] - 1]
+        return lower, upper
+
+    def mask(self, query_BT: Array, key_BS: Array) -> Array | None:
+        """Which keys the queries at these positions see, bool [B, T, S], of which B or T may be 1; None if all."""
+        lower, upper = self.bounds(query_BT)
+        limits = [first_BT[:, :, None] <= key_BS[:, None] for first_BT in lower]
+        limits += [key_BS[:, None] <= last_BT[:, :, None] for last_BT in upper]
         return functools.reduce(operator.and_, limits) if limits else None
 
 
@@ -114,6 +144,11 @@ class Places:
     # How far queries are ahead of keys, if that is known although `starts` are not.
     ahead: int | None = field(default=None, metadata={"static": True})
 
+    @classmethod
+    def with_keys_before(cls, start_P: Array, before: int) -> "Places":
+        """Queries that start at `start_P`; their keys start `before` tokens earlier."""
+        return cls(Pieces(None, start_P), Pieces(None, start_P - before), before)
+
     def key_range(self, visible: AttentionMask, start: int, end: int, num_queries: int, num_keys: int) -> slice:
         """The keys that the queries `start` to `end` may see, whatever the sample; all of them if positions are not
         known while tracing, or if keys are in several pieces."""
@@ -124,6 +159,13 @@ class Places:
             ahead = shifts[0] - shifts[1]
         first, last = visible.key_range(start + ahead, end + ahead, num_keys)
         return slice(min(first, num_keys), min(last, num_keys))
+
+    def blocks(self, visible: AttentionMask, num_queries: int, num_keys: int, size: int) -> list[tuple[slice, slice]]:
+        """Blocks of at most `size` queries, none of which spans two pieces, and the keys that each may see."""
+        piece = num_queries // self.queries.count
+        starts = [(first, first + piece) for first in range(0, num_queries, piece)]
+        blocks = [(start, min(start + size, end)) for first, end in starts for start in range(first, end, size)]
+        return [(slice(*block), self.key_range(visible, *block, num_queries, num_keys)) for block in blocks]
 
 
 FROM_START = Places()  # queries and keys both start at the first token

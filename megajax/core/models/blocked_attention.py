@@ -120,9 +120,8 @@ def _blocks(
     some: bool = False,
 ) -> Iterator[tuple[Array, Array, Array]]:
     """For every block of queries, the sum of the values, the highest score, and the sum of the exponentials."""
-    for start, end in places.queries.blocks(q_NGTK.shape[2], block):
-        own = slice(start, end)
-        keys, at, scores_NRS = _seen_scores(q_NGTK, k_NSK, places, visible, own)
+    for own, keys in places.blocks(visible, q_NGTK.shape[2], k_NSK.shape[1], block):
+        at, scores_NRS = _seen_scores(q_NGTK, k_NSK, places, visible, own, keys)
         highest_NR1 = jnp.max(scores_NRS, axis=-1, keepdims=True)
         if some:
             highest_NR1 = jnp.maximum(highest_NR1, jnp.finfo(highest_NR1.dtype).min)
@@ -158,12 +157,11 @@ def backward_of_heads(
     q_NKGT, grad_NKGT = (_feature_first(x) for x in (_scaled(q_NGTK), grad_NGTK))
     dq_blocks: list[Array] = []
     dk_NKS = dv_NKS = None
-    for start, end in reversed(places.queries.blocks(q_NGTK.shape[2], block)):
-        own = slice(start, end)
+    for own, keys in reversed(places.blocks(visible, q_NGTK.shape[2], k_NSK.shape[1], block)):
         highest_NR1, total_NR1, inner_NR1, grad_NRK = (
             _rows(x, own) for x in (highest_NGT1, total_NGT1, inner_NGT1, grad_NGTK)
         )
-        keys, at, scores_NRS = _seen_scores(q_NGTK, k_NSK, places, visible, own)
+        at, scores_NRS = _seen_scores(q_NGTK, k_NSK, places, visible, own, keys)
         weights_NRS = jnp.exp(scores_NRS - highest_NR1) / total_NR1
         drop = _dropped(drop_NG, *at)
         dweights_NRS = drop(_product("NRK,NSK->NRS", grad_NRK, v_NSK[:, keys]))
@@ -209,21 +207,19 @@ def _added(total_NKS: Array | None, block: Array, keys: slice, num_keys: int) ->
 
 
 def _seen_scores(
-    q_NGTK: Array, k_NSK: Array, places: Places, visible: AttentionMask, queries: slice
-) -> tuple[slice, tuple[Array, Array], Array]:
-    """Which keys these queries may see; the positions of both; and the scaled scores in at least fp32, -inf for keys
-    that a query does not see."""
-    num_queries, num_keys = q_NGTK.shape[2], k_NSK.shape[1]
-    keys = places.key_range(visible, queries.start, queries.stop, num_queries, num_keys)
+    q_NGTK: Array, k_NSK: Array, places: Places, visible: AttentionMask, queries: slice, keys: slice
+) -> tuple[tuple[Array, Array], Array]:
+    """The positions of these queries and keys, and the scaled scores in at least fp32, -inf for keys that a query does
+    not see."""
     scores_NRS = _product("NRK,NSK->NRS", _scaled(_rows(q_NGTK, queries)), k_NSK[:, keys])
-    query_T = places.queries.at(queries.start, queries.stop, num_queries)
-    key_S = places.keys.at(keys.start, keys.stop, num_keys)
-    seen_NTS = visible.mask(query_T, key_S, queries)
+    query_T = places.queries.at(queries.start, queries.stop, q_NGTK.shape[2])
+    key_S = places.keys.at(keys.start, keys.stop, k_NSK.shape[1])
+    seen_NTS = visible.of_queries(lambda x_NT: x_NT[:, queries]).mask(query_T[None], key_S[None])
     if seen_NTS is None:
-        return keys, (query_T, key_S), scores_NRS
+        return (query_T, key_S), scores_NRS
     # Padding alone is the same for all queries, and so for all rows.
     seen_NRS = seen_NTS if seen_NTS.shape[1] == 1 else jnp.tile(seen_NTS, (1, q_NGTK.shape[1], 1))
-    return keys, (query_T, key_S), jnp.where(seen_NRS, scores_NRS, jnp.asarray(-jnp.inf, scores_NRS.dtype))
+    return (query_T, key_S), jnp.where(seen_NRS, scores_NRS, jnp.asarray(-jnp.inf, scores_NRS.dtype))
 
 
 def _scaled(x_NTK: Array) -> Array:

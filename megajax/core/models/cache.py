@@ -1,7 +1,7 @@
 """The KV cache: keys and values of the tokens that a model has processed.
 
 All rows of a batch advance together. Prompts occupy the first slots, each starting at slot 0, and the tokens after them
-take the same slot in every row. The slots between a short prompt and those are masked out (`visible_slots`).
+take the same slot in every row. The slots between a short prompt and those are masked out (`slot_positions`).
 Letters: B batch, T query positions, S slots, H key heads, K head size, G query heads per key head.
 """
 
@@ -38,17 +38,12 @@ class Cache(NamedTuple):
         return Cache(*(lax.dynamic_update_slice_in_dim(old, new.swapaxes(1, 2), slot, axis=2) for old, new in parts))
 
 
-def visible_slots(num_slots: int, length_B: Array, first_slot: Array, slot: Array, window: int = 0) -> Array:
-    """The slots that the token in `slot` sees, bool [B, S]: its prompt's, and those from `first_slot` up to its own.
-    With a window only those of the last `window` tokens, itself included."""
-    slot_S = jnp.arange(num_slots, dtype=jnp.int32)
-    generated_S = (slot_S >= first_slot) & (slot_S <= slot)
-    visible_BS = (slot_S[None] < length_B[:, None]) | generated_S[None]
-    if not window:
-        return visible_BS
-    position_BS = jnp.where(generated_S[None], length_B[:, None] + (slot_S - first_slot)[None], slot_S[None])
-    own_B1 = (length_B + slot - first_slot)[:, None]
-    return visible_BS & (own_B1 - position_BS < window)
+def slot_positions(num_slots: int, length_B: Array, first_slot: Array) -> Array:
+    """The positions of the tokens in all slots, int32 [B, S]: first a prompt's, and from `first_slot` on those after
+    it. Slots between them are further on than any token sees."""
+    slot_1S, length_B1 = jnp.arange(num_slots, dtype=jnp.int32)[None], length_B[:, None]
+    later_BS = jnp.where(slot_1S < first_slot, jnp.iinfo(jnp.int32).max, length_B1 + slot_1S - first_slot)
+    return jnp.where(slot_1S < length_B1, slot_1S, later_BS)
 
 
 def prefill(num_slots: int) -> Attend:
@@ -61,9 +56,9 @@ def prefill(num_slots: int) -> Attend:
     return read
 
 
-def decode_step(cache: Cache, slot: Array, visible_BS: Array) -> Attend:
-    """Attention of one token per row to the visible slots of a cache, after storing the token in `slot`; also returns
-    the updated `cache`."""
+def decode_step(cache: Cache, slot: Array, position_B1: Array, position_BS: Array) -> Attend:
+    """Attention of one token per row, at `position_B1`, to the slots of a cache, at `position_BS`, after storing the
+    token in `slot`; also returns the updated `cache`."""
 
     def follow(q_B1MK: Array, k_B1HK: Array, v_B1HK: Array, context: Context, backend: Backend) -> tuple[Array, Aux]:
         filled = cache.put(k_B1HK, v_B1HK, slot)
@@ -72,7 +67,9 @@ def decode_step(cache: Cache, slot: Array, visible_BS: Array) -> Attend:
         q_BHGK = q_B1MK.reshape(batch, k_B1HK.shape[2], -1, size) * jnp.asarray(size**-0.5, q_B1MK.dtype)
         scores_BHGS = product("BHGK,BHSK->BHGS", q_BHGK, filled.key_BHSK)
         lowest = jnp.asarray(-jnp.inf, scores_BHGS.dtype)
-        scores_BHGS = jnp.where(visible_BS[:, None, None], scores_BHGS, lowest)
+        seen_B1S = context.visible.mask(position_B1, position_BS)
+        assert seen_B1S is not None
+        scores_BHGS = jnp.where(seen_B1S[:, None], scores_BHGS, lowest)
         weights_BHGS = jnp.exp(scores_BHGS - jnp.max(scores_BHGS, axis=-1, keepdims=True))
         total_BHG1 = jnp.sum(weights_BHGS, axis=-1, keepdims=True)
         weights_BHGS = (weights_BHGS / total_BHG1).astype(q_B1MK.dtype)

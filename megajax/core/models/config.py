@@ -207,10 +207,6 @@ class ModelConfig(ModelSizes):
         """Standard deviation of the weights right before each residual addition: scaled by 1/sqrt(2 · layers)."""
         return self.init_std / (2 * self.num_layers) ** 0.5
 
-    def window_in(self, length: int) -> int | None:
-        """How many tokens a token sees in a sequence of this length; None: all before it (no window limits it)."""
-        return self.sliding_window if 0 < self.sliding_window < length else None
-
     @property
     def forward_only(self) -> "ModelConfig":
         """The model for evaluation and generation, which are dropless: no token skips an expert that it chose."""

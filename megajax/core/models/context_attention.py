@@ -65,7 +65,8 @@ def context_way(
 def elements_sent(model: ModelConfig, sizes: Mapping[str, int], remat: Recomputed = "none") -> dict[ContextWay, float]:
     """How many numbers per sequence a device sends for one layer's attention (forward, recomputed forward, backward),
     for each possible way."""
-    count, length, window = sizes[CONTEXT], model.sequence_length, model.window_in(model.sequence_length)
+    count, length = sizes[CONTEXT], model.sequence_length
+    before = AttentionMask.of_model(model, length).before
     heads, keys = model.num_heads // sizes[TENSOR], max(1, model.num_kv_heads // sizes[TENSOR])
     to_others = model.head_size * length * (count - 1) / count
     again = remat == "layer" or (remat == "stage" and sizes[PIPE] > 1)
@@ -74,9 +75,9 @@ def elements_sent(model: ModelConfig, sizes: Mapping[str, int], remat: Recompute
     if heads % count == 0:
         result = heads if remat == "selective" else 0  # selective recomputation saves what was received
         sent["heads"] = (2 * passes * (heads + copies(keys, count) * keys) + result) / count * to_others
-    if window is not None and window - 1 <= length // count:
+    if before is not None and before <= length // count:
         receivers = 1 if sizes[PIPE] == 1 else count - 1  # see `send_on`
-        sent["window"] = 2 * passes * keys * model.head_size * (window - 1) * receivers
+        sent["window"] = 2 * passes * keys * model.head_size * before * receivers
     return sent
 
 
@@ -91,9 +92,7 @@ def attend_to_others(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, setting: Setti
         return _by_heads(q_BTHK, k_BTHK, v_BTHK, setting)
     starts, _ = boundary.context_starts(q_BTHK.shape[TOKENS] * axis_size(CONTEXT))
     start_P = jnp.stack([jnp.asarray(start, jnp.int32) for start in starts])
-    visible = setting.visible
-    if visible.first_key_BT is not None:
-        visible = dataclasses.replace(visible, first_key_BT=boundary.context_tokens(visible.first_key_BT))
+    visible = setting.visible.of_queries(boundary.context_tokens)
     setting = setting._replace(visible=visible, places=Places(Pieces(None, start_P)))
     if boundary.context == "window":
         return _by_window(q_BTHK, k_BTHK, v_BTHK, setting, boundary.together)
@@ -109,22 +108,17 @@ def _by_heads(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, setting: Setting) -> 
 
 
 def _by_window(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, setting: Setting, together: bool) -> Array:
-    visible, queries = setting.visible, setting.places.queries
-    assert visible.causal and visible.window is not None and queries.start_P is not None
-    before = visible.window - 1
+    visible, start_P = setting.visible.in_sequence(*q_BTHK.shape[:2]), setting.places.queries.start_P
+    before = visible.before
+    assert visible.causal and before is not None and start_P is not None
 
     def with_those_before(x: Array) -> Array:
         if not before:
             return x
         return jnp.concatenate([_received(send_on(x[:, x.shape[1] - before :], together=together)), x], axis=1)
 
-    # Keys before the sequence's first token exist on no device and are masked out.
-    first_BT = jnp.zeros(q_BTHK.shape[:2], jnp.int32) if visible.first_key_BT is None else visible.first_key_BT
-    visible = dataclasses.replace(visible, first_key_BT=jnp.maximum(first_BT, 0))
-    places = Places(queries, Pieces(None, queries.start_P - before), ahead=before)
-    return attend(
-        q_BTHK, with_those_before(k_BTHK), with_those_before(v_BTHK), setting._replace(visible=visible, places=places)
-    )
+    setting = setting._replace(visible=visible, places=Places.with_keys_before(start_P, before))
+    return attend(q_BTHK, with_those_before(k_BTHK), with_those_before(v_BTHK), setting)
 
 
 def _received(x: Array) -> Array:
@@ -194,11 +188,9 @@ class _Tile:
     @property
     def limits(self) -> dict[str, Any]:
         """What these queries see of these keys, and the positions of both."""
-        visible = self.visible
-        if visible.first_key_BT is not None:
-            first_BT = lax.dynamic_slice_in_dim(visible.first_key_BT, self.first, self.num_queries, 1)
-            visible = dataclasses.replace(visible, first_key_BT=first_BT)
-        return {"visible": visible, "places": Places(_from(self.query), _from(self.key), self.ahead)}
+        own = partial(lax.dynamic_slice_in_dim, start_index=self.first, slice_size=self.num_queries, axis=1)
+        places = Places(_from(self.query), _from(self.key), self.ahead)
+        return {"visible": self.visible.of_queries(own), "places": places}
 
 
 def _from(start: Array) -> Pieces:

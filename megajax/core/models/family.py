@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 
 from megajax.core.backend import CPU, Backend
 from megajax.core.batch import BatchSpec
+from megajax.core.models.attention_mask import AttentionMask
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.context import Context
 from megajax.core.models.lora_config import LoraConfig
@@ -111,9 +112,6 @@ class Family:
     reset_form: BatchSpec | None = None  # its batch if attention restarts with every document; None: not supported
     # Whether `embed` is linear in the weights, so that its backward pass needs nothing from its forward pass.
     linear_embedding: Callable[[ModelConfig], bool] = lambda _: False
-    # Whether tokens see their whole text, whose length the layers receive, and pretraining predicts masked tokens;
-    # otherwise tokens see those before them and predict the next one.
-    bidirectional: bool = False
 
 
 def family_of(config: ModelConfig) -> Family:
@@ -247,10 +245,9 @@ def step_flops(config: ModelConfig, sequences: int) -> int:
     return sum(product.flops for product in step_products(config, sequences, config.sequence_length))
 
 
-def layer_products(model: ModelConfig, sequences: int, query_block: int, *, causal: bool) -> Iterator[MatrixProduct]:
+def layer_products(model: ModelConfig, sequences: int, query_block: int) -> Iterator[MatrixProduct]:
     """All products of the layers; with experts, those that the tokens choose. Attention processes `query_block` queries
-    at a time, against all keys, or, if causal, against the keys up to the block's end; with a sliding window, only
-    against keys that one of its queries sees."""
+    at a time, against the keys that one of them may see."""
     hidden, layers = model.hidden_size, model.num_layers
     queries = model.num_heads * model.head_size
     gated = 2 if model.activation == "swiglu" else 1
@@ -272,11 +269,7 @@ def layer_products(model: ModelConfig, sequences: int, query_block: int, *, caus
         mlp = {f"{name} up": (hidden, gated * width), f"{name} down": (width, hidden)}
         yield from weight_products(tokens, mlp, count) if width and count else ()
     heads, head_size, length = sequences * model.num_heads, model.head_size, model.sequence_length
-    window = model.window_in(length)
-    for start in range(0, length, query_block):
-        end = min(start + query_block, length)
-        first = max(0, start - window + 1) if window else 0
-        block, keys = end - start, (end if causal else length) - first
+    for block, keys in AttentionMask.of_model(model, length).block_sizes(length, query_block):
         # forward: scores; gradient of the probabilities
         yield MatrixProduct(f"attention scores, {keys} keys", 2 * layers, heads, block, head_size, keys)
         # forward: result; gradient of the queries

@@ -98,19 +98,10 @@ def seen(q_BTHK: Array, k_BSHK: Array, visible: AttentionMask, places: Places, d
     (batch, length), num_keys = q_BTHK.shape[:2], k_BSHK.shape[1]
     query_1T = places.queries.at(0, length, length)[None, :]
     start_11 = places.keys.at(0, 1, num_keys)[None, :]
-    # Limits of the keys, as positions in the sequence.
-    below, above = [start_11], [start_11 + num_keys]
-    if visible.causal:
-        above.append(query_1T + 1)
-    if visible.window is not None:
-        below.append(query_1T - (visible.window - 1))
-        above.append(query_1T + visible.window)
-    if visible.first_key_BT is not None:
-        below.append(visible.first_key_BT)
-    if visible.num_keys_B is not None:
-        above.append(visible.num_keys_B[:, None])
-    first, last = functools.reduce(jnp.maximum, below), functools.reduce(jnp.minimum, above)
-    first_BT, last_BT = (jnp.broadcast_to(x - start_11, (batch, length)) for x in (first, last))
+    lower, upper = visible.bounds(query_1T)
+    first = functools.reduce(jnp.maximum, lower, start_11)
+    last = functools.reduce(jnp.minimum, upper, start_11 + (num_keys - 1))
+    first_BT, last_BT = (jnp.broadcast_to(x - start_11, (batch, length)) for x in (first, last + 1))
     pieces = places.queries.count
     if drop_BH is None:
         return Seen(first_BT, last_BT, pieces=pieces)

@@ -18,7 +18,7 @@ class FamilyEntry:
 
     @property
     def continues_text(self) -> bool:
-        """Whether it is a language model, which predicts the next token."""
+        """Whether it is a language model: tokens see only those before them, and predict the next one."""
         return self.samples == "text"
 
 

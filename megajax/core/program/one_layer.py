@@ -21,7 +21,7 @@ from megajax.core.errors import UserError
 from megajax.core.mesh import make_abstract_mesh, make_mesh
 from megajax.core.models.attend import IMPLEMENTATIONS, attend
 from megajax.core.models.attention import ATTENTION_WEIGHTS
-from megajax.core.models.attention_mask import FROM_START, Pieces, Places
+from megajax.core.models.attention_mask import FROM_START, AttentionMask, Pieces, Places
 from megajax.core.models.attention_setting import Setting
 from megajax.core.models.context_attention import copies
 from megajax.core.models.family import StagedModel
@@ -60,19 +60,15 @@ class OneLayer:
         row_B = jnp.arange(next(iter(batch.values())).shape[0], dtype=jnp.int32)
         dropout = Dropout.at(self.model.dropout, self.program.config.seed, jnp.zeros((), jnp.int32), row_B)
         context = self._layers.context(batch, dropout)
-        visible, places, own = context.visible, FROM_START, self.num_queries
+        places, own, tokens = FROM_START, self.num_queries, [slice(None)]
         if self.way == "gather":  # the first device's, from the front and from the back
             piece = own // 2
             starts = (0, self.length - piece)
             places, tokens = Places(Pieces(starts)), [slice(start, start + piece) for start in starts]
         elif self.way == "window":
-            before = self.num_keys - own
             start = jnp.asarray([self.length - own], jnp.int32)
-            places = Places(Pieces(None, start), Pieces(None, start - before), ahead=before)
-            tokens = [slice(self.length - own, self.length)]
-        if places != FROM_START and visible.first_key_BT is not None:
-            first_BT = jnp.concatenate([visible.first_key_BT[:, each] for each in tokens], axis=1)
-            visible = dataclasses.replace(visible, first_key_BT=first_BT)
+            places, tokens = Places.with_keys_before(start, self.num_keys - own), [slice(self.length - own, None)]
+        visible = context.visible.of_queries(lambda x_BT: jnp.concatenate([x_BT[:, each] for each in tokens], axis=1))
         return Setting(visible, context.dropout.fold(ATTENTION_WEIGHTS), backend, places)
 
     @property
@@ -83,8 +79,8 @@ class OneLayer:
     @property
     def num_keys(self) -> int:
         """Of the keys that these queries may see."""
-        window = self.model.window_in(self.length)
-        return self.num_queries + window - 1 if self.way == "window" and window else self.length
+        before = AttentionMask.of_model(self.model, self.length).before
+        return self.num_queries + before if self.way == "window" and before is not None else self.length
 
     def attention(self, forms: Forms) -> FormQuestion:
         """Attention of a layer. Forms that cannot compute it are left out, and so are equal ones."""

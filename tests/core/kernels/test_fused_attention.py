@@ -42,14 +42,12 @@ def _at(*starts: int) -> Pieces:
 LIMITS = {
     "everything": (AttentionMask(), FROM_START, LENGTH, LENGTH),
     "causal": (CAUSAL, FROM_START, LENGTH, LENGTH),
-    "documents": (AttentionMask.of_documents(jnp.asarray(DOCUMENTS)), FROM_START, LENGTH, LENGTH),
-    "padding": (AttentionMask.of_padded(jnp.asarray([LENGTH // 3], jnp.int32)), FROM_START, LENGTH - 27, LENGTH - 27),
+    "documents": (CAUSAL.in_documents(jnp.asarray(DOCUMENTS)), FROM_START, LENGTH, LENGTH),
+    "padding": (AttentionMask().padded(jnp.asarray([LENGTH // 3], jnp.int32)), FROM_START, LENGTH - 27, LENGTH - 27),
     "window": (AttentionMask(window=WINDOW), FROM_START, LENGTH, LENGTH),
     "documents in a window": (
-        AttentionMask.of_documents(jnp.asarray(DOCUMENTS), WINDOW),
-        FROM_START,
-        LENGTH,
-        LENGTH,
+        *(AttentionMask(causal=True, window=WINDOW).in_documents(jnp.asarray(DOCUMENTS)), FROM_START),
+        *(LENGTH, LENGTH),
     ),
     "two pieces": (CAUSAL, Places(_at(64, 192)), LENGTH, 2 * LENGTH),
     "two tiles of queries": (AttentionMask(causal=True, window=LENGTH + WINDOW), FROM_START, 2 * LENGTH, 2 * LENGTH),

@@ -3,6 +3,7 @@ dropout, with fewer heads of keys, and wherever queries stand."""
 
 import dataclasses
 from functools import partial
+from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +39,8 @@ def positions(length: int) -> np.ndarray:
 LIMITS = {
     "everything": lambda length: AttentionMask(),
     "causal": lambda length: CAUSAL,
-    "documents": lambda length: AttentionMask.of_documents(jnp.asarray(positions(length))),
-    "padding": lambda length: AttentionMask.of_padded(jnp.asarray([length, length // 3, 0], jnp.int32)),
+    "documents": lambda length: CAUSAL.in_documents(jnp.asarray(positions(length))),
+    "padding": lambda length: AttentionMask().padded(jnp.asarray([length, length // 3, 0], jnp.int32)),
     "window": lambda length: AttentionMask(window=9),
     "causal window": lambda length: AttentionMask(causal=True, window=50),
 }
@@ -171,8 +172,8 @@ def test_what_cudnn_is_asked_for():
         said = str(traced)
         return FUSED_FORWARD in said and (not window or f"sliding_window_length={window}" in said)
 
-    assert asks_cudnn(CAUSAL) and asks_cudnn(AttentionMask.of_padded(jnp.full(BATCH, 9, jnp.int32)))
-    assert not asks_cudnn(AttentionMask.of_documents(np.zeros((BATCH, 16), np.int32)))
+    assert asks_cudnn(CAUSAL) and asks_cudnn(AttentionMask().padded(jnp.full(BATCH, 9, jnp.int32)))
+    assert not asks_cudnn(CAUSAL.in_documents(np.zeros((BATCH, 16), np.int32)))
     assert asks_cudnn(AttentionMask(causal=True, window=3), window=3)
     assert not asks_cudnn(AttentionMask(window=3))
     assert not asks_cudnn(CAUSAL, Places(queries=Pieces((16,))))
@@ -220,13 +221,16 @@ def test_a_mask_is_every_limit_at_once(limit):
     visible = LIMITS[limit](length)
     first, last = visible.key_range(start, end, length)
     query_T, key_S = jnp.arange(start, end), jnp.arange(first, last)
-    mask = visible.mask(query_T, key_S, slice(start, end))
+    mask = visible.of_queries(lambda x_BT: x_BT[:, start:end]).mask(query_T[None], key_S[None])
     expected = sees(limit, length)[:, start:end]
     outside = np.ones(length, bool)
     outside[first:last] = False
     assert not expected[..., outside].any()
     found = np.ones((1, 1, 1), bool) if mask is None else np.asarray(mask)
     np.testing.assert_array_equal(np.broadcast_to(found, expected[..., first:last].shape), expected[..., first:last])
+    if limit not in ("documents", "padding"):  # which no count depends on
+        total = sum(map(prod, visible.block_sizes(length, 1)))
+        assert total == sees(limit, length)[0].sum() and abs(visible.keys_seen(length) - total / length) <= 1
 
 
 @pytest.mark.parametrize("limit", [full("padding"), "documents", full("causal window")])
@@ -241,9 +245,7 @@ def test_queries_may_stand_anywhere(limit, dynamic):
 
     @partial(jax.jit, static_argnums=2)
     def attention(start_P, queries_T, starts, q, k, v, grad):
-        seen = visible
-        if visible.first_key_BT is not None:
-            seen = dataclasses.replace(visible, first_key_BT=visible.first_key_BT[:, queries_T])
+        seen = visible.of_queries(lambda x_BT: x_BT[:, queries_T])
         places = Places(Pieces(starts, start_P), Pieces((length,)))
 
         def run(q, k, v):

@@ -1,5 +1,7 @@
 """A token at a time from a cache gives the logits that the whole sequence gives, at every position, on every mesh."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 from tiny import QWEN3, drawn_params, full, tiny_config, tiny_program
 
 from megajax.core.backend import CPU
-from megajax.core.models.cache import decode_step, prefill, visible_slots
+from megajax.core.models.attention_mask import AttentionMask
+from megajax.core.models.cache import decode_step, prefill, slot_positions
 from megajax.core.models.family import StagedModel
 from megajax.core.parallel.boundary import F_AND_G
 from megajax.core.parallel.collectives import complete
@@ -24,6 +27,7 @@ def logits_of(program, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Logits [rows, T, V] of the whole sequences, and of each row from the end of its prompt on, by a cache."""
     model = StagedModel(program.config.model, F_AND_G, CPU)
     num_layers, rest = program.config.model.num_layers, tokens.shape[1] - LENGTHS.max()
+    num_slots = PROMPT + rest + 2
 
     def region(params, tokens_BT, length_B):
         shared = params["shared"]
@@ -44,7 +48,7 @@ def logits_of(program, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         context, x_BTD = embed({"tokens": prompt_BT})
         caches = []
         for number, layer in enumerate(layers):
-            x_BTD, aux = model.block(layer)(x_BTD, context, number, prefill(PROMPT + rest + 2))
+            x_BTD, aux = model.block(layer)(x_BTD, context, number, prefill(num_slots))
             caches.append(aux["cache"])
         first_B1D = jnp.take_along_axis(x_BTD, (length_B - 1)[:, None, None], axis=1)
 
@@ -52,11 +56,11 @@ def logits_of(program, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             position_B1, slot = (length_B + number)[:, None], PROMPT + number
             token_B1 = jnp.take_along_axis(tokens_BT, position_B1, axis=1)
             context, x_B1D = embed({"tokens": token_B1, "positions": position_B1})
-            window = program.config.model.sliding_window
-            visible_BS = visible_slots(PROMPT + rest + 2, length_B, jnp.int32(PROMPT), slot, window)
+            context = dataclasses.replace(context, visible=AttentionMask.of_model(program.config.model, num_slots))
+            positions = position_B1, slot_positions(num_slots, length_B, jnp.int32(PROMPT))
             filled = []
             for layer, weights, cache in zip(range(num_layers), layers, caches, strict=True):
-                x_B1D, aux = model.block(weights)(x_B1D, context, layer, decode_step(cache, slot, visible_BS))
+                x_B1D, aux = model.block(weights)(x_B1D, context, layer, decode_step(cache, slot, *positions))
                 filled.append(aux["cache"])
             return filled, ends.logits(x_B1D)[:, 0]
 

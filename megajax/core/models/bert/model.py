@@ -37,7 +37,7 @@ class Bert(nnx.Module):
     """The model; `blocks` holds all layers stacked along a leading dim `layers`."""
 
     def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
-        self.boundary = boundary
+        self.boundary, self.config = boundary, config
         hidden, length = config.hidden_size, config.sequence_length
 
         def table(name: str, rows: int, dim: str) -> nnx.Param:
@@ -47,7 +47,6 @@ class Bert(nnx.Module):
         self.positions = table("positions", length, "position")
         self.token_types = table("token_types", TOKEN_TYPES, "token_type")
         self.norm = LayerNorm(hidden, config.norm_epsilon)  # after the embedding ("post") or the last layer ("pre")
-        self.order = config.layer_order
         self.blocks = stacked(lambda n: Block(config, key / "blocks" / n, boundary, backend), config.num_layers)
         self.head: Any = HEADS[config.head](config, key, boundary, backend)
 
@@ -56,7 +55,8 @@ class Bert(nnx.Module):
         length = batch["length"]
         if length.ndim == 2:
             dropout = dropout.of_parts(length.shape[1])
-        return Context(dropout, AttentionMask.of_padded(length.reshape(-1)), boundary=self.boundary)
+        visible = AttentionMask.of_model(self.config, batch["tokens"].shape[-1]).padded(length.reshape(-1))
+        return Context(dropout, visible, boundary=self.boundary)
 
     def embed(self, batch: Mapping[str, Array], context: Context) -> Array:
         """Embeddings of tokens, positions and token types, with dropout, [B, T, D], or [B C, T, D] for a choice; with
@@ -69,13 +69,13 @@ class Bert(nnx.Module):
             x_BTD = jnp.where(own_BT1, jax.lax.stop_gradient(x_BTD), x_BTD)
         x_BTD += self.boundary.own_tokens(self.positions[...][: tokens_BT.shape[1]], 0)[None]
         x_BTD += jnp.take(self.token_types[...], self.boundary.own_tokens(types_BT), axis=0, mode="clip")
-        if self.order == "post":
+        if self.config.layer_order == "post":
             x_BTD = self.norm(x_BTD)
         return context.dropout.fold(EMBEDDING_SITE)(x_BTD, self.boundary.token_index(x_BTD))
 
     def finished(self, x_BTD: Array) -> Array:
         """The input of the head, from the last layer's output."""
-        return named(self.norm(x_BTD), "final_norm", self.boundary.split) if self.order == "pre" else x_BTD
+        return named(self.norm(x_BTD), "final_norm", self.boundary.split) if self.config.layer_order == "pre" else x_BTD
 
     def logits(self, x_BTD: Array) -> tuple[Array, Array]:
         """In pretraining: this device's columns of every token's logits, and the logits of the order."""
@@ -104,10 +104,10 @@ def _products(model: ModelConfig, sequences: int, query_block: int) -> list[Matr
     """All products of a step, except those of heads with few outputs."""
     if model.head != "pretraining":
         texts = sequences * (model.num_classes if model.head == "choice" else 1)
-        return list(layer_products(model, texts, query_block, causal=False))
+        return list(layer_products(model, texts, query_block))
     size, masked = model.hidden_size, most_masked(model.sequence_length)
     heads = {"head": (size, model.padded_vocab_size), "head, dense layer": (size, size)}
-    layers = layer_products(model, sequences, query_block, causal=False)
+    layers = layer_products(model, sequences, query_block)
     return [*layers, *weight_products(sequences * masked, heads)]
 
 
@@ -116,5 +116,4 @@ FAMILY = Family(
     form=_form,
     products=_products,
     linear_embedding=lambda config: config.layer_order == "pre" and config.head != "span",
-    bidirectional=True,
 )

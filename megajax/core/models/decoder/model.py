@@ -32,7 +32,7 @@ class TransformerDecoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
         self.vocab_size = config.vocab_size
-        self.boundary, self.backend, self.window_in = boundary, backend, config.window_in
+        self.boundary, self.backend, self.config = boundary, backend, config
         self.has_experts = config.num_experts > 0
 
         def table(name: str, rows: int, dim: str) -> nnx.Param:
@@ -54,12 +54,11 @@ class TransformerDecoder(nnx.Module):
     def context(self, batch: Mapping[str, Array], dropout: Dropout) -> Context:
         """See `FamilyModel`. If the batch has documents, tokens see only their own, and positions restart in each."""
         length, position_BT = batch["tokens"].shape[1], batch.get("positions")
-        window = self.window_in(length)
-        visible = AttentionMask(causal=True, window=window)
+        visible = AttentionMask.of_model(self.config, length)
         if position_BT is None:
             position_BT = jnp.arange(length, dtype=jnp.int32)[None]
         else:
-            visible = AttentionMask.of_documents(position_BT, window)
+            visible = visible.in_documents(position_BT)
         rotary_BT = self.boundary.context_tokens(position_BT) if self.positions is None else None
         real_BT = real_tokens(batch) if self.has_experts else None
         return Context(dropout, visible, rotary_BT, real_BT, boundary=self.boundary)
@@ -136,7 +135,7 @@ def real_tokens(batch: Mapping[str, Array]) -> Array:
 def _products(model: ModelConfig, sequences: int, query_block: int) -> list[MatrixProduct]:
     shapes = {"head": (model.hidden_size, model.padded_vocab_size)}
     head = weight_products(sequences * model.sequence_length, shapes)
-    return [*layer_products(model, sequences, query_block, causal=True), *head]
+    return [*layer_products(model, sequences, query_block), *head]
 
 
 FAMILY = Family(
