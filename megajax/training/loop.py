@@ -144,7 +144,7 @@ class Trainer:
             if at_once or step == self.trace.last:
                 self._catch_up()
             if step == self.trace.last:
-                self._report_trace(step, step_function)
+                self._end_trace()
             if config.evaluate and self._due(step, config.evaluate_every):
                 self._catch_up()
                 self._evaluate(step)
@@ -174,11 +174,10 @@ class Trainer:
         self.ready = time.perf_counter()
         return compiled
 
-    def _report_trace(self, step: int, step_function: Compiled) -> None:
-        with self.log.display.phase("reading the trace", announced=False):
-            lines = self.trace.finish(step_function.as_text() or "")
-        self.log.display.print("\n".join(lines))
-        self.log.record_text(step, "profile", "\n".join(lines))
+    def _end_trace(self) -> None:
+        with self.log.display.phase("writing the trace", announced=False):
+            line = self.trace.finish()
+        self.log.display.print(line)
         self.ready = time.perf_counter()
 
     def _asks(self) -> tuple[int, int]:

@@ -1,8 +1,7 @@
-"""`--profile STEPS`, a trace that tools open and a table of parts, and `--profile-pipeline`."""
+"""`--profile STEPS`, a trace that tools open, and `--profile-pipeline`."""
 
 import gzip
 import json
-import re
 from pathlib import Path
 
 import jax
@@ -14,18 +13,11 @@ from megajax.training import pipeline_timing
 
 
 def test_a_trace_of_two_steps(commands: Commands, straight: Run, tmp_path: Path) -> None:
-    """In the run directory, with the program's scopes; the losses are those of a run without it. A start after these
-    steps goes on without a trace."""
+    """In the run directory; the losses are those of a run without it. A start after these steps goes on without a
+    trace."""
     done = commands.train(tmp_path, "--train.steps", 5, "--profile", "3:4")
     (session,) = (tmp_path / "profile" / "plugins" / "profile").iterdir()
-    lines = done.out.splitlines()
-    assert f"profile of steps 3 to 4: {session}" in lines
-    rows = {row[:34].strip(): row[34:].split() for row in lines[lines.index(f"profile of steps 3 to 4: {session}") :]}
-    parts = {"attention, products", "attention, scores", "MLP", "norms", "head and loss", "optimizer"}
-    assert parts <= rows.keys()
-    assert all(float(cell) >= 0 for part in parts for cell in rows[part][:-1])
-    total, span = map(float, re.findall(r"([\d.]+) ms", done.out.partition("operations take")[2])[:2])
-    assert total > 0 and span > 0
+    assert f"profile of steps 3 to 4: {session}" in done.out.splitlines()
     (trace,) = session.glob("*.trace.json.gz")
     assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"], "what Perfetto opens"
     (planes,) = session.glob("*.xplane.pb")
