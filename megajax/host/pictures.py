@@ -2,9 +2,20 @@
 
 import contextlib
 import gc
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+
+def new_figure(inches: tuple[float, float], dpi: int) -> Any:
+    """An empty matplotlib figure that needs no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=inches, dpi=dpi, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 @contextlib.contextmanager
@@ -25,7 +36,9 @@ def save(figure: Any, path: Path, mark: bytes) -> None:
     """Write a matplotlib figure as .png or .svg, with `mark` in its metadata."""
     kind = path.suffix.lower().removeprefix(".")
     name = {"png": "Software", "svg": "Creator"}[kind]
-    figure.savefig(path, format=kind, metadata={name: mark.decode()})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)  # a name in any script
+        figure.savefig(path, format=kind, metadata={name: mark.decode()})
 
 
 def is_marked(file: Path, mark: bytes) -> bool:

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +12,10 @@ import numpy.typing as npt
 
 from megajax.host.files import file_atomically
 from megajax.host.paths import identity
-from megajax.host.pictures import freed
+from megajax.host.pictures import freed, new_figure, save
 from megajax.training.trackers import Tracker
 
 _SMOOTHED = 40  # shorter lines are not smoothed
-_COLUMNS = 1800  # in which points are distinguished: twice the pixels of the plot's width
 _BLUE, _RED, _GRAY = "#4477aa", "#ee6677", "#777777"
 
 
@@ -47,54 +45,80 @@ class Curves:
             self.resumed.append(record["resumed_from"])
 
 
-class LossPlot(Tracker):
-    """Redraws loss.png at every validation and at the end, if the run directory still exists; `curves` are those of
-    earlier starts."""
+class Plot(Tracker):
+    """Redraws a picture in the run directory at every validation and at the end, if the directory still exists and
+    there is something new to draw."""
 
     tries_again = True
 
+    def __init__(self, run_dir: Path, file: str):
+        self._run_dir, self._file, self._folder = run_dir, run_dir / file, identity(run_dir)
+        self._drawn = 0  # what `points` was
+        self.name = str(self._file)
+
+    def points(self) -> int:
+        """How many points the picture would show."""
+        raise NotImplementedError
+
+    def draw(self, path: Path, name: str) -> None:
+        """Draw the picture of the run called `name`, atomically."""
+        raise NotImplementedError
+
+    def figures(self, step: int, figures: Mapping[str, float]) -> None:
+        if "validation_loss" in figures:
+            self._redraw()
+
+    def close(self, *, finished: bool) -> None:
+        self._redraw()
+
+    def _redraw(self) -> None:
+        points = self.points()
+        if points != self._drawn and identity(self._run_dir) == self._folder:
+            self._drawn = points
+            with freed():
+                self.draw(self._file, self._run_dir.resolve().name)
+
+
+def save_plot(figure: Any, path: Path) -> None:
+    """Write a figure as a PNG, atomically."""
+    with file_atomically(path) as new:
+        save(figure, new, b"megajax train")
+
+
+class LossPlot(Plot):
+    """loss.png; `curves` are those of earlier starts."""
+
     def __init__(self, run_dir: Path, curves: Curves):
-        self._run_dir, self._curves, self._folder = run_dir, curves, identity(run_dir)
-        self._drawn: tuple[int, int] | None = None  # how many points the plot shows
-        self.name = str(run_dir / "loss.png")
+        super().__init__(run_dir, "loss.png")
+        self._curves = curves
+
+    def points(self) -> int:
+        return len(self._curves.training) + len(self._curves.validation)
+
+    def draw(self, path: Path, name: str) -> None:
+        plot_loss(path, name, self._curves)
 
     def figures(self, step: int, figures: Mapping[str, float]) -> None:
         self._curves.add({"step": step, **figures})
-        if "validation_loss" in figures:
-            self._draw()
-
-    def close(self, *, finished: bool) -> None:
-        self._draw()
-
-    def _draw(self) -> None:
-        points = len(self._curves.training), len(self._curves.validation)
-        if any(points) and points != self._drawn and identity(self._run_dir) == self._folder:
-            self._drawn = points
-            with freed():
-                plot_loss(self._run_dir / "loss.png", self._run_dir.resolve().name, self._curves)
+        super().figures(step, figures)
 
 
 def plot_loss(path: Path, name: str, curves: Curves) -> None:
     """Draw training and validation loss over the steps as a PNG titled `name`, atomically."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(8, 4.5), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure((8, 4.5), dpi=130)
     axes = figure.add_subplot()
     _draw_training(axes, _finite(curves.training))
     validation = _finite(curves.validation)
     if len(validation):
         style: dict[str, Any] = {"linewidth": 1.6, "color": _RED, "marker": "o", "markersize": 4}
-        axes.plot(*thinned(validation).T, label=f"validation (last {validation[-1, 1]:.3f})", **style)
+        axes.plot(*validation.T, label=f"validation (last {validation[-1, 1]:.3f})", **style)
     bottom = axes.get_xaxis_transform()  # x in steps, y from 0 to 1
     if curves.skipped:
         style = {"color": "black", "markersize": 5, "label": f"{len(curves.skipped)} skipped"}
-        shown = thinned(np.array([(step, 0.02) for step in curves.skipped]))
-        axes.plot(*shown.T, "x", transform=bottom, **style)
-    resumed = thinned(np.array([(step, 0.0) for step in curves.resumed]).reshape(-1, 2))
-    for number, step in enumerate(resumed[:, 0]):
+        axes.plot(curves.skipped, [0.02] * len(curves.skipped), "x", transform=bottom, **style)
+    for number, step in enumerate(curves.resumed):
         label = f"{len(curves.resumed)} resumed" if number == 0 else ""  # one label for all lines
         axes.axvline(step, linewidth=1.0, linestyle=":", color=_GRAY, label=label)
     axes.set_title(name, parse_math=False)
@@ -103,11 +127,9 @@ def plot_loss(path: Path, name: str, curves: Curves) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, loc="upper right")
     _add_tokens(axes, curves.tokens)
-    with file_atomically(path) as new, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)  # a name in any script
-        figure.savefig(new, format="png", metadata={"Software": "megajax train"})
+    save_plot(figure, path)
 
 
 def _finite(points: list[tuple[int, float]]) -> npt.NDArray[np.float64]:
@@ -123,21 +145,9 @@ def _draw_training(axes: Any, points: npt.NDArray[np.float64]) -> None:
         marker = "." if len(points) == 1 else None
         axes.plot(*points.T, linewidth=0.9, color=_BLUE, marker=marker, label=f"training ({last})")
         return
-    axes.plot(*thinned(points).T, linewidth=0.7, color=_BLUE, alpha=0.35, label=f"training, every step ({last})")
+    axes.plot(*points.T, linewidth=0.7, color=_BLUE, alpha=0.35, label=f"training, every step ({last})")
     mean = np.stack([points[:, 0], smoothed(points[:, 1])], axis=1)
-    axes.plot(*thinned(mean).T, linewidth=1.6, color=_BLUE, label=f"training, smoothed (last {mean[-1, 1]:.3f})")
-
-
-def thinned(points: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """The points that a plot shows of many, [points, 2]: the lowest and the highest of neighbours, and both ends."""
-    if len(points) <= 2 * _COLUMNS:
-        return points
-    parts = np.array_split(points[:, 1], _COLUMNS)
-    starts = np.cumsum([0, *map(len, parts)])
-    kept = {0, len(points) - 1}
-    for start, part in zip(starts.tolist(), parts, strict=False):
-        kept |= {start + int(part.argmin()), start + int(part.argmax())}
-    return points[sorted(kept)]
+    axes.plot(*mean.T, linewidth=1.6, color=_BLUE, label=f"training, smoothed (last {mean[-1, 1]:.3f})")
 
 
 def smoothed(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -156,7 +166,7 @@ def _add_tokens(axes: Any, tokens: list[tuple[int, int]]) -> None:
         return
     from matplotlib.ticker import EngFormatter
 
-    steps, totals = thinned(np.array([(0, 0), *tokens], np.float64)).T
+    steps, totals = np.array([(0, 0), *tokens], np.float64).T
     above = axes.secondary_xaxis("top", functions=(_through(steps, totals), _through(totals, steps)))
     above.xaxis.set_major_formatter(EngFormatter(sep=""))
     above.set_xlabel("tokens")

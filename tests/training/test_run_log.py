@@ -194,27 +194,6 @@ def test_the_list_of_the_end_has_what_is_drawn_at_the_end(
     assert f"  {tmp_path / 'loss.png'}  loss curves\n" in capsys.readouterr().out
 
 
-def test_a_picture_of_very_many_points_shows_their_extremes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the ends; what lies between is not drawn, which would take long."""
-    drawn: list[np.ndarray] = []
-
-    def save(figure: Figure, new: Path, **_: object) -> None:
-        drawn.extend(line.get_xydata() for axes in figure.axes for line in axes.lines)
-        new.touch()
-
-    monkeypatch.setattr(Figure, "savefig", save)
-    points = [(step, 3.0 + step % 7) for step in range(1, 100_001)]
-    points[54_321] = (54_322, 99.0)
-    numbers = list(range(1, 100_001))
-    plot_loss(tmp_path / "loss.png", "run", Curves(points, points, [], numbers, [5, 7]))
-    training, _, validation, skipped, *resumed = drawn
-    assert all(len(each) <= 3602 for each in drawn) and len(resumed) == 2
-    for line in (training, validation):
-        assert [54_322.0, 99.0] in line.tolist() and line[0, 0] == 1 and line[-1, 0] == 100_000
-        assert line[:, 1].min() == 3 and np.all(np.diff(line[:, 0]) > 0)
-    assert skipped[-1, 0] == 100_000
-
-
 def test_a_terminal_shows_a_bar_with_loss_speed_and_time_left() -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=200, color_system=None, legacy_windows=False, _environ={})
