@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from megajax.host.pictures import new_figure, save
+from megajax.host.pictures import save
 from megajax.plan.machines import GIB, Machine
 from megajax.plan.search import Candidate, Found, schedule_in_words
 
@@ -20,7 +20,11 @@ def draw_search(path: Path, title: str, found: Found, machine: Machine) -> None:
 
     Raises `OSError` if the file cannot be written.
     """
-    figure = new_figure((11, 6), dpi=90)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 6), dpi=90, layout="constrained")
+    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     fastest, usable = found.fitting[0].seconds, machine.usable / GIB
     right, low, high = 1.02 * usable, 0.85 * fastest, _SLOWEST * fastest
