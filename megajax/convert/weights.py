@@ -6,6 +6,7 @@ all their heads, J queries, keys and values together, K head size, F feed-forwar
 feed-forward, L layers; a digit is a literal size.
 """
 
+import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megajax.core.backend import CPU
+from megajax.core.config import MeshConfig
 from megajax.core.mesh import make_mesh
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.family import StagedModel
@@ -144,6 +146,7 @@ def whole_model(config: ModelConfig) -> StagedModel:
 
 def whole_layout(config: Config) -> StateLayout:
     """The layout of a run's state on one CPU device."""
+    config = dataclasses.replace(config, mesh=MeshConfig())
     return StateLayout(config, make_mesh(jax.devices()[:1]), whole_model(config.model))
 
 

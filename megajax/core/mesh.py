@@ -118,52 +118,38 @@ def local_shape(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, i
     return tuple(size // count for size, count in zip(shape, parts, strict=True))
 
 
-def zero_spec(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> PartitionSpec:
-    """A weight's `spec` with all batch axes that do not shard the weight yet added to one dim (ZeRO): the largest that
-    they divide together, if possible one that is not sharded yet. The spec is unchanged if they divide none. `sizes`
-    are those of the mesh axes."""
-    axes = unused_batch_axes(spec)
-    shards = math.prod(sizes[axis] for axis in axes)
-    entries = [*spec, *[None] * (len(shape) - len(spec))]
-    local = local_shape(spec, shape, sizes)
+def zero_sharding(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> Sharding:
+    """What ZeRO adds to a weight's `spec`: all batch axes that do not shard the weight yet, on one dim: the largest
+    that they divide together, if possible one that is not sharded yet; nothing if they divide none. `sizes` are those
+    of the mesh axes."""
+    axes = tuple(axis for axis in BATCH_AXES if axis not in spec_axes(spec))
+    shards, local = math.prod(sizes[axis] for axis in axes), local_shape(spec, shape, sizes)
     divisible = [dim for dim, size in enumerate(local) if size % shards == 0 and shards > 1]
-    free = [dim for dim in divisible if entries[dim] is None]
-    if divisible:
-        dim = max(free or divisible, key=lambda dim: local[dim])
-        entries[dim] = (*entry_axes(entries[dim]), *axes)
+    if not divisible:
+        return NOT_SHARDED
+    free = [dim for dim in divisible if spec[dim] is None]
+    return Sharding(max(free or divisible, key=lambda dim: local[dim]) - len(shape), axes)
+
+
+def sharded_spec(spec: PartitionSpec, sharding: Sharding) -> PartitionSpec:
+    """A `spec` with an entry for every dim, and what a `sharding` adds to it."""
+    entries = [*spec]
+    if sharding != NOT_SHARDED:
+        entries[sharding.dim] = (*entry_axes(entries[sharding.dim]), *sharding.axes)
     return PartitionSpec(*entries)
 
 
-def zero_sharding(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> Sharding:
-    """What `zero_spec` adds to a weight's spec."""
-    sharded, axes = zero_spec(spec, shape, sizes), unused_batch_axes(spec)
-    dim = dim_over(axes, sharded)
-    return NOT_SHARDED if dim is None else Sharding(dim - len(shape), axes)
-
-
-def unused_batch_axes(spec: PartitionSpec) -> tuple[str, ...]:
-    """The batch axes that do not shard a weight with this spec, over which its gradients are summed."""
-    return tuple(axis for axis in BATCH_AXES if axis not in spec_axes(spec))
-
-
-def shard_unused_axes(
-    spec: PartitionSpec, shape: Sequence[int], mesh: Mesh, dims: Sequence[int] | None = None
-) -> PartitionSpec:
-    """An array's `spec` with every missing axis added to the dim with the largest shards, among those of `dims` (by
-    default all) that the axis divides."""
+def shard_unused_axes(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
+    """An array's `spec` with every missing axis added to the dim with the largest shards, among those that the axis
+    divides."""
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     for axis, size in sorted(mesh.shape.items(), key=lambda item: -item[1]):
         local = NamedSharding(mesh, PartitionSpec(*entries)).shard_shape(tuple(shape))
-        divisible = [dim for dim in (range(len(shape)) if dims is None else dims) if local[dim] % size == 0]
+        divisible = [dim for dim in range(len(shape)) if local[dim] % size == 0]
         if axis not in spec_axes(spec) and size > 1 and divisible:
             dim = max(divisible, key=lambda dim: local[dim])
             entries[dim] = (*entry_axes(entries[dim]), axis)
     return PartitionSpec(*entries)
-
-
-def dim_over(axes: Sequence[str], spec: PartitionSpec) -> int | None:
-    """The dim that a spec shards over `axes`; None if there is none."""
-    return next((dim for dim, entry in enumerate(spec) if {*axes} <= {*entry_axes(entry)}), None)
 
 
 def shardings(mesh: Mesh, specs):

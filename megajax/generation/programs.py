@@ -61,10 +61,9 @@ class DecodingPrograms:
         self.state_specs = STATE_SPECS | ({"seen": ROWS} if sampling.penalizes else {})
         self._model = StagedModel(self._config.forward_only, F_AND_G, program.backend)
         self._adapters = program.layout.adapters
-        specs = program.layout.specs.params
-        layer_specs = map_specs(lambda spec: PartitionSpec(*spec[3:]), specs["blocks"])
-        self._copies = LayerCopies(self._config, self._model, program.operand_dtype, both=False)
-        of_layers = [self._copies.specs_of_one(layer_specs, number) for number in range(self._config.num_blocks)]
+        specs = jax.tree.map(lambda weight: weight.spec, program.layout.weights)
+        self._copies = LayerCopies(self._config, program.layout.weights["blocks"], program.operand_dtype, both=False)
+        of_layers = [self._copies.specs_of_one(specs["blocks"], number) for number in range(self._config.num_blocks)]
         self.specs = {"shared": specs["shared"], "layers": of_layers}
 
     def unstacked(self, params: Tree) -> Tree:

@@ -9,20 +9,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict
 from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
 from megajax.core.backend import backend_of
-from megajax.core.mesh import make_mesh, mesh_spec
+from megajax.core.config import MeshConfig
+from megajax.core.mesh import RULES, make_mesh
 from megajax.core.models.family import StagedModel
 from megajax.core.models.router import in_compute_dtype
 from megajax.core.parallel.boundary import F_AND_G
 from megajax.core.parallel.collectives import TENSOR
 from megajax.core.parallel.random import Dropout
+from megajax.core.pipeline.placement import Placement
 from megajax.core.precision import COMPUTE_DTYPE, OPERAND_DTYPE
 from megajax.core.program.float8 import LayerCopies
 from megajax.core.program.program import batch_form
+from megajax.core.program.weight import weights_of
 from megajax.library.batches import Given, batch_of, inputs_of
 from megajax.settings.config import Config
 
@@ -42,9 +44,9 @@ class PlainModel:
         self.config, self.form = config, batch_form(config)
         self._mesh: Mesh = make_mesh([device or jax.devices()[0]])
         self._cut = StagedModel(config.model, F_AND_G, backend_of(self._mesh))
-        self._copies = LayerCopies(config.model, self._cut, OPERAND_DTYPE.get(config.precision), both=True)
-        logical = flatten_dict(self._cut.logical_specs["blocks"])
-        self._specs = {path: PartitionSpec(None, None, *mesh_spec(spec)) for path, spec in logical.items()}
+        stack = Placement(config.model.num_blocks, num_stages=1)
+        records = weights_of(self._cut, None, RULES, stack, MeshConfig().sizes, zero_stage=0)
+        self._copies = LayerCopies(config.model, records["blocks"], OPERAND_DTYPE.get(config.precision), both=True)
         of_tokens = PartitionSpec(None, None, TENSOR)
         spec = of_tokens if config.model.head == "pretraining" else _WHOLE
         self._logits = self._compiled(self._logits_in_region, spec)  # jit recompiles for every new batch shape
@@ -95,7 +97,7 @@ class PlainModel:
             return self._cut.block(own)(x_BTD, context, number)[0], None
 
         numbers_L = jnp.arange(self.config.model.num_blocks, dtype=jnp.int32)
-        blocks = self._copies.added(computed["blocks"], self._specs, numbers_L)
+        blocks = self._copies.added(computed["blocks"], numbers_L)
         x_BTD, _ = lax.scan(layer, model.embed(batch, context), (numbers_L, blocks))
         return model, x_BTD, context
 

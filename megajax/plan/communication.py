@@ -17,13 +17,14 @@ from megajax.core.backend import GPU
 from megajax.core.config import MeshConfig
 from megajax.core.models.family import family_of
 from megajax.core.parallel.collectives import PIPE, TENSOR, spec_axes
+from megajax.core.parallel.shards import NOT_SHARDED
 from megajax.core.pipeline.deferral import Deferring
 from megajax.core.pipeline.schedule import make_schedule
 from megajax.core.program.communication import Collective
 from megajax.core.program.program import batch_form
+from megajax.core.program.weight import Shape, Weight
 from megajax.plan.costs import Sent, StepCost
 from megajax.plan.machines import Machine
-from megajax.plan.placed import Shape, ShardedWeight
 from megajax.plan.sizes import ONCE, Occurrences, Sizes, steady_state_microbatches
 from megajax.plan.traced import step_cost
 from megajax.plan.update import dealt
@@ -140,28 +141,23 @@ class WeightTraffic(Sizes):
 
     def gathered(self, purpose: str, room: str, times: Occurrences) -> Iterator[Communication]:
         """All weights of a room, `shared` or one layer of the `blocks`, and adapters."""
-        in_float8 = {each.placed: each for each in self.copies}
-        for placed in self._sharded(room, (*self.held.weights, *self.held.adapters)):
-            copies = in_float8.get(placed)
-            if copies is None or self.config.model.high_precision_ends != (0, 0):
-                item = placed.weight.item(self.item, self.wide)
-                yield one(purpose, GATHER, placed.batch_axes, placed.shard, item, times)
-            for shape, item in copies.gathered if copies else ():
-                yield one(purpose, GATHER, placed.batch_axes, shape, item, times)
+        for weight in _sharded_per_use(room, (*self.held.weights, *self.held.adapters)):
+            copied = self.is_copied(weight)
+            if not copied or self.config.model.high_precision_ends != (0, 0):
+                item = weight.computed_in(self.item, self.wide)
+                yield one(purpose, GATHER, weight.per_use.axes, weight.shard, item, times)
+            for shape, item, sharded in self.parts_of_copies(weight) if copied else ():
+                if sharded:
+                    yield one(purpose, GATHER, weight.per_use.axes, shape, item, times)
 
     def scattered(
         self, purpose: str, room: str, times: Occurrences, later: bool | None = None
     ) -> Iterator[Communication]:
         """Scatter the gradients of everything trained in a room; for a layer only those that come `later`, because they
         are deferred, or only the others."""
-        for placed in self._sharded(room, self.held.trained):
-            if later is None or later == (self.defers and placed.weight.of_product):
-                yield one(purpose, SCATTER, placed.batch_axes, placed.whole, self.summed, times)
-
-    def _sharded(self, room: str, weights: tuple[ShardedWeight, ...]) -> list[ShardedWeight]:
-        if self.zero < 3:
-            return []
-        return [placed for placed in weights if placed.weight.path[0] == room and placed.data_dim is not None]
+        for weight in _sharded_per_use(room, self.held.trained):
+            if later is None or later == (self.defers and weight.of_product):
+                yield one(purpose, SCATTER, weight.per_use.axes, weight.whole, self.summed, times)
 
     def p2p_transfers(self) -> Iterator[Communication]:
         """Activations to the next stage and gradients to the previous one, in every tick."""
@@ -188,36 +184,35 @@ class WeightTraffic(Sizes):
     def scales(self) -> Iterator[Communication]:
         """The scales of weights in 8 bits, if devices share the dim that a product sums over."""
         slots = self.layers_of_chunk * self.config.pipeline.chunks
-        for copies in self.copies_of_step:
-            for axes, order in zip(copies.axes, (copies.forward, copies.backward), strict=True):
+        for weight in self.copied_in_step:
+            scales = [shape for shape, *_ in self.parts_of_copies(weight)][1::2]
+            for axes, shape in zip(weight.axes_of_sides, scales, strict=True):
                 if axes:
-                    scale = order(copies.shape)[1]
-                    yield one("weights in 8 bits: scales", REDUCE, axes, (1, slots, *scale), 4, ONCE)
+                    yield one("weights in 8 bits: scales", REDUCE, axes, (1, slots, *shape), 4, ONCE)
 
     def after_the_loop(self) -> Iterator[Communication]:
         """Reduce gradients and losses to global sums; the global gradient norm; ZeRO-1's updated weights."""
-        divided = [placed for placed in self.held.trained if self._is_divided(placed)] if self.zero == 1 else []
-        for placed in divided:
-            whole = self._of_stage(placed, placed.whole)
-            yield one("gradients: over data", SCATTER, placed.batch_axes, whole, self.summed, ONCE)
-        for placed in self.held.trained:
-            missing = tuple(sorted(self._varying(placed) - self._axes_of(placed)))
+        per_step = [weight for weight in self.held.trained if weight.per_step != NOT_SHARDED]
+        for weight in per_step:
+            whole = weight.stage_shape(NOT_SHARDED)
+            yield one("gradients: over data", SCATTER, weight.per_step.axes, whole, self.summed, ONCE)
+        for weight in self.held.trained:
+            missing = tuple(sorted(self._varying(weight) - _axes_of(weight)))
             if missing:
-                shape = self._of_stage(placed, placed.shard if self._is_divided(placed) else placed.whole)
+                shape = weight.stage_shape(weight.owned)
                 yield one(f"gradients: over {' and '.join(missing)}", REDUCE, missing, shape, self.summed, ONCE)
         axes = tuple(sorted(BATCH_AXES if self.splits_vocabulary else (*BATCH_AXES, PIPE)))
         for _ in self._losses:
             yield one("losses: sums", REDUCE, axes, (), max(4, self.summed), ONCE)
         yield from self._loads()
         # One number for all weights that are sharded over the same axes.
-        for axes in dict.fromkeys(tuple(sorted(self._axes_of(placed))) for placed in self.held.trained):
+        for axes in dict.fromkeys(tuple(sorted(_axes_of(weight))) for weight in self.held.trained):
             if axes:
                 yield one("gradients: norm", REDUCE, axes, (), self.wide, ONCE)
         yield from self._muon()
-        for placed in divided:
-            shard = self._of_stage(placed, placed.shard)
-            item = placed.weight.item(self.item, self.wide)
-            yield one("weights: over data", GATHER, placed.batch_axes, shard, item, ONCE)
+        for weight in per_step:
+            shard, item = weight.stage_shape(weight.per_step), weight.computed_in(self.item, self.wide)
+            yield one("weights: over data", GATHER, weight.per_step.axes, shard, item, ONCE)
 
     def _loads(self) -> Iterator[Communication]:
         """Figures of experts (`core/models/router.py`): every layer's loads, entropy, balance, and dropped choices."""
@@ -245,27 +240,24 @@ class WeightTraffic(Sizes):
         form = batch_form(self.config)
         return [*form.targets, *form.measures]
 
-    def _is_divided(self, placed: ShardedWeight) -> bool:
-        return self.zero > 0 and placed.data_dim is not None
-
-    def _of_stage(self, placed: ShardedWeight, shape: Shape) -> Shape:
-        """The shape of a stage's part of a weight, given its `shape` in one layer."""
-        return (self.config.pipeline.chunks, 1, self.layers_of_chunk, *shape) if placed.weight.stacked else shape
-
-    def _axes_of(self, placed: ShardedWeight) -> set[str]:
-        """Mesh axes that a reduced gradient is sharded over."""
-        axes = set(spec_axes(placed.spec))
-        axes |= {*placed.batch_axes} if self._is_divided(placed) else set()
-        return axes | ({PIPE} if placed.weight.stacked else set())
-
-    def _varying(self, placed: ShardedWeight) -> set[str]:
+    def _varying(self, weight: Weight) -> set[str]:
         """Mesh axes over which a gradient varies when the loop has ended (`core/program/bind.py`)."""
-        axes = {*BATCH_AXES} | self._axes_of(placed)
-        if self.splits_sequence or placed.needs_tensor_sum:
+        axes = {*BATCH_AXES, *_axes_of(weight)}
+        if self.splits_sequence or weight.needs_tensor_sum:
             axes.add(TENSOR)
-        if not placed.weight.stacked and not self.splits_vocabulary:
+        if not weight.stack and not self.splits_vocabulary:
             axes.add(PIPE)
         return axes
+
+
+def _axes_of(weight: Weight) -> frozenset[str]:
+    """Mesh axes that a reduced gradient is sharded over."""
+    return spec_axes(weight.stage_spec(weight.owned))
+
+
+def _sharded_per_use(room: str, weights: Iterable[Weight]) -> list[Weight]:
+    """Those of a room that ZeRO-3 gathers for every use."""
+    return [weight for weight in weights if weight.path[0] == room and weight.per_use != NOT_SHARDED]
 
 
 @lru_cache(maxsize=256)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from megajax.plan.placed import Shape
+from megajax.core.program.weight import Shape
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from megajax.core.pipeline.schedule import make_schedule
 from megajax.core.program.program import batch_form
 from megajax.plan.costs import Region, StepCost
 from megajax.plan.machines import Machine
-from megajax.plan.sizes import Sizes, num_numbers
+from megajax.plan.sizes import Sizes
 from megajax.plan.traced import step_cost
 from megajax.plan.update import dealt, matrices_of
 from megajax.settings.config import Config
@@ -77,14 +77,15 @@ def memory(config: Config, backend: Backend = GPU, cost: StepCost | None = None)
     residuals = step.layers_of_chunk * cost.layer.residuals.num_bytes(step.microbatch)
     kept = max(1, slots) * (step.activation_bytes if step.recomputes_stage else residuals)
     copies, copies_of_step = (
-        step.layers_of_chunk * config.pipeline.chunks * sum(each.num_bytes for each in found)
-        for found in (step.copies, step.copies_of_step)
+        step.layers_of_chunk * config.pipeline.chunks * sum(map(step.bytes_of_copies, found))
+        for found in (step.copied, step.copied_in_step)
     )
+    in_matrices = sum(each.size(each.owned) for each in matrices_of(step))
     factors = factor_slots * step.layers_of_chunk * cost.layer.factors.num_bytes(step.microbatch)
     return Memory(
         weights=step.held.computed_bytes(step.item, step.wide),
         main_weights=step.held.num_trained * step.wide if step.item != step.wide else 0,
-        moments=(2 * step.held.num_trained - num_numbers(matrices_of(step), step.zero > 0)) * step.wide + _COUNTERS,
+        moments=(2 * step.held.num_trained - in_matrices) * step.wide + _COUNTERS,
         average=step.held.num_trained * step.wide if config.train.ema else 0,
         batch=batch * _WORD // config.mesh.row_shards,
         frozen_copies=copies - copies_of_step,
@@ -139,8 +140,8 @@ class Temporaries:
         self._gathers = step.zero == 3 and mesh.zero_shards > 1  # gathers weights for every use
         self._residuals = step.layers_of_chunk * cost.layer.residuals.num_bytes(self._rows)  # of a chunk
         weights = step.held.weights
-        self._layer_weights = sum(prod(each.whole) for each in weights if each.weight.stacked)  # elements in a layer
-        self._end_weights = [prod(each.whole) for each in weights if not each.weight.stacked]
+        self._layer_weights = sum(prod(each.whole) for each in weights if each.stack)  # elements in a layer
+        self._end_weights = [prod(each.whole) for each in weights if not each.stack]
 
     @property
     def most(self) -> int:

@@ -1,44 +1,35 @@
 """The sizes of a training step, from which its memory, communication and time are computed; and what a device holds of
 each weight of a model. These are plain numbers: no program, no mesh object, no device.
 
-The names of a weight's dims come from the model, which is traced once; their mesh axes come from the table in
-`megajax/core/mesh.py`, as for the state itself (`core/program/state.py`).
+What is known of a weight is the state's own record of it (`core/program/weight.py`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from megajax.core.backend import CPU, Backend
 from megajax.core.config import MeshConfig
-from megajax.core.mesh import (
-    dim_over,
-    local_shape,
-    matrix_dims,
-    mesh_spec,
-    needs_tensor_sum,
-    rules_of,
-    unused_batch_axes,
-    zero_spec,
-)
+from megajax.core.mesh import rules_of
 from megajax.core.models.attention_mask import AttentionMask
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.context_attention import copies, tile_queries
 from megajax.core.models.family import StagedModel
-from megajax.core.models.lora import Adapters
+from megajax.core.models.lora import LORA, Adapters, without_adapters
 from megajax.core.models.lora_config import LoraConfig
 from megajax.core.parallel.boundary import RegionBoundary
+from megajax.core.parallel.shards import NOT_SHARDED
 from megajax.core.parallel.tokens import ContextWay
 from megajax.core.pipeline.placement import Placement
 from megajax.core.pipeline.schedule import SCHEDULES
 from megajax.core.precision import OPERAND_DTYPE
 from megajax.core.program.program import training_way
-from megajax.plan.placed import ModelWeight, Shape, ShardedCopies, ShardedWeight
+from megajax.core.program.weight import Shape, Weight, weights_of
 from megajax.settings.config import Config
 
 ITEM_SIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # bytes of a number that layers compute with
@@ -48,34 +39,27 @@ ITEM_SIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # bytes of a
 class DeviceWeights:
     """What a device holds of every weight of a configuration."""
 
-    weights: tuple[ShardedWeight, ...]  # all of them, in the order of the program's trees
-    adapters: tuple[ShardedWeight, ...]  # LoRA's, in the same order
-    zero: int  # the ZeRO stage (docs/memory.md)
+    weights: tuple[Weight, ...]  # all of them, in the order of the program's trees
+    adapters: tuple[Weight, ...]  # LoRA's, in the same order
 
     @property
-    def trained(self) -> tuple[ShardedWeight, ...]:
+    def trained(self) -> tuple[Weight, ...]:
         """The adapters if there are any, otherwise all weights."""
         return self.adapters or self.weights
 
     def computed_bytes(self, item: int, wide: int) -> int:
-        """Bytes of what layers compute with (`TrainState.params`), given those of a number (`ModelWeight.item`)."""
-        held = (*self.weights, *self.adapters)
-        return sum(each.weight.item(item, wide) * num_numbers([each], self.zero == 3) for each in held)
+        """Bytes of what layers compute with (`TrainState.params`), given those of a number and of a main weight's."""
+        return sum(each.computed_in(item, wide) * each.size(each.per_use) for each in (*self.weights, *self.adapters))
 
     @cached_property
     def num_summed(self) -> int:
         """Number of elements whose gradients are accumulated."""
-        return num_numbers(self.trained, self.zero == 3)
+        return sum(each.size(each.per_use) for each in self.trained)
 
     @cached_property
     def num_trained(self) -> int:
         """Number of elements whose main weights, moments and reduced gradients a device holds."""
-        return num_numbers(self.trained, self.zero > 0)
-
-
-def num_numbers(weights: Iterable[ShardedWeight], divided: bool) -> int:
-    """Number of elements that a device holds of weights, with (`divided`) or without ZeRO's sharding."""
-    return sum(each.copies * prod(each.shard if divided else each.whole) for each in weights)
+        return sum(each.size(each.owned) for each in self.trained)
 
 
 def held(config: Config) -> DeviceWeights:
@@ -90,51 +74,17 @@ def held(config: Config) -> DeviceWeights:
 def _held(
     model: ModelConfig, lora: LoraConfig, mesh: MeshConfig, chunks: int, split_vocabulary: bool, zero: int
 ) -> DeviceWeights:
-    return DeviceWeights(*_placed(model, lora, mesh, chunks, split_vocabulary), zero)
-
-
-@lru_cache(maxsize=1024)
-def _placed(
-    model: ModelConfig, lora: LoraConfig, mesh: MeshConfig, chunks: int, split_vocabulary: bool
-) -> tuple[tuple[ShardedWeight, ...], tuple[ShardedWeight, ...]]:
-    """All weights, and all adapters."""
     rules = rules_of(split_vocabulary=split_vocabulary, split_kv_heads=model.num_kv_heads % mesh.tensor == 0)
-    layers, sizes = chunks * Placement(model.num_blocks, mesh.pipe, chunks).layers_per_chunk, mesh.sizes
-
-    def place(weight: ModelWeight) -> ShardedWeight:
-        spec = mesh_spec(weight.logical, rules)
-        sharded, batch_axes = zero_spec(spec, weight.shape, sizes), unused_batch_axes(spec)
-        return ShardedWeight(
-            weight,
-            spec,
-            local_shape(spec, weight.shape, sizes),
-            batch_axes,
-            dim_over(batch_axes, sharded),
-            local_shape(sharded, weight.shape, sizes),
-            layers if weight.stacked else 1,
-            needs_tensor_sum(weight.logical, rules),
-        )
-
-    weights, adapters = _weights(model, lora)
-    return tuple(map(place, weights)), tuple(map(place, adapters))
+    stack = Placement(model.num_blocks, mesh.pipe, chunks)
+    weights = weights_of(*_model(model, lora), rules, stack, mesh.sizes, zero)
+    return DeviceWeights(*(tuple(jax.tree.leaves(part)) for part in (without_adapters(weights), weights.get(LORA))))
 
 
 @lru_cache(maxsize=64)
-def _weights(model: ModelConfig, lora: LoraConfig) -> tuple[tuple[ModelWeight, ...], tuple[ModelWeight, ...]]:
-    """All weights of a model, and all adapters; the same on every mesh and kind of device."""
-    cut = StagedModel(model, RegionBoundary(), CPU)
-    return _named(cut), _named(Adapters(lora, model, cut)) if lora.rank else ()
-
-
-def _named(model: StagedModel | Adapters) -> tuple[ModelWeight, ...]:
-    found, products = [], model.products if isinstance(model, StagedModel) else frozenset()
-    leaves = jax.tree_util.tree_leaves_with_path(model.shapes)
-    for (path, leaf), spec in zip(leaves, jax.tree.leaves(model.logical_specs), strict=True):
-        names = tuple(str(key.key) for key in path)
-        skipped = int(names[0] == "blocks")  # the dim of stacked layers
-        logical = PartitionSpec(*spec[skipped:])
-        found.append(ModelWeight(names, leaf.shape[skipped:], logical, bool(skipped), names[skipped:] in products))
-    return tuple(found)
+def _model(model: ModelConfig, lora: LoraConfig) -> tuple[StagedModel, Adapters | None]:
+    """A model and its adapters; their weights are the same on every mesh and kind of device."""
+    staged = StagedModel(model, RegionBoundary(), CPU)
+    return staged, Adapters(lora, model, staged) if lora.rank else None
 
 
 @dataclass(frozen=True)
@@ -226,21 +176,37 @@ class Sizes:
         self.placement = Placement(model.num_blocks, mesh.pipe, config.pipeline.chunks)
         self.layers_of_chunk = self.placement.layers_per_chunk  # as many as on the fullest stage
 
-    @cached_property
-    def copies(self) -> list[ShardedCopies]:
-        """Those in 8 bits of a layer's weights."""
-        found = []
-        for placed in self.held.weights if self.operand_item else ():
-            matrix = matrix_dims(placed.weight.logical)
-            if placed.weight.stacked and placed.weight.of_product and matrix:
-                divided = self.zero == 3 and placed.data_dim is not None
-                found.append(ShardedCopies(placed, *matrix, divided, self.operand_item))
-        return found
+    def is_copied(self, weight: Weight) -> bool:
+        """Whether it has float8 copies."""
+        return self.operand_item > 0 and weight.of_product
 
     @property
-    def copies_of_step(self) -> list[ShardedCopies]:
-        """Those that a step makes: not those of frozen weights."""
-        return [] if self.held.adapters else self.copies
+    def copied(self) -> list[Weight]:
+        """The weights of a layer that have float8 copies."""
+        return [weight for weight in self.held.weights if self.is_copied(weight)]
+
+    @property
+    def copied_in_step(self) -> list[Weight]:
+        """Those whose copies a step makes: not frozen weights."""
+        return [] if self.held.adapters else self.copied
+
+    def parts_of_copies(self, weight: Weight) -> Iterator[tuple[Shape, int, bool]]:
+        """For the values and the scales of either copy of a weight of a layer: the shape on a device, the bytes of a
+        number, and whether ZeRO-3 shards them."""
+        shape = weight.layer_shape(weight.per_use)
+
+        def part(dims: Sequence[int]) -> tuple[Shape, bool]:
+            sharded = weight.per_use.along(dims, len(shape)) != NOT_SHARDED
+            return tuple(shape[dim] for dim in dims), sharded
+
+        copies: Any = weight.copies(part)
+        for copy in (copies.forward, copies.backward):
+            for (shape_of_part, sharded), item in zip(copy, (self.operand_item, 4), strict=True):
+                yield shape_of_part, item, sharded
+
+    def bytes_of_copies(self, weight: Weight) -> int:
+        """Bytes of both copies of a weight of a layer on a device."""
+        return sum(item * prod(shape) for shape, item, _ in self.parts_of_copies(weight))
 
     @property
     def queries(self) -> int:

@@ -32,10 +32,10 @@ from megajax.core.private import FUSED_FORWARD
 from megajax.core.program.bind import trace_pipeline
 from megajax.core.program.communication import COLLECTIVES, collectives_of, equations
 from megajax.core.program.program import Program, training_way
+from megajax.core.program.weight import Shape
 from megajax.data.config import DataConfig
 from megajax.plan import h200
 from megajax.plan.costs import Dims, EndsCost, Kept, LayerCost, Operand, Product, Region, Sent, StepCost, TracedRows
-from megajax.plan.placed import Shape
 from megajax.settings.config import Config, TrainConfig
 
 Cost = TypeVar("Cost", LayerCost, EndsCost)

@@ -5,10 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 from math import prod
 
-from megajax.core.axes import AXES
-from megajax.core.mesh import matrix_dims, unused_batch_axes
-from megajax.core.parallel.collectives import PIPE, entry_axes
-from megajax.plan.placed import Shape, ShardedWeight
+from megajax.core.program.weight import Shape, Weight
 from megajax.plan.sizes import Sizes
 
 Axes = tuple[str, ...]
@@ -51,30 +48,22 @@ class Dealt:
         return steps * self.share * 2 * self.rows**2 * (2 * self.columns + self.rows)
 
 
-def matrices_of(sizes: Sizes) -> list[ShardedWeight]:
+def matrices_of(sizes: Sizes) -> list[Weight]:
     """The weights that Muon updates."""
-    trained = sizes.held.trained if sizes.config.optimizer.name == "muon" else ()
-    return [placed for placed in trained if placed.weight.stacked and matrix_dims(placed.weight.logical)]
+    return [weight for weight in sizes.held.trained if sizes.config.optimizer.name == "muon" and weight.matrices]
 
 
 def dealt(sizes: Sizes) -> list[Dealt]:
     """All matrices that Muon updates, grouped by shape and sharding."""
     mesh, found = sizes.config.mesh, Counter[tuple]()
-    for placed in matrices_of(sizes):
-        divided = sizes.zero > 0 and placed.data_dim is not None
-        shape, whole = placed.shard if divided else placed.whole, placed.weight.shape
-        entries = [entry_axes(entry) for entry in placed.spec]
-        if divided:
-            assert placed.data_dim is not None
-            entries[placed.data_dim] += unused_batch_axes(placed.spec)
-        rows, columns = matrix_dims(placed.weight.logical) or (0, 0)
-        sides = slice(-rows - columns, -columns), slice(-columns, None)
-        axes = tuple(tuple(axis for entry in entries[side] for axis in entry) for side in sides)
-        numbers, local = (tuple(prod(dims[side]) for side in sides) for dims in (whole, shape))
-        used = {PIPE, *(axis for entry in entries for axis in entry)}
-        copied = tuple(axis for axis in AXES if axis not in used)
-        kind = min((numbers, axes, local), (numbers[::-1], axes[::-1], local[::-1]))
-        found[*kind, copied] += placed.copies * prod(shape[: -rows - columns])
+    for weight in matrices_of(sizes):
+        of, local = weight.matrices, weight.stage_shape(weight.owned)
+        assert of is not None
+        sides = slice(-of.rows - of.columns, -of.columns), slice(-of.columns, None)
+        axes = of.row_axes, of.column_axes
+        numbers, shard = (tuple(prod(dims[side]) for side in sides) for dims in (weight.shape, local))
+        kind = min((numbers, axes, shard), (numbers[::-1], axes[::-1], shard[::-1]))
+        found[*kind, of.copied_over] += prod(local[: -of.rows - of.columns])
 
     def alike(kind: tuple, number: int) -> Dealt:
         (rows, columns), axes, shard, copied = kind

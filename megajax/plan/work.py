@@ -113,7 +113,7 @@ class StepWork:
     def weight_gradients(self) -> Seconds:
         """Weight gradients of a layer for a microbatch, added to their sums; with LoRA, only those of adapters."""
         if self.config.lora.rank:
-            sizes = [prod(placed.whole) for placed in self.sizes.held.adapters]
+            sizes = [prod(weight.whole) for weight in self.sizes.held.adapters]
             rank, rows = self.config.lora.rank, self.tokens
             products = sum(self.product(size // rank, rows, rank) for size in sizes)
             return Seconds(products, traffic=self.moved(self.machine.traffic.accumulated * sum(sizes)))
@@ -223,8 +223,7 @@ class StepWork:
     def copies(self) -> Seconds:
         """Rounding the layers' weights to 8 bits: each is read for its scales and again to be rounded, in both
         orders."""
-        slots = self.sizes.layers_of_chunk * self.config.pipeline.chunks
-        numbers = slots * sum(prod(each.shape) for each in self.sizes.copies_of_step)
+        numbers = sum(each.size(each.per_use) for each in self.sizes.copied_in_step)
         return Seconds(traffic=self.moved(2 * (2 * self.sizes.item + self.sizes.operand_item) * numbers))
 
     def muon(self) -> Seconds:

@@ -211,7 +211,7 @@ def new_state(layout: StateLayout, weight: Callable[[Any, tuple[int, ...]], np.n
     """The canonical state before the first step; `weight` makes a canonical main weight from its path and shape."""
     shapes = layout.canonical_shapes
     begun = layout.begin(jax.tree.map(lambda shape: jnp.zeros((), shape.dtype), shapes.params))
-    begun = dataclasses.replace(begun, params=None, loss_scale=layout.stored_scale(begun.loss_scale))
+    begun = dataclasses.replace(begun, params=None, loss_scale=begun.loss_scale.stored(layout.loss_scale))
 
     def filled(shape: jax.ShapeDtypeStruct, value: Any) -> LazyArray:
         """A leaf other than the weights, filled with one number."""

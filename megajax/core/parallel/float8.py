@@ -24,7 +24,6 @@ from jax.typing import DTypeLike
 from megajax.core.backend import Backend
 from megajax.core.parallel.collectives import TENSOR, axis_index, axis_size, g, max_over, vary, varying_axes
 from megajax.core.parallel.products import weight_gradient
-from megajax.core.parallel.shards import NOT_SHARDED, Sharding
 
 _INFINITE = 0x7F80_0000  # bits of fp32: those of NaN are larger
 _TO_NEXT = 0x1F_FFFF  # carries a mantissa above 1.75 into the exponent: e4m3's maximum, 448, is 1.75 · 2^8
@@ -114,24 +113,14 @@ def copies_of(
     return Copies(forward, backward, None)
 
 
-def shardings_of(sharding: Sharding, inner: int, outer: int, *, both: bool, wide: bool) -> Copies:
-    """How the copies of a weight with `inner` dims K and `outer` dims M are sharded, given the weight's `sharding`."""
-    place = sharding.dim + inner + outer  # from K on; negative: a dim before them
-
-    def at(dim: int) -> Sharding:
-        return NOT_SHARDED if sharding == NOT_SHARDED else Sharding(dim, sharding.axes)
-
-    whole = NOT_SHARDED
-    stacked, of_inner = place < 0, 0 <= place < inner
-    forward = at(sharding.dim if stacked else place - inner if of_inner else place - inner - (inner + outer))
-    of_columns = whole if of_inner else at(sharding.dim + inner if stacked else place - inner - outer)
-    of_rows = at(sharding.dim + outer) if stacked or of_inner else whole
-    copies: Any = Copies(
-        Scaled(forward, of_columns),  # type: ignore[arg-type]  # shardings where arrays stand
-        Scaled(at(sharding.dim), of_rows) if both else None,  # type: ignore[arg-type]
-        whole if wide else None,  # type: ignore[arg-type]
-    )
-    return copies
+def copies_by_dims(
+    make: Callable[[tuple[int, ...]], Any], stacked: int, inner: int, ndim: int, *, both: bool, wide: Any = None
+) -> Copies:
+    """`make(dims)` in place of every array of a weight's copies, given which of the weight's `ndim` dims it has, in
+    order, and `wide` as given. The weight is that of `copies_of`."""
+    first, rows, columns = range(stacked), range(stacked, stacked + inner), range(stacked + inner, ndim)
+    forward = Scaled(make((*first, *columns, *rows)), make((*first, *columns)))
+    return Copies(forward, Scaled(make((*first, *rows, *columns)), make((*first, *rows))) if both else None, wide)
 
 
 def multiplied(x: Scaled, weight: Scaled, summed: int, dtype: DTypeLike, batch: int = 0) -> Array:

@@ -1,8 +1,8 @@
 """ZeRO: state sharded over the axes that divide a batch (Rajbhandari et al., arXiv 1910.02054).
 
-A weight is sharded along one of its own dims (`mesh.zero_spec`), so its logical shape, and with it every checkpoint,
-stays the same. Weights without a dim that these axes divide are not sharded. Experts are sharded over those of the
-axes that do not divide them already.
+A weight is sharded along one of its own dims (`mesh.zero_sharding`), so its logical shape, and with it every
+checkpoint, stays the same. Weights without a dim that these axes divide are not sharded. Experts are sharded over those
+of the axes that do not divide them already.
 
 - ZeRO-1: gradients leave the microbatch loop as local sums. Once a step, leaf by leaf, they are reduce-scattered to
   the owner of each shard; the owner updates it, and the weights are all-gathered for the next step.
@@ -10,7 +10,7 @@ axes that do not divide them already.
   and its gradients are scattered at once. If layers are scanned or pipelined, no gathered weight outlives its layer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,11 @@ class Sharding:
     dim: int = 0  # negative, counted from the last dim, so that it holds with and without dims of stacked layers
     axes: tuple[str, ...] = ()
     type_only: bool = False  # only the gathered weight's type is needed, so zeros take its place
+
+    def along(self, dims: Sequence[int], ndim: int) -> "Sharding":
+        """The sharding of an array that has, in this order, these dims of the sharded one with `ndim` dims."""
+        place = self.dim + ndim
+        return Sharding(dims.index(place) - len(dims), self.axes) if self.axes and place in dims else NOT_SHARDED
 
 
 NOT_SHARDED = Sharding()

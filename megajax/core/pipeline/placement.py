@@ -35,6 +35,11 @@ class Placement:
         return self.num_layers % self.num_virtual != 0
 
     @property
+    def divides_evenly(self) -> bool:
+        """Whether stages could have equally many layers."""
+        return self.num_layers % self.num_stages == 0
+
+    @property
     def layer_index(self) -> np.ndarray:
         """Canonical index of the layer in each slot, -1 in a padded one; int32 [chunks, stages, layers per chunk]."""
         base, extra = divmod(self.num_layers, self.num_virtual)

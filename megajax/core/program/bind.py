@@ -27,6 +27,7 @@ from megajax.core.pipeline.executor import Pipeline
 from megajax.core.pipeline.stages import Layers, rematerialized
 from megajax.core.program.float8 import LayerCopies
 from megajax.core.program.program import BATCH, Batch, Program, scans_layers
+from megajax.core.program.weight import Weight
 
 Tree = Any
 Found = TypeVar("Found")
@@ -122,8 +123,7 @@ def _pipeline(
     row_B = axis_index(ROW_AXES) * num_rows + jnp.arange(num_rows, dtype=jnp.int32)
     shared, blocks = _declared_varying(program, staged, params)
     layer_index = jnp.asarray(layout.placement.layer_index)[:, axis_index(PIPE)]
-    copies = LayerCopies(config.model, staged, program.operand_dtype, both=backward)
-    specs = flatten_dict(layer_weights(layout.specs.params))
+    copies = LayerCopies(config.model, layout.weights["blocks"], program.operand_dtype, both=backward)
     made = jax.tree.map(lambda copy: copy.reshape(-1, *copy.shape[3:]), made)
     frozen, unroll = layout.adapters is not None, not scans_layers(config, program.backend)
     deferred = config.mesh.pipe > 1 and config.pipeline.weight_gradients == "deferred"
@@ -141,11 +141,11 @@ def _pipeline(
     )
     layers = Layers(
         function=jax.jit(layer, inline=True),  # traced once, though used in several places of the loop
-        weights=copies.added(blocks, specs, layer_index.reshape(-1), made),
+        weights=copies.added(blocks, layer_index.reshape(-1), made),
         layer_index=layer_index,
         unroll=unroll,
         padded=layout.placement.padded,
-        storage=Shards(copies.shardings(layer_weights(layout.per_use.shardings), specs)),
+        storage=Shards(copies.shardings(layer_weights(layout.per_use.shardings))),
         recompute_stage=config.train.remat == "stage",
         products=staged if deferred else None,
         first_trained=untrained_layers(layout.frozen, staged.shapes, config.model),
@@ -158,17 +158,17 @@ def _declared_varying(program: Program, staged: StagedModel, params: Tree) -> tu
     """The weights of the ends, and of the layers [v · n, …]. They are declared varying once, here: gradients then stay
     local sums until they are reduced, once per step."""
     axes = (*BATCH_AXES, *SEQUENCE_AXES) if staged.boundary.sequence_parallel else BATCH_AXES
-    summed = program.layout.needs_tensor_sum
+    records = program.layout.weights
 
-    def varying(weight: Array, needs_tensor_sum: bool) -> Array:
-        return vary(weight, (*BATCH_AXES, TENSOR) if needs_tensor_sum else axes)
+    def varying(x: Array, weight: Weight) -> Array:
+        return vary(x, (*BATCH_AXES, TENSOR) if weight.needs_tensor_sum else axes)
 
-    def of_chunks(weight: Array, needs_tensor_sum: bool) -> Array:
-        return varying(weight, needs_tensor_sum).reshape(-1, *weight.shape[3:])
+    def of_chunks(x: Array, weight: Weight) -> Array:
+        return varying(x, weight).reshape(-1, *x.shape[3:])
 
-    shared = jax.tree.map(varying, params["shared"], summed["shared"])
+    shared = jax.tree.map(varying, params["shared"], records["shared"])
     shared = shared if program.config.splits_vocabulary else vary(shared, (PIPE,))
-    return shared, jax.tree.map(of_chunks, layer_weights(params), layer_weights(summed))
+    return shared, jax.tree.map(of_chunks, layer_weights(params), layer_weights(records))
 
 
 def trace_pipeline(program: Program, look: Callable[[Pipeline], Found]) -> Found:

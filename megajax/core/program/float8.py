@@ -1,8 +1,8 @@
 """Float8 copies of the layers' weights, handed to the layers beside the weights: made once per step, before its loop;
 those of frozen weights once, before the first step."""
 
-from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from megajax.core.models.config import ModelConfig
-from megajax.core.models.family import Path, StagedModel
-from megajax.core.parallel.collectives import spec_axes, vary, varying_axes
-from megajax.core.parallel.float8 import FLOAT8, Copies, Scaled, copies_of, shardings_of
+from megajax.core.parallel.collectives import vary, varying_axes
+from megajax.core.parallel.float8 import FLOAT8, Copies, copies_of
 from megajax.core.parallel.shards import NOT_SHARDED
+from megajax.core.program.weight import Path, Weight
 
 Tree = Any
 
@@ -24,39 +24,38 @@ class LayerCopies:
     """Float8 copies of a layer's weights, each under the key `FLOAT8` beside its weight.
 
     Args:
+        weights: the records of the layers' weights.
         dtype: of the copies; None: there are none.
         both: whether input gradients are computed too.
     """
 
-    def __init__(self, config: ModelConfig, model: StagedModel, dtype: DTypeLike | None, *, both: bool):
+    def __init__(self, config: ModelConfig, weights: Tree, dtype: DTypeLike | None, *, both: bool):
         self._dtype: Any = dtype
         self._both = both
-        self._dims = {} if dtype is None else model.inner_dims()
+        records: dict[Path, Weight] = {} if dtype is None else flatten_dict(weights)
+        self._weights = {path: weight for path, weight in records.items() if weight.of_product}
         first, last = config.high_precision_ends
         self._first, self._end = first, config.num_blocks - last
         self._all = (first, last) == (0, 0)  # products of all layers are in 8 bits
 
-    def added(self, weights: Tree, specs: Mapping[Path, PartitionSpec], layer_index: Array, made: Tree = None) -> Tree:
+    def added(self, weights: Tree, layer_index: Array, made: Tree = None) -> Tree:
         """Stacked layers' weights, [slots, …], inside the region, with their copies: those `made` before, or new ones.
-        `specs` are those of pipelined weights; `layer_index` says which layer is in each slot."""
+        `layer_index` says which layer is in each slot."""
         flat, made, wide = flatten_dict(weights), flatten_dict(made or {}), None
         if not self._all:
             wide = ((layer_index < self._first) | (layer_index >= self._end)).astype(jnp.float32)
-        for path, (stacked, inner) in self._dims.items():
-            entries, place = [*specs[path]][3 + stacked :], (*path[:-1], FLOAT8)
-            over = tuple(tuple(sorted(spec_axes(PartitionSpec(*side)))) for side in (entries[:inner], entries[inner:]))
-            copies = made.get(place) or copies_of(
-                flat[path], 1 + stacked, inner, self._dtype, (over[0], over[1]), both=self._both
-            )
+        for path, weight in self._weights.items():
+            place, axes = (*path[:-1], FLOAT8), weight.axes_of_sides
+            copies = made.get(place) or self._copies(weight, flat[path], axes)
             flat[place] = vary(copies, sorted(varying_axes(flat[path])))._replace(wide=wide)
         return unflatten_dict(flat)
 
-    def shardings(self, shardings: Tree, specs: Mapping[Path, PartitionSpec]) -> Tree:
+    def shardings(self, shardings: Tree) -> Tree:
         """The shardings of weights and of their copies. Of a weight that has copies, only the type is needed."""
-        flat = flatten_dict(shardings)
-        for path, (stacked, inner) in self._dims.items():
-            outer = len(specs[path]) - 3 - stacked - inner
-            flat[*path[:-1], FLOAT8] = shardings_of(flat[path], inner, outer, both=self._both, wide=not self._all)
+        flat, wide = flatten_dict(shardings), None if self._all else NOT_SHARDED
+        for path, weight in self._weights.items():
+            along = partial(weight.per_use.along, ndim=len(weight.shape))
+            flat[*path[:-1], FLOAT8] = weight.copies(along, both=self._both, wide=wide)
             if self._all and flat[path] != NOT_SHARDED:
                 flat[path] = replace(flat[path], type_only=True)
         return unflatten_dict(flat)
@@ -64,26 +63,23 @@ class LayerCopies:
     @property
     def paths(self) -> frozenset[Path]:
         """Paths of the copies, which have no gradient."""
-        return frozenset((*path[:-1], FLOAT8) for path in self._dims)
+        return frozenset((*path[:-1], FLOAT8) for path in self._weights)
 
-    def of_whole(self, weights: Tree, before: int = 0) -> dict[Path, Copies]:
-        """The copies of unsharded weights, outside any region, with `before` dims before those of one layer."""
+    def of_whole(self, weights: Tree) -> dict[Path, Copies]:
+        """The copies of unsharded weights, outside any region, of one layer or with dims of several before its own."""
         flat = flatten_dict(weights)
         return {
-            (*path[:-1], FLOAT8): copies_of(flat[path], before + stacked, inner, self._dtype, ((), ()), both=self._both)
-            for path, (stacked, inner) in self._dims.items()
+            (*path[:-1], FLOAT8): self._copies(weight, flat[path], ((), ())) for path, weight in self._weights.items()
         }
 
-    def specs_of_whole(self, specs: Tree, before: int = 0) -> dict[Path, Copies]:
-        """Their specs, given those of the weights."""
-        flat, found = flatten_dict(specs), {}
-        for path, (stacked, inner) in self._dims.items():
-            spec, place = [*flat[path]], before + stacked
-            first, rows, columns = spec[:place], spec[place : place + inner], spec[place + inner :]
-            forward: Any = PartitionSpec(*first, *columns, *rows), PartitionSpec(*first, *columns)
-            backward: Any = PartitionSpec(*spec), PartitionSpec(*first, *rows)  # specs where arrays stand
-            found[*path[:-1], FLOAT8] = Copies(Scaled(*forward), Scaled(*backward) if self._both else None, None)
-        return found
+    def specs_of_whole(self, *before: Any) -> dict[Path, Copies]:
+        """Their specs, with entries for the dims `before` those of one layer."""
+
+        def specs(weight: Weight) -> Copies:
+            spec = weight.layer_spec(weight.per_use)
+            return weight.copies(lambda dims: PartitionSpec(*before, *(spec[dim] for dim in dims)), both=self._both)
+
+        return {(*path[:-1], FLOAT8): specs(weight) for path, weight in self._weights.items()}
 
     def of_one(self, weights: Tree, layer: int) -> Tree:
         """The unsharded weights of one layer, outside any region, with their copies."""
@@ -91,7 +87,11 @@ class LayerCopies:
 
     def specs_of_one(self, specs: Tree, layer: int) -> Tree:
         """Their specs, given those of the weights."""
-        return self._with(specs, self.specs_of_whole(specs), layer)
+        return self._with(specs, self.specs_of_whole(), layer)
+
+    def _copies(self, weight: Weight, x: Array, over: tuple[tuple[str, ...], tuple[str, ...]]) -> Copies:
+        inner, outer = weight.sides
+        return copies_of(x, x.ndim - inner - outer, inner, self._dtype, over, both=self._both)
 
     def _with(self, tree: Tree, copies: dict[Path, Copies], layer: int) -> Tree:
         return unflatten_dict(flatten_dict(tree) | (copies if self._first <= layer < self._end else {}))

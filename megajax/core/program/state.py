@@ -10,34 +10,39 @@ neither mesh nor precision: layers `[L, …]`, and only main weights.
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import unflatten_dict
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
+from jax.tree_util import DictKey, GetAttrKey
+from jax.tree_util import tree_map_with_path as map_with_path
 from jax.typing import DTypeLike
 
 from megajax.core.config import StepConfig
-from megajax.core.mesh import mesh_spec, needs_tensor_sum, rules_of, shardings, zero_sharding, zero_spec
+from megajax.core.mesh import rules_of, shardings
 from megajax.core.models.family import StagedModel
 from megajax.core.models.freeze import frozen_weights
 from megajax.core.models.lora import LORA, Adapters
 from megajax.core.models.router import in_compute_dtype
 from megajax.core.optim.adam import initial_norms
 from megajax.core.optim.loss_scale import LossScale
-from megajax.core.optim.muon import Matrices
 from megajax.core.optim.optimizer import make_optimizer
 from megajax.core.parallel.collectives import PIPE, axis_index
-from megajax.core.parallel.shards import NOT_SHARDED, Shards
+from megajax.core.parallel.shards import Sharding, Shards
 from megajax.core.pipeline.placement import Placement
 from megajax.core.precision import COMPUTE_DTYPE, MAIN_DTYPE
 from megajax.core.program.float8 import LayerCopies
+from megajax.core.program.weight import ON_STAGES, Path, Weight, weights_of
 
 Tree = Any
+Convert = Callable[..., Array]
+_PARAMS = GetAttrKey("params")
 
 
 @jax.tree_util.register_dataclass
@@ -59,14 +64,10 @@ class StateLayout:
     """Shapes, specs and conversions of a `TrainState` on one mesh.
 
     Attributes:
-        specs: how the state is sharded.
-        layer_specs: how the dims of each layer are sharded in canonical form, as if every device had all layers.
         adapters: LoRA's; None if all weights are trained.
-        trained_specs: how main weights, moments and reduced gradients are sharded: with `--optimizer.zero` over ranks.
-        owned: that ZeRO sharding.
-        per_step: the same if `params` are not sharded so: they are gathered once per step (ZeRO-1).
-        needs_tensor_sum: for every weight, see `mesh.needs_tensor_sum`.
-        per_use: the ZeRO sharding of `params` themselves, gathered before every use (ZeRO-3).
+        weights: the record of every weight, in the structure of `TrainState.params`.
+        per_step, per_use: how ZeRO shards trained weights that are gathered once per step, and all that are gathered
+            before every use (`Weight.per_step`, `Weight.per_use`).
         optimizer, matrices: the optimizer of the trained weights, and those that Muon updates, by path.
         loss_scale: how fp16's loss scale changes; None in other precisions.
         frozen: weights that `train.freeze` names, which have gradients of zero and are not updated.
@@ -77,60 +78,66 @@ class StateLayout:
         self.placement = Placement(config.model.num_blocks, config.mesh.pipe, config.pipeline.chunks)
         self.loss_scale = config.loss_scale if config.precision == "fp16" else None
         self.compute_dtype, self.main_dtype = COMPUTE_DTYPE[config.precision], MAIN_DTYPE[config.precision]
+        self.has_main = self.compute_dtype != self.main_dtype
         self.adapters = adapters = Adapters(config.lora, config.model, model) if config.lora.rank else None
         self.frozen = frozen_weights(config.train.freeze, model.shapes, config.model)
-        self._copies = LayerCopies(config.model, model, operand_dtype if adapters else None, both=True)
+        whole_heads = config.model.num_kv_heads % config.mesh.tensor == 0
+        rules = rules_of(split_vocabulary=config.splits_vocabulary, split_kv_heads=whole_heads)
+        zero = config.optimizer.zero
+        self.weights = weights_of(model, adapters, rules, self.placement, config.mesh.sizes, zero)
+        self._by_path: dict[Path, Weight] = {weight.path: weight for weight in jax.tree.leaves(self.weights)}
+        self.per_step = Shards(jax.tree.map(lambda weight: weight.per_step, self.trained(self.weights)))
+        self.per_use = Shards(jax.tree.map(lambda weight: weight.per_use, self.weights))
+        copied_to = operand_dtype if adapters else None
+        self._copies = LayerCopies(config.model, self.weights["blocks"], copied_to, both=True)
+        muon, wide = config.optimizer.name == "muon", config.optimizer.muon_precision == "fp32"
+        trained = jax.tree.leaves(self.trained(self.weights)) if muon else []
+        self.matrices = {weight.path: weight.matrices for weight in trained if weight.matrices}
+        dtype = self.main_dtype if wide else self.compute_dtype
+        self.optimizer = make_optimizer(config.optimizer, self.matrices, dtype)
+        shapes = model.shapes | ({LORA: adapters.shapes} if adapters else {})
+        self.canonical_shapes: TrainState = jax.eval_shape(self._begun, shapes)
 
         def fresh() -> TrainState:
             return self._begun(model.init(config.seed) | ({LORA: adapters.init(config.seed)} if adapters else {}))
 
         self._fresh = fresh
-        self._place(model, config.optimizer.zero)
 
-    def _place(self, model: StagedModel, zero: int) -> None:
-        whole_groups = self.model.num_kv_heads % self._config.mesh.tensor == 0
-        rules = rules_of(split_vocabulary=self._config.splits_vocabulary, split_kv_heads=whole_groups)
-        logical, shapes = model.logical_specs, model.shapes
-        if self.adapters is not None:
-            logical, shapes = logical | {LORA: self.adapters.logical_specs}, shapes | {LORA: self.adapters.shapes}
-        self.needs_tensor_sum = jax.tree.map(lambda spec: needs_tensor_sum(spec, rules), logical)
-        weights = shapes
-        layers = PIPE if self.model.num_blocks % self._config.mesh.pipe == 0 else None
-        # Specs of weights without stacking dims: without ZeRO, with ZeRO, and the sharding that ZeRO adds.
-        shapes = _map_blocks(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), shapes)
-        logical = _map_blocks(lambda spec: PartitionSpec(*spec[1:]), logical)
-        unsharded = jax.tree.map(lambda spec: mesh_spec(spec, rules), logical)
-        sharded = jax.tree.map(lambda spec, leaf: zero_spec(spec, leaf.shape, self.mesh.shape), unsharded, shapes)
-        zeros = jax.tree.map(lambda spec, leaf: zero_sharding(spec, leaf.shape, self.mesh.shape), unsharded, shapes)
-        owned, params = sharded if zero else unsharded, sharded if zero == 3 else unsharded
-        nothing = jax.tree.map(lambda _: NOT_SHARDED, zeros)
-        self.owned = Shards(self.trained(zeros if zero else nothing))
-        self.per_step = Shards(self.trained(zeros if zero == 1 else nothing))
-        self.per_use = Shards(zeros if zero == 3 else nothing)
-        self.has_main = self.compute_dtype != self.main_dtype
-        pipelined = mesh_spec(PartitionSpec("chunks", "stages", "layers"), rules)
-        self.trained_specs = self.trained(_stacked(owned, *pipelined))
-        self.matrices = self._muons(self.trained(logical))
-        wide = self._config.optimizer.muon_precision == "fp32"
-        dtype = self.main_dtype if wide else self.compute_dtype
-        self.optimizer = make_optimizer(self._config.optimizer, self.matrices, dtype)
-        self.canonical_shapes = jax.eval_shape(self._begun, weights)
-        main = self.with_trained(params, self.trained(owned)) if self.has_main else params
-        self.canonical_specs = self._specs(_stacked(main, layers), None, self.trained(_stacked(owned, layers)))
-        self.layer_specs = self._specs(_stacked(owned, None), None, self.trained(_stacked(owned, None)))
-        here = self.trained_specs if self.has_main else None
-        params = _stacked(params, *pipelined)
-        copies = unflatten_dict(self._copies.specs_of_whole(params["blocks"], len(pipelined)))
-        self.specs = dataclasses.replace(self._specs(params, here, self.trained_specs), copies=copies)
+    def weight_at(self, path: tuple[Any, ...]) -> Weight | None:
+        """The weight that a leaf of a state holds, or whose moment it is, by the leaf's path; None for any other."""
+        names = tuple(key.key for key in path if isinstance(key, DictKey))
+        return self._by_path.get(names[names[:1] == (LORA,) :])
 
-    def _muons(self, logical: Tree) -> dict[tuple[str, ...], Matrices]:
-        """The matrices that Muon updates, by path, given the dim names of trained weights without their stacking dims;
-        none with AdamW."""
-        if self._config.optimizer.name != "muon":
-            return {}
-        names, specs = flatten_dict(logical), flatten_dict(self.trained_specs)
-        found = {path: Matrices.of(names[path], specs[path]) for path in names if path[0] == "blocks"}
-        return {path: each for path, each in found.items() if each}
+    def _specs(self, spec: Callable[[Weight, Sharding], PartitionSpec]) -> TrainState:
+        """Specs of a state with its main weights in `params`, given those of a weight that ZeRO shards."""
+
+        def of(path: Any, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
+            weight = self.weight_at(path)
+            if weight is None:
+                return PartitionSpec()
+            computed = path[0] == _PARAMS and not (weight.trained and self.has_main)
+            return spec(weight, weight.per_use if computed else weight.owned)
+
+        return map_with_path(of, self.canonical_shapes)
+
+    @cached_property
+    def specs(self) -> TrainState:
+        """How the state is sharded."""
+        state = self._specs(Weight.stage_spec)
+        main = self.trained(state.params) if self.has_main else None
+        params = jax.tree.map(lambda weight: weight.stage_spec(weight.per_use), self.weights)
+        copies = unflatten_dict(self._copies.specs_of_whole(*ON_STAGES))
+        return dataclasses.replace(state, params=params, main=main, copies=copies)
+
+    @cached_property
+    def trained_specs(self) -> Tree:
+        """How main weights, moments and reduced gradients are sharded."""
+        return jax.tree.map(lambda weight: weight.stage_spec(weight.owned), self.trained(self.weights))
+
+    @cached_property
+    def canonical_specs(self) -> TrainState:
+        """How the state in canonical form is sharded."""
+        return self._specs(Weight.canonical_spec)
 
     def trained(self, weights: Tree) -> Tree:
         """The trained part of the weights, or of a tree like them: the adapters, or everything."""
@@ -145,29 +152,23 @@ class StateLayout:
         arrays are this device's shards."""
 
         def choose(path: Any, new: Array, old: Array) -> Array:
-            mask = self.frozen.get(_names(path))
-            if mask is None or mask.all():
-                return new if mask is None else old
+            weight = self.weight_at(path)
+            if weight is None or weight.path not in self.frozen:
+                return new
+            mask = self.frozen[weight.path]
+            if mask.all():
+                return old
             frozen, index = jnp.asarray(mask), self.placement.layer_index
-            if is_stacked(path):
+            if weight.stack:
                 frozen = jnp.asarray((index >= 0) & mask[index])[:, axis_index(PIPE), None]
             return jnp.where(frozen.reshape(*frozen.shape, *[1] * (new.ndim - frozen.ndim)), old, new)
 
-        return jax.tree_util.tree_map_with_path(choose, new, old) if self.frozen else new
+        return map_with_path(choose, new, old) if self.frozen else new
 
     def with_main(self, state: TrainState) -> TrainState:
         """A state, or a tree like one, with the main weights in `params`, and nothing that is made from them."""
         params = state.params if state.main is None else self.with_trained(state.params, state.main)
         return dataclasses.replace(state, params=params, main=None, copies=None)
-
-    def _specs(self, params: Tree, main: Tree | None, moments: Tree) -> TrainState:
-        by_path = {_names(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(moments)}
-        optimizer = jax.tree_util.tree_map_with_path(
-            lambda path, _: by_path.get(_names(path), PartitionSpec()), self.canonical_shapes.optimizer
-        )
-        scale = LossScale(PartitionSpec(), PartitionSpec())  # type: ignore[arg-type]  # specs in place of arrays
-        average = moments if self._config.train.ema else None
-        return TrainState(PartitionSpec(), params, main, optimizer, scale, PartitionSpec(), average)  # type: ignore[arg-type]
 
     @cached_property
     def shapes(self) -> TrainState:
@@ -200,67 +201,71 @@ class StateLayout:
         return jax.jit(self.pipelined, out_shardings=shardings(self.mesh, self.specs))
 
     @cached_property
-    def copies_of(self):
-        """weights in the compute dtype, on their stages -> the float8 copies of frozen ones."""
-        return jax.jit(self._copies_of, out_shardings=shardings(self.mesh, self.specs.copies))
-
-    @cached_property
     def to_canonical(self):
         """state -> the state in canonical form, on this mesh."""
         return jax.jit(self.canonical, out_shardings=shardings(self.mesh, self.canonical_specs))
 
     @cached_property
-    def stored_scale(self):
+    def _stored_scale(self):
         """The loss scale as stored in a checkpoint."""
-        place = NamedSharding(self.mesh, PartitionSpec())
-        return jax.jit(lambda scale: scale.stored(self.loss_scale), out_shardings=place)
+        return self._jitted(lambda scale: scale.stored(self.loss_scale), PartitionSpec())
 
     @cached_property
-    def resumed_scale(self):
+    def _resumed_scale(self):
         """The loss scale to resume with, from a checkpoint's."""
-        place = NamedSharding(self.mesh, PartitionSpec())
-        return jax.jit(lambda scale: scale.resumed(self.loss_scale), out_shardings=place)
+        return self._jitted(lambda scale: scale.resumed(self.loss_scale), PartitionSpec())
 
-    def canonical_weights(self, tree: Tree) -> Tree:
-        """Weights or gradients in canonical form."""
-        return _map_blocks(self.placement.to_canonical, tree)
+    @cached_property
+    def _frozen_copies(self):
+        """weights in the compute dtype, on their stages -> the float8 copies of frozen ones."""
+        return self._jitted(lambda params: unflatten_dict(self._copies.of_whole(params["blocks"])), self.specs.copies)
 
-    def pipelined(self, canonical: TrainState) -> TrainState:
-        scale = canonical.loss_scale.resumed(self.loss_scale)
-        state = dataclasses.replace(_map_blocks(self.placement.to_stages, canonical), loss_scale=scale)
-        params = self.computed(state.params)
-        main = self.trained(state.params) if self.has_main else None
-        return dataclasses.replace(state, params=params, main=main, copies=self._copies_of(params))
-
-    def _copies_of(self, params: Tree) -> Tree:
-        return unflatten_dict(self._copies.of_whole(params["blocks"], 3))
+    def _jitted(self, function: Callable, specs: Tree) -> Callable:
+        return jax.jit(function, out_shardings=shardings(self.mesh, specs))
 
     def computed(self, main: Tree) -> Tree:
         """Main weights as layers compute with them."""
         return in_compute_dtype(main, self.compute_dtype)
 
-    def canonical(self, state: TrainState) -> TrainState:
-        state = self.with_main(state)
-        wide = jax.tree.map(lambda weight: weight.astype(self.main_dtype), state.params)
-        state = dataclasses.replace(state, params=wide, loss_scale=state.loss_scale.stored(self.loss_scale))
-        return _map_blocks(self.placement.to_canonical, state)
+    # The canonical form. `convert` moves a leaf of the whole state from its stages or to them: by default as traced
+    # arrays, in `transfer.py` between devices and host memory.
 
+    def canonical(self, state: TrainState, convert: Convert | None = None) -> TrainState:
+        """The state in canonical form. `convert` has a leaf's path, the leaf, its spec, and its type in that form."""
+        state = dataclasses.replace(self.with_main(state), loss_scale=self._stored_scale(state.loss_scale))
+        specs = self.with_main(self.specs)
+        return map_with_path(convert or self._from_stages, state, specs, self.canonical_shapes)
 
-def _stacked(specs: Tree, *leading) -> Tree:
-    """Specs of layers stacked along leading dims."""
-    return _map_blocks(lambda spec: PartitionSpec(*leading, *spec), specs)
+    def pipelined(self, canonical: TrainState, convert: Convert | None = None) -> TrainState:
+        """The state on this mesh's stages, in this run's precision. `convert` has a leaf's path, the leaf, and its spec
+        and type there."""
+        specs = dataclasses.replace(self.specs, params=None, main=None, copies=None)
+        others = map_with_path(convert or self._on_stages, dataclasses.replace(canonical, params=None), specs)
+        main = None
+        if self.has_main:
+            main = map_with_path(convert or self._on_stages, self.trained(canonical.params), self.trained_specs)
+        params, scale = self.params_on_stages(canonical.params, convert), self._resumed_scale(others.loss_scale)
+        copies = self._frozen_copies(params)
+        return dataclasses.replace(others, params=params, main=main, loss_scale=scale, copies=copies)
 
+    def params_on_stages(self, canonical: Tree, convert: Convert | None = None) -> Tree:
+        """The weights that layers compute with, on this mesh's stages."""
+        dtypes = jax.tree.map(lambda weight: weight.computed_in(self.compute_dtype, self.main_dtype), self.weights)
+        return map_with_path(convert or self._on_stages, canonical, self.specs.params, dtypes)
 
-def _map_blocks(function, tree: Tree) -> Tree:
-    """Apply `function` to the leaves of the stacked layers: those under a key `blocks`."""
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: function(leaf) if is_stacked(path) else leaf, tree)
+    def canonical_weights(self, tree: Tree) -> Tree:
+        """Weights or gradients in canonical form."""
+        return map_with_path(self._from_stages, tree)
 
+    def _from_stages(self, path: Any, leaf: Array, spec: PartitionSpec | None = None, type_: Any = None) -> Array:
+        leaf = self.placement.to_canonical(leaf) if is_stacked(path) else leaf
+        return leaf if type_ is None else leaf.astype(type_.dtype)
 
-def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """The dict keys in a path, which name a weight whatever tree contains it."""
-    return tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
+    def _on_stages(self, path: Any, leaf: Array, spec: PartitionSpec, dtype: Any = None) -> Array:
+        leaf = self.placement.to_stages(leaf) if is_stacked(path) else leaf
+        return leaf if dtype is None else leaf.astype(dtype)
 
 
 def is_stacked(path: tuple[Any, ...]) -> bool:
     """Whether a leaf with this path belongs to the stacked layers."""
-    return jax.tree_util.DictKey("blocks") in path
+    return DictKey("blocks") in path

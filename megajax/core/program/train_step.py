@@ -116,7 +116,7 @@ def _with_moved_biases(program: Program, main: Tree, figures: dict[str, Array], 
     if model.balance != "bias" or ROUTER_BIAS not in flat:
         return main
     load = lax.dynamic_slice_in_dim(layout.placement.to_stages(figures[LOAD]), axis_index(PIPE), 1, axis=1)
-    bias, sharding = flat[ROUTER_BIAS], flatten_dict(layout.owned.shardings)[ROUTER_BIAS]
+    bias, sharding = flat[ROUTER_BIAS], flatten_dict(layout.weights)[ROUTER_BIAS].owned
     step = bias_step(load, model.balance_step, bias.dtype)
     new = bias + Shards({"": sharding}).take({"": step})[""]
     return unflatten_dict(flat | {ROUTER_BIAS: jnp.where(taken, new, bias)})

@@ -7,7 +7,6 @@ and the hosts hold every number about once. If `pipe` divides no dim of a layer,
 that either, the layers are sent to every host stage by stage.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -46,22 +45,22 @@ class Transfer:
     def __init__(self, layout: StateLayout):
         self._layout = layout
         self._conversions: dict[Any, Any] = {}
+        self.targets: TrainState = jax.tree_util.tree_map_with_path(self._target, layout.canonical_shapes)
 
-        def target(path: Any, type_: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-            place = NamedSharding(layout.mesh, self._spread(path, type_.shape, spec), memory_kind=_HOST)
-            return type_.update(sharding=place)
+    def _target(self, path: Any, type_: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        place = NamedSharding(self._layout.mesh, self._spread(path, type_.shape), memory_kind=_HOST)
+        return type_.update(sharding=place)
 
-        self.targets: TrainState = jax.tree_util.tree_map_with_path(target, layout.canonical_shapes, layout.layer_specs)
-
-    def _spread(self, path: Any, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
-        mesh, placement = self._layout.mesh, self._layout.placement
-        if not is_stacked(path):
-            return shard_unused_axes(spec, shape, mesh)
-        spec = shard_unused_axes(spec, shape, mesh, range(1, len(shape)))
+    def _spread(self, path: Any, shape: tuple[int, ...]) -> PartitionSpec:
+        mesh, placement, weight = self._layout.mesh, self._layout.placement, self._layout.weight_at(path)
+        if weight is None:
+            return shard_unused_axes(PartitionSpec(), shape, mesh)
+        spec = shard_unused_axes(weight.layer_spec(weight.owned), weight.shape, mesh)
+        if not weight.stack:
+            return spec
         neighbours = placement.num_chunks == 1 and not placement.padded  # a stage's layers are consecutive
-        if PIPE not in spec_axes(spec) and neighbours and placement.num_stages > 1:
-            spec = PartitionSpec(PIPE, *spec[1:])
-        return spec
+        over_stages = PIPE not in spec_axes(spec) and neighbours and placement.num_stages > 1
+        return PartitionSpec(PIPE if over_stages else None, *spec)
 
     def goes_by_stages(self, stacked: bool, canonical: PartitionSpec) -> bool:
         """Whether a leaf's canonical form is not sharded over the stages at all."""
@@ -69,29 +68,32 @@ class Transfer:
 
     def to_host(self, state: TrainState) -> TrainState:
         """The canonical state in host memory."""
-        layout = self._layout
-        state = dataclasses.replace(layout.with_main(state), loss_scale=layout.stored_scale(state.loss_scale))
-        leaves, structure = jax.tree_util.tree_flatten_with_path(state)
-        sources = jax.tree.leaves(layout.with_main(layout.specs))
-        canonical = []
-        for (path, leaf), source, target in zip(leaves, sources, jax.tree.leaves(self.targets), strict=True):
-            if self.goes_by_stages(is_stacked(path), target.sharding.spec):
-                canonical.append(self._collected(leaf, source, target))
-                continue
-            on_device = self.to_canonical(is_stacked(path), source, target.sharding.spec, target.dtype)(leaf)
-            canonical.append(moved(on_device, _HOST))
-            on_device.delete()
-        return jax.tree.unflatten(structure, canonical)
+        return self._layout.canonical(state, self._to_host)
 
     def to_devices(self, canonical: TrainState) -> TrainState:
         """The state on this mesh's stages, in this run's precision, from the canonical one in host memory."""
-        layout, specs = self._layout, self._layout.specs
-        others = dataclasses.replace(specs, params=None, main=None, copies=None)
-        placed = self._place(dataclasses.replace(canonical, params=None), others)
-        main = None if specs.main is None else self._place(layout.trained(canonical.params), specs.main)
-        params, scale = self.params_to_devices(canonical.params), layout.resumed_scale(placed.loss_scale)
-        copies = layout.copies_of(params)
-        return dataclasses.replace(placed, params=params, main=main, loss_scale=scale, copies=copies)
+        return self._layout.pipelined(canonical, self._to_devices)
+
+    def params_to_devices(self, canonical: Tree) -> Tree:
+        """The weights that layers compute with, on this mesh's stages, from the canonical ones in host memory."""
+        return self._layout.params_on_stages(canonical, self._to_devices)
+
+    def _to_host(self, path: Any, leaf: Array, source: PartitionSpec, type_: jax.ShapeDtypeStruct) -> Array:
+        target, stacked = self._target(path, type_), is_stacked(path)
+        if self.goes_by_stages(stacked, target.sharding.spec):
+            return self._collected(leaf, source, target)
+        on_device = self.to_canonical(stacked, source, target.sharding.spec, target.dtype)(leaf)
+        canonical = moved(on_device, _HOST)
+        on_device.delete()
+        return canonical
+
+    def _to_devices(self, path: Any, leaf: Array, spec: PartitionSpec, dtype: Any = None) -> Array:
+        assert isinstance(leaf.sharding, NamedSharding)
+        stacked, source = is_stacked(path), leaf.sharding.spec
+        on_device = self._on_stages(leaf) if self.goes_by_stages(stacked, source) else moved(leaf)
+        placed = jax.block_until_ready(self.from_canonical(stacked, source, spec, dtype)(on_device))
+        on_device.delete()
+        return placed
 
     def merged(self, canonical: Tree) -> Tree:
         """Canonical main weights in host memory with their adapters merged in, weight by weight."""
@@ -107,11 +109,6 @@ class Transfer:
         weights = without_adapters(canonical)
         part = jax.tree.map(merge, adapters.part(weights), canonical[LORA], adapters.num_inner)
         return adapters.put(weights, part)
-
-    def params_to_devices(self, canonical: Tree) -> Tree:
-        """The weights that layers compute with, on this mesh's stages, from the canonical ones in host memory."""
-        dtypes = jax.tree.map(lambda leaf: leaf.dtype, self._layout.shapes.params)
-        return self._place(canonical, self._layout.specs.params, dtypes)
 
     def to_canonical(
         self, stacked: bool, source: PartitionSpec, target: PartitionSpec, dtype: Any
@@ -212,18 +209,6 @@ class Transfer:
         if key not in self._conversions:
             self._conversions[key] = jax.jit(convert, out_shardings=NamedSharding(self._layout.mesh, target))
         return self._conversions[key]
-
-    def _place(self, canonical: Tree, specs: Tree, dtypes: Tree | None = None) -> Tree:
-        def place(path: Any, leaf: Array, spec: PartitionSpec, dtype: Any = None) -> Array:
-            assert isinstance(leaf.sharding, NamedSharding)
-            by_stages = self.goes_by_stages(is_stacked(path), leaf.sharding.spec)
-            on_device = self._on_stages(leaf) if by_stages else moved(leaf)
-            convert = self.from_canonical(is_stacked(path), leaf.sharding.spec, spec, dtype)
-            placed = jax.block_until_ready(convert(on_device))
-            on_device.delete()
-            return placed
-
-        return jax.tree_util.tree_map_with_path(place, canonical, specs, *([] if dtypes is None else [dtypes]))
 
 
 def _of_stage(x: Array, stage: Array) -> Array:

@@ -1,0 +1,186 @@
+"""Everything that is known of a weight on a mesh before it has numbers, in one record. The specs of the state, its
+canonical form, ZeRO's exchanges, Muon's matrices, float8 copies and what `megajax/plan/` computes follow from it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import PartitionSpec
+
+from megajax.core.mesh import (
+    local_shape,
+    matrix_dims,
+    mesh_spec,
+    needs_tensor_sum,
+    sharded_spec,
+    zero_sharding,
+)
+from megajax.core.models.family import StagedModel
+from megajax.core.models.lora import LORA, Adapters
+from megajax.core.models.router import ROUTER_BIAS
+from megajax.core.optim.muon import Matrices
+from megajax.core.parallel.collectives import PIPE, spec_axes
+from megajax.core.parallel.float8 import Copies, copies_by_dims
+from megajax.core.parallel.shards import NOT_SHARDED, Sharding
+from megajax.core.pipeline.placement import Placement
+
+Tree = Any
+Path = tuple[str, ...]
+Shape = tuple[int, ...]
+Axes = tuple[str, ...]
+Kind = TypeVar("Kind")
+
+ON_STAGES = mesh_spec(PartitionSpec("chunks", "stages", "layers"))
+"""Mesh axes of the dims before those of a layer where layers are pipelined."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight of a model, or one of LoRA's matrices, on a mesh. Its dims are those of one layer.
+
+    Attributes:
+        path: its name in a tree of trained weights, from `shared` (the ends') or `blocks` (the layers').
+        shape, logical: sizes and names (`mesh.RULES`) of its dims.
+        stack: how the layers are stacked that have it; None for a weight of the ends.
+        of_product: whether layers multiply by it: it may have float8 copies, and its gradient may be deferred.
+        trained: whether it has gradients, moments and a main copy; a model's weights have none beside LoRA's.
+        spec, whole: mesh axes of its dims, and their sizes on a device, without ZeRO.
+        zero, shard: what ZeRO adds where it shards the weight, and the sizes then; nothing if it divides no dim.
+        zero_stage: what ZeRO shards: 0 nothing, 1 all but compute weights, 3 everything.
+        needs_tensor_sum: see `mesh.needs_tensor_sum`.
+    """
+
+    path: Path
+    shape: Shape
+    logical: PartitionSpec
+    stack: Placement | None
+    of_product: bool
+    trained: bool
+    spec: PartitionSpec
+    whole: Shape
+    zero: Sharding
+    shard: Shape
+    zero_stage: int
+    needs_tensor_sum: bool
+
+    @property
+    def owned(self) -> Sharding:
+        """How ZeRO shards its main copy, its moments and its reduced gradient."""
+        return self.zero if self.zero_stage else NOT_SHARDED
+
+    @property
+    def per_step(self) -> Sharding:
+        """The same if what layers compute with is not sharded: it is gathered once per step (ZeRO-1)."""
+        return self.zero if self.zero_stage == 1 else NOT_SHARDED
+
+    @property
+    def per_use(self) -> Sharding:
+        """How ZeRO shards what layers compute with, which is gathered before every use (ZeRO-3)."""
+        return self.zero if self.zero_stage == 3 else NOT_SHARDED
+
+    def computed_in(self, compute: Kind, main: Kind) -> Kind:
+        """Which of two dtypes, or of their sizes, layers compute in with it (`router.in_compute_dtype`)."""
+        return main if self.path == ROUTER_BIAS else compute
+
+    # Specs and shapes of arrays like it, sharded by ZeRO as given.
+
+    def layer_spec(self, sharding: Sharding) -> PartitionSpec:
+        """The spec in one layer."""
+        return sharded_spec(self.spec, sharding)
+
+    def stage_spec(self, sharding: Sharding) -> PartitionSpec:
+        """The spec on the mesh's stages: [chunks, stages, n, …] if it is a layer's."""
+        spec = self.layer_spec(sharding)
+        return PartitionSpec(*ON_STAGES, *spec) if self.stack else spec
+
+    def canonical_spec(self, sharding: Sharding) -> PartitionSpec:
+        """The spec in canonical form: [L, …] if it is a layer's."""
+        spec = self.layer_spec(sharding)
+        return PartitionSpec(PIPE if self.stack.divides_evenly else None, *spec) if self.stack else spec
+
+    def layer_shape(self, sharding: Sharding) -> Shape:
+        """The shape on a device, of one layer."""
+        return self.whole if sharding == NOT_SHARDED else self.shard
+
+    def stage_shape(self, sharding: Sharding) -> Shape:
+        """The shape on a device, of a stage's layers."""
+        shape = self.layer_shape(sharding)
+        return (self.stack.num_chunks, 1, self.stack.layers_per_chunk, *shape) if self.stack else shape
+
+    def size(self, sharding: Sharding) -> int:
+        """How many numbers a device holds, with those of slots that no layer fills."""
+        return prod(self.stage_shape(sharding))
+
+    # The matrices in it.
+
+    @cached_property
+    def matrices(self) -> Matrices | None:
+        """How Muon's matrices in it are sharded; None if AdamW updates it even then."""
+        return Matrices.of(self.logical, self.stage_spec(self.owned)) if self.stack else None
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """How many dims a product contracts, K, and how many are its output's, M. Others before them are of experts."""
+        found = matrix_dims(self.logical)
+        assert self.of_product and found, self
+        return found
+
+    @property
+    def axes_of_sides(self) -> tuple[Axes, Axes]:
+        """Mesh axes that shard K and M of what layers compute with."""
+        spec, (inner, outer) = self.layer_spec(self.per_use), self.sides
+        rows, columns = spec[-inner - outer : -outer], spec[-outer:]
+        return tuple(sorted(spec_axes(PartitionSpec(*rows)))), tuple(sorted(spec_axes(PartitionSpec(*columns))))
+
+    def copies(self, make: Callable[[tuple[int, ...]], Any], *, both: bool = True, wide: Any = None) -> Copies:
+        """`make(dims)` in place of every array of its float8 copies, given which of the weight's dims it has."""
+        (inner, outer), ndim = self.sides, len(self.shape)
+        return copies_by_dims(make, ndim - inner - outer, inner, ndim, both=both, wide=wide)
+
+
+def weights_of(
+    model: StagedModel,
+    adapters: Adapters | None,
+    rules: Mapping[str, Axes | str | None],
+    stack: Placement,
+    sizes: Mapping[str, int],
+    zero_stage: int,
+) -> Tree:
+    """The record of every weight, in the structure of `TrainState.params`.
+
+    Args:
+        rules: mesh axes of logical dims (`mesh.rules_of`).
+        stack: how the layers are stacked.
+        sizes: of the mesh axes.
+        zero_stage: see `Weight`.
+    """
+    products = {("blocks", *path) for path in model.products}
+
+    def records(part: StagedModel | Adapters) -> Tree:
+        def record(keys: Any, leaf: jax.ShapeDtypeStruct, dims: PartitionSpec) -> Weight:
+            path = tuple(str(key.key) for key in keys)
+            stacked = int(path[0] == "blocks")  # whether the first dim is that of the layers
+            shape, logical = leaf.shape[stacked:], PartitionSpec(*dims[stacked:])
+            spec = mesh_spec(logical, rules)
+            zero = zero_sharding(spec, shape, sizes)
+            return Weight(
+                path=path,
+                shape=shape,
+                logical=logical,
+                stack=stack if stacked else None,
+                of_product=path in products,
+                trained=adapters is None or part is adapters,
+                spec=spec,
+                whole=local_shape(spec, shape, sizes),
+                zero=zero,
+                shard=local_shape(sharded_spec(spec, zero), shape, sizes),
+                zero_stage=zero_stage,
+                needs_tensor_sum=needs_tensor_sum(logical, rules),
+            )
+
+        return jax.tree_util.tree_map_with_path(record, part.shapes, part.logical_specs)
+
+    return records(model) if adapters is None else records(model) | {LORA: records(adapters)}
