@@ -17,7 +17,7 @@ from tiny import MIXTURE, full, tiny_config, tiny_program
 from megajax.core.axes import AXES
 from megajax.core.backend import CPU
 from megajax.core.config import MeshConfig
-from megajax.core.mesh import RULES, make_mesh, mesh_spec, rank_groups, zero_spec
+from megajax.core.mesh import RULES, make_mesh, mesh_spec, rank_groups, sharded_spec, zero_sharding
 from megajax.core.models.family import StagedModel
 from megajax.core.models.registry import FAMILIES
 from megajax.core.parallel.boundary import F_AND_G
@@ -158,7 +158,8 @@ ZERO = ("data", "expert", "context")
     ],
 )
 def test_the_dim_that_zero_shards(data, spec, shape, expected):
-    assert zero_spec(spec, shape, make_mesh(data=data, pipe=4 // data, tensor=2).shape) == expected
+    spec, sizes = P(*spec, *[None] * (len(shape) - len(spec))), make_mesh(data=data, pipe=4 // data, tensor=2).shape
+    assert sharded_spec(spec, zero_sharding(spec, shape, sizes)) == expected
 
 
 def test_a_context_group_sits_between_data_and_tensor():

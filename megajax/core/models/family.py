@@ -176,16 +176,6 @@ class StagedModel:
         """Paths of the weights in a layer's products."""
         return frozenset(path for paths in self._products.values() for path in paths)
 
-    def inner_dims(self) -> dict[Path, tuple[int, int]]:
-        """For each of `products`, how many dims of a layer's weight stand for experts, and how many of the others are
-        contracted."""
-        block = nnx.merge(self._blocks, self.shapes["blocks"])
-        return {
-            path: (linear.stacked, linear.contracted)
-            for name, paths in self._products.items()
-            for path, linear in zip(paths, block.products[name], strict=True)
-        }
-
     def factors(self, weights: Tree, x_BTD: Array, context: Context) -> dict[str, Pair]:
         """Arrays with the types of the factors of a layer's products, by name; to be evaluated abstractly."""
         seen = FactorProbe()

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from megajax.core.backend import CPU
-from megajax.core.parallel.float8 import DenseProducts, Float8Weight, Scaled, copies_of, products, scaled, shardings_of
+from megajax.core.parallel.float8 import (
+    DenseProducts,
+    Float8Weight,
+    Scaled,
+    copies_by_dims,
+    copies_of,
+    products,
+    scaled,
+)
 from megajax.core.parallel.grouped import GroupProducts, in_blocks
 from megajax.core.parallel.shards import NOT_SHARDED, Sharding
 from megajax.core.precision import E4M3
@@ -161,7 +169,8 @@ def test_copies_are_sharded_along_the_dim_of_their_weight(inner: int, outer: int
     copies = functools.partial(copies_of, stacked=stacked, inner=inner, dtype=E4M3, over=((), ()), both=True)
     whole = jax.eval_shape(copies, jax.ShapeDtypeStruct(shape, np.float32))
     for dim in range(-len(shape), 0):
-        how = shardings_of(Sharding(dim, ("data",)), inner, outer, both=True, wide=False)
+        along = functools.partial(Sharding(dim, ("data",)).along, ndim=len(shape))
+        how = copies_by_dims(along, stacked, inner, len(shape), both=True)
         shard = jax.eval_shape(copies, jax.ShapeDtypeStruct(halved(shape, dim), np.float32))
         for copy, sharding, part in zip(*map(jax.tree.leaves, (whole, how, shard)), strict=True):
             assert part.shape == (copy.shape if sharding == NOT_SHARDED else halved(copy.shape, sharding.dim))
