@@ -74,6 +74,10 @@ def held(config: Config) -> DeviceWeights:
 def _held(
     model: ModelConfig, lora: LoraConfig, mesh: MeshConfig, chunks: int, split_vocabulary: bool, zero: int
 ) -> DeviceWeights:
+    if zero:
+        found = _held(model, lora, mesh, chunks, split_vocabulary, 0)
+        parts = ([replace(each, zero_stage=zero) for each in part] for part in (found.weights, found.adapters))
+        return DeviceWeights(*map(tuple, parts))
     rules = rules_of(split_vocabulary=split_vocabulary, split_kv_heads=model.num_kv_heads % mesh.tensor == 0)
     stack = Placement(model.num_blocks, mesh.pipe, chunks)
     weights = weights_of(*_model(model, lora), rules, stack, mesh.sizes, zero)

@@ -149,14 +149,8 @@ def weights_of(
     sizes: Mapping[str, int],
     zero_stage: int,
 ) -> Tree:
-    """The record of every weight, in the structure of `TrainState.params`.
-
-    Args:
-        rules: mesh axes of logical dims (`mesh.rules_of`).
-        stack: how the layers are stacked.
-        sizes: of the mesh axes.
-        zero_stage: see `Weight`.
-    """
+    """The record of every weight, in the structure of `TrainState.params`, by the mesh axes of logical dims
+    (`mesh.rules_of`), how layers are stacked, and the sizes of the mesh axes."""
     products = {("blocks", *path) for path in model.products}
 
     def records(part: StagedModel | Adapters) -> Tree:
