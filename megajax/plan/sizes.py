@@ -29,9 +29,9 @@ from megajax.core.mesh import (
 from megajax.core.models.attention_mask import AttentionMask
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.context_attention import copies, tile_queries
-from megajax.core.models.family import StagedModel
 from megajax.core.models.lora import Adapters
 from megajax.core.models.lora_config import LoraConfig
+from megajax.core.models.staged import StagedModel
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.tokens import ContextWay
 from megajax.core.pipeline.placement import Placement

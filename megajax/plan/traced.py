@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from megajax.core.axes import ROW_AXES
 from megajax.core.backend import Backend
 from megajax.core.mesh import RULES
-from megajax.core.models.family import StagedModel
+from megajax.core.models.staged import StagedModel
 from megajax.core.optim.config import OptimizerConfig
 from megajax.core.parallel.collectives import PIPE, vary
 from megajax.core.pipeline.config import PipelineConfig

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from megajax.core.models.config import ModelConfig
-from megajax.core.models.family import Path, StagedModel
+from megajax.core.models.staged import Path, StagedModel
 from megajax.core.parallel.collectives import spec_axes, vary, varying_axes
 from megajax.core.parallel.float8 import FLOAT8, Copies, Scaled, copies_of, shardings_of
 from megajax.core.parallel.shards import NOT_SHARDED

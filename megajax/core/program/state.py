@@ -23,10 +23,10 @@ from jax.typing import DTypeLike
 
 from megajax.core.config import StepConfig
 from megajax.core.mesh import mesh_spec, needs_tensor_sum, rules_of, shardings, zero_sharding, zero_spec
-from megajax.core.models.family import StagedModel
 from megajax.core.models.freeze import frozen_weights
 from megajax.core.models.lora import LORA, Adapters
 from megajax.core.models.router import in_compute_dtype
+from megajax.core.models.staged import StagedModel
 from megajax.core.optim.adam import initial_norms
 from megajax.core.optim.loss_scale import LossScale
 from megajax.core.optim.muon import Matrices
