@@ -131,12 +131,7 @@ class ModelConfig:
         int, "experts that each token is routed to", _EXPERTS, WEIGHTS, _WITH_EXPERTS, ShrinkRule(jointly=True)
     ] = 0
     expert_size: Annotated[
-        int,
-        "width of each expert; 0: model.mlp-size",
-        _SIZE,
-        WEIGHTS,
-        _WITH_EXPERTS,
-        Size("expert_mlp", split=True),
+        int, "width of each expert; 0: model.mlp-size", _SIZE, WEIGHTS, _WITH_EXPERTS, Size("expert_mlp", split=True)
     ] = 0
     shared_expert_size: Annotated[
         int,

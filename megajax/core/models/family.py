@@ -88,9 +88,8 @@ class MatrixProduct:
 class Family:
     """A family of models."""
 
-    model: Callable[
-        [ModelConfig, NamedKey, RegionBoundary, Backend], Any
-    ]  # makes a `FamilyModel` with weights from the key
+    # Makes a `FamilyModel` with weights from the key.
+    model: Callable[[ModelConfig, NamedKey, RegionBoundary, Backend], Any]
     form: Callable[[ModelConfig], BatchSpec]  # what its batch holds
     # (configuration, sequences, queries per attention block) -> the products of a step, each listed once
     products: Callable[[ModelConfig, int, int], list[MatrixProduct]]
