@@ -40,7 +40,7 @@ from megajax.plan.placed import Shape
 from megajax.settings.config import Config, TrainConfig
 
 Cost = TypeVar("Cost", LayerCost, EndsCost)
-(_ROWS,) = symbolic_shape("rows")
+_ROWS: Any = symbolic_shape("rows")[0]
 _LARGEST_BLOCK = 2**30
 _ENDS = "all-reduce", "reduce-scatter"  # of a region; a maximum is no sum
 _OF_ROWS_ALONE = [axis for axis in ROW_AXES if axis not in RULES.values()]  # no weight is sharded over them
@@ -147,7 +147,7 @@ def _dims(shape: Shape, blocks: _Blocks) -> Dims:
 
 @lru_cache(maxsize=65536)
 def _shape_of(shape: str, rows: int) -> Shape:
-    return symbolic_shape(shape, constraints=[f"{_ROWS} == {rows}"])
+    return tuple(map(int, symbolic_shape(shape, constraints=[f"{_ROWS} == {rows}"])))
 
 
 def _layer_cost(program: Program, pipeline: Pipeline, x_BTD: Array, blocks: _Blocks) -> LayerCost:
