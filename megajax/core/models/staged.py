@@ -1,6 +1,5 @@
 """A model cut at its stage boundaries: into the ends (embedding, head, everything that is not a layer) and the stacked
 layers, as functions of their weights.
-
 Letters: B batch, T tokens, D model.
 """
 
