@@ -26,7 +26,7 @@ import paired
 from paired import BENCHMARKS, Failed, Side
 
 from megajax.core.errors import UserError
-from megajax.core.models.family import step_flops
+from megajax.core.models.flops import step_flops
 from megajax.host.ending import run
 from megajax.plan.machines import MACHINES
 from megajax.settings.config import Config

@@ -25,7 +25,7 @@ from typing import Any
 import paired
 
 from megajax.core.backend import GPU
-from megajax.core.models.family import step_flops
+from megajax.core.models.flops import step_flops
 from megajax.core.program.program import scans_layers
 from megajax.host.ending import run
 from megajax.plan.compiled import for_h200s

@@ -97,7 +97,8 @@ def sent_bytes(program) -> dict[str, float]:
 def count(case: Case, devices) -> dict:
     """What a case's step sends, holds and waits for."""
     from megajax.core.mesh import make_mesh
-    from megajax.core.models.family import count_parameters, step_flops
+    from megajax.core.models.flops import step_flops
+    from megajax.core.models.staged import count_parameters
     from megajax.core.pipeline.timing import step_time
     from megajax.core.program.memory import residual_bytes, state_bytes
     from megajax.core.program.program import Program
@@ -127,7 +128,7 @@ def count(case: Case, devices) -> dict:
 def measure(case: Case, devices, steps: int = 5) -> dict:
     """Seconds of a case's step on these GPUs, and the model FLOP/s of each."""
     from megajax.core.mesh import make_mesh
-    from megajax.core.models.family import step_flops
+    from megajax.core.models.flops import step_flops
     from megajax.core.program.program import Program
 
     config = case.config()

@@ -15,7 +15,7 @@ import time
 import paired
 from throughput import product_seconds, step_seconds
 
-from megajax.core.models.family import step_products
+from megajax.core.models.flops import step_products
 from megajax.host.ending import run
 from megajax.settings.config import Config
 from megajax.start.launch import start

@@ -32,7 +32,7 @@ from paired import BENCHMARKS, KEEP_FREED_MEMORY, SHARED_GPU, Side, ratios
 from pytorch.peers import peer_of
 
 from megajax.core.errors import UserError
-from megajax.core.models.family import MatrixProduct, step_flops
+from megajax.core.models.flops import MatrixProduct, step_flops
 from megajax.host.ending import run
 from megajax.plan.machines import peak_of_device
 from megajax.settings.config import Config
@@ -50,7 +50,7 @@ def work(config: Config, folder: Path | None) -> None:
     import flax
     import jax
 
-    from megajax.core.models.family import step_products
+    from megajax.core.models.flops import step_products
     from megajax.core.program.memory import state_bytes
 
     program, compiled, state, batch, compile_seconds = compiled_step(config)

@@ -140,6 +140,6 @@ def _start(config: Config) -> None:
 
 
 def _parameters(config: Config) -> int:
-    from megajax.core.models.family import count_parameters
+    from megajax.core.models.staged import count_parameters
 
     return count_parameters(dataclasses.replace(config.model, vocab_multiple=1))

@@ -19,7 +19,7 @@ from megajax.core.backend import CPU
 from megajax.core.config import MeshConfig
 from megajax.core.mesh import make_mesh
 from megajax.core.models.config import ModelConfig
-from megajax.core.models.family import StagedModel
+from megajax.core.models.staged import StagedModel
 from megajax.core.parallel.boundary import F_AND_G
 from megajax.core.program.state import StateLayout
 from megajax.settings.config import Config

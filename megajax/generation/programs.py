@@ -18,7 +18,7 @@ from megajax.core.models.attention import Attend
 from megajax.core.models.attention_mask import AttentionMask
 from megajax.core.models.cache import Cache, decode_step, prefill, slot_positions
 from megajax.core.models.context import Context
-from megajax.core.models.family import StagedModel
+from megajax.core.models.staged import StagedModel
 from megajax.core.parallel.boundary import F_AND_G
 from megajax.core.parallel.collectives import TENSOR, gather_shards, sum_over, vary
 from megajax.core.parallel.random import Dropout

@@ -15,8 +15,8 @@ from jax.sharding import Mesh, PartitionSpec
 from megajax.core.backend import backend_of
 from megajax.core.config import MeshConfig
 from megajax.core.mesh import RULES, make_mesh
-from megajax.core.models.family import StagedModel
 from megajax.core.models.router import in_compute_dtype
+from megajax.core.models.staged import StagedModel
 from megajax.core.parallel.boundary import F_AND_G
 from megajax.core.parallel.collectives import TENSOR
 from megajax.core.parallel.random import Dropout

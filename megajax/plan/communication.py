@@ -230,11 +230,6 @@ class WeightTraffic(Sizes):
             if each.num_owners < each.devices:
                 yield one("Muon: copies", GATHER, each.copied_over, each.operand, back, ONCE)
 
-    @property
-    def counted(self) -> int:
-        """Bytes of a count: JAX counts in 64 bits if it computes in 64 bits."""
-        return 8 if self.config.precision == "fp64" else 4
-
     @cached_property
     def _losses(self) -> list[str]:
         form = batch_form(self.config)

@@ -9,40 +9,15 @@ from megajax.core.program.weight import Shape
 
 
 @dataclass(frozen=True)
-class TracedRows:
-    """The rows of a traced microbatch, and how dropless experts group them into blocks (`core/parallel/grouped.py`),
-    which are traced with one row each."""
-
-    count: int
-    blocked: int = 0  # rows of all blocks; 0: there are no blocks
-    experts: int = 0  # on a device; each has one block that need not be full
-    block: int = 0  # rows per block in the real program
-    chosen: int = 0  # experts on a device that the tokens of one row choose
-
-
-@dataclass(frozen=True)
 class Dims:
-    """The shape of an array for one row; which dims count rows, and their sizes that do not depend on the rows."""
+    """The shape of an array for any number of rows of a microbatch."""
 
-    of_row: Shape
-    counting: tuple[bool, ...]
-    added: Shape
-
-    @classmethod
-    def at(cls, shape: Shape, rows: TracedRows) -> "Dims":
-        """The dims of an array that has this shape in the trace."""
-        blocked = [dim == rows.blocked > 0 for dim in shape]
-        counting = tuple(own or (dim > 0 and dim % rows.count == 0) for dim, own in zip(shape, blocked, strict=True))
-        return cls(
-            tuple(dim // rows.count if counts else dim for dim, counts in zip(shape, counting, strict=True)),
-            counting,
-            tuple(own * rows.experts * rows.block for own in blocked),
-        )
+    fixed: Shape  # the part that does not depend on rows
+    of_row: Shape  # what each row adds
 
     def shape(self, rows: int) -> Shape:
         """The shape for this many rows."""
-        dims = zip(self.of_row, self.counting, self.added, strict=True)
-        return tuple(dim * rows + added if counts else dim for dim, counts, added in dims)
+        return tuple(dim + rows * each for dim, each in zip(self.fixed, self.of_row, strict=True))
 
 
 @dataclass(frozen=True)
@@ -136,9 +111,9 @@ class EndsCost:
     @property
     def logits(self) -> Dims:
         """[rows, columns] of the largest product forward."""
-        of_rows = [dims for dims in self.products if dims.counting[0]]
-        largest = max(of_rows, key=lambda dims: dims.of_row[1] * dims.of_row[2])  # in a tie the first, which is forward
-        return Dims(largest.of_row[::2], largest.counting[::2], largest.added[::2])
+        of_rows = [dims for dims in self.products if dims.of_row[0]]
+        largest = max(of_rows, key=lambda dims: dims.fixed[1] * dims.fixed[2])  # in a tie the first, which is forward
+        return Dims(largest.fixed[::2], largest.of_row[::2])
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from megajax.core.backend import CPU, GPU
-from megajax.core.models.family import count_active_parameters, count_parameters, step_flops
+from megajax.core.models.flops import step_flops
+from megajax.core.models.staged import count_active_parameters, count_parameters
 from megajax.core.program.program import training_way
 from megajax.plan.communication import communication, sent_by_axes, totals
 from megajax.plan.compiled import Compilation

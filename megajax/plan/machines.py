@@ -1,46 +1,8 @@
 """GPUs and what connects them: the one table of rates, bandwidths and efficiencies that `plan/time.py` computes with.
 
-**Vendor figures** (per GPU, links in both directions, without sparsity):
-
-- h100: NVIDIA H100 data sheet, SXM: 989 TFLOP/s, fp8 1,979, fp32 67, 3.35 TB/s, 80 GB, NVLink 900 GB/s. DGX H100: 8
-  GPUs with an adapter of 400 Gbit/s each.
-- h200: NVIDIA H200 data sheet, SXM: as h100 with 4.8 TB/s and 141 GB; bytes as XLA's description of the device says.
-- a100: NVIDIA A100 80GB data sheet, SXM: 312 TFLOP/s, fp32 19.5, 2.039 TB/s, NVLink 600 GB/s. DGX A100: 8 GPUs, 200
-  Gbit/s each.
-- v100: the paper's machine (arXiv 1909.08053, DGX-2H, as in our reference): 39 TFLOP/s are 30% of a peak of 130; 300
-  GB/s inside a server of 16, 100 GB/s between servers (8 adapters of 100 Gbit/s). NVIDIA V100 data sheet: fp32 15.7,
-  0.9 TB/s, 32 GB.
-- b200: NVIDIA DGX B200 data sheet, an eighth of it: 2.25 PFLOP/s, fp32 75 TFLOP/s, 8 TB/s, 180 GB, NVLink 1.8 TB/s, 400
-  Gbit/s.
-
-For other variants of these GPUs, only the peaks are listed (`peak_of_device`): NVIDIA data sheets of H100 (PCIe, NVL),
-H200 (NVL), A100, V100 (SXM2 125 TFLOP/s, PCIe 112, V100S 130) and GB200 NVL72 (a 72nd of it), without sparsity. GH200's
-GPU is an H100, SXM. fp8 is half of the 3,958 TFLOP/s that the data sheets of H100 and H200 give with sparsity (without
-it 1,978.9: https://glennklockwood.com/garden/processors/h100).
-
-**What was calibrated** (`Efficiency`), and on what. It was not changed after our own measurements on one H200, which it
-predicts within 5%, except for dropless experts (docs/benchmarks/gpu.md). For h100, and assumed for h200, a100 and b200:
-
-- products 0.70: two published runs on H100s, MaxText's of 7B and Megatron-LM's of 16B (docs/plan-time.md).
-- attention 0.40: the 9 ms that gpu-compiled.md's figures assume for the 3.6 TFLOP of 8,192 tokens of gpt2-1.2b.
-- our own kernels for attention (`Kernel`): without dropout as fast as fused attention (on an H200 they reached two
-  thirds of cuDNN's rate, docs/benchmarks/gpu.md); with dropout, the additional cycles (heads of 128
-  features, 64 x 64 scores: 980 instead of 275 forward, 1,731 instead of 820 backward;
-  docs/benchmarks/gpu-attention.md, JAX 0.12).
-- traffic 4.3 of 4.8 TB/s: gpu-compiled.md's assumption.
-- in a server: all-reduces at 475 of 450 GB/s, since switches do the sums (8 H200, NVIDIA/nccl-tests#272; 480 on H100,
-  NVIDIA/nccl#1374); other collectives, and all collectives on a100, at 370 of 450 (nccl#1374).
-- between servers: 48.5 of 50 GB/s of an adapter (nccl-tests#267); a small all-reduce over two servers takes 46 us
-  (nccl#1244), in a server 20 us, an assumption.
-- fixed: 2 us for each of about 50 kernels of a layer, an assumption.
-
-For v100: products 0.75, an assumption; traffic: the paper's 39 TFLOP/s on one GPU; fixed: its strong scaling on 2, 4
-and 8 GPUs; links as on a100.
-
-**Traffic of a layer** (`Traffic`): passes over an activation, forward and backward together, fitted to the bytes that
-programs compiled for H200s move outside of products and fused attention (docs/benchmarks/gpu-compiled.md: gpt2-1.2b
-unrolled, and llama3-8b on tensor 8 unrolled with and without sequence parallelism: three figures for three numbers).
-We assume that the paper's programs make as many passes.
+Vendor figures are without sparsity; the source stands above each machine. Efficiencies and traffic were calibrated for
+H100s, and are assumed for other GPUs. They were not changed after our own measurements on one H200, which they predict
+within 5%, except for dropless experts (docs/benchmarks/gpu.md).
 """
 
 import re
@@ -56,23 +18,29 @@ GIB = 2**30
 class Efficiency:
     """The shares of its rates that a GPU reaches, and fixed times."""
 
-    products: float = 0.70  # of the peak, by a large matrix product
-    attention: float = 0.40  # of the peak, by fused attention
-    traffic: float = 4.3 / 4.8  # of the memory's bandwidth, by everything except matrix products
-    all_reduce: float = 370 / 450  # of the links inside a server, by all-reduces
-    others: float = 370 / 450  # and by other collectives
-    network: float = 48.5 / 50  # of the adapters between servers
-    server_latency: float = 20e-6  # least seconds of a collective
-    network_latency: float = 46e-6  # the same between servers
-    fixed: float = 100e-6  # least seconds of a layer, forward and backward
+    # Of the peak, by a large matrix product. Two published runs on H100s, MaxText's of 7B and Megatron-LM's of 16B
+    # (docs/plan-time.md).
+    products: float = 0.70
+    # Of the peak, by fused attention: the 9 ms that gpu-compiled.md assumes for the 3.6 TFLOP of 8,192 tokens of
+    # gpt2-1.2b.
+    attention: float = 0.40
+    traffic: float = 4.3 / 4.8  # of the memory's bandwidth, by everything except products: assumed in gpu-compiled.md
+    all_reduce: float = 370 / 450  # of the links inside a server, by all-reduces (NVIDIA/nccl#1374)
+    others: float = 370 / 450  # and by other collectives (nccl#1374)
+    network: float = 48.5 / 50  # of the adapters between servers (NVIDIA/nccl-tests#267)
+    server_latency: float = 20e-6  # least seconds of a collective, an assumption
+    network_latency: float = 46e-6  # the same between servers: a small all-reduce over two (nccl#1244)
+    fixed: float = 100e-6  # least seconds of a layer, forward and backward: 50 kernels of 2 us, an assumption
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Our own kernels for attention (`megajax/core/kernels/`), by an estimate."""
+    """Our own kernels for attention (`megajax/core/kernels/`), by an estimate: without dropout as fast as fused
+    attention (on an H200 they reached two thirds of cuDNN's rate, docs/benchmarks/gpu.md)."""
 
-    # For dropout, whose bits each kernel hashes: cycles of a multiprocessor for 64 x 64 scores, forward and backward.
-    # At the peak, a cycle does 4,096 FLOP of products, one for each score.
+    # For dropout, whose bits each kernel hashes: more cycles of a multiprocessor for 64 x 64 scores of heads of 128
+    # features, forward and backward (docs/benchmarks/gpu-attention.md, JAX 0.12). At the peak, a cycle does 4,096 FLOP
+    # of products, one for each score.
     dropped: tuple[float, float] = (980.0 - 275.0, 1731.0 - 820.0)
 
 
@@ -95,7 +63,13 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of a step outside of products."""
+    """Bytes of a step outside of products.
+
+    Passes over an activation, forward and backward together, are fitted to the bytes that programs compiled for H200s
+    move outside of products and fused attention (docs/benchmarks/gpu-compiled.md: gpt2-1.2b unrolled, and llama3-8b on
+    tensor 8 unrolled with and without sequence parallelism: three figures for three numbers). We assume that the
+    paper's programs make as many.
+    """
 
     between: float = 49.0  # passes of a layer over the activations between its regions, [tokens, hidden]
     inside: float = 1.9  # over those inside, sharded over `tensor`: queries, keys, values, heads, the MLP's two
@@ -145,15 +119,24 @@ def _peak(
     return MappingProxyType({"fp16": half, "fp32": single, "fp64": double} | others)
 
 
-_SHARP = Efficiency(all_reduce=475 / 450)  # the switches do the sums
+# Switches do the sums: all-reduces at 475 of 450 GB/s on 8 H200s (nccl-tests#272), 480 on H100s (nccl#1374).
+_SHARP = Efficiency(all_reduce=475 / 450)
+# NVIDIA H100 data sheet, SXM. fp8 is half of what it gives with sparsity (without it 1,978.9 TFLOP/s:
+# https://glennklockwood.com/garden/processors/h100).
 _HOPPER = _peak(989e12, 67e12, 34e12, fp8=1979e12)
 
 MACHINES = {
     machine.name: machine
     for machine in (
+        # NVIDIA H100 data sheet, SXM; DGX H100: 8 GPUs with an adapter of 400 Gbit/s each.
         Machine("h100", 80 * GIB, _HOPPER, 3.35e12, 8, 450e9, 50e9, 132, kernel=Kernel(), efficiency=_SHARP),
+        # NVIDIA H200 data sheet, SXM; bytes as XLA's description of the device says.
         Machine("h200", 151_397_597_184, _HOPPER, 4.8e12, 8, 450e9, 50e9, 132, kernel=Kernel(), efficiency=_SHARP),
+        # NVIDIA A100 80GB data sheet, SXM; DGX A100: 8 GPUs, 200 Gbit/s each.
         Machine("a100", 80 * GIB, _peak(312e12, 19.5e12, 9.7e12), 2.039e12, 8, 300e9, 25e9, 108),
+        # The paper's machine (arXiv 1909.08053, DGX-2H): 39 TFLOP/s are 30% of the peak, 16 GPUs with 8 adapters of 100
+        # Gbit/s; NVIDIA V100 data sheet: fp32, memory. Of the efficiencies, products are an assumption, traffic is from
+        # the paper's 39 TFLOP/s on one GPU, fixed from its strong scaling on 2, 4 and 8; links are as on a100.
         Machine(
             "v100", 32 * GIB, _peak(130e12, 15.7e12, 7.8e12, bf16=False), 0.9e12, 16, 150e9, 6.25e9, 80,
             fused_attention=False,
@@ -163,6 +146,7 @@ MACHINES = {
             overlap=Overlap(tensor_backward=0.0, gathers=0.0, scatters=0.0, exchanges=0.0, keys=0.0, p2p_transfers=0.0,
             shards=0.0, gradients=1.0), traffic=Traffic(scores=36.0, dropped=0.0, all_scores=True, scanned=1.0),
         ),
+        # NVIDIA DGX B200 data sheet, an eighth of it.
         Machine("b200", 180 * 10**9, _peak(2250e12, 75e12, 37e12), 8e12, 8, 900e9, 50e9, 148, efficiency=_SHARP),
     )
 }  # fmt: skip
@@ -185,7 +169,8 @@ def peak_of_device(kind: str, precision: str) -> float | None:
     return None
 
 
-_DEVICES = (  # names that GPUs report, and their peaks
+# Names that GPUs report, and their peaks: NVIDIA's data sheet of each, a 72nd of GB200 NVL72. GH200's GPU is an H100.
+_DEVICES = (
     (r"H100 80GB HBM3|H200|GH200 .*", _HOPPER),
     (r"H100 NVL|H200 NVL", _peak(835e12, 60e12, 30e12)),
     (r"H100 PCIe", _peak(756e12, 51e12, 26e12)),

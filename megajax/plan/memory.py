@@ -218,7 +218,7 @@ class Temporaries:
         copies of weights, or the fp32 gradients."""
         experts, rows = region.products[0].experts, region.products[0].dims.shape(self._rows)[0]
         rows = rows * self.step.config.mesh.expert + experts * self.backend.expert_block
-        (_, hidden, given), (_, taken, _) = (region.products[place].dims.of_row for place in (0, -1))
+        (_, hidden, given), (_, taken, _) = (region.products[place].dims.fixed for place in (0, -1))
         weights, weight = experts * hidden * (given + taken), self._wide * hidden * given
         at_once = min(self.backend.blocks_at_once(weight), rows // self.backend.expert_block)
         copies = 2 * at_once * weight if at_once > 1 else 0

@@ -19,10 +19,11 @@ from megajax.core.mesh import rules_of
 from megajax.core.models.attention_mask import AttentionMask
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.context_attention import copies, tile_queries
-from megajax.core.models.family import StagedModel
 from megajax.core.models.lora import LORA, Adapters, without_adapters
 from megajax.core.models.lora_config import LoraConfig
+from megajax.core.models.staged import StagedModel
 from megajax.core.parallel.boundary import RegionBoundary
+from megajax.core.parallel.collectives import CONTEXT, TENSOR
 from megajax.core.parallel.shards import NOT_SHARDED
 from megajax.core.parallel.tokens import ContextWay
 from megajax.core.pipeline.placement import Placement
@@ -145,6 +146,7 @@ class Sizes:
         item, wide, summed: bytes of a number that layers compute with, of main weights, statistics and losses, and of
             the sums of gradients.
         operand_item: bytes of a number of the layers' products' operands; 0: they have the type of all others.
+        counted: bytes of a count: JAX counts in 64 bits if it computes in 64 bits.
         microbatches, microbatch: how many a device has in a step, and the rows of one.
         rows, tokens: texts of a microbatch, of a choice several for a row, and tokens of a text.
         way: how attention reaches tokens in a context group.
@@ -153,13 +155,16 @@ class Sizes:
         activation_bytes: of an activation sent between stages.
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, operand_item: int | None = None):
+        """Operands have the precision's bytes, or as many as given."""
         self.config, model, mesh = config, config.model, config.mesh
         self.held, self.zero = held(config), config.optimizer.zero
         self.splits_sequence, self.splits_vocabulary = config.sequence_parallel, config.splits_vocabulary
         self.item = ITEM_SIZE[config.precision]
         self.wide = max(4, self.item)
-        self.operand_item = 1 if config.precision in OPERAND_DTYPE else 0
+        of_precision = 1 if config.precision in OPERAND_DTYPE else 0
+        self.operand_item = of_precision if operand_item is None else operand_item
+        self.counted = 8 if config.precision == "fp64" else 4
         summed_in = config.optimizer.gradient_dtype
         self.summed = self.wide if summed_in == "fp32" else ITEM_SIZE[summed_in]
         self.microbatches = max(1, config.train.global_batch // (mesh.row_shards * config.train.microbatch))
@@ -211,6 +216,11 @@ class Sizes:
     def bytes_of_copies(self, weight: Weight) -> int:
         """Bytes of both copies of a weight of a layer on a device."""
         return sum(item * prod(shape) for shape, item, _ in self.parts_of_copies(weight))
+
+    @property
+    def shared_over(self) -> tuple[str, ...]:
+        """The axes whose devices share the tokens between regions."""
+        return (CONTEXT,) * (self.way != "none") + (TENSOR,) * self.splits_sequence
 
     @property
     def queries(self) -> int:

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from megajax.core.axes import BATCH_AXES, CONTEXT, EXPERT
-from megajax.core.models.family import step_flops
+from megajax.core.models.flops import step_flops
 from megajax.core.pipeline.config import PipelineConfig
 from megajax.core.pipeline.deferral import Deferring, PassTimes
 from megajax.core.pipeline.placement import Placement
@@ -39,7 +39,7 @@ class PlannedTime:
     parts: dict[str, float]  # seconds by part, for the busiest stage; they add up to `seconds`
     bubble: float  # share of the pipeline's time in which that stage waits
     tokens_per_second: float  # of all devices
-    flops_per_second: float  # of a device, counting the model's arithmetic (`core/models/family.step_flops`)
+    flops_per_second: float  # of a device, counting the model's arithmetic (`core/models/flops.step_flops`)
     mfu: float  # that as a share of the peak
 
 

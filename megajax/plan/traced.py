@@ -1,9 +1,9 @@
 """What a layer and the ends of a model save, compute and send on a device, found by tracing the program's own functions
 on a mesh without devices, once per case. How often each runs in a step is arithmetic.
 
-All sizes are linear in the rows of a microbatch: a trace has a prime number of rows, and a dim counts rows if it is a
-multiple of it. A layer is traced with deferred weight gradients, so that they are separate (LoRA has none), and with
-attention in the largest possible blocks of queries: neither changes what is saved, computed or sent.
+The number of rows in a microbatch is a name (`jax.export.symbolic_shape`), in which all sizes are linear. A layer is
+traced with deferred weight gradients, so that they are separate (LoRA has none), and with attention in the largest
+possible blocks of queries: neither changes what is saved, computed or sent.
 """
 
 from collections import Counter
@@ -11,16 +11,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax import Array
+from jax.export import symbolic_shape
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from megajax.core.axes import ROW_AXES
 from megajax.core.backend import Backend
 from megajax.core.mesh import RULES
-from megajax.core.models.family import StagedModel
+from megajax.core.models.staged import StagedModel
 from megajax.core.optim.config import OptimizerConfig
 from megajax.core.parallel.collectives import PIPE, vary
 from megajax.core.pipeline.config import PipelineConfig
@@ -35,12 +36,11 @@ from megajax.core.program.program import Program, training_way
 from megajax.core.program.weight import Shape
 from megajax.data.config import DataConfig
 from megajax.plan import h200
-from megajax.plan.costs import Dims, EndsCost, Kept, LayerCost, Operand, Product, Region, Sent, StepCost, TracedRows
+from megajax.plan.costs import Dims, EndsCost, Kept, LayerCost, Operand, Product, Region, Sent, StepCost
 from megajax.settings.config import Config, TrainConfig
 
 Cost = TypeVar("Cost", LayerCost, EndsCost)
-_PRIMES = 10_007, 10_009, 10_037
-_SMALL_PRIMES = 1009, 1013, 1019  # small enough for the places of an expert group's choices to be int32
+_ROWS: Any = symbolic_shape("rows")[0]
 _LARGEST_BLOCK = 2**30
 _ENDS = "all-reduce", "reduce-scatter"  # of a region; a maximum is no sum
 _OF_ROWS_ALONE = [axis for axis in ROW_AXES if axis not in RULES.values()]  # no weight is sharded over them
@@ -85,9 +85,6 @@ def _attention(config: Config) -> Any:
 
 def _of_one_microbatch(config: Config, remat: Any, splits_vocabulary: bool = False) -> Config:
     """The smallest run with the same layers and ends, which many configurations have in common."""
-    sizes = [*vars(config.model).values(), config.model.padded_vocab_size]
-    primes = _SMALL_PRIMES if config.model.num_experts and not config.model.expert_capacity else _PRIMES
-    rows = next(prime for prime in primes if all(size % prime for size in sizes if isinstance(size, int) and size))
     pipe = config.mesh.pipe if splits_vocabulary else 2
     if (way := training_way(config)) != "none":  # with another pipe and remat `auto` could take another one
         model = replace(config.model, context_attention="heads" if way == "heads" else "gather")
@@ -106,36 +103,54 @@ def _of_one_microbatch(config: Config, remat: Any, splits_vocabulary: bool = Fal
         lora=config.lora,
         mesh=mesh,
         pipeline=PipelineConfig(vocabulary="split" if splits_vocabulary else "replicated", weight_gradients="deferred"),
-        train=TrainConfig(global_batch=rows * mesh.row_shards, microbatch=rows, remat=remat),
+        train=TrainConfig(global_batch=_ROWS * mesh.row_shards, microbatch=_ROWS, remat=remat),
         optimizer=OptimizerConfig(learning_rate=1.0, zero=0, gradient_dtype=config.optimizer.gradient_dtype),
         data=DataConfig(reset_attention=config.data.reset_attention),
     )
 
 
+class _Blocks(NamedTuple):
+    """How dropless experts group rows into blocks (`core/parallel/grouped.py`), which are traced with one row each."""
+
+    experts: int  # on a device, each with one block that need not be full; 0: there are no blocks
+    rows: int  # of a block in the real program
+    chosen: int  # experts on a device that the tokens of one row choose
+
+    @classmethod
+    def of(cls, config: Config, backend: Backend) -> "_Blocks":
+        """Those of a configuration's layers."""
+        model = config.model
+        if not model.num_experts or model.expert_capacity:
+            return cls(0, 1, 0)
+        shared_by = config.mesh.context if training_way(config) != "none" else 1
+        chosen = model.sequence_length // shared_by * model.experts_per_token
+        return cls(model.num_experts // config.mesh.expert, backend.expert_block, chosen)
+
+
 @lru_cache(maxsize=1024)
 def _traced(
-    config: Config, backend: Backend, look: Callable[[Program, Pipeline, Array, TracedRows], Cost], together: bool
+    config: Config, backend: Backend, look: Callable[[Program, Pipeline, Array, _Blocks], Cost], together: bool
 ) -> Cost:
     """What `look` finds in the traced loop of a train step."""
     with jax.enable_x64(config.precision == "fp64"), h200.attention():
         program = _program(config, _coarse(backend), together)
-        rows = _rows(config, backend.expert_block)
-        return trace_pipeline(program, lambda pipeline: look(program, pipeline, idle(pipeline.x_type), rows))
+        blocks = _Blocks.of(config, backend)
+        return trace_pipeline(program, lambda pipeline: look(program, pipeline, idle(pipeline.x_type), blocks))
 
 
-def _rows(config: Config, block: int) -> TracedRows:
-    """The rows of a traced configuration. Blocks have one row: there are as many as choices on all devices of an expert
-    group, plus one for every expert."""
-    model, mesh, count = config.model, config.mesh, config.train.microbatch
-    if not model.num_experts or model.expert_capacity:
-        return TracedRows(count)
-    shared_by = mesh.context if training_way(config) != "none" else 1
-    choices = count * mesh.expert * model.sequence_length // shared_by * model.experts_per_token
-    experts = model.num_experts // mesh.expert
-    return TracedRows(count, choices + experts, experts, block, choices // mesh.expert // count)
+def _dims(shape: Shape, blocks: _Blocks) -> Dims:
+    """The dims of an array that has this shape in the trace. One more block for each expert is that many more rows."""
+    none, one = _shape_of(str(shape), 0), _shape_of(str(shape), 1)
+    of_row = tuple(more - dim for dim, more in zip(none, one, strict=True))
+    return Dims(tuple(dim * blocks.rows if each else dim for dim, each in zip(none, of_row, strict=True)), of_row)
 
 
-def _layer_cost(program: Program, pipeline: Pipeline, x_BTD: Array, rows: TracedRows) -> LayerCost:
+@lru_cache(maxsize=65536)
+def _shape_of(shape: str, rows: int) -> Shape:
+    return tuple(map(int, symbolic_shape(shape, constraints=[f"{_ROWS} == {rows}"])))
+
+
+def _layer_cost(program: Program, pipeline: Pipeline, x_BTD: Array, blocks: _Blocks) -> LayerCost:
     layers = pipeline.layers
     context = vary(pipeline.ends.take(0).context, (PIPE,))
     sums = pipeline.sums(program.gradient_dtype, 1)[1]
@@ -147,15 +162,15 @@ def _layer_cost(program: Program, pipeline: Pipeline, x_BTD: Array, rows: Traced
     )
     later = jax.make_jaxpr(lambda sums: layers.add_weight_gradients(0, sums, 0) if layers.products else sums)(sums)
     return LayerCost(
-        Kept(tuple(_operand(var.aval, rows) for var in _residuals(forward.jaxpr, len(jax.tree.leaves(output))))),
-        Kept(tuple(_operand(leaf, rows, leading=2) for leaf in jax.tree.leaves(sums.factors))),
-        tuple(_regions(forward.jaxpr, backward.jaxpr, rows)),
+        Kept(tuple(_operand(var.aval, blocks) for var in _residuals(forward.jaxpr, len(jax.tree.leaves(output))))),
+        Kept(tuple(_operand(leaf, blocks, leading=2) for leaf in jax.tree.leaves(sums.factors))),
+        tuple(_regions(forward.jaxpr, backward.jaxpr, blocks)),
         any(_is_fused_attention(eqn) for eqn, _ in equations(forward.jaxpr)),
-        *(_sent(traced, rows) for traced in (forward, backward, later)),
+        *(_sent(traced, blocks) for traced in (forward, backward, later)),
     )
 
 
-def _ends_cost(program: Program, pipeline: Pipeline, x_BTD: Array, rows: TracedRows) -> EndsCost:
+def _ends_cost(program: Program, pipeline: Pipeline, x_BTD: Array, blocks: _Blocks) -> EndsCost:
     ends, total = pipeline.ends, pipeline.sums(program.gradient_dtype)[0]
     work, end = Work(True, 0, 0, 0, 0, 0), End(here=True, anywhere=True, microbatch=0)
     row = Row(work, work, end, end, end, end)
@@ -163,8 +178,8 @@ def _ends_cost(program: Program, pipeline: Pipeline, x_BTD: Array, rows: TracedR
     head = jax.make_jaxpr(lambda x, total: ends.head(row, lambda: x, x, total))(x_BTD, total)
     backward = jax.make_jaxpr(lambda x, total: ends.embed_backward(row, x, total))(x_BTD, total)
     return EndsCost(
-        tuple(_product(eqn, rows).dims for eqn, _ in equations(head.jaxpr) if _multiplies_weights(eqn, rows)),
-        *(_sent(traced, rows) for traced in (embedding, head, backward)),
+        tuple(_product(eqn, blocks).dims for eqn, _ in equations(head.jaxpr) if _multiplies_weights(eqn)),
+        *(_sent(traced, blocks) for traced in (embedding, head, backward)),
     )
 
 
@@ -180,37 +195,37 @@ def _residuals(forward: Jaxpr, num_outputs: int) -> list:
     return list(dict.fromkeys(same.get(var, var) for var in saved))
 
 
-def _operand(type_: Any, rows: TracedRows, leading: int = 0) -> Operand:
-    return Operand(Dims.at(type_.shape[leading:], rows), type_.dtype.itemsize)
+def _operand(type_: Any, blocks: _Blocks, leading: int = 0) -> Operand:
+    return Operand(_dims(type_.shape[leading:], blocks), type_.dtype.itemsize)
 
 
-def _sent(traced: ClosedJaxpr, rows: TracedRows) -> tuple[Sent, ...]:
+def _sent(traced: ClosedJaxpr, blocks: _Blocks) -> tuple[Sent, ...]:
     found = []
     for each in collectives_of(traced):
         item = each.num_bytes // max(1, sum(map(prod, each.shapes)))
-        found += [Sent(each.kind, each.axes, Operand(Dims.at(s, rows), item), each.count) for s in each.shapes]
+        found += [Sent(each.kind, each.axes, Operand(_dims(s, blocks), item), each.count) for s in each.shapes]
     return tuple(found)
 
 
-def _regions(forward: Jaxpr, backward: Jaxpr, rows: TracedRows) -> Iterator[Region]:
+def _regions(forward: Jaxpr, backward: Jaxpr, blocks: _Blocks) -> Iterator[Region]:
     """The regions of the forward pass, each up to the sum that ends it, or to the first product of experts."""
-    repeated = Counter(_signature(eqn) for eqn, _ in equations(backward) if _multiplies_weights(eqn, rows))
+    repeated = Counter(_signature(eqn) for eqn, _ in equations(backward) if _multiplies_weights(eqn))
     for eqn, _ in equations(forward):  # the gradient of an input may be a product as another's, turned
-        if _multiplies_weights(eqn, rows) and (_of_block(eqn, rows) or _in_float8(eqn)):
+        if _multiplies_weights(eqn) and (_of_block(eqn, blocks) or _in_float8(eqn)):
             repeated[_turned(eqn)] -= 1
     products: dict[Any, Product] = {}  # by their left operand, and whether they are computed again
     attends = False
     for eqn, _ in equations(forward):
-        if _multiplies_weights(eqn, rows):
+        if _multiplies_weights(eqn):
             again = repeated[_signature(eqn)] > 0
             repeated[_signature(eqn)] -= again
-            new, left = _product(eqn, rows), tuple(_operand_shapes(eqn)) if _of_block(eqn, rows) else eqn.invars[0]
+            new, left = _product(eqn, blocks), tuple(_operand_shapes(eqn)) if _of_block(eqn, blocks) else eqn.invars[0]
             if new.experts and not all(product.experts for product in products.values()):
                 yield Region(tuple(products.values()), attends)
                 products, attends = {}, False
             before = products.get((left, again))
-            columns = new.dims.of_row[2] + (before.dims.of_row[2] if before else 0)
-            dims = replace(new.dims, of_row=(*new.dims.of_row[:2], columns))
+            columns = new.dims.fixed[2] + (before.dims.fixed[2] if before else 0)
+            dims = replace(new.dims, fixed=(*new.dims.fixed[:2], columns))
             products[left, again] = replace(new, dims=dims, again=again)
         elif _is_fused_attention(eqn) or _scores(eqn):
             attends = True
@@ -223,12 +238,12 @@ def _is_fused_attention(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name.startswith(FUSED_FORWARD)
 
 
-def _multiplies_weights(eqn: JaxprEqn, rows: TracedRows) -> bool:
+def _multiplies_weights(eqn: JaxprEqn) -> bool:
     """Whether it is a product with weights: its operands have no common dim besides the inner one, unlike in attention;
     or it is a product of experts, whose weights do not depend on rows."""
     if eqn.primitive.name != "dot_general":
         return False
-    of_rows = [any(Dims.at(shape, rows).counting) for shape in _operand_shapes(eqn)]
+    of_rows = [any(not isinstance(dim, int) for dim in shape) for shape in _operand_shapes(eqn)]
     return not eqn.params["dimension_numbers"][1][0] or not all(of_rows)
 
 
@@ -272,21 +287,21 @@ def _operand_shapes(eqn: JaxprEqn) -> list[Shape]:
     return [aval.shape for aval in avals]
 
 
-def _product(eqn: JaxprEqn, rows: TracedRows) -> Product:
+def _product(eqn: JaxprEqn, blocks: _Blocks) -> Product:
     """Rows, inner dim and columns. With blocks, a device has the rows of its expert group but computes only its share:
     as many as there are choices by tokens on a device."""
     left, right = _operand_shapes(eqn)
-    if _of_block(eqn, rows):
+    if _of_block(eqn, blocks):
         inner, columns = right[::-1] if _in_float8(eqn) else right
-        return Product(Dims((rows.chosen, inner, columns), (True, False, False), (0, 0, 0)), experts=rows.experts)
+        return Product(Dims((0, inner, columns), (blocks.chosen, 0, 0)), experts=blocks.experts)
     (inner_dims, _), (batch_dims, _) = eqn.params["dimension_numbers"]
     inner, batch = prod(left[dim] for dim in inner_dims), prod(left[dim] for dim in batch_dims)
-    dims = Dims.at((prod(left) // inner, inner, prod(right) // inner // batch), rows)
+    dims = _dims((prod(left) // inner, inner, prod(right) // inner // batch), blocks)
     return Product(dims, experts=batch if batch_dims else 0)
 
 
-def _of_block(eqn: JaxprEqn, rows: TracedRows) -> bool:
+def _of_block(eqn: JaxprEqn, blocks: _Blocks) -> bool:
     """Whether it is the product of one block of rows with its expert's weight, in a loop over blocks."""
     left, right = _operand_shapes(eqn)
     (_, summed), _ = eqn.params["dimension_numbers"]
-    return rows.blocked > 0 and len(right) == 2 and left == (1, right[summed[0]])
+    return blocks.experts > 0 and len(right) == 2 and left == (1, right[summed[0]])

@@ -210,7 +210,7 @@ class StepWork:
         """Forward and backward of the head for a microbatch."""
         passes, rows = self.machine.traffic, self.sizes.microbatch
         products = sum(self.product(*dims.shape(rows)) for dims in self.ends.products)
-        gradients = [dims.of_row for dims in self.ends.products if dims.counting[1]]  # they sum over rows
+        gradients = [dims.fixed for dims in self.ends.products if dims.of_row[1]]  # they sum over rows
         weights = sum(inner * columns for inner, _, columns in gradients)
         logits = prod(self.ends.logits.shape(rows))
         traffic = passes.logits * self.sizes.item * logits + passes.accumulated * weights

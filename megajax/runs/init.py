@@ -10,8 +10,8 @@ from jax import Array
 
 from megajax.core.errors import UserError
 from megajax.core.models.config import ModelConfig
-from megajax.core.models.family import StagedModel
 from megajax.core.models.lora import LORA
+from megajax.core.models.staged import StagedModel
 from megajax.core.options import as_flag, compared
 from megajax.core.parallel.boundary import F_AND_G
 from megajax.core.program.program import Program

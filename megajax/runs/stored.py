@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from megajax.core.backend import CPU
 from megajax.core.errors import UserError
 from megajax.core.models.config import ModelConfig
-from megajax.core.models.family import StagedModel
+from megajax.core.models.staged import StagedModel
 from megajax.core.options import options
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.program.state import TrainState

@@ -7,9 +7,9 @@ import jax
 from flax.traverse_util import flatten_dict
 
 from megajax.core.models.context_attention import elements_sent
-from megajax.core.models.family import count_parameters
 from megajax.core.models.freeze import names_of, untrained_layers
 from megajax.core.models.lora import LORA
+from megajax.core.models.staged import count_parameters
 from megajax.core.optim.adam import parameter_groups
 from megajax.core.optim.config import OptimizerConfig
 from megajax.core.pipeline.timing import StageTimes, pending_weights, step_time

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from megajax.core.models.family import step_flops
+from megajax.core.models.flops import step_flops
 from megajax.core.precision import BESIDE
 from megajax.plan.machines import peak_of_device
 from megajax.settings.config import Config

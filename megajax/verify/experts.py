@@ -1,36 +1,27 @@
-"""The communication of a mixture of experts, for `verify/theory.py`: an independent account of
-`core/models/experts.py`."""
+"""The communication of a mixture of experts, for `verify/theory.py`: `core/models/experts.py` in arithmetic."""
 
 from collections.abc import Iterator
 
 from megajax.core.axes import EXPERT
-from megajax.core.backend import CPU, Backend
+from megajax.core.backend import Backend
 from megajax.core.models.experts import capacity_of
 from megajax.core.parallel.collectives import CONTEXT, TENSOR
 from megajax.plan.communication import EXCHANGE, GATHER, REDUCE, SCATTER, Communication, one
-from megajax.plan.sizes import Occurrences
-from megajax.verify.regions import Regions
+from megajax.plan.sizes import Occurrences, Sizes
+from megajax.settings.config import Config
 
 _INTEGER = 4  # bytes of an expert choice, and of a load
 
 
-class ExpertRegions(Regions):
-    """The sizes of a step, and what its mixtures communicate besides inputs and outputs, which cross the boundaries of
-    regions like an MLP's."""
+class ExpertTraffic(Sizes):
+    """What a step's mixtures communicate besides inputs and outputs, which cross the boundaries of regions like an
+    MLP's; nothing without experts."""
 
-    backend: Backend = CPU  # the forms of the step
+    def __init__(self, config: Config, operand_item: int | None, backend: Backend):
+        super().__init__(config, operand_item)
+        self.backend = backend  # the forms of the step
 
-    @property
-    def num_mlps(self) -> int:
-        """Regions in a layer in place of its MLP: the MLP itself, or the mixture and any shared expert."""
-        return 1 + (self.config.model.shared_expert_size > 0)
-
-    @property
-    def num_dense(self) -> int:
-        """Regions in a layer whose input is the left factor of a weight gradient: all except a mixture's."""
-        return 1 + self.num_mlps - (self.config.model.num_experts > 0)
-
-    def experts(
+    def forward(
         self, purpose: str, times: Occurrences, *, rows: bool = True, result: bool = True
     ) -> Iterator[Communication]:
         """The forward pass, or what recomputation repeats of it: the choices, what came back, and optionally the
@@ -41,7 +32,7 @@ class ExpertRegions(Regions):
         if self.shared_over:  # how often each expert is chosen in a sequence
             yield one(purpose, REDUCE, self.shared_over, (batch, model.num_experts), _INTEGER, times)
         if self.operand_item:  # of what the product by rows takes
-            yield one(purpose, REDUCE, (TENSOR,), (1, *self.rows_of_experts), _INTEGER, times)
+            yield one(purpose, REDUCE, (TENSOR,), (1, *self.computed_rows), _INTEGER, times)
         choices, between = (batch, here, model.experts_per_token), (*self.own[:2], model.experts_per_token)
         for item in (self.wide, _INTEGER) if self.splits_sequence else ():
             yield one(purpose, GATHER, (TENSOR,), between, item, times)
@@ -60,7 +51,7 @@ class ExpertRegions(Regions):
             yield from self._dispatch(purpose, times)
         yield from self._combine(purpose, times)
 
-    def experts_backward(self, purpose: str, times: Occurrences) -> Iterator[Communication]:
+    def backward(self, purpose: str, times: Occurrences) -> Iterator[Communication]:
         """The gradients of all that, including those of tokens' shares."""
         model, (batch, here, _) = self.config.model, self.whole
         if not model.num_experts:
@@ -77,7 +68,7 @@ class ExpertRegions(Regions):
         yield one(purpose, SCATTER, (EXPERT,), self._of_group, self.item, times)
 
     @property
-    def rows_of_experts(self) -> tuple[int, ...]:
+    def computed_rows(self) -> tuple[int, ...]:
         """The rows that a device's experts compute: of each, or without a capacity in blocks of all."""
         model, devices = self.config.model, self.config.mesh.expert
         experts = model.num_experts // devices

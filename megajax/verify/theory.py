@@ -1,8 +1,8 @@
-"""The theory of what a training step communicates: arithmetic on a configuration, written down independently, to be
-compared with what is traced. The boundaries of a step's regions are those in `core/parallel/boundary.py`.
+"""The theory of what a training step communicates: arithmetic on a configuration, in which nothing is read from a
+program, to be compared with the traced step. For weights and between stages it is the plan's (`WeightTraffic`).
 
 It has every collective of `core/program/train_step.py`, counted as `core/program/communication.py` counts the step's
-jaxpr.
+jaxpr. The boundaries of regions are those in `core/parallel/boundary.py`.
 """
 
 from collections import Counter
@@ -23,13 +23,14 @@ from megajax.plan.communication import (
     SCATTER,
     Axes,
     Communication,
+    WeightTraffic,
     one,
     total_sent,
     totals,
 )
-from megajax.plan.sizes import Occurrences
+from megajax.plan.sizes import Occurrences, Sizes
 from megajax.settings.config import Config
-from megajax.verify.experts import ExpertRegions
+from megajax.verify.experts import ExpertTraffic
 from megajax.verify.verdict import Finding
 
 _WORD = 4  # bytes of a scale
@@ -38,12 +39,12 @@ _WORD = 4  # bytes of a scale
 def theory_of(config: Config, operand_item: int | None = None, backend: Backend = CPU) -> list[Communication]:
     """All that a training step of a valid configuration communicates, per device, in the order of the program. Its
     layers' products may have operands of other than the precision's bytes (`Sizes.operand_item`)."""
-    step = _Step(config)
-    step.backend = backend
-    step.operand_item = step.operand_item if operand_item is None else operand_item
-    forward = [*step.targets(), *step.scales(), *step.p2p_transfers(), *step.embedding(), *step.layers(), *step.head()]
+    step = _Step(config, operand_item, backend)
+    weights = step.weights
+    before = [*weights.targets(), *weights.scales(), *weights.p2p_transfers()]
+    forward = [*step.embedding(), *step.layers(), *step.head()]
     backward = [*step.layers_backward(), *step.embedding_backward(), *step.weight_gradients()]
-    return [*forward, *backward, *step.after_the_loop()]
+    return [*before, *forward, *backward, *weights.after_the_loop()]
 
 
 def check_collectives(
@@ -75,8 +76,46 @@ def _difference(key: tuple, wanted: Counter, there: Counter, expected: list[Comm
     )
 
 
-class _Step(ExpertRegions):
-    """The sizes of a step, and the communication of the parts in its loop over ticks."""
+class _Step(Sizes):
+    """The communication of the parts in a step's loop over ticks."""
+
+    def __init__(self, config: Config, operand_item: int | None, backend: Backend):
+        super().__init__(config, operand_item)
+        self.weights = WeightTraffic(config, operand_item)
+        self.mixture = ExpertTraffic(config, operand_item, backend)
+
+    @property
+    def num_mlps(self) -> int:
+        """Regions in a layer in place of its MLP: the MLP itself, or the mixture and any shared expert."""
+        return 1 + (self.config.model.shared_expert_size > 0)
+
+    @property
+    def num_dense(self) -> int:
+        """Regions in a layer whose input is the left factor of a weight gradient: all except a mixture's."""
+        return 1 + self.num_mlps - (self.config.model.num_experts > 0)
+
+    @property
+    def regathers(self) -> bool:
+        """Whether a product's input is gathered again for its weight gradient."""
+        return self.splits_sequence and self.config.train.remat != "layer"
+
+    def enter(self, purpose: str, times: Occurrences) -> Iterator[Communication]:
+        if self.splits_sequence:
+            yield one(purpose, GATHER, (TENSOR,), self.own, self.item, times)
+
+    def enter_backward(self, purpose: str, times: Occurrences, axes: Axes = (TENSOR,)) -> Iterator[Communication]:
+        others = axes[:-1] if self.splits_sequence else axes
+        if others:
+            yield one(purpose, REDUCE, others, self.whole, self.item, times)
+        if self.splits_sequence:
+            yield one(purpose, SCATTER, (TENSOR,), self.whole, self.item, times)
+
+    def leave(self, purpose: str, times: Occurrences, axes: Axes = (TENSOR,)) -> Iterator[Communication]:
+        others = axes[:-1] if self.splits_sequence else axes
+        if self.splits_sequence:
+            yield one(purpose, SCATTER, (TENSOR,), self.whole, self.item, times)
+        if others:
+            yield one(purpose, REDUCE, others, self.own, self.item, times)
 
     @property
     def vocabulary(self) -> Axes:
@@ -89,7 +128,7 @@ class _Step(ExpertRegions):
 
     def embedding(self) -> Iterator[Communication]:
         """Forward, for every microbatch."""
-        yield from self.gathered("embedding: weights", "shared", self.of_end)
+        yield from self.weights.gathered("embedding: weights", "shared", self.of_end)
         yield from self.leave("embedding: activations", self.of_end, self.vocabulary)
         yield from self._dense_forward("embedding: dense layers", self.of_dense_layer)
 
@@ -101,19 +140,19 @@ class _Step(ExpertRegions):
         what = "embedding backward: activations"
         yield from self.broadcast(what)
         if not family_of(self.config.model).linear_embedding(self.config.model):
-            yield from self.gathered("embedding backward: weights", "shared", self.of_end)
+            yield from self.weights.gathered("embedding backward: weights", "shared", self.of_end)
             yield from self.leave("embedding backward: forward again", self.of_end, self.vocabulary)
             yield from self._dense_forward("embedding backward: forward again", self.of_dense_layer)
             yield from self._dense_backward("embedding backward: dense layers", self.of_dense_layer)
         yield from self.enter(what, self.of_end)
-        yield from self.scattered("embedding backward: weights' gradients", "shared", self.of_end)
+        yield from self.weights.scattered("embedding backward: weights' gradients", "shared", self.of_end)
 
     def head(self) -> Iterator[Communication]:
         """Forward and backward, for every microbatch."""
         yield from self.broadcast("head: activations")
-        yield from self.gathered("head: weights", "shared", self.of_end)
+        yield from self.weights.gathered("head: weights", "shared", self.of_end)
         yield from self._predictions()
-        yield from self.scattered("head: weights' gradients", "shared", self.of_end)
+        yield from self.weights.scattered("head: weights' gradients", "shared", self.of_end)
 
     def _predictions(self) -> Iterator[Communication]:
         model, times = self.config.model, self.of_end
@@ -149,16 +188,16 @@ class _Step(ExpertRegions):
 
     def layers(self) -> Iterator[Communication]:
         """Forward, for every microbatch."""
-        yield from self.gathered("layers forward: weights", "blocks", self.of_layer)
+        yield from self.weights.gathered("layers forward: weights", "blocks", self.of_layer)
         yield from self._layer_forward("layers forward: activations")
 
     def layers_backward(self) -> Iterator[Communication]:
         """Backward, for every microbatch, including recomputation."""
         config, times, again = self.config, self.of_layer, "layers backward: forward again"
         if self.recomputes_stage:
-            yield from self.gathered("layers backward: weights", "blocks", times)
+            yield from self.weights.gathered("layers backward: weights", "blocks", times)
             yield from self._layer_forward(again)
-        yield from self.gathered("layers backward: weights", "blocks", times)
+        yield from self.weights.gathered("layers backward: weights", "blocks", times)
         post = config.model.layer_order == "post"  # the norm after the MLP needs its result
         needed = self.num_mlps if post else 0
         yield from self.query_key_norm("layers backward: norms of queries and keys", times)
@@ -170,7 +209,7 @@ class _Step(ExpertRegions):
         elif config.train.remat != "selective":
             needed = 0
         if config.train.remat in ("layer", "selective"):
-            yield from self.experts(again, times, rows=config.train.remat == "layer", result=post)
+            yield from self.mixture.forward(again, times, rows=config.train.remat == "layer", result=post)
         if config.train.remat == "layer":
             yield from self.attention(again, times)
         elif config.train.remat == "selective":  # it saves what was received, and what the device computed from it
@@ -180,7 +219,7 @@ class _Step(ExpertRegions):
         yield from self.input_scales(again, times, needed)
         yield from self.attention_backward("layers backward: attention", times)
         adapted = config.lora.products(config.model)
-        yield from self.experts_backward("layers backward: experts", times)
+        yield from self.mixture.backward("layers backward: experts", times)
         for number, by_columns in enumerate((("query", "key", "value"), *[("gate", "up")] * self.num_mlps)):
             yield from self.enter("layers backward: activations", times)
             trained = not self.held.adapters or any(name in adapted for name in by_columns)
@@ -188,21 +227,21 @@ class _Step(ExpertRegions):
                 yield from self.enter("layers backward: inputs of weight gradients", times)
             yield from self.enter_backward("layers backward: activations", times)
         yield from self.gradient_scales("layers backward: scales of gradients", times)
-        yield from self.scattered("layers backward: weights' gradients", "blocks", times, later=False)
+        yield from self.weights.scattered("layers backward: weights' gradients", "blocks", times, later=False)
 
     def weight_gradients(self) -> Iterator[Communication]:
         """Deferred weight gradients, for every microbatch."""
         if not self.defers or not (self.regathers or self.zero == 3):
             return
-        times = self.weight_gradient_times
+        times = self.weights.weight_gradient_times
         for _ in range(self.num_dense if self.regathers else 0):
             yield from self.enter("weight gradients: inputs", times)
-        yield from self.scattered("weight gradients: weights' gradients", "blocks", times, later=True)
+        yield from self.weights.scattered("weight gradients: weights' gradients", "blocks", times, later=True)
 
     def _layer_forward(self, purpose: str) -> Iterator[Communication]:
         yield from self.query_key_norm(purpose, self.of_layer)
         yield from self.attention(purpose, self.of_layer)
-        yield from self.experts(purpose, self.of_layer)
+        yield from self.mixture.forward(purpose, self.of_layer)
         yield from self.input_scales(purpose, self.of_layer, self.num_dense)
         for _ in range(1 + self.num_mlps):
             yield from self.enter(purpose, self.of_layer)
@@ -228,7 +267,7 @@ class _Step(ExpertRegions):
         for count in (3, *[gated] * (self.num_dense - 1)):
             yield one(purpose, REDUCE, (TENSOR,), (count, *self.whole[:2]), _WORD, times)
         if model.num_experts:
-            yield one(purpose, REDUCE, (TENSOR,), (gated, *self.rows_of_experts), _WORD, times)
+            yield one(purpose, REDUCE, (TENSOR,), (gated, *self.mixture.computed_rows), _WORD, times)
 
     def _dense_forward(self, purpose: str, times: Occurrences) -> Iterator[Communication]:
         """Forward through the first layers of a mixture, which have an MLP."""

@@ -18,8 +18,8 @@ from megajax.core.axes import AXES
 from megajax.core.backend import CPU
 from megajax.core.config import MeshConfig
 from megajax.core.mesh import RULES, make_mesh, mesh_spec, rank_groups, sharded_spec, zero_sharding
-from megajax.core.models.family import StagedModel
 from megajax.core.models.registry import FAMILIES
+from megajax.core.models.staged import StagedModel
 from megajax.core.parallel.boundary import F_AND_G
 from megajax.core.parallel.collectives import spec_axes
 from megajax.core.program.synthetic import random_batch

@@ -19,7 +19,7 @@ from tiny import full, tiny_config, user_error
 from megajax.core.config import MeshConfig
 from megajax.core.errors import UserError
 from megajax.core.mesh import make_mesh, rank_groups
-from megajax.core.models.family import step_flops
+from megajax.core.models.flops import step_flops
 from megajax.core.pipeline import config as pipeline_config
 from megajax.core.program.communication import Collective
 from megajax.host.pictures import is_marked

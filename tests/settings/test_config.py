@@ -8,7 +8,7 @@ from tiny import user_error
 
 from megajax.core.errors import UserError
 from megajax.core.models.config import ModelConfig
-from megajax.core.models.family import count_active_parameters, count_parameters
+from megajax.core.models.staged import count_active_parameters, count_parameters
 from megajax.core.options import options
 from megajax.settings.config import Config
 from megajax.settings.presets import load_preset, resolve

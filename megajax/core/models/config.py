@@ -1,14 +1,27 @@
-"""Configuration of models: what their layers compute, and what they predict."""
+"""Configuration of models: the sizes of their weights, what their layers compute, and what they predict."""
 
 import re
+from collections import ChainMap
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from megajax.core.models.model_sizes import WITH_EXPERTS, ModelSizes
-from megajax.core.models.registry import EARLIER_NAMES, FAMILIES
-from megajax.core.options import AT_LEAST_ONE, AT_LEAST_ZERO, SHARE, Range, above, between
-from megajax.core.traits import COMPUTATION, ENDS, NOTHING, WEIGHTS, HuggingFaceName, OnlyWith, ShrinkRule, Through
+from megajax.core.models.registry import DECODER, EARLIER_NAMES, FAMILIES
+from megajax.core.options import AT_LEAST_ONE, AT_LEAST_ZERO, SHARE, OneOf, Range, above, between
+from megajax.core.traits import (
+    COMPUTATION,
+    ENDS,
+    NOTHING,
+    WEIGHTS,
+    HuggingFaceName,
+    OnlyWith,
+    ShrinkRule,
+    Size,
+    Through,
+)
 
+_WITH_EXPERTS = OnlyWith("num_experts")
+_SIZE = between(0, 1_000_000)
+_EXPERTS = between(0, 10_000)
 _ROTARY = OnlyWith("positions", ("rotary",))
 _LLAMA3 = OnlyWith("rope_scaling", ("llama3",), ignored=True)
 
@@ -18,13 +31,116 @@ def _is_pair(text: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(ModelSizes):
+class ModelConfig:
     """Model architecture, the same on every mesh.
 
     Options that default to the value of others (0, or "auto") are resolved when the object is made, so that
     `dataclasses.replace` keeps them.
     """
 
+    family: Annotated[str, "kind of model", OneOf(ChainMap(FAMILIES, EARLIER_NAMES)), WEIGHTS] = DECODER
+    num_layers: Annotated[
+        int,
+        "transformer layers",
+        between(1, 10_000),
+        WEIGHTS,
+        Size("layers"),
+        HuggingFaceName("num_hidden_layers", gpt2="n_layer"),
+    ]
+    hidden_size: Annotated[
+        int,
+        "width of the residual stream",
+        between(1, 1_000_000),
+        WEIGHTS,
+        Size("embed"),
+        HuggingFaceName("hidden_size", gpt2="n_embd"),
+    ]
+    num_heads: Annotated[
+        int,
+        "attention heads",
+        between(1, 100_000),
+        WEIGHTS,
+        Size("heads", split=True),
+        HuggingFaceName("num_attention_heads", gpt2="n_head"),
+    ]
+    num_kv_heads: Annotated[
+        int,
+        "key and value heads (grouped-query attention); 0: as many as query heads",
+        between(0, 100_000),
+        WEIGHTS,
+        Size("kv_heads", split=True, repeated=True),
+        HuggingFaceName(llama="num_key_value_heads"),
+    ] = 0
+    head_size: Annotated[
+        int,
+        "size of an attention head; 0: model.hidden-size / model.num-heads",
+        _SIZE,
+        WEIGHTS,
+        Size("head_size"),
+        HuggingFaceName(llama="head_dim"),
+    ] = 0
+    mlp_size: Annotated[
+        int,
+        "width of the MLP; 0: 4 x model.hidden-size",
+        between(0, 10_000_000),
+        WEIGHTS,
+        Size("mlp", split=True),
+        HuggingFaceName("intermediate_size", gpt2="n_inner"),
+    ] = 0
+    sequence_length: Annotated[
+        int,
+        "tokens per sequence; also the number of learned positions",
+        between(1, 1_000_000),
+        ENDS,
+        Size("position"),
+        HuggingFaceName("max_position_embeddings", gpt2="n_positions"),
+    ]
+    vocab_size: Annotated[
+        int,
+        "tokens in the vocabulary, before padding",
+        between(1, 100_000_000),
+        WEIGHTS,
+        ShrinkRule(jointly=True),
+        HuggingFaceName("vocab_size"),
+    ]
+    vocab_multiple: Annotated[
+        int,
+        "pad the vocabulary to a multiple of this, on every mesh",
+        between(1, 1_000_000),
+        WEIGHTS,
+        Size("vocabulary", split=True),
+        Through("padded_vocab_size", "the padded vocabulary"),
+    ] = 1024
+    num_experts: Annotated[
+        int,
+        "experts per layer (mixture of experts instead of an MLP); 0: a plain MLP",
+        _EXPERTS,
+        WEIGHTS,
+        Size("experts"),
+    ] = 0
+    dense_layers: Annotated[
+        int,
+        "number of first layers with a dense MLP instead of experts; the first pipeline stage "
+        "computes them with the embedding",
+        between(0, 10_000),
+        WEIGHTS,
+        _WITH_EXPERTS,
+        ShrinkRule(most=2),
+    ] = 0
+    experts_per_token: Annotated[
+        int, "experts that each token is routed to", _EXPERTS, WEIGHTS, _WITH_EXPERTS, ShrinkRule(jointly=True)
+    ] = 0
+    expert_size: Annotated[
+        int, "width of each expert; 0: model.mlp-size", _SIZE, WEIGHTS, _WITH_EXPERTS, Size("expert_mlp", split=True)
+    ] = 0
+    shared_expert_size: Annotated[
+        int,
+        "width of a shared expert that every token passes; 0: none",
+        _SIZE,
+        WEIGHTS,
+        _WITH_EXPERTS,
+        Size("mlp", split=True),
+    ] = 0
     expert_capacity: Annotated[
         float,
         "capacity factor: an expert takes at most this many times the mean number of tokens of "
@@ -32,13 +148,13 @@ class ModelConfig(ModelSizes):
         "generation are always dropless",
         between(0, 10_000),
         NOTHING,
-        WITH_EXPERTS,
+        _WITH_EXPERTS,
     ] = 0.0
     renormalize_shares: Annotated[
         bool,
         "normalize the weights of each token's chosen experts to sum to 1",
         COMPUTATION,
-        WITH_EXPERTS,
+        _WITH_EXPERTS,
         HuggingFaceName(mixture="norm_topk_prob"),
     ] = True
     balance: Annotated[
@@ -46,7 +162,7 @@ class ModelConfig(ModelSizes):
         "how to balance the load of the experts: an auxiliary loss, or a bias added to the "
         "router's scores when choosing experts",
         WEIGHTS,
-        WITH_EXPERTS,
+        _WITH_EXPERTS,
         Through("biases_routers", "whether routers have biases"),
     ] = "none"
     balance_coefficient: Annotated[
@@ -54,14 +170,14 @@ class ModelConfig(ModelSizes):
         "coefficient of the load-balancing loss",
         between(0, 1000),
         NOTHING,
-        WITH_EXPERTS,
+        _WITH_EXPERTS,
         HuggingFaceName(mixture="router_aux_loss_coef"),
     ] = 0.01
     balance_step: Annotated[
-        float, "amount by which each step moves the load-balancing biases", between(0, 1), NOTHING, WITH_EXPERTS
+        float, "amount by which each step moves the load-balancing biases", between(0, 1), NOTHING, _WITH_EXPERTS
     ] = 0.001
     router_z_loss: Annotated[
-        float, "coefficient of a loss that keeps the router's logits small", between(0, 1000), NOTHING, WITH_EXPERTS
+        float, "coefficient of a loss that keeps the router's logits small", between(0, 1000), NOTHING, _WITH_EXPERTS
     ] = 0.0
     norm: Annotated[Literal["layernorm", "rmsnorm"], "normalization layer", WEIGHTS] = "layernorm"
     norm_epsilon: Annotated[

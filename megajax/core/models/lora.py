@@ -16,8 +16,8 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from megajax.core.models.config import ModelConfig
-from megajax.core.models.family import StagedModel
 from megajax.core.models.lora_config import LoraConfig
+from megajax.core.models.staged import StagedModel
 from megajax.core.parallel.random import NamedKey
 from megajax.core.precision import at_least_fp32
 

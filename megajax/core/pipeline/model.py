@@ -40,7 +40,7 @@ class Model(Protocol):
 
 
 class Products(Protocol):
-    """The products of a layer (`models/family.StagedModel`), whose weight gradients can be deferred."""
+    """The products of a layer (`models/staged.StagedModel`), whose weight gradients can be deferred."""
 
     @property
     def products(self) -> frozenset[Path]:

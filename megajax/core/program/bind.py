@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec
 
 from megajax.core.axes import BATCH_AXES, ROW_AXES, SEQUENCE_AXES
 from megajax.core.models.context import Context
-from megajax.core.models.family import StagedModel
 from megajax.core.models.freeze import untrained_layers
 from megajax.core.models.lora import layer_weights
 from megajax.core.models.remat import POLICIES
+from megajax.core.models.staged import StagedModel
 from megajax.core.parallel import sites
 from megajax.core.parallel.collectives import PIPE, TENSOR, axis_index, complete, vary, varying_axes
 from megajax.core.parallel.random import Dropout

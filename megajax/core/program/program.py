@@ -21,7 +21,8 @@ from megajax.core.config import StepConfig
 from megajax.core.mesh import ROWS, batch_specs, make_abstract_mesh, make_mesh, shardings
 from megajax.core.models.attend import cudnn_has
 from megajax.core.models.context_attention import context_way
-from megajax.core.models.family import StagedModel, family_of
+from megajax.core.models.family import family_of
+from megajax.core.models.staged import StagedModel
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.collectives import PIPE, TENSOR, Axes
 from megajax.core.parallel.tokens import ContextWay

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jax.stages import Wrapped
 
 from megajax.core.axes import ROW_AXES
-from megajax.core.models.family import StagedModel
+from megajax.core.models.staged import StagedModel
 from megajax.core.parallel.collectives import complete, gather_shards
 from megajax.core.parallel.tokens import once
 from megajax.core.program.bind import forward_pipeline

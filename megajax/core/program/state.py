@@ -26,10 +26,10 @@ from jax.typing import DTypeLike
 
 from megajax.core.config import StepConfig
 from megajax.core.mesh import rules_of, shardings
-from megajax.core.models.family import StagedModel
 from megajax.core.models.freeze import frozen_weights
 from megajax.core.models.lora import LORA, Adapters
 from megajax.core.models.router import in_compute_dtype
+from megajax.core.models.staged import StagedModel
 from megajax.core.optim.adam import initial_norms
 from megajax.core.optim.loss_scale import LossScale
 from megajax.core.optim.optimizer import make_optimizer

@@ -18,9 +18,9 @@ from megajax.core.mesh import (
     sharded_spec,
     zero_sharding,
 )
-from megajax.core.models.family import StagedModel
 from megajax.core.models.lora import LORA, Adapters
 from megajax.core.models.router import ROUTER_BIAS
+from megajax.core.models.staged import StagedModel
 from megajax.core.optim.muon import Matrices
 from megajax.core.parallel.collectives import PIPE, spec_axes
 from megajax.core.parallel.float8 import Copies, copies_by_dims

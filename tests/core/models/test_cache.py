@@ -13,7 +13,7 @@ from tiny import QWEN3, drawn_params, full, tiny_config, tiny_program
 from megajax.core.backend import CPU
 from megajax.core.models.attention_mask import AttentionMask
 from megajax.core.models.cache import decode_step, prefill, slot_positions
-from megajax.core.models.family import StagedModel
+from megajax.core.models.staged import StagedModel
 from megajax.core.parallel.boundary import F_AND_G
 from megajax.core.parallel.collectives import complete
 from megajax.core.parallel.random import Dropout

@@ -12,7 +12,8 @@ from tiny import QWEN3, abstract_batch, full, tiny_config, tiny_program
 from megajax.core.backend import CPU
 from megajax.core.mesh import shardings
 from megajax.core.models.config import ModelConfig
-from megajax.core.models.family import StagedModel, count_parameters, step_flops, step_products
+from megajax.core.models.flops import step_flops, step_products
+from megajax.core.models.staged import StagedModel, count_parameters
 from megajax.core.parallel.boundary import F_AND_G
 from megajax.core.program.train_step import train_step
 from megajax.settings.presets import load_preset, resolve

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from tiny import drawn_params, full, tiny_config, tiny_program
 
-from megajax.core.models.family import count_parameters, step_flops
+from megajax.core.models.flops import step_flops
 from megajax.core.models.registry import FAMILIES, FamilyEntry
+from megajax.core.models.staged import count_parameters
 from megajax.core.program.scoring import next_logits
 from megajax.core.program.synthetic import random_batch
 from megajax.settings.presets import load_preset, resolve

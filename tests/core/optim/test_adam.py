@@ -10,7 +10,7 @@ from tiny import full, tiny_config, tiny_program
 
 from megajax.core.backend import CPU
 from megajax.core.mesh import shardings
-from megajax.core.models.family import StagedModel
+from megajax.core.models.staged import StagedModel
 from megajax.core.optim.adam import (
     FEWEST,
     WINDOW,

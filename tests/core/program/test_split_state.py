@@ -15,7 +15,7 @@ from tiny import abstract_batch, full, tiny_config, tiny_program
 
 from megajax.core.backend import GPU
 from megajax.core.errors import UserError
-from megajax.core.models.family import count_parameters
+from megajax.core.models.staged import count_parameters
 from megajax.core.pipeline.executor import Pipeline
 from megajax.core.program import memory
 from megajax.core.program.bind import trace_pipeline

@@ -20,7 +20,8 @@ from megajax.core.models.attention_mask import AttentionMask
 from megajax.core.models.bert.heads import ChoiceHead, ClassesHead, PretrainingHead, SpanHead
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.context import Context
-from megajax.core.models.family import Family, MatrixProduct, layer_products, weight_products
+from megajax.core.models.family import Family, MatrixProduct
+from megajax.core.models.flops import layer_products, weight_products
 from megajax.core.models.layer import EMBEDDING_SITE, Block, stacked
 from megajax.core.models.norms import LayerNorm
 from megajax.core.parallel.boundary import RegionBoundary

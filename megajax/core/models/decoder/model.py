@@ -16,7 +16,8 @@ from megajax.core.batch import IGNORED, text_form
 from megajax.core.models.attention_mask import AttentionMask
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.context import Context
-from megajax.core.models.family import Family, MatrixProduct, layer_products, weight_products
+from megajax.core.models.family import Family, MatrixProduct
+from megajax.core.models.flops import layer_products, weight_products
 from megajax.core.models.layer import EMBEDDING_SITE, Block, stacked
 from megajax.core.models.norms import norm_of
 from megajax.core.parallel.boundary import RegionBoundary

@@ -1,0 +1,63 @@
+"""The matrix products of a training step, and their FLOPs."""
+
+from collections.abc import Iterator, Mapping
+
+from megajax.core.models.attention_mask import AttentionMask
+from megajax.core.models.config import ModelConfig
+from megajax.core.models.family import MatrixProduct, family_of
+
+
+def step_products(config: ModelConfig, sequences: int, query_block: int) -> list[MatrixProduct]:
+    """All matrix products of a training step; attention processes `query_block` queries at a time."""
+    return family_of(config).products(config, sequences, query_block)
+
+
+def step_flops(config: ModelConfig, sequences: int) -> int:
+    """FLOPs of a step over `sequences` sequences, counted as in the paper: for GPT-2 `72 B s L h² (1 + s/6h + V/12Lh)`.
+
+    For any decoder this is, per token, 6 N for the N weights in products (all but norms, biases, and an embedding table
+    that is not also the head) plus 12 L H K S for attention, regardless of masking. A row of a choice task has as many
+    sequences as texts. BERT's logits are those of the tokens that can be masked.
+    """
+    return sum(product.flops for product in step_products(config, sequences, config.sequence_length))
+
+
+def layer_products(model: ModelConfig, sequences: int, query_block: int) -> Iterator[MatrixProduct]:
+    """All products of the layers; with experts, those that the tokens choose. Attention processes `query_block` queries
+    at a time, against the keys that one of them may see."""
+    hidden, layers = model.hidden_size, model.num_layers
+    queries = model.num_heads * model.head_size
+    gated = 2 if model.activation == "swiglu" else 1
+    shapes = {
+        "qkv": (hidden, queries + 2 * model.num_kv_heads * model.head_size),
+        "attention output": (queries, hidden),
+    }
+    tokens = sequences * model.sequence_length
+    yield from weight_products(tokens, shapes, layers)
+    sparse = model.num_blocks if model.num_experts else 0
+    if sparse:
+        own = {"experts up": (hidden, gated * model.expert_size), "experts down": (model.expert_size, hidden)}
+        yield from weight_products(tokens * model.experts_per_token, own, sparse)
+        yield from weight_products(tokens, {"router": (hidden, model.num_experts)}, sparse)
+    for name, width, count in (
+        ("MLP", model.mlp_size, layers - sparse),
+        ("shared expert", model.shared_expert_size, sparse),
+    ):
+        mlp = {f"{name} up": (hidden, gated * width), f"{name} down": (width, hidden)}
+        yield from weight_products(tokens, mlp, count) if width and count else ()
+    heads, head_size, length = sequences * model.num_heads, model.head_size, model.sequence_length
+    for block, keys in AttentionMask.of_model(model, length).block_sizes(length, query_block):
+        # forward: scores; gradient of the probabilities
+        yield MatrixProduct(f"attention scores, {keys} keys", 2 * layers, heads, block, head_size, keys)
+        # forward: result; gradient of the queries
+        yield MatrixProduct(f"attention sums, {keys} keys", 2 * layers, heads, block, keys, head_size)
+        # gradients of keys and values
+        yield MatrixProduct(f"attention gradients, {keys} keys", 2 * layers, heads, head_size, block, keys)
+
+
+def weight_products(tokens: int, shapes: Mapping[str, tuple[int, int]], count: int = 1) -> Iterator[MatrixProduct]:
+    """Products of `tokens` tokens with weights [inner, columns] by name, each `count` times."""
+    for name, (inner, columns) in shapes.items():
+        yield MatrixProduct(f"{name}, forward", count, 1, tokens, inner, columns)
+        yield MatrixProduct(f"{name}, input gradient", count, 1, tokens, columns, inner)
+        yield MatrixProduct(f"{name}, weight gradient", count, 1, inner, tokens, columns)
