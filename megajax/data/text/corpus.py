@@ -1,4 +1,4 @@
-"""A tokenized corpus in the run directory, made by `data/making.py`."""
+"""A tokenized corpus in the run directory, made by `data/samples/making.py`."""
 
 import json
 import math

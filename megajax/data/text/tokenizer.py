@@ -54,7 +54,7 @@ class Tokenizer:
         self.begin: list[int] = [] if self.is_wordpiece else _begin(self._core)  # before every document and prompt
         known = [number for number in settings.ends if number in self.vocabulary.values()]
         self.ends: list[int] = list(dict.fromkeys([self.end_of_text, *known]))  # ids that end generation
-        self.chat_template = settings.template  # turns messages into text (`data/chat.py`); None: unknown
+        self.chat_template = settings.template  # turns messages into text (`data/text/chat.py`); None: unknown
         self.files, self._settings = {**settings.files, SINGLE: text}, settings  # contents of its files by name
 
     def part(self, name: str) -> dict[str, Any]:
