@@ -2,8 +2,10 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,6 +64,13 @@ def test_private_names_stand_in_one_module() -> None:
     """Those of JAX and Orbax, each with the public way that is hoped for."""
     found = {str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py") if "._src" in file.read_text()}
     assert found == {"core/private.py"}
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """But those that only their own module uses."""
+    texts = [file.read_text() for file in PACKAGE.rglob("*.py")]
+    names = Counter(name for text in texts for name in re.findall(r"^class ([A-Z]\w*)", text, re.MULTILINE))
+    assert len(names) > 150 and [name for name, count in names.items() if count > 1] == []
 
 
 ELSEWHERE = {  # pieces of messages that say it in a variable

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +46,7 @@ class Curves:
             self.resumed.append(record["resumed_from"])
 
 
-class Plot(Tracker):
+class Plot(Tracker, ABC):
     """Redraws a picture in the run directory at every validation and at the end, if the directory still exists and
     there is something new to draw."""
 
@@ -56,13 +57,13 @@ class Plot(Tracker):
         self._drawn = 0  # what `points` was
         self.name = str(self._file)
 
+    @abstractmethod
     def points(self) -> int:
         """How many points the picture would show."""
-        raise NotImplementedError
 
+    @abstractmethod
     def draw(self, path: Path, name: str) -> None:
         """Draw the picture of the run called `name`, atomically."""
-        raise NotImplementedError
 
     def figures(self, step: int, figures: Mapping[str, float]) -> None:
         if "validation_loss" in figures:

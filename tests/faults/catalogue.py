@@ -240,7 +240,7 @@ ROWS: dict[str, dict[str, Row]] = {
             gradient("blocks/attention/key/weight, layer 0, 1", ON_DATA),
         ),
         "all losses are divided by the first one's targets": (  # Megatron-LM #3159
-            "core.program.bind.StepModel.head",
+            "core.program.bind.BoundModel.head",
             ("jnp.maximum(self.counts[name], 1)", "jnp.maximum(next(iter(self.counts.values())), 1)"),
             tests("tests/core/models/test_forward.py -k losses"),
         ),
@@ -509,7 +509,7 @@ ROWS: dict[str, dict[str, Row]] = {
             named("rotated_query of layer 0, forward", ON_CONTEXT | FEW_KEYS),
         ),
         "losses are divided by a device's own targets of a sequence": (
-            "core.program.bind.StepModel.head",
+            "core.program.bind.BoundModel.head",
             ("jnp.maximum(self.counts[name], 1)", 'jnp.maximum(self.counts[name] // lax.axis_size("context"), 1)'),
             named("the sum of the losses: step 1", ON_CONTEXT),
         ),

@@ -16,7 +16,7 @@ from jax import Array, lax
 from megajax.core.axes import BATCH_AXES
 from megajax.core.parallel.collectives import PIPE, broadcast_stage, vary, varying_axes
 from megajax.core.parallel.shards import Shards
-from megajax.core.pipeline.model import Batch, Model
+from megajax.core.pipeline.model import Batch, LoopModel
 from megajax.core.pipeline.rows import End, Number, Predicate, Row, Work
 from megajax.core.pipeline.stages import when
 
@@ -34,7 +34,7 @@ class Microbatch(NamedTuple):
 class EmbeddingAndHead:
     """Embedding and head, bound to one step's weights and batch."""
 
-    model: Model
+    model: LoopModel
     linear_embedding: bool  # it is linear in the weights, so its backward needs nothing from its forward
     trained: dict[str, bool]  # of what the head computes by name, whether it is differentiated, not only summed
     loss_scale: Array  # the backward pass starts from it; it multiplies the gradients, not the losses

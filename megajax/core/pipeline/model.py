@@ -11,7 +11,7 @@ Factors = Tree  # of all products in a layer, or stacked for several layers
 Figures = dict[str, Array]  # summed, not differentiated
 
 
-class Model(Protocol):
+class LoopModel(Protocol):
     """Functions of this device's weights, called inside the `shard_map` region."""
 
     @property

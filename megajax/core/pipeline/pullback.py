@@ -11,7 +11,7 @@ from jax import Array
 from megajax.core.pipeline.model import Factors, Figures, Path
 
 Tree = Any
-LayerFunction = Callable[[Tree, Factors, Array, Array, Tree], tuple[Array, Figures]]  # as `Model.layer`
+LayerFunction = Callable[[Tree, Factors, Array, Array, Tree], tuple[Array, Figures]]  # as `LoopModel.layer`
 
 
 @jax.tree_util.register_static

@@ -57,7 +57,7 @@ class Sums(NamedTuple):
 class Layers:
     """A stage's layers, one chunk at a time, as a pair of functions: forward and backward."""
 
-    function: LayerFunction  # one layer: `Model.layer`, of which the backward pass may recompute something
+    function: LayerFunction  # one layer: `LoopModel.layer`, of which the backward pass may recompute something
     weights: Tree  # stacked [v · n, …]: n slots per chunk, chunk after chunk
     layer_index: Array  # of each of this stage's slots, -1 if padded (it passes its input on); int32 [v, n]
     unroll: bool  # unroll the loop over layers in the compiled program

@@ -47,7 +47,7 @@ def count_targets(program: Program, batch: Batch) -> dict[str, Array]:
 
 
 @dataclass(frozen=True)
-class StepModel:
+class BoundModel:
     """A staged model in one step: what the pipeline's loop calls (`pipeline/model.py`)."""
 
     staged: StagedModel
@@ -103,7 +103,7 @@ def training_pipeline(
     config, counts, length = program.config, count_targets(program, batch), batch["tokens"].shape[-1]
     scale, sequences = jnp.asarray(loss_scale), counts.get(SEQUENCES)
     weight = None if sequences is None else scale / jnp.maximum(sequences, 1).astype(scale.dtype)
-    model = StepModel(program.model, config.model.dropout, config.seed, step, counts, weight, length)
+    model = BoundModel(program.model, config.model.dropout, config.seed, step, counts, weight, length)
     return _pipeline(program, model, params, batch, scale, copies, backward=True)
 
 
@@ -111,12 +111,12 @@ def forward_pipeline(program: Program, staged: StagedModel, params: Tree, batch:
     """The loop of a forward-only program, for one of the program's forward models, without dropout."""
     nothing, one = jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32)
     counts = dict.fromkeys(program.form.targets | program.form.measures, one)
-    model = StepModel(staged, 0.0, program.config.seed, nothing, counts, None, batch["tokens"].shape[-1])
+    model = BoundModel(staged, 0.0, program.config.seed, nothing, counts, None, batch["tokens"].shape[-1])
     return _pipeline(program, model, params, batch, jnp.asarray(UNSCALED), None, backward=False)
 
 
 def _pipeline(
-    program: Program, model: StepModel, params: Tree, batch: Batch, loss_scale: Array, made: Tree, *, backward: bool
+    program: Program, model: BoundModel, params: Tree, batch: Batch, loss_scale: Array, made: Tree, *, backward: bool
 ) -> Pipeline:
     config, layout, staged = program.config, program.layout, model.staged
     num_rows, num_microbatches = next(iter(batch.values())).shape[0], program.num_microbatches
