@@ -88,8 +88,8 @@ def memory(config: Config) -> dict[str, float]:
         stored = (
             placed(leaf, PartitionSpec(None, PIPE, None, *canonical[1:])) if by_stage else placed(target, canonical)
         )
-        there.append(needed(transfer.to_canonical(stacked, spec, canonical, target.dtype), leaf, *inputs))
-        back.append(needed(transfer.from_canonical(stacked, canonical, spec, leaf.dtype), stored))
+        there.append(needed(transfer.to_canonical(path, spec, canonical, target.dtype), leaf, *inputs))
+        back.append(needed(transfer.from_canonical(path, canonical, spec, leaf.dtype), stored))
     figures = {
         "state": sum(shard_bytes(leaf) for leaf in jax.tree.leaves(state)),
         "all_at_once": needed(layout.to_canonical, state),

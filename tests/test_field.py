@@ -4,6 +4,7 @@ option is that of one device. What only a compiler can show is in `test_parity.p
 import dataclasses
 from typing import Any
 
+import jax
 import pytest
 import test_context
 import test_experts
@@ -28,7 +29,9 @@ from parity_grid import (
 )
 from tiny import LLAMA, MIXTURE, full, tiny_config
 
+from megajax.core.backend import CPU
 from megajax.core.models.lora_config import LoraConfig
+from megajax.core.program.program import Program
 from megajax.settings.config import Config
 from megajax.verify.shrink import shown
 
@@ -115,13 +118,13 @@ IN_8_BITS = [
 ]
 DEFERRED = MIXED | {"num_layers": 2, "weight_gradients": "deferred"}
 MUON = {"optimizer": {"name": "muon"}, "num_layers": 2}
-FEW = SMALL | {"global_batch": 4, "num_heads": 4, "sequence_length": 8}
+SHORT = SMALL | {"global_batch": 4, "num_heads": 4, "sequence_length": 8}
 OTHERS = [
     *(dataclasses.replace(config, precision="fp8") for config in IN_8_BITS),
     tiny_config((2, 1, 2), precision="fp16", ema=0.5, expert=2, balance="bias", **MIXED | MUON | {"num_layers": 1}),
-    tiny_config((2, 1, 2, 2), precision="bf16", zero=3, **FEW | LLAMA | MUON),
+    tiny_config((2, 1, 2, 2), precision="bf16", zero=3, **SHORT | LLAMA | MUON),
     tiny_config((1, 2, 1), expert=2, lora=LoraConfig(rank=2, targets=("attention", "experts")), **DEFERRED),
-    tiny_config((2, 2, 2), precision="fp64", zero=0, reset_attention=True, schedule="gpipe", remat="stage", **FEW),
+    tiny_config((2, 2, 2), precision="fp64", zero=0, reset_attention=True, schedule="gpipe", remat="stage", **SHORT),
 ]
 
 
@@ -133,6 +136,25 @@ OTHERS = [
 def test_other_precisions_optimizers_and_mixtures(config: Config) -> None:
     """Experts that drop nothing multiply several blocks at once, as on GPUs."""
     assert_exact(config, branches=config.precision in ("fp16", "fp8"), planned=False, expert_bytes=2**12)
+
+
+FEW = SMALL | {"num_heads": 4, "sequence_length": 8, "microbatch": 1}
+ODD = [  # numbers of devices that divide no dim of most weights
+    tiny_config((3, 1, 2, 2), global_batch=6, zero=3, precision="fp8", sequence_parallel=True, **FEW | LLAMA),
+    tiny_config((6, 2, 1), global_batch=12, zero=1, vocabulary="split", **FEW | MUON),
+    tiny_config((5, 1, 1), global_batch=10, zero=3, precision="fp16", **FEW | LLAMA | MUON),
+    tiny_config((3, 2, 1), expert=2, global_batch=12, zero=1, ema=0.5, **FEW | MIXTURE | {"num_experts": 4}),
+    tiny_config((7, 1, 1), global_batch=7, zero=3, lora=LoraConfig(rank=2), **FEW | {"num_layers": 2}),
+    tiny_config((12, 1, 2), global_batch=12, zero=3, precision="fp16", **FEW | {"num_layers": 2}),
+]
+
+
+@pytest.mark.parametrize("config", [*ODD[:2], *map(full, ODD[2:])], ids=lambda each: f"{each.precision}, {each.mesh}")
+def test_state_is_sharded_over_any_number_of_devices(config: Config) -> None:
+    """Padded, and as exact: norms, clipped gradients, moments and averages among it."""
+    step = assert_exact(config, branches=config in ODD[2:4])
+    layout = Program.abstract(config, CPU).layout
+    assert any(weight.zero.padding for weight in jax.tree.leaves(layout.weights)) and step.taken.metrics
 
 
 @pytest.mark.full

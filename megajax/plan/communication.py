@@ -157,7 +157,7 @@ class WeightTraffic(Sizes):
         are deferred, or only the others."""
         for weight in _sharded_per_use(room, self.held.trained):
             if later is None or later == (self.defers and weight.of_product):
-                yield one(purpose, SCATTER, weight.per_use.axes, weight.whole, self.summed, times)
+                yield one(purpose, SCATTER, weight.per_use.axes, weight.padded, self.summed, times)
 
     def p2p_transfers(self) -> Iterator[Communication]:
         """Activations to the next stage and gradients to the previous one, in every tick."""
@@ -194,8 +194,8 @@ class WeightTraffic(Sizes):
         """Reduce gradients and losses to global sums; the global gradient norm; ZeRO-1's updated weights."""
         per_step = [weight for weight in self.held.trained if weight.per_step != NOT_SHARDED]
         for weight in per_step:
-            whole = weight.stage_shape(NOT_SHARDED)
-            yield one("gradients: over data", SCATTER, weight.per_step.axes, whole, self.summed, ONCE)
+            padded = weight.padded_on_stage
+            yield one("gradients: over data", SCATTER, weight.per_step.axes, padded, self.summed, ONCE)
         for weight in self.held.trained:
             missing = tuple(sorted(self._varying(weight) - _axes_of(weight)))
             if missing:

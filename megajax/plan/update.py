@@ -61,7 +61,8 @@ def dealt(sizes: Sizes) -> list[Dealt]:
         assert of is not None
         sides = slice(-of.rows - of.columns, -of.columns), slice(-of.columns, None)
         axes = of.row_axes, of.column_axes
-        numbers, shard = (tuple(prod(dims[side]) for side in sides) for dims in (weight.shape, local))
+        whole = weight.owned.padded_shape(weight.shape)
+        numbers, shard = (tuple(prod(dims[side]) for side in sides) for dims in (whole, local))
         kind = min((numbers, axes, shard), (numbers[::-1], axes[::-1], shard[::-1]))
         found[*kind, of.copied_over] += prod(local[: -of.rows - of.columns])
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import jax
 from flax.traverse_util import flatten_dict
 
+from megajax.core.axes import BATCH_AXES
 from megajax.core.models.context_attention import elements_sent
 from megajax.core.models.freeze import names_of, untrained_layers
 from megajax.core.models.lora import LORA
@@ -13,7 +14,7 @@ from megajax.core.models.staged import count_parameters
 from megajax.core.optim.adam import parameter_groups
 from megajax.core.optim.config import OptimizerConfig
 from megajax.core.pipeline.timing import StageTimes, pending_weights, step_time
-from megajax.core.program.memory import factor_bytes, state_bytes
+from megajax.core.program.memory import factor_bytes, left_by_zero, state_bytes
 from megajax.core.program.program import Program
 from megajax.plan.memory import memory
 from megajax.plan.sizes import ITEM_SIZE
@@ -43,6 +44,7 @@ def describe(
         _context_line(program),
         f"state: {sum(state.values()) / 2**20:,.1f} MiB per device ({_mebibytes(state)}), "
         f"--optimizer.zero {config.optimizer.zero}",
+        _left_by_zero(program),
         _step_memory(config, program),
         _optimizer(program),
         f"learning rate: {rate_line(config.optimizer)}",
@@ -72,6 +74,16 @@ def _context_line(program: Program) -> str:
         f"context: {config.model.sequence_length // config.mesh.context} tokens per device; "
         f"attention by {way}, sent per layer and sequence: {', '.join(sent.values())}"
     )
+
+
+def _left_by_zero(program: Program) -> str:
+    """What ZeRO cannot save, where something divides a batch."""
+    config, (names, whole, padding) = program.config, left_by_zero(program.layout)
+    if config.mesh.size_of(BATCH_AXES) == 1 or not whole + padding:
+        return ""
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    stays = f"{shown} cannot be sharded: {whole / 2**10:,.1f} KiB of their state on every device; " if names else ""
+    return f"ZeRO: {stays}{padding / 2**10:,.1f} KiB per device are zeros that make dims of weights divisible"
 
 
 def pipeline_lines(program: Program) -> list[str]:

@@ -105,8 +105,8 @@ def _transfer(drawn: Drawn) -> Finding:
         stacked, place = is_stacked(path), target.sharding.spec
         if transfer.goes_by_stages(stacked, place):
             continue
-        there = transfer.from_canonical(stacked, place, spec, type_.dtype)
-        back = transfer.to_canonical(stacked, spec, place, target.dtype)
+        there = transfer.from_canonical(path, place, spec, type_.dtype)
+        back = transfer.to_canonical(path, spec, place, target.dtype)
         plain_type = jax.ShapeDtypeStruct(target.shape, target.dtype)
         if not (_same(drawn.run(there, (plain_type, canonical)), pipelined)
                 and _same(drawn.run(back, (type_, pipelined)), canonical)):  # fmt: skip

@@ -17,7 +17,16 @@ from tiny import MIXTURE, full, tiny_config, tiny_program
 from megajax.core.axes import AXES
 from megajax.core.backend import CPU
 from megajax.core.config import MeshConfig
-from megajax.core.mesh import RULES, make_mesh, mesh_spec, rank_groups, sharded_spec, zero_sharding
+from megajax.core.mesh import (
+    RULES,
+    local_shape,
+    make_abstract_mesh,
+    make_mesh,
+    mesh_spec,
+    rank_groups,
+    sharded_spec,
+    zero_sharding,
+)
 from megajax.core.models.registry import FAMILIES
 from megajax.core.models.staged import StagedModel
 from megajax.core.parallel.boundary import F_AND_G
@@ -151,15 +160,24 @@ ZERO = ("data", "expert", "context")
         (2, P("tensor"), (64, 8), P("tensor", ZERO)),  # not one that is split, though it is larger
         (2, P("tensor"), (64, 7), P(("tensor", *ZERO), None)),  # but for want of another
         (2, P(("pipe", "tensor")), (64,), P(("pipe", "tensor", *ZERO))),
-        (2, P("tensor"), (6, 7), P("tensor", None)),  # a device's three rows are not divisible
-        (2, P(), (7,), P(None)),
+        (2, P("tensor"), (6, 7), P("tensor", ZERO)),  # a device's three rows are not divisible: 7 is padded to 8
+        (3, P(), (64, 32, 8), P(ZERO, None, None)),  # by 2 of 64 or, the same, 1 of 32; not by 1 of 8
+        (3, P(), (8, 32, 62), P(None, None, ZERO)),
+        (3, P("tensor"), (64, 1), P("tensor", None)),  # nothing else may be padded
+        (64, P(), (64, 8), P(ZERO, None)),
+        (63, P(), (64, 8), P(ZERO, None)),  # 32 devices have something, not 8
         (2, P(), (), P()),
         (1, P(), (8,), P(None)),
     ],
 )
 def test_the_dim_that_zero_shards(data, spec, shape, expected):
-    spec, sizes = P(*spec, *[None] * (len(shape) - len(spec))), make_mesh(data=data, pipe=4 // data, tensor=2).shape
-    assert sharded_spec(spec, zero_sharding(spec, shape, sizes)) == expected
+    spec = P(*spec, *[None] * (len(shape) - len(spec)))
+    sizes = make_abstract_mesh(data=data, pipe=2, tensor=2).shape
+    sharding = zero_sharding(spec, shape, sizes)
+    assert sharded_spec(spec, sharding) == expected
+    if sharding.axes:
+        assert (local_shape(spec, shape, sizes)[sharding.dim] + sharding.padding) % data == 0
+        assert 0 <= sharding.padding < data
 
 
 def test_a_context_group_sits_between_data_and_tensor():

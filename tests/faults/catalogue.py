@@ -19,6 +19,7 @@ ON_CONTEXT = {"mesh": (1, 1, 2, 1), "context_attention": "gather"}
 ON_DOCUMENTS = ON_CONTEXT | {"reset_attention": True}
 ON_HEADS = ON_CONTEXT | {"context_attention": "heads"}
 ON_ZERO3 = {"mesh": (2, 1, 1), "zero": 3}
+ON_ODD = {"mesh": (3, 1, 1), "global_batch": 6}
 ON_PIPE = {"mesh": (1, 2, 1)}
 ON_BOTH_VOCABULARIES = {"mesh": (1, 2, 2), "vocabulary": "split"}
 ON_RING = {"mesh": (1, 2, 1), "schedule": "interleaved", "chunks": 2, "num_layers": 4}
@@ -551,6 +552,27 @@ ROWS: dict[str, dict[str, Row]] = {
             ),
             named("input of layer 0, forward", ON_ZERO3),
         ),
+        "a device takes the shard after its own where a dim is padded": (
+            "core.parallel.shards.Shards._map",
+            (
+                "function(sharding.padded(x), sharding.dim, sharding.axes)",
+                "function(jnp.roll(sharding.padded(x), -sharding.padding, sharding.dim), sharding.dim, sharding.axes)",
+            ),
+            named("blocks/", ON_ODD),
+        ),
+        "a norm counts padding": (
+            "core.parallel.shards.Sharding.padded",
+            ("jnp.pad(x, widths)", 'jnp.pad(x, widths, mode="edge")'),
+            named("the norm of the gradients: grad_norm", ON_ODD),
+        ),
+        "padding takes the place of numbers": (
+            "core.parallel.shards.Sharding.without_padding",
+            (
+                "lax.slice_in_dim(x, 0, x.shape[self.dim] - self.padding, axis=self.dim)",
+                "lax.slice_in_dim(x, self.padding, x.shape[self.dim], axis=self.dim)",
+            ),
+            named("forward", ON_ODD | {"zero": 3}),
+        ),
         "new weights are not gathered": (
             "core.program.train_step._train_step_with_gradients",
             ("layout.per_step.gather(layout.computed(main), invariant=True)", "layout.computed(main)"),
@@ -845,6 +867,19 @@ ROWS: dict[str, dict[str, Row]] = {
         ),
     },
     "Checkpoints between meshes": {
+        "padding is written to a checkpoint": (
+            "core.program.state.StateLayout._from_stages",
+            ("map(slice, weight.shape)", "(slice(-size, None) for size in weight.shape)"),
+            named("blocks/", ON_ODD),
+        ),
+        "padding is read from a checkpoint": (
+            "core.program.transfer.Transfer.from_canonical",
+            (
+                "Shards(padded).take(x)",
+                "Shards(padded).take(jnp.roll(x, padded.padding, padded.dim))",
+            ),
+            named("transfer of checkpoints: blocks/", ON_ODD | {"zero": 3}),
+        ),
         "an all-to-all joins along the dim that it divides": (
             "core.parallel.collectives.exchange",
             (

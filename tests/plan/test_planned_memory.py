@@ -27,6 +27,8 @@ CASES = [
     ((2, 2, 2), {"lora": LoraConfig(rank=4)}),
     ((4, 1, 2), {"zero": 3, "precision": "fp16", "lora": LoraConfig(rank=2, targets=("query", "down"))}),
     ((8, 1, 1), {"zero": 3, "optimizer": {"name": "muon"}}),
+    ((5, 1, 1), {"global_batch": 10, "precision": "bf16"} | QWEN3),
+    ((7, 1, 1), {"global_batch": 14, "zero": 3} | LLAMA),
     ((2, 2, 2), {"precision": "bf16", "num_layers": 5, "optimizer": {"name": "muon"}} | QWEN3),
     ((2, 1, 2, 2), {"zero": 3}),
     ((2, 1, 2), {"expert": 2, "zero": 3, "balance": "bias"} | MIXTURE),
@@ -44,7 +46,7 @@ def test_weights_are_those_of_the_program(mesh, options) -> None:
     ]
     for weights, shapes, specs, owned in (
         (found.weights, *frozen, False),
-        (found.trained, layout.trained(layout.shapes.params), layout.trained_specs, True),
+        (found.trained, layout.shapes.main or layout.trained(layout.shapes.params), layout.trained_specs, True),
     ):
         leaves = jax.tree_util.tree_leaves_with_path(shapes)
         for each, (path, leaf), spec in zip(weights, leaves, jax.tree.leaves(specs), strict=True):

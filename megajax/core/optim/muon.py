@@ -13,7 +13,7 @@ Letters: N matrices, R rows, C columns.
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -42,19 +42,23 @@ class Matrices:
 
     Attributes:
         rows, columns: how many of the weight's last dims are rows and columns.
+        num_rows, num_columns: of a matrix, without the zeros of ZeRO's padding, which change no update.
         row_axes, column_axes: mesh axes that shard them.
         copied_over: mesh axes over which they are replicated.
     """
 
     rows: int
     columns: int
+    num_rows: int
+    num_columns: int
     row_axes: tuple[str, ...]
     column_axes: tuple[str, ...]
     copied_over: tuple[str, ...]
 
     @classmethod
-    def of(cls, logical: PartitionSpec, spec: PartitionSpec) -> "Matrices | None":
-        """The matrices of a stacked weight with these dim names and this spec; None if it has none."""
+    def of(cls, shape: Sequence[int], logical: PartitionSpec, spec: PartitionSpec) -> "Matrices | None":
+        """The matrices of a weight with these sizes and names of its dims, and this spec when stacked; None if it has
+        none."""
         found = matrix_dims(logical)
         if found is None:
             return None
@@ -63,8 +67,10 @@ class Matrices:
         def axes(entries: tuple) -> tuple[str, ...]:
             return tuple(axis for entry in entries for axis in entry_axes(entry))
 
-        sides = axes(spec[-rows - columns : -columns]), axes(spec[-columns:])
-        return cls(rows, columns, *sides, tuple(axis for axis in AXES if axis not in spec_axes(spec)))
+        sides = slice(-rows - columns, -columns), slice(-columns, None)
+        num_rows, num_columns = (math.prod(shape[side]) for side in sides)
+        copied_over = tuple(axis for axis in AXES if axis not in spec_axes(spec))
+        return cls(rows, columns, num_rows, num_columns, *(axes(spec[side]) for side in sides), copied_over)
 
 
 @dataclass(frozen=True, order=True)
@@ -173,7 +179,7 @@ def orthogonal_updates(
         x_NRC = x.reshape(-1, *map(math.prod, (x.shape[-of.rows - of.columns : -of.columns], x.shape[-of.columns :])))
         rows, columns = x_NRC.shape[1] * axis_size(of.row_axes), x_NRC.shape[2] * axis_size(of.column_axes)
         deal = _Deal(rows, columns, of.row_axes, of.column_axes, of.copied_over)
-        scales[path], is_wide[path] = _scale(rows, columns, config), deal <= deal.transposed
+        scales[path], is_wide[path] = _scale(of.num_rows, of.num_columns, config), deal <= deal.transposed
         dealt[min(deal, deal.transposed)][path] = x_NRC if is_wide[path] else x_NRC.mT
     found = {}
     for deal, parts in dealt.items():

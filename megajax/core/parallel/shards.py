@@ -1,8 +1,9 @@
 """ZeRO: state sharded over the axes that divide a batch (Rajbhandari et al., arXiv 1910.02054).
 
-A weight is sharded along one of its own dims (`mesh.zero_sharding`), so its logical shape, and with it every
-checkpoint, stays the same. Weights without a dim that these axes divide are not sharded. Experts are sharded over those
-of the axes that do not divide them already.
+A weight is sharded along one of its own dims (`mesh.zero_sharding`). If its size is not divisible, that dim ends with
+zeros wherever it is sharded: as stored, and in a reduced gradient. They have no effect: they add nothing to a norm, the
+optimizer leaves them zero, and a gathered weight and the canonical form do not have them. Experts are sharded over
+those of the axes that do not divide them already.
 
 - ZeRO-1: gradients leave the microbatch loop as local sums. Once a step, leaf by leaf, they are reduce-scattered to
   the owner of each shard; the owner updates it, and the weights are all-gathered for the next step.
@@ -16,7 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from megajax.core.parallel.collectives import (
@@ -40,12 +41,34 @@ class Sharding:
 
     dim: int = 0  # negative, counted from the last dim, so that it holds with and without dims of stacked layers
     axes: tuple[str, ...] = ()
+    padding: int = 0  # zeros at the end of the dim, which no other axes shard then
     type_only: bool = False  # only the gathered weight's type is needed, so zeros take its place
 
     def along(self, dims: Sequence[int], ndim: int) -> "Sharding":
         """The sharding of an array that has, in this order, these dims of the sharded one with `ndim` dims."""
         place = self.dim + ndim
-        return Sharding(dims.index(place) - len(dims), self.axes) if self.axes and place in dims else NOT_SHARDED
+        sharded = self.axes and place in dims
+        return Sharding(dims.index(place) - len(dims), self.axes, self.padding) if sharded else NOT_SHARDED
+
+    @property
+    def if_even(self) -> "Sharding":
+        """The sharding of canonical arrays, which are never padded."""
+        return NOT_SHARDED if self.padding else self
+
+    def padded(self, x: Any) -> Any:
+        """An array of the whole size with this sharding's zeros."""
+        if not self.padding:
+            return x
+        widths = [(0, self.padding * (dim - x.ndim == self.dim)) for dim in range(x.ndim)]
+        return jnp.pad(x, widths)
+
+    def without_padding(self, x: Array) -> Array:
+        """The inverse of `padded`."""
+        return lax.slice_in_dim(x, 0, x.shape[self.dim] - self.padding, axis=self.dim) if self.padding else x
+
+    def padded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of `padded` arrays."""
+        return tuple(size + self.padding * (dim - len(shape) == self.dim) for dim, size in enumerate(shape))
 
 
 NOT_SHARDED = Sharding()
@@ -79,9 +102,11 @@ class Shards:
         def apply(shard: Array, sharding: Sharding) -> Array:
             if sharding == NOT_SHARDED:
                 return shard
-            if sharding.type_only:
-                return zeros_like_type(jax.eval_shape(lambda: function(shard, sharding.dim, sharding.axes)))
-            return function(shard, sharding.dim, sharding.axes)
+
+            def whole() -> Array:
+                return sharding.without_padding(function(shard, sharding.dim, sharding.axes))
+
+            return zeros_like_type(jax.eval_shape(whole)) if sharding.type_only else whole()
 
         return jax.tree.map(apply, shards, self.shardings)
 
@@ -93,7 +118,7 @@ class Shards:
 
     def _map(self, function: Callable[[Array, int, tuple[str, ...]], Array], tree: Tree) -> Tree:
         def apply(x: Array, sharding: Sharding) -> Array:
-            return x if sharding == NOT_SHARDED else function(x, sharding.dim, sharding.axes)
+            return x if sharding == NOT_SHARDED else function(sharding.padded(x), sharding.dim, sharding.axes)
 
         return jax.tree.map(apply, tree, self.shardings)
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from megajax.core.errors import UserError
+from megajax.core.parallel.shards import NOT_SHARDED
 from megajax.core.program.bind import trace_pipeline
 from megajax.core.program.program import Program
 from megajax.core.program.state import StateLayout
@@ -30,8 +31,8 @@ def state_bytes(program: Program) -> dict[str, int]:
     layout = program.layout
     others = jnp.dtype(program.gradient_dtype) != jnp.dtype(layout.main_dtype)
     gradients = trace_pipeline(program, lambda pipeline: _bytes(pipeline.sums(program.gradient_dtype)))
-    trained = layout.trained(layout.shapes.params) if layout.shapes.main is None else layout.shapes.main
-    gradients += _local_bytes(layout, trained, layout.trained_specs) if others else 0
+    trained = sum(weight.size(weight.owned) for weight in jax.tree.leaves(layout.trained(layout.weights)))
+    gradients += trained * jnp.dtype(layout.main_dtype).itemsize if others else 0
     return kept_bytes(layout) | {"gradients": gradients}
 
 
@@ -59,6 +60,22 @@ def kept_bytes(layout: StateLayout) -> dict[str, int]:
         "main weights": 0 if state.main is None else _local_bytes(layout, state.main, specs.main),
         "moments": _local_bytes(layout, state.optimizer, specs.optimizer),
     } | {name: _local_bytes(layout, *each) for name, each in others.items() if each[0]}
+
+
+def left_by_zero(layout: StateLayout) -> tuple[list[str], int, int]:
+    """What ZeRO cannot save: the weights without a dim that it can shard, by name; bytes on one device of their main
+    copies, moments and averages; and bytes of the zeros that pad those of other weights."""
+    state, names, whole, padding = layout.shapes, dict[str, None](), 0, 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path((state.main, state.optimizer, state.average)):
+        weight = layout.weight_at(path)
+        if weight is None or not weight.zero_stage:
+            continue
+        size = math.prod(weight.stage_shape(weight.owned)) * leaf.dtype.itemsize
+        if weight.zero == NOT_SHARDED:
+            whole, names["/".join(weight.path)] = whole + size, None
+        elif weight.zero.padding:
+            padding += size * weight.zero.padding // weight.padded[weight.zero.dim]
+    return [*names], whole, padding
 
 
 def _local_bytes(layout: StateLayout, shapes: Tree, specs: Tree) -> int:

@@ -137,7 +137,7 @@ class StateLayout:
     @cached_property
     def canonical_specs(self) -> TrainState:
         """How the state in canonical form is sharded."""
-        return self._specs(Weight.canonical_spec)
+        return self._specs(lambda weight, sharding: weight.canonical_spec(sharding.if_even))
 
     def trained(self, weights: Tree) -> Tree:
         """The trained part of the weights, or of a tree like them: the adapters, or everything."""
@@ -188,7 +188,8 @@ class StateLayout:
 
     def init(self, compiler_options: dict[str, Any] | None = None) -> TrainState:
         """A fresh state, never materialized unsharded: made in canonical form, then moved to its stages."""
-        first, made_in = shardings(self.mesh, self.canonical_specs), shardings(self.mesh, self.specs)
+        # A constraint, unlike the sharding of a result, may also shard a dim whose size is not divisible.
+        first, made_in = (shardings(self.mesh, specs) for specs in (self._specs(Weight.canonical_spec), self.specs))
 
         def fresh() -> TrainState:
             return self.pipelined(jax.lax.with_sharding_constraint(self._fresh(), first))
@@ -259,10 +260,14 @@ class StateLayout:
 
     def _from_stages(self, path: Any, leaf: Array, spec: PartitionSpec | None = None, type_: Any = None) -> Array:
         leaf = self.placement.to_canonical(leaf) if is_stacked(path) else leaf
+        if weight := self.weight_at(path):
+            leaf = leaf[..., *map(slice, weight.shape)]
         return leaf if type_ is None else leaf.astype(type_.dtype)
 
     def _on_stages(self, path: Any, leaf: Array, spec: PartitionSpec, dtype: Any = None) -> Array:
         leaf = self.placement.to_stages(leaf) if is_stacked(path) else leaf
+        if weight := self.weight_at(path):
+            leaf = weight.sharding_of(spec).padded(leaf)
         return leaf if dtype is None else leaf.astype(dtype)
 
 

@@ -8,6 +8,7 @@ that either, the layers are sent to every host stage by stage.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from megajax.core.parallel.collectives import (
     own_shard,
     spec_axes,
 )
+from megajax.core.parallel.shards import NOT_SHARDED, Sharding, Shards
 from megajax.core.program.state import StateLayout, TrainState, is_stacked
 
 Tree = Any
@@ -55,7 +57,7 @@ class Transfer:
         mesh, placement, weight = self._layout.mesh, self._layout.placement, self._layout.weight_at(path)
         if weight is None:
             return shard_unused_axes(PartitionSpec(), shape, mesh)
-        spec = shard_unused_axes(weight.layer_spec(weight.owned), weight.shape, mesh)
+        spec = shard_unused_axes(weight.layer_spec(weight.owned.if_even), weight.shape, mesh)
         if not weight.stack:
             return spec
         neighbours = placement.num_chunks == 1 and not placement.padded  # a stage's layers are consecutive
@@ -81,8 +83,8 @@ class Transfer:
     def _to_host(self, path: Any, leaf: Array, source: PartitionSpec, type_: jax.ShapeDtypeStruct) -> Array:
         target, stacked = self._target(path, type_), is_stacked(path)
         if self.goes_by_stages(stacked, target.sharding.spec):
-            return self._collected(leaf, source, target)
-        on_device = self.to_canonical(stacked, source, target.sharding.spec, target.dtype)(leaf)
+            return self._collected(path, leaf, source, target)
+        on_device = self.to_canonical(path, source, target.sharding.spec, target.dtype)(leaf)
         canonical = moved(on_device, _HOST)
         on_device.delete()
         return canonical
@@ -91,7 +93,7 @@ class Transfer:
         assert isinstance(leaf.sharding, NamedSharding)
         stacked, source = is_stacked(path), leaf.sharding.spec
         on_device = self._on_stages(leaf) if self.goes_by_stages(stacked, source) else moved(leaf)
-        placed = jax.block_until_ready(self.from_canonical(stacked, source, spec, dtype)(on_device))
+        placed = jax.block_until_ready(self.from_canonical(path, source, spec, dtype)(on_device))
         on_device.delete()
         return placed
 
@@ -110,16 +112,15 @@ class Transfer:
         part = jax.tree.map(merge, adapters.part(weights), canonical[LORA], adapters.num_inner)
         return adapters.put(weights, part)
 
-    def to_canonical(
-        self, stacked: bool, source: PartitionSpec, target: PartitionSpec, dtype: Any
-    ) -> Callable[..., Array]:
+    def to_canonical(self, path: Any, source: PartitionSpec, target: PartitionSpec, dtype: Any) -> Callable[..., Array]:
         """The compiled conversion of a leaf on the stages to canonical form, in `dtype`. For a leaf that goes by
         stages, it takes the leaf and a stage number and returns that stage's slots."""
-        steps, by_stages = self._steps(source, target, stacked), self.goes_by_stages(stacked, target)
+        stacked, (padded, whole) = is_stacked(path), self._padded(path, source)
+        steps, by_stages = self._steps(whole, target, stacked), self.goes_by_stages(stacked, target)
         layers_divided = stacked and entry_axes(target[0]) == (PIPE,)
 
         def local(x: Array, *stage: Array) -> Array:
-            x = x.astype(dtype)
+            x = Shards(padded).gather(x.astype(dtype), invariant=True)
             for dim, axis in steps:
                 x = exchange(x, dim, _STAGES, PIPE) if stacked and axis == PIPE else own_shard(x, dim, axis)
             if not stacked:
@@ -129,14 +130,15 @@ class Transfer:
             return x.reshape(-1, *x.shape[3:]) if layers_divided else self._layout.placement.to_canonical(x)
 
         out = PartitionSpec(None, None, None, *target[1:]) if by_stages else target
-        return self._compiled(("canonical", stacked, source, target, dtype), local, source, out)
+        return self._compiled(("canonical", stacked, padded, source, target, dtype), local, source, out)
 
     def from_canonical(
-        self, stacked: bool, source: PartitionSpec, target: PartitionSpec, dtype: Any = None
+        self, path: Any, source: PartitionSpec, target: PartitionSpec, dtype: Any = None
     ) -> Callable[[Array], Array]:
         """The compiled conversion of a canonical leaf to one on the stages, cast to `dtype` if given. A leaf that goes
         by stages must be on them already."""
-        steps, by_stages = self._steps(target, source, stacked), self.goes_by_stages(stacked, source)
+        stacked, (padded, whole) = is_stacked(path), self._padded(path, target)
+        steps, by_stages = self._steps(whole, source, stacked), self.goes_by_stages(stacked, source)
         layers_divided = stacked and entry_axes(source[0]) == (PIPE,)
 
         def local(x: Array) -> Array:
@@ -150,10 +152,20 @@ class Transfer:
                     x = exchange(x, _STAGES, dim, PIPE)
                 else:
                     x = gather_shards(x, dim, axis, invariant=True)
-            return x
+            return Shards(padded).take(x)
 
         given = PartitionSpec(None, PIPE, None, *source[1:]) if by_stages else source
-        return self._compiled(("pipelined", stacked, source, target, dtype), local, given, target)
+        return self._compiled(("pipelined", stacked, padded, source, target, dtype), local, given, target)
+
+    def _padded(self, path: Any, spec: PartitionSpec) -> tuple[Sharding, PartitionSpec]:
+        """How ZeRO shards a leaf on the stages that has this spec, if the leaf is padded, and the spec without that:
+        canonical leaves have no padding."""
+        weight, sizes = self._layout.weight_at(path), self._layout.mesh.shape
+        padded = weight.sharding_of(spec) if weight else NOT_SHARDED
+        if weight is None or not padded.padding:
+            return NOT_SHARDED, spec
+        axes = tuple(axis for axis in padded.axes if sizes[axis] > 1)
+        return replace(padded, axes=axes), weight.stage_spec(NOT_SHARDED)
 
     def _steps(self, pipelined: PartitionSpec, canonical: PartitionSpec, stacked: bool) -> list[tuple[int, str]]:
         """Splits that the canonical form of a leaf adds to the pipelined one, apart from the layers': pairs of a
@@ -166,9 +178,9 @@ class Transfer:
             for axis in entry_axes(entry)[len(entry_axes(pipelined[dim] if dim < len(pipelined) else None)) :]
         ]
 
-    def _collected(self, leaf: Array, source: PartitionSpec, target: jax.ShapeDtypeStruct) -> Array:
+    def _collected(self, path: Any, leaf: Array, source: PartitionSpec, target: jax.ShapeDtypeStruct) -> Array:
         """The canonical form, in host memory, of a leaf that goes by stages."""
-        convert = self.to_canonical(True, source, target.sharding.spec, target.dtype)
+        convert = self.to_canonical(path, source, target.sharding.spec, target.dtype)
         index = self._layout.placement.layer_index
         whole: dict[Any, np.ndarray] = {}
         for stage in range(index.shape[_STAGES]):

@@ -48,7 +48,7 @@ class Weight:
         of_product: whether layers multiply by it: it may have float8 copies, and its gradient may be deferred.
         trained: whether it has gradients, moments and a main copy; a model's weights have none beside LoRA's.
         spec, whole: mesh axes of its dims, and their sizes on a device, without ZeRO.
-        zero, shard: what ZeRO adds where it shards the weight, and the sizes then; nothing if it divides no dim.
+        zero, shard: what ZeRO adds where it shards the weight, and the sizes then.
         zero_stage: what ZeRO shards: 0 nothing, 1 all but compute weights, 3 everything.
         needs_tensor_sum: see `mesh.needs_tensor_sum`.
     """
@@ -85,6 +85,10 @@ class Weight:
         """Which of two dtypes, or of their sizes, layers compute in with it (`router.in_compute_dtype`)."""
         return main if self.path == ROUTER_BIAS else compute
 
+    def sharding_of(self, spec: PartitionSpec) -> Sharding:
+        """How ZeRO shards an array like it that has this spec."""
+        return self.zero if spec_axes(spec).issuperset(self.zero.axes) else NOT_SHARDED
+
     # Specs and shapes of arrays like it, sharded by ZeRO as given.
 
     def layer_spec(self, sharding: Sharding) -> PartitionSpec:
@@ -107,7 +111,19 @@ class Weight:
 
     def stage_shape(self, sharding: Sharding) -> Shape:
         """The shape on a device, of a stage's layers."""
-        shape = self.layer_shape(sharding)
+        return self._of_stage(self.layer_shape(sharding))
+
+    @property
+    def padded(self) -> Shape:
+        """The shape of one layer whose shards, by ZeRO, a device's group has together."""
+        return self.zero.padded_shape(self.whole)
+
+    @property
+    def padded_on_stage(self) -> Shape:
+        """The same of a stage's layers."""
+        return self._of_stage(self.padded)
+
+    def _of_stage(self, shape: Shape) -> Shape:
         return (self.stack.num_chunks, 1, self.stack.layers_per_chunk, *shape) if self.stack else shape
 
     def size(self, sharding: Sharding) -> int:
@@ -119,7 +135,7 @@ class Weight:
     @cached_property
     def matrices(self) -> Matrices | None:
         """How Muon's matrices in it are sharded; None if AdamW updates it even then."""
-        return Matrices.of(self.logical, self.stage_spec(self.owned)) if self.stack else None
+        return Matrices.of(self.shape, self.logical, self.stage_spec(self.owned)) if self.stack else None
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -170,7 +186,7 @@ def weights_of(
                 spec=spec,
                 whole=local_shape(spec, shape, sizes),
                 zero=zero,
-                shard=local_shape(sharded_spec(spec, zero), shape, sizes),
+                shard=local_shape(sharded_spec(spec, zero), zero.padded_shape(shape), sizes),
                 zero_stage=zero_stage,
                 needs_tensor_sum=needs_tensor_sum(logical, rules),
             )

@@ -19,9 +19,11 @@ from megajax.core.models.staged import count_parameters
 from megajax.core.pipeline.executor import Pipeline
 from megajax.core.program import memory
 from megajax.core.program.bind import trace_pipeline
-from megajax.core.program.memory import kept_bytes, state_bytes
+from megajax.core.program.memory import kept_bytes, left_by_zero, state_bytes
 from megajax.core.program.program import Program, scans_layers
 from megajax.core.program.train_step import loss_and_gradients, train_step
+from megajax.plan.sizes import held
+from megajax.settings.presets import load_preset, resolve
 
 TENSOR = 4
 SEQUENCE = 20
@@ -134,6 +136,30 @@ def test_bytes_per_parameter(row, data):
         made = program(data, zero, *row)
         found = sum(state_bytes(made).values()) / count_parameters(made.config.model)
         assert found == pytest.approx(expected, rel=0.01), zero
+
+
+@pytest.mark.parametrize("preset", ["llama3-8b", *map(full, ("gpt2-355m", "gpt2-8.3b", "mixtral-8x7b"))])
+def test_bytes_per_parameter_on_any_number_of_devices(preset: str) -> None:
+    """Within 0.2% of the published rows with ZeRO-1; with ZeRO-3 padding weighs more, the narrower a model is."""
+    for zero, (whole, split), most in ((1, (6, 12), 0.002), (3, (0, 18), 0.05)):
+        every = range(1, 129) if preset != "llama3-8b" else (3, 5, 12, 89, 127, 128)
+        for data in every:
+            config = resolve(
+                load_preset(preset), {"optimizer.zero": zero, "mesh.data": data, "train.global_batch": data}
+            )
+            found = held(config)
+            size = found.computed_bytes(2, 4) + 4 * found.num_summed + 12 * found.num_trained
+            expected = whole + split / data
+            assert expected <= size / count_parameters(config.model) <= (1 + most) * expected, (zero, data)
+
+
+def test_what_cannot_be_sharded_is_told() -> None:
+    """Only vectors that `tensor` shards, and padding; nothing where all dims divide."""
+    config = tiny_config((5, 1, 2), mlp_size=36, global_batch=10, precision="bf16")
+    layout = Program.abstract(config, GPU).layout
+    names, whole, padding = left_by_zero(layout)
+    assert names == ["blocks/mlp/up/bias"] and whole == 4 * 18 * 12 and padding > 0, (names, whole)
+    assert left_by_zero(program(4, 1, "bf16", "fp32").layout) == ([], 0, 0)
 
 
 @pytest.mark.full

@@ -114,8 +114,8 @@ def test_a_conversion_takes_no_more_than_the_largest_leaf(mesh: tuple[int, int, 
         large += is_stacked(path)
         source = jax.ShapeDtypeStruct(pipelined.shape, pipelined.dtype, sharding=NamedSharding(layout.mesh, spec))
         canonical = target.update(sharding=NamedSharding(layout.mesh, target.sharding.spec))
-        out = transfer.to_canonical(is_stacked(path), spec, target.sharding.spec, target.dtype).lower(source).compile()
-        back = transfer.from_canonical(is_stacked(path), target.sharding.spec, spec).lower(canonical).compile()
+        out = transfer.to_canonical(path, spec, target.sharding.spec, target.dtype).lower(source).compile()
+        back = transfer.from_canonical(path, target.sharding.spec, spec).lower(canonical).compile()
         for program in (out, back):
             memory = program.memory_analysis()
             assert memory.output_size_in_bytes + memory.temp_size_in_bytes <= most, (path, memory)
