@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 PLACES = [((1, 4, 2), 1, "fp32"), ((1, 1, 1), 0, "fp16")]
-MORE_PLACES = [((8, 1, 1), 3, "fp32"), ((4, 1, 2), 1, "bf16")]
+MORE_PLACES = [((8, 1, 1), 3, "fp32"), ((4, 1, 2), 1, "bf16"), ((5, 1, 1), 3, "bf16"), ((3, 2, 1), 1, "fp16")]
 
 
 def layout(mesh: tuple[int, int, int], zero: int = 1, precision: str = "fp32", name: str = "adamw") -> StateLayout:
