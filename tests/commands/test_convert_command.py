@@ -69,6 +69,7 @@ def test_a_mixture_whose_experts_are_sharded(commands: Commands, corpus: Path, t
     assert "fresh none" in told
 
 
+@pytest.mark.full
 def test_a_bert_without_the_order_head(commands: Commands, tmp_path: Path) -> None:
     """What is drawn anew is said; the export is of the class with both heads."""
     left_out = ("bert.pooler", "cls.seq_relationship")

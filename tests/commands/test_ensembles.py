@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from finetuning import Finetuning, assert_same_figures
 from mistakes import one_line
+from tiny import full
 
 
 @pytest.mark.full
@@ -35,7 +36,7 @@ def test_the_order_of_runs_does_not_matter(tuning: Finetuning, task: str, tmp_pa
     assert one == tuning.predictions(task, tmp_path / "two", other, run)
 
 
-@pytest.mark.parametrize("setting", ["tokenizer", "doc_stride = 4", "question_tokens = 3"])
+@pytest.mark.parametrize("setting", [full("tokenizer"), "doc_stride = 4", "question_tokens = 3"])
 def test_spans_of_other_tokenizers_or_windows(tuning: Finetuning, tmp_path: Path, setting: str) -> None:
     """Of other tokenizers they are refused; other windows are refused, or cut as the first run's."""
     run, other = tuning.run("squad2"), shutil.copytree(tuning.run("squad2"), tmp_path / "other")

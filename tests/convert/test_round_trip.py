@@ -99,7 +99,7 @@ def test_import_then_export(kind: str, dtype: str, settings: dict[str, Any], tmp
     [
         ("gpt2", "pretraining", [], {"precision": "bf16", "num_heads": 4, "tokenizer": "bpe"}),
         full("bert", "pretraining", [], {}),
-        ("megatron-bert", "mnli", ["entailment", "neutral", "contradiction"], {}),
+        full("megatron-bert", "mnli", ["entailment", "neutral", "contradiction"], {}),
         full("bert", "qqp", ["0", "1"], {}),
         full("bert", "squad2", ["LABEL_0", "LABEL_1"], {}),
         full("megatron-bert", "race", ["A", "B", "C", "D"], {}),

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tiny import MIXTURE, full, tiny_config, tiny_program
+from tiny import MIXTURE, tiny_config, tiny_program
 
 from megajax.core.axes import AXES
 from megajax.core.backend import CPU
@@ -234,7 +234,8 @@ assert jax.tree.all(jax.tree.map(lambda one, other: (np.asarray(one) == np.asarr
 """
 
 
-@pytest.mark.parametrize("zero", [full("1"), "3"])
+@pytest.mark.full
+@pytest.mark.parametrize("zero", ["1", "3"])
 def test_a_further_axis_of_rows_trains_as_one_device(tmp_path: Path, zero: str) -> None:
     """With ZeRO on data 2 x further 2 x tensor 2: losses, gradients, weights, rows and communication, exactly; a state
     goes to its checkpoint's form and back where one of the axes of rows has size 1."""

@@ -32,7 +32,7 @@ def registered():
 @pytest.mark.parametrize(
     "options",
     [
-        {"vocabulary": "split", "zero": 3, "sequence_parallel": True, "remat": "stage"},
+        full({"vocabulary": "split", "zero": 3, "sequence_parallel": True, "remat": "stage"}),
         full({"schedule": "interleaved", "chunks": 2, "remat": "selective"}),
     ],
     ids=["split", "interleaved"],

@@ -174,7 +174,7 @@ def test_every_matrix_of_a_stack_is_orthogonalised_by_itself():
     """Where there are experts, say: `[layers, experts, embed, mlp]`; with steps that converge, to U V'."""
     config = config_of(muon={"muon_a": 15 / 8, "muon_b": -10 / 8, "muon_c": 3 / 8, "muon_steps": 30}).optimizer
     x = np.random.default_rng(0).normal(size=(2, 3, 8, 5)).astype(np.float32)
-    of = Matrices.of(P("experts", "embed", "mlp"), P(None, None, None))
+    of = Matrices.of((3, 8, 5), P("experts", "embed", "mlp"), P(None, None, None, None))
 
     def updates(x):
         return orthogonal_updates({("x",): x}, {("x",): of}, config, jnp.float32)["x",]

@@ -27,7 +27,7 @@ def test_one_update(ours: str, theirs: str, shape: tuple[int, int]) -> None:
     config = OptimizerConfig(learning_rate=1.0, schedule="constant", name="muon", muon_scale=ours)
 
     path = ("blocks", "mlp", "up", "weight")
-    matrices = {path: Matrices.of(P("embed", "mlp"), P(None, None))}
+    matrices = {path: Matrices.of(shape, P("embed", "mlp"), P(None, None))}
 
     def region(grad):
         return orthogonal_updates({path: grad}, matrices, config, jnp.float32)[path]

@@ -182,7 +182,7 @@ def test_selective_recomputes_no_matrix_product():
     assert products["layer"] - products["none"] == layers_and_microbatches * (5 + attention)
 
 
-LOOPS = [("none", "true"), full("layer", "false")]  # remat, scan_layers
+LOOPS = [full("none", "true"), full("layer", "false")]  # remat, scan_layers
 
 
 @pytest.mark.parametrize(("remat", "scan_layers"), LOOPS)

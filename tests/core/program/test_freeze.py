@@ -124,7 +124,7 @@ def test_what_is_frozen_stays_and_does_not_count():
 @pytest.mark.parametrize(
     ("mesh", "freeze", "same", "here"),
     [
-        ((2, 2, 2), FREEZE, LLAMA | MUON, {"zero": 3, "vocabulary": "split", "remat": "selective", **INTERLEAVED}),
+        full((2, 2, 2), FREEZE, LLAMA | MUON, {"zero": 3, "vocabulary": "split", "remat": "selective", **INTERLEAVED}),
         full((2, 2, 1), FREEZE, MUON, INTERLEAVED),
         full((2, 2, 2), FREEZE, {}, {"zero": 3, "weight_gradients": "deferred", "microbatch": 1}),
         full((2, 2, 2), FREEZE, LLAMA, {"zero": 0, "vocabulary": "split", "remat": "stage", "microbatch": 1}),

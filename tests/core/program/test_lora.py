@@ -145,7 +145,8 @@ def test_a_fresh_adapter_changes_nothing_and_is_the_same_on_every_mesh() -> None
     assert all(leaf.tobytes() == found[1][name].tobytes() for name, leaf in found[0].items())
 
 
-@pytest.mark.parametrize("zero", [1, full(3)])
+@pytest.mark.full
+@pytest.mark.parametrize("zero", [1, 3])
 def test_a_checkpoint_goes_on_elsewhere_and_is_read_merged(zero: int, tmp_path: Path) -> None:
     """What training restores is what it had, to the bit, on the same mesh also the weights that layers compute with; on
     another mesh near it, and so is what evaluation reads, of no other run's weights."""

@@ -222,6 +222,7 @@ def check_statistics(samples, vocabulary, count, monkeypatch) -> float:
     return sums["short"] / count
 
 
+@pytest.mark.full
 def test_statistics_of_made_up_text(tmp_path, monkeypatch):
     """6,000 samples; words of one or more pieces, documents of 100 sentences."""
     rng = np.random.default_rng(3)
