@@ -61,7 +61,8 @@ def test_every_warning_is_true_and_mends():
     """On all meshes of 12 devices on hosts of several sizes and orders: who does as it says has every group on one
     host, and without a warning they are."""
     warned = 0
-    for hosts in ([0] * 6 + [1] * 6, [0] * 4 + [1] * 8, [0, 1] * 6, [0, 0, 1, 1, 2, 2] * 2, [2] * 3 + [0] * 6 + [1] * 3):
+    orders = [0, 1] * 6, [0, 0, 1, 1, 2, 2] * 2
+    for hosts in ([0] * 6 + [1] * 6, [0] * 4 + [1] * 8, [2] * 3 + [0] * 6 + [1] * 3, *orders):
         for sizes in itertools.product((1, 2, 3, 4, 6, 12), repeat=3):
             if 12 % math.prod(sizes) == 0:
                 mesh = dict(zip(("expert", "context", "tensor"), sizes, strict=True))
