@@ -1,6 +1,10 @@
 """Agreement between the processes of a run. All of them must call each function together."""
 
+import contextlib
+import hashlib
+import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -63,6 +67,21 @@ def sums_over_processes(numbers: list[int]) -> list[int]:
 def all_agree(value: bool) -> bool:
     """Whether `value` holds on every process."""
     return sums_over_processes([value]) == [jax.process_count()]
+
+
+def hosts_of_processes() -> list[int]:
+    """A number for the host of each process, the same for those of one host."""
+    found = np.frombuffer(hashlib.sha256(_host().encode()).digest()[:8], np.uint32)
+    everywhere = [found] if jax.process_count() == 1 else multihost_utils.process_allgather(found)
+    names = [each.tobytes() for each in everywhere]
+    return [names.index(name) for name in names]
+
+
+def _host() -> str:
+    """A name of this machine that its containers share: Linux's number of the boot."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    return socket.gethostname()
 
 
 class Poll:

@@ -70,6 +70,7 @@ class Product:
     dims: Dims  # [rows, inner, columns]
     again: bool = False  # recomputed in the backward pass
     experts: int = 0  # number of experts that the rows are divided among, each with its own weight; 0: one weight
+    weights: int = 1  # products concatenated
 
 
 @dataclass(frozen=True)

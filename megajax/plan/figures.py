@@ -9,6 +9,7 @@ from megajax.core.models.staged import count_active_parameters, count_parameters
 from megajax.core.program.program import training_way
 from megajax.plan.communication import communication, sent_by_axes, totals
 from megajax.plan.compiled import Compilation
+from megajax.plan.expert_loop import ExpertLoop
 from megajax.plan.machines import GIB, Machine
 from megajax.plan.memory import Memory, backend_of, memory
 from megajax.plan.sizes import Sizes
@@ -57,6 +58,7 @@ def figures(preset: str, config: Config, machine: Machine, compilation: Compilat
         "tokens_per_second": time.tokens_per_second,
         "mfu": time.mfu,
         "own_kernel": model.work.kernel is not None,
+        "expert_loop": time.expert_loop and asdict(time.expert_loop),
     }
     return plan | ({"compiled": _compiled(config, compilation)} if compilation else {})
 
@@ -145,4 +147,5 @@ def _time(plan: dict[str, Any]) -> list[str]:
         f"{plan['tokens_per_second']:,.0f} tokens/s, MFU {plan['mfu']:.1%}",
         f"  of which {', '.join(parts)}",
         *([_OWN_KERNEL] if plan["own_kernel"] else []),
+        *([f"  {ExpertLoop(**plan['expert_loop']).line}"] if plan["expert_loop"] else []),
     ]

@@ -2,7 +2,7 @@
 
 Vendor figures are without sparsity; the source stands above each machine. Efficiencies and traffic were calibrated for
 H100s, and are assumed for other GPUs. They were not changed after our own measurements on one H200, which they predict
-within 5%, except for dropless experts (docs/benchmarks/gpu.md).
+within 5%; only `Efficiency.turn` comes from one of these (docs/benchmarks/gpu.md).
 """
 
 import re
@@ -30,6 +30,9 @@ class Efficiency:
     network: float = 48.5 / 50  # of the adapters between servers (NVIDIA/nccl-tests#267)
     server_latency: float = 20e-6  # least seconds of a collective, an assumption
     network_latency: float = 46e-6  # the same between servers: a small all-reduce over two (nccl#1244)
+    # Seconds of a turn of dropless experts' loop beside its product and its copies, from one measured step: the 619 ms
+    # of two layers of olmoe-1b-7b with one block in a turn, on an H200 (docs/benchmarks/gpu.md).
+    turn: float = 20e-6
     fixed: float = 100e-6  # least seconds of a layer, forward and backward: 50 kernels of 2 us, an assumption
 
 

@@ -37,6 +37,7 @@ def lines(
         "nothing was run (docs/plan-time.md)",
         *table,
         f"breakdown of number 1, ms per step: {parts}",
+        *([best.time.expert_loop.line] if best.time.expert_loop else []),
         *(_compiled_line(number, *each) for number, each in compared),
         command(preset, best.config, original),
     ]

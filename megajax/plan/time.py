@@ -21,6 +21,7 @@ from megajax.core.pipeline.schedule import make_schedule
 from megajax.core.pipeline.timing import StageTimes, deferred_bubble, published_bubble, wall_time
 from megajax.plan.communication import Communication, communication, seconds_of
 from megajax.plan.costs import StepCost
+from megajax.plan.expert_loop import ExpertLoop
 from megajax.plan.machines import Machine
 from megajax.plan.memory import backend_of
 from megajax.plan.sizes import Sizes, layers_of_chunks, num_ticks
@@ -41,6 +42,7 @@ class PlannedTime:
     tokens_per_second: float  # of all devices
     flops_per_second: float  # of a device, counting the model's arithmetic (`core/models/flops.step_flops`)
     mfu: float  # that as a share of the peak
+    expert_loop: ExpertLoop | None  # in which dropless experts run each product
 
 
 def in_order(parts: dict[str, float]) -> list[tuple[str, float]]:
@@ -86,7 +88,8 @@ class StepModel:
         rows = config.train.global_batch
         flops = _flops(model, rows) / config.mesh.num_devices / seconds
         tokens = rows * (model.num_classes if model.head == "choice" else 1) * model.sequence_length
-        return PlannedTime(seconds, parts, bubble, tokens / seconds, flops, flops / self.work.peak)
+        mfu = flops / self.work.peak
+        return PlannedTime(seconds, parts, bubble, tokens / seconds, flops, mfu, self.work.expert_loop)
 
     def _loop(self, pipeline: PipelineConfig, exact: bool) -> tuple[dict[str, float], float]:
         """The loop over microbatches: seconds by part of the busiest stage, its waiting time and p2p transfers; and the

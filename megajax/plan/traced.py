@@ -226,7 +226,7 @@ def _regions(forward: Jaxpr, backward: Jaxpr, blocks: _Blocks) -> Iterator[Regio
             before = products.get((left, again))
             columns = new.dims.fixed[2] + (before.dims.fixed[2] if before else 0)
             dims = replace(new.dims, fixed=(*new.dims.fixed[:2], columns))
-            products[left, again] = replace(new, dims=dims, again=again)
+            products[left, again] = replace(new, dims=dims, again=again, weights=before.weights + 1 if before else 1)
         elif _is_fused_attention(eqn) or _scores(eqn):
             attends = True
         elif eqn.primitive.name != "pmax" and COLLECTIVES.get(eqn.primitive.name) in _ENDS and products:

@@ -3,7 +3,7 @@ recomputed in the backward pass counts as often as it runs.
 """
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from math import prod
 
@@ -13,7 +13,9 @@ from megajax.core.models.fused_attention import HEAD_SIZES
 from megajax.core.precision import BESIDE
 from megajax.core.program.program import scans_layers
 from megajax.plan.costs import Product, StepCost
+from megajax.plan.expert_loop import ExpertLoop
 from megajax.plan.machines import Kernel, Machine, peak_of
+from megajax.plan.memory import backend_of
 from megajax.plan.sizes import Sizes
 from megajax.plan.update import dealt
 from megajax.settings.config import Config
@@ -85,30 +87,75 @@ class StepWork:
         number = max(1, product.experts)
         return -(-rows // number), inner, columns, number
 
+    @cached_property
+    def expert_loop(self) -> ExpertLoop | None:
+        """The loop that dropless experts run."""
+        first = next((product for product in self.layer.products if product.experts), None)
+        if first is None or self.config.model.expert_capacity:
+            return None
+        backend = backend_of(self.machine)
+        backend = backend.deterministic if self.config.deterministic else backend
+        return ExpertLoop.of(self.config, backend, first, self.sizes.microbatch, self.sizes.item)
+
+    def _multiplied(self, product: Product, *, backward: bool = False) -> Seconds:
+        """A product of the layer, or `backward` that of its output's gradient."""
+        rows, inner, columns, count = self._shape(product)
+        if product.experts and self.expert_loop:
+            columns //= product.weights
+            one = self._in_loop(self.expert_loop, *((columns, inner) if backward else (inner, columns)))
+            transposed = 2 * self.sizes.item * count * inner * columns if backward else 0  # a copy of all weights
+            return (one + Seconds(traffic=self.moved(transposed))).times(product.weights)
+        shape = (rows, columns, inner, count) if backward else (rows, inner, columns, count)
+        return Seconds(self.product(*shape, in_float8=True))
+
+    def _in_loop(self, loop: ExpertLoop, inner: int, columns: int) -> Seconds:
+        """The loop of dropless experts: a turn copies its rows and weights, and its results to their place, which is
+        zeros at first."""
+        item = self.sizes.item
+        given = self.sizes.operand_item or item
+        copied = loop.blocks * (given * (loop.block_rows + columns) * inner + item * loop.block_rows * columns)
+        product = self.product(loop.block_rows, inner, columns, loop.blocks, in_float8=True)
+        turn = Seconds(product, 0.0, self.moved(2 * copied), self.machine.efficiency.turn)
+        return turn.times(loop.turns) + Seconds(traffic=self.moved(item * loop.rows * columns))
+
+    def _gradient(self, product: Product) -> Seconds:
+        """The gradient of a product's weights. In the loop of dropless experts a turn copies its rows and the gradients
+        of their outputs, writes a product for every block and adds it to the sums; these are zeros at first, and
+        rounded at the end."""
+        rows, inner, columns, count = self._shape(product)
+        if not product.experts or not self.expert_loop:
+            return Seconds(self.product(inner, rows, columns, count))
+        loop, item, wide = self.expert_loop, self.sizes.item, max(4, self.sizes.item)
+        columns //= product.weights
+        given, sums = loop.blocks * loop.block_rows * (inner + columns), loop.blocks * inner * columns
+        multiplied = self.product(inner, loop.block_rows, columns, loop.blocks)
+        multiplied = max(multiplied, self.moved(item * given + wide * sums))
+        turn = Seconds(multiplied, 0.0, self.moved(2 * item * given + 3 * wide * sums), self.machine.efficiency.turn)
+        once = Seconds(traffic=self.moved((2 * wide + item) * count * inner * columns))
+        return (turn.times(loop.turns) + once).times(product.weights)
+
+    def _beside(self) -> Seconds:
+        """A layer's forward pass without its products."""
+        attention, _, traffic = self._attention()
+        return Seconds(0.0, attention, traffic / 3 + self._traffic / 3, self.machine.efficiency.fixed / 3)
+
     def layer_forward(self) -> Seconds:
         """The forward pass of a layer for a microbatch."""
-        products = sum(self.product(*shape, in_float8=True) for shape in self._shapes)
-        attention, _, traffic = self._attention()
-        return Seconds(products, attention, traffic / 3 + self._traffic / 3, self.machine.efficiency.fixed / 3)
+        return sum(map(self._multiplied, self.layer.products), start=self._beside())
 
     def layer_again(self) -> Seconds:
         """The part of the forward pass that the backward pass recomputes."""
         if self.sizes.recomputes_stage:
             return self.layer_forward()
-        forward = self.layer_forward() if self.config.train.remat == "layer" else Seconds()
-        repeated = zip(self.layer.products, self._shapes, strict=True)
-        return replace(
-            forward, products=sum(self.product(*shape, in_float8=True) for each, shape in repeated if each.again)
-        )
+        beside = self._beside() if self.config.train.remat == "layer" else Seconds()
+        return sum((self._multiplied(each) for each in self.layer.products if each.again), start=beside)
 
     def layer_backward(self) -> Seconds:
         """The backward pass of a layer, without recomputation and weight gradients."""
-        products = sum(
-            self.product(rows, columns, inner, count, in_float8=True) for rows, inner, columns, count in self._shapes
-        )
         _, attention, traffic = self._attention()
         traffic = (traffic + self._traffic) * 2 / 3
-        return Seconds(products, attention, traffic, self.machine.efficiency.fixed * 2 / 3)
+        beside = Seconds(0.0, attention, traffic, self.machine.efficiency.fixed * 2 / 3)
+        return sum((self._multiplied(each, backward=True) for each in self.layer.products), start=beside)
 
     def weight_gradients(self) -> Seconds:
         """Weight gradients of a layer for a microbatch, added to their sums; with LoRA, only those of adapters."""
@@ -117,8 +164,8 @@ class StepWork:
             rank, rows = self.config.lora.rank, self.tokens
             products = sum(self.product(size // rank, rows, rank) for size in sizes)
             return Seconds(products, traffic=self.moved(self.machine.traffic.accumulated * sum(sizes)))
-        products = sum(self.product(inner, rows, columns, count) for rows, inner, columns, count in self._shapes)
-        return Seconds(products, traffic=self.moved(self.machine.traffic.accumulated * self._weights))
+        added = Seconds(traffic=self.moved(self.machine.traffic.accumulated * self._weights))
+        return sum(map(self._gradient, self.layer.products), start=added)
 
     @property
     def _weights(self) -> int:
@@ -131,8 +178,7 @@ class StepWork:
         passes, sizes = self.machine.traffic, self.sizes
         own = self.tokens // (self.config.mesh.tensor if sizes.splits_sequence else 1)
         # One side of every product is an activation between regions, or a row of an expert.
-        sides = [(rows * count, inner * columns) for rows, inner, columns, count in self._shapes]
-        inside = sum(rows * size for rows, size in sides) // self.hidden
+        inside = sum(rows * inner * columns for rows, inner, columns in self._in_memory) // self.hidden
         numbers = passes.between * own * self.hidden + passes.inside * inside
         numbers += passes.dispatched * self._dispatched * self.hidden
         if sizes.splits_sequence:
@@ -141,21 +187,27 @@ class StepWork:
         return self.moved(sizes.item * numbers) * (passes.scanned if self.scanned else 1.0)
 
     @property
+    def _in_memory(self) -> list[tuple[int, int, int]]:
+        """Rows, inner dim and columns of the products' operands and results. Dropless experts keep all rows of their
+        blocks, used or not."""
+        return [
+            (self.expert_loop.rows if each.experts and self.expert_loop else rows * count, inner, columns)
+            for each, (rows, inner, columns, count) in zip(self.layer.products, self._shapes, strict=True)
+        ]
+
+    @property
     def _rounded(self) -> float:
         """Passes over values that are rounded to 8 bits, forward and backward, in numbers of the compute dtype: they
         are read for their scales, read again and written."""
         share = self.sizes.operand_item / self.sizes.item
-        numbers = sum(rows * (inner + columns) * count for rows, inner, columns, count in self._shapes)
+        numbers = sum(rows * (inner + columns) for rows, inner, columns in self._in_memory)
         return (2 + share) * numbers if share else 0.0
 
     @property
     def _dispatched(self) -> int:
-        """Rows that experts get; without a capacity, as many as all tokens of the group might be."""
-        model = self.config.model
-        if model.num_experts and not model.expert_capacity:
-            return self.tokens * model.experts_per_token * self.config.mesh.expert
-        products = zip(self._shapes, self.layer.products, strict=True)
-        return max((rows * count for (rows, _, _, count), each in products if each.experts), default=0)
+        """Rows that experts get."""
+        pairs = zip(self.layer.products, self._in_memory, strict=True)
+        return max((rows for each, (rows, _, _) in pairs if each.experts), default=0)
 
     @cached_property
     def kernel(self) -> Kernel | None:

@@ -24,7 +24,7 @@ from megajax.host.ending import Exit
 from megajax.host.files import write_atomically
 from megajax.host.paths import scheme
 from megajax.host.phases import phase, watched
-from megajax.host.processes import is_first_process, on_first_process, say
+from megajax.host.processes import hosts_of_processes, is_first_process, on_first_process, say
 from megajax.host.transcript import transcript
 from megajax.runs.data import RunData, make_run_data, open_run_data
 from megajax.runs.directory import (
@@ -49,6 +49,7 @@ from megajax.settings.validation import check_ramp, validate
 from megajax.start.launch import start
 from megajax.training.describe import describe
 from megajax.training.display import Display
+from megajax.training.hosts import host_lines
 from megajax.training.loop import Trainer
 from megajax.training.tracking import check_installed
 
@@ -137,9 +138,11 @@ def _check_length(run: Trainer, config: Config) -> None:
 
 
 def checked_program(config: Config) -> Program:
-    """The program of a configuration that these devices can train."""
+    """The program of a configuration that these devices can train; says on which hosts its groups lie."""
     validate(config, jax.device_count())
     program = Program.on(config)
+    for line in host_lines(program.mesh, hosts_of_processes()):
+        say(line)
     check_attention(program)
     check_memory(program, training=True, rows=config.train.microbatch)
     return program

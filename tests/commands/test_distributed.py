@@ -68,6 +68,7 @@ import os, signal, sys
 sys.path.insert(0, ".")
 import jax
 from megajax.commands import train
+from megajax.host import processes
 from megajax.host.ending import run
 from megajax.runs.writing import Write
 from megajax.training.loop import Trainer
@@ -83,13 +84,15 @@ def failing(plain, faults):
 if __name__ == "__main__":
     Write._write_part = failing(Write._write_part, [(1, 2)])
     Write._finish = failing(Write._finish, [(0, 4)])
+    processes._host = lambda: str(os.getpid())
     run(lambda: train.main(sys.argv[1:]))
 """
 
 
 @pytest.mark.full
 def test_a_write_that_fails_in_one_process_fails_in_all(commands: Commands, tmp_path: Path) -> None:
-    """And hangs none: that of step 2 in process 1, that of step 4 in process 0, which joins the parts."""
+    """And hangs none: that of step 2 in process 1, that of step 4 in process 0, which joins the parts. Here each
+    process is on a host of its own."""
     script = tmp_path / "faulty.py"
     script.write_text(FAULTY)
     flags = (*MESH, "--train.steps", 6, "--checkpoint.every", 2, "--sample.tokens", 0, "--simulate-devices", 4)
@@ -99,6 +102,7 @@ def test_a_write_that_fails_in_one_process_fails_in_all(commands: Commands, tmp_
     assert [line.partition(":")[0] for line in told] == [
         f"the checkpoint of step {step} could not be written" for step in (2, 4)
     ]
+    assert "\nhosts: 2 with 4 devices each; every tensor group stays on one host\n" in first.out
     assert told[0].endswith("another process could not write its share; training continues (1 of 3 in a row)")
     assert told[1].endswith("no space left on device; training continues (2 of 3 in a row)")
     assert first.err == second.err == ""

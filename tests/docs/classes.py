@@ -50,6 +50,7 @@ NOT_RUN = {  # reason -> patterns of whole commands
         r"megajax train mine\.toml (--train\.steps 2000|--mesh\.data 8 --dry-run)",
         r"(srun )?megajax train .*--data\.(path|train) (CORPUS|corpora|corpus\.jsonl|novels|train\.tsv|QQP).*",
         r"megajax prepare .*",
+        r"python sweep\.py .*",
         r"megajax train llama-demo --init runs/llama-demo .*",
         r"megajax (eval|generate|convert export-hf) .*runs/lora.*",
         r"megajax eval (wikitext103|lambada|qqp|race|squad2) .*",

@@ -20,6 +20,7 @@ from megajax.core.pipeline import schedule
 from megajax.core.pipeline.deferral import Deferring
 from megajax.data.tasks import instructions, records, registry, samples
 from megajax.data.tasks.registry import TaskConfig
+from megajax.settings.flags import parse
 
 
 @cache
@@ -124,6 +125,27 @@ def test_the_task_of_the_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     (tmp_path / "train.jsonl").write_text(f"{line}\n{line}\n")
     found = samples.read_records("boolq", [str(tmp_path)], TaskConfig(), "--data.train")
     assert [(pair.texts, pair.label) for pair in found.entries] == [(("is the sky blue", "The sky is blue."), 1)] * 2
+
+
+def test_the_sweep_of_the_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    """docs/recipes.md's script trains every pair of values, by flags that exist, and finds the best."""
+    (code,) = ["\n".join(lines) for language, _, lines in blocks(ROOT / "docs" / "recipes.md") if language == "python"]
+
+    def train(line: list[str], check: bool) -> None:
+        config = parse(list(map(str, line[2:])), "a sweep")
+        Path(config.run_dir).mkdir(parents=True)
+        worse = abs(config.optimizer.learning_rate - 5e-4) + 1e-6 * config.train.global_batch
+        scores = [{"loss": 1.0}, {"dev/accuracy": 1}, {"dev/accuracy": 90 - 1e4 * worse}]
+        (Path(config.run_dir) / "metrics.jsonl").write_text("\n".join(map(json.dumps, scores)))
+
+    monkeypatch.setattr(subprocess, "run", train)
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "finetune/qqp-demo", "--train.epochs", "1"])
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    table = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert table[0] == ["dev/accuracy", "0.00025", "0.0005", "0.001"]
+    assert table[1:3] == [["batch", "64", "86.86", "89.36", "84.36"], ["batch", "128", "86.22", "88.72", "83.72"]]
+    assert " ".join(table[3]) == "best: --train.global-batch 64 --optimizer.learning-rate 0.0005"
 
 
 def test_what_the_reference_names_is_there() -> None:

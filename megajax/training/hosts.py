@@ -1,0 +1,61 @@
+"""On which hosts the groups of a mesh lie, for the first lines of a run on several hosts."""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from jax.sharding import Mesh
+
+from megajax.core.axes import DEVICE_ORDER
+
+# The axes whose groups communicate in every layer, innermost first; those of a pipe and of data do so rarely.
+_OF_LAYERS = tuple(reversed(DEVICE_ORDER[DEVICE_ORDER.index("data") + 1 :]))
+
+
+def host_lines(mesh: Mesh, hosts: Sequence[int]) -> list[str]:
+    """A line that says which groups stay on one host, and a warning with what mends it if some do not; nothing for a
+    single host. `hosts` has the number of each process's host."""
+    host_of = np.vectorize(lambda device: hosts[device.process_index])(mesh.devices)
+    counts = Counter(host_of.ravel().tolist())
+    if len(counts) == 1:
+        return []
+    spans = {axis: _most_hosts(host_of, mesh, axis) for axis in _OF_LAYERS if mesh.shape[axis] > 1}
+    apart = {axis: number for axis, number in spans.items() if number > 1}
+    parts = [f"{len(counts)} with {_devices(counts.values())} each"]
+    if together := [axis for axis in spans if axis not in apart]:
+        parts.append(f"every {' and '.join(together)} group stays on one host")
+    parts += [f"{axis} groups span up to {number} hosts" for axis, number in apart.items()]
+    return [f"hosts: {'; '.join(parts)}", *([_warning(mesh, host_of, apart)] if apart else [])]
+
+
+def _most_hosts(host_of: np.ndarray, mesh: Mesh, axis: str) -> int:
+    """The most hosts that a group of an axis lies on."""
+    groups = np.moveaxis(host_of, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
+    return max(len({*group}) for group in groups.tolist())
+
+
+def _warning(mesh: Mesh, host_of: np.ndarray, apart: dict[str, int]) -> str:
+    """What keeps every group on one host: with processes numbered host by host, exactly the sizes whose product
+    divides the number of devices of each host."""
+    in_order = host_of.transpose([mesh.axis_names.index(axis) for axis in DEVICE_ORDER]).ravel().tolist()
+    runs, counts = [host for host, _ in itertools.groupby(in_order)], Counter(in_order)
+    flags, left = [], math.gcd(*counts.values())
+    for axis in _OF_LAYERS:
+        size = math.gcd(mesh.shape[axis], left)
+        left //= size
+        if size < mesh.shape[axis]:
+            flags.append(f"--mesh.{axis} {size}")
+    mends = [f"{' '.join(flags)} (and more --mesh.data or --mesh.pipe)"] if flags else []
+    if len(runs) > len(counts):
+        mends.append("processes numbered host by host (--distributed.process-id, srun --distribution=block)")
+    return (
+        f"warning: {' and '.join(apart)} groups communicate in every layer, here over the network between hosts; to "
+        f"keep each on one: {', '.join(mends)}"
+    )
+
+
+def _devices(numbers: Collection[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"{low} to {high} devices" if low < high else f"{low} device{'s' * (low > 1)}"

@@ -1,0 +1,50 @@
+"""Dropless experts are priced as they run: as a loop over blocks of rows."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tiny import tiny_config
+
+from megajax.core.backend import GPU
+from megajax.core.parallel.grouped import in_blocks
+from megajax.plan.costs import Dims, Product
+from megajax.plan.expert_loop import ExpertLoop
+from megajax.plan.figures import figures, text
+from megajax.plan.machines import MACHINES
+from megajax.plan.time import step_time
+from megajax.settings.presets import load_preset, resolve
+
+H200 = MACHINES["h200"]
+
+
+@pytest.mark.parametrize(("groups", "experts", "at_once"), [(1, 8, 1), (8, 2, 3)])
+def test_the_turns_are_those_of_the_loop(groups: int, experts: int, at_once: int) -> None:
+    """Of a device with so many experts, one of a group of so many; 512 rows of each choose at random."""
+    backend = replace(GPU, expert_block=16, expert_bytes=at_once * 2 * 24 * 8)
+    product = Product(Dims((0, 24, 16), (128, 0, 0)), experts=experts, weights=2)  # of [24, 8]
+    loop = ExpertLoop.of(tiny_config(expert=groups), backend, product, 4, 2)
+    chosen = np.random.default_rng(0).integers(experts * groups, size=512 * groups, dtype=np.int32)
+    blocks, _ = in_blocks(np.where(chosen < experts, chosen, experts), experts, 16, at_once)
+    assert blocks.group_MG.shape == (loop.rows // 16 // loop.blocks, loop.blocks)
+    assert abs(loop.turns - int(blocks.used)) <= 1
+
+
+def olmoe(**options: object):
+    """The two layers of docs/benchmarks/gpu.md."""
+    measured = {"model.num_layers": 2, "train.microbatch": 2, "train.global_batch": 4, "train.remat": "none"}
+    return resolve(load_preset("olmoe-1b-7b"), measured | options)
+
+
+def test_the_measured_steps_of_olmoe() -> None:
+    """With a capacity, and with one block in a turn, which is what --deterministic still runs; more cost less. A plan
+    says that there is a loop."""
+    loop, one_block = (step_time(olmoe(deterministic=value), H200) for value in (False, True))
+    capacity = step_time(olmoe(**{"model.expert_capacity": 1.25}), H200)
+    assert capacity.seconds == pytest.approx(0.064, rel=0.06) and one_block.seconds == pytest.approx(0.619, rel=0.02)
+    assert 2 * capacity.seconds < loop.seconds < one_block.seconds / 3
+    assert (loop.expert_loop, capacity.expert_loop) == (ExpertLoop(9, 64, 128, 9 * 64 * 128), None)
+
+    plan = figures("olmoe", olmoe(), H200, None) | {"seconds": 1.0, "peak_bytes": 1}
+    assert "a loop of 9 turns of 64 blocks of 128 rows" in text(plan, olmoe())
+    assert "loop" not in text(plan | {"expert_loop": None}, olmoe())
