@@ -70,7 +70,8 @@ class Matrices:
         sides = slice(-rows - columns, -columns), slice(-columns, None)
         num_rows, num_columns = (math.prod(shape[side]) for side in sides)
         copied_over = tuple(axis for axis in AXES if axis not in spec_axes(spec))
-        return cls(rows, columns, num_rows, num_columns, *(axes(spec[side]) for side in sides), copied_over)
+        row_axes, column_axes = (axes(spec[side]) for side in sides)
+        return cls(rows, columns, num_rows, num_columns, row_axes, column_axes, copied_over)
 
 
 @dataclass(frozen=True, order=True)
