@@ -119,16 +119,15 @@ def local_shape(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, i
 
 
 def zero_sharding(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> Sharding:
-    """What ZeRO adds to a weight's `spec`: all batch axes that do not shard the weight yet, on one dim: the largest
-    that they divide together, if possible one that is not sharded yet. If they divide none, they shard the dim that
-    needs the least padding, of those that nothing else shards; without such a dim, nothing is added. `sizes` are those
-    of the mesh axes."""
+    """What ZeRO adds to a weight's `spec`: all batch axes that do not shard the weight yet, on one dim: the first that
+    they divide together, so that a shard is contiguous in memory. If they divide none, they shard the dim that needs
+    the least padding, of those that nothing else shards; without such a dim, nothing is added. `sizes` are those of
+    the mesh axes."""
     axes = tuple(axis for axis in BATCH_AXES if axis not in spec_axes(spec))
     shards, local = math.prod(sizes[axis] for axis in axes), local_shape(spec, shape, sizes)
     divisible = [dim for dim, size in enumerate(local) if size % shards == 0 and shards > 1]
     if divisible:
-        free = [dim for dim in divisible if spec[dim] is None]
-        return Sharding(max(free or divisible, key=lambda dim: local[dim]) - len(shape), axes)
+        return Sharding(divisible[0] - len(shape), axes)
     parts = {dim: -(-size // shards) for dim, size in enumerate(local) if size == shape[dim]}
     smaller = [dim for dim, part in parts.items() if part < local[dim]]
     if not smaller:

@@ -156,9 +156,9 @@ ZERO = ("data", "expert", "context")
 @pytest.mark.parametrize(
     ("data", "spec", "shape", "expected"),
     [
-        (2, P(), (6, 8, 4), P(None, ZERO, None)),  # the largest free dim
-        (2, P("tensor"), (64, 8), P("tensor", ZERO)),  # not one that is split, though it is larger
-        (2, P("tensor"), (64, 7), P(("tensor", *ZERO), None)),  # but for want of another
+        (2, P(), (6, 8, 4), P(ZERO, None, None)),  # the first dim
+        (4, P(), (6, 8, 4), P(None, ZERO, None)),
+        (2, P("tensor"), (64, 8), P(("tensor", *ZERO), None)),  # though it is split already
         (2, P(("pipe", "tensor")), (64,), P(("pipe", "tensor", *ZERO))),
         (2, P("tensor"), (6, 7), P("tensor", ZERO)),  # a device's three rows are not divisible: 7 is padded to 8
         (3, P(), (64, 32, 8), P(ZERO, None, None)),  # by 2 of 64 or, the same, 1 of 32; not by 1 of 8
