@@ -24,7 +24,7 @@ from megajax.plan.costs import StepCost
 from megajax.plan.expert_loop import ExpertLoop
 from megajax.plan.machines import Machine
 from megajax.plan.memory import backend_of
-from megajax.plan.sizes import Sizes, layers_of_chunks, num_ticks
+from megajax.plan.sizes import Sizes, num_ticks
 from megajax.plan.traced import step_cost
 from megajax.plan.work import Seconds, StepWork
 from megajax.settings.config import Config
@@ -95,7 +95,7 @@ class StepModel:
         """The loop over microbatches: seconds by part of the busiest stage, its waiting time and p2p transfers; and the
         share of its waiting."""
         sizes, m, pipe = self.sizes, self.sizes.microbatches, self.config.mesh.pipe
-        layers = layers_of_chunks(Placement(self.config.model.num_blocks, pipe, pipeline.chunks)).astype(float)
+        layers = Placement.of(self.config.model.num_blocks, pipe, pipeline).counts.astype(float)
         forwards, backwards, laters = (layers * visit.total for visit in self._layer)
         together = {name: visit.total if sizes.splits_vocabulary else 0.0 for name, visit in self._ends.items()}
         if not sizes.splits_vocabulary:

@@ -150,7 +150,7 @@ def _report(config: Config, program: Program, found: Profile) -> list[str]:
         + ("split" if config.splits_vocabulary else "replicated"),
         f"{'stage':<6} {'chunk':<6} {'layers':<7} {' '.join(passes)}",
     ]
-    layers = (program.layout.placement.layer_index >= 0).sum(-1)
+    layers = program.layout.placement.counts
     for stage in range(pipe):
         for chunk in range(chunks):
             row = "".join(f" {1e3 * seconds[chunk, stage]:>{len(title)}.3f}" for title, seconds in passes.items())
