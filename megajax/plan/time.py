@@ -91,6 +91,15 @@ class StepModel:
         mfu = flops / self.work.peak
         return PlannedTime(seconds, parts, bubble, tokens / seconds, flops, mfu, self.work.expert_loop)
 
+    @property
+    def ends_in_layers(self) -> tuple[float, float]:
+        """What embedding and head cost the first and the last stage, in layers; nothing if all stages share them."""
+        if self.sizes.splits_vocabulary:
+            return 0.0, 0.0
+        layer = sum(visit.total for visit in self._layer)
+        costs = {name: visit.total / layer for name, visit in self._ends.items()}
+        return costs["embed"] + costs["embed_backward"], costs["head"]
+
     def _loop(self, pipeline: PipelineConfig, exact: bool) -> tuple[dict[str, float], float]:
         """The loop over microbatches: seconds by part of the busiest stage, its waiting time and p2p transfers; and the
         share of its waiting."""
@@ -189,11 +198,34 @@ class StepModel:
         if published_bubble(*shape) is None or (exact and p * m * v <= _LONGEST_TABLE):
             return wall_time(_table(*shape, pipeline.deferring() if self.sizes.defers else None), times)
         passes = [float(np.sum(each)) / p for each in (times.forward, times.backward, times.weight_gradient)]
-        return full + _waits(*shape, pipeline.deferring(PassTimes(*passes)) if self.sizes.defers else None, passes)
+        deferring = pipeline.deferring(PassTimes(*passes)) if self.sizes.defers else None
+        if deferring is None and m >= p:
+            return full + _uneven_waits(pipeline.schedule, m, times.forward, times.backward)
+        return full + _waits(*shape, deferring, passes)
+
+
+def _uneven_waits(name: str, m: int, forward: np.ndarray, backward: np.ndarray) -> float:
+    """How long the busiest stage waits with at least as many microbatches as stages, by formula, from the times of
+    chunks, [chunks, stages].
+
+    A stage waits for the others, to fill and to drain the pipeline. With 1F1B and many microbatches, it waits for those
+    after it only as far as their passes take longer than the forwards, or backwards, that it has meanwhile. With
+    chunks, a stage also waits for the longest of the passes that run at the same time, those of as many consecutive
+    virtual stages as there are stages.
+    """
+    chunks, p = forward.shape
+    work = (forward + backward).sum(0)
+    s, passes = int(work.argmax()), (forward, backward)
+    after = work[s + 1 :].sum()
+    if name != "gpipe" and m >= 2 * p:
+        meanwhile = [(own[s:-1].sum(), 2 * (p - 1 - s) * own[s]) for own in (each.sum(0) for each in passes)]
+        after = sum(max(0.0, after + others - own) for others, own in meanwhile)
+    longest = sum(np.max([np.roll(each, k) for k in range(p)], axis=0).sum() / p for each in map(np.ravel, passes))
+    return float((work[:s].sum() + after) / chunks + (m * max(0.0, longest - work[s]) if chunks > 1 else 0.0))
 
 
 def _waits(name: str, p: int, m: int, v: int, deferring: Deferring | None, passes: list[float]) -> float:
-    """How long the busiest stage waits, by formula.
+    """How long the busiest of equal stages waits, by formula.
 
     With deferred weight gradients and fewer than 2p microbatches there is no formula: the saving is read off tables of
     passes with similar times (tests compare the two).
