@@ -38,7 +38,8 @@ class PlannedTime:
 
     seconds: float  # of a step
     parts: dict[str, float]  # seconds by part, for the busiest stage; they add up to `seconds`
-    bubble: float  # share of the pipeline's time in which that stage waits
+    stages: list[float]  # seconds that every stage works in the loop over microbatches
+    bubble: float  # share of the pipeline's time in which the busiest stage waits
     tokens_per_second: float  # of all devices
     flops_per_second: float  # of a device, counting the model's arithmetic (`core/models/flops.step_flops`)
     mfu: float  # that as a share of the peak
@@ -82,14 +83,14 @@ class StepModel:
     def time(self, pipeline: PipelineConfig, *, exact: bool = True) -> PlannedTime:
         """A step with the configuration's schedule and chunks, or with those of another `pipeline`."""
         config, model = self.config, self.config.model
-        loop, bubble = self._loop(pipeline, exact)
+        loop, stages, bubble = self._loop(pipeline, exact)
         parts = {name: seconds for name, seconds in (*loop.items(), *self._once.items()) if seconds}
         seconds = sum(parts.values())
         rows = config.train.global_batch
         flops = _flops(model, rows) / config.mesh.num_devices / seconds
         tokens = rows * (model.num_classes if model.head == "choice" else 1) * model.sequence_length
         mfu = flops / self.work.peak
-        return PlannedTime(seconds, parts, bubble, tokens / seconds, flops, mfu, self.work.expert_loop)
+        return PlannedTime(seconds, parts, stages, bubble, tokens / seconds, flops, mfu, self.work.expert_loop)
 
     @property
     def ends_in_layers(self) -> tuple[float, float]:
@@ -100,9 +101,9 @@ class StepModel:
         costs = {name: visit.total / layer for name, visit in self._ends.items()}
         return costs["embed"] + costs["embed_backward"], costs["head"]
 
-    def _loop(self, pipeline: PipelineConfig, exact: bool) -> tuple[dict[str, float], float]:
-        """The loop over microbatches: seconds by part of the busiest stage, its waiting time and p2p transfers; and the
-        share of its waiting."""
+    def _loop(self, pipeline: PipelineConfig, exact: bool) -> tuple[dict[str, float], list[float], float]:
+        """The loop over microbatches: seconds by part of the busiest stage, its waiting time and p2p transfers; how
+        long every stage works; and the share of the busiest one's waiting."""
         sizes, m, pipe = self.sizes, self.sizes.microbatches, self.config.mesh.pipe
         layers = Placement.of(self.config.model.num_blocks, pipe, pipeline).counts.astype(float)
         forwards, backwards, laters = (layers * visit.total for visit in self._layer)
@@ -122,7 +123,7 @@ class StepModel:
         parts["p2p transfers"] = 2 * ticks * p2p_transfer
         wall = busy if pipe == 1 else self._wall(pipeline, times, busy + parts["p2p transfers"], exact)
         parts["pipeline bubble"] = max(0.0, wall - busy - parts["p2p transfers"])
-        return parts, parts["pipeline bubble"] / wall
+        return parts, working.tolist(), parts["pipeline bubble"] / wall
 
     def _parts(self, layers: float, stage: int) -> dict[str, float]:
         """Seconds by part for a stage that runs this many layers, counted once per microbatch."""

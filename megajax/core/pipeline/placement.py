@@ -64,6 +64,10 @@ class Placement:
         slots = np.arange(self.layers_per_chunk)
         return np.where(slots < self.counts[..., None], first[..., None] + slots, -1).astype(np.int32)
 
+    def __str__(self) -> str:
+        """The layers of the stages, such as `9,9,8,6`, with chunks `5,4 | 4,3`."""
+        return " | ".join(",".join(map(str, chunk)) for chunk in self.counts.tolist())
+
     def to_stages(self, canonical: Array) -> Array:
         """`[L, …]` to `[chunks, stages, n, …]`, zeros in padded slots."""
         index = self.layer_index
