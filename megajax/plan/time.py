@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from megajax.core.axes import BATCH_AXES, CONTEXT, EXPERT
 from megajax.core.models.flops import step_flops
@@ -215,14 +216,19 @@ def _uneven_waits(name: str, m: int, forward: np.ndarray, backward: np.ndarray) 
     virtual stages as there are stages.
     """
     chunks, p = forward.shape
-    work = (forward + backward).sum(0)
-    s, passes = int(work.argmax()), (forward, backward)
-    after = work[s + 1 :].sum()
+    work, passes = (forward + backward).sum(0), (forward, backward)
+    before = work.cumsum() - work
+    after = work.sum() - before - work
     if name != "gpipe" and m >= 2 * p:
-        meanwhile = [(own[s:-1].sum(), 2 * (p - 1 - s) * own[s]) for own in (each.sum(0) for each in passes)]
-        after = sum(max(0.0, after + others - own) for others, own in meanwhile)
-    longest = sum(np.max([np.roll(each, k) for k in range(p)], axis=0).sum() / p for each in map(np.ravel, passes))
-    return float((work[:s].sum() + after) / chunks + (m * max(0.0, longest - work[s]) if chunks > 1 else 0.0))
+        own = np.stack([each.sum(0) for each in passes])
+        until_last = own[:, ::-1].cumsum(1)[:, ::-1] - own[:, -1:]
+        meanwhile = 2 * np.arange(p - 1, -1, -1) * own
+        after = np.maximum(0.0, after + until_last - meanwhile).sum(0)
+    waits = float((m * work + (before + after) / chunks).max() - m * work.max())
+    if chunks > 1:
+        runs = (sliding_window_view(np.concatenate([each.ravel(), each[0, :-1]]), p) for each in passes)
+        waits += m * max(0.0, sum(run.max(1).sum() for run in runs) / p - work.max())
+    return waits
 
 
 def _waits(name: str, p: int, m: int, v: int, deferring: Deferring | None, passes: list[float]) -> float:

@@ -43,7 +43,7 @@ class Placement:
         assert (len(counts), sum(counts)) == (self.num_virtual, self.num_layers), self
         return np.asarray(counts, np.int32).reshape(self.num_chunks, self.num_stages)
 
-    @property
+    @cached_property
     def layers_per_chunk(self) -> int:
         """Slots per virtual stage: the number of layers on the fullest one."""
         return int(self.counts.max())
