@@ -33,7 +33,8 @@ from megajax.settings.validation import check_context, validate, validate_mesh
 
 VARIED = (
     *(f"mesh.{axis}" for axis in AXES), "pipeline.schedule", "pipeline.chunks", "pipeline.vocabulary",
-    "pipeline.layers", "pipeline.weight_gradients", "train.microbatch", "train.remat", "optimizer.zero", "sequence_parallel", "model.context_attention",
+    "pipeline.layers", "pipeline.weight_gradients",
+    "train.microbatch", "train.remat", "optimizer.zero", "sequence_parallel", "model.context_attention",
 )  # fmt: skip
 _FEWEST_TOKENS = 4096, 128  # least tokens per device of a context group; the second if nothing fits with the first
 _MOST_CHUNKS = 12

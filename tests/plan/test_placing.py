@@ -68,7 +68,7 @@ def test_large_models_have_a_layer_less_beside_the_head() -> None:
 
     assert of("llama3-8b", 4) == "9,8,8,7" and of("llama3-8b", 8, "h200") == "5,4,4,4,4,4,4,3"
     assert of("llama3-8b", 4, pipeline__vocabulary="split") == "8,8,8,8"  # all stages share the head
-    first, *others = map(int, of("olmoe-1b-7b", 4, model__dense_layers=2).split(","))
+    first, *others = map(int, of("olmoe-1b-7b", 4, model__dense_layers=2, model__mlp_size=32_768).split(","))
     assert first < others[0]  # it has two dense layers besides
 
 
@@ -134,7 +134,8 @@ def test_a_search_tries_uneven_stages_and_a_split_vocabulary() -> None:
 
     def layers(given_layers: str) -> set[str]:
         fixed = [*given, "pipeline.layers", "pipeline.vocabulary"]
-        return {each.pipeline.layers for each in search(with_layers(config, given_layers), 2, H100, given=fixed).fitting}
+        found = search(with_layers(config, given_layers), 2, H100, given=fixed)
+        return {each.pipeline.layers for each in found.fitting}
 
     assert layers("even") == {"even"} and layers("8,4") == {"8,4"}
     assert "even" not in layers("auto") and "7,5" in layers("auto")
