@@ -24,7 +24,7 @@ from megajax.host.signals import Stopped, stop_signals
 from megajax.plan.costs import StepCost
 from megajax.plan.machines import GIB, Machine, peak_of
 from megajax.plan.memory import Memory, backend_of, memory
-from megajax.plan.placing import fewer_at_the_ends
+from megajax.plan.placing import fewer_beside_the_head
 from megajax.plan.sizes import steady_state_microbatches
 from megajax.plan.time import PlannedTime, StepModel, step_time
 from megajax.plan.traced import step_cost
@@ -85,8 +85,8 @@ class Found:
 
 def search(config: Config, devices: int, machine: Machine, *, given: Iterable[str] = (), count: int = 10) -> Found:
     """Search all meshes of `devices` GPUs with every schedule, chunk count, microbatch size, recomputation, ZeRO stage,
-    sequence parallelism, deferral and context attention, with even stages, fewer layers at the ends of the pipeline or
-    a split vocabulary; `context` is for long sequences, or if nothing fits otherwise.
+    sequence parallelism, deferral and context attention, with even stages, fewer layers beside the head or a split
+    vocabulary; `context` is for long sequences, or if nothing fits otherwise.
     Model, batch, precision and those keys of `VARIED` that are `given` stay fixed. `count` of the best are planned in
     full. If a deferred signal comes meanwhile, the rest is not tried. Raises `UserError` if nothing fits, or if the
     model has no such mesh, with the reason."""
@@ -283,7 +283,7 @@ def _sizes(
 def _placed(even: PipelineConfig, layers: str, model: StepModel) -> list[PipelineConfig]:
     """The pipeline with the layers placed in every way to try, or as `layers` says, if that is possible."""
     if layers == "auto" or not layers:
-        found = [even, *fewer_at_the_ends(model, even)]
+        found = [even, *fewer_beside_the_head(model, even)]
         return found[-1:] if layers else found
     given = replace(even, layers=layers)
     fits = len(given.counts) in (0, model.config.mesh.pipe * even.chunks)

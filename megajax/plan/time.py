@@ -94,13 +94,10 @@ class StepModel:
         return PlannedTime(seconds, parts, stages, bubble, tokens / seconds, flops, mfu, self.work.expert_loop)
 
     @property
-    def ends_in_layers(self) -> tuple[float, float]:
-        """What embedding and head cost the first and the last stage, in layers; nothing if all stages share them."""
-        if self.sizes.splits_vocabulary:
-            return 0.0, 0.0
+    def head_in_layers(self) -> float:
+        """What the head costs the last stage more than others, in layers; nothing if all stages share it."""
         layer = sum(visit.total for visit in self._layer)
-        costs = {name: visit.total / layer for name, visit in self._ends.items()}
-        return costs["embed"] + costs["embed_backward"], costs["head"]
+        return 0.0 if self.sizes.splits_vocabulary else self._ends["head"].total / layer
 
     def _loop(self, pipeline: PipelineConfig, exact: bool) -> tuple[dict[str, float], list[float], float]:
         """The loop over microbatches: seconds by part of the busiest stage, its waiting time and p2p transfers; how

@@ -31,8 +31,8 @@ class PipelineConfig:
     ] = "replicated"
     layers: Annotated[
         str,
-        "layers of every stage: even; auto: by predicted times, so that the stages with embedding and head get fewer; "
-        "or N,N,... of the virtual stages chunk * mesh.pipe + stage in this order (docs/pipelines.md)",
+        "layers of every stage: even; auto: by predicted times, so that the stage with the head gets fewer; or "
+        "N,N,... of the virtual stages chunk * mesh.pipe + stage in this order (docs/pipelines.md)",
         Range(_are_layers, "even, auto, or numbers of layers separated by commas, such as 9,9,8,6"),
     ] = "even"
     weight_gradients: Annotated[
