@@ -313,14 +313,6 @@ ROWS: dict[str, dict[str, Row]] = {
             ("first[..., None] + slots", "0 * first[..., None] + slots"),
             named("input of layer 1, forward: rows never computed", ON_PIPE),
         ),
-        "numbers of layers are read stage by stage": (
-            "core.pipeline.placement.Placement.counts",
-            (
-                "np.asarray(counts, np.int32).reshape(self.num_chunks, self.num_stages)",
-                "np.asarray(counts, np.int32).reshape(self.num_stages, self.num_chunks).T",
-            ),
-            named("input of layer 1, forward", ON_RING | {"layers": "2,0,1,1"}),
-        ),
         "all chunks have the first one's weights": (
             "core.pipeline.rows._work",
             ("np.maximum(table.chunk, 0)", "np.maximum(table.chunk, 0) * 0"),
