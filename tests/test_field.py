@@ -76,7 +76,32 @@ def of_grid(each: tuple) -> Config:
 
 @pytest.mark.parametrize("each", [*GRID, *MODELS, *map(full, LONG)], ids=name)
 def test_grid(each: tuple) -> None:
-    assert_exact(of_grid(each), branches=each in MODELS, planned=each in [CLASSES, *LONG])
+    config = of_grid(each)
+    if each == CLASSES:
+        config = with_layers(config, "0,3")
+    assert_exact(config, branches=each in MODELS, planned=each in [CLASSES, *LONG])
+
+
+def with_layers(config: Config, layers: str) -> Config:
+    return dataclasses.replace(config, pipeline=dataclasses.replace(config.pipeline, layers=layers))
+
+
+RING = {"schedule": "interleaved", "chunks": 2}
+UNEVEN = [
+    ((1, 3, 1), "2,0,1", {"schedule": "gpipe", "vocabulary": "split"}),
+    ((1, 2, 2), "3,0", {"weight_gradients": "deferred", "precision": "fp16", "optimizer": {"name": "muon"}}),
+    ((2, 2, 2), "0,2,1,0", RING | {"zero": 3, "weight_gradients": "deferred", "sequence_parallel": True}),
+    ((1, 4, 1), "0,1,2,0", {"remat": "stage", "weight_gradients": "deferred", "max_deferred": 1}),
+    ((1, 3, 1), "1,0,0,0,1,1", RING | {"remat": "layer", "lora": LoraConfig(rank=2)}),
+    ((2, 4, 1), "1,0,1,0,0,1,0,0", RING | {"vocabulary": "split", "zero": 0}),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("mesh", "layers", "others"), UNEVEN, ids=lambda each: each if isinstance(each, str) else "")
+def test_any_numbers_of_layers_on_the_stages(mesh: tuple[int, ...], layers: str, others: dict[str, Any]) -> None:
+    """None, too; by default in the grid."""
+    assert_exact(tiny_config(mesh, layers=layers, **FEW | {"num_layers": 3, "vocab_size": 24} | others))
 
 
 def small_context(each: tuple) -> Config:

@@ -53,6 +53,7 @@ def tiny_config(
     *,
     schedule: str = "1f1b",
     chunks: int = 1,
+    layers: str = "even",
     vocabulary: str = "replicated",
     weight_gradients: str = "together",
     max_deferred: int = -1,
@@ -83,6 +84,7 @@ def tiny_config(
         pipeline=PipelineConfig(
             schedule=schedule,
             chunks=chunks,
+            layers=layers,
             vocabulary=vocabulary,
             weight_gradients=weight_gradients,
             max_deferred=max_deferred,

@@ -74,7 +74,9 @@ def main(argv: Sequence[str]) -> None:
     from megajax.core.program.program import Program
     from megajax.plan.figures import figures, text
     from megajax.plan.memory import backend_of
+    from megajax.plan.placing import placed
 
+    config = placed(config, machine)
     if config.model.attention not in ("auto", "blocks"):
         check_attention(Program.abstract(config, backend_of(machine)))
 

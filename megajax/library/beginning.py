@@ -12,6 +12,8 @@ from megajax.core.program.memory import check_memory
 from megajax.core.program.program import Program
 from megajax.library.model import Model
 from megajax.library.progress import progress
+from megajax.plan.machines import machine_of_device
+from megajax.plan.placing import placed
 from megajax.runs.directory import stored_config, stored_optimizer
 from megajax.runs.init import check_first_weights, first_state, named_or_init_tokenizer
 from megajax.runs.trained import check_run, restore_params, run_tokenizer
@@ -45,10 +47,16 @@ def make_program(config: Config, devices: Sequence[jax.Device] | None = None) ->
         config: the configuration of the model and its mesh.
         devices: the mesh takes the first of these, by default of all JAX devices.
     """
+    config, there = _on_devices(config, devices)
+    return Program.on(_in_steps(config), there)
+
+
+def _on_devices(config: Config, devices: Sequence[jax.Device] | None = None) -> tuple[Config, list[jax.Device]]:
+    """A valid configuration, with numbers for `pipeline.layers` auto, and the devices of its mesh."""
     start(config)
     there = list(jax.devices() if devices is None else devices)[: config.mesh.num_devices]
     validate(config, len(there))
-    return Program.on(_in_steps(config), there)
+    return placed(config, machine_of_device(there[0].device_kind, config.precision)), there
 
 
 def _in_steps(config: Config) -> Config:
@@ -62,7 +70,7 @@ def init(config: Config | str | Path) -> Model:
     Args:
         config: a configuration, as from `load_preset`, or a preset's name or file.
     """
-    config = config if isinstance(config, Config) else load_preset(config)
+    config, _ = _on_devices(config if isinstance(config, Config) else load_preset(config))
     program = make_program(config)
     check_first_weights(config)
     tokenizer, most = named_or_init_tokenizer(config), config.model.vocab_size
@@ -97,6 +105,7 @@ def restore(
     check_run(folder, "restore")
     config = stored_config(folder, overrides or {})
     ours = _in_steps(config.with_decay(config.optimizer.kept_of(stored_optimizer(folder))))
+    ours, _ = _on_devices(ours)
     program = make_program(ours)
     check_memory(program, training=training, rows=ours.train.microbatch)
     tokenizer = run_tokenizer(folder, ours) if (folder / "data" / "tokenizer").exists() else None

@@ -11,7 +11,7 @@ from megajax.plan.communication import communication, sent_by_axes, totals
 from megajax.plan.compiled import Compilation
 from megajax.plan.expert_loop import ExpertLoop
 from megajax.plan.machines import GIB, Machine
-from megajax.plan.memory import Memory, backend_of, memory
+from megajax.plan.memory import Memory, backend_of, memory, padding
 from megajax.plan.sizes import Sizes
 from megajax.plan.time import StepModel, in_order
 from megajax.plan.traced import step_cost
@@ -43,6 +43,8 @@ def figures(preset: str, config: Config, machine: Machine, compilation: Compilat
         "devices": config.mesh.num_devices,
         "parameters": count_parameters(config.model),
         "active_parameters": count_active_parameters(config.model),
+        "layers": model.sizes.placement.counts.ravel().tolist(),
+        "padding": padding(config, needed),
         "memory": asdict(needed) | {"total": needed.total, "usable": machine.usable, "of_gpu": machine.memory},
         "fits": needed.total <= machine.usable,
         "compiled": None,
@@ -53,6 +55,7 @@ def figures(preset: str, config: Config, machine: Machine, compilation: Compilat
         "flops": step_flops(config.model, config.train.global_batch),
         "muon_flops": sum(each.flops(config.optimizer.muon_steps) for each in dealt(Sizes(config))),
         "bubble": time.bubble,
+        "stage_seconds": time.stages,
         "step_seconds": time.seconds,
         "step_parts": time.parts,
         "tokens_per_second": time.tokens_per_second,
@@ -83,7 +86,7 @@ def _compiled(config: Config, compilation: Compilation) -> dict[str, Any]:
 def text(plan: dict[str, Any], config: Config) -> str:
     """The figures of a configuration as lines of text."""
     cost = f"planned in {plan['seconds']:.1f} s with {plan['peak_bytes'] / GIB:.2f} GiB on this machine"
-    return "\n".join(["", _head(plan, config), *_memory(plan), *_communication(plan), *_time(plan), "", cost])
+    return "\n".join(["", _head(plan, config), *_memory(plan, config), *_communication(plan), *_time(plan), "", cost])
 
 
 def _head(plan: dict[str, Any], config: Config) -> str:
@@ -101,7 +104,7 @@ def _head(plan: dict[str, Any], config: Config) -> str:
     )
 
 
-def _memory(plan: dict[str, Any]) -> list[str]:
+def _memory(plan: dict[str, Any], config: Config) -> list[str]:
     needed, compiled = plan["memory"], plan["compiled"]
     names = [field.name for field in fields(Memory) if needed[field.name]]
     left = needed["usable"] - needed["total"]
@@ -112,6 +115,7 @@ def _memory(plan: dict[str, Any]) -> list[str]:
         *(f"  {_NAMES.get(name, name):<40} {needed[name] / GIB:9.3f}" for name in names),
         f"  {'total':<40} {needed['total'] / GIB:9.3f}  of {needed['usable'] / GIB:.1f} usable "
         f"of {needed['of_gpu'] / GIB:.0f}: {verdict}",
+        *_layers(plan, config),
     ]
     if compiled is None:
         return [*lines, "  not compiled; analytical estimate (docs/plan.md)"]
@@ -123,6 +127,13 @@ def _memory(plan: dict[str, Any]) -> list[str]:
         f"{compiled['temporaries'] / GIB:.3f} of temporaries; the estimate was {of_step / GIB:.3f} "
         f"({of_step / max(1, compiled['temporaries']):.2f})",
     ]
+
+
+def _layers(plan: dict[str, Any], config: Config) -> list[str]:
+    """The layers of stages that are padded to the fullest, and what that costs."""
+    placement = Sizes(config).placement
+    most, size = placement.layers_per_chunk, plan["padding"] / GIB
+    return [f"  layers {placement}, padded to {most}: up to {size:.3f} hold none"] if placement.padded else []
 
 
 def _communication(plan: dict[str, Any]) -> list[str]:
@@ -138,11 +149,12 @@ def _communication(plan: dict[str, Any]) -> list[str]:
 def _time(plan: dict[str, Any]) -> list[str]:
     flops, devices, seconds = plan["flops"], plan["devices"], plan["step_seconds"]
     muon = f"; Muon's matrices {plan['muon_flops'] / 1e12:,.3f} TFLOP" if plan["muon_flops"] else ""
+    stages = f"the stages work {min(plan['stage_seconds']):.3f} to {max(plan['stage_seconds']):.3f} s"
     parts = (f"{name} {part / seconds:.0%}" for name, part in in_order(plan["step_parts"]))
     return [
         "",
         f"arithmetic: {flops / 1e15:,.2f} PFLOP per step, {flops / devices / 1e12:,.2f} TFLOP per device{muon}",
-        *([f"bubble: {plan['bubble']:.1%} of the pipeline's time"] if plan["mesh"]["pipe"] > 1 else []),
+        *([f"bubble: {plan['bubble']:.1%} of the pipeline's time; {stages}"] if plan["mesh"]["pipe"] > 1 else []),
         f"predicted (docs/plan-time.md): {seconds:.3f} s per step, "
         f"{plan['tokens_per_second']:,.0f} tokens/s, MFU {plan['mfu']:.1%}",
         f"  of which {', '.join(parts)}",

@@ -163,6 +163,13 @@ def peak_of(machine: Machine, precision: str) -> float:
     return machine.peak[precision]
 
 
+def machine_of_device(kind: str, precision: str) -> Machine:
+    """The GPU that calls itself `kind` (JAX's `device_kind`). One that is not in the table, or does not support the
+    precision, is planned for as an H100."""
+    named = (each for each in MACHINES.values() if re.search(rf"\b{each.name}\b", kind, re.IGNORECASE))
+    return next((each for each in named if precision in each.peak), MACHINES["h100"])
+
+
 def peak_of_device(kind: str, precision: str) -> float | None:
     """FLOP/s of products in a precision on the GPU that calls itself `kind` (JAX's `device_kind`); None if the GPU is
     not in the table or does not support the precision."""

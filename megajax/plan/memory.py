@@ -15,7 +15,7 @@ from megajax.core.pipeline.schedule import make_schedule
 from megajax.core.program.program import batch_form
 from megajax.plan.costs import Region, StepCost
 from megajax.plan.machines import Machine
-from megajax.plan.sizes import Sizes
+from megajax.plan.sizes import DeviceWeights, Sizes
 from megajax.plan.traced import step_cost
 from megajax.plan.update import dealt, matrices_of
 from megajax.settings.config import Config
@@ -71,7 +71,6 @@ def memory(config: Config, backend: Backend = GPU, cost: StepCost | None = None)
     slots, factor_slots, activations = _buffers(
         pipeline.schedule, config.mesh.pipe, step.microbatches, pipeline.chunks, pipeline.deferring()
     )
-    others = step.held.num_trained * step.wide if step.summed != step.wide else 0
     losses = len(form.targets | form.measures) * max(4, step.summed)
     batch = sum(prod(shape) for shape in form.shapes(config.train.global_batch, tokens=step.tokens).values())
     residuals = step.layers_of_chunk * cost.layer.residuals.num_bytes(step.microbatch)
@@ -80,22 +79,46 @@ def memory(config: Config, backend: Backend = GPU, cost: StepCost | None = None)
         step.layers_of_chunk * config.pipeline.chunks * sum(map(step.bytes_of_copies, found))
         for found in (step.copied, step.copied_in_step)
     )
-    in_matrices = sum(each.size(each.owned) for each in matrices_of(step))
+    held = _of_weights(step, step.held)
     factors = factor_slots * step.layers_of_chunk * cost.layer.factors.num_bytes(step.microbatch)
     return Memory(
-        weights=step.held.computed_bytes(step.item, step.wide),
-        main_weights=step.held.num_trained * step.wide if step.item != step.wide else 0,
-        moments=(2 * step.held.num_trained - in_matrices) * step.wide + _COUNTERS,
-        average=step.held.num_trained * step.wide if config.train.ema else 0,
+        weights=held["weights"],
+        main_weights=held["main_weights"],
+        moments=held["moments"] + _COUNTERS,
+        average=held["average"],
         batch=batch * _WORD // config.mesh.row_shards,
         frozen_copies=copies - copies_of_step,
         copies=copies_of_step,
-        gradients=step.held.num_summed * step.summed + losses + others,
+        gradients=held["gradients"] + losses,
         kept=kept,
         factors=factors,
         p2p_transfers=activations * step.activation_bytes,
         temporaries=Temporaries(step, cost, backend, kept, factors).most,
     )
+
+
+def _of_weights(step: Sizes, held: DeviceWeights) -> dict[str, int]:
+    """Bytes of weights and of what a step has for each of them."""
+    main, others = held.num_trained * step.wide, step.summed != step.wide
+    in_matrices = sum(each.size(each.owned) for each in matrices_of(step))
+    return {
+        "weights": held.computed_bytes(step.item, step.wide),
+        "main_weights": main if step.item != step.wide else 0,
+        "moments": 2 * main - in_matrices * step.wide,
+        "average": main if step.config.train.ema else 0,
+        "gradients": held.num_summed * step.summed + main * others,
+    }
+
+
+def padding(config: Config, needed: Memory) -> int:
+    """Bytes of the memory `needed` that hold no layer on the stage with the fewest layers."""
+    step = Sizes(config)
+    slots = step.layers_of_chunk * config.pipeline.chunks
+    parts = step.held.weights, step.held.adapters
+    stacked = DeviceWeights(*(tuple(each for each in part if each.stack) for part in parts))
+    kept = 0 if step.recomputes_stage else needed.kept
+    of_layers = sum(_of_weights(step, stacked).values()) + needed.frozen_copies + needed.copies + kept + needed.factors
+    return of_layers * (slots - int(step.placement.counts.sum(0).min())) // slots
 
 
 @lru_cache(maxsize=512)

@@ -18,11 +18,13 @@ from megajax.core.errors import UserError
 from megajax.core.models.config import ModelConfig
 from megajax.core.options import as_flag, options
 from megajax.core.pipeline.config import PipelineConfig, has_table
+from megajax.core.pipeline.placement import Placement
 from megajax.core.pipeline.schedule import SCHEDULES
 from megajax.host.signals import Stopped, stop_signals
 from megajax.plan.costs import StepCost
 from megajax.plan.machines import GIB, Machine, peak_of
 from megajax.plan.memory import Memory, backend_of, memory
+from megajax.plan.placing import fewer_beside_the_head
 from megajax.plan.sizes import steady_state_microbatches
 from megajax.plan.time import PlannedTime, StepModel, step_time
 from megajax.plan.traced import step_cost
@@ -30,7 +32,8 @@ from megajax.settings.config import Config
 from megajax.settings.validation import check_context, validate, validate_mesh
 
 VARIED = (
-    *(f"mesh.{axis}" for axis in AXES), "pipeline.schedule", "pipeline.chunks", "pipeline.weight_gradients",
+    *(f"mesh.{axis}" for axis in AXES), "pipeline.schedule", "pipeline.chunks", "pipeline.vocabulary",
+    "pipeline.layers", "pipeline.weight_gradients",
     "train.microbatch", "train.remat", "optimizer.zero", "sequence_parallel", "model.context_attention",
 )  # fmt: skip
 _FEWEST_TOKENS = 4096, 128  # least tokens per device of a context group; the second if nothing fits with the first
@@ -82,7 +85,8 @@ class Found:
 
 def search(config: Config, devices: int, machine: Machine, *, given: Iterable[str] = (), count: int = 10) -> Found:
     """Search all meshes of `devices` GPUs with every schedule, chunk count, microbatch size, recomputation, ZeRO stage,
-    sequence parallelism, deferral and context attention; `context` is for long sequences, or if nothing fits otherwise.
+    sequence parallelism, deferral and context attention, with even stages, fewer layers beside the head or a split
+    vocabulary; `context` is for long sequences, or if nothing fits otherwise.
     Model, batch, precision and those keys of `VARIED` that are `given` stay fixed. `count` of the best are planned in
     full. If a deferred signal comes meanwhile, the rest is not tried. Raises `UserError` if nothing fits, or if the
     model has no such mesh, with the reason."""
@@ -110,20 +114,21 @@ def _tried(config: Config, devices: int, machine: Machine, fixed: frozenset[str]
         models: dict[Any, StepModel] = {}
         costs: dict[Any, StepCost] = {}
         for each in _until_stopped(_of_mesh(base, fixed)):
-            like = each.train.remat, each.sequence_parallel
+            like = each.train.remat, each.sequence_parallel, each.splits_vocabulary
             cost = costs[like] = costs.get(like) or step_cost(each, backend)
-            sizes = list(_sizes(each, fixed, backend, cost))
+            as_fast = _as_fast(each, cost)
+            model = models[as_fast] = models.get(as_fast) or StepModel(each, machine, cost)
+            layers = config.pipeline.layers if "pipeline.layers" in fixed else ""
+            sizes = list(_sizes(each, fixed, layers, model, backend, cost))
             tried += len(sizes)
             least = min(sizes, key=lambda pair: pair[0], default=None)
             if least is not None and (smallest is None or least[0] < smallest[0]):
                 smallest = least[0], replace(each, pipeline=least[1])
-            fit = [(size, pipeline) for size, pipeline in sizes if size <= machine.usable]
-            if fit:
-                as_fast = _as_fast(each, cost)
-                model = models[as_fast] = models.get(as_fast) or StepModel(each, machine, cost)
-                fitting += [
-                    Candidate(each, pipeline, model.time(pipeline, exact=False).seconds, size) for size, pipeline in fit
-                ]
+            fitting += [
+                Candidate(each, pipeline, model.time(pipeline, exact=False).seconds, size)
+                for size, pipeline in sizes
+                if size <= machine.usable
+            ]
     return tried, smallest, fitting
 
 
@@ -139,9 +144,10 @@ def command(preset: str, config: Config, original: Config) -> str:
 
 
 def schedule_in_words(pipeline: PipelineConfig) -> str:
-    """For example `interleaved x 2, deferred`."""
+    """For example `interleaved x 2, deferred, split vocabulary`."""
     chunks = f" x {pipeline.chunks}" if pipeline.chunks > 1 else ""
-    return f"{pipeline.schedule}{chunks}{', deferred' * (pipeline.weight_gradients == 'deferred')}"
+    words = ", deferred" * (pipeline.weight_gradients == "deferred") + ", uneven" * bool(pipeline.counts)
+    return f"{pipeline.schedule}{chunks}{words}{', split vocabulary' * (pipeline.vocabulary == 'split')}"
 
 
 def _best(fitting: list[Candidate], devices: int, machine: Machine, count: int) -> list[Planned]:
@@ -175,13 +181,15 @@ def _on_meshes(config: Config, devices: int, fixed: frozenset[str], fewest: int 
             continue
         if config.train.batch_sizes.divisor % mesh.row_shards:
             continue
-        plain = replace(config.pipeline, schedule="1f1b", chunks=1)
+        vocabulary = config.pipeline.vocabulary if "pipeline.vocabulary" in fixed else "replicated"
+        even = replace(config.pipeline, layers="even", vocabulary=vocabulary)
+        plain = replace(even, schedule="1f1b", chunks=1)
         base = replace(config, mesh=mesh, pipeline=plain, sequence_parallel=False)
         try:
             validate_mesh(base, devices)
         except UserError:
             continue
-        base = replace(base, pipeline=config.pipeline, sequence_parallel=config.sequence_parallel)
+        base = replace(base, pipeline=even, sequence_parallel=config.sequence_parallel)
         yield from (replace(base, model=model) for model in _with_ways(config.model, mesh, fixed))
 
 
@@ -207,7 +215,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _of_mesh(base: Config, fixed: frozenset[str]) -> Iterator[Config]:
-    """On one mesh, every microbatch size, recomputation, ZeRO stage, sequence parallelism and deferral."""
+    """On one mesh, every microbatch size, recomputation, ZeRO stage, sequence parallelism, deferral and vocabulary."""
 
     def choices(key: str, possible: list[Any]) -> list[Any]:
         return [attrgetter(key)(base)] if key in fixed else possible
@@ -220,7 +228,11 @@ def _of_mesh(base: Config, fixed: frozenset[str]) -> Iterator[Config]:
     pieces = mesh.tensor * (2 * mesh.context if mesh.context > 1 else 1)
     splits = choices("sequence_parallel", [False, True] if mesh.tensor > 1 and length % pieces == 0 else [False])
     when = choices("pipeline.weight_gradients", ["together", *(["deferred"] if mesh.pipe > 1 else [])])
-    for microbatch, remat, zero, split, later in itertools.product(microbatches, remats, zeros, splits, when):
+    divides = mesh.pipe > 1 and base.model.padded_vocab_size % (mesh.pipe * mesh.tensor) == 0
+    tables = choices("pipeline.vocabulary", ["replicated", *["split"] * divides])
+    for microbatch, remat, zero, split, later, table in itertools.product(
+        microbatches, remats, zeros, splits, when, tables
+    ):
         if split and length % pieces:
             continue
         yield replace(
@@ -228,7 +240,7 @@ def _of_mesh(base: Config, fixed: frozenset[str]) -> Iterator[Config]:
             sequence_parallel=split,
             train=replace(base.train, microbatch=microbatch, remat=remat),
             optimizer=replace(base.optimizer, zero=zero),
-            pipeline=replace(base.pipeline, weight_gradients=later),
+            pipeline=replace(base.pipeline, weight_gradients=later, vocabulary=table),
         )
 
 
@@ -242,10 +254,11 @@ def _as_fast(config: Config, cost: StepCost) -> Config:
 
 
 def _sizes(
-    config: Config, fixed: frozenset[str], backend: Backend, cost: StepCost
+    config: Config, fixed: frozenset[str], layers: str, model: StepModel, backend: Backend, cost: StepCost
 ) -> Iterator[tuple[int, PipelineConfig]]:
-    """Every schedule and chunk count whose table and buffers can be computed quickly, with the bytes needed on a
-    device. Fewer microbatches are used if the schedule's table has buffers of the same sizes with these."""
+    """Every schedule and chunk count whose table and buffers can be computed quickly, with placements of the layers (or
+    only as `layers` says) and the bytes needed on a device. Fewer microbatches are used if the schedule's table has
+    buffers of the same sizes with these."""
     mesh, train = config.mesh, config.train
     rows = mesh.row_shards * train.microbatch
     m = train.global_batch // rows
@@ -257,8 +270,24 @@ def _sizes(
         if mesh.pipe > 1 and mesh.pipe * pipeline.chunks * fewer > _MOST_CELLS:
             continue
         short = train if fewer == m else replace(train, global_batch=rows * fewer)
-        found = memory(replace(config, train=short, pipeline=pipeline), backend, cost)
-        yield found.total + found.batch * (m - fewer) // fewer, pipeline
+        found: dict[int, int] = {}  # bytes by slots per chunk
+        for placed in _placed(pipeline, layers, model):
+            slots = Placement.of(config.model.num_blocks, mesh.pipe, placed).layers_per_chunk
+            if slots not in found and min(found.values(), default=0) <= model.machine.usable:
+                needed = memory(replace(config, train=short, pipeline=placed), backend, cost)
+                found[slots] = needed.total + needed.batch * (m - fewer) // fewer
+            if slots in found:
+                yield found[slots], placed
+
+
+def _placed(even: PipelineConfig, layers: str, model: StepModel) -> list[PipelineConfig]:
+    """The pipeline with the layers placed in every way to try, or as `layers` says, if that is possible."""
+    if layers == "auto" or not layers:
+        found = [even, *fewer_beside_the_head(model, even)]
+        return found[-1:] if layers else found
+    given = replace(even, layers=layers)
+    fits = len(given.counts) in (0, model.config.mesh.pipe * even.chunks)
+    return [given] if fits else []
 
 
 @lru_cache(maxsize=1024)
@@ -287,7 +316,7 @@ def _nothing(
     for base in _on_meshes(config, devices, fixed):
         for each in itertools.islice(_of_mesh(base, fixed), 1):
             try:
-                validate(each, devices)
+                validate(replace(each, pipeline=replace(each.pipeline, layers=config.pipeline.layers)), devices)
             except UserError as error:
                 return error
     model, batch = config.model, config.train.global_batch

@@ -11,7 +11,6 @@ from math import prod
 from typing import Any
 
 import jax
-import numpy as np
 
 from megajax.core.backend import CPU, Backend
 from megajax.core.config import MeshConfig
@@ -67,20 +66,24 @@ def held(config: Config) -> DeviceWeights:
     """What a device holds of the weights, for a valid configuration's mesh and ZeRO stage."""
     model = replace(config.model, dropout=0.0, scan_layers="auto")  # weights do not depend on these options
     return _held(
-        model, config.lora, config.mesh, config.pipeline.chunks, config.splits_vocabulary, config.optimizer.zero
+        model,
+        config.lora,
+        config.mesh,
+        Placement.of(model.num_blocks, config.mesh.pipe, config.pipeline),
+        config.splits_vocabulary,
+        config.optimizer.zero,
     )
 
 
 @lru_cache(maxsize=4096)
 def _held(
-    model: ModelConfig, lora: LoraConfig, mesh: MeshConfig, chunks: int, split_vocabulary: bool, zero: int
+    model: ModelConfig, lora: LoraConfig, mesh: MeshConfig, stack: Placement, split_vocabulary: bool, zero: int
 ) -> DeviceWeights:
     if zero:
-        found = _held(model, lora, mesh, chunks, split_vocabulary, 0)
+        found = _held(model, lora, mesh, stack, split_vocabulary, 0)
         parts = ([replace(each, zero_stage=zero) for each in part] for part in (found.weights, found.adapters))
         return DeviceWeights(*map(tuple, parts))
     rules = rules_of(split_vocabulary=split_vocabulary, split_kv_heads=model.num_kv_heads % mesh.tensor == 0)
-    stack = Placement(model.num_blocks, mesh.pipe, chunks)
     weights = weights_of(*_model(model, lora), rules, stack, mesh.sizes, zero)
     return DeviceWeights(*(tuple(jax.tree.leaves(part)) for part in (without_adapters(weights), weights.get(LORA))))
 
@@ -182,7 +185,7 @@ class Sizes:
         self.activation_bytes = prod(self.own) * self.item
         self.defers = mesh.pipe > 1 and config.pipeline.weight_gradients == "deferred"
         self.recomputes_stage = config.train.remat == "stage" and mesh.pipe > 1
-        self.placement = Placement(model.num_blocks, mesh.pipe, config.pipeline.chunks)
+        self.placement = Placement.of(model.num_blocks, mesh.pipe, config.pipeline)
         self.layers_of_chunk = self.placement.layers_per_chunk  # as many as on the fullest stage
 
     def is_copied(self, weight: Weight) -> bool:
@@ -242,7 +245,7 @@ class Sizes:
     @property
     def most_layers(self) -> int:
         """Layers on the fullest stage."""
-        return int(layers_of_chunks(self.placement).sum(axis=0).max())
+        return int(self.placement.counts.sum(axis=0).max())
 
     @property
     def of_end(self) -> Occurrences:
@@ -253,9 +256,3 @@ class Sizes:
     def of_layer(self) -> Occurrences:
         """How often the loop over ticks runs a layer."""
         return Occurrences(self.ticks * self.layers_of_chunk, self.microbatches * self.most_layers)
-
-
-@lru_cache(maxsize=1024)
-def layers_of_chunks(placement: Placement) -> np.ndarray:
-    """How many layers every chunk of every stage has, [chunks, stages]."""
-    return (placement.layer_index >= 0).sum(axis=2)

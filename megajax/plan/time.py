@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from megajax.core.axes import BATCH_AXES, CONTEXT, EXPERT
 from megajax.core.models.flops import step_flops
@@ -24,7 +25,7 @@ from megajax.plan.costs import StepCost
 from megajax.plan.expert_loop import ExpertLoop
 from megajax.plan.machines import Machine
 from megajax.plan.memory import backend_of
-from megajax.plan.sizes import Sizes, layers_of_chunks, num_ticks
+from megajax.plan.sizes import Sizes, num_ticks
 from megajax.plan.traced import step_cost
 from megajax.plan.work import Seconds, StepWork
 from megajax.settings.config import Config
@@ -38,7 +39,8 @@ class PlannedTime:
 
     seconds: float  # of a step
     parts: dict[str, float]  # seconds by part, for the busiest stage; they add up to `seconds`
-    bubble: float  # share of the pipeline's time in which that stage waits
+    stages: list[float]  # seconds that every stage works in the loop over microbatches
+    bubble: float  # share of the pipeline's time in which the busiest stage waits
     tokens_per_second: float  # of all devices
     flops_per_second: float  # of a device, counting the model's arithmetic (`core/models/flops.step_flops`)
     mfu: float  # that as a share of the peak
@@ -82,20 +84,26 @@ class StepModel:
     def time(self, pipeline: PipelineConfig, *, exact: bool = True) -> PlannedTime:
         """A step with the configuration's schedule and chunks, or with those of another `pipeline`."""
         config, model = self.config, self.config.model
-        loop, bubble = self._loop(pipeline, exact)
+        loop, stages, bubble = self._loop(pipeline, exact)
         parts = {name: seconds for name, seconds in (*loop.items(), *self._once.items()) if seconds}
         seconds = sum(parts.values())
         rows = config.train.global_batch
         flops = _flops(model, rows) / config.mesh.num_devices / seconds
         tokens = rows * (model.num_classes if model.head == "choice" else 1) * model.sequence_length
         mfu = flops / self.work.peak
-        return PlannedTime(seconds, parts, bubble, tokens / seconds, flops, mfu, self.work.expert_loop)
+        return PlannedTime(seconds, parts, stages, bubble, tokens / seconds, flops, mfu, self.work.expert_loop)
 
-    def _loop(self, pipeline: PipelineConfig, exact: bool) -> tuple[dict[str, float], float]:
-        """The loop over microbatches: seconds by part of the busiest stage, its waiting time and p2p transfers; and the
-        share of its waiting."""
+    @property
+    def head_in_layers(self) -> float:
+        """What the head costs the last stage more than others, in layers; nothing if all stages share it."""
+        layer = sum(visit.total for visit in self._layer)
+        return 0.0 if self.sizes.splits_vocabulary else self._ends["head"].total / layer
+
+    def _loop(self, pipeline: PipelineConfig, exact: bool) -> tuple[dict[str, float], list[float], float]:
+        """The loop over microbatches: seconds by part of the busiest stage, its waiting time and p2p transfers; how
+        long every stage works; and the share of the busiest one's waiting."""
         sizes, m, pipe = self.sizes, self.sizes.microbatches, self.config.mesh.pipe
-        layers = layers_of_chunks(Placement(self.config.model.num_blocks, pipe, pipeline.chunks)).astype(float)
+        layers = Placement.of(self.config.model.num_blocks, pipe, pipeline).counts.astype(float)
         forwards, backwards, laters = (layers * visit.total for visit in self._layer)
         together = {name: visit.total if sizes.splits_vocabulary else 0.0 for name, visit in self._ends.items()}
         if not sizes.splits_vocabulary:
@@ -113,7 +121,7 @@ class StepModel:
         parts["p2p transfers"] = 2 * ticks * p2p_transfer
         wall = busy if pipe == 1 else self._wall(pipeline, times, busy + parts["p2p transfers"], exact)
         parts["pipeline bubble"] = max(0.0, wall - busy - parts["p2p transfers"])
-        return parts, parts["pipeline bubble"] / wall
+        return parts, working.tolist(), parts["pipeline bubble"] / wall
 
     def _parts(self, layers: float, stage: int) -> dict[str, float]:
         """Seconds by part for a stage that runs this many layers, counted once per microbatch."""
@@ -189,11 +197,39 @@ class StepModel:
         if published_bubble(*shape) is None or (exact and p * m * v <= _LONGEST_TABLE):
             return wall_time(_table(*shape, pipeline.deferring() if self.sizes.defers else None), times)
         passes = [float(np.sum(each)) / p for each in (times.forward, times.backward, times.weight_gradient)]
-        return full + _waits(*shape, pipeline.deferring(PassTimes(*passes)) if self.sizes.defers else None, passes)
+        deferring = pipeline.deferring(PassTimes(*passes)) if self.sizes.defers else None
+        if deferring is None and m >= p:
+            return full + _uneven_waits(pipeline.schedule, m, times.forward, times.backward)
+        return full + _waits(*shape, deferring, passes)
+
+
+def _uneven_waits(name: str, m: int, forward: np.ndarray, backward: np.ndarray) -> float:
+    """How long the busiest stage waits with at least as many microbatches as stages, by formula, from the times of
+    chunks, [chunks, stages].
+
+    A stage waits for the others, to fill and to drain the pipeline. With 1F1B and many microbatches, it waits for those
+    after it only as far as their passes take longer than the forwards, or backwards, that it has meanwhile. With
+    chunks, a stage also waits for the longest of the passes that run at the same time, those of as many consecutive
+    virtual stages as there are stages.
+    """
+    chunks, p = forward.shape
+    work, passes = (forward + backward).sum(0), (forward, backward)
+    before = work.cumsum() - work
+    after = work.sum() - before - work
+    if name != "gpipe" and m >= 2 * p:
+        own = np.stack([each.sum(0) for each in passes])
+        until_last = own[:, ::-1].cumsum(1)[:, ::-1] - own[:, -1:]
+        meanwhile = 2 * np.arange(p - 1, -1, -1) * own
+        after = np.maximum(0.0, after + until_last - meanwhile).sum(0)
+    waits = float((m * work + (before + after) / chunks).max() - m * work.max())
+    if chunks > 1:
+        runs = (sliding_window_view(np.concatenate([each.ravel(), each[0, :-1]]), p) for each in passes)
+        waits += m * max(0.0, sum(run.max(1).sum() for run in runs) / p - work.max())
+    return waits
 
 
 def _waits(name: str, p: int, m: int, v: int, deferring: Deferring | None, passes: list[float]) -> float:
-    """How long the busiest stage waits, by formula.
+    """How long the busiest of equal stages waits, by formula.
 
     With deferred weight gradients and fewer than 2p microbatches there is no formula: the saving is read off tables of
     passes with similar times (tests compare the two).

@@ -11,6 +11,8 @@ _ACCUMULATION = "--train.global-batch / (--train.microbatch x --mesh.data), whic
 _OURS = {
     "--mesh.tensor": "tp tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size",
     "--mesh.pipe": "pp pipeline_parallel pipeline_parallel_size pipeline_parallel_degree pipeline_model_parallel_size",
+    "--pipeline.layers": "pipeline_model_parallel_layout decoder_first_pipeline_num_layers "
+    "decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
     "--mesh.data": "dp data_parallel data_parallel_size data_parallel_replicate_degree data_parallel_shard_degree",
     "--optimizer.learning-rate": "lr max_lr peak_lr",
     "--optimizer.min-learning-rate": "min_lr lr_min",

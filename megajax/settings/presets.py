@@ -178,7 +178,8 @@ _EITHER = (("data.path", "data.sources"), ("optimizer.warmup_steps", "optimizer.
 
 
 def _replaced(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with `others` replacing them. Of a pair in `_EITHER` one replaces the other; epochs replace steps."""
+    """`values` with `others` replacing them. Of a pair in `_EITHER` one replaces the other; epochs replace steps; and a
+    new number of virtual stages replaces numbers of layers for another one by `auto`."""
     left = dict(values)
     for pair in _EITHER:
         for key, other in (pair, pair[::-1]):
@@ -186,6 +187,10 @@ def _replaced(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str,
                 left.pop(other, None)
     if others.get("train.epochs") and "train.steps" not in others:
         left.pop("train.steps", None)
+    before, now = (each.get("mesh.pipe", 1) * each.get("pipeline.chunks", 1) for each in (left, left | dict(others)))
+    layers = left.get("pipeline.layers", "even")
+    if now != before and layers not in ("even", "auto") and layers.count(",") + 1 != now:
+        left["pipeline.layers"] = "auto"
     return left | dict(others)
 
 

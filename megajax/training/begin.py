@@ -26,6 +26,8 @@ from megajax.host.paths import scheme
 from megajax.host.phases import phase, watched
 from megajax.host.processes import hosts_of_processes, is_first_process, on_first_process, say
 from megajax.host.transcript import transcript
+from megajax.plan.machines import machine_of_device
+from megajax.plan.placing import placed
 from megajax.runs.data import RunData, make_run_data, open_run_data
 from megajax.runs.directory import (
     claimed,
@@ -64,6 +66,7 @@ def train(config: Config) -> None:
 
 def train_here(config: Config, *, skip_finished: bool = False) -> None:
     """`train` after JAX has started; `skip_finished` skips a task's run that has all its steps and dev figures."""
+    config = with_layers(config)
     program, run_dir = checked_program(config), Path(config.run_dir)
     lock, display = RunLock(run_dir), Display(is_first_process())
     earlier: OptimizerConfig | None = None
@@ -135,6 +138,16 @@ def _check_length(run: Trainer, config: Config) -> None:
             f"the run continues after step {run.first}, from which --train.epochs {config.train.epochs:g} are "
             f"{config.train.steps} steps, not {run.config.train.steps}; rerun the command"
         )
+
+
+def with_layers(config: Config) -> Config:
+    """The configuration with numbers for `--pipeline.layers auto`, by the plan's times for these GPUs."""
+    if config.pipeline.layers == "auto":
+        validate(config, jax.device_count())
+        machine = machine_of_device(jax.devices()[0].device_kind, config.precision)
+        config = placed(config, machine)
+        say(f"--pipeline.layers auto: {config.pipeline.layers}, by predicted times on {machine.name.upper()}s")
+    return config
 
 
 def checked_program(config: Config) -> Program:

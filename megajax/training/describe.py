@@ -16,7 +16,7 @@ from megajax.core.optim.config import OptimizerConfig
 from megajax.core.pipeline.timing import StageTimes, pending_weights, step_time
 from megajax.core.program.memory import factor_bytes, left_by_zero, state_bytes
 from megajax.core.program.program import Program
-from megajax.plan.memory import memory
+from megajax.plan.memory import memory, padding
 from megajax.plan.sizes import ITEM_SIZE
 from megajax.runs.data import RunData
 from megajax.runs.order import Order
@@ -41,6 +41,7 @@ def describe(
         f"mesh: {config.mesh} on {_counted(jax.device_count(), f'{platform.upper()} device')}, "
         f"{_counted(jax.process_count(), 'process')}{sequence}",
         *pipeline_lines(program),
+        _layers_line(config, program),
         _context_line(program),
         f"state: {sum(state.values()) / 2**20:,.1f} MiB per device ({_mebibytes(state)}), "
         f"--optimizer.zero {config.optimizer.zero}",
@@ -112,6 +113,15 @@ def pipeline_lines(program: Program) -> list[str]:
         f"{factors:,.1f} MiB; the buffer takes {table.num_factor_slots * factors:,.1f} MiB"
     )
     return lines
+
+
+def _layers_line(config: Config, program: Program) -> str:
+    """How many layers uneven stages have, and what padding them costs."""
+    placement = program.layout.placement
+    if not placement.padded:
+        return ""
+    size = padding(config, memory(config, program.backend)) / 2**20
+    return f"layers: {placement}, padded to {placement.layers_per_chunk}: up to {size:,.1f} MiB per device hold none"
 
 
 def _step_memory(config: Config, program: Program) -> str:

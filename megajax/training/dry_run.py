@@ -33,6 +33,7 @@ from megajax.training.begin import (
     earlier_optimizer,
     make_data,
     open_data,
+    with_layers,
     with_total_steps,
 )
 from megajax.training.describe import describe
@@ -46,6 +47,7 @@ def dry_run(config: Config) -> None:
     start(config)
     if config.seeds > 1:
         config = seed_runs(config)[0]
+    config = with_layers(config)
     program = checked_program(config)
     lines: list[str] = []
 

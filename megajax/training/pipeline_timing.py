@@ -24,7 +24,7 @@ from megajax.host.phases import phase, watched
 from megajax.host.processes import is_first_process, of_first_process
 from megajax.settings.config import Config
 from megajax.start.launch import start
-from megajax.training.begin import checked_program
+from megajax.training.begin import checked_program, with_layers
 from megajax.training.display import Display
 
 ROUNDS = 5
@@ -47,6 +47,7 @@ class Profile:
 def profile_pipeline(config: Config) -> Profile:
     """Measure on random tokens and print a table on process 0; nothing is trained or written."""
     start(config)
+    config = with_layers(config)
     program = checked_program(config)
     display = Display(is_first_process())
     with watched(functools.partial(display.phase, announced=False)):
@@ -150,7 +151,7 @@ def _report(config: Config, program: Program, found: Profile) -> list[str]:
         + ("split" if config.splits_vocabulary else "replicated"),
         f"{'stage':<6} {'chunk':<6} {'layers':<7} {' '.join(passes)}",
     ]
-    layers = (program.layout.placement.layer_index >= 0).sum(-1)
+    layers = program.layout.placement.counts
     for stage in range(pipe):
         for chunk in range(chunks):
             row = "".join(f" {1e3 * seconds[chunk, stage]:>{len(title)}.3f}" for title, seconds in passes.items())

@@ -48,7 +48,8 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
         )
     sizes = _Sizes(config, mesh)
     width, notes = sizes.width()
-    layers = sizes.num_blocks() + min(2, config.model.dense_layers)
+    counts = sizes.layers_of_stages()
+    layers = (sum(counts) or sizes.num_blocks()) + min(2, config.model.dense_layers)
     ruled = {"num_layers": layers, **width, **sizes.tokens(), **sizes.vocabulary(), **sizes.experts()}
     ruled |= sizes.high_precision_ends(layers)
     model = dataclasses.replace(config.model, **sizes.others(ruled), **ruled)
@@ -64,7 +65,8 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
     most = config.pipeline.max_deferred
     if 0 < most < 2 * (config.mesh.pipe - 1):  # it limits the large pipeline, so let it limit the small one too
         most = min(most, max(1, 2 * (mesh.pipe - 1) - 1))
-    pipeline = dataclasses.replace(config.pipeline, max_deferred=most)
+    placed = ",".join(map(str, counts)) or "even"
+    pipeline = dataclasses.replace(config.pipeline, max_deferred=most, layers=placed)
     alone = dataclasses.replace(config, distributed=DistributedConfig(), mesh=mesh)
     small = dataclasses.replace(alone, model=model, train=train, pipeline=pipeline, optimizer=optimizer)
     return Shrunk(_by_traits(small), tuple(notes))
@@ -270,6 +272,23 @@ class _Sizes:
         uneven = layers % self._theirs.pipe != 0
         some = [n for n in range(1, ours) if (n % self._ours.pipe != 0) == uneven] or list(range(1, ours))
         return ours + min(some, key=lambda n: abs(n - wanted))
+
+    def layers_of_stages(self) -> list[int]:
+        """Numbers of layers for the virtual stages if the original has them: 2 on the fullest, 1 on others, and none
+        where the original has none. Unless all are equal, some differ. With `auto` the last has one fewer."""
+        pipeline, pipe = self._config.pipeline, self._ours.pipe
+        number, given = pipe * pipeline.chunks, pipeline.counts
+        if pipeline.layers == "auto" and number > 1:
+            return [2] * (number - 1) + [1]
+        found = []
+        for k in range(number if given else 0):
+            chunk, stage = divmod(k, pipe)
+            first, end = (chunk * self._theirs.pipe + s * self._theirs.pipe // pipe for s in (stage, stage + 1))
+            most = max(given[first:end])
+            found.append(min(most, 2 if most == max(given) else 1))
+        if len({*found}) < 2 <= len({*given}):
+            found[-1] -= 1
+        return found
 
     def num_microbatches(self) -> int:
         """Fewer than stages, as many, a multiple, or more without being a multiple, as in the original."""

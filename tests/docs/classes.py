@@ -12,7 +12,7 @@ FULL = [  # marker `full`: in this order, one after the other, in a folder with 
     "megajax plan gpt2-8.3b --devices 512 --search",
     "megajax plan gpt2-8.3b --mesh.data 32 --mesh.pipe 8 --mesh.tensor 2 --train.microbatch 2 --train.remat selective",
     "megajax verify gpt2-8.3b --mesh.data 32 --mesh.pipe 8 --mesh.tensor 2 --pipeline.schedule interleaved "
-    "--pipeline.chunks 9 --train.microbatch 2 --train.remat selective",
+    "--pipeline.chunks 9 --pipeline.vocabulary split --train.microbatch 2 --train.remat selective",
     "megajax verify gpt2-355m --mesh.data 2 --mesh.pipe 2 --mesh.tensor 2",
     "megajax verify demo --exact --mesh.data 2 --mesh.pipe 2 --mesh.tensor 2",
     "megajax train demo --mesh.pipe 2 --simulate-devices 2 --profile-pipeline",

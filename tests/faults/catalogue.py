@@ -310,7 +310,7 @@ ROWS: dict[str, dict[str, Row]] = {
     "Layers on the wrong stage": {
         "the layers of every stage are numbered from 0": (
             "core.pipeline.placement.Placement.layer_index",
-            ("np.arange(first, first + count)", "np.arange(count)"),
+            ("first[..., None] + slots", "0 * first[..., None] + slots"),
             named("input of layer 1, forward: rows never computed", ON_PIPE),
         ),
         "all chunks have the first one's weights": (

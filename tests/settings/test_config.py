@@ -164,6 +164,10 @@ INTERLEAVED = {"pipeline.schedule": "interleaved"}
         ({"train.ramp_start": 2}, "and --train.ramp-samples missing; valid: all of --train.ramp-start,"),
         (RAMP | {"train.ramp_start": 8}, "8 with --train.global-batch 8, to which it grows; valid: 1"),
         (RAMP | {"train.ramp_increment": 4}, "not lead from --train.ramp-start 2 to --train.global-batch 8; valid"),
+        *(
+            ({"pipeline.layers": text}, f"--pipeline.layers {said}; valid: even, auto, or numbers of layers separated")
+            for text, said in {"4 4": "4 4", "4,-1": "4,-1", "4,,4": "4,,4", "": "is empty", "Auto": "Auto"}.items()
+        ),
         ({"optimizer.zero": 2}, "--optimizer.zero = 2; valid: 0, 1, 3"),
         ({"optimizer.skip_above": 0.5}, "--optimizer.skip-above 0.5; valid: more than 1 and at most 1000000000, or 0"),
         ({"optimizer.max_skipped": -1}, "--optimizer.max-skipped -1; valid: 0 to 1000000000"),
@@ -226,6 +230,13 @@ def test_the_mesh_must_have_the_size_of_the_devices() -> None:
         ({"mesh.pipe": 9}, "9 with --model.num-layers 8, which leaves a stage without a layer; valid: 1 to 8"),
         ({"pipeline.chunks": 2}, "--pipeline.chunks 2 with --pipeline.schedule 1f1b; valid: 1, or --pipeline.schedule"),
         ({"mesh.pipe": 2, "pipeline.schedule": "gpipe", "pipeline.chunks": 3}, "--pipeline.chunks 3 with --pipeline"),
+        (
+            {"mesh.pipe": 2, "pipeline.layers": "4,3,1"},
+            "--pipeline.layers 4,3,1: 3 numbers with the sum 8, with --mesh.pipe 2 and --model.num-layers 8; valid: "
+            "even, auto, or 2 with the sum 8",
+        ),
+        (INTERLEAVED | {"mesh.pipe": 2, "pipeline.chunks": 2, "pipeline.layers": "2,2,2,3"}, "or 4 with the sum 8"),
+        ({"mesh.pipe": 9, "pipeline.layers": "auto"}, "which leaves a stage without a layer; valid: 1 to 8"),
         ({"mesh.pipe": 3, "pipeline.vocabulary": "split"}, "--mesh.tensor 1 does not divide the padded vocabulary of"),
     ],
 )
@@ -241,6 +252,9 @@ def test_what_the_mesh_or_the_model_cannot_have(overrides: dict[str, Any], words
         INTERLEAVED | {"mesh.pipe": 2, "pipeline.chunks": 3},  # 8 layers on 6 virtual stages
         {"mesh.pipe": 3},  # layers need not be divisible
         {"mesh.pipe": 8, "pipeline.vocabulary": "split"},
+        {"mesh.pipe": 9, "pipeline.layers": "0,1,1,1,1,1,1,2,0"},
+        INTERLEAVED | {"mesh.pipe": 2, "pipeline.chunks": 5, "pipeline.layers": "1,1,1,1,1,1,1,1,0,0"},
+        {"pipeline.layers": "8"},
         {"pipeline.vocabulary": "split", "model.vocab_multiple": 1, "model.vocab_size": 2047},  # one stage: not split
     ],
 )

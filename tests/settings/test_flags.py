@@ -39,6 +39,8 @@ def different(key: str) -> Iterator[str]:
     value = load_preset("demo").get(key, option.default)
     if key in ONLY:
         text = ONLY[key]
+    elif key == "pipeline.layers":
+        text = "auto"
     elif option.record:
         text = "[{ path = 'a', " + ("weight = 2" if key == "data.sources" else "name = 'b'") + " }]"
     elif option.choices:

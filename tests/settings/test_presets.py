@@ -55,6 +55,24 @@ def test_values_of_a_preset(tmp_path: Path) -> None:
     assert resolve(load_preset("demo"), {"run_dir": "here"}).run_dir == "here"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "layers"),
+    [
+        ({}, "3,2,2,1"),
+        ({"mesh.pipe": 4, "mesh.data": 2}, "3,2,2,1"),
+        ({"mesh.pipe": 2}, "auto"),
+        ({"mesh.pipe": 2, "pipeline.layers": "5,3"}, "5,3"),
+        ({"mesh.pipe": 2, "pipeline.schedule": "interleaved", "pipeline.chunks": 2}, "3,2,2,1"),  # still one for each
+        ({"pipeline.schedule": "interleaved", "pipeline.chunks": 2}, "auto"),
+        ({"mesh.pipe": 2, "pipeline.layers": "even"}, "even"),
+    ],
+)
+def test_numbers_of_layers_are_for_a_number_of_stages(overrides: dict[str, Any], layers: str, tmp_path: Path) -> None:
+    config = resolve(load_preset("demo"), {"mesh.pipe": 4, "pipeline.layers": "3,2,2,1"})
+    theirs = load_preset(write(tmp_path / "config.toml", to_toml(config)))
+    assert resolve(theirs, overrides).pipeline.layers == layers
+
+
 def test_a_run_goes_on_by_its_own_configuration_and_a_copy_begins_another(tmp_path: Path) -> None:
     """Wherever the run directory lies now; what the copy names is somebody else's."""
     config = resolve(load_preset("demo"), {"run_dir": "theirs", "model.dropout": 0.25, "simulate_devices": 8})

@@ -135,6 +135,7 @@ def test_every_preset_on_every_mesh_it_can_have(file: Path) -> None:
             },
         ),
         ((2, 1, 4), {"model__num_kv_heads": 2, "model__num_heads": 24, "model__hidden_size": 144}),
+        ((1, 4, 1), {"pipeline__layers": "5,6,1,0", "model__num_layers": 12}),
         ((2, 4, 1), {"precision": "fp16", "optimizer__gradient_dtype": "fp16", "data__reset_attention": True}),
     ],
     ids=str,
@@ -143,6 +144,26 @@ def test_what_is_uneven_or_special_stays_so(sizes: tuple[int, int, int], flags: 
     config = on_mesh(preset("demo", **flags), sizes)
     validate(config, math.prod(sizes))
     check(config, shrink(config, 16))
+
+
+@pytest.mark.parametrize(
+    ("pipe", "chunks", "layers", "small"),
+    [
+        (4, 1, "5,6,1,0", "1,2,1,0"),
+        (2, 2, "3,3,3,3", "2,2,2,2"),
+        (8, 1, "4,4,4,4,4,4,4,3", "2,1"),  # folded to two stages
+        (4, 2, "1,0,2,2,2,2,2,1", "1,2,2,2"),
+        (4, 1, "auto", "2,2,2,1"),
+        (1, 1, "auto", "even"),
+    ],
+)
+def test_stages_with_fewer_layers_stay(pipe: int, chunks: int, layers: str, small: str) -> None:
+    flags: dict[str, object] = {"pipeline__schedule": "interleaved", "pipeline__chunks": chunks} if chunks > 1 else {}
+    total = 12 if layers == "auto" else sum(map(int, layers.split(",")))
+    config = on_mesh(preset("demo", pipeline__layers=layers, model__num_layers=total, **flags), (2, pipe, 1))
+    found = shrink(config, 16 if pipe * chunks < 8 else 4).config
+    validate(found, found.mesh.num_devices)
+    assert found.pipeline.layers == small
 
 
 def test_what_waits_is_limited_where_theirs_is() -> None:

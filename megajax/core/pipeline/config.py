@@ -4,11 +4,16 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megajax.core.errors import UserError
-from megajax.core.options import MOST, between
+from megajax.core.options import MOST, Range, between, is_whole
 from megajax.core.pipeline.deferral import Deferring, PassTimes
 from megajax.core.pipeline.schedule import SCHEDULES, schedule_names
 
 _MOST_CELLS = 250_000  # in a schedule's table; making one this large takes some seconds
+
+
+def _are_layers(text: str) -> bool:
+    """Whether a text is a valid `layers`."""
+    return text in ("even", "auto") or all(map(is_whole, text.split(",")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +29,12 @@ class PipelineConfig:
         Literal["replicated", "split"],
         "keep embedding and head on the first and last stage, or shard them over all stages",
     ] = "replicated"
+    layers: Annotated[
+        str,
+        "layers of every stage: even; auto: by predicted times, so that the stage with the head gets fewer; or "
+        "N,N,... of the virtual stages chunk * mesh.pipe + stage in this order (docs/pipelines.md)",
+        Range(_are_layers, "even, auto, or numbers of layers separated by commas, such as 9,9,8,6"),
+    ] = "even"
     weight_gradients: Annotated[
         Literal["together", "deferred"],
         "compute weight gradients together with input gradients, or defer them to where a stage "
@@ -35,6 +46,11 @@ class PipelineConfig:
         "at most 2 (mesh.pipe - 1)",
         between(-1, MOST),
     ] = -1
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The layers of every virtual stage if `layers` are numbers, else none."""
+        return () if self.layers in ("even", "auto") else tuple(map(int, self.layers.split(",")))
 
     def deferring(self, times: PassTimes | None = None) -> Deferring | None:
         """How weight gradients are deferred, placed by `times` (1 each by default); None if they are not deferred."""
@@ -48,6 +64,9 @@ def check_schedule(pipeline: PipelineConfig, pipe: int, num_layers: int | None =
     `dense` ones, which are computed with the embedding."""
     given = f"--model.num-layers {num_layers}{f' less --model.dense-layers {dense}' if dense else ''}"
     num_layers = None if num_layers is None else num_layers - dense
+    if pipeline.counts and num_layers is not None:
+        _check_counts(pipeline, pipe, num_layers, given)
+        num_layers = None  # any such numbers are valid
     chunks, schedule = pipeline.chunks, f"--pipeline.schedule {pipeline.schedule}"
     others = f"--pipeline.schedule {' or '.join(schedule_names(chunked=False))}"
     if num_layers is not None and pipe > num_layers:
@@ -73,6 +92,16 @@ def check_schedule(pipeline: PipelineConfig, pipe: int, num_layers: int | None =
         raise UserError(
             f"--pipeline.chunks {chunks} with {schedule}{why}; "
             f"valid: {'2 or more' if most is None else f'2 to {most}' if most > 2 else '2'}"
+        )
+
+
+def _check_counts(pipeline: PipelineConfig, pipe: int, num_layers: int, given: str) -> None:
+    """Check that there is a number of layers for every virtual stage, and that they are all layers of the model."""
+    number, chunks = pipe * pipeline.chunks, f" x --pipeline.chunks {pipeline.chunks}" * (pipeline.chunks > 1)
+    if (len(pipeline.counts), sum(pipeline.counts)) != (number, num_layers):
+        raise UserError(
+            f"--pipeline.layers {pipeline.layers}: {len(pipeline.counts)} numbers with the sum {sum(pipeline.counts)}, "
+            f"with --mesh.pipe {pipe}{chunks} and {given}; valid: even, auto, or {number} with the sum {num_layers}"
         )
 
 

@@ -26,6 +26,7 @@ from megajax.core.models.staged import StagedModel
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.collectives import PIPE, TENSOR, Axes
 from megajax.core.parallel.tokens import ContextWay
+from megajax.core.pipeline.placement import Placement
 from megajax.core.pipeline.schedule import forward_only, make_schedule
 from megajax.core.pipeline.table import Schedule
 from megajax.core.precision import COMPUTE_DTYPE, OPERAND_DTYPE
@@ -224,6 +225,6 @@ def scans_layers(config: StepConfig, backend: Backend) -> bool:
     backward, and keeps them in between.
     """
     if config.model.scan_layers == "auto":
-        layers_per_chunk = -(-config.model.num_blocks // (config.mesh.pipe * config.pipeline.chunks))
-        return layers_per_chunk > backend.unroll_layers or config.optimizer.zero == 3
+        placement = Placement.of(config.model.num_blocks, config.mesh.pipe, config.pipeline)
+        return placement.layers_per_chunk > backend.unroll_layers or config.optimizer.zero == 3
     return config.model.scan_layers == "true"

@@ -75,7 +75,7 @@ class StateLayout:
 
     def __init__(self, config: StepConfig, mesh: Mesh, model: StagedModel, operand_dtype: DTypeLike | None = None):
         self.mesh, self.model, self._config = mesh, config.model, config
-        self.placement = Placement(config.model.num_blocks, config.mesh.pipe, config.pipeline.chunks)
+        self.placement = Placement.of(config.model.num_blocks, config.mesh.pipe, config.pipeline)
         self.loss_scale = config.loss_scale if config.precision == "fp16" else None
         self.compute_dtype, self.main_dtype = COMPUTE_DTYPE[config.precision], MAIN_DTYPE[config.precision]
         self.has_main = self.compute_dtype != self.main_dtype

@@ -237,7 +237,17 @@ def test_check_rejects_another_size(name):
             check(broken)
 
 
-placements = st.builds(Placement, st.integers(1, 30), st.integers(1, 8), st.integers(1, 3))
+even_placements = st.builds(Placement, st.integers(1, 30), st.integers(1, 8), st.integers(1, 3))
+
+
+@st.composite
+def given_placements(draw: st.DrawFn) -> Placement:
+    stages, chunks = draw(st.integers(1, 8)), draw(st.integers(1, 3))
+    counts = draw(st.lists(st.integers(0, 4), min_size=stages * chunks, max_size=stages * chunks).filter(any))
+    return Placement(sum(counts), stages, chunks, tuple(counts))
+
+
+placements = even_placements | given_placements()
 
 
 @given(placements)
@@ -250,7 +260,15 @@ def test_every_layer_has_one_slot_in_order(placement):
     assert placement.padded == (index < 0).any()
 
 
-@given(placements)
+@given(given_placements())
+def test_numbers_of_layers_are_those_of_the_virtual_stages(placement):
+    """Chunk after chunk, in each stage after stage."""
+    numbers = (placement.layer_index >= 0).sum(2)
+    for k, count in enumerate(placement.given):
+        assert numbers[divmod(k, placement.num_stages)] == placement.counts[divmod(k, placement.num_stages)] == count
+
+
+@given(even_placements)
 def test_the_extra_layers_are_a_contiguous_run(placement):
     """The first virtual stages hold one layer more than the others; padded slots come last in their stage."""
     rows = placement.layer_index.reshape(-1, placement.layers_per_chunk)

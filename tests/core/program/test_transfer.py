@@ -53,6 +53,8 @@ def device_bytes() -> int:
         full((2, 3, 1), 3, "fp32", {}),  # divides nothing
         full((1, 3, 1), 0, "fp32", CHUNKS),  # divides the layers, of which a stage's are no neighbours
         full((2, 2, 2), 3, "bf16", CHUNKS),
+        full((1, 2, 2), 1, "fp32", CHUNKS | {"layers": "3,0,1,2"}),
+        full((1, 3, 1), 0, "fp32", {"num_layers": 6, "layers": "4,0,2"}),  # divides the layers, though not as stages do
     ],
 )
 def test_the_devices_hold_one_leaf_more(
