@@ -144,11 +144,11 @@ ROWS: dict[str, dict[str, Row]] = {
             gradient("blocks/attention/key/weight, layer 0, 1", ON_SHARED_KEYS, "all-reduce over tensor"),
         ),
         "gradients are clipped before they are reduced": (
-            "core.program.train_step._losses_and_gradients",
+            "core.program.train_step._reduced",
             (
-                "layout.per_step.scatter(grads, program.gradient_dtype)",
-                "layout.per_step.scatter(jax.tree.map(lambda grad: grad / jnp.sqrt(1 + jnp.sum(jnp.square(grad))), "
-                "grads), program.gradient_dtype)",
+                "storage.scatter(grads, program.gradient_dtype)",
+                "storage.scatter(jax.tree.map(lambda grad: grad / jnp.sqrt(1 + jnp.sum(jnp.square(grad))), grads), "
+                "program.gradient_dtype)",
             ),
             gradient("blocks/attention/key/weight, layer 0, 1", ON_DATA),
         ),
