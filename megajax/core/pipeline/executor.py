@@ -146,14 +146,14 @@ class Pipeline:
     def _completed(self, reduce: Reduce, runs: Predicate, run: Callable, *carry: Any) -> Any:
         """`run(*carry)`, if it `runs`, which adds the last gradients of the first chunk to the sums (the last of
         `carry`) and reduces them. All others are reduced here."""
-        *carry, sums = carry
+        *others, sums = carry
         size, skip = self.layers.layers_per_chunk, lambda *carry: (*carry[:-1], _reduced(reduce, carry[-1]))
-        first, others = (sums._replace(total=_rows(sums.total, at)) for at in (slice(size), slice(size, None)))
-        *carry, sums = when(runs, run, skip, *carry, first)
+        first, rest = (sums._replace(total=_rows(sums.total, at)) for at in (slice(size), slice(size, None)))
+        *others, sums = when(runs, run, skip, *others, first)
         if self.num_chunks > 1:
-            parts = sums.total, _reduced(reduce, others).total
+            parts = sums.total, _reduced(reduce, rest).total
             sums = sums._replace(total=jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts))
-        return *carry, sums
+        return *others, sums
 
     def backward_chunk(
         self, row: Row, buffer: Tree, grad: Array, sums: Sums, reduce: Reduce | None = None
@@ -161,8 +161,8 @@ class Pipeline:
         """Pull the gradient of a chunk's output back to its input."""
         residuals = jax.tree.map(lambda slots: slots[row.backward.slot], buffer["residuals"])
         context = self._context(row.backward.microbatch)
-        work = row.backward
-        return self.layers.backward(work.chunk, residuals, context, grad, sums, work.factor_slot, reduce)
+        slot = row.backward.factor_slot
+        return self.layers.backward(row.backward.chunk, residuals, context, grad, sums, slot, reduce)
 
     def weight_gradients(
         self, schedule: Schedule, turns: Turns | None, sums: Sums, reduce: Reduce | None = None
