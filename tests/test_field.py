@@ -32,6 +32,7 @@ from tiny import LLAMA, MIXTURE, full, tiny_config
 from megajax.core.backend import CPU
 from megajax.core.models.lora_config import LoraConfig
 from megajax.core.program.program import Program
+from megajax.plan.sizes import Sizes
 from megajax.settings.config import Config
 from megajax.verify.shrink import shown
 
@@ -180,6 +181,36 @@ def test_state_is_sharded_over_any_number_of_devices(config: Config) -> None:
     step = assert_exact(config, branches=config in ODD[2:4])
     layout = Program.abstract(config, CPU).layout
     assert any(weight.zero.padding for weight in jax.tree.leaves(layout.weights)) and step.taken.metrics
+
+
+PIPED = {"mesh": (2, 2, 1), "schedule": "interleaved", "chunks": 2}
+WAITING = {"weight_gradients": "deferred"}
+ADAPTED = {"lora": LoraConfig(rank=2), "sequence_parallel": True}
+OVERLAPPED = {
+    "alone, padded shards": {"mesh": (3, 1, 1), "global_batch": 6},
+    "deferred, padded layers, split": PIPED | WAITING | {"num_layers": 5, "vocabulary": "split", "zero": 0},
+    "one microbatch": {"mesh": (4, 1, 1), "zero": 0, "microbatch": 2},
+    "stages": {"mesh": (2, 3, 1), "precision": "bf16", "remat": "layer"},
+    "chunks": PIPED | {"num_layers": 4, "precision": "fp16", "ema": 0.5},
+    "none waits": WAITING | {"mesh": (2, 3, 1), "max_deferred": 0, "sequence_parallel": True},
+    "one waits": WAITING | {"mesh": (2, 2, 1), "max_deferred": 1, "schedule": "gpipe", "remat": "stage"},
+    "adapters": ADAPTED | {"mesh": (2, 1, 2)},
+    "adapters on stages": ADAPTED | {"mesh": (2, 2, 2)},
+    "bert": {"mesh": (2, 2, 2), "family": "bert", "layer_order": "post", "sequence_parallel": True},
+    "context": LLAMA | {"mesh": (1, 2, 2, 1), "optimizer": {"name": "muon"}},
+    "experts": MIXED | WAITING | {"mesh": (1, 2, 1), "expert": 2, "dense_layers": 1, "num_layers": 3},
+    "float8": {"mesh": (2, 2, 2), "precision": "fp8"},
+}
+
+
+@pytest.mark.parametrize("name", [name if name in [*OVERLAPPED][:2] else full(name) for name in OVERLAPPED])
+def test_reductions_during_the_last_backward_pass(name: str) -> None:
+    """Every layer's gradients are reduced by themselves."""
+    given = FEW | {"num_layers": 3, "global_batch": 8, "vocab_size": 21} | OVERLAPPED[name]
+    optimizer = given.pop("optimizer", {}) | {"overlap_reductions": "true"}
+    config = tiny_config(optimizer=optimizer, **given)
+    assert Sizes(config).overlaps_reductions  # what is communicated is compared with this
+    assert_exact(config, branches=False)
 
 
 @pytest.mark.full

@@ -20,6 +20,9 @@ class Backend:
     query_block: int  # our own attention processes queries in blocks of this many (`block_of`)
     scores_bytes: int | None  # and as many heads at once as keep a block's scores within this; None: all heads
     transposed_copies: bool  # the input of a weight gradient's product is transposed by a copy, not by the product
+    # `--optimizer.overlap-reductions auto` overlaps the sums of at least so many gradients: the last backward pass is
+    # compiled apart from the others.
+    overlapped_sums: float = math.inf
     expert_block: int = 128  # dropless experts multiply blocks of so many rows (`parallel/grouped.py`),
     expert_bytes: int = 0  # as many at once as have weights of this size; 0: one
 
@@ -66,6 +69,7 @@ GPU = Backend(
     query_block=128,
     scores_bytes=None,
     transposed_copies=False,
+    overlapped_sums=2**26,  # an H200 reduces their 2^28 bytes in 0.7 ms
     expert_bytes=2**28,  # a turn of a loop costs an H200 27 us: one block in each made a step ten times as long
 )
 HOPPER = replace(GPU, attention=("cudnn", "kernel", *BLOCKS))  # the GPUs that our own kernel is for

@@ -92,3 +92,12 @@ def interpreted_kernels(*, detect_races: bool = False) -> Iterator[Callable[[], 
         finally:
             _interpreting = False
             callbacks.reset_gpu_interpret_mode_state()
+
+
+def tied(tree: Any) -> Any:
+    """The tree, of which XLA uses nothing before all of it is computed. Before JAX 0.11.2 a barrier takes only arrays
+    that vary over the same mesh axes; there every array has its own, which orders nothing."""
+    import jax
+
+    barrier = jax.lax.optimization_barrier
+    return barrier(tree) if _version() >= (0, 11, 2) else jax.tree.map(barrier, tree)

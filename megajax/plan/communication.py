@@ -13,13 +13,14 @@ from functools import cached_property, lru_cache
 from math import prod
 
 from megajax.core.axes import BATCH_AXES, DEVICE_ORDER, ROW_AXES
-from megajax.core.backend import GPU
+from megajax.core.backend import GPU, Backend
 from megajax.core.config import MeshConfig
 from megajax.core.models.family import family_of
 from megajax.core.parallel.collectives import PIPE, TENSOR, spec_axes
 from megajax.core.parallel.shards import NOT_SHARDED
 from megajax.core.pipeline.deferral import Deferring
 from megajax.core.pipeline.schedule import make_schedule
+from megajax.core.pipeline.table import Deferral
 from megajax.core.program.communication import Collective
 from megajax.core.program.program import batch_form
 from megajax.core.program.weight import Shape, Weight
@@ -48,17 +49,20 @@ class Communication(Collective):
         return self.purpose.partition(":")[0]
 
 
-def communication(config: Config, cost: StepCost | None = None) -> list[Communication]:
-    """Everything that a training step of a valid configuration communicates, per device, in program order. It is the
-    same on every kind of device."""
-    before, after = _once(replace(config, train=replace(config.train, microbatch=1, remat="none")))
-    return [*before, *_Step(config).loop(cost or step_cost(config, GPU)), *after]
+def communication(config: Config, cost: StepCost | None = None, backend: Backend = GPU) -> list[Communication]:
+    """Everything that a training step of a valid configuration communicates, per device, in program order. Kinds of
+    devices differ only in whether the gradients of layers are reduced one by one."""
+    alike = config  # with deferred weight gradients it matters who has some in the last tick
+    if config.pipeline.weight_gradients == "together":
+        alike = replace(config, train=replace(config.train, microbatch=1, remat="none"))
+    before, after = _once(alike, backend)
+    return [*before, *_Step(config, backend=backend).loop(cost or step_cost(config, backend)), *after]
 
 
 @lru_cache(maxsize=1024)
-def _once(config: Config) -> tuple[list[Communication], list[Communication]]:
+def _once(config: Config, backend: Backend) -> tuple[list[Communication], list[Communication]]:
     """What is sent before and after the loop, which does not depend on microbatches or recomputation."""
-    step = WeightTraffic(config)
+    step = WeightTraffic(config, backend=backend)
     return [*step.targets(), *step.scales()], [*step.after_the_loop()]
 
 
@@ -166,12 +170,21 @@ class WeightTraffic(Sizes):
 
     @property
     def weight_gradient_times(self) -> Occurrences:
-        """How often the loop has a layer's deferred weight gradients: they run in one or two places of a tick, before
-        the forward or after the backward."""
+        """How often the program has a layer's deferred weight gradients: they run in one or two places of a tick,
+        before the forward or after the backward. The last ones may be apart, after those of the last tick before
+        them, in a loop whose length is known if it is the same on all stages."""
+        early, late = self._deferral.early, self._deferral.late
+        if not self.overlaps_reductions:
+            return Occurrences((int(early.any()) + int(late.any())) * self.of_layer.count, self.of_layer.sent)
+        places, last = int(early[:-1].any()) + int(late[:-1].any()), late[-1]
+        before = 0 if last.max() == 1 else int(last[0] - 1) if (last == last[0]).all() else 1
+        return Occurrences((places * (self.ticks - 1) + before + 1) * self.layers_of_chunk, self.of_layer.sent)
+
+    @property
+    def _deferral(self) -> Deferral:
         pipeline, pipe = self.config.pipeline, self.config.mesh.pipe
         settled = steady_state_microbatches(pipeline.schedule, pipe, self.microbatches)
-        places = _places(pipeline.schedule, pipe, settled, pipeline.chunks, pipeline.deferring())
-        return Occurrences(places * self.of_layer.count, self.of_layer.sent)
+        return _deferral(pipeline.schedule, pipe, settled, pipeline.chunks, pipeline.deferring())
 
     # Once per step, before and after the loop.
 
@@ -194,13 +207,12 @@ class WeightTraffic(Sizes):
         """Reduce gradients and losses to global sums; the global gradient norm; ZeRO-1's updated weights."""
         per_step = [weight for weight in self.held.trained if weight.per_step != NOT_SHARDED]
         for weight in per_step:
-            padded = weight.padded_on_stage
-            yield one("gradients: over data", SCATTER, weight.per_step.axes, padded, self.summed, ONCE)
+            for padded, times in self._sums(weight, weight.padded):
+                yield one("gradients: over data", SCATTER, weight.per_step.axes, padded, self.summed, times)
         for weight in self.held.trained:
             missing = tuple(sorted(self._varying(weight) - _axes_of(weight)))
-            if missing:
-                shape = weight.stage_shape(weight.owned)
-                yield one(f"gradients: over {' and '.join(missing)}", REDUCE, missing, shape, self.summed, ONCE)
+            for shape, times in self._sums(weight, weight.layer_shape(weight.owned)) if missing else ():
+                yield one(f"gradients: over {' and '.join(missing)}", REDUCE, missing, shape, self.summed, times)
         axes = tuple(sorted(BATCH_AXES if self.splits_vocabulary else (*BATCH_AXES, PIPE)))
         for _ in self._losses:
             yield one("losses: sums", REDUCE, axes, (), max(4, self.summed), ONCE)
@@ -213,6 +225,20 @@ class WeightTraffic(Sizes):
         for weight in per_step:
             shard, item = weight.stage_shape(weight.per_step), weight.computed_in(self.item, self.wide)
             yield one("weights: over data", GATHER, weight.per_step.axes, shard, item, ONCE)
+
+    def _sums(self, weight: Weight, shape: Shape) -> Iterator[tuple[Shape, Occurrences]]:
+        """Shapes of the sums of a weight's gradients that are reduced together, given that of one layer's: those of all
+        layers, or during the last backward pass each one's of its chunk, meanwhile those of the same chunk on stages
+        that do not run it, and those of the other chunks."""
+        layers, pipeline = self.layers_of_chunk, self.config.pipeline
+        if not (self.overlaps_reductions and weight.stack):
+            yield weight.on_stage(shape), ONCE
+            return
+        yield shape, Occurrences(layers, layers)
+        if self.config.mesh.pipe > 1 and not (self.defers and self._deferral.late[-1].all()):
+            yield (layers, *shape), Occurrences(1, 0)
+        if pipeline.chunks > 1:
+            yield ((pipeline.chunks - 1) * layers, *shape), ONCE
 
     def _loads(self) -> Iterator[Communication]:
         """Figures of experts (`core/models/router.py`): every layer's loads, entropy, balance, and dropped choices."""
@@ -256,10 +282,10 @@ def _sharded_per_use(room: str, weights: Iterable[Weight]) -> list[Weight]:
 
 
 @lru_cache(maxsize=256)
-def _places(schedule: str, pipe: int, microbatches: int, chunks: int, deferring: Deferring | None) -> int:
+def _deferral(schedule: str, pipe: int, microbatches: int, chunks: int, deferring: Deferring | None) -> Deferral:
     deferral = make_schedule(schedule, pipe, microbatches, chunks, deferring).deferral
     assert deferral is not None
-    return int(deferral.early.any()) + int(deferral.late.any())
+    return deferral
 
 
 class _Step(WeightTraffic):
@@ -269,7 +295,7 @@ class _Step(WeightTraffic):
         layer, ends = cost.layer, cost.ends
         yield from self.p2p_transfers()
         yield from self._pass("embedding", "shared", ends.embedding, self.of_end)
-        yield from self._pass("layers forward", "blocks", layer.forward, self.of_layer)
+        yield from self._pass("layers forward", "blocks", layer.forward, self.of_layer_forward)
         yield from self._pass("head", "shared", ends.head, self.of_end)
         yield from self.scattered("head", "shared", self.of_end)
         if self.recomputes_stage:
@@ -279,8 +305,8 @@ class _Step(WeightTraffic):
         yield from self.scattered("layers backward", "blocks", self.of_layer, later=False)
         linear = family_of(self.config.model).linear_embedding(self.config.model)
         again = "none" if linear else "shared"
-        yield from self._pass("embedding backward", again, ends.embedding_backward, self.of_end)
-        yield from self.scattered("embedding backward", "shared", self.of_end)
+        yield from self._pass("embedding backward", again, ends.embedding_backward, self.of_embedding_backward)
+        yield from self.scattered("embedding backward", "shared", self.of_embedding_backward)
         if self.defers and (layer.weight_gradients or self.zero == 3):
             times = self.weight_gradient_times
             yield from self._pass("weight gradients", "none", layer.weight_gradients, times)

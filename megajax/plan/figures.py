@@ -71,7 +71,7 @@ def _compiled(config: Config, compilation: Compilation) -> dict[str, Any]:
     predicted."""
     backend = GPU if compilation.gpus else CPU
     predicted = memory(config, backend)
-    expected = totals(communication(config, step_cost(config, backend)))
+    expected = totals(communication(config, step_cost(config, backend), backend))
     compiled = compilation.result()
     return {
         "compiler": compiled.compiler,

@@ -61,7 +61,8 @@ class Overlap:
     keys: float = 0.5  # its gathers of keys and values: those of values overlap with the scores
     p2p_transfers: float = 1.0  # between stages: all of them, with a forward or backward
     shards: float = 0.5  # ZeRO-3's, with some of the same layer's products
-    gradients: float = 0.0  # over data: none, since they follow the loop
+    gradients: float = 0.0  # over data, after the loop: none
+    reductions: float = 1.0  # those of layers during the last backward pass, but for the last layer's
 
 
 @dataclass(frozen=True)

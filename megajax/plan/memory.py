@@ -67,7 +67,7 @@ def memory(config: Config, backend: Backend = GPU, cost: StepCost | None = None)
     """What a step of a valid configuration needs on a device of its mesh. A search passes the `cost`, which many
     configurations have in common."""
     cost = cost or step_cost(config, backend)
-    step, pipeline, form = Sizes(config), config.pipeline, batch_form(config)
+    step, pipeline, form = Sizes(config, backend=backend), config.pipeline, batch_form(config)
     slots, factor_slots, activations = _buffers(
         pipeline.schedule, config.mesh.pipe, step.microbatches, pipeline.chunks, pipeline.deferring()
     )
@@ -189,7 +189,7 @@ class Temporaries:
     def _backward(self) -> int:
         """The chunk's residuals, taken out of their slot; what is converted; and one layer's backward or, if that is
         more, the last array converted before the first layer."""
-        step, chunk, layer = self.step, self._residuals, self._one_layer()
+        step, chunk, layer = self.step, self._residuals, self._one_layer() + self._reduced
         if not self._converts:
             return (chunk if self._piped else 0) + layer
         # Residuals recomputed by a stage do not come out of a slot: XLA writes them in fp32.
@@ -202,6 +202,12 @@ class Temporaries:
             own += 2 * _FP32 * sum(self._end_weights)
         largest = self.cost.layer.residuals.largest(self._rows)
         return own + max(layer, 0 if native else step.layers_of_chunk * largest)
+
+    @property
+    def _reduced(self) -> int:
+        """The layers' reduced gradients, if the last backward pass makes them."""
+        trained = self.step.held.trained if self.step.overlaps_reductions else ()
+        return sum(each.size(each.owned) for each in trained if each.stack) * self.step.wide
 
     def _optimizer(self) -> int:
         """Reduced gradients next to their sums, where activations were; and for the matrices that Muon deals out, what

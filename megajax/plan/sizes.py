@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from megajax.core.backend import CPU, Backend
+from megajax.core.backend import CPU, GPU, Backend
 from megajax.core.config import MeshConfig
 from megajax.core.mesh import rules_of
 from megajax.core.models.attention_mask import AttentionMask
@@ -28,7 +28,7 @@ from megajax.core.parallel.tokens import ContextWay
 from megajax.core.pipeline.placement import Placement
 from megajax.core.pipeline.schedule import SCHEDULES
 from megajax.core.precision import OPERAND_DTYPE
-from megajax.core.program.program import training_way
+from megajax.core.program.program import overlaps_reductions, training_way
 from megajax.core.program.weight import Shape, Weight, weights_of
 from megajax.settings.config import Config
 
@@ -156,9 +156,10 @@ class Sizes:
         attention_heads, attention_kv_heads: query heads, and key heads, that a device's attention computes with.
         whole, own: shape of an activation inside a tensor-parallel region, and of a device's part between regions.
         activation_bytes: of an activation sent between stages.
+        overlaps_reductions: see `core/program/program.overlaps_reductions`.
     """
 
-    def __init__(self, config: Config, operand_item: int | None = None):
+    def __init__(self, config: Config, operand_item: int | None = None, backend: Backend = GPU):
         """Operands have the precision's bytes, or as many as given."""
         self.config, model, mesh = config, config.model, config.mesh
         self.held, self.zero = held(config), config.optimizer.zero
@@ -187,6 +188,7 @@ class Sizes:
         self.recomputes_stage = config.train.remat == "stage" and mesh.pipe > 1
         self.placement = Placement.of(model.num_blocks, mesh.pipe, config.pipeline)
         self.layers_of_chunk = self.placement.layers_per_chunk  # as many as on the fullest stage
+        self.overlaps_reductions = overlaps_reductions(config, backend, self.held.trained)
 
     def is_copied(self, weight: Weight) -> bool:
         """Whether it has float8 copies."""
@@ -249,10 +251,26 @@ class Sizes:
 
     @property
     def of_end(self) -> Occurrences:
-        """How often the loop over ticks runs an end of the model."""
+        """How often the program runs an end of the model, but for the embedding's backward."""
+        return Occurrences(self.ticks - self._without_forward, self.microbatches)
+
+    @property
+    def of_embedding_backward(self) -> Occurrences:
+        """How often the program runs the embedding's backward."""
         return Occurrences(self.ticks, self.microbatches)
+
+    @property
+    def _without_forward(self) -> int:
+        """Ticks that are apart from the loop and have no forward: in a pipe the last one."""
+        return int(self.overlaps_reductions and self.config.mesh.pipe > 1)
+
+    @cached_property
+    def of_layer_forward(self) -> Occurrences:
+        """How often the program runs a layer's forward."""
+        ticks = self.ticks - self._without_forward
+        return Occurrences(ticks * self.layers_of_chunk, self.microbatches * self.most_layers)
 
     @cached_property
     def of_layer(self) -> Occurrences:
-        """How often the loop over ticks runs a layer."""
+        """How often the program runs a layer's backward."""
         return Occurrences(self.ticks * self.layers_of_chunk, self.microbatches * self.most_layers)

@@ -138,11 +138,8 @@ class StepModel:
     @cached_property
     def _once(self) -> dict[str, float]:
         """Seconds outside the loop: reduction of gradients, optimizer, gathering of weights, losses."""
-        gradients = self._seconds("gradients")
-        backward = sum(visit.total for visit in self._layer[1:])
-        beside = self.sizes.microbatches * self.sizes.most_layers * backward
         return {
-            "gradients over data": gradients - min(gradients * self.machine.overlap.gradients, beside),
+            "gradients over data": self._seconds("gradients") - self._hidden_reductions(),
             "optimizer": self.work.update().total,
             "Muon's matrices": self.work.muon().total + self._seconds("Muon"),
             "weights over data": self._seconds("weights"),
@@ -150,8 +147,20 @@ class StepModel:
             "losses": self._seconds("losses"),
         }
 
+    def _hidden_reductions(self) -> float:
+        """Seconds of the gradients' reduction that a backward pass hides: that of every layer of the last chunk but the
+        last one, by the layer after it; with other frameworks everything."""
+        sizes, overlap, gradients = self.sizes, self.machine.overlap, self._seconds("gradients")
+        backward = sum(visit.total for visit in self._layer[1:])
+        everything = min(gradients * overlap.gradients, sizes.microbatches * sizes.most_layers * backward)
+        if not sizes.overlaps_reductions:
+            return everything
+        others, last = sizes.layers_of_chunk - 1, self._layer[2].total if sizes.defers else backward
+        of_layer = sum(seconds for each, seconds in self._by_part["gradients"] if each.sent > 1)
+        return max(everything, others * min(of_layer * overlap.reductions, last))
+
     def _seconds(self, part: str) -> float:
-        return sum(seconds for _, seconds in self._by_part[part])
+        return sum(seconds * each.sent for each, seconds in self._by_part[part])
 
     def _visits_of_a_layer(self) -> tuple[Seconds, Seconds, Seconds]:
         """A layer's forward, its backward, and its weight gradients, deferred or not."""

@@ -196,4 +196,7 @@ def _check_not_narrower(config: Config, earlier: Config, place: str) -> None:
         raise UserError(f"--precision {config.precision}: {place} holds a run in fp64; valid: fp64")
 
 
-_OF_ONE_START = ("mesh.", "pipeline.", "distributed.", "simulate_devices", "optimizer.gradient_dtype")
+_OF_ONE_START = (
+    *("mesh.", "pipeline.", "distributed.", "simulate_devices"),
+    *("optimizer.gradient_dtype", "optimizer.overlap_reductions"),
+)

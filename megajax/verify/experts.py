@@ -18,7 +18,7 @@ class ExpertTraffic(Sizes):
     MLP's; nothing without experts."""
 
     def __init__(self, config: Config, operand_item: int | None, backend: Backend):
-        super().__init__(config, operand_item)
+        super().__init__(config, operand_item, backend)
         self.backend = backend  # the forms of the step
 
     def forward(

@@ -80,8 +80,8 @@ class _Step(Sizes):
     """The communication of the parts in a step's loop over ticks."""
 
     def __init__(self, config: Config, operand_item: int | None, backend: Backend):
-        super().__init__(config, operand_item)
-        self.weights = WeightTraffic(config, operand_item)
+        super().__init__(config, operand_item, backend)
+        self.weights = WeightTraffic(config, operand_item, backend)
         self.mixture = ExpertTraffic(config, operand_item, backend)
 
     @property
@@ -121,35 +121,35 @@ class _Step(Sizes):
     def vocabulary(self) -> Axes:
         return (PIPE, TENSOR) if self.splits_vocabulary else (TENSOR,)
 
-    def broadcast(self, purpose: str) -> Iterator[Communication]:
+    def broadcast(self, purpose: str, times: Occurrences) -> Iterator[Communication]:
         """Broadcast to all stages, which compute an end together."""
         if self.splits_vocabulary:
-            yield one(purpose, REDUCE, (PIPE,), self.own, self.item, self.of_end)
+            yield one(purpose, REDUCE, (PIPE,), self.own, self.item, times)
 
     def embedding(self) -> Iterator[Communication]:
         """Forward, for every microbatch."""
         yield from self.weights.gathered("embedding: weights", "shared", self.of_end)
         yield from self.leave("embedding: activations", self.of_end, self.vocabulary)
-        yield from self._dense_forward("embedding: dense layers", self.of_dense_layer)
+        yield from self._dense_forward("embedding: dense layers", self.of_dense_layer(self.of_end))
 
     def embedding_backward(self) -> Iterator[Communication]:
         """Backward, for every microbatch; an embedding that is not linear in its weights runs forward again. LoRA
         freezes it."""
         if self.held.adapters:
             return
-        what = "embedding backward: activations"
-        yield from self.broadcast(what)
+        what, times = "embedding backward: activations", self.of_embedding_backward
+        yield from self.broadcast(what, times)
         if not family_of(self.config.model).linear_embedding(self.config.model):
-            yield from self.weights.gathered("embedding backward: weights", "shared", self.of_end)
-            yield from self.leave("embedding backward: forward again", self.of_end, self.vocabulary)
-            yield from self._dense_forward("embedding backward: forward again", self.of_dense_layer)
-            yield from self._dense_backward("embedding backward: dense layers", self.of_dense_layer)
-        yield from self.enter(what, self.of_end)
-        yield from self.weights.scattered("embedding backward: weights' gradients", "shared", self.of_end)
+            yield from self.weights.gathered("embedding backward: weights", "shared", times)
+            yield from self.leave("embedding backward: forward again", times, self.vocabulary)
+            yield from self._dense_forward("embedding backward: forward again", self.of_dense_layer(times))
+            yield from self._dense_backward("embedding backward: dense layers", self.of_dense_layer(times))
+        yield from self.enter(what, times)
+        yield from self.weights.scattered("embedding backward: weights' gradients", "shared", times)
 
     def head(self) -> Iterator[Communication]:
         """Forward and backward, for every microbatch."""
-        yield from self.broadcast("head: activations")
+        yield from self.broadcast("head: activations", self.of_end)
         yield from self.weights.gathered("head: weights", "shared", self.of_end)
         yield from self._predictions()
         yield from self.weights.scattered("head: weights' gradients", "shared", self.of_end)
@@ -188,15 +188,15 @@ class _Step(Sizes):
 
     def layers(self) -> Iterator[Communication]:
         """Forward, for every microbatch."""
-        yield from self.weights.gathered("layers forward: weights", "blocks", self.of_layer)
-        yield from self._layer_forward("layers forward: activations")
+        yield from self.weights.gathered("layers forward: weights", "blocks", self.of_layer_forward)
+        yield from self._layer_forward("layers forward: activations", self.of_layer_forward)
 
     def layers_backward(self) -> Iterator[Communication]:
         """Backward, for every microbatch, including recomputation."""
         config, times, again = self.config, self.of_layer, "layers backward: forward again"
         if self.recomputes_stage:
             yield from self.weights.gathered("layers backward: weights", "blocks", times)
-            yield from self._layer_forward(again)
+            yield from self._layer_forward(again, times)
         yield from self.weights.gathered("layers backward: weights", "blocks", times)
         post = config.model.layer_order == "post"  # the norm after the MLP needs its result
         needed = self.num_mlps if post else 0
@@ -238,14 +238,14 @@ class _Step(Sizes):
             yield from self.enter("weight gradients: inputs", times)
         yield from self.weights.scattered("weight gradients: weights' gradients", "blocks", times, later=True)
 
-    def _layer_forward(self, purpose: str) -> Iterator[Communication]:
-        yield from self.query_key_norm(purpose, self.of_layer)
-        yield from self.attention(purpose, self.of_layer)
-        yield from self.mixture.forward(purpose, self.of_layer)
-        yield from self.input_scales(purpose, self.of_layer, self.num_dense)
+    def _layer_forward(self, purpose: str, times: Occurrences) -> Iterator[Communication]:
+        yield from self.query_key_norm(purpose, times)
+        yield from self.attention(purpose, times)
+        yield from self.mixture.forward(purpose, times)
+        yield from self.input_scales(purpose, times, self.num_dense)
         for _ in range(1 + self.num_mlps):
-            yield from self.enter(purpose, self.of_layer)
-            yield from self.leave(purpose, self.of_layer)
+            yield from self.enter(purpose, times)
+            yield from self.leave(purpose, times)
 
     def input_scales(self, purpose: str, times: Occurrences, count: int) -> Iterator[Communication]:
         """In 8 bits, of so many products by rows, whose inputs a tensor group shares."""
@@ -286,11 +286,10 @@ class _Step(Sizes):
                 yield from self.enter(purpose, times)
             yield from self.enter_backward(purpose, times)
 
-    @property
-    def of_dense_layer(self) -> Occurrences:
-        """How often the loop runs one of these layers."""
+    def of_dense_layer(self, embedding: Occurrences) -> Occurrences:
+        """How often the program runs one of these layers, given how often it runs the embedding."""
         layers = self.config.model.dense_layers
-        return Occurrences(layers * self.of_end.count, layers * self.of_end.sent)
+        return Occurrences(layers * embedding.count, layers * embedding.sent)
 
     def _of_heads(self, heads: int, tokens: int) -> tuple[int, ...]:
         return (self.rows, tokens, heads, self.config.model.head_size)

@@ -15,6 +15,7 @@ ON_TENSOR = {"mesh": (1, 1, 2)}
 ON_SEQUENCE = {"mesh": (1, 1, 2), "sequence_parallel": True}
 ON_STAGES_AND_DATA = {"mesh": (2, 2, 1)}
 ON_DATA = {"mesh": (2, 1, 1)}
+ON_OVERLAPPED = ON_DATA | {"optimizer": {"overlap_reductions": "true"}}
 ON_CONTEXT = {"mesh": (1, 1, 2, 1), "context_attention": "gather"}
 ON_DOCUMENTS = ON_CONTEXT | {"reset_attention": True}
 ON_HEADS = ON_CONTEXT | {"context_attention": "heads"}
@@ -144,11 +145,11 @@ ROWS: dict[str, dict[str, Row]] = {
             gradient("blocks/attention/key/weight, layer 0, 1", ON_SHARED_KEYS, "all-reduce over tensor"),
         ),
         "gradients are clipped before they are reduced": (
-            "core.program.train_step._losses_and_gradients",
+            "core.program.train_step._reduced",
             (
-                "layout.per_step.scatter(grads, program.gradient_dtype)",
-                "layout.per_step.scatter(jax.tree.map(lambda grad: grad / jnp.sqrt(1 + jnp.sum(jnp.square(grad))), "
-                "grads), program.gradient_dtype)",
+                "storage.scatter(grads, program.gradient_dtype)",
+                "storage.scatter(jax.tree.map(lambda grad: grad / jnp.sqrt(1 + jnp.sum(jnp.square(grad))), grads), "
+                "program.gradient_dtype)",
             ),
             gradient("blocks/attention/key/weight, layer 0, 1", ON_DATA),
         ),
@@ -266,6 +267,16 @@ ROWS: dict[str, dict[str, Row]] = {
             ("flat[path].at[place].add(grad)", "flat[path].at[place].set(grad)"),
             gradient("blocks/attention/key/weight, layer 0, 1", ON_DATA),
         ),
+        "what is reduced during the last backward pass lacks it": (
+            "core.pipeline.stages._reduced",
+            ("sums[path] + grad", "sums[path]"),
+            gradient("blocks/attention/key/weight, layer 0, 1", ON_OVERLAPPED),
+        ),
+        "a layer has the reduced gradients of the layer after it": (
+            "core.pipeline.stages._joined",
+            ("before[:-1]", "before[1:]"),
+            gradient("blocks/attention/key/weight, layer 1", ON_OVERLAPPED),
+        ),
         "of the losses the last microbatch's stays": (
             "core.pipeline.ends.EmbeddingAndHead.head",
             ("sum_ + loss.astype(sum_.dtype)", "loss.astype(sum_.dtype)"),
@@ -361,7 +372,7 @@ ROWS: dict[str, dict[str, Row]] = {
         ),
         "gradients deferred beyond the last backward are left out": (  # Megatron-LM #1012
             "core.pipeline.executor.Pipeline.losses_and_gradients.tick",
-            ("self.weight_gradients(schedule, row.late, sums)", "sums"),
+            ("self.weight_gradients(schedule, row.late, sums, reduce)", "sums"),
             gradient("blocks/attention/key/weight, layer 0, 1, 2, 3", ON_DEFERRED),
         ),
     },

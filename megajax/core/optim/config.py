@@ -93,6 +93,11 @@ class OptimizerConfig:
         Literal[0, 1, 3],
         "ZeRO stage: 0 shards nothing over data-parallel ranks, 1 shards optimizer state, 3 shards weights too",
     ] = 1
+    overlap_reductions: Annotated[
+        Literal["auto", "true", "false"],
+        "sum every layer's gradients over data while the last backward pass still computes the layers before it; auto: "
+        "on GPUs, if they are large",
+    ] = "auto"
     gradient_dtype: Annotated[
         Literal["fp32", "bf16", "fp16"],
         "accumulate gradients in fp32 (fp64 with --precision fp64), or in the format of --precision",

@@ -27,10 +27,11 @@ from megajax.core.parallel.collectives import (
 from megajax.core.parallel.products import NO_FACTORS
 from megajax.core.pipeline.ends import EmbeddingAndHead
 from megajax.core.pipeline.model import Batch, Figures
-from megajax.core.pipeline.rows import Row, Turns, Work, rows_of
-from megajax.core.pipeline.stages import Layers, Sums, idle, when
+from megajax.core.pipeline.rows import Predicate, Row, Turns, Work, rows_of
+from megajax.core.pipeline.stages import Layers, Reduce, Sums, idle, when
 from megajax.core.pipeline.table import Pass, Schedule
 from megajax.core.precision import at_least_fp32
+from megajax.core.private import tied
 
 Tree = Any
 
@@ -43,17 +44,24 @@ class Pipeline:
         self.stage, self.num_stages, self.num_chunks = axis_index(PIPE), axis_size(PIPE), layers.num_chunks
         self.x_type = jax.eval_shape(lambda: ends.embedded(0))
 
-    def losses_and_gradients(self, schedule: Schedule, grad_dtype: Any) -> tuple[dict[str, Array], Tree, Figures]:
+    def losses_and_gradients(
+        self, schedule: Schedule, grad_dtype: Any, reduce: Reduce | None = None
+    ) -> tuple[dict[str, Array], Tree, Figures]:
         """The losses by name, the gradients (accumulated in `grad_dtype`), and the layers' figures, all as local sums:
-        not yet reduced over the axes over which they vary but losses, weights and figures do not."""
+        not yet reduced over the axes over which they vary but losses, weights and figures do not.
+
+        With `reduce` the layers' gradients are reduced, during the last tick, which is then apart from the loop. In a
+        pipe, the first stage runs a backward of its first chunk in it. Nothing else does, since every other backward
+        precedes one of these; the other stages reduce.
+        """
         self._expect(schedule)
-        changing, row_of = rows_of(schedule, self.stage)
+        in_loop = schedule.num_ticks - (reduce is not None)
+        changing, row_of = rows_of(schedule, self.stage, slice(max(1, in_loop)))
         idle_x = idle(self.x_type)
         figure_types = jax.eval_shape(lambda x: self.layers.run(0, x, self._context(0)), idle_x)[1]
         no_figures = jax.tree.map(zeros_like_type, figure_types)
 
-        def tick(carry, values):
-            row = row_of(values)
+        def tick(row: Row, carry: Tree, reduce: Reduce | None = None) -> Tree:
             x_wire, grad, x_inbox, grad_inbox, buffer, ends, sums, figures = carry
             grad_wire = self.send(send_down, grad)  # from the previous tick; in transit while the forward runs
             x_inbox, x_in = _receive(schedule.forward, x_inbox, x_wire, row.forward)
@@ -62,6 +70,8 @@ class Pipeline:
             # Conditionals one after the other, not one inside the other: nested ones copy the accumulators.
             x = self.ends.input(row, x_in)
             if schedule.fused:
+                if reduce is not None:  # otherwise XLA would begin this tick before the loop
+                    x, sums = tied((x, sums))
                 context = self._context(row.forward.microbatch)
                 (y, new), residuals = self.layers.forward_with_residuals(row.forward.chunk, x, context)
             else:
@@ -72,19 +82,27 @@ class Pipeline:
 
             output = lambda: y if schedule.turns_at_once else buffer["output"][row.backward.slot]  # noqa: E731
             grad, ends = self.ends.head(row, output, grad_in, ends)
+            if reduce is not None:  # otherwise XLA would compute the head's gradients last
+                grad, ends = tied((grad, ends))
             if schedule.fused:
-                grad, sums = self.layers.pull_back(row.backward.chunk, residuals, context, grad, sums)
+                grad, sums = self.layers.pull_back(row.backward.chunk, residuals, context, grad, sums, reduce=reduce)
             else:
-                pull = lambda grad, sums: self.backward_chunk(row, buffer, grad, sums)  # noqa: E731
-                grad, sums = when(row.backward.runs, pull, lambda *carry: carry, grad, sums)
+                grad, sums = self.backward(row, buffer, grad, sums, None if schedule.deferral else reduce)
             ends = self.ends.embed_backward(row, grad, ends)
-            sums = self.weight_gradients(schedule, row.late, sums)
-            return (x_wire, grad, x_inbox, grad_inbox, buffer, ends, sums, figures), None
+            sums = self.weight_gradients(schedule, row.late, sums, reduce)
+            return x_wire, grad, x_inbox, grad_inbox, buffer, ends, sums, figures
+
+        def in_turn(carry: Tree, values: list[Array]) -> tuple[Tree, None]:
+            return tick(row_of(values), carry), None
 
         inboxes = self._inbox(schedule.forward), self._inbox(schedule.backward)
         buffer = None if schedule.fused else self.buffer(schedule.num_slots, not schedule.turns_at_once)
         carry = idle_x, idle_x, *inboxes, buffer, *self.sums(grad_dtype, schedule.num_factor_slots), no_figures
-        *_, ends, sums, figures = lax.scan(tick, carry, changing, schedule.num_ticks)[0]
+        carry = lax.scan(in_turn, carry, changing, in_loop)[0] if in_loop else carry
+        if reduce is not None:
+            of_last, last_of = rows_of(schedule, self.stage, slice(-1, None))
+            carry = tick(last_of([column[0] for column in of_last]), carry, reduce)
+        *_, ends, sums, figures = carry
         # XLA inlines a loop of one tick. Without the barrier every reader of the sums would then stack the gradients of
         # all layers anew.
         ends, sums = jax.tree.map(lax.optimization_barrier, (ends, sums))  # one for each: their types differ
@@ -118,15 +136,40 @@ class Pipeline:
         entry = {"residuals": residuals} | ({"output": y} if "output" in buffer else {})
         return y, jax.tree.map(lambda slots, new: slots.at[row.forward.slot].set(new), buffer, entry), figures
 
-    def backward_chunk(self, row: Row, buffer: Tree, grad: Array, sums: Sums) -> tuple[Array, Sums]:
+    def backward(self, row: Row, buffer: Tree, grad: Array, sums: Sums, reduce: Reduce | None) -> tuple[Array, Sums]:
+        """The row's backward, if there is one; with `reduce` it completes the sums."""
+        pull = lambda grad, sums: self.backward_chunk(row, buffer, grad, sums, reduce)  # noqa: E731
+        if reduce is None:
+            return when(row.backward.runs, pull, lambda *carry: carry, grad, sums)
+        return self._completed(reduce, row.backward.runs, pull, grad, sums)
+
+    def _completed(self, reduce: Reduce, runs: Predicate, run: Callable, *carry: Any) -> Any:
+        """`run(*carry)`, if it `runs`, which adds the last gradients of the first chunk to the sums (the last of
+        `carry`) and reduces them. All others are reduced here."""
+        *others, sums = carry
+        size, skip = self.layers.layers_per_chunk, lambda *carry: (*carry[:-1], _reduced(reduce, carry[-1]))
+        first, rest = (sums._replace(total=_rows(sums.total, at)) for at in (slice(size), slice(size, None)))
+        *others, sums = when(runs, run, skip, *others, first)
+        if self.num_chunks > 1:
+            parts = sums.total, _reduced(reduce, rest).total
+            sums = sums._replace(total=jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts))
+        return *others, sums
+
+    def backward_chunk(
+        self, row: Row, buffer: Tree, grad: Array, sums: Sums, reduce: Reduce | None = None
+    ) -> tuple[Array, Sums]:
         """Pull the gradient of a chunk's output back to its input."""
         residuals = jax.tree.map(lambda slots: slots[row.backward.slot], buffer["residuals"])
         context = self._context(row.backward.microbatch)
-        return self.layers.backward(row.backward.chunk, residuals, context, grad, sums, row.backward.factor_slot)
+        slot = row.backward.factor_slot
+        return self.layers.backward(row.backward.chunk, residuals, context, grad, sums, slot, reduce)
 
-    def weight_gradients(self, schedule: Schedule, turns: Turns | None, sums: Sums) -> Sums:
-        """Run the deferred weight gradients whose turn it is."""
-        if turns is None or schedule.deferral is None:
+    def weight_gradients(
+        self, schedule: Schedule, turns: Turns | None, sums: Sums, reduce: Reduce | None = None
+    ) -> Sums:
+        """Run the deferred weight gradients whose turn it is. With `reduce` the last of these completes the sums: on
+        every stage it is the first chunk's, as the last backward is."""
+        if turns is None or schedule.deferral is None or (isinstance(turns.number, int) and turns.number == 0):
             return sums
         num_slots = schedule.deferral.num_slots
         chunk = jnp.asarray(schedule.deferral.chunk)[:, self.stage]
@@ -137,7 +180,15 @@ class Pipeline:
             # Without the barrier XLA sees the factors unchanged and copies all of them in every tick.
             return Sums(sums.total, lax.optimization_barrier(sums.factors))
 
-        return lax.fori_loop(turns.first, turns.first + turns.number, run, sums)
+        if reduce is None:
+            return lax.fori_loop(turns.first, turns.first + turns.number, run, sums)
+        last = turns.first + turns.number - 1
+        if schedule.deferral.late[-1].max() > 1:
+            sums = lax.fori_loop(turns.first, last, run, sums)
+
+        run_last = lambda sums: (self.layers.add_weight_gradients(0, sums, last % num_slots, reduce),)  # noqa: E731
+        on_all = bool(schedule.deferral.late[-1].all())
+        return self._completed(reduce, on_all or turns.number > 0, run_last, sums)[0]
 
     def residual_types(self) -> list[jax.ShapeDtypeStruct]:
         """Types of the residuals that a stage saves for one microbatch and chunk until its backward."""
@@ -180,6 +231,14 @@ class Pipeline:
     def _inbox(self, direction: Pass) -> Array | None:
         """Slots for what arrives more than a tick before its use, and a spare slot for ticks in which nothing does."""
         return None if direction.direct else idle(self.x_type, (direction.inbox_depth + 1,))
+
+
+def _reduced(reduce: Reduce, sums: Sums) -> Sums:
+    return sums._replace(total=reduce(sums.total))
+
+
+def _rows(tree: Tree, at: slice) -> Tree:
+    return jax.tree.map(lambda x: x[at], tree)
 
 
 def _receive(direction: Pass, inbox: Array | None, wire: Array, work: Work) -> tuple[Array | None, Array]:

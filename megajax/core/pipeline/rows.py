@@ -58,9 +58,11 @@ class Row(NamedTuple):
     late: Turns | None = None  # weight gradients after the backward
 
 
-def rows_of(schedule: Schedule, stage: Array) -> tuple[list[Array], Callable[[list[Array]], Row]]:
+def rows_of(
+    schedule: Schedule, stage: Array, ticks: slice = slice(None)
+) -> tuple[list[Array], Callable[[list[Array]], Row]]:
     """The values in `stage`'s table that change from tick to tick, to scan over, and a function that makes a row from
-    one tick's values."""
+    one tick's values; of all ticks, or of some."""
     up, down, last, deferral = schedule.forward, schedule.backward, schedule.num_virtual - 1, schedule.deferral
     slot = 0 if deferral is None else ((down.active.cumsum(0) - 1) % deferral.num_slots).astype(np.int32)
     tables = Row(
@@ -73,7 +75,7 @@ def rows_of(schedule: Schedule, stage: Array) -> tuple[list[Array], Callable[[li
         **_turns(deferral),
     )
     leaves, structure = jax.tree.flatten(tables)
-    columns = [_column(table, stage) for table in leaves]
+    columns = [_column(table if isinstance(table, int) else table[ticks], stage) for table in leaves]
     changing = [column for column in columns if isinstance(column, Array)]
 
     def row(values: list[Array]) -> Row:

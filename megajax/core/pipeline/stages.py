@@ -23,9 +23,11 @@ from megajax.core.parallel.shards import Shards
 from megajax.core.pipeline.model import Factors, Figures, Path, Products
 from megajax.core.pipeline.pullback import LayerFunction, with_pullback
 from megajax.core.pipeline.rows import Number
+from megajax.core.private import tied
 
 Tree = Any
 Output = tuple[Array, Figures]
+Reduce = Callable[[Tree], Tree]  # the global sums of one layer's gradients, or of several stacked layers', from its own
 
 
 def when(predicate: Array | bool, then: Callable, otherwise: Callable, *operands):
@@ -83,22 +85,31 @@ class Layers:
         return self.forward_with_residuals(chunk, x, context)
 
     def backward(
-        self, chunk: Number, residuals: list[Array], context: Tree, grad: Array, sums: Sums, slot: Number
+        self,
+        chunk: Number,
+        residuals: list[Array],
+        context: Tree,
+        grad: Array,
+        sums: Sums,
+        slot: Number,
+        reduce: Reduce | None = None,
     ) -> tuple[Array, Sums]:
-        """Pull `grad` back through a chunk, and add its weight gradients to `sums`, or store their factors in
-        `slot`."""
+        """Pull `grad` back through a chunk, and add its weight gradients to `sums`, or store their factors in `slot`.
+        With `reduce` this completes the chunk's sums: in their place it returns the reduced ones, [n, …], each layer's
+        reduced while the layers before it compute."""
         if self.recompute_stage:
             residuals = self.forward_with_residuals(chunk, residuals[0], context)[1]
-        return self.pull_back(chunk, residuals, context, grad, sums, slot)
+        return self.pull_back(chunk, residuals, context, grad, sums, slot, reduce)
 
     @jax.named_scope("weight_gradients")
-    def add_weight_gradients(self, chunk: Number, sums: Sums, slot: Number) -> Sums:
-        """Add a chunk's deferred weight gradients, from the factors that its backward stored in `slot`."""
+    def add_weight_gradients(self, chunk: Number, sums: Sums, slot: Number, reduce: Reduce | None = None) -> Sums:
+        """Add a chunk's deferred weight gradients, from the factors that its backward stored in `slot`; `reduce` as in
+        `backward`."""
         products = self.products
         assert products is not None
 
-        def layer(total: Tree, own: Tree, index: Array, places: tuple[Array, Array]) -> tuple[Tree, None]:
-            place, number = places
+        def layer(carry: tuple[Tree, Tree], own: Tree, index: Array, places: tuple[Array, Array]) -> tuple[Tree, Tree]:
+            (total, before), (place, number) = carry, places
 
             def gradients() -> dict[Path, Array]:
                 factors = jax.tree.map(lambda buffer: buffer[slot, number], sums.factors)
@@ -107,11 +118,15 @@ class Layers:
 
             none = lambda: jax.tree.map(zeros_like_type, jax.eval_shape(gradients))  # noqa: E731
             found = when(self._ends_before(index), none, gradients)
-            return _added(total, found, place), None
+            if reduce is None:
+                return (_added(total, found, place), None), None
+            (total, before), reduced = _reduced(reduce, (total, before), total, found, place)
+            return (total, reduced), before
 
         numbers = jnp.arange(self.layers_per_chunk, dtype=jnp.int32)
-        total, _ = self._scan(layer, sums.total, chunk, (self._slots(chunk), numbers))
-        return Sums(total, sums.factors)
+        carry = sums.total, None if reduce is None else _nothing_reduced(reduce, sums.total)
+        (total, last), reduced = self._scan(layer, carry, chunk, (self._slots(chunk), numbers))
+        return Sums(total if reduce is None else _joined(reduced, last), sums.factors)
 
     def factor_types(self, x: Array, context: Tree) -> Factors:
         """Types of the factors of one layer; nothing is computed."""
@@ -156,12 +171,19 @@ class Layers:
         return (x, _summed(figures)), residuals
 
     def pull_back(
-        self, chunk: Number, residuals: list[Array], context: Tree, grad: Array, sums: Sums, slot: Number = 0
+        self,
+        chunk: Number,
+        residuals: list[Array],
+        context: Tree,
+        grad: Array,
+        sums: Sums,
+        slot: Number = 0,
+        reduce: Reduce | None = None,
     ) -> tuple[Array, Sums]:
         """`backward`, given the residuals that `forward_with_residuals` returned."""
 
-        def layer(carry: tuple[Array, Tree, Factors], own: Tree, index: Array, xs: tuple[Array, Array, list[Array]]):
-            (grad, total, buffer), (place, number, residuals) = carry, xs
+        def layer(carry: tuple[Array, Tree, Factors, Tree], own: Tree, index: Array, xs: tuple[Array, Array, list]):
+            (grad, total, buffer, before), (place, number, residuals) = carry, xs
 
             def pull(grad: Array) -> tuple[dict[Path, Array], Factors, Array]:
                 gathered = self.storage.gather(own)
@@ -179,12 +201,16 @@ class Layers:
             # The sums stay outside: inside the conditional, all of them would be copied for every layer.
             grads, factors, grad = when(self._ends_before(index), skip, pull, grad)
             buffer = jax.tree.map(lambda slots, new: slots.at[slot, number].set(new), buffer, factors)
-            return (grad, _added(total, grads, place), buffer), None
+            if reduce is None:
+                return (grad, _added(total, grads, place), buffer, None), None
+            (grad, before), reduced = _reduced(reduce, (grad, before), total, grads, place)
+            return (grad, total, buffer, reduced), before
 
         numbers = jnp.arange(self.layers_per_chunk, dtype=jnp.int32)
-        carry, xs = (grad, sums.total, sums.factors), (self._slots(chunk), numbers, residuals)
-        (grad, total, factors), _ = self._scan(layer, carry, chunk, xs, reverse=True)
-        return grad, Sums(total, factors)
+        before = None if reduce is None else _nothing_reduced(reduce, sums.total)
+        carry, xs = (grad, sums.total, sums.factors, before), (self._slots(chunk), numbers, residuals)
+        (grad, total, factors, last), reduced = self._scan(layer, carry, chunk, xs, reverse=True)
+        return grad, Sums(total if reduce is None else _joined(reduced, last, reverse=True), factors)
 
     def _scattered(self, grads: dict[Path, Array], total: Tree) -> dict[Path, Array]:
         """Scatter gradients of gathered weights to the stored shards, in the dtype of the sums."""
@@ -236,6 +262,32 @@ def _zeros(types: Figures) -> Figures:
 def _summed(figures: Figures) -> Figures:
     """Sum figures over a chunk's layers."""
     return jax.tree.map(lambda stacked: jnp.sum(stacked, axis=0, dtype=stacked.dtype), figures)
+
+
+@jax.named_scope("gradient_sums")
+def _reduced(reduce: Reduce, carry: Tree, total: Tree, grads: dict[Path, Array], place: Array) -> tuple[Tree, Tree]:
+    """`carry`, and one layer's sums with its last gradients, reduced. These are not stored."""
+    sums = {path: stack[place] for path, stack in flatten_dict(total).items()}
+    sums |= {path: sums[path] + grad for path, grad in grads.items()}
+    # Otherwise XLA would add the gradients of all layers in one kernel, and reduce all of them, at the end. The next
+    # layer waits for the sums, `carry`, and with it the layer after that, for what was reduced before.
+    carry, sums = tied((carry, sums))
+    return carry, reduce(unflatten_dict(sums))
+
+
+def _nothing_reduced(reduce: Reduce, total: Tree) -> Tree:
+    """Stands for the reduced gradients of the layer before the first."""
+    types = jax.eval_shape(lambda: reduce(jax.tree.map(lambda stack: stack[0], total)))
+    return jax.tree.map(zeros_like_type, types)
+
+
+def _joined(before: Tree, last: Tree, reverse: bool = False) -> Tree:
+    """The reduced gradients of layers, given for each those of the layer `before` it in a scan, and of the `last`."""
+
+    def join(before: Array, last: Array) -> Array:
+        return jnp.concatenate([last[None], before[:-1]] if reverse else [before[1:], last[None]])
+
+    return jax.tree.map(join, before, last)
 
 
 @jax.named_scope("gradient_sums")

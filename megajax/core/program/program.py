@@ -4,7 +4,7 @@ The computations themselves are in `train_step.py` and `scoring.py`.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
 from typing import Any
 
@@ -25,12 +25,14 @@ from megajax.core.models.family import family_of
 from megajax.core.models.staged import StagedModel
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.collectives import PIPE, TENSOR, Axes
+from megajax.core.parallel.shards import NOT_SHARDED
 from megajax.core.parallel.tokens import ContextWay
 from megajax.core.pipeline.placement import Placement
 from megajax.core.pipeline.schedule import forward_only, make_schedule
 from megajax.core.pipeline.table import Schedule
 from megajax.core.precision import COMPUTE_DTYPE, OPERAND_DTYPE
 from megajax.core.program.state import StateLayout
+from megajax.core.program.weight import Weight
 
 Batch = dict[str, Array]  # the arrays in the program's `form`, int32 [rows of the global batch, …]
 BATCH = "batch"
@@ -170,6 +172,12 @@ class Program:
         return max(1, train.global_batch // (self.config.mesh.row_shards * train.microbatch))
 
     @cached_property
+    def overlaps_reductions(self) -> bool:
+        """See the function `overlaps_reductions`."""
+        layout = self.layout
+        return overlaps_reductions(self.config, self.backend, jax.tree.leaves(layout.trained(layout.weights)))
+
+    @cached_property
     def schedule(self) -> Schedule:
         """The table of a training step."""
         given, pipe = self.config.pipeline, self.config.mesh.pipe
@@ -215,6 +223,16 @@ def _fusible(config: StepConfig, dropout: float) -> bool:
         return config.model.attention != "blocks"
     has_heads = cudnn_has(config.model.head_size, COMPUTE_DTYPE[config.precision])
     return has_heads and dropout == 0 and not config.data.reset_attention
+
+
+def overlaps_reductions(config: StepConfig, backend: Backend, trained: Iterable[Weight]) -> bool:
+    """Whether the gradients of layers are reduced during the last backward pass, given the trained weights. ZeRO-3 has
+    reduced them already."""
+    if config.mesh.zero_shards == 1 or config.optimizer.zero == 3:
+        return False
+    if config.optimizer.overlap_reductions == "auto":
+        return sum(each.size(NOT_SHARDED) for each in trained if each.stack) >= backend.overlapped_sums
+    return config.optimizer.overlap_reductions == "true"
 
 
 def scans_layers(config: StepConfig, backend: Backend) -> bool:

@@ -1,5 +1,6 @@
 """The train step: losses and gradients for a batch, and the update of the state."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,12 +26,14 @@ from megajax.core.parallel.collectives import (
 from megajax.core.parallel.shards import Shards
 from megajax.core.parallel.sites import checked
 from megajax.core.pipeline.measuring import Part, repeat_part
+from megajax.core.private import tied
 from megajax.core.program.bind import SEQUENCES, UNSCALED, training_pipeline
 from megajax.core.program.program import BATCH, Batch, Program
 from megajax.core.program.state import TrainState
 
 Tree = Any
 SCALAR = PartitionSpec()
+_LARGE = 2**20  # elements that are reduced by themselves
 
 
 def train_step(program: Program) -> Wrapped:
@@ -140,15 +143,37 @@ def _losses_and_gradients(
     `layout.trained_specs`; the sums of the layers' figures; and what `bind.count_targets` counts."""
     layout, dtype = program.layout, program.layout.main_dtype
     pipeline = training_pipeline(program, params, batch, step, loss_scale, copies)
-    losses, grads, figures = pipeline.losses_and_gradients(program.schedule, program.gradient_dtype)
+    reduce = partial(_reduced_in_turn, program) if program.overlaps_reductions else None
+    losses, grads, figures = pipeline.losses_and_gradients(program.schedule, program.gradient_dtype, reduce)
     trained = layout.trained(params)
     grads = {name: grads[name] for name in trained}
-    grads["blocks"] = jax.tree.map(lambda grad, weight: grad.reshape(weight.shape), grads["blocks"], trained["blocks"])
-    grads = _completed(layout.per_step.scatter(grads, program.gradient_dtype), layout.trained_specs)
+    on_stages = lambda grad, weight: grad.reshape(*weight.shape[:3], *grad.shape[1:])  # noqa: E731
+    grads["blocks"] = jax.tree.map(on_stages, grads["blocks"], trained["blocks"])
+    grads |= _reduced(program, {name: grads[name] for name in grads if reduce is None or name != "blocks"})
     grads = jax.tree.map(lambda grad: grad.astype(dtype) / loss_scale.astype(dtype), grads)
     grads = layout.with_frozen(grads, jax.tree.map(jnp.zeros_like, grads))
     losses, figures = (complete(found, dict.fromkeys(found, SCALAR)) for found in (losses, figures))
     return losses, grads, figures, pipeline.ends.model.counts
+
+
+def _reduced(program: Program, grads: Tree) -> Tree:
+    """Global sums, in the owners' shards, of local ones of some of the trained weights; of layers stacked or not."""
+    flat = flatten_dict(grads)
+    shardings, specs = map(flatten_dict, (program.layout.per_step.shardings, program.layout.trained_specs))
+    storage = Shards(unflatten_dict({path: shardings[path] for path in flat}))
+    scattered = storage.scatter(grads, program.gradient_dtype)
+    return _completed(scattered, unflatten_dict({path: specs[path] for path in flat}))
+
+
+def _reduced_in_turn(program: Program, blocks: Tree) -> Tree:
+    """The same of a layer's weights, one large weight after the other: XLA believes that collectives under way together
+    take as long as one, and so would begin all of them too late."""
+    flat, reduced = flatten_dict({"blocks": blocks}), dict[tuple[str, ...], Array]()
+    large = [path for path, grad in flat.items() if grad.size >= _LARGE]
+    for paths in ([path for path in flat if path not in large], *([path] for path in large)):
+        grads, reduced = tied(({path: flat[path] for path in paths}, reduced))
+        reduced |= flatten_dict(_reduced(program, unflatten_dict(grads)))
+    return unflatten_dict({path: reduced[path] for path in flat})["blocks"]
 
 
 def _completed(grads: Tree, specs: Tree) -> Tree:

@@ -111,19 +111,15 @@ class Weight:
 
     def stage_shape(self, sharding: Sharding) -> Shape:
         """The shape on a device, of a stage's layers."""
-        return self._of_stage(self.layer_shape(sharding))
+        return self.on_stage(self.layer_shape(sharding))
 
     @property
     def padded(self) -> Shape:
         """The shape of one layer whose shards, by ZeRO, a device's group has together."""
         return self.zero.padded_shape(self.whole)
 
-    @property
-    def padded_on_stage(self) -> Shape:
-        """The same of a stage's layers."""
-        return self._of_stage(self.padded)
-
-    def _of_stage(self, shape: Shape) -> Shape:
+    def on_stage(self, shape: Shape) -> Shape:
+        """The shape of a stage's layers, given that of one layer."""
         return (self.stack.num_chunks, 1, self.stack.layers_per_chunk, *shape) if self.stack else shape
 
     def size(self, sharding: Sharding) -> int:
