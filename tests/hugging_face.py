@@ -56,6 +56,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 BIASES = {"attention_bias": True, "mlp_bias": True}
 TIED = {"tie_word_embeddings": True}
 LLAMA3 = {"factor": 8, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 8}
 # Sizes and angles of models that transformers makes.
 PEER_SIZES = {"hidden_size": 48, "intermediate_size": 84, "num_attention_heads": 6}
 PEER_LLAMA3 = LLAMA3 | {
@@ -64,6 +65,8 @@ PEER_LLAMA3 = LLAMA3 | {
     "rope_theta": 500.0,
     "original_max_position_embeddings": 16,
 }
+# Both kinds of angles in 40 features of a head, some between them, in sequences longer than 8 tokens.
+PEER_YARN = YARN | {"rope_theta": 30.0, "beta_fast": 1.1, "beta_slow": 0.2}
 # A small model of ours, and the words of Llama's.
 SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 24, "num_heads": 6, "sequence_length": 8, "vocab_size": 9}
 ROTARY = {"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "bias": "none"}

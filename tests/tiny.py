@@ -25,7 +25,7 @@ from megajax.verify.run import drawn_weights
 LLAMA = {
     **{"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "bias": "none", "tied_embedding": False},
     **{"head_size": 4, "num_kv_heads": 4, "mlp_size": 64},
-    **{"rope_scaling": "llama3", "rope_factor": 8.0, "rope_original_length": 32},
+    **{"rope_scaling": "yarn", "rope_factor": 8.0, "rope_original_length": 32},
 }
 QWEN3 = {
     **{"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "bias": "none", "query_key_norm": True},

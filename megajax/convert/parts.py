@@ -1,5 +1,7 @@
 """Options that a class's config.json does not represent one to one."""
 
+import math
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -83,47 +85,76 @@ def dropout(*names: str, of_head: str = "") -> OptionGroup:
 
 # Rotary positions: `rope_theta` with `rope_scaling`, or `rope_parameters` in transformers 5, an object with both. The
 # rules of precedence are those of transformers 5.
-_SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3"}  # their rope_type -> ours
-_LLAMA3 = {"low_freq_factor": "rope_low_frequency", "high_freq_factor": "rope_high_frequency"}  # theirs -> ours
-_LENGTH = "original_max_position_embeddings"
-_KNOWN = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", *_LLAMA3, _LENGTH)
+_LENGTH, _ATTENTION = "original_max_position_embeddings", "attention_factor"
+_LLAMA3 = {"low_freq_factor": "rope_low_frequency", "high_freq_factor": "rope_high_frequency"}
+_YARN = {"beta_slow": "rope_beta_slow", "beta_fast": "rope_beta_fast", "truncate": "rope_truncate"}
+_SCALINGS: dict[str, dict[str, str]] = {  # by rope_type: options of ours by their fields, in the order of reading
+    "default": {},
+    "linear": {"factor": "rope_factor"},
+    "llama3": {"factor": "rope_factor", **_LLAMA3, _LENGTH: "rope_original_length"},
+    "yarn": {"factor": "rope_factor", **_YARN, _LENGTH: "rope_original_length", _ATTENTION: "rope_attention_factor"},
+}
+_SCALES = ("mscale", "mscale_all_dim")  # two that make the attention factor, as in DeepSeek's files
+_IGNORED = "finetuned"  # by transformers too
+_KNOWN = ("rope_type", "type", "rope_theta", "partial_rotary_factor", *_SCALES, *ChainMap(*_SCALINGS.values()))
 
 
 def _read_rope(fields: Fields, default: float) -> dict[str, Any]:
     part = fields.part("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
+    scaling = _read_kind(fields, part)
+    theta = (part if "rope_theta" in part else fields).value("rope_theta", "model.rope_theta", default)
+    found = {"model.positions": "rotary", "model.rope_theta": theta}
+    found["model.rope_scaling"] = "none" if scaling == "default" else scaling
+    if scaling == "yarn":
+        _complete_yarn(part)
+    for name, option in _SCALINGS[scaling].items():
+        owner, field = _place(fields, part, name)
+        if name != _ATTENTION or part.get(name) is not None:
+            found[f"model.{option}"] = owner.value(field, f"model.{option}")
+    if scaling == "llama3" and part["low_freq_factor"] >= part["high_freq_factor"]:
+        valid = f"more than low_freq_factor, {part['low_freq_factor']}"
+        raise part.refusal("high_freq_factor", part["high_freq_factor"], valid)
+    if scaling == "yarn" and part["beta_slow"] > part["beta_fast"]:
+        raise part.refusal("beta_fast", part["beta_fast"], f"beta_slow, {part['beta_slow']}, or more")
+    return found
+
+
+def _read_kind(fields: Fields, part: Fields) -> str:
+    """The kind of scaling, if we have it and know all that is said about it."""
+    kind = "rope_type" if "rope_type" in part else "type"
+    part.check(kind, *_SCALINGS)
     for name, value in part.items():
-        if name not in _KNOWN:
+        if name not in (*_KNOWN, _IGNORED):
             raise part.refusal(name, value, f"without it; known are {', '.join(_KNOWN)}")
     for owner in part, fields:
         owner.check("partial_rotary_factor", 1, None)
-    kind = "rope_type" if "rope_type" in part else "type"
-    part.check(kind, *_SCALINGS)
-    scaling = _SCALINGS[part.get(kind, "default")]
-    theta = (part if "rope_theta" in part else fields).value("rope_theta", "model.rope_theta", default)
-    found = {"model.positions": "rotary", "model.rope_theta": theta, "model.rope_scaling": scaling}
-    if scaling != "none":
-        found["model.rope_factor"] = part.value("factor", "model.rope_factor")
-    if scaling == "llama3":
-        found |= {f"model.{ours}": part.value(name, f"model.{ours}") for name, ours in _LLAMA3.items()}
-        low, high = (part[name] for name in _LLAMA3)
-        if low >= high:
-            raise part.refusal("high_freq_factor", high, f"more than low_freq_factor, {low}")
-        places = ((fields, _LENGTH), (part, _LENGTH), (fields, "max_position_embeddings"))
-        owner, name = next((owner, name) for owner, name in places if name in owner)
-        found["model.rope_original_length"] = owner.value(name, "model.rope_original_length")
-    return found
+    return str(part.get(kind, "default"))
+
+
+def _place(fields: Fields, part: Fields, name: str) -> tuple[Fields, str]:
+    """Where a field of `part` is: the length may also be beside it, or be the model's."""
+    if name != _LENGTH:
+        return part, name
+    return next(((owner, name) for owner in (fields, part) if name in owner), (fields, "max_position_embeddings"))
+
+
+def _complete_yarn(part: Fields) -> None:
+    """Add what is missing, as transformers does; except an attention factor without scales: our default is theirs."""
+    part |= {"beta_slow": part.get("beta_slow") or 1, "beta_fast": part.get("beta_fast") or 32}
+    part.setdefault("truncate", True)
+    if part.get(_ATTENTION) is None and all(map(part.get, _SCALES)):
+        growth = 0.1 * math.log(part.value("factor", "model.rope_factor"))
+        one, all_dims = (part.value(name, "model.rope_attention_factor") * growth + 1 for name in _SCALES)
+        part[_ATTENTION] = one / all_dims
 
 
 def _write_rope(model: ModelConfig) -> dict[str, Any]:
     """Write both spellings: transformers before version 5 does not know `rope_parameters`, and would silently use the
     default angles."""
-    kind = next(theirs for theirs, ours in _SCALINGS.items() if ours == model.rope_scaling)
-    scaling: dict[str, Any] = {"rope_type": kind}
-    if model.rope_scaling != "none":
-        scaling["factor"] = model.rope_factor
-    if model.rope_scaling == "llama3":
-        scaling |= {name: getattr(model, ours) for name, ours in _LLAMA3.items()}
-        scaling[_LENGTH] = model.rope_original_length
+    kind = "default" if model.rope_scaling == "none" else model.rope_scaling
+    scaling = {"rope_type": kind} | {name: getattr(model, option) for name, option in _SCALINGS[kind].items()}
+    if not model.rope_attention_factor:
+        scaling.pop(_ATTENTION, None)
     theta = {"rope_theta": model.rope_theta}
     return theta | {
         "rope_scaling": scaling if model.rope_scaling != "none" else None,
@@ -133,5 +164,5 @@ def _write_rope(model: ModelConfig) -> dict[str, Any]:
 
 def rope(default: float) -> OptionGroup:
     """Rotary positions; `default` is the base of the angles if it is missing."""
-    options = ("rope_theta", "rope_scaling", "rope_factor", *_LLAMA3.values(), "rope_original_length")
+    options = ("rope_theta", "rope_scaling", *dict.fromkeys(ChainMap(*_SCALINGS.values()).values()))
     return OptionGroup(options, lambda fields, _: _read_rope(fields, default), _write_rope)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from canonical_weights import exported, from_tensors
-from hugging_face import BIASES, PEER_LLAMA3, PEER_SIZES, TIED, peer_model, tensors_in
+from hugging_face import BIASES, PEER_LLAMA3, PEER_SIZES, PEER_YARN, TIED, peer_model, tensors_in
 from tiny import full, tiny_config, tiny_program
 
 from megajax.convert.exporting import export_config, export_hf
@@ -76,7 +76,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, all biases": (LLAMA, SIZES | {"rope_parameters": LINEAR, **TIED, **BIASES}),
     "qwen2": (QWEN2, SIZES | {"num_key_value_heads": 2, **WINDOW}),
     "qwen2, tied": (QWEN2, SIZES | {"num_key_value_heads": 3, **TIED}),
-    "qwen3": (QWEN3, SIZES | {"num_key_value_heads": 3, "hidden_size": 96, "head_dim": 40, **TIED}),
+    "qwen3, yarn": (
+        QWEN3,
+        SIZES | {"num_key_value_heads": 3, "hidden_size": 96, "head_dim": 40, "rope_parameters": PEER_YARN, **TIED},
+    ),
     "qwen3, window": (QWEN3, SIZES | {"num_key_value_heads": 2, "head_dim": 8, **WINDOW}),
     "mistral": ("MistralForCausalLM", SIZES | {"num_key_value_heads": 2, "sliding_window": 9, "head_dim": 10}),
     "mistral, no window": (
@@ -100,7 +103,7 @@ FEW: list[tuple[str, Size]] = [
     ("llama", (1, 1, 6)),  # each of three heads of keys and values on two devices
     ("llama, all biases", (1, 2, 2)),
     ("qwen2", (1, 1, 2)),
-    ("qwen3", (1, 1, 3)),
+    ("qwen3, yarn", (1, 1, 3)),
     ("bert, pre", (1, 2, 2)),
     ("bert, post", (1, 1, 2)),
     ("mixtral", (1, 1, 1)),
@@ -222,7 +225,7 @@ def test_logits_loss_and_gradients(case: str, mesh: Size, tmp_path: Path) -> Non
         assert error <= 1e-5, (name, error)
 
 
-DEFAULT = {"gpt2, other settings", "qwen2", "qwen3", "mistral", "bert, pre", "bert, post", "bert, post, no order"}
+DEFAULT = {"gpt2, other settings", "qwen2", "qwen3, yarn", "mistral", "bert, pre", "bert, post", "bert, post, no order"}
 DEFAULT |= {"mixtral", "olmoe"}
 
 

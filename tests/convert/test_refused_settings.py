@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hugging_face import LLAMA3, refusal, write_model
+from hugging_face import LLAMA3, YARN, refusal, write_model
 
 TYPES = '"gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "olmoe", "megatron-bert", "bert"'
 COMMON_RATE = r"all the same, or --model\.dropout"
@@ -116,11 +116,27 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
         "layer_types is .*valid: full_attention 2 times or sliding_attention 2 times: the same in all layers",
     ),
-    ("llama", {"rope_scaling": {"type": "yarn"}}, r'rope_scaling\.type is "yarn"; valid: "default", "linear", "llama3'),
-    ("llama", {"rope_parameters": {"rope_type": "longrope"}}, r'rope_parameters\.rope_type is "longrope"; valid: "def'),
+    (
+        "llama",
+        {"rope_scaling": {"type": "dynamic"}},
+        r'type is "dynamic"; valid: "default", "linear", "llama3", "yarn"',
+    ),
+    (
+        "llama",
+        {"rope_parameters": {"short_factor": [1.0], "rope_type": "longrope"}},
+        r'rope_parameters\.rope_type is "longrope"; valid: "default"',
+    ),
     ("llama", {"rope_scaling": {"rope_type": "linear"}}, r"rope_scaling\.factor is null; valid: a finite number"),
     ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, r"factor is 0\.5; valid: .*1 to"),
     ("llama", {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4}}, "valid: more than low_freq"),
+    (
+        "llama",
+        {"rope_scaling": YARN | {"beta_slow": 33}},
+        r"rope_scaling\.beta_fast is 32; valid: beta_slow, 33, or more",
+    ),
+    ("llama", {"rope_scaling": YARN | {"attention_factor": 0}}, r"attention_factor is 0; valid: more than 0"),
+    ("llama", {"rope_scaling": YARN | {"truncate": None}}, r"rope_scaling\.truncate is null; valid: true or false"),
+    ("llama", {"rope_scaling": YARN | {"mscale": "1", "mscale_all_dim": 1}}, r'mscale is "1"; valid: a finite number'),
     ("llama", {"rope_parameters": {"full_attention": {}}}, r"rope_parameters\.full_attention is .*valid: without it"),
     (
         "mixtral",

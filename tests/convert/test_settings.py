@@ -3,6 +3,7 @@ are."""
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hugging_face import (
     SETTINGS,
     SMALL,
     TIED,
+    YARN,
     assert_same,
     class_of,
     random_tensors,
@@ -55,6 +57,23 @@ READ: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_high_frequency": 4.0, "rope_original_length": 9},
     ),
     ("llama", {"rope_scaling": {"rope_type": "llama3", **LLAMA3}}, {"rope_original_length": 24}),
+    (
+        "qwen2",
+        {"rope_scaling": {"type": "yarn", "factor": 4, "finetuned": True, "attention_factor": None}},
+        {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_length": 24, "rope_attention_factor": 0.0}
+        | {"rope_beta_slow": 1.0, "rope_beta_fast": 32.0, "rope_truncate": True},
+    ),
+    (
+        "llama",
+        {"rope_parameters": YARN | {"rope_theta": 15e4, "beta_fast": 1, "mscale": 1, "mscale_all_dim": 0.5}},
+        {"rope_beta_fast": 1.0, "rope_original_length": 8, "rope_theta": 15e4}
+        | {"rope_attention_factor": (1 + math.log(3) / 10) / (1 + math.log(3) / 20)},
+    ),
+    (
+        "qwen3",
+        {"rope_scaling": YARN | {"beta_slow": 0.5, "truncate": False, "attention_factor": 1.3, "mscale": 2}},
+        {"rope_beta_slow": 0.5, "rope_truncate": False, "rope_attention_factor": 1.3},
+    ),
     ("mistral", {}, {"sliding_window": 4096, "bias": "none"}),
     ("mistral", {"sliding_window": None}, {"sliding_window": 0}),
     ("mistral", {"sliding_window": 5, "layer_types": ["sliding_attention"] * 2}, {"sliding_window": 5}),

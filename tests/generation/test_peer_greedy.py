@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hugging_face import CLASSES, PEER_LLAMA3, PEER_SIZES, peer_model
+from hugging_face import CLASSES, PEER_LLAMA3, PEER_SIZES, PEER_YARN, peer_model
 from tiny import full, tiny_program
 
 from megajax.convert.importing import import_hf, open_source
@@ -26,7 +26,7 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": PEER_LLAMA3},
     "qwen2": WINDOW,
-    "qwen3": {"head_dim": 40},
+    "qwen3": {"head_dim": 40, "rope_parameters": PEER_YARN},
     "mistral": {"sliding_window": 11},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 26, "head_dim": 40},

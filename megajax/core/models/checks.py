@@ -83,6 +83,13 @@ def _check_rotary(model: ModelConfig) -> None:
             f"--model.rope-low-frequency {model.rope_low_frequency:g} is not below --model.rope-high-frequency "
             f"{model.rope_high_frequency:g}; valid: less"
         )
+    if model.rope_scaling == "yarn" and model.rope_beta_slow > model.rope_beta_fast:
+        raise UserError(
+            f"--model.rope-beta-slow {model.rope_beta_slow:g} is above --model.rope-beta-fast "
+            f"{model.rope_beta_fast:g}; valid: no more"
+        )
+    if model.rope_scaling == "yarn" and model.rope_theta == 1:
+        raise UserError("--model.rope-theta 1 with --model.rope-scaling yarn; valid: more than 1")
 
 
 def check_lora(lora: LoraConfig, model: ModelConfig) -> None:

@@ -24,6 +24,7 @@ _SIZE = between(0, 1_000_000)
 _EXPERTS = between(0, 10_000)
 _ROTARY = OnlyWith("positions", ("rotary",))
 _LLAMA3 = OnlyWith("rope_scaling", ("llama3",), ignored=True)
+_YARN = OnlyWith("rope_scaling", ("yarn",), ignored=True)
 
 
 def _is_pair(text: str) -> bool:
@@ -194,7 +195,7 @@ class ModelConfig:
     ] = "learned"
     rope_theta: Annotated[float, "base of the rotary angles", between(1, 1e12), COMPUTATION, _ROTARY] = 10_000.0
     rope_scaling: Annotated[
-        Literal["none", "linear", "llama3"],
+        Literal["none", "linear", "llama3", "yarn"],
         "scaling of the rotary angles, for sequences longer than the model was trained on",
         COMPUTATION,
         _ROTARY,
@@ -204,7 +205,7 @@ class ModelConfig:
         "factor by which scaled rotary angles grow more slowly",
         between(1, 1e6),
         COMPUTATION,
-        OnlyWith("rope_scaling", ("linear", "llama3")),
+        OnlyWith("rope_scaling", ("linear", "llama3", "yarn")),
     ] = 1.0
     rope_low_frequency: Annotated[
         float,
@@ -221,8 +222,37 @@ class ModelConfig:
         _LLAMA3,
     ] = 4.0
     rope_original_length: Annotated[
-        int, "llama3: sequence length before scaling", AT_LEAST_ONE, COMPUTATION, _LLAMA3, ShrinkRule(tokens=True)
+        int,
+        "llama3 and yarn: sequence length before scaling",
+        AT_LEAST_ONE,
+        COMPUTATION,
+        OnlyWith("rope_scaling", ("llama3", "yarn"), ignored=True),
+        ShrinkRule(tokens=True),
     ] = 8192
+    rope_beta_slow: Annotated[
+        float,
+        "yarn: fully scale angles with fewer rotations than this in model.rope-original-length tokens",
+        above(0, 1e6),
+        COMPUTATION,
+        _YARN,
+    ] = 1.0
+    rope_beta_fast: Annotated[
+        float,
+        "yarn: do not scale angles with more rotations than this; interpolate in between",
+        above(0, 1e6),
+        COMPUTATION,
+        _YARN,
+    ] = 32.0
+    rope_truncate: Annotated[
+        bool, "yarn: round the indices of the first and the last interpolated angle outwards", COMPUTATION, _YARN
+    ] = True
+    rope_attention_factor: Annotated[
+        float,
+        "yarn: queries and keys are multiplied by this; 0: 0.1 ln(model.rope-factor) + 1",
+        between(0, 1000),
+        COMPUTATION,
+        _YARN,
+    ] = 0.0
     activation: Annotated[
         Literal["auto", "gelu", "gelu-tanh", "swiglu"],
         "activation function of the MLP; swiglu adds a gate matrix; auto: gelu-tanh, or gelu for BERT",

@@ -5,6 +5,7 @@ Letters: B batch, T tokens, H heads, K head size, P pairs of features.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -16,29 +17,52 @@ from jax import Array
 from megajax.core.models.config import ModelConfig
 from megajax.core.precision import at_least_fp32
 
+_Pairs = npt.NDArray[np.float64]  # a number for each pair
 
-def _angles_P(config: ModelConfig, pairs: int) -> npt.NDArray[np.float64]:
-    """Rotation per position of each pair, in radians: theta^(-p/P) for pair p of P.
 
-    With "linear" scaling all rotate `rope_factor` times more slowly. With "llama3" scaling only pairs that make fewer
-    than `rope_low_frequency` rotations in `rope_original_length` tokens do; those with more than `rope_high_frequency`
-    rotations are unchanged, and those in between are interpolated.
+def rotations(config: ModelConfig, pairs: int) -> tuple[_Pairs, float]:
+    """Rotation per position of each pair, in radians, and the factor of what is rotated.
+
+    Unscaled, pair p of P rotates by theta^(-p/P). Scaling divides all or a part of each rotation by `rope_factor`.
     """
     plain_P = config.rope_theta ** (-np.arange(pairs) / pairs)
-    if config.rope_scaling == "none":
-        return plain_P
-    slower_P = plain_P / config.rope_factor
-    if config.rope_scaling == "linear":
-        return slower_P
-    low, high = config.rope_low_frequency, config.rope_high_frequency
     turns_P = config.rope_original_length * plain_P / (2 * math.pi)
-    return slower_P + np.clip((turns_P - low) / (high - low), 0, 1) * (plain_P - slower_P)
+    kept_P, factor = _SCALINGS[config.rope_scaling](config, turns_P)
+    slower_P = plain_P / config.rope_factor
+    return slower_P + kept_P * (plain_P - slower_P), factor
+
+
+def _llama3(config: ModelConfig, turns_P: _Pairs) -> tuple[_Pairs, float]:
+    """The share grows with a pair's number of rotations."""
+    low, high = config.rope_low_frequency, config.rope_high_frequency
+    return np.clip((turns_P - low) / (high - low), 0, 1), 1.0
+
+
+def _yarn(config: ModelConfig, turns_P: _Pairs) -> tuple[_Pairs, float]:
+    """The share falls with a pair's index (Peng et al., arXiv 2309.00071; bounds and rounding as in their code)."""
+    pairs, bounds = len(turns_P), (config.rope_beta_fast, config.rope_beta_slow)
+    first, last = (pairs * math.log(turns_P[0] / turns, config.rope_theta) for turns in bounds)
+    if config.rope_truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    kept_P = 1 - np.clip((np.arange(pairs) - first) / (last - first or 0.001), 0, 1)
+    return kept_P, config.rope_attention_factor or 0.1 * math.log(config.rope_factor) + 1
+
+
+# By kind of scaling: from the rotations of each pair in `rope_original_length` tokens, the share of its rotation that
+# is not scaled, and the factor of what is rotated.
+_SCALINGS: dict[str, Callable[[ModelConfig, _Pairs], tuple[_Pairs | float, float]]] = {
+    "none": lambda config, turns_P: (1.0, 1.0),
+    "linear": lambda config, turns_P: (0.0, 1.0),
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rotated(x_BTHK: Array, position_BT: Array, config: ModelConfig) -> Array:
-    """Rotate queries or keys of tokens at these positions, int32, B possibly 1. Only the positions are saved for the
-    backward pass."""
+    """Rotate queries or keys of tokens at these positions, int32, B possibly 1, and multiply them by the factor of
+    `rotations`. Only the positions are saved for the backward pass."""
     return _turned(x_BTHK, position_BT, config, 1)
 
 
@@ -50,9 +74,10 @@ rotated.defvjp(
 
 def _turned(x_BTHK: Array, position_BT: Array, config: ModelConfig, direction: int) -> Array:
     dtype = at_least_fp32(x_BTHK.dtype)
-    angle_P = jnp.asarray(direction * _angles_P(config, x_BTHK.shape[-1] // 2), dtype)
+    rotation_P, factor = rotations(config, x_BTHK.shape[-1] // 2)
+    angle_P = jnp.asarray(direction * rotation_P, dtype)
     angle_BTHP = position_BT.astype(dtype)[..., None, None] * angle_P[None, None, None]
-    cos_BTHP, sin_BTHP = jnp.cos(angle_BTHP), jnp.sin(angle_BTHP)
+    cos_BTHP, sin_BTHP = factor * jnp.cos(angle_BTHP), factor * jnp.sin(angle_BTHP)
     first_BTHP, second_BTHP = jnp.split(x_BTHK.astype(dtype), 2, axis=-1)
     turned = first_BTHP * cos_BTHP - second_BTHP * sin_BTHP, second_BTHP * cos_BTHP + first_BTHP * sin_BTHP
     return jnp.concatenate(turned, axis=-1).astype(x_BTHK.dtype)

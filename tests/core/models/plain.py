@@ -9,6 +9,7 @@ from scipy.special import erf
 from tiny import hash_of
 
 from megajax.core.batch import IGNORED
+from megajax.core.models.config import ModelConfig
 from megajax.settings.config import Config
 
 EMBEDDING, ATTENTION_WEIGHTS, ATTENTION_OUTPUT, MLP_OUTPUT = 0xFFFF_FFFF, 0, 1, 2  # what the masks are drawn for
@@ -67,23 +68,10 @@ class Plain:
         return x_BTD
 
     def rotated(self, x_BTHK: np.ndarray) -> np.ndarray:
-        """By complex numbers, as the paper writes them: pair p turns by theta^(-2p/K) a token."""
-        half, model = x_BTHK.shape[-1] // 2, self.model
-        frequency_P = model.rope_theta ** (-np.arange(half) / half)
-        if model.rope_scaling == "linear":
-            frequency_P /= model.rope_factor
-        if model.rope_scaling == "llama3":
-            length_P, original = 2 * np.pi / frequency_P, model.rope_original_length
-            share_P = (original / length_P - model.rope_low_frequency) / (
-                model.rope_high_frequency - model.rope_low_frequency
-            )
-            between_P = (1 - share_P) * frequency_P / model.rope_factor + share_P * frequency_P
-            frequency_P = np.where(
-                length_P > original / model.rope_low_frequency,
-                frequency_P / model.rope_factor,
-                np.where(length_P < original / model.rope_high_frequency, frequency_P, between_P),
-            )
-        turn_BTP = np.exp(1j * self.position_BT[..., None] * frequency_P)
+        """By complex numbers, as the paper writes them."""
+        half = x_BTHK.shape[-1] // 2
+        frequency_P, scale = frequencies(self.model, half)
+        turn_BTP = scale * np.exp(1j * self.position_BT[..., None] * frequency_P)
         turned = (x_BTHK[..., :half] + 1j * x_BTHK[..., half:]) * turn_BTP[:, :, None]
         return np.concatenate([turned.real, turned.imag], axis=-1)
 
@@ -150,6 +138,32 @@ class Decoder(Plain):
         """Mean over the targets that are not ignored."""
         losses_BT = cross_entropy(self.logits(batch), batch["targets"])
         return losses_BT[batch["targets"] != IGNORED].mean()
+
+
+def frequencies(model: ModelConfig, half: int) -> tuple[np.ndarray, float]:
+    """Of the pairs of a head, of which pair p turns by theta^(-2p/K) a token, and what scales them."""
+    frequency_P, original = model.rope_theta ** (-np.arange(half) / half), model.rope_original_length
+    slower_P = frequency_P / model.rope_factor
+    if model.rope_scaling == "linear":
+        return slower_P, 1.0
+    if model.rope_scaling == "llama3":
+        length_P = 2 * np.pi / frequency_P
+        share_P = (original / length_P - model.rope_low_frequency) / (
+            model.rope_high_frequency - model.rope_low_frequency
+        )
+        between_P = (1 - share_P) * slower_P + share_P * frequency_P
+        fast_P = length_P < original / model.rope_high_frequency
+        slow_P = length_P > original / model.rope_low_frequency
+        return np.where(slow_P, slower_P, np.where(fast_P, frequency_P, between_P)), 1.0
+    if model.rope_scaling == "yarn":
+        betas = np.array([model.rope_beta_fast, model.rope_beta_slow])
+        first, last = 2 * half * np.log(original / (betas * 2 * np.pi)) / (2 * np.log(model.rope_theta))
+        first, last = (np.floor(first), np.ceil(last)) if model.rope_truncate else (first, last)
+        first, last = max(first, 0), min(last, 2 * half - 1)
+        ramp_P = np.clip((np.arange(half) - first) / (0.001 if first == last else last - first), 0, 1)
+        scale = model.rope_attention_factor or 1 + np.log(model.rope_factor) / 10
+        return slower_P * ramp_P + frequency_P * (1 - ramp_P), scale
+    return frequency_P, 1.0
 
 
 def linear(weights: dict, x: np.ndarray) -> np.ndarray:

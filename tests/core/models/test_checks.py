@@ -20,7 +20,7 @@ REFUSED = {  # preset and table of options -> values, and a part of the line
         ({"num_heads": 6, "num_kv_heads": 2}, "valid: a multiple of 6, such as 60 or 66, or a --model.head-size"),
         (
             {"rope_factor": 2.0},
-            "--model.rope-factor 2 with --model.rope-scaling none; valid: --model.rope-scaling linear or llama3, or ",
+            "--model.rope-factor 2 with --model.rope-scaling none; valid: --model.rope-scaling linear or llama3 or ",
         ),
         (
             {"rope_scaling": "llama3", "rope_low_frequency": 4.0},
@@ -38,7 +38,15 @@ REFUSED = {  # preset and table of options -> values, and a part of the line
         ),
         ({"layer_order": "post"}, "--model.layer-order post with --model.family decoder; valid: pre"),
         ({"activation": "relu"}, "valid: auto, gelu, gelu-tanh, swiglu"),
-        ({"rope_scaling": "yarn"}, "valid: none, linear, llama3"),
+        ({"rope_scaling": "dynamic"}, "valid: none, linear, llama3, yarn"),
+        (
+            {"rope_scaling": "yarn", "rope_beta_slow": 33.0},
+            "--model.rope-beta-slow 33 is above --model.rope-beta-fast 32; valid: no more",
+        ),
+        (
+            {"rope_scaling": "yarn", "rope_theta": 1.0},
+            "--model.rope-theta 1 with --model.rope-scaling yarn; valid: more than 1",
+        ),
     ],
     ("bert-demo", "model"): [
         ({"norm": "rmsnorm"}, "--model.norm rmsnorm with --model.family bert; valid: --model.norm layernorm"),

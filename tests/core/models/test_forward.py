@@ -30,8 +30,10 @@ WORDS = {
     "llama 3.1": LLAMA
     | {"num_kv_heads": 4, "head_size": 6, "mlp_size": 40, "tied_embedding": False, "rope_scaling": "llama3"}
     | {"rope_factor": 8.0, "rope_original_length": 64, "rope_theta": 50.0},
-    "qwen 3 with a window": LLAMA
-    | {"num_kv_heads": 2, "head_size": 10, "query_key_norm": True, "norm_epsilon": 0.1, "sliding_window": 4},
+    "qwen 3, window, yarn": LLAMA
+    | {"num_kv_heads": 2, "head_size": 10, "query_key_norm": True, "norm_epsilon": 0.1, "sliding_window": 4}
+    | {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original_length": 7, "rope_theta": 20.0}
+    | {"rope_beta_fast": 1.1, "rope_beta_slow": 0.1},
     "qwen 2 of one head of keys": LLAMA
     | {"num_kv_heads": 1, "head_size": 4, "bias": "query-key-value", "rope_scaling": "linear", "rope_factor": 3.0},
     "olmo 2, normed over all heads": LLAMA
@@ -39,7 +41,7 @@ WORDS = {
     "gpt-2 without biases": {"bias": "none", "num_kv_heads": 4, "norm": "layernorm", "sliding_window": 5},
     "layernorm with swiglu": {"activation": "swiglu", "positions": "rotary", "head_size": 4, "query_key_norm": True},
 }
-DEFAULT = [("gpt-2", False), ("qwen 3 with a window", True)]  # any mesh is one device exactly (`test_field.py`)
+DEFAULT = [("gpt-2", False), ("qwen 3, window, yarn", True)]  # any mesh is one device exactly (`test_field.py`)
 OTHERS = [(name, documents) for name in WORDS for documents in (True, False) if (name, documents) not in DEFAULT]
 
 

@@ -1,0 +1,55 @@
+"""Rotary angles of random settings in config.json are those of `transformers`, and an export means the same there."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hugging_face import SETTINGS
+
+from megajax.convert.families import exchange_of
+from megajax.convert.settings import Fields
+from megajax.core.models.checks import check_model
+from megajax.core.models.config import ModelConfig
+from megajax.core.models.rotary import rotations
+
+pytestmark = pytest.mark.peer
+transformers = pytest.importorskip("transformers", reason="the extra `peer` is not installed")
+llama = pytest.importorskip("transformers.models.llama.modeling_llama", reason="the extra `peer` is not installed")
+
+
+def random_settings(seed: int) -> dict[str, Any]:
+    """Fields of a Llama with YaRN, in either spelling; those that may be are sometimes missing or null."""
+    rng = np.random.default_rng(seed)
+    length = int(rng.integers(20, 120_000))
+    part = {"factor": float(rng.uniform(1, 60)), "original_max_position_embeddings": length}
+    optional = {"beta_slow": float(rng.uniform(0.1, 1)), "truncate": bool(rng.integers(2))}
+    optional["beta_fast"] = 1.0 + float(rng.choice([0, rng.uniform(0, 60)]))
+    optional |= {name: float(rng.uniform(0.1, 2)) for name in ("attention_factor", "mscale", "mscale_all_dim")}
+    part |= {name: value for name, value in optional.items() if rng.random() < 0.5}
+    part |= {name: None for name in ("attention_factor", "mscale") if name not in part and rng.random() < 0.5}
+    if rng.random() < 0.3:
+        del part["original_max_position_embeddings"]
+    theta = {"rope_theta": float(10 ** rng.uniform(0.5, 7))}
+    spelled: dict[str, Any] = {"rope_parameters": {"rope_type": "yarn"} | part | theta}
+    if rng.random() < 0.5:
+        spelled = {"rope_scaling": {str(rng.choice(["type", "rope_type"])): "yarn"} | part} | theta
+    sizes = {"head_dim": 2 * int(rng.integers(1, 70)), "max_position_embeddings": length * int(rng.integers(1, 9))}
+    return SETTINGS["llama"] | sizes | spelled
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_yarn(seed: int, tmp_path: Path) -> None:
+    fields = random_settings(seed)
+    exchange = exchange_of(Fields(tmp_path, fields | {"model_type": "llama"}))
+    read = exchange.read_settings(Fields(tmp_path, fields), {})
+    model = ModelConfig(**{key.removeprefix("model."): value for key, value in read.items() if "model." in key})
+    check_model(model)
+    rotation_P, factor = rotations(model, model.head_size // 2)
+    exported = exchange.settings(model, (), None)["config.json"]
+    older = {name: value for name, value in exported.items() if name != "rope_parameters"}
+    for settings in fields, exported, older:
+        theirs = llama.LlamaRotaryEmbedding(transformers.LlamaConfig(**copy.deepcopy(settings)))
+        np.testing.assert_allclose(rotation_P, theirs.inv_freq.double().numpy(), rtol=3e-6)
+        assert factor == pytest.approx(theirs.attention_scaling, rel=1e-12)
