@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 
-from megajax.convert.exchange import Exchange
+from megajax.convert.exchange import Exchange, Head
 from megajax.convert.families import EXCHANGES
 from megajax.core.models.config import ModelConfig
 
@@ -33,6 +33,8 @@ def likely_source(names: Collection[str], exchange: Exchange, model: ModelConfig
     known = {"": _names(exchange, model)}
     for other in EXCHANGES:
         for head, own in other.heads.items():
+            if not there <= _every_name(other, own):
+                continue  # soon known, while the names of one model take a trace
             lacks = other.lacks(model) | {"num_layers": 1, "num_experts": 1 if other.fused else 0, "head": head}
             known[own.classes[0]] = _names(other, replace(model, **lacks))
     likely = [name for name in known if there and there <= known[name]]
@@ -45,6 +47,13 @@ def likely_source(names: Collection[str], exchange: Exchange, model: ModelConfig
 
 def _is_optional(name: str) -> bool:
     return any(name in (*exchange.copies, *head.copies) for exchange in EXCHANGES for head in exchange.heads.values())
+
+
+def _every_name(exchange: Exchange, head: Head) -> set[str]:
+    """Like `_names`, of all models of a class together."""
+    places = [*exchange.shared.values(), *head.shared.values(), *exchange.blocks.values()]
+    names = {place.name.format(layer=0, expert=0) for place in places}
+    return {_in_general(name) for name in (*names, *exchange.copies, *head.copies)}
 
 
 def _names(exchange: Exchange, model: ModelConfig) -> set[str]:
