@@ -5,8 +5,9 @@ zeros wherever it is sharded: as stored, and in a reduced gradient. They have no
 optimizer leaves them zero, and a gathered weight and the canonical form do not have them. Experts are sharded over
 those of the axes that do not divide them already.
 
-- ZeRO-1: gradients leave the microbatch loop as local sums. Once a step, leaf by leaf, they are reduce-scattered to
-  the owner of each shard; the owner updates it, and the weights are all-gathered for the next step.
+- ZeRO-1: gradients are summed locally over microbatches. Once a step they are reduce-scattered to the owner of each
+  shard, after the loop or layer by layer in its last backward pass (`--optimizer.overlap-reductions`). The owner
+  updates it, and the weights are all-gathered for the next step.
 - ZeRO-3: compute weights are stored sharded too. A layer's weights are gathered just before use, forward and backward,
   and its gradients are scattered at once. If layers are scanned or pipelined, no gathered weight outlives its layer.
 """

@@ -159,10 +159,11 @@ class Pipeline:
         self, row: Row, buffer: Tree, grad: Array, sums: Sums, reduce: Reduce | None = None
     ) -> tuple[Array, Sums]:
         """Pull the gradient of a chunk's output back to its input."""
-        residuals = jax.tree.map(lambda slots: slots[row.backward.slot], buffer["residuals"])
+        chunk, slot = row.backward.chunk, row.backward.factor_slot
+        saved = jax.tree.map(lambda slots: slots[row.backward.slot], buffer["residuals"])
         context = self._context(row.backward.microbatch)
-        slot = row.backward.factor_slot
-        return self.layers.backward(row.backward.chunk, residuals, context, grad, sums, slot, reduce)
+        residuals = self.layers.restored(chunk, saved, context)
+        return self.layers.pull_back(chunk, residuals, context, grad, sums, slot, reduce)
 
     def weight_gradients(
         self, schedule: Schedule, turns: Turns | None, sums: Sums, reduce: Reduce | None = None

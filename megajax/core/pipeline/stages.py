@@ -79,32 +79,19 @@ class Layers:
         return self.layer_index.shape[1]
 
     def forward(self, chunk: Number, x: Array, context: Tree) -> tuple[Output, list[Array]]:
-        """A chunk's output with its figures, and the residuals to save for its `backward`."""
+        """A chunk's output with its figures, and what to save for its backward (`restored`)."""
         if self.recompute_stage:
             return self.run(chunk, x, context), [x]
         return self.forward_with_residuals(chunk, x, context)
 
-    def backward(
-        self,
-        chunk: Number,
-        residuals: list[Array],
-        context: Tree,
-        grad: Array,
-        sums: Sums,
-        slot: Number,
-        reduce: Reduce | None = None,
-    ) -> tuple[Array, Sums]:
-        """Pull `grad` back through a chunk, and add its weight gradients to `sums`, or store their factors in `slot`.
-        With `reduce` this completes the chunk's sums: in their place it returns the reduced ones, [n, …], each layer's
-        reduced while the layers before it compute."""
-        if self.recompute_stage:
-            residuals = self.forward_with_residuals(chunk, residuals[0], context)[1]
-        return self.pull_back(chunk, residuals, context, grad, sums, slot, reduce)
+    def restored(self, chunk: Number, saved: list[Array], context: Tree) -> list[Array]:
+        """The residuals for `pull_back`, from what `forward` saved."""
+        return self.forward_with_residuals(chunk, saved[0], context)[1] if self.recompute_stage else saved
 
     @jax.named_scope("weight_gradients")
     def add_weight_gradients(self, chunk: Number, sums: Sums, slot: Number, reduce: Reduce | None = None) -> Sums:
         """Add a chunk's deferred weight gradients, from the factors that its backward stored in `slot`; `reduce` as in
-        `backward`."""
+        `pull_back`."""
         products = self.products
         assert products is not None
 
@@ -180,7 +167,9 @@ class Layers:
         slot: Number = 0,
         reduce: Reduce | None = None,
     ) -> tuple[Array, Sums]:
-        """`backward`, given the residuals that `forward_with_residuals` returned."""
+        """Pull `grad` back through a chunk, and add its weight gradients to `sums`, or store their factors in `slot`.
+        With `reduce` this completes the chunk's sums: in their place it returns the reduced ones, [n, …], each layer's
+        reduced while the layers before it compute."""
 
         def layer(carry: tuple[Array, Tree, Factors, Tree], own: Tree, index: Array, xs: tuple[Array, Array, list]):
             (grad, total, buffer, before), (place, number, residuals) = carry, xs
