@@ -116,8 +116,9 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
             own = jnp.arange(chosen, dtype=jnp.int32) % model.num_experts
             backend, weight = program.backend, block.mlp.up.weight
             at_once = backend.blocks_at_once(weight[0].size * weight.dtype.itemsize)
-            blocks, _ = in_blocks(own, model.num_experts, backend.expert_block, at_once)
-            rows_of = blocks.group_MG.size * backend.expert_block, model.hidden_size
+            block, by_kernel = backend.expert_block, backend.expert_kernel
+            blocks, _ = in_blocks(own, model.num_experts, block, at_once, by_kernel=by_kernel)
+            rows_of = blocks.group_MG.size * block, model.hidden_size
         inputs["experts"] = jax.random.normal(jax.random.key(2), rows_of, jnp.float32)
         calls["router"] = block.mlp.router, lambda module, x, d: module(x, context_of(x, d), 0).share_BTK, layers
         calls |= {"experts": (block.mlp, through_experts, layers), "dispatch and combine": (*mixture, layers)}

@@ -24,6 +24,7 @@ class Backend:
     # compiled apart from the others.
     overlapped_sums: float = math.inf
     expert_block: int = 128  # dropless experts multiply blocks of so many rows (`parallel/grouped.py`),
+    expert_kernel: bool = False  # by our own kernels what these can; else in a loop,
     expert_bytes: int = 0  # as many at once as have weights of this size; 0: one
 
     def blocks_at_once(self, weight_bytes: int) -> int:
@@ -45,6 +46,12 @@ class Backend:
     def without(self, implementation: str) -> "Backend":
         """The backend without an implementation of attention."""
         return replace(self, attention=tuple(name for name in self.attention if name != implementation))
+
+    def without_kernel(self, of: str, *, asked: bool) -> "Backend":
+        """The backend without our own kernels of attention, unless these are `asked` for, or of experts."""
+        if of == "experts":
+            return replace(self, expert_kernel=False)
+        return self.without("kernel") if of == "attention" and not asked else self
 
     @property
     def deterministic(self) -> "Backend":
@@ -72,7 +79,8 @@ GPU = Backend(
     overlapped_sums=2**26,  # an H200 reduces their 2^28 bytes in 0.7 ms
     expert_bytes=2**28,  # a turn of a loop costs an H200 27 us: one block in each made a step ten times as long
 )
-HOPPER = replace(GPU, attention=("cudnn", "kernel", *BLOCKS))  # the GPUs that our own kernel is for
+# The GPUs that our own kernels are for.
+HOPPER = replace(GPU, attention=("cudnn", "kernel", *BLOCKS), expert_kernel=True)
 
 # What a run on GPUs decides by measuring at its start (`program/measured.py`): the forms of a computation by name, each
 # as fields of the backend. A further form is a further entry. Unrolled or scanned layers are not measured: a step would
@@ -83,6 +91,7 @@ CANDIDATES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "kernel": {"attention": ("kernel", *BLOCKS)},
         **{f"blocks of {size}": {"attention": BLOCKS, "query_block": size} for size in (128, 256, 512)},
     },
+    "experts": {"kernel": {"expert_kernel": True}, "loop": {"expert_kernel": False}},
     "weight gradients": {
         "transposed by the product": {"transposed_copies": False},
         "transposed by a copy": {"transposed_copies": True},

@@ -28,6 +28,7 @@ _NAMES = {
     "factors": "factors of deferred weight gradients",
     "p2p_transfers": "communication: p2p between stages",
 }
+_EXPERT_KERNEL = "  experts without a capacity: each product is one kernel"
 _OWN_KERNEL = "  attention by our own kernel, an estimate (without it: --model.attention blocks)"
 _TRACED = {True: ", as in the traced program", False: "; the traced program differs"}
 
@@ -61,6 +62,7 @@ def figures(preset: str, config: Config, machine: Machine, compilation: Compilat
         "tokens_per_second": time.tokens_per_second,
         "mfu": time.mfu,
         "own_kernel": model.work.kernel is not None,
+        "expert_kernel": model.work.groups_by_kernel,
         "expert_loop": time.expert_loop and asdict(time.expert_loop),
     }
     return plan | ({"compiled": _compiled(config, compilation)} if compilation else {})
@@ -159,5 +161,6 @@ def _time(plan: dict[str, Any]) -> list[str]:
         f"{plan['tokens_per_second']:,.0f} tokens/s, MFU {plan['mfu']:.1%}",
         f"  of which {', '.join(parts)}",
         *([_OWN_KERNEL] if plan["own_kernel"] else []),
+        *([_EXPERT_KERNEL] if plan["expert_kernel"] else []),
         *([f"  {ExpertLoop(**plan['expert_loop']).line}"] if plan["expert_loop"] else []),
     ]

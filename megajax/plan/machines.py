@@ -33,6 +33,8 @@ class Efficiency:
     # Seconds of a turn of dropless experts' loop beside its product and its copies, from one measured step: the 619 ms
     # of two layers of olmoe-1b-7b with one block in a turn, on an H200 (docs/benchmarks/gpu.md).
     turn: float = 20e-6
+    # Of the rate of a large product, by the kernels of dropless experts, padding counted: measured on an H200.
+    grouped: float = 0.9
     fixed: float = 100e-6  # least seconds of a layer, forward and backward: 50 kernels of 2 us, an assumption
 
 

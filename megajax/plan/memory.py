@@ -10,8 +10,10 @@ from functools import lru_cache
 from math import prod
 
 from megajax.core.backend import BLOCKS, CPU, GPU, Backend
+from megajax.core.parallel.grouped import kernels_can
 from megajax.core.pipeline.deferral import Deferring
 from megajax.core.pipeline.schedule import make_schedule
+from megajax.core.precision import COMPUTE_DTYPE
 from megajax.core.program.program import batch_form
 from megajax.plan.costs import Region, StepCost
 from megajax.plan.machines import Machine
@@ -59,8 +61,9 @@ class Memory:
 
 
 def backend_of(machine: Machine) -> Backend:
-    """The forms that suit a GPU, cuDNN's attention if there is one."""
-    return GPU if machine.fused_attention else replace(GPU, attention=BLOCKS)
+    """The forms that suit a GPU: cuDNN's attention if there is one, our kernels of experts where these run."""
+    attention = GPU.attention if machine.fused_attention else BLOCKS
+    return replace(GPU, attention=attention, expert_kernel=machine.kernel is not None)
 
 
 def memory(config: Config, backend: Backend = GPU, cost: StepCost | None = None) -> Memory:
@@ -243,12 +246,15 @@ class Temporaries:
     def _blocks(self, region: Region) -> int:
         """Backward through products of experts in blocks (`core/parallel/grouped.py`), for the rows of the whole expert
         group: the first products' results and the last one's input twice, with their gradients; the rows, and their
-        results before and after reordering; for every weight a transposed copy, the sum and the gradient; and a turn's
-        copies of weights, or the fp32 gradients."""
+        results before and after reordering; for every weight the gradient, and in a loop a transposed copy, the sum and
+        a turn's copies of weights, or the fp32 gradients."""
         experts, rows = region.products[0].experts, region.products[0].dims.shape(self._rows)[0]
         rows = rows * self.step.config.mesh.expert + experts * self.backend.expert_block
         (_, hidden, given), (_, taken, _) = (region.products[place].dims.fixed for place in (0, -1))
         weights, weight = experts * hidden * (given + taken), self._wide * hidden * given
+        dtype = COMPUTE_DTYPE[self.step.config.precision]
+        if self.backend.expert_kernel and kernels_can(dtype, self.backend.expert_block, hidden, taken):
+            return self._wide * (rows * (2 * given + 2 * taken + 5 * hidden) + weights)
         at_once = min(self.backend.blocks_at_once(weight), rows // self.backend.expert_block)
         copies = 2 * at_once * weight if at_once > 1 else 0
         return self._wide * (rows * (2 * given + 2 * taken + 5 * hidden) + 3 * weights) + copies

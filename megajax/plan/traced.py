@@ -75,7 +75,9 @@ def _permutes(config: Config) -> bool:
 
 
 def _coarse(backend: Backend) -> Backend:
-    return replace(backend, query_block=_LARGEST_BLOCK, scores_bytes=None, expert_block=1, expert_bytes=0)
+    return replace(
+        backend, query_block=_LARGEST_BLOCK, scores_bytes=None, expert_block=1, expert_kernel=False, expert_bytes=0
+    )
 
 
 def _attention(config: Config) -> Any:
@@ -292,7 +294,7 @@ def _product(eqn: JaxprEqn, blocks: _Blocks) -> Product:
     as many as there are choices by tokens on a device."""
     left, right = _operand_shapes(eqn)
     if _of_block(eqn, blocks):
-        inner, columns = right[::-1] if _in_float8(eqn) else right
+        inner, columns = right[:-3:-1] if _in_float8(eqn) else right
         return Product(Dims((0, inner, columns), (blocks.chosen, 0, 0)), experts=blocks.experts)
     (inner_dims, _), (batch_dims, _) = eqn.params["dimension_numbers"]
     inner, batch = prod(left[dim] for dim in inner_dims), prod(left[dim] for dim in batch_dims)
@@ -303,5 +305,6 @@ def _product(eqn: JaxprEqn, blocks: _Blocks) -> Product:
 def _of_block(eqn: JaxprEqn, blocks: _Blocks) -> bool:
     """Whether it is the product of one block of rows with its expert's weight, in a loop over blocks."""
     left, right = _operand_shapes(eqn)
-    (_, summed), _ = eqn.params["dimension_numbers"]
-    return blocks.experts > 0 and len(right) == 2 and left == (1, right[summed[0]])
+    (_, summed), (_, batch) = eqn.params["dimension_numbers"]
+    one_row = (*[1] * (len(left) - 1), right[summed[0]])
+    return blocks.experts > 0 and len(right) == 2 + len(batch) and left == one_row

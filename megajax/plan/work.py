@@ -7,10 +7,11 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from math import prod
 
-from megajax.core.backend import GPU
+from megajax.core.backend import GPU, Backend
 from megajax.core.models.attention_mask import AttentionMask
 from megajax.core.models.fused_attention import HEAD_SIZES
-from megajax.core.precision import BESIDE
+from megajax.core.parallel.grouped import kernels_can
+from megajax.core.precision import BESIDE, COMPUTE_DTYPE
 from megajax.core.program.program import scans_layers
 from megajax.plan.costs import Product, StepCost
 from megajax.plan.expert_loop import ExpertLoop
@@ -85,17 +86,33 @@ class StepWork:
     def _shape(self, product: Product) -> tuple[int, int, int, int]:
         rows, inner, columns = product.dims.shape(self.sizes.microbatch)
         number = max(1, product.experts)
-        return -(-rows // number), inner, columns, number
+        padded = self._backend.expert_block // 2 if self._grouped(product) else 0  # half of an expert's last block
+        return -(-rows // number) + padded, inner, columns, number
+
+    @cached_property
+    def _backend(self) -> Backend:
+        backend = backend_of(self.machine)
+        return backend.deterministic if self.config.deterministic else backend
+
+    def _grouped(self, product: Product) -> bool:
+        """Whether the kernels of dropless experts multiply it."""
+        _, inner, columns = product.dims.fixed
+        dtype, block = COMPUTE_DTYPE[self.config.precision], self._backend.expert_block
+        fits = kernels_can(dtype, block, inner, columns // product.weights) and self._backend.expert_kernel
+        return fits and product.experts > 0 and not self.config.model.expert_capacity
+
+    @property
+    def groups_by_kernel(self) -> bool:
+        """Whether kernels multiply the rows of dropless experts."""
+        return any(map(self._grouped, self.layer.products))
 
     @cached_property
     def expert_loop(self) -> ExpertLoop | None:
-        """The loop that dropless experts run."""
+        """The loop that dropless experts run without kernels."""
         first = next((product for product in self.layer.products if product.experts), None)
-        if first is None or self.config.model.expert_capacity:
+        if first is None or self.config.model.expert_capacity or self._grouped(first):
             return None
-        backend = backend_of(self.machine)
-        backend = backend.deterministic if self.config.deterministic else backend
-        return ExpertLoop.of(self.config, backend, first, self.sizes.microbatch, self.sizes.item)
+        return ExpertLoop.of(self.config, self._backend, first, self.sizes.microbatch, self.sizes.item)
 
     def _multiplied(self, product: Product, *, backward: bool = False) -> Seconds:
         """A product of the layer, or `backward` that of its output's gradient."""
@@ -106,7 +123,11 @@ class StepWork:
             transposed = 2 * self.sizes.item * count * inner * columns if backward else 0  # a copy of all weights
             return (one + Seconds(traffic=self.moved(transposed))).times(product.weights)
         shape = (rows, columns, inner, count) if backward else (rows, inner, columns, count)
-        return Seconds(self.product(*shape, in_float8=True))
+        return Seconds(self.product(*shape, in_float8=True) / self._rate(product))
+
+    def _rate(self, product: Product) -> float:
+        """Of a product's kernel, relative to a large product."""
+        return self.machine.efficiency.grouped if self._grouped(product) else 1.0
 
     def _in_loop(self, loop: ExpertLoop, inner: int, columns: int) -> Seconds:
         """The loop of dropless experts: a turn copies its rows and weights, and its results to their place, which is
@@ -124,7 +145,7 @@ class StepWork:
         rounded at the end."""
         rows, inner, columns, count = self._shape(product)
         if not product.experts or not self.expert_loop:
-            return Seconds(self.product(inner, rows, columns, count))
+            return Seconds(self.product(inner, rows, columns, count) / self._rate(product))
         loop, item, wide = self.expert_loop, self.sizes.item, max(4, self.sizes.item)
         columns //= product.weights
         given, sums = loop.blocks * loop.block_rows * (inner + columns), loop.blocks * inner * columns

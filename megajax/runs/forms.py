@@ -43,8 +43,8 @@ def measured_backend(
     for question, number in zip(questions, numbers, strict=True):
         if number < len(question.forms):
             backend = dataclasses.replace(backend, **candidates[question.name][list(question.forms)[number]])
-        elif question.name == "attention" and program.config.model.attention == "auto":
-            backend = backend.without("kernel")  # which may be wrong here, or have ended an earlier start
+        else:  # our kernels may be wrong here, or have ended an earlier start
+            backend = backend.without_kernel(question.name, asked=program.config.model.attention == "kernel")
     return backend
 
 

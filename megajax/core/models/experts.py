@@ -87,8 +87,8 @@ class ExpertLinear(nnx.Module):
     def weight_gradients(factors: Pair, linears: "Sequence[ExpertLinear]") -> list[Array]:
         """The weights' gradients from the factors of `expert_products`."""
         given, grads = factors
-        rows, *blocks = given if isinstance(given, tuple) else (given,)
-        return [group_weight_gradient(rows, grad, linears[0].weight.shape[0], *blocks) for grad in grads]
+        rows, blocks = given if isinstance(given, tuple) else (given, None)
+        return [group_weight_gradient(rows, grad, linears[0].weight.shape[0], blocks) for grad in grads]
 
 
 def expert_products(
@@ -99,14 +99,14 @@ def expert_products(
     `name`: the rows with the blocks, and the outputs' gradients."""
     axes, in_float8 = sorted(varying_axes(rows)), linears[0].in_float8
     weights = [Float8Weight(vary(linear.weight[...], axes), vary(linear.copies, axes)) for linear in linears]
-    beside = () if blocks is None else blocks
+    beside = () if blocks is None else (blocks,)
 
-    def multiply(rows: Array, weights: list[Float8Weight], *blocks: Array) -> list[Array]:
+    def multiply(rows: Array, weights: list[Float8Weight], *blocks: Blocks) -> list[Array]:
         if in_float8:
             return in_float8.forward(rows, weights, *blocks)
         return [group_product(rows, weight.array, *blocks) for weight in weights]
 
-    def of_input(_: Array, grads: list[Array], weights: list[Float8Weight], *blocks: Array) -> Array:
+    def of_input(_: Array, grads: list[Array], weights: list[Float8Weight], *blocks: Blocks) -> Array:
         if in_float8:
             return in_float8.input_gradient(grads, weights, *blocks)
         return group_input_gradient(grads, [weight.array for weight in weights], *blocks)
@@ -216,7 +216,7 @@ class Mixture(nnx.Module):
         local_N = jnp.where((local_N >= 0) & (local_N < own), local_N, own)  # those of other devices come last
         block, weight = self.backend.expert_block, self.up.weight
         at_once = self.backend.blocks_at_once(weight[0].size * weight.dtype.itemsize)
-        blocks, place_N = in_blocks(local_N, own, block, at_once)
+        blocks, place_N = in_blocks(local_N, own, block, at_once, by_kernel=self.backend.expert_kernel)
         nobody_R = jnp.full_like(place_N, number, shape=(blocks.group_MG.size * block,))
         nobody_R = vary(nobody_R, sorted(varying_axes(place_N)))
         source_R = nobody_R.at[place_N].set(jnp.arange(number, dtype=jnp.int32), mode="drop")

@@ -1,15 +1,15 @@
 """Multiply rows with the weight of the group that each belongs to, and with no other. Rows are sorted by group and
-padded to whole blocks per group. A loop multiplies the used blocks, in each turn one or, where turns are expensive,
-several with copies of their weights. (`lax.ragged_dot` multiplies every row with the weights of all groups, on CPUs and
-on GPUs.)
+padded to whole blocks per group. Kernels multiply the used blocks (`kernels/grouped.py`), or else a loop: in each turn
+one or, where turns are expensive, several with copies of their weights. (`lax.ragged_dot` multiplies every row with the
+weights of all groups, on CPUs and on GPUs.)
 
 Letters: E groups, I what goes into a product, O what comes out, M turns, G blocks of a turn, N rows of a group or of a
 block, R rows of all blocks.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,19 +27,28 @@ from megajax.core.parallel.float8 import (
     scaled_together,
 )
 from megajax.core.precision import at_least_fp32
+from megajax.core.private import has_gpu_kernels
+
+_OF_KERNELS = 128  # rows of a block for the kernels, and what divides the widths of their weights
+_KERNEL_DTYPES = [jnp.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)]
 
 
-class Blocks(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Blocks:
     """The groups of the blocks; floats, which represent such numbers exactly, so that they may be factors of a
     product."""
 
     group_MG: Array
-    used: Array  # how many turns have rows, a scalar; the others are left out. Rows of no group are zeros
+    used: Array  # how many blocks have rows, a scalar; the others are left out. Rows of no group are zeros
+    by_kernel: bool = field(metadata={"static": True})  # kernels multiply whatever they can
 
 
-def in_blocks(group_N: Array, groups: int, size: int, at_once: int = 1) -> tuple[Blocks, Array]:
-    """Blocks of `size` rows for N rows of these groups, at most `at_once` of them in a turn, and the place of each row
-    in them, int32; R for a row whose group is none of 0 to `groups` - 1."""
+def in_blocks(
+    group_N: Array, groups: int, size: int, at_once: int = 1, *, by_kernel: bool = False
+) -> tuple[Blocks, Array]:
+    """Blocks of `size` rows for N rows of these groups, at most `at_once` of them in a turn of a loop, and the place of
+    each row in them, int32; R for a row whose group is none of 0 to `groups` - 1."""
     enough = -(-group_N.shape[0] // size) + groups
     turns = -(-enough // at_once)
     at_once = -(-enough // turns)
@@ -54,12 +63,14 @@ def in_blocks(group_N: Array, groups: int, size: int, at_once: int = 1) -> tuple
     inside_N = (group_N >= 0) & (group_N < groups)
     place_N = jnp.where(inside_N, rank_N + jnp.take(shift_E, group_N, mode="clip"), number * size)
     float_MG = jnp.minimum(group_M, groups - 1).astype(jnp.float32).reshape(turns, at_once)
-    return Blocks(float_MG, (-(-ends_E[-1] // at_once)).astype(jnp.float32)), place_N
+    return Blocks(float_MG, ends_E[-1].astype(jnp.float32), by_kernel), place_N
 
 
 @jax.custom_vjp
 def grouped_product(rows_RI: Array, weight_EIO: Array, blocks: Blocks) -> Array:
     """Rows in blocks times their groups' weights, [R, O]; all of them vary over the same axes."""
+    if _by_kernel(rows_RI, blocks, *weight_EIO.shape[1:]):
+        return _kernel_product(rows_RI, weight_EIO, blocks)
     out_RO = _zeros((rows_RI.shape[0], weight_EIO.shape[2]), rows_RI.dtype, rows_RI)
 
     def multiply(turn: Array, out_RO: Array) -> Array:
@@ -83,12 +94,20 @@ grouped_product.defvjp(_forward, _backward)
 
 def input_gradient(grad_RO: Array, weight_EIO: Array, blocks: Blocks) -> Array:
     """The gradient of the rows."""
+    if _by_kernel(grad_RO, blocks, *weight_EIO.shape[1:]):
+        return _kernel_product(grad_RO, weight_EIO, blocks, turned=True)
     return grouped_product(grad_RO, weight_EIO.swapaxes(1, 2), blocks)
 
 
 def grouped_weight_gradient(rows_RI: Array, grad_RO: Array, blocks: Blocks, groups: int) -> Array:
     """The gradient of the weights, [E, I, O], summed in at least fp32."""
     shape, dtype = (groups, rows_RI.shape[1], grad_RO.shape[1]), at_least_fp32(rows_RI.dtype)
+    if _by_kernel(rows_RI, blocks, *shape[1:]):
+        from megajax.core.kernels import grouped
+
+        ends_E = _group_ends(blocks, groups)
+        starts_E = jnp.concatenate([jnp.zeros_like(ends_E[:1]), ends_E[:-1]])
+        return _alike(grouped.weight_gradient(rows_RI, grad_RO, starts_E, ends_E, rows_RI.dtype), rows_RI)
 
     def add(turn: Array, total_EIO: Array) -> Array:
         rows_GNI, grads_GNO = (_rows(x, blocks, turn) for x in (rows_RI, grad_RO))
@@ -101,8 +120,38 @@ def grouped_weight_gradient(rows_RI: Array, grad_RO: Array, blocks: Blocks, grou
     return _for_turns(blocks, add, _zeros(shape, dtype, rows_RI)).astype(rows_RI.dtype)
 
 
+def kernels_can(dtype: Any, block: int, *widths: int) -> bool:
+    """Whether kernels can multiply blocks of so many rows with weights of these widths, and give their gradients."""
+    return jnp.dtype(dtype) in _KERNEL_DTYPES and block == _OF_KERNELS and not any(n % _OF_KERNELS for n in widths)
+
+
+def _by_kernel(rows_R: Array, blocks: Blocks, *widths: int) -> bool:
+    """Whether a kernel multiplies these rows."""
+    block = rows_R.shape[0] // blocks.group_MG.size
+    return blocks.by_kernel and has_gpu_kernels() and kernels_can(rows_R.dtype, block, *widths)
+
+
+def _kernel_product(rows: Array, weight: Array, blocks: Blocks, dtype: Any = None, *, turned: bool = False) -> Array:
+    from megajax.core.kernels import grouped  # JAX 0.10 lacks what it imports
+
+    group_M, used = blocks.group_MG.astype(jnp.int32).reshape(-1), blocks.used.astype(jnp.int32)
+    return _alike(grouped.grouped_product(rows, weight, group_M, used, dtype or rows.dtype, turned=turned), rows)
+
+
+def _group_ends(blocks: Blocks, groups: int) -> Array:
+    """The block after each group's last one, int32."""
+    group_M, used = blocks.group_MG.astype(jnp.int32).reshape(-1), blocks.used.astype(jnp.int32)
+    after_E = jnp.searchsorted(group_M, jnp.arange(groups, dtype=jnp.int32), side="right").astype(jnp.int32)
+    return jnp.minimum(after_E, used)
+
+
+def _alike(x: Array, like: Array) -> Array:
+    return vary(x, sorted(varying_axes(like)))
+
+
 def _for_turns(blocks: Blocks, body: Any, start: Array) -> Array:
-    return lax.fori_loop(jnp.zeros((), jnp.int32), blocks.used.astype(jnp.int32), body, start)
+    used = blocks.used.astype(jnp.int32)
+    return lax.fori_loop(jnp.zeros((), jnp.int32), -(-used // blocks.group_MG.shape[1]), body, start)
 
 
 def _rows(rows_R: Array, blocks: Blocks, turn: Array) -> Array:
@@ -127,28 +176,28 @@ def _put(out_RO: Array, product_GNO: Array, turn: Array) -> Array:
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, like: Array) -> Array:
-    return vary(jnp.zeros(shape, dtype), sorted(varying_axes(like)))
+    return _alike(jnp.zeros(shape, dtype), like)
 
 
-def group_product(rows: Array, weight_EIO: Array, *blocks: Array) -> Array:
+def group_product(rows: Array, weight_EIO: Array, blocks: Blocks | None = None) -> Array:
     """Rows [E, N, I], or [R, I] in blocks, times their groups' weights."""
     if blocks:
-        return grouped_product(rows, weight_EIO, Blocks(*blocks))
+        return grouped_product(rows, weight_EIO, blocks)
     return jnp.einsum("eni,eio->eno", rows, weight_EIO)
 
 
-def group_input_gradient(grads: Sequence[Array], weights_EIO: Sequence[Array], *blocks: Array) -> Array:
+def group_input_gradient(grads: Sequence[Array], weights_EIO: Sequence[Array], blocks: Blocks | None = None) -> Array:
     """The gradient of rows that several products have in common."""
     pairs = zip(grads, weights_EIO, strict=True)
     if blocks:
-        return sum_of(input_gradient(grad, weight, Blocks(*blocks)) for grad, weight in pairs)
+        return sum_of(input_gradient(grad, weight, blocks) for grad, weight in pairs)
     return sum_of(jnp.einsum("eno,eio->eni", grad, weight) for grad, weight in pairs)
 
 
-def group_weight_gradient(rows: Array, grad: Array, groups: int, *blocks: Array) -> Array:
+def group_weight_gradient(rows: Array, grad: Array, groups: int, blocks: Blocks | None = None) -> Array:
     """The gradient of the weights, [E, I, O]."""
     if blocks:
-        return grouped_weight_gradient(rows, grad, Blocks(*blocks), groups)
+        return grouped_weight_gradient(rows, grad, blocks, groups)
     return jnp.einsum("eni,eno->eio", rows, grad)
 
 
@@ -167,44 +216,51 @@ class GroupProducts:
     output_axes: tuple[str, ...]  # mesh axes that shard O
     trained: bool
 
-    def forward(self, rows: Array, weights: Sequence[Float8Weight], *blocks: Array) -> list[Array]:
+    def forward(self, rows: Array, weights: Sequence[Float8Weight], blocks: Blocks | None = None) -> list[Array]:
         """The outputs."""
 
         def in_float8() -> list[Array]:
             copies = forward_copies(weights)
             own = scaled(rows, 1, copies[0].values.dtype, self.contracted_axes)
-            return [_in_float8(own, copy, rows.dtype, *blocks) for copy in copies]
+            return [_in_float8(own, copy, rows.dtype, blocks) for copy in copies]
 
-        return either(weights, in_float8, lambda: [group_product(rows, weight.array, *blocks) for weight in weights])
+        return either(weights, in_float8, lambda: [group_product(rows, weight.array, blocks) for weight in weights])
 
-    def input_gradient(self, grads: Sequence[Array], weights: Sequence[Float8Weight], *blocks: Array) -> Array:
+    def input_gradient(
+        self, grads: Sequence[Array], weights: Sequence[Float8Weight], blocks: Blocks | None = None
+    ) -> Array:
         """The gradient of the rows."""
 
         def in_float8() -> Array:
             copies = backward_copies(weights)
             owns = scaled_together(grads, [1] * len(copies), copies[0].values.dtype, self.output_axes)
             pairs = zip(owns, copies, strict=True)
-            return sum_of(_in_float8(own, copy, grads[0].dtype, *blocks) for own, copy in pairs)
+            return sum_of(_in_float8(own, copy, grads[0].dtype, blocks) for own, copy in pairs)
 
         arrays = [weight.array for weight in weights]
-        return either(weights, in_float8, lambda: group_input_gradient(grads, arrays, *blocks))
+        return either(weights, in_float8, lambda: group_input_gradient(grads, arrays, blocks))
 
     def weight_gradients(
-        self, rows: Array, grads: Sequence[Array], weights: Sequence[Float8Weight], *blocks: Array
+        self, rows: Array, grads: Sequence[Array], weights: Sequence[Float8Weight], blocks: Blocks | None = None
     ) -> list[Array]:
         """The gradients of the weights, in the compute dtype."""
-        return [group_weight_gradient(rows, grad, weights[0].array.shape[0], *blocks) for grad in grads]
+        return [group_weight_gradient(rows, grad, weights[0].array.shape[0], blocks) for grad in grads]
 
 
-def _in_float8(rows: Scaled, weight: Scaled, dtype: Any, *blocks: Array) -> Array:
+def _in_float8(rows: Scaled, weight: Scaled, dtype: Any, blocks: Blocks | None) -> Array:
     if not blocks:
         return multiplied(rows, weight, 1, dtype, batch=1)
-    of = Blocks(*blocks)
+    if _by_kernel(rows.values, blocks, *weight.values.shape[1:]):
+        out_RO = _kernel_product(rows.values, weight.values, blocks, dtype, turned=True)
+        group_M = blocks.group_MG.astype(jnp.int32).reshape(-1)
+        of_block_MO = jnp.take(weight.scale, group_M, axis=0, mode="clip", indices_are_sorted=True)
+        out_MNO = out_RO.reshape(len(group_M), -1, out_RO.shape[1]) * of_block_MO[:, None].astype(dtype)
+        return out_MNO.reshape(out_RO.shape) * rows.scale[:, None].astype(dtype)
 
     def multiply(turn: Array, out_RO: Array) -> Array:
-        own = Scaled(*(_rows(each, of, turn) for each in rows))
-        weights = Scaled(*(_weights(each, of, turn) for each in weight))
+        own = Scaled(*(_rows(each, blocks, turn) for each in rows))
+        weights = Scaled(*(_weights(each, blocks, turn) for each in weight))
         return _put(out_RO, multiplied(own, weights, 1, dtype, batch=1), turn)
 
     out_RO = _zeros((rows.values.shape[0], weight.values.shape[1]), dtype, rows.values)
-    return _for_turns(of, multiply, out_RO)
+    return _for_turns(blocks, multiply, out_RO)

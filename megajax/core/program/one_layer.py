@@ -1,7 +1,8 @@
-"""What a run on GPUs measures before it starts (`program/measured.py`): attention and weight gradients of one layer, on
-one device, with the shapes that a device has, and the run's masks and dropout.
+"""What a run on GPUs measures before it starts (`program/measured.py`): attention, experts and weight gradients of one
+layer, on one device, with the shapes that a device has, and the run's masks and dropout.
 
-Letters: B batch, T queries, S keys, H heads, of keys and values maybe fewer, K head size; N tokens, D model, F MLP.
+Letters: B batch, T queries, S keys, H heads, of keys and values maybe fewer, K head size; N tokens, or choices of
+experts by tokens, D model, F MLP, E experts.
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ from megajax.core.models.context_attention import copies
 from megajax.core.models.staged import StagedModel
 from megajax.core.parallel.boundary import F_AND_G
 from megajax.core.parallel.collectives import TENSOR
+from megajax.core.parallel.grouped import grouped_product, in_blocks, kernels_can
 from megajax.core.parallel.products import product
 from megajax.core.parallel.random import Dropout
 from megajax.core.private import has_gpu_kernels
@@ -160,18 +162,63 @@ class OneLayer:
         inputs = partial(self._random, x_ND, in_DF, out_FD, x_ND)
         return FormQuestion("weight gradients", what, outputs, backends, self.program.backend, function, inputs)
 
+    def experts(self, forms: Forms) -> FormQuestion:
+        """The two products of a mixture without capacity, as an evaluation's always is, with all their gradients; the
+        first expert has no token. Only asked where kernels can multiply."""
+        config, model, backend = self.program.config, self.model, self.program.backend
+        hidden, inner = model.hidden_size, model.expert_size // config.mesh.tensor
+        own, tokens = model.num_experts // config.mesh.expert, self.rows * self.length // self.context
+        number = tokens * config.mesh.expert * model.experts_per_token
+        can = (
+            backend.expert_kernel
+            and has_gpu_kernels()
+            and own
+            and kernels_can(self.dtype, backend.expert_block, hidden, inner)
+        )
+        backends = {name: dataclasses.replace(backend, **changes) for name, changes in forms.items() if can}
+
+        def function(backend: Backend) -> Compute:
+            def both(x_ND: Array, in_EDF: Array, out_EFD: Array, grad_ND: Array, group_N: Array) -> list[Array]:
+                block, at_once = backend.expert_block, backend.blocks_at_once(in_EDF[0].size * in_EDF.dtype.itemsize)
+                blocks, place_N = in_blocks(group_N, own, block, at_once, by_kernel=backend.expert_kernel)
+
+                def in_blocks_of(x_ND: Array) -> Array:
+                    nothing_RD = jnp.zeros((blocks.group_MG.size * block, x_ND.shape[1]), x_ND.dtype)
+                    return nothing_RD.at[place_N].set(x_ND, mode="drop")
+
+                def products(rows_RD: Array, in_EDF: Array, out_EFD: Array) -> Array:
+                    return grouped_product(grouped_product(rows_RD, in_EDF, blocks), out_EFD, blocks)
+
+                y_RD, pull = jax.vjp(products, in_blocks_of(x_ND), in_EDF, out_EFD)
+                rows_RD, *weights = pull(in_blocks_of(grad_ND))
+                return [*(x_RD.at[place_N].get(mode="fill", fill_value=0) for x_RD in (y_RD, rows_RD)), *weights]
+
+            return _alone(both)
+
+        chosen_N = np.random.default_rng(0).integers(1, max(2, model.num_experts), number, np.int32)
+        others = (np.where(chosen_N < own, chosen_N, own).astype(np.int32),)
+        outputs = [
+            "the output",
+            *(f"the gradient of the {name}" for name in ("input", "first weights", "second weights")),
+        ]
+        what = f"{number} choices of experts, {own} of {hidden} x {inner} x {hidden} here, forward and backward"
+        x_ND, in_EDF, out_EFD = (number, hidden), (own, hidden, inner), (own, inner, hidden)
+        inputs = partial(self._random, x_ND, in_EDF, out_EFD, x_ND, others=others)
+        reference = dataclasses.replace(backend, expert_kernel=False)
+        return FormQuestion("experts", what, outputs, backends, reference, function, inputs)
+
     def questions(self, candidates: Mapping[str, Forms]) -> list[FormQuestion]:
         """The candidates with more than one form here."""
-        by_name = {"attention": self.attention, "weight gradients": self.weight_gradients}
+        by_name = {"attention": self.attention, "experts": self.experts, "weight gradients": self.weight_gradients}
         found = [by_name[name](forms) for name, forms in candidates.items()]
         return [question for question in found if len(question.forms) > 1]
 
     def _random(self, *shapes: Sequence[int], others: tuple[np.ndarray, ...] = ()) -> list[Array]:
-        """Random arrays, matrices scaled so that products with them have variance 1; then the `others`."""
+        """Random arrays, weights scaled so that products with them have variance 1; then the `others`."""
         keys = jax.random.split(jax.random.key(0), len(shapes))
         drawn = [jax.random.normal(key, shape, jnp.float32) for key, shape in zip(keys, shapes, strict=True)]
         scales = [
-            shape[0] ** -0.5 if len(shape) == 2 and 0 < n < len(shapes) - 1 else 1 for n, shape in enumerate(shapes)
+            shape[-2] ** -0.5 if len(shape) < 4 and 0 < n < len(shapes) - 1 else 1 for n, shape in enumerate(shapes)
         ]
         scaled = [(x * scale).astype(self.dtype) for x, scale in zip(drawn, scales, strict=True)]
         return jax.device_put([*scaled, *others], jax.local_devices()[0])

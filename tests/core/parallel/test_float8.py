@@ -143,7 +143,7 @@ def test_experts_in_blocks_are_those_with_their_own_rows(at_once: int) -> None:
     @jax.jit
     def both_ways(w: jax.Array, rows: jax.Array, x: jax.Array) -> list[jax.Array]:
         weights, how = [Float8Weight(w, copies_of(w, 1, 1, E4M3, ((), ()), both=True))], GroupProducts((), (), True)
-        return products(how, rows, weights, *blocks) + products(how, jnp.stack([x] * 3), weights)
+        return products(how, rows, weights, blocks) + products(how, jnp.stack([x] * 3), weights)
 
     out, alone = both_ways(w, rows, x)
     expected = np.stack([dequantized(x)[n] @ dequantized(w[e].T).T for n, e in enumerate(group)])

@@ -12,7 +12,7 @@ from tiny import QWEN3, full, tiny_config, tiny_program, user_error
 
 from megajax.core.backend import BLOCKS, CANDIDATES, CPU, GPU, HOPPER
 from megajax.core.models import attend
-from megajax.core.private import has_gpu_kernels
+from megajax.core.private import has_gpu_kernels, interpreted_kernels
 from megajax.core.program import measured
 from megajax.core.program.measured import LIMIT, FormQuestion, answer, repeated
 from megajax.core.program.one_layer import OneLayer, check_attention
@@ -186,3 +186,34 @@ def test_explicit_and_equal_forms_are_not_compared():
     long = {"dropout": 0.1, "precision": "bf16", "sequence_length": 512, "attention": "blocks"}
     assert [*layer(**long).attention(CANDIDATES["attention"]).forms] == ["blocks of 128", "blocks of 256"]
     assert layer(dropout=0.1).questions({"attention": CANDIDATES["attention"]}) == []
+
+
+MIXTURE = {"num_experts": 4, "experts_per_token": 2, "expert_size": 128, "hidden_size": 128, "num_heads": 2}
+
+
+@pytest.mark.skipif(not has_gpu_kernels(), reason="its JAX has no such kernels, which 0.11 has")
+@pytest.mark.parametrize(
+    ("asked", "options"),
+    [
+        (True, {}),
+        (True, {"mesh": (1, 1, 1), "expert_capacity": 1.25}),  # whose evaluations have none
+        (False, {"expert_size": 96}),
+        (False, {"precision": "fp32"}),
+        (False, {"num_experts": 0, "experts_per_token": 0, "expert_size": 0}),
+    ],
+)
+def test_experts_are_asked_about_where_kernels_can_multiply(asked: bool, options: dict) -> None:
+    one = layer(**{"precision": "bf16"} | MIXTURE | options)
+    one.program = Program(one.program.config, one.program.mesh, HOPPER)
+    assert [*one.experts(CANDIDATES["experts"]).forms] == ["kernel", "loop"] * asked
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not has_gpu_kernels(), reason="its JAX has no such kernels, which 0.11 has")
+def test_kernels_of_experts_are_right_on_the_share_of_a_device() -> None:
+    """By the interpreter of kernels."""
+    one = layer(precision="bf16", mesh=(1, 1, 2), **MIXTURE | {"expert_size": 256})
+    one.program = Program(one.program.config, one.program.mesh, HOPPER)
+    with interpreted_kernels():
+        found = answer(one.experts(CANDIDATES["experts"]), seconds=600)
+    assert set(found.milliseconds) == {"kernel", "loop"} and not found.left_out

@@ -1,0 +1,69 @@
+"""Products by kernels of rows with their groups' weights are those of a loop, and so are both gradients, with groups
+that are empty, have one row or all of them: in Pallas' interpreter of kernels for GPUs."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+from megajax.core.parallel.float8 import Float8Weight, copies_of
+from megajax.core.parallel.grouped import GroupProducts, grouped_product, in_blocks
+from megajax.core.private import has_gpu_kernels, interpreted_kernels
+
+pytestmark = pytest.mark.skipif(not has_gpu_kernels(), reason="its JAX has no such kernels, which 0.11 has")
+
+BLOCK, INNER = 128, 128
+SPREAD, ALL_IN_ONE = [130, 0, 1], [0, 200, 0]
+
+
+def found(counts: Sequence[int], dtype: str, outer: int, *, by_kernel: bool) -> list[Array]:
+    """The rows' products and gradients, and the gradient of the weights."""
+    rng, groups = np.random.default_rng(0), len(counts)
+    group_N = rng.permutation(np.repeat(np.arange(groups + 1, dtype=np.int32), [*counts, 3]))  # 3 of another device
+    blocks, place_N = in_blocks(jnp.asarray(group_N), groups, BLOCK, at_once=2, by_kernel=by_kernel)
+    sizes = (len(group_N), INNER), (groups, INNER, outer), (len(group_N), outer)
+    wide = "bfloat16" if dtype == "float8_e4m3fn" else dtype
+    x_NI, weight_EIO, grad_NO = (jnp.asarray(rng.normal(size=size), wide) for size in sizes)
+
+    def in_their_places(x_N: Array) -> Array:
+        return jnp.zeros((blocks.group_MG.size * BLOCK, x_N.shape[1]), x_N.dtype).at[place_N].set(x_N, mode="drop")
+
+    @jax.jit
+    def products(x_NI: Array, weight_EIO: Array, grad_NO: Array) -> list[Array]:
+        rows_RI, grad_RO = in_their_places(x_NI), in_their_places(grad_NO)
+        if wide != dtype:
+            weight = Float8Weight(weight_EIO, copies_of(weight_EIO, 1, 1, dtype, ((), ()), both=True))
+            how = GroupProducts((), (), trained=True)
+            return [*how.forward(rows_RI, [weight], blocks), how.input_gradient([grad_RO], [weight], blocks)]
+        out_RO, pullback = jax.vjp(lambda *given: grouped_product(*given, blocks), rows_RI, weight_EIO)
+        return [out_RO, *pullback(grad_RO)]
+
+    inputs = x_NI, weight_EIO, grad_NO
+    assert ("smem" in str(jax.make_jaxpr(products)(*inputs))) == by_kernel
+    return [np.asarray(x, np.float32) for x in products(*inputs)]
+
+
+def by_kernel_and_loop(counts: Sequence[int], dtype: str, outer: int, *, detect_races: bool = False) -> bool:
+    """Compare both; whether a race was found. Sums of 128 products in another order round as often differently."""
+    with interpreted_kernels(detect_races=detect_races) as races:
+        kernel = found(counts, dtype, outer, by_kernel=True)
+        raced = races()
+    for one, other in zip(kernel, found(counts, dtype, outer, by_kernel=False), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2 * float(jnp.finfo("bfloat16").eps), atol=1e-3)
+        assert np.abs(one).max() > 1
+    return raced
+
+
+def test_kernels_multiply_as_a_loop_does() -> None:
+    by_kernel_and_loop(SPREAD, "bfloat16", 128)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("outer", [256, 384])
+@pytest.mark.parametrize("counts", [SPREAD, ALL_IN_ONE, [5, 5, 300]], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+def test_no_race(counts: Sequence[int], dtype: str, outer: int) -> None:
+    assert not by_kernel_and_loop(counts, dtype, outer, detect_races=True)
