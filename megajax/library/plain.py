@@ -13,12 +13,13 @@ from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
 from megajax.core.backend import backend_of
+from megajax.core.axes import EXPERT
 from megajax.core.config import MeshConfig
 from megajax.core.mesh import RULES, make_mesh
 from megajax.core.models.router import in_compute_dtype
 from megajax.core.models.staged import StagedModel
 from megajax.core.parallel.boundary import F_AND_G
-from megajax.core.parallel.collectives import TENSOR
+from megajax.core.parallel.collectives import TENSOR, vary
 from megajax.core.parallel.random import Dropout
 from megajax.core.pipeline.placement import Placement
 from megajax.core.precision import COMPUTE_DTYPE, OPERAND_DTYPE
@@ -43,7 +44,9 @@ class PlainModel:
     def __init__(self, config: Config, device: jax.Device | None = None):
         self.config, self.form = config, batch_form(config)
         self._mesh: Mesh = make_mesh([device or jax.devices()[0]])
-        self._cut = StagedModel(config.model, F_AND_G, backend_of(self._mesh))
+        backend = backend_of(self._mesh)
+        self._cut = StagedModel(config.model, F_AND_G, backend)
+        self._reading = StagedModel(config.model.forward_only, F_AND_G, backend)
         stack = Placement(config.model.num_blocks, num_stages=1)
         records = weights_of(self._cut, None, RULES, stack, MeshConfig().sizes, zero_stage=0)
         self._copies = LayerCopies(config.model, records["blocks"], OPERAND_DTYPE.get(config.precision), both=True)
@@ -61,7 +64,7 @@ class PlainModel:
 
     def __call__(self, weights: Weights, batch: Given) -> Array:
         """Logits: [B, T, V] for the next token (language models) or every token (BERT); for a model with a task's head,
-        the logits that answer the task, such as [B, C].
+        the logits that answer the task, such as [B, C]. Experts take all tokens, as in an evaluation.
 
         Args:
             weights: from `init` or `Model.weights`.
@@ -86,30 +89,32 @@ class PlainModel:
 
     # The following methods run inside the region.
 
-    def _run(self, weights: Weights, batch: Mapping[str, Array]) -> tuple[Any, Array, Any]:
+    def _run(self, staged: StagedModel, weights: Weights, batch: Mapping[str, Array]) -> tuple[Any, Array, Any]:
         """The model's ends, the last layer's output, and the context."""
         computed = in_compute_dtype(dict(weights), COMPUTE_DTYPE[self.config.precision])
-        model = self._cut.ends(computed["shared"])
+        model = staged.ends(computed["shared"])
         context = model.context(batch, Dropout.off())
 
         def layer(x_BTD: Array, numbered: tuple[Array, Any]) -> tuple[Array, None]:
             number, own = numbered
-            return self._cut.block(own)(x_BTD, context, number)[0], None
+            return staged.block(own)(x_BTD, context, number)[0], None
 
         numbers_L = jnp.arange(self.config.model.num_blocks, dtype=jnp.int32)
         blocks = self._copies.added(computed["blocks"], numbers_L)
-        x_BTD, _ = lax.scan(layer, model.embed(batch, context), (numbers_L, blocks))
-        return model, x_BTD, context
+        # A mixture's rows count as sharded over the experts' axis, which has one device here.
+        over = (EXPERT,) if self.config.model.num_experts else ()
+        x_BTD, _ = lax.scan(layer, vary(model.embed(batch, context), over), (numbers_L, blocks))
+        return model, lax.psum(x_BTD, over), context
 
     def _logits_in_region(self, weights: Weights, batch: Mapping[str, Array]) -> Array:
-        model, x_BTD, _ = self._run(weights, batch)
+        model, x_BTD, _ = self._run(self._reading, weights, batch)
         if self.config.model.head != "pretraining":
             return model.task_logits(x_BTD, batch)
         found = model.logits(x_BTD)
         return found[0] if isinstance(found, tuple) else found  # BERT also returns the logits of the order
 
     def _loss_in_region(self, weights: Weights, batch: Mapping[str, Array]) -> Array:
-        model, x_BTD, context = self._run(weights, batch)
+        model, x_BTD, context = self._run(self._cut, weights, batch)
         totals, counts = model.losses(x_BTD, batch, context), self.form.counts(batch)
         means = [totals[name] / jnp.maximum(counts[name], 1).astype(totals[name].dtype) for name in self.form.targets]
         return sum(means[1:], start=means[0])

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from rich.console import Console
-from tiny import tiny_config, user_error
+from tiny import MIXTURE, full, tiny_config, user_error
 
 import megajax
 from megajax.core.models.lora_config import LoraConfig
@@ -72,6 +72,20 @@ def test_bert() -> None:
     assert logits_BTV.shape == (2, 16, 101)
     np.testing.assert_allclose(logits_BTV, np.asarray(plain(weights, batch)), atol=2e-6)
     assert model.loss(batch) == pytest.approx(float(plain.loss(weights, batch)), rel=1e-6)
+
+
+@pytest.mark.parametrize("capacity", [full(0.5), 0.0])
+def test_a_mixture(capacity: float) -> None:
+    """By capacity, half of the choices are dropped in the loss, as in training, and none in the logits."""
+    config = tiny_config(num_layers=1, dropout=0.0, **MIXTURE | {"expert_capacity": capacity})
+    plain = megajax.PlainModel(config)
+    weights = plain.init()
+    logits_BTV = np.asarray(plain(weights, IDS[:, :-1]), np.float64)
+    logits_BTV -= np.log(np.exp(logits_BTV).sum(axis=-1, keepdims=True))
+    log_p = np.take_along_axis(logits_BTV, IDS[:, 1:, None].astype(np.int64), axis=-1)
+    loss, gradients = jax.value_and_grad(plain.loss)(weights, IDS)
+    assert (abs(float(loss) + log_p.mean()) < 1e-5) == (not capacity)
+    assert all(np.abs(each).max() > 0 for each in jax.tree.leaves(gradients["blocks"]))
 
 
 @pytest.mark.parametrize(
