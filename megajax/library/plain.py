@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
-from megajax.core.backend import backend_of
 from megajax.core.axes import EXPERT
+from megajax.core.backend import backend_of
 from megajax.core.config import MeshConfig
 from megajax.core.mesh import RULES, make_mesh
 from megajax.core.models.router import in_compute_dtype

@@ -56,7 +56,7 @@ def in_blocks(
     counts_E = jnp.sum(jax.nn.one_hot(group_N, groups, dtype=jnp.int32), axis=0, dtype=jnp.int32)
     blocks_E = -(-counts_E // size)
     ends_E = jnp.cumsum(blocks_E, dtype=jnp.int32)
-    group_M = jnp.searchsorted(ends_E, jnp.arange(number, dtype=jnp.int32), side="right").astype(jnp.int32)
+    group_M = _places_in(ends_E, number)
     rank_N = jnp.argsort(jnp.argsort(group_N, stable=True)).astype(jnp.int32)
     before_E = jnp.cumsum(counts_E, dtype=jnp.int32) - counts_E
     shift_E = (ends_E - blocks_E) * size - before_E
@@ -141,8 +141,14 @@ def _kernel_product(rows: Array, weight: Array, blocks: Blocks, dtype: Any = Non
 def _group_ends(blocks: Blocks, groups: int) -> Array:
     """The block after each group's last one, int32."""
     group_M, used = blocks.group_MG.astype(jnp.int32).reshape(-1), blocks.used.astype(jnp.int32)
-    after_E = jnp.searchsorted(group_M, jnp.arange(groups, dtype=jnp.int32), side="right").astype(jnp.int32)
+    after_E = _places_in(group_M, groups)
     return jnp.minimum(after_E, used)
+
+
+def _places_in(sorted_N: Array, count: int) -> Array:
+    """How many of these numbers are at most 0, 1, …, int32 [count]; by comparing all, since a search is a loop."""
+    numbers = jnp.arange(count, dtype=jnp.int32)
+    return jnp.searchsorted(sorted_N, numbers, side="right", method="compare_all").astype(jnp.int32)
 
 
 def _alike(x: Array, like: Array) -> Array:
