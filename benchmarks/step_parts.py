@@ -40,11 +40,11 @@ def measure(config: Config, rounds: int) -> dict[str, tuple[float, float]]:
     from megajax.core.models.context import Context
     from megajax.core.models.decoder.model import TransformerDecoder
     from megajax.core.models.experts import capacity_of
+    from megajax.core.models.grouped import in_blocks
     from megajax.core.models.norms import norm_of
     from megajax.core.optim.adam import clip_by_norm, global_norm, update
     from megajax.core.parallel.boundary import F_AND_G
     from megajax.core.parallel.collectives import TENSOR, vary
-    from megajax.core.parallel.grouped import in_blocks
     from megajax.core.parallel.random import Dropout, NamedKey
     from megajax.core.program.program import Program
 

@@ -23,7 +23,7 @@ class Backend:
     # `--optimizer.overlap-reductions auto` overlaps the sums of at least so many gradients: the last backward pass is
     # compiled apart from the others.
     overlapped_sums: float = math.inf
-    expert_block: int = 128  # dropless experts multiply blocks of so many rows (`parallel/grouped.py`),
+    expert_block: int = 128  # dropless experts multiply blocks of so many rows (`models/grouped.py`),
     expert_kernel: bool = False  # by our own kernels what these can; else in a loop,
     expert_bytes: int = 0  # as many at once as have weights of this size; 0: one
 

@@ -1,4 +1,4 @@
-"""The loop in which dropless experts multiply blocks of rows, as `core/parallel/grouped.py` divides it."""
+"""The loop in which dropless experts multiply blocks of rows, as `core/models/grouped.py` divides it."""
 
 from dataclasses import dataclass
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from math import prod
 
 from megajax.core.backend import BLOCKS, CPU, GPU, Backend
-from megajax.core.parallel.grouped import kernels_can
+from megajax.core.models.grouped import kernels_can
 from megajax.core.pipeline.deferral import Deferring
 from megajax.core.pipeline.schedule import make_schedule
 from megajax.core.precision import COMPUTE_DTYPE
@@ -244,7 +244,7 @@ class Temporaries:
         return self._wide * (given + 2 * taken + result)
 
     def _blocks(self, region: Region) -> int:
-        """Backward through products of experts in blocks (`core/parallel/grouped.py`), for the rows of the whole expert
+        """Backward through products of experts in blocks (`core/models/grouped.py`), for the rows of the whole expert
         group: the first products' results and the last one's input twice, with their gradients; the rows, and their
         results before and after reordering; for every weight the gradient, and in a loop a transposed copy, the sum and
         a turn's copies of weights, or the fp32 gradients."""

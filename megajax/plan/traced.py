@@ -112,7 +112,7 @@ def _of_one_microbatch(config: Config, remat: Any, splits_vocabulary: bool = Fal
 
 
 class _Blocks(NamedTuple):
-    """How dropless experts group rows into blocks (`core/parallel/grouped.py`), which are traced with one row each."""
+    """How dropless experts group rows into blocks (`core/models/grouped.py`), which are traced with one row each."""
 
     experts: int  # on a device, each with one block that need not be full; 0: there are no blocks
     rows: int  # of a block in the real program

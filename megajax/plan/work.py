@@ -10,7 +10,7 @@ from math import prod
 from megajax.core.backend import GPU, Backend
 from megajax.core.models.attention_mask import AttentionMask
 from megajax.core.models.fused_attention import HEAD_SIZES
-from megajax.core.parallel.grouped import kernels_can
+from megajax.core.models.grouped import kernels_can
 from megajax.core.precision import BESIDE, COMPUTE_DTYPE
 from megajax.core.program.program import scans_layers
 from megajax.plan.costs import Product, StepCost

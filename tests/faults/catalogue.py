@@ -742,7 +742,7 @@ ROWS: dict[str, dict[str, Row]] = {
             named("what the skipped step changes: params/blocks/mlp/router/bias", ON_BIASES),
         ),
         "of an expert's gradient the last block's stays": (
-            "core.parallel.grouped.grouped_weight_gradient.add",
+            "core.models.grouped.grouped_weight_gradient.add",
             (
                 "total_EIO.at[group_G[0]].add(product_GIO[0])",
                 "total_EIO.at[group_G[0]].set(product_GIO[0])",

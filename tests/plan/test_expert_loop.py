@@ -7,7 +7,7 @@ import pytest
 from tiny import tiny_config
 
 from megajax.core.backend import GPU
-from megajax.core.parallel.grouped import in_blocks
+from megajax.core.models.grouped import in_blocks
 from megajax.plan.costs import Dims, Product
 from megajax.plan.expert_loop import ExpertLoop
 from megajax.plan.figures import figures, text

@@ -5,7 +5,7 @@ every token. Experts are sharded over the mesh axis `expert`, as are rows of the
 - by capacity: an expert takes a fixed number of tokens of every *sequence*, the first choices of all tokens before any
   second one; other tokens skip the expert, and padding takes no place. All shapes are static: two all-to-alls around
   dense products. Counting by microbatch or device would make the result depend on the mesh.
-- dropless: the group's tokens are gathered, a device sorts those of its experts into blocks (`parallel/grouped.py`),
+- dropless: the group's tokens are gathered, a device sorts those of its experts into blocks (`models/grouped.py`),
   and the sums are reduce-scattered.
 
 Letters: B batch, T tokens, D model, F feed-forward, E experts, K experts of a token, C places of an expert in a
@@ -26,6 +26,14 @@ from megajax.core.axes import EXPERT
 from megajax.core.backend import Backend
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.context import Context
+from megajax.core.models.grouped import (
+    Blocks,
+    GroupProducts,
+    group_input_gradient,
+    group_product,
+    group_weight_gradient,
+    in_blocks,
+)
 from megajax.core.models.mlp import ACTIVATIONS, MLP
 from megajax.core.models.router import Router, Routing, attached
 from megajax.core.parallel.boundary import RegionBoundary
@@ -41,14 +49,6 @@ from megajax.core.parallel.collectives import (
     varying_axes,
 )
 from megajax.core.parallel.float8 import Copies, Float8Weight, products
-from megajax.core.parallel.grouped import (
-    Blocks,
-    GroupProducts,
-    group_input_gradient,
-    group_product,
-    group_weight_gradient,
-    in_blocks,
-)
 from megajax.core.parallel.layers import Initializer, normal, param
 from megajax.core.parallel.permutation import rearranged
 from megajax.core.parallel.products import Factors, Pair, deferred
@@ -95,7 +95,7 @@ def expert_products(
     rows: Array, linears: Sequence[ExpertLinear], blocks: Blocks | None, name: str, factors: Factors
 ) -> list[Array]:
     """The outputs of several products of the same rows: [E, N, in], each expert's own, or, in blocks, [R, in]
-    (`parallel/grouped.py`). With `factors`, the backward pass stores the factors of the weight gradients there under
+    (`models/grouped.py`). With `factors`, the backward pass stores the factors of the weight gradients there under
     `name`: the rows with the blocks, and the outputs' gradients."""
     axes, in_float8 = sorted(varying_axes(rows)), linears[0].in_float8
     weights = [Float8Weight(vary(linear.weight[...], axes), vary(linear.copies, axes)) for linear in linears]

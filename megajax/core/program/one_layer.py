@@ -25,10 +25,10 @@ from megajax.core.models.attention import ATTENTION_WEIGHTS
 from megajax.core.models.attention_mask import FROM_START, AttentionMask, Pieces, Places
 from megajax.core.models.attention_setting import Setting
 from megajax.core.models.context_attention import copies
+from megajax.core.models.grouped import grouped_product, in_blocks, kernels_can
 from megajax.core.models.staged import StagedModel
 from megajax.core.parallel.boundary import F_AND_G
 from megajax.core.parallel.collectives import TENSOR
-from megajax.core.parallel.grouped import grouped_product, in_blocks, kernels_can
 from megajax.core.parallel.products import product
 from megajax.core.parallel.random import Dropout
 from megajax.core.private import has_gpu_kernels

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax import Array
 
+from megajax.core.models.grouped import GroupProducts, grouped_product, in_blocks
 from megajax.core.parallel.float8 import Float8Weight, copies_of
-from megajax.core.parallel.grouped import GroupProducts, grouped_product, in_blocks
 from megajax.core.private import has_gpu_kernels, interpreted_kernels
 
 pytestmark = pytest.mark.skipif(not has_gpu_kernels(), reason="its JAX has no such kernels, which 0.11 has")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megajax.core.backend import CPU
+from megajax.core.models.grouped import GroupProducts, in_blocks
 from megajax.core.parallel.float8 import (
     DenseProducts,
     Float8Weight,
@@ -17,7 +18,6 @@ from megajax.core.parallel.float8 import (
     products,
     scaled,
 )
-from megajax.core.parallel.grouped import GroupProducts, in_blocks
 from megajax.core.parallel.shards import NOT_SHARDED, Sharding
 from megajax.core.precision import E4M3
 from megajax.verify.comparison import _ROUNDING, _STEP

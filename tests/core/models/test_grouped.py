@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import Array
 
-from megajax.core.parallel.grouped import grouped_product, in_blocks
+from megajax.core.models.grouped import grouped_product, in_blocks
 
 GROUPS, SIZE, INNER, OUTER = 4, 3, 5, 2
 GROUP_N = np.array([0, 3, 0, 1, GROUPS, 0, 3, 0, 1, 0, 3, GROUPS, 0, 0, 1, 3], np.int32)  # three blocks of 0, none of 2
