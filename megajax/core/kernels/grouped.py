@@ -103,106 +103,121 @@ def _depth(rows: Array) -> int:
 def _multiply(
     work_of: Callable[..., Work], known: list[Array], left: Array, right: Array, out: jax.ShapeDtypeStruct, wide: int
 ) -> Array:
-    interpreted, depth, piece = kernels_are_interpreted(), _depth(left), _LINE // out.dtype.itemsize
-    processors = 1 if interpreted else _PROCESSORS  # the interpreter takes as long for each
-
-    def kernel(*refs: Any, left_s: Any, right_s: Any, out_s: Any, filled: Any, emptied: Any) -> None:
-        *known_g, left_g, right_g, out_g = refs
-        work, worker, first = work_of(*known_g), lax.axis_index("worker"), lax.axis_index("processor")
-        count = prod(work.tiles)
-        own = lax.div(count - first + (processors - 1), processors)
-
-        def over_tiles(one: Callable[[Any, Array, Array], None]) -> None:
-            def turn(number: Array, before: Array) -> Array:
-                tile = _place(first + number * processors, work.tiles)
-                steps = work.steps(tile)
-                one(tile, steps, before)
-                return before + steps
-
-            lax.fori_loop(0, own, turn, jnp.int32(0))
-
-        @pl.when(worker == GROUPS)
-        def _() -> None:
-            if not interpreted:
-                plgpu.set_max_registers(_LOADING, action="decrease")
-
-            def load(tile: Any, steps: Array, before: Array) -> None:
-                def step(number: Array, _: None) -> None:
-                    slot = lax.rem(before + number, _STAGES)
-
-                    @pl.when(before + number >= _STAGES)
-                    def _() -> None:
-                        plgpu.barrier_wait(emptied.at[slot])
-
-                    plgpu.copy_gmem_to_smem(left_g.at[work.left(tile, number)], left_s.at[slot], filled.at[slot])
-                    plgpu.copy_gmem_to_smem(right_g.at[work.right(tile, number)], right_s.at[slot], filled.at[slot])
-
-                lax.fori_loop(0, steps, step, None)
-
-            over_tiles(load)
-
-        @pl.when(worker < GROUPS)
-        def _() -> None:
-            if not interpreted:
-                plgpu.set_max_registers(_MULTIPLYING, action="increase")
-            rows = pl.ds(worker * ROWS, ROWS)
-
-            def factors(slot: Array) -> tuple[Any, Any]:
-                a_s = left_s.at[slot, :, rows].transpose((1, 0)) if work.left_turned else left_s.at[slot, rows]
-                return a_s, right_s.at[slot].transpose((1, 0)) if work.right_turned else right_s.at[slot]
-
-            def multiply(tile: Any, steps: Array, before: Array) -> None:
-                def sums(total: Any) -> Array:
-                    def step(number: Array, _: None) -> None:
-                        slot = lax.rem(before + number, _STAGES)
-                        plgpu.barrier_wait(filled.at[slot])
-                        plgpu.wgmma(total, *factors(slot))
-                        plgpu.wgmma_wait(1)
-
-                        @pl.when(number > 0)
-                        def _() -> None:
-                            plgpu.barrier_arrive(emptied.at[lax.rem(before + number - 1, _STAGES)])
-
-                    lax.fori_loop(0, steps, step, None)
-                    plgpu.wgmma_wait(0)
-
-                    @pl.when(steps > 0)
-                    def _() -> None:
-                        plgpu.barrier_arrive(emptied.at[lax.rem(before + steps - 1, _STAGES)])
-
-                    return total[...]
-
-                total = pl.run_scoped(sums, plgpu.ACC((ROWS, wide), jnp.float32))
-                there = out_g.at[work.out(tile, worker)]
-                for number in range(wide // piece):
-                    columns, slot = slice(number * piece, (number + 1) * piece), number % 2
-                    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                    out_s[worker, slot] = total[:, columns].astype(out.dtype)
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(out_s.at[worker, slot], there.at[:, columns])
-
-            over_tiles(multiply)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    kind: dict[str, Any] = {"dtype": left.dtype, "swizzle": _LINE}
     form = work_of(*known)  # its functions are not called
-    scratch = {
-        "left_s": tile(_STAGES, *((depth, BLOCK) if form.left_turned else (BLOCK, depth)), **kind),
-        "right_s": tile(_STAGES, *((wide, depth) if form.right_turned else (depth, wide)), **kind),
-        "out_s": tile(GROUPS, 2, ROWS, piece, dtype=out.dtype, swizzle=_LINE),
-        "filled": plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
-        "emptied": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=_STAGES),
-    }
+    depth, kind = _depth(left), {"dtype": left.dtype, "swizzle": _LINE}
+
+    def kernel(*refs: Any, slots: _Slots, out_s: Any) -> None:
+        *known_g, left_g, right_g, out_g = refs
+        work, worker = work_of(*known_g), lax.axis_index("worker")
+        pl.when(worker == GROUPS)(lambda: _load(work, left_g, right_g, slots))
+        pl.when(worker < GROUPS)(lambda: _compute(work, worker, wide, slots, out_g, out_s))
+
+    slots = _Slots(
+        left=tile(_STAGES, *((depth, BLOCK) if form.left_turned else (BLOCK, depth)), **kind),
+        right=tile(_STAGES, *((wide, depth) if form.right_turned else (depth, wide)), **kind),
+        filled=plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES),
+        emptied=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=_STAGES),
+    )
+    out_s = tile(GROUPS, 2, ROWS, _LINE // out.dtype.itemsize, dtype=out.dtype, swizzle=_LINE)
     return plgpu.kernel(
         kernel,
         out_type=out,
-        grid=(processors,),
+        grid=(_processors(),),
         grid_names=("processor",),
         num_threads=GROUPS + 1,
         thread_name="worker",
-        scratch_types=scratch,
+        scratch_types={"slots": slots, "out_s": out_s},
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )(*known, left, right)
+
+
+class _Slots(NamedTuple):
+    """The factors of a few steps in shared memory."""
+
+    left: Any
+    right: Any
+    filled: Any  # a barrier for each
+    emptied: Any
+
+
+def _processors() -> int:
+    return 1 if kernels_are_interpreted() else _PROCESSORS  # the interpreter takes as long for each
+
+
+def _for_tiles(work: Work, one: Callable[[Any, Array, Array], None]) -> None:
+    """`one(tile, its steps, steps before it)` for every tile of this thread block."""
+    first, processors = lax.axis_index("processor"), _processors()
+
+    def turn(number: Array, before: Array) -> Array:
+        tile = _place(first + number * processors, work.tiles)
+        steps = work.steps(tile)
+        one(tile, steps, before)
+        return before + steps
+
+    own = lax.div(prod(work.tiles) - first + (processors - 1), processors)
+    lax.fori_loop(0, own, turn, jnp.int32(0))
+
+
+def _load(work: Work, left_g: Any, right_g: Any, slots: _Slots) -> None:
+    """Load the factors of all steps, each as soon as a slot is empty."""
+    _use_registers(_LOADING, "decrease")
+
+    def load(tile: Any, steps: Array, before: Array) -> None:
+        def step(number: Array, _: None) -> None:
+            slot = lax.rem(before + number, _STAGES)
+            pl.when(before + number >= _STAGES)(lambda: plgpu.barrier_wait(slots.emptied.at[slot]))
+            plgpu.copy_gmem_to_smem(left_g.at[work.left(tile, number)], slots.left.at[slot], slots.filled.at[slot])
+            plgpu.copy_gmem_to_smem(right_g.at[work.right(tile, number)], slots.right.at[slot], slots.filled.at[slot])
+
+        lax.fori_loop(0, steps, step, None)
+
+    _for_tiles(work, load)
+
+
+def _compute(work: Work, worker: Array, wide: int, slots: _Slots, out_g: Any, out_s: Any) -> None:
+    """Multiply this warpgroup's rows of all tiles, and store them in pieces, of which one is on its way while the next
+    one is written."""
+    _use_registers(_MULTIPLYING, "increase")
+    rows, piece = pl.ds(worker * ROWS, ROWS), out_s.shape[-1]
+
+    def factors(slot: Array) -> tuple[Any, Any]:
+        left_s = slots.left.at[slot, :, rows].transpose((1, 0)) if work.left_turned else slots.left.at[slot, rows]
+        return left_s, slots.right.at[slot].transpose((1, 0)) if work.right_turned else slots.right.at[slot]
+
+    def compute(tile: Any, steps: Array, before: Array) -> None:
+        def empty(number: Array) -> None:
+            plgpu.barrier_arrive(slots.emptied.at[lax.rem(before + number, _STAGES)])
+
+        def products(total: Any) -> Array:
+            def step(number: Array, _: None) -> None:
+                slot = lax.rem(before + number, _STAGES)
+                plgpu.barrier_wait(slots.filled.at[slot])
+                plgpu.wgmma(total, *factors(slot))
+                plgpu.wgmma_wait(1)  # for the step before
+                pl.when(number > 0)(lambda: empty(number - 1))
+
+            lax.fori_loop(0, steps, step, None)
+            plgpu.wgmma_wait(0)
+            pl.when(steps > 0)(lambda: empty(steps - 1))
+            return total[...]
+
+        total = pl.run_scoped(products, plgpu.ACC((ROWS, wide), jnp.float32))
+        there_g = out_g.at[work.out(tile, worker)]
+        for number in range(wide // piece):
+            columns, slot = slice(number * piece, (number + 1) * piece), number % 2
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            out_s[worker, slot] = total[:, columns].astype(out_s.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(out_s.at[worker, slot], there_g.at[:, columns])
+
+    _for_tiles(work, compute)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _use_registers(number: int, action: Any) -> None:
+    """As many for each thread of this warpgroup; ptxas of CUDA 13 ignores it (C7504), to no harm."""
+    if not kernels_are_interpreted():
+        plgpu.set_max_registers(number, action=action)
 
 
 def _place(number: Array, sizes: tuple[int, ...]) -> tuple[Array, ...]:
