@@ -4,7 +4,9 @@ Structure, bytes and schedules are those of the real program; nothing is timed.
 """
 
 import importlib.util
+import re
 from contextlib import AbstractContextManager
+from importlib.metadata import distributions
 from typing import TYPE_CHECKING
 
 from megajax.core.private import imagined_cudnn
@@ -12,8 +14,9 @@ from megajax.core.private import imagined_cudnn
 if TYPE_CHECKING:
     import jax
 
-# What XLA needs to know about a device (`stream_executor/device_description.proto`). The wheels include no other GPU.
-TARGET = """
+# What XLA needs to know about a device (`stream_executor/device_description.proto`); `_target` adds the versions of
+# libraries. JAX 0.12's wheels have such a description, too, but nothing public reads it.
+_DEVICE = """
 gpu_device_info {
   threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
   shared_memory_per_block: 49152  shared_memory_per_core: 233472  shared_memory_per_block_optin: 232448
@@ -23,8 +26,6 @@ gpu_device_info {
   cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
 }
 platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 19 }
-runtime_version { major: 13 }
 device_description_str: "NVIDIA H200"
 """
 
@@ -39,11 +40,32 @@ def compiles_for(gpu: str) -> bool:
 
 def attention() -> AbstractContextManager[None]:
     """A context in which attention is traced as on an H200, whatever GPU this machine has."""
-    return imagined_cudnn(version=91900, capability=9.0)
+    major, minor, patch = _versions()[0]
+    return imagined_cudnn(version=10_000 * major + 100 * minor + patch, capability=9.0)
 
 
 def devices(count: int) -> "list[jax.Device]":
     """This many H200s to compile for."""
     from jax.experimental import topologies
 
-    return list(topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology=f"1x1x{count}").devices)
+    found = topologies.get_topology_desc(platform="cuda", target_config=_target(), topology=f"1x1x{count}")
+    return list(found.devices)
+
+
+def _target() -> str:
+    """The device with the libraries that are installed here, for which its programs are compiled."""
+    fields = (
+        f"{name} {{ major: {major} minor: {minor} patch: {patch} }}\n"
+        for name, (major, minor, patch) in zip(("dnn_version_info", "runtime_version"), _versions(), strict=True)
+    )
+    return _DEVICE + "".join(fields)
+
+
+def _versions() -> tuple[tuple[int, int, int], ...]:
+    """The installed versions of cuDNN and of CUDA's runtime; those with JAX 0.11.2 on our H200 where they are not."""
+    found = {"cudnn": (9, 19, 0), "cuda-runtime": (13, 0, 0)}
+    for each in distributions():
+        if library := re.fullmatch(r"nvidia-(cudnn|cuda-runtime)(-cu\d+)?", each.name or ""):
+            major, minor, patch, *_ = [*map(int, re.findall(r"\d+", each.version)), 0, 0]
+            found[library[1]] = major, minor, patch
+    return tuple(found.values())

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from megajax.core.errors import UserError
+from megajax.start.launch import GPU_MEMORY
 
 GIB = 2**30
 
@@ -115,7 +116,7 @@ class Machine:
     @property
     def usable(self) -> int:
         """Bytes that a program can use: the share that `megajax.start.launch` lets JAX take."""
-        return int(0.92 * self.memory)
+        return int(float(GPU_MEMORY[1]) * self.memory)
 
 
 def _peak(

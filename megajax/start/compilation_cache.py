@@ -4,10 +4,12 @@ JAX's keys include the program, jaxlib's version, XLA's flags and the processor'
 share a folder; JAX locks it against other processes. A program that cannot be cached is silently compiled again.
 """
 
+import contextlib
 import os
 import sys
 import tempfile
 import warnings
+from itertools import accumulate
 from pathlib import Path
 
 from megajax.host.paths import check_path
@@ -16,6 +18,8 @@ from megajax.settings.config import Config
 OFF = "off"
 _SHORTEST = 0.1  # seconds; programs that compile faster are not cached
 _WAITS = 1.0  # seconds to wait for other processes that use the folder
+_TUNED = "xla_gpu_per_fusion_autotune_cache_dir"  # JAX's name of a setting, and of the folder inside the cache's
+_TUNED_SHARE = 16  # of the cache's size, one part for what XLA measured on GPUs; the others for programs
 
 
 def keep_compiled(config: Config) -> None:
@@ -37,9 +41,11 @@ def keep_compiled(config: Config) -> None:
     for text in "Error reading persistent compilation", "Error writing persistent compilation", "Cache value for key":
         warnings.filterwarnings("ignore", text)
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_compilation_cache_max_size", int(config.compilation_cache_size * 2**30))
+    size = int(config.compilation_cache_size * 2**30)
+    _shrink(folder / _TUNED, size // _TUNED_SHARE)
+    jax.config.update("jax_compilation_cache_max_size", size - size // _TUNED_SHARE)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _SHORTEST)
-    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # GPU autotuning: its folder has no limit
+    jax.config.update("jax_persistent_cache_enable_xla_caches", _TUNED if jax.default_backend() != "cpu" else "none")
 
 
 def default_folder() -> Path | None:
@@ -65,6 +71,15 @@ def _problem(folder: Path) -> str:
     except (OSError, NotImplementedError) as error:  # filelock raises the latter if a filesystem has no locks
         return (error.strerror if isinstance(error, OSError) else None) or str(error)
     return ""
+
+
+def _shrink(tuned: Path, most: int) -> None:
+    """Remove the oldest of XLA's measurements, which have no limit of their own, until the rest has this many bytes."""
+    with contextlib.suppress(OSError):  # none yet, or another process does the same
+        ages = sorted(((entry.stat(), entry) for entry in tuned.iterdir()), key=lambda each: -each[0].st_mtime)
+        for (_, entry), so_far in zip(ages, accumulate(each.st_size for each, _ in ages), strict=True):
+            if so_far > most:
+                entry.unlink(missing_ok=True)
 
 
 def _loads_compiled() -> bool:

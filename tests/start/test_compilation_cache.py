@@ -70,7 +70,22 @@ def test_where_and_how_much(changed: dict[str, Any], tmp_path: Path) -> None:
     assert changed == {"jax_compilation_cache_dir": None}
     keep(compilation_cache=str(tmp_path / "a" / "b"), compilation_cache_size=0.5)
     assert changed["jax_compilation_cache_dir"] == str(tmp_path / "a" / "b") and (tmp_path / "a" / "b").is_dir()
-    assert changed["jax_compilation_cache_max_size"] == 2**29
+    assert changed["jax_compilation_cache_max_size"] == 15 * 2**25  # a sixteenth is for what XLA measures on GPUs
+
+
+def test_what_xla_measured_on_gpus_has_a_bound(changed: dict[str, Any], tmp_path: Path, monkeypatch) -> None:
+    """The oldest go, at a start; programs for CPUs measure nothing."""
+    tuned = tmp_path / "xla_gpu_per_fusion_autotune_cache_dir"
+    tuned.mkdir()
+    for age, name in enumerate(("new", "old", "oldest")):
+        (tuned / name).write_bytes(bytes(2**15))
+        os.utime(tuned / name, (1e9 - age, 1e9 - age))
+    keep(compilation_cache=str(tmp_path), compilation_cache_size=2**-10)
+    assert {each.name for each in tuned.iterdir()} == {"new", "old"}
+    assert changed["jax_persistent_cache_enable_xla_caches"] == "none"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    keep(compilation_cache=str(tmp_path))
+    assert changed["jax_persistent_cache_enable_xla_caches"] == tuned.name and len(list(tuned.iterdir())) == 2
 
 
 def test_a_folder_that_cannot_be_used_is_no_error(changed: dict[str, Any], tmp_path: Path, capsys, monkeypatch) -> None:

@@ -13,6 +13,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from unittest import mock
 
+import jax
 import pytest
 from tiny import full, tiny_config
 
@@ -46,7 +47,10 @@ def start(**settings) -> list[str]:
 
 def test_on_gpus_the_flags_of_the_documentation_are_set(environment, plugin):
     flags = start()
-    assert {f"{name}={value}" for name, value in launch.GPU_FLAGS.items()} <= set(flags)
+    expected = {f"{name}={value}" for name, value in launch.GPU_FLAGS.items()}
+    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    assert expected <= set(flags) and all(f"`{flag}`" in page for flag in expected)
+    assert f"`{'='.join(launch.GPU_MEMORY)}`" in page
     assert launch.gpu_flags() == [flag for flag in flags if "gpu" in flag]
     assert os.environ[launch.GPU_MEMORY[0]] == launch.GPU_MEMORY[1]
     assert "--xla_gpu_enable_command_buffer=" not in flags
@@ -85,6 +89,14 @@ def test_a_start_with_the_fault_says_so_in_one_line(environment, capfd, value, w
     start()
     said = [line for line in capfd.readouterr().err.splitlines() if "jax#39103" in line]
     assert len(said) == warns
+
+
+def test_what_makes_xla_repeat_work_is_said(environment, capfd):
+    """Once, whether the environment or a program set it."""
+    environment.setattr(jax.config, "jax_optimization_level", "O1")
+    launch._warn_of_optimization.cache_clear()
+    start(), start()
+    assert capfd.readouterr().err.count("warning: JAX_OPTIMIZATION_LEVEL=O1: steps may be slower") == 1
 
 
 @pytest.mark.parametrize(("platforms", "expected"), [("", True), ("cuda,cpu", True), ("gpu", True), ("cpu", False)])
