@@ -4,8 +4,11 @@ Each implementation is a process of its own (`gpu_attention.py`), since one that
 the case that did so is listed as failed, and the process goes on behind it.
 """
 
+import contextlib
 import json
+import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -44,7 +47,7 @@ def measure(
         for result in cases(script, implementation, device, share * unit, environment, "--check"):
             found("right", {"implementation": implementation} | result)
     for dropout in CHOICES:
-        command = [script, "--implementation", "choice", *flags, "--model.dropout", dropout]
+        command = [sys.executable, script, "--implementation", "choice", *flags, "--model.dropout", dropout]
         for result in spoken(command, environment, 3 * unit + STARTING):
             found("choice", {"dropout": dropout} | result)
     for implementation, share in speeds.items():
@@ -56,12 +59,19 @@ def cases(
     script: str, implementation: str, device: str, seconds: float, environment: Mapping[str, str], *more: str
 ) -> Iterator[dict]:
     """The results of an implementation, of which a process that ends early is begun again behind the case it was at."""
+    command = [sys.executable, script, "--implementation", implementation, "--device", device, *more]
+    yield from resumed(command, seconds, environment)
+
+
+def resumed(command: Sequence[str], seconds: float, environment: Mapping[str, str], hangs: float = 0) -> Iterator[dict]:
+    """What a process says of its cases, begun again with `--first` behind a case that ended it, or at which it was
+    silent for `hangs` seconds."""
     first, end = 0, time.monotonic() + seconds
     for _ in range(4):
         left = max(1.0, end - time.monotonic())
-        command = [script, "--implementation", implementation, "--device", device, "--seconds", f"{left:.0f}"]
         begun = None
-        for result in spoken([*command, "--first", str(first), *more], environment, left + STARTING + HANGS):
+        whole = [*command, "--seconds", f"{left:.0f}", "--first", str(first)]
+        for result in spoken(whole, environment, left + STARTING + HANGS, hangs):
             begun = result if result.pop("begun", False) else None
             if begun is None:
                 yield result
@@ -71,10 +81,16 @@ def cases(
         first = begun["number"] + 1
 
 
-def spoken(command: Sequence[str], environment: Mapping[str, str], seconds: float) -> Iterator[dict]:
-    """What a process says in JSON, line by line; it is ended after so many seconds, or when it is silent too long."""
+def spoken(command: Sequence[str], environment: Mapping[str, str], seconds: float, hangs: float = 0) -> Iterator[dict]:
+    """What a process says in JSON, line by line; it, with those it started, is ended after so many seconds, or when it
+    is silent too long."""
     process = subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.PIPE, text=True, env=dict(environment), stdin=subprocess.DEVNULL
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
     )
     lines: queue.Queue[str | None] = queue.Queue()
     assert process.stdout is not None
@@ -89,7 +105,7 @@ def spoken(command: Sequence[str], environment: Mapping[str, str], seconds: floa
     end = time.monotonic() + seconds
     try:
         while time.monotonic() < end:
-            line = lines.get(timeout=max(0.1, min(HANGS + STARTING, end - time.monotonic())))
+            line = lines.get(timeout=max(0.1, min((hangs or HANGS) + STARTING, end - time.monotonic())))
             if line is None:
                 return
             if line.startswith("{"):
@@ -97,7 +113,8 @@ def spoken(command: Sequence[str], environment: Mapping[str, str], seconds: floa
     except queue.Empty:
         return
     finally:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         reader.join()
         process.stdout.close()

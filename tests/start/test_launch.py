@@ -93,9 +93,12 @@ def test_a_start_with_the_fault_says_so_in_one_line(environment, capfd, value, w
 
 def test_what_makes_xla_repeat_work_is_said(environment, capfd):
     """Once, whether the environment or a program set it."""
-    environment.setattr(jax.config, "jax_optimization_level", "O1")
     launch._warn_of_optimization.cache_clear()
-    start(), start()
+    jax.config.update("jax_optimization_level", "O1")
+    try:
+        start(), start()
+    finally:
+        jax.config.update("jax_optimization_level", "UNKNOWN")
     assert capfd.readouterr().err.count("warning: JAX_OPTIMIZATION_LEVEL=O1: steps may be slower") == 1
 
 
