@@ -24,6 +24,10 @@ help:
 
 train: $(run)
 	$(python) train.py demo
+	@echo
+	@echo "The curve of the loss: runs/demo/loss.png. Next:"
+	@echo "  source .venv/bin/activate"
+	@echo "  megajax generate --checkpoint runs/demo --prompt 'def read('"
 
 test: $(dev)
 	$(python) -m pytest -n 2 --dist worksteal

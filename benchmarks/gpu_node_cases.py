@@ -85,21 +85,20 @@ def collectives(machine: Any) -> list[Case]:
     from jax import lax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from megajax.core.axes import DATA
     from megajax.core.config import MeshConfig
     from megajax.core.program.communication import Collective
     from megajax.plan.communication import seconds_of
 
-    count = jax.device_count()
-    mesh, whole, shards = Mesh(np.array(jax.devices()), (DATA,)), PartitionSpec(), PartitionSpec(DATA)
+    count, axis = jax.device_count(), "data"
+    mesh, whole, shards = Mesh(np.array(jax.devices()), (axis,)), PartitionSpec(), PartitionSpec(axis)
     ring = [(i, (i + 1) % count) for i in range(count)]
     # What each does, how its operand and its result are sharded, and how often the operand on a device is in the whole.
     kinds: Mapping[str, tuple[Callable, PartitionSpec, PartitionSpec, int]] = {
-        "all-reduce": (lambda x: lax.psum(x, DATA), shards, whole, 1),
-        "all-gather": (lambda x: lax.all_gather(x, DATA, tiled=True), shards, shards, count),
-        "reduce-scatter": (lambda x: lax.psum_scatter(x, DATA, tiled=True), shards, shards, 1),
-        "all-to-all": (lambda x: lax.all_to_all(x, DATA, 0, 0, tiled=True), shards, shards, 1),
-        "permute": (lambda x: lax.ppermute(x, DATA, ring), shards, shards, 1),
+        "all-reduce": (lambda x: lax.psum(x, axis), shards, whole, 1),
+        "all-gather": (lambda x: lax.all_gather(x, axis, tiled=True), shards, shards, count),
+        "reduce-scatter": (lambda x: lax.psum_scatter(x, axis, tiled=True), shards, shards, 1),
+        "all-to-all": (lambda x: lax.all_to_all(x, axis, 0, 0, tiled=True), shards, shards, 1),
+        "permute": (lambda x: lax.ppermute(x, axis, ring), shards, shards, 1),
     }
 
     def case(kind: str, num_bytes: int) -> Callable[[], dict]:
@@ -113,9 +112,9 @@ def collectives(machine: Any) -> list[Case]:
             seconds = []
             for _ in range(3):
                 began = time.perf_counter()
-                jax.block_until_ready([call(x) for _ in range(CALLS)][-1])
-                seconds.append((time.perf_counter() - began) / CALLS)
-            asked = Collective(kind, (DATA,), ((own,),), 2 * own, 1)
+                jax.block_until_ready([call(x) for _ in range(calls)][-1])
+                seconds.append((time.perf_counter() - began) / calls)
+            asked = Collective(kind, (axis,), ((own,),), 2 * own, 1)
             planned, sent = seconds_of(asked, MeshConfig(data=count), machine), asked.bytes_sent(count)
             took = statistics.median(seconds)
             return {
@@ -127,7 +126,7 @@ def collectives(machine: Any) -> list[Case]:
 
         return measured
 
-    sizes = SMALL_SIZES if jax.default_backend() == "cpu" else SIZES
+    sizes, calls = (SMALL_SIZES, 1) if jax.default_backend() == "cpu" else (SIZES, CALLS)
     return [(f"{kind}, {size / 2**20:g} MiB", case(kind, size)) for kind in kinds for size in sizes]
 
 
@@ -140,13 +139,13 @@ def axes(one: bool) -> list[Case]:
     from megajax.core.program.train_step import train_step
 
     count = jax.device_count()
+    scanned = ["--model.scan-layers", "true"] if jax.default_backend() == "cpu" else []  # compiles faster
 
     def case(model: str, mesh: str) -> Callable[[], dict]:
         def measured() -> dict:
             words = mesh.replace("N", str(count)).replace("H", str(count // 2))
-            program = Program.on(
-                parse([*MODELS[model].split(), *words.split()], ""), jax.devices()[: 1 if one else None]
-            )
+            config = parse([*MODELS[model].split(), *words.split(), *scanned], "")
+            program = Program.on(config, jax.devices()[: 1 if one else None])
             state, found = program.layout.init(), []
             for number in range(STEPS):
                 state, metrics = train_step(program)(state, placed_batch(program, number))

@@ -20,6 +20,17 @@ COMMANDS = {  # name -> description; `megajax.commands.NAME.main` takes the argu
     "train": "Pretrain or fine-tune a model from a preset.",
     "verify": "Check a scaled-down model on your mesh against one device, on simulated devices.",
 }
+_OTHERS = {  # what other programs call theirs -> ours
+    "chat": "generate --checkpoint RUN --interactive",
+    "export": "convert export-hf RUN PATH",
+    "import": "convert import-hf PATH RUN",
+    "finetune": "train PRESET --init RUN (docs/finetuning.md)",
+    "pretrain": "train PRESET",
+    "serve": "convert export-hf RUN PATH, whose folder vLLM and transformers serve; there is no server of ours",
+    "sample": "generate --checkpoint RUN",
+    "evaluate": "eval TASK --checkpoint RUN",
+    "tokenize": "prepare INPUT --output PREFIX",
+}
 _MODULES = {"eval": "evaluate"}  # modules whose names differ from their commands'
 
 
@@ -36,6 +47,8 @@ def main(argv: Sequence[str]) -> None:
         print(f"usage: {usage}")
     elif argv and argv[0] == "--version":
         print(f"megajax {megajax.__version__}")
+    elif argv and (ours := _OTHERS.get(argv[0].lower())):
+        raise UserError(f"{argv[0]}: unknown command; valid: megajax {ours}")
     elif argv:
         from megajax.core.options import suggest
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megajax.commands import harness
 from megajax.core.errors import UserError
 from megajax.core.options import Option, Range
 from megajax.data.tasks.registry import TASKS
@@ -27,8 +28,12 @@ _ANY = Range(lambda _: True, "")  # the largest valid overlap depends on the run
 
 def main(argv: Sequence[str], prog: str = "megajax eval") -> None:
     """Restore the checkpoints given on the command line, run the task, and print its figures as JSON."""
+    if argv and argv[0] == "harness":
+        harness.main(argv[1:], prog)
+        return
     parser = Parser("Evaluate a trained model on a task.", f"{prog} {USAGE}")
-    parser.add_argument("task", metavar="TASK", choices=NAMES, help=f"one of {', '.join(NAMES)}")
+    others = "; or harness TASKS: those of EleutherAI's lm-eval (harness --help)"
+    parser.add_argument("task", metavar="TASK", choices=[*NAMES, "harness"], help=f"one of {', '.join(NAMES)}{others}")
     runs = f"run directory; for {_ANSWERED} several form an ensemble (mean probabilities)"
     parser.add_path("--checkpoint", metavar="RUN", nargs="+", required=True, help=runs)
     parser.add_argument("--step", default="latest", help="a step, latest, or best (lowest validation loss) [latest]")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megajax.plan.compiled import Compilation
 
 _GPU = Option("gpu", str, "h100", "GPU to plan for", OneOf(MACHINES))
-_DEVICES = Option("devices", int, 0, "number of GPUs to search meshes for", between(1, 100_000))
+_DEVICES = Option("devices", int, 0, "number of GPUs to search meshes for; implies --search", between(1, 100_000))
 _BEST = Option("best", int, 10, "number of configurations to list", between(1, 1000))
 _COMPILED = 2  # of the best configurations are compiled
 
@@ -55,7 +55,8 @@ def main(argv: Sequence[str]) -> None:
     group.add_argument("--plot", metavar="FILE", type=os.path.expanduser, help=drawing)
     parser.add_config_flags(values=values)
     args = parser.parse_args(argv)
-    for name in ("devices", "best", "plot"):
+    args.search |= hasattr(args, "devices")
+    for name in ("best", "plot"):
         if getattr(args, name, None) is not None and not args.search:
             raise UserError(f"--{name} without --search; valid: --search, or without --{name}")
     preset, given = load_preset(args.preset), parser.overrides(args)

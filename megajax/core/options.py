@@ -13,6 +13,7 @@ import re
 import reprlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
+from decimal import Decimal
 from operator import attrgetter
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -173,9 +174,15 @@ class Option:
 
 
 def number(text: str, kind: type[int] | type[float] = int) -> Any:
-    """The number that a text spells with digits 0 to 9; raises `ValueError` if it spells none, or is too long."""
+    """The number that a text spells with digits 0 to 9, also as 1e3 where it is whole; raises `ValueError` if it spells
+    none, or is too long."""
     if not text.isascii() or len(text) > _LONGEST or text != text.strip():
         raise ValueError(text)
+    if kind is int and re.fullmatch(r"[0-9]+(\.[0-9]+)?[eE]\+?[0-9]{1,2}", text):
+        whole = Decimal(text)
+        if whole != whole.to_integral_value():
+            raise ValueError(text)
+        return int(whole)
     return kind(text)
 
 

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from megajax.core.axes import AXES
@@ -31,6 +32,7 @@ class Parser(argparse.ArgumentParser):
         formatter = partial(argparse.HelpFormatter, max_help_position=42, width=width)
         super().__init__(description=description, usage=usage, allow_abbrev=False, formatter_class=formatter)
         self._keys: dict[type, list[str]] = {}  # keys of the configuration flags, by dataclass
+        self._sections: dict[str, argparse._ArgumentGroup] = {}  # of the configuration, by name
 
     def add_path(self, *names: str, **settings: Any) -> argparse.Action:
         """Add an argument that is one or more paths; a leading `~` means the home folder."""
@@ -58,8 +60,11 @@ class Parser(argparse.ArgumentParser):
             if section not in groups:
                 title = sections(owner)[section].__doc__ if section else owner.__doc__
                 groups[section] = self.add_argument_group((title or section).splitlines()[0].rstrip("."))
+                if section:
+                    self._sections[section.replace("_", "-")] = groups[section]
             add_flag(groups[section], option, (values or {}).get(key, option.default))
             self._keys.setdefault(owner, []).append(key)
+        self.epilog = f"--help SECTION shows one section: {', '.join(self._sections)}" if self._sections else None
 
     def add_weights(self) -> None:
         """Add `--weights`, which can override `train.ema` of the run's configuration."""
@@ -73,6 +78,10 @@ class Parser(argparse.ArgumentParser):
         for word in argv or ():
             if "\0" in word:
                 raise UserError(f"{shown(word)}; valid: arguments without NUL")
+        argv = None if argv is None else [self._with_hyphens(word) for word in argv]
+        for word, section in pairwise(argv or ()):
+            if word in ("-h", "--help") and self._sections and not section.startswith("-"):
+                self._only(section)
         args, unknown = self.parse_known_args(argv, namespace)
         flags = [word.partition("=")[0] for word in unknown if word.startswith("-") and word != "-"]
         if flags:
@@ -81,6 +90,20 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             raise UserError(f"{unknown[0]!r} is an unexpected argument; valid: {self.usage}")
         return args
+
+    def _with_hyphens(self, word: str) -> str:
+        """An argument whose flag is known with hyphens in place of its underscores is that flag."""
+        name, *value = word.split("=", 1)
+        known = name.startswith("--") and (flag := name.replace("_", "-")) in self._option_string_actions
+        return "=".join([flag, *value]) if known else word
+
+    def _only(self, section: str) -> None:
+        """Have `--help` show one section's flags."""
+        if section not in self._sections:
+            valid = f"valid: {', '.join(self._sections)}"
+            raise UserError(f"--help {section}; {suggest(section, self._sections, valid)}")
+        self._action_groups = [self._sections[section]]
+        self.description = self.epilog = None
 
     def error(self, message: str) -> NoReturn:
         """Raise `argparse`'s error as a `UserError` that says what would be valid."""
@@ -132,8 +155,7 @@ def _value(option: Option, text: str) -> Any:
 def add_flag(group: Any, option: Option, default: Any = None, required: bool = False) -> None:
     """Add an option's flag to a parser or group; `--help` shows `default`, or otherwise the option's own default."""
     default = option.default if default is None else default
-    words = {MISSING: "set by the preset", (): "none"}.get(default, default)
-    words = "required" if required else f'"{default}"' if isinstance(default, str) else words
+    words = "required" if required else in_words(default)
     settings: dict[str, Any] = {
         "dest": option.key,
         "default": argparse.SUPPRESS,
@@ -149,6 +171,15 @@ def add_flag(group: Any, option: Option, default: Any = None, required: bool = F
     flag = group.add_argument(option.flag, required=required, **settings)
     if metavar != "TEXT":  # texts may be paths, which the shell completes
         completion.offer(flag, lambda: map(str, option.choices))
+
+
+def in_words(default: Any) -> str:
+    """A default value, as `--help` shows it: as one would write it on the command line."""
+    named = {MISSING: "set by the preset", "": "none", (): "none", True: "on", False: "off"}
+    if isinstance(default, bool | str | tuple) or default is MISSING:
+        texts = default if isinstance(default, tuple) and all(isinstance(each, str) for each in default) else ()
+        return named.get(default) or " ".join(texts) or str(default)
+    return str(default).removesuffix(".0")
 
 
 @dataclass(frozen=True)

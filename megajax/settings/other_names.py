@@ -13,7 +13,8 @@ _OURS = {
     "--mesh.pipe": "pp pipeline_parallel pipeline_parallel_size pipeline_parallel_degree pipeline_model_parallel_size",
     "--pipeline.layers": "pipeline_model_parallel_layout decoder_first_pipeline_num_layers "
     "decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
-    "--mesh.data": "dp data_parallel data_parallel_size data_parallel_replicate_degree data_parallel_shard_degree",
+    "--mesh.data": "dp data_parallel data_parallel_size data_parallel_replicate_degree",
+    "--mesh.data, with --optimizer.zero 3": "data_parallel_shard_degree",
     "--optimizer.learning-rate": "lr max_lr peak_lr",
     "--optimizer.min-learning-rate": "min_lr lr_min",
     "--optimizer.schedule": "lr_decay_style lr_scheduler lr_scheduler_type",
@@ -29,7 +30,8 @@ _OURS = {
     "--optimizer.muon-momentum": "muon_momentum_beta muon_beta",
     "--optimizer.muon-steps": "muon_num_ns_steps ns_steps",
     "--optimizer.muon-scale": "muon_scale_mode",
-    "--optimizer.zero": "zero_stage zero use_distributed_optimizer fsdp",
+    "--optimizer.zero": "zero_stage zero use_distributed_optimizer",
+    "--optimizer.zero 3, with --mesh.data N for N devices": "fsdp use_fsdp use_megatron_fsdp fully_shard",
     _BATCH: "batch_size global_batch_size train_batch_size gbs bs",
     "--train.microbatch": "micro_batch_size local_batch_size per_device_train_batch_size mbs",
     _ACCUMULATION: "gradient_accumulation_steps gradient_accumulation grad_accum accumulate_grad_batches",
@@ -70,6 +72,8 @@ def nearest(unknown: str, valid: Collection[str], otherwise: str) -> str:
     """The end of an error message about an unknown flag or key: our name for it, or the nearest valid ones, or
     `otherwise`."""
     name = unknown.lstrip("-").replace("-", "_").lower()
+    if same := [each for each in valid if re.sub("[._-]", "", each) == re.sub("[._-]", "", unknown)]:
+        return f"did you mean {same[0]}?"
     found = OURS.get(name) or OURS.get(name.rpartition(".")[2], "")
     flag = re.split("[ ,]", found)[0]
     key = flag.removeprefix("--").replace("-", "_")

@@ -43,8 +43,8 @@ GPU_FLAGS = {
 # Otherwise XLA has the GPU run kernels as one graph, in which a profile cannot tell whose they are.
 PROFILE_FLAGS = {"--xla_gpu_enable_command_buffer": ""}
 DETERMINISTIC_FLAGS = {"--xla_gpu_deterministic_ops": "true", "--xla_gpu_autotune_level": "0"}
-# Share of GPU memory, 0.75 by default; the rest is for NCCL, cuBLAS and CUDA itself. With several GPUs it is unmeasured;
-# one H200 trained with 0.92.
+# Share of GPU memory, 0.75 by default; the rest is for NCCL, cuBLAS and CUDA itself. Unmeasured with several GPUs; one
+# H200 trained with 0.92.
 GPU_MEMORY = "XLA_CLIENT_MEM_FRACTION", "0.88"
 
 
@@ -98,8 +98,8 @@ def _warn_of_reductions(why: str, _flags: str) -> None:
 @functools.cache
 def _warn_of_optimization(level: str) -> None:
     print(
-        f"warning: JAX_OPTIMIZATION_LEVEL={level}: steps may be slower: with O1 XLA repeats the forward pass's products "
-        "in programs for GPUs (docs/gpu.md); valid: without it, or O0",
+        f"warning: JAX_OPTIMIZATION_LEVEL={level}: on GPUs steps may be slower: with O1 XLA repeats the forward pass "
+        "(docs/gpu.md); valid: without it, or O0",
         file=sys.stderr,
     )
 

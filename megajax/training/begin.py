@@ -96,9 +96,9 @@ def train_here(config: Config, *, skip_finished: bool = False) -> None:
             return
         if is_first_process():
             transcript.begin(run_dir)
-        with display.phase("choosing the fastest attention and matrix products", announced=False):
-            backend = measured_backend(program, data.train, run_dir, candidates_of(program.mesh))
-        if backend != program.backend:
+        if candidates := candidates_of(program.mesh):
+            with display.phase("choosing the fastest attention and matrix products", announced=False):
+                backend = measured_backend(program, data.train, run_dir, candidates)
             program = Program(ours, program.mesh, backend)
         say("\n".join(filter(None, [describe(ours, program, data, order, earlier), again])))
         with watched(display.phase):
