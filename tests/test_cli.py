@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,39 @@ ROOT = Path(__file__).parents[1]
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--version"])
     assert capsys.readouterr().out == f"megajax {megajax.__version__}\n"
+
+
+def test_a_clone_called_megajax_does_not_hide_the_package(tmp_path: Path) -> None:
+    """From the folder beside it, where Python sees a folder `megajax` without `__init__.py` first: an editable install
+    is a path file."""
+    pytest.importorskip("setuptools")
+    clone, site = tmp_path / "megajax", tmp_path / "site"
+    (clone / "megajax").mkdir(parents=True)
+    site.mkdir()
+    (clone / "megajax" / "__init__.py").write_text("found = True\n")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        (clone / name).write_bytes((ROOT / name).read_bytes())
+    build = "import sys; from setuptools.build_meta import build_editable; build_editable(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, site], cwd=clone, check=True, capture_output=True)
+    (wheel,) = site.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(site)
+    program = "import site, sys; site.addsitedir(sys.argv[1]); import megajax; print(megajax.found)"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program, site], cwd=tmp_path, env=environment, capture_output=True
+    )
+    assert done.stdout == b"True\n", done.stderr
+
+
+def test_flags_as_people_write_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """With underscores for hyphens, and whole numbers as 1e2; of --help one section alone, with defaults in words."""
+    main(["train", "demo", "--train.global_batch=16", "--train.steps", "1e2", "--print-config"])
+    said = capsys.readouterr().out
+    assert "steps = 100 " in said and "global_batch = 16 " in said
+    with pytest.raises(SystemExit):
+        main(["train", "demo", "--help", "data"])
+    said = capsys.readouterr().out
+    assert "--data.path" in said and "--train.steps" not in said and "[python-stdlib]" in said and "[off]" in said
 
 
 def test_the_version_is_the_same_everywhere() -> None:
@@ -51,6 +85,15 @@ def test_the_version_is_the_same_everywhere() -> None:
             "no such file 'configs/finetune/mnli-dmeo.toml'; did you mean ",
         ),
         (["plan", "demo", "--gpu", "h10"], "--gpu 'h10'; valid: h100, h200, a100, v100, b200 (did you mean h100"),
+        (["chat"], "chat: unknown command; valid: megajax generate --checkpoint RUN --interactive"),
+        (["export"], "export: unknown command; valid: megajax convert export-hf RUN PATH"),
+        (
+            ["train", "demo", "--fsdp", "8"],
+            "--fsdp: unknown flag; megajax calls it --optimizer.zero 3, with --mesh.data",
+        ),
+        (["train", "demo", "--train_steps", "8"], "--train_steps: unknown flag; did you mean --train.steps?"),
+        (["train", "demo", "--train.steps", "1.5e0"], "--train.steps '1.5e0'; valid: a whole number"),
+        (["train", "--help", "optimiser"], "--help optimiser; did you mean optimizer?"),
         (["frobnicate"], f"unknown command 'frobnicate'; valid: {', '.join(COMMANDS)}"),
         ([], f"COMMAND missing; valid: {', '.join(COMMANDS)}"),
     ],

@@ -46,9 +46,8 @@ def main(argv: Sequence[str], prog: str) -> None:
     tasks = [name for word in args.tasks for name in word.split(",") if name]
     for name in tasks:
         if name not in manager.all_tasks:
-            raise UserError(
-                f"TASK {name!r}: lm-eval has none; {suggest(name, manager.all_tasks, 'valid: lm-eval ls tasks')}"
-            )
+            near = suggest(name, manager.all_tasks, "valid: lm-eval ls tasks")
+            raise UserError(f"TASK {name!r}: lm-eval has none; {near}")
     model = MegajaxLM(args.checkpoint, args.step, getattr(args, "batch_size", 0), **parser.overrides(args))
     given: dict[str, Any] = {"num_fewshot": args.num_fewshot} if "num_fewshot" in args else {}
     found = lm_eval.simple_evaluate(

@@ -61,7 +61,8 @@ class DataConfig(PackingConfig):
     dev: Annotated[tuple[str, ...], "validation files of the task; none: hold out part of data.train", IS_PATH] = ()
     validation_fraction: Annotated[
         float,
-        "fraction held out for validation, by whole documents (or, for a task, whole contexts); "
+        "fraction held out for validation, by whole documents, or inside one if all are longer (for a task, by "
+        "whole contexts); "
         "0 with train.eval_every 0: none",
         SHARE,
         SAMPLES,

@@ -41,7 +41,7 @@ class RunData:
     validation_sets: dict[str, CorpusSamples]  # by name
 
     def lines(self, config: Config) -> Iterator[str]:
-        """A line for every corpus; an epoch sees every sample of the corpus once."""
+        """A line for every corpus, of which an epoch sees every sample once; then what is held out."""
         train = self.train
         blended = isinstance(train, BlendedSamples)
         parts = train.sources if isinstance(train, BlendedSamples) else [train]
@@ -59,6 +59,12 @@ class RunData:
                 f"{report.documents:,} documents{alone} of {report.source}{skipped}; "
                 f"an epoch is {samples.epoch_size / share / config.train.global_batch:,.4g} steps{full}"
             )
+        if self.validation is not None:
+            held, total = self.validation.num_tokens, sum(corpus.report.tokens for corpus in self.corpora)
+            asked = config.data.validation_fraction
+            yield f"split: {total - held:,} tokens for training, {held:,} for validation ({held / total:.2%})"
+            if held > gpt.MOST_HELD_OUT * asked * total:
+                yield f"warning: that is more than --data.validation-fraction {asked:g}, for sentences are not cut"
 
 
 def make_run_data(config: Config, folder: Path, *, trained: bool = False) -> list[str]:

@@ -72,8 +72,6 @@ def nearest(unknown: str, valid: Collection[str], otherwise: str) -> str:
     """The end of an error message about an unknown flag or key: our name for it, or the nearest valid ones, or
     `otherwise`."""
     name = unknown.lstrip("-").replace("-", "_").lower()
-    if same := [each for each in valid if re.sub("[._-]", "", each) == re.sub("[._-]", "", unknown)]:
-        return f"did you mean {same[0]}?"
     found = OURS.get(name) or OURS.get(name.rpartition(".")[2], "")
     flag = re.split("[ ,]", found)[0]
     key = flag.removeprefix("--").replace("-", "_")
@@ -81,4 +79,7 @@ def nearest(unknown: str, valid: Collection[str], otherwise: str) -> str:
         found = found if "--train.steps" in valid else ""  # only for commands that take a preset
     elif flag not in valid:
         found = found.replace(flag, key, 1) if key in valid else ""
-    return f"megajax calls it {found}" if found else suggest(unknown, valid, otherwise)
+    if found:
+        return f"megajax calls it {found}"
+    same = [each for each in valid if re.sub("[._-]", "", each) == re.sub("[._-]", "", unknown)]
+    return f"did you mean {same[0]}?" if same else suggest(unknown, valid, otherwise)

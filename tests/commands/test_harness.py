@@ -85,6 +85,8 @@ def test_the_harness_sees_what_eval_sees(
     expected = commands.evaluate("lambada", straight.folder, "--data", file)
     assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-6)
     assert found["accuracy"] == expected["accuracy"]
+    figures = commands.evaluate("harness", straight.folder, "--include-path", tmp_path / "tasks", "last_word")
+    assert figures["last_word"]["acc,none"] == expected["accuracy"]
     assert found["rolling"] == pytest.approx(found["after_nothing"], rel=1e-6)
     assert found["rolling"] < 0
     assert found["greedy"] or found["tokens"] != 20, "unless the text has another tokenization"

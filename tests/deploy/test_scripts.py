@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PREPARE = ROOT / "deploy" / "prepare.sbatch"
 SCRIPTS = sorted(set((ROOT / "deploy").glob("*.sbatch")) - {PREPARE})
-SHELL = [*SCRIPTS, PREPARE, *sorted((ROOT / "benchmarks").glob("*.sh"))]
+EACH_GPU = ROOT / "deploy" / "each-gpu.sh"
+SHELL = [*SCRIPTS, PREPARE, EACH_GPU, *sorted((ROOT / "benchmarks").glob("*.sh"))]
 
 PROGRAMS = {
     # A run that says that it runs, and on SIGTERM writes its checkpoint, for a moment, before it ends.
@@ -129,6 +130,36 @@ def test_the_manifest_names_what_is_there() -> None:
 def test_the_shell_reads_it(script: Path) -> None:
     assert subprocess.run(["bash", "-n", script]).returncode == 0
     assert script.suffix == ".sbatch" or os.access(script, os.X_OK)
+
+
+def test_a_process_for_each_gpu(tmp_path: Path) -> None:
+    """Each has a number and its GPU; a signal stops all, and the first exit code that is not 0 is that of all."""
+    script = """
+trap 'sleep 0.2; exit 143' TERM
+echo "$JAX_LOCAL_DEVICE_IDS $*" >started-$JAX_LOCAL_DEVICE_IDS
+if [[ -f code ]]; then exit "$((JAX_LOCAL_DEVICE_IDS ? $(<code) : 0))"; fi
+for _ in {1..200}; do sleep 0.05; done
+"""
+    command = ["bash", "-c", script, "megajax", "train", "demo"]
+    environment = os.environ | {"GPUS": "3", "PORT": "1234"}
+
+    def started() -> subprocess.Popen[bytes]:
+        return subprocess.Popen([EACH_GPU, *command], cwd=tmp_path, env=environment)
+
+    process = started()
+    for _ in range(200):
+        if len(list(tmp_path.glob("started-*"))) == 3:
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 143
+    flags = "--distributed.coordinator localhost:1234 --distributed.num-processes 3 --distributed.process-id"
+    for number in range(3):
+        assert (tmp_path / f"started-{number}").read_text() == f"{number} train demo {flags} {number}\n"
+    (tmp_path / "code").write_text("2")
+    assert started().wait(20) == 2
+    done = subprocess.run([EACH_GPU, "true"], env=os.environ | {"GPUS": "no"}, capture_output=True, text=True)
+    assert done.returncode == 2 and "GPUS=no; valid: 1 or more" in done.stderr
 
 
 def test_smoke_script_refuses_words_that_it_does_not_know() -> None:

@@ -74,9 +74,9 @@ def test_what_does_not_fit_is_not_taken() -> None:
     config = tiny_config((1, 2, 1), layers="auto", num_layers=12, **NARROW)
     uneven, even = placed(config, H100), with_layers(config, "6,6")
     assert uneven.pipeline.layers == "8,4"
+    share = H100.usable / H100.memory
     enough, less = (
-        placed(config, replace(H100, memory=int((memory(each).total + 1000) * H100.memory / H100.usable)))
-        for each in (uneven, even)
+        placed(config, replace(H100, memory=int((memory(each).total + 1000) / share))) for each in (uneven, even)
     )
     assert enough == uneven and less == even and memory(even).total < memory(uneven).total
     assert placed(config, replace(H100, memory=1)) == even  # needs least

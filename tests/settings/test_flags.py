@@ -179,7 +179,7 @@ def test_flags_in_any_place_and_the_last_one_wins() -> None:
         ("demo --mesh.dat 2", "--mesh.dat: unknown flag; did you mean --mesh.data?"),
         ("demo --mesh.d 2", "--mesh.d: unknown flag"),
         ("demo --steps=5", "--steps: unknown flag; did you mean --train.steps?"),
-        ("demo --run_dir x", "--run_dir: unknown flag; did you mean --run-dir?"),
+        ("demo --rundir x", "--rundir: unknown flag; did you mean --run-dir?"),
         ("demo -x", "-x: unknown flag; valid: the flags in --help"),
         ("demo other", "'other' is an unexpected argument; valid: train.py PRESET"),
         ("demo --mesh.data", "--mesh.data needs a value; valid: a whole number"),

@@ -35,6 +35,10 @@ class Samples(Protocol):
 class CorpusSamples(Samples, Protocol):
     """A finite sequence of samples from a corpus."""
 
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens."""
+
     def documents(self) -> Iterator[npt.NDArray[np.integer]]:
         """The tokens, document by document."""
 

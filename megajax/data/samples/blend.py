@@ -181,6 +181,11 @@ class JoinedSamples:
         corpus, own = self._order.place(number)
         return self._corpora[corpus][own]
 
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens."""
+        return sum(corpus.num_tokens for corpus in self._corpora)
+
     def documents(self) -> Iterator[npt.NDArray[np.integer]]:
         """The tokens, document by document."""
         return itertools.chain.from_iterable(corpus.documents() for corpus in self._corpora)

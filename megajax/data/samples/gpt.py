@@ -17,6 +17,7 @@ from megajax.core.errors import UserError
 from megajax.data.samples.base import Sample, held_out, shuffled
 from megajax.data.text.tokens import TokenDocuments
 
+MOST_HELD_OUT = 1.5  # times the share that is asked for
 _SPLIT, _DOCUMENT_ORDER, _SAMPLE_ORDER = 1, 2, 3  # independent random streams of one seed
 
 
@@ -30,7 +31,7 @@ def train_and_validation(
     with_positions: bool = False,
 ) -> tuple["TrainSamples", "EvaluationSamples | None"]:
     """Samples of the training and validation splits, which share no document; None if nothing is held out."""
-    train, validation = split_documents(documents, validation_fraction=validation_fraction, seed=seed)
+    documents, train, validation = split_documents(documents, validation_fraction=validation_fraction, seed=seed)
     lengths = np.diff(documents.document_offsets)
     num_train, num_validation = int(lengths[train].sum()), int(lengths[validation].sum())
     if num_train < sequence_length + 1 or (validation_fraction and num_validation < 2):
@@ -51,16 +52,17 @@ def train_and_validation(
 
 def split_documents(
     documents: TokenDocuments, *, validation_fraction: float, seed: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Numbers of the training and validation documents, ascending.
+) -> tuple[TokenDocuments, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The documents, and the numbers of those for training and for validation, ascending.
 
     In an order shuffled by the seed, documents go to the validation split until it has about `validation_fraction` of
-    all tokens. A document longer than that is used for training; if all are longer, the shortest is for validation.
+    all tokens, at most `MOST_HELD_OUT` times as many. A document longer than that is used for training; if all are
+    longer, the end of the shortest is for validation, as a document of its own.
     The result depends only on the documents' lengths, the fraction and the seed.
     """
     lengths = np.diff(documents.document_offsets)
     if not validation_fraction:
-        return np.arange(len(lengths)), np.arange(0)
+        return documents, np.arange(len(lengths)), np.arange(0)
     order = _permutation(len(lengths), _SPLIT, seed)
     order = order[lengths[order] > 0]
     if len(order) < 2:
@@ -69,9 +71,14 @@ def split_documents(
             "single text file is cut into pieces if you name the file rather than its folder); "
             "valid: more documents, or --data.validation-fraction 0 --train.eval-every 0"
         )
-    is_validation = np.zeros(len(lengths), bool)
-    is_validation[held_out(lengths, order, validation_fraction)] = True
-    return np.flatnonzero(~is_validation), np.flatnonzero(is_validation)
+    chosen, wanted = held_out(lengths, order, validation_fraction), validation_fraction * int(lengths.sum())
+    if lengths[chosen].sum() > max(2.0, MOST_HELD_OUT * wanted):
+        (number,) = chosen.tolist()
+        place = int(documents.document_offsets[number + 1]) - max(2, round(wanted))
+        documents, chosen = documents.cut(number, place), np.array([number + 1])
+    is_validation = np.zeros(documents.num_documents, bool)
+    is_validation[chosen] = True
+    return documents, np.flatnonzero(~is_validation), np.flatnonzero(is_validation)
 
 
 class TrainSamples:
@@ -139,6 +146,11 @@ class EvaluationSamples:
         self._stream = _TokenStream(documents, self._numbers)
         if len(self._stream) < 2:
             raise UserError(f"{documents.name} has {len(self._stream)} tokens; valid: at least 2")
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens."""
+        return len(self._stream)
 
     @property
     def num_targets(self) -> int:

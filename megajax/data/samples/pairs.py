@@ -35,7 +35,7 @@ def train_and_validation(
 ) -> tuple["TrainPairs", "EvaluationPairs | None"]:
     """Samples of the training and validation splits, which share no document; None if nothing is held out."""
     check_sentences(documents)
-    train, validation = split_documents(documents, validation_fraction=validation_fraction, seed=seed)
+    documents, train, validation = split_documents(documents, validation_fraction=validation_fraction, seed=seed)
     return (
         TrainPairs(documents, train, sequence_length=sequence_length, seed=seed, vocabulary=vocabulary),
         EvaluationPairs(documents, validation, sequence_length=sequence_length, vocabulary=vocabulary)
@@ -155,6 +155,11 @@ class EvaluationPairs(_Pairs):
         self._chunks = join(documents, self._numbers, lambda firsts: np.full(len(firsts), target))
         if not len(self._chunks):
             raise UserError(f"{documents.name} has no tokens; valid: at least one sentence")
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens, each of which is in one pair."""
+        return int(np.diff(self._documents.document_offsets)[self._numbers].sum())
 
     def documents(self) -> Iterator[npt.NDArray[np.integer]]:
         """The tokens, document by document."""
