@@ -53,6 +53,7 @@ NOT_RUN = {  # reason -> patterns of whole commands
         r"python sweep\.py .*",
         r"megajax train llama-demo --init runs/llama-demo .*",
         r"megajax (eval|generate|convert export-hf) .*runs/lora.*",
+        r"megajax eval harness .*",
         r"megajax eval (wikitext103|lambada|qqp|race|squad2) .*",
         r"megajax convert export-hf runs/(qqp-demo|gpt2) .*",
     ],
@@ -74,7 +75,8 @@ NOT_RUN = {  # reason -> patterns of whole commands
     ],
     "a GPU": [
         r"JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu",
-        r"benchmarks/gpu(_smoke)?\.sh",
+        r"benchmarks/gpu(_smoke|_node)?\.sh",
+        r"deploy/each-gpu\.sh .*",
         r"CUDA_VISIBLE_DEVICES=1 .*",
     ],
     "SLURM, or a tool for containers": [r"sbatch .*", r"podman .*"],
