@@ -203,7 +203,7 @@ def first_config(own: Any, flags: list[str]) -> Config:
     """What JAX is started with: the precision of the part's cases, the devices, the other processes."""
     precision = "bf16" if own.part == "recipes" and own.device == "gpu" else "fp32"
     words = ["demo", "--precision", precision, *flags]
-    if own.simulated and "--distributed.coordinator" not in flags:
+    if own.simulated:
         words += ["--simulate-devices", str(own.simulated)]
     return parse(words, "")
 
