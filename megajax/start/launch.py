@@ -97,6 +97,7 @@ def _warn_of_reductions(why: str, _flags: str) -> None:
 
 @functools.cache
 def _warn_of_optimization(level: str) -> None:
+    """Print a warning, once per level."""
     print(
         f"warning: JAX_OPTIMIZATION_LEVEL={level}: on GPUs steps may be slower: with O1 XLA repeats the forward pass "
         "(docs/gpu.md); valid: without it, or O0",
