@@ -26,7 +26,7 @@ _OTHERS = {  # what other programs call theirs -> ours
     "import": "convert import-hf PATH RUN",
     "finetune": "train PRESET --init RUN (docs/finetuning.md)",
     "pretrain": "train PRESET",
-    "serve": "convert export-hf RUN PATH, whose folder vLLM and transformers serve; there is no server of ours",
+    "serve": "convert export-hf RUN PATH, for a server such as vLLM; there is none of ours",
     "sample": "generate --checkpoint RUN",
     "evaluate": "eval TASK --checkpoint RUN",
     "tokenize": "prepare INPUT --output PREFIX",
