@@ -25,7 +25,8 @@ from megajax.core.errors import RunError, UserError
 from megajax.host.ending import run
 
 PARTS = {"collectives": 0.15, "axes": 0.4, "recipes": 0.45}  # and their shares of the time
-HANGS = {"collectives": 60.0, "axes": 90.0, "recipes": 240.0}  # seconds that a case may take; the first compiles most
+HANGS = {"collectives": 60.0, "axes": 90.0, "recipes": 240.0}  # seconds that a case may take
+SLOWER = {"gpu": 1, "cpu": 5}  # times as long
 TOLERANCE = 1e-3  # of losses and gradient norms, relative; they are computed in fp32
 SIMULATED = 8
 
@@ -92,7 +93,9 @@ def command_of(part: str, device: str, processes: int) -> tuple[list[str], dict[
 def reference(device: str) -> dict[str, dict]:
     """What one device computes, by model."""
     command, environment = command_of("axes", device, 1)
-    found = resumed([*command, "--reference"], 120, os.environ | environment, HANGS["axes"])
+    found = resumed(
+        [*command, "--reference"], 120 * SLOWER[device], os.environ | environment, SLOWER[device] * HANGS["axes"]
+    )
     return {each["case"]: each for each in found if "case" in each}
 
 
@@ -127,7 +130,7 @@ def main() -> None:
         shares -= PARTS[part]
         references = reference(own.device) if part == "axes" else {}
         command, environment = command_of(part, own.device, processes)
-        for result in resumed(command, seconds, os.environ | environment, HANGS[part]):
+        for result in resumed(command, seconds, os.environ | environment, SLOWER[own.device] * HANGS[part]):
             report.add(part, compared(result, references))
     print(f"written: {report.prefix}.json, {report.prefix}.md", file=sys.stderr)
     if report.wrong or not all(report.found[part] for part in parts):
