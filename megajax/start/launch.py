@@ -70,7 +70,10 @@ def start(config: Config) -> None:
         # Otherwise a step allocates its temporaries, hundreds of megabytes, before the previous step's are free.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     _set_precision(config)
-    if config.distributed.process_id <= 0 and (level := jax.config.jax_optimization_level) not in ("UNKNOWN", "O0"):
+    if config.distributed.process_id <= 0 and (level := getattr(jax.config, "jax_optimization_level", "O0")) not in (
+        "UNKNOWN",
+        "O0",
+    ):
         _warn_of_optimization(level)
     if config.simulate_devices:
         _simulate(config.simulate_devices)
