@@ -205,7 +205,9 @@ def _compute(work: Work, worker: Array, wide: int, slots: _Slots, out_g: Any, ou
         there_g = out_g.at[work.out(tile, worker)]
         for number in range(wide // piece):
             columns, slot = slice(number * piece, (number + 1) * piece), number % 2
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            plgpu.wait_smem_to_gmem(
+                min(number, 1), wait_read_only=True
+            )  # of an odd number the last one has slot 0, too
             out_s[worker, slot] = total[:, columns].astype(out_s.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out_s.at[worker, slot], there_g.at[:, columns])
