@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import full
 
 from megajax.generation.choice import Sampling, choose, gumbel_noise, prompt_bits, seen_tokens
 
@@ -40,18 +41,23 @@ def repeated(values: np.ndarray, penalty: float) -> tuple[np.ndarray, np.ndarray
     return seen, np.where(seen, penalized, values)
 
 
-@pytest.mark.parametrize("temperature", [0.7, 3.0])
+WAYS = [  # top_k, top_p, min_p, penalty
+    (0, 1.0, 0.0, 1.0),
+    (5, 1.0, 0.0, 1.5),
+    (0, 0.6, 0.0, 1.0),
+    (40, 0.9, 0.2, 0.7),
+    (1, 0.5, 0.0, 1.0),
+    (999, 0.01, 0.0, 1.0),
+    (0, 1.0, 0.1, 1.2),
+    (0, 1.0, 1.0, 1.0),
+]
+
+
 @pytest.mark.parametrize(
-    ("top_k", "top_p", "min_p", "penalty"),
+    ("temperature", "top_k", "top_p", "min_p", "penalty"),
     [
-        (0, 1.0, 0.0, 1.0),
-        (5, 1.0, 0.0, 1.5),
-        (0, 0.6, 0.0, 1.0),
-        (40, 0.9, 0.2, 0.7),
-        (1, 0.5, 0.0, 1.0),
-        (999, 0.01, 0.0, 1.0),
-        (0, 1.0, 0.1, 1.2),
-        (0, 1.0, 1.0, 1.0),
+        *((temperature, *way) for temperature, way in zip([0.7, 3.0] * 4, WAYS, strict=True)),
+        *(full(temperature, *way) for temperature, way in zip([3.0, 0.7] * 4, WAYS, strict=True)),
     ],
 )
 def test_the_choice_is_numpy_s(temperature, top_k, top_p, min_p, penalty):
