@@ -20,8 +20,7 @@ from megajax.training.begin import with_total_steps
 
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_is_trained_and_scored(tuning: Finetuning, task: str, tmp_path: Path) -> None:
-    """The figures that training logs are those of eval.py, of pairs for another batch too, and of an independent
-    scorer."""
+    """The figures that training logs are those of eval.py, also for another batch, and of an independent scorer."""
     run, dev, predictions = tuning.run(task), tuning.file(task, "dev"), tmp_path / "predictions"
     logged = dev_of(run)
     assert KEYS[task] <= logged.keys() and logged["records"] == DEV

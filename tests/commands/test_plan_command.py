@@ -17,7 +17,6 @@ from megajax.plan.traced import step_cost
 SMALL = "gpt2-355m --model.num-layers 4 --model.num-heads 4 --model.vocab-size 500 --model.sequence-length 64"
 SMALL += " --precision fp32 --model.dropout 0"  # what compiles soonest
 STEP = f"{SMALL} --model.hidden-size 64 --train.global-batch 16 --train.microbatch 2 --train.remat none"
-TWO = "--mesh.tensor 2 --model.num-layers 2"
 SEARCH = f"{SMALL} --model.hidden-size 256 --train.global-batch 8 --train.remat none --optimizer.zero 1 --mesh.tensor 1"
 SEARCH += " --search --devices 2"
 
@@ -35,7 +34,8 @@ def planned(capsys: pytest.CaptureFixture[str], line: str) -> str:
 
 def test_json(capsys) -> None:
     """The last line is one object; what was compiled is what was predicted."""
-    found = json.loads(planned(capsys, f"{STEP} {TWO} --train.ema 0.9 --gpu a100 --json").splitlines()[-1])
+    line = f"{STEP} --model.num-layers 2 --mesh.tensor 2 --train.ema 0.9 --gpu a100 --json"
+    found = json.loads(planned(capsys, line).splitlines()[-1])
     assert found["gpu"] == "a100" and found["devices"] == 2 and found["fits"]
     memory, compiled = found["memory"], found["compiled"]
     parts = set(memory) - {"total", "usable", "of_gpu"}

@@ -30,10 +30,8 @@ LIMITS = {
 def taken(spans: jax.Array, times: int) -> list[tuple[int, int, bool]]:
     """Every turn's time and block, and whether it is without a mask."""
     turns, turn = BlockTurns(list(spans), times), jnp.arange(MOST, dtype=jnp.int32)
-    count = int(turns.count)
-    assert count <= MOST
     found = (*turns.place(turn), turn < turns.full_count)
-    return list(zip(*(np.asarray(x)[:count].tolist() for x in found), strict=True))
+    return list(zip(*(np.asarray(x)[: int(turns.count)].tolist() for x in found), strict=True))
 
 
 def check(taken: list[tuple[int, int, bool]], seen: np.ndarray, times: int) -> None:

@@ -99,8 +99,7 @@ def test_what_is_frozen_stays_and_does_not_count():
     some, every = (run_step(config_of((1, 1, 1), *names, **options), branches=False) for names in (FREEZE, ()))
     drawn = Drawn(some.config)
     masks = frozen_weights(FREEZE, drawn.program.model.shapes, some.config.model)
-    begun, after = named_parts(drawn.canonical), some.taken.state
-    squares = []
+    begun, after, squares = named_parts(drawn.canonical), some.taken.state, []
     for name, gradient in every.gradients.items():
         frozen = masks.get(tuple(name.split("/")), np.zeros((), bool))
         dims = *frozen.shape, *[1] * (gradient.ndim - 2 - frozen.ndim)
