@@ -80,7 +80,7 @@ def test_grid(each: tuple) -> None:
     config = of_grid(each)
     if each == CLASSES:
         config = with_layers(config, "0,3")
-    assert_exact(config, branches=each == CLASSES, planned=each in [CLASSES, *LONG])
+    assert_exact(config, branches=each in MODELS, planned=each in [CLASSES, *LONG])
 
 
 def with_layers(config: Config, layers: str) -> Config:
