@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the tests marked `gpu` are run with JAX_PLATFORMS=cuda,cpu
 
@@ -71,7 +72,7 @@ def compiled(workers_folder: Path) -> None:
     user's caches."""
     settings = {
         "jax_compilation_cache_dir": str(workers_folder / "compiled"),
-        "jax_persistent_cache_min_compile_time_secs": 0.05,
+        "jax_persistent_cache_min_compile_time_secs": 0.5,
     }
     for name, value in settings.items():
         os.environ[name.upper()] = str(value)  # of the commands that tests start
@@ -85,6 +86,14 @@ def test_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no test data at {folder} (MEGAJAX_TEST_DATA names another folder)")
     return folder
+
+
+@pytest.fixture(scope="session")
+def gpt2_tokenizer(test_data: Path) -> Any:
+    """The tokenizer of GPT-2."""
+    from megajax.data.text.tokenizers import load_tokenizer
+
+    return load_tokenizer(test_data / "gpt2-bpe")
 
 
 _room = 4 * 2**30  # bytes that a worker may have

@@ -188,7 +188,7 @@ WAITING = {"weight_gradients": "deferred"}
 ADAPTED = {"lora": LoraConfig(rank=2), "sequence_parallel": True}
 OVERLAPPED = {
     "alone, padded shards": {"mesh": (3, 1, 1), "global_batch": 6},
-    "deferred, padded layers, split": PIPED | WAITING | {"num_layers": 5, "vocabulary": "split", "zero": 0},
+    "deferred, padded layers, split": PIPED | WAITING | {"global_batch": 6, "vocabulary": "split", "zero": 0},
     "one microbatch": {"mesh": (4, 1, 1), "zero": 0, "microbatch": 2},
     "stages": {"mesh": (2, 3, 1), "precision": "bf16", "remat": "layer"},
     "chunks": PIPED | {"num_layers": 4, "precision": "fp16", "ema": 0.5},

@@ -34,7 +34,8 @@ def planned(capsys: pytest.CaptureFixture[str], line: str) -> str:
 
 def test_json(capsys) -> None:
     """The last line is one object; what was compiled is what was predicted."""
-    found = json.loads(planned(capsys, f"{STEP} --mesh.tensor 2 --train.ema 0.9 --gpu a100 --json").splitlines()[-1])
+    line = f"{STEP} --model.num-layers 2 --mesh.tensor 2 --train.ema 0.9 --gpu a100 --json"
+    found = json.loads(planned(capsys, line).splitlines()[-1])
     assert found["gpu"] == "a100" and found["devices"] == 2 and found["fits"]
     memory, compiled = found["memory"], found["compiled"]
     parts = set(memory) - {"total", "usable", "of_gpu"}

@@ -48,6 +48,7 @@ def test_links(page: Path) -> None:
         assert not anchor or anchor in _anchors(linked), f"{page.name}: {target}"
 
 
+@cache
 def _texts() -> list[str]:
     """Every text of the code; what is filled in is "…"."""
     found = []

@@ -7,7 +7,7 @@ import pytest
 
 from megajax.core.errors import UserError
 from megajax.data.samples.gpt import EvaluationSamples
-from megajax.data.text.tokenizers import load_tokenizer, train_tokenizer
+from megajax.data.text.tokenizers import train_tokenizer
 from megajax.evaluation.pretrained import detokenize, read_wikitext
 
 
@@ -44,9 +44,8 @@ def test_every_rule(spaced, plain):
     assert detokenize(spaced) == plain
 
 
-def test_the_paper_s_counts(test_data):
-    tokenizer = load_tokenizer(test_data / "gpt2-bpe")
-    words, text = read_wikitext(str(test_data / "wikitext-103" / "wiki.test.tokens"), tokenizer)
+def test_the_paper_s_counts(gpt2_tokenizer, test_data):
+    words, text = read_wikitext(str(test_data / "wikitext-103" / "wiki.test.tokens"), gpt2_tokenizer)
     samples = EvaluationSamples(text, sequence_length=1024, overlap=32)
     assert words == 245_566
     assert (text.num_tokens, samples.num_targets) == (270_330, 270_329)

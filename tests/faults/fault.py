@@ -63,7 +63,7 @@ class Fault:
         if not self.file.is_file():
             raise LookupError(f"{self.name}: megajax has no module for {self.where}")
         text = self.file.read_text()
-        node = _function(ast.parse(text), self.function.split("."))
+        node = _function(_parsed(text), self.function.split("."))
         if node is None:
             raise LookupError(f"{self.name}: {self.module} has no function {self.function}")
         wanted = ast.dump(ast.parse(self.right, mode="eval").body)
@@ -100,6 +100,9 @@ def _forget() -> None:
     modules = [module for name, module in sys.modules.items() if name.startswith("megajax")]
     for cached in (value for module in modules for value in vars(module).values() if hasattr(value, "cache_clear")):
         cached.cache_clear()
+
+
+_parsed = functools.cache(ast.parse)
 
 
 def _function(tree: ast.AST, names: list[str]) -> ast.AST | None:

@@ -67,12 +67,14 @@ def first_difference(config: Config, *, compiled: bool = True) -> str:
 
 
 def unequal(config: Config) -> list[str]:
-    """What is not exactly that of one device, in the step or else beside training: nothing is located, which takes
-    several more runs."""
+    """What is not exactly that of one device, in the step or else in its other branches, or else beside training:
+    nothing is located, which takes several more runs."""
     config = steady(config)
-    steps = run_step(plain(config)), run_step(config, in_blocks(config))
-    wrong = [finding.name for finding in compare_exactly(*steps) if not finding.passed]
-    return wrong or [finding.name for finding in beside_training(config) if not finding.passed]
+    for branches in (False, True):
+        steps = run_step(plain(config), branches=branches), run_step(config, in_blocks(config), branches=branches)
+        if wrong := [finding.name for finding in compare_exactly(*steps) if not finding.passed]:
+            return wrong
+    return [finding.name for finding in beside_training(config) if not finding.passed]
 
 
 def failed_test(fault: Fault) -> str:

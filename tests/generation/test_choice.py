@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import full
 
 from megajax.generation.choice import Sampling, choose, gumbel_noise, prompt_bits, seen_tokens
 
@@ -40,7 +41,7 @@ def repeated(values: np.ndarray, penalty: float) -> tuple[np.ndarray, np.ndarray
     return seen, np.where(seen, penalized, values)
 
 
-@pytest.mark.parametrize("temperature", [0.7, 3.0])
+@pytest.mark.parametrize("temperature", [0.7, full(3.0)])
 @pytest.mark.parametrize(
     ("top_k", "top_p", "min_p", "penalty"),
     [

@@ -152,7 +152,7 @@ def chatting(tmp_path_factory) -> Path:
 
 def test_a_chat(run, chatting, command, monkeypatch, tmp_path):
     """One turn is what the template makes of it, a file has whole conversations, and a conversation goes on."""
-    flags = ("--checkpoint", chatting, "--max-tokens", 4, "--temperature", 0)
+    flags = ("--checkpoint", chatting, "--max-tokens", 4, "--temperature", 0, "--batch", 1)
     (asked,) = json.loads(command(*flags, "--chat", "--prompt", "Which day?", "--json"))["continuations"]
     (as_text,) = json.loads(command(*flags, "--prompt", "<s>[INST] Which day? [/INST]", "--json"))["continuations"]
     assert asked["text"] == as_text["text"] and asked["prompt_tokens"] == as_text["prompt_tokens"]

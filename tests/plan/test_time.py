@@ -204,7 +204,7 @@ def test_every_combination_is_tried_once(found, given):
         tried.append((mesh, (pipeline.schedule, pipeline.chunks), *words, *of(each.config)))
     even = [each for each, one in zip(tried, found.fitting, strict=True) if not one.pipeline.counts]
     assert set(tried) == wanted and len(even) == len(wanted) <= len(tried) == found.tried
-    for each in found.fitting[::7]:
+    for each in found.fitting[::29]:
         validate(each.config, 4)
         assert each.bytes == memory(each.config).total
 

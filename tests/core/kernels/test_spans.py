@@ -9,6 +9,7 @@ from tiny import full
 from megajax.core.kernels.spans import BlockTurns, spans_of_keys, spans_of_queries
 
 LENGTH, QUERIES, KEYS = 64, 8, 4
+MOST = 2 * LENGTH // KEYS  # turns; as many are computed in every case, so that nothing is compiled twice
 PLACE = np.arange(LENGTH)
 DOCUMENT = np.searchsorted([10, 33, 40], PLACE, side="right")
 FIRST = np.array([0, 10, 33, 40])[DOCUMENT]
@@ -28,9 +29,9 @@ LIMITS = {
 
 def taken(spans: jax.Array, times: int) -> list[tuple[int, int, bool]]:
     """Every turn's time and block, and whether it is without a mask."""
-    turns = BlockTurns(list(spans), times)
-    turn = jnp.arange(int(turns.count), dtype=jnp.int32)
-    return list(zip(*(np.asarray(x).tolist() for x in (*turns.place(turn), turn < turns.full_count)), strict=True))
+    turns, turn = BlockTurns(list(spans), times), jnp.arange(MOST, dtype=jnp.int32)
+    found = (*turns.place(turn), turn < turns.full_count)
+    return list(zip(*(np.asarray(x)[: int(turns.count)].tolist() for x in found), strict=True))
 
 
 def check(taken: list[tuple[int, int, bool]], seen: np.ndarray, times: int) -> None:

@@ -140,8 +140,8 @@ def test_where_the_last_virtual_stage_turns_at_once(arguments):
 
 @pytest.mark.parametrize(("name", "p", "v"), GRID)
 def test_the_bubble_is_the_published_one(name, p, v):
-    """(p-1)/(v·m) of the ideal time for every m from p on, whether p divides it or not; also if tB is not 2 tF."""
-    for m in range(p, 4 * p + 3):
+    """(p-1)/(v·m) of the ideal time for m from p on, whether p divides it or not; also if tB is not 2 tF."""
+    for m in {p, p + 1, 2 * p - 1, 2 * p, 3 * p, 3 * p + 2, 4 * p + 1}:
         schedule = make_schedule(name, p, m, v)
         assert step_time(schedule).bubble == pytest.approx((p - 1) / (v * m), rel=1e-12)
         assert published_bubble(name, p, m, v) == (p - 1) / (v * m)
@@ -232,7 +232,7 @@ def test_a_slow_stage_dominates(name, forward, backward):
         times = StageTimes(np.ones((1, p)), np.full((1, p), 2.0))
         times.forward[0, slow], times.backward[0, slow] = forward, backward
         each = forward + backward
-        walls = [wall_time(make_schedule(name, p, m), times) for m in range(1, 20)]
+        walls = [wall_time(make_schedule(name, p, m), times) for m in range(1, 12)]
         assert all(m * each <= wall <= m * each + 3 * (p - 1) for m, wall in enumerate(walls, 1))
         assert set(np.diff(walls[2 * p :])) == {each}
 

@@ -20,32 +20,27 @@ SENTENCES = [f"The quick brown fox number {n % 13} jumped over {n % 7} lazy dogs
 SMALL = train_tokenizer(CORPUS, 300)
 
 
-@pytest.fixture(scope="module")
-def gpt2(test_data):
-    return load_tokenizer(test_data / "gpt2-bpe")
-
-
-def test_gpt2_ids(gpt2, test_data):
-    assert (gpt2.size, gpt2.end_of_text) == (50257, 50256)
-    assert gpt2.encode("Hello world") == [15496, 995]
-    assert gpt2.encode("Hello world<|endoftext|>Hello") == [15496, 995, 50256, 15496]
-    assert gpt2.encode(" Hello") == [18435]
-    assert gpt2.encode("") == []
-    assert gpt2.decode([15496, 995, 50256]) == "Hello world<|endoftext|>"
-    text = (test_data / "wikitext-103" / "wiki.test.tokens").read_text()
-    ids = gpt2.encode(text)
-    assert gpt2.decode(ids) == text
+def test_gpt2_ids(gpt2_tokenizer, test_data):
+    assert (gpt2_tokenizer.size, gpt2_tokenizer.end_of_text) == (50257, 50256)
+    assert gpt2_tokenizer.encode("Hello world") == [15496, 995]
+    assert gpt2_tokenizer.encode("Hello world<|endoftext|>Hello") == [15496, 995, 50256, 15496]
+    assert gpt2_tokenizer.encode(" Hello") == [18435]
+    assert gpt2_tokenizer.encode("") == []
+    assert gpt2_tokenizer.decode([15496, 995, 50256]) == "Hello world<|endoftext|>"
+    text = (test_data / "wikitext-103" / "wiki.test.tokens").read_text()[:200_000]
+    ids = gpt2_tokenizer.encode(text)
+    assert gpt2_tokenizer.decode(ids) == text
     assert max(ids) < 50256
     assert len(text) / len(ids) == pytest.approx(4.4, abs=0.3)  # characters per token of English
 
 
-def test_saved_files_give_the_same_ids(gpt2, tmp_path):
-    gpt2.save(tmp_path / "new" / "folder")
+def test_saved_files_give_the_same_ids(gpt2_tokenizer, tmp_path):
+    gpt2_tokenizer.save(tmp_path / "new" / "folder")
     again = load_tokenizer(tmp_path / "new" / "folder")
     text = "Byte-pair encoding, naïve: 12345 ≠ 54321\n\n\tdone"
-    assert again.encode(text) == gpt2.encode(text)
-    assert (again.size, again.end_of_text) == (gpt2.size, gpt2.end_of_text)
-    assert os.listdir(tmp_path / "new" / "folder") == ["tokenizer.json"] and again == gpt2
+    assert again.encode(text) == gpt2_tokenizer.encode(text)
+    assert (again.size, again.end_of_text) == (gpt2_tokenizer.size, gpt2_tokenizer.end_of_text)
+    assert os.listdir(tmp_path / "new" / "folder") == ["tokenizer.json"] and again == gpt2_tokenizer
 
 
 @given(st.lists(st.text(alphabet=st.characters(codec="utf-8")), max_size=5))
