@@ -38,7 +38,7 @@ def untrained_layers(masks: Masks, shapes: Any, model: ModelConfig) -> int:
     """How many of the stacked layers can be left out of the backward pass: the first ones, if neither they nor anything
     before them is trained."""
     flat = flatten_dict(shapes)
-    before = [path for path in flat if path[0] == _SHARED and not _is_head(path, model)]
+    before = [path for path in flat if path[0] == _SHARED and not is_head(path, model)]
     if not all(path in masks and masks[path].all() for path in before):
         return 0
     layers = [masks.get(path, np.zeros(leaf.shape[:1], bool)) for path, leaf in flat.items() if path[0] == _BLOCKS]
@@ -94,14 +94,14 @@ def _begins(path: Path, name: str) -> bool:
     return not name or f"{'.'.join(path)}.".startswith(f"{name}.")
 
 
-def _is_head(path: Path, model: ModelConfig) -> bool:
+def is_head(path: Path, model: ModelConfig) -> bool:
     """Whether one of the shared weights is used only after the layers."""
     return path[1] in ("final_norm", "output", "head") or (path[1] == "norm" and model.layer_order == "pre")
 
 
 def _end(path: Path, model: ModelConfig) -> str:
     """The end of the model that a shared weight belongs to; a tied table belongs to the embedding."""
-    return "head" if _is_head(path, model) else "embedding"
+    return "head" if is_head(path, model) else "embedding"
 
 
 def _valid(masks: Masks, model: ModelConfig) -> str:

@@ -5,18 +5,19 @@ Each is run by the stage that has it. If the vocabulary is sharded over `pipe` t
 whether they do then depends on the tick only, so collectives inside it may run over `pipe`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array, lax
 
 from megajax.core.axes import BATCH_AXES
 from megajax.core.parallel.collectives import PIPE, broadcast_stage, vary, varying_axes
 from megajax.core.parallel.shards import Shards
-from megajax.core.pipeline.model import Batch, LoopModel
+from megajax.core.pipeline.model import Batch, LoopModel, Path
 from megajax.core.pipeline.rows import End, Number, Predicate, Row, Work
 from megajax.core.pipeline.stages import when
 
@@ -41,6 +42,7 @@ class EmbeddingAndHead:
     shared: Tree  # weights of both ends, as stored
     storage: Shards  # how they are sharded; they are gathered just before an end runs
     frozen: bool  # they have no gradient
+    of_head: frozenset[Path]  # those that only the head uses
     microbatches: tuple[Batch, Array]  # with the rows' numbers in the global batch, [microbatches, rows of one, …]
     # All stages run both ends of a microbatch at the same time, each on its share of the vocabulary. The shared weights
     # then do not vary over `pipe`, except for the vocabulary.
@@ -92,6 +94,12 @@ class EmbeddingAndHead:
         grad, total = when(runs, head, lambda total: (grad_in, total), total)
         return jnp.where(row.head.here, grad, grad_in) if self.vocabulary_split else grad, total
 
+    def apart(self, total: Tree) -> tuple[Tree, Tree]:
+        """What `head` and `embed_backward` have summed, without the gradients of weights that only the head uses; and
+        these, which are complete when the last head has run."""
+        paths = flatten_dict(total["shared"]).keys()
+        return total | {"shared": _part(total["shared"], paths - self.of_head)}, _part(total["shared"], self.of_head)
+
     def embed_backward(self, row: Row, grad: Array, total: Tree) -> Tree:
         """Pull the gradient of the first virtual stage's input back through the embedding, unless it is frozen."""
         if self.frozen:
@@ -132,8 +140,13 @@ class EmbeddingAndHead:
 
     @jax.named_scope("gradient_sums")
     def _add(self, total: Tree, grads: Tree) -> Tree:
-        """Add gradients of gathered weights to the sums, which are sharded like the stored weights."""
+        """Add gradients of gathered weights to the sums, which are sharded like the stored weights, if there are any: a
+        reduced sum is complete."""
         if self.frozen:
             return total
         scattered = self.storage.scatter(grads, jax.tree.leaves(total)[0].dtype)
-        return jax.tree.map(jnp.add, total, scattered)
+        return jax.tree.map(jnp.add, total, _part(scattered, flatten_dict(total).keys()))
+
+
+def _part(tree: Tree, paths: Collection[Path]) -> Tree:
+    return unflatten_dict({path: leaf for path, leaf in flatten_dict(tree).items() if path in paths})

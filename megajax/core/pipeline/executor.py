@@ -8,10 +8,12 @@ over microbatches, without conditionals or buffers.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array, lax
 
 from megajax.core.parallel.collectives import (
@@ -45,14 +47,15 @@ class Pipeline:
         self.x_type = jax.eval_shape(lambda: ends.embedded(0))
 
     def losses_and_gradients(
-        self, schedule: Schedule, grad_dtype: Any, reduce: Reduce | None = None
+        self, schedule: Schedule, grad_dtype: Any, reduce: Callable[[str, Tree], Tree] | None = None
     ) -> tuple[dict[str, Array], Tree, Figures]:
         """The losses by name, the gradients (accumulated in `grad_dtype`), and the layers' figures, all as local sums:
         not yet reduced over the axes over which they vary but losses, weights and figures do not.
 
-        With `reduce` the layers' gradients are reduced, during the last tick, which is then apart from the loop. In a
-        pipe, the first stage runs a backward of its first chunk in it. Nothing else does, since every other backward
-        precedes one of these; the other stages reduce.
+        With `reduce`, given `shared` or `blocks` and gradients from there, the gradients are reduced: during the last
+        tick, which is then apart from the loop, those of the layers and of what only the head uses. In a pipe, the
+        first stage runs a backward of its first chunk in it. Nothing else does, since every other backward precedes one
+        of these; the other stages reduce.
         """
         self._expect(schedule)
         in_loop = schedule.num_ticks - (reduce is not None)
@@ -61,7 +64,8 @@ class Pipeline:
         figure_types = jax.eval_shape(lambda x: self.layers.run(0, x, self._context(0)), idle_x)[1]
         no_figures = jax.tree.map(zeros_like_type, figure_types)
 
-        def tick(row: Row, carry: Tree, reduce: Reduce | None = None) -> Tree:
+        def tick(row: Row, carry: Tree, reduce: Callable[[str, Tree], Tree] | None = None) -> Tree:
+            of_layers = None if reduce is None else partial(reduce, "blocks")
             x_wire, grad, x_inbox, grad_inbox, buffer, ends, sums, figures = carry
             grad_wire = self.send(send_down, grad)  # from the previous tick; in transit while the forward runs
             x_inbox, x_in = _receive(schedule.forward, x_inbox, x_wire, row.forward)
@@ -82,14 +86,21 @@ class Pipeline:
 
             output = lambda: y if schedule.turns_at_once else buffer["output"][row.backward.slot]  # noqa: E731
             grad, ends = self.ends.head(row, output, grad_in, ends)
-            if reduce is not None:  # otherwise XLA would compute the head's gradients last
-                grad, ends = tied((grad, ends))
+            of_head = None
+            if reduce is not None:
+                ends, of_head = self.ends.apart(ends)
+                grad, ends, of_head = tied((grad, ends, of_head))  # otherwise XLA would compute the head's last
+                of_head = reduce("shared", of_head)
             if schedule.fused:
-                grad, sums = self.layers.pull_back(row.backward.chunk, residuals, context, grad, sums, reduce=reduce)
+                sums = sums._replace(of_head=of_head)
+                grad, sums = self.layers.pull_back(row.backward.chunk, residuals, context, grad, sums, reduce=of_layers)
+                sums, of_head = sums._replace(of_head=None), sums.of_head
             else:
-                grad, sums = self.backward(row, buffer, grad, sums, None if schedule.deferral else reduce)
+                grad, sums = self.backward(row, buffer, grad, sums, None if schedule.deferral else of_layers)
             ends = self.ends.embed_backward(row, grad, ends)
-            sums = self.weight_gradients(schedule, row.late, sums, reduce)
+            sums = self.weight_gradients(schedule, row.late, sums, of_layers)
+            if of_head is not None:
+                ends |= {"of_head": of_head}
             return x_wire, grad, x_inbox, grad_inbox, buffer, ends, sums, figures
 
         def in_turn(carry: Tree, values: list[Array]) -> tuple[Tree, None]:
@@ -106,7 +117,10 @@ class Pipeline:
         # XLA inlines a loop of one tick. Without the barrier every reader of the sums would then stack the gradients of
         # all layers anew.
         ends, sums = jax.tree.map(lax.optimization_barrier, (ends, sums))  # one for each: their types differ
-        return ends["losses"], {"shared": ends["shared"], "blocks": sums.total}, figures
+        shared = ends["shared"]
+        if reduce is not None:
+            shared = unflatten_dict(flatten_dict(reduce("shared", shared)) | flatten_dict(ends["of_head"]))
+        return ends["losses"], {"shared": shared, "blocks": sums.total}, figures
 
     def forward(self, schedule: Schedule, finish: Callable[[Array, Batch], Tree]) -> Tree:
         """Forward only: the results of `finish(y, batch)` on the last virtual stage's outputs, every leaf

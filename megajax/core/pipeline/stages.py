@@ -53,6 +53,7 @@ class Sums(NamedTuple):
 
     total: Tree  # gradient sums of the layers' weights, [v · n, …]
     factors: Factors  # ring buffer of factors of pending weight gradients, [slots, n, …]; empty if none are deferred
+    of_head: Tree = None  # reduced gradients of the head, while the last layer's backward pass hides their reduction
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ class Layers:
         reduced while the layers before it compute."""
 
         def layer(carry: tuple[Array, Tree, Factors, Tree], own: Tree, index: Array, xs: tuple[Array, Array, list]):
-            (grad, total, buffer, before), (place, number, residuals) = carry, xs
+            (grad, total, buffer, done), (place, number, residuals) = carry, xs
 
             def pull(grad: Array) -> tuple[dict[Path, Array], Factors, Array]:
                 gathered = self.storage.gather(own)
@@ -192,14 +193,16 @@ class Layers:
             buffer = jax.tree.map(lambda slots, new: slots.at[slot, number].set(new), buffer, factors)
             if reduce is None:
                 return (grad, _added(total, grads, place), buffer, None), None
-            (grad, before), reduced = _reduced(reduce, (grad, before), total, grads, place)
-            return (grad, total, buffer, reduced), before
+            (grad, (before, of_head)), reduced = _reduced(reduce, (grad, done), total, grads, place)
+            return (grad, total, buffer, (reduced, of_head)), before
 
         numbers = jnp.arange(self.layers_per_chunk, dtype=jnp.int32)
-        before = None if reduce is None else _nothing_reduced(reduce, sums.total)
-        carry, xs = (grad, sums.total, sums.factors, before), (self._slots(chunk), numbers, residuals)
-        (grad, total, factors, last), reduced = self._scan(layer, carry, chunk, xs, reverse=True)
-        return grad, Sums(total if reduce is None else _joined(reduced, last, reverse=True), factors)
+        done = None if reduce is None else (_nothing_reduced(reduce, sums.total), sums.of_head)
+        carry, xs = (grad, sums.total, sums.factors, done), (self._slots(chunk), numbers, residuals)
+        (grad, total, factors, done), reduced = self._scan(layer, carry, chunk, xs, reverse=True)
+        if done is None:
+            return grad, Sums(total, factors)
+        return grad, Sums(_joined(reduced, done[0], reverse=True), factors, done[1])
 
     def _scattered(self, grads: dict[Path, Array], total: Tree) -> dict[Path, Array]:
         """Scatter gradients of gathered weights to the stored shards, in the dtype of the sums."""

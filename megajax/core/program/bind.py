@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from megajax.core.axes import BATCH_AXES, ROW_AXES, SEQUENCE_AXES
 from megajax.core.models.context import Context
-from megajax.core.models.freeze import untrained_layers
+from megajax.core.models.freeze import is_head, untrained_layers
 from megajax.core.models.lora import layer_weights
 from megajax.core.models.remat import POLICIES
 from megajax.core.models.staged import StagedModel
@@ -136,6 +136,7 @@ def _pipeline(
         shared=shared,
         storage=layout.per_use["shared"],
         frozen=frozen,
+        of_head=frozenset(path for path in flatten_dict(shared) if is_head(("shared", *path), config.model)),
         microbatches=jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), (batch, row_B)),
         vocabulary_split=config.splits_vocabulary,
     )

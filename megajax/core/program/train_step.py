@@ -149,7 +149,7 @@ def _losses_and_gradients(
     grads = {name: grads[name] for name in trained}
     on_stages = lambda grad, weight: grad.reshape(*weight.shape[:3], *grad.shape[1:])  # noqa: E731
     grads["blocks"] = jax.tree.map(on_stages, grads["blocks"], trained["blocks"])
-    grads |= _reduced(program, {name: grads[name] for name in grads if reduce is None or name != "blocks"})
+    grads = _reduced(program, grads) if reduce is None else grads
     grads = jax.tree.map(lambda grad: grad.astype(dtype) / loss_scale.astype(dtype), grads)
     grads = layout.with_frozen(grads, jax.tree.map(jnp.zeros_like, grads))
     losses, figures = (complete(found, dict.fromkeys(found, SCALAR)) for found in (losses, figures))
@@ -165,15 +165,15 @@ def _reduced(program: Program, grads: Tree) -> Tree:
     return _completed(scattered, unflatten_dict({path: specs[path] for path in flat}))
 
 
-def _reduced_in_turn(program: Program, blocks: Tree) -> Tree:
-    """The same of a layer's weights, one large weight after the other: XLA believes that collectives under way together
-    take as long as one, and so would begin all of them too late."""
-    flat, reduced = flatten_dict({"blocks": blocks}), dict[tuple[str, ...], Array]()
+def _reduced_in_turn(program: Program, room: str, grads: Tree) -> Tree:
+    """The same of weights of a layer or of the ends, one large weight after the other: XLA believes that collectives
+    under way together take as long as one, and so would begin all of them too late."""
+    flat, reduced = flatten_dict({room: grads}), dict[tuple[str, ...], Array]()
     large = [path for path, grad in flat.items() if grad.size >= _LARGE]
     for paths in ([path for path in flat if path not in large], *([path] for path in large)):
-        grads, reduced = tied(({path: flat[path] for path in paths}, reduced))
-        reduced |= flatten_dict(_reduced(program, unflatten_dict(grads)))
-    return unflatten_dict({path: reduced[path] for path in flat})["blocks"]
+        part, reduced = tied(({path: flat[path] for path in paths}, reduced))
+        reduced |= flatten_dict(_reduced(program, unflatten_dict(part)))
+    return unflatten_dict({path: reduced[path] for path in flat}).get(room, {})
 
 
 def _completed(grads: Tree, specs: Tree) -> Tree:
