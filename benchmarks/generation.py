@@ -46,7 +46,7 @@ def our_side(config: Config, new_tokens: int) -> Callable[[Prompts], Prompts]:
     program = Program.on(config)
     layout, canonical = program.layout, drawn_weights(program)
     pipelined = {"shared": canonical["shared"], "blocks": jax.tree.map(layout.placement.to_stages, canonical["blocks"])}
-    params = jax.device_put(layout.computed(pipelined), shardings(layout.mesh, layout.specs.params))
+    params = jax.device_put(layout.computed(pipelined), shardings(layout.mesh, layout.computed_specs))
     decoder = Decoder(program, params, Sampling(temperature=0), ends=())
 
     def generate(prompts: Prompts) -> Prompts:

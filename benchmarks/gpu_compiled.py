@@ -26,7 +26,7 @@ import paired
 
 from megajax.core.backend import GPU
 from megajax.core.models.flops import step_flops
-from megajax.core.program.program import scans_layers
+from megajax.core.program.overlap import scans_layers
 from megajax.host.ending import run
 from megajax.plan.compiled import for_h200s
 from megajax.plan.machines import MACHINES

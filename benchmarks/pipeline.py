@@ -116,11 +116,11 @@ def deferred(program: Any, rounds: int) -> dict:
     """A step with deferred weight gradients beside one without, and beside the prediction of their ratio."""
     from megajax.core.pipeline.timing import StageTimes, wall_time
     from megajax.core.program.synthetic import placed_batch
-    from megajax.core.program.train_step import loss_and_gradients
+    from megajax.core.program.train_step import computed_weights, loss_and_gradients
     from megajax.training.pipeline_timing import Passes, with_weight_gradients
 
     programs = {when: with_weight_gradients(program, when) for when in ("together", "deferred")}
-    arguments = program.layout.init().params, placed_batch(program, 0), np.int32(0)
+    arguments = computed_weights(program, program.layout.init()), placed_batch(program, 0), np.int32(0)
     steps = {when: loss_and_gradients(p).lower(*arguments).compile() for when, p in programs.items()}
     for step in steps.values():
         _seconds(step, arguments)
@@ -172,9 +172,9 @@ def _named(times: Any) -> dict:
 def overhead(program: Any, rounds: int) -> dict:
     """Compile both loops, check that they agree, and measure them in turn."""
     from megajax.core.program.synthetic import placed_batch
-    from megajax.core.program.train_step import loss_and_gradients
+    from megajax.core.program.train_step import computed_weights, loss_and_gradients
 
-    arguments = program.layout.init().params, placed_batch(program, 0), np.int32(0)
+    arguments = computed_weights(program, program.layout.init()), placed_batch(program, 0), np.int32(0)
     loops = [loop.lower(*arguments).compile() for loop in (loss_and_gradients(program), hand_written(program))]
     np.testing.assert_allclose(*(loop(*arguments)[0] for loop in loops), rtol=1e-5)
     times = np.array([[_seconds(loop, arguments) for loop in loops] for _ in range(rounds)])
@@ -196,7 +196,7 @@ def hand_written(program: Any) -> Any:
     from megajax.core.mesh import ROWS
     from megajax.core.parallel.collectives import PIPE, sum_over, vary
     from megajax.core.parallel.random import Dropout
-    from megajax.core.program.program import scans_layers
+    from megajax.core.program.overlap import scans_layers
 
     config, model = program.config, program.model
     num_microbatches = config.train.global_batch // config.train.microbatch
@@ -235,7 +235,7 @@ def hand_written(program: Any) -> Any:
         }
         return sum_over(loss, (*BATCH_AXES, PIPE)), grads
 
-    specs = program.layout.specs.params
+    specs = program.layout.computed_specs
     mapped = jax.shard_map(region, mesh=program.mesh, in_specs=(specs, ROWS, P()), out_specs=(P(), specs))
     return jax.jit(mapped)
 

@@ -39,9 +39,7 @@ def loss_and_exact_gradients(config: Config, batch: Batch) -> Values:
     drawn = Drawn(config)
     program, layout, of_step = drawn.program, drawn.program.layout, jax.ShapeDtypeStruct((), np.int32)
     values = {name: array[None, None] for name, array in batch.items()}
-    function, types = loss_and_gradients(program), (layout.shapes.params, program.batch_types, of_step)
-    loss, grads = drawn.run(
-        function, *zip(types, (drawn.state.params, values, np.zeros((1, 1), np.int32)), strict=True)
-    )
+    function, types = loss_and_gradients(program), (layout.computed_shapes, program.batch_types, of_step)
+    loss, grads = drawn.run(function, *zip(types, (drawn.weights[1], values, np.zeros((1, 1), np.int32)), strict=True))
     of_grads = jax.eval_shape(function, *types)[1]
     return named_leaves(drawn.run(layout.canonical_weights, (of_grads, grads))) | {"loss": loss}

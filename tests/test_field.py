@@ -5,6 +5,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 import test_context
 import test_experts
@@ -32,8 +33,10 @@ from tiny import LLAMA, MIXTURE, full, tiny_config
 from megajax.core.backend import CPU
 from megajax.core.models.lora_config import LoraConfig
 from megajax.core.program.program import Program
+from megajax.core.program.train_step import whole_weights
 from megajax.plan.sizes import Sizes
 from megajax.settings.config import Config
+from megajax.verify.fields import Drawn
 from megajax.verify.shrink import shown
 
 
@@ -187,12 +190,13 @@ PIPED = {"mesh": (2, 2, 1), "schedule": "interleaved", "chunks": 2}
 WAITING = {"weight_gradients": "deferred"}
 ADAPTED = {"lora": LoraConfig(rank=2), "sequence_parallel": True}
 OVERLAPPED = {
-    "alone, padded shards": {"mesh": (3, 1, 1), "global_batch": 6},
-    "deferred, padded layers, split": PIPED | WAITING | {"global_batch": 6, "vocabulary": "split", "zero": 0},
-    "one microbatch": {"mesh": (4, 1, 1), "zero": 0, "microbatch": 2},
-    "stages": {"mesh": (2, 3, 1), "precision": "bf16", "remat": "layer"},
+    "alone, padded shards, untied": {"mesh": (3, 1, 1), "global_batch": 6, "tied_embedding": False},
+    "deferred, padded layers, split": PIPED | WAITING | {"global_batch": 6, "vocabulary": "split"},
+    "one microbatch": {"mesh": (4, 1, 1), "microbatch": 2},
+    "stages": {"mesh": (2, 3, 1), "precision": "bf16", "remat": "layer", "optimizer": {"overlap_reductions": "false"}},
+    "one microbatch on stages": {"mesh": (2, 2, 1), "microbatch": 4, "num_layers": 4},
     "chunks": PIPED | {"num_layers": 4, "precision": "fp16", "ema": 0.5},
-    "none waits": WAITING | {"mesh": (2, 3, 1), "max_deferred": 0, "sequence_parallel": True},
+    "none waits": WAITING | {"mesh": (2, 3, 1), "max_deferred": 0, "sequence_parallel": True, "zero": 0},
     "one waits": WAITING | {"mesh": (2, 2, 1), "max_deferred": 1, "schedule": "gpipe", "remat": "stage"},
     "adapters": ADAPTED | {"mesh": (2, 1, 2)},
     "adapters on stages": ADAPTED | {"mesh": (2, 2, 2)},
@@ -203,14 +207,30 @@ OVERLAPPED = {
 }
 
 
+GATHERED_AT_THE_END = ("none waits", "adapters", "adapters on stages", "float8")
+
+
 @pytest.mark.parametrize("name", [name if name in [*OVERLAPPED][:2] else full(name) for name in OVERLAPPED])
-def test_reductions_during_the_last_backward_pass(name: str) -> None:
-    """Every layer's gradients are reduced by themselves."""
+def test_reductions_and_gathers_beside_the_passes(name: str) -> None:
+    """Every layer's gradients are reduced by themselves, and its weights gathered during the first forward pass."""
     given = FEW | {"num_layers": 3, "global_batch": 8, "vocab_size": 21} | OVERLAPPED[name]
-    optimizer = given.pop("optimizer", {}) | {"overlap_reductions": "true"}
+    optimizer = {"overlap_reductions": "true", "overlap_gathers": "true"} | given.pop("optimizer", {})
     config = tiny_config(optimizer=optimizer, **given)
-    assert Sizes(config).overlaps_reductions  # what is communicated is compared with this
+    sizes = Sizes(config)  # what is communicated is compared with this
+    assert sizes.overlaps_reductions == (optimizer["overlap_reductions"] == "true")
+    assert sizes.gathers_late == (optimizer["overlap_gathers"] == "true" and name not in GATHERED_AT_THE_END)
     assert_exact(config, branches=False)
+
+
+def test_an_evaluation_has_the_weights_that_the_next_step_gathers() -> None:
+    options = FEW | {"num_layers": 3, "global_batch": 6, "tied_embedding": False}
+    drawn = Drawn(tiny_config((3, 2, 1), optimizer={"overlap_gathers": "true"}, **options))
+    layout, (_, expected) = drawn.program.layout, drawn.weights
+    found = drawn.run(whole_weights(drawn.program), (layout.shapes.params, drawn.state.params))
+    same = jax.tree.map(
+        lambda x, y: x.shape[2:] == y.shape[2:] and np.array_equal(*np.broadcast_arrays(x, y)), found, expected
+    )
+    assert layout.gathers_late and all(jax.tree.leaves(same)), same
 
 
 @pytest.mark.full

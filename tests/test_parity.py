@@ -104,19 +104,19 @@ def test_what_is_left_is_rounding(schedule, chunks, vocabulary, zero, model, mes
 
 
 OVERLAPPED = [
-    {"mesh": (2, 1, 2), "zero": 0, "sequence_parallel": True, "scan_layers": "false"},
+    {"mesh": (2, 1, 2), "sequence_parallel": True, "scan_layers": "false"},
     {"mesh": (2, 2, 1), "schedule": "interleaved", "chunks": 2, "weight_gradients": "deferred", "microbatch": 2},
 ]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("options", OVERLAPPED, ids=["alone", "piped"])
-def test_reductions_during_the_backward_pass_round_nothing_more(options):
+def test_reductions_and_gathers_beside_the_passes_round_nothing_more(options):
     """In fp64, layers one by one."""
     common = {"precision": "fp64", "num_layers": 5, "global_batch": 12}
     with jax.enable_x64(True):
         expected = trace(tiny_config(microbatch=12, **common), 2)
-        overlapped = {"optimizer": {"overlap_reductions": "true"}, "microbatch": 3}
+        overlapped = {"optimizer": {"overlap_reductions": "true", "overlap_gathers": "true"}, "microbatch": 3}
         actual = trace(tiny_config(**common | overlapped | options), 2)
     result = compare(expected, actual)
     assert result.loss_error < 1e-12 and result.gradient_error < 1e-12, result

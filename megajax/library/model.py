@@ -21,7 +21,7 @@ from megajax.core.options import check
 from megajax.core.program.program import Program
 from megajax.core.program.scoring import logits, scores, task_logits
 from megajax.core.program.state import TrainState
-from megajax.core.program.train_step import train_step
+from megajax.core.program.train_step import computed_weights, train_step
 from megajax.data.samples.loader import train_batches
 from megajax.data.text.indexed import prepared_prefix
 from megajax.data.text.tokenizer import Tokenizer
@@ -71,7 +71,7 @@ class Model:
 
     @property
     def _params(self) -> Any:
-        return self._weights if self._state is None else self._state.params
+        return self._weights if self._state is None else computed_weights(self.program, self._state)
 
     def logits(self, batch: Given) -> Array:
         """Logits, without dropout: [B, T, V] for the next token (language models) or every token (BERT); for a model

@@ -16,6 +16,7 @@ from megajax.core.axes import BATCH_AXES, DEVICE_ORDER, ROW_AXES
 from megajax.core.backend import GPU, Backend
 from megajax.core.config import MeshConfig
 from megajax.core.models.family import family_of
+from megajax.core.models.freeze import is_head
 from megajax.core.parallel.collectives import PIPE, TENSOR, spec_axes
 from megajax.core.parallel.shards import NOT_SHARDED
 from megajax.core.pipeline.deferral import Deferring
@@ -34,6 +35,7 @@ from megajax.settings.config import Config
 Axes = tuple[str, ...]
 REDUCE, GATHER, SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 PERMUTE, EXCHANGE = "permute", "all-to-all"
+OF_HEAD = "of the head "
 
 
 @dataclass(frozen=True)
@@ -164,9 +166,10 @@ class WeightTraffic(Sizes):
                 yield one(purpose, SCATTER, weight.per_use.axes, weight.padded, self.summed, times)
 
     def p2p_transfers(self) -> Iterator[Communication]:
-        """Activations to the next stage and gradients to the previous one, in every tick."""
-        for what in ("up", "down") if self.config.mesh.pipe > 1 else ():
-            yield one(f"p2p: {what}", PERMUTE, (PIPE,), self.own, self.item, Occurrences(self.ticks, self.ticks))
+        """Activations to the next stage and gradients to the previous one, in every tick that may have some."""
+        ticks = {"up": self.ticks, "down": self.ticks - self._apart[0]} if self.config.mesh.pipe > 1 else {}
+        for what, number in ticks.items():
+            yield one(f"p2p: {what}", PERMUTE, (PIPE,), self.own, self.item, Occurrences(number, number))
 
     @property
     def weight_gradient_times(self) -> Occurrences:
@@ -178,7 +181,7 @@ class WeightTraffic(Sizes):
             return Occurrences((int(early.any()) + int(late.any())) * self.of_layer.count, self.of_layer.sent)
         places, last = int(early[:-1].any()) + int(late[:-1].any()), late[-1]
         before = 0 if last.max() == 1 else int(last[0] - 1) if (last == last[0]).all() else 1
-        return Occurrences((places * (self.ticks - 1) + before + 1) * self.layers_of_chunk, self.of_layer.sent)
+        return Occurrences((places * self._apart[1] + before + 1) * self.layers_of_chunk, self.of_layer.sent)
 
     @property
     def _deferral(self) -> Deferral:
@@ -208,11 +211,22 @@ class WeightTraffic(Sizes):
         per_step = [weight for weight in self.held.trained if weight.per_step != NOT_SHARDED]
         for weight in per_step:
             for padded, times in self._sums(weight, weight.padded):
-                yield one("gradients: over data", SCATTER, weight.per_step.axes, padded, self.summed, times)
+                yield one(
+                    f"gradients: {self._of_head(weight)}over data",
+                    SCATTER,
+                    weight.per_step.axes,
+                    padded,
+                    self.summed,
+                    times,
+                )
         for weight in self.held.trained:
-            missing = tuple(sorted(self._varying(weight) - _axes_of(weight)))
-            for shape, times in self._sums(weight, weight.layer_shape(weight.owned)) if missing else ():
-                yield one(f"gradients: over {' and '.join(missing)}", REDUCE, missing, shape, self.summed, times)
+            missing, whole = self._varying(weight) - _axes_of(weight), weight.layer_shape(weight.owned)
+            apart = missing & {PIPE} if self.overlaps_reductions and self._of_head(weight) else set()
+            places = (*((missing - apart, *each) for each in self._sums(weight, whole)), (apart, whole, ONCE))
+            for over, shape, times in places:
+                name = f"gradients: {self._of_head(weight)}over {' and '.join(sorted(over))}"
+                if over:
+                    yield one(name, REDUCE, tuple(sorted(over)), shape, self.summed, times)
         axes = tuple(sorted(BATCH_AXES if self.splits_vocabulary else (*BATCH_AXES, PIPE)))
         for _ in self._losses:
             yield one("losses: sums", REDUCE, axes, (), max(4, self.summed), ONCE)
@@ -223,22 +237,41 @@ class WeightTraffic(Sizes):
                 yield one("gradients: norm", REDUCE, axes, (), self.wide, ONCE)
         yield from self._muon()
         for weight in per_step:
-            shard, item = weight.stage_shape(weight.per_step), weight.computed_in(self.item, self.wide)
-            yield one("weights: over data", GATHER, weight.per_step.axes, shard, item, ONCE)
+            item = weight.computed_in(self.item, self.wide)
+            for shard, times in self._gathers(weight):
+                name = f"weights: {self._of_head(weight)}over data"
+                yield one(name, GATHER, weight.per_step.axes, shard, item, times)
 
     def _sums(self, weight: Weight, shape: Shape) -> Iterator[tuple[Shape, Occurrences]]:
         """Shapes of the sums of a weight's gradients that are reduced together, given that of one layer's: those of all
         layers, or during the last backward pass each one's of its chunk, meanwhile those of the same chunk on stages
-        that do not run it, and those of the other chunks."""
+        that do not run it, and those of the other chunks; in both places those of the head."""
         layers, pipeline = self.layers_of_chunk, self.config.pipeline
-        if not (self.overlaps_reductions and weight.stack):
+        if not (self.overlaps_reductions and (weight.stack or self._of_head(weight))):
             yield weight.on_stage(shape), ONCE
             return
+        elsewhere = int(self.config.mesh.pipe > 1 and not (self.defers and self._deferral.late[-1].all()))
+        if not weight.stack:
+            yield shape, Occurrences(1 + elsewhere, 1)
+            return
         yield shape, Occurrences(layers, layers)
-        if self.config.mesh.pipe > 1 and not (self.defers and self._deferral.late[-1].all()):
+        if elsewhere:
             yield (layers, *shape), Occurrences(1, 0)
         if pipeline.chunks > 1:
             yield ((pipeline.chunks - 1) * layers, *shape), ONCE
+
+    def _of_head(self, weight: Weight) -> str:
+        """Says that only the head uses it."""
+        return OF_HEAD if not weight.stack and is_head(weight.path, self.config.model) else ""
+
+    def _gathers(self, weight: Weight) -> Iterator[tuple[Shape, Occurrences]]:
+        """Shapes of the shards of a weight that are gathered together: of all layers, or of each one. In a pipe the
+        program has two places for that: with a forward, and without."""
+        if not weight.late:
+            yield weight.stage_shape(weight.per_step), ONCE
+            return
+        number = self.layers_of_chunk * self.config.pipeline.chunks if weight.stack else 1
+        yield weight.shard, Occurrences(number * (1 + (self.config.mesh.pipe > 1)), number)
 
     def _loads(self) -> Iterator[Communication]:
         """Figures of experts (`core/models/router.py`): every layer's loads, entropy, balance, and dropped choices."""
@@ -294,10 +327,10 @@ class _Step(WeightTraffic):
         An embedding that is not linear in its weights runs forward again in its backward pass, and so may a stage."""
         layer, ends = cost.layer, cost.ends
         yield from self.p2p_transfers()
-        yield from self._pass("embedding", "shared", ends.embedding, self.of_end)
+        yield from self._pass("embedding", "shared", ends.embedding, self.of_embedding)
         yield from self._pass("layers forward", "blocks", layer.forward, self.of_layer_forward)
-        yield from self._pass("head", "shared", ends.head, self.of_end)
-        yield from self.scattered("head", "shared", self.of_end)
+        yield from self._pass("head", "shared", ends.head, self.of_head)
+        yield from self.scattered("head", "shared", self.of_head)
         if self.recomputes_stage:
             yield from self._pass("layers backward", "blocks", layer.forward, self.of_layer)
         together = () if self.defers else layer.weight_gradients

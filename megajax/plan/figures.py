@@ -23,6 +23,7 @@ _NAMES = {
     "average": "averaged weights",
     "frozen_copies": "float8 copies of frozen weights",
     "copies": "float8 copies of weights",
+    "gathered": "gathered weights",
     "gradients": "gradient accumulators",
     "kept": "stored activations",
     "factors": "factors of deferred weight gradients",

@@ -65,7 +65,9 @@ class Overlap:
     p2p_transfers: float = 1.0  # between stages: all of them, with a forward or backward
     shards: float = 0.5  # ZeRO-3's, with some of the same layer's products
     gradients: float = 0.0  # over data, after the loop: none
-    reductions: float = 1.0  # those of layers during the last backward pass, but for the last layer's
+    # Of gradients during the last backward pass, but for the first layer's; of weights during the first forward pass,
+    # but for the first layer's.
+    reductions: float = 1.0
 
 
 @dataclass(frozen=True)

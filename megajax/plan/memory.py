@@ -39,6 +39,7 @@ class Memory:
     batch: int  # a device's rows
     frozen_copies: int  # of frozen weights in 8 bits, with their scales
     copies: int  # the same of trained weights
+    gathered: int  # weights of layers, if a step leaves them sharded
     gradients: int  # their sums, and where these are in half precision, what the optimizer gets
     kept: int  # of activations, until their backward pass
     factors: int  # of weight gradients that wait
@@ -92,6 +93,7 @@ def memory(config: Config, backend: Backend = GPU, cost: StepCost | None = None)
         batch=batch * _WORD // config.mesh.row_shards,
         frozen_copies=copies - copies_of_step,
         copies=copies_of_step,
+        gathered=held["gathered"],
         gradients=held["gradients"] + losses,
         kept=kept,
         factors=factors,
@@ -106,6 +108,7 @@ def _of_weights(step: Sizes, held: DeviceWeights) -> dict[str, int]:
     in_matrices = sum(each.size(each.owned) for each in matrices_of(step))
     return {
         "weights": held.computed_bytes(step.item, step.wide),
+        "gathered": held.gathered_bytes(step.item, step.wide),
         "main_weights": main if step.item != step.wide else 0,
         "moments": 2 * main - in_matrices * step.wide,
         "average": main if step.config.train.ema else 0,

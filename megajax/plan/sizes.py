@@ -28,8 +28,9 @@ from megajax.core.parallel.tokens import ContextWay
 from megajax.core.pipeline.placement import Placement
 from megajax.core.pipeline.schedule import SCHEDULES
 from megajax.core.precision import OPERAND_DTYPE
-from megajax.core.program.program import overlaps_reductions, training_way
-from megajax.core.program.weight import Shape, Weight, weights_of
+from megajax.core.program.overlap import overlaps_gathers, overlaps_reductions
+from megajax.core.program.program import training_way
+from megajax.core.program.weight import Shape, Weight, gathered_late, weights_of
 from megajax.settings.config import Config
 
 ITEM_SIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # bytes of a number that layers compute with
@@ -48,8 +49,13 @@ class DeviceWeights:
         return self.adapters or self.weights
 
     def computed_bytes(self, item: int, wide: int) -> int:
-        """Bytes of what layers compute with (`TrainState.params`), given those of a number and of a main weight's."""
-        return sum(each.computed_in(item, wide) * each.size(each.per_use) for each in (*self.weights, *self.adapters))
+        """Bytes of what layers compute with as a step leaves it (`TrainState.params`), given those of a number and of a
+        main weight's."""
+        return sum(each.computed_in(item, wide) * each.size(each.kept) for each in (*self.weights, *self.adapters))
+
+    def gathered_bytes(self, item: int, wide: int) -> int:
+        """Bytes of those that a step gathers late."""
+        return sum(each.computed_in(item, wide) * each.size(each.per_use) for each in self.weights if each.late)
 
     @cached_property
     def num_summed(self) -> int:
@@ -62,8 +68,9 @@ class DeviceWeights:
         return sum(each.size(each.owned) for each in self.trained)
 
 
-def held(config: Config) -> DeviceWeights:
-    """What a device holds of the weights, for a valid configuration's mesh and ZeRO stage."""
+def held(config: Config, *, late: bool = False) -> DeviceWeights:
+    """What a device holds of the weights, for a valid configuration's mesh and ZeRO stage, if it gathers those of
+    layers `late`."""
     model = replace(config.model, dropout=0.0, scan_layers="auto")  # weights do not depend on these options
     return _held(
         model,
@@ -72,16 +79,24 @@ def held(config: Config) -> DeviceWeights:
         Placement.of(model.num_blocks, config.mesh.pipe, config.pipeline),
         config.splits_vocabulary,
         config.optimizer.zero,
+        late,
     )
 
 
 @lru_cache(maxsize=4096)
 def _held(
-    model: ModelConfig, lora: LoraConfig, mesh: MeshConfig, stack: Placement, split_vocabulary: bool, zero: int
+    model: ModelConfig,
+    lora: LoraConfig,
+    mesh: MeshConfig,
+    stack: Placement,
+    split_vocabulary: bool,
+    zero: int,
+    late: bool,
 ) -> DeviceWeights:
     if zero:
-        found = _held(model, lora, mesh, stack, split_vocabulary, 0)
+        found = _held(model, lora, mesh, stack, split_vocabulary, 0, False)
         parts = ([replace(each, zero_stage=zero) for each in part] for part in (found.weights, found.adapters))
+        parts = (gathered_late(part, model) for part in parts) if late else parts
         return DeviceWeights(*map(tuple, parts))
     rules = rules_of(split_vocabulary=split_vocabulary, split_kv_heads=model.num_kv_heads % mesh.tensor == 0)
     weights = weights_of(*_model(model, lora), rules, stack, mesh.sizes, zero)
@@ -156,7 +171,7 @@ class Sizes:
         attention_heads, attention_kv_heads: query heads, and key heads, that a device's attention computes with.
         whole, own: shape of an activation inside a tensor-parallel region, and of a device's part between regions.
         activation_bytes: of an activation sent between stages.
-        overlaps_reductions: see `core/program/program.overlaps_reductions`.
+        overlaps_reductions, gathers_late: see `core/program/overlap.py`.
     """
 
     def __init__(self, config: Config, operand_item: int | None = None, backend: Backend = GPU):
@@ -189,6 +204,8 @@ class Sizes:
         self.placement = Placement.of(model.num_blocks, mesh.pipe, config.pipeline)
         self.layers_of_chunk = self.placement.layers_per_chunk  # as many as on the fullest stage
         self.overlaps_reductions = overlaps_reductions(config, backend, self.held.trained)
+        self.gathers_late = overlaps_gathers(config, backend, self.held.trained, copied=self.operand_item > 0)
+        self.held = held(config, late=True) if self.gathers_late else self.held
 
     def is_copied(self, weight: Weight) -> bool:
         """Whether it has float8 copies."""
@@ -249,28 +266,41 @@ class Sizes:
         """Layers on the fullest stage."""
         return int(self.placement.counts.sum(axis=0).max())
 
+    # In a pipe the first tick, which has a forward of the first chunk alone, may be apart from the loop, and the last
+    # one, which has a backward of it. With one microbatch the loop then has no such end.
+
     @property
-    def of_end(self) -> Occurrences:
-        """How often the program runs an end of the model, but for the embedding's backward."""
-        return Occurrences(self.ticks - self._without_forward, self.microbatches)
+    def of_embedding(self) -> Occurrences:
+        """How often the program runs the embedding."""
+        first, loop, _ = self._apart
+        return Occurrences(first + loop * (not first or self.microbatches > 1), self.microbatches)
+
+    @property
+    def of_head(self) -> Occurrences:
+        """How often the program runs the head."""
+        return Occurrences(self._apart[1], self.microbatches)
 
     @property
     def of_embedding_backward(self) -> Occurrences:
         """How often the program runs the embedding's backward."""
-        return Occurrences(self.ticks, self.microbatches)
+        _, loop, last = self._apart
+        return Occurrences(loop * (not last or self.microbatches > 1) + last, self.microbatches)
 
     @property
-    def _without_forward(self) -> int:
-        """Ticks that are apart from the loop and have no forward: in a pipe the last one."""
-        return int(self.overlaps_reductions and self.config.mesh.pipe > 1)
+    def _apart(self) -> tuple[int, int, int]:
+        """How many ticks are before the loop, in it, and after it; with one stage all are alike."""
+        piped = self.config.mesh.pipe > 1
+        first, last = int(self.gathers_late and piped), int(self.overlaps_reductions and piped)
+        return first, self.ticks - first - last, last
 
     @cached_property
     def of_layer_forward(self) -> Occurrences:
         """How often the program runs a layer's forward."""
-        ticks = self.ticks - self._without_forward
-        return Occurrences(ticks * self.layers_of_chunk, self.microbatches * self.most_layers)
+        first, loop, _ = self._apart
+        return Occurrences((first + loop) * self.layers_of_chunk, self.microbatches * self.most_layers)
 
     @cached_property
     def of_layer(self) -> Occurrences:
         """How often the program runs a layer's backward."""
-        return Occurrences(self.ticks * self.layers_of_chunk, self.microbatches * self.most_layers)
+        _, loop, last = self._apart
+        return Occurrences((loop + last) * self.layers_of_chunk, self.microbatches * self.most_layers)

@@ -20,7 +20,7 @@ from megajax.core.pipeline.deferral import Deferring, PassTimes
 from megajax.core.pipeline.placement import Placement
 from megajax.core.pipeline.schedule import make_schedule
 from megajax.core.pipeline.timing import StageTimes, deferred_bubble, published_bubble, wall_time
-from megajax.plan.communication import Communication, communication, seconds_of
+from megajax.plan.communication import OF_HEAD, Communication, communication, seconds_of
 from megajax.plan.costs import StepCost
 from megajax.plan.expert_loop import ExpertLoop
 from megajax.plan.machines import Machine
@@ -142,22 +142,36 @@ class StepModel:
             "gradients over data": self._seconds("gradients") - self._hidden_reductions(),
             "optimizer": self.work.update().total,
             "Muon's matrices": self.work.muon().total + self._seconds("Muon"),
-            "weights over data": self._seconds("weights"),
+            "weights over data": self._seconds("weights") - self._hidden_gathers(),
             "weights in 8 bits": self.work.copies().total + self._seconds("weights in 8 bits"),
             "losses": self._seconds("losses"),
         }
 
     def _hidden_reductions(self) -> float:
-        """Seconds of the gradients' reduction that a backward pass hides: that of every layer of the last chunk but the
-        last one, by the layer after it; with other frameworks everything."""
+        """Seconds of the gradients' reduction that a backward pass hides: the head's, by the last layer of the last
+        chunk, and that of every layer but the first, by the layer before it; with other frameworks everything."""
         sizes, overlap, gradients = self.sizes, self.machine.overlap, self._seconds("gradients")
         backward = sum(visit.total for visit in self._layer[1:])
         everything = min(gradients * overlap.gradients, sizes.microbatches * sizes.most_layers * backward)
         if not sizes.overlaps_reductions:
             return everything
         others, last = sizes.layers_of_chunk - 1, self._layer[2].total if sizes.defers else backward
-        of_layer = sum(seconds for each, seconds in self._by_part["gradients"] if each.sent > 1)
-        return max(everything, others * min(of_layer * overlap.reductions, last))
+        found = self._by_part["gradients"]
+        of_layer = sum(seconds for each, seconds in found if each.sent > 1)
+        of_head = sum(seconds for each, seconds in found if OF_HEAD in each.purpose)
+        of_head, of_layer = (min(seconds * overlap.reductions, last) for seconds in (of_head, of_layer))
+        return max(everything, of_head + others * of_layer)
+
+    def _hidden_gathers(self) -> float:
+        """Seconds of the weights' gathers that the first forward pass hides: those of every layer of the first chunk
+        but the first layer, by the layer before it, and the head's, by the last one. In a pipe, other stages gather
+        before their first forward."""
+        found, share, forward = self._by_part["weights"], self.machine.overlap.reductions, self._layer[0].total
+        if not self.sizes.gathers_late:
+            return 0.0
+        of_head = sum(seconds for each, seconds in found if OF_HEAD in each.purpose)
+        of_layer = sum(seconds for each, seconds in found if each.sent > 1)
+        return min(of_head * share, forward) + (self.sizes.layers_of_chunk - 1) * min(of_layer * share, forward)
 
     def _seconds(self, part: str) -> float:
         return sum(seconds * each.sent for each, seconds in self._by_part[part])

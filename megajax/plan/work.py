@@ -12,7 +12,7 @@ from megajax.core.models.attention_mask import AttentionMask
 from megajax.core.models.fused_attention import HEAD_SIZES
 from megajax.core.models.grouped import kernels_can
 from megajax.core.precision import BESIDE, COMPUTE_DTYPE
-from megajax.core.program.program import scans_layers
+from megajax.core.program.overlap import scans_layers
 from megajax.plan.costs import Product, StepCost
 from megajax.plan.expert_loop import ExpertLoop
 from megajax.plan.machines import Kernel, Machine, peak_of

@@ -15,7 +15,7 @@ from jax.stages import Compiled
 from megajax.core.errors import RunError, UserError
 from megajax.core.models.router import LOAD
 from megajax.core.program.program import Batch, Program
-from megajax.core.program.train_step import average_weights, train_step
+from megajax.core.program.train_step import average_weights, computed_weights, train_step
 from megajax.data.samples.loader import growing_batches
 from megajax.evaluation.scoring import total_loss
 from megajax.host.processes import Poll, is_first_process, say
@@ -249,8 +249,10 @@ class Trainer:
 
     def _weights(self) -> Any:
         """The weights to evaluate: their average, if there is one."""
-        state = self.state
-        return state.params if state.average is None else average_weights(self.program)(state.params, state.average)
+        state, program = self.state, self.program
+        if state.average is None:
+            return computed_weights(program, state)
+        return average_weights(program)(state.params, state.average)
 
     def _stop_by_signal(self, step: int) -> NoReturn:
         self.checkpoints.wait()

@@ -19,7 +19,7 @@ from megajax.core.pipeline.timing import StageTimes, published_bubble, step_time
 from megajax.core.program.memory import factor_bytes, residual_bytes
 from megajax.core.program.program import Batch, Program
 from megajax.core.program.synthetic import placed_batch
-from megajax.core.program.train_step import loss_and_gradients, one_part
+from megajax.core.program.train_step import computed_weights, loss_and_gradients, one_part
 from megajax.host.phases import phase, watched
 from megajax.host.processes import is_first_process, of_first_process
 from megajax.settings.config import Config
@@ -59,7 +59,8 @@ def profile_pipeline(config: Config) -> Profile:
 
 def measure(program: Program) -> Profile:
     """Time every chunk of every stage separately, then the whole step."""
-    schedule, batch, params = program.schedule, placed_batch(program, 0), program.layout.init().params
+    schedule, batch = program.schedule, placed_batch(program, 0)
+    params = computed_weights(program, program.layout.init())
     passes = Passes(program, params, batch)
     with phase("measuring the passes"):
         times, apart = passes.measure(ROUNDS)

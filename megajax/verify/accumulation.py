@@ -20,7 +20,7 @@ Carried = Counter[tuple[tuple[int, ...], object]]  # how often a loop carries an
 def sums_in_other_dtypes(program: Program, traced: ClosedJaxpr) -> list[str]:
     """The weights for whose gradients no loop of the step carries a sum in the program's `gradient_dtype`."""
     layout, wanted = program.layout, {}
-    weights, specs = (layout.trained(tree) for tree in (layout.shapes.params, layout.specs.params))
+    weights, specs = (layout.trained(tree) for tree in (layout.computed_shapes, layout.computed_specs))
 
     def note(path: tuple, weight: jax.ShapeDtypeStruct, spec: PartitionSpec) -> None:
         here = NamedSharding(program.mesh, spec).shard_shape(weight.shape)  # [chunks, 1, n, …] of stacked layers

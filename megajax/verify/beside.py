@@ -38,7 +38,7 @@ def beside_training(config: Config, seed: int = 0) -> Iterator[Finding]:
 
 def _scored(drawn: Drawn) -> Values:
     """Scores of every target, and the logits of a task."""
-    program, params = drawn.program, (drawn.program.layout.shapes.params, drawn.state.params)
+    program, params = drawn.program, drawn.weights
     functions = [scores, *([task_logits] if program.config.model.head != "pretraining" else [])]
     found = [drawn.run(function(program), params, (program.batch_types, drawn.batch)) for function in functions]
     return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(found)}
@@ -62,7 +62,7 @@ def _generation(config: Config, seed: int) -> Finding:
     program, tokens = one.program, {"tokens": one.program.batch_types["tokens"]}
     found = one.run(
         logits(program),
-        (program.layout.shapes.params, one.state.params),
+        one.weights,
         (tokens, {"tokens": tokens_BT[None, None]}),
     )
     probable_BT = np.argmax(ordered(found)[0, 0, ..., : config.model.vocab_size], -1)
@@ -74,7 +74,7 @@ def _generation(config: Config, seed: int) -> Finding:
 def _continued(drawn: Drawn, tokens_BT: np.ndarray, length_B: np.ndarray, number: int) -> np.ndarray:
     """Tokens that follow prompts, [B, number]."""
     programs = DecodingPrograms(drawn.program, Sampling(temperature=0.0), ())
-    params, rows = (drawn.program.layout.shapes.params, drawn.state.params), len(tokens_BT)
+    params, rows = drawn.weights, len(tokens_BT)
     weights = drawn.typed(programs.unstacked, params)
     bits = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(lambda: prompt_bits([[0]] * rows, 0)))
     limit_B = np.full(rows, number, np.int32)

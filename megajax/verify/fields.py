@@ -67,6 +67,14 @@ class Drawn:
             self.canonical = jax.tree_util.tree_map_with_path(_drawn, layout.canonical_shapes)
         self.state = self.run(layout.pipelined, (layout.canonical_shapes, self.canonical))
 
+    @property
+    def weights(self) -> tuple[Any, Any]:
+        """Types and values of the weights for forward-only programs."""
+        layout = self.program.layout
+        if not layout.gathers_late:
+            return layout.computed_shapes, self.state.params
+        return self.typed(layout.params_on_stages, (layout.canonical_shapes.params, self.canonical.params))
+
     def run(self, function: Any, *arguments: tuple[Any, Any]) -> Any:
         """The result of a function, given the types and values of its arguments."""
         return self.typed(function, *arguments)[1]

@@ -128,9 +128,9 @@ class _Step(Sizes):
 
     def embedding(self) -> Iterator[Communication]:
         """Forward, for every microbatch."""
-        yield from self.weights.gathered("embedding: weights", "shared", self.of_end)
-        yield from self.leave("embedding: activations", self.of_end, self.vocabulary)
-        yield from self._dense_forward("embedding: dense layers", self.of_dense_layer(self.of_end))
+        yield from self.weights.gathered("embedding: weights", "shared", self.of_embedding)
+        yield from self.leave("embedding: activations", self.of_embedding, self.vocabulary)
+        yield from self._dense_forward("embedding: dense layers", self.of_dense_layer(self.of_embedding))
 
     def embedding_backward(self) -> Iterator[Communication]:
         """Backward, for every microbatch; an embedding that is not linear in its weights runs forward again. LoRA
@@ -149,13 +149,13 @@ class _Step(Sizes):
 
     def head(self) -> Iterator[Communication]:
         """Forward and backward, for every microbatch."""
-        yield from self.broadcast("head: activations", self.of_end)
-        yield from self.weights.gathered("head: weights", "shared", self.of_end)
+        yield from self.broadcast("head: activations", self.of_head)
+        yield from self.weights.gathered("head: weights", "shared", self.of_head)
         yield from self._predictions()
-        yield from self.weights.scattered("head: weights' gradients", "shared", self.of_end)
+        yield from self.weights.scattered("head: weights' gradients", "shared", self.of_head)
 
     def _predictions(self) -> Iterator[Communication]:
-        model, times = self.config.model, self.of_end
+        model, times = self.config.model, self.of_head
         chooses = not FAMILIES[model.family].continues_text
         if not chooses or model.head == "pretraining":
             places = (self.rows, most_masked(self.tokens)) if chooses else self.whole[:2]

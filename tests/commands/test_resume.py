@@ -75,10 +75,11 @@ def test_another_run_begins_with_an_earlier_checkpoint(commands: Commands, half:
 
 @pytest.mark.full
 def test_resume_with_a_split_sequence_and_with_unrolled_layers(commands: Commands, straight: Run, begun: Path) -> None:
-    """On (2, 2, 2) with ZeRO-3, then on data parallelism."""
+    """On (2, 2, 2) with ZeRO-3, then on data parallelism with what overlaps on GPUs."""
     split = ("--optimizer.zero", 3, "--sequence-parallel", "--train.microbatch", 2, "--train.steps", 15)
     commands.train(begun, *MESH_222, *split, "--resume", "must")
-    commands.train(begun, *UNROLLED, "--mesh.data", 2, "--simulate-devices", 2, "--optimizer.zero", 0)
+    overlapped = ("--optimizer.overlap-gathers", "true", "--optimizer.overlap-reductions", "true")
+    commands.train(begun, *UNROLLED, "--mesh.data", 2, "--simulate-devices", 2, *overlapped)
     assert curve(begun)[:10] == curve(straight.folder)[:10]
     assert_close_losses(curve(begun), curve(straight.folder))
 

@@ -16,6 +16,7 @@ ON_SEQUENCE = {"mesh": (1, 1, 2), "sequence_parallel": True}
 ON_STAGES_AND_DATA = {"mesh": (2, 2, 1)}
 ON_DATA = {"mesh": (2, 1, 1)}
 ON_OVERLAPPED = ON_DATA | {"optimizer": {"overlap_reductions": "true"}}
+ON_GATHERED = ON_DATA | {"optimizer": {"overlap_gathers": "true"}}
 ON_CONTEXT = {"mesh": (1, 1, 2, 1), "context_attention": "gather"}
 ON_DOCUMENTS = ON_CONTEXT | {"reset_attention": True}
 ON_HEADS = ON_CONTEXT | {"context_attention": "heads"}
@@ -276,6 +277,11 @@ ROWS: dict[str, dict[str, Row]] = {
             "core.pipeline.stages._joined",
             ("before[:-1]", "before[1:]"),
             gradient("blocks/attention/key/weight, layer 1", ON_OVERLAPPED),
+        ),
+        "what is reduced for the head lacks its last gradient": (
+            "core.pipeline.executor.Pipeline.losses_and_gradients",
+            ("_replace(of_head=of_head)", "_replace(of_head=bound.ends.apart(carry[5])[1])"),
+            gradient("shared/final_norm/bias", ON_OVERLAPPED),
         ),
         "of the losses the last microbatch's stays": (
             "core.pipeline.ends.EmbeddingAndHead.head",
@@ -584,9 +590,14 @@ ROWS: dict[str, dict[str, Row]] = {
             ),
             named("forward", ON_ODD | {"zero": 3}),
         ),
+        "a layer has the gathered weights of the layer before it": (
+            "core.program.train_step._gathered_in_turn",
+            ("stack[place]", "stack[max(0, place - 1)]"),
+            named("of layer 1, forward", ON_GATHERED),
+        ),
         "new weights are not gathered": (
             "core.program.train_step._train_step_with_gradients",
-            ("layout.per_step.gather(layout.computed(main), invariant=True)", "layout.computed(main)"),
+            ("layout.at_end.gather(layout.computed(main), invariant=True)", "layout.computed(main)"),
             types(VARYING, ON_DATA),
         ),
     },

@@ -98,6 +98,11 @@ class OptimizerConfig:
         "sum every layer's gradients over data while the last backward pass still computes the layers before it; auto: "
         "on GPUs, if they are large",
     ] = "auto"
+    overlap_gathers: Annotated[
+        Literal["auto", "true", "false"],
+        "ZeRO-1: gather every layer's updated weights while the next step's first forward pass computes the layers "
+        "before it; auto: on GPUs, if they are large and layers are not scanned",
+    ] = "auto"
     gradient_dtype: Annotated[
         Literal["fp32", "bf16", "fp16"],
         "accumulate gradients in fp32 (fp64 with --precision fp64), or in the format of --precision",

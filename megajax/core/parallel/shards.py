@@ -7,7 +7,8 @@ those of the axes that do not divide them already.
 
 - ZeRO-1: gradients are summed locally over microbatches. Once a step they are reduce-scattered to the owner of each
   shard, after the loop or layer by layer in its last backward pass (`--optimizer.overlap-reductions`). The owner
-  updates it, and the weights are all-gathered for the next step.
+  updates it, and the weights are all-gathered, at its end or layer by layer in the next one's first forward pass
+  (`--optimizer.overlap-gathers`).
 - ZeRO-3: compute weights are stored sharded too. A layer's weights are gathered just before use, forward and backward,
   and its gradients are scattered at once. If layers are scanned or pipelined, no gathered weight outlives its layer.
 """

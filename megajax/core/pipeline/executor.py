@@ -8,8 +8,9 @@ over microbatches, without conditionals or buffers.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from copy import copy
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +31,22 @@ from megajax.core.parallel.products import NO_FACTORS
 from megajax.core.pipeline.ends import EmbeddingAndHead
 from megajax.core.pipeline.model import Batch, Figures
 from megajax.core.pipeline.rows import Predicate, Row, Turns, Work, rows_of
-from megajax.core.pipeline.stages import Layers, Reduce, Sums, idle, when
+from megajax.core.pipeline.stages import Layers, Reduce, Sums, idle, stacked, when
 from megajax.core.pipeline.table import Pass, Schedule
 from megajax.core.precision import at_least_fp32
 from megajax.core.private import tied
 
 Tree = Any
+Gather = Callable[[Tree, Tree], tuple[Tree, tuple[Tree, ...]]]
+"""The whole weights of the ends and of every layer, from a device's shards of the ends' and of the stacked layers'."""
+
+
+class Reduction(NamedTuple):
+    """Global sums of gradients, in their owners' shards, from local ones."""
+
+    on_stage: Reduce  # over the devices that share a stage
+    over_stages: Callable[[Tree], Tree]  # of what that made of the ends'
+    everywhere: Callable[[Tree], Tree]  # of the ends'
 
 
 class Pipeline:
@@ -47,80 +58,134 @@ class Pipeline:
         self.x_type = jax.eval_shape(lambda: ends.embedded(0))
 
     def losses_and_gradients(
-        self, schedule: Schedule, grad_dtype: Any, reduce: Callable[[str, Tree], Tree] | None = None
+        self,
+        schedule: Schedule,
+        grad_dtype: Any,
+        reduction: "Reduction | None" = None,
+        gather: Gather | None = None,
     ) -> tuple[dict[str, Array], Tree, Figures]:
         """The losses by name, the gradients (accumulated in `grad_dtype`), and the layers' figures, all as local sums:
         not yet reduced over the axes over which they vary but losses, weights and figures do not.
 
-        With `reduce`, given `shared` or `blocks` and gradients from there, the gradients are reduced: during the last
-        tick, which is then apart from the loop, those of the layers and of what only the head uses. In a pipe, the
+        With a `reduction` the gradients are reduced: during the last tick, which is then apart from the loop, those of
+        the layers and of what only the head uses. In a pipe, the
         first stage runs a backward of its first chunk in it. Nothing else does, since every other backward precedes one
         of these; the other stages reduce.
+
+        With `gather` the layers' weights are sharded, and gathered during the first tick, which is then apart, too. In
+        a pipe, nothing else happens in it but a forward of the first chunk on the first stage.
         """
         self._expect(schedule)
-        in_loop = schedule.num_ticks - (reduce is not None)
-        changing, row_of = rows_of(schedule, self.stage, slice(max(1, in_loop)))
+        last = reduction is not None
+        first = int(gather is not None and schedule.num_ticks > last)
+        in_loop = schedule.num_ticks - first - last
+        changing, row_of = rows_of(schedule, self.stage, slice(first, first + max(1, in_loop)))
+        typed = self if gather is None else self._typed(gather)
         idle_x = idle(self.x_type)
-        figure_types = jax.eval_shape(lambda x: self.layers.run(0, x, self._context(0)), idle_x)[1]
+        figure_types = jax.eval_shape(lambda x: typed.layers.run(0, x, self._context(0)), idle_x)[1]
         no_figures = jax.tree.map(zeros_like_type, figure_types)
 
-        def tick(row: Row, carry: Tree, reduce: Callable[[str, Tree], Tree] | None = None) -> Tree:
-            of_layers = None if reduce is None else partial(reduce, "blocks")
+        def tick(bound: Pipeline, row: Row, carry: Tree, reduction: Reduction | None = None) -> Tree:
+            reduce = None if reduction is None else reduction.on_stage
             x_wire, grad, x_inbox, grad_inbox, buffer, ends, sums, figures = carry
             grad_wire = self.send(send_down, grad)  # from the previous tick; in transit while the forward runs
             x_inbox, x_in = _receive(schedule.forward, x_inbox, x_wire, row.forward)
             grad_inbox, grad_in = _receive(schedule.backward, grad_inbox, grad_wire, row.backward)
-            sums = self.weight_gradients(schedule, row.early, sums)  # in place of a forward
+            sums = bound.weight_gradients(schedule, row.early, sums)  # in place of a forward
             # Conditionals one after the other, not one inside the other: nested ones copy the accumulators.
-            x = self.ends.input(row, x_in)
+            x = bound.ends.input(row, x_in)
             if schedule.fused:
                 if reduce is not None:  # otherwise XLA would begin this tick before the loop
                     x, sums = tied((x, sums))
                 context = self._context(row.forward.microbatch)
-                (y, new), residuals = self.layers.forward_with_residuals(row.forward.chunk, x, context)
+                (y, new), residuals = bound.layers.forward_with_residuals(row.forward.chunk, x, context)
             else:
-                forward = lambda buffer: self.forward_chunk(row, x, buffer)  # noqa: E731
+                forward = lambda buffer: bound.forward_chunk(row, x, buffer)  # noqa: E731
                 y, buffer, new = when(row.forward.runs, forward, lambda buffer: (idle_x, buffer, no_figures), buffer)
             figures = jax.tree.map(jnp.add, figures, new)
             x_wire = self.send(send_up, y)  # in transit while the backward runs
 
             output = lambda: y if schedule.turns_at_once else buffer["output"][row.backward.slot]  # noqa: E731
-            grad, ends = self.ends.head(row, output, grad_in, ends)
-            of_head = None
-            if reduce is not None:
-                ends, of_head = self.ends.apart(ends)
+            grad, ends = bound.ends.head(row, output, grad_in, ends)
+            if reduction is not None:
+                ends, of_head = bound.ends.apart(ends)
                 grad, ends, of_head = tied((grad, ends, of_head))  # otherwise XLA would compute the head's last
-                of_head = reduce("shared", of_head)
-            if schedule.fused:
                 sums = sums._replace(of_head=of_head)
-                grad, sums = self.layers.pull_back(row.backward.chunk, residuals, context, grad, sums, reduce=of_layers)
-                sums, of_head = sums._replace(of_head=None), sums.of_head
+            if schedule.fused:
+                chunk = row.backward.chunk
+                grad, sums = bound.layers.pull_back(chunk, residuals, context, grad, sums, reduce=reduce)
             else:
-                grad, sums = self.backward(row, buffer, grad, sums, None if schedule.deferral else of_layers)
-            ends = self.ends.embed_backward(row, grad, ends)
-            sums = self.weight_gradients(schedule, row.late, sums, of_layers)
-            if of_head is not None:
-                ends |= {"of_head": of_head}
+                grad, sums = bound.backward(row, buffer, grad, sums, None if schedule.deferral else reduce)
+            ends = bound.ends.embed_backward(row, grad, ends)
+            sums = bound.weight_gradients(schedule, row.late, sums, reduce)
+            if reduction is not None:
+                shared = reduction.everywhere(ends["shared"]), reduction.over_stages(sums.of_head)
+                ends, sums = ends | {"shared": _merged(*shared)}, sums._replace(of_head=None)
             return x_wire, grad, x_inbox, grad_inbox, buffer, ends, sums, figures
 
         def in_turn(carry: Tree, values: list[Array]) -> tuple[Tree, None]:
-            return tick(row_of(values), carry), None
+            return tick(bound, row_of(values), carry), None
 
         inboxes = self._inbox(schedule.forward), self._inbox(schedule.backward)
-        buffer = None if schedule.fused else self.buffer(schedule.num_slots, not schedule.turns_at_once)
-        carry = idle_x, idle_x, *inboxes, buffer, *self.sums(grad_dtype, schedule.num_factor_slots), no_figures
+        buffer = None if schedule.fused else typed.buffer(schedule.num_slots, not schedule.turns_at_once)
+        carry = idle_x, idle_x, *inboxes, buffer, *typed.sums(grad_dtype, schedule.num_factor_slots), no_figures
+        bound = self
+        if gather is not None and self.num_stages == 1:
+            whole = self._gathered(gather)
+            bound = self._with(*whole, awaits=True)
+            if first:
+                carry = tick(bound, self._row(schedule, 0), carry)
+                bound = self._with(*whole)
+        elif gather is not None:
+            bound, carry = self._first_forward(self._row(schedule, 0), carry, gather)
         carry = lax.scan(in_turn, carry, changing, in_loop)[0] if in_loop else carry
-        if reduce is not None:
-            of_last, last_of = rows_of(schedule, self.stage, slice(-1, None))
-            carry = tick(last_of([column[0] for column in of_last]), carry, reduce)
+        if reduction is not None:
+            carry = tick(bound, self._row(schedule, -1), carry, reduction)
         *_, ends, sums, figures = carry
         # XLA inlines a loop of one tick. Without the barrier every reader of the sums would then stack the gradients of
         # all layers anew.
         ends, sums = jax.tree.map(lax.optimization_barrier, (ends, sums))  # one for each: their types differ
-        shared = ends["shared"]
-        if reduce is not None:
-            shared = unflatten_dict(flatten_dict(reduce("shared", shared)) | flatten_dict(ends["of_head"]))
-        return ends["losses"], {"shared": shared, "blocks": sums.total}, figures
+        return ends["losses"], {"shared": ends["shared"], "blocks": sums.total}, figures
+
+    def _row(self, schedule: Schedule, tick: int) -> Row:
+        """The row of one tick."""
+        values, row_of = rows_of(schedule, self.stage, slice(tick, tick + 1 or None))
+        return row_of([column[0] for column in values])
+
+    def _gathered(self, gather: Gather) -> tuple[Tree, tuple[Tree, ...]]:
+        return gather(self.ends.shared, self.layers.weights)
+
+    def _with(self, shared: Tree, layers: Tree, *, awaits: bool = False) -> "Pipeline":
+        """The same with other weights."""
+        other = copy(self)
+        other.ends, other.layers = (
+            replace(self.ends, shared=shared),
+            replace(self.layers, weights=layers, awaits=awaits),
+        )
+        return other
+
+    def _typed(self, gather: Gather) -> "Pipeline":
+        """The same with what stands for the gathered weights where only their types matter."""
+        types = jax.eval_shape(lambda shared, layers: gather(shared, layers), self.ends.shared, self.layers.weights)
+        shared, layers = jax.tree.map(zeros_like_type, types)
+        return self._with(shared, stacked(layers))
+
+    def _first_forward(self, row: Row, carry: Tree, gather: Gather) -> tuple["Pipeline", Tree]:
+        """The first tick in a pipe, and the pipeline with the weights that are gathered meanwhile. Stages without a
+        forward only gather."""
+        x_in, grad, x_inbox, grad_inbox, buffer, ends, sums, figures = carry
+        x = self.ends.input(row, x_in)
+
+        def run(buffer: Tree) -> tuple[Tree, ...]:
+            whole = self._gathered(gather)
+            return *self._with(*whole, awaits=True).forward_chunk(row, x, buffer), whole
+
+        skip = lambda buffer: (x_in, buffer, figures, self._gathered(gather))  # noqa: E731
+        y, buffer, figures, (shared, layers) = when(row.forward.runs, run, skip, buffer)
+        x_wire = self.send(send_up, y)
+        # The loop takes a chunk of the stack by a number that changes, the layers of a single one one by one.
+        bound = self._with(shared, stacked(layers) if self.num_chunks > 1 else layers)
+        return bound, (x_wire, grad, x_inbox, grad_inbox, buffer, ends, sums, figures)
 
     def forward(self, schedule: Schedule, finish: Callable[[Array, Batch], Tree]) -> Tree:
         """Forward only: the results of `finish(y, batch)` on the last virtual stage's outputs, every leaf
@@ -162,10 +227,10 @@ class Pipeline:
         `carry`) and reduces them. All others are reduced here."""
         *others, sums = carry
         size, skip = self.layers.layers_per_chunk, lambda *carry: (*carry[:-1], _reduced(reduce, carry[-1]))
-        first, rest = (sums._replace(total=_rows(sums.total, at)) for at in (slice(size), slice(size, None)))
-        *others, sums = when(runs, run, skip, *others, first)
+        first, rest = (_rows(sums.total, at) for at in (slice(size), slice(size, None)))
+        *others, sums = when(runs, run, skip, *others, sums._replace(total=first))
         if self.num_chunks > 1:
-            parts = sums.total, _reduced(reduce, rest).total
+            parts = sums.total, reduce("blocks", rest)
             sums = sums._replace(total=jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts))
         return *others, sums
 
@@ -193,7 +258,7 @@ class Pipeline:
             own = chunk[number] if self.num_chunks > 1 else 0
             sums = self.layers.add_weight_gradients(own, sums, number % num_slots)
             # Without the barrier XLA sees the factors unchanged and copies all of them in every tick.
-            return Sums(sums.total, lax.optimization_barrier(sums.factors))
+            return sums._replace(factors=lax.optimization_barrier(sums.factors))
 
         if reduce is None:
             return lax.fori_loop(turns.first, turns.first + turns.number, run, sums)
@@ -249,7 +314,11 @@ class Pipeline:
 
 
 def _reduced(reduce: Reduce, sums: Sums) -> Sums:
-    return sums._replace(total=reduce(sums.total))
+    return sums._replace(total=reduce("blocks", sums.total), of_head=reduce("shared", sums.of_head))
+
+
+def _merged(tree: Tree, other: Tree) -> Tree:
+    return unflatten_dict(flatten_dict(tree) | flatten_dict(other))
 
 
 def _rows(tree: Tree, at: slice) -> Tree:

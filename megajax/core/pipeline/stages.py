@@ -27,7 +27,9 @@ from megajax.core.private import tied
 
 Tree = Any
 Output = tuple[Array, Figures]
-Reduce = Callable[[Tree], Tree]  # the global sums of one layer's gradients, or of several stacked layers', from its own
+Reduce = Callable[[str, Tree], Tree]
+"""Sums, over the devices that share a stage, of gradients: of `blocks`, one layer's or several stacked layers', or of
+`shared`, some of the ends'."""
 
 
 def when(predicate: Array | bool, then: Callable, otherwise: Callable, *operands):
@@ -53,7 +55,7 @@ class Sums(NamedTuple):
 
     total: Tree  # gradient sums of the layers' weights, [v · n, …]
     factors: Factors  # ring buffer of factors of pending weight gradients, [slots, n, …]; empty if none are deferred
-    of_head: Tree = None  # reduced gradients of the head, while the last layer's backward pass hides their reduction
+    of_head: Tree = None  # of the weights that only the head uses, where the last backward pass reduces them
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Layers:
     """A stage's layers, one chunk at a time, as a pair of functions: forward and backward."""
 
     function: LayerFunction  # one layer: `LoopModel.layer`, of which the backward pass may recompute something
-    weights: Tree  # stacked [v · n, …]: n slots per chunk, chunk after chunk
+    weights: Tree  # stacked [v · n, …]: n slots per chunk, chunk after chunk; or a tuple of the slots', not copied then
     layer_index: Array  # of each of this stage's slots, -1 if padded (it passes its input on); int32 [v, n]
     unroll: bool  # unroll the loop over layers in the compiled program
     padded: bool  # at least one slot on some stage holds no layer
@@ -70,6 +72,7 @@ class Layers:
     products: Products | None = None  # those whose weight gradients are deferred; None: none are
     frozen: frozenset[Path] = frozenset()  # weights that have no gradient
     first_trained: int = 0  # the backward pass leaves out the layers before this one
+    awaits: bool = False  # a layer's forward waits for all of its weights, and those of the next layer arrive meanwhile
 
     @property
     def num_chunks(self) -> int:
@@ -97,7 +100,7 @@ class Layers:
         assert products is not None
 
         def layer(carry: tuple[Tree, Tree], own: Tree, index: Array, places: tuple[Array, Array]) -> tuple[Tree, Tree]:
-            (total, before), (place, number) = carry, places
+            (total, done), (place, number) = carry, places
 
             def gradients() -> dict[Path, Array]:
                 factors = jax.tree.map(lambda buffer: buffer[slot, number], sums.factors)
@@ -108,13 +111,15 @@ class Layers:
             found = when(self._ends_before(index), none, gradients)
             if reduce is None:
                 return (_added(total, found, place), None), None
-            (total, before), reduced = _reduced(reduce, (total, before), total, found, place)
-            return (total, reduced), before
+            (total, (before, of_head)), reduced = _reduced(reduce, (total, done), total, found, place)
+            return (total, (reduced, of_head)), before
 
         numbers = jnp.arange(self.layers_per_chunk, dtype=jnp.int32)
-        carry = sums.total, None if reduce is None else _nothing_reduced(reduce, sums.total)
-        (total, last), reduced = self._scan(layer, carry, chunk, (self._slots(chunk), numbers))
-        return Sums(total if reduce is None else _joined(reduced, last), sums.factors)
+        carry = sums.total, None if reduce is None else _head_reduced(reduce, sums)
+        (total, done), reduced = self._scan(layer, carry, chunk, (self._slots(chunk), numbers))
+        if done is None:
+            return sums._replace(total=total)
+        return Sums(_joined(reduced, done[0]), sums.factors, done[1])
 
     def factor_types(self, x: Array, context: Tree) -> Factors:
         """Types of the factors of one layer; nothing is computed."""
@@ -129,7 +134,8 @@ class Layers:
 
         def layer(x: Array, own: Tree, index: Array, _):
             def run(x: Array) -> Output:
-                return self.function(self.storage.gather(own), NO_FACTORS, index, x, context)
+                x, weights = tied((x, own)) if self.awaits else (x, own)
+                return self.function(self.storage.gather(weights), NO_FACTORS, index, x, context)
 
             skip = lambda x: (x, _zeros(jax.eval_shape(run, x)[1]))  # noqa: E731
             return when(index < 0 if self.padded else False, skip, run, x)
@@ -142,7 +148,8 @@ class Layers:
 
         def layer(x: Array, own: Tree, index: Array, _):
             def run(x: Array) -> tuple[Array, tuple[Figures, list[Array]]]:
-                gathered = self.storage.gather(own)
+                x, weights = tied((x, own)) if self.awaits else (x, own)
+                gathered = self.storage.gather(weights)
                 dummies = self._dummies(gathered, x, context)
                 (y, figures), residuals, _ = with_pullback(
                     self.function, self._apart, gathered, dummies, index, x, context
@@ -170,7 +177,7 @@ class Layers:
     ) -> tuple[Array, Sums]:
         """Pull `grad` back through a chunk, and add its weight gradients to `sums`, or store their factors in `slot`.
         With `reduce` this completes the chunk's sums: in their place it returns the reduced ones, [n, …], each layer's
-        reduced while the layers before it compute."""
+        reduced while the layers before it compute, and the head's while the last layer does."""
 
         def layer(carry: tuple[Array, Tree, Factors, Tree], own: Tree, index: Array, xs: tuple[Array, Array, list]):
             (grad, total, buffer, done), (place, number, residuals) = carry, xs
@@ -197,11 +204,11 @@ class Layers:
             return (grad, total, buffer, (reduced, of_head)), before
 
         numbers = jnp.arange(self.layers_per_chunk, dtype=jnp.int32)
-        done = None if reduce is None else (_nothing_reduced(reduce, sums.total), sums.of_head)
+        done = None if reduce is None else _head_reduced(reduce, sums)
         carry, xs = (grad, sums.total, sums.factors, done), (self._slots(chunk), numbers, residuals)
         (grad, total, factors, done), reduced = self._scan(layer, carry, chunk, xs, reverse=True)
         if done is None:
-            return grad, Sums(total, factors)
+            return grad, sums._replace(total=total, factors=factors)
         return grad, Sums(_joined(reduced, done[0], reverse=True), factors, done[1])
 
     def _scattered(self, grads: dict[Path, Array], total: Tree) -> dict[Path, Array]:
@@ -235,7 +242,7 @@ class Layers:
         self, layer: Callable, carry: Tree, chunk: Number, xs: Tree = None, reverse: bool = False
     ) -> tuple[Tree, Tree]:
         """Scan `layer(carry, weights, layer index, x)` over a chunk's layers."""
-        stack = self.weights, self.layer_index.reshape(-1)
+        stack = stacked(self.weights), self.layer_index.reshape(-1)
 
         def body(carry: Tree, slot: tuple[Any, Tree]):
             own = slot[0]
@@ -245,6 +252,12 @@ class Layers:
 
         slots = stack if self.num_chunks == 1 else self._slots(chunk)
         return lax.scan(body, carry, (slots, xs), reverse=reverse, unroll=self.unroll)
+
+
+def stacked(weights: Tree) -> Tree:
+    """A stack of layers' weights, given as one or as a tuple. XLA takes slices of a stack made beside them from the
+    tuple, and copies nothing."""
+    return jax.tree.map(lambda *layers: jnp.stack(layers), *weights) if isinstance(weights, tuple) else weights
 
 
 def _zeros(types: Figures) -> Figures:
@@ -264,13 +277,14 @@ def _reduced(reduce: Reduce, carry: Tree, total: Tree, grads: dict[Path, Array],
     # Otherwise XLA would add the gradients of all layers in one kernel, and reduce all of them, at the end. The next
     # layer waits for the sums, `carry`, and with it the layer after that, for what was reduced before.
     carry, sums = tied((carry, sums))
-    return carry, reduce(unflatten_dict(sums))
+    return carry, reduce("blocks", unflatten_dict(sums))
 
 
-def _nothing_reduced(reduce: Reduce, total: Tree) -> Tree:
-    """Stands for the reduced gradients of the layer before the first."""
-    types = jax.eval_shape(lambda: reduce(jax.tree.map(lambda stack: stack[0], total)))
-    return jax.tree.map(zeros_like_type, types)
+def _head_reduced(reduce: Reduce, sums: Sums) -> tuple[Tree, Tree]:
+    """What stands for the reduced gradients of the layer before the first; and those of the head, for which the second
+    layer waits."""
+    types = jax.eval_shape(lambda: reduce("blocks", jax.tree.map(lambda stack: stack[0], sums.total)))
+    return jax.tree.map(zeros_like_type, types), reduce("shared", sums.of_head)
 
 
 def _joined(before: Tree, last: Tree, reverse: bool = False) -> Tree:

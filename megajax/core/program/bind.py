@@ -26,7 +26,8 @@ from megajax.core.pipeline.ends import EmbeddingAndHead
 from megajax.core.pipeline.executor import Pipeline
 from megajax.core.pipeline.stages import Layers, rematerialized
 from megajax.core.program.float8 import LayerCopies
-from megajax.core.program.program import BATCH, Batch, Program, scans_layers
+from megajax.core.program.overlap import scans_layers
+from megajax.core.program.program import BATCH, Batch, Program
 from megajax.core.program.weight import Weight
 
 Tree = Any
@@ -181,6 +182,7 @@ def trace_pipeline(program: Program, look: Callable[[Pipeline], Found]) -> Found
         found.append(look(training_pipeline(program, params, batch, step)))
         return step
 
-    specs = (program.layout.specs.params, BATCH)
-    jax.eval_shape(program.region(region, specs, PartitionSpec()), program.layout.shapes.params, program.batch_types)
+    layout = program.layout
+    region_of = program.region(region, (layout.computed_specs, BATCH), PartitionSpec())
+    jax.eval_shape(region_of, layout.computed_shapes, program.batch_types)
     return found[-1]

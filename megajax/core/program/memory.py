@@ -25,15 +25,15 @@ Tree = Any
 
 
 def state_bytes(program: Program) -> dict[str, int]:
-    """Bytes on one device by part: those of `kept_bytes`, plus `gradients`, which exist during a step: their sums, and,
-    if these are in half precision, the fp32 copy for the optimizer. As in the published figures, fp32 shards of fp32
-    sums are not counted twice. Nothing is computed."""
+    """Bytes on one device by part: those of `kept_bytes`, plus those of `gathered_bytes` and `gradients`, which exist
+    during a step: their sums, and, if these are in half precision, the fp32 copy for the optimizer. As in the published
+    figures, fp32 shards of fp32 sums are not counted twice. Nothing is computed."""
     layout = program.layout
     others = jnp.dtype(program.gradient_dtype) != jnp.dtype(layout.main_dtype)
     gradients = trace_pipeline(program, lambda pipeline: _bytes(pipeline.sums(program.gradient_dtype)))
     trained = sum(weight.size(weight.owned) for weight in jax.tree.leaves(layout.trained(layout.weights)))
     gradients += trained * jnp.dtype(layout.main_dtype).itemsize if others else 0
-    return kept_bytes(layout) | {"gradients": gradients}
+    return kept_bytes(layout) | gathered_bytes(layout) | {"gradients": gradients}
 
 
 def residual_bytes(program: Program) -> int:
@@ -60,6 +60,14 @@ def kept_bytes(layout: StateLayout) -> dict[str, int]:
         "main weights": 0 if state.main is None else _local_bytes(layout, state.main, specs.main),
         "moments": _local_bytes(layout, state.optimizer, specs.optimizer),
     } | {name: _local_bytes(layout, *each) for name, each in others.items() if each[0]}
+
+
+def gathered_bytes(layout: StateLayout) -> dict[str, int]:
+    """Bytes on one device of the layers' `gathered weights` during a step, if a step leaves them sharded."""
+    late = jax.tree.map(lambda weight: weight.late, layout.weights)
+    shapes = jax.tree.map(lambda shape, late: shape if late else None, layout.computed_shapes, late)
+    specs = jax.tree.map(lambda spec, late: spec if late else None, layout.computed_specs, late)
+    return {"gathered weights": _local_bytes(layout, shapes, specs)} if layout.gathers_late else {}
 
 
 def left_by_zero(layout: StateLayout) -> tuple[list[str], int, int]:
@@ -95,8 +103,8 @@ def check_memory(program: Program, *, training: bool, rows: int = 0) -> None:
         UserError: they cannot hold it.
     """
     config, layout = program.config, program.layout
-    state = kept_bytes(layout)
-    parts = state if training else {"weights": state["weights"]}
+    computed = {"weights": _local_bytes(layout, layout.computed_shapes, layout.computed_specs)}
+    parts = kept_bytes(layout) | gathered_bytes(layout) if training else computed
     if training and program.schedule.deferral is not None:
         parts["factors of deferred weight gradients"] = program.schedule.num_factor_slots * factor_bytes(program)
     parts |= _microbatch_bytes(program, rows, every_layer=training and config.train.remat != "stage")

@@ -4,7 +4,7 @@ The computations themselves are in `train_step.py` and `scoring.py`.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any
 
@@ -25,14 +25,12 @@ from megajax.core.models.family import family_of
 from megajax.core.models.staged import StagedModel
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.collectives import PIPE, TENSOR, Axes
-from megajax.core.parallel.shards import NOT_SHARDED
 from megajax.core.parallel.tokens import ContextWay
-from megajax.core.pipeline.placement import Placement
 from megajax.core.pipeline.schedule import forward_only, make_schedule
 from megajax.core.pipeline.table import Schedule
 from megajax.core.precision import COMPUTE_DTYPE, OPERAND_DTYPE
+from megajax.core.program.overlap import overlaps_reductions
 from megajax.core.program.state import StateLayout
-from megajax.core.program.weight import Weight
 
 Batch = dict[str, Array]  # the arrays in the program's `form`, int32 [rows of the global batch, …]
 BATCH = "batch"
@@ -64,7 +62,7 @@ class Program:
         self.backend = backend.deterministic if config.deterministic else backend
         self.model = StagedModel(config.model, training_boundary(config), self.backend, config.lora)
         self.form = batch_form(config)
-        self.layout = StateLayout(config, mesh, self.model, self.operand_dtype)
+        self.layout = StateLayout(config, mesh, self.model, self.operand_dtype, self.backend)
         self.optimizer = self.layout.optimizer
         self.batch_shardings = shardings(mesh, batch_specs(self.form))
         summed_in = config.optimizer.gradient_dtype
@@ -173,7 +171,7 @@ class Program:
 
     @cached_property
     def overlaps_reductions(self) -> bool:
-        """See the function `overlaps_reductions`."""
+        """See `overlap.overlaps_reductions`."""
         layout = self.layout
         return overlaps_reductions(self.config, self.backend, jax.tree.leaves(layout.trained(layout.weights)))
 
@@ -223,26 +221,3 @@ def _fusible(config: StepConfig, dropout: float) -> bool:
         return config.model.attention != "blocks"
     has_heads = cudnn_has(config.model.head_size, COMPUTE_DTYPE[config.precision])
     return has_heads and dropout == 0 and not config.data.reset_attention
-
-
-def overlaps_reductions(config: StepConfig, backend: Backend, trained: Iterable[Weight]) -> bool:
-    """Whether the gradients of layers are reduced during the last backward pass, given the trained weights. ZeRO-3 has
-    reduced them already."""
-    if config.mesh.zero_shards == 1 or config.optimizer.zero == 3:
-        return False
-    if config.optimizer.overlap_reductions == "auto":
-        return sum(each.size(NOT_SHARDED) for each in trained if each.stack) >= backend.overlapped_sums
-    return config.optimizer.overlap_reductions == "true"
-
-
-def scans_layers(config: StepConfig, backend: Backend) -> bool:
-    """Whether the layers run as one scan (compile time flat in their number) or unrolled.
-
-    `auto`: unrolled up to the backend's number of layers, because steps are then faster but compile for longer
-    (docs/benchmarks). With ZeRO-3 always scanned: if layers are unrolled, XLA gathers the weights once for forward and
-    backward, and keeps them in between.
-    """
-    if config.model.scan_layers == "auto":
-        placement = Placement.of(config.model.num_blocks, config.mesh.pipe, config.pipeline)
-        return placement.layers_per_chunk > backend.unroll_layers or config.optimizer.zero == 3
-    return config.model.scan_layers == "true"

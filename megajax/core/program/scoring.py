@@ -22,24 +22,24 @@ Tree = Any
 def scores(program: Program) -> Wrapped:
     """(params, batch) -> for every loss by name, each target's cross-entropy and whether it is the most probable one
     (`FamilyModel.scores`), on every device. Sequences may have any length that the model has positions for."""
-    return program.compiled(_of_all_rows, (program.layout.specs.params, BATCH), PartitionSpec(), "scores")
+    return program.compiled(_of_all_rows, (program.layout.computed_specs, BATCH), PartitionSpec(), "scores")
 
 
 def task_logits(program: Program) -> Wrapped:
     """(params, batch) -> the logits that answer a task (`FamilyModel.task_logits`), [B, …] on every device."""
-    return program.compiled(_of_all_rows, (program.layout.specs.params, BATCH), PartitionSpec(), "task_logits")
+    return program.compiled(_of_all_rows, (program.layout.computed_specs, BATCH), PartitionSpec(), "task_logits")
 
 
 def logits(program: Program) -> Wrapped:
     """(params, batch) -> logits [B, T, V] of every token, including padded columns, for language models and BERT's
     masked tokens."""
-    specs = (program.layout.specs.params, BATCH)
+    specs = (program.layout.computed_specs, BATCH)
     return program.compiled(_logits, specs, PartitionSpec(ROW_AXES, None, vocabulary_axes(program.config)))
 
 
 def next_logits(program: Program) -> Wrapped:
     """(params, batch, place) -> logits [B, V] for the token after the one at `place`, including padded columns."""
-    specs = (program.layout.specs.params, BATCH, PartitionSpec())
+    specs = (program.layout.computed_specs, BATCH, PartitionSpec())
     return program.compiled(_next_logits, specs, PartitionSpec(ROW_AXES, vocabulary_axes(program.config)))
 
 

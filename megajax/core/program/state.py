@@ -24,6 +24,7 @@ from jax.tree_util import DictKey, GetAttrKey
 from jax.tree_util import tree_map_with_path as map_with_path
 from jax.typing import DTypeLike
 
+from megajax.core.backend import CPU, Backend
 from megajax.core.config import StepConfig
 from megajax.core.mesh import rules_of, shardings
 from megajax.core.models.freeze import frozen_weights
@@ -34,11 +35,12 @@ from megajax.core.optim.adam import initial_norms
 from megajax.core.optim.loss_scale import LossScale
 from megajax.core.optim.optimizer import make_optimizer
 from megajax.core.parallel.collectives import PIPE, axis_index
-from megajax.core.parallel.shards import Sharding, Shards
+from megajax.core.parallel.shards import NOT_SHARDED, Sharding, Shards
 from megajax.core.pipeline.placement import Placement
 from megajax.core.precision import COMPUTE_DTYPE, MAIN_DTYPE
 from megajax.core.program.float8 import LayerCopies
-from megajax.core.program.weight import ON_STAGES, Path, Weight, weights_of
+from megajax.core.program.overlap import overlaps_gathers
+from megajax.core.program.weight import ON_STAGES, Path, Weight, gathered_late, weights_of
 
 Tree = Any
 Convert = Callable[..., Array]
@@ -66,14 +68,24 @@ class StateLayout:
     Attributes:
         adapters: LoRA's; None if all weights are trained.
         weights: the record of every weight, in the structure of `TrainState.params`.
+        gathers_late: see `overlap.overlaps_gathers`.
         per_step, per_use: how ZeRO shards trained weights that are gathered once per step, and all that are gathered
             before every use (`Weight.per_step`, `Weight.per_use`).
+        at_end, late: how it shards trained weights that are gathered at the end of the step, and all that are gathered
+            in the next one.
         optimizer, matrices: the optimizer of the trained weights, and those that Muon updates, by path.
         loss_scale: how fp16's loss scale changes; None in other precisions.
         frozen: weights that `train.freeze` names, which have gradients of zero and are not updated.
     """
 
-    def __init__(self, config: StepConfig, mesh: Mesh, model: StagedModel, operand_dtype: DTypeLike | None = None):
+    def __init__(
+        self,
+        config: StepConfig,
+        mesh: Mesh,
+        model: StagedModel,
+        operand_dtype: DTypeLike | None = None,
+        backend: Backend = CPU,
+    ):
         self.mesh, self.model, self._config = mesh, config.model, config
         self.placement = Placement.of(config.model.num_blocks, config.mesh.pipe, config.pipeline)
         self.loss_scale = config.loss_scale if config.precision == "fp16" else None
@@ -84,10 +96,15 @@ class StateLayout:
         whole_heads = config.model.num_kv_heads % config.mesh.tensor == 0
         rules = rules_of(split_vocabulary=config.splits_vocabulary, split_kv_heads=whole_heads)
         zero = config.optimizer.zero
-        self.weights = weights_of(model, adapters, rules, self.placement, config.mesh.sizes, zero)
+        weights = weights_of(model, adapters, rules, self.placement, config.mesh.sizes, zero)
+        trained = jax.tree.leaves(self.trained(weights))
+        self.gathers_late = overlaps_gathers(config, backend, trained, copied=operand_dtype is not None)
+        self.weights = gathered_late(weights, config.model) if self.gathers_late else weights
         self._by_path: dict[Path, Weight] = {weight.path: weight for weight in jax.tree.leaves(self.weights)}
         self.per_step = Shards(jax.tree.map(lambda weight: weight.per_step, self.trained(self.weights)))
         self.per_use = Shards(jax.tree.map(lambda weight: weight.per_use, self.weights))
+        self.at_end = Shards(jax.tree.map(lambda weight: weight.at_end, self.trained(self.weights)))
+        self.late = Shards(jax.tree.map(lambda weight: weight.zero if weight.late else NOT_SHARDED, self.weights))
         copied_to = operand_dtype if adapters else None
         self._copies = LayerCopies(config.model, self.weights["blocks"], copied_to, both=True)
         muon, wide = config.optimizer.name == "muon", config.optimizer.muon_precision == "fp32"
@@ -116,7 +133,7 @@ class StateLayout:
             if weight is None:
                 return PartitionSpec()
             computed = path[0] == _PARAMS and not (weight.trained and self.has_main)
-            return spec(weight, weight.per_use if computed else weight.owned)
+            return spec(weight, weight.kept if computed else weight.owned)
 
         return map_with_path(of, self.canonical_shapes)
 
@@ -125,9 +142,14 @@ class StateLayout:
         """How the state is sharded."""
         state = self._specs(Weight.stage_spec)
         main = self.trained(state.params) if self.has_main else None
-        params = jax.tree.map(lambda weight: weight.stage_spec(weight.per_use), self.weights)
+        params = jax.tree.map(lambda weight: weight.stage_spec(weight.kept), self.weights)
         copies = unflatten_dict(self._copies.specs_of_whole(*ON_STAGES))
         return dataclasses.replace(state, params=params, main=main, copies=copies)
+
+    @cached_property
+    def computed_specs(self) -> Tree:
+        """How the weights are sharded that forward-only programs are given: none are gathered late."""
+        return jax.tree.map(lambda weight: weight.stage_spec(weight.per_use), self.weights)
 
     @cached_property
     def trained_specs(self) -> Tree:
@@ -174,6 +196,11 @@ class StateLayout:
     def shapes(self) -> TrainState:
         """Shapes and dtypes of the state on this mesh's stages."""
         return jax.eval_shape(self.pipelined, self.canonical_shapes)
+
+    @cached_property
+    def computed_shapes(self) -> Tree:
+        """Shapes and dtypes of the weights that forward-only programs are given."""
+        return jax.eval_shape(self.params_on_stages, self.canonical_shapes.params)
 
     def _begun(self, weights: Tree) -> TrainState:
         """The canonical state before the first step, from canonical weights of any dtype."""
@@ -245,14 +272,16 @@ class StateLayout:
         main = None
         if self.has_main:
             main = map_with_path(convert or self._on_stages, self.trained(canonical.params), self.trained_specs)
-        params, scale = self.params_on_stages(canonical.params, convert), self._resumed_scale(others.loss_scale)
+        params = self.params_on_stages(canonical.params, convert, self.specs.params)
+        scale = self._resumed_scale(others.loss_scale)
         copies = self._frozen_copies(params)
         return dataclasses.replace(others, params=params, main=main, loss_scale=scale, copies=copies)
 
-    def params_on_stages(self, canonical: Tree, convert: Convert | None = None) -> Tree:
-        """The weights that layers compute with, on this mesh's stages."""
+    def params_on_stages(self, canonical: Tree, convert: Convert | None = None, specs: Tree = None) -> Tree:
+        """The weights that layers compute with, on this mesh's stages; by default as forward-only programs are given
+        them."""
         dtypes = jax.tree.map(lambda weight: weight.computed_in(self.compute_dtype, self.main_dtype), self.weights)
-        return map_with_path(convert or self._on_stages, canonical, self.specs.params, dtypes)
+        return map_with_path(convert or self._on_stages, canonical, specs or self.computed_specs, dtypes)
 
     def canonical_weights(self, tree: Tree) -> Tree:
         """Weights or gradients in canonical form."""

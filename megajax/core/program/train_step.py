@@ -1,6 +1,8 @@
 """The train step: losses and gradients for a batch, and the update of the state."""
 
+from collections.abc import Callable
 from functools import partial
+from math import prod
 from typing import Any
 
 import jax
@@ -23,13 +25,15 @@ from megajax.core.parallel.collectives import (
     spec_axes,
     varying_axes,
 )
-from megajax.core.parallel.shards import Shards
+from megajax.core.parallel.shards import NOT_SHARDED, Shards
 from megajax.core.parallel.sites import checked
+from megajax.core.pipeline.executor import Gather, Reduction
 from megajax.core.pipeline.measuring import Part, repeat_part
 from megajax.core.private import tied
 from megajax.core.program.bind import SEQUENCES, UNSCALED, training_pipeline
 from megajax.core.program.program import BATCH, Batch, Program
 from megajax.core.program.state import TrainState
+from megajax.core.program.weight import Path
 
 Tree = Any
 SCALAR = PartitionSpec()
@@ -50,19 +54,34 @@ def train_step_with_gradients(program: Program) -> Wrapped:
 
 def loss_and_gradients(program: Program) -> Wrapped:
     """(params, batch, step) -> (loss, gradients): what the train step differentiates, with gradients reduced."""
-    specs = program.layout.specs.params, BATCH, SCALAR
+    specs = program.layout.computed_specs, BATCH, SCALAR
     return program.compiled(_loss_and_gradients, specs, (SCALAR, program.layout.trained_specs))
 
 
 def average_weights(program: Program) -> Wrapped:
     """(params, average) -> params with the averaged weights, in the compute dtype."""
-    specs = program.layout.specs
-    return program.compiled(_average_weights, (specs.params, specs.average), specs.params)
+    layout = program.layout
+    return program.compiled(_average_weights, (layout.specs.params, layout.specs.average), layout.computed_specs)
+
+
+def whole_weights(program: Program) -> Wrapped:
+    """params as a step leaves them -> params for forward-only programs, of which none are gathered late."""
+    layout = program.layout
+    return program.compiled(_gathered, (layout.specs.params,), layout.computed_specs)
+
+
+def computed_weights(program: Program, state: TrainState) -> Tree:
+    """The weights that layers compute with, for forward-only programs."""
+    return whole_weights(program)(state.params) if program.layout.gathers_late else state.params
+
+
+def _gathered(program: Program, params: Tree) -> Tree:
+    return program.layout.late.gather(params, invariant=True)
 
 
 def one_part(program: Program, part: Part) -> Wrapped:
     """(params, batch, virtual stage, repeats) -> a number; see `pipeline/measuring.py`."""
-    return program.compiled(_one_part, (program.layout.specs.params, BATCH, SCALAR, SCALAR), SCALAR, part)
+    return program.compiled(_one_part, (program.layout.computed_specs, BATCH, SCALAR, SCALAR), SCALAR, part)
 
 
 def _one_part(program: Program, part: Part, params: Tree, batch: Batch, k: Array, repeats: Array) -> Array:
@@ -80,19 +99,20 @@ def _train_step_with_gradients(
 ) -> tuple[TrainState, dict[str, Array], Tree]:
     config, layout = program.config, program.layout
     scale = state.loss_scale.scale
+    gather = partial(_gathered_in_turn, program) if layout.gathers_late else None
     losses, grads, figures, counts = _losses_and_gradients(
-        program, state.params, batch, state.step, scale, state.copies
+        program, state.params, batch, state.step, scale, state.copies, gather
     )
     loss = _total(program, losses)
     norm = global_norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     taken = finite & ~is_spike(norm, state.recent_norms, config.optimizer.skip_above)
     clipped = clip_by_norm(grads, norm, config.optimizer.clip_norm)
-    main = layout.per_step.take(layout.trained(state.params)) if state.main is None else state.main
+    main = layout.at_end.take(layout.trained(state.params)) if state.main is None else state.main
     new, optimizer = update(program.optimizer, clipped, state.optimizer, main, taken)
     some_target = sum(counts[name] for name in program.form.targets) > 0
     main = layout.with_frozen(_with_moved_biases(program, new, figures, taken & some_target), main)
-    computed = layout.per_step.gather(layout.computed(main), invariant=True)
+    computed = layout.at_end.gather(layout.computed(main), invariant=True)
     new_state = TrainState(
         step=state.step + taken.astype(jnp.int32),
         params=layout.with_trained(state.params, computed),
@@ -137,47 +157,91 @@ def _loss_and_gradients(program: Program, params: Tree, batch: Batch, step: Arra
 
 
 def _losses_and_gradients(
-    program: Program, params: Tree, batch: Batch, step: Array, loss_scale: Array | np.float32, copies: Tree
+    program: Program,
+    params: Tree,
+    batch: Batch,
+    step: Array,
+    loss_scale: Array | np.float32,
+    copies: Tree,
+    gather: Gather | None = None,
 ) -> tuple[dict[str, Array], Tree, dict[str, Array], dict[str, Array]]:
     """The losses by name; the gradients of their sum for the trained weights, unscaled, in the main dtype, sharded like
-    `layout.trained_specs`; the sums of the layers' figures; and what `bind.count_targets` counts."""
+    `layout.trained_specs`; the sums of the layers' figures; and what `bind.count_targets` counts. `gather` is for
+    weights as a step leaves them."""
     layout, dtype = program.layout, program.layout.main_dtype
     pipeline = training_pipeline(program, params, batch, step, loss_scale, copies)
-    reduce = partial(_reduced_in_turn, program) if program.overlaps_reductions else None
-    losses, grads, figures = pipeline.losses_and_gradients(program.schedule, program.gradient_dtype, reduce)
+    reduction = _reduction(program) if program.overlaps_reductions else None
+    losses, grads, figures = pipeline.losses_and_gradients(program.schedule, program.gradient_dtype, reduction, gather)
     trained = layout.trained(params)
     grads = {name: grads[name] for name in trained}
     on_stages = lambda grad, weight: grad.reshape(*weight.shape[:3], *grad.shape[1:])  # noqa: E731
     grads["blocks"] = jax.tree.map(on_stages, grads["blocks"], trained["blocks"])
-    grads = _reduced(program, grads) if reduce is None else grads
+    grads = _reduced(program, grads) if reduction is None else grads
     grads = jax.tree.map(lambda grad: grad.astype(dtype) / loss_scale.astype(dtype), grads)
     grads = layout.with_frozen(grads, jax.tree.map(jnp.zeros_like, grads))
     losses, figures = (complete(found, dict.fromkeys(found, SCALAR)) for found in (losses, figures))
     return losses, grads, figures, pipeline.ends.model.counts
 
 
-def _reduced(program: Program, grads: Tree) -> Tree:
-    """Global sums, in the owners' shards, of local ones of some of the trained weights; of layers stacked or not."""
+def _reduced(program: Program, grads: Tree, *but: str) -> Tree:
+    """Global sums, in the owners' shards, of local ones of some of the trained weights; of layers stacked or not; but
+    not over some axes."""
     flat = flatten_dict(grads)
-    shardings, specs = map(flatten_dict, (program.layout.per_step.shardings, program.layout.trained_specs))
+    shardings = flatten_dict(program.layout.per_step.shardings)
     storage = Shards(unflatten_dict({path: shardings[path] for path in flat}))
-    scattered = storage.scatter(grads, program.gradient_dtype)
-    return _completed(scattered, unflatten_dict({path: specs[path] for path in flat}))
+    return _completed(program, storage.scatter(grads, program.gradient_dtype), *but)
 
 
-def _reduced_in_turn(program: Program, room: str, grads: Tree) -> Tree:
-    """The same of weights of a layer or of the ends, one large weight after the other: XLA believes that collectives
-    under way together take as long as one, and so would begin all of them too late."""
-    flat, reduced = flatten_dict({room: grads}), dict[tuple[str, ...], Array]()
-    large = [path for path, grad in flat.items() if grad.size >= _LARGE]
+def _reduction(program: Program) -> Reduction:
+    """The same of layers and ends, in turn."""
+
+    def on_stage(room: str, grads: Tree) -> Tree:
+        reduce = lambda grads: _reduced(program, grads, PIPE)  # noqa: E731
+        return unflatten_dict(_in_turn(program, flatten_dict({room: grads}), reduce, {})[0]).get(room, {})
+
+    def of_shared(function: Callable[[Program, Tree], Tree], grads: Tree) -> Tree:
+        return function(program, {"shared": grads})["shared"] if grads else grads
+
+    return Reduction(on_stage, partial(of_shared, _completed), partial(of_shared, _reduced))
+
+
+def _gathered_in_turn(program: Program, shared: Tree, blocks: Tree) -> tuple[Tree, tuple[Tree, ...]]:
+    """The weights of the ends and of every layer, from the ends' and the stacked layers' as a step leaves them: in turn
+    those of the layers, then those of the head."""
+    shardings = flatten_dict(program.layout.late.shardings)
+
+    def gather(shards: Tree) -> Tree:
+        return Shards(unflatten_dict({path: shardings[path] for path in flatten_dict(shards)})).gather(shards)
+
+    stacks, layers, before = flatten_dict({"blocks": blocks}), list[Tree](), dict[Path, Array]()
+    for place in range(len(jax.tree.leaves(blocks)[0])):
+        gathered, before = _in_turn(program, {path: stack[place] for path, stack in stacks.items()}, gather, before)
+        layers.append(unflatten_dict(gathered)["blocks"])
+    ends = flatten_dict({"shared": shared})
+    late = {path: shard for path, shard in ends.items() if shardings[path] != NOT_SHARDED}
+    return unflatten_dict(ends | _in_turn(program, late, gather, before)[0])["shared"], tuple(layers)
+
+
+def _in_turn(
+    program: Program, flat: dict[Path, Array], function: Callable[[Tree], Tree], before: dict[Path, Array]
+) -> tuple[dict[Path, Array], dict[Path, Array]]:
+    """The results of a collective for weights, one large weight after the other and `before`, those of another turn;
+    and those of the last one. XLA believes that collectives under way together take as long as one, and so would begin
+    all of them too late."""
+    records, results = flatten_dict(program.layout.trained(program.layout.weights)), dict[Path, Array]()
+    large = [path for path in flat if prod(records[path].whole) >= _LARGE]
     for paths in ([path for path in flat if path not in large], *([path] for path in large)):
-        part, reduced = tied(({path: flat[path] for path in paths}, reduced))
-        reduced |= flatten_dict(_reduced(program, unflatten_dict(part)))
-    return unflatten_dict({path: reduced[path] for path in flat}).get(room, {})
+        part, before = tied(({path: flat[path] for path in paths}, before))
+        before = flatten_dict(function(unflatten_dict(part)))
+        results |= before
+    return results, before
 
 
-def _completed(grads: Tree, specs: Tree) -> Tree:
-    """Sum gradients over all axes; while recording, every weight's sum is checked."""
+def _completed(program: Program, grads: Tree, *but: str) -> Tree:
+    """Sum gradients of some of the trained weights over all axes but some; while recording, every weight's sum is
+    checked."""
+    trained = flatten_dict(program.layout.trained_specs)
+    specs = unflatten_dict({path: PartitionSpec(*trained[path], *but) for path in flatten_dict(grads)})
 
     def missing(grad: Array, spec: PartitionSpec) -> tuple[str, ...]:
         return tuple(axis for axis in AXES if axis_size(axis) > 1 and axis in varying_axes(grad) - spec_axes(spec))

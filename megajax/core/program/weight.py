@@ -2,7 +2,7 @@
 canonical form, ZeRO's exchanges, Muon's matrices, float8 copies and what `megajax/plan/` computes follow from it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any, TypeVar
@@ -18,6 +18,8 @@ from megajax.core.mesh import (
     sharded_spec,
     zero_sharding,
 )
+from megajax.core.models.config import ModelConfig
+from megajax.core.models.freeze import is_head
 from megajax.core.models.lora import LORA, Adapters
 from megajax.core.models.router import ROUTER_BIAS
 from megajax.core.models.staged import StagedModel
@@ -51,6 +53,7 @@ class Weight:
         zero, shard: what ZeRO adds where it shards the weight, and the sizes then.
         zero_stage: what ZeRO shards: 0 nothing, 1 all but compute weights, 3 everything.
         needs_tensor_sum: see `mesh.needs_tensor_sum`.
+        late: whether it is gathered in the next step (`overlap.overlaps_gathers`), so a step leaves it sharded.
     """
 
     path: Path
@@ -65,6 +68,7 @@ class Weight:
     shard: Shape
     zero_stage: int
     needs_tensor_sum: bool
+    late: bool = False
 
     @property
     def owned(self) -> Sharding:
@@ -75,6 +79,16 @@ class Weight:
     def per_step(self) -> Sharding:
         """The same if what layers compute with is not sharded: it is gathered once per step (ZeRO-1)."""
         return self.zero if self.zero_stage == 1 else NOT_SHARDED
+
+    @property
+    def at_end(self) -> Sharding:
+        """The same if it is gathered at the end of the step."""
+        return NOT_SHARDED if self.late else self.per_step
+
+    @property
+    def kept(self) -> Sharding:
+        """How ZeRO shards from step to step what layers compute with."""
+        return self.zero if self.late else self.per_use
 
     @property
     def per_use(self) -> Sharding:
@@ -151,6 +165,11 @@ class Weight:
         """`make(dims)` in place of every array of its float8 copies, given which of the weight's dims it has."""
         (inner, outer), ndim = self.sides, len(self.shape)
         return copies_by_dims(make, ndim - inner - outer, inner, ndim, both=both, wide=wide)
+
+
+def gathered_late(weights: Tree, model: ModelConfig) -> Tree:
+    """The records of a model's weights, if those of layers and head are gathered late."""
+    return jax.tree.map(lambda each: replace(each, late=each.stack is not None or is_head(each.path, model)), weights)
 
 
 def weights_of(

@@ -20,7 +20,8 @@ from megajax.core.pipeline.executor import Pipeline
 from megajax.core.program import memory
 from megajax.core.program.bind import trace_pipeline
 from megajax.core.program.memory import kept_bytes, left_by_zero, state_bytes
-from megajax.core.program.program import Program, scans_layers
+from megajax.core.program.overlap import scans_layers
+from megajax.core.program.program import Program
 from megajax.core.program.train_step import loss_and_gradients, train_step
 from megajax.plan.sizes import held
 from megajax.settings.presets import load_preset, resolve
