@@ -65,9 +65,9 @@ class Overlap:
     p2p_transfers: float = 1.0  # between stages: all of them, with a forward or backward
     shards: float = 0.5  # ZeRO-3's, with some of the same layer's products
     gradients: float = 0.0  # over data, after the loop: none
-    # Of gradients during the last backward pass, but for the first layer's; of weights during the first forward pass,
-    # but for the first layer's.
-    reductions: float = 1.0
+    reductions: float = 1.0  # of gradients during the last backward pass, but for the first layer's
+    weights: float = 1.0  # ZeRO-1's during the first forward pass, but for the first layer's,
+    weights_with_tensor: float = 0.36  # and between all-reduces over `tensor`
 
 
 @dataclass(frozen=True)

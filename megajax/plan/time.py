@@ -166,7 +166,8 @@ class StepModel:
         """Seconds of the weights' gathers that the first forward pass hides: those of every layer of the first chunk
         but the first layer, by the layer before it, and the head's, by the last one. In a pipe, other stages gather
         before their first forward."""
-        found, share, forward = self._by_part["weights"], self.machine.overlap.reductions, self._layer[0].total
+        found, overlap, forward = self._by_part["weights"], self.machine.overlap, self._layer[0].total
+        share = overlap.weights if self.config.mesh.tensor == 1 else overlap.weights_with_tensor
         if not self.sizes.gathers_late:
             return 0.0
         of_head = sum(seconds for each, seconds in found if OF_HEAD in each.purpose)
