@@ -37,8 +37,7 @@ PEAK, PRODUCTS, COPIES = MACHINES["h200"].peak["bf16"], 790e12, 4.3e12  # FLOP/s
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
 ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*?[\]})]) ([a-z][a-z\-]*)\((.*?)\)(.*)$")
-SLICES = {"dynamic-slice", "slice", "gather"}
-UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # in place, and which operand is written
+SLICES, UPDATES = {"dynamic-slice", "slice", "gather"}, {"dynamic-update-slice": 1, "scatter": 2}  # operand written
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota", "partition-id"}
 COLLECTIVE = re.compile(
     r" (all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute)(-start|-done)?\(%?([\w.\-]+)"

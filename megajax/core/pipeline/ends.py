@@ -91,8 +91,8 @@ class EmbeddingAndHead:
             losses, pullback = jax.vjp(run, shared, dummies, y)
             grads, factors, grad = pullback({name: self._scale_of(name, loss) for name, loss in losses.items()})
             added = jax.tree.map(lambda sum_, loss: sum_ + loss.astype(sum_.dtype), total["losses"], losses)
-            shared = self._add(total["shared"], grads, factors, own.batch)
-            return vary(grad, (PIPE,)), {"losses": added, "shared": shared}
+            grad = vary(grad, (PIPE,))
+            return grad, {"losses": added, "shared": self._add(total["shared"], grads, factors, own.batch)}
 
         grad, total = when(runs, head, lambda total: (grad_in, total), total)
         return jnp.where(row.head.here, grad, grad_in) if self.vocabulary_split else grad, total
