@@ -28,7 +28,7 @@ from megajax.core.parallel.tokens import ContextWay
 from megajax.core.pipeline.placement import Placement
 from megajax.core.pipeline.schedule import SCHEDULES
 from megajax.core.precision import OPERAND_DTYPE
-from megajax.core.program.program import overlaps_reductions, training_way
+from megajax.core.program.program import overlaps_reductions, scans_layers, training_way
 from megajax.core.program.weight import Shape, Weight, weights_of
 from megajax.settings.config import Config
 
@@ -157,6 +157,7 @@ class Sizes:
         whole, own: shape of an activation inside a tensor-parallel region, and of a device's part between regions.
         activation_bytes: of an activation sent between stages.
         overlaps_reductions: see `core/program/program.overlaps_reductions`.
+        pairs_microbatches: whether the collectives of one microbatch overlap with the products of another.
     """
 
     def __init__(self, config: Config, operand_item: int | None = None, backend: Backend = GPU):
@@ -189,6 +190,8 @@ class Sizes:
         self.placement = Placement.of(model.num_blocks, mesh.pipe, config.pipeline)
         self.layers_of_chunk = self.placement.layers_per_chunk  # as many as on the fullest stage
         self.overlaps_reductions = overlaps_reductions(config, backend, self.held.trained)
+        alone = mesh.pipe == 1 and self.microbatches > 1 and not scans_layers(config, backend)
+        self.pairs_microbatches = config.pipeline.paired_microbatches and alone
 
     def is_copied(self, weight: Weight) -> bool:
         """Whether it has float8 copies."""

@@ -28,7 +28,7 @@ from megajax.core.parallel.products import NO_FACTORS
 from megajax.core.pipeline.ends import EmbeddingAndHead
 from megajax.core.pipeline.model import Batch, Figures
 from megajax.core.pipeline.rows import Predicate, Row, Turns, Work, rows_of
-from megajax.core.pipeline.stages import Layers, Reduce, Sums, idle, when
+from megajax.core.pipeline.stages import Layers, Reduce, Sums, idle, stacked, when
 from megajax.core.pipeline.table import Pass, Schedule
 from megajax.core.precision import at_least_fp32
 from megajax.core.private import tied
@@ -45,7 +45,7 @@ class Pipeline:
         self.x_type = jax.eval_shape(lambda: ends.embedded(0))
 
     def losses_and_gradients(
-        self, schedule: Schedule, grad_dtype: Any, reduce: Reduce | None = None
+        self, schedule: Schedule, grad_dtype: Any, reduce: Reduce | None = None, ticks_at_once: int = 1
     ) -> tuple[dict[str, Array], Tree, Figures]:
         """The losses by name, the gradients (accumulated in `grad_dtype`), and the layers' figures, all as local sums:
         not yet reduced over the axes over which they vary but losses, weights and figures do not.
@@ -53,6 +53,10 @@ class Pipeline:
         With `reduce` the layers' gradients are reduced, during the last tick, which is then apart from the loop. In a
         pipe, the first stage runs a backward of its first chunk in it. Nothing else does, since every other backward
         precedes one of these; the other stages reduce.
+
+        An iteration of the loop computes `ticks_at_once`, and what they leave follows it. Without a pipe these are
+        microbatches, which depend on each other only in their sums: XLA overlaps the collectives of one with the
+        products of the other.
         """
         self._expect(schedule)
         in_loop = schedule.num_ticks - (reduce is not None)
@@ -93,12 +97,15 @@ class Pipeline:
             return x_wire, grad, x_inbox, grad_inbox, buffer, ends, sums, figures
 
         def in_turn(carry: Tree, values: list[Array]) -> tuple[Tree, None]:
-            return tick(row_of(values), carry), None
+            *others, ends, sums, figures = tick(row_of(values), carry)
+            if ticks_at_once > 1:  # otherwise XLA would add the gradients of both before it adds them to the sums
+                ends, sums = jax.tree.map(lax.optimization_barrier, (ends, sums))
+            return (*others, ends, sums, figures), None
 
         inboxes = self._inbox(schedule.forward), self._inbox(schedule.backward)
         buffer = None if schedule.fused else self.buffer(schedule.num_slots, not schedule.turns_at_once)
         carry = idle_x, idle_x, *inboxes, buffer, *self.sums(grad_dtype, schedule.num_factor_slots), no_figures
-        carry = lax.scan(in_turn, carry, changing, in_loop)[0] if in_loop else carry
+        carry = lax.scan(in_turn, carry, changing, in_loop, unroll=min(ticks_at_once, in_loop))[0] if in_loop else carry
         if reduce is not None:
             of_last, last_of = rows_of(schedule, self.stage, slice(-1, None))
             carry = tick(last_of([column[0] for column in of_last]), carry, reduce)
@@ -106,7 +113,7 @@ class Pipeline:
         # XLA inlines a loop of one tick. Without the barrier every reader of the sums would then stack the gradients of
         # all layers anew.
         ends, sums = jax.tree.map(lax.optimization_barrier, (ends, sums))  # one for each: their types differ
-        return ends["losses"], {"shared": ends["shared"], "blocks": sums.total}, figures
+        return ends["losses"], {"shared": ends["shared"], "blocks": stacked(sums.total)}, figures
 
     def forward(self, schedule: Schedule, finish: Callable[[Array, Batch], Tree]) -> Tree:
         """Forward only: the results of `finish(y, batch)` on the last virtual stage's outputs, every leaf
@@ -148,12 +155,12 @@ class Pipeline:
         `carry`) and reduces them. All others are reduced here."""
         *others, sums = carry
         size, skip = self.layers.layers_per_chunk, lambda *carry: (*carry[:-1], _reduced(reduce, carry[-1]))
+        if self.num_chunks == 1:
+            return when(runs, run, skip, *others, sums)
         first, rest = (sums._replace(total=_rows(sums.total, at)) for at in (slice(size), slice(size, None)))
         *others, sums = when(runs, run, skip, *others, first)
-        if self.num_chunks > 1:
-            parts = sums.total, _reduced(reduce, rest).total
-            sums = sums._replace(total=jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts))
-        return *others, sums
+        parts = sums.total, _reduced(reduce, rest).total
+        return *others, sums._replace(total=jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts))
 
     def backward_chunk(
         self, row: Row, buffer: Tree, grad: Array, sums: Sums, reduce: Reduce | None = None
@@ -215,7 +222,11 @@ class Pipeline:
         factors: Tree = NO_FACTORS
         if num_factor_slots:
             factors = jax.tree.map(lambda type_: idle(type_, (num_factor_slots,)), self.factor_types())
-        return ends, Sums(zeros["blocks"], factors)
+        blocks = zeros["blocks"]
+        if self.layers.sums_in_products:
+            each = range(self.layers.layers_per_chunk)
+            blocks = tuple(jax.tree.map(lambda zero, n=n: zero[n], blocks) for n in each)
+        return ends, Sums(blocks, factors)
 
     def _expect(self, schedule: Schedule) -> None:
         expected = self.num_stages, self.num_chunks, self.num_microbatches
@@ -235,7 +246,7 @@ class Pipeline:
 
 
 def _reduced(reduce: Reduce, sums: Sums) -> Sums:
-    return sums._replace(total=reduce(sums.total))
+    return sums._replace(total=reduce(stacked(sums.total)))
 
 
 def _rows(tree: Tree, at: slice) -> Tree:

@@ -177,6 +177,16 @@ class Program:
         layout = self.layout
         return overlaps_reductions(self.config, self.backend, jax.tree.leaves(layout.trained(layout.weights)))
 
+    @property
+    def ticks_at_once(self) -> int:
+        """How many ticks an iteration of the train step's loop computes."""
+        return 2 if self.config.pipeline.paired_microbatches and self.num_microbatches > 1 else 1
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Compiler options of the train step."""
+        return dict.fromkeys(self.backend.apart, 0) if self.ticks_at_once > 1 else {}
+
     @cached_property
     def schedule(self) -> Schedule:
         """The table of a training step."""
@@ -233,6 +243,19 @@ def overlaps_reductions(config: StepConfig, backend: Backend, trained: Iterable[
     if config.optimizer.overlap_reductions == "auto":
         return sum(each.size(NOT_SHARDED) for each in trained if each.stack) >= backend.overlapped_sums
     return config.optimizer.overlap_reductions == "true"
+
+
+def sums_in_products(config: StepConfig, backend: Backend) -> bool:
+    """Whether gradients are added to their sums in the products that compute them."""
+    asked = config.optimizer.sums_in_products
+    return backend.sums_in_products if asked == "auto" else asked == "true"
+
+
+def sums_layers_in_products(config: StepConfig, backend: Backend) -> bool:
+    """Whether those of layers are. Sums of scanned layers are a stack, and so are those of several chunks; LoRA trains
+    no product."""
+    apart = config.pipeline.chunks == 1 and not scans_layers(config, backend)
+    return apart and not config.lora.rank and sums_in_products(config, backend)
 
 
 def scans_layers(config: StepConfig, backend: Backend) -> bool:
