@@ -37,7 +37,7 @@ PEAK, PRODUCTS, COPIES = MACHINES["h200"].peak["bf16"], 790e12, 4.3e12  # FLOP/s
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
 ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*?[\]})]) ([a-z][a-z\-]*)\((.*?)\)(.*)$")
-SLICES = {"dynamic-slice", "slice", "gather"}
+SLICES, UPDATES = {"dynamic-slice", "slice", "gather"}, {"dynamic-update-slice": 1, "scatter": 2}  # operand written
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota", "partition-id"}
 COLLECTIVE = re.compile(
     r" (all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute)(-start|-done)?\(%?([\w.\-]+)"
@@ -125,14 +125,13 @@ class Traffic:
         for own, match in made.items():
             if match.group(4) == "parameter":
                 slices = [array_bytes(type_) for operation, _, type_ in uses.get(own, []) if operation in SLICES]
-                updates = [use for use in uses.get(own, []) if use[:2] == ("dynamic-update-slice", 0)]
+                updates = [use for use in uses.get(own, []) if use[0] in UPDATES and use[1] == 0]
                 only_parts = 0 < len(slices) + len(updates) == len(uses.get(own, []))
                 read += sum(slices) if only_parts else array_bytes(match.group(3))
         results = _names(made[root].group(5)) if made[root].group(4) == "tuple" else [root]
         for result in map(source, results):
-            operands = _names(made[result].group(5))
-            updated = made[result].group(4) == "dynamic-update-slice"
-            written += array_bytes(self.types[operands[1]] if updated else made[result].group(3))
+            operands, place = _names(made[result].group(5)), UPDATES.get(made[result].group(4))
+            written += array_bytes(made[result].group(3) if place is None else self.types[operands[place]])
         return read + written
 
 

@@ -233,6 +233,37 @@ def test_an_evaluation_has_the_weights_that_the_next_step_gathers() -> None:
     assert layout.gathers_late and all(jax.tree.leaves(same)), same
 
 
+STAGES = {"mesh": (2, 2, 1)}
+REDUCED = {"optimizer": {"overlap_reductions": "true"}}
+OVERLAPPING = {"optimizer": {"overlap_reductions": "true", "overlap_gathers": "true"}, "paired_microbatches": True}
+IN_PRODUCTS = {
+    "everything": OVERLAPPING | {"mesh": (2, 1, 1), "tied_embedding": False},  # pairs two microbatches of four
+    "everything on stages": OVERLAPPING | STAGES | WAITING | {"num_layers": 4, "tied_embedding": False},
+    "stages, reductions during the last backward pass": STAGES | REDUCED | {"num_layers": 4},
+    "alone": {"mesh": (2, 1, 2), "sequence_parallel": True, "remat": "selective"},
+    "deferred, padded layers, split": STAGES | WAITING | {"num_layers": 5, "vocabulary": "split", "zero": 0},
+    "deferred, reductions": STAGES | WAITING | REDUCED | {"vocabulary": "split"},
+    "chunks": PIPED | {"num_layers": 4},
+    "stages, recomputed": {"mesh": (2, 2, 1), "remat": "stage", "zero": 3, "precision": "bf16"},
+    "adapters": ADAPTED | {"mesh": (2, 1, 2)},
+    "experts": MIXED | WAITING | {"mesh": (1, 2, 1), "expert": 2, "dense_layers": 1},
+    "dropless": MIXTURE | {"mesh": (1, 1, 2), "expert": 2},
+    "float8": {"mesh": (2, 2, 2), "precision": "fp8"},
+    "bert": {"mesh": (1, 2, 2), "family": "bert", "layer_order": "post", "sequence_parallel": True},
+    "bert's span": {"mesh": (1, 1, 2), "family": "bert", "head": "span", "layer_order": "pre"},
+    "own output table, padded shards": LLAMA | {"mesh": (3, 1, 2), "zero": 3, "global_batch": 6},
+    "context": LLAMA | {"mesh": (1, 2, 2, 1), "vocabulary": "split"},
+}
+
+
+@pytest.mark.parametrize("name", [name if name in [*IN_PRODUCTS][:2] else full(name) for name in IN_PRODUCTS])
+def test_sums_in_products(name: str) -> None:
+    """As on GPUs: gradients of products are added to their sums there, compared with one device without sums."""
+    given = FEW | {"num_layers": 3, "global_batch": 8, "vocab_size": 21, "scan_layers": "false"} | IN_PRODUCTS[name]
+    optimizer = given.pop("optimizer", {}) | {"sums_in_products": "true"}
+    assert_exact(tiny_config(optimizer=optimizer, **given), branches=False)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("grid", [test_context, test_experts])
 def test_whole_grids(grid: Any) -> None:

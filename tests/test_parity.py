@@ -103,21 +103,26 @@ def test_what_is_left_is_rounding(schedule, chunks, vocabulary, zero, model, mes
     assert result.loss_error < 1e-12 and result.gradient_error < 1e-12, result
 
 
-OVERLAPPED = [
-    {"mesh": (2, 1, 2), "sequence_parallel": True, "scan_layers": "false"},
-    {"mesh": (2, 2, 1), "schedule": "interleaved", "chunks": 2, "weight_gradients": "deferred", "microbatch": 2},
-]
+OVERLAPPED = {"overlap_reductions": "true", "overlap_gathers": "true"}
+IN_PRODUCTS = {"sums_in_products": "true"}
+OF_GPUS = {  # the second pairs 4 microbatches of 6, the third 5 ticks
+    "reductions": {"mesh": (2, 1, 2), "zero": 0, "sequence_parallel": True},
+    "pairs": {"mesh": (2, 1, 2), "sequence_parallel": True, "microbatch": 1, "optimizer": OVERLAPPED | IN_PRODUCTS},
+    "stages, pairs": {"mesh": (2, 2, 1), "weight_gradients": "deferred", "microbatch": 2, "optimizer": IN_PRODUCTS},
+    "chunks, reductions": {"mesh": (2, 2, 1), "schedule": "interleaved", "chunks": 2, "weight_gradients": "deferred"},
+}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("options", OVERLAPPED, ids=["alone", "piped"])
-def test_reductions_and_gathers_beside_the_passes_round_nothing_more(options):
-    """In fp64, layers one by one."""
+@pytest.mark.parametrize("name", OF_GPUS)
+def test_forms_of_gpus_round_nothing_more(name):
+    """In fp64, layers one by one: communication beside the first and last passes, sums in products, pairs."""
     common = {"precision": "fp64", "num_layers": 5, "global_batch": 12}
     with jax.enable_x64(True):
         expected = trace(tiny_config(microbatch=12, **common), 2)
-        overlapped = {"optimizer": {"overlap_reductions": "true", "overlap_gathers": "true"}, "microbatch": 3}
-        actual = trace(tiny_config(**common | overlapped | options), 2)
+        forms = {"microbatch": 3, "optimizer": OVERLAPPED, "paired_microbatches": "pairs" in name}
+        scan = {"scan_layers": "true" if "chunks" in name else "false"}
+        actual = trace(tiny_config(**common | forms | scan | OF_GPUS[name]), 2)
     result = compare(expected, actual)
     assert result.loss_error < 1e-12 and result.gradient_error < 1e-12, result
 

@@ -23,6 +23,10 @@ class Backend:
     # `--optimizer.overlap-reductions auto` overlaps the sums of at least so many gradients: the last backward pass is
     # compiled apart from the others.
     overlapped_sums: float = math.inf
+    sums_in_products: bool = False  # `--optimizer.sums-in-products auto`
+    # Compiler options to be zero with `--pipeline.paired-microbatches`: XLA would combine the last collective of one
+    # microbatch with the first of the next, which then wait for each other.
+    apart: tuple[str, ...] = ()
     expert_block: int = 128  # dropless experts multiply blocks of so many rows (`models/grouped.py`),
     expert_kernel: bool = False  # by our own kernels what these can; else in a loop,
     expert_bytes: int = 0  # as many at once as have weights of this size; 0: one
@@ -77,6 +81,8 @@ GPU = Backend(
     scores_bytes=None,
     transposed_copies=False,
     overlapped_sums=2**26,  # an H200 reduces their 2^28 bytes in 0.7 ms
+    sums_in_products=True,
+    apart=("xla_gpu_reduce_scatter_combine_threshold_bytes", "xla_gpu_all_gather_combine_threshold_bytes"),
     expert_bytes=2**28,  # a turn of a loop costs an H200 27 us: one block in each made a step ten times as long
 )
 # The GPUs that our own kernels are for.

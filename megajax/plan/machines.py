@@ -62,6 +62,7 @@ class Overlap:
     exchanges: float = 9 / 12  # all-to-alls of a context group's heads
     dispatch: float = 0.0  # all-to-alls of experts: the experts wait for their inputs, and the layer for their outputs
     keys: float = 0.5  # its gathers of keys and values: those of values overlap with the scores
+    pairs: float = 0.55  # of a layer over tensor or expert, with those of another microbatch (llama3-8b, tensor 8)
     p2p_transfers: float = 1.0  # between stages: all of them, with a forward or backward
     shards: float = 0.5  # ZeRO-3's, with some of the same layer's products
     gradients: float = 0.0  # over data, after the loop: none
@@ -152,8 +153,9 @@ MACHINES = {
             efficiency=Efficiency(products=0.75, traffic=0.421, fixed=4e-3),
             # PyTorch of 2019: one after the other, but for the gradients, which are added over data while the backward
             # pass runs; masking, softmax and dropout go over the scores one by one, counted by hand.
-            overlap=Overlap(tensor_backward=0.0, gathers=0.0, scatters=0.0, exchanges=0.0, keys=0.0, p2p_transfers=0.0,
-            shards=0.0, gradients=1.0), traffic=Traffic(scores=36.0, dropped=0.0, all_scores=True, scanned=1.0),
+            overlap=Overlap(tensor_backward=0.0, gathers=0.0, scatters=0.0, exchanges=0.0, keys=0.0, pairs=0.0,
+            p2p_transfers=0.0, shards=0.0, gradients=1.0),
+            traffic=Traffic(scores=36.0, dropped=0.0, all_scores=True, scanned=1.0),
         ),
         # NVIDIA DGX B200 data sheet, an eighth of it.
         Machine("b200", 180 * 10**9, _peak(2250e12, 75e12, 37e12), 8e12, 8, 900e9, 50e9, 148, efficiency=_SHARP),

@@ -78,7 +78,7 @@ def memory(config: Config, backend: Backend = GPU, cost: StepCost | None = None)
     losses = len(form.targets | form.measures) * max(4, step.summed)
     batch = sum(prod(shape) for shape in form.shapes(config.train.global_batch, tokens=step.tokens).values())
     residuals = step.layers_of_chunk * cost.layer.residuals.num_bytes(step.microbatch)
-    kept = max(1, slots) * (step.activation_bytes if step.recomputes_stage else residuals)
+    kept = max(1 + step.pairs_microbatches, slots) * (step.activation_bytes if step.recomputes_stage else residuals)
     copies, copies_of_step = (
         step.layers_of_chunk * config.pipeline.chunks * sum(map(step.bytes_of_copies, found))
         for found in (step.copied, step.copied_in_step)

@@ -28,7 +28,7 @@ from megajax.core.parallel.tokens import ContextWay
 from megajax.core.pipeline.placement import Placement
 from megajax.core.pipeline.schedule import SCHEDULES
 from megajax.core.precision import OPERAND_DTYPE
-from megajax.core.program.overlap import overlaps_gathers, overlaps_reductions
+from megajax.core.program.overlap import overlaps_gathers, overlaps_reductions, scans_layers
 from megajax.core.program.program import training_way
 from megajax.core.program.weight import Shape, Weight, gathered_late, weights_of
 from megajax.settings.config import Config
@@ -172,6 +172,7 @@ class Sizes:
         whole, own: shape of an activation inside a tensor-parallel region, and of a device's part between regions.
         activation_bytes: of an activation sent between stages.
         overlaps_reductions, gathers_late: see `core/program/overlap.py`.
+        pairs_microbatches: whether the collectives of one microbatch overlap with the products of another.
     """
 
     def __init__(self, config: Config, operand_item: int | None = None, backend: Backend = GPU):
@@ -206,6 +207,9 @@ class Sizes:
         self.overlaps_reductions = overlaps_reductions(config, backend, self.held.trained)
         self.gathers_late = overlaps_gathers(config, backend, self.held.trained, copied=self.operand_item > 0)
         self.held = held(config, late=True) if self.gathers_late else self.held
+        in_loop = self.microbatches - self.overlaps_reductions - self.gathers_late
+        alone = mesh.pipe == 1 and in_loop > 1 and not scans_layers(config, backend)
+        self.pairs_microbatches = config.pipeline.paired_microbatches and alone
 
     def is_copied(self, weight: Weight) -> bool:
         """Whether it has float8 copies."""

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from megajax.core.axes import BATCH_AXES, CONTEXT, EXPERT
+from megajax.core.axes import BATCH_AXES, CONTEXT, EXPERT, TENSOR
 from megajax.core.models.flops import step_flops
 from megajax.core.pipeline.config import PipelineConfig
 from megajax.core.pipeline.deferral import Deferring, PassTimes
@@ -198,7 +198,10 @@ class StepModel:
             return 0.0
         if each.axes == (CONTEXT,):
             return overlap.exchanges if each.kind == "all-to-all" else overlap.keys
-        if each.axes == (EXPERT,) and each.kind == "all-to-all":
+        dispatches, pairs = each.axes == (EXPERT,) and each.kind == "all-to-all", self.sizes.pairs_microbatches
+        if pairs and (dispatches or each.axes == (TENSOR,)):
+            return overlap.pairs
+        if dispatches:
             return overlap.dispatch
         if not {*BATCH_AXES}.isdisjoint(each.axes):
             return overlap.shards

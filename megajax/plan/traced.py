@@ -162,7 +162,7 @@ def _layer_cost(program: Program, pipeline: Pipeline, x_BTD: Array, blocks: _Blo
     backward = jax.make_jaxpr(lambda residuals, grad, context: layers.pull_back(0, residuals, context, grad, sums))(
         jax.tree.map(idle, residuals), x_BTD, context
     )
-    later = jax.make_jaxpr(lambda sums: layers.add_weight_gradients(0, sums, 0) if layers.products else sums)(sums)
+    later = jax.make_jaxpr(lambda sums: layers.add_weight_gradients(0, sums, 0) if layers.deferred else sums)(sums)
     return LayerCost(
         Kept(tuple(_operand(var.aval, blocks) for var in _residuals(forward.jaxpr, len(jax.tree.leaves(output))))),
         Kept(tuple(_operand(leaf, blocks, leading=2) for leaf in jax.tree.leaves(sums.factors))),

@@ -17,6 +17,7 @@ ON_STAGES_AND_DATA = {"mesh": (2, 2, 1)}
 ON_DATA = {"mesh": (2, 1, 1)}
 ON_OVERLAPPED = ON_DATA | {"optimizer": {"overlap_reductions": "true"}}
 ON_GATHERED = ON_DATA | {"optimizer": {"overlap_gathers": "true"}}
+ON_PRODUCTS = ON_DATA | {"optimizer": {"sums_in_products": "true"}, "scan_layers": "false"}
 ON_CONTEXT = {"mesh": (1, 1, 2, 1), "context_attention": "gather"}
 ON_DOCUMENTS = ON_CONTEXT | {"reset_attention": True}
 ON_HEADS = ON_CONTEXT | {"context_attention": "heads"}
@@ -192,8 +193,9 @@ ROWS: dict[str, dict[str, Row]] = {
         "losses grow with the number of microbatches": (
             "core.pipeline.ends.EmbeddingAndHead.head",
             (
-                "self.model.head(shared | frozen, y, *own)",
-                "jax.tree.map(lambda x: x * len(self.microbatches[1]), self.model.head(shared | frozen, y, *own))",
+                "self.model.head(shared | others, y, *own, dummies)",
+                "jax.tree.map(lambda x: x * len(self.microbatches[1]), "
+                "self.model.head(shared | others, y, *own, dummies))",
             ),
             named("the sum of the losses: step 1", ON_DATA),
         ),
@@ -230,10 +232,10 @@ ROWS: dict[str, dict[str, Row]] = {
         "every microbatch's mean counts alike": (  # transformers #34191
             "core.pipeline.ends.EmbeddingAndHead.head",
             (
-                "self.model.head(shared | frozen, y, *own)",
+                "self.model.head(shared | others, y, *own, dummies)",
                 "{name: x * (self.model.counts[name] / (jnp.maximum((own.batch['targets'] >= 0).sum(), 1) * "
                 "len(self.microbatches[1]) * lax.axis_size('data'))).astype(x.dtype) for name, x in "
-                "self.model.head(shared | frozen, y, *own).items()}",
+                "self.model.head(shared | others, y, *own, dummies).items()}",
             ),
             named("the sum of the losses: step 1", ON_DATA),
         ),
@@ -269,9 +271,30 @@ ROWS: dict[str, dict[str, Row]] = {
             gradient("blocks/attention/key/weight, layer 0, 1", ON_DATA),
         ),
         "what is reduced during the last backward pass lacks it": (
-            "core.pipeline.stages._reduced",
-            ("sums[path] + grad", "sums[path]"),
+            "core.pipeline.stages._added",
+            ("flat[path] + grad", "flat[path]"),
             gradient("blocks/attention/key/weight, layer 0, 1", ON_OVERLAPPED),
+        ),
+        "a sum is not what its product adds to": (
+            "core.pipeline.stages._added",
+            ("flat[path] + grad", "grad"),
+            gradient("blocks/attention/key/weight, layer 0, 1", ON_PRODUCTS),
+        ),
+        "the output product's gradient replaces the table's sum": (
+            "core.parallel.vocabulary.add_product",
+            (
+                "sum_VD + weight_gradient(grad_BTV, x_BTD, 1, backend, sum_VD.dtype)",
+                "weight_gradient(grad_BTV, x_BTD, 1, backend, sum_VD.dtype)",
+            ),
+            gradient("shared/table", ON_PRODUCTS),
+        ),
+        "of a token that occurs twice one gradient stays": (
+            "core.parallel.vocabulary.add_to_rows",
+            (
+                'sum_VD.at[place_BT].add(grad_BTD.astype(sum_VD.dtype), mode="drop")',
+                'sum_VD.at[place_BT].set(sum_VD[ids_BT] + grad_BTD.astype(sum_VD.dtype), mode="drop")',
+            ),
+            gradient("shared/table", ON_PRODUCTS),
         ),
         "a layer has the reduced gradients of the layer after it": (
             "core.pipeline.stages._joined",

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from megajax.core.axes import EXPERT
 from megajax.core.backend import Backend
@@ -84,11 +85,12 @@ class ExpertLinear(nnx.Module):
         return None if self.copies is None else GroupProducts(inner, outer, not self.frozen)
 
     @staticmethod
-    def weight_gradients(factors: Pair, linears: "Sequence[ExpertLinear]") -> list[Array]:
-        """The weights' gradients from the factors of `expert_products`."""
+    def weight_gradients(factors: Pair, linears: "Sequence[ExpertLinear]", dtype: DTypeLike | None) -> list[Array]:
+        """The weights' gradients from the factors of `expert_products`, in `dtype` or that of the factors."""
         given, grads = factors
         rows, blocks = given if isinstance(given, tuple) else (given, None)
-        return [group_weight_gradient(rows, grad, linears[0].weight.shape[0], blocks) for grad in grads]
+        groups = linears[0].weight.shape[0]
+        return [group_weight_gradient(rows, grad, groups, blocks, dtype) for grad in grads]
 
 
 def expert_products(

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from megajax.core.backend import Backend
 from megajax.core.parallel.boundary import RegionBoundary
@@ -175,12 +176,14 @@ class ColumnParallelLinear(_Product):
         return lax.dynamic_update_slice_in_dim(vary(nothing, sorted(varying_axes(gradient))), gradient, part, 1)
 
     @staticmethod
-    def weight_gradients(factors: Pair, linears: "Sequence[ColumnParallelLinear]") -> list[Array]:
-        """The weights' gradients from the factors of `column_parallel`."""
+    def weight_gradients(
+        factors: Pair, linears: "Sequence[ColumnParallelLinear]", dtype: DTypeLike | None
+    ) -> list[Array]:
+        """The weights' gradients from the factors of `column_parallel`, in `dtype` or that of the factors."""
         (x_BTD, grads), boundary, backend = factors, linears[0].boundary, linears[0].backend
         entered_BTD = boundary.enter(x_BTD) if boundary.regathers else x_BTD
         pairs = zip(linears, grads, strict=True)
-        return [linear.of_all_parts(weight_gradient(entered_BTD, grad, 1, backend)) for linear, grad in pairs]
+        return [linear.of_all_parts(weight_gradient(entered_BTD, grad, 1, backend, dtype)) for linear, grad in pairs]
 
 
 def column_parallel(
@@ -253,7 +256,7 @@ class RowParallelLinear(_Product):
         return y_BTD if self.bias is None else y_BTD + self.bias[...][None, None, :]
 
     @staticmethod
-    def weight_gradients(factors: Pair, linears: "Sequence[RowParallelLinear]") -> list[Array]:
-        """The weight's gradient from the factors of the product."""
+    def weight_gradients(factors: Pair, linears: "Sequence[RowParallelLinear]", dtype: DTypeLike | None) -> list[Array]:
+        """The weight's gradient from the factors of the product, in `dtype` or that of the factors."""
         (y, (grad_BTD,)), (linear,) = factors, linears
-        return [weight_gradient(y, grad_BTD, linear.contracted, linear.backend)]
+        return [weight_gradient(y, grad_BTD, linear.contracted, linear.backend, dtype)]

@@ -40,6 +40,11 @@ class PipelineConfig:
         "compute weight gradients together with input gradients, or defer them to where a stage "
         "would be idle (docs/pipelines.md)",
     ] = "together"
+    paired_microbatches: Annotated[
+        bool,
+        "compile two microbatches (with mesh.pipe, two ticks) in each iteration of the loop: on GPUs, collectives of "
+        "one overlap with products of the other, which needs memory for the activations of both",
+    ] = False
     max_deferred: Annotated[
         int,
         "chunks per stage whose weight gradients may be deferred at once; -1: as many as help, "

@@ -5,21 +5,21 @@ Each is run by the stage that has it. If the vocabulary is sharded over `pipe` t
 whether they do then depends on the tick only, so collectives inside it may run over `pipe`.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array, lax
 
 from megajax.core.axes import BATCH_AXES
-from megajax.core.parallel.collectives import PIPE, broadcast_stage, vary, varying_axes
-from megajax.core.parallel.shards import Shards
-from megajax.core.pipeline.model import Batch, LoopModel, Path
+from megajax.core.parallel.collectives import PIPE, broadcast_stage, vary, varying_axes, zeros_like_type
+from megajax.core.parallel.products import NO_FACTORS, FactorProbe
+from megajax.core.parallel.shards import NOT_SHARDED, Shards
+from megajax.core.pipeline.model import Batch, Factors, LoopModel, Tables
 from megajax.core.pipeline.rows import End, Number, Predicate, Row, Work
-from megajax.core.pipeline.stages import when
+from megajax.core.pipeline.stages import idle, when
 
 Tree = Any
 
@@ -42,7 +42,8 @@ class EmbeddingAndHead:
     shared: Tree  # weights of both ends, as stored
     storage: Shards  # how they are sharded; they are gathered just before an end runs
     frozen: bool  # they have no gradient
-    of_head: frozenset[Path]  # those that only the head uses
+    of_head: frozenset[str]  # those that only the head uses
+    tables: Tables | None  # those whose gradients are added to their sums as soon as they are computed; None: none are
     microbatches: tuple[Batch, Array]  # with the rows' numbers in the global batch, [microbatches, rows of one, …]
     # All stages run both ends of a microbatch at the same time, each on its share of the vocabulary. The shared weights
     # then do not vary over `pipe`, except for the vocabulary.
@@ -85,11 +86,14 @@ class EmbeddingAndHead:
 
         def head(total: Tree) -> tuple[Array, Tree]:
             own, y = self.take(microbatch), self.broadcast(output(), row.head.here)
-            shared, frozen = ({}, self.weights()) if self.frozen else (self.weights(), {})
-            losses, pullback = jax.vjp(lambda shared, y: self.model.head(shared | frozen, y, *own), shared, y)
-            shared, grad = pullback({name: self._scale_of(name, loss) for name, loss in losses.items()})
+            dummies = self._dummies(lambda factors: self.model.head(self.weights(), y, *own, factors))
+            shared, others = self._divided(dummies)
+            run = lambda shared, dummies, y: self.model.head(shared | others, y, *own, dummies)  # noqa: E731
+            losses, pullback = jax.vjp(run, shared, dummies, y)
+            grads, factors, grad = pullback({name: self._scale_of(name, loss) for name, loss in losses.items()})
             added = jax.tree.map(lambda sum_, loss: sum_ + loss.astype(sum_.dtype), total["losses"], losses)
-            return vary(grad, (PIPE,)), {"losses": added, "shared": self._add(total["shared"], shared)}
+            grad = vary(grad, (PIPE,))
+            return grad, {"losses": added, "shared": self._add(total["shared"], grads, factors, own.batch)}
 
         grad, total = when(runs, head, lambda total: (grad_in, total), total)
         return jnp.where(row.head.here, grad, grad_in) if self.vocabulary_split else grad, total
@@ -97,8 +101,9 @@ class EmbeddingAndHead:
     def apart(self, total: Tree) -> tuple[Tree, Tree]:
         """What `head` and `embed_backward` have summed, without the gradients of weights that only the head uses; and
         these, which are complete when the last head has run."""
-        paths = flatten_dict(total["shared"]).keys()
-        return total | {"shared": _part(total["shared"], paths - self.of_head)}, _part(total["shared"], self.of_head)
+        of_head = {name: sum_ for name, sum_ in total["shared"].items() if name in self.of_head}
+        others = {name: sum_ for name, sum_ in total["shared"].items() if name not in self.of_head}
+        return total | {"shared": others}, of_head
 
     def embed_backward(self, row: Row, grad: Array, total: Tree) -> Tree:
         """Pull the gradient of the first virtual stage's input back through the embedding, unless it is frozen."""
@@ -109,12 +114,11 @@ class EmbeddingAndHead:
         def into_embedding(total: Tree) -> Tree:
             own = self.take(microbatch)
             x_grad = self.broadcast(grad, row.embed_backward.here)
-            embed = lambda shared: self.model.embed(shared, *own)  # noqa: E731
-            if self.linear_embedding:
-                pullback = jax.linear_transpose(embed, jax.eval_shape(self.weights))
-            else:
-                pullback = jax.vjp(embed, self.weights())[1]
-            return total | {"shared": self._add(total["shared"], pullback(x_grad)[0])}
+            dummies = self._dummies(lambda factors: self.model.embed(self.weights(), *own, factors))
+            embed = lambda shared, dummies: self.model.embed(shared, *own, dummies)  # noqa: E731
+            pull = self._transposed if self.linear_embedding else self._differentiated
+            grads, factors = pull(embed, dummies)(x_grad)
+            return total | {"shared": self._add(total["shared"], grads, factors, own.batch)}
 
         return when(runs, into_embedding, lambda total: total, total)
 
@@ -138,15 +142,53 @@ class EmbeddingAndHead:
         scale = self.loss_scale if self.trained[name] else jnp.zeros(())
         return vary(scale.astype(loss.dtype), sorted(varying_axes(loss)))
 
+    def _dummies(self, run: Callable[[Factors], Any]) -> Factors:
+        """Zeros with the types of the factors that `run` has."""
+        if self.tables is None or self.frozen:
+            return NO_FACTORS
+
+        def factors() -> Factors:
+            seen = FactorProbe()
+            run(seen)
+            return dict(seen)
+
+        return jax.tree.map(idle, jax.eval_shape(factors))
+
+    def _divided(self, dummies: Factors) -> tuple[Tree, Tree]:
+        """The weights of which the pullback returns gradients, and the others."""
+        weights = self.weights()
+        if self.frozen:
+            return {}, weights
+        apart = {self.tables.tables[name] for name in dummies} if self.tables else set()
+        by_jax = {name: weight for name, weight in weights.items() if name not in apart}
+        return by_jax, {name: weights[name] for name in apart}
+
+    def _differentiated(self, embed: Callable[[Tree, Factors], Array], dummies: Factors) -> Callable:
+        """The pullback of an embedding to the gradients of weights, and to factors."""
+        shared, others = self._divided(dummies)
+        return jax.vjp(lambda shared, dummies: embed(shared | others, dummies), shared, dummies)[1]
+
+    def _transposed(self, embed: Callable[[Tree, Factors], Array], dummies: Factors) -> Callable:
+        """The same, if it is linear: only the types of weights matter."""
+        shared, others = jax.eval_shape(lambda: self._divided(dummies))
+        zeros = jax.tree.map(idle, others)
+        return jax.linear_transpose(lambda shared, dummies: embed(shared | zeros, dummies), shared, dummies)
+
     @jax.named_scope("gradient_sums")
-    def _add(self, total: Tree, grads: Tree) -> Tree:
-        """Add gradients of gathered weights to the sums, which are sharded like the stored weights, if there are any: a
-        reduced sum is complete."""
+    def _add(self, total: Tree, grads: Tree, factors: Factors, batch: Batch) -> Tree:
+        """Add gradients of gathered weights, and those from factors, to the sums, which are sharded like the stored
+        weights, if there are any: a reduced sum is complete."""
         if self.frozen:
             return total
-        scattered = self.storage.scatter(grads, jax.tree.leaves(total)[0].dtype)
-        return jax.tree.map(jnp.add, total, _part(scattered, flatten_dict(total).keys()))
-
-
-def _part(tree: Tree, paths: Collection[Path]) -> Tree:
-    return unflatten_dict({path: leaf for path, leaf in flatten_dict(tree).items() if path in paths})
+        dtype, shardings = jax.tree.leaves(total)[0].dtype, self.storage.shardings
+        grads = {name: grad for name, grad in grads.items() if name in total}
+        for name, found in factors.items():
+            assert self.tables is not None
+            weight = self.tables.tables[name]
+            if shardings[weight] == NOT_SHARDED:
+                total = total | {weight: self.tables.add_to_table(name, total[weight], found, batch)}
+            else:
+                nothing = zeros_like_type(jax.eval_shape(self.weights)[weight].update(dtype=dtype))
+                grads = grads | {weight: self.tables.add_to_table(name, nothing, found, batch)}
+        scattered = Shards({name: shardings[name] for name in grads}).scatter(grads, dtype)
+        return total | jax.tree.map(jnp.add, {name: total[name] for name in grads}, scattered)

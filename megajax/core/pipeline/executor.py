@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array, lax
 
 from megajax.core.parallel.collectives import (
@@ -61,19 +60,23 @@ class Pipeline:
         self,
         schedule: Schedule,
         grad_dtype: Any,
-        reduction: "Reduction | None" = None,
+        reduction: Reduction | None = None,
         gather: Gather | None = None,
+        ticks_at_once: int = 1,
     ) -> tuple[dict[str, Array], Tree, Figures]:
         """The losses by name, the gradients (accumulated in `grad_dtype`), and the layers' figures, all as local sums:
         not yet reduced over the axes over which they vary but losses, weights and figures do not.
 
         With a `reduction` the gradients are reduced: during the last tick, which is then apart from the loop, those of
-        the layers and of what only the head uses. In a pipe, the
-        first stage runs a backward of its first chunk in it. Nothing else does, since every other backward precedes one
-        of these; the other stages reduce.
+        the layers and of what only the head uses. In a pipe, the first stage runs a backward of its first chunk in it.
+        Nothing else does, since every other backward precedes one of these; the other stages reduce.
 
         With `gather` the layers' weights are sharded, and gathered during the first tick, which is then apart, too. In
         a pipe, nothing else happens in it but a forward of the first chunk on the first stage.
+
+        An iteration of the loop computes `ticks_at_once`, and what they leave follows it. Without a pipe these are
+        microbatches, which depend on each other only in their sums: XLA overlaps the collectives of one with the
+        products of the other.
         """
         self._expect(schedule)
         last = reduction is not None
@@ -119,12 +122,15 @@ class Pipeline:
             ends = bound.ends.embed_backward(row, grad, ends)
             sums = bound.weight_gradients(schedule, row.late, sums, reduce)
             if reduction is not None:
-                shared = reduction.everywhere(ends["shared"]), reduction.over_stages(sums.of_head)
-                ends, sums = ends | {"shared": _merged(*shared)}, sums._replace(of_head=None)
+                shared = reduction.everywhere(ends["shared"]) | reduction.over_stages(sums.of_head)
+                ends, sums = ends | {"shared": shared}, sums._replace(of_head=None)
             return x_wire, grad, x_inbox, grad_inbox, buffer, ends, sums, figures
 
         def in_turn(carry: Tree, values: list[Array]) -> tuple[Tree, None]:
-            return tick(bound, row_of(values), carry), None
+            *others, ends, sums, figures = tick(bound, row_of(values), carry)
+            if ticks_at_once > 1:  # otherwise XLA would add the gradients of both before it adds them to the sums
+                ends, sums = jax.tree.map(lax.optimization_barrier, (ends, sums))
+            return (*others, ends, sums, figures), None
 
         inboxes = self._inbox(schedule.forward), self._inbox(schedule.backward)
         buffer = None if schedule.fused else typed.buffer(schedule.num_slots, not schedule.turns_at_once)
@@ -138,14 +144,14 @@ class Pipeline:
                 bound = self._with(*whole)
         elif gather is not None:
             bound, carry = self._first_forward(self._row(schedule, 0), carry, gather)
-        carry = lax.scan(in_turn, carry, changing, in_loop)[0] if in_loop else carry
+        carry = lax.scan(in_turn, carry, changing, in_loop, unroll=min(ticks_at_once, in_loop))[0] if in_loop else carry
         if reduction is not None:
             carry = tick(bound, self._row(schedule, -1), carry, reduction)
         *_, ends, sums, figures = carry
         # XLA inlines a loop of one tick. Without the barrier every reader of the sums would then stack the gradients of
         # all layers anew.
         ends, sums = jax.tree.map(lax.optimization_barrier, (ends, sums))  # one for each: their types differ
-        return ends["losses"], {"shared": ends["shared"], "blocks": sums.total}, figures
+        return ends["losses"], {"shared": ends["shared"], "blocks": stacked(sums.total)}, figures
 
     def _row(self, schedule: Schedule, tick: int) -> Row:
         """The row of one tick."""
@@ -227,12 +233,12 @@ class Pipeline:
         `carry`) and reduces them. All others are reduced here."""
         *others, sums = carry
         size, skip = self.layers.layers_per_chunk, lambda *carry: (*carry[:-1], _reduced(reduce, carry[-1]))
+        if self.num_chunks == 1:
+            return when(runs, run, skip, *others, sums)
         first, rest = (_rows(sums.total, at) for at in (slice(size), slice(size, None)))
         *others, sums = when(runs, run, skip, *others, sums._replace(total=first))
-        if self.num_chunks > 1:
-            parts = sums.total, reduce("blocks", rest)
-            sums = sums._replace(total=jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts))
-        return *others, sums
+        parts = sums.total, reduce("blocks", rest)
+        return *others, sums._replace(total=jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts))
 
     def backward_chunk(
         self, row: Row, buffer: Tree, grad: Array, sums: Sums, reduce: Reduce | None = None
@@ -294,7 +300,11 @@ class Pipeline:
         factors: Tree = NO_FACTORS
         if num_factor_slots:
             factors = jax.tree.map(lambda type_: idle(type_, (num_factor_slots,)), self.factor_types())
-        return ends, Sums(zeros["blocks"], factors)
+        blocks = zeros["blocks"]
+        if self.layers.sums_in_products:
+            each = range(self.layers.layers_per_chunk)
+            blocks = tuple(jax.tree.map(lambda zero, n=n: zero[n], blocks) for n in each)
+        return ends, Sums(blocks, factors)
 
     def _expect(self, schedule: Schedule) -> None:
         expected = self.num_stages, self.num_chunks, self.num_microbatches
@@ -314,11 +324,7 @@ class Pipeline:
 
 
 def _reduced(reduce: Reduce, sums: Sums) -> Sums:
-    return sums._replace(total=reduce("blocks", sums.total), of_head=reduce("shared", sums.of_head))
-
-
-def _merged(tree: Tree, other: Tree) -> Tree:
-    return unflatten_dict(flatten_dict(tree) | flatten_dict(other))
+    return sums._replace(total=reduce("blocks", stacked(sums.total)), of_head=reduce("shared", sums.of_head))
 
 
 def _rows(tree: Tree, at: slice) -> Tree:

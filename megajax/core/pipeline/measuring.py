@@ -75,7 +75,7 @@ def repeat_part(
         return jax.tree.map(lambda slots: jnp.broadcast_to(slots[:1], slots.shape), filled)
 
     def run(x: Array) -> Array:
-        total, blocks = pipeline.sums(grad_dtype, num_factor_slots if pipeline.layers.products else 0)
+        total, blocks = pipeline.sums(grad_dtype, num_factor_slots if pipeline.layers.deferred else 0)
         # Zeros would take less time on some devices.
         blocks = blocks._replace(factors=jax.tree.map(_filled, blocks.factors))
         buffer = pipeline.buffer(num_slots, with_output=False)

@@ -5,7 +5,9 @@ weights, recognized by identity and not saved, or residuals, which are saved. Th
 `jax.checkpoint` around the layer decides what is saved, no weights are ever saved, and no layer runs an extra time.
 
 If weight gradients are deferred, the pullback returns their factors instead (`parallel/products.py`), which are
-buffered until `add_weight_gradients`.
+buffered until `add_weight_gradients`. It also returns them if gradients are added to their sums in the products that
+compute them. XLA makes a sum the accumulator of a product in its dtype, but not if the sum is a part of a stack, or
+if the gradient is cast before it is added.
 """
 
 from collections.abc import Callable
@@ -53,7 +55,7 @@ def rematerialized(function: LayerFunction, policy: Callable[..., bool] | None, 
 class Sums(NamedTuple):
     """What a stage's backward passes accumulate."""
 
-    total: Tree  # gradient sums of the layers' weights, [v · n, …]
+    total: Tree  # gradient sums of the layers' weights, [v · n, …], or a tuple of each layer's (`sums_in_products`)
     factors: Factors  # ring buffer of factors of pending weight gradients, [slots, n, …]; empty if none are deferred
     of_head: Tree = None  # of the weights that only the head uses, where the last backward pass reduces them
 
@@ -69,7 +71,9 @@ class Layers:
     padded: bool  # at least one slot on some stage holds no layer
     storage: Shards  # how weights are sharded; a layer's are gathered just before its forward, and again for backward
     recompute_stage: bool = False  # save only a stage's input, and run its forward again in the backward pass
-    products: Products | None = None  # those whose weight gradients are deferred; None: none are
+    products: Products | None = None  # those whose weight gradients are computed from their factors; None: none are
+    deferred: bool = False  # they are computed later
+    sums_in_products: bool = False  # they are added to their sums in the product; only for one chunk, unrolled
     frozen: frozenset[Path] = frozenset()  # weights that have no gradient
     first_trained: int = 0  # the backward pass leaves out the layers before this one
     awaits: bool = False  # a layer's forward waits for all of its weights, and those of the next layer arrive meanwhile
@@ -96,30 +100,33 @@ class Layers:
     def add_weight_gradients(self, chunk: Number, sums: Sums, slot: Number, reduce: Reduce | None = None) -> Sums:
         """Add a chunk's deferred weight gradients, from the factors that its backward stored in `slot`; `reduce` as in
         `pull_back`."""
-        products = self.products
-        assert products is not None
 
-        def layer(carry: tuple[Tree, Tree], own: Tree, index: Array, places: tuple[Array, Array]) -> tuple[Tree, Tree]:
-            (total, done), (place, number) = carry, places
+        def layer(carry: tuple[Tree, Tree], own: Tree, index: Array, xs: Tree) -> tuple[Tree, Tree]:
+            (total, done), (place, number, sum_) = carry, xs
 
-            def gradients() -> dict[Path, Array]:
+            def gradients(sum_: Tree) -> Tree:
                 factors = jax.tree.map(lambda buffer: buffer[slot, number], sums.factors)
-                found = products.weight_gradients(jax.eval_shape(self.storage.gather, own), factors)
-                return self._scattered(found, total)
+                return self._plus(sum_, self._of_factors(own, factors, sums.total), sums.total)
 
-            none = lambda: jax.tree.map(zeros_like_type, jax.eval_shape(gradients))  # noqa: E731
-            found = when(self._ends_before(index), none, gradients)
-            if reduce is None:
+            none = lambda sum_: _unchanged(sum_, jax.eval_shape(gradients, sum_))  # noqa: E731
+            found = when(self._ends_before(index), none, gradients, sum_)
+            if sum_ is None:
                 return (_added(total, found, place), None), None
-            (total, (before, of_head)), reduced = _reduced(reduce, (total, done), total, found, place)
-            return (total, (reduced, of_head)), before
+            if reduce is None:
+                return (None, None), found
+            (before, of_head), reduced = _reduced(reduce, done, found)
+            return (None, (reduced, of_head)), before
 
         numbers = jnp.arange(self.layers_per_chunk, dtype=jnp.int32)
-        carry = sums.total, None if reduce is None else _head_reduced(reduce, sums)
-        (total, done), reduced = self._scan(layer, carry, chunk, (self._slots(chunk), numbers))
-        if done is None:
-            return sums._replace(total=total)
-        return Sums(_joined(reduced, done[0]), sums.factors, done[1])
+        total, each, done = _divided(sums, reduce)
+        (total, done), each = self._scan(layer, (total, done), chunk, (self._slots(chunk), numbers, each))
+        return _joined(sums, total, each, done)
+
+    def _of_factors(self, own: Tree, factors: Factors, total: Tree) -> dict[Path, Array]:
+        """A layer's weight gradients from their factors, to be added to sums with the dtype of `total`."""
+        assert self.products is not None
+        dtype = _dtype(total) if self.sums_in_products else None
+        return self.products.weight_gradients(jax.eval_shape(self.storage.gather, own), factors, dtype)
 
     def factor_types(self, x: Array, context: Tree) -> Factors:
         """Types of the factors of one layer; nothing is computed."""
@@ -179,43 +186,46 @@ class Layers:
         With `reduce` this completes the chunk's sums: in their place it returns the reduced ones, [n, …], each layer's
         reduced while the layers before it compute, and the head's while the last layer does."""
 
-        def layer(carry: tuple[Array, Tree, Factors, Tree], own: Tree, index: Array, xs: tuple[Array, Array, list]):
-            (grad, total, buffer, done), (place, number, residuals) = carry, xs
+        def layer(carry: tuple[Array, Tree, Factors, Tree], own: Tree, index: Array, xs: Tree):
+            (grad, total, buffer, done), (place, number, residuals, sum_) = carry, xs
 
-            def pull(grad: Array) -> tuple[dict[Path, Array], Factors, Array]:
+            def pull(grad: Array, sum_: Tree) -> tuple[Tree, Factors, Array]:
                 gathered = self.storage.gather(own)
                 # The gradient has the same type as the input.
                 dummies = self._dummies(gathered, grad, context)
                 structure = lambda *args: with_pullback(self.function, self._apart, *args)[2]  # noqa: E731
                 pullback = jax.eval_shape(structure, gathered, dummies, index, grad, context)
                 grads, factors, grad = pullback.restore((gathered, dummies), residuals)(grad)
-                return self._scattered(grads, total), factors, grad
+                if self.products is not None and not self.deferred:
+                    grads, factors = grads | self._of_factors(own, factors, sums.total), NO_FACTORS
+                return self._plus(sum_, grads, sums.total), factors, grad
 
-            def skip(grad: Array) -> tuple[dict[Path, Array], Factors, Array]:
-                grads, factors, _ = jax.eval_shape(pull, grad)
-                return jax.tree.map(zeros_like_type, grads), jax.tree.map(idle, factors), grad
+            def skip(grad: Array, sum_: Tree) -> tuple[Tree, Factors, Array]:
+                found, factors, _ = jax.eval_shape(pull, grad, sum_)
+                return _unchanged(sum_, found), jax.tree.map(idle, factors), grad
 
-            # The sums stay outside: inside the conditional, all of them would be copied for every layer.
-            grads, factors, grad = when(self._ends_before(index), skip, pull, grad)
+            # A stack of sums stays outside: inside the conditional, all of it would be copied for every layer.
+            found, factors, grad = when(self._ends_before(index), skip, pull, grad, sum_)
             buffer = jax.tree.map(lambda slots, new: slots.at[slot, number].set(new), buffer, factors)
+            if sum_ is None:
+                return (grad, _added(total, found, place), buffer, None), None
             if reduce is None:
-                return (grad, _added(total, grads, place), buffer, None), None
-            (grad, (before, of_head)), reduced = _reduced(reduce, (grad, done), total, grads, place)
-            return (grad, total, buffer, (reduced, of_head)), before
+                return (grad, None, buffer, None), found
+            (grad, (before, of_head)), reduced = _reduced(reduce, (grad, done), found)
+            return (grad, None, buffer, (reduced, of_head)), before
 
         numbers = jnp.arange(self.layers_per_chunk, dtype=jnp.int32)
-        done = None if reduce is None else _head_reduced(reduce, sums)
-        carry, xs = (grad, sums.total, sums.factors, done), (self._slots(chunk), numbers, residuals)
-        (grad, total, factors, done), reduced = self._scan(layer, carry, chunk, xs, reverse=True)
-        if done is None:
-            return grad, sums._replace(total=total, factors=factors)
-        return grad, Sums(_joined(reduced, done[0], reverse=True), factors, done[1])
+        total, each, done = _divided(sums, reduce)
+        carry, xs = (grad, total, sums.factors, done), (self._slots(chunk), numbers, residuals, each)
+        (grad, total, factors, done), each = self._scan(layer, carry, chunk, xs, reverse=True)
+        return grad, _joined(sums._replace(factors=factors), total, each, done, reverse=True)
 
-    def _scattered(self, grads: dict[Path, Array], total: Tree) -> dict[Path, Array]:
-        """Scatter gradients of gathered weights to the stored shards, in the dtype of the sums."""
+    def _plus(self, sum_: Tree, grads: dict[Path, Array], total: Tree) -> Tree:
+        """One layer's sums with gradients of gathered weights, which are scattered to the stored shards in the dtype of
+        `total`; if there are no sums here, only these."""
         shardings = flatten_dict(self.storage.shardings)
-        storage = Shards({path: shardings[path] for path in grads})
-        return storage.scatter(grads, jax.tree.leaves(total)[0].dtype)
+        grads = Shards({path: shardings[path] for path in grads}).scatter(grads, _dtype(total))
+        return grads if sum_ is None else _added(sum_, grads)
 
     @property
     def _apart(self) -> frozenset[Path]:
@@ -254,10 +264,10 @@ class Layers:
         return lax.scan(body, carry, (slots, xs), reverse=reverse, unroll=self.unroll)
 
 
-def stacked(weights: Tree) -> Tree:
-    """A stack of layers' weights, given as one or as a tuple. XLA takes slices of a stack made beside them from the
-    tuple, and copies nothing."""
-    return jax.tree.map(lambda *layers: jnp.stack(layers), *weights) if isinstance(weights, tuple) else weights
+def stacked(layers: Tree) -> Tree:
+    """A stack of layers' weights or sums, given as one or as a tuple of each layer's. XLA takes slices of a stack made
+    beside them from the tuple, and copies nothing."""
+    return jax.tree.map(lambda *each: jnp.stack(each), *layers) if isinstance(layers, tuple) else layers
 
 
 def _zeros(types: Figures) -> Figures:
@@ -269,35 +279,55 @@ def _summed(figures: Figures) -> Figures:
     return jax.tree.map(lambda stacked: jnp.sum(stacked, axis=0, dtype=stacked.dtype), figures)
 
 
-@jax.named_scope("gradient_sums")
-def _reduced(reduce: Reduce, carry: Tree, total: Tree, grads: dict[Path, Array], place: Array) -> tuple[Tree, Tree]:
-    """`carry`, and one layer's sums with its last gradients, reduced. These are not stored."""
-    sums = {path: stack[place] for path, stack in flatten_dict(total).items()}
-    sums |= {path: sums[path] + grad for path, grad in grads.items()}
-    # Otherwise XLA would add the gradients of all layers in one kernel, and reduce all of them, at the end. The next
-    # layer waits for the sums, `carry`, and with it the layer after that, for what was reduced before.
-    carry, sums = tied((carry, sums))
-    return carry, reduce("blocks", unflatten_dict(sums))
+def _unchanged(sum_: Tree, types: Tree) -> Tree:
+    """A layer's sums without gradients, or gradients of zero."""
+    return jax.tree.map(zeros_like_type, types) if sum_ is None else sum_
 
 
-def _head_reduced(reduce: Reduce, sums: Sums) -> tuple[Tree, Tree]:
-    """What stands for the reduced gradients of the layer before the first; and those of the head, for which the second
-    layer waits."""
-    types = jax.eval_shape(lambda: reduce("blocks", jax.tree.map(lambda stack: stack[0], sums.total)))
-    return jax.tree.map(zeros_like_type, types), reduce("shared", sums.of_head)
+def _dtype(total: Tree) -> Any:
+    return jax.tree.leaves(total)[0].dtype
 
 
-def _joined(before: Tree, last: Tree, reverse: bool = False) -> Tree:
-    """The reduced gradients of layers, given for each those of the layer `before` it in a scan, and of the `last`."""
+def _divided(sums: Sums, reduce: Reduce | None) -> tuple[Tree, Tree, Tree]:
+    """The sums of layers for a scan, to carry or as each layer's own; and what is reduced before it, if anything: what
+    stands for the gradients of the layer before the first, and those of the head, for which the second layer waits."""
+    each = stacked(sums.total)
+    if reduce is None:
+        return (None, each, None) if isinstance(sums.total, tuple) else (sums.total, None, None)
+    types = jax.eval_shape(lambda: reduce("blocks", jax.tree.map(lambda stack: stack[0], each)))
+    return None, each, (jax.tree.map(zeros_like_type, types), reduce("shared", sums.of_head))
+
+
+def _joined(sums: Sums, total: Tree, each: Tree, done: Tree, reverse: bool = False) -> Sums:
+    """The sums after the scan, in the form that they had before it; or the reduced gradients, given for `each` layer
+    those of the layer before it, and `done` those of the last and of the head."""
+    if total is not None:
+        return sums._replace(total=total)
+    if done is None:
+        number = len(jax.tree.leaves(each)[0])
+        return sums._replace(total=tuple(jax.tree.map(lambda stack, n=n: stack[n], each) for n in range(number)))
+    last, of_head = done
 
     def join(before: Array, last: Array) -> Array:
         return jnp.concatenate([last[None], before[:-1]] if reverse else [before[1:], last[None]])
 
-    return jax.tree.map(join, before, last)
+    return sums._replace(total=jax.tree.map(join, each, last), of_head=of_head)
+
+
+def _reduced(reduce: Reduce, carry: Tree, sums: Tree) -> tuple[Tree, Tree]:
+    """`carry`, and one layer's complete sums, reduced."""
+    # Otherwise XLA would add the gradients of all layers in one kernel, and reduce all of them, at the end. The next
+    # layer waits for the sums, `carry`, and with it the layer after that, for what was reduced before.
+    carry, sums = tied((carry, sums))
+    return carry, reduce("blocks", sums)
 
 
 @jax.named_scope("gradient_sums")
-def _added(total: Tree, grads: dict[Path, Array], place: Array) -> Tree:
-    """Add one layer's gradients to the sums, at its index in the stack."""
-    flat = flatten_dict(total)
-    return unflatten_dict(flat | {path: flat[path].at[place].add(grad) for path, grad in grads.items()})
+def _added(sums: Tree, grads: dict[Path, Array], place: Array | None = None) -> Tree:
+    """Add one layer's gradients to its sums, or to a stack of sums at its place."""
+    flat = flatten_dict(sums)
+
+    def added(path: Path, grad: Array) -> Array:
+        return flat[path] + grad if place is None else flat[path].at[place].add(grad)
+
+    return unflatten_dict(flat | {path: added(path, grad) for path, grad in grads.items()})

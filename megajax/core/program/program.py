@@ -175,6 +175,16 @@ class Program:
         layout = self.layout
         return overlaps_reductions(self.config, self.backend, jax.tree.leaves(layout.trained(layout.weights)))
 
+    @property
+    def ticks_at_once(self) -> int:
+        """How many ticks an iteration of the train step's loop computes."""
+        return 2 if self.config.pipeline.paired_microbatches and self.num_microbatches > 1 else 1
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Compiler options of the train step."""
+        return dict.fromkeys(self.backend.apart, 0) if self.ticks_at_once > 1 else {}
+
     @cached_property
     def schedule(self) -> Schedule:
         """The table of a training step."""

@@ -43,7 +43,8 @@ _LARGE = 2**20  # elements that are reduced by themselves
 def train_step(program: Program) -> Wrapped:
     """(state, batch) -> (state, metrics): one optimizer step. The state is donated."""
     specs = program.layout.specs
-    return program.compiled(_train_step, (specs, BATCH), (specs, SCALAR), donate_argnums=0)
+    options = {"donate_argnums": 0, "compiler_options": program.options or None}
+    return program.compiled(_train_step, (specs, BATCH), (specs, SCALAR), **options)
 
 
 def train_step_with_gradients(program: Program) -> Wrapped:
@@ -171,7 +172,9 @@ def _losses_and_gradients(
     layout, dtype = program.layout, program.layout.main_dtype
     pipeline = training_pipeline(program, params, batch, step, loss_scale, copies)
     reduction = _reduction(program) if program.overlaps_reductions else None
-    losses, grads, figures = pipeline.losses_and_gradients(program.schedule, program.gradient_dtype, reduction, gather)
+    losses, grads, figures = pipeline.losses_and_gradients(
+        program.schedule, program.gradient_dtype, reduction, gather, program.ticks_at_once
+    )
     trained = layout.trained(params)
     grads = {name: grads[name] for name in trained}
     on_stages = lambda grad, weight: grad.reshape(*weight.shape[:3], *grad.shape[1:])  # noqa: E731

@@ -16,12 +16,13 @@ from jax import Array
 from megajax.core.backend import Backend
 from megajax.core.batch import IGNORED
 from megajax.core.models.config import ModelConfig
+from megajax.core.models.context import Context
 from megajax.core.models.mlp import gelu
 from megajax.core.models.norms import LayerNorm
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.collectives import CONTEXT
 from megajax.core.parallel.layers import Linear, normal, param
-from megajax.core.parallel.products import product
+from megajax.core.parallel.products import NO_FACTORS, Factors, product
 from megajax.core.parallel.random import Dropout, NamedKey
 from megajax.core.parallel.sites import named
 from megajax.core.parallel.vocabulary import cross_entropy, output_logits, target_scores
@@ -64,9 +65,9 @@ class ClassesHead(nnx.Module):
         self.boundary, self.pooler = boundary, Pooler(config, key, backend)
         self.output = Linear(normal(key / self.name, config.init_std), config.hidden_size, config.num_classes, backend)
 
-    def losses(self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array], dropout: Dropout) -> dict[str, Array]:
+    def losses(self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array], context: Context) -> dict[str, Array]:
         """Sums over the rows, scalars: the cross-entropy, and the number of correct rows."""
-        loss, right = self._summed(sums(*self._classified(x_BTD, batch, dropout)))
+        loss, right = self._summed(sums(*self._classified(x_BTD, batch, context.dropout)))
         return {self.name: loss, f"accuracy/{self.name}": right}
 
     def scores(self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
@@ -139,10 +140,10 @@ class MaskedHead(nnx.Module):
         self.norm = LayerNorm(size, config.norm_epsilon)
         self.bias = param((config.padded_vocab_size,), ("vocabulary",), jnp.zeros)
 
-    def __call__(self, x_BTD: Array, table_VD: Array, boundary: RegionBoundary) -> Array:
+    def __call__(self, x_BTD: Array, table_VD: Array, boundary: RegionBoundary, factors: Factors = NO_FACTORS) -> Array:
         """This device's columns of the logits, for tokens between these tensor-parallel regions."""
         x_BTD = self.norm(gelu(self.dense(x_BTD)))
-        return output_logits(x_BTD, table_VD, self.vocab_size, boundary, self.backend, self.bias[...])
+        return output_logits(x_BTD, table_VD, self.vocab_size, boundary, self.backend, self.bias[...], factors)
 
 
 class PretrainingHead(nnx.Module):
@@ -158,12 +159,13 @@ class PretrainingHead(nnx.Module):
         """This device's columns of every token's logits, and the logits of the order."""
         return self.masked(x_BTD, table_VD, self.boundary), self._order(x_BTD)
 
-    def losses(self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array], dropout: Dropout) -> dict[str, Array]:
+    def losses(self, x_BTD: Array, table_VD: Array, batch: Mapping[str, Array], context: Context) -> dict[str, Array]:
         """Sums, scalars: the cross-entropy over masked tokens, the cross-entropy over samples with two segments, and
         how many of these samples' orders are predicted correctly. There is no dropout."""
         axes = self.boundary.vocabulary
         # All devices of a context group compute all of them, but each counts only those of its own tokens.
-        logits_BMV = named(self._masked(x_BTD, table_VD, batch["places"]), "logits", 2, axes=axes, partial=(CONTEXT,))
+        logits_BMV = self._masked(x_BTD, table_VD, batch["places"], context.factors)
+        logits_BMV = named(logits_BMV, "logits", 2, axes=axes, partial=(CONTEXT,))
         masked_BM = named(cross_entropy(logits_BMV, batch["targets"], axes), "losses", partial=(CONTEXT,))
         masked_BM = self._counted_here(masked_BM, batch)
         order, found = self.boundary.of_first_token(sums(*classified(self._order(x_BTD), batch["order"])))
@@ -177,10 +179,10 @@ class PretrainingHead(nnx.Module):
         order = self.boundary.of_first_token(classified(self._order(x_BTD), batch["order"]))
         return {"masked_lm": (loss_BM, hit_BM), "sentence_order": order}
 
-    def _masked(self, x_BTD: Array, table_VD: Array, places_BM: Array) -> Array:
+    def _masked(self, x_BTD: Array, table_VD: Array, places_BM: Array, factors: Factors = NO_FACTORS) -> Array:
         """This device's columns of the logits at these places, [B, M, V / devices of the vocabulary]; nothing else is
         predicted."""
-        return self.masked(self.boundary.at_places(x_BTD, places_BM), table_VD, self.boundary.of_chosen)
+        return self.masked(self.boundary.at_places(x_BTD, places_BM), table_VD, self.boundary.of_chosen, factors)
 
     def _counted_here(self, numbers_BM: Array, batch: Mapping[str, Array]) -> Array:
         return self.boundary.counted_here(numbers_BM, batch["places"], batch["tokens"].shape[1])

@@ -63,7 +63,8 @@ class Bert(nnx.Module):
         """Embeddings of tokens, positions and token types, with dropout, [B, T, D], or [B C, T, D] for a choice; with
         sequence parallelism only this device's tokens. As in transformers, padding embeddings are not trained."""
         tokens_BT, types_BT = (batch[name].reshape(-1, batch[name].shape[-1]) for name in ("tokens", "token_types"))
-        x_BTD = embedding_lookup(self.table[...], self.boundary.context_tokens(tokens_BT), self.boundary)
+        own_BT = self.boundary.context_tokens(tokens_BT)
+        x_BTD = embedding_lookup(self.table[...], own_BT, self.boundary, context.factors)
         if isinstance(self.head, SpanHead):  # it scores padding too; with other heads padding has no gradient anyway
             padding_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None] >= batch["length"][:, None]
             own_BT1 = self.boundary.own_tokens(padding_BT)[..., None]
@@ -84,7 +85,7 @@ class Bert(nnx.Module):
 
     def losses(self, x_BTD: Array, batch: Mapping[str, Array], context: Context) -> dict[str, Array]:
         """See `FamilyModel`."""
-        return self.head.losses(self.finished(x_BTD), self.table[...], batch, context.dropout)
+        return self.head.losses(self.finished(x_BTD), self.table[...], batch, context)
 
     def scores(self, x_BTD: Array, batch: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
         """See `FamilyModel`."""

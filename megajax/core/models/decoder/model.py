@@ -4,6 +4,7 @@ before them, a final norm, and an output product with the embedding table or a t
 Letters: B batch, T tokens, D model, V vocabulary.
 """
 
+import dataclasses
 from collections.abc import Mapping
 
 import jax
@@ -22,6 +23,7 @@ from megajax.core.models.layer import EMBEDDING_SITE, Block, stacked
 from megajax.core.models.norms import norm_of
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.layers import normal, param
+from megajax.core.parallel.products import NO_FACTORS, Factors
 from megajax.core.parallel.random import Dropout, NamedKey
 from megajax.core.parallel.sites import named
 from megajax.core.parallel.vocabulary import cross_entropy, embedding_lookup, output_logits, target_scores
@@ -70,6 +72,7 @@ class TransformerDecoder(nnx.Module):
         x_BTD = self.embedding(batch, context)
         if self.dense_blocks is None:
             return x_BTD
+        context = dataclasses.replace(context, factors=NO_FACTORS)
         graph, weights = nnx.split(self.dense_blocks, nnx.Param)
 
         def layer(x_BTD: Array, numbered: tuple[Array, nnx.State]) -> tuple[Array, None]:
@@ -89,7 +92,7 @@ class TransformerDecoder(nnx.Module):
     def embedding(self, batch: Mapping[str, Array], context: Context) -> Array:
         """The embedding of tokens and learned positions, with dropout."""
         tokens_BT = self.boundary.context_tokens(batch["tokens"])
-        x_BTD = embedding_lookup(self.table[...], tokens_BT, self.boundary)
+        x_BTD = embedding_lookup(self.table[...], tokens_BT, self.boundary, context.factors)
         if self.positions is not None:
             if "positions" in batch:
                 own_BT = self.boundary.own_tokens(batch["positions"])
@@ -98,16 +101,16 @@ class TransformerDecoder(nnx.Module):
                 x_BTD += self.boundary.own_tokens(self.positions[...][: batch["tokens"].shape[1]], 0)[None]
         return context.dropout.fold(EMBEDDING_SITE)(x_BTD, self.boundary.token_index(x_BTD))
 
-    def logits(self, x_BTD: Array) -> Array:
+    def logits(self, x_BTD: Array, factors: Factors = NO_FACTORS) -> Array:
         """This device's columns, computed from the last layer's output."""
         table_VD = (self.table if self.output is None else self.output)[...]
         x_BTD = named(self.final_norm(x_BTD), "final_norm", self.boundary.split)
-        return output_logits(x_BTD, table_VD, self.vocab_size, self.boundary, self.backend)
+        return output_logits(x_BTD, table_VD, self.vocab_size, self.boundary, self.backend, factors=factors)
 
     def losses(self, x_BTD: Array, batch: Mapping[str, Array], context: Context) -> dict[str, Array]:
         """The sum of the cross-entropy over targets that are not `IGNORED`, a scalar."""
         axes = self.boundary.vocabulary
-        logits_BTV = named(self.logits(x_BTD), "logits", 2, axes=axes)
+        logits_BTV = named(self.logits(x_BTD, context.factors), "logits", 2, axes=axes)
         losses_BT = named(cross_entropy(logits_BTV, self.boundary.context_tokens(batch["targets"]), axes), "losses")
         return {"next_token": jnp.sum(losses_BT)}
 

@@ -1,0 +1,27 @@
+"""Which forms a train step takes on GPUs, and that it has them."""
+
+from tiny import tiny_config
+
+from megajax.core.backend import CPU, GPU
+from megajax.core.program.overlap import sums_layers_in_products
+from megajax.core.program.program import Program
+from megajax.core.program.train_step import train_step
+
+UNROLLED = {"scan_layers": "auto"}
+
+
+def test_products_add_to_the_sums_of_unrolled_layers_in_one_chunk() -> None:
+    chunks = {"mesh": (1, 2, 1), "schedule": "interleaved", "chunks": 2}
+    for options, expected in (UNROLLED, True), ({"scan_layers": "true"}, False), (UNROLLED | chunks, False):
+        assert sums_layers_in_products(tiny_config(**options), GPU) == expected
+    assert not sums_layers_in_products(tiny_config(**UNROLLED), CPU)
+
+
+def test_an_iteration_of_the_loop_computes_two_microbatches() -> None:
+    config = tiny_config(num_layers=1, paired_microbatches=True, global_batch=3)
+    program = Program.abstract(config, CPU)
+    step = train_step(program).trace(program.layout.shapes, program.batch_types).jaxpr
+    (region,) = step.jaxpr.eqns
+    loops = [eqn.params for eqn in region.params["jaxpr"].eqns if eqn.primitive.name == "scan"]
+    assert [(loop["length"], loop["unroll"]) for loop in loops] == [(3, 2)]
+    assert not program.options and set(Program.abstract(config, GPU).options.values()) == {0}
