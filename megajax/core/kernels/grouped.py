@@ -104,7 +104,7 @@ def _multiply(
     work_of: Callable[..., Work], known: list[Array], left: Array, right: Array, out: jax.ShapeDtypeStruct, wide: int
 ) -> Array:
     form = work_of(*known)  # its functions are not called
-    depth, kind = _depth(left), {"dtype": left.dtype, "swizzle": _LINE}
+    depth, kind = _depth(left), dict[str, Any](dtype=left.dtype, swizzle=_LINE)
 
     def kernel(*refs: Any, slots: _Slots, out_s: Any) -> None:
         *known_g, left_g, right_g, out_g = refs
