@@ -303,7 +303,7 @@ ROWS: dict[str, dict[str, Row]] = {
         ),
         "what is reduced for the head lacks its last gradient": (
             "core.pipeline.executor.Pipeline.losses_and_gradients",
-            ("_replace(of_head=of_head)", "_replace(of_head=bound.ends.apart(carry[5])[1])"),
+            ("sums._replace(of_head=of_head)", "sums._replace(of_head=bound.ends.apart(carry[5])[1])"),
             gradient("shared/final_norm/bias", ON_OVERLAPPED),
         ),
         "of the losses the last microbatch's stays": (
