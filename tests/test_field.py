@@ -246,7 +246,7 @@ IN_PRODUCTS = {
     "chunks": PIPED | {"num_layers": 4},
     "stages, recomputed": {"mesh": (2, 2, 1), "remat": "stage", "zero": 3, "precision": "bf16"},
     "adapters": ADAPTED | {"mesh": (2, 1, 2)},
-    "experts": MIXED | WAITING | {"mesh": (1, 2, 1), "expert": 2, "dense_layers": 1},
+    "experts": MIXED | WAITING | {"mesh": (1, 2, 1), "expert": 2, "dense_layers": 1, "num_layers": 3},
     "dropless": MIXTURE | {"mesh": (1, 1, 2), "expert": 2},
     "float8": {"mesh": (2, 2, 2), "precision": "fp8"},
     "bert": {"mesh": (1, 2, 2), "family": "bert", "layer_order": "post", "sequence_parallel": True},
