@@ -401,7 +401,7 @@ ROWS: dict[str, dict[str, Row]] = {
         ),
         "gradients deferred beyond the last backward are left out": (  # Megatron-LM #1012
             "core.pipeline.executor.Pipeline.losses_and_gradients.tick",
-            ("self.weight_gradients(schedule, row.late, sums, reduce)", "sums"),
+            ("bound.weight_gradients(schedule, row.late, sums, reduce)", "sums"),
             gradient("blocks/attention/key/weight, layer 0, 1, 2, 3", ON_DEFERRED),
         ),
     },
