@@ -134,7 +134,7 @@ OTHER_COMMANDS = [
         schedule --mesh.pipe 2 => --microbatches | schedule --microbatches 1000000000000 | schedule --microbatches 0 |
         schedule --mesh.pipe 4 --microbatches 100000000 | plan => PRESET | plan nothing => nothing |
         plan gpt2-8.3b --gpus h100 | plan gpt2-8.3b --gpu h300 | plan gpt2-8.3b --precision bf16 --gpu v100 |
-        plan gpt2-8.3b --mesh.data 3 | plan gpt2-8.3b --devices 2 | SEARCH 0 | SEARCH 2 --plot ODD/a.pdf |
+        plan gpt2-8.3b --mesh.data 3 | SEARCH 0 | SEARCH 2 --plot ODD/a.pdf |
         SEARCH 2 --plot ODD/few.txt | SEARCH 2 --plot ODD/other.png | SEARCH 2 --gpu h1 |
         SEARCH 2 --gpu v100 --precision bf16 | verify => PRESET | verify gpt2-8.3bb => gpt2-8.3bb |
         verify smollm2-135m --mesh.tensor 2 | verify demo --device 8 | verify demo --devices 0 |
@@ -160,7 +160,7 @@ GOLDEN = {
     f"{TRAIN} --data.path ODD/beside/set": "ODD/beside/set.bin: token id 300 at position 500 is beyond the vocabulary; "
     "valid: 0 to 299, with --model.vocab-size 300; the largest id here is 300",
     "eval.py perplexitty --checkpoint TRAINED": "TASK 'perplexitty'; did you mean perplexity? valid: instructions, "
-    "lambada, mnli, perplexity, qqp, race, squad1, squad2, wikitext103",
+    "lambada, mnli, perplexity, qqp, race, squad1, squad2, wikitext103, harness",
     "-m megajax plan gpt2-8.3b --mesh.tensor 7": "--mesh.tensor 7 does not divide --model.num-heads 32; valid: 1, 2, "
     "4, 8, 16, 32; the nearest valid mesh: --mesh.data 1 --mesh.pipe 1 --mesh.tensor 8",
     f"-m megajax {SEARCH} 1009": "--devices 1009: no valid mesh of that size; --mesh.data must divide "

@@ -67,7 +67,7 @@ def test_what_completes_a_line(tmp_path: Path) -> None:
         "megajax train demo --mesh.data ": set(),
         "megajax train demo --data.path ": {"mine.toml", "text.txt"},
         "megajax plan demo --gpu ": set(MACHINES),
-        "megajax eval ": set(NAMES),
+        "megajax eval ": {*NAMES, "harness"},
     }
     assert completed(tmp_path, *expected) == expected
 
