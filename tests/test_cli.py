@@ -28,7 +28,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_clone_called_megajax_does_not_hide_the_package(tmp_path: Path) -> None:
     """From the folder beside it, where Python sees a folder `megajax` without `__init__.py` first: an editable install
     is a path file."""
-    pytest.importorskip("setuptools")
+    pytest.importorskip("setuptools", minversion="77")
     clone, site = tmp_path / "megajax", tmp_path / "site"
     (clone / "megajax").mkdir(parents=True)
     site.mkdir()

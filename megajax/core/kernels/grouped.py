@@ -27,7 +27,7 @@ _PROCESSORS = 132  # of an H100 and an H200
 _LOADING, _MULTIPLYING = 40, 232  # registers of a thread
 
 
-class Work(NamedTuple):
+class TileWork(NamedTuple):
     """What a kernel computes: tiles, each the sum of products over a number of steps."""
 
     tiles: tuple[int, ...]  # how many there are along each dim
@@ -47,13 +47,13 @@ def grouped_product(
     inputs, columns = weight_EIO.shape[1:][:: -1 if turned else 1]
     wide, depth = _width(columns), _depth(rows_RI)
 
-    def work(group_g: Any, used_g: Any) -> Work:
+    def work(group_g: Any, used_g: Any) -> TileWork:
         def place(tile: Any, step: Array) -> Any:
             block, column = tile
             inner, outer = pl.ds(step * depth, depth), pl.ds(column * wide, wide)
             return (group_g[block], outer, inner) if turned else (group_g[block], inner, outer)
 
-        return Work(
+        return TileWork(
             tiles=(rows_RI.shape[0] // BLOCK, columns // wide),
             steps=lambda tile: jnp.where(tile[0] < used_g[0], inputs // depth, 0),
             left=lambda tile, step: (pl.ds(tile[0] * BLOCK, BLOCK), pl.ds(step * depth, depth)),
@@ -72,11 +72,11 @@ def weight_gradient(rows_RI: Array, grad_RO: Array, starts_E: Array, ends_E: Arr
     groups, inputs, outputs = starts_E.shape[0], rows_RI.shape[1], grad_RO.shape[1]
     wide, depth = _width(outputs), _depth(rows_RI)
 
-    def work(starts_g: Any, ends_g: Any) -> Work:
+    def work(starts_g: Any, ends_g: Any) -> TileWork:
         def rows(tile: Any, step: Array) -> Any:
             return pl.ds(starts_g[tile[0]] * BLOCK + step * depth, depth)
 
-        return Work(
+        return TileWork(
             tiles=(groups, inputs // BLOCK, outputs // wide),
             steps=lambda tile: (ends_g[tile[0]] - starts_g[tile[0]]) * (BLOCK // depth),
             left=lambda tile, step: (rows(tile, step), pl.ds(tile[1] * BLOCK, BLOCK)),
@@ -101,7 +101,12 @@ def _depth(rows: Array) -> int:
 
 
 def _multiply(
-    work_of: Callable[..., Work], known: list[Array], left: Array, right: Array, out: jax.ShapeDtypeStruct, wide: int
+    work_of: Callable[..., TileWork],
+    known: list[Array],
+    left: Array,
+    right: Array,
+    out: jax.ShapeDtypeStruct,
+    wide: int,
 ) -> Array:
     form = work_of(*known)  # its functions are not called
     depth, kind = _depth(left), dict[str, Any](dtype=left.dtype, swizzle=_LINE)
@@ -144,7 +149,7 @@ def _processors() -> int:
     return 1 if kernels_are_interpreted() else _PROCESSORS  # the interpreter takes as long for each
 
 
-def _for_tiles(work: Work, one: Callable[[Any, Array, Array], None]) -> None:
+def _for_tiles(work: TileWork, one: Callable[[Any, Array, Array], None]) -> None:
     """`one(tile, its steps, steps before it)` for every tile of this thread block."""
     first, processors = lax.axis_index("processor"), _processors()
 
@@ -158,7 +163,7 @@ def _for_tiles(work: Work, one: Callable[[Any, Array, Array], None]) -> None:
     lax.fori_loop(0, own, turn, jnp.int32(0))
 
 
-def _load(work: Work, left_g: Any, right_g: Any, slots: _Slots) -> None:
+def _load(work: TileWork, left_g: Any, right_g: Any, slots: _Slots) -> None:
     """Load the factors of all steps, each as soon as a slot is empty."""
     _use_registers(_LOADING, "decrease")
 
@@ -174,7 +179,7 @@ def _load(work: Work, left_g: Any, right_g: Any, slots: _Slots) -> None:
     _for_tiles(work, load)
 
 
-def _compute(work: Work, worker: Array, wide: int, slots: _Slots, out_g: Any, out_s: Any) -> None:
+def _compute(work: TileWork, worker: Array, wide: int, slots: _Slots, out_g: Any, out_s: Any) -> None:
     """Multiply this warpgroup's rows of all tiles, and store them in pieces, of which one is on its way while the next
     one is written."""
     _use_registers(_MULTIPLYING, "increase")
