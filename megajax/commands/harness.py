@@ -56,6 +56,7 @@ def main(argv: Sequence[str], prog: str) -> None:
         task_manager=manager,
         limit=getattr(args, "limit", 0) or None,
         apply_chat_template=args.apply_chat_template,
+        bootstrap_iters=0,  # which would fork a process that has used JAX
         **given,
     )
     from megajax.host.processes import is_first_process
