@@ -2,10 +2,5 @@
 # Every benchmark of one GPU in one command, 10 minutes at most: writes docs/benchmarks/gpu-DATE.json and .md (or --out PREFIX).
 # It needs Python with jax[cuda13], flax, optax, numpy and torch. Without a GPU: benchmarks/gpu.sh --device cpu (a tiny model).
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-if [ -z "${PYTHON:-}" ]; then
-    PYTHON=python3
-    [ -x .venv/bin/python ] && PYTHON=.venv/bin/python
-fi
-export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-${TMPDIR:-/tmp}/megajax-compilation-cache}"
+. "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 exec "$PYTHON" benchmarks/gpu.py "$@"

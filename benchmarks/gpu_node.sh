@@ -7,10 +7,5 @@
 # One process a GPU (deploy/each-gpu.sh), or --processes 1 for one process for all. Without GPUs: --device cpu (8 simulated
 # devices, tiny models). It needs Python with jax[cuda13], flax, optax and numpy. Exit code 1: an axis is wrong, or failed.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-if [ -z "${PYTHON:-}" ]; then
-    PYTHON=python3
-    [ -x .venv/bin/python ] && PYTHON=.venv/bin/python
-fi
-export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-${TMPDIR:-/tmp}/megajax-compilation-cache}"
+. "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 exec "$PYTHON" benchmarks/gpu_node.py "$@"

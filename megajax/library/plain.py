@@ -19,7 +19,7 @@ from megajax.core.mesh import RULES, make_mesh
 from megajax.core.models.router import in_compute_dtype
 from megajax.core.models.staged import StagedModel
 from megajax.core.parallel.boundary import F_AND_G
-from megajax.core.parallel.collectives import TENSOR, vary
+from megajax.core.parallel.collectives import TENSOR, sum_over, vary
 from megajax.core.parallel.random import Dropout
 from megajax.core.pipeline.placement import Placement
 from megajax.core.precision import COMPUTE_DTYPE, OPERAND_DTYPE
@@ -104,7 +104,7 @@ class PlainModel:
         # A mixture's rows count as sharded over the experts' axis, which has one device here.
         over = (EXPERT,) if self.config.model.num_experts else ()
         x_BTD, _ = lax.scan(layer, vary(model.embed(batch, context), over), (numbers_L, blocks))
-        return model, lax.psum(x_BTD, over), context
+        return model, sum_over(x_BTD, over), context
 
     def _logits_in_region(self, weights: Weights, batch: Mapping[str, Array]) -> Array:
         model, x_BTD, _ = self._run(self._reading, weights, batch)

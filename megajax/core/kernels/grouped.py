@@ -22,7 +22,7 @@ from megajax.core.private import kernels_are_interpreted
 BLOCK = GROUPS * ROWS  # rows of a block, and of a tile
 _LINE = 128  # bytes: of each row, a step multiplies as many, and as many are stored at once
 _STAGES = 4  # steps whose factors are in shared memory
-_WIDTHS = (256, 192, 128, 64)  # columns of a tile, of which the first that divides is taken
+_WIDTHS = (256, 192, 128)  # columns of a tile, of which the first that divides is taken
 _PROCESSORS = 132  # of an H100 and an H200
 _LOADING, _MULTIPLYING = 40, 232  # registers of a thread
 

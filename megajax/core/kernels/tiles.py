@@ -1,4 +1,4 @@
-"""Parts of the three attention kernels: tiles in shared memory, products by warpgroups, masks and dropout.
+"""Parts of the kernels, most of them for attention: tiles in shared memory, products by warpgroups, masks and dropout.
 
 Two warpgroups compute 64 rows each. The next block is loaded while this one is multiplied (`Ring`).
 
