@@ -129,7 +129,7 @@ def test_the_manifest_names_what_is_there() -> None:
 @pytest.mark.parametrize("script", SHELL, ids=lambda script: script.name)
 def test_the_shell_reads_it(script: Path) -> None:
     assert subprocess.run(["bash", "-n", script]).returncode == 0
-    is_run = script.suffix == ".sh" and script.read_text().startswith("#!")  # the others are sourced, or given to sbatch
+    is_run = script.suffix == ".sh" and script.read_text().startswith("#!")  # others are sourced or for sbatch
     assert os.access(script, os.X_OK) == is_run
 
 
