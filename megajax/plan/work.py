@@ -8,7 +8,7 @@ from functools import cached_property
 from math import prod
 
 from megajax.core.backend import GPU, Backend
-from megajax.core.models.attention_mask import AttentionMask
+from megajax.core.models.attention_mask import mean_keys_seen
 from megajax.core.models.fused_attention import HEAD_SIZES
 from megajax.core.models.grouped import kernels_can
 from megajax.core.precision import BESIDE, COMPUTE_DTYPE
@@ -257,7 +257,7 @@ class StepWork:
     def _seen(self) -> float:
         """Scores of a layer that queries see, ignoring documents."""
         length = self.sizes.tokens
-        of_token = AttentionMask.of_model(self.config.model, length).keys_seen(length)
+        of_token = mean_keys_seen(self.config.model, length)
         return self.sizes.rows * self.sizes.attention_heads * length * of_token
 
     def _by_kernel(self, kernel: Kernel) -> tuple[float, float]:

@@ -51,7 +51,7 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
     counts = sizes.layers_of_stages()
     layers = (sum(counts) or sizes.num_blocks()) + min(2, config.model.dense_layers)
     ruled = {"num_layers": layers, **width, **sizes.tokens(), **sizes.vocabulary(), **sizes.experts()}
-    ruled |= sizes.high_precision_ends(layers)
+    ruled |= sizes.high_precision_ends(layers) | sizes.window_layers()
     model = dataclasses.replace(config.model, **sizes.others(ruled), **ruled)
     microbatch = min(config.train.microbatch, 2)
     rows = mesh.row_shards * microbatch * sizes.num_microbatches()
@@ -260,6 +260,10 @@ class _Sizes:
         first, last = (min(1, int(number)) for number in self._model.bf16_layers.split(","))
         last = min(last, max(0, layers - 1 - first))
         return {"bf16_layers": f"{min(first, layers - 1)},{last}"}
+
+    def window_layers(self) -> dict[str, str]:
+        """Every other layer has the window, where only some of the original's have."""
+        return {} if len({*self._model.windowed}) == 1 else {"window_layers": "1,1"}
 
     def num_blocks(self) -> int:
         """One or two layers per virtual stage; as uneven over stages and virtual stages as in the original."""

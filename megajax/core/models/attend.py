@@ -35,7 +35,7 @@ def cudnn_can(q_BTHK: Array, setting: Setting) -> bool:
     documents."""
     visible = setting.visible
     window_fits = visible.window is None or (visible.causal and visible.num_keys_B is None)
-    limited = visible.first_key_BT is not None or not window_fits
+    limited = visible.first_key_BT is not None or visible.before_B is not None or not window_fits
     fits = cudnn_has(q_BTHK.shape[-1], q_BTHK.dtype) and setting.places == FROM_START
     return fits and setting.dropout.rate == 0 and not limited
 

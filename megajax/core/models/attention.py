@@ -86,8 +86,8 @@ class Attention(nnx.Module):
             k_BSHK = named(k_BSHK, "key_norm", split=2, first=self.key.first_part)
         if self.config.rotary:
             assert context.position_BT is not None
-            q_BTHK = named(rotated(q_BTHK, context.position_BT, self.config), "rotated_query", split=2)
-            k_BSHK = rotated(k_BSHK, context.position_BT, self.config)
+            q_BTHK = named(rotated(q_BTHK, context.position_BT, self.config, context.windowed), "rotated_query", split=2)
+            k_BSHK = rotated(k_BSHK, context.position_BT, self.config, context.windowed)
             k_BSHK = named(k_BSHK, "rotated_key", split=2, first=self.key.first_part)
         heads_BTHK, aux = attend(q_BTHK, k_BSHK, v_BSHK, context, self.backend)
         heads_BTHK = recorded(heads_BTHK, "attention_heads", split=2)  # `attend` has named them for recomputation

@@ -58,6 +58,10 @@ class AttentionMask:
     causal: bool = field(default=False, metadata={"static": True})
     # A query sees its own position and at most `window - 1` keys on either side; None: any distance.
     window: int | None = field(default=None, metadata={"static": True})
+    # The window of some of the layers, which `in_layer` knows; the others have none.
+    window_of_some: int | None = field(default=None, metadata={"static": True})
+    # `window - 1` where only the device knows the layer, int32, B being 1; it has no `window`.
+    before_B: Array | None = None
     first_key_BT: Array | None = None  # the first key that each query sees, int32; None: key 0
     num_keys_B: Array | None = None  # number of keys in each sample, int32, the rest being padding; None: all
 
@@ -65,7 +69,19 @@ class AttentionMask:
     def of_model(cls, model: ModelConfig, length: int) -> "AttentionMask":
         """What a model's tokens see in a text of this length, apart from documents and padding."""
         window = model.sliding_window if 0 < model.sliding_window < length else None
-        return cls(causal=FAMILIES[model.family].continues_text, window=window)
+        causal = FAMILIES[model.family].continues_text
+        if all(model.windowed):
+            return cls(causal=causal, window=window)
+        return cls(causal=causal, window_of_some=window if any(model.windowed) else None)
+
+    def in_layer(self, windowed: Array | bool) -> "AttentionMask":
+        """The mask of a layer that has the window or not, if layers differ."""
+        if self.window_of_some is None:
+            return self
+        if isinstance(windowed, bool):
+            return replace(self, window=self.window_of_some if windowed else None, window_of_some=None)
+        before = jnp.where(windowed, jnp.int32(self.window_of_some - 1), jnp.int32(jnp.iinfo(jnp.int32).max))
+        return replace(self, before_B=before[None], window_of_some=None)
 
     def in_documents(self, position_BT: Array) -> "AttentionMask":
         """The same mask within documents; `position_BT` are the positions of the tokens in their documents."""
@@ -85,13 +101,17 @@ class AttentionMask:
         """The mask of the queries that `select` selects from an array [B, T, …]."""
         return self if self.first_key_BT is None else replace(self, first_key_BT=select(self.first_key_BT))
 
-    def of_heads(self, num_heads: int) -> "AttentionMask":
+    def of_heads(self, batch: int, num_heads: int) -> "AttentionMask":
         """The same mask repeated for every head of every sample, with N in place of B."""
-        return jax.tree.map(lambda x: jnp.repeat(x, num_heads, axis=0), self)
+
+        def repeated(x: Array) -> Array:
+            return jnp.repeat(jnp.broadcast_to(x, (batch, *x.shape[1:])), num_heads, axis=0)
+
+        return jax.tree.map(repeated, self)
 
     @property
     def before(self) -> int | None:
-        """The most keys before its own position that a query sees; None: all."""
+        """The most keys before its own position that a query sees; None: all, or not known while tracing."""
         return None if self.window is None else self.window - 1
 
     @property
@@ -118,6 +138,7 @@ class AttentionMask:
     def bounds(self, query_BT: Array) -> tuple[list[Array], list[Array]]:
         """Lower and upper bounds, inclusive, of the keys that queries at these positions see; a dim may be 1."""
         lower = [] if self.before is None else [query_BT - self.before]
+        lower += [] if self.before_B is None else [query_BT - self.before_B[:, None]]
         upper = [] if self.after is None else [query_BT + self.after]
         lower += [] if self.first_key_BT is None else [self.first_key_BT]
         upper += [] if self.num_keys_B is None else [self.num_keys_B[:, None] - 1]
@@ -132,6 +153,13 @@ class AttentionMask:
 
 
 CAUSAL = AttentionMask(causal=True)
+
+
+def mean_keys_seen(model: ModelConfig, length: int) -> float:
+    """The mean of `AttentionMask.keys_seen` over a model's layers."""
+    of_all, share = AttentionMask.of_model(model, length), sum(model.windowed) / model.num_layers
+    without, within = (of_all.in_layer(windowed).keys_seen(length) for windowed in (False, True))
+    return without + share * (within - without)
 
 
 @jax.tree_util.register_dataclass

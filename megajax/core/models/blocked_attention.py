@@ -48,7 +48,7 @@ def _forward(
 ) -> tuple[Array, tuple]:
     (batch, _, heads, _), kv_heads = q_BTHK.shape, k_BSHK.shape[2]
     keys = (_heads_first(method.gathered(x)) for x in (k_BSHK, v_BSHK))
-    inputs = _heads_first(q_BTHK, heads // kv_heads), *keys, *_limits_of_heads(limits, kv_heads)
+    inputs = _heads_first(q_BTHK, heads // kv_heads), *keys, *_limits_of_heads(limits, batch, kv_heads)
     forward = partial(method.forward, places=places, block=_block(q_BTHK, places, backend))
     out_NGTK, *statistics_NGT1 = _in_groups(forward, inputs, backend)
     # Named here so that selective recomputation saves them and reruns none of this.
@@ -62,7 +62,7 @@ def _backward(method: Method, backend: Backend, residuals: tuple, grad_BTHK: Arr
     (batch, _, heads, _), kv_heads = q_BTHK.shape, k_BSHK.shape[2]
     queries = (_heads_first(x, heads // kv_heads) for x in (q_BTHK, out_BTHK, grad_BTHK))
     keys = (_heads_first(method.gathered(x)) for x in (k_BSHK, v_BSHK))
-    inputs = *queries, *keys, *_limits_of_heads(limits, kv_heads), statistics_NGT1
+    inputs = *queries, *keys, *_limits_of_heads(limits, batch, kv_heads), statistics_NGT1
     backward = partial(method.backward, places=places, block=_block(q_BTHK, places, backend))
     dq_NGTK, *dkeys = _in_groups(backward, inputs, backend)
     dk_BSHK, dv_BSHK = (method.scattered(_heads_last(x, batch, kv_heads)) for x in dkeys)
@@ -77,11 +77,11 @@ def _block(q_BTHK: Array, places: Places, backend: Backend) -> int:
     return backend.block_of(q_BTHK.shape[1] // places.queries.count)
 
 
-def _limits_of_heads(limits: Limits, kv_heads: int) -> Limits:
+def _limits_of_heads(limits: Limits, batch: int, kv_heads: int) -> Limits:
     """The mask by key heads, with N in place of B, and dropout of their query heads, [N, G]."""
     visible, drop_BH = limits
     grouped = jax.tree.map(lambda word: word.reshape(word.shape[0] * kv_heads, -1), drop_BH)
-    return visible.of_heads(kv_heads), grouped
+    return visible.of_heads(batch, kv_heads), grouped
 
 
 def _forward_of_heads(

@@ -73,6 +73,11 @@ def _check_experts(model: ModelConfig) -> None:
 
 
 def _check_rotary(model: ModelConfig) -> None:
+    if model.window_rope_theta and not model.rotary:
+        raise UserError(
+            f"--model.window-rope-theta {model.window_rope_theta:g} with --model.positions {model.positions}; valid: 0, "
+            "or --model.positions rotary"
+        )
     if model.rotary and model.head_size % 2:
         raise UserError(
             f"--model.head-size {model.head_size} with --model.positions rotary, which rotates pairs "

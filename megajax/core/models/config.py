@@ -3,6 +3,7 @@
 import re
 from collections import ChainMap
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from typing import Annotated, Literal
 
 from megajax.core.models.registry import DECODER, EARLIER_NAMES, FAMILIES
@@ -29,6 +30,14 @@ _YARN = OnlyWith("rope_scaling", ("yarn",), ignored=True)
 
 def _is_pair(text: str) -> bool:
     return re.fullmatch(r"[0-9]{1,6},[0-9]{1,6}", text) is not None
+
+
+def _are_turns(text: str) -> bool:
+    return text == "all" or re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", text) is not None and any(_turns(text))
+
+
+def _turns(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,6 +287,22 @@ class ModelConfig:
         COMPUTATION,
         ShrinkRule(tokens=True),
     ] = 0
+    window_layers: Annotated[
+        str,
+        "which layers have the window: all, or how many have it, how many do not, how many have it, …, repeated to the "
+        "last layer; 5,1: every sixth layer has none",
+        COMPUTATION,
+        Range(_are_turns, "all, or numbers of layers such as 5,1"),
+        OnlyWith("sliding_window"),
+        ShrinkRule(jointly=True),
+    ] = "all"
+    window_rope_theta: Annotated[
+        float,
+        "base of the rotary angles in layers with the window, which are then not scaled; 0: the angles of other layers",
+        Range(lambda theta: theta == 0 or 1 <= theta <= 1e12, "0, or 1 to 1e+12"),
+        COMPUTATION,
+        OnlyWith("sliding_window"),
+    ] = 0.0
     dropout: Annotated[
         float, "dropout probability for embeddings, attention probabilities and both residual branches", SHARE, NOTHING
     ] = 0.1
@@ -374,6 +399,15 @@ class ModelConfig:
     def biases_routers(self) -> bool:
         """Whether routers have balancing biases, which are weights."""
         return self.balance == "bias"
+
+    @property
+    def windowed(self) -> tuple[bool, ...]:
+        """Whether each layer has the window, by the layers' numbers: first those that stages divide, then the
+        `dense_layers` before them."""
+        turns = [1] if self.window_layers == "all" else _turns(self.window_layers)
+        kinds = [self.sliding_window > 0 and turn % 2 == 0 for turn, number in enumerate(turns) for _ in range(number)]
+        in_order = tuple(islice(cycle(kinds), self.num_layers))
+        return in_order[self.dense_layers :] + in_order[: self.dense_layers]
 
     @property
     def rotary(self) -> bool:

@@ -1,8 +1,10 @@
 """What the layers of a model receive for a microbatch besides their input."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from megajax.core.models.attention_mask import AttentionMask
@@ -26,5 +28,13 @@ class Context:
     row_B: Array | None = None  # rows in the global batch, int32, for recording; None if nothing is recorded
     # The cotangent with which the backward pass of a layer's own loss of one sequence starts, a scalar; None: no loss.
     loss_weight: Array | None = None
+    windowed: Array | bool | None = None  # whether the layer has the window, once `in_layer` knows it
     boundary: RegionBoundary = field(default=F_AND_G, metadata={"static": True})  # which device has which tokens
     factors: Factors = field(default_factory=dict)  # collects those of deferred weight gradients (parallel/products.py)
+
+    def in_layer(self, layer: Array | int, windowed: Sequence[bool]) -> "Context":
+        """What layer number `layer` receives, if layers have the window as given."""
+        own: Array | bool = windowed[0]
+        if len({*windowed}) > 1:
+            own = windowed[layer] if isinstance(layer, int) else jnp.asarray(windowed)[layer]
+        return replace(self, dropout=self.dropout.fold(layer), visible=self.visible.in_layer(own), windowed=own)

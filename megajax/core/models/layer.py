@@ -4,7 +4,6 @@ As in the paper's figure 7, a norm comes before each of the two, inside the resi
 addition ("post", (a)). Letters: B batch, T tokens, D model.
 """
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -35,7 +34,7 @@ class Block(nnx.Module):
     def __init__(
         self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend, *, dense: bool = False
     ):
-        self.boundary, self.order = boundary, config.layer_order
+        self.boundary, self.order, self.windowed = boundary, config.layer_order, config.windowed
         self.attention_norm = norm_of(config)
         self.attention = Attention(config, key / "attention", boundary, backend)
         self.mlp_norm = norm_of(config)
@@ -55,7 +54,7 @@ class Block(nnx.Module):
         self, x_BTD: Array, context: Context, layer: Array | int, attend: Attend = attend_in_context
     ) -> tuple[Array, Aux]:
         """Layer number `layer`, over all tokens of the sequence, or this device's with sequence parallelism."""
-        context = dataclasses.replace(context, dropout=context.dropout.fold(layer))
+        context = context.in_layer(layer, self.windowed)
         name, token_T = partial(named, split=self.boundary.split), self.boundary.token_index(x_BTD)
 
         def dropout(y_BTD: Array, site: str) -> Array:

@@ -6,6 +6,7 @@ Letters: B batch, T tokens, H heads, K head size, P pairs of features.
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -59,23 +60,39 @@ _SCALINGS: dict[str, Callable[[ModelConfig, _Pairs], tuple[_Pairs | float, float
 }
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def rotated(x_BTHK: Array, position_BT: Array, config: ModelConfig) -> Array:
+def rotated(x_BTHK: Array, position_BT: Array, config: ModelConfig, windowed: Array | bool | None = False) -> Array:
     """Rotate queries or keys of tokens at these positions, int32, B possibly 1, and multiply them by the factor of
-    `rotations`. Only the positions are saved for the backward pass."""
-    return _turned(x_BTHK, position_BT, config, 1)
+    `rotations`; `windowed`: the layer has the window. Only the positions are saved for the backward pass."""
+    if not config.window_rope_theta:
+        return _rotated(x_BTHK, position_BT, None, (config,))
+    kinds = config, replace(config, rope_theta=config.window_rope_theta, rope_scaling="none")
+    if not isinstance(windowed, Array):
+        return _rotated(x_BTHK, position_BT, None, (kinds[bool(windowed)],))
+    return _rotated(x_BTHK, position_BT, windowed, kinds)
 
 
-rotated.defvjp(
-    lambda x_BTHK, position_BT, config: (_turned(x_BTHK, position_BT, config, 1), position_BT),
-    lambda config, position_BT, grad_BTHK: (_turned(grad_BTHK, position_BT, config, -1), None),
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _rotated(x_BTHK: Array, position_BT: Array, kind: Array | None, kinds: tuple[ModelConfig, ...]) -> Array:
+    """`kind`: which of the `kinds` rotates; None if there is one."""
+    return _turned(x_BTHK, position_BT, kind, kinds, 1)
+
+
+_rotated.defvjp(
+    lambda x_BTHK, *others: (_turned(x_BTHK, *others, 1), others[:2]),
+    lambda kinds, saved, grad_BTHK: (_turned(grad_BTHK, *saved, kinds, -1), None, None),
 )
 
 
-def _turned(x_BTHK: Array, position_BT: Array, config: ModelConfig, direction: int) -> Array:
+def _turned(
+    x_BTHK: Array, position_BT: Array, kind: Array | None, kinds: tuple[ModelConfig, ...], direction: int
+) -> Array:
     dtype = at_least_fp32(x_BTHK.dtype)
-    rotation_P, factor = rotations(config, x_BTHK.shape[-1] // 2)
-    angle_P = jnp.asarray(direction * rotation_P, dtype)
+    each = [rotations(config, x_BTHK.shape[-1] // 2) for config in kinds]
+    angles = [jnp.asarray(direction * rotation_P, dtype) for rotation_P, _ in each]
+    angle_P, factor = angles[0], each[0][1]
+    if kind is not None:
+        angle_P = jnp.where(kind, angles[1], angles[0])
+        factor = jnp.where(kind, *(jnp.asarray(factor, dtype) for _, factor in reversed(each)))
     angle_BTHP = position_BT.astype(dtype)[..., None, None] * angle_P[None, None, None]
     cos_BTHP, sin_BTHP = factor * jnp.cos(angle_BTHP), factor * jnp.sin(angle_BTHP)
     first_BTHP, second_BTHP = jnp.split(x_BTHK.astype(dtype), 2, axis=-1)

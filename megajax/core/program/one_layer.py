@@ -61,7 +61,7 @@ class OneLayer:
         """What attention depends on beside queries, keys and values; in a context group, on one device."""
         row_B = jnp.arange(next(iter(batch.values())).shape[0], dtype=jnp.int32)
         dropout = Dropout.at(self.model.dropout, self.program.config.seed, jnp.zeros((), jnp.int32), row_B)
-        context = self._layers.context(batch, dropout)
+        context = self._layers.context(batch, dropout).in_layer(jnp.zeros((), jnp.int32), self.model.windowed)
         places, own, tokens = FROM_START, self.num_queries, [slice(None)]
         if self.way == "gather":  # the first device's, from the front and from the back
             piece = own // 2

@@ -20,6 +20,7 @@ from megajax.core.batch import BatchSpec
 from megajax.core.config import StepConfig
 from megajax.core.mesh import ROWS, batch_specs, make_abstract_mesh, make_mesh, shardings
 from megajax.core.models.attend import cudnn_has
+from megajax.core.models.attention_mask import AttentionMask
 from megajax.core.models.context_attention import context_way
 from megajax.core.models.family import family_of
 from megajax.core.models.staged import StagedModel
@@ -230,4 +231,5 @@ def _fusible(config: StepConfig, dropout: float) -> bool:
     if config.model.attention != "auto":
         return config.model.attention != "blocks"
     has_heads = cudnn_has(config.model.head_size, COMPUTE_DTYPE[config.precision])
-    return has_heads and dropout == 0 and not config.data.reset_attention
+    visible = AttentionMask.of_model(config.model, config.model.sequence_length)
+    return has_heads and dropout == 0 and not config.data.reset_attention and visible.window_of_some is None
