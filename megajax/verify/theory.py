@@ -198,7 +198,7 @@ class _Step(Sizes):
             yield from self.weights.gathered("layers backward: weights", "blocks", times)
             yield from self._layer_forward(again, times)
         yield from self.weights.gathered("layers backward: weights", "blocks", times)
-        post = config.model.layer_order == "post"  # the norm after the MLP needs its result
+        post = config.model.layer_order != "pre"  # the norm after the MLP needs its result
         needed = self.num_mlps if post else 0
         yield from self.query_key_norm("layers backward: norms of queries and keys", times)
         if config.train.remat == "layer":
@@ -263,7 +263,7 @@ class _Step(Sizes):
                 yield one(
                     purpose, REDUCE, (TENSOR,), self._of_heads(model.num_kv_heads, self.whole[1]), self.item, times
                 )
-        gated = 2 if model.activation == "swiglu" else 1
+        gated = 2 if model.gated else 1
         for count in (3, *[gated] * (self.num_dense - 1)):
             yield one(purpose, REDUCE, (TENSOR,), (count, *self.whole[:2]), _WORD, times)
         if model.num_experts:

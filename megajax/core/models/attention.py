@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
@@ -65,7 +66,7 @@ class Attention(nnx.Module):
     def _norm(config: ModelConfig, heads: int, dim: str) -> RMSNorm | HeadsNorm:
         if config.query_key_norm_over == "width":
             return HeadsNorm(heads, config.head_size, config.norm_epsilon, dim)
-        return RMSNorm(config.head_size, config.norm_epsilon, "head_size")
+        return RMSNorm(config.head_size, config.norm_epsilon, "head_size", one_plus=config.norm == "rmsnorm-1p")
 
     @property
     def products(self) -> dict[str, tuple]:
@@ -86,9 +87,14 @@ class Attention(nnx.Module):
             k_BSHK = named(k_BSHK, "key_norm", split=2, first=self.key.first_part)
         if self.config.rotary:
             assert context.position_BT is not None
-            q_BTHK = named(rotated(q_BTHK, context.position_BT, self.config, context.windowed), "rotated_query", split=2)
+            q_BTHK = named(
+                rotated(q_BTHK, context.position_BT, self.config, context.windowed), "rotated_query", split=2
+            )
             k_BSHK = rotated(k_BSHK, context.position_BT, self.config, context.windowed)
             k_BSHK = named(k_BSHK, "rotated_key", split=2, first=self.key.first_part)
+        if self.config.query_scalar:  # `attend` divides by the square root of the head size
+            factor = (self.config.head_size / self.config.query_scalar) ** 0.5
+            q_BTHK = named(q_BTHK * jnp.asarray(factor, q_BTHK.dtype), "scaled_query", split=2)
         heads_BTHK, aux = attend(q_BTHK, k_BSHK, v_BSHK, context, self.backend)
         heads_BTHK = recorded(heads_BTHK, "attention_heads", split=2)  # `attend` has named them for recomputation
         y_BTD = self.output(heads_BTHK, "attention_output", context.factors)

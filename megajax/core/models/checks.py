@@ -44,6 +44,8 @@ def _check_heads(model: ModelConfig, *, free: bool) -> None:
             f"--model.hidden-size {hidden} is not divisible by --model.num-heads {heads}{size}; "
             f"valid: a multiple of {heads}, such as {valid}{', or a --model.head-size' if free else ''}"
         )
+    if model.query_key_norm and model.query_key_norm_over == "width" and model.norm == "rmsnorm-1p":
+        raise UserError("--model.query-key-norm-over width with --model.norm rmsnorm-1p; valid: head, or another norm")
     if heads % model.num_kv_heads or (not free and heads != model.num_kv_heads):
         divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0] if free else [str(heads)]
         shown = divisors if len(divisors) < 12 else [*divisors[:5], "…", *divisors[-5:]]
@@ -75,8 +77,8 @@ def _check_experts(model: ModelConfig) -> None:
 def _check_rotary(model: ModelConfig) -> None:
     if model.window_rope_theta and not model.rotary:
         raise UserError(
-            f"--model.window-rope-theta {model.window_rope_theta:g} with --model.positions {model.positions}; valid: 0, "
-            "or --model.positions rotary"
+            f"--model.window-rope-theta {model.window_rope_theta:g} with --model.positions {model.positions}; "
+            "valid: 0, or --model.positions rotary"
         )
     if model.rotary and model.head_size % 2:
         raise UserError(
@@ -111,10 +113,10 @@ def check_lora(lora: LoraConfig, model: ModelConfig) -> None:
         able = " or ".join(name for name, entry in FAMILIES.items() if entry.continues_text)
         given = f"--lora.rank {lora.rank} with --model.family {model.family}"
         raise UserError(f"{given}; valid: --lora.rank 0, or --model.family {able}")
-    if "gate" in lora.targets and model.activation != "swiglu":
+    if "gate" in lora.targets and not model.gated:
         raise UserError(
             f"--lora.targets gate with --model.activation {model.activation}, which has no gate; "
-            "valid: without gate, or --model.activation swiglu"
+            "valid: without gate, or --model.activation swiglu or geglu-tanh"
         )
     if not lora.targets:
         raise UserError(f"--lora.targets is empty; valid: {', '.join(LORA_TARGETS)}")

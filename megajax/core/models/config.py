@@ -33,7 +33,7 @@ def _is_pair(text: str) -> bool:
 
 
 def _are_turns(text: str) -> bool:
-    return text == "all" or re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", text) is not None and any(_turns(text))
+    return text == "all" or (re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", text) is not None and any(_turns(text)))
 
 
 def _turns(text: str) -> list[int]:
@@ -189,7 +189,11 @@ class ModelConfig:
     router_z_loss: Annotated[
         float, "coefficient of a loss that keeps the router's logits small", between(0, 1000), NOTHING, _WITH_EXPERTS
     ] = 0.0
-    norm: Annotated[Literal["layernorm", "rmsnorm"], "normalization layer", WEIGHTS] = "layernorm"
+    norm: Annotated[
+        Literal["layernorm", "rmsnorm", "rmsnorm-1p"],
+        "normalization layer; rmsnorm-1p: RMSNorm whose scale is 1 plus a weight",
+        WEIGHTS,
+    ] = "layernorm"
     norm_epsilon: Annotated[
         float,
         "added to the variance in norms; 0: 1e-5, or 1e-12 for BERT",
@@ -263,8 +267,8 @@ class ModelConfig:
         _YARN,
     ] = 0.0
     activation: Annotated[
-        Literal["auto", "gelu", "gelu-tanh", "swiglu"],
-        "activation function of the MLP; swiglu adds a gate matrix; auto: gelu-tanh, or gelu for BERT",
+        Literal["auto", "gelu", "gelu-tanh", "swiglu", "geglu-tanh"],
+        "activation function of the MLP; swiglu and geglu-tanh add a gate matrix; auto: gelu-tanh, or gelu for BERT",
         WEIGHTS,
     ] = "auto"
     bias: Annotated[
@@ -280,6 +284,15 @@ class ModelConfig:
     tied_embedding: Annotated[
         bool, "share the embedding table with the output head", WEIGHTS, HuggingFaceName("tie_word_embeddings", bert="")
     ] = True
+    scaled_embedding: Annotated[bool, "multiply the embedding by the square root of model.hidden-size", COMPUTATION] = (
+        False
+    )
+    query_scalar: Annotated[
+        float,
+        "attention scores are divided by the square root of this; 0: of model.head-size",
+        between(0, 1e6),
+        COMPUTATION,
+    ] = 0.0
     sliding_window: Annotated[
         int,
         "attention window in tokens, the token itself included; 0: all earlier tokens",
@@ -330,8 +343,9 @@ class ModelConfig:
         float, "standard deviation of the initial weights", above(0, 100), NOTHING, HuggingFaceName("initializer_range")
     ] = 0.02
     layer_order: Annotated[
-        Literal["pre", "post"],
-        "LayerNorm before attention and MLP (pre), or after the residual addition (post)",
+        Literal["pre", "post", "sandwich", "reordered"],
+        "norms before attention and MLP (pre), after the residual addition (post), both before attention and MLP and "
+        "after them (sandwich), or only after them, before the addition (reordered)",
         WEIGHTS,
     ] = "pre"
     head: Annotated[
@@ -408,6 +422,11 @@ class ModelConfig:
         kinds = [self.sliding_window > 0 and turn % 2 == 0 for turn, number in enumerate(turns) for _ in range(number)]
         in_order = tuple(islice(cycle(kinds), self.num_layers))
         return in_order[self.dense_layers :] + in_order[: self.dense_layers]
+
+    @property
+    def gated(self) -> bool:
+        """Whether MLPs have a gate matrix."""
+        return self.activation in ("swiglu", "geglu-tanh")
 
     @property
     def rotary(self) -> bool:

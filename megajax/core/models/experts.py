@@ -135,7 +135,7 @@ class Mixture(nnx.Module):
             return ExpertLinear(normal(key / "experts" / name, config.init_std), shape, dims)
 
         self.router = Router(config, key / "router", boundary)
-        self.gate = by_columns("gate") if config.activation == "swiglu" else None
+        self.gate = by_columns("gate") if config.gated else None
         self.up = by_columns("up")
         residual, shape = normal(key / "experts" / "down", config.residual_init_std), (experts, width, hidden)
         self.down = ExpertLinear(residual, shape, ("experts", "expert_mlp", "embed"))

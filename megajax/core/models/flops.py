@@ -27,7 +27,7 @@ def layer_products(model: ModelConfig, sequences: int, query_block: int) -> Iter
     at a time, against the keys that one of them may see."""
     hidden, layers = model.hidden_size, model.num_layers
     queries = model.num_heads * model.head_size
-    gated = 2 if model.activation == "swiglu" else 1
+    gated = 2 if model.gated else 1
     shapes = {
         "qkv": (hidden, queries + 2 * model.num_kv_heads * model.head_size),
         "attention output": (queries, hidden),

@@ -1,7 +1,8 @@
 """The layer of a transformer: attention and MLP, each with a norm, dropout and a residual addition.
 
 As in the paper's figure 7, a norm comes before each of the two, inside the residual branch ("pre", (b)), or after the
-addition ("post", (a)). Letters: B batch, T tokens, D model.
+addition ("post", (a)). Others have one at the end of the branch, too ("sandwich", Gemma), or only there ("reordered",
+OLMo 2). Letters: B batch, T tokens, D model.
 """
 
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from megajax.core.parallel.random import NamedKey
 from megajax.core.parallel.sites import named
 
 EMBEDDING_SITE = 0xFFFF_FFFF  # dropout in the embedding uses this in place of a layer index
+AFTER = {"sandwich": "output_norm", "reordered": "norm"}  # the norm at the end of a branch, by the order of the layer
 DROPOUT_SITES = {"attention_dropout": 1, "mlp_dropout": 2}  # in a layer, besides `ATTENTION_WEIGHTS`
 
 
@@ -35,9 +37,10 @@ class Block(nnx.Module):
         self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend, *, dense: bool = False
     ):
         self.boundary, self.order, self.windowed = boundary, config.layer_order, config.windowed
-        self.attention_norm = norm_of(config)
+        self.attention_norm, self.mlp_norm = norm_of(config), norm_of(config)
+        if self.order == "sandwich":
+            self.attention_output_norm, self.mlp_output_norm = norm_of(config), norm_of(config)
         self.attention = Attention(config, key / "attention", boundary, backend)
-        self.mlp_norm = norm_of(config)
         self.mlp: MLP | Mixture
         if config.num_experts and not dense:
             self.mlp = Mixture(config, key / "mlp", boundary, backend)
@@ -57,21 +60,27 @@ class Block(nnx.Module):
         context = context.in_layer(layer, self.windowed)
         name, token_T = partial(named, split=self.boundary.split), self.boundary.token_index(x_BTD)
 
-        def dropout(y_BTD: Array, site: str) -> Array:
-            return name(context.dropout.fold(DROPOUT_SITES[site])(y_BTD, token_T), site)
+        def norm(x_BTD: Array, site: str, called: str = "") -> Array:
+            return name(getattr(self, site)(x_BTD), called or site)
+
+        def branch(x_BTD: Array, part: str, run: Callable[[Array], tuple[Array, Aux]]) -> tuple[Array, Aux]:
+            """A part of the layer with its norms, and dropout."""
+            first = self.order in ("pre", "sandwich")
+            y_BTD, aux = run(norm(x_BTD, f"{part}_norm") if first else x_BTD)
+            if self.order in AFTER:
+                y_BTD = norm(y_BTD, f"{part}_{AFTER[self.order]}")
+            site = f"{part}_dropout"
+            return name(context.dropout.fold(DROPOUT_SITES[site])(y_BTD, token_T), site), aux
 
         x_BTD = name(x_BTD, "input")
-        if self.order == "pre":
-            y_BTD, aux = self.attention(name(self.attention_norm(x_BTD), "attention_norm"), context, attend)
-            x_BTD = name(x_BTD + dropout(y_BTD, "attention_dropout"), "attention_residual")
-            y_BTD, figures = self.mlp(name(self.mlp_norm(x_BTD), "mlp_norm"), context, layer)
-            return name(x_BTD + dropout(y_BTD, "mlp_dropout"), "output"), aux | figures
-        y_BTD, aux = self.attention(x_BTD, context, attend)
-        x_BTD = name(x_BTD + dropout(y_BTD, "attention_dropout"), "attention_residual")
-        x_BTD = name(self.attention_norm(x_BTD), "attention_norm")
-        y_BTD, figures = self.mlp(x_BTD, context, layer)
-        x_BTD = name(x_BTD + dropout(y_BTD, "mlp_dropout"), "mlp_residual")
-        return name(self.mlp_norm(x_BTD), "output"), aux | figures
+        y_BTD, aux = branch(x_BTD, "attention", lambda x_BTD: self.attention(x_BTD, context, attend))
+        x_BTD = name(x_BTD + y_BTD, "attention_residual")
+        if self.order == "post":
+            x_BTD = norm(x_BTD, "attention_norm")
+        y_BTD, figures = branch(x_BTD, "mlp", lambda x_BTD: self.mlp(x_BTD, context, layer))
+        if self.order == "post":
+            return norm(name(x_BTD + y_BTD, "mlp_residual"), "mlp_norm", "output"), aux | figures
+        return name(x_BTD + y_BTD, "output"), aux | figures
 
 
 def stacked(make: Callable[[Array], Block], num_layers: int) -> Any:

@@ -29,14 +29,16 @@ class LoraConfig:
     ] = 0
     alpha: Annotated[float, "LoRA scale: adapters are multiplied by this / lora.rank", ADAPTERS] = 16.0
     targets: Annotated[
-        tuple[str, ...], f"layers that get adapters, of {', '.join(LORA_TARGETS)} (gate: of swiglu)", ADAPTERS
+        tuple[str, ...],
+        f"layers that get adapters, of {', '.join(LORA_TARGETS)} (gate: of swiglu and geglu-tanh)",
+        ADAPTERS,
     ] = ("attention", "mlp")
 
     def products(self, model: ModelConfig) -> tuple[str, ...]:
         """The products of a layer that have adapters."""
         wanted = {name for word in self.targets for name in LORA_TARGETS[word]}
         there = [*LORA_TARGETS["attention"], *LORA_TARGETS["experts" if model.num_experts else "mlp"]]
-        none = () if model.activation == "swiglu" else ("gate", "expert_gate")
+        none = () if model.gated else ("gate", "expert_gate")
         return tuple(name for name in there if name in wanted and name not in none)
 
 

@@ -24,7 +24,8 @@ from megajax.core.precision import at_least_fp32
 
 class MLP(nnx.Module):
     """`Z = g(GeLU(f(X) A) B)`: A by columns, B by rows, with no communication at the activation between them. With a
-    gate, `Z = g((SiLU(f(X) G) * f(X) A) B)` (Shazeer, arXiv 2002.05202), G by columns like A."""
+    gate, `Z = g((SiLU(f(X) G) * f(X) A) B)`, or GeLU in place of SiLU (Shazeer, arXiv 2002.05202), G by columns like
+    A."""
 
     def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend, width: int = 0):
         hidden, width, bias = config.hidden_size, width or config.mlp_size, config.bias == "all"
@@ -33,7 +34,7 @@ class MLP(nnx.Module):
             initial = normal(key / name, config.init_std)
             return ColumnParallelLinear(initial, boundary, (hidden, width), ("embed", "mlp"), backend, bias=bias)
 
-        self.gate = by_columns("gate") if config.activation == "swiglu" else None
+        self.gate = by_columns("gate") if config.gated else None
         self.up = by_columns("up")
         residual = normal(key / "down", config.residual_init_std)
         self.down = RowParallelLinear(residual, boundary, (width, hidden), ("mlp", "embed"), backend, bias=bias)
@@ -51,6 +52,13 @@ class MLP(nnx.Module):
         inner = [named(y_BTF, name, split=2) for y_BTF, name in zip(inner, names, strict=True)]
         inner_BTF = named(ACTIVATIONS[self.activation](*inner), "mlp_activation", split=2)
         return named(self.down(inner_BTF, "mlp_output", context.factors), "mlp_output", self.boundary.split), {}
+
+
+@jax.checkpoint
+def geglu_tanh(gate_BTF: Array, up_BTF: Array) -> Array:
+    """`GeLU(gate) * up`, with GeLU as in `gelu_tanh`."""
+    dtype = at_least_fp32(gate_BTF.dtype)
+    return (jax.nn.gelu(gate_BTF.astype(dtype), approximate=True) * up_BTF.astype(dtype)).astype(gate_BTF.dtype)
 
 
 @jax.checkpoint
@@ -92,4 +100,9 @@ def _normal_distribution(x_BTF: Array) -> Array:
     return half + half * lax.erf(x_BTF * root)
 
 
-ACTIVATIONS: dict[str, Callable[..., Array]] = {"gelu": gelu, "gelu-tanh": gelu_tanh, "swiglu": gated}
+ACTIVATIONS: dict[str, Callable[..., Array]] = {
+    "gelu": gelu,
+    "gelu-tanh": gelu_tanh,
+    "swiglu": gated,
+    "geglu-tanh": geglu_tanh,
+}

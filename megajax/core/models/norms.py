@@ -22,8 +22,8 @@ recomputed = partial(jax.checkpoint, prevent_cse=False)
 
 def norm_of(config: ModelConfig) -> nnx.Module:
     """The normalization for a layer's input."""
-    if config.norm == "rmsnorm":
-        return RMSNorm(config.hidden_size, config.norm_epsilon)
+    if config.norm != "layernorm":
+        return RMSNorm(config.hidden_size, config.norm_epsilon, one_plus=config.norm == "rmsnorm-1p")
     return LayerNorm(config.hidden_size, config.norm_epsilon, bias=config.bias == "all")
 
 
@@ -43,15 +43,15 @@ class LayerNorm(nnx.Module):
 
 class RMSNorm(nnx.Module):
     """Division by the root mean square (Zhang and Sennrich, arXiv 1910.07467) over the last dim, computed in at least
-    fp32."""
+    fp32. With `one_plus` it scales by 1 plus the weight, in at least fp32 too, as Gemma does."""
 
-    def __init__(self, size: int, epsilon: float, dim: str = "embed"):
-        self.epsilon = epsilon
-        self.scale = param((size,), (dim,), jnp.ones)
+    def __init__(self, size: int, epsilon: float, dim: str = "embed", *, one_plus: bool = False):
+        self.epsilon, self.one_plus = epsilon, one_plus
+        self.scale = param((size,), (dim,), jnp.zeros if one_plus else jnp.ones)
 
     @jax.named_scope("norm")
     def __call__(self, x: Array) -> Array:
-        return _rms_norm(x, self.scale[...], None, self.epsilon)
+        return _rms_norm(x, self.scale[...], None, self.epsilon, self.one_plus)
 
 
 class HeadsNorm(nnx.Module):
@@ -64,7 +64,7 @@ class HeadsNorm(nnx.Module):
     @jax.named_scope("norm")
     def __call__(self, x_BTHK: Array, scale_HK: Array, square_BT: Array) -> Array:
         """Normalize this device's heads; `scale` is theirs, `square` is the mean square over all heads."""
-        return _rms_norm(x_BTHK, scale_HK, square_BT[..., None, None], self.epsilon)
+        return _rms_norm(x_BTHK, scale_HK, square_BT[..., None, None], self.epsilon, False)
 
 
 @jax.named_scope("norm")
@@ -83,14 +83,18 @@ def _sums_of_squares(heads_BTHK: tuple[Array, ...]) -> Array:
     return jnp.stack([jnp.sum(jnp.square(x_BTHK), axis=(2, 3)) for x_BTHK in wide], axis=-1)
 
 
-@partial(recomputed, static_argnums=3)
-def _rms_norm(x: Array, scale: Array, mean: Array | None, epsilon: float) -> Array:
+@partial(recomputed, static_argnums=(3, 4))
+def _rms_norm(x: Array, scale: Array, mean: Array | None, epsilon: float, one_plus: bool) -> Array:
     """`mean`: mean square; None: that of the last dim."""
     dtype = at_least_fp32(x.dtype)
     wide = x.astype(dtype)
     if mean is None:
         mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-    normal = (wide * lax.rsqrt(mean + jnp.asarray(epsilon, dtype))).astype(x.dtype)
+    normal = wide * lax.rsqrt(mean + jnp.asarray(epsilon, dtype))
+    if one_plus:
+        scale = scale.astype(dtype)
+        return (normal + normal * jnp.expand_dims(scale, range(x.ndim - scale.ndim))).astype(x.dtype)
+    normal = normal.astype(x.dtype)
     return normal * jnp.expand_dims(scale, range(x.ndim - scale.ndim))
 
 

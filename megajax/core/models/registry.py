@@ -24,7 +24,7 @@ class FamilyEntry:
 
 DECODER = "decoder"
 FAMILIES = {
-    DECODER: FamilyEntry("megajax.core.models.decoder.model"),
+    DECODER: FamilyEntry("megajax.core.models.decoder.model", layer_orders=("pre", "sandwich", "reordered")),
     "bert": FamilyEntry(
         "megajax.core.models.bert.model",
         samples="pairs",
@@ -39,6 +39,8 @@ FAMILIES = {
             "bias": "all",
             "query_key_norm": False,
             "tied_embedding": True,
+            "scaled_embedding": False,
+            "query_scalar": 0,
             "sliding_window": 0,
             "num_experts": 0,
         },

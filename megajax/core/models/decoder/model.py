@@ -93,6 +93,8 @@ class TransformerDecoder(nnx.Module):
         """The embedding of tokens and learned positions, with dropout."""
         tokens_BT = self.boundary.context_tokens(batch["tokens"])
         x_BTD = embedding_lookup(self.table[...], tokens_BT, self.boundary, context.factors)
+        if self.config.scaled_embedding:
+            x_BTD *= jnp.asarray(self.config.hidden_size**0.5, x_BTD.dtype)
         if self.positions is not None:
             if "positions" in batch:
                 own_BT = self.boundary.own_tokens(batch["positions"])
