@@ -1,20 +1,31 @@
-"""Llama, Qwen2, Qwen3 and Mistral, and the mixtures Qwen3-MoE, Mixtral and OLMoE: transformers' `…ForCausalLM`. They
-differ in biases, windows, query-key norms and MLPs, and in what missing fields mean."""
+"""Llama, Qwen2, Qwen3, Mistral, Gemma 3 and OLMo 3, and the mixtures Qwen3-MoE, Mixtral and OLMoE: transformers'
+`…ForCausalLM`. They differ in biases, windows, norms and MLPs, and in what missing fields mean."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal
 
 from megajax.convert.exchange import Exchange, Head
 from megajax.convert.mixtures import MIXTRAL, OLMOE, QWEN3_MOE, ExpertFields
-from megajax.convert.parts import Lacks, OptionGroup, lacks_divisible_heads, rope, words
+from megajax.convert.parts import Lacks, OptionGroup, lacks_divisible_heads, rope, rope_by_layer, words
 from megajax.convert.settings import Fields
 from megajax.convert.weights import TensorPlace, linear
 from megajax.core.models.config import ModelConfig
 
 _WINDOW = "sliding_attention"  # names in layer_types for layers with and without a window
 _NO_WINDOW = "full_attention"
+_WINDOW_OPTIONS = ("sliding_window", "window_layers", "window_rope_theta")
 _LAYER = "model.layers.{layer}."
+# The norms of attention and MLP, by the order of a layer: the first ones, and those after them.
+_NORMS = {
+    "pre": (("input_layernorm", "post_attention_layernorm"),),
+    "sandwich": (
+        ("input_layernorm", "pre_feedforward_layernorm"),
+        ("post_attention_layernorm", "post_feedforward_layernorm"),
+    ),
+    "reordered": (("post_attention_layernorm", "post_feedforward_layernorm"),),
+}
 
 
 @dataclass(frozen=True)
@@ -24,15 +35,25 @@ class _Kind:
     name: str  # as in `…ForCausalLM`
     biases: tuple[str, ...] = ("none",)  # possible values of `model.bias`
     # Where config.json has the window: nowhere; in `sliding_window`; there, if `use_sliding_window` is set, for all
-    # layers; or for those that other fields select.
-    window: Literal["none", "plain", "switched", "switched by layer"] = "none"
-    window_size: int | None = 4096  # if the field is missing
+    # layers; or for those that other fields select, one in so many having none if these are missing.
+    window: Literal["none", "plain", "switched", "switched by layer", "by layer"] = "none"
+    window_size: int | None = 4096  # if the field is missing, like the next
+    window_pattern: int = 1
     query_key_norm: Literal["", "head", "width"] = ""  # none, or over what
     kv_heads: int | None = None  # if the field is missing; None: as many as heads
     head_size: int | None = None  # if the field is missing; None: width / heads
     heads: Literal["free", "divide", "fill"] = "free"  # any; must divide the width; head sizes must add up to the width
     rope_theta: float = 10_000.0  # if the field is missing, like the next
+    window_rope_theta: float = 0.0  # also in layers with a window, which have angles of their own if it is not 0
     norm_epsilon: float = 1e-6
+    tied: bool = False
+    activation: tuple[str, Mapping[str, str]] = (
+        "hidden_act",
+        {"silu": "swiglu", "swish": "swiglu"},
+    )  # field and values
+    options: Mapping[str, Any] = field(default_factory=dict)  # others that have one value
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # fields that have one value
+    query_scalar: int = 0  # if `query_pre_attn_scalar` is missing; 0: there is no such field
     experts: ExpertFields | None = None  # instead of MLPs
     model_type: str = ""  # its value in config.json; empty: the name in lower case
 
@@ -72,43 +93,68 @@ class _Kind:
         return {} if model.bias in self.biases else {"bias": self.biases[0]}
 
     def read_window(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
-        """How many tokens a token sees, the same in all layers; 0: all before it."""
+        """How many tokens a token sees, and in which layers; 0: all before it."""
         layers = fields["num_hidden_layers"]
         window = fields.get("sliding_window", None if self.window == "none" else self.window_size)
         if self.window == "none":
             fields.check("sliding_window", None)
-        elif self.window != "plain":
+        elif self.window.startswith("switched"):
             fields.check("use_sliding_window", False, True)
             window = window if fields.get("use_sliding_window") else None
         if window is not None and (type(window) is not int or not 0 < window < 1_000_000_000):
             raise fields.refusal("sliding_window", window, "null, or a whole number above 0")
+        types = self._layer_types(fields, layers, window)
+        if _WINDOW not in types:
+            return {"model.sliding_window": 0, "model.window_rope_theta": 0.0}
+        return {"model.sliding_window": window, "model.window_layers": _in_turns([each == _WINDOW for each in types])}
+
+    def _layer_types(self, fields: Fields, layers: int, window: int | None) -> list[str]:
+        """The kind of each layer."""
         types = None if self.window == "switched" else fields.get("layer_types")
-        if types is not None:
-            valid = [[_NO_WINDOW] * layers] if self.window != "plain" or window is None else []
-            valid += [[_WINDOW] * layers] if window is not None else []
-            if types not in valid:
-                kinds = " or ".join(f"{each[0]} {layers} times" for each in valid)
-                raise fields.refusal("layer_types", types, f"{kinds}: the same in all layers")
-            window = window if types[0] == _WINDOW else None
-        elif self.window == "switched by layer" and window is not None:
+        if types is None:
+            return [_NO_WINDOW if each or window is None else _WINDOW for each in self._without(fields, layers, window)]
+        by_layer = self.window.endswith("by layer") and window is not None
+        valid = [[_NO_WINDOW] * layers] if self.window != "plain" or window is None else []
+        valid += [[_WINDOW] * layers] if window is not None else []
+        if by_layer and type(types) is list and len(types) == layers and {*types} <= {_WINDOW, _NO_WINDOW}:
+            return types
+        if types not in valid:
+            kinds = " or ".join(f"{each[0]} {layers} times" for each in valid)
+            each = f"{_WINDOW} or {_NO_WINDOW} for each of {layers} layers"
+            raise fields.refusal("layer_types", types, each if by_layer else f"{kinds}: the same in all layers")
+        return list(types)
+
+    def _without(self, fields: Fields, layers: int, window: int | None) -> list[bool]:
+        """Which layers have no window by fields other than `layer_types`."""
+        if self.window == "switched by layer" and window is not None:
             first = fields.get("max_window_layers", 28)  # layers before this one have no window
-            if type(first) is not int or 0 < first < layers:
-                valid_layers = f"0, all layers have the window, or {layers} and more, none has"
-                raise fields.refusal("max_window_layers", first, valid_layers)
-            window = None if first else window
-        return {"model.sliding_window": window or 0}
+            if type(first) is not int or first < 0:
+                raise fields.refusal("max_window_layers", first, "0 or more: layers before this one have no window")
+            return [layer < first for layer in range(layers)]
+        if self.window != "by layer":
+            return [False] * layers
+        pattern = fields.get("sliding_window_pattern", self.window_pattern)
+        if type(pattern) is not int or pattern < 1:
+            raise fields.refusal("sliding_window_pattern", pattern, "1 or more: every so many layers one has no window")
+        return [layer % pattern == 0 for layer in range(1, layers + 1)]
 
     def write_window(self, model: ModelConfig) -> dict[str, Any]:
         found: dict[str, Any] = {} if self.window == "none" else {"sliding_window": model.sliding_window or None}
         if self.window.startswith("switched"):
             found["use_sliding_window"] = bool(model.sliding_window)
+        if self.window.endswith("by layer"):
+            found["layer_types"] = [_WINDOW if windowed else _NO_WINDOW for windowed in model.windowed_in_order]
         if self.window == "switched by layer":
-            found["layer_types"] = [_WINDOW if model.sliding_window else _NO_WINDOW] * model.num_layers
-            found["max_window_layers"] = 0 if model.sliding_window else model.num_layers
+            found["max_window_layers"] = (*model.windowed_in_order, True).index(True)
         return found
 
     def lacks_window(self, model: ModelConfig) -> Lacks:
-        return {"sliding_window": 0} if model.sliding_window and self.window == "none" else {}
+        if not model.sliding_window or self.window == "by layer":
+            return {}
+        if self.window == "none":
+            return {"sliding_window": 0}
+        found: Lacks = {"window_rope_theta": 0.0} if model.window_rope_theta else {}
+        return found if self.window == "switched by layer" or all(model.windowed) else found | {"window_layers": "all"}
 
     def lacks_heads(self, model: ModelConfig) -> Lacks:
         if self.heads == "free":
@@ -118,13 +164,16 @@ class _Kind:
         return indivisible or ({"head_size": size} if self.heads == "fill" and model.head_size != size else {})
 
     @property
-    def options(self) -> dict[str, Any]:
+    def all_options(self) -> dict[str, Any]:
         """Our options that have one value in this class."""
         norm = {"query_key_norm": bool(self.query_key_norm), "query_key_norm_over": self.query_key_norm or "head"}
-        return {"norm": "rmsnorm", "positions": "rotary"} | norm
+        return {"norm": "rmsnorm", "positions": "rotary", "layer_order": "pre", **norm, **self.options}
 
     def blocks(self) -> dict[str, TensorPlace]:
         """The places of a layer's weights."""
+        first, *after = _NORMS[self.all_options["layer_order"]]
+        norms = dict(zip(("attention_norm", "mlp_norm"), first, strict=True))
+        norms |= dict(zip(("attention_output_norm", "mlp_output_norm"), *after, strict=True)) if after else {}
         width = self.query_key_norm == "width"
         mlp = {
             **linear("mlp/gate", f"{_LAYER}mlp.gate_proj", "FD"),
@@ -132,8 +181,7 @@ class _Kind:
             **linear("mlp/down", f"{_LAYER}mlp.down_proj", "DF"),
         }
         return {
-            "attention_norm/scale": TensorPlace(f"{_LAYER}input_layernorm.weight", "D"),
-            "mlp_norm/scale": TensorPlace(f"{_LAYER}post_attention_layernorm.weight", "D"),
+            **{f"{ours}/scale": TensorPlace(f"{_LAYER}{theirs}.weight", "D") for ours, theirs in norms.items()},
             **linear("attention/query", f"{_LAYER}self_attn.q_proj", "QD"),
             **linear("attention/key", f"{_LAYER}self_attn.k_proj", "GD"),
             **linear("attention/value", f"{_LAYER}self_attn.v_proj", "GD"),
@@ -142,6 +190,28 @@ class _Kind:
             "attention/key_norm/scale": TensorPlace(f"{_LAYER}self_attn.k_norm.weight", "G" if width else "K"),
             **(self.experts.places(_LAYER) if self.experts else mlp),
         }
+
+
+def _in_turns(windowed: Sequence[bool]) -> str:
+    """The shortest `model.window_layers` for layers that have the window or not."""
+    if all(windowed):
+        return "all"
+    runs = [0] * (not windowed[0]) + [len(list(run)) for _, run in groupby(windowed)]
+    for number in range(2, len(runs), 2):
+        kinds = [turn % 2 == 0 for turn in range(number) for _ in range(runs[turn])]
+        if all(each == kinds[layer % len(kinds)] for layer, each in enumerate(windowed)):
+            runs = runs[:number]
+            break
+    return ",".join(map(str, runs))
+
+
+def _query_scalar(default: int) -> OptionGroup:
+    field = "query_pre_attn_scalar"
+    return OptionGroup(
+        ("query_scalar",),
+        lambda fields, _: {"model.query_scalar": fields.value(field, "model.query_scalar", default)},
+        lambda model: {field: model.query_scalar or model.head_size},
+    )
 
 
 def _read_dropout(fields: Fields, given: Mapping[str, Any]) -> dict[str, float]:
@@ -158,12 +228,12 @@ def _exchange(kind: _Kind) -> Exchange:
         model_type=kind.model_type or kind.name.lower(),
         dialect="mixture" if kind.experts else "llama",
         heads={"pretraining": Head((f"{kind.name}ForCausalLM",), f"a {kind.name}")},
-        options=kind.options,
-        fixed={"is_causal": True} | dict(kind.experts.fixed if kind.experts else ()),
+        options=kind.all_options,
+        fixed={"is_causal": True, **kind.fixed} | dict(kind.experts.fixed if kind.experts else ()),
         aliases={kind.experts.number_too: kind.experts.number} if kind.experts else {},
-        defaults={"norm_epsilon": kind.norm_epsilon, "tied_embedding": False, "renormalize_shares": False},
+        defaults={"norm_epsilon": kind.norm_epsilon, "tied_embedding": kind.tied, "renormalize_shares": False},
         parts=(
-            words("activation", "hidden_act", {"silu": "swiglu", "swish": "swiglu"}),  # two names of the same function
+            words("activation", *kind.activation),
             OptionGroup(
                 ("num_kv_heads", "head_size"),
                 kind.read_heads,
@@ -171,9 +241,10 @@ def _exchange(kind: _Kind) -> Exchange:
                 kind.lacks_heads,
             ),
             OptionGroup(("bias",), kind.read_bias, kind.write_bias, kind.lacks_bias),
-            OptionGroup(("sliding_window",), kind.read_window, kind.write_window, kind.lacks_window),
             OptionGroup(("dropout",), _read_dropout, lambda model: {"attention_dropout": model.dropout}),
-            rope(kind.rope_theta),
+            rope_by_layer(kind.rope_theta, kind.window_rope_theta) if kind.window_rope_theta else rope(kind.rope_theta),
+            OptionGroup(_WINDOW_OPTIONS, kind.read_window, kind.write_window, kind.lacks_window),
+            *((_query_scalar(kind.query_scalar),) if kind.query_scalar else ()),
             *(kind.experts.parts() if kind.experts else ()),
         ),
         shared={
@@ -194,6 +265,33 @@ _KINDS = (  # a model that fits several is exported as the first of them
     _Kind("Mistral", window="plain", kv_heads=8),
     _Kind("Qwen2", biases=("query-key-value",), window="switched by layer", kv_heads=32),
     _Kind("Qwen3", window="switched by layer", query_key_norm="head", kv_heads=32, head_size=128),
+    _Kind(
+        "Gemma3",
+        window="by layer",
+        window_pattern=6,
+        query_key_norm="head",
+        kv_heads=4,
+        head_size=256,
+        rope_theta=1e6,
+        window_rope_theta=10_000.0,
+        tied=True,
+        activation=("hidden_activation", {"gelu_pytorch_tanh": "geglu-tanh"}),
+        options={"norm": "rmsnorm-1p", "layer_order": "sandwich", "scaled_embedding": True},
+        fixed={"attn_logit_softcapping": None, "final_logit_softcapping": None, "use_bidirectional_attention": False},
+        query_scalar=256,
+        model_type="gemma3_text",
+    ),
+    _Kind(
+        "Olmo3",
+        window="by layer",
+        window_pattern=4,
+        query_key_norm="width",
+        heads="fill",
+        rope_theta=500_000.0,
+        window_rope_theta=500_000.0,
+        norm_epsilon=1e-5,
+        options={"layer_order": "reordered"},
+    ),
     _Kind(
         "Mixtral",
         window="plain",

@@ -99,8 +99,8 @@ _IGNORED = "finetuned"  # by transformers too
 _KNOWN = ("rope_type", "type", "rope_theta", "partial_rotary_factor", *_SCALES, *ChainMap(*_SCALINGS.values()))
 
 
-def _read_rope(fields: Fields, default: float) -> dict[str, Any]:
-    part = fields.part("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
+def _read_rope(fields: Fields, part: Fields, default: float) -> dict[str, Any]:
+    """Angles as `part` describes them."""
     scaling = _read_kind(fields, part)
     theta = (part if "rope_theta" in part else fields).value("rope_theta", "model.rope_theta", default)
     found = {"model.positions": "rotary", "model.rope_theta": theta}
@@ -162,7 +162,43 @@ def _write_rope(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+_ROPE_OPTIONS = ("rope_theta", "rope_scaling", *dict.fromkeys(ChainMap(*_SCALINGS.values()).values()))
+
+
 def rope(default: float) -> OptionGroup:
     """Rotary positions; `default` is the base of the angles if it is missing."""
-    options = ("rope_theta", "rope_scaling", *dict.fromkeys(ChainMap(*_SCALINGS.values()).values()))
-    return OptionGroup(options, lambda fields, _: _read_rope(fields, default), _write_rope)
+
+    def read(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+        part = fields.part("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
+        return _read_rope(fields, part, default)
+
+    return OptionGroup(_ROPE_OPTIONS, read, _write_rope)
+
+
+def rope_by_layer(default: float, in_window: float) -> OptionGroup:
+    """Rotary positions of layers without a window, which may be scaled, and with one; and their bases if missing."""
+    everywhere, windowed = "full_attention", "sliding_attention"  # names in `rope_parameters`
+
+    def read(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+        both = fields.part("rope_parameters")
+        full, window = both.part(everywhere), both.part(windowed)
+        full |= fields.part("rope_scaling")
+        found = _read_rope(fields, full, default)
+        if not window:
+            window |= {"rope_theta": fields.get("rope_local_base_freq", in_window)}
+        elif "rope_theta" not in window:
+            window["rope_theta"] = in_window
+        full |= {"rope_type": _read_kind(fields, full), "rope_theta": found["model.rope_theta"]}
+        if {**window, "rope_type": _read_kind(fields, window)} == full:
+            return found | {"model.window_rope_theta": 0.0}
+        window.check("rope_type", "default")
+        return found | {"model.window_rope_theta": window.value("rope_theta", "model.window_rope_theta")}
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        found = _write_rope(model)
+        full, theta = found["rope_parameters"], model.window_rope_theta
+        own = {"rope_type": "default", "rope_theta": theta} if theta else full
+        older = {"rope_local_base_freq": theta or model.rope_theta}
+        return found | older | {"rope_parameters": {everywhere: full, windowed: own}}
+
+    return OptionGroup(_ROPE_OPTIONS, read, write)

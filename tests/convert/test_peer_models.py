@@ -40,6 +40,11 @@ GPT2 = {"vocab_size": 101, "n_positions": 24, "n_embd": 48, "n_layer": 3, "n_hea
 OTHER = {"n_inner": 50, "activation_function": "gelu", "layer_norm_epsilon": 0.1, "tie_word_embeddings": False}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}
 WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
+GEMMA = {"num_key_value_heads": 2, "head_dim": 10, "sliding_window": 7, "query_pre_attn_scalar": 13}
+GEMMA |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+BY_LAYER = {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
+OLMO = {"num_key_value_heads": 2, "sliding_window": 7, "eos_token_id": None}
+OLMO |= {"rope_parameters": {"full_attention": PEER_YARN, "sliding_attention": BY_LAYER["sliding_attention"]}}
 LLAMA, QWEN2, QWEN3 = "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
 CHOSEN = {"num_experts_per_tok": 3}
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -86,6 +91,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "MistralForCausalLM",
         SIZES | {"num_key_value_heads": 3, "sliding_window": None, "rope_parameters": PEER_LLAMA3},
     ),
+    "qwen3, window by layer": (QWEN3, SIZES | {"num_key_value_heads": 2, **WINDOW, "max_window_layers": 2}),
+    "gemma3": ("Gemma3ForCausalLM", SIZES | GEMMA),
+    "gemma3, scaled": ("Gemma3ForCausalLM", SIZES | GEMMA | {"num_key_value_heads": 3, "rope_parameters": BY_LAYER}),
+    "olmo3": ("Olmo3ForCausalLM", SIZES | OLMO | {"num_key_value_heads": 3}),
+    "olmo3, four layers": ("Olmo3ForCausalLM", SIZES | OLMO | {"num_hidden_layers": 4}),
     "bert, pre": ("MegatronBertForPreTraining", BERT),
     "bert, post": ("BertForPreTraining", BERT),
     "bert, pre, no order": ("MegatronBertForMaskedLM", BERT),
@@ -104,6 +114,10 @@ FEW: list[tuple[str, Size]] = [
     ("llama, all biases", (1, 2, 2)),
     ("qwen2", (1, 1, 2)),
     ("qwen3, yarn", (1, 1, 3)),
+    ("qwen3, window by layer", (1, 1, 1)),
+    ("gemma3", (1, 2, 2)),
+    ("gemma3, scaled", (1, 1, 1)),
+    ("olmo3, four layers", (1, 2, 2)),
     ("bert, pre", (1, 2, 2)),
     ("bert, post", (1, 1, 2)),
     ("mixtral", (1, 1, 1)),
@@ -226,7 +240,7 @@ def test_logits_loss_and_gradients(case: str, mesh: Size, tmp_path: Path) -> Non
 
 
 DEFAULT = {"gpt2, other settings", "qwen2", "qwen3, yarn", "mistral", "bert, pre", "bert, post", "bert, post, no order"}
-DEFAULT |= {"mixtral", "olmoe"}
+DEFAULT |= {"mixtral", "olmoe", "gemma3", "olmo3"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in DEFAULT else [pytest.mark.full]) for c in CASES])

@@ -288,11 +288,8 @@ class ModelConfig:
         False
     )
     query_scalar: Annotated[
-        float,
-        "attention scores are divided by the square root of this; 0: of model.head-size",
-        between(0, 1e6),
-        COMPUTATION,
-    ] = 0.0
+        int, "attention scores are divided by the square root of this; 0: of model.head-size", _SIZE, COMPUTATION
+    ] = 0
     sliding_window: Annotated[
         int,
         "attention window in tokens, the token itself included; 0: all earlier tokens",
@@ -418,10 +415,14 @@ class ModelConfig:
     def windowed(self) -> tuple[bool, ...]:
         """Whether each layer has the window, by the layers' numbers: first those that stages divide, then the
         `dense_layers` before them."""
+        return self.windowed_in_order[self.dense_layers :] + self.windowed_in_order[: self.dense_layers]
+
+    @property
+    def windowed_in_order(self) -> tuple[bool, ...]:
+        """Whether each layer has the window, from the first to the last."""
         turns = [1] if self.window_layers == "all" else _turns(self.window_layers)
         kinds = [self.sliding_window > 0 and turn % 2 == 0 for turn, number in enumerate(turns) for _ in range(number)]
-        in_order = tuple(islice(cycle(kinds), self.num_layers))
-        return in_order[self.dense_layers :] + in_order[: self.dense_layers]
+        return tuple(islice(cycle(kinds), self.num_layers))
 
     @property
     def gated(self) -> bool:
