@@ -28,7 +28,7 @@ from parity_grid import (
     pairwise,
     row,
 )
-from tiny import LLAMA, MIXTURE, full, tiny_config
+from tiny import GEMMA, LLAMA, MIXTURE, full, tiny_config
 
 from megajax.core.backend import CPU
 from megajax.core.models.lora_config import LoraConfig
@@ -191,7 +191,10 @@ WAITING = {"weight_gradients": "deferred"}
 ADAPTED = {"lora": LoraConfig(rank=2), "sequence_parallel": True}
 OVERLAPPED = {
     "alone, padded shards, untied": {"mesh": (3, 1, 1), "global_batch": 6, "tied_embedding": False},
-    "deferred, padded layers, split": PIPED | WAITING | {"global_batch": 6, "vocabulary": "split"},
+    "deferred, padded layers of two kinds, split": GEMMA
+    | PIPED
+    | WAITING
+    | {"global_batch": 6, "vocabulary": "split", "sliding_window": 3},
     "one microbatch": {"mesh": (4, 1, 1), "microbatch": 2},
     "stages": {"mesh": (2, 3, 1), "precision": "bf16", "remat": "layer", "optimizer": {"overlap_reductions": "false"}},
     "one microbatch on stages": {"mesh": (2, 2, 1), "microbatch": 4, "num_layers": 4},

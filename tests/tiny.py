@@ -31,7 +31,9 @@ QWEN3 = {
     **{"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "bias": "none", "query_key_norm": True},
     **{"head_size": 6, "num_kv_heads": 2, "mlp_size": 40, "sliding_window": 5, "norm_epsilon": 1e-6},
 }
-OLMO2 = QWEN3 | {"query_key_norm_over": "width"}
+OLMO2 = QWEN3 | {"query_key_norm_over": "width", "layer_order": "reordered"}
+GEMMA = QWEN3 | {"norm": "rmsnorm-1p", "layer_order": "sandwich", "activation": "geglu-tanh", "query_scalar": 4}
+GEMMA |= {"scaled_embedding": True, "window_layers": "1,1", "window_rope_theta": 20.0}
 MIXTURE = LLAMA | {"num_experts": 8, "experts_per_token": 2, "expert_size": 16, "shared_expert_size": 8}
 
 

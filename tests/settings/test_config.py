@@ -68,6 +68,8 @@ PUBLISHED = {
     "mistral-7b": ((32, 4096, 32, 8, 128, 14336, 32000, 1e4, 1e-5, 4096), 7_241_732_096),
     "mistral-7b-v0.3": ((32, 4096, 32, 8, 128, 14336, 32768, 1e6, 1e-5, 0), 7_248_023_552),
     "smollm2-135m": ((30, 576, 9, 3, 64, 1536, 49152, 1e5, 1e-5, 0), 134_515_008),
+    "gemma3-1b": ((26, 1152, 4, 1, 256, 6912, 262144, 1e6, 1e-6, 512), 999_885_952),
+    "olmo3-7b": ((32, 4096, 32, 32, 128, 11008, 100278, 5e5, 1e-6, 4096), 7_298_011_136),
 }
 
 
@@ -99,10 +101,13 @@ def shape(model: ModelConfig) -> tuple[float, ...]:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_its_shape_is_the_published_one(name: str) -> None:
     model = resolve(load_preset(name)).model
-    assert (shape(model), count_parameters(model)) == PUBLISHED[name]
-    assert (model.norm, model.positions, model.activation, model.bias) == ("rmsnorm", "rotary", "swiglu", "none")
-    assert model.query_key_norm == name.startswith("qwen3") and model.padded_vocab_size == model.vocab_size
-    assert model.tied_embedding == (name in ("llama3.2-1b", "qwen3-0.6b", "smollm2-135m"))
+    padding = (model.padded_vocab_size - model.vocab_size) * model.hidden_size * (1 if model.tied_embedding else 2)
+    assert (shape(model), count_parameters(model) - padding) == PUBLISHED[name]
+    words = ("rmsnorm-1p", "geglu-tanh", "5,1") if name == "gemma3-1b" else ("rmsnorm", "swiglu")
+    assert (model.norm, model.activation, model.window_layers)[: len(words)] == words
+    assert (model.positions, model.bias, padding > 0) == ("rotary", "none", name == "olmo3-7b")
+    assert model.query_key_norm == name.startswith(("qwen3", "gemma3", "olmo3"))
+    assert model.tied_embedding == (name in ("llama3.2-1b", "qwen3-0.6b", "smollm2-135m", "gemma3-1b"))
     scaled = model.rope_scaling, model.rope_factor, model.rope_low_frequency, model.rope_high_frequency
     assert scaled == (("llama3", 32, 1, 4) if name == "llama3.2-1b" else ("none", 1, 1, 4))
 

@@ -43,39 +43,52 @@ class Plain:
         return (rows * (np.asarray(bits) >= round(self.rate * 2**32)) / (1 - self.rate)).reshape(x.shape)
 
     def norm(self, weights: dict, x: np.ndarray, *, of_heads: bool = False) -> np.ndarray:
-        centered = x if of_heads or self.model.norm == "rmsnorm" else x - x.mean(-1, keepdims=True)
+        centered = x if of_heads or self.model.norm != "layernorm" else x - x.mean(-1, keepdims=True)
         square = np.mean(centered**2, axis=-1, keepdims=True)
-        return centered / np.sqrt(square + self.model.norm_epsilon) * weights["scale"] + weights.get("bias", 0)
+        scale = weights["scale"] + (self.model.norm == "rmsnorm-1p")
+        return centered / np.sqrt(square + self.model.norm_epsilon) * scale + weights.get("bias", 0)
 
     def gelu(self, x: np.ndarray) -> np.ndarray:
-        if self.model.activation == "gelu":
+        if self.model.activation == "gelu":  # or else with tanh
             return x / 2 * (1 + erf(x / np.sqrt(2)))
         return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
     def layers(self, x_BTD: np.ndarray, seen_BTS: np.ndarray) -> np.ndarray:
-        """All of them, each with its norms before attention and MLP, or after the additions."""
+        """All of them, each with its norms around attention and MLP, or after the additions."""
         for number in range(self.model.num_layers):
             block = jax.tree.map(lambda leaf, number=number: leaf[number], self.weights["blocks"])
-            before = after = lambda name, x: x
-            if self.model.layer_order == "pre":
-                before = lambda name, x, block=block: self.norm(block[name], x)  # noqa: E731
-            else:
-                after = lambda name, x, block=block: self.norm(block[name], x)  # noqa: E731
-            y_BTD = self.attention(block["attention"], before("attention_norm", x_BTD), seen_BTS, number)
-            x_BTD = after("attention_norm", x_BTD + y_BTD)
-            y_BTD = self.mlp(block["mlp"], before("mlp_norm", x_BTD), number)
-            x_BTD = after("mlp_norm", x_BTD + y_BTD)
+            order, windowed = self.model.layer_order, self.model.windowed[number]
+            behind_TS = np.subtract.outer(np.arange(seen_BTS.shape[1]), np.arange(seen_BTS.shape[2]))
+            own_BTS = seen_BTS & (behind_TS < self.model.sliding_window) if windowed else seen_BTS
+
+            def attention(y_BTD: np.ndarray, *, block=block, number=number, own_BTS=own_BTS) -> np.ndarray:
+                return self.attention(block["attention"], y_BTD, own_BTS, number)
+
+            def mlp(y_BTD: np.ndarray, *, block=block) -> np.ndarray:
+                return self.mlp(block["mlp"], y_BTD)
+
+            for part, run in ("attention", attention), ("mlp", mlp):
+                norm = block[f"{part}_norm"]
+                y_BTD = run(self.norm(norm, x_BTD) if order in ("pre", "sandwich") else x_BTD)
+                if order in ("sandwich", "reordered"):
+                    y_BTD = self.norm(block[f"{part}_output_norm"] if order == "sandwich" else norm, y_BTD)
+                x_BTD = x_BTD + self.dropped(y_BTD, number, ATTENTION_OUTPUT if part == "attention" else MLP_OUTPUT)
+                x_BTD = self.norm(norm, x_BTD) if order == "post" else x_BTD
         return x_BTD
 
-    def rotated(self, x_BTHK: np.ndarray) -> np.ndarray:
+    def rotated(self, x_BTHK: np.ndarray, layer: int) -> np.ndarray:
         """By complex numbers, as the paper writes them."""
         half = x_BTHK.shape[-1] // 2
         frequency_P, scale = frequencies(self.model, half)
+        if self.model.windowed[layer] and self.model.window_rope_theta:
+            frequency_P, scale = self.model.window_rope_theta ** (-np.arange(half) / half), 1.0
         turn_BTP = scale * np.exp(1j * self.position_BT[..., None] * frequency_P)
         turned = (x_BTHK[..., :half] + 1j * x_BTHK[..., half:]) * turn_BTP[:, :, None]
         return np.concatenate([turned.real, turned.imag], axis=-1)
 
-    def placed(self, weights: dict, q_BTHK: np.ndarray, k_BSHK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def placed(
+        self, weights: dict, q_BTHK: np.ndarray, k_BSHK: np.ndarray, layer: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Queries and keys that know their positions."""
         if self.model.query_key_norm_over == "width":
             q_BTHK, k_BSHK = (
@@ -87,32 +100,37 @@ class Plain:
         elif self.model.query_key_norm:
             q_BTHK = self.norm(weights["query_norm"], q_BTHK, of_heads=True)
             k_BSHK = self.norm(weights["key_norm"], k_BSHK, of_heads=True)
-        return (self.rotated(q_BTHK), self.rotated(k_BSHK)) if self.model.positions == "rotary" else (q_BTHK, k_BSHK)
+        if self.model.positions == "rotary":
+            return self.rotated(q_BTHK, layer), self.rotated(k_BSHK, layer)
+        return q_BTHK, k_BSHK
 
     def attention(self, weights: dict, x_BTD: np.ndarray, seen_BTS: np.ndarray, layer: int) -> np.ndarray:
         q_BTHK, k_BSHK, v_BSHK = (
             np.einsum("BTD,DHK->BTHK", x_BTD, weights[part]["weight"]) + weights[part].get("bias", 0)
             for part in ("query", "key", "value")
         )
-        q_BTHK, k_BSHK = self.placed(weights, q_BTHK, k_BSHK)
+        q_BTHK, k_BSHK = self.placed(weights, q_BTHK, k_BSHK, layer)
         group = self.model.num_heads // self.model.num_kv_heads
         k_BSHK, v_BSHK = (np.repeat(x, group, axis=2) for x in (k_BSHK, v_BSHK))
-        scores_BHTS = np.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK) / np.sqrt(q_BTHK.shape[-1])
+        scores_BHTS = np.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK) / np.sqrt(
+            self.model.query_scalar or q_BTHK.shape[-1]
+        )
         scores_BHTS = np.where(seen_BTS[:, None], scores_BHTS, -np.inf)
         exp_BHTS = np.exp(scores_BHTS - scores_BHTS.max(-1, keepdims=True))
         probability_BHTS = self.dropped(exp_BHTS / exp_BHTS.sum(-1, keepdims=True), layer, ATTENTION_WEIGHTS)
         y_BTHK = np.einsum("BHTS,BSHK->BTHK", probability_BHTS, v_BSHK)
-        y_BTD = np.einsum("BTHK,HKD->BTD", y_BTHK, weights["output"]["weight"]) + weights["output"].get("bias", 0)
-        return self.dropped(y_BTD, layer, ATTENTION_OUTPUT)
+        return np.einsum("BTHK,HKD->BTD", y_BTHK, weights["output"]["weight"]) + weights["output"].get("bias", 0)
 
-    def mlp(self, weights: dict, x_BTD: np.ndarray, layer: int) -> np.ndarray:
+    def mlp(self, weights: dict, x_BTD: np.ndarray) -> np.ndarray:
         x_BTF = linear(weights["up"], x_BTD)
         if self.model.activation == "swiglu":
             gate_BTF = linear(weights["gate"], x_BTD)
             x_BTF = x_BTF * gate_BTF / (1 + np.exp(-gate_BTF))
+        elif self.model.activation == "geglu-tanh":
+            x_BTF = x_BTF * self.gelu(linear(weights["gate"], x_BTD))
         else:
             x_BTF = self.gelu(x_BTF)
-        return self.dropped(linear(weights["down"], x_BTF), layer, MLP_OUTPUT)
+        return linear(weights["down"], x_BTF)
 
 
 class Decoder(Plain):
@@ -125,9 +143,7 @@ class Decoder(Plain):
         self.position_BT = batch.get("positions", np.broadcast_to(index_T, tokens_BT.shape))
         behind_TS = index_T[:, None] - index_T[None]
         seen_BTS = (behind_TS >= 0) & (behind_TS <= self.position_BT[..., None])
-        if self.model.sliding_window:
-            seen_BTS &= behind_TS < self.model.sliding_window
-        x_BTD = shared["table"][tokens_BT]
+        x_BTD = shared["table"][tokens_BT] * (self.model.hidden_size**0.5 if self.model.scaled_embedding else 1)
         if self.model.positions == "learned":
             x_BTD = x_BTD + shared["positions"][self.position_BT]
         x_BTD = self.layers(self.dropped(x_BTD, EMBEDDING), seen_BTS)
