@@ -18,13 +18,15 @@ CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "megatron-bert": "MegatronBertForPreTraining",
     "bert": "BertForPreTraining",
 }
-DECODERS = ("llama", "qwen2", "qwen3", "mistral")
+DECODERS = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "olmo3")
 MIXTURES = ("mixtral", "qwen3_moe", "olmoe")
 ORDERS = {"megatron-bert": "pre", "bert": "post"}
 TASKS = {"classes": "SequenceClassification", "span": "QuestionAnswering", "choice": "MultipleChoice"}  # by our head
@@ -49,6 +51,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mixtral": _DECODER | {"num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen3_moe": _MIXTURE | {"moe_intermediate_size": 14},
     "olmoe": _MIXTURE | {"head_dim": 4},
+    "olmo3": _DECODER | {"head_dim": 4},
     **dict.fromkeys(ORDERS, _BERT),
     "gpt2": _GPT2,
 }
@@ -144,15 +147,17 @@ def _decoder_shapes(fields: dict[str, Any], kind: str) -> Shapes:
     queries, keys = (fields[f"num_{name}_heads"] * size for name in ("attention", "key_value"))
     everywhere = bool(fields.get("attention_bias"))
     shapes: Shapes = {"model.embed_tokens.weight": (fields["vocab_size"], width), "model.norm.weight": (width,)}
-    if not fields.get("tie_word_embeddings"):
+    if not fields.get("tie_word_embeddings", kind == "gemma3_text"):
         shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
     for layer in range(fields["num_hidden_layers"]):
         start = f"model.layers.{layer}."
-        for name in "input_layernorm", "post_attention_layernorm":
+        norms = ["post_attention_layernorm"] + ["input_layernorm"] * (kind != "olmo3")
+        norms += ["post_feedforward_layernorm"] * (kind in ("gemma3_text", "olmo3"))
+        for name in norms + ["pre_feedforward_layernorm"] * (kind == "gemma3_text"):
             shapes[f"{start}{name}.weight"] = (width,)
-        if kind in ("qwen3", "qwen3_moe"):
+        if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
             shapes |= {f"{start}self_attn.{name}_norm.weight": (size,) for name in "qk"}
-        elif kind == "olmoe":
+        elif kind in ("olmoe", "olmo3"):
             shapes |= {f"{start}self_attn.{name}_norm.weight": (n,) for name, n in (("q", queries), ("k", keys))}
         linear: list[tuple[str, tuple[int, int], bool]] = [
             ("self_attn.q_proj", (queries, width), everywhere or kind == "qwen2"),

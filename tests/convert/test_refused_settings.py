@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from hugging_face import LLAMA3, YARN, refusal, write_model
 
-TYPES = '"gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "olmoe", "megatron-bert", "bert"'
+TYPES = '"gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3_text", "olmo3", "mixtral", "qwen3_moe", "olmoe", '
+TYPES += '"megatron-bert", "bert"'
 COMMON_RATE = r"all the same, or --model\.dropout"
 
 # The model, and its head after a blank; a field of its config.json, its value, what would be valid.
@@ -110,11 +111,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_size": 26}, "hidden_size 26 is not divisible by num_attention_heads 6"),
     ("llama", {"hidden_size": 18, "head_dim": None}, "head_dim is 3; valid: an even number"),
     ("llama", {"attention_bias": True}, "mlp_bias is false; valid: as attention_bias, true"),
-    ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "max_window_layers is 1; valid: 0, all .* 2 and"),
+    (
+        "gemma3_text",
+        {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2}}},
+        'rope_parameters.sliding_attention.rope_type is "linear"; valid: "default"',
+    ),
+    ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern is 0; valid: 1 or more"),
+    ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0; valid: null"),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers is -1; valid: 0 or more"),
     (
         "qwen3",
-        {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
-        "layer_types is .*valid: full_attention 2 times or sliding_attention 2 times: the same in all layers",
+        {"use_sliding_window": True, "layer_types": ["full_attention", "chunked_attention"]},
+        "layer_types is .*valid: sliding_attention or full_attention for each of 2 layers",
     ),
     (
         "llama",

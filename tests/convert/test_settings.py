@@ -80,7 +80,25 @@ READ: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen2", {"sliding_window": 5}, {"sliding_window": 0, "bias": "query-key-value", "query_key_norm": False}),
     ("qwen2", WINDOW | {"max_window_layers": 0}, {"sliding_window": 5}),
     ("qwen2", WINDOW, {"sliding_window": 0}),  # from layer 28 on
+    ("qwen2", WINDOW | {"max_window_layers": 1}, {"sliding_window": 5, "window_layers": "0,1,1"}),
     ("qwen3", WINDOW | {"max_window_layers": 2}, {"sliding_window": 0}),
+    (
+        "gemma3_text",
+        {"num_hidden_layers": 8},
+        {"sliding_window": 4096, "window_layers": "5,1", "window_rope_theta": 1e4, "rope_theta": 1e6}
+        | {"query_scalar": 256, "tied_embedding": True, "norm": "rmsnorm-1p", "layer_order": "sandwich"},
+    ),
+    (
+        "gemma3_text",
+        {"sliding_window_pattern": 2, "rope_scaling": {"rope_type": "linear", "factor": 8}, "rope_local_base_freq": 7},
+        {"window_layers": "1,1", "window_rope_theta": 7.0, "rope_scaling": "linear", "rope_factor": 8.0},
+    ),
+    (
+        "olmo3",
+        {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4},
+        {"window_layers": "1,1", "window_rope_theta": 0.0, "rope_theta": 5e5, "layer_order": "reordered"},
+    ),
+    ("olmo3", {"sliding_window": None}, {"sliding_window": 0, "window_layers": "all", "window_rope_theta": 0.0}),
     (
         "qwen3",
         WINDOW | {"layer_types": ["sliding_attention"] * 2},
@@ -191,11 +209,18 @@ _TABLES = {
 _MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
 _QWEN3 = {f"attention/{name}_norm": f"self_attn.{name[0]}_norm" for name in ("query", "key")}
 _DECODER = ({"final_norm": "model.norm"}, {"table": "model.embed_tokens.weight", "output": "lm_head.weight"})
+_GEMMA3 = _QWEN3 | {
+    **{"mlp_norm": "pre_feedforward_layernorm", "attention_output_norm": "post_attention_layernorm"},
+    "mlp_output_norm": "post_feedforward_layernorm",
+}
+_OLMO3 = _QWEN3 | {"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
 _PRE = {"attention_norm": "attention.ln", "mlp_norm": "ln"}
 _POST = {"attention_norm": "attention.output.LayerNorm", "mlp_norm": "output.LayerNorm"}
 PLACES = {
     **dict.fromkeys(DECODERS, (_LLAMA, *_DECODER)),
     "qwen3": (_LLAMA | _QWEN3, *_DECODER),
+    "gemma3_text": (_LLAMA | _GEMMA3, _DECODER[0], {"table": "model.embed_tokens.weight"}),
+    "olmo3": (_LLAMA | _OLMO3, *_DECODER),
     "mixtral": (_ATTENTION | {"mlp/router": "block_sparse_moe.gate"}, *_DECODER),
     "qwen3_moe": (_ATTENTION | _QWEN3 | {"mlp/router": "mlp.gate"}, *_DECODER),
     "olmoe": (_ATTENTION | _QWEN3 | {"mlp/router": "mlp.gate"}, *_DECODER),

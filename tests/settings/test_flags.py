@@ -67,6 +67,7 @@ OTHERS = [
     "data.skip",
 ]
 OTHERS += ["evaluate", "optimizer.cooldown_steps", "train.ramp_start", "train.ramp_increment", "train.ramp_samples"]
+OTHERS += ["model.window_layers", "model.window_rope_theta"]
 OF_MUON = [key for key, option in options(Config).items() if key.startswith("optimizer.") and option.trait(OnlyWith)]
 NOT_ALONE = [*SWITCHES, *OF_TASKS, *OF_ROTARY, *OF_EXPERTS, *OF_MUON, *OTHERS]
 VALUES = [key for key in options(Config) if not key.startswith("distributed.") and key not in NOT_ALONE]

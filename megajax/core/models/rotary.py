@@ -78,8 +78,8 @@ def _rotated(x_BTHK: Array, position_BT: Array, kind: Array | None, kinds: tuple
 
 
 _rotated.defvjp(
-    lambda x_BTHK, *others: (_turned(x_BTHK, *others, 1), others[:2]),
-    lambda kinds, saved, grad_BTHK: (_turned(grad_BTHK, *saved, kinds, -1), None, None),
+    lambda x_BTHK, position_BT, kind, kinds: (_turned(x_BTHK, position_BT, kind, kinds, 1), (position_BT, kind)),
+    lambda kinds, saved, grad_BTHK: (_turned(grad_BTHK, saved[0], saved[1], kinds, -1), None, None),
 )
 
 
@@ -89,7 +89,8 @@ def _turned(
     dtype = at_least_fp32(x_BTHK.dtype)
     each = [rotations(config, x_BTHK.shape[-1] // 2) for config in kinds]
     angles = [jnp.asarray(direction * rotation_P, dtype) for rotation_P, _ in each]
-    angle_P, factor = angles[0], each[0][1]
+    angle_P: Array = angles[0]
+    factor: Array | float = each[0][1]
     if kind is not None:
         angle_P = jnp.where(kind, angles[1], angles[0])
         factor = jnp.where(kind, *(jnp.asarray(factor, dtype) for _, factor in reversed(each)))
