@@ -93,7 +93,7 @@ def _turned(
     factor: Array | float = each[0][1]
     if kind is not None:
         angle_P = jnp.where(kind, angles[1], angles[0])
-        factor = jnp.where(kind, *(jnp.asarray(factor, dtype) for _, factor in reversed(each)))
+        factor = jnp.where(kind, jnp.asarray(each[1][1], dtype), jnp.asarray(factor, dtype))
     angle_BTHP = position_BT.astype(dtype)[..., None, None] * angle_P[None, None, None]
     cos_BTHP, sin_BTHP = factor * jnp.cos(angle_BTHP), factor * jnp.sin(angle_BTHP)
     first_BTHP, second_BTHP = jnp.split(x_BTHK.astype(dtype), 2, axis=-1)
