@@ -564,6 +564,11 @@ ROWS: dict[str, dict[str, Row]] = {
             ("setting.visible", "dataclasses.replace(setting.visible, window=None)"),
             named("attention_heads of layer 0, forward", ON_CONTEXT | {"sliding_window": 6}),
         ),
+        "a stage finds its layers' windows by another stage's numbers": (
+            "core.models.context.Context.in_layer",
+            ("jnp.asarray(windowed)[layer]", "jnp.asarray(windowed)[layer - jax.lax.axis_index('pipe')]"),
+            named("attention_heads of layer 1, forward", ON_PIPE | FEW_KEYS | {"window_layers": "1,1"}),
+        ),
         "gradients of exchanged heads grow with the group": (  # DeepSpeed #5248
             "core.models.context_attention._by_heads",
             (
