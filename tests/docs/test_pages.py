@@ -158,6 +158,16 @@ def test_what_the_reference_names_is_there() -> None:
         pkgutil.resolve_name(name)
 
 
+def test_sizes_of_the_code() -> None:
+    """README's lines of Python, within 8%."""
+    readme = (ROOT / "README.md").read_text()
+    (core, rest), *_ = re.findall(r"([\d,]+) lines of Python in `megajax/core`.*?is ([\d,]+) more", readme, re.DOTALL)
+    lines = {file: len(file.read_text().splitlines()) for file in (ROOT / "megajax").rglob("*.py")}
+    inside = sum(count for file, count in lines.items() if file.is_relative_to(ROOT / "megajax" / "core"))
+    for told, is_ in ((core, inside), (rest, sum(lines.values()) - inside)):
+        assert int(told.replace(",", "")) == pytest.approx(is_, rel=0.08)
+
+
 @pytest.mark.full
 def test_the_site(tmp_path: Path) -> None:
     """`make docs`: no warning, so no dead link and no missing anchor."""
