@@ -1,4 +1,4 @@
-"""Which Python `make` installs for, with stand-ins for the Pythons of a machine: they only note what is asked of them."""
+"""Which Python `make` installs for, with stand-ins for the Pythons of a machine, which install nothing."""
 
 import shutil
 import subprocess
