@@ -158,6 +158,14 @@ def test_what_the_reference_names_is_there() -> None:
         pkgutil.resolve_name(name)
 
 
+def test_every_variable_of_the_environment_is_described() -> None:
+    """Those that the code reads or sets, by the beginnings of their names."""
+    page = (ROOT / "docs" / "environment.md").read_text()
+    known = r"(?:XLA|JAX|XDG|SLURM|OMPI|KUBERNETES|JOB|WANDB|MLFLOW|CUDA)_[A-Z_]+"
+    named = {text for text in _texts() if re.fullmatch(known, text)}
+    assert len(named) > 10 and not [name for name in named if f"`{name}`" not in page]
+
+
 def test_sizes_of_the_code() -> None:
     """README's lines of Python, within 8%."""
     readme = (ROOT / "README.md").read_text()
