@@ -68,6 +68,6 @@ $(run) $(dev) $(docs): pyproject.toml constraints.txt
 		echo "Installing megajax$(extra) for Python $$version into .venv"; \
 		$(python) -m pip install -q --no-compile -e '.$(extra)' -c constraints.txt >.venv/install.log 2>&1 \
 			&& touch .venv/.run-$$version $(@:%$(version)=%)$$version && exit 0; \
-		cat .venv/install.log; \
+		grep -E '^ *ERROR' .venv/install.log || tail -n 20 .venv/install.log; \
 		echo "Not all packages can be installed for Python $$version"; \
 	done; exit 1

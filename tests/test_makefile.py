@@ -67,7 +67,12 @@ def test_the_newest_that_runs_is_taken_and_kept(clone: Path) -> None:
 
 def test_a_version_without_packages_gives_way_to_the_next(clone: Path) -> None:
     _have(clone, "3.11", "3.12", "3.13", broken="3.13")
-    says = [_installed("3.13"), "no wheel", "Not all packages can be installed for Python 3.13", _installed("3.12")]
+    says = [
+        _installed("3.13"),
+        "no wheel",
+        "Not all packages can be installed for Python 3.13",
+        _installed("3.12"),
+    ]
     assert _make(clone) == (0, says)
     assert "Nothing to be done" in " ".join(_make(clone)[1])
     code, said = _make(clone, "PYTHON=python3.13")
