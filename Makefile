@@ -1,8 +1,14 @@
 # The project's commands. They need Python >= 3.11, git and make; what they install goes to .venv, and is installed again
-# when pyproject.toml, constraints.txt or the version of Python changes. Another Python: make PYTHON=python3.13 ...
-PYTHON ?= python3
+# when pyproject.toml, constraints.txt or the version of Python changes. A new .venv takes the newest supported Python that
+# runs here and for which the packages can be installed; later commands keep it. Another: make PYTHON=python3.12 ...
+runs = $(shell $(1) -c 'import ensurepip, venv' >/dev/null 2>&1 && echo $(1))
+ifndef PYTHON
+PYTHON := $(if $(wildcard .venv/.run-*),$(call runs,.venv/bin/python))
+PYTHON := $(or $(PYTHON),$(strip $(foreach name,python3.13 python3.12 python3.11,$(call runs,$(name)))),python3)
+endif
 
-version := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+of_python := import sys; print("%d.%d" % sys.version_info[:2])
+version := $(shell $(firstword $(PYTHON)) -c '$(of_python)')
 run := .venv/.run-$(version)
 dev := .venv/.dev-$(version)
 docs := .venv/.docs-$(version)
@@ -53,11 +59,15 @@ venv: $(dev)
 $(dev): extra := [dev]
 $(docs): extra := [docs]
 $(run) $(dev) $(docs): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-		|| { echo "$(PYTHON) is not a Python >= 3.11; name another: make PYTHON=python3.13" >&2; exit 1; }
-	@$(python) -c 'import pip, sys; assert "%d.%d" % sys.version_info[:2] == "$(version)"' 2>/dev/null \
-		|| $(PYTHON) -m venv --clear .venv
-	@echo "Installing megajax$(extra) for Python $(version) into .venv"
-	@$(python) -m pip install -q --no-compile -e '.$(extra)' -c constraints.txt >.venv/install.log 2>&1 \
-		|| { cat .venv/install.log; exit 1; }
-	@touch $(run) $@
+	@$(firstword $(PYTHON)) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "$(firstword $(PYTHON)) is not a Python >= 3.11; name another: make PYTHON=python3.13" >&2; exit 1; }
+	@for each in $(PYTHON); do \
+		version=$$($$each -c '$(of_python)'); \
+		$(python) -c "import pip, sys; assert '%d.%d' % sys.version_info[:2] == '$$version'" 2>/dev/null \
+			|| $$each -m venv --clear .venv || continue; \
+		echo "Installing megajax$(extra) for Python $$version into .venv"; \
+		$(python) -m pip install -q --no-compile -e '.$(extra)' -c constraints.txt >.venv/install.log 2>&1 \
+			&& touch .venv/.run-$$version $(@:%$(version)=%)$$version && exit 0; \
+		grep -E '^ *ERROR' .venv/install.log || tail -n 20 .venv/install.log; \
+		echo "Not all packages can be installed for Python $$version"; \
+	done; exit 1

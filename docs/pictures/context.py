@@ -7,70 +7,82 @@ import sys
 from typing import Any
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-COLOURS = ["#4477aa", "#228833", "#ccbb44", "#aa3377"]  # of the devices
+COLOURS = ["#3b82c4", "#3f9b57", "#c99a1e", "#b5478f"]  # of the devices
+GREY = "#757575"  # readable on white and on black: the picture has no ground
 SIZE, HEADS = len(COLOURS), 4
 PIECES = 2 * SIZE
+TEXT = 11.5  # points
 
 
-def cells(axes: Any, left: float, bottom: float, owners: np.ndarray) -> None:
-    """A grid [heads, tokens] of who has what, the first head on top; nobody is -1."""
+def cell(axes: Any, left: float, bottom: float, owner: int) -> None:
+    """A square of who has it; nobody is -1."""
+    colour = COLOURS[owner] if owner >= 0 else "none"
+    edge = {"ec": GREY, "lw": 0.6, "ls": ":"} if owner < 0 else {"ec": "none"}
+    axes.add_patch(Rectangle((left + 0.03, bottom + 0.03), 0.94, 0.94, fc=colour, **edge))
+
+
+def cells(axes: Any, left: float, owners: np.ndarray) -> None:
+    """A grid [heads, tokens], the first row on top."""
     for (row, column), owner in np.ndenumerate(owners):
-        colour = COLOURS[owner] if owner >= 0 else "none"
-        place = left + column, bottom + len(owners) - 1 - row
-        axes.add_patch(Rectangle(place, 1, 1, facecolor=colour, edgecolor="white" if owner >= 0 else "#bbbbbb", lw=0.8))
+        cell(axes, left + column, len(owners) - 1 - row, owner)
 
 
 def of_heads(axes: Any) -> None:
     """Before attention a device has its tokens of all heads, in it all tokens of its heads."""
     tokens = np.tile(np.repeat(np.arange(SIZE), 2), (HEADS, 1))
     heads = np.repeat(np.arange(HEADS)[:, None], PIECES, 1)
-    for left, owners, title in ((0, tokens, "own tokens, all heads"), (12, heads, "all tokens, own heads")):
-        cells(axes, left, 0, owners)
-        axes.text(left + PIECES / 2, HEADS + 0.35, title, ha="center", fontsize=10)
-        axes.text(left + PIECES / 2, -0.75, "tokens →", ha="center", fontsize=9)
-        axes.text(left - 0.3, HEADS / 2, "heads", va="center", ha="right", rotation=90, fontsize=9)
-    for height, style, words in ((2.6, "->", "all-to-all\nof q, k, v"), (1.1, "<-", "all-to-all\nof the result")):
-        line = {"arrowstyle": style, "lw": 1.4}
-        axes.annotate("", (11.1, height), (8.3, height), arrowprops=line)
-        axes.text(9.6, height + 0.2, words, ha="center", fontsize=8)
+    for left, owners, title in ((0, tokens, "own tokens, all heads"), (12.4, heads, "all tokens, own heads")):
+        cells(axes, left, owners)
+        axes.text(left + PIECES / 2, HEADS + 0.35, title, ha="center", fontsize=TEXT)
+        axes.text(left + PIECES / 2, -0.9, "tokens →", ha="center", fontsize=TEXT)
+        axes.text(left - 0.3, HEADS / 2, "heads", va="center", ha="right", rotation=90, fontsize=TEXT)
+    for height, style, words in ((2.5, "->", "q, k, v"), (0.8, "<-", "result")):
+        axes.annotate("", (11.3, height), (8.3, height), arrowprops={"arrowstyle": style, "lw": 1.4, "color": GREY})
+        axes.text(9.8, height + 0.25, words, ha="center", fontsize=TEXT)
 
 
 def of_gathering(axes: Any) -> None:
-    """Two pieces of queries a device, the keys of all: which of them see which."""
+    """Two pieces of queries a device, the keys of all: which of them see which, and how many squares each computes."""
     owner = np.minimum(np.arange(PIECES), PIECES - 1 - np.arange(PIECES))
-    sees = np.where(np.tri(PIECES, dtype=bool), owner[:, None], -1)
-    cells(axes, 0, 0, sees)
+    cells(axes, 0, np.where(np.tri(PIECES, dtype=bool), owner[:, None], -1))
     for piece in range(PIECES):
-        height = PIECES - 1 - piece
-        axes.add_patch(Rectangle((-1.3, height), 0.9, 1, facecolor=COLOURS[owner[piece]], edgecolor="white", lw=0.8))
-        axes.add_patch(Rectangle((piece, PIECES + 0.4), 1, 0.9, facecolor=COLOURS[owner[piece]], edgecolor="white"))
-    axes.text(-1.6, PIECES / 2, "queries: own two pieces", va="center", ha="right", rotation=90, fontsize=9)
-    axes.text(PIECES / 2, PIECES + 1.65, "keys and values: gathered from all →", ha="center", fontsize=10)
-    words = "every device computes as many\nsquares: 1 + 8, 2 + 7, 3 + 6, 4 + 5"
-    axes.text(PIECES + 0.6, PIECES / 2 + 1.2, words, fontsize=9)
+        cell(axes, -1.4, PIECES - 1 - piece, owner[piece])
+        cell(axes, piece, PIECES + 0.4, owner[piece])
+    axes.text(-1.7, PIECES / 2, "own queries", va="center", ha="right", rotation=90, fontsize=TEXT)
+    axes.text(PIECES / 2, PIECES + 1.65, "keys and values", ha="center", fontsize=TEXT)
+    axes.text(10.2, 7.3, "each device computes", fontsize=TEXT)
+    for device in range(SIZE):
+        few, many = device + 1, PIECES - device
+        for square in range(few + many):
+            cell(axes, 10.2 + square, 5.6 - 1.3 * device, device)
+    axes.text(10.2, 0.6, "9 squares: 1 + 8, 2 + 7, 3 + 6, 4 + 5", fontsize=TEXT)
 
 
 def main() -> None:
     """Draw."""
-    figure = Figure(figsize=(8.4, 6.4), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(2, height_ratios=(1, 1.7))
-    for axes, draw, title, limits in (
-        (panels[0], of_heads, "heads", (-1.5, 24, -1, 5.4)),
-        (panels[1], of_gathering, "gather, causal", (-3, 17, -0.2, PIECES + 2.4)),
-    ):
-        draw(axes)
-        axes.set_title(title, loc="left", fontweight="bold")
-        axes.set(xlim=limits[:2], ylim=limits[2:], aspect="equal")
-        axes.axis("off")
-        axes.set_anchor("W")
-    legend = [Rectangle((0, 0), 1, 1, color=colour, label=f"device {n}") for n, colour in enumerate(COLOURS)]
-    figure.legend(handles=legend, loc="outside lower center", ncols=SIZE, frameon=False)
-    figure.savefig(sys.argv[1])
+    with rc_context({"text.color": GREY, "axes.titlecolor": GREY, "savefig.facecolor": "none"}):
+        figure = Figure(figsize=(8.4, 6.9), dpi=110, layout="constrained")
+        FigureCanvasAgg(figure)
+        panels = figure.subplots(2, height_ratios=(1, 1.62))
+        for axes, draw, title, limits in (
+            (panels[0], of_heads, "heads: two all-to-alls", (-1.5, 21, -1.2, 5.2)),
+            (panels[1], of_gathering, "gather: keys and values of all devices, causal", (-3, 19.6, -0.2, PIECES + 2.4)),
+        ):
+            draw(axes)
+            axes.set_title(title, loc="left", fontweight="bold", fontsize=TEXT + 1)
+            axes.set(xlim=limits[:2], ylim=limits[2:], aspect="equal")
+            axes.axis("off")
+            axes.set_anchor("W")
+        legend = [Rectangle((0, 0), 1, 1, color=colour, label=f"device {n + 1}") for n, colour in enumerate(COLOURS)]
+        figure.legend(
+            handles=legend, loc="outside lower center", ncols=SIZE, frameon=False, fontsize=TEXT, handlelength=1
+        )
+        figure.savefig(sys.argv[1])
 
 
 if __name__ == "__main__":

@@ -6,21 +6,26 @@ python docs/pictures/experts.py docs/experts.png
 import sys
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.patches import FancyBboxPatch, Rectangle
 
-COLOURS = ["#4477aa", "#ee6677"]  # of the devices, one sequence each
+COLOURS = ["#3b82c4", "#e0604c"]  # of the devices, one sequence each
+GREY = "#757575"  # readable on white and on black: the picture has no ground
 CHOICES = [[0, 2, 0, 1, 0, 3], [2, 3, 1, 2, 0, 2]]  # of every sequence's tokens, one expert each
 EXPERTS, CAPACITY = 4, 2
+SIZE = 12.5  # of text, in points
 
 
-def token(axes: Any, left: float, bottom: float, device: int, number: int | None) -> None:
+def token(axes: Any, left: float, bottom: float, device: int, number: int | None, dropped: bool = False) -> None:
     """A token of a device's sequence; None: an empty place."""
-    colour = COLOURS[device] if number is not None else "none"
-    axes.add_patch(Rectangle((left, bottom), 0.9, 0.9, facecolor=colour, edgecolor="#999999", lw=0.8))
+    filled = number is not None and not dropped
+    style = {"facecolor": COLOURS[device] if filled else "none", "ls": "-" if filled else ":"}
+    axes.add_patch(Rectangle((left, bottom), 0.9, 0.9, edgecolor=COLOURS[device] if dropped else GREY, lw=1.2, **style))
     if number is not None:
-        axes.text(left + 0.45, bottom + 0.45, str(number + 1), ha="center", va="center", color="white", fontsize=9)
+        place = {"ha": "center", "va": "center", "fontsize": SIZE}
+        axes.text(left + 0.45, bottom + 0.43, str(number + 1), color=COLOURS[device] if dropped else "white", **place)
 
 
 def places(choices: list[int]) -> list[list[int]]:
@@ -28,49 +33,58 @@ def places(choices: list[int]) -> list[list[int]]:
     return [[t for t, chosen in enumerate(choices) if chosen == expert][:CAPACITY] for expert in range(EXPERTS)]
 
 
-def draw(axes: Any) -> None:
-    """Sequences on the left, each sorted to places, then the places of each expert on its device."""
-    for device, choices in enumerate(CHOICES):
-        base = 6.4 * (1 - device)
-        taken = places(choices)
-        axes.text(-0.4, base + 2.4, f"device {device + 1}", rotation=90, va="center", ha="right", fontweight="bold")
-        for number, chosen in enumerate(choices):
-            token(axes, 0, base + 4.6 - number, device, number)
-            words = f"→ {chosen + 1}" + ("" if number in taken[chosen] else ": full")
-            axes.text(1.1, base + 5.05 - number, words, va="center", fontsize=9)
-        for expert in range(EXPERTS):
-            bottom = base + 4.1 - 1.3 * expert
-            axes.text(4.3, bottom + 0.45, f"{expert + 1}", va="center", ha="right", fontsize=9)
+def sequence(axes: Any, device: int, base: float) -> None:
+    """A device's tokens, the expert of each, and those that it drops."""
+    taken = places(CHOICES[device])
+    for number, chosen in enumerate(CHOICES[device]):
+        dropped = number not in taken[chosen]
+        token(axes, 0, base + 5 - number, device, number, dropped)
+        words = f"→ expert {chosen + 1}" + (": full,\n     skips it" if dropped else "")
+        axes.text(1.15, base + 5.45 - number, words, va="center", fontsize=SIZE, linespacing=0.95)
+
+
+def experts(axes: Any, device: int, base: float) -> None:
+    """A device's experts, each with the places that every sequence has there."""
+    for own in range(EXPERTS // 2):
+        expert, bottom = own + device * EXPERTS // 2, base + 3.9 - 2.6 * own
+        axes.text(9.9, bottom + 1.25, f"expert {expert + 1}", fontsize=SIZE)
+        for source in range(2):
             for place in range(CAPACITY):
-                number = taken[expert][place] if place < len(taken[expert]) else None
-                token(axes, 4.5 + place, bottom, device, number)
-        for own in range(EXPERTS // 2):
-            expert, bottom = own + device * EXPERTS // 2, base + 3.4 - 1.8 * own
-            axes.text(10.8, bottom + 0.45, f"expert {expert + 1}", va="center", ha="right", fontsize=9)
-            for source in range(2):
-                for place in range(CAPACITY):
-                    numbers = places(CHOICES[source])[expert]
-                    number = numbers[place] if place < len(numbers) else None
-                    token(axes, 11 + 2.1 * source + place, bottom, source, number)
-    for left, title in (
-        (0, "tokens and\ntheir experts"),
-        (4.2, "two places of each\nexpert per sequence"),
-        (11, "dense products"),
-    ):
-        axes.text(left, 12.2, title, fontsize=10, va="bottom")
-    axes.annotate("", (9.0, 6.0), (6.9, 6.0), arrowprops={"arrowstyle": "<->", "lw": 1.4})
-    axes.text(7.95, 6.25, "all-to-all,\nand back", ha="center", va="bottom", fontsize=9)
+                numbers = places(CHOICES[source])[expert]
+                token(
+                    axes, 9.9 + 2.1 * source + place, bottom, source, numbers[place] if place < len(numbers) else None
+                )
+
+
+def draw(axes: Any) -> None:
+    """Two devices, one above the other: sequences on the left, experts on the right, between them the all-to-all."""
+    for device in range(2):
+        base = 7.2 * (1 - device)
+        for left, width in ((-0.4, 5.5), (9.5, 5.0)):
+            axes.add_patch(FancyBboxPatch((left, base - 0.3), width, 6.5, "round,pad=0.1", fc="none", ec=GREY, lw=1))
+            axes.text(
+                left + width / 2, base + 6.45, f"device {device + 1}", ha="center", fontsize=SIZE, fontweight="bold"
+            )
+        sequence(axes, device, base)
+        experts(axes, device, base)
+        for target in range(2):
+            style = {"arrowstyle": "<->", "lw": 1.6, "color": COLOURS[device], "shrinkA": 0, "shrinkB": 0}
+            axes.annotate("", (9.2, 7.2 * (1 - target) + 3 + 0.5 * (0.5 - device)), (5.4, base + 3), arrowprops=style)
+    axes.text(7.3, 12.6, "all-to-all,\nand back", ha="center", va="center", fontsize=SIZE)
+    axes.text(2.4, 14.7, "a sequence of each device", ha="center", fontsize=SIZE)
+    axes.text(12.0, 14.7, "two places of each sequence", ha="center", fontsize=SIZE)
 
 
 def main() -> None:
     """Draw."""
-    figure = Figure(figsize=(8.4, 6.2), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    draw(axes)
-    axes.set(xlim=(-1.2, 16), ylim=(-1.2, 13.6), aspect="equal")
-    axes.axis("off")
-    figure.savefig(sys.argv[1])
+    with rc_context({"text.color": GREY, "savefig.facecolor": "none"}):
+        figure = Figure(figsize=(8.4, 8), dpi=110, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots()
+        draw(axes)
+        axes.set(xlim=(-0.7, 15.2), ylim=(-0.6, 15.3), aspect="equal")
+        axes.axis("off")
+        figure.savefig(sys.argv[1])
 
 
 if __name__ == "__main__":

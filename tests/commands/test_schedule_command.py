@@ -1,10 +1,13 @@
 """`megajax schedule`: what it prints and draws."""
 
+import colorsys
 import json
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
 from tiny import full
 
 from megajax.__main__ import main
@@ -115,6 +118,13 @@ def test_plot(capsys, tmp_path: Path, suffix: str, flags: tuple, words: list[str
     content = file.read_text()
     assert content.count("<path") > 2 * 3 * 4 and (COLOURS[2][0] in content) == bool(flags)
     assert [word for word in PASSES if f">{word}<" in content] == words
+
+
+def test_a_pass_has_a_hue_and_a_chunk_a_lightness() -> None:
+    shades = np.array([[colorsys.rgb_to_hls(*to_rgb(colour))[:2] for colour in row] for row in COLOURS])
+    hues, lightness = np.moveaxis(shades, -1, 0)
+    assert np.ptp(hues, axis=1).max() < 0.05 and np.diff(np.sort(hues[:, 0])).min() > 0.2
+    assert np.diff(lightness, axis=1).min() > 0.1
 
 
 LARGE = ("--mesh.pipe", 16, "--pipeline.schedule", "interleaved", "--pipeline.chunks", 2, "--microbatches", 512)

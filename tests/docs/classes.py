@@ -15,6 +15,15 @@ FULL = [  # marker `full`: in this order, one after the other, in a folder with 
     "--pipeline.chunks 9 --pipeline.vocabulary split --train.microbatch 2 --train.remat selective",
     "megajax verify gpt2-355m --mesh.data 2 --mesh.pipe 2 --mesh.tensor 2",
     "megajax verify demo --exact --mesh.data 2 --mesh.pipe 2 --mesh.tensor 2",
+    "megajax plan llama3.2-1b --mesh.data 8 --train.microbatch 2 --gpu h100 --no-compile",
+    "megajax verify llama3.2-1b --mesh.data 8 --train.microbatch 2 --exact",
+    "megajax prepare python-stdlib --output corpora/small --vocab-size 1024",
+    "megajax plan llama-demo --mesh.data 2 --mesh.tensor 2 --no-compile",
+    "megajax verify llama-demo --exact --mesh.data 2 --mesh.tensor 2",
+    "megajax train llama-demo --data.path corpora/small --mesh.data 2 --mesh.tensor 2 --simulate-devices 4 "
+    "--train.steps 100 --checkpoint.every 50 --checkpoint.keep-best 1 --run-dir runs/small",
+    "megajax eval perplexity --checkpoint runs/small --step best",
+    "megajax convert export-hf runs/small exported",
     "megajax train demo --mesh.pipe 2 --simulate-devices 2 --profile-pipeline",
     "megajax train demo",
     "megajax train llama-demo --mesh.context 2 --mesh.tensor 2 --mesh.pipe 2 --simulate-devices 8 --train.steps 20 "
@@ -61,6 +70,10 @@ NOT_RUN = {  # reason -> patterns of whole commands
         r"megajax convert import-hf (openai-community/gpt2|Qwen/.*)",
         r"megajax train runs/qwen/.*",
         r".*convert import-hf .* runs/(gpt2|qwen)",
+    ],
+    "the size of docs/train-1b.md; the same commands run smaller": [
+        r"megajax plan llama3\.2-1b --devices 8 .*",
+        r"megajax (eval perplexity --checkpoint|convert export-hf) runs/web-1b .*",
     ],
     "three minutes each; the tests of commands train the same families smaller": [
         r"megajax train (bert-demo|llama-demo)( --mesh\.data 2 .*)?",

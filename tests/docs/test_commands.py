@@ -20,6 +20,7 @@ from megajax.core.errors import UserError
 from megajax.core.options import options
 from megajax.settings.config import Config
 from megajax.settings.flags import Parser
+from megajax.settings.other_names import OURS
 from megajax.settings.presets import load_preset, resolve
 from megajax.settings.validation import validate_imagined
 
@@ -114,6 +115,30 @@ def test_commands_in_the_text_are_known(folder: Path) -> None:
             if problem and not re.match(r"[^;]*( needs a value| missing)[;( ]", problem):
                 wrong.append(f"{page.name}: {text}\n    {problem}")
     assert found >= 10 and not wrong, "\n".join(wrong)
+
+
+def _rows() -> list[tuple[list[str], list[list[str]]]]:
+    """The rows of docs/flags.md: our flags, and the code in each of the other columns."""
+    lines = [line for line in (ROOT / "docs" / "flags.md").read_text().splitlines() if line.startswith("| `--")]
+    cells = [[re.findall(r"`([^`]+)`", cell) for cell in line.strip("|").split("|")] for line in lines]
+    return [(ours, theirs) for ours, *theirs in cells]
+
+
+def test_flags_beside_those_of_others_are_ours() -> None:
+    """They exist, with the values shown, and are those that the error for the other's name tells."""
+    known = {option.flag: option for option in options(Config).values()}
+    rows = _rows()
+    beside: dict[str, list[str]] = {}
+    for ours, theirs in rows:
+        for flag, *value in (text.split() for text in ours if text.startswith("--")):
+            option = known.get(flag.replace("--no-", "--"))
+            assert option and set(value) <= set(map(str, option.choices)), (flag, value)
+        for name in (name.split()[0] for cell in theirs for name in cell):
+            beside[name] = [*beside.get(name, []), *ours]
+    for name, ours in beside.items():
+        told = OURS.get(name.removeprefix("--").replace("-", "_").rpartition(".")[2], "")
+        assert not told.startswith("--") or re.split("[ ,]", told)[0] in " ".join(ours), (name, told, ours)
+    assert len(rows) > 50 and len(beside) > 100
 
 
 def test_a_wrong_command_is_found() -> None:

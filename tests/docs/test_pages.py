@@ -158,6 +158,24 @@ def test_what_the_reference_names_is_there() -> None:
         pkgutil.resolve_name(name)
 
 
+def test_every_variable_of_the_environment_is_described() -> None:
+    """Those that the code reads or sets, by the beginnings of their names."""
+    page = (ROOT / "docs" / "environment.md").read_text()
+    known = r"(?:XLA|JAX|XDG|SLURM|OMPI|KUBERNETES|JOB|WANDB|MLFLOW|CUDA)_[A-Z_]+"
+    named = {text for text in _texts() if re.fullmatch(known, text)}
+    assert len(named) > 10 and not [name for name in named if f"`{name}`" not in page]
+
+
+def test_sizes_of_the_code() -> None:
+    """README's lines of Python, within 8%."""
+    readme = (ROOT / "README.md").read_text()
+    (core, rest), *_ = re.findall(r"([\d,]+) lines of Python in `megajax/core`.*?is ([\d,]+) more", readme, re.DOTALL)
+    lines = {file: len(file.read_text().splitlines()) for file in (ROOT / "megajax").rglob("*.py")}
+    inside = sum(count for file, count in lines.items() if file.is_relative_to(ROOT / "megajax" / "core"))
+    for told, is_ in ((core, inside), (rest, sum(lines.values()) - inside)):
+        assert int(told.replace(",", "")) == pytest.approx(is_, rel=0.08)
+
+
 @pytest.mark.full
 def test_the_site(tmp_path: Path) -> None:
     """`make docs`: no warning, so no dead link and no missing anchor."""
