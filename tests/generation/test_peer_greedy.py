@@ -28,6 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2": WINDOW,
     "qwen3": {"head_dim": 40, "rope_parameters": PEER_YARN},
     "mistral": {"sliding_window": 11},
+    "gemma3_text": {"head_dim": 10, "sliding_window": 9, "sliding_window_pattern": 2, "tie_word_embeddings": False},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 26, "head_dim": 40},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
@@ -76,8 +77,8 @@ def test_the_processors_of_transformers(
 
 @pytest.mark.parametrize(
     ("kind", "tensor", "expert"),
-    [("qwen3", 6, 1), ("mistral", 2, 1), ("olmoe", 2, 2)]
-    + [full(kind, tensor, 1) for kind in ("llama", "qwen2") for tensor in (1, 2)]
+    [("qwen3", 6, 1), ("gemma3_text", 2, 1), ("olmoe", 2, 2)]
+    + [full(kind, tensor, 1) for kind in ("llama", "qwen2", "mistral") for tensor in (1, 2)]
     + [full(kind, tensor, expert) for kind in ("mixtral", "qwen3_moe") for tensor, expert in ((1, 1), (1, 2), (2, 2))],
 )
 def test_64_greedy_tokens(kind: str, tensor: int, expert: int, tmp_path: Path) -> None:
