@@ -11,34 +11,46 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Config",
+    "Loss",
     "Model",
     "PlainModel",
     "RunError",
     "UserError",
+    "distillation",
     "evaluate",
     "exact",
     "init",
     "load_preset",
     "make_program",
+    "register",
     "restore",
+    "with_teacher",
 ]
 
 if TYPE_CHECKING:
     from megajax import exact
     from megajax.core.errors import RunError, UserError
+    from megajax.core.models.distillation import distillation
+    from megajax.core.models.own_loss import Loss
     from megajax.library.beginning import init, load_preset, make_program, restore
     from megajax.library.evaluating import evaluate
     from megajax.library.model import Model
     from megajax.library.plain import PlainModel
+    from megajax.library.teacher import with_teacher
     from megajax.settings.config import Config
+    from megajax.settings.registration import register
 else:
     _MODULES = {
         "settings.config": ["Config"],
         "core.errors": ["RunError", "UserError"],
+        "core.models.distillation": ["distillation"],
+        "core.models.own_loss": ["Loss"],
+        "settings.registration": ["register"],
         "library.beginning": ["init", "load_preset", "make_program", "restore"],
         "library.evaluating": ["evaluate"],
         "library.model": ["Model"],
         "library.plain": ["PlainModel"],
+        "library.teacher": ["with_teacher"],
     }
     _PLACES = {name: f"megajax.{module}" for module, names in _MODULES.items() for name in names}
 

@@ -96,6 +96,22 @@ def gpt2_tokenizer(test_data: Path) -> Any:
     return load_tokenizer(test_data / "gpt2-bpe")
 
 
+@pytest.fixture
+def no_names_stay() -> Iterator[None]:
+    """What a test registers is forgotten after it."""
+    from megajax.core.pipeline.schedule import SCHEDULES
+    from megajax.settings import registration
+
+    tables = [*registration._TABLES.values(), SCHEDULES]
+    before, names = [dict(table) for table in tables], set(registration._registered)
+    yield
+    for table, was in zip(tables, before, strict=True):
+        table.clear()
+        table.update(was)
+    registration._registered.clear()
+    registration._registered.update(names)
+
+
 _room = 4 * 2**30  # bytes that a worker may have
 
 

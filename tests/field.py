@@ -28,7 +28,7 @@ def assert_exact(config: Config, branches: bool = True, planned: bool = True, **
     step = run_step(config, dataclasses.replace(in_blocks(config), **forms), branches=branches)
     found = [*compare_exactly(alone(plain(config), branches=branches), step)]
     failed = [f"{finding.name}: {finding.where}" for finding in found if not finding.passed]
-    assert len(found) > 8 and not failed, failed
+    assert len(found) > 7 + step.in_theory and not failed, failed
     if planned and config.precision not in ("fp8", "fp64"):
         assert totals(communication(config)) == totals(step.collectives)
     return step

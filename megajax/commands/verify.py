@@ -14,6 +14,7 @@ from megajax.core.options import Option, between
 from megajax.host.children import children, num_cores
 from megajax.settings.config import Config, DistributedConfig
 from megajax.settings.flags import MESH_FLAGS, Parser, add_flag
+from megajax.settings.plugins import load_plugins
 from megajax.settings.presets import load_preset, resolve
 from megajax.settings.validation import validate_imagined
 from megajax.start.launch import in_cluster, peak_resident_bytes, start
@@ -104,6 +105,7 @@ def _begun(config: Config, devices: int, exact: bool) -> "Shrunk":
 def _beside(config: Config, devices: int) -> "list[Finding]":
     """The checks of programs beside training, in another process. It says nothing: if it dies, this one runs them."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    load_plugins(config.plugins)
     small = _begun(config, devices, exact=True)
 
     from megajax.verify.exact import checked_beside, rarely_collected

@@ -1,7 +1,8 @@
 """What a batch holds: its arrays by name, their dims, what is counted in them, and their padding.
 
-A batch is a dict of arrays, int32 [rows, *dims]. All code that makes, loads, shards or reads one asks its `BatchSpec`,
-so a model with other arrays needs only another `BatchSpec`.
+A batch is a dict of arrays, int32 [rows, *dims]; those that only a loss of the user's reads may have another dtype. All
+code that makes, loads, shards or reads one asks its `BatchSpec`, so a model with other arrays needs only another
+`BatchSpec`.
 """
 
 import math
@@ -21,6 +22,7 @@ class BatchArray:
 
     dims: tuple[str, ...]  # names of the dims after the rows: `tokens`, or one of the form's `sizes`
     padding: int = 0  # value after the end of a text, and in rows without a sample
+    dtype: str = "int32"
 
 
 @dataclass(frozen=True)
@@ -32,27 +34,30 @@ class BatchSpec:
         targets: for every loss by name, the array with its targets; `IGNORED` entries are not predicted.
         measures: the same for every mean that is reported but not trained.
         sizes: for every dim except `tokens`, its size as a function of the sequence length.
+        by_row: whether what counts is rows with a target, instead of targets.
     """
 
     entries: Mapping[str, BatchArray]
     targets: dict[str, str]
     measures: dict[str, str] = field(default_factory=dict)
     sizes: dict[str, Callable[[int], int]] = field(default_factory=dict)
+    by_row: bool = False
 
     def shapes(self, rows: int, *, tokens: int) -> dict[str, tuple[int, ...]]:
         """Shape of every array for this many rows of this many tokens."""
         sizes = {"tokens": tokens} | {dim: size(tokens) for dim, size in self.sizes.items()}
         return {name: (rows, *(sizes[dim] for dim in entry.dims)) for name, entry in self.entries.items()}
 
-    def padding(self, rows: int, *, tokens: int) -> dict[str, npt.NDArray[np.int32]]:
+    def padding(self, rows: int, *, tokens: int) -> dict[str, npt.NDArray[Any]]:
         """A batch of padding only."""
         shapes = self.shapes(rows, tokens=tokens)
-        return {name: np.full(shapes[name], entry.padding, np.int32) for name, entry in self.entries.items()}
+        return {name: np.full(shapes[name], entry.padding, entry.dtype) for name, entry in self.entries.items()}
 
     def counts(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """How many targets every loss and measure has in a batch, a scalar each."""
         arrays = self.targets | self.measures
-        found = {name: (batch[name] != IGNORED).sum() for name in dict.fromkeys(arrays.values())}
+        there = {name: batch[name] != IGNORED for name in dict.fromkeys(arrays.values())}
+        found = {name: (each.any(axis=1) if self.by_row else each).sum() for name, each in there.items()}
         return {loss: found[name] for loss, name in arrays.items()}
 
 
@@ -65,6 +70,18 @@ def text_form(*, with_positions: bool = False) -> BatchSpec:
     if with_positions:
         entries["positions"] = BatchArray(("tokens",))
     return BatchSpec(entries, targets={"next_token": "targets"})
+
+
+CHOSEN, REJECTED = 1, -1  # answers
+
+
+def preferences_form() -> BatchSpec:
+    """Two answers to a prompt, each after it, as two documents (`text_form`). `answer` [T] is `CHOSEN` or `REJECTED`
+    where a token has a target, which is of that answer, and otherwise 0; `reference`, of a row, is what another model
+    thinks of the two (`models/preferences.py`)."""
+    text = text_form(with_positions=True)
+    arrays = {"answer": BatchArray(("tokens",)), "reference": BatchArray((), dtype="float32")}
+    return BatchSpec({**text.entries, **arrays}, targets={"preferences": "targets"}, by_row=True)
 
 
 def document_positions(begins: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int32]:

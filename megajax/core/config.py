@@ -6,16 +6,21 @@ A run's `Config` (`megajax/settings/config.py`) is one of these, with data, run 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from megajax.core.axes import AXES, BATCH_AXES, OPTIONAL_AXES, ROW_AXES
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.lora_config import LoraConfig
 from megajax.core.optim.config import LossScaleConfig, OptimizerConfig
-from megajax.core.options import SEED, SHARE, between
+from megajax.core.options import SEED, SHARE, OneOf, above, between
 from megajax.core.pipeline.config import PipelineConfig
 from megajax.core.traits import SAMPLES
 
+MODELS_OWN = "cross-entropy"  # or what else the family's losses are
+LOSSES: dict[str, Any] = {MODELS_OWN: None, "preferences": None}
+"""By `train.loss`: for a registered one, a `Loss` or the function of one (`models/own_loss.py`)."""
+METRICS: dict[str, Any] = {}
+"""By `train.metrics`: functions of logits and batch."""
 _AXIS = between(1, 100_000)
 MOST_ROWS = 1_000_000  # of a global batch
 ROWS = between(1, MOST_ROWS)
@@ -81,6 +86,15 @@ class BatchConfig:
         Literal["none", "selective", "layer", "stage"],
         "activations to recompute in the backward pass instead of storing; selective: those that are cheap to compute",
     ] = "none"
+    loss: Annotated[str, "what to minimize: the model's own loss, or one that --plugins registered", OneOf(LOSSES)] = (
+        MODELS_OWN
+    )
+    dpo_beta: Annotated[
+        float, "preferences: how strongly the model is held to the one it began with", above(0, 1e6)
+    ] = 0.1
+    metrics: Annotated[
+        tuple[str, ...], "means to report besides the loss, of those that --plugins registered", OneOf(METRICS)
+    ] = ()
     ema: Annotated[
         float,
         "decay of an exponential moving average of the weights, updated every step and used for "
@@ -125,6 +139,9 @@ class StepConfig:
     optimizer: OptimizerConfig
     loss_scale: LossScaleConfig = LossScaleConfig()
     data: PackingConfig = PackingConfig()
+    # What Python code gives in place of an option; in no file and no flag.
+    own_optimizer: Any = None  # an `OwnOptimizer` (`optim/own.py`)
+    own_loss: Any = None  # a `Loss` (`models/own_loss.py`)
 
     def __post_init__(self) -> None:
         if self.lora.rank:  # frozen weights have no gradients to defer

@@ -3,10 +3,10 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from megajax.core.config import PackingConfig
-from megajax.core.options import SHARE, Range
+from megajax.core.options import SHARE, OneOf, Range
 from megajax.core.traits import IS_PATH, SAMPLES
 
 
@@ -27,6 +27,8 @@ class ValidationSet:
 
 
 NONE = "none"
+DATA_SETS: dict[str, Any] = {"": None}
+"""By `data.set`: functions of the configuration."""
 
 
 def _is_range(text: str) -> bool:
@@ -50,6 +52,7 @@ def skipped_samples(texts: Iterable[str]) -> tuple[tuple[int, int], ...]:
 class DataConfig(PackingConfig):
     """Training data: a corpus, several corpora, or a task's files."""
 
+    set: Annotated[str, "a data set that --plugins registered, instead of data.path", OneOf(DATA_SETS), SAMPLES] = ""
     path: Annotated[
         str,
         "text, JSONL, Parquet, a folder, also at gs:// or s3://; hf://NAME[/CONFIGURATION][:SPLIT][#COLUMN]; a "

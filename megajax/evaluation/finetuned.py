@@ -100,7 +100,8 @@ def _run_config(name: str, run_dir: Path, overrides: dict[str, Any], mesh: MeshC
         has = model if config.pretrains else f"a run of {config.task.name}"
         raise UserError(f"--checkpoint {run_dir}: {has}; valid: a run that was fine-tuned on {name}")
     if task.continues_text:
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, reset_attention=True))
+        data = dataclasses.replace(config.data, reset_attention=True)
+        config = dataclasses.replace(config, data=data, train=dataclasses.replace(config.train, loss=task.loss))
     return dataclasses.replace(config, task=dataclasses.replace(config.task, name=name))
 
 
@@ -118,9 +119,11 @@ def text_figures(
     program: Program, params: Any, samples: TaskSamples, between: Callable[[], None] = lambda: None
 ) -> dict[str, float]:
     """Figures over all counted tokens of texts: mean loss in nats, perplexity, accuracy in percent, and the numbers of
-    tokens and records.
+    tokens and records; over pairs of texts without those of tokens.
     """
     (found,) = perplexities(program, params, samples, between=between).values()
+    if program.form.by_row:
+        return {"loss": found.loss, "accuracy": 100 * found.accuracy, "records": len(samples.records)}
     figures = {"loss": found.loss, "perplexity": found.perplexity, "accuracy": 100 * found.accuracy}
     return figures | {"tokens": found.tokens, "records": len(samples.records)}
 

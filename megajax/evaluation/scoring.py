@@ -7,7 +7,7 @@ tokens, and the host sums them in float64. Every process calls these functions a
 import math
 import operator
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,14 +146,21 @@ class Perplexity:
 
 
 def perplexities(
-    program: Program, params: Any, samples: Samples, *, batches: int = 0, between: Callable[[], None] = lambda: None
+    program: Program,
+    params: Any,
+    samples: Samples,
+    *,
+    batches: int = 0,
+    between: Callable[[], None] = lambda: None,
+    names: Collection[str] = (),
 ) -> dict[str, Perplexity]:
-    """Every loss of the model by name, over `samples`; for the arguments see `score_samples`."""
+    """Losses over `samples`, by default those that the samples have targets for; for the other arguments see
+    `score_samples`."""
     found: dict[str, list[SampleScores]] = defaultdict(list)
     for sample in score_samples(program, params, samples, batches=batches, between=between):
         for name, of_loss in sample.items():
             found[name].append(of_loss)
-    return {name: Perplexity.of(found[name]) for name in samples.form.targets}
+    return {name: Perplexity.of(found[name]) for name in names or samples.form.targets}
 
 
 def total_loss(losses: dict[str, Perplexity]) -> float:

@@ -1,16 +1,19 @@
 """A configuration, its program on a mesh, and a model with fresh or restored weights."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from megajax.core.errors import UserError
+from megajax.core.models.own_loss import Loss
+from megajax.core.optim.own import check_there
 from megajax.core.options import shown
 from megajax.core.program.memory import check_memory
 from megajax.core.program.program import Program
 from megajax.library.model import Model
+from megajax.library.own import warn_of_cost, with_own
 from megajax.library.progress import progress
 from megajax.plan.machines import machine_of_device
 from megajax.plan.placing import placed
@@ -64,14 +67,28 @@ def _in_steps(config: Config) -> Config:
     return with_total_steps(config, None) if config.pretrains and not config.train.epochs else config
 
 
-def init(config: Config | str | Path) -> Model:
+def init(
+    config: Config | str | Path,
+    *,
+    loss: Loss | Callable[..., Any] | None = None,
+    optimizer: Any = None,
+    elementwise: bool | None = None,
+) -> Model:
     """A model with fresh weights on the mesh of its configuration, or, if that has `init`, with another run's weights.
 
     Args:
         config: a configuration, as from `load_preset`, or a preset's name or file.
+        loss: a function of logits and batch to minimize instead of the mean cross-entropy (`Loss`).
+        optimizer: an optax transformation, or a function such as `optax.lion` that makes one from the configuration's
+            schedule of the learning rate. Gradients are clipped to `optimizer.clip_norm` before.
+        elementwise: whether the optimizer updates every number by itself; by default it is traced to find out. If it
+            does not, every device gathers all gradients and weights.
     """
-    config, _ = _on_devices(config if isinstance(config, Config) else load_preset(config))
+    config = with_own(config if isinstance(config, Config) else load_preset(config), loss, optimizer, elementwise)
+    config, _ = _on_devices(config)
+    check_there(config.optimizer, config.own_optimizer)
     program = make_program(config)
+    warn_of_cost(program)
     check_first_weights(config)
     tokenizer, most = named_or_init_tokenizer(config), config.model.vocab_size
     if tokenizer is not None and config.tokenizer.path and tokenizer.size > most:
@@ -88,6 +105,9 @@ def restore(
     *,
     step: int | str = "latest",
     training: bool = False,
+    loss: Loss | Callable[..., Any] | None = None,
+    optimizer: Any = None,
+    elementwise: bool | None = None,
 ) -> Model:
     """The model of a run, with its tokenizer.
 
@@ -97,13 +117,16 @@ def restore(
             they change it.
         step: which checkpoint: a step, latest, or best (lowest validation loss).
         training: also restore the optimizer state, so that `train_step` can continue.
+        loss, optimizer, elementwise: as in `init`.
 
     Raises:
         RunError: the checkpoint is damaged.
     """
     folder = Path(run_dir)
     check_run(folder, "restore")
-    config = stored_config(folder, overrides or {})
+    config = with_own(stored_config(folder, overrides or {}), loss, optimizer, elementwise)
+    if training:
+        check_there(config.optimizer, config.own_optimizer)
     ours = _in_steps(config.with_decay(config.optimizer.kept_of(stored_optimizer(folder))))
     ours, _ = _on_devices(ours)
     program = make_program(ours)

@@ -5,7 +5,7 @@ Letters: B sequences, T tokens, V vocabulary, C classes.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, overload
@@ -16,7 +16,9 @@ from jax import Array
 
 from megajax.convert.importing import write_run
 from megajax.core.errors import UserError
+from megajax.core.models.own_loss import Loss
 from megajax.core.models.registry import FAMILIES
+from megajax.core.models.staged import count_parameters
 from megajax.core.options import check
 from megajax.core.program.program import Program
 from megajax.core.program.scoring import logits, scores, task_logits
@@ -32,13 +34,18 @@ from megajax.generation.decoder import Decoder
 from megajax.generation.generate_options import GenerateOptions
 from megajax.generation.text import Stops, continuation_text
 from megajax.host.reading import is_unicode
-from megajax.library.batches import Given, batch_of, inputs_of, padded, prompt_ids, shape_of_ids
+from megajax.library.own import as_weights, with_own
 from megajax.library.progress import progress
 from megajax.runs.data import given_samples, make_run_data, open_run_data
 from megajax.runs.init import keep_init_tokenizer, keep_tokenizer
 from megajax.runs.order import Order, OrderSegment
 from megajax.settings.config import Config
-from megajax.training.begin import check_given
+from megajax.settings.validation import validate
+from megajax.training.batches import Given, batch_of, inputs_of, padded, prompt_ids, shape_of_ids
+from megajax.training.begin import check_given, train_here
+from megajax.training.given import OnStep, OnValidation, Supplied
+from megajax.training.loop import Trainer
+from megajax.training.own_data import Batches, of_run, own_data, registered_data, whole_batch
 
 
 class Model:
@@ -66,8 +73,16 @@ class Model:
         self._state: TrainState | None = weights if isinstance(weights, TrainState) else None
         self._weights, self._given = weights, given or config
         self._forward: dict[int, Program] = {}  # by number of rows in a batch
+        self._of_loss: dict[Any, Program] = {}
         self._called: set[tuple[str, int]] = set()  # functions and numbers of rows that are compiled
         self._decoders: dict[tuple[Sampling, frozenset[int]], Decoder] = {}  # only the last one
+
+    def __repr__(self) -> str:
+        config, model = self.config, self.config.model
+        size = f"{count_parameters(model):,} parameters, {model.num_layers} layers of {model.hidden_size}"
+        own = f", loss {config.own_loss.name}" if config.own_loss else ""
+        trained = f", optimizer {config.optimizer.name}{own}" if self._state is not None else ""
+        return f"Model({model.family}, {size}, {config.precision}; mesh {config.mesh}; step {self.step}{trained})"
 
     @property
     def _params(self) -> Any:
@@ -95,12 +110,13 @@ class Model:
         targets = self.program.form.targets
         return total_loss({name: Perplexity.of([SampleScores.of(*map(np.asarray, found[name]))]) for name in targets})
 
-    def train_step(self, batch: Given) -> dict[str, float]:
+    def train_step(self, batch: Given, loss: Loss | Callable[..., Any] | None = None) -> dict[str, float]:
         """One optimizer step, as in a run.
 
         Args:
             batch: token ids [B, T + 1], or a batch by name, such as one of `batches`; B is `train.global_batch` and T
                 `model.sequence_length`.
+            loss: what to minimize in this step, as in `megajax.init`; by default what the model was made with.
 
         Returns:
             Figures by name: `loss` before the step, `grad_norm`, `learning_rate`, `skipped` (1.0: the gradients were
@@ -122,17 +138,74 @@ class Model:
         if shape not in (None, (rows, length + 1)):
             valid = f"{[rows, length + 1]}, train.global_batch times model.sequence_length + 1"
             raise UserError(f"train_step: ids of shape {list(shape)}; valid: {valid}")
-        arrays = batch_of(self.config, self.program.form, batch)
-        for name, wanted in self.program.batch_types.items():
-            if arrays[name].shape != wanted.shape:
-                problem = f"{name} of shape {list(arrays[name].shape)}"
-                valid = f"{list(wanted.shape)}, or another train.global_batch or model.sequence_length"
-                raise UserError(f"train_step: {problem}; valid: {valid}")
-        placed = self.program.put_batch(arrays, self.program.local_rows)
-        with self._compiling("the step", rows):
-            self._state, metrics = train_step(self.program)(self._state, placed)
+        program = self._with_loss(loss)
+        arrays = whole_batch(self.config, program, batch, "train_step")
+        placed = program.put_batch(arrays, program.local_rows)
+        with self._compiling("the step" if loss is None else f"the step of {program.config.own_loss.name}", rows):
+            self._state, metrics = train_step(program)(self._state, placed)
         self.step += 1
         return {name: float(value) for name, value in metrics.items() if value.ndim == 0}
+
+    def _with_loss(self, loss: Loss | Callable[..., Any] | None) -> Program:
+        """The program with another loss; cached."""
+        if loss is None:
+            return self.program
+        if loss not in self._of_loss:
+            self._of_loss[loss] = Program(with_own(self.config, loss, None), self.program.mesh, self.program.backend)
+        return self._of_loss[loss]
+
+    def train(
+        self,
+        steps: int | None = None,
+        run_dir: str | Path | None = None,
+        *,
+        batches: Batches | None = None,
+        data: Any = None,
+        validation: Any = None,
+        on_step: OnStep = lambda step, figures: None,
+        on_validation: OnValidation = lambda step, loss: None,
+    ) -> None:
+        """Train in a run directory with the loop of `megajax train`: its checkpoints, log, trackers and signals. Called
+        again, also in another process, it goes on from the newest checkpoint there; the model then has its weights.
+
+        Args:
+            steps: the step at which training ends, counted from the model's first; by default `train.steps`.
+            run_dir: by default the configuration's.
+            batches: batches as for `train_step`: an iterator from the model's first step on, or a function of the
+                number of steps before. By default those of the configuration's data.
+            data, validation: data sets instead: objects with `len` and `[i]`, of which an entry is ids [T + 1] or a
+                dict of a row's arrays. Training draws all entries once in every epoch, in a new order.
+            on_step: called with a step's number and its figures, in order, when they are known.
+            on_validation: called with the number of steps before a validation and its loss.
+
+        Raises:
+            RunError: as `megajax train`: too many steps in a row were skipped, or a checkpoint cannot be read.
+        """
+        if self._state is None:
+            raise UserError("train: the optimizer state was not restored; valid: restore(…, training=True)")
+        own = own_data(self.config, self.program, self.tokenizer, batches, data, validation)
+        config = of_run(self._given, steps, run_dir, own)
+        validate(config, config.mesh.num_devices)
+        if own is None:
+            check_given(config)
+        state, self._state = self._state, None  # the loop overwrites it
+        runs: list[Trainer] = []
+        given = Supplied(
+            program=self.program,
+            state=state,
+            tokenizer=self.tokenizer,
+            step=self.step,
+            data=own,
+            on_begin=runs.append,
+            on_step=on_step,
+            on_validation=on_validation,
+        )
+        try:
+            train_here(config, given=given)
+        finally:
+            self._state = runs[0].state if runs else state
+            self._weights, self.step = self._state, runs[0].dispatched if runs else self.step
+            self.tokenizer = self.tokenizer or (runs[0].data.tokenizer if runs else None)
 
     def batches(self, folder: str | Path) -> Iterator[Mapping[str, np.ndarray]]:
         """The batches of a run with this configuration, from the model's step on, without end.
@@ -144,6 +217,10 @@ class Model:
         check_given(self.config)
         if not self.config.pretrains:
             raise UserError(f"batches: a model of {self.config.task.name}; valid: megajax train")
+        rows, size = self.program.local_rows, self.config.train.global_batch
+        if self.config.data.set:
+            found = registered_data(self.config, self.program).train
+            return train_batches(found, rows=rows, global_batch=size, start_step=self.step)
         if self.tokenizer is not None:  # the weights need exactly its ids
             keep_tokenizer(
                 self.tokenizer, self.config, Path(folder), "batches: the tokenizer of the model", "another folder"
@@ -154,7 +231,6 @@ class Model:
             corpora = make_run_data(self.config, Path(folder))
         data = open_run_data(self.config, Path(folder), corpora=corpora)
         self.tokenizer = self.tokenizer or data.tokenizer
-        rows, size = self.program.local_rows, self.config.train.global_batch
         samples = Order([OrderSegment.of(self.config, corpora)]).samples(data.train)
         return train_batches(samples, rows=rows, global_batch=size, start_step=self.step)
 
@@ -238,6 +314,22 @@ class Model:
         if layout.adapters is not None:
             held = jax.jit(layout.adapters.merged)(held)
         return jax.device_put(jax.jit(layout.canonical_weights)(held), self.program.mesh.devices.flat[0])
+
+    def set_weights(self, weights: Mapping[str, Any]) -> None:
+        """Replace all weights; moments, step and learning rate stay.
+
+        Args:
+            weights: nested dicts as from `weights`, of arrays of any kind and any float dtype.
+        """
+        layout = self.program.layout
+        if layout.adapters is not None:
+            raise UserError("set_weights: the weights have LoRA's adapters; valid: a model without lora.rank")
+        canonical = as_weights(weights, layout.canonical_shapes.params)
+        with progress("placing the weights"):
+            if self._state is None:
+                self._weights = layout.computed_from_canonical(canonical)
+            else:
+                self._weights = self._state = layout.with_weights(self._state, canonical)
 
     def save(self, run_dir: str | Path) -> None:
         """Write a run directory at the model's step, for use with `restore` and all commands.

@@ -24,10 +24,10 @@ from megajax.core.parallel.random import Dropout
 from megajax.core.pipeline.placement import Placement
 from megajax.core.precision import COMPUTE_DTYPE, OPERAND_DTYPE
 from megajax.core.program.float8 import LayerCopies
-from megajax.core.program.program import batch_form
+from megajax.core.program.program import batch_form, own_loss
 from megajax.core.program.weight import weights_of
-from megajax.library.batches import Given, batch_of, inputs_of
 from megajax.settings.config import Config
+from megajax.training.batches import Given, batch_of, inputs_of
 
 Weights = Mapping[str, Any]
 _WHOLE = PartitionSpec()
@@ -45,7 +45,7 @@ class PlainModel:
         self.config, self.form = config, batch_form(config)
         self._mesh: Mesh = make_mesh([device or jax.devices()[0]])
         backend = backend_of(self._mesh)
-        self._cut = StagedModel(config.model, F_AND_G, backend)
+        self._cut = StagedModel(config.model, F_AND_G, backend, loss=own_loss(config))
         self._reading = StagedModel(config.model.forward_only, F_AND_G, backend)
         stack = Placement(config.model.num_blocks, num_stages=1)
         records = weights_of(self._cut, None, RULES, stack, MeshConfig().sizes, zero_stage=0)

@@ -211,6 +211,8 @@ class Checkpoints:
             return stored.read(checkpoint, targets)
         except DamagedCheckpoint:
             stored.check_fits(checkpoint, self._layout.model)
+            if targets.optimizer is not None:
+                stored.check_same_optimizer(checkpoint, targets)
             raise
 
     def restore_newest(self) -> tuple[TrainState | None, int, list[str]]:

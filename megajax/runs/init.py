@@ -167,12 +167,16 @@ def _differing(model: ModelConfig, theirs: ModelConfig, changes: Changes) -> lis
     return [name for name in compared(ModelConfig, changes) if getattr(model, name) != getattr(theirs, name)]
 
 
-def first_or_newest_state(checkpoints: Checkpoints, config: Config, program: Program) -> TrainState:
-    """The newest readable state of a run, or else its first one; prints which it is."""
+def first_or_newest_state(
+    checkpoints: Checkpoints, config: Config, program: Program, given: TrainState | None = None
+) -> TrainState:
+    """The newest readable state of a run, or else its first one, which may be `given`; prints which it is."""
     with phase("preparing the state"):
         state, step, damaged = checkpoints.restore_newest()
         for message in damaged:
             say(f"damaged checkpoint, falling back to the one before it: {message}")
+        if state is None and given is not None:
+            return given
         if state is None:
             state, origin = first_state(config, program)
             if config.init or not config.pretrains:

@@ -132,6 +132,18 @@ def check_fits(checkpoint: Path, model: ModelConfig) -> None:
             raise UserError(f"{file}: {name} is {wanted}; valid: {size}, as in the weights of {checkpoint}")
 
 
+def check_same_optimizer(checkpoint: Path, target: TrainState) -> None:
+    """Refuse a target with the state of another optimizer; called when the checkpoint could not be read."""
+    part = TrainState(None, None, None, target.optimizer, None, None)  # type: ignore[arg-type]
+    wanted = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(part)}
+    there = {name for name in _manifest(checkpoint).arrays if name.startswith(".optimizer")}
+    if wanted != there:
+        raise UserError(
+            f"{checkpoint} holds the state of another optimizer; valid: the one that it was trained with, or "
+            "set_weights in a new model"
+        )
+
+
 def _stored_weights(state: Path) -> dict[str, Any]:
     """Shape and dtype of a checkpoint's weights by path; empty if it cannot be read."""
     with contextlib.suppress(Exception), ocp.PyTreeCheckpointer() as reader:  # damage raises exceptions of many kinds

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.core.config import MeshConfig
+from megajax.core.config import MODELS_OWN, MeshConfig
 from megajax.core.errors import RunError, UserError
 from megajax.core.models.registry import FAMILIES
 from megajax.core.options import apart
@@ -146,7 +146,8 @@ def evaluation_config(
     config = dataclasses.replace(config, mesh=mesh)
     validate_mesh(config, jax.device_count())
     rows = config.mesh.row_shards * config.mesh.pipe * config.train.microbatch
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch=rows))
+    train = dataclasses.replace(config.train, global_batch=rows, loss=MODELS_OWN, metrics=())
+    return dataclasses.replace(config, train=train)
 
 
 def run_tokenizer(run_dir: Path, config: Config) -> Tokenizer:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from operator import attrgetter
 
+from megajax.core.config import MODELS_OWN
 from megajax.core.errors import UserError
 from megajax.core.models.checks import check_lora, check_model
 from megajax.core.models.registry import FAMILIES, FamilyEntry
@@ -34,6 +35,7 @@ def check_values(config: Config) -> None:
     if config.init_step != options(Config)["init_step"].default and not config.init:
         raise UserError(f"--init-step {config.init_step} without --init; valid: --init with the directory of a run")
     _check_task(config)
+    _check_loss(config)
     _check_length(config)
     _check_ramp(config)
     if config.data.reset_attention and not family.continues_text:
@@ -119,6 +121,19 @@ def _check_task(config: Config) -> None:
             raise UserError(f"--data.{field} with --task.name {name}; valid: --data.train and --data.dev")
 
 
+def _check_loss(config: Config) -> None:
+    """Check that the loss is for this model, and that it is the task's if only one of them can be."""
+    train, task = config.train, TASKS.get(config.task.name)
+    if train.metrics or train.loss != MODELS_OWN:
+        key = "train.loss" if train.loss != MODELS_OWN else "train.metrics"
+        if not FAMILIES[config.model.family].continues_text or config.model.head != "pretraining":
+            raise _conflict(config, key, "model.family", valid=f"--train.loss {MODELS_OWN} without metrics")
+    of_task = {each.loss for each in TASKS.values()} - {MODELS_OWN}
+    wanted = MODELS_OWN if task is None else task.loss
+    if train.loss != wanted and {train.loss, wanted} & of_task:
+        raise _conflict(config, "train.loss", "task.name", valid=f"--train.loss {wanted}")
+
+
 def _check_length(config: Config) -> None:
     """Check that the end of training and of the warm-up are defined."""
     train, optimizer = config.train, config.optimizer
@@ -164,6 +179,9 @@ def _check_validation(config: Config) -> None:
 def _check_data(data: DataConfig) -> None:
     if data.path and data.sources:
         raise UserError("--data.path and --data.sources are both given; valid: one of them")
+    if data.set and (data.path or data.sources):
+        given = "--data.path" if data.path else "--data.sources"
+        raise UserError(f"--data.set {data.set} with {given}; valid: one of them")
     for source in data.sources:
         if not source.path or not 0 < source.weight <= MOST:
             raise UserError(

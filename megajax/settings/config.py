@@ -12,12 +12,14 @@ from typing import Annotated, Any, Literal
 
 from megajax.core.config import MOST_ROWS, BatchConfig, StepConfig
 from megajax.core.optim.config import UNKNOWN, Horizon
-from megajax.core.options import AT_LEAST_ZERO, Range, above, between, options
+from megajax.core.options import AT_LEAST_ZERO, OneOf, Range, above, between, options
 from megajax.core.traits import IS_PATH, ShrinkRule
 from megajax.data.config import DataConfig, TokenizerConfig
 from megajax.data.samples.loader import BatchSizes
 from megajax.data.tasks.registry import PRETRAINING, TaskConfig
 
+TRACKERS: dict[str, Any] = dict.fromkeys(("none", "wandb", "mlflow"))
+"""By `track`: for a registered one, the function that makes it from the run directory."""
 _RAMP, _GROWTH = between(0, MOST_ROWS), ShrinkRule(jointly=True)
 MOST_SIMULATED = 1024  # devices; JAX needs seconds for these, minutes for some thousands
 _SIMULATED = between(0, MOST_SIMULATED)
@@ -146,15 +148,19 @@ class Config(StepConfig):
         float, "size limit of that cache in GiB; the least recently used programs are removed", above(0, 1e6)
     ] = 4
     simulate_devices: Annotated[int, "CPU devices to simulate in this process; 0: use the real devices", _SIMULATED] = 0
+    plugins: Annotated[
+        tuple[str, ...], "Python files or modules that register further names (docs/library.md)", IS_PATH
+    ] = ()
     evaluate: Annotated[
         tuple[str, ...],
         "evaluate during training: lambada=FILE, wikitext103=FILE, or the fine-tuning task's own name for its dev set",
     ] = ()
     evaluate_every: Annotated[int, "steps between those evaluations; the last step always has one"] = 1000
     track: Annotated[
-        Literal["none", "wandb", "mlflow"],
+        str,
         "also record the run in Weights & Biases or MLflow, configured by their own environment "
         "variables (docs/monitoring.md)",
+        OneOf(TRACKERS),
     ] = "none"
     profile: Annotated[
         str,
@@ -198,10 +204,12 @@ def to_toml(config: Config, horizon: Horizon | None = None) -> str:
     keeps of its schedule when it is resumed."""
     import tomli_w
 
-    return tomli_w.dumps({RUN_MARK: True} | asdict(config) | ({RUN_HORIZON: horizon._asdict()} if horizon else {}))
+    tables = asdict(replace(config, own_optimizer=None, own_loss=None))
+    values = {key: value for key, value in tables.items() if value is not None}
+    return tomli_w.dumps({RUN_MARK: True} | values | ({RUN_HORIZON: horizon._asdict()} if horizon else {}))
 
 
 def to_values(config: Config) -> dict[str, Any]:
     """The configuration by key, with values as in TOML and JSON: a corpus of several sources is a dict."""
-    tables = asdict(config)
+    tables = asdict(replace(config, own_optimizer=None, own_loss=None))
     return {key: functools.reduce(operator.getitem, key.split("."), tables) for key in options(Config)}

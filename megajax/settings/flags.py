@@ -17,6 +17,7 @@ from megajax.host.reading import parse_toml
 from megajax.host.transcript import tell
 from megajax.settings.config import Config
 from megajax.settings.other_names import nearest
+from megajax.settings.plugins import load_plugins, plugins_in
 from megajax.settings.preset_files import names_in_folders, preset_names
 from megajax.settings.presets import Preset, load_preset, read_preset, resolve
 
@@ -79,6 +80,7 @@ class Parser(argparse.ArgumentParser):
             if "\0" in word:
                 raise UserError(f"{shown(word)}; valid: arguments without NUL")
         argv = None if argv is None else [self._with_hyphens(word) for word in argv]
+        load_plugins(plugins_in(argv or ()))
         for word, section in pairwise(argv or ()):
             if word in ("-h", "--help") and self._sections and not section.startswith("-"):
                 self._only(section)

@@ -15,6 +15,7 @@ from megajax.host.paths import identity, scheme
 from megajax.settings.checks import check_values
 from megajax.settings.config import RUN_HORIZON, RUN_MARK, Config
 from megajax.settings.other_names import nearest
+from megajax.settings.plugins import lasting, load_plugins_of
 from megajax.settings.preset_files import find_preset, parse_toml, preset_folders, read_file
 
 OF_START = ("run_dir", "simulate_devices")  # they belong to one run and its machine, and are not inherited
@@ -174,17 +175,16 @@ def _convert(key: str, value: object, name: str) -> Any:
         raise UserError(f"{name} = {shown(value)}; valid: {table[key].valid}") from None
 
 
-_EITHER = (("data.path", "data.sources"), ("optimizer.warmup_steps", "optimizer.warmup_fraction"))
+_EITHER = (("data.path", "data.sources", "data.set"), ("optimizer.warmup_steps", "optimizer.warmup_fraction"))
 
 
 def _replaced(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with `others` replacing them. Of a pair in `_EITHER` one replaces the other; epochs replace steps; and a
-    new number of virtual stages replaces numbers of layers for another one by `auto`."""
+    """`values` with `others` replacing them. Of the keys in an entry of `_EITHER`, one replaces the others; epochs
+    replace steps; and a new number of virtual stages replaces numbers of layers for another one by `auto`."""
     left = dict(values)
-    for pair in _EITHER:
-        for key, other in (pair, pair[::-1]):
-            if others.get(key) not in (None, "", ()) and other not in others:
-                left.pop(other, None)
+    for keys in _EITHER:
+        if any(others.get(key) not in (None, "", ()) for key in keys):
+            left = {key: value for key, value in left.items() if key not in keys}
     if others.get("train.epochs") and "train.steps" not in others:
         left.pop("train.steps", None)
     before, now = (each.get("mesh.pipe", 1) * each.get("pipeline.chunks", 1) for each in (left, left | dict(others)))
@@ -199,7 +199,7 @@ def of_task(values: Mapping[str, Any]) -> dict[str, Any]:
     task = TASKS.get(values.get("task.name", PRETRAINING))
     if task is None:
         return {}
-    resets = {"data.reset_attention": True} if task.continues_text else {}
+    resets = {"data.reset_attention": True, "train.loss": task.loss} if task.continues_text else {}
     return {"model.head": task.head, "model.num_classes": task.classes} | resets
 
 
@@ -211,12 +211,15 @@ def resolve(
     With `decay_follows`, `optimizer.decay_steps` defaults to `train.steps`. Otherwise it stays 0, so that a resumed run
     can keep the value that it started with.
     """
+    load_plugins_of(preset, overrides or {})
     overrides = {
         key: _convert(key, value, f"--{key.lstrip('-').replace('_', '-')}")  # the key may already be a flag
         for key, value in (overrides or {}).items()
     }
     values = _replaced({key: _convert(key, value, key) for key, value in preset.items()}, overrides)
     values = of_task(values) | values
+    if "plugins" in values:
+        values["plugins"] = lasting(values["plugins"])
     _check_complete(values)
     parts: dict[str, Any] = {"": {}} | {name: {} for name in sections(Config)}
     for key, value in values.items():

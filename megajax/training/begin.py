@@ -14,6 +14,7 @@ from megajax.core.backend import candidates_of
 from megajax.core.errors import RunError, UserError
 from megajax.core.models.registry import FAMILIES
 from megajax.core.optim.config import UNKNOWN, Horizon, OptimizerConfig, check_cooldown
+from megajax.core.optim.own import check_there
 from megajax.core.options import apart
 from megajax.core.program.memory import check_memory
 from megajax.core.program.one_layer import check_attention
@@ -38,10 +39,10 @@ from megajax.runs.directory import (
     trained_steps,
 )
 from megajax.runs.forms import measured_backend
-from megajax.runs.init import check_first_weights, keep_init_tokenizer
+from megajax.runs.init import check_first_weights, keep_init_tokenizer, keep_tokenizer
 from megajax.runs.lock import RunLock
 from megajax.runs.metrics import is_of_dev, read_metrics
-from megajax.runs.order import Order, read_order, write_order
+from megajax.runs.order import Order, default_corpora, read_order, write_order
 from megajax.runs.step_folders import complete
 from megajax.runs.task_data import TaskData, make_task_data, open_task_data
 from megajax.settings.config import Config, DistributedConfig, profiled_steps, to_toml
@@ -51,9 +52,11 @@ from megajax.settings.validation import check_ramp, validate
 from megajax.start.launch import start
 from megajax.training.describe import describe
 from megajax.training.display import Display
+from megajax.training.given import NOTHING, OwnData, Supplied
 from megajax.training.hosts import host_lines
 from megajax.training.loop import Trainer
-from megajax.training.tracking import check_installed
+from megajax.training.own_data import registered_data, without_validation
+from megajax.training.tracking import LIBRARIES, check_installed
 
 
 def train(config: Config) -> None:
@@ -64,10 +67,15 @@ def train(config: Config) -> None:
     train_here(config)
 
 
-def train_here(config: Config, *, skip_finished: bool = False) -> None:
-    """`train` after JAX has started; `skip_finished` skips a task's run that has all its steps and dev figures."""
+def train_here(config: Config, *, skip_finished: bool = False, given: Supplied = NOTHING) -> None:
+    """`train` after JAX has started, with what Python code has `given`; `skip_finished` skips a task's run that has all
+    its steps and dev figures."""
     config = with_layers(config)
-    program, run_dir = checked_program(config), Path(config.run_dir)
+    program, run_dir = given.program or checked_program(config), Path(config.run_dir)
+    if config.data.set and given.data is None:
+        data_set = registered_data(config, program)
+        given = dataclasses.replace(given, data=data_set, tokenizer=given.tokenizer or data_set.tokenizer)
+        config = without_validation(config, data_set)
     lock, display = RunLock(run_dir), Display(is_first_process())
     earlier: OptimizerConfig | None = None
     again = ""
@@ -76,7 +84,7 @@ def train_here(config: Config, *, skip_finished: bool = False) -> None:
         nonlocal earlier, again
         with claimed(run_dir, config, lock):
             earlier, again = earlier_optimizer(config, run_dir), trained_again(config, run_dir)
-            corpora = make_data(config, run_dir / "data", run_dir)
+            corpora = make_data(config, run_dir / "data", run_dir, given)
             order = start_order(config, run_dir, run_dir / "data", corpora)
             check_ramp(config, order.sizes, order.parts[-1].step)
             write_order(config, run_dir / "data", order)
@@ -87,7 +95,7 @@ def train_here(config: Config, *, skip_finished: bool = False) -> None:
             kept = Horizon(*on_first_process(begin))
         Exit.traces = run_dir
         with display.phase("reading the data", announced=False):
-            data = open_data(config, run_dir / "data")
+            data = given.data or open_data(config, run_dir / "data")
             order = read_order(config, run_dir / "data")
         ours = with_total_steps(config, data.train, kept, order)
         program = Program(ours, program.mesh)
@@ -102,12 +110,13 @@ def train_here(config: Config, *, skip_finished: bool = False) -> None:
             program = Program(ours, program.mesh, backend)
         say("\n".join(filter(None, [describe(ours, program, data, order, earlier), again])))
         with watched(display.phase):
-            run = Trainer(ours, program, data, order, lock)
+            run = Trainer(ours, program, data, order, lock, given)
         _check_length(run, with_total_steps(config, data.train, kept, run.order))
         if line := run.order.line(run.first):
             say(line)
         if run.first < ours.train.steps:
             on_first_process(lambda: _keep_config(config, run))
+        given.on_begin(run)
         run.go()
         transcript.end()
     finally:
@@ -162,16 +171,17 @@ def checked_program(config: Config) -> Program:
 
 
 def check_given(config: Config) -> None:
-    """Check that training data is given, and that the library of `--track` is installed."""
+    """Check that training data and optimizer are given, and that the library of `--track` is installed."""
+    check_there(config.optimizer, config.own_optimizer)
     if config.pretrains and config.model.head != "pretraining":
         raise UserError(f"--model.head {config.model.head} without a task; valid: --task.name {' or '.join(TASKS)}")
-    if config.pretrains and not config.data.path and not config.data.sources:
+    if config.pretrains and not config.data.path and not config.data.sources and not config.data.set:
         raise UserError(
             "--data.path missing; valid: a text, JSONL or Parquet file, a folder, a prepared prefix, or python-stdlib; "
             "or --data.sources"
         )
     _check_evaluate(config)
-    if config.track != "none":
+    if config.track in LIBRARIES:
         check_installed(config.track)
     if not config.pretrains and not config.data.train:
         raise UserError(f"--data.train missing; valid: files of --task.name {config.task.name}")
@@ -211,9 +221,13 @@ def earlier_optimizer(config: Config, run_dir: Path) -> OptimizerConfig | None:
     return earlier
 
 
-def make_data(config: Config, folder: Path, run_dir: Path) -> list[str]:
-    """Make the data of the run in `run_dir` in `folder`, unless it is there, and return the folders of its corpora, if
-    it has any. One process calls this, then all may `open_data`."""
+def make_data(config: Config, folder: Path, run_dir: Path, given: Supplied = NOTHING) -> list[str]:
+    """Make the data of the run in `run_dir` in `folder`, unless it is there or `given`, and return the folders of its
+    corpora, if it has any. One process calls this, then all may `open_data`."""
+    if given.tokenizer is not None:
+        keep_tokenizer(given.tokenizer, config, folder, "the tokenizer of the model", "another run_dir")
+    if given.data is not None:
+        return default_corpora(config)
     is_new = not has_checkpoints(run_dir)
     if is_new:
         check_first_weights(config)
@@ -226,7 +240,7 @@ def make_data(config: Config, folder: Path, run_dir: Path) -> list[str]:
     return make_run_data(config, folder, trained=trained_steps(run_dir) > 0)
 
 
-def open_data(config: Config, folder: Path, corpora: Sequence[str] = ()) -> RunData | TaskData:
+def open_data(config: Config, folder: Path, corpora: Sequence[str] = ()) -> RunData | TaskData | OwnData:
     """The training data of a run, on any process; `corpora` as in `open_run_data`."""
     return open_run_data(config, folder, corpora=corpora) if config.pretrains else open_task_data(config, folder)
 

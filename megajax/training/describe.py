@@ -14,7 +14,7 @@ from megajax.core.models.staged import count_parameters
 from megajax.core.optim.adam import parameter_groups
 from megajax.core.optim.config import OptimizerConfig
 from megajax.core.pipeline.timing import StageTimes, pending_weights, step_time
-from megajax.core.program.memory import factor_bytes, left_by_zero, state_bytes
+from megajax.core.program.memory import factor_bytes, kept_bytes, left_by_zero, state_bytes, whole_bytes
 from megajax.core.program.program import Program
 from megajax.plan.memory import memory, padding
 from megajax.plan.sizes import ITEM_SIZE
@@ -23,12 +23,17 @@ from megajax.runs.order import Order
 from megajax.runs.task_data import TaskData
 from megajax.settings.config import Config
 from megajax.start.launch import gpu_flags
+from megajax.training.given import OwnData
 
 _OF_RATE = "learning_rate min_learning_rate warmup schedule decay_steps cooldown_steps cooldown_shape"
 
 
 def describe(
-    config: Config, program: Program, data: RunData | TaskData, order: Order, earlier: OptimizerConfig | None = None
+    config: Config,
+    program: Program,
+    data: RunData | TaskData | OwnData,
+    order: Order,
+    earlier: OptimizerConfig | None = None,
 ) -> str:
     """A run in a few lines of text; `earlier` is the optimizer of its last start, None for a new run."""
     state = state_bytes(program)
@@ -48,8 +53,7 @@ def describe(
         _left_by_zero(program),
         _step_memory(config, program),
         _optimizer(program),
-        f"learning rate: {rate_line(config.optimizer)}",
-        changed_rate(earlier, config.optimizer) if earlier else "",
+        *_rate(program, earlier),
         batch_line(config),
         _average(config),
         *_ramp(config, order),
@@ -59,7 +63,8 @@ def describe(
         lines.append("precision: on a CPU fp8 is slower than bf16 and only good for checking")
     if platform == "gpu":
         lines.append(f"XLA: {' '.join(gpu_flags())}")
-    return "\n".join(filter(None, [*lines, rate_warning(config)]))
+    warning = rate_warning(config) if program.layout.has_our_rate else ""
+    return "\n".join(filter(None, [*lines, warning]))
 
 
 def _context_line(program: Program) -> str:
@@ -171,6 +176,8 @@ def _optimizer(program: Program) -> str:
     weights = program.layout.canonical_shapes.params
     trained = weights.get(LORA, weights)
     decayed, others = parameter_groups(trained)
+    if program.layout.own is not None:
+        return own_optimizer_line(program)
     name, flat = "AdamW", flatten_dict(trained)
     if config.name == "muon":
         matrices = sum(flat[path].size for path in program.layout.matrices)
@@ -180,6 +187,27 @@ def _optimizer(program: Program) -> str:
         f"optimizer: {name}, weight decay {config.weight_decay:g} on {decayed:,} parameters, none "
         f"on {others:,} (biases and norms)"
     )
+
+
+def own_optimizer_line(program: Program) -> str:
+    """Whether an optimizer of the user's takes ZeRO's shards; if it does not, why, and what that costs."""
+    layout, name = program.layout, program.config.optimizer.name
+    if not layout.mixing:
+        return f"optimizer: {name}, which updates every number by itself, on ZeRO's shards"
+    cost = sum(whole_bytes(layout).values()) + kept_bytes(layout)["moments"]
+    return (
+        f"optimizer: {name}, on whole weights, for it has {layout.mixing}: every device computes every update and "
+        f"keeps all of its state, {cost / 2**20:,.1f} MiB"
+    )
+
+
+def _rate(program: Program, earlier: OptimizerConfig | None) -> list[str]:
+    """The learning rate, unless an optimizer of the user's has its own."""
+    config = program.config
+    if not program.layout.has_our_rate:
+        return []
+    changed = changed_rate(earlier, config.optimizer) if earlier else ""
+    return [f"learning rate: {rate_line(config.optimizer)}", changed]
 
 
 def rate_line(config: OptimizerConfig) -> str:

@@ -185,7 +185,9 @@ def _texts(figures: Mapping[str, float], seconds: float, left: float) -> list[st
     for name, unit, digits in (("tflops_per_device", " TFLOP/s per device", ".4g"), ("mfu", " MFU", ".1%")):
         if name in figures:
             texts.append(f"{figures[name] * figures['seconds'] / seconds:{digits}}{unit}")
-    texts += [f"learning rate {figures['learning_rate']:.3g}", f"gradient norm {figures['grad_norm']:.3g}"]
+    if "learning_rate" in figures:
+        texts.append(f"learning rate {figures['learning_rate']:.3g}")
+    texts.append(f"gradient norm {figures['grad_norm']:.3g}")
     if "experts/largest_load" in figures:
         texts.append(f"largest expert load {figures['experts/largest_load']:.2f} x the mean")
     if "memory_bytes" in figures:

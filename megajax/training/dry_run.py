@@ -38,6 +38,8 @@ from megajax.training.begin import (
 )
 from megajax.training.describe import describe
 from megajax.training.display import Display
+from megajax.training.given import NOTHING, Supplied
+from megajax.training.own_data import registered_data
 from megajax.training.seeds import seed_runs
 
 
@@ -87,12 +89,13 @@ def _read_data(config: Config, program: Program, folder: Path, lines: list[str])
     kept = there = run_dir / "data"
     trained, is_new = trained_steps(run_dir) > 0, not has_checkpoints(run_dir)
     pretrains, read = config.pretrains, not is_new and has_task_data(there)
-    if not (has_whole_run_data(config, there, trained=trained) if pretrains else read):
+    if not config.data.set and not (has_whole_run_data(config, there, trained=trained) if pretrains else read):
         if has_only_tokenizer(there) or (trained and is_tokenizer_folder(there / "tokenizer")):  # of the weights
             shutil.copytree(there / "tokenizer", folder / "data" / "tokenizer")
         there = folder / "data"
-    corpora = make_data(config, there, run_dir)
-    data = open_data(config, there, corpora)
+    given = Supplied(data=registered_data(config, program)) if config.data.set else NOTHING
+    corpora = make_data(config, there, run_dir, given)
+    data = given.data or open_data(config, there, corpora)
     data.train[0]
     order = start_order(config, run_dir, kept, corpora)
     check_ramp(config, order.sizes, order.parts[-1].step)

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,7 +31,9 @@ from megajax.runs.task_data import TaskData
 from megajax.settings.config import Config
 from megajax.start.launch import give_back_freed_memory, runs_at_once
 from megajax.training.figures import SkippedSteps, Speed, memory_in_use
+from megajax.training.given import NOTHING, OwnData, Supplied
 from megajax.training.profiler import StepTrace
+from megajax.training.reference import add_reference
 from megajax.training.run_log import RunLog
 from megajax.training.summary import end_lines, parts_of, sample, validation_text, written
 from megajax.training.validator import Validator
@@ -60,14 +62,23 @@ class _SignalSeen(Exception):
 class Trainer:
     """One start of a run: the state of the loop."""
 
-    def __init__(self, config: Config, program: Program, data: RunData | TaskData, order: Order, lock: RunLock):
-        self.config, self.program, self.data, self.lock = config, program, data, lock
+    def __init__(
+        self,
+        config: Config,
+        program: Program,
+        data: RunData | TaskData | OwnData,
+        order: Order,
+        lock: RunLock,
+        given: Supplied = NOTHING,
+    ):
+        self.config, self.program, self.data, self.lock, self.given = config, program, data, lock, given
         run_dir = Path(config.run_dir)
         saving = config.checkpoint
         keep = Retention(saving.keep, saving.keep_best, saving.keep_every)
         self.checkpoints = Checkpoints(run_dir, program.layout, keep, saving.max_failures)
-        self.state = first_or_newest_state(self.checkpoints, config, program)
-        self.first = self.checkpoints.saved or 0
+        self.state = first_or_newest_state(self.checkpoints, config, program, given.state)
+        self.first = given.step if self.checkpoints.saved is None else self.checkpoints.saved
+        add_reference(data, program, self._weights, run_dir / "data", self.first)
         self.order = order.at(self.first)
         self.skipped = SkippedSteps(config, self.first - int(self.state.step))
         self.trace = StepTrace(config, self.first)
@@ -79,7 +90,7 @@ class Trainer:
         self.pending: _Pending | None = None
         self.stop_signal = 0  # one that all processes know about
         self.minutes_over = False  # `checkpoint.minutes` have passed
-        self.step = self.first  # the current one
+        self.step = self.dispatched = self.first  # the current one; the last one whose state is there
         self.last_save = time.monotonic()
         self.ready = time.perf_counter()  # when the newest metrics were read
         self.validator = Validator(config, program, data, self.watchdog, self.log.display)
@@ -111,8 +122,8 @@ class Trainer:
     def _steps(self) -> None:
         config = self.config
         sizes, program = self.order.sizes, self.program
-        rows_of, samples = functools.cache(program.rows_of), self.order.samples(self.data.train)
-        batches = growing_batches(samples, sizes=sizes, rows_of=rows_of, start_step=self.first)
+        rows_of = functools.cache(program.rows_of)
+        batches = self._batches(rows_of)
         at_once = runs_at_once(config)
         step_function = None
         for step in range(self.first + 1, config.train.steps + 1):
@@ -138,6 +149,7 @@ class Trainer:
             self.watchdog.at(step, COMPUTING)
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 self.state, metrics = step_function(self.state, batch)
+            self.dispatched = step
             asked_after = self.poll.ask(self._asks)
             self._catch_up()
             self.pending = _Pending(step, size, batch["tokens"].size, metrics, dispatched, data_seconds, asked_after)
@@ -156,6 +168,13 @@ class Trainer:
             self.checkpoints.wait()
             self.log.show_checkpoints(self.checkpoints)
             self._score_dev()
+
+    def _batches(self, rows_of: Callable[[int], list[int]]) -> Iterator[Any]:
+        """The batches of all steps that are left."""
+        if isinstance(self.data, OwnData) and self.data.batches:
+            return self.data.batches(self.first)
+        samples = self.order.samples(self.data.train)
+        return growing_batches(samples, sizes=self.order.sizes, rows_of=rows_of, start_step=self.first)
 
     def _compile(self, step: int, program: Program, batch: Batch) -> Compiled:
         """Compile a program's step. A signal before the first step of this start ends a run with a single process."""
@@ -219,6 +238,7 @@ class Trainer:
         figures |= {"tokens": pending.tokens, "seconds": seconds, "tokens_per_second": tokens_per_second}
         figures |= self.speed.figures(pending.sequences, seconds) | {"data_seconds": pending.data_seconds}
         self.log.record_step(pending.step, figures, pending.metrics.get(LOAD))
+        self.given.on_step(pending.step, figures)
         if self.skipped.too_many:
             self._stop(reason)
         if reason:
@@ -270,6 +290,7 @@ class Trainer:
         loss = total_loss(parts)
         self.log.record_validation(step, loss, named, parts_of(parts, self.program.form))
         self.log.record_text(step, "validation", validation_text(parts))
+        self.given.on_validation(step, loss)
         return loss
 
     def _evaluate(self, step: int) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Self
@@ -14,7 +15,7 @@ from megajax.core.errors import UserError
 from megajax.core.models.router import LOAD
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.metrics import DEV, cut_metrics, is_of_dev
-from megajax.settings.config import Config, to_toml, to_values
+from megajax.settings.config import TRACKERS, Config, to_toml, to_values
 from megajax.training.display import StepsDisplay
 from megajax.training.experts_plot import ExpertsPlot
 from megajax.training.plot import Curves, LossPlot
@@ -56,7 +57,8 @@ class RunLog:
                     f"--run-dir {run_dir}: {error.strerror}; valid: a writable place with free space"
                 ) from None
             if track != "none" and finished_steps < total_steps:
-                self._trackers.append(LibraryTracker(track, run_dir))
+                make = TRACKERS[track] or partial(LibraryTracker, track)
+                self._trackers.append(make(run_dir))
         self.display = StepsDisplay(total_steps, finished_steps, log_every, write, console)
 
     def _files(self, finished_steps: int) -> list[Tracker]:

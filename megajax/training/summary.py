@@ -54,6 +54,8 @@ def validation_text(parts: Mapping[str, Perplexity], bits_per_byte: float | None
         return f"validation perplexity {only.perplexity:.2f} (loss {only.loss:.4f}{bits})"
     texts = (
         f"{name} perplexity {part.perplexity:.2f} (loss {part.loss:.4f}, accuracy {part.accuracy:.1%})"
+        if part.hits
+        else f"{name} loss {part.loss:.4f}"
         for name, part in parts.items()
     )
     return f"validation: {', '.join(texts)}"

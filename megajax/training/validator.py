@@ -15,6 +15,7 @@ from megajax.runs.data import RunData
 from megajax.runs.task_data import TaskData
 from megajax.settings.config import Config
 from megajax.training.display import Display
+from megajax.training.given import OwnData
 from megajax.training.watchdog import COMPILING, COMPUTING, Watchdog
 
 
@@ -22,7 +23,7 @@ class Validator:
     """Evaluates weights for one start of a run."""
 
     def __init__(
-        self, config: Config, program: Program, data: RunData | TaskData, watchdog: Watchdog, display: Display
+        self, config: Config, program: Program, data: RunData | TaskData | OwnData, watchdog: Watchdog, display: Display
     ):
         self._config, self._program, self._data = config, program, data
         self._watchdog, self._display = watchdog, display
@@ -65,7 +66,8 @@ class Validator:
                 advance(next(begun))
                 between()
 
-            found = perplexities(self._program, params, samples, batches=batches, between=before_batch)
+            names = self._program.form.targets
+            found = perplexities(self._program, params, samples, batches=batches, between=before_batch, names=names)
         self._doing = COMPUTING  # the scoring program is compiled from now on
         return found
 

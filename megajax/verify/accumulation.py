@@ -12,7 +12,6 @@ from jax.tree_util import keystr
 
 from megajax.core.program.communication import equations
 from megajax.core.program.program import Program
-from megajax.core.program.state import is_stacked
 
 Carried = Counter[tuple[tuple[int, ...], object]]  # how often a loop carries an array of a shape and dtype
 
@@ -24,7 +23,7 @@ def sums_in_other_dtypes(program: Program, traced: ClosedJaxpr) -> list[str]:
 
     def note(path: tuple, weight: jax.ShapeDtypeStruct, spec: PartitionSpec) -> None:
         here = NamedSharding(program.mesh, spec).shard_shape(weight.shape)  # [chunks, 1, n, …] of stacked layers
-        shape = (math.prod(here[:3]), *here[3:]) if is_stacked(path) else here
+        shape = (math.prod(here[:3]), *here[3:]) if layout.is_stacked(path) else here
         wanted[keystr(path, simple=True, separator="/")] = shape, jnp.dtype(program.gradient_dtype)
 
     jax.tree_util.tree_map_with_path(note, weights, specs)

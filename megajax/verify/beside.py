@@ -12,7 +12,6 @@ from megajax.core.axes import PIPE
 from megajax.core.backend import CPU
 from megajax.core.models.registry import FAMILIES
 from megajax.core.program.scoring import logits, scores, task_logits
-from megajax.core.program.state import is_stacked
 from megajax.core.program.transfer import Transfer
 from megajax.exact.numbers import Value, ordered
 from megajax.generation.choice import Sampling, prompt_bits
@@ -102,7 +101,7 @@ def _transfer(drawn: Drawn) -> Finding:
         strict=True,
     )
     for (path, target), type_, spec, canonical, pipelined in parts:
-        stacked, place = is_stacked(path), target.sharding.spec
+        stacked, place = layout.is_stacked(path), target.sharding.spec
         if transfer.goes_by_stages(stacked, place):
             continue
         there = transfer.from_canonical(path, place, spec, type_.dtype)

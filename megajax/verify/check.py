@@ -16,7 +16,7 @@ from megajax.exact.interpreter import UnknownPrimitive
 from megajax.settings.config import Config
 from megajax.verify.comparison import HALF, LIMITS, Limits, limits_of_edges
 from megajax.verify.exact import TRACED, check_exactly
-from megajax.verify.forms import in_blocks, in_fp64, one_device, plain, steady, with_axes
+from megajax.verify.forms import in_blocks, in_fp64, one_device, plain, steady, with_axes, with_our_optimizer
 from megajax.verify.locate import Result, axes_that_differ, first_in_words
 from megajax.verify.recording import first_difference
 from megajax.verify.run import FP8_IN_FP64, MeshRun, TracingError, recorded, run
@@ -68,6 +68,7 @@ def check(
     on_finding: Callable[[Finding], None] = lambda finding: None,
 ) -> Verdict:
     """Compare `config`, which must be small already, with one device in fp64: first in fp64, then in its own precision.
+    AdamW takes the place of an optimizer of the user's.
 
     For fp8 there are three comparisons: the step in fp64 with its products scaled but not rounded; the step in fp64
     with operands rounded to e4m3, against one device that rounds them too; and the step in fp8, against one device in
@@ -79,7 +80,7 @@ def check(
         on_start: called with the name of each run before it starts.
         on_finding: called with each finding as soon as it is known.
     """
-    config, devices = steady(config), jax.devices()
+    config, devices = with_our_optimizer(steady(config)), jax.devices()
     options: dict[str, Any] = {"steps": steps, "quick_compile": quick_compile}
     found: list[Finding] = []
     limits: Limits | None = None

@@ -10,6 +10,7 @@ import numpy as np
 
 from megajax.core.backend import CPU, Backend
 from megajax.core.program.communication import Collective, collectives_of
+from megajax.core.program.loss import loss_of
 from megajax.core.program.program import Program
 from megajax.core.program.state import TrainState
 from megajax.core.program.synthetic import random_batch
@@ -49,6 +50,7 @@ class ExactStep:
     skipped: list[str]  # what a step whose numbers are not finite changes, though only the loss scale may change
     unequal: list[str]  # results whose replicas differ between devices
     collectives: list[Collective]
+    in_theory: bool  # whether theory knows these: not those of a user's loss, or of an optimizer of whole weights
 
 
 class Drawn:
@@ -64,7 +66,7 @@ class Drawn:
         self.program, self.machine, self.seed = Program.abstract(config, backend), Interpreter(seed), seed
         layout = self.program.layout
         with seeded(seed):
-            self.canonical = jax.tree_util.tree_map_with_path(_drawn, layout.canonical_shapes)
+            self.canonical = jax.tree_util.tree_map_with_path(_of_state, layout.canonical_shapes)
         self.state = self.run(layout.pipelined, (layout.canonical_shapes, self.canonical))
 
     @property
@@ -93,7 +95,9 @@ class Drawn:
     @property
     def batch(self) -> Values:
         """A random batch."""
-        return {name: array[None, None] for name, array in random_batch(self.program.config, self.seed).items()}
+        found = random_batch(self.program.config, self.seed).items()
+        with seeded(self.seed):
+            return {name: _drawn(name, x) if is_float(x.dtype) else x[None, None] for name, x in found}
 
 
 def recorded_step(config: Config, backend: Backend = CPU, seed: int = 0) -> Recording:
@@ -144,14 +148,19 @@ def run_step(config: Config, backend: Backend = CPU, seed: int = 0, *, branches:
         skipped=skipped,
         unequal=unequal,
         collectives=collectives_of(step.jaxpr),
+        in_theory=loss_of(config) is None and not layout.mixing,
     )
 
 
-def _drawn(path: Any, leaf: jax.ShapeDtypeStruct) -> Value:
+def _of_state(path: Any, leaf: jax.ShapeDtypeStruct) -> Value:
     """Random numbers for a leaf of the canonical state; counters are those after some updates."""
     if not is_float(leaf.dtype):
         return np.full((1, 1, *leaf.shape), _UPDATES, leaf.dtype)
-    return numbers.drawn(leaf.shape, zlib.crc32(jax.tree_util.keystr(path).encode()))
+    return _drawn(jax.tree_util.keystr(path), leaf)
+
+
+def _drawn(name: str, leaf: Any) -> Value:
+    return numbers.drawn(leaf.shape, zlib.crc32(name.encode()))
 
 
 def _averaged(drawn: Drawn, after: TrainState, skipped: bool) -> Values:

@@ -23,6 +23,15 @@ def steady(config: Config) -> Config:
     return dataclasses.replace(config, optimizer=optimizer)
 
 
+def with_our_optimizer(config: Config) -> Config:
+    """The same with AdamW in place of an optimizer of the user's: many amplify rounding, as Lion does, which updates by
+    a gradient's sign alone. Without rounding they are compared themselves."""
+    if config.optimizer.name in ("adamw", "muon"):
+        return config
+    optimizer = dataclasses.replace(config.optimizer, name="adamw")
+    return dataclasses.replace(config, optimizer=optimizer, own_optimizer=None)
+
+
 def in_fp64(config: Config) -> Config:
     """The same in fp64."""
     optimizer = dataclasses.replace(config.optimizer, gradient_dtype="fp32")  # of fp64: fp64

@@ -160,7 +160,7 @@ GOLDEN = {
     f"{TRAIN} --data.path ODD/beside/set": "ODD/beside/set.bin: token id 300 at position 500 is beyond the vocabulary; "
     "valid: 0 to 299, with --model.vocab-size 300; the largest id here is 300",
     "eval.py perplexitty --checkpoint TRAINED": "TASK 'perplexitty'; did you mean perplexity? valid: instructions, "
-    "lambada, mnli, perplexity, qqp, race, squad1, squad2, wikitext103, harness",
+    "lambada, mnli, perplexity, preferences, qqp, race, squad1, squad2, wikitext103, harness",
     "-m megajax plan gpt2-8.3b --mesh.tensor 7": "--mesh.tensor 7 does not divide --model.num-heads 32; valid: 1, 2, "
     "4, 8, 16, 32; the nearest valid mesh: --mesh.data 1 --mesh.pipe 1 --mesh.tensor 8",
     f"-m megajax {SEARCH} 1009": "--devices 1009: no valid mesh of that size; --mesh.data must divide "

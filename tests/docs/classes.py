@@ -63,6 +63,8 @@ NOT_RUN = {  # reason -> patterns of whole commands
         r"megajax train llama-demo --init runs/llama-demo .*",
         r"megajax (eval|generate|convert export-hf) .*runs/lora.*",
         r"megajax eval harness .*",
+        r"megajax (train finetune/preferences-demo|eval preferences) .*",
+        r"megajax train demo --plugins plugins\.py .*",
         r"megajax eval (wikitext103|lambada|qqp|race|squad2) .*",
         r"megajax convert export-hf runs/(qqp-demo|gpt2) .*",
     ],

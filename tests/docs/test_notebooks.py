@@ -11,7 +11,7 @@ NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
 
 def test_notebooks_name_no_machine() -> None:
-    assert len(NOTEBOOKS) == 2
+    assert len(NOTEBOOKS) == 3
     for notebook in NOTEBOOKS:
         text = notebook.read_text()
         assert not any(place in text for place in ("/home/", "/root/", "/tmp/", "/work/", "/usr/")), notebook.name

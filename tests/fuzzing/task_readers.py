@@ -11,6 +11,7 @@ from mutations import GZ, ZST, of_one_file
 from saved_tokenizers import write_saved
 
 from megajax.data.tasks.instructions import InstructionRows
+from megajax.data.tasks.preferences import PreferenceRows
 from megajax.data.tasks.records import Pair
 from megajax.data.tasks.registry import TaskConfig
 from megajax.data.tasks.samples import read_records
@@ -63,6 +64,12 @@ def _read_instructions(file: Path) -> None:
     assert all(rows[number]["targets"].max() >= 0 for number in range(len(rows)))
 
 
+def _read_preferences(file: Path) -> None:
+    records = read_records("preferences", [str(file)], TaskConfig(), "--data.train")
+    rows = PreferenceRows(records.entries, _chatting(), sequence_length=24)
+    assert all({*rows[number]["answer"]} >= {-1, 1} for number in range(len(rows)))
+
+
 @functools.cache
 def _chatting() -> Tokenizer:
     with tempfile.TemporaryDirectory() as folder:
@@ -73,6 +80,11 @@ _TURNS = [
     {"role": role, "content": text} for role, text in zip(("system", "user", "assistant") * 2, _WORDS, strict=False)
 ]
 _ASKED = [{"messages": _TURNS[:3]}, {"prompt": "a é", "completion": "b"}, {"messages": _TURNS[1:], "source": None}]
+_PAIRS = [
+    {"prompt": "a é", "chosen": "b", "rejected": "c d"},
+    {"prompt": _TURNS[:2], "chosen": _TURNS[2:3], "rejected": [_TURNS[5]]},
+    {"chosen": _TURNS[:3], "rejected": [*_TURNS[:2], _TURNS[5]]},
+]
 
 TASK_READERS = [
     of_one_file("MNLI", "a.tsv", _MNLI, _read("mnli")),
@@ -81,5 +93,6 @@ TASK_READERS = [
     of_one_file("SQuAD 2.0", "a.json.zst", _squad(is_impossible=False, plausible_answers=[]), _read("squad2"), ZST),
     of_one_file("RACE: folder", "d/1.txt", json.dumps(_passage(1), indent=1), lambda file: _read("race")(file.parent)),
     of_one_file("instructions", "a.jsonl", "".join(json.dumps(each) + "\n" for each in _ASKED), _read_instructions),
+    of_one_file("preferences", "a.jsonl", "".join(json.dumps(each) + "\n" for each in _PAIRS), _read_preferences),
     of_one_file("RACE: lines", "a.jsonl", _LINES, _read("race")),
 ]

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from rich.console import Console
-from tiny import MIXTURE, full, tiny_config, user_error
+from tiny import MIXTURE, tiny_config, user_error
 
 import megajax
 from megajax.core.models.lora_config import LoraConfig
@@ -21,8 +21,8 @@ from megajax.core.program.state import TrainState
 from megajax.data.text.tokenizers import load_tokenizer, train_tokenizer
 from megajax.host.phases import current
 from megajax.library import beginning, progress
-from megajax.library.batches import batch_of, inputs_of
 from megajax.settings.config import Config
+from megajax.training.batches import batch_of, inputs_of
 
 IDS = np.random.default_rng(0).integers(0, 101, (3, 9), np.int32)
 
@@ -74,7 +74,8 @@ def test_bert() -> None:
     assert model.loss(batch) == pytest.approx(float(plain.loss(weights, batch)), rel=1e-6)
 
 
-@pytest.mark.parametrize("capacity", [full(0.5), 0.0])
+@pytest.mark.full
+@pytest.mark.parametrize("capacity", [0.5, 0.0])
 def test_a_mixture(capacity: float) -> None:
     """By capacity, half of the choices are dropped in the loss, as in training, and none in the logits."""
     config = tiny_config(num_layers=1, dropout=0.0, **MIXTURE | {"expert_capacity": capacity})
@@ -311,6 +312,15 @@ def test_the_page(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert logits.shape == (*ids.shape, 270) and str(logits.shape) in out, out  # type: ignore[attr-defined]
     np.testing.assert_allclose(np.asarray(plain(model.weights(), ids)), logits, atol=1e-5)
     assert float(plain.loss(model.weights(), ids)) == pytest.approx(model.loss(ids), rel=1e-6)
+
+
+@pytest.mark.full
+def test_the_page_of_ones_own(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {}
+    exec(compile(python_blocks(ROOT / "docs" / "own.md")[0], "docs/own.md", "exec"), names)
+    out, model = capsys.readouterr().out, names["model"]
+    assert isinstance(model, megajax.Model) and model.step == 4 and "loss confident" in out
+    assert [line.split()[0] for line in out.splitlines() if line[:1].isdigit()] == ["1", "2", "3", "4"]
 
 
 def test_what_is_offered() -> None:

@@ -65,6 +65,10 @@ OTHERS = [
     "init_step",
     "train.freeze",
     "data.skip",
+    "data.set",
+    "plugins",
+    "train.loss",
+    "train.metrics",
 ]
 OTHERS += ["evaluate", "optimizer.cooldown_steps", "train.ramp_start", "train.ramp_increment", "train.ramp_samples"]
 OTHERS += ["model.window_layers", "model.window_rope_theta"]

@@ -4,7 +4,7 @@ import re
 from collections import ChainMap
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from megajax.core.models.registry import DECODER, EARLIER_NAMES, FAMILIES
 from megajax.core.options import AT_LEAST_ONE, AT_LEAST_ZERO, SHARE, OneOf, Range, above, between
@@ -19,6 +19,11 @@ from megajax.core.traits import (
     Size,
     Through,
 )
+
+ACTIVATIONS: dict[str, Any] = dict.fromkeys(("auto", "gelu", "gelu-tanh", "swiglu", "geglu-tanh"))
+"""By `activation`: the functions (`mlp.py` has ours)."""
+NORMS: dict[str, Any] = dict.fromkeys(("layernorm", "rmsnorm", "rmsnorm-1p"))
+"""By `norm`: functions of the configuration that make one (`norms.py` has ours)."""
 
 _WITH_EXPERTS = OnlyWith("num_experts")
 _SIZE = between(0, 1_000_000)
@@ -190,8 +195,9 @@ class ModelConfig:
         float, "coefficient of a loss that keeps the router's logits small", between(0, 1000), NOTHING, _WITH_EXPERTS
     ] = 0.0
     norm: Annotated[
-        Literal["layernorm", "rmsnorm", "rmsnorm-1p"],
+        str,
         "normalization layer; rmsnorm-1p: RMSNorm whose scale is 1 plus a weight",
+        OneOf(NORMS),
         WEIGHTS,
     ] = "layernorm"
     norm_epsilon: Annotated[
@@ -267,8 +273,9 @@ class ModelConfig:
         _YARN,
     ] = 0.0
     activation: Annotated[
-        Literal["auto", "gelu", "gelu-tanh", "swiglu", "geglu-tanh"],
+        str,
         "activation function of the MLP; swiglu and geglu-tanh add a gate matrix; auto: gelu-tanh, or gelu for BERT",
+        OneOf(ACTIVATIONS),
         WEIGHTS,
     ] = "auto"
     bias: Annotated[

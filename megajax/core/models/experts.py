@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 
 from megajax.core.axes import EXPERT
 from megajax.core.backend import Backend
-from megajax.core.models.config import ModelConfig
+from megajax.core.models.config import ACTIVATIONS, ModelConfig
 from megajax.core.models.context import Context
 from megajax.core.models.grouped import (
     Blocks,
@@ -35,7 +35,7 @@ from megajax.core.models.grouped import (
     group_weight_gradient,
     in_blocks,
 )
-from megajax.core.models.mlp import ACTIVATIONS, MLP
+from megajax.core.models.mlp import MLP
 from megajax.core.models.router import Router, Routing, attached
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.collectives import (

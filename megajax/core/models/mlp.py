@@ -4,7 +4,6 @@ Letters: B batch, T tokens, D model, F feed-forward.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from flax import nnx
 from jax import Array, lax
 
 from megajax.core.backend import Backend
-from megajax.core.models.config import ModelConfig
+from megajax.core.models.config import ACTIVATIONS, ModelConfig
 from megajax.core.models.context import Context
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.layers import ColumnParallelLinear, RowParallelLinear, column_parallel, normal
@@ -100,9 +99,4 @@ def _normal_distribution(x_BTF: Array) -> Array:
     return half + half * lax.erf(x_BTF * root)
 
 
-ACTIVATIONS: dict[str, Callable[..., Array]] = {
-    "gelu": gelu,
-    "gelu-tanh": gelu_tanh,
-    "swiglu": gated,
-    "geglu-tanh": geglu_tanh,
-}
+ACTIVATIONS.update({"gelu": gelu, "gelu-tanh": gelu_tanh, "swiglu": gated, "geglu-tanh": geglu_tanh})

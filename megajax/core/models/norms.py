@@ -10,7 +10,7 @@ from flax import nnx
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.core.models.config import ModelConfig
+from megajax.core.models.config import NORMS, ModelConfig
 from megajax.core.models.remat import SQUARES
 from megajax.core.parallel.collectives import TENSOR, axis_size, f, g
 from megajax.core.parallel.layers import param
@@ -22,9 +22,7 @@ recomputed = partial(jax.checkpoint, prevent_cse=False)
 
 def norm_of(config: ModelConfig) -> nnx.Module:
     """The normalization for a layer's input."""
-    if config.norm != "layernorm":
-        return RMSNorm(config.hidden_size, config.norm_epsilon, one_plus=config.norm == "rmsnorm-1p")
-    return LayerNorm(config.hidden_size, config.norm_epsilon, bias=config.bias == "all")
+    return NORMS[config.norm](config)
 
 
 class LayerNorm(nnx.Module):
@@ -107,3 +105,8 @@ def _layer_norm(x_BTD: Array, scale_D: Array, bias_D: Array | None, epsilon: flo
     normal_BTD = (centered_BTD * lax.rsqrt(variance_BT1 + jnp.asarray(epsilon, dtype))).astype(x_BTD.dtype)
     scaled_BTD = normal_BTD * scale_D[None, None, :]
     return scaled_BTD if bias_D is None else scaled_BTD + bias_D[None, None, :]
+
+
+NORMS["layernorm"] = lambda config: LayerNorm(config.hidden_size, config.norm_epsilon, bias=config.bias == "all")
+NORMS["rmsnorm"] = lambda config: RMSNorm(config.hidden_size, config.norm_epsilon)
+NORMS["rmsnorm-1p"] = lambda config: RMSNorm(config.hidden_size, config.norm_epsilon, one_plus=True)

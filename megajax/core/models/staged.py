@@ -42,12 +42,20 @@ class StagedModel:
         logical_specs: the same tree with a `PartitionSpec` of logical dim names for every weight.
     """
 
-    def __init__(self, config: ModelConfig, boundary: RegionBoundary, backend: Backend, lora: LoraConfig | None = None):
-        """If `lora` has a rank, layers may have adapters, and the weights of their products are frozen."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        boundary: RegionBoundary,
+        backend: Backend,
+        lora: LoraConfig | None = None,
+        loss: Callable[[Any], Any] | None = None,
+    ):
+        """If `lora` has a rank, layers may have adapters, and the weights of their products are frozen. `loss` gives
+        the ends another one (`models/own_loss.py`)."""
         family = family_of(config)
         self._lora = lora if lora is not None and lora.rank else None
         self.boundary, self.linear_embedding = boundary, family.linear_embedding(config)
-        self._backend = backend
+        self._backend, self._loss = backend, loss
         self._new = lambda key: family.model(config, key, boundary, backend)
         x64 = jax.config.read("jax_enable_x64")
         self._ends, self._blocks, weights = _abstract(family.model, config, boundary, backend, x64)
@@ -61,7 +69,8 @@ class StagedModel:
 
     def ends(self, shared: Tree) -> Any:
         """The model without its layers, on which to call `embed`, `losses`, …."""
-        return nnx.merge(self._ends, shared)
+        ends = nnx.merge(self._ends, shared)
+        return self._loss(ends) if self._loss else ends
 
     def block(self, weights: Tree) -> Any:
         """One layer; `weights` have no leading dim and may include LoRA adapters (`models/lora.py`) and float8 copies

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax import Array, lax
 
-from megajax.core.optim.config import OptimizerConfig
+from megajax.core.optim.config import SCHEDULES, OptimizerConfig
 from megajax.core.parallel.collectives import sum_over, varying_axes
 from megajax.core.precision import at_least_fp32
 
@@ -142,6 +142,8 @@ def learning_rate(step: Array | int, config: OptimizerConfig) -> Array:
 
 def _left(progress: Array, shape: str) -> Array:
     """The share of the way from peak to floor that remains after a share `progress` of the decay."""
+    if own := SCHEDULES.get(shape):
+        return jnp.asarray(own(progress), progress.dtype)
     match shape:
         case "linear":
             return 1.0 - progress

@@ -1,14 +1,21 @@
 """Configuration of the optimizer."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from megajax.core.errors import UserError
-from megajax.core.options import AT_LEAST_ZERO, MOST, POSITIVE_SHARE, SHARE, Range, above, between
+from megajax.core.options import AT_LEAST_ZERO, MOST, POSITIVE_SHARE, SHARE, OneOf, Range, above, between
 from megajax.core.traits import OPTIMIZER, OnlyWith, ShrinkRule
 
 _OF_MUON = OnlyWith("name", ("muon",))
 _COEFFICIENT = between(-1000, 1000)
+
+OWN = "own"  # an optimizer that Python code gave
+OPTIMIZERS: dict[str, Any] = {"adamw": None, "muon": None, OWN: None}
+"""By `optimizer.name`: for a registered one, the function that makes it from a schedule (`optim/own.py`)."""
+SCHEDULES: dict[str, Any] = dict.fromkeys(("cosine", "linear", "wsd", "inverse-square-root", "constant"))
+"""By `optimizer.schedule`: for a registered one, the share of the way from peak to floor that is left, as a function of
+the share of the decay that is over."""
 
 
 class Horizon(NamedTuple):
@@ -26,8 +33,10 @@ class OptimizerConfig:
     """Optimizer, learning-rate schedule, ZeRO and skipped steps."""
 
     name: Annotated[
-        Literal["adamw", "muon"],
-        "muon: Muon (orthogonalized momentum) for the matrices of the layers, AdamW for all other weights",
+        str,
+        "muon: Muon (orthogonalized momentum) for the matrices of the layers, AdamW for all other weights; own: one "
+        "that Python code gave (docs/own.md)",
+        OneOf(OPTIMIZERS),
         OPTIMIZER,
     ] = "adamw"
     learning_rate: Annotated[float, "peak learning rate, reached at the end of the warm-up", above(0, 1e30)]
@@ -45,9 +54,10 @@ class OptimizerConfig:
         ShrinkRule(fixed=10),
     ] = 0
     schedule: Annotated[
-        Literal["cosine", "linear", "wsd", "inverse-square-root", "constant"],
+        str,
         "learning-rate schedule after the warm-up; wsd (warmup-stable-decay) stays at the peak "
         "until the last cooldown_steps",
+        OneOf(SCHEDULES),
     ] = "cosine"
     cooldown_steps: Annotated[int, "wsd: length of the decay, which ends at decay_steps", AT_LEAST_ZERO] = 0
     cooldown_shape: Annotated[Literal["1-sqrt", "linear", "cosine", "exponential"], "wsd: shape of that decay"] = (

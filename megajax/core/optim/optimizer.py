@@ -10,19 +10,26 @@ from jax.typing import DTypeLike
 from megajax.core.optim.adam import decay_mask, learning_rate, scale_by_adam
 from megajax.core.optim.config import OptimizerConfig
 from megajax.core.optim.muon import Matrices, Path, scale_by_muon
+from megajax.core.optim.own import kept_if_skipped
 
 Tree = Any
 
 
 def make_optimizer(
-    config: OptimizerConfig, matrices: Mapping[Path, Matrices], dtype: DTypeLike
+    config: OptimizerConfig,
+    matrices: Mapping[Path, Matrices],
+    dtype: DTypeLike,
+    own: optax.GradientTransformationExtraArgs | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW or Muon with the run's learning-rate schedule; weight decay on matrices and embeddings only.
+    """AdamW or Muon with the run's learning-rate schedule; weight decay on matrices and embeddings only. Or an `own`
+    one, as it is.
 
     Args:
         matrices: the weights that Muon updates, by path.
         dtype: the dtype of Muon's products.
     """
+    if own is not None:
+        return kept_if_skipped(own)
     muon = config.name == "muon"
     first = scale_by_muon(config, matrices, dtype) if muon else scale_by_adam(config)
     return optax.chain(  # as in optax.adamw and optax.contrib.muon

@@ -66,6 +66,10 @@ class TokenShares:
         """Sum `x`, computed from this device's tokens, over the devices that share the sequence."""
         return g(x, self._shared_over) if self._shared_over else x
 
+    def sum_over_context(self, x: Array) -> Array:
+        """Sum `x`, computed from this context rank's tokens, over the devices that share the sequence."""
+        return x if self.context == "none" else g(x, CONTEXT)
+
     def _length(self, size: int) -> int:
         """Full length of a sequence of which each device has `size` tokens between the regions."""
         return size * math.prod(axis_size(axis) for axis in self._shared_over)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megajax.core.errors import UserError
-from megajax.core.options import MOST, Range, between, is_whole
+from megajax.core.options import MOST, OneOf, Range, between, is_whole
 from megajax.core.pipeline.deferral import Deferring, PassTimes
 from megajax.core.pipeline.schedule import SCHEDULES, schedule_names
 
@@ -21,8 +21,9 @@ class PipelineConfig:
     """Pipeline schedule."""
 
     schedule: Annotated[
-        Literal[tuple(sorted(SCHEDULES))],  # type: ignore[valid-type]  # all registered schedules
+        str,
         "pipeline schedule",
+        OneOf(SCHEDULES),
     ] = "1f1b"
     chunks: Annotated[int, "model chunks per stage; interleaved: 2 or more, others: 1", between(1, 10_000)] = 1
     vocabulary: Annotated[

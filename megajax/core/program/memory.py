@@ -6,6 +6,7 @@ gradients, or 6 + 12/d with ZeRO-1; 20 and 4 + 16/d with gradients in half preci
 """
 
 import contextlib
+import dataclasses
 import math
 import os
 from pathlib import Path
@@ -70,11 +71,17 @@ def gathered_bytes(layout: StateLayout) -> dict[str, int]:
     return {"gathered weights": _local_bytes(layout, shapes, specs)} if layout.gathers_late else {}
 
 
+def whole_bytes(layout: StateLayout) -> dict[str, int]:
+    """Bytes on one device of the whole gradients, weights and updates during a step, if the optimizer needs these."""
+    whole = 3 * _bytes(layout.trained(layout.canonical_shapes.params))
+    return {"whole gradients, weights and updates": whole} if layout.mixing else {}
+
+
 def left_by_zero(layout: StateLayout) -> tuple[list[str], int, int]:
     """What ZeRO cannot save: the weights without a dim that it can shard, by name; bytes on one device of their main
     copies, moments and averages; and bytes of the zeros that pad those of other weights."""
-    state, names, whole, padding = layout.shapes, dict[str, None](), 0, 0
-    for path, leaf in jax.tree_util.tree_leaves_with_path((state.main, state.optimizer, state.average)):
+    names, whole, padding = dict[str, None](), 0, 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(dataclasses.replace(layout.shapes, params=None, copies=None)):
         weight = layout.weight_at(path)
         if weight is None or not weight.zero_stage:
             continue
@@ -104,7 +111,7 @@ def check_memory(program: Program, *, training: bool, rows: int = 0) -> None:
     """
     config, layout = program.config, program.layout
     computed = {"weights": _local_bytes(layout, layout.computed_shapes, layout.computed_specs)}
-    parts = kept_bytes(layout) | gathered_bytes(layout) if training else computed
+    parts = kept_bytes(layout) | gathered_bytes(layout) | whole_bytes(layout) if training else computed
     if training and program.schedule.deferral is not None:
         parts["factors of deferred weight gradients"] = program.schedule.num_factor_slots * factor_bytes(program)
     parts |= _microbatch_bytes(program, rows, every_layer=training and config.train.remat != "stage")

@@ -23,6 +23,7 @@ from megajax.core.models.attend import cudnn_has
 from megajax.core.models.attention_mask import AttentionMask
 from megajax.core.models.context_attention import context_way
 from megajax.core.models.family import family_of
+from megajax.core.models.own_loss import WithLoss
 from megajax.core.models.staged import StagedModel
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.collectives import PIPE, TENSOR, Axes
@@ -30,10 +31,11 @@ from megajax.core.parallel.tokens import ContextWay
 from megajax.core.pipeline.schedule import forward_only, make_schedule
 from megajax.core.pipeline.table import Schedule
 from megajax.core.precision import COMPUTE_DTYPE, OPERAND_DTYPE
+from megajax.core.program.loss import loss_of
 from megajax.core.program.overlap import overlaps_reductions
 from megajax.core.program.state import StateLayout
 
-Batch = dict[str, Array]  # the arrays in the program's `form`, int32 [rows of the global batch, …]
+Batch = dict[str, Array]  # the arrays in the program's `form`, [rows of the global batch, …]
 BATCH = "batch"
 """Stands for the specs of a batch's arrays."""
 
@@ -61,8 +63,8 @@ class Program:
         self.operand_dtype = operand_dtype or OPERAND_DTYPE.get(config.precision)
         backend = (backend or backend_of(mesh)).asked(config.model.attention)
         self.backend = backend.deterministic if config.deterministic else backend
-        self.model = StagedModel(config.model, training_boundary(config), self.backend, config.lora)
-        self.form = batch_form(config)
+        self.form, self._loss = batch_form(config), own_loss(config)
+        self.model = StagedModel(config.model, training_boundary(config), self.backend, config.lora, self._loss)
         self.layout = StateLayout(config, mesh, self.model, self.operand_dtype, self.backend)
         self.optimizer = self.layout.optimizer
         self.batch_shardings = shardings(mesh, batch_specs(self.form))
@@ -99,7 +101,7 @@ class Program:
             together = self.config.mesh.pipe == 1
             boundary = RegionBoundary(vocabulary=vocabulary_axes(self.config), context=way, together=together)
             model = self.config.model.forward_only
-            self._forward_models[way] = StagedModel(model, boundary, self.backend, self.config.lora)
+            self._forward_models[way] = StagedModel(model, boundary, self.backend, self.config.lora, self._loss)
         return self._forward_models[way]
 
     def region(self, function: Callable, in_specs: tuple, out_specs: Any) -> Callable:
@@ -162,7 +164,7 @@ class Program:
     def batch_types(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Types of the arrays of a global batch."""
         shapes = self.form.shapes(self.config.train.global_batch, tokens=self.config.model.sequence_length)
-        return {name: jax.ShapeDtypeStruct(shape, np.int32) for name, shape in shapes.items()}
+        return {name: jax.ShapeDtypeStruct(shape, self.form.entries[name].dtype) for name, shape in shapes.items()}
 
     @property
     def num_microbatches(self) -> int:
@@ -201,10 +203,16 @@ class Program:
 def batch_form(config: StepConfig) -> BatchSpec:
     """What a batch of this configuration holds."""
     family = family_of(config.model)
-    if not config.data.reset_attention:
-        return family.form(config.model)
-    assert family.reset_form, config.model.family
-    return family.reset_form
+    form = family.reset_form if config.data.reset_attention else family.form(config.model)
+    assert form, config.model.family
+    loss = loss_of(config)
+    return loss.form(form) if loss else form
+
+
+def own_loss(config: StepConfig) -> Callable[[Any], WithLoss] | None:
+    """What gives a model's ends the loss of the configuration; None: they have their own."""
+    loss = loss_of(config)
+    return partial(WithLoss, loss=loss, form=batch_form(config)) if loss else None
 
 
 def vocabulary_axes(config: StepConfig) -> Axes:

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
-from jax.tree_util import DictKey, GetAttrKey
+from jax.tree_util import GetAttrKey
 from jax.tree_util import tree_map_with_path as map_with_path
 from jax.typing import DTypeLike
 
@@ -34,6 +35,7 @@ from megajax.core.models.staged import StagedModel
 from megajax.core.optim.adam import initial_norms
 from megajax.core.optim.loss_scale import LossScale
 from megajax.core.optim.optimizer import make_optimizer
+from megajax.core.optim.own import first_mixing, own_optimizer, path_in
 from megajax.core.parallel.collectives import PIPE, axis_index
 from megajax.core.parallel.shards import NOT_SHARDED, Sharding, Shards
 from megajax.core.pipeline.placement import Placement
@@ -44,7 +46,7 @@ from megajax.core.program.weight import ON_STAGES, Path, Weight, gathered_late, 
 
 Tree = Any
 Convert = Callable[..., Array]
-_PARAMS = GetAttrKey("params")
+_PARAMS, _OPTIMIZER = GetAttrKey("params"), GetAttrKey("optimizer")
 
 
 @jax.tree_util.register_dataclass
@@ -74,6 +76,8 @@ class StateLayout:
         at_end, late: how it shards trained weights that are gathered at the end of the step, and all that are gathered
             in the next one.
         optimizer, matrices: the optimizer of the trained weights, and those that Muon updates, by path.
+        own: the user's, if that is the optimizer.
+        mixing: why its updates need whole weights, in words; empty if ZeRO's shards are enough, as they are for ours.
         loss_scale: how fp16's loss scale changes; None in other precisions.
         frozen: weights that `train.freeze` names, which have gradients of zero and are not updated.
     """
@@ -111,8 +115,15 @@ class StateLayout:
         trained = jax.tree.leaves(self.trained(self.weights)) if muon else []
         self.matrices = {weight.path: weight.matrices for weight in trained if weight.matrices}
         dtype = self.main_dtype if wide else self.compute_dtype
-        self.optimizer = make_optimizer(config.optimizer, self.matrices, dtype)
         shapes = model.shapes | ({LORA: adapters.shapes} if adapters else {})
+        self.own, self.mixing = own_optimizer(config.optimizer, config.own_optimizer), ""
+        transformation = self.own and self.own.transformation(config.optimizer)
+        self.optimizer = make_optimizer(config.optimizer, self.matrices, dtype, transformation)
+        if self.own and transformation and not self.own.elementwise:
+            mixing = "the user says so" if self.own.elementwise is False else ""
+            of_main = jax.tree.map(lambda leaf: leaf.update(dtype=self.main_dtype), self.trained(shapes))
+            shards = jax.tree.map(self._shard_of, self.trained(self.weights))
+            self.mixing = mixing or first_mixing(transformation, of_main, shards)
         self.canonical_shapes: TrainState = jax.eval_shape(self._begun, shapes)
 
         def fresh() -> TrainState:
@@ -120,10 +131,28 @@ class StateLayout:
 
         self._fresh = fresh
 
+    def _shard_of(self, weight: Weight) -> jax.ShapeDtypeStruct:
+        """What a device has of a weight's main copy, layers [L, …]."""
+        shape = weight.stage_shape(weight.owned)
+        return jax.ShapeDtypeStruct((prod(shape[:3]), *shape[3:]) if weight.stack else shape, self.main_dtype)
+
+    @property
+    def has_our_rate(self) -> bool:
+        """Whether the optimizer follows the configuration's schedule of the learning rate."""
+        return self.own is None or self.own.has_our_rate
+
     def weight_at(self, path: tuple[Any, ...]) -> Weight | None:
-        """The weight that a leaf of a state holds, or whose moment it is, by the leaf's path; None for any other."""
-        names = tuple(key.key for key in path if isinstance(key, DictKey))
-        return self._by_path.get(names[names[:1] == (LORA,) :])
+        """The weight that a leaf of a state holds, or whose moment it is, by the leaf's path; None for any other, and
+        for the state of an optimizer that needs whole weights."""
+        if self.mixing and path[0] == _OPTIMIZER:
+            return None
+        found = path_in(path, self._by_path)
+        return None if found is None else self._by_path[found]
+
+    def is_stacked(self, path: tuple[Any, ...]) -> bool:
+        """Whether a leaf of a state belongs to the stacked layers, by its path."""
+        weight = self.weight_at(path)
+        return weight is not None and weight.stack is not None
 
     def _specs(self, spec: Callable[[Weight, Sharding], PartitionSpec]) -> TrainState:
         """Specs of a state with its main weights in `params`, given those of a weight that ZeRO shards."""
@@ -229,6 +258,22 @@ class StateLayout:
         return jax.jit(self.pipelined, out_shardings=shardings(self.mesh, self.specs))
 
     @cached_property
+    def computed_from_canonical(self):
+        """canonical main weights -> the weights that forward-only programs are given."""
+        return jax.jit(self.params_on_stages, out_shardings=shardings(self.mesh, self.computed_specs))
+
+    def with_weights(self, state: TrainState, canonical: Tree) -> TrainState:
+        """A state with other weights, from canonical main ones; an average begins with them. Not with adapters."""
+
+        def placed(canonical: Tree) -> tuple[Tree, Tree]:
+            main = map_with_path(self._on_stages, canonical, self.trained_specs)
+            return self.params_on_stages(canonical, specs=self.specs.params), main
+
+        params, main = self._jitted(placed, (self.specs.params, self.trained_specs))(canonical)
+        average = None if state.average is None else jax.tree.map(jnp.copy, main)
+        return dataclasses.replace(state, params=params, main=None if state.main is None else main, average=average)
+
+    @cached_property
     def to_canonical(self):
         """state -> the state in canonical form, on this mesh."""
         return jax.jit(self.canonical, out_shardings=shardings(self.mesh, self.canonical_specs))
@@ -288,18 +333,13 @@ class StateLayout:
         return map_with_path(self._from_stages, tree)
 
     def _from_stages(self, path: Any, leaf: Array, spec: PartitionSpec | None = None, type_: Any = None) -> Array:
-        leaf = self.placement.to_canonical(leaf) if is_stacked(path) else leaf
+        leaf = self.placement.to_canonical(leaf) if self.is_stacked(path) else leaf
         if weight := self.weight_at(path):
             leaf = leaf[..., *map(slice, weight.shape)]
         return leaf if type_ is None else leaf.astype(type_.dtype)
 
     def _on_stages(self, path: Any, leaf: Array, spec: PartitionSpec, dtype: Any = None) -> Array:
-        leaf = self.placement.to_stages(leaf) if is_stacked(path) else leaf
+        leaf = self.placement.to_stages(leaf) if self.is_stacked(path) else leaf
         if weight := self.weight_at(path):
             leaf = weight.sharding_of(spec).padded(leaf)
         return leaf if dtype is None else leaf.astype(dtype)
-
-
-def is_stacked(path: tuple[Any, ...]) -> bool:
-    """Whether a leaf with this path belongs to the stacked layers."""
-    return DictKey("blocks") in path

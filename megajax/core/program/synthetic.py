@@ -5,6 +5,7 @@ import numpy.typing as npt
 
 from megajax.core.batch import IGNORED, document_positions
 from megajax.core.config import StepConfig
+from megajax.core.program.loss import loss_of
 from megajax.core.program.program import Batch as PlacedBatch
 from megajax.core.program.program import Program, batch_form
 
@@ -17,6 +18,12 @@ def random_batch(config: StepConfig, step: int) -> Batch:
     entries = batch_form(config).entries
     makers = {"order": _pairs, "start": _spans, "label": _labelled}  # keyed by an array that only these forms have
     batch = next((make for name, make in makers.items() if name in entries), _text)(config, rng)
+    shapes = batch_form(config).shapes(config.train.global_batch, tokens=config.model.sequence_length)
+    for name in entries.keys() - batch.keys() if loss_of(config) else ():
+        whole = entries[name].dtype == "int32"
+        batch[name] = (rng.integers(-1, 2, shapes[name]) if whole else rng.uniform(size=shapes[name])).astype(
+            entries[name].dtype
+        )
     assert batch.keys() == entries.keys(), "not a form that is known here"
     return batch
 

@@ -15,7 +15,7 @@ from jax.stages import Wrapped
 
 from megajax.core.axes import AXES
 from megajax.core.models.router import LOAD, ROUTER_BIAS, bias_step, expert_metrics
-from megajax.core.optim.adam import averaged, clip_by_norm, global_norm, is_spike, learning_rate, remember, update
+from megajax.core.optim.adam import averaged, clip_by_norm, global_norm, is_spike, learning_rate, remember
 from megajax.core.parallel.collectives import (
     PIPE,
     axis_index,
@@ -33,6 +33,7 @@ from megajax.core.private import tied
 from megajax.core.program.bind import SEQUENCES, UNSCALED, training_pipeline
 from megajax.core.program.program import BATCH, Batch, Program
 from megajax.core.program.state import TrainState
+from megajax.core.program.update import updated
 from megajax.core.program.weight import Path
 
 Tree = Any
@@ -110,7 +111,7 @@ def _train_step_with_gradients(
     taken = finite & ~is_spike(norm, state.recent_norms, config.optimizer.skip_above)
     clipped = clip_by_norm(grads, norm, config.optimizer.clip_norm)
     main = layout.at_end.take(layout.trained(state.params)) if state.main is None else state.main
-    new, optimizer = update(program.optimizer, clipped, state.optimizer, main, taken)
+    new, optimizer = updated(layout, clipped, state.optimizer, main, taken)
     some_target = sum(counts[name] for name in program.form.targets) > 0
     main = layout.with_frozen(_with_moved_biases(program, new, figures, taken & some_target), main)
     computed = layout.at_end.gather(layout.computed(main), invariant=True)
@@ -118,13 +119,15 @@ def _train_step_with_gradients(
         step=state.step + taken.astype(jnp.int32),
         params=layout.with_trained(state.params, computed),
         main=None if state.main is None else main,
-        optimizer=layout.with_frozen(optimizer, state.optimizer),
+        optimizer=optimizer if layout.mixing else layout.with_frozen(optimizer, state.optimizer),
         loss_scale=state.loss_scale.after(finite, layout.loss_scale),
         recent_norms=jnp.where(taken, remember(norm, state.recent_norms, state.step), state.recent_norms),
         average=None if state.average is None else averaged(state.average, main, config.train.ema, taken),
         copies=state.copies,
     )
-    metrics = {"loss": loss, "grad_norm": norm, "learning_rate": learning_rate(state.step, config.optimizer)}
+    metrics = {"loss": loss, "grad_norm": norm}
+    if layout.has_our_rate:
+        metrics["learning_rate"] = learning_rate(state.step, config.optimizer)
     parts = {name if name in program.form.measures else f"loss/{name}": value for name, value in losses.items()}
     parts = parts if len(parts) > 1 else {}
     if LOAD in figures:

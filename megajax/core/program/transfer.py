@@ -29,7 +29,7 @@ from megajax.core.parallel.collectives import (
     spec_axes,
 )
 from megajax.core.parallel.shards import NOT_SHARDED, Sharding, Shards
-from megajax.core.program.state import StateLayout, TrainState, is_stacked
+from megajax.core.program.state import StateLayout, TrainState
 
 Tree = Any
 _HOST = "pinned_host"
@@ -81,7 +81,7 @@ class Transfer:
         return self._layout.params_on_stages(canonical, self._to_devices)
 
     def _to_host(self, path: Any, leaf: Array, source: PartitionSpec, type_: jax.ShapeDtypeStruct) -> Array:
-        target, stacked = self._target(path, type_), is_stacked(path)
+        target, stacked = self._target(path, type_), self._layout.is_stacked(path)
         if self.goes_by_stages(stacked, target.sharding.spec):
             return self._collected(path, leaf, source, target)
         on_device = self.to_canonical(path, source, target.sharding.spec, target.dtype)(leaf)
@@ -91,7 +91,7 @@ class Transfer:
 
     def _to_devices(self, path: Any, leaf: Array, spec: PartitionSpec, dtype: Any = None) -> Array:
         assert isinstance(leaf.sharding, NamedSharding)
-        stacked, source = is_stacked(path), leaf.sharding.spec
+        stacked, source = self._layout.is_stacked(path), leaf.sharding.spec
         on_device = self._on_stages(leaf) if self.goes_by_stages(stacked, source) else moved(leaf)
         placed = jax.block_until_ready(self.from_canonical(path, source, spec, dtype)(on_device))
         on_device.delete()
@@ -115,7 +115,7 @@ class Transfer:
     def to_canonical(self, path: Any, source: PartitionSpec, target: PartitionSpec, dtype: Any) -> Callable[..., Array]:
         """The compiled conversion of a leaf on the stages to canonical form, in `dtype`. For a leaf that goes by
         stages, it takes the leaf and a stage number and returns that stage's slots."""
-        stacked, (padded, whole) = is_stacked(path), self._padded(path, source)
+        stacked, (padded, whole) = self._layout.is_stacked(path), self._padded(path, source)
         steps, by_stages = self._steps(whole, target, stacked), self.goes_by_stages(stacked, target)
         layers_divided = stacked and entry_axes(target[0]) == (PIPE,)
 
@@ -137,7 +137,7 @@ class Transfer:
     ) -> Callable[[Array], Array]:
         """The compiled conversion of a canonical leaf to one on the stages, cast to `dtype` if given. A leaf that goes
         by stages must be on them already."""
-        stacked, (padded, whole) = is_stacked(path), self._padded(path, target)
+        stacked, (padded, whole) = self._layout.is_stacked(path), self._padded(path, target)
         steps, by_stages = self._steps(whole, source, stacked), self.goes_by_stages(stacked, source)
         layers_divided = stacked and entry_axes(source[0]) == (PIPE,)
 

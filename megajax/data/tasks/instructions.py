@@ -107,8 +107,8 @@ def _chat(found: dict[str, Any], place: str) -> Chat:
     if found.get("tools"):
         raise UserError(f'{place}: "tools" are not supported; valid: messages without them')
     messages = [
-        _message(message, f"{place}: message {number}")
-        for number, message in enumerate(entry(found, "messages", list, place), start=1)
+        message(each, f"{place}: message {number}")
+        for number, each in enumerate(entry(found, "messages", list, place), start=1)
     ]
     args = found.get("chat_template_kwargs")
     return Chat(messages, place, {} if args is None else checked_args(args, f"{place}: chat_template_kwargs"))
@@ -120,9 +120,10 @@ def chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
     return None if source is None else ChatTemplate(source, tokenizer.named_tokens, "the tokenizer", TODAY)
 
 
-def _message(value: Any, place: str) -> dict[str, Any]:
-    message = checked(value, dict, place, "the message")
-    return message | {key: entry(message, key, str, place) for key in ("role", "content")}
+def message(value: Any, place: str) -> dict[str, Any]:
+    """A message of a conversation."""
+    found = checked(value, dict, place, "the message")
+    return found | {key: entry(found, key, str, place) for key in ("role", "content")}
 
 
 def packed(lengths_N: Sequence[int], order: Sequence[int], room: int) -> list[list[int]]:

@@ -92,7 +92,26 @@ class Instruction:
         return "\n".join(message["content"] for message in before) if self.messages else self.prompt
 
 
-Record = Pair | Question | Exam | Instruction
+@dataclass(frozen=True)
+class Preference:
+    """A request with two answers, the first of which is preferred."""
+
+    name: str = field(repr=False, compare=False)  # flag, file and line, for error messages
+    chosen: Instruction
+    rejected: Instruction
+
+    @property
+    def texts(self) -> list[str]:
+        """All of its texts."""
+        return [*self.chosen.texts, *self.rejected.texts]
+
+    @property
+    def context(self) -> str:
+        """The text that training and dev must not share."""
+        return self.chosen.context
+
+
+Record = Pair | Question | Exam | Instruction | Preference
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from megajax.core.config import MODELS_OWN
 from megajax.core.options import AT_LEAST_ZERO, MOST, OneOf, between
 from megajax.core.traits import SAMPLES, WEIGHTS
 
@@ -24,6 +25,7 @@ class Task:
     labels: tuple[str, ...] = ()  # class names in the files, in the order of their numbers
     suffixes: tuple[str, ...] = ()  # of its files in a folder; empty: files must be named one by one
     unanswerable: bool = False  # for spans, whether questions may have no answer
+    loss: str = MODELS_OWN  # `train.loss`
 
     @property
     def continues_text(self) -> bool:
@@ -52,9 +54,17 @@ TASKS = {
         'JSON lines, or an array of JSON, with "prompt" and "completion", or with "messages"',
         suffixes=(".jsonl", ".json", ".ndjson"),
     ),
+    "preferences": Task(
+        "pretraining",
+        2,
+        "accuracy",
+        'JSON lines, or an array of JSON, with "prompt", "chosen" and "rejected", or with two conversations',
+        suffixes=(".jsonl", ".json", ".ndjson"),
+        loss="preferences",
+    ),
 }
 """Natural-language inference and paraphrases (GLUE), questions about a paragraph, exams (arXiv 1909.08053); and, for
-language models, responses to prompts."""
+language models, responses to prompts, and which of two is preferred."""
 
 NAMES = (PRETRAINING, *TASKS)
 

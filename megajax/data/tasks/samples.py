@@ -10,6 +10,7 @@ from megajax.data.samples.base import Sample, Samples, hashed, held_out, key_of,
 from megajax.data.tasks.glue import read_glue
 from megajax.data.tasks.inputs import ExamInputs, JoinedTexts, PairInputs, counted
 from megajax.data.tasks.instructions import InstructionRows, read_instructions
+from megajax.data.tasks.preferences import PreferenceRows, read_preferences
 from megajax.data.tasks.questions import read_race, read_squad
 from megajax.data.tasks.records import Record, Records
 from megajax.data.tasks.registry import TASKS, TaskConfig
@@ -19,7 +20,7 @@ from megajax.data.text.tokenizer import Tokenizer
 
 _ORDER, _HOLD_OUT = 21, 22  # independent random streams of one seed
 
-TaskSamples = JoinedTexts | InstructionRows
+TaskSamples = JoinedTexts | InstructionRows | PreferenceRows
 
 _READERS: dict[str, Callable[[TaskFile], None]] = {
     "mnli": read_glue,
@@ -28,6 +29,7 @@ _READERS: dict[str, Callable[[TaskFile], None]] = {
     "squad2": read_squad,
     "race": read_race,
     "instructions": read_instructions,
+    "preferences": read_preferences,
 }
 
 
@@ -62,7 +64,14 @@ def task_samples(
     order drawn from `seed`."""
     head = TASKS[task_name].head
     samples: TaskSamples
-    if head == "pretraining":
+    if task_name == "preferences":
+        samples = PreferenceRows(records, tokenizer, sequence_length=sequence_length)
+        if not len(samples):
+            raise UserError(
+                f"none of the {len(records)} pairs has at most {sequence_length} tokens together; valid: at least one, "
+                "or a larger --model.sequence-length"
+            )
+    elif head == "pretraining":
         order = seed if training else None
         samples = InstructionRows(records, tokenizer, sequence_length=sequence_length, seed=order)
         if not training and not len(samples):

@@ -150,6 +150,8 @@ def _recognised(head: str) -> str:
             return "squad1 or squad2"
         if keys >= {"article", "options"}:
             return "race"
+        if keys >= {"chosen", "rejected"}:
+            return "preferences"
         return "instructions" if keys >= {"prompt", "completion"} or keys >= {"messages", "role"} else ""
     columns = set(head.split("\n", 1)[0].rstrip("\r").split("\t"))
     if columns >= {"question1", "question2"}:

@@ -11,7 +11,7 @@ from tiny import full, tiny_config, tiny_program
 
 from megajax.core.mesh import make_mesh, shard_unused_axes
 from megajax.core.program import transfer as transfer_module
-from megajax.core.program.state import TrainState, is_stacked
+from megajax.core.program.state import TrainState
 from megajax.core.program.transfer import Transfer
 from megajax.verify import named_leaves
 
@@ -115,7 +115,7 @@ def test_a_conversion_takes_no_more_than_the_largest_leaf(mesh: tuple[int, int, 
     for (path, target), pipelined, spec in zip(leaves, there, specs, strict=True):
         if bytes_of(target) < most / 16:
             continue
-        large += is_stacked(path)
+        large += layout.is_stacked(path)
         source = jax.ShapeDtypeStruct(pipelined.shape, pipelined.dtype, sharding=NamedSharding(layout.mesh, spec))
         canonical = target.update(sharding=NamedSharding(layout.mesh, target.sharding.spec))
         out = transfer.to_canonical(path, spec, target.sharding.spec, target.dtype).lower(source).compile()
@@ -123,7 +123,7 @@ def test_a_conversion_takes_no_more_than_the_largest_leaf(mesh: tuple[int, int, 
         for program in (out, back):
             memory = program.memory_analysis()
             assert memory.output_size_in_bytes + memory.temp_size_in_bytes <= most, (path, memory)
-        assert not is_stacked(path) or "all-gather" not in out.as_text(), path
+        assert not layout.is_stacked(path) or "all-gather" not in out.as_text(), path
     assert large >= 4
 
 

@@ -16,6 +16,7 @@ from megajax.settings.config import Config
 Ids = Any  # integers [B, T], as an array or nested lists
 Given = Ids | Mapping[str, Any]
 Batch = dict[str, Any]
+_OURS = {"tokens", "targets", "token_types", "length", "order", "positions", "places", "start", "end", "label"}
 _INPUTS = {"tokens", "token_types", "length"}
 
 
@@ -31,6 +32,8 @@ def batch_of(config: Config, form: BatchSpec, given: Given) -> Batch:
     if isinstance(given, Mapping):
         return _named(config, form, given, form.entries.keys())
     ids = _ids(config, given, more=1)
+    if missing := form.entries.keys() - {"tokens", "targets", "positions"}:
+        raise UserError(f"a batch without {', '.join(sorted(missing))}; valid: a dict with all its arrays")
     batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
     if "positions" in form.entries:
         batch["positions"] = np.broadcast_to(np.arange(ids.shape[1] - 1, dtype=np.int32), batch["tokens"].shape)
@@ -75,11 +78,13 @@ def prompt_ids(config: Config, prompt: Any, number: int) -> list[int]:
 
 def _named(config: Config, form: BatchSpec, given: Mapping[str, Any], needed: Collection[str]) -> Batch:
     arrays = ", ".join(f"{name} {['B', *entry.dims]}".replace("'", "") for name, entry in form.entries.items())
-    valid = f"valid: {arrays}, whole numbers; tokens at most {config.model.sequence_length}"
+    floats = [name for name, entry in form.entries.items() if entry.dtype != "int32"]
+    valid = f"valid: {arrays}, whole numbers{' but for ' * bool(floats)}{', '.join(floats)}; tokens at most "
+    valid += f"{config.model.sequence_length}"
     for problem, names in (("without", set(needed) - set(given)), ("with", set(given) - set(form.entries))):
         if names:
             raise UserError(f"a batch {problem} {', '.join(sorted(map(str, names)))}; {valid}")
-    batch = {name: _array(array, valid) for name, array in given.items()}
+    batch = {name: _array(array, valid, form.entries[name].dtype) for name, array in given.items()}
     tokens = batch["tokens"]
     rows, length = (tokens.shape[0], tokens.shape[-1]) if tokens.ndim > 1 else (0, 0)
     shapes = form.shapes(rows, tokens=length) if rows and 1 <= length <= config.model.sequence_length else {}
@@ -87,9 +92,10 @@ def _named(config: Config, form: BatchSpec, given: Mapping[str, Any], needed: Co
         if array.shape != shapes.get(name):
             raise UserError(f"{name} of shape {list(array.shape)}; {valid}")
         low, high = IGNORED if form.entries[name].padding == IGNORED else 0, _largest(config, name, length)
-        if (beyond := _beyond(array, low, high)) is not None:
+        low = low if name in _OURS else -high
+        if name not in floats and (beyond := _beyond(array, low, high)) is not None:
             raise UserError(f"{name} with the number {beyond}; valid: from {low} to {high}")
-    return {name: array.astype(np.int32) for name, array in batch.items()}
+    return {name: array.astype(form.entries[name].dtype) for name, array in batch.items()}
 
 
 def _largest(config: Config, name: str, length: int) -> int:
@@ -111,18 +117,18 @@ def _beyond(array: Any, low: int, high: int) -> int | None:
     return least if least < low else most if most > high else None
 
 
-def _array(given: Any, valid: str) -> Any:
-    """Integers, as a NumPy array or a tracer."""
+def _array(given: Any, valid: str, dtype: str = "int32") -> Any:
+    """Integers, or the floats of a dtype, as a NumPy array or a tracer."""
     try:
         array = given if isinstance(given, jax.core.Tracer) else np.asarray(given)
     except ValueError:  # rows of different lengths
         raise UserError(f"lists of different lengths; {valid}") from None
-    if not np.issubdtype(array.dtype, np.integer):
+    if not np.issubdtype(array.dtype, np.integer if dtype == "int32" else np.number):
         raise UserError(f"numbers of the type {array.dtype}; {valid}")
     return array
 
 
-def padded(form: BatchSpec, batch: Mapping[str, npt.NDArray[np.int32]], rows: int) -> dict[str, npt.NDArray[np.int32]]:
+def padded(form: BatchSpec, batch: Mapping[str, npt.NDArray[Any]], rows: int) -> dict[str, npt.NDArray[Any]]:
     """A batch padded to `rows` rows."""
     free = rows - len(batch["tokens"])
     nothing = form.padding(free, tokens=batch["tokens"].shape[-1])

@@ -1,0 +1,30 @@
+"""The loss of a configuration, if it is not the model's own.
+
+Letters: B rows, T tokens.
+"""
+
+from dataclasses import replace
+
+from jax import Array
+
+from megajax.core.config import LOSSES, METRICS, StepConfig
+from megajax.core.models.own_loss import Batch, Logits, Loss
+from megajax.core.models.preferences import preference_loss
+
+
+def loss_of(config: StepConfig) -> Loss | None:
+    """The loss of a configuration, with its metrics; None: the model's own, alone."""
+    name, loss = config.train.loss, config.own_loss
+    if loss is None and name == "preferences":
+        loss = preference_loss(config.train.dpo_beta)
+    elif loss is None and (named := LOSSES[name]):
+        loss = replace(named if isinstance(named, Loss) else Loss(named), title=name)
+    metrics = {name: METRICS[name] for name in config.train.metrics}
+    if not metrics:
+        return loss
+    return (loss or Loss(next_token)).with_metrics(metrics)
+
+
+def next_token(logits: Logits, batch: Batch) -> Array:
+    """A language model's own loss."""
+    return logits.cross_entropy(batch["targets"])

@@ -1,0 +1,61 @@
+"""What Python code gives a configuration in place of its options: a loss, an optimizer."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from megajax.core.errors import UserError
+from megajax.core.models.own_loss import Loss
+from megajax.core.models.registry import FAMILIES
+from megajax.core.optim.config import OWN
+from megajax.core.optim.own import OwnOptimizer
+from megajax.core.program.program import Program
+from megajax.settings.config import Config
+from megajax.training.describe import own_optimizer_line
+
+
+def with_own(
+    config: Config, loss: Loss | Callable[..., Any] | None, optimizer: Any, elementwise: bool | None = None
+) -> Config:
+    """The configuration with a loss and an optimizer, if they are given."""
+    if loss is not None:
+        model = config.model
+        if model.head != "pretraining" or not FAMILIES[model.family].continues_text:
+            raise UserError(f"loss with --model.family {model.family}; valid: a decoder, or a loss of the model's own")
+        config = dataclasses.replace(config, own_loss=loss if isinstance(loss, Loss) else Loss(loss))
+    if optimizer is not None:
+        own = OwnOptimizer(optimizer, elementwise)
+        named = dataclasses.replace(config.optimizer, name=OWN)
+        config = dataclasses.replace(config, own_optimizer=own, optimizer=named)
+    return config
+
+
+def as_weights(given: Mapping[str, Any], wanted: Any) -> Any:
+    """Weights in the form of the wanted ones, in host memory."""
+    if not isinstance(given, Mapping):
+        raise UserError(f"set_weights: a {type(given).__name__}; valid: nested dicts as from weights()")
+    there = flatten_dict(given, sep="/")
+    flat = flatten_dict(wanted, sep="/")
+    for problem, names in (("without", flat.keys() - there.keys()), ("with", there.keys() - flat.keys())):
+        if names:
+            raise UserError(f"set_weights: weights {problem} {min(map(str, names))}; valid: those of weights()")
+    found = {}
+    for name, leaf in flat.items():
+        array = np.asarray(there[name])
+        if array.shape != leaf.shape or not jnp.issubdtype(array.dtype, jnp.floating):
+            raise UserError(f"set_weights: {name} is {array.dtype}{[*array.shape]}; valid: floats {[*leaf.shape]}")
+        found[name] = array.astype(leaf.dtype)
+    return unflatten_dict(found, sep="/")
+
+
+def warn_of_cost(program: Program) -> None:
+    """Tell what it costs if an optimizer needs whole weights and the user did not say so."""
+    layout = program.layout
+    if layout.mixing and layout.own and layout.own.elementwise is None:
+        line = f"{own_optimizer_line(program)}; elementwise=False says that this is known"
+        warnings.warn(line, UserWarning, stacklevel=3)

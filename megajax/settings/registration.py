@@ -1,0 +1,64 @@
+"""`megajax.register`: names for options, without a fork. No JAX until a name is registered that needs it."""
+
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from megajax.core.config import LOSSES, METRICS
+from megajax.core.errors import UserError
+from megajax.core.models.config import ACTIVATIONS, NORMS
+from megajax.core.optim.config import OPTIMIZERS, SCHEDULES
+from megajax.data.config import DATA_SETS
+from megajax.settings.config import TRACKERS
+
+_TABLES: dict[str, MutableMapping[str, Any]] = {
+    "activation": ACTIVATIONS,
+    "data": DATA_SETS,
+    "loss": LOSSES,
+    "metric": METRICS,
+    "norm": NORMS,
+    "optimizer": OPTIMIZERS,
+    "schedule": SCHEDULES,
+    "tracker": TRACKERS,
+}
+KINDS = (*sorted([*_TABLES, "pipeline"]),)
+_registered: set[tuple[str, str]] = set()
+
+
+def register(kind: str, name: str, thing: Callable[..., Any]) -> None:
+    """Make `name` a valid value of an option, for presets and flags too, if a module named by `--plugins` does this.
+
+    Args:
+        kind: what it is, and so which option and which `thing`:
+
+            - `activation`, `--model.activation`: a function of an array, without a gate.
+            - `data`, `--data.set`: a function of the configuration that returns a data set, or one for training and one
+              for validation: objects with `len` and `[i]`, as for `Model.train`.
+            - `loss`, `--train.loss`: a `Loss`, or a function of logits and batch.
+            - `metric`, `--train.metrics`: a function of logits and batch, [B, T], whose mean is reported.
+            - `norm`, `--model.norm`: a function of the `ModelConfig` that returns an `nnx.Module`.
+            - `optimizer`, `--optimizer.name`: a function of the learning rate's schedule that returns an optax
+              transformation, such as `optax.lion`.
+            - `pipeline`, `--pipeline.schedule`: a function as in `megajax/core/pipeline/schedule.py`.
+            - `schedule`, `--optimizer.schedule`: after the warm-up, the share of the way from floor to peak that is
+              left, as a function of the share of the decay that is over.
+            - `tracker`, `--track`: a function of the run directory that returns a `Tracker`.
+        name: lowercase letters, digits, hyphens.
+        thing: see above.
+    """
+    if kind not in KINDS:
+        raise UserError(f"register: kind {kind!r}; valid: {', '.join(KINDS)}")
+    if not name or not all(part.isalnum() and part == part.lower() for part in name.split("-")):
+        raise UserError(f"register: name {name!r}; valid: lowercase letters, digits, hyphens")
+    if not callable(thing) and not hasattr(thing, "function"):
+        raise UserError(f"register: {kind} {name}: {thing!r:.80}; valid: a function")
+    table: MutableMapping[str, Any] | None = _TABLES.get(kind)
+    made: Any = thing
+    if table is None:
+        from megajax.core.pipeline.schedule import SCHEDULES as TICKS
+        from megajax.core.pipeline.schedule import ScheduleKind
+
+        table, made = TICKS, ScheduleKind(thing)
+    if name in table and (kind, name) not in _registered:
+        raise UserError(f"register: {kind} {name} is one of megajax's own; valid: another name")
+    _registered.add((kind, name))
+    table[name] = made

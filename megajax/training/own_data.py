@@ -1,0 +1,140 @@
+"""Data that a user's code gives a run: batches, or data sets; and data sets that are registered under a name."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megajax.core.errors import UserError
+from megajax.core.program.program import Program
+from megajax.core.program.synthetic import random_batch
+from megajax.data.config import DATA_SETS
+from megajax.data.samples.base import Sample
+from megajax.data.tasks.samples import EpochOrder
+from megajax.runs.init import named_or_init_tokenizer
+from megajax.settings.config import Config
+from megajax.training.batches import Given, batch_of
+from megajax.training.given import OwnData
+
+Batches = Iterable[Given] | Callable[[int], Iterable[Given]]
+
+
+class DataSet:
+    """A user's data set as samples: any object with `len` and `[i]`, which is a pure function of i. An entry is ids
+    [T + 1], or a dict of a batch's arrays for one row; ids may be fewer, and are padded."""
+
+    def __init__(self, entries: Any, program: Program, what: str):
+        if not (hasattr(entries, "__len__") and hasattr(entries, "__getitem__")):
+            raise UserError(f"{what}: a {type(entries).__name__}; valid: an object with len() and [i]")
+        if not len(entries):
+            raise UserError(f"{what}: it is empty; valid: at least one entry")
+        self._entries, self._config, self._what = entries, program.config, what
+        self.form, self.sequence_length = program.form, program.config.model.sequence_length
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, number: int) -> Sample:
+        entry = self._entries[int(number)]
+        try:
+            rows = {k: np.asarray(x)[None] for k, x in entry.items()} if isinstance(entry, Mapping) else [entry]
+            batch = batch_of(self._config, self.form, rows)  # type: ignore[arg-type]
+        except UserError as error:
+            problem, _, valid = str(error).partition("; valid: ")
+            raise UserError(f"{self._what}, entry {number}: {problem}; valid: {valid}") from None
+        whole = self.form.padding(1, tokens=self.sequence_length)
+        for name, array in batch.items():
+            place = tuple(map(slice, array.shape))
+            whole[name][place] = array
+        return {name: array[0] for name, array in whole.items()}
+
+
+class _Drawn:
+    """Random samples."""
+
+    def __init__(self, config: Config):
+        self._batch = random_batch(config, 0)
+
+    def __getitem__(self, number: int) -> Sample:
+        return {name: array[number % len(array)] for name, array in self._batch.items()}
+
+
+def registered_data(config: Config, program: Program) -> OwnData:
+    """The data set that `data.set` names, with the tokenizer of `tokenizer.path` or `--init`, if there is one."""
+    try:
+        found = DATA_SETS[config.data.set](config)
+    except UserError:
+        raise
+    except Exception as error:
+        said = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"--data.set {config.data.set}: {type(error).__name__}: {said}; valid: a function of the configuration "
+            "that returns a data set"
+        ) from error
+    data, validation = found if isinstance(found, tuple) else (found, None)
+    found = own_data(config, program, named_or_init_tokenizer(config), None, data, validation)
+    assert found is not None
+    return found
+
+
+def own_data(
+    config: Config, program: Program, tokenizer: Any, batches: Batches | None, data: Any, validation: Any
+) -> OwnData | None:
+    """The data that a user gives: batches, or data sets; None if there are none."""
+    if batches is not None and data is not None:
+        raise UserError("train: batches and data; valid: one of them")
+    if batches is not None and config.train.ramp_start:
+        raise UserError("train: batches with train.ramp_start; valid: data, whose entries batches of any size can have")
+    held_out = None if validation is None else DataSet(validation, program, "validation")
+    if batches is not None:
+        passed = _checked(config, program, batches)
+        return OwnData(passed, _Drawn(config), held_out, tokenizer, "batches of the caller")
+    if data is None:
+        if validation is not None:
+            raise UserError("train: validation without data; valid: data or batches, or data.validation")
+        return None
+    samples = DataSet(data, program, "data")
+    words = f"{len(samples):,} entries of the caller; an epoch is {len(samples) / config.train.global_batch:,.4g} steps"
+    return OwnData(None, EpochOrder(samples, config.seed), held_out, tokenizer, words)
+
+
+def _checked(config: Config, program: Program, batches: Batches) -> Callable[[int], Iterator[Mapping[str, Any]]]:
+    """The batches after so many steps. An iterator, which cannot begin anywhere, passes over those before."""
+
+    def after(step: int) -> Iterator[Mapping[str, Any]]:
+        found = batches(step) if callable(batches) else islice(batches, step, None)
+        for given in found:
+            yield whole_batch(config, program, given, "train")
+        raise UserError("train: there are no more batches; valid: one for each step")
+
+    return after
+
+
+def whole_batch(config: Config, program: Program, given: Given, what: str) -> Mapping[str, Any]:
+    """The arrays of a global batch of the program."""
+    arrays = batch_of(config, program.form, given)
+    for name, wanted in program.batch_types.items():
+        if arrays[name].shape != wanted.shape:
+            problem = f"{name} of shape {list(arrays[name].shape)}"
+            valid = f"{list(wanted.shape)}, or another train.global_batch or model.sequence_length"
+            raise UserError(f"{what}: {problem}; valid: {valid}")
+    return arrays
+
+
+def of_run(config: Config, steps: int | None, run_dir: str | Path | None, data: OwnData | None) -> Config:
+    """The configuration of a training up to `steps` in a run directory; without held-out data it is not validated."""
+    place = config.run_dir if run_dir is None else str(run_dir)
+    if not place:
+        raise UserError("train: run_dir missing; valid: a folder, or run_dir in the configuration")
+    train = config.train if steps is None else dataclasses.replace(config.train, steps=steps, epochs=0.0)
+    return without_validation(dataclasses.replace(config, run_dir=place, train=train), data)
+
+
+def without_validation(config: Config, data: OwnData | None) -> Config:
+    """The configuration, without validation if the data has nothing for that."""
+    if data is None or data.validation is not None:
+        return config
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, eval_every=0))

@@ -1,0 +1,36 @@
+"""Training on preferences, from the files to the figures: the commands, seen from outside."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from processes import MESH_222, Commands
+from results import assert_close_losses, curve
+from saved_tokenizers import write_saved
+
+PRESET = "configs/finetune/preferences-demo.toml"
+SIZE = "--model.num-layers 2 --model.hidden-size 32 --model.num-heads 4 --model.vocab-size 704 --model.vocab-multiple"
+SIZE += " 64 --model.sequence-length 64 --train.global-batch 8 --train.microbatch 1 --train.epochs 2 --train.log-every"
+SIZE += " 1 --checkpoint.every 3 --sample.tokens 0 --optimizer.learning-rate 0.01"
+
+
+@pytest.mark.full
+def test_the_chosen_answers_gain_on_any_mesh(commands: Commands, tmp_path: Path) -> None:
+    """From the reference, which is kept, also by a run that goes on."""
+    write_saved(tmp_path / "tokenizer", "mistral")
+    pairs = [{"prompt": f"What is {n}?", "chosen": f" It is {n}.", "rejected": f" I say {n + 1}."} for n in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    line = ("train.py", PRESET, *SIZE.split(), "--tokenizer.path", tmp_path / "tokenizer")
+    line += ("--data.train", tmp_path / "pairs.jsonl", "--run-dir")
+    one, other = tmp_path / "one", tmp_path / "other"
+    commands.run(*line, one).ok()
+    losses = [loss for _, loss, _ in curve(one)]
+    assert losses[0] == pytest.approx(math.log(2), rel=1e-5) and losses[-1] < 0.6
+    commands.run(*line, other, *MESH_222, "--train.steps", 4).ok()
+    reference = (other / "data" / "reference.npy").read_bytes()
+    commands.run(*line, other, *MESH_222, "--sequence-parallel").ok()
+    assert (other / "data" / "reference.npy").read_bytes() == reference
+    assert_close_losses(curve(other), curve(one))
+    found = commands.evaluate("preferences", one, "--data", tmp_path / "pairs.jsonl")
+    assert (found["records"], found["accuracy"]) == (40, 100)

@@ -1,0 +1,153 @@
+"""`Model.train`: the loop of `megajax train` with a loss, an optimizer, data and callbacks of the caller's."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from tiny import tiny_config, user_error
+
+import megajax
+from megajax.core.program.program import Program
+from megajax.core.program.state import TrainState
+from megajax.settings.config import Config
+from megajax.training.own_data import DataSet, own_data
+
+SMALL = {"num_layers": 1, "hidden_size": 16, "dropout": 0.0}
+
+
+def confident(logits, batch):
+    return logits.cross_entropy(batch["targets"]) + 0.1 * logits.entropy()
+
+
+class Counting:
+    """Its entries are pure functions of their numbers, some of them short."""
+
+    def __init__(self, size: int = 40):
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        return (i + np.arange(17 - i % 3)) % 101
+
+
+def config_of(mesh: tuple[int, ...] = (1, 1, 1)) -> Config:
+    config = tiny_config(mesh, optimizer={"warmup_steps": 0}, **SMALL)
+    return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, every=2))
+
+
+def trained(config: Config, run_dir: Path, steps: int) -> tuple[megajax.Model, dict[int, float], dict[int, float]]:
+    model = megajax.init(config, loss=confident, optimizer=optax.lion)
+    losses, validated = {}, {}
+    model.train(
+        steps,
+        run_dir,
+        data=Counting(),
+        validation=Counting(3),
+        on_step=lambda step, figures: losses.update({step: figures["loss"]}),
+        on_validation=lambda step, loss: validated.update({step: loss}),
+    )
+    return model, losses, validated
+
+
+def test_a_run_goes_on_as_if_it_had_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its figures are those of metrics.jsonl, its weights the model's."""
+    monkeypatch.chdir(tmp_path)
+    model, losses = megajax.init(config_of(), loss=confident, optimizer=optax.lion), dict[int, float]()
+
+    def train(steps: int) -> None:
+        note = lambda step, figures: losses.update({step: figures["loss"]})  # noqa: E731
+        model.train(steps, "run", data=Counting(), on_step=note)
+
+    train(2)
+    there = model.weights()
+    model.set_weights(jax.tree.map(np.zeros_like, there))
+    assert not any(np.any(weight) for weight in jax.tree.leaves(model.weights()))
+    train(4)  # from the checkpoint of step 2
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert ([*losses], model.step) == ([1, 2, 3, 4], 4)
+    assert [each["loss"] for each in lines if "loss" in each] == [*losses.values()]
+    assert losses[3] < losses[1] and "optimizer own, loss confident" in repr(model)
+    assert "an optimizer that Python code gave" in user_error(megajax.restore, "run", training=True)
+
+
+@pytest.mark.full
+def test_a_run_is_that_of_steps_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it can be evaluated and go on without the code that began it."""
+    monkeypatch.chdir(tmp_path)
+    model, losses, validated = trained(config_of(), tmp_path / "run", 4)
+    batches = iter(whole_batches(config_of()))
+    stepped = megajax.init(config_of(), loss=confident, optimizer=optax.lion)
+    assert [stepped.train_step(next(batches))["loss"] for _ in range(4)] == pytest.approx([*losses.values()], rel=1e-6)
+    for expected, weight in zip(jax.tree.leaves(stepped.weights()), jax.tree.leaves(model.weights()), strict=True):
+        np.testing.assert_allclose(weight, expected, atol=1e-6)
+    assert validated[4] == pytest.approx(stepped.loss(rows_of(Counting(3), config_of())), rel=1e-5)
+
+    plain = megajax.restore("run")
+    assert plain.config.optimizer.name == "own" and "own" not in repr(plain)
+    again = megajax.restore("run", training=True, optimizer=optax.lion, loss=confident)
+    assert again.step == 4 and again.loss(rows_of(Counting(3), config_of())) == pytest.approx(validated[4], rel=1e-6)
+    other = user_error(megajax.restore, "run", training=True, optimizer=optax.adam(1e-3))
+    assert "holds the state of another optimizer; valid: the one that it was trained with" in other
+
+    fresh = megajax.init(config_of(), optimizer=optax.lion, loss=confident)
+    fresh.set_weights(again.weights())
+    for expected, weight in zip(jax.tree.leaves(again.weights()), jax.tree.leaves(fresh.weights()), strict=True):
+        np.testing.assert_array_equal(weight, expected)
+    with pytest.raises(megajax.UserError, match="there are no more batches; valid: one for each step"):
+        fresh.train(3, "other", batches=iter([next(batches)]))
+    assert fresh.step == 1
+
+
+def rows_of(entries: Counting, config: Config) -> dict[str, np.ndarray]:
+    samples = DataSet(entries, Program.on(config, jax.devices()[: config.mesh.num_devices]), "data")
+    return {name: np.stack([samples[i][name] for i in range(len(samples))]) for name in samples.form.entries}
+
+
+def whole_batches(config: Config):
+    program = Program.on(config, jax.devices()[: config.mesh.num_devices])
+    samples = own_data(config, program, None, None, Counting(), None).train
+    for step in range(100):
+        rows = [samples[8 * step + row] for row in range(8)]
+        yield {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+@pytest.mark.full
+def test_a_mesh_changes_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, one, validated = trained(config_of(), tmp_path / "one", 4)
+    _, four, others = trained(config_of((2, 1, 2)), tmp_path / "four", 4)
+    assert [*four.values(), *others.values()] == pytest.approx([*one.values(), *validated.values()], rel=1e-5)
+
+
+def test_what_train_cannot_do_says_what_is_valid(tmp_path: Path) -> None:
+    config = config_of()
+    program = Program.on(config, jax.devices()[:1])
+    model = megajax.Model(config, program, TrainState({}, *[None] * 5), 0, None)  # type: ignore[arg-type]
+    weights = {"shared": {}, "blocks": {}}
+    for call, problem in (
+        (lambda: model.train(3, data=Counting()), "train: run_dir missing; valid: a folder"),
+        (lambda: model.train(3, "run", data=Counting(), batches=[]), "batches and data; valid: one of them"),
+        (lambda: model.train(3, "run", validation=Counting()), "validation without data; valid: data or batches"),
+        (lambda: model.train(3, "run", data=7), r"data: a int; valid: an object with len\(\) and \[i\]"),
+        (lambda: model.train(3, "run", data=Counting(0)), "data: it is empty; valid: at least one entry"),
+        (lambda: model.train(3, tmp_path / "run"), "--data.path missing; valid"),
+        (lambda: DataSet([[0, 101]], program, "data")[0], "data, entry 0: an id 101; valid: token ids"),
+        (lambda: model.set_weights(3), "set_weights: a int; valid: nested dicts"),  # type: ignore[arg-type]
+        (lambda: model.set_weights(weights), "set_weights: weights without blocks/attention/key/bias; valid"),
+        (lambda: megajax.init("bert-336m", loss=confident), "loss with --model.family bert; valid: a decoder"),
+        (lambda: megajax.init(config, optimizer=3), "optimizer 3; valid: an optax transformation"),
+    ):
+        with pytest.raises(megajax.UserError, match=problem):
+            call()
+
+
+def test_an_optimizer_of_whole_weights_tells_what_it_costs() -> None:
+    with pytest.warns(UserWarning, match=r"on whole weights, for it has reduce_sum of .*: every device .* MiB; "):
+        model = megajax.init(config_of(), optimizer=optax.lamb(1e-3))
+    assert model.program.layout.mixing
