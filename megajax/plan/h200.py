@@ -6,6 +6,7 @@ Structure, bytes and schedules are those of the real program; nothing is timed.
 import importlib.util
 import re
 from contextlib import AbstractContextManager
+from functools import cache
 from importlib.metadata import distributions
 from typing import TYPE_CHECKING
 
@@ -61,6 +62,7 @@ def _target() -> str:
     return _DEVICE + "".join(fields)
 
 
+@cache
 def _versions() -> tuple[tuple[int, int, int], ...]:
     """The installed versions of cuDNN and of CUDA's runtime; those with JAX 0.11.2 on our H200 where they are not."""
     found = {"cudnn": (9, 19, 0), "cuda-runtime": (13, 0, 0)}

@@ -93,7 +93,7 @@ class StepModel:
         mfu = flops / self.work.peak
         return PlannedTime(seconds, parts, stages, bubble, tokens / seconds, flops, mfu, self.work.expert_loop)
 
-    @property
+    @cached_property
     def head_in_layers(self) -> float:
         """What the head costs the last stage more than others, in layers; nothing if all stages share it."""
         layer = sum(visit.total for visit in self._layer)
