@@ -14,6 +14,7 @@ from megajax.core.models.grouped import kernels_can
 from megajax.core.pipeline.deferral import Deferring
 from megajax.core.pipeline.schedule import make_schedule
 from megajax.core.precision import COMPUTE_DTYPE
+from megajax.core.program.overlap import scans_layers
 from megajax.core.program.program import batch_form
 from megajax.plan.costs import Region, StepCost
 from megajax.plan.machines import Machine
@@ -25,6 +26,9 @@ from megajax.settings.config import Config
 _COUNTERS = 2 * 4  # bytes of the optimizer's counters
 _WORD = 4  # bytes of an element of the batch
 _FP32 = 4
+# Of what exists only during the step, on GPUs: the most that unrolled layers needed beyond scanned ones' estimate in
+# three steps compiled for H200s, 12.1 of 7.0 GiB (docs/benchmarks/planning.md).
+_UNROLLED = 0.75
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class Memory:
     factors: int  # of weight gradients that wait
     p2p_transfers: int  # activations and gradients on their way between stages, and those that wait to be used
     temporaries: int  # of the layer and the end that run, and of the optimizer
+    unrolled: int  # what XLA may allocate besides if layers are unrolled
 
     @property
     def state(self) -> int:
@@ -77,7 +82,7 @@ class MemoryModel:
     computes all else once."""
 
     def __init__(self, config: Config, backend: Backend, cost: StepCost):
-        self._step, self._pipe = Sizes(config, backend=backend), config.mesh.pipe
+        self._step, self._pipe, self._backend = Sizes(config, backend=backend), config.mesh.pipe, backend
         form, step = batch_form(config), self._step
         self._losses = len(form.targets | form.measures) * max(4, step.summed)
         texts = form.shapes(config.train.global_batch, tokens=step.tokens).values()
@@ -92,16 +97,15 @@ class MemoryModel:
     def of(self, config: Config) -> Memory:
         """That of one of them."""
         step, pipeline, pipe = self._step.placed(config), config.pipeline, self._pipe
-        settled = steady_state_microbatches(pipeline.schedule, pipe, step.microbatches)
         slots, factor_slots, activations = _buffers(
-            pipeline.schedule, pipe, settled, pipeline.chunks, pipeline.deferring()
+            pipeline.schedule, pipe, step.microbatches, pipeline.chunks, pipeline.deferring()
         )
         layers = step.layers_of_chunk
         saved = step.activation_bytes if step.recomputes_stage else layers * self._residuals
         kept = max(1 + step.pairs_microbatches, slots) * saved
         factors, held = factor_slots * layers * self._factors, _of_weights(step, step.held)
         copies, copies_of_step = (layers * pipeline.chunks * each for each in (self._copies, self._copies_of_step))
-        return Memory(
+        needed = Memory(
             weights=held["weights"],
             main_weights=held["main_weights"],
             moments=held["moments"] + _COUNTERS,
@@ -115,7 +119,10 @@ class MemoryModel:
             factors=factors,
             p2p_transfers=activations * step.activation_bytes,
             temporaries=self._temporaries.most(step, kept, factors),
+            unrolled=0,
         )
+        unrolls = layers > 1 and self._backend != CPU and not scans_layers(config, self._backend)
+        return replace(needed, unrolled=int(_UNROLLED * needed.of_step)) if unrolls else needed
 
 
 def _of_weights(step: Sizes, held: DeviceWeights) -> dict[str, int]:
@@ -143,10 +150,21 @@ def padding(config: Config, needed: Memory) -> int:
     return of_layers * (slots - int(step.placement.counts.sum(0).min())) // slots
 
 
-@lru_cache(maxsize=512)
 def _buffers(name: str, pipe: int, microbatches: int, chunks: int, deferring: Deferring | None) -> tuple[int, int, int]:
     """How many chunks a schedule saves, how many chunks' factors, and how many activations are in transit or waiting
-    (stage inputs or outputs)."""
+    (stage inputs or outputs). They are those of fewer microbatches where the schedule repeats itself; GPipe keeps
+    one more of each for every microbatch."""
+    settled = steady_state_microbatches(name, pipe, microbatches)
+    if name != "gpipe" or pipe == 1 or microbatches <= 2 * pipe:
+        return _counted(name, pipe, settled, chunks, deferring)
+    slots, factors, activations = _counted(name, pipe, 2 * pipe, chunks, deferring)
+    more = microbatches - 2 * pipe
+    return slots + more, factors, activations + more
+
+
+@lru_cache(maxsize=4096)
+def _counted(name: str, pipe: int, microbatches: int, chunks: int, deferring: Deferring | None) -> tuple[int, int, int]:
+    """The same, from the schedule's table."""
     table = make_schedule(name, pipe, microbatches, chunks, deferring)
     if pipe == 1:
         return table.num_slots, table.num_factor_slots, 0

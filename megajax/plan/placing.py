@@ -41,7 +41,10 @@ def fewer_beside_the_head(model: StepModel, pipeline: PipelineConfig) -> list[Pi
     """Placements in which the busiest stage has less to do than in an even one: the best that needs no more slots, and
     one that needs more if that is better."""
     number = model.config.model.num_blocks
-    return [_with_layers(pipeline, each) for each in _fewer(number, model.config.mesh.pipe, pipeline.chunks, model.head_in_layers)]
+    return [
+        _with_layers(pipeline, each)
+        for each in _fewer(number, model.config.mesh.pipe, pipeline.chunks, model.head_in_layers)
+    ]
 
 
 @lru_cache(maxsize=4096)

@@ -7,6 +7,7 @@ import math
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from operator import attrgetter, itemgetter
@@ -35,6 +36,7 @@ VARIED = (
     *(f"mesh.{axis}" for axis in AXES), "pipeline.schedule", "pipeline.chunks", "pipeline.vocabulary",
     "pipeline.layers", "pipeline.weight_gradients",
     "train.microbatch", "train.remat", "optimizer.zero", "sequence_parallel", "model.context_attention",
+    "model.scan_layers",
 )  # fmt: skip
 _MOST_CHUNKS = 12
 _MOST_CELLS = 4096  # in a table whose buffers cannot be found from a shorter one
@@ -48,6 +50,12 @@ class Limits(NamedTuple):
 
 
 _WIDEST = Limits(128, sys.maxsize)
+Watch = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
+"""Shows a phase, given its name and the number of its parts; gets the number of finished ones."""
+
+
+def _unwatched(name: str, total: int) -> AbstractContextManager[Callable[[int], object]]:
+    return nullcontext(lambda done: None)
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,9 @@ class Candidate:
 
     base: Config
     pipeline: PipelineConfig
-    seconds: float  # predicted for a step, with the pipeline's time by formula
+    parts: dict[str, float]  # seconds by part, with the pipeline's time by formula
+    memory: Memory
+    seconds: float  # of a step
     bytes: int  # on a device
 
     @property
@@ -81,6 +91,7 @@ class Found:
     fitting: list[Candidate]  # all that fit, fastest first
     tried: int  # number of configurations, including those that do not fit
     complete: bool  # false if a signal came before all were tried
+    safer: Planned | None  # the fastest that needs at most half of the memory, if the best one needs more
 
     @property
     def frontier(self) -> list[Candidate]:
@@ -92,10 +103,19 @@ class Found:
         return chosen
 
 
-def search(config: Config, devices: int, machine: Machine, *, given: Iterable[str] = (), count: int = 10) -> Found:
+def search(
+    config: Config,
+    devices: int,
+    machine: Machine,
+    *,
+    given: Iterable[str] = (),
+    count: int = 10,
+    watch: Watch = _unwatched,
+) -> Found:
     """Search all meshes of `devices` GPUs with every schedule, chunk count, microbatch size, recomputation, ZeRO stage,
     sequence parallelism, deferral and context attention, with even stages, fewer layers beside the head or a split
-    vocabulary; `context` is for long sequences, and `tensor` for the devices of a server, unless nothing fits otherwise.
+    vocabulary, with layers unrolled or as a scan; `context` is for long sequences, and `tensor` for the devices of a
+    server, unless nothing fits otherwise.
     Model, batch, precision and those keys of `VARIED` that are `given` stay fixed. `count` of the best are planned in
     full. If a deferred signal comes meanwhile, the rest is not tried. Raises `UserError` if nothing fits, or if the
     model has no such mesh, with the reason."""
@@ -104,7 +124,7 @@ def search(config: Config, devices: int, machine: Machine, *, given: Iterable[st
     if "mesh.context" in fixed:
         check_context(config)
     for limits in (Limits(4096, machine.server), _WIDEST):
-        tried, smallest, fitting = _tried(config, devices, machine, fixed, limits)
+        tried, smallest, fitting = _tried(config, devices, machine, fixed, limits, watch)
         if fitting:
             break
         if stop_signals.number:
@@ -113,28 +133,36 @@ def search(config: Config, devices: int, machine: Machine, *, given: Iterable[st
         raise _nothing(config, devices, machine, smallest, fixed)
     fitting.sort(key=lambda each: (each.seconds, each.bytes))
     complete = not stop_signals.number
-    return Found(_best(fitting, devices, machine, count), fitting, tried, complete)
+    best = _best(fitting, devices, machine, count)
+    small = [each for each in fitting if each.bytes <= machine.usable / 2]
+    needs_more = best[0].memory.total > machine.usable / 2
+    safer = _best(small, devices, machine, 1)[0] if small and needs_more else None
+    return Found(best, fitting, tried, complete, safer)
 
 
-def _tried(config: Config, devices: int, machine: Machine, fixed: frozenset[str], limits: Limits) -> tuple[int, Any, list]:
+def _tried(
+    config: Config, devices: int, machine: Machine, fixed: frozenset[str], limits: Limits, watch: Watch
+) -> tuple[int, Any, list]:
     """The number of configurations, the one with the fewest bytes, and all that fit."""
     tried, smallest, fitting, backend = 0, None, list[Candidate](), backend_of(machine)
     layers = config.pipeline.layers if "pipeline.layers" in fixed else ""
-    for base in _until_stopped(_on_meshes(config, devices, fixed, limits)):
-        costs, models = _Costs(backend), _Models(machine)
-        for each in _until_stopped(_of_mesh(base, fixed)):
-            cost = costs.of(each)
-            model = partial(models.of, each, cost)
-            sizes = list(_sizes(each, fixed, layers, model, MemoryModel(each, backend, cost), machine.usable))
-            tried += len(sizes)
-            least = min(sizes, key=itemgetter(0), default=None)
-            if least is not None and (smallest is None or least[0] < smallest[0]):
-                smallest = least[0], replace(each, pipeline=least[1])
-            fitting += [
-                Candidate(each, pipeline, model().time(pipeline, exact=False).seconds, size)
-                for size, pipeline in sizes
-                if size <= machine.usable
-            ]
+    meshes = list(_on_meshes(config, devices, fixed, limits))
+    with watch(f"searching {len(meshes)} meshes of {devices} {machine.name.upper()}s", len(meshes)) as tell:
+        for number, base in enumerate(_until_stopped(iter(meshes))):
+            tell(number)
+            costs, models = _Costs(backend), _Models(machine)
+            for each in _until_stopped(_of_mesh(base, fixed)):
+                cost = costs.of(each)
+                model = partial(models.of, each, cost)
+                sizes = list(_sizes(each, fixed, layers, model, MemoryModel(each, backend, cost), machine.usable))
+                tried += len(sizes)
+                least = min(sizes, key=itemgetter(0), default=None)
+                if least is not None and (smallest is None or least[0] < smallest[0]):
+                    smallest = least[0], replace(each, pipeline=least[2])
+                for size, needed, pipeline in sizes:
+                    if size <= machine.usable:
+                        time = model().time(pipeline, exact=False)
+                        fitting.append(Candidate(each, pipeline, time.parts, needed, time.seconds, size))
     return tried, smallest, fitting
 
 
@@ -162,10 +190,12 @@ class _Models:
         remat = _as_fast(config, cost)
         like = (
             remat, config.train.microbatch, config.optimizer.zero, config.sequence_parallel,
-            config.pipeline.weight_gradients, config.pipeline.vocabulary,
+            config.pipeline.weight_gradients, config.pipeline.vocabulary, config.model.scan_layers,
         )  # fmt: skip
         if like not in self._found:
-            self._found[like] = StepModel(replace(config, train=replace(config.train, remat=remat)), self._machine, cost)
+            self._found[like] = StepModel(
+                replace(config, train=replace(config.train, remat=remat)), self._machine, cost
+            )
         return self._found[like]
 
 
@@ -253,7 +283,8 @@ def _divisors(number: int) -> list[int]:
 
 
 def _of_mesh(base: Config, fixed: frozenset[str]) -> Iterator[Config]:
-    """On one mesh, every microbatch size, recomputation, ZeRO stage, sequence parallelism, deferral and vocabulary."""
+    """On one mesh, every microbatch size, recomputation, ZeRO stage, sequence parallelism, deferral and vocabulary,
+    with layers unrolled, except with ZeRO-3, and as a scan."""
 
     def choices(key: str, possible: list[Any]) -> list[Any]:
         return [attrgetter(key)(base)] if key in fixed else possible
@@ -266,15 +297,19 @@ def _of_mesh(base: Config, fixed: frozenset[str]) -> Iterator[Config]:
     pieces = mesh.tensor * (2 * mesh.context if mesh.context > 1 else 1)
     splits = choices("sequence_parallel", [False, True] if mesh.tensor > 1 and length % pieces == 0 else [False])
     when = choices("pipeline.weight_gradients", ["together", *(["deferred"] if mesh.pipe > 1 else [])])
+    scans = choices("model.scan_layers", ["auto", "true"])
     divides = mesh.pipe > 1 and base.model.padded_vocab_size % (mesh.pipe * mesh.tensor) == 0
     tables = choices("pipeline.vocabulary", ["replicated", *["split"] * divides])
-    for microbatch, remat, zero, split, later, table in itertools.product(
-        microbatches, remats, zeros, splits, when, tables
+    models = {scan: replace(base.model, scan_layers=scan) for scan in scans}
+    for microbatch, remat, zero, split, later, table, scan in itertools.product(
+        microbatches, remats, zeros, splits, when, tables, scans
     ):
-        if split and length % pieces:
+        scans_anyway = scan == "true" and zero == 3 and len(scans) > 1
+        if (split and length % pieces) or scans_anyway:
             continue
         yield replace(
             base,
+            model=models[scan],
             sequence_parallel=split,
             train=replace(base.train, microbatch=microbatch, remat=remat),
             optimizer=replace(base.optimizer, zero=zero),
@@ -292,7 +327,7 @@ def _as_fast(config: Config, cost: StepCost) -> str:
 
 def _sizes(
     config: Config, fixed: frozenset[str], layers: str, model: Callable[[], StepModel], needs: MemoryModel, usable: int
-) -> Iterator[tuple[int, PipelineConfig]]:
+) -> Iterator[tuple[int, Memory, PipelineConfig]]:
     """Every schedule and chunk count whose table and buffers can be computed quickly, with placements of the layers (or
     only as `layers` says) and the bytes needed on a device. Of those whose first placement needs more than is `usable`,
     no other is tried."""
@@ -305,17 +340,20 @@ def _sizes(
         fewer = steady_state_microbatches(pipeline.schedule, mesh.pipe, m)
         if mesh.pipe > 1 and mesh.pipe * pipeline.chunks * fewer > _MOST_CELLS:
             continue
-        found: dict[int, int] = {}  # bytes by slots per chunk
+        found: dict[int, tuple[int, Memory]] = {}  # bytes, and those by part, by slots per chunk
         for placed in _placed(pipeline, layers, config, model):
             slots = placement_of(config.model.num_blocks, mesh.pipe, placed).layers_per_chunk
             if slots not in found:
-                found[slots] = needs.of(replace(config, pipeline=placed)).total
-            yield found[slots], placed
-            if min(found.values()) > usable:
+                needed = needs.of(replace(config, pipeline=placed))
+                found[slots] = needed.total, needed
+            yield *found[slots], placed
+            if min(size for size, _ in found.values()) > usable:
                 break
 
 
-def _placed(even: PipelineConfig, layers: str, config: Config, model: Callable[[], StepModel]) -> Iterator[PipelineConfig]:
+def _placed(
+    even: PipelineConfig, layers: str, config: Config, model: Callable[[], StepModel]
+) -> Iterator[PipelineConfig]:
     """The pipeline with the layers placed in every way to try, or as `layers` says, if that is possible."""
     if not layers:
         yield even

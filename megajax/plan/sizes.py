@@ -277,8 +277,8 @@ class Sizes:
             return tuple(shape[dim] for dim in dims), sharded
 
         copies: Any = weight.copies(part)
-        for copy in (copies.forward, copies.backward):
-            for (shape_of_part, sharded), item in zip(copy, (self.operand_item, 4), strict=True):
+        for each in (copies.forward, copies.backward):
+            for (shape_of_part, sharded), item in zip(each, (self.operand_item, 4), strict=True):
                 yield shape_of_part, item, sharded
 
     def bytes_of_copies(self, weight: Weight) -> int:

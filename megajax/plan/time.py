@@ -9,11 +9,14 @@ figures.
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from math import prod
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from megajax.core.axes import BATCH_AXES, CONTEXT, EXPERT, TENSOR
+from megajax.core.models.attention_mask import AttentionMask
+from megajax.core.models.config import ModelConfig
 from megajax.core.models.flops import step_flops
 from megajax.core.pipeline.config import PipelineConfig
 from megajax.core.pipeline.deferral import Deferring, PassTimes
@@ -43,7 +46,8 @@ class PlannedTime:
     bubble: float  # share of the pipeline's time in which the busiest stage waits
     tokens_per_second: float  # of all devices
     flops_per_second: float  # of a device, counting the model's arithmetic (`core/models/flops.step_flops`)
-    mfu: float  # that as a share of the peak
+    mfu: float  # that as a share of the peak; attention is counted whole, as if every token saw all others
+    mfu_causal: float  # the same with only the scores that the mask leaves
     expert_loop: ExpertLoop | None  # in which dropless experts run each product
 
 
@@ -60,6 +64,17 @@ def step_time(config: Config, machine: Machine, *, exact: bool = True) -> Planne
 
 _flops = lru_cache(maxsize=256)(step_flops)
 _table = lru_cache(maxsize=64)(make_schedule)
+
+
+@lru_cache(maxsize=64)
+def _seen_share(model: ModelConfig) -> float:
+    """The share of a step's FLOPs that is left if attention's are counted only for scores that the mask leaves."""
+    length = model.sequence_length
+    mask = AttentionMask.of_model(model, length)
+    whole = sum(map(prod, mask.block_sizes(length, length)))
+    of_score = 6 * 2 * model.num_layers * model.num_heads * model.head_size  # two products, forward and backward
+    texts = model.num_classes if model.head == "choice" else 1
+    return 1 - texts * of_score * (whole - length * mask.keys_seen(length)) / _flops(model, 1)
 
 
 class StepModel:
@@ -90,8 +105,10 @@ class StepModel:
         rows = config.train.global_batch
         flops = _flops(model, rows) / config.mesh.num_devices / seconds
         tokens = rows * (model.num_classes if model.head == "choice" else 1) * model.sequence_length
-        mfu = flops / self.work.peak
-        return PlannedTime(seconds, parts, stages, bubble, tokens / seconds, flops, mfu, self.work.expert_loop)
+        mfu, seen = flops / self.work.peak, _seen_share(model)
+        return PlannedTime(
+            seconds, parts, stages, bubble, tokens / seconds, flops, mfu, mfu * seen, self.work.expert_loop
+        )
 
     @cached_property
     def head_in_layers(self) -> float:

@@ -57,7 +57,10 @@ def _program(config: Config, backend: Backend, together: bool) -> Program:
 def step_cost(config: Config, backend: Backend) -> StepCost:
     """The costs of a configuration on a kind of device."""
     gathers_once = config.model.dense_layers and config.train.remat == "layer"  # inputs of dense layers' regions
-    first = _of_one_microbatch(config, "layer" if gathers_once else "none", config.splits_vocabulary)
+    alike = config  # the ends are the same with every way of context attention
+    if config.mesh.context > 1:
+        alike = replace(config, model=replace(config.model, context_attention="gather"))
+    first = _of_one_microbatch(alike, "layer" if gathers_once else "none", config.splits_vocabulary)
     ends = _traced(first, backend, _ends_cost, _permutes(config))
     return StepCost(layer_cost(config, backend, config.train.remat), layer_cost(config, backend, "none"), ends)
 
