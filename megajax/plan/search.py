@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from megajax.plan.machines import GIB, Machine, peak_of
 from megajax.plan.memory import Memory, MemoryModel, backend_of, memory
 from megajax.plan.placing import fewer_beside_the_head
 from megajax.plan.sizes import placement_of, steady_state_microbatches
-from megajax.plan.time import PlannedTime, StepModel, step_time
+from megajax.plan.time import PlannedTime, Shared, StepModel, step_time
 from megajax.plan.traced import step_cost
 from megajax.settings.config import Config
 from megajax.settings.validation import check_context, validate, validate_mesh
@@ -38,6 +38,14 @@ VARIED = (
     "train.microbatch", "train.remat", "optimizer.zero", "sequence_parallel", "model.context_attention",
     "model.scan_layers",
 )  # fmt: skip
+_BUT_MICROBATCH = attrgetter(
+    "train.remat",
+    "optimizer.zero",
+    "sequence_parallel",
+    "pipeline.weight_gradients",
+    "pipeline.vocabulary",
+    "model.scan_layers",
+)  # what varies on a mesh
 _MOST_CHUNKS = 12
 _MOST_CELLS = 4096  # in a table whose buffers cannot be found from a shorter one
 
@@ -151,14 +159,19 @@ def _tried(
         for number, base in enumerate(_until_stopped(iter(meshes))):
             tell(number)
             costs, models = _Costs(backend), _Models(machine)
+            too_large = set()  # a larger microbatch needs more memory
             for each in _until_stopped(_of_mesh(base, fixed)):
+                if _BUT_MICROBATCH(each) in too_large:
+                    continue
                 cost = costs.of(each)
-                model = partial(models.of, each, cost)
+                model = cache(partial(models.of, each, cost))
                 sizes = list(_sizes(each, fixed, layers, model, MemoryModel(each, backend, cost), machine.usable))
                 tried += len(sizes)
                 least = min(sizes, key=itemgetter(0), default=None)
                 if least is not None and (smallest is None or least[0] < smallest[0]):
                     smallest = least[0], replace(each, pipeline=least[2])
+                if least is not None and least[0] > machine.usable:
+                    too_large.add(_BUT_MICROBATCH(each))
                 for size, needed, pipeline in sizes:
                     if size <= machine.usable:
                         time = model().time(pipeline, exact=False)
@@ -175,7 +188,7 @@ class _Costs:
     def of(self, config: Config) -> StepCost:
         like = config.train.remat, config.sequence_parallel, config.splits_vocabulary
         if like not in self._found:
-            self._found[like] = step_cost(config, self._backend)
+            self._found[like] = step_cost(config, self._backend, scaled=True)
         return self._found[like]
 
 
@@ -184,7 +197,7 @@ class _Models:
     pipeline."""
 
     def __init__(self, machine: Machine):
-        self._machine, self._found = machine, dict[Any, StepModel]()
+        self._machine, self._shared, self._found = machine, Shared(), dict[Any, StepModel]()
 
     def of(self, config: Config, cost: StepCost) -> StepModel:
         remat = _as_fast(config, cost)
@@ -193,9 +206,8 @@ class _Models:
             config.pipeline.weight_gradients, config.pipeline.vocabulary, config.model.scan_layers,
         )  # fmt: skip
         if like not in self._found:
-            self._found[like] = StepModel(
-                replace(config, train=replace(config.train, remat=remat)), self._machine, cost
-            )
+            alike = replace(config, train=replace(config.train, remat=remat))
+            self._found[like] = StepModel(alike, self._machine, cost, self._shared)
         return self._found[like]
 
 
