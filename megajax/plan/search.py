@@ -201,10 +201,7 @@ class _Models:
 
     def of(self, config: Config, cost: StepCost) -> StepModel:
         remat = _as_fast(config, cost)
-        like = (
-            remat, config.train.microbatch, config.optimizer.zero, config.sequence_parallel,
-            config.pipeline.weight_gradients, config.pipeline.vocabulary, config.model.scan_layers,
-        )  # fmt: skip
+        like = remat, config.train.microbatch, *_BUT_MICROBATCH(config)[1:]
         if like not in self._found:
             alike = replace(config, train=replace(config.train, remat=remat))
             self._found[like] = StepModel(alike, self._machine, cost, self._shared)

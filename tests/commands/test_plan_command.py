@@ -39,7 +39,7 @@ def test_json(capsys) -> None:
     assert found["gpu"] == "a100" and found["devices"] == 2 and found["fits"]
     memory, compiled = found["memory"], found["compiled"]
     parts = set(memory) - {"total", "usable", "of_gpu"}
-    assert memory["total"] == sum(memory[part] for part in parts) and len(parts) == 13
+    assert memory["total"] == sum(memory[part] for part in parts) and len(parts) == 14
     assert compiled["communication_as_predicted"] is True and "simulated CPU devices" in compiled["compiler"]
     state = sum(memory[part] for part in ("weights", "main_weights", "moments", "average", "batch"))
     assert 0 <= compiled["state"] - state < 1024
