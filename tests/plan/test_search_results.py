@@ -1,4 +1,4 @@
-"""What a search computes only once or leaves out changes no result; what it says about a layout: safer ones, whole runs,
+"""What a search computes only once, or leaves out, changes no result; what it says of a layout: safer ones, whole runs,
 the page."""
 
 import json
@@ -41,7 +41,13 @@ def test_what_is_left_out_of_a_search_does_not_fit(found: Found) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [LLAMA | {"num_kv_heads": 4}, full(QWEN3), full(MIXTURE), full({"precision": "fp8"} | LLAMA), full({"precision": "bf16"})],
+    [
+        LLAMA | {"num_kv_heads": 4},
+        full(QWEN3),
+        full(MIXTURE),
+        full({"precision": "fp8"} | LLAMA),
+        full({"precision": "bf16"}),
+    ],
 )
 @pytest.mark.parametrize("cut", [False, full(True)])
 def test_costs_of_a_larger_tensor_axis_follow_from_two_smaller_ones(words: dict, cut: bool) -> None:
