@@ -326,7 +326,7 @@ def _of_mesh(base: Config, fixed: frozenset[str]) -> Iterator[Config]:
         )
 
 
-def _as_fast(config: Config, cost: StepCost) -> str:
+def _as_fast(config: Config, cost: StepCost) -> Any:
     """The recomputation of a configuration whose step takes equally long: the selective one costs no time in this
     model, unless it recomputes a product or a collective."""
     plain, remat = cost.without_remat, config.train.remat

@@ -66,8 +66,8 @@ def step_cost(config: Config, backend: Backend, *, scaled: bool = False) -> Step
     first = _of_one_microbatch(alike, "layer" if gathers_once else "none", config.splits_vocabulary)
     found = _scaled if scaled else _traced
     ends = found(first, backend, _ends_cost, _permutes(config))
-    layers = (layer_cost(config, backend, remat, scaled=scaled) for remat in (config.train.remat, "none"))
-    return StepCost(*layers, ends)
+    layer, plain = (layer_cost(config, backend, remat, scaled=scaled) for remat in (config.train.remat, "none"))
+    return StepCost(layer, plain, ends)
 
 
 def layer_cost(config: Config, backend: Backend, remat: str, *, scaled: bool = False) -> LayerCost:
@@ -174,11 +174,10 @@ def _extrapolated(one: Any, two: Any, share: Fraction) -> Any:
     if type(one) is not type(two):
         raise _Unlike
     if isinstance(one, tuple) and len(one) == len(two):
-        return tuple(_extrapolated(*pair, share) for pair in zip(one, two, strict=True))
+        return tuple(_extrapolated(first, second, share) for first, second in zip(one, two, strict=True))
     if is_dataclass(one) and not isinstance(one, type):
-        return type(one)(
-            *(_extrapolated(*(getattr(of, each.name) for of in (one, two)), share) for each in fields(one))
-        )
+        names = [each.name for each in fields(one)]
+        return type(one)(*(_extrapolated(getattr(one, name), getattr(two, name), share) for name in names))
     if isinstance(one, int) and not isinstance(one, bool):
         found = 2 * two - one + share * (one - two)
         if found.denominator == 1 and found >= 0:
