@@ -35,7 +35,7 @@ _MARGIN = Option(
 )
 _TOKENS = Option(
     "tokens", str, "", "tokens of the whole training, such as 15T: days and GPU-hours are printed",
-    Range(lambda text: tokens_of(text) is not None, "a number from 1 to 10^18, also with K, M, B or T for 10^3, 10^6, 10^9 or 10^12"),
+    Range(lambda text: tokens_of(text) is not None, "a number up to 10^18; K, M, B, T: 10^3, 10^6, 10^9, 10^12"),
 )  # fmt: skip
 _PRICE = Option("price", float, 0.0, "price of an hour of a GPU: with --tokens the cost is printed", MORE_THAN_ZERO)
 _COMPILED = 2  # of the best configurations are compiled
