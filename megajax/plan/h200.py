@@ -41,7 +41,7 @@ def compiles_for(gpu: str) -> bool:
 
 def attention() -> AbstractContextManager[None]:
     """A context in which attention is traced as on an H200, whatever GPU this machine has."""
-    major, minor, patch = _versions()[0]
+    major, minor, patch = _cudnn()
     return imagined_cudnn(version=10_000 * major + 100 * minor + patch, capability=9.0)
 
 
@@ -63,6 +63,11 @@ def _target() -> str:
 
 
 @cache
+def _cudnn() -> tuple[int, int, int]:
+    """Its version; every trace asks for it."""
+    return _versions()[0]
+
+
 def _versions() -> tuple[tuple[int, int, int], ...]:
     """The installed versions of cuDNN and of CUDA's runtime; those with JAX 0.11.2 on our H200 where they are not."""
     found = {"cudnn": (9, 19, 0), "cuda-runtime": (13, 0, 0)}

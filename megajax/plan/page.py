@@ -33,7 +33,7 @@ def page_of_search(found: Found, preset: str, original: Config, machine: Machine
     """The page; `original` is the configuration of `preset`."""
     data = json.dumps(page_data(found, preset, original, machine), separators=(",", ":"))
     page = _TEMPLATE.read_text(encoding="utf-8").replace("TITLE", escape(_title(found, preset, machine)))
-    return page.replace("/*DATA*/null", data.replace("</", "<\\/"))
+    return page.replace("/*DATA*/null", data.replace("<", "\\u003c"))
 
 
 def page_data(found: Found, preset: str, original: Config, machine: Machine) -> dict[str, Any]:

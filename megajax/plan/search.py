@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
@@ -72,7 +72,7 @@ class Candidate:
 
     base: Config
     pipeline: PipelineConfig
-    parts: dict[str, float]  # seconds by part, with the pipeline's time by formula
+    parts: dict[str, float] = field(compare=False)  # seconds by part, with the pipeline's time by formula
     memory: Memory
     seconds: float  # of a step
     bytes: int  # on a device

@@ -17,4 +17,4 @@ def test_the_target_has_the_installed_libraries(monkeypatch) -> None:
         h200._target()
     )
     installed[:] = [SimpleNamespace(name="nvidia-cudnn-cu12", version="9.10.2.21")]
-    assert h200._versions.__wrapped__() == ((9, 10, 2), (13, 0, 0))
+    assert h200._versions() == ((9, 10, 2), (13, 0, 0))

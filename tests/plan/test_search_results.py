@@ -117,7 +117,7 @@ def test_tokens(text: str, number: float | None) -> None:
 
 
 def test_a_whole_run(found: Found) -> None:
-    figures = WholeRun(86_400e3, 2.0).figures(tokens_per_second=1000.0, devices=4)
+    figures = WholeRun(86_400e6, 2.0).figures(tokens_per_second=1000.0, devices=4)
     assert figures == {"days": 1000.0, "gpu_hours": 96_000.0, "cost": 192_000.0}
     assert WholeRun(price=2.0).figures(1.0, 4) == {}
     about = found, "demo", CONFIG, H100, (), WholeRun(1e12, 2.0)
