@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megajax.commands.plots import check_plot, plot_atomically
+from megajax.commands.plots import check_page, check_plot, plot_atomically
 from megajax.core.errors import UserError
-from megajax.core.options import OneOf, Option, between
+from megajax.core.options import MORE_THAN_ZERO, OneOf, Option, Range, between
 from megajax.host.signals import Stopped, stop_signals
 from megajax.plan.h200 import compiles_for
 from megajax.plan.machines import MACHINES, Machine, peak_of
+from megajax.plan.whole_run import WholeRun, tokens_of
 from megajax.settings.config import MOST_SIMULATED, Config
 from megajax.settings.flags import MESH_FLAGS, Parser, add_flag
 from megajax.settings.presets import load_preset, resolve
@@ -24,10 +25,19 @@ from megajax.start.launch import imagine_devices, peak_resident_bytes
 
 if TYPE_CHECKING:
     from megajax.plan.compiled import Compilation
+    from megajax.training.display import Display
 
 _GPU = Option("gpu", str, "h100", "GPU to plan for", OneOf(MACHINES))
 _DEVICES = Option("devices", int, 0, "number of GPUs to search meshes for; implies --search", between(1, 100_000))
 _BEST = Option("best", int, 10, "number of configurations to list", between(1, 1000))
+_MARGIN = Option(
+    "margin", float, 0.05, "memory to keep free: a share of what a program gets, or from 1 on GiB", between(0, 1000)
+)
+_TOKENS = Option(
+    "tokens", str, "", "tokens of the whole training, such as 15T: days and GPU-hours are printed",
+    Range(lambda text: tokens_of(text) is not None, "a number up to 10^18; K, M, B, T: 10^3, 10^6, 10^9, 10^12"),
+)  # fmt: skip
+_PRICE = Option("price", float, 0.0, "price of an hour of a GPU: with --tokens the cost is printed", MORE_THAN_ZERO)
 _COMPILED = 2  # of the best configurations are compiled
 
 
@@ -44,6 +54,8 @@ def main(argv: Sequence[str]) -> None:
     )
     values = parser.add_preset(argv)
     add_flag(parser, _GPU)
+    for option in (_MARGIN, _TOKENS, _PRICE):
+        add_flag(parser, option)
     parser.add_argument("--no-compile", action="store_true", help="skip compiling; print the analytical estimate only")
     parser.add_argument("--json", action="store_true", help="print a single JSON object")
     group = parser.add_argument_group("search")
@@ -53,18 +65,27 @@ def main(argv: Sequence[str]) -> None:
     add_flag(group, _BEST)
     drawing = "draw memory and time of all configurations that fit, as PNG or SVG"
     group.add_argument("--plot", metavar="FILE", type=os.path.expanduser, help=drawing)
+    looking = "write a page, for a browser without a network, on which every configuration that fits is a point"
+    group.add_argument("--html", metavar="FILE", type=os.path.expanduser, help=looking)
     parser.add_config_flags(values=values)
     args = parser.parse_args(argv)
     args.search |= hasattr(args, "devices")
-    for name in ("best", "plot"):
+    for name in ("best", "plot", "html"):
         if getattr(args, name, None) is not None and not args.search:
             raise UserError(f"--{name} without --search; valid: --search, or without --{name}")
     preset, given = load_preset(args.preset), parser.overrides(args)
     config = resolve(preset, given)
-    machine = MACHINES[getattr(args, "gpu", _GPU.default)]
+    margin = getattr(args, "margin", _MARGIN.default)
+    machine = dataclasses.replace(MACHINES[getattr(args, "gpu", _GPU.default)], margin=margin)
+    if machine.usable <= 0:
+        most = f"less than {machine.largest / 2**30:.1f} GiB, what a program gets on one {machine.name.upper()}"
+        raise UserError(f"--margin {margin:g}: leaves no memory; valid: {most}")
+    run = WholeRun(tokens_of(getattr(args, "tokens", "")) or 0.0, getattr(args, "price", 0.0))
+    if run.price and not run.tokens:
+        raise UserError("--price without --tokens; valid: both, such as --tokens 15T --price 2")
     peak_of(machine, config.precision)
     if args.search:
-        _print_search(args, config, resolve(preset, {}), machine, given)
+        _print_search(args, config, resolve(preset, {}), machine, given, run)
         return
     validate_imagined(config)
     gpus = compiles_for(machine.name)
@@ -82,7 +103,7 @@ def main(argv: Sequence[str]) -> None:
         check_attention(Program.abstract(config, backend_of(machine)))
 
     def shown(compiled: "Sequence[Compilation]") -> str:
-        plan = figures(args.preset, config, machine, next(iter(compiled), None))
+        plan = figures(args.preset, config, machine, next(iter(compiled), None), run)
         plan |= {"seconds": time.perf_counter() - began, "peak_bytes": peak_resident_bytes()}
         return json.dumps(plan) if args.json else text(plan, config)
 
@@ -90,27 +111,34 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _print_search(
-    args: argparse.Namespace, config: Config, original: Config, machine: Machine, given: dict[str, Any]
+    args: argparse.Namespace, config: Config, original: Config, machine: Machine, given: dict[str, Any], run: WholeRun
 ) -> None:
     """Search meshes for `config`, keeping the values in `given`, and print the best; `original` is the configuration
     of the preset alone."""
     devices = getattr(args, "devices", None) or config.mesh.num_devices
-    plot = Path(args.plot) if args.plot else None
+    plot, page = (Path(each) if each else None for each in (args.plot, args.html))
     if plot:
         from megajax.plan.picture import MARK
 
         check_plot(plot, MARK, "picture of megajax plan")
+    if page:
+        check_page(page)
     gpus = compiles_for(machine.name)
     compiles = not args.no_compile and (gpus or devices <= MOST_SIMULATED)
     imagine_devices(config, devices if compiles and not gpus else 1)
 
+    from megajax.plan.page import page_of_search
     from megajax.plan.picture import draw_search
     from megajax.plan.ranking import figures, lines
     from megajax.plan.search import VARIED, search
 
     count = getattr(args, "best", _BEST.default)
     with stop_signals.deferred("the best configurations so far are printed"):
-        found = search(config, devices, machine, given=[key for key in VARIED if key in given], count=count)
+        kept = [key for key in VARIED if key in given]
+        found = search(config, devices, machine, given=kept, count=count, watch=_progress().phase)
+    if page and found.complete:
+        with plot_atomically(page, "--html") as new:
+            new.write_text(page_of_search(found, args.preset, original, machine), encoding="utf-8")
     if plot and found.complete:
         fit = f"{len(found.fitting):,} of {found.tried:,} configurations fit"
         title = f"{args.preset} on {devices} {machine.name.upper()}s: {fit}"
@@ -118,7 +146,7 @@ def _print_search(
             draw_search(new, title, found, machine)
 
     def shown(compiled: "Sequence[Compilation]") -> str:
-        about = args.preset, original, machine, compiled
+        about = args.preset, original, machine, compiled, run
         return json.dumps(figures(found, *about)) if args.json else "\n".join(lines(found, *about))
 
     _print(shown, [each.config for each in found.best[:_COMPILED]] if compiles else [], gpus)
@@ -126,11 +154,11 @@ def _print_search(
 
 def _print(shown: "Callable[[Sequence[Compilation]], str]", configs: Sequence[Config], gpus: bool) -> None:
     """Print what `shown` returns for the compiled steps of `configs`, or for none if a signal has come or comes."""
-    from megajax.plan.compiled import Compilation
+    from megajax.plan.compiled import Compilation, scanned
 
     stop = Stopped(stop_signals.number) if stop_signals.number else None
     try:
-        lines = shown([] if stop else [Compilation(_scanned(config), gpus=gpus) for config in configs])
+        lines = shown([] if stop else [Compilation(scanned(config), gpus=gpus) for config in configs])
     except Stopped as raised:
         stop, lines = raised, shown([])
     print(lines)
@@ -138,6 +166,10 @@ def _print(shown: "Callable[[Sequence[Compilation]], str]", configs: Sequence[Co
         raise stop
 
 
-def _scanned(config: Config) -> Config:
-    """`config` with its layers as one scan: the same step, in a program whose size does not grow with their number."""
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, scan_layers="true"))
+def _progress() -> "Display":
+    """Bars on a terminal, otherwise lines, on standard error: standard output has only results."""
+    from rich.console import Console
+
+    from megajax.training.display import Display
+
+    return Display(console=Console(stderr=True))

@@ -57,15 +57,20 @@ def communication(config: Config, cost: StepCost | None = None, backend: Backend
     alike = config  # with deferred weight gradients it matters who has some in the last tick
     if config.pipeline.weight_gradients == "together":
         alike = replace(config, train=replace(config.train, microbatch=1, remat="none"))
-    before, after = _once(alike, backend)
-    return [*before, *_Step(config, backend=backend).loop(cost or step_cost(config, backend)), *after]
+    before, after = outside_the_loop(alike, backend)
+    return [*before, *in_the_loop(config, cost or step_cost(config, backend), backend), *after]
 
 
 @lru_cache(maxsize=1024)
-def _once(config: Config, backend: Backend) -> tuple[list[Communication], list[Communication]]:
+def outside_the_loop(config: Config, backend: Backend = GPU) -> tuple[list[Communication], list[Communication]]:
     """What is sent before and after the loop, which does not depend on microbatches or recomputation."""
     step = WeightTraffic(config, backend=backend)
     return [*step.targets(), *step.scales()], [*step.after_the_loop()]
+
+
+def in_the_loop(config: Config, cost: StepCost, backend: Backend = GPU) -> list[Communication]:
+    """What is sent for microbatches."""
+    return [*_Step(config, backend=backend).loop(cost)]
 
 
 def totals(found: Iterable[Collective]) -> Counter:

@@ -7,7 +7,7 @@ XLA's CPU compiler does not optimize the machine code here, which changes no buf
 import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 from jax.stages import Compiled, Traced
@@ -32,6 +32,11 @@ class CompiledStep:
     temporaries: int  # bytes of everything else that a device needs to run it
     collectives: tuple[Collective, ...]  # its communication, as traced; includes what conditionals skip
     seconds: float  # time to trace and compile
+
+
+def scanned(config: Config) -> Config:
+    """`config` with its layers as one scan: the same step, in a program whose size does not grow with their number."""
+    return replace(config, model=replace(config.model, scan_layers="true"))
 
 
 def traced_step(config: Config, devices: list[jax.Device]) -> Traced:

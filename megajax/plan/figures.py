@@ -8,7 +8,7 @@ from megajax.core.models.flops import step_flops
 from megajax.core.models.staged import count_active_parameters, count_parameters
 from megajax.core.program.program import training_way
 from megajax.plan.communication import communication, sent_by_axes, totals
-from megajax.plan.compiled import Compilation
+from megajax.plan.compiled import Compilation, scanned
 from megajax.plan.expert_loop import ExpertLoop
 from megajax.plan.machines import GIB, Machine
 from megajax.plan.memory import Memory, backend_of, memory, padding
@@ -16,8 +16,10 @@ from megajax.plan.sizes import Sizes
 from megajax.plan.time import StepModel, in_order
 from megajax.plan.traced import step_cost
 from megajax.plan.update import dealt
+from megajax.plan.whole_run import WholeRun
 from megajax.settings.config import Config
 
+_UNKNOWN = WholeRun()
 _NAMES = {
     "main_weights": "main weights",
     "average": "averaged weights",
@@ -28,13 +30,16 @@ _NAMES = {
     "kept": "stored activations",
     "factors": "factors of deferred weight gradients",
     "p2p_transfers": "communication: p2p between stages",
+    "unrolled": "for unrolled layers, at most",
 }
 _EXPERT_KERNEL = "  experts without a capacity: each product is one kernel"
 _OWN_KERNEL = "  attention by our own kernel, an estimate (without it: --model.attention blocks)"
 _TRACED = {True: ", as in the traced program", False: "; the traced program differs"}
 
 
-def figures(preset: str, config: Config, machine: Machine, compilation: Compilation | None) -> dict[str, Any]:
+def figures(
+    preset: str, config: Config, machine: Machine, compilation: Compilation | None, run: WholeRun = _UNKNOWN
+) -> dict[str, Any]:
     """The plan of a valid configuration's training step as JSON, with a compiler's figures if it was compiled."""
     needed, model = memory(config, backend_of(machine)), StepModel(config, machine)
     time = model.time(config.pipeline)
@@ -62,10 +67,12 @@ def figures(preset: str, config: Config, machine: Machine, compilation: Compilat
         "step_parts": time.parts,
         "tokens_per_second": time.tokens_per_second,
         "mfu": time.mfu,
+        "mfu_causal": time.mfu_causal,
         "own_kernel": model.work.kernel is not None,
         "expert_kernel": model.work.groups_by_kernel,
         "expert_loop": time.expert_loop and asdict(time.expert_loop),
     }
+    plan["whole_run"] = run.figures(time.tokens_per_second, config.mesh.num_devices)
     return plan | ({"compiled": _compiled(config, compilation)} if compilation else {})
 
 
@@ -73,6 +80,7 @@ def _compiled(config: Config, compilation: Compilation) -> dict[str, Any]:
     """A compiler's figures, next to the estimate for the same devices, and whether the traced step communicates as
     predicted."""
     backend = GPU if compilation.gpus else CPU
+    config = scanned(config)
     predicted = memory(config, backend)
     expected = totals(communication(config, step_cost(config, backend), backend))
     compiled = compilation.result()
@@ -112,6 +120,8 @@ def _memory(plan: dict[str, Any], config: Config) -> list[str]:
     names = [field.name for field in fields(Memory) if needed[field.name]]
     left = needed["usable"] - needed["total"]
     verdict = f"fits, {left / GIB:.1f} left" if left >= 0 else f"does not fit, {-left / GIB:.1f} too much"
+    if left < 0 <= left + needed["unrolled"]:
+        verdict = f"may not fit, up to {-left / GIB:.1f} too much (--model.scan-layers true needs less)"
     lines = [
         "",
         "memory per device, GiB",
@@ -125,7 +135,7 @@ def _memory(plan: dict[str, Any], config: Config) -> list[str]:
     of_step = compiled["predicted_temporaries"]
     return [
         *lines,
-        "  layers compiled as one scan; unrolled layers, the default on GPUs, use more memory (docs/plan.md)",
+        "  layers compiled as one scan; for unrolled layers, the default on GPUs, the plan counts more (docs/plan.md)",
         f"  compiled by {compiled['compiler']}: {compiled['state'] / GIB:.3f} state and batch, "
         f"{compiled['temporaries'] / GIB:.3f} of temporaries; the estimate was {of_step / GIB:.3f} "
         f"({of_step / max(1, compiled['temporaries']):.2f})",
@@ -159,9 +169,16 @@ def _time(plan: dict[str, Any]) -> list[str]:
         f"arithmetic: {flops / 1e15:,.2f} PFLOP per step, {flops / devices / 1e12:,.2f} TFLOP per device{muon}",
         *([f"bubble: {plan['bubble']:.1%} of the pipeline's time; {stages}"] if plan["mesh"]["pipe"] > 1 else []),
         f"predicted (docs/plan-time.md): {seconds:.3f} s per step, "
-        f"{plan['tokens_per_second']:,.0f} tokens/s, MFU {plan['mfu']:.1%}",
+        f"{plan['tokens_per_second']:,.0f} tokens/s, {plan['tokens_per_second'] / devices:,.0f} a GPU, "
+        f"MFU {plan['mfu']:.1%} with attention counted whole, {plan['mfu_causal']:.1%} causal",
         f"  of which {', '.join(parts)}",
+        *_whole_run(**plan["whole_run"]),
         *([_OWN_KERNEL] if plan["own_kernel"] else []),
         *([_EXPERT_KERNEL] if plan["expert_kernel"] else []),
         *([f"  {ExpertLoop(**plan['expert_loop']).line}"] if plan["expert_loop"] else []),
     ]
+
+
+def _whole_run(days: float = 0.0, gpu_hours: float = 0.0, cost: float = 0.0) -> list[str]:
+    paid = f", which cost {cost:,.0f}" if cost else ""
+    return [f"  all --tokens in {days:,.1f} days, {gpu_hours:,.0f} GPU-hours{paid}"] if days else []

@@ -6,6 +6,7 @@ Structure, bytes and schedules are those of the real program; nothing is timed.
 import importlib.util
 import re
 from contextlib import AbstractContextManager
+from functools import cache
 from importlib.metadata import distributions
 from typing import TYPE_CHECKING
 
@@ -40,7 +41,7 @@ def compiles_for(gpu: str) -> bool:
 
 def attention() -> AbstractContextManager[None]:
     """A context in which attention is traced as on an H200, whatever GPU this machine has."""
-    major, minor, patch = _versions()[0]
+    major, minor, patch = _cudnn()
     return imagined_cudnn(version=10_000 * major + 100 * minor + patch, capability=9.0)
 
 
@@ -59,6 +60,12 @@ def _target() -> str:
         for name, (major, minor, patch) in zip(("dnn_version_info", "runtime_version"), _versions(), strict=True)
     )
     return _DEVICE + "".join(fields)
+
+
+@cache
+def _cudnn() -> tuple[int, int, int]:
+    """Its version; every trace asks for it."""
+    return _versions()[0]
 
 
 def _versions() -> tuple[tuple[int, int, int], ...]:

@@ -115,11 +115,17 @@ class Machine:
     efficiency: Efficiency = field(default_factory=Efficiency)
     overlap: Overlap = field(default_factory=Overlap)
     traffic: Traffic = field(default_factory=Traffic)
+    margin: float = 0.0  # of what a program can use, kept free: a share, or from 1 on GiB
+
+    @property
+    def largest(self) -> int:
+        """Bytes that a program can use: the share that `megajax.start.launch` lets JAX take."""
+        return int(float(GPU_MEMORY[1]) * self.memory)
 
     @property
     def usable(self) -> int:
-        """Bytes that a program can use: the share that `megajax.start.launch` lets JAX take."""
-        return int(float(GPU_MEMORY[1]) * self.memory)
+        """The same less the margin."""
+        return self.largest - int(self.margin * (self.largest if self.margin < 1 else GIB))
 
 
 def _peak(

@@ -6,7 +6,7 @@ and the factors of deferred weight gradients, which are those of a traced layer 
 """
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 
 from megajax.core.backend import BLOCKS, CPU, GPU, Backend
@@ -14,10 +14,11 @@ from megajax.core.models.grouped import kernels_can
 from megajax.core.pipeline.deferral import Deferring
 from megajax.core.pipeline.schedule import make_schedule
 from megajax.core.precision import COMPUTE_DTYPE
+from megajax.core.program.overlap import scans_layers
 from megajax.core.program.program import batch_form
 from megajax.plan.costs import Region, StepCost
 from megajax.plan.machines import Machine
-from megajax.plan.sizes import DeviceWeights, Sizes
+from megajax.plan.sizes import DeviceWeights, Sizes, steady_state_microbatches
 from megajax.plan.traced import step_cost
 from megajax.plan.update import dealt, matrices_of
 from megajax.settings.config import Config
@@ -25,6 +26,9 @@ from megajax.settings.config import Config
 _COUNTERS = 2 * 4  # bytes of the optimizer's counters
 _WORD = 4  # bytes of an element of the batch
 _FP32 = 4
+# Of what exists only during the step, on GPUs: the most that unrolled layers needed beyond scanned ones' estimate in
+# three steps compiled for H200s, 12.1 of 7.0 GiB (docs/benchmarks/planning.md).
+_UNROLLED = 0.75
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class Memory:
     factors: int  # of weight gradients that wait
     p2p_transfers: int  # activations and gradients on their way between stages, and those that wait to be used
     temporaries: int  # of the layer and the end that run, and of the optimizer
+    unrolled: int  # what XLA may allocate besides if layers are unrolled
 
     @property
     def state(self) -> int:
@@ -68,38 +73,56 @@ def backend_of(machine: Machine) -> Backend:
 
 
 def memory(config: Config, backend: Backend = GPU, cost: StepCost | None = None) -> Memory:
-    """What a step of a valid configuration needs on a device of its mesh. A search passes the `cost`, which many
-    configurations have in common."""
-    cost = cost or step_cost(config, backend)
-    step, pipeline, form = Sizes(config, backend=backend), config.pipeline, batch_form(config)
-    slots, factor_slots, activations = _buffers(
-        pipeline.schedule, config.mesh.pipe, step.microbatches, pipeline.chunks, pipeline.deferring()
-    )
-    losses = len(form.targets | form.measures) * max(4, step.summed)
-    batch = sum(prod(shape) for shape in form.shapes(config.train.global_batch, tokens=step.tokens).values())
-    residuals = step.layers_of_chunk * cost.layer.residuals.num_bytes(step.microbatch)
-    kept = max(1 + step.pairs_microbatches, slots) * (step.activation_bytes if step.recomputes_stage else residuals)
-    copies, copies_of_step = (
-        step.layers_of_chunk * config.pipeline.chunks * sum(map(step.bytes_of_copies, found))
-        for found in (step.copied, step.copied_in_step)
-    )
-    held = _of_weights(step, step.held)
-    factors = factor_slots * step.layers_of_chunk * cost.layer.factors.num_bytes(step.microbatch)
-    return Memory(
-        weights=held["weights"],
-        main_weights=held["main_weights"],
-        moments=held["moments"] + _COUNTERS,
-        average=held["average"],
-        batch=batch * _WORD // config.mesh.row_shards,
-        frozen_copies=copies - copies_of_step,
-        copies=copies_of_step,
-        gathered=held["gathered"],
-        gradients=held["gradients"] + losses,
-        kept=kept,
-        factors=factors,
-        p2p_transfers=activations * step.activation_bytes,
-        temporaries=Temporaries(step, cost, backend, kept, factors).most,
-    )
+    """What a step of a valid configuration needs on a device of its mesh."""
+    return MemoryModel(config, backend, cost or step_cost(config, backend)).of(config)
+
+
+class MemoryModel:
+    """The memory of configurations that differ only in the schedule, the chunks and the placement of layers; a search
+    computes all else once."""
+
+    def __init__(self, config: Config, backend: Backend, cost: StepCost):
+        self._step, self._pipe, self._backend = Sizes(config, backend=backend), config.mesh.pipe, backend
+        form, step = batch_form(config), self._step
+        self._losses = len(form.targets | form.measures) * max(4, step.summed)
+        texts = form.shapes(config.train.global_batch, tokens=step.tokens).values()
+        self._batch = sum(map(prod, texts)) * _WORD // config.mesh.row_shards
+        self._residuals = cost.layer.residuals.num_bytes(step.microbatch)  # of a layer, as its factors
+        self._factors = cost.layer.factors.num_bytes(step.microbatch)
+        self._copies, self._copies_of_step = (
+            sum(map(step.bytes_of_copies, found)) for found in (step.copied, step.copied_in_step)
+        )
+        self._temporaries = Temporaries(step, cost, backend)
+
+    def of(self, config: Config) -> Memory:
+        """That of one of them."""
+        step, pipeline, pipe = self._step.placed(config), config.pipeline, self._pipe
+        slots, factor_slots, activations = _buffers(
+            pipeline.schedule, pipe, step.microbatches, pipeline.chunks, pipeline.deferring()
+        )
+        layers = step.layers_of_chunk
+        saved = step.activation_bytes if step.recomputes_stage else layers * self._residuals
+        kept = max(1 + step.pairs_microbatches, slots) * saved
+        factors, held = factor_slots * layers * self._factors, _of_weights(step, step.held)
+        copies, copies_of_step = (layers * pipeline.chunks * each for each in (self._copies, self._copies_of_step))
+        needed = Memory(
+            weights=held["weights"],
+            main_weights=held["main_weights"],
+            moments=held["moments"] + _COUNTERS,
+            average=held["average"],
+            batch=self._batch,
+            frozen_copies=copies - copies_of_step,
+            copies=copies_of_step,
+            gathered=held["gathered"],
+            gradients=held["gradients"] + self._losses,
+            kept=kept,
+            factors=factors,
+            p2p_transfers=activations * step.activation_bytes,
+            temporaries=self._temporaries.most(step, kept, factors),
+            unrolled=0,
+        )
+        unrolls = layers > 1 and self._backend != CPU and not scans_layers(config, self._backend)
+        return replace(needed, unrolled=int(_UNROLLED * needed.of_step)) if unrolls else needed
 
 
 def _of_weights(step: Sizes, held: DeviceWeights) -> dict[str, int]:
@@ -127,10 +150,21 @@ def padding(config: Config, needed: Memory) -> int:
     return of_layers * (slots - int(step.placement.counts.sum(0).min())) // slots
 
 
-@lru_cache(maxsize=512)
 def _buffers(name: str, pipe: int, microbatches: int, chunks: int, deferring: Deferring | None) -> tuple[int, int, int]:
     """How many chunks a schedule saves, how many chunks' factors, and how many activations are in transit or waiting
-    (stage inputs or outputs)."""
+    (stage inputs or outputs). They are those of fewer microbatches where the schedule repeats itself; GPipe keeps
+    one more of each for every microbatch."""
+    settled = steady_state_microbatches(name, pipe, microbatches)
+    if name != "gpipe" or pipe == 1 or microbatches <= 2 * pipe:
+        return _counted(name, pipe, settled, chunks, deferring)
+    slots, factors, activations = _counted(name, pipe, 2 * pipe, chunks, deferring)
+    more = microbatches - 2 * pipe
+    return slots + more, factors, activations + more
+
+
+@lru_cache(maxsize=4096)
+def _counted(name: str, pipe: int, microbatches: int, chunks: int, deferring: Deferring | None) -> tuple[int, int, int]:
+    """The same, from the schedule's table."""
     table = make_schedule(name, pipe, microbatches, chunks, deferring)
     if pipe == 1:
         return table.num_slots, table.num_factor_slots, 0
@@ -142,7 +176,7 @@ def _buffers(name: str, pipe: int, microbatches: int, chunks: int, deferring: De
 
 class Temporaries:
     """What a step needs besides its state, the gradient sums and saved activations; `kept` and `factors` are the bytes
-    of the last.
+    of the last two.
 
     At any time one of four parts is running, and the one that needs most counts: a chunk's forward, the head, a chunk's
     backward, the optimizer. What each needs was read from XLA's buffers (`--xla_dump_to`, "memory-usage-report") and is
@@ -154,9 +188,8 @@ class Temporaries:
     compute in half precision and hold nothing twice.
     """
 
-    def __init__(self, step: Sizes, cost: StepCost, backend: Backend, kept: int, factors: int):
+    def __init__(self, step: Sizes, cost: StepCost, backend: Backend):
         self.step, self.cost, self.backend = step, cost, backend
-        self._kept, self._factors = kept, factors
         mesh, self._rows = step.config.mesh, step.microbatch
         self._on_cpu = backend == CPU
         self._wide = max(_FP32, step.item) if self._on_cpu else step.item  # bytes per element of a product's result
@@ -167,23 +200,25 @@ class Temporaries:
         )  # whole chunks in fp32, too
         self._piped = mesh.pipe > 1
         self._gathers = step.zero == 3 and mesh.zero_shards > 1  # gathers weights for every use
-        self._residuals = step.layers_of_chunk * cost.layer.residuals.num_bytes(self._rows)  # of a chunk
+        self._residuals = cost.layer.residuals.num_bytes(self._rows)  # of a layer
         weights = step.held.weights
         self._layer_weights = sum(prod(each.whole) for each in weights if each.stack)  # elements in a layer
         self._end_weights = [prod(each.whole) for each in weights if not each.stack]
 
-    @property
-    def most(self) -> int:
-        """Bytes needed by the part of the step that needs most, besides what exists all the time."""
-        return max(self._forward(), self._head(), self._backward(), self._optimizer())
+    def most(self, step: Sizes, kept: int, factors: int) -> int:
+        """Bytes needed by the part of the step that needs most, besides what exists all the time; `step` places the
+        layers."""
+        ends = self._head, self._optimizer(step, kept, factors)
+        return max(self._forward(step, kept), self._backward(step, factors), *ends)
 
-    def _forward(self) -> int:
+    def _forward(self, step: Sizes, kept: int) -> int:
         """A chunk's residuals before they are put in their slot; with one stage they are never anywhere else."""
         if not self._piped:
             return 0
-        residuals = self.step.activation_bytes if self.step.recomputes_stage else self._residuals
-        return residuals + (self._kept if self._converts else 0)
+        residuals = step.activation_bytes if step.recomputes_stage else step.layers_of_chunk * self._residuals
+        return residuals + (kept if self._converts else 0)
 
+    @cached_property
     def _head(self) -> int:
         """Logits and (on CPUs, where XLA does not overwrite them) their gradients; and the gradient of the table, plus
         the table if it is gathered. If a pair is converted, one of the two stays as it was."""
@@ -192,15 +227,15 @@ class Temporaries:
         table = max(self._end_weights) * (pair if self._gathers else self._wide)
         return logits * (pair if self._on_cpu else self._wide) + table
 
-    def _backward(self) -> int:
+    def _backward(self, step: Sizes, factors: int) -> int:
         """The chunk's residuals, taken out of their slot; what is converted; and one layer's backward or, if that is
         more, the last array converted before the first layer."""
-        step, chunk, layer = self.step, self._residuals, self._one_layer() + self._reduced
+        chunk, layer = step.layers_of_chunk * self._residuals, self._one_layer + self._reduced(step)
         if not self._converts:
             return (chunk if self._piped else 0) + layer
         # Residuals recomputed by a stage do not come out of a slot: XLA writes them in fp32.
         native = chunk if self._piped and not step.recomputes_stage else 0
-        own = chunk * self._ratio + native + 2 * self._factors
+        own = chunk * self._ratio + native + 2 * factors
         own -= 0 if self._piped else chunk  # already counted as saved
         if not self._gathers:
             own += _FP32 * step.layers_of_chunk * self._layer_weights
@@ -209,23 +244,22 @@ class Temporaries:
         largest = self.cost.layer.residuals.largest(self._rows)
         return own + max(layer, 0 if native else step.layers_of_chunk * largest)
 
-    @property
-    def _reduced(self) -> int:
+    def _reduced(self, step: Sizes) -> int:
         """The layers' reduced gradients, if the last backward pass makes them."""
-        trained = self.step.held.trained if self.step.overlaps_reductions else ()
-        return sum(each.size(each.owned) for each in trained if each.stack) * self.step.wide
+        return step.held.num_trained_of_layers * step.wide if step.overlaps_reductions else 0
 
-    def _optimizer(self) -> int:
+    def _optimizer(self, step: Sizes, kept: int, factors: int) -> int:
         """Reduced gradients next to their sums, where activations were; and for the matrices that Muon deals out, what
         is exchanged, and the products."""
-        step, reduced = self.step, 0
+        reduced = 0
         if step.config.mesh.zero_shards > 1 and step.zero < 3:
             reduced = step.held.num_trained * step.wide
         item = step.wide if step.config.optimizer.muon_precision == "fp32" else self._wide
         shares = sum(each.share * each.rows * (each.rows + 2 * each.columns) * item for each in dealt(step))
         handed = sum(2 * prod(each.operand) * step.wide for each in dealt(step) if each.devices > 1)
-        return max(0, reduced + shares + handed - self._kept - self._factors)
+        return max(0, reduced + shares + handed - kept - factors)
 
+    @cached_property
     def _one_layer(self) -> int:
         """A layer's backward: what is recomputed, the gradients of its input and output, and its largest region; with
         ZeRO-3 also its gathered weights and their gradients."""

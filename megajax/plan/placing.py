@@ -5,6 +5,8 @@ others get equally many, and what is left over goes to those that come first, as
 """
 
 from dataclasses import replace
+from functools import lru_cache
+from operator import itemgetter
 
 import numpy as np
 
@@ -38,23 +40,27 @@ def placed(config: Config, machine: Machine) -> Config:
 def fewer_beside_the_head(model: StepModel, pipeline: PipelineConfig) -> list[PipelineConfig]:
     """Placements in which the busiest stage has less to do than in an even one: the best that needs no more slots, and
     one that needs more if that is better."""
-    pipe, chunks = model.config.mesh.pipe, pipeline.chunks
+    number = model.config.model.num_blocks
+    return [
+        _with_layers(pipeline, each)
+        for each in _fewer(number, model.config.mesh.pipe, pipeline.chunks, model.head_in_layers)
+    ]
 
-    def key(counts: tuple[int, ...]) -> tuple[float, float, int]:
-        work = np.asarray(counts, float).reshape(chunks, pipe)
-        work[-1, -1] += model.head_in_layers
-        return float(work.sum(0).max()), float(work.max()), -counts[-1]
 
-    even = Placement(model.config.model.num_blocks, pipe, chunks)
-    splits = _splits(even.num_layers, even.num_virtual)
-    same = [each for each in splits if max(each) <= even.layers_per_chunk]
-    best = key(_numbers(even))
-    found = []
-    for among in filter(None, (same, splits)):
-        fastest = min(among, key=key)
-        if key(fastest)[0] < best[0]:
-            best = key(fastest)
-            found.append(_with_layers(pipeline, fastest))
+@lru_cache(maxsize=4096)
+def _fewer(num_layers: int, pipe: int, chunks: int, head: float) -> list[tuple[int, ...]]:
+    """The layers of every virtual stage in these placements, if the head costs as much as so many layers."""
+    even, splits = Placement(num_layers, pipe, chunks), _splits(num_layers, pipe * chunks)
+    work = np.array([_numbers(even), *splits], float).reshape(-1, chunks, pipe)
+    work[:, -1, -1] += head
+    of_stage, of_chunk = work.sum(1).max(1).tolist(), work.max((1, 2)).tolist()
+    keys = [(stage, chunk, -each[-1]) for stage, chunk, each in zip(of_stage[1:], of_chunk[1:], splits, strict=True)]
+    best, found = of_stage[0], []
+    for most in (even.layers_per_chunk, num_layers):
+        among = [key for key in zip(keys, splits, strict=True) if max(key[1]) <= most]
+        if among and (fastest := min(among, key=itemgetter(0)))[0][0] < best:
+            best = fastest[0][0]
+            found.append(fastest[1])
     return found
 
 

@@ -5,28 +5,29 @@ step's time (`plan/time.py`) and memory (`plan/memory.py`).
 import itertools
 import math
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from operator import attrgetter
-from typing import Any
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache, partial
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
 
-from megajax.core.axes import AXES, CONTEXT, EXPERT, OPTIONAL_AXES, ROW_AXES
+from megajax.core.axes import AXES, CONTEXT, EXPERT, OPTIONAL_AXES, ROW_AXES, TENSOR
 from megajax.core.backend import Backend
 from megajax.core.config import MeshConfig
 from megajax.core.errors import UserError
 from megajax.core.models.config import ModelConfig
 from megajax.core.options import as_flag, options
 from megajax.core.pipeline.config import PipelineConfig, has_table
-from megajax.core.pipeline.placement import Placement
 from megajax.core.pipeline.schedule import SCHEDULES
 from megajax.host.signals import Stopped, stop_signals
 from megajax.plan.costs import StepCost
 from megajax.plan.machines import GIB, Machine, peak_of
-from megajax.plan.memory import Memory, backend_of, memory
+from megajax.plan.memory import Memory, MemoryModel, backend_of, memory
 from megajax.plan.placing import fewer_beside_the_head
-from megajax.plan.sizes import steady_state_microbatches
-from megajax.plan.time import PlannedTime, StepModel, step_time
+from megajax.plan.sizes import placement_of, steady_state_microbatches
+from megajax.plan.time import PlannedTime, Shared, StepModel, step_time
 from megajax.plan.traced import step_cost
 from megajax.settings.config import Config
 from megajax.settings.validation import check_context, validate, validate_mesh
@@ -35,10 +36,34 @@ VARIED = (
     *(f"mesh.{axis}" for axis in AXES), "pipeline.schedule", "pipeline.chunks", "pipeline.vocabulary",
     "pipeline.layers", "pipeline.weight_gradients",
     "train.microbatch", "train.remat", "optimizer.zero", "sequence_parallel", "model.context_attention",
+    "model.scan_layers",
 )  # fmt: skip
-_FEWEST_TOKENS = 4096, 128  # least tokens per device of a context group; the second if nothing fits with the first
+_BUT_MICROBATCH = attrgetter(
+    "train.remat",
+    "optimizer.zero",
+    "sequence_parallel",
+    "pipeline.weight_gradients",
+    "pipeline.vocabulary",
+    "model.scan_layers",
+)  # what varies on a mesh
 _MOST_CHUNKS = 12
 _MOST_CELLS = 4096  # in a table whose buffers cannot be found from a shorter one
+
+
+class Limits(NamedTuple):
+    """Of the meshes that are tried."""
+
+    tokens: int  # fewest per device of a context group
+    tensor: int  # largest tensor axis
+
+
+_WIDEST = Limits(128, sys.maxsize)
+Watch = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
+"""Shows a phase, given its name and the number of its parts; gets the number of finished ones."""
+
+
+def _unwatched(name: str, total: int) -> AbstractContextManager[Callable[[int], object]]:
+    return nullcontext(lambda done: None)
 
 
 @dataclass(frozen=True)
@@ -47,7 +72,9 @@ class Candidate:
 
     base: Config
     pipeline: PipelineConfig
-    seconds: float  # predicted for a step, with the pipeline's time by formula
+    parts: dict[str, float] = field(compare=False)  # seconds by part, with the pipeline's time by formula
+    memory: Memory
+    seconds: float  # of a step
     bytes: int  # on a device
 
     @property
@@ -72,6 +99,7 @@ class Found:
     fitting: list[Candidate]  # all that fit, fastest first
     tried: int  # number of configurations, including those that do not fit
     complete: bool  # false if a signal came before all were tried
+    safer: Planned | None  # the fastest that needs at most half of the memory, if the best one needs more
 
     @property
     def frontier(self) -> list[Candidate]:
@@ -83,10 +111,19 @@ class Found:
         return chosen
 
 
-def search(config: Config, devices: int, machine: Machine, *, given: Iterable[str] = (), count: int = 10) -> Found:
+def search(
+    config: Config,
+    devices: int,
+    machine: Machine,
+    *,
+    given: Iterable[str] = (),
+    count: int = 10,
+    watch: Watch = _unwatched,
+) -> Found:
     """Search all meshes of `devices` GPUs with every schedule, chunk count, microbatch size, recomputation, ZeRO stage,
     sequence parallelism, deferral and context attention, with even stages, fewer layers beside the head or a split
-    vocabulary; `context` is for long sequences, or if nothing fits otherwise.
+    vocabulary, with layers unrolled or as a scan; `context` is for long sequences, and `tensor` for the devices of a
+    server, unless nothing fits otherwise.
     Model, batch, precision and those keys of `VARIED` that are `given` stay fixed. `count` of the best are planned in
     full. If a deferred signal comes meanwhile, the rest is not tried. Raises `UserError` if nothing fits, or if the
     model has no such mesh, with the reason."""
@@ -94,8 +131,8 @@ def search(config: Config, devices: int, machine: Machine, *, given: Iterable[st
     fixed = frozenset(given)
     if "mesh.context" in fixed:
         check_context(config)
-    for fewest in _FEWEST_TOKENS:
-        tried, smallest, fitting = _tried(config, devices, machine, fixed, fewest)
+    for limits in (Limits(4096, machine.server), _WIDEST):
+        tried, smallest, fitting = _tried(config, devices, machine, fixed, limits, watch)
         if fitting:
             break
         if stop_signals.number:
@@ -104,32 +141,71 @@ def search(config: Config, devices: int, machine: Machine, *, given: Iterable[st
         raise _nothing(config, devices, machine, smallest, fixed)
     fitting.sort(key=lambda each: (each.seconds, each.bytes))
     complete = not stop_signals.number
-    return Found(_best(fitting, devices, machine, count), fitting, tried, complete)
+    best = _best(fitting, devices, machine, count)
+    small = [each for each in fitting if each.bytes <= machine.usable / 2]
+    needs_more = best[0].memory.total > machine.usable / 2
+    safer = _best(small, devices, machine, 1)[0] if small and needs_more else None
+    return Found(best, fitting, tried, complete, safer)
 
 
-def _tried(config: Config, devices: int, machine: Machine, fixed: frozenset[str], fewest: int) -> tuple[int, Any, list]:
+def _tried(
+    config: Config, devices: int, machine: Machine, fixed: frozenset[str], limits: Limits, watch: Watch
+) -> tuple[int, Any, list]:
     """The number of configurations, the one with the fewest bytes, and all that fit."""
     tried, smallest, fitting, backend = 0, None, list[Candidate](), backend_of(machine)
-    for base in _until_stopped(_on_meshes(config, devices, fixed, fewest)):
-        models: dict[Any, StepModel] = {}
-        costs: dict[Any, StepCost] = {}
-        for each in _until_stopped(_of_mesh(base, fixed)):
-            like = each.train.remat, each.sequence_parallel, each.splits_vocabulary
-            cost = costs[like] = costs.get(like) or step_cost(each, backend)
-            as_fast = _as_fast(each, cost)
-            model = models[as_fast] = models.get(as_fast) or StepModel(each, machine, cost)
-            layers = config.pipeline.layers if "pipeline.layers" in fixed else ""
-            sizes = list(_sizes(each, fixed, layers, model, backend, cost))
-            tried += len(sizes)
-            least = min(sizes, key=lambda pair: pair[0], default=None)
-            if least is not None and (smallest is None or least[0] < smallest[0]):
-                smallest = least[0], replace(each, pipeline=least[1])
-            fitting += [
-                Candidate(each, pipeline, model.time(pipeline, exact=False).seconds, size)
-                for size, pipeline in sizes
-                if size <= machine.usable
-            ]
+    layers = config.pipeline.layers if "pipeline.layers" in fixed else ""
+    meshes = list(_on_meshes(config, devices, fixed, limits))
+    with watch(f"searching {len(meshes)} meshes of {devices} {machine.name.upper()}s", len(meshes)) as tell:
+        for number, base in enumerate(_until_stopped(iter(meshes))):
+            tell(number)
+            costs, models = _Costs(backend), _Models(machine)
+            too_large = set()  # a larger microbatch needs more memory
+            for each in _until_stopped(_of_mesh(base, fixed)):
+                if _BUT_MICROBATCH(each) in too_large:
+                    continue
+                cost = costs.of(each)
+                model = cache(partial(models.of, each, cost))
+                sizes = list(_sizes(each, fixed, layers, model, MemoryModel(each, backend, cost), machine.usable))
+                tried += len(sizes)
+                least = min(sizes, key=itemgetter(0), default=None)
+                if least is not None and (smallest is None or least[0] < smallest[0]):
+                    smallest = least[0], replace(each, pipeline=least[2])
+                if least is not None and least[0] > machine.usable:
+                    too_large.add(_BUT_MICROBATCH(each))
+                for size, needed, pipeline in sizes:
+                    if size <= machine.usable:
+                        time = model().time(pipeline, exact=False)
+                        fitting.append(Candidate(each, pipeline, time.parts, needed, time.seconds, size))
     return tried, smallest, fitting
+
+
+class _Costs:
+    """The traced costs of configurations on one mesh, each once."""
+
+    def __init__(self, backend: Backend):
+        self._backend, self._found = backend, dict[Any, StepCost]()
+
+    def of(self, config: Config) -> StepCost:
+        like = config.train.remat, config.sequence_parallel, config.splits_vocabulary
+        if like not in self._found:
+            self._found[like] = step_cost(config, self._backend, scaled=True)
+        return self._found[like]
+
+
+class _Models:
+    """The models of the times of configurations on one mesh, one for all that take equally long but for the
+    pipeline."""
+
+    def __init__(self, machine: Machine):
+        self._machine, self._shared, self._found = machine, Shared(), dict[Any, StepModel]()
+
+    def of(self, config: Config, cost: StepCost) -> StepModel:
+        remat = _as_fast(config, cost)
+        like = remat, config.train.microbatch, *_BUT_MICROBATCH(config)[1:]
+        if like not in self._found:
+            alike = replace(config, train=replace(config.train, remat=remat))
+            self._found[like] = StepModel(alike, self._machine, cost, self._shared)
+        return self._found[like]
 
 
 def _until_stopped(configs: Iterator[Config]) -> Iterator[Config]:
@@ -169,14 +245,15 @@ def _best(fitting: list[Candidate], devices: int, machine: Machine, count: int) 
     return sorted(chosen, key=lambda each: (each.time.seconds, each.memory.total))[:count]
 
 
-def _on_meshes(config: Config, devices: int, fixed: frozenset[str], fewest: int = 128) -> Iterator[Config]:
-    """The configuration on every mesh that the model can have, with every way of context attention; devices of a
-    context group have at least `fewest` tokens, unless that axis is fixed."""
+def _on_meshes(config: Config, devices: int, fixed: frozenset[str], limits: Limits) -> Iterator[Config]:
+    """The configuration on every mesh that the model can have within the limits, which are not for axes that are
+    fixed, with every way of context attention."""
     length = config.model.sequence_length
-    most = length if "mesh.context" in fixed else length // fewest
+    most = length if "mesh.context" in fixed else length // limits.tokens
+    tensors = [each for each in _divisors(devices) if each <= limits.tensor or "mesh.tensor" in fixed]
     contexts = [each for each in _divisors(devices) if each == 1 or (each <= most and length % (2 * each) == 0)]
     experts = [each for each in _divisors(devices) if (config.model.num_experts or 1) % each == 0]
-    for mesh in _meshes(devices, {CONTEXT: contexts, EXPERT: experts}):
+    for mesh in _meshes(devices, {CONTEXT: contexts, EXPERT: experts, TENSOR: tensors}):
         if any(f"mesh.{axis}" in fixed and getattr(config.mesh, axis) != size for axis, size in mesh.sizes.items()):
             continue
         if config.train.batch_sizes.divisor % mesh.row_shards:
@@ -215,7 +292,8 @@ def _divisors(number: int) -> list[int]:
 
 
 def _of_mesh(base: Config, fixed: frozenset[str]) -> Iterator[Config]:
-    """On one mesh, every microbatch size, recomputation, ZeRO stage, sequence parallelism, deferral and vocabulary."""
+    """On one mesh, every microbatch size, recomputation, ZeRO stage, sequence parallelism, deferral and vocabulary,
+    with layers unrolled, except with ZeRO-3, and as a scan."""
 
     def choices(key: str, possible: list[Any]) -> list[Any]:
         return [attrgetter(key)(base)] if key in fixed else possible
@@ -228,15 +306,19 @@ def _of_mesh(base: Config, fixed: frozenset[str]) -> Iterator[Config]:
     pieces = mesh.tensor * (2 * mesh.context if mesh.context > 1 else 1)
     splits = choices("sequence_parallel", [False, True] if mesh.tensor > 1 and length % pieces == 0 else [False])
     when = choices("pipeline.weight_gradients", ["together", *(["deferred"] if mesh.pipe > 1 else [])])
+    scans = choices("model.scan_layers", ["auto", "true"])
     divides = mesh.pipe > 1 and base.model.padded_vocab_size % (mesh.pipe * mesh.tensor) == 0
     tables = choices("pipeline.vocabulary", ["replicated", *["split"] * divides])
-    for microbatch, remat, zero, split, later, table in itertools.product(
-        microbatches, remats, zeros, splits, when, tables
+    models = {scan: replace(base.model, scan_layers=scan) for scan in scans}
+    for microbatch, remat, zero, split, later, table, scan in itertools.product(
+        microbatches, remats, zeros, splits, when, tables, scans
     ):
-        if split and length % pieces:
+        scans_anyway = scan == "true" and zero == 3 and len(scans) > 1
+        if (split and length % pieces) or scans_anyway:
             continue
         yield replace(
             base,
+            model=models[scan],
             sequence_parallel=split,
             train=replace(base.train, microbatch=microbatch, remat=remat),
             optimizer=replace(base.optimizer, zero=zero),
@@ -244,24 +326,22 @@ def _of_mesh(base: Config, fixed: frozenset[str]) -> Iterator[Config]:
         )
 
 
-def _as_fast(config: Config, cost: StepCost) -> Config:
-    """A configuration whose step takes equally long: selective recomputation costs no time in this model, unless it
-    recomputes a product or a collective."""
-    plain = cost.without_remat
+def _as_fast(config: Config, cost: StepCost) -> Any:
+    """The recomputation of a configuration whose step takes equally long: the selective one costs no time in this
+    model, unless it recomputes a product or a collective."""
+    plain, remat = cost.without_remat, config.train.remat
     cheap = (cost.layer.regions, cost.layer.backward) == (plain.regions, plain.backward)
-    selective = config.train.remat == "selective"
-    return replace(config, train=replace(config.train, remat="none")) if selective and cheap else config
+    return "none" if remat == "selective" and cheap else remat
 
 
 def _sizes(
-    config: Config, fixed: frozenset[str], layers: str, model: StepModel, backend: Backend, cost: StepCost
-) -> Iterator[tuple[int, PipelineConfig]]:
+    config: Config, fixed: frozenset[str], layers: str, model: Callable[[], StepModel], needs: MemoryModel, usable: int
+) -> Iterator[tuple[int, Memory, PipelineConfig]]:
     """Every schedule and chunk count whose table and buffers can be computed quickly, with placements of the layers (or
-    only as `layers` says) and the bytes needed on a device. Fewer microbatches are used if the schedule's table has
-    buffers of the same sizes with these."""
+    only as `layers` says) and the bytes needed on a device. Of those whose first placement needs more than is `usable`,
+    no other is tried."""
     mesh, train = config.mesh, config.train
-    rows = mesh.row_shards * train.microbatch
-    m = train.global_batch // rows
+    m = train.global_batch // (mesh.row_shards * train.microbatch)
     for pipeline in _pipelines(config.pipeline, mesh.pipe, config.model.num_blocks):
         other = [key for key in ("schedule", "chunks") if getattr(pipeline, key) != getattr(config.pipeline, key)]
         if not fixed.isdisjoint(f"pipeline.{key}" for key in other) or not has_table(pipeline, mesh.pipe, m):
@@ -269,25 +349,28 @@ def _sizes(
         fewer = steady_state_microbatches(pipeline.schedule, mesh.pipe, m)
         if mesh.pipe > 1 and mesh.pipe * pipeline.chunks * fewer > _MOST_CELLS:
             continue
-        short = train if fewer == m else replace(train, global_batch=rows * fewer)
-        found: dict[int, int] = {}  # bytes by slots per chunk
-        for placed in _placed(pipeline, layers, model):
-            slots = Placement.of(config.model.num_blocks, mesh.pipe, placed).layers_per_chunk
-            if slots not in found and min(found.values(), default=0) <= model.machine.usable:
-                needed = memory(replace(config, train=short, pipeline=placed), backend, cost)
-                found[slots] = needed.total + needed.batch * (m - fewer) // fewer
-            if slots in found:
-                yield found[slots], placed
+        found: dict[int, tuple[int, Memory]] = {}  # bytes, and those by part, by slots per chunk
+        for placed in _placed(pipeline, layers, config, model):
+            slots = placement_of(config.model.num_blocks, mesh.pipe, placed).layers_per_chunk
+            if slots not in found:
+                needed = needs.of(replace(config, pipeline=placed))
+                found[slots] = needed.total, needed
+            yield *found[slots], placed
+            if min(size for size, _ in found.values()) > usable:
+                break
 
 
-def _placed(even: PipelineConfig, layers: str, model: StepModel) -> list[PipelineConfig]:
+def _placed(
+    even: PipelineConfig, layers: str, config: Config, model: Callable[[], StepModel]
+) -> Iterator[PipelineConfig]:
     """The pipeline with the layers placed in every way to try, or as `layers` says, if that is possible."""
-    if layers == "auto" or not layers:
-        found = [even, *fewer_beside_the_head(model, even)]
-        return found[-1:] if layers else found
-    given = replace(even, layers=layers)
-    fits = len(given.counts) in (0, model.config.mesh.pipe * even.chunks)
-    return [given] if fits else []
+    if not layers:
+        yield even
+        yield from fewer_beside_the_head(model(), even)
+    elif layers == "auto":
+        yield [even, *fewer_beside_the_head(model(), even)][-1]
+    elif len((given := replace(even, layers=layers)).counts) in (0, config.mesh.pipe * even.chunks):
+        yield given
 
 
 @lru_cache(maxsize=1024)
@@ -313,7 +396,7 @@ def _nothing(
             f"({flags}) needs {size / GIB:.1f} GiB of the {machine.usable / GIB:.1f} GiB usable; "
             "valid: more --devices, another --gpu, a smaller model or batch"
         )
-    for base in _on_meshes(config, devices, fixed):
+    for base in _on_meshes(config, devices, fixed, _WIDEST):
         for each in itertools.islice(_of_mesh(base, fixed), 1):
             try:
                 validate(replace(each, pipeline=replace(each.pipeline, layers=config.pipeline.layers)), devices)
@@ -335,5 +418,5 @@ def _nearest(config: Config, devices: int, fixed: frozenset[str]) -> str:
     """Numbers of devices close to this one for which there are meshes."""
     free = frozenset(key for key in fixed if not key.startswith("mesh."))
     near = itertools.chain.from_iterable((devices - step, devices + step) for step in range(1, devices + 64))
-    found = (each for each in near if each > 0 and next(_on_meshes(config, each, free), None))
+    found = (each for each in near if each > 0 and next(_on_meshes(config, each, free, _WIDEST), None))
     return " or ".join(str(each) for each in sorted(itertools.islice(found, 2)))

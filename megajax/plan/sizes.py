@@ -4,11 +4,13 @@ each weight of a model. These are plain numbers: no program, no mesh object, no 
 What is known of a weight is the state's own record of it (`core/program/weight.py`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any
+from operator import mul
+from typing import Any, Self
 
 import jax
 
@@ -51,11 +53,19 @@ class DeviceWeights:
     def computed_bytes(self, item: int, wide: int) -> int:
         """Bytes of what layers compute with as a step leaves it (`TrainState.params`), given those of a number and of a
         main weight's."""
-        return sum(each.computed_in(item, wide) * each.size(each.kept) for each in (*self.weights, *self.adapters))
+        return sum(map(mul, (item, wide), self._computed))
 
     def gathered_bytes(self, item: int, wide: int) -> int:
         """Bytes of those that a step gathers late."""
-        return sum(each.computed_in(item, wide) * each.size(each.per_use) for each in self.weights if each.late)
+        return sum(map(mul, (item, wide), self._gathered))
+
+    @cached_property
+    def _computed(self) -> tuple[int, int]:
+        return _by_dtype((each, each.size(each.kept)) for each in (*self.weights, *self.adapters))
+
+    @cached_property
+    def _gathered(self) -> tuple[int, int]:
+        return _by_dtype((each, each.size(each.per_use)) for each in self.weights if each.late)
 
     @cached_property
     def num_summed(self) -> int:
@@ -67,23 +77,42 @@ class DeviceWeights:
         """Number of elements whose main weights, moments and reduced gradients a device holds."""
         return sum(each.size(each.owned) for each in self.trained)
 
+    @cached_property
+    def num_trained_of_layers(self) -> int:
+        """The same without the ends'."""
+        return sum(each.size(each.owned) for each in self.trained if each.stack)
+
+
+def _by_dtype(sizes: Iterable[tuple[Weight, int]]) -> tuple[int, int]:
+    """How many numbers of weights have the compute dtype, and how many that of main weights."""
+    pairs = [(size * each.computed_in(1, 0), size * each.computed_in(0, 1)) for each, size in sizes]
+    return sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
+
 
 def held(config: Config, *, late: bool = False) -> DeviceWeights:
     """What a device holds of the weights, for a valid configuration's mesh and ZeRO stage, if it gathers those of
     layers `late`."""
-    model = replace(config.model, dropout=0.0, scan_layers="auto")  # weights do not depend on these options
     return _held(
-        model,
+        _plain(config.model),
         config.lora,
         config.mesh,
-        Placement.of(model.num_blocks, config.mesh.pipe, config.pipeline),
+        placement_of(config.model.num_blocks, config.mesh.pipe, config.pipeline),
         config.splits_vocabulary,
         config.optimizer.zero,
         late,
     )
 
 
-@lru_cache(maxsize=4096)
+placement_of = lru_cache(maxsize=4096)(Placement.of)
+
+
+@lru_cache(maxsize=64)
+def _plain(model: ModelConfig) -> ModelConfig:
+    """The model with defaults for options that its weights do not depend on."""
+    return replace(model, dropout=0.0, scan_layers="auto")
+
+
+@lru_cache(maxsize=16384)
 def _held(
     model: ModelConfig,
     lora: LoraConfig,
@@ -177,8 +206,7 @@ class Sizes:
 
     def __init__(self, config: Config, operand_item: int | None = None, backend: Backend = GPU):
         """Operands have the precision's bytes, or as many as given."""
-        self.config, model, mesh = config, config.model, config.mesh
-        self.held, self.zero = held(config), config.optimizer.zero
+        model, mesh, self.zero, self._backend = config.model, config.mesh, config.optimizer.zero, backend
         self.splits_sequence, self.splits_vocabulary = config.sequence_parallel, config.splits_vocabulary
         self.item = ITEM_SIZE[config.precision]
         self.wide = max(4, self.item)
@@ -202,8 +230,22 @@ class Sizes:
         self.activation_bytes = prod(self.own) * self.item
         self.defers = mesh.pipe > 1 and config.pipeline.weight_gradients == "deferred"
         self.recomputes_stage = config.train.remat == "stage" and mesh.pipe > 1
-        self.placement = Placement.of(model.num_blocks, mesh.pipe, config.pipeline)
+        self._place(config)
+
+    def placed(self, config: Config) -> Self:
+        """The sizes with the schedule, the chunks and the placement of layers of `config`, which is like the own one
+        otherwise."""
+        other = copy(self)
+        for name in ("ticks", "of_layer", "of_layer_forward"):
+            vars(other).pop(name, None)
+        other._place(config)
+        return other
+
+    def _place(self, config: Config) -> None:
+        self.config, mesh, backend = config, config.mesh, self._backend
+        self.placement = placement_of(config.model.num_blocks, mesh.pipe, config.pipeline)
         self.layers_of_chunk = self.placement.layers_per_chunk  # as many as on the fullest stage
+        self.held = held(config)
         self.overlaps_reductions = overlaps_reductions(config, backend, self.held.trained)
         self.gathers_late = overlaps_gathers(config, backend, self.held.trained, copied=self.operand_item > 0)
         self.held = held(config, late=True) if self.gathers_late else self.held
@@ -235,8 +277,8 @@ class Sizes:
             return tuple(shape[dim] for dim in dims), sharded
 
         copies: Any = weight.copies(part)
-        for copy in (copies.forward, copies.backward):
-            for (shape_of_part, sharded), item in zip(copy, (self.operand_item, 4), strict=True):
+        for each in (copies.forward, copies.backward):
+            for (shape_of_part, sharded), item in zip(each, (self.operand_item, 4), strict=True):
                 yield shape_of_part, item, sharded
 
     def bytes_of_copies(self, weight: Weight) -> int:

@@ -7,25 +7,31 @@ figures.
 """
 
 from collections import defaultdict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from math import prod
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from megajax.core.axes import BATCH_AXES, CONTEXT, EXPERT, TENSOR
+from megajax.core.backend import GPU
+from megajax.core.models.attention_mask import AttentionMask
+from megajax.core.models.config import ModelConfig
 from megajax.core.models.flops import step_flops
 from megajax.core.pipeline.config import PipelineConfig
 from megajax.core.pipeline.deferral import Deferring, PassTimes
-from megajax.core.pipeline.placement import Placement
 from megajax.core.pipeline.schedule import make_schedule
 from megajax.core.pipeline.timing import StageTimes, deferred_bubble, published_bubble, wall_time
-from megajax.plan.communication import OF_HEAD, Communication, communication, seconds_of
+from megajax.core.program.overlap import scans_layers
+from megajax.plan.communication import OF_HEAD, Communication, in_the_loop, outside_the_loop, seconds_of
 from megajax.plan.costs import StepCost
 from megajax.plan.expert_loop import ExpertLoop
 from megajax.plan.machines import Machine
 from megajax.plan.memory import backend_of
-from megajax.plan.sizes import Sizes, num_ticks
+from megajax.plan.sizes import Sizes, num_ticks, placement_of
 from megajax.plan.traced import step_cost
 from megajax.plan.work import Seconds, StepWork
 from megajax.settings.config import Config
@@ -43,7 +49,8 @@ class PlannedTime:
     bubble: float  # share of the pipeline's time in which the busiest stage waits
     tokens_per_second: float  # of all devices
     flops_per_second: float  # of a device, counting the model's arithmetic (`core/models/flops.step_flops`)
-    mfu: float  # that as a share of the peak
+    mfu: float  # that as a share of the peak; attention is counted whole, as if every token saw all others
+    mfu_causal: float  # the same with only the scores that the mask leaves
     expert_loop: ExpertLoop | None  # in which dropless experts run each product
 
 
@@ -62,24 +69,69 @@ _flops = lru_cache(maxsize=256)(step_flops)
 _table = lru_cache(maxsize=64)(make_schedule)
 
 
+@lru_cache(maxsize=64)
+def _seen_share(model: ModelConfig) -> float:
+    """The share of a step's FLOPs that is left if attention's are counted only for scores that the mask leaves."""
+    length = model.sequence_length
+    mask = AttentionMask.of_model(model, length)
+    whole = sum(map(prod, mask.block_sizes(length, length)))
+    of_score = 6 * 2 * model.num_layers * model.num_heads * model.head_size  # two products, forward and backward
+    texts = model.num_classes if model.head == "choice" else 1
+    return 1 - texts * of_score * (whole - length * mask.keys_seen(length)) / _flops(model, 1)
+
+
+_Timed = dict[str, list[tuple[Communication, float]]]
+_Found = TypeVar("_Found")
+
+
+class Shared:
+    """What the models of several configurations have in common if these differ only in microbatch, recomputation, ZeRO
+    stage, deferral, and how sequence, vocabulary and layers are divided."""
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, Any] = {}
+
+    def once(self, like: Hashable, make: Callable[[], _Found]) -> _Found:
+        """What `make` returned first for this key."""
+        if like not in self._found:
+            self._found[like] = make()
+        return self._found[like]
+
+
 class StepModel:
     """The times of a step's parts; schedule and chunks change only how long the pipeline waits."""
 
-    def __init__(self, config: Config, machine: Machine, cost: StepCost | None = None):
-        cost = cost or step_cost(config, backend_of(machine))
+    def __init__(self, config: Config, machine: Machine, cost: StepCost | None = None, shared: Shared | None = None):
+        cost, shared = cost or step_cost(config, backend_of(machine)), shared or Shared()
         self.config, self.machine = config, machine
         self.sizes = Sizes(config)
-        self.work = StepWork(config, self.sizes, machine, cost)
-        self._by_part: dict[str, list[tuple[Communication, float]]] = defaultdict(list)  # with their seconds
-        for each in communication(config, cost):
-            self._by_part[each.part].append((each, seconds_of(each, config.mesh, machine)))
-        self._layer = self._visits_of_a_layer()
-        embedding = self.work.embedding()
-        self._ends = {
-            "embed": self._visit("embedding", embedding.times(1 / 3)),
-            "head": self._visit("head", self.work.head()),
-            "embed_backward": self._visit("embedding backward", embedding.times(2 / 3)),
-        }
+        train, cut = config.train, (config.sequence_parallel, config.splits_vocabulary)
+        like = train.remat, train.microbatch, cut, scans_layers(config, GPU)
+        self.work = shared.once(("work", *like), lambda: StepWork(config, self.sizes, machine, cost))
+        zero, scan = config.optimizer.zero, config.model.scan_layers
+        around = shared.once(("around", cut, zero, scan), lambda: self._timed(self._around()))
+        sent = train.remat, train.microbatch, cut, zero == 3, self.sizes.defers
+        inside = shared.once(("inside", *sent), lambda: self._timed(in_the_loop(config, cost)))
+        self._by_part = around | inside
+        visits = "visits", *like, *sent, self.sizes.pairs_microbatches
+        self._layer, self._ends = shared.once(visits, lambda: (self._visits_of_a_layer(), self._visits_of_ends()))
+
+    def _around(self) -> list[Communication]:
+        """What is sent before and after the loop. Microbatches and recomputation change nothing, and deferral nothing
+        that is really sent."""
+        config = self.config
+        train, pipeline = replace(config.train, microbatch=1, remat="none"), config.pipeline
+        before, after = outside_the_loop(
+            replace(config, train=train, pipeline=replace(pipeline, weight_gradients="together"))
+        )
+        return [*before, *after]
+
+    def _timed(self, found: list[Communication]) -> "_Timed":
+        """Communication by part, with its seconds."""
+        timed: _Timed = defaultdict(list)
+        for each in found:
+            timed[each.part].append((each, seconds_of(each, self.config.mesh, self.machine)))
+        return timed
 
     def time(self, pipeline: PipelineConfig, *, exact: bool = True) -> PlannedTime:
         """A step with the configuration's schedule and chunks, or with those of another `pipeline`."""
@@ -90,10 +142,12 @@ class StepModel:
         rows = config.train.global_batch
         flops = _flops(model, rows) / config.mesh.num_devices / seconds
         tokens = rows * (model.num_classes if model.head == "choice" else 1) * model.sequence_length
-        mfu = flops / self.work.peak
-        return PlannedTime(seconds, parts, stages, bubble, tokens / seconds, flops, mfu, self.work.expert_loop)
+        mfu, seen = flops / self.work.peak, _seen_share(model)
+        return PlannedTime(
+            seconds, parts, stages, bubble, tokens / seconds, flops, mfu, mfu * seen, self.work.expert_loop
+        )
 
-    @property
+    @cached_property
     def head_in_layers(self) -> float:
         """What the head costs the last stage more than others, in layers; nothing if all stages share it."""
         layer = sum(visit.total for visit in self._layer)
@@ -103,7 +157,7 @@ class StepModel:
         """The loop over microbatches: seconds by part of the busiest stage, its waiting time and p2p transfers; how
         long every stage works; and the share of the busiest one's waiting."""
         sizes, m, pipe = self.sizes, self.sizes.microbatches, self.config.mesh.pipe
-        layers = Placement.of(self.config.model.num_blocks, pipe, pipeline).counts.astype(float)
+        layers = placement_of(self.config.model.num_blocks, pipe, pipeline).counts.astype(float)
         forwards, backwards, laters = (layers * visit.total for visit in self._layer)
         together = {name: visit.total if sizes.splits_vocabulary else 0.0 for name, visit in self._ends.items()}
         if not sizes.splits_vocabulary:
@@ -140,10 +194,10 @@ class StepModel:
         """Seconds outside the loop: reduction of gradients, optimizer, gathering of weights, losses."""
         return {
             "gradients over data": self._seconds("gradients") - self._hidden_reductions(),
-            "optimizer": self.work.update().total,
-            "Muon's matrices": self.work.muon().total + self._seconds("Muon"),
+            "optimizer": self.work.update(self.sizes).total,
+            "Muon's matrices": self.work.muon(self.sizes).total + self._seconds("Muon"),
             "weights over data": self._seconds("weights") - self._hidden_gathers(),
-            "weights in 8 bits": self.work.copies().total + self._seconds("weights in 8 bits"),
+            "weights in 8 bits": self.work.copies(self.sizes).total + self._seconds("weights in 8 bits"),
             "losses": self._seconds("losses"),
         }
 
@@ -156,7 +210,7 @@ class StepModel:
         if not sizes.overlaps_reductions:
             return everything
         others, last = sizes.layers_of_chunk - 1, self._layer[2].total if sizes.defers else backward
-        found = self._by_part["gradients"]
+        found = self._by_part.get("gradients", [])
         of_layer = sum(seconds for each, seconds in found if each.sent > 1)
         of_head = sum(seconds for each, seconds in found if OF_HEAD in each.purpose)
         of_head, of_layer = (min(seconds * overlap.reductions, last) for seconds in (of_head, of_layer))
@@ -166,7 +220,7 @@ class StepModel:
         """Seconds of the weights' gathers that the first forward pass hides: those of every layer of the first chunk
         but the first layer, by the layer before it, and the head's, by the last one. In a pipe, other stages gather
         before their first forward."""
-        found, overlap, forward = self._by_part["weights"], self.machine.overlap, self._layer[0].total
+        found, overlap, forward = self._by_part.get("weights", []), self.machine.overlap, self._layer[0].total
         share = overlap.weights if self.config.mesh.tensor == 1 else overlap.weights_with_tensor
         if not self.sizes.gathers_late:
             return 0.0
@@ -175,7 +229,7 @@ class StepModel:
         return min(of_head * share, forward) + (self.sizes.layers_of_chunk - 1) * min(of_layer * share, forward)
 
     def _seconds(self, part: str) -> float:
-        return sum(seconds * each.sent for each, seconds in self._by_part[part])
+        return sum(seconds * each.sent for each, seconds in self._by_part.get(part, []))
 
     def _visits_of_a_layer(self) -> tuple[Seconds, Seconds, Seconds]:
         """A layer's forward, its backward, and its weight gradients, deferred or not."""
@@ -185,9 +239,17 @@ class StepModel:
         backward = self._visit("layers backward", self.work.layer_backward() + again, beside)
         return forward, backward, self._visit("weight gradients", later)
 
+    def _visits_of_ends(self) -> dict[str, Seconds]:
+        embedding = self.work.embedding()
+        return {
+            "embed": self._visit("embedding", embedding.times(1 / 3)),
+            "head": self._visit("head", self.work.head()),
+            "embed_backward": self._visit("embedding backward", embedding.times(2 / 3)),
+        }
+
     def _visit(self, part: str, work: Seconds, beside: float = 0.0) -> Seconds:
         """A part with its collectives, less what overlaps with its products and with `beside` seconds of others."""
-        found = self._by_part[part]
+        found = self._by_part.get(part, [])
         hidden = sum(seconds * self._share(part, each) for each, seconds in found)
         return replace(work, exposed=sum(seconds for _, seconds in found) - min(hidden, work.products + beside))
 
@@ -213,7 +275,7 @@ class StepModel:
 
     def _p2p_transfer(self, beside: float) -> float:
         """Seconds of a transfer in one direction that computation does not hide."""
-        seconds = max((seconds for _, seconds in self._by_part["p2p"]), default=0.0)
+        seconds = max((seconds for _, seconds in self._by_part.get("p2p", [])), default=0.0)
         return seconds - min(seconds * self.machine.overlap.p2p_transfers, beside)
 
     def _wall(self, pipeline: PipelineConfig, times: StageTimes, full: float, exact: bool) -> float:

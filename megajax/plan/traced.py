@@ -6,9 +6,11 @@ traced with deferred weight gradients, so that they are separate (LoRA has none)
 possible blocks of queries: neither changes what is saved, computed or sent.
 """
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
+from fractions import Fraction
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple, TypeVar
@@ -54,19 +56,25 @@ def _program(config: Config, backend: Backend, together: bool) -> Program:
     return program
 
 
-def step_cost(config: Config, backend: Backend) -> StepCost:
-    """The costs of a configuration on a kind of device."""
+def step_cost(config: Config, backend: Backend, *, scaled: bool = False) -> StepCost:
+    """The costs of a configuration on a kind of device. With `scaled`, those of a larger `tensor` axis are computed
+    from two smaller ones', which a search traces anyway."""
     gathers_once = config.model.dense_layers and config.train.remat == "layer"  # inputs of dense layers' regions
-    first = _of_one_microbatch(config, "layer" if gathers_once else "none", config.splits_vocabulary)
-    ends = _traced(first, backend, _ends_cost, _permutes(config))
-    return StepCost(layer_cost(config, backend, config.train.remat), layer_cost(config, backend, "none"), ends)
+    alike = config  # the ends are the same with every way of context attention
+    if config.mesh.context > 1:
+        alike = replace(config, model=replace(config.model, context_attention="gather"))
+    first = _of_one_microbatch(alike, "layer" if gathers_once else "none", config.splits_vocabulary)
+    found = _scaled if scaled else _traced
+    ends = found(first, backend, _ends_cost, _permutes(config))
+    layer, plain = (layer_cost(config, backend, remat, scaled=scaled) for remat in (config.train.remat, "none"))
+    return StepCost(layer, plain, ends)
 
 
-def layer_cost(config: Config, backend: Backend, remat: str) -> LayerCost:
+def layer_cost(config: Config, backend: Backend, remat: str, *, scaled: bool = False) -> LayerCost:
     """A layer of a configuration on a kind of device, recomputing what `remat` says. Of a stage that is recomputed as a
     whole, layers recompute nothing."""
-    traced = _of_one_microbatch(config, "none" if remat == "stage" else remat)
-    return _traced(traced, backend, _layer_cost, _permutes(config))
+    like = _of_one_microbatch(config, "none" if remat == "stage" else remat)
+    return (_scaled if scaled else _traced)(like, backend, _layer_cost, _permutes(config))
 
 
 def _permutes(config: Config) -> bool:
@@ -138,6 +146,45 @@ def _traced(
         program = _program(config, _coarse(backend), together)
         blocks = _Blocks.of(config, backend)
         return trace_pipeline(program, lambda pipeline: look(program, pipeline, idle(pipeline.x_type), blocks))
+
+
+@lru_cache(maxsize=1024)
+def _scaled(
+    config: Config, backend: Backend, look: Callable[[Program, Pipeline, Array, _Blocks], Cost], together: bool
+) -> Cost:
+    """The same as `_traced`. Every number of it is a part that `tensor` does not shard plus one that it does, which two
+    sizes of the axis tell apart, if devices share keys' heads evenly."""
+    mesh, model = config.mesh, config.model
+    least = 2 if config.sequence_parallel else 1  # with 1 there is nothing to split
+    shares = model.num_kv_heads % (mesh.tensor * (mesh.context if training_way(config) == "heads" else 1)) == 0
+    if shares and mesh.tensor > 2 * least and mesh.tensor % (2 * least) == 0:
+        some = (replace(config, mesh=replace(mesh, tensor=each)) for each in (least, 2 * least))
+        one, two = (_traced(each, backend, look, together) for each in some)
+        with contextlib.suppress(_Unlike):
+            return _extrapolated(one, two, Fraction(2 * least, mesh.tensor))
+    return _traced(config, backend, look, together)
+
+
+class _Unlike(Exception):
+    """Two costs differ in more than numbers."""
+
+
+def _extrapolated(one: Any, two: Any, share: Fraction) -> Any:
+    """What becomes of `one`, and of `two` with half of all that is sharded, with this share of it."""
+    if type(one) is not type(two):
+        raise _Unlike
+    if isinstance(one, tuple) and len(one) == len(two):
+        return tuple(_extrapolated(first, second, share) for first, second in zip(one, two, strict=True))
+    if is_dataclass(one) and not isinstance(one, type):
+        names = [each.name for each in fields(one)]
+        return type(one)(*(_extrapolated(getattr(one, name), getattr(two, name), share) for name in names))
+    if isinstance(one, int) and not isinstance(one, bool):
+        found = 2 * two - one + share * (one - two)
+        if found.denominator == 1 and found >= 0:
+            return int(found)
+    elif one == two:
+        return one
+    raise _Unlike
 
 
 def _dims(shape: Shape, blocks: _Blocks) -> Dims:

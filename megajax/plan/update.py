@@ -50,7 +50,8 @@ class Dealt:
 
 def matrices_of(sizes: Sizes) -> list[Weight]:
     """The weights that Muon updates."""
-    return [weight for weight in sizes.held.trained if sizes.config.optimizer.name == "muon" and weight.matrices]
+    trained = sizes.held.trained if sizes.config.optimizer.name == "muon" else ()
+    return [weight for weight in trained if weight.matrices]
 
 
 def dealt(sizes: Sizes) -> list[Dealt]:

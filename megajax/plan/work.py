@@ -289,23 +289,25 @@ class StepWork:
         traffic = passes.logits * self.sizes.item * logits + passes.accumulated * weights
         return Seconds(products, traffic=self.moved(traffic))
 
-    def update(self) -> Seconds:
-        """The optimizer's update of what a device owns."""
-        return Seconds(traffic=self.moved(self.machine.traffic.updated * self.sizes.held.num_trained))
+    # The following depend on the ZeRO stage, which is that of `sizes`.
 
-    def copies(self) -> Seconds:
+    def update(self, sizes: Sizes) -> Seconds:
+        """The optimizer's update of what a device owns."""
+        return Seconds(traffic=self.moved(self.machine.traffic.updated * sizes.held.num_trained))
+
+    def copies(self, sizes: Sizes) -> Seconds:
         """Rounding the layers' weights to 8 bits: each is read for its scales and again to be rounded, in both
         orders."""
-        numbers = sum(each.size(each.per_use) for each in self.sizes.copied_in_step)
+        numbers = sum(each.size(each.per_use) for each in sizes.copied_in_step)
         return Seconds(traffic=self.moved(2 * (2 * self.sizes.item + self.sizes.operand_item) * numbers))
 
-    def muon(self) -> Seconds:
+    def muon(self, sizes: Sizes) -> Seconds:
         """Newton-Schulz steps of a device's share of the matrices."""
         given = self.config.optimizer
         slower = self.peak / peak_of(self.machine, "fp32") if given.muon_precision == "fp32" else 1.0
         products = sum(
             2 * self.product(each.share * each.rows, each.columns, each.rows)
             + self.product(each.share * each.rows, each.rows, each.rows)
-            for each in dealt(self.sizes)
+            for each in dealt(sizes)
         )
         return Seconds(products=given.muon_steps * slower * products)

@@ -9,9 +9,11 @@ from processes import Commands
 
 from megajax.__main__ import main
 from megajax.commands import plan
+from megajax.core.errors import UserError
 from megajax.host.signals import Stopped, stop_signals
 from megajax.plan import compiled, search
 from megajax.plan.costs import StepCost
+from megajax.plan.page import is_page
 from megajax.plan.traced import step_cost
 
 SMALL = "gpt2-355m --model.num-layers 4 --model.num-heads 4 --model.vocab-size 500 --model.sequence-length 64"
@@ -39,7 +41,7 @@ def test_json(capsys) -> None:
     assert found["gpu"] == "a100" and found["devices"] == 2 and found["fits"]
     memory, compiled = found["memory"], found["compiled"]
     parts = set(memory) - {"total", "usable", "of_gpu"}
-    assert memory["total"] == sum(memory[part] for part in parts) and len(parts) == 13
+    assert memory["total"] == sum(memory[part] for part in parts) and len(parts) == 14
     assert compiled["communication_as_predicted"] is True and "simulated CPU devices" in compiled["compiler"]
     state = sum(memory[part] for part in ("weights", "main_weights", "moments", "average", "batch"))
     assert 0 <= compiled["state"] - state < 1024
@@ -78,26 +80,48 @@ def test_the_largest_of_the_paper_on_512_devices(commands: Commands, mesh: tuple
 
 def test_figures_and_a_picture_of_a_search(capsys, tmp_path: Path) -> None:
     picture = tmp_path / "search.png"
-    figures = json.loads(planned(capsys, f"{SEARCH} --best 3 --no-compile --json --plot {picture}"))
+    page = tmp_path / "search.html"
+    asked = f"--best 3 --no-compile --json --plot {picture} --html {page} --tokens 2B --price 3"
+    figures = json.loads(planned(capsys, f"{SEARCH} {asked}"))
+    assert figures["best"][0]["cost"] == 3 * figures["best"][0]["gpu_hours"] and is_page(page)
     assert figures["devices"] == 2 and len(figures["best"]) == 3 and picture.read_bytes()[1:4] == b"PNG"
     assert {each["flags"]["optimizer.zero"] for each in figures["best"]} == {1}
     assert all("--train.global-batch 8" in each["command"] for each in figures["best"])
     planned(capsys, f"{SEARCH} --no-compile --plot {picture}")  # replaces its own
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--price 2", "--price without --tokens; valid: both, such as --tokens 15T --price 2"),
+        ("--tokens 3X", "--tokens"),
+        ("--margin 1000", "--margin 1000: leaves no memory; valid: less than 70.4 GiB"),
+        ("--html a.html", "--html without --search; valid: --search, or without --html"),
+        ("--search --html a.png", "--html a.png: not the name of a page; valid: a name that ends in .html"),
+        ("--search --html {notes}", "already exists and is not a page of megajax plan; valid: another name"),
+    ],
+)
+def test_mistakes(flags: str, said: str, tmp_path: Path) -> None:
+    notes = tmp_path / "notes.html"
+    notes.write_text("mine")
+    with pytest.raises(UserError) as caught:
+        main(["plan", "gpt2-355m", *flags.format(notes=notes).split()])
+    assert said in str(caught.value) and notes.read_text() == "mine"
+
+
 def test_an_interrupted_search_ranks_what_it_has_tried(capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It compiles nothing and draws nothing, and ends with the signal's code."""
     monkeypatch.setattr(stop_signals, "number", 0)
 
-    def interrupted(*of: object) -> StepCost:
+    def interrupted(*of: object, **how: object) -> StepCost:
         stop_signals.number = signal.SIGINT
-        return step_cost(*of)
+        return step_cost(*of, **how)
 
     monkeypatch.setattr(search, "step_cost", interrupted)
     with pytest.raises(Stopped, match="stopped by SIGINT"):
         planned(capsys, f"{SEARCH} --plot {tmp_path / 'a.png'}")
     first, *_, last = capsys.readouterr().out.splitlines()
-    assert first.startswith("interrupted after ") and 0 < int(first.split()[2]) < 10
+    assert first.startswith("partial result, interrupted after ") and 0 < int(first.split()[4]) < 10
     assert last.startswith("megajax train gpt2-355m ") and not (tmp_path / "a.png").exists()
 
 

@@ -1,0 +1,151 @@
+"""What a search computes only once, or leaves out, changes no result; what it says of a layout: safer ones, whole runs,
+the page."""
+
+import json
+import re
+from dataclasses import replace
+from operator import attrgetter
+
+import pytest
+from test_time import CONFIG, H100
+from tiny import LLAMA, MIXTURE, QWEN3, full, tiny_config
+
+from megajax.core.backend import GPU
+from megajax.core.models.flops import step_products
+from megajax.core.pipeline.config import PipelineConfig
+from megajax.plan import memory as of_memory
+from megajax.plan import ranking, traced
+from megajax.plan.memory import memory
+from megajax.plan.page import is_page, page_data, page_of_search
+from megajax.plan.search import Found, command, search
+from megajax.plan.time import step_time
+from megajax.plan.whole_run import WholeRun, tokens_of
+
+GIVEN = ["train.remat"]
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    return search(CONFIG, 4, H100, given=GIVEN)
+
+
+def test_what_is_left_out_of_a_search_does_not_fit(found: Found) -> None:
+    """With less memory, it finds those of a larger one that fit, in the same order."""
+    middle = sorted(each.bytes for each in found.fitting)[len(found.fitting) // 3]
+    small = replace(H100, memory=int(middle / H100.usable * H100.memory) + 1)
+    less = search(CONFIG, 4, small, given=GIVEN)
+    expected = [each for each in found.fitting if each.bytes <= small.usable]
+    assert [(each.config, each.seconds) for each in less.fitting] == [(each.config, each.seconds) for each in expected]
+    assert 0 < len(less.fitting) < less.tried < found.tried
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        LLAMA | {"num_kv_heads": 4},
+        full(QWEN3),
+        full(MIXTURE),
+        full({"precision": "fp8"} | LLAMA),
+        full({"precision": "bf16"}),
+    ],
+)
+@pytest.mark.parametrize("cut", [False, full(True)])
+def test_costs_of_a_larger_tensor_axis_follow_from_two_smaller_ones(words: dict, cut: bool) -> None:
+    """Where devices share keys' heads evenly."""
+    sizes = {"num_heads": 16, "hidden_size": 256, "mlp_size": 512, "vocab_size": 1024, "head_size": 16}
+    words = {"sequence_length": 128, "sequence_parallel": cut, "vocabulary": "split"} | words | sizes
+    words |= {"num_kv_heads": 16} if "num_kv_heads" not in words else {"num_kv_heads": 8}
+    config = tiny_config((1, 2, 8), **words)
+    traced._traced.cache_clear()
+    assert traced.step_cost(config, GPU, scaled=True) == (cost := traced.step_cost(config, GPU))
+    assert cost.layer.products and traced._scaled.cache_info().currsize
+
+
+@pytest.mark.parametrize("weight_gradients", ["together", "deferred"])
+def test_the_buffers_of_a_few_microbatches_tell_those_of_many(weight_gradients: str) -> None:
+    deferring = PipelineConfig(weight_gradients=weight_gradients).deferring()
+    for schedule, chunks, microbatches in (("gpipe", 1, 23), ("1f1b", 1, 40), ("interleaved", 2, 32)):
+        shape = schedule, 4, microbatches, chunks, deferring
+        assert of_memory._buffers(*shape) == of_memory._counted(*shape)
+
+
+def test_unrolled_layers_are_counted() -> None:
+    """Unless layers are one scan: because it is asked for, or with ZeRO-3."""
+    config = replace(CONFIG, mesh=replace(CONFIG.mesh, data=4))
+    unrolled, scanned = (
+        memory(replace(config, model=replace(config.model, scan_layers=each))) for each in ("auto", "true")
+    )
+    assert scanned.unrolled == 0 < unrolled.unrolled == int(0.75 * (unrolled.of_step - unrolled.unrolled))
+    assert memory(replace(config, optimizer=replace(config.optimizer, zero=3))).unrolled == 0
+    one_layer = replace(unrolled, unrolled=0).total
+    assert unrolled.total > one_layer
+
+
+def test_a_margin_is_kept_free() -> None:
+    assert replace(H100, margin=0.1).usable == H100.largest - int(0.1 * H100.largest)
+    assert replace(H100, margin=2.0).usable == H100.usable - 2 * 2**30
+
+
+def test_a_safer_layout_stands_beside_the_fastest(found: Found) -> None:
+    best = found.best[0]
+    tight = replace(H100, memory=int(1.05 * best.memory.total / H100.usable * H100.memory))
+    less = search(CONFIG, 4, tight, given=GIVEN, count=1)
+    assert less.safer and less.safer.memory.total <= tight.usable / 2 < less.best[0].memory.total
+    lines = ranking.lines(less, "demo", CONFIG, tight)
+    assert command("demo", less.safer.config, CONFIG) == lines[-2] and command("demo", best.config, CONFIG) == lines[-1]
+    assert any(line.split()[0] == "half" for line in lines if line)
+    assert found.safer is None  # the fastest needs less than half
+
+
+def test_attention_is_counted_whole_and_as_the_mask_leaves_it() -> None:
+    config = replace(CONFIG, mesh=replace(CONFIG.mesh, data=4))
+    time, products = step_time(config, H100), step_products(config.model, 1, config.model.sequence_length)
+    whole = sum(each.flops for each in products)
+    scores = sum(each.flops for each in products if each.name.endswith(" keys"))
+    assert time.mfu_causal / time.mfu == pytest.approx(1 - scores / 2 / whole) and scores > 0
+    bert = step_time(tiny_config(precision="bf16", family="bert", layer_order="post"), H100)
+    assert bert.mfu_causal == bert.mfu
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("15T", 15e12), ("1.5t", 1.5e12), ("300B", 3e11), ("7 M", 7e6), ("10k", 1e4), ("2.5e9", 2.5e9), ("8", 8.0),
+     ("", None), ("T", None), ("-3B", None), ("0", None), ("3X", None), ("1e99", None), ("nan", None)],
+)  # fmt: skip
+def test_tokens(text: str, number: float | None) -> None:
+    assert tokens_of(text) == number
+
+
+def test_a_whole_run(found: Found) -> None:
+    figures = WholeRun(86_400e6, 2.0).figures(tokens_per_second=1000.0, devices=4)
+    assert figures == {"days": 1000.0, "gpu_hours": 96_000.0, "cost": 192_000.0}
+    assert WholeRun(price=2.0).figures(1.0, 4) == {}
+    about = found, "demo", CONFIG, H100, (), WholeRun(1e12, 2.0)
+    header, first = ranking.lines(*about)[1:3]
+    assert re.split(r"\s{2,}", header)[-3:] == ["days", "GPU-hours", "cost"]
+    best = ranking.figures(*about)["best"][0]
+    assert first.split()[-1] == f"{best['cost']:,.0f}" and best["cost"] == 2 * best["gpu_hours"]
+    speed = best["tokens_per_second_per_gpu"]
+    assert best["gpu_hours"] == pytest.approx(1e12 / speed / 3600) and f" {speed:,.0f} " in first
+
+
+def test_every_point_of_a_page_has_its_flags_and_parts(found: Found, tmp_path) -> None:
+    data = page_data(found, "demo", CONFIG, H100)
+    assert len(data["seconds"]) == len(found.fitting)
+    for number in range(0, len(found.fitting), 97):
+        each = found.fitting[number]
+        flags = (column["flags"][column["index"][number]] for column in data["columns"])
+        shown = " ".join([*data["command"], *filter(None, flags)])
+        assert sorted(shown.split()) == sorted(command("demo", each.config, CONFIG).split())
+        assert sum(part[number] for part in data["time"].values()) == pytest.approx(1e4 * each.seconds, abs=6)
+        assert sum(part[number] for part in data["memory"].values()) == pytest.approx(each.bytes / 2**20, abs=8)
+    assert [found.fitting[number] for number in data["frontier"]] == found.frontier
+    values = {column["name"]: column["values"] for column in data["columns"]}
+    assert values["tensor"] == [1, 2, 4] and values["optimizer.zero"] == [0, 1, 3]
+    page = page_of_search(found, "</script><b>", CONFIG, H100)
+    assert "<b>" not in page and not re.search(r"(src|href)=|https?://|import\(|fetch\(", page)
+    embedded = re.search(r"const data = (.*);\n", page)
+    assert embedded and json.loads(embedded[1])["seconds"] == data["seconds"]
+    file = tmp_path / "page.html"
+    file.write_text(page, encoding="utf-8")
+    assert is_page(file) and not is_page(tmp_path) and attrgetter("base.mesh.data")(found.fitting[0]) in values["data"]
