@@ -505,13 +505,13 @@ ROWS: dict[str, dict[str, Row]] = {
             types(VARYING, ON_TENSOR),
         ),
         "two sites of a layer share a mask": (
-            "core.models.layer.Block.__call__.dropout",
+            "core.models.layer.Block.__call__.branch",
             ("DROPOUT_SITES[site]", "1"),
             tests("tests/core/models/test_forward.py"),
         ),
         "all layers share their masks": (
-            "core.models.layer.Block.__call__",
-            ("context.dropout.fold(layer)", "context.dropout.fold(0)"),
+            "core.models.context.Context.in_layer",
+            ("self.dropout.fold(layer)", "self.dropout.fold(0)"),
             tests("tests/core/models/test_forward.py"),
         ),
         "masks do not depend on the step": (

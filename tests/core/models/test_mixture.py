@@ -24,12 +24,12 @@ class NumpyMixture(Decoder):
 
     capacity: int | None = None  # without one, every token passes all experts that it chooses
 
-    def mlp(self, weights: dict, x_BTD: np.ndarray, layer: int) -> np.ndarray:
+    def mlp(self, weights: dict, x_BTD: np.ndarray) -> np.ndarray:
         self.entered_BTD, self.logits_BTE = x_BTD, x_BTD @ weights["router"]["weight"]
         exp_BTE = np.exp(self.logits_BTE)
         self.share_BTE = exp_BTE / exp_BTE.sum(-1, keepdims=True)
         self.chosen_BTK = np.argsort(-self.share_BTE, axis=-1)[..., :CHOICES]
-        y_BTD = super().mlp(weights["shared"], x_BTD, layer)
+        y_BTD = super().mlp(weights["shared"], x_BTD)
         for row, chosen_TK in enumerate(self.chosen_BTK):
             taken = np.zeros(EXPERTS, int)
             for choice, token in np.ndindex(CHOICES, TOKENS):  # all first choices before any second one
@@ -38,7 +38,7 @@ class NumpyMixture(Decoder):
                 if self.capacity is None or taken[expert] <= self.capacity:
                     own = {name: {"weight": weights[name]["weight"][expert]} for name in ("gate", "up", "down")}
                     share = shares_E[expert] / shares_E[chosen_TK[token]].sum()
-                    y_BTD[row, token] += share * super().mlp(own, x_BTD[row, token], layer)
+                    y_BTD[row, token] += share * super().mlp(own, x_BTD[row, token])
         return y_BTD
 
 
