@@ -30,7 +30,7 @@ from parity_grid import (
 )
 from tiny import GEMMA, LLAMA, MIXTURE, full, tiny_config
 
-from megajax.core.backend import CPU
+from megajax.core.backend import CPU, HOPPER
 from megajax.core.models.lora_config import LoraConfig
 from megajax.core.program.program import Program
 from megajax.core.program.train_step import whole_weights
@@ -165,6 +165,13 @@ OTHERS = [
 def test_other_precisions_optimizers_and_mixtures(config: Config) -> None:
     """Experts that drop nothing multiply several blocks at once, as on GPUs."""
     assert_exact(config, branches=config.precision in ("fp16", "fp8"), planned=False, expert_bytes=2**12)
+
+
+def test_dropless_experts_in_the_blocks_of_kernels() -> None:
+    """On axes of experts and context, their products in a loop: the kernels' interpreter has one device."""
+    blocks = {name: getattr(HOPPER, name) for name in ("expert_block", "expert_bytes", "expert_kernel")}
+    config = tiny_config((1, 1, 2, 1), expert=2, **MIXED)
+    assert_exact(config, branches=False, planned=False, **blocks)
 
 
 FEW = SMALL | {"num_heads": 4, "sequence_length": 8, "microbatch": 1}

@@ -756,8 +756,8 @@ ROWS: dict[str, dict[str, Row]] = {
         "the permutation of the first all-to-all is not undone": (
             "core.models.experts.Mixture._by_capacity",
             (
-                "exchange(out.reshape(own, *rows), 1, 0, EXPERT)",
-                "jnp.roll(exchange(out.reshape(own, *rows), 1, 0, EXPERT), experts - own, axis=0)",
+                "exchange(out_NED, 0, 0, EXPERT)",
+                "jnp.roll(exchange(out_NED, 0, 0, EXPERT), out_NED.shape[0] // axis_size(EXPERT), axis=0)",
             ),
             named("experts_output of layer 0, forward", ON_EXPERTS),
         ),

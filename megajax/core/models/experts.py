@@ -188,27 +188,41 @@ class Mixture(nnx.Module):
         places = -(-capacity // parts) * parts  # which the devices of a context group divide
         place_BTK = _places(boundary.of_all_tokens(routing.chosen_BTK), experts)  # of the whole sequence
         own_BTK = vary(boundary.context_tokens(place_BTK), sorted(varying_axes(x_BTD)))
-        batch, tokens, count = chosen_BTK.shape
-        slot_BN = jnp.where(own_BTK < capacity, chosen_BTK * places + own_BTK, experts * places).reshape(batch, -1)
-        choice_N = jnp.broadcast_to(jnp.arange(tokens * count, dtype=jnp.int32), slot_BN.shape)
-        nobody_BS = jnp.full_like(slot_BN, tokens * count, shape=(batch, experts * places))
-        nobody_BS = vary(nobody_BS, sorted(varying_axes(slot_BN)))
-        source_BS = nobody_BS.at[jnp.arange(batch)[:, None], slot_BN].set(choice_N, mode="drop", unique_indices=False)
+        count = chosen_BTK.shape[-1]
+        slot_N = self._slots(chosen_BTK, own_BTK, capacity, places // parts, parts).reshape(-1)
+        rows = chosen_BTK.shape[0] * experts * places
+        nobody_R = jnp.full_like(slot_N, slot_N.size, shape=(rows,))
+        nobody_R = vary(nobody_R, sorted(varying_axes(slot_N)))
+        choice_N = jnp.arange(slot_N.size, dtype=jnp.int32)
+        source_R = nobody_R.at[slot_N].set(choice_N, mode="drop", unique_indices=False)
 
-        rows_BSD = rearranged(x_BTD, source_BS, slot_BN, count)
-        rows_EBCD = rows_BSD.reshape(batch, experts, places, -1).swapaxes(0, 1)
+        sent_RD = rearranged(x_BTD.reshape(1, -1, x_BTD.shape[-1]), source_R[None], slot_N[None], count)[0]
+        sent_NED = sent_RD.reshape(-1, self.up.weight.shape[0], sent_RD.shape[-1])
         if parts > 1:
-            rows_EBCD = scatter_sum(rows_EBCD, 2, CONTEXT)
-        there = exchange(rows_EBCD, 0, 1, EXPERT)
-        own, rows = there.shape[0], there.shape[1:]
-        out = self._experts(there.reshape(own, -1, rows[-1]), None, context)
-        back_EBCD = exchange(out.reshape(own, *rows), 1, 0, EXPERT)
+            sent_NED = scatter_sum(sent_NED, 0, CONTEXT)
+        rows_NED = exchange(sent_NED, 0, 0, EXPERT)
+        out_NED = self._experts(rows_NED.swapaxes(0, 1), None, context).swapaxes(0, 1)
+        back_NED = exchange(out_NED, 0, 0, EXPERT)
         if parts > 1:
-            back_EBCD = gather_shards(back_EBCD, 2, CONTEXT)
-        back_BSD = back_EBCD.swapaxes(0, 1).reshape(batch, experts * places, -1)
-        found = rearranged(back_BSD, slot_BN, source_BS).reshape(batch, tokens, count, -1)
+            back_NED = gather_shards(back_NED, 0, CONTEXT)
+        found = rearranged(back_NED.reshape(1, rows, -1), slot_N[None], source_R[None]).reshape(*chosen_BTK.shape, -1)
         dropped_BTK = (boundary.own_tokens(place_BTK) >= capacity) & (routing.chosen_BTK < experts)
         return _weighed(share_BTK, found), dropped_BTK
+
+    def _slots(self, chosen_BTK: Array, place_BTK: Array, capacity: int, places: int, parts: int) -> Array:
+        """The row of every choice among those that are sent; beyond the last one if it does not fit. Rows are sorted by
+        what collectives divide, the device of the context group and the expert group, then by sequence, place and
+        expert. So the rows that a device receives, [N, E, D] in memory, are operands of the experts' products as they
+        are: XLA gives each expert's product a stride between its rows. Sorted by expert they would be transposed after
+        every exchange."""
+        own = self.up.weight.shape[0]
+        part_BTK, inside_BTK = place_BTK // places, place_BTK % places
+        device_BTK, expert_BTK = chosen_BTK // own, chosen_BTK % own
+        batch, sequence_B11 = chosen_BTK.shape[0], jnp.arange(chosen_BTK.shape[0], dtype=jnp.int32)[:, None, None]
+        slot_BTK = (part_BTK * axis_size(EXPERT) + device_BTK) * batch + sequence_B11
+        slot_BTK = (slot_BTK * places + inside_BTK) * own + expert_BTK
+        fits_BTK = (place_BTK < capacity) & (chosen_BTK < self.config.num_experts)
+        return jnp.where(fits_BTK, slot_BTK, batch * parts * places * self.config.num_experts)
 
     def _dropless(self, x_BTD: Array, chosen_BTK: Array, share_BTK: Array, context: Context) -> Array:
         """The weighted sum of the experts' outputs."""

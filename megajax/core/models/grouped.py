@@ -201,7 +201,13 @@ def group_input_gradient(grads: Sequence[Array], weights_EIO: Sequence[Array], b
     pairs = zip(grads, weights_EIO, strict=True)
     if blocks:
         return sum_of(input_gradient(grad, weight, blocks) for grad, weight in pairs)
-    return sum_of(jnp.einsum("eno,eio->eni", grad, weight) for grad, weight in pairs)
+    first_ENI, *others = (jnp.einsum("eno,eio->eni", grad, weight) for grad, weight in pairs)
+    if not others:
+        return first_ENI
+    # They are sent sorted by row. XLA can have a product so, but not a sum, below which it moves the transpositions if
+    # none is behind a barrier.
+    first_NEI = lax.optimization_barrier(first_ENI.swapaxes(0, 1))
+    return sum((other.swapaxes(0, 1) for other in others), start=first_NEI).swapaxes(0, 1)
 
 
 def group_weight_gradient(
