@@ -104,8 +104,9 @@ class Router(nnx.Module):
         config, experts = self.config, share_BTE.shape[-1]
         share_BTGE = share_BTE.reshape(*share_BTE.shape[:2], config.expert_groups, -1)
         group_BTG = jnp.sum(lax.top_k(share_BTGE, 2 if config.router_scores == "sigmoid" else 1)[0], axis=-1)
-        best_BTC = lax.top_k(group_BTG, config.chosen_groups)[1]
-        chosen_BTG = jnp.any(best_BTC[..., None] == jnp.arange(config.expert_groups)[None, None, None], axis=2)
+        best_BTC = lax.top_k(group_BTG, config.chosen_groups)[1].astype(jnp.int32)
+        group_111G = jnp.arange(config.expert_groups, dtype=jnp.int32)[None, None, None]
+        chosen_BTG = jnp.any(best_BTC[..., None] == group_111G, axis=2)
         chosen_BTE = jnp.repeat(chosen_BTG, experts // config.expert_groups, axis=-1)
         return jnp.where(chosen_BTE, share_BTE, jnp.asarray(-jnp.inf, share_BTE.dtype))
 
