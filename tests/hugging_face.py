@@ -62,7 +62,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "olmoe": _MIXTURE | {"head_dim": 4},
     "olmo3": _DECODER | {"head_dim": 4},
     "deepseek_v3": _DEEPSEEK,
-    "deepseek_v2": _DEEPSEEK | {"topk_method": "group_limited_greedy"},
+    # Transformers rotates pairs of features as complex numbers, which must have even places in memory.
+    "deepseek_v2": _DEEPSEEK | {"topk_method": "group_limited_greedy", "qk_nope_head_dim": 6, "kv_lora_rank": 10},
     **dict.fromkeys(ORDERS, _BERT),
     "gpt2": _GPT2,
 }

@@ -33,6 +33,9 @@ class _Kind:
         rotary = fields.value("qk_rope_head_dim", "model.rotary_size", 64)
         if rotary % 2:
             raise fields.refusal("qk_rope_head_dim", rotary, "an even number: rotary positions turn pairs of features")
+        fields.check("head_dim", None, rotary)
+        fields.check("qk_head_dim", None, plain + rotary)
+        fields.check("sliding_window", None)
         found = {
             "num_kv_heads": heads,
             "head_size": plain + rotary,
@@ -68,6 +71,7 @@ class _Kind:
         grouped = True
         if not self.biased:
             fields.check("topk_method", "greedy", "group_limited_greedy")
+            fields.check("norm_topk_prob", False, None)
             grouped = fields.get("topk_method", "greedy") != "greedy"
         missing = (8, 4) if self.biased else (None, None)
         groups, chosen = 1, 1
@@ -109,8 +113,8 @@ class _Kind:
             dialect="mixture",
             heads={"pretraining": Head((f"{self.name}ForCausalLM",), f"a {self.name}")},
             options={"norm": "rmsnorm", "positions": "rotary"},
-            fixed={"attention_bias": False, **self.fixed},
-            aliases={DEEPSEEK.number_too: DEEPSEEK.number},
+            fixed={"is_causal": True, "attention_bias": False, **self.fixed},
+            aliases=dict.fromkeys((DEEPSEEK.number_too, "num_local_experts"), DEEPSEEK.number),
             defaults={"norm_epsilon": 1e-6, "tied_embedding": False},
             parts=(
                 words("activation", "hidden_act", {"silu": "swiglu", "swish": "swiglu"}),
