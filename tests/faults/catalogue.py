@@ -868,7 +868,7 @@ ROWS: dict[str, dict[str, Row]] = {
                 "self.boundary.enter(jnp.concatenate(parts, axis=-1))",
                 f"{DOUBLED}(self.boundary.enter(jnp.concatenate(parts, axis=-1)), lax.axis_size('tensor'))",
             ),
-            named("key_value_latent of layer 1, backward", ON_LATENTS),
+            named("query_latent of layer 1, backward", ON_LATENTS),
         ),
         "the gradient of the latent's norm is that of a device's heads": (
             "core.models.latent.LatentAttention._latents",
@@ -882,7 +882,7 @@ ROWS: dict[str, dict[str, Row]] = {
             "core.models.latent.LatentAttention._keys_and_values",
             (
                 "jnp.broadcast_to(key_BSP[:, :, None], (*k_BSHN.shape[:3], key_BSP.shape[-1]))",
-                "jnp.broadcast_to(key_BSP[:, :, None] * (1 + lax.axis_index('tensor')), "
+                "jnp.broadcast_to((1 + lax.axis_index('tensor')).astype(key_BSP.dtype) * key_BSP[:, :, None], "
                 "(*k_BSHN.shape[:3], key_BSP.shape[-1]))",
             ),
             named("expanded_key of layer 0, forward", ON_LATENTS),
