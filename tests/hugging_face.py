@@ -23,11 +23,14 @@ CLASSES = {
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "olmoe": "OlmoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
     "megatron-bert": "MegatronBertForPreTraining",
     "bert": "BertForPreTraining",
 }
 DECODERS = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "olmo3")
 MIXTURES = ("mixtral", "qwen3_moe", "olmoe")
+DEEPSEEKS = ("deepseek_v3", "deepseek_v2")
 ORDERS = {"megatron-bert": "pre", "bert": "post"}
 TASKS = {"classes": "SequenceClassification", "span": "QuestionAnswering", "choice": "MultipleChoice"}  # by our head
 _SIZES = {"vocab_size": 101, "max_position_embeddings": 24, "hidden_size": 24, "num_hidden_layers": 2}
@@ -38,6 +41,12 @@ _DECODER = _SIZES | {
     "head_dim": 8,
 }
 _MIXTURE = _DECODER | {"num_experts": 5, "num_experts_per_tok": 2}
+_DEEPSEEK = _SIZES | {
+    **{"intermediate_size": 40, "num_attention_heads": 6, "num_key_value_heads": 6, "first_k_dense_replace": 1},
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 14, "n_shared_experts": 2},
+    **{"qk_nope_head_dim": 5, "qk_rope_head_dim": 4, "v_head_dim": 7, "kv_lora_rank": 9, "q_lora_rank": 11},
+    **{"n_group": 2, "topk_group": 1, "num_nextn_predict_layers": 0, "routed_scaling_factor": 1.5},
+}
 _BERT = _SIZES | {
     "num_attention_heads": 4,
     "intermediate_size": 96,
@@ -52,6 +61,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": _MIXTURE | {"moe_intermediate_size": 14},
     "olmoe": _MIXTURE | {"head_dim": 4},
     "olmo3": _DECODER | {"head_dim": 4},
+    "deepseek_v3": _DEEPSEEK,
+    # Transformers rotates pairs of features as complex numbers, which must have even places in memory.
+    "deepseek_v2": _DEEPSEEK | {"topk_method": "group_limited_greedy", "qk_nope_head_dim": 6, "kv_lora_rank": 10},
     **dict.fromkeys(ORDERS, _BERT),
     "gpt2": _GPT2,
 }
@@ -89,6 +101,8 @@ def random_tensors(
     fields, rng = SETTINGS[kind] | settings, np.random.default_rng(0)
     if kind in ORDERS:
         shapes = _bert_shapes(fields, kind, head, classes)
+    elif kind in DEEPSEEKS:
+        shapes = _deepseek_shapes(fields, kind)
     else:
         shapes = _gpt2_shapes(fields) if kind == "gpt2" else _decoder_shapes(fields, kind)
     return {name: rng.normal(0, 0.2, shape).astype(dtype) for name, shape in shapes.items()}
@@ -177,6 +191,41 @@ def _decoder_shapes(fields: dict[str, Any], kind: str) -> Shapes:
     return shapes
 
 
+def _deepseek_shapes(fields: dict[str, Any], kind: str) -> Shapes:
+    width, heads, experts = fields["hidden_size"], fields["num_attention_heads"], fields["n_routed_experts"]
+    plain, rotary, value = (fields[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v"))
+    latent, of_query = fields["kv_lora_rank"], fields["q_lora_rank"]
+    shapes: Shapes = {"model.embed_tokens.weight": (fields["vocab_size"], width), "model.norm.weight": (width,)}
+    shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
+    attention: Shapes = {
+        "kv_a_proj_with_mqa": (latent + rotary, width),
+        "kv_a_layernorm": (latent,),
+        "kv_b_proj": (heads * (plain + value), latent),
+        "o_proj": (width, heads * value),
+    }
+    if of_query:
+        attention |= {"q_a_proj": (of_query, width), "q_a_layernorm": (of_query,)}
+    attention["q_b_proj" if of_query else "q_proj"] = (heads * (plain + rotary), of_query or width)
+
+    def mlp(name: str, inner: int) -> Shapes:
+        return {f"{name}.{up}_proj": (inner, width) for up in ("gate", "up")} | {f"{name}.down_proj": (width, inner)}
+
+    for layer in range(fields["num_hidden_layers"]):
+        own: Shapes = {"input_layernorm": (width,), "post_attention_layernorm": (width,)}
+        own |= {f"self_attn.{name}": shape for name, shape in attention.items()}
+        if layer < fields["first_k_dense_replace"]:
+            own |= mlp("mlp", fields["intermediate_size"])
+        else:
+            inner = fields["moe_intermediate_size"]
+            own |= mlp("mlp.shared_experts", fields["n_shared_experts"] * inner) | {"mlp.gate": (experts, width)}
+            for expert in range(experts):
+                own |= mlp(f"mlp.experts.{expert}", inner)
+            if kind == "deepseek_v3":
+                shapes[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"] = (experts,)
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in own.items()}
+    return shapes
+
+
 def _expert_shapes(fields: dict[str, Any], kind: str) -> list[tuple[str, tuple[int, int], bool]]:
     """Of the products of router and experts of a layer; none has a bias."""
     number = fields["num_local_experts" if kind == "mixtral" else "num_experts"]
@@ -248,4 +297,6 @@ def peer_model(name: str, **settings: Any) -> Any:
     with torch.no_grad():
         for parameter in peer.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
+        for buffer in (buffer for name, buffer in peer.named_buffers() if name.endswith("e_score_correction_bias")):
+            buffer.add_(0.1 * torch.randn_like(buffer))
     return peer.eval()

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from tiny import GEMMA, LLAMA, OLMO2, QWEN3, tiny_config
+from tiny import GEMMA, LATENT, LLAMA, OLMO2, QWEN3, tiny_config
 
 from megajax.core.models.lora_config import LoraConfig
 from megajax.core.pipeline.schedule import SCHEDULES
@@ -172,7 +172,7 @@ BERTS = [row[:-1] for row in ALL if row[MESH] in USUAL and row[-1] == "bert-pre"
 CLASSES = row(microbatches="fewer", sequence_parallel=True, model="bert-post-classes")
 TASKS = [CLASSES, *pairwise([(*row, model) for row in BERTS for model in HEADS])]
 # Decoders of other words: the same. On (1, 1, 8) and (1, 2, 4) heads of keys are held several times.
-DECODERS = {"llama": LLAMA, "qwen3": QWEN3, "olmo2": OLMO2, "gemma3": GEMMA}
+DECODERS = {"llama": LLAMA, "qwen3": QWEN3, "olmo2": OLMO2, "gemma3": GEMMA, "latent": LATENT}
 MUONS = {f"{name}-muon": words | {"optimizer": {"name": "muon"}} for name, words in DECODERS.items()}
 GPTS = [row[:-1] for row in ALL if row[MESH] in USUAL and row[-1] == "gpt2"]
 OF_DECODERS = pairwise([(*row, model) for row in GPTS for model in DECODERS])

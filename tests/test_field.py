@@ -28,7 +28,7 @@ from parity_grid import (
     pairwise,
     row,
 )
-from tiny import GEMMA, LLAMA, MIXTURE, full, tiny_config
+from tiny import GEMMA, LATENT, LLAMA, MIXTURE, full, tiny_config
 
 from megajax.core.backend import CPU, HOPPER
 from megajax.core.models.lora_config import LoraConfig
@@ -172,6 +172,42 @@ def test_dropless_experts_in_the_blocks_of_kernels() -> None:
     blocks = {name: getattr(HOPPER, name) for name in ("expert_block", "expert_bytes", "expert_kernel")}
     config = tiny_config((1, 1, 2, 1), expert=2, **MIXED)
     assert_exact(config, branches=False, planned=False, **blocks)
+
+
+PLAIN_QUERIES = {"query_latent_size": 0}
+LATER = {"weight_gradients": "deferred", "num_layers": 2}
+LIMITED = MIXED | LATENT | {"num_experts": 4, "expert_groups": 2, "balance": "both", "share_scale": 2.5}
+OF_LATENTS = {
+    "sequence, deferred": {"mesh": (1, 2, 2), "sequence_parallel": True, "remat": "selective", **LATER},
+    "mixture": LATER
+    | LIMITED
+    | {"mesh": (1, 2, 1), "expert": 2, "dense_layers": 1, "num_layers": 3}
+    | {"router_scores": "sigmoid"},
+    "gathered": {"mesh": (1, 1, 2, 2), "context_attention": "gather", "remat": "selective", "dropout": 0.5},
+    "plain queries, sequence": PLAIN_QUERIES | {"mesh": (2, 1, 2), "sequence_parallel": True, "zero": 3},
+    "sequence, deferred, plain queries": PLAIN_QUERIES | LATER | {"mesh": (1, 2, 2), "sequence_parallel": True},
+    "layer": {"mesh": (1, 2, 2), "sequence_parallel": True, "remat": "layer", "num_layers": 2},
+    "stage": PLAIN_QUERIES | {"mesh": (1, 2, 2), "remat": "stage", "num_layers": 2},
+    "gathered, sequence": {"mesh": (1, 1, 2, 2), "context_attention": "gather", "sequence_parallel": True},
+    "gathered, layer": PLAIN_QUERIES
+    | {"mesh": (1, 2, 2, 1), "context_attention": "gather", "remat": "layer", "num_layers": 2},
+    "heads": {"mesh": (1, 1, 2, 2), "context_attention": "heads", "remat": "selective"},
+    "window": {"mesh": (1, 1, 2, 2), "sliding_window": 3, "sequence_length": 16},
+    "window, stages": {"mesh": (1, 2, 2, 1), "sliding_window": 3, "sequence_length": 16, "num_layers": 2},
+    "float8": {"mesh": (1, 1, 2), "precision": "fp8", "sequence_parallel": True},
+    "float8, deferred": PLAIN_QUERIES | LATER | {"mesh": (1, 2, 2), "precision": "fp8"},
+    "float8, gathered": {"mesh": (1, 1, 2, 2), "precision": "fp8", "context_attention": "gather"},
+    "adapters": {"mesh": (1, 1, 2), "lora": LoraConfig(rank=2)},
+    "adapters, sequence": PLAIN_QUERIES | {"mesh": (2, 1, 2), "sequence_parallel": True, "lora": LoraConfig(rank=2)},
+    "muon": {"mesh": (2, 1, 2), "precision": "fp16", "optimizer": {"name": "muon"}},
+    "groups of softmax": LIMITED
+    | {"mesh": (1, 1, 1), "expert": 2, "balance": "loss", "renormalize_shares": False, **PLAIN_QUERIES},
+}
+
+
+@pytest.mark.parametrize("name", [name if name in [*OF_LATENTS][:3] else full(name) for name in OF_LATENTS])
+def test_latent_attention(name: str) -> None:
+    assert_exact(tiny_config(**SHORT | {"vocab_size": 21} | LATENT | OF_LATENTS[name]), branches=False)
 
 
 FEW = SMALL | {"num_heads": 4, "sequence_length": 8, "microbatch": 1}

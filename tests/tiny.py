@@ -34,6 +34,10 @@ QWEN3 = {
 OLMO2 = QWEN3 | {"query_key_norm_over": "width", "layer_order": "reordered"}
 GEMMA = QWEN3 | {"norm": "rmsnorm-1p", "layer_order": "sandwich", "activation": "geglu-tanh", "query_scalar": 4}
 GEMMA |= {"scaled_embedding": True, "window_layers": "1,1", "window_rope_theta": 20.0}
+LATENT = LLAMA | {  # DeepSeek's, with every size of attention different from the others
+    **{"num_kv_heads": 0, "head_size": 8, "rotary_size": 2, "value_size": 6, "latent_size": 5, "query_latent_size": 7},
+    **{"rope_score_scale": 1.0},
+}
 MIXTURE = LLAMA | {"num_experts": 8, "experts_per_token": 2, "expert_size": 16, "shared_expert_size": 8}
 
 

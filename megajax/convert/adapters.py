@@ -68,12 +68,18 @@ def joined_tensors(
     tensors: dict[str, Tensor] = {}
     for module, products in _modules(run_dir, config).items():
         pairs = [(adapters["blocks", *product, "a"], adapters["blocks", *product, "b"]) for product in products]
-        for layer in range(config.model.num_layers):
+        for number, layer in enumerate(_layers(config)):
             name = f"base_model.model.{module.format(layer=layer)}"
-            of_layer = [(a[layer], b[layer]) for a, b in pairs]
+            of_layer = [(a[number], b[number]) for a, b in pairs]
             a_RI, b_OR = _joined(list(products.values()), of_layer, config.lora.rank)
-            tensors |= {f"{name}.lora_A.weight": a_RI, f"{name}.lora_B.weight": b_OR}
+            place = next(iter(products.values()))
+            tensors |= {f"{name}.lora_A.weight": a_RI, f"{name}.lora_B.weight": place.in_pairs(b_OR, config.model)}
     return tensors
+
+
+def _layers(config: Config) -> range:
+    """The layers that have adapters: not the first ones of a mixture, which are dense."""
+    return range(config.model.dense_layers, config.model.num_layers)
 
 
 def _modules(run_dir: Path, config: Config) -> _Modules:
@@ -113,6 +119,7 @@ def _settings(config: Config, modules: _Modules) -> dict[str, Any]:
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
         "target_modules": [*targets],
+        "layers_to_transform": [*_layers(config)] if config.model.dense_layers else None,
         "rank_pattern": {target: count * lora.rank for target, count in several.items()},
         "alpha_pattern": {target: count * lora.alpha for target, count in several.items()},
         "fan_in_fan_out": not turned,

@@ -6,7 +6,7 @@ name is declared on the option (`HuggingFaceName` in `core/models/config.py`).
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megajax.convert.parts import Lacks, OptionGroup
@@ -54,6 +54,9 @@ class Exchange:
     # Values of named options if the field is missing; None: it may be null.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     parts: tuple[OptionGroup, ...] = ()  # options that do not map to fields one to one
+    # Places of the weights of the first layers of a mixture, which are dense.
+    dense: Mapping[str, TensorPlace] = field(default_factory=dict)
+    of_model: Callable[[ModelConfig], Mapping[str, TensorPlace]] = lambda _: {}  # those that depend on the model
     copies: Mapping[str, str] = field(
         default_factory=dict
     )  # as in `TensorPlaces`, unless they are weights of the model
@@ -141,12 +144,15 @@ class Exchange:
         """The places of a model's weights."""
         head = self.heads[model.head]
         there = {named(path) for path in weight_paths(model)}
-        shared = {name: place for name, place in {**self.shared, **head.shared}.items() if ("shared", name) in there}
-        own = {place.name for place in shared.values()}
+        own = self.of_model(model)
+        dense = {f"dense_blocks/{name}": replace(place, dense=True) for name, place in {**self.dense, **own}.items()}
+        of_ends = {**self.shared, **head.shared, **dense}
+        shared = {name: place for name, place in of_ends.items() if ("shared", name) in there}
+        names = {place.name for place in shared.values()}
         return TensorPlaces(
             shared=shared,
-            blocks={name: place for name, place in self.blocks.items() if ("blocks", name) in there},
-            copies={copy: name for copy, name in {**self.copies, **head.copies}.items() if copy not in own},
+            blocks={name: place for name, place in {**self.blocks, **own}.items() if ("blocks", name) in there},
+            copies={copy: name for copy, name in {**self.copies, **head.copies}.items() if copy not in names},
             unused=(*self.unused, *head.unused),
             fresh=head.fresh,
             spelling=self.spelling,

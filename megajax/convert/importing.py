@@ -86,7 +86,7 @@ class StoredWeights:
     def __init__(self, folder: Path, config: ModelConfig, exchange: Exchange, adapter: Adapter | None = None):
         self._config, self._tensors, self._adapter = config, TensorFiles(folder), adapter
         there = self._tensors.shapes
-        fewest = config.num_layers * max(1, config.num_experts)  # a layer has several tensors, as has each expert
+        fewest = config.num_blocks * max(1, config.num_experts)  # a layer has several tensors, as has each expert
         if fewest > max(len(there), _LAYERS):
             layers, experts = exchange.named_options()["num_layers"][0], config.num_experts
             of_experts, and_experts = (f" of {experts} experts", " and experts") if experts else ("", "")

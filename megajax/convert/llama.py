@@ -16,7 +16,7 @@ from megajax.core.models.config import ModelConfig
 _WINDOW = "sliding_attention"  # names in layer_types for layers with and without a window
 _NO_WINDOW = "full_attention"
 _WINDOW_OPTIONS = ("sliding_window", "window_layers", "window_rope_theta")
-_LAYER = "model.layers.{layer}."
+LAYER = "model.layers.{layer}."
 # The norms of attention and MLP, by the order of a layer: the first ones, and those after them.
 _NORMS = {
     "pre": (("input_layernorm", "post_attention_layernorm"),),
@@ -25,6 +25,11 @@ _NORMS = {
         ("post_attention_layernorm", "post_feedforward_layernorm"),
     ),
     "reordered": (("post_attention_layernorm", "post_feedforward_layernorm"),),
+}
+MLP = {
+    **linear("mlp/gate", f"{LAYER}mlp.gate_proj", "FD"),
+    **linear("mlp/up", f"{LAYER}mlp.up_proj", "FD"),
+    **linear("mlp/down", f"{LAYER}mlp.down_proj", "DF"),
 }
 
 
@@ -175,20 +180,15 @@ class _Kind:
         norms = dict(zip(("attention_norm", "mlp_norm"), first, strict=True))
         norms |= dict(zip(("attention_output_norm", "mlp_output_norm"), *after, strict=True)) if after else {}
         width = self.query_key_norm == "width"
-        mlp = {
-            **linear("mlp/gate", f"{_LAYER}mlp.gate_proj", "FD"),
-            **linear("mlp/up", f"{_LAYER}mlp.up_proj", "FD"),
-            **linear("mlp/down", f"{_LAYER}mlp.down_proj", "DF"),
-        }
         return {
-            **{f"{ours}/scale": TensorPlace(f"{_LAYER}{theirs}.weight", "D") for ours, theirs in norms.items()},
-            **linear("attention/query", f"{_LAYER}self_attn.q_proj", "QD"),
-            **linear("attention/key", f"{_LAYER}self_attn.k_proj", "GD"),
-            **linear("attention/value", f"{_LAYER}self_attn.v_proj", "GD"),
-            **linear("attention/output", f"{_LAYER}self_attn.o_proj", "DQ"),
-            "attention/query_norm/scale": TensorPlace(f"{_LAYER}self_attn.q_norm.weight", "Q" if width else "K"),
-            "attention/key_norm/scale": TensorPlace(f"{_LAYER}self_attn.k_norm.weight", "G" if width else "K"),
-            **(self.experts.places(_LAYER) if self.experts else mlp),
+            **{f"{ours}/scale": TensorPlace(f"{LAYER}{theirs}.weight", "D") for ours, theirs in norms.items()},
+            **linear("attention/query", f"{LAYER}self_attn.q_proj", "QD"),
+            **linear("attention/key", f"{LAYER}self_attn.k_proj", "GD"),
+            **linear("attention/value", f"{LAYER}self_attn.v_proj", "GD"),
+            **linear("attention/output", f"{LAYER}self_attn.o_proj", "DQ"),
+            "attention/query_norm/scale": TensorPlace(f"{LAYER}self_attn.q_norm.weight", "Q" if width else "K"),
+            "attention/key_norm/scale": TensorPlace(f"{LAYER}self_attn.k_norm.weight", "G" if width else "K"),
+            **(self.experts.places(LAYER) if self.experts else MLP),
         }
 
 
@@ -214,7 +214,7 @@ def _query_scalar(default: int) -> OptionGroup:
     )
 
 
-def _read_dropout(fields: Fields, given: Mapping[str, Any]) -> dict[str, float]:
+def read_dropout(fields: Fields, given: Mapping[str, Any]) -> dict[str, float]:
     """Their rate is for attention only; ours also applies to the residual branches."""
     rate = fields.get("attention_dropout", 0.0)
     if "model.dropout" in given or rate is None or (type(rate) in (int, float) and rate == 0):
@@ -241,7 +241,7 @@ def _exchange(kind: _Kind) -> Exchange:
                 kind.lacks_heads,
             ),
             OptionGroup(("bias",), kind.read_bias, kind.write_bias, kind.lacks_bias),
-            OptionGroup(("dropout",), _read_dropout, lambda model: {"attention_dropout": model.dropout}),
+            OptionGroup(("dropout",), read_dropout, lambda model: {"attention_dropout": model.dropout}),
             rope_by_layer(kind.rope_theta, kind.window_rope_theta) if kind.window_rope_theta else rope(kind.rope_theta),
             OptionGroup(_WINDOW_OPTIONS, kind.read_window, kind.write_window, kind.lacks_window),
             *((_query_scalar(kind.query_scalar),) if kind.query_scalar else ()),
@@ -254,9 +254,9 @@ def _exchange(kind: _Kind) -> Exchange:
         },
         blocks=kind.blocks(),
         copies={"lm_head.weight": "model.embed_tokens.weight"},
-        unused=(f"{_LAYER}self_attn.rotary_emb.inv_freq",),  # older versions stored the angles
+        unused=(f"{LAYER}self_attn.rotary_emb.inv_freq",),  # older versions stored the angles
         spelling=kind.experts.spelling if kind.experts else lambda _: str,
-        fused=kind.experts.fused(_LAYER) if kind.experts else {},
+        fused=kind.experts.fused(LAYER) if kind.experts else {},
     )
 
 

@@ -26,7 +26,6 @@ class ExpertFields:
 
     def parts(self) -> tuple[OptionGroup, ...]:
         """What config.json says about experts."""
-        options = ("num_experts", "experts_per_token", "mlp_size", "expert_size")
         renormalized = OptionGroup(
             ("renormalize_shares",),
             lambda *_: {"model.renormalize_shares": True},
@@ -34,7 +33,11 @@ class ExpertFields:
             lambda model: {} if model.renormalize_shares else {"renormalize_shares": True},
         )
         balance = OptionGroup(("balance",), lambda *_: {}, lambda _: {"output_router_logits": False}, _lacks_balance)
-        return OptionGroup(options, self._read, self._write), balance, *((renormalized,) if self.renormalized else ())
+        return self.sizes(), balance, *((renormalized,) if self.renormalized else ())
+
+    def sizes(self) -> OptionGroup:
+        """Numbers and sizes of experts."""
+        return OptionGroup(("num_experts", "experts_per_token", "mlp_size", "expert_size"), self._read, self._write)
 
     def _read(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
         for name in self.no_mlps:
@@ -108,3 +111,4 @@ QWEN3_MOE = ExpertFields(
 OLMOE = ExpertFields(
     "num_experts", "num_local_experts", "intermediate_size", "mlp", _PRODUCTS, fixed=(("clip_qkv", None),)
 )
+DEEPSEEK = ExpertFields("n_routed_experts", "num_experts", "moe_intermediate_size", "mlp", _PRODUCTS)

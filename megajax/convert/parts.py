@@ -148,6 +148,16 @@ def _complete_yarn(part: Fields) -> None:
         part[_ATTENTION] = one / all_dims
 
 
+def _read_scores(part: Fields) -> dict[str, Any]:
+    """Whether scaling multiplies scores too."""
+    scale, kind = part.get(_SCALES[1]), part.get("rope_type", part.get("type", "default"))
+    if not scale or kind == "default":
+        return {}
+    if kind != "yarn":
+        raise part.refusal(_SCALES[1], scale, f"without it, with {kind}")
+    return {"model.rope_score_scale": part.value(_SCALES[1], "model.rope_score_scale")}
+
+
 def _write_rope(model: ModelConfig) -> dict[str, Any]:
     """Write both spellings: transformers before version 5 does not know `rope_parameters`, and would silently use the
     default angles."""
@@ -155,6 +165,8 @@ def _write_rope(model: ModelConfig) -> dict[str, Any]:
     scaling = {"rope_type": kind} | {name: getattr(model, option) for name, option in _SCALINGS[kind].items()}
     if not model.rope_attention_factor:
         scaling.pop(_ATTENTION, None)
+    if model.rope_score_scale:
+        scaling[_SCALES[1]] = model.rope_score_scale
     theta = {"rope_theta": model.rope_theta}
     return theta | {
         "rope_scaling": scaling if model.rope_scaling != "none" else None,
@@ -165,14 +177,15 @@ def _write_rope(model: ModelConfig) -> dict[str, Any]:
 _ROPE_OPTIONS = ("rope_theta", "rope_scaling", *dict.fromkeys(ChainMap(*_SCALINGS.values()).values()))
 
 
-def rope(default: float) -> OptionGroup:
-    """Rotary positions; `default` is the base of the angles if it is missing."""
+def rope(default: float, *, scores: bool = False) -> OptionGroup:
+    """Rotary positions; `default` is the base of the angles if it is missing. With `scores` scaling may multiply scores
+    too."""
 
     def read(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
         part = fields.part("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
-        return _read_rope(fields, part, default)
+        return _read_rope(fields, part, default) | (_read_scores(part) if scores else {})
 
-    return OptionGroup(_ROPE_OPTIONS, read, _write_rope)
+    return OptionGroup((*_ROPE_OPTIONS, *["rope_score_scale"] * scores), read, _write_rope)
 
 
 def rope_by_layer(default: float, in_window: float) -> OptionGroup:

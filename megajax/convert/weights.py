@@ -2,14 +2,15 @@
 
 Their tensors have no head dims, there is one per layer, and the vocabulary is not padded. Tensors and weights are read
 and made one by one. Letters: V vocabulary, T positions, C classes, D model, Q queries of all heads, G keys or values of
-all their heads, J queries, keys and values together, K head size, F feed-forward, E experts, X an expert's
-feed-forward, L layers; a digit is a literal size.
+all their heads, J queries, keys and values together, K head size, O values of all query heads, F feed-forward, E
+experts, X an expert's feed-forward, S a shared expert's, L layers; of latent attention, R the input of queries, Z the
+latent, W that with the shared key, U keys without it and values of all heads; a digit is a literal size.
 """
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -36,14 +37,37 @@ class TensorPlace:
     dims: str  # theirs, in letters and digits
     third: int | None = None  # which third of the last dim; None: all of it
     turned: bool = False  # theirs is [out, in], like a PyTorch `Linear`, ours [in, out]
+    dense: bool = False  # it is a weight of the first layers, which are dense
+    # Where theirs has rotary features in pairs, of which ours has the first ones before all second ones: among the last
+    # outputs of each head, or of all.
+    pairs: Literal["", "in heads", "at the end"] = ""
 
     def tensors(self, config: ModelConfig) -> Iterator[tuple[tuple[int, ...], str]]:
         """The names of its tensors, each with its index in our weight: layer and expert, or nothing for a weight of the
         ends."""
-        words = {"layer": config.num_layers, "expert": config.num_experts}
+        words = {"layer": config.dense_layers if self.dense else config.num_blocks, "expert": config.num_experts}
         stacked = {word: count for word, count in words.items() if f"{{{word}}}" in self.name}
+        first = 0 if self.dense else config.dense_layers
         for index in np.ndindex(*stacked.values()):
-            yield index, self.name.format(**dict(zip(stacked, index, strict=True)))
+            numbers = dict(zip(stacked, index, strict=True))
+            yield index, self.name.format(**{word: n + first * (word == "layer") for word, n in numbers.items()})
+
+    def in_halves(self, tensor: Tensor, config: ModelConfig) -> Tensor:
+        """Their tensor with rotary features in our order."""
+        return self._reordered(tensor, config, (config.rotary_size // 2, 2))
+
+    def in_pairs(self, tensor: Tensor, config: ModelConfig) -> Tensor:
+        """The inverse of `in_halves`."""
+        return self._reordered(tensor, config, (2, config.rotary_size // 2))
+
+    def _reordered(self, tensor: Tensor, config: ModelConfig, sides: tuple[int, int]) -> Tensor:
+        if not self.pairs:
+            return tensor
+        heads = config.num_heads if self.pairs == "in heads" else 1
+        parts = tensor.reshape(heads, -1, *tensor.shape[1:])
+        plain, rotary = np.split(parts, [parts.shape[1] - config.rotary_size], axis=1)
+        turned = rotary.reshape(heads, *sides, *tensor.shape[1:]).swapaxes(1, 2).reshape(rotary.shape)
+        return np.concatenate([plain, turned], axis=1).reshape(tensor.shape)
 
 
 def linear(ours: str, theirs: str, dims: str) -> dict[str, TensorPlace]:
@@ -80,6 +104,10 @@ class TensorPlaces:
         sizes = {"V": config.vocab_size, "T": config.sequence_length, "D": config.hidden_size, "F": config.mlp_size}
         sizes |= {"Q": queries, "G": keys, "J": queries + 2 * keys, "K": config.head_size}
         sizes |= {"E": config.num_experts, "X": config.expert_size, "C": config.num_classes, "1": 1, "2": 2}
+        values, rotary = config.num_heads * config.value_head_size, config.rotary_size
+        sizes |= {"O": values, "R": config.query_latent_size or config.hidden_size, "S": config.shared_expert_size}
+        sizes |= {"Z": config.latent_size, "W": config.latent_size + rotary}
+        sizes |= {"U": queries - config.num_heads * rotary + values}
         places = [*self.shared.values(), *self.blocks.values()]
         shapes = {place: tuple(sizes[dim] for dim in place.dims) for place in places}
         return {name: shape for place, shape in shapes.items() for _, name in place.tensors(config)}
@@ -104,7 +132,7 @@ def weight_of(
     whole = np.zeros(shape, np.float32)
     place = (places.blocks if part == "blocks" else places.shared)[name]
     for index, tensor in place.tensors(config):
-        own = _ours(place, read(tensor))
+        own = _ours(place, place.in_halves(read(tensor), config))
         if index:
             whole[index] = own.reshape(shape[len(index) :])
         else:
@@ -118,11 +146,11 @@ def tensors_of(
     """All tensors with their names, from canonical weights. The tensors of a weight, or of weights that share tensors,
     are made before `read` is called with the next paths in the tree of weights."""
     shapes = places.shapes(config)
-    sharing: dict[str, list[tuple[Any, TensorPlace]]] = {}
+    sharing: dict[tuple[str, bool], list[tuple[Any, TensorPlace]]] = {}
     for path in weight_paths(config):
         part, name = named(path)
         place = (places.blocks if part == "blocks" else places.shared)[name]
-        sharing.setdefault(place.name, []).append((path, place))
+        sharing.setdefault((place.name, place.dense), []).append((path, place))
     for members in sharing.values():
         weights, own_places = read([path for path, _ in members]), [place for _, place in members]
         for index, name in own_places[0].tensors(config):
@@ -130,7 +158,7 @@ def tensors_of(
             for place, weight in zip(own_places, weights, strict=True):
                 own = _ours(place, tensor)  # a view
                 own[...] = (weight[index] if index else weight[: len(own)]).reshape(own.shape)
-            yield name, tensor
+            yield name, own_places[0].in_pairs(tensor, config)
 
 
 def to_tensors(places: TensorPlaces, weights: Mapping[str, Any], config: ModelConfig) -> dict[str, Tensor]:

@@ -27,14 +27,19 @@ RULES: Mapping[str, Axes | None] = {
     "position": None,
     "token_type": None,
     "features": None,  # columns of a dense layer that is replicated over a tensor group
+    "latent": None,  # of latent attention, like the next two: between regions, as "embed"
+    "query_latent": None,
+    "latent_and_key": None,
     "head_size": None,
-    "rank": None,  # of LoRA adapters
+    "rank": None,  # of LoRA adapters of products in regions,
+    "outer_rank": None,  # and of those between them
 }
 
 # Dim of a batch after the rows -> mesh axes. A token is only a few numbers, so devices that share a sequence all get
 # the whole one, and each takes its own tokens (`TokenShares.own_tokens`).
 BATCH_RULES: Mapping[str, Axes | None] = {"tokens": None}
 
+LATENTS = {"latent", "query_latent", "latent_and_key"}
 # Dims of weights inside tensor-parallel regions.
 _IN_REGIONS = {"heads", "kv_heads", "head_size", "mlp", "expert_mlp", "rank"}
 
@@ -75,17 +80,23 @@ def rules_of(*, split_vocabulary: bool, split_kv_heads: bool) -> Mapping[str, Ax
     return {**RULES, "vocabulary": vocabulary, "kv_heads": kv_heads}
 
 
+def in_region(logical: PartitionSpec) -> bool:
+    """Whether a weight is used inside tensor-parallel regions."""
+    return bool(_IN_REGIONS & {*logical})
+
+
 def needs_tensor_sum(logical: PartitionSpec, rules: Mapping[str, Axes | None] = RULES) -> bool:
     """Whether a weight is replicated over a tensor group although each device uses it only for its own heads, so that
     the devices' gradients must be summed."""
-    return bool(_IN_REGIONS & {*logical}) and TENSOR not in spec_axes(mesh_spec(logical, rules))
+    return in_region(logical) and TENSOR not in spec_axes(mesh_spec(logical, rules))
 
 
 def matrix_dims(logical: PartitionSpec) -> tuple[int, int] | None:
     """How many dims of a layer's weight, single or stacked, are the rows (inputs) and how many the columns (outputs,
     the last dims) of the matrix that a product uses. This follows from the dims' names: one side is the residual
-    stream, the other is inside a tensor-parallel region. None for any other weight, and for LoRA's adapters."""
-    inside = _IN_REGIONS - {"rank"}
+    stream or a latent, the other is a latent or inside a tensor-parallel region. None for any other weight, and for
+    LoRA's adapters."""
+    inside = _IN_REGIONS - {"rank"} | LATENTS
     names = [*logical]
     first = next((place for place, name in enumerate(names) if name in {*inside, "embed"}), len(names))
     matrix = names[first:]
@@ -93,7 +104,7 @@ def matrix_dims(logical: PartitionSpec) -> tuple[int, int] | None:
         return None
     for rows in (1, len(matrix) - 1):
         sides = {*matrix[:rows]}, {*matrix[rows:]}
-        if {"embed"} in sides and any(side <= inside for side in sides):
+        if any(side <= {"embed", *LATENTS} for side in sides) and any(side <= inside for side in sides):
             return rows, len(matrix) - rows
     return None
 

@@ -17,7 +17,7 @@ from megajax.core.batch import IGNORED
 from megajax.core.models.attention import Attend
 from megajax.core.models.attention_mask import AttentionMask
 from megajax.core.models.cache import Cache, decode_step, prefill, slot_positions
-from megajax.core.models.context import Context
+from megajax.core.models.context import CacheUse, Context
 from megajax.core.models.staged import StagedModel
 from megajax.core.parallel.boundary import F_AND_G
 from megajax.core.parallel.collectives import TENSOR, gather_shards, sum_over, vary
@@ -85,7 +85,7 @@ class DecodingPrograms:
         tokens_BT, length_B = inputs["tokens"], inputs["length"]
         place_1T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
         real_BT = (place_1T < length_B[:, None]) & (inputs["limit"] > 0)[:, None]
-        context, x_BTD = self._embed(weights, {"tokens": tokens_BT}, real_BT)
+        context, x_BTD = self._embed(weights, {"tokens": tokens_BT}, real_BT, "new")
         x_BTD, caches = self._through_layers(weights, x_BTD, context, [prefill(num_slots)] * self._config.num_layers)
         state = {
             "caches": caches,
@@ -125,7 +125,7 @@ class DecodingPrograms:
         before = state["step"] - 1
         slot, position_B1 = state["first_slot"] + before, (state["length"] + before)[:, None]
         tokens = {"tokens": state["token"][:, None], "positions": position_B1}
-        context, x_B1D = self._embed(weights, tokens, ~state["stopped"][:, None])
+        context, x_B1D = self._embed(weights, tokens, ~state["stopped"][:, None], "extended")
         num_slots = state["caches"][0].key_BHSK.shape[2]
         context = dataclasses.replace(context, visible=AttentionMask.of_model(self._config, num_slots))
         position_BS = slot_positions(num_slots, state["length"], state["first_slot"])
@@ -145,9 +145,9 @@ class DecodingPrograms:
             caches.append(aux["cache"])
         return x_BTD, caches
 
-    def _embed(self, weights: Tree, batch: State, real_BT: Array) -> tuple[Context, Array]:
+    def _embed(self, weights: Tree, batch: State, real_BT: Array, cache: CacheUse) -> tuple[Context, Array]:
         """The context of every layer for a batch, of which some tokens are `real`, and the first layer's input."""
-        context = dataclasses.replace(self._model.context(batch, Dropout.off()), real_BT=real_BT)
+        context = dataclasses.replace(self._model.context(batch, Dropout.off()), real_BT=real_BT, cache=cache)
         return context, self._model.ends(weights["shared"]).embedding(batch, context)
 
     def _choose(self, weights: Tree, x_B1D: Array, state: State) -> tuple[State, Array]:

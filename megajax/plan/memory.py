@@ -270,10 +270,12 @@ class Temporaries:
         return self._ratio * (again + 2 * entered) + max(map(self._region, layer.regions)) + gathered
 
     def _region(self, region: Region) -> int:
-        """A region's backward: the result of its first product with its gradient, and the input of its last product
-        with its gradient. Without attention the former is saved already, and the output's gradient is needed."""
-        first, last = (region.products[place].dims.shape(self._rows) for place in (0, -1))
-        given, taken, result = first[0] * first[2], last[0] * last[1], last[0] * last[2]
+        """A region's backward: the results of its first products with their gradients, and the input of its last
+        product with its gradient. Without attention the former are saved already, and the output's gradient is
+        needed."""
+        *others, last = (product.dims.shape(self._rows) for product in region.products)
+        given = sum(rows * columns for rows, _, columns in others or [last])
+        taken, result = last[0] * last[1], last[0] * last[2]
         if region.products[0].experts and not self.step.config.model.expert_capacity:
             return self._blocks(region)
         if region.attends:
@@ -299,7 +301,8 @@ class Temporaries:
     def _of_all_tokens(self) -> int:
         """Keys and values that a device gathers, and the sums of their gradients."""
         step = self.step
-        numbers = 2 * step.rows * step.tokens * step.attention_kv_heads * step.config.model.head_size
+        model = step.config.model
+        numbers = step.rows * step.tokens * step.attention_kv_heads * (model.head_size + model.value_head_size)
         return numbers * (2 * self._wide + step.wide) if step.way == "gather" else 0
 
     def _scores(self) -> int:

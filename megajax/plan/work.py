@@ -250,7 +250,9 @@ class StepWork:
         return (*self._fused(), 0.0) if self.layer.fused else self._by_blocks()
 
     def _fused(self) -> tuple[float, float]:
-        seconds = self._seen * 4 * self.config.model.head_size / (self.peak * self.machine.efficiency.attention)
+        model = self.config.model
+        size = 2 * max(model.head_size, model.value_head_size)  # smaller values are padded
+        seconds = self._seen * 2 * size / (self.peak * self.machine.efficiency.attention)
         return seconds, 2.5 * seconds
 
     @property
@@ -270,8 +272,8 @@ class StepWork:
         length, heads = self.sizes.tokens, self.sizes.rows * self.sizes.attention_heads
         seen, _ = self.sizes.scores_of_head(GPU)
         scores = heads * (length * self.sizes.queries if passes.all_scores else seen)
-        padded = -(-model.head_size // _TILE) * _TILE / model.head_size
-        products = 4 * scores * model.head_size * padded / (self.peak * efficiency.products)
+        padded = sum(-(-size // _TILE) * _TILE for size in (model.head_size, model.value_head_size))
+        products = 2 * scores * padded / (self.peak * efficiency.products)
         of_score = passes.scores + (passes.dropped if model.dropout else 0.0)
         return products, 2.5 * products, self.moved(of_score * scores * self.sizes.item / 2)
 

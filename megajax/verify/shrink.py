@@ -165,7 +165,15 @@ class _Sizes:
                 "the scaled-down model"
             )
         sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_size": head_size, "hidden_size": hidden}
-        return sizes | {"mlp_size": mlp_size}, notes
+        return sizes | {"mlp_size": mlp_size} | self._parts_of_heads(head_size), notes
+
+    def _parts_of_heads(self, head_size: int) -> dict[str, int]:
+        """In latent attention: rotary features, and values smaller or larger than keys, if the original's are."""
+        model = self._model
+        if not model.latent_size:
+            return {}
+        other = model.value_head_size - model.head_size
+        return {"rotary_size": 2, "value_size": head_size + (other > 0) - (other < 0) if model.value_size else 0}
 
     def _heads(self) -> tuple[int, int]:
         """Query heads and key heads: as many of each per device (up to 2), or replicated as often. If a context group
@@ -251,9 +259,17 @@ class _Sizes:
     def experts(self) -> dict[str, Any]:
         """As many experts per device, up to 3, and as many per token, but not all if the original does not use all."""
         model = self._model
+        if not model.num_experts:
+            return {}
         number = self._ours.expert * _few(model.num_experts // self._theirs.expert)
-        few = min(model.experts_per_token, max(1, number - (model.experts_per_token < model.num_experts)))
-        return {"num_experts": number, "experts_per_token": few} if model.num_experts else {}
+        groups = min(2, model.expert_groups)
+        chosen = 1 if model.chosen_groups < model.expert_groups else groups
+        if groups > 1:  # of two experts at least
+            number = math.lcm(max(number, 2 * groups), groups * self._ours.expert)
+        most = number * chosen // groups
+        few = min(model.experts_per_token, max(1, most - (model.experts_per_token < model.num_experts)))
+        found = {"num_experts": number, "experts_per_token": few}
+        return found | {"expert_groups": groups, "chosen_groups": chosen}
 
     def high_precision_ends(self, layers: int) -> dict[str, str]:
         """A layer at each end that computes as with bf16, where the original has one and others are left here."""

@@ -90,9 +90,20 @@ class _Step(Sizes):
         return 1 + (self.config.model.shared_expert_size > 0)
 
     @property
+    def latent(self) -> int:
+        """Numbers of a token that enter attention's region as latents."""
+        model = self.config.model
+        return model.query_latent_size + model.latent_size + model.rotary_size
+
+    @property
+    def num_attention(self) -> int:
+        """Regions that the input of attention enters: none if queries are computed from a latent."""
+        return int(not self.config.model.query_latent_size)
+
+    @property
     def num_dense(self) -> int:
         """Regions in a layer whose input is the left factor of a weight gradient: all except a mixture's."""
-        return 1 + self.num_mlps - (self.config.model.num_experts > 0)
+        return self.num_attention + self.num_mlps - (self.config.model.num_experts > 0)
 
     @property
     def regathers(self) -> bool:
@@ -109,6 +120,16 @@ class _Step(Sizes):
             yield one(purpose, REDUCE, others, self.whole, self.item, times)
         if self.splits_sequence:
             yield one(purpose, SCATTER, (TENSOR,), self.whole, self.item, times)
+
+    def latents(self, purpose: str, times: Occurrences) -> Iterator[Communication]:
+        """Latents enter the region of attention."""
+        if self.latent and self.splits_sequence:
+            yield one(purpose, GATHER, (TENSOR,), (*self.own[:2], self.latent), self.item, times)
+
+    def latents_backward(self, purpose: str, times: Occurrences) -> Iterator[Communication]:
+        if self.latent:
+            kind = SCATTER if self.splits_sequence else REDUCE
+            yield one(purpose, kind, (TENSOR,), (*self.whole[:2], self.latent), self.item, times)
 
     def leave(self, purpose: str, times: Occurrences, axes: Axes = (TENSOR,)) -> Iterator[Communication]:
         others = axes[:-1] if self.splits_sequence else axes
@@ -203,7 +224,8 @@ class _Step(Sizes):
         yield from self.query_key_norm("layers backward: norms of queries and keys", times)
         if config.train.remat == "layer":
             yield from self.query_key_norm(again, times)
-            for _ in range(1 + self.num_mlps):
+            yield from self.latents(again, times)
+            for _ in range(self.num_attention + self.num_mlps):
                 yield from self.enter(again, times)
             needed += 1  # that of attention
         elif config.train.remat != "selective":
@@ -220,8 +242,12 @@ class _Step(Sizes):
         yield from self.attention_backward("layers backward: attention", times)
         adapted = config.lora.products(config.model)
         yield from self.mixture.backward("layers backward: experts", times)
-        for number, by_columns in enumerate((("query", "key", "value"), *[("gate", "up")] * self.num_mlps)):
+        yield from self.latents_backward("layers backward: latents", times)
+        for _ in range(1 + self.num_mlps):
             yield from self.enter("layers backward: activations", times)
+        inputs: list[tuple[str, ...]] = [("query", "key", "value")] * self.num_attention
+        inputs += [("gate", "up")] * self.num_mlps
+        for number, by_columns in enumerate(inputs):
             trained = not self.held.adapters or any(name in adapted for name in by_columns)
             if self.regathers and not self.defers and trained and number < self.num_dense:
                 yield from self.enter("layers backward: inputs of weight gradients", times)
@@ -242,9 +268,15 @@ class _Step(Sizes):
         yield from self.query_key_norm(purpose, times)
         yield from self.attention(purpose, times)
         yield from self.mixture.forward(purpose, times)
-        yield from self.input_scales(purpose, times, self.num_dense)
-        for _ in range(1 + self.num_mlps):
+        yield from self.input_scales(purpose, times, 1 + self.num_dense - self.num_attention)
+        yield from self.through_regions(purpose, times, self.num_mlps)
+
+    def through_regions(self, purpose: str, times: Occurrences, others: int) -> Iterator[Communication]:
+        """Into the regions of attention, and as many others, and out of them."""
+        yield from self.latents(purpose, times)
+        for _ in range(self.num_attention + others):
             yield from self.enter(purpose, times)
+        for _ in range(1 + others):
             yield from self.leave(purpose, times)
 
     def input_scales(self, purpose: str, times: Occurrences, count: int) -> Iterator[Communication]:
@@ -258,13 +290,14 @@ class _Step(Sizes):
         model = self.config.model
         if not self.operand_item:
             return
-        if model.num_kv_heads % self.config.mesh.tensor:
+        if model.num_kv_heads % self.config.mesh.tensor and not model.latent_size:
             for _ in ("key", "value"):
                 yield one(
                     purpose, REDUCE, (TENSOR,), self._of_heads(model.num_kv_heads, self.whole[1]), self.item, times
                 )
         gated = 2 if model.gated else 1
-        for count in (3, *[gated] * (self.num_dense - 1)):
+        attention = (1, 1) if model.latent_size else (3,)
+        for count in (*attention, *[gated] * (self.num_dense - self.num_attention)):
             yield one(purpose, REDUCE, (TENSOR,), (count, *self.whole[:2]), _WORD, times)
         if model.num_experts:
             yield one(purpose, REDUCE, (TENSOR,), (gated, *self.mixture.computed_rows), _WORD, times)
@@ -273,16 +306,17 @@ class _Step(Sizes):
         """Forward through the first layers of a mixture, which have an MLP."""
         yield from self.query_key_norm(purpose, times)
         yield from self.attention(purpose, times)
-        for _ in range(2):
-            yield from self.enter(purpose, times)
-            yield from self.leave(purpose, times)
+        yield from self.through_regions(purpose, times, 1)
 
     def _dense_backward(self, purpose: str, times: Occurrences) -> Iterator[Communication]:
         """Backward through these layers, with the residuals of the forward pass just before."""
         yield from self.query_key_norm(purpose, times)
         yield from self.attention_backward(purpose, times)
+        yield from self.latents_backward(purpose, times)
         for _ in range(2):
-            for _ in range(1 + self.regathers):
+            yield from self.enter(purpose, times)
+        for _ in range(self.num_attention + 1):
+            for _ in range(self.regathers):
                 yield from self.enter(purpose, times)
             yield from self.enter_backward(purpose, times)
 
@@ -291,8 +325,18 @@ class _Step(Sizes):
         layers = self.config.model.dense_layers
         return Occurrences(layers * embedding.count, layers * embedding.sent)
 
-    def _of_heads(self, heads: int, tokens: int) -> tuple[int, ...]:
-        return (self.rows, tokens, heads, self.config.model.head_size)
+    def _of_heads(self, heads: int, tokens: int, size: int = 0) -> tuple[int, ...]:
+        return (self.rows, tokens, heads, size or self.config.model.head_size)
+
+    @property
+    def key_and_value(self) -> tuple[int, int]:
+        """Sizes of a key and of a value."""
+        return self.config.model.head_size, self.config.model.value_head_size
+
+    @property
+    def gathers_latents(self) -> bool:
+        """Whether a context group gathers latents instead of keys and values: not in 8 bits."""
+        return self.way == "gather" and self.latent > 0 and not self.operand_item
 
     def query_key_norm(self, purpose: str, times: Occurrences) -> Iterator[Communication]:
         """Squares of queries and keys over all heads, or their gradients."""
@@ -302,38 +346,58 @@ class _Step(Sizes):
 
     def attention(self, purpose: str, times: Occurrences) -> Iterator[Communication]:
         """Attention to tokens on other devices of a context group, forward."""
+        yield from self.gathered_latents(purpose, times)
+        yield from self.attention_of_heads(purpose, times)
+
+    def gathered_latents(self, purpose: str, times: Occurrences) -> Iterator[Communication]:
+        if self.gathers_latents:
+            yield one(purpose, GATHER, (CONTEXT,), self._of_latents(self.whole[1]), self.item, times)
+
+    def _of_latents(self, tokens: int) -> tuple[int, ...]:
+        return (self.rows, tokens, self.latent - self.config.model.query_latent_size)
+
+    def attention_of_heads(self, purpose: str, times: Occurrences) -> Iterator[Communication]:
+        """The same without latents."""
         heads, keys, here = self.heads, self.keys, self.whole[1]
         if self.way == "heads":
-            for number in (heads, *[copies(keys, self.config.mesh.context) * keys] * 2):
-                yield one(purpose, EXCHANGE, (CONTEXT,), self._of_heads(number, here), self.item, times)
+            yield one(purpose, EXCHANGE, (CONTEXT,), self._of_heads(heads, here), self.item, times)
+            number = copies(keys, self.config.mesh.context) * keys
+            for size in self.key_and_value:
+                yield one(purpose, EXCHANGE, (CONTEXT,), self._of_heads(number, here, size), self.item, times)
         yield from self.back_from_heads(purpose, times)
-        for _ in range(2 if self.way == "gather" else 0):
-            yield one(purpose, GATHER, (CONTEXT,), self._of_heads(keys, here), self.item, times)
-        for _ in range(2 if self.hands_on else 0):
+        for size in self.key_and_value if self.way == "gather" and not self.gathers_latents else ():
+            yield one(purpose, GATHER, (CONTEXT,), self._of_heads(keys, here, size), self.item, times)
+        for size in self.key_and_value if self.hands_on else ():
             kind = PERMUTE if self.config.mesh.pipe == 1 else GATHER  # stages come to a permute at different times
-            yield one(purpose, kind, (CONTEXT,), self._of_heads(keys, self.before), self.item, times)
+            yield one(purpose, kind, (CONTEXT,), self._of_heads(keys, self.before, size), self.item, times)
 
     def back_from_heads(self, purpose: str, times: Occurrences) -> Iterator[Communication]:
         """From all tokens of some heads back to the device's own tokens of all heads."""
         if self.way == "heads":
-            found = self._of_heads(self.heads // self.config.mesh.context, self.tokens)
-            yield one(purpose, EXCHANGE, (CONTEXT,), found, self.item, times)
+            heads, size = self.heads // self.config.mesh.context, self.key_and_value[1]
+            yield one(purpose, EXCHANGE, (CONTEXT,), self._of_heads(heads, self.tokens, size), self.item, times)
 
     def attention_backward(self, purpose: str, times: Occurrences) -> Iterator[Communication]:
-        """The gradients of attention; what was gathered is gathered again."""
+        """The gradients of attention; keys and values that were gathered are gathered again."""
         heads, keys, here, count = self.heads, self.keys, self.whole[1], self.config.mesh.context
         if self.way == "heads":
-            yield one(purpose, EXCHANGE, (CONTEXT,), self._of_heads(heads, here), self.item, times)
-            for number in (heads, *[copies(keys, count) * keys] * 2):
-                yield one(purpose, EXCHANGE, (CONTEXT,), self._of_heads(number // count, self.tokens), self.item, times)
+            found = self._of_heads(heads, here, self.key_and_value[1])
+            yield one(purpose, EXCHANGE, (CONTEXT,), found, self.item, times)
+            yield one(purpose, EXCHANGE, (CONTEXT,), self._of_heads(heads // count, self.tokens), self.item, times)
+            number = copies(keys, count) * keys // count
+            for size in self.key_and_value:
+                yield one(purpose, EXCHANGE, (CONTEXT,), self._of_heads(number, self.tokens, size), self.item, times)
         elif self.hands_on and self.config.mesh.pipe > 1:
-            for _ in range(2):
-                whole = (count, *self._of_heads(keys, self.before))
+            for size in self.key_and_value:
+                whole = (count, *self._of_heads(keys, self.before, size))
                 yield one(purpose, SCATTER, (CONTEXT,), whole, self.item, times)
         else:
-            yield from self.attention(purpose, times)
-        for _ in range(2 if self.way == "gather" else 0):
-            yield one(purpose, SCATTER, (CONTEXT,), self._of_heads(keys, self.tokens), self.item, times)
+            yield from self.attention_of_heads(purpose, times)
+        if self.gathers_latents:
+            yield one(purpose, SCATTER, (CONTEXT,), self._of_latents(self.tokens), self.item, times)
+            return
+        for size in self.key_and_value if self.way == "gather" else ():
+            yield one(purpose, SCATTER, (CONTEXT,), self._of_heads(keys, self.tokens, size), self.item, times)
 
     @property
     def heads(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hugging_face import CLASSES, PEER_SIZES, peer_model
+from hugging_face import CLASSES, PEER_SIZES, SETTINGS, peer_model
 from tiny import full, tiny_program
 
 from megajax.convert.adapters import export_adapter, joined_tensors
@@ -38,12 +38,15 @@ EPSILON = 1e-4  # with less, Adam makes full updates of gradients that are nothi
 SIZES = PEER_SIZES | {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH}
 SIZES |= {"num_hidden_layers": 2, "num_key_value_heads": 3}
 GPT2 = {"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 48, "n_layer": 2, "n_head": 6}
+DEEPSEEK = SETTINGS["deepseek_v3"] | {"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH}
+OF_KIND = {"gpt2": GPT2, "deepseek_v3": DEEPSEEK}
 ALL, ONE_MODULE_EACH = ("attention", "mlp"), ("output", "mlp")
 CASES = [  # what transformers calls it, the mesh, the targets
     ("llama", (1, 1, 6), ALL),  # each of three heads of keys and values on two devices
     ("qwen3", (2, 1, 3), ("query", "value", "up", "down")),
     ("gpt2", (1, 2, 2), ONE_MODULE_EACH),
     full("qwen2", (1, 1, 1), ALL),
+    full("deepseek_v3", (1, 1, 2), ("attention",)),
     full("mistral", (1, 2, 1), ("key", "output", "gate")),
 ]
 
@@ -53,7 +56,7 @@ class Tuning:
 
     def __init__(self, folder: Path, kind: str, mesh: tuple[int, int, int], targets: tuple[str, ...]):
         self.folder, self.run = folder, folder / "run"
-        peer = peer_model(CLASSES[kind], **(GPT2 if kind == "gpt2" else SIZES))
+        peer = peer_model(CLASSES[kind], **OF_KIND.get(kind, SIZES))
         peer.save_pretrained(folder / "hf")
         self.peer = type(peer).from_pretrained(folder / "hf", attn_implementation="eager").double().eval()
         source = open_source(folder / "hf", {"model.vocab_multiple": 48, "model.scan_layers": "true"})

@@ -72,6 +72,29 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         SIZES | CHOSEN | {"num_key_value_heads": 1, "num_experts": 6, "norm_topk_prob": True, "eos_token_id": None},
     ),
 }
+DEEPSEEK = SIZES | CHOSEN | {"num_key_value_heads": 6, "n_routed_experts": 6, "moe_intermediate_size": 18}
+DEEPSEEK |= {"qk_nope_head_dim": 7, "qk_rope_head_dim": 6, "v_head_dim": 9, "kv_lora_rank": 10, "n_shared_experts": 2}
+SCALED = {"rope_type": "yarn", "rope_theta": 30.0, "factor": 3.0, "original_max_position_embeddings": 8}
+MIXTURES |= {
+    "deepseek-v3": (
+        "DeepseekV3ForCausalLM",
+        DEEPSEEK
+        | {"q_lora_rank": 11, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
+        | {"rope_parameters": SCALED | {"mscale": 0.7, "mscale_all_dim": 1.3}},
+    ),
+    "deepseek-v3, plain queries": (
+        "DeepseekV3ForCausalLM",
+        DEEPSEEK
+        | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "v_head_dim": 17}
+        | {"norm_topk_prob": False, "rms_norm_eps": 1e-3, **TIED},
+    ),
+    "deepseek-v2": (
+        "DeepseekV2ForCausalLM",
+        DEEPSEEK
+        | {"q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}
+        | {"first_k_dense_replace": 2, "routed_scaling_factor": 1.7, "qk_nope_head_dim": 8},
+    ),
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
     "gpt2, other settings": ("GPT2LMHeadModel", GPT2 | OTHER),
@@ -123,6 +146,8 @@ FEW: list[tuple[str, Size]] = [
     ("mixtral", (1, 1, 1)),
     ("qwen3-moe", (1, 1, 1, 2)),
     ("olmoe, sums of shares", (1, 1, 2, 2)),
+    ("deepseek-v3", (1, 1, 2, 2)),
+    ("deepseek-v2", (1, 1, 1)),
 ]
 MESHES: list[Size] = [(1, 1, 1), (1, 1, 2), (1, 1, 3), (1, 1, 6), (1, 2, 2)]
 OF_MIXTURES: list[Size] = [(1, 1, 1), (1, 1, 1, 2), (1, 1, 2, 2), (1, 1, 6)]
@@ -184,6 +209,8 @@ def peer_gradients(peer: Any, batch: dict[str, np.ndarray]) -> tuple[float, dict
     gradients = {}
     for name, parameter in peer.named_parameters():
         gradients |= as_stored(name, parameter.grad.numpy(), "Mixtral" in type(peer).__name__)
+    biases = ((name, tensor) for name, tensor in peer.named_buffers() if name.endswith("e_score_correction_bias"))
+    gradients |= {name: np.zeros(tensor.shape) for name, tensor in biases}  # that are not trained by gradients
     return total.item(), gradients
 
 
@@ -191,7 +218,7 @@ def as_stored(name: str, tensor: np.ndarray, mixtral: bool) -> dict[str, np.ndar
     """A tensor of a model in memory, where experts are stacked, under its names on disk, where they are not."""
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     stored = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
-    if "experts" not in name:
+    if ".experts." not in name:
         return {stored: tensor}
     parts = {down: tensor} if "down" in name else dict(zip((gate, up), np.split(tensor, 2, axis=1), strict=True))
     start = stored.rpartition(".")[0]
@@ -240,7 +267,7 @@ def test_logits_loss_and_gradients(case: str, mesh: Size, tmp_path: Path) -> Non
 
 
 DEFAULT = {"gpt2, other settings", "qwen2", "qwen3, yarn", "mistral", "bert, pre", "bert, post", "bert, post, no order"}
-DEFAULT |= {"mixtral", "olmoe", "gemma3", "olmo3"}
+DEFAULT |= {"mixtral", "olmoe", "gemma3", "olmo3", "deepseek-v3"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in DEFAULT else [pytest.mark.full]) for c in CASES])

@@ -13,6 +13,7 @@ from canonical_weights import exported, from_tensors, weights_of
 from hugging_face import (
     BIASES,
     DECODERS,
+    DEEPSEEKS,
     MIXTURES,
     ORDERS,
     SETTINGS,
@@ -54,12 +55,14 @@ NAMES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfl
         ("mixtral", "bfloat16", {}),
         full("qwen3_moe", "float16", {"norm_topk_prob": True}),
         full("olmoe", "float32", {"norm_topk_prob": False}),
+        ("deepseek_v3", "float16", {"q_lora_rank": None}),
+        full("deepseek_v2", "bfloat16", {}),
     ],
 )
 def test_import_then_export(kind: str, dtype: str, settings: dict[str, Any], tmp_path: Path) -> None:
     """In several files: the identical tensors, the class, the settings, what ends a generation, the tokenizer."""
     folder, run, back = tmp_path / "hf", tmp_path / "run", tmp_path / "back"
-    rotary = kind in DECODERS or kind in MIXTURES
+    rotary = kind in DECODERS or kind in MIXTURES or kind in DEEPSEEKS
     decodes, settings = kind not in ORDERS, settings | IDS if rotary else settings
     tensors = random_tensors(kind, NAMES[dtype], **settings)
     write_model(folder, kind, tensors, **settings)

@@ -6,7 +6,7 @@ their tests.
 """
 
 from fault import Caught, Fault
-from tiny import MIXTURE
+from tiny import LATENT, MIXTURE
 
 from megajax.core.models.lora_config import LoraConfig
 
@@ -37,6 +37,8 @@ ON_SHARED_SEQUENCES = ON_EXPERTS | {"mesh": (1, 1, 2, 1), "expert": 1}
 ON_SHARED_BALANCE = ON_SHARED_SEQUENCES | {"balance": "loss", "balance_coefficient": 0.3}
 ON_BIASES = ON_EXPERTS | {"balance": "bias"}
 ON_AVERAGED_BIASES = ON_BIASES | {"ema": 0.5}
+ON_LATENTS = ON_TENSOR | LATENT
+ON_GROUPS = ON_DROPLESS | {"router_scores": "sigmoid", "expert_groups": 2}
 BERT = {"family": "bert"}
 FEW_KEYS = {
     **{"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "bias": "none", "query_key_norm": True},
@@ -842,6 +844,14 @@ ROWS: dict[str, dict[str, Row]] = {
             ("attached(y_BTD, routing.loss_B, context.loss_weight)", "y_BTD"),
             tests("tests/core/models/test_mixture.py -k balancing"),
         ),
+        "each device has another order of groups": (
+            "core.models.router.Router._in_best_groups",
+            (
+                "lax.top_k(group_BTG, config.chosen_groups)[1]",
+                "(lax.top_k(group_BTG, config.chosen_groups)[1] + lax.axis_index('expert')) % config.expert_groups",
+            ),
+            named("experts_output of layer 0, forward", ON_GROUPS),
+        ),
         "loads are rounded to bf16": (  # Megatron-LM #7081
             "core.models.router.Router.__call__",
             (
@@ -849,6 +859,38 @@ ROWS: dict[str, dict[str, Row]] = {
                 "jnp.sum(count_BE, axis=0, dtype=jnp.int32).astype(jnp.bfloat16).astype(jnp.int32)",
             ),
             tests("tests/test_experts.py -k by_hand"),
+        ),
+    },
+    "Latent attention": {
+        "gradients of latents grow with the group": (
+            "core.models.latent.LatentAttention._latents",
+            (
+                "self.boundary.enter(jnp.concatenate(parts, axis=-1))",
+                f"{DOUBLED}(self.boundary.enter(jnp.concatenate(parts, axis=-1)), lax.axis_size('tensor'))",
+            ),
+            named("query_latent of layer 1, backward", ON_LATENTS),
+        ),
+        "the gradient of the latent's norm is that of a device's heads": (
+            "core.models.latent.LatentAttention._latents",
+            (
+                "self.key_value_norm(latent_BTL[..., :size])",
+                "self.key_value_norm(lax.pcast(latent_BTL[..., :size], 'tensor', to='varying'))",
+            ),
+            types(VARYING, ON_LATENTS),
+        ),
+        "each device has another shared key": (
+            "core.models.latent.LatentAttention._keys_and_values",
+            (
+                "jnp.broadcast_to(key_BSP[:, :, None], (*k_BSHN.shape[:3], key_BSP.shape[-1]))",
+                "jnp.broadcast_to((1 + lax.axis_index('tensor')).astype(key_BSP.dtype) * key_BSP[:, :, None], "
+                "(*k_BSHN.shape[:3], key_BSP.shape[-1]))",
+            ),
+            named("expanded_key of layer 0, forward", ON_LATENTS),
+        ),
+        "gathered latents are in the order of devices": (
+            "core.models.latent.LatentAttention._keys_and_values",
+            ("gathered(latent_BTL)", "lax.all_gather(latent_BTL, CONTEXT, axis=1, tiled=True, to='varying')"),
+            named("expanded_key of layer 0, forward", ON_CONTEXT | LATENT),
         ),
     },
     "Products in 8 bits": {
@@ -912,7 +954,7 @@ ROWS: dict[str, dict[str, Row]] = {
     "Only the communication is wrong": {
         "gradients of shared heads of keys are summed in every layer": (
             "core.mesh.needs_tensor_sum",
-            ("bool(_IN_REGIONS & {*logical})", "False"),
+            ("in_region(logical)", "False"),
             Caught("communication", "16 instead of 0 all-reduce over tensor", ON_SHARED_KEYS),
         ),
     },
@@ -961,11 +1003,8 @@ ROWS: dict[str, dict[str, Row]] = {
             tests("tests/data/samples/test_loader.py"),
         ),
         "a resumed run skips a batch": (
-            "training.loop.Trainer._steps",
-            (
-                "growing_batches(samples, sizes=sizes, rows_of=rows_of, start_step=self.first)",
-                "growing_batches(samples, sizes=sizes, rows_of=rows_of, start_step=self.first + (self.first > 0))",
-            ),
+            "training.loop.Trainer._batches",
+            ("start_step=self.first", "start_step=self.first + (self.first > 0)"),
             tests("tests/commands/test_resume.py"),
         ),
     },

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hugging_face import CLASSES, PEER_LLAMA3, PEER_SIZES, PEER_YARN, peer_model
+from hugging_face import CLASSES, PEER_LLAMA3, PEER_SIZES, PEER_YARN, SETTINGS, peer_model
 from tiny import full, tiny_program
 
 from megajax.convert.importing import import_hf, open_source
@@ -21,6 +21,7 @@ pytest.importorskip("transformers", reason="the extra `peer` is not installed")
 
 TOKENS, VOCABULARY = 64, 211
 SIZES = PEER_SIZES | {"vocab_size": VOCABULARY, "max_position_embeddings": 80}
+SIZES_OF_ALL = dict(SIZES)
 SIZES |= {"num_hidden_layers": 2, "num_key_value_heads": 2, "eos_token_id": None, "bos_token_id": None}
 WINDOW = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}
 CASES: dict[str, dict[str, Any]] = {
@@ -32,6 +33,8 @@ CASES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 10, "num_experts_per_tok": 3, "moe_intermediate_size": 26, "head_dim": 40},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
+    "deepseek_v3": SETTINGS["deepseek_v3"]
+    | {"num_key_value_heads": 6, "rope_parameters": PEER_YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}, **SIZES_OF_ALL},
 }
 PROMPTS = [[5], [7, 3, 200, 41, 5, 5, 9, 17, 1, 2, 77, 12], [3, 1, 4, 1]]
 TIE = 1e-5
@@ -77,7 +80,7 @@ def test_the_processors_of_transformers(
 
 @pytest.mark.parametrize(
     ("kind", "tensor", "expert"),
-    [("qwen3", 6, 1), ("gemma3_text", 2, 1), ("olmoe", 2, 2)]
+    [("qwen3", 6, 1), ("gemma3_text", 2, 1), ("olmoe", 2, 2), ("deepseek_v3", 2, 1)]
     + [full(kind, tensor, 1) for kind in ("llama", "qwen2", "mistral") for tensor in (1, 2)]
     + [full(kind, tensor, expert) for kind in ("mixtral", "qwen3_moe") for tensor, expert in ((1, 1), (1, 2), (2, 2))],
 )

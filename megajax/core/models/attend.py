@@ -1,7 +1,7 @@
 """Attention of heads, by the first of the backend's implementations that supports it. To add one, add an entry to
 `IMPLEMENTATIONS`; `save_expensive` (`models/remat.py`) must know what its backward pass needs.
 
-Letters: B batch, T queries, S keys, H heads, of keys and values maybe fewer, K head size.
+Letters: B batch, T queries, S keys, H heads, of keys and values maybe fewer, K head size, V that of values.
 """
 
 from collections.abc import Callable
@@ -19,14 +19,28 @@ from megajax.core.models.blocked_attention import OWN_KEYS, Method, blocked_atte
 
 
 @jax.named_scope("attend")
-def attend(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
-    """Attention of this device's heads, [B, T, H, K]."""
-    return IMPLEMENTATIONS[implementation(q_BTHK, setting)].attend(q_BTHK, k_BSHK, v_BSHK, setting)
+def attend(q_BTHK: Array, k_BSHK: Array, v_BSHV: Array, setting: Setting) -> Array:
+    """Attention of this device's heads, [B, T, H, V]."""
+    chosen = IMPLEMENTATIONS[implementation(q_BTHK, v_BSHV, setting)]
+    if chosen is IMPLEMENTATIONS["blocks"]:
+        return chosen.attend(q_BTHK, k_BSHK, v_BSHV, setting)
+    return with_padded_values(chosen.attend, q_BTHK, k_BSHK, v_BSHV, setting)
 
 
-def implementation(q_BTHK: Array, setting: Setting) -> str:
-    """The implementation that computes this attention."""
+def implementation(q_BTHK: Array, v_BSHV: Array, setting: Setting) -> str:
+    """The implementation that computes this attention. Only blocks can have larger values than keys."""
+    if v_BSHV.shape[-1] > q_BTHK.shape[-1]:
+        return "blocks"
     return next(name for name in setting.backend.attention if IMPLEMENTATIONS[name].can(q_BTHK, setting))
+
+
+def with_padded_values(
+    function: Callable[..., Array], q_BTHK: Array, k_BSHK: Array, v_BSHV: Array, setting: Setting
+) -> Array:
+    """`function(q, k, v, setting)`, for one whose values must be as large as keys: with features of zero."""
+    size, missing = v_BSHV.shape[-1], q_BTHK.shape[-1] - v_BSHV.shape[-1]
+    v_BSHK = jnp.pad(v_BSHV, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else v_BSHV
+    return function(q_BTHK, k_BSHK, v_BSHK, setting)[..., :size]
 
 
 def cudnn_can(q_BTHK: Array, setting: Setting) -> bool:

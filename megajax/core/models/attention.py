@@ -25,8 +25,8 @@ from megajax.core.parallel.random import NamedKey
 from megajax.core.parallel.sites import named, recorded
 
 Aux = dict[str, Any]  # a layer's auxiliary outputs by name: figures, or the KV cache in generation
-# (q_BTHK, k_BSHK, v_BSHK of this device's heads, context, backend) -> heads_BTHK, auxiliary outputs
-Attend = Callable[[Array, Array, Array, Context, Backend], tuple[Array, Aux]]
+# (q_BTHK, k_BSHK, v_BSHK of this device's heads, context, backend, …) -> heads_BTHK, auxiliary outputs
+Attend = Callable[..., tuple[Array, Aux]]
 ATTENTION_WEIGHTS = 0  # a dropout site of a layer, besides those in `layer.py`
 
 
@@ -92,13 +92,8 @@ class Attention(nnx.Module):
             )
             k_BSHK = rotated(k_BSHK, context.position_BT, self.config, context.windowed)
             k_BSHK = named(k_BSHK, "rotated_key", split=2, first=self.key.first_part)
-        if self.config.query_scalar:  # `attend` divides by the square root of the head size
-            factor = (self.config.head_size / self.config.query_scalar) ** 0.5
-            q_BTHK = named(q_BTHK * jnp.asarray(factor, q_BTHK.dtype), "scaled_query", split=2)
-        heads_BTHK, aux = attend(q_BTHK, k_BSHK, v_BSHK, context, self.backend)
-        heads_BTHK = recorded(heads_BTHK, "attention_heads", split=2)  # `attend` has named them for recomputation
-        y_BTD = self.output(heads_BTHK, "attention_output", context.factors)
-        return named(y_BTD, "attention_output", self.boundary.split), aux
+        heads_BTHK, aux = attend(scaled_queries(q_BTHK, self.config), k_BSHK, v_BSHK, context, self.backend)
+        return attention_output(heads_BTHK, self.output, context), aux
 
     def _normalized(self, q_BTHK: Array, k_BSHK: Array) -> tuple[Array, Array]:
         """Apply the norms of queries and keys."""
@@ -109,6 +104,20 @@ class Attention(nnx.Module):
             return query(q_BTHK, query.scale[...], square_BT), key(k_BSHK, key_scale_HK, square_BS)
         assert isinstance(query, RMSNorm) and isinstance(key, RMSNorm)
         return query(q_BTHK), key(k_BSHK)
+
+
+def scaled_queries(q_BTHK: Array, config: ModelConfig) -> Array:
+    """Queries with the model's own factor of scores: `attend` divides these by the square root of the head size."""
+    if config.score_scale == 1:
+        return q_BTHK
+    return named(q_BTHK * jnp.asarray(config.score_scale, q_BTHK.dtype), "scaled_query", split=2)
+
+
+def attention_output(heads_BTHK: Array, output: RowParallelLinear, context: Context) -> Array:
+    """The output projection of heads."""
+    heads_BTHK = recorded(heads_BTHK, "attention_heads", split=2)  # `attend` has named them for recomputation
+    y_BTD = output(heads_BTHK, "attention_output", context.factors)
+    return named(y_BTD, "attention_output", output.boundary.split)
 
 
 def attend_in_context(

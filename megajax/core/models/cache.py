@@ -8,6 +8,7 @@ Letters: B batch, T query positions, S slots, H key heads, K head size, G query 
 from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -18,24 +19,28 @@ from megajax.core.precision import at_least_fp32
 
 
 class Cache(NamedTuple):
-    """One layer's keys and values for this device's rows and heads.
+    """One layer's keys and values for this device's rows and heads. In latent attention the latent of a token, with the
+    shared key, is the key and the value of a single head, which every device of a tensor group has.
 
     Heads come before slots, as products need them: with slots first, each token would transpose the whole cache.
     """
 
     key_BHSK: Array
-    value_BHSK: Array
+    value_BHSK: Array | None  # None: the keys are the values too
 
     @classmethod
-    def of(cls, k_BTHK: Array, v_BTHK: Array, num_slots: int) -> "Cache":
+    def of(cls, k_BTHK: Array, v_BTHK: Array | None, num_slots: int) -> "Cache":
         """A cache of `num_slots` slots with the keys and values of T tokens in the first ones."""
         free = [(0, 0), (0, 0), (0, num_slots - k_BTHK.shape[1]), (0, 0)]
-        return cls(*(jnp.pad(x_BTHK.swapaxes(1, 2), free) for x_BTHK in (k_BTHK, v_BTHK)))
+        return jax.tree.map(lambda x_BTHK: jnp.pad(x_BTHK.swapaxes(1, 2), free), cls(k_BTHK, v_BTHK))
 
-    def put(self, k_BTHK: Array, v_BTHK: Array, slot: Array) -> "Cache":
+    def put(self, k_BTHK: Array, v_BTHK: Array | None, slot: Array) -> "Cache":
         """The cache with the keys and values of T tokens written from `slot` on."""
-        parts = (self.key_BHSK, k_BTHK), (self.value_BHSK, v_BTHK)
-        return Cache(*(lax.dynamic_update_slice_in_dim(old, new.swapaxes(1, 2), slot, axis=2) for old, new in parts))
+
+        def written(old_BHSK: Array, new_BTHK: Array) -> Array:
+            return lax.dynamic_update_slice_in_dim(old_BHSK, new_BTHK.swapaxes(1, 2), slot, axis=2)
+
+        return jax.tree.map(written, self, Cache(k_BTHK, v_BTHK))
 
 
 def slot_positions(num_slots: int, length_B: Array, first_slot: Array) -> Array:
@@ -47,24 +52,42 @@ def slot_positions(num_slots: int, length_B: Array, first_slot: Array) -> Array:
 
 
 def prefill(num_slots: int) -> Attend:
-    """Attention over whole prompts, of any lengths; also returns their `cache` of `num_slots` slots."""
+    """Attention over whole prompts, of any lengths; also returns their `cache` of `num_slots` slots, of the keys and
+    values or of the `latent` that they come from."""
 
-    def read(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, context: Context, backend: Backend) -> tuple[Array, Aux]:
+    def read(
+        q_BTHK: Array,
+        k_BSHK: Array,
+        v_BSHK: Array,
+        context: Context,
+        backend: Backend,
+        latent_BS1L: Array | None = None,
+    ) -> tuple[Array, Aux]:
         heads_BTHK, aux = attend_in_context(q_BTHK, k_BSHK, v_BSHK, context, backend)
-        return heads_BTHK, aux | {"cache": Cache.of(k_BSHK, v_BSHK, num_slots)}
+        kept: tuple[Array, Array | None] = (k_BSHK, v_BSHK) if latent_BS1L is None else (latent_BS1L, None)
+        return heads_BTHK, aux | {"cache": Cache.of(*kept, num_slots)}
 
     return read
 
 
 def decode_step(cache: Cache, slot: Array, position_B1: Array, position_BS: Array) -> Attend:
     """Attention of one token per row, at `position_B1`, to the slots of a cache, at `position_BS`, after storing the
-    token in `slot`; also returns the updated `cache`."""
+    token in `slot`; also returns the updated `cache`. `scale` is the factor of scores; None: that of the queries'
+    size."""
 
-    def follow(q_B1MK: Array, k_B1HK: Array, v_B1HK: Array, context: Context, backend: Backend) -> tuple[Array, Aux]:
+    def follow(
+        q_B1MK: Array,
+        k_B1HK: Array,
+        v_B1HK: Array | None,
+        context: Context,
+        backend: Backend,
+        scale: float | None = None,
+    ) -> tuple[Array, Aux]:
         filled = cache.put(k_B1HK, v_B1HK, slot)
         product = partial(jnp.einsum, preferred_element_type=at_least_fp32(q_B1MK.dtype))
         batch, _, num_heads, size = q_B1MK.shape
-        q_BHGK = q_B1MK.reshape(batch, k_B1HK.shape[2], -1, size) * jnp.asarray(size**-0.5, q_B1MK.dtype)
+        q_BHGK = q_B1MK.reshape(batch, k_B1HK.shape[2], -1, size)
+        q_BHGK = q_BHGK * jnp.asarray(scale or size**-0.5, q_B1MK.dtype)
         scores_BHGS = product("BHGK,BHSK->BHGS", q_BHGK, filled.key_BHSK)
         lowest = jnp.asarray(-jnp.inf, scores_BHGS.dtype)
         seen_B1S = context.visible.mask(position_B1, position_BS)
@@ -73,7 +96,8 @@ def decode_step(cache: Cache, slot: Array, position_B1: Array, position_BS: Arra
         weights_BHGS = jnp.exp(scores_BHGS - jnp.max(scores_BHGS, axis=-1, keepdims=True))
         total_BHG1 = jnp.sum(weights_BHGS, axis=-1, keepdims=True)
         weights_BHGS = (weights_BHGS / total_BHG1).astype(q_B1MK.dtype)
-        heads_BHGK = product("BHGS,BHSK->BHGK", weights_BHGS, filled.value_BHSK)
-        return heads_BHGK.reshape(batch, 1, num_heads, size).astype(q_B1MK.dtype), {"cache": filled}
+        value_BHSK = filled.key_BHSK if filled.value_BHSK is None else filled.value_BHSK
+        heads_BHGK = product("BHGS,BHSK->BHGK", weights_BHGS, value_BHSK)
+        return heads_BHGK.reshape(batch, 1, num_heads, -1).astype(q_B1MK.dtype), {"cache": filled}
 
     return follow

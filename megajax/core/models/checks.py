@@ -30,6 +30,7 @@ def check_model(model: ModelConfig) -> None:
         )
     check_read(model, "model")
     _check_rotary(model)
+    _check_latent(model)
     _check_experts(model)
 
 
@@ -54,6 +55,23 @@ def _check_heads(model: ModelConfig, *, free: bool) -> None:
         )
 
 
+def _check_latent(model: ModelConfig) -> None:
+    """Check latent attention, which has positions in a part of each key, and keys and values for every query head."""
+    if not model.latent_size:
+        return
+    given = f"with --model.latent-size {model.latent_size}"
+    fixed = {"positions": "rotary", "bias": "none", "query_key_norm": False, "num_kv_heads": model.num_heads}
+    for name, value in fixed.items():
+        if getattr(model, name) != value:
+            flag, valid = (as_flag(f"model.{name}", each) for each in (getattr(model, name), value))
+            raise UserError(f"{flag} {given}; valid: {valid}")
+    if not 0 < model.rotary_size < model.head_size or model.rotary_size % 2:
+        raise UserError(
+            f"--model.rotary-size {model.rotary_size} {given}; valid: an even size from 2 to less than "
+            f"--model.head-size, {model.head_size}"
+        )
+
+
 def _check_experts(model: ModelConfig) -> None:
     if not model.num_experts:
         return
@@ -62,6 +80,7 @@ def _check_experts(model: ModelConfig) -> None:
             f"--model.experts-per-token {model.experts_per_token} with --model.num-experts {model.num_experts}; "
             f"valid: 1 to {model.num_experts}"
         )
+    _check_groups(model)
     if model.dense_layers >= model.num_layers:
         raise UserError(
             f"--model.dense-layers {model.dense_layers} with --model.num-layers {model.num_layers}, which leaves no "
@@ -74,13 +93,29 @@ def _check_experts(model: ModelConfig) -> None:
         )
 
 
+def _check_groups(model: ModelConfig) -> None:
+    groups, experts = model.expert_groups, model.num_experts
+    fewest = 2 if model.router_scores == "sigmoid" and groups > 1 else 1
+    if experts % groups or experts // groups < fewest:
+        raise UserError(
+            f"--model.expert-groups {groups} with --model.num-experts {experts}; valid: a divisor of it"
+            + (", with two experts or more in each group" if fewest > 1 else "")
+        )
+    least = -(-model.experts_per_token * groups // experts)  # groups that have enough experts
+    if not least <= model.chosen_groups <= groups:
+        raise UserError(
+            f"--model.chosen-groups {model.chosen_groups} with --model.expert-groups {groups} of {experts // groups} "
+            f"experts, {model.experts_per_token} for each token; valid: {least} to {groups}"
+        )
+
+
 def _check_rotary(model: ModelConfig) -> None:
     if model.window_rope_theta and not model.rotary:
         raise UserError(
             f"--model.window-rope-theta {model.window_rope_theta:g} with --model.positions {model.positions}; "
             "valid: 0, or --model.positions rotary"
         )
-    if model.rotary and model.head_size % 2:
+    if model.rotary and model.head_size % 2 and not model.latent_size:
         raise UserError(
             f"--model.head-size {model.head_size} with --model.positions rotary, which rotates pairs "
             "of features; valid: an even size"
@@ -120,6 +155,11 @@ def check_lora(lora: LoraConfig, model: ModelConfig) -> None:
         )
     if not lora.targets:
         raise UserError(f"--lora.targets is empty; valid: {', '.join(LORA_TARGETS)}")
+    if model.latent_size and {"key", "value"} & {*lora.targets}:
+        raise UserError(
+            f"--lora.targets {' '.join(lora.targets)} with --model.latent-size {model.latent_size}, whose keys and "
+            "values are one product; valid: attention instead of key or value"
+        )
     if not lora.products(model):
         other, there = ("mlp", "experts") if model.num_experts else ("experts", "an MLP")
         raise UserError(

@@ -1,5 +1,6 @@
 """Configuration of models: the sizes of their weights, what their layers compute, and what they predict."""
 
+import math
 import re
 from collections import ChainMap
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ _WITH_EXPERTS = OnlyWith("num_experts")
 _SIZE = between(0, 1_000_000)
 _EXPERTS = between(0, 10_000)
 _ROTARY = OnlyWith("positions", ("rotary",))
+_LATENT = OnlyWith("latent_size")
 _LLAMA3 = OnlyWith("rope_scaling", ("llama3",), ignored=True)
 _YARN = OnlyWith("rope_scaling", ("yarn",), ignored=True)
 
@@ -93,6 +95,33 @@ class ModelConfig:
         WEIGHTS,
         Size("head_size"),
         HuggingFaceName(llama="head_dim"),
+    ] = 0
+    latent_size: Annotated[
+        int,
+        "size of the latent from which the keys and values of all heads are computed (latent attention, as in "
+        "DeepSeek-V3); 0: none",
+        _SIZE,
+        WEIGHTS,
+        Size("latent"),
+    ] = 0
+    query_latent_size: Annotated[
+        int,
+        "size of the latent from which queries are computed; 0: queries are computed from the layer's input",
+        _SIZE,
+        WEIGHTS,
+        Size("query_latent"),
+        _LATENT,
+    ] = 0
+    rotary_size: Annotated[
+        int,
+        "features of model.head-size that positions rotate, the last ones; in keys, all heads share them",
+        _SIZE,
+        WEIGHTS,
+        ShrinkRule(jointly=True),
+        _LATENT,
+    ] = 0
+    value_size: Annotated[
+        int, "size of a head's values; 0: model.head-size", _SIZE, WEIGHTS, ShrinkRule(jointly=True), _LATENT
     ] = 0
     mlp_size: Annotated[
         int,
@@ -172,10 +201,30 @@ class ModelConfig:
         _WITH_EXPERTS,
         HuggingFaceName(mixture="norm_topk_prob"),
     ] = True
+    router_scores: Annotated[
+        Literal["softmax", "sigmoid"],
+        "scores of experts: probabilities that sum to 1 over all experts, or each by itself",
+        COMPUTATION,
+        _WITH_EXPERTS,
+    ] = "softmax"
+    expert_groups: Annotated[
+        int,
+        "number of equal groups of experts; each token chooses its experts in the model.chosen-groups best ones, by "
+        "the best score of a group's experts, or with sigmoid by the sum of its two best",
+        COMPUTATION,
+        _WITH_EXPERTS,
+        ShrinkRule(jointly=True),
+    ] = 1
+    chosen_groups: Annotated[
+        int, "groups in which a token chooses its experts", COMPUTATION, _WITH_EXPERTS, ShrinkRule(jointly=True)
+    ] = 1
+    share_scale: Annotated[
+        float, "factor of the weights of each token's chosen experts", between(0, 1000), COMPUTATION, _WITH_EXPERTS
+    ] = 1.0
     balance: Annotated[
-        Literal["none", "loss", "bias"],
-        "how to balance the load of the experts: an auxiliary loss, or a bias added to the "
-        "router's scores when choosing experts",
+        Literal["none", "loss", "bias", "both"],
+        "how to balance the load of the experts: an auxiliary loss, a bias added to the "
+        "router's scores when choosing experts, or both",
         WEIGHTS,
         _WITH_EXPERTS,
         Through("biases_routers", "whether routers have biases"),
@@ -268,6 +317,14 @@ class ModelConfig:
     rope_attention_factor: Annotated[
         float,
         "yarn: queries and keys are multiplied by this; 0: 0.1 ln(model.rope-factor) + 1",
+        between(0, 1000),
+        COMPUTATION,
+        _YARN,
+    ] = 0.0
+    rope_score_scale: Annotated[
+        float,
+        "yarn: attention's scores are multiplied by (0.1 x this x ln(model.rope-factor) + 1)^2, as by DeepSeek's "
+        "mscale_all_dim",
         between(0, 1000),
         COMPUTATION,
         _YARN,
@@ -397,6 +454,17 @@ class ModelConfig:
         return self.init_std / (2 * self.num_layers) ** 0.5
 
     @property
+    def value_head_size(self) -> int:
+        """Size of a head's values."""
+        return self.value_size or self.head_size
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of attention's scores besides `head_size ** -0.5`."""
+        growth = self.rope_score_scale * math.log(self.rope_factor) if self.rope_scaling == "yarn" else 0.0
+        return (0.1 * growth + 1) ** 2 * (self.head_size / (self.query_scalar or self.head_size)) ** 0.5
+
+    @property
     def forward_only(self) -> "ModelConfig":
         """The model for evaluation and generation, which are dropless: no token skips an expert that it chose."""
         return replace(self, expert_capacity=0.0)
@@ -416,7 +484,7 @@ class ModelConfig:
     @property
     def biases_routers(self) -> bool:
         """Whether routers have balancing biases, which are weights."""
-        return self.balance == "bias"
+        return self.balance in ("bias", "both")
 
     @property
     def windowed(self) -> tuple[bool, ...]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ from megajax.core.models.attention_mask import AttentionMask
 from megajax.core.parallel.boundary import F_AND_G, RegionBoundary
 from megajax.core.parallel.products import Factors
 from megajax.core.parallel.random import Dropout
+
+CacheUse = Literal["none", "new", "extended"]
 
 
 @jax.tree_util.register_dataclass
@@ -30,6 +33,8 @@ class Context:
     loss_weight: Array | None = None
     windowed: Array | bool | None = None  # whether the layer has the window, once `in_layer` knows it
     boundary: RegionBoundary = field(default=F_AND_G, metadata={"static": True})  # which device has which tokens
+    # Whether attention stores its keys and values in a new cache, or adds them to one (`models/cache.py`).
+    cache: CacheUse = field(default="none", metadata={"static": True})
     factors: Factors = field(default_factory=dict)  # collects those of deferred weight gradients (parallel/products.py)
 
     def in_layer(self, layer: Array | int, windowed: Sequence[bool]) -> "Context":

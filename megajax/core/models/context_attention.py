@@ -22,7 +22,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.core.models import fused_attention
-from megajax.core.models.attend import attend, attend_in_blocks, implementation
+from megajax.core.models.attend import attend, attend_in_blocks, implementation, with_padded_values
 from megajax.core.models.attention_mask import AttentionMask, Pieces, Places
 from megajax.core.models.attention_setting import Setting
 from megajax.core.models.blocked_attention import Drop, Method, attention_sums, backward_of_heads
@@ -68,16 +68,22 @@ def elements_sent(model: ModelConfig, sizes: Mapping[str, int], remat: Recompute
     count, length = sizes[CONTEXT], model.sequence_length
     before = AttentionMask.of_model(model, length).before
     heads, keys = model.num_heads // sizes[TENSOR], max(1, model.num_kv_heads // sizes[TENSOR])
-    to_others = model.head_size * length * (count - 1) / count
+    size, values = model.head_size, model.value_head_size
+    to_others = length * (count - 1) / count
     again = remat == "layer" or (remat == "stage" and sizes[PIPE] > 1)
     passes = 3 if again else 2
-    sent: dict[ContextWay, float] = {"gather": (2 * passes + 2) * keys * to_others}  # backward gathers and scatters
+    if model.latent_size:  # backward scatters gradients
+        gathered = passes * (model.latent_size + model.rotary_size)
+    else:  # and gathers again
+        gathered = (passes + 1) * keys * (size + values)
+    sent: dict[ContextWay, float] = {"gather": gathered * to_others}
     if heads % count == 0:
-        result = heads if remat == "selective" else 0  # selective recomputation saves what was received
-        sent["heads"] = (2 * passes * (heads + copies(keys, count) * keys) + result) / count * to_others
+        result = heads * values if remat == "selective" else 0  # selective recomputation saves what was received
+        exchanged = heads * (size + values) + copies(keys, count) * keys * (size + values)
+        sent["heads"] = (passes * exchanged + result) / count * to_others
     if before is not None and before <= length // count:
         receivers = 1 if sizes[PIPE] == 1 else count - 1  # see `send_on`
-        sent["window"] = 2 * passes * keys * model.head_size * before * receivers
+        sent["window"] = passes * keys * (size + values) * before * receivers
     return sent
 
 
@@ -127,15 +133,16 @@ def _received(x: Array) -> Array:
 
 
 def _by_gathering(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, setting: Setting) -> Array:
-    if implementation(q_BTHK, setting) == "kernel":
-        return fused_attention.attend(
-            q_BTHK, k_BTHK, v_BTHK, setting, fused_attention.KeyExchange(_gathered, _scattered)
-        )
-    method = Method(_forward_of_heads, _backward_of_heads, _gathered, _scattered)
+    """Keys and values may be those of all tokens already."""
+    exchange = (gathered, _scattered) if k_BTHK.shape[TOKENS] == q_BTHK.shape[TOKENS] else ()
+    if implementation(q_BTHK, v_BTHK, setting) == "kernel":
+        fused = partial(fused_attention.attend, exchange=fused_attention.KeyExchange(*exchange))
+        return with_padded_values(fused, q_BTHK, k_BTHK, v_BTHK, setting)
+    method = Method(_forward_of_heads, _backward_of_heads, *exchange)
     return attend_in_blocks(method, q_BTHK, k_BTHK, v_BTHK, setting)
 
 
-def _gathered(x_BTHK: Array) -> Array:
+def gathered(x_BTHK: Array) -> Array:
     """Keys or values of all tokens in the order of the sequence. Devices hold two pieces each: the first ones follow
     each other from the front, the second ones from the back."""
     x_BSHK = gather_shards(x_BTHK, TOKENS, CONTEXT)
@@ -145,7 +152,7 @@ def _gathered(x_BTHK: Array) -> Array:
 
 
 def _scattered(x_BSHK: Array) -> Array:
-    """The transpose of `_gathered`."""
+    """The transpose of `gathered`."""
     count = axis_size(CONTEXT)
     pieces = x_BSHK.reshape(x_BSHK.shape[0], 2 * count, -1, *x_BSHK.shape[2:])
     by_device = jnp.stack([pieces[:, :count], pieces[:, : count - 1 : -1]], axis=2)
@@ -247,7 +254,11 @@ def _forward_of_heads(
         return [tile.with_queries(x, new) for x, new in zip(totals, merged, strict=True)]
 
     dtype = at_least_fp32(q_NGTK.dtype)
-    each = (q_NGTK.shape, 0), ((*q_NGTK.shape[:3], 1), jnp.finfo(dtype).min), ((*q_NGTK.shape[:3], 1), 0)
+    each = (
+        ((*q_NGTK.shape[:3], v_NSK.shape[-1]), 0),
+        ((*q_NGTK.shape[:3], 1), jnp.finfo(dtype).min),
+        ((*q_NGTK.shape[:3], 1), 0),
+    )
     totals = [_varying_as(jnp.full(shape, value, dtype), q_NGTK, k_NSK, places) for shape, value in each]
     sum_, *statistics = _over_tiles(step, totals, visible, places, q_NGTK.shape[2] // 2, block)
     return (sum_ / statistics[1]).astype(q_NGTK.dtype), *statistics

@@ -1,10 +1,12 @@
 """The matrix products of a training step, and their FLOPs."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from megajax.core.models.attention_mask import AttentionMask
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.family import MatrixProduct, family_of
+from megajax.core.models.lora_config import attention_sizes
 
 
 def step_products(config: ModelConfig, sequences: int, query_block: int) -> list[MatrixProduct]:
@@ -26,12 +28,11 @@ def layer_products(model: ModelConfig, sequences: int, query_block: int) -> Iter
     """All products of the layers; with experts, those that the tokens choose. Attention processes `query_block` queries
     at a time, against the keys that one of them may see."""
     hidden, layers = model.hidden_size, model.num_layers
-    queries = model.num_heads * model.head_size
     gated = 2 if model.gated else 1
-    shapes = {
-        "qkv": (hidden, queries + 2 * model.num_kv_heads * model.head_size),
-        "attention output": (queries, hidden),
-    }
+    shapes = {f"attention {name}": size for name, size in attention_sizes(model).items()}
+    if not model.latent_size:
+        into = [shapes.pop(f"attention {name}") for name in ("query", "key", "value")]
+        shapes |= {"qkv": (hidden, sum(columns for _, columns in into))}
     tokens = sequences * model.sequence_length
     yield from weight_products(tokens, shapes, layers)
     sparse = model.num_blocks if model.num_experts else 0
@@ -45,14 +46,16 @@ def layer_products(model: ModelConfig, sequences: int, query_block: int) -> Iter
     ):
         mlp = {f"{name} up": (hidden, gated * width), f"{name} down": (width, hidden)}
         yield from weight_products(tokens, mlp, count) if width and count else ()
-    heads, head_size, length = sequences * model.num_heads, model.head_size, model.sequence_length
+    heads, length = sequences * model.num_heads, model.sequence_length
+    sizes = Counter((model.head_size, model.value_head_size))
     for block, keys in AttentionMask.of_model(model, length).block_sizes(length, query_block):
-        # forward: scores; gradient of the probabilities
-        yield MatrixProduct(f"attention scores, {keys} keys", 2 * layers, heads, block, head_size, keys)
-        # forward: result; gradient of the queries
-        yield MatrixProduct(f"attention sums, {keys} keys", 2 * layers, heads, block, keys, head_size)
-        # gradients of keys and values
-        yield MatrixProduct(f"attention gradients, {keys} keys", 2 * layers, heads, head_size, block, keys)
+        for size, times in sizes.items():  # of keys, of values
+            # forward: scores; gradient of the probabilities
+            yield MatrixProduct(f"attention scores, {keys} keys", times * layers, heads, block, size, keys)
+            # forward: result; gradient of the queries
+            yield MatrixProduct(f"attention sums, {keys} keys", times * layers, heads, block, keys, size)
+            # gradients of keys and values
+            yield MatrixProduct(f"attention gradients, {keys} keys", times * layers, heads, size, block, keys)
 
 
 def weight_products(tokens: int, shapes: Mapping[str, tuple[int, int]], count: int = 1) -> Iterator[MatrixProduct]:

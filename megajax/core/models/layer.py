@@ -19,6 +19,7 @@ from megajax.core.models.attention import Attend, Attention, Aux, attend_in_cont
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.context import Context
 from megajax.core.models.experts import Mixture
+from megajax.core.models.latent import LatentAttention
 from megajax.core.models.mlp import MLP
 from megajax.core.models.norms import norm_of
 from megajax.core.parallel.boundary import RegionBoundary
@@ -40,7 +41,8 @@ class Block(nnx.Module):
         self.attention_norm, self.mlp_norm = norm_of(config), norm_of(config)
         if self.order == "sandwich":
             self.attention_output_norm, self.mlp_output_norm = norm_of(config), norm_of(config)
-        self.attention = Attention(config, key / "attention", boundary, backend)
+        attention = LatentAttention if config.latent_size else Attention
+        self.attention = attention(config, key / "attention", boundary, backend)
         self.mlp: MLP | Mixture
         if config.num_experts and not dense:
             self.mlp = Mixture(config, key / "mlp", boundary, backend)

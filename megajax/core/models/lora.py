@@ -15,6 +15,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
+from megajax.core.mesh import LATENTS, in_region
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.lora_config import LoraConfig
 from megajax.core.models.staged import StagedModel
@@ -43,9 +44,11 @@ class Adapters:
         self.products = tuple(sorted(path[:-1] for path, name in names.items() if name in wanted))
         shapes, specs = self.part(model.shapes), self.part(model.logical_specs)
         is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
-        # Every product has an activation between tensor-parallel regions as its input or its output.
+        # Every product has an activation between tensor-parallel regions, or a latent, as its input or its output.
         self.num_inner = jax.tree.map(
-            lambda spec: 1 if "experts" in spec or spec[1] == "embed" else len(spec) - 2, specs, is_leaf=is_spec
+            lambda spec: 1 if "experts" in spec or spec[1] in {"embed", *LATENTS} else len(spec) - 2,
+            specs,
+            is_leaf=is_spec,
         )
 
         def pair_of(dims: tuple[Any, ...], inner: int, spec: PartitionSpec, rank: Any) -> dict[str, tuple[Any, ...]]:
@@ -58,7 +61,8 @@ class Adapters:
             return {name: jax.ShapeDtypeStruct(shape, leaf.dtype) for name, shape in pair.items()}
 
         def specs_of(spec: PartitionSpec, inner: int) -> dict[str, PartitionSpec]:
-            return {name: PartitionSpec(*dims) for name, dims in pair_of((*spec,), inner, spec, "rank").items()}
+            rank = "rank" if in_region(spec) else "outer_rank"
+            return {name: PartitionSpec(*dims) for name, dims in pair_of((*spec,), inner, spec, rank).items()}
 
         self.shapes = jax.tree.map(shapes_of, shapes, self.num_inner, specs)
         self.logical_specs = jax.tree.map(specs_of, specs, self.num_inner, is_leaf=is_spec)

@@ -9,7 +9,7 @@ from megajax.core.options import AT_LEAST_ZERO
 from megajax.core.traits import ADAPTERS, ShrinkRule
 
 LORA_TARGETS: Mapping[str, tuple[str, ...]] = {  # words of `lora.targets` -> products of a layer
-    "attention": ("query", "key", "value", "output"),
+    "attention": ("query", "key", "value", "query_down", "key_value_down", "key_value", "output"),
     "mlp": ("gate", "up", "down"),
     "experts": ("expert_gate", "expert_up", "expert_down"),
     **{name: (name,) for name in ("query", "key", "value", "output", "gate", "up", "down")},
@@ -37,19 +37,35 @@ class LoraConfig:
     def products(self, model: ModelConfig) -> tuple[str, ...]:
         """The products of a layer that have adapters."""
         wanted = {name for word in self.targets for name in LORA_TARGETS[word]}
-        there = [*LORA_TARGETS["attention"], *LORA_TARGETS["experts" if model.num_experts else "mlp"]]
+        attention = [name for name in LORA_TARGETS["attention"] if name in attention_sizes(model)]
+        there = [*attention, *LORA_TARGETS["experts" if model.num_experts else "mlp"]]
         none = () if model.gated else ("gate", "expert_gate")
         return tuple(name for name in there if name in wanted and name not in none)
+
+
+def attention_sizes(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Input and output size of each product of a layer's attention, by name."""
+    hidden, heads = model.hidden_size, model.num_heads
+    queries, keys = heads * model.head_size, model.num_kv_heads * model.head_size
+    output = {"output": (heads * model.value_head_size, hidden)}
+    if not model.latent_size:
+        return {"query": (hidden, queries), "key": (hidden, keys), "value": (hidden, keys)} | output
+    of_query, latent, shared = model.query_latent_size, model.latent_size, model.rotary_size
+    down = {"query_down": (hidden, of_query)} if of_query else {}
+    down |= {"key_value_down": (hidden, latent + shared)}
+    up = heads * (model.head_size - shared + model.value_head_size)
+    return {"query": (of_query or hidden, queries)} | down | {"key_value": (latent, up)} | output
 
 
 def product_sizes(model: ModelConfig) -> dict[str, tuple[int, int]]:
     """Input and output size of each product in a decoder layer, by name."""
     hidden, inner = model.hidden_size, model.mlp_size
-    queries, keys = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
-    columns = {"query": queries, "key": keys, "value": keys, "gate": inner, "up": inner}
-    columns |= {"expert_gate": model.expert_size, "expert_up": model.expert_size}
-    return {name: (hidden, size) for name, size in columns.items()} | {
-        "output": (queries, hidden),
-        "down": (inner, hidden),
-        "expert_down": (model.expert_size, hidden),
-    }
+    columns = {"gate": inner, "up": inner, "expert_gate": model.expert_size, "expert_up": model.expert_size}
+    return (
+        attention_sizes(model)
+        | {name: (hidden, size) for name, size in columns.items()}
+        | {
+            "down": (inner, hidden),
+            "expert_down": (model.expert_size, hidden),
+        }
+    )

@@ -10,11 +10,12 @@ from megajax.core.private import FUSED_FORWARD
 # The experts that tokens choose. Always saved: recomputing could break ties between nearly equal logits differently.
 CHOICE = "expert_choice"
 SQUARES = "query_key_squares"  # sums over all devices of a tensor group
+LATENTS = "attention_latents"  # from which queries, keys and values are computed again
 # Activations that are expensive to compute (a matrix product, attention, an all-reduce). The MLP's second product is
 # not among them, because the backward pass does not need its result.
 EXPENSIVE = (
     *("query", "key", "value", "attention_received", "attention_heads", "attention_statistics", "attention_output"),
-    *("mlp_gate", "mlp_up", "expert_rows", "expert_gate", "expert_up", CHOICE, SQUARES),
+    *("mlp_gate", "mlp_up", "expert_rows", "expert_gate", "expert_up", CHOICE, SQUARES, LATENTS),
 )
 
 

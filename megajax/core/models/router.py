@@ -3,6 +3,7 @@
 Letters: B batch, T tokens, D model, E experts, K experts per token.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +28,12 @@ Tree = Any
 LOAD = "expert_load"  # how many tokens of the step chose each expert of each layer, int32 [L, E]
 
 
+_SCORES: Mapping[str, Callable[[Array], Array]] = {
+    "softmax": jax.nn.softmax,
+    "sigmoid": jax.nn.sigmoid,
+}  # over the last dim
+
+
 class Routing(NamedTuple):
     """How a device's tokens are routed."""
 
@@ -37,13 +44,13 @@ class Routing(NamedTuple):
 
 
 class Router(nnx.Module):
-    """`softmax(X R)` in at least fp32, and its K largest entries; in a tie the lower index wins. Padding chooses no
-    expert, and counts in no loss and no figure."""
+    """Scores `softmax(X R)` or `sigmoid(X R)` in at least fp32, and the K largest, with groups those in the best
+    groups; in a tie the lower index wins. Padding chooses no expert, and counts in no loss and no figure."""
 
     def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary):
         experts = config.num_experts
         self.weight = param((config.hidden_size, experts), ("embed", "features"), normal(key, config.init_std))
-        self.bias = param((experts,), ("features",), jnp.zeros) if config.balance == "bias" else None
+        self.bias = param((experts,), ("features",), jnp.zeros) if config.biases_routers else None
         self.boundary, self.config = boundary, config
 
     @jax.named_scope("router")
@@ -55,21 +62,25 @@ class Router(nnx.Module):
         weight_DE = self.weight[...].astype(dtype)
         logits_BTE = jnp.einsum("btd,de->bte", x_BTD.astype(dtype), weight_DE, precision=lax.Precision.HIGHEST)
         logits_BTE = named(logits_BTE, "router_logits", self.boundary.split)
-        share_BTE = jax.nn.softmax(logits_BTE, axis=-1)
+        share_BTE = _SCORES[config.router_scores](logits_BTE)
         chosen_BTK = jnp.where(real_BT1, self._chosen(lax.stop_gradient(share_BTE)), config.num_experts)
         chosen_BTK = checkpoint_name(chosen_BTK, CHOICE)
         share_BTK = jnp.take_along_axis(share_BTE, chosen_BTK, axis=-1, mode="fill", fill_value=0)
+        if config.router_scores == "sigmoid":  # for the loss and figures
+            share_BTE = share_BTE / jnp.sum(share_BTE, axis=-1, keepdims=True)
         share_BTE = jnp.where(real_BT1, share_BTE, jnp.zeros((), dtype))
         if config.renormalize_shares:
             total_BT1 = jnp.sum(share_BTK, axis=-1, keepdims=True)
             share_BTK = share_BTK / jnp.where(real_BT1, total_BT1, jnp.ones((), dtype))
+        if config.share_scale != 1:
+            share_BTK = share_BTK * jnp.asarray(config.share_scale, dtype)
         count_BE = jnp.sum(
             jax.nn.one_hot(chosen_BTK, config.num_experts, dtype=jnp.int32), axis=(1, 2), dtype=jnp.int32
         )
         balance_B = self._imbalance(share_BTE, count_BE, real_B)
         z_BT = jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1))
         z_B = jnp.sum(jnp.where(real_BT1[..., 0], z_BT, jnp.zeros((), dtype)), axis=1) / real_B
-        loss_B = jnp.asarray(config.balance_coefficient * (config.balance == "loss"), dtype) * balance_B
+        loss_B = jnp.asarray(config.balance_coefficient * (config.balance in ("loss", "both")), dtype) * balance_B
         loss_B = loss_B + jnp.asarray(config.router_z_loss, dtype) * z_B
         load_LE = jnp.zeros((config.num_blocks, config.num_experts), jnp.int32)
         entropy = -jnp.sum(share_BTE * jnp.log(jnp.maximum(share_BTE, jnp.finfo(dtype).tiny)))
@@ -83,7 +94,21 @@ class Router(nnx.Module):
     def _chosen(self, share_BTE: Array) -> Array:
         if self.bias is not None:
             share_BTE = share_BTE + lax.stop_gradient(self.bias[...].astype(share_BTE.dtype))[None, None]
+        if self.config.chosen_groups < self.config.expert_groups:
+            share_BTE = self._in_best_groups(share_BTE)
         return lax.top_k(share_BTE, self.config.experts_per_token)[1].astype(jnp.int32)
+
+    def _in_best_groups(self, share_BTE: Array) -> Array:
+        """The scores of the experts in each token's best groups, and -inf for others (Liu et al., arXiv 2405.04434,
+        section 2.2.2; with sigmoid arXiv 2412.19437)."""
+        config, experts = self.config, share_BTE.shape[-1]
+        share_BTGE = share_BTE.reshape(*share_BTE.shape[:2], config.expert_groups, -1)
+        group_BTG = jnp.sum(lax.top_k(share_BTGE, 2 if config.router_scores == "sigmoid" else 1)[0], axis=-1)
+        best_BTC = lax.top_k(group_BTG, config.chosen_groups)[1].astype(jnp.int32)
+        group_111G = jnp.arange(config.expert_groups, dtype=jnp.int32)[None, None, None]
+        chosen_BTG = jnp.any(best_BTC[..., None] == group_111G, axis=2)
+        chosen_BTE = jnp.repeat(chosen_BTG, experts // config.expert_groups, axis=-1)
+        return jnp.where(chosen_BTE, share_BTE, jnp.asarray(-jnp.inf, share_BTE.dtype))
 
     def _imbalance(self, share_BTE: Array, count_BE: Array, real_B: Array) -> Array:
         """This device's part of every sequence's `E Σ_e f_e p_e`, where f_e is the share of the sequence's choices that

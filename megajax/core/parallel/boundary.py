@@ -61,3 +61,13 @@ class RegionBoundary(TokenShares):
 
 
 F_AND_G = RegionBoundary()  # the paper's
+
+
+class _NoBoundary(RegionBoundary):
+    """Of products that do not enter a region, because they are between regions or inside one already."""
+
+    def enter(self, x_BTD: Array, axes: Axes = TENSOR) -> Array:
+        return x_BTD
+
+
+NO_BOUNDARY = _NoBoundary()

@@ -135,7 +135,7 @@ class ColumnParallelLinear(_Product):
     """`f(x) A + b`, A sharded by columns. The output dims may be several, as (heads, head size), of which the first one
     has the parts that are dealt out."""
 
-    output_axes = (TENSOR,)
+    output_axes: tuple[str, ...] = (TENSOR,)
 
     @property
     def contracted(self) -> int:
@@ -184,6 +184,20 @@ class ColumnParallelLinear(_Product):
         entered_BTD = boundary.enter(x_BTD) if boundary.regathers else x_BTD
         pairs = zip(linears, grads, strict=True)
         return [linear.of_all_parts(weight_gradient(entered_BTD, grad, 1, backend, dtype)) for linear, grad in pairs]
+
+
+class ReplicatedLinear(ColumnParallelLinear):
+    """`x A` between regions, with all of A on every device of a tensor group."""
+
+    output_axes = ()
+
+    @property
+    def first_part(self) -> Array | None:
+        return None
+
+    @property
+    def shared_parts(self) -> int:
+        return 0
 
 
 def column_parallel(

@@ -264,7 +264,7 @@ class Pipeline:
             own = chunk[number] if self.num_chunks > 1 else 0
             sums = self.layers.add_weight_gradients(own, sums, number % num_slots)
             # Without the barrier XLA sees the factors unchanged and copies all of them in every tick.
-            return sums._replace(factors=lax.optimization_barrier(sums.factors))
+            return sums._replace(factors=jax.tree.map(lax.optimization_barrier, sums.factors))
 
         if reduce is None:
             return lax.fori_loop(turns.first, turns.first + turns.number, run, sums)

@@ -106,12 +106,13 @@ class OneLayer:
             return lambda q, k, v, grad, *batch: alone(dict(zip(self.batch, batch, strict=True)), q, k, v, grad)
 
         queries, keys = ((self.rows, *each, self.model.head_size) for each in self._shapes)
+        values, heads = ((*shape[:3], self.model.value_head_size) for shape in (keys, queries))
         reference = dataclasses.replace(
             self.program.backend, attention=BLOCKS, query_block=_LARGEST_BLOCK, scores_bytes=_SCORES
         )
         what = f"{self.rows} x {self.num_queries} tokens, {self.heads} heads of {self.model.head_size}"
         outputs = ["the heads", *(f"the gradient of the {name}" for name in ("queries", "keys", "values"))]
-        inputs = partial(self._random, queries, keys, keys, queries, others=tuple(self.batch.values()))
+        inputs = partial(self._random, queries, keys, values, heads, others=tuple(self.batch.values()))
         return FormQuestion(
             "attention", f"{what}, forward and backward", outputs, backends, reference, function, inputs
         )

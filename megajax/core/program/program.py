@@ -238,6 +238,7 @@ def _fusible(config: StepConfig, dropout: float) -> bool:
     """Whether a fused implementation is asked for, or cuDNN supports this attention over whole sequences."""
     if config.model.attention != "auto":
         return config.model.attention != "blocks"
-    has_heads = cudnn_has(config.model.head_size, COMPUTE_DTYPE[config.precision])
-    visible = AttentionMask.of_model(config.model, config.model.sequence_length)
+    model = config.model
+    has_heads = cudnn_has(model.head_size, COMPUTE_DTYPE[config.precision]) and model.value_head_size <= model.head_size
+    visible = AttentionMask.of_model(model, model.sequence_length)
     return has_heads and dropout == 0 and not config.data.reset_attention and visible.window_of_some is None

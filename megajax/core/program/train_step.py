@@ -140,7 +140,7 @@ def _train_step_with_gradients(
 def _with_moved_biases(program: Program, main: Tree, figures: dict[str, Array], taken: Array) -> Tree:
     """Main weights whose router biases, if there are any, are adjusted to the experts' loads if the step is `taken`."""
     layout, model, flat = program.layout, program.config.model, flatten_dict(main)
-    if model.balance != "bias" or ROUTER_BIAS not in flat:
+    if not model.biases_routers or ROUTER_BIAS not in flat:
         return main
     load = lax.dynamic_slice_in_dim(layout.placement.to_stages(figures[LOAD]), axis_index(PIPE), 1, axis=1)
     bias, sharding = flat[ROUTER_BIAS], flatten_dict(layout.weights)[ROUTER_BIAS].owned

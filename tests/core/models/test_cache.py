@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from tiny import QWEN3, drawn_params, full, tiny_config, tiny_program
+from tiny import LATENT, QWEN3, drawn_params, full, tiny_config, tiny_program
 
 from megajax.core.backend import CPU
 from megajax.core.models.attention_mask import AttentionMask
@@ -34,8 +34,8 @@ def logits_of(program, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         layers = [jax.tree.map(lambda w, n=n: w[0, 0, n], params["blocks"]) for n in range(num_layers)]
         ends = model.ends(shared)
 
-        def embed(batch):
-            context = model.context(batch, Dropout.off())
+        def embed(batch, cache="none"):
+            context = dataclasses.replace(model.context(batch, Dropout.off()), cache=cache)
             return context, ends.embed(batch, context)
 
         context, x_BTD = embed({"tokens": tokens_BT})
@@ -45,7 +45,7 @@ def logits_of(program, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
         in_prompt = jnp.arange(PROMPT, dtype=jnp.int32)[None] < length_B[:, None]
         prompt_BT = jnp.where(in_prompt, tokens_BT[:, :PROMPT], 7)  # any token may pad
-        context, x_BTD = embed({"tokens": prompt_BT})
+        context, x_BTD = embed({"tokens": prompt_BT}, "new")
         caches = []
         for number, layer in enumerate(layers):
             x_BTD, aux = model.block(layer)(x_BTD, context, number, prefill(num_slots))
@@ -55,7 +55,7 @@ def logits_of(program, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         def step(caches, number):
             position_B1, slot = (length_B + number)[:, None], PROMPT + number
             token_B1 = jnp.take_along_axis(tokens_BT, position_B1, axis=1)
-            context, x_B1D = embed({"tokens": token_B1, "positions": position_B1})
+            context, x_B1D = embed({"tokens": token_B1, "positions": position_B1}, "extended")
             context = dataclasses.replace(context, visible=AttentionMask.of_model(program.config.model, num_slots))
             positions = position_B1, slot_positions(num_slots, length_B, jnp.int32(PROMPT))
             filled = []
@@ -82,6 +82,7 @@ def logits_of(program, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         full((1, 1, 2), {"num_layers": 1, "hidden_size": 20, "num_heads": 2, "vocab_size": 129}),
         full((2, 1, 2), {"num_layers": 2, "sequence_length": 11}),
         ((1, 1, 4), {"num_layers": 2, **QWEN3}),
+        full((1, 1, 2), {"num_layers": 2, "num_heads": 4, **LATENT}),
     ],
 )
 def test_every_position_has_the_logits_of_the_whole_sequence(mesh, sizes):

@@ -48,6 +48,27 @@ REFUSED = {  # preset and table of options -> values, and a part of the line
             "--model.rope-theta 1 with --model.rope-scaling yarn; valid: more than 1",
         ),
     ],
+    ("moonlight-16b-a3b", "model"): [
+        (
+            {"rotary_size": 0},
+            "--model.rotary-size 0 with --model.latent-size 512; valid: an even size from 2 to less than "
+            "--model.head-size, 192",
+        ),
+        ({"rotary_size": 192}, "--model.rotary-size 192 with --model.latent-size 512; valid: an even size from 2 to "),
+        ({"rotary_size": 63}, "--model.rotary-size 63 with --model.latent-size 512; valid: an even size from 2 to "),
+        (
+            {"query_key_norm": True},
+            "--model.query-key-norm with --model.latent-size 512; valid: --no-model.query-key-norm",
+        ),
+        ({"num_kv_heads": 8}, "--model.num-kv-heads 8 with --model.latent-size 512; valid: --model.num-kv-heads 16"),
+        ({"latent_size": 0}, "--model.rotary-size 64 with --model.latent-size 0; valid: "),
+        ({"expert_groups": 3}, "--model.expert-groups 3 with --model.num-experts 64; valid: a divisor of it"),
+        ({"expert_groups": 64}, "valid: a divisor of it, with two experts or more in each group"),
+        (
+            {"expert_groups": 32, "chosen_groups": 2},
+            "--model.chosen-groups 2 with --model.expert-groups 32 of 2 experts, 6 for each token; valid: 3 to 32",
+        ),
+    ],
     ("bert-demo", "model"): [
         ({"norm": "rmsnorm"}, "--model.norm rmsnorm with --model.family bert; valid: --model.norm layernorm"),
         ({"query_key_norm": True}, "--model.query-key-norm with --model.family bert; valid: --no-model.query-key-norm"),

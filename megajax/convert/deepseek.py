@@ -1,0 +1,208 @@
+"""DeepSeek-V2 and DeepSeek-V3 (Moonlight among them): latent attention, and mixtures with a shared expert whose first
+layers are dense. Their rotary features are neighbours in pairs, ours come from either half."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megajax.convert.exchange import Exchange, Head
+from megajax.convert.llama import LAYER, MLP, read_dropout
+from megajax.convert.mixtures import DEEPSEEK
+from megajax.convert.parts import Lacks, OptionGroup, rope, words
+from megajax.convert.settings import Fields
+from megajax.convert.weights import TensorPlace, linear
+from megajax.core.models.config import ModelConfig
+
+_ATTENTION = f"{LAYER}self_attn."
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """One of the two classes."""
+
+    name: str
+    model_type: str
+    scores: Literal["softmax", "sigmoid"]
+    biased: bool  # whether routers have biases for choosing
+    fixed: Mapping[str, Any]
+
+    def read_heads(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+        heads = fields["num_attention_heads"]
+        fields.check("num_key_value_heads", heads, None)
+        plain = fields.value("qk_nope_head_dim", "model.head_size", 128)
+        rotary = fields.value("qk_rope_head_dim", "model.rotary_size", 64)
+        if rotary % 2:
+            raise fields.refusal("qk_rope_head_dim", rotary, "an even number: rotary positions turn pairs of features")
+        fields.check("head_dim", None, rotary)
+        fields.check("qk_head_dim", None, plain + rotary)
+        fields.check("sliding_window", None)
+        found = {
+            "num_kv_heads": heads,
+            "head_size": plain + rotary,
+            "rotary_size": rotary,
+            "value_size": fields.value("v_head_dim", "model.value_size", 128),
+            "latent_size": fields.value("kv_lora_rank", "model.latent_size", 512),
+        }
+        if fields.get("q_lora_rank", 1536) is not None:
+            found["query_latent_size"] = fields.value("q_lora_rank", "model.query_latent_size", 1536)
+        return {f"model.{name}": value for name, value in found.items()}
+
+    def write_heads(self, model: ModelConfig) -> dict[str, Any]:
+        return {
+            "num_key_value_heads": model.num_kv_heads,
+            "qk_nope_head_dim": model.head_size - model.rotary_size,
+            "qk_rope_head_dim": model.rotary_size,
+            "v_head_dim": model.value_head_size,
+            "kv_lora_rank": model.latent_size,
+            "q_lora_rank": model.query_latent_size or None,
+        }
+
+    def lacks_heads(self, model: ModelConfig) -> Lacks:
+        if model.latent_size:
+            return {}
+        even = max(2, model.head_size // 2 // 2 * 2)
+        others: Lacks = {} if model.num_kv_heads == model.num_heads else {"num_kv_heads": model.num_heads}
+        larger = {} if model.head_size > even else {"head_size": 2 * even}
+        return others | larger | {"latent_size": 4 * model.head_size, "rotary_size": even}
+
+    def read_router(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+        """Groups and the weights of experts. DeepSeek-V2 has groups only if `topk_method` says so."""
+        fields.check("scoring_func", self.scores)
+        grouped = True
+        if not self.biased:
+            fields.check("topk_method", "greedy", "group_limited_greedy")
+            fields.check("norm_topk_prob", False, None)
+            grouped = fields.get("topk_method", "greedy") != "greedy"
+        missing = (8, 4) if self.biased else (None, None)
+        groups, chosen = 1, 1
+        if grouped and fields.get("n_group", missing[0]) is not None:
+            groups = fields.value("n_group", "model.expert_groups", missing[0])
+            chosen = fields.value("topk_group", "model.chosen_groups", missing[1])
+        experts = fields["n_routed_experts"]
+        if experts % groups or (self.biased and groups > 1 and experts // groups < 2):
+            raise fields.refusal("n_group", groups, f"a divisor of n_routed_experts, {experts}, with two in each group")
+        least = -(-fields["num_experts_per_tok"] * groups // experts)
+        if not least <= chosen <= groups:
+            raise fields.refusal("topk_group", chosen, f"{least} to {groups}")
+        scale = fields.value("routed_scaling_factor", "model.share_scale", 2.5 if self.biased else 1.0)
+        found = {"model.expert_groups": groups, "model.chosen_groups": chosen, "model.share_scale": scale}
+        found |= {"model.router_scores": self.scores, "model.balance": "bias" if self.biased else "none"}
+        renormalized = fields.get("norm_topk_prob", True) if self.biased else False
+        return found | {"model.renormalize_shares": bool(renormalized)}
+
+    def write_router(self, model: ModelConfig) -> dict[str, Any]:
+        found: dict[str, Any] = {"n_group": model.expert_groups, "topk_group": model.chosen_groups}
+        found |= {"routed_scaling_factor": model.share_scale, "norm_topk_prob": model.renormalize_shares}
+        found |= {"scoring_func": self.scores, "output_router_logits": False}
+        limited = model.chosen_groups < model.expert_groups
+        method = "noaux_tc" if self.biased else "group_limited_greedy" if limited else "greedy"
+        return found | {"topk_method": method}
+
+    def lacks_router(self, model: ModelConfig) -> Lacks:
+        found: Lacks = {} if model.router_scores == self.scores else {"router_scores": self.scores}
+        if model.biases_routers != self.biased:
+            found["balance"] = "bias" if self.biased else "none"
+        if model.renormalize_shares and not self.biased:
+            found["renormalize_shares"] = False
+        return found
+
+    def exchange(self) -> Exchange:
+        return Exchange(
+            family="decoder",
+            model_type=self.model_type,
+            dialect="mixture",
+            heads={"pretraining": Head((f"{self.name}ForCausalLM",), f"a {self.name}")},
+            options={"norm": "rmsnorm", "positions": "rotary"},
+            fixed={"is_causal": True, "attention_bias": False, **self.fixed},
+            aliases=dict.fromkeys((DEEPSEEK.number_too, "num_local_experts"), DEEPSEEK.number),
+            defaults={"norm_epsilon": 1e-6, "tied_embedding": False},
+            parts=(
+                words("activation", "hidden_act", {"silu": "swiglu", "swish": "swiglu"}),
+                OptionGroup(_HEADS, self.read_heads, self.write_heads, self.lacks_heads),
+                OptionGroup(("bias",), lambda *_: {"model.bias": "none"}, lambda _: {}, _lacks_bias),
+                OptionGroup(("dropout",), read_dropout, lambda model: {"attention_dropout": model.dropout}),
+                DEEPSEEK.sizes(),
+                OptionGroup(_ROUTER, self.read_router, self.write_router, self.lacks_router),
+                OptionGroup(("shared_expert_size", "dense_layers"), _read_others, _write_others, _lacks_others),
+                rope(10_000.0, scores=True),
+            ),
+            shared={
+                "table": TensorPlace("model.embed_tokens.weight", "VD"),
+                "final_norm/scale": TensorPlace("model.norm.weight", "D"),
+                "output": TensorPlace("lm_head.weight", "VD"),
+            },
+            blocks=_BLOCKS | DEEPSEEK.places(LAYER) | _SHARED,
+            dense=_BLOCKS | MLP,
+            of_model=_plain_queries,
+            copies={"lm_head.weight": "model.embed_tokens.weight"},
+            unused=(f"{_ATTENTION}rotary_emb.inv_freq",),
+            fused=DEEPSEEK.fused(LAYER),
+        )
+
+
+def _lacks_bias(model: ModelConfig) -> Lacks:
+    return {} if model.bias == "none" else {"bias": "none"}
+
+
+def _read_others(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+    """Shared experts, which are one as wide as all together, and the first layers, which are dense."""
+    shared = fields.get("n_shared_experts", 1)
+    if type(shared) is not int or not 0 < shared < 1000:
+        raise fields.refusal("n_shared_experts", shared, "a whole number from 1 to 999")
+    fields.check("moe_layer_freq", 1)
+    dense, layers = fields.get("first_k_dense_replace", 3), fields["num_hidden_layers"]
+    if type(dense) is not int or not 0 <= dense < layers:
+        raise fields.refusal("first_k_dense_replace", dense, f"0 to {layers - 1}, of num_hidden_layers")
+    size = fields.value("moe_intermediate_size", "model.expert_size")
+    return {"model.shared_expert_size": shared * size, "model.dense_layers": dense}
+
+
+def _write_others(model: ModelConfig) -> dict[str, Any]:
+    shared = model.shared_expert_size // model.expert_size
+    return {"n_shared_experts": shared, "first_k_dense_replace": model.dense_layers, **_NO_MORE}
+
+
+def _lacks_others(model: ModelConfig) -> Lacks:
+    size, shared = model.expert_size, model.shared_expert_size
+    if not model.num_experts:
+        return {"num_experts": 8}
+    fits = shared > 0 and shared % size == 0
+    return {} if fits else {"shared_expert_size": max(1, round(shared / size)) * size}
+
+
+def _plain_queries(model: ModelConfig) -> dict[str, TensorPlace]:
+    """Queries that are computed from a layer's input have another name."""
+    return {} if model.query_latent_size else {"attention/query/weight": _query("q_proj")}
+
+
+def _query(name: str) -> TensorPlace:
+    return TensorPlace(f"{_ATTENTION}{name}.weight", "QR", turned=True, pairs="in heads")
+
+
+_NO_MORE = {"moe_layer_freq": 1, "num_nextn_predict_layers": 0}  # no dense layers in between, or for later tokens
+_HEADS = ("num_kv_heads", "head_size", "rotary_size", "value_size", "latent_size", "query_latent_size")
+_ROUTER = ("router_scores", "expert_groups", "chosen_groups", "share_scale", "renormalize_shares", "balance")
+_BLOCKS = {
+    "attention_norm/scale": TensorPlace(f"{LAYER}input_layernorm.weight", "D"),
+    "mlp_norm/scale": TensorPlace(f"{LAYER}post_attention_layernorm.weight", "D"),
+    "attention/query_down/weight": TensorPlace(f"{_ATTENTION}q_a_proj.weight", "RD", turned=True),
+    "attention/query_norm/scale": TensorPlace(f"{_ATTENTION}q_a_layernorm.weight", "R"),
+    "attention/query/weight": _query("q_b_proj"),
+    "attention/key_value_down/weight": TensorPlace(
+        f"{_ATTENTION}kv_a_proj_with_mqa.weight", "WD", turned=True, pairs="at the end"
+    ),
+    "attention/key_value_norm/scale": TensorPlace(f"{_ATTENTION}kv_a_layernorm.weight", "Z"),
+    "attention/key_value/weight": TensorPlace(f"{_ATTENTION}kv_b_proj.weight", "UZ", turned=True),
+    "attention/output/weight": TensorPlace(f"{_ATTENTION}o_proj.weight", "DO", turned=True),
+}
+_SHARED = {
+    "mlp/router/bias": TensorPlace(f"{LAYER}mlp.gate.e_score_correction_bias", "E"),
+    **linear("mlp/shared/gate", f"{LAYER}mlp.shared_experts.gate_proj", "SD"),
+    **linear("mlp/shared/up", f"{LAYER}mlp.shared_experts.up_proj", "SD"),
+    **linear("mlp/shared/down", f"{LAYER}mlp.shared_experts.down_proj", "DS"),
+}
+_KINDS = (
+    _Kind("DeepseekV3", "deepseek_v3", "sigmoid", biased=True, fixed={"rope_interleave": True}),
+    _Kind("DeepseekV2", "deepseek_v2", "softmax", biased=False, fixed={"mlp_bias": False}),
+)
+EXCHANGES = tuple(kind.exchange() for kind in _KINDS)
