@@ -40,6 +40,7 @@ ON_AVERAGED_BIASES = ON_BIASES | {"ema": 0.5}
 ON_LATENTS = ON_TENSOR | LATENT
 ON_GROUPS = ON_DROPLESS | {"router_scores": "sigmoid", "expert_groups": 2}
 BERT = {"family": "bert"}
+GROWING = "growing_batches(samples, sizes=self.order.sizes, rows_of=rows_of"
 FEW_KEYS = {
     **{"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu", "bias": "none", "query_key_norm": True},
     **{"head_size": 4, "num_kv_heads": 2, "mlp_size": 24, "sliding_window": 5},
@@ -1004,7 +1005,10 @@ ROWS: dict[str, dict[str, Row]] = {
         ),
         "a resumed run skips a batch": (
             "training.loop.Trainer._batches",
-            ("start_step=self.first", "start_step=self.first + (self.first > 0)"),
+            (
+                f"{GROWING}, start_step=self.first)",
+                f"{GROWING}, start_step=self.first + (self.first > 0))",
+            ),
             tests("tests/commands/test_resume.py"),
         ),
     },
