@@ -20,7 +20,7 @@ from megajax.core.axes import BATCH_AXES, CONTEXT, EXPERT, TENSOR
 from megajax.core.backend import GPU
 from megajax.core.models.attention_mask import AttentionMask
 from megajax.core.models.config import ModelConfig
-from megajax.core.models.flops import step_flops
+from megajax.core.models.flops import step_flops, step_products
 from megajax.core.pipeline.config import PipelineConfig
 from megajax.core.pipeline.deferral import Deferring, PassTimes
 from megajax.core.pipeline.schedule import make_schedule
@@ -74,10 +74,9 @@ def _seen_share(model: ModelConfig) -> float:
     """The share of a step's FLOPs that is left if attention's are counted only for scores that the mask leaves."""
     length = model.sequence_length
     mask = AttentionMask.of_model(model, length)
-    whole = sum(map(prod, mask.block_sizes(length, length)))
-    of_score = 6 * 2 * model.num_layers * model.num_heads * model.head_size  # two products, forward and backward
-    texts = model.num_classes if model.head == "choice" else 1
-    return 1 - texts * of_score * (whole - length * mask.keys_seen(length)) / _flops(model, 1)
+    seen = length * mask.keys_seen(length) / sum(map(prod, mask.block_sizes(length, length)))
+    attention = sum(each.flops for each in step_products(model, 1, length) if each.name.endswith(" keys"))
+    return 1 - (1 - seen) * attention / _flops(model, 1)
 
 
 _Timed = dict[str, list[tuple[Communication, float]]]
