@@ -178,11 +178,14 @@ PLAIN_QUERIES = {"query_latent_size": 0}
 LATER = {"weight_gradients": "deferred", "num_layers": 2}
 LIMITED = MIXED | LATENT | {"num_experts": 4, "expert_groups": 2, "balance": "both", "share_scale": 2.5}
 OF_LATENTS = {
-    "sequence, deferred": {"mesh": (1, 2, 2), "sequence_parallel": True, "remat": "selective", **LATER},
-    "mixture": LATER
+    "mixture, sequence, deferred": LATER
     | LIMITED
-    | {"mesh": (1, 2, 1), "expert": 2, "dense_layers": 1, "num_layers": 3}
-    | {"router_scores": "sigmoid"},
+    | {"mesh": (1, 1, 2), "expert": 2, "dense_layers": 1, "num_layers": 2}
+    | {"sequence_parallel": True, "router_scores": "sigmoid"},
+    "mixture, stages": LATER
+    | LIMITED
+    | {"mesh": (1, 2, 1), "expert": 2, "dense_layers": 1, "num_layers": 3, "router_scores": "sigmoid"},
+    "sequence, deferred": {"mesh": (1, 2, 2), "sequence_parallel": True, "remat": "selective", **LATER},
     "gathered": {"mesh": (1, 1, 2, 2), "context_attention": "gather", "remat": "selective", "dropout": 0.5},
     "plain queries, sequence": PLAIN_QUERIES | {"mesh": (2, 1, 2), "sequence_parallel": True, "zero": 3},
     "sequence, deferred, plain queries": PLAIN_QUERIES | LATER | {"mesh": (1, 2, 2), "sequence_parallel": True},
@@ -205,7 +208,7 @@ OF_LATENTS = {
 }
 
 
-@pytest.mark.parametrize("name", [name if name in [*OF_LATENTS][:3] else full(name) for name in OF_LATENTS])
+@pytest.mark.parametrize("name", [name if name in [*OF_LATENTS][:1] else full(name) for name in OF_LATENTS])
 def test_latent_attention(name: str) -> None:
     assert_exact(tiny_config(**SHORT | {"vocab_size": 21} | LATENT | OF_LATENTS[name]), branches=False)
 
