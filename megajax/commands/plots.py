@@ -9,7 +9,6 @@ from megajax.core.errors import UserError
 from megajax.host.files import file_atomically
 from megajax.host.paths import check_place
 from megajax.host.pictures import is_marked
-from megajax.plan.page import is_page
 from megajax.runs.ownership import check_outside_runs
 
 FORMATS = (".png", ".svg")
@@ -27,6 +26,8 @@ def check_plot(plot: Path, mark: bytes, what: str) -> None:
 
 def check_page(page: Path) -> None:
     """Check that a page can be written, and would overwrite only another one."""
+    from megajax.plan.page import is_page  # imports JAX
+
     if page.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"--html {page}: not the name of a page; valid: a name that ends in .html")
     check_place(page, "--html")

@@ -50,14 +50,14 @@ _MOST_CHUNKS = 12
 _MOST_CELLS = 4096  # in a table whose buffers cannot be found from a shorter one
 
 
-class Limits(NamedTuple):
+class SearchLimits(NamedTuple):
     """Of the meshes that are tried."""
 
     tokens: int  # fewest per device of a context group
     tensor: int  # largest tensor axis
 
 
-_WIDEST = Limits(128, sys.maxsize)
+_WIDEST = SearchLimits(128, sys.maxsize)
 Watch = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
 """Shows a phase, given its name and the number of its parts; gets the number of finished ones."""
 
@@ -131,7 +131,7 @@ def search(
     fixed = frozenset(given)
     if "mesh.context" in fixed:
         check_context(config)
-    for limits in (Limits(4096, machine.server), _WIDEST):
+    for limits in (SearchLimits(4096, machine.server), _WIDEST):
         tried, smallest, fitting = _tried(config, devices, machine, fixed, limits, watch)
         if fitting:
             break
@@ -149,12 +149,14 @@ def search(
 
 
 def _tried(
-    config: Config, devices: int, machine: Machine, fixed: frozenset[str], limits: Limits, watch: Watch
+    config: Config, devices: int, machine: Machine, fixed: frozenset[str], limits: SearchLimits, watch: Watch
 ) -> tuple[int, Any, list]:
     """The number of configurations, the one with the fewest bytes, and all that fit."""
     tried, smallest, fitting, backend = 0, None, list[Candidate](), backend_of(machine)
     layers = config.pipeline.layers if "pipeline.layers" in fixed else ""
     meshes = list(_on_meshes(config, devices, fixed, limits))
+    if not meshes:
+        return 0, None, []
     with watch(f"searching {len(meshes)} meshes of {devices} {machine.name.upper()}s", len(meshes)) as tell:
         for number, base in enumerate(_until_stopped(iter(meshes))):
             tell(number)
@@ -245,7 +247,7 @@ def _best(fitting: list[Candidate], devices: int, machine: Machine, count: int) 
     return sorted(chosen, key=lambda each: (each.time.seconds, each.memory.total))[:count]
 
 
-def _on_meshes(config: Config, devices: int, fixed: frozenset[str], limits: Limits) -> Iterator[Config]:
+def _on_meshes(config: Config, devices: int, fixed: frozenset[str], limits: SearchLimits) -> Iterator[Config]:
     """The configuration on every mesh that the model can have within the limits, which are not for axes that are
     fixed, with every way of context attention."""
     length = config.model.sequence_length

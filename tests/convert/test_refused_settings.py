@@ -8,13 +8,13 @@ import pytest
 from hugging_face import LLAMA3, YARN, refusal, write_model
 
 TYPES = '"gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3_text", "olmo3", "mixtral", "qwen3_moe", "olmoe", '
-TYPES += '"megatron-bert", "bert"'
+TYPES += '"deepseek_v3", "deepseek_v2", "megatron-bert", "bert"'
 COMMON_RATE = r"all the same, or --model\.dropout"
 
 # The model, and its head after a blank; a field of its config.json, its value, what would be valid.
 FIELDS: list[tuple[str, str, Any, str]] = [
     *(("gpt2", "model_type", kind, TYPES)
-      for kind in ("gemma", "phi3", "qwen2_moe", "deepseek_v3", "gpt_oss", "llama4", "mistral3")),
+      for kind in ("gemma", "phi3", "qwen2_moe", "glm4", "gpt_oss", "llama4", "mistral3")),
     ("gpt2", "quantization_config", {"quant_method": "gptq"}, "null, with weights in F32, F16 or BF16"),
     ("gpt2", "activation_function", "relu", '"gelu_new", "gelu_pytorch_tanh", "gelu"'),
     ("gpt2", "layer_norm_epsilon", 0, "more than 0"),

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tiny import MIXTURE, tiny_config, tiny_program
+from tiny import LATENT, MIXTURE, tiny_config, tiny_program
 
 from megajax.core.axes import AXES
 from megajax.core.backend import CPU
@@ -122,12 +122,12 @@ def test_one_mesh_axis_splits_one_dim_only():
 def test_every_logical_name_has_a_rule():
     """The names on the weights, and those of the pipelined layers' leading dims, are those of the table."""
     names = {"chunks", "stages"}
-    for options in (*({"family": family} for family in FAMILIES), MIXTURE):
+    for options in (*({"family": family} for family in FAMILIES), MIXTURE, LATENT):
         model = StagedModel(tiny_config(**options).model, F_AND_G, CPU)
         specs, shapes = by_path(model.logical_specs), by_path(model.shapes)
         names |= {name for spec in specs.values() for name in spec}
         assert {name: len(spec) for name, spec in specs.items()} == {name: leaf.ndim for name, leaf in shapes.items()}
-    assert names | {"rank"} == set(RULES)  # of LoRA's adapters
+    assert names | {"rank", "outer_rank"} == set(RULES)  # of LoRA's adapters
 
 
 def test_weights_are_split_as_in_the_paper():

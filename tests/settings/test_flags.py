@@ -53,7 +53,11 @@ def different(key: str) -> Iterator[str]:
 SWITCHES = [key for key, option in options(Config).items() if option.kind is bool]
 OF_TASKS = ["task.name", "model.head", "seeds", "data.train", "data.dev"]
 # Which need another value beside them, or not beside those of the preset.
-OF_ROTARY = [key for key in options(Config) if key.startswith("model.rope_")]
+OF_ROTARY = [
+    key
+    for key in options(Config)
+    if key.startswith(("model.rope_", "model.rotary_size", "model.value_size")) or "latent_size" in key
+]
 OF_EXPERTS = [key for key, option in options(Config).items() if OnlyWith("num_experts") in option.traits]
 OTHERS = [
     "model.num_experts",

@@ -352,7 +352,11 @@ class ModelConfig:
         False
     )
     query_scalar: Annotated[
-        int, "attention scores are divided by the square root of this; 0: of model.head-size", _SIZE, COMPUTATION
+        int,
+        "attention scores are divided by the square root of this; 0: of model.head-size",
+        _SIZE,
+        COMPUTATION,
+        ShrinkRule(most=12),
     ] = 0
     sliding_window: Annotated[
         int,
