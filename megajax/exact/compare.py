@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
-from jax.sharding import AbstractMesh, Mesh, use_abstract_mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, use_abstract_mesh
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from megajax.core.errors import RunError, UserError
@@ -105,7 +105,7 @@ def _ways(of_f: set[str], of_g: set[str]) -> list[str]:
 
 def _abstract(mesh: Any) -> AbstractMesh:
     if isinstance(mesh, Mapping):
-        return AbstractMesh(tuple(mesh.values()), tuple(mesh))
+        return AbstractMesh(tuple(mesh.values()), tuple(mesh), (AxisType.Auto,) * len(mesh))
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise UserError(f'mesh is a {type(mesh).__name__}; valid: a mesh, or its axes\' sizes as {{"data": 2}}')
     return mesh.abstract_mesh
@@ -133,7 +133,9 @@ class _Program:
             jaxpr, out = jax.make_jaxpr(function, return_shape=True)(*args)
         except Exception as error:
             what = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            valid = "what JAX can trace, with a jax.sharding.AbstractMesh where devices do not exist"
+            valid = (
+                "what JAX can trace, with a jax.sharding.AbstractMesh where devices do not exist, its axis types Auto"
+            )
             raise UserError(f"{name} cannot be traced: {what}; valid: {valid}") from error
         leaves = tree_leaves_with_path(out)
         return cls(name, jaxpr, {f"output {keystr(path)}" if path else "the output": aval for path, aval in leaves})

@@ -14,14 +14,14 @@ import optax
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import megajax
 from megajax.core.errors import RunError, UserError
 from megajax.exact import Comparison, compare
 
 P = PartitionSpec
-MESH = AbstractMesh((2, 4), ("data", "tensor"))
+MESH = AbstractMesh((2, 4), ("data", "tensor"), (AxisType.Auto,) * 2)
 
 
 @pytest.fixture(autouse=True)
@@ -329,9 +329,9 @@ def test_constraints_and_meshes_in_context() -> None:
         x = jax.device_put(lax.with_sharding_constraint(x, P("data")))
         return jax.shard_map(body, in_specs=P("data"), out_specs=P())(jax.jit(lambda x: 2 * x)(x))
 
-    for mesh in ({"data": 2, "tensor": 4}, MESH, jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))):
+    for mesh in ({"data": 2, "tensor": 4}, MESH, jax.make_mesh((2,), ("data",), (AxisType.Auto,))):
         assert compare(in_context, lambda x: 2 * (x[:2] + x[2:]), (floats(4, 3),), mesh=mesh)
-    explicit = AbstractMesh((2,), ("data",), (jax.sharding.AxisType.Explicit,))
+    explicit = AbstractMesh((2,), ("data",), (AxisType.Explicit,))
     assert compare(lambda x: jax.sharding.reshard(x, P("data")) * 2, lambda x: x + x, (floats(4),), mesh=explicit)
 
 
