@@ -180,7 +180,7 @@ LIMITED = MIXED | LATENT | {"num_experts": 4, "expert_groups": 2, "balance": "bo
 OF_LATENTS = {
     "mixture, sequence, deferred": LATER
     | LIMITED
-    | {"mesh": (1, 1, 2), "expert": 2, "dense_layers": 1, "num_layers": 2}
+    | {"mesh": (1, 1, 2), "expert": 2, "expert_capacity": 1.0, "dense_layers": 1, "num_layers": 2}
     | {"sequence_parallel": True, "router_scores": "sigmoid"},
     "mixture, stages": LATER
     | LIMITED

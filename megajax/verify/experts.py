@@ -73,8 +73,8 @@ class ExpertTraffic(Sizes):
         model, devices = self.config.model, self.config.mesh.expert
         experts = model.num_experts // devices
         if model.expert_capacity:
-            _, batch, places, _ = self._sent
-            return experts, batch * devices * places
+            rows, _, _ = self._sent
+            return experts, rows
         block = self.backend.expert_block
         choices = self.whole[0] * devices * self.whole[1] * model.experts_per_token
         return ((-(-choices // block) + experts) * block,)
@@ -86,25 +86,22 @@ class ExpertTraffic(Sizes):
 
     def _dispatch(self, purpose: str, times: Occurrences) -> Iterator[Communication]:
         """Send rows to the experts' devices; in the backward pass, the gradients of their outputs."""
-        experts, batch, places, width = self._sent
+        rows, *others = self._sent
         if self.way != "none":
-            whole = (experts, batch, places * self.config.mesh.context, width)
+            whole = (rows * self.config.mesh.context, *others)
             yield one(purpose, SCATTER, (CONTEXT,), whole, self.item, times)
         yield one(purpose, EXCHANGE, (EXPERT,), self._sent, self.item, times)
 
     def _combine(self, purpose: str, times: Occurrences) -> Iterator[Communication]:
         """Send results back; in the backward pass, the gradients of the experts' inputs."""
-        experts, batch, places, width = self._sent
-        devices = self.config.mesh.expert
-        there = (experts // devices, batch * devices, places, width)
-        yield one(purpose, EXCHANGE, (EXPERT,), there, self.item, times)
+        yield one(purpose, EXCHANGE, (EXPERT,), self._sent, self.item, times)
         if self.way != "none":
             yield one(purpose, GATHER, (CONTEXT,), self._sent, self.item, times)
 
     @property
-    def _sent(self) -> tuple[int, int, int, int]:
-        """Shape of what a device sends to the experts: for each expert and sequence, this device's share of the places
-        of its context group."""
-        model, context = self.config.model, self.config.mesh.context
-        places = capacity_of(model, self.tokens)
-        return model.num_experts, self.whole[0], -(-places // context), model.hidden_size
+    def _sent(self) -> tuple[int, int, int]:
+        """Shape of what a device sends to the experts: rows, for each of a device's experts. Rows are those of every
+        device, every sequence, and this device's share of the places of its context group."""
+        model, context, devices = self.config.model, self.config.mesh.context, self.config.mesh.expert
+        places = -(-capacity_of(model, self.tokens) // context)
+        return devices * self.whole[0] * places, model.num_experts // devices, model.hidden_size
