@@ -243,7 +243,8 @@ def _array(x: np.ndarray, aval: Any) -> jax.Array:
 
 
 CONTROL: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys("jit closed_call eval_jaxpr remat2 custom_jvp_call custom_vjp_call".split(), Interpreter._call),
+    **dict.fromkeys(("jit", "closed_call", "eval_jaxpr", "remat2"), Interpreter._call),  # the second and third are one
+    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), Interpreter._call),
     "scan": Interpreter._scan,
     "cond": Interpreter._cond,
     "while": Interpreter._while,
