@@ -1,5 +1,8 @@
 """The two exceptions whose messages are meant for the person who started the run."""
 
+import contextlib
+from collections.abc import Iterator
+
 _MOST = 2000  # characters of a message
 
 
@@ -27,6 +30,18 @@ class UserError(_OneLine, ValueError):
     The message is one line that names the flag or file and says what would be valid. The entry points print it on
     standard error and exit with code 2.
     """
+
+
+@contextlib.contextmanager
+def told(what: str, valid: str) -> Iterator[None]:
+    """Say what failed in code of the user, and what would be valid, in place of any exception but a `UserError`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        raise UserError(f"{what}: {type(error).__name__}: {first}; valid: {valid}") from error
 
 
 class RunError(_OneLine, RuntimeError):

@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import AbstractMesh, AxisType, Mesh, use_abstract_mesh
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from megajax.core.errors import RunError, UserError
+from megajax.core.errors import RunError, UserError, told
 from megajax.exact.functions import BRANCHES
 from megajax.exact.interpreter import Interpreter
 from megajax.exact.numbers import PRIMES, Value, constant, drawn, is_float, seeded, signed
@@ -129,14 +129,9 @@ class _Program:
 
     @classmethod
     def traced(cls, name: str, function: Callable[..., Any], args: Sequence[Any]) -> "_Program":
-        try:
+        valid = "what JAX can trace, with a jax.sharding.AbstractMesh where devices do not exist, its axis types Auto"
+        with told(f"{name} cannot be traced", valid):
             jaxpr, out = jax.make_jaxpr(function, return_shape=True)(*args)
-        except Exception as error:
-            what = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            valid = (
-                "what JAX can trace, with a jax.sharding.AbstractMesh where devices do not exist, its axis types Auto"
-            )
-            raise UserError(f"{name} cannot be traced: {what}; valid: {valid}") from error
         leaves = tree_leaves_with_path(out)
         return cls(name, jaxpr, {f"output {keystr(path)}" if path else "the output": aval for path, aval in leaves})
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megajax.core.errors import UserError
+from megajax.core.errors import told
 
 FLAG = "--plugins"
 
@@ -15,16 +15,8 @@ FLAG = "--plugins"
 def load_plugins(modules: Iterable[str]) -> None:
     """Import modules, by name or as files; one that is there is not imported again."""
     for module in modules:
-        try:
+        with told(f"{FLAG} {module}", "a Python file, or a module that can be imported from here"):
             _imported(module)
-        except UserError:
-            raise
-        except Exception as error:
-            said = str(error).strip().partition("\n")[0]
-            raise UserError(
-                f"{FLAG} {module}: {type(error).__name__}: {said}; valid: a Python file, or a module that can be "
-                "imported from here"
-            ) from error
 
 
 def _imported(module: str) -> None:

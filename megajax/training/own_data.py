@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megajax.core.errors import UserError
+from megajax.core.errors import UserError, told
 from megajax.core.program.program import Program
 from megajax.core.program.synthetic import random_batch
 from megajax.data.config import DATA_SETS
@@ -64,16 +64,8 @@ class _Drawn:
 
 def registered_data(config: Config, program: Program) -> OwnData:
     """The data set that `data.set` names, with the tokenizer of `tokenizer.path` or `--init`, if there is one."""
-    try:
+    with told(f"--data.set {config.data.set}", "a function of the configuration that returns a data set"):
         found = DATA_SETS[config.data.set](config)
-    except UserError:
-        raise
-    except Exception as error:
-        said = str(error).strip().partition("\n")[0]
-        raise UserError(
-            f"--data.set {config.data.set}: {type(error).__name__}: {said}; valid: a function of the configuration "
-            "that returns a data set"
-        ) from error
     data, validation = found if isinstance(found, tuple) else (found, None)
     found = own_data(config, program, named_or_init_tokenizer(config), None, data, validation)
     assert found is not None

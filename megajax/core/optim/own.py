@@ -12,7 +12,7 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.tree_util import DictKey
 
-from megajax.core.errors import UserError
+from megajax.core.errors import UserError, told
 from megajax.core.optim.adam import choose, learning_rate
 from megajax.core.optim.config import OPTIMIZERS, OWN, OptimizerConfig
 
@@ -120,14 +120,9 @@ def first_mixing(own: optax.GradientTransformationExtraArgs, weights: Tree, shar
 
 def _traced(own: optax.GradientTransformationExtraArgs, weights: Tree) -> tuple[ClosedJaxpr, Tree, Tree]:
     """An update, and the types of what it takes and returns."""
-    try:
+    with told("optimizer", "an optax transformation of gradients, state and weights"):
         inputs = weights, jax.eval_shape(own.init, weights), weights
         program, out = jax.make_jaxpr(own.update, return_shape=True)(*inputs)
-    except Exception as error:
-        raise UserError(
-            f"optimizer: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}; valid: an optax "
-            "transformation of gradients, state and weights"
-        ) from error
     return program, inputs, out
 
 
