@@ -1,9 +1,8 @@
 """Llama, Qwen2, Qwen3, Mistral, Gemma 3 and OLMo 3, and the mixtures Qwen3-MoE, Mixtral and OLMoE: transformers'
 `…ForCausalLM`. They differ in biases, windows, norms and MLPs, and in what missing fields mean."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any, Literal
 
 from megajax.convert.exchange import Exchange, Head
@@ -12,6 +11,7 @@ from megajax.convert.parts import Lacks, OptionGroup, lacks_divisible_heads, rop
 from megajax.convert.settings import Fields
 from megajax.convert.weights import TensorPlace, linear
 from megajax.core.models.config import ModelConfig
+from megajax.core.models.window_layers import in_turns
 
 _WINDOW = "sliding_attention"  # names in layer_types for layers with and without a window
 _NO_WINDOW = "full_attention"
@@ -111,7 +111,7 @@ class _Kind:
         types = self._layer_types(fields, layers, window)
         if _WINDOW not in types:
             return {"model.sliding_window": 0, "model.window_rope_theta": 0.0}
-        return {"model.sliding_window": window, "model.window_layers": _in_turns([each == _WINDOW for each in types])}
+        return {"model.sliding_window": window, "model.window_layers": in_turns([each == _WINDOW for each in types])}
 
     def _layer_types(self, fields: Fields, layers: int, window: int | None) -> list[str]:
         """The kind of each layer."""
@@ -190,19 +190,6 @@ class _Kind:
             "attention/key_norm/scale": TensorPlace(f"{LAYER}self_attn.k_norm.weight", "G" if width else "K"),
             **(self.experts.places(LAYER) if self.experts else MLP),
         }
-
-
-def _in_turns(windowed: Sequence[bool]) -> str:
-    """The shortest `model.window_layers` for layers that have the window or not."""
-    if all(windowed):
-        return "all"
-    runs = [0] * (not windowed[0]) + [len(list(run)) for _, run in groupby(windowed)]
-    for number in range(2, len(runs), 2):
-        kinds = [turn % 2 == 0 for turn in range(number) for _ in range(runs[turn])]
-        if all(each == kinds[layer % len(kinds)] for layer, each in enumerate(windowed)):
-            runs = runs[:number]
-            break
-    return ",".join(map(str, runs))
 
 
 def _query_scalar(default: int) -> OptionGroup:

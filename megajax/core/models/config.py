@@ -4,10 +4,10 @@ import math
 import re
 from collections import ChainMap
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
 from typing import Annotated, Any, Literal
 
 from megajax.core.models.registry import DECODER, EARLIER_NAMES, FAMILIES
+from megajax.core.models.window_layers import are_turns, in_each_layer
 from megajax.core.options import AT_LEAST_ONE, AT_LEAST_ZERO, SHARE, OneOf, Range, above, between
 from megajax.core.traits import (
     COMPUTATION,
@@ -37,14 +37,6 @@ _YARN = OnlyWith("rope_scaling", ("yarn",), ignored=True)
 
 def _is_pair(text: str) -> bool:
     return re.fullmatch(r"[0-9]{1,6},[0-9]{1,6}", text) is not None
-
-
-def _are_turns(text: str) -> bool:
-    return text == "all" or (re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", text) is not None and any(_turns(text)))
-
-
-def _turns(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,7 +362,7 @@ class ModelConfig:
         "which layers have the window: all, or how many have it, how many do not, how many have it, …, repeated to the "
         "last layer; 5,1: every sixth layer has none",
         COMPUTATION,
-        Range(_are_turns, "all, or numbers of layers such as 5,1"),
+        Range(are_turns, "all, or numbers of layers such as 5,1"),
         OnlyWith("sliding_window"),
         ShrinkRule(jointly=True),
     ] = "all"
@@ -499,9 +491,9 @@ class ModelConfig:
     @property
     def windowed_in_order(self) -> tuple[bool, ...]:
         """Whether each layer has the window, from the first to the last."""
-        turns = [1] if self.window_layers == "all" else _turns(self.window_layers)
-        kinds = [self.sliding_window > 0 and turn % 2 == 0 for turn, number in enumerate(turns) for _ in range(number)]
-        return tuple(islice(cycle(kinds), self.num_layers))
+        if not self.sliding_window:
+            return (False,) * self.num_layers
+        return in_each_layer(self.window_layers, self.num_layers)
 
     @property
     def gated(self) -> bool:
