@@ -47,8 +47,7 @@ def after_steps(program: Program) -> dict[str, np.ndarray]:
     compiled = jax.jit(region, donate_argnums=(1, 2))
 
     def place(tree):
-        blocks = jax.tree.map(layout.placement.to_stages, tree["blocks"])
-        return jax.device_put(tree | {"blocks": blocks}, shardings(program.mesh, weights))
+        return jax.device_put(layout.params_on_stages(tree, specs=weights), shardings(program.mesh, weights))
 
     state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), layout.shapes.optimizer)
     state, params = jax.device_put(state, shardings(program.mesh, moments)), place(random_tree(program, 0))
