@@ -1,14 +1,15 @@
 """Tokens per second of a training step, beside PyTorch's in the same run, and how much of it is matrix products.
 
     python benchmarks/throughput.py [PRESET] [train.py's flags] [--peer torch] [--device cpu|gpu] [--threads N]
-        [--rounds N] [--steps N] [--trace FOLDER] [--json]
+        [--rounds N] [--steps N] [--python FILE] [--trace FOLDER] [--json]
 
 PRESET is benchmarks/gpt-4x512.toml unless given. Every side is a process of its own; they step in turn, A B A B, and
 `ratio` is the median over the rounds of the peer's time by ours, `cpu_ratio` that of CPU time, which says more where
 other jobs run on the machine. The peer is the faster of PyTorch eager and compiled: our own GPT-2 in PyTorch, or the
 BERT, Llama, Qwen or Mistral of transformers. As in training, a step is awaited after the next one has started.
 `matmul_share` is the time that the step's own matrix products take, each measured alone in the same run and causal
-attention's only where a block of queries sees keys, by the time of the step. Model FLOP/s count as the paper does.
+attention's only where a block of queries sees keys, by the time of the step. Model FLOP/s count as the paper does. Our
+side runs in --python, where JAX may be another version.
 
 With --trace, on a GPU, two further steps are traced: FOLDER/kernels.txt has milliseconds and launches a step of every
 kernel, most time first, and FOLDER/step.hlo the compiled program that names most of them. All steps then start their
@@ -200,7 +201,7 @@ def measure(config: Config, flags: list[str], own: argparse.Namespace) -> dict:
     if own.peer and own.device == "gpu":
         environment |= SHARED_GPU
     trace = ["--trace", str(own.trace.absolute())] if own.trace else []
-    commands = {"megajax": [sys.executable, str(Path(__file__)), *flags, "--serve", *trace]}
+    commands = {"megajax": [own.python, str(Path(__file__)), *flags, "--serve", *trace]}
     if own.peer:
         baseline = [sys.executable, str(BENCHMARKS / "pytorch" / "baseline.py"), *flags, "--serve"]
         peers = PEERS if own.device == "cpu" else {"torch, compiled": ["--compile"]}  # all sides share a GPU's memory
@@ -269,7 +270,7 @@ def main() -> None:
     threads = min(2, len(os.sched_getaffinity(0)))
     own, flags, config = paired.command_line(
         __doc__, peer=(None, "torch"), device=("cpu", "gpu"), threads=threads, rounds=5, steps=2, trace=Path,
-        json=False, serve=False,
+        python=sys.executable, json=False, serve=False,
     )  # fmt: skip
     if own.serve:
         work(config, own.trace)
