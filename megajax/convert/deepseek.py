@@ -164,9 +164,7 @@ def _write_others(model: ModelConfig) -> dict[str, Any]:
 
 def _lacks_others(model: ModelConfig) -> Lacks:
     size, shared = model.expert_size, model.shared_expert_size
-    if not model.num_experts:
-        return {"num_experts": 8}
-    fits = shared > 0 and shared % size == 0
+    fits = not model.num_experts or (shared > 0 and shared % size == 0)
     return {} if fits else {"shared_expert_size": max(1, round(shared / size)) * size}
 
 

@@ -86,9 +86,10 @@ class StoredWeights:
     def __init__(self, folder: Path, config: ModelConfig, exchange: Exchange, adapter: Adapter | None = None):
         self._config, self._tensors, self._adapter = config, TensorFiles(folder), adapter
         there = self._tensors.shapes
-        fewest = config.num_blocks * max(1, config.num_experts)  # a layer has several tensors, as has each expert
+        experts = config.num_experts if any("{expert}" in place.name for place in exchange.blocks.values()) else 0
+        fewest = config.num_blocks * max(1, experts)  # a layer has several tensors, as has each expert
         if fewest > max(len(there), _LAYERS):
-            layers, experts = exchange.named_options()["num_layers"][0], config.num_experts
+            layers = exchange.named_options()["num_layers"][0]
             of_experts, and_experts = (f" of {experts} experts", " and experts") if experts else ("", "")
             raise UserError(
                 f"{folder / 'config.json'}: {layers} is {config.num_layers}{of_experts}, but there are {len(there)} "

@@ -1,12 +1,12 @@
-"""Llama, Qwen2, Qwen3, Mistral, Gemma 3 and OLMo 3, and the mixtures Qwen3-MoE, Mixtral and OLMoE: transformers'
-`…ForCausalLM`. They differ in biases, windows, norms and MLPs, and in what missing fields mean."""
+"""Llama, Qwen2, Qwen3, Mistral, Gemma 3 and OLMo 3, and the mixtures Qwen3-MoE, Mixtral, OLMoE and GPT-OSS:
+transformers' `…ForCausalLM`. They differ in biases, windows, norms and MLPs, and in what missing fields mean."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megajax.convert.exchange import Exchange, Head
-from megajax.convert.mixtures import MIXTRAL, OLMOE, QWEN3_MOE, ExpertFields
+from megajax.convert.mixtures import GPT_OSS, MIXTRAL, OLMOE, QWEN3_MOE, ExpertFields
 from megajax.convert.parts import Lacks, OptionGroup, lacks_divisible_heads, rope, rope_by_layer, words
 from megajax.convert.settings import Fields
 from megajax.convert.weights import TensorPlace, linear
@@ -49,6 +49,7 @@ class _Kind:
     head_size: int | None = None  # if the field is missing; None: width / heads
     heads: Literal["free", "divide", "fill"] = "free"  # any; must divide the width; head sizes must add up to the width
     rope_theta: float = 10_000.0  # if the field is missing, like the next
+    rope_scaling: Mapping[str, Any] = field(default_factory=dict)  # if no field has it
     window_rope_theta: float = 0.0  # also in layers with a window, which have angles of their own if it is not 0
     norm_epsilon: float = 1e-6
     tied: bool = False
@@ -60,6 +61,7 @@ class _Kind:
     fixed: Mapping[str, Any] = field(default_factory=dict)  # fields that have one value
     query_scalar: int = 0  # if `query_pre_attn_scalar` is missing; 0: there is no such field
     experts: ExpertFields | None = None  # instead of MLPs
+    parts: tuple[OptionGroup, ...] = ()  # other options that this class alone has
     model_type: str = ""  # its value in config.json; empty: the name in lower case
 
     def read_heads(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,6 +83,9 @@ class _Kind:
 
     def read_bias(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
         """Llama says separately whether attention and MLP have biases; ours have them in both or neither."""
+        if self.biases == ("all",):
+            fields.check("attention_bias", True)
+            return {"model.bias": "all"}
         chosen = "all" in self.biases
         for name in "attention_bias", "mlp_bias":
             fields.check(name, False, *((True,) if chosen else ()))
@@ -90,6 +95,8 @@ class _Kind:
         return {"model.bias": "all" if attention else self.biases[0]}
 
     def write_bias(self, model: ModelConfig) -> dict[str, Any]:
+        if self.biases == ("all",):
+            return {"attention_bias": True}
         if "all" in self.biases:
             return dict.fromkeys(("attention_bias", "mlp_bias"), model.bias == "all")
         return {"attention_bias": False} if self.query_key_norm else {}
@@ -144,7 +151,9 @@ class _Kind:
         return [layer % pattern == 0 for layer in range(1, layers + 1)]
 
     def write_window(self, model: ModelConfig) -> dict[str, Any]:
-        found: dict[str, Any] = {} if self.window == "none" else {"sliding_window": model.sliding_window or None}
+        # Where layers have kinds, transformers makes a mask with a window even if none uses it.
+        size = model.sliding_window or (self.window_size if self.window == "by layer" else None)
+        found: dict[str, Any] = {} if self.window == "none" else {"sliding_window": size}
         if self.window.startswith("switched"):
             found["use_sliding_window"] = bool(model.sliding_window)
         if self.window.endswith("by layer"):
@@ -154,12 +163,12 @@ class _Kind:
         return found
 
     def lacks_window(self, model: ModelConfig) -> Lacks:
-        if not model.sliding_window or self.window == "by layer":
+        if not model.sliding_window or self.window_rope_theta:
             return {}
         if self.window == "none":
             return {"sliding_window": 0}
         found: Lacks = {"window_rope_theta": 0.0} if model.window_rope_theta else {}
-        return found if self.window == "switched by layer" or all(model.windowed) else found | {"window_layers": "all"}
+        return found if self.window.endswith("by layer") or all(model.windowed) else found | {"window_layers": "all"}
 
     def lacks_heads(self, model: ModelConfig) -> Lacks:
         if self.heads == "free":
@@ -186,6 +195,7 @@ class _Kind:
             **linear("attention/key", f"{LAYER}self_attn.k_proj", "GD"),
             **linear("attention/value", f"{LAYER}self_attn.v_proj", "GD"),
             **linear("attention/output", f"{LAYER}self_attn.o_proj", "DQ"),
+            "attention/sinks": TensorPlace(f"{LAYER}self_attn.sinks", "H"),
             "attention/query_norm/scale": TensorPlace(f"{LAYER}self_attn.q_norm.weight", "Q" if width else "K"),
             "attention/key_norm/scale": TensorPlace(f"{LAYER}self_attn.k_norm.weight", "G" if width else "K"),
             **(self.experts.places(LAYER) if self.experts else MLP),
@@ -199,6 +209,14 @@ def _query_scalar(default: int) -> OptionGroup:
         lambda fields, _: {"model.query_scalar": fields.value(field, "model.query_scalar", default)},
         lambda model: {field: model.query_scalar or model.head_size},
     )
+
+
+_CLAMPS = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # options that have the same names, and what is missing
+_CLAMPED = OptionGroup(
+    (*_CLAMPS,),
+    lambda fields, _: {f"model.{name}": fields.value(name, f"model.{name}", each) for name, each in _CLAMPS.items()},
+    lambda model: {name: getattr(model, name) for name in _CLAMPS},
+)
 
 
 def read_dropout(fields: Fields, given: Mapping[str, Any]) -> dict[str, float]:
@@ -229,10 +247,13 @@ def _exchange(kind: _Kind) -> Exchange:
             ),
             OptionGroup(("bias",), kind.read_bias, kind.write_bias, kind.lacks_bias),
             OptionGroup(("dropout",), read_dropout, lambda model: {"attention_dropout": model.dropout}),
-            rope_by_layer(kind.rope_theta, kind.window_rope_theta) if kind.window_rope_theta else rope(kind.rope_theta),
+            rope_by_layer(kind.rope_theta, kind.window_rope_theta)
+            if kind.window_rope_theta
+            else rope(kind.rope_theta, missing=kind.rope_scaling),
             OptionGroup(_WINDOW_OPTIONS, kind.read_window, kind.write_window, kind.lacks_window),
             *((_query_scalar(kind.query_scalar),) if kind.query_scalar else ()),
             *(kind.experts.parts() if kind.experts else ()),
+            *kind.parts,
         ),
         shared={
             "table": TensorPlace("model.embed_tokens.weight", "VD"),
@@ -295,6 +316,26 @@ _KINDS = (  # a model that fits several is exported as the first of them
         kv_heads=4,
         experts=QWEN3_MOE,
         model_type="qwen3_moe",
+    ),
+    _Kind(
+        "GptOss",
+        biases=("all",),
+        window="by layer",
+        window_size=128,
+        window_pattern=2,
+        kv_heads=8,
+        head_size=64,
+        rope_theta=150_000.0,
+        rope_scaling={
+            **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+            "original_max_position_embeddings": 4096,
+        },
+        norm_epsilon=1e-5,
+        activation=("hidden_act", {"silu": "swiglu-clamped"}),
+        options={"attention_sinks": True},
+        experts=GPT_OSS,
+        parts=(_CLAMPED,),
+        model_type="gpt_oss",
     ),
     _Kind("Olmoe", query_key_norm="width", heads="fill", norm_epsilon=1e-5, experts=OLMOE),
 )

@@ -37,7 +37,8 @@ class ExpertFields:
 
     def sizes(self) -> OptionGroup:
         """Numbers and sizes of experts."""
-        return OptionGroup(("num_experts", "experts_per_token", "mlp_size", "expert_size"), self._read, self._write)
+        sizes = ("num_experts", "experts_per_token", "mlp_size", "expert_size")
+        return OptionGroup(sizes, self._read, self._write, lambda model: {} if model.num_experts else {"num_experts": 8})
 
     def _read(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
         for name in self.no_mlps:
@@ -85,6 +86,30 @@ class ExpertFields:
         }
 
 
+class JoinedExpertFields(ExpertFields):
+    """Experts in tensors of all of a layer on disk too, in which columns of gate and up take turns, with biases."""
+
+    def fused(self, layer: str) -> dict[str, tuple[str, ...]]:
+        return {}
+
+    def places(self, layer: str) -> dict[str, TensorPlace]:
+        router, experts = f"{layer}{self.module}.router.", f"{layer}{self.module}.experts."
+        gate, up, down = self.products
+        names = {"gate": (gate, "Y", 0), "up": (up, "Y", 1), "down": (down, "D", None)}
+        weights = {
+            f"mlp/{ours}/weight": TensorPlace(f"{experts}{name}", f"E{'X' if ours == 'down' else 'D'}{out}", turn=turn)
+            for ours, (name, out, turn) in names.items()
+        }
+        biases = {
+            f"mlp/{ours}/bias": TensorPlace(f"{experts}{name}_bias", f"E{out}", turn=turn)
+            for ours, (name, out, turn) in names.items()
+        }
+        return weights | biases | {
+            "mlp/router/weight": TensorPlace(f"{router}weight", "ED", turned=True),
+            "mlp/router/logit_bias": TensorPlace(f"{router}bias", "E"),
+        }
+
+
 def _lacks_balance(model: ModelConfig) -> Lacks:
     return {"balance": "none"} if model.biases_routers else {}
 
@@ -110,5 +135,13 @@ QWEN3_MOE = ExpertFields(
 )
 OLMOE = ExpertFields(
     "num_experts", "num_local_experts", "intermediate_size", "mlp", _PRODUCTS, fixed=(("clip_qkv", None),)
+)
+GPT_OSS = JoinedExpertFields(
+    "num_local_experts",
+    "num_experts",
+    "intermediate_size",
+    "mlp",
+    ("gate_up_proj", "gate_up_proj", "down_proj"),
+    renormalized=True,
 )
 DEEPSEEK = ExpertFields("n_routed_experts", "num_experts", "moe_intermediate_size", "mlp", _PRODUCTS)

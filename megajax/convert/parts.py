@@ -177,12 +177,13 @@ def _write_rope(model: ModelConfig) -> dict[str, Any]:
 _ROPE_OPTIONS = ("rope_theta", "rope_scaling", *dict.fromkeys(ChainMap(*_SCALINGS.values()).values()))
 
 
-def rope(default: float, *, scores: bool = False) -> OptionGroup:
-    """Rotary positions; `default` is the base of the angles if it is missing. With `scores` scaling may multiply scores
-    too."""
+def rope(default: float, *, scores: bool = False, missing: Mapping[str, Any] | None = None) -> OptionGroup:
+    """Rotary positions; `default` is the base of the angles if it is missing, and `missing` their scaling. With
+    `scores` scaling may multiply scores too."""
 
     def read(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
         part = fields.part("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
+        part |= {} if part else missing or {}
         return _read_rope(fields, part, default) | (_read_scores(part) if scores else {})
 
     return OptionGroup((*_ROPE_OPTIONS, *["rope_score_scale"] * scores), read, _write_rope)

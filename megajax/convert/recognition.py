@@ -10,6 +10,7 @@ from megajax.core.models.config import ModelConfig
 
 _SIGNS = (  # in the name of any tensor -> what there is
     (r"\.lora_|^base_model\.model\.", "a peft model whose adapters are not merged (merge_and_unload merges them)"),
+    (r"experts\.\w+_(blocks|scales)$", "MXFP4 weights (transformers widens them with Mxfp4Config(dequantize=True))"),
     (r"\.(qweight|qzeros|SCB|absmax|weight_scale|weight_scale_inv|weight_packed)$", "quantized weights"),
     (r"(^|\.)(vision_|visual\.|image_|multi_modal_projector)", "a model of images and text"),
     (r"^v_head\.", "a model with the value head of TRL"),
@@ -35,7 +36,7 @@ def likely_source(names: Collection[str], exchange: Exchange, model: ModelConfig
         for head, own in other.heads.items():
             if not there <= _every_name(other, own):
                 continue  # soon known, while the names of one model take a trace
-            lacks = other.lacks(model) | {"num_layers": 1, "num_experts": 1 if other.fused else 0, "head": head}
+            lacks = other.lacks(model) | {"num_layers": 1, "num_experts": int("mlp/router/weight" in other.blocks), "head": head}
             known[own.classes[0]] = _names(other, replace(model, **lacks))
     likely = [name for name in known if there and there <= known[name]]
     # One that has them all comes first, then this one.

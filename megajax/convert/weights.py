@@ -2,8 +2,8 @@
 
 Their tensors have no head dims, there is one per layer, and the vocabulary is not padded. Tensors and weights are read
 and made one by one. Letters: V vocabulary, T positions, C classes, D model, Q queries of all heads, G keys or values of
-all their heads, J queries, keys and values together, K head size, O values of all query heads, F feed-forward, E
-experts, X an expert's feed-forward, S a shared expert's, L layers; of latent attention, R the input of queries, Z the
+all their heads, H heads, J queries, keys and values together, K head size, O values of all query heads, F feed-forward, E
+experts, X an expert's feed-forward, Y twice that, S a shared expert's, L layers; of latent attention, R the input of queries, Z the
 latent, W that with the shared key, U keys without it and values of all heads; a digit is a literal size.
 """
 
@@ -36,6 +36,7 @@ class TensorPlace:
     name: str  # their tensor; contains `{layer}` for a layer's weight, and also `{expert}` for an expert's
     dims: str  # theirs, in letters and digits
     third: int | None = None  # which third of the last dim; None: all of it
+    turn: int | None = None  # which of two weights that take turns in the last dim; None: all of it
     turned: bool = False  # theirs is [out, in], like a PyTorch `Linear`, ours [in, out]
     dense: bool = False  # it is a weight of the first layers, which are dense
     # Where theirs has rotary features in pairs, of which ours has the first ones before all second ones: among the last
@@ -106,6 +107,7 @@ class TensorPlaces:
         sizes |= {"E": config.num_experts, "X": config.expert_size, "C": config.num_classes, "1": 1, "2": 2}
         values, rotary = config.num_heads * config.value_head_size, config.rotary_size
         sizes |= {"O": values, "R": config.query_latent_size or config.hidden_size, "S": config.shared_expert_size}
+        sizes |= {"H": config.num_heads, "Y": 2 * config.expert_size}
         sizes |= {"Z": config.latent_size, "W": config.latent_size + rotary}
         sizes |= {"U": queries - config.num_heads * rotary + values}
         places = [*self.shared.values(), *self.blocks.values()]
@@ -192,4 +194,5 @@ def named(path: Any) -> tuple[str, str]:
 def _ours(place: TensorPlace, tensor: Tensor) -> Tensor:
     """The part of a tensor that belongs to our weight, with dims in our order but without head dims."""
     own = tensor if place.third is None else np.split(tensor, 3, axis=-1)[place.third]
+    own = own if place.turn is None else own[..., place.turn :: 2]
     return own.T if place.turned else own

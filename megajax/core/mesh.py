@@ -21,6 +21,7 @@ RULES: Mapping[str, Axes | None] = {
     "mlp": TENSOR,  # columns of the MLP's first matrix, rows of its second
     "experts": EXPERT,  # experts of a mixture
     "expert_mlp": TENSOR,  # like "mlp", in each expert
+    "expert_output": None,  # of a bias that one device of a tensor group adds
     "chunks": None,
     "layers": None,
     "embed": None,
@@ -41,7 +42,7 @@ BATCH_RULES: Mapping[str, Axes | None] = {"tokens": None}
 
 LATENTS = {"latent", "query_latent", "latent_and_key"}
 # Dims of weights inside tensor-parallel regions.
-_IN_REGIONS = {"heads", "kv_heads", "head_size", "mlp", "expert_mlp", "rank"}
+_IN_REGIONS = {"heads", "kv_heads", "head_size", "mlp", "expert_mlp", "expert_output", "rank"}
 
 ROWS = PartitionSpec(ROW_AXES)
 """The spec of arrays with an entry for each row of a batch."""

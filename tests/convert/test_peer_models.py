@@ -95,6 +95,22 @@ MIXTURES |= {
         | {"first_k_dense_replace": 2, "routed_scaling_factor": 1.7, "qk_nope_head_dim": 8},
     ),
 }
+MIXTURES |= {
+    "gpt-oss": (
+        "GptOssForCausalLM",
+        SIZES
+        | CHOSEN
+        | {"num_key_value_heads": 3, "head_dim": 10, "num_local_experts": 6, "sliding_window": 7}
+        | {"rope_parameters": PEER_YARN | {"truncate": False}, "swiglu_limit": 0.3, "eos_token_id": None},
+    ),
+    "gpt-oss, other clamps": (
+        "GptOssForCausalLM",
+        SIZES
+        | CHOSEN
+        | {"num_key_value_heads": 6, "head_dim": 8, "num_local_experts": 10, "swiglu_alpha": 0.9, **TIED}
+        | {"layer_types": ["full_attention"] * 3, "rope_parameters": LINEAR, "eos_token_id": None},
+    ),
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
     "gpt2, other settings": ("GPT2LMHeadModel", GPT2 | OTHER),
@@ -146,6 +162,7 @@ FEW: list[tuple[str, Size]] = [
     ("mixtral", (1, 1, 1)),
     ("qwen3-moe", (1, 1, 1, 2)),
     ("olmoe, sums of shares", (1, 1, 2, 2)),
+    ("gpt-oss", (1, 1, 3, 2)),
     ("deepseek-v3", (1, 1, 2, 2)),
     ("deepseek-v2", (1, 1, 1)),
 ]
@@ -208,17 +225,19 @@ def peer_gradients(peer: Any, batch: dict[str, np.ndarray]) -> tuple[float, dict
     total.backward()
     gradients = {}
     for name, parameter in peer.named_parameters():
-        gradients |= as_stored(name, parameter.grad.numpy(), "Mixtral" in type(peer).__name__)
+        gradients |= as_stored(name, parameter.grad.numpy(), type(peer).__name__)
     biases = ((name, tensor) for name, tensor in peer.named_buffers() if name.endswith("e_score_correction_bias"))
     gradients |= {name: np.zeros(tensor.shape) for name, tensor in biases}  # that are not trained by gradients
     return total.item(), gradients
 
 
-def as_stored(name: str, tensor: np.ndarray, mixtral: bool) -> dict[str, np.ndarray]:
-    """A tensor of a model in memory, where experts are stacked, under its names on disk, where they are not."""
+def as_stored(name: str, tensor: np.ndarray, kind: str) -> dict[str, np.ndarray]:
+    """A tensor of a model in memory, where experts are stacked, under its names on disk, where they are not, except in
+    GPT-OSS."""
+    mixtral = "Mixtral" in kind
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     stored = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
-    if ".experts." not in name:
+    if ".experts." not in name or "GptOss" in kind:
         return {stored: tensor}
     parts = {down: tensor} if "down" in name else dict(zip((gate, up), np.split(tensor, 2, axis=1), strict=True))
     start = stored.rpartition(".")[0]

@@ -46,10 +46,11 @@ def with_padded_values(
 def cudnn_can(q_BTHK: Array, setting: Setting) -> bool:
     """Whether cuDNN's fused attention supports this, judged by types and static values alone: half precision; causal,
     padded and backward sliding-window masks. Its dropout would depend on the mesh, and JAX offers no public way to mask
-    documents."""
+    documents, or to add sinks."""
     visible = setting.visible
     window_fits = visible.window is None or (visible.causal and visible.num_keys_B is None)
     limited = visible.first_key_BT is not None or visible.before_B is not None or not window_fits
+    limited |= setting.sink_H is not None
     fits = cudnn_has(q_BTHK.shape[-1], q_BTHK.dtype) and setting.places == FROM_START
     return fits and setting.dropout.rate == 0 and not limited
 
@@ -79,7 +80,7 @@ def _by_blocks(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) ->
 def attend_in_blocks(method: Method, q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
     """In blocks of queries, with any mask and with dropout that does not depend on the mesh."""
     limits = setting.visible, setting.drop_of_heads(q_BTHK.shape[2])
-    return blocked_attention(method, setting.backend, q_BTHK, k_BSHK, v_BSHK, setting.places, limits)
+    return blocked_attention(method, setting.backend, q_BTHK, k_BSHK, v_BSHK, setting.places, limits, setting.sink_H)
 
 
 class Implementation(NamedTuple):

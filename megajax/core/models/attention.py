@@ -20,7 +20,8 @@ from megajax.core.models.context_attention import attend_to_others
 from megajax.core.models.norms import HeadsNorm, RMSNorm, mean_squares
 from megajax.core.models.rotary import rotated
 from megajax.core.parallel.boundary import RegionBoundary
-from megajax.core.parallel.layers import ColumnParallelLinear, RowParallelLinear, column_parallel, normal
+from megajax.core.parallel.collectives import vary, varying_axes
+from megajax.core.parallel.layers import ColumnParallelLinear, RowParallelLinear, column_parallel, normal, param
 from megajax.core.parallel.random import NamedKey
 from megajax.core.parallel.sites import named, recorded
 
@@ -60,6 +61,8 @@ class Attention(nnx.Module):
         self.query_norm, self.key_norm = (
             self._norm(config, heads[dim], dim) if config.query_key_norm else None for dim in heads
         )
+        sinks = normal(key / "sinks", config.init_std)
+        self.sinks = param((config.num_heads,), ("heads",), sinks) if config.attention_sinks else None
         self.config, self.boundary, self.backend = config, boundary, backend
 
     @staticmethod
@@ -92,7 +95,10 @@ class Attention(nnx.Module):
             )
             k_BSHK = rotated(k_BSHK, context.position_BT, self.config, context.windowed)
             k_BSHK = named(k_BSHK, "rotated_key", split=2, first=self.key.first_part)
-        heads_BTHK, aux = attend(scaled_queries(q_BTHK, self.config), k_BSHK, v_BSHK, context, self.backend)
+        q_BTHK, sinks = scaled_queries(q_BTHK, self.config), {}
+        if self.sinks is not None:
+            sinks = {"sink_H": vary(self.sinks[...], sorted(varying_axes(q_BTHK)))}
+        heads_BTHK, aux = attend(q_BTHK, k_BSHK, v_BSHK, context, self.backend, **sinks)
         return attention_output(heads_BTHK, self.output, context), aux
 
     def _normalized(self, q_BTHK: Array, k_BSHK: Array) -> tuple[Array, Array]:
@@ -121,10 +127,10 @@ def attention_output(heads_BTHK: Array, output: RowParallelLinear, context: Cont
 
 
 def attend_in_context(
-    q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, context: Context, backend: Backend
+    q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, context: Context, backend: Backend, sink_H: Array | None = None
 ) -> tuple[Array, Aux]:
     """Attention of a microbatch's tokens to the tokens visible to them, with dropout."""
-    setting = Setting(context.visible, context.dropout.fold(ATTENTION_WEIGHTS), backend)
+    setting = Setting(context.visible, context.dropout.fold(ATTENTION_WEIGHTS), backend, sink_H=sink_H)
     if context.boundary.context == "none":
         return attend(q_BTHK, k_BSHK, v_BSHK, setting), {}
     return attend_to_others(q_BTHK, k_BSHK, v_BSHK, setting, context.boundary), {}

@@ -6,6 +6,7 @@ Letters: B batch, H heads.
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import Array
 
 from megajax.core.backend import Backend
 from megajax.core.models.attention_mask import FROM_START, AttentionMask, Places
@@ -21,6 +22,7 @@ class Setting(NamedTuple):
     backend: Backend
     places: Places = FROM_START
     head_axes: Axes = TENSOR  # that heads are sharded over
+    sink_H: Array | None = None  # a logit of each of this device's heads (`models/sinks.py`), varying like queries
 
     def drop_of_heads(self, num_heads: int) -> Dropout | None:
         """Dropout for every sample and each of this device's heads, [B, H]."""

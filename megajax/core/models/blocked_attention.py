@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from megajax.core.backend import Backend
 from megajax.core.models.attention_mask import AttentionMask, Places
+from megajax.core.models.sinks import sink_gradients, with_sinks
 from megajax.core.parallel.random import Dropout
 from megajax.core.precision import at_least_fp32
 
@@ -34,39 +36,61 @@ class Method(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def blocked_attention(
-    method: Method, backend: Backend, q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, places: Places, limits: Limits
+    method: Method,
+    backend: Backend,
+    q_BTHK: Array,
+    k_BSHK: Array,
+    v_BSHK: Array,
+    places: Places,
+    limits: Limits,
+    sink_H: Array | None = None,
 ) -> Array:
     """Attention of every head, [B, T, H, K]; dropout bits are hashes of the positions of query and key. The residuals
     are queries, keys and values, the result, and two fp32 numbers per head and query. The backward pass gathers again
     what was gathered.
     """
-    return _forward(method, backend, q_BTHK, k_BSHK, v_BSHK, places, limits)[0]
+    return _forward(method, backend, q_BTHK, k_BSHK, v_BSHK, places, limits, sink_H)[0]
 
 
 def _forward(
-    method: Method, backend: Backend, q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, places: Places, limits: Limits
+    method: Method,
+    backend: Backend,
+    q_BTHK: Array,
+    k_BSHK: Array,
+    v_BSHK: Array,
+    places: Places,
+    limits: Limits,
+    sink_H: Array | None,
 ) -> tuple[Array, tuple]:
     (batch, _, heads, _), kv_heads = q_BTHK.shape, k_BSHK.shape[2]
     keys = (_heads_first(method.gathered(x)) for x in (k_BSHK, v_BSHK))
     inputs = _heads_first(q_BTHK, heads // kv_heads), *keys, *_limits_of_heads(limits, batch, kv_heads)
     forward = partial(method.forward, places=places, block=_block(q_BTHK, places, backend))
     out_NGTK, *statistics_NGT1 = _in_groups(forward, inputs, backend)
+    if sink_H is not None:
+        sink_NG11 = _of_all_heads(sink_H, batch, kv_heads, statistics_NGT1[0].dtype)
+        out_NGTK, *statistics_NGT1 = with_sinks(out_NGTK, *statistics_NGT1, sink_NG11)
     # Named here so that selective recomputation saves them and reruns none of this.
     out_BTHK = checkpoint_name(_heads_last(out_NGTK, batch, heads), "attention_heads")
     statistics_NGT1 = checkpoint_name(statistics_NGT1, "attention_statistics")
-    return out_BTHK, (q_BTHK, k_BSHK, v_BSHK, places, limits, out_BTHK, statistics_NGT1)
+    return out_BTHK, (q_BTHK, k_BSHK, v_BSHK, places, limits, sink_H, out_BTHK, statistics_NGT1)
 
 
 def _backward(method: Method, backend: Backend, residuals: tuple, grad_BTHK: Array) -> tuple[Array | None, ...]:
-    q_BTHK, k_BSHK, v_BSHK, places, limits, out_BTHK, statistics_NGT1 = residuals
+    q_BTHK, k_BSHK, v_BSHK, places, limits, sink_H, out_BTHK, statistics_NGT1 = residuals
     (batch, _, heads, _), kv_heads = q_BTHK.shape, k_BSHK.shape[2]
-    queries = (_heads_first(x, heads // kv_heads) for x in (q_BTHK, out_BTHK, grad_BTHK))
+    queries = [_heads_first(x, heads // kv_heads) for x in (q_BTHK, out_BTHK, grad_BTHK)]
     keys = (_heads_first(method.gathered(x)) for x in (k_BSHK, v_BSHK))
     inputs = *queries, *keys, *_limits_of_heads(limits, batch, kv_heads), statistics_NGT1
     backward = partial(method.backward, places=places, block=_block(q_BTHK, places, backend))
     dq_NGTK, *dkeys = _in_groups(backward, inputs, backend)
     dk_BSHK, dv_BSHK = (method.scattered(_heads_last(x, batch, kv_heads)) for x in dkeys)
-    return _heads_last(dq_NGTK, batch, heads), dk_BSHK, dv_BSHK, None, None
+    dsink_H = None
+    if sink_H is not None:
+        sink_NG11 = _of_all_heads(sink_H, batch, kv_heads, statistics_NGT1[0].dtype)
+        dsink_NGT1 = sink_gradients(*queries[1:], *statistics_NGT1, sink_NG11)
+        dsink_H = jnp.sum(dsink_NGT1.reshape(batch, heads, -1), axis=(0, 2)).astype(sink_H.dtype)
+    return _heads_last(dq_NGTK, batch, heads), dk_BSHK, dv_BSHK, None, None, dsink_H
 
 
 blocked_attention.defvjp(_forward, _backward)
@@ -261,6 +285,11 @@ def _in_groups(function: Callable, inputs: Any, backend: Backend) -> Any:
 def _heads_first(x_BTHK: Array, *group: int) -> Array:
     """[N, T, K], or, for query heads grouped by key heads, [N, G, T, K]."""
     return x_BTHK.swapaxes(1, 2).reshape(-1, *group, x_BTHK.shape[1], x_BTHK.shape[3])
+
+
+def _of_all_heads(sink_H: Array, batch: int, kv_heads: int, dtype: DTypeLike) -> Array:
+    """The sinks of all samples' heads, by key heads."""
+    return jnp.tile(sink_H.astype(dtype).reshape(kv_heads, -1), (batch, 1))[:, :, None, None]
 
 
 def _heads_last(x: Array, batch: int, heads: int) -> Array:

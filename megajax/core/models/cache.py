@@ -62,8 +62,9 @@ def prefill(num_slots: int) -> Attend:
         context: Context,
         backend: Backend,
         latent_BS1L: Array | None = None,
+        sink_H: Array | None = None,
     ) -> tuple[Array, Aux]:
-        heads_BTHK, aux = attend_in_context(q_BTHK, k_BSHK, v_BSHK, context, backend)
+        heads_BTHK, aux = attend_in_context(q_BTHK, k_BSHK, v_BSHK, context, backend, sink_H)
         kept: tuple[Array, Array | None] = (k_BSHK, v_BSHK) if latent_BS1L is None else (latent_BS1L, None)
         return heads_BTHK, aux | {"cache": Cache.of(*kept, num_slots)}
 
@@ -82,6 +83,7 @@ def decode_step(cache: Cache, slot: Array, position_B1: Array, position_BS: Arra
         context: Context,
         backend: Backend,
         scale: float | None = None,
+        sink_H: Array | None = None,
     ) -> tuple[Array, Aux]:
         filled = cache.put(k_B1HK, v_B1HK, slot)
         product = partial(jnp.einsum, preferred_element_type=at_least_fp32(q_B1MK.dtype))
@@ -93,8 +95,14 @@ def decode_step(cache: Cache, slot: Array, position_B1: Array, position_BS: Arra
         seen_B1S = context.visible.mask(position_B1, position_BS)
         assert seen_B1S is not None
         scores_BHGS = jnp.where(seen_B1S[:, None], scores_BHGS, lowest)
-        weights_BHGS = jnp.exp(scores_BHGS - jnp.max(scores_BHGS, axis=-1, keepdims=True))
-        total_BHG1 = jnp.sum(weights_BHGS, axis=-1, keepdims=True)
+        highest_BHG1 = jnp.max(scores_BHGS, axis=-1, keepdims=True)
+        total_BHG1 = jnp.zeros((), scores_BHGS.dtype)
+        if sink_H is not None:
+            sink_1HG1 = sink_H.astype(scores_BHGS.dtype).reshape(1, *scores_BHGS.shape[1:3], 1)
+            highest_BHG1 = jnp.maximum(highest_BHG1, sink_1HG1)
+            total_BHG1 = jnp.exp(sink_1HG1 - highest_BHG1)
+        weights_BHGS = jnp.exp(scores_BHGS - highest_BHG1)
+        total_BHG1 += jnp.sum(weights_BHGS, axis=-1, keepdims=True)
         weights_BHGS = (weights_BHGS / total_BHG1).astype(q_B1MK.dtype)
         value_BHSK = filled.key_BHSK if filled.value_BHSK is None else filled.value_BHSK
         heads_BHGK = product("BHGS,BHSK->BHGK", weights_BHGS, value_BHSK)

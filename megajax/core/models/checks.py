@@ -1,7 +1,7 @@
 """Check that the options of a model fit each other and its family."""
 
 from megajax.core.errors import UserError
-from megajax.core.models.config import ModelConfig
+from megajax.core.models.config import GATED, ModelConfig
 from megajax.core.models.lora_config import LORA_TARGETS, LoraConfig, product_sizes
 from megajax.core.models.registry import FAMILIES
 from megajax.core.options import apart, as_flag, check_read, suggest
@@ -61,6 +61,7 @@ def _check_latent(model: ModelConfig) -> None:
         return
     given = f"with --model.latent-size {model.latent_size}"
     fixed = {"positions": "rotary", "bias": "none", "query_key_norm": False, "num_kv_heads": model.num_heads}
+    fixed |= {"attention_sinks": False}
     for name, value in fixed.items():
         if getattr(model, name) != value:
             flag, valid = (as_flag(f"model.{name}", each) for each in (getattr(model, name), value))
@@ -85,11 +86,6 @@ def _check_experts(model: ModelConfig) -> None:
         raise UserError(
             f"--model.dense-layers {model.dense_layers} with --model.num-layers {model.num_layers}, which leaves no "
             f"layer with experts; valid: 0{f' to {model.num_layers - 1}' if model.num_layers > 1 else ''}"
-        )
-    if model.bias == "all":
-        raise UserError(
-            f"--model.bias all with --model.num-experts {model.num_experts}, whose experts have no "
-            "biases; valid: none or query-key-value"
         )
 
 
@@ -151,7 +147,7 @@ def check_lora(lora: LoraConfig, model: ModelConfig) -> None:
     if "gate" in lora.targets and not model.gated:
         raise UserError(
             f"--lora.targets gate with --model.activation {model.activation}, which has no gate; "
-            "valid: without gate, or --model.activation swiglu or geglu-tanh"
+            f"valid: without gate, or --model.activation {' or '.join(GATED)}"
         )
     if not lora.targets:
         raise UserError(f"--lora.targets is empty; valid: {', '.join(LORA_TARGETS)}")

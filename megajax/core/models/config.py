@@ -21,7 +21,9 @@ from megajax.core.traits import (
     Through,
 )
 
-ACTIVATIONS: dict[str, Any] = dict.fromkeys(("auto", "gelu", "gelu-tanh", "swiglu", "geglu-tanh"))
+GATED = ("swiglu", "geglu-tanh", "swiglu-clamped")
+"""Activations of MLPs with a gate matrix."""
+ACTIVATIONS: dict[str, Any] = dict.fromkeys(("auto", "gelu", "gelu-tanh", *GATED))
 """By `activation`: the functions (`mlp.py` has ours)."""
 NORMS: dict[str, Any] = dict.fromkeys(("layernorm", "rmsnorm", "rmsnorm-1p"))
 """By `norm`: functions of the configuration that make one (`norms.py` has ours)."""
@@ -33,6 +35,7 @@ _ROTARY = OnlyWith("positions", ("rotary",))
 _LATENT = OnlyWith("latent_size")
 _LLAMA3 = OnlyWith("rope_scaling", ("llama3",), ignored=True)
 _YARN = OnlyWith("rope_scaling", ("yarn",), ignored=True)
+_CLAMPED = OnlyWith("activation", ("swiglu-clamped",), ignored=True)
 
 
 def _is_pair(text: str) -> bool:
@@ -323,12 +326,22 @@ class ModelConfig:
     ] = 0.0
     activation: Annotated[
         str,
-        "activation function of the MLP; swiglu and geglu-tanh add a gate matrix; auto: gelu-tanh, or gelu for BERT",
+        f"activation function of the MLP; {', '.join(GATED)} add a gate matrix; auto: gelu-tanh, or gelu for BERT",
         OneOf(ACTIVATIONS),
         WEIGHTS,
     ] = "auto"
+    swiglu_alpha: Annotated[
+        float, "swiglu-clamped: factor of the gate in its sigmoid", above(0, 1000), COMPUTATION, _CLAMPED
+    ] = 1.702
+    swiglu_limit: Annotated[
+        float,
+        "swiglu-clamped: the gate is at most this, and what it multiplies is between minus this and this",
+        above(0, 1e6),
+        COMPUTATION,
+        _CLAMPED,
+    ] = 7.0
     bias: Annotated[
-        Literal["none", "all", "query-key-value"], "which linear layers have biases; all: LayerNorms as well", WEIGHTS
+        Literal["none", "all", "query-key-value"], "which linear layers have biases; all: routers and LayerNorms as well", WEIGHTS
     ] = "all"
     query_key_norm: Annotated[bool, "apply RMSNorm to queries and keys", WEIGHTS] = False
     query_key_norm_over: Annotated[
@@ -337,6 +350,9 @@ class ModelConfig:
         WEIGHTS,
         OnlyWith("query_key_norm"),
     ] = "head"
+    attention_sinks: Annotated[
+        bool, "each head has a learned logit that takes part in the softmax of its scores but has no value", WEIGHTS
+    ] = False
     tied_embedding: Annotated[
         bool, "share the embedding table with the output head", WEIGHTS, HuggingFaceName("tie_word_embeddings", bert="")
     ] = True
@@ -498,7 +514,7 @@ class ModelConfig:
     @property
     def gated(self) -> bool:
         """Whether MLPs have a gate matrix."""
-        return self.activation in ("swiglu", "geglu-tanh")
+        return self.activation in GATED
 
     @property
     def rotary(self) -> bool:

@@ -36,6 +36,7 @@ from megajax.core.parallel.collectives import (
     axis_size,
     exchange,
     gather_shards,
+    own_shard,
     scatter_sum,
     send_on,
     vary,
@@ -109,6 +110,8 @@ def _by_heads(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, setting: Setting) -> 
     times = copies(k_BTHK.shape[HEADS], axis_size(CONTEXT))
     repeated = (jnp.repeat(x, times, HEADS) if times > 1 else x for x in (k_BTHK, v_BTHK))
     q_BSHK, k_BSHK, v_BSHK = (_received(exchange(x, HEADS, TOKENS, CONTEXT)) for x in (q_BTHK, *repeated))
+    if setting.sink_H is not None:
+        setting = setting._replace(sink_H=own_shard(setting.sink_H, 0, CONTEXT))
     heads_BSHK = attend(q_BSHK, k_BSHK, v_BSHK, setting._replace(head_axes=(TENSOR, CONTEXT)))
     return exchange(heads_BSHK, TOKENS, HEADS, CONTEXT)
 

@@ -25,17 +25,18 @@ from jax.typing import DTypeLike
 
 from megajax.core.axes import EXPERT
 from megajax.core.backend import Backend
-from megajax.core.models.config import ACTIVATIONS, ModelConfig
+from megajax.core.models.config import ModelConfig
 from megajax.core.models.context import Context
 from megajax.core.models.grouped import (
     Blocks,
     GroupProducts,
+    group_biased,
     group_input_gradient,
     group_product,
     group_weight_gradient,
     in_blocks,
 )
-from megajax.core.models.mlp import MLP
+from megajax.core.models.mlp import MLP, activated
 from megajax.core.models.router import Router, Routing, attached
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.collectives import (
@@ -65,8 +66,10 @@ class ExpertLinear(nnx.Module):
     copies: Copies | None = None
     stacked, contracted = 1, 1  # dims of the weight that stand for experts, and that go into the product
 
-    def __init__(self, initial: Initializer, shape: tuple[int, ...], dims: tuple[str, ...]):
+    def __init__(self, initial: Initializer, shape: tuple[int, ...], dims: tuple[str, ...], *, bias: bool):
         self.weight, self.by_rows = param(shape, dims, initial), dims[1] != "embed"
+        output = "expert_output" if self.by_rows else dims[2]
+        self.bias = param((shape[0], shape[2]), ("experts", output), jnp.zeros) if bias else None
 
     def freeze(self, scale: float, *adapter: Array) -> None:
         """Freeze the weights W; with an adapter (A and B of every expert), compute with `W + scale · A B`."""
@@ -77,6 +80,15 @@ class ExpertLinear(nnx.Module):
     def use_float8(self, copies: Copies) -> None:
         """Use float8 products with these copies of the weights."""
         self.copies = nnx.data(copies)
+
+    def biased(self, y: Array, blocks: Blocks | None) -> Array:
+        """The product `y` with the bias. By rows `y` is summed over `tensor` later, so one device adds it."""
+        if self.bias is None:
+            return y
+        bias_EO = vary(self.bias[...], sorted(varying_axes(y)))
+        if self.by_rows:
+            bias_EO = jnp.where(axis_index(TENSOR) == 0, bias_EO, jnp.zeros((), bias_EO.dtype))
+        return group_biased(y, bias_EO, blocks)
 
     @property
     def in_float8(self) -> GroupProducts | None:
@@ -114,9 +126,11 @@ def expert_products(
         return group_input_gradient(grads, [weight.array for weight in weights], *blocks)
 
     if factors:
-        return deferred(name, multiply, rows, weights, factors, *beside, input_gradient=of_input)
-    outputs = products(in_float8, rows, weights, *beside) if in_float8 else multiply(rows, weights, *beside)
+        outputs = deferred(name, multiply, rows, weights, factors, *beside, input_gradient=of_input)
+    else:
+        outputs = products(in_float8, rows, weights, *beside) if in_float8 else multiply(rows, weights, *beside)
     for place, linear in enumerate(linears):
+        outputs[place] = linear.biased(outputs[place], blocks)
         if hasattr(linear, "a"):
             a, b = (vary(adapter[...], axes) for adapter in (linear.a, linear.b))
             inner = group_product(rows, a, *beside) * jnp.asarray(linear.scale, rows.dtype)
@@ -129,16 +143,17 @@ class Mixture(nnx.Module):
 
     def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
         experts, hidden, width = config.num_experts, config.hidden_size, config.expert_size
+        bias = config.bias == "all"
 
         def by_columns(name: str) -> ExpertLinear:
             shape, dims = (experts, hidden, width), ("experts", "embed", "expert_mlp")
-            return ExpertLinear(normal(key / "experts" / name, config.init_std), shape, dims)
+            return ExpertLinear(normal(key / "experts" / name, config.init_std), shape, dims, bias=bias)
 
         self.router = Router(config, key / "router", boundary)
         self.gate = by_columns("gate") if config.gated else None
         self.up = by_columns("up")
         residual, shape = normal(key / "experts" / "down", config.residual_init_std), (experts, width, hidden)
-        self.down = ExpertLinear(residual, shape, ("experts", "expert_mlp", "embed"))
+        self.down = ExpertLinear(residual, shape, ("experts", "expert_mlp", "embed"), bias=bias)
         width = config.shared_expert_size
         self.shared = MLP(config, key / "shared", boundary, backend, width) if width else None
         self.config, self.boundary, self.backend = config, boundary, backend
@@ -174,7 +189,7 @@ class Mixture(nnx.Module):
         rows = checkpoint_name(rows, "expert_rows")
         inner = expert_products(rows, self.products["experts_input"], blocks, "experts_input", context.factors)
         inner = [checkpoint_name(y, name) for y, name in zip(inner, names, strict=True)]
-        y = ACTIVATIONS[self.config.activation](*inner)
+        y = activated(inner, self.config)
         return expert_products(y, [self.down], blocks, "experts_output", context.factors)[0]
 
     def _by_capacity(

@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.core.models.attention_mask import AttentionMask, Places
 from megajax.core.models.attention_setting import Setting
+from megajax.core.models.sinks import sink_gradients, with_sinks
 from megajax.core.parallel.collectives import vary, varying_axes
 from megajax.core.parallel.random import Dropout
 from megajax.core.private import has_gpu_kernels
@@ -43,7 +44,7 @@ def attend(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting, exchan
     """Attention of this device's heads, [B, T, H, K]."""
     drop, visible, places = setting.drop_of_heads(q_BTHK.shape[2]), setting.visible, setting.places
     q_BTHK, k_BSHK, v_BSHK = _alike(q_BTHK, k_BSHK, v_BSHK, beside=(visible, places, drop))
-    return _attention(exchange, q_BTHK, k_BSHK, v_BSHK, visible, places, drop)
+    return _attention(exchange, q_BTHK, k_BSHK, v_BSHK, visible, places, drop, setting.sink_H)
 
 
 def _alike(*arrays: Array, beside: Any) -> list[Array]:
@@ -60,32 +61,52 @@ def _attention(
     visible: AttentionMask,
     places: Places,
     drop_BH: Dropout | None,
+    sink_H: Array | None,
 ) -> Array:
-    return _forward(exchange, q_BTHK, k_BSHK, v_BSHK, visible, places, drop_BH)[0]
+    return _forward(exchange, q_BTHK, k_BSHK, v_BSHK, visible, places, drop_BH, sink_H)[0]
 
 
 def _forward(
-    exchange: KeyExchange, q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, *limits: Any
+    exchange: KeyExchange, q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, *others: Any
 ) -> tuple[Array, tuple[Any, ...]]:
     from megajax.core.kernels.attention import attention  # JAX 0.10 lacks what it imports
 
+    *limits, sink_H = others
     k_all, v_all = map(exchange.gathered, (k_BSHK, v_BSHK))
     outputs = attention(q_BTHK, k_all, v_all, seen(q_BTHK, k_all, *limits))
     out_BTHK, sums_BHT = _alike(*outputs, beside=q_BTHK)
+    if sink_H is not None:
+        highest_BTH1, sink_11H1 = _by_query(sums_BHT), _of_heads(sink_H)
+        ones_BTH1 = jnp.ones_like(highest_BTH1)
+        out_BTHK, highest_BTH1, total_BTH1 = with_sinks(out_BTHK, highest_BTH1, ones_BTH1, sink_11H1)
+        sums_BHT = (highest_BTH1 + jnp.log(total_BTH1))[..., 0].swapaxes(1, 2)
     # Selective recomputation saves both by name, so that no kernel runs twice.
     out_BTHK = checkpoint_name(out_BTHK, "attention_heads")
     sums_BHT = checkpoint_name(sums_BHT, "attention_statistics")
-    return out_BTHK, (q_BTHK, k_BSHK, v_BSHK, limits, out_BTHK, sums_BHT)
+    return out_BTHK, (q_BTHK, k_BSHK, v_BSHK, limits, sink_H, out_BTHK, sums_BHT)
 
 
 def _backward(exchange: KeyExchange, residuals: tuple[Any, ...], grad_BTHK: Array) -> tuple[Array | None, ...]:
     from megajax.core.kernels.attention import gradients
 
-    q_BTHK, k_BSHK, v_BSHK, limits, out_BTHK, sums_BHT = residuals
+    q_BTHK, k_BSHK, v_BSHK, limits, sink_H, out_BTHK, sums_BHT = residuals
     k_all, v_all = map(exchange.gathered, (k_BSHK, v_BSHK))
     sees = seen(q_BTHK, k_all, *limits)
     grads = _alike(*gradients(q_BTHK, k_all, v_all, out_BTHK, sums_BHT, grad_BTHK, sees), beside=(q_BTHK, k_all))
-    return grads[0], exchange.scattered(grads[1]), exchange.scattered(grads[2]), None, None, None
+    dsink_H = None
+    if sink_H is not None:
+        sums_BTH1 = _by_query(sums_BHT)
+        dsink_BTH1 = sink_gradients(out_BTHK, grad_BTHK, sums_BTH1, jnp.ones_like(sums_BTH1), _of_heads(sink_H))
+        dsink_H = jnp.sum(dsink_BTH1, axis=(0, 1, 3)).astype(sink_H.dtype)
+    return grads[0], exchange.scattered(grads[1]), exchange.scattered(grads[2]), None, None, None, dsink_H
+
+
+def _by_query(x_BHT: Array) -> Array:
+    return x_BHT.swapaxes(1, 2)[..., None]
+
+
+def _of_heads(sink_H: Array) -> Array:
+    return sink_H.astype(jnp.float32)[None, None, :, None]
 
 
 _attention.defvjp(_forward, _backward)

@@ -196,6 +196,18 @@ def group_product(rows: Array, weight_EIO: Array, blocks: Blocks | None = None) 
     return jnp.einsum("eni,eio->eno", rows, weight_EIO)
 
 
+def group_biased(y: Array, bias_EO: Array, blocks: Blocks | None = None) -> Array:
+    """Outputs [E, N, O], or [R, O] in blocks, each with its group's bias; blocks without rows have none, so that their
+    gradients are in no sum."""
+    if blocks is None:
+        return y + bias_EO[:, None]
+    group_M = blocks.group_MG.astype(jnp.int32).reshape(-1)
+    of_block_MO = jnp.take(bias_EO, group_M, axis=0, mode="clip", indices_are_sorted=True)
+    used_M = jnp.arange(len(group_M), dtype=jnp.int32) < blocks.used.astype(jnp.int32)
+    of_block_MO = jnp.where(used_M[:, None], of_block_MO, jnp.zeros((), y.dtype))
+    return (y.reshape(len(group_M), -1, y.shape[1]) + of_block_MO[:, None]).reshape(y.shape)
+
+
 def group_input_gradient(grads: Sequence[Array], weights_EIO: Sequence[Array], blocks: Blocks | None = None) -> Array:
     """The gradient of rows that several products have in common."""
     pairs = zip(grads, weights_EIO, strict=True)

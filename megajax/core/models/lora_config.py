@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from megajax.core.models.config import ModelConfig
+from megajax.core.models.config import GATED, ModelConfig
 from megajax.core.options import AT_LEAST_ZERO
 from megajax.core.traits import ADAPTERS, ShrinkRule
 
@@ -30,7 +30,7 @@ class LoraConfig:
     alpha: Annotated[float, "LoRA scale: adapters are multiplied by this / lora.rank", ADAPTERS] = 16.0
     targets: Annotated[
         tuple[str, ...],
-        f"layers that get adapters, of {', '.join(LORA_TARGETS)} (gate: of swiglu and geglu-tanh)",
+        f"layers that get adapters, of {', '.join(LORA_TARGETS)} (gate: of {', '.join(GATED)})",
         ADAPTERS,
     ] = ("attention", "mlp")
 

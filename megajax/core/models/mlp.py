@@ -4,6 +4,8 @@ Letters: B batch, T tokens, D model, F feed-forward.
 """
 
 import math
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -37,7 +39,7 @@ class MLP(nnx.Module):
         self.up = by_columns("up")
         residual = normal(key / "down", config.residual_init_std)
         self.down = RowParallelLinear(residual, boundary, (width, hidden), ("mlp", "embed"), backend, bias=bias)
-        self.boundary, self.activation = boundary, config.activation
+        self.boundary, self.config = boundary, config
 
     @property
     def products(self) -> dict[str, tuple]:
@@ -49,8 +51,14 @@ class MLP(nnx.Module):
         names = ("mlp_up",) if self.gate is None else ("mlp_gate", "mlp_up")
         inner = column_parallel(x_BTD, *self.products["mlp_input"], name="mlp_input", factors=context.factors)
         inner = [named(y_BTF, name, split=2) for y_BTF, name in zip(inner, names, strict=True)]
-        inner_BTF = named(ACTIVATIONS[self.activation](*inner), "mlp_activation", split=2)
+        inner_BTF = named(activated(inner, self.config), "mlp_activation", split=2)
         return named(self.down(inner_BTF, "mlp_output", context.factors), "mlp_output", self.boundary.split), {}
+
+
+def activated(inner: Sequence[Array], config: ModelConfig) -> Array:
+    """A model's activation of one product, or of that with the gate matrix and another."""
+    values = [getattr(config, name) for name in _OPTIONS.get(config.activation, ())]
+    return ACTIVATIONS[config.activation](*inner, *values)
 
 
 @jax.checkpoint
@@ -65,6 +73,17 @@ def gated(gate_BTF: Array, up_BTF: Array) -> Array:
     """`SiLU(gate) * up`, where SiLU is `x sigmoid(x)`."""
     dtype = at_least_fp32(gate_BTF.dtype)
     return (jax.nn.silu(gate_BTF.astype(dtype)) * up_BTF.astype(dtype)).astype(gate_BTF.dtype)
+
+
+@partial(jax.checkpoint, static_argnums=(2, 3))
+def gated_in_limits(gate_BTF: Array, up_BTF: Array, alpha: float, limit: float) -> Array:
+    """`gate sigmoid(alpha gate) * (up + 1)` of a gate that is at most `limit`, and another product that is between
+    -`limit` and `limit`, as in GPT-OSS."""
+    dtype = at_least_fp32(gate_BTF.dtype)
+    most, factor, one = (jnp.asarray(value, dtype) for value in (limit, alpha, 1))
+    gate = jnp.minimum(gate_BTF.astype(dtype), most)
+    up = jnp.clip(up_BTF.astype(dtype), -most, most)
+    return (gate * jax.nn.sigmoid(factor * gate) * (up + one)).astype(gate_BTF.dtype)
 
 
 @jax.checkpoint
@@ -100,3 +119,5 @@ def _normal_distribution(x_BTF: Array) -> Array:
 
 
 ACTIVATIONS.update({"gelu": gelu, "gelu-tanh": gelu_tanh, "swiglu": gated, "geglu-tanh": geglu_tanh})
+ACTIVATIONS["swiglu-clamped"] = gated_in_limits
+_OPTIONS = {"swiglu-clamped": ("swiglu_alpha", "swiglu_limit")}  # whose values it takes

@@ -38,6 +38,7 @@ FAMILIES = {
             "activation": "gelu",
             "bias": "all",
             "query_key_norm": False,
+            "attention_sinks": False,
             "latent_size": 0,
             "tied_embedding": True,
             "scaled_embedding": False,

@@ -44,12 +44,13 @@ class Routing(NamedTuple):
 
 
 class Router(nnx.Module):
-    """Scores `softmax(X R)` or `sigmoid(X R)` in at least fp32, and the K largest, with groups those in the best
+    """Scores `softmax(X R + b)` or `sigmoid(X R + b)` in at least fp32, and the K largest, with groups those in the best
     groups; in a tie the lower index wins. Padding chooses no expert, and counts in no loss and no figure."""
 
     def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary):
         experts = config.num_experts
         self.weight = param((config.hidden_size, experts), ("embed", "features"), normal(key, config.init_std))
+        self.logit_bias = param((experts,), ("features",), jnp.zeros) if config.bias == "all" else None
         self.bias = param((experts,), ("features",), jnp.zeros) if config.biases_routers else None
         self.boundary, self.config = boundary, config
 
@@ -61,6 +62,8 @@ class Router(nnx.Module):
         real_B = jnp.maximum(jnp.sum(context.real_BT, axis=1), 1).astype(dtype)  # tokens of the whole sequence
         weight_DE = self.weight[...].astype(dtype)
         logits_BTE = jnp.einsum("btd,de->bte", x_BTD.astype(dtype), weight_DE, precision=lax.Precision.HIGHEST)
+        if self.logit_bias is not None:
+            logits_BTE = logits_BTE + self.logit_bias[...].astype(dtype)[None, None]
         logits_BTE = named(logits_BTE, "router_logits", self.boundary.split)
         share_BTE = _SCORES[config.router_scores](logits_BTE)
         chosen_BTK = jnp.where(real_BT1, self._chosen(lax.stop_gradient(share_BTE)), config.num_experts)

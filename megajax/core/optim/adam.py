@@ -14,7 +14,7 @@ from megajax.core.parallel.collectives import sum_over, varying_axes
 from megajax.core.precision import at_least_fp32
 
 Tree = Any
-NOT_DECAYED = ("bias", "scale")  # names of norm weights and of all biases
+NOT_DECAYED = ("bias", "logit_bias", "scale", "sinks")  # names of norm weights, of attention sinks and of all biases
 WINDOW = 64  # recent gradient norms whose median is taken
 FEWEST = 16  # norms needed before the median counts
 

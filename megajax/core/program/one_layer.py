@@ -71,7 +71,8 @@ class OneLayer:
             start = jnp.asarray([self.length - own], jnp.int32)
             places, tokens = Places.with_keys_before(start, self.num_keys - own), [slice(self.length - own, None)]
         visible = context.visible.of_queries(lambda x_BT: jnp.concatenate([x_BT[:, each] for each in tokens], axis=1))
-        return Setting(visible, context.dropout.fold(ATTENTION_WEIGHTS), backend, places)
+        sink_H = jnp.zeros((self.heads,), self.dtype) if self.model.attention_sinks else None
+        return Setting(visible, context.dropout.fold(ATTENTION_WEIGHTS), backend, places, sink_H=sink_H)
 
     @property
     def num_queries(self) -> int:

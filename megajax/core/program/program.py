@@ -241,4 +241,5 @@ def _fusible(config: StepConfig, dropout: float) -> bool:
     model = config.model
     has_heads = cudnn_has(model.head_size, COMPUTE_DTYPE[config.precision]) and model.value_head_size <= model.head_size
     visible = AttentionMask.of_model(model, model.sequence_length)
-    return has_heads and dropout == 0 and not config.data.reset_attention and visible.window_of_some is None
+    limited = config.data.reset_attention or visible.window_of_some is not None or model.attention_sinks
+    return has_heads and dropout == 0 and not limited
