@@ -5,6 +5,7 @@ Letters: B batch, T queries, S keys, H heads, of keys and values maybe fewer, K 
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -76,10 +77,11 @@ def _forward(
     outputs = attention(q_BTHK, k_all, v_all, seen(q_BTHK, k_all, *limits))
     out_BTHK, sums_BHT = _alike(*outputs, beside=q_BTHK)
     if sink_H is not None:
-        highest_BTH1, sink_11H1 = _by_query(sums_BHT), _of_heads(sink_H)
-        ones_BTH1 = jnp.ones_like(highest_BTH1)
-        out_BTHK, highest_BTH1, total_BTH1 = with_sinks(out_BTHK, highest_BTH1, ones_BTH1, sink_11H1)
-        sums_BHT = (highest_BTH1 + jnp.log(total_BTH1))[..., 0].swapaxes(1, 2)
+        sums_BTH1 = _natural(sums_BHT)
+        out_BTHK, highest_BTH1, total_BTH1 = with_sinks(
+            out_BTHK, sums_BTH1, jnp.ones_like(sums_BTH1), _of_heads(sink_H)
+        )
+        sums_BHT = ((highest_BTH1 + jnp.log(total_BTH1)) / math.log(2))[..., 0].swapaxes(1, 2)
     # Selective recomputation saves both by name, so that no kernel runs twice.
     out_BTHK = checkpoint_name(out_BTHK, "attention_heads")
     sums_BHT = checkpoint_name(sums_BHT, "attention_statistics")
@@ -95,14 +97,15 @@ def _backward(exchange: KeyExchange, residuals: tuple[Any, ...], grad_BTHK: Arra
     grads = _alike(*gradients(q_BTHK, k_all, v_all, out_BTHK, sums_BHT, grad_BTHK, sees), beside=(q_BTHK, k_all))
     dsink_H = None
     if sink_H is not None:
-        sums_BTH1 = _by_query(sums_BHT)
+        sums_BTH1 = _natural(sums_BHT)
         dsink_BTH1 = sink_gradients(out_BTHK, grad_BTHK, sums_BTH1, jnp.ones_like(sums_BTH1), _of_heads(sink_H))
         dsink_H = jnp.sum(dsink_BTH1, axis=(0, 1, 3)).astype(sink_H.dtype)
     return grads[0], exchange.scattered(grads[1]), exchange.scattered(grads[2]), None, None, None, dsink_H
 
 
-def _by_query(x_BHT: Array) -> Array:
-    return x_BHT.swapaxes(1, 2)[..., None]
+def _natural(sums_BHT: Array) -> Array:
+    """Logarithms to base e, [B, T, H, 1]."""
+    return sums_BHT.swapaxes(1, 2)[..., None] * math.log(2)
 
 
 def _of_heads(sink_H: Array) -> Array:

@@ -23,6 +23,7 @@ from megajax.core.models.attention_setting import Setting
 from megajax.core.models.blocked_attention import OWN_KEYS
 from megajax.core.models.context_attention import attend_to_others
 from megajax.core.parallel.boundary import RegionBoundary
+from megajax.core.parallel.collectives import vary, varying_axes
 from megajax.core.parallel.random import Dropout
 from megajax.core.private import has_gpu_kernels, interpreted_kernels
 
@@ -64,6 +65,7 @@ GRID = {
     "rate": [0.25, 0.0],
     "kv_heads": [1, 2],
     "dtype": ["bfloat16", "float16"],
+    "sinks": [False, True],
 }
 ROWS = list(itertools.product(*GRID.values()))
 PAIRS = list(itertools.combinations(range(len(GRID)), 2))
@@ -73,21 +75,26 @@ PAIRWISE = [ROWS[number] for number in cover(ROWS, PAIRS)]
 def found_and_expected(
     row: tuple, *, gathered: bool = False, detect_races: bool = False
 ) -> tuple[bool, list[list[np.ndarray]]]:
-    """Whether a race was found; and output and gradients of queries, keys and values by the kernels, by blocks, and by
-    blocks in fp32. `gathered`: by the devices of a context group, which the interpreter has one of."""
-    size, limits, rate, kv_heads, dtype = row
+    """Whether a race was found; and output and gradients of queries, keys, values and maybe sinks by the kernels, by
+    blocks, and by blocks in fp32. `gathered`: by the devices of a context group, which the interpreter has one of."""
+    size, limits, rate, kv_heads, dtype, sinks = row
     visible, places, *lengths = LIMITS[limits]
     drop = Dropout.at(rate, 3, jnp.int32(2), jnp.arange(BATCH, dtype=jnp.int32))
     rng = np.random.default_rng(zlib.crc32(repr(row).encode()))
     heads = (HEADS, lengths[0]), (kv_heads, lengths[1]), (kv_heads, lengths[1]), (HEADS, lengths[0])
     inputs = [jnp.asarray(rng.normal(size=(BATCH, length, h, size)), dtype) for h, length in heads]
+    sinks_H = [jnp.asarray(rng.normal(1, 1, HEADS), dtype)] if sinks else []
     setting = Setting(visible, drop, GPU, places)
 
     def run(attend, *inputs):
         @jax.jit
-        @partial(jax.shard_map, mesh=make_mesh(jax.devices()[:1]), in_specs=(split,) * 4, out_specs=(split,) * 4)
-        def both(q, k, v, grad):
-            out, pull = jax.vjp(lambda *qkv: attend(*qkv, setting), q, k, v)
+        @partial(jax.shard_map, mesh=make_mesh(jax.devices()[:1]), in_specs=specs, out_specs=specs)
+        def both(q, k, v, grad, *sink_H):
+            def attention(q, k, v, *sink_H):
+                varying = vary(sink_H, sorted(varying_axes(q)))
+                return attend(q, k, v, setting._replace(sink_H=varying[0] if varying else None))
+
+            out, pull = jax.vjp(attention, q, k, v, *sink_H)
             return out, *pull(grad)
 
         return [np.asarray(x, np.float32) for x in both(*inputs)]
@@ -95,6 +102,7 @@ def found_and_expected(
     kernels, blocks, split = fused_attention.attend, partial(attend_in_blocks, OWN_KEYS), SPLIT
     if gathered:
         kernels, blocks, split = in_group("kernel"), in_group("blocks"), P(None, "context", "tensor")
+    inputs, specs = [*inputs, *sinks_H], (split,) * 4 + (P("tensor"),) * sinks
     with interpreted_kernels(detect_races=detect_races) as races:
         by_kernels = run(kernels, *inputs)
         raced = races()
@@ -109,7 +117,9 @@ def in_group(implementation: str) -> Callable[..., jax.Array]:
 
 
 def check(row: tuple, **options: bool) -> None:
-    are_as_near(*found_and_expected(row, **options)[1])
+    kernels, rounded, expected = found_and_expected(row, **options)[1]
+    are_as_near(kernels[:4], rounded[:4], expected[:4])
+    np.testing.assert_allclose(kernels[4:], expected[4:], rtol=0.02)  # of sinks, which are too few to compare roundings
 
 
 def are_as_near(found: list[np.ndarray], rounded: list[np.ndarray], expected: list[np.ndarray]) -> None:
@@ -127,7 +137,7 @@ def name(row: tuple) -> str:
 
 def test_kernels_are_attention() -> None:
     """By one row; `test_pairwise.py` has every pair of features, in less time, of a tile of queries."""
-    check((64, "two tiles of queries", 0.25, 1, "bfloat16"))
+    check((64, "two tiles of queries", 0.25, 1, "bfloat16", True))
 
 
 @pytest.mark.full
@@ -139,10 +149,10 @@ def test_kernels_are_attention_in_the_pairwise_grid(row: tuple) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("size", GRID["size"])
 def test_no_race(size: int) -> None:
-    assert not found_and_expected((size, "two pieces", 0.25, 1, "bfloat16"), detect_races=True)[0]
+    assert not found_and_expected((size, "two pieces", 0.25, 1, "bfloat16", False), detect_races=True)[0]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("limits", ["causal", "documents in a window"])
 def test_gathered_keys(limits: str) -> None:
-    check((64, limits, 0.25, 1, "bfloat16"), gathered=True)
+    check((64, limits, 0.25, 1, "bfloat16", True), gathered=True)
