@@ -23,13 +23,14 @@ CLASSES = {
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "olmoe": "OlmoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "megatron-bert": "MegatronBertForPreTraining",
     "bert": "BertForPreTraining",
 }
 DECODERS = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "olmo3")
-MIXTURES = ("mixtral", "qwen3_moe", "olmoe")
+MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
 DEEPSEEKS = ("deepseek_v3", "deepseek_v2")
 ORDERS = {"megatron-bert": "pre", "bert": "post"}
 TASKS = {"classes": "SequenceClassification", "span": "QuestionAnswering", "choice": "MultipleChoice"}  # by our head
@@ -57,7 +58,7 @@ _GPT2 = {"vocab_size": 101, "n_positions": 24, "n_embd": 24, "n_layer": 2, "n_he
 _GPT2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 SETTINGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(DECODERS, _DECODER),
-    "mixtral": _DECODER | {"num_local_experts": 5, "num_experts_per_tok": 2},
+    **dict.fromkeys(("mixtral", "gpt_oss"), _DECODER | {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen3_moe": _MIXTURE | {"moe_intermediate_size": 14},
     "olmoe": _MIXTURE | {"head_dim": 4},
     "olmo3": _DECODER | {"head_dim": 4},
@@ -159,7 +160,7 @@ def _bert_shapes(fields: dict[str, Any], kind: str, head: str, classes: int) -> 
 def _decoder_shapes(fields: dict[str, Any], kind: str) -> Shapes:
     width, inner, size = fields["hidden_size"], fields["intermediate_size"], fields["head_dim"]
     queries, keys = (fields[f"num_{name}_heads"] * size for name in ("attention", "key_value"))
-    everywhere = bool(fields.get("attention_bias"))
+    everywhere = bool(fields.get("attention_bias")) or kind == "gpt_oss"
     shapes: Shapes = {"model.embed_tokens.weight": (fields["vocab_size"], width), "model.norm.weight": (width,)}
     if not fields.get("tie_word_embeddings", kind == "gemma3_text"):
         shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"]
@@ -180,7 +181,13 @@ def _decoder_shapes(fields: dict[str, Any], kind: str) -> Shapes:
             ("self_attn.o_proj", (width, queries), everywhere),
         ]
         products = [("gate_proj", (inner, width)), ("up_proj", (inner, width)), ("down_proj", (width, inner))]
-        if kind in MIXTURES:
+        if kind == "gpt_oss":
+            experts, own = fields["num_local_experts"], f"{start}mlp.experts."
+            linear.append(("mlp.router", (experts, width), True))
+            shapes[f"{start}self_attn.sinks"] = (fields["num_attention_heads"],)
+            for name, inside, outside in ("gate_up_proj", width, 2 * inner), ("down_proj", inner, width):
+                shapes |= {own + name: (experts, inside, outside), f"{own}{name}_bias": (experts, outside)}
+        elif kind in MIXTURES:
             linear += _expert_shapes(fields, kind)
         else:
             linear += [(f"mlp.{name}", shape, everywhere) for name, shape in products]

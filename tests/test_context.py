@@ -48,7 +48,7 @@ GRID: dict[str, list] = {
     "zero": [0, 1, 3],
     "sequence_parallel": [False, True],
 }
-MODELS = {"llama": LLAMA, "few keys": LLAMA | {"num_kv_heads": 2}}
+MODELS = {"llama": LLAMA, "few keys": LLAMA | {"num_kv_heads": 2, "attention_sinks": True}}
 SCORED = ["few keys", "bert-pre", "bert-post-classes", "bert-pre-span"]
 MODELS["lora"] = LLAMA | {"lora": LoraConfig(rank=2)}
 

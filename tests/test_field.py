@@ -28,7 +28,7 @@ from parity_grid import (
     pairwise,
     row,
 )
-from tiny import GEMMA, LATENT, LLAMA, MIXTURE, full, tiny_config
+from tiny import GEMMA, GPT_OSS, LATENT, LLAMA, MIXTURE, full, tiny_config
 
 from megajax.core.backend import CPU, HOPPER
 from megajax.core.models.lora_config import LoraConfig
@@ -141,6 +141,8 @@ def test_mixtures_of_experts(each: tuple) -> None:
 
 MIXED = SMALL | MIXTURE | {"num_layers": 1, "sequence_length": 8, "num_experts": 4, "global_batch": 4, "vocab_size": 21}
 MIXED |= {"num_heads": 4}
+LIMITED = MIXED | LATENT | {"num_experts": 4, "expert_groups": 2, "balance": "both", "share_scale": 2.5}
+MIXED |= GPT_OSS
 IN_8_BITS = [
     of_grid(row(mesh=(1, 2, 4), weight_gradients="deferred", sequence_parallel=True, model="qwen3")),
     tiny_config((1, 1, 2), expert=2, dense_layers=1, bf16_layers="1,1", remat="selective", **MIXED | {"num_layers": 3}),
@@ -176,7 +178,6 @@ def test_dropless_experts_in_the_blocks_of_kernels() -> None:
 
 PLAIN_QUERIES = {"query_latent_size": 0}
 LATER = {"weight_gradients": "deferred", "num_layers": 2}
-LIMITED = MIXED | LATENT | {"num_experts": 4, "expert_groups": 2, "balance": "both", "share_scale": 2.5}
 OF_LATENTS = {
     "mixture, sequence, deferred": LATER
     | LIMITED

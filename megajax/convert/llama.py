@@ -317,6 +317,7 @@ _KINDS = (  # a model that fits several is exported as the first of them
         experts=QWEN3_MOE,
         model_type="qwen3_moe",
     ),
+    _Kind("Olmoe", query_key_norm="width", heads="fill", norm_epsilon=1e-5, experts=OLMOE),
     _Kind(
         "GptOss",
         biases=("all",),
@@ -337,6 +338,5 @@ _KINDS = (  # a model that fits several is exported as the first of them
         parts=(_CLAMPED,),
         model_type="gpt_oss",
     ),
-    _Kind("Olmoe", query_key_norm="width", heads="fill", norm_epsilon=1e-5, experts=OLMOE),
 )
 EXCHANGES = tuple(map(_exchange, _KINDS))

@@ -8,7 +8,7 @@ import pytest
 from hugging_face import LLAMA3, YARN, refusal, write_model
 
 TYPES = '"gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3_text", "olmo3", "mixtral", "qwen3_moe", "olmoe", '
-TYPES += '"deepseek_v3", "deepseek_v2", "megatron-bert", "bert"'
+TYPES += '"gpt_oss", "deepseek_v3", "deepseek_v2", "megatron-bert", "bert"'
 COMMON_RATE = r"all the same, or --model\.dropout"
 
 # The model, and its head after a blank; a field of its config.json, its value, what would be valid.
@@ -68,6 +68,9 @@ FIELDS: list[tuple[str, str, Any, str]] = [
     ("qwen3_moe", "norm_topk_prob", "no", "true or false"),
     ("qwen3_moe", "attention_bias", True, "false"),
     ("olmoe", "clip_qkv", 8.0, "null"),
+    ("gpt_oss", "attention_bias", False, "true"),
+    ("gpt_oss", "swiglu_limit", 0, "a finite number, more than 0"),
+    ("gpt_oss", "hidden_act", "gelu", '"silu"'),
     ("olmoe", "attention_bias", True, "false"),
     ("olmoe", "head_dim", 8, "null, 4"),
     ("olmoe", "sliding_window", 5, "null"),

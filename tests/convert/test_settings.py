@@ -29,7 +29,7 @@ from hugging_face import (
     refusal,
     write_model,
 )
-from tiny import tiny_config, tiny_program
+from tiny import GPT_OSS, tiny_config, tiny_program
 
 from megajax.convert.families import exchange_for
 from megajax.convert.importing import import_hf, open_source
@@ -119,6 +119,19 @@ READ: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         | {"query_key_norm_over": "head", "rope_theta": 1e4, "norm_epsilon": 1e-6},
     ),
     ("qwen3_moe", WINDOW | {"norm_topk_prob": True}, {"sliding_window": 5, "renormalize_shares": True}),
+    (
+        "gpt_oss",
+        {"num_hidden_layers": 4, "swiglu_limit": 5, "rope_scaling": YARN | {"truncate": False}, "rope_theta": 7e4},
+        {"sliding_window": 128, "window_layers": "1,1", "bias": "all", "attention_sinks": True, "rope_theta": 7e4}
+        | {"activation": "swiglu-clamped", "swiglu_limit": 5.0, "swiglu_alpha": 1.702, "rope_truncate": False}
+        | {"expert_size": 40, "renormalize_shares": True, "rope_factor": 3.0, "rope_original_length": 8},
+    ),
+    (
+        "gpt_oss",
+        {"layer_types": ["full_attention"] * 2, "swiglu_alpha": 2, "sliding_window": None},
+        {"rope_scaling": "yarn", "rope_factor": 32.0, "rope_original_length": 4096, "rope_theta": 15e4}
+        | {"sliding_window": 0, "swiglu_alpha": 2.0, "rope_truncate": False},
+    ),
     ("olmoe", {"head_dim": None}, {"query_key_norm": True, "query_key_norm_over": "width", "head_size": 4}),
 ]
 
@@ -175,6 +188,7 @@ def test_what_older_files_lack(tmp_path: Path) -> None:
             {"num_experts": 4, "experts_per_token": 2, "query_key_norm": True, "query_key_norm_over": "width"},
             "OlmoeForCausalLM",
         ),
+        ({"num_experts": 4, "experts_per_token": 2, **GPT_OSS}, "GptOssForCausalLM"),
     ],
 )
 def test_the_class_of_a_model(options: dict[str, Any], expected: str) -> None:
@@ -224,6 +238,7 @@ PLACES = {
     "mixtral": (_ATTENTION | {"mlp/router": "block_sparse_moe.gate"}, *_DECODER),
     "qwen3_moe": (_ATTENTION | _QWEN3 | {"mlp/router": "mlp.gate"}, *_DECODER),
     "olmoe": (_ATTENTION | _QWEN3 | {"mlp/router": "mlp.gate"}, *_DECODER),
+    "gpt_oss": (_ATTENTION | {"mlp/router": "mlp.router"}, *_DECODER),
     "megatron-bert": (_BERT | _PRE, _HEADS | {"norm": "bert.encoder.ln"}, _TABLES),
     "bert": (_BERT | _POST, _HEADS | {"norm": "bert.embeddings.LayerNorm"}, _TABLES),
 }
@@ -243,10 +258,14 @@ def test_where_the_weights_are(kind: str, tmp_path: Path) -> None:
         found = {name.removeprefix(module): leaf for name, leaf in ours.items() if name.startswith(module)}
         assert found, module
         for name, leaf in found.items():
-            expected = theirs[f"{prefix}.{name.replace('scale', 'weight')}"].T
+            expected = theirs[f"{prefix}.{name.replace('scale', 'weight').replace('logit_', '')}"].T
             own = leaf[1] if module.startswith("blocks") else leaf
             np.testing.assert_array_equal(own.reshape(expected.shape), expected, err_msg=module)
-    for name in ("gate", "up", "down") if kind in MIXTURES else ():
+    for turn, name in enumerate(("gate", "up") if kind == "gpt_oss" else ()):
+        for part, suffix in ("weight", ""), ("bias", "_bias"):
+            expected = theirs[f"{start}mlp.experts.gate_up_proj{suffix}"][..., turn::2]
+            np.testing.assert_array_equal(ours[f"blocks/mlp/{name}/{part}"][1], expected)
+    for name in ("gate", "up", "down") if kind in MIXTURES and kind != "gpt_oss" else ():
         own = f"block_sparse_moe.experts.3.{_MIXTRAL[name]}" if kind == "mixtral" else f"mlp.experts.3.{name}_proj"
         np.testing.assert_array_equal(ours[f"blocks/mlp/{name}/weight"][1, 3], theirs[f"{start}{own}.weight"].T)
     for name, tensor in tables.items():

@@ -6,7 +6,7 @@ their tests.
 """
 
 from fault import Caught, Fault
-from tiny import LATENT, MIXTURE
+from tiny import GPT_OSS, LATENT, MIXTURE
 
 from megajax.core.models.lora_config import LoraConfig
 
@@ -37,6 +37,7 @@ ON_SHARED_SEQUENCES = ON_EXPERTS | {"mesh": (1, 1, 2, 1), "expert": 1}
 ON_SHARED_BALANCE = ON_SHARED_SEQUENCES | {"balance": "loss", "balance_coefficient": 0.3}
 ON_BIASES = ON_EXPERTS | {"balance": "bias"}
 ON_AVERAGED_BIASES = ON_BIASES | {"ema": 0.5}
+WITH_SINKS = {"attention_sinks": True}
 ON_LATENTS = ON_TENSOR | LATENT
 ON_GROUPS = ON_DROPLESS | {"router_scores": "sigmoid", "expert_groups": 2}
 BERT = {"family": "bert"}
@@ -580,6 +581,16 @@ ROWS: dict[str, dict[str, Row]] = {
             ),
             named("value of layer 1, backward", ON_HEADS),
         ),
+        "sinks count once for each device of the group": (
+            "core.models.sinks.with_sinks",
+            ("jnp.exp(sink - most)", "__import__('jax').lax.axis_size('context') * jnp.exp(sink - most)"),
+            named("attention_heads of layer 0, forward", ON_CONTEXT | WITH_SINKS),
+        ),
+        "exchanged heads have the sinks of the first ones": (
+            "core.models.context_attention._by_heads",
+            ("own_shard(setting.sink_H, 0, CONTEXT)", "setting.sink_H[: q_BSHK.shape[HEADS]]"),
+            named("attention_heads of layer 0, forward", ON_HEADS | WITH_SINKS),
+        ),
         "of a key's gradient the last block of queries' stays": (
             "core.models.blocked_attention._added",
             ("total_NKS.at[:, :, keys].add(block)", "total_NKS.at[:, :, keys].set(block)"),
@@ -741,6 +752,11 @@ ROWS: dict[str, dict[str, Row]] = {
                 "(vary(linear.weight[...], axes), axis_size(EXPERT))",
             ),
             gradient("blocks/mlp/", ON_DROPLESS),
+        ),
+        "every device of a tensor group adds the biases of experts": (
+            "core.models.experts.ExpertLinear.biased",
+            ("axis_index(TENSOR) == 0", "axis_index(TENSOR) >= 0"),
+            named("experts_output of layer 0, forward", ON_DROPLESS | GPT_OSS | {"mesh": (1, 1, 2), "expert": 1}),
         ),
         "a capacity is of a device's own tokens": (
             "core.models.experts.Mixture._by_capacity",

@@ -116,8 +116,10 @@ class Plain:
             self.model.query_scalar or q_BTHK.shape[-1]
         )
         scores_BHTS = np.where(seen_BTS[:, None], scores_BHTS, -np.inf)
+        sink_H11 = np.reshape(weights.get("sinks", np.full(self.model.num_heads, -np.inf)), (-1, 1, 1))
         exp_BHTS = np.exp(scores_BHTS - scores_BHTS.max(-1, keepdims=True))
-        probability_BHTS = self.dropped(exp_BHTS / exp_BHTS.sum(-1, keepdims=True), layer, ATTENTION_WEIGHTS)
+        total_BHT1 = exp_BHTS.sum(-1, keepdims=True) + np.exp(sink_H11 - scores_BHTS.max(-1, keepdims=True))
+        probability_BHTS = self.dropped(exp_BHTS / total_BHT1, layer, ATTENTION_WEIGHTS)
         y_BTHK = np.einsum("BHTS,BSHK->BTHK", probability_BHTS, v_BSHK)
         return np.einsum("BTHK,HKD->BTD", y_BTHK, weights["output"]["weight"]) + weights["output"].get("bias", 0)
 
@@ -126,6 +128,10 @@ class Plain:
         if self.model.activation == "swiglu":
             gate_BTF = linear(weights["gate"], x_BTD)
             x_BTF = x_BTF * gate_BTF / (1 + np.exp(-gate_BTF))
+        elif self.model.activation == "swiglu-clamped":
+            limit, gate_BTF = self.model.swiglu_limit, linear(weights["gate"], x_BTD)
+            gate_BTF = np.where(gate_BTF < limit, gate_BTF, limit)
+            x_BTF = (1 + np.clip(x_BTF, -limit, limit)) * gate_BTF / (1 + np.exp(-self.model.swiglu_alpha * gate_BTF))
         elif self.model.activation == "geglu-tanh":
             x_BTF = x_BTF * self.gelu(linear(weights["gate"], x_BTD))
         else:

@@ -38,6 +38,7 @@ REFUSED = {  # preset and table of options -> values, and a part of the line
         ),
         ({"layer_order": "post"}, "--model.layer-order post with --model.family decoder; valid: pre"),
         ({"activation": "relu"}, "valid: auto, gelu, gelu-tanh, swiglu"),
+        ({"swiglu_limit": 0.0}, "--model.swiglu-limit 0.0; valid: more than 0"),
         ({"rope_scaling": "dynamic"}, "valid: none, linear, llama3, yarn"),
         (
             {"rope_scaling": "yarn", "rope_beta_slow": 33.0},
@@ -61,6 +62,11 @@ REFUSED = {  # preset and table of options -> values, and a part of the line
             "--model.query-key-norm with --model.latent-size 512; valid: --no-model.query-key-norm",
         ),
         ({"num_kv_heads": 8}, "--model.num-kv-heads 8 with --model.latent-size 512; valid: --model.num-kv-heads 16"),
+        (
+            {"attention_sinks": True},
+            "--model.attention-sinks with --model.latent-size 512; valid: --no-model.attention-sinks",
+        ),
+        ({"bias": "all"}, "--model.bias all with --model.latent-size 512; valid: --model.bias none"),
         ({"latent_size": 0}, "--model.rotary-size 64 with --model.latent-size 0; valid: "),
         ({"expert_groups": 3}, "--model.expert-groups 3 with --model.num-experts 64; valid: a divisor of it"),
         ({"expert_groups": 64}, "valid: a divisor of it, with two experts or more in each group"),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from field import loss_and_exact_gradients
 from plain import EMBEDDING, Decoder, Plain, cross_entropy, linear
-from tiny import GEMMA, OLMO2, drawn_params, full, tiny_config, tiny_program
+from tiny import GEMMA, GPT_OSS, OLMO2, drawn_params, full, tiny_config, tiny_program
 
 from megajax.core.batch import IGNORED
 from megajax.core.program.program import Program
@@ -40,6 +40,7 @@ WORDS = {
     | {"num_kv_heads": 2, "head_size": 6, "query_key_norm": True, "query_key_norm_over": "width", "norm_epsilon": 0.1},
     "gemma 3": GEMMA | {"num_kv_heads": 4, "head_size": 6, "rope_scaling": "linear", "rope_factor": 3.0},
     "olmo 3": OLMO2 | {"window_layers": "0,1,1", "rope_theta": 30.0},
+    "gpt-oss without experts": LLAMA | GPT_OSS | {"num_kv_heads": 2, "head_size": 6, "sliding_window": 4},
     "gpt-2 without biases": {"bias": "none", "num_kv_heads": 4, "norm": "layernorm", "sliding_window": 5},
     "layernorm with swiglu": {"activation": "swiglu", "positions": "rotary", "head_size": 4, "query_key_norm": True},
 }
