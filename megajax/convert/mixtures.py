@@ -38,7 +38,7 @@ class ExpertFields:
     def sizes(self) -> OptionGroup:
         """Numbers and sizes of experts."""
         sizes = ("num_experts", "experts_per_token", "mlp_size", "expert_size")
-        return OptionGroup(sizes, self._read, self._write, lambda model: {} if model.num_experts else {"num_experts": 8})
+        return OptionGroup(sizes, self._read, self._write, _lacks_experts)
 
     def _read(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
         for name in self.no_mlps:
@@ -95,19 +95,18 @@ class JoinedExpertFields(ExpertFields):
     def places(self, layer: str) -> dict[str, TensorPlace]:
         router, experts = f"{layer}{self.module}.router.", f"{layer}{self.module}.experts."
         gate, up, down = self.products
-        names = {"gate": (gate, "Y", 0), "up": (up, "Y", 1), "down": (down, "D", None)}
-        weights = {
-            f"mlp/{ours}/weight": TensorPlace(f"{experts}{name}", f"E{'X' if ours == 'down' else 'D'}{out}", turn=turn)
-            for ours, (name, out, turn) in names.items()
-        }
-        biases = {
-            f"mlp/{ours}/bias": TensorPlace(f"{experts}{name}_bias", f"E{out}", turn=turn)
-            for ours, (name, out, turn) in names.items()
-        }
-        return weights | biases | {
+        found = {
             "mlp/router/weight": TensorPlace(f"{router}weight", "ED", turned=True),
             "mlp/router/logit_bias": TensorPlace(f"{router}bias", "E"),
         }
+        for ours, name, dims, turn in (("gate", gate, "DY", 0), ("up", up, "DY", 1), ("down", down, "XD", None)):
+            found[f"mlp/{ours}/weight"] = TensorPlace(f"{experts}{name}", f"E{dims}", turn=turn)
+            found[f"mlp/{ours}/bias"] = TensorPlace(f"{experts}{name}_bias", f"E{dims[1]}", turn=turn)
+        return found
+
+
+def _lacks_experts(model: ModelConfig) -> Lacks:
+    return {} if model.num_experts else {"num_experts": 8}
 
 
 def _lacks_balance(model: ModelConfig) -> Lacks:

@@ -36,7 +36,8 @@ def likely_source(names: Collection[str], exchange: Exchange, model: ModelConfig
         for head, own in other.heads.items():
             if not there <= _every_name(other, own):
                 continue  # soon known, while the names of one model take a trace
-            lacks = other.lacks(model) | {"num_layers": 1, "num_experts": int("mlp/router/weight" in other.blocks), "head": head}
+            one = {"num_layers": 1, "num_experts": int("mlp/router/weight" in other.blocks)}
+            lacks = other.lacks(model) | one | {"head": head}
             known[own.classes[0]] = _names(other, replace(model, **lacks))
     likely = [name for name in known if there and there <= known[name]]
     # One that has them all comes first, then this one.

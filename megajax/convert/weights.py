@@ -2,9 +2,9 @@
 
 Their tensors have no head dims, there is one per layer, and the vocabulary is not padded. Tensors and weights are read
 and made one by one. Letters: V vocabulary, T positions, C classes, D model, Q queries of all heads, G keys or values of
-all their heads, H heads, J queries, keys and values together, K head size, O values of all query heads, F feed-forward, E
-experts, X an expert's feed-forward, Y twice that, S a shared expert's, L layers; of latent attention, R the input of queries, Z the
-latent, W that with the shared key, U keys without it and values of all heads; a digit is a literal size.
+all their heads, H heads, J queries, keys and values together, K head size, O values of all query heads, F feed-forward,
+E experts, X an expert's feed-forward, Y twice that, S a shared expert's, L layers; of latent attention, R the input of
+queries, Z the latent, W that with the shared key, U keys without it and values of all heads; a digit is a literal size.
 """
 
 import dataclasses

@@ -14,7 +14,7 @@ COMMON_RATE = r"all the same, or --model\.dropout"
 # The model, and its head after a blank; a field of its config.json, its value, what would be valid.
 FIELDS: list[tuple[str, str, Any, str]] = [
     *(("gpt2", "model_type", kind, TYPES)
-      for kind in ("gemma", "phi3", "qwen2_moe", "glm4", "gpt_oss", "llama4", "mistral3")),
+      for kind in ("gemma", "phi3", "qwen2_moe", "glm4", "glm4_moe", "llama4", "mistral3")),
     ("gpt2", "quantization_config", {"quant_method": "gptq"}, "null, with weights in F32, F16 or BF16"),
     ("gpt2", "activation_function", "relu", '"gelu_new", "gelu_pytorch_tanh", "gelu"'),
     ("gpt2", "layer_norm_epsilon", 0, "more than 0"),

@@ -29,7 +29,7 @@ class Seen(NamedTuple):
 
 
 def attention(q_BTHK: Array, k_BSNK: Array, v_BSNK: Array, seen: Seen) -> tuple[Array, Array]:
-    """Attention, [B, T, H, K], and the log-sum-exp of each query, to base 2, fp32 [B, H, T], which `gradients` needs."""
+    """Attention, [B, T, H, K], and the log-sum-exp of each query to base 2, fp32 [B, H, T], which `gradients` needs."""
     length = q_BTHK.shape[1]
     q, k, v = (_padded(x, 1) for x in (q_BTHK, k_BSNK, v_BSNK))
     out_BTHK, sums_BHT = forward(q, k, v, _rows(seen), _form(q_BTHK, seen))

@@ -341,7 +341,9 @@ class ModelConfig:
         _CLAMPED,
     ] = 7.0
     bias: Annotated[
-        Literal["none", "all", "query-key-value"], "which linear layers have biases; all: routers and LayerNorms as well", WEIGHTS
+        Literal["none", "all", "query-key-value"],
+        "which linear layers have biases; all: experts, routers and LayerNorms as well",
+        WEIGHTS,
     ] = "all"
     query_key_norm: Annotated[bool, "apply RMSNorm to queries and keys", WEIGHTS] = False
     query_key_norm_over: Annotated[

@@ -44,8 +44,9 @@ class Routing(NamedTuple):
 
 
 class Router(nnx.Module):
-    """Scores `softmax(X R + b)` or `sigmoid(X R + b)` in at least fp32, and the K largest, with groups those in the best
-    groups; in a tie the lower index wins. Padding chooses no expert, and counts in no loss and no figure."""
+    """Scores `softmax(X R + b)` or `sigmoid(X R + b)`, in at least fp32 and maybe without b, and the K largest, with
+    groups those in the best groups; in a tie the lower index wins. Padding chooses no expert, and counts in no loss and
+    no figure."""
 
     def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary):
         experts = config.num_experts

@@ -1,8 +1,8 @@
-"""Attention sinks (Xiao et al., arXiv 2309.17453; learned, as in GPT-OSS): a logit of each head takes part in the softmax
-but has no value, so that a token need not attend to any other.
+"""Attention sinks (Xiao et al., arXiv 2309.17453; learned, as in GPT-OSS): a logit of each head takes part in the
+softmax but has no value, so that a token need not attend to any other.
 
-Any attention that returns the statistics of its softmax can have them: they change only its sum. The gradients of
-queries, keys and values then follow from the new result and the new statistics by the same formulas.
+Any attention can have them that returns the statistics of its softmax, since only the sum of that changes. The
+gradients of queries, keys and values follow from the new result and the new statistics by the same formulas.
 """
 
 import jax.numpy as jnp
