@@ -66,13 +66,13 @@ def _forward(
     keys = (_heads_first(method.gathered(x)) for x in (k_BSHK, v_BSHK))
     inputs = _heads_first(q_BTHK, heads // kv_heads), *keys, *_limits_of_heads(limits, batch, kv_heads)
     forward = partial(method.forward, places=places, block=_block(q_BTHK, places, backend))
-    out_NGTK, *statistics_NGT1 = _in_groups(forward, inputs, backend)
+    out_NGTK, highest_NGT1, total_NGT1 = _in_groups(forward, inputs, backend)
     if sink_H is not None:
-        sink_NG11 = _of_all_heads(sink_H, batch, kv_heads, statistics_NGT1[0].dtype)
-        out_NGTK, *statistics_NGT1 = with_sinks(out_NGTK, *statistics_NGT1, sink_NG11)
+        sink_NG11 = _of_all_heads(sink_H, batch, kv_heads, total_NGT1.dtype)
+        out_NGTK, highest_NGT1, total_NGT1 = with_sinks(out_NGTK, highest_NGT1, total_NGT1, sink_NG11)
     # Named here so that selective recomputation saves them and reruns none of this.
     out_BTHK = checkpoint_name(_heads_last(out_NGTK, batch, heads), "attention_heads")
-    statistics_NGT1 = checkpoint_name(statistics_NGT1, "attention_statistics")
+    statistics_NGT1 = checkpoint_name((highest_NGT1, total_NGT1), "attention_statistics")
     return out_BTHK, (q_BTHK, k_BSHK, v_BSHK, places, limits, sink_H, out_BTHK, statistics_NGT1)
 
 
@@ -87,8 +87,9 @@ def _backward(method: Method, backend: Backend, residuals: tuple, grad_BTHK: Arr
     dk_BSHK, dv_BSHK = (method.scattered(_heads_last(x, batch, kv_heads)) for x in dkeys)
     dsink_H = None
     if sink_H is not None:
-        sink_NG11 = _of_all_heads(sink_H, batch, kv_heads, statistics_NGT1[0].dtype)
-        dsink_NGT1 = sink_gradients(*queries[1:], *statistics_NGT1, sink_NG11)
+        (_, out_NGTK, grad_NGTK), (highest_NGT1, total_NGT1) = queries, statistics_NGT1
+        sink_NG11 = _of_all_heads(sink_H, batch, kv_heads, total_NGT1.dtype)
+        dsink_NGT1 = sink_gradients(out_NGTK, grad_NGTK, highest_NGT1, total_NGT1, sink_NG11)
         dsink_H = jnp.sum(dsink_NGT1.reshape(batch, heads, -1), axis=(0, 2)).astype(sink_H.dtype)
     return _heads_last(dq_NGTK, batch, heads), dk_BSHK, dv_BSHK, None, None, dsink_H
 
