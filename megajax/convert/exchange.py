@@ -61,6 +61,7 @@ class Exchange:
         default_factory=dict
     )  # as in `TensorPlaces`, unless they are weights of the model
     unused: tuple[str, ...] = ()  # as in `TensorPlaces`
+    quantized: str = ""  # the `quant_method` that is read, widened
     spelling: Spelling = lambda _: str  # as in `TensorPlaces`, like the next
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 

@@ -23,10 +23,13 @@ def exchange_of(fields: Fields) -> Exchange:
     """
     by_type = {exchange.model_type: exchange for exchange in EXCHANGES}
     fields.check("model_type", *by_type, missing=None)
+    exchange = by_type[fields["model_type"]]
+    if exchange.quantized and fields.part("quantization_config").get("quant_method") == exchange.quantized:
+        fields.pop("quantization_config")
     for name, valid in _NULL.items():
         if fields.get(name) is not None:
             raise fields.refusal(name, fields[name], valid)
-    return by_type[fields["model_type"]]
+    return exchange
 
 
 def exchange_for(model: ModelConfig, came_from: str, name: str) -> Exchange:

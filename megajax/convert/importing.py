@@ -99,6 +99,9 @@ class StoredWeights:
         for name, parts in self._places.fused_tensors(config).items():
             if name in there:
                 self._tensors.split(name, parts)
+        for name in self._places.shapes(config):
+            if {f"{name}_blocks", f"{name}_scales"} <= there.keys():
+                self._tensors.widen(name)
         self._spelled = self._places.spelling(there)
         self.fresh: dict[str, tuple[str, ...]] = {}
         missing: set[str] = set()

@@ -263,6 +263,7 @@ def _exchange(kind: _Kind) -> Exchange:
         blocks=kind.blocks(),
         copies={"lm_head.weight": "model.embed_tokens.weight"},
         unused=(f"{LAYER}self_attn.rotary_emb.inv_freq",),  # older versions stored the angles
+        quantized=kind.experts.quantized if kind.experts else "",
         spelling=kind.experts.spelling if kind.experts else lambda _: str,
         fused=kind.experts.fused(LAYER) if kind.experts else {},
     )

@@ -22,6 +22,7 @@ class ExpertFields:
     products: tuple[str, str, str]  # gate, up and down
     renormalized: bool = False  # whether shares always sum to 1; otherwise a field says so
     fixed: tuple[tuple[str, Any], ...] = ()  # other fields that have one value
+    quantized: str = ""  # as in `Exchange`
     no_mlps: tuple[str, ...] = ()  # fields that list layers with an MLP; must be empty or null
 
     def parts(self) -> tuple[OptionGroup, ...]:
@@ -142,5 +143,6 @@ GPT_OSS = JoinedExpertFields(
     "mlp",
     ("gate_up_proj", "gate_up_proj", "down_proj"),
     renormalized=True,
+    quantized="mxfp4",
 )
 DEEPSEEK = ExpertFields("n_routed_experts", "num_experts", "moe_intermediate_size", "mlp", _PRODUCTS)

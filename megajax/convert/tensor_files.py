@@ -36,6 +36,7 @@ class _Stored(NamedTuple):
     file: Any
     name: str  # there
     part: tuple[int, slice] | None = None  # its own part of that one: an index, and rows
+    scales: "_Stored | None" = None  # where those of its blocks are, if it is in MXFP4
 
 
 class TensorFiles:
@@ -91,6 +92,17 @@ class TensorFiles:
                 own = slice(rows * number, rows * (number + 1))
                 self._files[part], self.shapes[part] = stored._replace(part=(index, own)), (rows, shape[2])
 
+    def widen(self, name: str) -> None:
+        """Replace MXFP4 blocks and scales, [E, O, G, 16] and [E, O, G] bytes, by the weights [E, I, O] that they stand
+        for: in a block 32 numbers of 4 bits, two in a byte, with one scale."""
+        blocks, scales = (self._files.pop(f"{name}_{part}") for part in ("blocks", "scales"))
+        shape, of_scales = (self.shapes.pop(f"{name}_{part}") for part in ("blocks", "scales"))
+        found = f"{list(shape)} {_dtype(blocks)} with scales {list(of_scales)} {_dtype(scales)}"
+        if len(shape) != 4 or shape[3] != 16 or of_scales != shape[:3] or {*map(_dtype, (blocks, scales))} != {"U8"}:
+            valid = "16 bytes (U8) a block, and one for its scale"
+            raise UserError(f"{blocks.path}: {name}_blocks has shape {found}; valid: {valid}")
+        self._files[name], self.shapes[name] = blocks._replace(scales=scales), (shape[0], 32 * shape[2], shape[1])
+
     def check(
         self, shapes: Mapping[str, tuple[int, ...]], kind: str, look: Callable[[], str] = str, by: str = "config.json"
     ) -> None:
@@ -126,13 +138,24 @@ class TensorFiles:
         stored = self._files[name]
         found = stored.file.get_slice(stored.name)[stored.part] if stored.part else stored.file.get_tensor(stored.name)
         tensor: npt.NDArray[np.float32] = found.astype(np.float32)
+        if stored.scales:
+            tensor = _widened(found, stored.scales.file.get_tensor(stored.scales.name))
         if not np.isfinite(tensor).all():
             raise UserError(f"{stored.path}: {name} has values that are NaN or infinite; valid: finite numbers")
         return tensor
 
 
 def _dtype(stored: _Stored) -> str:
-    return str(stored.file.get_slice(stored.name).get_dtype())
+    """MXFP4 counts as the smallest dtype that holds all its numbers."""
+    return "BF16" if stored.scales else str(stored.file.get_slice(stored.name).get_dtype())
+
+
+def _widened(blocks_EOG: npt.NDArray[np.uint8], scales_EOG: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    """The numbers of MXFP4 blocks, the lower half of each byte first (OCP Microscaling Formats 1.0)."""
+    codes = np.stack([blocks_EOG & 15, blocks_EOG >> 4], axis=-1).view(ml_dtypes.float4_e2m1fn)
+    wide = codes.reshape(*scales_EOG.shape, 32).astype(np.float32)
+    wide *= scales_EOG.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)[..., None]
+    return wide.reshape(*scales_EOG.shape[:2], -1).swapaxes(1, 2)
 
 
 def listed(names: Sequence[str]) -> str:

@@ -69,6 +69,8 @@ FIELDS: list[tuple[str, str, Any, str]] = [
     ("qwen3_moe", "attention_bias", True, "false"),
     ("olmoe", "clip_qkv", 8.0, "null"),
     ("gpt_oss", "attention_bias", False, "true"),
+    ("gpt_oss", "quantization_config", {"quant_method": "gptq"}, "null, with weights in F32, F16 or BF16"),
+    ("mixtral", "quantization_config", {"quant_method": "mxfp4"}, "null, with weights in F32, F16 or BF16"),
     ("gpt_oss", "swiglu_limit", 0, "a finite number, more than 0"),
     ("gpt_oss", "hidden_act", "gelu", '"silu"'),
     ("olmoe", "attention_bias", True, "false"),

@@ -21,6 +21,7 @@ from hugging_face import (
     assert_same,
     class_of,
     random_tensors,
+    refusal,
     tensors_in,
     write_model,
 )
@@ -96,6 +97,38 @@ def test_import_then_export(kind: str, dtype: str, settings: dict[str, Any], tmp
     export_hf(run, export_config(run), tmp_path / "wide", dtype="fp32")
     wide = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
     assert_same(load_file(tmp_path / "wide" / "model.safetensors"), wide)
+
+
+def test_mxfp4_is_widened(tmp_path: Path) -> None:
+    """As gpt-oss is published: exactly, and exported in bf16; blocks of another shape are refused."""
+    settings: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64}
+    config = settings | {"quantization_config": {"quant_method": "mxfp4"}}
+    expected, rng = random_tensors("gpt_oss", ml_dtypes.bfloat16, **settings), np.random.default_rng(1)
+    stored, numbers = dict(expected), np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    for name in [name for name in expected if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inside, outside = stored.pop(name).shape
+        blocks = rng.integers(0, 256, (experts, outside, inside // 32, 16), np.uint8)
+        scales = rng.integers(100, 140, blocks.shape[:3], np.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        index = np.indices((experts, inside, outside))
+        byte = blocks[index[0], index[2], index[1] // 32, index[1] % 32 // 2]
+        scale = 2.0 ** (scales[index[0], index[2], index[1] // 32].astype(int) - 127)
+        expected[name] = (numbers[np.where(index[1] % 2, byte // 16, byte % 16)] * scale).astype(ml_dtypes.bfloat16)
+    source = open_source(write_model(tmp_path / "hf", "gpt_oss", stored, **config))
+    import_hf(source, tmp_path / "run")
+    export_hf(tmp_path / "run", export_config(tmp_path / "run"), tmp_path / "back")
+    found = tensors_in(tmp_path / "back")
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        np.testing.assert_array_equal(tensor, expected[name])
+    assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
+    stored["model.layers.0.mlp.experts.down_proj_scales"] = stored["model.layers.0.mlp.experts.down_proj_scales"][
+        ..., :1
+    ]
+    line = refusal(write_model(tmp_path / "hf", "gpt_oss", stored, **config))
+    assert (
+        "down_proj_blocks has shape [5, 32, 2, 16] U8 with scales [5, 32, 1] U8; valid: 16 bytes (U8) a block" in line
+    )
 
 
 @pytest.mark.parametrize(
