@@ -228,7 +228,6 @@ def test_biases_follow_loads():
         ({"remat": "stage"}, "--train.remat stage with experts"),
         ({"dense_layers": 4}, "--model.dense-layers 4 with --model.num-layers 4, which leaves no layer"),
         ({"dense_layers": 2, "mesh": (1, 4, 1)}, "--mesh.pipe 4 with --model.num-layers 4 less --model.dense-layers 2"),
-        ({"bias": "all"}, "--model.bias all with --model.num-experts 8"),
     ],
 )
 def test_what_cannot_work_is_one_line(options, words):
