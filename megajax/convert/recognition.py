@@ -10,7 +10,10 @@ from megajax.core.models.config import ModelConfig
 
 _SIGNS = (  # in the name of any tensor -> what there is
     (r"\.lora_|^base_model\.model\.", "a peft model whose adapters are not merged (merge_and_unload merges them)"),
-    (r"_(blocks|scales)$|\.(qweight|qzeros|SCB|absmax|weight_scale|weight_scale_inv|weight_packed)$", "quantized weights"),
+    (
+        r"_(blocks|scales)$|\.(qweight|qzeros|SCB|absmax|weight_scale|weight_scale_inv|weight_packed)$",
+        "quantized weights",
+    ),
     (r"(^|\.)(vision_|visual\.|image_|multi_modal_projector)", "a model of images and text"),
     (r"^v_head\.", "a model with the value head of TRL"),
     (r"^layers\.\d+\.(attention|feed_forward)\.|^tok_embeddings\.", "the own format of Meta or Mistral"),

@@ -5,7 +5,7 @@ from typing import Any
 
 from megajax.core.config import LOSSES, METRICS
 from megajax.core.errors import UserError
-from megajax.core.models.config import ACTIVATIONS, NORMS
+from megajax.core.models.registry import ACTIVATIONS, NORMS
 from megajax.core.optim.config import OPTIMIZERS, SCHEDULES
 from megajax.data.config import DATA_SETS
 from megajax.settings.config import TRACKERS

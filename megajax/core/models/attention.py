@@ -18,7 +18,7 @@ from megajax.core.models.config import ModelConfig
 from megajax.core.models.context import Context
 from megajax.core.models.context_attention import attend_to_others
 from megajax.core.models.norms import HeadsNorm, RMSNorm, mean_squares
-from megajax.core.models.rotary import rotated
+from megajax.core.models.rotary import rotated, score_scale
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.collectives import vary, varying_axes
 from megajax.core.parallel.layers import ColumnParallelLinear, RowParallelLinear, column_parallel, normal, param
@@ -114,9 +114,8 @@ class Attention(nnx.Module):
 
 def scaled_queries(q_BTHK: Array, config: ModelConfig) -> Array:
     """Queries with the model's own factor of scores: `attend` divides these by the square root of the head size."""
-    if config.score_scale == 1:
-        return q_BTHK
-    return named(q_BTHK * jnp.asarray(config.score_scale, q_BTHK.dtype), "scaled_query", split=2)
+    scale = score_scale(config)
+    return q_BTHK if scale == 1 else named(q_BTHK * jnp.asarray(scale, q_BTHK.dtype), "scaled_query", split=2)
 
 
 def attention_output(heads_BTHK: Array, output: RowParallelLinear, context: Context) -> Array:

@@ -1,9 +1,9 @@
 """Check that the options of a model fit each other and its family."""
 
 from megajax.core.errors import UserError
-from megajax.core.models.config import GATED, ModelConfig
+from megajax.core.models.config import ModelConfig
 from megajax.core.models.lora_config import LORA_TARGETS, LoraConfig, product_sizes
-from megajax.core.models.registry import FAMILIES
+from megajax.core.models.registry import FAMILIES, GATED
 from megajax.core.options import apart, as_flag, check_read, suggest
 
 

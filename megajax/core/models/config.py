@@ -1,12 +1,11 @@
 """Configuration of models: the sizes of their weights, what their layers compute, and what they predict."""
 
-import math
 import re
 from collections import ChainMap
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from megajax.core.models.registry import DECODER, EARLIER_NAMES, FAMILIES
+from megajax.core.models.registry import ACTIVATIONS, DECODER, EARLIER_NAMES, FAMILIES, GATED, NORMS
 from megajax.core.models.window_layers import are_turns, in_each_layer
 from megajax.core.options import AT_LEAST_ONE, AT_LEAST_ZERO, SHARE, OneOf, Range, above, between
 from megajax.core.traits import (
@@ -20,13 +19,6 @@ from megajax.core.traits import (
     Size,
     Through,
 )
-
-GATED = ("swiglu", "geglu-tanh", "swiglu-clamped")
-"""Activations of MLPs with a gate matrix."""
-ACTIVATIONS: dict[str, Any] = dict.fromkeys(("auto", "gelu", "gelu-tanh", *GATED))
-"""By `activation`: the functions (`mlp.py` has ours)."""
-NORMS: dict[str, Any] = dict.fromkeys(("layernorm", "rmsnorm", "rmsnorm-1p"))
-"""By `norm`: functions of the configuration that make one (`norms.py` has ours)."""
 
 _WITH_EXPERTS = OnlyWith("num_experts")
 _SIZE = between(0, 1_000_000)
@@ -471,12 +463,6 @@ class ModelConfig:
     def value_head_size(self) -> int:
         """Size of a head's values."""
         return self.value_size or self.head_size
-
-    @property
-    def score_scale(self) -> float:
-        """Factor of attention's scores besides `head_size ** -0.5`."""
-        growth = self.rope_score_scale * math.log(self.rope_factor) if self.rope_scaling == "yarn" else 0.0
-        return (0.1 * growth + 1) ** 2 * (self.head_size / (self.query_scalar or self.head_size)) ** 0.5
 
     @property
     def forward_only(self) -> "ModelConfig":

@@ -202,7 +202,8 @@ def group_biased(y: Array, bias_EO: Array, blocks: Blocks | None = None) -> Arra
     if blocks is None:
         return y + bias_EO[:, None]
     group_M = blocks.group_MG.astype(jnp.int32).reshape(-1)
-    of_block_MO = jnp.take(bias_EO, group_M, axis=0, mode="clip", indices_are_sorted=True)
+    wide_EO = bias_EO.astype(at_least_fp32(y.dtype))  # so that its gradient is a sum of that dtype
+    of_block_MO = jnp.take(wide_EO, group_M, axis=0, mode="clip", indices_are_sorted=True).astype(y.dtype)
     used_M = jnp.arange(len(group_M), dtype=jnp.int32) < blocks.used.astype(jnp.int32)
     of_block_MO = jnp.where(used_M[:, None], of_block_MO, jnp.zeros((), y.dtype))
     return (y.reshape(len(group_M), -1, y.shape[1]) + of_block_MO[:, None]).reshape(y.shape)

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from megajax.core.models.config import GATED, ModelConfig
+from megajax.core.models.config import ModelConfig
+from megajax.core.models.registry import GATED
 from megajax.core.options import AT_LEAST_ZERO
 from megajax.core.traits import ADAPTERS, ShrinkRule
 

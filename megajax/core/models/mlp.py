@@ -14,8 +14,9 @@ from flax import nnx
 from jax import Array, lax
 
 from megajax.core.backend import Backend
-from megajax.core.models.config import ACTIVATIONS, ModelConfig
+from megajax.core.models.config import ModelConfig
 from megajax.core.models.context import Context
+from megajax.core.models.registry import ACTIVATIONS
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.layers import ColumnParallelLinear, RowParallelLinear, column_parallel, normal
 from megajax.core.parallel.random import NamedKey

@@ -10,7 +10,8 @@ from flax import nnx
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.core.models.config import NORMS, ModelConfig
+from megajax.core.models.config import ModelConfig
+from megajax.core.models.registry import NORMS
 from megajax.core.models.remat import SQUARES
 from megajax.core.parallel.collectives import TENSOR, axis_size, f, g
 from megajax.core.parallel.layers import param

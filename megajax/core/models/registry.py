@@ -1,4 +1,4 @@
-"""Model families by name (`model.family`). No JAX here: a family's module is imported when it is needed."""
+"""Model families, activations and norms by name. No JAX here: a family's module is imported when it is needed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -50,3 +50,10 @@ FAMILIES = {
 }
 EARLIER_NAMES = {"gpt2": DECODER}
 """Former names of families; older configurations still use them."""
+
+GATED = ("swiglu", "geglu-tanh", "swiglu-clamped")
+"""Activations of MLPs with a gate matrix."""
+ACTIVATIONS: dict[str, Any] = dict.fromkeys(("auto", "gelu", "gelu-tanh", *GATED))
+"""By `activation`: the functions (`mlp.py` has ours)."""
+NORMS: dict[str, Any] = dict.fromkeys(("layernorm", "rmsnorm", "rmsnorm-1p"))
+"""By `norm`: functions of the configuration that make one (`norms.py` has ours)."""

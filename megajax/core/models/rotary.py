@@ -60,6 +60,12 @@ _SCALINGS: dict[str, Callable[[ModelConfig, _Pairs], tuple[_Pairs | float, float
 }
 
 
+def score_scale(config: ModelConfig) -> float:
+    """The factor of attention's scores besides `head_size ** -0.5`."""
+    growth = config.rope_score_scale * math.log(config.rope_factor) if config.rope_scaling == "yarn" else 0.0
+    return (0.1 * growth + 1) ** 2 * (config.head_size / (config.query_scalar or config.head_size)) ** 0.5
+
+
 def rotated(x_BTHK: Array, position_BT: Array, config: ModelConfig, windowed: Array | bool | None = False) -> Array:
     """Rotate queries or keys of tokens at these positions, int32, B possibly 1, and multiply them by the factor of
     `rotations`; `windowed`: the layer has the window. Only the positions are saved for the backward pass."""
