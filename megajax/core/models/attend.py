@@ -16,6 +16,7 @@ from megajax.core.models import fused_attention
 from megajax.core.models.attention_mask import FROM_START
 from megajax.core.models.attention_setting import Setting
 from megajax.core.models.blocked_attention import OWN_KEYS, Method, blocked_attention
+from megajax.core.parallel.collectives import vary, varying_axes
 
 
 @jax.named_scope("attend")
@@ -80,7 +81,8 @@ def _by_blocks(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) ->
 def attend_in_blocks(method: Method, q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
     """In blocks of queries, with any mask and with dropout that does not depend on the mesh."""
     limits = setting.visible, setting.drop_of_heads(q_BTHK.shape[2])
-    return blocked_attention(method, setting.backend, q_BTHK, k_BSHK, v_BSHK, setting.places, limits, setting.sink_H)
+    sink_H = vary(setting.sink_H, sorted(varying_axes(q_BTHK)))
+    return blocked_attention(method, setting.backend, q_BTHK, k_BSHK, v_BSHK, setting.places, limits, sink_H)
 
 
 class Implementation(NamedTuple):

@@ -20,7 +20,6 @@ from megajax.core.models.context_attention import attend_to_others
 from megajax.core.models.norms import HeadsNorm, RMSNorm, mean_squares
 from megajax.core.models.rotary import rotated, score_scale
 from megajax.core.parallel.boundary import RegionBoundary
-from megajax.core.parallel.collectives import vary, varying_axes
 from megajax.core.parallel.layers import ColumnParallelLinear, RowParallelLinear, column_parallel, normal, param
 from megajax.core.parallel.random import NamedKey
 from megajax.core.parallel.sites import named, recorded
@@ -95,9 +94,7 @@ class Attention(nnx.Module):
             )
             k_BSHK = rotated(k_BSHK, context.position_BT, self.config, context.windowed)
             k_BSHK = named(k_BSHK, "rotated_key", split=2, first=self.key.first_part)
-        q_BTHK, sinks = scaled_queries(q_BTHK, self.config), {}
-        if self.sinks is not None:
-            sinks = {"sink_H": vary(self.sinks[...], sorted(varying_axes(q_BTHK)))}
+        q_BTHK, sinks = scaled_queries(q_BTHK, self.config), {} if self.sinks is None else {"sink_H": self.sinks[...]}
         heads_BTHK, aux = attend(q_BTHK, k_BSHK, v_BSHK, context, self.backend, **sinks)
         return attention_output(heads_BTHK, self.output, context), aux
 

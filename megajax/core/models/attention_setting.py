@@ -22,7 +22,7 @@ class Setting(NamedTuple):
     backend: Backend
     places: Places = FROM_START
     head_axes: Axes = TENSOR  # that heads are sharded over
-    sink_H: Array | None = None  # a logit of each of this device's heads (`models/sinks.py`), varying like queries
+    sink_H: Array | None = None  # a logit of each of this device's heads (`models/sinks.py`)
 
     def drop_of_heads(self, num_heads: int) -> Dropout | None:
         """Dropout for every sample and each of this device's heads, [B, H]."""

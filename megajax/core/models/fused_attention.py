@@ -45,7 +45,8 @@ def attend(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting, exchan
     """Attention of this device's heads, [B, T, H, K]."""
     drop, visible, places = setting.drop_of_heads(q_BTHK.shape[2]), setting.visible, setting.places
     q_BTHK, k_BSHK, v_BSHK = _alike(q_BTHK, k_BSHK, v_BSHK, beside=(visible, places, drop))
-    return _attention(exchange, q_BTHK, k_BSHK, v_BSHK, visible, places, drop, setting.sink_H)
+    sink_H = vary(setting.sink_H, sorted(varying_axes(q_BTHK)))
+    return _attention(exchange, q_BTHK, k_BSHK, v_BSHK, visible, places, drop, sink_H)
 
 
 def _alike(*arrays: Array, beside: Any) -> list[Array]:

@@ -23,7 +23,6 @@ from megajax.core.models.attention_setting import Setting
 from megajax.core.models.blocked_attention import OWN_KEYS
 from megajax.core.models.context_attention import attend_to_others
 from megajax.core.parallel.boundary import RegionBoundary
-from megajax.core.parallel.collectives import vary, varying_axes
 from megajax.core.parallel.random import Dropout
 from megajax.core.private import has_gpu_kernels, interpreted_kernels
 
@@ -91,8 +90,7 @@ def found_and_expected(
         @partial(jax.shard_map, mesh=make_mesh(jax.devices()[:1]), in_specs=specs, out_specs=specs)
         def both(q, k, v, grad, *sink_H):
             def attention(q, k, v, *sink_H):
-                varying = vary(sink_H, sorted(varying_axes(q)))
-                return attend(q, k, v, setting._replace(sink_H=varying[0] if varying else None))
+                return attend(q, k, v, setting._replace(sink_H=sink_H[0] if sink_H else None))
 
             out, pull = jax.vjp(attention, q, k, v, *sink_H)
             return out, *pull(grad)

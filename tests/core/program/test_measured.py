@@ -83,7 +83,7 @@ def test_it_ends_in_its_time(monkeypatch):
 
 
 WAYS = {
-    "documents and dropout": {"dropout": 0.1, "reset_attention": True},
+    "documents and dropout": {"dropout": 0.1, "reset_attention": True, "attention_sinks": True},
     "half precision": {"precision": "bf16", "dropout": 0.0, "num_kv_heads": 2},
 }
 
@@ -154,6 +154,7 @@ def test_what_can_be_asked_for():
         f"{kernel}, blocks"
     )
     assert "--data.reset-attention; valid: auto" in problem("cudnn", dropout=0.0, reset_attention=True)
+    assert "--model.attention-sinks; valid: auto" in problem("cudnn", dropout=0.0, attention_sinks=True)
     assert "there is none for these devices; valid: auto, blocks" in problem("cudnn", CPU, dropout=0.0)
     assert problem("cudnn", dropout=0.0, deterministic=True) == (
         f"--model.attention cudnn: it fails with --deterministic; valid: auto{kernel}, blocks"
