@@ -204,9 +204,9 @@ def group_biased(y: Array, bias_EO: Array, blocks: Blocks | None = None) -> Arra
     group_M = blocks.group_MG.astype(jnp.int32).reshape(-1)
     wide_EO = bias_EO.astype(at_least_fp32(y.dtype))  # so that its gradient is a sum of that dtype
     of_block_MO = jnp.take(wide_EO, group_M, axis=0, mode="clip", indices_are_sorted=True).astype(y.dtype)
-    used_M = jnp.arange(len(group_M), dtype=jnp.int32) < blocks.used.astype(jnp.int32)
+    used_M = jnp.arange(group_M.shape[0], dtype=jnp.int32) < blocks.used.astype(jnp.int32)
     of_block_MO = jnp.where(used_M[:, None], of_block_MO, jnp.zeros((), y.dtype))
-    return (y.reshape(len(group_M), -1, y.shape[1]) + of_block_MO[:, None]).reshape(y.shape)
+    return (y.reshape(*of_block_MO.shape[:1], -1, y.shape[1]) + of_block_MO[:, None]).reshape(y.shape)
 
 
 def group_input_gradient(grads: Sequence[Array], weights_EIO: Sequence[Array], blocks: Blocks | None = None) -> Array:
