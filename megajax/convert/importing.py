@@ -86,7 +86,9 @@ class StoredWeights:
     def __init__(self, folder: Path, config: ModelConfig, exchange: Exchange, adapter: Adapter | None = None):
         self._config, self._tensors, self._adapter = config, TensorFiles(folder), adapter
         there = self._tensors.shapes
-        experts = config.num_experts if any("{expert}" in place.name for place in exchange.blocks.values()) else 0
+        joined = any(name.format(layer=config.num_layers - 1) in there for name in exchange.fused)
+        apart = not joined and any("{expert}" in place.name for place in exchange.blocks.values())
+        experts = config.num_experts if apart else 0
         fewest = config.num_blocks * max(1, experts)  # a layer has several tensors, as has each expert
         if fewest > max(len(there), _LAYERS):
             layers = exchange.named_options()["num_layers"][0]

@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 from tiny import user_error
 
 from megajax.__main__ import main
+from megajax.convert import importing
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, open_source
 
@@ -154,10 +155,12 @@ FUSED: dict[str, tuple[str, tuple[str, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", FUSED)
-def test_fused_experts(kind: str, tmp_path: Path) -> None:
-    """As transformers 5 has them in memory; an adapter of such experts, too."""
-    plain = random_tensors(kind)
+@pytest.mark.parametrize(("kind", "number"), [("mixtral", 5), ("qwen3_moe", 20), ("olmoe", 5)])
+def test_fused_experts(kind: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers 5 has them in memory, with more experts than tensors, too; an adapter of such experts."""
+    monkeypatch.setattr(importing, "_LAYERS", 1)
+    settings = {} if number == 5 else {"num_experts": number}
+    plain = random_tensors(kind, **settings)
     module, inputs, output = FUSED[kind]
     stored = {
         name.replace(f".{module}.gate.", ".mlp.gate."): each for name, each in plain.items() if "experts" not in name
@@ -165,27 +168,27 @@ def test_fused_experts(kind: str, tmp_path: Path) -> None:
     for layer in range(2):
         own = [
             [plain[f"model.layers.{layer}.{module}.experts.{e}.{n}.weight"] for n in (*inputs, output)]
-            for e in range(5)
+            for e in range(number)
         ]
         stored[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = np.stack([np.concatenate(each[:2]) for each in own])
         stored[f"model.layers.{layer}.mlp.experts.down_proj"] = np.stack([each[2] for each in own])
-    weights = open_source(write_model(tmp_path, kind, stored)).weights
+    weights = open_source(write_model(tmp_path, kind, stored, **settings)).weights
     for name, tensor in plain.items():
         assert np.array_equal(weights.read(name), tensor), name
     width = own[0][0].shape[0]
     experts = "model.layers.1.mlp.experts"
-    a, b = drawn(10, width), drawn(24, 10)
+    a, b = drawn(2 * number, width), drawn(24, 2 * number)
     pair = {f"{experts}.lora_A.weight": a, f"{experts}.lora_B.weight": b}
     write_adapter(tmp_path, pair, target_parameters=["experts.down_proj"])
     merged = open_source(tmp_path).weights
     for name, tensor in plain.items():
-        number = int(name.split(".")[5]) if name.endswith(f"{output}.weight") and "layers.1" in name else None
-        added = 0 if number is None else 3 * b.reshape(24, 2, 5)[:, :, number] @ a.reshape(5, 2, width)[number]
+        expert = int(name.split(".")[5]) if name.endswith(f"{output}.weight") and "layers.1" in name else None
+        factors = b.reshape(24, 2, number), a.reshape(number, 2, width)
+        added = 0 if expert is None else 3 * factors[0][:, :, expert] @ factors[1][expert]
         np.testing.assert_allclose(merged.read(name), tensor + added, rtol=0, atol=1e-6)
-    line = refusal(
-        write_model(tmp_path, kind, {name: each[:4] if each.ndim == 3 else each for name, each in stored.items()})
-    )
-    assert "gate_up_proj has shape [4, " in line and "valid: 5 experts in its first dim" in line
+    fewer = {name: each[:4] if each.ndim == 3 else each for name, each in stored.items()}
+    line = refusal(write_model(tmp_path, kind, fewer, **settings))
+    assert "gate_up_proj has shape [4, " in line and f"valid: {number} experts in its first dim" in line
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
