@@ -10,13 +10,11 @@ from megajax.convert.mixtures import GPT_OSS, MIXTRAL, OLMOE, QWEN3_MOE, ExpertF
 from megajax.convert.parts import Lacks, OptionGroup, lacks_divisible_heads, rope, rope_by_layer, words
 from megajax.convert.settings import Fields
 from megajax.convert.weights import TensorPlace, linear
+from megajax.convert.windows import Window
 from megajax.core.models.config import ModelConfig
-from megajax.core.models.window_layers import in_turns
 
-_WINDOW = "sliding_attention"  # names in layer_types for layers with and without a window
-_NO_WINDOW = "full_attention"
-_WINDOW_OPTIONS = ("sliding_window", "window_layers", "window_rope_theta")
 LAYER = "model.layers.{layer}."
+_NO_WINDOW = Window(never=True)
 # The norms of attention and MLP, by the order of a layer: the first ones, and those after them.
 _NORMS = {
     "pre": (("input_layernorm", "post_attention_layernorm"),),
@@ -39,18 +37,13 @@ class _Kind:
 
     name: str  # as in `…ForCausalLM`
     biases: tuple[str, ...] = ("none",)  # possible values of `model.bias`
-    # Where config.json has the window: nowhere; in `sliding_window`; there, if `use_sliding_window` is set, for all
-    # layers; or for those that other fields select, one in so many having none if these are missing.
-    window: Literal["none", "plain", "switched", "switched by layer", "by layer"] = "none"
-    window_size: int | None = 4096  # if the field is missing, like the next
-    window_pattern: int = 1
+    window: Window = _NO_WINDOW
     query_key_norm: Literal["", "head", "width"] = ""  # none, or over what
     kv_heads: int | None = None  # if the field is missing; None: as many as heads
     head_size: int | None = None  # if the field is missing; None: width / heads
     heads: Literal["free", "divide", "fill"] = "free"  # any; must divide the width; head sizes must add up to the width
     rope_theta: float = 10_000.0  # if the field is missing, like the next
     rope_scaling: Mapping[str, Any] = field(default_factory=dict)  # if no field has it
-    window_rope_theta: float = 0.0  # also in layers with a window, which have angles of their own if it is not 0
     norm_epsilon: float = 1e-6
     tied: bool = False
     activation: tuple[str, Mapping[str, str]] = (
@@ -103,72 +96,6 @@ class _Kind:
 
     def lacks_bias(self, model: ModelConfig) -> Lacks:
         return {} if model.bias in self.biases else {"bias": self.biases[0]}
-
-    def read_window(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
-        """How many tokens a token sees, and in which layers; 0: all before it."""
-        layers = fields["num_hidden_layers"]
-        window = fields.get("sliding_window", None if self.window == "none" else self.window_size)
-        if self.window == "none":
-            fields.check("sliding_window", None)
-        elif self.window.startswith("switched"):
-            fields.check("use_sliding_window", False, True)
-            window = window if fields.get("use_sliding_window") else None
-        if window is not None and (type(window) is not int or not 0 < window < 1_000_000_000):
-            raise fields.refusal("sliding_window", window, "null, or a whole number above 0")
-        types = self._layer_types(fields, layers, window)
-        if _WINDOW not in types:
-            return {"model.sliding_window": 0, "model.window_rope_theta": 0.0}
-        return {"model.sliding_window": window, "model.window_layers": in_turns([each == _WINDOW for each in types])}
-
-    def _layer_types(self, fields: Fields, layers: int, window: int | None) -> list[str]:
-        """The kind of each layer."""
-        types = None if self.window == "switched" else fields.get("layer_types")
-        if types is None:
-            return [_NO_WINDOW if each or window is None else _WINDOW for each in self._without(fields, layers, window)]
-        by_layer = self.window.endswith("by layer") and window is not None
-        valid = [[_NO_WINDOW] * layers] if self.window != "plain" or window is None else []
-        valid += [[_WINDOW] * layers] if window is not None else []
-        if by_layer and type(types) is list and len(types) == layers and {*types} <= {_WINDOW, _NO_WINDOW}:
-            return types
-        if types not in valid:
-            kinds = " or ".join(f"{each[0]} {layers} times" for each in valid)
-            each = f"{_WINDOW} or {_NO_WINDOW} for each of {layers} layers"
-            raise fields.refusal("layer_types", types, each if by_layer else f"{kinds}: the same in all layers")
-        return list(types)
-
-    def _without(self, fields: Fields, layers: int, window: int | None) -> list[bool]:
-        """Which layers have no window by fields other than `layer_types`."""
-        if self.window == "switched by layer" and window is not None:
-            first = fields.get("max_window_layers", 28)  # layers before this one have no window
-            if type(first) is not int or first < 0:
-                raise fields.refusal("max_window_layers", first, "0 or more: layers before this one have no window")
-            return [layer < first for layer in range(layers)]
-        if self.window != "by layer":
-            return [False] * layers
-        pattern = fields.get("sliding_window_pattern", self.window_pattern)
-        if type(pattern) is not int or pattern < 1:
-            raise fields.refusal("sliding_window_pattern", pattern, "1 or more: every so many layers one has no window")
-        return [layer % pattern == 0 for layer in range(1, layers + 1)]
-
-    def write_window(self, model: ModelConfig) -> dict[str, Any]:
-        # Where layers have kinds, transformers makes a mask with a window even if none uses it.
-        size = model.sliding_window or (self.window_size if self.window == "by layer" else None)
-        found: dict[str, Any] = {} if self.window == "none" else {"sliding_window": size}
-        if self.window.startswith("switched"):
-            found["use_sliding_window"] = bool(model.sliding_window)
-        if self.window.endswith("by layer"):
-            found["layer_types"] = [_WINDOW if windowed else _NO_WINDOW for windowed in model.windowed_in_order]
-        if self.window == "switched by layer":
-            found["max_window_layers"] = (*model.windowed_in_order, True).index(True)
-        return found
-
-    def lacks_window(self, model: ModelConfig) -> Lacks:
-        if not model.sliding_window or self.window_rope_theta:
-            return {}
-        if self.window == "none":
-            return {"sliding_window": 0}
-        found: Lacks = {"window_rope_theta": 0.0} if model.window_rope_theta else {}
-        return found if self.window.endswith("by layer") or all(model.windowed) else found | {"window_layers": "all"}
 
     def lacks_heads(self, model: ModelConfig) -> Lacks:
         if self.heads == "free":
@@ -247,10 +174,10 @@ def _exchange(kind: _Kind) -> Exchange:
             ),
             OptionGroup(("bias",), kind.read_bias, kind.write_bias, kind.lacks_bias),
             OptionGroup(("dropout",), read_dropout, lambda model: {"attention_dropout": model.dropout}),
-            rope_by_layer(kind.rope_theta, kind.window_rope_theta)
-            if kind.window_rope_theta
+            rope_by_layer(kind.rope_theta, kind.window.theta)
+            if kind.window.theta
             else rope(kind.rope_theta, missing=kind.rope_scaling),
-            OptionGroup(_WINDOW_OPTIONS, kind.read_window, kind.write_window, kind.lacks_window),
+            kind.window.options(),
             *((_query_scalar(kind.query_scalar),) if kind.query_scalar else ()),
             *(kind.experts.parts() if kind.experts else ()),
             *kind.parts,
@@ -271,18 +198,16 @@ def _exchange(kind: _Kind) -> Exchange:
 
 _KINDS = (  # a model that fits several is exported as the first of them
     _Kind("Llama", biases=("none", "all"), heads="divide"),
-    _Kind("Mistral", window="plain", kv_heads=8),
-    _Kind("Qwen2", biases=("query-key-value",), window="switched by layer", kv_heads=32),
-    _Kind("Qwen3", window="switched by layer", query_key_norm="head", kv_heads=32, head_size=128),
+    _Kind("Mistral", window=Window(), kv_heads=8),
+    _Kind("Qwen2", biases=("query-key-value",), window=Window(switched=True, first=28), kv_heads=32),
+    _Kind("Qwen3", window=Window(switched=True, first=28), query_key_norm="head", kv_heads=32, head_size=128),
     _Kind(
         "Gemma3",
-        window="by layer",
-        window_pattern=6,
+        window=Window(pattern=6, theta=10_000.0),
         query_key_norm="head",
         kv_heads=4,
         head_size=256,
         rope_theta=1e6,
-        window_rope_theta=10_000.0,
         tied=True,
         activation=("hidden_activation", {"gelu_pytorch_tanh": "geglu-tanh"}),
         options={"norm": "rmsnorm-1p", "layer_order": "sandwich", "scaled_embedding": True},
@@ -292,19 +217,16 @@ _KINDS = (  # a model that fits several is exported as the first of them
     ),
     _Kind(
         "Olmo3",
-        window="by layer",
-        window_pattern=4,
+        window=Window(pattern=4, theta=500_000.0),
         query_key_norm="width",
         heads="fill",
         rope_theta=500_000.0,
-        window_rope_theta=500_000.0,
         norm_epsilon=1e-5,
         options={"layer_order": "reordered"},
     ),
     _Kind(
         "Mixtral",
-        window="plain",
-        window_size=None,
+        window=Window(None),
         kv_heads=8,
         rope_theta=1e6,
         norm_epsilon=1e-5,
@@ -312,7 +234,7 @@ _KINDS = (  # a model that fits several is exported as the first of them
     ),
     _Kind(
         "Qwen3Moe",
-        window="switched",
+        window=Window(switched=True),
         query_key_norm="head",
         kv_heads=4,
         experts=QWEN3_MOE,
@@ -322,9 +244,7 @@ _KINDS = (  # a model that fits several is exported as the first of them
     _Kind(
         "GptOss",
         biases=("all",),
-        window="by layer",
-        window_size=128,
-        window_pattern=2,
+        window=Window(128, pattern=2),
         kv_heads=8,
         head_size=64,
         rope_theta=150_000.0,
