@@ -1,6 +1,7 @@
 """Small models in Hugging Face's format, by their `model_type`: written by hand, or by transformers."""
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,10 @@ def random_tensors(
         shapes = _deepseek_shapes(fields, kind)
     else:
         shapes = _gpt2_shapes(fields) if kind == "gpt2" else _decoder_shapes(fields, kind)
-    return {name: rng.normal(0, 0.2, shape).astype(dtype) for name, shape in shapes.items()}
+    found = {name: rng.normal(0, 0.2, shape).astype(dtype) for name, shape in shapes.items()}
+    for copy, of in (".embed_tokens", "model.embed_tokens"), (".shared_head.head", "lm_head"):
+        found |= {name: found[f"{of}.weight"] for name in found if re.search(rf"\d{copy}\.weight$", name)}
+    return found
 
 
 def _gpt2_shapes(fields: dict[str, Any]) -> Shapes:
@@ -217,9 +221,13 @@ def _deepseek_shapes(fields: dict[str, Any], kind: str) -> Shapes:
     def mlp(name: str, inner: int) -> Shapes:
         return {f"{name}.{up}_proj": (inner, width) for up in ("gate", "up")} | {f"{name}.down_proj": (width, inner)}
 
-    for layer in range(fields["num_hidden_layers"]):
+    layers, modules = fields["num_hidden_layers"], fields["num_nextn_predict_layers"]
+    for layer in range(layers + modules):
         own: Shapes = {"input_layernorm": (width,), "post_attention_layernorm": (width,)}
         own |= {f"self_attn.{name}": shape for name, shape in attention.items()}
+        if layer >= layers:  # copies of the first two: `random_tensors`
+            own |= dict.fromkeys(("embed_tokens", "shared_head.head"), (fields["vocab_size"], width))
+            own |= {"eh_proj": (width, 2 * width), **dict.fromkeys(("enorm", "hnorm", "shared_head.norm"), (width,))}
         if layer < fields["first_k_dense_replace"]:
             own |= mlp("mlp", fields["intermediate_size"])
         else:

@@ -32,6 +32,7 @@ from tiny import GEMMA, GPT_OSS, LATENT, LLAMA, MIXTURE, full, tiny_config
 
 from megajax.core.backend import CPU, HOPPER
 from megajax.core.models.lora_config import LoraConfig
+from megajax.core.models.router import LOAD
 from megajax.core.program.program import Program
 from megajax.core.program.train_step import whole_weights
 from megajax.plan.sizes import Sizes
@@ -212,6 +213,42 @@ OF_LATENTS = {
 @pytest.mark.parametrize("name", [name if name in [*OF_LATENTS][:1] else full(name) for name in OF_LATENTS])
 def test_latent_attention(name: str) -> None:
     assert_exact(tiny_config(**SHORT | {"vocab_size": 21} | LATENT | OF_LATENTS[name]), branches=False)
+
+
+IN_STAGES = {"mesh": (1, 2, 1), "expert": 2, "num_layers": 3, "dense_layers": 1}
+SUMMED = {"scan_layers": "false", "tied_embedding": True, "optimizer": {"sums_in_products": "true"}}
+PREDICTING = {
+    "documents, stages, sequence": {"mesh": (1, 2, 2), "reset_attention": True, "sequence_parallel": True, "zero": 3}
+    | {"num_layers": 2, "tied_embedding": True},
+    "mixture, stages, deferred": LATER | MIXED | IN_STAGES | {"balance": "both", "expert_capacity": 1.0},
+    "mixture, split": MIXED | {"mesh": (1, 2, 1), "expert": 2, "num_layers": 2, "vocabulary": "split"},
+    "mixture, gathered": MIXED | {"mesh": (1, 1, 2, 1), "expert": 2, "balance": "both", "context_attention": "gather"},
+    "latents, sequence, layer": LATENT
+    | {"mesh": (1, 2, 2), "num_layers": 2, "sequence_parallel": True, "remat": "layer"},
+    "heads, documents, dropout": {"mesh": (1, 1, 2, 2), "context_attention": "heads", "reset_attention": True}
+    | {"dropout": 0.5},
+    "window of some layers": GEMMA | {"mesh": (1, 2, 2), "num_layers": 2, "sliding_window": 3},
+    "learned positions": {"mesh": (1, 1, 2), "positions": "learned", "sequence_parallel": True, "dropout": 0.5},
+    "chunks, stage": LATER | RING | {"mesh": (1, 2, 1), "num_layers": 4, "remat": "stage"},
+    "float8, gathered latents": LATENT | {"mesh": (1, 1, 2, 2), "precision": "fp8", "context_attention": "gather"},
+    "adapters": {"mesh": (1, 1, 2), "sequence_parallel": True, "lora": LoraConfig(rank=2)},
+    "muon": {"mesh": (2, 1, 2), "precision": "fp16", "ema": 0.5, "optimizer": {"name": "muon"}},
+    "overlapped": {"mesh": (2, 2, 1), "num_layers": 2, "tied_embedding": True}
+    | {"optimizer": {"overlap_reductions": "true", "overlap_gathers": "true"}},
+    "sums in products": SUMMED | {"mesh": (2, 1, 1)},
+    "sums in products, split": SUMMED | {"mesh": (2, 2, 1), "zero": 3, "num_layers": 2, "vocabulary": "split"},
+    "idle": {"mesh": (1, 2, 1), "num_layers": 2, "prediction_coefficient": 0.0},
+}
+
+
+@pytest.mark.parametrize("name", [name if name in [*PREDICTING][:1] else full(name) for name in PREDICTING])
+def test_modules_for_further_tokens(name: str) -> None:
+    size = {"vocab_size": 21, "num_layers": 1, "prediction_modules": 2}
+    config = tiny_config(**SHORT | LLAMA | size | PREDICTING[name])
+    step = assert_exact(config, branches=False)
+    assert ("prediction/loss_2" in step.taken.metrics) == (name != "idle")
+    if config.model.num_experts:  # every token that has one as far ahead chooses experts
+        assert step.taken.metrics[LOAD][0, 0].sum(axis=1).tolist() == [60] * config.model.num_blocks + [52, 44]
 
 
 FEW = SMALL | {"num_heads": 4, "sequence_length": 8, "microbatch": 1}

@@ -114,7 +114,8 @@ class _Kind:
             heads={"pretraining": Head((f"{self.name}ForCausalLM",), f"a {self.name}")},
             options={"norm": "rmsnorm", "positions": "rotary"},
             fixed={"is_causal": True, "attention_bias": False, **self.fixed},
-            aliases=dict.fromkeys((DEEPSEEK.number_too, "num_local_experts"), DEEPSEEK.number),
+            aliases=dict.fromkeys((DEEPSEEK.number_too, "num_local_experts"), DEEPSEEK.number)
+            | {"num_mtp_layers": _NUM_MODULES},
             defaults={"norm_epsilon": 1e-6, "tied_embedding": False},
             parts=(
                 words("activation", "hidden_act", {"silu": "swiglu", "swish": "swiglu"}),
@@ -124,6 +125,7 @@ class _Kind:
                 DEEPSEEK.sizes(),
                 OptionGroup(_ROUTER, self.read_router, self.write_router, self.lacks_router),
                 OptionGroup(("shared_expert_size", "dense_layers"), _read_others, _write_others, _lacks_others),
+                *((_MODULES,) if self.biased else ()),
                 rope(10_000.0, scores=True),
             ),
             shared={
@@ -133,6 +135,8 @@ class _Kind:
             },
             blocks=_BLOCKS | DEEPSEEK.places(LAYER) | _SHARED,
             dense=_BLOCKS | MLP,
+            prediction=_PREDICTION if self.biased else {},
+            prediction_copies=_COPIES if self.biased else {},
             of_model=_plain_queries,
             copies={"lm_head.weight": "model.embed_tokens.weight"},
             unused=(f"{_ATTENTION}rotary_emb.inv_freq",),
@@ -159,13 +163,21 @@ def _read_others(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write_others(model: ModelConfig) -> dict[str, Any]:
     shared = model.shared_expert_size // model.expert_size
-    return {"n_shared_experts": shared, "first_k_dense_replace": model.dense_layers, **_NO_MORE}
+    return {"n_shared_experts": shared, "first_k_dense_replace": model.dense_layers, "moe_layer_freq": 1}
 
 
 def _lacks_others(model: ModelConfig) -> Lacks:
     size, shared = model.expert_size, model.shared_expert_size
     fits = not model.num_experts or (shared > 0 and shared % size == 0)
     return {} if fits else {"shared_expert_size": max(1, round(shared / size)) * size}
+
+
+def _read_modules(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
+    """Prediction modules, of which there are none if the files have no tensors of theirs: transformers writes none."""
+    number = fields.get(_NUM_MODULES, 1)
+    if type(number) is not int or not 0 <= number <= 100:
+        raise fields.refusal(_NUM_MODULES, number, "a whole number from 0 to 100")
+    return {"model.prediction_modules": number}
 
 
 def _plain_queries(model: ModelConfig) -> dict[str, TensorPlace]:
@@ -177,7 +189,6 @@ def _query(name: str) -> TensorPlace:
     return TensorPlace(f"{_ATTENTION}{name}.weight", "QR", turned=True, pairs="in heads")
 
 
-_NO_MORE = {"moe_layer_freq": 1, "num_nextn_predict_layers": 0}  # no dense layers in between, or for later tokens
 _HEADS = ("num_kv_heads", "head_size", "rotary_size", "value_size", "latent_size", "query_latent_size")
 _ROUTER = ("router_scores", "expert_groups", "chosen_groups", "share_scale", "renormalize_shares", "balance")
 _BLOCKS = {
@@ -198,6 +209,18 @@ _SHARED = {
     **linear("mlp/shared/gate", f"{LAYER}mlp.shared_experts.gate_proj", "SD"),
     **linear("mlp/shared/up", f"{LAYER}mlp.shared_experts.up_proj", "SD"),
     **linear("mlp/shared/down", f"{LAYER}mlp.shared_experts.down_proj", "DS"),
+}
+_NUM_MODULES = "num_nextn_predict_layers"
+_MODULES = OptionGroup(("prediction_modules",), _read_modules, lambda model: {_NUM_MODULES: model.prediction_modules})
+_PREDICTION = {
+    "embedding_norm/scale": TensorPlace(f"{LAYER}enorm.weight", "D"),
+    "hidden_norm/scale": TensorPlace(f"{LAYER}hnorm.weight", "D"),
+    "projection/weight": TensorPlace(f"{LAYER}eh_proj.weight", "DP", turned=True),
+    "final_norm/scale": TensorPlace(f"{LAYER}shared_head.norm.weight", "D"),
+}
+_COPIES = {
+    f"{LAYER}embed_tokens.weight": "model.embed_tokens.weight",
+    f"{LAYER}shared_head.head.weight": "lm_head.weight",
 }
 _KINDS = (
     _Kind("DeepseekV3", "deepseek_v3", "sigmoid", biased=True, fixed={"rope_interleave": True}),

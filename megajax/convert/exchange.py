@@ -15,6 +15,7 @@ from megajax.convert.tokenizer_files import check_wordpiece
 from megajax.convert.weights import Spelling, TensorPlace, TensorPlaces, named, weight_paths
 from megajax.core.errors import UserError
 from megajax.core.models.config import ModelConfig
+from megajax.core.models.freeze import PREDICTION
 from megajax.core.models.registry import FAMILIES
 from megajax.core.options import Option, options
 from megajax.core.traits import COMPUTATION, NOTHING, WEIGHTS, Changes, HuggingFaceName, OnlyWith, Through
@@ -56,6 +57,10 @@ class Exchange:
     parts: tuple[OptionGroup, ...] = ()  # options that do not map to fields one to one
     # Places of the weights of the first layers of a mixture, which are dense.
     dense: Mapping[str, TensorPlace] = field(default_factory=dict)
+    # Places of the weights of prediction modules, except those of their layers, which are as the others'; and a
+    # module's tensors that are copies of others.
+    prediction: Mapping[str, TensorPlace] = field(default_factory=dict)
+    prediction_copies: Mapping[str, str] = field(default_factory=dict)
     of_model: Callable[[ModelConfig], Mapping[str, TensorPlace]] = lambda _: {}  # those that depend on the model
     copies: Mapping[str, str] = field(
         default_factory=dict
@@ -128,6 +133,7 @@ class Exchange:
         """Those options of a model that the class cannot represent."""
         named, fixed = self.named_options(), {**FAMILIES[self.family].fixed, **self.options, "family": self.family}
         covered = named.keys() | {name for part in self.parts for name in part.options}
+        covered |= {"prediction_modules"}  # left out by a class that has none
         found: Lacks = {}
         for name, option in options(ModelConfig).items():
             reader = option.trait(OnlyWith)
@@ -146,14 +152,26 @@ class Exchange:
         head = self.heads[model.head]
         there = {named(path) for path in weight_paths(model)}
         own = self.of_model(model)
-        dense = {f"dense_blocks/{name}": replace(place, dense=True) for name, place in {**self.dense, **own}.items()}
-        of_ends = {**self.shared, **head.shared, **dense}
+        dense = {
+            f"dense_blocks/{name}": replace(place, of="dense_blocks") for name, place in {**self.dense, **own}.items()
+        }
+        of_module = {f"block/{name}": place for name, place in {**self.blocks, **own}.items()} | {**self.prediction}
+        of_module = {f"{PREDICTION}/{name}": replace(place, of="prediction") for name, place in of_module.items()}
+        of_ends = {**self.shared, **head.shared, **dense, **(of_module if self.prediction else {})}
         shared = {name: place for name, place in of_ends.items() if ("shared", name) in there}
         names = {place.name for place in shared.values()}
+        modules = range(model.num_layers, model.num_layers + model.prediction_modules)
+        written = {
+            copy.format(layer=layer): name if name in names else self.copies[name]
+            for layer in modules
+            for copy, name in self.prediction_copies.items()
+        }
+        copies = {copy: name for copy, name in {**self.copies, **head.copies}.items() if copy not in names}
         return TensorPlaces(
             shared=shared,
             blocks={name: place for name, place in {**self.blocks, **own}.items() if ("blocks", name) in there},
-            copies={copy: name for copy, name in {**self.copies, **head.copies}.items() if copy not in names},
+            copies=copies | written,
+            written_copies=written,
             unused=(*self.unused, *head.unused),
             fresh=head.fresh,
             spelling=self.spelling,

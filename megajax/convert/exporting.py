@@ -74,7 +74,7 @@ def export_hf(
 
     places = exchange.places(model)
     with folder_atomically(folder.absolute()) as new:
-        write_tensors(new, places.shapes(model), tensors_of(places, model, read), dtype, shard_bytes)
+        write_tensors(new, places.written(model), tensors_of(places, model, read), dtype, shard_bytes)
         write_objects(new, settings)
         if tokenizer:
             write_tokenizer(tokenizer, model.sequence_length, new, exchange.model_type)

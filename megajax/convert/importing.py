@@ -75,6 +75,7 @@ class StoredWeights:
     nothing is read yet.
 
     Attributes:
+        model: the configuration, without prediction modules if the files have none of their tensors.
         dtype: their common dtype, as in `DTYPES`; fp32 if they have several.
         fresh: description for messages -> names of our weights that are missing and are initialized randomly.
 
@@ -84,8 +85,11 @@ class StoredWeights:
     """
 
     def __init__(self, folder: Path, config: ModelConfig, exchange: Exchange, adapter: Adapter | None = None):
-        self._config, self._tensors, self._adapter = config, TensorFiles(folder), adapter
+        self._tensors, self._adapter = TensorFiles(folder), adapter
         there = self._tensors.shapes
+        if config.prediction_modules and not there.keys() & exchange.places(config).of_modules(config):
+            config = dataclasses.replace(config, prediction_modules=0)
+        self.model = self._config = config
         joined = any(name.format(layer=config.num_layers - 1) in there for name in exchange.fused)
         apart = not joined and any("{expert}" in place.name for place in exchange.blocks.values())
         experts = config.num_experts if apart else 0
@@ -122,7 +126,7 @@ class StoredWeights:
     def _check(self, exchange: Exchange, missing: set[str]) -> str:
         places, tensors, spelled = self._places, self._tensors, self._spelled
         shapes = {spelled(name): shape for name, shape in places.shapes(self._config).items() if name not in missing}
-        layers = range(self._config.num_layers)
+        layers = range(self._config.num_layers + self._config.prediction_modules)
         unused = {spelled(name.format(layer=layer)) for name in places.unused for layer in layers}
         look = partial(likely_source, tensors.shapes.keys(), exchange, self._config)
         tensors.check(shapes, exchange.heads[self._config.head].kind, look)
@@ -206,6 +210,10 @@ def open_source(
         flag = f"--model.sequence-length {config.model.sequence_length}"
         raise UserError(f"{flag} with {folder}{positions}; valid: {valid}")
     weights = StoredWeights(folder, config.model, exchange, adapter)
+    if overrides.get("model.prediction_modules", 0) > weights.model.prediction_modules:
+        flag = f"--model.prediction-modules {config.model.prediction_modules}"
+        raise UserError(f"{flag} with {folder}, which has none; valid: without it")
+    config = dataclasses.replace(config, model=weights.model)
     origin = Origin.of(fields, exchange.architecture(config.model), weights.dtype, length)
     tokenizer, added = read_tokenizer(folder, FAMILIES[exchange.family].tokenizer, config.model.vocab_size)
     return ImportedModel(config, exchange, origin, weights, tokenizer, added, adapter.folder if adapter else None)

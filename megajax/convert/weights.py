@@ -4,7 +4,8 @@ Their tensors have no head dims, there is one per layer, and the vocabulary is n
 and made one by one. Letters: V vocabulary, T positions, C classes, D model, Q queries of all heads, G keys or values of
 all their heads, H heads, J queries, keys and values together, K head size, O values of all query heads, F feed-forward,
 E experts, X an expert's feed-forward, Y twice that, S a shared expert's, L layers; of latent attention, R the input of
-queries, Z the latent, W that with the shared key, U keys without it and values of all heads; a digit is a literal size.
+queries, Z the latent, W that with the shared key, U keys without it and values of all heads; P two times D; a digit is
+a literal size.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ from megajax.core.backend import CPU
 from megajax.core.config import MeshConfig
 from megajax.core.mesh import make_mesh
 from megajax.core.models.config import ModelConfig
+from megajax.core.models.freeze import PREDICTION
 from megajax.core.models.staged import StagedModel
 from megajax.core.parallel.boundary import F_AND_G
 from megajax.core.program.state import StateLayout
@@ -38,7 +40,8 @@ class TensorPlace:
     third: int | None = None  # which third of the last dim; None: all of it
     turn: int | None = None  # which of two weights that take turns in the last dim; None: all of it
     turned: bool = False  # theirs is [out, in], like a PyTorch `Linear`, ours [in, out]
-    dense: bool = False  # it is a weight of the first layers, which are dense
+    # What has it: the layers that stages divide, the first ones, which are dense, or prediction modules.
+    of: Literal["blocks", "dense_blocks", "prediction"] = "blocks"
     # Where theirs has rotary features in pairs, of which ours has the first ones before all second ones: among the last
     # outputs of each head, or of all.
     pairs: Literal["", "in heads", "at the end"] = ""
@@ -46,9 +49,11 @@ class TensorPlace:
     def tensors(self, config: ModelConfig) -> Iterator[tuple[tuple[int, ...], str]]:
         """The names of its tensors, each with its index in our weight: layer and expert, or nothing for a weight of the
         ends."""
-        words = {"layer": config.dense_layers if self.dense else config.num_blocks, "expert": config.num_experts}
+        dense, last = config.dense_layers, config.num_layers
+        numbers_of = {"blocks": (dense, last), "dense_blocks": (0, dense)}
+        first, end = numbers_of.get(self.of, (last, last + config.prediction_modules))
+        words = {"layer": end - first, "expert": config.num_experts}
         stacked = {word: count for word, count in words.items() if f"{{{word}}}" in self.name}
-        first = 0 if self.dense else config.dense_layers
         for index in np.ndindex(*stacked.values()):
             numbers = dict(zip(stacked, index, strict=True))
             yield index, self.name.format(**{word: n + first * (word == "layer") for word, n in numbers.items()})
@@ -91,6 +96,7 @@ class TensorPlaces:
     shared: Mapping[str, TensorPlace]  # weights of the ends
     blocks: Mapping[str, TensorPlace]  # weights of every layer
     copies: Mapping[str, str]  # optional tensor -> the tensor that it must be a copy of
+    written_copies: Mapping[str, str]  # those of them that are written, too
     unused: Collection[str]  # optional tensors that are not read; a layer's contain `{layer}`
     spelling: Spelling
     # Tensor of a layer as transformers 5 has it in memory -> the tensors on disk of each expert that it holds, one
@@ -107,12 +113,22 @@ class TensorPlaces:
         sizes |= {"E": config.num_experts, "X": config.expert_size, "C": config.num_classes, "1": 1, "2": 2}
         values, rotary = config.num_heads * config.value_head_size, config.rotary_size
         sizes |= {"O": values, "R": config.query_latent_size or config.hidden_size, "S": config.shared_expert_size}
-        sizes |= {"H": config.num_heads, "Y": 2 * config.expert_size}
+        sizes |= {"H": config.num_heads, "P": 2 * config.hidden_size, "Y": 2 * config.expert_size}
         sizes |= {"Z": config.latent_size, "W": config.latent_size + rotary}
         sizes |= {"U": queries - config.num_heads * rotary + values}
         places = [*self.shared.values(), *self.blocks.values()]
         shapes = {place: tuple(sizes[dim] for dim in place.dims) for place in places}
         return {name: shape for place, shape in shapes.items() for _, name in place.tensors(config)}
+
+    def of_modules(self, config: ModelConfig) -> set[str]:
+        """The names of prediction modules' tensors."""
+        places = (place for place in self.shared.values() if place.of == "prediction")
+        return {name for place in places for _, name in place.tensors(config)}
+
+    def written(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor that is written."""
+        shapes = self.shapes(config)
+        return shapes | {copy: shapes[name] for copy, name in self.written_copies.items()}
 
     def fused_tensors(self, config: ModelConfig) -> dict[str, list[list[str]]]:
         """The tensors that `fused` describes, each with the names of every expert's."""
@@ -120,7 +136,7 @@ class TensorPlaces:
             fused.format(layer=layer): [
                 [name.format(layer=layer, expert=expert) for name in names] for expert in range(config.num_experts)
             ]
-            for layer in range(config.num_layers)
+            for layer in range(config.num_layers + config.prediction_modules)
             for fused, names in self.fused.items()
         }
 
@@ -145,14 +161,17 @@ def weight_of(
 def tensors_of(
     places: TensorPlaces, config: ModelConfig, read: Callable[[list[Any]], list[Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """All tensors with their names, from canonical weights. The tensors of a weight, or of weights that share tensors,
-    are made before `read` is called with the next paths in the tree of weights."""
+    """All tensors that are written, with their names, from canonical weights. The tensors of a weight, or of weights
+    that share tensors, are made before `read` is called with the next paths in the tree of weights."""
     shapes = places.shapes(config)
-    sharing: dict[tuple[str, bool], list[tuple[Any, TensorPlace]]] = {}
+    sharing: dict[tuple[str, str], list[tuple[Any, TensorPlace]]] = {}
     for path in weight_paths(config):
         part, name = named(path)
-        place = (places.blocks if part == "blocks" else places.shared)[name]
-        sharing.setdefault((place.name, place.dense), []).append((path, place))
+        known = places.blocks if part == "blocks" else places.shared
+        if name not in known and name.startswith(f"{PREDICTION}/"):
+            continue  # the class has no modules
+        place = known[name]
+        sharing.setdefault((place.name, place.of), []).append((path, place))
     for members in sharing.values():
         weights, own_places = read([path for path, _ in members]), [place for _, place in members]
         for index, name in own_places[0].tensors(config):
@@ -160,7 +179,9 @@ def tensors_of(
             for place, weight in zip(own_places, weights, strict=True):
                 own = _ours(place, tensor)  # a view
                 own[...] = (weight[index] if index else weight[: len(own)]).reshape(own.shape)
-            yield name, own_places[0].in_pairs(tensor, config)
+            tensor = own_places[0].in_pairs(tensor, config)
+            for each in (name, *(copy for copy, of in places.written_copies.items() if of == name)):
+                yield each, tensor
 
 
 def to_tensors(places: TensorPlaces, weights: Mapping[str, Any], config: ModelConfig) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from megajax.core.backend import GPU, Backend
 from megajax.core.config import MeshConfig
 from megajax.core.models.family import family_of
 from megajax.core.models.freeze import is_head
+from megajax.core.models.prediction import prediction_losses
 from megajax.core.parallel.collectives import PIPE, TENSOR, spec_axes
 from megajax.core.parallel.shards import NOT_SHARDED
 from megajax.core.pipeline.deferral import Deferring
@@ -281,7 +282,7 @@ class WeightTraffic(Sizes):
     def _loads(self) -> Iterator[Communication]:
         """Figures of experts (`core/models/router.py`): every layer's loads, entropy, balance, and dropped choices."""
         model, axes = self.config.model, (*BATCH_AXES, PIPE, *(TENSOR,) * self.splits_sequence)
-        loads = (model.num_blocks, model.num_experts), 4
+        loads = (model.num_blocks + model.num_predicting, model.num_experts), 4
         for shape, item in (loads, ((), 4), ((), self.wide), ((), self.wide)) if model.num_experts else ():
             yield one("losses: loads of experts", REDUCE, tuple(sorted(axes)), shape, item, ONCE)
 
@@ -297,7 +298,7 @@ class WeightTraffic(Sizes):
     @cached_property
     def _losses(self) -> list[str]:
         form = batch_form(self.config)
-        return [*form.targets, *form.measures]
+        return [*form.targets, *form.measures, *prediction_losses(self.config.model)]
 
     def _varying(self, weight: Weight) -> set[str]:
         """Mesh axes over which a gradient varies when the loop has ended (`core/program/bind.py`)."""

@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache
 from math import prod
 
 from megajax.core.backend import BLOCKS, CPU, GPU, Backend
+from megajax.core.models.freeze import PREDICTION
 from megajax.core.models.grouped import kernels_can
 from megajax.core.pipeline.deferral import Deferring
 from megajax.core.pipeline.schedule import make_schedule
@@ -84,7 +85,7 @@ class MemoryModel:
     def __init__(self, config: Config, backend: Backend, cost: StepCost):
         self._step, self._pipe, self._backend = Sizes(config, backend=backend), config.mesh.pipe, backend
         form, step = batch_form(config), self._step
-        self._losses = len(form.targets | form.measures) * max(4, step.summed)
+        self._losses = (len(form.targets | form.measures) + config.model.num_predicting) * max(4, step.summed)
         texts = form.shapes(config.train.global_batch, tokens=step.tokens).values()
         self._batch = sum(map(prod, texts)) * _WORD // config.mesh.row_shards
         self._residuals = cost.layer.residuals.num_bytes(step.microbatch)  # of a layer, as its factors
@@ -204,6 +205,8 @@ class Temporaries:
         weights = step.held.weights
         self._layer_weights = sum(prod(each.whole) for each in weights if each.stack)  # elements in a layer
         self._end_weights = [prod(each.whole) for each in weights if not each.stack]
+        self._modules = step.config.model.num_predicting
+        self._module_weights = sum(prod(each.whole) for each in weights if each.path[1] == PREDICTION and self._modules)
 
     def most(self, step: Sizes, kept: int, factors: int) -> int:
         """Bytes needed by the part of the step that needs most, besides what exists all the time; `step` places the
@@ -221,11 +224,14 @@ class Temporaries:
     @cached_property
     def _head(self) -> int:
         """Logits and (on CPUs, where XLA does not overwrite them) their gradients; and the gradient of the table, plus
-        the table if it is gathered. If a pair is converted, one of the two stays as it was."""
-        logits = prod(self.cost.ends.logits.shape(self._rows))
+        the table if it is gathered. If a pair is converted, one of the two stays as it was. Of prediction modules, the
+        logits, too, what their layers save, and their gradients."""
+        logits = (1 + self._modules) * prod(self.cost.ends.logits.shape(self._rows))
         pair = (3 * self._wide) // 2 if self._converts else 2 * self._wide
         table = max(self._end_weights) * (pair if self._gathers else self._wide)
-        return logits * (pair if self._on_cpu else self._wide) + table
+        kept = self._modules * self.cost.without_remat.residuals.num_bytes(self._rows) * self._ratio
+        layers = kept + max(map(self._region, self.cost.layer.regions)) if self._modules else 0
+        return logits * (pair if self._on_cpu else self._wide) + table + layers + self._module_weights * self._wide
 
     def _backward(self, step: Sizes, factors: int) -> int:
         """The chunk's residuals, taken out of their slot; what is converted; and one layer's backward or, if that is

@@ -59,9 +59,10 @@ def _program(config: Config, backend: Backend, together: bool) -> Program:
 def step_cost(config: Config, backend: Backend, *, scaled: bool = False) -> StepCost:
     """The costs of a configuration on a kind of device. With `scaled`, those of a larger `tensor` axis are computed
     from two smaller ones', which a search traces anyway."""
-    gathers_once = config.model.dense_layers and config.train.remat == "layer"  # inputs of dense layers' regions
-    alike = config  # the ends are the same with every way of context attention
-    if config.mesh.context > 1:
+    of_ends = config.model.dense_layers + config.model.num_predicting  # layers that the ends have
+    gathers_once = of_ends and config.train.remat == "layer"  # inputs of these layers' regions
+    alike = config  # ends without layers are the same with every way of context attention
+    if config.mesh.context > 1 and not of_ends:
         alike = replace(config, model=replace(config.model, context_attention="gather"))
     first = _of_one_microbatch(alike, "layer" if gathers_once else "none", config.splits_vocabulary)
     found = _scaled if scaled else _traced

@@ -173,10 +173,14 @@ class StepWork:
 
     def layer_backward(self) -> Seconds:
         """The backward pass of a layer, without recomputation and weight gradients."""
+        products = (self._multiplied(each, backward=True) for each in self.layer.products)
+        return sum(products, start=self._beside_backward())
+
+    def _beside_backward(self) -> Seconds:
+        """The same without its products."""
         _, attention, traffic = self._attention()
         traffic = (traffic + self._traffic) * 2 / 3
-        beside = Seconds(0.0, attention, traffic, self.machine.efficiency.fixed * 2 / 3)
-        return sum((self._multiplied(each, backward=True) for each in self.layer.products), start=beside)
+        return Seconds(0.0, attention, traffic, self.machine.efficiency.fixed * 2 / 3)
 
     def weight_gradients(self) -> Seconds:
         """Weight gradients of a layer for a microbatch, added to their sums; with LoRA, only those of adapters."""
@@ -282,14 +286,16 @@ class StepWork:
         return Seconds(traffic=self.moved(6 * self.sizes.item * self.tokens * self.hidden))
 
     def head(self) -> Seconds:
-        """Forward and backward of the head for a microbatch."""
+        """Forward and backward of the head for a microbatch, with prediction modules."""
         passes, rows = self.machine.traffic, self.sizes.microbatch
         products = sum(self.product(*dims.shape(rows)) for dims in self.ends.products)
         gradients = [dims.fixed for dims in self.ends.products if dims.of_row[1]]  # they sum over rows
         weights = sum(inner * columns for inner, _, columns in gradients)
-        logits = prod(self.ends.logits.shape(rows))
+        modules = self.config.model.num_predicting
+        logits = (1 + modules) * prod(self.ends.logits.shape(rows))
+        layers = (self._beside() + self._beside_backward()).times(modules)
         traffic = passes.logits * self.sizes.item * logits + passes.accumulated * weights
-        return Seconds(products, traffic=self.moved(traffic))
+        return Seconds(products, traffic=self.moved(traffic)) + layers
 
     # The following depend on the ZeRO stage, which is that of `sizes`.
 

@@ -129,6 +129,8 @@ def _check_loss(config: Config) -> None:
         if not FAMILIES[config.model.family].continues_text or config.model.head != "pretraining":
             raise _conflict(config, key, "model.family", valid=f"--train.loss {MODELS_OWN} without metrics")
     of_task = {each.loss for each in TASKS.values()} - {MODELS_OWN}
+    if train.loss in of_task and config.model.num_predicting:  # it is not of tokens
+        raise _conflict(config, "train.loss", "model.prediction_modules", valid="--model.prediction-coefficient 0")
     wanted = MODELS_OWN if task is None else task.loss
     if train.loss != wanted and {train.loss, wanted} & of_task:
         raise _conflict(config, "train.loss", "task.name", valid=f"--train.loss {wanted}")

@@ -7,6 +7,7 @@ jaxpr. The boundaries of regions are those in `core/parallel/boundary.py`.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 
 from megajax.core.backend import CPU, Backend
 from megajax.core.batch import most_masked
@@ -151,7 +152,7 @@ class _Step(Sizes):
         """Forward, for every microbatch."""
         yield from self.weights.gathered("embedding: weights", "shared", self.of_embedding)
         yield from self.leave("embedding: activations", self.of_embedding, self.vocabulary)
-        yield from self._dense_forward("embedding: dense layers", self.of_dense_layer(self.of_embedding))
+        yield from self._of_ends.forward("embedding: dense layers", self.of_dense_layer(self.of_embedding))
 
     def embedding_backward(self) -> Iterator[Communication]:
         """Backward, for every microbatch; an embedding that is not linear in its weights runs forward again. LoRA
@@ -163,8 +164,8 @@ class _Step(Sizes):
         if not family_of(self.config.model).linear_embedding(self.config.model):
             yield from self.weights.gathered("embedding backward: weights", "shared", times)
             yield from self.leave("embedding backward: forward again", times, self.vocabulary)
-            yield from self._dense_forward("embedding backward: forward again", self.of_dense_layer(times))
-            yield from self._dense_backward("embedding backward: dense layers", self.of_dense_layer(times))
+            yield from self._of_ends.forward("embedding backward: forward again", self.of_dense_layer(times))
+            yield from self._of_ends.backward("embedding backward: dense layers", self.of_dense_layer(times))
         yield from self.enter(what, times)
         yield from self.weights.scattered("embedding backward: weights' gradients", "shared", times)
 
@@ -173,7 +174,18 @@ class _Step(Sizes):
         yield from self.broadcast("head: activations", self.of_head)
         yield from self.weights.gathered("head: weights", "shared", self.of_head)
         yield from self._predictions()
+        for _ in range(self.config.model.num_predicting):
+            yield from self._module("head: prediction modules", self.of_head)
         yield from self.weights.scattered("head: weights' gradients", "shared", self.of_head)
+
+    def _module(self, purpose: str, times: Occurrences) -> Iterator[Communication]:
+        """The embedding, the layer and the logits of a prediction module."""
+        yield from self.leave(purpose, times, self.vocabulary)
+        if not self.held.adapters:
+            yield from self.enter(purpose, times)
+        yield from self._of_ends.forward(purpose, times, dense=False)
+        yield from self._of_ends.backward(purpose, times, dense=False)
+        yield from self._predictions()
 
     def _predictions(self) -> Iterator[Communication]:
         model, times = self.config.model, self.of_head
@@ -302,21 +314,29 @@ class _Step(Sizes):
         if model.num_experts:
             yield one(purpose, REDUCE, (TENSOR,), (gated, *self.mixture.computed_rows), _WORD, times)
 
-    def _dense_forward(self, purpose: str, times: Occurrences) -> Iterator[Communication]:
-        """Forward through the first layers of a mixture, which have an MLP."""
+    @cached_property
+    def _of_ends(self) -> "_Step":
+        """For layers of the ends, which never compute in 8 bits."""
+        return _Step(self.config, 0, self.mixture.backend)
+
+    def forward(self, purpose: str, times: Occurrences, *, dense: bool = True) -> Iterator[Communication]:
+        """Forward through a layer of the ends: one of the `dense` first layers of a mixture, or a module's."""
         yield from self.query_key_norm(purpose, times)
         yield from self.attention(purpose, times)
-        yield from self.through_regions(purpose, times, 1)
+        yield from () if dense else self.mixture.forward(purpose, times)
+        yield from self.through_regions(purpose, times, 1 if dense else self.num_mlps)
 
-    def _dense_backward(self, purpose: str, times: Occurrences) -> Iterator[Communication]:
-        """Backward through these layers, with the residuals of the forward pass just before."""
+    def backward(self, purpose: str, times: Occurrences, *, dense: bool = True) -> Iterator[Communication]:
+        """Backward through it, with the residuals of the forward pass just before."""
+        others = 1 if dense else self.num_mlps
         yield from self.query_key_norm(purpose, times)
         yield from self.attention_backward(purpose, times)
+        yield from () if dense else self.mixture.backward(purpose, times)
         yield from self.latents_backward(purpose, times)
-        for _ in range(2):
+        for _ in range(1 + others):
             yield from self.enter(purpose, times)
-        for _ in range(self.num_attention + 1):
-            for _ in range(self.regathers):
+        for number in range(self.num_attention + others):
+            if self.regathers and not self.held.adapters and (dense or number < self.num_dense):
                 yield from self.enter(purpose, times)
             yield from self.enter_backward(purpose, times)
 

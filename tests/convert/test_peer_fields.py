@@ -31,7 +31,7 @@ HARMLESS: dict[str, Any] = {  # fields that change no logits, each with another 
     "label2id": {"A": 0, "B": 1},
     "output_router_logits": True,  # adds to the loss, as `router_aux_loss_coef` says
     "attention_chunk_size": 2,
-    **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), 1),  # whose tensors are refused
+    **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), 1),  # of modules for further tokens
     **dict.fromkeys(("summary_first_dropout", "summary_last_dropout"), 0.5),  # of other heads
     **dict.fromkeys(("summary_use_proj", "summary_proj_to_labels"), False),
     **{"summary_type": "mean", "summary_activation": "tanh"},

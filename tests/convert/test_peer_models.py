@@ -4,15 +4,26 @@ same logits and continuations there."""
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from canonical_weights import exported, from_tensors
-from hugging_face import BIASES, PEER_LLAMA3, PEER_SIZES, PEER_YARN, TIED, peer_model, tensors_in
-from tiny import full, tiny_config, tiny_program
+from canonical_weights import exported, from_tensors, weights_of
+from hugging_face import (
+    BIASES,
+    PEER_LLAMA3,
+    PEER_SIZES,
+    PEER_YARN,
+    TIED,
+    peer_model,
+    random_tensors,
+    tensors_in,
+    write_model,
+)
+from tiny import drawn_params, full, tiny_config, tiny_program
 
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, open_source
@@ -47,6 +58,7 @@ OLMO = {"num_key_value_heads": 2, "sliding_window": 7, "eos_token_id": None}
 OLMO |= {"rope_parameters": {"full_attention": PEER_YARN, "sliding_attention": BY_LAYER["sliding_attention"]}}
 LLAMA, QWEN2, QWEN3 = "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"
 CHOSEN = {"num_experts_per_tok": 3}
+MODULES = {"num_nextn_predict_layers": 2}
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralForCausalLM", SIZES | CHOSEN | {"num_key_value_heads": 2, "num_local_experts": 6}),
     "mixtral, window": (
@@ -283,6 +295,47 @@ def test_logits_loss_and_gradients(case: str, mesh: Size, tmp_path: Path) -> Non
     for name, leaf in expected.items():
         error = np.linalg.norm(actual[name] - leaf) / max(norms[name], 1e-3 * of_all)
         assert error <= 1e-5, (name, error)
+
+
+def test_prediction_modules(tmp_path: Path) -> None:
+    """DeepSeek-V3's, which transformers runs to draft tokens: every gradient of the losses of a chain of two."""
+    from transformers.modeling_layers import MtpModel
+
+    write_model(tmp_path, "deepseek_v3", random_tensors("deepseek_v3", **MODULES), **MODULES)
+    source = open_source(tmp_path, {"model.vocab_multiple": 8, "train.global_batch": 4, "train.microbatch": 2})
+    program = tiny_program(source.config)
+    batch, params = made_batch(source.config), drawn_params(program, weights_of(source))
+    _, gradients = loss_and_gradients(program)(params, program.put_batch(batch, program.local_rows), np.int32(0))
+
+    loops = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    peer = transformers.DeepseekV3ForCausalLM.from_pretrained(tmp_path, **loops)
+    peer._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[23]\..*"]
+    modules = MtpModel.from_pretrained(peer)
+    tokens_BT, targets_BT, place_1T = long(batch["tokens"]), long(batch["targets"]), torch.arange(24)[None]
+    x_BTD, losses = peer.model(tokens_BT).last_hidden_state, []
+    for number in range(3):
+        if number:
+            given = x_BTD[:, :-1], place_1T[:, number:], None, tokens_BT[:, number:]
+            x_BTD = modules.forward_layer(number - 1, *given)
+        logits_NV, targets_N = peer.lm_head(x_BTD).flatten(0, 1), targets_BT[:, number:].flatten()
+        losses.append(torch.nn.functional.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED))
+    (losses[0] + 0.3 * sum(losses[1:]) / 2).backward()
+    theirs = dict[str, np.ndarray]()
+    for name, tensor in [*peer.named_parameters(), *modules.layers.named_parameters()]:
+        theirs |= as_stored(of_module(name), tensor.grad.numpy(), mixtral=False)
+    for name, tensor in [*peer.named_buffers(), *modules.layers.named_buffers()]:
+        theirs[of_module(name)] = np.zeros(tensor.shape)  # what chooses experts is not trained by gradients
+    expected = named_leaves(from_tensors(theirs, source.config.model))
+    actual = named_leaves(program.layout.canonical_weights(jax.device_get(gradients)))
+    of_all = np.linalg.norm([np.linalg.norm(leaf) for leaf in expected.values()])
+    for name, leaf in expected.items():
+        assert np.linalg.norm(actual[name] - leaf) <= 1e-5 * max(np.linalg.norm(leaf), 1e-3 * of_all), name
+
+
+def of_module(name: str) -> str:
+    """The name on disk of a tensor of transformers' modules."""
+    found = re.match(r"(\d)\.(?:mtp_block\.)?(.*)", name)
+    return f"model.layers.{2 + int(found[1])}.{found[2]}".replace("post_norm", "shared_head.norm") if found else name
 
 
 DEFAULT = {"gpt2, other settings", "qwen2", "qwen3, yarn", "mistral", "bert, pre", "bert, post", "bert, post, no order"}

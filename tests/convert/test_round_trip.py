@@ -57,7 +57,7 @@ NAMES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfl
         full("qwen3_moe", "float16", {"norm_topk_prob": True}),
         full("olmoe", "float32", {"norm_topk_prob": False}),
         ("gpt_oss", "bfloat16", {"swiglu_limit": 5.5, "sliding_window": 7}),
-        ("deepseek_v3", "float16", {"q_lora_rank": None}),
+        ("deepseek_v3", "float16", {"q_lora_rank": None, "num_nextn_predict_layers": 2}),
         full("deepseek_v2", "bfloat16", {}),
     ],
 )

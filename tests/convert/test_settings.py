@@ -33,6 +33,7 @@ from tiny import GPT_OSS, tiny_config, tiny_program
 
 from megajax.convert.families import exchange_for
 from megajax.convert.importing import import_hf, open_source
+from megajax.convert.weights import whole_model
 from megajax.core.models.config import ModelConfig
 from megajax.data.tasks.registry import TASKS, TaskConfig
 from megajax.runs.init import first_state
@@ -274,6 +275,16 @@ def test_where_the_weights_are(kind: str, tmp_path: Path) -> None:
         assert not leaf[len(rows) :].any()
     assert_same(back_to_tensors(weights, model), theirs)
     assert_same(back_to_tensors(from_tensors(theirs, model), model), theirs)
+
+
+def test_a_class_without_modules_gets_none() -> None:
+    """For tokens after the next one: an export leaves them out, as an evaluation does."""
+    model = ModelConfig(**SMALL | ROTARY)
+    both = model, dataclasses.replace(model, prediction_modules=2)
+    zeros = (jax.tree.map(lambda leaf: np.zeros(leaf.shape), whole_model(each).shapes) for each in both)
+    without, found = (back_to_tensors(*pair) for pair in zip(zeros, both, strict=True))
+    assert_same(found, without)
+    assert [exchange_for(each, "", "it").model_type for each in both] == ["llama"] * 2
 
 
 @pytest.mark.parametrize("kind", ORDERS)

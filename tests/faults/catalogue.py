@@ -824,7 +824,7 @@ ROWS: dict[str, dict[str, Row]] = {
         ),
         "an evaluation drops tokens": (
             "core.models.config.ModelConfig.forward_only",
-            ("replace(self, expert_capacity=0.0)", "self"),
+            ("replace(self, expert_capacity=0.0, prediction_coefficient=0.0)", "self"),
             tests("tests/core/models/test_mixture.py -k evaluation"),
         ),
         "biases follow the loads of a device": (
@@ -908,6 +908,22 @@ ROWS: dict[str, dict[str, Row]] = {
             "core.models.latent.LatentAttention._keys_and_values",
             ("gathered(latent_BTL)", "lax.all_gather(latent_BTL, CONTEXT, axis=1, tiled=True, to='varying')"),
             named("expanded_key of layer 0, forward", ON_CONTEXT | LATENT),
+        ),
+    },
+    "Modules for further tokens": {
+        "tokens are shifted on each device of a context group": (
+            "core.models.prediction._shifted",
+            (
+                "jnp.pad(x_BT[:, number:], ((0, 0), (0, number)))",
+                "jnp.concatenate([jnp.pad(part[:, number:], ((0, 0), (0, number))) "
+                "for part in jnp.split(x_BT, lax.axis_size('context'), axis=1)], axis=1)",
+            ),
+            named("input of layer 2, forward", ON_CONTEXT | {"prediction_modules": 1}),
+        ),
+        "each stage that shares the head counts a module's loads": (
+            "core.pipeline.ends.EmbeddingAndHead.head",
+            ("jnp.where(row.head.here, x, jnp.zeros_like(x))", "x"),
+            named("expert_load", ON_EXPERTS | {"mesh": (1, 2, 1), "vocabulary": "split", "prediction_modules": 1}),
         ),
     },
     "Products in 8 bits": {

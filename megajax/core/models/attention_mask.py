@@ -157,7 +157,7 @@ CAUSAL = AttentionMask(causal=True)
 
 def mean_keys_seen(model: ModelConfig, length: int) -> float:
     """The mean of `AttentionMask.keys_seen` over a model's layers."""
-    of_all, share = AttentionMask.of_model(model, length), sum(model.windowed) / model.num_layers
+    of_all, share = AttentionMask.of_model(model, length), sum(model.windowed) / len(model.windowed)
     without, within = (of_all.in_layer(windowed).keys_seen(length) for windowed in (False, True))
     return without + share * (within - without)
 

@@ -28,6 +28,11 @@ def check_model(model: ModelConfig) -> None:
         raise UserError(
             f"--model.bf16-layers {model.bf16_layers} with --model.num-layers {model.num_layers}; valid: no more layers"
         )
+    if model.sequence_length <= model.num_predicting:
+        raise UserError(
+            f"--model.prediction-modules {model.prediction_modules} with --model.sequence-length "
+            f"{model.sequence_length}; valid: less"
+        )
     check_read(model, "model")
     _check_rotary(model)
     _check_latent(model)

@@ -230,6 +230,21 @@ class ModelConfig:
     router_z_loss: Annotated[
         float, "coefficient of a loss that keeps the router's logits small", between(0, 1000), NOTHING, _WITH_EXPERTS
     ] = 0.0
+    prediction_modules: Annotated[
+        int,
+        "modules that predict further tokens after the next one, each with a layer of its own (multi-token prediction, "
+        "as in DeepSeek-V3); evaluation and generation leave them out",
+        between(0, 100),
+        WEIGHTS,
+        ShrinkRule(most=2),
+    ] = 0
+    prediction_coefficient: Annotated[
+        float,
+        "coefficient of the mean of these modules' losses; 0: they are neither computed nor trained",
+        between(0, 1000),
+        NOTHING,
+        OnlyWith("prediction_modules", ignored=True),
+    ] = 0.3
     norm: Annotated[
         str,
         "normalization layer; rmsnorm-1p: RMSNorm whose scale is 1 plus a weight",
@@ -466,8 +481,14 @@ class ModelConfig:
 
     @property
     def forward_only(self) -> "ModelConfig":
-        """The model for evaluation and generation, which are dropless: no token skips an expert that it chose."""
-        return replace(self, expert_capacity=0.0)
+        """The model for evaluation and generation, which are dropless, so no token skips an expert that it chose, and
+        which predict only the next token."""
+        return replace(self, expert_capacity=0.0, prediction_coefficient=0.0)
+
+    @property
+    def num_predicting(self) -> int:
+        """Prediction modules that are computed. Their layers have the numbers after those that stages divide."""
+        return self.prediction_modules if self.prediction_coefficient else 0
 
     @property
     def num_blocks(self) -> int:
@@ -488,16 +509,18 @@ class ModelConfig:
 
     @property
     def windowed(self) -> tuple[bool, ...]:
-        """Whether each layer has the window, by the layers' numbers: first those that stages divide, then the
-        `dense_layers` before them."""
-        return self.windowed_in_order[self.dense_layers :] + self.windowed_in_order[: self.dense_layers]
+        """Whether each layer has the window, by the layers' numbers: first those that stages divide, then those of
+        prediction modules, which come after the last one, then the `dense_layers` before the first one."""
+        in_order = self._windowed(self.num_layers + self.num_predicting)
+        return in_order[self.dense_layers :] + in_order[: self.dense_layers]
 
     @property
     def windowed_in_order(self) -> tuple[bool, ...]:
         """Whether each layer has the window, from the first to the last."""
-        if not self.sliding_window:
-            return (False,) * self.num_layers
-        return in_each_layer(self.window_layers, self.num_layers)
+        return self._windowed(self.num_layers)
+
+    def _windowed(self, number: int) -> tuple[bool, ...]:
+        return in_each_layer(self.window_layers, number) if self.sliding_window else (False,) * number
 
     @property
     def gated(self) -> bool:

@@ -51,6 +51,11 @@ class FamilyModel(Protocol):
         output; scalars."""
         ...
 
+    def predictions(self, x_BTD: Array, batch: Batch, context: Context) -> tuple[dict[str, Array], dict[str, Any]]:
+        """For every loss of `prediction.prediction_losses` its sum over the targets, computed from the last layer's
+        output, and the figures of the modules' layers; language models only."""
+        ...
+
     def scores(self, x_BTD: Array, batch: Batch) -> Scores:
         """For every loss by name, two arrays over its targets, [B, …]: the cross-entropy, and 1 or 0 (int32) for
         whether the target is the most probable one. Where the target is `IGNORED` they are 0 and `IGNORED`."""

@@ -25,9 +25,9 @@ def step_flops(config: ModelConfig, sequences: int) -> int:
 
 
 def layer_products(model: ModelConfig, sequences: int, query_block: int) -> Iterator[MatrixProduct]:
-    """All products of the layers; with experts, those that the tokens choose. Attention processes `query_block` queries
-    at a time, against the keys that one of them may see."""
-    hidden, layers = model.hidden_size, model.num_layers
+    """All products of the layers, those of prediction modules among them; with experts, those that the tokens choose.
+    Attention processes `query_block` queries at a time, against the keys that one of them may see."""
+    hidden, layers = model.hidden_size, model.num_layers + model.num_predicting
     gated = 2 if model.gated else 1
     shapes = {f"attention {name}": size for name, size in attention_sizes(model).items()}
     if not model.latent_size:
@@ -35,7 +35,7 @@ def layer_products(model: ModelConfig, sequences: int, query_block: int) -> Iter
         shapes |= {"qkv": (hidden, sum(columns for _, columns in into))}
     tokens = sequences * model.sequence_length
     yield from weight_products(tokens, shapes, layers)
-    sparse = model.num_blocks if model.num_experts else 0
+    sparse = layers - model.dense_layers if model.num_experts else 0
     if sparse:
         own = {"experts up": (hidden, gated * model.expert_size), "experts down": (model.expert_size, hidden)}
         yield from weight_products(tokens * model.experts_per_token, own, sparse)

@@ -13,6 +13,7 @@ from megajax.core.models.config import ModelConfig
 Path = tuple[str, ...]
 Masks = dict[Path, np.ndarray]  # which layers of a stacked weight are frozen, or whether another is; bool [L] or []
 NONE = "none"
+PREDICTION = "prediction"  # the modules among the weights of the ends
 _SHARED, _BLOCKS, _DENSE = "shared", "blocks", "dense_blocks"
 _LAYERS = re.compile(r"layers(?:\.([0-9]{1,9})(?:-([0-9]{1,9}))?)?(?:\.([a-z].*))?")
 
@@ -26,7 +27,8 @@ def frozen_weights(texts: Iterable[str], shapes: Any, model: ModelConfig) -> Mas
     """The frozen weights, given the shapes of all (`StagedModel`); those that are trained entirely are missing."""
     flat = flatten_dict(shapes)
     masks = {path: np.zeros(leaf.shape[:1] if _is_stacked(path) else (), bool) for path, leaf in flat.items()}
-    for name in names_of(texts):
+    idle = [PREDICTION] if model.prediction_modules > model.num_predicting else []
+    for name in [*names_of(texts), *idle]:
         if not _freeze(name, masks, model):
             raise UserError(f"--train.freeze {name!r}; valid: {_valid(masks, model)}")
     if all(mask.all() for mask in masks.values()):
@@ -96,7 +98,7 @@ def _begins(path: Path, name: str) -> bool:
 
 def is_head(path: Path, model: ModelConfig) -> bool:
     """Whether one of the shared weights is used only after the layers."""
-    return path[1] in ("final_norm", "output", "head") or (path[1] == "norm" and model.layer_order == "pre")
+    return path[1] in ("final_norm", "output", "head", PREDICTION) or (path[1] == "norm" and model.layer_order == "pre")
 
 
 def _end(path: Path, model: ModelConfig) -> str:

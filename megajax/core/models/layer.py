@@ -85,7 +85,7 @@ class Block(nnx.Module):
         return name(x_BTD + y_BTD, "output"), aux | figures
 
 
-def stacked(make: Callable[[Array], Block], num_layers: int) -> Any:
+def stacked(make: Callable[[Array], nnx.Module], num_layers: int) -> Any:
     """The layers `make(0)` … as one module, in which every weight has a leading dim `layers`."""
     layers = nnx.vmap(make, transform_metadata={nnx.PARTITION_NAME: "layers"})
     return layers(jnp.arange(num_layers, dtype=jnp.int32))

@@ -45,6 +45,7 @@ FAMILIES = {
             "query_scalar": 0,
             "sliding_window": 0,
             "num_experts": 0,
+            "prediction_modules": 0,
         },
     ),
 }

@@ -3,7 +3,7 @@
 Letters: B batch, T tokens, D model, E experts, K experts per token.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,6 @@ from megajax.core.parallel.random import NamedKey
 from megajax.core.parallel.sites import named
 from megajax.core.precision import at_least_fp32
 
-ROUTER_BIAS = ("blocks", "mlp", "router", "bias")  # its path in the weights
 Tree = Any
 LOAD = "expert_load"  # how many tokens of the step chose each expert of each layer, int32 [L, E]
 
@@ -86,7 +85,7 @@ class Router(nnx.Module):
         z_B = jnp.sum(jnp.where(real_BT1[..., 0], z_BT, jnp.zeros((), dtype)), axis=1) / real_B
         loss_B = jnp.asarray(config.balance_coefficient * (config.balance in ("loss", "both")), dtype) * balance_B
         loss_B = loss_B + jnp.asarray(config.router_z_loss, dtype) * z_B
-        load_LE = jnp.zeros((config.num_blocks, config.num_experts), jnp.int32)
+        load_LE = jnp.zeros((config.num_blocks + config.num_predicting, config.num_experts), jnp.int32)
         entropy = -jnp.sum(share_BTE * jnp.log(jnp.maximum(share_BTE, jnp.finfo(dtype).tiny)))
         figures = {
             LOAD: load_LE.at[layer].set(jnp.sum(count_BE, axis=0, dtype=jnp.int32)),
@@ -155,9 +154,14 @@ def expert_metrics(figures: dict[str, Array], config: ModelConfig, sequences: Ar
         "largest_load": jnp.max(load / jnp.maximum(means, 1.0)),
         "dropped": figures["experts_dropped"].astype(jnp.float32) / choices,
         "router_entropy": entropy * config.experts_per_token / choices.astype(entropy.dtype),
-        "balance_loss": figures["balance_loss"] / (sequences * config.num_blocks).astype(entropy.dtype),
+        "balance_loss": figures["balance_loss"] / (sequences * load_LE.shape[0]).astype(entropy.dtype),
     }
     return {f"experts/{name}": value for name, value in found.items()} | {LOAD: load_LE}
+
+
+def balances_router(path: Sequence[str]) -> bool:
+    """Whether the weight at a path is a router's balancing bias."""
+    return tuple(path[-2:]) == ("router", "bias")
 
 
 def in_compute_dtype(weights: Tree, dtype: DTypeLike) -> Tree:
@@ -165,7 +169,7 @@ def in_compute_dtype(weights: Tree, dtype: DTypeLike) -> Tree:
     steps are smaller than half precision resolves."""
 
     def cast(path: Any, weight: Array) -> Array:
-        return weight if tuple(key.key for key in path) == ROUTER_BIAS else weight.astype(dtype)
+        return weight if balances_router([key.key for key in path]) else weight.astype(dtype)
 
     return jax.tree_util.tree_map_with_path(cast, weights)
 

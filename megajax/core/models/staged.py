@@ -21,6 +21,7 @@ from megajax.core.models.config import ModelConfig
 from megajax.core.models.context import Context
 from megajax.core.models.family import Batch, family_of
 from megajax.core.models.lora_config import LoraConfig
+from megajax.core.models.prediction import ahead
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.float8 import FLOAT8
 from megajax.core.parallel.products import FactorProbe, Pair
@@ -53,7 +54,7 @@ class StagedModel:
         """If `lora` has a rank, layers may have adapters, and the weights of their products are frozen. `loss` gives
         the ends another one (`models/own_loss.py`)."""
         family = family_of(config)
-        self._lora = lora if lora is not None and lora.rank else None
+        self.config, self._lora = config, lora if lora is not None and lora.rank else None
         self.boundary, self.linear_embedding = boundary, family.linear_embedding(config)
         self._backend, self._loss = backend, loss
         self._new = lambda key: family.model(config, key, boundary, backend)
@@ -70,6 +71,8 @@ class StagedModel:
     def ends(self, shared: Tree) -> Any:
         """The model without its layers, on which to call `embed`, `losses`, …."""
         ends = nnx.merge(self._ends, shared)
+        if self._lora and self.config.num_predicting:
+            ends.prediction.freeze()
         return self._loss(ends) if self._loss else ends
 
     def block(self, weights: Tree) -> Any:
@@ -119,13 +122,17 @@ class StagedModel:
     @property
     def tables(self) -> dict[str, str]:
         """The weights of the ends whose gradients are computed from factors, by the names of these."""
-        return {EMBEDDING: "table", LOGITS: "output" if "output" in self.shapes["shared"] else "table"}
+        names = {EMBEDDING: "table", LOGITS: "output" if "output" in self.shapes["shared"] else "table"}
+        modules = range(1, self.config.num_predicting + 1)
+        return names | {f"{name}_{number}": table for number in modules for name, table in names.items()}
 
     def add_to_table(self, name: str, sum_VD: Array, factors: Any, batch: Batch) -> Array:
         """A sum of the gradients of one of the `tables`, with that from these factors."""
-        if name == LOGITS:
+        kind, _, number = name.partition("_")
+        if kind == LOGITS:
             return add_product(sum_VD, factors, self._backend)
-        tokens_BT = batch["tokens"].reshape(-1, batch["tokens"].shape[-1])
+        tokens_BT = ahead(batch, int(number))["tokens"] if number else batch["tokens"]
+        tokens_BT = tokens_BT.reshape(-1, tokens_BT.shape[-1])
         return add_to_rows(sum_VD, self.boundary.context_tokens(tokens_BT), factors, self.boundary)
 
     def _paths_of_products(self) -> dict[str, list[Path]]:
@@ -133,6 +140,12 @@ class StagedModel:
         params = ((path, node) for path, node in nnx.iter_graph(block) if isinstance(node, nnx.Param))
         paths = {id(node): tuple(map(str, path)) for path, node in params}
         return {name: [paths[id(linear.weight)] for linear in linears] for name, linears in block.products.items()}
+
+    def predictions(
+        self, shared: Tree, x_BTD: Array, batch: Batch, context: Context
+    ) -> tuple[dict[str, Array], dict[str, Any]]:
+        """See `FamilyModel.predictions`; empty without modules."""
+        return self.ends(shared).predictions(x_BTD, batch, context) if self.config.num_predicting else ({}, {})
 
     def context(self, batch: Batch, dropout: Dropout) -> Context:
         """See `FamilyModel.context`."""

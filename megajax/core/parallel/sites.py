@@ -67,7 +67,7 @@ def recording(record: Record) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def at(layer: Array | str, sample_B: Array | None, token_T: Array | None = None) -> Iterator[None]:
+def at(layer: Array | int | str, sample_B: Array | None, token_T: Array | None = None) -> Iterator[None]:
     """Sites traced in this context belong to a layer, or to the `HEAD`, to these rows of the global batch, and to these
     tokens (all by default)."""
     if _RECORD.get() is None or sample_B is None:

@@ -30,17 +30,21 @@ def _local_ids(ids_BT: Array, local_size: int, axes: Axes) -> tuple[Array, Array
 
 
 def embedding_lookup(
-    table_VD: Array, tokens_BT: Array, boundary: RegionBoundary, factors: Factors = NO_FACTORS
+    table_VD: Array,
+    tokens_BT: Array,
+    boundary: RegionBoundary,
+    factors: Factors = NO_FACTORS,
+    name: str = EMBEDDING,
 ) -> Array:
     """Rows of the sharded table, [B, T, D]: every device looks up the ids in its range, and `g` adds the results. With
-    `factors`, the backward pass stores the rows' gradient there as `EMBEDDING`, for `add_to_rows`."""
+    `factors`, the backward pass stores the rows' gradient there under `name`, for `add_to_rows`."""
     ids_BT, inside_BT = _local_ids(tokens_BT, table_VD.shape[0], boundary.vocabulary)
     rows_BTD = jnp.take(table_VD, ids_BT, axis=0, mode="clip")
     rows_BTD = jnp.where(inside_BT[..., None], rows_BTD, jnp.zeros((), table_VD.dtype))
     if isinstance(factors, FactorProbe):
-        factors[EMBEDDING] = rows_BTD
+        factors[name] = rows_BTD
     elif factors:
-        rows_BTD += factors[EMBEDDING]
+        rows_BTD += factors[name]
     return boundary.leave(rows_BTD, boundary.vocabulary)
 
 
@@ -59,13 +63,14 @@ def output_logits(
     backend: Backend,
     bias_V: Array | None = None,
     factors: Factors = NO_FACTORS,
+    name: str = LOGITS,
 ) -> Array:
     """This device's columns of the logits; padded columns (ids from `vocab_size` up) get zero probability. With
-    `factors`, the backward pass stores those of the table's gradient there as `LOGITS`, for `add_product`."""
+    `factors`, the backward pass stores those of the table's gradient there under `name`, for `add_product`."""
     entered_BTD = boundary.enter(x_BTD, boundary.vocabulary)
     if factors or isinstance(factors, FactorProbe):
         multiply = lambda x_BTD, tables: [jnp.tensordot(x_BTD, tables[0].T, 1)]  # noqa: E731
-        (logits_BTV,) = deferred(LOGITS, multiply, entered_BTD, [table_VD], factors)
+        (logits_BTV,) = deferred(name, multiply, entered_BTD, [table_VD], factors)
     else:
         logits_BTV = product(entered_BTD, table_VD.T, 1, backend)
     if bias_V is not None:

@@ -37,7 +37,8 @@ class EmbeddingAndHead:
 
     model: LoopModel
     linear_embedding: bool  # it is linear in the weights, so its backward needs nothing from its forward
-    trained: dict[str, bool]  # of what the head computes by name, whether it is differentiated, not only summed
+    coefficients: dict[str, float]  # of what the head computes by name, in the sum that is differentiated
+    has_layers: bool  # the head has layers of its own, with figures like those of the others
     loss_scale: Array  # the backward pass starts from it; it multiplies the gradients, not the losses
     shared: Tree  # weights of both ends, as stored
     storage: Shards  # how they are sharded; they are gathered just before an end runs
@@ -80,7 +81,7 @@ class EmbeddingAndHead:
     def head(self, row: Row, output: Callable[[], Array], grad_in: Array, total: Tree) -> tuple[Array, Tree]:
         """Gradient of the output of the row's backward: the one received, or the head's gradient for `output()`.
 
-        The head's losses and gradients are added to `total`, `{"losses": …, "shared": …}`.
+        The head's losses, gradients and figures are added to `total`, `{"losses": …, "shared": …, "figures": …}`.
         """
         runs, microbatch = self._where(row.head, row.backward)
 
@@ -89,11 +90,15 @@ class EmbeddingAndHead:
             dummies = self._dummies(lambda factors: self.model.head(self.weights(), y, *own, factors))
             shared, others = self._divided(dummies)
             run = lambda shared, dummies, y: self.model.head(shared | others, y, *own, dummies)  # noqa: E731
-            losses, pullback = jax.vjp(run, shared, dummies, y)
+            losses, pullback, figures = jax.vjp(run, shared, dummies, y, has_aux=True)
             grads, factors, grad = pullback({name: self._scale_of(name, loss) for name, loss in losses.items()})
             added = jax.tree.map(lambda sum_, loss: sum_ + loss.astype(sum_.dtype), total["losses"], losses)
             grad = vary(grad, (PIPE,))
-            return grad, {"losses": added, "shared": self._add(total["shared"], grads, factors, own.batch)}
+            if self.vocabulary_split:  # all stages have computed them
+                figures = jax.tree.map(lambda x: jnp.where(row.head.here, x, jnp.zeros_like(x)), figures)
+            figures = jax.tree.map(jnp.add, total["figures"], figures)
+            sums = self._add(total["shared"], grads, factors, own.batch)
+            return grad, {"losses": added, "shared": sums, "figures": figures}
 
         grad, total = when(runs, head, lambda total: (grad_in, total), total)
         return jnp.where(row.head.here, grad, grad_in) if self.vocabulary_split else grad, total
@@ -139,7 +144,9 @@ class EmbeddingAndHead:
 
     def _scale_of(self, name: str, loss: Array) -> Array:
         """The cotangent from which a loss's backward pass starts."""
-        scale = self.loss_scale if self.trained[name] else jnp.zeros(())
+        coefficient = self.coefficients[name]
+        scale = jnp.zeros(()) if coefficient == 0 else self.loss_scale
+        scale = scale if coefficient in (0, 1) else scale * jnp.asarray(coefficient, scale.dtype)
         return vary(scale.astype(loss.dtype), sorted(varying_axes(loss)))
 
     def _dummies(self, run: Callable[[Factors], Any]) -> Factors:
@@ -188,7 +195,9 @@ class EmbeddingAndHead:
             if shardings[weight] == NOT_SHARDED:
                 total = total | {weight: self.tables.add_to_table(name, total[weight], found, batch)}
             else:
-                nothing = zeros_like_type(jax.eval_shape(self.weights)[weight].update(dtype=dtype))
-                grads = grads | {weight: self.tables.add_to_table(name, nothing, found, batch)}
+                before = grads.get(weight)
+                if before is None:
+                    before = zeros_like_type(jax.eval_shape(self.weights)[weight].update(dtype=dtype))
+                grads = grads | {weight: self.tables.add_to_table(name, before, found, batch)}
         scattered = Shards({name: shardings[name] for name in grads}).scatter(grads, dtype)
         return total | jax.tree.map(jnp.add, {name: total[name] for name in grads}, scattered)

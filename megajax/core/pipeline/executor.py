@@ -85,8 +85,7 @@ class Pipeline:
         changing, row_of = rows_of(schedule, self.stage, slice(first, first + max(1, in_loop)))
         typed = self if gather is None else self._typed(gather)
         idle_x = idle(self.x_type)
-        figure_types = jax.eval_shape(lambda x: typed.layers.run(0, x, self._context(0)), idle_x)[1]
-        no_figures = jax.tree.map(zeros_like_type, figure_types)
+        no_figures = typed.no_figures()
 
         def tick(bound: Pipeline, row: Row, carry: Tree, reduction: Reduction | None = None) -> Tree:
             reduce = None if reduction is None else reduction.on_stage
@@ -151,6 +150,8 @@ class Pipeline:
         # XLA inlines a loop of one tick. Without the barrier every reader of the sums would then stack the gradients of
         # all layers anew.
         ends, sums = jax.tree.map(lax.optimization_barrier, (ends, sums))  # one for each: their types differ
+        if self.ends.has_layers:
+            figures = jax.tree.map(jnp.add, figures, ends["figures"])
         return ends["losses"], {"shared": ends["shared"], "blocks": stacked(sums.total)}, figures
 
     def _row(self, schedule: Schedule, tick: int) -> Row:
@@ -285,18 +286,25 @@ class Pipeline:
         types = self.layers.factor_types(idle(self.x_type), self._context(0))
         return jax.eval_shape(lambda: jax.tree.map(lambda type_: idle(type_, (self.layers.layers_per_chunk,)), types))
 
+    def no_figures(self) -> Figures:
+        """Zeros like a chunk's figures."""
+        types = jax.eval_shape(lambda: self.layers.run(0, idle(self.x_type), self._context(0)))[1]
+        return jax.tree.map(zeros_like_type, types)
+
     def buffer(self, num_slots: int, with_output: bool) -> Tree:
         """The ring buffer; `with_output` includes chunks' outputs, for a head that runs later than its layers."""
         types: Tree = {"residuals": self.residual_types()} | ({"output": self.x_type} if with_output else {})
         return jax.tree.map(lambda type_: vary(idle(type_, (num_slots,)), (PIPE,)), types)  # like the slot numbers
 
     def sums(self, dtype: Any, num_factor_slots: int = 0) -> tuple[Tree, Sums]:
-        """Zeros for a step's sums: losses and gradients of the ends, and gradients of the layers with the buffered
-        factors of deferred ones."""
+        """Zeros for a step's sums: losses, gradients and figures of the ends, and gradients of the layers with the
+        buffered factors of deferred ones."""
         trained = {"shared": {} if self.ends.frozen else self.ends.shared, "blocks": self.layers.trained()}
         zeros = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, dtype), sorted(varying_axes(w))), trained)
         loss = vary(jnp.zeros((), at_least_fp32(dtype)), self.ends.axes)
-        ends = {"losses": dict.fromkeys(self.ends.trained, loss), "shared": zeros["shared"]}
+        figures = self.no_figures() if self.ends.has_layers else {}
+        losses = dict.fromkeys(self.ends.coefficients, loss)
+        ends = {"losses": losses, "shared": zeros["shared"], "figures": figures}
         factors: Tree = NO_FACTORS
         if num_factor_slots:
             factors = jax.tree.map(lambda type_: idle(type_, (num_factor_slots,)), self.factor_types())

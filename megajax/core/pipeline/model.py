@@ -39,8 +39,9 @@ class LoopModel(Protocol):
 
     def head(
         self, shared: Tree, x_BTD: Array, batch: Batch, context: Tree, factors: Factors = NO_FACTORS
-    ) -> dict[str, Array]:
-        """Losses and measures by name, each divided by the number of its targets in the step; scalars."""
+    ) -> tuple[dict[str, Array], Figures]:
+        """Losses and measures by name, each divided by the number of its targets in the step, scalars; and the figures
+        of layers that the head has, if it has some."""
         ...
 
 

@@ -16,6 +16,7 @@ from megajax.core.axes import BATCH_AXES, ROW_AXES, SEQUENCE_AXES
 from megajax.core.models.context import Context
 from megajax.core.models.freeze import is_head, untrained_layers
 from megajax.core.models.lora import layer_weights
+from megajax.core.models.prediction import prediction_counts, prediction_losses
 from megajax.core.models.remat import POLICIES
 from megajax.core.models.staged import StagedModel
 from megajax.core.parallel import sites
@@ -40,7 +41,7 @@ SEQUENCES = "sequences"
 def count_targets(program: Program, batch: Batch) -> dict[str, Array]:
     """How many targets every loss and measure has in the global batch; with experts, also how many of its `SEQUENCES`
     are not only padding."""
-    counts = program.form.counts(batch)
+    counts = program.form.counts(batch) | prediction_counts(program.config.model, batch)
     if program.config.model.num_experts:
         real_BT = program.model.context(batch, Dropout.off()).real_BT
         assert real_BT is not None
@@ -82,13 +83,16 @@ class BoundModel:
     @jax.named_scope("head")
     def head(
         self, shared: Tree, x_BTD: Array, batch: Batch, context: Context, factors: Factors = NO_FACTORS
-    ) -> dict[str, Array]:
-        """Losses and measures, divided by their targets in the global batch."""
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Losses and measures, divided by their targets in the global batch, and the figures of modules' layers."""
         with sites.at(sites.HEAD, context.row_B, self._tokens()):
             x_BTD = sites.named(x_BTD, "last_output", self.staged.boundary.split)
             context = dataclasses.replace(context, factors=factors)
             totals = self.staged.ends(shared).losses(x_BTD, batch, context)
-        return {name: total / jnp.maximum(self.counts[name], 1).astype(total.dtype) for name, total in totals.items()}
+            further, figures = self.staged.predictions(shared, x_BTD, batch, context)
+        totals |= further
+        means = {name: total / jnp.maximum(self.counts[name], 1).astype(total.dtype) for name, total in totals.items()}
+        return means, vary(figures, sorted(varying_axes(x_BTD)))
 
     def _tokens(self) -> Array | None:
         """Positions of this context rank's tokens; None if it has all."""
@@ -137,7 +141,8 @@ def _pipeline(
     ends = EmbeddingAndHead(
         model=model,
         linear_embedding=staged.linear_embedding,
-        trained={name: name in program.form.targets for name in program.form.targets | program.form.measures},
+        coefficients=_coefficients(program),
+        has_layers=program.config.model.num_predicting > 0,
         loss_scale=loss_scale,
         shared=shared,
         storage=layout.per_use["shared"],
@@ -162,6 +167,14 @@ def _pipeline(
         frozen=copies.paths | (flatten_dict(params["blocks"]).keys() if frozen else set()),
     )
     return Pipeline(ends, layers, num_microbatches)
+
+
+def _coefficients(program: Program) -> dict[str, float]:
+    """Of losses and measures, in what a step minimizes."""
+    form, model = program.form, program.config.model
+    own, modules = dict.fromkeys(form.targets, 1.0), prediction_losses(model)
+    share = model.prediction_coefficient / max(1, len(modules))
+    return dict.fromkeys(form.targets | form.measures, 0.0) | own | dict.fromkeys(modules, share)
 
 
 def _declared_varying(program: Program, staged: StagedModel, params: Tree) -> tuple[Tree, Tree]:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jax.stages import Wrapped
 
 from megajax.core.axes import AXES
-from megajax.core.models.router import LOAD, ROUTER_BIAS, bias_step, expert_metrics
+from megajax.core.models.router import LOAD, balances_router, bias_step, expert_metrics
 from megajax.core.optim.adam import averaged, clip_by_norm, global_norm, is_spike, learning_rate, remember
 from megajax.core.parallel.collectives import (
     PIPE,
@@ -128,7 +128,7 @@ def _train_step_with_gradients(
     metrics = {"loss": loss, "grad_norm": norm}
     if layout.has_our_rate:
         metrics["learning_rate"] = learning_rate(state.step, config.optimizer)
-    parts = {name if name in program.form.measures else f"loss/{name}": value for name, value in losses.items()}
+    parts = {f"loss/{name}" if name in program.form.targets else name: value for name, value in losses.items()}
     parts = parts if len(parts) > 1 else {}
     if LOAD in figures:
         parts |= expert_metrics(figures, config.model, jnp.maximum(counts[SEQUENCES], 1))
@@ -140,13 +140,15 @@ def _train_step_with_gradients(
 def _with_moved_biases(program: Program, main: Tree, figures: dict[str, Array], taken: Array) -> Tree:
     """Main weights whose router biases, if there are any, are adjusted to the experts' loads if the step is `taken`."""
     layout, model, flat = program.layout, program.config.model, flatten_dict(main)
-    if not model.biases_routers or ROUTER_BIAS not in flat:
-        return main
-    load = lax.dynamic_slice_in_dim(layout.placement.to_stages(figures[LOAD]), axis_index(PIPE), 1, axis=1)
-    bias, sharding = flat[ROUTER_BIAS], flatten_dict(layout.weights)[ROUTER_BIAS].owned
-    step = bias_step(load, model.balance_step, bias.dtype)
-    new = bias + Shards({"": sharding}).take({"": step})[""]
-    return unflatten_dict(flat | {ROUTER_BIAS: jnp.where(taken, new, bias)})
+    for path in [path for path in flat if balances_router(path)] if model.biases_routers else ():
+        bias, weight = flat[path], flatten_dict(layout.weights)[path]
+        load = figures[LOAD][: model.num_blocks] if weight.stack else figures[LOAD][model.num_blocks :]
+        if weight.stack:
+            load = lax.dynamic_slice_in_dim(layout.placement.to_stages(load), axis_index(PIPE), 1, axis=1)
+        step = bias_step(load, model.balance_step, bias.dtype)
+        new = bias + Shards({"": weight.owned}).take({"": step})[""]
+        flat[path] = jnp.where(taken, new, bias)
+    return unflatten_dict(flat)
 
 
 def _average_weights(program: Program, params: Tree, average: Tree) -> Tree:

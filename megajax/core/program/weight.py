@@ -21,7 +21,7 @@ from megajax.core.mesh import (
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.freeze import is_head
 from megajax.core.models.lora import LORA, Adapters
-from megajax.core.models.router import ROUTER_BIAS
+from megajax.core.models.router import balances_router
 from megajax.core.models.staged import StagedModel
 from megajax.core.optim.muon import Matrices
 from megajax.core.parallel.collectives import PIPE, spec_axes
@@ -97,7 +97,7 @@ class Weight:
 
     def computed_in(self, compute: Kind, main: Kind) -> Kind:
         """Which of two dtypes, or of their sizes, layers compute in with it (`router.in_compute_dtype`)."""
-        return main if self.path == ROUTER_BIAS else compute
+        return main if balances_router(self.path) else compute
 
     def sharding_of(self, spec: PartitionSpec) -> Sharding:
         """How ZeRO shards an array like it that has this spec."""

@@ -36,6 +36,10 @@ REFUSED = {  # preset and table of options -> values, and a part of the line
             "--model.query-key-norm-over width with --no-model.query-key-norm; valid: --model.query-key-norm, or "
             "--model.query-key-norm-over head",
         ),
+        (
+            {"prediction_modules": 8, "sequence_length": 8},
+            "--model.prediction-modules 8 with --model.sequence-length 8; valid: less",
+        ),
         ({"layer_order": "post"}, "--model.layer-order post with --model.family decoder; valid: pre"),
         ({"activation": "relu"}, "valid: auto, gelu, gelu-tanh, swiglu"),
         ({"swiglu_limit": 0.0}, "--model.swiglu-limit 0.0; valid: more than 0"),

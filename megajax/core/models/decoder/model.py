@@ -6,6 +6,7 @@ Letters: B batch, T tokens, D model, V vocabulary.
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,19 +20,28 @@ from megajax.core.models.config import ModelConfig
 from megajax.core.models.context import Context
 from megajax.core.models.family import Family, MatrixProduct
 from megajax.core.models.flops import layer_products, weight_products
+from megajax.core.models.freeze import PREDICTION
 from megajax.core.models.layer import EMBEDDING_SITE, Block, stacked
 from megajax.core.models.norms import norm_of
+from megajax.core.models.prediction import PredictionModule, ahead, prediction_losses, real_ahead
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.layers import normal, param
 from megajax.core.parallel.products import NO_FACTORS, Factors
 from megajax.core.parallel.random import Dropout, NamedKey
-from megajax.core.parallel.sites import named
-from megajax.core.parallel.vocabulary import cross_entropy, embedding_lookup, output_logits, target_scores
+from megajax.core.parallel.sites import at, named
+from megajax.core.parallel.vocabulary import (
+    EMBEDDING,
+    LOGITS,
+    cross_entropy,
+    embedding_lookup,
+    output_logits,
+    target_scores,
+)
 
 
 class TransformerDecoder(nnx.Module):
     """The model. `blocks` holds the layers stacked along a leading dim `layers`, except the first dense layers of a
-    mixture: these are `dense_blocks`, part of the embedding."""
+    mixture: these are `dense_blocks`, part of the embedding; and those of prediction modules, part of the head."""
 
     def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
         self.vocab_size = config.vocab_size
@@ -51,8 +61,14 @@ class TransformerDecoder(nnx.Module):
             return Block(config, key / "dense_blocks" / n, boundary, backend, dense=True)
 
         self.dense_blocks = stacked(dense, config.dense_layers) if config.dense_layers else None
-        # The layers' randomness depends on these indices; those of `blocks` begin with 0.
-        self.dense_index = tuple(range(config.num_blocks, config.num_layers))
+
+        def module(n: Array) -> PredictionModule:
+            return PredictionModule(config, key / PREDICTION / n, boundary, backend)
+
+        self.prediction = stacked(module, config.prediction_modules) if config.prediction_modules else None
+        # The layers' randomness depends on these indices; those of `blocks` begin with 0, and the modules' follow.
+        first = config.num_blocks + config.num_predicting
+        self.dense_index = tuple(range(first, first + config.dense_layers))
 
     def context(self, batch: Mapping[str, Array], dropout: Dropout) -> Context:
         """See `FamilyModel`. If the batch has documents, tokens see only their own, and positions restart in each."""
@@ -83,18 +99,11 @@ class TransformerDecoder(nnx.Module):
 
     def first_blocks(self) -> list[Block]:
         """The dense layers, one by one."""
-        if self.dense_blocks is None:
-            return []
-        graph, weights = nnx.split(self.dense_blocks, nnx.Param)
-        each = range(len(self.dense_index))
-        return [nnx.merge(graph, jax.tree.map(lambda weight, n=n: weight[n], weights)) for n in each]
+        return [] if self.dense_blocks is None else _one_by_one(self.dense_blocks, len(self.dense_index))
 
     def embedding(self, batch: Mapping[str, Array], context: Context) -> Array:
         """The embedding of tokens and learned positions, with dropout."""
-        tokens_BT = self.boundary.context_tokens(batch["tokens"])
-        x_BTD = embedding_lookup(self.table[...], tokens_BT, self.boundary, context.factors)
-        if self.config.scaled_embedding:
-            x_BTD *= jnp.asarray(self.config.hidden_size**0.5, x_BTD.dtype)
+        x_BTD = self._of_tokens(batch["tokens"], context.factors, EMBEDDING)
         if self.positions is not None:
             if "positions" in batch:
                 own_BT = self.boundary.own_tokens(batch["positions"])
@@ -103,24 +112,65 @@ class TransformerDecoder(nnx.Module):
                 x_BTD += self.boundary.own_tokens(self.positions[...][: batch["tokens"].shape[1]], 0)[None]
         return context.dropout.fold(EMBEDDING_SITE)(x_BTD, self.boundary.token_index(x_BTD))
 
+    def _of_tokens(self, tokens_BT: Array, factors: Factors, name: str) -> Array:
+        """The embedding of tokens; `name` is that of its factors."""
+        tokens_BT = self.boundary.context_tokens(tokens_BT)
+        x_BTD = embedding_lookup(self.table[...], tokens_BT, self.boundary, factors, name)
+        if self.config.scaled_embedding:
+            x_BTD *= jnp.asarray(self.config.hidden_size**0.5, x_BTD.dtype)
+        return x_BTD
+
     def logits(self, x_BTD: Array, factors: Factors = NO_FACTORS) -> Array:
         """This device's columns, computed from the last layer's output."""
+        return self._logits(self.final_norm(x_BTD), factors, LOGITS)
+
+    def _logits(self, x_BTD: Array, factors: Factors, name: str) -> Array:
+        """The same from what a final norm returns; `name` is that of the product's factors."""
         table_VD = (self.table if self.output is None else self.output)[...]
-        x_BTD = named(self.final_norm(x_BTD), "final_norm", self.boundary.split)
-        return output_logits(x_BTD, table_VD, self.vocab_size, self.boundary, self.backend, factors=factors)
+        x_BTD = named(x_BTD, "final_norm", self.boundary.split)
+        return output_logits(x_BTD, table_VD, self.vocab_size, self.boundary, self.backend, factors=factors, name=name)
 
     def losses(self, x_BTD: Array, batch: Mapping[str, Array], context: Context) -> dict[str, Array]:
         """The sum of the cross-entropy over targets that are not `IGNORED`, a scalar."""
+        return {"next_token": self._loss(self.logits(x_BTD, context.factors), batch)}
+
+    def _loss(self, logits_BTV: Array, batch: Mapping[str, Array]) -> Array:
         axes = self.boundary.vocabulary
-        logits_BTV = named(self.logits(x_BTD, context.factors), "logits", 2, axes=axes)
+        logits_BTV = named(logits_BTV, "logits", 2, axes=axes)
         losses_BT = named(cross_entropy(logits_BTV, self.boundary.context_tokens(batch["targets"]), axes), "losses")
-        return {"next_token": jnp.sum(losses_BT)}
+        return jnp.sum(losses_BT)
+
+    def predictions(
+        self, x_BTD: Array, batch: Mapping[str, Array], context: Context
+    ) -> tuple[dict[str, Array], dict[str, Any]]:
+        """See `FamilyModel`. While recording, a module's activations are those of its layer."""
+        losses, figures, x_BTD = dict[str, Array](), dict[str, Any](), self.final_norm(x_BTD)
+        token_T = self.boundary.context_tokens(jnp.arange(batch["tokens"].shape[1], dtype=jnp.int32), 0)
+        modules = _one_by_one(self.prediction, self.config.num_predicting)
+        for number, (name, module) in enumerate(zip(prediction_losses(self.config), modules, strict=True), start=1):
+            layer, further, own = self.config.num_blocks + number - 1, ahead(batch, number), context
+            if context.real_BT is not None:
+                own = dataclasses.replace(context, real_BT=real_ahead(batch, context.real_BT, number))
+            with at(layer, context.row_B, token_T):
+                embedded_BTD = self._of_tokens(further["tokens"], context.factors, f"{EMBEDDING}_{number}")
+                dropout = context.dropout.fold(layer).fold(EMBEDDING_SITE)
+                embedded_BTD = dropout(embedded_BTD, self.boundary.token_index(embedded_BTD))
+                x_BTD, found = module(x_BTD, embedded_BTD, own, layer)
+                losses[name] = self._loss(self._logits(x_BTD, context.factors, f"{LOGITS}_{number}"), further)
+            figures = jax.tree.map(jnp.add, figures, found) if figures else found
+        return losses, figures
 
     def scores(self, x_BTD: Array, batch: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
         """See `FamilyModel`; both [B, T]."""
         targets_BT = self.boundary.context_tokens(batch["targets"])
         loss_BT, hit_BT = target_scores(self.logits(x_BTD), targets_BT, self.boundary.vocabulary)
         return {"next_token": (self.boundary.in_places(loss_BT), self.boundary.in_places(hit_BT))}
+
+
+def _one_by_one(modules: Any, number: int) -> list[Any]:
+    """The first of stacked modules."""
+    graph, weights = nnx.split(modules, nnx.Param)
+    return [nnx.merge(graph, jax.tree.map(lambda weight, n=n: weight[n], weights)) for n in range(number)]
 
 
 def real_tokens(batch: Mapping[str, Array]) -> Array:
@@ -139,9 +189,10 @@ def real_tokens(batch: Mapping[str, Array]) -> Array:
 
 
 def _products(model: ModelConfig, sequences: int, query_block: int) -> list[MatrixProduct]:
-    shapes = {"head": (model.hidden_size, model.padded_vocab_size)}
-    head = weight_products(sequences * model.sequence_length, shapes)
-    return [*layer_products(model, sequences, query_block), *head]
+    hidden, tokens, number = model.hidden_size, sequences * model.sequence_length, model.num_predicting
+    head = weight_products(tokens, {"head": (hidden, model.padded_vocab_size)}, 1 + number)
+    projections = weight_products(tokens, {"prediction": (2 * hidden, hidden)}, number) if number else ()
+    return [*layer_products(model, sequences, query_block), *head, *projections]
 
 
 FAMILY = Family(
