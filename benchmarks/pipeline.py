@@ -193,7 +193,7 @@ def hand_written(program: Any) -> Any:
 
     from megajax.core.axes import BATCH_AXES, ROW_AXES
     from megajax.core.backend import CPU
-    from megajax.core.mesh import ROWS
+    from megajax.core.mesh import ROWS, on_mesh
     from megajax.core.parallel.collectives import PIPE, sum_over, vary
     from megajax.core.parallel.random import Dropout
     from megajax.core.program.overlap import scans_layers
@@ -236,7 +236,8 @@ def hand_written(program: Any) -> Any:
         return sum_over(loss, (*BATCH_AXES, PIPE)), grads
 
     specs = program.layout.computed_specs
-    mapped = jax.shard_map(region, mesh=program.mesh, in_specs=(specs, ROWS, P()), out_specs=(P(), specs))
+    rows = on_mesh(program.mesh, ROWS)
+    mapped = jax.shard_map(region, mesh=program.mesh, in_specs=(specs, rows, P()), out_specs=(P(), specs))
     return jax.jit(mapped)
 
 

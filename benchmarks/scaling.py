@@ -104,7 +104,7 @@ def count(case: Case, devices) -> dict:
     from megajax.core.program.program import Program
 
     config = case.config()
-    program = Program(config, make_mesh(devices[: config.mesh.num_devices], **config.mesh.sizes))
+    program = Program(config, make_mesh(devices[: config.mesh.num_devices], **config.mesh.on_devices))
     slots = 1 if program.schedule.fused else program.schedule.num_slots
     sent = sent_bytes(program)
     return {
@@ -132,7 +132,7 @@ def measure(case: Case, devices, steps: int = 5) -> dict:
     from megajax.core.program.program import Program
 
     config = case.config()
-    program = Program(config, make_mesh(devices[: config.mesh.num_devices], **config.mesh.sizes))
+    program = Program(config, make_mesh(devices[: config.mesh.num_devices], **config.mesh.on_devices))
     typical = step_seconds(program, steps, warm_up=2)
     flops = step_flops(config.model, case.batch) / config.mesh.num_devices / typical
     return {"seconds": typical, "tflops_per_gpu": flops / 1e12}

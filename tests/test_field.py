@@ -252,9 +252,11 @@ def test_modules_for_further_tokens(name: str) -> None:
 
 
 FEW = SMALL | {"num_heads": 4, "sequence_length": 8, "microbatch": 1}
+IN_THREES = {"optimizer": {"name": "muon", "zero_ranks": 3}}
 ODD = [  # numbers of devices that divide no dim of most weights
     tiny_config((3, 1, 2, 2), global_batch=6, zero=3, precision="fp8", sequence_parallel=True, **FEW | LLAMA),
-    tiny_config((6, 2, 1), global_batch=12, zero=1, vocabulary="split", **FEW | MUON),
+    tiny_config((6, 2, 1), global_batch=12, zero=1, vocabulary="split", **FEW | MUON | IN_THREES),
+    tiny_config((6, 2, 1), global_batch=12, zero=1, vocabulary="split", precision="bf16", **FEW | MUON),
     tiny_config((5, 1, 1), global_batch=10, zero=3, precision="fp16", **FEW | LLAMA | MUON),
     tiny_config((3, 2, 1), expert=2, global_batch=12, zero=1, ema=0.5, **FEW | MIXTURE | {"num_experts": 4}),
     tiny_config((7, 1, 1), global_batch=7, zero=3, lora=LoraConfig(rank=2), **FEW | {"num_layers": 2}),
@@ -265,9 +267,52 @@ ODD = [  # numbers of devices that divide no dim of most weights
 @pytest.mark.parametrize("config", [*ODD[:2], *map(full, ODD[2:])], ids=lambda each: f"{each.precision}, {each.mesh}")
 def test_state_is_sharded_over_any_number_of_devices(config: Config) -> None:
     """Padded, and as exact: norms, clipped gradients, moments and averages among it."""
-    step = assert_exact(config, branches=config in ODD[2:4])
+    step = assert_exact(config, branches=config in ODD[3:5])
     layout = Program.abstract(config, CPU).layout
     assert any(weight.zero.padding for weight in jax.tree.leaves(layout.weights)) and step.taken.metrics
+
+
+ON_FOUR = {"mesh": (4, 1, 1), "ranks": 2}
+OF_SIX = {"mesh": (6, 1, 2), "ranks": 3, "global_batch": 12}  # padded
+ON_STAGES = {"mesh": (4, 2, 1), "ranks": 2, "global_batch": 16, "weight_gradients": "deferred"}
+ON_EXPERTS = {"mesh": (4, 1, 1), "ranks": 2, "expert": 2, "global_batch": 16, **MIXTURE, "num_experts": 4}
+AT_ONCE = {"overlap_reductions": "true", "overlap_gathers": "true"}
+REPLICAS = {
+    "ZeRO-3": ON_FOUR | {"zero": 3, "precision": "fp16"},
+    "padded, reduced at once": OF_SIX | {"mesh": (6, 1, 1), "optimizer": AT_ONCE},
+    "padded": OF_SIX | {"ema": 0.5},
+    "padded, ZeRO-3": OF_SIX | {"zero": 3, "precision": "fp16", "sequence_parallel": True},
+    "stages, reduced at once": ON_STAGES | {"optimizer": AT_ONCE},
+    "stages, ZeRO-3, reduced at once": ON_STAGES | {"zero": 3, "optimizer": AT_ONCE},
+    "chunks, ZeRO-3, Muon": ON_STAGES
+    | {"zero": 3, "schedule": "interleaved", "chunks": 2, "num_layers": 4, "optimizer": AT_ONCE | {"name": "muon"}},
+    "vocabulary, ZeRO-3": ON_STAGES | {"zero": 3, "vocabulary": "split", "weight_gradients": "together"},
+    "sums in products, ZeRO-3": ON_FOUR
+    | {"zero": 3, "precision": "bf16", "tied_embedding": False, "optimizer": AT_ONCE | {"sums_in_products": "true"}},
+    "experts": ON_EXPERTS,
+    "experts, ZeRO-3": ON_EXPERTS | {"zero": 3},
+    "experts, each replica one rank": ON_EXPERTS | {"ranks": 1, "zero": 3},
+    "Muon": ON_FOUR | LLAMA | {"mesh": (4, 1, 2), "optimizer": {"name": "muon"}},
+    "adapters, ZeRO-3": ON_FOUR | {"zero": 3, "lora": LoraConfig(rank=2)},
+    "float8, context, ZeRO-3": ON_FOUR | LLAMA | {"mesh": (4, 1, 2, 2), "zero": 3, "precision": "fp8"},
+    "alone": ON_FOUR | {"ranks": 1},
+}
+
+
+@pytest.mark.parametrize("name", [name if name == "ZeRO-3" else full(name) for name in REPLICAS])
+def test_state_is_sharded_over_some_ranks_of_data(name: str) -> None:
+    """The others are replicas: a device's shards of gradients are summed over them once a step."""
+    given = FEW | {"num_layers": 3, "global_batch": 8, "vocab_size": 21} | REPLICAS[name]
+    optimizer = {"zero_ranks": given.pop("ranks")} | given.pop("optimizer", {})
+    config = tiny_config(optimizer=optimizer, **given)
+    assert config.mesh.replica * optimizer["zero_ranks"] == config.mesh.data
+    step = assert_exact(config, branches=config.precision == "fp16")
+    if config.mesh.pipe == config.mesh.tensor == config.mesh.expert == 1 and config.mesh.zero_shards > 1:
+        sums = [each for each in step.collectives if {*each.axes} - {"pipe", "tensor"} == {"replica"}]
+        layout = Program.abstract(config, CPU).layout
+        weights = jax.tree.leaves(layout.trained(layout.weights))
+        shards = sum(each.size(each.owned) for each in weights if each.zero.axes)
+        assert 0 < 4 * shards == sum(each.count * each.num_bytes for each in sums)
 
 
 PIPED = {"mesh": (2, 2, 1), "schedule": "interleaved", "chunks": 2}

@@ -109,6 +109,7 @@ OF_GPUS = {  # the second pairs 4 microbatches of 6, the third 5 ticks
     "reductions": {"mesh": (2, 1, 2), "zero": 0, "sequence_parallel": True},
     "pairs": {"mesh": (2, 1, 2), "sequence_parallel": True, "microbatch": 1, "optimizer": OVERLAPPED | IN_PRODUCTS},
     "stages, pairs": {"mesh": (2, 2, 1), "weight_gradients": "deferred", "microbatch": 2, "optimizer": IN_PRODUCTS},
+    "replicas": {"mesh": (4, 1, 2), "zero": 3, "microbatch": 1, "optimizer": OVERLAPPED | {"zero_ranks": 2}},
     "chunks, reductions": {"mesh": (2, 2, 1), "schedule": "interleaved", "chunks": 2, "weight_gradients": "deferred"},
 }
 

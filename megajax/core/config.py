@@ -4,11 +4,12 @@ A run's `Config` (`megajax/settings/config.py`) is one of these, with data, run 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from megajax.core.axes import AXES, BATCH_AXES, OPTIONAL_AXES, ROW_AXES
+from megajax.core.axes import AXES, BATCH_AXES, OPTIONAL_AXES, REPLICA, ROW_AXES, ZERO_AXES
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.lora_config import LoraConfig
 from megajax.core.optim.config import LossScaleConfig, OptimizerConfig
@@ -30,7 +31,7 @@ ROWS = between(1, MOST_ROWS)
 class MeshConfig:
     """Sizes of the mesh axes.
 
-    One field for each line of the table in `megajax/core/axes.py`.
+    One field for each line of the table in `megajax/core/axes.py`. All but `replica` are options.
     """
 
     data: Annotated[int, "data-parallel replicas, each training on its own rows of the batch", _AXIS] = 1
@@ -38,16 +39,23 @@ class MeshConfig:
     pipe: Annotated[int, "pipeline stages", _AXIS] = 1
     context: Annotated[int, "devices that each sequence's tokens are sharded over", _AXIS] = 1
     tensor: Annotated[int, "devices that each layer is sharded over", _AXIS] = 1
+    replica: int = 1  # parts of `data`, each of which has all of ZeRO's shards (`--optimizer.zero-ranks`)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of every axis by name."""
+        """The size of every axis with a flag, by name."""
         return {axis: getattr(self, axis) for axis in AXES}
+
+    @cached_property
+    def on_devices(self) -> dict[str, int]:
+        """The sizes of the device mesh's axes, which has `replica` only if that divides `data`."""
+        outside = {REPLICA: self.replica} if self.replica > 1 else {}
+        return outside | self.sizes | {"data": self.data // self.replica}
 
     @property
     def num_devices(self) -> int:
         """Devices in the mesh, over all processes."""
-        return self.size_of(AXES)
+        return math.prod(self.sizes.values())
 
     @property
     def row_shards(self) -> int:
@@ -55,13 +63,22 @@ class MeshConfig:
         return self.size_of(ROW_AXES)
 
     @property
-    def zero_shards(self) -> int:
-        """How many shards ZeRO divides a weight into."""
+    def batch_shards(self) -> int:
+        """How many devices have different tokens of a batch."""
         return self.size_of(BATCH_AXES)
 
+    @property
+    def zero_shards(self) -> int:
+        """How many shards ZeRO divides a weight into."""
+        return self.size_of(ZERO_AXES)
+
     def size_of(self, axes: Sequence[str]) -> int:
-        """The number of devices along several axes together."""
-        return math.prod(getattr(self, axis) for axis in axes)
+        """The number of devices along several axes of the device mesh together."""
+        return math.prod(self.on_devices.get(axis, 1) for axis in axes)
+
+    def there(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Those of some axes that the device mesh has."""
+        return tuple(axis for axis in axes if axis in self.on_devices)
 
     @property
     def shown(self) -> list[str]:
@@ -146,6 +163,9 @@ class StepConfig:
     def __post_init__(self) -> None:
         if self.lora.rank:  # frozen weights have no gradients to defer
             object.__setattr__(self, "pipeline", replace(self.pipeline, weight_gradients="together"))
+        replicas = self.optimizer.replicas(self.mesh.data)
+        if replicas != self.mesh.replica:
+            object.__setattr__(self, "mesh", replace(self.mesh, replica=replicas))
 
     @property
     def splits_vocabulary(self) -> bool:

@@ -7,7 +7,19 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from megajax.core.axes import AXES, BATCH_AXES, DEVICE_ORDER, EXPERT, OPTIONAL_AXES, PIPE, ROW_AXES, TENSOR, WEIGHT_AXES
+from megajax.core.axes import (
+    AXES,
+    DEVICE_ORDER,
+    EXPERT,
+    MESH_AXES,
+    OPTIONAL_AXES,
+    PIPE,
+    REPLICA,
+    ROW_AXES,
+    TENSOR,
+    WEIGHT_AXES,
+    ZERO_AXES,
+)
 from megajax.core.batch import BatchSpec
 from megajax.core.parallel.collectives import Axes, entry_axes, spec_axes
 from megajax.core.parallel.shards import NOT_SHARDED, Sharding
@@ -49,13 +61,14 @@ ROWS = PartitionSpec(ROW_AXES)
 
 
 def make_mesh(devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh:
-    """A mesh of these devices, by default all, such as `make_mesh(data=2, pipe=4)`; other axes have size 1. Devices are
-    arranged in the order of `DEVICE_ORDER`."""
+    """A mesh of these devices, by default all, such as `make_mesh(data=2, pipe=4)`; other axes have size 1, but for
+    `replica`, which is there only if given. Devices are arranged in the order of `DEVICE_ORDER`."""
     devices = list(jax.devices() if devices is None else devices)
     sizes = dict.fromkeys(AXES, 1) | sizes
-    assert sizes.keys() == {*AXES} and len(devices) == math.prod(sizes.values()), (len(devices), sizes)
-    grid = np.asarray(devices).reshape([sizes[axis] for axis in DEVICE_ORDER])
-    return Mesh(grid.transpose([DEVICE_ORDER.index(axis) for axis in AXES]), AXES)
+    assert sizes.keys() <= {*MESH_AXES} and len(devices) == math.prod(sizes.values()), (len(devices), sizes)
+    axes, order = ([axis for axis in each if axis in sizes] for each in (MESH_AXES, DEVICE_ORDER))
+    grid = np.asarray(devices).reshape([sizes[axis] for axis in order])
+    return Mesh(grid.transpose([order.index(axis) for axis in axes]), axes)
 
 
 def batch_specs(form: BatchSpec) -> dict[str, PartitionSpec]:
@@ -66,8 +79,10 @@ def batch_specs(form: BatchSpec) -> dict[str, PartitionSpec]:
 def make_abstract_mesh(**sizes: int) -> AbstractMesh:
     """The same mesh without devices, for tracing."""
     # With other axis types newer JAX would check shardings, which traced values here do not have.
-    types = (AxisType.Auto,) * len(AXES)
-    return AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES, axis_types=types)
+    sizes = dict.fromkeys(AXES, 1) | sizes
+    axes = tuple(axis for axis in MESH_AXES if axis in sizes)
+    types = (AxisType.Auto,) * len(axes)
+    return AbstractMesh(tuple(sizes[axis] for axis in axes), axes, axis_types=types)
 
 
 def rules_of(*, split_vocabulary: bool, split_kv_heads: bool) -> Mapping[str, Axes | None]:
@@ -131,11 +146,11 @@ def local_shape(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, i
 
 
 def zero_sharding(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> Sharding:
-    """What ZeRO adds to a weight's `spec`: all batch axes that do not shard the weight yet, on one dim: the first that
+    """What ZeRO adds to a weight's `spec`: all of its axes that do not shard the weight yet, on one dim: the first that
     they divide together, so that a shard is contiguous in memory. If they divide none, they shard the dim that needs
     the least padding, of those that nothing else shards; without such a dim, nothing is added. `sizes` are those of
     the mesh axes."""
-    axes = tuple(axis for axis in BATCH_AXES if axis not in spec_axes(spec))
+    axes = tuple(axis for axis in ZERO_AXES if axis not in spec_axes(spec))
     shards, local = math.prod(sizes[axis] for axis in axes), local_shape(spec, shape, sizes)
     divisible = [dim for dim, size in enumerate(local) if size % shards == 0 and shards > 1]
     if divisible:
@@ -171,7 +186,17 @@ def shard_unused_axes(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> 
 
 def shardings(mesh: Mesh, specs):
     """A tree of `PartitionSpec` as a tree of `NamedSharding`."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), on_mesh(mesh, specs))
+
+
+def on_mesh(mesh: Mesh, specs):
+    """A tree of `PartitionSpec`; without the axis `replica` if the mesh lacks it."""
+
+    def without(spec: PartitionSpec) -> PartitionSpec:
+        axes = [tuple(axis for axis in entry_axes(entry) if axis != REPLICA) for entry in spec]
+        return PartitionSpec(*axes) if REPLICA in spec_axes(spec) else spec
+
+    return specs if REPLICA in mesh.axis_names else jax.tree.map(without, specs)
 
 
 def rank_groups(mesh: Mesh) -> dict[str, list[list[int]]]:

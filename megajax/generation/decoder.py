@@ -15,6 +15,7 @@ from jax import Array
 from jax.sharding import NamedSharding
 
 from megajax.core.batch import IGNORED
+from megajax.core.mesh import shardings
 from megajax.core.parallel.random import RandomBits
 from megajax.core.program.program import Program
 from megajax.generation.choice import Sampling, prompt_bits
@@ -41,10 +42,11 @@ class Decoder:
 
     def __init__(self, program: Program, params: Tree, sampling: Sampling, ends: Collection[int]):
         """`params` are the program's; a continuation ends before any of the ids in `ends`."""
-        self._config, self._mesh, self._row_shards = program.config.model, program.mesh, program.config.mesh.zero_shards
+        self._config, self._mesh = program.config.model, program.mesh
+        self._row_shards = program.config.mesh.batch_shards
         self._sampling, self._on_devices = sampling, DecodingPrograms(program, sampling, ends)
-        shardings = map_specs(lambda spec: NamedSharding(self._mesh, spec), self._on_devices.specs)
-        self._unstack = jax.jit(self._on_devices.unstacked, out_shardings=shardings)
+        of_weights = map_specs(lambda spec: NamedSharding(self._mesh, spec), self._on_devices.specs)
+        self._unstack = jax.jit(self._on_devices.unstacked, out_shardings=of_weights)
         self._weights = self._unstack(params)
         self._programs: dict[tuple, Callable] = {}
         self.compile_seconds = 0.0  # so far
@@ -101,8 +103,7 @@ class Decoder:
         padded_bits = jax.tree.map(lambda word: np.pad(word, (0, free)), bits)
 
         def put(array: np.ndarray) -> Array:
-            sharding = NamedSharding(self._mesh, ROWS)
-            return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+            return jax.make_array_from_callback(array.shape, shardings(self._mesh, ROWS), lambda index: array[index])
 
         return jax.tree.map(put, {"tokens": tokens, "length": length, "limit": limit, "bits": padded_bits})
 

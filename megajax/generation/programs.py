@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from megajax.core.axes import BATCH_AXES
 from megajax.core.batch import IGNORED
+from megajax.core.mesh import on_mesh
 from megajax.core.models.attention import Attend
 from megajax.core.models.attention_mask import AttentionMask
 from megajax.core.models.cache import Cache, decode_step, prefill, slot_positions
@@ -76,7 +77,7 @@ class DecodingPrograms:
 
     def region(self, function: Callable, specs: Tree) -> Callable:
         """A function of the weights and of arrays with `specs`, which returns a state and tokens [B, N]."""
-        in_specs, out_specs = (self.specs, specs), (self.state_specs, PartitionSpec())
+        in_specs, out_specs = on_mesh(self._mesh, ((self.specs, specs), (self.state_specs, PartitionSpec())))
         return jax.shard_map(function, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True)
 
     # The following methods run inside the region: arrays are this device's shards.

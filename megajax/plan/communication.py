@@ -86,24 +86,20 @@ def totals(found: Iterable[Collective]) -> Counter:
 def sent_by_axes(config: Config) -> dict[tuple[str, str], tuple[int, int]]:
     """By axes (as `data,pipe`) and kind: how many collectives the busiest device takes part in, and the bytes that it
     sends in them. Axes of size 1 send nothing."""
-    sizes = config.mesh.sizes
+    mesh = config.mesh
     summed: dict[tuple[str, str], tuple[int, float]] = {}
     for each in communication(config):
-        axes = ",".join(axis for axis in each.axes if sizes[axis] > 1)
+        axes = ",".join(axis for axis in each.axes if mesh.size_of((axis,)) > 1)
         if axes:
             count, sent = summed.get((axes, each.kind), (0, 0.0))
-            again = each.sent * each.bytes_sent(_devices(each.axes, config.mesh))
+            again = each.sent * each.bytes_sent(mesh.size_of(each.axes))
             summed[axes, each.kind] = count + each.sent, sent + again
     return {key: (count, round(sent)) for key, (count, sent) in summed.items()}
 
 
 def total_sent(config: Config, found: Iterable[Collective]) -> int:
     """The bytes that a device sends in all of these, with each one's count."""
-    return round(sum(each.count * each.bytes_sent(_devices(each.axes, config.mesh)) for each in found))
-
-
-def _devices(axes: Axes, mesh: MeshConfig) -> int:
-    return prod(mesh.sizes[axis] for axis in axes)
+    return round(sum(each.count * each.bytes_sent(config.mesh.size_of(each.axes)) for each in found))
 
 
 @lru_cache(maxsize=65536)
@@ -111,7 +107,7 @@ def group_of(axes: tuple[str, ...], mesh: MeshConfig, server: int) -> tuple[int,
     """The size of a group that a collective over these axes runs in, and how many of its devices share a server."""
     size, stride, neighbours = 1, 1, 1
     for axis in reversed(DEVICE_ORDER):
-        devices = getattr(mesh, axis)
+        devices = mesh.size_of((axis,))
         if axis in axes:
             size *= devices
             neighbours *= max(1, min(devices, server // stride))
@@ -171,6 +167,15 @@ class WeightTraffic(Sizes):
             if later is None or later == (self.defers and weight.of_product):
                 yield one(purpose, SCATTER, weight.per_use.axes, weight.padded, self.summed, times)
 
+    def scattered_by_embedding(self, purpose: str) -> Iterator[Communication]:
+        """Scatter the gradients that the embedding's backward pass has: also those of what only the head uses, zeros,
+        but not where the last pass reduces these."""
+        times, apart = self.of_embedding_backward, int(self.overlaps_reductions)
+        fewer = Occurrences(times.count - apart, times.sent - apart)
+        for weight in _sharded_per_use("shared", self.held.trained):
+            each = fewer if self._of_head(weight) else times
+            yield one(purpose, SCATTER, weight.per_use.axes, weight.padded, self.summed, each)
+
     def p2p_transfers(self) -> Iterator[Communication]:
         """Activations to the next stage and gradients to the previous one, in every tick that may have some."""
         ticks = {"up": self.ticks, "down": self.ticks - self._apart[0]} if self.config.mesh.pipe > 1 else {}
@@ -201,7 +206,7 @@ class WeightTraffic(Sizes):
         """How many targets the losses have in the global batch, and how many sequences experts see."""
         sequences = ("sequences",) * (self.config.model.num_experts > 0)
         for what in (*("targets" for _ in self._losses), *sequences):
-            yield one(f"losses: numbers of {what}", REDUCE, tuple(sorted(ROW_AXES)), (), self.counted, ONCE)
+            yield one(f"losses: numbers of {what}", REDUCE, self._there(ROW_AXES), (), self.counted, ONCE)
 
     def scales(self) -> Iterator[Communication]:
         """The scales of weights in 8 bits, if devices share the dim that a product sums over."""
@@ -233,7 +238,7 @@ class WeightTraffic(Sizes):
                 name = f"gradients: {self._of_head(weight)}over {' and '.join(sorted(over))}"
                 if over:
                     yield one(name, REDUCE, tuple(sorted(over)), shape, self.summed, times)
-        axes = tuple(sorted(BATCH_AXES if self.splits_vocabulary else (*BATCH_AXES, PIPE)))
+        axes = self._there(BATCH_AXES if self.splits_vocabulary else (*BATCH_AXES, PIPE))
         for _ in self._losses:
             yield one("losses: sums", REDUCE, axes, (), max(4, self.summed), ONCE)
         yield from self._loads()
@@ -284,7 +289,7 @@ class WeightTraffic(Sizes):
         model, axes = self.config.model, (*BATCH_AXES, PIPE, *(TENSOR,) * self.splits_sequence)
         loads = (model.num_blocks + model.num_predicting, model.num_experts), 4
         for shape, item in (loads, ((), 4), ((), self.wide), ((), self.wide)) if model.num_experts else ():
-            yield one("losses: loads of experts", REDUCE, tuple(sorted(axes)), shape, item, ONCE)
+            yield one("losses: loads of experts", REDUCE, self._there(axes), shape, item, ONCE)
 
     def _muon(self) -> Iterator[Communication]:
         """Exchange shards of matrices for whole ones and back, and gather results computed for copies."""
@@ -300,9 +305,13 @@ class WeightTraffic(Sizes):
         form = batch_form(self.config)
         return [*form.targets, *form.measures, *prediction_losses(self.config.model)]
 
+    def _there(self, axes: Iterable[str]) -> Axes:
+        """Those of some axes that the mesh has, in the order of sums."""
+        return tuple(sorted(self.config.mesh.there(axes)))
+
     def _varying(self, weight: Weight) -> set[str]:
         """Mesh axes over which a gradient varies when the loop has ended (`core/program/bind.py`)."""
-        axes = {*BATCH_AXES, *_axes_of(weight)}
+        axes = {*self._there(BATCH_AXES), *_axes_of(weight)}
         if self.splits_sequence or weight.needs_tensor_sum:
             axes.add(TENSOR)
         if not weight.stack and not self.splits_vocabulary:
@@ -345,7 +354,7 @@ class _Step(WeightTraffic):
         linear = family_of(self.config.model).linear_embedding(self.config.model)
         again = "none" if linear else "shared"
         yield from self._pass("embedding backward", again, ends.embedding_backward, self.of_embedding_backward)
-        yield from self.scattered("embedding backward", "shared", self.of_embedding_backward)
+        yield from self.scattered_by_embedding("embedding backward")
         if self.defers and (layer.weight_gradients or self.zero == 3):
             times = self.weight_gradient_times
             yield from self._pass("weight gradients", "none", layer.weight_gradients, times)

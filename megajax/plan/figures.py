@@ -46,7 +46,7 @@ def figures(
     plan: dict[str, Any] = {
         "preset": preset,
         "gpu": machine.name,
-        "mesh": asdict(config.mesh),
+        "mesh": config.mesh.sizes,
         "devices": config.mesh.num_devices,
         "parameters": count_parameters(config.model),
         "active_parameters": count_active_parameters(config.model),
@@ -110,7 +110,7 @@ def _head(plan: dict[str, Any], config: Config) -> str:
     return (
         f"{plan['preset']}: {plan['parameters']:,} parameters{active} on {gpus}, "
         f"{config.mesh}; {config.precision}{pipe}{chunks}{split}, "
-        f"--optimizer.zero {config.optimizer.zero}, --train.remat {config.train.remat}"
+        f"{config.optimizer.zero_flags}, --train.remat {config.train.remat}"
         f"{'; planned as if all weights were trained, without --train.freeze' * bool(config.train.freeze)}"
     )
 

@@ -15,7 +15,7 @@ from megajax.core.models.grouped import kernels_can
 from megajax.core.pipeline.deferral import Deferring
 from megajax.core.pipeline.schedule import make_schedule
 from megajax.core.precision import COMPUTE_DTYPE
-from megajax.core.program.overlap import scans_layers
+from megajax.core.program.overlap import reduces_per_step, scans_layers
 from megajax.core.program.program import batch_form
 from megajax.plan.costs import Region, StepCost
 from megajax.plan.machines import Machine
@@ -258,7 +258,7 @@ class Temporaries:
         """Reduced gradients next to their sums, where activations were; and for the matrices that Muon deals out, what
         is exchanged, and the products."""
         reduced = 0
-        if step.config.mesh.zero_shards > 1 and step.zero < 3:
+        if reduces_per_step(step.config):
             reduced = step.held.num_trained * step.wide
         item = step.wide if step.config.optimizer.muon_precision == "fp32" else self._wide
         shares = sum(each.share * each.rows * (each.rows + 2 * each.columns) * item for each in dealt(step))

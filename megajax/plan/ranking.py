@@ -117,14 +117,14 @@ def _compiled_line(number: int, compilation: Compilation, planned: Planned) -> s
 def _row(name: str, each: Planned, axes: Sequence[str], run: WholeRun) -> tuple[str, ...]:
     config, sizes = each.config, each.config.mesh.sizes
     ways = {CONTEXT: f" {training_way(config)}"} if sizes[CONTEXT] > 1 else {}
-    totals = run.figures(each.time.tokens_per_second, config.mesh.num_devices)
+    totals, ranks = run.figures(each.time.tokens_per_second, config.mesh.num_devices), config.optimizer.zero_ranks
     return (
         name,
         *(f"{sizes[axis]}{ways.get(axis, '')}" for axis in axes),
         "-" if config.mesh.pipe == 1 else schedule_in_words(config.pipeline),
         str(config.train.microbatch),
         config.train.remat,
-        str(config.optimizer.zero),
+        f"{config.optimizer.zero}{f', {ranks} ranks' * (ranks > 0)}",
         "yes" if config.sequence_parallel else "-",
         "scan" if scans_layers(config, GPU) else "unrolled",
         f"{each.time.seconds:.3f}",

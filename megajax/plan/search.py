@@ -22,6 +22,7 @@ from megajax.core.options import as_flag, options
 from megajax.core.pipeline.config import PipelineConfig, has_table
 from megajax.core.pipeline.schedule import SCHEDULES
 from megajax.host.signals import Stopped, stop_signals
+from megajax.plan.communication import group_of
 from megajax.plan.costs import StepCost
 from megajax.plan.machines import GIB, Machine, peak_of
 from megajax.plan.memory import Memory, MemoryModel, backend_of, memory
@@ -35,12 +36,13 @@ from megajax.settings.validation import check_context, validate, validate_mesh
 VARIED = (
     *(f"mesh.{axis}" for axis in AXES), "pipeline.schedule", "pipeline.chunks", "pipeline.vocabulary",
     "pipeline.layers", "pipeline.weight_gradients",
-    "train.microbatch", "train.remat", "optimizer.zero", "sequence_parallel", "model.context_attention",
-    "model.scan_layers",
+    "train.microbatch", "train.remat", "optimizer.zero", "optimizer.zero_ranks", "sequence_parallel",
+    "model.context_attention", "model.scan_layers",
 )  # fmt: skip
 _BUT_MICROBATCH = attrgetter(
     "train.remat",
     "optimizer.zero",
+    "optimizer.zero_ranks",
     "sequence_parallel",
     "pipeline.weight_gradients",
     "pipeline.vocabulary",
@@ -162,10 +164,12 @@ def _tried(
             tell(number)
             costs, models = _Costs(backend), _Models(machine)
             too_large = set()  # a larger microbatch needs more memory
-            for each in _until_stopped(_of_mesh(base, fixed)):
+            for each in _until_stopped(_of_mesh(base, fixed, machine.server)):
                 if _BUT_MICROBATCH(each) in too_large:
                     continue
                 cost = costs.of(each)
+                if each.mesh.replica > 1 and "optimizer.zero_ranks" not in fixed and not models.gains(each, cost):
+                    continue
                 model = cache(partial(models.of, each, cost))
                 sizes = list(_sizes(each, fixed, layers, model, MemoryModel(each, backend, cost), machine.usable))
                 tried += len(sizes)
@@ -200,6 +204,7 @@ class _Models:
 
     def __init__(self, machine: Machine):
         self._machine, self._shared, self._found = machine, Shared(), dict[Any, StepModel]()
+        self._gains: dict[int, bool] = {}
 
     def of(self, config: Config, cost: StepCost) -> StepModel:
         remat = _as_fast(config, cost)
@@ -208,6 +213,16 @@ class _Models:
             alike = replace(config, train=replace(config.train, remat=remat))
             self._found[like] = StepModel(alike, self._machine, cost, self._shared)
         return self._found[like]
+
+    def gains(self, config: Config, cost: StepCost) -> bool:
+        """Whether a step is faster if ZeRO shards over fewer ranks, which takes more memory; decided once for a stage
+        of ZeRO."""
+        if (zero := config.optimizer.zero) not in self._gains:
+            over_all = replace(config, optimizer=replace(config.optimizer, zero_ranks=0))
+            plain = replace(config.pipeline, schedule="1f1b", chunks=1)
+            fewer, more = (self.of(each, cost).time(plain, exact=False).seconds for each in (config, over_all))
+            self._gains[zero] = fewer < more
+        return self._gains[zero]
 
 
 def _until_stopped(configs: Iterator[Config]) -> Iterator[Config]:
@@ -250,7 +265,8 @@ def _best(fitting: list[Candidate], devices: int, machine: Machine, count: int) 
 def _on_meshes(config: Config, devices: int, fixed: frozenset[str], limits: SearchLimits) -> Iterator[Config]:
     """The configuration on every mesh that the model can have within the limits, which are not for axes that are
     fixed, with every way of context attention."""
-    length = config.model.sequence_length
+    length, ranks = config.model.sequence_length, config.optimizer.zero_ranks if "optimizer.zero_ranks" in fixed else 0
+    optimizer = replace(config.optimizer, zero_ranks=ranks)
     most = length if "mesh.context" in fixed else length // limits.tokens
     tensors = [each for each in _divisors(devices) if each <= limits.tensor or "mesh.tensor" in fixed]
     contexts = [each for each in _divisors(devices) if each == 1 or (each <= most and length % (2 * each) == 0)]
@@ -258,12 +274,12 @@ def _on_meshes(config: Config, devices: int, fixed: frozenset[str], limits: Sear
     for mesh in _meshes(devices, {CONTEXT: contexts, EXPERT: experts, TENSOR: tensors}):
         if any(f"mesh.{axis}" in fixed and getattr(config.mesh, axis) != size for axis, size in mesh.sizes.items()):
             continue
-        if config.train.batch_sizes.divisor % mesh.row_shards:
+        if config.train.batch_sizes.divisor % mesh.row_shards or (ranks and mesh.data % ranks):
             continue
         vocabulary = config.pipeline.vocabulary if "pipeline.vocabulary" in fixed else "replicated"
         even = replace(config.pipeline, layers="even", vocabulary=vocabulary)
         plain = replace(even, schedule="1f1b", chunks=1)
-        base = replace(config, mesh=mesh, pipeline=plain, sequence_parallel=False)
+        base = replace(config, mesh=mesh, pipeline=plain, sequence_parallel=False, optimizer=optimizer)
         try:
             validate_mesh(base, devices)
         except UserError:
@@ -293,9 +309,17 @@ def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def _of_mesh(base: Config, fixed: frozenset[str]) -> Iterator[Config]:
-    """On one mesh, every microbatch size, recomputation, ZeRO stage, sequence parallelism, deferral and vocabulary,
-    with layers unrolled, except with ZeRO-3, and as a scan."""
+def _of_a_server(mesh: MeshConfig, server: int) -> list[int]:
+    """How many data-parallel ranks are in a server of so many GPUs, if others are not and these have something to
+    shard."""
+    ranks = group_of(("data",), mesh, server)[1]
+    others = ranks < mesh.data and mesh.data % ranks == 0
+    return [ranks] if others and ranks * mesh.batch_shards > mesh.data else []
+
+
+def _of_mesh(base: Config, fixed: frozenset[str], server: int) -> Iterator[Config]:
+    """On one mesh, every microbatch size, recomputation, ZeRO stage over all ranks or those of a server, sequence
+    parallelism, deferral and vocabulary, with layers unrolled, except with ZeRO-3, and as a scan."""
 
     def choices(key: str, possible: list[Any]) -> list[Any]:
         return [attrgetter(key)(base)] if key in fixed else possible
@@ -304,7 +328,9 @@ def _of_mesh(base: Config, fixed: frozenset[str]) -> Iterator[Config]:
     rows = base.train.batch_sizes.divisor // mesh.row_shards
     microbatches = [each for each in choices("train.microbatch", _divisors(rows)) if rows % each == 0]
     remats = choices("train.remat", ["none", "selective", "layer", *["stage"] * stages])
-    zeros = choices("optimizer.zero", [0, 1, 3] if mesh.zero_shards > 1 else [1])
+    zeros = choices("optimizer.zero", [0, 1, 3] if mesh.batch_shards > 1 else [1])
+    ranks = choices("optimizer.zero_ranks", [0, *_of_a_server(mesh, server)])
+    shards = [(zero, each) for zero in zeros for each in ranks if zero or not each]
     pieces = mesh.tensor * (2 * mesh.context if mesh.context > 1 else 1)
     splits = choices("sequence_parallel", [False, True] if mesh.tensor > 1 and length % pieces == 0 else [False])
     when = choices("pipeline.weight_gradients", ["together", *(["deferred"] if mesh.pipe > 1 else [])])
@@ -312,8 +338,8 @@ def _of_mesh(base: Config, fixed: frozenset[str]) -> Iterator[Config]:
     divides = mesh.pipe > 1 and base.model.padded_vocab_size % (mesh.pipe * mesh.tensor) == 0
     tables = choices("pipeline.vocabulary", ["replicated", *["split"] * divides])
     models = {scan: replace(base.model, scan_layers=scan) for scan in scans}
-    for microbatch, remat, zero, split, later, table, scan in itertools.product(
-        microbatches, remats, zeros, splits, when, tables, scans
+    for microbatch, remat, (zero, ranks), split, later, table, scan in itertools.product(
+        microbatches, remats, shards, splits, when, tables, scans
     ):
         scans_anyway = scan == "true" and zero == 3 and len(scans) > 1
         if (split and length % pieces) or scans_anyway:
@@ -323,7 +349,7 @@ def _of_mesh(base: Config, fixed: frozenset[str]) -> Iterator[Config]:
             model=models[scan],
             sequence_parallel=split,
             train=replace(base.train, microbatch=microbatch, remat=remat),
-            optimizer=replace(base.optimizer, zero=zero),
+            optimizer=replace(base.optimizer, zero=zero, zero_ranks=ranks),
             pipeline=replace(base.pipeline, weight_gradients=later, vocabulary=table),
         )
 
@@ -399,20 +425,22 @@ def _nothing(
             "valid: more --devices, another --gpu, a smaller model or batch"
         )
     for base in _on_meshes(config, devices, fixed, _WIDEST):
-        for each in itertools.islice(_of_mesh(base, fixed), 1):
+        for each in itertools.islice(_of_mesh(base, fixed, machine.server), 1):
             try:
                 validate(replace(each, pipeline=replace(each.pipeline, layers=config.pipeline.layers)), devices)
             except UserError as error:
                 return error
     model, batch = config.model, config.train.global_batch
     stays = "".join(f" {as_flag(key, attrgetter(key)(config))}" for key in VARIED if key in fixed)
-    rows = " x ".join(f"--mesh.{axis}" for axis in ROW_AXES if axis != EXPERT or model.num_experts)
+    rows = " x ".join(f"--mesh.{axis}" for axis in AXES if axis in ROW_AXES and (axis != EXPERT or model.num_experts))
+    ranks = ", --optimizer.zero-ranks must divide --mesh.data" * ("optimizer.zero_ranks" in fixed)
+    near = _nearest(config, devices, fixed)
     return UserError(
         f"--devices {devices}{stays}: no valid mesh of that size; {rows} must divide "
-        f"--train.global-batch {batch}, --mesh.pipe must not exceed --model.num-layers "
+        f"--train.global-batch {batch}{ranks}, --mesh.pipe must not exceed --model.num-layers "
         f"{model.num_layers}, and --mesh.tensor must divide --model.num-heads {model.num_heads}, "
         f"--model.mlp-size {model.mlp_size} and the padded vocabulary of "
-        f"{model.padded_vocab_size}; valid: for example {_nearest(config, devices, fixed)}"
+        f"{model.padded_vocab_size}; valid: {f'for example {near}' if near else '--optimizer.zero-ranks 0'}"
     )
 
 

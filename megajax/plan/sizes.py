@@ -128,7 +128,7 @@ def _held(
         parts = (gathered_late(part, model) for part in parts) if late else parts
         return DeviceWeights(*map(tuple, parts))
     rules = rules_of(split_vocabulary=split_vocabulary, split_kv_heads=model.num_kv_heads % mesh.tensor == 0)
-    weights = weights_of(*_model(model, lora), rules, stack, mesh.sizes, zero)
+    weights = weights_of(*_model(model, lora), rules, stack, mesh.on_devices, zero)
     return DeviceWeights(*(tuple(jax.tree.leaves(part)) for part in (without_adapters(weights), weights.get(LORA))))
 
 

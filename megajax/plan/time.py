@@ -108,8 +108,8 @@ class StepModel:
         like = train.remat, train.microbatch, cut, scans_layers(config, GPU)
         self.work = shared.once(("work", *like), lambda: StepWork(config, self.sizes, machine, cost))
         zero, scan = config.optimizer.zero, config.model.scan_layers
-        around = shared.once(("around", cut, zero, scan), lambda: self._timed(self._around()))
-        sent = train.remat, train.microbatch, cut, zero == 3, self.sizes.defers
+        around = shared.once(("around", cut, zero, config.mesh.replica, scan), lambda: self._timed(self._around()))
+        sent = train.remat, train.microbatch, cut, zero == 3 and config.mesh.replica, self.sizes.defers
         inside = shared.once(("inside", *sent), lambda: self._timed(in_the_loop(config, cost)))
         self._by_part = around | inside
         visits = "visits", *like, *sent, self.sizes.pairs_microbatches

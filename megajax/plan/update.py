@@ -65,7 +65,7 @@ def dealt(sizes: Sizes) -> list[Dealt]:
         whole = weight.owned.padded_shape(weight.shape)
         numbers, shard = (tuple(prod(dims[side]) for side in sides) for dims in (whole, local))
         kind = min((numbers, axes, shard), (numbers[::-1], axes[::-1], shard[::-1]))
-        found[*kind, of.copied_over] += prod(local[: -of.rows - of.columns])
+        found[*kind, mesh.there(of.copied_over)] += prod(local[: -of.rows - of.columns])
 
     def alike(kind: tuple, number: int) -> Dealt:
         (rows, columns), axes, shard, copied = kind

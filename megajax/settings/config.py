@@ -205,6 +205,7 @@ def to_toml(config: Config, horizon: Horizon | None = None) -> str:
     import tomli_w
 
     tables = asdict(replace(config, own_optimizer=None, own_loss=None))
+    del tables["mesh"]["replica"]  # follows from the others
     values = {key: value for key, value in tables.items() if value is not None}
     return tomli_w.dumps({RUN_MARK: True} | values | ({RUN_HORIZON: horizon._asdict()} if horizon else {}))
 

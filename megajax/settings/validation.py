@@ -38,7 +38,7 @@ def nearest_mesh(config: Config) -> MeshConfig | None:
     with the fewest devices. None if batch or schedule rule out every mesh."""
     there, train = config.mesh, config.train
     possible = {axis: [size] for axis, size in there.sizes.items()}
-    possible |= dict.fromkeys(ROW_AXES, _divisors(train.global_batch))
+    possible |= {axis: _divisors(train.global_batch) for axis in possible if axis in ROW_AXES}
     possible |= {
         EXPERT: [size for size in possible[EXPERT] if config.model.num_experts % size == 0]
         if there.expert > 1
@@ -62,12 +62,21 @@ def nearest_mesh(config: Config) -> MeshConfig | None:
     return None
 
 
+def _check_zero_ranks(config: Config) -> None:
+    """Check that data-parallel ranks can be divided in groups that have all of ZeRO's shards."""
+    ranks, data = config.optimizer.zero_ranks, config.mesh.data
+    if ranks and data % ranks:
+        valid = f"{', '.join(map(str, _divisors(data)))}, or 0: all of them"
+        raise UserError(f"--optimizer.zero-ranks {ranks} does not divide --mesh.data {data}; valid: {valid}")
+
+
 def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def _check_training_on_mesh(config: Config, num_devices: int) -> None:
     validate_mesh(config, num_devices)
+    _check_zero_ranks(config)
     rows, flags = config.mesh.row_shards * config.train.microbatch, config.mesh.flags(ROW_AXES)
     if config.train.global_batch % rows:
         on_each, remainder = divmod(config.train.global_batch, config.mesh.row_shards)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 import jax
 from flax.traverse_util import flatten_dict
 
-from megajax.core.axes import BATCH_AXES
 from megajax.core.models.context_attention import elements_sent
 from megajax.core.models.freeze import names_of, untrained_layers
 from megajax.core.models.lora import LORA
@@ -49,7 +48,7 @@ def describe(
         _layers_line(config, program),
         _context_line(program),
         f"state: {sum(state.values()) / 2**20:,.1f} MiB per device ({_mebibytes(state)}), "
-        f"--optimizer.zero {config.optimizer.zero}",
+        f"{config.optimizer.zero_flags}",
         _left_by_zero(program),
         _step_memory(config, program),
         _optimizer(program),
@@ -85,7 +84,7 @@ def _context_line(program: Program) -> str:
 def _left_by_zero(program: Program) -> str:
     """What ZeRO cannot save, where something divides a batch."""
     config, (names, whole, padding) = program.config, left_by_zero(program.layout)
-    if config.mesh.size_of(BATCH_AXES) == 1 or not whole + padding:
+    if config.mesh.zero_shards == 1 or not whole + padding:
         return ""
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     stays = f"{shown} cannot be sharded: {whole / 2**10:,.1f} KiB of their state on every device; " if names else ""

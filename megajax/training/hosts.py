@@ -8,10 +8,14 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from jax.sharding import Mesh
 
-from megajax.core.axes import DEVICE_ORDER
+from megajax.core.axes import DEVICE_ORDER, REPLICA
 
-# The axes whose groups communicate in every layer, innermost first; those of a pipe and of data do so rarely.
-_OF_LAYERS = tuple(reversed(DEVICE_ORDER[DEVICE_ORDER.index("data") + 1 :]))
+
+def _of_layers(mesh: Mesh) -> list[str]:
+    """The axes whose groups communicate in every layer, innermost first; those of a pipe and of data do so rarely,
+    unless ZeRO's groups are meant to be on one host."""
+    outside = DEVICE_ORDER.index(REPLICA if REPLICA in mesh.axis_names else "data")
+    return [*reversed(DEVICE_ORDER[outside + 1 :])]
 
 
 def host_lines(mesh: Mesh, hosts: Sequence[int]) -> list[str]:
@@ -21,7 +25,7 @@ def host_lines(mesh: Mesh, hosts: Sequence[int]) -> list[str]:
     counts = Counter(host_of.ravel().tolist())
     if len(counts) == 1:
         return []
-    spans = {axis: _most_hosts(host_of, mesh, axis) for axis in _OF_LAYERS if mesh.shape[axis] > 1}
+    spans = {axis: _most_hosts(host_of, mesh, axis) for axis in _of_layers(mesh) if mesh.shape[axis] > 1}
     apart = {axis: number for axis, number in spans.items() if number > 1}
     parts = [f"{len(counts)} with {_devices(counts.values())} each"]
     if together := [axis for axis in spans if axis not in apart]:
@@ -39,15 +43,17 @@ def _most_hosts(host_of: np.ndarray, mesh: Mesh, axis: str) -> int:
 def _warning(mesh: Mesh, host_of: np.ndarray, apart: dict[str, int]) -> str:
     """What keeps every group on one host: with processes numbered host by host, exactly the sizes whose product
     divides the number of devices of each host."""
-    in_order = host_of.transpose([mesh.axis_names.index(axis) for axis in DEVICE_ORDER]).ravel().tolist()
+    order = [mesh.axis_names.index(axis) for axis in DEVICE_ORDER if axis in mesh.axis_names]
+    in_order = host_of.transpose(order).ravel().tolist()
     runs, counts = [host for host, _ in itertools.groupby(in_order)], Counter(in_order)
     flags, left = [], math.gcd(*counts.values())
-    for axis in _OF_LAYERS:
+    for axis in _of_layers(mesh):
         size = math.gcd(mesh.shape[axis], left)
         left //= size
         if size < mesh.shape[axis]:
-            flags.append(f"--mesh.{axis} {size}")
-    mends = [f"{' '.join(flags)} (and more --mesh.data or --mesh.pipe)"] if flags else []
+            flags.append(f"--optimizer.zero-ranks {size}" if axis == "data" else f"--mesh.{axis} {size}")
+    more = " (and more --mesh.data or --mesh.pipe)" if any("--mesh" in flag for flag in flags) else ""
+    mends = [f"{' '.join(flags)}{more}"] if flags else []
     if len(runs) > len(counts):
         mends.append("processes numbered host by host (--distributed.process-id, srun --distribution=block)")
     return (

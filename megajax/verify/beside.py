@@ -48,7 +48,7 @@ def _generation(config: Config, seed: int) -> Finding:
     zero = min(config.optimizer.zero, 1)
     config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, zero=zero))
     config = with_axes(config, [axis for axis in config.mesh.sizes if axis != PIPE])
-    rows, length = config.mesh.zero_shards, config.model.sequence_length
+    rows, length = config.mesh.batch_shards, config.model.sequence_length
     rng = np.random.default_rng(seed)
     number = min(1 + TOKENS_AT_ONCE, length // 2)
     length_B = rng.integers(1, length - number + 1, rows, dtype=np.int32)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from megajax.core.axes import BATCH_AXES
+from megajax.core.axes import BATCH_AXES, REPLICA
 from megajax.core.config import MeshConfig
 from megajax.core.errors import UserError
 from megajax.core.models.attention_mask import AttentionMask
@@ -61,7 +61,10 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
     growth = (first, rows - first, first) if config.train.ramp_start and first < rows else (0, 0, 0)
     start, increment, samples = growth
     train = dataclasses.replace(train, ramp_start=start, ramp_increment=increment, ramp_samples=samples)
-    optimizer = dataclasses.replace(config.optimizer, cooldown_steps=8 if config.optimizer.schedule == "wsd" else 0)
+    cooldown, ranks = 8 if config.optimizer.schedule == "wsd" else 0, mesh.on_devices["data"]
+    optimizer = dataclasses.replace(
+        config.optimizer, cooldown_steps=cooldown, zero_ranks=ranks if mesh.replica > 1 else 0
+    )
     most = config.pipeline.max_deferred
     if 0 < most < 2 * (config.mesh.pipe - 1):  # it limits the large pipeline, so let it limit the small one too
         most = min(most, max(1, 2 * (mesh.pipe - 1) - 1))
@@ -81,7 +84,7 @@ def fold(mesh: MeshConfig, most: int) -> MeshConfig:
     """
     if mesh.num_devices <= most:
         return mesh
-    sizes = tuple(mesh.sizes.values())
+    sizes = tuple(mesh.on_devices.values())
     least = 2 ** sum(size > 1 for size in sizes)
     if least > most:
         raise UserError(f"--devices {most} for a mesh of {shown(mesh)}; valid: {least} or more (2 per axis)")
@@ -96,7 +99,8 @@ def fold(mesh: MeshConfig, most: int) -> MeshConfig:
         return divides, smallest, math.prod(own), own[1:]
 
     best = max(fitting, key=worth)
-    return MeshConfig(**dict(zip(mesh.sizes, best, strict=True)))
+    found = dict(zip(mesh.on_devices, best, strict=True))
+    return MeshConfig(**found | {"data": found.get(REPLICA, 1) * found["data"]})
 
 
 def shown(mesh: MeshConfig) -> str:

@@ -167,7 +167,7 @@ class _Step(Sizes):
             yield from self._of_ends.forward("embedding backward: forward again", self.of_dense_layer(times))
             yield from self._of_ends.backward("embedding backward: dense layers", self.of_dense_layer(times))
         yield from self.enter(what, times)
-        yield from self.weights.scattered("embedding backward: weights' gradients", "shared", times)
+        yield from self.weights.scattered_by_embedding("embedding backward: weights' gradients")
 
     def head(self) -> Iterator[Communication]:
         """Forward and backward, for every microbatch."""

@@ -26,8 +26,8 @@ def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(commands: Commands, strai
 
 
 def test_resume_on_other_meshes_with_the_state_split_otherwise(commands: Commands, straight: Run, begun: Path) -> None:
-    """On two devices with ZeRO-3, then on one again."""
-    split = ("--mesh.data", 2, "--simulate-devices", 2, "--optimizer.zero", 3)
+    """On two replicas of two devices with ZeRO-3, then on one device again."""
+    split = ("--mesh.data", 4, "--simulate-devices", 4, "--optimizer.zero", 3, "--optimizer.zero-ranks", 2)
     commands.train(begun, *split, "--train.steps", 12, "--resume", "must")
     commands.train(begun)
     assert curve(begun)[:10] == curve(straight.folder)[:10]

@@ -42,7 +42,7 @@ def test_numbers_that_json_does_not_have() -> None:
         "qwen3-8b --mesh.pipe 2 --mesh.tensor 4 --precision fp16 --pipeline.weight-gradients deferred",
         "bert-336m --mesh.data 2 --mesh.pipe 2 --precision fp32 --optimizer.zero 3",
         "configs/finetune/race-336m.toml --mesh.data 2 --mesh.tensor 2",
-        "llama3-8b --lora.rank 16 --mesh.data 8 --mesh.tensor 2 --optimizer.zero 3 --devices 8",
+        "llama3-8b --lora.rank 8 --mesh.data 8 --mesh.tensor 2 --optimizer.zero 3 --devices 8 --optimizer.zero-ranks 4",
         "demo --precision fp64 --mesh.pipe 4 --pipeline.schedule interleaved --pipeline.chunks 2",
     ],
 )

@@ -29,6 +29,8 @@ from megajax.core.mesh import (
 )
 from megajax.core.models.registry import FAMILIES
 from megajax.core.models.staged import StagedModel
+from megajax.core.optim.config import OptimizerConfig
+from megajax.core.options import options as options_of
 from megajax.core.parallel.boundary import F_AND_G
 from megajax.core.parallel.collectives import spec_axes
 from megajax.core.program.synthetic import random_batch
@@ -96,7 +98,21 @@ def test_axes_have_their_sizes():
     """The axes are (data, expert, pipe, context, tensor), whatever the devices' order, and so are the options."""
     mesh = make_mesh(data=2, pipe=4, tensor=3, devices=[Device(i) for i in range(24)])
     assert list(mesh.shape.items()) == [("data", 2), ("expert", 1), ("pipe", 4), ("context", 1), ("tensor", 3)]
-    assert [field.name for field in dataclasses.fields(MeshConfig)] == list(AXES) == list(mesh.shape)
+    assert [*options_of(MeshConfig)] == list(AXES) == list(mesh.shape)
+
+
+def test_replicas_are_outside_of_what_zero_shards_over():
+    """Of 8 ranks of data, 2 in each group of shards, which are neighbours. Without replicas there is no axis."""
+    optimizer = OptimizerConfig(learning_rate=1.0, zero_ranks=2)
+    config = dataclasses.replace(tiny_config((8, 1, 2), global_batch=8), optimizer=optimizer)
+    groups = rank_groups(make_mesh([Device(i) for i in range(16)], **config.mesh.on_devices))
+    assert groups["data"] == [[i, i + 2] for i in (0, 1, 4, 5, 8, 9, 12, 13)]
+    assert groups["replica"] == [[i, i + 4, i + 8, i + 12] for i in range(4)]
+    assert (config.mesh.row_shards, config.mesh.zero_shards, config.mesh.num_devices) == (8, 2, 16)
+    for changes in ({"zero": 0}, {"zero_ranks": 8}, {"zero_ranks": 0}):
+        other = dataclasses.replace(config, optimizer=dataclasses.replace(optimizer, **changes))
+        assert "replica" not in other.mesh.on_devices and other.mesh.sizes == config.mesh.sizes
+    assert dataclasses.replace(config, mesh=MeshConfig(data=3)).mesh.replica == 1  # only training refuses it
 
 
 def test_tokens_of_a_batch_can_be_sharded(monkeypatch: pytest.MonkeyPatch):

@@ -23,6 +23,7 @@ ON_DOCUMENTS = ON_CONTEXT | {"reset_attention": True}
 ON_HEADS = ON_CONTEXT | {"context_attention": "heads"}
 ON_ZERO3 = {"mesh": (2, 1, 1), "zero": 3}
 ON_ODD = {"mesh": (3, 1, 1), "global_batch": 6}
+ON_REPLICAS = {"mesh": (4, 1, 1), "optimizer": {"zero_ranks": 2}}
 ON_PIPE = {"mesh": (1, 2, 1)}
 ON_BOTH_VOCABULARIES = {"mesh": (1, 2, 2), "vocabulary": "split"}
 ON_RING = {"mesh": (1, 2, 1), "schedule": "interleaved", "chunks": 2, "num_layers": 4}
@@ -79,7 +80,7 @@ def tests(arguments: str) -> Caught:
 
 VARYING = "varying"
 DOUBLED = "(lambda y, n: n * y - (n - 1) * lax.stop_gradient(y))"  # on n devices: n times the gradient
-MEAN_OVER_TENSOR = "(lax.pmean if 'tensor' in axes else lax.psum)(tree, tuple(axes))"
+MEAN_OVER_TENSOR = "(lax.pmean if 'tensor' in axes else lax.psum)(tree, axes)"
 
 # What is wrong: the function, its right expression and the wrong one in its place, how that is caught.
 Row = tuple[str, tuple[str, str], Caught]
@@ -142,12 +143,12 @@ ROWS: dict[str, dict[str, Row]] = {
         ),
         "the tied embedding's gradient is the larger one of two stages": (
             "core.parallel.collectives.sum_over",
-            ("lax.psum(tree, tuple(axes))", "jax.tree.map(lambda x: lax.pmax(x, tuple(axes)), tree)"),
+            ("lax.psum(tree, axes)", "jax.tree.map(lambda x: lax.pmax(x, axes), tree)"),
             gradient("shared/final_norm/bias", ON_PIPE, "all-reduce over pipe"),
         ),
         "gradients of shared heads of keys are averaged": (
             "core.parallel.collectives.sum_over",
-            ("lax.psum(tree, tuple(axes))", MEAN_OVER_TENSOR),
+            ("lax.psum(tree, axes)", MEAN_OVER_TENSOR),
             gradient("blocks/attention/key/weight, layer 0, 1", ON_SHARED_KEYS, "all-reduce over tensor"),
         ),
         "gradients are clipped before they are reduced": (
@@ -166,7 +167,7 @@ ROWS: dict[str, dict[str, Row]] = {
         ),
         "gradients of norms are averaged where the sequence is split": (  # gpt-neox #1259
             "core.parallel.collectives.sum_over",
-            ("lax.psum(tree, tuple(axes))", MEAN_OVER_TENSOR),
+            ("lax.psum(tree, axes)", MEAN_OVER_TENSOR),
             gradient("blocks/attention/output/bias, layer 0, 1", ON_SEQUENCE, "all-reduce over tensor"),
         ),
         "the last stage's shards of gradients go to another device": (  # Megatron-LM #844
@@ -637,6 +638,20 @@ ROWS: dict[str, dict[str, Row]] = {
             ("stack[place]", "stack[max(0, place - 1)]"),
             named("of layer 1, forward", ON_GATHERED),
         ),
+        "gradients are not summed over replicas": (
+            "core.parallel.collectives.complete",
+            ("varying_axes(leaf) - axes", "varying_axes(leaf) - axes - {REPLICA}"),
+            types(VARYING, ON_REPLICAS | {"zero": 3}),
+        ),
+        "the first replica's gradients count for all": (
+            "core.program.train_step._reduced",
+            (
+                "storage.scatter(grads, program.gradient_dtype)",
+                "jax.tree.map(lambda x: jnp.where(axis_index('replica') == 0, x, 0 * x), "
+                "storage.scatter(grads, program.gradient_dtype))",
+            ),
+            gradient("blocks/attention/key/weight, layer 0, 1", ON_REPLICAS),
+        ),
         "new weights are not gathered": (
             "core.program.train_step._train_step_with_gradients",
             ("layout.at_end.gather(layout.computed(main), invariant=True)", "layout.computed(main)"),
@@ -670,7 +685,7 @@ ROWS: dict[str, dict[str, Row]] = {
     "LoRA": {
         "gradients of adapters are averaged": (
             "core.parallel.collectives.sum_over",
-            ("lax.psum(tree, tuple(axes))", MEAN_OVER_TENSOR),
+            ("lax.psum(tree, axes)", MEAN_OVER_TENSOR),
             gradient(
                 "blocks/attention/key/a, layer 0, 1",
                 ON_TENSOR | {"lora": LoraConfig(rank=2)},
@@ -706,6 +721,14 @@ ROWS: dict[str, dict[str, Row]] = {
             "core.optim.adam.global_norm",
             ("varying_axes(grad)", 'varying_axes(grad) | {"tensor"}'),
             named("the norm of the gradients: grad_norm, step 1", ON_TENSOR),
+        ),
+        "the norm counts every replica": (
+            "core.program.train_step._train_step_with_gradients",
+            (
+                "global_norm(grads)",
+                "global_norm(jax.tree.map(lambda x: jnp.concatenate([x] * axis_size('replica')), grads))",
+            ),
+            named("the norm of the gradients: grad_norm, step 1", ON_REPLICAS),
         ),
         "the norm counts the tied embedding on every stage": (
             "core.optim.adam.global_norm",

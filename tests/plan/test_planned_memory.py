@@ -26,7 +26,7 @@ CASES = [
     ((2, 2, 2), {"zero": 3, "num_layers": 6, "schedule": "interleaved", "chunks": 2} | BERT),
     ((2, 2, 2), {"lora": LoraConfig(rank=4)}),
     ((4, 1, 2), {"zero": 3, "precision": "fp16", "lora": LoraConfig(rank=2, targets=("query", "down"))}),
-    ((8, 1, 1), {"zero": 3, "optimizer": {"name": "muon"}}),
+    ((8, 1, 1), {"zero": 3, "optimizer": {"name": "muon", "zero_ranks": 4}}),
     ((5, 1, 1), {"global_batch": 10, "precision": "bf16"} | QWEN3),
     ((7, 1, 1), {"global_batch": 14, "zero": 3} | LLAMA),
     ((2, 2, 2), {"precision": "bf16", "num_layers": 5, "optimizer": {"name": "muon"}} | QWEN3),

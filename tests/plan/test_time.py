@@ -215,6 +215,26 @@ def test_long_sequences_are_shared():
     assert " context " in header and (" 4 gather " in first or " 4 heads " in first)
 
 
+def test_zero_over_the_ranks_of_a_server():
+    """Where `data` spans servers and a step is faster so, as it is not with a fast network; others if given."""
+    fixed = ["mesh.pipe", "mesh.tensor", "train.microbatch", "train.remat", "model.scan_layers"]
+    pairs = replace(H100, server=2)
+    found = search(CONFIG, 4, pairs, given=fixed)
+    of = attrgetter("optimizer.zero", "optimizer.zero_ranks")
+    seconds = {of(each.config): each.seconds for each in found.fitting}
+    assert {*seconds} == {(0, 0), (1, 0), (1, 2), (3, 0), (3, 2)}
+    assert seconds[1, 2] < seconds[1, 0] and seconds[3, 2] < seconds[3, 0]
+    for each in found.fitting:
+        validate(each.config, 4)
+        assert each.bytes == memory(each.config).total
+    alike = replace(H100.efficiency, network=1.0, network_latency=H100.efficiency.server_latency)
+    found = search(CONFIG, 4, replace(pairs, network=pairs.link, efficiency=alike), given=fixed)
+    assert {of(each.config) for each in found.fitting} == {(0, 0), (1, 0), (3, 0)}
+    given = replace(CONFIG, optimizer=replace(CONFIG.optimizer, zero_ranks=1))
+    found = search(given, 4, H100, given=[*fixed, "optimizer.zero_ranks"])
+    assert {of(each.config) for each in found.fitting} == {(1, 1), (3, 1)}
+
+
 def test_memory_is_that_of_the_gpu():
     """A V100 has no fused attention, so that scores need room."""
     v100 = MACHINES["v100"]

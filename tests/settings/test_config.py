@@ -177,6 +177,7 @@ INTERLEAVED = {"pipeline.schedule": "interleaved"}
             for text, said in {"4 4": "4 4", "4,-1": "4,-1", "4,,4": "4,,4", "": "is empty", "Auto": "Auto"}.items()
         ),
         ({"optimizer.zero": 2}, "--optimizer.zero = 2; valid: 0, 1, 3"),
+        ({"optimizer.zero": 0, "optimizer.zero_ranks": 2}, "--optimizer.zero-ranks 2 with --optimizer.zero 0; valid"),
         ({"optimizer.skip_above": 0.5}, "--optimizer.skip-above 0.5; valid: more than 1 and at most 1000000000, or 0"),
         ({"optimizer.max_skipped": -1}, "--optimizer.max-skipped -1; valid: 0 to 1000000000"),
         ({"optimizer.gradient_dtype": "bf16"}, "--optimizer.gradient-dtype bf16 with --precision fp32; valid: fp32"),
@@ -211,6 +212,10 @@ def test_the_mesh_must_have_the_size_of_the_devices() -> None:
     ("overrides", "words"),
     [
         ({"mesh.tensor": 3}, "--mesh.tensor 3 does not divide --model.num-heads 8; valid: 1, 2, 4, 8"),
+        (
+            {"mesh.data": 8, "optimizer.zero_ranks": 3},
+            "--optimizer.zero-ranks 3 does not divide --mesh.data 8; valid: 1, 2, 4, 8, or 0: all of them",
+        ),
         (
             {"mesh.tensor": 8, "model.vocab_size": 4094, "model.vocab_multiple": 1},
             "--mesh.tensor 8 does not divide the padded vocabulary of 4094 (see --model.vocab-multiple); valid: 1, 2",

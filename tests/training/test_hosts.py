@@ -54,6 +54,9 @@ def test_what_a_run_says():
     assert host_lines(mesh_of([1] * 8, data=2, tensor=4), dealt)[1] == warning(BLOCK)
     both = f"--mesh.tensor 4 (and more --mesh.data or --mesh.pipe), {BLOCK}"
     assert host_lines(mesh_of([1] * 8, tensor=8), dealt)[1] == warning(both)
+    shards = mesh_of(four, replica=2, data=8)  # of ZeRO
+    assert host_lines(shards, [0, 0, 2, 2]) == ["hosts: 2 with 8 devices each; every data group stays on one host"]
+    assert host_lines(shards, [0, 1, 2, 3])[1] == warning("--optimizer.zero-ranks 4", "data")
     assert host_lines(mesh_of([4, 8], data=3, tensor=4), [0, 1])[0].startswith("hosts: 2 with 4 to 8 devices each; ev")
 
 

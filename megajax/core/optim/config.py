@@ -103,6 +103,13 @@ class OptimizerConfig:
         Literal[0, 1, 3],
         "ZeRO stage: 0 shards nothing over data-parallel ranks, 1 shards optimizer state, 3 shards weights too",
     ] = 1
+    zero_ranks: Annotated[
+        int,
+        "data-parallel ranks that ZeRO shards over, the same in every group of as many (HSDP: shards within a server, "
+        "replicas between servers); must divide mesh.data; 0: all",
+        between(0, 100_000),
+        OnlyWith("zero"),
+    ] = 0
     overlap_reductions: Annotated[
         Literal["auto", "true", "false"],
         "sum every layer's gradients over data while the last backward pass still computes the layers before it; auto: "
@@ -147,6 +154,17 @@ class OptimizerConfig:
         same_warmup = 0 < self.warmup_fraction == earlier.warmup_fraction
         same_decay = self.schedule == earlier.schedule
         return Horizon(earlier.warmup if same_warmup else 0, earlier.decay_steps if same_decay else 0)
+
+    @property
+    def zero_flags(self) -> str:
+        """What ZeRO shards, as flags."""
+        ranks = f" --optimizer.zero-ranks {self.zero_ranks}" if self.zero_ranks else ""
+        return f"--optimizer.zero {self.zero}{ranks}"
+
+    def replicas(self, data: int) -> int:
+        """The groups of data-parallel ranks with all of ZeRO's shards each; one if they cannot be equally large."""
+        divides = self.zero and self.zero_ranks and data % self.zero_ranks == 0
+        return data // self.zero_ranks if divides else 1
 
     @property
     def ends_decay(self) -> bool:

@@ -26,7 +26,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from megajax.core.axes import AXES
+from megajax.core.axes import MESH_AXES
 from megajax.core.mesh import matrix_dims
 from megajax.core.optim.adam import choose, scale_by_adam
 from megajax.core.optim.config import OptimizerConfig
@@ -69,7 +69,7 @@ class Matrices:
 
         sides = slice(-rows - columns, -columns), slice(-columns, None)
         num_rows, num_columns = (math.prod(shape[side]) for side in sides)
-        copied_over = tuple(axis for axis in AXES if axis not in spec_axes(spec))
+        copied_over = tuple(axis for axis in MESH_AXES if axis not in spec_axes(spec))
         row_axes, column_axes = (axes(spec[side]) for side in sides)
         return cls(rows, columns, num_rows, num_columns, row_axes, column_axes, copied_over)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from megajax.core.axes import BATCH_AXES, CONTEXT, PIPE, TENSOR
+from megajax.core.axes import CONTEXT, PIPE, REPLICA, TENSOR
 
 Axes = str | tuple[str, ...]
 
@@ -37,7 +37,8 @@ def max_over(x: Array, axes: Axes) -> Array:
 
 def sum_over(tree: Any, axes: Sequence[str]) -> Any:
     """Sum every leaf of `tree` over `axes`, in one collective."""
-    return lax.psum(tree, tuple(axes)) if axes else tree
+    axes = there(tuple(axes))
+    return lax.psum(tree, axes) if axes else tree
 
 
 def complete(tree: Any, specs: Any) -> Any:
@@ -65,19 +66,19 @@ def entry_axes(entry: Axes | None) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def own_shard(x: Array, dim: int, axes: Axes = BATCH_AXES) -> Array:
+def own_shard(x: Array, dim: int, axes: Axes) -> Array:
     """This device's part of `x` along `dim`, sharded over `axes`."""
     size = x.shape[dim] // axis_size(axes)
     return lax.dynamic_slice_in_dim(x, axis_index(axes) * size, size, dim)
 
 
-def gather_shards(x: Array, dim: int, axes: Axes = BATCH_AXES, *, invariant: bool = False) -> Array:
+def gather_shards(x: Array, dim: int, axes: Axes, *, invariant: bool = False) -> Array:
     """All-gather the shards along `dim`; the transpose is `scatter_sum`. The result is typed as varying over the axes,
     or, if `invariant`, as identical on all their devices."""
-    return lax.all_gather(x, axes, axis=dim % x.ndim, tiled=True, to="invarying" if invariant else "varying")
+    return lax.all_gather(x, there(axes), axis=dim % x.ndim, tiled=True, to="invarying" if invariant else "varying")
 
 
-def scatter_sum(x: Array, dim: int, axes: Axes = BATCH_AXES) -> Array:
+def scatter_sum(x: Array, dim: int, axes: Axes) -> Array:
     """Reduce-scatter: every device gets its shard, along `dim`, of the sum; the transpose is `gather_shards`."""
     return lax.psum_scatter(x, axes, scatter_dimension=dim % x.ndim, tiled=True)
 
@@ -123,12 +124,19 @@ def _send(x: Array, axis: str, step: int, ring: bool) -> Array:
 
 def axis_index(axes: Axes) -> Array:
     """This device's coordinate on a mesh axis, int32; over several axes the first one varies slowest."""
-    return lax.axis_index(axes)
+    return lax.axis_index(there(axes))
 
 
 def axis_size(axes: Axes) -> int:
     """Number of devices along a mesh axis, or along several together."""
-    return lax.axis_size(axes)
+    return lax.axis_size(there(axes))
+
+
+def there(axes: Axes) -> Axes:
+    """The axes, without `replica` if the mesh lacks it."""
+    if REPLICA not in axes or REPLICA in jax.sharding.get_abstract_mesh().axis_names:
+        return axes
+    return tuple(axis for axis in entry_axes(axes) if axis != REPLICA)
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -143,7 +151,7 @@ def vary(tree: Any, axes: Sequence[str]) -> Any:
     """Declare every leaf varying over `axes`, without communication. Gradients of the result stay local sums."""
 
     def cast(x: Array) -> Array:
-        missing = tuple(axis for axis in axes if axis not in varying_axes(x))
+        missing = tuple(axis for axis in there(tuple(axes)) if axis not in varying_axes(x))
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, tree)

@@ -10,10 +10,14 @@ from megajax.core.pipeline.placement import Placement
 from megajax.core.program.weight import Weight
 
 
+def reduces_per_step(config: StepConfig) -> bool:
+    """Whether gradients are reduced once a step. ZeRO-3 has reduced them already, but for its replicas."""
+    return (config.mesh.replica if config.optimizer.zero == 3 else config.mesh.batch_shards) > 1
+
+
 def overlaps_reductions(config: StepConfig, backend: Backend, trained: Iterable[Weight]) -> bool:
-    """Whether gradients are reduced during the last backward pass, given the trained weights. ZeRO-3 has reduced them
-    already."""
-    if config.mesh.zero_shards == 1 or config.optimizer.zero == 3:
+    """Whether gradients are reduced during the last backward pass, given the trained weights."""
+    if not reduces_per_step(config):
         return False
     if config.optimizer.overlap_reductions == "auto":
         return _size(trained) >= backend.overlapped_sums

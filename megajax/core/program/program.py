@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from megajax.core.backend import Backend, backend_of
 from megajax.core.batch import BatchSpec
 from megajax.core.config import StepConfig
-from megajax.core.mesh import ROWS, batch_specs, make_abstract_mesh, make_mesh, shardings
+from megajax.core.mesh import ROWS, batch_specs, make_abstract_mesh, make_mesh, on_mesh, shardings
 from megajax.core.models.attend import cudnn_has
 from megajax.core.models.attention_mask import AttentionMask
 from megajax.core.models.context_attention import context_way
@@ -82,12 +82,12 @@ class Program:
         backend: Backend | None = None,
     ) -> "Program":
         """The program on the mesh that the configuration asks for, made of `devices`, or of all devices."""
-        return cls(config, make_mesh(devices, **config.mesh.sizes), backend, operand_dtype)
+        return cls(config, make_mesh(devices, **config.mesh.on_devices), backend, operand_dtype)
 
     @classmethod
     def abstract(cls, config: StepConfig, backend: Backend) -> "Program":
         """The program on the configuration's mesh without devices, to be traced as for those of a `backend`."""
-        mesh: Any = make_abstract_mesh(**config.mesh.sizes)  # is enough for tracing
+        mesh: Any = make_abstract_mesh(**config.mesh.on_devices)  # is enough for tracing
         return cls(config, mesh, backend)
 
     def forward_model(self, length: int = 0) -> StagedModel:
@@ -114,7 +114,8 @@ class Program:
                 {name: places[name] for name in arg} if spec is BATCH else spec
                 for spec, arg in zip(in_specs, args, strict=True)
             )
-            region = jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=True)
+            specs, results = on_mesh(self.mesh, (specs, out_specs))
+            region = jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=results, check_vma=True)
             return region(*args)
 
         return call
@@ -156,7 +157,7 @@ class Program:
 
     def rows_of(self, size: int) -> list[int]:
         """`local_rows` for a global batch of another size."""
-        index = NamedSharding(self.mesh, ROWS).addressable_devices_indices_map((size,))
+        index = shardings(self.mesh, ROWS).addressable_devices_indices_map((size,))
         slices = [index[0] for index in index.values() if index is not None]
         return sorted({row for rows in slices for row in range(*rows.indices(size))})
 

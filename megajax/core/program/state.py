@@ -100,7 +100,7 @@ class StateLayout:
         whole_heads = config.model.num_kv_heads % config.mesh.tensor == 0
         rules = rules_of(split_vocabulary=config.splits_vocabulary, split_kv_heads=whole_heads)
         zero = config.optimizer.zero
-        weights = weights_of(model, adapters, rules, self.placement, config.mesh.sizes, zero)
+        weights = weights_of(model, adapters, rules, self.placement, config.mesh.on_devices, zero)
         trained = jax.tree.leaves(self.trained(weights))
         self.gathers_late = overlaps_gathers(config, backend, trained, copied=operand_dtype is not None)
         self.weights = gathered_late(weights, config.model) if self.gathers_late else weights

@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.stages import Wrapped
 
-from megajax.core.axes import AXES
+from megajax.core.axes import MESH_AXES
 from megajax.core.models.router import LOAD, balances_router, bias_step, expert_metrics
 from megajax.core.optim.adam import averaged, clip_by_norm, global_norm, is_spike, learning_rate, remember
 from megajax.core.parallel.collectives import (
@@ -252,7 +252,7 @@ def _completed(program: Program, grads: Tree, *but: str) -> Tree:
     specs = unflatten_dict({path: PartitionSpec(*trained[path], *but) for path in flatten_dict(grads)})
 
     def missing(grad: Array, spec: PartitionSpec) -> tuple[str, ...]:
-        return tuple(axis for axis in AXES if axis_size(axis) > 1 and axis in varying_axes(grad) - spec_axes(spec))
+        return tuple(axis for axis in MESH_AXES if axis_size(axis) > 1 and axis in varying_axes(grad) - spec_axes(spec))
 
     def by_gather(grad: Array, spec: PartitionSpec) -> Array:
         axes = missing(grad, spec)
