@@ -122,8 +122,8 @@ def search(
     count: int = 10,
     watch: Watch = _unwatched,
 ) -> Found:
-    """Search all meshes of `devices` GPUs with every schedule, chunk count, microbatch size, recomputation, ZeRO stage,
-    sequence parallelism, deferral and context attention, with even stages, fewer layers beside the head or a split
+    """Search all meshes of `devices` GPUs with every schedule, chunk count, microbatch size, recomputation, sequence
+    parallelism, deferral and context attention, with ZeRO 1 and 3, even stages, fewer layers beside the head or a split
     vocabulary, with layers unrolled or as a scan; `context` is for long sequences, and `tensor` for the devices of a
     server, unless nothing fits otherwise.
     Model, batch, precision and those keys of `VARIED` that are `given` stay fixed. `count` of the best are planned in
@@ -168,6 +168,8 @@ def _tried(
                 if _BUT_MICROBATCH(each) in too_large:
                     continue
                 cost = costs.of(each)
+                if each.train.remat == "none" and "train.remat" not in fixed and _selects_free(each, costs):
+                    continue  # the selective one saves less and takes as long
                 if each.mesh.replica > 1 and "optimizer.zero_ranks" not in fixed and not models.gains(each, cost):
                     continue
                 model = cache(partial(models.of, each, cost))
@@ -207,11 +209,9 @@ class _Models:
         self._gains: dict[int, bool] = {}
 
     def of(self, config: Config, cost: StepCost) -> StepModel:
-        remat = _as_fast(config, cost)
-        like = remat, config.train.microbatch, *_BUT_MICROBATCH(config)[1:]
+        like = config.train.microbatch, *_BUT_MICROBATCH(config)
         if like not in self._found:
-            alike = replace(config, train=replace(config.train, remat=remat))
-            self._found[like] = StepModel(alike, self._machine, cost, self._shared)
+            self._found[like] = StepModel(config, self._machine, cost, self._shared)
         return self._found[like]
 
     def gains(self, config: Config, cost: StepCost) -> bool:
@@ -328,7 +328,7 @@ def _of_mesh(base: Config, fixed: frozenset[str], server: int) -> Iterator[Confi
     rows = base.train.batch_sizes.divisor // mesh.row_shards
     microbatches = [each for each in choices("train.microbatch", _divisors(rows)) if rows % each == 0]
     remats = choices("train.remat", ["none", "selective", "layer", *["stage"] * stages])
-    zeros = choices("optimizer.zero", [0, 1, 3] if mesh.batch_shards > 1 else [1])
+    zeros = choices("optimizer.zero", [1, 3] if mesh.batch_shards > 1 else [1])  # 0 needs more memory and is no faster
     ranks = choices("optimizer.zero_ranks", [0, *_of_a_server(mesh, server)])
     shards = [(zero, each) for zero in zeros for each in ranks if zero or not each]
     pieces = mesh.tensor * (2 * mesh.context if mesh.context > 1 else 1)
@@ -354,12 +354,11 @@ def _of_mesh(base: Config, fixed: frozenset[str], server: int) -> Iterator[Confi
         )
 
 
-def _as_fast(config: Config, cost: StepCost) -> Any:
-    """The recomputation of a configuration whose step takes equally long: the selective one costs no time in this
-    model, unless it recomputes a product or a collective."""
-    plain, remat = cost.without_remat, config.train.remat
-    cheap = (cost.layer.regions, cost.layer.backward) == (plain.regions, plain.backward)
-    return "none" if remat == "selective" and cheap else remat
+def _selects_free(config: Config, costs: "_Costs") -> bool:
+    """Whether selective recomputation takes no time in these models: it recomputes no product and no collective."""
+    cost = costs.of(replace(config, train=replace(config.train, remat="selective")))
+    plain, layer = cost.without_remat, cost.layer
+    return (layer.regions, layer.backward) == (plain.regions, plain.backward)
 
 
 def _sizes(

@@ -20,7 +20,7 @@ from jax import Array
 from jax.export import symbolic_shape
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from megajax.core.axes import ROW_AXES
+from megajax.core.axes import ROW_AXES, TENSOR
 from megajax.core.backend import Backend
 from megajax.core.mesh import RULES
 from megajax.core.models.staged import StagedModel
@@ -153,17 +153,27 @@ def _traced(
 def _scaled(
     config: Config, backend: Backend, look: Callable[[Program, Pipeline, Array, _Blocks], Cost], together: bool
 ) -> Cost:
-    """The same as `_traced`. Every number of it is a part that `tensor` does not shard plus one that it does, which two
-    sizes of the axis tell apart, if devices share keys' heads evenly."""
+    """The same as `_traced`. Every number of it is a part that an axis does not shard plus one that it does, which two
+    sizes of the axis tell apart, if devices share keys' heads evenly. The axis is `tensor`, or `pipe` where stages share
+    the vocabulary."""
     mesh, model = config.mesh, config.model
     least = 2 if config.sequence_parallel else 1  # with 1 there is nothing to split
     shares = model.num_kv_heads % (mesh.tensor * (mesh.context if training_way(config) == "heads" else 1)) == 0
-    if shares and mesh.tensor > 2 * least and mesh.tensor % (2 * least) == 0:
-        some = (replace(config, mesh=replace(mesh, tensor=each)) for each in (least, 2 * least))
-        one, two = (_traced(each, backend, look, together) for each in some)
-        with contextlib.suppress(_Unlike):
-            return _extrapolated(one, two, Fraction(2 * least, mesh.tensor))
+    for axis, first in ((TENSOR, least), (PIPE, 2)):
+        size = getattr(mesh, axis)
+        if shares and size > 2 * first and size % (2 * first) == 0:
+            one, two = (_scaled(_with_axis(config, axis, each), backend, look, together) for each in (first, 2 * first))
+            with contextlib.suppress(_Unlike):
+                return _extrapolated(one, two, Fraction(2 * first, size))
     return _traced(config, backend, look, together)
+
+
+def _with_axis(config: Config, axis: str, size: int) -> Config:
+    """A traced run with another size of an axis, and one layer for each stage as before."""
+    mesh, model = replace(config.mesh, **{axis: size}), config.model
+    model = replace(model, num_layers=model.num_layers + mesh.pipe - config.mesh.pipe)
+    batch = replace(config.train, global_batch=_ROWS * mesh.row_shards)
+    return replace(config, mesh=mesh, model=model, train=batch)
 
 
 class _Unlike(Exception):
