@@ -154,8 +154,8 @@ def _scaled(
     config: Config, backend: Backend, look: Callable[[Program, Pipeline, Array, _Blocks], Cost], together: bool
 ) -> Cost:
     """The same as `_traced`. Every number of it is a part that an axis does not shard plus one that it does, which two
-    sizes of the axis tell apart, if devices share keys' heads evenly. The axis is `tensor`, or `pipe` where stages share
-    the vocabulary."""
+    sizes of the axis tell apart, if devices share keys' heads evenly. The axis is `tensor`, or `pipe` where the
+    vocabulary is split."""
     mesh, model = config.mesh, config.model
     least = 2 if config.sequence_parallel else 1  # with 1 there is nothing to split
     shares = model.num_kv_heads % (mesh.tensor * (mesh.context if training_way(config) == "heads" else 1)) == 0
