@@ -169,8 +169,8 @@ def found(given: list[str]) -> Found:
 
 
 def test_every_combination_is_tried_once(found, given):
-    """On 4 devices: what the loops of a user would make of it, and all of it can be trained."""
-    wanted, remats = set(), ["none"] if given else ["none", "selective", "layer", "stage"]
+    """On 4 devices: what the loops of a user would make of it, but what cannot be best; all of it can be trained."""
+    wanted, remats = set(), ["none"] if given else ["selective", "layer", "stage"]
     for data, pipe, tensor in itertools.product([1, 2, 4], repeat=3):
         if data * pipe * tensor != 4:
             continue
@@ -180,8 +180,8 @@ def test_every_combination_is_tried_once(found, given):
             [(data, pipe, tensor)], schedules, ["together", "deferred"][: 1 + (pipe > 1)],
             ["replicated", "split"][: 1 + (pipe > 1)],
             [rows for rows in (1, 2, 4) if 4 // data % rows == 0],
-            remats[: 3 + (pipe > 1)],
-            [0, 1, 3] if data > 1 else [1], [False, True][: 1 + (tensor > 1)], ["auto", "true"],
+            remats[: 2 + (pipe > 1)],
+            [1, 3] if data > 1 else [1], [False, True][: 1 + (tensor > 1)], ["auto", "true"],
         ):  # fmt: skip
             if (options[-3], options[-1]) != (3, "true"):  # ZeRO-3 scans anyway
                 wanted.add(options)
@@ -222,14 +222,14 @@ def test_zero_over_the_ranks_of_a_server():
     found = search(CONFIG, 4, pairs, given=fixed)
     of = attrgetter("optimizer.zero", "optimizer.zero_ranks")
     seconds = {of(each.config): each.seconds for each in found.fitting}
-    assert {*seconds} == {(0, 0), (1, 0), (1, 2), (3, 0), (3, 2)}
+    assert {*seconds} == {(1, 0), (1, 2), (3, 0), (3, 2)}
     assert seconds[1, 2] < seconds[1, 0] and seconds[3, 2] < seconds[3, 0]
     for each in found.fitting:
         validate(each.config, 4)
         assert each.bytes == memory(each.config).total
     alike = replace(H100.efficiency, network=1.0, network_latency=H100.efficiency.server_latency)
     found = search(CONFIG, 4, replace(pairs, network=pairs.link, efficiency=alike), given=fixed)
-    assert {of(each.config) for each in found.fitting} == {(0, 0), (1, 0), (3, 0)}
+    assert {of(each.config) for each in found.fitting} == {(1, 0), (3, 0)}
     given = replace(CONFIG, optimizer=replace(CONFIG.optimizer, zero_ranks=1))
     found = search(given, 4, H100, given=[*fixed, "optimizer.zero_ranks"])
     assert {of(each.config) for each in found.fitting} == {(1, 1), (3, 1)}
