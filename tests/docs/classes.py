@@ -57,7 +57,7 @@ FULL = [  # marker `full`: in this order, one after the other, in a folder with 
 NOT_RUN = {  # reason -> patterns of whole commands
     "a corpus, records or a tokenizer of the user": [
         r"megajax train mine\.toml (--train\.steps 2000|--mesh\.data 8 --dry-run)",
-        r"(srun )?megajax train .*--data\.(path|train) (CORPUS|corpora|corpus\.jsonl|input\.txt|novels|train\.tsv|QQP).*",
+        r"(srun )?megajax train .*--data\.(path|train) (CORPUS|corpora|(corpus|input)\.\w+|novels|train\.tsv|QQP).*",
         r"megajax prepare .*",
         r"python sweep\.py .*",
         r"megajax train llama-demo --init runs/llama-demo .*",
