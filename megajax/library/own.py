@@ -27,7 +27,11 @@ def with_own(
         model = config.model
         if model.head != "pretraining" or not FAMILIES[model.family].continues_text:
             raise UserError(f"loss with --model.family {model.family}; valid: a decoder, or a loss of the model's own")
-        config = dataclasses.replace(config, own_loss=loss if isinstance(loss, Loss) else Loss(loss))
+        loss = loss if isinstance(loss, Loss) else Loss(loss)
+        if loss.per == "row" and model.num_predicting:
+            modules = f"--model.prediction-modules {model.prediction_modules}, whose losses are of tokens"
+            raise UserError(f"a loss of rows with {modules}; valid: --model.prediction-coefficient 0")
+        config = dataclasses.replace(config, own_loss=loss)
     if optimizer is not None:
         own = OwnOptimizer(optimizer, elementwise)
         named = dataclasses.replace(config.optimizer, name=OWN)

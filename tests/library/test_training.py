@@ -130,6 +130,8 @@ def test_what_train_cannot_do_says_what_is_valid(tmp_path: Path) -> None:
     program = Program.on(config, jax.devices()[:1])
     model = megajax.Model(config, program, TrainState({}, *[None] * 5), 0, None)  # type: ignore[arg-type]
     weights = {"shared": {}, "blocks": {}}
+    further = {"model.prediction_modules": 1}
+    predicting, of_rows = megajax.load_preset("demo", further), megajax.Loss(confident, per="row")
     for call, problem in (
         (lambda: model.train(3, data=Counting()), "train: run_dir missing; valid: a folder"),
         (lambda: model.train(3, "run", data=Counting(), batches=[]), "batches and data; valid: one of them"),
@@ -141,6 +143,11 @@ def test_what_train_cannot_do_says_what_is_valid(tmp_path: Path) -> None:
         (lambda: model.set_weights(3), "set_weights: a int; valid: nested dicts"),  # type: ignore[arg-type]
         (lambda: model.set_weights(weights), "set_weights: weights without blocks/attention/key/bias; valid"),
         (lambda: megajax.init("bert-336m", loss=confident), "loss with --model.family bert; valid: a decoder"),
+        (lambda: megajax.init(predicting, loss=of_rows), "with --model.prediction-modules 1, whose losses are"),
+        (
+            lambda: megajax.load_preset("demo", further | {"train.loss": "preferences"}),
+            "--train.loss preferences with --model.prediction-modules 1; valid: --model.prediction-coefficient 0",
+        ),
         (lambda: megajax.init(config, optimizer=3), "optimizer 3; valid: an optax transformation"),
     ):
         with pytest.raises(megajax.UserError, match=problem):
