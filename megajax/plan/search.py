@@ -328,7 +328,7 @@ def _of_mesh(base: Config, fixed: frozenset[str], server: int) -> Iterator[Confi
     rows = base.train.batch_sizes.divisor // mesh.row_shards
     microbatches = [each for each in choices("train.microbatch", _divisors(rows)) if rows % each == 0]
     remats = choices("train.remat", ["none", "selective", "layer", *["stage"] * stages])
-    zeros = choices("optimizer.zero", [1, 3] if mesh.batch_shards > 1 else [1])  # 0 needs more memory and is no faster
+    zeros = choices("optimizer.zero", [1, 3] if mesh.batch_shards > 1 else [1])  # 0 is larger and hardly faster
     ranks = choices("optimizer.zero_ranks", [0, *_of_a_server(mesh, server)])
     shards = [(zero, each) for zero in zeros for each in ranks if zero or not each]
     pieces = mesh.tensor * (2 * mesh.context if mesh.context > 1 else 1)

@@ -169,7 +169,7 @@ def found(given: list[str]) -> Found:
 
 
 def test_every_combination_is_tried_once(found, given):
-    """On 4 devices: what the loops of a user would make of it, but what cannot be best; all of it can be trained."""
+    """On 4 devices: what the loops of a user would make of it, without ZeRO 0 and with free recomputation."""
     wanted, remats = set(), ["none"] if given else ["selective", "layer", "stage"]
     for data, pipe, tensor in itertools.product([1, 2, 4], repeat=3):
         if data * pipe * tensor != 4:

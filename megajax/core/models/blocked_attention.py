@@ -52,21 +52,13 @@ def blocked_attention(
     return _forward(method, backend, q_BTHK, k_BSHK, v_BSHK, places, limits, sink_H)[0]
 
 
-def _forward(
-    method: Method,
-    backend: Backend,
-    q_BTHK: Array,
-    k_BSHK: Array,
-    v_BSHK: Array,
-    places: Places,
-    limits: Limits,
-    sink_H: Array | None,
-) -> tuple[Array, tuple]:
+def _forward(method: Method, backend: Backend, *inputs: Any) -> tuple[Array, tuple]:
+    q_BTHK, k_BSHK, v_BSHK, places, limits, sink_H = inputs
     (batch, _, heads, _), kv_heads = q_BTHK.shape, k_BSHK.shape[2]
     keys = (_heads_first(method.gathered(x)) for x in (k_BSHK, v_BSHK))
-    inputs = _heads_first(q_BTHK, heads // kv_heads), *keys, *_limits_of_heads(limits, batch, kv_heads)
+    of_heads = _heads_first(q_BTHK, heads // kv_heads), *keys, *_limits_of_heads(limits, batch, kv_heads)
     forward = partial(method.forward, places=places, block=_block(q_BTHK, places, backend))
-    out_NGTK, highest_NGT1, total_NGT1 = _in_groups(forward, inputs, backend)
+    out_NGTK, highest_NGT1, total_NGT1 = _in_groups(forward, of_heads, backend)
     if sink_H is not None:
         sink_NG11 = _of_all_heads(sink_H, batch, kv_heads, total_NGT1.dtype)
         out_NGTK, highest_NGT1, total_NGT1 = with_sinks(out_NGTK, highest_NGT1, total_NGT1, sink_NG11)

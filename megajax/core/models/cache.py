@@ -15,6 +15,7 @@ from jax import Array, lax
 from megajax.core.backend import Backend
 from megajax.core.models.attention import Attend, Aux, attend_in_context
 from megajax.core.models.context import Context
+from megajax.core.models.sinks import with_sinks
 from megajax.core.precision import at_least_fp32
 
 
@@ -96,16 +97,14 @@ def decode_step(cache: Cache, slot: Array, position_B1: Array, position_BS: Arra
         assert seen_B1S is not None
         scores_BHGS = jnp.where(seen_B1S[:, None], scores_BHGS, lowest)
         highest_BHG1 = jnp.max(scores_BHGS, axis=-1, keepdims=True)
-        total_BHG1 = jnp.zeros((), scores_BHGS.dtype)
-        if sink_H is not None:
-            sink_1HG1 = sink_H.astype(scores_BHGS.dtype).reshape(1, *scores_BHGS.shape[1:3], 1)
-            highest_BHG1 = jnp.maximum(highest_BHG1, sink_1HG1)
-            total_BHG1 = jnp.exp(sink_1HG1 - highest_BHG1)
         weights_BHGS = jnp.exp(scores_BHGS - highest_BHG1)
-        total_BHG1 += jnp.sum(weights_BHGS, axis=-1, keepdims=True)
+        total_BHG1 = jnp.sum(weights_BHGS, axis=-1, keepdims=True)
         weights_BHGS = (weights_BHGS / total_BHG1).astype(q_B1MK.dtype)
         value_BHSK = filled.key_BHSK if filled.value_BHSK is None else filled.value_BHSK
         heads_BHGK = product("BHGS,BHSK->BHGK", weights_BHGS, value_BHSK)
+        if sink_H is not None:
+            sink_1HG1 = sink_H.astype(total_BHG1.dtype).reshape(1, *total_BHG1.shape[1:3], 1)
+            heads_BHGK = with_sinks(heads_BHGK, highest_BHG1, total_BHG1, sink_1HG1)[0]
         return heads_BHGK.reshape(batch, 1, num_heads, -1).astype(q_B1MK.dtype), {"cache": filled}
 
     return follow
