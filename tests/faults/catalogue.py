@@ -976,7 +976,7 @@ ROWS: dict[str, dict[str, Row]] = {
             "core.program.train_step._train_step_with_gradients",
             (
                 "averaged(state.average, main, config.train.ema, taken)",
-                "averaged(state.average, update(program.optimizer, clipped, state.optimizer, "
+                "averaged(state.average, updated(layout, clipped, state.optimizer, "
                 "layout.per_step.take(layout.trained(state.params)), taken)[0], config.train.ema, taken)",
             ),
             named("moving average, by its definition: blocks/mlp/router/bias", ON_AVERAGED_BIASES),
