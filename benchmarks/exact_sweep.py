@@ -62,18 +62,22 @@ WHOLE = 8  # of so many numbers one is compared with everything beside the step,
 SOME = 0.15  # how often an option of a preset's model is replaced, or a batch grows
 KEPT = ("model.family", "model.head", "model.attention", "pipeline.schedule")  # as presets have them, or drawn below
 OTHERS = ("precision", "data.reset_attention")  # beside those of the model, of training and of the optimizer
-WAYS = ("sequence_parallel", "train.remat", "optimizer.zero", "model.context_attention", "model.scan_layers")
+WAYS = ("sequence_parallel", "train.remat", "model.context_attention", "model.scan_layers")
+WAYS += ("optimizer.zero", "optimizer.zero_ranks")
 NUMBERS: dict[str, list[Any]] = {
     "pipeline.max_deferred": [-1, 0, 1, 3],
     "train.microbatch": [1, 2],
     "train.ema": [0.0, 0.9],
     "train.freeze": [(), ("embedding",), ("layers.0-1",), ("head", "layers.0.attention")],
     "lora.rank": [0, 0, 4],
+    "optimizer.zero_ranks": [0, 1, 2, 3],
     "optimizer.skip_above": [0.0, 2.0],
     "optimizer.clip_norm": [1.0, 1e9],
     "optimizer.weight_decay": [0.0, 0.1],
     "model.dropout": [0.0, 0.1],
     "model.sliding_window": [0, 40, 4000],
+    "model.window_layers": ["", "1,1", "2,1"],
+    "model.prediction_modules": [0, 1, 2],
     "model.bf16_layers": ["0,0", "1,1", "2,0"],
     "model.expert_capacity": [0.0, 0.5, 1.25],
     "model.router_z_loss": [0.0, 0.001],

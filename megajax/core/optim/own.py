@@ -171,7 +171,7 @@ def _outputs(equation: Any, labels: list[Label]) -> list[Label]:
     """The labels of an operation's results."""
     name, shapes = equation.primitive.name, [var.aval.shape for var in equation.outvars]
     weights = {label for label in labels if label}
-    if not weights and not any(shapes):
+    if not weights and not any(shapes) and not any(var.aval.shape for var in equation.invars):
         return [None] * len(shapes)
     if name == "cond" and not labels[0]:
         ways = [_through(branch.jaxpr, labels[1:]) for branch in equation.params["branches"]]

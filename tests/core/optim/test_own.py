@@ -67,11 +67,16 @@ def by_width(updates, params=None):
     return jax.tree.map(lambda x: x / x.shape[-1], updates)
 
 
+def by_count(updates, params=None):
+    return jax.tree.map(lambda x: x / jnp.ones_like(x).sum(), updates)
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [
         (optax.masked(optax.sgd(0.1), by_size), "depend on the sizes of weights"),
         (optax.stateless(by_width), "depend on the sizes of weights"),
+        (optax.stateless(by_count), "reduce_sum of no weight"),
         (optax.lamb(1e-3), "reduce_sum of blocks/bias"),
         (optax.clip_by_global_norm(1.0), "reduce_sum of blocks/bias"),
         (optax.adafactor(1e-3, min_dim_size_to_factor=2), r"an array \[2.* in its state"),
