@@ -124,7 +124,8 @@ def _by_window(q_BTHK: Array, k_BTHK: Array, v_BTHK: Array, setting: Setting, to
     def with_those_before(x: Array) -> Array:
         if not before:
             return x
-        return jnp.concatenate([_received(send_on(x[:, x.shape[1] - before :], together=together)), x], axis=1)
+        last = lax.slice_in_dim(x, x.shape[1] - before, None, axis=1)
+        return jnp.concatenate([_received(send_on(last, together=together)), x], axis=1)
 
     setting = setting._replace(visible=visible, places=Places.with_keys_before(start_P, before))
     return attend(q_BTHK, with_those_before(k_BTHK), with_those_before(v_BTHK), setting)

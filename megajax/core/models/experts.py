@@ -211,7 +211,7 @@ class Mixture(nnx.Module):
         choice_N = jnp.arange(slot_N.size, dtype=jnp.int32)
         source_R = nobody_R.at[slot_N].set(choice_N, mode="drop", unique_indices=False)
 
-        sent_RD = rearranged(x_BTD.reshape(1, -1, x_BTD.shape[-1]), source_R[None], slot_N[None], count)[0]
+        sent_RD = rearranged(x_BTD.reshape(1, -1, x_BTD.shape[-1]), source_R[None], slot_N[None], count).squeeze(0)
         sent_NED = sent_RD.reshape(-1, self.up.weight.shape[0], sent_RD.shape[-1])
         if parts > 1:
             sent_NED = scatter_sum(sent_NED, 0, CONTEXT)
@@ -251,7 +251,7 @@ class Mixture(nnx.Module):
         nobody_R = jnp.full_like(place_N, number, shape=(blocks.group_MG.size * block,))
         nobody_R = vary(nobody_R, sorted(varying_axes(place_N)))
         source_R = nobody_R.at[place_N].set(jnp.arange(number, dtype=jnp.int32), mode="drop")
-        rows_RD = rearranged(x_BTD.reshape(1, -1, x_BTD.shape[-1]), source_R[None], place_N[None], count)[0]
+        rows_RD = rearranged(x_BTD.reshape(1, -1, x_BTD.shape[-1]), source_R[None], place_N[None], count).squeeze(0)
         out_RD = self._experts(rows_RD, blocks, context)
         found = rearranged(out_RD[None], place_N[None], source_R[None]).reshape(*chosen_BTK.shape, -1)
         return scatter_sum(_weighed(share_BTK, found), 0, EXPERT)
