@@ -44,7 +44,7 @@ _COMPILED = 2  # of the best configurations are compiled
 def main(argv: Sequence[str]) -> None:
     """Print the plan of a configuration on a mesh."""
     began = time.perf_counter()
-    gc.set_threshold(20_000, 20, 20)  # tracing makes many long-lived objects, and JAX does work in every collection
+    gc.set_threshold(200_000, 20, 20)  # tracing makes many long-lived objects, and JAX does work in every collection
     parser = Parser(
         "Estimate what a training step needs on a mesh, without the hardware: memory per device, "
         "communication, arithmetic, the pipeline bubble, and a predicted time. The real step is "

@@ -319,7 +319,7 @@ def _uneven_waits(name: str, m: int, forward: np.ndarray, backward: np.ndarray) 
     waits = float((m * work + (before + after) / chunks).max() - m * work.max())
     if chunks > 1:
         runs = (sliding_window_view(np.concatenate([each.ravel(), each[0, :-1]]), p) for each in passes)
-        waits += m * max(0.0, sum(run.max(1).sum() for run in runs) / p - work.max())
+        waits += m * max(0.0, float(sum(run.max(1).sum() for run in runs) / p - work.max()))
     return waits
 
 

@@ -17,7 +17,7 @@ from megajax.plan import memory as of_memory
 from megajax.plan import page as of_page
 from megajax.plan import ranking, traced
 from megajax.plan.machines import MACHINES
-from megajax.plan.memory import memory
+from megajax.plan.memory import backend_of, memory
 from megajax.plan.page import is_page, page_data, page_of_search, title_of
 from megajax.plan.search import Found, command, search
 from megajax.plan.time import step_time
@@ -166,3 +166,13 @@ def test_a_page_shows_several_gpus(found: Found, monkeypatch) -> None:
         shown = [seconds for seconds, gpu in zip(data["seconds"], names, strict=True) if gpu == name]
         assert shown[:most] == points and beyond and {*beyond} <= {*shown}
     assert title_of([(H100, found), (MACHINES["a100"], others)], "demo").startswith("demo on 4 H100s or A100s: ")
+
+
+def test_gpus_share_what_is_traced() -> None:
+    """Whose attention is fused, whether or not our kernels run on them."""
+    config = replace(CONFIG, mesh=replace(CONFIG.mesh, data=4))
+    costs = traced.step_cost(config, backend_of(H100), scaled=True)
+    before = traced._traced.cache_info().misses
+    for name in ("h200", "a100"):
+        assert traced.step_cost(config, backend_of(MACHINES[name]), scaled=True) == costs
+    assert traced._traced.cache_info().misses == before

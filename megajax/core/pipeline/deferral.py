@@ -89,10 +89,8 @@ def _place(forward: np.ndarray, backward: np.ndarray, times: PassTimes, most: in
 
     def widened(length: float, taken: np.ndarray, active: np.ndarray) -> float:
         """The length of a half in which some stages run a pass, extended to fit one weight gradient on another."""
-        if not widen or not active.any():
-            return length
-        others = taken[~active & (pending > 0)] + times.weight_gradient
-        return max(length, others.min()) if others.size else length
+        others = taken[~active & (pending > 0)] if widen and active.any() else taken[:0]
+        return max(length, others.min() + times.weight_gradient) if others.size else length
 
     for tick in range(num_ticks):
         taken = forward[tick] * times.forward

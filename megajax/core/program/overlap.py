@@ -26,9 +26,9 @@ def overlaps_reductions(config: StepConfig, backend: Backend, of_layers: int) ->
 
 def overlaps_gathers(config: StepConfig, backend: Backend, of_layers: int, *, copied: bool) -> bool:
     """Whether ZeRO-1's updated weights of layers are gathered during the next step's first forward pass, and not at the
-    end of the step, given the `size_of_layers` and whether layers multiply with `copied` ones, in float8: those are made
-    of all layers' before the first pass. Nor are adapters, which are small. `auto`: not for a scan, which would wait
-    for all layers, nor for several chunks, for which XLA would copy all of them."""
+    end of the step, given the `size_of_layers` and whether layers multiply with `copied` ones, in float8: those are
+    made of all layers' before the first pass. Nor are adapters, which are small. `auto`: not for a scan, which would
+    wait for all layers, nor for several chunks, for which XLA would copy all of them."""
     if config.mesh.zero_shards == 1 or config.optimizer.zero != 1:
         return False
     if config.lora.rank or copied:
