@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megajax.plan.compiled import Compilation
     from megajax.training.display import Display
 
-_GPU = Option("gpu", str, "h100", "GPU to plan for", OneOf(MACHINES))
+_GPU = Option("gpu", tuple[str, ...], ("h100",), "GPU to plan for; a search takes several", OneOf(MACHINES))
 _DEVICES = Option("devices", int, 0, "number of GPUs to search meshes for; implies --search", between(1, 100_000))
 _BEST = Option("best", int, 10, "number of configurations to list", between(1, 1000))
 _MARGIN = Option(
@@ -44,7 +44,7 @@ _COMPILED = 2  # of the best configurations are compiled
 def main(argv: Sequence[str]) -> None:
     """Print the plan of a configuration on a mesh."""
     began = time.perf_counter()
-    gc.set_threshold(20_000, 20, 20)  # tracing makes many long-lived objects, and JAX does work in every collection
+    gc.set_threshold(200_000, 20, 20)  # tracing makes many long-lived objects, and JAX does work in every collection
     parser = Parser(
         "Estimate what a training step needs on a mesh, without the hardware: memory per device, "
         "communication, arithmetic, the pipeline bubble, and a predicted time. The real step is "
@@ -76,17 +76,24 @@ def main(argv: Sequence[str]) -> None:
     preset, given = load_preset(args.preset), parser.overrides(args)
     config = resolve(preset, given)
     margin = getattr(args, "margin", _MARGIN.default)
-    machine = dataclasses.replace(MACHINES[getattr(args, "gpu", _GPU.default)], margin=margin)
-    if machine.usable <= 0:
-        most = f"less than {machine.largest / 2**30:.1f} GiB, what a program gets on one {machine.name.upper()}"
-        raise UserError(f"--margin {margin:g}: leaves no memory; valid: {most}")
+    names = dict.fromkeys(getattr(args, "gpu", _GPU.default))
+    machines = [dataclasses.replace(MACHINES[name], margin=margin) for name in names]
+    several = f"--gpu {' '.join(names)}" if len(machines) > 1 else ""
+    for flag, wrong in (("without --search", not args.search), ("with --plot", args.plot)):
+        if several and wrong:
+            raise UserError(f"{several} {flag}; valid: one GPU{', or --devices N' * (not args.search)}")
+    for machine in machines:
+        if machine.usable <= 0:
+            most = f"less than {machine.largest / 2**30:.1f} GiB, what a program gets on one {machine.name.upper()}"
+            raise UserError(f"--margin {margin:g}: leaves no memory; valid: {most}")
+        peak_of(machine, config.precision)
     run = WholeRun(tokens_of(getattr(args, "tokens", "")) or 0.0, getattr(args, "price", 0.0))
     if run.price and not run.tokens:
         raise UserError("--price without --tokens; valid: both, such as --tokens 15T --price 2")
-    peak_of(machine, config.precision)
     if args.search:
-        _print_search(args, config, resolve(preset, {}), machine, given, run)
+        _print_search(args, config, resolve(preset, {}), machines, given, run)
         return
+    (machine,) = machines
     validate_imagined(config)
     gpus = compiles_for(machine.name)
     compiles = not args.no_compile and (gpus or config.mesh.num_devices <= MOST_SIMULATED)
@@ -111,10 +118,11 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _print_search(
-    args: argparse.Namespace, config: Config, original: Config, machine: Machine, given: dict[str, Any], run: WholeRun
-) -> None:
-    """Search meshes for `config`, keeping the values in `given`, and print the best; `original` is the configuration
-    of the preset alone."""
+    args: argparse.Namespace, config: Config, original: Config, machines: Sequence[Machine], given: dict[str, Any],
+    run: WholeRun,
+) -> None:  # fmt: skip
+    """Search meshes of every GPU for `config`, keeping the values in `given`, and print the best; `original` is the
+    configuration of the preset alone."""
     devices = getattr(args, "devices", None) or config.mesh.num_devices
     plot, page = (Path(each) if each else None for each in (args.plot, args.html))
     if plot:
@@ -123,33 +131,38 @@ def _print_search(
         check_plot(plot, MARK, "picture of megajax plan")
     if page:
         check_page(page)
-    gpus = compiles_for(machine.name)
-    compiles = not args.no_compile and (gpus or devices <= MOST_SIMULATED)
+    gpus = compiles_for(machines[0].name)
+    compiles = len(machines) == 1 and not args.no_compile and (gpus or devices <= MOST_SIMULATED)
     imagine_devices(config, devices if compiles and not gpus else 1)
 
-    from megajax.plan.page import page_of_search
+    from megajax.plan.page import page_of_search, title_of
     from megajax.plan.picture import draw_search
     from megajax.plan.ranking import figures, lines
-    from megajax.plan.search import VARIED, search
+    from megajax.plan.search import VARIED, Found, search
 
-    count = getattr(args, "best", _BEST.default)
+    count, searches = getattr(args, "best", _BEST.default), list[tuple[Machine, Found]]()
     with stop_signals.deferred("the best configurations so far are printed"):
         kept = [key for key in VARIED if key in given]
-        found = search(config, devices, machine, given=kept, count=count, watch=_progress().phase)
-    if page and found.complete:
+        for machine in machines:
+            if not stop_signals.number:
+                found = search(config, devices, machine, given=kept, count=count, watch=_progress().phase)
+                searches.append((machine, found))
+    complete = len(searches) == len(machines) and all(each.complete for _, each in searches)
+    if page and complete:
         with plot_atomically(page, "--html") as new:
-            new.write_text(page_of_search(found, args.preset, original, machine), encoding="utf-8")
-    if plot and found.complete:
-        fit = f"{len(found.fitting):,} of {found.tried:,} configurations fit"
-        title = f"{args.preset} on {devices} {machine.name.upper()}s: {fit}"
+            new.write_text(page_of_search(searches, args.preset, original), encoding="utf-8")
+    if plot and complete:
         with plot_atomically(plot) as new:
-            draw_search(new, title, found, machine)
+            draw_search(new, title_of(searches, args.preset), *searches[0])
 
     def shown(compiled: "Sequence[Compilation]") -> str:
-        about = args.preset, original, machine, compiled, run
-        return json.dumps(figures(found, *about)) if args.json else "\n".join(lines(found, *about))
+        abouts = [(found, args.preset, original, machine, compiled, run) for machine, found in searches]
+        if args.json:
+            plans = [figures(*about) for about in abouts]
+            return json.dumps(plans[0] if len(machines) == 1 else {each["gpu"]: each for each in plans})
+        return "\n\n".join("\n".join(lines(*about)) for about in abouts)
 
-    _print(shown, [each.config for each in found.best[:_COMPILED]] if compiles else [], gpus)
+    _print(shown, [each.config for each in searches[0][1].best[:_COMPILED]] if compiles else [], gpus)
 
 
 def _print(shown: "Callable[[Sequence[Compilation]], str]", configs: Sequence[Config], gpus: bool) -> None:

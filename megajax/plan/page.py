@@ -3,7 +3,7 @@ needs and the time of its step, with its parts and its flags, and can be filtere
 data."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from html import escape
 from operator import attrgetter
@@ -17,6 +17,7 @@ from megajax.settings.config import Config
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _MARK = '<meta name="generator" content="megajax plan">'
+Searches = Sequence[tuple[Machine, Found]]  # of several GPUs
 _MOST = 20_000  # points; more are as many megabytes as a browser draws slowly
 
 
@@ -29,27 +30,31 @@ def is_page(path: Path) -> bool:
         return False
 
 
-def page_of_search(found: Found, preset: str, original: Config, machine: Machine) -> str:
+def page_of_search(searches: Searches, preset: str, original: Config) -> str:
     """The page; `original` is the configuration of `preset`."""
-    data = json.dumps(page_data(found, preset, original, machine), separators=(",", ":"))
-    page = _TEMPLATE.read_text(encoding="utf-8").replace("TITLE", escape(_title(found, preset, machine)))
+    data = json.dumps(page_data(searches, preset, original), separators=(",", ":"))
+    some = f", the fastest {_MOST:,} shown" if sum(len(found.fitting) for _, found in searches) > _MOST else ""
+    title = escape(title_of(searches, preset) + some)
+    page = _TEMPLATE.read_text(encoding="utf-8").replace("TITLE", title)
     return page.replace("/*DATA*/null", data.replace("<", "\\u003c"))
 
 
-def page_data(found: Found, preset: str, original: Config, machine: Machine) -> dict[str, Any]:
+def page_data(searches: Searches, preset: str, original: Config) -> dict[str, Any]:
     """What the page shows: columns whose distinct values stand once, and the numbers of every point. Bytes are in MiB,
     seconds in units of 0.1 ms."""
-    shown = _shown(found)
+    named = [(machine.name, each) for machine, found in searches for each in _shown(found, _MOST // len(searches))]
+    named.sort(key=lambda pair: (pair[1].seconds, pair[1].bytes))
+    shown = [each for _, each in named]
     first = shown[0].config
+    gpus = _coded(name for name, _ in named)
     return {
-        "title": _title(found, preset, machine),
-        "usable": round(machine.usable / 2**20),
+        "usable": [round(machine.usable / 2**20) for machine, _ in sorted(searches, key=lambda pair: pair[0].name)],
         "command": ["megajax train", preset, *_fixed(first, original)],
         "tokens": first.train.global_batch * first.model.sequence_length,
         "devices": first.mesh.num_devices,
+        "gpu": {"name": "GPU", "flags": [""] * len(searches)} | gpus,  # in the order of their names
         "columns": [_column(key, shown, original) for key in VARIED],
         "schedules": _coded(schedule_in_words(each.pipeline) if each.base.mesh.pipe > 1 else "-" for each in shown),
-        "frontier": [number for number, each in enumerate(shown) if id(each) in set(map(id, found.frontier))],
         "seconds": [each.seconds for each in shown],
         "bytes": [round(each.bytes / 2**20) for each in shown],
         "time": _numbers([each.parts for each in shown], 1e4),
@@ -57,15 +62,18 @@ def page_data(found: Found, preset: str, original: Config, machine: Machine) -> 
     }
 
 
-def _title(found: Found, preset: str, machine: Machine) -> str:
-    devices, fitting = found.best[0].config.mesh.num_devices, len(found.fitting)
-    some = f", the fastest {_MOST:,} shown" if fitting > _MOST else ""
-    return f"{preset} on {devices} {machine.name.upper()}s: {fitting:,} of {found.tried:,} configurations fit{some}"
+def title_of(searches: Searches, preset: str) -> str:
+    """What was searched, and how many configurations fit."""
+    devices = searches[0][1].best[0].config.mesh.num_devices
+    gpus = " or ".join(f"{machine.name.upper()}s" for machine, _ in searches)
+    pairs = [(len(found.fitting), found.tried) for _, found in searches]
+    fitting, tried = (sum(numbers) for numbers in zip(*pairs, strict=True))
+    return f"{preset} on {devices} {gpus}: {fitting:,} of {tried:,} configurations fit"
 
 
-def _shown(found: Found) -> list[Candidate]:
+def _shown(found: Found, most: int) -> list[Candidate]:
     """The fastest, and all on the frontier."""
-    some = found.fitting[:_MOST]
+    some = found.fitting[:most]
     here = set(map(id, some))
     return [*some, *(each for each in found.frontier if id(each) not in here)]
 

@@ -14,7 +14,7 @@ _SLOWEST = 4.0  # times the fastest
 _LINE = 0.052  # least distance of two labels, in heights of the picture
 
 
-def draw_search(path: Path, title: str, found: Found, machine: Machine) -> None:
+def draw_search(path: Path, title: str, machine: Machine, found: Found) -> None:
     """Draw the result of a search as a PNG or SVG: the density of configurations by memory and time, and the Pareto
     frontier with labelled points.
 

@@ -20,6 +20,7 @@ from megajax.core.errors import UserError
 from megajax.core.models.config import ModelConfig
 from megajax.core.options import as_flag, options
 from megajax.core.pipeline.config import PipelineConfig, has_table
+from megajax.core.pipeline.placement import Placement
 from megajax.core.pipeline.schedule import SCHEDULES
 from megajax.host.signals import Stopped, stop_signals
 from megajax.plan.communication import group_of
@@ -27,7 +28,7 @@ from megajax.plan.costs import StepCost
 from megajax.plan.machines import GIB, Machine, peak_of
 from megajax.plan.memory import Memory, MemoryModel, backend_of, memory
 from megajax.plan.placing import fewer_beside_the_head
-from megajax.plan.sizes import placement_of, steady_state_microbatches
+from megajax.plan.sizes import steady_state_microbatches
 from megajax.plan.time import PlannedTime, Shared, StepModel, step_time
 from megajax.plan.traced import step_cost
 from megajax.settings.config import Config
@@ -378,7 +379,7 @@ def _sizes(
             continue
         found: dict[int, tuple[int, Memory]] = {}  # bytes, and those by part, by slots per chunk
         for placed in _placed(pipeline, layers, config, model):
-            slots = placement_of(config.model.num_blocks, mesh.pipe, placed).layers_per_chunk
+            slots = Placement.of(config.model.num_blocks, mesh.pipe, placed).layers_per_chunk
             if slots not in found:
                 needed = needs.of(replace(config, pipeline=placed))
                 found[slots] = needed.total, needed

@@ -30,7 +30,7 @@ from megajax.core.parallel.tokens import ContextWay
 from megajax.core.pipeline.placement import Placement
 from megajax.core.pipeline.schedule import SCHEDULES
 from megajax.core.precision import OPERAND_DTYPE
-from megajax.core.program.overlap import overlaps_gathers, overlaps_reductions, scans_layers
+from megajax.core.program.overlap import overlaps_gathers, overlaps_reductions, scans_layers, size_of_layers
 from megajax.core.program.program import training_way
 from megajax.core.program.weight import Shape, Weight, gathered_late, weights_of
 from megajax.settings.config import Config
@@ -68,6 +68,11 @@ class DeviceWeights:
         return _by_dtype((each, each.size(each.per_use)) for each in self.weights if each.late)
 
     @cached_property
+    def size_of_layers(self) -> int:
+        """See `overlap.size_of_layers`."""
+        return size_of_layers(self.trained)
+
+    @cached_property
     def num_summed(self) -> int:
         """Number of elements whose gradients are accumulated."""
         return sum(each.size(each.per_use) for each in self.trained)
@@ -96,14 +101,11 @@ def held(config: Config, *, late: bool = False) -> DeviceWeights:
         _plain(config.model),
         config.lora,
         config.mesh,
-        placement_of(config.model.num_blocks, config.mesh.pipe, config.pipeline),
+        Placement.of(config.model.num_blocks, config.mesh.pipe, config.pipeline),
         config.splits_vocabulary,
         config.optimizer.zero,
         late,
     )
-
-
-placement_of = lru_cache(maxsize=4096)(Placement.of)
 
 
 @lru_cache(maxsize=64)
@@ -243,11 +245,12 @@ class Sizes:
 
     def _place(self, config: Config) -> None:
         self.config, mesh, backend = config, config.mesh, self._backend
-        self.placement = placement_of(config.model.num_blocks, mesh.pipe, config.pipeline)
+        self.placement = Placement.of(config.model.num_blocks, mesh.pipe, config.pipeline)
         self.layers_of_chunk = self.placement.layers_per_chunk  # as many as on the fullest stage
         self.held = held(config)
-        self.overlaps_reductions = overlaps_reductions(config, backend, self.held.trained)
-        self.gathers_late = overlaps_gathers(config, backend, self.held.trained, copied=self.operand_item > 0)
+        of_layers, copied = self.held.size_of_layers, self.operand_item > 0
+        self.overlaps_reductions = overlaps_reductions(config, backend, of_layers)
+        self.gathers_late = overlaps_gathers(config, backend, of_layers, copied=copied)
         self.held = held(config, late=True) if self.gathers_late else self.held
         in_loop = self.microbatches - self.overlaps_reductions - self.gathers_late
         alone = mesh.pipe == 1 and in_loop > 1 and not scans_layers(config, backend)

@@ -23,6 +23,7 @@ from megajax.core.models.config import ModelConfig
 from megajax.core.models.flops import step_flops, step_products
 from megajax.core.pipeline.config import PipelineConfig
 from megajax.core.pipeline.deferral import Deferring, PassTimes
+from megajax.core.pipeline.placement import Placement
 from megajax.core.pipeline.schedule import make_schedule
 from megajax.core.pipeline.timing import StageTimes, deferred_bubble, published_bubble, wall_time
 from megajax.core.program.overlap import scans_layers
@@ -31,7 +32,7 @@ from megajax.plan.costs import StepCost
 from megajax.plan.expert_loop import ExpertLoop
 from megajax.plan.machines import Machine
 from megajax.plan.memory import backend_of
-from megajax.plan.sizes import Sizes, num_ticks, placement_of
+from megajax.plan.sizes import Sizes, num_ticks
 from megajax.plan.traced import step_cost
 from megajax.plan.work import Seconds, StepWork
 from megajax.settings.config import Config
@@ -110,7 +111,7 @@ class StepModel:
         zero, scan = config.optimizer.zero, config.model.scan_layers
         around = shared.once(("around", cut, zero, config.mesh.replica, scan), lambda: self._timed(self._around()))
         sent = train.remat, train.microbatch, cut, zero == 3 and config.mesh.replica, self.sizes.defers
-        inside = shared.once(("inside", *sent), lambda: self._timed(in_the_loop(config, cost)))
+        inside = shared.once(("inside", *sent), lambda: self._timed(self._inside(cost)))
         self._by_part = around | inside
         visits = "visits", *like, *sent, self.sizes.pairs_microbatches
         self._layer, self._ends = shared.once(visits, lambda: (self._visits_of_a_layer(), self._visits_of_ends()))
@@ -124,6 +125,12 @@ class StepModel:
             replace(config, train=train, pipeline=replace(pipeline, weight_gradients="together"))
         )
         return [*before, *after]
+
+    def _inside(self, cost: StepCost) -> list[Communication]:
+        """What is sent in the loop, as if it had one microbatch: how often does not matter here."""
+        train, mesh = self.config.train, self.config.mesh
+        one = replace(train, global_batch=mesh.row_shards * train.microbatch)
+        return in_the_loop(replace(self.config, train=one), cost)
 
     def _timed(self, found: list[Communication]) -> "_Timed":
         """Communication by part, with its seconds."""
@@ -156,7 +163,7 @@ class StepModel:
         """The loop over microbatches: seconds by part of the busiest stage, its waiting time and p2p transfers; how
         long every stage works; and the share of the busiest one's waiting."""
         sizes, m, pipe = self.sizes, self.sizes.microbatches, self.config.mesh.pipe
-        layers = placement_of(self.config.model.num_blocks, pipe, pipeline).counts.astype(float)
+        layers = Placement.of(self.config.model.num_blocks, pipe, pipeline).counts.astype(float)
         forwards, backwards, laters = (layers * visit.total for visit in self._layer)
         together = {name: visit.total if sizes.splits_vocabulary else 0.0 for name, visit in self._ends.items()}
         if not sizes.splits_vocabulary:
@@ -232,17 +239,17 @@ class StepModel:
 
     def _visits_of_a_layer(self) -> tuple[Seconds, Seconds, Seconds]:
         """A layer's forward, its backward, and its weight gradients, deferred or not."""
-        later, again = self.work.weight_gradients(), self.work.layer_again()
+        later, again = self.work.weight_gradients, self.work.layer_again
         beside = 0.0 if self.sizes.defers else later.products
-        forward = self._visit("layers forward", self.work.layer_forward())
-        backward = self._visit("layers backward", self.work.layer_backward() + again, beside)
+        forward = self._visit("layers forward", self.work.layer_forward)
+        backward = self._visit("layers backward", self.work.layer_backward + again, beside)
         return forward, backward, self._visit("weight gradients", later)
 
     def _visits_of_ends(self) -> dict[str, Seconds]:
-        embedding = self.work.embedding()
+        embedding = self.work.embedding
         return {
             "embed": self._visit("embedding", embedding.times(1 / 3)),
-            "head": self._visit("head", self.work.head()),
+            "head": self._visit("head", self.work.head),
             "embed_backward": self._visit("embedding backward", embedding.times(2 / 3)),
         }
 
@@ -284,10 +291,10 @@ class StepModel:
         shape = pipeline.schedule, p, m, v
         if published_bubble(*shape) is None or (exact and p * m * v <= _LONGEST_TABLE):
             return wall_time(_table(*shape, pipeline.deferring() if self.sizes.defers else None), times)
+        if not self.sizes.defers and m >= p:
+            return full + _uneven_waits(pipeline.schedule, m, times.forward, times.backward)
         passes = [float(np.sum(each)) / p for each in (times.forward, times.backward, times.weight_gradient)]
         deferring = pipeline.deferring(PassTimes(*passes)) if self.sizes.defers else None
-        if deferring is None and m >= p:
-            return full + _uneven_waits(pipeline.schedule, m, times.forward, times.backward)
         return full + _waits(*shape, deferring, passes)
 
 
@@ -312,7 +319,7 @@ def _uneven_waits(name: str, m: int, forward: np.ndarray, backward: np.ndarray) 
     waits = float((m * work + (before + after) / chunks).max() - m * work.max())
     if chunks > 1:
         runs = (sliding_window_view(np.concatenate([each.ravel(), each[0, :-1]]), p) for each in passes)
-        waits += m * max(0.0, sum(run.max(1).sum() for run in runs) / p - work.max())
+        waits += m * max(0.0, float(sum(run.max(1).sum() for run in runs) / p - work.max()))
     return waits
 
 

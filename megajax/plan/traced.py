@@ -59,6 +59,7 @@ def _program(config: Config, backend: Backend, together: bool) -> Program:
 def step_cost(config: Config, backend: Backend, *, scaled: bool = False) -> StepCost:
     """The costs of a configuration on a kind of device. With `scaled`, those of a larger `tensor` axis are computed
     from two smaller ones', which a search traces anyway."""
+    backend = replace(backend, expert_kernel=False)  # a trace does not depend on it, and GPUs share one
     of_ends = config.model.dense_layers + config.model.num_predicting  # layers that the ends have
     gathers_once = of_ends and config.train.remat == "layer"  # inputs of these layers' regions
     alike = config  # ends without layers are the same with every way of context attention

@@ -3,7 +3,8 @@ recomputed in the backward pass counts as often as it runs.
 """
 
 import math
-from dataclasses import dataclass, fields
+import operator
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
@@ -40,10 +41,10 @@ class Seconds:
         return self.products + self.attention + self.traffic + self.fixed + self.exposed
 
     def __add__(self, other: "Seconds") -> "Seconds":
-        return Seconds(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+        return Seconds(*map(operator.add, vars(self).values(), vars(other).values()))
 
     def times(self, factor: float) -> "Seconds":
-        return Seconds(*(factor * getattr(self, each.name) for each in fields(self)))
+        return Seconds(*(factor * each for each in vars(self).values()))
 
 
 class StepWork:
@@ -155,33 +156,39 @@ class StepWork:
         once = Seconds(traffic=self.moved((2 * wide + item) * count * inner * columns))
         return (turn.times(loop.turns) + once).times(product.weights)
 
+    @cached_property
     def _beside(self) -> Seconds:
         """A layer's forward pass without its products."""
-        attention, _, traffic = self._attention()
+        attention, _, traffic = self._attention
         return Seconds(0.0, attention, traffic / 3 + self._traffic / 3, self.machine.efficiency.fixed / 3)
 
+    @cached_property
     def layer_forward(self) -> Seconds:
         """The forward pass of a layer for a microbatch."""
-        return sum(map(self._multiplied, self.layer.products), start=self._beside())
+        return sum(map(self._multiplied, self.layer.products), start=self._beside)
 
+    @cached_property
     def layer_again(self) -> Seconds:
         """The part of the forward pass that the backward pass recomputes."""
         if self.sizes.recomputes_stage:
-            return self.layer_forward()
-        beside = self._beside() if self.config.train.remat == "layer" else Seconds()
+            return self.layer_forward
+        beside = self._beside if self.config.train.remat == "layer" else Seconds()
         return sum((self._multiplied(each) for each in self.layer.products if each.again), start=beside)
 
+    @cached_property
     def layer_backward(self) -> Seconds:
         """The backward pass of a layer, without recomputation and weight gradients."""
         products = (self._multiplied(each, backward=True) for each in self.layer.products)
-        return sum(products, start=self._beside_backward())
+        return sum(products, start=self._beside_backward)
 
+    @cached_property
     def _beside_backward(self) -> Seconds:
         """The same without its products."""
-        _, attention, traffic = self._attention()
+        _, attention, traffic = self._attention
         traffic = (traffic + self._traffic) * 2 / 3
         return Seconds(0.0, attention, traffic, self.machine.efficiency.fixed * 2 / 3)
 
+    @cached_property
     def weight_gradients(self) -> Seconds:
         """Weight gradients of a layer for a microbatch, added to their sums; with LoRA, only those of adapters."""
         if self.config.lora.rank:
@@ -192,12 +199,12 @@ class StepWork:
         added = Seconds(traffic=self.moved(self.machine.traffic.accumulated * self._weights))
         return sum(map(self._gradient, self.layer.products), start=added)
 
-    @property
+    @cached_property
     def _weights(self) -> int:
         """Numbers in the weights of a layer's products."""
         return sum(inner * columns * count for _, inner, columns, count in self._shapes)
 
-    @property
+    @cached_property
     def _traffic(self) -> float:
         """Seconds of a layer's passes over activations, forward and backward."""
         passes, sizes = self.machine.traffic, self.sizes
@@ -211,7 +218,7 @@ class StepWork:
         numbers += self._rounded
         return self.moved(sizes.item * numbers) * (passes.scanned if self.scanned else 1.0)
 
-    @property
+    @cached_property
     def _in_memory(self) -> list[tuple[int, int, int]]:
         """Rows, inner dim and columns of the products' operands and results. Dropless experts keep all rows of their
         blocks, used or not."""
@@ -246,6 +253,7 @@ class StepWork:
         faster = not self.layer.fused and sum(self._by_kernel(kernel)) < sum(self._by_blocks())
         return kernel if asked or faster else None
 
+    @cached_property
     def _attention(self) -> tuple[float, float, float]:
         """Attention of a layer: seconds of computation forward and backward, and of the scores' memory traffic in
         both."""
@@ -281,10 +289,12 @@ class StepWork:
         of_score = passes.scores + (passes.dropped if model.dropout else 0.0)
         return products, 2.5 * products, self.moved(of_score * scores * self.sizes.item / 2)
 
+    @cached_property
     def embedding(self) -> Seconds:
         """Forward and backward of the embedding for a microbatch: some passes over an activation."""
         return Seconds(traffic=self.moved(6 * self.sizes.item * self.tokens * self.hidden))
 
+    @cached_property
     def head(self) -> Seconds:
         """Forward and backward of the head for a microbatch, with prediction modules."""
         passes, rows = self.machine.traffic, self.sizes.microbatch
@@ -293,7 +303,7 @@ class StepWork:
         weights = sum(inner * columns for inner, _, columns in gradients)
         modules = self.config.model.num_predicting
         logits = (1 + modules) * prod(self.ends.logits.shape(rows))
-        layers = (self._beside() + self._beside_backward()).times(modules)
+        layers = (self._beside + self._beside_backward).times(modules)
         traffic = passes.logits * self.sizes.item * logits + passes.accumulated * weights
         return Seconds(products, traffic=self.moved(traffic)) + layers
 

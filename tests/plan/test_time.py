@@ -327,7 +327,7 @@ def test_figures_and_lines(found):
 @pytest.mark.parametrize("kind", ["png", full("svg")])
 def test_picture(found, tmp_path, kind):
     file = tmp_path / f"search.{kind}"
-    draw_search(file, "a search", found, H100)
+    draw_search(file, "a search", H100, found)
     assert is_marked(file, MARK) and not is_marked(tmp_path, MARK)
 
 

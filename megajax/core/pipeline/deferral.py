@@ -80,7 +80,7 @@ def _place(forward: np.ndarray, backward: np.ndarray, times: PassTimes, most: in
     all_return = int(np.flatnonzero(backward.any(axis=1))[0]) + 2 * (num_stages - 1)
     no_more_enter = int(np.flatnonzero(forward.any(axis=1))[-1]) + 1
     early, late = np.zeros((2, num_ticks, num_stages), np.int32)
-    pending = np.zeros(num_stages, np.int32)
+    pending, before = np.zeros(num_stages, np.int32), np.arange(num_stages) - 1
     total = 0.0
 
     def fitting(length: float, taken: np.ndarray) -> np.ndarray:
@@ -89,14 +89,14 @@ def _place(forward: np.ndarray, backward: np.ndarray, times: PassTimes, most: in
 
     def widened(length: float, taken: np.ndarray, active: np.ndarray) -> float:
         """The length of a half in which some stages run a pass, extended to fit one weight gradient on another."""
-        others = taken[~active & (pending > 0)] + times.weight_gradient
-        return max(length, others.min()) if widen and active.any() and others.size else length
+        others = taken[~active & (pending > 0)] if widen and active.any() else taken[:0]
+        return max(length, others.min() + times.weight_gradient) if others.size else length
 
     for tick in range(num_ticks):
         taken = forward[tick] * times.forward
         early[tick] = fitting(widened(taken.max(), taken, forward[tick]), taken)
         taken = taken + early[tick] * times.weight_gradient
-        received = np.roll(taken, 1)
+        received = taken[before]
         received[0] *= ring
         pending = pending - early[tick] + backward[tick]
         taken = np.maximum(taken, received) + backward[tick] * times.input_gradient

@@ -7,7 +7,7 @@ with layers that never run.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +26,7 @@ class Placement:
     given: tuple[int, ...] = ()  # layers of every virtual stage; empty: as even as possible
 
     @classmethod
+    @lru_cache(maxsize=4096)  # a search asks for the same ones again and again
     def of(cls, num_layers: int, num_stages: int, pipeline: PipelineConfig) -> "Placement":
         """Their placement in a pipeline, of which `auto` has become numbers (`plan/placing.py`)."""
         assert pipeline.layers != "auto"

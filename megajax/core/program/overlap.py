@@ -15,33 +15,33 @@ def reduces_per_step(config: StepConfig) -> bool:
     return (config.mesh.replica if config.optimizer.zero == 3 else config.mesh.batch_shards) > 1
 
 
-def overlaps_reductions(config: StepConfig, backend: Backend, trained: Iterable[Weight]) -> bool:
-    """Whether gradients are reduced during the last backward pass, given the trained weights."""
+def overlaps_reductions(config: StepConfig, backend: Backend, of_layers: int) -> bool:
+    """Whether gradients are reduced during the last backward pass, given the `size_of_layers`."""
     if not reduces_per_step(config):
         return False
     if config.optimizer.overlap_reductions == "auto":
-        return _size(trained) >= backend.overlapped_sums
+        return of_layers >= backend.overlapped_sums
     return config.optimizer.overlap_reductions == "true"
 
 
-def overlaps_gathers(config: StepConfig, backend: Backend, trained: Iterable[Weight], *, copied: bool) -> bool:
+def overlaps_gathers(config: StepConfig, backend: Backend, of_layers: int, *, copied: bool) -> bool:
     """Whether ZeRO-1's updated weights of layers are gathered during the next step's first forward pass, and not at the
-    end of the step, given the trained weights and whether layers multiply with `copied` ones, in float8: those are made
-    of all layers' before the first pass. Nor are adapters, which are small. `auto`: not for a scan, which would wait
-    for all layers, nor for several chunks, for which XLA would copy all of them."""
+    end of the step, given the `size_of_layers` and whether layers multiply with `copied` ones, in float8: those are
+    made of all layers' before the first pass. Nor are adapters, which are small. `auto`: not for a scan, which would
+    wait for all layers, nor for several chunks, for which XLA would copy all of them."""
     if config.mesh.zero_shards == 1 or config.optimizer.zero != 1:
         return False
     if config.lora.rank or copied:
         return False
     if config.optimizer.overlap_gathers == "auto":
         one_by_one = not scans_layers(config, backend) and config.pipeline.chunks == 1
-        return one_by_one and _size(trained) >= backend.overlapped_sums
+        return one_by_one and of_layers >= backend.overlapped_sums
     return config.optimizer.overlap_gathers == "true"
 
 
-def _size(weights: Iterable[Weight]) -> int:
-    """How many numbers a device computes the layers with."""
-    return sum(each.size(NOT_SHARDED) for each in weights if each.stack)
+def size_of_layers(trained: Iterable[Weight]) -> int:
+    """How many numbers a device computes the layers with, given the trained weights."""
+    return sum(each.size(NOT_SHARDED) for each in trained if each.stack)
 
 
 def sums_in_products(config: StepConfig, backend: Backend) -> bool:

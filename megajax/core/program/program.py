@@ -32,7 +32,7 @@ from megajax.core.pipeline.schedule import forward_only, make_schedule
 from megajax.core.pipeline.table import Schedule
 from megajax.core.precision import COMPUTE_DTYPE, OPERAND_DTYPE
 from megajax.core.program.loss import loss_of
-from megajax.core.program.overlap import overlaps_reductions
+from megajax.core.program.overlap import overlaps_reductions, size_of_layers
 from megajax.core.program.state import StateLayout
 
 Batch = dict[str, Array]  # the arrays in the program's `form`, [rows of the global batch, …]
@@ -177,7 +177,8 @@ class Program:
     def overlaps_reductions(self) -> bool:
         """See `overlap.overlaps_reductions`."""
         layout = self.layout
-        return overlaps_reductions(self.config, self.backend, jax.tree.leaves(layout.trained(layout.weights)))
+        trained = jax.tree.leaves(layout.trained(layout.weights))
+        return overlaps_reductions(self.config, self.backend, size_of_layers(trained))
 
     @property
     def ticks_at_once(self) -> int:

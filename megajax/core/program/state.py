@@ -41,7 +41,7 @@ from megajax.core.parallel.shards import NOT_SHARDED, Sharding, Shards
 from megajax.core.pipeline.placement import Placement
 from megajax.core.precision import COMPUTE_DTYPE, MAIN_DTYPE
 from megajax.core.program.float8 import LayerCopies
-from megajax.core.program.overlap import overlaps_gathers
+from megajax.core.program.overlap import overlaps_gathers, size_of_layers
 from megajax.core.program.weight import ON_STAGES, Path, Weight, gathered_late, weights_of
 
 Tree = Any
@@ -102,7 +102,7 @@ class StateLayout:
         zero = config.optimizer.zero
         weights = weights_of(model, adapters, rules, self.placement, config.mesh.on_devices, zero)
         trained = jax.tree.leaves(self.trained(weights))
-        self.gathers_late = overlaps_gathers(config, backend, trained, copied=operand_dtype is not None)
+        self.gathers_late = overlaps_gathers(config, backend, size_of_layers(trained), copied=operand_dtype is not None)
         self.weights = gathered_late(weights, config.model) if self.gathers_late else weights
         self._by_path: dict[Path, Weight] = {weight.path: weight for weight in jax.tree.leaves(self.weights)}
         self.per_step = Shards(jax.tree.map(lambda weight: weight.per_step, self.trained(self.weights)))
