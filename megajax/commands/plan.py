@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,7 +28,15 @@ if TYPE_CHECKING:
     from megajax.plan.compiled import Compilation
     from megajax.training.display import Display
 
-_GPU = Option("gpu", tuple[str, ...], ("h100",), "GPU to plan for; a search takes several", OneOf(MACHINES))
+
+class _Several(OneOf):
+    """Names with commas between."""
+
+    def problem(self, value: str) -> str:
+        return next(filter(None, map(super().problem, value.split(","))), "")
+
+
+_GPU = Option("gpu", str, "h100", "GPU to plan for; a search takes several, such as h100,h200", _Several(MACHINES))
 _DEVICES = Option("devices", int, 0, "number of GPUs to search meshes for; implies --search", between(1, 100_000))
 _BEST = Option("best", int, 10, "number of configurations to list", between(1, 1000))
 _MARGIN = Option(
@@ -76,9 +85,9 @@ def main(argv: Sequence[str]) -> None:
     preset, given = load_preset(args.preset), parser.overrides(args)
     config = resolve(preset, given)
     margin = getattr(args, "margin", _MARGIN.default)
-    names = dict.fromkeys(getattr(args, "gpu", _GPU.default))
+    names = dict.fromkeys(getattr(args, "gpu", _GPU.default).split(","))
     machines = [dataclasses.replace(MACHINES[name], margin=margin) for name in names]
-    several = f"--gpu {' '.join(names)}" if len(machines) > 1 else ""
+    several = f"--gpu {','.join(names)}" if len(machines) > 1 else ""
     for flag, wrong in (("without --search", not args.search), ("with --plot", args.plot)):
         if several and wrong:
             raise UserError(f"{several} {flag}; valid: one GPU{', or --devices N' * (not args.search)}")
@@ -141,13 +150,21 @@ def _print_search(
     from megajax.plan.search import VARIED, Found, search
 
     count, searches = getattr(args, "best", _BEST.default), list[tuple[Machine, Found]]()
+    failed: list[UserError] = []
     with stop_signals.deferred("the best configurations so far are printed"):
         kept = [key for key in VARIED if key in given]
         for machine in machines:
             if not stop_signals.number:
-                found = search(config, devices, machine, given=kept, count=count, watch=_progress().phase)
-                searches.append((machine, found))
-    complete = len(searches) == len(machines) and all(each.complete for _, each in searches)
+                try:
+                    found = search(config, devices, machine, given=kept, count=count, watch=_progress().phase)
+                    searches.append((machine, found))
+                except UserError as error:
+                    failed.append(error)
+    if not searches:
+        raise failed[0]
+    for each in failed:
+        print(f"warning: {each}", file=sys.stderr)
+    complete = len(searches + failed) == len(machines) and all(found.complete for _, found in searches)
     if page and complete:
         with plot_atomically(page, "--html") as new:
             new.write_text(page_of_search(searches, args.preset, original), encoding="utf-8")

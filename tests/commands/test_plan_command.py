@@ -92,7 +92,7 @@ def test_figures_and_a_picture_of_a_search(capsys, tmp_path: Path) -> None:
 
 def test_a_search_for_several_gpus(capsys, tmp_path: Path) -> None:
     """Each as alone, one after the other, on one page."""
-    page, several = tmp_path / "search.html", f"{SEARCH} --no-compile --gpu h100 h200"
+    page, several = tmp_path / "search.html", f"{SEARCH} --no-compile --gpu h100,h200"
     alone = [planned(capsys, f"{SEARCH} --no-compile --gpu {gpu}").strip() for gpu in ("h100", "h200")]
     assert planned(capsys, f"{several} --html {page}").strip() == "\n\n".join(alone)
     figures = json.loads(planned(capsys, f"{several} --json"))
@@ -106,8 +106,8 @@ def test_a_search_for_several_gpus(capsys, tmp_path: Path) -> None:
         ("--price 2", "--price without --tokens; valid: both, such as --tokens 15T --price 2"),
         ("--tokens 3X", "--tokens"),
         ("--margin 1000", "--margin 1000: leaves no memory; valid: less than 70.4 GiB"),
-        ("--gpu h100 h200", "--gpu h100 h200 without --search; valid: one GPU, or --devices N"),
-        ("--gpu h100 h200 --search --plot a.png", "--gpu h100 h200 with --plot; valid: one GPU"),
+        ("--gpu h100,h200", "--gpu h100,h200 without --search; valid: one GPU, or --devices N"),
+        ("--gpu h100,h200 --search --plot a.png", "--gpu h100,h200 with --plot; valid: one GPU"),
         ("--html a.html", "--html without --search; valid: --search, or without --html"),
         ("--search --html a.png", "--html a.png: not the name of a page; valid: a name that ends in .html"),
         ("--search --html {notes}", "already exists and is not a page of megajax plan; valid: another name"),
