@@ -101,6 +101,11 @@ READ: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     ("olmo3", {"sliding_window": None}, {"sliding_window": 0, "window_layers": "all", "window_rope_theta": 0.0}),
     (
+        "olmo3",
+        {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), YARN)},
+        {"window_layers": "all", "window_rope_theta": 0.0, "rope_scaling": "yarn", "rope_theta": 5e5},
+    ),
+    (
         "qwen3",
         WINDOW | {"layer_types": ["sliding_attention"] * 2},
         {"sliding_window": 5, "query_key_norm": True, "bias": "none"},
