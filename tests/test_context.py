@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from field import loss_and_exact_gradients
 from parity_grid import cover, deferring, name, of
-from tiny import LLAMA, drawn_params, full, tiny_config, tiny_program
+from tiny import LATENT, LLAMA, drawn_params, full, tiny_config, tiny_program
 
 from megajax.core.backend import CPU
 from megajax.core.errors import UserError
@@ -121,7 +121,7 @@ def check_what_is_sent(config: Config, found: list[Collective]) -> None:
     assert (theory := check_collectives(config, found)).passed, theory
     attention = [each for each in found if each.axes == ("context",) and each.kind != "all-reduce"]
     sent = sum(each.count * each.bytes_sent(count) for each in attention)
-    numbers = elements_sent(config.model, config.mesh.sizes, config.train.remat)[sizes.way]
+    numbers = elements_sent(config.model, config.mesh.sizes, config.train.remat, config.precision)[sizes.way]
     assert sent == pytest.approx(numbers * sizes.rows * sizes.item * sizes.of_layer.count)
 
 
@@ -241,6 +241,9 @@ def test_the_way_that_sends_less_is_taken():
     for precision, dropout, way in (("bf16", 0, "heads"), ("bf16", 0.1, "gather"), ("fp32", 0, "gather")):
         options = LLAMA | {"num_kv_heads": 1, "head_size": 8, "dropout": dropout, "precision": precision}
         assert training_way(tiny_config((1, 1, 4, 1), **options)) == way
+    # Latents are gathered; but keys and values in 8 bits.
+    for precision, way in (("bf16", "gather"), ("fp8", "heads")):
+        assert training_way(tiny_config((1, 1, 4, 1), **LATENT, dropout=0.1, precision=precision)) == way
 
 
 @pytest.mark.parametrize(
