@@ -59,7 +59,7 @@ LIMITS = {
     ),
 }
 GRID = {
-    "size": [64, 96, 128, 256],
+    "size": [64, 96, 128, 192, 256],
     "limits": list(LIMITS),
     "rate": [0.25, 0.0],
     "kv_heads": [1, 2],
