@@ -17,11 +17,12 @@ from megajax.core.backend import CPU
 from megajax.core.errors import UserError
 from megajax.core.models.context_attention import context_way, elements_sent
 from megajax.core.models.lora_config import LoraConfig
-from megajax.core.program.communication import Collective, equations
+from megajax.core.program.communication import Collective, collectives_of, equations
 from megajax.core.program.program import Program, training_way
 from megajax.core.program.scoring import scores
 from megajax.core.program.synthetic import placed_batch, random_batch
 from megajax.core.program.train_step import train_step_with_gradients
+from megajax.plan.compiled import traced_step
 from megajax.plan.sizes import Sizes
 from megajax.settings.config import Config
 from megajax.settings.validation import validate
@@ -224,6 +225,14 @@ def documents(batch) -> None:
 def short_texts(batch) -> None:
     batch["length"][:] = [TOKENS // 8, 1, TOKENS // 4, TOKENS // 8 + 1]
     batch["places"][:] = np.minimum(batch["places"], 0)
+
+
+@pytest.mark.parametrize("precision", [full("bf16"), "fp8"])
+def test_latents_are_gathered_but_in_8_bits(precision):
+    """Then keys and values are: of a traced step, of which nothing is compiled."""
+    options = LATENT | {"context_attention": "gather", "remat": "layer", "precision": precision}
+    config = tiny_config((1, 1, 2, 2), microbatch=2, **options)
+    check_what_is_sent(config, collectives_of(traced_step(config, jax.devices()[:4])))
 
 
 def test_the_way_that_sends_less_is_taken():
