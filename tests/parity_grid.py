@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from tiny import GEMMA, LATENT, LLAMA, OLMO2, QWEN3, tiny_config
+from tiny import GEMMA, GPT_OSS, LATENT, LLAMA, OLMO2, QWEN3, tiny_config
 
 from megajax.core.models.lora_config import LoraConfig
 from megajax.core.pipeline.schedule import SCHEDULES
@@ -176,6 +176,13 @@ DECODERS = {"llama": LLAMA, "qwen3": QWEN3, "olmo2": OLMO2, "gemma3": GEMMA, "la
 MUONS = {f"{name}-muon": words | {"optimizer": {"name": "muon"}} for name, words in DECODERS.items()}
 GPTS = [row[:-1] for row in ALL if row[MESH] in USUAL and row[-1] == "gpt2"]
 OF_DECODERS = pairwise([(*row, model) for row in GPTS for model in DECODERS])
+# Mixtures as DeepSeek's and GPT-OSS's: in rows of `test_parity.py` alone.
+OF_EXPERTS = {"num_experts": 8, "experts_per_token": 2, "expert_size": 16}
+MIXTURES = {
+    "deepseek": LATENT | OF_EXPERTS | {"shared_expert_size": 8, "dense_layers": 1, "balance": "bias"},
+    "gpt-oss": LLAMA | OF_EXPERTS | GPT_OSS | {"sliding_window": 5, "window_layers": "1,1"},
+}
+MIXTURES["deepseek"] |= {"router_scores": "sigmoid", "expert_groups": 4, "chosen_groups": 2, "share_scale": 2.5}
 # Adapters in place of the weights: the same, whatever the products.
 LORAS = {
     "gpt2-lora": {"lora": LoraConfig(rank=3, alpha=5.0)},
@@ -216,7 +223,7 @@ def config_of(row: tuple, **others: Any) -> Config:
 
 
 def of(model: str) -> dict[str, Any]:
-    others = DECODERS | LORAS | MUONS
+    others = DECODERS | MIXTURES | LORAS | MUONS
     if model in others:
         return others[model]
     family, order, head = (*model.split("-"), *("", "")[model.count("-") :])

@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 from field import loss_and_exact_gradients
 from parity_grid import cover, deferring, name, of
-from tiny import LLAMA, drawn_params, full, tiny_config, tiny_program
+from tiny import LATENT, LLAMA, drawn_params, full, tiny_config, tiny_program
 
 from megajax.core.backend import CPU
 from megajax.core.errors import UserError
 from megajax.core.models.context_attention import context_way, elements_sent
 from megajax.core.models.lora_config import LoraConfig
-from megajax.core.program.communication import Collective, equations
+from megajax.core.program.communication import Collective, collectives_of, equations
 from megajax.core.program.program import Program, training_way
 from megajax.core.program.scoring import scores
 from megajax.core.program.synthetic import placed_batch, random_batch
 from megajax.core.program.train_step import train_step_with_gradients
+from megajax.plan.compiled import traced_step
 from megajax.plan.sizes import Sizes
 from megajax.settings.config import Config
 from megajax.settings.validation import validate
@@ -121,7 +122,7 @@ def check_what_is_sent(config: Config, found: list[Collective]) -> None:
     assert (theory := check_collectives(config, found)).passed, theory
     attention = [each for each in found if each.axes == ("context",) and each.kind != "all-reduce"]
     sent = sum(each.count * each.bytes_sent(count) for each in attention)
-    numbers = elements_sent(config.model, config.mesh.sizes, config.train.remat)[sizes.way]
+    numbers = elements_sent(config.model, config.mesh.sizes, config.train.remat, config.precision)[sizes.way]
     assert sent == pytest.approx(numbers * sizes.rows * sizes.item * sizes.of_layer.count)
 
 
@@ -226,6 +227,14 @@ def short_texts(batch) -> None:
     batch["places"][:] = np.minimum(batch["places"], 0)
 
 
+@pytest.mark.parametrize("precision", [full("bf16"), "fp8"])
+def test_latents_are_gathered_but_in_8_bits(precision):
+    """Then keys and values are: of a traced step, of which nothing is compiled."""
+    options = LATENT | {"context_attention": "gather", "remat": "layer", "precision": precision}
+    config = tiny_config((1, 1, 2, 2), microbatch=2, **options)
+    check_what_is_sent(config, collectives_of(traced_step(config, jax.devices()[:4])))
+
+
 def test_the_way_that_sends_less_is_taken():
     """Few heads of keys are gathered, of a window only what it sees; what each would send; and what GPUs can fuse."""
     few, many = tiny_config((1, 1, 4, 1), **LLAMA | {"num_kv_heads": 1}).model, tiny_config((1, 1, 4, 1)).model
@@ -241,6 +250,9 @@ def test_the_way_that_sends_less_is_taken():
     for precision, dropout, way in (("bf16", 0, "heads"), ("bf16", 0.1, "gather"), ("fp32", 0, "gather")):
         options = LLAMA | {"num_kv_heads": 1, "head_size": 8, "dropout": dropout, "precision": precision}
         assert training_way(tiny_config((1, 1, 4, 1), **options)) == way
+    # Latents are gathered; but keys and values in 8 bits.
+    for precision, way in (("bf16", "gather"), ("fp8", "heads")):
+        assert training_way(tiny_config((1, 1, 4, 1), **LATENT, dropout=0.1, precision=precision)) == way
 
 
 @pytest.mark.parametrize(

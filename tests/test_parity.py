@@ -82,7 +82,17 @@ EXACT_DEFERRED = [  # what is limited, and where products gather or slice for th
     (*EXACT[5], (2, 2, 2), "layer", "deferred"),
     (*EXACT[6], (1, 2, 4), "stage", "deferred"),
 ]
-EXACT_ROWS = [*((*row, (2, 2, 2), "layer", "together") for row in EXACT), *EXACT_DEFERRED]
+EXACT_LAYERS = [  # attention to latents, windows of some layers, sinks, with the parts of every axis
+    ("interleaved", 2, "split", 3, "latent", (2, 2, 2), "layer", "together"),
+    ("1f1b", 1, "replicated", 1, "latent", (1, 2, 2, 2), "selective", "deferred"),
+    ("interleaved", 2, "split", 3, "gemma3", (2, 2, 2), "layer", "deferred"),
+    ("1f1b", 1, "replicated", 1, "gemma3", (1, 1, 4, 2), "selective", "together"),
+    ("1f1b", 1, "split", 1, "deepseek", (1, 2, 2, 1), "layer", "together"),
+    ("gpipe", 1, "replicated", 3, "deepseek", (1, 1, 4), "none", "together"),
+    ("1f1b", 1, "split", 1, "gpt-oss", (1, 2, 2, 1), "layer", "together"),
+    ("gpipe", 1, "replicated", 3, "gpt-oss", (1, 1, 4), "none", "together"),
+]
+EXACT_ROWS = [*((*row, (2, 2, 2), "layer", "together") for row in EXACT), *EXACT_DEFERRED, *EXACT_LAYERS]
 
 
 @pytest.mark.full
@@ -92,12 +102,14 @@ EXACT_ROWS = [*((*row, (2, 2, 2), "layer", "together") for row in EXACT), *EXACT
     ids=map(name, EXACT_ROWS),
 )
 def test_what_is_left_is_rounding(schedule, chunks, vocabulary, zero, model, mesh, remat, weight_gradients):
-    """The hardest meshes in fp64, with more than one block of queries and layers the pipe does not divide."""
+    """The hardest meshes in fp64, with more than one block of queries and layers the pipe does not divide; devices that
+    a mesh leaves of the eight divide experts."""
     common = {"precision": "fp64", "num_layers": 5, "sequence_length": 136, "global_batch": 12, **of(model)}
     with jax.enable_x64(True):
         expected = trace(tiny_config(microbatch=12, **common), 2)
         pipeline = {"schedule": schedule, "chunks": chunks, "vocabulary": vocabulary, **deferring(weight_gradients)}
-        split = {"zero": zero, "sequence_parallel": zero > 0}
+        tensor_parallel = {"sequence_parallel": zero > 0 and mesh[-1] > 1}
+        split = {"zero": zero, "expert": 8 // math.prod(mesh), **tensor_parallel}
         actual = trace(tiny_config(mesh, microbatch=2, remat=remat, **split, **pipeline, **common), 2)
     result = compare(expected, actual)
     assert result.loss_error < 1e-12 and result.gradient_error < 1e-12, result

@@ -202,11 +202,14 @@ def rope_by_layer(default: float, in_window: float) -> OptionGroup:
             window |= {"rope_theta": fields.get("rope_local_base_freq", in_window)}
         elif "rope_theta" not in window:
             window["rope_theta"] = in_window
-        full |= {"rope_type": _read_kind(fields, full), "rope_theta": found["model.rope_theta"]}
-        if {**window, "rope_type": _read_kind(fields, window)} == full:
+        for part in full, window:  # of several kinds of layers transformers ignores it
+            part.check("truncate", True)
+        own = _read_rope(fields, window, in_window)
+        if own == found:
             return found | {"model.window_rope_theta": 0.0}
-        window.check("rope_type", "default")
-        return found | {"model.window_rope_theta": window.value("rope_theta", "model.window_rope_theta")}
+        if own["model.rope_scaling"] != "none":
+            raise window.refusal("rope_type", own["model.rope_scaling"], f"default, or all as {everywhere}")
+        return found | {"model.window_rope_theta": own["model.rope_theta"]}
 
     def write(model: ModelConfig) -> dict[str, Any]:
         found = _write_rope(model)
@@ -215,4 +218,7 @@ def rope_by_layer(default: float, in_window: float) -> OptionGroup:
         older = {"rope_local_base_freq": theta or model.rope_theta}
         return found | older | {"rope_parameters": {everywhere: full, windowed: own}}
 
-    return OptionGroup(_ROPE_OPTIONS, read, write)
+    def lacks(model: ModelConfig) -> Lacks:
+        return {} if model.rope_truncate or model.rope_scaling != "yarn" else {"rope_truncate": True}
+
+    return OptionGroup(_ROPE_OPTIONS, read, write, lacks)

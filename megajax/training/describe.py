@@ -71,13 +71,11 @@ def _context_line(program: Program) -> str:
     config, way = program.config, program.model.boundary.context
     if way == "none":
         return ""
-    sent = {
-        name: f"{name} {numbers * ITEM_SIZE[config.precision] / 2**20:,.1f} MiB"
-        for name, numbers in elements_sent(config.model, config.mesh.sizes, config.train.remat).items()
-    }
+    numbers = elements_sent(config.model, config.mesh.sizes, config.train.remat, config.precision)
+    sent = (f"{name} {each * ITEM_SIZE[config.precision] / 2**20:,.1f} MiB" for name, each in numbers.items())
     return (
         f"context: {config.model.sequence_length // config.mesh.context} tokens per device; "
-        f"attention by {way}, sent per layer and sequence: {', '.join(sent.values())}"
+        f"attention by {way}, sent per layer and sequence: {', '.join(sent)}"
     )
 
 

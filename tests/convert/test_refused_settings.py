@@ -118,9 +118,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"attention_bias": True}, "mlp_bias is false; valid: as attention_bias, true"),
     (
         "gemma3_text",
-        {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2}}},
-        'rope_parameters.sliding_attention.rope_type is "linear"; valid: "default"',
+        {"rope_parameters": {"sliding_attention": {"type": "linear", "factor": 2}}},
+        'rope_parameters.sliding_attention.rope_type is "linear"; valid: default, or all as full_attention',
     ),
+    ("olmo3", {"rope_parameters": {"full_attention": YARN | {"truncate": False}}}, "truncate is false; valid: true"),
     ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern is 0; valid: 1 or more"),
     ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0; valid: null"),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers is -1; valid: 0 or more"),

@@ -29,7 +29,7 @@ from hugging_face import (
     refusal,
     write_model,
 )
-from tiny import GPT_OSS, tiny_config, tiny_program
+from tiny import GPT_OSS, tiny_config, tiny_program, user_error
 
 from megajax.convert.families import exchange_for
 from megajax.convert.importing import import_hf, open_source
@@ -100,6 +100,11 @@ READ: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"window_layers": "1,1", "window_rope_theta": 0.0, "rope_theta": 5e5, "layer_order": "reordered"},
     ),
     ("olmo3", {"sliding_window": None}, {"sliding_window": 0, "window_layers": "all", "window_rope_theta": 0.0}),
+    (
+        "olmo3",
+        {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), YARN)},
+        {"window_layers": "all", "window_rope_theta": 0.0, "rope_scaling": "yarn", "rope_theta": 5e5},
+    ),
     (
         "qwen3",
         WINDOW | {"layer_types": ["sliding_attention"] * 2},
@@ -200,6 +205,16 @@ def test_the_class_of_a_model(options: dict[str, Any], expected: str) -> None:
     if expected == "LlamaForCausalLM":
         came_from = "LlamaForCausalLM" if model.bias == "all" else "MistralForCausalLM"
         assert exchange_for(model, "MistralForCausalLM", "RUN x").architecture(model) == came_from
+
+
+def test_a_class_with_angles_by_layer_rounds_the_bounds_of_yarn() -> None:
+    """Whatever `truncate` says there, so that a model that does not has no class."""
+    words = {"query_key_norm": True, "query_key_norm_over": "width", "layer_order": "reordered"}
+    yarn = {"rope_scaling": "yarn", "rope_factor": 2.0, "rope_original_length": 4}
+    model = ModelConfig(**SMALL | ROTARY | words | yarn)
+    assert exchange_for(model, "", "RUN x").architecture(model) == "Olmo3ForCausalLM"
+    error = user_error(exchange_for, dataclasses.replace(model, rope_truncate=False), "", "RUN x")
+    assert error.endswith("valid: --model.rope-truncate (Olmo3ForCausalLM)"), error
 
 
 # Ours -> theirs: modules of a layer, of the ends, and tables, whose rows are padded.

@@ -29,10 +29,13 @@ def attend(q_BTHK: Array, k_BSHK: Array, v_BSHV: Array, setting: Setting) -> Arr
 
 
 def implementation(q_BTHK: Array, v_BSHV: Array, setting: Setting) -> str:
-    """The implementation that computes this attention. Only blocks can have larger values than keys."""
-    if v_BSHV.shape[-1] > q_BTHK.shape[-1]:
-        return "blocks"
-    return next(name for name in setting.backend.attention if IMPLEMENTATIONS[name].can(q_BTHK, setting))
+    """The implementation that computes this attention."""
+    return next(name for name in setting.backend.attention if can_attend(name, q_BTHK, v_BSHV.shape[-1], setting))
+
+
+def can_attend(name: str, q_BTHK: Array, value_size: int, setting: Setting) -> bool:
+    """Whether an implementation can compute this attention. Only blocks can have larger values than keys."""
+    return name == "blocks" or (value_size <= q_BTHK.shape[-1] and IMPLEMENTATIONS[name].can(q_BTHK, setting))
 
 
 def with_padded_values(

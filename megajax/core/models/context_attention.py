@@ -43,29 +43,36 @@ from megajax.core.parallel.collectives import (
     varying_axes,
 )
 from megajax.core.parallel.tokens import TOKENS, ContextWay
-from megajax.core.precision import at_least_fp32
+from megajax.core.precision import OPERAND_DTYPE, at_least_fp32
 
 HEADS = 2  # a dim of q_BTHK
 Recomputed = Literal["none", "selective", "layer", "stage"]  # see `--train.remat`
 
 
 def context_way(
-    model: ModelConfig, sizes: Mapping[str, int], remat: Recomputed = "none", *, fusible: bool = False
+    model: ModelConfig,
+    sizes: Mapping[str, int],
+    remat: Recomputed = "none",
+    precision: str = "fp32",
+    *,
+    fusible: bool = False,
 ) -> ContextWay:
     """How a model's attention reaches tokens on other devices, on a mesh with axes of these sizes, which fit the model.
     `auto` chooses heads if attention is `fusible`: cuDNN can compute it, but only over whole sequences. Otherwise
     `auto` chooses whatever sends least."""
     if sizes[CONTEXT] == 1:
         return "none"
-    sent, asked = elements_sent(model, sizes, remat), model.context_attention
+    sent, asked = elements_sent(model, sizes, remat, precision), model.context_attention
     if asked == "heads" or (asked == "auto" and fusible and "heads" in sent):
         return "heads"
     return min((way for way in sent if asked == "auto" or way != "heads"), key=sent.__getitem__)
 
 
-def elements_sent(model: ModelConfig, sizes: Mapping[str, int], remat: Recomputed = "none") -> dict[ContextWay, float]:
+def elements_sent(
+    model: ModelConfig, sizes: Mapping[str, int], remat: Recomputed = "none", precision: str = "fp32"
+) -> dict[ContextWay, float]:
     """How many numbers per sequence a device sends for one layer's attention (forward, recomputed forward, backward),
-    for each possible way."""
+    for each possible way; of a model with layers in 8 bits and others, for one in 8 bits."""
     count, length = sizes[CONTEXT], model.sequence_length
     before = AttentionMask.of_model(model, length).before
     heads, keys = model.num_heads // sizes[TENSOR], max(1, model.num_kv_heads // sizes[TENSOR])
@@ -73,7 +80,7 @@ def elements_sent(model: ModelConfig, sizes: Mapping[str, int], remat: Recompute
     to_others = length * (count - 1) / count
     again = remat == "layer" or (remat == "stage" and sizes[PIPE] > 1)
     passes = 3 if again else 2
-    if model.latent_size:  # backward scatters gradients
+    if model.latent_size and precision not in OPERAND_DTYPE:  # as `LatentAttention` does; backward scatters gradients
         gathered = passes * (model.latent_size + model.rotary_size)
     else:  # and gathers again
         gathered = (passes + 1) * keys * (size + values)

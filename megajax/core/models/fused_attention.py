@@ -1,5 +1,5 @@
-"""Attention by our own kernels for Hopper GPUs (`megajax/core/kernels/`), with any mask, and dropout that does not
-depend on the mesh.
+"""Attention by our own kernels for Hopper GPUs (`megajax/core/kernels/`), with any mask, sinks, and dropout that does
+not depend on the mesh.
 
 Letters: B batch, T queries, S keys, H heads, of keys and values maybe fewer, K head size.
 """
@@ -21,7 +21,7 @@ from megajax.core.parallel.collectives import vary, varying_axes
 from megajax.core.parallel.random import Dropout
 from megajax.core.private import has_gpu_kernels
 
-HEAD_SIZES = (64, 96, 128, 256)
+HEAD_SIZES = (64, 96, 128, 192, 256)  # of 192 are DeepSeek's keys, whose values are padded (`attend.py`)
 
 
 class KeyExchange(NamedTuple):
@@ -78,10 +78,7 @@ def _forward(
     outputs = attention(q_BTHK, k_all, v_all, seen(q_BTHK, k_all, *limits))
     out_BTHK, sums_BHT = _alike(*outputs, beside=q_BTHK)
     if sink_H is not None:
-        sums_BTH1 = _natural(sums_BHT)
-        out_BTHK, highest_BTH1, total_BTH1 = with_sinks(
-            out_BTHK, sums_BTH1, jnp.ones_like(sums_BTH1), _of_heads(sink_H)
-        )
+        out_BTHK, highest_BTH1, total_BTH1 = with_sinks(out_BTHK, *_statistics(sums_BHT), _of_heads(sink_H))
         sums_BHT = ((highest_BTH1 + jnp.log(total_BTH1)) / math.log(2))[..., 0].swapaxes(1, 2)
     # Selective recomputation saves both by name, so that no kernel runs twice.
     out_BTHK = checkpoint_name(out_BTHK, "attention_heads")
@@ -98,18 +95,19 @@ def _backward(exchange: KeyExchange, residuals: tuple[Any, ...], grad_BTHK: Arra
     grads = _alike(*gradients(q_BTHK, k_all, v_all, out_BTHK, sums_BHT, grad_BTHK, sees), beside=(q_BTHK, k_all))
     dsink_H = None
     if sink_H is not None:
-        sums_BTH1 = _natural(sums_BHT)
-        dsink_BTH1 = sink_gradients(out_BTHK, grad_BTHK, sums_BTH1, jnp.ones_like(sums_BTH1), _of_heads(sink_H))
+        dsink_BTH1 = sink_gradients(out_BTHK, grad_BTHK, *_statistics(sums_BHT), _of_heads(sink_H))
         dsink_H = jnp.sum(dsink_BTH1, axis=(0, 1, 3)).astype(sink_H.dtype)
     return grads[0], exchange.scattered(grads[1]), exchange.scattered(grads[2]), None, None, None, dsink_H
 
 
-def _natural(sums_BHT: Array) -> Array:
-    """Logarithms to base e, [B, T, H, 1]."""
-    return sums_BHT.swapaxes(1, 2)[..., None] * math.log(2)
+def _statistics(sums_BHT: Array) -> tuple[Array, Array]:
+    """The kernels' log-sum-exps as statistics of `models/sinks.py`: highest logits, [B, T, H, 1], with a sum of 1."""
+    sums_BTH1 = sums_BHT.swapaxes(1, 2)[..., None] * math.log(2)  # to base e
+    return sums_BTH1, jnp.ones_like(sums_BTH1)
 
 
 def _of_heads(sink_H: Array) -> Array:
+    """[1, 1, H, 1]."""
     return sink_H.astype(jnp.float32)[None, None, :, None]
 
 

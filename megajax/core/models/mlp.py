@@ -26,8 +26,8 @@ from megajax.core.precision import at_least_fp32
 
 class MLP(nnx.Module):
     """`Z = g(GeLU(f(X) A) B)`: A by columns, B by rows, with no communication at the activation between them. With a
-    gate, `Z = g((SiLU(f(X) G) * f(X) A) B)`, or GeLU in place of SiLU (Shazeer, arXiv 2002.05202), G by columns like
-    A."""
+    gate, `Z = g((SiLU(f(X) G) * f(X) A) B)`, or GeLU in place of SiLU (Shazeer, arXiv 2002.05202), or as GPT-OSS has it
+    (`gated_in_limits`), G by columns like A."""
 
     def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend, width: int = 0):
         hidden, width, bias = config.hidden_size, width or config.mlp_size, config.bias == "all"
@@ -78,8 +78,8 @@ def gated(gate_BTF: Array, up_BTF: Array) -> Array:
 
 @partial(jax.checkpoint, static_argnums=(2, 3))
 def gated_in_limits(gate_BTF: Array, up_BTF: Array, alpha: float, limit: float) -> Array:
-    """`gate sigmoid(alpha gate) * (up + 1)` of a gate that is at most `limit`, and another product that is between
-    -`limit` and `limit`, as in GPT-OSS."""
+    """`gate sigmoid(alpha gate) * (up + 1)`, with `gate` clamped to at most `limit` first, and `up` to between -`limit`
+    and `limit`, as in GPT-OSS."""
     dtype = at_least_fp32(gate_BTF.dtype)
     most, factor, one = (jnp.asarray(value, dtype) for value in (limit, alpha, 1))
     gate = jnp.minimum(gate_BTF.astype(dtype), most)

@@ -11,11 +11,11 @@ from jax import Array
 
 def with_sinks(out: Array, highest: Array, total: Array, sink: Array) -> tuple[Array, Array, Array]:
     """The result of attention, [… K], the highest logit of every query, [… 1], and the sum of the exponentials relative
-    to it, [… 1], with the sinks, [… 1] too."""
+    to it, [… 1], as if each query also saw its sink, [… 1], whose value is zero."""
     most = jnp.maximum(highest, sink)
     own = total * jnp.exp(highest - most)
     total = own + jnp.exp(sink - most)
-    return out * (own / total).astype(out.dtype), most, total
+    return (out.astype(total.dtype) * (own / total)).astype(out.dtype), most, total
 
 
 def sink_gradients(out: Array, grad: Array, highest: Array, total: Array, sink: Array) -> Array:

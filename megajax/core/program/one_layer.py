@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from megajax.core.backend import BLOCKS, Backend
 from megajax.core.errors import UserError
 from megajax.core.mesh import make_abstract_mesh, make_mesh
-from megajax.core.models.attend import IMPLEMENTATIONS, attend
+from megajax.core.models.attend import IMPLEMENTATIONS, attend, can_attend
 from megajax.core.models.attention import ATTENTION_WEIGHTS
 from megajax.core.models.attention_mask import FROM_START, AttentionMask, Pieces, Places
 from megajax.core.models.attention_setting import Setting
@@ -133,7 +133,8 @@ class OneLayer:
 
         def look(batch: Any) -> Array:
             setting, x_BTHK = self.setting(batch, self.program.backend), jnp.zeros(q_BTHK.shape, q_BTHK.dtype)
-            found.extend(name for name, each in IMPLEMENTATIONS.items() if each.can(x_BTHK, setting))
+            values = self.model.value_head_size
+            found.extend(name for name in IMPLEMENTATIONS if can_attend(name, x_BTHK, values, setting))
             return jnp.zeros(())
 
         jax.eval_shape(_alone(look, mesh=make_abstract_mesh()), dict(self.batch))
@@ -258,6 +259,8 @@ def cannot_attend(program: Program, *, training: bool = True) -> tuple[str, str]
     if asked in able:
         return None
     has = [f"--precision {config.precision}", f"--model.head-size {config.model.head_size}"]
+    larger = config.model.value_head_size > config.model.head_size
+    has += [f"--model.value-size {config.model.value_size}"] if larger else []
     has += [f"--model.dropout {config.model.dropout:g}"] if config.model.dropout else []
     has += ["--data.reset-attention"] if config.data.reset_attention else []
     has += [f"--model.sliding-window {config.model.sliding_window}"] if config.model.sliding_window else []

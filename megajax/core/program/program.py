@@ -96,7 +96,8 @@ class Program:
         way: ContextWay = "none"
         if length and length % (2 * self.config.mesh.context) == 0:  # a window may cover more in this length
             of_length = dataclasses.replace(self.config.model, sequence_length=length)
-            way = context_way(of_length, self.config.mesh.sizes, fusible=_fusible(self.config, dropout=0))
+            fusible, precision = _fusible(self.config, dropout=0), self.config.precision
+            way = context_way(of_length, self.config.mesh.sizes, precision=precision, fusible=fusible)
         if way not in self._forward_models:
             together = self.config.mesh.pipe == 1
             boundary = RegionBoundary(vocabulary=vocabulary_axes(self.config), context=way, together=together)
@@ -233,7 +234,7 @@ def training_boundary(config: StepConfig) -> RegionBoundary:
 def training_way(config: StepConfig) -> ContextWay:
     """How attention reaches tokens on other devices of a context group in a training step."""
     fusible = _fusible(config, config.model.dropout)
-    return context_way(config.model, config.mesh.sizes, config.train.remat, fusible=fusible)
+    return context_way(config.model, config.mesh.sizes, config.train.remat, config.precision, fusible=fusible)
 
 
 def _fusible(config: StepConfig, dropout: float) -> bool:

@@ -17,7 +17,7 @@ from parity_grid import cover
 from megajax.core.backend import BLOCKS, GPU
 from megajax.core.mesh import make_mesh
 from megajax.core.models import fused_attention
-from megajax.core.models.attend import attend_in_blocks
+from megajax.core.models.attend import attend_in_blocks, with_padded_values
 from megajax.core.models.attention_mask import CAUSAL, FROM_START, AttentionMask, Pieces, Places
 from megajax.core.models.attention_setting import Setting
 from megajax.core.models.blocked_attention import OWN_KEYS
@@ -59,7 +59,7 @@ LIMITS = {
     ),
 }
 GRID = {
-    "size": [64, 96, 128, 256],
+    "size": [64, 96, 128, 192, 256],
     "limits": list(LIMITS),
     "rate": [0.25, 0.0],
     "kv_heads": [1, 2],
@@ -80,8 +80,10 @@ def found_and_expected(
     visible, places, *lengths = LIMITS[limits]
     drop = Dropout.at(rate, 3, jnp.int32(2), jnp.arange(BATCH, dtype=jnp.int32))
     rng = np.random.default_rng(zlib.crc32(repr(row).encode()))
-    heads = (HEADS, lengths[0]), (kv_heads, lengths[1]), (kv_heads, lengths[1]), (HEADS, lengths[0])
-    inputs = [jnp.asarray(rng.normal(size=(BATCH, length, h, size)), dtype) for h, length in heads]
+    values = {192: 128}.get(size, size)  # as DeepSeek has them
+    queries, keys = (BATCH, lengths[0], HEADS), (BATCH, lengths[1], kv_heads)
+    shapes = (*queries, size), (*keys, size), (*keys, values), (*queries, values)
+    inputs = [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
     sinks_H = [jnp.asarray(rng.normal(1, 1, HEADS), dtype)] if sinks else []
     setting = Setting(visible, drop, GPU, places)
 
@@ -97,7 +99,8 @@ def found_and_expected(
 
         return [np.asarray(x, np.float32) for x in both(*inputs)]
 
-    kernels, blocks, split = fused_attention.attend, partial(attend_in_blocks, OWN_KEYS), SPLIT
+    kernels, blocks = partial(with_padded_values, fused_attention.attend), partial(attend_in_blocks, OWN_KEYS)
+    split = SPLIT
     if gathered:
         kernels, blocks, split = in_group("kernel"), in_group("blocks"), P(None, "context", "tensor")
     inputs, specs = [*inputs, *sinks_H], (split,) * 4 + (P("tensor"),) * sinks

@@ -31,7 +31,7 @@ def limits(*names: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
         shapes = (jax.ShapeDtypeStruct((1, length), jnp.float32) for length in (queries, keys))
         told = fused_attention.seen(*shapes, visible, places, None)
         query_T, key_S = places.queries.at(0, queries, queries), places.keys.at(0, keys, keys)
-        mask = visible.mask(query_T, key_S, slice(0, queries))
+        mask = visible.of_queries(lambda x_BT, number=queries: x_BT[:, :number]).mask(query_T[None], key_S[None])
         sees = np.zeros((LENGTH, 2 * LENGTH), bool)
         sees[:queries, :keys] = True if mask is None else mask[0]
         rows = np.stack([told.first_BT[0], told.last_BT[0], query_T, np.full(queries, key_S[0])])

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import QWEN3, full, tiny_config, tiny_program, user_error
+from tiny import LATENT, QWEN3, full, tiny_config, tiny_program, user_error
 
 from megajax.core.backend import BLOCKS, CANDIDATES, CPU, GPU, HOPPER
 from megajax.core.models import attend
@@ -143,7 +143,7 @@ def test_what_can_be_asked_for():
     CPUs; of several that can, one that is asked for is the only question."""
 
     def problem(asked, backend=GPU, deterministic=False, **options) -> str:
-        config = tiny_config(precision="bf16", head_size=64, num_heads=2, attention=asked, **options)
+        config = tiny_config(**{"precision": "bf16", "head_size": 64, "num_heads": 2, "attention": asked} | options)
         config = dataclasses.replace(config, deterministic=deterministic)
         return user_error(check_attention, Program(config, tiny_program(config).mesh, backend))
 
@@ -155,6 +155,8 @@ def test_what_can_be_asked_for():
     )
     assert "--data.reset-attention; valid: auto" in problem("cudnn", dropout=0.0, reset_attention=True)
     assert "--model.attention-sinks; valid: auto" in problem("cudnn", dropout=0.0, attention_sinks=True)
+    latent = LATENT | {"head_size": 64, "value_size": 72, "dropout": 0.0}
+    assert "--model.value-size 72; valid: auto, blocks" in problem("cudnn", **latent)
     assert "there is none for these devices; valid: auto, blocks" in problem("cudnn", CPU, dropout=0.0)
     assert problem("cudnn", dropout=0.0, deterministic=True) == (
         f"--model.attention cudnn: it fails with --deterministic; valid: auto{kernel}, blocks"
