@@ -59,7 +59,7 @@ class Case(NamedTuple):
 
 def speed_cases(device: str) -> list[Case]:
     """All head sizes and lengths, with and without dropout and documents; first those that our presets have."""
-    tokens, features, lengths, sizes = 16_384, 2048, (1024, 8192), (64, 96, 128, 256)
+    tokens, features, lengths, sizes = 16_384, 2048, (1024, 8192), (64, 96, 128, 192, 256)
     if device == "cpu":
         tokens, features, lengths, sizes = 256, 128, (128,), (64, 128)
     first = [(128, 8192, False, False), (96, 1024, True, False), (128, 8192, False, True), (96, 1024, False, False)]
@@ -75,7 +75,7 @@ def speed_cases(device: str) -> list[Case]:
 def check_cases(device: str) -> list[Case]:
     """What attention may see, with and without dropout, in small: every pair of features once or more."""
     length, shape = (512, (2, 4, 4)) if device == "gpu" else (64, (2, 2, 2))
-    grouped, sizes = (shape[0], shape[1], shape[1] // 2), (64, 96, 128, 256)
+    grouped, sizes = (shape[0], shape[1], shape[1] // 2), (64, 96, 128, 192, 256)
     cases = [Case(size, length, *(grouped if size > 64 else shape), dropout=True) for size in sizes]
     cases += [Case(size, length, *shape, documents=True, dropout=size == 128) for size in (64, 128)]
     cases += [Case(128, length - 24, *grouped), Case(64, length, *grouped, window=length // 3 + 1, dropout=True)]
