@@ -98,6 +98,10 @@ def test_a_search_for_several_gpus(capsys, tmp_path: Path) -> None:
     figures = json.loads(planned(capsys, f"{several} --json"))
     assert list(figures) == ["h100", "h200"] and figures["h200"]["gpu"] == "h200"
     assert "2 H100s or H200s: " in page.read_text(encoding="utf-8")
+    main(["plan", *f"{several} --margin 70.39".split()])
+    out, told = capsys.readouterr()
+    assert "on 2 H200s, of which" in out and "H100" not in out
+    assert "warning: --devices 2 --gpu h100: no configuration fits in memory" in told
 
 
 @pytest.mark.parametrize(
