@@ -154,23 +154,24 @@ def _print_search(
     with stop_signals.deferred("the best configurations so far are printed"):
         kept = [key for key in VARIED if key in given]
         for machine in machines:
-            if not stop_signals.number:
-                try:
-                    found = search(config, devices, machine, given=kept, count=count, watch=_progress().phase)
-                    searches.append((machine, found))
-                except UserError as error:
-                    failed.append(error)
-    if not searches:
-        raise failed[0]
-    for each in failed:
-        print(f"warning: {each}", file=sys.stderr)
-    complete = len(searches + failed) == len(machines) and all(found.complete for _, found in searches)
-    if page and complete:
-        with plot_atomically(page, "--html") as new:
-            new.write_text(page_of_search(searches, args.preset, original), encoding="utf-8")
-    if plot and complete:
-        with plot_atomically(plot) as new:
-            draw_search(new, title_of(searches, args.preset), *searches[0])
+            if stop_signals.number and (searches or failed):
+                break
+            try:
+                found = search(config, devices, machine, given=kept, count=count, watch=_progress().phase)
+                searches.append((machine, found))
+            except UserError as error:
+                failed.append(error)
+        if not searches:
+            raise failed[0]
+        for each in failed:
+            print(f"warning: {each}", file=sys.stderr)
+        complete = len(searches + failed) == len(machines) and all(found.complete for _, found in searches)
+        if page and complete:
+            with plot_atomically(page, "--html") as new:
+                new.write_text(page_of_search(searches, args.preset, original), encoding="utf-8")
+        if plot and complete:
+            with plot_atomically(plot) as new:
+                draw_search(new, title_of(searches, args.preset), *searches[0])
 
     def shown(compiled: "Sequence[Compilation]") -> str:
         abouts = [(found, args.preset, original, machine, compiled, run) for machine, found in searches]

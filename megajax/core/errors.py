@@ -40,7 +40,8 @@ def told(what: str, valid: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        first = str(error).strip().partition("\n")[0]
+        first, *more = str(error).strip().partition("\n\n")[0].splitlines() or [""]
+        first = " ".join([first, *map(str.strip, more)]) if first.endswith(":") else first
         raise UserError(f"{what}: {type(error).__name__}: {first}; valid: {valid}") from error
 
 

@@ -289,7 +289,7 @@ class Trainer:
             return None
         loss = total_loss(parts)
         self.log.record_validation(step, loss, named, parts_of(parts, self.program.form))
-        self.log.record_text(step, "validation", validation_text(parts))
+        self.log.record_text(step, "validation", validation_text(self.config, parts))
         self.given.on_validation(step, loss)
         return loss
 

@@ -45,19 +45,19 @@ def sample(config: Config, program: Program, params: Any, tokenizer: Tokenizer |
     return config.sample.prompt + continuation_text(tokenizer, prompt, list(new))
 
 
-def validation_text(parts: Mapping[str, Perplexity], bits_per_byte: float | None = None) -> str:
-    """A line about the last validation, from its losses by name, or about there being none."""
+def validation_text(config: Config, parts: Mapping[str, Perplexity], bits_per_byte: float | None = None) -> str:
+    """A line about the last validation, from its losses by name, or about there being none. Of a task's loss no
+    perplexity is told."""
     if not parts:
         return "not validated (--train.eval-every 0)"
     if "next_token" in parts:
         only, bits = parts["next_token"], "" if bits_per_byte is None else f", {bits_per_byte:.3f} bits per byte"
         return f"validation perplexity {only.perplexity:.2f} (loss {only.loss:.4f}{bits})"
-    texts = (
-        f"{name} perplexity {part.perplexity:.2f} (loss {part.loss:.4f}, accuracy {part.accuracy:.1%})"
-        if part.hits
-        else f"{name} loss {part.loss:.4f}"
-        for name, part in parts.items()
-    )
+    texts = []
+    for name, part in parts.items():
+        loss = f"loss {part.loss:.4f}" + f", accuracy {part.accuracy:.1%}" * bool(part.hits)
+        of_text = part.hits and config.pretrains
+        texts.append(f"{name} perplexity {part.perplexity:.2f} ({loss})" if of_text else f"{name} {loss}")
     return f"validation: {', '.join(texts)}"
 
 
@@ -77,7 +77,7 @@ def end_lines(
             f"nothing to train: {Path(config.run_dir)} already has {first} steps and --train.steps is "
             f"{steps}; pass a larger --train.steps to continue, or another --run-dir for a new run"
         )
-    text, part = validation_text(validation, bits_per_byte), _part_of_the_split(config, validation)
+    text, part = validation_text(config, validation, bits_per_byte), _part_of_the_split(config, validation)
     yield f"{text} after {max(first, steps)} steps{part}"
     if dev:
         figures = (f"{name} {value:{'.2f' if isinstance(value, float) else ','}}" for name, value in dev.items())
@@ -95,11 +95,12 @@ def _part_of_the_split(config: Config, validation: Mapping[str, Perplexity]) -> 
 
 
 def parts_of(validation: Mapping[str, Perplexity], form: BatchSpec) -> dict[str, float]:
-    """A validation's figures by their names in metrics.jsonl; empty if there is only one loss."""
+    """A validation's figures by their names in metrics.jsonl; empty if there is only one loss. A loss of which nothing
+    was right, such as one of the user's without a measure `accuracy`, has no accuracy."""
     if len(validation) == 1 and not form.measures:
         return {}
     figures = {f"validation_{name}_loss": part.loss for name, part in validation.items()}
-    return figures | {f"validation_{name}_accuracy": part.accuracy for name, part in validation.items()}
+    return figures | {f"validation_{name}_accuracy": part.accuracy for name, part in validation.items() if part.hits}
 
 
 def written(run_dir: Path) -> Iterator[str]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from megajax.core.batch import IGNORED, BatchArray, BatchSpec
-from megajax.core.errors import UserError
+from megajax.core.errors import UserError, told
 from megajax.core.models.context import Context
 from megajax.core.parallel import vocabulary
 from megajax.core.parallel.boundary import RegionBoundary
@@ -24,7 +24,7 @@ from megajax.core.parallel.sites import named
 Batch = Mapping[str, Array]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Logits:
     """The logits of next tokens, of which this device has some columns, and with context parallelism some tokens. What
     the methods return is the same on all devices that share the columns, and can be differentiated.
@@ -36,6 +36,9 @@ class Logits:
     columns_BTV: Array
     vocab_size: int
     boundary: RegionBoundary
+
+    def __repr__(self) -> str:
+        return f"Logits(of {self.vocab_size} ids)"
 
     def cross_entropy(self, ids_BT: Array) -> Array:
         """The negative log-probability of an id for every token, [B, T], in at least fp32; 0 where it is -1."""
@@ -135,24 +138,39 @@ class Loss:
             name: shared.context_tokens(array) if form.entries[name].dims[:1] == ("tokens",) else array
             for name, array in whole.items()
         }
-        found = self.function(logits, batch)
-        found = found if isinstance(found, Mapping) else {"loss": found}
+        methods = "cross_entropy, log_probabilities, entropy, …, or whole() for an array"
+        valid = f"a function of logits, which has {methods}, and of a batch with {', '.join(sorted(batch))}"
+        with told(f"loss {self.name}", valid):
+            found = self.function(logits, batch)
+            found = found if isinstance(found, Mapping) else {"loss": found}
         if found.keys() != {"loss", *self.measures}:
-            valid = ", ".join(["loss", *self.measures])
-            raise UserError(f"loss {self.name} returned {', '.join(map(str, found)) or 'nothing'}; valid: {valid}")
+            valid, names = ", ".join(["loss", *self.measures]), [str(name) for name in found if name != "loss"]
+            more = f", or megajax.Loss(…, measures={(*names,)})" * ("loss" in found and not self.measures)
+            raise UserError(
+                f"loss {self.name} returned {', '.join(map(str, found)) or 'nothing'}; valid: {valid}{more}"
+            )
         counts = self.counted(whole, shared)
         split = {*entry_axes(shared.vocabulary)}
         for name, x in found.items():
             what = f"loss {self.name}: {name}" if name != "loss" else f"loss {self.name}"
-            if x.shape != counts.shape:
-                dims = "[B, T], a number for every token" if self.per == "token" else "[B], a number for every row"
-                raise UserError(f"{what} has the shape {[*x.shape]}; valid: {[*counts.shape]}, {dims}")
+            self._check(what, x, counts.shape, differentiated=name == "loss")
             if varying_axes(x) & split:
                 valid = "cross_entropy, log_probabilities, entropy or whole of the logits"
                 raise UserError(f"{what} was computed from this device's columns alone; valid: {valid}")
         found = {name: jnp.where(counts, x, jnp.zeros((), x.dtype)) for name, x in found.items()}
         found = found if self.per == "token" else {name: shared.once(x) for name, x in found.items()}
         return {self.name if name == "loss" else name: x for name, x in found.items()}
+
+    def _check(self, what: str, x: Any, shape: tuple[int, ...], *, differentiated: bool) -> None:
+        valid = f"[B], here {[*shape]}, a number for every row"
+        if self.per == "token":
+            valid = f'[B, T], here {[*shape]}, a number for every token, or megajax.Loss(…, per="row")'
+        if not isinstance(x, Array):
+            raise UserError(f"{what} is {x!r:.80}; valid: {valid}")
+        if x.shape != shape:
+            raise UserError(f"{what} has the shape {[*x.shape]}; valid: {valid}")
+        if differentiated and not jnp.issubdtype(x.dtype, jnp.floating):
+            raise UserError(f"{what} is of the type {x.dtype}, which has no gradient; valid: floats")
 
 
 @dataclass(frozen=True)

@@ -109,8 +109,13 @@ def test_a_loss_is_the_mean_over_what_counts() -> None:
 @pytest.mark.parametrize(
     ("function", "problem"),
     [
-        (lambda logits, batch: logits.entropy().sum(), r"loss lambda has the shape \[\]; valid: \[.*, 16\], \[B, T\]"),
-        (lambda logits, batch: {"less": logits.entropy()}, "loss lambda returned less; valid: loss"),
+        (lambda logits, batch: logits.entropy().sum(), r"loss lambda has the shape \[\]; valid: \[B, T\], here"),
+        (lambda logits, batch: {"less": logits.entropy()}, r"loss lambda returned less; valid: loss(\n|$)"),
+        (lambda logits, batch: {"loss": logits.entropy(), "x": 1}, r"; valid: loss, or .*measures=\('x',\)"),
+        (lambda logits, batch: None, r"loss lambda is None; valid: \[B, T\]"),
+        (lambda logits, batch: batch["targets"], "of the type int32, which has no gradient; valid: floats"),
+        (lambda logits, batch: batch["target"], "KeyError: 'target'; valid: .* a batch with targets, tokens"),
+        (lambda logits, batch: jnp.exp(logits), r"TypeError: .*Logits.*; valid: .*whole\(\) for an array"),
         (lambda logits, batch: logits.columns_BTV[..., 0], "was computed from this device's columns alone; valid"),
     ],
 )
