@@ -22,8 +22,8 @@ COMMANDS = {  # name -> description; `megajax.commands.NAME.main` takes the argu
 }
 _OTHERS = {  # what other programs call theirs -> ours
     "chat": "generate --checkpoint RUN --interactive",
-    "export": "convert export-hf RUN PATH",
-    "import": "convert import-hf PATH RUN",
+    **dict.fromkeys(("export", "export-hf"), "convert export-hf RUN PATH"),
+    **dict.fromkeys(("import", "import-hf"), "convert import-hf PATH RUN"),
     "finetune": "train PRESET --init RUN (docs/finetuning.md)",
     "pretrain": "train PRESET",
     "serve": "convert export-hf RUN PATH, for a server such as vLLM; there is none of ours",

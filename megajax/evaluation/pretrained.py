@@ -40,8 +40,8 @@ def evaluate_perplexity(
     """Loss per token and perplexity on the run's validation split, or on any text file, folder or tokenized dataset.
 
     For a language model, `bits_per_byte` is the loss of all predicted tokens in bits, divided by the UTF-8 bytes of the
-    text; None for a dataset given tokenized. A model with several losses has figures for each by name, and `loss` is
-    their sum.
+    text; None for a tokenized dataset in `data`, or without a byte-level tokenizer. A model with several losses has
+    figures for each by name, and `loss` is their sum.
     """
     config = evaluation_config(run_dir, overrides, any_model=True)
     if config.model.head != "pretraining":
@@ -190,8 +190,8 @@ def _validation_samples(run_dir: Path, config: Config, overlap: int) -> tuple[Co
     """The run's validation split, and the tokenizer that encoded its text."""
     if not has_run_data(config, run_dir / "data"):
         raise UserError(
-            f"--data missing: {run_dir} has no corpus yet, so no validation split; valid: a text file, a folder, or a "
-            "tokenized dataset"
+            f"--data missing: {run_dir} has no corpus yet, or one of Python code, so no validation split; valid: a "
+            "text file, a folder, or a tokenized dataset"
         )
     data = open_run_data(config, run_dir / "data", overlap)
     if data.validation is None:
@@ -199,8 +199,7 @@ def _validation_samples(run_dir: Path, config: Config, overlap: int) -> tuple[Co
             f"--data missing: {run_dir} has no validation split (--data.validation-fraction 0); "
             "valid: a text file, a folder, or a tokenized dataset"
         )
-    given_tokenized = any(corpus.report.dataset for corpus in data.corpora)
-    return data.validation, None if given_tokenized else data.tokenizer
+    return data.validation, data.tokenizer
 
 
 def _advance(overlap: int | None, length: int, default: int) -> int:

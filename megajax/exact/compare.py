@@ -79,7 +79,7 @@ def compare(
         for way in _ways(of_f.ways(), of_g.ways()):
             problem = problem or _difference(of_f, of_g, _values(args, of_g.jaxpr, each), each, way)
     sizes = [aval.size for aval in of_g.outputs.values()]
-    equal = f"equal: all {_many(sum(sizes), 'number')} of {_many(len(sizes), 'output')}"
+    equal = f"equal: {'all ' * (sum(sizes) > 1)}{_many(sum(sizes), 'number')} of {_many(len(sizes), 'output')}"
     return Comparison(not problem, f"different: {problem}" if problem else equal)
 
 
@@ -129,7 +129,8 @@ class _Program:
 
     @classmethod
     def traced(cls, name: str, function: Callable[..., Any], args: Sequence[Any]) -> "_Program":
-        valid = "what JAX can trace, with a jax.sharding.AbstractMesh where devices do not exist, its axis types Auto"
+        meshes = "mesh={'data': 2, …}, or a jax.sharding.AbstractMesh with axes of the type Auto"
+        valid = f"what JAX can trace, and where devices do not exist, {meshes}"
         with told(f"{name} cannot be traced", valid):
             jaxpr, out = jax.make_jaxpr(function, return_shape=True)(*args)
         leaves = tree_leaves_with_path(out)

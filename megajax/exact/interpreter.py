@@ -88,7 +88,8 @@ class Interpreter:
         if name in CONTROL:
             return CONTROL[name](self, equation, *values)
         if any(is_float(variable.aval.dtype) for variable in [*equation.invars, *equation.outvars]):
-            raise UnknownPrimitive(f"no rule for the primitive {name} ({_place(equation)})")
+            place = _place(equation)
+            raise UnknownPrimitive(f"no rule for the primitive {name}" + f" ({place})" * bool(place))
         return _by_jax(equation, values)
 
     def _of_elements(self, name: str, equation: Any, values: list[Value]) -> Value:

@@ -61,5 +61,5 @@ def warn_of_cost(program: Program) -> None:
     """Tell what it costs if an optimizer needs whole weights and the user did not say so."""
     layout = program.layout
     if layout.mixing and layout.own and layout.own.elementwise is None:
-        line = f"{own_optimizer_line(program)}; elementwise=False says that this is known"
+        line = f"{own_optimizer_line(program)}; elementwise=False silences this"
         warnings.warn(line, UserWarning, stacklevel=3)

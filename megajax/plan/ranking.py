@@ -43,7 +43,7 @@ def lines(
     parts = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in in_order(best.time.parts))
     compared = enumerate(zip(compiled, found.best, strict=False), 1)
     began = "" if found.complete else "partial result, interrupted after "
-    kept = f" of {machine.largest / GIB:.1f}, less the margin" if machine.margin else ""
+    kept = f" ({machine.largest / GIB:.1f} less --margin)" if machine.margin else ""
     return [
         f"{began}{found.tried:,} configurations on {best.config.mesh.num_devices} {machine.name.upper()}s, of which "
         f"{len(found.fitting):,} fit in {machine.usable / GIB:.1f} GiB{kept}; analytical predictions, "

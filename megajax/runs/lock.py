@@ -92,7 +92,8 @@ class RunLock:
                 if (holder, stamp) != seen:
                     is_fresh = abs(time.time_ns() - stamp) < 1e9 * 3 * TOUCHED_EVERY
                     if announced or (holder and holder.is_alive and is_fresh):
-                        raise UserError(f"--run-dir {self._run_dir} is in use by {who}; valid: another folder")
+                        in_use = f"--run-dir {self._run_dir} is in use by {who}"
+                        raise UserError(f"{in_use}; valid: wait until it ends, or another folder")
                     seen, since = (holder, stamp), time.monotonic()
                 dead = holder is not None and holder.is_alive is False
                 abandoned = dead or time.monotonic() - since > ABANDONED_AFTER

@@ -38,10 +38,12 @@ class TrainConfig(BatchConfig):
         ShrinkRule(fixed=0.0),
     ] = 0
     ramp_start: Annotated[
-        int, "batch size of the first steps, growing to global_batch; 0: constant batch size", _RAMP, _GROWTH
+        int, "batch size of the first steps, growing to --train.global-batch; 0: constant batch size", _RAMP, _GROWTH
     ] = 0
     ramp_increment: Annotated[int, "sequences added each time the batch grows", _RAMP, _GROWTH] = 0
-    ramp_samples: Annotated[int, "sequences consumed before the batch reaches global_batch", AT_LEAST_ZERO, _GROWTH] = 0
+    ramp_samples: Annotated[
+        int, "sequences consumed before the batch reaches its full size", AT_LEAST_ZERO, _GROWTH
+    ] = 0
     eval_every: Annotated[int, "steps between validations; 0: never", AT_LEAST_ZERO] = 100
     eval_batches: Annotated[int, "global batches per validation; 0: the whole validation split", AT_LEAST_ZERO] = 20
     log_every: Annotated[int, "steps between log lines when there is no progress bar"] = 10
@@ -149,7 +151,7 @@ class Config(StepConfig):
     ] = 4
     simulate_devices: Annotated[int, "CPU devices to simulate in this process; 0: use the real devices", _SIMULATED] = 0
     plugins: Annotated[
-        tuple[str, ...], "Python files or modules that register further names (docs/library.md)", IS_PATH
+        tuple[str, ...], "Python files or modules that register further names (docs/own.md)", IS_PATH
     ] = ()
     evaluate: Annotated[
         tuple[str, ...],

@@ -167,8 +167,8 @@ def add_flag(group: Any, option: Option, default: Any = None, required: bool = F
         group.add_argument(option.flag, action=argparse.BooleanOptionalAction, **settings)
         return
     metavar = {int: "N", float: "X"}.get(option.kind, "TOML" if option.record else "TEXT")
-    if option.choices:
-        metavar = "{" + ",".join(map(str, option.choices)) + "}"
+    if option.choices:  # where only plugins have names, there are none yet
+        metavar = "{" + ",".join(map(str, option.choices)) + "}" if any(option.choices) else "NAME"
     settings |= {"type": partial(_value, option), "metavar": metavar, "nargs": "+" if option.is_list else None}
     flag = group.add_argument(option.flag, required=required, **settings)
     if metavar != "TEXT":  # texts may be paths, which the shell completes

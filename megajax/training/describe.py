@@ -191,10 +191,10 @@ def own_optimizer_line(program: Program) -> str:
     layout, name = program.layout, program.config.optimizer.name
     if not layout.mixing:
         return f"optimizer: {name}, which updates every number by itself, on ZeRO's shards"
-    cost = sum(whole_bytes(layout).values()) + kept_bytes(layout)["moments"]
+    kept, during = kept_bytes(layout)["moments"], sum(whole_bytes(layout).values())
     return (
-        f"optimizer: {name}, on whole weights, for it has {layout.mixing}: every device computes every update and "
-        f"keeps all of its state, {cost / 2**20:,.1f} MiB"
+        f"optimizer: {name}, on whole weights, for it has {layout.mixing}: every device keeps all of its state, "
+        f"{kept / 2**20:,.1f} MiB, and computes every update, for which it takes {during / 2**20:,.1f} MiB more"
     )
 
 

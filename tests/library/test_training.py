@@ -155,6 +155,6 @@ def test_what_train_cannot_do_says_what_is_valid(tmp_path: Path) -> None:
 
 
 def test_an_optimizer_of_whole_weights_tells_what_it_costs() -> None:
-    with pytest.warns(UserWarning, match=r"on whole weights, for it has reduce_sum of .*: every device .* MiB; "):
+    with pytest.warns(UserWarning, match=r"on whole weights, for it has reduce_sum of .*: every device .* MiB more; "):
         model = megajax.init(config_of(), optimizer=optax.lamb(1e-3))
     assert model.program.layout.mixing

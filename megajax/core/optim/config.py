@@ -42,7 +42,7 @@ class OptimizerConfig:
     learning_rate: Annotated[float, "peak learning rate, reached at the end of the warm-up", above(0, 1e30)]
     adamw_learning_rate: Annotated[
         float,
-        "muon: peak learning rate of the weights updated by AdamW, on the same schedule; 0: learning_rate",
+        "muon: peak learning rate of the weights updated by AdamW, on the same schedule; 0: that of all",
         between(0, 1e30),
         _OF_MUON,
     ] = 0.0
@@ -56,17 +56,17 @@ class OptimizerConfig:
     schedule: Annotated[
         str,
         "learning-rate schedule after the warm-up; wsd (warmup-stable-decay) stays at the peak "
-        "until the last cooldown_steps",
+        "until the last --optimizer.cooldown-steps",
         OneOf(SCHEDULES),
     ] = "cosine"
-    cooldown_steps: Annotated[int, "wsd: length of the decay, which ends at decay_steps", AT_LEAST_ZERO] = 0
+    cooldown_steps: Annotated[int, "wsd: length of the decay, which ends at --optimizer.decay-steps", AT_LEAST_ZERO] = 0
     cooldown_shape: Annotated[Literal["1-sqrt", "linear", "cosine", "exponential"], "wsd: shape of that decay"] = (
         "1-sqrt"
     )
     warmup_steps: Annotated[int, "steps of linear warm-up", AT_LEAST_ZERO, ShrinkRule(fixed=0)] = 0
     warmup_fraction: Annotated[
         float,
-        "warm-up as a fraction of decay_steps, or of all steps if that is 0; 0: use warmup_steps",
+        "warm-up as a share of --optimizer.decay-steps, or of all steps if that is 0; 0: --optimizer.warmup-steps",
         SHARE,
         ShrinkRule(fixed=0.0),
     ] = 0.0
@@ -90,8 +90,8 @@ class OptimizerConfig:
         _COEFFICIENT,
         _OF_MUON,
     ] = 3.4445
-    muon_b: Annotated[float, "see muon_a", _COEFFICIENT, _OF_MUON] = -4.775
-    muon_c: Annotated[float, "see muon_a", _COEFFICIENT, _OF_MUON] = 2.0315
+    muon_b: Annotated[float, "see --optimizer.muon-a", _COEFFICIENT, _OF_MUON] = -4.775
+    muon_c: Annotated[float, "see --optimizer.muon-a", _COEFFICIENT, _OF_MUON] = 2.0315
     muon_precision: Annotated[
         Literal["compute", "fp32"],
         "Muon: number format of these iterations, that of --precision or fp32 (fp64 with --precision fp64)",
