@@ -3,6 +3,7 @@ tell fp32 from bf16."""
 
 import math
 from collections import Counter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +28,15 @@ def sums_in_other_dtypes(program: Program, traced: ClosedJaxpr) -> list[str]:
         wanted[keystr(path, simple=True, separator="/")] = shape, jnp.dtype(program.gradient_dtype)
 
     jax.tree_util.tree_map_with_path(note, weights, specs)
-    loops = [_carried(eqn.params, eqn.invars) for eqn, _ in equations(traced.jaxpr) if eqn.primitive.name == "scan"]
+    loops = [_carried(eqn) for eqn, _ in equations(traced.jaxpr) if eqn.primitive.name == "scan"]
     return min((_missing(wanted, loop) for loop in loops), key=len)
 
 
-def _carried(params: dict, inputs: list) -> Carried:
-    first = params["num_consts"]
-    return Counter((each.aval.shape, each.aval.dtype) for each in inputs[first : first + params["num_carry"]])
+def _carried(scan: Any) -> Carried:
+    """What a scan carries: its results that have no dim more than inside."""
+    inner = getattr(scan.params["jaxpr"], "jaxpr", scan.params["jaxpr"])
+    pairs = zip(scan.outvars, inner.outvars, strict=True)
+    return Counter((x.aval.shape, x.aval.dtype) for x, y in pairs if x.aval.ndim == y.aval.ndim)
 
 
 def _missing(wanted: dict[str, tuple], loop: Carried) -> list[str]:
