@@ -34,8 +34,7 @@ def sums_in_other_dtypes(program: Program, traced: ClosedJaxpr) -> list[str]:
 
 def _carried(scan: Any) -> Carried:
     """What a scan carries: its results that have no dim more than inside."""
-    inner = getattr(scan.params["jaxpr"], "jaxpr", scan.params["jaxpr"])
-    pairs = zip(scan.outvars, inner.outvars, strict=True)
+    pairs = zip(scan.outvars, scan.params["jaxpr"].jaxpr.outvars, strict=True)
     return Counter((x.aval.shape, x.aval.dtype) for x, y in pairs if x.aval.ndim == y.aval.ndim)
 
 
