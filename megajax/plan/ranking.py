@@ -126,7 +126,7 @@ def _row(name: str, each: Planned, axes: Sequence[str], run: WholeRun) -> tuple[
         config.train.remat,
         f"{config.optimizer.zero}{f', {ranks} ranks' * (ranks > 0)}",
         "yes" if config.sequence_parallel else "-",
-        "scan" if scans_layers(config, GPU) else "unrolled",
+        "scan" if scans_layers(config, GPU) else f"unrolled{', paired' * config.pipeline.paired_microbatches}",
         f"{each.time.seconds:.3f}",
         f"{each.time.tokens_per_second / config.mesh.num_devices:,.0f}",
         f"{each.time.mfu:.1%}",

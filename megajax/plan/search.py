@@ -36,7 +36,7 @@ from megajax.settings.validation import check_context, validate, validate_mesh
 
 VARIED = (
     *(f"mesh.{axis}" for axis in AXES), "pipeline.schedule", "pipeline.chunks", "pipeline.vocabulary",
-    "pipeline.layers", "pipeline.weight_gradients",
+    "pipeline.layers", "pipeline.weight_gradients", "pipeline.paired_microbatches",
     "train.microbatch", "train.remat", "optimizer.zero", "optimizer.zero_ranks", "sequence_parallel",
     "model.context_attention", "model.scan_layers",
 )  # fmt: skip
@@ -46,6 +46,7 @@ _BUT_MICROBATCH = attrgetter(
     "optimizer.zero_ranks",
     "sequence_parallel",
     "pipeline.weight_gradients",
+    "pipeline.paired_microbatches",
     "pipeline.vocabulary",
     "model.scan_layers",
 )  # what varies on a mesh
@@ -126,7 +127,7 @@ def search(
     """Search all meshes of `devices` GPUs with every schedule, chunk count, microbatch size, recomputation, sequence
     parallelism, deferral and context attention, with ZeRO 1 and 3, even stages, fewer layers beside the head or a split
     vocabulary, with layers unrolled or as a scan; `context` is for long sequences, and `tensor` for the devices of a
-    server, unless nothing fits otherwise.
+    server, unless nothing fits otherwise. What only saves memory is not tried where half of it is free without.
     Model, batch, precision and those keys of `VARIED` that are `given` stay fixed. `count` of the best are planned in
     full. If a deferred signal comes meanwhile, the rest is not tried. Raises `UserError` if nothing fits, or if the
     model has no such mesh, with the reason."""
@@ -163,10 +164,13 @@ def _tried(
     with watch(f"searching {len(meshes)} meshes of {devices} {machine.name.upper()}s", len(meshes)) as tell:
         for number, base in enumerate(_until_stopped(iter(meshes))):
             tell(number)
-            costs, models = _Costs(backend), _Models(machine)
+            costs, models, ample = _Costs(backend), _Models(machine), _Ample()
             too_large = set()  # a larger microbatch needs more memory
             for each in _until_stopped(_of_mesh(base, fixed, machine.server)):
                 if _BUT_MICROBATCH(each) in too_large:
+                    continue
+                pipelines = [one for one in _pipelines_of(each, fixed) if not ample.has(each, one)]
+                if not pipelines:
                     continue
                 cost = costs.of(each)
                 if each.train.remat == "none" and "train.remat" not in fixed and _selects_free(each, costs):
@@ -174,7 +178,8 @@ def _tried(
                 if each.mesh.replica > 1 and "optimizer.zero_ranks" not in fixed and not models.gains(each, cost):
                     continue
                 model = cache(partial(models.of, each, cost))
-                sizes = list(_sizes(each, fixed, layers, model, MemoryModel(each, backend, cost), machine.usable))
+                needs = MemoryModel(each, backend, cost)
+                sizes = list(_sizes(each, pipelines, layers, model, needs, machine.usable))
                 tried += len(sizes)
                 least = min(sizes, key=itemgetter(0), default=None)
                 if least is not None and (smallest is None or least[0] < smallest[0]):
@@ -182,10 +187,41 @@ def _tried(
                 if least is not None and least[0] > machine.usable:
                     too_large.add(_BUT_MICROBATCH(each))
                 for size, needed, pipeline in sizes:
+                    if size <= machine.usable / 2:
+                        ample.add(each, pipeline)
                     if size <= machine.usable:
                         time = model().time(pipeline, exact=False)
                         fitting.append(Candidate(each, pipeline, time.parts, needed, time.seconds, size))
     return tried, smallest, fitting
+
+
+class _Ample:
+    """Which configurations on one mesh leave half of the memory free. None is tried that is like them and only saves
+    memory: one that recomputes more, or scans its layers."""
+
+    _like = attrgetter(
+        "train.microbatch",
+        "optimizer.zero",
+        "optimizer.zero_ranks",
+        "sequence_parallel",
+        "pipeline.weight_gradients",
+        "pipeline.paired_microbatches",
+        "pipeline.vocabulary",
+    )
+
+    def __init__(self) -> None:
+        self._found = set[tuple]()
+
+    def add(self, config: Config, pipeline: PipelineConfig) -> None:
+        """Note one, before those that save more."""
+        self._found |= {self._key(config, pipeline, scan) for scan in ("true", config.model.scan_layers)}
+
+    def has(self, config: Config, pipeline: PipelineConfig) -> bool:
+        """Whether this one would only save memory."""
+        return self._key(config, pipeline, config.model.scan_layers) in self._found
+
+    def _key(self, config: Config, pipeline: PipelineConfig, scan: str) -> tuple:
+        return *self._like(config), pipeline.schedule, pipeline.chunks, scan
 
 
 class _Costs:
@@ -278,7 +314,8 @@ def _on_meshes(config: Config, devices: int, fixed: frozenset[str], limits: Sear
         if config.train.batch_sizes.divisor % mesh.row_shards or (ranks and mesh.data % ranks):
             continue
         vocabulary = config.pipeline.vocabulary if "pipeline.vocabulary" in fixed else "replicated"
-        even = replace(config.pipeline, layers="even", vocabulary=vocabulary)
+        pairs = config.pipeline.paired_microbatches and "pipeline.paired_microbatches" in fixed
+        even = replace(config.pipeline, layers="even", vocabulary=vocabulary, paired_microbatches=pairs)
         plain = replace(even, schedule="1f1b", chunks=1)
         base = replace(config, mesh=mesh, pipeline=plain, sequence_parallel=False, optimizer=optimizer)
         try:
@@ -320,7 +357,8 @@ def _of_a_server(mesh: MeshConfig, server: int) -> list[int]:
 
 def _of_mesh(base: Config, fixed: frozenset[str], server: int) -> Iterator[Config]:
     """On one mesh, every microbatch size, recomputation, ZeRO stage over all ranks or those of a server, sequence
-    parallelism, deferral and vocabulary, with layers unrolled, except with ZeRO-3, and as a scan."""
+    parallelism, deferral and vocabulary, with layers unrolled, except with ZeRO-3, and as a scan; and two microbatches
+    an iteration where that hides a collective."""
 
     def choices(key: str, possible: list[Any]) -> list[Any]:
         return [attrgetter(key)(base)] if key in fixed else possible
@@ -339,11 +377,13 @@ def _of_mesh(base: Config, fixed: frozenset[str], server: int) -> Iterator[Confi
     divides = mesh.pipe > 1 and base.model.padded_vocab_size % (mesh.pipe * mesh.tensor) == 0
     tables = choices("pipeline.vocabulary", ["replicated", *["split"] * divides])
     models = {scan: replace(base.model, scan_layers=scan) for scan in scans}
-    for microbatch, remat, (zero, ranks), split, later, table, scan in itertools.product(
-        microbatches, remats, shards, splits, when, tables, scans
+    pairs = choices("pipeline.paired_microbatches", [False, *[True] * (mesh.pipe == 1 < mesh.tensor * mesh.expert)])
+    for microbatch, remat, (zero, ranks), split, later, table, scan, pair in itertools.product(
+        microbatches, remats, shards, splits, when, tables, scans, pairs
     ):
         scans_anyway = scan == "true" and zero == 3 and len(scans) > 1
-        if (split and length % pieces) or scans_anyway:
+        hides_nothing = pair and len(pairs) > 1 and (scan == "true" or zero == 3 or rows < 2 * microbatch)
+        if (split and length % pieces) or scans_anyway or hides_nothing:
             continue
         yield replace(
             base,
@@ -351,7 +391,7 @@ def _of_mesh(base: Config, fixed: frozenset[str], server: int) -> Iterator[Confi
             sequence_parallel=split,
             train=replace(base.train, microbatch=microbatch, remat=remat),
             optimizer=replace(base.optimizer, zero=zero, zero_ranks=ranks),
-            pipeline=replace(base.pipeline, weight_gradients=later, vocabulary=table),
+            pipeline=replace(base.pipeline, weight_gradients=later, vocabulary=table, paired_microbatches=pair),
         )
 
 
@@ -362,12 +402,8 @@ def _selects_free(config: Config, costs: "_Costs") -> bool:
     return (layer.regions, layer.backward) == (plain.regions, plain.backward)
 
 
-def _sizes(
-    config: Config, fixed: frozenset[str], layers: str, model: Callable[[], StepModel], needs: MemoryModel, usable: int
-) -> Iterator[tuple[int, Memory, PipelineConfig]]:
-    """Every schedule and chunk count whose table and buffers can be computed quickly, with placements of the layers (or
-    only as `layers` says) and the bytes needed on a device. Of those whose first placement needs more than is `usable`,
-    no other is tried."""
+def _pipelines_of(config: Config, fixed: frozenset[str]) -> Iterator[PipelineConfig]:
+    """Every schedule and chunk count whose table and buffers can be computed quickly."""
     mesh, train = config.mesh, config.train
     m = train.global_batch // (mesh.row_shards * train.microbatch)
     for pipeline in _pipelines(config.pipeline, mesh.pipe, config.model.num_blocks):
@@ -375,8 +411,22 @@ def _sizes(
         if not fixed.isdisjoint(f"pipeline.{key}" for key in other) or not has_table(pipeline, mesh.pipe, m):
             continue
         fewer = steady_state_microbatches(pipeline.schedule, mesh.pipe, m)
-        if mesh.pipe > 1 and mesh.pipe * pipeline.chunks * fewer > _MOST_CELLS:
-            continue
+        if mesh.pipe == 1 or mesh.pipe * pipeline.chunks * fewer <= _MOST_CELLS:
+            yield pipeline
+
+
+def _sizes(
+    config: Config,
+    pipelines: list[PipelineConfig],
+    layers: str,
+    model: Callable[[], StepModel],
+    needs: MemoryModel,
+    usable: int,
+) -> Iterator[tuple[int, Memory, PipelineConfig]]:
+    """The pipelines with placements of the layers (or only as `layers` says) and the bytes needed on a device. Of those
+    whose first placement needs more than is `usable`, no other is tried."""
+    mesh = config.mesh
+    for pipeline in pipelines:
         found: dict[int, tuple[int, Memory]] = {}  # bytes, and those by part, by slots per chunk
         for placed in _placed(pipeline, layers, config, model):
             slots = Placement.of(config.model.num_blocks, mesh.pipe, placed).layers_per_chunk
