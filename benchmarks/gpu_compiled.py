@@ -6,9 +6,9 @@ what its communication overlaps with.
 It needs JAX's CUDA packages (`pip install 'jax[cuda13]'`), and no GPU. **Nothing is measured.** Kernels run one after
 the other in the order of the program, loops as often as they run, of a conditional the longest branch. Products take
 their arithmetic at 80% of the peak, attention at the plan's share of it, other kernels their bytes at the bandwidth
-that copies reach: operands and results once, of slices what is sliced. Collectives use the link one at a time, at the
-rates that NCCL reaches in a server; exposed is how long kernels wait for one. Of the step's time, `ceiling` and
-`all_hidden`, without what is exposed, are the MFU.
+that copies reach: operands and results once, of slices what is sliced; so our own kernels (`kernel_calls`) are counted
+without their arithmetic. Collectives use the link one at a time, at the rates that NCCL reaches in a server; exposed is
+how long kernels wait for one. `ceiling` and `all_hidden`, without what is exposed, are the MFU of such a step.
 
 times: one JSON object. kernels: the products, kernels and collectives that take most time, by what they are of.
 overlap: per part of the program (the loop over ticks, the branches of its conditionals, what comes after it) every
@@ -118,7 +118,7 @@ class Estimate:
                     found["exposed"] = ends.pop(own) - clock
             if operation not in ("while", "conditional", "call") and not operation.startswith("async"):
                 scope = re.search(r'op_name="([^"]*)"', rest)
-                for kind in found.keys() - {"bytes"}:
+                for kind in found.keys() - {"bytes", "calls"}:
                     self.of[kind, scope.group(1) if scope else own] += times * found[kind]
             clock += sum(found[kind] for kind in TIMES)
             total.update(found)
@@ -150,7 +150,7 @@ class Estimate:
         moved = array_bytes(type_) + sum(array_bytes(self.types.get(each, "")) for each in _names(operands))
         if operation == "fusion":
             moved = self._fusion(called[0])
-        return Counter(bytes=moved, kernels=moved / COPIES)
+        return Counter(bytes=moved, kernels=moved / COPIES, calls=int("mosaic" in rest))
 
     def _product(self, match: re.Match) -> float:
         _, _, type_, _, operands, rest = match.groups()
@@ -233,6 +233,7 @@ def report(config: Config) -> dict:
         "ms": 1e3 * seconds,
         **{f"{kind}_ms": 1e3 * found[kind] for kind in (*TIMES, "sent")},
         "traffic_gb": found["bytes"] / 1e9,
+        "kernel_calls": found["calls"],
         "ceiling": flops / seconds / peak("bf16"),
         "all_hidden": flops / (seconds - found["exposed"]) / peak("bf16"),
         "compile_seconds": time.perf_counter() - began,
