@@ -259,10 +259,10 @@ FEW = SMALL | {"num_heads": 4, "sequence_length": 8, "microbatch": 1}
 IN_THREES = {"optimizer": {"name": "muon", "zero_ranks": 3}}
 ODD = [  # numbers of devices that divide no dim of most weights
     tiny_config((3, 1, 2, 2), global_batch=6, zero=3, precision="fp8", sequence_parallel=True, **FEW | LLAMA),
+    tiny_config((3, 2, 1), expert=2, global_batch=12, zero=1, ema=0.5, **FEW | MIXTURE | {"num_experts": 4}),
     tiny_config((6, 2, 1), global_batch=12, zero=1, vocabulary="split", **FEW | MUON | IN_THREES),
     tiny_config((6, 2, 1), global_batch=12, zero=1, vocabulary="split", precision="bf16", **FEW | MUON),
     tiny_config((5, 1, 1), global_batch=10, zero=3, precision="fp16", **FEW | LLAMA | MUON),
-    tiny_config((3, 2, 1), expert=2, global_batch=12, zero=1, ema=0.5, **FEW | MIXTURE | {"num_experts": 4}),
     tiny_config((7, 1, 1), global_batch=7, zero=3, lora=LoraConfig(rank=2), **FEW | {"num_layers": 2}),
     tiny_config((12, 1, 2), global_batch=12, zero=3, precision="fp16", **FEW | {"num_layers": 2}),
 ]
@@ -270,10 +270,13 @@ ODD = [  # numbers of devices that divide no dim of most weights
 
 @pytest.mark.parametrize("config", [*ODD[:2], *map(full, ODD[2:])], ids=lambda each: f"{each.precision}, {each.mesh}")
 def test_state_is_sharded_over_any_number_of_devices(config: Config) -> None:
-    """Padded, and as exact: norms, clipped gradients, moments and averages among it."""
-    step = assert_exact(config, branches=config in ODD[3:5], planned=config not in ODD[:2])
-    layout = Program.abstract(config, CPU).layout
-    assert any(weight.zero.padding for weight in jax.tree.leaves(layout.weights)) and step.taken.metrics
+    """Padded, and where that suffices with two dims joined, and as exact: norms, clipped gradients, moments and
+    averages among it."""
+    step = assert_exact(config, branches=config in (ODD[4], ODD[6]), planned=config not in ODD[:2])
+    weights = jax.tree.leaves(Program.abstract(config, CPU).layout.weights)
+    assert any(weight.zero.padding for weight in weights) and step.taken.metrics
+    joins = config.optimizer.name == "adamw" and config.precision != "fp8"
+    assert any(weight.zero.joined for weight in weights) == joins
 
 
 ON_FOUR = {"mesh": (4, 1, 1), "ranks": 2}

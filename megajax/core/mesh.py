@@ -145,27 +145,46 @@ def local_shape(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, i
     return tuple(size // count for size, count in zip(shape, parts, strict=True))
 
 
-def zero_sharding(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int]) -> Sharding:
+def zero_sharding(
+    spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int], *, joins: bool = False
+) -> Sharding:
     """What ZeRO adds to a weight's `spec`: all of its axes that do not shard the weight yet, on one dim: the first that
     they divide together, so that a shard is contiguous in memory. If they divide none, they shard the dim that needs
-    the least padding, of those that nothing else shards; without such a dim, nothing is added. `sizes` are those of
-    the mesh axes."""
+    the least padding, of those that nothing else shards; if that is more than a 64th, and it `joins` dims, two such
+    neighbours as one dim where that needs less. Without such a dim, nothing is added. `sizes` are those of the mesh
+    axes."""
     axes = tuple(axis for axis in ZERO_AXES if axis not in spec_axes(spec))
     shards, local = math.prod(sizes[axis] for axis in axes), local_shape(spec, shape, sizes)
-    divisible = [dim for dim, size in enumerate(local) if size % shards == 0 and shards > 1]
-    if divisible:
-        return Sharding(divisible[0] - len(shape), axes)
-    parts = {dim: -(-size // shards) for dim, size in enumerate(local) if size == shape[dim]}
-    smaller = [dim for dim, part in parts.items() if part < local[dim]]
-    if not smaller:
+    if shards == 1:
         return NOT_SHARDED
-    dim = min(smaller, key=lambda dim: (parts[dim] / local[dim], -local[dim]))
-    return Sharding(dim - len(shape), axes, padding=shards * parts[dim] - local[dim])
+    if divisible := [dim for dim, size in enumerate(local) if size % shards == 0]:
+        return Sharding(divisible[0] - len(shape), axes)
+    free = [dim for dim, size in enumerate(local) if size == shape[dim]]
+    pairs = [(dim - 1, dim) for dim in free if joins and dim - 1 in free]
+
+    def padding(dims: tuple[int, ...]) -> int:
+        return -math.prod(shape[dim] for dim in dims) % shards
+
+    def added(dims: tuple[int, ...]) -> tuple[float, int]:
+        """As a share, and for equal ones the largest dim first."""
+        size = math.prod(shape[dim] for dim in dims)
+        return padding(dims) / size, -size
+
+    smaller = [dims for dims in ((dim,) for dim in free) if -(-shape[dims[0]] // shards) < shape[dims[0]]]
+    best = min(smaller, key=added, default=None)
+    if pairs and (best is None or added(best)[0] > 1 / 64):
+        best = min([*smaller, *pairs], key=added)
+    if best is None:
+        return NOT_SHARDED
+    return Sharding(best[-1] - len(shape), axes, padding(best), tuple(shape[dim] for dim in best if len(best) > 1))
 
 
 def sharded_spec(spec: PartitionSpec, sharding: Sharding) -> PartitionSpec:
     """A `spec` with an entry for every dim, and what a `sharding` adds to it."""
     entries = [*spec]
+    if sharding.joined:  # whose axes have one device each
+        first = entries.pop(sharding.dim - 1)
+        entries[sharding.dim] = (*entry_axes(first), *entry_axes(entries[sharding.dim]))
     if sharding != NOT_SHARDED:
         entries[sharding.dim] = (*entry_axes(entries[sharding.dim]), *sharding.axes)
     return PartitionSpec(*entries)

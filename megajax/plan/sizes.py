@@ -32,7 +32,7 @@ from megajax.core.pipeline.schedule import SCHEDULES
 from megajax.core.precision import OPERAND_DTYPE
 from megajax.core.program.overlap import overlaps_gathers, overlaps_reductions, scans_layers, size_of_layers
 from megajax.core.program.program import training_way
-from megajax.core.program.weight import Shape, Weight, gathered_late, weights_of
+from megajax.core.program.weight import Shape, Weight, gathered_late, joins_dims, weights_of
 from megajax.settings.config import Config
 
 ITEM_SIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # bytes of a number that layers compute with
@@ -103,6 +103,7 @@ def held(config: Config, *, late: bool = False) -> DeviceWeights:
         config.mesh,
         Placement.of(config.model.num_blocks, config.mesh.pipe, config.pipeline),
         config.splits_vocabulary,
+        joins_dims(config),
         config.optimizer.zero,
         late,
     )
@@ -121,16 +122,17 @@ def _held(
     mesh: MeshConfig,
     stack: Placement,
     split_vocabulary: bool,
+    joins: bool,
     zero: int,
     late: bool,
 ) -> DeviceWeights:
     if zero:
-        found = _held(model, lora, mesh, stack, split_vocabulary, 0, False)
+        found = _held(model, lora, mesh, stack, split_vocabulary, joins, 0, False)
         parts = ([replace(each, zero_stage=zero) for each in part] for part in (found.weights, found.adapters))
         parts = (gathered_late(part, model) for part in parts) if late else parts
         return DeviceWeights(*map(tuple, parts))
     rules = rules_of(split_vocabulary=split_vocabulary, split_kv_heads=model.num_kv_heads % mesh.tensor == 0)
-    weights = weights_of(*_model(model, lora), rules, stack, mesh.on_devices, zero)
+    weights = weights_of(*_model(model, lora), rules, stack, mesh.on_devices, zero, joins)
     return DeviceWeights(*(tuple(jax.tree.leaves(part)) for part in (without_adapters(weights), weights.get(LORA))))
 
 

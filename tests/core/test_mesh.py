@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -33,6 +34,7 @@ from megajax.core.optim.config import OptimizerConfig
 from megajax.core.options import options as options_of
 from megajax.core.parallel.boundary import F_AND_G
 from megajax.core.parallel.collectives import spec_axes
+from megajax.core.parallel.shards import NOT_SHARDED, Sharding
 from megajax.core.program.synthetic import random_batch
 
 # The documented placement of the weights, without the leading dims of the stacked layers (paper §3).
@@ -194,6 +196,23 @@ def test_the_dim_that_zero_shards(data, spec, shape, expected):
     if sharding.axes:
         assert (local_shape(spec, shape, sizes)[sharding.dim] + sharding.padding) % data == 0
         assert 0 <= sharding.padding < data
+
+
+def test_two_dims_that_zero_joins():
+    """Neighbours that nothing else shards, where a single dim needs more than a 64th of padding."""
+    sizes, shape = make_abstract_mesh(data=7, pipe=1, tensor=2).shape, (4, 30, 50)
+    sharding = zero_sharding(P(None, None, None), shape, sizes, joins=True)
+    assert sharding == Sharding(-1, ZERO, padding=5, joined=(30, 50)) and sharding.if_even == NOT_SHARDED
+    assert sharded_spec(P(None, None, None), sharding) == P(None, ZERO)
+    x = np.arange(6000).reshape(shape)
+    padded = sharding.padded(jnp.asarray(x))
+    assert padded.shape == sharding.padded_shape(shape) == (4, 1505) and not padded[:, 1500:].any()
+    assert (sharding.without_padding(padded) == x).all()
+    by_columns = zero_sharding(P(None, None, "tensor"), shape, sizes, joins=True)
+    assert by_columns == Sharding(-2, ZERO, padding=6, joined=(4, 30))
+    assert sharded_spec(P(None, None, "tensor"), by_columns) == P(ZERO, "tensor")
+    assert by_columns.without_padding(by_columns.padded(jnp.asarray(x))).tolist() == x.tolist()
+    assert zero_sharding(P(None, None), (512, 30), sizes, joins=True) == Sharding(-2, ZERO, padding=6)
 
 
 def test_a_context_group_sits_between_data_and_tensor():

@@ -1017,7 +1017,10 @@ ROWS: dict[str, dict[str, Row]] = {
     "Checkpoints between meshes": {
         "padding is written to a checkpoint": (
             "core.program.state.StateLayout._from_stages",
-            ("map(slice, weight.shape)", "(slice(-size, None) for size in weight.shape)"),
+            (
+                "weight.zero.without_padding(leaf)",
+                "weight.zero.without_padding(jnp.roll(leaf, weight.zero.padding, weight.zero.dim))",
+            ),
             named("blocks/", ON_ODD),
         ),
         "padding is read from a checkpoint": (

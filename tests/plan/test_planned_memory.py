@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from tiny import LLAMA, MIXTURE, QWEN3, abstract_batch, full, tiny_config, tiny_program
 
 from megajax.core.backend import CPU, GPU
+from megajax.core.config import MeshConfig
 from megajax.core.models.lora_config import LoraConfig
 from megajax.core.models.mlp import MLP
 from megajax.core.program.memory import factor_bytes, residual_bytes, state_bytes
@@ -17,6 +18,7 @@ from megajax.plan import traced
 from megajax.plan.compiled import compiled_step
 from megajax.plan.memory import memory
 from megajax.plan.sizes import held
+from megajax.settings.presets import load_preset, resolve
 
 BERT = {"family": "bert", "layer_order": "post"}
 CASES = [
@@ -73,6 +75,17 @@ def test_the_state_is_exact(mesh, options) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("preset", ["gpt2-355m", "olmoe-1b-7b", full("mixtral-8x7b"), full("gemma3-1b")])
+def test_any_number_of_devices_shares_the_state(preset: str) -> None:
+    """Main weights and moments of ZeRO take at most a 50th more than their share."""
+    config = resolve(load_preset(preset))
+    whole = held(config).num_trained
+    for data in (3, 7, 48, 104, 120, 127):
+        mesh, train = MeshConfig(data=data), dataclasses.replace(config.train, global_batch=data, microbatch=1)
+        found = held(dataclasses.replace(config, mesh=mesh, train=train))
+        assert 1 <= found.num_trained * data / whole < 1.02
+
+
 def test_it_is_what_live_arrays_have() -> None:
     """On one device of a mesh, batch included."""
     config = tiny_config((2, 2, 2), precision="bf16", num_layers=5)

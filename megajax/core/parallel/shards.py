@@ -1,8 +1,9 @@
 """ZeRO: state sharded over the axes that divide a batch (Rajbhandari et al., arXiv 1910.02054).
 
-A weight is sharded along one of its own dims (`mesh.zero_sharding`). If its size is not divisible, that dim ends with
-zeros wherever it is sharded: as stored, and in a reduced gradient. They have no effect: they add nothing to a norm, the
-optimizer leaves them zero, and a gathered weight and the canonical form do not have them. Experts are sharded over
+A weight is sharded along one of its own dims, or two neighbours joined to one (`mesh.zero_sharding`). If its size is
+not divisible, that dim ends with zeros wherever it is sharded: as stored, and in a reduced gradient. They have no
+effect: they add nothing to a norm, the optimizer leaves them zero, and a gathered weight and the canonical form do not
+have them. Experts are sharded over
 those of the axes that do not divide them already. With `--optimizer.zero-ranks`, the devices of the axis `replica` have
 equal shards; once a step, reduced gradients are summed over it (`train_step._completed`).
 
@@ -14,6 +15,7 @@ equal shards; once a step, reduced gradients are summed over it (`train_step._co
   and its gradients are scattered at once. If layers are scanned or pipelined, no gathered weight outlives its layer.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +47,7 @@ class Sharding:
     dim: int = 0  # negative, counted from the last dim, so that it holds with and without dims of stacked layers
     axes: tuple[str, ...] = ()
     padding: int = 0  # zeros at the end of the dim, which no other axes shard then
+    joined: tuple[int, ...] = ()  # sizes of two dims that this one is; they are two again in a gathered weight
     type_only: bool = False  # only the gathered weight's type is needed, so zeros take its place
 
     def along(self, dims: Sequence[int], ndim: int) -> "Sharding":
@@ -56,22 +59,28 @@ class Sharding:
     @property
     def if_even(self) -> "Sharding":
         """The sharding of canonical arrays, which are never padded."""
-        return NOT_SHARDED if self.padding else self
+        return NOT_SHARDED if self.padding or self.joined else self
 
     def padded(self, x: Any) -> Any:
         """An array of the whole size with this sharding's zeros."""
-        if not self.padding:
-            return x
+        x = x.reshape(self._reshaped(x.shape, (math.prod(self.joined),))) if self.joined else x
         widths = [(0, self.padding * (dim - x.ndim == self.dim)) for dim in range(x.ndim)]
-        return jnp.pad(x, widths)
+        return jnp.pad(x, widths) if self.padding else x
 
     def without_padding(self, x: Array) -> Array:
         """The inverse of `padded`."""
-        return lax.slice_in_dim(x, 0, x.shape[self.dim] - self.padding, axis=self.dim) if self.padding else x
+        x = lax.slice_in_dim(x, 0, x.shape[self.dim] - self.padding, axis=self.dim) if self.padding else x
+        return x.reshape(self._reshaped(x.shape, self.joined)) if self.joined else x
 
     def padded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of `padded` arrays."""
+        shape = self._reshaped(shape, (math.prod(self.joined),)) if self.joined else shape
         return tuple(size + self.padding * (dim - len(shape) == self.dim) for dim, size in enumerate(shape))
+
+    def _reshaped(self, shape: Sequence[int], sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """A shape with these sizes in place of the joined dims, or of the one that they are."""
+        place = self.dim + len(shape)
+        return (*shape[: place + len(sizes) - len(self.joined)], *sizes, *shape[place + 1 :])
 
 
 NOT_SHARDED = Sharding()

@@ -42,7 +42,7 @@ from megajax.core.pipeline.placement import Placement
 from megajax.core.precision import COMPUTE_DTYPE, MAIN_DTYPE
 from megajax.core.program.float8 import LayerCopies
 from megajax.core.program.overlap import overlaps_gathers, size_of_layers
-from megajax.core.program.weight import ON_STAGES, Path, Weight, gathered_late, weights_of
+from megajax.core.program.weight import ON_STAGES, Path, Weight, gathered_late, joins_dims, weights_of
 
 Tree = Any
 Convert = Callable[..., Array]
@@ -100,7 +100,8 @@ class StateLayout:
         whole_heads = config.model.num_kv_heads % config.mesh.tensor == 0
         rules = rules_of(split_vocabulary=config.splits_vocabulary, split_kv_heads=whole_heads)
         zero = config.optimizer.zero
-        weights = weights_of(model, adapters, rules, self.placement, config.mesh.on_devices, zero)
+        sizes, joins = config.mesh.on_devices, joins_dims(config)
+        weights = weights_of(model, adapters, rules, self.placement, sizes, zero, joins)
         trained = jax.tree.leaves(self.trained(weights))
         self.gathers_late = overlaps_gathers(config, backend, size_of_layers(trained), copied=operand_dtype is not None)
         self.weights = gathered_late(weights, config.model) if self.gathers_late else weights
@@ -245,7 +246,10 @@ class StateLayout:
     def init(self, compiler_options: dict[str, Any] | None = None) -> TrainState:
         """A fresh state, never materialized unsharded: made in canonical form, then moved to its stages."""
         # A constraint, unlike the sharding of a result, may also shard a dim whose size is not divisible.
-        first, made_in = (shardings(self.mesh, specs) for specs in (self._specs(Weight.canonical_spec), self.specs))
+        canonical = self._specs(
+            lambda weight, sharding: weight.canonical_spec(dataclasses.replace(sharding, joined=()))
+        )
+        first, made_in = (shardings(self.mesh, specs) for specs in (canonical, self.specs))
 
         def fresh() -> TrainState:
             return self.pipelined(jax.lax.with_sharding_constraint(self._fresh(), first))
@@ -334,8 +338,8 @@ class StateLayout:
 
     def _from_stages(self, path: Any, leaf: Array, spec: PartitionSpec | None = None, type_: Any = None) -> Array:
         leaf = self.placement.to_canonical(leaf) if self.is_stacked(path) else leaf
-        if weight := self.weight_at(path):
-            leaf = leaf[..., *map(slice, weight.shape)]
+        if (weight := self.weight_at(path)) and leaf.shape[weight.stack is not None :] != weight.shape:
+            leaf = weight.zero.without_padding(leaf)
         return leaf if type_ is None else leaf.astype(type_.dtype)
 
     def _on_stages(self, path: Any, leaf: Array, spec: PartitionSpec, dtype: Any = None) -> Array:

@@ -162,7 +162,7 @@ class Transfer:
         canonical leaves have no padding."""
         weight, sizes = self._layout.weight_at(path), self._layout.mesh.shape
         padded = weight.sharding_of(spec) if weight else NOT_SHARDED
-        if weight is None or not padded.padding:
+        if weight is None or padded.if_even == padded:
             return NOT_SHARDED, spec
         axes = tuple(axis for axis in padded.axes if sizes[axis] > 1)
         return replace(padded, axes=axes), weight.stage_spec(NOT_SHARDED)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import PartitionSpec
 
+from megajax.core.config import StepConfig
 from megajax.core.mesh import (
     local_shape,
     matrix_dims,
@@ -28,6 +29,7 @@ from megajax.core.parallel.collectives import PIPE, spec_axes
 from megajax.core.parallel.float8 import Copies, copies_by_dims
 from megajax.core.parallel.shards import NOT_SHARDED, Sharding
 from megajax.core.pipeline.placement import Placement
+from megajax.core.precision import OPERAND_DTYPE
 
 Tree = Any
 Path = tuple[str, ...]
@@ -167,6 +169,12 @@ class Weight:
         return copies_by_dims(make, ndim - inner - outer, inner, ndim, both=both, wide=wide)
 
 
+def joins_dims(config: StepConfig) -> bool:
+    """Whether ZeRO may join two dims of a weight to one: not if something else needs them, Muon's matrices or the
+    scales of float8 copies."""
+    return config.optimizer.name != "muon" and config.precision not in OPERAND_DTYPE
+
+
 def gathered_late(weights: Tree, model: ModelConfig) -> Tree:
     """The records of a model's weights, if those of layers and head are gathered late."""
     return jax.tree.map(lambda each: replace(each, late=each.stack is not None or is_head(each.path, model)), weights)
@@ -179,9 +187,10 @@ def weights_of(
     stack: Placement,
     sizes: Mapping[str, int],
     zero_stage: int,
+    joins: bool = False,
 ) -> Tree:
     """The record of every weight, in the structure of `TrainState.params`, by the mesh axes of logical dims
-    (`mesh.rules_of`), how layers are stacked, and the sizes of the mesh axes."""
+    (`mesh.rules_of`), how layers are stacked, the sizes of the mesh axes, and whether ZeRO joins dims of weights."""
     products = {("blocks", *path) for path in model.products}
 
     def records(part: StagedModel | Adapters) -> Tree:
@@ -190,7 +199,7 @@ def weights_of(
             stacked = int(path[0] == "blocks")  # whether the first dim is that of the layers
             shape, logical = leaf.shape[stacked:], PartitionSpec(*dims[stacked:])
             spec = mesh_spec(logical, rules)
-            zero = zero_sharding(spec, shape, sizes)
+            zero = zero_sharding(spec, shape, sizes, joins=joins)
             return Weight(
                 path=path,
                 shape=shape,
