@@ -33,6 +33,7 @@ from megajax.runs.trained import check_run, reported_damage
 from megajax.settings.config import Config
 
 _ADAPTERS = jax.tree_util.DictKey(LORA)
+_MOST_FLAGS = 4  # that a message names
 _OUTPUT = "head.output."  # prefix of the weights that produce a task's answers
 
 
@@ -59,11 +60,11 @@ def check_init(config: Config) -> None:
         differ.append("sequence_length")
     if differ:
         differ += _differing(model, theirs, Changes.COMPUTATION)
-        has = ", ".join(f"model.{name} {getattr(theirs, name)}" for name in differ)
         options = compared(ModelConfig, *Changes)
         flags = " ".join(as_flag(f"model.{options[name]}", getattr(theirs, options[name])) for name in differ)
-        ours = ", ".join(str(getattr(model, name)) for name in differ)
-        raise UserError(f"--init {run_dir} holds a model with {has}, not {ours}; valid: {flags}, or another run")
+        if len(differ) > _MOST_FLAGS:
+            flags = f"another preset, such as {run_dir / 'config.toml'} ({len(differ)} options of the model differ)"
+        raise UserError(f"--init {run_dir} holds another model; valid: {flags}, or another run")
     steps = complete(run_dir / "checkpoints")
     if not steps:
         raise UserError(f"--init {run_dir} holds no checkpoint; valid: the directory of a run that wrote one")
