@@ -106,12 +106,13 @@ class Loss:
             raise UserError(f"loss {self.function!r:.80}; valid: a function of logits and batch")
         if self.per not in ("token", "row"):
             raise UserError(f"loss: per {self.per!r}; valid: token, row")
-        for name in (self.name, *self.measures):
+        names = [*self.measures, self.name]
+        for name in names:
             if not isinstance(name, str) or not _NAME.fullmatch(name):
                 valid = "letters, digits, - and _, beginning with a letter or digit, and not with validation_"
                 raise UserError(f"loss: name {name!r:.80}; valid: {valid}")
-            if name in self.measures and (name in _TAKEN.split() or [self.name, *self.measures].count(name) > 1):
-                raise UserError(f"loss {self.name}: another figure is called {name}, too; valid: a measure of another name")
+            if names.count(name) > 1 or name in set(self.measures).intersection(_TAKEN.split()):
+                raise UserError(f"loss {self.name}: two figures called {name}; valid: another name for the measure")
 
     @property
     def name(self) -> str:
