@@ -21,10 +21,9 @@ from megajax.plan.costs import Region, StepCost
 from megajax.plan.machines import Machine
 from megajax.plan.sizes import DeviceWeights, Sizes, steady_state_microbatches
 from megajax.plan.traced import step_cost
-from megajax.plan.update import dealt, matrices_of
+from megajax.plan.update import dealt, matrices_of, optimizer_bytes
 from megajax.settings.config import Config
 
-_COUNTERS = 2 * 4  # bytes of the optimizer's counters
 _WORD = 4  # bytes of an element of the batch
 _FP32 = 4
 # Of what exists only during the step, on GPUs: the most that unrolled layers needed beyond scanned ones' estimate in
@@ -109,7 +108,7 @@ class MemoryModel:
         needed = Memory(
             weights=held["weights"],
             main_weights=held["main_weights"],
-            moments=held["moments"] + _COUNTERS,
+            moments=held["moments"] + optimizer_bytes(step).rest,
             average=held["average"],
             batch=self._batch,
             frozen_copies=copies - copies_of_step,
@@ -134,7 +133,7 @@ def _of_weights(step: Sizes, held: DeviceWeights) -> dict[str, int]:
         "weights": held.computed_bytes(step.item, step.wide),
         "gathered": held.gathered_bytes(step.item, step.wide),
         "main_weights": main if step.item != step.wide else 0,
-        "moments": 2 * main - in_matrices * step.wide,
+        "moments": held.num_trained * optimizer_bytes(step).each - in_matrices * step.wide,
         "average": main if step.config.train.ema else 0,
         "gradients": held.num_summed * step.summed + main * others,
     }
@@ -256,14 +255,14 @@ class Temporaries:
 
     def _optimizer(self, step: Sizes, kept: int, factors: int) -> int:
         """Reduced gradients next to their sums, where activations were; and for the matrices that Muon deals out, what
-        is exchanged, and the products."""
+        is exchanged, and the products; and what an optimizer of the user's needs whole."""
         reduced = 0
         if reduces_per_step(step.config):
             reduced = step.held.num_trained * step.wide
         item = step.wide if step.config.optimizer.muon_precision == "fp32" else self._wide
         shares = sum(each.share * each.rows * (each.rows + 2 * each.columns) * item for each in dealt(step))
         handed = sum(2 * prod(each.operand) * step.wide for each in dealt(step) if each.devices > 1)
-        return max(0, reduced + shares + handed - kept - factors)
+        return max(0, reduced + shares + handed + optimizer_bytes(step).whole - kept - factors)
 
     @cached_property
     def _one_layer(self) -> int:
