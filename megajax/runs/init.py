@@ -33,7 +33,6 @@ from megajax.runs.trained import check_run, reported_damage
 from megajax.settings.config import Config
 
 _ADAPTERS = jax.tree_util.DictKey(LORA)
-_MOST_FLAGS = 4  # that a message names
 _OUTPUT = "head.output."  # prefix of the weights that produce a task's answers
 
 
@@ -62,8 +61,6 @@ def check_init(config: Config) -> None:
         differ += _differing(model, theirs, Changes.COMPUTATION)
         options = compared(ModelConfig, *Changes)
         flags = " ".join(as_flag(f"model.{options[name]}", getattr(theirs, options[name])) for name in differ)
-        if len(differ) > _MOST_FLAGS:
-            flags = f"another preset, such as {run_dir / 'config.toml'} ({len(differ)} options of the model differ)"
         raise UserError(f"--init {run_dir} holds another model; valid: {flags}, or another run")
     steps = complete(run_dir / "checkpoints")
     if not steps:

@@ -127,6 +127,8 @@ def _beside(place: str, base: str) -> str:
 
 def _read(place: str, content: bytes) -> _File:
     tables = parse_toml(content, place)
+    if not tables:
+        raise UserError(f"{place} is empty; valid: a preset, as in configs/demo.toml")
     of_run, base = tables.pop(RUN_MARK, False), tables.pop("base", "")
     if not isinstance(base, str):
         raise UserError(f"{place}: base = {shown(base)}; valid: the name of a preset, or a TOML file, as text")
