@@ -1,23 +1,12 @@
-"""What an optimizer keeps; and what a device computes and sends for Muon's update of layer matrices, by arithmetic on
-shapes (`core/optim/muon.py`)."""
+"""Muon's update of layer matrices: what a device computes and sends for it, by arithmetic on shapes
+(`core/optim/muon.py`)."""
 
 from collections import Counter
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
 
-import jax
-
-from megajax.core.backend import CPU
-from megajax.core.config import MeshConfig
-from megajax.core.optim.own import own_optimizer
-from megajax.core.pipeline.config import PipelineConfig
-from megajax.core.program.memory import kept_bytes, whole_bytes
-from megajax.core.program.program import Program
 from megajax.core.program.weight import Shape, Weight
 from megajax.plan.sizes import Sizes
-from megajax.settings.config import Config
 
 Axes = tuple[str, ...]
 
@@ -57,33 +46,6 @@ class Dealt:
     def flops(self, steps: int) -> int:
         """FLOPs of a device's share."""
         return steps * self.share * 2 * self.rows**2 * (2 * self.columns + self.rows)
-
-
-class OptimizerBytes(NamedTuple):
-    """Bytes of an optimizer's state for each number that a device trains, and of the rest, which every device has; and
-    of the whole gradients, weights and updates that some of the user's need."""
-
-    each: int
-    rest: int
-    whole: int = 0
-
-
-def optimizer_bytes(sizes: Sizes) -> OptimizerBytes:
-    """Of the optimizer, or of AdamW in place of Muon."""
-    config = sizes.config
-    if own_optimizer(config.optimizer, config.own_optimizer) is None:
-        return OptimizerBytes(2 * sizes.wide, rest=2 * 4)  # two moments, two counters
-    train = replace(config.train, global_batch=1, microbatch=1, remat="none", ramp_start=0)
-    alone = replace(config, mesh=MeshConfig(), pipeline=PipelineConfig(), train=train, sequence_parallel=False)
-    return _of_own(replace(alone, optimizer=replace(config.optimizer, zero=0, zero_ranks=0)))
-
-
-@lru_cache(maxsize=64)
-def _of_own(alone: Config) -> OptimizerBytes:
-    layout = Program.abstract(alone, CPU).layout
-    kept, whole = kept_bytes(layout)["moments"], sum(whole_bytes(layout).values())
-    numbers = sum(weight.size(weight.owned) for weight in jax.tree.leaves(layout.trained(layout.weights)))
-    return OptimizerBytes(0, kept, whole) if whole else OptimizerBytes(*divmod(kept, numbers))
 
 
 def matrices_of(sizes: Sizes) -> list[Weight]:
