@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import os
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ _OPTIONS = (
 
 def main(argv: Sequence[str]) -> None:
     """Verify a configuration on a mesh: exit code 0 if nothing differs, 1 if anything does."""
+    began = time.monotonic()
     parser = Parser(
         "Check a scaled-down model on your mesh against one device: losses, gradients, weights and "
         "communication, exactly over finite fields, then compiled on simulated CPU devices. "
@@ -69,7 +71,7 @@ def main(argv: Sequence[str]) -> None:
         from megajax.verify.check import verify
         from megajax.verify.report import Report
 
-        report = Report(args.preset, config, small, exact=args.exact, printed=not args.json)
+        report = Report(args.preset, config, small, exact=args.exact, printed=not args.json, began=began)
         try:
             quick = not args.optimize
             result = verify(

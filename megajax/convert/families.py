@@ -36,7 +36,7 @@ def exchange_for(model: ModelConfig, came_from: str, name: str) -> Exchange:
     """The exchange of a class that can represent a model: the class it `came_from` if possible, otherwise the first.
 
     Raises:
-        UserError: the model of `name` fits no class; the error names options that would fit the nearest ones.
+        UserError: the model of `name` fits no class; the error names options that would fit the nearest one.
     """
     lacks = [(exchange, exchange.lacks(model)) for exchange in EXCHANGES if exchange.family == model.family]
     if not lacks:
@@ -46,11 +46,11 @@ def exchange_for(model: ModelConfig, came_from: str, name: str) -> Exchange:
     if fitting:
         return next((each for each in fitting if each.architecture(model) == came_from), fitting[0])
     fewest = min(len(lacking) for _, lacking in lacks)
-    nearest = {each.architecture(model): lacking for each, lacking in lacks if len(lacking) == fewest}
-    has = dict.fromkeys(option for lacking in nearest.values() for option in lacking)
-    given = " and ".join(as_flag(f"model.{option}", getattr(model, option)) for option in has)
-    valid = " or ".join(
-        " ".join(as_flag(f"model.{option}", value) for option, value in lacking.items()) + f" ({architecture})"
-        for architecture, lacking in nearest.items()
-    )
-    raise UserError(f"{name} holds a model that no transformers class supports, with {given}; valid: {valid}")
+    nearest: dict[str, list[str]] = {}
+    for each, lacking in lacks:
+        if len(lacking) == fewest:
+            flags = " ".join(as_flag(f"model.{option}", value) for option, value in lacking.items())
+            nearest.setdefault(flags, []).append(each.architecture(model))
+    flags, names = next(iter(nearest.items()))
+    valid = f"a run with {flags} ({' or '.join(names)})"
+    raise UserError(f"{name} holds a model that no transformers class supports; valid: {valid}")

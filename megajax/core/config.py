@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal
 from megajax.core.axes import AXES, BATCH_AXES, OPTIONAL_AXES, REPLICA, ROW_AXES, ZERO_AXES
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.lora_config import LoraConfig
-from megajax.core.optim.config import LossScaleConfig, OptimizerConfig
+from megajax.core.optim.config import OWN, LossScaleConfig, OptimizerConfig
 from megajax.core.options import SEED, SHARE, OneOf, above, between
 from megajax.core.pipeline.config import PipelineConfig
 from megajax.core.traits import SAMPLES
 
 MODELS_OWN = "cross-entropy"  # or what else the family's losses are
-LOSSES: dict[str, Any] = {MODELS_OWN: None, "preferences": None}
+LOSSES: dict[str, Any] = {MODELS_OWN: None, "preferences": None, OWN: None}
 """By `train.loss`: for a registered one, a `Loss` or the function of one (`models/own_loss.py`)."""
 METRICS: dict[str, Any] = {}
 """By `train.metrics`: functions of logits and batch."""
@@ -103,9 +103,12 @@ class BatchConfig:
         Literal["none", "selective", "layer", "stage"],
         "activations to recompute in the backward pass instead of storing; selective: those that are cheap to compute",
     ] = "none"
-    loss: Annotated[str, "what to minimize: the model's own loss, or one that --plugins registered", OneOf(LOSSES)] = (
-        MODELS_OWN
-    )
+    loss: Annotated[
+        str,
+        "what to minimize: the model's own loss, or one that --plugins registered; own: one that Python code gave "
+        "(docs/own.md)",
+        OneOf(LOSSES),
+    ] = MODELS_OWN
     dpo_beta: Annotated[
         float, "preferences: how strongly the model is held to the one it began with", above(0, 1e6)
     ] = 0.1

@@ -11,6 +11,7 @@ import math
 import os
 import re
 import reprlib
+import shlex
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from decimal import Decimal
@@ -206,7 +207,8 @@ def as_flag(key: str, value: object) -> str:
     if isinstance(value, bool):
         return f"--{name}" if value else f"--no-{name}"
     short = isinstance(value, float) and float(f"{value:g}") == value
-    return f"--{name} {value:g}" if short else f"--{name} {value}"
+    texts = [str(each) for each in value] if isinstance(value, tuple) else [f"{value:g}" if short else str(value)]
+    return f"--{name} {shlex.join(texts)}"
 
 
 def shown(value: object) -> str:

@@ -8,8 +8,8 @@ import jax
 
 from megajax.core.errors import UserError
 from megajax.core.models.own_loss import Loss
-from megajax.core.optim.own import check_there
 from megajax.core.options import shown
+from megajax.core.program.loss import check_there
 from megajax.core.program.memory import check_memory
 from megajax.core.program.program import Program
 from megajax.library.model import Model
@@ -24,7 +24,7 @@ from megajax.settings import presets
 from megajax.settings.config import Config
 from megajax.settings.validation import validate
 from megajax.start.launch import start
-from megajax.training.begin import with_total_steps
+from megajax.training.begin import check_own, with_total_steps
 
 
 def load_preset(name_or_file: str | Path, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -86,7 +86,7 @@ def init(
     """
     config = with_own(config if isinstance(config, Config) else load_preset(config), loss, optimizer, elementwise)
     config, _ = _on_devices(config)
-    check_there(config.optimizer, config.own_optimizer)
+    check_there(config)
     program = make_program(config)
     warn_of_cost(program)
     check_first_weights(config)
@@ -95,6 +95,7 @@ def init(
         valid = f"at most model.vocab_size {most}"
         raise UserError(f"--tokenizer.path {config.tokenizer.path} has {tokenizer.size} ids; valid: {valid}")
     check_memory(program, training=True, rows=config.train.microbatch)
+    check_own(config, program)
     with progress("preparing the state"):
         return Model(_in_steps(config), program, first_state(config, program)[0], 0, tokenizer, config)
 
@@ -126,11 +127,13 @@ def restore(
     check_run(folder, "restore")
     config = with_own(stored_config(folder, overrides or {}), loss, optimizer, elementwise)
     if training:
-        check_there(config.optimizer, config.own_optimizer)
+        check_there(config)
     ours = _in_steps(config.with_decay(config.optimizer.kept_of(stored_optimizer(folder))))
     ours, _ = _on_devices(ours)
     program = make_program(ours)
     check_memory(program, training=training, rows=ours.train.microbatch)
+    if training:
+        check_own(ours, program)
     tokenizer = run_tokenizer(folder, ours) if (folder / "data" / "tokenizer").exists() else None
     with progress("reading the checkpoint"):
         return Model(ours, program, *restore_params(program, folder, str(step), optimizer=training), tokenizer, config)

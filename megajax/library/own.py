@@ -31,7 +31,7 @@ def with_own(
         if loss.per == "row" and model.num_predicting:
             modules = f"--model.prediction-modules {model.prediction_modules}, whose losses are of tokens"
             raise UserError(f"a loss of rows with {modules}; valid: --model.prediction-coefficient 0")
-        config = dataclasses.replace(config, own_loss=loss)
+        config = dataclasses.replace(config, own_loss=loss, train=dataclasses.replace(config.train, loss=OWN))
     if optimizer is not None:
         own = OwnOptimizer(optimizer, elementwise)
         named = dataclasses.replace(config.optimizer, name=OWN)

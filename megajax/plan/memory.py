@@ -10,21 +10,24 @@ from functools import cached_property, lru_cache
 from math import prod
 
 from megajax.core.backend import BLOCKS, CPU, GPU, Backend
+from megajax.core.config import MeshConfig
 from megajax.core.models.freeze import PREDICTION
 from megajax.core.models.grouped import kernels_can
+from megajax.core.optim.own import own_optimizer
+from megajax.core.pipeline.config import PipelineConfig
 from megajax.core.pipeline.deferral import Deferring
 from megajax.core.pipeline.schedule import make_schedule
 from megajax.core.precision import COMPUTE_DTYPE
+from megajax.core.program.memory import kept_bytes, whole_bytes
 from megajax.core.program.overlap import reduces_per_step, scans_layers
-from megajax.core.program.program import batch_form
+from megajax.core.program.program import Program, batch_form
 from megajax.plan.costs import Region, StepCost
 from megajax.plan.machines import Machine
-from megajax.plan.sizes import DeviceWeights, Sizes, steady_state_microbatches
+from megajax.plan.sizes import DeviceWeights, Sizes, held, steady_state_microbatches
 from megajax.plan.traced import step_cost
 from megajax.plan.update import dealt, matrices_of
 from megajax.settings.config import Config
 
-_COUNTERS = 2 * 4  # bytes of the optimizer's counters
 _WORD = 4  # bytes of an element of the batch
 _FP32 = 4
 # Of what exists only during the step, on GPUs: the most that unrolled layers needed beyond scanned ones' estimate in
@@ -109,7 +112,7 @@ class MemoryModel:
         needed = Memory(
             weights=held["weights"],
             main_weights=held["main_weights"],
-            moments=held["moments"] + _COUNTERS,
+            moments=held["moments"] + optimizer_bytes(step)[1],
             average=held["average"],
             batch=self._batch,
             frozen_copies=copies - copies_of_step,
@@ -134,10 +137,28 @@ def _of_weights(step: Sizes, held: DeviceWeights) -> dict[str, int]:
         "weights": held.computed_bytes(step.item, step.wide),
         "gathered": held.gathered_bytes(step.item, step.wide),
         "main_weights": main if step.item != step.wide else 0,
-        "moments": 2 * main - in_matrices * step.wide,
+        "moments": held.num_trained * optimizer_bytes(step)[0] - in_matrices * step.wide,
         "average": main if step.config.train.ema else 0,
         "gradients": held.num_summed * step.summed + main * others,
     }
+
+
+def optimizer_bytes(step: Sizes) -> tuple[int, int, int]:
+    """Bytes of an optimizer's state for each number that a device trains, those of AdamW for Muon, and of the rest,
+    which every device has; and of the whole gradients, weights and updates that some of the user's need."""
+    config = step.config
+    if own_optimizer(config.optimizer, config.own_optimizer) is None:
+        return 2 * step.wide, 2 * 4, 0  # two moments, two counters
+    train = replace(config.train, global_batch=1, microbatch=1, remat="none", ramp_start=0)
+    alone = replace(config, mesh=MeshConfig(), pipeline=PipelineConfig(), train=train, sequence_parallel=False)
+    return _of_own(replace(alone, optimizer=replace(config.optimizer, zero=0, zero_ranks=0)))
+
+
+@lru_cache(maxsize=64)
+def _of_own(alone: Config) -> tuple[int, int, int]:
+    layout = Program.abstract(alone, CPU).layout
+    kept, whole = kept_bytes(layout)["moments"], sum(whole_bytes(layout).values())
+    return (0, kept, whole) if whole else (*divmod(kept, held(alone).num_trained), 0)
 
 
 def padding(config: Config, needed: Memory) -> int:
@@ -256,14 +277,14 @@ class Temporaries:
 
     def _optimizer(self, step: Sizes, kept: int, factors: int) -> int:
         """Reduced gradients next to their sums, where activations were; and for the matrices that Muon deals out, what
-        is exchanged, and the products."""
+        is exchanged, and the products; and what an optimizer of the user's needs whole."""
         reduced = 0
         if reduces_per_step(step.config):
             reduced = step.held.num_trained * step.wide
         item = step.wide if step.config.optimizer.muon_precision == "fp32" else self._wide
         shares = sum(each.share * each.rows * (each.rows + 2 * each.columns) * item for each in dealt(step))
         handed = sum(2 * prod(each.operand) * step.wide for each in dealt(step) if each.devices > 1)
-        return max(0, reduced + shares + handed - kept - factors)
+        return max(0, reduced + shares + handed + optimizer_bytes(step)[2] - kept - factors)
 
     @cached_property
     def _one_layer(self) -> int:

@@ -13,7 +13,7 @@ from megajax.plan.compiled import Compilation, scanned
 from megajax.plan.machines import GIB, Machine
 from megajax.plan.memory import memory
 from megajax.plan.search import VARIED, Found, Planned, command, schedule_in_words
-from megajax.plan.time import in_order
+from megajax.plan.time import in_order, unit_of_times
 from megajax.plan.whole_run import WholeRun
 from megajax.settings.config import Config
 
@@ -40,7 +40,8 @@ def lines(
     cells = [("", *axes, *_COLUMNS, *totals), *rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-    parts = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in in_order(best.time.parts))
+    unit, scale, digits = unit_of_times(best.time.seconds)
+    parts = ", ".join(f"{name} {scale * seconds:.{digits}f}" for name, seconds in in_order(best.time.parts))
     compared = enumerate(zip(compiled, found.best, strict=False), 1)
     began = "" if found.complete else "partial result, interrupted after "
     kept = f" ({machine.largest / GIB:.1f} less --margin)" if machine.margin else ""
@@ -50,7 +51,7 @@ def lines(
         "nothing was run (docs/plan-time.md)",
         *table,
         "MFU counts attention whole; MFU causal only the scores that the mask leaves",
-        f"breakdown of number 1, ms per step: {parts}",
+        f"breakdown of number 1, {unit} per step: {parts}",
         *([best.time.expert_loop.line] if best.time.expert_loop else []),
         *(_compiled_line(number, *each) for number, each in compared),
         *(_safer_lines(found.safer, best, preset, original) if found.safer else []),

@@ -60,6 +60,11 @@ def in_order(parts: dict[str, float]) -> list[tuple[str, float]]:
     return sorted(parts.items(), key=lambda part: -part[1])
 
 
+def unit_of_times(longest: float) -> tuple[str, float, int]:
+    """The unit for a table of times up to `longest`, in seconds: its name, how many make a second, and decimals."""
+    return ("s", 1.0, 3) if longest >= 1 else ("ms", 1e3, 1)
+
+
 def step_time(config: Config, machine: Machine, *, exact: bool = True) -> PlannedTime:
     """Predict a step of a valid configuration: `exact` by its schedule's table unless that is long, otherwise by
     formula if there is one. Raises `UserError` if the GPU does not support its precision."""

@@ -145,7 +145,7 @@ class Checkpoints:
         except OSError as error:
             return in_one_line(error)
         if free < needed:
-            return f"{self.folder} has {free / 1e6:.0f} MB free, but a checkpoint takes {needed / 1e6:.0f} MB"
+            return f"{self.folder} has {free / 1e6:.1f} MB free, but a checkpoint takes {needed / 1e6:.1f} MB"
         return ""
 
     def _retire(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from megajax.core.errors import UserError
 from megajax.core.models.freeze import names_of
-from megajax.core.optim.config import OptimizerConfig
+from megajax.core.optim.config import OWN, OptimizerConfig
 from megajax.core.options import compared, options
 from megajax.core.precision import MAIN_DTYPE
 from megajax.core.traits import Changes
@@ -86,9 +86,13 @@ def start_order(config: Config, run_dir: Path, folder: Path, corpora: Sequence[s
 
 
 def trained_again(config: Config, run_dir: Path) -> str:
-    """A warning about weights that a run's last start froze and this one trains; else empty."""
-    before = load_preset(run_dir / "config.toml").get("train.freeze", ()) if trained_steps(run_dir) else ()
-    names = [name for name in names_of(before) if name not in names_of(config.train.freeze)]
+    """A warning about another loss than that of a run's last start, or about weights that it froze and this one trains;
+    else empty."""
+    before = resolve(load_preset(run_dir / "config.toml")).train if trained_steps(run_dir) else config.train
+    names = [name for name in names_of(before.freeze) if name not in names_of(config.train.freeze)]
+    if before.loss != config.train.loss:
+        given = " (loss=… in megajax.init)" if before.loss == OWN else ""
+        return f"warning: --train.loss {config.train.loss}, while the run was trained with {before.loss}{given}"
     if not names:
         return ""
     return (
@@ -141,7 +145,8 @@ def _check_same_run(run_dir: Path, config: Config, trained: bool) -> None:
         if before != now:
             before, now = (" ".join(each) if isinstance(each, tuple) else each for each in (before, now))
             with_init = f" with --init {run_dir}" if key in in_new_run else ""
-            valid = f"the same, or another --run-dir{with_init}"
+            given = " (optimizer=… in megajax.init)" if before == OWN else ""
+            valid = f"the same{given}, or another --run-dir{with_init}"
             raise UserError(f"--run-dir {run_dir} holds a run with {key} {before}, not {now}; valid: {valid}")
     if trained and MAIN_DTYPE[earlier.precision] != MAIN_DTYPE[config.precision]:
         raise UserError(

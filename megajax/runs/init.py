@@ -59,11 +59,9 @@ def check_init(config: Config) -> None:
         differ.append("sequence_length")
     if differ:
         differ += _differing(model, theirs, Changes.COMPUTATION)
-        has = ", ".join(f"model.{name} {getattr(theirs, name)}" for name in differ)
         options = compared(ModelConfig, *Changes)
         flags = " ".join(as_flag(f"model.{options[name]}", getattr(theirs, options[name])) for name in differ)
-        ours = ", ".join(str(getattr(model, name)) for name in differ)
-        raise UserError(f"--init {run_dir} holds a model with {has}, not {ours}; valid: {flags}, or another run")
+        raise UserError(f"--init {run_dir} holds another model; valid: {flags}, or another run")
     steps = complete(run_dir / "checkpoints")
     if not steps:
         raise UserError(f"--init {run_dir} holds no checkpoint; valid: the directory of a run that wrote one")

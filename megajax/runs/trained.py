@@ -120,6 +120,10 @@ def check_run(run_dir: Path, flag: str = "--checkpoint") -> None:
                 f"{flag} {run_dir}: a model in the Hugging Face format; valid: the RUN made by `megajax "
                 f"convert import-hf {run_dir} RUN`"
             )
+        run, step = run_dir.parent.parent, run_dir.name
+        if run_dir.parent.name == "checkpoints" and reading.is_file(run / "config.toml"):
+            step_flag = "--init-step" if flag == "--init" else "--step"
+            raise UserError(f"{flag} {run_dir}: a checkpoint; valid: its run, {run}, with {step_flag} {step}")
         several = apart(str(run_dir), lambda part: reading.is_file(Path(part) / "config.toml"))
         raise UserError(f"{flag} {run_dir}: no config.toml found; valid: the directory of a training run{several}")
     check_format(marked_format(run_dir) or 1, f"{flag} {run_dir}")

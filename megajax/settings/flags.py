@@ -157,11 +157,12 @@ def _value(option: Option, text: str) -> Any:
 def add_flag(group: Any, option: Option, default: Any = None, required: bool = False) -> None:
     """Add an option's flag to a parser or group; `--help` shows `default`, or otherwise the option's own default."""
     default = option.default if default is None else default
-    words = "required" if required else in_words(default)
+    text, _, meaning = (option.help if default == "" else "").partition("; empty: ")
+    words = "required" if required else meaning or in_words(default)
     settings: dict[str, Any] = {
         "dest": option.key,
         "default": argparse.SUPPRESS,
-        "help": f"{option.help} [{words}]".replace("%", "%%"),
+        "help": f"{text if meaning else option.help} [{words}]".replace("%", "%%"),
     }
     if option.kind is bool:
         group.add_argument(option.flag, action=argparse.BooleanOptionalAction, **settings)

@@ -127,6 +127,8 @@ def _beside(place: str, base: str) -> str:
 
 def _read(place: str, content: bytes) -> _File:
     tables = parse_toml(content, place)
+    if not tables:
+        raise UserError(f"{place} is empty; valid: a preset, as in configs/demo.toml")
     of_run, base = tables.pop(RUN_MARK, False), tables.pop("base", "")
     if not isinstance(base, str):
         raise UserError(f"{place}: base = {shown(base)}; valid: the name of a preset, or a TOML file, as text")
@@ -175,16 +177,20 @@ def _convert(key: str, value: object, name: str) -> Any:
         raise UserError(f"{name} = {shown(value)}; valid: {table[key].valid}") from None
 
 
+_OF_CORPUS = ("data.path", "data.sources", "data.validation")
 _EITHER = (("data.path", "data.sources", "data.set"), ("optimizer.warmup_steps", "optimizer.warmup_fraction"))
 
 
 def _replaced(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with `others` replacing them. Of the keys in an entry of `_EITHER`, one replaces the others; epochs
-    replace steps; and a new number of virtual stages replaces numbers of layers for another one by `auto`."""
+    """`values` with `others` replacing them. Of the keys in an entry of `_EITHER`, one replaces the others; a task
+    replaces corpora, epochs replace steps; and a new number of virtual stages replaces numbers of layers for another
+    one by `auto`."""
     left = dict(values)
     for keys in _EITHER:
         if any(others.get(key) not in (None, "", ()) for key in keys):
             left = {key: value for key, value in left.items() if key not in keys}
+    if others.get("task.name", PRETRAINING) != PRETRAINING:
+        left = {key: value for key, value in left.items() if key not in _OF_CORPUS}
     if others.get("train.epochs") and "train.steps" not in others:
         left.pop("train.steps", None)
     before, now = (each.get("mesh.pipe", 1) * each.get("pipeline.chunks", 1) for each in (left, left | dict(others)))

@@ -14,11 +14,12 @@ from megajax.core.backend import candidates_of
 from megajax.core.errors import RunError, UserError
 from megajax.core.models.registry import FAMILIES
 from megajax.core.optim.config import UNKNOWN, Horizon, OptimizerConfig, check_cooldown
-from megajax.core.optim.own import check_there
 from megajax.core.options import apart
+from megajax.core.program.loss import check_there
 from megajax.core.program.memory import check_memory
 from megajax.core.program.one_layer import check_attention
 from megajax.core.program.program import Program
+from megajax.core.program.train_step import train_step
 from megajax.data.tasks.registry import TASKS
 from megajax.host import reading
 from megajax.host.ending import Exit
@@ -167,12 +168,19 @@ def checked_program(config: Config) -> Program:
         say(line)
     check_attention(program)
     check_memory(program, training=True, rows=config.train.microbatch)
+    check_own(config, program)
     return program
+
+
+def check_own(config: Config, program: Program) -> None:
+    """Trace a step if it has code of the user's, whose mistakes are `UserError`s, before anything is written."""
+    if config.plugins or config.own_loss:
+        train_step(program).trace(program.layout.shapes, program.batch_types)
 
 
 def check_given(config: Config) -> None:
     """Check that training data and optimizer are given, and that the library of `--track` is installed."""
-    check_there(config.optimizer, config.own_optimizer)
+    check_there(config)
     if config.pretrains and config.model.head != "pretraining":
         raise UserError(f"--model.head {config.model.head} without a task; valid: --task.name {' or '.join(TASKS)}")
     if config.pretrains and not config.data.path and not config.data.sources and not config.data.set:

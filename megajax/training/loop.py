@@ -232,7 +232,7 @@ class Trainer:
         if pending.step == self.first + 1 and (line := memory_in_use(jax.local_devices())):
             self.log.display.print(line)
         self.seconds += seconds
-        self.data_seconds += pending.data_seconds
+        self.data_seconds += pending.data_seconds * (pending.step > self.first + 1)  # before, nothing computes
         figures = {"loss": metrics["loss"]} | metrics | {"skipped_steps": self.skipped.total}
         tokens_per_second = pending.tokens / max(seconds, 1e-9)
         figures |= {"tokens": pending.tokens, "seconds": seconds, "tokens_per_second": tokens_per_second}

@@ -22,6 +22,7 @@ from megajax.core.program.synthetic import placed_batch
 from megajax.core.program.train_step import computed_weights, loss_and_gradients, one_part
 from megajax.host.phases import phase, watched
 from megajax.host.processes import is_first_process, of_first_process
+from megajax.plan.time import unit_of_times
 from megajax.settings.config import Config
 from megajax.start.launch import start
 from megajax.training.begin import checked_program, with_layers
@@ -142,10 +143,12 @@ def _timer(run: Callable[[int], jax.Array]) -> Callable[[], float]:
 def _report(config: Config, program: Program, found: Profile) -> list[str]:
     schedule, times = program.schedule, found.times
     pipe, chunks = config.mesh.pipe, config.pipeline.chunks
-    passes = {" forward ms": times.forward, " backward ms": times.backward}
+    unit, scale, _ = unit_of_times(found.step)
+    said = lambda seconds: f"{scale * seconds:.3f} {unit}"  # noqa: E731
+    passes = {f" forward {unit}": times.forward, f" backward {unit}": times.backward}
     if found.apart is not None:
-        passes[" input gradient ms"] = found.apart.backward
-        passes[" weight gradient ms"] = np.asarray(found.apart.weight_gradient)
+        passes[f" input gradient {unit}"] = found.apart.backward
+        passes[f" weight gradient {unit}"] = np.asarray(found.apart.weight_gradient)
     lines = [
         f"{config.pipeline.schedule}, {pipe} stages, {chunks} chunks each, {schedule.num_microbatches} microbatches of "
         f"{config.train.microbatch}, remat {config.train.remat}, vocabulary "
@@ -155,25 +158,25 @@ def _report(config: Config, program: Program, found: Profile) -> list[str]:
     layers = program.layout.placement.counts
     for stage in range(pipe):
         for chunk in range(chunks):
-            row = "".join(f" {1e3 * seconds[chunk, stage]:>{len(title)}.3f}" for title, seconds in passes.items())
+            row = "".join(f" {scale * seconds[chunk, stage]:>{len(title)}.3f}" for title, seconds in passes.items())
             lines.append(f"{stage:<6} {chunk:<6} {layers[chunk, stage]:<7}{row}")
     if config.splits_vocabulary:
         lines.append(
-            f"summed over stages: embedding {1e3 * times.embed:.3f} ms, head and loss {1e3 * times.head:.3f} "
-            f"ms, embedding backward {1e3 * times.embed_backward:.3f} ms"
+            f"summed over stages: embedding {said(times.embed)}, head and loss {said(times.head)}, embedding backward "
+            f"{said(times.embed_backward)}"
         )
     published = published_bubble(config.pipeline.schedule, pipe, schedule.num_microbatches, chunks)
     by_paper = "none published" if published is None else f"published (p-1)/(v*m) = {published:.4f}"
     lines += [
         f"bubble             {found.bubble:.4f} of the ideal time by the measured times, {found.equal_bubble:.4f} "
         f"predicted for equal stages ({by_paper})",
-        f"loss and gradients {1e3 * found.step:.1f} ms measured, {1e3 * found.predicted:.1f} ms from the table and the "
-        f"stages' times, ratio {found.step / found.predicted:.3f}",
+        f"loss and gradients {said(found.step)} measured, {said(found.predicted)} from the table and the stages' times,"
+        f" ratio {found.step / found.predicted:.3f}",
     ]
     if pipe > 1:
         lines.append(
-            f"p2p transfer       {1e3 * times.p2p_transfer:.3f} ms to a neighbouring stage, {2 * schedule.num_ticks} "
-            f"per step; with them {1e3 * found.predicted_with_transfers:.1f} ms, "
+            f"p2p transfer       {said(times.p2p_transfer)} to a neighbouring stage, {2 * schedule.num_ticks} "
+            f"per step; with them {said(found.predicted_with_transfers)}, "
             f"ratio {found.step / found.predicted_with_transfers:.3f}"
         )
     lines += _deferral(program, found)
@@ -192,11 +195,12 @@ def _deferral(program: Program, found: Profile) -> list[str]:
     helpful = 2 * (pipe - 1)
     limits = {0, helpful, min(helpful, pipeline.max_deferred) if pipeline.max_deferred >= 0 else helpful}
     limits |= {2**power for power in range(helpful.bit_length()) if 2**power < helpful}
+    unit, scale, _ = unit_of_times(found.step)
     lines = [
         f"weight gradients   deferred, a chunk keeps {factors:,.1f} MiB of factors until they are "
         f"computed, beside {residuals:,.1f} MiB until its backward; from the table and the "
         "passes' times, with p2p transfers:",
-        f"{'max-deferred':<13} {'step ms':>8} {'of together':>12} {'factors MiB':>12} {'residuals MiB':>14}",
+        f"{'max-deferred':<13} {f'step {unit}':>8} {'of together':>12} {'factors MiB':>12} {'residuals MiB':>14}",
     ]
     together = 0.0
     for most in (None, *sorted(limits)):
@@ -205,7 +209,7 @@ def _deferral(program: Program, found: Profile) -> list[str]:
         seconds = wall_time(table, found.times if most is None else found.apart)
         together = together or seconds
         lines.append(
-            f"{'together' if most is None else most:<13} {1e3 * seconds:>8.1f} {seconds / together:>12.3f} "
+            f"{'together' if most is None else most:<13} {scale * seconds:>8.3f} {seconds / together:>12.3f} "
             f"{table.num_factor_slots * factors:>12.2f} {table.num_slots * residuals:>14.2f}"
         )
     return lines

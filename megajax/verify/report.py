@@ -31,11 +31,13 @@ class Report:
     """Prints lines while the preset `name` is verified with a scaled-down configuration, `exact`ly alone or as floats,
     too, and collects the figures."""
 
-    def __init__(self, name: str, config: Config, small: Shrunk, *, exact: bool = False, printed: bool = True):
+    def __init__(
+        self, name: str, config: Config, small: Shrunk, *, exact: bool = False, printed: bool = True, began: float = 0
+    ):
         self._name, self._config, self._small = name, config, small
         self._devices = "devices, over finite fields" if exact else "simulated devices"
         self._console = Console(highlight=False, soft_wrap=True, quiet=not printed)
-        self._began = time.monotonic()
+        self._began = began or time.monotonic()
         self._status: Status | None = None
         for line in self._head():
             self._print(line)

@@ -20,6 +20,7 @@ from megajax.core.options import options
 from megajax.core.program.program import training_way
 from megajax.core.traits import OnlyWith, ShrinkRule, Size
 from megajax.settings.config import Config, DistributedConfig
+from megajax.verify.forms import with_our_optimizer
 
 MOST_VIRTUAL_STAGES = 64
 _TOKENS, _WIDTH, _VOCABULARY = 18, 16, 96  # approximately
@@ -72,6 +73,8 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
     pipeline = dataclasses.replace(config.pipeline, max_deferred=most, layers=placed)
     alone = dataclasses.replace(config, distributed=DistributedConfig(), mesh=mesh)
     small = dataclasses.replace(alone, model=model, train=train, pipeline=pipeline, optimizer=optimizer)
+    if with_our_optimizer(config) is not config:
+        notes.append(f"compiled checks use AdamW in place of --optimizer.name {config.optimizer.name} (docs/own.md)")
     return Shrunk(_by_traits(small), tuple(notes))
 
 

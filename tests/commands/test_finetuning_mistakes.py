@@ -162,9 +162,8 @@ GOLDEN = {
     "not mnli; valid: TSV with the columns sentence1, sentence2 and gold_label",
     f"{MNLI} --data.dev FILES/maybe.tsv": '--data.dev: FILES/maybe.tsv:8: label "maybe"; valid: entailment, neutral, '
     "contradiction",
-    f"{MNLI} --init BERT --model.hidden-size 64": "--init BERT holds a model with model.hidden_size 32, "
-    "model.head_size 8, model.mlp_size 128, not 64, 16, 256; valid: --model.hidden-size 32 --model.head-size 8 "
-    "--model.mlp-size 128, or another run",
+    f"{MNLI} --init BERT --model.hidden-size 64": "--init BERT holds another model; valid: --model.hidden-size "
+    "32 --model.head-size 8 --model.mlp-size 128, or another run",
 }
 
 

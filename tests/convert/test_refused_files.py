@@ -137,19 +137,18 @@ def test_numbers_that_the_dtype_has_not(tmp_path: Path) -> None:
     [
         (
             ROTARY | {"activation": "gelu"},
-            "--model.activation gelu; valid: --model.activation swiglu .LlamaForCausalLM.",
+            "valid: a run with --model.activation swiglu .LlamaForCausalLM or ",
         ),
-        ({"sliding_window": 4}, "--model.sliding-window 4; valid: --model.sliding-window 0 .GPT2LMHeadModel."),
+        ({"sliding_window": 4}, "valid: a run with --model.sliding-window 0 .GPT2LMHeadModel.$"),
         (
             ROTARY | {"query_key_norm": True, "bias": "query-key-value"},
-            "--model.query-key-norm and --model.bias query-key-value; valid: "
-            "--no-model.query-key-norm .Qwen2ForCausalLM. or --model.bias none .Qwen3ForCausalLM.",
+            "valid: a run with --no-model.query-key-norm .Qwen2ForCausalLM.$",
         ),
         ({"family": "tiny"}, "holds a model of the family tiny; valid: decoder, bert"),
     ],
 )
 def test_a_model_of_no_class(options: dict[str, Any], words: str, monkeypatch, tmp_path: Path) -> None:
-    """Refused before anything is read, with what the nearest classes would take."""
+    """Refused before anything is read, with what the nearest class would take."""
     monkeypatch.setitem(FAMILIES, "tiny", FamilyEntry("tiny_family"))
     (tmp_path / "config.toml").write_text(to_toml(tiny_config(**SMALL | options)))
     with pytest.raises(UserError, match=words):

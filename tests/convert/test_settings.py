@@ -214,7 +214,7 @@ def test_a_class_with_angles_by_layer_rounds_the_bounds_of_yarn() -> None:
     model = ModelConfig(**SMALL | ROTARY | words | yarn)
     assert exchange_for(model, "", "RUN x").architecture(model) == "Olmo3ForCausalLM"
     error = user_error(exchange_for, dataclasses.replace(model, rope_truncate=False), "", "RUN x")
-    assert error.endswith("valid: --model.rope-truncate (Olmo3ForCausalLM)"), error
+    assert error.endswith("valid: a run with --model.rope-truncate (Olmo3ForCausalLM)"), error
 
 
 # Ours -> theirs: modules of a layer, of the ends, and tables, whose rows are padded.

@@ -11,6 +11,7 @@ import pytest
 from tiny import tiny_config, user_error
 
 import megajax
+from megajax.core.models.own_loss import _TAKEN
 from megajax.core.program.program import Program
 from megajax.core.program.state import TrainState
 from megajax.settings.config import Config
@@ -72,8 +73,14 @@ def test_a_run_goes_on_as_if_it_had_not_ended(tmp_path: Path, monkeypatch: pytes
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert ([*losses], model.step) == ([1, 2, 3, 4], 4)
     assert [each["loss"] for each in lines if "loss" in each] == [*losses.values()]
+    assert {name for each in lines for name in each} <= {*_TAKEN.split()}
     assert losses[3] < losses[1] and "optimizer own, loss confident" in repr(model)
-    assert "an optimizer that Python code gave" in user_error(megajax.restore, "run", training=True)
+    for given, word in ({"optimizer": optax.lion}, "loss"), ({"loss": confident}, "optimizer"):
+        assert f"own: Python code gave this {word}; valid: the same" in user_error(
+            megajax.restore, "run", training=True, **given
+        )
+    wrong = lambda logits, batch: logits.entropy().sum()  # noqa: E731
+    assert "has the shape []" in user_error(megajax.init, config_of(), loss=wrong)
 
 
 @pytest.mark.full

@@ -5,6 +5,7 @@ import dataclasses
 import math
 
 import jax
+import optax
 import pytest
 from jax.sharding import NamedSharding
 from tiny import LLAMA, MIXTURE, QWEN3, abstract_batch, full, tiny_config, tiny_program
@@ -13,6 +14,7 @@ from megajax.core.backend import CPU, GPU
 from megajax.core.config import MeshConfig
 from megajax.core.models.lora_config import LoraConfig
 from megajax.core.models.mlp import MLP
+from megajax.core.optim.own import OwnOptimizer
 from megajax.core.program.memory import factor_bytes, residual_bytes, state_bytes
 from megajax.plan import traced
 from megajax.plan.compiled import compiled_step
@@ -57,9 +59,17 @@ def test_weights_are_those_of_the_program(mesh, options) -> None:
             assert each.stage_shape(each.owned if owned else each.per_use) == local
 
 
-@pytest.mark.parametrize(("mesh", "options"), CASES)
+OWN = [  # an optimizer of the user's: on shards, and on whole weights
+    ((2, 2, 2), {"own_optimizer": OwnOptimizer(optax.lion), "precision": "bf16"}),
+    ((4, 1, 2), {"own_optimizer": OwnOptimizer(optax.lamb), "num_layers": 1}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "options"), [*CASES, *OWN])
 def test_the_state_is_exact(mesh, options) -> None:
-    config = tiny_config(mesh, **options)
+    own = options.get("own_optimizer")
+    config = tiny_config(mesh, **{name: each for name, each in options.items() if name != "own_optimizer"})
+    config = dataclasses.replace(config, own_optimizer=own)
     if config.precision == "fp16":
         half_sums = dataclasses.replace(config.optimizer, gradient_dtype="fp16")
         config = dataclasses.replace(config, optimizer=half_sums)

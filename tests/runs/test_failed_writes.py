@@ -133,7 +133,7 @@ def test_no_space(checkpoints: Checkpoints, state: TrainState, monkeypatch: pyte
     checkpoints.save(2, state)
     (line,) = checkpoints.news()
     assert line.startswith(
-        f"the checkpoint of step 2 could not be written: {checkpoints.folder} has 1 MB free, but a checkpoint"
+        f"the checkpoint of step 2 could not be written: {checkpoints.folder} has 1.0 MB free, but a checkpoint"
     )
 
 

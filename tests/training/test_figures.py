@@ -179,7 +179,7 @@ def test_a_resumed_run_rewrites_its_configuration_only_if_it_changed(tmp_path: P
         _keep_config(config, run)  # type: ignore[arg-type]
         return file.read_text()
 
-    file.write_text("")
+    file.write_text("run_config = true\n")
     first = keep(8)
     file.write_text(f"# my notes\n{first}")
     assert keep(8) == f"# my notes\n{first}" and keep(9) != first and "steps = 9\n" in file.read_text()

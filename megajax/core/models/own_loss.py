@@ -4,7 +4,8 @@ Letters: B rows, T this device's tokens of a sequence, K ids for each token, V t
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, Literal
@@ -22,6 +23,11 @@ from megajax.core.parallel.collectives import entry_axes, gather_shards, vary, v
 from megajax.core.parallel.sites import named
 
 Batch = Mapping[str, Array]
+_NAME = re.compile(r"(?!validation_)[^\W_][\w-]*")
+_TAKEN = (  # names of a step's other figures
+    "data_seconds expert_load grad_norm learning_rate loss loss_scale memory_bytes mfu next_token peak_memory_bytes "
+    "resumed_from seconds skipped skipped_steps step tflops_per_device tokens tokens_per_second"
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -91,6 +97,8 @@ class Loss:
     title: str = ""
 
     def __post_init__(self) -> None:
+        if isinstance(self.measures, str) or not isinstance(self.measures, Iterable):
+            raise UserError(f"loss: measures {self.measures!r:.80}; valid: a tuple of names")
         for name in ("measures", "arrays", "sizes"):  # hashable, so that programs can be found by it
             given = getattr(self, name)
             object.__setattr__(self, name, tuple(given.items() if isinstance(given, Mapping) else given))
@@ -98,6 +106,13 @@ class Loss:
             raise UserError(f"loss {self.function!r:.80}; valid: a function of logits and batch")
         if self.per not in ("token", "row"):
             raise UserError(f"loss: per {self.per!r}; valid: token, row")
+        names = [*self.measures, self.name]
+        for name in names:
+            if not isinstance(name, str) or not _NAME.fullmatch(name):
+                valid = "letters, digits, - and _, beginning with a letter or digit, and not with validation_"
+                raise UserError(f"loss: name {name!r:.80}; valid: {valid}")
+            if names.count(name) > 1 or name in set(self.measures).intersection(_TAKEN.split()):
+                raise UserError(f"loss {self.name}: two figures called {name}; valid: another name for the measure")
 
     @property
     def name(self) -> str:

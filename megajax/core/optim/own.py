@@ -75,16 +75,6 @@ def own_optimizer(config: OptimizerConfig, given: OwnOptimizer | None) -> OwnOpt
     return given or (made and OwnOptimizer(made))
 
 
-def check_there(config: OptimizerConfig, given: OwnOptimizer | None) -> None:
-    """Check that an optimizer that Python code gave is there again."""
-    if config.name == OWN and given is None:
-        others = ", ".join(name for name in OPTIMIZERS if name != OWN)
-        raise UserError(
-            f"--optimizer.name {OWN}: an optimizer that Python code gave (megajax.init(…, optimizer=…)); valid: the "
-            f"same code, one registered by --plugins, or {others}"
-        )
-
-
 def kept_if_skipped(own: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
     """The same with a state that does not change if the step is not `taken`; for `adam.update`."""
 

@@ -228,9 +228,11 @@ def load_tokenizer(folder: str | Path, flag: str = "--tokenizer.path") -> Tokeni
 def named_tokenizer(path: str, flag: str = "--tokenizer.path") -> Tokenizer:
     """The tokenizer that a user names: a folder (see `load_tokenizer`), or, if there is none with that name, a model on
     the Hugging Face hub, whose tokenizer is downloaded."""
-    if not is_on_hub(path):
-        return load_tokenizer(path, flag)
     valid = f"valid: a folder with {_FILES}, or a model of the hub, as in openai-community/gpt2"
+    if not is_on_hub(path):
+        if not reading.is_folder(path):
+            raise UserError(f"{flag}: {path} is not a folder; {valid}")
+        return load_tokenizer(path, flag)
     folder = remote.download(path, [*TOKENIZER_FILES, MODEL], f"{flag}: {path} is not a folder", valid)
     if not is_tokenizer_folder(folder):
         raise UserError(

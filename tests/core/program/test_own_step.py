@@ -1,6 +1,7 @@
 """A step with a loss and an optimizer of the user's is that of one device on every mesh, exactly."""
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -126,3 +127,7 @@ def test_what_is_no_loss_is_told_in_one_line(function: Any, problem: str) -> Non
     with pytest.raises(Exception, match=problem):
         train_step(program).trace(program.layout.shapes, program.batch_types)
     assert "valid: a function of logits and batch" in user_error(Loss, 3)
+    for names in ("loss",), ("mfu",), ("of_rows",), ("x", "x"):
+        assert "two figures called" in user_error(Loss, of_rows, measures=names)
+    for names in "x", 3, ("a b",), ("a/b",), ("",), (5,), ("_x",), ("validation_x",):
+        assert re.search("valid: (letters, digits|a tuple of names)", user_error(Loss, of_rows, measures=names))
