@@ -225,9 +225,7 @@ def report(config: Config) -> dict:
     flops = step_flops(config.model, config.train.global_batch) / config.mesh.num_devices
     seconds = sum(found[kind] for kind in TIMES)
     return {
-        "microbatch": config.train.microbatch,
         "layers": "scanned" if scans_layers(config, GPU) else "unrolled",
-        "remat": config.train.remat,
         "state_gib": memory.argument_size_in_bytes / 2**30,
         "temporary_gib": memory.temp_size_in_bytes / 2**30,
         "ms": 1e3 * seconds,

@@ -160,6 +160,7 @@ def zero_sharding(
     if divisible := [dim for dim, size in enumerate(local) if size % shards == 0]:
         return Sharding(divisible[0] - len(shape), axes)
     free = [dim for dim, size in enumerate(local) if size == shape[dim]]
+    smaller: list[tuple[int, ...]] = [(dim,) for dim in free if -(-shape[dim] // shards) < shape[dim]]
     pairs = [(dim - 1, dim) for dim in free if joins and dim - 1 in free]
 
     def padding(dims: tuple[int, ...]) -> int:
@@ -170,7 +171,6 @@ def zero_sharding(
         size = math.prod(shape[dim] for dim in dims)
         return padding(dims) / size, -size
 
-    smaller = [dims for dims in ((dim,) for dim in free) if -(-shape[dims[0]] // shards) < shape[dims[0]]]
     best = min(smaller, key=added, default=None)
     if pairs and (best is None or added(best)[0] > 1 / 64):
         best = min([*smaller, *pairs], key=added)
