@@ -373,8 +373,8 @@ STAGES = {"mesh": (2, 2, 1)}
 REDUCED = {"optimizer": {"overlap_reductions": "true"}}
 OVERLAPPING = {"optimizer": {"overlap_reductions": "true", "overlap_gathers": "true"}, "paired_microbatches": True}
 IN_PRODUCTS = {
-    "everything": OVERLAPPING | {"mesh": (2, 1, 1), "tied_embedding": False},  # pairs two microbatches of four
-    "everything on stages": OVERLAPPING | STAGES | WAITING | {"num_layers": 4, "tied_embedding": False},
+    "everything": OVERLAPPING | {"mesh": (2, 1, 1), "num_layers": 2, "tied_embedding": False},  # pairs 2 microbatches of 4
+    "everything on stages": OVERLAPPING | STAGES | WAITING | {"num_layers": 2, "tied_embedding": False},
     "stages, reductions during the last backward pass": STAGES | REDUCED | {"num_layers": 4},
     "alone": {"mesh": (2, 1, 2), "sequence_parallel": True, "remat": "selective"},
     "deferred, padded layers, split": STAGES | WAITING | {"num_layers": 5, "vocabulary": "split", "zero": 0},
