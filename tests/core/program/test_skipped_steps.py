@@ -49,7 +49,7 @@ def compiled(precision: str, zero: int, sequence_parallel: bool, name: str) -> C
     the last device is too large for its format. Muon, whose other weights are AdamW's, trains in bf16 a mixture with
     biases of its experts, which `test_field.py` skips by default."""
     options = {"precision": precision, "zero": zero, "sequence_parallel": sequence_parallel, "ema": EMA}
-    options |= {"num_layers": 1} if name == "muon" else {}
+    options |= {"num_layers": 1, "dropout": 0.0} if name == "muon" else {}
     options |= MIXTURE | {"balance": "bias"} if name == "muon" and precision == "bf16" else {}
     mesh = (2, 1, 2) if name == "muon" else (2, 2, 2)
     config = tiny_config(mesh, optimizer={"name": name, "warmup_steps": 0, "skip_above": SKIP_ABOVE}, **options)
