@@ -54,15 +54,16 @@ def test_the_ids_are_those_of_the_whole_window(sampling):
         assert ids == [*continue_in_windows(*model(), prompt, num_tokens=len(ids), sampling=sampling)]
 
 
+@pytest.mark.full  # by default: test_generation_command.py
 @pytest.mark.parametrize(
     ("mesh", "sampling"),
     [
         ((2, 1, 2), DRAWN),
-        full((1, 1, 2), GREEDY),
-        full((1, 1, 2), DRAWN),
-        full((2, 1, 2), GREEDY),
-        full((4, 1, 1), GREEDY),
-        full((1, 1, 8), DRAWN),
+        ((1, 1, 2), GREEDY),
+        ((1, 1, 2), DRAWN),
+        ((2, 1, 2), GREEDY),
+        ((4, 1, 1), GREEDY),
+        ((1, 1, 8), DRAWN),
     ],
 )
 def test_every_mesh_gives_the_same_ids(mesh, sampling):
