@@ -157,7 +157,9 @@ MUON = {"optimizer": {"name": "muon"}, "num_layers": 2}
 SHORT = SMALL | {"global_batch": 4, "num_heads": 4, "sequence_length": 8}
 OTHERS = [
     *(dataclasses.replace(config, precision="fp8") for config in IN_8_BITS),
-    tiny_config((2, 1, 2), precision="fp16", ema=0.5, expert=2, balance="bias", **MIXED | MUON | UNDROPPED | {"num_layers": 1}),
+    tiny_config(
+        (2, 1, 2), precision="fp16", ema=0.5, expert=2, balance="bias", **MIXED | MUON | UNDROPPED | {"num_layers": 1}
+    ),
     tiny_config((2, 1, 2, 2), precision="bf16", zero=3, **SHORT | LLAMA | MUON),
     tiny_config((1, 2, 1), expert=2, lora=LoraConfig(rank=2, targets=("attention", "experts")), **DEFERRED | UNDROPPED),
     tiny_config((2, 2, 2), precision="fp64", zero=0, reset_attention=True, schedule="gpipe", remat="stage", **SHORT),
@@ -260,7 +262,9 @@ def test_modules_for_further_tokens(name: str) -> None:
 FEW = SMALL | {"num_heads": 4, "sequence_length": 8, "microbatch": 1}
 IN_THREES = {"optimizer": {"name": "muon", "zero_ranks": 3}}
 ODD = [  # numbers of devices that divide no dim of most weights
-    tiny_config((3, 1, 2, 2), global_batch=6, zero=3, precision="fp8", sequence_parallel=True, **FEW | LLAMA | UNDROPPED),
+    tiny_config(
+        (3, 1, 2, 2), global_batch=6, zero=3, precision="fp8", sequence_parallel=True, **FEW | LLAMA | UNDROPPED
+    ),
     tiny_config((6, 2, 1), global_batch=12, zero=1, vocabulary="split", **FEW | MUON | IN_THREES | UNDROPPED),
     tiny_config((6, 2, 1), global_batch=12, zero=1, vocabulary="split", precision="bf16", **FEW | MUON),
     tiny_config((5, 1, 1), global_batch=10, zero=3, precision="fp16", **FEW | LLAMA | MUON),

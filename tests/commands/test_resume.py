@@ -28,9 +28,7 @@ def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(commands: Commands, strai
 
 
 @pytest.mark.parametrize("split", [TWO, full((*TWO[:1], 4, TWO[2], 4, *TWO[4:], "--optimizer.zero-ranks", 2))])
-def test_resume_on_other_meshes_with_the_state_split_otherwise(
-    commands: Commands, straight: Run, begun: Path, split: tuple
-) -> None:
+def test_resume_on_other_meshes(commands: Commands, straight: Run, begun: Path, split: tuple) -> None:
     """On two devices with ZeRO-3, or on two replicas of two, then on one device again."""
     commands.train(begun, *split, "--train.steps", 12, "--resume", "must")
     commands.train(begun)
