@@ -30,7 +30,7 @@ def verified(capsys, line: str) -> tuple[int, dict]:
 
 
 def test_too_few_devices(in_this_process) -> None:
-    assert "--devices 3" in user_error(main, "verify demo --mesh.data 8 --mesh.pipe 2 --devices 3".split())
+    assert "--devices 3" in user_error(verified, None, "demo --mesh.data 8 --mesh.pipe 2 --devices 3")
 
 
 def test_numbers_that_json_does_not_have() -> None:
