@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,15 @@ def compiled(workers_folder: Path) -> None:
     for name, value in settings.items():
         os.environ[name.upper()] = str(value)  # of the commands that tests start
         jax.config.update(name, value)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def bytecode(workers_folder: Path) -> None:
+    """Where nothing is written beside modules, each process that tests start would compile 2,000 of them for seconds:
+    the first one keeps them for all."""
+    if sys.dont_write_bytecode:
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        os.environ["PYTHONPYCACHEPREFIX"] = str(workers_folder / "bytecode")
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ ACTIVATION = (ROWS, TOKENS, HIDDEN)
 
 def configured(mesh: tuple[int, int, int], num_microbatches: int, **options) -> Config:
     batch = {"microbatch": ROWS, "global_batch": ROWS * num_microbatches * mesh[0]}
-    return tiny_config(mesh, **{"num_layers": LAYERS, "sequence_length": TOKENS} | batch | options)
+    return tiny_config(mesh, **{"num_layers": LAYERS, "sequence_length": TOKENS, "dropout": 0.0} | batch | options)
 
 
 def traced(mesh: tuple[int, int, int], num_microbatches: int, **options):

@@ -147,6 +147,7 @@ MIXED = SMALL | MIXTURE | {"num_layers": 1, "sequence_length": 8, "num_experts":
 MIXED |= {"num_heads": 4}
 LIMITED = MIXED | LATENT | {"num_experts": 4, "expert_groups": 2, "balance": "both", "share_scale": 2.5}
 MIXED |= GPT_OSS
+UNDROPPED = {"dropout": 0.0}  # by default in the grid, in contexts and where reductions overlap
 IN_8_BITS = [
     of_grid(row(mesh=(1, 2, 4), weight_gradients="deferred", sequence_parallel=True, model="qwen3")),
     tiny_config((1, 1, 2), expert=2, dense_layers=1, bf16_layers="1,1", remat="selective", **MIXED | {"num_layers": 3}),
@@ -156,9 +157,11 @@ MUON = {"optimizer": {"name": "muon"}, "num_layers": 2}
 SHORT = SMALL | {"global_batch": 4, "num_heads": 4, "sequence_length": 8}
 OTHERS = [
     *(dataclasses.replace(config, precision="fp8") for config in IN_8_BITS),
-    tiny_config((2, 1, 2), precision="fp16", ema=0.5, expert=2, balance="bias", **MIXED | MUON | {"num_layers": 1}),
+    tiny_config(
+        (2, 1, 2), precision="fp16", ema=0.5, expert=2, balance="bias", **MIXED | MUON | UNDROPPED | {"num_layers": 1}
+    ),
     tiny_config((2, 1, 2, 2), precision="bf16", zero=3, **SHORT | LLAMA | MUON),
-    tiny_config((1, 2, 1), expert=2, lora=LoraConfig(rank=2, targets=("attention", "experts")), **DEFERRED),
+    tiny_config((1, 2, 1), expert=2, lora=LoraConfig(rank=2, targets=("attention", "experts")), **DEFERRED | UNDROPPED),
     tiny_config((2, 2, 2), precision="fp64", zero=0, reset_attention=True, schedule="gpipe", remat="stage", **SHORT),
 ]
 
@@ -176,7 +179,7 @@ def test_other_precisions_optimizers_and_mixtures(config: Config) -> None:
 def test_dropless_experts_in_the_blocks_of_kernels() -> None:
     """On axes of experts and context, their products in a loop: the kernels' interpreter has one device."""
     blocks = {name: getattr(HOPPER, name) for name in ("expert_block", "expert_bytes", "expert_kernel")}
-    config = tiny_config((1, 1, 2, 1), expert=2, **MIXED)
+    config = tiny_config((1, 1, 2, 1), expert=2, **MIXED | UNDROPPED)
     assert_exact(config, branches=False, planned=False, **blocks)
 
 
@@ -185,6 +188,7 @@ LATER = {"weight_gradients": "deferred", "num_layers": 2}
 OF_LATENTS = {
     "mixture, sequence, deferred": LATER
     | LIMITED
+    | UNDROPPED
     | {"mesh": (1, 1, 2), "expert": 2, "expert_capacity": 1.0, "dense_layers": 1, "num_layers": 2}
     | {"sequence_parallel": True, "router_scores": "sigmoid"},
     "mixture, stages": LATER
@@ -223,7 +227,7 @@ IN_STAGES = {"mesh": (1, 2, 1), "expert": 2, "num_layers": 3, "dense_layers": 1}
 SUMMED = {"scan_layers": "false", "tied_embedding": True, "optimizer": {"sums_in_products": "true"}}
 PREDICTING = {
     "documents, stages, sequence": {"mesh": (1, 2, 2), "reset_attention": True, "sequence_parallel": True, "zero": 3}
-    | {"num_layers": 2, "tied_embedding": True},
+    | {"num_layers": 2, "tied_embedding": True, **UNDROPPED},
     "mixture, stages, deferred": LATER | MIXED | IN_STAGES | {"balance": "both", "expert_capacity": 1.0},
     "mixture, split": MIXED | {"mesh": (1, 2, 1), "expert": 2, "num_layers": 2, "vocabulary": "split"},
     "mixture, gathered": MIXED | {"mesh": (1, 1, 2, 1), "expert": 2, "balance": "both", "context_attention": "gather"},
@@ -258,8 +262,12 @@ def test_modules_for_further_tokens(name: str) -> None:
 FEW = SMALL | {"num_heads": 4, "sequence_length": 8, "microbatch": 1}
 IN_THREES = {"optimizer": {"name": "muon", "zero_ranks": 3}}
 ODD = [  # numbers of devices that divide no dim of most weights
-    tiny_config((3, 1, 2, 2), global_batch=6, zero=3, precision="fp8", sequence_parallel=True, **FEW | LLAMA),
-    tiny_config((3, 2, 1), expert=2, global_batch=12, zero=1, ema=0.5, **FEW | MIXTURE | {"num_experts": 4}),
+    tiny_config(
+        (3, 1, 2, 2), global_batch=6, zero=3, precision="fp8", sequence_parallel=True, **FEW | LLAMA | UNDROPPED
+    ),
+    tiny_config(
+        (3, 2, 1), expert=2, global_batch=12, zero=1, ema=0.5, **FEW | MIXTURE | UNDROPPED | {"num_experts": 4}
+    ),
     tiny_config((6, 2, 1), global_batch=12, zero=1, vocabulary="split", **FEW | MUON | IN_THREES),
     tiny_config((6, 2, 1), global_batch=12, zero=1, vocabulary="split", precision="bf16", **FEW | MUON),
     tiny_config((5, 1, 1), global_batch=10, zero=3, precision="fp16", **FEW | LLAMA | MUON),
@@ -285,7 +293,7 @@ ON_STAGES = {"mesh": (4, 2, 1), "ranks": 2, "global_batch": 16, "weight_gradient
 ON_EXPERTS = {"mesh": (4, 1, 1), "ranks": 2, "expert": 2, "global_batch": 16, **MIXTURE, "num_experts": 4}
 AT_ONCE = {"overlap_reductions": "true", "overlap_gathers": "true"}
 REPLICAS = {
-    "ZeRO-3": ON_FOUR | {"zero": 3, "precision": "fp16"},
+    "ZeRO-3": ON_FOUR | UNDROPPED | {"zero": 3, "precision": "fp16"},
     "padded, reduced at once": OF_SIX | {"mesh": (6, 1, 1), "optimizer": AT_ONCE},
     "padded": OF_SIX | {"ema": 0.5},
     "padded, ZeRO-3": OF_SIX | {"zero": 3, "precision": "fp16", "sequence_parallel": True},
@@ -375,9 +383,10 @@ def test_an_evaluation_has_the_weights_that_the_next_step_gathers() -> None:
 STAGES = {"mesh": (2, 2, 1)}
 REDUCED = {"optimizer": {"overlap_reductions": "true"}}
 OVERLAPPING = {"optimizer": {"overlap_reductions": "true", "overlap_gathers": "true"}, "paired_microbatches": True}
+OVERLAPPING |= {"num_layers": 2, "tied_embedding": False, **UNDROPPED}
 IN_PRODUCTS = {
-    "everything": OVERLAPPING | {"mesh": (2, 1, 1), "tied_embedding": False},  # pairs two microbatches of four
-    "everything on stages": OVERLAPPING | STAGES | WAITING | {"num_layers": 4, "tied_embedding": False},
+    "everything": OVERLAPPING | {"mesh": (2, 1, 1)},  # pairs two microbatches of four
+    "everything on stages": OVERLAPPING | STAGES | WAITING,
     "stages, reductions during the last backward pass": STAGES | REDUCED | {"num_layers": 4},
     "alone": {"mesh": (2, 1, 2), "sequence_parallel": True, "remat": "selective"},
     "deferred, padded layers, split": STAGES | WAITING | {"num_layers": 5, "vocabulary": "split", "zero": 0},

@@ -140,6 +140,7 @@ def test_the_plan_has_the_bytes_of_the_copies(options: dict) -> None:
 
 
 ADAPTED = {"mesh": (1, 1, 2), "num_layers": 2, "lora": LoraConfig(rank=2), "precision": "fp8", "num_heads": 2}
+ADAPTED |= {"dropout": 0.0}
 
 
 def test_the_step_does_not_round_frozen_weights() -> None:

@@ -26,7 +26,7 @@ def test_import_train_evaluate_export(commands: Commands, corpus: Path, mesh: tu
     tokenizer.save(model)
     sizes = {"vocab_size": 300, "n_layer": 1}
     tensors = random_tensors("gpt2", **sizes)
-    write_model(model, "gpt2", tensors, **sizes)
+    write_model(model, "gpt2", tensors, **sizes, **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0))
     told = convert(commands, "import-hf", model, run, "--model.vocab-multiple", 64)
     assert f"megajax train {run / 'config.toml'}" in told and checkpoint_steps(run) == [0]
     assert "continue training with --data.path TEXT.\n" in (run / "config.toml").read_text()

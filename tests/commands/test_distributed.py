@@ -41,14 +41,36 @@ def assert_silent(process: Finished) -> None:
     assert not re.search("loss|step|model|mesh|perplexity|written", process.out), process.out
 
 
+SCRIPT = """
+import os, signal, sys
+sys.path.insert(0, ".")
+import jax
+from megajax.commands import train
+from megajax.host import processes
+from megajax.host.ending import run
+from megajax.runs.writing import Write
+from megajax.training.loop import Trainer
+"""
+QUICK = f"""{SCRIPT}
+from megajax.training import describe, plot
+
+if __name__ == "__main__":
+    describe._step_memory = lambda *_: "memory"  # what has tests of its own: a plan, a picture
+    plot.plot_loss = lambda path, *_: path.write_text("curves")
+    run(lambda: train.main(sys.argv[1:]))
+"""
+
+
 def test_two_processes_of_two_devices_are_one_of_four(commands: Commands, straight: Run, tmp_path: Path) -> None:
     """Process 0 alone writes and prints. The long tests validate, and have a pipe and tensors in
     parts as well."""
-    run = tmp_path / "run"
-    first, second = train_as_two(commands, run, "--train.steps", 3, "--train.eval-every", 0, mesh=UNPIPED)
+    run, script = tmp_path / "run", tmp_path / "quick.py"
+    script.write_text(QUICK)
+    flags = (*UNPIPED, "--simulate-devices", 2, "--train.steps", 3, "--train.eval-every", 0)
+    first, second = two_processes(commands, script, commands.preset, "--run-dir", run, *flags)
     assert_close_losses(curve(run), curve(straight.folder)[:3])
     assert len(records(run)) == 3, "each step once"
-    assert len(list(run.rglob("events.out.tfevents*"))) == 1 and (run / "loss.png").stat().st_size > 10_000
+    assert len(list(run.rglob("events.out.tfevents*"))) == 1 and (run / "loss.png").read_text() == "curves"
     assert checkpoint_steps(run) == [3] and commands.perplexity(run)["loss"] > 0
     assert_silent(second)
     assert "written to " in first.out and first.err == ""
@@ -63,16 +85,6 @@ def test_a_mistake_ends_both_processes(commands: Commands, tmp_path: Path) -> No
     assert not run.exists()
 
 
-SCRIPT = """
-import os, signal, sys
-sys.path.insert(0, ".")
-import jax
-from megajax.commands import train
-from megajax.host import processes
-from megajax.host.ending import run
-from megajax.runs.writing import Write
-from megajax.training.loop import Trainer
-"""
 FAULTY = f"""{SCRIPT}
 def failing(plain, faults):
     def method(self):

@@ -12,6 +12,7 @@ import pytest
 from mistakes import assert_refused, assert_says, by_line, golden, one_line
 from odd_files import write_odd_files
 from processes import Commands, Run
+from tiny import full
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
 
@@ -138,7 +139,7 @@ OTHER_COMMANDS = [
         SEARCH 2 --plot ODD/few.txt | SEARCH 2 --plot ODD/other.png | SEARCH 2 --gpu h1 |
         SEARCH 2 --gpu v100 --precision bf16 | verify => PRESET | verify gpt2-8.3bb => gpt2-8.3bb |
         verify smollm2-135m --mesh.tensor 2 | verify demo --device 8 | verify demo --devices 0 |
-        verify demo --steps many | verify demo --mesh.tensor 3 | verify demo --mesh.data 8 --mesh.pipe 2 --devices 3 |
+        verify demo --steps many | verify demo --mesh.tensor 3 |
         verify demo --mesh.pipe 2 --pipeline.chunks 2
         """.replace("SEARCH", SEARCH),
     ),
@@ -192,7 +193,7 @@ def unreadable(file: Path) -> Path:
 
 PROCESSES = [
     ("train.py TINY --run-dir ODD/new --nonsense", "--nonsense"),
-    ("eval.py perplexity --checkpoint ODD/no", "no"),
+    full("eval.py perplexity --checkpoint ODD/no", "no"),
 ]
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from processes import MESH_222, Commands, Run
 from results import assert_close_losses, assert_same_checkpoint, checkpoint_steps, curve, records, validation
+from test_dry_run import TWO
+from tiny import full
 
 UNROLLED = ("--model.scan-layers", "auto")  # as users have them
 
@@ -25,9 +27,9 @@ def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(commands: Commands, strai
     assert_same_checkpoint(begun, straight.folder, 20)
 
 
-def test_resume_on_other_meshes_with_the_state_split_otherwise(commands: Commands, straight: Run, begun: Path) -> None:
-    """On two replicas of two devices with ZeRO-3, then on one device again."""
-    split = ("--mesh.data", 4, "--simulate-devices", 4, "--optimizer.zero", 3, "--optimizer.zero-ranks", 2)
+@pytest.mark.parametrize("split", [TWO, full((*TWO[:1], 4, TWO[2], 4, *TWO[4:], "--optimizer.zero-ranks", 2))])
+def test_resume_on_other_meshes(commands: Commands, straight: Run, begun: Path, split: tuple) -> None:
+    """On two devices with ZeRO-3, or on two replicas of two, then on one device again."""
     commands.train(begun, *split, "--train.steps", 12, "--resume", "must")
     commands.train(begun)
     assert curve(begun)[:10] == curve(straight.folder)[:10]

@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from tiny import full
+from tiny import full, user_error
 
 from megajax.__main__ import main
 from megajax.commands import verify as command
@@ -27,6 +27,10 @@ def verified(capsys, line: str) -> tuple[int, dict]:
         code = int(end.code or 0)
     (line,) = capsys.readouterr().out.splitlines()
     return code, json.loads(line)
+
+
+def test_too_few_devices(in_this_process) -> None:
+    assert "--devices 3" in user_error(verified, None, "demo --mesh.data 8 --mesh.pipe 2 --devices 3")
 
 
 def test_numbers_that_json_does_not_have() -> None:

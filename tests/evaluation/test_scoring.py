@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 import pytest
-from tiny import drawn_params, tiny_config, tiny_program
+from tiny import drawn_params, full, tiny_config, tiny_program
 
 from megajax.core.batch import IGNORED
 from megajax.core.program.scoring import next_logits
@@ -66,10 +66,10 @@ def test_overlap_of_one_is_one_window_per_token():
 
 FORMS = [
     ((1, 1, 1), 7, {}),
-    ((2, 2, 2), 8, {}),
+    full((2, 2, 2), 8, {}),
     ((1, 2, 1), 6, {"vocabulary": "split"}),
-    pytest.param((2, 2, 2), 8, {"vocabulary": "split", "zero": 3}, marks=pytest.mark.full),
-    pytest.param((1, 1, 1), 100, {}, marks=pytest.mark.full),
+    full((2, 2, 2), 8, {"vocabulary": "split", "zero": 3}),
+    full((1, 1, 1), 100, {}),
 ]
 
 

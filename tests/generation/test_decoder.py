@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from tiny import MIXTURE, drawn_params, full, tiny_config, tiny_program
+from tiny import drawn_params, full, tiny_config, tiny_program
 
 from megajax.generation.choice import Sampling
 from megajax.generation.decoder import TOKENS_AT_ONCE, Decoder
@@ -54,17 +54,9 @@ def test_the_ids_are_those_of_the_whole_window(sampling):
         assert ids == [*continue_in_windows(*model(), prompt, num_tokens=len(ids), sampling=sampling)]
 
 
-@pytest.mark.parametrize(
-    ("mesh", "sampling"),
-    [
-        ((2, 1, 2), DRAWN),
-        full((1, 1, 2), GREEDY),
-        full((1, 1, 2), DRAWN),
-        full((2, 1, 2), GREEDY),
-        full((4, 1, 1), GREEDY),
-        full((1, 1, 8), DRAWN),
-    ],
-)
+@pytest.mark.full  # by default: test_generation_command.py
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
+@pytest.mark.parametrize("mesh", [(1, 1, 2), (2, 1, 2), (4, 1, 1), (1, 1, 8)])
 def test_every_mesh_gives_the_same_ids(mesh, sampling):
     assert texts(decoder(mesh, sampling), batch=3) == texts(decoder(sampling=sampling))
 
@@ -154,15 +146,3 @@ def test_the_seed_and_the_temperature_matter():
 def test_a_window_stops_before_the_end_token():
     greedy = draw((1, 1, 1), temperature=0.0)
     assert draw((1, 1, 1), temperature=0.0, ends=(greedy[5], 1 << 20)) == greedy[: greedy.index(greedy[5])]
-
-
-@pytest.mark.full  # by default exactly: tests/verify/test_exact.py
-def test_first_dense_layers_of_a_mixture_have_caches():
-    """They belong to the embedding elsewhere."""
-    model = MIXTURE | {"num_layers": 2, "dense_layers": 1, "init_std": 0.3, "num_experts": 4}
-    program = tiny_program(tiny_config(**model))
-    params = drawn_params(program)
-    found = texts(Decoder(program, params, GREEDY, ()), PROMPTS[:3])
-    for number, prompt in enumerate(PROMPTS[:3]):
-        ids = found[number][0]
-        assert ids == [*continue_in_windows(program, params, prompt, num_tokens=len(ids), sampling=GREEDY)]

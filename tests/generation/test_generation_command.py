@@ -39,13 +39,13 @@ PROMPTS = ("the end", "abba", "naïve", "")
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     """A checkpoint after step 7 of a run on (2, 2, 1), its weights random."""
-    return written(tmp_path_factory.mktemp("run"), train_tokenizer(["the end of the end"], 260), 16)
+    return written(tmp_path_factory.mktemp("run"), train_tokenizer(["the end of the end"], 260), 16, (2, 2, 1))
 
 
-def written(folder: Path, tokenizer: Tokenizer, sequence_length: int) -> Path:
+def written(folder: Path, tokenizer: Tokenizer, sequence_length: int, mesh: tuple[int, int, int]) -> Path:
     tokenizer.save(folder / "data" / "tokenizer")
     sizes = {"num_layers": 3, "vocab_size": tokenizer.size, "init_std": 0.3, "sequence_length": sequence_length}
-    config = tiny_config((2, 2, 1), zero=3, sequence_parallel=True, **sizes)
+    config = tiny_config(mesh, zero=3, sequence_parallel=mesh[1] > 1, **sizes)
     (folder / "config.toml").write_text(to_toml(config))
     program = tiny_program(config)
     checkpoints = Checkpoints(folder, program.layout, keep=1)
@@ -147,7 +147,7 @@ def test_mistakes_are_one_line(run, command, tmp_path, flags, words):
 def chatting(tmp_path_factory) -> Path:
     """A run whose tokenizer has Mistral's template."""
     saved = write_saved(tmp_path_factory.mktemp("saved"), "mistral")
-    return written(tmp_path_factory.mktemp("chat"), named_tokenizer(str(saved)), 64)
+    return written(tmp_path_factory.mktemp("chat"), named_tokenizer(str(saved)), 64, (1, 1, 1))
 
 
 def test_a_chat(run, chatting, command, monkeypatch, tmp_path):

@@ -42,8 +42,10 @@ def test_one_process_answers_many_calls():
 )
 def test_a_call_that_exceeds_a_limit(monkeypatch, function, arguments, problem):
     """The next call has a new process, whose limits are the same again."""
-    monkeypatch.setattr(limited, "SECONDS", 0.2)
-    with pytest.raises(ExceededError, match=f"^x: the template {problem}; valid: one that does not$"):
+    match = f"^x: the template {problem}; valid: one that does not$"
+    with monkeypatch.context() as shorter, pytest.raises(ExceededError, match=match):
+        if "seconds" in problem:  # what meets another limit has all the time that a slow machine takes
+            shorter.setattr(limited, "SECONDS", 0.2)
         call(function, *arguments, what="x: the template")
     assert call("operator:mul", "a", 3, what="it") == "aaa"
 

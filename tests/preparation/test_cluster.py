@@ -14,6 +14,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 from test_planted import DIFFERENT, files, plant, prepare, prepare_with, report
+from tiny import full
 
 from megajax.commands.prepare import main
 from megajax.core.errors import RunError, UserError
@@ -26,8 +27,9 @@ NEEDS_DASK = pytest.mark.skipif(
 
 
 @NEEDS_DASK
-def test_the_same_bytes_after_a_full_disk_and_a_killed_worker(tmp_path, monkeypatch):
-    monkeypatch.setattr("megajax.preparation.division.SHARD_BYTES", (1 << 15, 1 << 15, 1 << 15))
+@pytest.mark.parametrize("count", [1, full(2)])
+def test_the_same_bytes_after_a_full_disk_and_a_killed_worker(tmp_path, monkeypatch, count):
+    monkeypatch.setattr("megajax.preparation.division.SHARD_BYTES", (1 << 14, 1 << 14, 1 << 14))
     monkeypatch.setattr("megajax.preparation.corpus._GROUP", (16, 64))
     planted = plant(tmp_path, documents=80, near=20, leaked=6, exact=4)
     prepare(planted, tmp_path / "alone")
@@ -37,11 +39,11 @@ def test_the_same_bytes_after_a_full_disk_and_a_killed_worker(tmp_path, monkeypa
             time.sleep(0.01)
         os.kill(victim, signal.SIGKILL)
 
-    with cluster.connected("local:2") as workers:
+    with cluster.connected(f"local:{count}") as workers:
         victim, other = workers.run("reading", os.getpid, [(), ()])
         _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
         for worker in {victim, other}:
-            resource.prlimit(worker, resource.RLIMIT_FSIZE, (1 << 14, most))  # fails like a full disk
+            resource.prlimit(worker, resource.RLIMIT_FSIZE, (1 << 13, most))  # fails like a full disk
         problem = r"work/data-\w+/\S+ cannot be written: File too large; valid: .* rerun the command to resume$"
         with pytest.raises(UserError, match=problem):
             prepare_with(workers, planted, tmp_path / "cluster")

@@ -127,16 +127,13 @@ def test_processes_that_do_not_find_each_other_say_so(number: int) -> None:
         free.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"
     code = f"""
-import dataclasses
 from megajax.start import joining, launch
-from megajax.settings.config import DistributedConfig
-from tiny import full, tiny_config
+from megajax.settings.flags import parse
 joining.START_PATIENCE, joining.SAID_AFTER = 1.0, 0.5
-cluster = DistributedConfig(coordinator={coordinator!r}, num_processes=2, process_id={number})
-launch.start(dataclasses.replace(tiny_config(), distributed=cluster))
+cluster = ["--distributed.coordinator", {coordinator!r}, "--distributed.num-processes=2"]
+launch.start(parse(["demo", *cluster, "--distributed.process-id={number}"], "", ""))
 """
-    folder = Path(__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     valid = "valid: an address that all processes can reach, and exactly the announced number of processes"
     where = f"--distributed.coordinator {coordinator}: "
     said, found = "waiting for the other processes, at most 1 s", "the processes did not find each other within 1 s"

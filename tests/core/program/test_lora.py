@@ -31,7 +31,8 @@ EPSILON = 1e-4  # with less, Adam makes full updates of gradients that are nothi
 
 def config_of(mesh: tuple[int, int, int] = (1, 1, 1), **options: Any) -> Config:
     """Of a Llama of two layers, whose first update is of full size."""
-    config = tiny_config(mesh, **{"num_layers": 2, "lora": LoraConfig(rank=RANK, alpha=ALPHA)} | LLAMA | options)
+    size = {"num_layers": 2, "dropout": 0.0, "lora": LoraConfig(rank=RANK, alpha=ALPHA)}
+    config = tiny_config(mesh, **size | LLAMA | options)
     rates = {"learning_rate": RATE, "warmup_steps": 0, "weight_decay": DECAY, "epsilon": EPSILON}
     return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, **rates))
 

@@ -46,10 +46,11 @@ class Compiled:
 @cache
 def compiled(precision: str, zero: int, sequence_parallel: bool, name: str) -> Compiled:
     """The step on (2, 2, 2), or on (2, 1, 2), that skips spikes; in step BROKEN one element of one weight's gradient on
-    the last device is too large for its format. Muon, whose other weights are AdamW's, trains a mixture with biases of
-    its experts."""
+    the last device is too large for its format. Muon, whose other weights are AdamW's, trains in bf16 a mixture with
+    biases of its experts, which `test_field.py` skips by default."""
     options = {"precision": precision, "zero": zero, "sequence_parallel": sequence_parallel, "ema": EMA}
-    options |= MIXTURE | {"balance": "bias", "num_layers": 2} if name == "muon" else {}
+    options |= {"num_layers": 1, "dropout": 0.0} if name == "muon" else {}
+    options |= MIXTURE | {"balance": "bias"} if name == "muon" and precision == "bf16" else {}
     mesh = (2, 1, 2) if name == "muon" else (2, 2, 2)
     config = tiny_config(mesh, optimizer={"name": name, "warmup_steps": 0, "skip_above": SKIP_ABOVE}, **options)
     program = tiny_program(config)
@@ -125,9 +126,8 @@ def test_a_good_step_is_taken():
     moved = differing(before, after)
     assert {".step", ".recent_norms", ".loss_scale.good_steps"} <= moved and ".loss_scale.scale" not in moved
     leaves = [name for name in named(before) if name.startswith((".main", ".params", ".optimizer", ".average"))]
-    no_gradient = "['router']['bias']"  # moved by loads: moments of it stay zero
-    still = {name for name in leaves if name not in moved and not (name.startswith(".opt") and no_gradient in name)}
-    assert len(leaves) > 60 and not any(name.startswith((".main", ".optimizer", ".average")) for name in still), still
+    still = {*leaves} - moved
+    assert len(leaves) > 40 and not any(name.startswith((".main", ".optimizer", ".average")) for name in still), still
     assert len([name for name in leaves if name.startswith(".params")]) > 2 * len(still)  # some are rounded away
     wanted = jax.tree.map(lambda old, new: EMA * old + (1 - EMA) * new, before.average, after.main)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-9), after.average, wanted)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import full
 
 from megajax.core.batch import most_masked
 from megajax.core.errors import UserError
@@ -53,7 +54,7 @@ def test_any_sample(segments, key):
     assert chosen_N.sum() <= min(max(1, 0.15 * len(ids)) + largest, most_masked(len(ids)))
 
 
-@pytest.mark.parametrize("length", [4, 13, 27, 125, 510])
+@pytest.mark.parametrize("length", [4, full(13), 27, full(125), 510])
 def test_the_expected_number_is_the_budget(length):
     """Also where no whole number of words has 15%: words of one to three pieces; but one is always chosen."""
     rng = np.random.default_rng(length)

@@ -66,7 +66,7 @@ def test_every_sample_is_of_its_form(documents):
     samples = train_pairs(documents)
     form = pairs_form()
     shapes = form.shapes(1, tokens=LENGTH)
-    for number in range(2 * samples.epoch_size):
+    for number in range(samples.epoch_size // 2, samples.epoch_size * 3 // 2):
         sample = samples[number]
         assert list(sample) == list(form.entries)
         assert all(array.dtype == np.int32 and (1, *array.shape) == shapes[name] for name, array in sample.items())
@@ -112,7 +112,7 @@ def test_a_sample_is_a_pure_function_of_seed_and_number(documents):
     assert bytes_of(one, numbers[::-1])[::-1] == forwards
     assert [bytes_of(train_pairs(documents), [number])[0] for number in numbers[:5]] == forwards[:5]
     assert bytes_of(train_pairs(documents, seed=8), numbers) != forwards
-    assert len(set(bytes_of(one, range(5 * one.epoch_size)))) > 4.95 * one.epoch_size  # a few are very short
+    assert len(set(bytes_of(one, range(2 * one.epoch_size)))) > 1.98 * one.epoch_size  # a few are very short
 
 
 def test_golden_samples(documents):
@@ -133,7 +133,7 @@ def test_the_same_from_any_number_of_threads_and_after_a_resume(documents):
         return list(itertools.islice(train_batches(train_pairs(documents), **form), count))
 
     whole = batches(0, steps, prefetch=0)
-    for prefetch, start in (1, 0), (4, 0), (4, steps - 5):
+    for prefetch, start in (4, 0), (1, steps - 5):
         for batch, expected in zip(batches(start, steps - start, prefetch=prefetch), whole[start:], strict=True):
             assert all((batch[name] == expected[name]).all() for name in expected)
     assert whole[0]["tokens"].shape == (8, LENGTH) and whole[0]["order"].shape == (8,)

@@ -161,14 +161,15 @@ def test_damaged_report(source, tmp_path):
             make_corpus(source, "", 300, tmp_path / "run")
 
 
-def test_an_error_or_a_kill_while_tokenizing(tmp_path, small_tokenizer):
+def test_an_error_or_a_kill_while_tokenizing(tmp_path, small_tokenizer, monkeypatch):
     """A process that dies at its worst moment leaves nothing that a later run would take for a corpus."""
-    lines = [json.dumps({"text": "word " * 1000})] * 1000 + ["broken"]  # more than one batch
+    monkeypatch.setattr("megajax.data.text.encoding._BATCH_CHARACTERS", 1 << 12)
+    lines = [json.dumps({"text": "word "})] * 1000 + ["broken"]  # more than one batch
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     with pytest.raises(UserError, match=r"a\.jsonl:1001"):
         make_corpus(str(tmp_path / "a.jsonl"), small_tokenizer, 300, tmp_path / "run")
     assert content(tmp_path / "run") == {}
-    (tmp_path / "a.txt").write_text("some words\n\n" * 5000)
+    (tmp_path / "a.txt").write_text("some words\n\n" * 500)
     script = (
         "import os, signal, sys; from pathlib import Path; from megajax.data.samples.making import make_corpus\n"
         "Path.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -178,7 +179,7 @@ def test_an_error_or_a_kill_while_tokenizing(tmp_path, small_tokenizer):
     assert subprocess.run([sys.executable, "-c", script, *arguments]).returncode == -signal.SIGKILL
     assert content(tmp_path / "run.partial") and not (tmp_path / "run").exists()
     corpus = make_corpus(*arguments[:2], 300, arguments[2])
-    assert "".join(texts_of(corpus)) == "some words\n\n" * 5000
+    assert "".join(texts_of(corpus)) == "some words\n\n" * 500
     assert not (tmp_path / "run.partial").exists()
 
 
