@@ -1,6 +1,6 @@
 """The faults: for each class of mistake in parallel training those that a review would miss most easily.
 
-By default every third one of types and communication is tried (`test_faults.py`), and one of every twentieth class that
+By default every third one of types and communication is tried (`test_faults.py`), and one of every tenth class that
 the exact comparison finds; with the long grids all. Rows of `test_field.py` compare exactly by default. The others name
 their tests.
 """
