@@ -286,7 +286,7 @@ def check_read(section: object, name: str) -> None:
         if reader and not reader.ignored and not reader.is_read(section) and value != option.default:
             given, without = (as_flag(f"{name}.{field}", each) for each in (value, option.default))
             key, there = f"{name}.{reader.name}", getattr(section, reader.name)
-            valid = as_flag(key, True) if there is False else f"{as_flag(key, 1).split()[0]} {reader.words}"
+            valid = as_flag(key, True) if there is False else f"--{key.replace('_', '-')} {reader.words}"
             raise UserError(f"{given} with {as_flag(key, there)}; valid: {valid}, or {without}")
 
 

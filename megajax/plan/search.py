@@ -40,16 +40,13 @@ VARIED = (
     "train.microbatch", "train.remat", "optimizer.zero", "optimizer.zero_ranks", "sequence_parallel",
     "model.context_attention", "model.scan_layers",
 )  # fmt: skip
-_BUT_MICROBATCH = attrgetter(
-    "train.remat",
-    "optimizer.zero",
-    "optimizer.zero_ranks",
-    "sequence_parallel",
-    "pipeline.weight_gradients",
-    "pipeline.paired_microbatches",
-    "pipeline.vocabulary",
-    "model.scan_layers",
-)  # what varies on a mesh
+_SAVING = "train.remat", "model.scan_layers"  # what only saves memory
+_OTHERS = (
+    "optimizer.zero", "optimizer.zero_ranks", "sequence_parallel", "pipeline.weight_gradients",
+    "pipeline.paired_microbatches", "pipeline.vocabulary",
+)  # fmt: skip
+_BUT_MICROBATCH = attrgetter(*_SAVING, *_OTHERS)  # what varies on a mesh
+_BUT_SAVING = attrgetter("train.microbatch", *_OTHERS)
 _MOST_CHUNKS = 12
 _MOST_CELLS = 4096  # in a table whose buffers cannot be found from a shorter one
 
@@ -169,7 +166,8 @@ def _tried(
             for each in _until_stopped(_of_mesh(base, fixed, machine.server)):
                 if _BUT_MICROBATCH(each) in too_large:
                     continue
-                pipelines = [one for one in _pipelines_of(each, fixed) if not ample.has(each, one)]
+                possible = list(_pipelines_of(each, fixed))
+                pipelines = [one for one in possible if not ample.has(each, one)]
                 if not pipelines:
                     continue
                 cost = costs.of(each)
@@ -184,7 +182,7 @@ def _tried(
                 least = min(sizes, key=itemgetter(0), default=None)
                 if least is not None and (smallest is None or least[0] < smallest[0]):
                     smallest = least[0], replace(each, pipeline=least[2])
-                if least is not None and least[0] > machine.usable:
+                if least is not None and least[0] > machine.usable and pipelines == possible:
                     too_large.add(_BUT_MICROBATCH(each))
                 for size, needed, pipeline in sizes:
                     if size <= machine.usable / 2:
@@ -199,16 +197,6 @@ class _Ample:
     """Which configurations on one mesh leave half of the memory free. None is tried that is like them and only saves
     memory: one that recomputes more, or scans its layers."""
 
-    _like = attrgetter(
-        "train.microbatch",
-        "optimizer.zero",
-        "optimizer.zero_ranks",
-        "sequence_parallel",
-        "pipeline.weight_gradients",
-        "pipeline.paired_microbatches",
-        "pipeline.vocabulary",
-    )
-
     def __init__(self) -> None:
         self._found = set[tuple]()
 
@@ -221,7 +209,7 @@ class _Ample:
         return self._key(config, pipeline, config.model.scan_layers) in self._found
 
     def _key(self, config: Config, pipeline: PipelineConfig, scan: str) -> tuple:
-        return *self._like(config), pipeline.schedule, pipeline.chunks, scan
+        return *_BUT_SAVING(config), pipeline.schedule, pipeline.chunks, scan
 
 
 class _Costs:

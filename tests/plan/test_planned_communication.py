@@ -1,13 +1,12 @@
 """What a step communicates, planned by traced parts and in theory, against its jaxpr: every kind, axes, shape, bytes
-and count; by default and for what the grid lacks: `test_field.py`."""
-
-from dataclasses import replace
+and count."""
 
 import pytest
 from counting import collectives_of_a_step
 from parity_grid import DEFAULT, LONGER, REST, config_of, name
-from tiny import tiny_config
+from tiny import LLAMA, OLMO2, QWEN3, tiny_config
 
+from megajax.core.models.lora_config import LoraConfig
 from megajax.core.pipeline.schedule import SCHEDULES, ScheduleKind, Ticks
 from megajax.plan.communication import communication, sent_by_axes, totals
 from megajax.plan.sizes import num_ticks
@@ -23,6 +22,35 @@ def check(config: Config) -> None:
 
 
 MUON = {"name": "muon"}
+SOME = {
+    "all axes, padded, fp16, deferred, zero 3": dict(
+        mesh=(2, 2, 2), schedule="interleaved", chunks=2, num_layers=5, precision="fp16", zero=3,
+        sequence_parallel=True, weight_gradients="deferred", remat="selective", **LLAMA,
+    ),
+    "zero 3 gathers for every pass": dict(mesh=(2, 1, 1), zero=3, remat="layer", precision="bf16"),
+    "zero 1 once a step": dict(mesh=(2, 2, 2), zero=1, microbatch=2, sequence_parallel=True),
+    "a stage again, vocabulary split": dict(
+        mesh=(2, 2, 2), schedule="gpipe", remat="stage", vocabulary="split", precision="bf16", reset_attention=True,
+    ),
+    "heads of keys held several times": dict(mesh=(1, 2, 4), num_layers=5, zero=0, remat="layer", **OLMO2),
+    "bert": dict(
+        mesh=(2, 2, 2), family="bert", layer_order="post", vocabulary="split", sequence_parallel=True, remat="layer",
+    ),
+    "muon": dict(mesh=(4, 1, 2), precision="bf16", optimizer=MUON, **QWEN3),
+    "muon, copies, gathered keys": dict(
+        mesh=(1, 2, 2, 2), num_layers=5, precision="fp16", zero=0, optimizer=MUON, context_attention="gather", **LLAMA,
+    ),
+    "adapters": dict(
+        mesh=(2, 1, 4), precision="bf16", sequence_parallel=True, lora=LoraConfig(rank=4, targets=("mlp", "output")),
+        **QWEN3,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.full  # by default: rows of `test_field.py`
+@pytest.mark.parametrize("case", SOME)
+def test_equals_the_jaxpr(case):
+    check(tiny_config(**SOME[case]))
 
 
 @pytest.mark.full
@@ -44,6 +72,8 @@ def test_muon_equals_the_jaxpr(row):
 @pytest.mark.parametrize("row", [*DEFAULT, *LONGER], ids=name)
 def test_half_precision_equals_the_jaxpr(row, precision):
     """Where gradients are summed in it, too."""
+    from dataclasses import replace
+
     config = config_of(row, precision=precision)
     check(replace(config, optimizer=replace(config.optimizer, gradient_dtype=precision)))
 

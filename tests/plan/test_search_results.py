@@ -22,6 +22,7 @@ from megajax.plan.page import is_page, page_data, page_of_search, title_of
 from megajax.plan.search import Found, command, search
 from megajax.plan.time import step_time
 from megajax.plan.whole_run import WholeRun, tokens_of
+from megajax.settings.config import Config
 
 GIVEN = ["train.remat"]
 
@@ -45,6 +46,28 @@ def test_what_is_left_out_of_a_search_does_not_fit_or_only_saves_memory(found: F
     for each in more:
         unrolled = replace(each.config, model=replace(each.config.model, scan_layers="auto"))
         assert seconds[unrolled] <= each.seconds
+
+
+def test_what_saves_memory_is_tried_wherever_there_is_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left out is like another that needs half of the memory and is as fast. That holds for larger microbatches
+    where of a smaller one only some schedules are tried, and none of those fits."""
+    shape = {"num_layers": 8, "hidden_size": 256, "num_heads": 4, "sequence_length": 512, "global_batch": 32}
+    config = tiny_config((1, 4, 1), precision="bf16", dropout=0.0, **shape)
+    given = [*(f"mesh.{axis}" for axis in ("data", "pipe", "tensor")), "pipeline.vocabulary", "pipeline.layers"]
+    given += ["pipeline.weight_gradients"]
+    small = replace(H100, memory=int(363 * 2**20 / H100.usable * H100.memory))
+    tried = {each.config for each in search(config, 4, small, given=given).fitting}
+    monkeypatch.setattr("megajax.plan.search._Ample.has", lambda *_: False)
+    every = {each.config: each for each in search(config, 4, small, given=given).fitting}
+
+    def most_saving(config: Config) -> Config:
+        model, train = replace(config.model, scan_layers="true"), replace(config.train, remat="stage")
+        return replace(config, model=model, train=train)
+
+    assert tried < {*every}
+    for config in {*every} - tried:
+        alike = [each for other, each in every.items() if most_saving(other) == most_saving(config)]
+        assert any(each.bytes <= small.usable / 2 and each.seconds <= every[config].seconds for each in alike)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,9 @@
 A weight is sharded along one of its own dims, or two neighbours joined to one (`mesh.zero_sharding`). If its size is
 not divisible, that dim ends with zeros wherever it is sharded: as stored, and in a reduced gradient. They have no
 effect: they add nothing to a norm, the optimizer leaves them zero, and a gathered weight and the canonical form do not
-have them. Experts are sharded over
-those of the axes that do not divide them already. With `--optimizer.zero-ranks`, the devices of the axis `replica` have
-equal shards; once a step, reduced gradients are summed over it (`train_step._completed`).
+have them. Experts are sharded over those of the axes that do not divide them already. With `--optimizer.zero-ranks`,
+the devices of the axis `replica` have equal shards; once a step, reduced gradients are summed over it
+(`train_step._completed`).
 
 - ZeRO-1: gradients are summed locally over microbatches. Once a step they are reduce-scattered to the owner of each
   shard, after the loop or layer by layer in its last backward pass (`--optimizer.overlap-reductions`). The owner
