@@ -35,8 +35,10 @@ class CompiledStep:
 
 
 def scanned(config: Config) -> Config:
-    """`config` with its layers as one scan: the same step, in a program whose size does not grow with their number."""
-    return replace(config, model=replace(config.model, scan_layers="true"))
+    """`config` with its layers as one scan, and one microbatch an iteration, for two help unrolled layers alone: the
+    same step, in a program whose size does not grow with their number."""
+    pipeline = replace(config.pipeline, paired_microbatches=False)
+    return replace(config, model=replace(config.model, scan_layers="true"), pipeline=pipeline)
 
 
 def traced_step(config: Config, devices: list[jax.Device]) -> Traced:
