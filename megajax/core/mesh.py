@@ -146,13 +146,13 @@ def local_shape(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, i
 
 
 def zero_sharding(
-    spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int], *, joins: bool = False
+    spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int], *, joins: Sequence[int] = ()
 ) -> Sharding:
     """What ZeRO adds to a weight's `spec`: all of its axes that do not shard the weight yet, on one dim: the first that
     they divide together, so that a shard is contiguous in memory. If they divide none, they shard the dim that needs
-    the least padding, of those that nothing else shards; if that is more than a 64th, and it `joins` dims, two such
-    neighbours as one dim where that needs less. Without such a dim, nothing is added. `sizes` are those of the mesh
-    axes."""
+    the least padding, of those that nothing else shards; if that is more than a 64th, two such neighbours as one dim
+    where that needs less and the first is one of `joins`. Without such a dim, nothing is added. `sizes` are those of
+    the mesh axes."""
     axes = tuple(axis for axis in ZERO_AXES if axis not in spec_axes(spec))
     shards, local = math.prod(sizes[axis] for axis in axes), local_shape(spec, shape, sizes)
     if shards == 1:
@@ -161,7 +161,7 @@ def zero_sharding(
         return Sharding(divisible[0] - len(shape), axes)
     free = [dim for dim, size in enumerate(local) if size == shape[dim]]
     smaller: list[tuple[int, ...]] = [(dim,) for dim in free if -(-shape[dim] // shards) < shape[dim]]
-    pairs = [(dim - 1, dim) for dim in free if joins and dim - 1 in free]
+    pairs = [(dim - 1, dim) for dim in free if dim - 1 in free and dim - 1 in joins]
 
     def padding(dims: tuple[int, ...]) -> int:
         return -math.prod(shape[dim] for dim in dims) % shards

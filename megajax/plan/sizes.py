@@ -32,7 +32,7 @@ from megajax.core.pipeline.schedule import SCHEDULES
 from megajax.core.precision import OPERAND_DTYPE
 from megajax.core.program.overlap import overlaps_gathers, overlaps_reductions, scans_layers, size_of_layers
 from megajax.core.program.program import training_way
-from megajax.core.program.weight import Shape, Weight, gathered_late, joins_dims, weights_of
+from megajax.core.program.weight import Joins, Shape, Weight, gathered_late, joins_of, weights_of
 from megajax.settings.config import Config
 
 ITEM_SIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # bytes of a number that layers compute with
@@ -103,7 +103,7 @@ def held(config: Config, *, late: bool = False) -> DeviceWeights:
         config.mesh,
         Placement.of(config.model.num_blocks, config.mesh.pipe, config.pipeline),
         config.splits_vocabulary,
-        joins_dims(config),
+        joins_of(config),
         config.optimizer.zero,
         late,
     )
@@ -122,7 +122,7 @@ def _held(
     mesh: MeshConfig,
     stack: Placement,
     split_vocabulary: bool,
-    joins: bool,
+    joins: Joins,
     zero: int,
     late: bool,
 ) -> DeviceWeights:

@@ -62,13 +62,15 @@ def dealt(sizes: Sizes) -> list[Dealt]:
         assert of is not None
         sides = slice(-of.rows - of.columns, -of.columns), slice(-of.columns, None)
         axes = of.row_axes, of.column_axes
+        joined = () if of.rows else (of.num_rows, of.num_columns)
         whole = weight.owned.padded_shape(weight.shape)
         numbers, shard = (tuple(prod(dims[side]) for side in sides) for dims in (whole, local))
         kind = min((numbers, axes, shard), (numbers[::-1], axes[::-1], shard[::-1]))
-        found[*kind, mesh.there(of.copied_over)] += prod(local[: -of.rows - of.columns])
+        found[*kind, mesh.there(of.copied_over), joined] += prod(local[: -of.rows - of.columns])
 
     def alike(kind: tuple, number: int) -> Dealt:
-        (rows, columns), axes, shard, copied = kind
+        numbers, axes, shard, copied, joined = kind
+        rows, columns = sorted(joined or numbers)
         owners = sum(axes, ())
         devices = mesh.size_of(owners + copied)
         filled = -(-number // devices) * devices

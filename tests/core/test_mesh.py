@@ -201,18 +201,18 @@ def test_the_dim_that_zero_shards(data, spec, shape, expected):
 def test_two_dims_that_zero_joins():
     """Neighbours that nothing else shards, where a single dim needs more than a 64th of padding."""
     sizes, shape = make_abstract_mesh(data=7, pipe=1, tensor=2).shape, (4, 30, 50)
-    sharding = zero_sharding(P(None, None, None), shape, sizes, joins=True)
+    sharding = zero_sharding(P(None, None, None), shape, sizes, joins=range(3))
     assert sharding == Sharding(-1, ZERO, padding=5, joined=(30, 50)) and sharding.if_even == NOT_SHARDED
     assert sharded_spec(P(None, None, None), sharding) == P(None, ZERO)
     x = np.arange(6000).reshape(shape)
     padded = sharding.padded(jnp.asarray(x))
     assert padded.shape == sharding.padded_shape(shape) == (4, 1505) and not padded[:, 1500:].any()
     assert (sharding.without_padding(padded) == x).all()
-    by_columns = zero_sharding(P(None, None, "tensor"), shape, sizes, joins=True)
+    by_columns = zero_sharding(P(None, None, "tensor"), shape, sizes, joins=range(3))
     assert by_columns == Sharding(-2, ZERO, padding=6, joined=(4, 30))
     assert sharded_spec(P(None, None, "tensor"), by_columns) == P(ZERO, "tensor")
     assert by_columns.without_padding(by_columns.padded(jnp.asarray(x))).tolist() == x.tolist()
-    assert zero_sharding(P(None, None), (512, 30), sizes, joins=True) == Sharding(-2, ZERO, padding=6)
+    assert zero_sharding(P(None, None), (512, 30), sizes, joins=range(2)) == Sharding(-2, ZERO, padding=6)
 
 
 def test_a_context_group_sits_between_data_and_tensor():

@@ -31,6 +31,7 @@ from megajax.core.mesh import matrix_dims
 from megajax.core.optim.adam import choose, scale_by_adam
 from megajax.core.optim.config import OptimizerConfig
 from megajax.core.parallel.collectives import axis_size, entry_axes, exchange, gather_shards, own_shard, spec_axes
+from megajax.core.parallel.shards import NOT_SHARDED, Sharding
 
 Tree = Any
 Path = tuple[str, ...]
@@ -41,7 +42,8 @@ class Matrices:
     """The matrices in a weight, `[…, *rows, *columns]`, and how a mesh shards them.
 
     Attributes:
-        rows, columns: how many of the weight's last dims are rows and columns.
+        rows, columns: how many of the weight's last dims are rows and columns, as ZeRO shards it; 0 and 1 if it joins
+            both to one dim.
         num_rows, num_columns: of a matrix, without the zeros of ZeRO's padding, which change no update.
         row_axes, column_axes: mesh axes that shard them.
         copied_over: mesh axes over which they are replicated.
@@ -56,9 +58,11 @@ class Matrices:
     copied_over: tuple[str, ...]
 
     @classmethod
-    def of(cls, shape: Sequence[int], logical: PartitionSpec, spec: PartitionSpec) -> "Matrices | None":
-        """The matrices of a weight with these sizes and names of its dims, and this spec when stacked; None if it has
-        none."""
+    def of(
+        cls, shape: Sequence[int], logical: PartitionSpec, spec: PartitionSpec, zero: Sharding = NOT_SHARDED
+    ) -> "Matrices | None":
+        """The matrices of a weight with these sizes and names of its dims, that ZeRO shards so, and with this spec when
+        stacked; None if it has none."""
         found = matrix_dims(logical)
         if found is None:
             return None
@@ -67,11 +71,25 @@ class Matrices:
         def axes(entries: tuple) -> tuple[str, ...]:
             return tuple(axis for entry in entries for axis in entry_axes(entry))
 
+        num_rows, num_columns = math.prod(shape[-rows - columns : -columns]), math.prod(shape[-columns:])
+        if zero.joined and zero.dim > -columns:
+            columns -= 1
+        elif zero.joined:
+            rows -= 1
         sides = slice(-rows - columns, -columns), slice(-columns, None)
-        num_rows, num_columns = (math.prod(shape[side]) for side in sides)
         copied_over = tuple(axis for axis in MESH_AXES if axis not in spec_axes(spec))
         row_axes, column_axes = (axes(spec[side]) for side in sides)
         return cls(rows, columns, num_rows, num_columns, row_axes, column_axes, copied_over)
+
+
+def joinable_dims(logical: PartitionSpec) -> Sequence[int]:
+    """Which dims of a weight with these names ZeRO may join to the next: those of one side of its matrices, and both
+    sides that are one dim each."""
+    ndim, sides = len(logical), matrix_dims(logical)
+    if sides is None:
+        return range(ndim)
+    last_row = ndim - sides[1] - 1
+    return [dim for dim in range(ndim - sum(sides), ndim) if dim != last_row or sides == (1, 1)]
 
 
 @dataclass(frozen=True, order=True)
@@ -79,8 +97,9 @@ class _Deal:
     """How matrices of the same shape are dealt out and returned. Matrices are wide: no more rows than columns.
 
     Attributes:
-        num_rows, num_columns: of a whole matrix.
+        num_rows, num_columns: of a whole matrix, with padding.
         row_axes, column_axes, copied_over: see `Matrices`.
+        joined: rows and columns of a matrix that shards hold as one row.
     """
 
     num_rows: int
@@ -88,6 +107,7 @@ class _Deal:
     row_axes: tuple[str, ...]
     column_axes: tuple[str, ...]
     copied_over: tuple[str, ...]
+    joined: tuple[int, ...] = ()
 
     @property
     def transposed(self) -> "_Deal":
@@ -103,6 +123,11 @@ class _Deal:
         """Number of devices that hold one matrix together."""
         return axis_size(self.row_axes) * axis_size(self.column_axes)
 
+    @property
+    def _is_wide(self) -> bool:
+        """Whether joined matrices are."""
+        return self.joined[0] <= self.joined[1]
+
     def whole(self, x_NRC: Array) -> Array:
         """This device's share of whole matrices, from its shards of all, whose number `devices` must divide."""
         x_NRC = own_shard(x_NRC, 0, self.copied_over) if axis_size(self.copied_over) > 1 else x_NRC
@@ -111,10 +136,17 @@ class _Deal:
         _, rows, columns = x_NRC.shape
         x_NRC = self._exchanged(x_NRC)
         x = x_NRC.reshape(axis_size(self.row_axes), axis_size(self.column_axes), -1, rows, columns)
-        return x.transpose(2, 0, 3, 1, 4).reshape(-1, self.num_rows, self.num_columns)
+        x_NRC = x.transpose(2, 0, 3, 1, 4).reshape(-1, self.num_rows, self.num_columns)
+        if not self.joined:
+            return x_NRC
+        x_NRC = x_NRC[:, 0, : math.prod(self.joined)].reshape(-1, *self.joined)
+        return x_NRC if self._is_wide else x_NRC.mT
 
     def shards(self, x_NRC: Array) -> Array:
         """The inverse of `whole`."""
+        if self.joined:
+            x_NRC = (x_NRC if self._is_wide else x_NRC.mT).reshape(len(x_NRC), 1, -1)
+            x_NRC = jnp.pad(x_NRC, ((0, 0), (0, 0), (0, self.num_columns - x_NRC.shape[2])))
         if self._owners > 1:
             row_parts, column_parts = axis_size(self.row_axes), axis_size(self.column_axes)
             rows, columns = self.num_rows // row_parts, self.num_columns // column_parts
@@ -179,7 +211,8 @@ def orthogonal_updates(
         of = matrices[path]
         x_NRC = x.reshape(-1, *map(math.prod, (x.shape[-of.rows - of.columns : -of.columns], x.shape[-of.columns :])))
         rows, columns = x_NRC.shape[1] * axis_size(of.row_axes), x_NRC.shape[2] * axis_size(of.column_axes)
-        deal = _Deal(rows, columns, of.row_axes, of.column_axes, of.copied_over)
+        joined = () if of.rows else (of.num_rows, of.num_columns)
+        deal = _Deal(rows, columns, of.row_axes, of.column_axes, of.copied_over, joined)
         scales[path], is_wide[path] = _scale(of.num_rows, of.num_columns, config), deal <= deal.transposed
         dealt[min(deal, deal.transposed)][path] = x_NRC if is_wide[path] else x_NRC.mT
     found = {}

@@ -42,7 +42,7 @@ from megajax.core.pipeline.placement import Placement
 from megajax.core.precision import COMPUTE_DTYPE, MAIN_DTYPE
 from megajax.core.program.float8 import LayerCopies
 from megajax.core.program.overlap import overlaps_gathers, size_of_layers
-from megajax.core.program.weight import ON_STAGES, Path, Weight, gathered_late, joins_dims, weights_of
+from megajax.core.program.weight import ON_STAGES, Path, Weight, gathered_late, joins_of, weights_of
 
 Tree = Any
 Convert = Callable[..., Array]
@@ -100,7 +100,7 @@ class StateLayout:
         whole_heads = config.model.num_kv_heads % config.mesh.tensor == 0
         rules = rules_of(split_vocabulary=config.splits_vocabulary, split_kv_heads=whole_heads)
         zero = config.optimizer.zero
-        sizes, joins = config.mesh.on_devices, joins_dims(config)
+        sizes, joins = config.mesh.on_devices, joins_of(config)
         weights = weights_of(model, adapters, rules, self.placement, sizes, zero, joins)
         trained = jax.tree.leaves(self.trained(weights))
         self.gathers_late = overlaps_gathers(config, backend, size_of_layers(trained), copied=operand_dtype is not None)

@@ -1,7 +1,7 @@
 """Everything that is known of a weight on a mesh before it has numbers, in one record. The specs of the state, its
 canonical form, ZeRO's exchanges, Muon's matrices, float8 copies and what `megajax/plan/` computes follow from it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -24,7 +24,7 @@ from megajax.core.models.freeze import is_head
 from megajax.core.models.lora import LORA, Adapters
 from megajax.core.models.router import balances_router
 from megajax.core.models.staged import StagedModel
-from megajax.core.optim.muon import Matrices
+from megajax.core.optim.muon import Matrices, joinable_dims
 from megajax.core.parallel.collectives import PIPE, spec_axes
 from megajax.core.parallel.float8 import Copies, copies_by_dims
 from megajax.core.parallel.shards import NOT_SHARDED, Sharding
@@ -147,7 +147,7 @@ class Weight:
     @cached_property
     def matrices(self) -> Matrices | None:
         """How Muon's matrices in it are sharded; None if AdamW updates it even then."""
-        return Matrices.of(self.shape, self.logical, self.stage_spec(self.owned)) if self.stack else None
+        return Matrices.of(self.shape, self.logical, self.stage_spec(self.owned), self.owned) if self.stack else None
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -169,10 +169,23 @@ class Weight:
         return copies_by_dims(make, ndim - inner - outer, inner, ndim, both=both, wide=wide)
 
 
-def joins_dims(config: StepConfig) -> bool:
-    """Whether ZeRO may join two dims of a weight to one: not if something else needs them, Muon's matrices or the
-    scales of float8 copies."""
-    return config.optimizer.name != "muon" and config.precision not in OPERAND_DTYPE
+Joins = Callable[[PartitionSpec], Sequence[int]]
+
+
+def joins_of(config: StepConfig) -> Joins:
+    """Which dims of a weight with these names ZeRO may join to the next: all but those that something else needs, the
+    scales of float8 copies or Muon's matrices."""
+    if config.precision in OPERAND_DTYPE:
+        return _no_dims
+    return joinable_dims if config.optimizer.name == "muon" else _all_dims
+
+
+def _no_dims(logical: PartitionSpec) -> Sequence[int]:
+    return ()
+
+
+def _all_dims(logical: PartitionSpec) -> Sequence[int]:
+    return range(len(logical))
 
 
 def gathered_late(weights: Tree, model: ModelConfig) -> Tree:
@@ -187,10 +200,10 @@ def weights_of(
     stack: Placement,
     sizes: Mapping[str, int],
     zero_stage: int,
-    joins: bool = False,
+    joins: Joins = _no_dims,
 ) -> Tree:
     """The record of every weight, in the structure of `TrainState.params`, by the mesh axes of logical dims
-    (`mesh.rules_of`), how layers are stacked, the sizes of the mesh axes, and whether ZeRO joins dims of weights."""
+    (`mesh.rules_of`), how layers are stacked, the sizes of the mesh axes, and which dims of a weight ZeRO joins."""
     products = {("blocks", *path) for path in model.products}
 
     def records(part: StagedModel | Adapters) -> Tree:
@@ -199,7 +212,7 @@ def weights_of(
             stacked = int(path[0] == "blocks")  # whether the first dim is that of the layers
             shape, logical = leaf.shape[stacked:], PartitionSpec(*dims[stacked:])
             spec = mesh_spec(logical, rules)
-            zero = zero_sharding(spec, shape, sizes, joins=joins)
+            zero = zero_sharding(spec, shape, sizes, joins=joins(logical))
             return Weight(
                 path=path,
                 shape=shape,

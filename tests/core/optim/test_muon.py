@@ -120,6 +120,7 @@ ROWS = [  # mesh, model, what else
     full((2, 1, 2), "gpt2", {"num_layers": 2}),  # a device's share is that of one weight (see `_Deal._exchanged`)
     full((8, 1, 1), "gpt2", {}),
     full((3, 1, 2), "gpt2", {}),
+    full((7, 1, 1), "gpt2", {}),  # rows and columns are one dim of a shard
     full((1, 1, 8), "gpt2", {}),
     full((4, 1, 2), "qwen3", {"zero": 3}),
     full((2, 1, 2, 2), "llama", {"zero": 3}),
