@@ -17,6 +17,7 @@ from megajax.data.text.indexed import prepared_prefix
 from megajax.data.text.tokenizers import is_tokenizer_folder
 from megajax.host.files import put_back
 from megajax.runs.lock import RunLock
+from megajax.runs.metrics import read_metrics
 from megajax.runs.order import Order, next_order
 from megajax.runs.ownership import (
     IMPORTED,
@@ -104,6 +105,15 @@ def trained_again(config: Config, run_dir: Path) -> str:
 def trained_steps(run_dir: Path) -> int:
     """The step of a run's newest checkpoint; 0 if there is none."""
     return max(candidates(run_dir / "checkpoints"), default=0)
+
+
+def without_checkpoint(run_dir: Path) -> str:
+    """A line about recorded steps that no checkpoint has, so that they are trained again; empty if there are none."""
+    newest, recorded = trained_steps(run_dir), max((record["step"] for record in read_metrics(run_dir)), default=0)
+    if recorded <= newest:
+        return ""
+    there = f"the newest checkpoint is of step {newest}" if newest else "there is no checkpoint; the run begins anew"
+    return f"{run_dir} was trained up to step {recorded}, and {there}"
 
 
 @contextlib.contextmanager

@@ -38,6 +38,7 @@ from megajax.runs.directory import (
     stored_optimizer,
     trained_again,
     trained_steps,
+    without_checkpoint,
 )
 from megajax.runs.forms import measured_backend
 from megajax.runs.init import check_first_weights, keep_init_tokenizer, keep_tokenizer
@@ -79,12 +80,13 @@ def train_here(config: Config, *, skip_finished: bool = False, given: Supplied =
         config = without_validation(config, data_set)
     lock, display = RunLock(run_dir), Display(is_first_process())
     earlier: OptimizerConfig | None = None
-    again = ""
+    notes: list[str] = []
 
     def begin() -> list[int]:
-        nonlocal earlier, again
+        nonlocal earlier
         with claimed(run_dir, config, lock):
-            earlier, again = earlier_optimizer(config, run_dir), trained_again(config, run_dir)
+            earlier = earlier_optimizer(config, run_dir)
+            notes.extend((trained_again(config, run_dir), without_checkpoint(run_dir)))
             corpora = make_data(config, run_dir / "data", run_dir, given)
             order = start_order(config, run_dir, run_dir / "data", corpora)
             check_ramp(config, order.sizes, order.parts[-1].step)
@@ -109,7 +111,7 @@ def train_here(config: Config, *, skip_finished: bool = False, given: Supplied =
             with display.phase("choosing the fastest attention and matrix products", announced=False):
                 backend = measured_backend(program, data.train, run_dir, candidates)
             program = Program(ours, program.mesh, backend)
-        say("\n".join(filter(None, [describe(ours, program, data, order, earlier), again])))
+        say("\n".join(filter(None, [describe(ours, program, data, order, earlier), *notes])))
         with watched(display.phase):
             run = Trainer(ours, program, data, order, lock, given)
         _check_length(run, with_total_steps(config, data.train, kept, run.order))

@@ -13,6 +13,8 @@ from results import assert_close_losses, assert_same_checkpoint, checkpoint_step
 from test_dry_run import TWO
 from tiny import full
 
+from megajax.runs.directory import trained_steps
+
 UNROLLED = ("--model.scan-layers", "auto")  # as users have them
 
 
@@ -104,7 +106,7 @@ def test_a_killed_run_goes_on_by_the_same_command(commands: Commands, straight: 
     # Nobody reads what it prints, and the pipe is small and nearly full: it stops in the middle, at some step's line.
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
-    os.write(writing, b"." * (4096 - 1100))
+    os.write(writing, b"." * (4096 - 2000))
     process = commands.start(*line, stdout=writing)
     os.close(writing)
     try:
@@ -122,7 +124,10 @@ def test_a_killed_run_goes_on_by_the_same_command(commands: Commands, straight: 
     assert process.returncode == -signal.SIGKILL, error
     assert 5 <= curve(run)[-1][0] < 20
 
-    commands.run_process(*line).ok()
+    reached, newest = curve(run)[-1][0], trained_steps(run)
+    done = commands.run_process(*line).ok()
+    told = f"was trained up to step {reached}, and the newest checkpoint is of step {newest}"
+    assert (told in done.out) == (reached > newest)
     steps = [(record["step"], "loss" in record) for record in records(run)]
     assert len(steps) == len(set(steps))
     assert curve(run) == curve(straight.folder)

@@ -13,12 +13,20 @@ from megajax.data.config import DataConfig, TokenizerConfig
 from megajax.data.text.indexed import IndexedWriter
 from megajax.data.text.tokenizers import train_tokenizer
 from megajax.evaluation.pretrained import evaluate_perplexity
-from megajax.runs.directory import check_claim
+from megajax.runs.directory import check_claim, without_checkpoint
 from megajax.runs.init import check_init
 from megajax.runs.ownership import mark
 from megajax.runs.trained import evaluation_config, run_tokenizer
 from megajax.settings.config import Config, to_toml
 from megajax.settings.flags import parse
+
+
+def test_steps_that_no_checkpoint_has_are_told(tmp_path: Path) -> None:
+    """They are trained again (`test_resume.py` has a killed run)."""
+    run = make_run(tmp_path / "run")
+    assert without_checkpoint(run) == ""
+    (run / "metrics.jsonl").write_text('{"step": 7, "loss": 1.0}\n')
+    assert without_checkpoint(run).endswith("up to step 7, and there is no checkpoint; the run begins anew")
 
 
 def make_run(folder: Path, **model: object) -> Path:
