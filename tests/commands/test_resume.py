@@ -125,9 +125,9 @@ def test_a_killed_run_goes_on_by_the_same_command(commands: Commands, straight: 
     assert 5 <= curve(run)[-1][0] < 20
 
     reached, newest = curve(run)[-1][0], trained_steps(run)
-    done = commands.run_process(*line).ok()
+    out = commands.run_process(*line).ok()
     told = f"was trained up to step {reached}, and the newest checkpoint is of step {newest}"
-    assert (told in done.out) == (reached > newest)
+    assert (told in out) == (reached > newest)
     steps = [(record["step"], "loss" in record) for record in records(run)]
     assert len(steps) == len(set(steps))
     assert curve(run) == curve(straight.folder)
