@@ -177,9 +177,11 @@ def test_other_precisions_optimizers_and_mixtures(config: Config) -> None:
 
 
 def test_dropless_experts_in_the_blocks_of_kernels() -> None:
-    """On axes of experts and context, their products in a loop: the kernels' interpreter has one device."""
+    """On axes of experts and context, their products in a loop: the kernels' interpreter has one device. Keys of
+    documents are gathered, as in no other default row."""
     blocks = {name: getattr(HOPPER, name) for name in ("expert_block", "expert_bytes", "expert_kernel")}
-    config = tiny_config((1, 1, 2, 1), expert=2, **MIXED | UNDROPPED)
+    gathered = {"context_attention": "gather", "reset_attention": True, "sliding_window": 3}
+    config = tiny_config((1, 1, 2, 1), expert=2, **MIXED | UNDROPPED | gathered)
     assert_exact(config, branches=False, planned=False, **blocks)
 
 
@@ -227,7 +229,7 @@ IN_STAGES = {"mesh": (1, 2, 1), "expert": 2, "num_layers": 3, "dense_layers": 1}
 SUMMED = {"scan_layers": "false", "tied_embedding": True, "optimizer": {"sums_in_products": "true"}}
 PREDICTING = {
     "documents, stages, sequence": {"mesh": (1, 2, 2), "reset_attention": True, "sequence_parallel": True, "zero": 3}
-    | {"num_layers": 2, "tied_embedding": True, **UNDROPPED},
+    | {"num_layers": 2, "tied_embedding": True, "sliding_window": 3, "window_layers": "1,1", **UNDROPPED},
     "mixture, stages, deferred": LATER | MIXED | IN_STAGES | {"balance": "both", "expert_capacity": 1.0},
     "mixture, split": MIXED | {"mesh": (1, 2, 1), "expert": 2, "num_layers": 2, "vocabulary": "split"},
     "mixture, gathered": MIXED | {"mesh": (1, 1, 2, 1), "expert": 2, "balance": "both", "context_attention": "gather"},
