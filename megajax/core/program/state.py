@@ -213,7 +213,9 @@ class StateLayout:
             frozen, index = jnp.asarray(mask), self.placement.layer_index
             if weight.stack:
                 frozen = jnp.asarray((index >= 0) & mask[index])[:, axis_index(PIPE), None]
-            return jnp.where(frozen.reshape(*frozen.shape, *[1] * (new.ndim - frozen.ndim)), old, new)
+                return jnp.where(frozen.reshape(*frozen.shape, *[1] * (new.ndim - frozen.ndim)), old, new)
+            frozen = jnp.broadcast_to(frozen.reshape(-1, *[1] * (len(weight.whole) - 1)), weight.whole)
+            return jnp.where(Shards(weight.owned).take(frozen), old, new)  # of layers, which ZeRO may shard
 
         return map_with_path(choose, new, old) if self.frozen else new
 

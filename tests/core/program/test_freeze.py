@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from field import assert_exact
 from jax.sharding import PartitionSpec
-from tiny import LLAMA, full, tiny_config, tiny_program, user_error
+from tiny import LLAMA, MIXTURE, full, tiny_config, tiny_program, user_error
 
 from megajax.core.mesh import make_mesh
 from megajax.core.models.freeze import fewer_layers, frozen_weights, untrained_layers
@@ -89,6 +89,7 @@ def test_ranges_are_scaled_with_the_layers():
 FREEZE = ("embedding,layers.0-1", "layers.3.mlp", "final_norm.scale")
 INTERLEAVED = {"schedule": "interleaved", "chunks": 2, "microbatch": 1}
 MUON = {"optimizer": AT_ONCE | {"name": "muon", "epsilon": 1e-4}, "ema": 0.5}
+DENSE = MIXTURE | {"num_experts": 4, "dense_layers": 2, "num_layers": 3}  # ZeRO shards the dim of those layers
 SMALL = {"hidden_size": 16, "num_heads": 4, "sequence_length": 8, "vocab_size": 21}
 
 
@@ -123,6 +124,8 @@ def test_what_is_frozen_stays_and_does_not_count():
         full((2, 2, 2), FREEZE, {}, {"zero": 3, "weight_gradients": "deferred", "microbatch": 1}),
         full((2, 2, 2), FREEZE, LLAMA, {"zero": 0, "vocabulary": "split", "remat": "stage", "microbatch": 1}),
         full((1, 2, 1), ("layers.1-3", "head"), {}, {"weight_gradients": "deferred", "microbatch": 1}),
+        ((2, 1, 1), ("layers.0",), DENSE, {}),
+        full((3, 1, 1), ("layers.0",), DENSE | {"global_batch": 6}, {"zero": 3}),
         full((2, 1, 2), ("embedding,layers.0-3",), {"family": "bert"}, {"zero": 3, "sequence_parallel": True}),
     ],
 )
