@@ -1,6 +1,8 @@
 """What a step communicates, planned by traced parts and in theory, against its jaxpr: every kind, axes, shape, bytes
 and count."""
 
+from dataclasses import replace
+
 import pytest
 from counting import collectives_of_a_step
 from parity_grid import DEFAULT, LONGER, REST, config_of, name
@@ -72,8 +74,6 @@ def test_muon_equals_the_jaxpr(row):
 @pytest.mark.parametrize("row", [*DEFAULT, *LONGER], ids=name)
 def test_half_precision_equals_the_jaxpr(row, precision):
     """Where gradients are summed in it, too."""
-    from dataclasses import replace
-
     config = config_of(row, precision=precision)
     check(replace(config, optimizer=replace(config.optimizer, gradient_dtype=precision)))
 
