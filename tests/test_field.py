@@ -278,7 +278,7 @@ ODD = [  # numbers of devices that divide no dim of most weights
 ]
 
 
-@pytest.mark.parametrize("config", [*ODD[:2], *map(full, ODD[2:])], ids=lambda each: f"{each.precision}, {each.mesh}")
+@pytest.mark.parametrize("config", [*ODD[:3], *map(full, ODD[3:])], ids=lambda each: f"{each.precision}, {each.mesh}")
 def test_state_is_sharded_over_any_number_of_devices(config: Config) -> None:
     """Padded, and where that suffices with two dims joined, and as exact: norms, clipped gradients, moments and
     averages among it."""
