@@ -13,6 +13,7 @@ from megajax.core.config import MeshConfig
 from megajax.core.errors import UserError
 from megajax.core.options import Option, between
 from megajax.host.children import children, num_cores
+from megajax.host.garbage import rarely_collected
 from megajax.settings.config import Config, DistributedConfig
 from megajax.settings.flags import MESH_FLAGS, Parser, add_flag
 from megajax.settings.plugins import load_plugins
@@ -110,7 +111,7 @@ def _beside(config: Config, devices: int) -> "list[Finding]":
     load_plugins(config.plugins)
     small = _begun(config, devices, exact=True)
 
-    from megajax.verify.exact import checked_beside, rarely_collected
+    from megajax.verify.exact import checked_beside
     from megajax.verify.forms import steady
 
     with rarely_collected():

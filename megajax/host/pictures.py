@@ -1,9 +1,6 @@
 """Pictures marked with the program that drew them, so that drawing never overwrites any other file."""
 
-import contextlib
-import gc
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +13,6 @@ def new_figure(inches: tuple[float, float], dpi: int) -> Any:
     figure = Figure(figsize=inches, dpi=dpi, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
-
-
-@contextlib.contextmanager
-def freed() -> Iterator[None]:
-    """Free the figures made and dropped in the block. Each holds about 10 MB in cycles, which Python finds only in a
-    full collection, and that is rare. Here they stay in the youngest generation, whose collection is quick."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.collect(0)
-        if was_enabled:
-            gc.enable()
 
 
 def save(figure: Any, path: Path, mark: bytes) -> None:

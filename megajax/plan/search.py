@@ -22,6 +22,7 @@ from megajax.core.options import as_flag, options
 from megajax.core.pipeline.config import PipelineConfig, has_table
 from megajax.core.pipeline.placement import Placement
 from megajax.core.pipeline.schedule import SCHEDULES
+from megajax.host.garbage import rarely_collected
 from megajax.host.signals import Stopped, stop_signals
 from megajax.plan.communication import group_of
 from megajax.plan.costs import StepCost
@@ -47,6 +48,7 @@ _OTHERS = (
 )  # fmt: skip
 _BUT_MICROBATCH = attrgetter(*_SAVING, *_OTHERS)  # what varies on a mesh
 _BUT_SAVING = attrgetter("train.microbatch", *_OTHERS)
+_SLOWEST = 1.25  # times the fastest step found in half of the memory
 _MOST_CHUNKS = 12
 _MOST_CELLS = 4096  # in a table whose buffers cannot be found from a shorter one
 
@@ -112,6 +114,7 @@ class Found:
         return chosen
 
 
+@rarely_collected()
 def search(
     config: Config,
     devices: int,
@@ -122,9 +125,10 @@ def search(
     watch: Watch = _unwatched,
 ) -> Found:
     """Search all meshes of `devices` GPUs with every schedule, chunk count, microbatch size, recomputation, sequence
-    parallelism, deferral and context attention, with ZeRO 1 and 3, even stages, fewer layers beside the head or a split
-    vocabulary, with layers unrolled or as a scan; `context` is for long sequences, and `tensor` for the devices of a
-    server, unless nothing fits otherwise. What only saves memory is not tried where half of it is free without.
+    parallelism and deferral, the faster context attention, with ZeRO 1 and 3, even stages, fewer layers beside the head
+    or a split vocabulary, with layers unrolled or as a scan; `context` is for long sequences, and `tensor` for the
+    devices of a server, unless nothing fits otherwise. What only saves memory is not tried where half of it is free
+    without, nor what would be slower by a quarter than another in half of it, even if no stage waited.
     Model, batch, precision and those keys of `VARIED` that are `given` stay fixed. `count` of the best are planned in
     full. If a deferred signal comes meanwhile, the rest is not tried. Raises `UserError` if nothing fits, or if the
     model has no such mesh, with the reason."""
@@ -154,6 +158,7 @@ def _tried(
 ) -> tuple[int, Any, list]:
     """The number of configurations, the one with the fewest bytes, and all that fit."""
     tried, smallest, fitting, backend = 0, None, list[Candidate](), backend_of(machine)
+    fastest = math.inf  # in half of the memory
     layers = config.pipeline.layers if "pipeline.layers" in fixed else ""
     meshes = list(_on_meshes(config, devices, fixed, limits))
     if not meshes:
@@ -162,9 +167,12 @@ def _tried(
         for number, base in enumerate(_until_stopped(iter(meshes))):
             tell(number)
             costs, models, ample = _Costs(backend), _Models(machine), _Ample()
+            if _has_faster_way(base, fixed, machine):
+                continue
             too_large = set()  # a larger microbatch needs more memory
+            too_slow = set()  # what saves more memory is slower
             for each in _until_stopped(_of_mesh(base, fixed, machine.server)):
-                if _BUT_MICROBATCH(each) in too_large:
+                if _BUT_MICROBATCH(each) in too_large or _BUT_SAVING(each) in too_slow:
                     continue
                 possible = list(_pipelines_of(each, fixed))
                 pipelines = [one for one in possible if not ample.has(each, one)]
@@ -176,6 +184,9 @@ def _tried(
                 if each.mesh.replica > 1 and "optimizer.zero_ranks" not in fixed and not models.gains(each, cost):
                     continue
                 model = cache(partial(models.of, each, cost))
+                if fastest < math.inf and model().least > _SLOWEST * fastest:
+                    too_slow.add(_BUT_SAVING(each))
+                    continue
                 needs = MemoryModel(each, backend, cost)
                 sizes = list(_sizes(each, pipelines, layers, model, needs, machine.usable))
                 tried += len(sizes)
@@ -190,6 +201,8 @@ def _tried(
                     if size <= machine.usable:
                         time = model().time(pipeline, exact=False)
                         fitting.append(Candidate(each, pipeline, time.parts, needed, time.seconds, size))
+                        if size <= machine.usable / 2:
+                            fastest = min(fastest, time.seconds)
     return tried, smallest, fitting
 
 
@@ -248,6 +261,20 @@ class _Models:
             fewer, more = (self.of(each, cost).time(plain, exact=False).seconds for each in (config, over_all))
             self._gains[zero] = fewer < more
         return self._gains[zero]
+
+
+def _has_faster_way(base: Config, fixed: frozenset[str], machine: Machine) -> bool:
+    """Whether the other way of context attention is faster, decided once for a mesh."""
+    ways = _with_ways(base.model, base.mesh, fixed)
+    first = next(_of_mesh(base, fixed, machine.server), None)
+    if len(ways) == 1 or first is None:
+        return False
+
+    def seconds(way: ModelConfig) -> float:
+        config = replace(first, model=replace(first.model, context_attention=way.context_attention))
+        return StepModel(config, machine, step_cost(config, backend_of(machine), scaled=True)).least
+
+    return min(ways, key=seconds).context_attention != base.model.context_attention
 
 
 def _until_stopped(configs: Iterator[Config]) -> Iterator[Config]:
@@ -319,7 +346,7 @@ def _with_ways(model: ModelConfig, mesh: MeshConfig, fixed: frozenset[str]) -> l
     if mesh.context == 1 or "model.context_attention" in fixed:
         return [model]
     gathers, divides = (replace(model, context_attention=way) for way in ("gather", "heads"))
-    return [gathers, divides] if model.num_heads // mesh.tensor % mesh.context == 0 else [gathers]
+    return [divides, gathers] if model.num_heads // mesh.tensor % mesh.context == 0 else [gathers]
 
 
 def _meshes(devices: int, limited: Mapping[str, list[int]]) -> Iterator[MeshConfig]:

@@ -158,6 +158,14 @@ class StepModel:
             seconds, parts, stages, bubble, tokens / seconds, flops, mfu, mfu * seen, self.work.expert_loop
         )
 
+    @property
+    def least(self) -> float:
+        """Seconds of a step if all stages had equally much to do and none waited: no schedule and no placement of the
+        layers is faster."""
+        layers = self.config.model.num_blocks * sum(visit.total for visit in self._layer)
+        work = layers + sum(visit.total for visit in self._ends.values())
+        return self.sizes.microbatches * work / self.config.mesh.pipe + sum(self._once.values())
+
     @cached_property
     def head_in_layers(self) -> float:
         """What the head costs the last stage more than others, in layers; nothing if all stages share it."""

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megajax.host.files import file_atomically
+from megajax.host.garbage import freed
 from megajax.host.paths import identity
-from megajax.host.pictures import freed, new_figure, save
+from megajax.host.pictures import new_figure, save
 from megajax.training.trackers import Tracker
 
 _SMOOTHED = 40  # shorter lines are not smoothed

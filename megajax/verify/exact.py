@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import gc
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
@@ -14,6 +13,7 @@ from megajax.core.backend import CPU, Backend
 from megajax.core.errors import RunError
 from megajax.core.precision import OPERAND_DTYPE
 from megajax.exact.interpreter import UnknownPrimitive
+from megajax.host.garbage import rarely_collected
 from megajax.settings.config import Config
 from megajax.verify.beside import beside_training
 from megajax.verify.fields import ExactStep, Outcome, Values, activation_error, recorded_step, run_step, unequal
@@ -27,19 +27,6 @@ from megajax.verify.verdict import AVERAGE, EXACT, UNMOVED, WEIGHTS, Finding, Ve
 
 TRACED = "tracing of the step"
 _REFUSALS = TracingError, RunError
-
-
-@contextlib.contextmanager
-def rarely_collected() -> Iterator[None]:
-    """Look for garbage less often: tracing makes many objects that stay."""
-    before = gc.get_threshold()
-    gc.freeze()
-    gc.set_threshold(100_000, *before[1:])
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        gc.set_threshold(*before)
 
 
 @rarely_collected()

@@ -2,7 +2,9 @@
 the page."""
 
 import json
+import math
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from operator import attrgetter
 
@@ -27,8 +29,16 @@ from megajax.settings.config import Config
 GIVEN = ["train.remat"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def slow_ones_are_tried() -> Iterator[None]:
+    """All that is slower than others, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megajax.plan.search._SLOWEST", math.inf)
+        yield
+
+
 @pytest.fixture(scope="module")
-def found() -> Found:
+def found(slow_ones_are_tried: None) -> Found:
     return search(CONFIG, 4, H100, given=GIVEN)
 
 

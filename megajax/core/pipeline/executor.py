@@ -10,6 +10,7 @@ over microbatches, without conditionals or buffers.
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -165,6 +166,7 @@ class Pipeline:
     def _with(self, shared: Tree, layers: Tree, *, awaits: bool = False) -> "Pipeline":
         """The same with other weights."""
         other = copy(self)
+        vars(other).pop("_forward_types", None)
         other.ends, other.layers = (
             replace(self.ends, shared=shared),
             replace(self.layers, weights=layers, awaits=awaits),
@@ -279,7 +281,11 @@ class Pipeline:
 
     def residual_types(self) -> list[jax.ShapeDtypeStruct]:
         """Types of the residuals that a stage saves for one microbatch and chunk until its backward."""
-        return jax.eval_shape(lambda x: self.layers.forward(0, x, self._context(0)), idle(self.x_type))[1]
+        return self._forward_types[1]
+
+    @cached_property
+    def _forward_types(self) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
+        return jax.eval_shape(lambda x: self.layers.forward(0, x, self._context(0)), idle(self.x_type))
 
     def factor_types(self) -> Tree:
         """Types of the factors that a stage saves for one chunk until its deferred weight gradients are computed."""
@@ -288,6 +294,8 @@ class Pipeline:
 
     def no_figures(self) -> Figures:
         """Zeros like a chunk's figures."""
+        if self.num_stages > 1:  # which need these types anyway
+            return jax.tree.map(zeros_like_type, self._forward_types[0][1])
         types = jax.eval_shape(lambda: self.layers.run(0, idle(self.x_type), self._context(0)))[1]
         return jax.tree.map(zeros_like_type, types)
 

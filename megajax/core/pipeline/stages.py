@@ -11,7 +11,7 @@ if the gradient is cast before it is added.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -77,6 +77,7 @@ class Layers:
     frozen: frozenset[Path] = frozenset()  # weights that have no gradient
     first_trained: int = 0  # the backward pass leaves out the layers before this one
     awaits: bool = False  # a layer's forward waits for all of its weights, and those of the next layer arrive meanwhile
+    _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # see `_traced_once`
 
     @property
     def num_chunks(self) -> int:
@@ -134,7 +135,16 @@ class Layers:
         return self._layer_factors(own, x, context)
 
     def _layer_factors(self, gathered: Tree, x: Array, context: Tree) -> Factors:
-        return NO_FACTORS if self.products is None else jax.eval_shape(self.products.factors, gathered, x, context)
+        if self.products is None:
+            return NO_FACTORS
+        return self._traced_once("factors", self.products.factors, gathered, x, context)
+
+    def _traced_once(self, name: str, function: Callable, *args: Any) -> Any:
+        """What a function returns, its arrays as types; it is known if it was asked for arguments of these types."""
+        key = name, _types(args)
+        if key not in self._known:
+            self._known[key] = jax.eval_shape(function, *args)
+        return self._known[key]
 
     def run(self, chunk: Number, x: Array, context: Tree) -> Output:
         """Run a chunk forward without saving residuals."""
@@ -158,9 +168,9 @@ class Layers:
                 x, weights = tied((x, own)) if self.awaits else (x, own)
                 gathered = self.storage.gather(weights)
                 dummies = self._dummies(gathered, x, context)
-                (y, figures), residuals, _ = with_pullback(
-                    self.function, self._apart, gathered, dummies, index, x, context
-                )
+                args = gathered, dummies, index, x, context
+                (y, figures), residuals, pullback = with_pullback(self.function, self._apart, *args)
+                self._known["pullback", _types(args)] = pullback
                 return y, (figures, residuals)
 
             if not self.padded:
@@ -193,8 +203,8 @@ class Layers:
                 gathered = self.storage.gather(own)
                 # The gradient has the same type as the input.
                 dummies = self._dummies(gathered, grad, context)
-                structure = lambda *args: with_pullback(self.function, self._apart, *args)[2]  # noqa: E731
-                pullback = jax.eval_shape(structure, gathered, dummies, index, grad, context)
+                found = lambda *args: with_pullback(self.function, self._apart, *args)[2]  # noqa: E731
+                pullback = self._traced_once("pullback", found, gathered, dummies, index, grad, context)
                 grads, factors, grad = pullback.restore((gathered, dummies), residuals)(grad)
                 if self.products is not None and not self.deferred:
                     grads, factors = grads | self._of_factors(own, factors, sums.total), NO_FACTORS
@@ -262,6 +272,12 @@ class Layers:
 
         slots = stack if self.num_chunks == 1 else self._slots(chunk)
         return lax.scan(body, carry, (slots, xs), reverse=reverse, unroll=self.unroll)
+
+
+def _types(args: Tree) -> tuple[Any, ...]:
+    """The types of arrays in a tree, hashable."""
+    leaves, structure = jax.tree.flatten(jax.eval_shape(lambda args: args, args))
+    return structure, *leaves
 
 
 def stacked(layers: Tree) -> Tree:
