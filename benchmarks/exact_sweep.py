@@ -91,7 +91,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--meshes", type=int, default=64)
-    parser.add_argument("--presets", nargs="+", default=[*preset_names(), *names_in_folders()])
+    names = [*preset_names(), *names_in_folders()]
+    parser.add_argument("--presets", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--devices", type=int, default=64)
     parser.add_argument("--jobs", type=int, default=1)
