@@ -44,7 +44,7 @@ def trace(
     state or a fresh one. `quick_compile` does not optimize the CPU's machine code."""
     program = Program.on(config, list(jax.devices() if devices is None else devices)[: config.mesh.num_devices])
     options: dict[str, Any] = {"xla_backend_optimization_level": 0} if quick_compile else {}
-    state = program.layout.init(options) if canonical is None else program.layout.from_canonical(canonical)
+    state = program.layout.init() if canonical is None else program.layout.from_canonical(canonical)
     losses, gradients = [], []
     train_step = train_step_with_gradients(program).lower(state, placed_batch(program, 0)).compile(options)
     for step in range(steps):

@@ -131,7 +131,7 @@ def run(
             whole = train_step_with_gradients(program).trace(program.layout.shapes, program.batch_types)
         options: dict[str, Any] = dict(QUICK) if quick_compile else {}
         layout = program.layout
-        fresh = _canonical(program, layout.init(options).params) if with_fresh else {}
+        fresh = _canonical(program, layout.init().params) if with_fresh else {}
         state = layout.from_canonical(drawn_state(program))
         *batches, extra = (placed_batch(program, step) for step in range(steps + 1))
         step = whole.lower().compile(options)

@@ -15,6 +15,7 @@ from megajax.core.models.config import ModelConfig
 from megajax.core.models.flops import step_flops, step_products
 from megajax.core.models.staged import StagedModel, count_parameters
 from megajax.core.parallel.boundary import F_AND_G
+from megajax.core.program.state import INIT_OPTIONS
 from megajax.core.program.train_step import train_step
 from megajax.settings.presets import load_preset, resolve
 from megajax.verify import named_leaves
@@ -31,7 +32,7 @@ def test_the_count_is_the_formula(layers):
     assert count_parameters(config) == layers * (12 * h**2 + 13 * h) + (128 + config.sequence_length + 2) * h
 
 
-init_wide = jax.jit(StagedModel(WIDE, F_AND_G, CPU).init)
+init_wide = jax.jit(StagedModel(WIDE, F_AND_G, CPU).init, compiler_options=INIT_OPTIONS["cpu"])
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def test_no_two_weights_are_drawn_alike(initial):
 def test_a_layer_s_weights_do_not_depend_on_the_number_of_layers(initial):
     """Of fewer layers the first ones are the same bit for bit, but for the factor 1 / sqrt(2L) of some."""
     fewer = StagedModel(dataclasses.replace(WIDE, num_layers=2), F_AND_G, CPU)
-    for name, leaf in named_leaves(jax.jit(fewer.init)(SEED)).items():
+    for name, leaf in named_leaves(jax.jit(fewer.init, compiler_options=INIT_OPTIONS["cpu"])(SEED)).items():
         expected = initial[name][:2] if name.startswith("blocks") else initial[name]
         if name in ("blocks/attention/output/weight", "blocks/mlp/down/weight"):
             np.testing.assert_allclose(leaf, expected * (WIDE.num_layers / 2) ** 0.5, rtol=1e-6)
