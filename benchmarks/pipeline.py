@@ -91,7 +91,7 @@ def _types(program: Any) -> tuple[Any, Any, Any]:
     """Of the weights, a batch and a step."""
     import jax
 
-    params = jax.eval_shape(program.layout.init).params
+    params = program.layout.shapes.params
     return params, program.batch_types, jax.ShapeDtypeStruct((), np.int32)
 
 

@@ -78,7 +78,7 @@ def place(program: Program, tree: dict) -> dict:
 
 def zero_state(program: Program, steps: int = 0) -> tuple:
     """Optimizer state of moments that are zero, its counters at `steps`."""
-    shapes = jax.eval_shape(program.layout.init).optimizer
+    shapes = program.layout.shapes.optimizer
     state = jax.tree.map(lambda leaf: np.full(leaf.shape, 0 if leaf.shape else steps, leaf.dtype), shapes)
     return jax.device_put(state, shardings(program.mesh, program.layout.specs.optimizer))
 

@@ -170,7 +170,7 @@ def test_the_compiled_step_takes_that_state(zero, row):
     """Its arguments are the state, less than 1 kB of scalars and recent norms, and the batch."""
     made = program(4, zero, *row)
     batch = abstract_batch(made.config)
-    step = train_step(made).lower(jax.eval_shape(made.layout.init), batch)
+    step = train_step(made).lower(made.layout.shapes, batch)
     compiled = step.compile({"xla_backend_optimization_level": 0}).memory_analysis()
     parts = state_bytes(made)
     rows = sum(math.prod(leaf.shape) * 4 for leaf in batch.values()) // 4
