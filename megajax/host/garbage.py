@@ -10,7 +10,7 @@ def rarely_collected() -> Iterator[None]:
     """Collect less often in the block: tracing makes many objects that stay."""
     before = gc.get_threshold()
     gc.freeze()
-    gc.set_threshold(100_000, 50, 100)
+    gc.set_threshold(100_000, *before[1:])
     try:
         yield
     finally:
