@@ -5,17 +5,15 @@ step's time (`plan/time.py`) and memory (`plan/memory.py`).
 import itertools
 import math
 import shlex
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
-from megajax.core.axes import AXES, CONTEXT, EXPERT, OPTIONAL_AXES, ROW_AXES, TENSOR
+from megajax.core.axes import AXES, EXPERT, OPTIONAL_AXES, ROW_AXES
 from megajax.core.backend import Backend
-from megajax.core.config import MeshConfig
 from megajax.core.errors import UserError
 from megajax.core.models.config import ModelConfig
 from megajax.core.options import as_flag, options
@@ -24,8 +22,8 @@ from megajax.core.pipeline.placement import Placement
 from megajax.core.pipeline.schedule import SCHEDULES
 from megajax.host.garbage import rarely_collected
 from megajax.host.signals import Stopped, stop_signals
-from megajax.plan.communication import group_of
 from megajax.plan.costs import StepCost
+from megajax.plan.enumeration import WIDEST, SearchLimits, of_mesh, on_meshes, with_ways
 from megajax.plan.machines import GIB, Machine, peak_of
 from megajax.plan.memory import Memory, MemoryModel, backend_of, memory
 from megajax.plan.placing import fewer_beside_the_head
@@ -33,7 +31,7 @@ from megajax.plan.sizes import steady_state_microbatches
 from megajax.plan.time import PlannedTime, Shared, StepModel, step_time
 from megajax.plan.traced import step_cost
 from megajax.settings.config import Config
-from megajax.settings.validation import check_context, validate, validate_mesh
+from megajax.settings.validation import check_context, validate
 
 VARIED = (
     *(f"mesh.{axis}" for axis in AXES), "pipeline.schedule", "pipeline.chunks", "pipeline.vocabulary",
@@ -53,14 +51,6 @@ _MOST_CHUNKS = 12
 _MOST_CELLS = 4096  # in a table whose buffers cannot be found from a shorter one
 
 
-class SearchLimits(NamedTuple):
-    """Of the meshes that are tried."""
-
-    tokens: int  # fewest per device of a context group
-    tensor: int  # largest tensor axis
-
-
-_WIDEST = SearchLimits(128, sys.maxsize)
 Watch = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
 """Shows a phase, given its name and the number of its parts; gets the number of finished ones."""
 
@@ -136,7 +126,7 @@ def search(
     fixed = frozenset(given)
     if "mesh.context" in fixed:
         check_context(config)
-    for limits in (SearchLimits(4096, machine.server), _WIDEST):
+    for limits in (SearchLimits(4096, machine.server), WIDEST):
         tried, smallest, fitting = _tried(config, devices, machine, fixed, limits, watch)
         if fitting:
             break
@@ -160,7 +150,7 @@ def _tried(
     tried, smallest, fitting, backend = 0, None, list[Candidate](), backend_of(machine)
     fastest = math.inf  # in half of the memory
     layers = config.pipeline.layers if "pipeline.layers" in fixed else ""
-    meshes = list(_on_meshes(config, devices, fixed, limits))
+    meshes = list(on_meshes(config, devices, fixed, limits))
     if not meshes:
         return 0, None, []
     with watch(f"searching {len(meshes)} meshes of {devices} {machine.name.upper()}s", len(meshes)) as tell:
@@ -171,7 +161,7 @@ def _tried(
                 continue
             too_large = set()  # a larger microbatch needs more memory
             too_slow = set()  # what saves more memory is slower
-            for each in _until_stopped(_of_mesh(base, fixed, machine.server)):
+            for each in _until_stopped(of_mesh(base, fixed, machine.server)):
                 if _BUT_MICROBATCH(each) in too_large or _BUT_SAVING(each) in too_slow:
                     continue
                 possible = list(_pipelines_of(each, fixed))
@@ -265,8 +255,8 @@ class _Models:
 
 def _has_faster_way(base: Config, fixed: frozenset[str], machine: Machine) -> bool:
     """Whether the other way of context attention is faster, decided once for a mesh."""
-    ways = _with_ways(base.model, base.mesh, fixed)
-    first = next(_of_mesh(base, fixed, machine.server), None)
+    ways = with_ways(base.model, base.mesh, fixed)
+    first = next(of_mesh(base, fixed, machine.server), None)
     if len(ways) == 1 or first is None:
         return False
 
@@ -312,102 +302,6 @@ def _best(fitting: list[Candidate], devices: int, machine: Machine, count: int) 
         if len(chosen) == 4 * count:  # more than needed, because the formula is not exact
             break
     return sorted(chosen, key=lambda each: (each.time.seconds, each.memory.total))[:count]
-
-
-def _on_meshes(config: Config, devices: int, fixed: frozenset[str], limits: SearchLimits) -> Iterator[Config]:
-    """The configuration on every mesh that the model can have within the limits, which are not for axes that are
-    fixed, with every way of context attention."""
-    length, ranks = config.model.sequence_length, config.optimizer.zero_ranks if "optimizer.zero_ranks" in fixed else 0
-    optimizer = replace(config.optimizer, zero_ranks=ranks)
-    most = length if "mesh.context" in fixed else length // limits.tokens
-    tensors = [each for each in _divisors(devices) if each <= limits.tensor or "mesh.tensor" in fixed]
-    contexts = [each for each in _divisors(devices) if each == 1 or (each <= most and length % (2 * each) == 0)]
-    experts = [each for each in _divisors(devices) if (config.model.num_experts or 1) % each == 0]
-    for mesh in _meshes(devices, {CONTEXT: contexts, EXPERT: experts, TENSOR: tensors}):
-        if any(f"mesh.{axis}" in fixed and getattr(config.mesh, axis) != size for axis, size in mesh.sizes.items()):
-            continue
-        if config.train.batch_sizes.divisor % mesh.row_shards or (ranks and mesh.data % ranks):
-            continue
-        vocabulary = config.pipeline.vocabulary if "pipeline.vocabulary" in fixed else "replicated"
-        pairs = config.pipeline.paired_microbatches and "pipeline.paired_microbatches" in fixed
-        even = replace(config.pipeline, layers="even", vocabulary=vocabulary, paired_microbatches=pairs)
-        plain = replace(even, schedule="1f1b", chunks=1)
-        base = replace(config, mesh=mesh, pipeline=plain, sequence_parallel=False, optimizer=optimizer)
-        try:
-            validate_mesh(base, devices)
-        except UserError:
-            continue
-        base = replace(base, pipeline=even, sequence_parallel=config.sequence_parallel)
-        yield from (replace(base, model=model) for model in _with_ways(config.model, mesh, fixed))
-
-
-def _with_ways(model: ModelConfig, mesh: MeshConfig, fixed: frozenset[str]) -> list[ModelConfig]:
-    """The model with every way of context attention that the mesh supports."""
-    if mesh.context == 1 or "model.context_attention" in fixed:
-        return [model]
-    gathers, divides = (replace(model, context_attention=way) for way in ("gather", "heads"))
-    return [divides, gathers] if model.num_heads // mesh.tensor % mesh.context == 0 else [gathers]
-
-
-def _meshes(devices: int, limited: Mapping[str, list[int]]) -> Iterator[MeshConfig]:
-    possible = {axis: limited.get(axis) or _divisors(devices) for axis in AXES[1:]}  # the first axis takes the rest
-    for sizes in itertools.product(*possible.values()):
-        first, rest = divmod(devices, math.prod(sizes))
-        if not rest:
-            yield MeshConfig(**dict(zip(AXES, (first, *sizes), strict=True)))
-
-
-@lru_cache(maxsize=1024)
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
-
-
-def _of_a_server(mesh: MeshConfig, server: int) -> list[int]:
-    """How many data-parallel ranks are in a server of so many GPUs, if others are not and these have something to
-    shard."""
-    ranks = group_of(("data",), mesh, server)[1]
-    others = ranks < mesh.data and mesh.data % ranks == 0
-    return [ranks] if others and ranks * mesh.batch_shards > mesh.data else []
-
-
-def _of_mesh(base: Config, fixed: frozenset[str], server: int) -> Iterator[Config]:
-    """On one mesh, every microbatch size, recomputation, ZeRO stage over all ranks or those of a server, sequence
-    parallelism, deferral and vocabulary, with layers unrolled, except with ZeRO-3, and as a scan; and two microbatches
-    an iteration where that hides a collective."""
-
-    def choices(key: str, possible: list[Any]) -> list[Any]:
-        return [attrgetter(key)(base)] if key in fixed else possible
-
-    mesh, length, stages = base.mesh, base.model.sequence_length, base.mesh.pipe > 1 and not base.model.num_experts
-    rows = base.train.batch_sizes.divisor // mesh.row_shards
-    microbatches = [each for each in choices("train.microbatch", _divisors(rows)) if rows % each == 0]
-    remats = choices("train.remat", ["none", "selective", "layer", *["stage"] * stages])
-    zeros = choices("optimizer.zero", [1, 3] if mesh.batch_shards > 1 else [1])  # 0 is larger and hardly faster
-    ranks = choices("optimizer.zero_ranks", [0, *_of_a_server(mesh, server)])
-    shards = [(zero, each) for zero in zeros for each in ranks if zero or not each]
-    pieces = mesh.tensor * (2 * mesh.context if mesh.context > 1 else 1)
-    splits = choices("sequence_parallel", [False, True] if mesh.tensor > 1 and length % pieces == 0 else [False])
-    when = choices("pipeline.weight_gradients", ["together", *(["deferred"] if mesh.pipe > 1 else [])])
-    scans = choices("model.scan_layers", ["auto", "true"])
-    divides = mesh.pipe > 1 and base.model.padded_vocab_size % (mesh.pipe * mesh.tensor) == 0
-    tables = choices("pipeline.vocabulary", ["replicated", *["split"] * divides])
-    models = {scan: replace(base.model, scan_layers=scan) for scan in scans}
-    pairs = choices("pipeline.paired_microbatches", [False, *[True] * (mesh.pipe == 1 < mesh.tensor * mesh.expert)])
-    for microbatch, remat, (zero, ranks), split, later, table, scan, pair in itertools.product(
-        microbatches, remats, shards, splits, when, tables, scans, pairs
-    ):
-        scans_anyway = scan == "true" and zero == 3 and len(scans) > 1
-        hides_nothing = pair and len(pairs) > 1 and (scan == "true" or zero == 3 or rows < 2 * microbatch)
-        if (split and length % pieces) or scans_anyway or hides_nothing:
-            continue
-        yield replace(
-            base,
-            model=models[scan],
-            sequence_parallel=split,
-            train=replace(base.train, microbatch=microbatch, remat=remat),
-            optimizer=replace(base.optimizer, zero=zero, zero_ranks=ranks),
-            pipeline=replace(base.pipeline, weight_gradients=later, vocabulary=table, paired_microbatches=pair),
-        )
 
 
 def _selects_free(config: Config, costs: "_Costs") -> bool:
@@ -489,8 +383,8 @@ def _nothing(
             f"({flags}) needs {size / GIB:.1f} GiB of the {machine.usable / GIB:.1f} GiB usable; "
             "valid: more --devices, another --gpu, a smaller model or batch"
         )
-    for base in _on_meshes(config, devices, fixed, _WIDEST):
-        for each in itertools.islice(_of_mesh(base, fixed, machine.server), 1):
+    for base in on_meshes(config, devices, fixed, WIDEST):
+        for each in itertools.islice(of_mesh(base, fixed, machine.server), 1):
             try:
                 validate(replace(each, pipeline=replace(each.pipeline, layers=config.pipeline.layers)), devices)
             except UserError as error:
@@ -513,5 +407,5 @@ def _nearest(config: Config, devices: int, fixed: frozenset[str]) -> str:
     """Numbers of devices close to this one for which there are meshes."""
     free = frozenset(key for key in fixed if not key.startswith("mesh."))
     near = itertools.chain.from_iterable((devices - step, devices + step) for step in range(1, devices + 64))
-    found = (each for each in near if each > 0 and next(_on_meshes(config, each, free, _WIDEST), None))
+    found = (each for each in near if each > 0 and next(on_meshes(config, each, free, WIDEST), None))
     return " or ".join(str(each) for each in sorted(itertools.islice(found, 2)))

@@ -166,7 +166,7 @@ class Pipeline:
     def _with(self, shared: Tree, layers: Tree, *, awaits: bool = False) -> "Pipeline":
         """The same with other weights."""
         other = copy(self)
-        vars(other).pop("_forward_types", None)
+        vars(other).pop("_forward_types", None)  # found with the others
         other.ends, other.layers = (
             replace(self.ends, shared=shared),
             replace(self.layers, weights=layers, awaits=awaits),
