@@ -22,6 +22,7 @@ from megajax.runs.order import Order, next_order
 from megajax.runs.ownership import (
     IMPORTED,
     MARK,
+    MARKED,
     check_entries,
     check_format,
     check_outside_runs,
@@ -43,10 +44,10 @@ def check_claim(run_dir: Path, config: Config) -> None:
     there, number = entries(run_dir), marked_format(run_dir)
     never = "--resume never, but " if config.resume == "never" else ""
     if there and number is None:
-        raise UserError(
-            f"{never}{place} is not empty and holds {there[0]} instead of a run; valid: an empty or "
-            "new folder, or an earlier run"
-        )
+        holds, run = f"{there[0]} instead of a run", "an earlier run"
+        if MARK in there:
+            holds, run = f"a {MARK} that is not a run's", f"{run}, whose {MARK} is {MARKED.strip()}"
+        raise UserError(f"{never}{place} is not empty and holds {holds}; valid: an empty or new folder, or {run}")
     if there and never:
         raise UserError(f"{never}{place} already holds a run; valid: a new --run-dir, or --resume auto")
     if number is not None:

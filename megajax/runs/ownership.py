@@ -10,6 +10,7 @@ from megajax.host.transcript import NAME, OLDER
 
 FORMAT = 1  # of run directories and their checkpoints
 MARK = "run.json"  # written before anything else
+MARKED = json.dumps({"program": "megajax", "format": FORMAT}) + "\n"
 IMPORTED = "imported.json"  # describes the original of imported weights (`convert/origin.py`)
 FORMS = "forms.json"  # the forms of attention and products that were measured and chosen (`runs/forms.py`)
 _PICTURES = ("loss.png", "experts.png")
@@ -20,7 +21,7 @@ _ENTRIES = dict.fromkeys(_FILES, "a file") | dict.fromkeys(_FOLDERS, "a folder")
 
 def mark(run_dir: Path) -> None:
     """Mark a folder as a run directory."""
-    write_atomically(run_dir / MARK, json.dumps({"program": "megajax", "format": FORMAT}) + "\n")
+    write_atomically(run_dir / MARK, MARKED)
 
 
 def marked_format(run_dir: Path) -> int | None:

@@ -15,12 +15,17 @@ from megajax.core.optim.config import OWN
 
 
 def loss_of(config: StepConfig) -> Loss | None:
-    """The loss of a configuration, with its metrics; None: the model's own, alone."""
+    """The loss of a configuration, with its metrics; None: the model's own, alone.
+
+    Raises `UserError` for one that is called like the model's own, whose perplexity is reported.
+    """
     name, loss = config.train.loss, config.own_loss
     if loss is None and name == "preferences":
         loss = preference_loss(config.train.dpo_beta)
     elif loss is None and (named := LOSSES[name]):
         loss = replace(named if isinstance(named, Loss) else Loss(named), title=name)
+    if loss and loss.name == next_token.__name__:
+        raise UserError(f"loss {loss.name} is called like a language model's own; valid: another name or title")
     metrics = {name: METRICS[name] for name in config.train.metrics}
     if not metrics:
         return loss

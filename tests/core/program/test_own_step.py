@@ -123,6 +123,8 @@ def test_a_loss_is_the_mean_over_what_counts() -> None:
 def test_what_is_no_loss_is_told_in_one_line(function: Any, problem: str) -> None:
     from megajax.core.program.train_step import train_step
 
+    named = own((1, 1, 1), Loss(function, title="next_token"), None)
+    assert "next_token is called like a language model's own; valid" in user_error(Program.abstract, named, CPU)
     program = Program.abstract(own((2, 1, 2), Loss(function), None), CPU)
     with pytest.raises(Exception, match=problem):
         train_step(program).trace(program.layout.shapes, program.batch_types)
