@@ -66,7 +66,7 @@ def test_a_mixture_whose_experts_are_sharded(commands: Commands, corpus: Path, t
     tuned = ("--init", run, "--run-dir", tmp_path / "tuned", "--task.name", "instructions", "--data.reset-attention")
     data = ("--data.train", records, "--data.dev", records, "--train.epochs", 1, "--train.global-batch", 2)
     told = commands.run("train.py", run / "config.toml", *tuned, *data, "--sample.tokens", 0, *capacity, *mesh).ok()
-    assert "fresh none" in told
+    assert "; fresh: none" in told
 
 
 @pytest.mark.full

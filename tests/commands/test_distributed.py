@@ -149,13 +149,13 @@ def test_a_signal_to_one_process_where_the_batch_grows(commands: Commands, tmp_p
     script.write_text(SIGNALLED)
     sizes = ("--train.ramp-start", 4, "--train.ramp-increment", 4, "--train.ramp-samples", 8, "--train.steps", 6)
     rare = ("--train.eval-every", 100, "--train.eval-batches", 1, "--checkpoint.every", 100)
-    straight, parts = tmp_path / "straight", tmp_path / "parts"
+    straight, parts, mesh = tmp_path / "straight", tmp_path / "parts", ("--mesh.data", 4, "--train.microbatch", 1)
     commands.train(straight, *sizes, *rare)
-    flags = (*sizes, *rare, *UNPIPED, "--simulate-devices", 2)
+    flags = (*sizes, *rare, *mesh, "--simulate-devices", 2)
     two_processes(commands, script, commands.preset, "--run-dir", parts, *flags, code=128 + signal.SIGTERM)
     (step,) = checkpoint_steps(parts)
     assert 2 <= step <= 4 and len(curve(parts)) == step
-    first, second = train_as_two(commands, parts, *sizes, *rare, "--profile", "5:6", mesh=UNPIPED)
+    first, second = train_as_two(commands, parts, *sizes, *rare, "--profile", "5:6", mesh=mesh)
     assert_silent(second)
     assert "profile of steps 5 to 6" in first.out and list((parts / "profile").rglob("*.xplane.pb"))
     assert_close_losses(curve(parts), curve(straight))
