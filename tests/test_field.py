@@ -18,6 +18,8 @@ from parity_grid import (
     MESH,
     OF_DECODERS,
     OF_LORAS,
+    OF_MUON,
+    PIPELINES,
     ROWS,
     SCHEDULE,
     TASKS,
@@ -66,7 +68,7 @@ MORE_MODELS = [
     row(mesh=(1, 1, 8), microbatches="fewer", layers="divisible", model="gpt2-lora"),
     row(mesh=(4, 1, 2), microbatches="fewer", layers="divisible", zero=3, model="bert-post-choice"),
 ]
-MORE = dict.fromkeys([*MORE_MODELS, *PAIRS, *TRIPLES, *TASKS, *OF_DECODERS, *OF_LORAS])
+MORE = dict.fromkeys([*MORE_MODELS, *PAIRS, *TRIPLES, *PIPELINES, *TASKS, *OF_DECODERS, *OF_MUON, *OF_LORAS])
 LONG = [each for each in MORE if each not in MODELS]
 
 

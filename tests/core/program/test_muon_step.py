@@ -1,5 +1,5 @@
 """Muon in the train step: on any mesh, with any schedule and every ZeRO, weights after some steps are those of one
-device, to rounding in fp64."""
+device, to rounding in fp64. More meshes are compared exactly in tests/test_field.py."""
 
 import functools
 
@@ -21,7 +21,8 @@ STEPS = 2  # the second has momentum; in each, rounding becomes 20 to 200 times 
 MUON = {"name": "muon", "warmup_steps": 0, "epsilon": 1e-4, "learning_rate": 1e-4}
 FP64 = {"precision": "fp64", "optimizer": MUON}
 MODELS = ("gpt2", "bert-post", *DECODERS)
-GRID = pairwise([(*row[:-1], model) for row in ALL if row[-1] == "gpt2" for model in MODELS], FURTHER_APART, seed=1)
+ROWS_OF_GRID = [(*row[:-1], model) for row in ALL if row[-1] == "gpt2" for model in MODELS]
+GRID = pairwise(ROWS_OF_GRID, FURTHER_APART, seed=1)[::3]
 ON_CONTEXT = [  # mesh, what else
     ((2, 1, 2, 2), {"zero": 3, "sequence_parallel": True}),
     ((1, 2, 2, 2), {"schedule": "interleaved", "chunks": 2, "weight_gradients": "deferred"}),
