@@ -99,7 +99,7 @@ def test_a_run_is_that_of_steps_one_by_one(tmp_path: Path, monkeypatch: pytest.M
     assert plain.config.optimizer.name == "own" and "own" not in repr(plain)
     again = megajax.restore("run", training=True, optimizer=optax.lion, loss=confident)
     assert again.step == 4 and again.loss(rows_of(Counting(3), config_of())) == pytest.approx(validated[4], rel=1e-6)
-    other = user_error(megajax.restore, "run", training=True, optimizer=optax.adam(1e-3))
+    other = user_error(megajax.restore, "run", training=True, optimizer=optax.adam(1e-3), loss=confident)
     assert "holds the state of another optimizer; valid: the one that it was trained with" in other
 
     fresh = megajax.init(config_of(), optimizer=optax.lion, loss=confident)
