@@ -122,31 +122,14 @@ def limited(rows: Iterable[tuple]) -> list[tuple]:
 
 
 USUAL = [(4, 1, 2), (1, 1, 8), (2, 2, 2), (1, 4, 2)]  # every two axes, and every axis without another
-
-
-def usual(row: tuple) -> bool:
-    """By default, rows of two axes and more with a pipe; BERT with layers that the pipe does not divide: what is its
-    own (ends, padding, the order of a layer) meets every axis there, and knows neither how many stages nor how many
-    layers there are. No 16 layers. So each BERT needs one reference, GPT-2 two: to compile one takes as long as a row.
-    """
-    pipe, divisible = row[MESH][1], row[LAYERS] == "divisible"
-    few = pipe * int(row[SCHEDULE].rpartition("-")[2]) <= 8 or not divisible
-    return row[MESH] in USUAL and pipe > 1 and few and (row[MODEL] == "gpt2" or not divisible)
-
-
 DEEP = row(mesh=(1, 8, 1), schedule="interleaved-2", vocabulary="split", weight_gradients="deferred")
 UNPIPED = row(mesh=(4, 1, 2), remat="stage", zero=3, microbatches="fewer", layers="divisible", sequence_parallel=True)
-# This seed gives few rows, and few of them BERT's. A layer's order knows nothing of the head, which is another here.
-FEW_ROWS = [
-    (*row[:-1], {"bert-post": "bert-post-choice"}.get(row[MODEL], row[MODEL]))
-    for row in pairwise(list(filter(usual, ALL)), FURTHER_APART, seed=34)
-]
 # Of other models: heads of keys that several devices hold, a gate, an output table of its own; the last by Muon.
 FEW_MODELS = [
     row(schedule="interleaved-2", vocabulary="split", remat="selective", zero=3, model="llama-muon"),
     row(mesh=(1, 2, 4), weight_gradients="deferred", sequence_parallel=True, model="qwen3"),
 ]
-LONGER = limited(FEW_ROWS)
+PAIRS = limited(pairwise(ALL))  # every two columns meet
 # A row of all that can be divided; by default rows are in `test_field.py`.
 DEFAULT = [row(schedule="interleaved-2", vocabulary="split", remat="selective", zero=3)]
 # The whole grid, in exact numbers (`test_field.py`): every three columns meet, and every two on every mesh.
@@ -198,12 +181,8 @@ FEW_LORAS = [
 ]
 MUON = (*FEW_MODELS[1][:-1], "qwen3-muon")
 SOME_OF_OTHERS = [*TASKS[::4], *OF_DECODERS[::4], *OF_LORAS[::4]]
-# What is compiled: every two columns meet.
-REST = [
-    row
-    for row in [*LONGER, UNPIPED, *FEW_MODELS, DEEP, *limited(pairwise(ALL)), MUON, *FEW_LORAS, *SOME_OF_OTHERS]
-    if row not in DEFAULT
-]
+# What is compiled.
+REST = [row for row in [*PAIRS, UNPIPED, *FEW_MODELS, DEEP, MUON, *FEW_LORAS, *SOME_OF_OTHERS] if row not in DEFAULT]
 ROWS = 24  # of the global batch
 
 

@@ -162,7 +162,7 @@ def _scaled(
     shares = model.num_kv_heads % (mesh.tensor * (mesh.context if training_way(config) == "heads" else 1)) == 0
     axes = [(TENSOR, least), (PIPE, 2)]
     if model.context_attention == "heads" or not (model.sliding_window or model.latent_size):
-        axes.append((CONTEXT, 2))  # of windows and of latents, the smaller of two arrays may be gathered
+        axes.append((CONTEXT, 2))  # gathered keys of windows, and gathered latents, are no such sums
     for axis, first in axes:
         size = getattr(mesh, axis)
         if shares and size > 2 * first and size % (2 * first) == 0:

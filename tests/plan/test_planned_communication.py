@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from counting import collectives_of_a_step
-from parity_grid import DEFAULT, LONGER, REST, config_of, name
+from parity_grid import DEFAULT, PAIRS, config_of, name
 from tiny import LLAMA, OLMO2, QWEN3, tiny_config
 
 from megajax.core.models.lora_config import LoraConfig
@@ -56,13 +56,7 @@ def test_equals_the_jaxpr(case):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", [*DEFAULT, *REST], ids=name)
-def test_equals_the_jaxpr_on_the_grid(row):
-    check(config_of(row))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("row", [*DEFAULT, *LONGER], ids=name)
+@pytest.mark.parametrize("row", [*DEFAULT, *PAIRS[::3]], ids=name)
 def test_muon_equals_the_jaxpr(row):
     """With its steps in half precision, and not."""
     for precision in ("compute", "fp32"):
@@ -71,7 +65,7 @@ def test_muon_equals_the_jaxpr(row):
 
 @pytest.mark.full
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("row", [*DEFAULT, *LONGER], ids=name)
+@pytest.mark.parametrize("row", [*DEFAULT, *PAIRS[::3]], ids=name)
 def test_half_precision_equals_the_jaxpr(row, precision):
     """Where gradients are summed in it, too."""
     config = config_of(row, precision=precision)

@@ -15,10 +15,8 @@ from megajax.core.optim.config import OWN
 
 
 def loss_of(config: StepConfig) -> Loss | None:
-    """The loss of a configuration, with its metrics; None: the model's own, alone.
-
-    Raises `UserError` for one that is called like the model's own, whose perplexity is reported.
-    """
+    """The loss of a configuration, with its metrics; None: the model's own, alone. Raises `UserError` for another one
+    that is called like it, of which a perplexity would be told."""
     name, loss = config.train.loss, config.own_loss
     if loss is None and name == "preferences":
         loss = preference_loss(config.train.dpo_beta)
