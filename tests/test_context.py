@@ -142,9 +142,9 @@ def test_grid(row):
 
 
 @pytest.mark.full
-def test_whole_grid():
-    """Pairwise, in fp64."""
-    for row in pairwise(rows()):
+def test_pairs_of_the_grid():
+    """Some of them, in fp64; `test_field.py` has all."""
+    for row in pairwise(rows())[::6]:
         result = check(row, "fp64")
         assert result.loss_error < 1e-12 and result.gradient_error < 1e-12, (row, result)
 
