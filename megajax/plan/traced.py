@@ -20,7 +20,7 @@ from jax import Array
 from jax.export import symbolic_shape
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from megajax.core.axes import CONTEXT, ROW_AXES, TENSOR
+from megajax.core.axes import ROW_AXES, TENSOR
 from megajax.core.backend import Backend
 from megajax.core.mesh import RULES
 from megajax.core.models.staged import StagedModel
@@ -155,15 +155,12 @@ def _scaled(
     config: Config, backend: Backend, look: Callable[[Program, Pipeline, Array, _Blocks], Cost], together: bool
 ) -> Cost:
     """The same as `_traced`. Every number of it is a part that an axis does not shard plus one that it does, which two
-    sizes of the axis tell apart, if devices share keys' heads evenly. The axis is `tensor`, `context`, or `pipe` where
-    the vocabulary is split."""
+    sizes of the axis tell apart, if devices share keys' heads evenly. The axis is `tensor`, or `pipe` where the
+    vocabulary is split."""
     mesh, model = config.mesh, config.model
     least = 2 if config.sequence_parallel else 1  # with 1 there is nothing to split
     shares = model.num_kv_heads % (mesh.tensor * (mesh.context if training_way(config) == "heads" else 1)) == 0
-    axes = [(TENSOR, least), (PIPE, 2)]
-    if model.context_attention == "heads" or not (model.sliding_window or model.latent_size):
-        axes.append((CONTEXT, 2))  # gathered keys of windows, and gathered latents, are no such sums
-    for axis, first in axes:
+    for axis, first in ((TENSOR, least), (PIPE, 2)):
         size = getattr(mesh, axis)
         if shares and size > 2 * first and size % (2 * first) == 0:
             one, two = (_scaled(_with_axis(config, axis, each), backend, look, together) for each in (first, 2 * first))

@@ -83,7 +83,7 @@ def test_what_saves_memory_is_tried_wherever_there_is_little(monkeypatch: pytest
 @pytest.mark.parametrize(
     "words",
     [
-        LLAMA | {"num_kv_heads": 4, "mesh": (1, 2, 8, 8)},
+        LLAMA | {"num_kv_heads": 4},
         full(QWEN3),
         full(MIXTURE),
         full({"precision": "fp8"} | LLAMA),
@@ -92,12 +92,11 @@ def test_what_saves_memory_is_tried_wherever_there_is_little(monkeypatch: pytest
 )
 @pytest.mark.parametrize("cut", [False, full(True)])
 def test_costs_of_a_larger_axis_follow_from_two_smaller_ones(words: dict, cut: bool) -> None:
-    """`tensor`, `context` and, with the vocabulary, `pipe`, where devices share keys' heads evenly."""
+    """`tensor` and, with the vocabulary, `pipe`, where devices share keys' heads evenly."""
     sizes = {"num_heads": 16, "hidden_size": 256, "mlp_size": 512, "vocab_size": 1024, "head_size": 16}
     words = {"sequence_length": 128, "sequence_parallel": cut, "vocabulary": "split"} | words | sizes
-    mesh = words.pop("mesh", (1, 8, 8, 8))
     words |= {"num_kv_heads": 16} if "num_kv_heads" not in words else {"num_kv_heads": 8}
-    config = tiny_config(mesh, num_layers=8, **words)
+    config = tiny_config((1, 8, 8), num_layers=8, **words)
     traced._traced.cache_clear()
     assert traced.step_cost(config, GPU, scaled=True) == (cost := traced.step_cost(config, GPU))
     assert cost.layer.products and traced._scaled.cache_info().currsize
