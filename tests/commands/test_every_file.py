@@ -86,8 +86,9 @@ def damaged_and_started(commands: Commands, begun: Path, straight: Run, change: 
         assert_same_checkpoint(begun, straight.folder, 20)
     except AssertionError as error:
         return f"another state: {str(error)[:200]}"
-    steps = [(each["step"], each["loss"]) for each in read_metrics(begun) if "loss" in each]  # damaged lines stay
-    return "" if steps[-10:] == [point[:2] for point in curve(straight.folder)[-10:]] else "another curve"
+    there = [each for each in read_metrics(begun) if "loss" in each]  # damaged lines stay
+    steps = [(each["step"], each["loss"], each["grad_norm"]) for each in there]
+    return "" if steps[-10:] == curve(straight.folder)[-10:] else "another curve"
 
 
 def files_of(run: Path) -> list[str]:

@@ -16,7 +16,7 @@ from megajax.settings.config import Config
 from megajax.verify import named_leaves
 from megajax.verify.run import QUICK, drawn_state
 
-STEPS = 2  # the second has momentum; in each, rounding becomes 20 to 200 times as large
+STEPS = 2  # the second has momentum; at 30 times this rate each makes rounding 20 to 200 times as large
 # At once in the steps; rounding in what is almost zero is not to count (`verify.check.steady`).
 MUON = {"name": "muon", "warmup_steps": 0, "epsilon": 1e-4, "learning_rate": 1e-4}
 FP64 = {"precision": "fp64", "optimizer": MUON}
