@@ -154,6 +154,10 @@ families() {
     train bert bert-demo --precision bf16 --model.dropout 0
     train experts moe-demo --precision bf16 --model.num-kv-heads 1
     train dropless moe-demo --precision bf16 --model.num-kv-heads 1 --model.expert-capacity 0
+    train sinks moe-demo --precision bf16 --model.num-kv-heads 1 --model.attention-sinks --model.sliding-window 64 \
+        --model.window-layers 1,1 --model.activation swiglu-clamped --model.bias all --model.balance loss
+    train latents moe-demo --precision bf16 --model.num-kv-heads 2 --model.head-size 192 --model.value-size 128 \
+        --model.rotary-size 64 --model.latent-size 64
 }
 
 # The same bits twice; a signal, at which the run stops with a checkpoint and exit code 143.

@@ -92,28 +92,38 @@ SEEN = {
 
 @pytest.mark.parametrize("rate", [0.0, 0.1])
 @pytest.mark.parametrize("seen", SEEN)
-@pytest.mark.parametrize(("heads", "head_size", "length"), [(4, 64, 256), (2, 96, 200), (2, 128, 1024)])
+@pytest.mark.parametrize(
+    ("heads", "head_size", "length", "value_size"),
+    [(4, 64, 256, 64), (2, 96, 200, 96), (2, 128, 1024, 128), (2, 192, 512, 128)],
+)
 @pytest.mark.parametrize("name", ["cudnn", "kernel"])
-def test_fused_attention_is_that_of_blocks(gpu, name, heads, head_size, length, seen, rate):
-    """Result and gradients in bf16, within 2% of the largest value."""
-    shape = (2, length, heads, head_size)
+def test_fused_attention_is_that_of_blocks(gpu, name, heads, head_size, length, value_size, seen, rate):
+    """Result and gradients in bf16, within 2% of the largest value; heads of 64 have sinks in our kernel."""
+    sizes = (head_size, head_size, value_size, value_size)
     rng = np.random.default_rng(0)
-    arrays_BTHK = [jnp.asarray(rng.normal(0, 1, shape), jnp.bfloat16) for _ in range(4)]
+    arrays = [jnp.asarray(rng.normal(0, 1, (2, length, heads, size)), jnp.bfloat16) for size in sizes]
+    sink_H = jnp.asarray(rng.normal(1, 1, heads), jnp.bfloat16) if name == "kernel" and head_size == 64 else None
     dropout = Dropout.at(rate, 0, jnp.int32(0), jnp.arange(2, dtype=jnp.int32))
-    if not IMPLEMENTATIONS[name].can(arrays_BTHK[0], Setting(SEEN[seen](length), dropout, GPU)):
+    if not IMPLEMENTATIONS[name].can(arrays[0], Setting(SEEN[seen](length), dropout, GPU)):
         pytest.skip(f"{name} has no such attention")
 
-    def run(*attention):
+    def run(*attention_by):
         spec = P(None, None, "tensor")
 
         @jax.jit
-        @partial(jax.shard_map, mesh=make_mesh([gpu]), in_specs=spec, out_specs=spec)
-        def both(q_BTHK, k_BSHK, v_BSHK, grad_BTHK):
-            setting = Setting(SEEN[seen](length), dropout, dataclasses.replace(GPU, attention=attention))
-            y_BTHK, pullback = jax.vjp(lambda *qkv: attend(*qkv, setting), q_BTHK, k_BSHK, v_BSHK)
-            return y_BTHK, *pullback(grad_BTHK)
+        @partial(jax.shard_map, mesh=make_mesh([gpu]), in_specs=(spec, P("tensor")), out_specs=(spec, P("tensor")))
+        def both(arrays, sink_H):
+            def attention(q_BTHK, k_BSHK, v_BSHV, sink_H):
+                setting = Setting(SEEN[seen](length), dropout, backend, sink_H=sink_H)
+                return attend(q_BTHK, k_BSHK, v_BSHV, setting)
 
-        return [np.asarray(array, np.float32) for array in both(*arrays_BTHK)]
+            *qkv, grad_BTHV = arrays
+            backend = dataclasses.replace(GPU, attention=attention_by)
+            y_BTHV, pullback = jax.vjp(attention, *qkv, sink_H)
+            *grads, dsink_H = pullback(grad_BTHV)
+            return [y_BTHV, *grads], dsink_H
+
+        return [np.asarray(array, np.float32) for array in jax.tree.leaves(both(arrays, sink_H))]
 
     for fused, own in zip(run(name), run(*BLOCKS), strict=True):
         np.testing.assert_allclose(fused, own, rtol=0, atol=0.02 * np.abs(own).max())

@@ -52,7 +52,7 @@ _OF_ROWS_ALONE = [axis for axis in ROW_AXES if axis not in RULES.values()]  # no
 def _program(config: Config, backend: Backend, together: bool) -> Program:
     program = Program.abstract(config, backend)
     boundary = replace(program.model.boundary, together=together)
-    program.model = StagedModel(config.model, boundary, backend, config.lora)
+    program.model = StagedModel(config.model, boundary, program.backend, config.lora)
     return program
 
 
@@ -85,9 +85,9 @@ def _permutes(config: Config) -> bool:
 
 
 def _coarse(backend: Backend) -> Backend:
-    return replace(
-        backend, query_block=_LARGEST_BLOCK, scores_bytes=None, expert_block=1, expert_kernel=False, expert_bytes=0
-    )
+    """With the largest blocks, and without our own kernels, whose sizes must be numbers."""
+    without, blocks = backend.without("kernel"), {"query_block": _LARGEST_BLOCK, "expert_block": 1}
+    return replace(without, **blocks, scores_bytes=None, expert_kernel=False, expert_bytes=0)
 
 
 def _attention(config: Config) -> Any:

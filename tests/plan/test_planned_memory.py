@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from tiny import LLAMA, MIXTURE, QWEN3, abstract_batch, full, tiny_config, tiny_program
 
-from megajax.core.backend import CPU, GPU
+from megajax.core.backend import CPU, GPU, HOPPER
 from megajax.core.config import MeshConfig
 from megajax.core.models.lora_config import LoraConfig
 from megajax.core.models.mlp import MLP
@@ -133,6 +133,13 @@ def test_what_saves_memory_does() -> None:
         saved = memory(tiny_config((2, 1, 4), **plain | change), GPU)
         assert getattr(saved, part) < getattr(base, part), change
     assert memory(tiny_config((2, 1, 4), **plain | {"zero": 0}), GPU).moments > base.moments
+
+
+@pytest.mark.parametrize("asked", ["auto", "kernel"])
+def test_the_plan_of_our_own_kernels(asked):
+    """Their sizes must be numbers, so blocks stand for them, which save the same."""
+    model = {"precision": "bf16", "hidden_size": 128, "num_heads": 2, "dropout": 0.1}
+    assert memory(tiny_config(**model, attention=asked), HOPPER) == memory(tiny_config(**model), GPU)
 
 
 # Large enough that scalars, padding and alignment do not count; `benchmarks/plan.py memory` has the published sizes.
