@@ -86,8 +86,8 @@ def _permutes(config: Config) -> bool:
 
 def _coarse(backend: Backend) -> Backend:
     """With the largest blocks, and without our own kernels, whose sizes must be numbers."""
-    without, blocks = backend.without("kernel"), {"query_block": _LARGEST_BLOCK, "expert_block": 1}
-    return replace(without, **blocks, scores_bytes=None, expert_kernel=False, expert_bytes=0)
+    backend = replace(backend.without("kernel"), query_block=_LARGEST_BLOCK, scores_bytes=None)
+    return replace(backend, expert_block=1, expert_kernel=False, expert_bytes=0)
 
 
 def _attention(config: Config) -> Any:

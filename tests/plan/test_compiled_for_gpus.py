@@ -1,5 +1,5 @@
-"""Which attention a step takes, and which products are of float8 numbers, seen in its program compiled for an H200
-without one."""
+"""Which attention and norms a step takes, and which products are of float8 numbers, seen in its program compiled for
+an H200 without one."""
 
 import re
 
@@ -20,7 +20,7 @@ CUDNN, KERNEL = "__cudnn$fmhaSoftmaxBackward", "mosaic_gpu"
 STEPS = {
     "a window": (CUDNN, {"precision": "bf16", "dropout": 0.0, "sliding_window": 100}),
     "a window and documents": (
-        "",
+        KERNEL,
         {"precision": "bf16", "dropout": 0.0, "sliding_window": 100, "reset_attention": True},
     ),
     "dropout, fp16": (KERNEL, {"precision": "fp16", "dropout": 0.1, "attention": "kernel"}),
@@ -37,6 +37,14 @@ def test_attention_of_a_compiled_step(name: str) -> None:
     assert [each for each in (CUDNN, KERNEL) if each in program] == ([called] if called else [])
     if called == CUDNN:
         assert '"sliding_window_length":100' in program.replace(" ", "")
+
+
+@pytest.mark.parametrize("remat", ["none", "selective", "layer"])
+def test_norms_of_a_compiled_step(remat: str) -> None:
+    """By cuDNN where layers are unrolled. With a scan that recomputes, XLA would fail."""
+    options = {"precision": "bf16", "dropout": 0.1, "remat": remat, "hidden_size": 128, "sequence_length": 128}
+    unrolled, scanned = (for_h200s(tiny_config(scan_layers=each, **options)).as_text() for each in ("false", "true"))
+    assert '"__cudnn$norm"' in unrolled and '"__cudnn$norm"' not in scanned
 
 
 def test_float8_products_of_a_compiled_step(monkeypatch) -> None:

@@ -189,7 +189,7 @@ class Mixture(nnx.Module):
         rows = checkpoint_name(rows, "expert_rows")
         inner = expert_products(rows, self.products["experts_input"], blocks, "experts_input", context.factors)
         inner = [checkpoint_name(y, name) for y, name in zip(inner, names, strict=True)]
-        y = activated(inner, self.config)
+        y = activated(inner, self.config, self.backend)
         return expert_products(y, [self.down], blocks, "experts_output", context.factors)[0]
 
     def _by_capacity(

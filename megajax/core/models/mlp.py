@@ -40,7 +40,7 @@ class MLP(nnx.Module):
         self.up = by_columns("up")
         residual = normal(key / "down", config.residual_init_std)
         self.down = RowParallelLinear(residual, boundary, (width, hidden), ("mlp", "embed"), backend, bias=bias)
-        self.boundary, self.config = boundary, config
+        self.boundary, self.config, self.backend = boundary, config, backend
 
     @property
     def products(self) -> dict[str, tuple]:
@@ -52,14 +52,15 @@ class MLP(nnx.Module):
         names = ("mlp_up",) if self.gate is None else ("mlp_gate", "mlp_up")
         inner = column_parallel(x_BTD, *self.products["mlp_input"], name="mlp_input", factors=context.factors)
         inner = [named(y_BTF, name, split=2) for y_BTF, name in zip(inner, names, strict=True)]
-        inner_BTF = named(activated(inner, self.config), "mlp_activation", split=2)
+        inner_BTF = named(activated(inner, self.config, self.backend), "mlp_activation", split=2)
         return named(self.down(inner_BTF, "mlp_output", context.factors), "mlp_output", self.boundary.split), {}
 
 
-def activated(inner: Sequence[Array], config: ModelConfig) -> Array:
+def activated(inner: Sequence[Array], config: ModelConfig, backend: Backend) -> Array:
     """A model's activation of one product, or of that with the gate matrix and another."""
     values = [getattr(config, name) for name in _OPTIONS.get(config.activation, ())]
-    return ACTIVATIONS[config.activation](*inner, *values)
+    function = gelu_sigmoid if backend.gelu_by_sigmoid and config.activation == "gelu-tanh" else None
+    return (function or ACTIVATIONS[config.activation])(*inner, *values)
 
 
 @jax.checkpoint
@@ -92,6 +93,26 @@ def gelu_tanh(x_BTF: Array) -> Array:
     """GeLU as in GPT-2, approximated with tanh."""
     wide_BTF = x_BTF.astype(at_least_fp32(x_BTF.dtype))  # its cube overflows fp16
     return jax.nn.gelu(wide_BTF, approximate=True).astype(x_BTF.dtype)
+
+
+@jax.custom_vjp
+def gelu_sigmoid(x_BTF: Array) -> Array:
+    """The same function as `x sigmoid(2 u)`, where tanh is that of u."""
+    x = x_BTF.astype(at_least_fp32(x_BTF.dtype))
+    return (x * jax.nn.sigmoid(x * (_SLOPE + _CUBIC * jnp.square(x)))).astype(x_BTF.dtype)
+
+
+def _gelu_sigmoid_backward(x_BTF: Array, grad_BTF: Array) -> tuple[Array]:
+    """The derivative, written out: a quarter fewer instructions on a GPU than JAX's of tanh."""
+    x, grad = (each.astype(at_least_fp32(each.dtype)) for each in (x_BTF, grad_BTF))
+    square = jnp.square(x)
+    s = jax.nn.sigmoid(x * (_SLOPE + _CUBIC * square))
+    return ((grad * (s + x * (s - s * s) * (_SLOPE + 3 * _CUBIC * square))).astype(x_BTF.dtype),)
+
+
+gelu_sigmoid.defvjp(lambda x_BTF: (gelu_sigmoid(x_BTF), x_BTF), _gelu_sigmoid_backward)
+_SLOPE = 2 * (2 / math.pi) ** 0.5
+_CUBIC = 0.044715 * _SLOPE
 
 
 @jax.custom_vjp

@@ -4,6 +4,7 @@ The computations themselves are in `train_step.py` and `scoring.py`.
 """
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import Any
@@ -32,7 +33,7 @@ from megajax.core.pipeline.schedule import forward_only, make_schedule
 from megajax.core.pipeline.table import Schedule
 from megajax.core.precision import COMPUTE_DTYPE, OPERAND_DTYPE
 from megajax.core.program.loss import loss_of
-from megajax.core.program.overlap import overlaps_reductions, size_of_layers
+from megajax.core.program.overlap import overlaps_reductions, scans_layers, size_of_layers
 from megajax.core.program.state import StateLayout
 
 Batch = dict[str, Array]  # the arrays in the program's `form`, [rows of the global batch, …]
@@ -187,9 +188,12 @@ class Program:
         return 2 if self.config.pipeline.paired_microbatches and self.num_microbatches > 1 else 1
 
     @property
-    def options(self) -> dict[str, int]:
-        """Compiler options of the train step."""
-        return dict.fromkeys(self.backend.apart, 0) if self.ticks_at_once > 1 else {}
+    def options(self) -> dict[str, int | bool]:
+        """Compiler options of the train step, without those that the user has set."""
+        found: dict[str, int | bool] = dict.fromkeys(self.backend.apart, 0) if self.ticks_at_once > 1 else {}
+        if not scans_layers(self.config, self.backend) and self.config.train.remat != "stage":
+            found |= dict.fromkeys(self.backend.unrolled, True)
+        return {name: value for name, value in found.items() if f"--{name}=" not in os.environ.get("XLA_FLAGS", "")}
 
     @cached_property
     def schedule(self) -> Schedule:

@@ -25,3 +25,12 @@ def test_an_iteration_of_the_loop_computes_two_microbatches() -> None:
     loops = [eqn.params for eqn in region.params["jaxpr"].eqns if eqn.primitive.name == "scan"]
     assert [(loop["length"], loop["unroll"]) for loop in loops] == [(3, 2)]
     assert not program.options and set(Program.abstract(config, GPU).options.values()) == {0}
+
+
+def test_norms_by_cudnn_with_unrolled_layers_and_unless_the_user_says_otherwise(monkeypatch):
+    forms = UNROLLED, {"scan_layers": "true"}, UNROLLED | {"remat": "stage"}
+    unrolled, scanned, recomputed = (Program.abstract(tiny_config(**each), GPU) for each in forms)
+    (name,) = unrolled.options
+    assert unrolled.options[name] is True and not scanned.options and not recomputed.options
+    monkeypatch.setenv("XLA_FLAGS", f"--{name}=false")
+    assert not unrolled.options
