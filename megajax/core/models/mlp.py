@@ -106,8 +106,9 @@ def _gelu_sigmoid_backward(x_BTF: Array, grad_BTF: Array) -> tuple[Array]:
     """The derivative, written out: a quarter fewer instructions on a GPU than JAX's of tanh."""
     x, grad = (each.astype(at_least_fp32(each.dtype)) for each in (x_BTF, grad_BTF))
     square = jnp.square(x)
-    s = jax.nn.sigmoid(x * (_SLOPE + _CUBIC * square))
-    return ((grad * (s + x * (s - s * s) * (_SLOPE + 3 * _CUBIC * square))).astype(x_BTF.dtype),)
+    share = jax.nn.sigmoid(x * (_SLOPE + _CUBIC * square))
+    slope = share + x * (share - share * share) * (_SLOPE + 3 * _CUBIC * square)
+    return ((grad * slope).astype(x_BTF.dtype),)
 
 
 gelu_sigmoid.defvjp(lambda x_BTF: (gelu_sigmoid(x_BTF), x_BTF), _gelu_sigmoid_backward)

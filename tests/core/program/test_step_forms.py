@@ -1,8 +1,12 @@
 """Which forms a train step takes on GPUs, and that it has them."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from tiny import tiny_config
 
 from megajax.core.backend import CPU, GPU
+from megajax.core.models.mlp import activated
 from megajax.core.program.overlap import sums_layers_in_products
 from megajax.core.program.program import Program
 from megajax.core.program.train_step import train_step
@@ -34,3 +38,15 @@ def test_norms_by_cudnn_with_unrolled_layers_and_unless_the_user_says_otherwise(
     assert unrolled.options[name] is True and not scanned.options and not recomputed.options
     monkeypatch.setenv("XLA_FLAGS", f"--{name}=false")
     assert not unrolled.options
+
+
+def test_gelu_by_a_sigmoid_is_that_by_tanh():
+    """Values and derivatives: in fp64 within the rounding of 1 + tanh, in bf16 within its own."""
+    model = tiny_config().model
+    with jax.enable_x64(True):
+        for dtype, rounding in (jnp.float64, 1e-12), (jnp.bfloat16, 2**-7):
+            x = jnp.linspace(-9, 9, 1001, dtype=dtype)
+            sigmoid, tanh = (jax.vjp(lambda x, own=own: activated([x], model, own), x) for own in (GPU, CPU))
+            for found, expected in (sigmoid[0], tanh[0]), (sigmoid[1](x)[0], tanh[1](x)[0]):
+                assert found.dtype == dtype
+                np.testing.assert_allclose(*(np.asarray(y, np.float64) for y in (found, expected)), rounding, rounding)
