@@ -29,7 +29,7 @@ class Backend:
     apart: tuple[str, ...] = ()
     # And to be true with unrolled layers: XLA fails on norms of recomputed scans and stages (JAX 0.11.2, 0.12.0.1).
     unrolled: tuple[str, ...] = ()
-    gelu_by_sigmoid: bool = False  # in place of tanh: fewer instructions on GPUs, 20% more time on CPUs
+    gelu_by_sigmoid: bool = False  # in place of tanh: fewer instructions on GPUs, more time on CPUs
     expert_block: int = 128  # dropless experts multiply blocks of so many rows (`models/grouped.py`),
     expert_kernel: bool = False  # by our own kernels what these can; else in a loop,
     expert_bytes: int = 0  # as many at once as have weights of this size; 0: one

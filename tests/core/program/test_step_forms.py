@@ -43,6 +43,8 @@ def test_norms_by_cudnn_with_unrolled_layers_and_unless_the_user_says_otherwise(
 def test_gelu_by_a_sigmoid_is_that_by_tanh():
     """Values and derivatives: in fp64 within the rounding of 1 + tanh, in bf16 within its own."""
     model = tiny_config().model
+    forms = [str(jax.make_jaxpr(lambda x, own=own: activated([x], model, own))(jnp.ones(2))) for own in (GPU, CPU)]
+    assert ["logistic" in form for form in forms] == [True, False]
     with jax.enable_x64(True):
         for dtype, rounding in (jnp.float64, 1e-12), (jnp.bfloat16, 2**-7):
             x = jnp.linspace(-9, 9, 1001, dtype=dtype)
