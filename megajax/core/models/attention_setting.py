@@ -26,7 +26,7 @@ class Setting(NamedTuple):
 
     def drop_of_heads(self, num_heads: int) -> Dropout | None:
         """Dropout for every sample and each of this device's heads, [B, H]."""
-        if self.dropout.rate == 0:
+        if self.dropout.bits_B is None:
             return None
         head_H = axis_index(self.head_axes) * num_heads + jnp.arange(num_heads, dtype=jnp.int32)
         return Dropout(self.dropout.rate, self.dropout.bits_B[:, None].fold(head_H[None, :]))

@@ -251,7 +251,7 @@ def _product(subscripts: str, x: Array, y: Array) -> Array:
 
 def _dropped(drop_NG: Drop, query_T: Array, key_S: Array) -> Callable[[Array], Array]:
     """Dropout of a block's probabilities, for queries and keys at these positions."""
-    if drop_NG is None:
+    if drop_NG is None or drop_NG.bits_B is None:
         return lambda x_NRS: x_NRS
     bits_NGT = drop_NG.bits_B[:, :, None].fold(query_T[None, None, :])
     bits_NR = jax.tree.map(lambda word: word.reshape(word.shape[0], -1), bits_NGT)

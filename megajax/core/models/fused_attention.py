@@ -126,7 +126,7 @@ def seen(q_BTHK: Array, k_BSHK: Array, visible: AttentionMask, places: Places, d
     last = functools.reduce(jnp.minimum, upper, start_11 + (num_keys - 1))
     first_BT, last_BT = (jnp.broadcast_to(x - start_11, (batch, length)) for x in (first, last + 1))
     pieces = places.queries.count
-    if drop_BH is None:
+    if drop_BH is None or drop_BH.bits_B is None:
         return Seen(first_BT, last_BT, pieces=pieces)
     bits_BHT = drop_BH.bits_B[:, :, None].fold(query_1T[None])
     # The position of the first key is folded in here, so that the kernels fold in a key's index.

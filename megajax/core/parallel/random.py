@@ -94,23 +94,25 @@ class Dropout:
     """Dropout for one microbatch: the rate, and the hash state of each sample."""
 
     rate: float = dataclasses.field(metadata={"static": True})  # probability of dropping, 0 turns dropout off
-    bits_B: RandomBits  # hash state of (seed, step, layer, site, global sample), shape [B]
+    bits_B: RandomBits | None  # hash state of (seed, step, layer, site, global sample), shape [B]; None: it is off
 
     @classmethod
     def at(cls, rate: float, seed: int | Array, step: Array, sample_B: Array) -> "Dropout":
         """Dropout for the samples `sample_B`, given as rows of the global batch of `step`."""
-        return cls(rate, RandomBits.from_seed(seed).fold(step).fold(sample_B))
+        return cls(rate, RandomBits.from_seed(seed).fold(step).fold(sample_B)) if rate else cls.off()
 
     @classmethod
     def off(cls) -> "Dropout":
-        return cls(0.0, RandomBits.from_seed(0))
+        return cls(0.0, None)
 
     def fold(self, index: int | Array) -> "Dropout":
         """Dropout for another layer or site."""
-        return Dropout(self.rate, self.bits_B.fold(index))
+        return self if self.bits_B is None else Dropout(self.rate, self.bits_B.fold(index))
 
     def of_parts(self, count: int) -> "Dropout":
         """Dropout for `count` parts of every sample, each with its own mask, [B · parts]."""
+        if self.bits_B is None:
+            return self
         part_P = jnp.arange(count, dtype=jnp.int32)
         return Dropout(self.rate, jax.tree.map(jnp.ravel, self.bits_B[:, None].fold(part_P[None, :])))
 
@@ -124,7 +126,7 @@ class Dropout:
 
     def __call__(self, x_BTD: Array, token_T: Array) -> Array:
         """Drop features of `x_BTD`, whose tokens have the global positions `token_T`."""
-        if self.rate == 0:
+        if self.bits_B is None or self.rate == 0:
             return x_BTD
 
         @partial(jax.checkpoint, prevent_cse=False)  # the backward pass draws the mask again instead of saving it
