@@ -328,22 +328,22 @@ ROWS: dict[str, dict[str, Row]] = {
         ),
         "a stale slot of the ring buffer": (
             "core.pipeline.executor.Pipeline.backward_chunk",
-            ("slots[row.backward.slot]", "slots[0 * row.backward.slot]"),
+            ("at_place(slots, row.backward.slot)", "at_place(slots, 0 * row.backward.slot)"),
             named("output of layer 0, backward", ON_PIPE),
         ),
         "what arrived is used, not what is needed": (
             "core.pipeline.executor._receive",
-            ("inbox[work.source]", "inbox[work.arrival]"),
+            ("at_place(inbox, work.source)", "at_place(inbox, work.arrival)"),
             named("input of layer 2, forward", ON_INBOX),
         ),
         "the head gets the slot that the forward writes": (
             "core.pipeline.executor.Pipeline.losses_and_gradients.tick",
-            ('buffer["output"][row.backward.slot]', 'buffer["output"][row.forward.slot]'),
+            ('at_place(buffer["output"], row.backward.slot)', 'at_place(buffer["output"], row.forward.slot)'),
             named("last_output of the head, forward", ON_PIPE | {"schedule": "gpipe"}),
         ),
         "every stage runs the first one's table": (
             "core.pipeline.rows._column",
-            ("column[:, stage]", "column[:, 0 * stage]"),
+            ("at_place(column, stage, 1)", "at_place(column, 0 * stage, 1)"),
             named("input of layer 1, forward", ON_PIPE),
         ),
         "something is sent before it was computed": (

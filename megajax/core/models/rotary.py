@@ -89,6 +89,7 @@ _rotated.defvjp(
 )
 
 
+@partial(jax.jit, static_argnums=(3, 4), inline=True)  # traced once for all its uses
 def _turned(
     x_BTHK: Array, position_BT: Array, kind: Array | None, kinds: tuple[ModelConfig, ...], direction: int
 ) -> Array:

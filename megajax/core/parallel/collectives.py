@@ -69,7 +69,12 @@ def entry_axes(entry: Axes | None) -> tuple[str, ...]:
 def own_shard(x: Array, dim: int, axes: Axes) -> Array:
     """This device's part of `x` along `dim`, sharded over `axes`."""
     size = x.shape[dim] // axis_size(axes)
-    return lax.dynamic_slice_in_dim(x, axis_index(axes) * size, size, dim)
+    return lax.dynamic_slice_in_dim(x, axis_index(axes) * size, size, dim, allow_negative_indices=False)
+
+
+def at_place(x: Array, place: Array | int, dim: int = 0) -> Array:
+    """`x` at one place of a dim, which is not counted from the end."""
+    return lax.dynamic_index_in_dim(x, place, dim, keepdims=False, allow_negative_indices=False)
 
 
 def gather_shards(x: Array, dim: int, axes: Axes, *, invariant: bool = False) -> Array:
@@ -112,7 +117,7 @@ def send_on(x: Array, *, together: bool) -> Array:
         return _send(x, CONTEXT, +1, ring=False)
     all_CX = lax.all_gather(x, CONTEXT, to="varying")
     own = axis_index(CONTEXT)
-    before = lax.dynamic_index_in_dim(all_CX, jnp.maximum(own - 1, 0), keepdims=False)
+    before = at_place(all_CX, jnp.maximum(own - 1, 0))
     return jnp.where(own > 0, before, jnp.zeros((), x.dtype))
 
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from megajax.core.axes import BATCH_AXES
-from megajax.core.parallel.collectives import PIPE, broadcast_stage, vary, varying_axes, zeros_like_type
+from megajax.core.parallel.collectives import PIPE, at_place, broadcast_stage, vary, varying_axes, zeros_like_type
 from megajax.core.parallel.products import NO_FACTORS, FactorProbe
 from megajax.core.parallel.shards import NOT_SHARDED, Shards
 from megajax.core.pipeline.model import Batch, Factors, LoopModel, Tables
@@ -57,7 +57,7 @@ class EmbeddingAndHead:
 
     def take(self, microbatch: Number) -> Microbatch:
         """One microbatch."""
-        own = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, microbatch, keepdims=False), self.microbatches)
+        own = jax.tree.map(lambda x: at_place(x, microbatch), self.microbatches)
         return Microbatch(own[0], self.model.context(*own))
 
     def weights(self) -> Tree:

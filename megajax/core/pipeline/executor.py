@@ -19,6 +19,7 @@ from jax import Array, lax
 
 from megajax.core.parallel.collectives import (
     PIPE,
+    at_place,
     axis_index,
     axis_size,
     send_down,
@@ -108,7 +109,7 @@ class Pipeline:
             figures = jax.tree.map(jnp.add, figures, new)
             x_wire = self.send(send_up, y)  # in transit while the backward runs
 
-            output = lambda: y if schedule.turns_at_once else buffer["output"][row.backward.slot]  # noqa: E731
+            output = lambda: y if schedule.turns_at_once else at_place(buffer["output"], row.backward.slot)  # noqa: E731
             grad, ends = bound.ends.head(row, output, grad_in, ends)
             if reduction is not None:
                 ends, of_head = bound.ends.apart(ends)
@@ -248,7 +249,7 @@ class Pipeline:
     ) -> tuple[Array, Sums]:
         """Pull the gradient of a chunk's output back to its input."""
         chunk, slot = row.backward.chunk, row.backward.factor_slot
-        saved = jax.tree.map(lambda slots: slots[row.backward.slot], buffer["residuals"])
+        saved = jax.tree.map(lambda slots: at_place(slots, row.backward.slot), buffer["residuals"])
         context = self._context(row.backward.microbatch)
         residuals = self.layers.restored(chunk, saved, context)
         return self.layers.pull_back(chunk, residuals, context, grad, sums, slot, reduce)
@@ -352,4 +353,4 @@ def _receive(direction: Pass, inbox: Array | None, wire: Array, work: Work) -> t
     if inbox is None:
         return None, wire
     inbox = inbox.at[work.arrival].set(wire)
-    return inbox, inbox[work.source]
+    return inbox, at_place(inbox, work.source)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from megajax.core.parallel.collectives import at_place
 from megajax.core.pipeline.table import IDLE, Deferral, Pass, Schedule
 
 Number = Array | int
@@ -122,4 +123,4 @@ def _column(table: np.ndarray | int, stage: Array) -> Array | bool | int:
     if (table == table.flat[0]).all():
         return table.flat[0].item()
     column = jnp.asarray(table)
-    return column if table.ndim == 1 else column[:, stage]
+    return column if table.ndim == 1 else at_place(column, stage, 1)

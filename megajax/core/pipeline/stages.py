@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array, lax
 
-from megajax.core.parallel.collectives import zeros_like_type
+from megajax.core.parallel.collectives import at_place, zeros_like_type
 from megajax.core.parallel.products import NO_FACTORS
 from megajax.core.parallel.shards import Shards
 from megajax.core.pipeline.model import Factors, Figures, Path, Products
@@ -267,7 +267,7 @@ class Layers:
         def body(carry: Tree, slot: tuple[Any, Tree]):
             own = slot[0]
             if self.num_chunks > 1:
-                own = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, slot[0], keepdims=False), stack)
+                own = jax.tree.map(lambda leaf: at_place(leaf, slot[0]), stack)
             return layer(carry, *own, slot[1])
 
         slots = stack if self.num_chunks == 1 else self._slots(chunk)
