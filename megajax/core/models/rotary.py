@@ -77,18 +77,6 @@ def rotated(x_BTHK: Array, position_BT: Array, config: ModelConfig, windowed: Ar
     return _rotated(x_BTHK, position_BT, windowed, kinds)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _rotated(x_BTHK: Array, position_BT: Array, kind: Array | None, kinds: tuple[ModelConfig, ...]) -> Array:
-    """`kind`: which of the `kinds` rotates; None if there is one."""
-    return _turned(x_BTHK, position_BT, kind, kinds, 1)
-
-
-_rotated.defvjp(
-    lambda x_BTHK, position_BT, kind, kinds: (_turned(x_BTHK, position_BT, kind, kinds, 1), (position_BT, kind)),
-    lambda kinds, saved, grad_BTHK: (_turned(grad_BTHK, saved[0], saved[1], kinds, -1), None, None),
-)
-
-
 @partial(jax.jit, static_argnums=(3, 4), inline=True)  # traced once for all its uses
 def _turned(
     x_BTHK: Array, position_BT: Array, kind: Array | None, kinds: tuple[ModelConfig, ...], direction: int
@@ -106,3 +94,15 @@ def _turned(
     first_BTHP, second_BTHP = jnp.split(x_BTHK.astype(dtype), 2, axis=-1)
     turned = first_BTHP * cos_BTHP - second_BTHP * sin_BTHP, second_BTHP * cos_BTHP + first_BTHP * sin_BTHP
     return jnp.concatenate(turned, axis=-1).astype(x_BTHK.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _rotated(x_BTHK: Array, position_BT: Array, kind: Array | None, kinds: tuple[ModelConfig, ...]) -> Array:
+    """`kind`: which of the `kinds` rotates; None if there is one."""
+    return _turned(x_BTHK, position_BT, kind, kinds, 1)
+
+
+_rotated.defvjp(
+    lambda x_BTHK, position_BT, kind, kinds: (_turned(x_BTHK, position_BT, kind, kinds, 1), (position_BT, kind)),
+    lambda kinds, saved, grad_BTHK: (_turned(grad_BTHK, saved[0], saved[1], kinds, -1), None, None),
+)

@@ -28,7 +28,10 @@ def scale_by_adam(config: OptimizerConfig) -> optax.GradientTransformationExtraA
     adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
 
     def advance(grads: Tree, state: Tree, params: Tree = None, *, taken: Array | bool) -> tuple[Tree, Tree]:
-        advanced = choose(taken, adam.update(grads, state)[1], state)
+        mu = optax.tree.update_moment(grads, state.mu, config.beta1, 1)
+        nu = optax.tree.update_moment_per_elem_norm(grads, state.nu, config.beta2, 2)
+        counted = state._replace(count=optax.safe_increment(state.count), mu=mu, nu=nu)
+        advanced = choose(taken, counted, state)
         moments = jax.tree.map(lambda mu, nu: lax.optimization_barrier((mu, nu)), advanced.mu, advanced.nu)
         mu, nu = (jax.tree.map(lambda _, pair, i=i: pair[i], advanced.mu, moments) for i in range(2))
         mean = optax.tree.bias_correction(mu, config.beta1, advanced.count)
