@@ -105,20 +105,26 @@ def of_mesh(base: Config, fixed: frozenset[str], server: int) -> Iterator[Config
     scans = choices("model.scan_layers", ["auto", "true"])
     divides = mesh.pipe > 1 and base.model.padded_vocab_size % (mesh.pipe * mesh.tensor) == 0
     tables = choices("pipeline.vocabulary", ["replicated", *["split"] * divides])
-    models = {scan: replace(base.model, scan_layers=scan) for scan in scans}
     pairs = choices("pipeline.paired_microbatches", [False, *[True] * (mesh.pipe == 1 < mesh.tensor * mesh.expert)])
-    for microbatch, remat, (zero, ranks), split, later, table, scan, pair in itertools.product(
+    models = {scan: replace(base.model, scan_layers=scan) for scan in scans}
+    trains = {of: replace(base.train, microbatch=of[0], remat=of[1]) for of in itertools.product(microbatches, remats)}
+    optimizers = {of: replace(base.optimizer, zero=of[0], zero_ranks=of[1]) for of in shards}
+    pipelines = {
+        of: replace(base.pipeline, weight_gradients=of[0], vocabulary=of[1], paired_microbatches=of[2])
+        for of in itertools.product(when, tables, pairs)
+    }
+    for microbatch, remat, shard, split, later, table, scan, pair in itertools.product(
         microbatches, remats, shards, splits, when, tables, scans, pairs
     ):
-        scans_anyway = scan == "true" and zero == 3 and len(scans) > 1
-        hides_nothing = pair and len(pairs) > 1 and (scan == "true" or zero == 3 or rows < 2 * microbatch)
+        scans_anyway = scan == "true" and shard[0] == 3 and len(scans) > 1
+        hides_nothing = pair and len(pairs) > 1 and (scan == "true" or shard[0] == 3 or rows < 2 * microbatch)
         if (split and length % pieces) or scans_anyway or hides_nothing:
             continue
         yield replace(
             base,
             model=models[scan],
             sequence_parallel=split,
-            train=replace(base.train, microbatch=microbatch, remat=remat),
-            optimizer=replace(base.optimizer, zero=zero, zero_ranks=ranks),
-            pipeline=replace(base.pipeline, weight_gradients=later, vocabulary=table, paired_microbatches=pair),
+            train=trains[microbatch, remat],
+            optimizer=optimizers[shard],
+            pipeline=pipelines[later, table, pair],
         )
