@@ -126,7 +126,7 @@ class Dropout:
 
     def __call__(self, x_BTD: Array, token_T: Array) -> Array:
         """Drop features of `x_BTD`, whose tokens have the global positions `token_T`."""
-        if self.bits_B is None or self.rate == 0:
+        if self.bits_B is None:
             return x_BTD
 
         @partial(jax.checkpoint, prevent_cse=False)  # the backward pass draws the mask again instead of saving it

@@ -155,11 +155,11 @@ def test_a_shard_s_mask_is_its_slice_of_the_global_one():
 
 def test_the_gradient_is_dropped_like_the_value():
     """The backward pass, which draws the mask again, draws the same one; a rate of 0 leaves x alone."""
-    dropout = dropout_at(jnp.arange(16, dtype=jnp.int32))
+    dropout, off = (dropout_at(jnp.arange(16, dtype=jnp.int32), rate) for rate in (RATE, 0.0))
     token_T, x_BTD = jnp.arange(64, dtype=jnp.int32), jnp.full((16, 64, 96), 3.0)
     grad = jax.jit(jax.grad(lambda x: jnp.sum(drop(dropout, x, token_T))))(x_BTD)
     np.testing.assert_array_equal(grad, mask())
-    assert Dropout(0.0, dropout.bits_B)(x_BTD, token_T) is x_BTD
+    assert off == Dropout.off() and off(x_BTD, token_T) is x_BTD
 
 
 def test_keys_depend_on_the_path():
