@@ -98,7 +98,6 @@ def of_mesh(base: Config, fixed: frozenset[str], server: int) -> Iterator[Config
     remats = choices("train.remat", ["none", "selective", "layer", *["stage"] * stages])
     zeros = choices("optimizer.zero", [1, 3] if mesh.batch_shards > 1 else [1])  # 0 is larger and hardly faster
     ranks = choices("optimizer.zero_ranks", [0, *_of_a_server(mesh, server)])
-    shards = [(zero, each) for zero in zeros for each in ranks if zero or not each]
     pieces = mesh.tensor * (2 * mesh.context if mesh.context > 1 else 1)
     splits = choices("sequence_parallel", [False, True] if mesh.tensor > 1 and length % pieces == 0 else [False])
     when = choices("pipeline.weight_gradients", ["together", *(["deferred"] if mesh.pipe > 1 else [])])
@@ -106,25 +105,21 @@ def of_mesh(base: Config, fixed: frozenset[str], server: int) -> Iterator[Config
     divides = mesh.pipe > 1 and base.model.padded_vocab_size % (mesh.pipe * mesh.tensor) == 0
     tables = choices("pipeline.vocabulary", ["replicated", *["split"] * divides])
     pairs = choices("pipeline.paired_microbatches", [False, *[True] * (mesh.pipe == 1 < mesh.tensor * mesh.expert)])
-    models = {scan: replace(base.model, scan_layers=scan) for scan in scans}
-    trains = {of: replace(base.train, microbatch=of[0], remat=of[1]) for of in itertools.product(microbatches, remats)}
-    optimizers = {of: replace(base.optimizer, zero=of[0], zero_ranks=of[1]) for of in shards}
-    pipelines = {
-        of: replace(base.pipeline, weight_gradients=of[0], vocabulary=of[1], paired_microbatches=of[2])
-        for of in itertools.product(when, tables, pairs)
-    }
-    for microbatch, remat, shard, split, later, table, scan, pair in itertools.product(
-        microbatches, remats, shards, splits, when, tables, scans, pairs
-    ):
-        scans_anyway = scan == "true" and shard[0] == 3 and len(scans) > 1
-        hides_nothing = pair and len(pairs) > 1 and (scan == "true" or shard[0] == 3 or rows < 2 * microbatch)
-        if (split and length % pieces) or scans_anyway or hides_nothing:
-            continue
-        yield replace(
-            base,
-            model=models[scan],
-            sequence_parallel=split,
-            train=trains[microbatch, remat],
-            optimizer=optimizers[shard],
-            pipeline=pipelines[later, table, pair],
-        )
+    models = [replace(base.model, scan_layers=scan) for scan in scans]
+    trains = [replace(base.train, microbatch=b, remat=remat) for b, remat in itertools.product(microbatches, remats)]
+    optimizers = [
+        replace(base.optimizer, zero=zero, zero_ranks=each) for zero in zeros for each in ranks if zero or not each
+    ]
+    pipelines = [
+        replace(base.pipeline, weight_gradients=later, vocabulary=table, paired_microbatches=pair)
+        for later, table, pair in itertools.product(when, tables, pairs)
+    ]
+    for train, optimizer, split, pipeline, model in itertools.product(trains, optimizers, splits, pipelines, models):
+        scanned, zero_3 = model.scan_layers == "true", optimizer.zero == 3
+        scans_anyway = scanned and zero_3 and len(scans) > 1
+        one_by_one = scanned or zero_3 or rows < 2 * train.microbatch
+        hides_nothing = pipeline.paired_microbatches and len(pairs) > 1 and one_by_one
+        if not ((split and length % pieces) or scans_anyway or hides_nothing):
+            yield replace(
+                base, model=model, sequence_parallel=split, train=train, optimizer=optimizer, pipeline=pipeline
+            )

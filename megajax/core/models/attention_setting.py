@@ -24,9 +24,9 @@ class Setting(NamedTuple):
     head_axes: Axes = TENSOR  # that heads are sharded over
     sink_H: Array | None = None  # a logit of each of this device's heads (`models/sinks.py`)
 
-    def drop_of_heads(self, num_heads: int) -> Dropout | None:
+    def drop_of_heads(self, num_heads: int) -> Dropout:
         """Dropout for every sample and each of this device's heads, [B, H]."""
         if self.dropout.bits_B is None:
-            return None
+            return self.dropout
         head_H = axis_index(self.head_axes) * num_heads + jnp.arange(num_heads, dtype=jnp.int32)
         return Dropout(self.dropout.rate, self.dropout.bits_B[:, None].fold(head_H[None, :]))

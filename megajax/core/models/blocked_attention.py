@@ -21,8 +21,7 @@ from megajax.core.models.sinks import sink_gradients, with_sinks
 from megajax.core.parallel.random import Dropout
 from megajax.core.precision import at_least_fp32
 
-Drop = Dropout | None  # of every head of every sample
-Limits = tuple[AttentionMask, Drop]  # what a query sees of the keys
+Limits = tuple[AttentionMask, Dropout]  # what a query sees of the keys, and dropout of every head of every sample
 
 
 class Method(NamedTuple):
@@ -102,7 +101,7 @@ def _limits_of_heads(limits: Limits, batch: int, kv_heads: int) -> Limits:
 
 
 def _forward_of_heads(
-    q_NGTK: Array, k_NSK: Array, v_NSK: Array, visible: AttentionMask, drop_NG: Drop, *, places: Places, block: int
+    q_NGTK: Array, k_NSK: Array, v_NSK: Array, visible: AttentionMask, drop_NG: Dropout, *, places: Places, block: int
 ) -> tuple:
     """Attention; the highest score of every query; and the sum of exponentials of the scores relative to it."""
     group = q_NGTK.shape[1]
@@ -115,7 +114,7 @@ def _forward_of_heads(
 
 
 def attention_sums(
-    q_NGTK: Array, k_NSK: Array, v_NSK: Array, visible: AttentionMask, drop_NG: Drop, *, places: Places, block: int
+    q_NGTK: Array, k_NSK: Array, v_NSK: Array, visible: AttentionMask, drop_NG: Dropout, *, places: Places, block: int
 ) -> tuple[Array, Array, Array]:
     """The sum of the values, weighted by exponentials of the scores relative to the highest one, in at least fp32; the
     highest score of every query; and the sum of the exponentials. A query may see none of the keys."""
@@ -130,7 +129,7 @@ def _blocks(
     k_NSK: Array,
     v_NSK: Array,
     visible: AttentionMask,
-    drop_NG: Drop,
+    drop_NG: Dropout,
     *,
     places: Places,
     block: int,
@@ -155,7 +154,7 @@ def backward_of_heads(
     k_NSK: Array,
     v_NSK: Array,
     visible: AttentionMask,
-    drop_NG: Drop,
+    drop_NG: Dropout,
     statistics: Sequence[Array],
     *,
     places: Places,
@@ -249,9 +248,9 @@ def _product(subscripts: str, x: Array, y: Array) -> Array:
     return jnp.einsum(subscripts, x, y, preferred_element_type=at_least_fp32(x.dtype))
 
 
-def _dropped(drop_NG: Drop, query_T: Array, key_S: Array) -> Callable[[Array], Array]:
+def _dropped(drop_NG: Dropout, query_T: Array, key_S: Array) -> Callable[[Array], Array]:
     """Dropout of a block's probabilities, for queries and keys at these positions."""
-    if drop_NG is None or drop_NG.bits_B is None:
+    if drop_NG.bits_B is None:
         return lambda x_NRS: x_NRS
     bits_NGT = drop_NG.bits_B[:, :, None].fold(query_T[None, None, :])
     bits_NR = jax.tree.map(lambda word: word.reshape(word.shape[0], -1), bits_NGT)

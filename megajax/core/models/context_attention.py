@@ -25,7 +25,7 @@ from megajax.core.models import fused_attention
 from megajax.core.models.attend import attend, attend_in_blocks, implementation, with_padded_values
 from megajax.core.models.attention_mask import AttentionMask, Pieces, Places
 from megajax.core.models.attention_setting import Setting
-from megajax.core.models.blocked_attention import Drop, Method, attention_sums, backward_of_heads
+from megajax.core.models.blocked_attention import Method, attention_sums, backward_of_heads
 from megajax.core.models.config import ModelConfig
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.collectives import (
@@ -42,6 +42,7 @@ from megajax.core.parallel.collectives import (
     vary,
     varying_axes,
 )
+from megajax.core.parallel.random import Dropout
 from megajax.core.parallel.tokens import TOKENS, ContextWay
 from megajax.core.precision import OPERAND_DTYPE, at_least_fp32
 
@@ -254,7 +255,7 @@ def _over_tiles(
 
 
 def _forward_of_heads(
-    q_NGTK: Array, k_NSK: Array, v_NSK: Array, visible: AttentionMask, drop_NG: Drop, *, places: Places, block: int
+    q_NGTK: Array, k_NSK: Array, v_NSK: Array, visible: AttentionMask, drop_NG: Dropout, *, places: Places, block: int
 ) -> tuple:
     """Like `_forward_of_heads` in `blocked_attention.py`, for this device's two pieces of queries and all keys."""
     sums: Any = partial(attention_sums, drop_NG=drop_NG, block=block)

@@ -62,7 +62,7 @@ def _attention(
     v_BSHK: Array,
     visible: AttentionMask,
     places: Places,
-    drop_BH: Dropout | None,
+    drop_BH: Dropout,
     sink_H: Array | None,
 ) -> Array:
     return _forward(exchange, q_BTHK, k_BSHK, v_BSHK, visible, places, drop_BH, sink_H)[0]
@@ -114,7 +114,7 @@ def _of_heads(sink_H: Array) -> Array:
 _attention.defvjp(_forward, _backward)
 
 
-def seen(q_BTHK: Array, k_BSHK: Array, visible: AttentionMask, places: Places, drop_BH: Dropout | None) -> Any:
+def seen(q_BTHK: Array, k_BSHK: Array, visible: AttentionMask, places: Places, drop_BH: Dropout) -> Any:
     """Which keys each query sees, as indices of the array, and the dropout of its probabilities."""
     from megajax.core.kernels.attention import Seen
 
@@ -126,7 +126,7 @@ def seen(q_BTHK: Array, k_BSHK: Array, visible: AttentionMask, places: Places, d
     last = functools.reduce(jnp.minimum, upper, start_11 + (num_keys - 1))
     first_BT, last_BT = (jnp.broadcast_to(x - start_11, (batch, length)) for x in (first, last + 1))
     pieces = places.queries.count
-    if drop_BH is None or drop_BH.bits_B is None:
+    if drop_BH.bits_B is None:
         return Seen(first_BT, last_BT, pieces=pieces)
     bits_BHT = drop_BH.bits_B[:, :, None].fold(query_1T[None])
     # The position of the first key is folded in here, so that the kernels fold in a key's index.

@@ -29,7 +29,7 @@ def limits(*names: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
     for number, each in enumerate(names):
         visible, places, queries, keys = LIMITS[each]
         shapes = (jax.ShapeDtypeStruct((1, length), jnp.float32) for length in (queries, keys))
-        told = fused_attention.seen(*shapes, visible, places, None)
+        told = fused_attention.seen(*shapes, visible, places, Dropout.off())
         query_T, key_S = places.queries.at(0, queries, queries), places.keys.at(0, keys, keys)
         mask = visible.of_queries(lambda x_BT, number=queries: x_BT[:, :number]).mask(query_T[None], key_S[None])
         sees = np.zeros((LENGTH, 2 * LENGTH), bool)
