@@ -289,6 +289,7 @@ def _best(fitting: list[Candidate], devices: int, machine: Machine, count: int) 
     """The fastest by the times of their tables; among equally fast ones, the one with the least memory."""
     chosen: list[Planned] = []
     taken: set[tuple[int, ...]] = set()
+    backend = backend_of(machine)
     for each in fitting:
         like = round(1e9 * each.seconds), each.base.mesh.pipe, each.base.mesh.row_shards, each.pipeline.chunks
         if like in taken:
@@ -296,7 +297,8 @@ def _best(fitting: list[Candidate], devices: int, machine: Machine, count: int) 
         taken.add(like)
         config = each.config
         validate(config, devices)
-        planned = Planned(config, step_time(config, machine), memory(config, backend_of(machine)))
+        cost = step_cost(config, backend, scaled=True)
+        planned = Planned(config, step_time(config, machine, cost), memory(config, backend, cost))
         if planned.memory.total <= machine.usable:
             chosen.append(planned)
         if len(chosen) == 4 * count:  # more than needed, because the formula is not exact

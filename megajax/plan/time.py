@@ -65,10 +65,10 @@ def unit_of_times(longest: float) -> tuple[str, float, int]:
     return ("s", 1.0, 3) if longest >= 1 else ("ms", 1e3, 1)
 
 
-def step_time(config: Config, machine: Machine, *, exact: bool = True) -> PlannedTime:
+def step_time(config: Config, machine: Machine, cost: StepCost | None = None, *, exact: bool = True) -> PlannedTime:
     """Predict a step of a valid configuration: `exact` by its schedule's table unless that is long, otherwise by
     formula if there is one. Raises `UserError` if the GPU does not support its precision."""
-    return StepModel(config, machine).time(config.pipeline, exact=exact)
+    return StepModel(config, machine, cost).time(config.pipeline, exact=exact)
 
 
 _flops = lru_cache(maxsize=256)(step_flops)

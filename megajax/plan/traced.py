@@ -20,7 +20,7 @@ from jax import Array
 from jax.export import symbolic_shape
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from megajax.core.axes import ROW_AXES, TENSOR
+from megajax.core.axes import EXPERT, ROW_AXES, TENSOR
 from megajax.core.backend import Backend
 from megajax.core.mesh import RULES
 from megajax.core.models.staged import StagedModel
@@ -57,14 +57,15 @@ def _program(config: Config, backend: Backend, together: bool) -> Program:
 
 
 def step_cost(config: Config, backend: Backend, *, scaled: bool = False) -> StepCost:
-    """The costs of a configuration on a kind of device. With `scaled`, those of a larger `tensor` axis are computed
-    from two smaller ones', which a search traces anyway."""
+    """The costs of a configuration on a kind of device. With `scaled`, those of a larger `tensor` or `expert` axis are
+    computed from two smaller ones', which a search traces anyway."""
     backend = replace(backend, expert_kernel=False)  # a trace does not depend on it, and GPUs share one
     of_ends = config.model.dense_layers + config.model.num_predicting  # layers that the ends have
     gathers_once = of_ends and config.train.remat == "layer"  # inputs of these layers' regions
-    alike = config  # ends without layers are the same with every way of context attention
-    if config.mesh.context > 1 and not of_ends:
-        alike = replace(config, model=replace(config.model, context_attention="gather"))
+    gather = replace(config.model, context_attention="gather")
+    alike = config if of_ends else replace(config, model=gather)  # without layers every way is the same
+    if not config.model.num_predicting:  # no experts
+        alike = replace(alike, mesh=replace(config.mesh, expert=1))
     first = _of_one_microbatch(alike, "layer" if gathers_once else "none", config.splits_vocabulary)
     found = _scaled if scaled else _traced
     ends = found(first, backend, _ends_cost, _permutes(config))
@@ -154,18 +155,18 @@ def _traced(
 def _scaled(
     config: Config, backend: Backend, look: Callable[[Program, Pipeline, Array, _Blocks], Cost], together: bool
 ) -> Cost:
-    """The same as `_traced`. Every number of it is a part that an axis does not shard plus one that it does, which two
-    sizes of the axis tell apart, if devices share keys' heads evenly. The axis is `tensor`, or `pipe` where the
-    vocabulary is split."""
+    """The same as `_traced`. Every number of it is a part that all devices of an axis have, plus one that they divide
+    or that grows with them; two sizes of the axis tell. The axis is `tensor`, if devices share keys' heads evenly,
+    `expert`, or `pipe` where the vocabulary is split."""
     mesh, model = config.mesh, config.model
     least = 2 if config.sequence_parallel else 1  # with 1 there is nothing to split
     shares = model.num_kv_heads % (mesh.tensor * (mesh.context if training_way(config) == "heads" else 1)) == 0
-    for axis, first in ((TENSOR, least), (PIPE, 2)):
-        size = getattr(mesh, axis)
-        if shares and size > 2 * first and size % (2 * first) == 0:
+    for axis, first in ((TENSOR, least if shares else mesh.tensor), (PIPE, 2), (EXPERT, 2)):
+        times, rest = divmod(getattr(mesh, axis), first)
+        if times > 2 and times % 2 == 0 and not rest:
             one, two = (_scaled(_with_axis(config, axis, each), backend, look, together) for each in (first, 2 * first))
             with contextlib.suppress(_Unlike):
-                return _extrapolated(one, two, Fraction(2 * first, size))
+                return _extrapolated(one, two, times)
     return _traced(config, backend, look, together)
 
 
@@ -181,17 +182,17 @@ class _Unlike(Exception):
     """Two costs differ in more than numbers."""
 
 
-def _extrapolated(one: Any, two: Any, share: Fraction) -> Any:
-    """What becomes of `one`, and of `two` with half of all that is sharded, with this share of it."""
+def _extrapolated(one: Any, two: Any, times: int) -> Any:
+    """What becomes of `one`, and of `two` on twice as many devices, on this many times as many."""
     if type(one) is not type(two):
         raise _Unlike
     if isinstance(one, tuple) and len(one) == len(two):
-        return tuple(_extrapolated(first, second, share) for first, second in zip(one, two, strict=True))
+        return tuple(_extrapolated(first, second, times) for first, second in zip(one, two, strict=True))
     if is_dataclass(one) and not isinstance(one, type):
         names = [each.name for each in fields(one)]
-        return type(one)(*(_extrapolated(getattr(one, name), getattr(two, name), share) for name in names))
-    if isinstance(one, int) and not isinstance(one, bool):
-        found = 2 * two - one + share * (one - two)
+        return type(one)(*(_extrapolated(getattr(one, name), getattr(two, name), times) for name in names))
+    if isinstance(one, int) and not isinstance(one, bool):  # what is divided has halved in `two`
+        found = one + (two - one) * (times - 1 if two > one else 2 - Fraction(2, times))
         if found.denominator == 1 and found >= 0:
             return int(found)
     elif one == two:

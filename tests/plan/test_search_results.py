@@ -81,25 +81,30 @@ def test_what_saves_memory_is_tried_wherever_there_is_little(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("mesh", "words"),
     [
-        LLAMA | {"num_kv_heads": 4},
-        full(QWEN3),
-        full(MIXTURE),
-        full({"precision": "fp8"} | LLAMA),
-        full({"precision": "bf16"}),
+        ((1, 8, 8), LLAMA | {"num_kv_heads": 4}),
+        full((1, 8, 8), QWEN3),
+        full((1, 8, 8), MIXTURE),
+        full((1, 8, 8), {"precision": "fp8"} | LLAMA),
+        full((1, 8, 8), {"precision": "bf16"}),
+        ((1, 2, 1), MIXTURE | {"expert": 8, "num_experts": 16}),
+        full((1, 8, 2, 8), MIXTURE | {"expert": 8, "expert_capacity": 1.25, "dense_layers": 1}),
     ],
 )
 @pytest.mark.parametrize("cut", [False, full(True)])
-def test_costs_of_a_larger_axis_follow_from_two_smaller_ones(words: dict, cut: bool) -> None:
-    """`tensor` and, with the vocabulary, `pipe`, where devices share keys' heads evenly."""
+def test_costs_of_a_larger_axis_follow_from_two_smaller_ones(mesh: tuple[int, ...], words: dict, cut: bool) -> None:
+    """`tensor` where devices share keys' heads evenly, `expert` and, with the vocabulary, `pipe`. Ends without layers
+    are the same beside experts."""
     sizes = {"num_heads": 16, "hidden_size": 256, "mlp_size": 512, "vocab_size": 1024, "head_size": 16}
     words = {"sequence_length": 128, "sequence_parallel": cut, "vocabulary": "split"} | words | sizes
     words |= {"num_kv_heads": 16} if "num_kv_heads" not in words else {"num_kv_heads": 8}
-    config = tiny_config((1, 8, 8), num_layers=8, **words)
+    config = tiny_config(mesh, num_layers=8, **words)
     traced._traced.cache_clear()
     assert traced.step_cost(config, GPU, scaled=True) == (cost := traced.step_cost(config, GPU))
     assert cost.layer.products and traced._scaled.cache_info().currsize
+    alone = traced._of_one_microbatch(config, "none", splits_vocabulary=True)
+    assert cost.ends == traced._traced(alone, replace(GPU, expert_kernel=False), traced._ends_cost, False)
 
 
 @pytest.mark.parametrize("weight_gradients", ["together", "deferred"])
