@@ -341,6 +341,7 @@ OVERLAPPED = {
     | PIPED
     | WAITING
     | {"global_batch": 6, "vocabulary": "split", "sliding_window": 3},
+    "one, reduced at the end": {"mesh": (4, 1, 1), "microbatch": 2, "optimizer": {"overlap_reductions": "false"}},
     "alone, padded shards, untied": {"mesh": (3, 1, 1), "global_batch": 6, "tied_embedding": False},
     "one microbatch": {"mesh": (4, 1, 1), "microbatch": 2},
     "stages": {"mesh": (2, 3, 1), "precision": "bf16", "remat": "layer", "optimizer": {"overlap_reductions": "false"}},
@@ -360,7 +361,7 @@ OVERLAPPED = {
 GATHERED_AT_THE_END = ("none waits", "adapters", "adapters on stages", "float8")
 
 
-@pytest.mark.parametrize("name", first(OVERLAPPED))
+@pytest.mark.parametrize("name", first(OVERLAPPED, 2))
 def test_reductions_and_gathers_beside_the_passes(name: str) -> None:
     """Every layer's gradients are reduced by themselves, and its weights gathered during the first forward pass."""
     given = FEW | {"num_layers": 3, "global_batch": 8, "vocab_size": 21} | OVERLAPPED[name]

@@ -32,8 +32,8 @@ _OURS = {
     "--optimizer.muon-scale": "muon_scale_mode",
     "--optimizer.zero": "zero_stage zero use_distributed_optimizer",
     "--optimizer.zero 3, with --mesh.data N for N devices": "fsdp use_fsdp use_megatron_fsdp fully_shard",
-    "--optimizer.zero-ranks N, the ranks that share ZeRO's shards": "hsdp use_hsdp hybrid_shard dp_shard_size "
-    "dp_replicate_size num_distributed_optimizer_instances",
+    "--optimizer.zero 3 --optimizer.zero-ranks N, the ranks that share shards": "hsdp use_hsdp hybrid_shard "
+    "dp_shard_size dp_replicate_size num_distributed_optimizer_instances",
     _BATCH: "batch_size global_batch_size train_batch_size gbs bs",
     "--train.microbatch": "micro_batch_size local_batch_size per_device_train_batch_size mbs",
     _ACCUMULATION: "gradient_accumulation_steps gradient_accumulation grad_accum accumulate_grad_batches",

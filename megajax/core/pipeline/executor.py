@@ -84,7 +84,6 @@ class Pipeline:
         last = reduction is not None
         first = int(gather is not None and schedule.num_ticks > last)
         in_loop = schedule.num_ticks - first - last
-        changing, row_of = rows_of(schedule, self.stage, slice(first, first + max(1, in_loop)))
         typed = self if gather is None else self._typed(gather)
         idle_x = idle(self.x_type)
         no_figures = typed.no_figures()
@@ -145,7 +144,9 @@ class Pipeline:
                 bound = self._with(*whole)
         elif gather is not None:
             bound, carry = self._first_forward(self._row(schedule, 0), carry, gather)
-        carry = lax.scan(in_turn, carry, changing, in_loop, unroll=min(ticks_at_once, in_loop))[0] if in_loop else carry
+        if in_loop:
+            changing, row_of = rows_of(schedule, self.stage, slice(first, first + in_loop))
+            carry = lax.scan(in_turn, carry, changing, in_loop, unroll=min(ticks_at_once, in_loop))[0]
         if reduction is not None:
             carry = tick(bound, self._row(schedule, -1), carry, reduction)
         *_, ends, sums, figures = carry
