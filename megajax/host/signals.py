@@ -14,6 +14,7 @@ from megajax.host import phases
 from megajax.host.streams import print_final_error, warn
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
 _SAID_AFTER = 0.5  # seconds; a process that takes longer to react explains why
 _SWALLOWED = 0  # written to the pipe, next to the signals' numbers
 
@@ -28,6 +29,13 @@ class Stopped(BaseException):
     def __str__(self) -> str:
         return f"stopped by {signal.Signals(self.number).name}{self._details}"
 
+    def in_python(self) -> BaseException:
+        """What Python code expects: a `KeyboardInterrupt`, or the end of the process with the command's exit code."""
+        if self.number == signal.SIGINT:
+            return KeyboardInterrupt(str(self))
+        print_final_error(str(self))
+        return SystemExit(128 + self.number)
+
 
 class StopSignals:
     """Inside `handled()`, the first signal raises `Stopped` in the main thread, or ends the process at once if a module
@@ -39,6 +47,8 @@ class StopSignals:
     """
 
     number = 0
+    _received = 0
+    _in_python = False
     _promise = ""
     _taken: tuple[signal.Signals, ...] = ()
     _raised: weakref.ref[Stopped] | None = None
@@ -49,19 +59,23 @@ class StopSignals:
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def handled(self) -> Iterator[None]:
-        """Handle signals in the main thread."""
-        self.number = 0
-        if threading.current_thread() is not threading.main_thread():
+    def handled(self, *, in_python: bool = False) -> Iterator[None]:
+        """Handle signals in the main thread. In Python code's process, only those that it does not handle itself; a
+        second Ctrl-C is a `KeyboardInterrupt` there."""
+        if threading.current_thread() is not threading.main_thread() or self._taken:
             yield
             return
+        self.number, self._received, self._in_python = 0, 0, in_python
         reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
         # Python runs its handler only after the main thread leaves XLA; this thread sees the signal at once.
         wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(reading,), daemon=True).start()
         before = {number: signal.getsignal(number) for number in SIGNALS}
-        self._taken = tuple(number for number in SIGNALS if (number, before[number]) != (signal.SIGHUP, signal.SIG_IGN))
+        if in_python:
+            self._taken = tuple(number for number in SIGNALS if before[number] in _DEFAULT)
+        else:
+            self._taken = tuple(n for n in SIGNALS if (n, before[n]) != (signal.SIGHUP, signal.SIG_IGN))
         try:
             self.take()
             yield
@@ -93,6 +107,9 @@ class StopSignals:
         return self._raised is not None and self._raised() is not None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._received += 1
+        if self._in_python and number == signal.SIGINT and self._received > 1:
+            raise KeyboardInterrupt
         if self._promise or self.raised:
             return
         stop = Stopped(number)
@@ -123,7 +140,7 @@ class StopSignals:
                 self._repeat()
             elif self._again:
                 self._again -= 1
-            elif received[0] in SIGNALS and self._first(received[0]) and not self._promise:
+            elif received[0] in self._taken and self._first(received[0]) and not self._promise:
                 patience = 1000 * _SAID_AFTER
         os.close(reading)
 
@@ -134,7 +151,7 @@ class StopSignals:
             if self._promise:
                 self._say(self._promise)
             return True
-        if number != signal.SIGHUP:
+        if number != signal.SIGHUP and not (self._in_python and number == signal.SIGINT):
             print_final_error(f"ended at once by a second signal, {signal.Signals(number).name}")
             os._exit(128 + number)
         return False

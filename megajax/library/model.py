@@ -34,6 +34,7 @@ from megajax.generation.decoder import Decoder
 from megajax.generation.generate_options import GenerateOptions
 from megajax.generation.text import Stops, continuation_text
 from megajax.host.reading import is_unicode
+from megajax.host.signals import Stopped, stop_signals
 from megajax.library.own import as_weights, with_own
 from megajax.library.progress import progress
 from megajax.runs.data import given_samples, make_run_data, open_run_data
@@ -180,6 +181,11 @@ class Model:
 
         Raises:
             RunError: as `megajax train`: too many steps in a row were skipped, or a checkpoint cannot be read.
+            KeyboardInterrupt, SystemExit: after Ctrl-C, or after SIGTERM or SIGHUP with the exit code 143 or 129, once
+                the current step is saved. Signals that the program handles itself are left to it.
+
+        Other exceptions, of data or callbacks, pass through once the last finished step is saved; with several
+        processes it is not.
         """
         if self._state is None:
             raise UserError("train: the optimizer state was not restored; valid: restore(…, training=True)")
@@ -201,7 +207,10 @@ class Model:
             on_validation=on_validation,
         )
         try:
-            train_here(config, given=given)
+            with stop_signals.handled(in_python=True):
+                train_here(config, given=given)
+        except Stopped as stop:
+            raise stop.in_python() from None
         finally:
             self._state = runs[0].state if runs else state
             self._weights, self.step = self._state, runs[0].dispatched if runs else self.step

@@ -1,10 +1,11 @@
 """`megajax.register`: names for options, without a fork. No JAX until a name is registered that needs it."""
 
 from collections.abc import Callable, MutableMapping
+from functools import wraps
 from typing import Any
 
 from megajax.core.config import LOSSES, METRICS
-from megajax.core.errors import UserError
+from megajax.core.errors import UserError, told
 from megajax.core.models.registry import ACTIVATIONS, NORMS
 from megajax.core.optim.config import OPTIMIZERS, SCHEDULES
 from megajax.data.config import DATA_SETS
@@ -21,6 +22,13 @@ _TABLES: dict[str, MutableMapping[str, Any]] = {
     "tracker": TRACKERS,
 }
 KINDS = (*sorted([*_TABLES, "pipeline"]),)
+_VALID = {  # of those whose calls know neither kind nor name
+    "activation": "a function of an array",
+    "metric": "a function of logits and batch, [B, T]",
+    "norm": "a function of the ModelConfig that returns an nnx.Module",
+    "schedule": "a function of a share, an array",
+    "tracker": "a function of the run directory that returns a Tracker",
+}
 _registered: set[tuple[str, str]] = set()
 
 
@@ -52,7 +60,7 @@ def register(kind: str, name: str, thing: Callable[..., Any]) -> None:
     if not callable(thing) and not hasattr(thing, "function"):
         raise UserError(f"register: {kind} {name}: {thing!r:.80}; valid: a function")
     table: MutableMapping[str, Any] | None = _TABLES.get(kind)
-    made: Any = thing
+    made: Any = _named(kind, name, thing) if kind in _VALID else thing
     if table is None:
         from megajax.core.pipeline.schedule import SCHEDULES as TICKS
         from megajax.core.pipeline.schedule import ScheduleKind
@@ -62,3 +70,14 @@ def register(kind: str, name: str, thing: Callable[..., Any]) -> None:
         raise UserError(f"register: {kind} {name} is one of megajax's own; valid: another name")
     _registered.add((kind, name))
     table[name] = made
+
+
+def _named(kind: str, name: str, thing: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with the kind and name in what is said of its mistakes."""
+
+    @wraps(thing)
+    def call(*args: Any, **options: Any) -> Any:
+        with told(f"{kind} {name}", _VALID[kind]):
+            return thing(*args, **options)
+
+    return call

@@ -23,6 +23,7 @@ from megajax.host.signals import Stopped, stop_signals
 from megajax.host.transcript import printable
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.data import RunData
+from megajax.runs.failures import in_one_line
 from megajax.runs.init import first_or_newest_state
 from megajax.runs.lock import RunLock
 from megajax.runs.order import Order
@@ -100,7 +101,7 @@ class Trainer:
     def go(self) -> None:
         try:
             with stop_signals.deferred(_PROMISE):
-                self._steps()
+                self._steps_or_save()
         except (Stopped, RunError, UserError):
             self.trace.close()
             self.checkpoints.close()
@@ -118,6 +119,34 @@ class Trainer:
             self._summary()
         for line in written(Path(self.config.run_dir)):
             say(line)
+
+    def _steps_or_save(self) -> None:
+        """All steps. If the data, a callback or a tracker raises, save the last computed step, as a signal does; the
+        error says where. Several processes save nothing then, since the others wait in the next step."""
+        try:
+            self._steps()
+        except RunError:
+            raise
+        except Exception as error:
+            unsaved = ""
+            if jax.process_count() == 1:
+                try:
+                    self._save_computed()
+                except Exception as another:
+                    unsaved = f", whose state could not be saved ({in_one_line(another)})"
+            if self.dispatched:
+                done = f"training ended after step {self.dispatched} of {self.config.train.steps}{unsaved}"
+                error.add_note(f"{done}; last good checkpoint: {self.checkpoints.last_good}; rerun to resume")
+            raise
+
+    def _save_computed(self) -> None:
+        """Write the state of the last step that was computed, unless it is there, and call no callback any more."""
+        self.given = NOTHING
+        self._catch_up()
+        self.checkpoints.wait()
+        if self.dispatched > (self.checkpoints.saved or self.first):
+            self._save(self.dispatched, None)
+            self.checkpoints.wait()
 
     def _steps(self) -> None:
         config = self.config
@@ -151,8 +180,7 @@ class Trainer:
                 self.state, metrics = step_function(self.state, batch)
             self.dispatched = step
             asked_after = self.poll.ask(self._asks)
-            self._catch_up()
-            self.pending = _Pending(step, size, batch["tokens"].size, metrics, dispatched, data_seconds, asked_after)
+            self._catch_up(_Pending(step, size, batch["tokens"].size, metrics, dispatched, data_seconds, asked_after))
             if at_once or step == self.trace.last:
                 self._catch_up()
             if step == self.trace.last:
@@ -217,9 +245,10 @@ class Trainer:
     def _due(self, step: int, every: int) -> bool:
         return every > 0 and (step % every == 0 or step == self.config.train.steps)
 
-    def _catch_up(self) -> bool:
-        """Wait for the metrics of the last dispatched step and log them; returns whether there was such a step."""
-        pending, self.pending = self.pending, None
+    def _catch_up(self, new: _Pending | None = None) -> bool:
+        """Wait for the metrics of the pending step and log them, and let a `new` one be pending; returns whether there
+        was such a step."""
+        pending, self.pending = self.pending, new
         if pending is None:
             return False
         metrics = {name: float(value) for name, value in pending.metrics.items() if value.ndim == 0}
@@ -258,14 +287,17 @@ class Trainer:
         if loss is not None and not math.isfinite(loss):
             self._stop(f"step {step}: the validation loss after it is {loss}")
         if self._saves(step):
-            self.watchdog.at(step, "writing a checkpoint")
-            self.lock.check()
             measured = self._due(step, self.config.train.eval_every)
-            self.checkpoints.save(step, self.state, loss if measured and not self.stop_signal else None)
-            self.last_save, self.minutes_over = time.monotonic(), False
+            self._save(step, loss if measured and not self.stop_signal else None)
         if self.stop_signal:
             self._stop_by_signal(step)
         self.ready = time.perf_counter()
+
+    def _save(self, step: int, loss: float | None) -> None:
+        self.watchdog.at(step, "writing a checkpoint")
+        self.lock.check()
+        self.checkpoints.save(step, self.state, loss)
+        self.last_save, self.minutes_over = time.monotonic(), False
 
     def _weights(self) -> Any:
         """The weights to evaluate: their average, if there is one."""

@@ -38,7 +38,11 @@ class DataSet:
         return len(self._entries)
 
     def __getitem__(self, number: int) -> Sample:
-        entry = self._entries[int(number)]
+        try:
+            entry = self._entries[int(number)]
+        except Exception as error:
+            error.add_note(f"raised by entry {number} of {self._what}")
+            raise
         try:
             rows = {k: np.asarray(x)[None] for k, x in entry.items()} if isinstance(entry, Mapping) else [entry]
             batch = batch_of(self._config, self.form, rows)  # type: ignore[arg-type]

@@ -50,15 +50,13 @@ class RunLog:
         self._step_written: int | None = None
         self._written = finished_steps  # the newest step whose complete checkpoint was shown
         if write:
+            chosen = [_tracker(track, run_dir)] if track != "none" and finished_steps < total_steps else []
             try:
-                self._trackers = self._files(finished_steps)
+                self._trackers = self._files(finished_steps) + chosen
             except OSError as error:
                 raise UserError(
                     f"--run-dir {run_dir}: {error.strerror}; valid: a writable place with free space"
                 ) from None
-            if track != "none" and finished_steps < total_steps:
-                make = TRACKERS[track] or partial(LibraryTracker, track)
-                self._trackers.append(make(run_dir))
         self.display = StepsDisplay(total_steps, finished_steps, log_every, write, console)
 
     def _files(self, finished_steps: int) -> list[Tracker]:
@@ -156,7 +154,8 @@ class RunLog:
         self._notify(lambda tracker: tracker.figures(step, figures))
 
     def _notify(self, notify: Callable[[Tracker], None]) -> None:
-        """Call every tracker. One that raises `OSError` does not stop the run; metrics.jsonl never raises it."""
+        """Call every tracker. One that raises `OSError` does not stop the run; metrics.jsonl never raises it. One that
+        raises something else is not called again."""
         for tracker in list(self._trackers):
             try:
                 notify(tracker)
@@ -168,5 +167,16 @@ class RunLog:
                     self._trackers.remove(tracker)
                     with contextlib.suppress(OSError, ValueError):
                         tracker.close(finished=False)
+            except Exception as error:
+                self._trackers.remove(tracker)
+                error.add_note(f"raised by {tracker.name}")
+                raise
             for line in tracker.news():
                 self.display.print(line)
+
+
+def _tracker(name: str, run_dir: Path) -> Tracker:
+    made = (TRACKERS[name] or partial(LibraryTracker, name))(run_dir)
+    if not isinstance(made, Tracker):
+        raise UserError(f"--track {name}: a {type(made).__name__}; valid: a function that returns a Tracker")
+    return made

@@ -47,7 +47,7 @@ class Tracker:
     `tries_again`. Figures are named as in metrics.jsonl and may be infinite or NaN.
     """
 
-    name: str
+    name = "a tracker"
     tries_again = False
 
     def config(self, text: str, values: Mapping[str, object]) -> None:

@@ -16,6 +16,7 @@ from subprocess import PIPE
 
 import pytest
 
+from megajax.host import signals
 from megajax.host.relay import Relay
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,26 @@ def start(main: str, *by: str, out: int = PIPE, err: int = PIPE, stdin: int | No
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     error = process.communicate(timeout=60)[1]
     return process.returncode, error
+
+
+def test_signals_to_python_code_are_exceptions_and_its_own_handlers_stay() -> None:
+    got: list[int] = []
+    signal.signal(signal.SIGHUP, lambda number, _: got.append(number))
+    try:
+        for numbers, kind, said in (
+            ((signal.SIGINT,), KeyboardInterrupt, "stopped by SIGINT here"),
+            ((signal.SIGINT, signal.SIGINT), KeyboardInterrupt, ""),
+            ((signal.SIGHUP, signal.SIGTERM), SystemExit, "143"),
+        ):
+            with pytest.raises(kind) as ended, signals.stop_signals.handled(in_python=True):
+                with signals.stop_signals.deferred("soon"):
+                    for number in numbers:
+                        signal.raise_signal(number)
+                raise signals.Stopped(numbers[-1], " here").in_python()
+            assert str(ended.value) == said
+        assert got == [signal.SIGHUP] and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import signal
 from pathlib import Path
 
 import jax
@@ -37,6 +39,18 @@ class Counting:
         return (i + np.arange(17 - i % 3)) % 101
 
 
+class Failing(Counting):
+    """The entries of a few steps can be read."""
+
+    left = 32
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        self.left -= 1
+        if self.left < 0:
+            raise LookupError("no more of them")
+        return super().__getitem__(i)
+
+
 def config_of(mesh: tuple[int, ...] = (1, 1, 1)) -> Config:
     config = tiny_config(mesh, optimizer={"warmup_steps": 0}, **SMALL)
     return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, every=2))
@@ -70,7 +84,7 @@ def test_a_run_goes_on_as_if_it_had_not_ended(tmp_path: Path, monkeypatch: pytes
     model.set_weights(jax.tree.map(np.zeros_like, there))
     assert not any(np.any(weight) for weight in jax.tree.leaves(model.weights()))
     train(4)  # from the checkpoint of step 2
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = figures_of("run")
     assert ([*losses], model.step) == ([1, 2, 3, 4], 4)
     assert [each["loss"] for each in lines if "loss" in each] == [*losses.values()]
     assert {name for each in lines for name in each} <= {*_TAKEN.split()}
@@ -79,6 +93,19 @@ def test_a_run_goes_on_as_if_it_had_not_ended(tmp_path: Path, monkeypatch: pytes
         assert f"own: Python code gave this {word}; valid: the same" in user_error(
             megajax.restore, "run", training=True, **given
         )
+
+    interrupt = lambda step, figures: step == before + 1 and os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
+    for given, kind, said in (
+        ({"data": Counting(), "on_step": lambda step, figures: 1 / 0}, ZeroDivisionError, "after step 5 of 99"),
+        ({"data": Failing()}, LookupError, "raised by entry"),
+        ({"data": Counting(), "on_step": interrupt}, KeyboardInterrupt, "by SIGINT after step"),
+    ):
+        before = model.step
+        with pytest.raises(kind) as ended:
+            model.train(99, "run", **given)
+        assert said in "".join([str(ended.value), *getattr(ended.value, "__notes__", ())])
+        assert model.step > before and max(map(int, os.listdir("run/checkpoints"))) == model.step
+    assert [each["step"] for each in figures_of("run")] == [*range(1, model.step + 1)]
     wrong = lambda logits, batch: logits.entropy().sum()  # noqa: E731
     assert "has the shape []" in user_error(megajax.init, config_of(), loss=wrong)
 
@@ -109,6 +136,10 @@ def test_a_run_is_that_of_steps_one_by_one(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(megajax.UserError, match="there are no more batches; valid: one for each step"):
         fresh.train(3, "other", batches=iter([next(batches)]))
     assert fresh.step == 1
+
+
+def figures_of(run_dir: str) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
 
 
 def rows_of(entries: Counting, config: Config) -> dict[str, np.ndarray]:

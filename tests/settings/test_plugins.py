@@ -76,6 +76,8 @@ def test_what_a_plugin_registers_is_used(file: Path) -> None:
     config = tiny_config(optimizer={"schedule": "square", "warmup_steps": 0})
     assert float(learning_rate(5, config.optimizer)) == pytest.approx(config.optimizer.learning_rate / 4)
     np.testing.assert_array_equal(registration._TABLES["activation"]["cubed"](jnp.arange(3)), [0, 1, 8])
+    told = user_error(registration._TABLES["activation"]["cubed"], None)
+    assert told.startswith("activation cubed: TypeError: ") and told.endswith("; valid: a function of an array")
     form = batch_form(_with(config, loss="entropy", metrics=("surprise",)))
     assert (form.targets, form.measures) == ({"entropy": "targets"}, {"surprise": "targets"})
     assert loss_of(config) is None
@@ -136,4 +138,10 @@ def test_a_registered_tracker_is_told_figures(tmp_path: Path) -> None:
     megajax.register("tracker", "mine", lambda run_dir: Mine())
     with RunLog(tmp_path, 2, track="mine", write=True) as log:
         log._record(1, {"loss": 3.0})
-    assert seen == [(1, 3.0)]
+        with pytest.raises(KeyError) as failed:
+            log._record(2, {})
+    assert seen == [(1, 3.0)] and failed.value.__notes__ == ["raised by mine"]
+    megajax.register("tracker", "mine", lambda run_dir: print)
+    assert "--track mine: a builtin_function_or_method; valid: a function" in user_error(
+        RunLog, tmp_path, 2, track="mine"
+    )
