@@ -27,7 +27,7 @@ from megajax.host.phases import phase
 from megajax.host.processes import say
 from megajax.runs.checkpoint import Checkpoints, choose_step
 from megajax.runs.data import has_run_data
-from megajax.runs.directory import stored_config
+from megajax.runs.directory import stored_config, trained_steps
 from megajax.runs.step_folders import complete
 from megajax.runs.trained import check_run, reported_damage
 from megajax.settings.config import Config
@@ -45,6 +45,25 @@ def check_first_weights(config: Config) -> None:
             f"--lora.rank {config.lora.rank} without --init: LoRA would freeze random weights; valid: "
             "--init with the run to adapt, or --lora.rank 0"
         )
+    elif config.train.loss == "preferences":
+        raise UserError(
+            f"--task.name {config.task.name} without --init: answers would be compared with a model of random weights; "
+            "valid: --init with the run to adapt"
+        )
+
+
+def pretraining_rate(config: Config) -> str:
+    """A warning if a task's learning rate is no lower than that of the pretraining of `--init`; else empty."""
+    run_dir, ours = Path(config.init), config.optimizer.learning_rate
+    if not config.init or config.pretrains or config.lora.rank or not trained_steps(run_dir):
+        return ""
+    before = stored_config(run_dir, {"precision": config.precision})
+    if not before.pretrains or ours < before.optimizer.learning_rate:
+        return ""
+    return (
+        f"warning: --optimizer.learning-rate {ours:g} is no lower than that with which {run_dir} was pretrained, "
+        f"{before.optimizer.learning_rate:g}; for a task a tenth of that, or less, is usual"
+    )
 
 
 def check_init(config: Config) -> None:

@@ -183,14 +183,15 @@ _EITHER = (("data.path", "data.sources", "data.set"), ("optimizer.warmup_steps",
 
 def _replaced(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     """`values` with `others` replacing them. Of the keys in an entry of `_EITHER`, one replaces the others; a task
-    replaces corpora, epochs replace steps; and a new number of virtual stages replaces numbers of layers for another
-    one by `auto`."""
+    replaces corpora, and another task what follows from it (`of_task`); epochs replace steps; and a new number of
+    virtual stages replaces numbers of layers for another one by `auto`."""
     left = dict(values)
     for keys in _EITHER:
         if any(others.get(key) not in (None, "", ()) for key in keys):
             left = {key: value for key, value in left.items() if key not in keys}
     if others.get("task.name", PRETRAINING) != PRETRAINING:
-        left = {key: value for key, value in left.items() if key not in _OF_CORPUS}
+        replaced = {*_OF_CORPUS, *(of_task(others) if others["task.name"] != left.get("task.name") else ())}
+        left = {key: value for key, value in left.items() if key not in replaced}
     if others.get("train.epochs") and "train.steps" not in others:
         left.pop("train.steps", None)
     before, now = (each.get("mesh.pipe", 1) * each.get("pipeline.chunks", 1) for each in (left, left | dict(others)))

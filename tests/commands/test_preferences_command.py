@@ -23,7 +23,11 @@ def test_the_chosen_answers_gain_on_any_mesh(commands: Commands, tmp_path: Path)
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     line = ("train.py", PRESET, *SIZE.split(), "--tokenizer.path", tmp_path / "tokenizer")
     line += ("--data.train", tmp_path / "pairs.jsonl", "--run-dir")
-    one, other = tmp_path / "one", tmp_path / "other"
+    one, other, first = tmp_path / "one", tmp_path / "other", tmp_path / "first"
+    (tmp_path / "answers.jsonl").write_text("".join(f'{{"prompt": "{n}", "completion": " {n}"}}\n' for n in range(9)))
+    answers = ("--task.name", "instructions", "--data.train", tmp_path / "answers.jsonl", "--train.steps", 1)
+    commands.run(*line, first, *answers).ok()
+    line = (*line[:-1], "--init", first, "--run-dir")
     commands.run(*line, one).ok()
     losses = [loss for _, loss, _ in curve(one)]
     assert losses[0] == pytest.approx(math.log(2), rel=1e-5) and losses[-1] < 0.6

@@ -42,6 +42,13 @@ FULL = [  # marker `full`: in this order, one after the other, in a folder with 
     'megajax generate --checkpoint runs/demo --prompt "import " --top-k 40 --top-p 0.95 --seed 1 --json',
     "megajax train finetune/instructions-demo --init runs/demo --data.train train.jsonl --data.dev dev.jsonl",
     "megajax eval instructions --checkpoint runs/instructions-demo --data dev.jsonl",
+    "megajax train finetune/preferences-demo --init runs/instructions-demo --data.train pairs.jsonl",
+    "megajax eval preferences --checkpoint runs/preferences-demo --data pairs.jsonl",
+    "megajax train runs/demo/config.toml --init runs/demo --run-dir runs/tuned --task.name instructions --data.train "
+    "train.jsonl --train.epochs 2 --optimizer.learning-rate 5e-4 --optimizer.min-learning-rate 0 "
+    "--optimizer.warmup-fraction 0.1 --optimizer.decay-steps 0",
+    "megajax train runs/tuned/config.toml --init runs/tuned --run-dir runs/dpo --task.name preferences --data.train "
+    "pairs.jsonl --train.epochs 1 --optimizer.learning-rate 5e-6",
     "megajax train demo --run-dir runs/profiled --train.steps 8 --profile 4:6",
     "megajax train demo --run-dir runs/stable --optimizer.schedule constant --train.steps 480 --checkpoint.every 160 "
     "--checkpoint.keep-every 160",
@@ -63,7 +70,6 @@ NOT_RUN = {  # reason -> patterns of whole commands
         r"megajax train llama-demo --init runs/llama-demo .*",
         r"megajax (eval|generate|convert export-hf) .*runs/lora.*",
         r"megajax eval harness .*",
-        r"megajax (train finetune/preferences-demo|eval preferences) .*",
         r"megajax train demo --plugins plugins\.py .*",
         r"megajax eval (wikitext103|lambada|qqp|race|squad2) .*",
         r"megajax convert export-hf runs/(qqp-demo|gpt2) .*",
@@ -112,4 +118,5 @@ NOT_RUN = {  # reason -> patterns of whole commands
 STAND_INS = {  # what a run's configuration is read as, where it is not that of `demo`
     "runs/gpt2/config.toml": "gpt2-355m",
     "runs/qwen/config.toml": "qwen3-0.6b",
+    "runs/tuned/config.toml": "finetune/instructions-demo",
 }

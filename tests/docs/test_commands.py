@@ -202,8 +202,9 @@ def test_quick_commands(text: str, folder: Path) -> None:
 def test_longer_commands(folder: Path) -> None:
     """As a reader would, from the top: each goes on with what those before it left."""
     (folder / "README.md").symlink_to(ROOT / "README.md")
-    for name, first in (("train", 0), ("dev", 1000)):
-        records = [{"prompt": f"{n} + 1 =", "completion": f" {n + 1}"} for n in range(first, first + 100)]
+    for name, first in (("train", 0), ("dev", 1000), ("pairs", 2000)):
+        right = "chosen" if name == "pairs" else "completion"
+        records = [{"prompt": f"{n} + 1 =", right: f" {n + 1}", "rejected": f" {n}"} for n in range(first, first + 100)]
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
     for text in FULL:
         done = _run(text, folder, 60)

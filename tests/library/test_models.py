@@ -269,7 +269,9 @@ def test_a_run_without_one(run: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "tokens").exists()
 
 
-def test_adapters_of_fresh_weights_are_refused(tmp_path: Path) -> None:
+def test_adapters_and_references_of_fresh_weights_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(megajax.UserError, match=r"--task.name preferences without --init: .*; valid: --init"):
+        megajax.init(megajax.load_preset("finetune/preferences-demo", {"data.train": ["pairs.jsonl"]}))
     with pytest.raises(megajax.UserError, match=r"--lora.rank 2 without --init: .*; valid: --init"):
         megajax.init(config_of(tmp_path, lora=LoraConfig(rank=2)))
 

@@ -9,12 +9,14 @@ import pytest
 from tiny import LLAMA, QWEN3, tiny_config, user_error
 
 from megajax.core.errors import UserError
+from megajax.core.models.lora_config import LoraConfig
 from megajax.data.config import DataConfig, TokenizerConfig
+from megajax.data.tasks.registry import TaskConfig
 from megajax.data.text.indexed import IndexedWriter
 from megajax.data.text.tokenizers import train_tokenizer
 from megajax.evaluation.pretrained import evaluate_perplexity
 from megajax.runs.directory import check_claim, without_checkpoint
-from megajax.runs.init import check_init
+from megajax.runs.init import check_init, pretraining_rate
 from megajax.runs.ownership import mark
 from megajax.runs.trained import evaluation_config, run_tokenizer
 from megajax.settings.config import Config, to_toml
@@ -140,3 +142,14 @@ def test_no_run_and_one_that_has_no_validation_split_yet(run: Path, tmp_path: Pa
         evaluation_config(tmp_path / "no-run", {})
     with pytest.raises(UserError, match=r"--data missing: .* has no corpus yet"):
         evaluate_perplexity(run, step="latest", data="", overrides={})
+
+
+def test_a_learning_rate_of_pretraining_is_told(run: Path) -> None:
+    """Where a task begins with its weights, unless only adapters learn."""
+    (run / "config.toml").write_text(to_toml(tiny_config()))
+    (run / "checkpoints" / "5" / "state").mkdir(parents=True)
+    task = dataclasses.replace(tiny_config(), init=str(run), task=TaskConfig(name="instructions"))
+    lower = dataclasses.replace(task.optimizer, learning_rate=1e-5, min_learning_rate=0.0)
+    assert "no lower than that with which" in pretraining_rate(task)
+    for other in ({"optimizer": lower}, {"lora": LoraConfig(rank=2)}, {"init": ""}, {"task": TaskConfig()}):
+        assert pretraining_rate(dataclasses.replace(task, **other)) == ""

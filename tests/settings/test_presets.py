@@ -248,6 +248,17 @@ def test_a_run_s_configuration_is_printed_without_its_directory(
     assert {"run_dir": "here", "simulate_devices": 8}.items() <= load_preset(mine).items()
 
 
+def test_another_task_replaces_what_follows_from_one(tmp_path: Path) -> None:
+    """Though a run's configuration, with every value, says it."""
+    mine = load_preset(write(tmp_path / "config.toml", to_toml(parse(["demo"], ""))))
+    task = {"task.name": "preferences", "data.train": ["a"], "run_dir": "b"}
+    config = resolve(mine, task)
+    assert (config.data.reset_attention, config.train.loss, config.data.path) == (True, "preferences", "")
+    again = load_preset(write(tmp_path / "config.toml", to_toml(config)))
+    assert resolve(again, {"run_dir": "b", "task.name": "instructions"}).train.loss == "cross-entropy"
+    assert "train.loss" in message(resolve, again, {"task.name": "instructions", "train.loss": "preferences"})
+
+
 def test_a_preset_with_every_value_is_no_run_s_configuration(tmp_path: Path) -> None:
     """Unless megajax wrote it for a run: its `run_dir` counts, and so do its simulated devices for what is like it."""
     text = to_toml(parse(["demo", "--run-dir", "there", "--simulate-devices", "4"], ""))
