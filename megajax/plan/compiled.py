@@ -73,6 +73,7 @@ class Compilation:
             traced = traced_step(config, h200.devices(count) if gpus else jax.devices("cpu")[:count])
             lowered = traced.lower()
         kind = f"H200{'s' if count > 1 else ''}" if gpus else f"simulated CPU device{'s' if count > 1 else ''}"
+        kind += " (which compute in fp32)" * (not gpus and config.precision in ("bf16", "fp16", "fp8"))
 
         def compiled() -> CompiledStep:
             memory = lowered.compile(None if gpus else _QUICK).memory_analysis()

@@ -137,8 +137,8 @@ def _memory(plan: dict[str, Any], config: Config) -> list[str]:
         *lines,
         "  layers compiled as one scan; for unrolled layers, the default on GPUs, the plan counts more (docs/plan.md)",
         f"  compiled by {compiled['compiler']}: {compiled['state'] / GIB:.3f} state and batch, "
-        f"{compiled['temporaries'] / GIB:.3f} of temporaries; the estimate was {of_step / GIB:.3f} "
-        f"({of_step / max(1, compiled['temporaries']):.2f})",
+        f"{compiled['temporaries'] / GIB:.3f} of temporaries, where the estimate is {of_step / GIB:.3f} "
+        f"({of_step / max(1, compiled['temporaries']):.2f} times)",
     ]
 
 

@@ -44,7 +44,7 @@ def lines(
     parts = ", ".join(f"{name} {scale * seconds:.{digits}f}" for name, seconds in in_order(best.time.parts))
     compared = enumerate(zip(compiled, found.best, strict=False), 1)
     began = "" if found.complete else "partial result, interrupted after "
-    kept = f" ({machine.largest / GIB:.1f} less --margin)" if machine.margin else ""
+    kept = f", --margin keeps {(machine.largest - machine.usable) / GIB:.1f}" if machine.margin else ""
     return [
         f"{began}{found.tried:,} configurations on {best.config.mesh.num_devices} {machine.name.upper()}s, of which "
         f"{len(found.fitting):,} fit in {machine.usable / GIB:.1f} GiB{kept}; analytical predictions, "
@@ -62,8 +62,9 @@ def lines(
 def _safer_lines(safer: Planned, best: Planned, preset: str, original: Config) -> list[str]:
     more = safer.time.seconds / best.time.seconds - 1
     return [
-        f"the fastest in half of the memory, {more:.1%} slower, and below it number 1:",
+        f"the fastest in half of the memory, {more:.1%} slower than number 1:",
         command(preset, safer.config, original),
+        "number 1:",
     ]
 
 
@@ -110,8 +111,8 @@ def _compiled_line(number: int, compilation: Compilation, planned: Planned) -> s
     made = compilation.result()
     total = (made.state + made.temporaries) / GIB
     return (
-        f"number {number} compiled by {made.compiler} in {made.seconds:.0f} s: {total:.1f} GiB, of which "
-        f"state {made.state / GIB:.2f}; the estimate was {model.total / GIB:.1f} and {model.state / GIB:.2f}"
+        f"number {number} with its layers in a scan, compiled in {made.seconds:.0f} s by {made.compiler}: {total:.1f} "
+        f"GiB, where the estimate is {model.total / GIB:.1f}; state {made.state / GIB:.2f} and {model.state / GIB:.2f}"
     )
 
 

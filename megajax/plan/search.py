@@ -12,7 +12,7 @@ from functools import cache, lru_cache, partial
 from operator import attrgetter, itemgetter
 from typing import Any
 
-from megajax.core.axes import AXES, EXPERT, OPTIONAL_AXES, ROW_AXES
+from megajax.core.axes import AXES, EXPERT, ROW_AXES
 from megajax.core.backend import Backend
 from megajax.core.errors import UserError
 from megajax.core.models.config import ModelConfig
@@ -378,8 +378,9 @@ def _nothing(
     """The error for an empty search: why everything is ruled out."""
     if smallest is not None:
         size, least = smallest
-        shown = (key for key in VARIED if not any(axis in key for axis in {*OPTIONAL_AXES} - {*least.mesh.shown}))
-        flags = " ".join(as_flag(key, attrgetter(key)(least)) for key in shown)
+        known, mesh = options(Config), [f"mesh.{axis}" for axis in least.mesh.shown]
+        values = ((key, attrgetter(key)(least)) for key in VARIED)
+        flags = " ".join(as_flag(key, own) for key, own in values if key in mesh or own != known[key].default)
         return UserError(
             f"--devices {devices} --gpu {machine.name}: no configuration fits in memory; the smallest "
             f"({flags}) needs {size / GIB:.1f} GiB of the {machine.usable / GIB:.1f} GiB usable; "
@@ -401,13 +402,12 @@ def _nothing(
         f"--train.global-batch {batch}{ranks}, --mesh.pipe must not exceed --model.num-layers "
         f"{model.num_layers}, and --mesh.tensor must divide --model.num-heads {model.num_heads}, "
         f"--model.mlp-size {model.mlp_size} and the padded vocabulary of "
-        f"{model.padded_vocab_size}; valid: {f'for example {near}' if near else '--optimizer.zero-ranks 0'}"
+        f"{model.padded_vocab_size}; valid: {f'for example {near}' if near else f'without{stays}' if stays else '1'}"
     )
 
 
 def _nearest(config: Config, devices: int, fixed: frozenset[str]) -> str:
-    """Numbers of devices close to this one for which there are meshes."""
-    free = frozenset(key for key in fixed if not key.startswith("mesh."))
+    """Numbers of devices close to this one for which there are meshes; none if what is fixed allows no mesh."""
     near = itertools.chain.from_iterable((devices - step, devices + step) for step in range(1, devices + 64))
-    found = (each for each in near if each > 0 and next(on_meshes(config, each, free, WIDEST), None))
+    found = (each for each in near if each > 0 and next(on_meshes(config, each, fixed, WIDEST), None))
     return " or ".join(str(each) for each in sorted(itertools.islice(found, 2)))

@@ -336,6 +336,10 @@ def test_no_mesh_of_so_many():
     said = impossible(CONFIG, 7)
     assert "--devices 7: no valid mesh of that size; --mesh.data must divide --train.global-batch 4" in said
     assert said.endswith("valid: for example 6 or 8")
+    fixed = replace(CONFIG, mesh=MeshConfig(tensor=3))
+    assert impossible(fixed, 8, given=["mesh.tensor"]).endswith("valid: without --mesh.tensor 3")
+    odd = replace(CONFIG, mesh=MeshConfig(pipe=2))
+    assert impossible(odd, 7, given=["mesh.pipe"]).endswith("valid: for example 4 or 8")
 
 
 def test_figures_and_lines(found):
