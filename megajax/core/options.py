@@ -131,6 +131,10 @@ class Option:
 
     def convert(self, value: Any) -> Any:
         """`value` as this field's type; raises `ValueError` if it has another type: "8" is not a number."""
+        if isinstance(value, os.PathLike):
+            value = os.fspath(value)
+        elif getattr(value, "shape", None) == ():  # a number of NumPy or JAX
+            value = value.item()
         if self._literals:
             value = str(value).lower() if isinstance(value, bool) else value
             good = any(type(value) is type(choice) and value == choice for choice in self._literals)

@@ -89,7 +89,8 @@ class Order:
     def line(self, step: int) -> str:
         """What a run says about its samples when it continues after `step`; empty if it begins."""
         last, drawn = self.parts[-1], self.sizes.first_sample(step)
-        changed = f"; the order changed at step {last.step + 1:,}" if last.step else ""
+        what = "other corpora" if last.corpora != self.parts[len(self.parts) - 2].corpora else "another order"
+        changed = f"; {what} since step {last.step + 1:,}" if last.step else ""
         skipped = [f"{first}:{end}" for first, end in last.skip if end >= self._number]
         without = f"; left out: {', '.join(skipped)}" if skipped else ""
         told = f"{drawn:,} drawn so far, the next one is number {self.number_of(drawn)}{changed}{without}"

@@ -49,7 +49,7 @@ def test_another_batch_and_blend_with_samples_left_out_an_average_and_frozen_wei
     changed = ("--train.global-batch", 4, "--data.sources", blend, "--data.skip", "70:83", "86:86")
     changed += ("--train.freeze", "embedding,layers.0", "--train.ema", 0.5)
     done = commands.train(begun, *changed, "--train.steps", 14)
-    said = "samples: 80 drawn so far, the next one is number 84; the order changed at step 11; left out: 70:83, 86:86"
+    said = "samples: 80 drawn so far, the next one is number 84; other corpora since step 11; left out: 70:83, 86:86"
     assert said in done.out and "the backward pass leaves out 1 layers" in done.out
     assert "the weight average (--train.ema) starts from the weights of step 10" in done.out
     found = [commands.perplexity(begun, *weights)["loss"] for weights in ((), ("--weights", "trained"))]

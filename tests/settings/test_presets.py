@@ -5,6 +5,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny import user_error
 
@@ -246,6 +247,13 @@ def test_a_run_s_configuration_is_printed_without_its_directory(
     assert "run_dir" not in tables and "simulate_devices" not in tables and tables["train"]["steps"] == 300
     mine = write(tmp_path / "mine.toml", printed(capsys, "demo", "--run-dir", "here", "--simulate-devices", 8))
     assert {"run_dir": "here", "simulate_devices": 8}.items() <= load_preset(mine).items()
+
+
+def test_overrides_from_python_may_be_numpy_s_or_paths() -> None:
+    given = {"train.steps": np.int64(5), "optimizer.learning_rate": np.float32(0.5), "data.path": Path("a")}
+    config = resolve(load_preset("demo"), given | {"sequence_parallel": np.bool_(False)})
+    assert (config.train.steps, config.optimizer.learning_rate, config.data.path) == (5, 0.5, "a")
+    assert "train.steps = " in message(resolve, load_preset("demo"), {"train.steps": np.arange(2)})
 
 
 def test_another_task_replaces_what_follows_from_one(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ whose attention restarts with every document.
 import functools
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -66,10 +67,10 @@ def split_documents(
     order = _permutation(len(lengths), _SPLIT, seed)
     order = order[lengths[order] > 0]
     if len(order) < 2:
+        pieces = " the file in it (which is cut into pieces)," * Path(documents.name).is_dir()
         raise UserError(
-            f"{documents.name} has {len(order)} documents; training and validation need at least 2 (a "
-            "single text file is cut into pieces if you name the file rather than its folder); "
-            "valid: more documents, or --data.validation-fraction 0 --train.eval-every 0"
+            f"{documents.name} has {len(order)} of the 2 documents that training and validation need at least; "
+            f"valid: more documents,{pieces} or --data.validation-fraction 0 --train.eval-every 0"
         )
     chosen, wanted = held_out(lengths, order, validation_fraction), validation_fraction * int(lengths.sum())
     if lengths[chosen].sum() > max(2.0, MOST_HELD_OUT * wanted):

@@ -273,5 +273,5 @@ def test_corpora_that_do_not_do(tmp_path, documents):
     with IndexedWriter(tmp_path / "one", len(TOKENS)) as writer:
         writer.add_document([6, 7], [8])
         writer.add_document([])
-    with pytest.raises(UserError, match="has 1 documents; training and validation need at least 2"):
+    with pytest.raises(UserError, match="has 1 of the 2 documents that"):
         train_and_validation(IndexedDataset(tmp_path / "one"), sequence_length=LENGTH, **form)
