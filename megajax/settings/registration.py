@@ -47,8 +47,8 @@ def register(kind: str, name: str, thing: Callable[..., Any]) -> None:
             - `optimizer`, `--optimizer.name`: a function of the learning rate's schedule that returns an optax
               transformation, such as `optax.lion`.
             - `pipeline`, `--pipeline.schedule`: a function as in `megajax/core/pipeline/schedule.py`.
-            - `schedule`, `--optimizer.schedule`: after the warm-up, the share of the way from floor to peak that is
-              left, as a function of the share of the decay that is over.
+            - `schedule`, `--optimizer.schedule`: a function from the share of the decay that is over, 0 to 1, to the
+              height of the learning rate between its floor, 0, and its peak, 1.
             - `tracker`, `--track`: a function of the run directory that returns a `Tracker`.
         name: lowercase letters, digits, hyphens.
         thing: see above.

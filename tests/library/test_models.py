@@ -321,8 +321,9 @@ def test_the_page_of_ones_own(here: Path, capsys: pytest.CaptureFixture[str]) ->
     names: dict[str, object] = {}
     exec(compile(python_blocks(ROOT / "docs" / "own.md")[0], "docs/own.md", "exec"), names)
     out, model = capsys.readouterr().out, names["model"]
-    assert isinstance(model, megajax.Model) and model.step == 4 and "loss confident" in out
-    assert [line.split()[0] for line in out.splitlines() if line[:1].isdigit()] == ["1", "2", "3", "4"]
+    assert isinstance(model, megajax.Model) and model.step == 20 and "loss confident" in out
+    told = [line.split() for line in out.splitlines() if line[:1].isdigit()]
+    assert [int(words[0]) for words in told] == [*range(1, 21)] and float(told[-1][1]) < float(told[0][1])
 
 
 def test_what_is_offered() -> None:
