@@ -76,14 +76,17 @@ class StopSignals:
             self._taken = tuple(number for number in SIGNALS if before[number] in _DEFAULT)
         else:
             self._taken = tuple(n for n in SIGNALS if (n, before[n]) != (signal.SIGHUP, signal.SIG_IGN))
+        taken = self._taken
         try:
             self.take()
             yield
         finally:
             with self._lock:
                 self._taken, self._raised = (), None
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            if in_python:
+                self.number = 0  # its process goes on
+            for number in taken:
+                signal.signal(number, before[number])
             signal.set_wakeup_fd(wakeup)
             os.close(self._writing)  # ends the thread
 

@@ -58,6 +58,7 @@ def test_signals_to_python_code_are_exceptions_and_its_own_handlers_stay() -> No
                 raise signals.Stopped(numbers[-1], " here").in_python()
             assert str(ended.value) == said
         assert got == [signal.SIGHUP] and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert signals.stop_signals.number == 0
     finally:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
