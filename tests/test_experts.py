@@ -180,6 +180,7 @@ def biases_of(weights: Any) -> list[Any]:
     return [layer["mlp"]["router"]["bias"] for layer in layers]
 
 
+@pytest.mark.slow
 def test_padding_changes_nothing():
     """Whatever it holds, in a step by capacity; a step without any target leaves the biases alone, though not those of
     a prompt. In half precision, biases stay in fp32. A module for further tokens has one token less."""

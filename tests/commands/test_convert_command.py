@@ -19,6 +19,7 @@ def convert(commands: Commands, *arguments: object) -> str:
 
 
 @pytest.mark.parametrize("mesh", [(), full(("--mesh.data", 2, "--mesh.tensor", 2, "--simulate-devices", 4))], ids=len)
+@pytest.mark.slow
 def test_import_train_evaluate_export(commands: Commands, corpus: Path, mesh: tuple, tmp_path: Path) -> None:
     """Training goes on from the imported weights, with a learning rate that changes nothing; the export holds them."""
     model, run = tmp_path / "hf", tmp_path / "run"

@@ -13,6 +13,8 @@ from results import assert_close_losses, curve, records
 
 from megajax.data.text.tokenizers import load_tokenizer
 
+pytestmark = pytest.mark.slow
+
 TWO_STEPS = ("--train.steps", 2)
 
 

@@ -40,6 +40,7 @@ def flipped(data: bytes) -> bytes:
     return data[:middle] + bytes(byte ^ 0xFF for byte in data[middle : middle + 3]) + data[middle + 3 :]
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_are_passed_over(commands: Commands, straight: Run, tmp_path: Path) -> None:
     """None of them is trained from, or measured; once one is whole, the run goes on from there."""
     run = shutil.copytree(straight.folder, tmp_path / "run")
@@ -71,6 +72,7 @@ def test_damaged_checkpoints_are_passed_over(commands: Commands, straight: Run, 
     assert_same_checkpoint(run, straight.folder, 20)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_written_does_not_end_it(commands: Commands, begun: Path, monkeypatch) -> None:
     """It is one line. Only if the last state of the run is lost, the exit code says so."""
     plain, faults = Write._write_part, {11}
@@ -97,6 +99,7 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_it(commands: Commands,
     assert checkpoint_steps(begun) == [5, 10, 12]
 
 
+@pytest.mark.slow
 def test_too_many_skipped_steps_stop_the_run(commands: Commands, straight: Run, begun: Path) -> None:
     """The third in a row ends it; with a sane learning rate it goes on as if nothing had been."""
     before = contents(begun / "checkpoints")
@@ -114,6 +117,7 @@ def test_too_many_skipped_steps_stop_the_run(commands: Commands, straight: Run, 
     assert_same_checkpoint(begun, straight.folder, 20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [20, full(11)])
 def test_no_checkpoint_of_weights_that_give_no_finite_loss(commands: Commands, begun: Path, steps: int) -> None:
     """The update of step 11 ruins the weights, and its own loss does not show it yet."""

@@ -61,6 +61,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_two_processes_of_two_devices_are_one_of_four(commands: Commands, straight: Run, tmp_path: Path) -> None:
     """Process 0 alone writes and prints. The long tests validate, and have a pipe and tensors in
     parts as well."""

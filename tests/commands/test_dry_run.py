@@ -26,6 +26,7 @@ def tried(commands: Commands, *arguments: object) -> str:
     return done.ok()
 
 
+@pytest.mark.slow
 def test_a_new_run(commands: Commands, tmp_path: Path, temporary: Path) -> None:
     out = tried(commands, commands.preset, "--run-dir", tmp_path / "run", *TWO)
     assert_says(out.replace("\n", " "), r"data 2 x pipe 1 x tensor 1", r"data: [\d,]+ tokens in", r"memory: [\d.]+ MiB")

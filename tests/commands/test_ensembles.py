@@ -37,6 +37,7 @@ def test_the_order_of_runs_does_not_matter(tuning: Finetuning, task: str, tmp_pa
 
 
 @pytest.mark.parametrize("setting", [full("tokenizer"), "doc_stride = 4", "question_tokens = 3"])
+@pytest.mark.slow
 def test_spans_of_other_tokenizers_or_windows(tuning: Finetuning, tmp_path: Path, setting: str) -> None:
     """Of other tokenizers they are refused; other windows are refused, or cut as the first run's."""
     run, other = tuning.run("squad2"), shutil.copytree(tuning.run("squad2"), tmp_path / "other")

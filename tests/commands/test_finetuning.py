@@ -17,6 +17,8 @@ from tiny import full
 from megajax.settings.flags import parse
 from megajax.training.begin import with_total_steps
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_is_trained_and_scored(tuning: Finetuning, task: str, tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from processes import MESH_222, Commands
 from results import assert_close_losses, assert_same_checkpoint, curve, validation
 from saved_tokenizers import write_saved
 
+pytestmark = pytest.mark.slow
+
 PRESET = "configs/finetune/instructions-demo.toml"
 SIZE = "--model.num-layers 1 --model.hidden-size 32 --model.num-heads 4 --model.vocab-size 704 --model.vocab-multiple"
 SIZE += " 64 --model.sequence-length 64 --train.global-batch 8 --train.microbatch 1 --train.epochs 2 --train.log-every"

@@ -34,6 +34,7 @@ def planned(capsys: pytest.CaptureFixture[str], line: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_json(capsys) -> None:
     """The last line is one object; what was compiled is what was predicted."""
     line = f"{STEP} --model.num-layers 2 --mesh.tensor 2 --train.ema 0.9 --gpu a100 --json"

@@ -12,6 +12,7 @@ from results import curve
 from megajax.training import pipeline_timing
 
 
+@pytest.mark.slow
 def test_a_trace_of_two_steps(commands: Commands, straight: Run, tmp_path: Path) -> None:
     """In the run directory; the losses are those of a run without it. A start after these steps goes on without a
     trace."""

@@ -26,6 +26,7 @@ def ramp(start: int, increment: int, samples: int) -> tuple[object, ...]:
         full((*ramp(4, 4, 24), "--train.global-batch", 12), MESH_222, [4, 4, 4, 8, 8, 12, 12], 4),
     ],
 )
+@pytest.mark.slow
 def test_a_batch_that_grows(
     commands: Commands, tmp_path: Path, flags: tuple, mesh: tuple, sizes: list[int], first: int
 ) -> None:

@@ -30,6 +30,7 @@ def test_ten_steps_and_ten_more_are_twenty_bit_for_bit(commands: Commands, strai
 
 
 @pytest.mark.parametrize("split", [TWO, full((*TWO[:1], 4, TWO[2], 4, *TWO[4:], "--optimizer.zero-ranks", 2))])
+@pytest.mark.slow
 def test_resume_on_other_meshes(commands: Commands, straight: Run, begun: Path, split: tuple) -> None:
     """On two devices with ZeRO-3, or on two replicas of two, then on one device again."""
     commands.train(begun, *split, "--train.steps", 12, "--resume", "must")
@@ -38,6 +39,7 @@ def test_resume_on_other_meshes(commands: Commands, straight: Run, begun: Path, 
     assert_close_losses(curve(begun), curve(straight.folder))
 
 
+@pytest.mark.slow
 def test_another_batch_and_blend_with_samples_left_out_an_average_and_frozen_weights(
     commands: Commands, straight: Run, begun: Path, corpus: Path, tmp_path: Path
 ) -> None:

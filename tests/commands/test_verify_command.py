@@ -70,6 +70,7 @@ def test_only_exactly(capsys, in_this_process, monkeypatch, line: str) -> None:
 
 
 @pytest.mark.parametrize("mesh", ["--mesh.data 2", full("--mesh.data 2 --mesh.tensor 2")])
+@pytest.mark.slow
 def test_a_mesh_that_is_wrong(capsys, in_this_process, monkeypatch, mesh: str) -> None:
     """Dropout by the row that a device counts, not by that of the batch: seen with `data`, at the first site."""
     index = bind.axis_index

@@ -112,6 +112,7 @@ def test_pickles_are_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, full(-np.inf)])
+@pytest.mark.slow
 def test_numbers_that_are_none(value: float, tmp_path: Path) -> None:
     """Found when they are read, which is in another thread; nothing stays."""
     tensors = random_tensors("llama")

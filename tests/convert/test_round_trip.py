@@ -62,6 +62,7 @@ NAMES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfl
         full("deepseek_v2", "bfloat16", {}),
     ],
 )
+@pytest.mark.slow
 def test_import_then_export(kind: str, dtype: str, settings: dict[str, Any], tmp_path: Path) -> None:
     """In several files: the identical tensors, the class, the settings, what ends a generation, the tokenizer."""
     folder, run, back = tmp_path / "hf", tmp_path / "run", tmp_path / "back"
@@ -144,6 +145,7 @@ def test_mxfp4_is_widened(tmp_path: Path) -> None:
         full("megatron-bert", "race", ["A", "B", "C", "D"], {}),
     ],
 )
+@pytest.mark.slow
 def test_export_then_import(kind: str, task: str, names: list[str], words: dict[str, Any], tmp_path: Path) -> None:
     """A run on (1, 2, 2): the main weights without the vocabulary's padding, a task's names of its classes; as another
     run they have fresh optimizer state."""

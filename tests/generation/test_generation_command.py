@@ -86,6 +86,7 @@ def prompt_flags(*prompts: str) -> list[str]:
     return [word for prompt in prompts for word in ("--prompt", prompt)]
 
 
+@pytest.mark.slow
 def test_texts_are_the_same_on_every_mesh_and_as_they_stream(run, command, tmp_path):
     """With --json, from a file, and streamed; prompts and continuations, why they end, and how fast."""
     flags = ("--checkpoint", run, "--max-tokens", 6, "--temperature", 0.9, "--top-k", 50, "--seed", 4)
@@ -150,6 +151,7 @@ def chatting(tmp_path_factory) -> Path:
     return written(tmp_path_factory.mktemp("chat"), named_tokenizer(str(saved)), 64, (1, 1, 1))
 
 
+@pytest.mark.slow
 def test_a_chat(run, chatting, command, monkeypatch, tmp_path):
     """One turn is what the template makes of it, a file has whole conversations, and a conversation goes on."""
     flags = ("--checkpoint", chatting, "--max-tokens", 4, "--temperature", 0, "--batch", 1)

@@ -27,6 +27,7 @@ from megajax.training.batches import batch_of, inputs_of
 IDS = np.random.default_rng(0).integers(0, 101, (3, 9), np.int32)
 
 
+@pytest.mark.slow
 def test_a_plain_model_is_a_function_of_plain_arrays() -> None:
     """The loss is the mean cross-entropy of its logits, and a step against its gradient lowers it."""
     plain = megajax.PlainModel(tiny_config(num_layers=2))

@@ -70,6 +70,7 @@ def trained(config: Config, run_dir: Path, steps: int) -> tuple[megajax.Model, d
     return model, losses, validated
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_as_if_it_had_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its figures are those of metrics.jsonl, its weights the model's."""
     monkeypatch.chdir(tmp_path)

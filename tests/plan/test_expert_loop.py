@@ -36,6 +36,7 @@ def olmoe(**options: object):
     return resolve(load_preset("olmoe-1b-7b"), measured | options)
 
 
+@pytest.mark.slow
 def test_the_measured_steps_of_olmoe() -> None:
     """With a capacity, by kernels, these in 8 bits, and in the loop, of 64 blocks and of one, which is what
     --deterministic runs without kernels. A plan says which."""

@@ -96,6 +96,7 @@ def test_any_number_of_devices_shares_the_state(preset: str) -> None:
         assert 1 <= found.num_trained * data / whole < 1.02
 
 
+@pytest.mark.slow
 def test_it_is_what_live_arrays_have() -> None:
     """On one device of a mesh, batch included."""
     config = tiny_config((2, 2, 2), precision="bf16", num_layers=5)
@@ -170,6 +171,7 @@ NEAR = [
 
 
 @pytest.mark.parametrize(("mesh", "options"), NEAR)
+@pytest.mark.slow
 def test_it_is_within_15_percent_of_what_xla_allocates(mesh, options) -> None:
     config = tiny_config(mesh, **options)
     found, said = compiled_step(config), memory(config, CPU)
@@ -198,6 +200,7 @@ TRACED = [
 
 
 @pytest.mark.parametrize(("family", "mode"), TRACED)
+@pytest.mark.slow
 def test_it_is_what_the_program_keeps(family, mode) -> None:
     options = FAMILIES[family] | {"num_layers": 5, "weight_gradients": "deferred", "max_deferred": 1} | MODES[mode]
     config = tiny_config((1, 2, 2, 2) if "context_attention" in options else (1, 2, 4), **options)

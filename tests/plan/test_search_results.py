@@ -93,6 +93,7 @@ def test_what_saves_memory_is_tried_wherever_there_is_little(monkeypatch: pytest
     ],
 )
 @pytest.mark.parametrize("cut", [False, full(True)])
+@pytest.mark.slow
 def test_costs_of_a_larger_axis_follow_from_two_smaller_ones(mesh: tuple[int, ...], words: dict, cut: bool) -> None:
     """`tensor` where devices share keys' heads evenly, `expert` and, with the vocabulary, `pipe`. Ends without layers
     are the same beside experts."""

@@ -28,6 +28,7 @@ NEEDS_DASK = pytest.mark.skipif(
 
 @NEEDS_DASK
 @pytest.mark.parametrize("count", [1, full(2)])
+@pytest.mark.slow
 def test_the_same_bytes_after_a_full_disk_and_a_killed_worker(tmp_path, monkeypatch, count):
     monkeypatch.setattr("megajax.preparation.division.SHARD_BYTES", (1 << 14, 1 << 14, 1 << 14))
     monkeypatch.setattr("megajax.preparation.corpus._GROUP", (16, 64))

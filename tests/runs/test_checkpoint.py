@@ -84,6 +84,7 @@ def written(small: StateLayout, tmp_path_factory: pytest.TempPathFactory) -> Pat
         full(MORE_PLACES + PLACES, "muon"),
     ],
 )
+@pytest.mark.slow
 def test_another_mesh_restores_the_same_bits(places: list, name: str, tmp_path: Path) -> None:
     """Written on (2, 2, 2), read on other meshes, with other ZeRO, in other precisions, and after that written from one
     device in fp16 and read on (2, 2, 2): weights, their average, moments and step are the same in canonical form."""

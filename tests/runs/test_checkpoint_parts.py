@@ -33,6 +33,7 @@ def remove_arrays(checkpoint: Path, prefix: str) -> None:
 
 @pytest.mark.usefixtures("find_abandoned_reads")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.slow
 def test_weights_are_restored_without_the_moments(tmp_path: Path) -> None:
     """On another mesh, from a checkpoint that has lost the moments: training notices, evaluation does not need them."""
     first = tiny_program(tiny_config((1, 2, 1), precision="bf16", num_layers=2)).layout
@@ -64,6 +65,7 @@ def test_weights_are_restored_without_the_moments(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", full("fp16")])
+@pytest.mark.slow
 def test_a_new_state(precision: str, tmp_path: Path) -> None:
     """The same checksums of all arrays, and the same state; of the weights one is there at a time."""
     config = dataclasses.replace(tiny_config(num_layers=3), precision=precision)

@@ -180,6 +180,7 @@ print("dim of one", dim_of_one() == 2, flush=True)
 """
 
 
+@pytest.mark.slow
 def test_known_faults_of_jaxlib_do_not_show():
     """In a process of its own, since some of the faults end it, and with the optimisation that users get."""
     flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "ynn_fusion_type" in flag and "=-" not in flag]

@@ -129,6 +129,7 @@ def test_what_is_frozen_stays_and_does_not_count():
         full((2, 1, 2), ("embedding,layers.0-3",), {"family": "bert"}, {"zero": 3, "sequence_parallel": True}),
     ],
 )
+@pytest.mark.slow
 def test_every_mesh_freezes_the_same(mesh: tuple[int, ...], freeze: tuple[str, ...], same: dict, here: dict):
     assert_exact(config_of(mesh, *freeze, **{"precision": "bf16"} | SMALL | same | here), planned=same == LLAMA | MUON)
 

@@ -67,6 +67,7 @@ MIXED = MIXTURE | OF_EXPERTS | {"num_experts": EXPERTS, "shared_expert_size": 0}
         full((2, 1, 4), {"num_kv_heads": 2}),
     ],
 )
+@pytest.mark.slow
 def test_gradients_and_update_are_those_of_a_plain_computation(mesh: tuple, options: dict) -> None:
     """On a mesh whose devices share heads of keys. Merged weights trained whole on one device give the loss and every
     weight's gradient, numpy the rest: of A and B by the chain rule, their norm, the clipping, AdamW with decay; frozen

@@ -94,6 +94,7 @@ def layer(mesh=(1, 1, 1), **options) -> OneLayer:
 
 
 @pytest.mark.parametrize("way", ["documents and dropout", full("half precision")])
+@pytest.mark.slow
 def test_a_layer_is_measured(way):
     """Attention with the run's masks and dropout, and the MLP's products, in forms that differ by rounding alone."""
     asked = layer(**WAYS[way]).questions({"attention": SIZES, "weight gradients": TRANSPOSED})

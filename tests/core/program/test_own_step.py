@@ -69,6 +69,7 @@ def own(mesh: tuple[int, ...], loss: Loss | str | None, optimizer: Any, **words:
         full((2, 1, 2, 2), OF_ROWS, optax.sgd(1e-2, momentum=0.9), {"schedule": "gpipe", "reset_attention": True}),
     ],
 )
+@pytest.mark.slow
 def test_a_step_is_that_of_one_device(
     mesh: tuple[int, ...], loss: Loss | str | None, optimizer: Any, words: dict[str, Any]
 ) -> None:

@@ -57,6 +57,7 @@ def device_bytes() -> int:
         full((1, 3, 1), 0, "fp32", {"num_layers": 6, "layers": "4,0,2"}),  # divides the layers, though not as stages do
     ],
 )
+@pytest.mark.slow
 def test_the_devices_hold_one_leaf_more(
     mesh: tuple[int, int, int], zero: int, precision: str, others: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

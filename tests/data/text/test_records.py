@@ -137,6 +137,7 @@ def test_byte_order_marks_of_joined_files(tmp_path, monkeypatch, size):
     assert list(TextDocuments(tmp_path / "folder")) == ["one\ntwo\n"]
 
 
+@pytest.mark.slow
 def test_the_memory_that_an_archive_wants(tmp_path):
     (tmp_path / "a.txt.xz").write_bytes(
         lzma.compress(b"text", filters=[{"id": lzma.FILTER_LZMA2, "dict_size": 1 << 30}])
