@@ -15,6 +15,7 @@ __all__ = [
     "Model",
     "PlainModel",
     "RunError",
+    "Tracker",
     "UserError",
     "distillation",
     "evaluate",
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from megajax.library.teacher import with_teacher
     from megajax.settings.config import Config
     from megajax.settings.registration import register
+    from megajax.training.trackers import Tracker
 else:
     _MODULES = {
         "settings.config": ["Config"],
@@ -51,6 +53,7 @@ else:
         "library.model": ["Model"],
         "library.plain": ["PlainModel"],
         "library.teacher": ["with_teacher"],
+        "training.trackers": ["Tracker"],
     }
     _PLACES = {name: f"megajax.{module}" for module, names in _MODULES.items() for name in names}
 

@@ -154,13 +154,13 @@ def perplexities(
     between: Callable[[], None] = lambda: None,
     names: Collection[str] = (),
 ) -> dict[str, Perplexity]:
-    """Losses over `samples`, by default those that the samples have targets for; for the other arguments see
-    `score_samples`."""
+    """Losses over `samples`, by default those that the samples have targets for, otherwise of the `names` those that
+    there are; for the other arguments see `score_samples`."""
     found: dict[str, list[SampleScores]] = defaultdict(list)
     for sample in score_samples(program, params, samples, batches=batches, between=between):
         for name, of_loss in sample.items():
             found[name].append(of_loss)
-    return {name: Perplexity.of(found[name]) for name in names or samples.form.targets}
+    return {name: Perplexity.of(found[name]) for name in names or samples.form.targets if not names or name in found}
 
 
 def total_loss(losses: dict[str, Perplexity]) -> float:

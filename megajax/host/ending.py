@@ -66,7 +66,7 @@ def _outcome(main: Callable[[], None]) -> tuple[int, str | None]:
     except SystemExit as end:
         return (end.code if isinstance(end.code, int) else int(end.code is not None)), None
     except (UserError, RunError) as error:
-        return (2 if isinstance(error, UserError) else 1), f"error: {error}{_notes(error)}"
+        return (2 if isinstance(error, UserError) else 1), f"error: {error}{notes_of(error)}"
     except Stopped as stop:
         return 128 + stop.number, str(stop)
     except KeyboardInterrupt:
@@ -78,7 +78,7 @@ def _outcome(main: Callable[[], None]) -> tuple[int, str | None]:
             return 128 + behind.number, str(behind)
         if _GONE.search(str(error)):
             return 1, "error: lost another process, which was killed or ended first; rerun the command"
-        return 1, f"error: {_plain(error)}{_notes(error)}; {_where_the_trace_is(error)}"
+        return 1, f"error: {_plain(error)}{notes_of(error)}; {_where_the_trace_is(error)}"
 
 
 def _stop_behind(error: BaseException | None) -> Stopped | None:
@@ -135,7 +135,7 @@ def says_lost(error: BaseException) -> bool:
     return any(word in str(error) for word in _LOST)
 
 
-def _notes(error: BaseException) -> str:
+def notes_of(error: BaseException) -> str:
     """What was added to an error in one line, such as the last good checkpoint."""
     return "".join(f"; {note}" for note in getattr(error, "__notes__", ()) if "\n" not in note)
 

@@ -33,8 +33,10 @@ from megajax.generation.choice import Sampling
 from megajax.generation.decoder import Decoder
 from megajax.generation.generate_options import GenerateOptions
 from megajax.generation.text import Stops, continuation_text
+from megajax.host.ending import notes_of
 from megajax.host.reading import is_unicode
 from megajax.host.signals import Stopped, stop_signals
+from megajax.host.transcript import transcript
 from megajax.library.own import as_weights, with_own
 from megajax.library.progress import progress
 from megajax.runs.data import given_samples, make_run_data, open_run_data
@@ -87,7 +89,18 @@ class Model:
 
     @property
     def _params(self) -> Any:
+        self._check_there()
         return self._weights if self._state is None else computed_weights(self.program, self._state)
+
+    def _trained(self, what: str) -> TrainState:
+        self._check_there()
+        if self._state is None:
+            raise UserError(f"{what}: the optimizer state was not restored; valid: restore(…, training=True)")
+        return self._state
+
+    def _check_there(self) -> None:
+        if self._weights is None:
+            raise UserError("the model is being trained; valid: after train returns, or with what callbacks are told")
 
     def logits(self, batch: Given) -> Array:
         """Logits, without dropout: [B, T, V] for the next token (language models) or every token (BERT); for a model
@@ -123,8 +136,7 @@ class Model:
             Figures by name: `loss` before the step, `grad_norm`, `learning_rate`, `skipped` (1.0: the gradients were
             not finite, and nothing changed), …
         """
-        if self._state is None:
-            raise UserError("train_step: the optimizer state was not restored; valid: restore(…, training=True)")
+        state = self._trained("train_step")
         if not self.config.pretrains:
             raise UserError(
                 f"train_step: a model of {self.config.task.name}; valid: megajax train, or one without task"
@@ -143,7 +155,7 @@ class Model:
         arrays = whole_batch(self.config, program, batch, "train_step")
         placed = program.put_batch(arrays, program.local_rows)
         with self._compiling("the step" if loss is None else f"the step of {program.config.own_loss.name}", rows):
-            self._state, metrics = train_step(program)(self._state, placed)
+            self._state, metrics = train_step(program)(state, placed)
         self.step += 1
         return {name: float(value) for name, value in metrics.items() if value.ndim == 0}
 
@@ -187,14 +199,13 @@ class Model:
         Other exceptions, of data or callbacks, pass through once the last finished step is saved; with several
         processes it is not.
         """
-        if self._state is None:
-            raise UserError("train: the optimizer state was not restored; valid: restore(…, training=True)")
+        state = self._trained("train")
         own = own_data(self.config, self.program, self.tokenizer, batches, data, validation)
         config = of_run(self._given, steps, run_dir, own)
         validate(config, config.mesh.num_devices)
         if own is None:
             check_given(config)
-        state, self._state = self._state, None  # the loop overwrites it
+        self._weights = self._state = None  # the loop overwrites it
         runs: list[Trainer] = []
         given = Supplied(
             program=self.program,
@@ -210,8 +221,13 @@ class Model:
             with stop_signals.handled(in_python=True):
                 train_here(config, given=given)
         except Stopped as stop:
+            transcript.add(str(stop))
             raise stop.in_python() from None
+        except BaseException as error:
+            transcript.add(f"{type(error).__name__}: {error}{notes_of(error)}")
+            raise
         finally:
+            transcript.end()
             self._state = runs[0].state if runs else state
             self._weights, self.step = self._state, runs[0].dispatched if runs else self.step
             self.tokenizer = self.tokenizer or (runs[0].data.tokenizer if runs else None)
@@ -331,6 +347,7 @@ class Model:
             weights: nested dicts as from `weights`, of arrays of any kind and any float dtype.
         """
         layout = self.program.layout
+        self._check_there()
         if layout.adapters is not None:
             raise UserError("set_weights: the weights have LoRA's adapters; valid: a model without lora.rank")
         canonical = as_weights(weights, layout.canonical_shapes.params)
@@ -346,9 +363,7 @@ class Model:
         Raises:
             RunError: the checkpoint cannot be written.
         """
-        if self._state is None:
-            raise UserError("save: the optimizer state was not restored; valid: restore(…, training=True)")
-        layout, step, state = self.program.layout, self.step, self._state
+        layout, step, state = self.program.layout, self.step, self._trained("save")
         horizon = self.config.optimizer.horizon
         write_run(
             Path(run_dir), "save", self._given, layout, self.tokenizer, lambda to: to.save(step, state), horizon=horizon

@@ -41,4 +41,5 @@ def with_teacher(
             log_p, ids = best(teacher.logits(arrays))
             yield {**arrays, "teacher_ids": np.asarray(ids), "teacher_log_p": np.asarray(log_p)}
 
+    after.tokenizer = teacher.tokenizer  # type: ignore[attr-defined]  # for `own_data` to compare
     return after

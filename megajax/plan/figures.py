@@ -119,7 +119,8 @@ def _memory(plan: dict[str, Any], config: Config) -> list[str]:
     needed, compiled = plan["memory"], plan["compiled"]
     names = [field.name for field in fields(Memory) if needed[field.name]]
     left = needed["usable"] - needed["total"]
-    verdict = f"fits, {left / GIB:.1f} left" if left >= 0 else f"does not fit, {-left / GIB:.1f} too much"
+    too_much = f"{-left / GIB:.1f} too much (--devices N searches for what does)"
+    verdict = f"fits, {left / GIB:.1f} left" if left >= 0 else f"does not fit, {too_much}"
     if left < 0 <= left + needed["unrolled"]:
         verdict = f"may not fit, up to {-left / GIB:.1f} too much (--model.scan-layers true needs less)"
     lines = [

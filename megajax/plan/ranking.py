@@ -111,8 +111,8 @@ def _compiled_line(number: int, compilation: Compilation, planned: Planned) -> s
     made = compilation.result()
     total = (made.state + made.temporaries) / GIB
     return (
-        f"number {number} with its layers in a scan, compiled in {made.seconds:.0f} s by {made.compiler}: {total:.1f} "
-        f"GiB, where the estimate is {model.total / GIB:.1f}; state {made.state / GIB:.2f} and {model.state / GIB:.2f}"
+        f"check of number {number}, with its layers in a scan, compiled in {made.seconds:.0f} s by {made.compiler}: "
+        f"{total:.1f} GiB; the estimate for that program is {model.total / GIB:.1f}"
     )
 
 

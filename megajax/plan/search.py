@@ -126,8 +126,13 @@ def search(
     fixed = frozenset(given)
     if "mesh.context" in fixed:
         check_context(config)
+    tried, smallest, fitting, before = 0, None, list[Candidate](), list[Config]()
     for limits in (SearchLimits(4096, machine.server), WIDEST):
-        tried, smallest, fitting = _tried(config, devices, machine, fixed, limits, watch)
+        meshes = list(on_meshes(config, devices, fixed, limits))
+        if meshes == before:
+            continue
+        tried, smallest, fitting = _tried(config, meshes, machine, fixed, watch)
+        before = meshes
         if fitting:
             break
         if stop_signals.number:
@@ -144,15 +149,13 @@ def search(
 
 
 def _tried(
-    config: Config, devices: int, machine: Machine, fixed: frozenset[str], limits: SearchLimits, watch: Watch
+    config: Config, meshes: list[Config], machine: Machine, fixed: frozenset[str], watch: Watch
 ) -> tuple[int, Any, list]:
     """The number of configurations, the one with the fewest bytes, and all that fit."""
     tried, smallest, fitting, backend = 0, None, list[Candidate](), backend_of(machine)
     fastest = math.inf  # in half of the memory
     layers = config.pipeline.layers if "pipeline.layers" in fixed else ""
-    meshes = list(on_meshes(config, devices, fixed, limits))
-    if not meshes:
-        return 0, None, []
+    devices = meshes[0].mesh.num_devices
     with watch(f"searching {len(meshes)} meshes of {devices} {machine.name.upper()}s", len(meshes)) as tell:
         for number, base in enumerate(_until_stopped(iter(meshes))):
             tell(number)

@@ -52,10 +52,15 @@ def check_first_weights(config: Config) -> None:
         )
 
 
-def pretraining_rate(config: Config) -> str:
-    """A warning if a task's learning rate is no lower than that of the pretraining of `--init`; else empty."""
+def warning_of_task(config: Config) -> str:
+    """A warning if a task begins with random weights, or with a learning rate that is no lower than that of the
+    pretraining of `--init`; else empty."""
     run_dir, ours = Path(config.init), config.optimizer.learning_rate
-    if not config.init or config.pretrains or config.lora.rank or not trained_steps(run_dir):
+    if config.pretrains:
+        return ""
+    if not config.init:
+        return f"warning: --task.name {config.task.name} without --init trains random weights"
+    if config.lora.rank or not trained_steps(run_dir):
         return ""
     before = stored_config(run_dir, {"precision": config.precision})
     if not before.pretrains or ours < before.optimizer.learning_rate:

@@ -89,12 +89,13 @@ class Order:
     def line(self, step: int) -> str:
         """What a run says about its samples when it continues after `step`; empty if it begins."""
         last, drawn = self.parts[-1], self.sizes.first_sample(step)
-        what = "other corpora" if last.corpora != self.parts[len(self.parts) - 2].corpora else "another order"
-        changed = f"; {what} since step {last.step + 1:,}" if last.step else ""
+        other = last.corpora != self.parts[len(self.parts) - 2].corpora
+        changed = f"; {'other corpora' if other else 'another order'} since step {last.step + 1:,}" if last.step else ""
         skipped = [f"{first}:{end}" for first, end in last.skip if end >= self._number]
         without = f"; left out: {', '.join(skipped)}" if skipped else ""
         told = f"{drawn:,} drawn so far, the next one is number {self.number_of(drawn)}{changed}{without}"
-        return f"samples: {told}" if step or skipped else ""
+        begins = "\nwarning: the corpora changed; training goes on with the data above" * (other and step == last.step)
+        return f"samples: {told}{begins}" if step or skipped else ""
 
     def samples(self, train: EndlessSamples) -> "OrderedSamples":
         """The samples from the last part on, by how many were drawn before, given those of its blend from their

@@ -27,7 +27,7 @@ _VALID = {  # of those whose calls know neither kind nor name
     "metric": "a function of logits and batch, [B, T]",
     "norm": "a function of the ModelConfig that returns an nnx.Module",
     "schedule": "a function of a share, an array",
-    "tracker": "a function of the run directory that returns a Tracker",
+    "tracker": "a function of the run directory that returns a megajax.Tracker",
 }
 _registered: set[tuple[str, str]] = set()
 
@@ -49,7 +49,7 @@ def register(kind: str, name: str, thing: Callable[..., Any]) -> None:
             - `pipeline`, `--pipeline.schedule`: a function as in `megajax/core/pipeline/schedule.py`.
             - `schedule`, `--optimizer.schedule`: a function from the share of the decay that is over, 0 to 1, to the
               height of the learning rate between its floor, 0, and its peak, 1.
-            - `tracker`, `--track`: a function of the run directory that returns a `Tracker`.
+            - `tracker`, `--track`: a function of the run directory that returns a `megajax.Tracker`.
         name: lowercase letters, digits, hyphens.
         thing: see above.
     """
@@ -78,6 +78,10 @@ def _named(kind: str, name: str, thing: Callable[..., Any]) -> Callable[..., Any
     @wraps(thing)
     def call(*args: Any, **options: Any) -> Any:
         with told(f"{kind} {name}", _VALID[kind]):
-            return thing(*args, **options)
+            found = thing(*args, **options)
+        if kind == "activation" and getattr(found, "shape", None) != args[0].shape:
+            shapes = f"{[*getattr(found, 'shape', ())]} for {[*args[0].shape]}"
+            raise UserError(f"activation {name} returned an array of shape {shapes}; valid: the same shape")
+        return found
 
     return call

@@ -41,7 +41,7 @@ from megajax.runs.directory import (
     without_checkpoint,
 )
 from megajax.runs.forms import measured_backend
-from megajax.runs.init import check_first_weights, keep_init_tokenizer, keep_tokenizer, pretraining_rate
+from megajax.runs.init import check_first_weights, keep_init_tokenizer, keep_tokenizer, warning_of_task
 from megajax.runs.lock import RunLock
 from megajax.runs.metrics import is_of_dev, read_metrics
 from megajax.runs.order import Order, default_corpora, read_order, write_order
@@ -89,7 +89,7 @@ def train_here(config: Config, *, skip_finished: bool = False, given: Supplied =
             notes.extend((trained_again(config, run_dir), without_checkpoint(run_dir)))
             is_new = not has_checkpoints(run_dir)
             corpora = make_data(config, run_dir / "data", run_dir, given)
-            notes.extend([pretraining_rate(config)] * is_new)
+            notes.extend([warning_of_task(config)] * is_new)
             order = start_order(config, run_dir, run_dir / "data", corpora)
             check_ramp(config, order.sizes, order.parts[-1].step)
             write_order(config, run_dir / "data", order)

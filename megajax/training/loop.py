@@ -127,21 +127,22 @@ class Trainer:
             self._steps()
         except RunError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             unsaved = ""
             if jax.process_count() == 1:
                 try:
                     self._save_computed()
                 except Exception as another:
                     unsaved = f", whose state could not be saved ({in_one_line(another)})"
+            kept = [note for note in getattr(error, "__notes__", ()) if "Grain has removed" not in note]
+            error.__notes__ = kept  # Grain tells of its own flag, which no command has
             if self.dispatched:
                 done = f"training ended after step {self.dispatched} of {self.config.train.steps}{unsaved}"
                 error.add_note(f"{done}; last good checkpoint: {self.checkpoints.last_good}; rerun to resume")
             raise
 
     def _save_computed(self) -> None:
-        """Write the state of the last step that was computed, unless it is there, and call no callback any more."""
-        self.given = NOTHING
+        """Write the state of the last step that was computed, unless it is there."""
         self._catch_up()
         self.checkpoints.wait()
         if self.dispatched > (self.checkpoints.saved or self.first):
@@ -267,7 +268,8 @@ class Trainer:
         figures |= {"tokens": pending.tokens, "seconds": seconds, "tokens_per_second": tokens_per_second}
         figures |= self.speed.figures(pending.sequences, seconds) | {"data_seconds": pending.data_seconds}
         self.log.record_step(pending.step, figures, pending.metrics.get(LOAD))
-        self.given.on_step(pending.step, figures)
+        with self._called():
+            self.given.on_step(pending.step, figures)
         if self.skipped.too_many:
             self._stop(reason)
         if reason:
@@ -316,14 +318,24 @@ class Trainer:
     def _validate(self, step: int) -> float | None:
         """Log and return the validation loss after a step; None if a signal came meanwhile."""
         try:
-            parts, named = self.validator.validate(step, self._weights(), self._look_for_a_signal)
+            parts, named, means = self.validator.validate(step, self._weights(), self._look_for_a_signal)
         except _SignalSeen:
             return None
         loss = total_loss(parts)
-        self.log.record_validation(step, loss, named, parts_of(parts, self.program.form))
+        self.log.record_validation(step, loss, named, parts_of(parts, self.program.form) | means)
         self.log.record_text(step, "validation", validation_text(self.config, parts))
-        self.given.on_validation(step, loss)
+        with self._called():
+            self.given.on_validation(step, loss)
         return loss
+
+    @contextlib.contextmanager
+    def _called(self) -> Iterator[None]:
+        """Around a callback: after one has raised, none is called."""
+        try:
+            yield
+        except BaseException:
+            self.given = NOTHING
+            raise
 
     def _evaluate(self, step: int) -> None:
         """Compute and record the evaluations of `--evaluate`, unless a signal comes meanwhile."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from megajax.core.errors import UserError, told
+from megajax.core.program.loss import loss_of
 from megajax.core.program.program import Program
 from megajax.core.program.synthetic import random_batch
 from megajax.data.config import DATA_SETS
@@ -47,7 +48,8 @@ class DataSet:
             rows = {k: np.asarray(x)[None] for k, x in entry.items()} if isinstance(entry, Mapping) else [entry]
             batch = batch_of(self._config, self.form, rows)  # type: ignore[arg-type]
         except UserError as error:
-            problem, _, valid = str(error).partition("; valid: ")
+            of_entry = str(error).replace("[1, ", "[").replace("[B, ", "[")
+            problem, _, valid = of_entry.partition("; valid: ")
             raise UserError(f"{self._what}, entry {number}: {problem}; valid: {valid}") from None
         whole = self.form.padding(1, tokens=self.sequence_length)
         for name, array in batch.items():
@@ -82,6 +84,9 @@ def own_data(
     """The data that a user gives: batches, or data sets; None if there are none."""
     if batches is not None and data is not None:
         raise UserError("train: batches and data; valid: one of them")
+    taught = getattr(batches, "tokenizer", None)
+    if tokenizer is not None and taught is not None and taught != tokenizer:
+        raise UserError("train: the teacher has another tokenizer; valid: tokenizer.path with the teacher's")
     if batches is not None and config.train.ramp_start:
         raise UserError("train: batches with train.ramp_start; valid: data, whose entries batches of any size can have")
     held_out = None if validation is None else DataSet(validation, program, "validation")
@@ -91,6 +96,10 @@ def own_data(
     if data is None:
         if validation is not None:
             raise UserError("train: validation without data; valid: data or batches, or data.validation")
+        loss = loss_of(config) if config.pretrains and not config.data.set else None
+        if loss and loss.arrays:
+            names = ", ".join(dict(loss.arrays))
+            raise UserError(f"train: a corpus lacks {names} of loss {loss.name}; valid: batches or data with them")
         return None
     samples = DataSet(data, program, "data")
     words = f"{len(samples):,} entries of the caller; an epoch is {len(samples) / config.train.global_batch:,.4g} steps"

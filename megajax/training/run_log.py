@@ -178,5 +178,5 @@ class RunLog:
 def _tracker(name: str, run_dir: Path) -> Tracker:
     made = (TRACKERS[name] or partial(LibraryTracker, name))(run_dir)
     if not isinstance(made, Tracker):
-        raise UserError(f"--track {name}: a {type(made).__name__}; valid: a function that returns a Tracker")
+        raise UserError(f"--track {name}: a {type(made).__name__}; valid: a function that returns a megajax.Tracker")
     return made

@@ -95,13 +95,11 @@ def _part_of_the_split(config: Config, validation: Mapping[str, Perplexity]) -> 
 
 
 def parts_of(validation: Mapping[str, Perplexity], form: BatchSpec) -> dict[str, float]:
-    """A validation's figures by their names in metrics.jsonl; empty if there is only one loss. If the measures are a
-    user's without an `accuracy`, nothing says what is right, and there is none."""
-    if len(validation) == 1 and not form.measures:
+    """The losses of a validation and their accuracies, by their names in metrics.jsonl; empty if there is only one loss
+    whose accuracy is not a measure of the model's own."""
+    if len(validation) == 1 and not any(name.startswith("accuracy/") for name in form.measures):
         return {}
     figures = {f"validation_{name}_loss": part.loss for name, part in validation.items()}
-    if form.measures and not any(name.startswith("accuracy") for name in form.measures):
-        return figures
     return figures | {f"validation_{name}_accuracy": part.accuracy for name, part in validation.items()}
 
 

@@ -29,21 +29,24 @@ class Validator:
         self._watchdog, self._display = watchdog, display
         self._doing = COMPILING
         self._tasks = read_tasks(config, data.tokenizer)
+        self._means: dict[str, float] = {}  # of the newest evaluation's measures, as in metrics.jsonl
         self.last: dict[str, Perplexity] | None = None  # losses by name in the newest validation of the split
 
     def validate(
         self, step: int, params: Any, between: Callable[[], None]
-    ) -> tuple[dict[str, Perplexity], dict[str, float]]:
-        """Evaluate the weights after a step: every loss by name over the validation split, and the loss of each named
-        set. `between` is called before every batch; if it raises, validation ends and `last` does not change."""
+    ) -> tuple[dict[str, Perplexity], dict[str, float], dict[str, float]]:
+        """Evaluate the weights after a step: every loss by name over the validation split, the loss of each named set,
+        and what else an own loss says of the split. `between` is called before every batch; if it raises, validation
+        ends and `last` does not change."""
         batches = self._config.train.eval_batches
         split = self.evaluate(step, params, batches, between=between)
+        means = self._means
         named = {
             name: total_loss(self.evaluate(step, params, batches, samples, between, f"validation of {name}"))
             for name, samples in self._data.validation_sets.items()
         }
         self.last = split
-        return split, named
+        return split, named, means
 
     def evaluate(
         self,
@@ -66,10 +69,14 @@ class Validator:
                 advance(next(begun))
                 between()
 
-            names = self._program.form.targets
+            form = self._program.form
+            names = [*form.targets, *form.measures, "next_token"]
             found = perplexities(self._program, params, samples, batches=batches, between=before_batch, names=names)
         self._doing = COMPUTING  # the scoring program is compiled from now on
-        return found
+        self._means = {f"validation_{name}": found[name].loss for name in form.measures if name in found}
+        if "next_token" in found and len(found) > 1 and not form.by_row:
+            self._means = {"validation_perplexity": found["next_token"].perplexity} | self._means
+        return {name: found[name] for name in form.targets if name in found} or found  # without an own loss's arrays
 
     def bits_per_byte(self, split: dict[str, Perplexity]) -> float | None:
         """A language model's loss on the `split` (its first tokens were scored), in bits per UTF-8 byte of their text;

@@ -158,8 +158,8 @@ EVALUATING = [
 GOLDEN = {
     f"{MNLI} --optimizer.warmup-steps 3 --optimizer.warmup-fraction 0.1": "--optimizer.warmup-steps and "
     "--optimizer.warmup-fraction are both given; valid: one of them",
-    f"{MNLI} --data.dev FILES/squad1-dev.json": "--data.dev: FILES/squad1-dev.json looks like a squad1 or squad2 file, "
-    "not mnli; valid: TSV with the columns sentence1, sentence2 and gold_label",
+    f"{MNLI} --data.dev FILES/squad1-dev.json": "--data.dev: FILES/squad1-dev.json looks like a file of squad1 or "
+    "squad2, not mnli; valid: TSV with the columns sentence1, sentence2 and gold_label",
     f"{MNLI} --data.dev FILES/maybe.tsv": '--data.dev: FILES/maybe.tsv:8: label "maybe"; valid: entailment, neutral, '
     "contradiction",
     f"{MNLI} --init BERT --model.hidden-size 64": "--init BERT holds another model; valid: --model.hidden-size "

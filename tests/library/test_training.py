@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import math
 import os
 import signal
+import sys
 from pathlib import Path
 
 import jax
@@ -16,6 +18,7 @@ import megajax
 from megajax.core.models.own_loss import _TAKEN
 from megajax.core.program.program import Program
 from megajax.core.program.state import TrainState
+from megajax.library.own import with_own
 from megajax.settings.config import Config
 from megajax.training.own_data import DataSet, own_data
 
@@ -56,8 +59,14 @@ def config_of(mesh: tuple[int, ...] = (1, 1, 1)) -> Config:
     return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, every=2))
 
 
+def uncertain(logits, batch):
+    """The same, which reports its entropy."""
+    return {"loss": confident(logits, batch), "entropy": logits.entropy()}
+
+
 def trained(config: Config, run_dir: Path, steps: int) -> tuple[megajax.Model, dict[int, float], dict[int, float]]:
-    model = megajax.init(config, loss=confident, optimizer=optax.lion)
+    loss = megajax.Loss(uncertain, measures=("entropy",), title="confident")
+    model = megajax.init(config, loss=loss, optimizer=optax.lion)
     losses, validated = {}, {}
     model.train(
         steps,
@@ -76,8 +85,11 @@ def test_a_run_goes_on_as_if_it_had_not_ended(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     model, losses = megajax.init(config_of(), loss=confident, optimizer=optax.lion), dict[int, float]()
 
+    def note(step: int, figures: dict[str, float]) -> None:
+        losses[step] = figures["loss"]
+        assert "the model is being trained; valid: after train" in user_error(model.weights)
+
     def train(steps: int) -> None:
-        note = lambda step, figures: losses.update({step: figures["loss"]})  # noqa: E731
         model.train(steps, "run", data=Counting(), on_step=note)
 
     train(2)
@@ -97,13 +109,15 @@ def test_a_run_goes_on_as_if_it_had_not_ended(tmp_path: Path, monkeypatch: pytes
 
     interrupt = lambda step, figures: step == before + 1 and os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
     for given, kind, said in (
-        ({"data": Failing()}, LookupError, "raised by entry"),
+        ({"data": Failing(), "on_step": note}, LookupError, "raised by entry"),
+        ({"data": Counting(), "on_step": lambda step, figures: sys.exit()}, SystemExit, "training ended after step"),
         ({"data": Counting(), "on_step": interrupt}, KeyboardInterrupt, "by SIGINT after step"),
     ):
         before = model.step
         with pytest.raises(kind) as ended:
             model.train(99, "run", **given)
         assert said in "".join([str(ended.value), *getattr(ended.value, "__notes__", ())])
+        assert said in Path("run/log.txt").read_text()
         assert model.step > before and max(map(int, os.listdir("run/checkpoints"))) == model.step
     assert [each["step"] for each in figures_of("run")] == [*range(1, model.step + 1)]
     wrong = lambda logits, batch: logits.entropy().sum()  # noqa: E731
@@ -121,6 +135,9 @@ def test_a_run_is_that_of_steps_one_by_one(tmp_path: Path, monkeypatch: pytest.M
     for expected, weight in zip(jax.tree.leaves(stepped.weights()), jax.tree.leaves(model.weights()), strict=True):
         np.testing.assert_allclose(weight, expected, atol=1e-6)
     assert validated[4] == pytest.approx(stepped.loss(rows_of(Counting(3), config_of())), rel=1e-5)
+    last = [each for each in figures_of(str(tmp_path / "run")) if "validation_loss" in each][-1]
+    parts = math.log(last["validation_perplexity"]) + 0.1 * last["validation_entropy"]
+    assert last["validation_loss"] == pytest.approx(parts, rel=1e-5)
 
     plain = megajax.restore("run")
     assert plain.config.optimizer.name == "own" and "own" not in repr(plain)
@@ -169,6 +186,8 @@ def test_what_train_cannot_do_says_what_is_valid(tmp_path: Path) -> None:
     model = megajax.Model(config, program, TrainState({}, *[None] * 5), 0, None)  # type: ignore[arg-type]
     weights = {"shared": {}, "blocks": {}}
     further = {"model.prediction_modules": 1}
+    others = lambda step: []  # noqa: E731
+    others.tokenizer = "ours"
     predicting, of_rows = megajax.load_preset("demo", further), megajax.Loss(confident, per="row")
     for call, problem in (
         (lambda: model.train(3, data=Counting()), "train: run_dir missing; valid: a folder"),
@@ -177,6 +196,11 @@ def test_what_train_cannot_do_says_what_is_valid(tmp_path: Path) -> None:
         (lambda: model.train(3, "run", data=7), r"data: a int; valid: an object with len\(\) and \[i\]"),
         (lambda: model.train(3, "run", data=Counting(0)), "data: it is empty; valid: at least one entry"),
         (lambda: model.train(3, tmp_path / "run"), "--data.path missing; valid"),
+        (lambda: own_data(config, program, "theirs", others, None, None), "the teacher has another tokenizer; valid"),
+        (
+            lambda: own_data(with_own(config, megajax.distillation(), None), program, None, None, None, None),
+            "a corpus lacks teacher_ids, teacher_log_p of loss distilled; valid: batches or data with them",
+        ),
         (lambda: DataSet([[0, 101]], program, "data")[0], "data, entry 0: an id 101; valid: token ids"),
         (lambda: model.set_weights(3), "set_weights: a int; valid: nested dicts"),  # type: ignore[arg-type]
         (lambda: model.set_weights(weights), "set_weights: weights without blocks/attention/key/bias; valid"),

@@ -16,7 +16,7 @@ from megajax.data.text.indexed import IndexedWriter
 from megajax.data.text.tokenizers import train_tokenizer
 from megajax.evaluation.pretrained import evaluate_perplexity
 from megajax.runs.directory import check_claim, without_checkpoint
-from megajax.runs.init import check_init, pretraining_rate
+from megajax.runs.init import check_init, warning_of_task
 from megajax.runs.ownership import mark
 from megajax.runs.trained import evaluation_config, run_tokenizer
 from megajax.settings.config import Config, to_toml
@@ -150,6 +150,7 @@ def test_a_learning_rate_of_pretraining_is_told(run: Path) -> None:
     (run / "checkpoints" / "5" / "state").mkdir(parents=True)
     task = dataclasses.replace(tiny_config(), init=str(run), task=TaskConfig(name="instructions"))
     lower = dataclasses.replace(task.optimizer, learning_rate=1e-5, min_learning_rate=0.0)
-    assert "no lower than that with which" in pretraining_rate(task)
-    for other in ({"optimizer": lower}, {"lora": LoraConfig(rank=2)}, {"init": ""}, {"task": TaskConfig()}):
-        assert pretraining_rate(dataclasses.replace(task, **other)) == ""
+    assert "no lower than that with which" in warning_of_task(task)
+    assert "without --init trains random" in warning_of_task(dataclasses.replace(task, init=""))
+    for other in ({"optimizer": lower}, {"lora": LoraConfig(rank=2)}, {"task": TaskConfig()}):
+        assert warning_of_task(dataclasses.replace(task, **other)) == ""

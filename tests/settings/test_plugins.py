@@ -78,6 +78,9 @@ def test_what_a_plugin_registers_is_used(file: Path) -> None:
     np.testing.assert_array_equal(registration._TABLES["activation"]["cubed"](jnp.arange(3)), [0, 1, 8])
     told = user_error(registration._TABLES["activation"]["cubed"], None)
     assert told.startswith("activation cubed: TypeError: ") and told.endswith("; valid: a function of an array")
+    megajax.register("activation", "first", lambda x: x[:1])
+    told = user_error(registration._TABLES["activation"]["first"], jnp.arange(3))
+    assert told == "activation first returned an array of shape [1] for [3]; valid: the same shape"
     form = batch_form(_with(config, loss="entropy", metrics=("surprise",)))
     assert (form.targets, form.measures) == ({"entropy": "targets"}, {"surprise": "targets"})
     assert loss_of(config) is None

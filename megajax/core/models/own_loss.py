@@ -149,6 +149,10 @@ class Loss:
     def values(self, logits: Logits, batch: Batch, form: BatchSpec) -> dict[str, Array]:
         """The losses and measures of every token or row that counts, 0 for the others."""
         shared, whole = logits.boundary, batch
+        if missing := dict(self.arrays).keys() - batch.keys():
+            raise UserError(
+                f"loss {self.name}: a batch without {', '.join(sorted(missing))}; valid: batches or data with them"
+            )
         batch = {
             name: shared.context_tokens(array) if form.entries[name].dims[:1] == ("tokens",) else array
             for name, array in whole.items()

@@ -37,9 +37,9 @@ def train_and_validation(
     num_train, num_validation = int(lengths[train].sum()), int(lengths[validation].sum())
     if num_train < sequence_length + 1 or (validation_fraction and num_validation < 2):
         raise UserError(
-            f"{documents.name} is too short: it has {num_train} training tokens, and needs at least "
-            f"{sequence_length + 1} (one sequence and its last target), and {num_validation} "
-            "validation tokens, and needs at least 2"
+            f"{documents.name} is too short: it has {num_train} training tokens and {num_validation} for "
+            f"validation; valid: at least {sequence_length + 1} (one sequence and its last target) "
+            "and 2; add text, or shorten --model.sequence-length"
         )
     return (
         TrainSamples(documents, train, sequence_length=sequence_length, seed=seed, with_positions=with_positions),

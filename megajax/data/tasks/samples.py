@@ -46,7 +46,8 @@ def read_records(task_name: str, paths: Sequence[str], config: TaskConfig, flag:
         if len(records.entries) == before and not TASKS[task_name].suffixes:
             raise UserError(f"{file.place} has no records; valid: {valid}")
     if not records.entries:
-        raise UserError(f"{flag}: {paths[0]} has no records; valid: {valid}")
+        odd = "".join(f" ({count} {what})" for what, (count, _) in records.odd.items())
+        raise UserError(f"{flag}: {paths[0]} has no records{odd}; valid: {valid}")
     return records
 
 

@@ -133,7 +133,7 @@ def check_beginning(file: TaskFile) -> None:
     same_format = " or ".join(name for name, task in TASKS.items() if task.files == files)
     other = _recognised(text)
     if other and other != same_format:
-        raise UserError(f"{file.place} looks like a {other} file, not {same_format}; {valid}")
+        raise UserError(f"{file.place} looks like a file of {other}, not {same_format}; {valid}")
     if _is_json(text) != ("JSON" in files):
         raise UserError(f"{file.place} is {'' if _is_json(text) else 'not '}JSON; {valid}")
 

@@ -42,6 +42,7 @@ LATIN = (MNLI + "2\tf\tA\xe9.\tB.\tneutral\n").encode("latin-1")
 VALID_SQUAD = """SQuAD's JSON, {"data": [{"paragraphs": …}]}"""
 VALID_MNLI = "TSV with the columns sentence1, sentence2 and gold_label"
 VALID_QQP = "TSV with the columns question1, question2 and is_duplicate"
+FEW = "questions with fewer than 2 options, skipped"
 VALID_RACE = "JSON with article, questions, options and answers, of one passage or on each line"
 LIST, WHOLE = 'valid: a list under "answers"', "a whole number"
 TEXT = 'valid: text, or "is_impossible": true in squad2'
@@ -59,9 +60,9 @@ BAD = [
     ("mnli", MNLI + "2\tf\t\0\tB.\tneutral\n" + "x" * 70_000, f" is binary; valid: {VALID_MNLI}"),
     ("mnli", MNLI + "\n" * 70_000 + "2\tf\t\0\tB.\tneutral\n", ":70003 contains a NUL character; valid: text"),
     ("mnli", MNLI.splitlines()[0], f" has no records; valid: {VALID_MNLI}"),
-    ("mnli", QQP, f" looks like a qqp file, not mnli; valid: {VALID_MNLI}"),
-    ("mnli", SQUAD, f" looks like a squad1 or squad2 file, not mnli; valid: {VALID_MNLI}"),
-    ("mnli", race(), f" looks like a race file, not mnli; valid: {VALID_MNLI}"),
+    ("mnli", QQP, f" looks like a file of qqp, not mnli; valid: {VALID_MNLI}"),
+    ("mnli", SQUAD, f" looks like a file of squad1 or squad2, not mnli; valid: {VALID_MNLI}"),
+    ("mnli", race(), f" looks like a file of race, not mnli; valid: {VALID_MNLI}"),
     ("mnli", '{"sentence1": "A"}\n', f" is JSON; valid: {VALID_MNLI}"),
     ("mnli", "1\tA\n", f" has no column sentence1, sentence2, gold_label, only 1, A; valid: {VALID_MNLI}"),
     ("mnli", "sentence1\tsentence2\n", f" has no column gold_label, only sentence1, sentence2; valid: {VALID_MNLI}"),
@@ -73,14 +74,14 @@ BAD = [
     ("mnli", MNLI + "2\tfiction\tA\tB\tmaybe\n", ':3: label "maybe"; valid: entailment, neutral, contradiction'),
     ("mnli", MNLI + "2\tfiction\tA\tB\tneut\n", ':3: label "neut"; valid: entailment, neutral, contradiction'),
     ("mnli", MNLI + "x" * (1 << 20) + "y\n", ": line 3 has more than 1 MiB; valid: at most that"),
-    ("qqp", MNLI, f" looks like a mnli file, not qqp; valid: {VALID_QQP}"),
+    ("qqp", MNLI, f" looks like a file of mnli, not qqp; valid: {VALID_QQP}"),
     ("qqp", QQP + "2\tWhy?\tHow?\t2\n", ':3: label "2"; valid: 0, 1'),
     ("qqp", QQP + "2\tWhy?\tHow?\t\n", ':3: label ""; valid: 0, 1'),
     ("qqp", QQP + "2\tWhy?\tHo", f":3: {CUT}"),
     ("qqp", QQP + "2\tWhy?\tHow?\t", f":3: {CUT}"),
     ("squad1", "", f" is empty; valid: {VALID_SQUAD}"),
-    ("squad1", MNLI, f" looks like a mnli file, not squad1 or squad2; valid: {VALID_SQUAD}"),
-    ("squad1", race(), f" looks like a race file, not squad1 or squad2; valid: {VALID_SQUAD}"),
+    ("squad1", MNLI, f" looks like a file of mnli, not squad1 or squad2; valid: {VALID_SQUAD}"),
+    ("squad1", race(), f" looks like a file of race, not squad1 or squad2; valid: {VALID_SQUAD}"),
     ("squad1", "<!DOCTYPE html>", f" is not JSON; valid: {VALID_SQUAD}"),
     ("squad1", SQUAD[:60], f": {CUT}"),
     ("squad1", SQUAD[:-1], f": {CUT}"),
@@ -120,8 +121,8 @@ BAD = [
         squad(QUESTION, QUESTION),
         ": question 2 (id q1) has the same id as of FILE, question 1; valid: every id once",
     ),
-    ("race", SQUAD, f" looks like a squad1 or squad2 file, not race; valid: {VALID_RACE}"),
-    ("race", QQP, f" looks like a qqp file, not race; valid: {VALID_RACE}"),
+    ("race", SQUAD, f" looks like a file of squad1 or squad2, not race; valid: {VALID_RACE}"),
+    ("race", QQP, f" looks like a file of qqp, not race; valid: {VALID_RACE}"),
     ("race", race()[:40], f": {CUT}"),
     ("race", race() + "\n" + race()[:40], f":2: {CUT}"),
     ("race", race() + "\n[1]\n", ":2: the record is not an object; valid: an object"),
@@ -133,7 +134,7 @@ BAD = [
     ("race", race(options=["Ada"]), ': question 1: its entry in "options" is not a list; valid: a list'),
     ("race", race(options=[["Ada", 1]]), ": question 1: an option is not text; valid: text"),
     ("race", race(options=[list("abcde")]), ": question 1 has 5 options; valid: 2 to 4"),
-    ("race", race(options=[["Ada"]]), f" has no records; valid: {VALID_RACE}"),
+    ("race", race(options=[["Ada"]]), f" has no records (1 {FEW}); valid: {VALID_RACE}"),
     ("race", race(answers=["C"]), ': question 1: answer "C"; valid: A, B'),
     ("race", race(answers=[0]), ": question 1: the answer is not text; valid: text"),
     ("race", race(id="a\nb"), ": the id 'a\\nb' cannot be used as a name; valid: letters and digits"),
