@@ -89,11 +89,12 @@ def _check_same_windows(run_dirs: Sequence[Path], configs: Sequence[Config], tok
 
 
 def _run_config(name: str, run_dir: Path, overrides: dict[str, Any], mesh: MeshConfig | None = None) -> Config:
-    """The configuration for evaluating a run that was fine-tuned on the task, or imported with a head for it."""
+    """The configuration for evaluating a run that was fine-tuned on the task, or that has a head for it: pretrained,
+    imported, or fine-tuned on another task of texts."""
     config, task = evaluation_config(run_dir, overrides, any_model=True, mesh=mesh), TASKS[name]
-    fits = config.task.name == name or (
-        config.pretrains and (config.model.head, config.model.num_classes) == (task.head, task.classes)
-    )
+    of_text = config.pretrains or TASKS[config.task.name].continues_text
+    has_head = (config.model.head, config.model.num_classes) == (task.head, task.classes)
+    fits = config.task.name == name or (of_text and has_head)
     fits &= FAMILIES[config.model.family].continues_text or not task.continues_text
     if not fits:
         model = f"a {config.model.family} with the head {config.model.head}"

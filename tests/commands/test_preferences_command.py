@@ -38,3 +38,4 @@ def test_the_chosen_answers_gain_on_any_mesh(commands: Commands, tmp_path: Path)
     assert_close_losses(curve(other), curve(one))
     found = commands.evaluate("preferences", one, "--data", tmp_path / "pairs.jsonl")
     assert (found["records"], found["accuracy"]) == (40, 100)
+    assert commands.evaluate("preferences", first, "--data", tmp_path / "pairs.jsonl")["accuracy"] < 100  # before
