@@ -116,7 +116,7 @@ class StopSignals:
         if self._promise or self.raised:
             return
         stop = Stopped(number)
-        if _imports(frame):  # loading C++ code may crash if an exception passes through it
+        if _imports(frame) and not self._in_python:  # loading C++ code may crash if an exception passes through it
             print_final_error(str(stop))
             os._exit(128 + number)
         self._raised = weakref.ref(stop, self._lose)

@@ -89,7 +89,7 @@ def train_here(config: Config, *, skip_finished: bool = False, given: Supplied =
             notes.extend((trained_again(config, run_dir), without_checkpoint(run_dir)))
             is_new = not has_checkpoints(run_dir)
             corpora = make_data(config, run_dir / "data", run_dir, given)
-            notes.extend([warning_of_task(config)] * is_new)
+            notes.extend([warning_of_task(config)] * (is_new and given.state is None))
             order = start_order(config, run_dir, run_dir / "data", corpora)
             check_ramp(config, order.sizes, order.parts[-1].step)
             write_order(config, run_dir / "data", order)
@@ -241,7 +241,7 @@ def make_data(config: Config, folder: Path, run_dir: Path, given: Supplied = NOT
     if given.data is not None:
         return default_corpora(config)
     is_new = not has_checkpoints(run_dir)
-    if is_new:
+    if is_new and given.state is None:
         check_first_weights(config)
     if not config.pretrains:
         with phase("reading the records of the task"):
