@@ -10,6 +10,8 @@ from mistakes import assert_refused, by_line, mistake
 from processes import Commands
 from results import assert_close_losses, curve, records, training, validation
 
+pytestmark = pytest.mark.slow
+
 STEPS = 6
 FLAGS = ("--model.family", "bert", "--train.steps", STEPS, "--train.eval-every", STEPS, "--checkpoint.every", 3)
 SPLIT = ("--mesh.data", 2, "--mesh.tensor", 2, "--simulate-devices", 4, "--sequence-parallel", "--optimizer.zero", 3)

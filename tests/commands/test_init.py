@@ -19,6 +19,8 @@ from megajax.runs.step_folders import complete
 from megajax.settings.presets import load_preset
 from megajax.training import loop
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.full
 def test_from_pretraining_to_a_task(tuning: Finetuning, tmp_path: Path) -> None:
@@ -79,7 +81,6 @@ def test_only_the_weights_are_taken(tuning: Finetuning, tmp_path: Path, monkeypa
     ).read_bytes()
 
 
-@pytest.mark.slow
 def test_the_run_of_init_may_be_gone_when_it_goes_on(tuning: Finetuning, tmp_path: Path, monkeypatch) -> None:
     """By a command that does not name it; the run's config.toml still does."""
     source, run = shutil.copytree(tuning.pretrained(), tmp_path / "source"), tmp_path / "run"

@@ -16,6 +16,8 @@ from megajax.plan.costs import StepCost
 from megajax.plan.page import is_page
 from megajax.plan.traced import step_cost
 
+pytestmark = pytest.mark.slow
+
 SMALL = "gpt2-355m --model.num-layers 4 --model.num-heads 4 --model.vocab-size 500 --model.sequence-length 64"
 SMALL += " --precision fp32 --model.dropout 0"  # what compiles soonest
 STEP = f"{SMALL} --model.hidden-size 64 --train.global-batch 16 --train.microbatch 2 --train.remat none"
@@ -34,7 +36,6 @@ def planned(capsys: pytest.CaptureFixture[str], line: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_json(capsys) -> None:
     """The last line is one object; what was compiled is what was predicted."""
     line = f"{STEP} --model.num-layers 2 --mesh.tensor 2 --train.ema 0.9 --gpu a100 --json"

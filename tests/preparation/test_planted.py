@@ -20,6 +20,8 @@ from megajax.preparation.prepare_options import PrepareOptions
 from megajax.preparation.running import Show
 from megajax.preparation.workers import Workers, processes
 
+pytestmark = pytest.mark.slow
+
 SUFFIXES = (".bin", ".idx", ".tokenizer/tokenizer.json")
 OPTIONS = PrepareOptions(tokenizer="bpe", vocab_size=400, decontaminate_how="document")
 DIFFERENT = {"output", "seconds", "throughput", "workers"}  # in the reports of two preparations of the same

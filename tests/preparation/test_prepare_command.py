@@ -23,6 +23,8 @@ from megajax.data.text.indexed import IndexedDataset
 from megajax.data.text.tokenizers import load_tokenizer
 from megajax.host import files
 
+pytestmark = pytest.mark.slow
+
 WORDS = "the first quick brown fox jumps over a lazy dog while nobody looks at all".split()  # noqa: SIM905
 TEXTS = [" ".join(WORDS[(n * k) % len(WORDS)] + str(n * k % 89) for k in range(60)) for n in range(1, 41)]
 

@@ -27,7 +27,7 @@ from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.digests import problem_of, read_manifest
 from megajax.runs.failures import forget_abandoned
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_collections")]
 
 
 @pytest.fixture(scope="module")
