@@ -25,7 +25,9 @@ def test_a_student_learns_the_most_probable_ids_of_its_teacher(choices: int, tem
     student, plain = ({"choices": choices, "temperature": temperature}, megajax.PlainModel(CONFIG))
     weights = plain.init(1)
     of_teacher: Any = lambda batch: plain(weights, batch["tokens"])  # noqa: E731
-    teacher: Any = SimpleNamespace(config=CONFIG, program=SimpleNamespace(form=batch_form(CONFIG)), logits=of_teacher)
+    teacher: Any = SimpleNamespace(
+        tokenizer=None, config=CONFIG, program=SimpleNamespace(form=batch_form(CONFIG)), logits=of_teacher
+    )
     batches = megajax.with_teacher(iter([IDS[:1, :-1], IDS]), teacher, **student)
     batch = next(batches(1))
     assert batch["teacher_ids"].shape == (2, 8, choices)
@@ -43,5 +45,5 @@ def test_a_student_learns_the_most_probable_ids_of_its_teacher(choices: int, tem
 
 
 def test_choices_are_ids() -> None:
-    teacher: Any = SimpleNamespace(config=CONFIG)
+    teacher: Any = SimpleNamespace(tokenizer=None, config=CONFIG)
     assert user_error(megajax.with_teacher, [], teacher, choices=102) == "with_teacher: choices 102; valid: 1 to 101"
