@@ -73,7 +73,8 @@ def _meshes(devices: int, limited: Mapping[str, list[int]]) -> Iterator[MeshConf
 
 @lru_cache(maxsize=1024)
 def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})
 
 
 def _of_a_server(mesh: MeshConfig, server: int) -> list[int]:

@@ -48,6 +48,7 @@ _BUT_MICROBATCH = attrgetter(*_SAVING, *_OTHERS)  # what varies on a mesh
 _BUT_SAVING = attrgetter("train.microbatch", *_OTHERS)
 _SLOWEST = 1.25  # times the fastest step found in half of the memory
 _MOST_CHUNKS = 12
+_MOST_NEAR = 2000  # numbers of devices to look at for one that has a mesh
 _MOST_CELLS = 4096  # in a table whose buffers cannot be found from a shorter one
 
 
@@ -410,7 +411,13 @@ def _nothing(
 
 
 def _nearest(config: Config, devices: int, fixed: frozenset[str]) -> str:
-    """Numbers of devices close to this one for which there are meshes; none if what is fixed allows no mesh."""
-    near = itertools.chain.from_iterable((devices - step, devices + step) for step in range(1, devices + 64))
-    found = (each for each in near if each > 0 and next(on_meshes(config, each, fixed, WIDEST), None))
+    """Numbers of devices close to this one for which there are meshes; none if what is fixed seems to allow no mesh."""
+    unit = math.prod(getattr(config.mesh, axis) for axis in AXES if f"mesh.{axis}" in fixed)
+    model, batch = config.model, config.train.batch_sizes.divisor
+    most = batch * model.num_blocks * model.num_heads * max(1, model.sequence_length // WIDEST.tokens)
+    around = min(devices, most)
+    near = itertools.chain.from_iterable((around - step, around + step) for step in range(around + unit + 64))
+    others = (each for each in dict.fromkeys(near) if 0 < each != devices and each % unit == 0)
+    possible = itertools.islice(others, _MOST_NEAR)
+    found = (each for each in possible if next(on_meshes(config, each, fixed, WIDEST), None))
     return " or ".join(str(each) for each in sorted(itertools.islice(found, 2)))

@@ -338,6 +338,7 @@ def test_no_mesh_of_so_many():
     assert said.endswith("valid: for example 6 or 8")
     fixed = replace(CONFIG, mesh=MeshConfig(tensor=3))
     assert impossible(fixed, 8, given=["mesh.tensor"]).endswith("valid: without --mesh.tensor 3")
+    assert impossible(CONFIG, 99_991).partition("valid: for example ")[2]
     odd = replace(CONFIG, mesh=MeshConfig(pipe=2))
     assert impossible(odd, 7, given=["mesh.pipe"]).endswith("valid: for example 4 or 8")
 
