@@ -70,28 +70,42 @@ def in_json(line: bytes, key: str) -> Iterator[str]:
 
 
 def elements(content: IO[bytes], most: int) -> Iterator[bytes]:
-    """The elements of an array of JSON, which is how the content begins; raises `Damaged` where the array breaks, and
-    `TooLong` for an element of more than `most` bytes."""
-    text = _more(content, "", 0)
-    place = text.index("[") + 1
+    """The elements of an array of JSON, and of further arrays after it, as where files were joined; raises `Damaged`
+    where an array breaks or something else follows it, and `TooLong` for an element of more than `most` bytes."""
+    text, place = _more(content, "", 0), 0
     while True:
-        begin = place = _after_space(text, place)
-        end = _end_of_value(text, begin)
-        while _after_space(text, end) == len(text):  # it may go on
-            check_size(end - begin, most)
-            before = len(text) - begin
-            text, begin = _more(content, text, begin), 0
-            if len(text) == before:
-                raise streams.Damaged("the array of JSON does not end")
-            end = _end_of_value(text, begin := _after_space(text, 0))
-        check_size(end - begin, most)
-        if end > begin:
-            yield text[begin:end].encode("latin-1")
-        place = _after_space(text, end) + 1
-        if text[place - 1] == "]":
+        text, place = _next_array(content, text, place)
+        if not text:
             return
-        if text[place - 1] != "," or end == begin:
-            raise streams.Damaged(f"not JSON: {json.dumps(text[begin:place][-20:])} in an array")
+        while text[place - 1] != "]":
+            begin = place = _after_space(text, place)
+            end = _end_of_value(text, begin)
+            while _after_space(text, end) == len(text):  # it may go on
+                check_size(end - begin, most)
+                before = len(text) - begin
+                text, begin = _more(content, text, begin), 0
+                if len(text) == before:
+                    raise streams.Damaged("the array of JSON does not end")
+                end = _end_of_value(text, begin := _after_space(text, 0))
+            check_size(end - begin, most)
+            if end > begin:
+                yield text[begin:end].encode("latin-1")
+            place = _after_space(text, end) + 1
+            if text[place - 1] not in ",]" or (text[place - 1] == "," and end == begin):
+                raise streams.Damaged(f"not JSON: {json.dumps(text[begin:place][-20:])} in an array")
+
+
+def _next_array(content: IO[bytes], text: str, place: int) -> tuple[str, int]:
+    """The text from a place on, with more if it is short, and where its array's first element begins; an empty text at
+    the end of the content."""
+    while (place := _after_space(text, place)) > len(text) - len(_MARK):  # a mark may go on, too
+        before, text, place = len(text) - place, _more(content, text, place), 0
+        if len(text) == before:
+            break
+    place = _after_space(text, place + len(_MARK) * text.startswith(_MARK, place))
+    if text[place : place + 1] not in ("", "["):
+        raise streams.Damaged(f"not JSON: {json.dumps(text[place : place + 20])} after an array, which only arrays may follow")
+    return text[place:], 1
 
 
 def _more(content: IO[bytes], text: str, begin: int) -> str:

@@ -184,6 +184,8 @@ def test_arrays_and_joined_files(tmp_path):
         found = read("instructions", str(tmp_path / name))
         assert found.entries == [asked("a", "b"), chat()]
         assert [record.name.rpartition(":")[2] for record in found.entries] == ["1", "2"]
+    (tmp_path / "a.jsonl").write_text(json.dumps(values) + "\n" + json.dumps(values))
+    assert read("instructions", str(tmp_path / "a.jsonl")).entries == [asked("a", "b"), chat()] * 2
     (tmp_path / "a.json").write_text(json.dumps([*values, {"prompt": "a"}]))
     with pytest.raises(UserError, match=r'a\.json:3: no key "completion"'):
         read("instructions", str(tmp_path / "a.json"))

@@ -74,6 +74,8 @@ def test_an_array_of_json(tmp_path, monkeypatch, size, indent):
     rows = [{"text": text, "more": [{"a": '"]}'}, 1.5, None]} for text in TEXTS[:60]]
     (tmp_path / "a.json").write_text("\ufeff " + json.dumps(rows, indent=indent, ensure_ascii=False) + "\n")
     assert list(TextDocuments(tmp_path / "a.json")) == TEXTS[:60]
+    (tmp_path / "a.json").write_text((tmp_path / "a.json").read_text() * 2 + "\n" * 90)  # as joined files are
+    assert list(TextDocuments(tmp_path / "a.json")) == TEXTS[:60] * 2
     (tmp_path / "b.json.gz").write_bytes(
         gzip.compress(json.dumps([{"text": "a"}, {"body": 1}, 7, {"text": "b"}]).encode())
     )
@@ -82,7 +84,11 @@ def test_an_array_of_json(tmp_path, monkeypatch, size, indent):
     assert [record.kind for record, _ in records(tmp_path / "b.json.gz")] == ["json"] * 4
 
 
-@pytest.mark.parametrize("text", ['[{"text": "a"}, {"text"', '[{"text": "a"} {"text": "b"}]', '[{"text": "a"}, ', "[}"])
+ARRAY = '[{"text": "a"}]'
+BROKEN = ['[{"text": "a"}, {"text"', '[{"text": "a"} {"text": "b"}]', '[{"text": "a"}, ', "[}", ARRAY + '\n{"text": "b"}']
+
+
+@pytest.mark.parametrize("text", [*BROKEN, f"{ARRAY}[", f"{ARRAY},", f"{ARRAY}]", ARRAY + " " * (1 << 20) + "x"])
 def test_a_broken_array(tmp_path, text):
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(
