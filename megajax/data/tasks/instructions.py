@@ -49,14 +49,15 @@ def read_instructions(file: TaskFile) -> None:
 
 def _add(value: Any, place: str, records: Records) -> None:
     found = checked(value, dict, place, "the record")
-    left_out = _is_trained(found, ("weight",), place) is False
+    left_out = is_left_out(found, place)
     if "messages" in found:
-        chat = _chat(found, place)
-        answers = tuple(_answers(chat))
+        chat = chat_under(found, "messages", place)
+        answers = tuple(trained_answers(chat))
         left_out |= not answers and any(message["role"] == "assistant" for message in chat.messages)
         record = Instruction(place, "", "", tuple(chat.messages), answers, chat.template_args)
         missing = "" if answers else "without a message of the assistant", 'one with "role": "assistant"'
     elif "prompt" in found:
+        check_no_chat(found, place)
         record = Instruction(place, entry(found, "prompt", str, place), entry(found, "completion", str, place))
         missing = "" if record.completion else "with an empty completion", "text"
     else:
@@ -69,7 +70,18 @@ def _add(value: Any, place: str, records: Records) -> None:
         records.entries.append(record)
 
 
-def _answers(chat: Chat) -> Iterator[int]:
+def is_left_out(found: Mapping[str, Any], place: str) -> bool:
+    """Whether a record has weight 0."""
+    return _is_trained(found, ("weight",), place) is False
+
+
+def check_no_chat(found: Mapping[str, Any], place: str) -> None:
+    """Check that a record of texts has nothing for a chat template, which it does not go through."""
+    if given := [name for name in ("tools", "chat_template_kwargs") if found.get(name)]:
+        raise UserError(f'{place}: "{given[0]}" in a record of texts; valid: messages, or texts without it')
+
+
+def trained_answers(chat: Chat) -> Iterator[int]:
     """The numbers of the messages of the assistant that are trained on."""
     for number, message in enumerate(chat.messages):
         place = f"{chat.place}: message {number + 1}"
@@ -96,20 +108,21 @@ def _is_trained(found: Mapping[str, Any], names: Sequence[str], place: str) -> b
 
 def conversation(text: str, place: str) -> Chat:
     """The conversation in a line of such a file, which the assistant is to answer."""
-    chat = _chat(checked(parsed(text, place, "instructions"), dict, place, "the conversation"), place)
+    found = checked(parsed(text, place, "instructions"), dict, place, "the conversation")
+    chat = chat_under(found, "messages", place)
     if not chat.messages or chat.messages[-1]["role"] == "assistant":
         last = "ends with a message of the assistant" if chat.messages else "has no message"
         raise UserError(f"{place} {last}; valid: messages that the assistant answers")
     return chat
 
 
-def _chat(found: dict[str, Any], place: str) -> Chat:
+def chat_under(found: dict[str, Any], key: str, place: str) -> Chat:
+    """The conversation under a key of a record, with the record's variables for the chat template."""
     if found.get("tools"):
         raise UserError(f'{place}: "tools" are not supported; valid: messages without them')
-    messages = [
-        message(each, f"{place}: message {number}")
-        for number, each in enumerate(entry(found, "messages", list, place), start=1)
-    ]
+    where = f"{place}: message" if key == "messages" else f"{place}: {key}, message"
+    given = entry(found, key, list, place)
+    messages = [_message(value, f"{where} {number}") for number, value in enumerate(given, start=1)]
     args = found.get("chat_template_kwargs")
     return Chat(messages, place, {} if args is None else checked_args(args, f"{place}: chat_template_kwargs"))
 
@@ -120,8 +133,7 @@ def chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
     return None if source is None else ChatTemplate(source, tokenizer.named_tokens, "the tokenizer", TODAY)
 
 
-def message(value: Any, place: str) -> dict[str, Any]:
-    """A message of a conversation."""
+def _message(value: Any, place: str) -> dict[str, Any]:
     found = checked(value, dict, place, "the message")
     return found | {key: entry(found, key, str, place) for key in ("role", "content")}
 

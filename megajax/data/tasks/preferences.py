@@ -1,7 +1,8 @@
 """Preferences: JSON lines with `prompt`, `chosen` and `rejected`, as TRL reads them: texts, or lists of messages.
-Without `prompt`, it is what two conversations begin with.
+Without `prompt`, and where it is a text beside two conversations, the prompt is what both answers begin with.
 """
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,51 +13,76 @@ from megajax.core.batch import CHOSEN, IGNORED, REJECTED, preferences_form
 from megajax.core.errors import UserError
 from megajax.data.samples.base import Sample
 from megajax.data.tasks.inputs import counted
-from megajax.data.tasks.instructions import encoded, message
-from megajax.data.tasks.records import Instruction, Preference
+from megajax.data.tasks.instructions import chat_under, check_no_chat, encoded, is_left_out, trained_answers
+from megajax.data.tasks.records import Instruction, Preference, Records
 from megajax.data.tasks.registry import TASKS
 from megajax.data.tasks.sources import TaskFile, checked, decoded, entry, parsed
+from megajax.data.text.chat import Chat
 from megajax.data.text.tokenizer import Tokenizer
 from megajax.host import reading
 
 
+_SIDES = ("chosen", "rejected")
+_TURN = "\n\nAssistant:"  # begins an answer in conversations that are texts, such as Anthropic's HH-RLHF
+
+
 def read_preferences(file: TaskFile) -> None:
-    """Read the pairs in a file, one per line or in an array. Those with equal answers are skipped and counted."""
+    """Read the pairs in a file, one per line or in an array. Those with equal answers or weight 0 are skipped and
+    counted."""
     for line, place in file.objects(reading.LINE_BYTES):
         text = decoded(line, place).removeprefix("\ufeff")
         if not text.strip():
             continue
         found = checked(parsed(text, place, file.task), dict, place, "the record")
-        if missing := {"chosen", "rejected"} - found.keys():
+        if missing := set(_SIDES) - found.keys():
             raise UserError(f'{place}: no "{min(missing)}"; valid: {TASKS["preferences"].files}')
-        record = Preference(place, *(_answered(found, name, place) for name in ("chosen", "rejected")))
-        if record.chosen == record.rejected:
+        is_text = any(isinstance(found[name], str) for name in _SIDES)
+        pair = _texts(found, place) if is_text else _conversations(found, place, file.records)
+        if is_left_out(found, place) or any(side.messages and not side.answers for side in pair):
+            file.records.note("pairs with weight 0, skipped", place, "")
+        elif pair[0] == pair[1]:
             file.records.note("pairs with equal answers, skipped", place, "two different answers")
         else:
-            file.records.entries.append(record)
+            file.records.entries.append(Preference(place, *pair))
 
 
-def _answered(found: dict[str, Any], name: str, place: str) -> Instruction:
-    """A prompt with one of its answers."""
-    if isinstance(found[name], str):
-        return Instruction(place, entry(found, "prompt", str, place), entry(found, name, str, place))
-    sides = [_messages(found, each, place) for each in ("chosen", "rejected")]
-    if "prompt" in found:
-        asked = _messages(found, "prompt", place)
+def _texts(found: dict[str, Any], place: str) -> list[Instruction]:
+    """Both answers to a prompt, as texts. What texts without `prompt` begin with is cut after their last common
+    `_TURN`, or before their last common white space, so that no token is cut."""
+    check_no_chat(found, place)
+    sides = [entry(found, name, str, place) for name in _SIDES]
+    if found.get("prompt") is not None:
+        return [Instruction(place, entry(found, "prompt", str, place), side) for side in sides]
+    same = os.path.commonprefix(sides)
+    turn = same.rfind(_TURN)
+    end = turn + len(_TURN) if turn >= 0 else max(same.rfind(" "), same.rfind("\n"), 0)
+    return [Instruction(place, side[:end], side[end:]) for side in sides]
+
+
+def _conversations(found: dict[str, Any], place: str, records: Records) -> list[Instruction]:
+    """Both answers to a prompt, as messages: all of the assistant's after the prompt, where others may be between
+    them."""
+    chats, prompt, asked = [chat_under(found, name, place) for name in _SIDES], found.get("prompt"), 0
+    sides = [list(chat.messages) for chat in chats]
+    if isinstance(prompt, str) or prompt is None:
+        for number, (one, other) in enumerate(zip(*sides, strict=False)):
+            asked = number if one["role"] == other["role"] == "assistant" else asked
+            if one != other:
+                break
+        if prompt and prompt.strip() not in (each["content"].strip() for each in sides[0][:asked]):
+            records.note("prompts that their conversations lack, ignored", place, "a prompt that the answers follow")
     else:
-        same = [one == other for one, other in zip(*sides, strict=False)]
-        asked = sides[0][: [*same, False].index(False)]
-    answer = _messages(found, name, place)
-    answer = answer if "prompt" in found else answer[len(asked) :]
-    if not asked or not answer or any(each["role"] != "assistant" for each in answer):
-        raise UserError(f'{place}: "{name}" does not answer a prompt; valid: messages of the assistant after others')
-    said = range(len(asked), len(asked) + len(answer))
-    return Instruction(place, messages=(*asked, *answer), answers=tuple(said))
-
-
-def _messages(found: dict[str, Any], name: str, place: str) -> list[dict[str, Any]]:
-    given = entry(found, name, list, place)
-    return [message(each, f"{place}: {name}, message {number}") for number, each in enumerate(given, start=1)]
+        given = list(chat_under(found, "prompt", place).messages)
+        asked = len(given)
+        sides = sides if all(side[:asked] == given for side in sides) else [given + side for side in sides]
+    for name, side in zip(_SIDES, sides, strict=True):
+        if not asked or len(side) == asked or side[asked]["role"] != "assistant":
+            valid = "messages of the assistant after others, the same for both answers"
+            raise UserError(f'{place}: "{name}" does not answer a prompt; valid: {valid}')
+    args = chats[0].template_args
+    answers = [[n for n in trained_answers(Chat(side, place)) if n >= asked] for side in sides]
+    pairs = zip(sides, answers, strict=True)
+    return [Instruction(place, "", "", tuple(side), tuple(numbers), args) for side, numbers in pairs]
 
 
 class PreferenceRows:

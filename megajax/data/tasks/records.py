@@ -101,6 +101,11 @@ class Preference:
     rejected: Instruction
 
     @property
+    def template_args(self) -> Mapping[str, Any]:
+        """Variables of the chat template."""
+        return self.chosen.template_args
+
+    @property
     def texts(self) -> list[str]:
         """All of its texts."""
         return [*self.chosen.texts, *self.rejected.texts]

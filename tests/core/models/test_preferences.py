@@ -12,9 +12,11 @@ from tiny import tiny_config, user_error
 
 from megajax.core.batch import IGNORED
 from megajax.data.tasks.preferences import PreferenceRows
+from megajax.data.tasks.records import Records
 from megajax.data.tasks.registry import TaskConfig
 from megajax.data.tasks.samples import read_records
 from megajax.library.plain import PlainModel
+from megajax.runs.task_data import _digest
 from megajax.settings.config import Config
 
 RECORDS = [
@@ -74,28 +76,95 @@ def test_the_loss_is_that_of_every_answer_by_itself(tmp_path: Path) -> None:
     assert float(plain.loss(weights, batch)) == pytest.approx(wanted, rel=1e-5)
 
 
-def test_forms_of_records(tmp_path: Path) -> None:
-    """Conversations with a prompt of their own, or that begin alike."""
-    user, *answers = ({"role": role, "content": text} for role, text in (("user", "q"), *[("assistant", "a")] * 2))
-    answers[1]["content"] = "b"
-    file = tmp_path / "pairs.jsonl"
-    pairs = [
-        {"prompt": [user], "chosen": [answers[0]], "rejected": [answers[1]]},
-        {"chosen": [user, answers[0]], "rejected": [user, answers[1]]},
-    ]
-    file.write_text("\n".join(map(json.dumps, pairs)))
-    one, other = read_records("preferences", [str(file)], TaskConfig(), "--data.train").entries
-    assert one == other and one.context == "q" and one.rejected.answers == (1,)
-    assert [each["content"] for each in one.rejected.messages] == ["q", "b"]
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def says(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def entries_of(tmp_path: Path, *records: Any) -> Records:
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, records)))
+    return read_records("preferences", [str(tmp_path / "pairs.jsonl")], TaskConfig(), "--data.train")
+
+
+Q, A, B = user("q"), says("a"), says("b")
+
+
+@pytest.mark.parametrize("prompt", [{"prompt": [Q]}, {"prompt": "q"}, {"prompt": None}, {}], ids=str)
+def test_forms_of_conversations(tmp_path: Path, prompt: Any) -> None:
+    """Whole ones, as published ones are, beside a prompt of any form or none; what both begin with is the prompt."""
+    found = entries_of(
+        tmp_path,
+        prompt | {"chosen": [Q, A], "rejected": [Q, B]},
+        prompt | {"chosen": [Q, A], "rejected": [Q, A, user("r"), B]},  # one is the beginning of the other
+        prompt | {"chosen": [Q, A, user("r"), A], "rejected": [Q, B, user("s"), B]},  # they part in an earlier turn
+        prompt | {"chosen": [Q, A, user("r"), A], "rejected": [Q, A, user("s"), B]},
+        prompt | {"chosen": [Q, A], "rejected": [Q, A]},
+    )
+    assert [(each.chosen.answers, each.rejected.answers) for each in found.entries] == [
+        ((1,), (1,)), ((1,), (1, 3)), ((1, 3), (1, 3)), ((1, 3), (1, 3)),
+    ]  # fmt: skip
+    assert {each.context for each in found.entries} == {"q"} and found.entries[0].rejected.messages == (Q, B)
+    assert [line.partition(", first")[0] for line in found.lines()] == ["1 pairs with equal answers, skipped"]
+
+
+def test_answers_alone_and_prompts_that_no_conversation_has(tmp_path: Path) -> None:
+    whole = {"chosen": [Q, A, Q, A], "rejected": [Q, A, Q, B]}
+    found = entries_of(
+        tmp_path, {"prompt": [Q, A, Q], "chosen": [A], "rejected": [B]}, whole, whole | {"prompt": "other"}
+    )
+    assert len(set(map(repr, found.entries))) == 1 and found.entries[0].rejected.answers == (3,)
+    assert found.lines()[0].startswith("1 prompts that their conversations lack, ignored, first --data.train: ")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chosen", "rejected"),
+    [
+        ("\n\nHuman: q\n\nAssistant:", " I will", " I would"),
+        ("\n\nHuman: q\n\nAssistant:", " Yes", " Yes, sure"),
+        ("\n\nHuman: q\n\nAssistant:", " a b.\n\nHuman: c\n\nAssistant: d", " a e.\n\nHuman: f\n\nAssistant: d"),
+        ("Translate", " this", " that"),
+        ("", "Yes", "Yellow"),
+    ],
+)
+def test_texts_that_begin_alike(tmp_path: Path, prompt: str, chosen: str, rejected: str) -> None:
+    """As in Anthropic's HH-RLHF, also where they part in an earlier turn; no word is cut."""
+    whole = {"chosen": prompt + chosen, "rejected": prompt + rejected}
+    given, found = entries_of(tmp_path, {"prompt": prompt, "chosen": chosen, "rejected": rejected}, whole).entries
+    assert given == found
+    assert "equal answers" in user_error(entries_of, tmp_path, {"chosen": prompt, "rejected": prompt})
+
+
+def test_what_instructions_say_of_templates_and_weights_counts_here_too(tmp_path: Path) -> None:
+    pair = {"chosen": [Q, A], "rejected": [Q, B]}
+    skipped = pair | {"weight": 0}, pair | {"chosen": [Q, says("a", weight=0)]}
+    args = {"chat_template_kwargs": {"enable_thinking": False}}
+    found = entries_of(tmp_path, pair | args, *skipped, {"prompt": "q", "chosen": "a", "rejected": "b", "weight": 0})
+    assert found.lines()[0].startswith("3 pairs with weight 0, skipped, first ")
+    (entry,) = found.entries
+    assert entry.chosen.template_args == entry.rejected.template_args == args["chat_template_kwargs"]
+    assert _digest([entry]) != _digest(entries_of(tmp_path, pair).entries), "a run that goes on notices"
+    turns = {"chosen": [Q, says("c", weight=0), Q, A], "rejected": [Q, says("d", weight=0), Q, B]}
+    assert entries_of(tmp_path, turns).entries[0].chosen.answers == (3,)
 
 
 @pytest.mark.parametrize(
     ("record", "problem"),
     [
         ({"prompt": "a", "chosen": "b"}, 'no "rejected"; valid: JSON lines'),
-        ({"chosen": "b", "rejected": "c"}, "prompt"),
+        ({"chosen": [user("a"), says("b")], "rejected": [user("c"), says("b")]}, '"chosen" does not answer a prompt'),
+        ({"prompt": [Q], "chosen": [A], "rejected": [user("c"), B]}, '"rejected" does not answer a prompt; valid: mess'),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, '"rejected" is not text; valid: text'),
+        ({"chosen": [Q, A], "rejected": None}, '"rejected" is not a list; valid: a list'),
+        ({"chosen": [Q, A], "rejected": [Q, B], "tools": [{}]}, '"tools" are not supported; valid: messages without'),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "tools": [{}]}, '"tools" in a record of texts; valid: mess'),
+        ({"chosen": [Q, A], "rejected": [Q, B], "chat_template_kwargs": 3}, "chat_template_kwargs is not an object; "),
+        ({"chosen": [Q, A], "rejected": [Q, B], "weight": 0.5}, '"weight" is 0.5; valid: 0, 1'),
+        ({"chosen": [Q | {"weight": 1}, A], "rejected": [Q | {"weight": 1}, B]}, "1 is to be trained on; valid"),
         ({"prompt": [], "chosen": [], "rejected": []}, '"chosen" does not answer a prompt; valid: messages'),
-        ({"prompt": "a", "chosen": ["b"], "rejected": "c"}, "the message is not an object; valid"),
+        ({"prompt": "a", "chosen": ["b"], "rejected": "c"}, '"chosen" is not text; valid: text'),
     ],
 )
 def test_what_is_no_pair_is_told_in_one_line(tmp_path: Path, record: Any, problem: str) -> None:

@@ -207,6 +207,7 @@ def test_arrays_and_joined_files(tmp_path):
         ({"messages": [TURNS[1] | {"train_detail": []}]}, ':2: message 1: "train_detail" is []; valid: no train_det'),
         ({"messages": [TURNS[1] | {"weight": 1, "train": False}]}, ":2: message 1: weight and train contradict each"),
         ({"messages": [TURNS[0] | {"weight": 1}, TURNS[1]]}, ":2: message 1 is to be trained on; valid: only messages"),
+        ({"prompt": "a", "completion": "b", "tools": [{}]}, ':2: "tools" in a record of texts; valid: messages, or'),
         ({"prompt": "a", "completion": "b", "weight": 2}, ':2: "weight" is 2; valid: 0, 1'),
         ({"messages": TURNS, "chat_template_kwargs": 3}, ":2: chat_template_kwargs is not an object; valid: "),
         ({"messages": TURNS, "chat_template_kwargs": {"tools": []}}, ":2: chat_template_kwargs: tools cannot be given"),
