@@ -1,5 +1,6 @@
 """Questions in JSON files: SQuAD 1.1 and 2.0, answered with a span of text; RACE exams, with options to choose from."""
 
+import io
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +24,7 @@ def read_squad(file: TaskFile) -> None:
     questions may be unanswerable, those without the key `answers` have none.
     """
     records, names = file.records, file.records.names
-    value = parsed(file.text(), file.place, file.task)
+    value = parsed(file.text(), file.place, file.task, is_line=False)
     for number, (context, found) in enumerate(_found(value, file.place), start=1):
         place = f"{file.place}: question {number}"
         name = entry(found, "id", str, place)
@@ -92,9 +93,9 @@ def read_race(file: TaskFile) -> None:
     skipped and counted. The group follows from the passage's id, or else from the folders that contain the file."""
     text = file.text()
     if not _is_lines(text):
-        _add_questions(parsed(text, file.place, file.task), file, file.place)
+        _add_questions(parsed(text, file.place, file.task, is_line=False), file, file.place)
         return
-    for number, line in enumerate(text.split("\n"), start=1):
+    for number, line in enumerate(io.StringIO(text, newline="\n"), start=1):
         if line.strip():
             place = f"{file.place}:{number}"
             _add_questions(parsed(line, place, file.task), file, place)

@@ -17,7 +17,7 @@ from megajax.core.options import apart
 from megajax.data.tasks.records import Records
 from megajax.data.tasks.registry import TASKS
 from megajax.data.text import long_documents, streams
-from megajax.data.text.inputs import files_below, readable
+from megajax.data.text.inputs import check_formats, files_below, readable
 from megajax.host import reading
 from megajax.host.paths import check_path
 
@@ -47,11 +47,13 @@ def task_files(paths: Sequence[str], task: str, flag: str) -> list[Path]:
         if kind == "a folder" and suffixes:
             with readable(path, flag):
                 below = files_below(Path(path))
+            check_formats(below, flag)
             found = sorted((file for file in below if streams.inner_suffix(file) in suffixes), key=_order)
             if not found:
                 raise UserError(f"{flag}: {path} has no files; valid: files that end in {' or '.join(suffixes)}")
             files += found
         elif kind == "a file":
+            check_formats([Path(path)], flag)
             files.append(Path(path))
         else:
             is_there = f"is {kind}" if kind else "does not exist"
@@ -167,13 +169,16 @@ def decoded(content: bytes, place: str) -> str:
         raise UserError(f"{place} is not UTF-8 text (at byte {error.start}); valid: UTF-8") from None
 
 
-def parsed(text: str, place: str, task: str) -> Any:
-    """Parse JSON."""
+def parsed(text: str, place: str, task: str, *, is_line: bool = True) -> Any:
+    """Parse JSON; in a line, with its end if it has one."""
     try:
         return reading.parse_json(text)
     except json.JSONDecodeError as error:
         rest = text[error.pos : error.pos + 20].rstrip()
         if error.msg.startswith("Unterminated string") or _CUT.fullmatch(rest):
+            if is_line and text.endswith("\n"):
+                problem = "the record does not end in its line, as where JSON is indented"
+                raise UserError(f"{place}: {problem}; valid: {TASKS[task].files}") from None
             raise_cut_off(place)
         at = f"at line {error.lineno}, column {error.colno}"
         raise UserError(f"{place}: not JSON: {error.msg} {at}; valid: {TASKS[task].files}") from None

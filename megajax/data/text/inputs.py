@@ -8,7 +8,7 @@ import os
 import re
 import sysconfig
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,6 +27,11 @@ STANDARD_LIBRARY = "python-stdlib"  # the .py files of the running Python's stan
 DOCSTRINGS = "python-docstrings"  # the prose in these files
 WORDS = (STANDARD_LIBRARY, DOCSTRINGS)
 
+# By the suffix of a name, without that of a compression: files that would be read as text, or left out, without a word.
+_OTHER_FORMATS = {
+    **dict.fromkeys((".tar", ".tgz", ".tbz2", ".txz"), "an archive of files; valid: a folder with its files, unpacked"),
+    ".arrow": 'Arrow\'s, as Dataset.save_to_disk writes it; valid: Parquet, as Dataset.to_parquet("a.parquet") writes it',
+}
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _TOPICS = "pydoc_data", "topics.py"
 _BLANK_LINES = re.compile(r"\n\s*\n")
@@ -83,6 +88,13 @@ def absolute(path: str) -> str:
 def size_of(file: Input) -> int:
     """Size of a file in bytes, or 0 if unknown."""
     return file.stat().st_size if isinstance(file, Path) else file.size
+
+
+def check_formats(files: Iterable[Input], flag: str) -> None:
+    """Refuse files in formats that are not read, by their names."""
+    for file in files:
+        if not isinstance(file, HubSplit) and (what := _OTHER_FORMATS.get(streams.inner_suffix(file))):
+            raise UserError(f"{flag}: {file} is {what}")
 
 
 def identity(file: Input) -> list[Any]:

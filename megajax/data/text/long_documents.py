@@ -50,7 +50,7 @@ def _blocks(content: bytes) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     for start in range(0, len(content), _BLOCK_BYTES):
         block = content[start : start + _BLOCK_BYTES]
-        yield decoder.decode(block, final=start + len(block) == len(content))
+        yield streams.checked(decoder.decode(block, final=start + len(block) == len(content)))
 
 
 def in_json(line: bytes, key: str) -> Iterator[str]:
@@ -124,7 +124,7 @@ def _member(text: str, key: str) -> tuple[int, int]:
         begin = _after_space(text, _after(":", text, end))
         place = _after_space(text, _end_of_value(text, begin))
         if is_key:
-            found = (begin + 1, text.rindex('"', begin, place)) if text[begin : begin + 1] == '"' else None
+            found = begin, place
         if text[place : place + 1] != ",":
             break
         place += 1
@@ -132,7 +132,10 @@ def _member(text: str, key: str) -> tuple[int, int]:
         raise ValueError("not JSON: more after the object")
     if found is None:
         raise KeyError(key)
-    return found
+    begin, place = found
+    if text[begin : begin + 1] != '"':
+        raise ValueError(f'under the key "{key}" is {text[begin:place][:40]}, not text')
+    return begin + 1, text.rindex('"', begin, place)
 
 
 def _after_space(text: str, place: int) -> int:

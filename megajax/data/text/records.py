@@ -13,7 +13,7 @@ from typing import IO, NamedTuple
 from megajax.core.errors import UserError
 from megajax.data.text import long_documents, parquet, streams, tables
 from megajax.data.text.hub_split import HubSplit
-from megajax.data.text.inputs import DOCSTRINGS, Input, find_inputs, prose, readable, size_of, valid_paths
+from megajax.data.text.inputs import DOCSTRINGS, Input, check_formats, find_inputs, prose, readable, size_of, valid_paths
 from megajax.data.text.tokenizer import END_OF_TEXT
 from megajax.host import reading
 
@@ -50,7 +50,7 @@ class NoText(ValueError):
 
 
 class NotUtf8(NoText):
-    """A file that is not UTF-8."""
+    """A file that is not text in UTF-8."""
 
 
 def text_of(record: Record, key: str = TEXT_KEY) -> str:
@@ -62,16 +62,18 @@ def text_of(record: Record, key: str = TEXT_KEY) -> str:
         return record.content
     if record.kind == "file":
         try:
-            return "".join(streams.without_marks([record.content.decode()]))
+            return "".join(streams.without_marks([streams.checked(record.content.decode())]))
         except UnicodeDecodeError as error:
             raise NotUtf8(str(error)) from None
     with _no_text(key):
         line = reading.parse_json(record.content.decode())
         try:
-            text: str = line[key]
+            text = line[key]
         except KeyError:
             keys = ", ".join(json.dumps(found) for found in list(line)[:5])
             raise NoText(f'no text under the key "{key}"; there are {keys or "no keys"}') from None
+        if not isinstance(text, str):
+            raise NoText(f'under the key "{key}" is {json.dumps(text)[:40]}, not text')
         text.encode()  # escapes such as \ud800 are valid JSON but not text
         return text
 
@@ -132,6 +134,7 @@ class TextFiles:
         self.flag = flag
         for path in map(str, paths):
             found, named = find_inputs(path, flag)
+            check_formats(found, flag)
             self.files += found
             with readable(path, flag):
                 self.kinds += ["docstrings" if path == DOCSTRINGS else _kind(file, named) for file in found]

@@ -197,7 +197,7 @@ def _decoded(content: IO[bytes], file: object, flag: str, offset: int) -> Iterat
         block = content.read(_BLOCK_BYTES)
         undecoded = len(decoder.getstate()[0])
         try:
-            text = decoder.decode(block, final=not block)
+            text = checked(decoder.decode(block, final=not block))
         except UnicodeDecodeError as error:
             place = offset - undecoded + error.start
             raise UserError(
@@ -208,6 +208,14 @@ def _decoded(content: IO[bytes], file: object, flag: str, offset: int) -> Iterat
         if not block:
             return
         offset += len(block)
+
+
+def checked(text: str) -> str:
+    """A decoded text itself; a NUL, which only binary files have, is a `UnicodeDecodeError`."""
+    if "\0" in text:
+        before = text[: text.index("\0")].encode()
+        raise UnicodeDecodeError("utf-8", before + b"\0", len(before), len(before) + 1, "a NUL")
+    return text
 
 
 def separated(blocks: Iterable[str], separator: str, most: int) -> Iterator[list[str]]:

@@ -34,5 +34,5 @@ def texts(content: IO[bytes], place: str, key: str, most: int) -> Iterator[str |
 def _lines(content: IO[bytes], most: int) -> Iterator[str]:
     """Lines, which end as in the file, because quoted texts contain them."""
     for number, line in enumerate(reading.lines(content, most)):
-        text = line.decode()
+        text = streams.checked(line.decode())
         yield text if number else text.removeprefix("\ufeff")

@@ -47,6 +47,7 @@ VALID_RACE = "JSON with article, questions, options and answers, of one passage 
 LIST, WHOLE = 'valid: a list under "answers"', "a whole number"
 TEXT = 'valid: text, or "is_impossible": true in squad2'
 OTHER = f"not squad1; valid: {VALID_SQUAD}, every question with an answer"
+WRAPPED = "the record does not end in its line, as where JSON is indented"
 CUT = "the file is cut off, as by an interrupted download; valid: the complete file"
 
 BAD = [
@@ -125,6 +126,7 @@ BAD = [
     ("race", QQP, f" looks like a file of qqp, not race; valid: {VALID_RACE}"),
     ("race", race()[:40], f": {CUT}"),
     ("race", race() + "\n" + race()[:40], f":2: {CUT}"),
+    ("race", race() + "\n" + race()[:40] + "\n", f":2: {WRAPPED}; valid: {VALID_RACE}"),
     ("race", race() + "\n[1]\n", ":2: the record is not an object; valid: an object"),
     ("race", '{"questions": []}', ': no key "article", there are "questions"; valid: text under "article"'),
     ("race", race(article=" "), ": the article is empty; valid: text"),

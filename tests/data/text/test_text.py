@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import sysconfig
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from megajax.core.errors import UserError
 from megajax.data.samples.making import make_corpus
+from megajax.data.tasks.sources import task_files
 from megajax.data.text.inputs import read_folders
 from megajax.data.text.records import DOCUMENT_CHARACTERS, TextDocuments
 from megajax.data.text.streams import decoded, pieces
@@ -146,8 +149,9 @@ def test_jsonl_round_trip(tmp_path_factory, texts):
     [
         (b'{"text": "a"', "not JSON: .* at column"),
         (b'{"Text": "a"}', 'no text under the key "text"'),
-        (b'{"text": 1}', 'no text under the key "text"'),
-        (b'{"text": null}', 'no text under the key "text"'),
+        (b'{"text": 1}', 'under the key "text" is 1, not text'),
+        (b'{"text": null}', 'under the key "text" is null, not text'),
+        (b'{"text": null, "more": "%s"}' % (b"a" * (1 << 20)), 'under the key "text" is null, not text'),
         (b'["text"]', 'no text under the key "text"'),
         (b'"text"', 'no text under the key "text"'),
         (b'{"text": "\xe9"}', "utf-8"),
@@ -181,16 +185,36 @@ def test_unusable_paths(tmp_path, monkeypatch, path, problem):
         TextDocuments(path)
 
 
-@pytest.mark.parametrize("content", [None, "", " \n", b"\xff"])
+@pytest.mark.parametrize("content", [None, "", " \n", b"\xff", b"a\0b", b"a" * (1 << 20) + b"\0"])
 def test_source_without_text(tmp_path, content):
     if content is not None:
         write(tmp_path / "a.txt", content)
     with pytest.raises(UserError, match=r"--data: .* contains no text.*; valid: ") as caught:
         list(TextDocuments(tmp_path, flag="--data"))
-    assert ("1 files are not UTF-8" in str(caught.value)) == (content == b"\xff")
+    assert ("1 files are not UTF-8" in str(caught.value)) == isinstance(content, bytes)
     for name in "a.txt", "a.jsonl":
         with pytest.raises(UserError, match="contains no text"):
             list(TextDocuments(write(tmp_path / name, "")))
+
+
+@pytest.mark.parametrize("place", ["a.tar", "a.tar.gz", "a.TGZ", "saved/data-00000-of-00001.arrow"])
+def test_other_formats_are_refused_by_name(tmp_path, place):
+    """Alone, in a folder, and as a task's records; a NUL is in no text, whatever its file is called."""
+    file = tmp_path / place
+    file.parent.mkdir(exist_ok=True)
+    with tarfile.open(file, "w") as archive:
+        archive.add(write(tmp_path / "a.txt", "text"))
+    write(file.parent / "dataset_info.json", "{}")
+    for path in file, tmp_path:
+        with pytest.raises(UserError, match=rf"--data\.path: {re.escape(str(file))} is (an archive|Arrow's).*; valid: "):
+            TextDocuments(path)
+        with pytest.raises(UserError, match=rf"--data\.train: {re.escape(str(file))} is (an archive|Arrow's)"):
+            task_files([str(path)], "preferences", "--data.train")
+    (tmp_path / "é").write_text(f"é{file.read_bytes().decode()}")
+    with pytest.raises(UserError, match=r"é is not UTF-8 text \(byte 0x00 at offset \d+\); valid"):
+        list(TextDocuments(tmp_path / "é"))
+    with pytest.raises(UserError, match=r"line 2 is not UTF-8: a NUL"):
+        list(TextDocuments(write(tmp_path / "a.csv", "text\na\0b\n")))
 
 
 @pytest.mark.parametrize("folder", [False, True])
