@@ -2,7 +2,6 @@
 Without `prompt`, and where it is a text beside two conversations, the prompt is what both answers begin with.
 """
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +19,6 @@ from megajax.data.tasks.sources import TaskFile, checked, decoded, entry, parsed
 from megajax.data.text.chat import Chat
 from megajax.data.text.tokenizer import Tokenizer
 from megajax.host import reading
-
 
 _SIDES = ("chosen", "rejected")
 _TURN = "\n\nAssistant:"  # begins an answer in conversations that are texts, such as Anthropic's HH-RLHF
@@ -53,7 +51,8 @@ def _texts(found: dict[str, Any], place: str) -> list[Instruction]:
     sides = [entry(found, name, str, place) for name in _SIDES]
     if found.get("prompt") is not None:
         return [Instruction(place, entry(found, "prompt", str, place), side) for side in sides]
-    same = os.path.commonprefix(sides)
+    letters = enumerate(zip(*sides, strict=False))
+    same = sides[0][: next((number for number, (one, other) in letters if one != other), min(map(len, sides)))]
     turn = same.rfind(_TURN)
     end = turn + len(_TURN) if turn >= 0 else max(same.rfind(" "), same.rfind("\n"), 0)
     return [Instruction(place, side[:end], side[end:]) for side in sides]

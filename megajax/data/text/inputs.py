@@ -30,7 +30,7 @@ WORDS = (STANDARD_LIBRARY, DOCSTRINGS)
 # By the suffix of a name, without that of a compression: files that would be read as text, or left out, without a word.
 _OTHER_FORMATS = {
     **dict.fromkeys((".tar", ".tgz", ".tbz2", ".txz"), "an archive of files; valid: a folder with its files, unpacked"),
-    ".arrow": 'Arrow\'s, as Dataset.save_to_disk writes it; valid: Parquet, as Dataset.to_parquet("a.parquet") writes it',
+    ".arrow": "Arrow's, as Dataset.save_to_disk writes it; valid: Parquet, as Dataset.to_parquet writes it",
 }
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _TOPICS = "pydoc_data", "topics.py"
@@ -51,6 +51,12 @@ def check_input(path: str, flag: str) -> None:
 
 def find_inputs(path: str, flag: str) -> tuple[list[Input], bool]:
     """The files of a source, in order, and whether the source is a single file instead of a folder."""
+    files, is_file = _find(path, flag)
+    check_formats(files, flag)
+    return files, is_file
+
+
+def _find(path: str, flag: str) -> tuple[list[Input], bool]:
     if not path:
         raise UserError(f"{flag} is not given; {valid_paths(flag)}")
     if path in WORDS:

@@ -104,7 +104,7 @@ def _next_array(content: IO[bytes], text: str, place: int) -> tuple[str, int]:
             break
     place = _after_space(text, place + len(_MARK) * text.startswith(_MARK, place))
     if text[place : place + 1] not in ("", "["):
-        raise streams.Damaged(f"not JSON: {json.dumps(text[place : place + 20])} after an array, which only arrays may follow")
+        raise streams.Damaged(f"{json.dumps(text[place : place + 20])} follows an array, which only arrays may")
     return text[place:], 1
 
 

@@ -13,7 +13,7 @@ from typing import IO, NamedTuple
 from megajax.core.errors import UserError
 from megajax.data.text import long_documents, parquet, streams, tables
 from megajax.data.text.hub_split import HubSplit
-from megajax.data.text.inputs import DOCSTRINGS, Input, check_formats, find_inputs, prose, readable, size_of, valid_paths
+from megajax.data.text.inputs import DOCSTRINGS, Input, find_inputs, prose, readable, size_of, valid_paths
 from megajax.data.text.tokenizer import END_OF_TEXT
 from megajax.host import reading
 
@@ -134,7 +134,6 @@ class TextFiles:
         self.flag = flag
         for path in map(str, paths):
             found, named = find_inputs(path, flag)
-            check_formats(found, flag)
             self.files += found
             with readable(path, flag):
                 self.kinds += ["docstrings" if path == DOCSTRINGS else _kind(file, named) for file in found]

@@ -155,7 +155,7 @@ def test_what_instructions_say_of_templates_and_weights_counts_here_too(tmp_path
     [
         ({"prompt": "a", "chosen": "b"}, 'no "rejected"; valid: JSON lines'),
         ({"chosen": [user("a"), says("b")], "rejected": [user("c"), says("b")]}, '"chosen" does not answer a prompt'),
-        ({"prompt": [Q], "chosen": [A], "rejected": [user("c"), B]}, '"rejected" does not answer a prompt; valid: mess'),
+        ({"prompt": [Q], "chosen": [A], "rejected": [user("c"), B]}, '"rejected" does not answer a prompt'),
         ({"prompt": "a", "chosen": "b", "rejected": None}, '"rejected" is not text; valid: text'),
         ({"chosen": [Q, A], "rejected": None}, '"rejected" is not a list; valid: a list'),
         ({"chosen": [Q, A], "rejected": [Q, B], "tools": [{}]}, '"tools" are not supported; valid: messages without'),

@@ -85,7 +85,7 @@ def test_an_array_of_json(tmp_path, monkeypatch, size, indent):
 
 
 ARRAY = '[{"text": "a"}]'
-BROKEN = ['[{"text": "a"}, {"text"', '[{"text": "a"} {"text": "b"}]', '[{"text": "a"}, ', "[}", ARRAY + '\n{"text": "b"}']
+BROKEN = ['[{"text": "a"}, {"text"', '[{"text": "a"} {"text": "b"}]', '[{"text": "a"}, ', "[}", ARRAY + '\n{"a": "b"}']
 
 
 @pytest.mark.parametrize("text", [*BROKEN, f"{ARRAY}[", f"{ARRAY},", f"{ARRAY}]", ARRAY + " " * (1 << 20) + "x"])
