@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -15,7 +15,7 @@ from megajax.core.models.registry import FAMILIES
 from megajax.data.samples import gpt, pairs
 from megajax.data.samples.base import CorpusSamples, EpochSamples
 from megajax.data.samples.blend import BlendedSamples, JoinedSamples
-from megajax.data.samples.making import is_made_from, make_corpus
+from megajax.data.samples.making import is_made_from, is_same_source, make_corpus
 from megajax.data.samples.masking import WordPieces
 from megajax.data.text.corpus import Corpus, evaluation_tokens, has_corpus, has_only_tokenizer, open_corpus
 from megajax.data.text.indexed import prepared_prefix, tokenizer_folder
@@ -67,17 +67,18 @@ class RunData:
                 yield f"warning: that is more than --data.validation-fraction {asked:g}, for sentences are not cut"
 
 
-def make_run_data(config: Config, folder: Path, *, trained: bool = False) -> list[str]:
+def make_run_data(config: Config, folder: Path, known: Mapping[str, str] | None = None) -> list[str]:
     """Make the corpora of a run unless they exist, and return their folders in `folder`: a single one in `folder`
-    itself, several each in a folder of their own next to `tokenizer`, which they share. A run that has `trained` may
-    name other sources than before; these get folders of their own too. One process calls this, then all may call
+    itself, several each in a folder of their own next to `tokenizer`, which they share. A run that has trained may name
+    other sources than before; these get folders of their own too. Its `known` corpora (`known_corpora`) get the same
+    folders again where the data were deleted. One process calls this, then all may call
     `open_run_data`."""
     vocab_size = config.model.vocab_size
     if _reads_pairs(config):
         pairs.check_length(config.model.sequence_length)
     make = partial(make_corpus, sentences=_reads_pairs(config), kind=FAMILIES[config.model.family].tokenizer)
     split = partial(_split, config)
-    corpora = _sources(config, folder, trained=trained)
+    corpora = _sources(config, folder, known or {})
     parts = corpora | _validation_parts(config)
     if whole := parts.pop(".", None):
         make(whole[0], config.tokenizer.path, vocab_size, folder, check=split, flag=whole[1])
@@ -111,7 +112,7 @@ def open_run_data(config: Config, folder: Path, overlap: int = 0, corpora: Seque
     """Open the data made by `make_run_data`, on any process, with the `corpora` that it returned, or those of the run's
     last start; for `overlap` see `EvaluationSamples`."""
     data, vocab_size = config.data, config.model.vocab_size
-    names = corpora or read_order(config, folder).parts[-1].folders
+    names = corpora or read_order(config, folder.parent).parts[-1].folders
     opened = [open_corpus(folder / name, vocab_size) for name in names]
     splits = [_split(config, corpus, overlap) for corpus in opened]
     train: EpochSamples | BlendedSamples = splits[0][0]
@@ -127,19 +128,23 @@ def open_run_data(config: Config, folder: Path, overlap: int = 0, corpora: Seque
     return RunData(opened, opened[0].tokenizer, train, validation, validation_sets)
 
 
-def _sources(config: Config, folder: Path, *, trained: bool) -> dict[str, tuple[str, str]]:
-    """Path and flag of every training corpus, by its folder. If the run has `trained` and its data are there, that is
-    the folder made from this path, or a new one."""
+def _sources(config: Config, folder: Path, known: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Path and flag of every training corpus, by its folder. If the run has trained, so that its corpora are `known`,
+    that is the folder made from this path, or a new one."""
     flag = _SOURCES if config.data.sources else "--data.path"
     paths = [(source.path, flag) for source in config.data.sources] or [(config.data.path, flag)]
     names = sorted(name for name in reading.names(folder) if name.startswith("source-"))
     made = [name for name in (".", *sorted(names, key=len)) if has_corpus(folder / name)]
-    if not trained or not made:
+    if not known:
         return dict(zip(default_corpora(config), paths, strict=True))
+
+    def is_same(name: str, path: str) -> bool:
+        return is_made_from(folder / name, path) if name in made else is_same_source(known[name], path)
+
     found: dict[str, tuple[str, str]] = {}
     for path in paths:
-        same = (name for name in made if name not in found and is_made_from(folder / name, path[0]))
-        free = (name for number in itertools.count() if (name := f"source-{number}") not in (*made, *found))
+        same = (name for name in {**dict.fromkeys(made), **known} if name not in found and is_same(name, path[0]))
+        free = (name for number in itertools.count() if (name := f"source-{number}") not in (*made, *known, *found))
         found[next(same, None) or next(free)] = path
     return found
 
@@ -151,12 +156,12 @@ def _validation_parts(config: Config) -> dict[str, tuple[str, str]]:
 
 def has_run_data(config: Config, folder: Path) -> bool:
     """Whether `make_run_data` has begun in this folder."""
-    return any(has_corpus(folder / name) for name in read_order(config, folder).parts[-1].folders[:1])
+    return any(has_corpus(folder / name) for name in read_order(config, folder.parent).parts[-1].folders[:1])
 
 
-def has_whole_run_data(config: Config, folder: Path, *, trained: bool) -> bool:
+def has_whole_run_data(config: Config, folder: Path, known: Mapping[str, str]) -> bool:
     """Whether `make_run_data` has nothing left to make in this folder."""
-    names = [*_sources(config, folder, trained=trained), *_validation_parts(config)]
+    names = [*_sources(config, folder, known), *_validation_parts(config)]
     return all(has_corpus(folder / name) for name in names)
 
 

@@ -18,7 +18,7 @@ from megajax.data.text.tokenizers import is_tokenizer_folder
 from megajax.host.files import put_back
 from megajax.runs.lock import RunLock
 from megajax.runs.metrics import read_metrics
-from megajax.runs.order import Order, next_order
+from megajax.runs.order import Order, known_corpora, next_order
 from megajax.runs.ownership import (
     IMPORTED,
     MARK,
@@ -79,12 +79,18 @@ def stored_optimizer(run_dir: Path) -> OptimizerConfig | None:
     return replace(optimizer, **preset.horizon._asdict()) if preset.horizon else optimizer
 
 
-def start_order(config: Config, run_dir: Path, folder: Path, corpora: Sequence[str]) -> Order:
+def start_order(config: Config, run_dir: Path, corpora: Sequence[str]) -> Order:
     """The order of samples of a start that continues a run from its newest checkpoint, with the `corpora` that
-    `make_run_data` returned for the data in `folder`."""
+    `make_run_data` returned."""
     step = trained_steps(run_dir)
     earlier = resolve(load_preset(run_dir / "config.toml")) if step else None
-    return next_order(config, folder, corpora, earlier, step)
+    return next_order(config, run_dir, corpora, earlier, step)
+
+
+def corpora_before(run_dir: Path) -> dict[str, str]:
+    """The corpora of a run that has trained (`known_corpora`); empty for another."""
+    step = trained_steps(run_dir)
+    return known_corpora(resolve(load_preset(run_dir / "config.toml")), run_dir, step) if step else {}
 
 
 def trained_again(config: Config, run_dir: Path) -> str:
@@ -165,11 +171,14 @@ def _check_same_run(run_dir: Path, config: Config, trained: bool) -> None:
             f"valid: {earlier.precision}"
         )
     _check_not_narrower(config, earlier, f"--run-dir {run_dir}")
-    has_tokenizer = trained or config.tokenizer.path or is_tokenizer_folder(run_dir / "data" / "tokenizer")
+    can_be_made = trained and not earlier.init and not (run_dir / IMPORTED).is_file()
+    has_tokenizer = can_be_made or config.tokenizer.path or config.init
+    has_tokenizer = has_tokenizer or any(is_tokenizer_folder(run_dir / name / "tokenizer") for name in ("", "data"))
     paths = [source.path for source in config.data.sources] or [config.data.path]
-    if not has_tokenizer and not all(map(prepared_prefix, paths)):
+    is_text = config.data.train or not all(not path or prepared_prefix(path) for path in paths)
+    if not has_tokenizer and is_text:
         raise UserError(
-            f"--tokenizer.path missing: the weights in {run_dir} were imported without a tokenizer; "
+            f"--tokenizer.path missing: {run_dir} has no tokenizer of its weights, which came with them or was deleted; "
             "valid: the folder of their tokenizer, or a tokenized dataset as --data.path"
         )
     _check_origin(run_dir, config, earlier)

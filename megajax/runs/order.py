@@ -23,7 +23,7 @@ from megajax.host import reading
 from megajax.host.files import write_atomically
 from megajax.settings.config import Config
 
-_FILE = "order.json"  # in a run's data folder; missing if no start changed the order
+ORDER = "order.json"  # in the run directory, before in its data folder; missing if no start changed the order
 
 
 @dataclass(frozen=True)
@@ -133,25 +133,34 @@ def _after(count: int, number: int, skip: Sequence[tuple[int, int]]) -> int:
     return found
 
 
-def next_order(config: Config, folder: Path, corpora: Sequence[str], earlier: Config | None, step: int) -> Order:
+def next_order(config: Config, run_dir: Path, corpora: Sequence[str], earlier: Config | None, step: int) -> Order:
     """The order of a start that continues after `step`, with a configuration and the folders of its `corpora`;
     `earlier` is the configuration of the last start."""
-    now, first = OrderSegment.of(config, corpora, step), earlier or config
-    parts = [part for part in _read(folder) or [OrderSegment.of(first, default_corpora(first))] if part.step < step]
+    now, parts = OrderSegment.of(config, corpora, step), _parts_before(earlier or config, run_dir, step)
     if not parts or replace(parts[-1], step=step) != now:
         parts.append(now)
     return Order(parts)
 
 
-def write_order(config: Config, folder: Path, order: Order) -> None:
-    """Note the order of a start in a run's data folder, unless `read_order` would find it anyway."""
-    if order.parts != read_order(config, folder).parts:
-        write_atomically(folder / _FILE, json.dumps({"parts": list(map(asdict, order.parts))}, indent=1) + "\n")
+def known_corpora(earlier: Config, run_dir: Path, step: int) -> dict[str, str]:
+    """The folders of all corpora that a run has drawn from up to `step`, each with its path if the last start, which
+    had the configuration `earlier`, drew from it, else with an empty one."""
+    parts = _parts_before(earlier, run_dir, step)
+    known = {name: "" for part in parts for name in part.folders}
+    paths = [source.path for source in earlier.data.sources] or [earlier.data.path]
+    return known | dict(zip(parts[-1].folders if parts else (), paths, strict=False))
 
 
-def read_order(config: Config, folder: Path) -> Order:
-    """The order noted in a run's data folder, else the one that the configuration sets."""
-    return Order(_read(folder) or [OrderSegment.of(config, default_corpora(config))])
+def write_order(config: Config, run_dir: Path, order: Order) -> None:
+    """Note the order of a start in the run directory, unless `read_order` would find it anyway. The data folder, where
+    earlier versions noted it, may be deleted."""
+    if order.parts != read_order(config, run_dir).parts or _file(run_dir) != run_dir / ORDER:
+        write_atomically(run_dir / ORDER, json.dumps({"parts": list(map(asdict, order.parts))}, indent=1) + "\n")
+
+
+def read_order(config: Config, run_dir: Path) -> Order:
+    """The order noted in a run directory, else the one that the configuration sets."""
+    return Order(_read(run_dir) or [OrderSegment.of(config, default_corpora(config))])
 
 
 def default_corpora(config: Config) -> list[str]:
@@ -160,9 +169,21 @@ def default_corpora(config: Config) -> list[str]:
     return numbered or ["."] * config.pretrains
 
 
-def _read(folder: Path) -> list[OrderSegment]:
+def _parts_before(first: Config, run_dir: Path, step: int) -> list[OrderSegment]:
+    """The parts of the order that begin before `step`; `first` sets the order unless one is noted."""
+    parts = _read(run_dir) or [OrderSegment.of(first, default_corpora(first))]
+    return [part for part in parts if part.step < step]
+
+
+def _file(run_dir: Path) -> Path:
+    """Where the order is noted."""
+    older = run_dir / "data" / ORDER
+    return older if reading.kind(older) and not reading.kind(run_dir / ORDER) else run_dir / ORDER
+
+
+def _read(run_dir: Path) -> list[OrderSegment]:
     """The parts noted; none without a file."""
-    file = folder / _FILE
+    file = _file(run_dir)
     if not reading.kind(file):
         return []
     try:

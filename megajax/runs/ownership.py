@@ -15,7 +15,8 @@ IMPORTED = "imported.json"  # describes the original of imported weights (`conve
 FORMS = "forms.json"  # the forms of attention and products that were measured and chosen (`runs/forms.py`)
 _PICTURES = ("loss.png", "experts.png")
 _FILES = ("config.toml", "metrics.jsonl", *_PICTURES, MARK, IMPORTED, FORMS, "run.lock", "tracking.json", NAME, OLDER)
-_FOLDERS = ("processes", "data", "checkpoints", "tensorboard", "wandb", "mlflow", "profile")
+_FILES += ("order.json", "reference.npz")  # (`runs/order.py`, `training/reference.py`)
+_FOLDERS = ("processes", "data", "tokenizer", "checkpoints", "tensorboard", "wandb", "mlflow", "profile")
 _ENTRIES = dict.fromkeys(_FILES, "a file") | dict.fromkeys(_FOLDERS, "a folder")
 
 

@@ -21,7 +21,7 @@ from megajax.data.tasks.samples import (
 )
 from megajax.data.text.digests import Digester, root
 from megajax.data.text.tokenizer import Tokenizer
-from megajax.data.text.tokenizers import load_tokenizer, train_tokenizer, training_part
+from megajax.data.text.tokenizers import is_tokenizer_folder, load_tokenizer, train_tokenizer, training_part
 from megajax.host import reading
 from megajax.host.files import write_atomically
 from megajax.runs.init import named_or_init_tokenizer
@@ -64,14 +64,15 @@ def make_task_data(config: Config, folder: Path, *, again: bool = False) -> None
     if not again and has_task_data(folder):
         return
     train, dev, _ = _records(config)
-    tokenizer = _tokenizer(config, train)
+    own = folder / "tokenizer"
+    tokenizer = load_tokenizer(own) if is_tokenizer_folder(own) and not again else _tokenizer(config, train)
     most = None  # check all instructions, but only the first record of other tasks
     if not TASKS[config.task.name].continues_text:
         WordPieces.of(tokenizer, "the tokenizer")
         most = 1
     _samples(config, train[:most], tokenizer, training=most is None)
     _samples(config, dev[:most], tokenizer, training=False)
-    tokenizer.save(folder / "tokenizer")
+    tokenizer.save(own)
     write_atomically(folder / _REPORT, json.dumps({"train": _digest(train), "dev": _digest(dev)}, indent=2) + "\n")
 
 

@@ -33,15 +33,16 @@ from megajax.plan.placing import placed
 from megajax.runs.data import RunData, make_run_data, open_run_data
 from megajax.runs.directory import (
     claimed,
+    corpora_before,
     has_checkpoints,
     start_order,
     stored_optimizer,
     trained_again,
-    trained_steps,
     without_checkpoint,
 )
 from megajax.runs.forms import measured_backend
 from megajax.runs.init import check_first_weights, keep_init_tokenizer, keep_tokenizer, warning_of_task
+from megajax.runs.kept_tokenizer import keep_copy, put_back_copy
 from megajax.runs.lock import RunLock
 from megajax.runs.metrics import is_of_dev, read_metrics
 from megajax.runs.order import Order, default_corpora, read_order, write_order
@@ -90,9 +91,9 @@ def train_here(config: Config, *, skip_finished: bool = False, given: Supplied =
             is_new = not has_checkpoints(run_dir)
             corpora = make_data(config, run_dir / "data", run_dir, given)
             notes.extend([warning_of_task(config)] * (is_new and given.state is None))
-            order = start_order(config, run_dir, run_dir / "data", corpora)
+            order = start_order(config, run_dir, corpora)
             check_ramp(config, order.sizes, order.parts[-1].step)
-            write_order(config, run_dir / "data", order)
+            write_order(config, run_dir, order)
             return list(config.optimizer.kept_of(earlier))
 
     try:
@@ -101,7 +102,7 @@ def train_here(config: Config, *, skip_finished: bool = False, given: Supplied =
         Exit.traces = run_dir
         with display.phase("reading the data", announced=False):
             data = given.data or open_data(config, run_dir / "data")
-            order = read_order(config, run_dir / "data")
+            order = read_order(config, run_dir)
         ours = with_total_steps(config, data.train, kept, order)
         program = Program(ours, program.mesh)
         if skip_finished and _is_finished(run_dir, ours.train.steps):
@@ -137,7 +138,8 @@ def _keep_config(config: Config, run: Trainer) -> None:
     if run.checkpoints.saved is not None:
         origin = {key: value for key, value in load_preset(file).items() if key in ("init", "init_step")}
         lasting = dataclasses.replace(lasting, **({"init": "", "init_step": "latest"} | origin))
-    write_order(config, file.parent / "data", run.order)
+    write_order(config, file.parent, run.order)
+    keep_copy(file.parent, again=run.checkpoints.saved is None)
     text = to_toml(lasting, run.config.optimizer.horizon)
     if not reading.kind(file) or parse_toml(reading.read_bytes(file), str(file)) != tomllib.loads(text):
         write_atomically(file, text)  # otherwise comments in it stay
@@ -236,20 +238,22 @@ def earlier_optimizer(config: Config, run_dir: Path) -> OptimizerConfig | None:
 def make_data(config: Config, folder: Path, run_dir: Path, given: Supplied = NOTHING) -> list[str]:
     """Make the data of the run in `run_dir` in `folder`, unless it is there or `given`, and return the folders of its
     corpora, if it has any. One process calls this, then all may `open_data`."""
+    is_new = not has_checkpoints(run_dir)
+    if not is_new:
+        put_back_copy(run_dir, folder)
     if given.tokenizer is not None:
         keep_tokenizer(given.tokenizer, config, folder, "the tokenizer of the model", "another run_dir")
     if given.data is not None:
         return default_corpora(config)
-    is_new = not has_checkpoints(run_dir)
     if is_new and given.state is None:
         check_first_weights(config)
     if not config.pretrains:
         with phase("reading the records of the task"):
             make_task_data(config, folder, again=is_new)
         return []
-    if config.init and is_new:
+    if config.init and (is_new or not reading.kind(folder / "tokenizer")):
         keep_init_tokenizer(config, folder)
-    return make_run_data(config, folder, trained=trained_steps(run_dir) > 0)
+    return make_run_data(config, folder, corpora_before(run_dir))
 
 
 def open_data(config: Config, folder: Path, corpora: Sequence[str] = ()) -> RunData | TaskData | OwnData:

@@ -21,7 +21,7 @@ from megajax.host.phases import watched
 from megajax.host.processes import is_first_process, on_first_process, say
 from megajax.plan.compiled import traced_step
 from megajax.runs.data import has_whole_run_data
-from megajax.runs.directory import check_claim, has_checkpoints, start_order, trained_steps
+from megajax.runs.directory import check_claim, corpora_before, has_checkpoints, start_order, trained_steps
 from megajax.runs.step_folders import complete
 from megajax.runs.task_data import has_task_data
 from megajax.settings.config import Config
@@ -86,10 +86,10 @@ def _read_data(config: Config, program: Program, folder: Path, lines: list[str])
     check_claim(run_dir, config)
     earlier = earlier_optimizer(config, run_dir)
     _check_apart(config, run_dir)
-    kept = there = run_dir / "data"
-    trained, is_new = trained_steps(run_dir) > 0, not has_checkpoints(run_dir)
-    pretrains, read = config.pretrains, not is_new and has_task_data(there)
-    if not config.data.set and not (has_whole_run_data(config, there, trained=trained) if pretrains else read):
+    there = run_dir / "data"
+    trained, read = trained_steps(run_dir) > 0, has_checkpoints(run_dir) and has_task_data(there)
+    made = has_whole_run_data(config, there, corpora_before(run_dir)) if config.pretrains else read
+    if not config.data.set and not made:
         if has_only_tokenizer(there) or (trained and is_tokenizer_folder(there / "tokenizer")):  # of the weights
             shutil.copytree(there / "tokenizer", folder / "data" / "tokenizer")
         there = folder / "data"
@@ -97,7 +97,7 @@ def _read_data(config: Config, program: Program, folder: Path, lines: list[str])
     corpora = make_data(config, there, run_dir, given)
     data = given.data or open_data(config, there, corpora)
     data.train[0]
-    order = start_order(config, run_dir, kept, corpora)
+    order = start_order(config, run_dir, corpora)
     check_ramp(config, order.sizes, order.parts[-1].step)
     config = with_total_steps(config, data.train, config.optimizer.kept_of(earlier), order)
     lines.append(describe(config, Program(config, program.mesh), data, order, earlier))

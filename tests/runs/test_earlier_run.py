@@ -13,11 +13,12 @@ from megajax.core.models.lora_config import LoraConfig
 from megajax.data.config import DataConfig, TokenizerConfig
 from megajax.data.tasks.registry import TaskConfig
 from megajax.data.text.indexed import IndexedWriter
-from megajax.data.text.tokenizers import train_tokenizer
+from megajax.data.text.tokenizers import load_tokenizer, train_tokenizer
 from megajax.evaluation.pretrained import evaluate_perplexity
 from megajax.runs.directory import check_claim, without_checkpoint
 from megajax.runs.init import check_init, warning_of_task
-from megajax.runs.ownership import mark
+from megajax.runs.kept_tokenizer import keep_copy, put_back_copy
+from megajax.runs.ownership import IMPORTED, mark
 from megajax.runs.trained import evaluation_config, run_tokenizer
 from megajax.settings.config import Config, to_toml
 from megajax.settings.flags import parse
@@ -76,6 +77,25 @@ def test_text_needs_the_tokenizer_of_the_weights(run: Path, tmp_path: Path) -> N
     with IndexedWriter(tmp_path / "tokens", 101) as writer:
         writer.add_document([1, 2, 3])
     check_claim(run, with_data(tmp_path / "tokens"))
+    (run / "checkpoints" / "5").mkdir()
+    trained = dataclasses.replace(with_data("text.txt"), seed=0, train=tiny_config().train)
+    check_claim(run, trained)
+    (run / IMPORTED).touch()  # and RUN/data was deleted
+    assert "--tokenizer.path missing" in user_error(check_claim, run, trained)
+
+
+def test_a_tokenizer_outlives_the_data(tmp_path: Path) -> None:
+    one, other = (train_tokenizer([text * 9], 280) for text in ("text of one ", "another, "))
+    one.save(tmp_path / "data" / "tokenizer")
+    keep_copy(tmp_path, again=False)
+    put_back_copy(tmp_path, tmp_path / "new")
+    assert load_tokenizer(tmp_path / "new" / "tokenizer") == one
+    other.save(tmp_path / "data" / "tokenizer")
+    for again, kept in (False, one), (True, other):
+        keep_copy(tmp_path, again=again)
+        assert load_tokenizer(tmp_path / "tokenizer") == kept
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    assert "tokenizer.json: changed since it was written; valid" in user_error(put_back_copy, tmp_path, tmp_path / "a")
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from tiny import tiny_config, user_error
 
 from megajax.data.config import Source, skipped_samples
 from megajax.data.samples.blend import Blend, BlendedSamples
-from megajax.runs.data import has_whole_run_data, make_run_data, open_run_data
-from megajax.runs.order import Order, OrderSegment, default_corpora, next_order, read_order, write_order
+from megajax.runs.data import _sources, has_whole_run_data, make_run_data, open_run_data
+from megajax.runs.order import Order, OrderSegment, default_corpora, known_corpora, next_order, read_order, write_order
 from megajax.settings.config import Config
 
 
@@ -124,6 +124,13 @@ def test_starts_are_noted_where_they_change_the_order(tmp_path: Path):
     fallen = order.at(15)
     assert [part.step for part in fallen.parts] == [0, 15] and fallen.parts[-1].skip == ((3, 9),)
     write_order(config, tmp_path, fallen)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "order.json").rename(tmp_path / "data" / "order.json")  # where earlier versions noted it
+    assert read_order(config, tmp_path).parts == fallen.parts
+    write_order(config, tmp_path, fallen)
+    shutil.rmtree(tmp_path / "data")
+    assert known_corpora(first, tmp_path, 20) == {".": "text"} and known_corpora(first, tmp_path, 0) == {}
+    assert read_order(config, tmp_path).parts == fallen.parts
     again = next_order(first, tmp_path, default_corpora(first), config, 15)
     assert [part.step for part in again.parts] == [0], "what began at this step was never trained"
 
@@ -149,23 +156,26 @@ def test_a_corpus_is_known_by_its_path(tmp_path: Path):
     first = tiny_config(vocab_size=300)
     first = replace(first, data=replace(first.data, path=str(paths[0])))
     folder = tmp_path / "data"
-    assert make_run_data(first, folder) == ["."] == make_run_data(first, folder, trained=True)
+    known = {".": str(paths[0])}
+    assert make_run_data(first, folder) == ["."] == make_run_data(first, folder, known)
     other = replace(first, data=replace(first.data, path=str(paths[1])))
     assert "was made from" in user_error(make_run_data, other, folder)
     missing = replace(first, data=replace(first.data, path=str(tmp_path / "c.txt")))
-    assert "c.txt does not exist" in user_error(lambda: make_run_data(missing, folder, trained=True))
+    assert "c.txt does not exist" in user_error(lambda: make_run_data(missing, folder, known))
     assert not (folder / "source-0").exists()
-    assert make_run_data(other, folder, trained=True) == ["source-0"]
+    assert make_run_data(other, folder, known) == ["source-0"]
     sources = tuple(Source(path=str(paths[number]), weight=1.0) for number in (1, 0, 0))
     blend = replace(first, data=replace(first.data, path="", sources=sources))
-    assert not has_whole_run_data(blend, folder, trained=True)
-    corpora = make_run_data(blend, folder, trained=True)
-    assert corpora == ["source-0", ".", "source-1"] and has_whole_run_data(blend, folder, trained=True)
+    assert not has_whole_run_data(blend, folder, known)
+    corpora = make_run_data(blend, folder, known)
+    assert corpora == ["source-0", ".", "source-1"] and has_whole_run_data(blend, folder, known)
     data = open_run_data(blend, folder, corpora=corpora)
     assert [corpus.report.source for corpus in data.corpora] == [str(paths[number]) for number in (1, 0, 0)]
     assert {corpus.tokenizer == data.tokenizer for corpus in data.corpora} == {True}
     shutil.rmtree(folder)
-    assert make_run_data(first, folder, trained=True) == ["."]
+    known |= {"source-0": str(paths[1]), "source-1": ""}  # the run no longer draws from the last one
+    assert [*_sources(blend, folder, known)] == ["source-0", ".", "source-2"]
+    assert make_run_data(first, folder, known) == ["."]
 
 
 def test_ranges_are_joined():

@@ -173,7 +173,7 @@ def test_a_resumed_run_rewrites_its_configuration_only_if_it_changed(tmp_path: P
 
     def keep(steps: int) -> str:
         config = resolve(DEMO, {"run_dir": str(tmp_path), "train.steps": steps}, decay_follows=False)
-        log, order = SimpleNamespace(record_config=lambda config: None), read_order(config, tmp_path / "data")
+        log, order = SimpleNamespace(record_config=lambda config: None), read_order(config, tmp_path)
         checkpoints = SimpleNamespace(saved=8)
         run = SimpleNamespace(config=with_total_steps(config, EPOCH), checkpoints=checkpoints, log=log, order=order)
         _keep_config(config, run)  # type: ignore[arg-type]
