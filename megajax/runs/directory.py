@@ -172,13 +172,12 @@ def _check_same_run(run_dir: Path, config: Config, trained: bool) -> None:
         )
     _check_not_narrower(config, earlier, f"--run-dir {run_dir}")
     can_be_made = trained and not earlier.init and not (run_dir / IMPORTED).is_file()
-    has_tokenizer = can_be_made or config.tokenizer.path or config.init
-    has_tokenizer = has_tokenizer or any(is_tokenizer_folder(run_dir / name / "tokenizer") for name in ("", "data"))
+    is_there = any(is_tokenizer_folder(run_dir / name / "tokenizer") for name in ("", "data"))
     paths = [source.path for source in config.data.sources] or [config.data.path]
     is_text = config.data.train or not all(not path or prepared_prefix(path) for path in paths)
-    if not has_tokenizer and is_text:
+    if is_text and not (can_be_made or is_there or config.tokenizer.path or config.init):
         raise UserError(
-            f"--tokenizer.path missing: {run_dir} has no tokenizer of its weights, which came with them or was deleted; "
+            f"--tokenizer.path missing: {run_dir} lacks the tokenizer that its weights came with; "
             "valid: the folder of their tokenizer, or a tokenized dataset as --data.path"
         )
     _check_origin(run_dir, config, earlier)

@@ -1,5 +1,5 @@
-"""A run's tokenizer, kept beside its data folder, which may be deleted: the weights need exactly its ids, and an imported
-one cannot be made again."""
+"""A run's tokenizer, kept beside its data folder, which may be deleted: the weights need exactly its ids, and an
+imported one cannot be made again."""
 
 import json
 from pathlib import Path

@@ -15,6 +15,7 @@ from typing import Self
 
 from megajax.core.config import MOST_ROWS
 from megajax.core.errors import UserError
+from megajax.core.options import MOST
 from megajax.data.config import skipped_samples
 from megajax.data.samples.base import EndlessSamples, Sample
 from megajax.data.samples.blend import Blend, BlendedSamples
@@ -49,6 +50,7 @@ class OrderSegment:
         skip = tuple((int(first), int(last)) for first, last in record["skip"])
         full, start, increment, samples = map(int, record["batch"])
         assert 0 < full <= MOST_ROWS, full
+        assert all(0 < weight <= MOST for _, weight in corpora), corpora
         return cls(int(record["step"]), (full, start, increment, samples), corpora, skip)
 
     @property

@@ -14,8 +14,20 @@ MARKED = json.dumps({"program": "megajax", "format": FORMAT}) + "\n"
 IMPORTED = "imported.json"  # describes the original of imported weights (`convert/origin.py`)
 FORMS = "forms.json"  # the forms of attention and products that were measured and chosen (`runs/forms.py`)
 _PICTURES = ("loss.png", "experts.png")
-_FILES = ("config.toml", "metrics.jsonl", *_PICTURES, MARK, IMPORTED, FORMS, "run.lock", "tracking.json", NAME, OLDER)
-_FILES += ("order.json", "reference.npz")  # (`runs/order.py`, `training/reference.py`)
+_DRAWN = ("order.json", "reference.npy")  # of samples (`runs/order.py`, `training/reference.py`)
+_FILES = (
+    "config.toml",
+    "metrics.jsonl",
+    *_PICTURES,
+    *_DRAWN,
+    MARK,
+    IMPORTED,
+    FORMS,
+    "run.lock",
+    "tracking.json",
+    NAME,
+    OLDER,
+)
 _FOLDERS = ("processes", "data", "tokenizer", "checkpoints", "tensorboard", "wandb", "mlflow", "profile")
 _ENTRIES = dict.fromkeys(_FILES, "a file") | dict.fromkeys(_FOLDERS, "a folder")
 

@@ -73,7 +73,9 @@ def make_task_data(config: Config, folder: Path, *, again: bool = False) -> None
     _samples(config, train[:most], tokenizer, training=most is None)
     _samples(config, dev[:most], tokenizer, training=False)
     tokenizer.save(own)
-    write_atomically(folder / _REPORT, json.dumps({"train": _digest(train), "dev": _digest(dev)}, indent=2) + "\n")
+    write_atomically(
+        folder / _REPORT, json.dumps({"train": records_digest(train), "dev": records_digest(dev)}, indent=2) + "\n"
+    )
 
 
 def has_task_data(folder: Path) -> bool:
@@ -86,7 +88,7 @@ def open_task_data(config: Config, folder: Path) -> TaskData:
     train, dev, odd = _records(config)
     before = reading.read_json(folder / _REPORT)
     for name, entries in (("train", train), ("dev", dev)):
-        if not isinstance(before, dict) or before.get(name) != _digest(entries):
+        if not isinstance(before, dict) or before.get(name) != records_digest(entries):
             raise UserError(
                 f"--data.{name}: the records have changed since the run began (see {folder / _REPORT}); "
                 "valid: the same files, or another --run-dir"
@@ -145,7 +147,7 @@ def _texts(record: Record) -> Iterator[str]:
         yield from [value] if isinstance(value, str) else value
 
 
-def _digest(entries: Sequence[Record]) -> str:
+def records_digest(entries: Sequence[Record]) -> str:
     """A digest of records, independent of which files they are in."""
     found = Digester()
     for entry in entries:

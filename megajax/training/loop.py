@@ -15,6 +15,7 @@ from jax.stages import Compiled
 from megajax.core.errors import RunError, UserError
 from megajax.core.models.router import LOAD
 from megajax.core.program.program import Batch, Program
+from megajax.core.program.state import TrainState
 from megajax.core.program.train_step import average_weights, computed_weights, train_step
 from megajax.data.samples.loader import growing_batches
 from megajax.evaluation.scoring import total_loss
@@ -79,7 +80,8 @@ class Trainer:
         self.checkpoints = Checkpoints(run_dir, program.layout, keep, saving.max_failures)
         self.state = first_or_newest_state(self.checkpoints, config, program, given.state)
         self.first = given.step if self.checkpoints.saved is None else self.checkpoints.saved
-        add_reference(data, program, self._weights, run_dir / "data", self.first)
+        is_new = self.checkpoints.saved in (None, 0)
+        add_reference(data, program, config, self._weights, self.state if is_new else None)
         self.order = order.at(self.first)
         self.skipped = SkippedSteps(config, self.first - int(self.state.step))
         self.trace = StepTrace(config, self.first)
@@ -301,9 +303,9 @@ class Trainer:
         self.checkpoints.save(step, self.state, loss)
         self.last_save, self.minutes_over = time.monotonic(), False
 
-    def _weights(self) -> Any:
-        """The weights to evaluate: their average, if there is one."""
-        state, program = self.state, self.program
+    def _weights(self, state: TrainState | None = None) -> Any:
+        """The weights of a state, by default the current one, to evaluate: their average, if there is one."""
+        state, program = state or self.state, self.program
         if state.average is None:
             return computed_weights(program, state)
         return average_weights(program)(state.params, state.average)

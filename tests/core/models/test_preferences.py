@@ -16,7 +16,7 @@ from megajax.data.tasks.records import Records
 from megajax.data.tasks.registry import TaskConfig
 from megajax.data.tasks.samples import read_records
 from megajax.library.plain import PlainModel
-from megajax.runs.task_data import _digest
+from megajax.runs.task_data import records_digest
 from megajax.settings.config import Config
 
 RECORDS = [
@@ -145,7 +145,7 @@ def test_what_instructions_say_of_templates_and_weights_counts_here_too(tmp_path
     assert found.lines()[0].startswith("3 pairs with weight 0, skipped, first ")
     (entry,) = found.entries
     assert entry.chosen.template_args == entry.rejected.template_args == args["chat_template_kwargs"]
-    assert _digest([entry]) != _digest(entries_of(tmp_path, pair).entries), "a run that goes on notices"
+    assert records_digest([entry]) != records_digest(entries_of(tmp_path, pair).entries), "a run that goes on notices"
     turns = {"chosen": [Q, says("c", weight=0), Q, A], "rejected": [Q, says("d", weight=0), Q, B]}
     assert entries_of(tmp_path, turns).entries[0].chosen.answers == (3,)
 

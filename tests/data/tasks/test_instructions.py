@@ -17,7 +17,7 @@ from megajax.core.errors import UserError
 from megajax.data.tasks.instructions import InstructionRows, encoded, packed
 from megajax.data.tasks.records import Instruction
 from megajax.data.text.tokenizers import load_tokenizer, train_tokenizer
-from megajax.runs.task_data import _digest
+from megajax.runs.task_data import records_digest
 
 GPT2 = train_tokenizer(TEXTS, 300)
 
@@ -166,8 +166,8 @@ def test_records_with_weights_and_variables_of_the_template(tmp_path, saved):
     found = read("instructions", write(tmp_path, *lines))
     assert [record.name.rpartition(":")[2] for record in found.entries] == ["2", "3", "5", "6", "7", "8"]
     _, _, plain, first, second, none = found.entries
-    assert none == plain and _digest([none]) == _digest([plain])
-    assert len({_digest([record]) for record in (plain, first, second)}) == 3
+    assert none == plain and records_digest([none]) == records_digest([plain])
+    assert len({records_digest([record]) for record in (plain, first, second)}) == 3
     (tmp_path / "t").mkdir()
     tokenizer = load_tokenizer(write_saved(tmp_path / "t", "qwen"))
     tokenizer.chat_template = "{{ date }}{% for m in messages %}{{ m.content }}{% endfor %}"
