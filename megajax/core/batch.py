@@ -23,6 +23,7 @@ class BatchArray:
     dims: tuple[str, ...]  # names of the dims after the rows: `tokens`, or one of the form's `sizes`
     padding: int = 0  # value after the end of a text, and in rows without a sample
     dtype: str = "int32"
+    ids: bool = False  # whether its numbers are token ids, of which those beyond the vocabulary are refused
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from megajax.core.batch import IGNORED, BatchSpec
+from megajax.core.batch import BatchSpec
 from megajax.core.errors import UserError
 from megajax.core.models.registry import FAMILIES
 from megajax.settings.config import Config
@@ -91,8 +91,9 @@ def _named(config: Config, form: BatchSpec, given: Mapping[str, Any], needed: Co
     for name, array in batch.items():
         if array.shape != shapes.get(name):
             raise UserError(f"{name} of shape {list(array.shape)}; {valid}")
-        low, high = IGNORED if form.entries[name].padding == IGNORED else 0, _largest(config, name, length)
-        low = low if name in _OURS else -high
+        entry = form.entries[name]
+        low, high = min(entry.padding, 0), _largest(config, "tokens" if entry.ids else name, length)
+        low = low if entry.ids or name in _OURS else -high
         if name not in floats and (beyond := _beyond(array, low, high)) is not None:
             raise UserError(f"{name} with the number {beyond}; valid: from {low} to {high}")
     return {name: array.astype(form.entries[name].dtype) for name, array in batch.items()}

@@ -15,6 +15,7 @@ from rich.console import Console
 from tiny import MIXTURE, tiny_config, user_error
 
 import megajax
+from megajax.core.batch import BatchArray
 from megajax.core.models.lora_config import LoraConfig
 from megajax.core.program.program import Program, batch_form
 from megajax.core.program.state import TrainState
@@ -118,6 +119,15 @@ def test_what_is_no_batch_is_told_in_one_line(given, problem: str) -> None:
     config = tiny_config()
     with pytest.raises(megajax.UserError, match=problem):
         batch_of(config, batch_form(config), given)
+
+
+def test_arrays_of_token_ids_are_in_the_vocabulary() -> None:
+    form = batch_form(tiny_config())
+    form = dataclasses.replace(form, entries={**form.entries, "more": BatchArray(("tokens",), -1, ids=True)})
+    batch = dict.fromkeys(("tokens", "targets"), [[1, 2]])
+    for more in (101, -2):
+        said = user_error(batch_of, tiny_config(), form, batch | {"more": [[-1, more]]})
+        assert said == f"more with the number {more}; valid: from -1 to 100"
 
 
 @pytest.mark.parametrize(

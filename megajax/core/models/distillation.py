@@ -15,13 +15,21 @@ def distillation(choices: int = 32, temperature: float = 1.0, share: float = 1.0
     """A `share` of the divergence of the model from its teacher, of which a batch has the `choices` most probable ids
     and their log-probabilities, and for the rest the cross-entropy of the targets.
 
-    The gradient of the divergence, at a temperature, is as large as at 1.
+    The gradient of the divergence, at a temperature, is as large as at 1. Of a teacher with more ids, the probability
+    of those that the model lacks is divided among the others.
     """
 
     def distilled(logits: Logits, batch: Batch) -> dict[str, Array]:
-        log_p_BTK = logits.at_temperature(temperature).log_probabilities(batch["teacher_ids"])
+        ids_BTK = batch["teacher_ids"]
+        log_p_BTK = logits.at_temperature(temperature).log_probabilities(ids_BTK)
         teacher_BTK = batch["teacher_log_p"].astype(log_p_BTK.dtype)
-        apart_BT = jnp.sum(jnp.exp(teacher_BTK) * (teacher_BTK - log_p_BTK), axis=-1)
+        shared_BTK = (ids_BTK >= 0) & (ids_BTK < logits.vocab_size)
+        all_BT1, shared_BT1 = (
+            jnp.sum(jnp.exp(teacher_BTK), axis=-1, keepdims=True, where=there_BTK)
+            for there_BTK in (ids_BTK != IGNORED, shared_BTK)
+        )
+        teacher_BTK += jnp.log(all_BT1 / jnp.maximum(shared_BT1, jnp.finfo(log_p_BTK.dtype).tiny))
+        apart_BT = jnp.sum(jnp.exp(teacher_BTK) * (teacher_BTK - log_p_BTK), axis=-1, where=shared_BTK)
         loss_BT = share * temperature**2 * apart_BT + (1 - share) * logits.cross_entropy(batch["targets"])
         return {"loss": loss_BT, "divergence": apart_BT}
 

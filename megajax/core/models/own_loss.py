@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from megajax.core.batch import IGNORED, BatchArray, BatchSpec
@@ -47,14 +48,22 @@ class Logits:
         return f"Logits(of {self.vocab_size} ids)"
 
     def cross_entropy(self, ids_BT: Array) -> Array:
-        """The negative log-probability of an id for every token, [B, T], in at least fp32; 0 where it is -1."""
-        return vocabulary.cross_entropy(self.columns_BTV, ids_BT, self.boundary.vocabulary)
+        """The negative log-probability of an id for every token, [B, T], in at least fp32; 0 where it is none of the
+        vocabulary, such as -1."""
+        return vocabulary.cross_entropy(self.columns_BTV, self._known(ids_BT), self.boundary.vocabulary)
 
     def log_probabilities(self, ids: Array) -> Array:
-        """The log-probability of an id for every token, [B, T], or of several, [B, T, K]; 0 where an id is -1."""
+        """The log-probability of an id for every token, [B, T], or of several, [B, T, K]; 0 where an id is none of the
+        vocabulary, such as -1."""
         if ids.ndim == 2:
             return -self.cross_entropy(ids)
-        return vocabulary.log_probabilities(self.columns_BTV, ids, self.boundary.vocabulary)
+        return vocabulary.log_probabilities(self.columns_BTV, self._known(ids), self.boundary.vocabulary)
+
+    def _known(self, ids: Array) -> Array:
+        """The ids, -1 where they are none of the vocabulary; such ones are refused if their values are known."""
+        if not isinstance(ids, jax.core.Tracer) and (most := int(np.max(ids))) >= self.vocab_size:
+            raise UserError(f"an id {most} in a loss; valid: up to {self.vocab_size - 1}, or -1")
+        return jnp.where((ids >= 0) & (ids < self.vocab_size), ids, IGNORED)
 
     def entropy(self) -> Array:
         """The entropy of every token's distribution in nats, [B, T], in at least fp32."""
