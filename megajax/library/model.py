@@ -24,6 +24,7 @@ from megajax.core.program.program import Program
 from megajax.core.program.scoring import logits, scores, task_logits
 from megajax.core.program.state import TrainState
 from megajax.core.program.train_step import computed_weights, train_step
+from megajax.data.samples.base import EndlessSamples
 from megajax.data.samples.loader import train_batches
 from megajax.data.text.indexed import prepared_prefix
 from megajax.data.text.tokenizer import Tokenizer
@@ -48,7 +49,7 @@ from megajax.training.batches import Given, batch_of, inputs_of, padded, prompt_
 from megajax.training.begin import check_given, train_here
 from megajax.training.given import OnStep, OnValidation, Supplied
 from megajax.training.loop import Trainer
-from megajax.training.own_data import Batches, of_run, own_data, registered_data, whole_batch
+from megajax.training.own_data import Batches, OrderedBatches, of_run, own_data, registered_data, whole_batch
 
 
 class Model:
@@ -184,8 +185,9 @@ class Model:
         Args:
             steps: the step at which training ends, counted from the model's first; by default `train.steps`.
             run_dir: by default the configuration's.
-            batches: batches as for `train_step`: an iterator from the model's first step on, or a function of the
-                number of steps before. By default those of the configuration's data.
+            batches: batches as for `train_step`: an iterator from the model's next step on, or a function of the
+                number of steps before. By default those of the configuration's data. If the run is further than the
+                model, it passes over an iterator's first ones.
             data, validation: data sets instead: objects with `len` and `[i]`, of which an entry is ids [T + 1] or a
                 dict of a row's arrays. Training draws all entries once in every epoch, in a new order.
             on_step: called with a step's number and its figures, in order, when they are known.
@@ -200,7 +202,7 @@ class Model:
         processes it is not.
         """
         state = self._trained("train")
-        own = own_data(self.config, self.program, self.tokenizer, batches, data, validation)
+        own = own_data(self.config, self.program, self.tokenizer, batches, data, validation, self.step)
         config = of_run(self._given, steps, run_dir, own)
         validate(config, config.mesh.num_devices)
         if own is None:
@@ -233,7 +235,8 @@ class Model:
             self.tokenizer = self.tokenizer or (runs[0].data.tokenizer if runs else None)
 
     def batches(self, folder: str | Path) -> Iterator[Mapping[str, np.ndarray]]:
-        """The batches of a run with this configuration, from the model's step on, without end.
+        """An iterator of the batches of a run with this configuration, from the model's step on, without end. `train`
+        moves it to where its run is.
 
         `data.path` or `data.sources` is tokenized into files in `folder`, where later calls find them. If the model has
         a tokenizer, the data is tokenized with it. Otherwise the model gets the data's tokenizer, which is trained if
@@ -242,10 +245,8 @@ class Model:
         check_given(self.config)
         if not self.config.pretrains:
             raise UserError(f"batches: a model of {self.config.task.name}; valid: megajax train")
-        rows, size = self.program.local_rows, self.config.train.global_batch
         if self.config.data.set:
-            found = registered_data(self.config, self.program).train
-            return train_batches(found, rows=rows, global_batch=size, start_step=self.step)
+            return self._ordered(registered_data(self.config, self.program).train)
         if self.tokenizer is not None:  # the weights need exactly its ids
             keep_tokenizer(
                 self.tokenizer, self.config, Path(folder), "batches: the tokenizer of the model", "another folder"
@@ -256,8 +257,12 @@ class Model:
             corpora = make_run_data(self.config, Path(folder))
         data = open_run_data(self.config, Path(folder), corpora=corpora)
         self.tokenizer = self.tokenizer or data.tokenizer
-        samples = Order([OrderSegment.of(self.config, corpora)]).samples(data.train)
-        return train_batches(samples, rows=rows, global_batch=size, start_step=self.step)
+        return self._ordered(Order([OrderSegment.of(self.config, corpora)]).samples(data.train))
+
+    def _ordered(self, samples: EndlessSamples) -> OrderedBatches:
+        rows, size = self.program.local_rows, self.config.train.global_batch
+        begin = lambda step: train_batches(samples, rows=rows, global_batch=size, start_step=step)  # noqa: E731
+        return OrderedBatches(begin, self.step)
 
     @overload
     def generate(self, prompts: str, **options: Any) -> str: ...

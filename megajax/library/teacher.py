@@ -1,7 +1,6 @@
 """Batches with what a teacher thinks of their tokens, for `distillation`."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -10,10 +9,11 @@ import numpy as np
 from megajax.core.errors import UserError
 from megajax.library.model import Model
 from megajax.training.batches import Given, batch_of
+from megajax.training.own_data import Batches, TaughtBatches
 
 
 def with_teacher(
-    batches: Iterable[Given] | Callable[[int], Iterable[Given]],
+    batches: Batches,
     teacher: Model,
     *,
     choices: int = 32,
@@ -34,12 +34,9 @@ def with_teacher(
         found, ids = jax.lax.top_k(logits_BTV.astype("float32") / temperature, choices)
         return jax.nn.log_softmax(found), ids
 
-    def after(step: int) -> Iterator[Mapping[str, Any]]:
-        given = batches(step) if callable(batches) else islice(batches, step, None)
-        for batch in given:
-            arrays = batch_of(teacher.config, teacher.program.form, batch)
-            log_p, ids = best(teacher.logits(arrays))
-            yield {**arrays, "teacher_ids": np.asarray(ids), "teacher_log_p": np.asarray(log_p)}
+    def add(batch: Given) -> Mapping[str, Any]:
+        arrays = batch_of(teacher.config, teacher.program.form, batch)
+        log_p, ids = best(teacher.logits(arrays))
+        return {**arrays, "teacher_ids": np.asarray(ids), "teacher_log_p": np.asarray(log_p)}
 
-    after.tokenizer = teacher.tokenizer  # type: ignore[attr-defined]  # for `own_data` to compare
-    return after
+    return TaughtBatches(batches, add, teacher.tokenizer)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,50 @@ from megajax.training.batches import Given, batch_of
 from megajax.training.given import OwnData
 
 Batches = Iterable[Given] | Callable[[int], Iterable[Given]]
+
+
+class OrderedBatches:
+    """An iterator of a run's batches in order; called with a number of finished steps, it goes to those after them."""
+
+    def __init__(self, begin: Callable[[int], Iterator[Mapping[str, Any]]], step: int):
+        self._begin, self._left, self._step = begin, begin(step), step
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return self
+
+    def __next__(self) -> Mapping[str, Any]:
+        batch = next(self._left)
+        self._step += 1
+        return batch
+
+    def __call__(self, step: int) -> Iterator[Mapping[str, Any]]:
+        if step != self._step:
+            self._left, self._step = self._begin(step), step
+        return self
+
+
+@dataclass(frozen=True)
+class TaughtBatches:
+    """Batches to which a teacher adds arrays, which begin as those that it is given."""
+
+    batches: Batches
+    add: Callable[[Given], Mapping[str, Any]]
+    tokenizer: Any  # the teacher's
+
+    def __call__(self, step: int, first: int = 0) -> Iterator[Mapping[str, Any]]:
+        return map(self.add, batches_after(self.batches, step, first))
+
+
+def batches_after(batches: Batches, step: int, first: int) -> Iterable[Given]:
+    """The batches after so many steps. An iterator begins after the model's `first`, and passes over others."""
+    if isinstance(batches, TaughtBatches):
+        return batches(step, first)
+    if callable(batches):
+        return batches(step)
+    if step < first:
+        problem = f"the run goes on after step {step}, but batches of an iterator begin after the model's step {first}"
+        raise UserError(f"train: {problem}; valid: a function of the number of finished steps, or another run_dir")
+    return islice(batches, step - first, None)
 
 
 class DataSet:
@@ -79,9 +124,9 @@ def registered_data(config: Config, program: Program) -> OwnData:
 
 
 def own_data(
-    config: Config, program: Program, tokenizer: Any, batches: Batches | None, data: Any, validation: Any
+    config: Config, program: Program, tokenizer: Any, batches: Batches | None, data: Any, validation: Any, step: int = 0
 ) -> OwnData | None:
-    """The data that a user gives: batches, or data sets; None if there are none."""
+    """The data that a user gives a model after so many steps: batches, or data sets; None if there are none."""
     if batches is not None and data is not None:
         raise UserError("train: batches and data; valid: one of them")
     taught = getattr(batches, "tokenizer", None)
@@ -91,7 +136,7 @@ def own_data(
         raise UserError("train: batches with train.ramp_start; valid: data, whose entries batches of any size can have")
     held_out = None if validation is None else DataSet(validation, program, "validation")
     if batches is not None:
-        passed = _checked(config, program, batches)
+        passed = _checked(config, program, batches, step)
         return OwnData(passed, _Drawn(config), held_out, tokenizer, "batches of the caller")
     if data is None:
         if validation is not None:
@@ -106,12 +151,13 @@ def own_data(
     return OwnData(None, EpochOrder(samples, config.seed), held_out, tokenizer, words)
 
 
-def _checked(config: Config, program: Program, batches: Batches) -> Callable[[int], Iterator[Mapping[str, Any]]]:
-    """The batches after so many steps. An iterator, which cannot begin anywhere, passes over those before."""
+def _checked(
+    config: Config, program: Program, batches: Batches, first: int
+) -> Callable[[int], Iterator[Mapping[str, Any]]]:
+    """The batches after so many steps, as `batches_after`."""
 
     def after(step: int) -> Iterator[Mapping[str, Any]]:
-        found = batches(step) if callable(batches) else islice(batches, step, None)
-        for given in found:
+        for given in batches_after(batches, step, first):
             yield whole_batch(config, program, given, "train")
         raise UserError("train: there are no more batches; valid: one for each step")
 

@@ -1,6 +1,7 @@
 """`Model.train`: the loop of `megajax train` with a loss, an optimizer, data and callbacks of the caller's."""
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -20,7 +21,7 @@ from megajax.core.program.program import Program
 from megajax.core.program.state import TrainState
 from megajax.library.own import with_own
 from megajax.settings.config import Config
-from megajax.training.own_data import DataSet, own_data
+from megajax.training.own_data import DataSet, OrderedBatches, TaughtBatches, own_data
 
 SMALL = {"num_layers": 1, "hidden_size": 16, "dropout": 0.0}
 
@@ -179,6 +180,43 @@ def test_a_mesh_changes_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     _, one, validated = trained(config_of(), tmp_path / "one", 4)
     _, four, others = trained(config_of((2, 1, 2)), tmp_path / "four", 4)
     assert [*four.values(), *others.values()] == pytest.approx([*one.values(), *validated.values()], rel=1e-5)
+
+
+def test_batches_begin_where_the_model_is() -> None:
+    """Of those that a model makes, and of what a teacher says of them, none is drawn in vain."""
+    config, drawn, taught = config_of(), list[int](), list[int]()
+    program = Program.on(config, jax.devices()[:1])
+
+    def begin(step: int):
+        for number in itertools.count(step):
+            drawn.append(number)
+            yield np.full((8, 17), number)
+
+    def teach(batch: np.ndarray) -> np.ndarray:
+        taught.append(batch[0, 0])
+        return batch
+
+    def first(batches, model: int, run: int) -> int:
+        drawn.clear(), taught.clear()
+        given = own_data(config, program, None, batches, None, None, model)
+        return next(given.batches(run))["tokens"][0, 0]
+
+    ours, one = OrderedBatches(begin, 3), begin(3)
+    for batches, model, run, expected in (
+        (ours, 3, 3, [3]),
+        (ours, 4, 4, [4]),  # the same iterator in another call
+        (ours, 5, 9, [9]),  # after a resume
+        (ours, 9, 2, [2]),
+        (begin, 3, 9, [9]),
+        (one, 3, 3, [3]),
+        (one, 4, 4, [4]),
+        (one, 5, 7, [5, 6, 7]),
+    ):
+        assert first(batches, model, run) == run and drawn == expected
+        again = begin(model) if batches is one else batches
+        assert first(TaughtBatches(again, teach, None), model, run) == run and taught == [run]
+    said = "after step 2, but batches of an iterator begin after the model's step 8; valid: a function of the number"
+    assert said in user_error(first, one, 8, 2)
 
 
 def test_what_train_cannot_do_says_what_is_valid(tmp_path: Path) -> None:
