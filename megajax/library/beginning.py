@@ -136,4 +136,5 @@ def restore(
         check_own(ours, program)
     tokenizer = run_tokenizer(folder, ours) if (folder / "data" / "tokenizer").exists() else None
     with progress("reading the checkpoint"):
-        return Model(ours, program, *restore_params(program, folder, str(step), optimizer=training), tokenizer, config)
+        found = restore_params(program, folder, str(step), optimizer=training)
+    return Model(ours, program, *found, tokenizer, config, folder)

@@ -43,6 +43,7 @@ from megajax.library.progress import progress
 from megajax.runs.data import given_samples, make_run_data, open_run_data
 from megajax.runs.init import keep_init_tokenizer, keep_tokenizer
 from megajax.runs.order import Order, OrderSegment
+from megajax.runs.step_folders import named
 from megajax.settings.config import Config
 from megajax.settings.validation import validate
 from megajax.training.batches import Given, batch_of, inputs_of, padded, prompt_ids, shape_of_ids
@@ -70,12 +71,15 @@ class Model:
         step: int,
         tokenizer: Tokenizer | None,
         given: Config | None = None,
+        run_dir: Path | None = None,
     ):
         """`weights` are a `TrainState`, or only its `params`, which cannot be trained; `given` is the configuration
-        before its schedule was put in steps, which `save` stores."""
+        before its schedule was put in steps, which `save` stores; `run_dir` has the step's checkpoint."""
         self.config, self.program, self.step, self.tokenizer = config, program, step, tokenizer
         self._state: TrainState | None = weights if isinstance(weights, TrainState) else None
         self._weights, self._given = weights, given or config
+        # By run directory the step whose checkpoint it is; None: no longer one.
+        self._kept: dict[Path, int | None] = {run_dir.resolve(): step} if run_dir else {}
         self._forward: dict[int, Program] = {}  # by number of rows in a batch
         self._of_loss: dict[Any, Program] = {}
         self._called: set[tuple[str, int]] = set()  # functions and numbers of rows that are compiled
@@ -157,7 +161,7 @@ class Model:
         placed = program.put_batch(arrays, program.local_rows)
         with self._compiling("the step" if loss is None else f"the step of {program.config.own_loss.name}", rows):
             self._state, metrics = train_step(program)(state, placed)
-        self.step += 1
+        self.step, self._kept = self.step + 1, dict.fromkeys(self._kept)
         return {name: float(value) for name, value in metrics.items() if value.ndim == 0}
 
     def _with_loss(self, loss: Loss | Callable[..., Any] | None) -> Program:
@@ -180,7 +184,8 @@ class Model:
         on_validation: OnValidation = lambda step, loss: None,
     ) -> None:
         """Train in a run directory with the loop of `megajax train`: its checkpoints, log, trackers and signals. Called
-        again, also in another process, it goes on from the newest checkpoint there; the model then has its weights.
+        again, also in another process, it goes on from the newest checkpoint there; the model then has its weights. A
+        model of that run directory which is not that checkpoint, as after `set_weights`, is refused.
 
         Args:
             steps: the step at which training ends, counted from the model's first; by default `train.steps`.
@@ -207,6 +212,12 @@ class Model:
         validate(config, config.mesh.num_devices)
         if own is None:
             check_given(config)
+        place = Path(config.run_dir).resolve()
+        newest = max(named(place / "checkpoints"), default=None)
+        if newest is not None and self._kept.get(place, newest) != newest:
+            problem = f"goes on from its checkpoint of step {newest}, which this model of step {self.step} is not"
+            valid = "another run_dir, or first megajax.restore(…, training=True)"
+            raise UserError(f"train: {config.run_dir} {problem}, or no longer; valid: {valid}")
         self._weights = self._state = None  # the loop overwrites it
         runs: list[Trainer] = []
         given = Supplied(
@@ -232,6 +243,7 @@ class Model:
             transcript.end()
             self._state = runs[0].state if runs else state
             self._weights, self.step = self._state, runs[0].dispatched if runs else self.step
+            self._kept = dict.fromkeys(self._kept) | {place: runs[0].checkpoints.saved} if runs else self._kept
             self.tokenizer = self.tokenizer or (runs[0].data.tokenizer if runs else None)
 
     def batches(self, folder: str | Path) -> Iterator[Mapping[str, np.ndarray]]:
@@ -361,6 +373,7 @@ class Model:
                 self._weights = layout.computed_from_canonical(canonical)
             else:
                 self._weights = self._state = layout.with_weights(self._state, canonical)
+        self._kept = dict.fromkeys(self._kept)
 
     def save(self, run_dir: str | Path) -> None:
         """Write a run directory at the model's step, for use with `restore` and all commands.
@@ -373,6 +386,7 @@ class Model:
         write_run(
             Path(run_dir), "save", self._given, layout, self.tokenizer, lambda to: to.save(step, state), horizon=horizon
         )
+        self._kept[Path(run_dir).resolve()] = step
 
     def _run(self, function: Any, arrays: Mapping[str, np.ndarray]) -> Any:
         """Call a function in `core/program/scoring.py` on the model's weights and a batch of any size."""

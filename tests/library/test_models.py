@@ -124,7 +124,7 @@ def test_what_is_no_batch_is_told_in_one_line(given, problem: str) -> None:
 def test_arrays_of_token_ids_are_in_the_vocabulary() -> None:
     form = batch_form(tiny_config())
     form = dataclasses.replace(form, entries={**form.entries, "more": BatchArray(("tokens",), -1, ids=True)})
-    batch = dict.fromkeys(("tokens", "targets"), [[1, 2]])
+    batch = {"tokens": [[1, 2]], "targets": [[1, 2]]}
     for more in (101, -2):
         said = user_error(batch_of, tiny_config(), form, batch | {"more": [[-1, more]]})
         assert said == f"more with the number {more}; valid: from -1 to 100"

@@ -93,11 +93,18 @@ def test_a_run_goes_on_as_if_it_had_not_ended(tmp_path: Path, monkeypatch: pytes
     def train(steps: int) -> None:
         model.train(steps, "run", data=Counting(), on_step=note)
 
+    def restored(step: int | str) -> megajax.Model:
+        return megajax.restore("run", step=step, training=True, loss=confident, optimizer=optax.lion)
+
     train(2)
     there = model.weights()
     model.set_weights(jax.tree.map(np.zeros_like, there))
     assert not any(np.any(weight) for weight in jax.tree.leaves(model.weights()))
+    model.save("elsewhere")
+    assert "train: run goes on from its checkpoint of step 2, which this model of step 2 is not" in user_error(train, 4)
+    model = restored("latest")
     train(4)  # from the checkpoint of step 2
+    assert "of step 4, which this model of step 2 is not" in user_error(restored(2).train, 6, "run", data=Counting())
     lines = figures_of("run")
     assert ([*losses], model.step) == ([1, 2, 3, 4], 4)
     assert [each["loss"] for each in lines if "loss" in each] == [*losses.values()]
@@ -227,6 +234,8 @@ def test_what_train_cannot_do_says_what_is_valid(tmp_path: Path) -> None:
     further = {"model.prediction_modules": 1}
     others = lambda step: []  # noqa: E731
     others.tokenizer = "ours"
+    (tmp_path / "kept" / "checkpoints" / "4").mkdir(parents=True)
+    kept = megajax.Model(config, program, TrainState({}, *[None] * 5), 2, None, run_dir=tmp_path / "kept")  # type: ignore[arg-type]
     predicting, of_rows = megajax.load_preset("demo", further), megajax.Loss(confident, per="row")
     for call, problem in (
         (lambda: model.train(3, data=Counting()), "train: run_dir missing; valid: a folder"),
@@ -235,6 +244,10 @@ def test_what_train_cannot_do_says_what_is_valid(tmp_path: Path) -> None:
         (lambda: model.train(3, "run", data=7), r"data: a int; valid: an object with len\(\) and \[i\]"),
         (lambda: model.train(3, "run", data=Counting(0)), "data: it is empty; valid: at least one entry"),
         (lambda: model.train(3, tmp_path / "run"), "--data.path missing; valid"),
+        (
+            lambda: kept.train(5, tmp_path / "kept", data=Counting()),
+            r"goes on from its checkpoint of step 4, which this model of step 2 is not, .*; valid: another run_dir",
+        ),
         (lambda: own_data(config, program, "theirs", others, None, None), "the teacher has another tokenizer; valid"),
         (
             lambda: own_data(with_own(config, megajax.distillation(), None), program, None, None, None, None),
