@@ -23,7 +23,7 @@ from megajax.core.options import check
 from megajax.core.program.program import Program
 from megajax.core.program.scoring import logits, scores, task_logits
 from megajax.core.program.state import TrainState
-from megajax.core.program.train_step import computed_weights, train_step
+from megajax.core.program.train_step import evaluated_weights, train_step
 from megajax.data.samples.base import EndlessSamples
 from megajax.data.samples.loader import train_batches
 from megajax.data.text.indexed import prepared_prefix
@@ -54,7 +54,8 @@ from megajax.training.own_data import Batches, OrderedBatches, of_run, own_data,
 
 
 class Model:
-    """A model on the mesh of a configuration, made by `init` or `restore`.
+    """A model on the mesh of a configuration, made by `init` or `restore`. With `train.ema` all but `train_step` and
+    `train`, whose loss is that of the weights in training, use the average of its weights.
 
     Attributes:
         config: its configuration.
@@ -95,7 +96,7 @@ class Model:
     @property
     def _params(self) -> Any:
         self._check_there()
-        return self._weights if self._state is None else computed_weights(self.program, self._state)
+        return self._weights if self._state is None else evaluated_weights(self.program, self._state)
 
     def _trained(self, what: str) -> TrainState:
         self._check_there()
@@ -349,10 +350,11 @@ class Model:
 
     def weights(self) -> dict[str, Any]:
         """All weights on one device, without a mesh, for `PlainModel`: nested dicts, `shared` and `blocks`; weights of
-        layers are stacked, [L, …]."""
-        layout, held = self.program.layout, self._params
-        if self._state is not None and self._state.main is not None:
-            held = layout.with_trained(held, self._state.main)
+        layers are stacked, [L, …]. With `train.ema` they are the average."""
+        layout, held, state = self.program.layout, self._params, self._state
+        main = state and (state.main if state.average is None else state.average)
+        if main is not None:
+            held = layout.with_trained(held, main)
         if layout.adapters is not None:
             held = jax.jit(layout.adapters.merged)(held)
         return jax.device_put(jax.jit(layout.canonical_weights)(held), self.program.mesh.devices.flat[0])

@@ -16,7 +16,7 @@ from megajax.core.errors import RunError, UserError
 from megajax.core.models.router import LOAD
 from megajax.core.program.program import Batch, Program
 from megajax.core.program.state import TrainState
-from megajax.core.program.train_step import average_weights, computed_weights, train_step
+from megajax.core.program.train_step import evaluated_weights, train_step
 from megajax.data.samples.loader import growing_batches
 from megajax.evaluation.scoring import total_loss
 from megajax.host.processes import Poll, is_first_process, say
@@ -305,10 +305,7 @@ class Trainer:
 
     def _weights(self, state: TrainState | None = None) -> Any:
         """The weights of a state, by default the current one, to evaluate: their average, if there is one."""
-        state, program = state or self.state, self.program
-        if state.average is None:
-            return computed_weights(program, state)
-        return average_weights(program)(state.params, state.average)
+        return evaluated_weights(self.program, state or self.state)
 
     def _stop_by_signal(self, step: int) -> NoReturn:
         self.checkpoints.wait()

@@ -44,6 +44,28 @@ def test_a_plain_model_is_a_function_of_plain_arrays() -> None:
     assert float(both(lower, IDS)[0]) < float(loss)
 
 
+@pytest.mark.slow
+def test_a_model_in_memory_uses_the_average_as_one_from_files_does(tmp_path: Path) -> None:
+    """The average is that of the definition."""
+    rows = np.random.default_rng(1).integers(0, 101, (8, 17), np.int32)
+    configs = (tiny_config(num_layers=1, ema=ema, optimizer={"warmup_steps": 0}, dropout=0.0) for ema in (0.0, 0.5))
+    trained, model = map(megajax.init, configs)
+    average = model.weights()
+    for _ in range(2):
+        assert trained.train_step(rows)["loss"] == model.train_step(rows)["loss"]
+        average = jax.tree.map(lambda old, new: (old + new) / 2, average, trained.weights())
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), model.weights(), average)
+    expected = float(megajax.PlainModel(model.config).loss(average, IDS))
+    assert abs(expected - trained.loss(IDS)) > 1e-3
+    model.save(tmp_path / "run")
+    for training in (False, True):
+        restored = megajax.restore(tmp_path / "run", training=training)
+        assert [each.loss(IDS) for each in (model, restored)] == pytest.approx([expected] * 2, rel=1e-6)
+        assert restored.generate([[1, 2]], temperature=0.0) == model.generate([[1, 2]], temperature=0.0)
+        without = megajax.restore(tmp_path / "run", {"train.ema": 0}, training=training)
+        assert without.loss(IDS) == pytest.approx(trained.loss(IDS), rel=1e-6)
+
+
 @pytest.mark.full  # programs on a mesh of eight devices take long to compile
 def test_a_mesh_changes_no_logits() -> None:
     config = tiny_config((2, 2, 2), vocabulary="split", dropout=0.0)

@@ -77,6 +77,13 @@ def computed_weights(program: Program, state: TrainState) -> Tree:
     return whole_weights(program)(state.params) if program.layout.gathers_late else state.params
 
 
+def evaluated_weights(program: Program, state: TrainState) -> Tree:
+    """The weights to evaluate, for forward-only programs: their average, if there is one."""
+    if state.average is None:
+        return computed_weights(program, state)
+    return average_weights(program)(state.params, state.average)
+
+
 def _gathered(program: Program, params: Tree) -> Tree:
     return program.layout.late.gather(params, invariant=True)
 
