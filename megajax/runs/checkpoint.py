@@ -66,12 +66,14 @@ class Checkpoints:
         """The steps of all checkpoints, ascending."""
         return numbers_of_first_process(step_folders.complete(self.folder))
 
-    def save(self, step: int, state: TrainState, validation_loss: float | None = None) -> None:
+    def save(self, step: int, state: TrainState) -> None:
         """Begin to write the `state` after `step` steps. When this returns, the state has been copied; the files are
         complete later (`wait`). `news` reports failures of this write and the previous one."""
-        if validation_loss is not None:
-            self._losses[step] = validation_loss
         self._begin(step, lambda: self._transfer.to_host(state))
+
+    def measured(self, step: int, validation_loss: float) -> None:
+        """Note the loss of a step, by which the best are kept."""
+        self._losses[step] = validation_loss
 
     def save_new(self, weight: Callable[[Any, tuple[int, ...]], np.ndarray]) -> None:
         """Begin to write the state before the first step. `weight`, called in another thread, makes each canonical main

@@ -19,7 +19,7 @@ from megajax.core.program.state import TrainState
 from megajax.core.program.train_step import evaluated_weights, train_step
 from megajax.data.samples.loader import growing_batches
 from megajax.evaluation.scoring import total_loss
-from megajax.host.processes import Poll, is_first_process, say
+from megajax.host.processes import Poll, is_first_process, of_first_process, say
 from megajax.host.signals import Stopped, stop_signals
 from megajax.host.transcript import printable
 from megajax.runs.checkpoint import Checkpoints
@@ -148,11 +148,12 @@ class Trainer:
         self._catch_up()
         self.checkpoints.wait()
         if self.dispatched > (self.checkpoints.saved or self.first):
-            self._save(self.dispatched, None)
+            self._save(self.dispatched)
             self.checkpoints.wait()
 
     def _steps(self) -> None:
         config = self.config
+        self._make_up()
         sizes, program = self.order.sizes, self.program
         rows_of = functools.cache(program.rows_of)
         batches = self._batches(rows_of)
@@ -199,6 +200,24 @@ class Trainer:
             self.checkpoints.wait()
             self.log.show_checkpoints(self.checkpoints)
             self._score_dev()
+
+    def _make_up(self) -> None:
+        """Validate and evaluate at the step from which a run goes on if that was due there and is not recorded: a
+        signal may have ended the start before in the middle of it."""
+        step, config = self.first, self.config
+        if not step or self.checkpoints.saved is None:
+            return
+        tasks = {entry.partition("=")[0] for entry in config.evaluate} if config.pretrains else {"dev"}
+        if self._due(step, config.train.eval_every) and of_first_process("validation_loss" not in self.log.recorded):
+            self._check_finite(step, self._validate(step))
+        if (
+            config.evaluate
+            and self._due(step, config.evaluate_every)
+            and of_first_process(not tasks <= self.log.recorded)
+        ):
+            self._evaluate(step)
+        if self.stop_signal:
+            self._stop_by_signal(step)
 
     def _batches(self, rows_of: Callable[[int], list[int]]) -> Iterator[Any]:
         """The batches of all steps that are left."""
@@ -288,19 +307,21 @@ class Trainer:
         waits = not self.stop_signal or self.validator.last is not None  # when stopping, don't wait for a compiler
         if loss is None and waits and self.config.train.eval_every:  # check the new weights, not evaluated yet
             loss = total_loss(self.validator.evaluate(step, self._weights(), 1))
-        if loss is not None and not math.isfinite(loss):
-            self._stop(f"step {step}: the validation loss after it is {loss}")
+        self._check_finite(step, loss)
         if self._saves(step):
-            measured = self._due(step, self.config.train.eval_every)
-            self._save(step, loss if measured and not self.stop_signal else None)
+            self._save(step)
         if self.stop_signal:
             self._stop_by_signal(step)
         self.ready = time.perf_counter()
 
-    def _save(self, step: int, loss: float | None) -> None:
+    def _check_finite(self, step: int, loss: float | None) -> None:
+        if loss is not None and not math.isfinite(loss):
+            self._stop(f"step {step}: the validation loss after it is {loss}")
+
+    def _save(self, step: int) -> None:
         self.watchdog.at(step, "writing a checkpoint")
         self.lock.check()
-        self.checkpoints.save(step, self.state, loss)
+        self.checkpoints.save(step, self.state)
         self.last_save, self.minutes_over = time.monotonic(), False
 
     def _weights(self, state: TrainState | None = None) -> Any:
@@ -321,6 +342,7 @@ class Trainer:
         except _SignalSeen:
             return None
         loss = total_loss(parts)
+        self.checkpoints.measured(step, loss)
         self.log.record_validation(step, loss, named, parts_of(parts, self.program.form) | means)
         self.log.record_text(step, "validation", validation_text(self.config, parts))
         with self._called():

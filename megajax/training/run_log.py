@@ -44,6 +44,7 @@ class RunLog:
     ):
         self._run_dir, self._total, self._loads_every = run_dir, total_steps, max(1, total_steps // _MOST_LOADS)
         self._of_dev: set[int] = set()  # steps with a task's figures on its dev records
+        self.recorded: set[str] = set()  # names of the figures of the last finished step, up to a /
         self._trackers: list[Tracker] = []
         self._resumed_from = finished_steps  # reset when the first step is recorded
         self._writing = contextlib.ExitStack()  # the display row of a checkpoint being written
@@ -65,6 +66,8 @@ class RunLog:
             curves.add(record)
             if LOAD in record:
                 loads.append((record["step"], np.array(record[LOAD], np.int32)))
+            if record["step"] == finished_steps:
+                self.recorded.update(name.partition("/")[0] for name in record)
             if is_of_dev(record):
                 self._of_dev.add(record["step"])
         return [

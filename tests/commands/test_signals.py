@@ -22,6 +22,7 @@ from megajax.core.program.train_step import train_step
 from megajax.host.signals import stop_signals
 from megajax.runs.lock import RunLock
 from megajax.training import loop, watchdog
+from megajax.training.validator import Validator
 
 
 def after_lines(run: Path, count: int, number: int) -> threading.Thread:
@@ -86,6 +87,29 @@ def test_a_signal_while_the_first_step_is_compiled(
     )
     assert done.err.splitlines() == [said, "stopped by SIGHUP before step 1: there is nothing new to save"]
     assert done.code == 129 and not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_a_validation_that_a_signal_ended_is_made_up(
+    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And its checkpoint is kept as the best; at a rate like this one, losses grow."""
+    often = ("--train.steps", 6, "--train.eval-every", 2, "--checkpoint.every", 2, "--optimizer.learning-rate", 3)
+    line = (*often, "--checkpoint.keep", 1, "--checkpoint.keep-best", 1)
+    commands.train(tmp_path / "straight", *line)
+    validate = Validator.validate
+
+    def stopped(*given: Any) -> Any:
+        monkeypatch.undo()
+        os.kill(os.getpid(), signal.SIGTERM)
+        return validate(*given)
+
+    monkeypatch.setattr(Validator, "validate", stopped)
+    run = tmp_path / "run"
+    done = commands.run("train.py", commands.preset, "--run-dir", run, *line)
+    assert done.code == 143 and not validation(run) and checkpoint_steps(run) == [2]
+    commands.train(run, *line)
+    assert validation(run) == validation(tmp_path / "straight")
+    assert checkpoint_steps(run) == checkpoint_steps(tmp_path / "straight") == [2, 6]
 
 
 def test_minutes_between_checkpoints(commands: Commands, tmp_path: Path) -> None:
