@@ -8,7 +8,7 @@ from typing import Any
 
 from megajax.convert.settings import Fields
 from megajax.core.errors import UserError
-from megajax.host import reading
+from megajax.host import limited, reading
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # an adapter's files
 
@@ -71,14 +71,21 @@ class AdapterOptions(Fields):
         rank: int = self.get("r", 8)
         return rank
 
-    def scale(self, module: str) -> tuple[float, int]:
-        """The scale and the rank of the adapter of a module."""
-        rank = self._of_pattern("rank_pattern", module, self.rank)
-        alpha = self._of_pattern("alpha_pattern", module, self.get("lora_alpha", 8))
+    def targets(self, modules: list[str], parameters: list[str]) -> dict[str, tuple[float, int]]:
+        """Those of these modules and parameters that are adapted, by the rules of `peft`, with the scale and the rank
+        of each. The options' regular expressions have limits of time and memory."""
+        place, what = f"{__name__}:targets", f"{self.file}: matching names with its regular expressions"
+        found = limited.call(place, str(self.file), self, modules, parameters, what=what)
+        return {name: (scale, rank) for name, (scale, rank) in found.items()}
+
+    def scale(self, name: str) -> tuple[float, int]:
+        """The scale and the rank of the adapter of a module or parameter."""
+        rank = self._of_pattern("rank_pattern", name, self.rank)
+        alpha = self._of_pattern("alpha_pattern", name, self.get("lora_alpha", 8))
         return alpha / (math.sqrt(rank) if self.get("use_rslora") else rank), rank
 
     def _of_pattern(self, name: str, module: str, default: Any) -> Any:
-        found = (value for key, value in self.part(name).items() if self._match(name, rf"(?:.*\.)?(?:{key})", module))
+        found = (value for key, value in self.part(name).items() if self._match(name, r"(?:.*\.)?", key, module))
         return next(found, default)
 
     def tokens(self, module: str, vocab_size: int) -> list[int]:
@@ -90,17 +97,20 @@ class AdapterOptions(Fields):
             raise self.refusal("trainable_token_indices", given, f"the ids of the tokens that {module} replaces")
         return given
 
+    def selects_parameter(self, parameter: str) -> bool:
+        """Whether a parameter is adapted itself, whatever is said of its module."""
+        return self._is_named("target_parameters", self.get("target_parameters") or [], parameter)
+
     def selects(self, module: str) -> bool:
-        """Whether a module is adapted, by the rules of `peft`."""
+        """Whether a module is adapted."""
         excluded, wanted = self.get("exclude_modules") or [], self.get("target_modules")
         saved = self.get("modules_to_save") or []
         if self._is_named("exclude_modules", excluded, module):
             return False
-        if any(self._match("modules_to_save", rf"(?:.*\.)?(?:{name})(?:\..*)?", module) for name in saved):
+        if any(self._match("modules_to_save", r"(?:.*\.)?", name, module, r"(?:\..*)?") for name in saved):
             return False
-        parameters = [name.rpartition(".")[0] for name in self.get("target_parameters") or []]
-        if wanted is None or self._is_named("target_parameters", parameters, module):
-            return not parameters or self._is_named("target_parameters", parameters, module)
+        if wanted is None:
+            return not self.get("target_parameters")
         if isinstance(wanted, str) and wanted.lower() == "all-linear":
             return True
         layers = self.get("layers_to_transform")
@@ -111,19 +121,28 @@ class AdapterOptions(Fields):
     def _layer(self, module: str) -> int | None:
         """The number of a module's layer; None if its name has none."""
         given = self.get("layers_pattern") or []
-        patterns = [rf"(?:.*?\.)?(?:{name})" for name in ([given] if isinstance(given, str) else given)]
-        ends = (rf"{pattern}\.(?P<number>[0-9]+)\..*" for pattern in patterns or [r".*?\.[^.]*"])
-        found = (self._match("layers_pattern", pattern, module) for pattern in ends)
+        patterns = [(r"(?:.*?\.)?", name) for name in ([given] if isinstance(given, str) else given)]
+        after = r"\.(?P<number>[0-9]+)\..*"
+        found = (self._match("layers_pattern", *each, module, after) for each in patterns or [("", r".*?\.[^.]*")])
         return next((int(match["number"]) for match in found if match), None)
 
     def _is_named(self, option: str, names: str | list[str], module: str) -> bool:
         """Whether an option names a module: by the end of its name, or all of it by a regular expression."""
         if isinstance(names, str):
-            return bool(self._match(option, names, module))
+            return bool(self._match(option, "", names, module))
         return any(f".{module}".endswith(f".{name}") for name in names)
 
-    def _match(self, option: str, pattern: str, module: str) -> re.Match[str] | None:
+    def _match(self, option: str, before: str, pattern: str, name: str, after: str = "") -> re.Match[str] | None:
+        """The match of a name with an option's regular expression, and with what may come before and after it."""
         try:
-            return re.fullmatch(pattern, module)
-        except re.error as error:
+            re.compile(pattern)  # by itself, too: a "[" would go on after it
+            return re.fullmatch(f"{before}(?:{pattern}){after}" if before or after else pattern, name)
+        except (re.error, RecursionError, OverflowError) as error:
             raise self.refusal(option, self.get(option), f"regular expressions ({error})") from None
+
+
+def targets(file: str, content: dict[str, Any], modules: list[str], parameters: list[str]) -> dict[str, Any]:
+    """See `AdapterOptions.targets`, which calls it in a process with limits."""
+    options = AdapterOptions(Path(file), content)
+    selected = {*filter(options.selects, modules)} | {*filter(options.selects_parameter, parameters)}
+    return {name: options.scale(name) for name in selected}

@@ -5,9 +5,10 @@ outputs of a module, I inputs, R rank, E experts.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,13 +31,21 @@ _BEFORE = "original_module"  # copies of the base model's tensors
 _Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class _Expert:
-    """The part of an adapter of fused experts that belongs to one tensor of one of them."""
+class _Expert(NamedTuple):
+    """The part of an adapter of fused experts that belongs to one tensor."""
 
-    number: int
     experts: int  # how many there are
-    rows: slice  # its outputs among those of the fused tensor
+    number: int | None = None  # whose tensor it is; None: that of all, [experts, in, out]
+    rows: slice = slice(None)  # its outputs among those of the fused tensor
+
+
+class _Fused(NamedTuple):
+    """A tensor of all of a layer's experts, as transformers 5 has it in memory."""
+
+    experts: int
+    inputs: int
+    outputs: int
+    parts: dict[str, _Expert]  # by the tensors on disk
 
 
 @dataclass(frozen=True)
@@ -65,14 +74,13 @@ class Adapter:
             if not (found := _TENSOR.fullmatch(name)):
                 raise self._refusal([name])
             module, kind = found["module"], found["kind"].removeprefix("modules_to_save.")
-            if self._has(module.removesuffix(".base_layer"), kind):
+            option = {"lora_magnitude_vector": "use_dora", "lora_B.bias": "lora_bias"}.get(kind)
+            if option and not self._options.get(option):
+                raise self._refusal([name], f"{option} true in {SETTINGS}, without which peft ignores it")
+            if kind.partition(".")[0] != _BEFORE:
                 self._modules.setdefault(module, {})[kind] = name
-
-    def _has(self, module: str, kind: str) -> bool:
-        """Whether a tensor counts. As in `peft`, that follows from the options; other tensors are left alone."""
-        own = self._options.selects(module) if kind.startswith(("lora", "base")) else kind.partition(".")[0] != _BEFORE
-        option = {"lora_magnitude_vector": "use_dora", "lora_B.bias": "lora_bias"}.get(kind)
-        return own and (option is None or bool(self._options.get(option)))
+        if not self._modules:
+            raise UserError(f"{self._file}: holds no tensors of an adapter; valid: those that peft writes")
 
     @classmethod
     def find(cls, folder: Path, given: Path | None) -> "Adapter | None":
@@ -109,46 +117,57 @@ class Adapter:
         flipped = {name for place in blocks for _, name in place.tensors(config)}
         spelled = places.spelling({f"{module}.weight" for module in self._modules})
         known = {spelled(name): name for name in shapes}
-        fused = places.fused_tensors(config)
+        fused = _fused(places, config)
+        experts: dict[str, list[str]] = {module: [] for module in self._modules}
+        for name in fused:
+            for module in (name.rpartition(".")[0], f"{name.rpartition('.')[0]}.base_layer"):
+                experts.get(module, []).append(name)
+        targets = self._options.targets([*experts], [f"{module}.weight" for module in experts] + [*fused])
         expected: dict[str, _Shape] = {}
         for module, tensors in self._modules.items():
-            inner = module.removesuffix(".base_layer")
-            if experts := {name: each for name, each in fused.items() if name.rpartition(".")[0] == inner}:
-                expected |= self._fit_experts(tensors, experts, shapes)
+            if experts[module]:
+                chosen = {name: (*targets[name], fused[name]) for name in experts[module] if name in targets}
+                expected |= self._fit_experts(tensors, chosen.values())
                 continue
-            scale, rank = self._options.scale(module)
+            target = targets.get(f"{module}.weight", targets.get(module))
+            scale, rank = target or (0.0, 1)
             of_table = "lora_embedding_A" in tensors
             for kind, tensor in tensors.items():
-                target = f"{module}.{'bias' if kind.endswith('bias') else 'weight'}"
-                if target in places.copies and self._options.get("ensure_weight_tying"):
-                    continue  # the same again
-                if target not in known:
-                    raise self._refusal([tensor])
-                name = known[target]
+                place = f"{module}.{'bias' if kind.endswith('bias') else 'weight'}"
+                if place in places.copies and self._options.get("ensure_weight_tying"):
+                    self._check_same(tensor, kind, places.copies[place].rpartition(".")[0])
+                    continue
+                if not target and kind.startswith(("lora", "base")):
+                    raise self._refusal([tensor], f"only what {SETTINGS} selects, peft ignores the rest")
+                name = known.get(place, "")
                 flips = name in flipped or of_table
-                self._changes.setdefault(name, _Change(scale, flips)).tensors[kind] = tensor
+                change = self._changes.setdefault(name, _Change(scale, flips))
+                if not name or kind in change.tensors:
+                    raise self._refusal([tensor])
+                change.tensors[kind] = tensor
                 shape = shapes[name][::-1] if flips and kind.startswith("lora") else shapes[name]
                 expected |= self._shapes_of(module, kind, tensor, rank, shape)
         self._tensors.check(expected, f"an adapter of rank {self._options.rank}", by=SETTINGS)
 
-    def _fit_experts(
-        self, tensors: dict[str, str], experts: Mapping[str, Sequence[Sequence[str]]], shapes: Mapping[str, _Shape]
-    ) -> dict[str, _Shape]:
-        """The same for an adapter of fused experts: `experts` has, by fused tensor, each expert's own. Only sizes tell
-        which of the fused tensors is adapted."""
+    def _fit_experts(self, tensors: dict[str, str], chosen: Iterable[tuple[float, int, _Fused]]) -> dict[str, _Shape]:
+        """The same for an adapter of one of these fused tensors, each with scale and rank. Only sizes tell which."""
         there = {kind: self._tensors.shapes[tensor] for kind, tensor in tensors.items()}
-        for fused, names in experts.items():
-            rows, inputs = shapes[names[0][0]]
-            scale, rank = self._options.scale(fused)
-            ranks = rank * len(names)
-            wanted = {"lora_A.weight": (ranks, inputs), "lora_B.weight": (rows * len(names[0]), ranks)}
-            if there == wanted:
-                for expert, parts in enumerate(names):
-                    for number, name in enumerate(parts):
-                        part = _Expert(expert, len(names), slice(rows * number, rows * (number + 1)))
-                        self._changes[name] = _Change(scale, expert=part, tensors=tensors)
+        for scale, rank, fused in chosen:
+            ranks = rank * fused.experts
+            wanted = {"lora_A.weight": (ranks, fused.inputs), "lora_B.weight": (fused.outputs, ranks)}
+            if there == wanted and not self._changes.keys() & fused.parts.keys():
+                changes = {name: _Change(scale, expert=part, tensors=tensors) for name, part in fused.parts.items()}
+                self._changes |= changes
                 return {tensors[kind]: shape for kind, shape in wanted.items()}
         raise self._refusal([*tensors.values()])
+
+    def _check_same(self, tensor: str, kind: str, module: str) -> None:
+        """Check that a tensor of a tied module is the one of the `module` that has the weight."""
+        transposed = {"lora_A.weight": "lora_embedding_B", "lora_B.weight": "lora_embedding_A"}.get(kind)
+        other = self._modules.get(module, {}).get(transposed or kind)
+        same = self._tensors.read(other) if other else np.zeros(0)
+        if not np.array_equal(self._tensors.read(tensor), same.T if transposed else same):
+            raise self._refusal([tensor], f"the same as of {module}, by ensure_weight_tying")
 
     def _shapes_of(self, module: str, kind: str, tensor: str, rank: int, shape: _Shape) -> dict[str, _Shape]:
         """The shapes that an adapter's tensor and its counterpart must have, if the module's is [out, in]."""
@@ -185,13 +204,35 @@ class Adapter:
             tensor[self._options.tokens(found["module"], len(tensor))] = own[_TOKENS]
         return tensor
 
-    def _refusal(self, names: Sequence[str]) -> UserError:
-        return UserError(f"{self._file}: holds {listed(names)}; valid: what peft writes for the modules of this model")
+    def _refusal(
+        self, names: Sequence[str], valid: str = "what peft writes for the modules of this model"
+    ) -> UserError:
+        return UserError(f"{self._file}: holds {listed(names)}; valid: {valid}")
+
+
+def _fused(places: TensorPlaces, config: ModelConfig) -> dict[str, _Fused]:
+    """The tensors of all of a layer's experts, by name; some are so on disk, too: [experts, in, out]."""
+    shapes = places.shapes(config)
+    found = {name: _Fused(*shape, {name: _Expert(shape[0])}) for name, shape in shapes.items() if len(shape) == 3}
+    for fused, experts in places.fused_tensors(config).items():
+        if experts[0][0] not in shapes:
+            continue  # the layer is dense
+        rows, inputs = shapes[experts[0][0]]
+        parts = {
+            name: _Expert(len(experts), expert, slice(rows * number, rows * (number + 1)))
+            for expert, names in enumerate(experts)
+            for number, name in enumerate(names)
+        }
+        found[fused] = _Fused(len(experts), inputs, rows * len(experts[0]), parts)
+    return found
 
 
 def _product(a_RI: Tensor, b_OR: Tensor, expert: _Expert | None) -> Tensor:
     if not expert:
         return b_OR @ a_RI
     a_ERI, b_ORE = a_RI.reshape(expert.experts, -1, a_RI.shape[1]), b_OR.reshape(len(b_OR), -1, expert.experts)
+    if expert.number is None:
+        every: Tensor = np.einsum("ore,eri->eio", b_ORE, a_ERI, optimize=True)
+        return every
     product: Tensor = b_ORE[expert.rows, :, expert.number] @ a_ERI[expert.number]
     return product

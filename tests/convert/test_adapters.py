@@ -15,6 +15,7 @@ from megajax.__main__ import main
 from megajax.convert import importing
 from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import import_hf, open_source
+from megajax.host import limited
 
 Q, EMBEDDING = "model.layers.1.self_attn.q_proj", "model.embed_tokens"
 CONV = "transformer.h.0.attn.c_proj"  # square, so that only its kind tells which dim is which
@@ -69,26 +70,14 @@ def test_gpt2_and_doras(tmp_path: Path) -> None:
     np.testing.assert_allclose(weights.read(f"{CONV}.weight"), expected, rtol=0, atol=1e-6)
 
 
-def test_tensors_that_the_options_do_not_want(tmp_path: Path) -> None:
-    """peft leaves them alone."""
-    tensors = random_tensors("gpt2")
-    more = {f"{CONV}.lora_magnitude_vector": drawn(24), f"{CONV}.lora_B.bias": drawn(24)}
-    pair = {f"{CONV}.lora_A.weight": drawn(2, 24), f"{CONV}.lora_B.weight": drawn(24, 2)}
-    write_adapter(write_model(tmp_path, "gpt2", tensors), pair | more)
-    a, b = pair.values()
-    weights = open_source(tmp_path).weights
-    expected = tensors[f"{CONV}.weight"] + 3 * (b @ a).T
-    np.testing.assert_allclose(weights.read(f"{CONV}.weight"), expected, rtol=0, atol=1e-6)
-    assert np.array_equal(weights.read(f"{CONV}.bias"), tensors[f"{CONV}.bias"])
-    write_adapter(tmp_path, pair, layers_to_transform=[1], target_modules=["c_proj"])
-    assert np.array_equal(open_source(tmp_path).weights.read(f"{CONV}.weight"), tensors[f"{CONV}.weight"])
-
-
 def test_an_embedding_that_is_no_longer_tied(tmp_path: Path) -> None:
     """The head keeps the base model's; replaced tokens alone stay tied."""
     tied = {"tie_word_embeddings": True}
     tensors, table = random_tensors("llama", **tied), drawn(101, 24)
     write_model(tmp_path, "llama", tensors, **tied)
+    both = {f"{EMBEDDING}.weight": table, "lm_head.weight": table + 1}
+    write_adapter(tmp_path, both, modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+    assert f"holds base_model.model.lm_head.weight; valid: the same as of {EMBEDDING}, by ensure" in refusal(tmp_path)
     write_adapter(tmp_path, {f"{EMBEDDING}.weight": table}, modules_to_save=["embed_tokens"])
     source = open_source(tmp_path)
     assert not source.config.model.tied_embedding
@@ -118,6 +107,12 @@ def test_an_embedding_that_is_no_longer_tied(tmp_path: Path) -> None:
         (PAIR, {"layers_to_transform": "1"}, 'layers_to_transform is "1"; valid: null, or numbers of layers'),
         ({f"{Q}.lora_A.weight": drawn(2, 24)}, {}, f"{Q}.lora_B.weight missing from the safetensors; valid: all of an"),
         (PAIR | {f"{Q}.lora_B.bias": drawn(48)}, {"lora_bias": True}, f"holds base_model.model.{Q}.lora_B.bias; valid"),
+        (PAIR, {"layers_to_transform": [0], "target_modules": ["q_proj"]}, f"holds base_model.model.{Q}.lora_A.weight"),
+        (PAIR, {"target_parameters": ["gate_up_proj"]}, "lora_A.weight; valid: only what adapter_config.json selects"),
+        (PAIR | {f"{Q}.lora_B.bias": drawn(48)}, {}, f"{Q}.lora_B.bias; valid: lora_bias true in adapter_config.json"),
+        ({}, {}, "adapter_model.safetensors: holds no tensors of an adapter; valid: those that peft writes"),
+        (PAIR, {"layers_pattern": "[", "layers_to_transform": 1, "target_modules": ["q_proj"]},
+         'layers_pattern is "["; valid: regular expressions (unterminated character set'),
         ({"model.layers.2.mlp.up_proj.weight": drawn(2)}, {}, "holds base_model.model.model.layers.2.mlp.up_proj.w"),
         ({f"{EMBEDDING}.token_adapter.trainable_tokens_delta": drawn(1, 24)}, {"trainable_token_indices": [101]},
          f"trainable_token_indices is [101]; valid: the ids of the tokens that {EMBEDDING} replaces"),
@@ -126,6 +121,22 @@ def test_an_embedding_that_is_no_longer_tied(tmp_path: Path) -> None:
 def test_refused(tensors: Mapping[str, np.ndarray], options: dict[str, Any], words: str, tmp_path: Path) -> None:
     write_adapter(write_model(tmp_path, "llama"), tensors, **options)
     assert words in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": r"(.*)*\.x"},
+        {"exclude_modules": r"(.*)*\.x"},
+        {"rank_pattern": {"(.*)*x": 2}},
+        {"layers_pattern": r"(.*)*x", "layers_to_transform": [1], "target_modules": ["q_proj"]},
+    ],
+)
+def test_patterns_that_never_end(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limited, "SECONDS", 0.2)
+    write_adapter(write_model(tmp_path, "llama"), PAIR, **options)
+    line = refusal(tmp_path)
+    assert "adapter_config.json: matching names with its regular expressions takes more than 0.2 seconds" in line
 
 
 def test_a_pickle_or_nothing(tmp_path: Path) -> None:
@@ -179,7 +190,7 @@ def test_fused_experts(kind: str, number: int, tmp_path: Path, monkeypatch: pyte
     experts = "model.layers.1.mlp.experts"
     a, b = drawn(2 * number, width), drawn(24, 2 * number)
     pair = {f"{experts}.lora_A.weight": a, f"{experts}.lora_B.weight": b}
-    write_adapter(tmp_path, pair, target_parameters=["experts.down_proj"])
+    write_adapter(tmp_path, pair, target_parameters=["gate_up_proj", "down_proj"])
     merged = open_source(tmp_path).weights
     for name, tensor in plain.items():
         expert = int(name.split(".")[5]) if name.endswith(f"{output}.weight") and "layers.1" in name else None
@@ -189,6 +200,24 @@ def test_fused_experts(kind: str, number: int, tmp_path: Path, monkeypatch: pyte
     fewer = {name: each[:4] if each.ndim == 3 else each for name, each in stored.items()}
     line = refusal(write_model(tmp_path, kind, fewer, **settings))
     assert "gate_up_proj has shape [4, " in line and f"valid: {number} experts in its first dim" in line
+
+
+def test_experts_that_are_joined_on_disk(tmp_path: Path) -> None:
+    """GPT-OSS's, selected as in OpenAI's cookbook (fine-tune-transfomers); peft nests adapters of a module."""
+    tensors, name = random_tensors("gpt_oss"), "model.layers.1.mlp.experts"
+    a, b, outer_a, outer_b = drawn(10, 24), drawn(80, 10), drawn(10, 40), drawn(24, 10)
+    inner = {f"{name}.base_layer.lora_A.weight": a, f"{name}.base_layer.lora_B.weight": b}
+    outer = {f"{name}.lora_A.weight": outer_a, f"{name}.lora_B.weight": outer_b}
+    options = {"target_parameters": ["1.mlp.experts.gate_up_proj", "1.mlp.experts.down_proj"], "target_modules": []}
+    weights = open_source(write_adapter(write_model(tmp_path, "gpt_oss", tensors), inner | outer, **options)).weights
+    for stored, (a_RI, b_OR) in {"gate_up_proj": (a, b), "down_proj": (outer_a, outer_b)}.items():
+        expected = tensors[f"{name}.{stored}"].copy()
+        for expert in range(5):  # [in, out]
+            expected[expert] += 3 * (b_OR[:, expert::5] @ a_RI[2 * expert : 2 * expert + 2]).T
+        np.testing.assert_allclose(weights.read(f"{name}.{stored}"), expected, rtol=0, atol=1e-6)
+    twice = {f"{name}.base_layer.lora_A.weight": outer_a, f"{name}.base_layer.lora_B.weight": outer_b}
+    write_adapter(tmp_path, outer | twice, **options)
+    assert "holds base_model.model.model.layers.1.mlp.experts.lora_A" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])

@@ -51,6 +51,29 @@ CASES: dict[str, Case] = {
     "tokens, tied": ("qwen3", TIED, QV | {"trainable_token_indices": [4, 100]}),
     "fused experts": ("qwen3_moe", {}, {"target_modules": ["o_proj"], "target_parameters": EXPERTS}),
     "some experts, router": ("mixtral", {}, {"target_parameters": [EXPERTS[1], "mlp.gate.weight"], "use_rslora": True}),
+    **{  # peft writes target_parameters without a dot
+        f"usual targets, {kind}": (
+            kind,
+            {},
+            {"target_modules": ["q_proj", "o_proj", *names], "rank_pattern": {"q_proj": 3}},
+        )
+        for kind, names in {
+            "mixtral": ("gate", "w1", "w2", "w3"),
+            **dict.fromkeys(("qwen3_moe", "olmoe", "deepseek_v3"), ("gate_proj", "up_proj", "down_proj")),
+        }.items()
+    },
+    "all linear, deepseek_v3": ("deepseek_v3", {}, {"target_modules": "all-linear"}),
+    "all linear, mixtral": ("mixtral", {}, {"target_modules": "all-linear", "exclude_modules": ["experts", "k_proj"]}),
+    "as the cookbook": (  # https://cookbook.openai.com/articles/gpt-oss/fine-tune-transfomers
+        "gpt_oss",
+        {},
+        {"target_modules": "all-linear", "target_parameters": [f"1.{name}" for name in EXPERTS]},
+    ),
+    "a router": (
+        "gpt_oss",
+        {},
+        {"target_parameters": ["router.weight", EXPERTS[0]], "rank_pattern": {"router.weight": 3}},
+    ),
     "classes": ("bert", {}, {"target_modules": ["query", "dense"], "task_type": "SEQ_CLS", "bias": "all"}),
     **{f"init {name}": ("llama", {}, QV | {"init_lora_weights": name}) for name in ("orthogonal", "mica", "gaussian")},
 }
@@ -101,19 +124,21 @@ def test_the_logits_of_peft(name: str, tmp_path: Path) -> None:
 
 
 def test_options_that_the_tensors_exceed(tmp_path: Path) -> None:
-    """Tensors of modules that the options do not select are left alone, as there."""
-    case = CASES["rank and alpha"]
-    adapted(tmp_path, case)
+    """Tensors of modules that the options do not select, which peft leaves alone, are refused."""
+    adapted(tmp_path, CASES["rank and alpha"])
     file = tmp_path / "adapter" / "adapter_config.json"
-    for change in ({"layers_to_transform": 1}, {"target_modules": ["q_proj"]}, {"exclude_modules": r".*\.0\..*q_proj"}):
-        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    content = json.loads(file.read_text())
+    for change, ignored in (
+        ({"layers_to_transform": 1}, "layers.0.self_attn.q_proj"),
+        ({"target_modules": ["q_proj"]}, "layers.0.self_attn.v_proj"),
+        ({"exclude_modules": r".*\.0\..*q_proj"}, "layers.0.self_attn.q_proj"),
+    ):
+        file.write_text(json.dumps(content | change))
         base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", **EAGER)
-        theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().state_dict()
-        weights = open_source(tmp_path / "hf", None, tmp_path / "adapter").weights
-        for layer in 0, 1:
-            for module in "q_proj", "v_proj":
-                tensor = f"model.layers.{layer}.self_attn.{module}.weight"
-                np.testing.assert_allclose(weights.read(tensor), theirs[tensor].numpy(), rtol=0, atol=1e-6)
+        theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+        assert not hasattr(theirs.get_submodule(f"base_model.model.model.{ignored}"), "lora_A")
+        line = user_error(open_source, tmp_path / "hf", None, tmp_path / "adapter")
+        assert f"holds base_model.model.model.{ignored}.lora_A.weight; valid: only what adapter_config.json sel" in line
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe"])
