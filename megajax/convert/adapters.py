@@ -55,7 +55,8 @@ def export_adapter(run_dir: Path, config: Config, folder: Path, step: str = "lat
     tensors = joined_tensors(run_dir, config, stored)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     with folder_atomically(folder.absolute()) as new:
-        write_tensors(new, shapes, tensors.items(), dtype or "fp32", sum(8 * t.size for t in tensors.values()))
+        dtypes = dict.fromkeys(shapes, dtype or "fp32")
+        write_tensors(new, shapes, tensors.items(), dtypes, sum(8 * t.size for t in tensors.values()))
         (new / WEIGHTS).rename(new / TENSORS)
         write_objects(new, {SETTINGS: _settings(config, _modules(run_dir, config))})
     return number

@@ -141,6 +141,7 @@ class _Kind:
             copies={"lm_head.weight": "model.embed_tokens.weight"},
             unused=(f"{_ATTENTION}rotary_emb.inv_freq",),
             fused=DEEPSEEK.fused(LAYER),
+            kept=dict.fromkeys(("bf16", "fp16"), (_CHOICE,)) if self.biased else {},
         )
 
 
@@ -204,8 +205,9 @@ _BLOCKS = {
     "attention/key_value/weight": TensorPlace(f"{_ATTENTION}kv_b_proj.weight", "UZ", turned=True),
     "attention/output/weight": TensorPlace(f"{_ATTENTION}o_proj.weight", "DO", turned=True),
 }
+_CHOICE = "mlp.gate.e_score_correction_bias"
 _SHARED = {
-    "mlp/router/bias": TensorPlace(f"{LAYER}mlp.gate.e_score_correction_bias", "E"),
+    "mlp/router/bias": TensorPlace(f"{LAYER}{_CHOICE}", "E"),
     **linear("mlp/shared/gate", f"{LAYER}mlp.shared_experts.gate_proj", "SD"),
     **linear("mlp/shared/up", f"{LAYER}mlp.shared_experts.up_proj", "SD"),
     **linear("mlp/shared/down", f"{LAYER}mlp.shared_experts.down_proj", "DS"),

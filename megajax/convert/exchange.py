@@ -67,6 +67,8 @@ class Exchange:
     )  # as in `TensorPlaces`, unless they are weights of the model
     unused: tuple[str, ...] = ()  # as in `TensorPlaces`
     quantized: str = ""  # the `quant_method` that is read, widened
+    # Ends of the names of tensors that transformers keeps in fp32 in a model of a dtype.
+    kept: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     spelling: Spelling = lambda _: str  # as in `TensorPlaces`, like the next
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -128,6 +130,10 @@ class Exchange:
             return {"config.json": config | {"pad_token_id": tokenizer.vocabulary["[PAD]"] if tokenizer else None}}
         special = _special_ids(tokenizer)
         return {"config.json": config | special, "generation_config.json": {"_from_model_config": True, **special}}
+
+    def dtype(self, name: str, dtype: str) -> str:
+        """The dtype of a tensor in a model of some dtype, both as in `DTYPES`."""
+        return "fp32" if name.endswith(self.kept.get(dtype, ())) else dtype
 
     def lacks(self, model: ModelConfig) -> Lacks:
         """Those options of a model that the class cannot represent."""

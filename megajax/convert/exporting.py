@@ -51,7 +51,8 @@ def export_hf(
 
     Args:
         config: `export_config(run_dir)`.
-        dtype: of the weights, as in `DTYPES`; None: the one they were imported in, otherwise fp32.
+        dtype: of the weights, as in `DTYPES`; None: each the one it was imported in, otherwise fp32. Those that the
+            class keeps in fp32 are written so.
         shard_bytes: most bytes of tensors in one file.
 
     Raises:
@@ -62,19 +63,22 @@ def export_hf(
     check_new(folder, "PATH")
     model, origin = config.model, Origin.read(run_dir)
     tokenizer = corpus_tokenizer(run_dir / "data") if reading.kind(run_dir / "data" / "tokenizer") else None
-    exchange, dtype = exchange_of_run(run_dir, config, origin), dtype or origin.dtype
+    exchange = exchange_of_run(run_dir, config, origin)
     labels = () if config.pretrains else TASKS[config.task.name].labels
     settings = exchange.settings(model, labels, tokenizer)
     origin.put_into(settings, model)
-    settings["config.json"]["dtype"] = _TORCH[dtype]
+    settings["config.json"]["dtype"] = _TORCH[dtype or origin.dtype]
     stored, number = weights_in_parts(whole_layout(config), run_dir, step)
 
     def read(paths: list[Any]) -> list[Tensor]:
         return [weight.astype(np.float32, copy=False) for weight in stored(paths)]
 
     places = exchange.places(model)
+    shapes, copies = places.written(model), places.written_copies
+    dtypes = {name: dtype or origin.dtypes.get(copies.get(name, name), origin.dtype) for name in shapes}
+    dtypes = {name: exchange.dtype(name, wanted) for name, wanted in dtypes.items()}
     with folder_atomically(folder.absolute()) as new:
-        write_tensors(new, places.written(model), tensors_of(places, model, read), dtype, shard_bytes)
+        write_tensors(new, shapes, tensors_of(places, model, read), dtypes, shard_bytes)
         write_objects(new, settings)
         if tokenizer:
             write_tokenizer(tokenizer, model.sequence_length, new, exchange.model_type)

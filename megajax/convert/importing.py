@@ -2,6 +2,7 @@
 
 import dataclasses
 import glob
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from megajax.convert.merging import Adapter
 from megajax.convert.origin import Origin
 from megajax.convert.recognition import likely_source
 from megajax.convert.settings import Fields
-from megajax.convert.tensor_files import INDEX, WEIGHTS, TensorFiles, shards
+from megajax.convert.tensor_files import DTYPES, INDEX, WEIGHTS, TensorFiles, shards
 from megajax.convert.tokenizer_files import read_tokenizer
 from megajax.convert.weights import Tensor, named, weight_of, whole_layout, whole_model
 from megajax.core.errors import RunError, UserError
@@ -76,7 +77,8 @@ class StoredWeights:
 
     Attributes:
         model: the configuration, without prediction modules if the files have none of their tensors.
-        dtype: their common dtype, as in `DTYPES`; fp32 if they have several.
+        dtype: of most of them, as in `DTYPES`.
+        dtypes: those of tensors that have another, by the names in the family's `TensorPlaces`.
         fresh: description for messages -> names of our weights that are missing and are initialized randomly.
 
     Raises:
@@ -121,11 +123,15 @@ class StoredWeights:
             untied = self._places.shared.get("output")
             if untied and untied.name not in there and exchange.copies.get(untied.name) in there:
                 self._tensors.share(untied.name, exchange.copies[untied.name])
-        self.dtype = self._check(exchange, missing)
+        shapes = {name: shape for name, shape in self._places.shapes(config).items() if name not in missing}
+        self._check(exchange, {self._spelled(name): shape for name, shape in shapes.items()})
+        dtypes = {name: self._tensors.dtype(self._spelled(name)) for name in shapes}
+        sizes = {dtype: sum(math.prod(shapes[n]) for n in shapes if dtypes[n] == dtype) for dtype in DTYPES}
+        self.dtype = max(sizes, key=sizes.__getitem__)
+        self.dtypes = {name: dtype for name, dtype in dtypes.items() if dtype != self.dtype}
 
-    def _check(self, exchange: Exchange, missing: set[str]) -> str:
+    def _check(self, exchange: Exchange, shapes: Mapping[str, tuple[int, ...]]) -> None:
         places, tensors, spelled = self._places, self._tensors, self._spelled
-        shapes = {spelled(name): shape for name, shape in places.shapes(self._config).items() if name not in missing}
         layers = range(self._config.num_layers + self._config.prediction_modules)
         unused = {spelled(name.format(layer=layer)) for name in places.unused for layer in layers}
         look = partial(likely_source, tensors.shapes.keys(), exchange, self._config)
@@ -136,7 +142,6 @@ class StoredWeights:
             if copy in tensors.shapes and not np.array_equal(tensors.read(copy), tensors.read(spelled(name))):
                 valid = "the same, the head is tied"
                 raise UserError(f"{tensors.folder}: {copy} differs from {spelled(name)}; valid: {valid}")
-        return tensors.dtype(shapes)
 
     def read(self, name: str) -> Tensor:
         """The tensor with a name in the family's `TensorPlaces`, in fp32; raises `UserError` if it has NaNs or
@@ -214,7 +219,7 @@ def open_source(
         flag = f"--model.prediction-modules {config.model.prediction_modules}"
         raise UserError(f"{flag} with {folder}, which has none; valid: without it")
     config = dataclasses.replace(config, model=weights.model)
-    origin = Origin.of(fields, exchange.architecture(config.model), weights.dtype, length)
+    origin = Origin.of(fields, exchange.architecture(config.model), weights.dtype, length, weights.dtypes)
     tokenizer, added = read_tokenizer(folder, FAMILIES[exchange.family].tokenizer, config.model.vocab_size)
     return ImportedModel(config, exchange, origin, weights, tokenizer, added, adapter.folder if adapter else None)
 

@@ -55,6 +55,7 @@ class _Kind:
     query_scalar: int = 0  # if `query_pre_attn_scalar` is missing; 0: there is no such field
     experts: ExpertFields | None = None  # instead of MLPs
     parts: tuple[OptionGroup, ...] = ()  # other options that this class alone has
+    kept: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # as in `Exchange`
     model_type: str = ""  # its value in config.json; empty: the name in lower case
 
     def read_heads(self, fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,6 +194,7 @@ def _exchange(kind: _Kind) -> Exchange:
         quantized=kind.experts.quantized if kind.experts else "",
         spelling=kind.experts.spelling if kind.experts else lambda _: str,
         fused=kind.experts.fused(LAYER) if kind.experts else {},
+        kept=kind.kept,
     )
 
 
@@ -257,6 +259,7 @@ _KINDS = (  # a model that fits several is exported as the first of them
         options={"attention_sinks": True},
         experts=GPT_OSS,
         parts=(_CLAMPED,),
+        kept={"fp16": ("norm.weight",)},
         model_type="gpt_oss",
     ),
 )

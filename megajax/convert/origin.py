@@ -3,6 +3,7 @@ so that an export can restore it."""
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,14 @@ class Origin:
     """Describes the original model; the defaults are for a run that was not imported."""
 
     architecture: str = ""  # the transformers class
-    dtype: str = "fp32"  # of the weights, as in `DTYPES`; fp32 if they had several
+    dtype: str = "fp32"  # of most weights, as in `DTYPES`
     length: int = 0  # number of positions in config.json; a run may use fewer
     tokens: dict[str, Any] = field(default_factory=dict)  # fields of config.json with ids of special tokens
     generation: dict[str, Any] = field(default_factory=dict)  # fields of generation_config.json; empty without it
+    dtypes: dict[str, str] = field(default_factory=dict)  # those of tensors that have another
 
     @classmethod
-    def of(cls, fields: Fields, architecture: str, dtype: str, length: int) -> "Origin":
+    def of(cls, fields: Fields, architecture: str, dtype: str, length: int, dtypes: Mapping[str, str]) -> "Origin":
         """The origin for a model's folder."""
         file = fields.file.with_name(_GENERATION)
         generation = reading.read_json(file) if reading.is_file(file) else {}
@@ -41,7 +43,7 @@ class Origin:
             for name in _TOKENS:
                 if not _are_ids(ids.get(name)):
                     raise UserError(f"{owner}: {name} is {json.dumps(ids[name])[:200]}; valid: null, an id, or several")
-        return cls(architecture, dtype, length, tokens, generation)
+        return cls(architecture, dtype, length, tokens, generation, dict(dtypes))
 
     @classmethod
     def read(cls, run_dir: Path) -> "Origin":
@@ -49,10 +51,12 @@ class Origin:
         file = run_dir / IMPORTED
         if not reading.kind(file):
             return cls()
-        content = reading.read_json(file, 2 * reading.SMALL_BYTES)
+        content = reading.read_json(file, 4 * reading.SMALL_BYTES)
+        content = {"dtypes": {}} | content if isinstance(content, dict) else content  # runs of 0.1.0 had none
         kinds = {name: type(value) for name, value in dataclasses.asdict(cls()).items()}
         good = isinstance(content, dict) and {name: type(value) for name, value in content.items()} == kinds
-        good = good and content["dtype"] in DTYPES and content["tokens"].keys() <= {*_TOKENS}
+        good = good and {content["dtype"], *map(str, content["dtypes"].values())} <= DTYPES.keys()
+        good = good and content["tokens"].keys() <= {*_TOKENS}
         if not good or not all(map(_are_ids, content["tokens"].values())):
             raise UserError(f"{file}: damaged; valid: the file that import-hf wrote, or none")
         return cls(**content)

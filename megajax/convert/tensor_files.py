@@ -6,7 +6,7 @@ Other formats of weights are never read: they are pickles, which can run arbitra
 import contextlib
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -128,10 +128,9 @@ class TensorFiles:
             path = self._files[others[0]].path
             raise UserError(f"{path}: holds {listed(others)}{look()}; valid: only what a {architecture} has")
 
-    def dtype(self, names: Collection[str]) -> str:
-        """The common dtype of these tensors, as in `DTYPES`; if they differ, fp32, which can hold all their values."""
-        there = {_dtype(self._files[name]) for name in names}
-        return next((ours for ours, theirs in DTYPES.items() if there == {theirs}), "fp32")
+    def dtype(self, name: str) -> str:
+        """The dtype of a tensor that has one of `DTYPES`, by its name there."""
+        return next(ours for ours, theirs in DTYPES.items() if theirs == _dtype(self._files[name]))
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """One tensor, in fp32."""
@@ -196,12 +195,12 @@ def write_tensors(
     folder: Path,
     shapes: Mapping[str, tuple[int, ...]],
     tensors: Iterable[tuple[str, npt.NDArray[np.float32]]],
-    dtype: str,
+    dtypes: Mapping[str, str],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the files with a model's tensors, in a dtype from `DTYPES`. Tensors are written as they come, in any order;
-    the library's own function needs a whole file's at once."""
-    sizes = {name: math.prod(shape) * _NUMPY[dtype].itemsize for name, shape in shapes.items()}
+    """Write the files with a model's tensors, each in its dtype from `DTYPES`. Tensors are written as they come, in any
+    order; the library's own function needs a whole file's at once."""
+    sizes = {name: math.prod(shape) * _NUMPY[dtypes[name]].itemsize for name, shape in shapes.items()}
     shards: list[list[str]] = [[]]  # files are filled one after the other
     room = shard_bytes
     for name, size in sizes.items():
@@ -219,14 +218,14 @@ def write_tensors(
             for shard, names in zip(files, shards, strict=True):
                 file = folder / shard
                 begun = stack.enter_context(file.open("wb"))
-                header, starts = _header({name: (shapes[name], sizes[name]) for name in names}, DTYPES[dtype])
+                header, starts = _header({name: (DTYPES[dtypes[name]], shapes[name], sizes[name]) for name in names})
                 begun.write(header)
                 places |= {name: (begun, start) for name, start in starts.items()}
             for name, tensor in tensors:
                 written, start = places[name]
                 file = Path(written.name)
                 written.seek(start)
-                written.write(_converted(name, tensor, dtype).data)
+                written.write(_converted(name, tensor, dtypes[name]).data)
             for written, _ in places.values():
                 written.flush()
             if shards[1:]:
@@ -241,12 +240,12 @@ def write_tensors(
             ) from None
 
 
-def _header(tensors: Mapping[str, tuple[tuple[int, ...], int]], dtype: str) -> tuple[bytes, dict[str, int]]:
-    """The start of a file for tensors with these shapes and sizes: the header's length in eight bytes, then the header
-    in JSON (https://huggingface.co/docs/safetensors). Also returns the offset of each tensor."""
+def _header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> tuple[bytes, dict[str, int]]:
+    """The start of a file for tensors with these dtypes, shapes and sizes: the header's length in eight bytes, then the
+    header in JSON (https://huggingface.co/docs/safetensors). Also returns the offset of each tensor."""
     content: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts, end = {}, 0
-    for name, (shape, size) in tensors.items():
+    for name, (dtype, shape, size) in tensors.items():
         starts[name], end = end, end + size
         content[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [starts[name], end]}
     text = json.dumps(content, separators=(",", ":")).encode()

@@ -93,7 +93,7 @@ def test_every_field_is_read_or_known_to_be_harmless(kind: str, tmp_path: Path) 
     )
     fields.looked_up = set()
     exchange_of(fields).read_settings(fields, {})
-    Origin.of(fields, "", "fp32", 0)
+    Origin.of(fields, "", "fp32", 0, {})
     unknown = fields_of(kind) - fields.looked_up - harmless_of(kind).keys()
     assert not unknown, sorted(unknown)
 

@@ -69,6 +69,7 @@ def test_import_then_export(kind: str, dtype: str, settings: dict[str, Any], tmp
     rotary = kind in DECODERS or kind in MIXTURES or kind in DEEPSEEKS
     decodes, settings = kind not in ORDERS, settings | IDS if rotary else settings
     tensors = random_tensors(kind, NAMES[dtype], **settings)
+    tensors |= {name: each.astype(np.float32) for name, each in tensors.items() if name.endswith("correction_bias")}
     write_model(folder, kind, tensors, **settings)
     if decodes:
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7], "temperature": 0.6}))
@@ -100,6 +101,26 @@ def test_import_then_export(kind: str, dtype: str, settings: dict[str, Any], tmp
         export_hf(run, export_config(run), tmp_path / "wide", dtype="fp32")
         wide = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
         assert_same(load_file(tmp_path / "wide" / "model.safetensors"), wide)
+
+
+def test_every_tensor_keeps_its_dtype(tmp_path: Path) -> None:
+    """What the class keeps in fp32 is never rounded, whatever it came in and whatever `--dtype` says."""
+    tensors = random_tensors("gpt_oss", ml_dtypes.bfloat16)
+    norms = {name for name in tensors if name.endswith("norm.weight")}
+    tensors |= {name: np.float32(1.001) * tensors[name].astype(np.float32) for name in norms}
+    run = tmp_path / "run"
+    import_hf(open_source(write_model(tmp_path / "hf", "gpt_oss", tensors)), run)
+    for dtype, expected in (
+        (None, tensors),
+        ("fp16", {name: each if name in norms else each.astype(np.float16) for name, each in tensors.items()}),
+    ):
+        export_hf(run, export_config(run), tmp_path / f"{dtype}", dtype=dtype)
+        assert_same(tensors_in(tmp_path / f"{dtype}"), expected)
+    assert json.loads((tmp_path / "None" / "config.json").read_text())["dtype"] == "bfloat16"
+    deepseek = open_source(write_model(tmp_path / "other", "deepseek_v3")).exchange
+    for dtype in "bf16", "fp16":
+        assert deepseek.dtype("model.layers.1.mlp.gate.e_score_correction_bias", dtype) == "fp32"
+        assert deepseek.dtype("model.layers.1.mlp.gate.weight", dtype) == dtype
 
 
 def test_mxfp4_is_widened(tmp_path: Path) -> None:
