@@ -15,10 +15,11 @@ from megajax.core.models.registry import FAMILIES
 from megajax.data.samples import gpt, pairs
 from megajax.data.samples.base import CorpusSamples, EpochSamples
 from megajax.data.samples.blend import BlendedSamples, JoinedSamples
-from megajax.data.samples.making import is_made_from, is_same_source, make_corpus
+from megajax.data.samples.making import is_made_from, make_corpus
 from megajax.data.samples.masking import WordPieces
 from megajax.data.text.corpus import Corpus, evaluation_tokens, has_corpus, has_only_tokenizer, open_corpus
 from megajax.data.text.indexed import prepared_prefix, tokenizer_folder
+from megajax.data.text.inputs import absolute
 from megajax.data.text.tokenizer import Tokenizer
 from megajax.data.text.tokenizers import is_tokenizer_folder, load_tokenizer, named_tokenizer
 from megajax.data.text.tokens import TokenDocuments
@@ -139,7 +140,7 @@ def _sources(config: Config, folder: Path, known: Mapping[str, str]) -> dict[str
         return dict(zip(default_corpora(config), paths, strict=True))
 
     def is_same(name: str, path: str) -> bool:
-        return is_made_from(folder / name, path) if name in made else is_same_source(known[name], path)
+        return is_made_from(folder / name, path) if name in made else absolute(known[name]) == absolute(path)
 
     found: dict[str, tuple[str, str]] = {}
     for path in paths:

@@ -44,11 +44,8 @@ def add_reference(
     count, pairs = sum(map(len, parts)), records_digest([record for part in parts for record in part.records])
     run_dir = Path(config.run_dir)
     places = [run_dir / _FILE, run_dir / "data" / _FILE]
-
-    def look() -> list[int]:
-        return [number for number, place in enumerate(places) if _kept(place, pairs, count) is not None]
-
-    usable = on_first_process(look) if state is None else []
+    wanted = range(len(places)) if state is None else ()
+    usable = on_first_process(lambda: [n for n in wanted if _kept(places[n], pairs, count) is not None])
     if usable:
         found = _kept(places[usable[0]], pairs, count)
     else:
@@ -70,7 +67,9 @@ def _first_weights(config: Config, program: Program, weights: Callable[[TrainSta
         if 0 in checkpoints.steps():
             origin, params = "step 0", checkpoints.restore_params(0)
         elif earlier.init:
-            if earlier.init_step == "latest" and _is_newer(Path(earlier.init), run_dir):
+            newest = Path(earlier.init, "checkpoints", str(trained_steps(Path(earlier.init))))
+            began = (run_dir / MARK).stat().st_mtime
+            if earlier.init_step == "latest" and newest.exists() and newest.stat().st_mtime > began:
                 raise RunError(f"{earlier.init} was trained since this run began")
             first = dataclasses.replace(config, init=earlier.init, init_step=earlier.init_step)
             origin, params = f"--init {earlier.init}", weights(first_state(first, program)[0])
@@ -81,12 +80,6 @@ def _first_weights(config: Config, program: Program, weights: Callable[[TrainSta
         raise RunError(f"{problem}; it was computed from the weights that the run began with") from None
     say(f"{file} is missing or damaged: computed again from {origin}")
     return params
-
-
-def _is_newer(init: Path, run_dir: Path) -> bool:
-    """Whether the newest checkpoint of another run is younger than a run."""
-    newest = init / "checkpoints" / str(trained_steps(init))
-    return newest.exists() and newest.stat().st_mtime > (run_dir / MARK).stat().st_mtime
 
 
 def _reference(program: Program, params: Any, samples: Any) -> _Values:

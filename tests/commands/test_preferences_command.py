@@ -35,7 +35,7 @@ def test_the_chosen_answers_gain_on_any_mesh(commands: Commands, tmp_path: Path)
     commands.run(*line, other, *MESH_222, "--train.steps", 4).ok()
     reference = (other / "reference.npy").read_bytes()
     shutil.rmtree(other / "data")
-    (other / "reference.npy").write_bytes(reference[:-40] + b"\0" + reference[-39:])  # a few bits of the last value
+    (other / "reference.npy").write_bytes(reference[:-33] + b"?" + reference[-32:])  # a byte of the last value
     done = commands.run(*line, other, *MESH_222, "--sequence-parallel").ok()
     assert "reference.npy is missing or damaged: computed again from --init" in done
     assert (other / "reference.npy").read_bytes() == reference

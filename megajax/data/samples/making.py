@@ -168,11 +168,6 @@ def is_made_from(folder: Path, path: str) -> bool:
     return report.source == _source(report, path)
 
 
-def is_same_source(path: str, other: str) -> bool:
-    """Whether two paths name the same source."""
-    return _absolute(path) == _absolute(other)
-
-
 def _source(report: CorpusReport, path: str) -> str:
     """A path as the report of a corpus would name it."""
     source = _absolute(path)

@@ -78,10 +78,8 @@ def _conversations(found: dict[str, Any], place: str, records: Records) -> list[
         if not asked or len(side) == asked or side[asked]["role"] != "assistant":
             valid = "messages of the assistant after others, the same for both answers"
             raise UserError(f'{place}: "{name}" does not answer a prompt; valid: {valid}')
-    args = chats[0].template_args
-    answers = [[n for n in trained_answers(Chat(side, place)) if n >= asked] for side in sides]
-    pairs = zip(sides, answers, strict=True)
-    return [Instruction(place, "", "", tuple(side), tuple(numbers), args) for side, numbers in pairs]
+    pairs = [(side, [n for n in trained_answers(Chat(side, place)) if n >= asked]) for side in sides]
+    return [Instruction(place, "", "", tuple(side), tuple(numbers), chats[0].template_args) for side, numbers in pairs]
 
 
 class PreferenceRows:
