@@ -111,9 +111,18 @@ class MegajaxLM(TemplateLM):
         ids = self._text.encode(string)
         return ids if add_special_tokens is False else self._text.with_begin(ids)
 
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Ids of both, from their common text; if a token spans the two and none is left, from each one's own."""
+        context_ids, ids = super()._encode_pair(context, continuation)
+        return context_ids, ids or self._text.encode_continuations([continuation])[0]
+
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
+        for (context, continuation), _, ids in requests:
+            if not ids:  # it would be certain, and win against all others
+                problem = f"{continuation!r} after {context[-40:]!r} has no tokens to score"
+                raise UserError(f"loglikelihood: {problem}; valid: continuations with a text")
         sequences = [(context + continuation, len(context)) for _, context, continuation in requests]
         scores = score_continuations(self._trained.program, self._trained.params, sequences)
         return [(score.log_probability, score.greedy) for score in scores]

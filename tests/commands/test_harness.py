@@ -29,6 +29,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 from lm_eval.api.registry import get_model
 import megajax.evaluation.harness
+from megajax.core.errors import UserError
 from megajax.host.ending import run
 
 def main():
@@ -54,11 +55,20 @@ def main():
         "perplexity": figures["perplexity,none"], "accuracy": figures["acc,none"],
         "rolling": model.loglikelihood_rolling([ask("loglikelihood_rolling", text)])[0],
         "after_nothing": model.loglikelihood([ask("loglikelihood", "", text)])[0][0],
+        "merged": model.loglikelihood([ask("loglikelihood", *pair) for pair in (("th", "e"), ("t", "h"), ("in", "g"))]),
         "written": written, "stop": stop, "stopped": stopped,
         "tokens": len(model.tok_encode(written)),
         "greedy": model.loglikelihood([ask("loglikelihood", "the end", written)])[0][1],
     }))
-    model.generate_until([ask("generate_until", "the end", {"num_beams": 3})])
+    for call, request in (
+        (model.loglikelihood, ask("loglikelihood", "the end", "")),
+        (model.generate_until, ask("generate_until", "the end", {"num_beams": 3})),
+    ):
+        try:
+            call([request])
+        except UserError as error:
+            print(error, file=sys.stderr)
+
 
 run(main)
 """
@@ -80,7 +90,10 @@ def test_the_harness_sees_what_eval_sees(
     for name, value in offline.items():
         monkeypatch.setenv(name, value)
     done = commands.run_process(tmp_path / "script.py", straight.folder, tmp_path / "tasks")
-    assert done.code == 2 and "num_beams; valid: until" in done.err.splitlines()[-1], (done.out, done.err)
+    assert done.code == 0, (done.out, done.err)
+    *_, empty, beams = done.err.splitlines()
+    assert "num_beams; valid: until" in beams
+    assert empty == "loglikelihood: '' after 'the end' has no tokens to score; valid: continuations with a text"
     found = json.loads(done.out.splitlines()[-1])
     expected = commands.evaluate("lambada", straight.folder, "--data", file)
     assert found["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-6)
@@ -89,6 +102,7 @@ def test_the_harness_sees_what_eval_sees(
     assert figures["last_word"]["acc,none"] == expected["accuracy"]
     assert found["rolling"] == pytest.approx(found["after_nothing"], rel=1e-6)
     assert found["rolling"] < 0
+    assert all(score < 0 for score, _ in found["merged"]), "one token has both: the continuation alone"
     assert found["greedy"] or found["tokens"] != 20, "unless the text has another tokenization"
     on_a_pipe, without = found["long"]
     assert on_a_pipe == without and on_a_pipe[0] != on_a_pipe[1], "a prompt longer than the context"
