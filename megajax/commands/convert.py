@@ -81,6 +81,7 @@ def export_hf(argv: Sequence[str]) -> None:
         help="only the LoRA adapters, in peft's format [all weights, with the adapters merged]",
     )
     parser.add_weights()
+    parser.add_config_flags("plugins")
     args = _parse(parser, argv)
     from megajax.convert.adapters import check_has_adapters, export_adapter
     from megajax.convert.exporting import export_config, export_hf

@@ -19,7 +19,7 @@ from megajax.settings.flags import Parser, add_flag
 
 USAGE = "TASK --checkpoint RUN [RUN ...] [--step N|latest|best] [--data PATH [PATH ...]] [--flag value ...]"
 CONFIG_FLAGS = ("mesh", "pipeline.vocabulary", "distributed", "simulate_devices", "precision", "train.microbatch")
-CACHE_FLAGS = ("compilation_cache", "compilation_cache_size")
+START_FLAGS = ("plugins", "compilation_cache", "compilation_cache_size")
 TASK_FLAGS = ("doc_stride", "question_tokens", "answer_tokens", "n_best", "null_threshold", "option_tokens", "strict")
 NAMES = sorted([*PRETRAINED, *TASKS])
 _ANSWERED = ", ".join(name for name, task in TASKS.items() if not task.continues_text)
@@ -44,7 +44,7 @@ def main(argv: Sequence[str], prog: str = "megajax eval") -> None:
     add_flag(parser, Option("overlap", int, PAPER_OVERLAP, overlap, _ANY))
     predictions = f"file to write the answers to; for {_ANSWERED}"
     parser.add_path("--predictions", default="", metavar="FILE", help=predictions)
-    parser.add_config_flags(*CONFIG_FLAGS, *CACHE_FLAGS, *(f"task.{name}" for name in TASK_FLAGS))
+    parser.add_config_flags(*CONFIG_FLAGS, *START_FLAGS, *(f"task.{name}" for name in TASK_FLAGS))
     args = parser.parse_args(argv)
     for path in args.checkpoint:
         check_path(path, "--checkpoint")

@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
     add_flag(parser, Option("template_args", str, "", further))
     parser.add_config_flags(owner=GenerateOptions)
     parser.add_argument("--json", action="store_true", help="print a single JSON object")
-    parser.add_config_flags(*CONFIG_FLAGS)
+    parser.add_config_flags(*CONFIG_FLAGS, "plugins")
     args = parser.parse_args(argv)
     check_path(args.checkpoint, "--checkpoint")
     options = GenerateOptions(**parser.overrides(args, GenerateOptions))

@@ -30,7 +30,7 @@ def main(argv: Sequence[str], prog: str) -> None:
     parser.add_argument("--apply-chat-template", action="store_true", help="ask with the tokenizer's chat template")
     rows = Option("batch_size", int, 0, "rows per device and microbatch; 0: as in training", AT_LEAST_ZERO)
     add_flag(parser, rows)
-    parser.add_config_flags(*_FLAGS)
+    parser.add_config_flags(*_FLAGS, "plugins")
     args = parser.parse_args(argv)
     check_path(args.checkpoint, "--checkpoint")
     try:

@@ -37,6 +37,7 @@ from megajax.host.paths import check_place
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.ownership import mark
 from megajax.settings.config import Config, to_toml
+from megajax.settings.plugins import remember
 from megajax.settings.presets import resolve
 
 _RECIPE = {  # for continued training: the learning rate is low, so that it does not undo what the model has learned
@@ -275,6 +276,7 @@ def write_run(
             origin.write(new)
         stored = to_toml(dataclasses.replace(config, run_dir=str(run_dir)), horizon)
         write_atomically(new / "config.toml", comment + stored)
+        remember(run_dir, config.plugins)
 
 
 def import_hf(source: ImportedModel, run_dir: Path) -> None:

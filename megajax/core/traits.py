@@ -63,6 +63,17 @@ IS_PATH = IsPath()
 
 
 @dataclass(frozen=True)
+class PerStart:
+    """The option belongs to one start: flags and presets set it, but a run's `config.toml`, which may be anybody's,
+    does not."""
+
+    kept: bool = False  # a run's `config.toml` has it nevertheless, so that resuming can say that it is not taken over
+
+
+PER_START = PerStart()
+
+
+@dataclass(frozen=True)
 class Size:
     """The option is the size of a dim of the weights."""
 

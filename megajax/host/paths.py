@@ -17,6 +17,13 @@ def scheme(path: str | Path) -> str:
     return found[1].lower() if found else ""
 
 
+def user_folder(variable: str, default: str) -> Path | None:
+    """The user's folder of one kind, by the XDG specification; None for a user without a home."""
+    folder = Path(os.environ.get(variable, ""))
+    folder = folder if folder.is_absolute() else Path(os.path.expanduser(default))
+    return folder if folder.is_absolute() else None
+
+
 def identity(path: str | Path) -> tuple[int, int] | None:
     """What distinguishes the file or folder at a path from one that may replace it; None if there is nothing."""
     try:

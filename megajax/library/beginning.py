@@ -128,7 +128,7 @@ def restore(
     config = with_own(stored_config(folder, overrides or {}), loss, optimizer, elementwise)
     if training:
         check_there(config)
-    ours = _in_steps(config.with_decay(config.optimizer.kept_of(stored_optimizer(folder))))
+    ours = _in_steps(config.with_decay(config.optimizer.kept_of(stored_optimizer(folder, config))))
     ours, _ = _on_devices(ours)
     program = make_program(ours)
     check_memory(program, training=training, rows=ours.train.microbatch)

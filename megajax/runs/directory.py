@@ -32,7 +32,7 @@ from megajax.runs.ownership import (
 )
 from megajax.runs.step_folders import candidates, named
 from megajax.settings.config import Config
-from megajax.settings.presets import load_preset, read_preset, resolve
+from megajax.settings.presets import read_run, resolve
 
 
 def check_claim(run_dir: Path, config: Config) -> None:
@@ -70,12 +70,17 @@ def has_checkpoints(run_dir: Path) -> bool:
     return bool(named(run_dir / "checkpoints"))
 
 
-def stored_optimizer(run_dir: Path) -> OptimizerConfig | None:
+def _earlier(run_dir: Path, config: Config) -> Config:
+    """The configuration of a run's last start. The plugins of this one's `config`, if any, take the place of its."""
+    return resolve(read_run(run_dir).values, {"plugins": config.plugins} if config.plugins else {})
+
+
+def stored_optimizer(run_dir: Path, config: Config) -> OptimizerConfig | None:
     """The optimizer of a run's last start, with its horizon; None if no step was trained."""
     if max(named(run_dir / "checkpoints"), default=0) == 0:
         return None
-    preset = read_preset(run_dir / "config.toml")
-    optimizer = resolve(preset.values).optimizer
+    preset = read_run(run_dir)
+    optimizer = _earlier(run_dir, config).optimizer
     return replace(optimizer, **preset.horizon._asdict()) if preset.horizon else optimizer
 
 
@@ -83,20 +88,20 @@ def start_order(config: Config, run_dir: Path, corpora: Sequence[str]) -> Order:
     """The order of samples of a start that continues a run from its newest checkpoint, with the `corpora` that
     `make_run_data` returned."""
     step = trained_steps(run_dir)
-    earlier = resolve(load_preset(run_dir / "config.toml")) if step else None
+    earlier = _earlier(run_dir, config) if step else None
     return next_order(config, run_dir, corpora, earlier, step)
 
 
-def corpora_before(run_dir: Path) -> dict[str, str]:
+def corpora_before(run_dir: Path, config: Config) -> dict[str, str]:
     """The corpora of a run that has trained (`known_corpora`); empty for another."""
     step = trained_steps(run_dir)
-    return known_corpora(resolve(load_preset(run_dir / "config.toml")), run_dir, step) if step else {}
+    return known_corpora(_earlier(run_dir, config), run_dir, step) if step else {}
 
 
 def trained_again(config: Config, run_dir: Path) -> str:
     """A warning about another loss than that of a run's last start, or about weights that it froze and this one trains;
     else empty."""
-    before = resolve(load_preset(run_dir / "config.toml")).train if trained_steps(run_dir) else config.train
+    before = _earlier(run_dir, config).train if trained_steps(run_dir) else config.train
     names = [name for name in names_of(before.freeze) if name not in names_of(config.train.freeze)]
     if before.loss != config.train.loss:
         given = " (loss=… in megajax.init)" if before.loss == OWN else ""
@@ -153,7 +158,7 @@ _FIXED = (Changes.WEIGHTS, Changes.ENDS, Changes.COMPUTATION)  # fixed from a ru
 def _check_same_run(run_dir: Path, config: Config, trained: bool) -> None:
     """Refuse a model, data or origin other than those that the run began with; mesh, microbatch or learning rate may
     change."""
-    earlier = resolve(load_preset(run_dir / "config.toml"))
+    earlier = _earlier(run_dir, config)
     in_new_run = [*compared(Config, Changes.OPTIMIZER)]  # changing these requires a new run
     in_new_run += compared(Config, Changes.ADAPTERS) if config.lora.rank else ["lora.rank"]
     samples = compared(Config, Changes.SAMPLES) if trained else ()
@@ -205,9 +210,7 @@ def _origin(config: Config) -> str:
 
 def stored_config(run_dir: Path, overrides: Mapping[str, Any]) -> Config:
     """The configuration of a run with `overrides`; what concerns a single start, such as the mesh, has its default."""
-    preset = {
-        key: value for key, value in load_preset(run_dir / "config.toml").items() if not key.startswith(_OF_ONE_START)
-    }
+    preset = {key: value for key, value in read_run(run_dir).values.items() if not key.startswith(_OF_ONE_START)}
     config = resolve(preset, overrides, decay_follows=False)
     earlier = resolve(preset, {key: value for key, value in overrides.items() if key != "precision"})
     _check_not_narrower(config, earlier, str(run_dir))
@@ -221,7 +224,7 @@ def _check_not_narrower(config: Config, earlier: Config, place: str) -> None:
 
 
 _OF_ONE_START = (
-    *("mesh.", "pipeline.", "distributed.", "simulate_devices"),
+    *("mesh.", "pipeline.", "simulate_devices"),
     *("optimizer.gradient_dtype", "optimizer.overlap_reductions", "optimizer.overlap_gathers"),
     "optimizer.sums_in_products",
 )

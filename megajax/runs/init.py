@@ -62,7 +62,7 @@ def warning_of_task(config: Config) -> str:
         return f"warning: --task.name {config.task.name} without --init trains random weights"
     if config.lora.rank or not trained_steps(run_dir):
         return ""
-    before = stored_config(run_dir, {"precision": config.precision})
+    before = _init_config(config)
     if not before.pretrains or ours < before.optimizer.learning_rate:
         return ""
     return (
@@ -71,11 +71,17 @@ def warning_of_task(config: Config) -> str:
     )
 
 
+def _init_config(config: Config) -> Config:
+    """The configuration of the run of `--init`, read with this one's precision and plugins."""
+    plugins = {"plugins": config.plugins} if config.plugins else {}
+    return stored_config(Path(config.init), {"precision": config.precision} | plugins)
+
+
 def check_init(config: Config) -> None:
     """Check that the run of `--init` has the same model."""
     run_dir = Path(config.init)
     check_run(run_dir, "--init")
-    model, theirs = config.model, stored_config(run_dir, {"precision": config.precision}).model
+    model, theirs = config.model, _init_config(config).model
     differ = _differing(model, theirs, Changes.WEIGHTS)
     if "vocab_size" in differ and "padded_vocab_size" in differ:
         differ.remove("padded_vocab_size")
@@ -145,7 +151,7 @@ def first_state(config: Config, program: Program) -> tuple[TrainState, str]:
         return state, "weights: fresh"
     check_init(config)
     run_dir = Path(config.init)
-    other = stored_config(run_dir, {"precision": config.precision})
+    other = _init_config(config)
     theirs = other.model
     model = dataclasses.replace(theirs, dropout=config.model.dropout)
     train = dataclasses.replace(config.train, ema=other.train.ema, freeze=())

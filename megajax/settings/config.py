@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from megajax.core.config import MOST_ROWS, BatchConfig, StepConfig
 from megajax.core.optim.config import UNKNOWN, Horizon
 from megajax.core.options import AT_LEAST_ZERO, OneOf, Range, above, between, options
-from megajax.core.traits import IS_PATH, ShrinkRule
+from megajax.core.traits import IS_PATH, PER_START, PerStart, ShrinkRule
 from megajax.data.config import DataConfig, TokenizerConfig
 from megajax.data.samples.loader import BatchSizes
 from megajax.data.tasks.registry import PRETRAINING, TaskConfig
@@ -81,17 +81,19 @@ class SampleConfig:
 class DistributedConfig:
     """Several processes (not needed under SLURM, Open MPI and Kubernetes, which are detected)."""
 
-    coordinator: Annotated[str, "HOST:PORT of process 0"] = ""
-    num_processes: Annotated[int, "processes of the run; 0: not given", between(0, 100_000)] = 0
+    coordinator: Annotated[str, "HOST:PORT of process 0", PER_START] = ""
+    num_processes: Annotated[int, "processes of the run; 0: not given", between(0, 100_000), PER_START] = 0
     process_id: Annotated[
         int,
         "rank of this process, from 0; -1: not given",
         Range(lambda x: -1 <= x < 100_000, "0 to 99999, or -1: not given"),
+        PER_START,
     ] = -1
     patience: Annotated[
         float,
         "seconds without progress after which the run ends and names the process that hangs; 0: never",
         AT_LEAST_ZERO,
+        PER_START,
     ] = 300
 
 
@@ -139,15 +141,17 @@ class Config(StepConfig):
         Literal["auto", "never", "must"],
         "auto: continue from the last checkpoint, if any; never: refuse an existing run; must: "
         "fail without a checkpoint",
+        PER_START,
     ] = "auto"
     compilation_cache: Annotated[
         str,
         "folder that caches compiled programs between starts; off: no cache; empty: "
         "megajax/compiled in your cache folder",
         IS_PATH,
+        PER_START,
     ] = ""
     compilation_cache_size: Annotated[
-        float, "size limit of that cache in GiB; the least recently used programs are removed", above(0, 1e6)
+        float, "size limit of that cache in GiB; the least recently used programs are removed", above(0, 1e6), PER_START
     ] = 4
     simulate_devices: Annotated[int, "CPU devices to simulate in this process; 0: use the real devices", _SIMULATED] = 0
     plugins: Annotated[
@@ -163,13 +167,15 @@ class Config(StepConfig):
         "also record the run in Weights & Biases or MLflow, configured by their own environment "
         "variables (docs/monitoring.md)",
         OneOf(TRACKERS),
+        PerStart(kept=True),
     ] = "none"
     profile: Annotated[
         str,
         "profile steps FIRST:LAST, or N steps soon after the start; empty: off",
         Range(_is_steps, f"FIRST:LAST, both included, or how many, such as 10:13 or 3; at most {_MOST_TRACED} steps"),
+        PER_START,
     ] = ""
-    profile_pipeline: Annotated[bool, "time the pipeline stages instead of training"] = False
+    profile_pipeline: Annotated[bool, "time the pipeline stages instead of training", PER_START] = False
     train: TrainConfig
     data: DataConfig = DataConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
@@ -199,6 +205,16 @@ class Config(StepConfig):
 
 RUN_MARK = "run_config"  # a key in a run's `config.toml` and copies of it; other presets lack it
 RUN_HORIZON = "run_horizon"  # a table there: the schedule in steps, which is no value of a preset
+
+
+def lasting(config: Config) -> Config:
+    """The configuration without what belongs to one start, for a run's `config.toml`."""
+    for key, option in options(Config).items():
+        if (start := option.trait(PerStart)) and not start.kept:
+            section, _, name = key.rpartition(".")
+            changed: Any = replace(getattr(config, section) if section else config, **{name: option.default})
+            config = replace(config, **{section: changed}) if section else changed
+    return config
 
 
 def to_toml(config: Config, horizon: Horizon | None = None) -> str:

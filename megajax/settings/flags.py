@@ -223,12 +223,18 @@ def parse(argv: Sequence[str], description: str, prog: str = "train.py") -> Conf
 
 
 def print_left_out(given: Given, config: Config) -> None:
-    """Print which values of a run's configuration are not used by a copy of it."""
+    """Print which values of a run's configuration are not used, by a copy of it or by any start."""
     preset, left_out = given.preset, given.preset.left_out
     unused = []
     if left_out.get("run_dir") and "run_dir" not in given.overrides:
         unused.append(f"{config.run_dir} is used instead of its run_dir {left_out['run_dir']}")
     if left_out.get("simulate_devices") and "simulate_devices" not in given.overrides:
         unused.append(f"its --simulate-devices {left_out['simulate_devices']} is not used")
-    if unused and config.distributed.process_id <= 0:
+    of_start = [f"{key} = {shown(value)}" for key, value in preset.of_start.items() if key not in given.overrides]
+    if config.distributed.process_id > 0:
+        return
+    if unused:
         tell(f"{preset.place} is the configuration of another run: {'; '.join(unused)}")
+    if of_start:
+        valid = "valid: as flags, or in a preset of your own"
+        tell(f"{preset.place}: not taken over, since they belong to one start: {', '.join(of_start)}; {valid}")

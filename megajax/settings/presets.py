@@ -10,12 +10,13 @@ from typing import Any
 from megajax.core.errors import UserError
 from megajax.core.optim.config import Horizon
 from megajax.core.options import MOST, options, sections, shown, suggest
+from megajax.core.traits import PerStart
 from megajax.data.tasks.registry import PRETRAINING, TASKS
 from megajax.host.paths import identity, scheme
 from megajax.settings.checks import check_values
 from megajax.settings.config import RUN_HORIZON, RUN_MARK, Config
 from megajax.settings.other_names import nearest
-from megajax.settings.plugins import lasting, load_plugins_of
+from megajax.settings.plugins import Unproven, lasting, load_plugins_of
 from megajax.settings.preset_files import find_preset, parse_toml, preset_folders, read_file
 
 OF_START = ("run_dir", "simulate_devices")  # they belong to one run and its machine, and are not inherited
@@ -30,17 +31,24 @@ class Preset:
     origins: dict[str, str]  # by key, which file sets the value, in words; defaults are missing
     of_run: bool = False  # whether it is a run's own configuration, in its directory
     left_out: dict[str, Any] = field(default_factory=dict)  # by key, values of a run that its copy does not use
+    of_start: dict[str, Any] = field(default_factory=dict)  # by key, what a run's configuration has and cannot set
     horizon: Horizon | None = None  # of the run whose configuration it is; None: not stored
 
 
-def read_preset(name_or_file: str | Path, run_dir: str = "") -> Preset:
+def read_run(run_dir: Path) -> Preset:
+    """The configuration in a run directory; see `read_preset`."""
+    return read_preset(run_dir / "config.toml", in_run=True)
+
+
+def read_preset(name_or_file: str | Path, run_dir: str = "", *, in_run: bool | None = None) -> Preset:
     """Read a preset. Values that it lacks come from its `base`, a name or a file next to it, and so on.
 
     Its `run_dir` is its own value, else runs/ plus its name; for the config.toml in a run directory it is that
     directory, wherever it is now, unless another `run_dir` is given: then the preset is a copy. A copy does not take
-    over the original run's `run_dir` and simulated devices, and neither does a preset based on it.
+    over the original run's `run_dir` and simulated devices, and neither does a preset based on it. Neither run nor copy
+    has a base, or sets what belongs to one start. `in_run` says that it is a run's; otherwise the run's files do.
     """
-    own, *bases = _with_bases(str(name_or_file))
+    own, *bases = _with_bases(str(name_or_file), in_run)
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for file in reversed(bases):
@@ -49,15 +57,14 @@ def read_preset(name_or_file: str | Path, run_dir: str = "") -> Preset:
         values = _replaced(values, inherited)
         origins |= dict.fromkeys(inherited, file.words)
     path = Path(own.place)
-    marks = (path.parent / name for name in ("run.json", "checkpoints"))
-    in_run = not scheme(own.place) and path.name == "config.toml" and any(mark.exists() for mark in marks)
-    here = in_run and (not run_dir or identity(run_dir) == identity(path.parent))
+    here = own.in_run and (not run_dir or identity(run_dir) == identity(path.parent))
     left_out = {} if here or not own.of_run else {key: own.values[key] for key in OF_START if key in own.values}
     followed = {key: value for key, value in own.values.items() if key not in left_out}
     values = _replaced(values, followed)
     origins |= dict.fromkeys(followed, own.words)
     run_dir = str(path.parent) if here else followed.get("run_dir") or f"runs/{path.stem}"
-    return Preset(own.place, values | {"run_dir": run_dir}, origins, here, left_out, own.horizon)
+    values["run_dir"] = run_dir
+    return Preset(own.place, values, origins, here, left_out, own.of_start, own.horizon)
 
 
 def load_preset(name_or_file: str | Path) -> dict[str, Any]:
@@ -73,6 +80,8 @@ class _File:
     values: dict[str, Any]
     base: str  # the preset it is based on, as written; empty: none
     of_run: bool  # whether it is a run's `config.toml`, or a copy of one
+    in_run: bool  # whether it lies in that run's directory
+    of_start: dict[str, Any]  # what a run has and does not set, by key
     horizon: Horizon | None  # of that run
 
     @property
@@ -84,10 +93,11 @@ class _File:
         return f"{name}, of a run" if self.of_run else name
 
 
-def _with_bases(name_or_file: str) -> list[_File]:
+def _with_bases(name_or_file: str, in_run: bool | None) -> list[_File]:
     """The files of a preset: its own, its base's, and so on."""
     place = _place(name_or_file)
-    files, seen = [_read(place, read_file(place))], [_identity(place)]
+    remote = bool(scheme(place))  # then its bases are chosen there, too
+    files, seen = [_read(place, read_file(place), remote, in_run)], [_identity(place)]
     while (last := files[-1]).base:
         where = f"{last.place}: base = {shown(last.base)}"
         try:
@@ -101,7 +111,8 @@ def _with_bases(name_or_file: str) -> list[_File]:
             raise UserError(
                 f"{where} forms a cycle: {' -> '.join([*circle, place])}; valid: a preset that is not based on this one"
             )
-        files.append(_read(place, content))
+        remote |= bool(scheme(place))
+        files.append(_read(place, content, remote))
     return files
 
 
@@ -125,7 +136,12 @@ def _beside(place: str, base: str) -> str:
     return f"{store}://{posixpath.normpath(posixpath.join(posixpath.dirname(file), base))}"
 
 
-def _read(place: str, content: bytes) -> _File:
+def _lies_in_run(place: str) -> bool:
+    marks = (Path(place).parent / name for name in ("run.json", "checkpoints"))
+    return not scheme(place) and Path(place).name == "config.toml" and any(mark.exists() for mark in marks)
+
+
+def _read(place: str, content: bytes, remote: bool, in_run: bool | None = None) -> _File:
     tables = parse_toml(content, place)
     if not tables:
         raise UserError(f"{place} is empty; valid: a preset, as in configs/demo.toml")
@@ -134,6 +150,8 @@ def _read(place: str, content: bytes) -> _File:
         raise UserError(f"{place}: base = {shown(base)}; valid: the name of a preset, or a TOML file, as text")
     if not isinstance(of_run, bool):
         raise UserError(f"{place}: {RUN_MARK} = {shown(of_run)}; valid: true, or no such line")
+    in_run = _lies_in_run(place) if in_run is None else in_run
+    of_run |= in_run
     horizon = _horizon(tables.pop(RUN_HORIZON, None), place)
     values = {}
     for name, entry in tables.items():
@@ -145,8 +163,16 @@ def _read(place: str, content: bytes) -> _File:
             raise UserError(f"{place}: {name} = {shown(entry)}; valid tables: {known}{near and f' ({near})'}")
         else:
             values[name] = entry
+    table = options(Config)
+    starts = [key for key in values if of_run and key in table and table[key].trait(PerStart) is not None]
+    of_start = {key: value for key in starts if (value := values.pop(key)) != table[key].default}
     values = {key: _convert(key, value, f"{place}: {key}") for key, value in values.items()}
-    return _File(place, values, base, of_run, horizon)
+    if "plugins" in values and (of_run or remote):
+        values["plugins"] = named = Unproven(values["plugins"])
+        named.place = place
+    if of_run and base:
+        of_start, base = of_start | {"base": base}, ""
+    return _File(place, values, base, of_run, in_run, of_start, horizon)
 
 
 def _horizon(table: object, place: str) -> Horizon | None:

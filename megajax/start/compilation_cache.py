@@ -12,7 +12,7 @@ import warnings
 from itertools import accumulate
 from pathlib import Path
 
-from megajax.host.paths import check_path
+from megajax.host.paths import check_path, user_folder
 from megajax.settings.config import Config
 
 OFF = "off"
@@ -50,10 +50,8 @@ def keep_compiled(config: Config) -> None:
 
 def default_folder() -> Path | None:
     """The default cache folder; None for a user without a home."""
-    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not caches.is_absolute():  # as the XDG specification requires
-        caches = Path(os.path.expanduser("~/.cache"))
-    return caches / "megajax" / "compiled" if caches.is_absolute() else None
+    caches = user_folder("XDG_CACHE_HOME", "~/.cache")
+    return caches and caches / "megajax" / "compiled"
 
 
 def _problem(folder: Path) -> str:

@@ -48,9 +48,10 @@ from megajax.runs.metrics import is_of_dev, read_metrics
 from megajax.runs.order import Order, default_corpora, read_order, write_order
 from megajax.runs.step_folders import complete
 from megajax.runs.task_data import TaskData, make_task_data, open_task_data
-from megajax.settings.config import Config, DistributedConfig, profiled_steps, to_toml
+from megajax.settings.config import Config, lasting, profiled_steps, to_toml
+from megajax.settings.plugins import remember
 from megajax.settings.preset_files import parse_toml
-from megajax.settings.presets import load_preset
+from megajax.settings.presets import read_run
 from megajax.settings.validation import check_ramp, validate
 from megajax.start.launch import start
 from megajax.training.describe import describe
@@ -133,17 +134,17 @@ def _keep_config(config: Config, run: Trainer) -> None:
     """Write the run's config.toml, which can be used as a preset: it omits options of this start alone. A resumed run
     keeps its origin."""
     file = Path(config.run_dir) / "config.toml"
-    lasting = dataclasses.replace(config, distributed=DistributedConfig(), resume="auto", profile="")
-    lasting = dataclasses.replace(lasting, compilation_cache="", compilation_cache_size=4)
+    kept = lasting(config)
     if run.checkpoints.saved is not None:
-        origin = {key: value for key, value in load_preset(file).items() if key in ("init", "init_step")}
-        lasting = dataclasses.replace(lasting, **({"init": "", "init_step": "latest"} | origin))
+        origin = {key: value for key, value in read_run(file.parent).values.items() if key in ("init", "init_step")}
+        kept = dataclasses.replace(kept, **({"init": "", "init_step": "latest"} | origin))
     write_order(config, file.parent, run.order)
     keep_copy(file.parent, again=run.checkpoints.saved is None)
-    text = to_toml(lasting, run.config.optimizer.horizon)
+    remember(file.parent, kept.plugins)
+    text = to_toml(kept, run.config.optimizer.horizon)
     if not reading.kind(file) or parse_toml(reading.read_bytes(file), str(file)) != tomllib.loads(text):
         write_atomically(file, text)  # otherwise comments in it stay
-    run.log.record_config(dataclasses.replace(lasting, optimizer=run.config.optimizer))
+    run.log.record_config(dataclasses.replace(kept, optimizer=run.config.optimizer))
 
 
 def _check_length(run: Trainer, config: Config) -> None:
@@ -227,7 +228,7 @@ def _check_evaluate(config: Config) -> None:
 def earlier_optimizer(config: Config, run_dir: Path) -> OptimizerConfig | None:
     """The optimizer of a run's last start; None for a new run. Checks that cooldown and `--profile` are within the
     run's steps, unless these depend on its data (`train.epochs`)."""
-    earlier, steps = stored_optimizer(run_dir), config.train.steps
+    earlier, steps = stored_optimizer(run_dir, config), config.train.steps
     if config.profile and 0 < steps < profiled_steps(config.profile, 0, steps)[1]:
         raise UserError(f"--profile {config.profile}: training ends after step {steps}; valid: steps up to {steps}")
     if not config.train.epochs:

@@ -1,9 +1,11 @@
 """Names that a user's module registers."""
 
 import dataclasses
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,10 @@ import megajax
 from megajax.core.optim.adam import learning_rate
 from megajax.core.program.loss import loss_of
 from megajax.core.program.program import batch_form
-from megajax.runs.directory import stored_config
+from megajax.host.files import write_atomically
+from megajax.runs.directory import _earlier, stored_config
+from megajax.runs.init import _init_config
+from megajax.runs.ownership import mark
 from megajax.settings import plugins, registration
 from megajax.settings.config import to_toml
 from megajax.settings.flags import parse
@@ -34,6 +39,7 @@ megajax.register("data", "mine", lambda config: [[1, 2, 3]])
 megajax.register("tracker", "mine", lambda run_dir: None)
 megajax.register("pipeline", "mine", lambda stages, microbatches, chunks: None)
 """
+Opened = Callable[[Path, dict[str, Any]], megajax.Config]
 NAMED = [
     *("--model.activation", "cubed", "--model.norm", "none-at-all", "--optimizer.schedule", "square"),
     *("--optimizer.name", "still", "--train.loss", "entropy", "--train.metrics", "surprise"),
@@ -47,6 +53,7 @@ pytestmark = pytest.mark.usefixtures("no_names_stay")
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     (tmp_path / "mine.py").write_text(PLUGIN)
     yield tmp_path / "mine.py"
     sys.modules.pop("megajax_plugin_mine", None)
@@ -66,9 +73,81 @@ def test_a_flag_names_what_a_plugin_registers_and_a_run_remembers_the_plugin(fil
         "--data.set mine with --data.path; valid: one of them"
     )
     (file.parent / "config.toml").write_text(to_toml(config))
+    plugins.remember(file.parent, config.plugins)
     registration._TABLES["activation"].pop("cubed")
     sys.modules.pop("megajax_plugin_mine")
     assert stored_config(file.parent, {}).model.activation == "cubed"
+
+
+OPENED = {  # each with values by key
+    "restore, generate, eval, export-hf": lambda run, values: stored_config(run, values),
+    "load_preset": lambda run, values: megajax.load_preset(run / "config.toml", values),
+    "train, verify": lambda run, values: parse(
+        [str(run / "config.toml"), *(word for name in values.get("plugins", ()) for word in ("--plugins", name))], ""
+    ),
+    "its copy": lambda run, values: megajax.load_preset(shutil.copy(run / "config.toml", "copy.toml"), values),
+    "a base": lambda run, values: megajax.load_preset(_based_on(run / "config.toml"), values),
+    "resumed": lambda run, values: _earlier(run, dataclasses.replace(tiny_config(), **values)),
+    "--init": lambda run, values: _init_config(dataclasses.replace(tiny_config(), init=str(run), **values)),
+}
+
+
+def _based_on(config: Path) -> Path:
+    Path("based.toml").write_text(f'base = "{config}"')
+    return Path("based.toml")
+
+
+@pytest.mark.parametrize("opened", OPENED.values(), ids=OPENED)
+def test_a_run_of_somebody_else_imports_nothing_that_no_flag_names(opened: Opened, file: Path) -> None:
+    """A record of the user's own run does not help a copy of that run, nor other contents, nor another user's file."""
+    run, other = file.parent / "theirs", file.parent / "other.py"
+    config = dataclasses.replace(tiny_config(), plugins=(str(file),))
+    write_atomically(run / "config.toml", to_toml(config))
+    mark(run)
+    plugins.remember(file.parent / "mine", config.plugins)
+    (record,) = (file.parent / "state" / "megajax" / "plugins").iterdir()
+    assert record.stat().st_mode & 0o777 == 0o600 and record.parent.stat().st_mode & 0o777 == 0o700
+    said = user_error(opened, run, {})
+    assert ".toml names plugins, whose code would run, and by your record" in said
+    assert said.endswith(f": {file}; valid: --plugins {file}, if you trust that code")
+    other.write_text("")
+    assert opened(run, {"plugins": [str(other)]}).model == config.model  # moved, so named anew
+    assert "megajax_plugin_mine" not in sys.modules
+    opened(run, {"plugins": [str(file)]})
+    assert sys.modules.pop("megajax_plugin_mine")
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_the_record_of_a_run_has_its_path_and_the_contents_of_its_plugins(
+    is_file: bool, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(file.parent)
+    run, moved, modules = file.parent / "run", file.parent / "moved", (str(file) if is_file else "mine",)
+    write_atomically(run / "config.toml", to_toml(dataclasses.replace(tiny_config(), plugins=modules)))
+    plugins.remember(run, modules)
+    (record,) = (file.parent / "state" / "megajax" / "plugins").iterdir()
+    assert stored_config(run, {}).plugins == modules
+    assert sys.modules.pop("megajax_plugin_mine" if is_file else "mine")
+    for spoil, mend in (
+        (lambda: file.write_text(PLUGIN + "1"), lambda: file.write_text(PLUGIN)),
+        (lambda: record.chmod(0o620), lambda: record.chmod(0o600)),
+        (lambda: run.rename(moved), lambda: moved.rename(run)),
+        (lambda: record.write_text("[1]"), lambda: plugins.remember(run, modules)),
+        (lambda: monkeypatch.setenv("XDG_STATE_HOME", "/proc/none"), lambda: plugins.remember(run, modules)),
+    ):
+        spoil()
+        assert "names plugins" in user_error(stored_config, run if run.exists() else moved, {})
+        mend()
+
+
+def test_a_preset_from_a_url_names_no_plugins(file: Path) -> None:
+    theirs, mine = file.with_name("theirs.toml"), file.with_name("mine.toml")
+    mine.write_text(f'base = "demo"\nplugins = ["{file}"]')
+    theirs.write_text(f'base = "{mine.with_suffix("")}"')
+    mine.with_suffix("").symlink_to(mine)
+    for url in mine.as_uri(), theirs.as_uri():
+        assert "names plugins" in user_error(megajax.load_preset, url)
+    assert megajax.load_preset(mine).plugins == (str(file),)
 
 
 def test_what_a_plugin_registers_is_used(file: Path) -> None:

@@ -1,5 +1,6 @@
 """Presets: their names, mistakes in them, presets that are based on others, and the configuration that is printed."""
 
+import dataclasses
 import shutil
 import tomllib
 from pathlib import Path
@@ -11,10 +12,10 @@ from tiny import user_error
 
 from megajax.commands import train
 from megajax.core.options import options
-from megajax.settings.config import Config, to_toml
-from megajax.settings.flags import parse
+from megajax.settings.config import Config, lasting, to_toml
+from megajax.settings.flags import parse, print_left_out, read_command
 from megajax.settings.preset_files import preset_folders, preset_names
-from megajax.settings.presets import load_preset, read_preset, resolve
+from megajax.settings.presets import load_preset, read_preset, read_run, resolve
 
 PRESETS = Path(__file__).parents[2] / "configs"
 
@@ -247,6 +248,28 @@ def test_a_run_s_configuration_is_printed_without_its_directory(
     assert "run_dir" not in tables and "simulate_devices" not in tables and tables["train"]["steps"] == 300
     mine = write(tmp_path / "mine.toml", printed(capsys, "demo", "--run-dir", "here", "--simulate-devices", 8))
     assert {"run_dir": "here", "simulate_devices": 8}.items() <= load_preset(mine).items()
+
+
+def test_a_run_s_configuration_does_not_set_what_belongs_to_one_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever wrote it: compiled programs are executed, a base and a tracker reach servers. A preset sets it."""
+    of_start = {"compilation_cache": "/x", "track": "wandb", "profile": "3", "distributed.patience": 5.0}
+    here = {"run_dir": "here"}
+    plain, mine = resolve(load_preset("demo"), here), resolve(load_preset("demo"), of_start | here)
+    text = f'base = "http://localhost:1/x.toml"\n{to_toml(mine)}'.replace("run_config = true\n", "")
+    assert resolve(load_preset(write(tmp_path / "mine.toml", text.partition("\n")[2])), here) == mine
+    run = write(tmp_path / "config.toml", text)
+    assert resolve(read_run(tmp_path).values, here) == plain
+    assert lasting(mine) == dataclasses.replace(plain, track="wandb")
+    (tmp_path / "checkpoints").mkdir()
+    given = read_command([str(run), "--track", "mlflow"], "", "")
+    assert given.config().track == "mlflow"
+    print_left_out(given, given.config())
+    assert capsys.readouterr().out == (
+        f"{run}: not taken over, since they belong to one start: compilation_cache = '/x', profile = '3', "
+        "distributed.patience = 5.0, base = 'http://localhost:1/x.toml'; valid: as flags, or in a preset of your own\n"
+    )
 
 
 def test_overrides_from_python_may_be_numpy_s_or_paths() -> None:

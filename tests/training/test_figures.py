@@ -162,7 +162,7 @@ def test_a_resumed_run_keeps_its_own_horizon_while_its_schedule_stays(
     (folder / "config.toml").write_text(to_toml(first, with_total_steps(first, EPOCH).optimizer.horizon))
     for preset in (EIGHT, load_preset(folder / "config.toml")):
         config = resolve(preset, {**now, "train.steps": 20}, decay_follows=False)
-        kept = config.optimizer.kept_of(stored_optimizer(folder))
+        kept = config.optimizer.kept_of(stored_optimizer(folder, config))
         assert with_total_steps(config, EPOCH, kept).optimizer.horizon == horizon
         assert with_total_steps(config, EPOCH).optimizer.horizon.decay_steps == now.get("optimizer.decay_steps", 20)
 
