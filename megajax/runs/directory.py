@@ -70,7 +70,7 @@ def has_checkpoints(run_dir: Path) -> bool:
     return bool(named(run_dir / "checkpoints"))
 
 
-def _earlier(run_dir: Path, config: Config) -> Config:
+def last_start(run_dir: Path, config: Config) -> Config:
     """The configuration of a run's last start. The plugins of this one's `config`, if any, take the place of its."""
     return resolve(read_run(run_dir).values, {"plugins": config.plugins} if config.plugins else {})
 
@@ -80,7 +80,7 @@ def stored_optimizer(run_dir: Path, config: Config) -> OptimizerConfig | None:
     if max(named(run_dir / "checkpoints"), default=0) == 0:
         return None
     preset = read_run(run_dir)
-    optimizer = _earlier(run_dir, config).optimizer
+    optimizer = last_start(run_dir, config).optimizer
     return replace(optimizer, **preset.horizon._asdict()) if preset.horizon else optimizer
 
 
@@ -88,20 +88,20 @@ def start_order(config: Config, run_dir: Path, corpora: Sequence[str]) -> Order:
     """The order of samples of a start that continues a run from its newest checkpoint, with the `corpora` that
     `make_run_data` returned."""
     step = trained_steps(run_dir)
-    earlier = _earlier(run_dir, config) if step else None
+    earlier = last_start(run_dir, config) if step else None
     return next_order(config, run_dir, corpora, earlier, step)
 
 
 def corpora_before(run_dir: Path, config: Config) -> dict[str, str]:
     """The corpora of a run that has trained (`known_corpora`); empty for another."""
     step = trained_steps(run_dir)
-    return known_corpora(_earlier(run_dir, config), run_dir, step) if step else {}
+    return known_corpora(last_start(run_dir, config), run_dir, step) if step else {}
 
 
 def trained_again(config: Config, run_dir: Path) -> str:
     """A warning about another loss than that of a run's last start, or about weights that it froze and this one trains;
     else empty."""
-    before = _earlier(run_dir, config).train if trained_steps(run_dir) else config.train
+    before = last_start(run_dir, config).train if trained_steps(run_dir) else config.train
     names = [name for name in names_of(before.freeze) if name not in names_of(config.train.freeze)]
     if before.loss != config.train.loss:
         given = " (loss=… in megajax.init)" if before.loss == OWN else ""
@@ -158,7 +158,7 @@ _FIXED = (Changes.WEIGHTS, Changes.ENDS, Changes.COMPUTATION)  # fixed from a ru
 def _check_same_run(run_dir: Path, config: Config, trained: bool) -> None:
     """Refuse a model, data or origin other than those that the run began with; mesh, microbatch or learning rate may
     change."""
-    earlier = _earlier(run_dir, config)
+    earlier = last_start(run_dir, config)
     in_new_run = [*compared(Config, Changes.OPTIMIZER)]  # changing these requires a new run
     in_new_run += compared(Config, Changes.ADAPTERS) if config.lora.rank else ["lora.rank"]
     samples = compared(Config, Changes.SAMPLES) if trained else ()

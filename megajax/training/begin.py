@@ -254,7 +254,7 @@ def make_data(config: Config, folder: Path, run_dir: Path, given: Supplied = NOT
         return []
     if config.init and (is_new or not reading.kind(folder / "tokenizer")):
         keep_init_tokenizer(config, folder)
-    return make_run_data(config, folder, corpora_before(run_dir))
+    return make_run_data(config, folder, corpora_before(run_dir, config))
 
 
 def open_data(config: Config, folder: Path, corpora: Sequence[str] = ()) -> RunData | TaskData | OwnData:

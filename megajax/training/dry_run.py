@@ -88,7 +88,7 @@ def _read_data(config: Config, program: Program, folder: Path, lines: list[str])
     _check_apart(config, run_dir)
     there = run_dir / "data"
     trained, read = trained_steps(run_dir) > 0, has_checkpoints(run_dir) and has_task_data(there)
-    made = has_whole_run_data(config, there, corpora_before(run_dir)) if config.pretrains else read
+    made = has_whole_run_data(config, there, corpora_before(run_dir, config)) if config.pretrains else read
     if not config.data.set and not made:
         if has_only_tokenizer(there) or (trained and is_tokenizer_folder(there / "tokenizer")):  # of the weights
             shutil.copytree(there / "tokenizer", folder / "data" / "tokenizer")

@@ -20,13 +20,12 @@ from megajax.host import reading
 from megajax.host.files import write_atomically
 from megajax.host.processes import on_first_process, say
 from megajax.runs.checkpoint import Checkpoints
-from megajax.runs.directory import trained_steps
+from megajax.runs.directory import last_start, trained_steps
 from megajax.runs.init import first_state
 from megajax.runs.ownership import MARK
 from megajax.runs.stored import DamagedCheckpoint
 from megajax.runs.task_data import TaskData, records_digest
 from megajax.settings.config import Config
-from megajax.settings.presets import load_preset, resolve
 
 _FILE = "reference.npy"  # in the run directory, before in its data folder: of the training pairs, then of the dev pairs
 _DIGEST = 32  # characters of the digest at its end
@@ -62,7 +61,7 @@ def add_reference(
 def _first_weights(config: Config, program: Program, weights: Callable[[TrainState], Any], file: Path) -> Any:
     """The weights that a run began with: those of its step 0, or else of its `--init`."""
     run_dir = Path(config.run_dir)
-    earlier, checkpoints = resolve(load_preset(run_dir / "config.toml")), Checkpoints(run_dir, program.layout)
+    earlier, checkpoints = last_start(run_dir, config), Checkpoints(run_dir, program.layout)
     try:
         if 0 in checkpoints.steps():
             origin, params = "step 0", checkpoints.restore_params(0)
