@@ -175,7 +175,7 @@ def _exchange(kind: _Kind) -> Exchange:
             ),
             OptionGroup(("bias",), kind.read_bias, kind.write_bias, kind.lacks_bias),
             OptionGroup(("dropout",), read_dropout, lambda model: {"attention_dropout": model.dropout}),
-            rope_by_layer(kind.rope_theta, kind.window.theta)
+            rope_by_layer(kind.rope_theta, kind.window.theta, "rope_local_base_freq" if kind.window.local else "")
             if kind.window.theta
             else rope(kind.rope_theta, missing=kind.rope_scaling),
             kind.window.options(),
@@ -205,7 +205,7 @@ _KINDS = (  # a model that fits several is exported as the first of them
     _Kind("Qwen3", window=Window(switched=True, first=28), query_key_norm="head", kv_heads=32, head_size=128),
     _Kind(
         "Gemma3",
-        window=Window(pattern=6, theta=10_000.0),
+        window=Window(pattern=6, theta=10_000.0, local=True),
         query_key_norm="head",
         kv_heads=4,
         head_size=256,

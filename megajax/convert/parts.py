@@ -99,8 +99,8 @@ _IGNORED = "finetuned"  # by transformers too
 _KNOWN = ("rope_type", "type", "rope_theta", "partial_rotary_factor", *_SCALES, *ChainMap(*_SCALINGS.values()))
 
 
-def _read_rope(fields: Fields, part: Fields, default: float) -> dict[str, Any]:
-    """Angles as `part` describes them."""
+def _read_rope(fields: Fields, part: Fields, default: float, *, beside: bool = True) -> dict[str, Any]:
+    """Angles as `part` describes them; `beside`: the length may be beside it."""
     scaling = _read_kind(fields, part)
     theta = (part if "rope_theta" in part else fields).value("rope_theta", "model.rope_theta", default)
     found = {"model.positions": "rotary", "model.rope_theta": theta}
@@ -108,7 +108,7 @@ def _read_rope(fields: Fields, part: Fields, default: float) -> dict[str, Any]:
     if scaling == "yarn":
         _complete_yarn(part)
     for name, option in _SCALINGS[scaling].items():
-        owner, field = _place(fields, part, name)
+        owner, field = _place(fields, part, name, beside)
         if name != _ATTENTION or part.get(name) is not None:
             found[f"model.{option}"] = owner.value(field, f"model.{option}")
     if scaling == "llama3" and part["low_freq_factor"] >= part["high_freq_factor"]:
@@ -131,11 +131,12 @@ def _read_kind(fields: Fields, part: Fields) -> str:
     return str(part.get(kind, "default"))
 
 
-def _place(fields: Fields, part: Fields, name: str) -> tuple[Fields, str]:
+def _place(fields: Fields, part: Fields, name: str, beside: bool) -> tuple[Fields, str]:
     """Where a field of `part` is: the length may also be beside it, or be the model's."""
     if name != _LENGTH:
         return part, name
-    return next(((owner, name) for owner in (fields, part) if name in owner), (fields, "max_position_embeddings"))
+    owners = (fields, part) if beside else (part,)
+    return next(((owner, name) for owner in owners if name in owner), (fields, "max_position_embeddings"))
 
 
 def _complete_yarn(part: Fields) -> None:
@@ -183,28 +184,29 @@ def rope(default: float, *, scores: bool = False, missing: Mapping[str, Any] | N
 
     def read(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
         part = fields.part("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
-        part |= {} if part else missing or {}
+        if not part and fields.get("rope_parameters") is None:
+            part |= missing or {}
         return _read_rope(fields, part, default) | (_read_scores(part) if scores else {})
 
     return OptionGroup((*_ROPE_OPTIONS, *["rope_score_scale"] * scores), read, _write_rope)
 
 
-def rope_by_layer(default: float, in_window: float) -> OptionGroup:
-    """Rotary positions of layers without a window, which may be scaled, and with one; and their bases if missing."""
+def rope_by_layer(default: float, in_window: float, local: str = "") -> OptionGroup:
+    """Rotary positions of layers without a window, which may be scaled, and with one; and their bases if missing. The
+    field `local` may have the latter's."""
     everywhere, windowed = "full_attention", "sliding_attention"  # names in `rope_parameters`
 
     def read(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
         both = fields.part("rope_parameters")
         full, window = both.part(everywhere), both.part(windowed)
+        if fields.get("rope_parameters") is None:
+            full["rope_type"] = "default"  # which `type` does not replace
         full |= fields.part("rope_scaling")
-        found = _read_rope(fields, full, default)
-        if not window:
-            window |= {"rope_theta": fields.get("rope_local_base_freq", in_window)}
-        elif "rope_theta" not in window:
-            window["rope_theta"] = in_window
+        found = _read_rope(fields, full, default, beside=False)
+        window.setdefault("rope_theta", fields.get(local, in_window) if local else in_window)
         for part in full, window:  # of several kinds of layers transformers ignores it
             part.check("truncate", True)
-        own = _read_rope(fields, window, in_window)
+        own = _read_rope(fields, window, in_window, beside=False)
         if own == found:
             return found | {"model.window_rope_theta": 0.0}
         if own["model.rope_scaling"] != "none":
@@ -215,7 +217,7 @@ def rope_by_layer(default: float, in_window: float) -> OptionGroup:
         found = _write_rope(model)
         full, theta = found["rope_parameters"], model.window_rope_theta
         own = {"rope_type": "default", "rope_theta": theta} if theta else full
-        older = {"rope_local_base_freq": theta or model.rope_theta}
+        older = {local: theta or model.rope_theta} if local else {}
         return found | older | {"rope_parameters": {everywhere: full, windowed: own}}
 
     def lacks(model: ModelConfig) -> Lacks:

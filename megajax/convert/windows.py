@@ -21,7 +21,8 @@ class Window:
     never: bool = False  # whether there is none
     switched: bool = False  # whether it is there only if `use_sliding_window` is set
     first: int | None = None  # if `max_window_layers` is missing: the first layer with a window
-    pattern: int | None = None  # if `sliding_window_pattern` is missing: every so many layers one has no window
+    pattern: int | None = None  # every so many layers one has no window
+    local: bool = False  # whether `sliding_window_pattern` and `rope_local_base_freq` replace `pattern` and `theta`
 
     @property
     def mixes(self) -> bool:
@@ -67,7 +68,8 @@ class Window:
         first = fields.get("max_window_layers", self.first) if self.first is not None else 0
         if type(first) is not int or first < 0:
             raise fields.refusal("max_window_layers", first, "0 or more: layers before this one have no window")
-        pattern = fields.get("sliding_window_pattern", self.pattern) if self.pattern is not None else layers + 1
+        pattern = layers + 1 if self.pattern is None else self.pattern
+        pattern = fields.get("sliding_window_pattern", pattern) if self.local else pattern
         if type(pattern) is not int or pattern < 1:
             raise fields.refusal("sliding_window_pattern", pattern, "1 or more: every so many layers one has no window")
         return [layer >= first and (layer + 1) % pattern > 0 for layer in range(layers)]

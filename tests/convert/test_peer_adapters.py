@@ -23,6 +23,9 @@ QV = {"target_modules": ["q_proj", "v_proj"]}
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 TIED = {"tie_word_embeddings": True}
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+R = "router.weight"
+USUAL = {"target_modules": ["gate_proj", "up_proj", "down_proj", "q_proj"], "rank_pattern": {"q_proj": 3}}
+COOKBOOK = {"target_modules": "all-linear", "target_parameters": [f"1.{name}" for name in EXPERTS]}
 Case = tuple[str, dict[str, Any], dict[str, Any]]  # the model, fields of its config.json, options of peft
 CASES: dict[str, Case] = {
     "rank and alpha": ("llama", {}, QV | {"r": 3, "lora_alpha": 5}),
@@ -51,29 +54,11 @@ CASES: dict[str, Case] = {
     "tokens, tied": ("qwen3", TIED, QV | {"trainable_token_indices": [4, 100]}),
     "fused experts": ("qwen3_moe", {}, {"target_modules": ["o_proj"], "target_parameters": EXPERTS}),
     "some experts, router": ("mixtral", {}, {"target_parameters": [EXPERTS[1], "mlp.gate.weight"], "use_rslora": True}),
-    **{  # peft writes target_parameters without a dot
-        f"usual targets, {kind}": (
-            kind,
-            {},
-            {"target_modules": ["q_proj", "o_proj", *names], "rank_pattern": {"q_proj": 3}},
-        )
-        for kind, names in {
-            "mixtral": ("gate", "w1", "w2", "w3"),
-            **dict.fromkeys(("qwen3_moe", "olmoe", "deepseek_v3"), ("gate_proj", "up_proj", "down_proj")),
-        }.items()
-    },
-    "all linear, deepseek_v3": ("deepseek_v3", {}, {"target_modules": "all-linear"}),
-    "all linear, mixtral": ("mixtral", {}, {"target_modules": "all-linear", "exclude_modules": ["experts", "k_proj"]}),
-    "as the cookbook": (  # https://cookbook.openai.com/articles/gpt-oss/fine-tune-transfomers
-        "gpt_oss",
-        {},
-        {"target_modules": "all-linear", "target_parameters": [f"1.{name}" for name in EXPERTS]},
-    ),
-    "a router": (
-        "gpt_oss",
-        {},
-        {"target_parameters": ["router.weight", EXPERTS[0]], "rank_pattern": {"router.weight": 3}},
-    ),
+    "usual targets": ("mixtral", {}, {"target_modules": ["q_proj", "gate", "w1", "w2", "w3"]}),  # peft writes others
+    **{f"usual targets, {kind}": (kind, {}, USUAL) for kind in ("qwen3_moe", "olmoe", "deepseek_v3")},
+    "all linear, with experts": ("deepseek_v3", {}, {"target_modules": "all-linear"}),
+    "as in OpenAI's cookbook": ("gpt_oss", {}, COOKBOOK),
+    "joined experts, router": ("gpt_oss", {}, {"target_parameters": [EXPERTS[0], R], "rank_pattern": {R: 3}}),
     "classes": ("bert", {}, {"target_modules": ["query", "dense"], "task_type": "SEQ_CLS", "bias": "all"}),
     **{f"init {name}": ("llama", {}, QV | {"init_lora_weights": name}) for name in ("orthogonal", "mica", "gaussian")},
 }

@@ -1,15 +1,19 @@
 """Rotary angles of random settings in config.json are those of `transformers`, and an export means the same there."""
 
+import contextlib
 import copy
+import dataclasses
+import importlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hugging_face import SETTINGS
+from hugging_face import CLASSES, DECODERS, LLAMA3, MIXTURES, SETTINGS, YARN
 
 from megajax.convert.families import exchange_of
 from megajax.convert.settings import Fields
+from megajax.core.errors import UserError
 from megajax.core.models.checks import check_model
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.rotary import rotations
@@ -39,12 +43,50 @@ def random_settings(seed: int) -> dict[str, Any]:
     return SETTINGS["llama"] | sizes | spelled
 
 
+def read_model(folder: Path, kind: str, fields: dict[str, Any]) -> tuple[Any, ModelConfig]:
+    """What reads the config.json of this kind, and its model."""
+    exchange = exchange_of(Fields(folder, fields | {"model_type": kind}))
+    read = exchange.read_settings(Fields(folder, copy.deepcopy(fields)), {})
+    return exchange, ModelConfig(
+        **{key.removeprefix("model."): value for key, value in read.items() if "model." in key}
+    )
+
+
+FULL, WINDOWED = "full_attention", "sliding_attention"
+SCALED, LINEAR = {"rope_type": "llama3", **LLAMA3}, {"type": "linear", "factor": 2.0}
+ODD: list[dict[str, Any]] = [
+    {"original_max_position_embeddings": 7, "rope_scaling": SCALED, "sliding_window_pattern": 3},
+    {"original_max_position_embeddings": 7, "rope_parameters": {FULL: SCALED, WINDOWED: {"rope_type": "default"}}},
+    {"rope_local_base_freq": 9.0, "rope_scaling": LINEAR, "rope_theta": 7.0},
+    {"rope_local_base_freq": 9.0, "rope_parameters": {FULL: YARN, WINDOWED: {"rope_type": "default"}}},
+    {"rope_parameters": {}},
+]
+
+
+@pytest.mark.parametrize("kind", [*DECODERS, *MIXTURES])
+def test_fields_that_other_classes_read(kind: str, tmp_path: Path) -> None:
+    """Angles and windows of every layer are as there, which may ignore fields, unless they are refused."""
+    peer = getattr(transformers, CLASSES[kind])
+    found = vars(importlib.import_module(peer.__module__)).items()
+    (rotary,) = (each for name, each in found if name.endswith("RotaryEmbedding"))
+    for odd in ODD:
+        fields = SETTINGS[kind] | {"num_hidden_layers": 6} | odd
+        with contextlib.suppress(UserError):
+            model = read_model(tmp_path, kind, fields)[1]
+            config = peer.config_class(**copy.deepcopy(fields))
+            angles, types = rotary(config), getattr(config, "layer_types", None) or [""] * 6
+            for layer, windowed in zip(types, model.windowed_in_order, strict=True):
+                assert windowed == (layer == WINDOWED) or not layer
+                local = {"rope_theta": model.window_rope_theta, "rope_scaling": "none"}
+                own = dataclasses.replace(model, **local) if windowed and model.window_rope_theta else model
+                theirs = getattr(angles, f"{layer}_inv_freq", getattr(angles, "inv_freq", None))
+                np.testing.assert_allclose(rotations(own, model.head_size // 2)[0], theirs, rtol=3e-6, err_msg=str(odd))
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_random_yarn(seed: int, tmp_path: Path) -> None:
     fields = random_settings(seed)
-    exchange = exchange_of(Fields(tmp_path, fields | {"model_type": "llama"}))
-    read = exchange.read_settings(Fields(tmp_path, fields), {})
-    model = ModelConfig(**{key.removeprefix("model."): value for key, value in read.items() if "model." in key})
+    exchange, model = read_model(tmp_path, "llama", fields)
     check_model(model)
     rotation_P, factor = rotations(model, model.head_size // 2)
     exported = exchange.settings(model, (), None)["config.json"]

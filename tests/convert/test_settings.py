@@ -41,6 +41,8 @@ from megajax.settings.presets import load_preset, resolve
 from megajax.verify import named_leaves
 
 WINDOW = {"sliding_window": 5, "use_sliding_window": True}
+BY_LAYER = {"full_attention": {"rope_type": "llama3", **LLAMA3}, "sliding_attention": {"type": "default"}}
+OLDER = {"rope_local_base_freq": 9, "original_max_position_embeddings": 7, "rope_parameters": BY_LAYER}
 
 READ: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("gpt2", {"n_inner": 96}, {"mlp_size": 96, "norm_epsilon": 1e-5, "tied_embedding": True}),
@@ -105,6 +107,12 @@ READ: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), YARN)},
         {"window_layers": "all", "window_rope_theta": 0.0, "rope_scaling": "yarn", "rope_theta": 5e5},
     ),
+    ("gemma3_text", OLDER, {"window_rope_theta": 9.0, "rope_original_length": 24}),
+    ("olmo3", OLDER, {"window_rope_theta": 5e5, "rope_original_length": 24}),
+    ("olmo3", {"sliding_window_pattern": 2, "num_hidden_layers": 4}, {"window_layers": "3,1"}),
+    ("olmo3", {"rope_scaling": {"type": "linear", "factor": 2}}, {"rope_scaling": "none"}),
+    ("gpt_oss", {"sliding_window_pattern": 3, "num_hidden_layers": 4}, {"window_layers": "1,1"}),
+    ("gpt_oss", {"rope_parameters": {}}, {"rope_scaling": "none", "rope_theta": 15e4}),
     (
         "qwen3",
         WINDOW | {"layer_types": ["sliding_attention"] * 2},
