@@ -400,14 +400,30 @@ def _nothing(
     stays = "".join(f" {as_flag(key, attrgetter(key)(config))}" for key in VARIED if key in fixed)
     rows = " x ".join(f"--mesh.{axis}" for axis in AXES if axis in ROW_AXES and (axis != EXPERT or model.num_experts))
     ranks = ", --optimizer.zero-ranks must divide --mesh.data" * ("optimizer.zero_ranks" in fixed)
-    near = _nearest(config, devices, fixed)
+    batches, without = _nearest_batches(config, devices, machine, fixed), f"without{stays}" if stays else "1"
+    near = "" if batches else _nearest(config, devices, fixed)
+    valid = f"--train.global-batch {batches}, or {without}" if batches else f"for example {near}" if near else without
     return UserError(
         f"--devices {devices}{stays}: no valid mesh of that size; {rows} must divide "
         f"--train.global-batch {batch}{ranks}, --mesh.pipe must not exceed --model.num-layers "
         f"{model.num_layers}, and --mesh.tensor must divide --model.num-heads {model.num_heads}, "
         f"--model.mlp-size {model.mlp_size} and the padded vocabulary of "
-        f"{model.padded_vocab_size}; valid: {f'for example {near}' if near else f'without{stays}' if stays else '1'}"
+        f"{model.padded_vocab_size}; valid: {valid}"
     )
+
+
+def _nearest_batches(config: Config, devices: int, machine: Machine, fixed: frozenset[str]) -> str:
+    """The global batches next to this one that can be divided as what is fixed says, if it alone forbids all meshes."""
+    train = config.train
+    unit = math.prod(getattr(config.mesh, axis) for axis in ROW_AXES if f"mesh.{axis}" in fixed)
+    unit *= train.microbatch if "train.microbatch" in fixed else 1
+    below = train.global_batch // unit * unit
+    if train.ramp_start or below == train.global_batch:
+        return ""
+    others = (replace(config, train=replace(train, global_batch=each)) for each in (below, below + unit) if each)
+    meshes = {each.train.global_batch: on_meshes(each, devices, fixed, WIDEST) for each in others}
+    tried = {batch: (next(of_mesh(base, fixed, machine.server), None) for base in on) for batch, on in meshes.items()}
+    return " or ".join(str(batch) for batch, each in tried.items() if any(each))
 
 
 def _nearest(config: Config, devices: int, fixed: frozenset[str]) -> str:

@@ -338,6 +338,8 @@ def test_no_mesh_of_so_many():
     assert said.endswith("valid: for example 6 or 8")
     fixed = replace(CONFIG, mesh=MeshConfig(tensor=3))
     assert impossible(fixed, 8, given=["mesh.tensor"]).endswith("valid: without --mesh.tensor 3")
+    said = impossible(replace(CONFIG, mesh=MeshConfig(data=3)), 3, given=["mesh.data"])
+    assert said.endswith("valid: --train.global-batch 3 or 6, or without --mesh.data 3")
     assert impossible(CONFIG, 99_991).partition("valid: for example ")[2]
     odd = replace(CONFIG, mesh=MeshConfig(pipe=2))
     assert impossible(odd, 7, given=["mesh.pipe"]).endswith("valid: for example 4 or 8")
