@@ -160,7 +160,8 @@ class StopSignals:
         return False
 
     def _say(self, text: str) -> None:
-        second = "another Ctrl-C is a KeyboardInterrupt" if self._in_python else "a second signal ends the run at once"
+        interrupts = self._in_python and self.number == signal.SIGINT
+        second = "another Ctrl-C is a KeyboardInterrupt" if interrupts else "a second signal ends the run at once"
         warn(f"{signal.Signals(self.number).name}: {text}; {second}")
 
     def _repeat(self) -> None:

@@ -42,19 +42,22 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, error
 
 
-def test_signals_to_python_code_are_exceptions_and_its_own_handlers_stay() -> None:
+def test_signals_to_python_code_are_exceptions_and_its_own_handlers_stay(capfd: pytest.CaptureFixture[str]) -> None:
     got: list[int] = []
     signal.signal(signal.SIGHUP, lambda number, _: got.append(number))
     try:
-        for numbers, kind, said in (
-            ((signal.SIGINT,), KeyboardInterrupt, "stopped by SIGINT here"),
-            ((signal.SIGINT, signal.SIGINT), KeyboardInterrupt, ""),
-            ((signal.SIGHUP, signal.SIGTERM), SystemExit, "143"),
+        for numbers, kind, said, second in (
+            ((signal.SIGINT,), KeyboardInterrupt, "stopped by SIGINT here", "another Ctrl-C is a KeyboardInterrupt"),
+            ((signal.SIGINT, signal.SIGINT), KeyboardInterrupt, "", ""),
+            ((signal.SIGHUP, signal.SIGTERM), SystemExit, "143", "a second signal ends the run at once"),
         ):
             with pytest.raises(kind) as ended, signals.stop_signals.handled(in_python=True):
                 with signals.stop_signals.deferred("soon"):
                     for number in numbers:
                         signal.raise_signal(number)
+                    while not (told := capfd.readouterr().err):
+                        time.sleep(0.01)
+                    assert told == f"{numbers[-1].name}: soon; {second}\n"
                 raise signals.Stopped(numbers[-1], " here").in_python()
             assert str(ended.value) == said
         assert got == [signal.SIGHUP] and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
