@@ -49,7 +49,7 @@ class Checkpoints:
         self._write: Write | None = None
         self._problem = ""  # why the last write failed, if it did
         self._news: list[str] = []
-        self._losses: dict[int, float] = {}
+        self.losses: dict[int, float] = {}  # of validations by step, by which the best are kept
         self.average_news = ""  # what happened to the weight average in the restored state
         if keep is not None:
             on_first_process(self._prepare)
@@ -60,7 +60,7 @@ class Checkpoints:
             step_folders.clear(self.folder)
         except OSError as error:
             raise UserError(f"{self.folder}: {error.strerror}; valid: a writable place with free space") from None
-        self._losses = validation_losses(self.folder.parent)
+        self.losses = validation_losses(self.folder.parent)
 
     def steps(self) -> list[int]:
         """The steps of all checkpoints, ascending."""
@@ -70,10 +70,6 @@ class Checkpoints:
         """Begin to write the `state` after `step` steps. When this returns, the state has been copied; the files are
         complete later (`wait`). `news` reports failures of this write and the previous one."""
         self._begin(step, lambda: self._transfer.to_host(state))
-
-    def measured(self, step: int, validation_loss: float) -> None:
-        """Note the loss of a step, by which the best are kept."""
-        self._losses[step] = validation_loss
 
     def save_new(self, weight: Callable[[Any, tuple[int, ...]], np.ndarray]) -> None:
         """Begin to write the state before the first step. `weight`, called in another thread, makes each canonical main
@@ -154,7 +150,7 @@ class Checkpoints:
         """Remove checkpoints that are not to be kept."""
         assert self._keep is not None
         try:
-            for step in self._keep.removed(step_folders.complete(self.folder), self._losses):
+            for step in self._keep.removed(step_folders.complete(self.folder), self.losses):
                 step_folders.discard(self.folder, step)
         except (OSError, UserError) as error:
             self._news.append(f"an old checkpoint cannot be removed: {in_one_line(error)}")

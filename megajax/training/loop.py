@@ -127,9 +127,11 @@ class Trainer:
         error says where. Several processes save nothing then, since the others wait in the next step."""
         try:
             self._steps()
-        except RunError:
+        except (RunError, Stopped):
             raise
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and stop_signals.number:  # a second Ctrl-C
+                raise
             unsaved = ""
             if jax.process_count() == 1:
                 try:
@@ -207,14 +209,11 @@ class Trainer:
         step, config = self.first, self.config
         if not step or self.checkpoints.saved is None:
             return
-        tasks = {entry.partition("=")[0] for entry in config.evaluate} if config.pretrains else {"dev"}
         if self._due(step, config.train.eval_every) and of_first_process("validation_loss" not in self.log.recorded):
             self._check_finite(step, self._validate(step))
-        if (
-            config.evaluate
-            and self._due(step, config.evaluate_every)
-            and of_first_process(not tasks <= self.log.recorded)
-        ):
+        tasks = {entry.partition("=")[0] for entry in config.evaluate} if config.pretrains else {"dev"}
+        due = config.evaluate and self._due(step, config.evaluate_every)
+        if due and of_first_process(not tasks <= self.log.recorded):
             self._evaluate(step)
         if self.stop_signal:
             self._stop_by_signal(step)
@@ -342,7 +341,7 @@ class Trainer:
         except _SignalSeen:
             return None
         loss = total_loss(parts)
-        self.checkpoints.measured(step, loss)
+        self.checkpoints.losses[step] = loss
         self.log.record_validation(step, loss, named, parts_of(parts, self.program.form) | means)
         self.log.record_text(step, "validation", validation_text(self.config, parts))
         with self._called():

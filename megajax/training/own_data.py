@@ -1,6 +1,7 @@
 """Data that a user's code gives a run: batches, or data sets; and data sets that are registered under a name."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -16,18 +17,20 @@ from megajax.core.program.synthetic import random_batch
 from megajax.data.config import DATA_SETS
 from megajax.data.samples.base import Sample
 from megajax.data.tasks.samples import EpochOrder
+from megajax.host.paths import check_path
 from megajax.runs.init import named_or_init_tokenizer
 from megajax.settings.config import Config
 from megajax.training.batches import Given, batch_of
 from megajax.training.given import OwnData
 
 Batches = Iterable[Given] | Callable[[int], Iterable[Given]]
+_After = Callable[[int], Iterator[Mapping[str, Any]]]  # the batches after so many steps
 
 
 class OrderedBatches:
     """An iterator of a run's batches in order; called with a number of finished steps, it goes to those after them."""
 
-    def __init__(self, begin: Callable[[int], Iterator[Mapping[str, Any]]], step: int):
+    def __init__(self, begin: _After, step: int):
         self._begin, self._left, self._step = begin, begin(step), step
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
@@ -151,10 +154,8 @@ def own_data(
     return OwnData(None, EpochOrder(samples, config.seed), held_out, tokenizer, words)
 
 
-def _checked(
-    config: Config, program: Program, batches: Batches, first: int
-) -> Callable[[int], Iterator[Mapping[str, Any]]]:
-    """The batches after so many steps, as `batches_after`."""
+def _checked(config: Config, program: Program, batches: Batches, first: int) -> _After:
+    """As `batches_after`, arrays of a whole global batch."""
 
     def after(step: int) -> Iterator[Mapping[str, Any]]:
         for given in batches_after(batches, step, first):
@@ -180,6 +181,8 @@ def of_run(config: Config, steps: int | None, run_dir: str | Path | None, data: 
     place = config.run_dir if run_dir is None else str(run_dir)
     if not place:
         raise UserError("train: run_dir missing; valid: a folder, or run_dir in the configuration")
+    check_path(place, "run_dir")
+    place = os.path.abspath(place)  # which stays the same where a callback changes the working directory
     train = config.train if steps is None else dataclasses.replace(config.train, steps=steps, epochs=0.0)
     return without_validation(dataclasses.replace(config, run_dir=place, train=train), data)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny import tiny_config, user_error
+from tiny import tiny_config
 
 import megajax
 from megajax.core.program.program import batch_form
@@ -42,8 +42,3 @@ def test_a_student_learns_the_most_probable_ids_of_its_teacher(choices: int, tem
     entropy = -np.take_along_axis(log_softmax(mine), IDS[:, 1:, None].astype(np.int64), -1)[..., 0]
     assert loss == pytest.approx((share * temperature**2 * apart + (1 - share) * entropy).mean(), rel=1e-5)
     assert loss > 0
-
-
-def test_choices_are_ids() -> None:
-    teacher: Any = SimpleNamespace(tokenizer=None, config=CONFIG)
-    assert user_error(megajax.with_teacher, [], teacher, choices=102) == "with_teacher: choices 102; valid: 1 to 101"

@@ -46,12 +46,12 @@ class Counting:
 class Failing(Counting):
     """The entries of a few steps can be read."""
 
-    left = 32
+    left, error = 32, LookupError
 
     def __getitem__(self, i: int) -> np.ndarray:
         self.left -= 1
         if self.left < 0:
-            raise LookupError("no more of them")
+            raise self.error("no more of them")
         return super().__getitem__(i)
 
 
@@ -88,23 +88,23 @@ def test_a_run_goes_on_as_if_it_had_not_ended(tmp_path: Path, monkeypatch: pytes
 
     def note(step: int, figures: dict[str, float]) -> None:
         losses[step] = figures["loss"]
+        monkeypatch.chdir(tmp_path.parent)  # which moves no run
         assert "the model is being trained; valid: after train" in user_error(model.weights)
 
     def train(steps: int) -> None:
         model.train(steps, "run", data=Counting(), on_step=note)
+        monkeypatch.chdir(tmp_path)
 
-    def restored(step: int | str) -> megajax.Model:
-        return megajax.restore("run", step=step, training=True, loss=confident, optimizer=optax.lion)
-
+    again = {"training": True, "loss": confident, "optimizer": optax.lion}
     train(2)
     there = model.weights()
     model.set_weights(jax.tree.map(np.zeros_like, there))
     assert not any(np.any(weight) for weight in jax.tree.leaves(model.weights()))
     model.save("elsewhere")
-    assert "train: run goes on from its checkpoint of step 2, which this model of step 2 is not" in user_error(train, 4)
-    model = restored("latest")
+    assert "run goes on from its checkpoint of step 2, which this model of step 2 is not" in user_error(train, 4)
+    model = megajax.restore("run", **again)
     train(4)  # from the checkpoint of step 2
-    assert "of step 4, which this model of step 2 is not" in user_error(restored(2).train, 6, "run", data=Counting())
+    assert "of step 4, which" in user_error(megajax.restore("run", step=2, **again).train, 6, "run", data=Counting())
     lines = figures_of("run")
     assert ([*losses], model.step) == ([1, 2, 3, 4], 4)
     assert [each["loss"] for each in lines if "loss" in each] == [*losses.values()]
@@ -118,12 +118,14 @@ def test_a_run_goes_on_as_if_it_had_not_ended(tmp_path: Path, monkeypatch: pytes
     interrupt = lambda step, figures: step == before + 1 and os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
     for given, kind, said in (
         ({"data": Failing(), "on_step": note}, LookupError, "raised by entry"),
+        ({"data": type("", (Failing,), {"error": KeyboardInterrupt})()}, KeyboardInterrupt, "training ended after"),
         ({"data": Counting(), "on_step": lambda step, figures: sys.exit()}, SystemExit, "training ended after step"),
         ({"data": Counting(), "on_step": interrupt}, KeyboardInterrupt, "by SIGINT after step"),
     ):
         before = model.step
         with pytest.raises(kind) as ended:
             model.train(99, "run", **given)
+        monkeypatch.chdir(tmp_path)
         assert said in "".join([str(ended.value), *getattr(ended.value, "__notes__", ())])
         assert said in Path("run/log.txt").read_text()
         assert kind is not LookupError or model.step in losses  # callbacks are told of the step before an error
@@ -190,40 +192,21 @@ def test_a_mesh_changes_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_batches_begin_where_the_model_is() -> None:
-    """Of those that a model makes, and of what a teacher says of them, none is drawn in vain."""
-    config, drawn, taught = config_of(), list[int](), list[int]()
-    program = Program.on(config, jax.devices()[:1])
-
-    def begin(step: int):
-        for number in itertools.count(step):
-            drawn.append(number)
-            yield np.full((8, 17), number)
-
-    def teach(batch: np.ndarray) -> np.ndarray:
-        taught.append(batch[0, 0])
-        return batch
+    """Of a model's own, and of a teacher's answers, none is drawn in vain."""
+    program, drawn, taught = Program.on(config_of(), jax.devices()[:1]), list[int](), list[int]()
+    begin = lambda step: (drawn.append(n) or np.full((8, 17), n) for n in itertools.count(step))  # noqa: E731
 
     def first(batches, model: int, run: int) -> int:
         drawn.clear(), taught.clear()
-        given = own_data(config, program, None, batches, None, None, model)
-        return next(given.batches(run))["tokens"][0, 0]
+        batches = TaughtBatches(batches, lambda batch: taught.append(batch[0, 0]) or batch, None)
+        return next(own_data(program.config, program, None, batches, None, None, model).batches(run))["tokens"][0, 0]
 
     ours, one = OrderedBatches(begin, 3), begin(3)
-    for batches, model, run, expected in (
-        (ours, 3, 3, [3]),
-        (ours, 4, 4, [4]),  # the same iterator in another call
-        (ours, 5, 9, [9]),  # after a resume
-        (ours, 9, 2, [2]),
-        (begin, 3, 9, [9]),
-        (one, 3, 3, [3]),
-        (one, 4, 4, [4]),
-        (one, 5, 7, [5, 6, 7]),
-    ):
-        assert first(batches, model, run) == run and drawn == expected
-        again = begin(model) if batches is one else batches
-        assert first(TaughtBatches(again, teach, None), model, run) == run and taught == [run]
-    said = "after step 2, but batches of an iterator begin after the model's step 8; valid: a function of the number"
-    assert said in user_error(first, one, 8, 2)
+    cases = ((ours, 3, 3), (ours, 4, 4), (ours, 5, 9), (ours, 9, 2), (begin, 3, 9))
+    for batches, model, run in (*cases, (one, 3, 3), (one, 4, 4), (one, 5, 7)):
+        assert first(batches, model, run) == run and taught == [run]
+        assert drawn == [*range(model if batches is one else run, run + 1)]
+    assert "after step 2, but batches of an iterator begin after the model's step 8; " in user_error(first, one, 8, 2)
 
 
 def test_what_train_cannot_do_says_what_is_valid(tmp_path: Path) -> None:
@@ -234,8 +217,6 @@ def test_what_train_cannot_do_says_what_is_valid(tmp_path: Path) -> None:
     further = {"model.prediction_modules": 1}
     others = lambda step: []  # noqa: E731
     others.tokenizer = "ours"
-    (tmp_path / "kept" / "checkpoints" / "4").mkdir(parents=True)
-    kept = megajax.Model(config, program, TrainState({}, *[None] * 5), 2, None, run_dir=tmp_path / "kept")  # type: ignore[arg-type]
     predicting, of_rows = megajax.load_preset("demo", further), megajax.Loss(confident, per="row")
     for call, problem in (
         (lambda: model.train(3, data=Counting()), "train: run_dir missing; valid: a folder"),
@@ -244,16 +225,13 @@ def test_what_train_cannot_do_says_what_is_valid(tmp_path: Path) -> None:
         (lambda: model.train(3, "run", data=7), r"data: a int; valid: an object with len\(\) and \[i\]"),
         (lambda: model.train(3, "run", data=Counting(0)), "data: it is empty; valid: at least one entry"),
         (lambda: model.train(3, tmp_path / "run"), "--data.path missing; valid"),
-        (
-            lambda: kept.train(5, tmp_path / "kept", data=Counting()),
-            r"goes on from its checkpoint of step 4, which this model of step 2 is not, .*; valid: another run_dir",
-        ),
         (lambda: own_data(config, program, "theirs", others, None, None), "the teacher has another tokenizer; valid"),
         (
             lambda: own_data(with_own(config, megajax.distillation(), None), program, None, None, None, None),
             "a corpus lacks teacher_ids, teacher_log_p of loss distilled; valid: batches or data with them",
         ),
         (lambda: DataSet([[0, 101]], program, "data")[0], "data, entry 0: an id 101; valid: token ids"),
+        (lambda: megajax.with_teacher([], model, choices=102), "with_teacher: choices 102; valid: 1 to 101"),
         (lambda: model.set_weights(3), "set_weights: a int; valid: nested dicts"),  # type: ignore[arg-type]
         (lambda: model.set_weights(weights), "set_weights: weights without blocks/attention/key/bias; valid"),
         (lambda: megajax.init("bert-336m", loss=confident), "loss with --model.family bert; valid: a decoder"),

@@ -4,6 +4,8 @@ vocabulary, by the ids that this one finds most probable.
 Letters: B rows, T tokens, K ids for each token.
 """
 
+from functools import partial
+
 import jax.numpy as jnp
 from jax import Array
 
@@ -23,12 +25,10 @@ def distillation(choices: int = 32, temperature: float = 1.0, share: float = 1.0
         ids_BTK = batch["teacher_ids"]
         log_p_BTK = logits.at_temperature(temperature).log_probabilities(ids_BTK)
         teacher_BTK = batch["teacher_log_p"].astype(log_p_BTK.dtype)
+        total = partial(jnp.sum, jnp.exp(teacher_BTK), axis=-1, keepdims=True)
         shared_BTK = (ids_BTK >= 0) & (ids_BTK < logits.vocab_size)
-        all_BT1, shared_BT1 = (
-            jnp.sum(jnp.exp(teacher_BTK), axis=-1, keepdims=True, where=there_BTK)
-            for there_BTK in (ids_BTK != IGNORED, shared_BTK)
-        )
-        teacher_BTK += jnp.log(all_BT1 / jnp.maximum(shared_BT1, jnp.finfo(log_p_BTK.dtype).tiny))
+        least = jnp.finfo(log_p_BTK.dtype).tiny  # where nothing is shared
+        teacher_BTK += jnp.log(total(where=ids_BTK != IGNORED) / jnp.maximum(total(where=shared_BTK), least))
         apart_BT = jnp.sum(jnp.exp(teacher_BTK) * (teacher_BTK - log_p_BTK), axis=-1, where=shared_BTK)
         loss_BT = share * temperature**2 * apart_BT + (1 - share) * logits.cross_entropy(batch["targets"])
         return {"loss": loss_BT, "divergence": apart_BT}
