@@ -206,13 +206,11 @@ def test_other_formats_are_refused_by_name(tmp_path, place):
         archive.add(write(tmp_path / "a.txt", "text"))
     write(file.parent / "dataset_info.json", "{}")
     for path in file, tmp_path:
-        with pytest.raises(UserError, match=rf"--data\.path: {re.escape(str(file))} is (an archive|Arrow).*; valid"):
-            TextDocuments(path)
-        with pytest.raises(UserError, match=rf"--data\.train: {re.escape(str(file))} is (an archive|Arrow's)"):
-            task_files([str(path)], "preferences", "--data.train")
-    (tmp_path / "é").write_text(f"é{file.read_bytes().decode()}")
+        for read in TextDocuments, lambda path: task_files([str(path)], "preferences", "--data.path"):
+            with pytest.raises(UserError, match=rf"--data\.path: {re.escape(str(file))} is (an archive|Arrow).*valid"):
+                read(path)
     with pytest.raises(UserError, match=r"é is not UTF-8 text \(byte 0x00 at offset \d+\); valid"):
-        list(TextDocuments(tmp_path / "é"))
+        list(TextDocuments(write(tmp_path / "é", b"\xc3\xa9" + file.read_bytes())))
     with pytest.raises(UserError, match=r"line 2 is not UTF-8: a NUL"):
         list(TextDocuments(write(tmp_path / "a.csv", "text\na\0b\n")))
 
