@@ -44,6 +44,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 def test_signals_to_python_code_are_exceptions_and_its_own_handlers_stay(capfd: pytest.CaptureFixture[str]) -> None:
     got: list[int] = []
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # else ignored in a background process
     signal.signal(signal.SIGHUP, lambda number, _: got.append(number))
     try:
         for numbers, kind, said, second in (
@@ -55,8 +56,10 @@ def test_signals_to_python_code_are_exceptions_and_its_own_handlers_stay(capfd: 
                 with signals.stop_signals.deferred("soon"):
                     for number in numbers:
                         signal.raise_signal(number)
-                    while not (told := capfd.readouterr().err):
+                    began, told = time.monotonic(), ""
+                    while not told and time.monotonic() < began + 20:
                         time.sleep(0.01)
+                        told = capfd.readouterr().err
                     assert told == f"{numbers[-1].name}: soon; {second}\n"
                 raise signals.Stopped(numbers[-1], " here").in_python()
             assert str(ended.value) == said
@@ -64,6 +67,7 @@ def test_signals_to_python_code_are_exceptions_and_its_own_handlers_stay(capfd: 
         assert signals.stop_signals.number == 0
     finally:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
