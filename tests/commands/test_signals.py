@@ -89,6 +89,7 @@ def test_a_signal_while_the_first_step_is_compiled(
     assert done.code == 129 and not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
+@pytest.mark.slow
 def test_a_validation_that_a_signal_ended_is_made_up(commands: Commands, tmp_path: Path, monkeypatch) -> None:
     """And its checkpoint is kept as the best: at such a rate, losses grow."""
     flags = "--train.steps 6 --train.eval-every 2 --optimizer.learning-rate 3 --checkpoint.every 2 --checkpoint.keep 1"
