@@ -47,7 +47,10 @@ def connected(cluster: str) -> Iterator[Workers]:
     if importlib.util.find_spec("distributed") is None:
         problem = "the package distributed is missing"
         raise UserError(f"--cluster {cluster}: {problem}; valid: pip install 'megajax[cluster]'")
-    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # errors are reported here, in one line
+    import distributed  # noqa: F401  # sets the levels itself
+
+    for name in ("distributed", "distributed.client", "tornado.application", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # errors are reported here, in one line
     with contextlib.ExitStack() as stack:
         patience = _CONNECT
         if cluster.startswith("local:"):
@@ -151,6 +154,8 @@ class _Dask(Workers):
                 running.popleft()
                 return done
             except TimeoutError:
+                if running[0][1].status == "error":  # the task's own
+                    raise
                 self._num_threads()
             except KilledWorker:
                 problem = "several workers ended while they did the same task (out of memory?)"
@@ -162,7 +167,9 @@ class _Dask(Workers):
                 problem = f"its scheduler or a worker has other packages ({reason(cause)})"
                 valid = "valid: the same environment on all machines"
                 raise UserError(f"--cluster {self._cluster}: {problem}; {valid}") from None
-            except CancelledError:
+            except (CancelledError, OSError):
+                if running[0][1].status == "error":  # the task's own; else the connection ended under its result
+                    raise
                 self._reconnect()
                 for entry in running:
                     entry[1] = None

@@ -68,19 +68,22 @@ def test_the_same_bytes_after_a_full_disk_and_a_killed_worker(tmp_path, monkeypa
 class Scheduler:
     """In place of Dask's client: one that is lost after some results."""
 
-    def __init__(self, results: int) -> None:
-        self.results, self.given = results, 0
+    status = "pending"
+
+    def __init__(self, results: int, lost: Exception | None = None) -> None:
+        self.results, self.given, self.lost = results, 0, lost or CancelledError()
 
     def submit(self, function, *arguments, pure):
         self.given += 1
         if self.results <= -2:
             raise RuntimeError("closed")
-        return collections.namedtuple("Future", "result")(lambda timeout: self.result(function, *arguments))
+        given = lambda timeout: self.result(function, *arguments)  # noqa: E731
+        return collections.namedtuple("Future", "result status")(given, self.status)
 
     def result(self, function, *arguments):
         self.results -= 1
         if self.results < 0:
-            raise CancelledError
+            raise self.lost
         return function(*arguments)
 
     def nthreads(self):
@@ -93,7 +96,7 @@ class Scheduler:
 @NEEDS_DASK
 def test_a_scheduler_that_is_lost_and_comes_again(monkeypatch):
     """What was given to it is given to the next one, in order; a message says that it is waited for."""
-    schedulers = [Scheduler(3), Scheduler(0), Scheduler(99)]
+    schedulers = [Scheduler(3), Scheduler(0, ConnectionResetError("while a result is gathered")), Scheduler(99)]
     connections = iter([schedulers[0], OSError("refused"), schedulers[1], schedulers[2]])
     said = []
 
@@ -116,6 +119,12 @@ def test_a_scheduler_that_is_lost_and_comes_again(monkeypatch):
     workers = cluster._Dask("tcp://somewhere:1", 1.0)
     with pytest.raises(RunError, match=r"^--cluster tcp://\S+: the scheduler is lost \(refused\); rerun the command"):
         list(workers.run("a stage", operator.neg, [(1,), (2,)]))
+
+    for error in OSError("disk full"), TimeoutError("of the task"):
+        connections = iter([failing := Scheduler(0, error)])
+        failing.status = "error"
+        with pytest.raises(type(error), match=str(error)):
+            list(cluster._Dask("tcp://somewhere:1", 1.0).run("a stage", operator.neg, [(1,)]))
 
 
 @NEEDS_DASK

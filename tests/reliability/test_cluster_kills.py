@@ -84,6 +84,7 @@ def test_the_same_bytes(cluster: Cluster, tmp_path: Path, rng: random.Random, ro
                     due = time.monotonic() + rng.uniform(2, 8)
                 time.sleep(0.05)
             done = finish(process)
+            assert "Traceback" not in done.err, done.err
             if done.code == 0:
                 break
             assert "to resume" in done.err.splitlines()[-1], done
