@@ -236,7 +236,7 @@ def _chats(records: Sequence[Instruction], tokenizer: Tokenizer, template: ChatT
         )
     ends = [tokenizer.token(number) for number in tokenizer.ends]
     chats = [Chat(record.messages, record.name, record.template_args) for record in records]
-    found = list(template.rendered(chats, [record.answers for record in records], ends))
+    found = list(template.rendered(chats, [record.answers for record in records], ends, tokenizer.special_tokens))
     encoding = tokenizer.encode_batch_with_offsets([each.text for each in found])
     for conversation, (ids, offsets) in zip(found, encoding, strict=True):
         says = np.zeros(len(conversation.text) + 1, bool)

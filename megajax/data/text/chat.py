@@ -63,31 +63,36 @@ class ChatTemplate:
         return self._call("render", chat, add_generation_prompt, what=f"{place}: {self._name}")
 
     def rendered(
-        self, chats: Sequence[Chat], answers: Sequence[Sequence[int]], ends: Sequence[str] = ()
+        self,
+        chats: Sequence[Chat],
+        answers: Sequence[Sequence[int]],
+        ends: Sequence[str] = (),
+        special: Sequence[str] = (),
     ) -> Iterator[Rendered]:
         """The texts of conversations, and the spans of them that the assistant writes in the messages with the numbers
         `answers`, one list for each conversation.
 
         The spans are what the template puts between `{% generation %}` and `{% endgeneration %}`; without these, what
         the messages add to their prompts. They do not include white space after one of the texts `ends`, with which
-        the assistant ends.
+        the assistant ends. Where other messages follow, the last of a turn's tokens, if it is `special`, may be
+        another one than at the end.
         """
         for chat in chats:
             if len(chat.messages) > _MOST_MESSAGES:
                 raise UserError(f"{chat.place}: {len(chat.messages)} messages; valid: at most {_MOST_MESSAGES}")
         records = [(_plain(chat), list(numbers)) for chat, numbers in zip(chats, answers, strict=True)]
         for start in range(0, len(records), _TOGETHER):
-            for text, spans in self._rendered(records[start : start + _TOGETHER], list(ends)):
+            for text, spans in self._rendered(records[start : start + _TOGETHER], list(ends), list(special)):
                 yield Rendered(text, [(first, after) for first, after in spans])
 
-    def _rendered(self, records: list[Any], ends: list[str]) -> list[Any]:
+    def _rendered(self, records: list[Any], *texts: list[str]) -> list[Any]:
         (_, place, _), _ = records[0]
         try:
-            return self._call("rendered", records, ends, what=f"{place}: {self._name}")
+            return self._call("rendered", records, *texts, what=f"{place}: {self._name}")
         except limited.ExceededError:
             if len(records) == 1:
                 raise
-            return [self._rendered([record], ends)[0] for record in records]
+            return [self._rendered([record], *texts)[0] for record in records]
 
     def _call(self, function: str, *arguments: Any, what: str) -> Any:
         return limited.call(f"megajax.data.text.templates:{function}", self._template, *arguments, what=what)

@@ -44,20 +44,22 @@ def render(source: Source, chat: Chat, add_generation_prompt: bool) -> str:
 
 
 def rendered(
-    source: Source, records: Sequence[tuple[Chat, list[int]]], ends: Sequence[str]
+    source: Source, records: Sequence[tuple[Chat, list[int]]], ends: Sequence[str], special: Sequence[str]
 ) -> list[tuple[str, list[Span]]]:
     """See `ChatTemplate.rendered`."""
-    return [_rendered(_template(source), *record, tuple(ends)) for record in records]
+    return [_rendered(_template(source), *record, tuple(ends), tuple(special)) for record in records]
 
 
-def _rendered(template: "_Template", chat: Chat, answers: list[int], ends: tuple[str, ...]) -> tuple[str, list[Span]]:
+def _rendered(
+    template: "_Template", chat: Chat, answers: list[int], ends: tuple[str, ...], special: tuple[str, ...]
+) -> tuple[str, list[Span]]:
     messages, place, args = chat
     rendering = _Rendering(template, place, args)
     text, blocks = rendering.marked(messages)
     if template.is_marked:
         spans = rendering.blocks_of(answers, messages, blocks)
     else:
-        spans = [rendering.turn(text, messages, number) for number in answers]
+        spans = [rendering.turn(text, messages, number, special) for number in answers]
     return text, [(start, _without_space(text, start, stop, ends)) for start, stop in spans]
 
 
@@ -141,12 +143,12 @@ class _Rendering(NamedTuple):
         places = dict(zip(assistants, itertools.pairwise(bounds), strict=True))
         return [blocks[place] for number in answers for place in range(*places[number])]
 
-    def turn(self, text: str, messages: Messages, number: int) -> Span:
+    def turn(self, text: str, messages: Messages, number: int, special: tuple[str, ...]) -> Span:
         """The part of the whole text that the assistant writes in message `number`: from the end of its prompt to the
         end of the message.
 
         If the template renders the message differently when more follow it, its end is where the message with another
-        content ends: everything after that content must be the same.
+        content ends: everything after that content must be the same, except for the last token (`_end_of_turn`).
         """
         prompt = self.text(messages[:number], prompt=True)
         after = self.text(messages[: number + 1]) if number + 1 < len(messages) else text
@@ -156,11 +158,12 @@ class _Rendering(NamedTuple):
         before, *rest = self.text(other).split(_STAND_IN)
         _, *end = self.text(other[: number + 1]).split(_STAND_IN)
         start = len(prompt) if text.startswith(prompt) else len(before)
-        if len(rest) == len(end) == 1 and text.endswith(rest[0]) and rest[0].startswith(end[0]):
+        end_of_turn = _end_of_turn(end[0], rest[0], special) if len(rest) == len(end) == 1 else None
+        if end_of_turn is not None and text.endswith(rest[0]):
             content_end = len(text) - len(rest[0])
             begins = text.startswith(prompt) or (text.startswith(before) and prompt.startswith(before))
             if begins and start <= content_end:
-                return start, content_end + len(end[0])
+                return start, content_end + len(end_of_turn)
         raise self.error(
             f"{self.template.name} renders the text before message {number + 1} differently when more follows, so "
             "the assistant's part is unknown",
@@ -169,6 +172,25 @@ class _Rendering(NamedTuple):
 
     def error(self, problem: str, valid: str) -> UserError:
         return UserError(f"{self.place}: {problem}; valid: {valid}")
+
+
+def _end_of_turn(last: str, rest: str, special: tuple[str, ...]) -> str | None:
+    """How a turn ends that the `rest` follows, if it ends with `last` where nothing follows; None: unknown.
+
+    A special token that `last` ends with may be another one here, as in GPT-OSS, or be missing after the turn's own, as
+    in Phi-3, which ends the whole text with it.
+    """
+    if rest.startswith(last):
+        return last
+    token = max((each for each in special if last.rstrip().endswith(each)), key=len, default="")
+    same = last.rstrip().removesuffix(token)
+    if not token or not rest.startswith(same):
+        return None
+    if any(each in same for each in special):
+        return same
+    other = max((each for each in special if rest.startswith(each, len(same))), key=len, default="")
+    after = rest[len(same + other) :].lstrip()  # another message begins with a special token
+    return same + other if other and after.startswith(special) else None
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:

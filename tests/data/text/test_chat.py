@@ -9,7 +9,7 @@ from megajax.core.errors import UserError
 from megajax.data.text.chat import Chat, ChatTemplate, Rendered, checked_args
 from megajax.host import limited
 
-ENDS = ("<|im_end|>", "</s>", "<|eot_id|>")
+ENDS = ("<|im_end|>", "</s>", "<|eot_id|>", "<|end|>", "<|return|>")
 
 
 def template(source: str, **more) -> ChatTemplate:
@@ -17,7 +17,8 @@ def template(source: str, **more) -> ChatTemplate:
 
 
 def rendered(source: str, messages=TURNS, answers=(1, 3), place="x", **args) -> Rendered:
-    (found,) = template(source).rendered([Chat(messages, place, args)], [answers], ENDS)
+    special = *ENDS, "<|im_start|>", "<|start|>", "<|message|>", "<|user|>", "<|assistant|>"
+    (found,) = template(source).rendered([Chat(messages, place, args)], [answers], ENDS, special)
     return found
 
 
@@ -58,6 +59,32 @@ def test_a_template_that_renders_earlier_turns_differently():
     tool = {"role": "tool", "content": "7"}
     assert parts(QWEN3, [*TURNS[:2], tool, TURNS[3]]) == ["Monday.", f"{empty}Tuesday — größer."]
     assert parts(QWEN3, TURNS[1:], (0, 2)) == ["Monday.", f"{empty}Tuesday — größer."]  # nothing before the first
+
+
+LAST = "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% else %}</s>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (  # GPT-OSS
+            "{% set end = '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' %}<|start|>{{ m.role }}"
+            "<|message|>{{ m.content ~ end }}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}",
+            ["<|message|>Monday.<|end|>", "<|message|>Tuesday — größer.<|return|>"],
+        ),
+        (  # OLMo 3
+            "{% set e = '</s>' if loop.last and m.role == 'assistant' else '<|im_end|>\n' %}<|im_start|>{{ m.role }}\n"
+            "{{ m.content ~ e }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+            ["Monday.<|im_end|>", "Tuesday — größer.</s>"],
+        ),
+        ("<|{{ m.role }}|>{{ m.content }}<|end|>" + LAST, ["Monday.<|end|>", "Tuesday — größer.<|end|></s>"]),  # Phi-3
+    ],
+)
+def test_the_last_token_of_a_turn_differs_where_others_follow(source: str, expected: list[str]) -> None:
+    found = rendered("{% for m in messages %}" + source)
+    assert [found.text[start:stop] for start, stop in found.spans] == expected
+    with pytest.raises(UserError, match=r"^x: a.jinja renders the text before message 2 differently when more follows"):
+        rendered("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}" + LAST)  # no end but the whole text's
 
 
 def test_conversations_of_which_it_is_not_known_what_the_assistant_writes():
