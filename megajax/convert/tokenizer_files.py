@@ -14,7 +14,8 @@ from megajax.data.text.tokenizer_settings import FILE_BYTES, MODEL, SINGLE
 from megajax.data.text.tokenizers import SPECIAL_TOKENS, Kind, is_tokenizer_folder, load_tokenizer
 from megajax.host import reading
 
-_OTHERS = ("tokenizer.model", "tekken.json", "vocab.json", "merges.txt")
+_OTHERS = ("tokenizer.model", "tiktoken.model", "spiece.model", "bpe.model", ".tiktoken")  # ends of names
+_OTHERS += ("tekken.json", "vocab.json", "merges.txt")
 _LARGE = 100_000  # only of vocabularies above this size does transformers replace the rule
 _ROLES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")  # of SPECIAL_TOKENS, in their order
 _PIECES = {"continuing_subword_prefix": "##", "unk_token": "[UNK]"}  # required of a BERT's model in tokenizer.json
@@ -34,7 +35,7 @@ def read_tokenizer(folder: Path, kind: Kind, vocab_size: int) -> tuple[Tokenizer
         UserError: it is damaged, is not of the `kind` that its family uses, or has more ids than the model.
     """
     if not is_tokenizer_folder(folder):
-        if other := next((name for name in _OTHERS if reading.is_file(folder / name)), ""):
+        if other := min((name for name in reading.names(folder) if name.endswith(_OTHERS)), default=""):
             valid = f"{SINGLE}, as written by save_pretrained, or no tokenizer"
             raise UserError(f"{folder}: {other} without {SINGLE}; valid: {valid}")
         return None, []
