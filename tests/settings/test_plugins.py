@@ -17,7 +17,7 @@ from megajax.core.optim.adam import learning_rate
 from megajax.core.program.loss import loss_of
 from megajax.core.program.program import batch_form
 from megajax.host.files import write_atomically
-from megajax.runs.directory import _earlier, stored_config
+from megajax.runs.directory import last_start, stored_config
 from megajax.runs.init import _init_config
 from megajax.runs.ownership import mark
 from megajax.settings import plugins, registration
@@ -87,7 +87,7 @@ OPENED = {  # each with values by key
     ),
     "its copy": lambda run, values: megajax.load_preset(shutil.copy(run / "config.toml", "copy.toml"), values),
     "a base": lambda run, values: megajax.load_preset(_based_on(run / "config.toml"), values),
-    "resumed": lambda run, values: _earlier(run, dataclasses.replace(tiny_config(), **values)),
+    "resumed": lambda run, values: last_start(run, dataclasses.replace(tiny_config(), **values)),
     "--init": lambda run, values: _init_config(dataclasses.replace(tiny_config(), init=str(run), **values)),
 }
 

@@ -29,8 +29,8 @@ WORDS = (STANDARD_LIBRARY, DOCSTRINGS)
 
 # By the suffix of a name, without that of a compression: files that would be read as text, or left out, without a word.
 _OTHER_FORMATS = {
-    **dict.fromkeys((".tar", ".tgz", ".tbz2", ".txz"), "an archive of files; valid: a folder with its files, unpacked"),
-    ".arrow": "Arrow's, as Dataset.save_to_disk writes it; valid: Parquet, as Dataset.to_parquet writes it",
+    **dict.fromkeys((".tar", ".tgz", ".tbz2", ".txz"), ("an archive of files", "a folder with its files")),
+    ".arrow": ("Arrow's, as Dataset.save_to_disk writes it", "Parquet, as Dataset.to_parquet writes it"),
 }
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 _TOPICS = "pydoc_data", "topics.py"
@@ -99,8 +99,8 @@ def size_of(file: Input) -> int:
 def check_formats(files: Iterable[Input], flag: str) -> None:
     """Refuse files in formats that are not read, by their names."""
     for file in files:
-        if not isinstance(file, HubSplit) and (what := _OTHER_FORMATS.get(streams.inner_suffix(file))):
-            raise UserError(f"{flag}: {file} is {what}")
+        if not isinstance(file, HubSplit) and (found := _OTHER_FORMATS.get(streams.inner_suffix(file))):
+            raise UserError(f"{flag}: {file} is {found[0]}; valid: {found[1]}")
 
 
 def identity(file: Input) -> list[Any]:
