@@ -14,8 +14,10 @@ from megajax.data.text.tokenizer_settings import FILE_BYTES, MODEL, SINGLE
 from megajax.data.text.tokenizers import SPECIAL_TOKENS, Kind, is_tokenizer_folder, load_tokenizer
 from megajax.host import reading
 
-_OTHERS = ("tokenizer.model", "tiktoken.model", "spiece.model", "bpe.model", ".tiktoken")  # ends of names
-_OTHERS += ("tekken.json", "vocab.json", "merges.txt")
+_OTHERS = (  # ends of the names of other tokenizers' files
+    *("tokenizer.model", "tiktoken.model", "spiece.model", "bpe.model", ".tiktoken"),
+    *("tekken.json", "vocab.json", "merges.txt"),
+)
 _LARGE = 100_000  # only of vocabularies above this size does transformers replace the rule
 _ROLES = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")  # of SPECIAL_TOKENS, in their order
 _PIECES = {"continuing_subword_prefix": "##", "unk_token": "[UNK]"}  # required of a BERT's model in tokenizer.json

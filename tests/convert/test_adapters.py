@@ -111,32 +111,18 @@ def test_an_embedding_that_is_no_longer_tied(tmp_path: Path) -> None:
         (PAIR, {"target_parameters": ["gate_up_proj"]}, "lora_A.weight; valid: only what adapter_config.json selects"),
         (PAIR | {f"{Q}.lora_B.bias": drawn(48)}, {}, f"{Q}.lora_B.bias; valid: lora_bias true in adapter_config.json"),
         ({}, {}, "adapter_model.safetensors: holds no tensors of an adapter; valid: those that peft writes"),
-        (PAIR, {"layers_pattern": "[", "layers_to_transform": 1, "target_modules": ["q_proj"]},
-         'layers_pattern is "["; valid: regular expressions (unterminated character set'),
+        (PAIR, {"layers_pattern": "[", "layers_to_transform": 1, "target_modules": ["q_proj"]}, 'pattern is "["; vali'),
+        (PAIR, {"target_modules": r"(.*)*\.x"}, "json: matching names with its regular expressions takes more than"),
+        (PAIR, {"rank_pattern": {"(.*)*x": 2}}, "regular expressions takes more than 0.5 seconds; valid: one that"),
         ({"model.layers.2.mlp.up_proj.weight": drawn(2)}, {}, "holds base_model.model.model.layers.2.mlp.up_proj.w"),
         ({f"{EMBEDDING}.token_adapter.trainable_tokens_delta": drawn(1, 24)}, {"trainable_token_indices": [101]},
          f"trainable_token_indices is [101]; valid: the ids of the tokens that {EMBEDDING} replaces"),
     ],
 )  # fmt: skip
-def test_refused(tensors: Mapping[str, np.ndarray], options: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_refused(tensors: Mapping[str, np.ndarray], options: dict[str, Any], words: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(limited, "SECONDS", 0.5)
     write_adapter(write_model(tmp_path, "llama"), tensors, **options)
     assert words in refusal(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"target_modules": r"(.*)*\.x"},
-        {"exclude_modules": r"(.*)*\.x"},
-        {"rank_pattern": {"(.*)*x": 2}},
-        {"layers_pattern": r"(.*)*x", "layers_to_transform": [1], "target_modules": ["q_proj"]},
-    ],
-)
-def test_patterns_that_never_end(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limited, "SECONDS", 0.2)
-    write_adapter(write_model(tmp_path, "llama"), PAIR, **options)
-    line = refusal(tmp_path)
-    assert "adapter_config.json: matching names with its regular expressions takes more than 0.2 seconds" in line
 
 
 def test_a_pickle_or_nothing(tmp_path: Path) -> None:
@@ -215,9 +201,6 @@ def test_experts_that_are_joined_on_disk(tmp_path: Path) -> None:
         for expert in range(5):  # [in, out]
             expected[expert] += 3 * (b_OR[:, expert::5] @ a_RI[2 * expert : 2 * expert + 2]).T
         np.testing.assert_allclose(weights.read(f"{name}.{stored}"), expected, rtol=0, atol=1e-6)
-    twice = {f"{name}.base_layer.lora_A.weight": outer_a, f"{name}.base_layer.lora_B.weight": outer_b}
-    write_adapter(tmp_path, outer | twice, **options)
-    assert "holds base_model.model.model.layers.1.mlp.experts.lora_A" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hugging_face import CLASSES, DECODERS, LLAMA3, MIXTURES, SETTINGS, YARN
+from hugging_face import CLASSES, DECODERS, LLAMA3, MIXTURES, SETTINGS
 
 from megajax.convert.families import exchange_of
 from megajax.convert.settings import Fields
@@ -44,7 +44,6 @@ def random_settings(seed: int) -> dict[str, Any]:
 
 
 def read_model(folder: Path, kind: str, fields: dict[str, Any]) -> tuple[Any, ModelConfig]:
-    """What reads the config.json of this kind, and its model."""
     exchange = exchange_of(Fields(folder, fields | {"model_type": kind}))
     read = exchange.read_settings(Fields(folder, copy.deepcopy(fields)), {})
     return exchange, ModelConfig(
@@ -53,12 +52,12 @@ def read_model(folder: Path, kind: str, fields: dict[str, Any]) -> tuple[Any, Mo
 
 
 FULL, WINDOWED = "full_attention", "sliding_attention"
-SCALED, LINEAR = {"rope_type": "llama3", **LLAMA3}, {"type": "linear", "factor": 2.0}
+SCALED = {"rope_type": "llama3", **LLAMA3}
+BY_LAYER = {FULL: SCALED, WINDOWED: {"rope_type": "default"}}
 ODD: list[dict[str, Any]] = [
     {"original_max_position_embeddings": 7, "rope_scaling": SCALED, "sliding_window_pattern": 3},
-    {"original_max_position_embeddings": 7, "rope_parameters": {FULL: SCALED, WINDOWED: {"rope_type": "default"}}},
-    {"rope_local_base_freq": 9.0, "rope_scaling": LINEAR, "rope_theta": 7.0},
-    {"rope_local_base_freq": 9.0, "rope_parameters": {FULL: YARN, WINDOWED: {"rope_type": "default"}}},
+    {"original_max_position_embeddings": 7, "rope_local_base_freq": 9.0, "rope_parameters": BY_LAYER},
+    {"rope_local_base_freq": 9.0, "rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 7.0},
     {"rope_parameters": {}},
 ]
 
@@ -67,8 +66,8 @@ ODD: list[dict[str, Any]] = [
 def test_fields_that_other_classes_read(kind: str, tmp_path: Path) -> None:
     """Angles and windows of every layer are as there, which may ignore fields, unless they are refused."""
     peer = getattr(transformers, CLASSES[kind])
-    found = vars(importlib.import_module(peer.__module__)).items()
-    (rotary,) = (each for name, each in found if name.endswith("RotaryEmbedding"))
+    found = vars(importlib.import_module(peer.__module__))
+    (rotary,) = (found[name] for name in found if name.endswith("RotaryEmbedding"))
     for odd in ODD:
         fields = SETTINGS[kind] | {"num_hidden_layers": 6} | odd
         with contextlib.suppress(UserError):

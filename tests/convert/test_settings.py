@@ -110,9 +110,7 @@ READ: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("gemma3_text", OLDER, {"window_rope_theta": 9.0, "rope_original_length": 24}),
     ("olmo3", OLDER, {"window_rope_theta": 5e5, "rope_original_length": 24}),
     ("olmo3", {"sliding_window_pattern": 2, "num_hidden_layers": 4}, {"window_layers": "3,1"}),
-    ("olmo3", {"rope_scaling": {"type": "linear", "factor": 2}}, {"rope_scaling": "none"}),
-    ("gpt_oss", {"sliding_window_pattern": 3, "num_hidden_layers": 4}, {"window_layers": "1,1"}),
-    ("gpt_oss", {"rope_parameters": {}}, {"rope_scaling": "none", "rope_theta": 15e4}),
+    ("gpt_oss", {"rope_parameters": {}, "sliding_window_pattern": 3}, {"rope_scaling": "none", "window_layers": "1,1"}),
     (
         "qwen3",
         WINDOW | {"layer_types": ["sliding_attention"] * 2},

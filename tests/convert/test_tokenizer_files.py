@@ -120,7 +120,7 @@ def test_the_rule_that_transformers_replaces_in_a_large_mistral(tmp_path: Path) 
         ("bert", {"merges.txt": ""}, "merges.txt without tokenizer.json; valid: tokenizer.json, as"),
         ("gpt2", {"vocab.json": "{}"}, "vocab.json without tokenizer.json; valid: tokenizer.json, as"),
         ("gpt2", {"tokenizer.model": ""}, "tokenizer.model without tokenizer.json; valid: tokenizer.json, as"),
-        ("llama", {"tiktoken.model": ""}, "tiktoken.model without tokenizer.json; valid: tokenizer.json, as"),
+        ("gpt2", {"tiktoken.model": ""}, "tiktoken.model without tokenizer.json; valid: tokenizer.json, as"),
         ("gpt2", {"tokenizer.json": '{"model": null}'}, "not a tokenizer: "),
     ],
 )

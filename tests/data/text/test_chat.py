@@ -61,30 +61,25 @@ def test_a_template_that_renders_earlier_turns_differently():
     assert parts(QWEN3, TURNS[1:], (0, 2)) == ["Monday.", f"{empty}Tuesday — größer."]  # nothing before the first
 
 
+EACH = "{% for m in messages %}{% set last = loop.last and m.role == 'assistant' %}"
 LAST = "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% else %}</s>{% endif %}"
+GPT_OSS = "<|start|>{{ m.role }}<|message|>{{ m.content }}{{ '<|return|>' if last else '<|end|>' }}{% endfor %}"
+GPT_OSS += "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+OLMO3 = "<|im_start|>{{ m.role }}\n{{ m.content }}{{ '</s>' if last else '<|im_end|>\n' }}{% endfor %}"
+OLMO3 += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        (  # GPT-OSS
-            "{% set end = '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' %}<|start|>{{ m.role }}"
-            "<|message|>{{ m.content ~ end }}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}",
-            ["<|message|>Monday.<|end|>", "<|message|>Tuesday — größer.<|return|>"],
-        ),
-        (  # OLMo 3
-            "{% set e = '</s>' if loop.last and m.role == 'assistant' else '<|im_end|>\n' %}<|im_start|>{{ m.role }}\n"
-            "{{ m.content ~ e }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-            ["Monday.<|im_end|>", "Tuesday — größer.</s>"],
-        ),
-        ("<|{{ m.role }}|>{{ m.content }}<|end|>" + LAST, ["Monday.<|end|>", "Tuesday — größer.<|end|></s>"]),  # Phi-3
-    ],
-)
-def test_the_last_token_of_a_turn_differs_where_others_follow(source: str, expected: list[str]) -> None:
-    found = rendered("{% for m in messages %}" + source)
-    assert [found.text[start:stop] for start, stop in found.spans] == expected
+def test_the_last_token_of_a_turn_differs_where_others_follow() -> None:
+    for source, *ends in (
+        (GPT_OSS, "<|end|>", "<|return|>"),
+        (OLMO3, "<|im_end|>", "</s>"),
+        ("<|{{ m.role }}|>{{ m.content }}<|end|>" + LAST, "<|end|>", "<|end|></s>"),  # Phi-3
+    ):
+        found = rendered(EACH + source)
+        said = [found.text[start:stop].removeprefix("<|message|>") for start, stop in found.spans]
+        assert said == [f"Monday.{ends[0]}", f"Tuesday — größer.{ends[1]}"]
     with pytest.raises(UserError, match=r"^x: a.jinja renders the text before message 2 differently when more follows"):
-        rendered("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}" + LAST)  # no end but the whole text's
+        rendered(EACH + "<|{{ m.role }}|>{{ m.content }}" + LAST)  # no end but the whole text's
 
 
 def test_conversations_of_which_it_is_not_known_what_the_assistant_writes():
