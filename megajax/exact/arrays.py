@@ -8,8 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from megajax.exact.functions import FUNCTIONS, bitcast, converted
-from megajax.exact.numbers import Value, is_float, is_lowest, matrix_product, modulo, ordered, power, with_lowest
+from megajax.exact.functions import FUNCTIONS, bitcast, converted, of_integers, rounded
+from megajax.exact.numbers import (
+    Value,
+    elements,
+    estimate,
+    is_float,
+    is_lowest,
+    joined,
+    matrix_product,
+    modulo,
+    ones,
+    ordered,
+    power,
+    with_lowest,
+)
 
 
 def alike(values: Sequence[Value]) -> list[Value]:
@@ -20,7 +33,9 @@ def alike(values: Sequence[Value]) -> list[Value]:
 
 def total(x: Value, dims: Any, dtype: Any) -> Value:
     """The sum over dims of a value of a dtype."""
-    return with_lowest(modulo(x.sum(dims)), is_lowest(x).any(dims)) if is_float(dtype) else x.sum(dims, dtype=dtype)
+    if not is_float(dtype):
+        return x.sum(dims, dtype=dtype)
+    return with_lowest(joined(modulo(elements(x).sum(dims)), estimate(x).sum(dims)), is_lowest(x).any(dims))
 
 
 def largest(x: Value, dim: int, way: Callable[..., np.ndarray] = np.argmax) -> Value:
@@ -35,6 +50,11 @@ def _picked(x: Value, index: np.ndarray, dim: int) -> Value:
 def dims(given: Any) -> tuple[int, ...]:
     """Dims of a value, of which a program says where they are in an array."""
     return tuple(dim + 2 for dim in given)
+
+
+def from_zero(x: np.ndarray) -> np.ndarray:
+    """Doubles as integers, halves away from zero."""
+    return np.copysign(np.floor(abs(x) + 0.5), x)
 
 
 _SAME = ("copy", "pvary", "stop_gradient", "reduce_precision", "sharding_constraint", "reshard")
@@ -56,6 +76,7 @@ ARRAYS: dict[str, Callable[..., Any]] = {
     "concatenate": lambda of, *values: np.concatenate(alike(values), of.params["dimension"] + 2),
     "reduce_sum": lambda of, x: total(x, dims(of.params["axes"]), of.invars[0].aval.dtype),
     "integer_pow": lambda of, x: (power if is_float(of.invars[0].aval.dtype) else np.power)(x, of.params["y"]),
+    "round": lambda of, x: rounded(np.rint if "EVEN" in str(of.params["rounding_method"]) else from_zero, x),
     "reduce_and": lambda of, x: x.all(dims(of.params["axes"])),
     "reduce_or": lambda of, x: x.any(dims(of.params["axes"])),
 }
@@ -120,6 +141,8 @@ def _product(equation: Any, x: Value, y: Value) -> Value:
         return x.transpose(0, 1, *(dim + 2 for group in groups for dim in group)).reshape(*x.shape[:2], *sizes)
 
     dtype = equation.outvars[0].aval.dtype
+    if is_float(dtype):
+        x, y = (x if len(x) > 1 else of_integers(x) for x in (x, y))
     x, y = matrices(x, left, batches[0], True), matrices(y, right, batches[1], False)
     out = matrix_product(x, y) if is_float(dtype) else np.matmul(x.astype(dtype), y.astype(dtype))
     return out.reshape(*out.shape[:2], *equation.outvars[0].aval.shape)
@@ -130,7 +153,7 @@ def _prod(equation: Any, x: Value) -> Value:
     product = FUNCTIONS["mul"][is_float(equation.invars[0].aval.dtype)]
     for dim in sorted(dims(equation.params["axes"]), reverse=True):
         one = np.ones((*x.shape[:dim], *x.shape[dim + 1 :]), x.dtype)
-        x = functools.reduce(product, np.moveaxis(x, dim, 0), one)
+        x = functools.reduce(product, np.moveaxis(x, dim, 0), ones(one) if len(x) > 1 else one)
     return x
 
 
@@ -139,6 +162,8 @@ def _scanned(equation: Any, x: Value) -> Value:
     name = {"cumsum": "add", "cumprod": "mul", "cummax": "max", "cummin": "min"}[equation.primitive.name]
     two, dim = FUNCTIONS[name][is_float(equation.invars[0].aval.dtype)], equation.params["axis"] + 2
     way = slice(None, None, -1 if equation.params["reverse"] else 1)
+    if not x.shape[dim]:
+        return x
     rows = itertools.accumulate(np.moveaxis(x, dim, 0)[way], two)
     return np.moveaxis(np.stack([*rows])[way], 0, dim)
 
@@ -169,5 +194,7 @@ def _sort(equation: Any, *values: Value) -> list[Value]:
 @rule("top_k")
 def _top(equation: Any, x: Value) -> tuple[Value, Value]:
     dim, k = equation.params["axis"] + 2, equation.params["k"]
-    order = np.take(np.argsort(-ordered(x).astype(np.int64), dim, kind="stable"), range(k), dim)
+    keys = ordered(x)
+    order = np.argsort(-(keys if len(x) > 1 else keys.astype(np.int64)), dim, kind="stable")
+    order = np.take(order, range(k), dim)
     return _picked(x, order, dim), order.astype(np.int32)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from megajax.exact.arrays import alike, rule
-from megajax.exact.numbers import Value, constant, is_float, is_lowest, modulo, with_lowest
+from megajax.exact.numbers import Value, constant, estimate, is_float, is_lowest, joined, modulo, with_lowest, zeros
 
 
 def _of_devices(x: Value, dims: int) -> np.ndarray:
@@ -55,17 +55,18 @@ def _scatter(equation: Any, x: Value, index: Value, update: Value) -> Value:
     indices, there = _places(equation, x, index, shape)
     of_numbers = sums and is_float(equation.invars[0].aval.dtype)
     if of_numbers:  # count the lowest numbers, too
-        x, update = (np.concatenate([np.where(is_lowest(each), 0, each), is_lowest(each)]) for each in (x, update))
+        x, update = (np.concatenate([np.where(low, zeros(each), each), low]) for each in (x, update) for low in [is_lowest(each)])
     out, update, _ = (each.copy() for each in alike([x, update, index]))
     there = np.flatnonzero(np.broadcast_to(there, update.shape[1:]))
     places = (_of_devices(out, len(shape)), *indices)
     places = tuple(np.broadcast_to(each, update.shape[1:]).reshape(-1)[there] for each in places)
-    for part, given in zip(out, update.reshape(len(update), -1)[:, there], strict=True):
+    for row, (part, given) in enumerate(zip(out, update.reshape(len(update), -1)[:, there], strict=True)):
+        double = np.float64 if of_numbers and row == len(out) - 2 else part.dtype
         if sums:
-            np.add.at(part, places, given)
+            np.add.at(part.view(double), places, given.view(double))
         else:
             part[places] = given
-    return with_lowest(modulo(out[:-1]), out[-1:] > 0) if of_numbers else out
+    return with_lowest(joined(modulo(out[:-2]), estimate(out[:-1])), out[-1:] > 0) if of_numbers else out
 
 
 def _places(equation: Any, x: Value, index: Value, shape: Any) -> tuple[list[np.ndarray], Any]:

@@ -15,7 +15,7 @@ from megajax.exact import indexing  # noqa: F401  # adds its rules
 from megajax.exact.arrays import ARRAYS
 from megajax.exact.collectives import COLLECTIVES, Devices
 from megajax.exact.functions import BRANCHES, FUNCTIONS
-from megajax.exact.numbers import Value, constant, is_float, is_key, seeded, whole
+from megajax.exact.numbers import Value, constant, elements, is_float, is_key, seeded, whole
 
 MOST_TURNS = 10_000  # of a `while`
 
@@ -30,13 +30,13 @@ class Interpreter:
     Attributes:
         finite: what `isfinite` says of every number.
         flipped: scalar numbers, unless all are small integers, compare the other way round, so that a program takes its
-            other branches.
+            other branches; so do arrays in the equations of `flipping`.
         disagreeing: shapes and dtypes of results whose replicas differ between devices.
         equations: how many were run.
     """
 
-    def __init__(self, seed: int = 0):
-        self.seed, self.finite, self.flipped = seed, True, False
+    def __init__(self, seed: int = 0, scale: float = 1.0, levels: int = 3):
+        self.context, self.finite, self.flipped, self.flipping = (seed, scale, levels), True, False, set[int]()
         self.equations, self.disagreeing = 0, []  # type: tuple[int, list[Any]]
         self._constants: dict[int, tuple[Any, Value]] = {}
         self._scans: dict[int, tuple[Any, Sequence[np.ndarray], list[Value]]] = {}
@@ -50,7 +50,7 @@ class Interpreter:
             RunError: a `while` goes on for too long.
         """
         self._devices, self._inside_scan = Devices.of({}), False
-        with seeded(self.seed), np.errstate(all="ignore"):
+        with seeded(*self.context), np.errstate(all="ignore"):
             return self._closed(traced, values)
 
     def _closed(self, jaxpr: Any, values: Sequence[Value]) -> list[Value]:
@@ -100,10 +100,16 @@ class Interpreter:
             return of_integers(*values).astype(equation.outvars[0].aval.dtype, copy=False)
         if name == "is_finite":
             return of_numbers(*values) & self.finite
-        if rank == 2 and name in BRANCHES and not all(whole(x)[1].all() for x in values):
-            self._decisions += 1
-            of_numbers = FUNCTIONS[BRANCHES[name] if self.flipped else name][1]
-        return of_numbers(*values)
+        if name in BRANCHES and (rank == 2 or id(equation) in self.flipping):
+            if not all(whole(x)[1].all() for x in values):
+                self._decisions += 1
+                of_numbers = FUNCTIONS[BRANCHES[name] if self.flipped else name][1]
+        out = of_numbers(*values)
+        self.computed(name, equation, values, out)
+        return out
+
+    def computed(self, name: str, equation: Any, values: list[Value], out: Value) -> None:
+        """Numbers of a function of each element."""
 
     def named(self, name: str, x: Value) -> Value:
         """What `checkpoint_name` gave a name."""
@@ -201,7 +207,7 @@ class Interpreter:
             ]
             for group, own, part in parts:
                 whole[group][own] = part
-            if any((whole[group][own] != part).any() for group, own, part in parts):
+            if any((elements(whole[group][own]) != elements(part)).any() for group, own, part in parts):
                 self.disagreeing.append(variable.aval)
             out.append(np.moveaxis(whole[groups] if inside else whole, 0, 1))
         self._devices = outside

@@ -1,10 +1,13 @@
-"""Numbers that are never rounded: an element of three finite fields in place of every float.
+"""Numbers that are never rounded: an element of finite fields in place of every float, and beside it an estimate.
 
-A number is (a mod P₀, b mod P₁, c mod P₂), with primes P₀ = 2 P₁ + 1 and P₁ = 2 P₂ + 1. Sums, products and quotients
-are the fields', so they are equal in any order. exp(a, b, c) is (4^b mod P₀, 4^c mod P₁, 1): 4 has the order P₁ in the
-first field and P₂ in the second, hence exp(x + y) = exp(x) exp(y), as a softmax in parts needs. Other functions are
-random oracles (`oracle`). The lowest float and -inf are one more number, the lowest: a sum or product with it is the
-lowest, except that 0 times it is 0; its exponential and its inverse are 0.
+A number is (a mod P₀, b mod P₁, c mod P₂, …) with primes P₀ = 2 P₁ + 1, P₁ = 2 P₂ + 1 and so on. Sums, products and
+quotients are the fields', so they are equal in any order. exp(a, b, c) is (4^b mod P₀, 4^c mod P₁, 1): 4 has the order
+P₁ in the first field and P₂ in the second, hence exp(x + y) = exp(x) exp(y), as a softmax in parts needs. Every nested
+exponential takes one field; `levels` says how many there are. Other functions are random oracles (`oracle`).
+
+The estimate is a double that is computed as usual. It decides what has an order: comparisons, maxima, signs, integer
+parts. Numbers are equal if their elements are. The lowest float and -inf are one more number, the lowest: a sum or
+product with it is the lowest, except that 0 times it is 0; its exponential and its inverse are 0.
 """
 
 import contextlib
@@ -23,23 +26,26 @@ import numpy as np
 from jax import dtypes
 
 Value = np.ndarray
-"""What devices have of a variable: [fields of a float, else 1, devices or 1 if it is the same on all, *shape]."""
+"""What devices have of a variable: [rows of a float, else 1, devices or 1 if it is the same on all, *shape]. The rows of
+a float are its elements and the bits of its estimate."""
 
-PRIMES = np.array([2147454839, 1073727419, 536863709])
-LOWEST = -(1 << 40)  # in place of -inf and of the lowest float; the only negative entries of floats
-INFINITE = np.array([PRIMES[0] // 2, 784950399, 392475233])  # in place of inf and NaN: the highest in order
-_SEED: ContextVar[int] = ContextVar("seed", default=0)
-_UNITS = 1 << 24  # of what is ordered as it is
+PRIMES = np.array([1845993599, 922996799, 461498399, 230749199, 115374599, 57687299, 28843649])
+LOWEST = -(1 << 40)  # in place of -inf and of the lowest float; the only negative elements
+INFINITE = np.array([pow(5, 123456, prime) for prime in PRIMES.tolist()])  # in place of inf and NaN
+UNDERFLOW = -5000  # exponentials of less are 0, as of scores that a mask lowers
+_LN2 = Fraction(math.log(2)).limit_denominator(1 << 24)
+_CONTEXT: ContextVar[tuple[int, float, int]] = ContextVar("context", default=(0, 1.0, 3))
 
 
 @contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Oracles in this context are those of a seed."""
-    token = _SEED.set(seed)
+def seeded(seed: int, scale: float = 1.0, levels: int = 3) -> Iterator[None]:
+    """Oracles and random numbers in this context are those of a seed; estimates of random numbers have about this
+    scale; numbers have as many elements as `levels`."""
+    token = _CONTEXT.set((seed, scale, levels))
     try:
         yield
     finally:
-        _SEED.reset(token)
+        _CONTEXT.reset(token)
 
 
 @functools.cache
@@ -54,13 +60,34 @@ def is_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
 
-def modulo(x: Value) -> Value:
+def primes() -> np.ndarray:
+    """Of the fields of this context."""
+    return PRIMES[: _CONTEXT.get()[2]]
+
+
+def elements(x: Value) -> np.ndarray:
+    """What is exact of a value: all of an integer, all of a float but its estimate."""
+    return x[:-1] if len(x) > 1 else x
+
+
+def estimate(x: Value) -> np.ndarray:
+    """The doubles of floats."""
+    return x[-1:].view(np.float64)
+
+
+def joined(exact: np.ndarray, doubles: Any) -> Value:
+    """Floats of their elements and estimates."""
+    bits = np.asarray(doubles, np.float64).view(np.int64)
+    return np.concatenate([exact, np.broadcast_to(bits, (1, *exact.shape[1:]))])
+
+
+def modulo(x: np.ndarray) -> np.ndarray:
     """Integers as elements of the fields."""
     return x % _of_fields(PRIMES, x)
 
 
-def _of_fields(numbers: np.ndarray, x: Value) -> np.ndarray:
-    return numbers.reshape(-1, *[1] * (x.ndim - 1))
+def _of_fields(numbers: np.ndarray, x: np.ndarray) -> np.ndarray:
+    return numbers[: len(x)].reshape(-1, *[1] * (x.ndim - 1))
 
 
 def dense(function: Callable[..., Value]) -> Callable[..., Value]:
@@ -75,55 +102,99 @@ def dense(function: Callable[..., Value]) -> Callable[..., Value]:
     return call
 
 
-def is_lowest(x: Value) -> Value:
+def is_lowest(x: Value) -> np.ndarray:
     """Where the lowest number is."""
     return x[:1] < 0
 
 
-def with_lowest(x: Value, low: Value) -> Value:
+def is_zero(x: Value) -> np.ndarray:
+    """Where zero is."""
+    return (x[:-1] == 0).all(0, keepdims=True)
+
+
+def with_lowest(x: Value, low: np.ndarray) -> Value:
     """`x`, but the lowest number where `low`."""
-    return np.where(low, LOWEST, x) if low.any() else x
+    return np.where(low, like(LOWEST, -math.inf, x), x) if low.any() else x
+
+
+def like(exact: Any, double: float, x: Value) -> Value:
+    """One number of small elements, to be broadcast with x."""
+    rows = np.broadcast_to(exact, len(x) - 1)
+    return np.append(rows, np.float64(double).view(np.int64)).reshape(-1, *[1] * (x.ndim - 1))
+
+
+def _infinite(x: Value) -> Value:
+    return like(INFINITE[: len(x) - 1], math.inf, x)
+
+
+def _by(function: Callable[..., Any], x: Value, y: Value) -> Value:
+    """A function of elements and of estimates, before elements are reduced."""
+    out = np.empty(np.broadcast_shapes(x.shape, y.shape), np.int64)
+    function(x[:-1], y[:-1], out=out[:-1])
+    function(estimate(x), estimate(y), out=estimate(out))
+    return out
+
+
+def _reduced(out: Value) -> Value:
+    out[:-1] %= _of_fields(PRIMES, out[:-1])
+    return out
 
 
 def add(x: Value, y: Value) -> Value:
     """The sum; the lowest number is one with any other."""
-    out = x + y
-    return with_lowest(modulo(out), is_lowest(out))
+    out = _by(np.add, x, y)
+    low = is_lowest(out)
+    return with_lowest(_reduced(out), low)
 
 
 def negative(x: Value) -> Value:
     """What gives 0 when added to x; of the lowest number, that of infinity."""
-    return modulo(-_finite(x))
+    return joined(modulo(-x[:-1]), -estimate(x)) if not is_lowest(x).any() else subtract(zeros(x), x)
+
+
+def zeros(x: Value) -> Value:
+    """As many numbers 0."""
+    return np.broadcast_to(like(0, 0.0, x), x.shape)
+
+
+def ones(x: Value) -> Value:
+    """As many numbers 1."""
+    return np.broadcast_to(like(1, 1.0, x), x.shape)
 
 
 def subtract(x: Value, y: Value) -> Value:
     """The difference; with the lowest number before it, that."""
-    return with_lowest(modulo(x - _finite(y)), is_lowest(x))
-
-
-def _finite(x: Value) -> Value:
-    low = is_lowest(x)
-    return np.where(low, -_of_fields(INFINITE, x), x) if low.any() else x
+    low, low_y = is_lowest(x), is_lowest(y)
+    out = _reduced(_by(np.subtract, x, y))
+    out = np.where(low_y, add(np.where(low, zeros(x), x), _infinite(out)), out) if low_y.any() else out
+    return with_lowest(out, low)
 
 
 def multiply(x: Value, y: Value) -> Value:
     """The product; the lowest number is one with any other than zero."""
-    out = modulo(x * y)
-    if not is_lowest(x[:1] | y[:1]).any():
-        return out
-    return with_lowest(out, is_lowest(x) & (y[:1] != 0) | is_lowest(y) & (x[:1] != 0))
+    out = _reduced(_by(np.multiply, x, y))
+    lost = np.isnan(estimate(out))  # 0 times infinity
+    if lost.any():
+        zero = is_zero(x) | is_zero(y)
+        out = np.where(lost & zero, like(0, 0.0, out), out)
+        low = (is_lowest(x) | is_lowest(y)) & ~zero
+        return with_lowest(out, low)
+    return with_lowest(out, is_lowest(x) | is_lowest(y))
 
 
 @dense
 def inverse(x: Value) -> Value:
     """1 / x, by a tree of products; of the lowest number 0, of zero the number of infinity."""
-    found = _inverses(np.where(x > 0, x, 1).reshape(len(x), -1)).reshape(x.shape)
-    return np.where(x > 0, found, np.where(x < 0, 0, _of_fields(INFINITE, x)))
+    exact = x[:-1]
+    found = _inverses(np.where(exact > 0, exact, 1).reshape(len(exact), -1)).reshape(exact.shape)
+    out = joined(np.where(exact > 0, found, 0), 1 / estimate(x))
+    zero = (exact == 0).any(0, keepdims=True)
+    return np.where(zero, _infinite(x), out) if zero.any() else out
 
 
 def _inverses(x: np.ndarray) -> np.ndarray:
     if x.shape[1] <= 4:
-        rows = zip(x.tolist(), PRIMES.tolist(), strict=True)
+        rows = zip(x.tolist(), PRIMES.tolist(), strict=False)
         return np.array([[pow(each, -1, prime) for each in row] for row, prime in rows], np.int64)
     half = x.shape[1] // 2
     left, right = x[:, :half], x[:, half : 2 * half]
@@ -133,7 +204,7 @@ def _inverses(x: np.ndarray) -> np.ndarray:
 
 def power(x: Value, exponent: Any) -> Value:
     """x to an integer, or to each of some integers."""
-    out, square, rest = np.ones_like(x), x, np.abs(exponent)
+    out, square, rest = ones(x), x, np.abs(exponent)
     while np.any(rest):
         out = np.where(rest & 1, multiply(out, square), out)
         rest, square = rest >> 1, multiply(square, square)
@@ -147,22 +218,25 @@ def _powers(base: int, prime: int) -> np.ndarray:
 
 
 @dense
-def exponential(x: Value, base: int = 4) -> Value:
-    """exp of x, or 2^x with another base: a homomorphism from sums to products."""
+def exponential(x: Value) -> Value:
+    """exp of x: a homomorphism from sums to products, and 0 where x is very low."""
     parts = [
-        _powers(pow(base, 1 << 15, prime), prime)[y >> 15 & 0x7FFF] * _powers(base, prime)[y & 0x7FFF] % prime
-        for y, prime in zip(x[1:], PRIMES.tolist(), strict=False)
+        _powers(pow(4, 1 << 15, prime), prime)[y >> 15 & 0x7FFF] * _powers(4, prime)[y & 0x7FFF] % prime
+        for y, prime in zip(x[1:-1], PRIMES.tolist(), strict=False)
     ]
-    return np.where(is_lowest(x), 0, np.stack([*parts, np.ones_like(x[0])]))
+    out = joined(np.stack([*parts, np.ones_like(x[0])]), np.exp(estimate(x)))
+    low = estimate(x) < UNDERFLOW
+    return np.where(low, like(0, 0.0, x), out) if low.any() else out
 
 
 @dense
-def oracle(x: Value, name: str, *more: Value) -> Value:
-    """Random numbers that depend on nothing but the arguments, the name of a function and the seed."""
-    z = _mixed(np.array([_SEED.get()], np.uint64)) + np.uint64(zlib.crc32(name.encode()) << 32)
+def oracle(x: Value, name: str, *more: Value) -> np.ndarray:
+    """Random elements that depend on nothing but the arguments, the name of a function and the seed."""
+    z = _mixed(np.array([_CONTEXT.get()[0]], np.uint64)) + np.uint64(zlib.crc32(name.encode()) << 32)
     for each in (x, *more):
         z = _mixed(z + each[0].astype(np.uint64))
-    return np.stack([(_mixed(z + np.uint64(n)) >> np.uint64(2)).astype(np.int64) % p for n, p in enumerate(PRIMES)])
+    primes = enumerate(PRIMES[: len(x) - 1])
+    return np.stack([(_mixed(z + np.uint64(n)) >> np.uint64(2)).astype(np.int64) % p for n, p in primes])
 
 
 def _mixed(z: np.ndarray) -> np.ndarray:
@@ -171,29 +245,25 @@ def _mixed(z: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-def signed(x: Value, primes: Any) -> Value:
+def signed(x: np.ndarray, primes: Any) -> np.ndarray:
     """Representatives from -prime / 2 to prime / 2."""
     return np.where(x > primes // 2, x - primes, x)
 
 
 @dense
-def ordered(x: Value) -> Value:
-    """What values are compared by: constants and other multiples of 2^-24 below 2^36 as they are, other numbers by
-    their representatives in the first field, between the lowest and infinity."""
+def ordered(x: Value) -> np.ndarray:
+    """What values are compared by: estimates without their last 12 bits, in which equal numbers may differ. Numbers
+    whose estimate is none, such as a root of a negative one, have their representatives in the first field."""
     if len(x) == 1:
         return x
-    first, second, third = (part[None] for part in x * _UNITS % _of_fields(PRIMES, x))
-    p, q, r = PRIMES.tolist()
-    units = signed(first + p * ((second - first) * pow(p, -1, q) % q), p * q)
-    others = signed(x[:1], p) << 29
-    out = np.where(units % r == third, units, others)
-    infinite = (x == _of_fields(INFINITE, x)).all(0, keepdims=True)
-    return np.where(is_lowest(x), LOWEST << 22, np.where(infinite, 1 << 62, out))
+    out = (x[-1:] + 0x800 & ~0xFFF).view(np.float64)
+    out = np.where(is_zero(x), 0.0, out)
+    return np.where(np.isnan(out), signed(x[:1], PRIMES[0]) / 256, out) if np.isnan(out).any() else out
 
 
-def whole(x: Value) -> tuple[Value, Value]:
+def whole(x: Value) -> tuple[np.ndarray, np.ndarray]:
     """The integers that numbers are, and which of them are small ones, exact in a float."""
-    every = signed(x, _of_fields(PRIMES, x))
+    every = signed(x[:-1], _of_fields(PRIMES, x[:-1]))
     first = every[:1]
     return first, (every == first).all(0, keepdims=True) & (abs(first) <= 1 << 24)
 
@@ -205,7 +275,11 @@ def matrix_product(x: Value, y: Value) -> Value:
     low, low_y = is_lowest(x), is_lowest(y)
     if low.any() or low_y.any():
         there = np.matmul(low, y[:1] != 0) | np.matmul(x[:1] != 0, low_y)
-        return with_lowest(matrix_product(np.where(low, 0, x), np.where(low_y, 0, y)), there)
+        return with_lowest(matrix_product(np.where(low, zeros(x), x), np.where(low_y, zeros(y), y)), there)
+    return joined(_elements_product(x[:-1], y[:-1]), np.matmul(estimate(x), estimate(y)))
+
+
+def _elements_product(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     if x.shape[-1] <= 4:  # a sum is below 2^64
         primes = _of_fields(PRIMES, x).view(np.uint64)
         return (x.view(np.uint64) @ y.view(np.uint64) % primes).view(np.int64)
@@ -226,9 +300,12 @@ def matrix_product(x: Value, y: Value) -> Value:
 
 
 def drawn(shape: tuple[int, ...], *key: int) -> Value:
-    """Random numbers, the same on all devices, for a key and the seed."""
-    rng = np.random.default_rng((_SEED.get(), *key))
-    return np.stack([rng.integers(0, prime, (1, *shape)) for prime in PRIMES])
+    """Random numbers, the same on all devices, for a key and the seed. Estimates have either sign and are 1/8 to 4."""
+    seed, scale, _ = _CONTEXT.get()
+    rng = np.random.default_rng((seed, *key))
+    exact = np.stack([rng.integers(0, prime, (1, *shape)) for prime in primes()])
+    sizes = rng.uniform(-3, 2, exact[:1].shape)
+    return joined(exact, rng.choice([-scale, scale], sizes.shape) * 2**sizes)
 
 
 def constant(array: Any, dtype: Any, simplest: bool = True) -> Value:
@@ -243,15 +320,19 @@ def constant(array: Any, dtype: Any, simplest: bool = True) -> Value:
     wide, where = np.unique(array.astype(np.float64), return_inverse=True)
     finite = np.where(np.isfinite(wide), wide, 0).tolist()
     found = [_simplest(x, dtype) if simplest else Fraction(x) for x in finite]
-    parts = [[x.numerator * pow(x.denominator, -1, prime) % prime for x in found] for prime in PRIMES.tolist()]
-    numbers = np.where(np.isfinite(wide), np.array(parts, np.int64).reshape(len(PRIMES), -1), INFINITE[:, None])
+    parts = [[x.numerator * pow(x.denominator, -1, prime) % prime for x in found] for prime in primes().tolist()]
+    exact = np.where(np.isfinite(wide), np.array(parts, np.int64).reshape(len(parts), -1), INFINITE[: len(parts), None])
+    numbers = joined(exact, np.where(np.isnan(wide), np.inf, wide)[None])
     least = -math.inf if np.dtype(dtype).itemsize == 1 else float(jnp.finfo(dtype).min)  # one byte: the lowest is usual
-    return np.where(wide <= least, LOWEST, numbers)[:, where.reshape(array.shape)][:, None]
+    return with_lowest(numbers, (wide <= least)[None])[:, where.reshape(array.shape)][:, None]
 
 
 @functools.lru_cache(1 << 16)
 def _simplest(x: float, dtype: Any) -> Fraction:
     """The first convergent of the continued fraction of x that is rounded to it and whose denominator has inverses."""
+    for size, number in ((math.log(2), _LN2), (1 / math.log(2), 1 / _LN2)):  # exp2 and log2 take these
+        if np.asarray(size).astype(dtype) == np.asarray(abs(x)).astype(dtype):
+            return number if x > 0 else -number
     rest, before, now = abs(Fraction(x)), (0, 1), (1, 0)
     while True:
         whole = math.floor(rest)

@@ -13,6 +13,7 @@ from megajax.core.backend import CPU, Backend
 from megajax.core.errors import RunError
 from megajax.core.precision import OPERAND_DTYPE
 from megajax.exact.interpreter import UnknownPrimitive
+from megajax.exact.numbers import elements
 from megajax.host.garbage import rarely_collected
 from megajax.settings.config import Config
 from megajax.verify.beside import beside_training
@@ -176,7 +177,8 @@ def _equal(name: str, expected: Values, actual: Values, where: str = "{}") -> Fi
         return Finding(f"{EXACT} {name}", 0, 0, f"{len(words)} equal")
     first, layers = wrong[0], tuple[int, ...]()
     if "blocks/" in first and expected[first].shape == actual[first].shape:
-        differ = (expected[first] != actual[first]).any(axis=(0, 1, *range(3, expected[first].ndim)))
+        values = elements(expected[first]) != elements(actual[first])
+        differ = values.any(axis=(0, 1, *range(3, values.ndim)))
         layers = tuple(np.flatnonzero(differ).tolist())
     named = first + (f", layer {', '.join(map(str, layers))}" if layers else "")
     text = f"{where.format(named)}: {words[first]} ({len(wrong)} of {len(words)} differ)"

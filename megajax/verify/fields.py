@@ -18,7 +18,7 @@ from megajax.core.program.train_step import train_step_with_gradients
 from megajax.exact import numbers
 from megajax.exact.compare import factor
 from megajax.exact.interpreter import Interpreter
-from megajax.exact.numbers import PRIMES, Value, is_float, seeded
+from megajax.exact.numbers import PRIMES, Value, elements, is_float, seeded
 from megajax.settings.config import Config
 from megajax.verify.comparison import beside_the_scale, named_leaves, named_parts
 from megajax.verify.recording import Activation, Recording
@@ -183,7 +183,7 @@ def _changed(before: TrainState, after: TrainState) -> list[str]:
     return [
         jax.tree_util.keystr(path, simple=True, separator="/")
         for (path, old), (_, new) in pairs
-        if not np.array_equal(np.broadcast_to(old, new.shape), new)
+        if (elements(old) != elements(new)).any()
     ]
 
 
@@ -191,6 +191,7 @@ def unequal(expected: Value, actual: Value) -> str:
     """How a value differs from another, in words; empty if it does not."""
     if expected.shape != actual.shape:
         return f"shape {actual.shape[2:]} instead of {expected.shape[2:]}"
+    expected, actual = elements(expected), elements(actual)
     return "" if np.array_equal(expected, actual) else _how(expected, actual)
 
 
