@@ -2,6 +2,7 @@
 transfer of checkpoints."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from functools import partial
 
@@ -53,11 +54,11 @@ def _generation(config: Config, seed: int) -> Finding:
     number = min(1 + TOKENS_AT_ONCE, length // 2)
     length_B = rng.integers(1, length - number + 1, rows, dtype=np.int32)
     tokens_BT = rng.integers(0, config.model.vocab_size, (rows, length), dtype=np.int32)
-    chosen_BN = _continued(Drawn(config, CPU, seed), tokens_BT[:, : length - number], length_B, number)
+    chosen_BN = _continued(Drawn(config, CPU, seed, math.nan), tokens_BT[:, : length - number], length_B, number)
     place_BN = length_B[:, None] + np.arange(number)
     np.put_along_axis(tokens_BT, place_BN, chosen_BN, 1)
     train = dataclasses.replace(config.train, global_batch=rows, microbatch=rows)
-    one = Drawn(plain(dataclasses.replace(config, train=train)), CPU, seed)
+    one = Drawn(plain(dataclasses.replace(config, train=train)), CPU, seed, math.nan)
     program, tokens = one.program, {"tokens": one.program.batch_types["tokens"]}
     found = one.run(
         logits(program),

@@ -58,14 +58,15 @@ class Drawn:
 
     Attributes:
         machine: what runs it.
+        scale: of the estimates; without one (NaN), numbers have a random order, in which any difference shows.
         canonical: the state in canonical form, the same on every mesh.
         state: the state on the mesh's stages.
     """
 
-    def __init__(self, config: Config, backend: Backend = CPU, seed: int = 0):
-        self.program, self.machine, self.seed = Program.abstract(config, backend), Interpreter(seed), seed
+    def __init__(self, config: Config, backend: Backend = CPU, seed: int = 0, scale: float = 1.0):
+        self.program, self.machine, self.seed = Program.abstract(config, backend), Interpreter(seed, scale), seed
         layout = self.program.layout
-        with seeded(seed):
+        with seeded(seed, scale):
             self.canonical = jax.tree_util.tree_map_with_path(_of_state, layout.canonical_shapes)
         self.state = self.run(layout.pipelined, (layout.canonical_shapes, self.canonical))
 

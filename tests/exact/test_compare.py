@@ -406,7 +406,6 @@ def test_outputs_of_another_form(f: Callable, words: str) -> None:
             {},
             "args[1]['ids'] is int32 without values; valid: an array",
         ),
-        ((X, "name"), {}, "args[1] is a str; valid: arrays"),
         ((X, np.ones(2, complex)), {}, "args[1] is complex128; valid: floats"),
         ((X, X), {"repeats": 0}, "repeats is 0; valid: at least 1"),
         ((X, X), {"mesh": 8}, "mesh is a int; valid: a mesh, or"),
