@@ -265,9 +265,9 @@ class _Seen:
         return any(varies[0] and not varies[1] for _, varies in self.exponents.values())
 
     def compared(self, equation: Any, x: Value, y: Value) -> None:
-        """Note on which sides of a constant numbers are."""
+        """Note on which sides of a constant the numbers of an array are; scalars are compared both ways in any case."""
         numbers, one = (x, y) if y[0].size == 1 or 0 in y[0].strides and np.ptp(y[0]) == 0 else (y, x)
-        if one[0].size > 1 and np.ptp(one[0]) or numbers[0].size == 1 or not np.isfinite(estimate(one)).all():
+        if one[0].size > 1 and np.ptp(one[0]) or numbers.ndim == 2 or not np.isfinite(estimate(one)).all():
             return
         keys = ordered(numbers)[~is_lowest(numbers)]
         if len(keys):
