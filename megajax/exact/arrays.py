@@ -2,21 +2,20 @@
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from megajax.exact.functions import FUNCTIONS, bitcast, converted, of_integers, rounded
+from megajax.exact.functions import FUNCTIONS, bitcast, converted, rounded
 from megajax.exact.numbers import (
     Value,
+    constant,
     elements,
     estimate,
     is_float,
     is_lowest,
     joined,
-    matrix_product,
     modulo,
     ones,
     ordered,
@@ -57,7 +56,7 @@ def from_zero(x: np.ndarray) -> np.ndarray:
     return np.copysign(np.floor(abs(x) + 0.5), x)
 
 
-_SAME = ("copy", "pvary", "stop_gradient", "reduce_precision", "sharding_constraint", "reshard")
+_SAME = ("copy", "pvary", "vary_unreduced_cast", "preduced", "stop_gradient", "reduce_precision", "sharding_constraint", "reshard")
 
 ARRAYS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(_SAME, lambda of, x: x),
@@ -103,6 +102,14 @@ def _slice(equation: Any, x: Value) -> Value:
     return x[:, :, *map(slice, params["start_indices"], params["limit_indices"], strides)]
 
 
+@rule("empty")
+def _empty(equation: Any) -> Value:
+    """Whatever it has, no result may depend on it."""
+    shape, dtype = equation.outvars[0].aval.shape, equation.outvars[0].aval.dtype
+    x = constant(np.nan if is_float(dtype) else np.array(1).astype(dtype), dtype)
+    return np.broadcast_to(x.reshape(*x.shape, *[1] * len(shape)), (*x.shape, *shape))
+
+
 @rule("iota")
 def _iota(equation: Any) -> Value:
     shape, dim, dtype = (equation.params[key] for key in ("shape", "dimension", "dtype"))
@@ -112,14 +119,18 @@ def _iota(equation: Any) -> Value:
 
 @rule("pad")
 def _pad(equation: Any, x: Value, value: Value) -> Value:
-    """Between elements, too, and with negative sizes, which cut."""
+    return padded(x, value.reshape(*value.shape, *[1] * (x.ndim - 2)), equation.params["padding_config"])
+
+
+def padded(x: Value, value: Value, config: Sequence[tuple[int, int, int]]) -> Value:
+    """x with a value before, after and between elements of each dim; negative sizes cut."""
     x, value = alike([x, value])
-    out = np.empty((*x.shape[:2], *equation.outvars[0].aval.shape), x.dtype)
-    out[...] = value.reshape(*value.shape, *[1] * (x.ndim - 2))
-    sizes = zip(equation.params["padding_config"], x.shape[2:], strict=True)
-    places = [low + np.arange(size) * (inner + 1) for (low, _, inner), size in sizes]
-    there = [(place >= 0) & (place < size) for place, size in zip(places, out.shape[2:], strict=True)]
-    inside = np.ix_(*(place[some] for place, some in zip(places, there, strict=True)))
+    sizes = [max(low + high + size + max(size - 1, 0) * inner, 0) for (low, high, inner), size in zip(config, x.shape[2:], strict=True)]
+    out = np.empty((*x.shape[:2], *sizes), x.dtype)
+    out[...] = value[(..., *[slice(0, 1)] * len(sizes))]
+    spots = [low + np.arange(size) * (inner + 1) for (low, _, inner), size in zip(config, x.shape[2:], strict=True)]
+    there = [(spot >= 0) & (spot < size) for spot, size in zip(spots, out.shape[2:], strict=True)]
+    inside = np.ix_(*(spot[some] for spot, some in zip(spots, there, strict=True)))
     out[:, :, *inside] = x[:, :, *np.ix_(*there)]
     return out
 
@@ -128,24 +139,6 @@ def _pad(equation: Any, x: Value, value: Value) -> Value:
 def _select(equation: Any, which: Value, *cases: Value) -> Value:
     which = which.reshape(*which.shape, *[1] * (cases[0].ndim - which.ndim))
     return np.where(which, cases[1], cases[0]) if len(cases) == 2 else np.choose(which, cases)
-
-
-@rule("dot_general")
-def _product(equation: Any, x: Value, y: Value) -> Value:
-    (left, right), batches = equation.params["dimension_numbers"]
-
-    def matrices(x: Value, inner: Any, batch: Any, last: bool) -> Value:
-        free = [dim for dim in range(x.ndim - 2) if dim not in (*inner, *batch)]
-        groups = [batch, free, inner] if last else [batch, inner, free]
-        sizes = [math.prod(x.shape[dim + 2] for dim in group) for group in groups]
-        return x.transpose(0, 1, *(dim + 2 for group in groups for dim in group)).reshape(*x.shape[:2], *sizes)
-
-    dtype = equation.outvars[0].aval.dtype
-    if is_float(dtype):
-        x, y = (x if len(x) > 1 else of_integers(x) for x in (x, y))
-    x, y = matrices(x, left, batches[0], True), matrices(y, right, batches[1], False)
-    out = matrix_product(x, y) if is_float(dtype) else np.matmul(x.astype(dtype), y.astype(dtype))
-    return out.reshape(*out.shape[:2], *equation.outvars[0].aval.shape)
 
 
 @rule("reduce_prod")
@@ -191,10 +184,12 @@ def _sort(equation: Any, *values: Value) -> list[Value]:
     return [_picked(each, order, dim) for each in all_of]
 
 
-@rule("top_k")
+@rule("top_k", "approx_top_k")
 def _top(equation: Any, x: Value) -> tuple[Value, Value]:
-    dim, k = equation.params["axis"] + 2, equation.params["k"]
-    keys = ordered(x)
-    order = np.argsort(-(keys if len(x) > 1 else keys.astype(np.int64)), dim, kind="stable")
+    """The approximate one is as good as the exact one."""
+    params, k = equation.params, equation.params["k"]
+    dim = params["axis"] + 2 if "axis" in params else params["reduction_dimension"] % (x.ndim - 2) + 2
+    keys = ordered(x) if len(x) > 1 else x.astype(np.int64)
+    order = np.argsort(-keys if params.get("is_max_k", True) else keys, dim, kind="stable")
     order = np.take(order, range(k), dim)
     return _picked(x, order, dim), order.astype(np.int32)

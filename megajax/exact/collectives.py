@@ -84,7 +84,7 @@ def _axis_index(devices: Devices, equation: Any) -> Value:
     return own[None, :1] if (own == own[0]).all() else own[None]
 
 
-@_rule("psum", "psum_invariant", "pmax", "pmin")
+@_rule("psum", "psum_invariant", "unreduced_psum", "pmax", "pmin")
 def _reduced(devices: Devices, equation: Any, *values: Value) -> Any:
     groups, way = devices.groups(equation), {"pmax": np.argmax, "pmin": np.argmin}.get(equation.primitive.name)
     out = []
@@ -94,7 +94,7 @@ def _reduced(devices: Devices, equation: Any, *values: Value) -> Any:
     return out if equation.primitive.multiple_results else out[0]
 
 
-@_rule("all_gather", "all_gather_invariant")
+@_rule("all_gather", "all_gather_invariant", "all_gather_reduced")
 def _all_gather(devices: Devices, equation: Any, x: Value) -> Value:
     groups, dim = devices.groups(equation), equation.params["all_gather_dimension"]
     x = devices.of_all(x)[:, groups]
@@ -102,7 +102,7 @@ def _all_gather(devices: Devices, equation: Any, x: Value) -> Value:
     return devices.shared(groups, whole)
 
 
-@_rule("reduce_scatter")
+@_rule("reduce_scatter", "unreduced_reduce_scatter")
 def _reduce_scatter(devices: Devices, equation: Any, x: Value) -> Value:
     groups, dim = devices.groups(equation), equation.params["scatter_dimension"] + 2
     sums = total(devices.of_all(x)[:, groups], 2, equation.invars[0].aval.dtype)
@@ -125,6 +125,19 @@ def _ppermute(devices: Devices, equation: Any, x: Value) -> Value:
     out = np.zeros_like(x)
     for source, target in equation.params["perm"]:
         out[:, groups[:, target]] = x[:, groups[:, source]]
+    return out
+
+
+@_rule("ragged_all_to_all")
+def _ragged_all_to_all(devices: Devices, equation: Any, x: Value, out: Value, *more: Value) -> Value:
+    """Every member sends rows of each size from each place, to each place."""
+    groups, (x, out, *more) = devices.groups(equation), [devices.of_all(each) for each in (x, out, *more)]
+    out, (first, size, place, _) = out.copy(), (each[0] for each in more)
+    for members in groups:
+        for source in members:
+            for n, target in enumerate(members):
+                start, rows, at = first[source, n], size[source, n], place[source, n]
+                out[:, target, at : at + rows] = x[:, source, start : start + rows]
     return out
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from megajax.exact.arrays import alike, rule
+from megajax.exact.functions import FUNCTIONS
 from megajax.exact.numbers import Value, constant, estimate, is_float, is_lowest, joined, modulo, with_lowest, zeros
 
 
@@ -47,6 +48,24 @@ def _gather(equation: Any, x: Value, index: Value) -> Value:
         fill = np.nan if is_float(dtype) else True if dtype.kind == "b" else np.iinfo(dtype).min or np.iinfo(dtype).max
     fill = constant(fill, dtype).reshape(-1, *[1] * (len(shape) + 1))
     return np.where(there, out, fill)
+
+
+@rule("scatter-max", "scatter-min", "scatter-mul")
+def _scatter_by(equation: Any, x: Value, index: Value, update: Value) -> Value:
+    """In turns, each with one update of a place at most."""
+    two = FUNCTIONS[equation.primitive.name.removeprefix("scatter-")][is_float(equation.invars[0].aval.dtype)]
+    indices, there = _places(equation, x, index, update.shape[2:])
+    out, update, _ = (each.copy() for each in alike([x, update, index]))
+    places = (_of_devices(out, update.ndim - 2), *indices)
+    targets = np.ravel_multi_index([np.broadcast_to(each, update.shape[1:]) for each in places], out.shape[1:])
+    rest = np.flatnonzero(np.broadcast_to(there, update.shape[1:]))
+    flat, given, targets = out.reshape(len(out), -1), update.reshape(len(update), -1), targets.reshape(-1)
+    while len(rest):
+        _, first = np.unique(targets[rest], return_index=True)
+        now = rest[first]
+        flat[:, targets[now]] = two(flat[:, targets[now]], given[:, now])
+        rest = np.delete(rest, first)
+    return out
 
 
 @rule("scatter", "scatter-add")

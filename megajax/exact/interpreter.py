@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from megajax.core.errors import RunError
 from megajax.core.private import expansion
-from megajax.exact import indexing  # noqa: F401  # adds its rules
+from megajax.exact import contractions, indexing  # the latter adds its rules
 from megajax.exact.arrays import ARRAYS
 from megajax.exact.collectives import COLLECTIVES, Devices
 from megajax.exact.functions import BRANCHES, FUNCTIONS
@@ -120,6 +120,13 @@ class Interpreter:
     def _call(self, equation: Any, *values: Value) -> list[Value]:
         params = equation.params
         return self._closed(params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"], values)
+
+    def _solved(self, equation: Any, *values: Value) -> list[Value]:
+        """By the solver that the program has."""
+        params, counts = equation.params["jaxprs"], equation.params["const_lengths"]
+        first = counts.matvec + counts.vecmat
+        consts, others = values[first : first + counts.solve], values[sum(counts) :]
+        return self._closed(params.solve, [*consts, *others])
 
     def _scan(self, equation: Any, *values: Value) -> list[Value]:
         """A scan that is in no other, decides nothing and has the devices and values of before is not run again, even
@@ -252,6 +259,8 @@ def _array(x: np.ndarray, aval: Any) -> jax.Array:
 CONTROL: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("jit", "closed_call", "eval_jaxpr", "remat2"), Interpreter._call),  # the second and third are one
     **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), Interpreter._call),
+    "custom_linear_solve": Interpreter._solved,
+    "reduce_window": lambda machine, equation, *values: contractions.folded_window(machine._closed, equation, *values),
     "scan": Interpreter._scan,
     "cond": Interpreter._cond,
     "while": Interpreter._while,

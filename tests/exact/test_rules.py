@@ -78,6 +78,10 @@ OTHERS = RNG.integers(-9, 9, (5, 3, 2, 6)).astype(np.float32)
 LONG = RNG.integers(-9, 9, (2, 70)).astype(np.float32)
 
 
+IMAGES = RNG.integers(-9, 9, (2, 4, 5, 6)).astype(np.float32)
+KERNELS = RNG.integers(-9, 9, (4, 2, 2, 3)).astype(np.float32)
+
+
 def product(x: Any, y: Any, **more: Any) -> Any:
     """Over the 5, and over both batch dims."""
     return lax.dot_general(x, y, (((3,), (0,)), ((0, 1), (1, 2))), **more)
@@ -136,6 +140,65 @@ OF_ARRAYS: dict[str, Case] = {
     "products of long rows": (lambda x: (x @ x.T, jnp.outer(x[0], x[1]), x[0] @ x[1]), (LONG,)),
     "products of nothing": (lambda x: x.T @ x, (X[:0],)),
     "products with the lowest": (lambda x, y: (x @ y, y.T @ x.T), (LOW[:2], np.abs(Y).T.copy())),
+    "products of floats and integers": (
+        lambda x, w: (lax.dot_general(x, w, (((1,), (1,)), ((), ()))), lax.dot(w, w.T, preferred_element_type=jnp.float32)),
+        (X, N.astype(np.int8)),
+    ),
+    **{
+        f"ragged products, {name}": (
+            lambda x, y, sizes, dims=dims: lax.ragged_dot_general(x, y, sizes, lax.RaggedDotDimensionNumbers(*dims)),
+            (*shapes, np.array([3, 0, 2], np.int32)),
+        )
+        for name, dims, shapes in (
+            ("rows", ((((1,), (1,)), ((), ())), [0], [0]), (MATRICES[0, 0].T, RNG.integers(-9, 9, (3, 4, 2)).astype(np.float32))),
+            ("terms", ((((0,), (0,)), ((), ())), [0], []), (MATRICES[0, 0].T, MATRICES[0, 1].T)),
+        )
+    },
+    **{
+        f"convolution, {more}": (
+            lambda x, y, more=more: lax.conv_general_dilated(x, y, **more),
+            (IMAGES, KERNELS if "batch_group_count" not in more else KERNELS[:2].repeat(2, 1)),
+        )
+        for more in (
+            {"window_strides": (1, 2), "padding": ((1, 2), (0, -1)), "feature_group_count": 2},
+            {"window_strides": (2, 1), "padding": ((0, 1), (2, 2)), "lhs_dilation": (2, 1), "feature_group_count": 2},
+            {"window_strides": (1, 1), "padding": "VALID", "rhs_dilation": (2, 1), "batch_group_count": 2},
+        )
+    },
+    "convolution, channels last": (
+        lambda x, y: lax.conv_general_dilated(x, y, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")),
+        (CUBE, RNG.integers(-9, 9, (3, 4, 2)).astype(np.float32)),
+    ),
+    **{
+        f"windows by {name}": (
+            lambda x, i, init=init, two=two: [
+                lax.reduce_window(y, np.asarray(init, y.dtype), two, (2, 2), (1, 2), ((1, 0), (0, 1)), (1, 2), (1, 2))
+                for y in (x, i)
+            ],
+            (X, M),
+        )
+        for name, init, two in (("sum", 0, lax.add), ("product", 1, lax.mul))
+    },
+    "windows by max and min": (
+        lambda x: [
+            lax.reduce_window(x, -s * jnp.inf, two, (2, 3), (1, 1), "SAME") for s, two in ((1, lax.max), (-1, lax.min))
+        ],
+        (X,),
+    ),
+    **{
+        f"triangles, {more}": (
+            lambda a, b, more=more: lax.linalg.triangular_solve(a, b, unit_diagonal=True, **more),
+            (np.tril(MATRICES[..., :4]) if more["lower"] else np.triu(MATRICES[..., :4]), MATRICES.swapaxes(-1, -2)[..., :4, :]),
+        )
+        for more in ({"left_side": True, "lower": True}, {"left_side": False, "lower": False, "transpose_a": True})
+    },
+    "a linear solve": (
+        lambda x: lax.custom_linear_solve(lambda y: 2 * y, x, lambda _, y: y / 2, symmetric=True),
+        (X,),
+    ),
+    "running sums of exponentials": (lambda x: lax.cumlogsumexp(x, 1), (np.array([[0, -np.inf, -np.inf]], np.float32),)),
+    "a running sum of nothing": (lambda x: jnp.cumsum(x, 0), (X[:0],)),
+    "nearly the largest": (lambda x: (lax.approx_max_k(x, 2), lax.approx_min_k(x, 2)), (X,)),
     "bits of integers": (
         lambda x, y: (
             lax.bitcast_convert_type(x, jnp.uint32),
@@ -182,7 +245,7 @@ OF_INDICES: dict[str, Case] = {
     "rows of a batch": (jax.vmap(lambda x, i: x[i]), (np.stack([X, Y]), np.array([[2, 0], [1, 1]], np.int32))),
     **{
         f"{way} rows, {m}": (lambda x, i, y, way=way, m=m: getattr(x.at[i], way)(y, mode=m), (X, PLACES, UPDATES))
-        for way in ("add",)
+        for way in ("add", "max", "min", "mul")
         for m in ("clip", "drop")
         for UPDATES in [RNG.integers(-9, 9, (3, 2, 4)).astype(np.float32)]
     },
@@ -208,7 +271,7 @@ def test_the_interpreter_gives_what_jax_gives(name: str, agreement: Agreement) -
 def test_every_rule_has_a_case() -> None:
     """But for functions whose results are no integers, and what is only traced in a step or on a mesh."""
     used = {name for function, args in ALL.values() for name in names_in(jax.make_jaxpr(function)(*args).jaxpr)}
-    others = {"acos", "acosh", "atan2", "lgamma", "digamma", "pvary", "sharding_constraint", "reshard", "name"}
+    others = {"empty", "vary_unreduced_cast", "preduced", "acos", "acosh", "atan2", "lgamma", "digamma", "pvary", "sharding_constraint", "reshard", "name"}
     others |= {"add_any", "stop_gradient", "copy", "lt_to", "le_to", "nextafter", "debug_print"}
     others |= {"one_minus_square", "log2"} if jax.__version_info__ < (0, 11) else set()
     assert {*FUNCTIONS, *ARRAYS} - used <= others
