@@ -12,12 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Var
 from jax.sharding import AbstractMesh, AxisType, Mesh, use_abstract_mesh
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from megajax.core.errors import RunError, UserError, told
-from megajax.exact.flow import Flow, equations
+from megajax.exact.flow import Flow, equations, programs
 from megajax.exact.functions import BRANCHES
 from megajax.exact.interpreter import Interpreter
 from megajax.exact.numbers import (
@@ -99,7 +100,8 @@ def compare(
     with contextlib.nullcontext() if mesh is None else use_abstract_mesh(_abstract(mesh)):
         of_f, of_g = (_Program.traced(name, each, inputs) for name, each in (("f", f), ("g", g)))
         if gradients and not _of_another_form(of_f, of_g):
-            of_f, of_g = (_Program.traced(each.name, *inputs.with_pullback(each)) for each in (of_f, of_g))
+            inputs = inputs.with_pullback(of_g)
+            of_f, of_g = (_Program.traced(each.name, each.function, inputs) for each in (of_f, of_g))
     problem = _of_another_form(of_f, of_g)
     return Comparison(False, f"different: {problem}") if problem else _Both(of_f, of_g, inputs, seed).compared(repeats)
 
@@ -157,8 +159,8 @@ class _Inputs:
         kept = (name for (path, _), name in zip(named, every, strict=True) if path[0].idx in keep)
         return cls(leaves, call, frozenset(kept))
 
-    def with_pullback(self, program: "_Program") -> tuple[Callable[..., Any], "_Inputs"]:
-        """A function of these inputs and of cotangents, which also returns gradients."""
+    def with_pullback(self, program: "_Program") -> "_Inputs":
+        """Also cotangents of the results of a program like this; a call returns gradients, too."""
         floats = [name for name, leaf in self.leaves.items() if is_float(jnp.result_type(leaf))]
         results = {name: each for name, each in program.outputs.items() if is_float(each.dtype)}
 
@@ -174,7 +176,7 @@ class _Inputs:
             return out, pullback({name: given[name] for name in results})
 
         cotangents = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in results.items()}
-        return program.function, _Inputs(self.leaves | cotangents, call, self.kept)
+        return _Inputs(self.leaves | cotangents, call, self.kept)
 
     def values(self, kept: Collection[str]) -> list[Value]:
         """Random numbers, in the context of a seed."""
@@ -404,13 +406,57 @@ class _Both:
         if len(wrong) > 1:
             lines += [f"{len(wrong)} of {len(g.outputs)} outputs differ"]
         if wrong:
-            lines += _first_site(f.machine.sites, g.machine.sites)
+            site, is_different = _first_site(f.machine.sites, g.machine.sites)
+            lines += site if is_different else [*site, *self._first_line(values, context, way)]
         for program, run in ((self.f, f), (self.g, g)):
             for aval in run.machine.disagreeing[:1]:
                 shared = f"a result {_form(aval)} that devices should share but do not"
                 lines += [f"a shard_map of {program.name} has {shared}"]
             lines += [f"{program.name} {law}: see Limits in docs/exact.md" for law in program.flow.laws if wrong]
         return "\n".join(lines), g.outputs
+
+
+    def _first_line(self, values: Sequence[Value], context: Any, way: str) -> list[str]:
+        """The first equation of g that gives a number that f never has, but for those that f can do without: what uses
+        their results gives numbers that it has."""
+        known = np.unique(np.concatenate(self.f.run(values, context, way, _Noting).machine.numbers or [np.zeros(0, int)]))
+        log = self.g.run(values, context, way, functools.partial(_Noting, known=known)).machine.log
+        users = dict[Any, set[int]]()
+        for equation in equations(self.g.jaxpr.jaxpr):
+            for variable in filter(lambda each: isinstance(each, Var), equation.invars):
+                users.setdefault(variable, set()).add(id(equation))
+        for turn, (equation, lacks) in enumerate(log):
+            ids = set().union(*(users.get(out, ()) for out in equation.outvars))
+            after = itertools.islice(log, turn + 1, None)
+            later = itertools.islice((lacks_it for user, lacks_it in after if id(user) in ids), len(ids))
+            if lacks and not [*programs(equation)] and all(later):
+                line = source_info_util.summarize(equation.source_info)
+                return [f"f never has the value of g's {equation.primitive.name} at {line}"]
+        return []
+
+
+class _Noting(_Machine):
+    """An interpreter that notes all numbers; or in turn equations, and whether they give numbers that are not known."""
+
+    def __init__(self, *context: Any, known: np.ndarray | None = None):
+        super().__init__(*context)
+        self.numbers: list[np.ndarray] = []
+        self.log: list[tuple[Any, bool]] = []
+        self._known = known
+
+    def _computed(self, equation: Any, values: list[Value]) -> Any:
+        out = super()._computed(equation, values)
+        pairs = zip(out if equation.primitive.multiple_results else [out], equation.outvars, strict=True)
+        found = [np.unique(_packed(elements(x))) for x, variable in pairs if is_float(variable.aval.dtype)]
+        if self._known is None:
+            self.numbers += found
+            if sum(map(len, self.numbers[1:])) > 1 << 22:
+                self.numbers = [np.unique(np.concatenate(self.numbers))]
+        elif found:
+            numbers = np.concatenate(found)
+            place = np.searchsorted(self._known, numbers).clip(max=len(self._known) - 1)
+            self.log.append((equation, bool((self._known[place] != numbers).any())))
+        return out
 
 
 def _packed(x: np.ndarray) -> np.ndarray:
@@ -461,8 +507,11 @@ def factor(x: np.ndarray, right: np.ndarray) -> Fraction | None:
     return None
 
 
-def _first_site(found: Mapping[str, list[np.ndarray]], right: Mapping[str, list[np.ndarray]]) -> list[str]:
-    """The first named value with numbers that f lacks. What only f has may be of a pipeline's idle turns."""
+def _first_site(
+    found: Mapping[str, list[np.ndarray]], right: Mapping[str, list[np.ndarray]]
+) -> tuple[list[str], bool]:
+    """The first named value with numbers that f lacks, and whether there is one. What only f has may be of a pipeline's
+    idle turns."""
     names = [name for name in right if name in found]
     for place, name in enumerate(names):
         numbers = np.unique(np.concatenate(right[name]))
@@ -470,8 +519,8 @@ def _first_site(found: Mapping[str, list[np.ndarray]], right: Mapping[str, list[
         if lacking:
             before = f"; equal before it: {', '.join(names[:place])}" if place else ""
             count = f"{lacking} of its {_many(len(numbers), 'number')}"
-            return [f"the first named value that differs is {name}: f lacks {count}{before}"]
-    return [f"all named values are equal: {', '.join(names)}"] if names else []
+            return [f"the first named value that differs is {name}: f lacks {count}{before}"], True
+    return ([f"all named values are equal: {', '.join(names)}"] if names else []), False
 
 
 def _many(count: int, thing: str) -> str:
