@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megajax.core.errors import RunError
-from megajax.exact.arrays import largest, rule, total
+from megajax.exact.arrays import dims, largest, rule, total
 from megajax.exact.numbers import Value
 
 COLLECTIVES: dict[str, Callable[..., Any]] = {}
@@ -41,7 +41,7 @@ class Devices:
     def groups(self, equation: Any) -> np.ndarray:
         """The devices that communicate with each other, [groups, members], all of which must be among these."""
         names, axes = [*self.sizes], equation.params.get("axes", equation.params.get("axis_name"))
-        own = [names.index(axis) for axis in ((axes,) if isinstance(axes, str) else axes)]
+        own = [names.index(axis) for axis in ((axes,) if isinstance(axes, str) else axes) if isinstance(axis, str)]
         others = [place for place in range(len(names)) if place not in own]
         size = math.prod(self.sizes[names[place]] for place in own)
         order = np.lexsort(self.coordinates[:, [*others, *own]].T[::-1])
@@ -86,11 +86,19 @@ def _axis_index(devices: Devices, equation: Any) -> Value:
 
 @_rule("psum", "psum_invariant", "unreduced_psum", "pmax", "pmin")
 def _reduced(devices: Devices, equation: Any, *values: Value) -> Any:
-    groups, way = devices.groups(equation), {"pmax": np.argmax, "pmin": np.argmin}.get(equation.primitive.name)
-    out = []
+    """Over dims, too: those of a `vmap` with a name."""
+    way, out = {"pmax": np.argmax, "pmin": np.argmin}.get(equation.primitive.name), []
+    axes = equation.params["axes"]
+    groups = devices.groups(equation) if any(isinstance(axis, str) for axis in axes) else None
     for x, variable in zip(values, equation.invars, strict=True):
-        x = devices.of_all(x)[:, groups]
-        out.append(devices.shared(groups, largest(x, 2, way) if way else total(x, 2, variable.aval.dtype)))
+        places = dims(axis for axis in axes if isinstance(axis, int))
+        for dim in sorted(places, reverse=True) if way else ():
+            x = largest(x, dim, way)
+        x = total(x, places, variable.aval.dtype) if places and not way else x
+        if groups is not None:
+            x = devices.of_all(x)[:, groups]
+            x = devices.shared(groups, largest(x, 2, way) if way else total(x, 2, variable.aval.dtype))
+        out.append(x)
     return out if equation.primitive.multiple_results else out[0]
 
 

@@ -4,9 +4,12 @@ import contextlib
 import functools
 import itertools
 import math
+import re
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -211,11 +214,17 @@ class _Program:
 
     @classmethod
     def traced(cls, name: str, function: Callable[..., Any], inputs: _Inputs) -> "_Program":
-        meshes = "mesh={'data': 2, …}, or a jax.sharding.AbstractMesh with axes of the type Auto"
-        valid = f"what JAX can trace, and where devices do not exist, {meshes}"
-        with told(f"{name} cannot be traced", valid):
-            call = functools.partial(inputs.call, function)
-            jaxpr, out = jax.make_jaxpr(call, return_shape=True)(*inputs.leaves.values())
+        try:
+            with told(f"{name} cannot be traced", "what JAX can trace"):
+                call = functools.partial(inputs.call, function)
+                jaxpr, out = jax.make_jaxpr(call, return_shape=True)(*inputs.leaves.values())
+        except UserError as error:
+            raise UserError(f"{error}{_whence(error.__cause__)}") from error.__cause__
+        for equation in equations(jaxpr.jaxpr):
+            dtypes = (variable.aval.dtype for variable in ([] if [*programs(equation)] else equation.outvars))
+            if any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):
+                place = source_info_util.summarize(equation.source_info)
+                raise RunError(f"{name}: no rule for complex numbers ({equation.primitive.name} at {place})")
         leaves = tree_leaves_with_path(out)
         outputs = {f"output {keystr(path)}" if path else "the output": aval for path, aval in leaves}
         return cls(name, function, jaxpr, outputs, Flow(jaxpr), _Seen())
@@ -239,6 +248,15 @@ class _Program:
             return _Run(machine, dict(zip(self.outputs, map(elements, machine(self.jaxpr, values)), strict=True)))
         except RunError as error:
             raise type(error)(f"{self.name}: {error}") from error
+
+
+def _whence(error: BaseException | None) -> str:
+    """Where in the user's code an error of tracing is from, and what helps if a mesh is the cause."""
+    ours = (str(Path(__file__).parent), str(Path(jax.__file__).parent), "<frozen")
+    frames = traceback.extract_tb(error.__traceback__ if error else None)
+    lines = [f" ({each.filename}:{each.lineno})" for each in frames if not each.filename.startswith(ours)]
+    meshes = "; where devices do not exist, mesh={'data': 2, …}, or a jax.sharding.AbstractMesh with axes of the type Auto"
+    return "".join(lines[-1:]) + meshes * bool(re.search(r"\bmesh|devices|\baxis name", str(error)))
 
 
 class _Seen:

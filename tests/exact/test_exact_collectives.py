@@ -116,6 +116,7 @@ CASES: dict[str, Case] = {
         on_mesh(lambda x: lax.all_gather(x, ("a", "b"), axis_index_groups=[[2, 0], [1, 3]]), check_vma=False),
         (X,),
     ),
+    "over a dim with a name": (jax.vmap(lambda x: x - lax.pmax(x, "n") * lax.psum(x, "n"), axis_name="n"), (X,)),
     "turns of each device": (on_mesh(turns), (X,)),
     "branches of each device": (on_mesh(branches), (X,)),
     "a branch of some groups": (on_mesh(together), (X,)),
@@ -143,7 +144,28 @@ def test_the_interpreter_gives_what_eight_devices_give(name: str, agreement: Agr
 
 def test_every_collective_has_a_case() -> None:
     used = {name for function, args in CASES.values() for name in names_in(jax.make_jaxpr(function)(*args).jaxpr)}
-    assert {*COLLECTIVES} - used <= {"psum_invariant", "all_gather_invariant", "psum"}
+    unreduced = {"unreduced_psum", "unreduced_reduce_scatter", "all_gather_reduced"}
+    assert {*COLLECTIVES} - used <= {"psum_invariant", "all_gather_invariant", "psum", "ragged_all_to_all"} | unreduced
+
+
+def test_rows_of_any_size_are_exchanged() -> None:
+    """XLA has no such exchange on CPUs: the right result is that of slices. Device d sends d + 1 rows to either."""
+    mesh = AbstractMesh((2,), ("a",), AUTO[:1])
+
+    def body(x: Any, size: Any) -> Any:
+        first, out = jnp.array([0, 2]), varying_over_a(jnp.zeros((4, 3)))
+        place, sizes = jnp.where(lax.axis_index("a") == 0, 0, 1) * jnp.ones(2, jnp.int32), jnp.repeat(size, 2)
+        received = jnp.array([1, 2])
+        return lax.ragged_all_to_all(x, out, first, sizes, place, received, axis_name="a")
+
+    def varying_over_a(x: Any) -> Any:
+        return lax.pcast(x, "a", to="varying")
+
+    f = jax.shard_map(body, mesh=mesh, in_specs=(P("a"), P("a")), out_specs=P("a"), check_vma=False)
+    x = np.arange(24, dtype=np.float32).reshape(2, 4, 3)
+    (found,) = exactly(f, x.reshape(8, 3), np.array([1, 2], np.int32))
+    expected = [[x[0, start], *x[1, start : start + 2], 0 * x[0, 0]] for start in (0, 2)]
+    np.testing.assert_array_equal(found, constant(np.array(expected).reshape(8, 3), X.dtype))
 
 
 def test_no_devices_are_needed() -> None:
