@@ -56,7 +56,16 @@ def from_zero(x: np.ndarray) -> np.ndarray:
     return np.copysign(np.floor(abs(x) + 0.5), x)
 
 
-_SAME = ("copy", "pvary", "vary_unreduced_cast", "preduced", "stop_gradient", "reduce_precision", "sharding_constraint", "reshard")
+_SAME = (
+    "copy",
+    "pvary",
+    "vary_unreduced_cast",
+    "preduced",
+    "stop_gradient",
+    "reduce_precision",
+    "sharding_constraint",
+    "reshard",
+)
 
 ARRAYS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(_SAME, lambda of, x: x),
@@ -125,9 +134,12 @@ def _pad(equation: Any, x: Value, value: Value) -> Value:
 def padded(x: Value, value: Value, config: Sequence[tuple[int, int, int]]) -> Value:
     """x with a value before, after and between elements of each dim; negative sizes cut."""
     x, value = alike([x, value])
-    sizes = [max(low + high + size + max(size - 1, 0) * inner, 0) for (low, high, inner), size in zip(config, x.shape[2:], strict=True)]
+    sizes = [
+        max(low + high + size + max(size - 1, 0) * inner, 0)
+        for (low, high, inner), size in zip(config, x.shape[2:], strict=True)
+    ]
     out = np.empty((*x.shape[:2], *sizes), x.dtype)
-    out[...] = value[(..., *[slice(0, 1)] * len(sizes))]
+    out[...] = value[:, :, *[slice(0, 1)] * len(sizes)]
     spots = [low + np.arange(size) * (inner + 1) for (low, _, inner), size in zip(config, x.shape[2:], strict=True)]
     there = [(spot >= 0) & (spot < size) for spot, size in zip(spots, out.shape[2:], strict=True)]
     inside = np.ix_(*(spot[some] for spot, some in zip(spots, there, strict=True)))

@@ -87,7 +87,8 @@ def _axis_index(devices: Devices, equation: Any) -> Value:
 @_rule("psum", "psum_invariant", "unreduced_psum", "pmax", "pmin")
 def _reduced(devices: Devices, equation: Any, *values: Value) -> Any:
     """Over dims, too: those of a `vmap` with a name."""
-    way, out = {"pmax": np.argmax, "pmin": np.argmin}.get(equation.primitive.name), []
+    way: Any = {"pmax": np.argmax, "pmin": np.argmin}.get(equation.primitive.name)
+    out = []
     axes = equation.params["axes"]
     groups = devices.groups(equation) if any(isinstance(axis, str) for axis in axes) else None
     for x, variable in zip(values, equation.invars, strict=True):
@@ -139,8 +140,8 @@ def _ppermute(devices: Devices, equation: Any, x: Value) -> Value:
 @_rule("ragged_all_to_all")
 def _ragged_all_to_all(devices: Devices, equation: Any, x: Value, out: Value, *more: Value) -> Value:
     """Every member sends rows of each size from each place, to each place."""
-    groups, (x, out, *more) = devices.groups(equation), [devices.of_all(each) for each in (x, out, *more)]
-    out, (first, size, place, _) = out.copy(), (each[0] for each in more)
+    groups, x, out = devices.groups(equation), devices.of_all(x), devices.of_all(out).copy()
+    first, size, place, _ = (devices.of_all(each)[0] for each in more)
     for members in groups:
         for source in members:
             for n, target in enumerate(members):

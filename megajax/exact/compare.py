@@ -44,6 +44,7 @@ _LARGEST = 64  # numerator and denominator of a factor that is told
 _MISSED = 48  # elements on the revealing side of a comparison with a chance of 1/4 each, of which one in 10^6 has none
 _SCALES = (1.0, 2.0**-10, 2.0**10)  # of random arguments, the latter if a comparison takes one side with the first
 
+
 @dataclass(frozen=True, repr=False)
 class Comparison:
     """What `compare` found; true if the functions are equal.
@@ -120,7 +121,9 @@ def over_meshes(**sizes: Sequence[int]) -> Any:
     import pytest
 
     meshes = [dict(zip(sizes, each, strict=True)) for each in itertools.product(*sizes.values())]
-    return pytest.mark.parametrize("mesh", meshes, ids=["-".join(f"{a}{n}" for a, n in mesh.items()) for mesh in meshes])
+    return pytest.mark.parametrize(
+        "mesh", meshes, ids=["-".join(f"{a}{n}" for a, n in mesh.items()) for mesh in meshes]
+    )
 
 
 def _check(args: Any, repeats: int) -> None:
@@ -170,7 +173,7 @@ class _Inputs:
         def call(function: Callable[..., Any], *traced: Any) -> Any:
             given = dict(zip([*self.leaves, *results], traced, strict=True))
 
-            def of_floats(some: Mapping[str, Any]) -> Any:
+            def of_floats(some: dict[str, Any]) -> Any:
                 out = self.call(function, *((given | some)[name] for name in self.leaves))
                 named = dict(zip(program.outputs, jax.tree.leaves(out), strict=True))
                 return {name: named[name] for name in results}, out
@@ -223,8 +226,9 @@ class _Program:
         for equation in equations(jaxpr.jaxpr):
             dtypes = (variable.aval.dtype for variable in ([] if [*programs(equation)] else equation.outvars))
             if any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):
-                place = source_info_util.summarize(equation.source_info)
-                raise RunError(f"{name}: no rule for complex numbers ({equation.primitive.name} at {place})")
+                raise RunError(
+                    f"{name}: no rule for complex numbers, as those of the primitive {equation.primitive.name}"
+                )
         leaves = tree_leaves_with_path(out)
         outputs = {f"output {keystr(path)}" if path else "the output": aval for path, aval in leaves}
         return cls(name, function, jaxpr, outputs, Flow(jaxpr), _Seen())
@@ -250,12 +254,19 @@ class _Program:
             raise type(error)(f"{self.name}: {error}") from error
 
 
+def _line(equation: Any) -> str:
+    """Of the program, without folders."""
+    return source_info_util.summarize(equation.source_info).rpartition("/")[2]
+
+
 def _whence(error: BaseException | None) -> str:
     """Where in the user's code an error of tracing is from, and what helps if a mesh is the cause."""
     ours = (str(Path(__file__).parent), str(Path(jax.__file__).parent), "<frozen")
     frames = traceback.extract_tb(error.__traceback__ if error else None)
     lines = [f" ({each.filename}:{each.lineno})" for each in frames if not each.filename.startswith(ours)]
-    meshes = "; where devices do not exist, mesh={'data': 2, …}, or a jax.sharding.AbstractMesh with axes of the type Auto"
+    meshes = (
+        "; where devices do not exist, mesh={'data': 2, …}, or a jax.sharding.AbstractMesh with axes of the type Auto"
+    )
     return "".join(lines[-1:]) + meshes * bool(re.search(r"\bmesh|devices|\baxis name", str(error)))
 
 
@@ -286,12 +297,12 @@ class _Seen:
 
     def compared(self, equation: Any, x: Value, y: Value) -> None:
         """Note on which sides of a constant the numbers of an array are; scalars are compared both ways in any case."""
-        numbers, one = (x, y) if y[0].size == 1 or 0 in y[0].strides and np.ptp(y[0]) == 0 else (y, x)
-        if one[0].size > 1 and np.ptp(one[0]) or numbers.ndim == 2 or not np.isfinite(estimate(one)).all():
+        numbers, one = (x, y) if y[0].size == 1 or (0 in y[0].strides and np.ptp(y[0]) == 0) else (y, x)
+        if (one[0].size > 1 and np.ptp(one[0])) or numbers.ndim == 2 or not np.isfinite(estimate(one)).all():
             return
         keys = ordered(numbers)[~is_lowest(numbers)]
         if len(keys):
-            count, sides = self.sides.setdefault(id(equation), (keys.size, set()))
+            _count, sides = self.sides.setdefault(id(equation), (keys.size, set()))
             sides.update(np.unique(np.sign(keys - ordered(one).flat[0])).tolist())
 
     def exponent(self, equation: Any, x: Value) -> None:
@@ -308,7 +319,7 @@ class _Seen:
 
 @dataclass(frozen=True)
 class _Run:
-    machine: "_Machine"
+    machine: Any
     outputs: dict[str, np.ndarray]  # elements
 
 
@@ -368,7 +379,9 @@ class _Both:
             return Comparison(False, f"not compared: {unknown}")
         sizes = [aval.size for aval in self.g.outputs.values()]
         equal = f"equal: {'all ' * (sum(sizes) > 1)}{_many(sum(sizes), 'number')} of {_many(len(sizes), 'output')}"
-        kept = f"; {', '.join(self.kept)} {'keep their' if len(self.kept) > 1 else 'keeps its'} values" * bool(self.kept)
+        kept = f"; {', '.join(self.kept)} {'keep their' if len(self.kept) > 1 else 'keeps its'} values" * bool(
+            self.kept
+        )
         return Comparison(True, equal + kept)
 
     def _difference(self, repeats: int) -> tuple[str, str]:
@@ -433,11 +446,10 @@ class _Both:
             lines += [f"{program.name} {law}: see Limits in docs/exact.md" for law in program.flow.laws if wrong]
         return "\n".join(lines), g.outputs
 
-
     def _first_line(self, values: Sequence[Value], context: Any, way: str) -> list[str]:
         """The first equation of g that gives a number that f never has, but for those that f can do without: what uses
         their results gives numbers that it has."""
-        known = np.unique(np.concatenate(self.f.run(values, context, way, _Noting).machine.numbers or [np.zeros(0, int)]))
+        known = np.unique(np.concatenate(self.f.run(values, context, way, _Noting).machine.numbers or [np.full(1, -1)]))
         log = self.g.run(values, context, way, functools.partial(_Noting, known=known)).machine.log
         users = dict[Any, set[int]]()
         for equation in equations(self.g.jaxpr.jaxpr):
@@ -448,8 +460,7 @@ class _Both:
             after = itertools.islice(log, turn + 1, None)
             later = itertools.islice((lacks_it for user, lacks_it in after if id(user) in ids), len(ids))
             if lacks and not [*programs(equation)] and all(later):
-                line = source_info_util.summarize(equation.source_info)
-                return [f"f never has the value of g's {equation.primitive.name} at {line}"]
+                return [f"f never has the value of g's {equation.primitive.name} at {_line(equation)}"]
         return []
 
 
@@ -525,9 +536,7 @@ def factor(x: np.ndarray, right: np.ndarray) -> Fraction | None:
     return None
 
 
-def _first_site(
-    found: Mapping[str, list[np.ndarray]], right: Mapping[str, list[np.ndarray]]
-) -> tuple[list[str], bool]:
+def _first_site(found: Mapping[str, list[np.ndarray]], right: Mapping[str, list[np.ndarray]]) -> tuple[list[str], bool]:
     """The first named value with numbers that f lacks, and whether there is one. What only f has may be of a pipeline's
     idle turns."""
     names = [name for name in right if name in found]

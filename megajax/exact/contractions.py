@@ -77,7 +77,7 @@ def _windows(x: Value, params: Any, sizes: Sequence[int], empty: Value) -> Itera
     holes = zip(params["padding"], params["dilation"], strict=True)
     x = padded(x, empty, [*[(0, 0, 0)] * (x.ndim - 2 - count), *((low, high, hole - 1) for (low, high), hole in holes)])
     for place in itertools.product(*map(range, sizes)):
-        slices = []
+        slices: Any = []
         for size, at, apart, stride, length in zip(
             sizes, place, params["apart"], params["strides"], x.shape[-count:], strict=True
         ):
@@ -102,7 +102,7 @@ def _convolution(equation: Any, x: Value, kernel: Value) -> Value:
     total: Any = None
     for place, part in _windows(x, window, kernel.shape[5:], zeros(x) if is_float(dtype) else np.zeros_like(x)):
         # [groups, batch, channels, *space] with [groups, outputs, channels]
-        out = _product(part, kernel[(..., *place)], (((2,), (2,)), ((0,), (0,))), dtype)
+        out = _product(part, kernel[:, :, :, :, :, *place], (((2,), (2,)), ((0,), (0,))), dtype)
         total = out if total is None else add(total, out) if is_float(dtype) else total + out
     total = np.moveaxis(total, -1, 4)  # [groups, batch, outputs, *space]
     total = total.swapaxes(2, 3).reshape(*total.shape[:2], n // batches, outputs, *total.shape[5:])

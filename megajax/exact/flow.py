@@ -6,14 +6,14 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-_MOVES = frozenset(
-    "all_gather broadcast_in_dim concatenate convert_element_type copy device_put dynamic_slice expand_dims gather"
-    " optimization_barrier pad pvary reshape rev sharding_constraint slice split squeeze stop_gradient tile transpose"
-    " unstack".split()
-)
+_MOVES = frozenset((
+    "all_gather", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "device_put", "dynamic_slice",
+    "expand_dims", "gather", "optimization_barrier", "pad", "pvary", "reshape", "rev", "sharding_constraint", "slice",
+    "split", "squeeze", "stop_gradient", "tile", "transpose", "unstack",
+))  # fmt: skip
 _COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
 _LOGARITHMS = frozenset(("log", "log1p"))
-_OF_LOGARITHMS = _MOVES | frozenset("add sub mul neg max min reduce_max reduce_sum select_n psum pmax".split())
+_OF_LOGARITHMS = _MOVES | {"add", "sub", "mul", "neg", "max", "min", "reduce_max", "reduce_sum", "select_n", "psum"}
 _SQUARES = frozenset(("square", "integer_pow"))
 _CONSTANT, _LOG, _ROOT = "constant", "log", "root"
 _Labels = frozenset[Any]  # of a value: numbers of arguments that it consists of, and what else it is
@@ -68,10 +68,10 @@ class Flow:
 
     def _computed(self, equation: Any, inputs: list[_Labels]) -> list[_Labels]:
         name, of_all = equation.primitive.name, frozenset[Any]().union(*inputs)
-        to_truth = name == "convert_element_type" and equation.params["new_dtype"] == bool
-        if to_truth or name in _COMPARISONS and frozenset({_CONSTANT}) in inputs:
+        to_truth = name == "convert_element_type" and equation.params["new_dtype"].kind == "b"
+        if to_truth or (name in _COMPARISONS and frozenset({_CONSTANT}) in inputs):
             self.read |= {label for label in of_all if isinstance(label, int)}
-        squared = name in _SQUARES or name == "mul" and equation.invars[0] is equation.invars[1]
+        squared = name in _SQUARES or (name == "mul" and equation.invars[0] is equation.invars[1])
         for label, sinks in ((_LOG, name in ("exp", "exp2")), (_ROOT, squared)):
             if sinks and label in of_all:
                 self.laws.add(LAWS[label])

@@ -74,7 +74,9 @@ def _scatter(equation: Any, x: Value, index: Value, update: Value) -> Value:
     indices, there = _places(equation, x, index, shape)
     of_numbers = sums and is_float(equation.invars[0].aval.dtype)
     if of_numbers:  # count the lowest numbers, too
-        x, update = (np.concatenate([np.where(low, zeros(each), each), low]) for each in (x, update) for low in [is_lowest(each)])
+        x, update = (
+            np.concatenate([np.where(low, zeros(each), each), low]) for each in (x, update) for low in [is_lowest(each)]
+        )
     out, update, _ = (each.copy() for each in alike([x, update, index]))
     there = np.flatnonzero(np.broadcast_to(there, update.shape[1:]))
     places = (_of_devices(out, len(shape)), *indices)

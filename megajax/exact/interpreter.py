@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from megajax.core.errors import RunError
 from megajax.core.private import expansion
-from megajax.exact import contractions, indexing  # the latter adds its rules
+from megajax.exact import contractions, indexing  # noqa: F401  # the latter adds its rules
 from megajax.exact.arrays import ARRAYS
 from megajax.exact.collectives import COLLECTIVES, Devices
 from megajax.exact.functions import BRANCHES, FUNCTIONS
@@ -100,10 +100,10 @@ class Interpreter:
             return of_integers(*values).astype(equation.outvars[0].aval.dtype, copy=False)
         if name == "is_finite":
             return of_numbers(*values) & self.finite
-        if name in BRANCHES and (rank == 2 or id(equation) in self.flipping):
-            if not all(whole(x)[1].all() for x in values):
-                self._decisions += 1
-                of_numbers = FUNCTIONS[BRANCHES[name] if self.flipped else name][1]
+        decides = name in BRANCHES and (rank == 2 or id(equation) in self.flipping)
+        if decides and not all(whole(x)[1].all() for x in values):
+            self._decisions += 1
+            of_numbers = FUNCTIONS[BRANCHES[name] if self.flipped else name][1]
         out = of_numbers(*values)
         self.computed(name, equation, values, out)
         return out

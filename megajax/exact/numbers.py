@@ -26,8 +26,8 @@ import numpy as np
 from jax import dtypes
 
 Value = np.ndarray
-"""What devices have of a variable: [rows of a float, else 1, devices or 1 if it is the same on all, *shape]. The rows of
-a float are its elements and the bits of its estimate."""
+"""What devices have of a variable: [rows of a float, else 1, devices or 1 if it is the same on all, *shape]. A float's
+rows are its elements and the bits of its estimate."""
 
 PRIMES = np.array([1845993599, 922996799, 461498399, 230749199, 115374599, 57687299, 28843649])
 LOWEST = -(1 << 40)  # in place of -inf and of the lowest float; the only negative elements

@@ -160,5 +160,14 @@ def test_a_softmax_in_parts_is_the_softmax(masked: bool) -> None:
 
 def test_every_rule_of_control_has_a_case() -> None:
     used = {name for function, args in CASES.values() for name in names_in(jax.make_jaxpr(function)(*args).jaxpr)}
-    others = {"custom_linear_solve", "reduce_window", "closed_call", "eval_jaxpr", "shard_map", "debug_callback", "call_hi_primitive", "name"}
+    others = {
+        "custom_linear_solve",
+        "reduce_window",
+        "closed_call",
+        "eval_jaxpr",
+        "shard_map",
+        "debug_callback",
+        "call_hi_primitive",
+        "name",
+    }
     assert {*CONTROL} - used <= others

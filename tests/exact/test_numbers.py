@@ -88,7 +88,9 @@ def test_the_laws_of_fields() -> None:
 def test_products_of_matrices(rows: int, terms: int, columns: int) -> None:
     """The largest numbers among them, and more than fit into a block."""
     x = negative(ones(np.zeros((4, 1, rows, terms), int)))
-    y = np.concatenate([x[:, :, :1, :1].repeat(terms, 2).repeat(columns - 1, 3), number(np.arange(terms))[..., None]], 3)
+    y = np.concatenate(
+        [x[:, :, :1, :1].repeat(terms, 2).repeat(columns - 1, 3), number(np.arange(terms))[..., None]], 3
+    )
     expected = np.full((rows, columns), terms)
     expected[:, -1] = -np.arange(terms).sum()
     same(matrix_product(x, y), number(expected))

@@ -141,7 +141,10 @@ OF_ARRAYS: dict[str, Case] = {
     "products of nothing": (lambda x: x.T @ x, (X[:0],)),
     "products with the lowest": (lambda x, y: (x @ y, y.T @ x.T), (LOW[:2], np.abs(Y).T.copy())),
     "products of floats and integers": (
-        lambda x, w: (lax.dot_general(x, w, (((1,), (1,)), ((), ()))), lax.dot(w, w.T, preferred_element_type=jnp.float32)),
+        lambda x, w: (
+            lax.dot_general(x, w, (((1,), (1,)), ((), ()))),
+            lax.dot(w, w.T, preferred_element_type=jnp.float32),
+        ),
         (X, N.astype(np.int8)),
     ),
     **{
@@ -150,7 +153,11 @@ OF_ARRAYS: dict[str, Case] = {
             (*shapes, np.array([3, 0, 2], np.int32)),
         )
         for name, dims, shapes in (
-            ("rows", ((((1,), (1,)), ((), ())), [0], [0]), (MATRICES[0, 0].T, RNG.integers(-9, 9, (3, 4, 2)).astype(np.float32))),
+            (
+                "rows",
+                ((((1,), (1,)), ((), ())), [0], [0]),
+                (MATRICES[0, 0].T, RNG.integers(-9, 9, (3, 4, 2)).astype(np.float32)),
+            ),
             ("terms", ((((0,), (0,)), ((), ())), [0], []), (MATRICES[0, 0].T, MATRICES[0, 1].T)),
         )
     },
@@ -188,7 +195,10 @@ OF_ARRAYS: dict[str, Case] = {
     **{
         f"triangles, {more}": (
             lambda a, b, more=more: lax.linalg.triangular_solve(a, b, unit_diagonal=True, **more),
-            (np.tril(MATRICES[..., :4]) if more["lower"] else np.triu(MATRICES[..., :4]), MATRICES.swapaxes(-1, -2)[..., :4, :]),
+            (
+                np.tril(MATRICES[..., :4]) if more["lower"] else np.triu(MATRICES[..., :4]),
+                MATRICES.swapaxes(-1, -2)[..., :4, :],
+            ),
         )
         for more in ({"left_side": True, "lower": True}, {"left_side": False, "lower": False, "transpose_a": True})
     },
@@ -196,7 +206,10 @@ OF_ARRAYS: dict[str, Case] = {
         lambda x: lax.custom_linear_solve(lambda y: 2 * y, x, lambda _, y: y / 2, symmetric=True),
         (X,),
     ),
-    "running sums of exponentials": (lambda x: lax.cumlogsumexp(x, 1), (np.array([[0, -np.inf, -np.inf]], np.float32),)),
+    "running sums of exponentials": (
+        lambda x: lax.cumlogsumexp(x, 1),
+        (np.array([[0, -np.inf, -np.inf]], np.float32),),
+    ),
     "a running sum of nothing": (lambda x: jnp.cumsum(x, 0), (X[:0],)),
     "nearly the largest": (lambda x: (lax.approx_max_k(x, 2), lax.approx_min_k(x, 2)), (X,)),
     "bits of integers": (
@@ -271,7 +284,20 @@ def test_the_interpreter_gives_what_jax_gives(name: str, agreement: Agreement) -
 def test_every_rule_has_a_case() -> None:
     """But for functions whose results are no integers, and what is only traced in a step or on a mesh."""
     used = {name for function, args in ALL.values() for name in names_in(jax.make_jaxpr(function)(*args).jaxpr)}
-    others = {"empty", "vary_unreduced_cast", "preduced", "acos", "acosh", "atan2", "lgamma", "digamma", "pvary", "sharding_constraint", "reshard", "name"}
+    others = {
+        "empty",
+        "vary_unreduced_cast",
+        "preduced",
+        "acos",
+        "acosh",
+        "atan2",
+        "lgamma",
+        "digamma",
+        "pvary",
+        "sharding_constraint",
+        "reshard",
+        "name",
+    }
     others |= {"add_any", "stop_gradient", "copy", "lt_to", "le_to", "nextafter", "debug_print"}
     others |= {"one_minus_square", "log2"} if jax.__version_info__ < (0, 11) else set()
     assert {*FUNCTIONS, *ARRAYS} - used <= others
