@@ -100,9 +100,10 @@ def _convolution(equation: Any, x: Value, kernel: Value) -> Value:
     window = {"padding": params["padding"], "dilation": params["lhs_dilation"]}
     window |= {"apart": params["rhs_dilation"], "strides": params["window_strides"]}
     total: Any = None
+    matrices: Any = kernel
     for place, part in _windows(x, window, kernel.shape[5:], zeros(x) if is_float(dtype) else np.zeros_like(x)):
         # [groups, batch, channels, *space] with [groups, outputs, channels]
-        out = _product(part, kernel[:, :, :, :, :, *place], (((2,), (2,)), ((0,), (0,))), dtype)
+        out = _product(part, matrices[:, :, :, :, :, *place], (((2,), (2,)), ((0,), (0,))), dtype)
         total = out if total is None else add(total, out) if is_float(dtype) else total + out
     total = np.moveaxis(total, -1, 4)  # [groups, batch, outputs, *space]
     total = total.swapaxes(2, 3).reshape(*total.shape[:2], n // batches, outputs, *total.shape[5:])

@@ -85,7 +85,7 @@ def programs(equation: Any) -> Iterator[Jaxpr]:
     for param in equation.params.values():
         for each in param if isinstance(param, tuple | list) else (param,):
             if isinstance(each, ClosedJaxpr | Jaxpr):
-                yield getattr(each, "jaxpr", each)
+                yield each.jaxpr if isinstance(each, ClosedJaxpr) else each
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[Any]:
