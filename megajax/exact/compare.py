@@ -42,7 +42,7 @@ from megajax.exact.numbers import (
 _AS_IT_IS, _OTHERWISE, _NOT_FINITE = "", " where numbers compare the other way round", " where isfinite says no"
 _LARGEST = 64  # numerator and denominator of a factor that is told
 _MISSED = 48  # elements on the revealing side of a comparison with a chance of 1/4 each, of which one in 10^6 has none
-_SCALES = (1.0, 2.0**-10, 2.0**10)  # of random arguments, the latter if a comparison takes one side with the first
+_SCALES = 1.0, 2.0**-10  # of random arguments, the latter if a comparison takes one side with the first
 
 
 @dataclass(frozen=True, repr=False)
@@ -307,12 +307,11 @@ class _Seen:
 
     def exponent(self, equation: Any, x: Value) -> None:
         """Note which elements vary."""
+        finite = ~is_lowest(x)[0]
+        self.vanished |= bool((estimate(x)[0][finite] < UNDERFLOW).any())
         known = self.exponents.get(id(equation))
-        if known and known[1].all():
-            return
-        exact = elements(x)[:2, ~is_lowest(x)[0]]
-        self.vanished |= bool((estimate(x)[0][~is_lowest(x)[0]] < UNDERFLOW).any())
-        if exact.shape[1]:
+        exact = elements(x)[:2, finite]
+        if exact.shape[1] and not (known and known[1].all()):
             first, varies = known or (exact[:, :1], np.zeros(2, bool))
             self.exponents[id(equation)] = first, varies | (exact != first).any(1)
 
@@ -399,7 +398,7 @@ class _Both:
                 fewest = min((count for each in seen for count, _ in each.sides.values()), default=_MISSED)
                 draws += [(n, _SCALES[0]) for n in range(repeats, repeats * math.ceil(_MISSED / fewest))]
             if done == len(draws) and draws[-1][1] == 1 and any(each.one_sided or each.vanished for each in seen):
-                draws += [(len(draws) + n, scale) for n, scale in enumerate(_SCALES[1:])]
+                draws.append((len(draws), _SCALES[1]))
         if seen[0].one_sided and seen[1].one_sided:
             problem, _ = self._drawn(draws[0], _OTHERWISE)
             if problem:
