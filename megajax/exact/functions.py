@@ -22,7 +22,7 @@ def converted(x: Value, before: Any, after: Any) -> Value:
         known = before.itemsize == 8 and x.size == len(x) and constant(estimate(x).reshape(()), before)
         same = known is not False and (elements(x).ravel() == elements(known).ravel()).all()
         return constant(estimate(x).reshape(()), after).reshape(x.shape) if same else x
-    if after == np.bool_:
+    if np.dtype(after).kind == "b":
         return ~field.is_zero(x)
     limits = np.iinfo(after)
     return np.clip(np.nan_to_num(_integer(np.trunc, x)), limits.min, limits.max).astype(after)
