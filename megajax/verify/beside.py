@@ -89,21 +89,16 @@ def _continued(drawn: Drawn, tokens_BT: np.ndarray, length_B: np.ndarray, number
 
 
 def _transfer(drawn: Drawn) -> Finding:
-    """Whether leaves of a state arrive on their stages, and in canonical form again, with their layers in order. Those
-    that go stage by stage are put into order by the host."""
+    """Whether leaves of a state, moments and averages among them, arrive on their stages, and in canonical form again,
+    with their layers in order. Those that go stage by stage are put into order by the host."""
     layout, wrong = drawn.program.layout, []
     transfer = Transfer(layout)
-    parts = zip(
-        jax.tree_util.tree_leaves_with_path(transfer.targets.params),
-        jax.tree.leaves(layout.shapes.params),
-        jax.tree.leaves(layout.specs.params),
-        jax.tree.leaves(drawn.canonical.params),
-        jax.tree.leaves(drawn.state.params),
-        strict=True,
-    )
-    for (path, target), type_, spec, canonical, pipelined in parts:
-        stacked, place = layout.is_stacked(path), target.sharding.spec
-        if transfer.goes_by_stages(stacked, place):
+    on_stages = map(layout.with_main, (layout.shapes, layout.specs, drawn.state))
+    states = (dataclasses.replace(each, loss_scale=None) for each in (transfer.targets, *on_stages, drawn.canonical))
+    parts = zip(*map(jax.tree_util.tree_leaves_with_path, states), strict=True)
+    for (path, target), (_, type_), (_, spec), (_, pipelined), (_, canonical) in parts:
+        place = target.sharding.spec
+        if transfer.goes_by_stages(layout.is_stacked(path), place):
             continue
         there = transfer.from_canonical(path, place, spec, type_.dtype)
         back = transfer.to_canonical(path, spec, place, target.dtype)
