@@ -261,7 +261,12 @@ def _line(equation: Any) -> str:
 
 def _whence(error: BaseException | None) -> str:
     """Where in the user's code an error of tracing is from, and what helps if a mesh is the cause."""
-    ours = (str(Path(__file__).parent), str(Path(jax.__file__).parent), "<frozen")
+    ours = (
+        str(Path(__file__).parent),
+        str(Path(jax.__file__).parent),
+        "<frozen",
+        told.__wrapped__.__code__.co_filename,
+    )
     frames = traceback.extract_tb(error.__traceback__ if error else None)
     lines = [f" ({each.filename}:{each.lineno})" for each in frames if not each.filename.startswith(ours)]
     meshes = (
@@ -459,7 +464,9 @@ class _Both:
             after = itertools.islice(log, turn + 1, None)
             later = itertools.islice((lacks_it for user, lacks_it in after if id(user) in ids), len(ids))
             if lacks and not [*programs(equation)] and all(later):
-                return [f"f never has the value of g's {equation.primitive.name} at {_line(equation)}"]
+                lines = [_line(equation), *(_line(each) for each, _ in log[turn + 1 :] if [*programs(each)]), ""]
+                line = next(filter(None, lines), "a line that JAX does not know")  # or that of what calls it
+                return [f"f never has the value of g's {equation.primitive.name} at {line}"]
         return []
 
 
