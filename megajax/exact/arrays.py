@@ -60,6 +60,9 @@ _SAME = (
     "copy",
     "pvary",
     "vary_unreduced_cast",
+    "vary_unreduced_cast_p",  # of JAX 0.10, as the next but one
+    "reduced_vary_cast",
+    "reduced_vary_cast_p",
     "preduced",
     "stop_gradient",
     "reduce_precision",

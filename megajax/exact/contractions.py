@@ -9,7 +9,18 @@ import numpy as np
 
 from megajax.exact.arrays import alike, padded, rule
 from megajax.exact.functions import FUNCTIONS, of_integers
-from megajax.exact.numbers import Value, add, inverse, is_float, like, matrix_product, multiply, subtract, zeros
+from megajax.exact.numbers import (
+    Value,
+    add,
+    inverse,
+    is_float,
+    like,
+    matrix_product,
+    multiply,
+    ordered,
+    subtract,
+    zeros,
+)
 
 
 def _typed(x: Value, dtype: Any) -> Value:
@@ -79,7 +90,7 @@ def _windows(x: Value, params: Any, sizes: Sequence[int], empty: Value) -> Itera
     for place in itertools.product(*map(range, sizes)):
         slices: Any = []
         for size, at, apart, stride, length in zip(
-            sizes, place, params["apart"], params["strides"], x.shape[-count:], strict=True
+            sizes, place, params["apart"], params["strides"], x.shape[x.ndim - count :], strict=True
         ):
             turns = max((length - (size - 1) * apart - 1) // stride + 1, 0)
             slices.append(slice(at * apart, at * apart + (turns - 1) * stride + 1 if turns else at * apart, stride))
@@ -166,6 +177,22 @@ def _triangular_solve(equation: Any, a: Value, b: Value) -> Value:
         rows[row] = rest if params["unit_diagonal"] else multiply(rest, inverse(a[..., row, row, None]))
     out = np.stack([rows[row] for row in range(size)], -2) if size else b
     return out if params["left_side"] else out.swapaxes(-1, -2)
+
+
+@rule("lu")
+def _lu(equation: Any, x: Value) -> tuple[Value, Value, Value]:
+    """By elimination, of what is left with the row that has the largest estimate."""
+    places, x = np.arange(x.shape[-2]), x.copy()
+    rows, pivots = np.broadcast_to(places, (1, *x.shape[1:-1])), np.zeros((1, *x.shape[1:-2], min(x.shape[-2:])), int)
+    for n in range(pivots.shape[-1]):
+        best = pivots[..., n] = n + abs(ordered(x[..., n:, n])).argmax(-1)
+        order = np.where(places == n, best[..., None], np.where(places == best[..., None], n, places))
+        rows = np.take_along_axis(rows, order, -1)
+        x = np.take_along_axis(x, np.broadcast_to(order, x.shape[:-1])[..., None], -2)
+        x[..., n + 1 :, n] = multiply(x[..., n + 1 :, n], inverse(x[..., n, n, None]))
+        more = multiply(x[..., n + 1 :, n, None], x[..., n, None, n + 1 :])
+        x[..., n + 1 :, n + 1 :] = subtract(x[..., n + 1 :, n + 1 :], more)
+    return x, pivots.astype(np.int32), rows.astype(np.int32)
 
 
 @rule("cumlogsumexp")

@@ -206,6 +206,8 @@ OF_ARRAYS: dict[str, Case] = {
         lambda x: lax.custom_linear_solve(lambda y: 2 * y, x, lambda _, y: y / 2, symmetric=True),
         (X,),
     ),
+    "elimination": (lax.linalg.lu, (np.array([[[0, 2, 1], [4, 0, 8], [2, 4, 4]], np.diag([1, 2, 4])], np.float32),)),
+    "a solution": (jnp.linalg.solve, (np.array([[0, 2, 1], [4, 0, 8], [2, 4, 4]], np.float32), X[:3, :3])),
     "running sums of exponentials": (
         lambda x: lax.cumlogsumexp(x, 1),
         (np.array([[0, -np.inf, -np.inf]], np.float32),),
@@ -287,6 +289,9 @@ def test_every_rule_has_a_case() -> None:
     others = {
         "empty",
         "vary_unreduced_cast",
+        "vary_unreduced_cast_p",
+        "reduced_vary_cast",
+        "reduced_vary_cast_p",
         "preduced",
         "acos",
         "acosh",
