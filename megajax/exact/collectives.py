@@ -40,17 +40,23 @@ class Devices:
 
     def groups(self, equation: Any) -> np.ndarray:
         """The devices that communicate with each other, [groups, members], all of which must be among these."""
-        names, axes = [*self.sizes], equation.params.get("axes", equation.params.get("axis_name"))
-        own = [names.index(axis) for axis in ((axes,) if isinstance(axes, str) else axes) if isinstance(axis, str)]
+        axes = equation.params.get("axes", equation.params.get("axis_name"))
+        groups = self.along([axis for axis in ((axes,) if isinstance(axes, str) else axes) if isinstance(axis, str)])
+        if groups is None:
+            raise RunError(f"only some of the devices that communicate over {axes} run a {equation.primitive.name}")
+        parts = equation.params.get("axis_index_groups") or [range(groups.shape[1])]
+        return groups[:, np.array(parts)].reshape(-1, len(parts[0]))
+
+    def along(self, axes: Sequence[str]) -> np.ndarray | None:
+        """The devices that only these axes tell apart, [groups, members], if all of them are among these."""
+        names = [*self.sizes]
+        own = [names.index(axis) for axis in axes]
         others = [place for place in range(len(names)) if place not in own]
         size = math.prod(self.sizes[names[place]] for place in own)
         order = np.lexsort(self.coordinates[:, [*others, *own]].T[::-1])
         groups = order[: self.count // size * size].reshape(-1, size)
         of_others = self.coordinates[groups][:, :, np.array(others, int)]
-        if self.count % size or (of_others != of_others[:, :1]).any():
-            raise RunError(f"only some of the devices that communicate over {axes} run a {equation.primitive.name}")
-        parts = equation.params.get("axis_index_groups") or [range(size)]
-        return groups[:, np.array(parts)].reshape(-1, len(parts[0]))
+        return None if self.count % size or (of_others != of_others[:, :1]).any() else groups
 
     def shared(self, groups: np.ndarray, results: Value) -> Value:
         """Give every member the result of its group, [fields, groups, …]."""
@@ -63,11 +69,22 @@ class Devices:
             out[:, members] = part
         return out
 
+    def addends(self, x: Value, axes: Sequence[str]) -> Value:
+        """Values that add up to one along these axes: it on the first devices, 0 on others."""
+        later = self.coordinates[:, [[*self.sizes].index(axis) for axis in axes]].any(1)
+        return np.where(later.reshape(1, -1, *[1] * (x.ndim - 2)), 0, x)
+
+    def summed(self, x: Value, axes: Sequence[str], dtype: Any) -> Value:
+        """The sum along these axes, on each device."""
+        groups = self.along(axes)
+        assert groups is not None, "a shard_map is run by all devices that its axes tell apart"
+        return self.shared(groups, total(self.of_all(x)[:, groups], 2, dtype))
+
     def slices(self, spec: Any, shape: Sequence[int]) -> Iterator[tuple[slice, ...]]:
         """Which part of an array every device has, with a slice of fields before."""
         for own in self.coordinates:
             at, slices = dict(zip(self.sizes, own.tolist(), strict=True)), [slice(None)]
-            for entry, size in zip([*spec, *[None] * (len(shape) - len(spec))], shape, strict=True):
+            for entry, size in itertools.zip_longest(spec.partitions, shape):
                 place, count = 0, 1
                 for axis in () if entry is None else (entry,) if isinstance(entry, str) else entry:
                     place, count = place * self.sizes[axis] + at[axis], count * self.sizes[axis]

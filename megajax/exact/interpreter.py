@@ -205,9 +205,11 @@ class Interpreter:
         shards = []
         for x, spec in zip(values, params["in_specs"], strict=True):
             pairs = zip(devices.of_all(x).swapaxes(0, 1), devices.slices(spec, x.shape[2:]), strict=True)
-            shards.append(np.stack([part[own] for part, own in pairs], 1) if any(spec) else x)
+            x = np.stack([part[own] for part, own in pairs], 1) if any(spec.partitions) else x
+            shards.append(devices.addends(x, spec.unreduced) if spec.unreduced else x)
         found, out = self._closed(params["jaxpr"], shards), []
         for x, spec, variable in zip(found, params["out_specs"], equation.outvars, strict=True):
+            x = devices.summed(x, spec.unreduced, variable.aval.dtype) if spec.unreduced else x
             whole = np.empty((groups.max() + 1, len(x), *variable.aval.shape), x.dtype)
             parts = [
                 *zip(groups, devices.slices(spec, variable.aval.shape), devices.of_all(x).swapaxes(0, 1), strict=True)

@@ -60,6 +60,21 @@ def together(x: Any) -> Any:
     return lax.cond(lax.axis_index("a") == 1, lambda x: varying(lax.psum(x, ("b", "c"))), lambda x: x, x)
 
 
+def unreduced(x: Any, y: Any) -> Any:
+    """Products whose sum is left to the next region, and weights whose gradients are."""
+    mesh = jax.make_mesh((2, 2, 2), AXES, axis_types=(AxisType.Explicit,) * 3)
+    specs, sums = {"mesh": mesh, "in_specs": (P("a", "b"), P("b", reduced={"a"}))}, P("a", unreduced={"b"})
+    first = jax.shard_map(lambda x, y: lax.pcast(x @ y, "b", to="unreduced"), out_specs=sums, **specs)
+
+    def loss(x: Any, y: Any) -> Any:
+        product = first(x, jax.reshard(y, P("b", reduced={"a"})))
+        whole = jax.shard_map(lambda z: lax.psum(z, "b"), mesh=mesh, in_specs=sums, out_specs=P("a"))(product)
+        return (whole**2).sum()
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.value_and_grad(loss, (0, 1))(jax.reshard(x, P("a", "b")), jax.reshard(y, P("b")))
+
+
 PERM = [(0, 1), (1, 3), (3, 0)]  # nobody sends to 2, which gets 0
 CASES: dict[str, Case] = {
     "psum over an axis": (on_mesh(lambda x: varying(lax.psum(x, "b"))), (X,)),
@@ -112,6 +127,7 @@ CASES: dict[str, Case] = {
         on_mesh(lambda x, y: lax.psum(x @ y, "b"), (P("a", None, "b"), P("a", "b")), P("a")),
         (X, np.swapaxes(X, 1, 2).copy()),
     ),
+    "sums of the next region": (unreduced, (X[0], X[1].T.copy())),
     "groups within an axis": (
         on_mesh(lambda x: lax.all_gather(x, ("a", "b"), axis_index_groups=[[2, 0], [1, 3]]), check_vma=False),
         (X,),
