@@ -57,17 +57,9 @@ def from_zero(x: np.ndarray) -> np.ndarray:
 
 
 _SAME = (
-    "copy",
-    "pvary",
-    "vary_unreduced_cast",
-    "vary_unreduced_cast_p",  # of JAX 0.10, as the next but one
-    "reduced_vary_cast",
-    "reduced_vary_cast_p",
-    "preduced",
-    "stop_gradient",
-    "reduce_precision",
-    "sharding_constraint",
-    "reshard",
+    *("copy", "pvary", "stop_gradient", "reduce_precision", "sharding_constraint", "reshard", "preduced"),
+    *("vary_unreduced_cast", "reduced_vary_cast"),
+    *("vary_unreduced_cast_p", "reduced_vary_cast_p"),  # the same in JAX 0.10
 )
 
 ARRAYS: dict[str, Callable[..., Any]] = {

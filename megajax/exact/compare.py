@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr, Var
 from jax.sharding import AbstractMesh, AxisType, Mesh, use_abstract_mesh
 from jax.tree_util import keystr, tree_leaves_with_path
 
+from megajax.core import errors
 from megajax.core.errors import RunError, UserError, told
 from megajax.exact.flow import Flow, equations, programs
 from megajax.exact.functions import BRANCHES
@@ -261,12 +262,7 @@ def _line(equation: Any) -> str:
 
 def _whence(error: BaseException | None) -> str:
     """Where in the user's code an error of tracing is from, and what helps if a mesh is the cause."""
-    ours = (
-        str(Path(__file__).parent),
-        str(Path(jax.__file__).parent),
-        "<frozen",
-        told.__wrapped__.__code__.co_filename,
-    )
+    ours = (*(str(Path(each).parent) for each in (__file__, errors.__file__, jax.__file__)), "<frozen")
     frames = traceback.extract_tb(error.__traceback__ if error else None)
     lines = [f" ({each.filename}:{each.lineno})" for each in frames if not each.filename.startswith(ours)]
     meshes = (
