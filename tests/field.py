@@ -9,6 +9,7 @@ import numpy as np
 
 from megajax.core.program.program import Batch
 from megajax.core.program.train_step import loss_and_gradients
+from megajax.exact.numbers import elements
 from megajax.plan.communication import communication, totals
 from megajax.settings.config import Config
 from megajax.verify.comparison import named_leaves
@@ -35,11 +36,12 @@ def assert_exact(config: Config, branches: bool = True, planned: bool = True, **
 
 
 def loss_and_exact_gradients(config: Config, batch: Batch) -> Values:
-    """Of the same random weights on every mesh, in canonical form; the loss is one of them."""
+    """Their elements, of the same random weights on every mesh, in canonical form; the loss is one of them."""
     drawn = Drawn(config)
     program, layout, of_step = drawn.program, drawn.program.layout, jax.ShapeDtypeStruct((), np.int32)
     values = {name: array[None, None] for name, array in batch.items()}
     function, types = loss_and_gradients(program), (layout.computed_shapes, program.batch_types, of_step)
     loss, grads = drawn.run(function, *zip(types, (drawn.weights[1], values, np.zeros((1, 1), np.int32)), strict=True))
     of_grads = jax.eval_shape(function, *types)[1]
-    return named_leaves(drawn.run(layout.canonical_weights, (of_grads, grads))) | {"loss": loss}
+    found = named_leaves(drawn.run(layout.canonical_weights, (of_grads, grads))) | {"loss": loss}
+    return {name: elements(x) for name, x in found.items()}

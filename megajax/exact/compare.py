@@ -223,7 +223,8 @@ class _Program:
                 call = functools.partial(inputs.call, function)
                 jaxpr, out = jax.make_jaxpr(call, return_shape=True)(*inputs.leaves.values())
         except UserError as error:
-            raise UserError(f"{error}{_whence(error.__cause__)}") from error.__cause__
+            what_is_valid = f"{error}{_whence(error.__cause__)}"
+            raise UserError(what_is_valid) from error.__cause__
         for equation in equations(jaxpr.jaxpr):
             dtypes = (variable.aval.dtype for variable in ([] if [*programs(equation)] else equation.outvars))
             if any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):
