@@ -308,8 +308,7 @@ def test_the_best_and_every_third_are_kept_besides(small: StateLayout, tmp_path:
     for steps in ((0, 1, 2), (3, 4, 5)):
         checkpoints = Checkpoints(tmp_path, small, keep)
         for step in steps:
-            if loss := {1: 3.0, 2: 2.0, 4: 2.5}.get(step):
-                checkpoints.losses[step] = loss
+            checkpoints.losses |= {step: loss} if (loss := {1: 3.0, 2: 2.0, 4: 2.5}.get(step)) else {}
             checkpoints.save(step, state)
             with (tmp_path / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps({"step": step, "validation_loss": loss}) + "\n")
