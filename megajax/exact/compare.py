@@ -3,47 +3,35 @@
 import contextlib
 import functools
 import itertools
-import math
-import re
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Var
+from jax.extend.core import Var
 from jax.sharding import AbstractMesh, AxisType, Mesh, use_abstract_mesh
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from megajax.core import errors
-from megajax.core.errors import RunError, UserError, told
-from megajax.exact.flow import Flow, equations, programs
-from megajax.exact.functions import BRANCHES
-from megajax.exact.interpreter import Interpreter
-from megajax.exact.numbers import (
-    PRIMES,
-    UNDERFLOW,
-    Value,
-    constant,
-    drawn,
-    elements,
-    estimate,
-    is_float,
-    is_lowest,
-    ordered,
-    seeded,
-    signed,
+from megajax.core.errors import UserError
+from megajax.exact.flow import equations, programs
+from megajax.exact.numbers import PRIMES, Value, is_float, seeded, signed
+from megajax.exact.programs import (
+    AS_IT_IS,
+    NOT_FINITE,
+    OTHERWISE,
+    Arguments,
+    RecordingInterpreter,
+    TracedFunction,
+    line_of,
+    packed,
 )
 
-_AS_IT_IS, _OTHERWISE, _NOT_FINITE = "", " where numbers compare the other way round", " where isfinite says no"
 _LARGEST = 64  # numerator and denominator of a factor that is told
-_MISSED = 48  # elements on the revealing side of a comparison with a chance of 1/4 each, of which one in 10^6 has none
-_SCALES = 1.0, 2.0**-10  # of random arguments, the latter if a comparison takes one side with the first
+_SCALES = 1.0, 2.0**-10  # of random arguments; the latter if a comparison takes one side alone with the former
+_MOST_DRAWS = 24  # for each of `repeats`
 
 
 @dataclass(frozen=True, repr=False)
@@ -101,12 +89,12 @@ def compare(
         RunError: a function has a primitive without a rule, or a loop or collective without an end.
     """
     _check(args, repeats)
-    inputs = _Inputs.of(args, keep)
+    inputs = Arguments.of(args, keep)
     with contextlib.nullcontext() if mesh is None else use_abstract_mesh(_abstract(mesh)):
-        of_f, of_g = (_Program.traced(name, each, inputs) for name, each in (("f", f), ("g", g)))
+        of_f, of_g = (TracedFunction.traced(name, each, inputs) for name, each in (("f", f), ("g", g)))
         if gradients and not _of_another_form(of_f, of_g):
             inputs = inputs.with_pullback(of_g)
-            of_f, of_g = (_Program.traced(each.name, each.function, inputs) for each in (of_f, of_g))
+            of_f, of_g = (TracedFunction.traced(each.name, each.function, inputs) for each in (of_f, of_g))
     problem = _of_another_form(of_f, of_g)
     return Comparison(False, f"different: {problem}") if problem else _Both(of_f, of_g, inputs, seed).compared(repeats)
 
@@ -114,7 +102,8 @@ def compare(
 def assert_equal(f: Callable[..., Any], g: Callable[..., Any], args: Sequence[Any], *more: Any, **options: Any) -> None:
     """Raise an `AssertionError` with what `compare` found, unless it is true; takes what `compare` takes."""
     found = compare(f, g, args, *more, **options)
-    assert found, str(found)
+    if not found:
+        raise AssertionError(str(found))
 
 
 def over_meshes(**sizes: Sequence[int]) -> Any:
@@ -140,63 +129,6 @@ def _check(args: Any, repeats: int) -> None:
             raise UserError(f"{name} is {dtype} without values; valid: an array, since only floats are made up")
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    """What both functions are given.
-
-    Attributes:
-        leaves: the arguments that are traced, by name.
-        call: a function, given those -> its result.
-        kept: names of those that keep their values.
-    """
-
-    leaves: dict[str, Any]
-    call: Callable[..., Any]
-    kept: frozenset[str]
-
-    @classmethod
-    def of(cls, args: Sequence[Any], keep: Collection[int]) -> "_Inputs":
-        named, tree = jax.tree_util.tree_flatten_with_path(tuple(args))
-        every = {f"args{keystr(path)}": leaf for path, leaf in named}
-        leaves = {name: leaf for name, leaf in every.items() if hasattr(leaf, "dtype") or isinstance(leaf, float)}
-
-        def call(function: Callable[..., Any], *traced: Any) -> Any:
-            return function(*jax.tree.unflatten(tree, (every | dict(zip(leaves, traced, strict=True))).values()))
-
-        kept = (name for (path, _), name in zip(named, every, strict=True) if path[0].idx in keep)
-        return cls(leaves, call, frozenset(kept))
-
-    def with_pullback(self, program: "_Program") -> "_Inputs":
-        """Also cotangents of the results of a program like this; a call returns gradients, too."""
-        floats = [name for name, leaf in self.leaves.items() if is_float(jnp.result_type(leaf))]
-        results = {name: each for name, each in program.outputs.items() if is_float(each.dtype)}
-
-        def call(function: Callable[..., Any], *traced: Any) -> Any:
-            given = dict(zip([*self.leaves, *results], traced, strict=True))
-
-            def of_floats(some: dict[str, Any]) -> Any:
-                out = self.call(function, *((given | some)[name] for name in self.leaves))
-                named = dict(zip(program.outputs, jax.tree.leaves(out), strict=True))
-                return {name: named[name] for name in results}, out
-
-            _, pullback, out = jax.vjp(of_floats, {name: given[name] for name in floats}, has_aux=True)
-            return out, pullback({name: given[name] for name in results})
-
-        cotangents = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in results.items()}
-        return _Inputs(self.leaves | cotangents, call, self.kept)
-
-    def values(self, kept: Collection[str]) -> list[Value]:
-        """Random numbers, in the context of a seed."""
-        return [self._value(n, leaf, name in kept) for n, (name, leaf) in enumerate(self.leaves.items())]
-
-    @staticmethod
-    def _value(n: int, leaf: Any, kept: bool) -> Value:
-        dtype = jnp.result_type(leaf)
-        if is_float(dtype) and not kept:
-            return drawn(np.shape(leaf), n)
-        return constant(np.array(n + 2) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf, dtype)
-
-
 def _abstract(mesh: Any) -> AbstractMesh:
     if isinstance(mesh, Mapping):
         return AbstractMesh(tuple(mesh.values()), tuple(mesh), (AxisType.Auto,) * len(mesh))
@@ -205,157 +137,15 @@ def _abstract(mesh: Any) -> AbstractMesh:
     return mesh.abstract_mesh
 
 
-@dataclass(frozen=True)
-class _Program:
-    """A traced function."""
-
-    name: str
-    function: Callable[..., Any]
-    jaxpr: ClosedJaxpr
-    outputs: dict[str, Any]  # what they are called -> shape and dtype
-    flow: Flow
-    seen: "_Seen"
-
-    @classmethod
-    def traced(cls, name: str, function: Callable[..., Any], inputs: _Inputs) -> "_Program":
-        try:
-            with told(f"{name} cannot be traced", "what JAX can trace"):
-                call = functools.partial(inputs.call, function)
-                jaxpr, out = jax.make_jaxpr(call, return_shape=True)(*inputs.leaves.values())
-        except UserError as error:
-            what_is_valid = f"{error}{_whence(error.__cause__)}"
-            raise UserError(what_is_valid) from error.__cause__
-        for equation in equations(jaxpr.jaxpr):
-            dtypes = (variable.aval.dtype for variable in ([] if [*programs(equation)] else equation.outvars))
-            if any(jnp.issubdtype(dtype, jnp.complexfloating) for dtype in dtypes):
-                raise RunError(
-                    f"{name}: no rule for complex numbers, as those of the primitive {equation.primitive.name}"
-                )
-        leaves = tree_leaves_with_path(out)
-        outputs = {f"output {keystr(path)}" if path else "the output": aval for path, aval in leaves}
-        return cls(name, function, jaxpr, outputs, Flow(jaxpr), _Seen())
-
-    def ways(self) -> set[str]:
-        """In which ways it is worth running."""
-        found = {_AS_IT_IS}
-        for equation in equations(self.jaxpr.jaxpr):
-            name, inputs = equation.primitive.name, equation.invars
-            if name in BRANCHES and is_float(inputs[0].aval.dtype) and not inputs[0].aval.shape:
-                found.add(_OTHERWISE)
-            if name == "is_finite":
-                found.add(_NOT_FINITE)
-        return found
-
-    def run(self, values: Sequence[Value], context: Any, way: str = "", machine: Any = None) -> "_Run":
-        machine = (machine or _Machine)(self.seen, *context)
-        machine.finite, machine.flipped = way != _NOT_FINITE, way == _OTHERWISE
-        machine.flipping = self.seen.one_sided
-        try:
-            return _Run(machine, dict(zip(self.outputs, map(elements, machine(self.jaxpr, values)), strict=True)))
-        except RunError as error:
-            raise type(error)(f"{self.name}: {error}") from error
-
-
-def _line(equation: Any) -> str:
-    """Of the program, without folders."""
-    return source_info_util.summarize(equation.source_info).rpartition("/")[2]
-
-
-def _whence(error: BaseException | None) -> str:
-    """Where in the user's code an error of tracing is from, and what helps if a mesh is the cause."""
-    ours = (*(str(Path(each).parent) for each in (__file__, errors.__file__, jax.__file__)), "<frozen")
-    frames = traceback.extract_tb(error.__traceback__ if error else None)
-    lines = [f" ({each.filename}:{each.lineno})" for each in frames if not each.filename.startswith(ours)]
-    meshes = (
-        "; where devices do not exist, mesh={'data': 2, …}, or a jax.sharding.AbstractMesh with axes of the type Auto"
-    )
-    return "".join(lines[-1:]) + meshes * bool(re.search(r"\bmesh|devices|\baxis name", str(error)))
-
-
-class _Seen:
-    """What was seen of the numbers of a program, in all runs.
-
-    Attributes:
-        sides: the equations that compare arrays with a constant, how many elements they have, and which of the results
-            less, between, greater there were.
-        exponents: the first two elements of exponents, by equation, and which of them vary.
-        vanished: whether exponentials of finite numbers were 0.
-    """
-
-    def __init__(self) -> None:
-        self.sides: dict[int, tuple[int, set[int]]] = {}
-        self.exponents: dict[int, tuple[Any, np.ndarray]] = {}
-        self.vanished = False
-
-    @property
-    def one_sided(self) -> set[int]:
-        """The equations that always had the same result."""
-        return {key for key, (_, sides) in self.sides.items() if len(sides) < 2}
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether an exponent varies only in its first element, so that its exponential does not."""
-        return any(varies[0] and not varies[1] for _, varies in self.exponents.values())
-
-    def compared(self, equation: Any, x: Value, y: Value) -> None:
-        """Note on which sides of a constant the numbers of an array are; scalars are compared both ways in any case."""
-        numbers, one = (x, y) if y[0].size == 1 or (0 in y[0].strides and np.ptp(y[0]) == 0) else (y, x)
-        if (one[0].size > 1 and np.ptp(one[0])) or numbers.ndim == 2 or not np.isfinite(estimate(one)).all():
-            return
-        keys = ordered(numbers)[~is_lowest(numbers)]
-        if len(keys):
-            _count, sides = self.sides.setdefault(id(equation), (keys.size, set()))
-            sides.update(np.unique(np.sign(keys - ordered(one).flat[0])).tolist())
-
-    def exponent(self, equation: Any, x: Value) -> None:
-        """Note which elements vary."""
-        finite = ~is_lowest(x)[0]
-        self.vanished |= bool((estimate(x)[0][finite] < UNDERFLOW).any())
-        known = self.exponents.get(id(equation))
-        exact = elements(x)[:2, finite]
-        if exact.shape[1] and not (known and known[1].all()):
-            first, varies = known or (exact[:, :1], np.zeros(2, bool))
-            self.exponents[id(equation)] = first, varies | (exact != first).any(1)
-
-
-@dataclass(frozen=True)
-class _Run:
-    machine: Any
-    outputs: dict[str, np.ndarray]  # elements
-
-
-class _Machine(Interpreter):
-    """An interpreter that notes the numbers of named values, on any device and in any turn of a loop."""
-
-    def __init__(self, seen: _Seen, *context: Any):
-        super().__init__(*context)
-        self.sites: dict[str, list[np.ndarray]] = {}
-        self._seen = seen
-
-    def named(self, name: str, x: Value) -> Value:
-        self.sites.setdefault(name, []).append(np.unique(_packed(elements(x))))
-        return x
-
-    def computed(self, name: str, equation: Any, values: list[Value], out: Value) -> None:
-        if name in BRANCHES or name in ("max", "min"):
-            self._seen.compared(equation, *values)
-        elif name == "clamp":
-            low, x, high = values
-            self._seen.compared(equation, x, low)
-            self._seen.compared(equation, x, high)
-        elif name in ("exp", "exp2", "expm1", "logistic"):
-            self._seen.exponent(equation, values[0])
-
-
 class _Both:
     """Two programs, run with the same numbers.
 
-    A number that is different is different in a field but for a chance of 2^-30. What decides are comparisons: of
-    random elements and a constant of usual size, at least a quarter are on each side. `_MISSED` elements are drawn in
-    all, in as many draws as that takes.
+    A number that is different is different in a field but for a chance of 2^-30. A mistake on one side of a comparison
+    shows as soon as one element is on that side. Arguments are drawn until each side has 20 elements: another
+    comparison that divides these in halves leaves none of them on one of its sides with a chance of 2^-20, or 10^-6.
     """
 
-    def __init__(self, f: _Program, g: _Program, inputs: _Inputs, seed: int):
+    def __init__(self, f: TracedFunction, g: TracedFunction, inputs: Arguments, seed: int):
         self.f, self.g, self.inputs, self.seed, self.levels = f, g, inputs, seed, 3
         read, names = f.flow.read | g.flow.read, [*inputs.leaves]
         compared = {names[n] for n in read}
@@ -376,33 +166,33 @@ class _Both:
                 nested = f"more than {self.levels - 1} exponentials are nested, of which no number tells two apart"
                 return Comparison(False, f"not compared: {nested}")
             self.levels += 1
+            self.f.seen.exponents.clear()
+            self.g.seen.exponents.clear()
         if unknown:
             return Comparison(False, f"not compared: {unknown}")
         sizes = [aval.size for aval in self.g.outputs.values()]
         equal = f"equal: {'all ' * (sum(sizes) > 1)}{_many(sum(sizes), 'number')} of {_many(len(sizes), 'output')}"
-        kept = f"; {', '.join(self.kept)} {'keep their' if len(self.kept) > 1 else 'keeps its'} values" * bool(
-            self.kept
-        )
-        return Comparison(True, equal + kept)
+        some = f"; {', '.join(self.kept)} {'keep their' if len(self.kept) > 1 else 'keeps its'} values"
+        return Comparison(True, equal + some * bool(self.kept))
 
     def _difference(self, repeats: int) -> tuple[str, str]:
         """What differs in one of the draws; and what is not compared, since it is the same in all."""
         draws, done, right = [(n, _SCALES[0]) for n in range(repeats)], 0, list[Mapping[str, np.ndarray]]()
         seen = self.f.seen, self.g.seen
         while done < len(draws):
-            for way in self._ways() if done < repeats else (_AS_IT_IS,):
+            for way in self._ways() if done < repeats else (AS_IT_IS,):
                 problem, outputs = self._drawn(draws[done], way)
                 if problem:
                     return problem, ""
-                right += [outputs] if way == _AS_IT_IS else []
+                right += [outputs] if way == AS_IT_IS else []
             done += 1
-            if done == repeats:
-                fewest = min((count for each in seen for count, _ in each.sides.values()), default=_MISSED)
-                draws += [(n, _SCALES[0]) for n in range(repeats, repeats * math.ceil(_MISSED / fewest))]
-            if done == len(draws) and draws[-1][1] == 1 and any(each.one_sided or each.vanished for each in seen):
-                draws.append((len(draws), _SCALES[1]))
+            if done == len(draws) and draws[-1][1] == 1:
+                if done < repeats * _MOST_DRAWS and any(each.few for each in seen):
+                    draws.append((done, _SCALES[0]))
+                elif any(each.one_sided or each.vanished for each in seen):
+                    draws.append((done, _SCALES[1]))
         if seen[0].one_sided and seen[1].one_sided:
-            problem, _ = self._drawn(draws[0], _OTHERWISE)
+            problem, _ = self._drawn(draws[0], OTHERWISE)
             if problem:
                 return problem, ""
         return "", self._independent(right) if self.random else ""
@@ -422,7 +212,7 @@ class _Both:
     def _ways(self) -> list[str]:
         """`isfinite` that only one of them asks guards numerics, as in `jax.nn.logsumexp`, and decides nothing."""
         of_f, of_g = self.f.ways(), self.g.ways()
-        return sorted((of_f | of_g) - {_NOT_FINITE} | of_f & of_g)
+        return sorted((of_f | of_g) - {NOT_FINITE} | of_f & of_g)
 
     def _values(self, context: tuple[int, float, int]) -> list[Value]:
         with seeded(*context):
@@ -450,8 +240,10 @@ class _Both:
     def _first_line(self, values: Sequence[Value], context: Any, way: str) -> list[str]:
         """The first equation of g that gives a number that f never has, but for those that f can do without: what uses
         their results gives numbers that it has."""
-        known = np.unique(np.concatenate(self.f.run(values, context, way, _Noting).machine.numbers or [np.full(1, -1)]))
-        log = self.g.run(values, context, way, functools.partial(_Noting, known=known)).machine.log
+        known = np.unique(
+            np.concatenate(self.f.run(values, context, way, RecordingInterpreter).machine.numbers or [np.full(1, -1)])
+        )
+        log = self.g.run(values, context, way, functools.partial(RecordingInterpreter, known=known)).machine.log
         users = dict[Any, set[int]]()
         for equation in equations(self.g.jaxpr.jaxpr):
             for variable in filter(lambda each: isinstance(each, Var), equation.invars):
@@ -461,42 +253,13 @@ class _Both:
             after = itertools.islice(log, turn + 1, None)
             later = itertools.islice((lacks_it for user, lacks_it in after if id(user) in ids), len(ids))
             if lacks and not [*programs(equation)] and all(later):
-                lines = [_line(equation), *(_line(each) for each, _ in log[turn + 1 :] if [*programs(each)]), ""]
+                lines = [line_of(equation), *(line_of(each) for each, _ in log[turn + 1 :] if [*programs(each)]), ""]
                 line = next(filter(None, lines), "a line that JAX does not know")  # or that of what calls it
                 return [f"f never has the value of g's {equation.primitive.name} at {line}"]
         return []
 
 
-class _Noting(_Machine):
-    """An interpreter that notes all numbers; or in turn equations, and whether they give numbers that are not known."""
-
-    def __init__(self, *context: Any, known: np.ndarray | None = None):
-        super().__init__(*context)
-        self.numbers: list[np.ndarray] = []
-        self.log: list[tuple[Any, bool]] = []
-        self._known = known
-
-    def _computed(self, equation: Any, values: list[Value]) -> Any:
-        out = super()._computed(equation, values)
-        pairs = zip(out if equation.primitive.multiple_results else [out], equation.outvars, strict=True)
-        found = [np.unique(_packed(elements(x))) for x, variable in pairs if is_float(variable.aval.dtype)]
-        if self._known is None:
-            self.numbers += found
-            if sum(map(len, self.numbers[1:])) > 1 << 22:
-                self.numbers = [np.unique(np.concatenate(self.numbers))]
-        elif found:
-            numbers = np.concatenate(found)
-            place = np.searchsorted(self._known, numbers).clip(max=len(self._known) - 1)
-            self.log.append((equation, bool((self._known[place] != numbers).any())))
-        return out
-
-
-def _packed(x: np.ndarray) -> np.ndarray:
-    """An integer for every number."""
-    return x[0] << 31 | x[1] if len(x) > 1 else x[0]
-
-
-def _of_another_form(f: _Program, g: _Program) -> str:
+def _of_another_form(f: TracedFunction, g: TracedFunction) -> str:
     """The first output that only one of them has, or that has another shape."""
     for output in [*g.outputs, *f.outputs]:
         mine, its = f.outputs.get(output), g.outputs.get(output)
@@ -520,7 +283,7 @@ def _where(x: np.ndarray, right: np.ndarray) -> str:
     times, how = factor(x, right) if len(x) > 1 else None, ""
     if times is not None:
         how = f": f has {times} times what g has" if times else ": f has 0"
-    elif np.array_equal(np.sort(_packed(x)), np.sort(_packed(right))):
+    elif np.array_equal(np.sort(packed(x)), np.sort(packed(right))):
         how = ": f has them at other places"
     return f"{count}{first}{how}"
 

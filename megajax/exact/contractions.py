@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from megajax.core.errors import RunError
 from megajax.exact.arrays import alike, padded, rule
 from megajax.exact.functions import FUNCTIONS, of_integers
 from megajax.exact.numbers import (
+    LOWEST,
     Value,
     add,
     inverse,
@@ -68,7 +70,7 @@ def _ragged(equation: Any, x: Value, y: Value, sizes: Value) -> Value:
         last = ends[..., group, None]
         inside = (place < last) & (place >= last - sizes[..., group, None])
         if inside.ndim > 3:  # sizes for every batch
-            raise NotImplementedError("ragged_dot_general with several rows of group sizes")
+            raise RunError("no rule for a ragged_dot_general whose batches have group sizes of their own")
         mask = inside.reshape(*inside.shape[:2], *(-1 if dim == ragged else 1 for dim in range(x.ndim - 2)))
         part = np.where(mask, x, zeros(x) if is_float(dtype) else 0)
         matrix = np.take(y, group, grouped[0] + 2) if grouped else y
@@ -129,7 +131,7 @@ def _reduced_window(equation: Any, x: Value) -> Value:
     if name == "add":
         empty = zeros(x) if is_float(dtype) else np.zeros_like(x)
     elif is_float(dtype):
-        lowest = like(-(1 << 40), -math.inf, x) if name == "max" else inverse(zeros(x))
+        lowest = like(LOWEST, -math.inf, x) if name == "max" else inverse(zeros(x))
         empty = np.broadcast_to(lowest, x.shape)
     else:
         limits = np.iinfo(dtype)

@@ -18,14 +18,19 @@ def converted(x: Value, before: Any, after: Any) -> Value:
     next to its estimate towards zero."""
     if not is_float(before):
         return of_integers(x) if is_float(after) else x.astype(after)
-    if is_float(after):  # a double of a program is rounded, as it is if JAX does that when it traces
-        known = before.itemsize == 8 and x.size == len(x) and constant(estimate(x).reshape(()), before)
-        same = known is not False and (elements(x).ravel() == elements(known).ravel()).all()
-        return constant(estimate(x).reshape(()), after).reshape(x.shape) if same else x
+    if is_float(after):
+        return _narrowed(x, before, after) if before.itemsize == 8 and x.size == len(x) else x
     if np.dtype(after).kind == "b":
         return ~field.is_zero(x)
     limits = np.iinfo(after)
     return np.clip(np.nan_to_num(_integer(np.trunc, x)), limits.min, limits.max).astype(after)
+
+
+def _narrowed(x: Value, before: Any, after: Any) -> Value:
+    """A scalar. A constant of a program is rounded, as JAX does if it casts one while it traces."""
+    double = estimate(x).reshape(())
+    is_constant = (elements(x).ravel() == elements(constant(double, before)).ravel()).all()
+    return constant(double, after).reshape(x.shape) if is_constant else x
 
 
 def _integer(way: Callable[..., Any], x: Value) -> np.ndarray:
@@ -37,8 +42,8 @@ def _integer(way: Callable[..., Any], x: Value) -> np.ndarray:
 def of_integers(x: Value) -> Value:
     """Integers as numbers of the fields."""
     wide = x.astype(np.int64)
-    primes = field.primes()
-    return joined(field.modulo(np.broadcast_to(wide, (len(primes), *x.shape[1:]))), wide.astype(np.float64))
+    rows = np.broadcast_to(wide, (len(field.primes()), *x.shape[1:]))
+    return joined(field.modulo(rows), wide.astype(np.float64))
 
 
 def rounded(way: Callable[..., Any], x: Value) -> Value:

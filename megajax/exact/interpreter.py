@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from megajax.core.errors import RunError
 from megajax.core.private import expansion
-from megajax.exact import contractions, indexing  # noqa: F401  # the latter adds its rules
+from megajax.exact import contractions, indexing  # noqa: F401  # they add their rules
 from megajax.exact.arrays import ARRAYS
 from megajax.exact.collectives import COLLECTIVES, Devices
 from megajax.exact.functions import BRANCHES, FUNCTIONS

@@ -300,11 +300,11 @@ def _elements_product(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def drawn(shape: tuple[int, ...], *key: int) -> Value:
-    """Random numbers, the same on all devices, for a key and the seed. Estimates have either sign and are 1/8 to 4."""
+    """Random numbers, the same on all devices, for a key and the seed. Estimates have either sign and are 1/8 to 8."""
     seed, scale, _ = _CONTEXT.get()
     rng = np.random.default_rng((seed, *key))
     exact = np.stack([rng.integers(0, prime, (1, *shape)) for prime in primes()])
-    sizes = rng.uniform(-3, 2, exact[:1].shape)
+    sizes = rng.uniform(-3, 3, exact[:1].shape)
     return joined(exact, rng.choice([-scale, scale], sizes.shape) * 2**sizes)
 
 

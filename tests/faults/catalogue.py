@@ -238,9 +238,9 @@ ROWS: dict[str, dict[str, Row]] = {
             "core.pipeline.ends.EmbeddingAndHead.head",
             (
                 "self.model.head(shared | others, y, *own, dummies)",
-                "{name: x * (self.model.counts[name] / (jnp.maximum((own.batch['targets'] >= 0).sum(), 1) * "
-                "len(self.microbatches[1]) * lax.axis_size('data'))).astype(x.dtype) for name, x in "
-                "self.model.head(shared | others, y, *own, dummies).items()}",
+                "(lambda losses, figures: ({name: x * (self.model.counts[name] / (jnp.maximum((own.batch['targets'] >= "
+                "0).sum(), 1) * len(self.microbatches[1]) * lax.axis_size('data'))).astype(x.dtype) for name, x in "
+                "losses.items()}, figures))(*self.model.head(shared | others, y, *own, dummies))",
             ),
             named("the sum of the losses: step 1", ON_DATA),
         ),
