@@ -39,7 +39,7 @@ from megajax.training.reference import add_reference
 from megajax.training.run_log import RunLog
 from megajax.training.summary import end_lines, parts_of, sample, validation_text, written
 from megajax.training.validator import Validator
-from megajax.training.watchdog import COMPILING, COMPUTING, Watchdog
+from megajax.training.watchdog import COMPILING, COMPUTING, WRITING, Watchdog
 
 _PROMISE = "finishing the current step and writing a checkpoint"  # after a signal
 
@@ -318,7 +318,7 @@ class Trainer:
             self._stop(f"step {step}: the validation loss after it is {loss}")
 
     def _save(self, step: int) -> None:
-        self.watchdog.at(step, "writing a checkpoint")
+        self.watchdog.at(step, WRITING)
         self.lock.check()
         self.checkpoints.save(step, self.state)
         self.last_save, self.minutes_over = time.monotonic(), False

@@ -19,6 +19,7 @@ from megajax.host.paths import identity
 
 FOLDER = "processes"
 COMPUTING, COMPILING = "computing", "compiling"  # during either a process may be waiting for others
+WRITING = "writing a checkpoint"
 _LOOKS_EVERY, _WRITTEN_EVERY, _GRACE, _FROZEN_AFTER = 0.5, 5.0, 2.0, 30.0  # seconds
 _RESUMES = "rerun the command to resume from the newest checkpoint"
 _SLOWEST = 10  # a step may take this many times the longest one so far
@@ -47,9 +48,10 @@ def read_status(file: Path) -> Status | None:
 
 
 class Watchdog:
-    """Watches a run of several processes that share `run_dir`; a single process needs none. A process that is silent
-    for 30 s while this one waits counts as lost. This one ends after `patience` seconds without progress (0: never),
-    but not before ten times the longest step; ten times later before the first step and while compiling."""
+    """Watches a run of several processes that share `run_dir`; of a single process only its checkpoints, whose writing
+    stands still for ever where memory ends. A process that is silent for 30 s while this one waits counts as lost. This
+    one ends after `patience` seconds without progress (0: never), but not before ten times the longest step; ten times
+    later before the first step and while compiling."""
 
     def __init__(self, run_dir: Path, patience: float) -> None:
         self._folder, self._patience = run_dir / FOLDER, patience
@@ -61,8 +63,8 @@ class Watchdog:
         self._heard: set[int] = set()  # processes whose file changed since this start; others' may be from earlier ones
         self._listen(self._since, first=True)
         self._watches = self._count > 1 and patience > 0
-        if self._watches:
-            threading.Thread(target=self._watch, daemon=True).start()
+        if patience > 0:
+            threading.Thread(target=self._watch if self._watches else self._watch_alone, daemon=True).start()
 
     def at(self, step: int, doing: str) -> None:
         """Note what this process is doing, and for which step."""
@@ -101,6 +103,16 @@ class Watchdog:
                 if not self._ended.is_set() and self._since == suspected:
                     fail(f"{self._guilty(asked)}; {_RESUMES}")
 
+    def _watch_alone(self) -> None:
+        seconds, since = 0.0, self._since  # counted, so that a stopped process does not wait
+        while not self._ended.is_set():
+            with contextlib.suppress(MemoryError):
+                self._ended.wait(_LOOKS_EVERY)
+                same = self._doing == WRITING and since == self._since
+                seconds, since = seconds + _LOOKS_EVERY if same else 0.0, self._since
+                if seconds > max(self._patience, _SLOWEST * self._longest):
+                    fail(f"step {self._step}: {WRITING} has been hanging for {seconds:.0f} s; {_RESUMES}")
+
     def _hear_all(self) -> None:
         """Give other processes time to report again, and keep reporting meanwhile."""
         end = time.monotonic() + _WRITTEN_EVERY + _GRACE
@@ -113,14 +125,15 @@ class Watchdog:
         if identity(self._folder.parent) != self._run_dir:  # removed, or replaced by someone else's
             return
         status = Status(socket.gethostname(), os.getpid(), self._step, self._doing, seconds)
-        try:
-            self._folder.mkdir(exist_ok=True)
-            file = self._file(jax.process_index())
-            new = file.with_suffix(".partial")  # others may read the file at any moment
-            new.write_text(json.dumps(asdict(status)) + "\n")
-            new.replace(file)
-        except OSError:
-            pass  # only needed if something hangs
+        file = self._file(jax.process_index())
+        new = file.with_suffix(".partial")  # others may read the file at any moment
+        with contextlib.suppress(OSError):  # only needed if something hangs
+            try:
+                self._folder.mkdir(exist_ok=True)
+                new.write_text(json.dumps(asdict(status)) + "\n")
+                new.replace(file)
+            finally:  # the disk may be full
+                new.unlink(missing_ok=True)
 
     def _guilty(self, asked: float) -> str:
         """Which process hangs: one silent since `asked`, else one that waits for no other, else the slowest."""

@@ -160,6 +160,22 @@ def test_a_lost_process_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     reports.join()
 
 
+@pytest.mark.parametrize(("doing", "told"), [(watchdog.WRITING, 1), ("computing", 0)])
+def test_one_process_is_watched_while_it_writes(doing: str, told: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For ever without it, where memory ends in the thread that writes, or while it starts."""
+    said: list[str] = []
+    monkeypatch.setattr(watchdog, "_LOOKS_EVERY", 0.02)
+    monkeypatch.setattr(watchdog, "fail", lambda text: (said.append(text), dog.close()))
+    dog = watchdog.Watchdog(Path("none"), 0.1)
+    dog.at(6, doing)
+    time.sleep(0.5)
+    dog.close()
+    line = (
+        "step 6: writing a checkpoint has been hanging for 0 s; rerun the command to resume from the newest checkpoint"
+    )
+    assert said == [line] * told
+
+
 @pytest.mark.parametrize("doing", ["loading its batch", "computing", "nothing"])
 def test_the_watchdog_names_who_hangs(doing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two processes, the one at the earlier step or not waiting for the other, or that says nothing any more."""
