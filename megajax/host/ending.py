@@ -78,6 +78,8 @@ def _outcome(main: Callable[[], None]) -> tuple[int, str | None]:
             return 128 + behind.number, str(behind)
         if _GONE.search(str(error)):
             return 1, "error: lost another process, which was killed or ended first; rerun the command"
+        if isinstance(error, FileNotFoundError) and not error.filename and not os.stat(".").st_nlink:
+            return 2, "error: the working directory was removed; valid: a directory that exists"
         return 1, f"error: {_plain(error)}{notes_of(error)}; {_where_the_trace_is(error)}"
 
 

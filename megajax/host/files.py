@@ -62,12 +62,12 @@ def scratch(path: Path) -> Iterator[Path]:
         empty(place)
     else:
         place.mkdir()
-        mark(place)
     try:
+        mark(place)
         yield place
     finally:
         with contextlib.suppress(OSError):
-            remove(place)
+            remove(place) if is_marked(place) else place.rmdir()  # no mark, because the disk is full
 
 
 def put_back(path: Path) -> None:

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import sys
+import warnings
 from typing import Any
 
 # Orbax logs every file it touches, every exception, and every other write that it abandons after a failure.
@@ -18,7 +19,8 @@ def forget_abandoned() -> None:
     expect_abandoned()
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
-        gc.collect()
+        with warnings.catch_warnings(action="ignore"):  # that they were never awaited
+            gc.collect()
     finally:
         sys.unraisablehook = hook
 

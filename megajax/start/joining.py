@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from megajax.core.errors import UserError
+from megajax.core.private import backends_are_initialized
 from megajax.host.ending import Exit, fail
 from megajax.host.relay import Relay
 from megajax.host.signals import stop_signals
@@ -23,16 +24,24 @@ _silenced: list[int] = []  # the real standard error, while it is discarded
 
 
 def find_others(config: Config) -> None:
-    """Find the other processes."""
+    """Find the other processes, unless an earlier start has."""
     import jax
 
     cluster = config.distributed
+    if jax.distributed.is_initialized():
+        if cluster.coordinator and cluster.num_processes != jax.process_count():
+            problem = f"this process is already one of {jax.process_count()}"
+            raise UserError(f"--distributed.num-processes {cluster.num_processes}: {problem}; valid: that number")
+        return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # JAX would take SIGTERM from us, and abort if a process is lost; `training/watchdog.py` ends with a clear message.
     for name, value in (("jax_enable_preemption_service", False), ("jax_enable_recoverability", True)):
         with contextlib.suppress(AttributeError):
             jax.config.update(name, value)
     where = f"--distributed.coordinator {cluster.coordinator}" if cluster.coordinator else "the cluster's environment"
+    if backends_are_initialized():
+        problem = "JAX was used before in this process"
+        raise UserError(f"{where}: {problem}; valid: several processes from the first use of JAX on")
     valid = "valid: an address that all processes can reach, and exactly the announced number of processes"
     late = f"{where}: the processes did not find each other within {START_PATIENCE:.0f} s; {valid}"
     waiting = f"{where}: waiting for the other processes, at most {START_PATIENCE:.0f} s"

@@ -78,6 +78,12 @@ def test_a_signal_ends_with_128_and_its_number(number: signal.Signals) -> None:
     assert finish(process) == (128 + number, f"stopped by {number.name}; interrupted\n")
 
 
+def test_a_working_directory_that_was_removed() -> None:
+    main = "import os, tempfile\nos.chdir(gone := tempfile.mkdtemp())\nos.rmdir(gone)\nos.path.abspath('run')"
+    told = "error: the working directory was removed; valid: a directory that exists\n"
+    assert finish(start(main)) == (2, told)
+
+
 def test_a_signal_that_python_loses_comes_again() -> None:
     """What is raised in a callback of the garbage collector, as JAX has one, reaches nobody."""
     body = "".join(f"    {part}\n" for part in SLEEP.replace("60", "1").splitlines())

@@ -1,6 +1,7 @@
 """Files and folders that appear whole, and what lies beside them."""
 
 import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -104,6 +105,21 @@ def test_an_empty_folder_that_may_not_be_moved_stays(tmp_path, monkeypatch):
     ):
         (new / "a").write_text("ours")
     assert names(tmp_path) == ["folder"]
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_nothing_stays_where_the_disk_is_full(made, tmp_path, monkeypatch):
+    """Though even the mark of the temporary folder, or its text, cannot be written."""
+
+    def full(path, text):
+        if made:
+            path.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        write_atomically(tmp_path / "new", "x")
+    assert not names(tmp_path)
 
 
 def test_killed_while_replacing(tmp_path):

@@ -140,6 +140,35 @@ launch.start(parse(["demo", *cluster, "--distributed.process-id={number}"], "", 
     assert (done.returncode, done.stderr) == (1, f"{where}{said}\nerror: {where}{found}; {valid}\n")
 
 
+@pytest.mark.slow
+def test_processes_that_have_found_each_other_start_again() -> None:
+    """As `megajax.init` does; another number of processes, or JAX used before, says so."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    code = f"""
+import sys
+from megajax.core.errors import UserError
+from megajax.start import launch
+from megajax.settings.flags import parse
+def start(count):
+    cluster = ["--distributed.coordinator", {coordinator!r}, f"--distributed.num-processes={{count}}"]
+    launch.start(parse(["demo", *cluster, "--distributed.process-id=" + sys.argv[1]], ""))
+for count in 2, 2, 3:
+    try:
+        start(count)
+    except UserError as error:
+        print(error)
+"""
+    command = [sys.executable, "-c", code]
+    both = [subprocess.Popen([*command, str(number)], stdout=subprocess.PIPE, text=True) for number in range(2)]
+    line = "--distributed.num-processes 3: this process is already one of 2; valid: that number\n"
+    assert [each.communicate(timeout=100)[0] for each in both] == [line, line]
+    early = code.replace("for count", "import jax; jax.devices()\nfor count")
+    done = subprocess.run([sys.executable, "-c", early, "0"], capture_output=True, text=True, timeout=100)
+    assert "JAX was used before in this process; valid: " in done.stdout
+
+
 def test_platforms_that_are_not_here(environment):
     """JAX has no words for a plugin that is not installed."""
     environment.setattr("jax.devices", mock.Mock(side_effect=AssertionError))
