@@ -104,12 +104,13 @@ class Watchdog:
                     fail(f"{self._guilty(asked)}; {_RESUMES}")
 
     def _watch_alone(self) -> None:
-        seconds, since = 0.0, self._since  # counted, so that a stopped process does not wait
+        seconds, before = 0.0, (self._since, 0)  # counted, so that a stopped process does not wait
         while not self._ended.is_set():
-            with contextlib.suppress(MemoryError):
+            with contextlib.suppress(MemoryError, OSError):  # the latter of a file that is gone already
                 self._ended.wait(_LOOKS_EVERY)
-                same = self._doing == WRITING and since == self._since
-                seconds, since = seconds + _LOOKS_EVERY if same else 0.0, self._since
+                files = (self._folder.parent / "checkpoints").rglob("*") if self._doing == WRITING else ()
+                now = self._since, max((file.stat().st_mtime_ns for file in files), default=0)  # the disk may be slow
+                seconds, before = seconds + _LOOKS_EVERY if self._doing == WRITING and now == before else 0.0, now
                 if seconds > max(self._patience, _SLOWEST * self._longest):
                     fail(f"step {self._step}: {WRITING} has been hanging for {seconds:.0f} s; {_RESUMES}")
 
