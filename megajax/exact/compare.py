@@ -22,6 +22,7 @@ from megajax.exact.programs import (
     AS_IT_IS,
     NOT_FINITE,
     OTHERWISE,
+    UNDERFLOW,
     Arguments,
     RecordingInterpreter,
     TracedFunction,
@@ -199,7 +200,7 @@ class _Both:
 
     def _independent(self, right: list[Mapping[str, np.ndarray]]) -> str:
         """Whether all floats of the results are the same in two draws."""
-        context = self.seed + 1000, _SCALES[0], self.levels
+        context = self._context(1000, _SCALES[0])
         if len(right) < 2:
             right = [*right, self.g.run(self._values(context), context).outputs]
         floats = [name for name, aval in self.g.outputs.items() if is_float(aval.dtype) and aval.size]
@@ -214,13 +215,16 @@ class _Both:
         of_f, of_g = self.f.ways(), self.g.ways()
         return sorted((of_f | of_g) - {NOT_FINITE} | of_f & of_g)
 
-    def _values(self, context: tuple[int, float, int]) -> list[Value]:
+    def _context(self, draw: int, scale: float) -> tuple[int, float, int, float]:
+        return self.seed + draw, scale, self.levels, UNDERFLOW
+
+    def _values(self, context: tuple[int, float, int, float]) -> list[Value]:
         with seeded(*context):
             return self.inputs.values(self.kept)
 
     def _drawn(self, draw: tuple[int, float], way: str) -> tuple[str, Mapping[str, np.ndarray]]:
         """What differs, in lines of words, and what g gives."""
-        context = self.seed + draw[0], draw[1], self.levels
+        context = self._context(*draw)
         values = self._values(context)
         f, g = self.f.run(values, context, way), self.g.run(values, context, way)
         wrong = [name for name in g.outputs if (f.outputs[name] != g.outputs[name]).any()]

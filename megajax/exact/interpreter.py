@@ -1,5 +1,6 @@
 """Runs a traced program for all devices at once, in numbers that are never rounded (`numbers.py`)."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,8 +36,9 @@ class Interpreter:
         equations: how many were run.
     """
 
-    def __init__(self, seed: int = 0, scale: float = 1.0, levels: int = 3):
-        self.context, self.finite, self.flipped, self.flipping = (seed, scale, levels), True, False, set[int]()
+    def __init__(self, seed: int = 0, scale: float = 1.0, levels: int = 3, underflow: float = -math.inf):
+        self.context, self.finite = (seed, scale, levels, underflow), True
+        self.flipped, self.flipping = False, set[int]()
         self.equations, self.disagreeing = 0, []  # type: tuple[int, list[Any]]
         self._constants: dict[int, tuple[Any, Value]] = {}
         self._scans: dict[int, tuple[Any, Sequence[np.ndarray], list[Value]]] = {}

@@ -32,16 +32,15 @@ rows are its elements and the bits of its estimate."""
 PRIMES = np.array([1845993599, 922996799, 461498399, 230749199, 115374599, 57687299, 28843649])
 LOWEST = -(1 << 40)  # in place of -inf and of the lowest float; the only negative elements
 INFINITE = np.array([pow(5, 123456, prime) for prime in PRIMES.tolist()])  # in place of inf and NaN
-UNDERFLOW = -5000  # exponentials of less are 0, as of scores that a mask lowers
 _LN2 = Fraction(math.log(2)).limit_denominator(1 << 24)
-_CONTEXT: ContextVar[tuple[int, float, int]] = ContextVar("context", default=(0, 1.0, 3))
+_CONTEXT: ContextVar[tuple[int, float, int, float]] = ContextVar("context", default=(0, 1.0, 3, -math.inf))
 
 
 @contextlib.contextmanager
-def seeded(seed: int, scale: float = 1.0, levels: int = 3) -> Iterator[None]:
+def seeded(seed: int, scale: float = 1.0, levels: int = 3, underflow: float = -math.inf) -> Iterator[None]:
     """Oracles and random numbers in this context are those of a seed; estimates of random numbers have about this
-    scale; numbers have as many elements as `levels`."""
-    token = _CONTEXT.set((seed, scale, levels))
+    scale; numbers have as many elements as `levels`; exponentials of `underflow` and less are 0."""
+    token = _CONTEXT.set((seed, scale, levels, underflow))
     try:
         yield
     finally:
@@ -225,7 +224,7 @@ def exponential(x: Value) -> Value:
         for y, prime in zip(x[1:-1], PRIMES.tolist(), strict=False)
     ]
     out = joined(np.stack([*parts, np.ones_like(x[0])]), np.exp(estimate(x)))
-    low = estimate(x) < UNDERFLOW
+    low = estimate(x) <= _CONTEXT.get()[3]
     return np.where(low, like(0, 0.0, x), out) if low.any() else out
 
 
@@ -301,7 +300,7 @@ def _elements_product(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 def drawn(shape: tuple[int, ...], *key: int) -> Value:
     """Random numbers, the same on all devices, for a key and the seed. Estimates have either sign and are 1/8 to 8."""
-    seed, scale, _ = _CONTEXT.get()
+    seed, scale, *_ = _CONTEXT.get()
     rng = np.random.default_rng((seed, *key))
     exact = np.stack([rng.integers(0, prime, (1, *shape)) for prime in primes()])
     sizes = rng.uniform(-3, 3, exact[:1].shape)

@@ -22,7 +22,6 @@ from megajax.exact.flow import Flow, equations, programs
 from megajax.exact.functions import BRANCHES
 from megajax.exact.interpreter import Interpreter
 from megajax.exact.numbers import (
-    UNDERFLOW,
     Value,
     constant,
     drawn,
@@ -34,6 +33,7 @@ from megajax.exact.numbers import (
 )
 
 AS_IT_IS, OTHERWISE, NOT_FINITE = "", " where numbers compare the other way round", " where isfinite says no"
+UNDERFLOW = -5000.0  # exponentials of less are 0, as of scores that a mask lowers
 _ENOUGH = 20  # elements on each side of a comparison
 
 

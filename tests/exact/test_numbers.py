@@ -100,8 +100,10 @@ def test_exp_is_a_homomorphism() -> None:
     same(exponential(add(X, Y)), multiply(exponential(X), exponential(Y)))
     same(exponential(zeros(X)), ones(X))
     assert len(np.unique(exponential(X)[0])) == len(np.unique(exponential(X)[1])) == 50  # it keeps what differs
-    for low in (LOW, number(-1e4), number(-1e30)):  # as masks have
-        same(exponential(low), zeros(low))
+    same(exponential(LOW), zeros(LOW))
+    with seeded(0, underflow=-5000):
+        for low in (LOW, number(-1e4), number(-1e30)):  # as masks have
+            same(exponential(low), zeros(low))
 
 
 def test_two_nested_exponentials_see_what_is_wrong_in_the_last_field_alone() -> None:
