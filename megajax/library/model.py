@@ -5,6 +5,7 @@ Letters: B sequences, T tokens, V vocabulary, C classes.
 
 import contextlib
 import dataclasses
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,8 +15,9 @@ import jax
 import numpy as np
 from jax import Array
 
+from megajax.convert.exporting import export_config, export_hf
 from megajax.convert.importing import write_run
-from megajax.core.errors import UserError
+from megajax.core.errors import UserError, told
 from megajax.core.models.own_loss import Loss
 from megajax.core.models.registry import FAMILIES
 from megajax.core.models.staged import count_parameters
@@ -23,7 +25,7 @@ from megajax.core.options import check
 from megajax.core.program.program import Program
 from megajax.core.program.scoring import logits, scores, task_logits
 from megajax.core.program.state import TrainState
-from megajax.core.program.train_step import evaluated_weights, train_step
+from megajax.core.program.train_step import computed_weights, evaluated_weights, train_step
 from megajax.data.samples.base import EndlessSamples
 from megajax.data.samples.loader import train_batches
 from megajax.data.text.indexed import prepared_prefix
@@ -189,7 +191,8 @@ class Model:
         model of that run directory which is not that checkpoint, as after `set_weights`, is refused.
 
         Args:
-            steps: the step at which training ends, counted from the model's first; by default `train.steps`.
+            steps: the step at which training ends, counted from the model's first; by default `train.steps`, which
+                remains the end of the schedule of the learning rate.
             run_dir: by default the configuration's.
             batches: batches as for `train_step`: an iterator from the model's next step on, or a function of the
                 number of steps before. By default those of the configuration's data. If the run is further than the
@@ -226,6 +229,8 @@ class Model:
             state=state,
             tokenizer=self.tokenizer,
             step=self.step,
+            horizon=self.config.optimizer.horizon,
+            epochs=0.0 if batches is not None else self._given.train.epochs,
             data=own,
             on_begin=runs.append,
             on_step=on_step,
@@ -245,6 +250,9 @@ class Model:
             self._state = runs[0].state if runs else state
             self._weights, self.step = self._state, runs[0].dispatched if runs else self.step
             self._kept = dict.fromkeys(self._kept) | {place: runs[0].checkpoints.saved} if runs else self._kept
+            if runs and runs[0].config.optimizer.horizon != self.config.optimizer.horizon:
+                self.config = dataclasses.replace(self.config, optimizer=runs[0].config.optimizer)
+                self.program, self._of_loss = Program(self.config, self.program.mesh, self.program.backend), {}
             self.tokenizer = self.tokenizer or (runs[0].data.tokenizer if runs else None)
 
     def batches(self, folder: str | Path) -> Iterator[Mapping[str, np.ndarray]]:
@@ -283,11 +291,12 @@ class Model:
     def generate(self, prompts: Sequence[str], **options: Any) -> list[str]: ...
     @overload
     def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]: ...
-    def generate(self, prompts: Any, **options: Any) -> Any:
+    def generate(self, prompts: Any, *, transform: Callable[..., Any] | None = None, **options: Any) -> Any:
         """Continuations, without their prompts.
 
         Args:
             prompts: one text, several texts, or several lists of token ids.
+            transform: as in `weights`.
             options: `max_tokens` (64), `temperature` (0.8; 0: always the most probable token), `top_k`, `top_p`,
                 `min_p`, `repetition_penalty`, `stop` (texts before which a continuation ends; its ids include those of
                 the text that it stops at), `seed`, `batch` (prompts processed together, 8), like the flags of `megajax
@@ -305,7 +314,7 @@ class Model:
         chosen = GenerateOptions(**options)
         check(chosen)
         if isinstance(prompts, str):
-            return self.generate([prompts], **options)[0]
+            return self.generate([prompts], transform=transform, **options)[0]
         if not isinstance(prompts, Iterable):
             raise UserError(f"generate: prompts {prompts!r}; valid: a text, a list of texts, or of lists of token ids")
         prompts = list(prompts)
@@ -323,7 +332,7 @@ class Model:
         new: list[list[int]] = [[] for _ in ids]
         with progress():
             stops = Stops(self._check_tokenizer(), ids, chosen.stop) if chosen.stop else None
-            for piece in self._decoder(chosen).stream(
+            for piece in self._decoder(chosen, self._used(transform)).stream(
                 ids, max_tokens=chosen.max_tokens, batch=chosen.batch, stops=stops
             ):
                 new[piece.number] += piece.ids
@@ -332,9 +341,10 @@ class Model:
         texts = (continuation_text(tokenizer, prompt, more, chosen.stop) for prompt, more in zip(ids, new, strict=True))
         return [*texts]
 
-    def evaluate(self, data: str | Path) -> dict[str, Any]:
+    def evaluate(self, data: str | Path, *, transform: Callable[..., Any] | None = None) -> dict[str, Any]:
         """Loss per token in nats, perplexity, number of tokens and bits per byte on a text, as in `megajax eval
-        perplexity --data`; for BERT, figures for each of its losses. `data` can be anything that `--data.path` can."""
+        perplexity --data`; for BERT, figures for each of its losses. `data` can be anything that `--data.path` can,
+        and `transform` is as in `weights`."""
         if self.config.model.head != "pretraining":
             raise UserError(f"evaluate: a model of {self.config.task.name}; valid: save it, and megajax.evaluate")
         tokenized = prepared_prefix(str(data), flag="data") is not None
@@ -346,21 +356,50 @@ class Model:
             )
             mesh = self.config.mesh
             program = self._program(mesh.row_shards * mesh.pipe * self.config.train.microbatch)
-            return perplexity_figures(program, self._params, samples, None if tokenized else self.tokenizer)
+            return perplexity_figures(program, self._used(transform), samples, None if tokenized else self.tokenizer)
 
-    def weights(self) -> dict[str, Any]:
+    def weights(self, transform: Callable[..., Any] | None = None) -> dict[str, Any]:
         """All weights on one device, without a mesh, for `PlainModel`: nested dicts, `shared` and `blocks`; weights of
-        layers are stacked, [L, …]. With `train.ema` they are the average."""
+        layers are stacked, [L, …]. With `train.ema` they are the average.
+
+        Args:
+            transform: a function of `optimizer_state` and of the trained weights (with LoRA the adapters) that returns
+                those to use instead, as `optax.contrib.schedule_free_eval_params`.
+        """
+        adapters, found = self.program.layout.adapters, self._canonical(transform)
+        return found if adapters is None else jax.jit(adapters.merged)(found)
+
+    def optimizer_state(self) -> Any:
+        """The state of the optimizer on one device, in the structure that optax gives it; layers are stacked."""
+        state = self.program.layout.optimizer_state(self._trained("optimizer_state"))
+        return jax.device_put(state, self.program.mesh.devices.flat[0])
+
+    def _canonical(self, transform: Callable[..., Any] | None) -> Any:
+        """The main weights and adapters on one device, or their average; to transform are those in training."""
         layout, held, state = self.program.layout, self._params, self._state
-        main = state and (state.main if state.average is None else state.average)
+        if transform is not None:
+            state = self._trained("transform")
+            held = computed_weights(self.program, state)
+        main = state and (state.main if transform or state.average is None else state.average)
         if main is not None:
             held = layout.with_trained(held, main)
-        if layout.adapters is not None:
-            held = jax.jit(layout.adapters.merged)(held)
-        return jax.device_put(jax.jit(layout.canonical_weights)(held), self.program.mesh.devices.flat[0])
+        device = self.program.mesh.devices.flat[0]
+        held = jax.device_put(jax.jit(layout.canonical_weights)(held), device)
+        if transform is None:
+            return held
+        state, trained = self.optimizer_state(), layout.trained(held)
+        with told("transform", "a function of the optimizer's state and of weights"):
+            made = transform(state, trained)
+        return layout.with_trained(held, jax.device_put(as_weights(made, trained, "transform"), device))
+
+    def _used(self, transform: Callable[..., Any] | None) -> Any:
+        """The weights that forward-only programs are given."""
+        if transform is None:
+            return self._params
+        return self.program.layout.computed_from_canonical(jax.device_get(self._canonical(transform)))
 
     def set_weights(self, weights: Mapping[str, Any]) -> None:
-        """Replace all weights; moments, step and learning rate stay.
+        """Replace all weights, and copies of weights in the optimizer's state; moments, step and learning rate stay.
 
         Args:
             weights: nested dicts as from `weights`, of arrays of any kind and any float dtype.
@@ -377,13 +416,25 @@ class Model:
                 self._weights = self._state = layout.with_weights(self._state, canonical)
         self._kept = dict.fromkeys(self._kept)
 
-    def save(self, run_dir: str | Path) -> None:
-        """Write a run directory at the model's step, for use with `restore` and all commands.
+    def export(
+        self, folder: str | Path, *, dtype: str | None = None, transform: Callable[..., Any] | None = None
+    ) -> None:
+        """Write a folder that transformers loads, as `megajax convert export-hf`, with `transform` as in `weights`."""
+        with tempfile.TemporaryDirectory() as place:
+            run = Path(place) / "run"
+            self.save(run, transform)
+            export_hf(run, export_config(run), Path(folder), dtype=dtype)
+
+    def save(self, run_dir: str | Path, transform: Callable[..., Any] | None = None) -> None:
+        """Write a run directory at the model's step, for use with `restore` and all commands; with `transform` as in
+        `weights`, its weights are those.
 
         Raises:
             RunError: the checkpoint cannot be written.
         """
         layout, step, state = self.program.layout, self.step, self._trained("save")
+        if transform is not None:
+            state = layout.with_weights(state, jax.device_get(self._canonical(transform)))
         horizon = self.config.optimizer.horizon
         write_run(
             Path(run_dir), "save", self._given, layout, self.tokenizer, lambda to: to.save(step, state), horizon=horizon
@@ -414,7 +465,7 @@ class Model:
             self._forward[size] = Program(dataclasses.replace(self.config, train=train), self.program.mesh)
         return self._forward[size]
 
-    def _decoder(self, options: GenerateOptions) -> Decoder:
+    def _decoder(self, options: GenerateOptions, params: Any) -> Decoder:
         sampling = Sampling.of(options)
         if not FAMILIES[self.config.model.family].continues_text or self.config.model.head != "pretraining":
             raise UserError(f"generate: {self.config.model.family} does not predict the next token; valid: a decoder")
@@ -426,9 +477,9 @@ class Model:
         ends = frozenset(self.tokenizer.ends if self.tokenizer else [])  # `batches` may have set the tokenizer since
         key = sampling, ends
         if key in self._decoders:
-            self._decoders[key].renew(self._params)
+            self._decoders[key].renew(params)
         else:
-            self._decoders = {key: Decoder(self.program, self._params, sampling, ends)}
+            self._decoders = {key: Decoder(self.program, params, sampling, ends)}
         return self._decoders[key]
 
     def _check_tokenizer(self) -> Tokenizer:

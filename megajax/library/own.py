@@ -39,20 +39,20 @@ def with_own(
     return config
 
 
-def as_weights(given: Mapping[str, Any], wanted: Any) -> Any:
-    """Weights in the form of the wanted ones, in host memory."""
+def as_weights(given: Mapping[str, Any], wanted: Any, what: str = "set_weights") -> Any:
+    """Weights in the form of the wanted ones, in host memory; errors begin with `what`."""
     if not isinstance(given, Mapping):
-        raise UserError(f"set_weights: a {type(given).__name__}; valid: nested dicts as from weights()")
+        raise UserError(f"{what}: a {type(given).__name__}; valid: nested dicts as from weights()")
     there = flatten_dict(given, sep="/")
     flat = flatten_dict(wanted, sep="/")
     for problem, names in (("without", flat.keys() - there.keys()), ("with", there.keys() - flat.keys())):
         if names:
-            raise UserError(f"set_weights: weights {problem} {min(map(str, names))}; valid: those of weights()")
+            raise UserError(f"{what}: weights {problem} {min(map(str, names))}; valid: those of weights()")
     found = {}
     for name, leaf in flat.items():
         array = np.asarray(there[name])
         if array.shape != leaf.shape or not jnp.issubdtype(array.dtype, jnp.floating):
-            raise UserError(f"set_weights: {name} is {array.dtype}{[*array.shape]}; valid: floats {[*leaf.shape]}")
+            raise UserError(f"{what}: {name} is {array.dtype}{[*array.shape]}; valid: floats {[*leaf.shape]}")
         found[name] = array.astype(leaf.dtype)
     return unflatten_dict(found, sep="/")
 

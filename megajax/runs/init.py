@@ -143,8 +143,8 @@ def first_state(config: Config, program: Program) -> tuple[TrainState, str]:
     """The state before the first step on the program's mesh, and a line that says where its weights come from.
 
     With `--init`, weights with the same names are taken from a checkpoint of the other run (`--init-step`), with LoRA
-    merged. Differing heads and the optimizer start fresh; learned positions are truncated. Raises `RunError` if that
-    checkpoint is damaged.
+    merged. Differing heads start fresh, and the optimizer from these weights; learned positions are truncated. Raises
+    `RunError` if that checkpoint is damaged.
     """
     state = program.layout.init()
     if not config.init:
@@ -187,7 +187,8 @@ def first_state(config: Config, program: Program) -> tuple[TrainState, str]:
     for name in _differing(config.model, theirs, Changes.COMPUTATION):
         origin += f"; model.{name} {getattr(config.model, name)} instead of {getattr(theirs, name)}"
     average = program.layout.trained(params) if config.train.ema else None
-    return transfer.to_devices(dataclasses.replace(canonical, params=params, average=average)), origin
+    begun = transfer.to_devices(dataclasses.replace(canonical, params=params, average=average))
+    return program.layout.with_weights(begun) if program.layout.own else begun, origin
 
 
 def _differing(model: ModelConfig, theirs: ModelConfig, changes: Changes) -> list[str]:

@@ -210,11 +210,13 @@ class LazyArray:
 def new_state(layout: StateLayout, weight: Callable[[Any, tuple[int, ...]], np.ndarray]) -> TrainState:
     """The canonical state before the first step; `weight` makes a canonical main weight from its path and shape."""
     shapes = layout.canonical_shapes
-    begun = layout.begin(jax.tree.map(lambda shape: jnp.zeros((), shape.dtype), shapes.params))
+    copied = layout.own is not None or shapes.average is not None  # numbers of weights, in the rest of the state
+    first = lambda path, of: weight(path, of.shape).astype(of.dtype) if copied else jnp.zeros((), of.dtype)  # noqa: E731
+    begun = layout.begin(jax.tree_util.tree_map_with_path(first, shapes.params))
     begun = dataclasses.replace(begun, params=None, loss_scale=begun.loss_scale.stored(layout.loss_scale))
 
     def filled(shape: jax.ShapeDtypeStruct, value: Any) -> LazyArray:
-        """A leaf other than the weights, filled with one number."""
+        """A leaf other than the weights, filled with one number if that is all there is."""
         number = np.asarray(value)
         whole = np.zeros if not number.any() else lambda *given: np.full(given[0], number, given[1])
         return LazyArray(shape.shape, number.dtype, lambda: whole(shape.shape, number.dtype))

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, MutableMapping
 from functools import wraps
-from typing import Any
+from typing import Any, get_args
 
 from megajax.core.config import LOSSES, METRICS
 from megajax.core.errors import UserError, told
 from megajax.core.models.registry import ACTIVATIONS, NORMS
-from megajax.core.optim.config import OPTIMIZERS, SCHEDULES
+from megajax.core.optim.config import OPTIMIZERS, SCHEDULES, Shape
 from megajax.data.config import DATA_SETS
 from megajax.settings.config import TRACKERS
 
@@ -66,7 +66,8 @@ def register(kind: str, name: str, thing: Callable[..., Any]) -> None:
         from megajax.core.pipeline.schedule import ScheduleKind
 
         table, made = TICKS, ScheduleKind(thing)
-    if name in table and (kind, name) not in _registered:
+    taken = name in table or (kind == "schedule" and name in get_args(Shape))
+    if taken and (kind, name) not in _registered:
         raise UserError(f"register: {kind} {name} is one of megajax's own; valid: another name")
     _registered.add((kind, name))
     table[name] = made

@@ -87,7 +87,7 @@ def train_here(config: Config, *, skip_finished: bool = False, given: Supplied =
     def begin() -> list[int]:
         nonlocal earlier
         with claimed(run_dir, config, lock):
-            earlier = earlier_optimizer(config, run_dir)
+            earlier = earlier_optimizer(config, run_dir, given.horizon)
             notes.extend((trained_again(config, run_dir), without_checkpoint(run_dir)))
             is_new = not has_checkpoints(run_dir)
             corpora = make_data(config, run_dir / "data", run_dir, given)
@@ -95,7 +95,7 @@ def train_here(config: Config, *, skip_finished: bool = False, given: Supplied =
             order = start_order(config, run_dir, corpora)
             check_ramp(config, order.sizes, order.parts[-1].step)
             write_order(config, run_dir, order)
-            return list(config.optimizer.kept_of(earlier))
+            return list(config.optimizer.kept_of(earlier, given.horizon))
 
     try:
         with watched(display.phase):
@@ -104,6 +104,9 @@ def train_here(config: Config, *, skip_finished: bool = False, given: Supplied =
         with display.phase("reading the data", announced=False):
             data = given.data or open_data(config, run_dir / "data")
             order = read_order(config, run_dir)
+        if given.epochs and not kept.decay_steps:
+            whole = dataclasses.replace(config, train=dataclasses.replace(config.train, epochs=given.epochs, steps=0))
+            kept = with_total_steps(whole, data.train, kept, order).optimizer.horizon
         ours = with_total_steps(config, data.train, kept, order)
         program = Program(ours, program.mesh)
         if skip_finished and _is_finished(run_dir, ours.train.steps):
@@ -225,14 +228,14 @@ def _check_evaluate(config: Config) -> None:
             raise UserError(f"--evaluate {entry}: no such file; valid: an existing one{several}")
 
 
-def earlier_optimizer(config: Config, run_dir: Path) -> OptimizerConfig | None:
+def earlier_optimizer(config: Config, run_dir: Path, model: Horizon = UNKNOWN) -> OptimizerConfig | None:
     """The optimizer of a run's last start; None for a new run. Checks that cooldown and `--profile` are within the
     run's steps, unless these depend on its data (`train.epochs`)."""
     earlier, steps = stored_optimizer(run_dir, config), config.train.steps
     if config.profile and 0 < steps < profiled_steps(config.profile, 0, steps)[1]:
         raise UserError(f"--profile {config.profile}: training ends after step {steps}; valid: steps up to {steps}")
     if not config.train.epochs:
-        with_total_steps(config, None, config.optimizer.kept_of(earlier))
+        with_total_steps(config, None, config.optimizer.kept_of(earlier, model))
     return earlier
 
 

@@ -10,7 +10,6 @@ from megajax.core.models.context_attention import elements_sent
 from megajax.core.models.freeze import names_of, untrained_layers
 from megajax.core.models.lora import LORA
 from megajax.core.models.staged import count_parameters
-from megajax.core.optim.adam import parameter_groups
 from megajax.core.optim.config import OptimizerConfig
 from megajax.core.pipeline.timing import StageTimes, pending_weights, step_time
 from megajax.core.program.memory import factor_bytes, kept_bytes, left_by_zero, state_bytes, whole_bytes
@@ -172,10 +171,11 @@ def _optimizer(program: Program) -> str:
     config = program.config.optimizer
     weights = program.layout.canonical_shapes.params
     trained = weights.get(LORA, weights)
-    decayed, others = parameter_groups(trained)
+    flat, decays = flatten_dict(trained), flatten_dict(program.layout.decays)
+    decayed, others = (sum(leaf.size for path, leaf in flat.items() if decays[path] == each) for each in (True, False))
     if program.layout.own is not None:
         return own_optimizer_line(program)
-    name, flat = "AdamW", flatten_dict(trained)
+    name = "AdamW"
     if config.name == "muon":
         matrices = sum(flat[path].size for path in program.layout.matrices)
         rate = f" at {config.adamw_learning_rate:g}" if config.adamw_learning_rate else ""
@@ -242,7 +242,8 @@ def _adapters(program: Program) -> list[str]:
     lora, model = program.config.lora, program.config.model
     if not lora.rank:
         return []
-    trained, frozen = sum(parameter_groups(program.layout.canonical_shapes.params[LORA])), count_parameters(model)
+    adapters = jax.tree.leaves(program.layout.canonical_shapes.params[LORA])
+    trained, frozen = sum(leaf.size for leaf in adapters), count_parameters(model)
     return [
         f"LoRA: {trained:,} trainable parameters ({trained / frozen:.2%} of the frozen model's); "
         f"rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.products(model))}"

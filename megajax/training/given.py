@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megajax.core.optim.config import UNKNOWN, Horizon
 from megajax.core.program.program import Program
 from megajax.core.program.state import TrainState
 from megajax.data.samples.base import EndlessSamples, Samples
@@ -37,6 +38,7 @@ class Supplied:
     Attributes:
         program: the program on a mesh of some devices.
         state, step: what training begins with in a run directory without checkpoints.
+        horizon, epochs: the model's schedule in steps, or the epochs that it lasts; training may end earlier.
         tokenizer: the one that belongs to these weights.
         data: in place of the data that the configuration names.
         on_begin: called with the `Trainer` before its first step.
@@ -47,6 +49,8 @@ class Supplied:
     state: TrainState | None = None
     tokenizer: Tokenizer | None = None
     step: int = 0
+    horizon: Horizon = UNKNOWN
+    epochs: float = 0.0
     data: OwnData | None = None
     on_begin: Callable[[Any], object] = lambda run: None
     on_step: OnStep = lambda step, figures: None

@@ -13,13 +13,17 @@ import jax
 import numpy as np
 import optax
 import pytest
-from tiny import tiny_config, user_error
+from flax.traverse_util import flatten_dict
+from safetensors.numpy import load_file
+from tiny import full, tiny_config, user_error
 
 import megajax
 from megajax.core.models.own_loss import _TAKEN
+from megajax.core.optim.adam import learning_rate
 from megajax.core.program.program import Program
 from megajax.core.program.state import TrainState
 from megajax.library.own import with_own
+from megajax.runs.writing import new_state
 from megajax.settings.config import Config
 from megajax.training.own_data import DataSet, OrderedBatches, TaughtBatches, own_data
 
@@ -84,10 +88,13 @@ def trained(config: Config, run_dir: Path, steps: int) -> tuple[megajax.Model, d
 def test_a_run_goes_on_as_if_it_had_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its figures are those of metrics.jsonl, its weights the model's."""
     monkeypatch.chdir(tmp_path)
-    model, losses = megajax.init(config_of(), loss=confident, optimizer=optax.lion), dict[int, float]()
+    config = config_of()
+    schedule = dataclasses.replace(config.optimizer, schedule="linear", decay_steps=0)
+    config = dataclasses.replace(config, optimizer=schedule, train=dataclasses.replace(config.train, steps=40))
+    model, losses, rates = megajax.init(config, loss=confident, optimizer=optax.lion), {}, {}
 
     def note(step: int, figures: dict[str, float]) -> None:
-        losses[step] = figures["loss"]
+        losses[step], rates[step] = figures["loss"], figures["learning_rate"]
         monkeypatch.chdir(tmp_path.parent)  # which moves no run
         assert "the model is being trained; valid: after train" in user_error(model.weights)
 
@@ -97,6 +104,10 @@ def test_a_run_goes_on_as_if_it_had_not_ended(tmp_path: Path, monkeypatch: pytes
 
     again = {"training": True, "loss": confident, "optimizer": optax.lion}
     train(2)
+    assert (model.config.optimizer.decay_steps, rates[2]) == (40, pytest.approx(1e-3 * (1 - 1 / 40)))
+    restored = megajax.restore("run", **again)
+    for each in restored, model:  # all go on to the end of the schedule
+        assert learning_rate(2, each.program.config.optimizer) == pytest.approx(1e-3 * (1 - 2 / 40))
     there = model.weights()
     model.set_weights(jax.tree.map(np.zeros_like, there))
     assert not any(np.any(weight) for weight in jax.tree.leaves(model.weights()))
@@ -133,6 +144,43 @@ def test_a_run_goes_on_as_if_it_had_not_ended(tmp_path: Path, monkeypatch: pytes
     assert [each["step"] for each in figures_of("run")] == [*range(1, model.step + 1)]
     wrong = lambda logits, batch: logits.entropy().sum()  # noqa: E731
     assert "has the shape []" in user_error(megajax.init, config_of(), loss=wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(1, 1, 1), full((2, 1, 2))])
+def test_an_optimizer_begins_with_the_weights_that_are_loaded(mesh, tmp_path: Path) -> None:
+    """Its copies of them, its moments and keys are kept, also on another mesh, and give the weights to use."""
+    donor = megajax.init(config_of())
+    donor.save(tmp_path / "donor")
+    own = optax.chain(optax.add_noise(0.1, 0.5, 0), optax.contrib.schedule_free_adamw(1e-2))
+    used = lambda state, weights: optax.contrib.schedule_free_eval_params(state[1], weights)  # noqa: E731
+    config = dataclasses.replace(config_of(mesh), **{"init": str(tmp_path / "donor")})
+    model = megajax.init(config, optimizer=own, elementwise=False)
+    same = lambda x, y: np.testing.assert_allclose(x, y, atol=1e-7)  # noqa: E731
+    jax.tree.map(same, model.weights(used), donor.weights())
+    layout, donors = model.program.layout, flatten_dict(donor.weights())
+    begun = new_state(layout, lambda path, shape: donors[tuple(key.key for key in path)]).optimizer
+    jax.tree.map(lambda lazy, x: same(lazy.make(), x), begun[0][1].z, donor.weights())
+    other = jax.tree.map(lambda x: 2 * x, donor.weights())
+    model.set_weights(other)
+    jax.tree.map(same, model.weights(used), other)
+
+    batch = next(whole_batches(config))
+    model.train_step(batch)
+    model.save(tmp_path / "own")
+    again = megajax.restore(tmp_path / "own", training=True, optimizer=own, elementwise=False)
+    kept, there = model.optimizer_state(), again.optimizer_state()
+    assert jax.random.key_data(there[0].rng_key).tolist() == jax.random.key_data(kept[0].rng_key).tolist()
+    assert again.train_step(batch)["loss"] == pytest.approx(model.train_step(batch)["loss"], rel=1e-6)
+    again.save(tmp_path / "used", used)
+    best = megajax.restore(tmp_path / "used")
+    greedy = {"max_tokens": 5, "temperature": 0.0}
+    assert again.generate([[1, 2]], transform=used, **greedy) == best.generate([[1, 2]], **greedy)
+    again.export(tmp_path / "exported", transform=used)
+    table = load_file(tmp_path / "exported" / "model.safetensors")["transformer.wte.weight"]
+    np.testing.assert_allclose(table, again.weights(used)["shared"]["table"][: len(table)], atol=1e-6)
+    assert "transform: a int; valid: nested dicts" in user_error(again.weights, lambda state, weights: 3)
+    assert "transform: AttributeError" in user_error(again.weights, lambda state, weights: state.z)
 
 
 @pytest.mark.full

@@ -176,6 +176,7 @@ def _with(config: megajax.Config, **words: object) -> megajax.Config:
         (("activation", "X", abs), "name 'X'; valid: lowercase"),
         (("activation", "x", 3), "activation x: 3; valid: a function"),
         (("activation", "gelu", abs), "activation gelu is one of megajax's own; valid: another name"),
+        (("schedule", "1-sqrt", abs), "schedule 1-sqrt is one of megajax's own; valid: another name"),
         (("pipeline", "1f1b", abs), "pipeline 1f1b is one of megajax's own; valid: another name"),
     ],
 )

@@ -22,8 +22,12 @@ recomputed = partial(jax.checkpoint, prevent_cse=False)
 
 
 def norm_of(config: ModelConfig) -> nnx.Module:
-    """The normalization for a layer's input."""
-    return NORMS[config.norm](config)
+    """The normalization for a layer's input, whose weights say that they are a norm's."""
+    norm = NORMS[config.norm](config)
+    for _, node in nnx.iter_graph(norm):
+        if isinstance(node, nnx.Param):
+            node.set_metadata(of_norm=True)
+    return norm
 
 
 class LayerNorm(nnx.Module):

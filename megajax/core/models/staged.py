@@ -41,6 +41,7 @@ class StagedModel:
         linear_embedding: see `Family`.
         shapes: `{"shared": …, "blocks": …}` of `ShapeDtypeStruct`, layers `[L, …]`.
         logical_specs: the same tree with a `PartitionSpec` of logical dim names for every weight.
+        norms: the paths of the weights in norms that `model.norm` names.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class StagedModel:
         x64 = jax.config.read("jax_enable_x64")
         self._ends, self._blocks, weights = _abstract(family.model, config, boundary, backend, x64)
         self.shapes = nnx.to_pure_dict(weights)
+        self.norms = {path for path, weight in nnx.to_flat_state(weights) if weight.get_metadata().get("of_norm")}
         self._products = self._paths_of_products()
         self.logical_specs = nnx.to_pure_dict(nnx.get_partition_spec(weights))
 

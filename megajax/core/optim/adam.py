@@ -14,7 +14,7 @@ from megajax.core.parallel.collectives import sum_over, varying_axes
 from megajax.core.precision import at_least_fp32
 
 Tree = Any
-NOT_DECAYED = ("bias", "logit_bias", "scale", "sinks")  # names of norm weights, of attention sinks and of all biases
+NOT_DECAYED = ("bias", "logit_bias", "scale", "sinks")  # of our norms, attention sinks and all biases
 WINDOW = 64  # recent gradient norms whose median is taken
 FEWEST = 16  # norms needed before the median counts
 
@@ -64,18 +64,6 @@ def averaged(average: Tree, params: Tree, decay: float, taken: Array | bool) -> 
 def choose(taken: Array | bool, new: Tree, old: Tree) -> Tree:
     """The new values if a step is taken, otherwise the old ones."""
     return jax.tree.map(lambda new, old: jnp.where(taken, new, old), new, old)
-
-
-def decay_mask(params: Tree) -> Tree:
-    """True for weights that decay."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in NOT_DECAYED, params)
-
-
-def parameter_groups(params: Tree) -> tuple[int, int]:
-    """How many parameters decay, and how many do not."""
-    decays, leaves = jax.tree.leaves(decay_mask(params)), jax.tree.leaves(params)
-    decayed = sum(leaf.size for decay, leaf in zip(decays, leaves, strict=True) if decay)
-    return decayed, sum(leaf.size for leaf in leaves) - decayed
 
 
 @jax.named_scope("gradient_norm")

@@ -16,6 +16,7 @@ OPTIMIZERS: dict[str, Any] = {"adamw": None, "muon": None, OWN: None}
 SCHEDULES: dict[str, Any] = dict.fromkeys(("cosine", "linear", "wsd", "inverse-square-root", "constant"))
 """By `optimizer.schedule`: for a registered one, the share of the way from peak to floor that is left, as a function of
 the share of the decay that is over."""
+Shape = Literal["1-sqrt", "linear", "cosine", "exponential"]
 
 
 class Horizon(NamedTuple):
@@ -60,9 +61,7 @@ class OptimizerConfig:
         OneOf(SCHEDULES),
     ] = "cosine"
     cooldown_steps: Annotated[int, "wsd: length of the decay, which ends at --optimizer.decay-steps", AT_LEAST_ZERO] = 0
-    cooldown_shape: Annotated[Literal["1-sqrt", "linear", "cosine", "exponential"], "wsd: shape of that decay"] = (
-        "1-sqrt"
-    )
+    cooldown_shape: Annotated[Shape, "wsd: shape of that decay"] = "1-sqrt"
     warmup_steps: Annotated[int, "steps of linear warm-up", AT_LEAST_ZERO, ShrinkRule(fixed=0)] = 0
     warmup_fraction: Annotated[
         float,
@@ -146,14 +145,15 @@ class OptimizerConfig:
         """The schedule in steps, once `decay_steps` is known."""
         return Horizon(self.warmup, self.decay_steps)
 
-    def kept_of(self, earlier: "OptimizerConfig | None") -> Horizon:
+    def kept_of(self, earlier: "OptimizerConfig | None", model: Horizon = UNKNOWN) -> Horizon:
         """What a resumed run keeps of the horizon of its `earlier` start: the warm-up if it is the same fraction, the
-        end of the decay if it is the same schedule."""
+        end of the decay if it is the same schedule. A new run keeps that of a `model` in Python."""
         if earlier is None:
-            return UNKNOWN
+            return model
         same_warmup = 0 < self.warmup_fraction == earlier.warmup_fraction
         same_decay = self.schedule == earlier.schedule
-        return Horizon(earlier.warmup if same_warmup else 0, earlier.decay_steps if same_decay else 0)
+        warmup = earlier.warmup if same_warmup else model.warmup_steps
+        return Horizon(warmup, earlier.decay_steps if same_decay else model.decay_steps)
 
     @property
     def zero_flags(self) -> str:

@@ -33,9 +33,10 @@ from megajax.core.models.lora import LORA, Adapters
 from megajax.core.models.router import in_compute_dtype
 from megajax.core.models.staged import StagedModel
 from megajax.core.optim.adam import initial_norms
+from megajax.core.optim.by_layer import ByLayer
 from megajax.core.optim.loss_scale import LossScale
 from megajax.core.optim.optimizer import make_optimizer
-from megajax.core.optim.own import first_mixing, own_optimizer, path_in
+from megajax.core.optim.own import own_optimizer, path_in, with_keys
 from megajax.core.parallel.collectives import PIPE, axis_index
 from megajax.core.parallel.shards import NOT_SHARDED, Sharding, Shards
 from megajax.core.pipeline.placement import Placement
@@ -77,6 +78,7 @@ class StateLayout:
         at_end, late: how it shards trained weights that are gathered at the end of the step, and all that are gathered
             in the next one.
         optimizer, matrices: the optimizer of the trained weights, and those that Muon updates, by path.
+        decays: which trained weights decay.
         own: the user's, if that is the optimizer.
         mixing: why its updates need whole weights, in words; empty if ZeRO's shards are enough, as they are for ours.
         loss_scale: how fp16's loss scale changes; None in other precisions.
@@ -116,16 +118,17 @@ class StateLayout:
         muon, wide = config.optimizer.name == "muon", config.optimizer.muon_precision == "fp32"
         trained = jax.tree.leaves(self.trained(self.weights)) if muon else []
         self.matrices = {weight.path: weight.matrices for weight in trained if weight.matrices}
+        self.decays = jax.tree.map(lambda weight: weight.decays, self.trained(self.weights))
         dtype = self.main_dtype if wide else self.compute_dtype
         shapes = model.shapes | ({LORA: adapters.shapes} if adapters else {})
         self.own, self.mixing = own_optimizer(config.optimizer, config.own_optimizer), ""
-        transformation = self.own and self.own.transformation(config.optimizer)
-        self.optimizer = make_optimizer(config.optimizer, self.matrices, dtype, transformation)
-        if self.own and transformation and not self.own.elementwise:
-            mixing = "the user says so" if self.own.elementwise is False else ""
+        self.optimizer: Any = make_optimizer(config.optimizer, self.matrices, self.decays, dtype)
+        if self.own:
             of_main = jax.tree.map(lambda leaf: leaf.update(dtype=self.main_dtype), self.trained(shapes))
+            layered = [path for path, weight in self._by_path.items() if weight.layered]
             shards = jax.tree.map(self._shard_of, self.trained(self.weights))
-            self.mixing = mixing or first_mixing(transformation, of_main, shards)
+            self.optimizer = ByLayer(self.own.transformation(config.optimizer), of_main, layered, shards)
+            self.mixing = {None: self.optimizer.mixing, False: "the user says so", True: ""}[self.own.elementwise]
         self.canonical_shapes: TrainState = jax.eval_shape(self._begun, shapes)
 
         def fresh() -> TrainState:
@@ -270,21 +273,33 @@ class StateLayout:
         """canonical main weights -> the weights that forward-only programs are given."""
         return jax.jit(self.params_on_stages, out_shardings=shardings(self.mesh, self.computed_specs))
 
-    def with_weights(self, state: TrainState, canonical: Tree) -> TrainState:
-        """A state with other weights, from canonical main ones; an average begins with them. Not with adapters."""
+    def with_weights(self, state: TrainState, canonical: Tree = None) -> TrainState:
+        """A state with other weights, from canonical main ones. An average begins with them, or with those that are
+        there, and so does what a user's optimizer copies of weights, as `schedule_free` does."""
+        copied = self.optimizer.copied if self.own else jax.tree.map(lambda _: False, state.optimizer)
 
-        def placed(canonical: Tree) -> tuple[Tree, Tree]:
-            main = map_with_path(self._on_stages, canonical, self.trained_specs)
-            return self.params_on_stages(canonical, specs=self.specs.params), main
+        def following(state: TrainState) -> tuple[Tree, ...]:
+            copies = jax.tree.map(lambda copied, x: x if copied else None, copied, state.optimizer)
+            return state.params, state.main, state.average, copies
 
-        params, main = self._jitted(placed, (self.specs.params, self.trained_specs))(canonical)
-        average = None if state.average is None else jax.tree.map(jnp.copy, main)
-        return dataclasses.replace(state, params=params, main=None if state.main is None else main, average=average)
+        def begun(state: TrainState, canonical: Tree) -> tuple[Tree, ...]:
+            weights = self.canonical(state).params if canonical is None else canonical
+            return following(self.pipelined(self._begun(weights)))
+
+        params, main, average, copies = self._jitted(begun, following(self.specs))(state, canonical)
+        choose = lambda new, old: old if new is None else new  # noqa: E731
+        optimizer = jax.tree.map(choose, copies, state.optimizer, is_leaf=lambda x: x is None)
+        return dataclasses.replace(state, params=params, main=main, average=average, optimizer=optimizer)
 
     @cached_property
     def to_canonical(self):
         """state -> the state in canonical form, on this mesh."""
         return jax.jit(self.canonical, out_shardings=shardings(self.mesh, self.canonical_specs))
+
+    def optimizer_state(self, state: TrainState) -> Tree:
+        """The optimizer's state in canonical form; that of a user's as its `init` makes it."""
+        found = jax.jit(lambda state: self.canonical(state).optimizer)(state)
+        return with_keys(found[0]) if self.own else found
 
     @cached_property
     def _stored_scale(self):

@@ -1,8 +1,8 @@
 """The update of the trained weights by the optimizer. Inside the region: arrays are this device's shards.
 
-AdamW and Muon know how weights are sharded. An optimizer of the user's sees weights as `Model.weights` returns them,
-layers stacked [L, …]. If it updates every number by itself, it gets ZeRO's shards of them, in the same dims; otherwise
-every device gathers gradients and weights, computes the whole update, and takes its shards of it.
+AdamW and Muon know how weights are sharded. A user's (`optim/by_layer.py`) gets weights as `Model.weights` returns
+them, layers stacked [L, …]. If it updates every number by itself, it gets ZeRO's shards of them, in the same dims;
+otherwise every device gathers gradients and weights, computes the whole update, and takes its shards of it.
 """
 
 from typing import Any

@@ -24,6 +24,7 @@ from megajax.core.models.freeze import is_head
 from megajax.core.models.lora import LORA, Adapters
 from megajax.core.models.router import balances_router
 from megajax.core.models.staged import StagedModel
+from megajax.core.optim.adam import NOT_DECAYED
 from megajax.core.optim.muon import Matrices, joinable_dims
 from megajax.core.parallel.collectives import PIPE, spec_axes
 from megajax.core.parallel.float8 import Copies, copies_by_dims
@@ -50,6 +51,7 @@ class Weight:
         shape, logical: sizes and names (`mesh.RULES`) of its dims.
         stack: how the layers are stacked that have it; None for a weight of the ends.
         of_product: whether layers multiply by it: it may have float8 copies, and its gradient may be deferred.
+        decays: whether weight decay shrinks it: no bias, no weight of a norm.
         trained: whether it has gradients, moments and a main copy; a model's weights have none beside LoRA's.
         spec, whole: mesh axes of its dims, and their sizes on a device, without ZeRO.
         zero, shard: what ZeRO adds where it shards the weight, and the sizes then.
@@ -63,6 +65,7 @@ class Weight:
     logical: PartitionSpec
     stack: Placement | None
     of_product: bool
+    decays: bool
     trained: bool
     spec: PartitionSpec
     whole: Shape
@@ -71,6 +74,11 @@ class Weight:
     zero_stage: int
     needs_tensor_sum: bool
     late: bool = False
+
+    @property
+    def layered(self) -> bool:
+        """Whether it is that of several layers, [L, …], of `blocks` or of the ends."""
+        return self.stack is not None or "layers" in [*self.logical]
 
     @property
     def owned(self) -> Sharding:
@@ -147,7 +155,8 @@ class Weight:
     @cached_property
     def matrices(self) -> Matrices | None:
         """How Muon's matrices in it are sharded; None if AdamW updates it even then."""
-        return Matrices.of(self.shape, self.logical, self.stage_spec(self.owned), self.owned) if self.stack else None
+        has_some = self.stack and self.decays
+        return Matrices.of(self.shape, self.logical, self.stage_spec(self.owned), self.owned) if has_some else None
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -219,6 +228,7 @@ def weights_of(
                 logical=logical,
                 stack=stack if stacked else None,
                 of_product=path in products,
+                decays=path[-1] not in NOT_DECAYED and path not in model.norms,
                 trained=adapters is None or part is adapters,
                 spec=spec,
                 whole=local_shape(spec, shape, sizes),

@@ -5,17 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 from tiny import full, tiny_config, tiny_program
 
-from megajax.core.backend import CPU
 from megajax.core.mesh import shardings
-from megajax.core.models.staged import StagedModel
+from megajax.core.models.norms import LayerNorm
 from megajax.core.optim.adam import (
     FEWEST,
     WINDOW,
     clip_by_norm,
-    decay_mask,
     global_norm,
     initial_norms,
     is_spike,
@@ -25,8 +24,9 @@ from megajax.core.optim.adam import (
 )
 from megajax.core.optim.config import LossScaleConfig
 from megajax.core.optim.loss_scale import LossScale
-from megajax.core.parallel.boundary import F_AND_G
+from megajax.core.parallel.layers import param
 from megajax.core.program.program import Program
+from megajax.settings.registration import register
 from megajax.verify import named_leaves
 
 PRODUCTS = ("attention/query", "attention/key", "attention/value", "attention/output", "mlp/up", "mlp/down")
@@ -141,9 +141,23 @@ def test_clipping_keeps_what_is_within_the_limit(norm):
 
 def test_only_matrices_and_embeddings_decay():
     """Exactly these eight kinds of weights; no bias, nothing of a LayerNorm."""
-    mask = named_leaves(decay_mask(StagedModel(tiny_config().model, F_AND_G, CPU).shapes))
+    mask = named_leaves(tiny_program(tiny_config()).layout.decays)
     assert {name for name, decays in mask.items() if decays} == DECAYED
     assert all(name.endswith(("/bias", "/scale")) for name in mask.keys() - DECAYED)
+
+
+@pytest.mark.usefixtures("no_names_stay")
+def test_nothing_of_a_registered_norm_decays():
+    """Whatever its weights are called, also in a norm that it contains."""
+
+    class Norm(nnx.Module):
+        def __init__(self, config):
+            self.gain, self.inner = param((config.hidden_size,), ("embed",), jnp.ones), LayerNorm(config.hidden_size, 1)
+
+    register("norm", "gained", Norm)
+    decays = named_leaves(tiny_program(tiny_config(norm="gained")).layout.decays)
+    assert {name for name, each in decays.items() if each} == DECAYED
+    assert "blocks/mlp_norm/gain" in decays and "shared/final_norm/inner/scale" in decays
 
 
 def test_weight_decay_is_decoupled(program, sharded_step):

@@ -10,7 +10,7 @@ from optax.contrib import MuonDimensionNumbers, muon
 from tiny import LLAMA, QWEN3, full, tiny_config, tiny_program
 
 from megajax.core.mesh import make_mesh, matrix_dims, shardings
-from megajax.core.optim.adam import decay_mask, learning_rate, update
+from megajax.core.optim.adam import learning_rate, update
 from megajax.core.optim.muon import Matrices, orthogonal_updates
 from megajax.core.program.program import Program
 from megajax.settings.config import Config
@@ -84,7 +84,7 @@ def expected(config: Config) -> dict[str, np.ndarray]:
         rate(given.adamw_learning_rate or given.learning_rate),
         *(given.beta1, given.beta2, given.epsilon),
         weight_decay=given.weight_decay,
-        mask=decay_mask,
+        mask=program.layout.decays,
     )
 
     def steps(optimizer) -> dict[str, np.ndarray]:
