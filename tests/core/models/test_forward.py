@@ -1,4 +1,4 @@
-"""Models' numbers, on one device and split over several, against models written plainly in numpy from the weights:
+"""Models' numbers, on one device and split over several, against models in NumPy:
 decoders, GPT-2 and those of other words, documents that share a sequence beside each of them alone; BERT, both layer
 orders and every head, with padding, rows of one segment, and missing texts to choose from.
 
@@ -6,13 +6,14 @@ Letters: B batch, T and S tokens, D model, F feed-forward, V vocabulary, C class
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import numpy as np
 import pytest
 from field import loss_and_exact_gradients
-from plain import EMBEDDING, Decoder, Plain, cross_entropy, linear
-from tiny import GEMMA, GPT_OSS, OLMO2, drawn_params, full, tiny_config, tiny_program
+from model_in_numpy import EMBEDDING, Decoder, Transformer, cross_entropy, linear
+from tiny import GEMMA, GPT_OSS, OLMO2, drawn_params, full, hash_of, tiny_config, tiny_program
 
 from megajax.core.batch import IGNORED
 from megajax.core.program.program import Program
@@ -75,10 +76,26 @@ def losses(program: Program, *steps: int) -> list[float]:
     return [float(run(np.int32(step))) for step in steps]
 
 
+def dropout(config: Config, rate: float, step: int = STEP, parts: tuple[int, ...] = ()) -> Callable[..., np.ndarray]:
+    """By the masks of a step, which know a row of the batch by its sample and its part, if it has several."""
+
+    def dropped(x: np.ndarray, *site: int) -> np.ndarray:
+        if rate == 0:
+            return x
+        rows = x.reshape(-1, *parts, *x.shape[1:])
+        grid = np.meshgrid(*map(np.arange, rows.shape), indexing="ij", sparse=True)
+        row, others = grid[: 1 + len(parts)], grid[1 + len(parts) :]
+        bits = hash_of(*(np.uint32(index) for index in (config.seed, step, *row, *site, *others)))
+        return (rows * (np.asarray(bits) >= round(rate * 2**32)) / (1 - rate)).reshape(x.shape)
+
+    return dropped
+
+
 def expected_loss(program: Program, rate: float, **others) -> float:
     """The loss of numpy's model, or of one with other words."""
     config = dataclasses.replace(program.config, model=dataclasses.replace(program.config.model, **others))
-    return Decoder(config, weights_of(program), rate, STEP).loss(random_batch(program.config, STEP))
+    model = Decoder(config.model, weights_of(program), dropout(config, rate))
+    return model.loss(random_batch(program.config, STEP))
 
 
 @pytest.fixture(scope="module", params=[(1, 1, 2), full((2, 2, 2))], ids=str)
@@ -130,7 +147,7 @@ def test_next_logits_are_numpy_s_and_causal(gpt2: Program) -> None:
         batch = gpt2.put_batch({"tokens": tokens, "targets": tokens}, gpt2.local_rows)
         return np.asarray(next_logits(gpt2)(params, batch, np.int32(7)))
 
-    expected_BV = Decoder(config, weights_of(gpt2), 0.0, STEP).logits({"tokens": tokens})[:, 7]
+    expected_BV = Decoder(config.model, weights_of(gpt2)).logits({"tokens": tokens})[:, 7]
     np.testing.assert_allclose(logits(tokens)[:, : config.model.vocab_size], expected_BV, rtol=1e-4, atol=1e-4)
     assert (logits(tokens)[:, config.model.vocab_size :] < -1e38).all()
     later, here = tokens.copy(), tokens.copy()
@@ -179,13 +196,12 @@ RATE = 0.2
 HEAD = 0xFFFF_FFFE  # what the mask of the pooled token is drawn for
 
 
-class NumpyBert(Plain):
+class NumpyBert(Transformer):
     """BERT of both layer orders."""
 
     def finished(self, batch: dict) -> np.ndarray:
         """What the heads get, [B, T, D]; of a choice every text is a row of its own, in the masks a part of its row."""
         shared, length = self.weights["shared"], batch["length"]
-        self.parts = length.shape[1:]
         tokens_BT, types_BT = (batch[name].reshape(-1, batch[name].shape[-1]) for name in ("tokens", "token_types"))
         places_T = np.arange(tokens_BT.shape[1])
         x_BTD = shared["table"][tokens_BT] + shared["token_types"][types_BT] + shared["positions"][places_T]
@@ -266,7 +282,8 @@ def test_losses_and_accuracy_are_numpy_s(program: Program, batch: dict) -> None:
     step = train_step(program)
     figures = "loss", "accuracy"  # which need no backward pass: it is not compiled
     metrics = jax.jit(lambda: {name: x for name, x in step(state, placed)[1].items() if name.startswith(figures)})()
-    expected = NumpyBert(program.config, weights, RATE, 0).scores(batch)
+    masks = dropout(program.config, RATE, 0, batch["length"].shape[1:])
+    expected = NumpyBert(program.config.model, weights, masks).scores(batch)
     means = {name: loss.sum() / (hit != IGNORED).sum() for name, (loss, hit) in expected.items()}
     if len(means) > 1:
         for name, mean in means.items():
@@ -275,8 +292,8 @@ def test_losses_and_accuracy_are_numpy_s(program: Program, batch: dict) -> None:
     name = next(name for name in expected if name != "masked_lm")
     _, hit_B = expected[name]
     assert float(metrics[f"accuracy/{name}"]) == pytest.approx(hit_B[hit_B != IGNORED].mean(), rel=1e-6)
-    plain = NumpyBert(program.config, weights, 0.0, 0).scores(batch)
-    assert all(abs(plain[name][0].sum() / expected[name][0].sum() - 1) > 1e-3 for name in plain)
+    without = NumpyBert(program.config.model, weights).scores(batch)
+    assert all(abs(without[name][0].sum() / expected[name][0].sum() - 1) > 1e-3 for name in without)
 
 
 def test_scores_are_numpy_s_without_dropout(program: Program, batch: dict) -> None:
@@ -287,7 +304,7 @@ def test_scores_are_numpy_s_without_dropout(program: Program, batch: dict) -> No
     )
     placed = program.put_batch(batch | {"tokens": padded}, program.local_rows)
     found = scores(program)(params_of(program), placed)
-    expected = NumpyBert(program.config, weights_of(program), 0.0, 0).scores(batch)
+    expected = NumpyBert(program.config.model, weights_of(program)).scores(batch)
     assert found.keys() == expected.keys()
     for name, (loss, hit) in expected.items():
         np.testing.assert_allclose(np.asarray(found[name][0]), loss, rtol=1e-4, atol=1e-4, err_msg=name)

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from plain import Decoder
+from model_in_numpy import Decoder
 from tiny import MIXTURE, drawn_params, tiny_config, tiny_program
 
 from megajax.core.batch import IGNORED
@@ -58,7 +58,7 @@ def batch(program: Program) -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def by_hand(program: Program) -> NumpyMixture:
-    return NumpyMixture(program.config, drawn_weights(program), 0.0, 0)
+    return NumpyMixture(program.config.model, drawn_weights(program))
 
 
 def test_loss_by_capacity_and_gradients_of_the_balancing_losses(

@@ -1,4 +1,4 @@
-"""The angles of rotary positions against plain formulas; in a model they are tested by `test_forward.py`, against
+"""The angles of rotary positions against formulas in NumPy; in a model they are tested by `test_forward.py`, against
 transformers by `convert/test_peer_rotary.py`."""
 
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hugging_face import ROTARY, SMALL
-from plain import frequencies
+from model_in_numpy import frequencies
 
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.rotary import rotated, rotations

@@ -1,46 +1,35 @@
-"""A transformer with dropout in float64, unsplit and unblocked, written plainly in numpy from the weights.
+"""Read this first: what megajax computes, a transformer's forward pass and loss in NumPy, on one device in float64.
 
-Letters: B batch, T and S tokens, D model, H heads, K head size, P pairs of it, F feed-forward, V vocabulary, C classes.
+Everything in `megajax/core` computes these numbers on a mesh; tests compare it with this file. `Decoder` is GPT-2,
+Llama, Qwen, Gemma, OLMo and GPT-OSS without experts; `tests/core/models` adds BERT and experts.
+
+Letters: B batch, T and S tokens, D model, H heads, K head size, P pairs of it, F feed-forward, V vocabulary.
 """
 
-import jax
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 from scipy.special import erf
-from tiny import hash_of
 
-from megajax.core.batch import IGNORED
-from megajax.core.models.config import ModelConfig
-from megajax.settings.config import Config
-
-EMBEDDING, ATTENTION_WEIGHTS, ATTENTION_OUTPUT, MLP_OUTPUT = 0xFFFF_FFFF, 0, 1, 2  # what the masks are drawn for
+IGNORED = -1  # a target that does not count
+EMBEDDING, ATTENTION_WEIGHTS, ATTENTION_OUTPUT, MLP_OUTPUT = 0xFFFF_FFFF, 0, 1, 2  # sites of dropout
 
 
-class Plain:
-    """What the families have in common, by the words of the configuration.
+class Transformer:
+    """What the families have in common.
 
     Args:
-        config: of the model.
-        weights: in canonical form.
-        rate: of dropout.
-        step: that the masks are drawn for.
+        model: a `ModelConfig`, or anything with its attributes.
+        weights: nested dicts, as of `megajax.Model.weights`; those of the layers, `blocks`, are stacked [L, …].
+        dropout: drops numbers of x; called with x, the layer if any, and the site.
     """
 
-    parts: tuple[int, ...] = ()  # in which the masks know a row of the batch
     position_BT: np.ndarray
 
-    def __init__(self, config: Config, weights: dict, rate: float, step: int):
-        self.config, self.model, self.rate, self.step = config, config.model, rate, step
-        self.weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), weights)
-
-    def dropped(self, x: np.ndarray, *site: int) -> np.ndarray:
-        """`x` [B parts, …] times the mask of (seed, step, sample, its part, *site, the other coordinates)."""
-        if self.rate == 0:
-            return x
-        rows = x.reshape(-1, *self.parts, *x.shape[1:])
-        grid = np.meshgrid(*map(np.arange, rows.shape), indexing="ij", sparse=True)
-        row, others = grid[: 1 + len(self.parts)], grid[1 + len(self.parts) :]
-        bits = hash_of(*(np.uint32(index) for index in (self.config.seed, self.step, *row, *site, *others)))
-        return (rows * (np.asarray(bits) >= round(self.rate * 2**32)) / (1 - self.rate)).reshape(x.shape)
+    def __init__(self, model: Any, weights: dict, dropout: Callable[..., np.ndarray] = lambda x, *site: x):
+        self.model, self.dropped = model, dropout
+        self.weights = mapped(lambda weight: np.asarray(weight, np.float64), weights)
 
     def norm(self, weights: dict, x: np.ndarray, *, of_heads: bool = False) -> np.ndarray:
         centered = x if of_heads or self.model.norm != "layernorm" else x - x.mean(-1, keepdims=True)
@@ -56,7 +45,7 @@ class Plain:
     def layers(self, x_BTD: np.ndarray, seen_BTS: np.ndarray) -> np.ndarray:
         """All of them, each with its norms around attention and MLP, or after the additions."""
         for number in range(self.model.num_layers):
-            block = jax.tree.map(lambda leaf, number=number: leaf[number], self.weights["blocks"])
+            block = mapped(lambda weight, number=number: weight[number], self.weights["blocks"])
             order, windowed = self.model.layer_order, self.model.windowed[number]
             behind_TS = np.subtract.outer(np.arange(seen_BTS.shape[1]), np.arange(seen_BTS.shape[2]))
             own_BTS = seen_BTS & (behind_TS < self.model.sliding_window) if windowed else seen_BTS
@@ -139,7 +128,7 @@ class Plain:
         return linear(weights["down"], x_BTF)
 
 
-class Decoder(Plain):
+class Decoder(Transformer):
     """GPT-2, and decoders of other words."""
 
     def logits(self, batch: dict) -> np.ndarray:
@@ -162,7 +151,7 @@ class Decoder(Plain):
         return losses_BT[batch["targets"] != IGNORED].mean()
 
 
-def frequencies(model: ModelConfig, half: int) -> tuple[np.ndarray, float]:
+def frequencies(model: Any, half: int) -> tuple[np.ndarray, float]:
     """Of the pairs of a head, of which pair p turns by theta^(-2p/K) a token, and what scales them."""
     frequency_P, original = model.rope_theta ** (-np.arange(half) / half), model.rope_original_length
     slower_P = frequency_P / model.rope_factor
@@ -186,6 +175,11 @@ def frequencies(model: ModelConfig, half: int) -> tuple[np.ndarray, float]:
         scale = model.rope_attention_factor or 1 + np.log(model.rope_factor) / 10
         return slower_P * ramp_P + frequency_P * (1 - ramp_P), scale
     return frequency_P, 1.0
+
+
+def mapped(function: Callable[[np.ndarray], np.ndarray], weights: dict) -> dict:
+    """`function` of every weight."""
+    return {k: mapped(function, v) if isinstance(v, dict) else function(v) for k, v in weights.items()}
 
 
 def linear(weights: dict, x: np.ndarray) -> np.ndarray:
