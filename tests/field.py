@@ -1,4 +1,4 @@
-"""Steps in numbers that are never rounded (`megajax.exact`), on meshes beside one device: nothing is compiled."""
+"""Steps in numbers that are never rounded (`jaxequal`), on meshes beside one device: nothing is compiled."""
 
 import dataclasses
 import functools
@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxequal.numbers import elements
 from megajax.core.program.program import Batch
 from megajax.core.program.train_step import loss_and_gradients
-from megajax.exact.numbers import elements
 from megajax.plan.communication import communication, totals
 from megajax.settings.config import Config
 from megajax.verify.comparison import named_leaves

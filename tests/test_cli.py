@@ -139,7 +139,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
     source = folder / "source"  # setuptools leaves a folder `build` in it
     source.mkdir()
-    for name in ("megajax", "configs", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("megajax", "jaxequal", "configs", "pyproject.toml", "README.md", "LICENSE"):
         (source / name).symlink_to(ROOT / name)
     built = subprocess.run([*pip, "wheel", "--no-deps", "-w", folder, source], capture_output=True, text=True)
     if built.returncode:

@@ -9,11 +9,13 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import jaxequal
 import megajax
 from megajax.__main__ import COMMANDS
 from megajax.commands.convert import ACTIONS
 
 PACKAGE = Path(megajax.__file__).parent
+SOURCES = sorted(file for each in (megajax, jaxequal) for file in Path(each.__file__).parent.rglob("*.py"))
 NAMES = "core.options core.errors core.pipeline.schedule core.pipeline.timing settings.presets settings.flags"
 NAMES += " settings.validation __main__ commands data.text.corpus data.samples.loader"
 
@@ -61,14 +63,16 @@ def test_no_help_needs_more_than_the_configuration() -> None:
 
 
 def test_private_names_stand_in_one_module() -> None:
-    """Those of JAX and Orbax, each with the public way that is hoped for."""
-    found = {str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py") if "._src" in file.read_text()}
-    assert found == {"core/private.py"}
+    """Those of JAX and Orbax, each with the public way that is hoped for; in one of each package."""
+    found = {
+        str(file.relative_to(PACKAGE.parent)) for file in SOURCES if re.search(r'\._src|params\["_', file.read_text())
+    }
+    assert found == {"megajax/core/private.py", "jaxequal/private.py"}
 
 
 def test_no_two_classes_have_one_name() -> None:
     """But those that only their own module uses."""
-    texts = [file.read_text() for file in PACKAGE.rglob("*.py")]
+    texts = [file.read_text() for file in SOURCES]
     names = Counter(name for text in texts for name in re.findall(r"^class ([A-Z]\w*)", text, re.MULTILINE))
     assert len(names) > 150 and [name for name, count in names.items() if count > 1] == []
 
@@ -90,10 +94,10 @@ ELSEWHERE = {  # pieces of messages that say it in a variable
 
 def messages() -> Iterator[tuple[str, str]]:
     """The place and the source of the argument of every `UserError(…)`."""
-    for file in sorted(PACKAGE.rglob("*.py")):
+    for file in SOURCES:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "UserError":
-                yield f"{file.relative_to(PACKAGE)}:{node.lineno}", ast.unparse(node)
+                yield f"{file.relative_to(PACKAGE.parent)}:{node.lineno}", ast.unparse(node)
 
 
 def test_what_would_be_valid_is_said() -> None:

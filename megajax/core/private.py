@@ -57,15 +57,6 @@ def whole_reference() -> tuple[Any, ...]:
     return () if _version() >= (0, 11, 2) else ((),)
 
 
-def expansion(params: dict[str, Any]) -> Callable[..., Any]:
-    """What the primitive `call_hi_primitive` with these parameters stands for, which JAX traces from version 0.12 on.
-    Hoped for: a public way to lower such a jaxpr to one without them."""
-    import jax
-
-    whole = params["_prim"]
-    return lambda *args: whole.expand(*jax.tree.unflatten(whole.in_tree, args))
-
-
 def _version() -> tuple[int, ...]:
     import jax  # here, since who only asks for other things need not wait for it
 

@@ -9,12 +9,12 @@ from functools import partial
 import jax
 import numpy as np
 
+from jaxequal.numbers import Value, elements, ordered
 from megajax.core.axes import PIPE
 from megajax.core.backend import CPU
 from megajax.core.models.registry import FAMILIES
 from megajax.core.program.scoring import logits, scores, task_logits
 from megajax.core.program.transfer import Transfer
-from megajax.exact.numbers import Value, elements, ordered
 from megajax.generation.choice import Sampling, prompt_bits
 from megajax.generation.programs import ROWS, TOKENS_AT_ONCE, DecodingPrograms
 from megajax.settings.config import Config

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxequal.interpreter import UnknownPrimitive
 from megajax.core.precision import COMPUTE_DTYPE, E4M3
-from megajax.exact.interpreter import UnknownPrimitive
 from megajax.settings.config import Config
 from megajax.verify.comparison import HALF, LIMITS, Limits, limits_of_edges
 from megajax.verify.exact import TRACED, check_exactly

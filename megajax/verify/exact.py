@@ -9,11 +9,11 @@ from concurrent.futures.process import BrokenProcessPool
 import jax.numpy as jnp
 import numpy as np
 
+from jaxequal.interpreter import UnknownPrimitive
+from jaxequal.numbers import elements
 from megajax.core.backend import CPU, Backend
 from megajax.core.errors import RunError
 from megajax.core.precision import OPERAND_DTYPE
-from megajax.exact.interpreter import UnknownPrimitive
-from megajax.exact.numbers import elements
 from megajax.host.garbage import rarely_collected
 from megajax.settings.config import Config
 from megajax.verify.beside import beside_training

@@ -1,4 +1,4 @@
-"""A configuration's step in numbers that are never rounded (`megajax.exact`): nothing is compiled, and no devices are
+"""A configuration's step in numbers that are never rounded (`jaxequal`): nothing is compiled, and no devices are
 needed."""
 
 import zlib
@@ -8,6 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxequal import numbers
+from jaxequal.comparison import factor
+from jaxequal.interpreter import Interpreter
+from jaxequal.numbers import PRIMES, Value, elements, is_float, seeded
 from megajax.core.backend import CPU, Backend
 from megajax.core.program.communication import Collective, collectives_of
 from megajax.core.program.loss import loss_of
@@ -15,10 +19,6 @@ from megajax.core.program.program import Program
 from megajax.core.program.state import TrainState
 from megajax.core.program.synthetic import random_batch
 from megajax.core.program.train_step import train_step_with_gradients
-from megajax.exact import numbers
-from megajax.exact.compare import factor
-from megajax.exact.interpreter import Interpreter
-from megajax.exact.numbers import PRIMES, Value, elements, is_float, seeded
 from megajax.settings.config import Config
 from megajax.verify.comparison import beside_the_scale, named_leaves, named_parts
 from megajax.verify.recording import Activation, Recording

@@ -7,12 +7,12 @@ from concurrent.futures.process import BrokenProcessPool
 import pytest
 from tiny import MIXTURE, full, tiny_config
 
+from jaxequal import numbers
+from jaxequal.interpreter import UnknownPrimitive
 from megajax.core.backend import CPU
 from megajax.core.errors import RunError
 from megajax.core.program import scoring, transfer
 from megajax.core.program.communication import Collective
-from megajax.exact import numbers
-from megajax.exact.interpreter import UnknownPrimitive
 from megajax.generation import programs
 from megajax.verify.beside import _generation as generated
 from megajax.verify.beside import beside_training

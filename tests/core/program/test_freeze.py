@@ -12,14 +12,14 @@ from field import assert_exact
 from jax.sharding import PartitionSpec
 from tiny import LLAMA, MIXTURE, full, tiny_config, tiny_program, user_error
 
+from jaxequal import numbers
+from jaxequal.arrays import total
+from jaxequal.functions import FUNCTIONS
 from megajax.core.mesh import make_mesh
 from megajax.core.models.freeze import fewer_layers, frozen_weights, untrained_layers
 from megajax.core.parallel.products import NO_FACTORS
 from megajax.core.parallel.shards import NOT_SHARDED, Shards
 from megajax.core.pipeline.stages import Layers, Sums
-from megajax.exact import numbers
-from megajax.exact.arrays import total
-from megajax.exact.functions import FUNCTIONS
 from megajax.settings.config import Config
 from megajax.verify.comparison import named_parts
 from megajax.verify.fields import Drawn, run_step

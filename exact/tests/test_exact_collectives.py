@@ -12,9 +12,9 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from megajax.core.errors import RunError
-from megajax.exact.collectives import COLLECTIVES
-from megajax.exact.numbers import constant
+from jaxequal.collectives import COLLECTIVES
+from jaxequal.errors import RunError
+from jaxequal.numbers import constant
 
 AXES = ("a", "b", "c")
 OF_ALL = P(AXES)

@@ -15,10 +15,10 @@ from jax.extend.core import Var
 from jax.sharding import AbstractMesh, AxisType, Mesh, use_abstract_mesh
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from megajax.core.errors import UserError
-from megajax.exact.flow import equations, programs
-from megajax.exact.numbers import PRIMES, Value, is_float, seeded, signed
-from megajax.exact.programs import (
+from jaxequal.errors import UserError
+from jaxequal.flow import equations, programs
+from jaxequal.numbers import PRIMES, Value, is_float, seeded, signed
+from jaxequal.programs import (
     AS_IT_IS,
     NOT_FINITE,
     OTHERWISE,

@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from megajax.exact.arrays import alike, rule
-from megajax.exact.functions import FUNCTIONS
-from megajax.exact.numbers import Value, constant, estimate, is_float, is_lowest, joined, modulo, with_lowest, zeros
+from jaxequal.arrays import alike, rule
+from jaxequal.functions import FUNCTIONS
+from jaxequal.numbers import Value, constant, estimate, is_float, is_lowest, joined, modulo, with_lowest, zeros
 
 
 def _of_devices(x: Value, dims: int) -> np.ndarray:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from megajax.exact.functions import FUNCTIONS, bitcast, converted, rounded
-from megajax.exact.numbers import (
+from jaxequal.functions import FUNCTIONS, bitcast, converted, rounded
+from jaxequal.numbers import (
     Value,
     constant,
     elements,

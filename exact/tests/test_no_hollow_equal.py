@@ -12,8 +12,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-import megajax
-from megajax.exact import compare
+import jaxequal
+from jaxequal import compare
 
 P = PartitionSpec
 
@@ -215,7 +215,7 @@ def test_a_law_that_is_missing_is_named() -> None:
     assert found.words.endswith("f takes exp of a log: see Limits in docs/exact.md")
 
 
-@megajax.exact.over_meshes(tensor=(1, 4))
+@jaxequal.over_meshes(tensor=(1, 4))
 def test_as_users_call_it(mesh: dict[str, int]) -> None:
     """A string, a static number, a step that is only a shape, gradients, a mesh of several."""
 
@@ -224,8 +224,6 @@ def test_as_users_call_it(mesh: dict[str, int]) -> None:
 
     step = jax.ShapeDtypeStruct((), jnp.int32)
     static = jax.jit(scaled, static_argnums=(0, 2))
-    megajax.exact.assert_equal(
-        static, lambda how, x, n, step: (x + x) / step, ("sum", X, 2, step), mesh, gradients=True
-    )
+    jaxequal.assert_equal(static, lambda how, x, n, step: (x + x) / step, ("sum", X, 2, step), mesh, gradients=True)
     with pytest.raises(AssertionError, match=r"^different: the output, in 32 of 32 numbers"):
-        megajax.exact.assert_equal(static, lambda how, x, n, step: x, ("sum", X, 2, step), mesh)
+        jaxequal.assert_equal(static, lambda how, x, n, step: x, ("sum", X, 2, step), mesh)

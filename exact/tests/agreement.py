@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from megajax.exact.interpreter import Interpreter
-from megajax.exact.numbers import Value, constant, elements, estimate, is_float
+from jaxequal.flow import equations
+from jaxequal.interpreter import Interpreter
+from jaxequal.numbers import Value, constant, elements, estimate, is_float
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]  # a function, and its arguments
 
@@ -43,6 +44,4 @@ class Agreement:
 
 def names_in(jaxpr: Any) -> set[str]:
     """Of all primitives in it."""
-    from megajax.core.program.communication import equations
-
-    return {equation.primitive.name for equation, _ in equations(jaxpr)}
+    return {equation.primitive.name for equation in equations(jaxpr)}

@@ -10,13 +10,13 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from megajax.core.errors import RunError
-from megajax.core.private import expansion
-from megajax.exact import contractions, indexing  # noqa: F401  # they add their rules
-from megajax.exact.arrays import ARRAYS
-from megajax.exact.collectives import COLLECTIVES, Devices
-from megajax.exact.functions import BRANCHES, FUNCTIONS
-from megajax.exact.numbers import Value, constant, elements, is_float, is_key, seeded, whole
+from jaxequal import contractions, indexing  # noqa: F401  # they add their rules
+from jaxequal.arrays import ARRAYS
+from jaxequal.collectives import COLLECTIVES, Devices
+from jaxequal.errors import RunError
+from jaxequal.functions import BRANCHES, FUNCTIONS
+from jaxequal.numbers import Value, constant, elements, is_float, is_key, seeded, whole
+from jaxequal.private import expansion
 
 MOST_TURNS = 10_000  # of a `while`
 

@@ -9,8 +9,8 @@ import pytest
 from agreement import Agreement, Case, names_in
 from jax import lax
 
-from megajax.exact.arrays import ARRAYS
-from megajax.exact.functions import FUNCTIONS
+from jaxequal.arrays import ARRAYS
+from jaxequal.functions import FUNCTIONS
 
 RNG = np.random.default_rng(0)
 X = np.arange(-6, 6, dtype=np.float32).reshape(3, 4)

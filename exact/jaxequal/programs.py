@@ -16,12 +16,11 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from megajax.core import errors
-from megajax.core.errors import RunError, UserError, told
-from megajax.exact.flow import Flow, equations, programs
-from megajax.exact.functions import BRANCHES
-from megajax.exact.interpreter import Interpreter
-from megajax.exact.numbers import (
+from jaxequal.errors import RunError, UserError, told
+from jaxequal.flow import Flow, equations, programs
+from jaxequal.functions import BRANCHES
+from jaxequal.interpreter import Interpreter
+from jaxequal.numbers import (
     Value,
     constant,
     drawn,
@@ -154,7 +153,7 @@ def line_of(equation: Any) -> str:
 
 def _whence(error: BaseException | None) -> str:
     """Where in the user's code an error of tracing is from, and what helps if a mesh is the cause."""
-    ours = (*(str(Path(each).parent) for each in (__file__, errors.__file__, jax.__file__)), "<frozen")
+    ours = (*(str(Path(each).parent) for each in (__file__, jax.__file__)), "<frozen")
     frames = traceback.extract_tb(error.__traceback__ if error else None)
     lines = [f" ({each.filename}:{each.lineno})" for each in frames if not each.filename.startswith(ours)]
     meshes = (

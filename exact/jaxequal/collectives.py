@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from megajax.core.errors import RunError
-from megajax.exact.arrays import dims, largest, rule, total
-from megajax.exact.numbers import Value
+from jaxequal.arrays import dims, largest, rule, total
+from jaxequal.errors import RunError
+from jaxequal.numbers import Value
 
 COLLECTIVES: dict[str, Callable[..., Any]] = {}
 

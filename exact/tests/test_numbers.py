@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.exact import numbers
-from megajax.exact.arrays import total
-from megajax.exact.functions import converted
-from megajax.exact.numbers import (
+from jaxequal import numbers
+from jaxequal.arrays import total
+from jaxequal.functions import converted
+from jaxequal.numbers import (
     INFINITE,
     LOWEST,
     PRIMES,

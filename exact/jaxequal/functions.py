@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import scipy.special
 
-from megajax.exact import numbers as field
-from megajax.exact.numbers import Value, constant, elements, estimate, is_float, joined, oracle, ordered, whole
+from jaxequal import numbers as field
+from jaxequal.numbers import Value, constant, elements, estimate, is_float, joined, oracle, ordered, whole
 
 
 def converted(x: Value, before: Any, after: Any) -> Value:

@@ -10,10 +10,10 @@ import pytest
 from agreement import Agreement, Case, exactly, names_in
 from jax import lax
 
-from megajax.core.errors import RunError
-from megajax.exact import interpreter
-from megajax.exact.interpreter import CONTROL, Interpreter, UnknownPrimitive
-from megajax.exact.numbers import Value, constant, drawn, elements, with_lowest
+from jaxequal import interpreter
+from jaxequal.errors import RunError
+from jaxequal.interpreter import CONTROL, Interpreter, UnknownPrimitive
+from jaxequal.numbers import Value, constant, drawn, elements, with_lowest
 
 X = np.arange(12, dtype=np.float32).reshape(3, 4) - 5
 BRANCHES: list[Callable[..., Any]] = [lambda x: x, lambda x: 2 * x, lambda x: -x]

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from megajax.core.errors import RunError
-from megajax.exact.arrays import alike, padded, rule
-from megajax.exact.functions import FUNCTIONS, of_integers
-from megajax.exact.numbers import (
+from jaxequal.arrays import alike, padded, rule
+from jaxequal.errors import RunError
+from jaxequal.functions import FUNCTIONS, of_integers
+from jaxequal.numbers import (
     LOWEST,
     Value,
     add,
