@@ -62,6 +62,12 @@ def test_no_help_needs_more_than_the_configuration() -> None:
     assert found.returncode == 0, found.stderr
 
 
+def test_the_exact_comparison_is_a_package_of_its_own() -> None:
+    """Its errors end a command as ours do: they are the same."""
+    assert all(getattr(megajax.exact, name) is getattr(jaxequal, name) for name in megajax.exact.__all__)
+    assert (megajax.UserError, megajax.RunError) == (jaxequal.UserError, jaxequal.RunError)
+
+
 def test_private_names_stand_in_one_module() -> None:
     """Those of JAX and Orbax, each with the public way that is hoped for; in one of each package."""
     found = {
