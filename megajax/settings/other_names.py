@@ -1,9 +1,11 @@
-"""Names of our options in other systems: Megatron-LM, Hugging Face's Trainer, torchtitan, DeepSpeed."""
+"""Names of our options in other systems (Megatron-LM, Hugging Face's Trainer, torchtitan, DeepSpeed), and those of
+options that we removed."""
 
 import re
 from collections.abc import Collection
+from typing import Any, NamedTuple
 
-from megajax.core.options import suggest
+from megajax.core.options import shown, suggest
 
 _BATCH = "--train.global-batch, in sequences over all devices; --train.microbatch is a device's"
 _ACCUMULATION = "--train.global-batch / (--train.microbatch x --mesh.data), which follows from these"
@@ -70,10 +72,39 @@ _OURS = {
 OURS = {theirs: ours for ours, names in _OURS.items() for theirs in names.split()}
 
 
+class Removed(NamedTuple):
+    """An option that is gone. Presets and runs of before may have it with values that mean what is done now."""
+
+    fixed: Any  # what it is fixed to
+    same: tuple[Any, ...] = ()  # other values that mean the same
+    instead: str = ""  # what to use in its place, if anything
+
+
+REMOVED = {
+    "optimizer.muon_a": Removed(3.4445),
+    "optimizer.muon_b": Removed(-4.775),
+    "optimizer.muon_c": Removed(2.0315),
+    "optimizer.max_skipped": Removed(20),
+    "loss_scale.growth": Removed(2.0),
+    "loss_scale.growth_every": Removed(1000),
+    "loss_scale.backoff": Removed(0.5),
+    "loss_scale.floor": Removed(1.0),
+    "pipeline.max_deferred": Removed(-1),
+}
+
+
+def means_nothing(key: str, value: object) -> bool:
+    """Whether it is a removed option with a value that it is fixed to."""
+    return key in REMOVED and value in (REMOVED[key].fixed, *REMOVED[key].same)
+
+
 def nearest(unknown: str, valid: Collection[str], otherwise: str) -> str:
-    """The end of an error message about an unknown flag or key: our name for it, or the nearest valid ones, or
-    `otherwise`."""
+    """The end of an error message about an unknown flag or key: what a removed one is fixed to, our name for another's,
+    or the nearest valid ones, or `otherwise`."""
     name = unknown.lstrip("-").replace("-", "_").lower()
+    if removed := REMOVED.get(name.removeprefix("no_")):
+        use = f"; valid: {removed.instead}" if removed.instead else ""
+        return f"megajax removed it, and it is always {shown(removed.fixed)}{use}"
     found = OURS.get(name) or OURS.get(name.rpartition(".")[2], "")
     flag = re.split("[ ,]", found)[0]
     key = flag.removeprefix("--").replace("-", "_")

@@ -2,7 +2,7 @@
 
 import os
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from megajax.data.tasks.registry import PRETRAINING, TASKS
 from megajax.host.paths import identity, scheme
 from megajax.settings.checks import check_values
 from megajax.settings.config import RUN_HORIZON, RUN_MARK, Config
-from megajax.settings.other_names import nearest
+from megajax.settings.other_names import means_nothing, nearest
 from megajax.settings.plugins import Unproven, lasting, load_plugins_of
 from megajax.settings.preset_files import find_preset, parse_toml, preset_folders, read_file
 
@@ -166,7 +166,7 @@ def _read(place: str, content: bytes, remote: bool, in_run: bool | None = None) 
     table = options(Config)
     starts = [key for key in values if of_run and key in table and table[key].trait(PerStart) is not None]
     of_start = {key: value for key in starts if (value := values.pop(key)) != table[key].default}
-    values = {key: _convert(key, value, f"{place}: {key}") for key, value in values.items()}
+    values = _converted(values, lambda key: f"{place}: {key}")
     if "plugins" in values and (of_run or remote):
         values["plugins"] = named = Unproven(values["plugins"])
         named.place = place
@@ -190,8 +190,13 @@ def _is_steps(value: object) -> bool:
     return type(value) is int and 0 <= value <= MOST
 
 
+def _converted(values: Mapping[str, Any], name: Callable[[str], str]) -> dict[str, Any]:
+    """Values by key as the types of these, without removed options that have what they are fixed to; `name` is what
+    error messages call a key: its flag (a key may already be one), or the key with its file."""
+    return {key: _convert(key, value, name(key)) for key, value in values.items() if not means_nothing(key, value)}
+
+
 def _convert(key: str, value: object, name: str) -> Any:
-    """`value` converted to the type of `key`; `name` is the flag, or the key with its file, for error messages."""
     table = options(Config)
     if key not in table:
         section = key.rpartition(".")[0]
@@ -245,11 +250,8 @@ def resolve(
     can keep the value that it started with.
     """
     load_plugins_of(preset, overrides or {})
-    overrides = {
-        key: _convert(key, value, f"--{key.lstrip('-').replace('_', '-')}")  # the key may already be a flag
-        for key, value in (overrides or {}).items()
-    }
-    values = _replaced({key: _convert(key, value, key) for key, value in preset.items()}, overrides)
+    overrides = _converted(overrides or {}, lambda key: f"--{key.lstrip('-').replace('_', '-')}")
+    values = _replaced(_converted(preset, lambda key: key), overrides)
     values = of_task(values) | values
     if "plugins" in values:
         values["plugins"] = lasting(values["plugins"])
