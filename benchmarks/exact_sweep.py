@@ -65,7 +65,6 @@ OTHERS = ("precision", "data.reset_attention")  # beside those of the model, of 
 WAYS = ("sequence_parallel", "train.remat", "model.context_attention", "model.scan_layers")
 WAYS += ("optimizer.zero", "optimizer.zero_ranks")
 NUMBERS: dict[str, list[Any]] = {
-    "pipeline.max_deferred": [-1, 0, 1, 3],
     "train.microbatch": [1, 2],
     "train.ema": [0.0, 0.9],
     "train.freeze": [(), ("embedding",), ("layers.0-1",), ("head", "layers.0.attention")],

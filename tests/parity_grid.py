@@ -2,7 +2,6 @@
 configuration each is."""
 
 import itertools
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -115,12 +114,6 @@ def pairwise(rows: list[tuple], apart: dict = APART, seed: int | None = None) ->
     return [rows[number] for number in cover(with_kinds, meetings, seed)]
 
 
-def limited(rows: Iterable[tuple]) -> list[tuple]:
-    """Those that defer weight gradients with every limit in turn: as many as help, none and one."""
-    limits = itertools.cycle(["deferred", "deferred-0", "deferred-1"])
-    return [tuple(next(limits) if value == "deferred" else value for value in row) for row in rows]
-
-
 USUAL = [(4, 1, 2), (1, 1, 8), (2, 2, 2), (1, 4, 2)]  # every two axes, and every axis without another
 DEEP = row(mesh=(1, 8, 1), schedule="interleaved-2", vocabulary="split", weight_gradients="deferred")
 UNPIPED = row(mesh=(4, 1, 2), remat="stage", zero=3, microbatches="fewer", layers="divisible", sequence_parallel=True)
@@ -129,7 +122,7 @@ FEW_MODELS = [
     row(schedule="interleaved-2", vocabulary="split", remat="selective", zero=3, model="llama-muon"),
     row(mesh=(1, 2, 4), weight_gradients="deferred", sequence_parallel=True, model="qwen3"),
 ]
-PAIRS = limited(pairwise(ALL))  # every two columns meet
+PAIRS = pairwise(ALL)  # every two columns meet
 # A row of all that can be divided; by default rows are in `test_field.py`.
 DEFAULT = [row(schedule="interleaved-2", vocabulary="split", remat="selective", zero=3)]
 # The whole grid, in exact numbers (`test_field.py`): every three columns meet, and every two on every mesh.
@@ -148,7 +141,7 @@ def pipeline_code(row: tuple) -> bool:
     return row[MESH] == (2, 2, 2) and row[ZERO:] == (1, False, "gpt2") and inside
 
 
-PIPELINES = limited(filter(pipeline_code, ALL))
+PIPELINES = list(filter(pipeline_code, ALL))
 # Heads of tasks: every two columns meet. A choice has the head of classes.
 HEADS = [f"bert-{order}-{head}" for head in ("classes", "span") for order in ("pre", "post")]
 BERTS = [row[:-1] for row in ALL if row[MESH] in USUAL and row[-1] == "bert-pre"]
@@ -201,7 +194,8 @@ def config_of(row: tuple, **others: Any) -> Config:
     assert ROWS % (data * number) == 0
     options = {"schedule": schedule, "chunks": int(chunks), "vocabulary": vocabulary, "remat": remat, "zero": zero}
     options |= {"sequence_parallel": sequence_parallel, "microbatch": ROWS // data // number, "global_batch": ROWS}
-    return tiny_config(mesh, **options | deferring(weight_gradients) | size | of(model) | others)
+    options |= {"weight_gradients": weight_gradients}
+    return tiny_config(mesh, **options | size | of(model) | others)
 
 
 def of(model: str) -> dict[str, Any]:
@@ -210,9 +204,3 @@ def of(model: str) -> dict[str, Any]:
         return others[model]
     family, order, head = (*model.split("-"), *("", "")[model.count("-") :])
     return {"family": family, "layer_order": order or "pre", "head": head or "pretraining"}
-
-
-def deferring(weight_gradients: str) -> dict[str, Any]:
-    """What a word of the grid says."""
-    word, _, most = weight_gradients.partition("-")
-    return {"weight_gradients": word, "max_deferred": int(most or -1)}

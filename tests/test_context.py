@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from field import loss_and_exact_gradients
-from parity_grid import cover, deferring, name, of
+from parity_grid import cover, name, of
 from tiny import LATENT, LLAMA, drawn_params, full, tiny_config, tiny_program
 
 from megajax.core.backend import CPU
@@ -100,7 +100,7 @@ def config_of(row: tuple, **others: Any):
     mesh, way, _, _, _, remat, schedule, vocabulary, weight_gradients, zero, split = row
     kind, _, chunks = schedule.rpartition("-")
     options = {"remat": remat, "schedule": kind, "chunks": int(chunks), "vocabulary": vocabulary, "zero": zero}
-    options |= deferring(weight_gradients) | {"sequence_parallel": split, "context_attention": way}
+    options |= {"weight_gradients": weight_gradients, "sequence_parallel": split, "context_attention": way}
     return tiny_config(mesh, **options | model_of(row) | {"microbatch": ROWS // mesh[0] // 2 or 1} | others)
 
 

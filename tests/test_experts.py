@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from parity_grid import cover, deferring, name
+from parity_grid import cover, name
 from tiny import MIXTURE, tiny_config, tiny_program, user_error
 
 from megajax.core.models.attention_mask import CAUSAL
@@ -78,7 +78,7 @@ def config_of(row: tuple, **others: Any):
     kind, _, chunks = schedule.rpartition("-")
     options = {"remat": remat, "schedule": kind, "chunks": int(chunks), "zero": zero, "sequence_parallel": split}
     microbatch = max(1, ROWS // (mesh[0] * expert) // 2)
-    options |= deferring(weight_gradients) | {"microbatch": microbatch, "expert": expert}
+    options |= {"weight_gradients": weight_gradients, "microbatch": microbatch, "expert": expert}
     return tiny_config(mesh, **options | model_of(capacity, balance, *parts) | others)
 
 

@@ -7,7 +7,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from parity_grid import DEEP, DEFAULT, REST, ROWS, config_of, deferring, name, of
+from parity_grid import DEEP, DEFAULT, REST, ROWS, config_of, name, of
 from parity_grid import row as row_of
 from tiny import full, tiny_config, tiny_program
 
@@ -72,10 +72,10 @@ EXACT = [  # schedule, chunks, vocabulary, zero, model
     ("interleaved", 2, "split", 3, "llama"),
     ("1f1b", 1, "replicated", 1, "qwen3"),
 ]
-EXACT_DEFERRED = [  # what is limited, and where products gather or slice for themselves
+EXACT_DEFERRED = [  # and where products gather or slice for themselves
     (*EXACT[0], (2, 2, 2), "none", "deferred"),
-    (*EXACT[1], (2, 2, 2), "layer", "deferred-0"),
-    (*EXACT[2], (2, 2, 2), "selective", "deferred-1"),
+    (*EXACT[1], (2, 2, 2), "layer", "deferred"),
+    (*EXACT[2], (2, 2, 2), "selective", "deferred"),
     (*EXACT[3], (2, 2, 2), "none", "deferred"),
     (*EXACT[4], (2, 2, 2), "stage", "deferred"),
     (*EXACT[5], (2, 2, 2), "layer", "deferred"),
@@ -106,7 +106,12 @@ def test_what_is_left_is_rounding(schedule, chunks, vocabulary, zero, model, mes
     common = {"precision": "fp64", "num_layers": 5, "sequence_length": 136, "global_batch": 12, **of(model)}
     with jax.enable_x64(True):
         expected = trace(tiny_config(microbatch=12, **common), 2)
-        pipeline = {"schedule": schedule, "chunks": chunks, "vocabulary": vocabulary, **deferring(weight_gradients)}
+        pipeline = {
+            "schedule": schedule,
+            "chunks": chunks,
+            "vocabulary": vocabulary,
+            "weight_gradients": weight_gradients,
+        }
         tensor_parallel = {"sequence_parallel": zero > 0 and mesh[-1] > 1}
         split = {"zero": zero, "expert": 8 // math.prod(mesh), **tensor_parallel}
         actual = trace(tiny_config(mesh, microbatch=2, remat=remat, **split, **pipeline, **common), 2)
@@ -169,7 +174,7 @@ def reset_reference() -> Trace:
 @pytest.mark.full
 @pytest.mark.parametrize(
     "options",
-    [{"zero": 1}, *(RESET[0] | {"remat": "layer"} | deferring(word) for word in DEFERRING)],
+    [{"zero": 1}, *(RESET[0] | {"remat": "layer"} | {"weight_gradients": word} for word in DEFERRING)],
     ids=["1f1b", *DEFERRING],
 )
 def test_as_users_compile(options, monkeypatch):
@@ -249,8 +254,8 @@ IDLE = [
     row_of(schedule="interleaved-2", remat="layer", **FOUR),
     row_of(schedule="interleaved-2", vocabulary="split", **FOUR),
     row_of(remat="selective", weight_gradients="deferred", **FOUR),
-    row_of(schedule="gpipe-1", vocabulary="split", remat="stage", weight_gradients="deferred-1", **FOUR),
-    row_of(schedule="interleaved-2", remat="layer", weight_gradients="deferred-0", **FOUR),
+    row_of(schedule="gpipe-1", vocabulary="split", remat="stage", weight_gradients="deferred", **FOUR),
+    row_of(schedule="interleaved-2", remat="layer", weight_gradients="deferred", **FOUR),
 ]
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megajax.core.pipeline.deferral import Deferring
+from megajax.core.pipeline.deferral import PassTimes
 from megajax.core.pipeline.schedule import make_schedule
 from megajax.core.pipeline.timing import StageTimes, timeline
 from megajax.plan.machines import MACHINES, Machine
@@ -75,7 +75,7 @@ def _meant(file: Path) -> str:
 
 def _spans(stages: int, microbatches: int, name: str, chunks: int, deferred: bool) -> str:
     """The passes of a schedule, with their times."""
-    table = make_schedule(name, stages, microbatches, chunks, Deferring() if deferred else None)
+    table = make_schedule(name, stages, microbatches, chunks, PassTimes() if deferred else None)
     return repr([dataclasses.astuple(span) for span in timeline(table, StageTimes.equal(table))[1]])
 
 

@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
         "forward, then its backward, then its deferred weight gradients.",
         "megajax schedule --mesh.pipe P --microbatches M [--flag value ...]",
     )
-    fields = "schedule", "chunks", "weight_gradients", "max_deferred"
+    fields = "schedule", "chunks", "weight_gradients"
     parser.add_config_flags("mesh.pipe", *(f"pipeline.{field}" for field in fields))
     add_flag(parser, Option("microbatches", int, MISSING, "microbatches per step"), required=True)
     for name, what in _PASSES.items():
@@ -137,15 +137,12 @@ def _print(pipeline: PipelineConfig, table: Schedule, times: PassTimes, step: St
 
 def _deferral_lines(pipeline: PipelineConfig, table: Schedule, times: PassTimes, step: StepTime) -> list[str]:
     """What deferring weight gradients gains and costs, next to published figures."""
-    deferring = pipeline.deferring(times)
-    assert table.deferral is not None and deferring is not None
+    assert table.deferral is not None
     shape = table.num_stages, table.num_microbatches, table.num_chunks
     without = make_schedule(pipeline.schedule, *shape)
     together = step_time(without, StageTimes.equal(without, times))
-    formula = deferred_bubble(pipeline.schedule, *shape, deferring)
+    formula = deferred_bubble(pipeline.schedule, *shape, times)
     each = times.weight_gradient / table.num_chunks
-    waiting, allowed = max(pending_weights(table)), deferring.waiting(table.num_stages)
-    help_of = "" if waiting == allowed else f"help of the {allowed} that "
     (h1, h1_in_flight), (h2, h2_in_flight) = published_zero_bubble(table.num_stages, times).values()
     entries = kept_entries(table)
     of_formula = "no formula for this case" if formula is None else f"by formula {formula:g}"
@@ -156,8 +153,8 @@ def _deferral_lines(pipeline: PipelineConfig, table: Schedule, times: PassTimes,
         f"{together.idle:g} -> {step.idle:g} ({of_formula})",
         f"published         ZB-H1 idles {h1:g} with {h1_in_flight} microbatches in flight, ZB-H2 {h2:g} with "
         f"{h2_in_flight} (arXiv 2401.10241); here {step.idle:g} with {max(entries) / table.num_chunks:g}",
-        f"pending chunks    {waiting}, all that {help_of}--pipeline.max-deferred allows; each saves "
-        f"up to {each:g}, {each / together.wall:.1%} of the step,",
+        f"pending chunks    {max(pending_weights(table))}, as many as help; each saves up to {each:g}, "
+        f"{each / together.wall:.1%} of the step,",
         "                  and keeps its factors: about 16 D numbers per token and layer, for any --train.remat "
         "(which itself keeps 16 D for none, D for layer)",
     ]

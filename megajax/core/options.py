@@ -65,7 +65,6 @@ AT_LEAST_ONE = between(1, MOST)
 AT_LEAST_ZERO = between(0, MOST)
 MORE_THAN_ZERO = above(0, MOST)
 SHARE = Range(lambda x: 0 <= x < 1, "0 or more and less than 1")
-POSITIVE_SHARE = Range(lambda x: 0 < x < 1, "more than 0 and less than 1")
 SEED = between(0, 2**31 - 1)
 NOT_EMPTY = Range(bool, "one character or more")
 

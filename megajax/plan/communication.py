@@ -20,7 +20,7 @@ from megajax.core.models.freeze import is_head
 from megajax.core.models.prediction import prediction_losses
 from megajax.core.parallel.collectives import PIPE, TENSOR, spec_axes
 from megajax.core.parallel.shards import NOT_SHARDED
-from megajax.core.pipeline.deferral import Deferring
+from megajax.core.pipeline.deferral import PassTimes
 from megajax.core.pipeline.schedule import make_schedule
 from megajax.core.pipeline.table import Deferral
 from megajax.core.program.communication import Collective
@@ -330,7 +330,7 @@ def _sharded_per_use(room: str, weights: Iterable[Weight]) -> list[Weight]:
 
 
 @lru_cache(maxsize=256)
-def _deferral(schedule: str, pipe: int, microbatches: int, chunks: int, deferring: Deferring | None) -> Deferral:
+def _deferral(schedule: str, pipe: int, microbatches: int, chunks: int, deferring: PassTimes | None) -> Deferral:
     deferral = make_schedule(schedule, pipe, microbatches, chunks, deferring).deferral
     assert deferral is not None
     return deferral

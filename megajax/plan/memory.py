@@ -15,7 +15,7 @@ from megajax.core.models.freeze import PREDICTION
 from megajax.core.models.grouped import kernels_can
 from megajax.core.optim.own import own_optimizer
 from megajax.core.pipeline.config import PipelineConfig
-from megajax.core.pipeline.deferral import Deferring
+from megajax.core.pipeline.deferral import PassTimes
 from megajax.core.pipeline.schedule import make_schedule
 from megajax.core.precision import COMPUTE_DTYPE
 from megajax.core.program.memory import kept_bytes, whole_bytes
@@ -172,7 +172,7 @@ def padding(config: Config, needed: Memory) -> int:
     return of_layers * (slots - int(step.placement.counts.sum(0).min())) // slots
 
 
-def _buffers(name: str, pipe: int, microbatches: int, chunks: int, deferring: Deferring | None) -> tuple[int, int, int]:
+def _buffers(name: str, pipe: int, microbatches: int, chunks: int, deferring: PassTimes | None) -> tuple[int, int, int]:
     """How many chunks a schedule saves, how many chunks' factors, and how many activations are in transit or waiting
     (stage inputs or outputs). They are those of fewer microbatches where the schedule repeats itself; GPipe keeps
     one more of each for every microbatch."""
@@ -185,7 +185,7 @@ def _buffers(name: str, pipe: int, microbatches: int, chunks: int, deferring: De
 
 
 @lru_cache(maxsize=4096)
-def _counted(name: str, pipe: int, microbatches: int, chunks: int, deferring: Deferring | None) -> tuple[int, int, int]:
+def _counted(name: str, pipe: int, microbatches: int, chunks: int, deferring: PassTimes | None) -> tuple[int, int, int]:
     """The same, from the schedule's table."""
     table = make_schedule(name, pipe, microbatches, chunks, deferring)
     if pipe == 1:

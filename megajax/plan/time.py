@@ -22,7 +22,7 @@ from megajax.core.models.attention_mask import AttentionMask
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.flops import step_flops, step_products
 from megajax.core.pipeline.config import PipelineConfig
-from megajax.core.pipeline.deferral import Deferring, PassTimes
+from megajax.core.pipeline.deferral import PassTimes, most_pending
 from megajax.core.pipeline.placement import Placement
 from megajax.core.pipeline.schedule import make_schedule
 from megajax.core.pipeline.timing import StageTimes, deferred_bubble, published_bubble, wall_time
@@ -336,7 +336,7 @@ def _uneven_waits(name: str, m: int, forward: np.ndarray, backward: np.ndarray) 
     return waits
 
 
-def _waits(name: str, p: int, m: int, v: int, deferring: Deferring | None, passes: list[float]) -> float:
+def _waits(name: str, p: int, m: int, v: int, deferring: PassTimes | None, passes: list[float]) -> float:
     """How long the busiest of equal stages waits, by formula.
 
     With deferred weight gradients and fewer than 2p microbatches there is no formula: the saving is read off tables of
@@ -355,4 +355,4 @@ def _waits(name: str, p: int, m: int, v: int, deferring: Deferring | None, passe
         saved = (p - 1 + min(m - p, p - 1)) / v
     else:
         saved = min(p - 1 / v, (p - 1) / v + 2 * (1 - 1 / v) * (p - m))
-    return together - min(saved, deferring.waiting(p) / v) * passes[-1]
+    return together - min(saved, most_pending(p) / v) * passes[-1]

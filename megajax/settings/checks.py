@@ -49,15 +49,17 @@ def check_values(config: Config) -> None:
         )
     check_read(optimizer, "optimizer")
     check_cooldown(optimizer)
-    if optimizer.schedule != "constant":
-        _check_order(config, "optimizer.min_learning_rate", "optimizer.learning_rate")
+    low, high = optimizer.min_learning_rate, optimizer.learning_rate
+    if optimizer.schedule != "constant" and low > high:
+        raise UserError(
+            f"--optimizer.min-learning-rate {low} is above --optimizer.learning-rate {high}; valid: at most {high}"
+        )
     computes_in = "bf16" if config.precision == "fp8" else config.precision
     if optimizer.gradient_dtype not in ("fp32", computes_in):
         valid = f"fp32, or --precision {optimizer.gradient_dtype}"
         raise _conflict(config, "optimizer.gradient_dtype", "precision", valid=valid)
     _check_data(config.data)
     _check_validation(config)
-    _check_order(config, "loss_scale.floor", "loss_scale.initial")
     keys = ("distributed.coordinator", "distributed.num_processes", "distributed.process_id")
     if _all_given(config, keys) and distributed.process_id >= distributed.num_processes:
         valid = f"0 to {distributed.num_processes - 1}"
@@ -73,14 +75,6 @@ def _conflict(config: Config, *keys: str, valid: object, why: str = "") -> UserE
     """The error for options whose values conflict."""
     given = " with ".join(as_flag(key, attrgetter(key)(config)) for key in keys)
     return UserError(f"{given}{why}; valid: {valid}")
-
-
-def _check_order(config: Config, lower: str, upper: str) -> None:
-    """Check that the option `lower` does not exceed the option `upper`."""
-    low, high = attrgetter(lower, upper)(config)
-    if low > high:
-        flags = [options(Config)[key].flag for key in (lower, upper)]
-        raise UserError(f"{flags[0]} {low} is above {flags[1]} {high}; valid: at most {high}")
 
 
 def _all_given(config: Config, keys: Sequence[str]) -> bool:

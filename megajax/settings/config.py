@@ -222,10 +222,11 @@ def to_toml(config: Config, horizon: Horizon | None = None) -> str:
     keeps of its schedule when it is resumed."""
     import tomli_w
 
-    tables = asdict(replace(config, own_optimizer=None, own_loss=None))
-    del tables["mesh"]["replica"]  # follows from the others
-    values = {key: value for key, value in tables.items() if value is not None}
-    return tomli_w.dumps({RUN_MARK: True} | values | ({RUN_HORIZON: horizon._asdict()} if horizon else {}))
+    tables: dict[str, Any] = {RUN_MARK: True}
+    for key, value in to_values(config).items():
+        section, _, name = key.rpartition(".")
+        (tables.setdefault(section, {}) if section else tables)[name] = value
+    return tomli_w.dumps(tables | ({RUN_HORIZON: horizon._asdict()} if horizon else {}))
 
 
 def to_values(config: Config) -> dict[str, Any]:

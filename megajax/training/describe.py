@@ -106,11 +106,11 @@ def pipeline_lines(program: Program) -> list[str]:
     ]
     if deferring is None:
         return lines
-    saved = deferring.times.weight_gradient / table.num_chunks / together.wall
+    saved = deferring.weight_gradient / table.num_chunks / together.wall
     factors = factor_bytes(program) / 2**20
     lines.append(
-        f"weight gradients: deferred for up to {max(pending_weights(table))} chunks per stage "
-        f"(--pipeline.max-deferred); each saves up to {saved:.2%} of the step and takes "
+        f"weight gradients: deferred for up to {max(pending_weights(table))} chunks per stage; "
+        f"each saves up to {saved:.2%} of the step and takes "
         f"{factors:,.1f} MiB; the buffer takes {table.num_factor_slots * factors:,.1f} MiB"
     )
     return lines

@@ -12,6 +12,8 @@ from megajax.core.precision import BESIDE
 from megajax.plan.machines import peak_of_device
 from megajax.settings.config import Config
 
+MOST_SKIPPED = 20  # steps in a row
+
 
 class Speed:
     """The FLOPs of a sequence, and the devices that compute it."""
@@ -55,8 +57,8 @@ class SkippedSteps:
 
     @property
     def too_many(self) -> bool:
-        """Whether more than `optimizer.max_skipped` steps in a row were skipped."""
-        return self._in_row > self._config.optimizer.max_skipped
+        """Whether more than `MOST_SKIPPED` steps in a row were skipped."""
+        return self._in_row > MOST_SKIPPED
 
     def count(self, step: int, metrics: Mapping[str, float]) -> str:
         """Count a step; returns why it was skipped, or an empty string if it was not."""
@@ -65,12 +67,10 @@ class SkippedSteps:
             return ""
         self.total, self._in_row = self.total + 1, self._in_row + 1
         reason = f"step {step}: the loss is {metrics['loss']:.6g}, the gradient norm {metrics['grad_norm']:.6g}"
-        optimizer = self._config.optimizer
         if self.too_many:
-            in_row = f"{self._in_row} steps in a row were skipped"
-            return f"{reason}: {in_row} (--optimizer.max-skipped {optimizer.max_skipped})"
+            return f"{reason}: {self._in_row} steps in a row were skipped"
         if self._config.precision == "fp16":
             reason += f" with loss scale {metrics['loss_scale']:g}"
         if math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]):
-            reason += f", far above recent ones (--optimizer.skip-above {optimizer.skip_above:g})"
+            reason += f", far above recent ones (--optimizer.skip-above {self._config.optimizer.skip_above:g})"
         return reason

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from megajax.core.pipeline.deferral import Deferring
+from megajax.core.pipeline.deferral import PassTimes
 from megajax.core.pipeline.measuring import Part
 from megajax.core.pipeline.schedule import make_schedule
 from megajax.core.pipeline.timing import StageTimes, published_bubble, step_time, wall_time
@@ -192,19 +192,16 @@ def _deferral(program: Program, found: Profile) -> list[str]:
     pipeline, pipe = program.config.pipeline, program.config.mesh.pipe
     deferred = with_weight_gradients(program, "deferred")
     residuals, factors = residual_bytes(deferred) / 2**20, factor_bytes(deferred) / 2**20
-    helpful = 2 * (pipe - 1)
-    limits = {0, helpful, min(helpful, pipeline.max_deferred) if pipeline.max_deferred >= 0 else helpful}
-    limits |= {2**power for power in range(helpful.bit_length()) if 2**power < helpful}
     unit, scale, _ = unit_of_times(found.step)
     lines = [
         f"weight gradients   deferred, a chunk keeps {factors:,.1f} MiB of factors until they are "
         f"computed, beside {residuals:,.1f} MiB until its backward; from the table and the "
         "passes' times, with p2p transfers:",
-        f"{'max-deferred':<13} {f'step {unit}':>8} {'of together':>12} {'factors MiB':>12} {'residuals MiB':>14}",
+        f"{'':<13} {f'step {unit}':>8} {'of together':>12} {'factors MiB':>12} {'residuals MiB':>14}",
     ]
     together = 0.0
-    for most in (None, *sorted(limits)):
-        deferring = None if most is None else Deferring(most=most)
+    for most in (None, "deferred"):
+        deferring = None if most is None else PassTimes()
         table = make_schedule(pipeline.schedule, pipe, program.num_microbatches, pipeline.chunks, deferring)
         seconds = wall_time(table, found.times if most is None else found.apart)
         together = together or seconds

@@ -66,13 +66,11 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
     optimizer = dataclasses.replace(
         config.optimizer, cooldown_steps=cooldown, zero_ranks=ranks if mesh.replica > 1 else 0
     )
-    most = config.pipeline.max_deferred
-    if 0 < most < 2 * (config.mesh.pipe - 1):  # it limits the large pipeline, so let it limit the small one too
-        most = min(most, max(1, 2 * (mesh.pipe - 1) - 1))
     placed = ",".join(map(str, counts)) or "even"
-    pipeline = dataclasses.replace(config.pipeline, max_deferred=most, layers=placed)
+    pipeline = dataclasses.replace(config.pipeline, layers=placed)
     alone = dataclasses.replace(config, distributed=DistributedConfig(), mesh=mesh)
     small = dataclasses.replace(alone, model=model, train=train, pipeline=pipeline, optimizer=optimizer)
+    small = dataclasses.replace(small, loss_scale=dataclasses.replace(config.loss_scale, growth_every=2))
     if with_our_optimizer(config) is not config:
         notes.append(f"compiled checks use AdamW in place of --optimizer.name {config.optimizer.name} (docs/own.md)")
     return Shrunk(_by_traits(small), tuple(notes))

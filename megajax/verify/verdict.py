@@ -132,9 +132,9 @@ def loss_scales(run: MeshRun) -> Finding:
             wrong.append(f"step {step}: {metrics['loss_scale']:g} instead of {scale:g}")
         good = 0 if metrics["skipped"] else good + 1 if step < len(run.metrics) else 1
         if metrics["skipped"]:
-            scale = max(scale * config.backoff, config.floor)
+            scale = max(scale / 2, 1.0)
         elif good >= config.growth_every:
-            scale, good = min(scale * config.growth, 2.0**64), 0
+            scale, good = min(scale * 2, 2.0**64), 0
     return Finding(f"{run.config.precision} loss scale", len(wrong), 0, some(wrong))
 
 

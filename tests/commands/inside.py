@@ -144,10 +144,9 @@ class _Programs:
 
 def _shared(config: Config, place: tuple[Any, ...], make: Callable[[], Program]) -> Program:
     names = ("seed", "precision", "sequence_parallel", "model", "lora", "mesh", "pipeline", "loss_scale")
-    optimizer = dataclasses.replace(config.optimizer, max_skipped=0)  # which the host alone knows
     train = config.train
     batches = train.global_batch, train.microbatch, train.remat, train.ema, train.freeze, config.data.reset_attention
-    key = *(getattr(config, name) for name in names), optimizer, *batches, *place
+    key = *(getattr(config, name) for name in names), config.optimizer, *batches, *place
     if key not in _programs:
         _programs[key] = make()
     program = copy.copy(_programs[key])

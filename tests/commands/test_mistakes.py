@@ -150,7 +150,7 @@ OTHER_COMMANDS = [
         --pipeline.schedule zigzag | --pipeline.chunks 2 --pipeline.schedule interleaved |
         --mesh.pipe 2 --pipeline.schedule interleaved => --pipeline.chunks 1 | --mesh.pipe 2 --pipeline.chunks 2 |
         --forward-time 0 | --input-gradient-time=-1 | --weight-gradient-time nan | --weight-gradient-time inf |
-        --pipeline.weight-gradients later | --pipeline.max-deferred -2 | --microbatch 2
+        --pipeline.weight-gradients later | --microbatch 2
         """,
     ),
 ]

@@ -42,13 +42,13 @@ def test_a_run_goes_from_bf16_to_fp8_and_back(commands: Commands, straight: Run,
         assert loss == pytest.approx(expected, abs=0.05), step
 
 
-FP16 = ("--precision", "fp16", "--loss-scale.initial", 2.0**26, "--loss-scale.growth-every", 4)
+FP16 = ("--precision", "fp16", "--loss-scale.initial", 2.0**26)
 FP16 += ("--optimizer.gradient-dtype", "fp16", "--optimizer.zero", 3, "--sequence-parallel")
 
 
 @pytest.mark.full
 def test_skipped_steps_survive_a_resume(commands: Commands, tmp_path: Path) -> None:
-    """The learning rate waits for them; the scale comes down and later grows."""
+    """The learning rate waits for them; the scale comes down."""
     straight, stopped, steps = tmp_path / "straight", tmp_path / "stopped", 14
     flags = ("--checkpoint.every", 2, "--train.eval-every", 20, *FP16)
     commands.train(straight, *flags, "--train.steps", steps)
@@ -60,7 +60,6 @@ def test_skipped_steps_survive_a_resume(commands: Commands, tmp_path: Path) -> N
     assert lines["skipped_steps"] == [*range(1, number + 1), *[number] * (steps - number)]
     assert lines["learning_rate"][: number + 1] == [0.0] * (number + 1) and lines["learning_rate"][number + 1] > 0
     assert lines["loss_scale"][: number + 1] == [2.0 ** (26 - step) for step in range(number + 1)]
-    assert lines["loss_scale"][number + 4] == 2 * lines["loss_scale"][number]
     for name in lines.keys() - {"seconds", "tokens_per_second", "tflops_per_device", "data_seconds"}:
         assert [line[name] for line in training(stopped)] == lines[name]
     assert_same_checkpoint(stopped, straight, steps)

@@ -58,7 +58,7 @@ def test_weight_gradients_that_wait(capsys) -> None:
     rest = "\n".join(lines)
     assert "deferring         bubble 0.3750 -> 0.1250; idle time 9 -> 3 (by formula 3)" in rest
     assert "ZB-H1 idles 3 with 4 microbatches in flight, ZB-H2 0 with 7 (arXiv 2401.10241); here 3 with 8" in rest
-    assert "pending chunks    6, all that --pipeline.max-deferred allows; each saves up to 1, 3.0% of the step" in rest
+    assert "pending chunks    6, as many as help; each saves up to 1, 3.0% of the step" in rest
     assert "16 D numbers per token and layer" in rest
 
 
@@ -74,8 +74,6 @@ def test_deferral_as_json(capsys) -> None:
     ]
     assert found["entries"] == {"forward": 2, "factors": 2, "by_stage": [2, 2]}
     assert (found["time"], found["ideal_time"]) == (7, 6) and found["bubble_overhead"] == pytest.approx(1 / 6)
-    limited = json.loads(schedule(capsys, *INTERLEAVED, *DEFERRED, "--pipeline.max-deferred", 2, "--json"))
-    assert limited["bubble_overhead"] == pytest.approx((3 * 3 - 2) / 2 / 24) and limited["entries"]["factors"] == 3
     together = json.loads(schedule(capsys, *arguments))
     assert together["entries"] == {"forward": 2, "factors": 0, "by_stage": together["in_flight"]}
     assert {len(cell) for row in together["table"] for cell in row} == {2}

@@ -17,7 +17,7 @@ import pytest
 from blocks import PAGES, ROOT, blocks
 
 from megajax.core.pipeline import schedule
-from megajax.core.pipeline.deferral import Deferring
+from megajax.core.pipeline.deferral import PassTimes
 from megajax.data.tasks import instructions, records, registry, samples
 from megajax.data.tasks.registry import TaskConfig
 from megajax.settings.flags import parse
@@ -112,7 +112,7 @@ def test_the_schedule_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     for stages, microbatches in ((1, 3), (2, 2), (4, 8), (3, 7)):
         made = schedule.make_schedule("gpipe-fifo", stages, microbatches)
         assert made.num_ticks == 2 * (microbatches + stages - 1)
-        schedule.make_schedule("gpipe-fifo", stages, microbatches, 1, Deferring())
+        schedule.make_schedule("gpipe-fifo", stages, microbatches, 1, PassTimes())
     assert (np.diff(gpipe_fifo(4, 8, 1).backward, axis=0) == 1).all()
 
 

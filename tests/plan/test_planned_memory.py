@@ -202,7 +202,7 @@ TRACED = [
 @pytest.mark.parametrize(("family", "mode"), TRACED)
 @pytest.mark.slow
 def test_it_is_what_the_program_keeps(family, mode) -> None:
-    options = FAMILIES[family] | {"num_layers": 5, "weight_gradients": "deferred", "max_deferred": 1} | MODES[mode]
+    options = FAMILIES[family] | {"num_layers": 5, "weight_gradients": "deferred"} | MODES[mode]
     config = tiny_config((1, 2, 2, 2) if "context_attention" in options else (1, 2, 4), **options)
     found = memory(config, CPU)
     with jax.enable_x64(config.precision == "fp64"):

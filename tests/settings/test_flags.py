@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tomli_w
 from tiny import user_error
 
 from megajax.core.errors import UserError
@@ -14,7 +15,7 @@ from megajax.data.tasks.sources import task_files
 from megajax.data.text.inputs import find_inputs
 from megajax.settings.config import Config
 from megajax.settings.flags import Parser, parse, parsed
-from megajax.settings.other_names import OURS, nearest
+from megajax.settings.other_names import OURS, REMOVED, nearest
 from megajax.settings.presets import load_preset, resolve
 from megajax.training.begin import check_given
 
@@ -27,8 +28,6 @@ def fails(*argv: str) -> str:
 ONLY = {
     "model.bf16_layers": "1,2",
     "optimizer.skip_above": "3.5",
-    "loss_scale.growth": "4.0",
-    "pipeline.max_deferred": "3",
     "profile": "10:13",
 }
 
@@ -134,6 +133,22 @@ def test_other_systems_names_are_answered_with_options() -> None:
             assert nearest(name, table, "") == f"megajax calls it {text.replace(flag, flags[flag], 1)}"
     with pytest.raises(UserError, match=r"^--model.n-layer: unknown key; megajax calls it model.num_layers$"):
         resolve(load_preset("demo"), {"model.n_layer": 3})
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_removed_options(key: str, tmp_path: Path) -> None:
+    """A stored run or preset with what it is fixed to goes on; anything else is refused by name."""
+    fixed, section, name = REMOVED[key].fixed, *key.rpartition(".")[::2]
+    is_now = f"megajax removed it, and it is always {fixed!r}"
+    flag = "--" + key.replace("_", "-")
+    assert key not in options(Config) and fails("demo", flag, "3") == f"{flag}: unknown flag; {is_now}"
+    preset = tmp_path / "mine.toml"
+    for value in (fixed, *REMOVED[key].same):
+        preset.write_text('base = "demo"\n' + tomli_w.dumps({section: {name: value}} if section else {name: value}))
+        assert resolve(load_preset(preset)) == resolve(load_preset("demo") | {"run_dir": "runs/mine"})
+    with pytest.raises(UserError, match=f"^{re.escape(f'{preset}: {key}: unknown key; {is_now}')}"):
+        preset.write_text(preset.read_text().rpartition("=")[0] + "= 77\n")
+        load_preset(preset)
 
 
 def test_home(monkeypatch: pytest.MonkeyPatch) -> None:

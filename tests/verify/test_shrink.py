@@ -65,7 +65,6 @@ def divisibility(config: Config) -> dict[str, object]:
         "microbatches": (microbatches < mesh.pipe, microbatches % mesh.pipe == 0, microbatches == 1),
         "window": (0 < model.sliding_window < model.sequence_length, model.sliding_window > 0),
         "layers with the window": {*model.windowed},
-        "loss scale": config.loss_scale.backoff,
     }
 
 
@@ -165,14 +164,6 @@ def test_stages_with_fewer_layers_stay(pipe: int, chunks: int, layers: str, smal
     found = shrink(config, 16 if pipe * chunks < 8 else 4).config
     validate(found, found.mesh.num_devices)
     assert found.pipeline.layers == small
-
-
-def test_what_waits_is_limited_where_theirs_is() -> None:
-    def limit(most: int, pipe: int) -> int:
-        flags = {"pipeline__weight_gradients": "deferred", "pipeline__max_deferred": most}
-        return shrink(on_mesh(preset("gpt2-8.3b", **flags), (1, pipe, 1)), 4).config.pipeline.max_deferred
-
-    assert [limit(most, 8) for most in (-1, 0, 1, 13, 14, 20)] == [-1, 0, 1, 5, 14, 20]
 
 
 def test_padding_that_fills_whole_shards_still_does() -> None:

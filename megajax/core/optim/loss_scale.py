@@ -9,7 +9,7 @@ from jax import Array
 
 from megajax.core.optim.config import LossScaleConfig
 
-_LARGEST = 2.0**64  # far above any use, and its inverse is still a normal number
+SMALLEST, LARGEST = 1.0, 2.0**64  # far above any use, and its inverse is still a normal number
 
 
 @jax.tree_util.register_dataclass
@@ -31,8 +31,8 @@ class LossScale:
             return self
         good_steps = self.good_steps + 1
         grows = good_steps >= config.growth_every
-        grown = jnp.where(grows, jnp.minimum(self.scale * config.growth, _LARGEST), self.scale)
-        scale = jnp.where(finite, grown, jnp.maximum(self.scale * config.backoff, config.floor))
+        grown = jnp.where(grows, jnp.minimum(self.scale * 2, LARGEST), self.scale)
+        scale = jnp.where(finite, grown, jnp.maximum(self.scale / 2, SMALLEST))
         return LossScale(scale, jnp.where(finite & ~grows, good_steps, jnp.zeros_like(good_steps)))
 
     def stored(self, config: LossScaleConfig | None) -> "LossScale":

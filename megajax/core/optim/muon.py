@@ -35,6 +35,7 @@ from megajax.core.parallel.shards import NOT_SHARDED, Sharding
 
 Tree = Any
 Path = tuple[str, ...]
+COEFFICIENTS = 3.4445, -4.775, 2.0315  # a, b, c of an iteration, X <- (a + b A + c A A) X with A = X X'
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ def orthogonalized(x_NRC: Array, config: OptimizerConfig, dtype: DTypeLike) -> A
     rows than columns."""
     norm_N11 = jnp.sqrt(jnp.sum(jnp.square(x_NRC), (1, 2), keepdims=True))
     x_NRC = (x_NRC / (norm_N11 + config.epsilon)).astype(dtype)
-    a, b, c = (jnp.asarray(value, dtype) for value in (config.muon_a, config.muon_b, config.muon_c))
+    a, b, c = (jnp.asarray(value, dtype) for value in COEFFICIENTS)
     # GPUs may use fewer bits for fp32 products (TF32), unless fp32 was requested for these iterations.
     product = partial(jnp.matmul, precision=lax.Precision.HIGHEST if config.muon_precision == "fp32" else None)
     for _ in range(config.muon_steps):

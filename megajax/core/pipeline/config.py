@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megajax.core.errors import UserError
-from megajax.core.options import MOST, OneOf, Range, between, is_whole
-from megajax.core.pipeline.deferral import Deferring, PassTimes
+from megajax.core.options import OneOf, Range, between, is_whole
+from megajax.core.pipeline.deferral import PassTimes
 from megajax.core.pipeline.schedule import SCHEDULES, schedule_names
 
 _MOST_CELLS = 250_000  # in a schedule's table; making one this large takes some seconds
@@ -46,23 +46,15 @@ class PipelineConfig:
         "compile two microbatches (with mesh.pipe, two ticks) in each iteration of the loop: on GPUs, collectives of "
         "one overlap with products of the other, which needs memory for the activations of both",
     ] = False
-    max_deferred: Annotated[
-        int,
-        "chunks per stage whose weight gradients may be deferred at once; -1: as many as help, "
-        "at most 2 (mesh.pipe - 1)",
-        between(-1, MOST),
-    ] = -1
 
     @property
     def counts(self) -> tuple[int, ...]:
         """The layers of every virtual stage if `layers` are numbers, else none."""
         return () if self.layers in ("even", "auto") else tuple(map(int, self.layers.split(",")))
 
-    def deferring(self, times: PassTimes | None = None) -> Deferring | None:
-        """How weight gradients are deferred, placed by `times` (1 each by default); None if they are not deferred."""
-        if self.weight_gradients == "together":
-            return None
-        return Deferring(times or PassTimes(), None if self.max_deferred < 0 else self.max_deferred)
+    def deferring(self, times: PassTimes | None = None) -> PassTimes | None:
+        """The times by which deferred weight gradients are placed (1 each by default); None if none are deferred."""
+        return None if self.weight_gradients == "together" else times or PassTimes()
 
 
 def check_schedule(pipeline: PipelineConfig, pipe: int, num_layers: int | None = None, dense: int = 0) -> None:

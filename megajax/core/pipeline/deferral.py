@@ -22,23 +22,12 @@ class PassTimes:
     weight_gradient: float = 1.0
 
 
-@dataclass(frozen=True)
-class Deferring:
-    """How weight gradients are deferred."""
-
-    times: PassTimes = PassTimes()  # used to place weight gradients
-    # Limit on pending chunks per stage at the end of a tick; None: 2(p-1), beyond which more never help.
-    most: int | None = None
-
-    def waiting(self, num_stages: int) -> int:
-        """The most chunks that may be pending on a stage."""
-        helps = 2 * (num_stages - 1)
-        return helps if self.most is None else min(self.most, helps)
+def most_pending(num_stages: int) -> int:
+    """The most chunks that are pending on a stage at the end of a tick; more never help."""
+    return 2 * (num_stages - 1)
 
 
-def place(
-    forward: np.ndarray, backward: np.ndarray, deferring: Deferring, *, ring: bool
-) -> tuple[np.ndarray, np.ndarray]:
+def place(forward: np.ndarray, backward: np.ndarray, times: PassTimes, *, ring: bool) -> tuple[np.ndarray, np.ndarray]:
     """How many weight gradients every stage runs in every tick, int32 [ticks, stages]: before the forward is sent, and
     after the backward. `forward` and `backward` say where these run, bool [ticks, stages]. In a `ring` the last stage
     sends to the first, as with several chunks.
@@ -48,12 +37,11 @@ def place(
     second begins on a stage when its own first half and that of the stage before it, which sends to it, have ended. A
     stage runs as many pending weight gradients, oldest first, as fit without making a half, or the tick, longer. There
     are two exceptions: while the first microbatches have returned and forwards still begin, a tick may be one weight
-    gradient longer; and a stage with more than `deferring.most` pending runs the surplus in any case. The last tick
+    gradient longer; and a stage with more than `most_pending` runs the surplus in any case. The last tick
     takes the rest. A weight gradient that takes longer than a forward or an input gradient does not fit in the place of
     one. For these a second rule lets it lengthen the half, and the faster of the two tables is taken; among equally
     fast ones, the one with the lowest limit on pending chunks: GPipe never needs more than p-1.
     """
-    times = deferring.times
     always_fits = times.weight_gradient <= min(times.forward, times.input_gradient)
     rules = (False,) if always_fits else (False, True)
 
@@ -61,7 +49,7 @@ def place(
         tables = [_place(forward, backward, times, most, ring, widen) for widen in rules]
         return min(tables, key=lambda table: table[0])
 
-    enough, too_few = deferring.waiting(forward.shape[1]), -1
+    enough, too_few = most_pending(forward.shape[1]), -1
     shortest = best = table(enough)
     number = enough - 1  # usually already too few, and then no other limits are tried
     while too_few < number < enough:

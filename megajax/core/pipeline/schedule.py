@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from megajax.core.errors import UserError
-from megajax.core.pipeline.deferral import Deferring, place
+from megajax.core.pipeline.deferral import PassTimes, place
 from megajax.core.pipeline.table import IDLE, Deferral, Pass, Schedule, check, check_deferral, most_kept
 
 
@@ -93,11 +93,11 @@ def gpipe(num_stages: int, num_microbatches: int, num_chunks: int) -> Ticks:
 
 
 def make_schedule(
-    name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1, deferring: Deferring | None = None
+    name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1, deferring: PassTimes | None = None
 ) -> Schedule:
-    """The schedule called `name`, checked. `deferring` says how weight gradients are deferred; it has no effect on a
-    single stage, which is never idle. `check_schedule` (`pipeline/config.py`) says which numbers are valid. An unknown
-    name raises `UserError`."""
+    """The schedule called `name`, checked. `deferring` are the times by which it places deferred weight gradients, if
+    they are deferred; a single stage is never idle and defers none. `check_schedule` (`pipeline/config.py`) says which
+    numbers are valid. An unknown name raises `UserError`."""
     if name not in SCHEDULES:
         raise UserError(f"schedule {name!r}; valid: {', '.join(SCHEDULES)}")
     schedule = arrange(SCHEDULES[name].ticks(num_stages, num_microbatches, num_chunks))
@@ -149,10 +149,10 @@ def arrange(ticks: Ticks) -> Schedule:
     return schedule
 
 
-def with_deferral(schedule: Schedule, deferring: Deferring) -> Schedule:
+def with_deferral(schedule: Schedule, times: PassTimes) -> Schedule:
     """A valid `schedule` with weight gradients deferred, checked."""
     active = schedule.forward.active, schedule.backward.active
-    early, late = place(*active, deferring, ring=schedule.num_chunks > 1)
+    early, late = place(*active, times, ring=schedule.num_chunks > 1)
     backward = schedule.backward
     tick, stage = np.nonzero(backward.active.T)[::-1]  # stage by stage, in the order of the ticks
     microbatch, chunk = (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megajax.core.pipeline.deferral import Deferring, PassTimes
+from megajax.core.pipeline.deferral import PassTimes, most_pending
 from megajax.core.pipeline.table import Pass, Schedule, most_kept
 
 
@@ -124,20 +124,17 @@ def published_in_flight(name: str, num_stages: int, num_microbatches: int, num_c
 
 
 def deferred_bubble(
-    name: str, num_stages: int, num_microbatches: int, num_chunks: int, deferring: Deferring
+    name: str, num_stages: int, num_microbatches: int, num_chunks: int, times: PassTimes
 ) -> float | None:
     """A stage's idle time with deferred weight gradients, by formula. None if there is no formula: with fewer than 2p
-    microbatches, or with a limit below 2(p-1) and weight gradients that take longer than the other passes."""
-    steps, times = num_stages - 1, deferring.times
+    microbatches."""
+    steps = num_stages - 1
     forward, backward, weight = times.forward, times.input_gradient, times.weight_gradient
-    helps = steps if name == "gpipe" else 2 * steps  # pending chunks
-    waiting = min(deferring.waiting(num_stages), helps)
+    waiting = steps if name == "gpipe" else most_pending(num_stages)
     if name not in ("gpipe", "1f1b", "interleaved") or num_microbatches < 2 * num_stages:
         return None
     if name == "gpipe" or weight <= min(forward, backward):
         return (steps * (forward + backward + weight) - waiting * weight) / num_chunks
-    if waiting < helps:
-        return None
     longer = max(forward, weight) + max(backward, weight) - weight
     return steps * min(forward + backward, longer) / num_chunks
 
