@@ -1,5 +1,5 @@
-"""`--track wandb|mlflow`: another library records the run, in a thread. Whatever happens to that library, the run
-continues and waits for nothing."""
+"""`--track wandb|mlflow`: another library records the run. Whatever happens to its server, the run continues and waits
+for nothing."""
 
 import html
 import importlib.util
@@ -11,7 +11,9 @@ import queue
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Mapping
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,10 @@ from megajax.training.trackers import Tracker
 
 LIBRARIES = {"wandb": "Weights & Biases", "mlflow": "MLflow"}
 _IDS = "tracking.json"  # in the run directory: the id of the run in each library
-_MOST = 10_000  # records that may wait for the library
 _LAST = 60.0  # seconds that the library gets at the end of a run
 _LAST_OF_STOPPED = 10.0  # and at the end of a stopped run, to which a cluster gives little time
-_EVERY = 5.0  # seconds between requests to MLflow's server
+_EVERY = "5"  # seconds between requests to MLflow's server
+_SENT = 100  # of the last figures sent to MLflow, whose errors the end tells
 _LONGEST = 500  # characters of a parameter in MLflow
 
 
@@ -38,39 +40,47 @@ def check_installed(name: str) -> None:
 
 
 class LibraryTracker(Tracker):
-    """A run recorded by one of the `LIBRARIES`; a resumed run continues its record there."""
+    """A run recorded by one of the `LIBRARIES`; a resumed run continues its record there.
+
+    Figures go to the library's own queue. Start, texts and end, for which it may wait for a server, are a thread's; it
+    also passes on the figures from before the start.
+    """
 
     def __init__(self, library: str, run_dir: Path):
-        self.name = LIBRARIES[library]
-        self._calls: queue.Queue[Callable[[Tracker], None]] = queue.Queue(_MOST)
-        self._news: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._problem, self._ended = "", False
+        self.name, self._problem = LIBRARIES[library], ""
+        self._news: list[str] = []
+        self._tracker: Tracker | None = None
+        self._calls: queue.SimpleQueue[Callable[[Tracker], None] | None] = queue.SimpleQueue()
         run = library, run_dir.resolve(), _id_of(run_dir, library)
-        self._thread = threading.Thread(target=self._record, args=run, daemon=True)
+        self._thread = threading.Thread(target=self._work, args=run, daemon=True)
         self._thread.start()
 
     def config(self, text: str, values: Mapping[str, object]) -> None:
-        self._put(lambda tracker: tracker.config(text, values))
+        self._later(methodcaller("config", text, values))
 
     def figures(self, step: int, figures: Mapping[str, float]) -> None:
         finite = {name: each for name, each in figures.items() if math.isfinite(each)}
-        self._put(lambda tracker: tracker.figures(step, finite))
+        if self._problem or self._tracker is None:
+            self._later(methodcaller("figures", step, finite))
+            return
+        try:
+            self._tracker.figures(step, finite)
+        except Exception as error:
+            self._problem = _words(error)
+            raise OSError(self._problem) from None
 
     def text(self, step: int, name: str, text: str) -> None:
-        self._put(lambda tracker: tracker.text(step, name, text))
+        self._later(methodcaller("text", step, name, text))
 
     def news(self) -> list[str]:
-        return [self._news.get() for _ in range(self._news.qsize())]
+        news, self._news = self._news, []
+        return news
 
     def close(self, *, finished: bool) -> None:
         """Wait for the library, but only for a limited time."""
-
-        def end(tracker: Tracker) -> None:
-            tracker.close(finished=finished)
-            self._ended = True
-
+        self._later(methodcaller("close", finished=finished))
+        self._calls.put(None)
         try:
-            self._put(end)
             self._thread.join(_LAST if finished else _LAST_OF_STOPPED)
         finally:
             if self._thread.is_alive():
@@ -79,24 +89,25 @@ class LibraryTracker(Tracker):
         if self._problem:
             raise OSError(self._problem)
 
-    def _put(self, call: Callable[[Tracker], None]) -> None:
-        """Raises `OSError` if the library has failed or cannot keep up."""
+    def _later(self, call: Callable[[Tracker], None]) -> None:
+        """Have the thread make a call; raises `OSError` if the library has failed."""
         if self._problem:
             raise OSError(self._problem)
-        try:
-            self._calls.put_nowait(call)
-        except queue.Full:
-            raise OSError(f"it is too slow: {_MOST} records are waiting") from None
+        self._calls.put(call)
 
-    def _record(self, library: str, run_dir: Path, name: str) -> None:
-        """The thread: makes all calls to the library, in order, until the last one or the first error."""
+    def _work(self, library: str, run_dir: Path, name: str) -> None:
+        """The thread: starts the library, and makes the calls in order until the last one or the first error."""
         try:
-            tracker = _TRACKERS[library](run_dir, name)
-            self._news.put(f"{self.name}: {tracker.where}")
-            while not self._ended:
-                self._calls.get()(tracker)
+            self._tracker = tracker = _TRACKERS[library](run_dir, name)
+            self._news = [f"{self.name}: {tracker.where}"]
+            while call := self._calls.get():
+                call(tracker)
         except BaseException as error:  # libraries raise SystemExit and KeyboardInterrupt too
-            self._problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            self._problem = _words(error)
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _id_of(run_dir: Path, library: str) -> str:
@@ -171,8 +182,8 @@ class MlflowTracker(Tracker):
         else:
             tags = {"megajax.run": name}
             self._id = self._client.create_run(experiment, tags=tags, run_name=run_dir.name).info.run_id
-        self._waiting: list[Any] = []
-        self._sent = time.monotonic()
+        os.environ.setdefault("MLFLOW_ASYNC_LOGGING_BUFFERING_SECONDS", _EVERY)
+        self._sent: deque[Any] = deque(maxlen=_SENT)
         self.where = f"run {self._id} of the experiment {title} in {uri}"
 
     def config(self, text: str, values: Mapping[str, object]) -> None:
@@ -184,21 +195,15 @@ class MlflowTracker(Tracker):
 
     def figures(self, step: int, figures: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        self._waiting += [self._metric(name, value, now, step) for name, value in figures.items()]
-        if len(self._waiting) > 500 or time.monotonic() - self._sent > _EVERY:
-            self._send()
-
-    def _send(self) -> None:
-        while self._waiting:
-            self._client.log_batch(self._id, metrics=self._waiting[:1000])
-            del self._waiting[:1000]
-        self._sent = time.monotonic()
+        metrics = [self._metric(name, value, now, step) for name, value in figures.items()]
+        self._sent.append(self._client.log_batch(self._id, metrics=metrics, synchronous=False))
 
     def text(self, step: int, name: str, text: str) -> None:
         self._client.log_text(self._id, text, f"{name}/step-{step}.txt")
 
     def close(self, *, finished: bool) -> None:
-        self._send()
+        for operation in self._sent:
+            operation.wait()
         self._client.set_terminated(self._id, "FINISHED" if finished else "KILLED")
 
 
