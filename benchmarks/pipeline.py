@@ -1,27 +1,17 @@
 """What a pipeline costs, and what the executor costs where there is nothing to pipeline; a line of JSON for every case.
 
-    python benchmarks/pipeline.py memory|time|deferred|overhead [train.py's flags] [--rounds N]
+    python benchmarks/pipeline.py memory|overhead [train.py's flags] [--rounds N]
 
 memory: temporary bytes of the compiled step on 4 stages, beside what the table predicts: the ring buffer (its slots x
 the bytes a chunk keeps) and, where the head runs later than the layers, its inputs. `rest` is what is left:
 accumulators, a stage's work.
-
-time: does a step take the time that its table predicts? Two stages as two processes, each pinned to one core. Every
-stage is measured alone, then the whole step; the prediction is the table with the stages' own times.
-
-deferred: is a step with deferred weight gradients as much faster than one without as the tables say? Both run in turn
-in the same processes, first one, then the other first, and between them all passes.
 
 overhead: loss and gradients on one device by the executor, against a hand-written loop around `jax.value_and_grad` of
 the same model, in turn.
 """
 
 import json
-import os
-import statistics
-import sys
 import time
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,8 +23,6 @@ from megajax.settings.config import Config
 from megajax.settings.flags import parse
 from megajax.start.launch import start
 
-PAIRS = 4  # of steps with and without deferral, in every round
-
 
 def _flags(layers: int, hidden: int, sequence: int, vocabulary: int, batch: int, dropout: float = 0.1) -> list[str]:
     sizes = f"--model.num-layers {layers} --model.hidden-size {hidden} --model.sequence-length {sequence}"
@@ -42,25 +30,15 @@ def _flags(layers: int, hidden: int, sequence: int, vocabulary: int, batch: int,
     return f"{sizes} {others} --train.global-batch {batch}".split()
 
 
-def _schedule(name: str, chunks: int = 1, vocabulary: str = "replicated") -> list[str]:
-    return ["--pipeline.schedule", name, "--pipeline.chunks", str(chunks), "--pipeline.vocabulary", vocabulary]
-
-
-_KINDS = [_schedule("1f1b"), _schedule("interleaved", 2)]
 CASES: dict[str, tuple[list[str], list[list[str]]]] = {  # what all cases have, and the cases
     "memory": (
         [*_flags(16, 256, 128, 2048, 8, dropout=0.0), "--mesh.pipe", "4", "--simulate-devices", "4"],
         [
-            [*kind, "--train.global-batch", batch]
-            for kind in (*_KINDS, _schedule("interleaved", 4), _schedule("gpipe"))
+            ["--pipeline.schedule", schedule, "--pipeline.chunks", chunks, "--train.global-batch", batch]
+            for schedule, chunks in (("1f1b", "1"), ("interleaved", "2"), ("interleaved", "4"), ("gpipe", "1"))
             for batch in ("8", "32")
         ],
     ),
-    "time": (
-        [*_flags(8, 512, 256, 8192, 16), "--mesh.pipe", "2"],
-        [*_KINDS, _schedule("gpipe"), _schedule("1f1b", vocabulary="split")],
-    ),
-    "deferred": ([*_flags(8, 512, 256, 8192, 16), "--mesh.pipe", "2"], _KINDS),
     "overhead": (
         _flags(4, 512, 512, 8192, 4),
         [
@@ -95,78 +73,12 @@ def _types(program: Any) -> tuple[Any, Any, Any]:
     return params, program.batch_types, jax.ShapeDtypeStruct((), np.int32)
 
 
-def alone(program: Any, rounds: int) -> dict:
-    """The step of a configuration beside its prediction."""
-    from megajax.training.pipeline_timing import measure
-
-    found = measure(program)
-    return {
-        "measured": found.step,
-        "predicted": found.predicted,
-        "predicted_with_transfers": found.predicted_with_transfers,
-        "ratio": found.step / found.predicted,
-        "ratio_with_transfers": found.step / found.predicted_with_transfers,
-        "bubble": found.bubble,
-        "equal_bubble": found.equal_bubble,
-        "times": _named(found.times),
-    }
-
-
-def deferred(program: Any, rounds: int) -> dict:
-    """A step with deferred weight gradients beside one without, and beside the prediction of their ratio."""
-    from megajax.core.pipeline.timing import StageTimes, wall_time
-    from megajax.core.program.synthetic import placed_batch
-    from megajax.core.program.train_step import computed_weights, loss_and_gradients
-    from megajax.training.pipeline_timing import Passes, with_weight_gradients
-
-    programs = {when: with_weight_gradients(program, when) for when in ("together", "deferred")}
-    arguments = computed_weights(program, program.layout.init()), placed_batch(program, 0), np.int32(0)
-    steps = {when: loss_and_gradients(p).lower(*arguments).compile() for when, p in programs.items()}
-    for step in steps.values():
-        _seconds(step, arguments)
-    passes = Passes(program, *arguments[:2])
-    passes.measure(1)  # the first time takes longer
-    pairs: list[dict[str, float]] = []
-    measured: dict[str, list[Any]] = {"together": [], "deferred": []}  # times of the passes
-    for number in range(rounds):
-        for pair in range(PAIRS):
-            if pair == PAIRS // 2:
-                for found, times in zip(measured.values(), passes.measure(1), strict=True):
-                    found.append(vars(times))
-            order = sorted(steps, reverse=(number + pair) % 2 == 0)
-            pairs.append({when: _seconds(steps[when], arguments) for when in order})
-
-    def mean(rows: Sequence[dict]) -> StageTimes:
-        """Of every pass over the rounds. Not the median: a step has many passes, those that something disturbed too."""
-        return StageTimes(**{name: np.mean([row[name] for row in rows], axis=0) for name in rows[0]})
-
-    times = {when: mean(rows) for when, rows in measured.items()}
-    predicted = {when: wall_time(programs[when].schedule, times[when]) for when in programs}
-    ratios = [pair["deferred"] / pair["together"] for pair in pairs]
-    ratio, expected = statistics.median(ratios), predicted["deferred"] / predicted["together"]
-    return {
-        "measured_seconds": {when: statistics.median(pair[when] for pair in pairs) for when in programs},
-        "predicted_seconds": predicted,
-        "ratio": ratio,
-        "predicted_ratio": expected,
-        "ratio_over_predicted": ratio / expected,
-        "ratios": ratios,
-        "load": os.getloadavg()[0],
-        "times": {when: _named(times[when]) for when in programs},
-    }
-
-
 def _seconds(step: Any, arguments: tuple) -> float:
     import jax
 
     began = time.perf_counter()
     jax.block_until_ready(step(*arguments))
     return time.perf_counter() - began
-
-
-def _named(times: Any) -> dict:
-    """The fields of stages' times, as JSON has them."""
-    return {name: getattr(value, "tolist", lambda value=value: value)() for name, value in vars(times).items()}
 
 
 def overhead(program: Any, rounds: int) -> dict:
@@ -241,7 +153,7 @@ def hand_written(program: Any) -> Any:
     return jax.jit(mapped)
 
 
-MEASURES = {"memory": memory, "time": alone, "deferred": deferred, "overhead": overhead}
+MEASURES = {"memory": memory, "overhead": overhead}
 
 
 def work(what: str, config: Config, rounds: int) -> dict:
@@ -253,34 +165,14 @@ def work(what: str, config: Config, rounds: int) -> dict:
     return named | {"batch": config.train.global_batch} | MEASURES[what](Program.on(config), rounds)
 
 
-def cases(what: str, flags: list[str], rounds: int) -> Iterator[dict]:
-    """The figures of every case."""
-    shared, own = CASES[what]
-    cores = [*map(str, sorted(os.sched_getaffinity(0)))]
-    for case in own:
-        words = [paired.DEFAULT, *shared, *case, *flags]
-        if what in ("memory", "overhead"):
-            yield work(what, parse(words, ""), rounds)
-            continue
-        if len(cores) < 2:
-            raise UserError(f"pipeline.py {what}: this process may use one core only; valid: two")
-        command = [sys.executable, __file__, what, "--rounds", str(rounds), "--serve", *words]
-        command += ["--simulate-devices", "1", "--distributed.coordinator", paired.free_address()]
-        command += ["--distributed.num-processes", "2", "--distributed.process-id"]
-        with paired.Side(what, [[*command, number] for number in ("0", "1")], cores=cores) as both:
-            yield both.about
-
-
 def main() -> None:
     """Parse the command line, measure, print."""
-    own, (what, *flags), usage = paired.own_flags(rounds=7, serve=False)
+    own, (what, *flags), usage = paired.own_flags(rounds=7)
     if what not in MEASURES:
         raise UserError(f"{what}; valid: {', '.join(MEASURES)}, then {usage}")
-    if own.serve:
-        paired.say(work(what, parse(flags, ""), own.rounds))
-        sys.stdin.read()  # the first process is the last to go
-        return
-    for found in cases(what, flags, own.rounds):
+    shared, every = CASES[what]
+    for case in every:
+        found = work(what, parse([paired.DEFAULT, *shared, *case, *flags], ""), own.rounds)
         print(json.dumps(found), flush=True)
 
 

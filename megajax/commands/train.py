@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from megajax.core.errors import UserError
 from megajax.data.text.inputs import check_input
 from megajax.host.paths import check_path, check_place
 from megajax.host.streams import output
@@ -11,7 +10,7 @@ from megajax.settings.flags import print_left_out, read_command
 
 
 def main(argv: Sequence[str], prog: str = "megajax train") -> None:
-    """Train, or do what `--print-config`, `--dry-run` or `--profile-pipeline` say instead."""
+    """Train, or do what `--print-config` or `--dry-run` say instead."""
     given = read_command(argv, "Pretrain or fine-tune a model on any mesh of devices.", prog)
     if given.print_config:
         from megajax.settings.origins import printed
@@ -19,9 +18,7 @@ def main(argv: Sequence[str], prog: str = "megajax train") -> None:
         print(printed(given.config(decay_follows=False), given.preset, given.overrides))
         return
     config = given.config(decay_follows=False)
-    if given.dry_run and config.profile_pipeline:
-        raise UserError("--dry-run with --profile-pipeline, which does not train; valid: one of them")
-    if not (given.dry_run or config.profile_pipeline):
+    if not given.dry_run:
         output.is_optional()
     print_left_out(given, config)
     _check_paths(config)
@@ -29,10 +26,6 @@ def main(argv: Sequence[str], prog: str = "megajax train") -> None:
         from megajax.training.dry_run import dry_run
 
         dry_run(config)
-    elif config.profile_pipeline:
-        from megajax.training.pipeline_timing import profile_pipeline
-
-        profile_pipeline(config)
     elif config.seeds > 1:
         from megajax.training.seeds import train_seeds
 
@@ -45,8 +38,7 @@ def main(argv: Sequence[str], prog: str = "megajax train") -> None:
 
 def _check_paths(config: Config) -> None:
     """Refuse paths in the configuration that cannot be accessed, and a run directory that cannot be made."""
-    if not config.profile_pipeline:
-        check_place(config.run_dir, "--run-dir")
+    check_place(config.run_dir, "--run-dir")
     for flag, path in config.data.texts:
         check_input(path, flag)
     named = [("--tokenizer.path", config.tokenizer.path), ("--init", config.init)]

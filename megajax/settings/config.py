@@ -175,7 +175,6 @@ class Config(StepConfig):
         Range(_is_steps, f"FIRST:LAST, both included, or how many, such as 10:13 or 3; at most {_MOST_TRACED} steps"),
         PER_START,
     ] = ""
-    profile_pipeline: Annotated[bool, "time the pipeline stages instead of training", PER_START] = False
     train: TrainConfig
     data: DataConfig = DataConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()

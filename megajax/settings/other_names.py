@@ -90,6 +90,7 @@ REMOVED = {
     "loss_scale.backoff": Removed(0.5),
     "loss_scale.floor": Removed(1.0),
     "pipeline.max_deferred": Removed(-1),
+    "profile_pipeline": Removed(False, instead="--profile STEPS, which traces some steps of a run"),
 }
 
 

@@ -64,7 +64,6 @@ def test_mistakes_are_those_of_training(commands: Commands, straight: Run, tmp_p
         ("no-such", "--data.path", tmp_path / "no-such"),
         ("--data.path missing", "--data.path="),
         ("need .* GiB", "--model.hidden-size", 1_000_000, "--model.num-layers", 10_000),
-        ("--dry-run with --profile-pipeline", "--profile-pipeline"),
     ):
         assert_says(train_mistake(commands, tmp_path / "run", *flags, "--dry-run"), words)
     assert_says(train_mistake(commands, straight.folder, "--seed", 3, "--dry-run"), "holds a run with seed 0, not 3")

@@ -24,7 +24,6 @@ FULL = [  # marker `full`: in this order, one after the other, in a folder with 
     "--train.steps 100 --checkpoint.every 50 --checkpoint.keep-best 1 --run-dir runs/small",
     "megajax eval perplexity --checkpoint runs/small --step best",
     "megajax convert export-hf runs/small exported",
-    "megajax train demo --mesh.pipe 2 --simulate-devices 2 --profile-pipeline",
     "megajax train demo",
     "megajax train llama-demo --mesh.context 2 --mesh.tensor 2 --mesh.pipe 2 --simulate-devices 8 --train.steps 20 "
     "--run-dir runs/llama-context",

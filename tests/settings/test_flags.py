@@ -191,8 +191,8 @@ def test_flags_in_any_place_and_the_last_one_wins() -> None:
     assert parse(["demo", *flags.split()], "Train.").distributed.process_id == 1
     assert parse(["demo", "--distributed.process-id", "-1"], "Train.") == resolve(load_preset("demo"))
     assert parse(["demo", "--sample.prompt", ""], "Train.").sample.prompt == ""
-    assert parse(["demo", "--profile-pipeline"], "Train.").profile_pipeline
-    assert not parse(["demo", "--profile-pipeline", "--no-profile-pipeline"], "Train.").profile_pipeline
+    assert parse(["demo", "--deterministic"], "Train.").deterministic
+    assert not parse(["demo", "--deterministic", "--no-deterministic"], "Train.").deterministic
 
 
 @pytest.mark.parametrize(
@@ -204,6 +204,10 @@ def test_flags_in_any_place_and_the_last_one_wins() -> None:
         ("demo --mesh.d 2", "--mesh.d: unknown flag"),
         ("demo --steps=5", "--steps: unknown flag; did you mean --train.steps?"),
         ("demo --rundir x", "--rundir: unknown flag; did you mean --run-dir?"),
+        (
+            "demo --profile-pipeline",
+            "--profile-pipeline: unknown flag; megajax removed it, and it is always False; valid: ",
+        ),
         ("demo -x", "-x: unknown flag; valid: the flags in --help"),
         ("demo other", "'other' is an unexpected argument; valid: train.py PRESET"),
         ("demo --mesh.data", "--mesh.data needs a value; valid: a whole number"),

@@ -28,7 +28,6 @@ from megajax.core.parallel.collectives import (
 from megajax.core.parallel.shards import NOT_SHARDED, Shards
 from megajax.core.parallel.sites import checked
 from megajax.core.pipeline.executor import Gather, Reduction
-from megajax.core.pipeline.measuring import Part, repeat_part
 from megajax.core.private import tied
 from megajax.core.program.bind import SEQUENCES, UNSCALED, training_pipeline
 from megajax.core.program.program import BATCH, Batch, Program
@@ -86,17 +85,6 @@ def evaluated_weights(program: Program, state: TrainState) -> Tree:
 
 def _gathered(program: Program, params: Tree) -> Tree:
     return program.layout.late.gather(params, invariant=True)
-
-
-def one_part(program: Program, part: Part) -> Wrapped:
-    """(params, batch, virtual stage, repeats) -> a number; see `pipeline/measuring.py`."""
-    return program.compiled(_one_part, (program.layout.computed_specs, BATCH, SCALAR, SCALAR), SCALAR, part)
-
-
-def _one_part(program: Program, part: Part, params: Tree, batch: Batch, k: Array, repeats: Array) -> Array:
-    pipeline = training_pipeline(program, params, batch, jnp.zeros((), jnp.int32))
-    table, dtype = program.schedule, program.gradient_dtype
-    return complete(repeat_part(pipeline, part, k, repeats, dtype, table.num_slots, table.num_factor_slots), SCALAR)
 
 
 def _train_step(program: Program, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
