@@ -1,6 +1,7 @@
 """The rules in a `tokenizer.json`, which change texts before and after its vocabulary is applied, are a program of
 unknown origin: they are tried in a process with limits of memory and time."""
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ _RULES = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _ASCII = "".join(map(chr, range(32, 127)))
 _STRING = 1000  # characters; longer strings are tables
 _MOST = 1 << 16  # characters to try
+_RUN, _RUNS = 40, 256  # length and number of runs of one character, which expressions such as (a+)+$ take very long for
 _GROWTH = 64  # tokens, or decoded characters, for each character of a text
 _passed: set[str] = set()  # rules and texts
 
@@ -22,7 +24,7 @@ def check_rules(content: Mapping[str, Any], file: Path) -> None:
     rules = {rule: content.get(rule) for rule in _RULES}
     named = "".join(text for text in _strings([rules, content.get("added_tokens")]) if len(text) < _STRING)
     characters = "".join(dict.fromkeys(_ASCII + named[:_MOST]))
-    texts = [characters, named[:_MOST]]
+    texts = [characters, named[:_MOST], "".join(each * _RUN for each in ("\n" + characters)[:_RUNS])]
     key = json.dumps([rules, texts])
     if key not in _passed:
         limited.call(f"{__name__}:probe", rules, texts, str(file), what=f"{file}: the tokenizer")
@@ -39,8 +41,9 @@ def probe(rules: dict[str, Any], texts: list[str], file: str) -> None:
     model = {"type": "BPE", "unk_token": "<unk>", "vocab": vocabulary, "merges": []}
     tokenizer = core(json.dumps({"version": "1.0", "added_tokens": [], "model": model, **rules}), Path(file))
     for text in texts:
-        ids = tokenizer.encode(text, add_special_tokens=True).ids
-        size = max(len(ids), len(tokenizer.decode(ids, skip_special_tokens=False)))
+        with package_errors(Path(file)):
+            ids = tokenizer.encode(text, add_special_tokens=True).ids
+            size = max(len(ids), len(tokenizer.decode(ids, skip_special_tokens=False)))
         if size > _GROWTH * (len(text) + len(_ASCII)):
             problem = f"its rules turn {len(text)} characters into {size}"
             raise UserError(f"{file}: {problem}; valid: rules that turn a character into at most {_GROWTH}")
@@ -57,12 +60,19 @@ def core(text: str, file: Path) -> Any:
     """The tokenizer of the package `tokenizers` in the text of a file."""
     from tokenizers import Tokenizer
 
-    try:
+    with package_errors(file):
         found = Tokenizer.from_str(text)
         found.no_padding()
         found.no_truncation()
         found.encode("a")
         return found
+
+
+@contextlib.contextmanager
+def package_errors(file: Path) -> Iterator[None]:
+    """Turn errors of the package `tokenizers` into one line."""
+    try:
+        yield
     except BaseException as error:  # errors inside the package are not derived from Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise

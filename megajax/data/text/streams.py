@@ -97,8 +97,10 @@ def opened(file: Path | RemoteFile, begin: int = 0, end: int = 0) -> Iterator[tu
         except (*_DAMAGES, OSError) as error:
             if not isinstance(error, _DAMAGES) and str(error) != "Invalid data stream":  # so says bz2
                 raise
-            window = f" (its window is larger than 2^{_WINDOW} bytes: zstd --long={_WINDOW} packs it anew)"
-            raise Damaged(f"{error}{window if 'too much memory' in str(error) else ''}") from None
+            packers = {"too much memory": f"zstd --long={_WINDOW}", "Memory usage limit": "xz -9"}
+            packer = next((packer for words, packer in packers.items() if words in str(error)), "")
+            anew = f" (its window is larger than 2^{_WINDOW} bytes: {packer} packs it anew)" if packer else ""
+            raise Damaged(f"{error}{anew}") from None
 
 
 class _Part(io.RawIOBase):

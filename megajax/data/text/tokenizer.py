@@ -1,8 +1,7 @@
 """Convert text to token ids and back, with any tokenizer of the package `tokenizers`, given as a `tokenizer.json`."""
 
-import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megajax.core.errors import UserError
-from megajax.data.text.probing import check_rules, core
+from megajax.data.text.probing import check_rules, core, package_errors
 from megajax.data.text.tokenizer_settings import GENERATION, NO_SETTINGS, SINGLE, TokenizerSettings, parsed_object
 from megajax.host.files import write_atomically
 
@@ -34,7 +33,7 @@ class Tokenizer:
     """
 
     def __init__(self, text: str, settings: TokenizerSettings = NO_SETTINGS, folder: Path = Path()) -> None:
-        file = folder / SINGLE
+        file = self._file = folder / SINGLE
         self._content = parsed_object(text, file)
         check_rules(self._content, file)
         self._core = core(text, file)
@@ -42,7 +41,7 @@ class Tokenizer:
         own: dict[str, int] = self._core.get_vocab(with_added_tokens=True)
         if not own or max(own.values()) >= MOST_IDS:
             raise UserError(f"{file}: no vocabulary; valid: tokens with ids from 0 to {MOST_IDS - 1}")
-        with _package_errors(file):  # it normalizes the tokens
+        with package_errors(file):  # it normalizes the tokens
             settings.declared.add_to(self._core)
         self.vocabulary: dict[str, int] = self._core.get_vocab(with_added_tokens=True)  # token -> id
         self.size = max(self.vocabulary.values()) + 1  # number of ids that a model needs
@@ -92,7 +91,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without begin and end. Special tokens spelled out in it (`<|endoftext|>`) become tokens."""
-        return self._core.encode(text, add_special_tokens=False).ids
+        with package_errors(self._file):
+            return self._core.encode(text, add_special_tokens=False).ids
 
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of a text to continue, after `begin` as in `with_begin`; the end of text if that gives none."""
@@ -100,11 +100,13 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of several texts, encoded on all cores."""
-        return [encoding.ids for encoding in self._core.encode_batch_fast(list(texts), add_special_tokens=False)]
+        with package_errors(self._file):
+            return [encoding.ids for encoding in self._core.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_batch_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Ids of several texts, and the range of characters of every token."""
-        found = self._core.encode_batch(list(texts), add_special_tokens=False)
+        with package_errors(self._file):
+            found = self._core.encode_batch(list(texts), add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in found]
 
     def encode_continuations(self, texts: Sequence[str]) -> list[list[int]]:
@@ -184,18 +186,6 @@ class Tokenizer:
         model = {name: value for name, value in content["model"].items() if value}
         splits = self._settings.splits_special
         return model, content["normalizer"], content["pre_tokenizer"], content["added_tokens"], splits
-
-
-@contextlib.contextmanager
-def _package_errors(file: Path) -> Iterator[None]:
-    """Turn errors of the package `tokenizers` into one line."""
-    try:
-        yield
-    except BaseException as error:  # errors inside the package are not derived from Exception
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"{file}: not a tokenizer: {reason}; valid: a file written by the tokenizers library") from None
 
 
 def _end(vocabulary: Mapping[str, int], named: Mapping[str, str], ends: Sequence[int], folder: Path) -> str:
