@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megajax.preparation.cleaning import parts_to_normalise
-from megajax.preparation.shards import opened
+from megajax.preparation.shards import opened_arrays
 
 GRAM = 8  # words in a gram
 # From GPT-3's appendix C and Megatron-LM's `filter_ngrams.py`.
@@ -103,7 +103,7 @@ class TestSets:
     @classmethod
     def load(cls, file: Path) -> "TestSets":
         """Read what `save` wrote."""
-        with opened(file) as content, np.load(content) as data:
+        with opened_arrays(file) as data:
             words = data["words"].tobytes().decode().split("\n")
             ends = np.cumsum(data["sizes"])
             ranges = zip(ends - data["sizes"], ends, strict=True)

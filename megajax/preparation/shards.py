@@ -54,6 +54,15 @@ def opened(file: Path) -> Iterator[IO[bytes]]:
         raise ResumableError(f"{file}: {reason}; valid: --overwrite, which starts over") from None
 
 
+@contextlib.contextmanager
+def opened_arrays(file: Path) -> Iterator[Any]:
+    """The arrays in an `.npz` file of the work folder; as it is not compressed, they are no larger than the file."""
+    with opened(file) as content, np.load(content) as found:
+        if any(entry.compress_type for entry in found.zip.infolist()):
+            raise ValueError("compressed")
+        yield found
+
+
 @dataclass(frozen=True)
 class WorkFolder:
     """The files of an unfinished preparation."""
@@ -93,8 +102,8 @@ class WorkFolder:
 
     def load(self, stage: str, number: int, *names: str) -> list[npt.NDArray[Any]]:
         """Some of a stage's arrays for a piece."""
-        with opened(self.there(_name(stage, number))) as file, np.load(file) as arrays:
-            found = [arrays[name] for name in names]
+        with opened_arrays(self.there(_name(stage, number))) as there:
+            found = [there[name] for name in names]
             if not all(isinstance(each, np.ndarray) for each in found):
                 raise ValueError("no array")
             return found

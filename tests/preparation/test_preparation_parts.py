@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megajax.core.errors import UserError
 from megajax.host.children import num_cores
 from megajax.preparation.cleaning import clean
 from megajax.preparation.contamination import TestSets, _placed_words, _words, decontaminated
@@ -147,3 +148,15 @@ def test_cores_where_the_system_tells_no_affinity(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     assert num_cores() == expected
+
+
+def test_compressed_test_sets_are_not_unpacked(tmp_path):
+    """They may be a thousand times as large as the file, and are never written so."""
+    file, tests = tmp_path / "test-sets.npz", TestSets.collect([["one two three four five six seven eight"]])
+    with file.open("wb") as content:
+        tests.save(content)
+    with np.load(file) as arrays:
+        np.savez_compressed(tmp_path / "bomb.npz", **arrays)
+    assert TestSets.load(file).words == tests.words
+    with pytest.raises(UserError, match=r"bomb.npz: damaged; valid: --overwrite, which starts over"):
+        TestSets.load(tmp_path / "bomb.npz")
