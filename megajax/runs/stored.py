@@ -4,6 +4,7 @@ processes call these functions together."""
 
 import contextlib
 import dataclasses
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +44,15 @@ def check_files(checkpoint: Path, *, digests: bool) -> None:
     manifest = _manifest(checkpoint)
     problem = (problem_of if digests else no_file)(checkpoint, manifest) if is_first_process() else ""
     if of_first_process(bool(problem)):
-        raise DamagedCheckpoint(f"{checkpoint}: {problem or 'process 0 says why'}")
+        raise _damaged(checkpoint, problem or "process 0 says why")
+
+
+def _damaged(checkpoint: Path, problem: str) -> DamagedCheckpoint:
+    """The error for a checkpoint; raises `UserError` if this user may not read its files, which is no damage."""
+    for path in (checkpoint, *checkpoint.rglob("*")):
+        if os.path.exists(path) and not os.access(path, os.R_OK | os.X_OK if path.is_dir() else os.R_OK):
+            raise UserError(f"{path}: Permission denied; valid: a checkpoint whose files this user can read")
+    return DamagedCheckpoint(f"{checkpoint}: {problem}")
 
 
 def read(checkpoint: Path, target: TrainState) -> TrainState:
@@ -94,7 +103,7 @@ def _try(checkpoint: Path, read: Callable[[], T]) -> T:
     if not found:
         forget_abandoned()
     if not all_agree(bool(found)):
-        raise DamagedCheckpoint(f"{checkpoint}: {problem}")
+        raise _damaged(checkpoint, problem)
     return found[0]
 
 

@@ -139,7 +139,14 @@ def test_tokens_declared_in_the_settings(saved):
         ("tokenizer.json", {"added_tokens": 3}, "not a tokenizer: "),
         (  # takes exponential time for runs of a letter
             "tokenizer.json",
-            {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}},
+            {
+                "pre_tokenizer": {
+                    "type": "Split",
+                    "pattern": {"Regex": "(a+)+$"},
+                    "behavior": "Isolated",
+                    "invert": False,
+                }
+            },
             "not a tokenizer: Onig: Regex search error",
         ),
         ("tokenizer.json", "\x80\x04pickle", "not JSON"),
