@@ -4,6 +4,7 @@ processes call these functions together."""
 
 import contextlib
 import dataclasses
+import math
 import os
 import warnings
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 from etils import epath  # Orbax's paths
 from jax.sharding import PartitionSpec
 
@@ -25,6 +27,7 @@ from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.program.state import TrainState
 from megajax.core.program.transfer import cast
 from megajax.core.traits import Size, Through
+from megajax.host import reading
 from megajax.host.processes import all_agree, is_first_process, of_first_process, sums_over_processes
 from megajax.runs.digests import Manifest, local_checksums, no_file, problem_of, read_manifest
 from megajax.runs.failures import forget_abandoned, in_one_line
@@ -109,6 +112,7 @@ def _try(checkpoint: Path, read: Callable[[], T]) -> T:
 
 def _read_arrays(folder: Path, target: TrainState) -> TrainState:
     wanted = {name: part for name, part in vars(target).items() if part is not None}
+    _check_chunks(folder)
     with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
         places = ocp.checkpoint_utils.construct_restore_args(wanted)
         arguments = ocp.args.PyTreeRestore(wanted, restore_args=places, partial_restore=True)
@@ -116,6 +120,16 @@ def _read_arrays(folder: Path, target: TrainState) -> TrainState:
     if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(found)):
         raise ValueError("arrays are missing")
     return dataclasses.replace(target, **found)
+
+
+def _check_chunks(folder: Path) -> None:
+    """Refuse chunks larger than their array, which would be allocated whole: where that fails, TensorStore aborts."""
+    files = tensorstore.KvStore.open({"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}}).result()
+    for name in files.list().result():
+        if name.endswith(b"/.zarray"):
+            array = reading.parse_json(files.read(name).result().value.decode())
+            if math.prod(array["chunks"]) > max(1, math.prod(array["shape"])):
+                raise ValueError(f"{name.decode()} has chunks of {array['chunks']}, larger than the array")
 
 
 def check_fits(checkpoint: Path, model: ModelConfig) -> None:

@@ -151,12 +151,9 @@ def test_cores_where_the_system_tells_no_affinity(monkeypatch: pytest.MonkeyPatc
 
 
 def test_compressed_test_sets_are_not_unpacked(tmp_path):
-    """They may be a thousand times as large as the file, and are never written so."""
-    file, tests = tmp_path / "test-sets.npz", TestSets.collect([["one two three four five six seven eight"]])
-    with file.open("wb") as content:
-        tests.save(content)
-    with np.load(file) as arrays:
+    with (tmp_path / "a.npz").open("wb") as file:
+        TestSets.collect([["one two three four five six seven eight"]]).save(file)
+    with np.load(tmp_path / "a.npz") as arrays:
         np.savez_compressed(tmp_path / "bomb.npz", **arrays)
-    assert TestSets.load(file).words == tests.words
     with pytest.raises(UserError, match=r"bomb.npz: damaged; valid: --overwrite, which starts over"):
         TestSets.load(tmp_path / "bomb.npz")

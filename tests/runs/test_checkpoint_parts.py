@@ -2,6 +2,7 @@
 is stored as one that was in memory as a whole."""
 
 import dataclasses
+import json
 import os
 import weakref
 from pathlib import Path
@@ -55,6 +56,15 @@ def test_weights_are_restored_without_the_moments(tmp_path: Path) -> None:
     jax.tree.map(
         lambda leaf, spec: leaf.sharding.spec == spec or pytest.fail(str(spec)), params, program.layout.specs.params
     )
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{checkpoint / 'state'}/"}).result()
+    name = "params.shared.final_norm.scale/.zarray"
+    stored = store.read(name).result().value
+    store.write(name, json.dumps(json.loads(stored) | {"chunks": [2**40]}).encode()).result()
+    with pytest.raises(
+        RunError, match=r"final_norm\.scale/\.zarray has chunks of \[1099511627776\], larger than the array"
+    ):
+        restore_params(program, tmp_path, "latest")
+    store.write(name, stored).result()
     for name in ("params.blocks.mlp.up", "params.shared.table"):
         reader = Checkpoints(tmp_path, program.layout)
         with pytest.raises(DamagedCheckpoint):

@@ -273,13 +273,10 @@ def test_what_is_said_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_group_continues_a_log(tmp_path: Path) -> None:
-    """Where the umask gives it the right, as for all other files of a run."""
     before = os.umask(0o002)
-    try:
-        transcript.begin(tmp_path)
-    finally:
-        os.umask(before)
-        transcript.end()
+    transcript.begin(tmp_path)
+    os.umask(before)
+    transcript.end()
     assert (tmp_path / "log.txt").stat().st_mode & 0o777 == 0o664
 
 
