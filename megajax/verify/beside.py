@@ -4,14 +4,16 @@ transfer of checkpoints."""
 import dataclasses
 import math
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 
 import jax
 import numpy as np
 
+from jaxequal.interpreter import UnknownPrimitive
 from jaxequal.numbers import Value, elements, ordered
 from megajax.core.axes import PIPE
 from megajax.core.backend import CPU
+from megajax.core.errors import RunError, UserError
 from megajax.core.models.registry import FAMILIES
 from megajax.core.program.scoring import logits, scores, task_logits
 from megajax.core.program.transfer import Transfer
@@ -20,20 +22,35 @@ from megajax.generation.programs import ROWS, TOKENS_AT_ONCE, DecodingPrograms
 from megajax.settings.config import Config
 from megajax.verify.fields import Drawn, Values, unequal
 from megajax.verify.forms import in_blocks, plain, with_axes
-from megajax.verify.run import in_precision
+from megajax.verify.run import TracingError, in_precision, traced
 from megajax.verify.verdict import EXACT, Finding, some
+
+Wrong = tuple[int, str]  # how many things, and which, or what was compared
 
 
 def beside_training(config: Config, seed: int = 0) -> Iterator[Finding]:
-    """Compare scores, the tokens that are generated, and states that are transferred."""
-    with in_precision(config):
-        one, mesh = Drawn(plain(config), CPU, seed), Drawn(config, in_blocks(config), seed)
-        expected, actual = _scored(one), _scored(mesh)
-        wrong = [name for name, x in expected.items() if unequal(x, actual[name])]
-        yield Finding(f"{EXACT} scores", len(wrong), 0, some(wrong))
-        if config.model.head == "pretraining" and FAMILIES[config.model.family].continues_text:
-            yield _generation(config, seed)
-        yield _transfer(mesh)
+    """Compare scores, the tokens that are generated, and states that are transferred: or why one cannot be compared."""
+    mesh = cache(lambda: Drawn(config, in_blocks(config), seed))
+    checks = {"scores": lambda: _scores(Drawn(plain(config), CPU, seed), mesh())}
+    if config.model.head == "pretraining" and FAMILIES[config.model.family].continues_text:
+        checks["generation with a cache"] = lambda: _generation(config, seed)
+    checks["transfer of checkpoints"] = lambda: _transfer(mesh())
+    for name, check in checks.items():
+        try:
+            with in_precision(config), traced():
+                number, where = check()
+        except UnknownPrimitive:
+            raise
+        except (TracingError, UserError, RunError) as error:
+            number, where = 1, str(error)
+        yield Finding(f"{EXACT} {name}", number, 0, where)
+
+
+def _scores(one: Drawn, mesh: Drawn) -> Wrong:
+    """Which scores differ."""
+    expected, actual = _scored(one), _scored(mesh)
+    wrong = [name for name, x in expected.items() if unequal(x, actual[name])]
+    return len(wrong), some(wrong)
 
 
 def _scored(drawn: Drawn) -> Values:
@@ -44,7 +61,7 @@ def _scored(drawn: Drawn) -> Values:
     return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(found)}
 
 
-def _generation(config: Config, seed: int) -> Finding:
+def _generation(config: Config, seed: int) -> Wrong:
     """Whether tokens chosen with a cache are the most probable ones without."""
     zero = min(config.optimizer.zero, 1)
     config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, zero=zero))
@@ -68,7 +85,7 @@ def _generation(config: Config, seed: int) -> Finding:
     probable_BT = np.argmax(ordered(found)[0, 0, ..., : config.model.vocab_size], -1)
     wrong = np.take_along_axis(probable_BT, place_BN - 1, 1) != chosen_BN
     where = f"row {np.flatnonzero(wrong.any(1))[0]}" if wrong.any() else f"{chosen_BN.size} tokens of {rows} rows"
-    return Finding(f"{EXACT} generation with a cache", int(wrong.sum()), 0, where)
+    return int(wrong.sum()), where
 
 
 def _continued(drawn: Drawn, tokens_BT: np.ndarray, length_B: np.ndarray, number: int) -> np.ndarray:
@@ -88,7 +105,7 @@ def _continued(drawn: Drawn, tokens_BT: np.ndarray, length_B: np.ndarray, number
     return np.concatenate([first, others], -1)[0, 0, :, :number]
 
 
-def _transfer(drawn: Drawn) -> Finding:
+def _transfer(drawn: Drawn) -> Wrong:
     """Whether leaves of a state, moments and averages among them, arrive on their stages, and in canonical form again,
     with their layers in order. Those that go stage by stage are put into order by the host."""
     layout, wrong = drawn.program.layout, []
@@ -106,7 +123,7 @@ def _transfer(drawn: Drawn) -> Finding:
         if not (_same(drawn.run(there, (plain_type, canonical)), pipelined)
                 and _same(drawn.run(back, (type_, pipelined)), canonical)):  # fmt: skip
             wrong.append(jax.tree_util.keystr(path, simple=True, separator="/"))
-    return Finding(f"{EXACT} transfer of checkpoints", len(wrong), 0, some(wrong))
+    return len(wrong), some(wrong)
 
 
 def _same(x: Value, y: Value) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxequal.interpreter import UnknownPrimitive
 from jaxequal.numbers import elements
 from megajax.core.backend import CPU, Backend
-from megajax.core.errors import RunError
+from megajax.core.errors import RunError, UserError
 from megajax.core.precision import OPERAND_DTYPE
 from megajax.host.garbage import rarely_collected
 from megajax.settings.config import Config
@@ -21,13 +21,12 @@ from megajax.verify.fields import ExactStep, Outcome, Values, activation_error, 
 from megajax.verify.forms import in_blocks, plain
 from megajax.verify.locate import Result, axes_that_differ, first_in_words
 from megajax.verify.recording import first_difference
-from megajax.verify.run import TracingError
+from megajax.verify.run import TracingError, traced
 from megajax.verify.shrink import shown
 from megajax.verify.theory import check_collectives
 from megajax.verify.verdict import AVERAGE, EXACT, UNMOVED, WEIGHTS, Finding, Verdict, some
 
 TRACED = "tracing of the step"
-_REFUSALS = TracingError, RunError
 
 
 @rarely_collected()
@@ -43,7 +42,7 @@ def check_exactly(
 
     Args:
         repeats: comparisons, each with other random numbers.
-        beside: the checks of the programs beside training (`checked_beside`), if another process runs them.
+        beside: the checks of the programs beside training (`beside_training`), if another process runs them.
         on_start, on_finding: see `check.check`.
     """
     found: list[Finding] = []
@@ -57,20 +56,12 @@ def check_exactly(
         if not all(finding.passed for finding in found):
             return _located(config, Verdict(tuple(found)), reference, seed, on_start)
     on_start(f"{shown(config.mesh)}, {EXACT}: scores, generation, checkpoints")
-    for finding in _awaited(beside) or checked_beside(config):
+    for finding in _awaited(beside) or beside_training(config):
         found.append(finding)
         on_finding(finding)
     verdict = Verdict(tuple(found))
     first = "" if verdict.passed else f"no difference in the step: {verdict.failed[0].name}: {verdict.failed[0].where}"
     return Result(verdict, first=first)
-
-
-def checked_beside(config: Config) -> Iterator[Finding]:
-    """The checks of programs beside training, or of some of them and that one is refused."""
-    try:
-        yield from beside_training(config)
-    except _REFUSALS as error:
-        yield _refused("a program beside training", error)
 
 
 def _awaited(beside: Future[list[Finding]] | None) -> Iterable[Finding]:
@@ -81,19 +72,14 @@ def _awaited(beside: Future[list[Finding]] | None) -> Iterable[Finding]:
 
 
 def _step(what: str, config: Config, backend: Backend, seed: int, *, branches: bool = True) -> ExactStep | Finding:
-    """A step, or that it is refused."""
+    """A step, or that it cannot be traced, or that only some devices reach a collective. A primitive without a rule
+    says nothing of the program."""
     try:
         return run_step(config, backend, seed, branches=branches)
-    except _REFUSALS as error:
-        return _refused(what, error)
-
-
-def _refused(what: str, error: Exception) -> Finding:
-    """That a program cannot be traced, or that only some devices reach a collective. A primitive without a rule says
-    nothing of the program."""
-    if isinstance(error, UnknownPrimitive):
-        raise error
-    return Finding(f"{EXACT} {TRACED}", 1, 0, f"{what}: {error}")
+    except UnknownPrimitive:
+        raise
+    except (TracingError, RunError) as error:
+        return Finding(f"{EXACT} {TRACED}", 1, 0, f"{what}: {error}")
 
 
 def findings(config: Config, reference: ExactStep | Finding, seed: int = 0) -> Iterator[Finding]:
@@ -132,16 +118,22 @@ def _located(
         checked = findings(part, reference, seed)
         return any(not each.passed and (each.of_numbers or not numbers) for each in checked)
 
-    axes = axes_that_differ(config, differs, on_start)
-    untraced = [finding for finding in verdict.failed if finding.name.endswith(TRACED)]
-    if untraced:
-        return Result(verdict, axes, f"no step, {untraced[0].where}")
-    on_start("the first activation that differs")
-    forms = (plain(config), CPU), (axes.config, in_blocks(axes.config))
-    expected, actual = (recorded_step(*form, seed) for form in forms)
-    difference = first_difference(expected, actual, 0.0, activation_error)
+    axes, failed = None, verdict.failed
+    try:
+        with traced():
+            axes = axes_that_differ(config, differs, on_start)
+            untraced = [finding for finding in failed if finding.name.endswith(TRACED)]
+            if untraced:
+                return Result(verdict, axes, f"no step, {untraced[0].where}")
+            on_start("the first activation that differs")
+            forms = (plain(config), CPU), (axes.config, in_blocks(axes.config))
+            expected, actual = (recorded_step(*form, seed) for form in forms)
+            difference = first_difference(expected, actual, 0.0, activation_error)
+    except (TracingError, UserError, RunError) as error:
+        text = f"{failed[0].name}: {failed[0].where}; what differs first was not found: {error}"
+        return Result(verdict, axes, text)
     wrong = [name for name, error in actual.collectives.items() if error]
-    return Result(verdict, axes, first_in_words(difference, verdict.failed, wrong))
+    return Result(verdict, axes, first_in_words(difference, failed, wrong))
 
 
 def compare_exactly(reference: ExactStep, other: ExactStep) -> Iterator[Finding]:

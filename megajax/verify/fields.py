@@ -113,13 +113,12 @@ def run_step(config: Config, backend: Backend = CPU, seed: int = 0, *, branches:
     """Run the step of a valid configuration on its mesh, with its other `branches` or without.
 
     Raises:
-        TracingError: it cannot be traced.
+        TracingError: it cannot be traced or run.
     """
-    with in_precision(config):
-        with traced():
-            drawn = Drawn(config, backend, seed)
-            program, machine, types = drawn.program, drawn.machine, drawn.program.layout.shapes
-            step = train_step_with_gradients(program).trace(types, program.batch_types)
+    with in_precision(config), traced():
+        drawn = Drawn(config, backend, seed)
+        program, machine, types = drawn.program, drawn.machine, drawn.program.layout.shapes
+        step = train_step_with_gradients(program).trace(types, program.batch_types)
         layout, inputs = program.layout, jax.tree.leaves((drawn.state, drawn.batch))
 
         def result() -> tuple[TrainState, Values, Any]:

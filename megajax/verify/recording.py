@@ -92,9 +92,14 @@ def _put_together(sample: int, seen: list[SiteRecord]) -> Activation:
     found = {tokens: _of_same_tokens(sample, each) for tokens, each in groups.items()}
     if len(found) == 1:
         return next(iter(found.values()))
+    agree, (first, *others) = all(each.agree for each in found.values()), (each.value for each in found.values())
+    if any(each.value.shape[1:2] != (len(tokens),) for tokens, each in found.items()):
+        # Of rows, not of tokens: devices have terms of a sum, and its gradient each.
+        if seen[0].backward:
+            return Activation(first, agree and all(np.array_equal(x, first, equal_nan=True) for x in others))
+        return Activation(sum(others, first), agree)
     order = np.argsort(np.concatenate([*found]))
-    values = np.concatenate([each.value for each in found.values()], axis=1)  # dim 0 is one sample's sequences
-    return Activation(values[:, order], all(each.agree for each in found.values()))
+    return Activation(np.concatenate([first, *others], axis=1)[:, order], agree)  # dim 0 is one sample's sequences
 
 
 def _of_same_tokens(sample: int, seen: list[SiteRecord]) -> Activation:

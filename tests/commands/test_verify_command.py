@@ -63,7 +63,7 @@ def test_meshes_that_are_right(capsys, in_this_process, line: str) -> None:
 def test_only_exactly(capsys, in_this_process, monkeypatch, line: str) -> None:
     """On up to 64 devices, with a second process."""
     monkeypatch.setattr(command, "num_cores", lambda: 2)
-    monkeypatch.setattr("megajax.verify.exact.checked_beside", None)  # in this one
+    monkeypatch.setattr("megajax.verify.exact.beside_training", None)  # in this one
     code, found = verified(capsys, f"{line} --exact")
     assert code == 0 and found["verified_mesh"] == found["mesh"]
     assert all(check["name"].startswith("exact ") and check["limit"] == 0 for check in found["checks"])

@@ -3,6 +3,7 @@
 import dataclasses
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
+from unittest.mock import Mock
 
 import pytest
 from tiny import MIXTURE, full, tiny_config
@@ -115,8 +116,8 @@ def test_programs_beside_training(module, name, wrong, row, monkeypatch) -> None
 
 def test_first_dense_layers_of_a_mixture_have_caches() -> None:
     """They belong to the embedding elsewhere."""
-    found = generated(config_of((1, 1, 2), **MIXTURE | {"dense_layers": 1, "num_experts": 4}), 0)
-    assert found.passed and "of 1 rows" in found.where
+    wrong, where = generated(config_of((1, 1, 2), **MIXTURE | {"dense_layers": 1, "num_experts": 4}), 0)
+    assert not wrong and "of 1 rows" in where
 
 
 def test_a_primitive_that_is_not_known_leaves_the_compiled_comparison(monkeypatch) -> None:
@@ -138,15 +139,20 @@ def test_what_is_refused_beside_the_step_is_a_verdict(monkeypatch) -> None:
     monkeypatch.setattr(scoring, "gather_shards", lambda x, *given, **named: x.undefined)
     dead, done = Future(), Future()
     dead.set_exception(BrokenProcessPool())
+    monkeypatch.setattr("megajax.verify.beside.Transfer", refuse := Mock(side_effect=ValueError("not divisible")))
     result = check_exactly(config, beside=dead)  # another process has not told it
-    assert [finding.name for finding in result.verdict.failed] == ["exact tracing of the step"]
-    assert "a program beside training: AttributeError" in result.first and "scoring.py" in result.first
+    assert [finding.name for finding in result.verdict.failed] == ["exact scores", "exact transfer of checkpoints"]
+    assert "exact scores: AttributeError" in result.first and "scoring.py" in result.first
+    assert "ValueError: not divisible" in result.verdict.failed[1].where
     done.set_result(told := [Finding("exact scores", 1, 0, "loss")])
     assert [*check_exactly(config, beside=done).verdict.findings] == told
 
-    def refuse(*given, **named):
-        raise RunError("only some of the devices that communicate over tensor run a psum")
+    monkeypatch.setattr("megajax.verify.exact.findings", lambda *given: iter(told))
+    monkeypatch.setattr("megajax.verify.exact.recorded_step", refuse)
+    result = check_exactly(config)
+    assert result.axes and result.first.startswith("exact scores: loss; what differs first was not found: ValueError")
 
+    refuse.side_effect = RunError("only some of the devices that communicate over tensor run a psum")
     monkeypatch.setattr("megajax.verify.exact.run_step", refuse)
     finding = exact_step("one device", config, CPU, 0)
     assert isinstance(finding, Finding) and "only some of the devices" in finding.where

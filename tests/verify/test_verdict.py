@@ -298,6 +298,19 @@ def test_gradients_of_what_devices_share_add_up() -> None:
     assert first_difference(alone, shared, 1e-12) is None
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_values_of_rows_where_tokens_are_shared(backward: bool) -> None:
+    """Devices have terms of their sum; as its gradient each has all of it."""
+    whole, tokens = np.array([3.0]), (np.array([0, 3]), np.array([1, 2]))
+    alone, shared = Recording(), Recording()
+    for recording, shards in ((alone, [None]), (shared, tokens)):
+        for number, own in enumerate(shards):
+            x = whole if backward or number == 0 else 0 * whole
+            at = np.array([0]), x, None, 0, (), (0, 0, 0, number, 0), own
+            recording.take(SiteRecord("losses", backward, -1, *at))
+    assert first_difference(alone, shared, 1e-12) is None
+
+
 LAYER = {
     *("input", "attention_norm", "query", "key", "value", "attention_heads", "attention_output", "attention_dropout"),
     *("attention_residual", "mlp_norm", "mlp_up", "mlp_activation", "mlp_output", "mlp_dropout", "output"),
