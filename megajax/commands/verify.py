@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from megajax.core.config import MeshConfig
 from megajax.core.errors import UserError
-from megajax.core.options import Option, between
+from megajax.core.options import OneOf, Option, between
 from megajax.host.children import children, num_cores
 from megajax.host.garbage import rarely_collected
+from megajax.plan.machines import MACHINES
 from megajax.settings.config import Config, DistributedConfig
 from megajax.settings.flags import MESH_FLAGS, Parser, add_flag
 from megajax.settings.plugins import load_plugins
@@ -32,6 +33,7 @@ _OPTIONS = (
     ),
     Option("steps", int, 3, "steps to compare, plus one that overflows", between(1, 100)),
     Option("repeats", int, 1, "exact comparisons, each with other random numbers", between(1, 100)),
+    Option("gpu", str, "h100", "GPU whose choices `auto` is, in the model's full size", OneOf(MACHINES)),
 )
 
 
@@ -55,7 +57,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_config_flags(values=values)
     args = parser.parse_args(argv)
     config = resolve(load_preset(args.preset), parser.overrides(args))
-    devices, steps, repeats = (getattr(args, option.key, option.default) for option in _OPTIONS)
+    devices, steps, repeats, gpu = (getattr(args, option.key, option.default) for option in _OPTIONS)
     if args.exact and not hasattr(args, "devices"):
         devices = _EXACTLY
     validate_imagined(config)
@@ -66,8 +68,8 @@ def main(argv: Sequence[str]) -> None:
     with contextlib.ExitStack() as stack:
         beside = None
         if num_cores() > 1:
-            beside = stack.enter_context(children(1))(_beside, config, devices)
-        small = _begun(config, devices, args.exact)  # imports JAX; mistakes above are reported without it
+            beside = stack.enter_context(children(1))(_beside, config, devices, gpu)
+        small = _begun(config, devices, gpu, args.exact)  # imports JAX; mistakes above are reported without it
 
         from megajax.verify.check import verify
         from megajax.verify.report import Report
@@ -94,22 +96,25 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit(1)
 
 
-def _begun(config: Config, devices: int, exact: bool) -> "Shrunk":
+def _begun(config: Config, devices: int, gpu: str, exact: bool) -> "Shrunk":
     """A small version of the configuration, for which JAX is set up: on one device, or simulated ones."""
-    from megajax.verify.shrink import shrink
+    from megajax.verify.forms import on_gpu
+    from megajax.verify.shrink import fold, shrink
 
-    small = shrink(config, devices)
-    alone = dataclasses.replace(small.config, precision="fp32", distributed=DistributedConfig())
-    mesh = MeshConfig() if exact else alone.mesh
-    start(dataclasses.replace(alone, mesh=mesh, simulate_devices=mesh.num_devices))
-    return small
+    mesh = MeshConfig() if exact else fold(config.mesh, devices)
+    alone = dataclasses.replace(config, precision="fp32", distributed=DistributedConfig(), mesh=mesh)
+    start(dataclasses.replace(alone, simulate_devices=mesh.num_devices))
+    decided, words = on_gpu(config, MACHINES[gpu])
+    small = shrink(decided, devices)
+    note = f"auto is what it is in full size on --gpu {gpu}: {words}"
+    return dataclasses.replace(small, notes=((note,) if words else ()) + small.notes)
 
 
-def _beside(config: Config, devices: int) -> "list[Finding]":
+def _beside(config: Config, devices: int, gpu: str) -> "list[Finding]":
     """The checks of programs beside training, in another process. It says nothing: if it dies, this one runs them."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     load_plugins(config.plugins)
-    small = _begun(config, devices, exact=True)
+    small = _begun(config, devices, gpu, exact=True)
 
     from megajax.verify.beside import beside_training
     from megajax.verify.forms import steady

@@ -77,7 +77,10 @@ class ExpertTraffic(Sizes):
             return experts, rows
         block = self.backend.expert_block
         choices = self.whole[0] * devices * self.whole[1] * model.experts_per_token
-        return ((-(-choices // block) + experts) * block,)
+        blocks = -(-choices // block) + experts
+        of_expert = model.hidden_size * model.expert_size // self.config.mesh.tensor * self.item
+        turns = -(-blocks // self.backend.blocks_at_once(of_expert))  # with as many blocks in each
+        return (-(-blocks // turns) * turns * block,)
 
     @property
     def _of_group(self) -> tuple[int, ...]:

@@ -7,7 +7,12 @@ from megajax.core.axes import PIPE, TENSOR
 from megajax.core.backend import CPU, Backend
 from megajax.core.config import MeshConfig
 from megajax.core.pipeline.config import PipelineConfig
+from megajax.core.program.overlap import sums_in_products
 from megajax.core.program.program import training_way
+from megajax.plan.machines import Machine
+from megajax.plan.memory import backend_of
+from megajax.plan.placing import placed
+from megajax.plan.sizes import ITEM_SIZE, Sizes
 from megajax.settings.config import Config
 
 _LEARNING_RATE, _EPSILON = 1e-3, 1e-4  # at most, at least
@@ -55,12 +60,31 @@ def plain(config: Config) -> Config:
     )
 
 
+def on_gpu(config: Config, machine: Machine) -> tuple[Config, str]:
+    """A valid configuration with what `auto` is on a GPU in place of it, as far as this depends on the size of the
+    model; and what that is, in words."""
+    backend, given = backend_of(machine), config.optimizer
+    sizes = Sizes(config, backend=backend)
+    decided = {
+        "overlap_reductions": sizes.overlaps_reductions,
+        "overlap_gathers": sizes.gathers_late,
+        "sums_in_products": sums_in_products(config, backend),
+    }
+    chosen = {name: str(value).lower() for name, value in decided.items() if getattr(given, name) == "auto"}
+    said = ", ".join(f"{name} {value}" for name, value in chosen.items())
+    return dataclasses.replace(placed(config, machine), optimizer=dataclasses.replace(given, **chosen)), said
+
+
 def in_blocks(config: Config) -> Backend:
-    """The forms of a CPU with at least two of whatever large sizes divide: blocks of queries, heads one after the
-    other, blocks of an expert's rows. So small a model has one of each otherwise."""
+    """The forms of a CPU, but for weight gradients, whose products transpose their input as on a GPU, and with at least
+    two of whatever large sizes divide: blocks of queries, heads one after the other, blocks of an expert's rows, two at
+    once as on a GPU. So small a model has one of each otherwise."""
+    model = config.model
     pieces = {"gather": 2 * config.mesh.context, "window": config.mesh.context}.get(training_way(config), 1)
-    queries = -(-config.model.sequence_length // (2 * pieces))
-    return dataclasses.replace(CPU, query_block=queries, scores_bytes=1, expert_block=4)
+    queries = -(-model.sequence_length // (2 * pieces))
+    of_expert = model.hidden_size * model.expert_size // config.mesh.tensor * ITEM_SIZE[config.precision]
+    forms = {"query_block": queries, "scores_bytes": 1, "expert_block": 4, "expert_bytes": 2 * of_expert}
+    return dataclasses.replace(CPU, transposed_copies=False, **forms)
 
 
 def with_axes(config: Config, axes: Sequence[str]) -> Config:

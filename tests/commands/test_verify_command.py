@@ -8,6 +8,7 @@ from tiny import full, user_error
 
 from megajax.__main__ import main
 from megajax.commands import verify as command
+from megajax.core.pipeline import stages
 from megajax.core.program import bind
 
 
@@ -36,6 +37,17 @@ def test_too_few_devices(in_this_process) -> None:
 def test_numbers_that_json_does_not_have() -> None:
     found = command._finite({"checks": [(math.nan, math.inf, 1.0)]})
     assert json.dumps(found, allow_nan=False) == '{"checks": [[null, "inf", 1.0]]}'
+
+
+@pytest.mark.slow
+def test_auto_is_what_it_is_on_gpus_in_full_size(capsys, in_this_process, monkeypatch) -> None:
+    """The order of layers is wrong where gradients are reduced during the last backward pass."""
+    joined = stages._joined
+    monkeypatch.setattr(stages, "_joined", lambda *given, reverse=False: joined(*given, reverse=not reverse))
+    monkeypatch.setattr("megajax.verify.exact.beside_training", lambda config: ())
+    code, found = verified(capsys, "llama3-8b --mesh.data 8 --exact")
+    assert code == 1 and "gradient of weights, or its reduction: blocks/" in found["first_difference"]
+    assert "--gpu h100: overlap_reductions true, overlap_gathers true, sums_in_products true" in found["notes"][0]
 
 
 @pytest.mark.full
