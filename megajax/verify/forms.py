@@ -83,8 +83,8 @@ def in_blocks(config: Config) -> Backend:
     pieces = {"gather": 2 * config.mesh.context, "window": config.mesh.context}.get(training_way(config), 1)
     queries = -(-model.sequence_length // (2 * pieces))
     of_expert = model.hidden_size * model.expert_size // config.mesh.tensor * ITEM_SIZE[config.precision]
-    forms = {"query_block": queries, "scores_bytes": 1, "expert_block": 4, "expert_bytes": 2 * of_expert}
-    return dataclasses.replace(CPU, transposed_copies=False, **forms)
+    forms = dataclasses.replace(CPU, query_block=queries, scores_bytes=1, transposed_copies=False)
+    return dataclasses.replace(forms, expert_block=4, expert_bytes=2 * of_expert)
 
 
 def with_axes(config: Config, axes: Sequence[str]) -> Config:

@@ -3,6 +3,7 @@ options, what divides what, what is uneven, and how the step is computed.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from megajax.core.models.config import ModelConfig
 from megajax.core.models.context_attention import copies
 from megajax.core.models.freeze import fewer_layers
 from megajax.core.options import options
+from megajax.core.pipeline.config import PipelineConfig
+from megajax.core.pipeline.schedule import make_schedule
 from megajax.core.program.program import training_way
 from megajax.core.traits import OnlyWith, ShrinkRule, Size
 from megajax.settings.config import Config, DistributedConfig
@@ -55,7 +58,9 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
     ruled |= sizes.high_precision_ends(layers) | sizes.window_layers()
     model = dataclasses.replace(config.model, **sizes.others(ruled), **ruled)
     microbatch = min(config.train.microbatch, 2)
-    rows = mesh.row_shards * microbatch * sizes.num_microbatches()
+    placed = ",".join(map(str, counts)) or "even"
+    pipeline = dataclasses.replace(config.pipeline, layers=placed)
+    rows = mesh.row_shards * microbatch * sizes.num_microbatches(pipeline)
     frozen = fewer_layers(config.train.freeze, config.model.num_layers, layers)
     train = dataclasses.replace(config.train, microbatch=microbatch, global_batch=rows, freeze=frozen)
     first = mesh.row_shards * microbatch  # a batch that grows begins with one microbatch, and is whole in the next step
@@ -66,8 +71,6 @@ def shrink(config: Config, most_devices: int) -> Shrunk:
     optimizer = dataclasses.replace(
         config.optimizer, cooldown_steps=cooldown, zero_ranks=ranks if mesh.replica > 1 else 0
     )
-    placed = ",".join(map(str, counts)) or "even"
-    pipeline = dataclasses.replace(config.pipeline, layers=placed)
     alone = dataclasses.replace(config, distributed=DistributedConfig(), mesh=mesh)
     small = dataclasses.replace(alone, model=model, train=train, pipeline=pipeline, optimizer=optimizer)
     small = dataclasses.replace(small, loss_scale=dataclasses.replace(config.loss_scale, growth_every=2))
@@ -144,8 +147,12 @@ class _Sizes:
         heads, kv_heads = self._heads()
         divides = model.hidden_size % theirs.zero_shards == 0
         whole = model.head_size * model.num_heads == model.hidden_size
-        smallest = max(4 + model.head_size % 2, -(-_WIDTH // heads) // 2 * 2 + model.head_size % 2)
-        head_sizes = range(smallest, smallest + 4 * ours.zero_shards + 1, 2)
+        smallest = max(6 if model.latent_size else 4, -(-_WIDTH // heads) // 2 * 2) + model.head_size % 2
+        head_sizes = [
+            size
+            for size in range(smallest, smallest + 4 * ours.zero_shards + 3, 2)
+            if size != heads or model.head_size == model.num_heads
+        ]
         hidden_of: Callable[[int], Iterable[int]] = (
             (lambda size: [heads * size]) if whole else (lambda size: range(heads * size + 4, heads * size + 40, 4))
         )
@@ -173,12 +180,29 @@ class _Sizes:
         return sizes | {"mlp_size": mlp_size} | self._parts_of_heads(head_size), notes
 
     def _parts_of_heads(self, head_size: int) -> dict[str, int]:
-        """In latent attention: rotary features, and values smaller or larger than keys, if the original's are."""
+        """In latent attention: rotary features, values, and latents. What is smaller or larger in the original is so
+        here, if that can be."""
         model = self._model
         if not model.latent_size:
             return {}
+
+        def order(head: int, rotary: int, value: int, latent: int, of_queries: int) -> list[int]:
+            sizes = head, rotary, value or head, latent, of_queries, latent + rotary, head - rotary
+            return [(a > b) - (a < b) for a, b in itertools.combinations(sizes, 2)]
+
+        names = "rotary_size", "value_size", "latent_size", "query_latent_size"
+        theirs = order(model.head_size, *(getattr(model, name) for name in names))
         other = model.value_head_size - model.head_size
-        return {"rotary_size": 2, "value_size": head_size + (other > 0) - (other < 0) if model.value_size else 0}
+        value = head_size + (other > 0) - (other < 0) if model.value_size else 0
+        several = range(2, 2 * head_size)
+        possible = itertools.product(
+            range(2, head_size + 1, 2), (value,), several, several if model.query_latent_size else (0,)
+        )
+
+        def lost(ours: Iterable[int]) -> int:
+            return sum(a != b for a, b in zip(order(head_size, *ours), theirs, strict=True) if b)
+
+        return dict(zip(names, min(possible, key=lost), strict=True))
 
     def _heads(self) -> tuple[int, int]:
         """Query heads and key heads: as many of each per device (up to 2), or replicated as often. If a context group
@@ -216,7 +240,9 @@ class _Sizes:
     def tokens(self) -> dict[str, Any]:
         """Sequence length, and other sizes counted in tokens, scaled with it."""
         model, here = self._model, self._ours
-        multiple = here.tensor * (2 * here.context if here.context > 1 else 1)
+        multiple = here.tensor
+        if here.context > 1:  # two pieces, of at least two tiles each
+            multiple = 2 * here.context * math.lcm(here.tensor, 2)
         length = -(-_TOKENS // multiple) * multiple
 
         def scaled(tokens: int) -> int:
@@ -253,26 +279,32 @@ class _Sizes:
 
     def others(self, ruled: Collection[str]) -> dict[str, Any]:
         """Sizes without a rule of their own: a few, or a few per device if they are sharded."""
-        found = {}
+        found: dict[str, int] = {}
         for name, option in options(ModelConfig).items():
             size, value = option.trait(Size), getattr(self._model, name)
             if size and value and name not in ruled:
                 here = self._ours.tensor if size.split else 1
-                found[name] = here * _few(max(1, value // (self._theirs.tensor if size.split else 1)))
+                small = here * _few(max(1, value // (self._theirs.tensor if size.split else 1)))
+                unequal = {found[other] for other in found if getattr(self._model, other) != value}
+                found[name] = next(size for size in itertools.count(small, here) if size not in unequal)
         return found
 
     def experts(self) -> dict[str, Any]:
-        """As many experts per device, up to 3, and as many per token, but not all if the original does not use all."""
+        """As many experts per device, up to 3, and a few per token, several if the original has several, but not all if
+        the original does not use all; so are groups and those chosen. Then a device may have more experts."""
         model = self._model
         if not model.num_experts:
             return {}
+        some = model.experts_per_token < model.num_experts
         number = self._ours.expert * _few(model.num_experts // self._theirs.expert)
-        groups = min(2, model.expert_groups)
-        chosen = 1 if model.chosen_groups < model.expert_groups else groups
+        if some and model.experts_per_token > 1:
+            number = max(number, -(-3 // self._ours.expert) * self._ours.expert)
+        chosen, groups = min(2, model.chosen_groups), model.expert_groups
+        groups = min(groups, chosen + 1) if model.chosen_groups < groups else chosen
         if groups > 1:  # of two experts at least
             number = math.lcm(max(number, 2 * groups), groups * self._ours.expert)
         most = number * chosen // groups
-        few = min(model.experts_per_token, max(1, most - (model.experts_per_token < model.num_experts)))
+        few = min(_few(model.experts_per_token), max(1, most - 1)) if some else most
         found = {"num_experts": number, "experts_per_token": few}
         return found | {"expert_groups": groups, "chosen_groups": chosen}
 
@@ -315,17 +347,23 @@ class _Sizes:
             found[-1] -= 1
         return found
 
-    def num_microbatches(self) -> int:
-        """Fewer than stages, as many, a multiple, or more without being a multiple, as in the original."""
+    def num_microbatches(self, pipeline: PipelineConfig) -> int:
+        """Fewer than stages, as many, a multiple, or more without being a multiple, as in the original; if weight
+        gradients are deferred, so many that the last ones are not in the first slot."""
         train, theirs, ours = self._config.train, self._theirs.pipe, self._ours.pipe
         number = train.global_batch // (self._theirs.row_shards * train.microbatch)
         if ours == 1:
             return min(number, 3)
         if number < theirs:
             return max(1, min(number, ours - 1))
-        if number % theirs == 0:
-            return ours * min(number // theirs, 2)
-        return ours + max(1, min(ours - 1, number % theirs))
+        left = max(1, min(ours - 1, number % theirs)) if number % theirs else 0
+        wanted = ours + left if left else ours * min(number // theirs, 2)
+
+        def last_slot(number: int) -> int:
+            table = make_schedule(pipeline.schedule, ours, number, pipeline.chunks, pipeline.deferring()).deferral
+            return (number * pipeline.chunks - 1) % table.num_slots if table else 1
+
+        return next((number for number in range(wanted, wanted + 3 * ours, ours) if last_slot(number)), wanted)
 
 
 def _few(number: int) -> int:

@@ -2,6 +2,7 @@
 is printed of a mesh, and its figures."""
 
 import dataclasses
+import itertools
 import json
 import math
 from operator import attrgetter
@@ -10,15 +11,19 @@ from pathlib import Path
 import pytest
 from tiny import user_error
 
+from megajax.core.backend import CPU
 from megajax.core.config import MeshConfig
 from megajax.core.errors import UserError
 from megajax.core.models.config import ModelConfig
+from megajax.core.models.context_attention import tile_queries
 from megajax.core.options import options
+from megajax.core.program.program import Program
 from megajax.core.traits import ShrinkRule, Size
 from megajax.settings.config import Config
 from megajax.settings.preset_files import preset_folders
 from megajax.settings.presets import load_preset, resolve
 from megajax.settings.validation import validate, validate_imagined
+from megajax.verify.forms import in_blocks
 from megajax.verify.locate import AxesThatDiffer, Result, first_in_words
 from megajax.verify.recording import Difference, SitePlace
 from megajax.verify.report import Report
@@ -78,10 +83,30 @@ def shards(config: Config) -> dict[str, bool]:
     }
 
 
+def inequalities(config: Config) -> set[tuple[str, str]]:
+    """What is smaller than what."""
+    model = config.model
+    sizes = {"one": 1, "experts per token": model.experts_per_token, "experts": model.num_experts}
+    sizes |= {"chosen groups": model.chosen_groups, "groups": model.expert_groups}
+    found = {(a, b) for a, b in itertools.permutations(sizes, 2) if sizes[a] < sizes[b] and "groups" not in (a + b)}
+    found |= {(a, b) for a, b in itertools.permutations(("one", "chosen groups", "groups"), 2) if sizes[a] < sizes[b]}
+    if model.latent_size:
+        latents = {name: getattr(model, name) for name in ("head_size", "value_head_size", "rotary_size")}
+        latents |= {"latents": model.latent_size, "latents of queries": model.query_latent_size}
+        latents |= {"cached": model.latent_size + model.rotary_size, "plain": model.head_size - model.rotary_size}
+        found |= {(a, b) for a, b in itertools.permutations(latents, 2) if latents[a] < latents[b]}
+    apart = {"heads": model.num_heads, "size of a head": model.head_size}
+    if model.shared_expert_size:
+        apart |= {"expert": model.expert_size, "shared": model.shared_expert_size}
+    pairs = [("heads", "size of a head"), ("expert", "shared")]
+    return found | {pair for pair in pairs if apart.get(pair[0]) != apart.get(pair[1])}
+
+
 def check(config: Config, small: Shrunk) -> None:
     ours = small.config
     validate(ours, ours.mesh.num_devices)
     assert divisibility(ours) == divisibility(config)
+    assert inequalities(ours) >= inequalities(config)
     assert small.notes or shards(ours) == shards(config)
     assert {name: getattr(ours.model, name) for name in SAME} == {name: getattr(config.model, name) for name in SAME}
     same = attrgetter(
@@ -164,6 +189,26 @@ def test_stages_with_fewer_layers_stay(pipe: int, chunks: int, layers: str, smal
     found = shrink(config, 16 if pipe * chunks < 8 else 4).config
     validate(found, found.mesh.num_devices)
     assert found.pipeline.layers == small
+
+
+@pytest.mark.parametrize("context", [2, 3, 4])
+def test_a_piece_of_a_sequence_has_several_tiles(context: int) -> None:
+    config = dataclasses.replace(preset("demo", model__context_attention="gather"), mesh=MeshConfig(context=context))
+    small = shrink(config, 16).config
+    validate(small, context)
+    piece = small.model.sequence_length // (2 * context)
+    assert tile_queries(piece, in_blocks(small).block_of(piece)) < piece
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("pipe", [2, 3, 4])
+def test_the_last_deferred_gradients_are_not_in_the_first_slot(schedule: str, pipe: int) -> None:
+    flags = {"pipeline__weight_gradients": "deferred", "pipeline__schedule": schedule}
+    flags |= {"pipeline__chunks": 1 + (schedule == "interleaved"), "model__num_layers": 4 * pipe}
+    small = shrink(on_mesh(preset("demo", train__global_batch=96, **flags), (1, pipe, 1)), 16).config
+    table = Program.abstract(small, CPU).schedule
+    assert (table.num_microbatches * table.num_chunks - 1) % table.deferral.num_slots
+    assert table.num_microbatches % pipe == 0
 
 
 def test_padding_that_fills_whole_shards_still_does() -> None:
