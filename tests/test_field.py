@@ -35,10 +35,14 @@ from megajax.core.backend import CPU, HOPPER
 from megajax.core.models.lora_config import LoraConfig
 from megajax.core.models.router import LOAD
 from megajax.core.program.program import Program
+from megajax.core.program.synthetic import random_batch
 from megajax.core.program.train_step import whole_weights
 from megajax.plan.sizes import Sizes
 from megajax.settings.config import Config
-from megajax.verify.fields import Drawn
+from megajax.verify import fields
+from megajax.verify.fields import Drawn, recorded_step, run_step, unequal
+from megajax.verify.forms import in_blocks
+from megajax.verify.recording import SitePlace
 from megajax.verify.shrink import shown
 
 
@@ -413,6 +417,61 @@ def test_sums_in_products(name: str) -> None:
     given = FEW | {"num_layers": 3, "global_batch": 8, "vocab_size": 21, "scan_layers": "false"} | IN_PRODUCTS[name]
     optimizer = given.pop("optimizer", {}) | {"sums_in_products": "true"}
     assert_exact(tiny_config(optimizer=optimizer, **given), branches=False, planned=name not in [*IN_PRODUCTS][:1])
+
+
+ALONE = {
+    "one device": {"balance": "both", "router_z_loss": 0.1, "prediction_modules": 1, "global_batch": 2},
+    "mixture": {"expert": 2, "balance": "both", "router_z_loss": 0.1, "prediction_modules": 1, "precision": "fp16"},
+    "capacity, stages": {"mesh": (1, 2, 1), "expert": 2, "balance": "loss", "expert_capacity": 1.0, "num_layers": 2},
+    "context": {"mesh": (1, 1, 2, 1), "balance": "both", "context_attention": "gather"},
+}
+
+
+@pytest.mark.parametrize("name", first(ALONE))
+def test_what_a_mesh_alone_shows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under another loss scale gradients and weights are the same, and with more rows, which are padding."""
+    config = tiny_config(**MIXED | UNDROPPED | ALONE[name])
+    real, drawn, more = random_batch(config, 0), fields._drawn, config.mesh.row_shards
+    expected = run_step(config, in_blocks(config), branches=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(fields, "_drawn", lambda name, leaf: drawn(name + "'" * ("loss_scale" in name), leaf))
+        found = [run_step(config, in_blocks(config), branches=False)]
+    fill = {name: np.full_like(x[:more], -1 if name == "targets" else 1) for name, x in real.items()}
+    batch = {name: np.concatenate([x, fill[name]]) for name, x in real.items()}
+    monkeypatch.setattr(fields, "random_batch", lambda *given: batch)
+    rows = dataclasses.replace(config.train, global_batch=config.train.global_batch + more)
+    config = dataclasses.replace(config, train=rows)
+    found.append(run_step(config, in_blocks(config), branches=False))
+    for step in found:
+        for of in (lambda step: step.gradients, lambda step: step.taken.state["params"]):
+            wrong = {leaf: unequal(x, of(step)[leaf]) for leaf, x in of(expected).items()}
+            assert not any(wrong.values()), wrong
+
+
+def test_every_layer_and_row_has_dropout_of_its_own() -> None:
+    recording = recorded_step(tiny_config((1, 2, 1), **SHORT | {"num_layers": 3, "dropout": 0.5, "vocab_size": 21}))
+    dropped = [place for place in recording.places if place.site.endswith("dropout") and not place.backward]
+    masks = [x.value == 0 for place in dropped for _, x in recording.activations(place)]
+    assert {place.layer for place in dropped} == {0, 1, 2} and len(masks) == 2 * 3 * 4
+    assert len({mask.tobytes() for mask in masks}) == len(masks)
+    assert all(0.3 < mask.mean() < 0.7 for mask in masks)
+
+
+@pytest.mark.parametrize("mesh", [(1, 2, 1), full((1, 1, 2, 1))])
+def test_the_layers_with_a_window_see_no_further(mesh: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first token changes what the first layer has for the three that see it, and then all of the second one's."""
+    options = {"num_layers": 2, "sliding_window": 3, "window_layers": "1,1", "context_attention": "gather"}
+    config = tiny_config(mesh, **SHORT | LLAMA | UNDROPPED | options | {"vocab_size": 21})
+    recordings, batch = [], random_batch(config, 0)
+    for first_token in (1, 2):
+        tokens = batch["tokens"].copy()
+        tokens[:, 0] = first_token
+        monkeypatch.setattr(fields, "random_batch", lambda *given, tokens=tokens: batch | {"tokens": tokens})
+        recordings.append(recorded_step(config, in_blocks(config)))
+    for layer, seen in ((0, 3), (1, 8)):
+        place = SitePlace(layer, "attention_heads", False)
+        (_, one), (_, other) = (next(recording.activations(place)) for recording in recordings)
+        assert np.flatnonzero((one.value != other.value).any((0, 2, 3))).tolist() == list(range(seen))
 
 
 @pytest.mark.full

@@ -54,10 +54,16 @@ def _scores(one: Drawn, mesh: Drawn) -> Wrong:
 
 
 def _scored(drawn: Drawn) -> Values:
-    """Scores of every target, and the logits of a task."""
-    program, params = drawn.program, drawn.weights
+    """Scores of every target, of texts of another length, too, and the logits of a task."""
+    program, params, batch = drawn.program, drawn.weights, drawn.batch
+    types, entries = program.batch_types, program.form.entries.values()
     functions = [scores, *([task_logits] if program.config.model.head != "pretraining" else [])]
-    found = [drawn.run(function(program), params, (program.batch_types, drawn.batch)) for function in functions]
+    found = [drawn.run(function(program), params, (types, batch)) for function in functions]
+    if all(entry.dims == ("tokens",) for entry in entries):
+        length = program.config.model.sequence_length // 2 + 1
+        shorter = {name: x.update(shape=(*x.shape[:-1], length)) for name, x in types.items()}
+        values = {name: x[..., :length] for name, x in batch.items()}
+        found.append(drawn.run(scores(program), params, (shorter, values)))
     return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(found)}
 
 

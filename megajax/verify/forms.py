@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from megajax.core.axes import PIPE, TENSOR
 from megajax.core.backend import CPU, Backend
@@ -70,7 +71,9 @@ def on_gpu(config: Config, machine: Machine) -> tuple[Config, str]:
         "overlap_gathers": sizes.gathers_late,
         "sums_in_products": sums_in_products(config, backend),
     }
-    chosen = {name: str(value).lower() for name, value in decided.items() if getattr(given, name) == "auto"}
+    chosen: dict[str, Any] = {
+        name: str(value).lower() for name, value in decided.items() if getattr(given, name) == "auto"
+    }
     said = ", ".join(f"{name} {value}" for name, value in chosen.items())
     return dataclasses.replace(placed(config, machine), optimizer=dataclasses.replace(given, **chosen)), said
 

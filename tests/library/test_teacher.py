@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny import tiny_config
+from tiny import full, tiny_config
 
 import megajax
 from megajax.core.program.program import batch_form
@@ -19,8 +19,8 @@ def log_softmax(z: np.ndarray) -> np.ndarray:
     return z - np.log(np.exp(z).sum(-1, keepdims=True))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("choices", "temperature", "share"), [(101, 1.0, 1.0), (3, 2.0, 0.25)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("choices", "temperature", "share"), [full(101, 1.0, 1.0), (3, 2.0, 0.25)])
 def test_a_student_learns_the_most_probable_ids_of_its_teacher(choices: int, temperature: float, share: float) -> None:
     student, plain = ({"choices": choices, "temperature": temperature}, megajax.PlainModel(CONFIG))
     weights = plain.init(1)

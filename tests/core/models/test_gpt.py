@@ -2,12 +2,13 @@
 step's arithmetic: the paper's formula, and the products in the program."""
 
 import dataclasses
+import math
 
 import jax
 import numpy as np
 import pytest
 from counting import equations, product_flops
-from tiny import QWEN3, abstract_batch, full, tiny_config, tiny_program
+from tiny import MIXTURE, QWEN3, abstract_batch, full, tiny_config, tiny_program
 
 from megajax.core.backend import CPU
 from megajax.core.mesh import shardings
@@ -22,6 +23,7 @@ from megajax.verify import named_leaves
 
 SEED = 3
 WIDE = ModelConfig(num_layers=3, hidden_size=64, num_heads=4, sequence_length=512, vocab_size=2048)
+OF_EXPERTS = dataclasses.replace(WIDE, **MIXTURE | {"head_size": 16, "num_layers": 2})
 
 
 @pytest.mark.parametrize("layers", [1, 5])
@@ -32,7 +34,9 @@ def test_the_count_is_the_formula(layers):
     assert count_parameters(config) == layers * (12 * h**2 + 13 * h) + (128 + config.sequence_length + 2) * h
 
 
-init_wide = jax.jit(StagedModel(WIDE, F_AND_G, CPU).init, compiler_options=INIT_OPTIONS["cpu"])
+init_wide, init_mixture = (
+    jax.jit(StagedModel(model, F_AND_G, CPU).init, compiler_options=INIT_OPTIONS["cpu"]) for model in (WIDE, OF_EXPERTS)
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +62,11 @@ def test_initial_weights_are_normal(initial):
     assert not expected
 
 
-def test_no_two_weights_are_drawn_alike(initial):
-    """Leading elements of every layer of every matrix, in units of their standard deviation, all differ."""
-    drawn = {name: leaf for name, leaf in initial.items() if leaf.std() > 0}
-    per_layer = [
-        leaf.reshape(WIDE.num_layers, -1) if "blocks" in name else leaf.reshape(1, -1) for name, leaf in drawn.items()
-    ]
-    leading = np.concatenate([rows[:, :8] / rows.std() for rows in per_layer])
+@pytest.mark.parametrize("init", [init_wide, init_mixture], ids=["gpt2", "mixture"])
+def test_no_two_weights_are_drawn_alike(init):
+    """Leading elements of every layer and expert of every matrix, in units of their standard deviation, all differ."""
+    drawn = [leaf for leaf in named_leaves(init(SEED)).values() if leaf.std() > 0]
+    leading = np.concatenate([x.reshape(-1, math.prod(x.shape[-2:]))[:, :8] / x.std() for x in drawn])
     distances = np.abs(leading[:, None] - leading[None]).max(-1)
     assert distances[~np.eye(len(leading), dtype=bool)].min() > 0.1
 

@@ -16,7 +16,7 @@ from megajax.verify.run import drawn_weights
 BALANCE, Z_LOSS = 0.3, 0.05
 ROWS, TOKENS, EXPERTS, CHOICES = 2, 8, 8, 2
 SIZE = {"num_layers": 1, "sequence_length": TOKENS, "global_batch": ROWS, "dropout": 0.0, "init_std": 0.4}
-LOSSES = {"balance": "loss", "balance_coefficient": BALANCE, "router_z_loss": Z_LOSS}
+LOSSES = {"balance": "both", "balance_coefficient": BALANCE, "router_z_loss": Z_LOSS}
 
 
 class NumpyMixture(Decoder):
@@ -28,7 +28,8 @@ class NumpyMixture(Decoder):
         self.entered_BTD, self.logits_BTE = x_BTD, x_BTD @ weights["router"]["weight"]
         exp_BTE = np.exp(self.logits_BTE)
         self.share_BTE = exp_BTE / exp_BTE.sum(-1, keepdims=True)
-        self.chosen_BTK = np.argsort(-self.share_BTE, axis=-1)[..., :CHOICES]
+        bias_E = weights["router"]["bias"]  # decides which, but not with what share
+        self.chosen_BTK = np.argsort(-self.share_BTE - bias_E, axis=-1)[..., :CHOICES]
         y_BTD = super().mlp(weights["shared"], x_BTD)
         for row, chosen_TK in enumerate(self.chosen_BTK):
             taken = np.zeros(EXPERTS, int)

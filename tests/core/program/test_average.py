@@ -60,6 +60,16 @@ def test_the_average_is_that_of_one_device_and_the_definition_s(zero: int) -> No
     assert min(jax.tree.leaves(moved)) > 1e-5  # it is not the weights
 
 
+@pytest.mark.slow
+def test_it_begins_with_new_weights_and_follows_the_main_ones() -> None:
+    """Not those that layers compute with, which are rounded."""
+    made = program(precision="bf16", num_layers=1, optimizer={"warmup_steps": 0})
+    new = jax.device_get(made.layout.to_canonical(made.layout.init()))
+    jax.tree.map(np.testing.assert_array_equal, new.average, new.params)
+    (_, weights), (old, average) = averages(made, 1)
+    assert_close(average, jax.tree.map(lambda x, y: DECAY * x + (1 - DECAY) * y, old, weights), 1e-6)
+
+
 def test_it_is_fp32_and_lies_like_the_optimizer_s_state() -> None:
     layout = program((2, 2, 2), precision="bf16", zero=1).layout
     assert layout.specs.average == layout.trained_specs

@@ -54,7 +54,7 @@ def own(mesh: tuple[int, ...], loss: Loss | str | None, optimizer: Any, **words:
 @pytest.mark.parametrize(
     ("mesh", "loss", "optimizer", "words"),
     [
-        ((2, 2, 2), WEIGHTED, optax.lion, {"microbatch": 2, "precision": "fp16", "num_layers": 2, "dropout": 0.0}),
+        ((2, 2, 2), WEIGHTED, optax.lion, SPLIT | {"precision": "fp16", "num_layers": 2, "dropout": 0.0}),
         ((2, 2, 1, 2), OF_ROWS, optax.lamb(1e-3), SPLIT | {"num_layers": 2, "dropout": 0.0}),
         full((2, 1, 2, 2), "preferences", None, {"reset_attention": True}),
         full((2, 1, 2, 2), distillation(choices=3, temperature=2.0, share=0.5), None, {}),
