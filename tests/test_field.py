@@ -421,16 +421,17 @@ def test_sums_in_products(name: str) -> None:
 
 ALONE = {
     "one device": {"balance": "both", "router_z_loss": 0.1, "prediction_modules": 1, "global_batch": 2},
-    "mixture": {"expert": 2, "balance": "both", "router_z_loss": 0.1, "prediction_modules": 1, "precision": "fp16"},
+    "mixture": {"expert": 2, "balance": "both", "router_z_loss": 0.1, "prediction_modules": 1},
     "capacity, stages": {"mesh": (1, 2, 1), "expert": 2, "balance": "loss", "expert_capacity": 1.0, "num_layers": 2},
     "context": {"mesh": (1, 1, 2, 1), "balance": "both", "context_attention": "gather"},
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first(ALONE))
 def test_what_a_mesh_alone_shows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under another loss scale gradients and weights are the same, and with more rows, which are padding."""
-    config = tiny_config(**MIXED | UNDROPPED | ALONE[name])
+    config = tiny_config(precision="fp16", **MIXED | UNDROPPED | ALONE[name])
     real, drawn, more = random_batch(config, 0), fields._drawn, config.mesh.row_shards
     expected = run_step(config, in_blocks(config), branches=False)
     with monkeypatch.context() as patch:
