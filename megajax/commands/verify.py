@@ -14,7 +14,7 @@ from megajax.core.errors import UserError
 from megajax.core.options import OneOf, Option, between
 from megajax.host.children import children, num_cores
 from megajax.host.garbage import rarely_collected
-from megajax.plan.machines import MACHINES
+from megajax.plan.machines import MACHINES, peak_of
 from megajax.settings.config import Config, DistributedConfig
 from megajax.settings.flags import MESH_FLAGS, Parser, add_flag
 from megajax.settings.plugins import load_plugins
@@ -61,6 +61,7 @@ def main(argv: Sequence[str]) -> None:
     if args.exact and not hasattr(args, "devices"):
         devices = _EXACTLY
     validate_imagined(config)
+    peak_of(MACHINES[gpu], config.precision)
     if in_cluster(os.environ):
         raise UserError(
             "megajax verify runs in one process, but several were started; valid: start it without a launcher"

@@ -64,7 +64,7 @@ def plain(config: Config) -> Config:
 def on_gpu(config: Config, machine: Machine) -> tuple[Config, str]:
     """A valid configuration with what `auto` is on a GPU in place of it, as far as this depends on the size of the
     model; and what that is, in words."""
-    backend, given = backend_of(machine), config.optimizer
+    config, backend, given = placed(config, machine), backend_of(machine), config.optimizer
     sizes = Sizes(config, backend=backend)
     decided = {
         "overlap_reductions": sizes.overlaps_reductions,
@@ -75,7 +75,7 @@ def on_gpu(config: Config, machine: Machine) -> tuple[Config, str]:
         name: str(value).lower() for name, value in decided.items() if getattr(given, name) == "auto"
     }
     said = ", ".join(f"{name} {value}" for name, value in chosen.items())
-    return dataclasses.replace(placed(config, machine), optimizer=dataclasses.replace(given, **chosen)), said
+    return dataclasses.replace(config, optimizer=dataclasses.replace(given, **chosen)), said
 
 
 def in_blocks(config: Config) -> Backend:

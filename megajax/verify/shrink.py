@@ -300,9 +300,10 @@ class _Sizes:
         if some and model.experts_per_token > 1:
             number = max(number, -(-3 // self._ours.expert) * self._ours.expert)
         chosen, groups = min(2, model.chosen_groups), model.expert_groups
-        groups = min(groups, chosen + 1) if model.chosen_groups < groups else chosen
+        groups = min(groups, 2 * chosen) if model.chosen_groups < groups else chosen
         if groups > 1:  # of two experts at least
-            number = math.lcm(max(number, 2 * groups), groups * self._ours.expert)
+            multiple = math.lcm(groups, self._ours.expert)
+            number = -(-max(number, 2 * groups) // multiple) * multiple
         most = number * chosen // groups
         few = min(_few(model.experts_per_token), max(1, most - 1)) if some else most
         found = {"num_experts": number, "experts_per_token": few}
