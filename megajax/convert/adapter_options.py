@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from megajax.convert.settings import Fields
-from megajax.core.errors import UserError
 from megajax.host import limited, reading
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # an adapter's files
@@ -30,10 +29,7 @@ class AdapterOptions(Fields):
     def read(cls, folder: Path) -> "AdapterOptions":
         """The options in a folder; raises `UserError` for those that cannot be merged into weights."""
         file = folder / SETTINGS
-        content = reading.read_json(file)
-        if not isinstance(content, dict):
-            raise UserError(f"{file}: not a JSON object; valid: the configuration of an adapter")
-        options = cls(file, content)
+        options = cls(file, reading.read_object(file, "the configuration of an adapter"))
         options.check("peft_type", "LORA", missing=None)
         options.check("init_lora_weights", *_INITIAL)
         for name in "use_rslora", "use_dora", "lora_bias", "ensure_weight_tying":

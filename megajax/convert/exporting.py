@@ -58,7 +58,6 @@ def export_hf(
     Raises:
         UserError: there is no such checkpoint; `folder` is not empty or cannot be written; a weight is too large for
             the dtype.
-        RunError: the checkpoint is damaged.
     """
     check_new(folder, "PATH")
     model, origin = config.model, Origin.read(run_dir)

@@ -10,7 +10,7 @@ from typing import Any
 
 from megajax.convert.settings import Fields
 from megajax.convert.tensor_files import DTYPES
-from megajax.core.errors import UserError
+from megajax.core.errors import Damaged, UserError
 from megajax.core.models.config import ModelConfig
 from megajax.host import reading
 from megajax.host.files import write_atomically
@@ -35,9 +35,7 @@ class Origin:
     def of(cls, fields: Fields, architecture: str, dtype: str, length: int, dtypes: Mapping[str, str]) -> "Origin":
         """The origin for a model's folder."""
         file = fields.file.with_name(_GENERATION)
-        generation = reading.read_json(file) if reading.is_file(file) else {}
-        if not isinstance(generation, dict):
-            raise UserError(f"{file}: not a JSON object; valid: a file written by save_pretrained")
+        generation = reading.read_object(file, "a file written by save_pretrained") if reading.is_file(file) else {}
         tokens = {name: fields[name] for name in _TOKENS if name in fields}
         for owner, ids in (fields.file, tokens), (file, generation):
             for name in _TOKENS:
@@ -58,7 +56,7 @@ class Origin:
         good = good and {content["dtype"], *map(str, content["dtypes"].values())} <= DTYPES.keys()
         good = good and content["tokens"].keys() <= {*_TOKENS}
         if not good or not all(map(_are_ids, content["tokens"].values())):
-            raise UserError(f"{file}: damaged; valid: the file that import-hf wrote, or none")
+            raise Damaged(file, "damaged", "the file that import-hf wrote, or none")
         return cls(**content)
 
     def write(self, run_dir: Path) -> None:

@@ -25,10 +25,7 @@ class Fields(dict[str, Any]):
         file = folder / "config.json"
         if not reading.is_file(file):
             raise UserError(f"{folder}: no config.json found; valid: a folder written by save_pretrained")
-        content = reading.read_json(file)
-        if not isinstance(content, dict):
-            raise UserError(f"{file}: not a JSON object; valid: the configuration of a model")
-        return cls(file, content)
+        return cls(file, reading.read_object(file, "the configuration of a model"))
 
     def part(self, name: str) -> "Fields":
         """The fields of the object in a field; empty if that is null or missing."""

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from megajax.core.errors import UserError
+from megajax.core.errors import Damaged, UserError
 from megajax.host import reading
 
 WEIGHTS = "model.safetensors"
@@ -61,13 +61,9 @@ class TensorFiles:
         try:
             reading.open_file(path).close()
             file = safe_open(path, framework="np")
-        except OSError as error:
-            reason = "it does not exist" if not reading.kind(path) else error.strerror or str(error)
-            raise UserError(f"{path}: cannot be read: {reason}; valid: a readable file") from None
-        except SafetensorError as error:
-            raise UserError(
-                f"{path}: damaged, or not a safetensors file: {error}; valid: a complete safetensors file"
-            ) from None
+        except (OSError, SafetensorError) as error:
+            reason = error.strerror or error if isinstance(error, OSError) else error
+            raise Damaged(path, f"cannot be read as safetensors: {reason}", "a complete safetensors file") from None
         for stored in file.keys():  # noqa: SIM118  # not a dict
             name = ".".join(part for part in stored.split(".") if part not in _WRAPPERS)
             if name in self._files:

@@ -72,9 +72,7 @@ def _check_settings(folder: Path, tokenizer: Tokenizer) -> None:
     """Refuse settings that contradict `tokenizer.json`, with which texts would get other ids in `transformers`."""
     if not reading.is_file(folder / CONFIG):
         return
-    settings = reading.read_json(folder / CONFIG, FILE_BYTES)
-    if not isinstance(settings, dict):
-        raise UserError(f"{folder / CONFIG}: not a JSON object; valid: a file written by transformers")
+    settings = reading.read_object(folder / CONFIG, "a file written by transformers", FILE_BYTES)
     for name, (section, theirs) in _DECIDED.items():
         part = tokenizer.part(section)
         if theirs not in part or settings.get(name) is None:

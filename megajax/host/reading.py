@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from megajax.core.errors import UserError
+from megajax.core.errors import Damaged, UserError
 
 SMALL_BYTES = 1 << 20  # for a file with settings or figures; usual ones have some kB
 LINE_BYTES = 1 << 28  # for a line or record of text
@@ -91,9 +91,9 @@ def read_text(path: str | Path, most: int = SMALL_BYTES) -> str:
     try:
         return read_bytes(path, most).decode().removeprefix("\ufeff")
     except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}; valid: a readable file") from None
+        raise Damaged(path, f"cannot be read: {error.strerror}", "a readable file") from None
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text (at byte {error.start}); valid: UTF-8") from None
+        raise Damaged(path, f"not UTF-8 text (at byte {error.start})", "UTF-8") from None
 
 
 def is_unicode(text: str) -> bool:
@@ -111,7 +111,16 @@ def read_json(path: str | Path, most: int = SMALL_BYTES) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:
-        raise UserError(f"{path}: not JSON: {error}; valid: JSON in UTF-8") from None
+        raise Damaged(path, f"not JSON: {error}", "JSON in UTF-8") from None
+
+
+def read_object(path: str | Path, way_out: str, most: int = SMALL_BYTES) -> dict[str, Any]:
+    """The object in a JSON file with at most `most` bytes; `way_out` says what would be valid instead of another
+    value."""
+    found = read_json(path, most)
+    if not isinstance(found, dict):
+        raise Damaged(path, "not a JSON object", way_out)
+    return found
 
 
 def lines(content: IO[bytes], most: int) -> Iterator[bytes]:

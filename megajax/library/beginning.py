@@ -119,9 +119,6 @@ def restore(
         step: which checkpoint: a step, latest, or best (lowest validation loss).
         training: also restore the optimizer state, so that `train_step` can continue.
         loss, optimizer, elementwise: as in `init`.
-
-    Raises:
-        RunError: the checkpoint is damaged.
     """
     folder = Path(run_dir)
     check_run(folder, "restore")

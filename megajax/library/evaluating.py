@@ -27,9 +27,6 @@ def evaluate(
         data: what to evaluate on; by default the run's validation split, or its dev files.
         step: which checkpoint: a step, latest, or best.
         overrides: values that replace the run's, by key, such as a mesh; by default all devices are `data`.
-
-    Raises:
-        RunError: the checkpoint is damaged.
     """
     if task not in EVALUATIONS and task not in TASKS:
         raise UserError(f"task {task!r}; valid: {', '.join([*EVALUATIONS, *TASKS])}")

@@ -203,7 +203,7 @@ class Model:
             on_validation: called with the number of steps before a validation and its loss.
 
         Raises:
-            RunError: as `megajax train`: too many steps in a row were skipped, or a checkpoint cannot be read.
+            RunError: as `megajax train`: too many steps in a row were skipped.
             KeyboardInterrupt, SystemExit: after Ctrl-C, or after SIGTERM or SIGHUP with the exit code 143 or 129, once
                 the current step is saved. Signals that the program handles itself are left to it.
 

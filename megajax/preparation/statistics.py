@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 
-from megajax.core.errors import UserError
+from megajax.core.errors import Damaged
 from megajax.data.text.records import TextFiles
 from megajax.host.transcript import printable
 from megajax.preparation.contamination import TestSets
@@ -122,7 +122,7 @@ def check_report(found: dict[str, Any], file: Path) -> None:
     try:
         _lines(found, _SNIPPET)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-        raise UserError(f"{file}: damaged; valid: another PREFIX, or --overwrite") from None
+        raise Damaged(file, "damaged", "another PREFIX, or --overwrite") from None
 
 
 def _lines(found: dict[str, Any], width: int) -> list[str]:

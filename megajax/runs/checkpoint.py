@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from flax import traverse_util
 
-from megajax.core.errors import RunError, UserError
+from megajax.core.errors import Damaged, RunError, UserError
 from megajax.core.models.lora import LORA
 from megajax.core.options import is_whole
 from megajax.core.program.state import StateLayout, TrainState
@@ -24,7 +24,6 @@ from megajax.runs import step_folders, stored
 from megajax.runs.failures import in_one_line
 from megajax.runs.metrics import validation_losses
 from megajax.runs.step_folders import Retention
-from megajax.runs.stored import DamagedCheckpoint
 from megajax.runs.writing import Write, new_state
 
 _OVERHEAD = 2**20  # bytes in a checkpoint besides its arrays, at most
@@ -33,7 +32,7 @@ _OVERHEAD = 2**20  # bytes in a checkpoint besides its arrays, at most
 class Checkpoints:
     """The folder `checkpoints/` of a run. All processes make one and call its methods together.
 
-    Reading raises `DamagedCheckpoint` if a file or array cannot be read or differs from what was written, and
+    Reading raises `Damaged` if a file or array cannot be read or differs from what was written, and
     `UserError` for a checkpoint of another model. `save`, `save_new` and `news` raise `RunError` after too many failed
     writes in a row.
     """
@@ -207,7 +206,7 @@ class Checkpoints:
         stored.check_files(checkpoint, digests=targets.optimizer is not None)  # only for a whole state
         try:
             return stored.read(checkpoint, targets)
-        except DamagedCheckpoint:
+        except Damaged:
             stored.check_fits(checkpoint, self._layout.model)
             if targets.optimizer is not None:
                 stored.check_same_optimizer(checkpoint, targets)
@@ -215,15 +214,15 @@ class Checkpoints:
 
     def restore_newest(self) -> tuple[TrainState | None, int, list[str]]:
         """The newest readable state (None if there is no checkpoint), its step, and what is wrong with newer ones.
-        Raises `RunError` if there are checkpoints but none can be read."""
+        Raises `Damaged` if there are checkpoints but none can be read."""
         damaged: list[str] = []
         for step in reversed(numbers_of_first_process(step_folders.candidates(self.folder))):
             try:
                 return self.restore(step), step, damaged
-            except DamagedCheckpoint as error:
-                damaged.append(str(error))
+            except Damaged as error:
+                damaged.append(str(error).partition("; valid: ")[0])
         if damaged:
-            raise RunError(f"no checkpoint in {self.folder} can be read; the newest: {damaged[0]}")
+            raise Damaged(self.folder, f"no checkpoint can be read; the newest: {damaged[0]}", "a new --run-dir")
         return None, 0, damaged
 
     def set_aside(self, after: int) -> None:

@@ -5,6 +5,7 @@ An array's checksum does not depend on its sharding. It is the sum over its elem
 an odd weight that differs between neighbours in every dim, so the checksums of shards add up to the array's.
 """
 
+import itertools
 import json
 import os
 import zlib
@@ -73,22 +74,16 @@ def read_manifest(folder: Path) -> Manifest:
 
 def problem_of(folder: Path, manifest: Manifest) -> str:
     """The first difference between a checkpoint's files and its manifest; empty if there is none."""
-    for name, (size, _) in manifest.files.items():
-        file = folder / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size} bytes instead of the {size} that were written"
 
-    def is_same(name: str) -> bool:
+    def differs(name: str) -> bool:
         try:
-            return _size_and_digest(folder / name) == manifest.files[name]
+            return not (folder / name).is_file() or _size_and_digest(folder / name) != manifest.files[name]
         except OSError:
-            return False
+            return True
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        same = zip(manifest.files, threads.map(is_same, manifest.files), strict=True)
-        return next((f"{name} was changed since it was written" for name, found in same if not found), "")
+        differing = itertools.compress(manifest.files, threads.map(differs, manifest.files))
+        return next((f"{name} is missing or was changed since it was written" for name in differing), "")
 
 
 def no_file(folder: Path, manifest: Manifest) -> str:

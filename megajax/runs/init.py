@@ -29,7 +29,7 @@ from megajax.runs.checkpoint import Checkpoints, choose_step
 from megajax.runs.data import has_run_data
 from megajax.runs.directory import stored_config, trained_steps
 from megajax.runs.step_folders import complete
-from megajax.runs.trained import check_run, reported_damage
+from megajax.runs.trained import check_run
 from megajax.settings.config import Config
 
 _ADAPTERS = jax.tree_util.DictKey(LORA)
@@ -143,8 +143,7 @@ def first_state(config: Config, program: Program) -> tuple[TrainState, str]:
     """The state before the first step on the program's mesh, and a line that says where its weights come from.
 
     With `--init`, weights with the same names are taken from a checkpoint of the other run (`--init-step`), with LoRA
-    merged. Differing heads start fresh, and the optimizer from these weights; learned positions are truncated. Raises
-    `RunError` if that checkpoint is damaged.
+    merged. Differing heads start fresh, and the optimizer from these weights; learned positions are truncated.
     """
     state = program.layout.init()
     if not config.init:
@@ -159,8 +158,7 @@ def first_state(config: Config, program: Program) -> tuple[TrainState, str]:
     layout = StateLayout(on_our_mesh, program.mesh, StagedModel(model, F_AND_G, program.backend))
     checkpoints = Checkpoints(run_dir, layout)
     step = choose_step(run_dir, checkpoints.steps(), config.init_step, "--init-step")
-    with reported_damage("--init: damaged checkpoint: {}"):
-        found = checkpoints.read_weights(step)
+    found = checkpoints.read_weights(step)
     transfer = Transfer(program.layout)
     canonical = transfer.to_host(state)
     del state

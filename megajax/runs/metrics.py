@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megajax.core.errors import UserError
+from megajax.core.errors import Damaged
 from megajax.core.models.router import LOAD
 from megajax.host import reading
 from megajax.host.files import file_atomically
@@ -56,13 +56,12 @@ def _lines(file: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
                 records += is_record
                 broken += line.endswith(b"\n") and not isinstance(value, dict)
                 if broken > _BROKEN:
-                    raise UserError(f"{file}: more than {_BROKEN} of its lines are not metrics of a run; {_ADVICE}")
-    except reading.TooLong as error:
-        raise UserError(f"{file}: {error}; {_ADVICE}") from None
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}; {_ADVICE}") from None
-    if broken and not records:
-        raise UserError(f"{file}: contains no metrics of a run; {_ADVICE}")
+                    break
+    except (reading.TooLong, OSError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or str(error)
+        raise Damaged(file, reason, _ADVICE) from None
+    if broken > _BROKEN or (broken and not records):
+        raise Damaged(file, "its lines are not metrics of a run", _ADVICE)
 
 
 def validation_losses(run_dir: Path) -> dict[int, float]:
@@ -82,7 +81,7 @@ def is_of_dev(record: dict[str, Any]) -> bool:
     return any(name.startswith(DEV) for name in record)
 
 
-_ADVICE = "valid: the metrics.jsonl of a run, or no file"
+_ADVICE = "the metrics.jsonl of a run, or no file"
 
 
 def _parsed(line: bytes) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from megajax.core.config import MOST_ROWS
-from megajax.core.errors import UserError
+from megajax.core.errors import Damaged
 from megajax.core.options import MOST
 from megajax.data.config import skipped_samples
 from megajax.data.samples.base import EndlessSamples, Sample
@@ -193,5 +193,5 @@ def _read(run_dir: Path) -> list[OrderSegment]:
         assert parts and parts[0].step == 0
         Order(parts)
     except (AssertionError, KeyError, TypeError, ValueError, ArithmeticError):
-        raise UserError(f"{file}: not the order of a run's samples; valid: the file as it was") from None
+        raise Damaged(file, "not the order of a run's samples", "the file as it was") from None
     return parts

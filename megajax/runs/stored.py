@@ -19,7 +19,7 @@ from etils import epath  # Orbax's paths
 from jax.sharding import PartitionSpec
 
 from megajax.core.backend import CPU
-from megajax.core.errors import UserError
+from megajax.core.errors import Damaged, UserError
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.staged import StagedModel
 from megajax.core.options import options
@@ -35,32 +35,29 @@ from megajax.runs.ownership import check_format
 from megajax.settings.config import Config
 
 T = TypeVar("T")
-
-
-class DamagedCheckpoint(Exception):
-    """A checkpoint that cannot be read, or that differs from what was written."""
+_AS_WRITTEN = "the files as they were written, or another checkpoint (--step, --init-step)"
 
 
 def check_files(checkpoint: Path, *, digests: bool) -> None:
     """Compare a checkpoint's files with their digests, or only check that they are regular files; raises
-    `DamagedCheckpoint` if one differs."""
+    `Damaged` if one differs."""
     manifest = _manifest(checkpoint)
     problem = (problem_of if digests else no_file)(checkpoint, manifest) if is_first_process() else ""
     if of_first_process(bool(problem)):
         raise _damaged(checkpoint, problem or "process 0 says why")
 
 
-def _damaged(checkpoint: Path, problem: str) -> DamagedCheckpoint:
+def _damaged(checkpoint: Path, problem: str) -> Damaged:
     """The error for a checkpoint; raises `UserError` if this user may not read its files, which is no damage."""
     for path in (checkpoint, *checkpoint.rglob("*")):
         if os.path.exists(path) and not os.access(path, os.R_OK | os.X_OK if path.is_dir() else os.R_OK):
             raise UserError(f"{path}: Permission denied; valid: a checkpoint whose files this user can read")
-    return DamagedCheckpoint(f"{checkpoint}: {problem}")
+    return Damaged(checkpoint, problem, _AS_WRITTEN)
 
 
 def read(checkpoint: Path, target: TrainState) -> TrainState:
     """The arrays of `target`, canonical, in host memory, compared with their checksums; only the weights if `target`
-    has no optimizer. fp64 widens what is stored in fp32. Raises `DamagedCheckpoint`."""
+    has no optimizer. fp64 widens what is stored in fp32. Raises `Damaged`."""
     manifest = _manifest(checkpoint)
     as_stored = _as_stored(checkpoint, target)
     stored = _try(checkpoint, lambda: _read_arrays(checkpoint / "state", as_stored))
@@ -68,7 +65,7 @@ def read(checkpoint: Path, target: TrainState) -> TrainState:
     actual = dict(zip(local, sums_over_processes(list(local.values())), strict=True))
     wrong = [name for name in actual if manifest.arrays.get(name) != actual[name]]
     if wrong:
-        raise DamagedCheckpoint(f"{checkpoint}: {len(wrong)} arrays differ from what was written")
+        raise Damaged(checkpoint, f"{len(wrong)} arrays differ from what was written", _AS_WRITTEN)
     return jax.tree.map(
         lambda leaf, type_: leaf if leaf.dtype == type_.dtype else cast(leaf, type_.dtype), stored, target
     )
@@ -83,7 +80,7 @@ def _as_stored(checkpoint: Path, target: TrainState) -> TrainState:
 
 
 def has_average(checkpoint: Path) -> bool:
-    """Whether a checkpoint has an average of the weights; raises `DamagedCheckpoint`."""
+    """Whether a checkpoint has an average of the weights; raises `Damaged`."""
     return any(name.startswith(".average") for name in _manifest(checkpoint).arrays)
 
 
@@ -94,7 +91,7 @@ def _manifest(checkpoint: Path) -> Manifest:
 
 
 def _try(checkpoint: Path, read: Callable[[], T]) -> T:
-    """Call `read` on every process. If it fails on any, raise `DamagedCheckpoint` on all, since none may go on alone to
+    """Call `read` on every process. If it fails on any, raise `Damaged` on all, since none may go on alone to
     the next collective."""
     found: list[T] = []
     problem = "another process cannot read it"

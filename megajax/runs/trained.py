@@ -1,9 +1,8 @@
 """Load a run's model, on any mesh."""
 
-import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.core.config import MODELS_OWN, MeshConfig
-from megajax.core.errors import RunError, UserError
+from megajax.core.errors import UserError
 from megajax.core.models.registry import FAMILIES
 from megajax.core.options import apart
 from megajax.core.program.memory import check_memory
@@ -28,7 +27,6 @@ from megajax.host.processes import is_first_process
 from megajax.runs.checkpoint import Checkpoints, choose_step
 from megajax.runs.directory import stored_config
 from megajax.runs.ownership import check_format, marked_format
-from megajax.runs.stored import DamagedCheckpoint
 from megajax.settings.config import Config
 from megajax.settings.validation import validate_mesh
 from megajax.start.launch import start
@@ -44,7 +42,7 @@ class TrainedModel:
 
     @classmethod
     def restore(cls, run_dir: Path, config: Config, step: str) -> "TrainedModel":
-        """The weights of a run's checkpoint on the configuration's mesh; raises `RunError` if it is damaged."""
+        """The weights of a run's checkpoint on the configuration's mesh."""
         program = Program.on(config)
         check_memory(program, training=False, rows=config.train.microbatch)
         return cls(program, *restore_params(program, run_dir, step))
@@ -52,30 +50,27 @@ class TrainedModel:
 
 def restore_params(program: Program, run_dir: Path, step: str, *, optimizer: bool = False) -> tuple[Any, int]:
     """Weights of a run's checkpoint on the program's mesh (with `optimizer`, its whole `TrainState`), and the step that
-    `choose_step` finds. Raises `RunError` if it is damaged."""
+    `choose_step` finds."""
     checkpoints = Checkpoints(run_dir, program.layout)
     number = choose_step(run_dir, checkpoints.steps(), step)
-    with reported_damage():
-        if not optimizer:
-            _note_average(checkpoints, run_dir, number)
-            note_attention(program, run_dir)
-        return (checkpoints.restore if optimizer else checkpoints.restore_params)(number), number
+    if not optimizer:
+        _note_average(checkpoints, run_dir, number)
+        note_attention(program, run_dir)
+    return (checkpoints.restore if optimizer else checkpoints.restore_params)(number), number
 
 
 def weights_in_parts(layout: StateLayout, run_dir: Path, step: str) -> tuple[Callable[[list[Any]], list[Any]], int]:
     """A function that reads only the canonical main weights (with LoRA merged) or adapters at some paths from a run's
-    checkpoint, and the step found by `choose_step`. It raises `RunError` if the checkpoint is damaged."""
+    checkpoint, and the step found by `choose_step`."""
     checkpoints = Checkpoints(run_dir, layout)
     number = choose_step(run_dir, checkpoints.steps(), step)
     adapters = layout.adapters
-    with reported_damage():
-        _note_average(checkpoints, run_dir, number)
+    _note_average(checkpoints, run_dir, number)
 
     def read(paths: list[Any]) -> list[Any]:
         pairs = {path: pair for path in paths if adapters is not None and (pair := adapters.of(path)) is not None}
         adapter_paths = [path for pair in pairs.values() for path in pair.values()]
-        with reported_damage():
-            found = checkpoints.read_some_weights(number, [*paths, *adapter_paths])
+        found = checkpoints.read_some_weights(number, [*paths, *adapter_paths])
         for path, pair in pairs.items():
             assert adapters is not None
             factors = {name: jnp.asarray(found[each]) for name, each in pair.items()}
@@ -100,15 +95,6 @@ def note_attention(program: Program, run_dir: Path) -> None:
 def _note(run_dir: Path, note: str) -> None:
     if is_first_process():
         print(f"{run_dir}: {note}", file=sys.stderr)
-
-
-@contextlib.contextmanager
-def reported_damage(message: str = "damaged checkpoint: {}; choose another with --step") -> Iterator[None]:
-    """In the block, turn `DamagedCheckpoint` into `RunError`."""
-    try:
-        yield
-    except DamagedCheckpoint as error:
-        raise RunError(message.format(error)) from None
 
 
 def check_run(run_dir: Path, flag: str = "--checkpoint") -> None:

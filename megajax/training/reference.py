@@ -23,7 +23,6 @@ from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.directory import last_start, trained_steps
 from megajax.runs.init import first_state
 from megajax.runs.ownership import MARK
-from megajax.runs.stored import DamagedCheckpoint
 from megajax.runs.task_data import TaskData, records_digest
 from megajax.settings.config import Config
 
@@ -74,7 +73,7 @@ def _first_weights(config: Config, program: Program, weights: Callable[[TrainSta
             origin, params = f"--init {earlier.init}", weights(first_state(first, program)[0])
         else:
             raise RunError("the run has neither step 0 nor --init")
-    except (DamagedCheckpoint, RunError, UserError) as error:
+    except (RunError, UserError) as error:
         problem = f"{file} is missing or damaged, and cannot be computed again: {error}"
         raise RunError(f"{problem}; it was computed from the weights that the run began with") from None
     say(f"{file} is missing or damaged: computed again from {origin}")

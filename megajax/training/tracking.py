@@ -17,7 +17,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
-from megajax.core.errors import UserError
+from megajax.core.errors import Damaged, UserError
 from megajax.host import reading
 from megajax.host.ending import Exit
 from megajax.host.files import write_atomically
@@ -116,7 +116,7 @@ def _id_of(run_dir: Path, library: str) -> str:
     if reading.kind(file):
         known = reading.read_json(file)
         if not isinstance(known, dict) or not all(isinstance(each, str) and each.isalnum() for each in known.values()):
-            raise UserError(f"{file} does not contain run names; valid: the file as megajax wrote it, or none")
+            raise Damaged(file, "does not contain run names", "the file as megajax wrote it, or none")
     if library not in known:
         known = known | {library: uuid.uuid4().hex[:12]}
         write_atomically(file, json.dumps(known) + "\n")

@@ -165,7 +165,7 @@ def replaced(old: str, new: str) -> Callable[[Path], object]:
 
 CHANGED: list[tuple[str, Callable[[Path], object], str]] = [
     ("metrics.jsonl", pipe, "FILE.* is a named pipe"),
-    ("metrics.jsonl", lambda file: file.write_text("Dear diary\n" * 20), "FILE.* contains no metrics of a run"),
+    ("metrics.jsonl", lambda file: file.write_text("Dear diary\n" * 20), "FILE.* its lines are not metrics of a run"),
     ("metrics.jsonl", lambda file: file.write_text("x" * 5_000_000), "FILE.* line 1 has more than 4 MiB"),
     ("config.toml", lambda file: file.write_text("a = " + "[" * 10_000), "FILE.* nested"),
     ("config.toml", lambda file: file.write_text("seed = " + "9" * 5000), "FILE.* digits"),
@@ -175,7 +175,7 @@ CHANGED: list[tuple[str, Callable[[Path], object], str]] = [
         lambda file: file.write_bytes(bytes(file.stat().st_size)),
         "FILE.* changed since it was written",
     ),
-    ("data/tokenizer/tokenizer.json", Path.unlink, "FILE.* No such file"),
+    ("data/tokenizer/tokenizer.json", Path.unlink, "FILE.* missing, or changed"),
     ("data/report.json", pipe, "FILE.* not the report of a corpus"),
 ]
 
@@ -211,4 +211,4 @@ def test_tokens_that_no_model_has(commands: Commands, half: Run, tmp_path: Path)
     vocabulary = json.loads((folder / "vocab.json").read_text())
     (folder / "vocab.json").write_text(json.dumps(vocabulary | {"large": 2**40}))
     line = train_mistake(commands, tmp_path / "run", "--tokenizer.path", folder)
-    assert_says(line, "vocab.json: no vocabulary; valid: one JSON object of token: id")
+    assert_says(line, "vocab.json: no byte-level vocabulary; valid: one JSON object of token: id")

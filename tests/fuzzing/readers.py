@@ -42,12 +42,11 @@ from megajax.runs.forms import kept_forms
 from megajax.runs.lock import Holder
 from megajax.runs.metrics import read_metrics
 from megajax.runs.ownership import FORMS, mark, marked_format
-from megajax.runs.stored import DamagedCheckpoint
 from megajax.settings.config import to_toml
 from megajax.settings.presets import load_preset, resolve
 from megajax.training.watchdog import Status, read_status
 
-REFUSALS = UserError, RunError, DamagedCheckpoint
+REFUSALS = UserError, RunError
 
 TEXTS = [f"Document {n}: " + " ".join(str(n * m) for m in range(12)) + "\n" for n in range(12)]
 

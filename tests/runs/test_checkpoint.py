@@ -14,14 +14,13 @@ import pytest
 from pytest import MonkeyPatch
 from tiny import full, tiny_config, tiny_program
 
-from megajax.core.errors import RunError, UserError
+from megajax.core.errors import Damaged, UserError
 from megajax.core.optim.loss_scale import LossScale
 from megajax.core.program.state import StateLayout, TrainState
 from megajax.runs import stored
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.digests import read_manifest
 from megajax.runs.step_folders import Retention
-from megajax.runs.stored import DamagedCheckpoint
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -269,7 +268,7 @@ def test_a_checkpoint_of_other_numbers_is_damaged(small: StateLayout, written: P
     forget_files(run / "checkpoints" / "20")
     shutil.rmtree(run / "checkpoints" / "20" / "state")
     shutil.copytree(run / "checkpoints" / "10" / "state", run / "checkpoints" / "20" / "state")
-    with pytest.raises(DamagedCheckpoint, match="20"):
+    with pytest.raises(Damaged, match="20"):
         Checkpoints(run, small).restore(20)
     assert int(newest(small, run)[0].step) == 10
 
@@ -279,7 +278,7 @@ def test_all_damaged_is_an_error_and_none_is_a_start(small: StateLayout, written
     run = shutil.copytree(written, tmp_path / "run")
     for step in ("10", "20"):
         max(files_of(run / "checkpoints" / step), key=lambda file: file.stat().st_size).write_bytes(b"")
-    with pytest.raises(RunError, match="no checkpoint"):
+    with pytest.raises(Damaged, match="no checkpoint"):
         Checkpoints(run, small).restore_newest()
     assert Checkpoints(tmp_path / "empty", small, keep=1).restore_newest() == (None, 0, [])
 

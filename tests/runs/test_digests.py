@@ -54,21 +54,13 @@ def test_what_was_written_is_whole(folder: Path) -> None:
         read_manifest(folder)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "expected"),
-    [
-        ("state/b", bytes(255), "state/b has 255 bytes instead of the 256 that were written"),
-        ("state/b", bytes([*range(255), 254]), "state/b was changed since it was written"),
-        ("state/b", None, "state/b is missing"),
-        ("state/empty", b"0", "state/empty has 1 bytes instead of the 0 that were written"),
-    ],
-)
-def test_damage_is_named(folder: Path, name: str, content: bytes | None, expected: str) -> None:
-    """The first file that differs, and how."""
-    (folder / name).unlink()
+@pytest.mark.parametrize("content", [bytes(255), bytes([*range(255), 254]), None])
+def test_damage_is_named(folder: Path, content: bytes | None) -> None:
+    """The first file that differs."""
+    (folder / "state/b").unlink()
     if content is not None:
-        (folder / name).write_bytes(content)
-    assert problem(folder) == expected
+        (folder / "state/b").write_bytes(content)
+    assert problem(folder) == "state/b is missing or was changed since it was written"
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"[" * 100_000, b'{"format": 1}', b'{"format": 1, "checksum": 0}'])
@@ -95,9 +87,9 @@ def test_what_is_no_file(folder: Path) -> None:
     """A folder in the place of one is not read, nor a name with a NUL."""
     (folder / "a").unlink()
     (folder / "a").mkdir()
-    assert problem(folder) == "a is missing"
+    assert problem(folder) == "a is missing or was changed since it was written"
     Manifest(FORMAT, {}, {"a\0": [3, "0"]}).write(folder)
-    assert problem(folder) == "a\0 is missing"
+    assert problem(folder) == "a\0 is missing or was changed since it was written"
     (folder / MANIFEST).unlink()
     (folder / MANIFEST).mkdir()
     with pytest.raises(OSError):

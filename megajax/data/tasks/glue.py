@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from megajax.core.errors import UserError
 from megajax.data.tasks.records import Pair
 from megajax.data.tasks.registry import TASKS
-from megajax.data.tasks.sources import TaskFile, decoded, raise_cut_off
+from megajax.data.tasks.sources import TaskFile, decoded
 
 _LINE_BYTES = 1 << 20  # MNLI's longest lines, with parses, have some thousand
 _NO_MAJORITY = "-"  # MNLI's label if the annotators did not agree
@@ -52,8 +52,6 @@ def read_glue(file: TaskFile) -> None:
             continue
         if (count := line.count(b"\t") + 1) != len(header):
             valid = f"{len(header)}, as in the first line"
-            if count < len(header) and not line.endswith(b"\n"):
-                raise_cut_off(place)
             if not form.cut_rows:
                 raise UserError(f"{place}: {count} columns; valid: {valid}")
             records.note("rows with a wrong number of columns, skipped", place, valid)
@@ -67,7 +65,7 @@ def read_glue(file: TaskFile) -> None:
         if not first.strip() or not second.strip():
             records.note("pairs with an empty text, kept", place, "two texts")
         group = _GROUPS.get(cells.get("genre", ""), by_name) if form.grouped else ""
-        found = None if label is None else _class_of(label, file.task, line.endswith(b"\n"), place)
+        found = None if label is None else _class_of(label, file.task, place)
         records.entries.append(Pair(cells.get(name_column, str(row)), (first, second), found, group))
 
 
@@ -90,11 +88,9 @@ def _cells(line: bytes, place: str) -> list[str]:
     return decoded(line.removesuffix(b"\n").removesuffix(b"\r"), place).split("\t")
 
 
-def _class_of(label: str, task: str, ended: bool, place: str) -> int:
-    """The number of a class; `ended` says whether the label is followed by a line end."""
+def _class_of(label: str, task: str, place: str) -> int:
+    """The number of a class."""
     labels = TASKS[task].labels
     if label not in labels:
-        if not ended and any(valid.startswith(label) for valid in labels):
-            raise_cut_off(place)
         raise UserError(f'{place}: label "{label[:40]}"; valid: {", ".join(labels)}')
     return labels.index(label)

@@ -24,7 +24,7 @@ def read_squad(file: TaskFile) -> None:
     questions may be unanswerable, those without the key `answers` have none.
     """
     records, names = file.records, file.records.names
-    value = parsed(file.text(), file.place, file.task, is_line=False)
+    value = parsed(file.text(), file.place, file.task)
     for number, (context, found) in enumerate(_found(value, file.place), start=1):
         place = f"{file.place}: question {number}"
         name = entry(found, "id", str, place)
@@ -93,7 +93,7 @@ def read_race(file: TaskFile) -> None:
     skipped and counted. The group follows from the passage's id, or else from the folders that contain the file."""
     text = file.text()
     if not _is_lines(text):
-        _add_questions(parsed(text, file.place, file.task, is_line=False), file, file.place)
+        _add_questions(parsed(text, file.place, file.task), file, file.place)
         return
     for number, line in enumerate(io.StringIO(text, newline="\n"), start=1):
         if line.strip():

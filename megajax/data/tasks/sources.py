@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NoReturn, TypeVar
+from typing import IO, Any, TypeVar
 
-from megajax.core.errors import UserError
+from megajax.core.errors import Damaged, UserError
 from megajax.core.options import apart
 from megajax.data.tasks.records import Records
 from megajax.data.tasks.registry import TASKS
@@ -24,9 +24,6 @@ from megajax.host.paths import check_path
 _HEAD_BYTES = 1 << 16  # enough to recognize a file
 _KEY = re.compile(r'"(\w{1,40})"\s*:')
 _NUMBER = re.compile("([0-9]+)")
-_WORDS = "true", "false", "null", "NaN", "-Infinity"
-_PARTS = {word[:size] for word in _WORDS for size in range(len(word))}
-_CUT = re.compile("|".join([r"\.|[eE][-+]?|u[0-9a-fA-F]{0,4}", *sorted(_PARTS)]))  # possible ends of truncated JSON
 
 V = TypeVar("V")
 
@@ -125,19 +122,13 @@ def check_beginning(file: TaskFile) -> None:
     """Check that a file is neither empty nor binary, and does not begin like one of another format or task."""
     with file.opened() as content:
         head = content.read(_HEAD_BYTES)
-    files = TASKS[file.task].files
-    valid = f"valid: {files}"
-    if not head.strip():
-        raise UserError(f"{file.place} is empty; {valid}")
-    if b"\0" in head:
-        raise UserError(f"{file.place} is binary; {valid}")
-    text = head.decode(errors="replace").removeprefix("\ufeff")
+    files, text = TASKS[file.task].files, head.decode(errors="replace").removeprefix("\ufeff")
     same_format = " or ".join(name for name, task in TASKS.items() if task.files == files)
     other = _recognised(text)
     if other and other != same_format:
-        raise UserError(f"{file.place} looks like a file of {other}, not {same_format}; {valid}")
-    if _is_json(text) != ("JSON" in files):
-        raise UserError(f"{file.place} is {'' if _is_json(text) else 'not '}JSON; {valid}")
+        raise UserError(f"{file.place} looks like a file of {other}, not {same_format}; valid: {files}")
+    if not head.strip() or b"\0" in head or _is_json(text) != ("JSON" in files):
+        raise Damaged(file.place, "empty, binary, or another format", files)
 
 
 def _is_json(head: str) -> bool:
@@ -166,29 +157,15 @@ def decoded(content: bytes, place: str) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise UserError(f"{place} is not UTF-8 text (at byte {error.start}); valid: UTF-8") from None
+        raise Damaged(place, f"not UTF-8 text (at byte {error.start})", "UTF-8") from None
 
 
-def parsed(text: str, place: str, task: str, *, is_line: bool = True) -> Any:
-    """Parse JSON; in a line, with its end if it has one."""
+def parsed(text: str, place: str, task: str) -> Any:
+    """Parse JSON."""
     try:
         return reading.parse_json(text)
-    except json.JSONDecodeError as error:
-        rest = text[error.pos : error.pos + 20].rstrip()
-        if error.msg.startswith("Unterminated string") or _CUT.fullmatch(rest):
-            if is_line and text.endswith("\n"):
-                problem = "the record does not end in its line, as where JSON is indented"
-                raise UserError(f"{place}: {problem}; valid: {TASKS[task].files}") from None
-            raise_cut_off(place)
-        at = f"at line {error.lineno}, column {error.colno}"
-        raise UserError(f"{place}: not JSON: {error.msg} {at}; valid: {TASKS[task].files}") from None
     except ValueError as error:
-        raise UserError(f"{place}: unsupported JSON: {error}; valid: {TASKS[task].files}") from None
-
-
-def raise_cut_off(place: str) -> NoReturn:
-    """Raise the `UserError` for a file that ends in the middle of a record."""
-    raise UserError(f"{place}: the file is cut off, as by an interrupted download; valid: the complete file")
+        raise Damaged(place, f"not JSON: {error}", TASKS[task].files) from None
 
 
 _KINDS = {str: "text", list: "a list", dict: "an object", int: "a whole number", bool: "true or false"}

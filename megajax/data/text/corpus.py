@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megajax.core.errors import UserError
+from megajax.core.errors import Damaged, UserError
 from megajax.data.text.digests import (
+    CHANGED,
     TOKENS,
     CheckedTokens,
     are_digests,
@@ -75,7 +76,7 @@ def read_report(folder: Path) -> CorpusReport:
         if not all(_is_valid(getattr(report, each.name), each.type) for each in fields(report)):
             raise ValueError
     except (OSError, ValueError, TypeError):
-        raise UserError(f"{file}: not the report of a corpus; valid: the file as it was, or no {folder}") from None
+        raise Damaged(file, "not the report of a corpus", f"the file as it was, or no {folder}") from None
     return report
 
 
@@ -94,19 +95,16 @@ def open_corpus(output_dir: str | Path, vocab_size: int) -> Corpus:
     prefix = Path(report.dataset or folder / "tokens")
     index_file, tokens_file = dataset_files(prefix)
     again = f"or delete {folder} if {report.source} is unchanged, and the corpus is made again"
-    advice = f"valid: the file as it was, {again}"
+    advice = f"the file as it was, {again}"
     own = folder / "tokenizer"
     check_tokenizer(own, report.digests, advice)
     tokenizer = None if report.dataset and not reading.kind(own) else load_fitting(own, vocab_size)
     if report.dataset:
-        advice = "valid: the dataset as it was when the run began, or another --run-dir"
+        advice = "the dataset as it was when the run began, or another --run-dir"
     check_index(index_file, report.digests, advice)
     tokens = open_dataset(prefix, advice)
     if tokens.num_tokens != report.tokens:
-        raise UserError(
-            f"{tokens.name} has {tokens.num_tokens} tokens instead of the {report.tokens} it had "
-            f"when {folder} was made; {advice}"
-        )
+        raise Damaged(tokens.name, CHANGED, advice)
     blocks = _read_blocks(folder / _BLOCKS, report, advice)
     tokens.checked = CheckedTokens(tokens.tokens, blocks, vocab_size, str(tokens_file), advice)
     if not report.dataset:
@@ -122,10 +120,10 @@ def _read_blocks(file: Path, report: CorpusReport, advice: str) -> npt.NDArray[n
         return None
     try:
         content = reading.read_bytes(file, 16 * (report.tokens // (1 << 15) + 1))  # tokens have at most 8 bytes
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}; {advice}") from None
+    except OSError:
+        content = b"\0"
     if len(content) % 16 or root(as_blocks(content)) != report.digests[TOKENS]:
-        raise UserError(f"{file}: changed since it was written; {advice}")
+        raise Damaged(file, CHANGED, advice)
     return as_blocks(content)
 
 

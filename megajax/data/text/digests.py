@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megajax.core.errors import UserError
+from megajax.core.errors import Damaged, UserError
 from megajax.data.text.tokenizers import TOKENIZER_FILES
 from megajax.host import reading
 
@@ -96,6 +96,9 @@ def tokenizer_digests(tokenizer_folder: Path) -> dict[str, str]:
     return {_TOKENIZER + file.name: file_digest(file) for file in _tokenizer_files(tokenizer_folder)}
 
 
+CHANGED = "missing, or changed since it was written"
+
+
 def are_digests(value: Any) -> bool:
     """Whether a value has the form of the digests of a report."""
     known = {TOKENS, INDEX, *(_TOKENIZER + name for name in TOKENIZER_FILES)}
@@ -115,7 +118,7 @@ def check_tokenizer(folder: Path, digests: Mapping[str, str], advice: str) -> No
     _check_files(files, advice)
     others = set(_tokenizer_files(folder)) - files.keys()
     if files and others:
-        raise UserError(f"{min(others)}: did not exist when the tokenizer was written; {advice}")
+        raise Damaged(min(others), "did not exist when the tokenizer was written", advice)
 
 
 def _tokenizer_files(folder: Path) -> list[Path]:
@@ -126,10 +129,10 @@ def _check_files(files: Mapping[Path, str], advice: str) -> None:
     for file, expected in files.items():
         try:
             same = file_digest(file) == expected
-        except OSError as error:
-            raise UserError(f"{file}: cannot be read: {error.strerror}; {advice}") from None
+        except OSError:
+            same = False
         if not same:
-            raise UserError(f"{file}: changed since it was written; {advice}")
+            raise Damaged(file, CHANGED, advice)
 
 
 @dataclass(eq=False)
@@ -147,8 +150,7 @@ class CheckedTokens:
         self._size = BLOCK_BYTES // self.tokens.itemsize  # tokens per block
         num_blocks = -(-len(self.tokens) // self._size)
         if self.digests is not None and len(self.digests) != num_blocks:
-            problem = f"has {num_blocks} blocks instead of the {len(self.digests)} that were written"
-            raise UserError(f"{self.file}: {problem}; {self.advice}")
+            raise Damaged(self.file, CHANGED, self.advice)
         self._unknown = bytearray(b"\1") * num_blocks  # if two threads check the same block, it only takes longer
         if self.tokens.nbytes <= _AT_ONCE:
             self.check(0, len(self.tokens))
@@ -160,10 +162,7 @@ class CheckedTokens:
             begin = block * self._size
             content = self.tokens[begin : begin + self._size]
             if self.digests is not None and _digest(content) != self.digests[block].tobytes():
-                raise UserError(
-                    f"{self.file}: changed since it was written (tokens {begin} to {begin + len(content) - 1}); "
-                    f"{self.advice}"
-                )
+                raise Damaged(self.file, f"{CHANGED} (from token {begin})", self.advice)
             check_ids(content, begin, self.vocab_size, self.file)
             self._unknown[block] = 0
 

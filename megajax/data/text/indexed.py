@@ -17,8 +17,9 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from megajax.core.errors import UserError
+from megajax.core.errors import Damaged, UserError
 from megajax.data.text.digests import (
+    CHANGED,
     TOKENS,
     Digester,
     are_digests,
@@ -35,8 +36,8 @@ from megajax.host.paths import scheme
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-_FLOAT_TYPES = (6, 7)
 _CHECK_SEQUENCES = 1 << 20  # sequences checked together; limits memory
+_COMPLETE = "both PREFIX.idx and PREFIX.bin of one dataset, complete"
 
 
 class IndexedDataset(TokenDocuments):
@@ -51,13 +52,9 @@ class IndexedDataset(TokenDocuments):
         document_index = np.frombuffer(index, "<i8", num_entries, _HEADER.size + 12 * num_sequences)
         tokens = _map(tokens_file, token_type)
         _check_sequences(lengths, pointers, tokens, index_file, tokens_file)
-        if num_entries == 0 or document_index[0] != 0 or document_index[-1] != num_sequences:
-            valid = f"valid: one from 0 to {num_sequences}, the number of sequences"
-            raise UserError(f"{index_file}: no index of documents; {valid}")
-        falling = document_index[1:] < document_index[:-1]
-        if falling.any():
-            problem = f"document index decreases at document {np.argmax(falling)}"
-            raise UserError(f"{index_file}: {problem}; valid: one that never decreases")
+        rises = (document_index[1:] >= document_index[:-1]).all()
+        if not (num_entries and rises and document_index[0] == 0 and document_index[-1] == num_sequences):
+            raise Damaged(index_file, f"its documents do not go from sequence 0 to {num_sequences}", _COMPLETE)
         offsets = np.full(num_entries, len(tokens), np.int64)
         not_at_end = document_index < num_sequences
         offsets[not_at_end] = pointers[document_index[not_at_end]] // tokens.itemsize
@@ -138,11 +135,11 @@ def index_header(vocab_size: int, num_sequences: int, num_documents: int) -> byt
 
 
 def open_dataset(prefix: Path, advice: str) -> IndexedDataset:
-    """Open a dataset; `advice` says what to do if it is damaged."""
+    """Open a dataset; `advice` says what else is valid if it is damaged."""
     try:
         return IndexedDataset(prefix)
     except UserError as error:
-        raise UserError(f"{error}; {advice}") from None
+        raise UserError(f"{error}, or {advice}") from None
 
 
 def dataset_files(prefix: str | Path) -> tuple[Path, Path]:
@@ -163,35 +160,18 @@ def _map(file: Path, dtype: str) -> npt.NDArray[Any]:
             return np.empty(0, dtype)
         return np.memmap(file, dtype, mode="r", shape=(size // np.dtype(dtype).itemsize,)).view(np.ndarray)
     except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}; valid: both PREFIX.bin and PREFIX.idx") from None
+        raise Damaged(file, f"cannot be read: {error.strerror}", _COMPLETE) from None
 
 
 def _read_header(index: npt.NDArray[Any], file: Path) -> tuple[str, int, int]:
-    if bytes(index[: len(_MAGIC)]) != _MAGIC:
-        raise UserError(
-            f"{file}: not an index of Megatron-LM (which starts with MMIDIDX); valid: PREFIX.idx of a dataset"
-        )
-    if len(index) < _HEADER.size:
-        raise UserError(
-            f"{file}: truncated: {len(index)} bytes, less than the header's {_HEADER.size}; valid: the complete file"
-        )
-    _, version, code, num_sequences, num_entries = _HEADER.unpack(bytes(index[: _HEADER.size]))
-    if version != 1:
-        raise UserError(f"{file}: version {version} of the index; valid: version 1")
-    if code not in _TOKEN_TYPES:
-        kind = "floating-point numbers, not tokens" if code in _FLOAT_TYPES else "unknown"
-        raise UserError(f"{file}: type code {code} is {kind}; valid are 1, 2, 3, 4, 5 and 8 (integers)")
-    expected = _HEADER.size + 12 * num_sequences + 8 * num_entries
-    if num_sequences and len(index) == expected + num_sequences:
-        raise UserError(
-            f"{file}: a multimodal index (one more byte for each of {num_sequences} sequences), which is not "
-            "supported; valid: an index of text"
-        )
-    if len(index) != expected:
-        raise UserError(
-            f"{file}: truncated or damaged: {num_sequences} sequences and {num_entries} document "
-            f"boundaries need {expected} bytes, the file has {len(index)}; valid: the complete file"
-        )
+    header = bytes(index[: _HEADER.size]).ljust(_HEADER.size, b"\0")
+    magic, version, code, num_sequences, num_entries = _HEADER.unpack(header)
+    if magic != _MAGIC or version != 1 or code not in _TOKEN_TYPES:
+        why = "not an index of Megatron-LM (MMIDIDX, version 1) with whole numbers"
+        raise Damaged(file, why, "PREFIX.idx of a dataset of text")
+    if len(index) != _HEADER.size + 12 * num_sequences + 8 * num_entries:
+        contents = f"{num_sequences} sequences and {num_entries} document boundaries of a text"
+        raise Damaged(file, f"{len(index)} bytes are not those of {contents}", _COMPLETE)
     return _TOKEN_TYPES[code], num_sequences, num_entries
 
 
@@ -203,26 +183,16 @@ def _check_sequences(
     reached = 0  # bytes
     for start in range(0, len(lengths), _CHECK_SEQUENCES):
         chunk = lengths[start : start + _CHECK_SEQUENCES]
-        if chunk.min() < 0:
-            number = start + int(np.argmax(chunk < 0))
-            raise UserError(f"{index_file}: sequence {number} has the length {lengths[number]}; valid: 0 or more")
         ends = reached + np.cumsum(chunk, dtype=np.int64) * tokens.itemsize
-        wrong = pointers[start : start + len(chunk)] != np.concatenate([[reached], ends[:-1]])
+        wrong = (chunk < 0) | (pointers[start : start + len(chunk)] != np.concatenate([[reached], ends[:-1]]))
         if wrong.any():
-            number = start + int(np.argmax(wrong))
-            raise UserError(
-                f"{index_file}: sequence {number} starts at byte {pointers[number]}, not where the one before it ends; "
-                "valid: one right after the other"
-            )
+            problem = f"sequence {start + int(np.argmax(wrong))} does not begin where the one before it ends"
+            raise Damaged(index_file, problem, _COMPLETE)
         reached = int(ends[-1])
         if reached > num_bytes:
             break
     if reached != num_bytes:
-        more = "at least " if reached > num_bytes else ""
-        raise UserError(
-            f"{tokens_file}: {num_bytes} bytes, but {index_file.name} describes {more}{reached} bytes "
-            "of tokens; valid: both files of one dataset, complete"
-        )
+        raise Damaged(tokens_file, f"{num_bytes} bytes are not those that {index_file.name} describes", _COMPLETE)
 
 
 _REPORT_BYTES = 1 << 28  # of a report, which lists its input files
@@ -279,7 +249,7 @@ def open_prepared(prefix: Path) -> tuple[IndexedDataset, npt.NDArray[np.uint8] |
         return IndexedDataset(prefix), None
     index_file, tokens_file = dataset_files(prefix)
     advice = (
-        "valid: the files that megajax prepare wrote (--overwrite makes them again); other files "
+        "the files that megajax prepare wrote (--overwrite makes them again); other files "
         f"are accepted without {prefix}.report.json"
     )
     check_index(index_file, expected, advice)
@@ -288,7 +258,7 @@ def open_prepared(prefix: Path) -> tuple[IndexedDataset, npt.NDArray[np.uint8] |
     tokens = open_dataset(prefix, advice)
     blocks = block_digests(tokens.tokens)
     if root(blocks) != expected.get(TOKENS):
-        raise UserError(f"{tokens_file}: changed since it was written; {advice}")
+        raise Damaged(tokens_file, CHANGED, advice)
     return tokens, blocks
 
 
@@ -300,5 +270,5 @@ def _digests(prefix: Path) -> dict[str, str]:
     report = reading.read_json(file, _REPORT_BYTES)
     digests = report.get("digests", {}) if isinstance(report, dict) and "plan" in report else {}
     if not are_digests(digests):
-        raise UserError(f"{file}: its digests are damaged; valid: the report that megajax prepare wrote, or none")
+        raise Damaged(file, "its digests are damaged", "the report that megajax prepare wrote, or none")
     return digests

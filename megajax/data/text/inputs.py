@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megajax.core.errors import UserError
+from megajax.core.errors import Damaged, UserError
 from megajax.core.options import apart
 from megajax.data.text import streams
 from megajax.data.text.hub_split import SCHEME as HUB
@@ -127,8 +127,8 @@ def readable(path: object, flag: str) -> Iterator[None]:
         yield
     except reading.TooLong as error:
         raise UserError(f"{flag}: {path}: {error}") from None
-    except streams.Damaged as error:
-        raise UserError(f"{flag}: {path} is truncated or damaged: {error}; valid: the complete file") from None
+    except streams.Undecodable as error:
+        raise Damaged(f"{flag}: {path}", f"truncated or damaged: {error}", "the complete file") from None
     except OSError as error:
         problem = f"cannot read {error.filename or path}: {error.strerror or error}"
         raise UserError(f"{flag}: {problem}; valid: files to read") from None

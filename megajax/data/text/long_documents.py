@@ -70,8 +70,9 @@ def in_json(line: bytes, key: str) -> Iterator[str]:
 
 
 def elements(content: IO[bytes], most: int) -> Iterator[bytes]:
-    """The elements of an array of JSON, and of further arrays after it, as where files were joined; raises `Damaged`
-    where an array breaks or something else follows it, and `TooLong` for an element of more than `most` bytes."""
+    """The elements of an array of JSON, and of further arrays after it, as where files were joined; raises
+    `Undecodable` where an array breaks or something else follows it, and `TooLong` for an element of more than `most`
+    bytes."""
     text, place = _more(content, "", 0), 0
     while True:
         text, place = _next_array(content, text, place)
@@ -85,14 +86,14 @@ def elements(content: IO[bytes], most: int) -> Iterator[bytes]:
                 before = len(text) - begin
                 text, begin = _more(content, text, begin), 0
                 if len(text) == before:
-                    raise streams.Damaged("the array of JSON does not end")
+                    raise streams.Undecodable("the array of JSON does not end")
                 end = _end_of_value(text, begin := _after_space(text, 0))
             check_size(end - begin, most)
             if end > begin:
                 yield text[begin:end].encode("latin-1")
             place = _after_space(text, end) + 1
             if text[place - 1] not in ",]" or (text[place - 1] == "," and end == begin):
-                raise streams.Damaged(f"not JSON: {json.dumps(text[begin:place][-20:])} in an array")
+                raise streams.Undecodable(f"not JSON: {json.dumps(text[begin:place][-20:])} in an array")
 
 
 def _next_array(content: IO[bytes], text: str, place: int) -> tuple[str, int]:
@@ -104,7 +105,7 @@ def _next_array(content: IO[bytes], text: str, place: int) -> tuple[str, int]:
             break
     place = _after_space(text, place + len(_MARK) * text.startswith(_MARK, place))
     if text[place : place + 1] not in ("", "["):
-        raise streams.Damaged(f"{json.dumps(text[place : place + 20])} follows an array, which only arrays may")
+        raise streams.Undecodable(f"{json.dumps(text[place : place + 20])} follows an array, which only arrays may")
     return text[place:], 1
 
 

@@ -53,11 +53,11 @@ def texts(
                 for text in _values(batch.column(0), most):
                     yield text or "", size * done // table.metadata.num_rows
     except UnicodeDecodeError as error:
-        raise streams.Damaged(f'a text in column "{key}" is not UTF-8: {error}') from None
+        raise streams.Undecodable(f'a text in column "{key}" is not UTF-8: {error}') from None
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno:
             raise
-        raise streams.Damaged(str(error).splitlines()[0]) from None
+        raise streams.Undecodable(str(error).splitlines()[0]) from None
 
 
 def row_groups(file: Path | RemoteFile) -> list[int]:

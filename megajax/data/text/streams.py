@@ -68,7 +68,7 @@ _OPEN: dict[str, Callable[..., Any]] = {
 }
 
 
-class Damaged(Exception):
+class Undecodable(Exception):
     """A compressed file that is truncated, or not in the format that its name says."""
 
 
@@ -87,7 +87,7 @@ def is_compressed(file: object) -> bool:
 def opened(file: Path | RemoteFile, begin: int = 0, end: int = 0) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """Open a file to read: its content, uncompressed, and the file on disk, whose `tell` says how much was read. Of the
     file on disk only the bytes from `begin` to `end` (0: to its end) are read, in an archive whole members. Raises
-    `Damaged`, or an `OSError` if it cannot be opened or read."""
+    `Undecodable`, or an `OSError` if it cannot be opened or read."""
     uncompressed = _OPEN.get(PurePath(str(file)).suffix.lower(), contextlib.nullcontext)
     with file.open() if isinstance(file, RemoteFile) else reading.open_file(file) as raw:
         try:
@@ -100,7 +100,7 @@ def opened(file: Path | RemoteFile, begin: int = 0, end: int = 0) -> Iterator[tu
             packers = {"too much memory": f"zstd --long={_WINDOW}", "Memory usage limit": "xz -9"}
             packer = next((packer for words, packer in packers.items() if words in str(error)), "")
             anew = f" (its window is larger than 2^{_WINDOW} bytes: {packer} packs it anew)" if packer else ""
-            raise Damaged(f"{error}{anew}") from None
+            raise Undecodable(f"{error}{anew}") from None
 
 
 class _Part(io.RawIOBase):

@@ -10,8 +10,8 @@ from megajax.host import reading
 
 
 def texts(content: IO[bytes], place: str, key: str, most: int) -> Iterator[str | ValueError]:
-    """The texts of the column `key`, which the first row names, or what is wrong with a row; raises `Damaged` where the
-    file is not CSV. `place` is what error messages call it."""
+    """The texts of the column `key`, which the first row names, or what is wrong with a row; raises `Undecodable` where
+    the file is not CSV. `place` is what error messages call it."""
     csv.field_size_limit(most)
     rows = csv.reader(_lines(content, most), strict=True)
     try:
@@ -26,9 +26,9 @@ def texts(content: IO[bytes], place: str, key: str, most: int) -> Iterator[str |
             else:
                 yield ValueError(f"{len(row)} columns; valid: {len(header)}, as in the first row")
     except UnicodeDecodeError as error:
-        raise streams.Damaged(f"line {rows.line_num + 1} is not UTF-8: {error.reason}") from None
+        raise streams.Undecodable(f"line {rows.line_num + 1} is not UTF-8: {error.reason}") from None
     except csv.Error as error:
-        raise streams.Damaged(f"not CSV: {error} at line {rows.line_num}") from None
+        raise streams.Undecodable(f"not CSV: {error} at line {rows.line_num}") from None
 
 
 def _lines(content: IO[bytes], most: int) -> Iterator[str]:

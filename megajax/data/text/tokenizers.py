@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from megajax.core.errors import UserError
+from megajax.core.errors import Damaged, UserError
 from megajax.data.text.added_tokens import ADDED, CONFIG, SPECIAL
 from megajax.data.text.tokenizer import END_OF_TEXT, MOST_IDS, Tokenizer
 from megajax.data.text.tokenizer_settings import FILE_BYTES, GENERATION, MODEL, SINGLE, TEMPLATE, read_settings
@@ -67,21 +67,12 @@ def _checked(vocabulary: Any, file: Path) -> dict[str, int]:
     """`vocabulary`, read from `file`; it must be one of a byte-level tokenizer."""
     from tokenizers import pre_tokenizers
 
-    if not isinstance(vocabulary, dict) or not all(
-        type(token) is int and 0 <= token < MOST_IDS for token in vocabulary.values()
-    ):
-        raise UserError(f"{file}: no vocabulary; valid: one JSON object of token: id, ids from 0 to {MOST_IDS - 1}")
-    try:
-        "".join(vocabulary).encode()
-    except UnicodeEncodeError as error:  # escapes such as \ud800 are valid JSON but not text
-        raise UserError(f"{file}: a token is not text ({error.reason}); valid: text in Unicode") from None
-    if len(set(vocabulary.values())) < len(vocabulary):
-        raise UserError(f"{file}: two tokens have the same id; valid: a different id for each")
-    missing_bytes = sum(byte not in vocabulary for byte in pre_tokenizers.ByteLevel.alphabet())
-    if missing_bytes:
-        raise UserError(f"{file}: {missing_bytes} of the 256 bytes have no token; valid: a byte-level vocabulary")
-    if END_OF_TEXT not in vocabulary:
-        raise UserError(f"{file}: no {END_OF_TEXT} token; valid: a vocabulary with it, to end documents with")
+    needed = {*pre_tokenizers.ByteLevel.alphabet(), END_OF_TEXT}
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [None]
+    good = all(type(each) is int and 0 <= each < MOST_IDS for each in ids) and len(set(ids)) == len(ids)
+    if not good or not needed <= vocabulary.keys() or not all(map(reading.is_unicode, vocabulary)):
+        valid = f"one JSON object of token: id with all bytes and {END_OF_TEXT}, each id once, from 0 to {MOST_IDS - 1}"
+        raise Damaged(file, "no byte-level vocabulary", valid)
     return vocabulary
 
 
@@ -93,10 +84,7 @@ def _parse_merges(file: Path, vocabulary: dict[str, int]) -> list[tuple[str, str
             continue
         pair = line.split(" ")
         if len(pair) != 2 or not {pair[0], pair[1], pair[0] + pair[1]} <= vocabulary.keys():
-            raise UserError(
-                f"{file}:{number}: not a merge; valid: two tokens, separated by a space, that together "
-                "form a token of the vocabulary"
-            )
+            raise Damaged(f"{file}:{number}", "not a merge", "two tokens with a space between, of which one is made")
         merges.append((pair[0], pair[1]))
     return merges
 
@@ -132,12 +120,8 @@ def read_wordpiece(file: Path) -> Tokenizer:
     """Read a vocabulary with one token per line; a token's id is its line number, from 0."""
     tokens = reading.read_text(file, FILE_BYTES).rstrip("\n").replace("\r\n", "\n").split("\n")
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    if len(vocabulary) < len(tokens):
-        twice = next(token for number, token in enumerate(tokens) if vocabulary[token] != number)
-        raise UserError(f"{file}: the token {twice!r} occurs twice; valid: a different token on every line")
-    missing = [token for token in ("[UNK]", "[SEP]") if token not in vocabulary]
-    if missing:
-        raise UserError(f"{file}: no {' and no '.join(missing)} token; valid: a vocabulary with both")
+    if len(vocabulary) < len(tokens) or not {"[UNK]", "[SEP]"} <= vocabulary.keys():
+        raise Damaged(file, "no WordPiece vocabulary", "a different token on every line, among them [UNK] and [SEP]")
     return wordpiece(vocabulary)
 
 

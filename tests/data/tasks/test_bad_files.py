@@ -37,6 +37,8 @@ def asked(**change) -> str:
 
 
 SQUAD = squad(QUESTION)
+ODD = ": empty, binary, or another format"
+AT, BEGIN = f"column {len(SQUAD) + 1} (char {len(SQUAD)})", "line 1 column 2 (char 1)"
 Q1 = ": question 1 (id q1)"
 LATIN = (MNLI + "2\tf\tA\xe9.\tB.\tneutral\n").encode("latin-1")
 VALID_SQUAD = """SQuAD's JSON, {"data": [{"paragraphs": …}]}"""
@@ -47,49 +49,45 @@ VALID_RACE = "JSON with article, questions, options and answers, of one passage 
 LIST, WHOLE = 'valid: a list under "answers"', "a whole number"
 TEXT = 'valid: text, or "is_impossible": true in squad2'
 OTHER = f"not squad1; valid: {VALID_SQUAD}, every question with an answer"
-WRAPPED = "the record does not end in its line, as where JSON is indented"
-CUT = "the file is cut off, as by an interrupted download; valid: the complete file"
 
 BAD = [
     # task, content, message after "--data.dev: FILE"
-    ("mnli", "", f" is empty; valid: {VALID_MNLI}"),
-    ("mnli", "\n \n", f" is empty; valid: {VALID_MNLI}"),
-    ("mnli", b"\x00\x01\x02", f" is binary; valid: {VALID_MNLI}"),
-    ("mnli", MNLI.encode("utf-16"), f" is binary; valid: {VALID_MNLI}"),
+    ("mnli", "", f"{ODD}; valid: {VALID_MNLI}"),
+    ("mnli", "\n \n", f"{ODD}; valid: {VALID_MNLI}"),
+    ("mnli", b"\x00\x01\x02", f"{ODD}; valid: {VALID_MNLI}"),
+    ("mnli", MNLI.encode("utf-16"), f"{ODD}; valid: {VALID_MNLI}"),
     ("mnli", MNLI + "2\tf\tA\xe9.\tB.\tneutral\n", None),  # as UTF-8 this can be read
-    ("mnli", LATIN, ":3 is not UTF-8 text (at byte 5); valid: UTF-8"),
-    ("mnli", MNLI + "2\tf\t\0\tB.\tneutral\n" + "x" * 70_000, f" is binary; valid: {VALID_MNLI}"),
+    ("mnli", LATIN, ":3: not UTF-8 text (at byte 5); valid: UTF-8"),
+    ("mnli", MNLI + "2\tf\t\0\tB.\tneutral\n" + "x" * 70_000, f"{ODD}; valid: {VALID_MNLI}"),
     ("mnli", MNLI + "\n" * 70_000 + "2\tf\t\0\tB.\tneutral\n", ":70003 contains a NUL character; valid: text"),
     ("mnli", MNLI.splitlines()[0], f" has no records; valid: {VALID_MNLI}"),
     ("mnli", QQP, f" looks like a file of qqp, not mnli; valid: {VALID_MNLI}"),
     ("mnli", SQUAD, f" looks like a file of squad1 or squad2, not mnli; valid: {VALID_MNLI}"),
     ("mnli", race(), f" looks like a file of race, not mnli; valid: {VALID_MNLI}"),
-    ("mnli", '{"sentence1": "A"}\n', f" is JSON; valid: {VALID_MNLI}"),
+    ("mnli", '{"sentence1": "A"}\n', f"{ODD}; valid: {VALID_MNLI}"),
     ("mnli", "1\tA\n", f" has no column sentence1, sentence2, gold_label, only 1, A; valid: {VALID_MNLI}"),
     ("mnli", "sentence1\tsentence2\n", f" has no column gold_label, only sentence1, sentence2; valid: {VALID_MNLI}"),
     ("mnli", "label\tsentence1\tsentence1\tsentence2\n", ': column "sentence1" occurs 2 times; valid: once'),
     ("mnli", MNLI + "2\tfiction\tA\tB\n", ":3: 4 columns; valid: 5, as in the first line"),
     ("mnli", MNLI + "2\tfiction\tA\tB\tneutral\tneutral", ":3: 6 columns; valid: 5, as in the first line"),
-    ("mnli", MNLI + "2\tfiction\tA ma", f":3: {CUT}"),
-    ("mnli", MNLI + "2\tfiction\tA\tB\tneut", f":3: {CUT}"),
+    ("mnli", MNLI + "2\tfiction\tA ma", ":3: 3 columns; valid: 5, as in the first line"),
     ("mnli", MNLI + "2\tfiction\tA\tB\tmaybe\n", ':3: label "maybe"; valid: entailment, neutral, contradiction'),
     ("mnli", MNLI + "2\tfiction\tA\tB\tneut\n", ':3: label "neut"; valid: entailment, neutral, contradiction'),
     ("mnli", MNLI + "x" * (1 << 20) + "y\n", ": line 3 has more than 1 MiB; valid: at most that"),
     ("qqp", MNLI, f" looks like a file of mnli, not qqp; valid: {VALID_QQP}"),
     ("qqp", QQP + "2\tWhy?\tHow?\t2\n", ':3: label "2"; valid: 0, 1'),
     ("qqp", QQP + "2\tWhy?\tHow?\t\n", ':3: label ""; valid: 0, 1'),
-    ("qqp", QQP + "2\tWhy?\tHo", f":3: {CUT}"),
-    ("qqp", QQP + "2\tWhy?\tHow?\t", f":3: {CUT}"),
-    ("squad1", "", f" is empty; valid: {VALID_SQUAD}"),
+    ("squad1", "", f"{ODD}; valid: {VALID_SQUAD}"),
     ("squad1", MNLI, f" looks like a file of mnli, not squad1 or squad2; valid: {VALID_SQUAD}"),
     ("squad1", race(), f" looks like a file of race, not squad1 or squad2; valid: {VALID_SQUAD}"),
-    ("squad1", "<!DOCTYPE html>", f" is not JSON; valid: {VALID_SQUAD}"),
-    ("squad1", SQUAD[:60], f": {CUT}"),
-    ("squad1", SQUAD[:-1], f": {CUT}"),
-    ("squad2", SQUAD.replace(": 0", ": 0.")[: SQUAD.index(": 0") + 4], f": {CUT}"),
-    ("squad1", SQUAD + "}", f": not JSON: Extra data at line 1, column {len(SQUAD) + 1}; valid: {VALID_SQUAD}"),
-    ("squad1", "[" * 100, f": unsupported JSON: nested in more than 64 brackets; valid: {VALID_SQUAD}"),
-    ("squad1", SQUAD.encode() + b"\xff", f" is not UTF-8 text (at byte {len(SQUAD)}); valid: UTF-8"),
+    ("squad1", "<!DOCTYPE html>", f"{ODD}; valid: {VALID_SQUAD}"),
+    (
+        "squad1",
+        SQUAD + "}",
+        f": not JSON: Extra data: line 1 {AT}; valid: {VALID_SQUAD}",
+    ),
+    ("squad1", "[" * 100, f": not JSON: nested in more than 64 brackets; valid: {VALID_SQUAD}"),
+    ("squad1", SQUAD.encode() + b"\xff", f": not UTF-8 text (at byte {len(SQUAD)}); valid: UTF-8"),
     ("squad1", "[]", ": the record is not an object; valid: an object"),
     ("squad1", '{"version": 1}', ': no key "data", there are "version"; valid: a list under "data"'),
     ("squad1", '{"data": []}', f" has no records; valid: {VALID_SQUAD}"),
@@ -112,6 +110,11 @@ BAD = [
         asked(answers=[{"text": "A", "answer_start": True}]),
         f'{Q1}: "answer_start" is not {WHOLE}; valid: {WHOLE}',
     ),
+    (
+        "squad2",
+        SQUAD[:4],
+        f": not JSON: Unterminated string starting at: {BEGIN}; valid: {VALID_SQUAD}",
+    ),
     ("squad2", asked(answers=[{"text": " ", "answer_start": 3}]), f"{Q1}: an answer is empty; {TEXT}"),
     ("squad1", asked(answers=["Ada"]), f"{Q1}: an answer is not an object; valid: an object"),
     ("squad1", asked(answers=[]), f"{Q1} has no answer; valid: at least one, or squad2 for questions without"),
@@ -124,9 +127,6 @@ BAD = [
     ),
     ("race", SQUAD, f" looks like a file of squad1 or squad2, not race; valid: {VALID_RACE}"),
     ("race", QQP, f" looks like a file of qqp, not race; valid: {VALID_RACE}"),
-    ("race", race()[:40], f": {CUT}"),
-    ("race", race() + "\n" + race()[:40], f":2: {CUT}"),
-    ("race", race() + "\n" + race()[:40] + "\n", f":2: {WRAPPED}; valid: {VALID_RACE}"),
     ("race", race() + "\n[1]\n", ":2: the record is not an object; valid: an object"),
     ("race", '{"questions": []}', ': no key "article", there are "questions"; valid: text under "article"'),
     ("race", race(article=" "), ": the article is empty; valid: text"),
@@ -166,8 +166,8 @@ def test_what_is_no_file_is_one_line(task: str, tmp_path: Path) -> None:
         "missing": " does not exist; valid: a file of ",
         "pipe": " is a named pipe; valid: a file of ",
         "folder": folder,
-        "a.gz": " is truncated or damaged: Compressed file ended before the end-of-stream marker was reached; valid: ",
-        "b.gz": " is truncated or damaged: Not a gzipped file (b'{\"'); valid: the complete file",
+        "a.gz": ": truncated or damaged: Compressed file ended before the end-of-stream marker was reached; valid: ",
+        "b.gz": ": truncated or damaged: Not a gzipped file (b'{\"'); valid: the complete file",
     }
     for name, problem in expected.items():
         with pytest.raises(UserError) as caught:
@@ -182,12 +182,3 @@ def test_what_is_no_file_is_one_line(task: str, tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=f"^{problem}"):
             read(task, *paths)
-
-
-@pytest.mark.parametrize("content", [SQUAD, json.dumps(json.loads(SQUAD), indent=2), json.dumps([1, -2.5e3, None])])
-def test_json_that_ends_anywhere_is_cut_off(content: str, tmp_path: Path) -> None:
-    file = tmp_path / "f"
-    for size in range(1, len(content)):
-        file.write_text(content[:size])
-        with pytest.raises(UserError, match="the file is cut off, as by an interrupted download"):
-            read("squad1", file)

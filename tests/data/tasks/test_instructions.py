@@ -212,8 +212,7 @@ def test_arrays_and_joined_files(tmp_path):
         ({"messages": TURNS, "chat_template_kwargs": 3}, ":2: chat_template_kwargs is not an object; valid: "),
         ({"messages": TURNS, "chat_template_kwargs": {"tools": []}}, ":2: chat_template_kwargs: tools cannot be given"),
         ('["a"]', ":2: the record is not an object; valid: an object"),
-        ('{"prompt": "a', ":2: the record does not end in its line"),
-        ('{\n "prompt": "a",\n "completion": "b"\n}\n', ":2: the record does not end in its line, as where JSON is i"),
+        ('{\n "prompt": "a",\n "completion": "b"\n}\n', ":2: not JSON: "),
     ],
 )
 def test_bad_records_are_one_line(tmp_path, line, message):

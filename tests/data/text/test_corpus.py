@@ -144,7 +144,7 @@ def test_a_prepared_dataset_that_is_beyond_the_vocabulary_or_changed_or_half(pre
         make_corpus(prefix, "", 270, tmp_path / "run")
     with IndexedWriter(prefix, 300) as writer:
         writer.add_document([1, 2, 3])
-    with pytest.raises(UserError, match=r"corpus\.v1\.bin has 3 tokens instead of the \d+ it had when"):
+    with pytest.raises(UserError, match=r"corpus\.v1\.bin: missing, or changed since it was written"):
         make_corpus(prefix, "", 300, tmp_path / "run")
     Path(prefix + ".idx").unlink()
     for name in prefix, prefix + ".bin", prefix + ".idx":
