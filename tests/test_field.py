@@ -231,7 +231,6 @@ def test_latent_attention(name: str) -> None:
 
 
 IN_STAGES = {"mesh": (1, 2, 1), "expert": 2, "num_layers": 3, "dense_layers": 1}
-SUMMED = {"scan_layers": "false", "tied_embedding": True, "optimizer": {"sums_in_products": "true"}}
 PREDICTING = {
     "documents, stages, sequence": {"mesh": (1, 2, 2), "reset_attention": True, "sequence_parallel": True, "zero": 3}
     | {"num_layers": 2, "tied_embedding": True, "sliding_window": 3, "window_layers": "1,1", **UNDROPPED},
@@ -250,8 +249,6 @@ PREDICTING = {
     "muon": {"mesh": (2, 1, 2), "precision": "fp16", "ema": 0.5, "optimizer": {"name": "muon"}},
     "overlapped": {"mesh": (2, 2, 1), "num_layers": 2, "tied_embedding": True}
     | {"optimizer": {"overlap_reductions": "true", "overlap_gathers": "true"}},
-    "sums in products": SUMMED | {"mesh": (2, 1, 1)},
-    "sums in products, split": SUMMED | {"mesh": (2, 2, 1), "zero": 3, "num_layers": 2, "vocabulary": "split"},
     "idle": {"mesh": (1, 2, 1), "num_layers": 2, "prediction_coefficient": 0.0},
 }
 
@@ -308,8 +305,6 @@ REPLICAS = {
     "chunks, ZeRO-3, Muon": ON_STAGES
     | {"zero": 3, "schedule": "interleaved", "chunks": 2, "num_layers": 4, "optimizer": AT_ONCE | {"name": "muon"}},
     "vocabulary, ZeRO-3": ON_STAGES | {"zero": 3, "vocabulary": "split", "weight_gradients": "together"},
-    "sums in products, ZeRO-3": ON_FOUR
-    | {"zero": 3, "precision": "bf16", "tied_embedding": False, "optimizer": AT_ONCE | {"sums_in_products": "true"}},
     "experts": ON_EXPERTS,
     "experts, ZeRO-3": ON_EXPERTS | {"zero": 3},
     "experts, each replica one rank": ON_EXPERTS | {"ranks": 1, "zero": 3},
@@ -391,32 +386,19 @@ STAGES = {"mesh": (2, 2, 1)}
 REDUCED = {"optimizer": {"overlap_reductions": "true"}}
 OVERLAPPING = {"optimizer": {"overlap_reductions": "true", "overlap_gathers": "true"}, "paired_microbatches": True}
 OVERLAPPING |= {"num_layers": 2, "tied_embedding": False, **UNDROPPED}
-IN_PRODUCTS = {
+UNROLLED = {
     "everything": OVERLAPPING | {"mesh": (2, 1, 1)},  # pairs two microbatches of four
     "everything on stages": OVERLAPPING | STAGES | WAITING,
     "stages, reductions during the last backward pass": STAGES | REDUCED | {"num_layers": 4},
-    "alone": {"mesh": (2, 1, 2), "sequence_parallel": True, "remat": "selective"},
-    "deferred, padded layers, split": STAGES | WAITING | {"num_layers": 5, "vocabulary": "split", "zero": 0},
     "deferred, reductions": STAGES | WAITING | REDUCED | {"vocabulary": "split"},
-    "chunks": PIPED | {"num_layers": 4},
-    "stages, recomputed": {"mesh": (2, 2, 1), "remat": "stage", "zero": 3, "precision": "bf16"},
-    "adapters": ADAPTED | {"mesh": (2, 1, 2)},
-    "experts": MIXED | WAITING | {"mesh": (1, 2, 1), "expert": 2, "dense_layers": 1, "num_layers": 3},
-    "dropless": MIXTURE | {"mesh": (1, 1, 2), "expert": 2},
-    "float8": {"mesh": (2, 2, 2), "precision": "fp8"},
-    "bert": {"mesh": (1, 2, 2), "family": "bert", "layer_order": "post", "sequence_parallel": True},
-    "bert's span": {"mesh": (1, 1, 2), "family": "bert", "head": "span", "layer_order": "pre"},
-    "own output table, padded shards": LLAMA | {"mesh": (3, 1, 2), "zero": 3, "global_batch": 6},
-    "context": LLAMA | {"mesh": (1, 2, 2, 1), "vocabulary": "split"},
 }
 
 
-@pytest.mark.parametrize("name", first(IN_PRODUCTS, 2))
-def test_sums_in_products(name: str) -> None:
-    """As on GPUs: gradients of products are added to their sums there, compared with one device without sums."""
-    given = FEW | {"num_layers": 3, "global_batch": 8, "vocab_size": 21, "scan_layers": "false"} | IN_PRODUCTS[name]
-    optimizer = given.pop("optimizer", {}) | {"sums_in_products": "true"}
-    assert_exact(tiny_config(optimizer=optimizer, **given), branches=False, planned=name not in [*IN_PRODUCTS][:1])
+@pytest.mark.parametrize("name", first(UNROLLED, 2))
+def test_forms_of_gpus(name: str) -> None:
+    """Unrolled layers with communication beside the passes, and pairs of microbatches."""
+    given = FEW | {"num_layers": 3, "global_batch": 8, "vocab_size": 21, "scan_layers": "false"} | UNROLLED[name]
+    assert_exact(tiny_config(**given), branches=False, planned=name not in [*UNROLLED][:1])
 
 
 ALONE = {

@@ -120,11 +120,10 @@ def test_what_is_left_is_rounding(schedule, chunks, vocabulary, zero, model, mes
 
 
 OVERLAPPED = {"overlap_reductions": "true", "overlap_gathers": "true"}
-IN_PRODUCTS = {"sums_in_products": "true"}
 OF_GPUS = {  # the second pairs 4 microbatches of 6, the third 5 ticks
     "reductions": {"mesh": (2, 1, 2), "zero": 0, "sequence_parallel": True},
-    "pairs": {"mesh": (2, 1, 2), "sequence_parallel": True, "microbatch": 1, "optimizer": OVERLAPPED | IN_PRODUCTS},
-    "stages, pairs": {"mesh": (2, 2, 1), "weight_gradients": "deferred", "microbatch": 2, "optimizer": IN_PRODUCTS},
+    "pairs": {"mesh": (2, 1, 2), "sequence_parallel": True, "microbatch": 1},
+    "stages, pairs": {"mesh": (2, 2, 1), "weight_gradients": "deferred", "microbatch": 2, "optimizer": {}},
     "replicas": {"mesh": (4, 1, 2), "zero": 3, "microbatch": 1, "optimizer": OVERLAPPED | {"zero_ranks": 2}},
     "chunks, reductions": {"mesh": (2, 2, 1), "schedule": "interleaved", "chunks": 2, "weight_gradients": "deferred"},
 }
@@ -133,7 +132,7 @@ OF_GPUS = {  # the second pairs 4 microbatches of 6, the third 5 ticks
 @pytest.mark.full
 @pytest.mark.parametrize("name", OF_GPUS)
 def test_forms_of_gpus_round_nothing_more(name):
-    """In fp64, layers one by one: communication beside the first and last passes, sums in products, pairs."""
+    """In fp64, layers one by one: communication beside the first and last passes, pairs."""
     common = {"precision": "fp64", "num_layers": 5, "global_batch": 12}
     with jax.enable_x64(True):
         expected = trace(tiny_config(microbatch=12, **common), 2)

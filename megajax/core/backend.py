@@ -23,7 +23,6 @@ class Backend:
     # `--optimizer.overlap-reductions auto` overlaps the sums of at least so many gradients: the last backward pass is
     # compiled apart from the others.
     overlapped_sums: float = math.inf
-    sums_in_products: bool = False  # `--optimizer.sums-in-products auto`
     # Compiler options to be zero with `--pipeline.paired-microbatches`: XLA would combine the last collective of one
     # microbatch with the first of the next, which then wait for each other.
     apart: tuple[str, ...] = ()
@@ -84,7 +83,6 @@ GPU = Backend(
     scores_bytes=None,
     transposed_copies=False,
     overlapped_sums=2**26,  # an H200 reduces their 2^28 bytes in 0.7 ms
-    sums_in_products=True,
     apart=("xla_gpu_reduce_scatter_combine_threshold_bytes", "xla_gpu_all_gather_combine_threshold_bytes"),
     gelu_by_sigmoid=True,
     unrolled=("xla_gpu_enable_cudnn_layer_norm",),  # an H200 takes 1.5% less time for a step of gpt2-1.2b

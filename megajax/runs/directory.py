@@ -226,5 +226,4 @@ def _check_not_narrower(config: Config, earlier: Config, place: str) -> None:
 _OF_ONE_START = (
     *("mesh.", "pipeline.", "simulate_devices"),
     *("optimizer.gradient_dtype", "optimizer.overlap_reductions", "optimizer.overlap_gathers"),
-    "optimizer.sums_in_products",
 )

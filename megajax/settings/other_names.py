@@ -90,6 +90,7 @@ REMOVED = {
     "loss_scale.backoff": Removed(0.5),
     "loss_scale.floor": Removed(1.0),
     "pipeline.max_deferred": Removed(-1),
+    "optimizer.sums_in_products": Removed("false", same=("auto", False)),
     "profile_pipeline": Removed(False, instead="--profile STEPS, which traces some steps of a run"),
 }
 

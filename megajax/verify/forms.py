@@ -57,7 +57,7 @@ def plain(config: Config) -> Config:
         pipeline=PipelineConfig(),
         sequence_parallel=False,
         train=dataclasses.replace(config.train, microbatch=config.train.global_batch, remat="none"),
-        optimizer=dataclasses.replace(config.optimizer, zero=0, zero_ranks=0, sums_in_products="false"),
+        optimizer=dataclasses.replace(config.optimizer, zero=0, zero_ranks=0),
     )
 
 

@@ -17,7 +17,6 @@ ON_STAGES_AND_DATA = {"mesh": (2, 2, 1)}
 ON_DATA = {"mesh": (2, 1, 1)}
 ON_OVERLAPPED = ON_DATA | {"optimizer": {"overlap_reductions": "true"}}
 ON_GATHERED = ON_DATA | {"optimizer": {"overlap_gathers": "true"}}
-ON_PRODUCTS = ON_DATA | {"optimizer": {"sums_in_products": "true"}, "scan_layers": "false"}
 ON_CONTEXT = {"mesh": (1, 1, 2, 1), "context_attention": "gather"}
 ON_DOCUMENTS = ON_CONTEXT | {"reset_attention": True}
 ON_HEADS = ON_CONTEXT | {"context_attention": "heads"}
@@ -198,9 +197,8 @@ ROWS: dict[str, dict[str, Row]] = {
         "losses grow with the number of microbatches": (
             "core.pipeline.ends.EmbeddingAndHead.head",
             (
-                "self.model.head(shared | others, y, *own, dummies)",
-                "jax.tree.map(lambda x: x * len(self.microbatches[1]), "
-                "self.model.head(shared | others, y, *own, dummies))",
+                "self.model.head(weights | trained, y, *own)",
+                "jax.tree.map(lambda x: x * len(self.microbatches[1]), self.model.head(weights | trained, y, *own))",
             ),
             named("the sum of the losses: step 1", ON_DATA),
         ),
@@ -237,10 +235,10 @@ ROWS: dict[str, dict[str, Row]] = {
         "every microbatch's mean counts alike": (  # transformers #34191
             "core.pipeline.ends.EmbeddingAndHead.head",
             (
-                "self.model.head(shared | others, y, *own, dummies)",
+                "self.model.head(weights | trained, y, *own)",
                 "(lambda losses, figures: ({name: x * (self.model.counts[name] / (jnp.maximum((own.batch['targets'] >= "
                 "0).sum(), 1) * len(self.microbatches[1]) * lax.axis_size('data'))).astype(x.dtype) for name, x in "
-                "losses.items()}, figures))(*self.model.head(shared | others, y, *own, dummies))",
+                "losses.items()}, figures))(*self.model.head(weights | trained, y, *own))",
             ),
             named("the sum of the losses: step 1", ON_DATA),
         ),
@@ -280,26 +278,28 @@ ROWS: dict[str, dict[str, Row]] = {
             ("flat[path] + grad", "flat[path]"),
             gradient("blocks/attention/key/weight, layer 0, 1", ON_OVERLAPPED),
         ),
-        "a sum is not what its product adds to": (
+        "what is reduced during the last backward pass is only its own": (
             "core.pipeline.stages._added",
             ("flat[path] + grad", "grad"),
-            gradient("blocks/attention/key/weight, layer 0, 1", ON_PRODUCTS),
+            gradient("blocks/attention/key/weight, layer 0, 1", ON_OVERLAPPED),
         ),
         "the output product's gradient replaces the table's sum": (
-            "core.parallel.vocabulary.add_product",
+            "core.pipeline.ends.EmbeddingAndHead.head",
             (
-                "sum_VD + weight_gradient(grad_BTV, x_BTD, 1, backend, sum_VD.dtype)",
-                "weight_gradient(grad_BTV, x_BTD, 1, backend, sum_VD.dtype)",
+                'self._add(total["shared"], grads)',
+                'self._add(total["shared"] | {"table": jnp.zeros_like(total["shared"]["table"])}, grads)',
             ),
-            gradient("shared/table", ON_PRODUCTS),
+            gradient("shared/table", ON_DATA),
         ),
         "of a token that occurs twice one gradient stays": (
-            "core.parallel.vocabulary.add_to_rows",
+            "core.pipeline.ends.EmbeddingAndHead.embed_backward",
             (
-                'sum_VD.at[place_BT].add(grad_BTD.astype(sum_VD.dtype), mode="drop")',
-                'sum_VD.at[place_BT].set(sum_VD[ids_BT] + grad_BTD.astype(sum_VD.dtype), mode="drop")',
+                "jax.linear_transpose(embed, jax.eval_shape(self.weights))(x_grad)",
+                "jax.linear_transpose(embed, jax.eval_shape(self.weights))((lambda id_N: jnp.where((jnp.argmax(id_N "
+                "[None] == id_N[:, None], axis=1) == jnp.arange(id_N.size)).reshape(*x_grad.shape[:2], 1), x_grad, "
+                "jnp.zeros_like(x_grad)))(own.batch['tokens'].reshape(-1)))",
             ),
-            gradient("shared/table", ON_PRODUCTS),
+            gradient("shared/", ON_DATA),
         ),
         "a layer has the reduced gradients of the layer after it": (
             "core.pipeline.stages._joined",

@@ -35,7 +35,7 @@ class Context:
     boundary: RegionBoundary = field(default=F_AND_G, metadata={"static": True})  # which device has which tokens
     # Whether attention stores its keys and values in a new cache, or adds them to one (`models/cache.py`).
     cache: CacheUse = field(default="none", metadata={"static": True})
-    factors: Factors = field(default_factory=dict)  # collects those of deferred weight gradients (parallel/products.py)
+    factors: Factors = None  # of deferred weight gradients (`parallel/products.py`)
 
     def in_layer(self, layer: Array | int, windowed: Sequence[bool]) -> "Context":
         """What layer number `layer` receives, if layers have the window as given."""

@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import DTypeLike
 
 from megajax.core.axes import EXPERT
 from megajax.core.backend import Backend
@@ -97,12 +96,12 @@ class ExpertLinear(nnx.Module):
         return None if self.copies is None else GroupProducts(inner, outer, not self.frozen)
 
     @staticmethod
-    def weight_gradients(factors: Pair, linears: "Sequence[ExpertLinear]", dtype: DTypeLike | None) -> list[Array]:
-        """The weights' gradients from the factors of `expert_products`, in `dtype` or that of the factors."""
+    def weight_gradients(factors: Pair, linears: "Sequence[ExpertLinear]") -> list[Array]:
+        """The weights' gradients from the factors of `expert_products`."""
         given, grads = factors
         rows, blocks = given if isinstance(given, tuple) else (given, None)
         groups = linears[0].weight.shape[0]
-        return [group_weight_gradient(rows, grad, groups, blocks, dtype) for grad in grads]
+        return [group_weight_gradient(rows, grad, groups, blocks) for grad in grads]
 
 
 def expert_products(
@@ -125,7 +124,7 @@ def expert_products(
             return in_float8.input_gradient(grads, weights, *blocks)
         return group_input_gradient(grads, [weight.array for weight in weights], *blocks)
 
-    if factors:
+    if factors is not None:
         outputs = deferred(name, multiply, rows, weights, factors, *beside, input_gradient=of_input)
     else:
         outputs = products(in_float8, rows, weights, *beside) if in_float8 else multiply(rows, weights, *beside)

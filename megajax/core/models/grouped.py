@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.typing import DTypeLike
 
 from megajax.core.parallel.collectives import vary, varying_axes
 from megajax.core.parallel.float8 import (
@@ -28,7 +27,7 @@ from megajax.core.parallel.float8 import (
     scaled_together,
 )
 from megajax.core.precision import at_least_fp32
-from megajax.core.private import has_gpu_kernels, tied
+from megajax.core.private import has_gpu_kernels
 
 _OF_KERNELS = 128  # rows of a block for the kernels, and what divides the widths of their weights
 _KERNEL_DTYPES = [jnp.dtype(each) for each in (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)]
@@ -100,18 +99,15 @@ def input_gradient(grad_RO: Array, weight_EIO: Array, blocks: Blocks) -> Array:
     return grouped_product(grad_RO, weight_EIO.swapaxes(1, 2), blocks)
 
 
-def grouped_weight_gradient(
-    rows_RI: Array, grad_RO: Array, blocks: Blocks, groups: int, result: DTypeLike | None = None
-) -> Array:
-    """The gradient of the weights, [E, I, O], summed in at least fp32, in the dtype `result` or that of the rows."""
+def grouped_weight_gradient(rows_RI: Array, grad_RO: Array, blocks: Blocks, groups: int) -> Array:
+    """The gradient of the weights, [E, I, O], summed in at least fp32, in the dtype of the rows."""
     shape, dtype = (groups, rows_RI.shape[1], grad_RO.shape[1]), at_least_fp32(rows_RI.dtype)
     if _by_kernel(rows_RI, blocks, *shape[1:]):
         from megajax.core.kernels import grouped
 
         ends_E = _group_ends(blocks, groups)
         starts_E = jnp.concatenate([jnp.zeros_like(ends_E[:1]), ends_E[:-1]])
-        gradient_EIO = _alike(grouped.weight_gradient(rows_RI, grad_RO, starts_E, ends_E, rows_RI.dtype), rows_RI)
-        return gradient_EIO.astype(result or rows_RI.dtype)
+        return _alike(grouped.weight_gradient(rows_RI, grad_RO, starts_E, ends_E, rows_RI.dtype), rows_RI)
 
     def add(turn: Array, total_EIO: Array) -> Array:
         rows_GNI, grads_GNO = (_rows(x, blocks, turn) for x in (rows_RI, grad_RO))
@@ -121,7 +117,7 @@ def grouped_weight_gradient(
             return total_EIO.at[group_G[0]].add(product_GIO[0])
         return total_EIO.at[group_G].add(product_GIO, indices_are_sorted=True, unique_indices=False)
 
-    return _for_turns(blocks, add, _zeros(shape, dtype, rows_RI)).astype(result or rows_RI.dtype)
+    return _for_turns(blocks, add, _zeros(shape, dtype, rows_RI)).astype(rows_RI.dtype)
 
 
 def kernels_can(dtype: Any, block: int, *widths: int) -> bool:
@@ -223,15 +219,11 @@ def group_input_gradient(grads: Sequence[Array], weights_EIO: Sequence[Array], b
     return sum((other.swapaxes(0, 1) for other in others), start=first_NEI).swapaxes(0, 1)
 
 
-def group_weight_gradient(
-    rows: Array, grad: Array, groups: int, blocks: Blocks | None = None, dtype: DTypeLike | None = None
-) -> Array:
-    """The gradient of the weights, [E, I, O], in `dtype` or that of the rows."""
+def group_weight_gradient(rows: Array, grad: Array, groups: int, blocks: Blocks | None = None) -> Array:
+    """The gradient of the weights, [E, I, O]."""
     if blocks:
-        return grouped_weight_gradient(rows, grad, blocks, groups, dtype)
-    if dtype is not None:  # as in `products.weight_gradient`
-        rows, grad = tied((rows, grad))
-    return jnp.einsum("eni,eno->eio", rows, grad, preferred_element_type=dtype)
+        return grouped_weight_gradient(rows, grad, blocks, groups)
+    return jnp.einsum("eni,eno->eio", rows, grad)
 
 
 def sum_of(arrays: Iterable[Array]) -> Array:

@@ -214,14 +214,14 @@ class WithLoss:
 
     def losses(self, x_BTD: Array, batch: Batch, context: Context) -> dict[str, Array]:
         """See `FamilyModel`."""
-        return {name: jnp.sum(named(x, "losses")) for name, x in self._values(x_BTD, batch, context.factors).items()}
+        return {name: jnp.sum(named(x, "losses")) for name, x in self._values(x_BTD, batch).items()}
 
     def scores(self, x_BTD: Array, batch: Batch) -> dict[str, tuple[Array, Array]]:
         """See `FamilyModel`; those of the model's own loss as well, or alone if the batch lacks this one's arrays. What
         is right is what a measure `accuracy` says; if there is none, nothing is."""
         if not batch.keys() >= dict(self.loss.arrays).keys():
             return self.model.scores(x_BTD, batch)
-        boundary, values = self.model.boundary, self._values(x_BTD, batch, {})
+        boundary, values = self.model.boundary, self._values(x_BTD, batch)
         counts = self.loss.counted(batch, boundary)
         right = values.get("accuracy", jnp.zeros(counts.shape)).astype(jnp.int32)
         right = jnp.where(counts, right, jnp.full_like(right, IGNORED))
@@ -231,9 +231,9 @@ class WithLoss:
             values, right = jax.tree.map(boundary.in_places, (values, right))
         return self.model.scores(x_BTD, batch) | _with_type(values, right)
 
-    def _values(self, x_BTD: Array, batch: Batch, factors: Any) -> dict[str, Array]:
+    def _values(self, x_BTD: Array, batch: Batch) -> dict[str, Array]:
         boundary = self.model.boundary
-        columns_BTV = named(self.model.logits(x_BTD, factors), "logits", 2, axes=boundary.vocabulary)
+        columns_BTV = named(self.model.logits(x_BTD), "logits", 2, axes=boundary.vocabulary)
         return self.loss.values(Logits(columns_BTV, self.model.vocab_size, boundary), batch, self.form)
 
 

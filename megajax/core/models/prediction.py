@@ -11,7 +11,6 @@ Letters: B batch, T tokens, D model.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,7 +26,6 @@ from megajax.core.models.layer import Block
 from megajax.core.models.norms import norm_of
 from megajax.core.parallel.boundary import NO_BOUNDARY, RegionBoundary
 from megajax.core.parallel.layers import ReplicatedLinear, column_parallel, normal
-from megajax.core.parallel.products import NO_FACTORS
 from megajax.core.parallel.random import NamedKey
 
 
@@ -44,7 +42,7 @@ class PredictionModule(nnx.Module):
         """The output, and the figures of its layer, which has this number."""
         both_BTC = jnp.concatenate([self.embedding_norm(embedded_BTD), self.hidden_norm(x_BTD)], axis=-1)
         (x_BTD,) = column_parallel(both_BTC, self.projection)
-        x_BTD, figures = self.block(x_BTD, replace(context, factors=NO_FACTORS), layer)
+        x_BTD, figures = self.block(x_BTD, context, layer)
         return self.final_norm(x_BTD), figures
 
     def freeze(self) -> None:

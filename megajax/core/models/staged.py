@@ -4,7 +4,7 @@ Letters: B batch, T tokens, D model.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -14,19 +14,16 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
 from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
 
 from megajax.core.backend import CPU, Backend
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.context import Context
 from megajax.core.models.family import Batch, family_of
 from megajax.core.models.lora_config import LoraConfig
-from megajax.core.models.prediction import ahead
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.float8 import FLOAT8
-from megajax.core.parallel.products import FactorProbe, Pair
+from megajax.core.parallel.products import Pair
 from megajax.core.parallel.random import Dropout, NamedKey
-from megajax.core.parallel.vocabulary import EMBEDDING, LOGITS, add_product, add_to_rows
 
 Tree = Any
 Path = tuple[str, ...]  # in nested dicts
@@ -57,7 +54,7 @@ class StagedModel:
         family = family_of(config)
         self.config, self._lora = config, lora if lora is not None and lora.rank else None
         self.boundary, self.linear_embedding = boundary, family.linear_embedding(config)
-        self._backend, self._loss = backend, loss
+        self._loss = loss
         self._new = lambda key: family.model(config, key, boundary, backend)
         x64 = jax.config.read("jax_enable_x64")
         self._ends, self._blocks, weights = _abstract(family.model, config, boundary, backend, x64)
@@ -105,37 +102,18 @@ class StagedModel:
 
     def factors(self, weights: Tree, x_BTD: Array, context: Context) -> dict[str, Pair]:
         """Arrays with the types of the factors of a layer's products, by name; to be evaluated abstractly."""
-        seen = FactorProbe()
-        self.block(weights)(x_BTD, dataclasses.replace(context, factors=seen), jnp.zeros((), jnp.int32))
-        return dict(seen)
+        recorded: dict[str, Pair] = {}
+        self.block(weights)(x_BTD, dataclasses.replace(context, factors=recorded), jnp.zeros((), jnp.int32))
+        return recorded
 
-    def weight_gradients(
-        self, weights: Tree, factors: Mapping[str, Pair], dtype: DTypeLike | None
-    ) -> dict[Path, Array]:
-        """The gradients of the weights in a layer's products, in `dtype` or that of the factors; only the types of
-        `weights` matter."""
+    def weight_gradients(self, weights: Tree, factors: dict[str, Pair]) -> dict[Path, Array]:
+        """The gradients of the weights in a layer's products; only the types of `weights` matter."""
         products = self.block(weights).products
         gradients: dict[Path, Array] = {}
         for name, paths in self._products.items():
             linears = products[name]
-            gradients |= zip(paths, type(linears[0]).weight_gradients(factors[name], linears, dtype), strict=True)
+            gradients |= zip(paths, type(linears[0]).weight_gradients(factors[name], linears), strict=True)
         return gradients
-
-    @property
-    def tables(self) -> dict[str, str]:
-        """The weights of the ends whose gradients are computed from factors, by the names of these."""
-        names = {EMBEDDING: "table", LOGITS: "output" if "output" in self.shapes["shared"] else "table"}
-        modules = range(1, self.config.num_predicting + 1)
-        return names | {f"{name}_{number}": table for number in modules for name, table in names.items()}
-
-    def add_to_table(self, name: str, sum_VD: Array, factors: Any, batch: Batch) -> Array:
-        """A sum of the gradients of one of the `tables`, with that from these factors."""
-        kind, _, number = name.partition("_")
-        if kind == LOGITS:
-            return add_product(sum_VD, factors, self._backend)
-        tokens_BT = ahead(batch, int(number))["tokens"] if number else batch["tokens"]
-        tokens_BT = tokens_BT.reshape(-1, tokens_BT.shape[-1])
-        return add_to_rows(sum_VD, self.boundary.context_tokens(tokens_BT), factors, self.boundary)
 
     def _paths_of_products(self) -> dict[str, list[Path]]:
         block = nnx.merge(self._blocks, self.shapes["blocks"])

@@ -110,11 +110,6 @@ class OptimizerConfig:
         "ZeRO-1: gather every layer's updated weights while the next step's first forward pass computes the layers "
         "before it; auto: on GPUs, if they are large and layers are not scanned",
     ] = "auto"
-    sums_in_products: Annotated[
-        Literal["auto", "true", "false"],
-        "add a weight's gradient to its sum over microbatches in the matrix product that computes it, unrounded; in "
-        "layers only if they are unrolled, in one chunk; auto: on GPUs",
-    ] = "auto"
     gradient_dtype: Annotated[
         Literal["fp32", "bf16", "fp16"],
         "accumulate gradients in fp32 (fp64 with --precision fp64), or in the format of --precision",

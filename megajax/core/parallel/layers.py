@@ -14,13 +14,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
-from jax.typing import DTypeLike
 
 from megajax.core.backend import Backend
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.collectives import TENSOR, axis_index, axis_size, vary, varying_axes
 from megajax.core.parallel.float8 import Copies, DenseProducts, Float8Weight, Scaled, products
-from megajax.core.parallel.products import NO_FACTORS, Factors, Pair, deferred, product, weight_gradient
+from megajax.core.parallel.products import Factors, Pair, deferred, product, weight_gradient
 from megajax.core.parallel.random import NamedKey
 
 Initializer = Callable[[tuple[int, ...]], Array]  # shape -> initial values in fp32, in any precision the same
@@ -176,14 +175,12 @@ class ColumnParallelLinear(_Product):
         return lax.dynamic_update_slice_in_dim(vary(nothing, sorted(varying_axes(gradient))), gradient, part, 1)
 
     @staticmethod
-    def weight_gradients(
-        factors: Pair, linears: "Sequence[ColumnParallelLinear]", dtype: DTypeLike | None
-    ) -> list[Array]:
-        """The weights' gradients from the factors of `column_parallel`, in `dtype` or that of the factors."""
+    def weight_gradients(factors: Pair, linears: "Sequence[ColumnParallelLinear]") -> list[Array]:
+        """The weights' gradients from the factors of `column_parallel`."""
         (x_BTD, grads), boundary, backend = factors, linears[0].boundary, linears[0].backend
         entered_BTD = boundary.enter(x_BTD) if boundary.regathers else x_BTD
         pairs = zip(linears, grads, strict=True)
-        return [linear.of_all_parts(weight_gradient(entered_BTD, grad, 1, backend, dtype)) for linear, grad in pairs]
+        return [linear.of_all_parts(weight_gradient(entered_BTD, grad, 1, backend)) for linear, grad in pairs]
 
 
 class ReplicatedLinear(ColumnParallelLinear):
@@ -201,7 +198,7 @@ class ReplicatedLinear(ColumnParallelLinear):
 
 
 def column_parallel(
-    x_BTD: Array, *linears: ColumnParallelLinear, name: str = "", factors: Factors = NO_FACTORS
+    x_BTD: Array, *linears: ColumnParallelLinear, name: str = "", factors: Factors = None
 ) -> list[Array]:
     """The outputs of several layers of one input, which enters their region once. With `factors`, the backward pass
     stores the factors of their weight gradients there under `name`."""
@@ -232,7 +229,7 @@ def column_parallel(
             outputs[place] = linear.added(outputs[place], x_BTD, adapter and (adapter[0], linear.own(adapter[1], 1)))
         return outputs
 
-    if factors:
+    if factors is not None:
         given = None if linears[0].copies is None else input_gradient
         outputs = deferred(name, linear_in_both, input_BTD, weights, factors, input_gradient=given)
     else:
@@ -249,7 +246,7 @@ class RowParallelLinear(_Product):
 
     contracted_axes = (TENSOR,)
 
-    def __call__(self, y: Array, name: str = "", factors: Factors = NO_FACTORS) -> Array:
+    def __call__(self, y: Array, name: str = "", factors: Factors = None) -> Array:
         """From [B, T, *rows] to [B, T, D], with sequence parallelism only for this device's tokens. With `factors`, the
         backward pass stores the factors of the weight gradient there under `name`."""
         in_float8 = None if self.copies is None else _in_float8([self])
@@ -261,7 +258,7 @@ class RowParallelLinear(_Product):
             assert in_float8
             return in_float8.input_gradient(grads, weights)
 
-        if factors:
+        if factors is not None:
             given = input_gradient if in_float8 else None
             (product_BTD,) = deferred(name, linear_in_both, y, [self.operand], factors, input_gradient=given)
         else:
@@ -270,7 +267,7 @@ class RowParallelLinear(_Product):
         return y_BTD if self.bias is None else y_BTD + self.bias[...][None, None, :]
 
     @staticmethod
-    def weight_gradients(factors: Pair, linears: "Sequence[RowParallelLinear]", dtype: DTypeLike | None) -> list[Array]:
-        """The weight's gradient from the factors of the product, in `dtype` or that of the factors."""
+    def weight_gradients(factors: Pair, linears: "Sequence[RowParallelLinear]") -> list[Array]:
+        """The weight's gradient from the factors of the product."""
         (y, (grad_BTD,)), (linear,) = factors, linears
-        return [weight_gradient(y, grad_BTD, linear.contracted, linear.backend, dtype)]
+        return [weight_gradient(y, grad_BTD, linear.contracted, linear.backend)]

@@ -7,23 +7,22 @@ input-gradient pass, and the weight gradients are products of the factors at any
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.typing import DTypeLike
 
 from megajax.core.backend import Backend
 from megajax.core.parallel.collectives import vary, varying_axes
-from megajax.core.private import tied
 
 # The input of one or several products (with other arrays they depend on), and the gradient of each one's output.
 Pair = tuple[Any, list[Array]]
-Factors = Mapping[str, Any]  # a `Pair` by the name of the products; of an embedding, the gradient of its rows
-NO_FACTORS: Factors = {}
+# A `Pair` by the name of the products. In place of dummies, an empty one records what has their types. None: nothing is
+# deferred.
+Factors = dict[str, Pair] | None
 
 
 def product(x: Array, weight: Array, contracted: int, backend: Backend) -> Array:
@@ -48,25 +47,21 @@ def _backward(contracted: int, kept: tuple[Array, Array], grad: Array) -> tuple[
 _product.defvjp(lambda x, weight, contracted: (_product(x, weight, contracted), (x, weight)), _backward)
 
 
-def weight_gradient(x: Array, grad: Array, contracted: int, backend: Backend, dtype: DTypeLike | None = None) -> Array:
-    """The gradient of a weight [*K, *M], from its product's input [..., *K] and output gradient [..., *M], in
-    `dtype` or that of both."""
+def weight_gradient(x: Array, grad: Array, contracted: int, backend: Backend) -> Array:
+    """The gradient of a weight [*K, *M], from its product's input [..., *K] and output gradient [..., *M]."""
     if backend.transposed_copies:
-        return _by_transposed_copy(x, grad, contracted, dtype)
-    if dtype is not None:  # otherwise XLA would merge the products of one input, whose sums are several arrays
-        x, grad = tied((x, grad))
+        return _by_transposed_copy(x, grad, contracted)
     rows = tuple(range(x.ndim - contracted))
-    return jnp.tensordot(x, grad, axes=(rows, rows), preferred_element_type=dtype)
+    return jnp.tensordot(x, grad, axes=(rows, rows))
 
 
-def _by_transposed_copy(x: Array, grad: Array, contracted: int, dtype: DTypeLike | None = None) -> Array:
+def _by_transposed_copy(x: Array, grad: Array, contracted: int) -> Array:
     rows = x.ndim - contracted
     x_NK, grad_NM = (array.reshape(math.prod(array.shape[:rows]), -1) for array in (x, grad))
     if x_NK.shape[1] <= grad_NM.shape[1]:
-        gradient_KM = jnp.matmul(_transposed_copy(x_NK), grad_NM, preferred_element_type=dtype)
+        gradient_KM = _transposed_copy(x_NK) @ grad_NM
     else:
-        product_MK = jnp.matmul(_transposed_copy(grad_NM), x_NK, preferred_element_type=dtype)
-        gradient_KM = lax.optimization_barrier(product_MK).T
+        gradient_KM = lax.optimization_barrier(_transposed_copy(grad_NM) @ x_NK).T
     return gradient_KM.reshape(*x.shape[rows:], *grad.shape[rows:])
 
 
@@ -75,19 +70,12 @@ def _transposed_copy(x: Array) -> Array:
     return lax.optimization_barrier(lax.optimization_barrier(x).T)
 
 
-class FactorProbe(dict[str, Any]):
-    """Stands in for dummies, and records each product's input and outputs, which have the types of its factors."""
-
-    def __bool__(self) -> bool:
-        return True
-
-
 def deferred(
     name: str,
     multiply: Callable[..., list[Array]],
     x: Array,
     weights: list[Any],
-    dummies: Factors,
+    dummies: dict[str, Pair],
     *beside: Array,
     input_gradient: Callable[..., Array] | None = None,
 ) -> list[Array]:
@@ -96,7 +84,7 @@ def deferred(
     grads, weights, *beside)`, or found by transposition. A weight may be several arrays."""
     axes = sorted(varying_axes(x).union(*map(varying_axes, jax.tree.leaves(weights))))
     x, weights, beside = vary(x, axes), vary(weights, axes), vary(beside, axes)
-    if isinstance(dummies, FactorProbe):
+    if name not in dummies:
         outputs = multiply(x, weights, *beside)
         dummies[name] = (x, *beside) if beside else x, outputs
         return outputs

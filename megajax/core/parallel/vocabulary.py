@@ -16,10 +16,8 @@ from megajax.core.backend import Backend
 from megajax.core.batch import IGNORED
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.collectives import TENSOR, Axes, axis_index, g, max_over
-from megajax.core.parallel.products import NO_FACTORS, FactorProbe, Factors, Pair, deferred, product, weight_gradient
+from megajax.core.parallel.products import product
 from megajax.core.precision import at_least_fp32
-
-EMBEDDING, LOGITS = "embedding", "logits"
 
 
 def _local_ids(ids_BT: Array, local_size: int, axes: Axes) -> tuple[Array, Array]:
@@ -29,30 +27,12 @@ def _local_ids(ids_BT: Array, local_size: int, axes: Axes) -> tuple[Array, Array
     return jnp.clip(ids_BT, 0, local_size - 1), inside_BT
 
 
-def embedding_lookup(
-    table_VD: Array,
-    tokens_BT: Array,
-    boundary: RegionBoundary,
-    factors: Factors = NO_FACTORS,
-    name: str = EMBEDDING,
-) -> Array:
-    """Rows of the sharded table, [B, T, D]: every device looks up the ids in its range, and `g` adds the results. With
-    `factors`, the backward pass stores the rows' gradient there under `name`, for `add_to_rows`."""
+def embedding_lookup(table_VD: Array, tokens_BT: Array, boundary: RegionBoundary) -> Array:
+    """Rows of the sharded table, [B, T, D]: every device looks up the ids in its range, and `g` adds the results."""
     ids_BT, inside_BT = _local_ids(tokens_BT, table_VD.shape[0], boundary.vocabulary)
     rows_BTD = jnp.take(table_VD, ids_BT, axis=0, mode="clip")
     rows_BTD = jnp.where(inside_BT[..., None], rows_BTD, jnp.zeros((), table_VD.dtype))
-    if isinstance(factors, FactorProbe):
-        factors[name] = rows_BTD
-    elif factors:
-        rows_BTD += factors[name]
     return boundary.leave(rows_BTD, boundary.vocabulary)
-
-
-def add_to_rows(sum_VD: Array, tokens_BT: Array, grad_BTD: Array, boundary: RegionBoundary) -> Array:
-    """A sum of the table's gradients, with that of an `embedding_lookup`."""
-    ids_BT, inside_BT = _local_ids(tokens_BT, sum_VD.shape[0], boundary.vocabulary)
-    place_BT = jnp.where(inside_BT, ids_BT, sum_VD.shape[0])  # nowhere
-    return sum_VD.at[place_BT].add(grad_BTD.astype(sum_VD.dtype), mode="drop")
 
 
 def output_logits(
@@ -62,29 +42,15 @@ def output_logits(
     boundary: RegionBoundary,
     backend: Backend,
     bias_V: Array | None = None,
-    factors: Factors = NO_FACTORS,
-    name: str = LOGITS,
 ) -> Array:
-    """This device's columns of the logits; padded columns (ids from `vocab_size` up) get zero probability. With
-    `factors`, the backward pass stores those of the table's gradient there under `name`, for `add_product`."""
-    entered_BTD = boundary.enter(x_BTD, boundary.vocabulary)
-    if factors or isinstance(factors, FactorProbe):
-        multiply = lambda x_BTD, tables: [jnp.tensordot(x_BTD, tables[0].T, 1)]  # noqa: E731
-        (logits_BTV,) = deferred(name, multiply, entered_BTD, [table_VD], factors)
-    else:
-        logits_BTV = product(entered_BTD, table_VD.T, 1, backend)
+    """This device's columns of the logits; padded columns (ids from `vocab_size` up) get zero probability."""
+    logits_BTV = product(boundary.enter(x_BTD, boundary.vocabulary), table_VD.T, 1, backend)
     if bias_V is not None:
         logits_BTV += bias_V[None, None]
     local_size = table_VD.shape[0]
     column_V = axis_index(boundary.vocabulary) * local_size + jnp.arange(local_size, dtype=jnp.int32)
     lowest = jnp.asarray(jnp.finfo(logits_BTV.dtype).min, logits_BTV.dtype)
     return jnp.where((column_V < vocab_size)[None, None, :], logits_BTV, lowest)
-
-
-def add_product(sum_VD: Array, factors: Pair, backend: Backend) -> Array:
-    """A sum of the table's gradients, with that of `output_logits`."""
-    x_BTD, (grad_BTV,) = factors
-    return sum_VD + weight_gradient(grad_BTV, x_BTD, 1, backend, sum_VD.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

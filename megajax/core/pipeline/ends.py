@@ -14,12 +14,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from megajax.core.axes import BATCH_AXES
-from megajax.core.parallel.collectives import PIPE, at_place, broadcast_stage, vary, varying_axes, zeros_like_type
-from megajax.core.parallel.products import NO_FACTORS, FactorProbe
-from megajax.core.parallel.shards import NOT_SHARDED, Shards
-from megajax.core.pipeline.model import Batch, Factors, LoopModel, Tables
+from megajax.core.parallel.collectives import PIPE, at_place, broadcast_stage, vary, varying_axes
+from megajax.core.parallel.shards import Shards
+from megajax.core.pipeline.model import Batch, LoopModel
 from megajax.core.pipeline.rows import End, Number, Predicate, Row, Work
-from megajax.core.pipeline.stages import idle, when
+from megajax.core.pipeline.stages import when
 
 Tree = Any
 
@@ -44,7 +43,6 @@ class EmbeddingAndHead:
     storage: Shards  # how they are sharded; they are gathered just before an end runs
     frozen: bool  # they have no gradient
     of_head: frozenset[str]  # those that only the head uses
-    tables: Tables | None  # those whose gradients are added to their sums as soon as they are computed; None: none are
     microbatches: tuple[Batch, Array]  # with the rows' numbers in the global batch, [microbatches, rows of one, …]
     # All stages run both ends of a microbatch at the same time, each on its share of the vocabulary. The shared weights
     # then do not vary over `pipe`, except for the vocabulary.
@@ -86,19 +84,16 @@ class EmbeddingAndHead:
         runs, microbatch = self._where(row.head, row.backward)
 
         def head(total: Tree) -> tuple[Array, Tree]:
-            own, y = self.take(microbatch), self.broadcast(output(), row.head.here)
-            dummies = self._dummies(lambda factors: self.model.head(self.weights(), y, *own, factors))
-            shared, others = self._divided(dummies)
-            run = lambda shared, dummies, y: self.model.head(shared | others, y, *own, dummies)  # noqa: E731
-            losses, pullback, figures = jax.vjp(run, shared, dummies, y, has_aux=True)
-            grads, factors, grad = pullback({name: self._scale_of(name, loss) for name, loss in losses.items()})
+            own, y, weights = self.take(microbatch), self.broadcast(output(), row.head.here), self.weights()
+            run = lambda trained, y: self.model.head(weights | trained, y, *own)  # noqa: E731
+            losses, pullback, figures = jax.vjp(run, {} if self.frozen else weights, y, has_aux=True)
+            grads, grad = pullback({name: self._scale_of(name, loss) for name, loss in losses.items()})
             added = jax.tree.map(lambda sum_, loss: sum_ + loss.astype(sum_.dtype), total["losses"], losses)
             grad = vary(grad, (PIPE,))
             if self.vocabulary_split:  # all stages have computed them
                 figures = jax.tree.map(lambda x: jnp.where(row.head.here, x, jnp.zeros_like(x)), figures)
             figures = jax.tree.map(jnp.add, total["figures"], figures)
-            sums = self._add(total["shared"], grads, factors, own.batch)
-            return grad, {"losses": added, "shared": sums, "figures": figures}
+            return grad, {"losses": added, "shared": self._add(total["shared"], grads), "figures": figures}
 
         grad, total = when(runs, head, lambda total: (grad_in, total), total)
         return jnp.where(row.head.here, grad, grad_in) if self.vocabulary_split else grad, total
@@ -119,11 +114,12 @@ class EmbeddingAndHead:
         def into_embedding(total: Tree) -> Tree:
             own = self.take(microbatch)
             x_grad = self.broadcast(grad, row.embed_backward.here)
-            dummies = self._dummies(lambda factors: self.model.embed(self.weights(), *own, factors))
-            embed = lambda shared, dummies: self.model.embed(shared, *own, dummies)  # noqa: E731
-            pull = self._transposed if self.linear_embedding else self._differentiated
-            grads, factors = pull(embed, dummies)(x_grad)
-            return total | {"shared": self._add(total["shared"], grads, factors, own.batch)}
+            embed = lambda shared: self.model.embed(shared, *own)  # noqa: E731
+            if self.linear_embedding:  # only the types of weights matter
+                (grads,) = jax.linear_transpose(embed, jax.eval_shape(self.weights))(x_grad)
+            else:
+                (grads,) = jax.vjp(embed, self.weights())[1](x_grad)
+            return total | {"shared": self._add(total["shared"], grads)}
 
         return when(runs, into_embedding, lambda total: total, total)
 
@@ -149,55 +145,12 @@ class EmbeddingAndHead:
         scale = scale if coefficient in (0, 1) else scale * jnp.asarray(coefficient, scale.dtype)
         return vary(scale.astype(loss.dtype), sorted(varying_axes(loss)))
 
-    def _dummies(self, run: Callable[[Factors], Any]) -> Factors:
-        """Zeros with the types of the factors that `run` has."""
-        if self.tables is None or self.frozen:
-            return NO_FACTORS
-
-        def factors() -> Factors:
-            seen = FactorProbe()
-            run(seen)
-            return dict(seen)
-
-        return jax.tree.map(idle, jax.eval_shape(factors))
-
-    def _divided(self, dummies: Factors) -> tuple[Tree, Tree]:
-        """The weights of which the pullback returns gradients, and the others."""
-        weights = self.weights()
-        if self.frozen:
-            return {}, weights
-        apart = {self.tables.tables[name] for name in dummies} if self.tables else set()
-        by_jax = {name: weight for name, weight in weights.items() if name not in apart}
-        return by_jax, {name: weights[name] for name in apart}
-
-    def _differentiated(self, embed: Callable[[Tree, Factors], Array], dummies: Factors) -> Callable:
-        """The pullback of an embedding to the gradients of weights, and to factors."""
-        shared, others = self._divided(dummies)
-        return jax.vjp(lambda shared, dummies: embed(shared | others, dummies), shared, dummies)[1]
-
-    def _transposed(self, embed: Callable[[Tree, Factors], Array], dummies: Factors) -> Callable:
-        """The same, if it is linear: only the types of weights matter."""
-        shared, others = jax.eval_shape(lambda: self._divided(dummies))
-        zeros = jax.tree.map(idle, others)
-        return jax.linear_transpose(lambda shared, dummies: embed(shared | zeros, dummies), shared, dummies)
-
     @jax.named_scope("gradient_sums")
-    def _add(self, total: Tree, grads: Tree, factors: Factors, batch: Batch) -> Tree:
-        """Add gradients of gathered weights, and those from factors, to the sums, which are sharded like the stored
-        weights, if there are any: a reduced sum is complete."""
+    def _add(self, total: Tree, grads: Tree) -> Tree:
+        """Add gradients of gathered weights to the sums, which are sharded like the stored weights, if there are any: a
+        reduced sum is complete."""
         if self.frozen:
             return total
-        dtype, shardings = jax.tree.leaves(total)[0].dtype, self.storage.shardings
-        grads = {name: grad for name, grad in grads.items() if name in total}
-        for name, found in factors.items():
-            assert self.tables is not None
-            weight = self.tables.tables[name]
-            if shardings[weight] == NOT_SHARDED:
-                total = total | {weight: self.tables.add_to_table(name, total[weight], found, batch)}
-            else:
-                before = grads.get(weight)
-                if before is None:
-                    before = zeros_like_type(jax.eval_shape(self.weights)[weight].update(dtype=dtype))
-                grads = grads | {weight: self.tables.add_to_table(name, before, found, batch)}
-        scattered = Shards({name: shardings[name] for name in grads}).scatter(grads, dtype)
-        return total | jax.tree.map(jnp.add, {name: total[name] for name in grads}, scattered)
+        shardings = {name: self.storage.shardings[name] for name in total}
+        grads = {name: grads[name] for name in total}
+        return jax.tree.map(jnp.add, total, Shards(shardings).scatter(grads, jax.tree.leaves(total)[0].dtype))

@@ -28,7 +28,6 @@ from megajax.core.parallel.collectives import (
     varying_axes,
     zeros_like_type,
 )
-from megajax.core.parallel.products import NO_FACTORS
 from megajax.core.pipeline.ends import EmbeddingAndHead
 from megajax.core.pipeline.model import Batch, Figures
 from megajax.core.pipeline.rows import Predicate, Row, Turns, Work, rows_of
@@ -155,7 +154,7 @@ class Pipeline:
         ends, sums = jax.tree.map(lax.optimization_barrier, (ends, sums))  # one for each: their types differ
         if self.ends.has_layers:
             figures = jax.tree.map(jnp.add, figures, ends["figures"])
-        return ends["losses"], {"shared": ends["shared"], "blocks": stacked(sums.total)}, figures
+        return ends["losses"], {"shared": ends["shared"], "blocks": sums.total}, figures
 
     def _row(self, schedule: Schedule, tick: int) -> Row:
         """The row of one tick."""
@@ -315,14 +314,10 @@ class Pipeline:
         figures = self.no_figures() if self.ends.has_layers else {}
         losses = dict.fromkeys(self.ends.coefficients, loss)
         ends = {"losses": losses, "shared": zeros["shared"], "figures": figures}
-        factors: Tree = NO_FACTORS
+        factors = None
         if num_factor_slots:
             factors = jax.tree.map(lambda type_: idle(type_, (num_factor_slots,)), self.factor_types())
-        blocks = zeros["blocks"]
-        if self.layers.sums_in_products:
-            each = range(self.layers.layers_per_chunk)
-            blocks = tuple(jax.tree.map(lambda zero, n=n: zero[n], blocks) for n in each)
-        return ends, Sums(blocks, factors)
+        return ends, Sums(zeros["blocks"], factors)
 
     def _expect(self, schedule: Schedule) -> None:
         expected = self.num_stages, self.num_chunks, self.num_microbatches
@@ -342,7 +337,7 @@ class Pipeline:
 
 
 def _reduced(reduce: Reduce, sums: Sums) -> Sums:
-    return sums._replace(total=reduce("blocks", stacked(sums.total)), of_head=reduce("shared", sums.of_head))
+    return sums._replace(total=reduce("blocks", sums.total), of_head=reduce("shared", sums.of_head))
 
 
 def _rows(tree: Tree, at: slice) -> Tree:

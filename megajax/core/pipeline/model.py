@@ -3,9 +3,6 @@
 from typing import Any, Protocol
 
 from jax import Array
-from jax.typing import DTypeLike
-
-from megajax.core.parallel.products import NO_FACTORS
 
 Tree = Any
 Batch = dict[str, Array]  # some rows
@@ -26,8 +23,8 @@ class LoopModel(Protocol):
         """What every layer receives for these rows, whose numbers in the global batch are `row_B`."""
         ...
 
-    def embed(self, shared: Tree, batch: Batch, context: Tree, factors: Factors = NO_FACTORS) -> Array:
-        """The input of the first virtual stage; the gradients of dummy `factors` are as those of a layer."""
+    def embed(self, shared: Tree, batch: Batch, context: Tree) -> Array:
+        """The input of the first virtual stage."""
         ...
 
     def layer(
@@ -37,9 +34,7 @@ class LoopModel(Protocol):
         deferred weight gradients."""
         ...
 
-    def head(
-        self, shared: Tree, x_BTD: Array, batch: Batch, context: Tree, factors: Factors = NO_FACTORS
-    ) -> tuple[dict[str, Array], Figures]:
+    def head(self, shared: Tree, x_BTD: Array, batch: Batch, context: Tree) -> tuple[dict[str, Array], Figures]:
         """Losses and measures by name, each divided by the number of its targets in the step, scalars; and the figures
         of layers that the head has, if it has some."""
         ...
@@ -57,20 +52,6 @@ class Products(Protocol):
         """Arrays with the types of their factors; evaluated abstractly."""
         ...
 
-    def weight_gradients(self, weights: Tree, factors: Factors, dtype: DTypeLike | None) -> dict[Path, Array]:
-        """The gradients of their weights, in `dtype` or that of the factors; only the types of `weights` matter."""
-        ...
-
-
-class Tables(Protocol):
-    """The weights of the ends (`models/staged.StagedModel`) that are added to in the products that compute their
-    gradients, and an embedding's, to whose rows gradients are added."""
-
-    @property
-    def tables(self) -> dict[str, str]:
-        """Their names in the shared weights, by the names of their factors."""
-        ...
-
-    def add_to_table(self, name: str, sum_VD: Array, factors: Factors, batch: Batch) -> Array:
-        """A sum of the gradients of one of them, with that from its factors."""
+    def weight_gradients(self, weights: Tree, factors: Factors) -> dict[Path, Array]:
+        """The gradients of their weights; only the types of `weights` matter."""
         ...

@@ -5,9 +5,7 @@ weights, recognized by identity and not saved, or residuals, which are saved. Th
 `jax.checkpoint` around the layer decides what is saved, no weights are ever saved, and no layer runs an extra time.
 
 If weight gradients are deferred, the pullback returns their factors instead (`parallel/products.py`), which are
-buffered until `add_weight_gradients`. It also returns them if gradients are added to their sums in the products that
-compute them. XLA makes a sum the accumulator of a product in its dtype, but not if the sum is a part of a stack, or
-if the gradient is cast before it is added.
+buffered until `add_weight_gradients`.
 """
 
 from collections.abc import Callable
@@ -20,7 +18,6 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array, lax
 
 from megajax.core.parallel.collectives import at_place, zeros_like_type
-from megajax.core.parallel.products import NO_FACTORS
 from megajax.core.parallel.shards import Shards
 from megajax.core.pipeline.model import Factors, Figures, Path, Products
 from megajax.core.pipeline.pullback import LayerFunction, with_pullback
@@ -55,8 +52,8 @@ def rematerialized(function: LayerFunction, policy: Callable[..., bool] | None, 
 class Sums(NamedTuple):
     """What a stage's backward passes accumulate."""
 
-    total: Tree  # gradient sums of the layers' weights, [v · n, …], or a tuple of each layer's (`sums_in_products`)
-    factors: Factors  # ring buffer of factors of pending weight gradients, [slots, n, …]; empty if none are deferred
+    total: Tree  # gradient sums of the layers' weights, [v · n, …]
+    factors: Factors  # ring buffer of factors of pending weight gradients, [slots, n, …]; None if none are deferred
     of_head: Tree = None  # of the weights that only the head uses, where the last backward pass reduces them
 
 
@@ -71,9 +68,7 @@ class Layers:
     padded: bool  # at least one slot on some stage holds no layer
     storage: Shards  # how weights are sharded; a layer's are gathered just before its forward, and again for backward
     recompute_stage: bool = False  # save only a stage's input, and run its forward again in the backward pass
-    products: Products | None = None  # those whose weight gradients are computed from their factors; None: none are
-    deferred: bool = False  # they are computed later
-    sums_in_products: bool = False  # they are added to their sums in the product; only for one chunk, unrolled
+    deferred: Products | None = None  # those whose weight gradients are computed later, from their factors
     frozen: frozenset[Path] = frozenset()  # weights that have no gradient
     first_trained: int = 0  # the backward pass leaves out the layers before this one
     awaits: bool = False  # a layer's forward waits for all of its weights, and those of the next layer arrive meanwhile
@@ -101,20 +96,21 @@ class Layers:
     def add_weight_gradients(self, chunk: Number, sums: Sums, slot: Number, reduce: Reduce | None = None) -> Sums:
         """Add a chunk's deferred weight gradients, from the factors that its backward stored in `slot`; `reduce` as in
         `pull_back`."""
+        products = self.deferred
+        assert products is not None
 
         def layer(carry: tuple[Tree, Tree], own: Tree, index: Array, xs: Tree) -> tuple[Tree, Tree]:
             (total, done), (place, number, sum_) = carry, xs
 
             def gradients(sum_: Tree) -> Tree:
                 factors = jax.tree.map(lambda buffer: buffer[slot, number], sums.factors)
-                return self._plus(sum_, self._of_factors(own, factors, sums.total), sums.total)
+                grads = products.weight_gradients(jax.eval_shape(self.storage.gather, own), factors)
+                return self._plus(sum_, grads, sums.total)
 
             none = lambda sum_: _unchanged(sum_, jax.eval_shape(gradients, sum_))  # noqa: E731
             found = when(self._ends_before(index), none, gradients, sum_)
-            if sum_ is None:
-                return (_added(total, found, place), None), None
             if reduce is None:
-                return (None, None), found
+                return (_added(total, found, place), None), None
             (before, of_head), reduced = _reduced(reduce, done, found)
             return (None, (reduced, of_head)), before
 
@@ -123,21 +119,15 @@ class Layers:
         (total, done), each = self._scan(layer, (total, done), chunk, (self._slots(chunk), numbers, each))
         return _joined(sums, total, each, done)
 
-    def _of_factors(self, own: Tree, factors: Factors, total: Tree) -> dict[Path, Array]:
-        """A layer's weight gradients from their factors, to be added to sums with the dtype of `total`."""
-        assert self.products is not None
-        dtype = _dtype(total) if self.sums_in_products else None
-        return self.products.weight_gradients(jax.eval_shape(self.storage.gather, own), factors, dtype)
-
     def factor_types(self, x: Array, context: Tree) -> Factors:
         """Types of the factors of one layer; nothing is computed."""
         own = jax.eval_shape(lambda: self.storage.gather(jax.tree.map(lambda leaf: leaf[0], self.weights)))
         return self._layer_factors(own, x, context)
 
     def _layer_factors(self, gathered: Tree, x: Array, context: Tree) -> Factors:
-        if self.products is None:
-            return NO_FACTORS
-        return self._traced_once("factors", self.products.factors, gathered, x, context)
+        if self.deferred is None:
+            return None
+        return self._traced_once("factors", self.deferred.factors, gathered, x, context)
 
     def _traced_once(self, name: str, function: Callable, *args: Any) -> Any:
         """What a function returns, its arrays as types; it is known if it was asked for arguments of these types."""
@@ -152,7 +142,7 @@ class Layers:
         def layer(x: Array, own: Tree, index: Array, _):
             def run(x: Array) -> Output:
                 x, weights = tied((x, own)) if self.awaits else (x, own)
-                return self.function(self.storage.gather(weights), NO_FACTORS, index, x, context)
+                return self.function(self.storage.gather(weights), None, index, x, context)
 
             skip = lambda x: (x, _zeros(jax.eval_shape(run, x)[1]))  # noqa: E731
             return when(index < 0 if self.padded else False, skip, run, x)
@@ -206,8 +196,6 @@ class Layers:
                 found = lambda *args: with_pullback(self.function, self._apart, *args)[2]  # noqa: E731
                 pullback = self._traced_once("pullback", found, gathered, dummies, index, grad, context)
                 grads, factors, grad = pullback.restore((gathered, dummies), residuals)(grad)
-                if self.products is not None and not self.deferred:
-                    grads, factors = grads | self._of_factors(own, factors, sums.total), NO_FACTORS
                 return self._plus(sum_, grads, sums.total), factors, grad
 
             def skip(grad: Array, sum_: Tree) -> tuple[Tree, Factors, Array]:
@@ -217,10 +205,8 @@ class Layers:
             # A stack of sums stays outside: inside the conditional, all of it would be copied for every layer.
             found, factors, grad = when(self._ends_before(index), skip, pull, grad, sum_)
             buffer = jax.tree.map(lambda slots, new: slots.at[slot, number].set(new), buffer, factors)
-            if sum_ is None:
-                return (grad, _added(total, found, place), buffer, None), None
             if reduce is None:
-                return (grad, None, buffer, None), found
+                return (grad, _added(total, found, place), buffer, None), None
             (grad, (before, of_head)), reduced = _reduced(reduce, (grad, done), found)
             return (grad, None, buffer, (reduced, of_head)), before
 
@@ -240,7 +226,7 @@ class Layers:
     @property
     def _apart(self) -> frozenset[Path]:
         """Weights whose gradients the pullback does not return: deferred or frozen."""
-        return self.frozen if self.products is None else self.frozen | self.products.products
+        return self.frozen if self.deferred is None else self.frozen | self.deferred.products
 
     def trained(self) -> Tree:
         """The weights that have gradients."""
@@ -281,7 +267,7 @@ def _types(args: Tree) -> tuple[Any, ...]:
 
 
 def stacked(layers: Tree) -> Tree:
-    """A stack of layers' weights or sums, given as one or as a tuple of each layer's. XLA takes slices of a stack made
+    """A stack of layers' weights, given as one or as a tuple of each layer's. XLA takes slices of a stack made
     beside them from the tuple, and copies nothing."""
     return jax.tree.map(lambda *each: jnp.stack(each), *layers) if isinstance(layers, tuple) else layers
 
@@ -305,23 +291,20 @@ def _dtype(total: Tree) -> Any:
 
 
 def _divided(sums: Sums, reduce: Reduce | None) -> tuple[Tree, Tree, Tree]:
-    """The sums of layers for a scan, to carry or as each layer's own; and what is reduced before it, if anything: what
-    stands for the gradients of the layer before the first, and those of the head, for which the second layer waits."""
-    each = stacked(sums.total)
+    """The sums of layers for a scan: to carry or, with `reduce`, as each layer's own. Then also what is reduced before
+    it: what stands for the gradients of the layer before the first, and those of the head, for which the second layer
+    waits."""
     if reduce is None:
-        return (None, each, None) if isinstance(sums.total, tuple) else (sums.total, None, None)
-    types = jax.eval_shape(lambda: reduce("blocks", jax.tree.map(lambda stack: stack[0], each)))
-    return None, each, (jax.tree.map(zeros_like_type, types), reduce("shared", sums.of_head))
+        return sums.total, None, None
+    types = jax.eval_shape(lambda: reduce("blocks", jax.tree.map(lambda stack: stack[0], sums.total)))
+    return None, sums.total, (jax.tree.map(zeros_like_type, types), reduce("shared", sums.of_head))
 
 
 def _joined(sums: Sums, total: Tree, each: Tree, done: Tree, reverse: bool = False) -> Sums:
-    """The sums after the scan, in the form that they had before it; or the reduced gradients, given for `each` layer
-    those of the layer before it, and `done` those of the last and of the head."""
+    """The sums after the scan; or the reduced gradients, given for `each` layer those of the layer before it, and
+    `done`, those of the last and of the head."""
     if total is not None:
         return sums._replace(total=total)
-    if done is None:
-        number = len(jax.tree.leaves(each)[0])
-        return sums._replace(total=tuple(jax.tree.map(lambda stack, n=n: stack[n], each) for n in range(number)))
     last, of_head = done
 
     def join(before: Array, last: Array) -> Array:

@@ -21,14 +21,14 @@ from megajax.core.models.remat import POLICIES
 from megajax.core.models.staged import StagedModel
 from megajax.core.parallel import sites
 from megajax.core.parallel.collectives import PIPE, TENSOR, axis_index, complete, vary, varying_axes
-from megajax.core.parallel.products import NO_FACTORS, Factors
+from megajax.core.parallel.products import Factors
 from megajax.core.parallel.random import Dropout
 from megajax.core.parallel.shards import Shards
 from megajax.core.pipeline.ends import EmbeddingAndHead
 from megajax.core.pipeline.executor import Pipeline
 from megajax.core.pipeline.stages import Layers, rematerialized
 from megajax.core.program.float8 import LayerCopies
-from megajax.core.program.overlap import scans_layers, sums_in_products, sums_layers_in_products
+from megajax.core.program.overlap import scans_layers
 from megajax.core.program.program import BATCH, Batch, Program
 from megajax.core.program.weight import Weight
 
@@ -68,12 +68,12 @@ class BoundModel:
         return dataclasses.replace(found, row_B=row_B, loss_weight=self.loss_weight)
 
     @jax.named_scope("embedding")
-    def embed(self, shared: Tree, batch: Batch, context: Context, factors: Factors = NO_FACTORS) -> Array:
+    def embed(self, shared: Tree, batch: Batch, context: Context) -> Array:
         """The input of the first layer that stages divide."""
-        return self.staged.ends(shared).embed(batch, dataclasses.replace(context, factors=factors))
+        return self.staged.ends(shared).embed(batch, context)
 
     def layer(
-        self, weights: Tree, factors: Tree, layer: Array, x_BTD: Array, context: Context
+        self, weights: Tree, factors: Factors, layer: Array, x_BTD: Array, context: Context
     ) -> tuple[Array, dict[str, Array]]:
         """A layer's output and figures."""
         with sites.at(layer, context.row_B, self._tokens()):
@@ -82,12 +82,11 @@ class BoundModel:
 
     @jax.named_scope("head")
     def head(
-        self, shared: Tree, x_BTD: Array, batch: Batch, context: Context, factors: Factors = NO_FACTORS
+        self, shared: Tree, x_BTD: Array, batch: Batch, context: Context
     ) -> tuple[dict[str, Array], dict[str, Array]]:
         """Losses and measures, divided by their targets in the global batch, and the figures of modules' layers."""
         with sites.at(sites.HEAD, context.row_B, self._tokens()):
             x_BTD = sites.named(x_BTD, "last_output", self.staged.boundary.split)
-            context = dataclasses.replace(context, factors=factors)
             totals = self.staged.ends(shared).losses(x_BTD, batch, context)
             further, figures = self.staged.predictions(shared, x_BTD, batch, context)
         totals |= further
@@ -136,7 +135,6 @@ def _pipeline(
     made = jax.tree.map(lambda copy: copy.reshape(-1, *copy.shape[3:]), made)
     frozen, unroll = layout.adapters is not None, not scans_layers(config, program.backend)
     deferred = config.mesh.pipe > 1 and config.pipeline.weight_gradients == "deferred"
-    in_products = backward and sums_layers_in_products(config, program.backend)
     layer = rematerialized(model.layer, POLICIES.get(config.train.remat), prevent_cse=unroll)
     ends = EmbeddingAndHead(
         model=model,
@@ -148,7 +146,6 @@ def _pipeline(
         storage=layout.per_use["shared"],
         frozen=frozen,
         of_head=frozenset(name for name in shared if is_head(("shared", name), config.model)),
-        tables=staged if backward and sums_in_products(config, program.backend) else None,
         microbatches=jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), (batch, row_B)),
         vocabulary_split=config.splits_vocabulary,
     )
@@ -160,9 +157,7 @@ def _pipeline(
         padded=layout.placement.padded,
         storage=Shards(copies.shardings(layer_weights(layout.per_use.shardings))),
         recompute_stage=config.train.remat == "stage",
-        products=staged if deferred or in_products else None,
-        deferred=deferred,
-        sums_in_products=in_products,
+        deferred=staged if deferred else None,
         first_trained=untrained_layers(layout.frozen, staged.shapes, config.model),
         frozen=copies.paths | (flatten_dict(params["blocks"]).keys() if frozen else set()),
     )

@@ -44,19 +44,6 @@ def size_of_layers(trained: Iterable[Weight]) -> int:
     return sum(each.size(NOT_SHARDED) for each in trained if each.stack)
 
 
-def sums_in_products(config: StepConfig, backend: Backend) -> bool:
-    """Whether gradients are added to their sums in the products that compute them."""
-    asked = config.optimizer.sums_in_products
-    return backend.sums_in_products if asked == "auto" else asked == "true"
-
-
-def sums_layers_in_products(config: StepConfig, backend: Backend) -> bool:
-    """Whether those of layers are. Sums of scanned layers are a stack, and so are those of several chunks; LoRA trains
-    no product."""
-    apart = config.pipeline.chunks == 1 and not scans_layers(config, backend)
-    return apart and not config.lora.rank and sums_in_products(config, backend)
-
-
 def scans_layers(config: StepConfig, backend: Backend) -> bool:
     """Whether the layers run as one scan (compile time flat in their number) or unrolled.
 

@@ -17,7 +17,6 @@ from jaxequal.arrays import total
 from jaxequal.functions import FUNCTIONS
 from megajax.core.mesh import make_mesh
 from megajax.core.models.freeze import fewer_layers, frozen_weights, untrained_layers
-from megajax.core.parallel.products import NO_FACTORS
 from megajax.core.parallel.shards import NOT_SHARDED, Shards
 from megajax.core.pipeline.stages import Layers, Sums
 from megajax.settings.config import Config
@@ -150,7 +149,7 @@ def test_the_backward_pass_ends_at_the_first_trained_layer():
             first_trained=2,
         )
         _, residuals = layers.forward_with_residuals(0, x, None)
-        sums = Sums({"w": jnp.zeros_like(weights)}, NO_FACTORS)
+        sums = Sums({"w": jnp.zeros_like(weights)}, None)
         grad, sums = layers.pull_back(0, residuals, None, jnp.ones_like(x), sums)
         return sums.total["w"], grad
 

@@ -7,18 +7,10 @@ from tiny import tiny_config
 
 from megajax.core.backend import CPU, GPU
 from megajax.core.models.mlp import activated
-from megajax.core.program.overlap import sums_layers_in_products
 from megajax.core.program.program import Program
 from megajax.core.program.train_step import train_step
 
 UNROLLED = {"scan_layers": "auto"}
-
-
-def test_products_add_to_the_sums_of_unrolled_layers_in_one_chunk() -> None:
-    chunks = {"mesh": (1, 2, 1), "schedule": "interleaved", "chunks": 2}
-    for options, expected in (UNROLLED, True), ({"scan_layers": "true"}, False), (UNROLLED | chunks, False):
-        assert sums_layers_in_products(tiny_config(**options), GPU) == expected
-    assert not sums_layers_in_products(tiny_config(**UNROLLED), CPU)
 
 
 def test_an_iteration_of_the_loop_computes_two_microbatches() -> None:

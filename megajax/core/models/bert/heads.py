@@ -22,7 +22,7 @@ from megajax.core.models.norms import LayerNorm
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.collectives import CONTEXT
 from megajax.core.parallel.layers import Linear, normal, param
-from megajax.core.parallel.products import NO_FACTORS, Factors, product
+from megajax.core.parallel.products import product
 from megajax.core.parallel.random import Dropout, NamedKey
 from megajax.core.parallel.sites import named
 from megajax.core.parallel.vocabulary import cross_entropy, output_logits, target_scores
@@ -140,10 +140,10 @@ class MaskedHead(nnx.Module):
         self.norm = LayerNorm(size, config.norm_epsilon)
         self.bias = param((config.padded_vocab_size,), ("vocabulary",), jnp.zeros)
 
-    def __call__(self, x_BTD: Array, table_VD: Array, boundary: RegionBoundary, factors: Factors = NO_FACTORS) -> Array:
+    def __call__(self, x_BTD: Array, table_VD: Array, boundary: RegionBoundary) -> Array:
         """This device's columns of the logits, for tokens between these tensor-parallel regions."""
         x_BTD = self.norm(gelu(self.dense(x_BTD)))
-        return output_logits(x_BTD, table_VD, self.vocab_size, boundary, self.backend, self.bias[...], factors)
+        return output_logits(x_BTD, table_VD, self.vocab_size, boundary, self.backend, self.bias[...])
 
 
 class PretrainingHead(nnx.Module):
@@ -164,7 +164,7 @@ class PretrainingHead(nnx.Module):
         how many of these samples' orders are predicted correctly. There is no dropout."""
         axes = self.boundary.vocabulary
         # All devices of a context group compute all of them, but each counts only those of its own tokens.
-        logits_BMV = self._masked(x_BTD, table_VD, batch["places"], context.factors)
+        logits_BMV = self._masked(x_BTD, table_VD, batch["places"])
         logits_BMV = named(logits_BMV, "logits", 2, axes=axes, partial=(CONTEXT,))
         masked_BM = named(cross_entropy(logits_BMV, batch["targets"], axes), "losses", partial=(CONTEXT,))
         masked_BM = self._counted_here(masked_BM, batch)
@@ -179,10 +179,10 @@ class PretrainingHead(nnx.Module):
         order = self.boundary.of_first_token(classified(self._order(x_BTD), batch["order"]))
         return {"masked_lm": (loss_BM, hit_BM), "sentence_order": order}
 
-    def _masked(self, x_BTD: Array, table_VD: Array, places_BM: Array, factors: Factors = NO_FACTORS) -> Array:
+    def _masked(self, x_BTD: Array, table_VD: Array, places_BM: Array) -> Array:
         """This device's columns of the logits at these places, [B, M, V / devices of the vocabulary]; nothing else is
         predicted."""
-        return self.masked(self.boundary.at_places(x_BTD, places_BM), table_VD, self.boundary.of_chosen, factors)
+        return self.masked(self.boundary.at_places(x_BTD, places_BM), table_VD, self.boundary.of_chosen)
 
     def _counted_here(self, numbers_BM: Array, batch: Mapping[str, Array]) -> Array:
         return self.boundary.counted_here(numbers_BM, batch["places"], batch["tokens"].shape[1])

@@ -64,7 +64,7 @@ class Bert(nnx.Module):
         sequence parallelism only this device's tokens. As in transformers, padding embeddings are not trained."""
         tokens_BT, types_BT = (batch[name].reshape(-1, batch[name].shape[-1]) for name in ("tokens", "token_types"))
         own_BT = self.boundary.context_tokens(tokens_BT)
-        x_BTD = embedding_lookup(self.table[...], own_BT, self.boundary, context.factors)
+        x_BTD = embedding_lookup(self.table[...], own_BT, self.boundary)
         if isinstance(self.head, SpanHead):  # it scores padding too; with other heads padding has no gradient anyway
             padding_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None] >= batch["length"][:, None]
             own_BT1 = self.boundary.own_tokens(padding_BT)[..., None]

@@ -26,12 +26,9 @@ from megajax.core.models.norms import norm_of
 from megajax.core.models.prediction import PredictionModule, ahead, prediction_losses, real_ahead
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.layers import normal, param
-from megajax.core.parallel.products import NO_FACTORS, Factors
 from megajax.core.parallel.random import Dropout, NamedKey
 from megajax.core.parallel.sites import at, named
 from megajax.core.parallel.vocabulary import (
-    EMBEDDING,
-    LOGITS,
     cross_entropy,
     embedding_lookup,
     output_logits,
@@ -88,7 +85,6 @@ class TransformerDecoder(nnx.Module):
         x_BTD = self.embedding(batch, context)
         if self.dense_blocks is None:
             return x_BTD
-        context = dataclasses.replace(context, factors=NO_FACTORS)
         graph, weights = nnx.split(self.dense_blocks, nnx.Param)
 
         def layer(x_BTD: Array, numbered: tuple[Array, nnx.State]) -> tuple[Array, None]:
@@ -103,7 +99,7 @@ class TransformerDecoder(nnx.Module):
 
     def embedding(self, batch: Mapping[str, Array], context: Context) -> Array:
         """The embedding of tokens and learned positions, with dropout."""
-        x_BTD = self._of_tokens(batch["tokens"], context.factors, EMBEDDING)
+        x_BTD = self._of_tokens(batch["tokens"])
         if self.positions is not None:
             if "positions" in batch:
                 own_BT = self.boundary.own_tokens(batch["positions"])
@@ -112,27 +108,25 @@ class TransformerDecoder(nnx.Module):
                 x_BTD += self.boundary.own_tokens(self.positions[...][: batch["tokens"].shape[1]], 0)[None]
         return context.dropout.fold(EMBEDDING_SITE)(x_BTD, self.boundary.token_index(x_BTD))
 
-    def _of_tokens(self, tokens_BT: Array, factors: Factors, name: str) -> Array:
-        """The embedding of tokens; `name` is that of its factors."""
-        tokens_BT = self.boundary.context_tokens(tokens_BT)
-        x_BTD = embedding_lookup(self.table[...], tokens_BT, self.boundary, factors, name)
+    def _of_tokens(self, tokens_BT: Array) -> Array:
+        x_BTD = embedding_lookup(self.table[...], self.boundary.context_tokens(tokens_BT), self.boundary)
         if self.config.scaled_embedding:
             x_BTD *= jnp.asarray(self.config.hidden_size**0.5, x_BTD.dtype)
         return x_BTD
 
-    def logits(self, x_BTD: Array, factors: Factors = NO_FACTORS) -> Array:
+    def logits(self, x_BTD: Array) -> Array:
         """This device's columns, computed from the last layer's output."""
-        return self._logits(self.final_norm(x_BTD), factors, LOGITS)
+        return self._logits(self.final_norm(x_BTD))
 
-    def _logits(self, x_BTD: Array, factors: Factors, name: str) -> Array:
-        """The same from what a final norm returns; `name` is that of the product's factors."""
+    def _logits(self, x_BTD: Array) -> Array:
+        """The same from what a final norm returns."""
         table_VD = (self.table if self.output is None else self.output)[...]
         x_BTD = named(x_BTD, "final_norm", self.boundary.split)
-        return output_logits(x_BTD, table_VD, self.vocab_size, self.boundary, self.backend, factors=factors, name=name)
+        return output_logits(x_BTD, table_VD, self.vocab_size, self.boundary, self.backend)
 
     def losses(self, x_BTD: Array, batch: Mapping[str, Array], context: Context) -> dict[str, Array]:
         """The sum of the cross-entropy over targets that are not `IGNORED`, a scalar."""
-        return {"next_token": self._loss(self.logits(x_BTD, context.factors), batch)}
+        return {"next_token": self._loss(self.logits(x_BTD), batch)}
 
     def _loss(self, logits_BTV: Array, batch: Mapping[str, Array]) -> Array:
         axes = self.boundary.vocabulary
@@ -152,11 +146,11 @@ class TransformerDecoder(nnx.Module):
             if context.real_BT is not None:
                 own = dataclasses.replace(context, real_BT=real_ahead(batch, context.real_BT, number))
             with at(layer, context.row_B, token_T):
-                embedded_BTD = self._of_tokens(further["tokens"], context.factors, f"{EMBEDDING}_{number}")
+                embedded_BTD = self._of_tokens(further["tokens"])
                 dropout = context.dropout.fold(layer).fold(EMBEDDING_SITE)
                 embedded_BTD = dropout(embedded_BTD, self.boundary.token_index(embedded_BTD))
                 x_BTD, found = module(x_BTD, embedded_BTD, own, layer)
-                losses[name] = self._loss(self._logits(x_BTD, context.factors, f"{LOGITS}_{number}"), further)
+                losses[name] = self._loss(self._logits(x_BTD), further)
             figures = jax.tree.map(jnp.add, figures, found) if figures else found
         return losses, figures
 
