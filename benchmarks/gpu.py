@@ -4,8 +4,8 @@ As a whole it has run only on CPUs (`--device cpu`, a tiny model); most of its p
 
     benchmarks/gpu.sh [PRESET] [train.py's flags] [--device gpu|cpu] [--minutes N] [--out PREFIX]
 
-PRESET is gpt2-1.2b. First come the implementations of attention (`gpu_forms.py`): which are right here, how fast they
-are beside PyTorch's, what training would choose. Then every form of the step is a process of its own, measured by
+PRESET is gpt2-1.2b. First come the implementations of attention (`gpu_forms.py`): which are right here, and how fast
+they are beside PyTorch's. Then every form of the step is a process of its own, measured by
 itself, and at last the fastest of ours and the fastest of PyTorch's run in turn, A B A B. A form that fails (out of
 memory, say) is listed as failed, and what does not fit into the minutes as left out. Results go to PREFIX.json and
 PREFIX.md, written anew after every result.
@@ -139,7 +139,7 @@ def sweep(report: Report, flags: list[str], device: str, seconds: float) -> None
         report.tables["attention"].setdefault(table, []).append(result)
         report.write()
 
-    gpu_forms.measure(flags, device, ATTENTION * seconds, os.environ | environment, found)
+    gpu_forms.measure(device, ATTENTION * seconds, os.environ | environment, found)
     ours = [sys.executable, str(BENCHMARKS / "throughput.py"), *flags, "--device", device, "--serve"]
     torch = [sys.executable, str(BENCHMARKS / "pytorch" / "baseline.py"), *flags, "--device", device]
     torch += ["--compile", "--serve"]

@@ -2,14 +2,12 @@
 
     python benchmarks/gpu_attention.py --implementation cudnn|kernel|blocks|torch [--device gpu|cpu] [--seconds N]
         [--check] [--first N]
-    python benchmarks/gpu_attention.py --implementation choice PRESET [train.py's flags]
 
 A line of JSON for every case, as soon as it is measured: milliseconds and TFLOP/s of the scores that are seen, forward
 and backward, causal, in bf16, of 16,384 tokens of 2,048 features; the results and gradients of ours are held against
-our blocks in fp32 (`megajax/core/program/measured.py`). The exit code is 1 where one of ours is wrong or fails.
+our blocks in fp32 (`megajax/core/program/comparison.py`). The exit code is 1 where one of ours is wrong or fails.
 `--check` has small cases, for being right alone. torch is PyTorch's scaled_dot_product_attention, the faster of its
-flash and cuDNN backends. `choice` is what training with these flags would compare at its start, and how long that
-takes. `--first` leaves out the cases before it.
+flash and cuDNN backends. `--first` leaves out the cases before it.
 """
 
 import dataclasses
@@ -24,7 +22,6 @@ import paired
 
 from megajax.core.errors import UserError
 from megajax.host.ending import run
-from megajax.settings.flags import parse
 
 RATE = 0.1  # of dropout
 NUM_DOCUMENTS = 4  # of a sequence
@@ -86,7 +83,7 @@ def check_cases(device: str) -> list[Case]:
 
 def ours(implementation: str, device: str, cases: list[Case], first: int, seconds: float, check: bool) -> None:
     """Every case by one of our implementations."""
-    from megajax.core.program import measured
+    from device_time import milliseconds
 
     end, failed = time.monotonic() + seconds, False
     for number, case in enumerate(cases[first:], first):
@@ -94,27 +91,25 @@ def ours(implementation: str, device: str, cases: list[Case], first: int, second
             say(number, case, {"left_out": "no time is left"})
             continue
         say(number, case, {"begun": True})  # who reads this knows then which case ended the process
-        asked = question(implementation, device, case)
-        if not asked.forms:
+        compared = comparison(implementation, device, case)
+        if not compared.forms:
             say(number, case, {"left_out": f"{implementation} cannot do this"})
             continue
-        found = measured.answer(asked, max(60.0, seconds))
-        if found.left_out:
-            say(number, case, {"failed": found.left_out[implementation]})
+        if problem := compared.problem(implementation):
+            say(number, case, {"failed": problem})
             failed = True
             continue
         if check:
             say(number, case, {"right": True})
             continue
-        (backend,), inputs = asked.forms.values(), asked.inputs()
-        forward = measured.repeated(lambda *inputs, backend=backend, asked=asked: asked.function(backend)(*inputs)[:1])
-        ahead = measured.milliseconds({"forward": forward}, inputs)["forward"]
-        say(number, case, {"right": True} | figures(case, ahead, found.milliseconds[implementation]))
+        inputs, both = compared.inputs(), compared.function(compared.forms[implementation])
+        ahead = milliseconds(lambda *inputs, both=both: both(*inputs)[:1], inputs)
+        say(number, case, {"right": True} | figures(case, ahead, milliseconds(both, inputs)))
     sys.exit(failed)
 
 
-def question(implementation: str, device: str, case: Case) -> Any:
-    """The case, for `megajax.core.program.measured`; without forms where the implementation cannot do it."""
+def comparison(implementation: str, device: str, case: Case) -> Any:
+    """The case, for `megajax.core.program.comparison`; without forms where the implementation cannot do it."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec as P
@@ -125,7 +120,7 @@ def question(implementation: str, device: str, case: Case) -> Any:
     from megajax.core.models.attention_mask import AttentionMask
     from megajax.core.models.attention_setting import Setting
     from megajax.core.parallel.random import Dropout
-    from megajax.core.program.measured import FormQuestion
+    from megajax.core.program.comparison import FormComparison
 
     place_T = np.arange(case.length, dtype=np.int32)
     positions_BT = np.tile(place_T % (case.length // NUM_DOCUMENTS), (case.rows, 1))
@@ -165,7 +160,7 @@ def question(implementation: str, device: str, case: Case) -> Any:
     forms = {implementation: backend} if able[0] else {}
     outputs = ["the heads", *(f"the gradient of the {name}" for name in ("queries", "keys", "values"))]
     reference = dataclasses.replace(base, attention=BLOCKS, query_block=2048, scores_bytes=2**28)
-    return FormQuestion("attention", str(case), outputs, forms, reference, function, inputs)
+    return FormComparison("attention", str(case), outputs, forms, reference, function, inputs)
 
 
 def torchs(device: str, cases: list[Case], first: int, seconds: float) -> None:
@@ -230,27 +225,6 @@ def figures(case: Case, forward_ms: float, both_ms: float) -> dict:
     return {"forward_ms": forward_ms, "both_ms": both_ms} | rates
 
 
-def choice(flags: list[str]) -> None:
-    """What training with these flags compares at its start."""
-    from megajax.start.launch import start
-
-    config = parse(flags, str(__doc__).partition("\n")[0], "gpu_attention.py")
-    start(config)
-    from megajax.core.backend import CANDIDATES
-    from megajax.core.program.measured import answer
-    from megajax.core.program.one_layer import OneLayer
-    from megajax.core.program.program import Program
-    from megajax.core.program.synthetic import random_batch
-    from megajax.runs.forms import SECONDS
-
-    began, program = time.perf_counter(), Program.on(config)
-    batch = {name: array[: config.train.microbatch] for name, array in random_batch(config, 0).items()}
-    for asked in OneLayer(program, batch).questions(CANDIDATES):
-        found = answer(asked, SECONDS * (0.8 if asked.name == "attention" else 0.2))
-        lines, seconds = found.lines(asked), time.perf_counter() - began
-        print(json.dumps({"lines": lines, "seconds": seconds} | dataclasses.asdict(found)), flush=True)
-
-
 def say(number: int, case: Case, found: dict) -> None:
     """A line of JSON."""
     print(json.dumps({"number": number} | case._asdict() | found), flush=True)
@@ -258,17 +232,14 @@ def say(number: int, case: Case, found: dict) -> None:
 
 def main() -> None:
     """Parse the command line and run."""
-    kinds = (None, "cudnn", "kernel", "blocks", "torch", "choice")
+    kinds = (None, "cudnn", "kernel", "blocks", "torch")
     own, flags, usage = paired.own_flags(
         implementation=kinds, device=("gpu", "cpu"), seconds=60.0, first=0, check=False
     )
     if not own.implementation:
         raise UserError(f"--implementation is missing; valid: {usage}")
-    if own.implementation == "choice":
-        choice(flags)
-        return
     if flags:
-        raise UserError(f"{flags[0]}: unknown; valid with --implementation {own.implementation}: see the file's top")
+        raise UserError(f"{flags[0]}: unknown; valid: {usage}")
     cases = (check_cases if own.check else speed_cases)(own.device)
     if own.implementation == "torch":
         torchs(own.device, cases, own.first, own.seconds)

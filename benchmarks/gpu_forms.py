@@ -1,4 +1,4 @@
-"""The first part of `gpu.py`: is every form of attention right on this GPU, how fast is it, what would training choose.
+"""The first part of `gpu.py`: is every form of attention right on this GPU, and how fast is it.
 
 Each implementation is a process of its own (`gpu_attention.py`), since one that is wrong may end its process, or hang:
 the case that did so is listed as failed, and the process goes on behind it.
@@ -24,12 +24,10 @@ ENDED = "the process ended or hung in this case"
 # What is asked of which implementation, and its share of the time.
 CHECKS = {"kernel": 4, "cudnn": 2, "blocks": 2}
 SPEEDS = {"kernel": 5, "cudnn": 3, "torch": 2, "blocks": 2}
-CHOICES = ("0.1", "0")  # dropout of the model
-SHARE = sum(CHECKS.values()) + sum(SPEEDS.values()) + 3 * len(CHOICES)
+SHARE = sum(CHECKS.values()) + sum(SPEEDS.values())
 
 
 def measure(
-    flags: Sequence[str],
     device: str,
     seconds: float,
     environment: Mapping[str, str],
@@ -46,10 +44,6 @@ def measure(
     for implementation, share in checks.items():
         for result in cases(script, implementation, device, share * unit, environment, "--check"):
             found("right", {"implementation": implementation} | result)
-    for dropout in CHOICES:
-        command = [sys.executable, script, "--implementation", "choice", *flags, "--model.dropout", dropout]
-        for result in spoken(command, environment, 3 * unit + STARTING):
-            found("choice", {"dropout": dropout} | result)
     for implementation, share in speeds.items():
         for result in cases(script, implementation, device, share * unit, environment):
             found("speed", {"implementation": implementation} | result)
@@ -134,9 +128,6 @@ def tables(found: Mapping[str, Sequence[dict]]) -> list[str]:
         failed = [each for each in own if "failed" in each]
         lines += ["", f"- {implementation}: {right} right, {len(failed)} failed, {left_out} left out"]
         lines += [f"  - {_named(each)}: {each['failed']}" for each in failed]
-    lines += ["", "What training with the preset would take:", ""]
-    for each in found.get("choice", ()):
-        lines += [f"- dropout {each['dropout']}, {each['seconds']:.0f} s: {line}" for line in each["lines"]]
     lines += ["", "Causal, 16,384 tokens of 2,048 features, bf16; TFLOP/s of the scores that are seen.", ""]
     lines += [
         "| implementation | attention | forward ms | TFLOP/s | backward ms | TFLOP/s |",

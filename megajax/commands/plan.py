@@ -108,7 +108,7 @@ def main(argv: Sequence[str]) -> None:
     compiles = not args.no_compile and (gpus or config.mesh.num_devices <= MOST_SIMULATED)
     imagine_devices(config, None if compiles and not gpus else 1)
 
-    from megajax.core.program.one_layer import check_attention
+    from megajax.core.program.fused_forms import check_attention
     from megajax.core.program.program import Program
     from megajax.plan.figures import figures, text
     from megajax.plan.memory import backend_of

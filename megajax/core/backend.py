@@ -1,9 +1,8 @@
-"""Everything that differs between CPUs and GPUs; docs/benchmarks has the measurements."""
+"""Everything that differs between CPUs and GPUs; docs/benchmarks has the measurements. Before a training, GPUs compare
+what is fused with plain code, and do without what is wrong (`program/fused_forms.py`)."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from jax.sharding import Mesh
 
@@ -53,12 +52,6 @@ class Backend:
         """The backend without an implementation of attention."""
         return replace(self, attention=tuple(name for name in self.attention if name != implementation))
 
-    def without_kernel(self, of: str, *, asked: bool) -> "Backend":
-        """The backend without our own kernels of attention, unless these are `asked` for, or of experts."""
-        if of == "experts":
-            return replace(self, expert_kernel=False)
-        return self.without("kernel") if of == "attention" and not asked else self
-
     @property
     def deterministic(self) -> "Backend":
         """The backend for `--deterministic`: without cuDNN's attention, whose deterministic form ends the run with an
@@ -91,34 +84,9 @@ GPU = Backend(
 # The GPUs that our own kernels are for.
 HOPPER = replace(GPU, attention=("cudnn", "kernel", *BLOCKS), expert_kernel=True)
 
-# What a run on GPUs decides by measuring at its start (`program/measured.py`): the forms of a computation by name, each
-# as fields of the backend. A further form is a further entry. Unrolled or scanned layers are not measured: a step would
-# have to be compiled in both forms, which takes minutes.
-CANDIDATES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "attention": {
-        "cudnn": {"attention": ("cudnn", *BLOCKS)},
-        "kernel": {"attention": ("kernel", *BLOCKS)},
-        **{f"blocks of {size}": {"attention": BLOCKS, "query_block": size} for size in (128, 256, 512)},
-    },
-    "experts": {"kernel": {"expert_kernel": True}, "loop": {"expert_kernel": False}},
-    "weight gradients": {
-        "transposed by the product": {"transposed_copies": False},
-        "transposed by a copy": {"transposed_copies": True},
-    },
-}
-
 
 def backend_of(mesh: Mesh) -> Backend:
     """The backend of a mesh's devices."""
-    if _is_cpu(mesh):
+    if mesh.devices.flat[0].platform == "cpu":
         return CPU
     return HOPPER if getattr(mesh.devices.flat[0], "compute_capability", "") == "9.0" else GPU
-
-
-def candidates_of(mesh: Mesh) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
-    """What a run on these devices measures."""
-    return {} if _is_cpu(mesh) else CANDIDATES
-
-
-def _is_cpu(mesh: Mesh) -> bool:
-    return mesh.devices.flat[0].platform == "cpu"

@@ -15,8 +15,8 @@ from megajax.core.config import MODELS_OWN, MeshConfig
 from megajax.core.errors import UserError
 from megajax.core.models.registry import FAMILIES
 from megajax.core.options import apart
+from megajax.core.program.fused_forms import cannot_attend
 from megajax.core.program.memory import check_memory
-from megajax.core.program.one_layer import cannot_attend
 from megajax.core.program.program import Program
 from megajax.core.program.state import StateLayout
 from megajax.data.text.corpus import corpus_tokenizer

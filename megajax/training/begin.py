@@ -10,14 +10,13 @@ from typing import Any
 
 import jax
 
-from megajax.core.backend import candidates_of
 from megajax.core.errors import RunError, UserError
 from megajax.core.models.registry import FAMILIES
 from megajax.core.optim.config import UNKNOWN, Horizon, OptimizerConfig, check_cooldown
 from megajax.core.options import apart
+from megajax.core.program.fused_forms import check_attention
 from megajax.core.program.loss import check_there
 from megajax.core.program.memory import check_memory
-from megajax.core.program.one_layer import check_attention
 from megajax.core.program.program import Program
 from megajax.core.program.train_step import train_step
 from megajax.data.tasks.registry import TASKS
@@ -40,7 +39,7 @@ from megajax.runs.directory import (
     trained_again,
     without_checkpoint,
 )
-from megajax.runs.forms import measured_backend
+from megajax.runs.forms import backend_without_wrong_forms
 from megajax.runs.init import check_first_weights, keep_init_tokenizer, keep_tokenizer, warning_of_task
 from megajax.runs.kept_tokenizer import keep_copy, put_back_copy
 from megajax.runs.lock import RunLock
@@ -114,9 +113,9 @@ def train_here(config: Config, *, skip_finished: bool = False, given: Supplied =
             return
         if is_first_process():
             transcript.begin(run_dir)
-        if candidates := candidates_of(program.mesh):
-            with display.phase("choosing the fastest attention and matrix products", announced=False):
-                backend = measured_backend(program, data.train, run_dir, candidates)
+        with display.phase("comparing fused attention and experts with plain code", announced=False):
+            backend = backend_without_wrong_forms(program, run_dir)
+        if backend != program.backend:
             program = Program(ours, program.mesh, backend)
         say("\n".join(filter(None, [describe(ours, program, data, order, earlier), *notes])))
         with watched(display.phase):

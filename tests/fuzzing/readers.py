@@ -285,7 +285,7 @@ READERS = [
     of_one_file("metrics.jsonl", "metrics.jsonl", _METRICS, _read_metrics),
     Reader("data of a run", _write_corpus, _read_corpus, _DATA),
     Reader("run.json", mark, marked_format, ("run.json",)),
-    of_one_file("forms.json", FORMS, json.dumps({"attention": {"of": {}, "taken": "blocks"}}), kept_forms),
+    of_one_file("forms.json", FORMS, json.dumps({"attention": {"of": {}, "forms": {"cudnn": "right"}}}), kept_forms),
     of_one_file("run.lock", "run.lock", json.dumps(asdict(Holder.me())), _read_lock),
     of_one_file("processes/0.json", "0.json", _STATUS, read_status),
     Reader("prepared dataset", _write_prepared, lambda to: evaluation_tokens(str(to / "m"), None, 280), _PREPARED),

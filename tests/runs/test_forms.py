@@ -1,88 +1,77 @@
-"""What a run's start on a GPU measures is kept in its directory. On CPUs two forms of blocks stand for it."""
+"""What a run's first start on a GPU finds wrong is kept in its directory. Two answers stand for what a GPU finds."""
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 from tiny import tiny_config, tiny_program
 
-from megajax.core.backend import BLOCKS, CPU, HOPPER, candidates_of
-from megajax.core.program import measured
-from megajax.core.program.program import Program
-from megajax.core.program.synthetic import random_batch
-from megajax.runs.forms import measured_backend
+from megajax.core.backend import CPU, HOPPER
+from megajax.core.program.comparison import FormComparison
+from megajax.runs import forms
 from megajax.runs.ownership import FORMS
 
-SIZES = {"attention": {f"blocks of {size}": {"attention": BLOCKS, "query_block": size} for size in (16, 32)}}
-
-
-class Samples:
-    """The rows of a random batch."""
-
-    def __init__(self, config):
-        self.batch = random_batch(config, 0)
-
-    def __getitem__(self, number):
-        return {name: array[number] for name, array in self.batch.items()}
+WITHOUT = {"cudnn": {"attention": ("kernel", "blocks")}, "kernel": {"attention": ("cudnn", "blocks")}}
+WITHOUT["experts"] = {"expert_kernel": False}
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Starts a run with what its `answer` finds; returns the backend and what was said."""
+    """Starts a run, of whose forms some have problems; returns the backend, what was compared, and what was said."""
 
-    def start(taken="blocks of 32", sizes=SIZES, backend=CPU, **options):
-        def answered(question, seconds):
-            if taken is KeyboardInterrupt:
+    def start(problems=(), what="2 x 64 tokens"):
+        tried = []
+
+        def problem(self, form):
+            tried.append("experts" if self.name == "experts" else form)
+            found = dict(problems).get(tried[-1], "")
+            if found is KeyboardInterrupt:
                 raise KeyboardInterrupt
-            return measured.FormAnswer(taken, {"blocks of 16": 2.0, "blocks of 32": 1.0}, {})
+            return found
 
-        monkeypatch.setattr("megajax.runs.forms.answer", answered)
-        config = dataclasses.replace(tiny_config(sequence_length=64, dropout=0.1, num_layers=1), **options)
-        program = Program(config, tiny_program(config).mesh, backend)
-        backend = measured_backend(program, Samples(config), tmp_path, sizes)
-        return backend, capsys.readouterr().out
+        def comparison(name, *names):
+            return FormComparison(name, what, (), dict.fromkeys(names, HOPPER), HOPPER, lambda backend: None, list)
 
-    start.file = tmp_path / FORMS
+        monkeypatch.setattr(FormComparison, "problem", problem)
+        compared = [comparison("attention", "cudnn", "kernel"), comparison("experts", "kernel")]
+        monkeypatch.setattr(forms, "comparisons", lambda program: compared)
+        program = SimpleNamespace(backend=HOPPER)
+        return forms.backend_without_wrong_forms(program, tmp_path), tried, capsys.readouterr().out
+
     return start
 
 
-def test_a_choice_is_kept_and_not_repeated(run):
-    """Nor where another start would find another form; but with other forms to compare it is measured anew."""
-    backend, said = run()
-    assert backend == dataclasses.replace(CPU, query_block=32)
-    assert said == (
-        "attention: blocks of 32 is taken; compared, 1 x 64 tokens, 8 heads of 3, forward and backward: blocks of 16 "
-        "2.000 ms, blocks of 32 1.000 ms\n"
-    )
-    again, said = run(taken="blocks of 16")
-    assert again == backend and said.startswith("attention: blocks of 32 is taken, as measured before")
-    three = {"attention": SIZES["attention"] | {"blocks of 8": {"attention": BLOCKS, "query_block": 8}}}
-    assert run("blocks of 16", three)[0].query_block == 16
+@pytest.mark.parametrize("form", WITHOUT)
+def test_a_wrong_form_is_left_out_and_named_at_every_start(run, tmp_path, form):
+    backend, tried, said = run({form: "wrong here: a row"})
+    assert backend == dataclasses.replace(HOPPER, **WITHOUT[form]) and tried == [*WITHOUT]
+    name = "experts: kernel" if form == "experts" else f"attention: {form}"
+    line = f"{name} is left out: wrong here: a row ({tmp_path / FORMS})\n"
+    assert line in said and said.count(" is right, 2 x 64 tokens\n") == 2
+    assert run() == (backend, [], line)
+    assert run(what="2 x 32 tokens")[:2] == (HOPPER, tried)
 
 
-def test_what_is_kept_may_be_broken(run):
-    """It is measured again then, as if there were nothing."""
-    for content in ("", "[]", '{"attention": 3}', json.dumps({"attention": {"taken": "blocks of 32"}})):
-        run.file.write_text(content)
-        assert run(taken="blocks of 16")[0].query_block == 16
-
-
-def test_a_start_that_ended_while_it_measured_is_no_trap(run):
-    """A kernel may take the process with it: the next start takes the default, and says why."""
+def test_a_form_that_ended_a_start_is_left_out(run):
+    """A kernel may take the process with it: the next start names it, and goes on with the others."""
     with pytest.raises(KeyboardInterrupt):
-        run(taken=KeyboardInterrupt)
-    backend, said = run()
-    assert backend == CPU and "the default is taken, because an earlier start died while measuring" in said
+        run({"kernel": KeyboardInterrupt})
+    backend, tried, said = run()
+    assert backend.attention == ("cudnn", "blocks") and tried == ["experts"]
+    assert "attention: kernel is left out: an earlier start ended while it was tried" in said
 
 
-def test_our_kernel_is_not_taken_untried(run):
-    """Where nothing is found to be right, on GPUs that have it."""
-    assert run(taken="", backend=HOPPER)[0].attention == ("cudnn", "blocks")
+OLDER = {"attention": {"of": {"device": "cpu", "what": "2 x 64 tokens", "forms": ["cudnn"]}, "taken": "cudnn"}}
 
 
-def test_where_nothing_is_measured(run):
-    """On CPUs, where there are no candidates, not a file is written; nor with --deterministic, which says so."""
-    assert candidates_of(tiny_program(tiny_config()).mesh) == {}
-    assert run(sizes={}) == (CPU, "") and not run.file.exists()
-    backend, said = run(deterministic=True)
-    assert backend == CPU and "not measured, for --deterministic" in said and not run.file.exists()
+@pytest.mark.parametrize("content", ["", "[]", '{"attention": 3}', json.dumps(OLDER)])
+def test_what_is_kept_may_be_broken_or_older(run, tmp_path, content):
+    """All is compared then, as if there were nothing."""
+    (tmp_path / FORMS).write_text(content)
+    assert run()[1] == [*WITHOUT] and run()[1] == []
+
+
+def test_nothing_is_compared_on_cpus(tmp_path):
+    assert forms.backend_without_wrong_forms(tiny_program(tiny_config()), tmp_path) == CPU
+    assert not (tmp_path / FORMS).exists()

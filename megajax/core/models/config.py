@@ -404,7 +404,7 @@ class ModelConfig:
     attention: Annotated[
         Literal["auto", "blocks", "cudnn", "kernel"],
         "what computes attention on a GPU: XLA, in blocks of queries; cuDNN; or our own kernel for Hopper GPUs; auto: "
-        "what training finds correct and fastest there when it starts (docs/gpu.md). On CPUs always blocks",
+        "cuDNN where it can, else our kernel, else blocks (docs/gpu.md). On CPUs always blocks",
         NOTHING,
     ] = "auto"
     context_attention: Annotated[
