@@ -8,7 +8,6 @@ from megajax.core.axes import PIPE, TENSOR
 from megajax.core.backend import CPU, Backend
 from megajax.core.config import MeshConfig
 from megajax.core.pipeline.config import PipelineConfig
-from megajax.core.program.overlap import sums_in_products
 from megajax.core.program.program import training_way
 from megajax.plan.machines import Machine
 from megajax.plan.memory import backend_of
@@ -64,12 +63,11 @@ def plain(config: Config) -> Config:
 def on_gpu(config: Config, machine: Machine) -> tuple[Config, str]:
     """A valid configuration with what `auto` is on a GPU in place of it, as far as this depends on the size of the
     model; and what that is, in words."""
-    config, backend, given = placed(config, machine), backend_of(machine), config.optimizer
-    sizes = Sizes(config, backend=backend)
+    config, given = placed(config, machine), config.optimizer
+    sizes = Sizes(config, backend=backend_of(machine))
     decided = {
         "overlap_reductions": sizes.overlaps_reductions,
         "overlap_gathers": sizes.gathers_late,
-        "sums_in_products": sums_in_products(config, backend),
     }
     chosen: dict[str, Any] = {
         name: str(value).lower() for name, value in decided.items() if getattr(given, name) == "auto"
