@@ -153,10 +153,10 @@ class WeightTraffic(Sizes):
             copied = self.is_copied(weight)
             if not copied or self.config.model.high_precision_ends != (0, 0):
                 item = weight.computed_in(self.item, self.wide)
-                yield one(purpose, GATHER, weight.per_use.axes, weight.shard, item, times)
+                yield one(purpose, GATHER, weight.computed.axes, weight.shard, item, times)
             for shape, item, sharded in self.parts_of_copies(weight) if copied else ():
                 if sharded:
-                    yield one(purpose, GATHER, weight.per_use.axes, shape, item, times)
+                    yield one(purpose, GATHER, weight.computed.axes, shape, item, times)
 
     def scattered(
         self, purpose: str, room: str, times: Occurrences, later: bool | None = None
@@ -165,7 +165,7 @@ class WeightTraffic(Sizes):
         are deferred, or only the others."""
         for weight in _sharded_per_use(room, self.held.trained):
             if later is None or later == (self.defers and weight.of_product):
-                yield one(purpose, SCATTER, weight.per_use.axes, weight.padded, self.summed, times)
+                yield one(purpose, SCATTER, weight.computed.axes, weight.padded, self.summed, times)
 
     def scattered_by_embedding(self, purpose: str) -> Iterator[Communication]:
         """Scatter the gradients that the embedding's backward pass has: also those of what only the head uses, zeros,
@@ -174,7 +174,7 @@ class WeightTraffic(Sizes):
         fewer = Occurrences(times.count - apart, times.sent - apart)
         for weight in _sharded_per_use("shared", self.held.trained):
             each = fewer if self._of_head(weight) else times
-            yield one(purpose, SCATTER, weight.per_use.axes, weight.padded, self.summed, each)
+            yield one(purpose, SCATTER, weight.computed.axes, weight.padded, self.summed, each)
 
     def p2p_transfers(self) -> Iterator[Communication]:
         """Activations to the next stage and gradients to the previous one, in every tick that may have some."""
@@ -326,7 +326,7 @@ def _axes_of(weight: Weight) -> frozenset[str]:
 
 def _sharded_per_use(room: str, weights: Iterable[Weight]) -> list[Weight]:
     """Those of a room that ZeRO-3 gathers for every use."""
-    return [weight for weight in weights if weight.path[0] == room and weight.per_use != NOT_SHARDED]
+    return [weight for weight in weights if weight.path[0] == room and weight.computed != NOT_SHARDED]
 
 
 @lru_cache(maxsize=256)

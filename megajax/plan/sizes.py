@@ -65,7 +65,7 @@ class DeviceWeights:
 
     @cached_property
     def _gathered(self) -> tuple[int, int]:
-        return _by_dtype((each, each.size(each.per_use)) for each in self.weights if each.late)
+        return _by_dtype((each, each.size(each.computed)) for each in self.weights if each.late)
 
     @cached_property
     def size_of_layers(self) -> int:
@@ -75,7 +75,7 @@ class DeviceWeights:
     @cached_property
     def num_summed(self) -> int:
         """Number of elements whose gradients are accumulated."""
-        return sum(each.size(each.per_use) for each in self.trained)
+        return sum(each.size(each.computed) for each in self.trained)
 
     @cached_property
     def num_trained(self) -> int:
@@ -275,10 +275,10 @@ class Sizes:
     def parts_of_copies(self, weight: Weight) -> Iterator[tuple[Shape, int, bool]]:
         """For the values and the scales of either copy of a weight of a layer: the shape on a device, the bytes of a
         number, and whether ZeRO-3 shards them."""
-        shape = weight.layer_shape(weight.per_use)
+        shape = weight.layer_shape(weight.computed)
 
         def part(dims: Sequence[int]) -> tuple[Shape, bool]:
-            sharded = weight.per_use.along(dims, len(shape)) != NOT_SHARDED
+            sharded = weight.computed.along(dims, len(shape)) != NOT_SHARDED
             return tuple(shape[dim] for dim in dims), sharded
 
         copies: Any = weight.copies(part)

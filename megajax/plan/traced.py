@@ -26,10 +26,10 @@ from megajax.core.mesh import RULES
 from megajax.core.models.staged import StagedModel
 from megajax.core.optim.config import OptimizerConfig
 from megajax.core.parallel.collectives import PIPE, vary
+from megajax.core.pipeline.buffers import idle
 from megajax.core.pipeline.config import PipelineConfig
 from megajax.core.pipeline.executor import Pipeline
 from megajax.core.pipeline.rows import End, Row, Work
-from megajax.core.pipeline.stages import idle
 from megajax.core.precision import E4M3
 from megajax.core.private import FUSED_FORWARD
 from megajax.core.program.bind import trace_pipeline
@@ -215,12 +215,12 @@ def _shape_of(shape: str, rows: int) -> Shape:
 def _layer_cost(program: Program, pipeline: Pipeline, x_BTD: Array, blocks: _Blocks) -> LayerCost:
     layers = pipeline.layers
     context = vary(pipeline.ends.take(0).context, (PIPE,))
-    sums = pipeline.sums(program.gradient_dtype, 1)[1]
+    sums = pipeline.sums(1)
     forward, (output, residuals) = jax.make_jaxpr(
         lambda x, context: layers.forward_with_residuals(0, x, context), return_shape=True
     )(x_BTD, context)
     backward = jax.make_jaxpr(lambda residuals, grad, context: layers.pull_back(0, residuals, context, grad, sums))(
-        jax.tree.map(idle, residuals), x_BTD, context
+        idle(residuals), x_BTD, context
     )
     later = jax.make_jaxpr(lambda sums: layers.add_weight_gradients(0, sums, 0) if layers.deferred else sums)(sums)
     return LayerCost(
@@ -233,12 +233,12 @@ def _layer_cost(program: Program, pipeline: Pipeline, x_BTD: Array, blocks: _Blo
 
 
 def _ends_cost(program: Program, pipeline: Pipeline, x_BTD: Array, blocks: _Blocks) -> EndsCost:
-    ends, total = pipeline.ends, pipeline.sums(program.gradient_dtype)[0]
+    ends, totals = pipeline.ends, pipeline.totals()
     work, end = Work(True, 0, 0, 0, 0, 0), End(here=True, anywhere=True, microbatch=0)
     row = Row(work, work, end, end, end, end)
     embedding = jax.make_jaxpr(lambda x: ends.input(row, x))(x_BTD)
-    head = jax.make_jaxpr(lambda x, total: ends.head(row, lambda: x, x, total))(x_BTD, total)
-    backward = jax.make_jaxpr(lambda x, total: ends.embed_backward(row, x, total))(x_BTD, total)
+    head = jax.make_jaxpr(lambda x, totals: ends.head(row, x, None, x, totals))(x_BTD, totals)
+    backward = jax.make_jaxpr(lambda x, sums: ends.embed_backward(row, x, sums))(x_BTD, totals.sums)
     return EndsCost(
         tuple(_product(eqn, blocks).dims for eqn, _ in equations(head.jaxpr) if _multiplies_weights(eqn)),
         *(_sent(traced, blocks) for traced in (embedding, head, backward)),

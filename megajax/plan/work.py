@@ -316,7 +316,7 @@ class StepWork:
     def copies(self, sizes: Sizes) -> Seconds:
         """Rounding the layers' weights to 8 bits: each is read for its scales and again to be rounded, in both
         orders."""
-        numbers = sum(each.size(each.per_use) for each in sizes.copied_in_step)
+        numbers = sum(each.size(each.computed) for each in sizes.copied_in_step)
         return Seconds(traffic=self.moved(2 * (2 * self.sizes.item + self.sizes.operand_item) * numbers))
 
     def muon(self, sizes: Sizes) -> Seconds:

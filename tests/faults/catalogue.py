@@ -151,11 +151,11 @@ ROWS: dict[str, dict[str, Row]] = {
             gradient("blocks/attention/key/weight, layer 0, 1", ON_SHARED_KEYS, "all-reduce over tensor"),
         ),
         "gradients are clipped before they are reduced": (
-            "core.program.train_step._reduced",
+            "core.program.reduction.GradientReduction.everywhere",
             (
-                "storage.scatter(grads, program.gradient_dtype)",
-                "storage.scatter(jax.tree.map(lambda grad: grad / jnp.sqrt(1 + jnp.sum(jnp.square(grad))), grads), "
-                "program.gradient_dtype)",
+                "shards.scatter(gradients, self.program.gradient_dtype)",
+                "shards.scatter(jax.tree.map(lambda grad: grad / jnp.sqrt(1 + jnp.sum(jnp.square(grad))), gradients), "
+                "self.program.gradient_dtype)",
             ),
             gradient("blocks/attention/key/weight, layer 0, 1", ON_DATA),
         ),
@@ -184,7 +184,10 @@ ROWS: dict[str, dict[str, Row]] = {
         ),
         "of the shared weights' gradients the last use's stays": (  # DeepSpeed #8224
             "core.pipeline.ends.EmbeddingAndHead._add",
-            ("jnp.add", "(lambda _, grad: grad)"),
+            (
+                "sums.add(storage.scatter({path: flat[path] for path in sums.gradients}, dtype))",
+                "sums._replace(gradients=storage.scatter({path: flat[path] for path in sums.gradients}, dtype))",
+            ),
             gradient("shared/", ON_DATA),
         ),
     },
@@ -195,7 +198,7 @@ ROWS: dict[str, dict[str, Row]] = {
             named("the sum of the losses: step 1", ON_DATA),
         ),
         "losses grow with the number of microbatches": (
-            "core.pipeline.ends.EmbeddingAndHead.head",
+            "core.pipeline.ends.EmbeddingAndHead._head",
             (
                 "self.model.head(weights | trained, y, *own)",
                 "jax.tree.map(lambda x: x * len(self.microbatches[1]), self.model.head(weights | trained, y, *own))",
@@ -233,7 +236,7 @@ ROWS: dict[str, dict[str, Row]] = {
             tests("tests/core/program/test_skipped_steps.py"),
         ),
         "every microbatch's mean counts alike": (  # transformers #34191
-            "core.pipeline.ends.EmbeddingAndHead.head",
+            "core.pipeline.ends.EmbeddingAndHead._head",
             (
                 "self.model.head(weights | trained, y, *own)",
                 "(lambda losses, figures: ({name: x * (self.model.counts[name] / (jnp.maximum((own.batch['targets'] >= "
@@ -243,8 +246,8 @@ ROWS: dict[str, dict[str, Row]] = {
             named("the sum of the losses: step 1", ON_DATA),
         ),
         "every microbatch doubles the gradients before it": (  # Megatron-LM #6660, torchtitan #1732
-            "core.pipeline.stages._added",
-            ("flat[path].at[place].add(grad)", "flat[path].at[place].set(2 * flat[path][place] + grad)"),
+            "core.pipeline.sums.Sums.add",
+            ("before[path].at[layer].add(grad)", "before[path].at[layer].set(2 * before[path][layer] + grad)"),
             gradient("blocks/attention/key/weight, layer 0, 1", ON_DATA),
         ),
         "all losses are divided by the first one's targets": (  # Megatron-LM #3159
@@ -269,30 +272,31 @@ ROWS: dict[str, dict[str, Row]] = {
             named("input of layer 0, forward: rows never computed", ON_DATA),
         ),
         "of the layers' gradients the last microbatch's stays": (
-            "core.pipeline.stages._added",
-            ("flat[path].at[place].add(grad)", "flat[path].at[place].set(grad)"),
+            "core.pipeline.sums.Sums.add",
+            ("before[path].at[layer].add(grad)", "before[path].at[layer].set(grad)"),
             gradient("blocks/attention/key/weight, layer 0, 1", ON_DATA),
         ),
         "what is reduced during the last backward pass lacks it": (
-            "core.pipeline.stages._added",
-            ("flat[path] + grad", "flat[path]"),
+            "core.pipeline.stages._reduced",
+            ("Sums(sums).add(grads).gradients", "sums"),
             gradient("blocks/attention/key/weight, layer 0, 1", ON_OVERLAPPED),
         ),
         "what is reduced during the last backward pass is only its own": (
-            "core.pipeline.stages._added",
-            ("flat[path] + grad", "grad"),
+            "core.pipeline.stages._reduced",
+            ("Sums(sums).add(grads).gradients", "sums | grads"),
             gradient("blocks/attention/key/weight, layer 0, 1", ON_OVERLAPPED),
         ),
         "the output product's gradient replaces the table's sum": (
-            "core.pipeline.ends.EmbeddingAndHead.head",
+            "core.pipeline.ends.EmbeddingAndHead._head",
             (
-                'self._add(total["shared"], grads)',
-                'self._add(total["shared"] | {"table": jnp.zeros_like(total["shared"]["table"])}, grads)',
+                "self._add(totals.sums, grads)",
+                "self._add(Sums(totals.sums.gradients | {('shared', 'table'): "
+                "jnp.zeros_like(totals.sums.gradients['shared', 'table'])}), grads)",
             ),
             gradient("shared/table", ON_DATA),
         ),
         "of a token that occurs twice one gradient stays": (
-            "core.pipeline.ends.EmbeddingAndHead.embed_backward",
+            "core.pipeline.ends.EmbeddingAndHead._embed_backward",
             (
                 "jax.linear_transpose(embed, jax.eval_shape(self.weights))(x_grad)",
                 "jax.linear_transpose(embed, jax.eval_shape(self.weights))((lambda id_N: jnp.where((jnp.argmax(id_N "
@@ -302,18 +306,18 @@ ROWS: dict[str, dict[str, Row]] = {
             gradient("shared/", ON_DATA),
         ),
         "a layer has the reduced gradients of the layer after it": (
-            "core.pipeline.stages._joined",
-            ("before[:-1]", "before[1:]"),
+            "core.pipeline.stages._shifted",
+            ("each[:-1]", "each[1:]"),
             gradient("blocks/attention/key/weight, layer 1", ON_OVERLAPPED),
         ),
         "what is reduced for the head lacks its last gradient": (
-            "core.pipeline.executor.Pipeline.losses_and_gradients",
-            ("sums._replace(of_head=of_head)", "sums._replace(of_head=bound.ends.apart(carry[5])[1])"),
+            "core.pipeline.executor.Pipeline.last_tick",
+            ("Last(of_head, to)", "Last(self.ends.apart(carry.totals)[1], to)"),
             gradient("shared/final_norm/bias", ON_OVERLAPPED),
         ),
         "of the losses the last microbatch's stays": (
-            "core.pipeline.ends.EmbeddingAndHead.head",
-            ("sum_ + loss.astype(sum_.dtype)", "loss.astype(sum_.dtype)"),
+            "core.pipeline.ends.EmbeddingAndHead._head",
+            ("sum_ + losses[name].astype(sum_.dtype)", "losses[name].astype(sum_.dtype)"),
             named("the sum of the losses: step 1", ON_DATA),
         ),
     },
@@ -327,18 +331,18 @@ ROWS: dict[str, dict[str, Row]] = {
             named("input of layer 1, forward", ON_PIPE),
         ),
         "a stale slot of the ring buffer": (
-            "core.pipeline.executor.Pipeline.backward_chunk",
-            ("at_place(slots, row.backward.slot)", "at_place(slots, 0 * row.backward.slot)"),
+            "core.pipeline.executor.Pipeline._pull_back",
+            ("row.backward.slot", "0 * row.backward.slot"),
             named("output of layer 0, backward", ON_PIPE),
         ),
         "what arrived is used, not what is needed": (
             "core.pipeline.executor._receive",
-            ("at_place(inbox, work.source)", "at_place(inbox, work.arrival)"),
+            ("taken(inbox, work.source)", "taken(inbox, work.arrival)"),
             named("input of layer 2, forward", ON_INBOX),
         ),
         "the head gets the slot that the forward writes": (
-            "core.pipeline.executor.Pipeline.losses_and_gradients.tick",
-            ('at_place(buffer["output"], row.backward.slot)', 'at_place(buffer["output"], row.forward.slot)'),
+            "core.pipeline.executor.Pipeline._head",
+            ("row.backward.slot", "row.forward.slot"),
             named("last_output of the head, forward", ON_PIPE | {"schedule": "gpipe"}),
         ),
         "every stage runs the first one's table": (
@@ -372,20 +376,20 @@ ROWS: dict[str, dict[str, Row]] = {
             named("attention_norm of layer 1, forward", ON_RING),
         ),
         "backwards run with the forward's chunk of weights": (
-            "core.pipeline.executor.Pipeline.backward_chunk",
+            "core.pipeline.executor.Pipeline._pull_back",
             ("row.backward.chunk", "row.forward.chunk"),
             named("mlp_activation of layer 2, backward", ON_RING),
         ),
         "the first layer is skipped as padding": (
-            "core.pipeline.stages.Layers.forward_with_residuals.layer",
+            "core.pipeline.stages.Layers._in_slot",
             ("index >= 0", "index > 0"),
             named("input of layer 0, forward: rows never computed", {"mesh": (1, 2, 1), "num_layers": 3}),
         ),
     },
     "Deferred weight gradients": {
         "a weight gradient from the factors beside its own": (
-            "core.pipeline.executor.Pipeline.weight_gradients.run",
-            ("number % num_slots", "(number + 1) % num_slots"),
+            "core.pipeline.executor.Pipeline._weight_gradients",
+            ("number % deferral.num_slots", "(number + 1) % deferral.num_slots"),
             gradient("blocks/attention/key/weight, layer 0, 1, 2, 3", ON_DEFERRED),
         ),
         "there is a slot too few for factors": (
@@ -405,8 +409,8 @@ ROWS: dict[str, dict[str, Row]] = {
             ),
         ),
         "gradients deferred beyond the last backward are left out": (  # Megatron-LM #1012
-            "core.pipeline.executor.Pipeline.losses_and_gradients.tick",
-            ("bound.weight_gradients(schedule, row.late, sums, reduce)", "sums"),
+            "core.pipeline.executor.Pipeline.tick",
+            ("self.weight_gradients(schedule, row.late, sums)", "sums"),
             gradient("blocks/attention/key/weight, layer 0, 1, 2, 3", ON_DEFERRED),
         ),
     },
@@ -634,8 +638,8 @@ ROWS: dict[str, dict[str, Row]] = {
             named("forward", ON_ODD | {"zero": 3}),
         ),
         "a layer has the gathered weights of the layer before it": (
-            "core.program.train_step._gathered_in_turn",
-            ("stack[place]", "stack[max(0, place - 1)]"),
+            "core.program.reduction.gathered_in_turn",
+            ("rows(stacks, place)", "rows(stacks, max(0, place - 1))"),
             named("of layer 1, forward", ON_GATHERED),
         ),
         "gradients are not summed over replicas": (
@@ -644,11 +648,11 @@ ROWS: dict[str, dict[str, Row]] = {
             types(VARYING, ON_REPLICAS | {"zero": 3}),
         ),
         "the first replica's gradients count for all": (
-            "core.program.train_step._reduced",
+            "core.program.reduction.GradientReduction.everywhere",
             (
-                "storage.scatter(grads, program.gradient_dtype)",
-                "jax.tree.map(lambda x: jnp.where(axis_index('replica') == 0, x, 0 * x), "
-                "storage.scatter(grads, program.gradient_dtype))",
+                "shards.scatter(gradients, self.program.gradient_dtype)",
+                "jax.tree.map(lambda x: jnp.where(Shards.scatter.__globals__['axis_index']('replica') == 0, x, 0 * x), "
+                "shards.scatter(gradients, self.program.gradient_dtype))",
             ),
             gradient("blocks/attention/key/weight, layer 0, 1", ON_REPLICAS),
         ),
@@ -853,8 +857,8 @@ ROWS: dict[str, dict[str, Row]] = {
         "biases follow the loads of a device": (
             "core.program.train_step._losses_and_gradients",
             (
-                "complete(found, dict.fromkeys(found, SCALAR))",
-                "found if LOAD in found else complete(found, dict.fromkeys(found, SCALAR))",
+                "complete(sums, dict.fromkeys(sums, SCALAR))",
+                "sums if LOAD in sums else complete(sums, dict.fromkeys(sums, SCALAR))",
             ),
             types(VARYING, ON_BIASES),
         ),
@@ -944,8 +948,8 @@ ROWS: dict[str, dict[str, Row]] = {
             named("input of layer 2, forward", ON_CONTEXT | {"prediction_modules": 1}),
         ),
         "each stage that shares the head counts a module's loads": (
-            "core.pipeline.ends.EmbeddingAndHead.head",
-            ("jnp.where(row.head.here, x, jnp.zeros_like(x))", "x"),
+            "core.pipeline.ends.EmbeddingAndHead._head",
+            ("jnp.where(here, x, jnp.zeros_like(x))", "x"),
             named("expert_load", ON_EXPERTS | {"mesh": (1, 2, 1), "vocabulary": "split", "prediction_modules": 1}),
         ),
     },
@@ -994,15 +998,15 @@ ROWS: dict[str, dict[str, Row]] = {
     },
     "The dtype of sums": {
         "gradients are summed in the dtype of the weights": (
-            "core.pipeline.executor.Pipeline.sums",
-            ("jnp.zeros(w.shape, dtype)", "jnp.zeros(w.shape, w.dtype)"),
+            "core.program.bind._pipeline",
+            ("program.gradient_dtype", "jax.tree.leaves(blocks)[0].dtype"),
             compiled("bf16 dtype of sums of gradients: blocks/", ON_DATA | {"precision": "bf16"}),
         ),
         "gradients are rounded to bf16 as they are summed": (
-            "core.pipeline.stages._added",
+            "core.pipeline.sums.Sums.add",
             (
-                "flat[path].at[place].add(grad)",
-                "flat[path].at[place].add(grad).astype(jnp.bfloat16).astype(flat[path].dtype)",
+                "before[path].at[layer].add(grad)",
+                "before[path].at[layer].add(grad).astype('bfloat16').astype(before[path].dtype)",
             ),
             tests("tests/core/pipeline/test_sums.py"),
         ),

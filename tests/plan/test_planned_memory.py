@@ -56,7 +56,7 @@ def test_weights_are_those_of_the_program(mesh, options) -> None:
         for each, (path, leaf), spec in zip(weights, leaves, jax.tree.leaves(specs), strict=True):
             local = NamedSharding(layout.mesh, spec).shard_shape(leaf.shape)
             assert each.path == tuple(key.key for key in path)
-            assert each.stage_shape(each.owned if owned else each.per_use) == local
+            assert each.stage_shape(each.owned if owned else each.computed) == local
 
 
 OWN = [  # an optimizer of the user's: on shards, and on whole weights

@@ -11,14 +11,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 from jax import Array
 
 from megajax.core.axes import BATCH_AXES
-from megajax.core.parallel.collectives import PIPE, at_place, broadcast_stage, vary, varying_axes
+from megajax.core.parallel.collectives import PIPE, broadcast_stage, vary, varying_axes
 from megajax.core.parallel.shards import Shards
-from megajax.core.pipeline.model import Batch, LoopModel
+from megajax.core.pipeline.buffers import stored, taken, when
+from megajax.core.pipeline.model import Batch, Figures, LoopModel
 from megajax.core.pipeline.rows import End, Number, Predicate, Row, Work
-from megajax.core.pipeline.stages import when
+from megajax.core.pipeline.sums import Gradients, Sums
 
 Tree = Any
 
@@ -30,6 +32,18 @@ class Microbatch(NamedTuple):
     context: Tree
 
 
+class Totals(NamedTuple):
+    """What the head adds up."""
+
+    losses: dict[str, Array]
+    sums: Sums  # of both ends
+    figures: Figures  # of all layers, of which the head may have some
+
+    def counting(self, figures: Figures) -> "Totals":
+        """With figures of layers."""
+        return self._replace(figures=self.figures | {name: self.figures[name] + x for name, x in figures.items()})
+
+
 @dataclass(frozen=True)
 class EmbeddingAndHead:
     """Embedding and head, bound to one step's weights and batch."""
@@ -37,7 +51,6 @@ class EmbeddingAndHead:
     model: LoopModel
     linear_embedding: bool  # it is linear in the weights, so its backward needs nothing from its forward
     coefficients: dict[str, float]  # of what the head computes by name, in the sum that is differentiated
-    has_layers: bool  # the head has layers of its own, with figures like those of the others
     loss_scale: Array  # the backward pass starts from it; it multiplies the gradients, not the losses
     shared: Tree  # weights of both ends, as stored
     storage: Shards  # how they are sharded; they are gathered just before an end runs
@@ -55,12 +68,16 @@ class EmbeddingAndHead:
 
     def take(self, microbatch: Number) -> Microbatch:
         """One microbatch."""
-        own = jax.tree.map(lambda x: at_place(x, microbatch), self.microbatches)
-        return Microbatch(own[0], self.model.context(*own))
+        batch, row_B = taken(self.microbatches, microbatch)
+        return Microbatch(batch, self.model.context(batch, row_B))
 
     def weights(self) -> Tree:
         """The shared weights, gathered for computing."""
         return self.storage.gather(self.shared)
+
+    def trained(self) -> Gradients:
+        """Those that have gradients, by path, as stored."""
+        return {} if self.frozen else flatten_dict({"shared": self.shared})
 
     def embedded(self, microbatch: Number) -> Array:
         """The input of the first virtual stage."""
@@ -73,66 +90,71 @@ class EmbeddingAndHead:
     def input(self, row: Row, x_in: Array) -> Array:
         """Input of the row's forward: the activation received, or the embedding."""
         runs, microbatch = self._where(row.embed, row.forward)
-        embedded = when(runs, lambda: self.embedded(microbatch), lambda: x_in)
+        embedded = when(runs, self._embed, microbatch, x_in)
         return jnp.where(row.embed.here, embedded, x_in) if self.vocabulary_split else embedded
 
-    def head(self, row: Row, output: Callable[[], Array], grad_in: Array, total: Tree) -> tuple[Array, Tree]:
-        """Gradient of the output of the row's backward: the one received, or the head's gradient for `output()`.
+    def _embed(self, microbatch: Number, _: Array) -> Array:
+        return self.embedded(microbatch)
 
-        The head's losses, gradients and figures are added to `total`, `{"losses": …, "shared": …, "figures": …}`.
-        """
+    def head(self, row: Row, output: Tree, slot: Number | None, grad_in: Array, totals: Totals) -> tuple[Array, Totals]:
+        """Gradient of the output of the row's backward: the one received, or the head's gradient for `output`, or for
+        what it has in a slot."""
         runs, microbatch = self._where(row.head, row.backward)
+        grad, totals = when(runs, self._head, row.head.here, microbatch, output, slot, (grad_in, totals))
+        return jnp.where(row.head.here, grad, grad_in) if self.vocabulary_split else grad, totals
 
-        def head(total: Tree) -> tuple[Array, Tree]:
-            own, y, weights = self.take(microbatch), self.broadcast(output(), row.head.here), self.weights()
-            run = lambda trained, y: self.model.head(weights | trained, y, *own)  # noqa: E731
-            losses, pullback, figures = jax.vjp(run, {} if self.frozen else weights, y, has_aux=True)
-            grads, grad = pullback({name: self._scale_of(name, loss) for name, loss in losses.items()})
-            added = jax.tree.map(lambda sum_, loss: sum_ + loss.astype(sum_.dtype), total["losses"], losses)
-            grad = vary(grad, (PIPE,))
-            if self.vocabulary_split:  # all stages have computed them
-                figures = jax.tree.map(lambda x: jnp.where(row.head.here, x, jnp.zeros_like(x)), figures)
-            figures = jax.tree.map(jnp.add, total["figures"], figures)
-            return grad, {"losses": added, "shared": self._add(total["shared"], grads), "figures": figures}
+    def _head(
+        self, here: Predicate, microbatch: Number, output: Tree, slot: Number | None, carry: tuple[Array, Totals]
+    ) -> tuple[Array, Totals]:
+        totals = carry[1]
+        own, y = self.take(microbatch), self.broadcast(output if slot is None else taken(output, slot), here)
+        weights = self.weights()
 
-        grad, total = when(runs, head, lambda total: (grad_in, total), total)
-        return jnp.where(row.head.here, grad, grad_in) if self.vocabulary_split else grad, total
+        def run(trained: Tree, y: Array) -> tuple[dict[str, Array], Figures]:
+            return self.model.head(weights | trained, y, *own)
 
-    def apart(self, total: Tree) -> tuple[Tree, Tree]:
-        """What `head` and `embed_backward` have summed, without the gradients of weights that only the head uses; and
-        these, which are complete when the last head has run."""
-        of_head = {name: sum_ for name, sum_ in total["shared"].items() if name in self.of_head}
-        others = {name: sum_ for name, sum_ in total["shared"].items() if name not in self.of_head}
-        return total | {"shared": others}, of_head
+        losses, pullback, figures = jax.vjp(run, {} if self.frozen else weights, y, has_aux=True)
+        grads, grad = pullback({name: self._scale_of(name, loss) for name, loss in losses.items()})
+        if self.vocabulary_split:  # all stages have computed them
+            figures = {name: jnp.where(here, x, jnp.zeros_like(x)) for name, x in figures.items()}
+        added = {name: sum_ + losses[name].astype(sum_.dtype) for name, sum_ in totals.losses.items()}
+        return vary(grad, (PIPE,)), Totals(added, self._add(totals.sums, grads), totals.figures).counting(figures)
 
-    def embed_backward(self, row: Row, grad: Array, total: Tree) -> Tree:
+    def apart(self, totals: Totals) -> tuple[Totals, Gradients]:
+        """Totals without the gradients of weights that only the head uses; and these, which are complete when the last
+        head has run."""
+        gradients = totals.sums.gradients
+        of_head = {path: sum_ for path, sum_ in gradients.items() if path[1] in self.of_head}
+        others = {path: sum_ for path, sum_ in gradients.items() if path not in of_head}
+        return totals._replace(sums=Sums(others)), of_head
+
+    def embed_backward(self, row: Row, grad: Array, sums: Sums) -> Sums:
         """Pull the gradient of the first virtual stage's input back through the embedding, unless it is frozen."""
         if self.frozen:
-            return total
+            return sums
         runs, microbatch = self._where(row.embed_backward, row.backward)
+        return when(runs, self._embed_backward, row.embed_backward.here, microbatch, grad, sums)
 
-        def into_embedding(total: Tree) -> Tree:
-            own = self.take(microbatch)
-            x_grad = self.broadcast(grad, row.embed_backward.here)
-            embed = lambda shared: self.model.embed(shared, *own)  # noqa: E731
-            if self.linear_embedding:  # only the types of weights matter
-                (grads,) = jax.linear_transpose(embed, jax.eval_shape(self.weights))(x_grad)
-            else:
-                (grads,) = jax.vjp(embed, self.weights())[1](x_grad)
-            return total | {"shared": self._add(total["shared"], grads)}
+    def _embed_backward(self, here: Predicate, microbatch: Number, grad: Array, sums: Sums) -> Sums:
+        own, x_grad = self.take(microbatch), self.broadcast(grad, here)
 
-        return when(runs, into_embedding, lambda total: total, total)
+        def embed(shared: Tree) -> Array:
+            return self.model.embed(shared, *own)
+
+        if self.linear_embedding:  # only the types of weights matter
+            (grads,) = jax.linear_transpose(embed, jax.eval_shape(self.weights))(x_grad)
+        else:
+            (grads,) = jax.vjp(embed, self.weights())[1](x_grad)
+        return self._add(sums, grads)
 
     def finish(self, row: Row, y: Array, function: Callable[[Array, Batch], Tree], outputs: Tree) -> Tree:
         """Forward only: store `function(y, batch)` of the last virtual stage's microbatch at its index in
         `outputs`."""
         runs, microbatch = self._where(row.finish, row.forward)
+        return when(runs, self._finish, row.finish.here, microbatch, y, function, outputs)
 
-        def put(outputs: Tree) -> Tree:
-            result = function(self.broadcast(y, row.finish.here), self.take(microbatch).batch)
-            return jax.tree.map(lambda slots, new: slots.at[microbatch].set(new), outputs, result)
-
-        return when(runs, put, lambda outputs: outputs, outputs)
+    def _finish(self, here: Predicate, microbatch: Number, y: Array, function: Callable, outputs: Tree) -> Tree:
+        return stored(outputs, microbatch, function(self.broadcast(y, here), self.take(microbatch).batch))
 
     def _where(self, end: End, work: Work) -> tuple[Predicate, Number]:
         """Whether this stage runs an end in this tick, and for which microbatch."""
@@ -145,12 +167,12 @@ class EmbeddingAndHead:
         scale = scale if coefficient in (0, 1) else scale * jnp.asarray(coefficient, scale.dtype)
         return vary(scale.astype(loss.dtype), sorted(varying_axes(loss)))
 
-    @jax.named_scope("gradient_sums")
-    def _add(self, total: Tree, grads: Tree) -> Tree:
+    def _add(self, sums: Sums, grads: Tree) -> Sums:
         """Add gradients of gathered weights to the sums, which are sharded like the stored weights, if there are any: a
         reduced sum is complete."""
-        if self.frozen:
-            return total
-        shardings = {name: self.storage.shardings[name] for name in total}
-        grads = {name: grads[name] for name in total}
-        return jax.tree.map(jnp.add, total, Shards(shardings).scatter(grads, jax.tree.leaves(total)[0].dtype))
+        if not sums.gradients:
+            return sums
+        flat, shardings = flatten_dict({"shared": grads}), flatten_dict({"shared": self.storage.shardings})
+        storage = Shards({path: shardings[path] for path in sums.gradients})
+        dtype = next(iter(sums.gradients.values())).dtype
+        return sums.add(storage.scatter({path: flat[path] for path in sums.gradients}, dtype))

@@ -10,7 +10,7 @@ over microbatches, without conditionals or buffers.
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,20 +19,20 @@ from jax import Array, lax
 
 from megajax.core.parallel.collectives import (
     PIPE,
-    at_place,
     axis_index,
     axis_size,
     send_down,
     send_up,
     vary,
     varying_axes,
-    zeros_like_type,
 )
-from megajax.core.pipeline.ends import EmbeddingAndHead
+from megajax.core.pipeline.buffers import idle, stored, taken, when
+from megajax.core.pipeline.ends import EmbeddingAndHead, Totals
 from megajax.core.pipeline.model import Batch, Figures
 from megajax.core.pipeline.rows import Predicate, Row, Turns, Work, rows_of
-from megajax.core.pipeline.stages import Layers, Reduce, Sums, idle, stacked, when
-from megajax.core.pipeline.table import Pass, Schedule
+from megajax.core.pipeline.stages import Layers, stacked
+from megajax.core.pipeline.sums import Gradients, Last, Reduction, Sums, rows
+from megajax.core.pipeline.table import Deferral, Pass, Schedule
 from megajax.core.precision import at_least_fp32
 from megajax.core.private import tied
 
@@ -41,12 +41,24 @@ Gather = Callable[[Tree, Tree], tuple[Tree, tuple[Tree, ...]]]
 """The whole weights of the ends and of every layer, from a device's shards of the ends' and of the stacked layers'."""
 
 
-class Reduction(NamedTuple):
-    """Global sums of gradients, in their owners' shards, from local ones."""
+class Carry(NamedTuple):
+    """What a stage has between two ticks.
 
-    on_stage: Reduce  # over the devices that share a stage
-    over_stages: Callable[[Tree], Tree]  # of what that made of the ends'
-    everywhere: Callable[[Tree], Tree]  # of the ends'
+    Attributes:
+        x, grad: the output of its last forward, under way up; the gradient of its last backward's input.
+        x_inbox, grad_inbox: slots for what arrives more than a tick before its use; None if nothing does.
+        saved: ring buffer of the residuals, and outputs if the head runs later; None if a backward follows at once.
+        totals: what the head adds up.
+        sums: gradients of its layers.
+    """
+
+    x: Array
+    grad: Array
+    x_inbox: Array | None
+    grad_inbox: Array | None
+    saved: Tree
+    totals: Totals
+    sums: Sums
 
 
 class Pipeline:
@@ -55,230 +67,211 @@ class Pipeline:
     def __init__(self, ends: EmbeddingAndHead, layers: Layers, num_microbatches: int):
         self.ends, self.layers, self.num_microbatches = ends, layers, num_microbatches
         self.stage, self.num_stages, self.num_chunks = axis_index(PIPE), axis_size(PIPE), layers.num_chunks
-        self.x_type = jax.eval_shape(lambda: ends.embedded(0))
+        self.x_type = jax.eval_shape(partial(ends.embedded, 0))
 
     def losses_and_gradients(
         self,
         schedule: Schedule,
-        grad_dtype: Any,
         reduction: Reduction | None = None,
         gather: Gather | None = None,
         ticks_at_once: int = 1,
-    ) -> tuple[dict[str, Array], Tree, Figures]:
-        """The losses by name, the gradients (accumulated in `grad_dtype`), and the layers' figures, all as local sums:
-        not yet reduced over the axes over which they vary but losses, weights and figures do not.
-
-        With a `reduction` the gradients are reduced: during the last tick, which is then apart from the loop, those of
-        the layers and of what only the head uses. In a pipe, the first stage runs a backward of its first chunk in it.
-        Nothing else does, since every other backward precedes one of these; the other stages reduce.
-
-        With `gather` the layers' weights are sharded, and gathered during the first tick, which is then apart, too. In
-        a pipe, nothing else happens in it but a forward of the first chunk on the first stage.
+    ) -> tuple[dict[str, Array], Gradients, Figures]:
+        """The losses by name, the gradients, and the layers' figures, all as local sums: not yet reduced over the axes
+        over which they vary but losses, weights and figures do not. With a `reduction` the gradients are reduced; with
+        `gather` the weights are shards, and gathered here.
 
         An iteration of the loop computes `ticks_at_once`, and what they leave follows it. Without a pipe these are
         microbatches, which depend on each other only in their sums: XLA overlaps the collectives of one with the
         products of the other.
         """
         self._expect(schedule)
-        last = reduction is not None
-        first = int(gather is not None and schedule.num_ticks > last)
-        in_loop = schedule.num_ticks - first - last
-        typed = self if gather is None else self._typed(gather)
-        idle_x = idle(self.x_type)
-        no_figures = typed.no_figures()
-
-        def tick(bound: Pipeline, row: Row, carry: Tree, reduction: Reduction | None = None) -> Tree:
-            reduce = None if reduction is None else reduction.on_stage
-            x_wire, grad, x_inbox, grad_inbox, buffer, ends, sums, figures = carry
-            grad_wire = self.send(send_down, grad)  # from the previous tick; in transit while the forward runs
-            x_inbox, x_in = _receive(schedule.forward, x_inbox, x_wire, row.forward)
-            grad_inbox, grad_in = _receive(schedule.backward, grad_inbox, grad_wire, row.backward)
-            sums = bound.weight_gradients(schedule, row.early, sums)  # in place of a forward
-            # Conditionals one after the other, not one inside the other: nested ones copy the accumulators.
-            x = bound.ends.input(row, x_in)
-            if schedule.fused:
-                if reduce is not None:  # otherwise XLA would begin this tick before the loop
-                    x, sums = tied((x, sums))
-                context = self._context(row.forward.microbatch)
-                (y, new), residuals = bound.layers.forward_with_residuals(row.forward.chunk, x, context)
-            else:
-                forward = lambda buffer: bound.forward_chunk(row, x, buffer)  # noqa: E731
-                y, buffer, new = when(row.forward.runs, forward, lambda buffer: (idle_x, buffer, no_figures), buffer)
-            figures = jax.tree.map(jnp.add, figures, new)
-            x_wire = self.send(send_up, y)  # in transit while the backward runs
-
-            output = lambda: y if schedule.turns_at_once else at_place(buffer["output"], row.backward.slot)  # noqa: E731
-            grad, ends = bound.ends.head(row, output, grad_in, ends)
-            if reduction is not None:
-                ends, of_head = bound.ends.apart(ends)
-                grad, ends, of_head = tied((grad, ends, of_head))  # otherwise XLA would compute the head's last
-                sums = sums._replace(of_head=of_head)
-            if schedule.fused:
-                chunk = row.backward.chunk
-                grad, sums = bound.layers.pull_back(chunk, residuals, context, grad, sums, reduce=reduce)
-            else:
-                grad, sums = bound.backward(row, buffer, grad, sums, None if schedule.deferral else reduce)
-            ends = bound.ends.embed_backward(row, grad, ends)
-            sums = bound.weight_gradients(schedule, row.late, sums, reduce)
-            if reduction is not None:
-                shared = reduction.everywhere(ends["shared"]) | reduction.over_stages(sums.of_head)
-                ends, sums = ends | {"shared": shared}, sums._replace(of_head=None)
-            return x_wire, grad, x_inbox, grad_inbox, buffer, ends, sums, figures
-
-        def in_turn(carry: Tree, values: list[Array]) -> tuple[Tree, None]:
-            *others, ends, sums, figures = tick(bound, row_of(values), carry)
-            if ticks_at_once > 1:  # otherwise XLA would add the gradients of both before it adds them to the sums
-                ends, sums = jax.tree.map(lax.optimization_barrier, (ends, sums))
-            return (*others, ends, sums, figures), None
-
-        inboxes = self._inbox(schedule.forward), self._inbox(schedule.backward)
-        buffer = None if schedule.fused else typed.buffer(schedule.num_slots, not schedule.turns_at_once)
-        carry = idle_x, idle_x, *inboxes, buffer, *typed.sums(grad_dtype, schedule.num_factor_slots), no_figures
-        bound = self
-        if gather is not None and self.num_stages == 1:
-            whole = self._gathered(gather)
-            bound = self._with(*whole, awaits=True)
-            if first:
-                carry = tick(bound, self._row(schedule, 0), carry)
-                bound = self._with(*whole)
-        elif gather is not None:
-            bound, carry = self._first_forward(self._row(schedule, 0), carry, gather)
-        if in_loop:
-            changing, row_of = rows_of(schedule, self.stage, slice(first, first + in_loop))
-            carry = lax.scan(in_turn, carry, changing, in_loop, unroll=min(ticks_at_once, in_loop))[0]
+        bound, first, end = self, 0, schedule.num_ticks - (reduction is not None)
+        if gather is None:
+            carry = self.begin(schedule)
+        else:
+            carry, first = self._typed(gather).begin(schedule), min(1, end)
+            bound, carry = self.first_tick(schedule, carry, gather, alone=end == 0)
+        if end > first:
+            changing, row_of = rows_of(schedule, self.stage, slice(first, end))
+            ticks = partial(bound._ticks, schedule, row_of, ticks_at_once)
+            carry, _ = lax.scan(ticks, carry, changing, end - first, unroll=min(ticks_at_once, end - first))
         if reduction is not None:
-            carry = tick(bound, self._row(schedule, -1), carry, reduction)
-        *_, ends, sums, figures = carry
-        # XLA inlines a loop of one tick. Without the barrier every reader of the sums would then stack the gradients of
-        # all layers anew.
-        ends, sums = jax.tree.map(lax.optimization_barrier, (ends, sums))  # one for each: their types differ
-        if self.ends.has_layers:
-            figures = jax.tree.map(jnp.add, figures, ends["figures"])
-        return ends["losses"], {"shared": ends["shared"], "blocks": sums.total}, figures
+            carry = bound.last_tick(schedule, carry, reduction)
+        totals = carry.totals
+        return totals.losses, totals.sums.finish() | carry.sums.finish(), totals.figures
 
-    def _row(self, schedule: Schedule, tick: int) -> Row:
-        """The row of one tick."""
-        values, row_of = rows_of(schedule, self.stage, slice(tick, tick + 1 or None))
-        return row_of([column[0] for column in values])
+    def _ticks(
+        self, schedule: Schedule, row_of: Callable, at_once: int, carry: Carry, values: list[Array]
+    ) -> tuple[Carry, None]:
+        carry = self.tick(schedule, row_of(values), carry)
+        if at_once > 1:  # otherwise XLA would add the gradients of both before it adds them to the sums
+            totals, sums = jax.tree.map(lax.optimization_barrier, (carry.totals, carry.sums))
+            carry = carry._replace(totals=totals, sums=sums)
+        return carry, None
 
-    def _gathered(self, gather: Gather) -> tuple[Tree, tuple[Tree, ...]]:
-        return gather(self.ends.shared, self.layers.weights)
+    def tick(self, schedule: Schedule, row: Row, carry: Carry) -> Carry:
+        """One tick. Conditionals follow each other: inside others they would copy the sums."""
+        carry, x_in, grad_in = self._received(schedule, row, carry)
+        sums = self.weight_gradients(schedule, row.early, carry.sums)  # in place of a forward
+        y, saved, figures = self._forward(schedule, row, self.ends.input(row, x_in), carry.saved)
+        x = self._send(send_up, y)  # in transit while the backward runs
+        grad, totals = self._head(schedule, row, y, saved, grad_in, carry.totals.counting(figures))
+        grad, sums = self._backward(schedule, row, saved, grad, sums)
+        totals = totals._replace(sums=self.ends.embed_backward(row, grad, totals.sums))
+        sums = self.weight_gradients(schedule, row.late, sums)
+        saved = None if schedule.fused else saved
+        return Carry(x, grad, carry.x_inbox, carry.grad_inbox, saved, totals, sums)
 
-    def _with(self, shared: Tree, layers: Tree, *, awaits: bool = False) -> "Pipeline":
-        """The same with other weights."""
-        other = copy(self)
-        vars(other).pop("_forward_types", None)  # found with the others
-        other.ends, other.layers = (
-            replace(self.ends, shared=shared),
-            replace(self.layers, weights=layers, awaits=awaits),
-        )
-        return other
-
-    def _typed(self, gather: Gather) -> "Pipeline":
-        """The same with what stands for the gathered weights where only their types matter."""
-        types = jax.eval_shape(lambda shared, layers: gather(shared, layers), self.ends.shared, self.layers.weights)
-        shared, layers = jax.tree.map(zeros_like_type, types)
-        return self._with(shared, stacked(layers))
-
-    def _first_forward(self, row: Row, carry: Tree, gather: Gather) -> tuple["Pipeline", Tree]:
-        """The first tick in a pipe, and the pipeline with the weights that are gathered meanwhile. Stages without a
-        forward only gather."""
-        x_in, grad, x_inbox, grad_inbox, buffer, ends, sums, figures = carry
-        x = self.ends.input(row, x_in)
-
-        def run(buffer: Tree) -> tuple[Tree, ...]:
-            whole = self._gathered(gather)
-            return *self._with(*whole, awaits=True).forward_chunk(row, x, buffer), whole
-
-        skip = lambda buffer: (x_in, buffer, figures, self._gathered(gather))  # noqa: E731
-        y, buffer, figures, (shared, layers) = when(row.forward.runs, run, skip, buffer)
-        x_wire = self.send(send_up, y)
+    def first_tick(self, schedule: Schedule, carry: Carry, gather: Gather, *, alone: bool) -> tuple["Pipeline", Carry]:
+        """The first tick, apart from the loop, and the pipeline with the weights that are gathered in it, or in the
+        last tick if that is `alone`. In a pipe only the first stage computes in it: its first chunk's forward."""
+        row = self._row(schedule, 0)
+        if self.num_stages == 1:
+            whole = gather(self.ends.shared, self.layers.weights)
+            awaiting = self._with(*whole, awaits=True)
+            return (awaiting, carry) if alone else (self._with(*whole), awaiting.tick(schedule, row, carry))
+        operands = gather, row, self.ends.input(row, carry.x), carry.saved, carry.totals.figures
+        done = when(row.forward.runs, self._gathered_and_run, *operands, otherwise=self._gathered)
+        x, saved, figures, (shared, layers) = done
         # The loop takes a chunk of the stack by a number that changes, the layers of a single one one by one.
         bound = self._with(shared, stacked(layers) if self.num_chunks > 1 else layers)
-        return bound, (x_wire, grad, x_inbox, grad_inbox, buffer, ends, sums, figures)
+        totals = carry.totals._replace(figures=figures)
+        return bound, carry._replace(x=self._send(send_up, x), saved=saved, totals=totals)
 
-    def forward(self, schedule: Schedule, finish: Callable[[Array, Batch], Tree]) -> Tree:
-        """Forward only: the results of `finish(y, batch)` on the last virtual stage's outputs, every leaf
-        [microbatches, …]; zeros on other stages, unless all stages run `finish` together."""
-        self._expect(schedule)
-        changing, row_of = rows_of(schedule, self.stage)
-        idle_x = idle(self.x_type)
-        result = jax.eval_shape(lambda: finish(self.ends.broadcast(idle_x, True), self.ends.take(0).batch))
-        outputs = jax.tree.map(lambda leaf: zeros_like_type(leaf, (self.num_microbatches,)), result)
+    def last_tick(self, schedule: Schedule, carry: Carry, to: Reduction) -> Carry:
+        """The last tick, apart from the loop: gradients of the layers, and of what only the head uses, are reduced in
+        it. In a pipe the first stage runs a backward of its first chunk. Nothing else does, since every other backward
+        precedes one of these; the other stages reduce."""
+        row = self._row(schedule, -1)
+        carry, x_in, grad_in = self._received(schedule, row, carry)
+        sums = self.weight_gradients(schedule, row.early, carry.sums)
+        x = self.ends.input(row, x_in)
+        x, sums = tied((x, sums)) if schedule.fused else (x, sums)  # otherwise XLA would begin it before the loop
+        y, saved, figures = self._forward(schedule, row, x, carry.saved)
+        grad, totals = self._head(schedule, row, y, saved, grad_in, carry.totals.counting(figures))
+        grad, totals, of_head = tied((grad, *self.ends.apart(totals)))  # otherwise XLA would compute the head's last
+        last = Last(of_head, to)
+        grad, sums = self._backward(schedule, row, saved, grad, sums, None if schedule.deferral else last)
+        ends = self.ends.embed_backward(row, grad, totals.sums).gradients
+        layers = self.weight_gradients(schedule, row.late, sums, last).gradients
+        shared = to.everywhere(ends) | to.over_stages({path: layers.pop(path) for path in of_head})
+        totals, x = totals._replace(sums=Sums(shared)), self._send(send_up, y)
+        return carry._replace(x=x, totals=totals, sums=Sums(layers))
 
-        def tick(carry, values):
-            row = row_of(values)
-            x_wire, x_inbox, outputs = carry
-            x_inbox, x_in = _receive(schedule.forward, x_inbox, x_wire, row.forward)
-            x = self.ends.input(row, x_in)
-            forward = lambda: self.layers.run(row.forward.chunk, x, self._context(row.forward.microbatch))[0]  # noqa: E731
-            y = when(row.forward.runs, forward, lambda: idle_x)
-            outputs = self.ends.finish(row, y, finish, outputs)
-            return (self.send(send_up, y), x_inbox, outputs), None
+    # The parts of a tick.
 
-        return lax.scan(tick, (idle_x, self._inbox(schedule.forward), outputs), changing, schedule.num_ticks)[0][-1]
+    def _received(self, schedule: Schedule, row: Row, carry: Carry) -> tuple[Carry, Array, Array]:
+        """The inputs of the forward and the backward."""
+        grad = self._send(send_down, carry.grad)  # from the previous tick; in transit while the forward runs
+        x_inbox, x_in = _receive(schedule.forward, carry.x_inbox, carry.x, row.forward)
+        grad_inbox, grad_in = _receive(schedule.backward, carry.grad_inbox, grad, row.backward)
+        return carry._replace(x_inbox=x_inbox, grad_inbox=grad_inbox), x_in, grad_in
 
-    def forward_chunk(self, row: Row, x: Array, buffer: Tree) -> tuple[Array, Tree, Figures]:
-        """Run a chunk forward on the row's microbatch and store its residuals: output, buffer, and figures."""
+    def _forward(self, schedule: Schedule, row: Row, x: Array, saved: Tree) -> tuple[Array, Tree, Figures]:
+        """Output, what is saved with it, and figures. If a backward always follows at once, it is saved in no slot."""
+        if not schedule.fused:
+            return when(row.forward.runs, self.forward_chunk, row, x, saved, otherwise=self._no_forward)
         context = self._context(row.forward.microbatch)
-        (y, figures), residuals = self.layers.forward(row.forward.chunk, x, context)
-        entry = {"residuals": residuals} | ({"output": y} if "output" in buffer else {})
-        return y, jax.tree.map(lambda slots, new: slots.at[row.forward.slot].set(new), buffer, entry), figures
+        (y, figures), residuals = self.layers.forward_with_residuals(row.forward.chunk, x, context)
+        return y, (residuals, context), figures
 
-    def backward(self, row: Row, buffer: Tree, grad: Array, sums: Sums, reduce: Reduce | None) -> tuple[Array, Sums]:
-        """The row's backward, if there is one; with `reduce` it completes the sums."""
-        pull = lambda grad, sums: self.backward_chunk(row, buffer, grad, sums, reduce)  # noqa: E731
-        if reduce is None:
-            return when(row.backward.runs, pull, lambda *carry: carry, grad, sums)
-        return self._completed(reduce, row.backward.runs, pull, grad, sums)
+    def forward_chunk(self, row: Row, x: Array, saved: Tree) -> tuple[Array, Tree, Figures]:
+        """Run a chunk forward on the row's microbatch and store its residuals: output, buffer, and figures."""
+        (y, figures), residuals = self.layers.forward(row.forward.chunk, x, self._context(row.forward.microbatch))
+        new = {"residuals": residuals} | ({"output": y} if "output" in saved else {})
+        return y, stored(saved, row.forward.slot, new), figures
 
-    def _completed(self, reduce: Reduce, runs: Predicate, run: Callable, *carry: Any) -> Any:
-        """`run(*carry)`, if it `runs`, which adds the last gradients of the first chunk to the sums (the last of
-        `carry`) and reduces them. All others are reduced here."""
-        *others, sums = carry
-        size, skip = self.layers.layers_per_chunk, lambda *carry: (*carry[:-1], _reduced(reduce, carry[-1]))
-        if self.num_chunks == 1:
-            return when(runs, run, skip, *others, sums)
-        first, rest = (_rows(sums.total, at) for at in (slice(size), slice(size, None)))
-        *others, sums = when(runs, run, skip, *others, sums._replace(total=first))
-        parts = sums.total, reduce("blocks", rest)
-        return *others, sums._replace(total=jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts))
+    def _no_forward(self, _: Row, __: Array, saved: Tree) -> tuple[Array, Tree, Figures]:
+        return idle(self.x_type), saved, self.no_figures()
 
-    def backward_chunk(
-        self, row: Row, buffer: Tree, grad: Array, sums: Sums, reduce: Reduce | None = None
+    def _head(
+        self, schedule: Schedule, row: Row, y: Array, saved: Tree, grad_in: Array, totals: Totals
+    ) -> tuple[Array, Totals]:
+        if schedule.turns_at_once:
+            return self.ends.head(row, y, None, grad_in, totals)
+        return self.ends.head(row, saved["output"], row.backward.slot, grad_in, totals)
+
+    def _backward(
+        self, schedule: Schedule, row: Row, saved: Tree, grad: Array, sums: Sums, last: Last | None = None
     ) -> tuple[Array, Sums]:
-        """Pull the gradient of a chunk's output back to its input."""
+        """Pull the gradient of a chunk's output back to its input, if there is a backward."""
+        operands = schedule, row, saved, (grad, sums)
+        if last is None:
+            return when(row.backward.runs, self._pull_back, None, *operands)
+        return self._completed(row.backward.runs, self._pull_back, last, *operands)
+
+    def _pull_back(
+        self, last: Last | None, schedule: Schedule, row: Row, saved: Tree, carry: tuple[Array, Sums]
+    ) -> tuple[Array, Sums]:
         chunk, slot = row.backward.chunk, row.backward.factor_slot
-        saved = jax.tree.map(lambda slots: at_place(slots, row.backward.slot), buffer["residuals"])
-        context = self._context(row.backward.microbatch)
-        residuals = self.layers.restored(chunk, saved, context)
-        return self.layers.pull_back(chunk, residuals, context, grad, sums, slot, reduce)
+        if schedule.fused:
+            residuals, context = saved
+        else:
+            context, kept = self._context(row.backward.microbatch), taken(saved["residuals"], row.backward.slot)
+            residuals = self.layers.restored(chunk, kept, context)
+        return self.layers.pull_back(chunk, residuals, context, *carry, slot, last)
 
-    def weight_gradients(
-        self, schedule: Schedule, turns: Turns | None, sums: Sums, reduce: Reduce | None = None
-    ) -> Sums:
-        """Run the deferred weight gradients whose turn it is. With `reduce` the last of these completes the sums: on
-        every stage it is the first chunk's, as the last backward is."""
-        if turns is None or schedule.deferral is None or (isinstance(turns.number, int) and turns.number == 0):
+    def weight_gradients(self, schedule: Schedule, turns: Turns | None, sums: Sums, last: Last | None = None) -> Sums:
+        """Run the deferred weight gradients whose turn it is. The `last` of all is the first chunk's on every stage, as
+        the last backward is."""
+        deferral = schedule.deferral
+        if deferral is None or turns is None or (isinstance(turns.number, int) and turns.number == 0):
             return sums
-        num_slots = schedule.deferral.num_slots
-        chunk = jnp.asarray(schedule.deferral.chunk)[:, self.stage]
+        run, end = partial(self._weight_gradients, deferral), turns.first + turns.number - int(last is not None)
+        if last is None or deferral.late[-1].max() > 1:
+            sums = lax.fori_loop(turns.first, end, run, sums)
+        if last is None:
+            return sums
+        runs = bool(deferral.late[-1].all()) or turns.number > 0
+        return self._completed(runs, self._last_weight_gradients, last, end % deferral.num_slots, (None, sums))[1]
 
-        def run(number: Array, sums: Sums) -> Sums:
-            own = chunk[number] if self.num_chunks > 1 else 0
-            sums = self.layers.add_weight_gradients(own, sums, number % num_slots)
-            # Without the barrier XLA sees the factors unchanged and copies all of them in every tick.
-            return sums._replace(factors=jax.tree.map(lax.optimization_barrier, sums.factors))
+    def _weight_gradients(self, deferral: Deferral, number: Array, sums: Sums) -> Sums:
+        chunk = jnp.asarray(deferral.chunk)[:, self.stage][number] if self.num_chunks > 1 else 0
+        sums = self.layers.add_weight_gradients(chunk, sums, number % deferral.num_slots)
+        # Without the barrier XLA sees the factors unchanged and copies all of them in every tick.
+        return sums._replace(factors=jax.tree.map(lax.optimization_barrier, sums.factors))
 
-        if reduce is None:
-            return lax.fori_loop(turns.first, turns.first + turns.number, run, sums)
-        last = turns.first + turns.number - 1
-        if schedule.deferral.late[-1].max() > 1:
-            sums = lax.fori_loop(turns.first, last, run, sums)
+    def _last_weight_gradients(self, last: Last, slot: Array, carry: tuple[None, Sums]) -> tuple[None, Sums]:
+        return None, self.layers.add_weight_gradients(0, carry[1], slot, last)
 
-        run_last = lambda sums: (self.layers.add_weight_gradients(0, sums, last % num_slots, reduce),)  # noqa: E731
-        on_all = bool(schedule.deferral.late[-1].all())
-        return self._completed(reduce, on_all or turns.number > 0, run_last, sums)[0]
+    def _completed(self, runs: Predicate, run: Callable, last: Last, *operands: Tree) -> tuple[Tree, Sums]:
+        """`run(last, *operands)`, if it `runs`, which completes the sums of the first chunk, those in the last operand,
+        and reduces them. All others are reduced here."""
+        *before, (carry, sums) = operands
+        size, several = self.layers.layers_per_chunk, self.num_chunks > 1
+        first = sums._replace(gradients=rows(sums.gradients, slice(size))) if several else sums
+        carry, reduced = when(runs, run, last, *before, (carry, first), otherwise=_only_reduced)
+        if several:
+            rest = last.to.on_stage(rows(sums.gradients, slice(size, None)))
+            joined = {path: jnp.concatenate([reduced.gradients[path], stack]) for path, stack in rest.items()}
+            reduced = Sums(reduced.gradients | joined)
+        return carry, reduced
+
+    # Before the first tick.
+
+    def begin(self, schedule: Schedule) -> Carry:
+        """Nothing under way, nothing saved, all sums zero."""
+        x = idle(self.x_type)
+        inboxes = self._inbox(schedule.forward), self._inbox(schedule.backward)
+        saved = None if schedule.fused else self.buffer(schedule.num_slots, not schedule.turns_at_once)
+        return Carry(x, x, *inboxes, saved, self.totals(), self.sums(schedule.num_factor_slots))
+
+    def totals(self) -> Totals:
+        """Zeros for what the head adds up."""
+        dtype = self.layers.gradient_dtype
+        loss = vary(jnp.zeros((), at_least_fp32(dtype)), self.ends.axes)
+        losses = dict.fromkeys(self.ends.coefficients, loss)
+        return Totals(losses, Sums(_zeros(self.ends.trained(), dtype)), self.no_figures())
+
+    def sums(self, num_factor_slots: int) -> Sums:
+        """Zeros for the gradients of the layers, with a buffer of factors if there are slots."""
+        factors = idle(self.factor_types(), num_factor_slots) if num_factor_slots else None
+        return Sums(_zeros(self.layers.trained(), self.layers.gradient_dtype), factors)
+
+    def buffer(self, num_slots: int, with_output: bool) -> Tree:
+        """The ring buffer; `with_output` includes chunks' outputs, for a head that runs later than its layers."""
+        types: Tree = {"residuals": self.residual_types()} | ({"output": self.x_type} if with_output else {})
+        return vary(idle(types, num_slots), (PIPE,))  # like the slot numbers
 
     def residual_types(self) -> list[jax.ShapeDtypeStruct]:
         """Types of the residuals that a stage saves for one microbatch and chunk until its backward."""
@@ -291,62 +284,98 @@ class Pipeline:
     def factor_types(self) -> Tree:
         """Types of the factors that a stage saves for one chunk until its deferred weight gradients are computed."""
         types = self.layers.factor_types(idle(self.x_type), self._context(0))
-        return jax.eval_shape(lambda: jax.tree.map(lambda type_: idle(type_, (self.layers.layers_per_chunk,)), types))
+        return jax.eval_shape(lambda: idle(types, self.layers.layers_per_chunk))
 
     def no_figures(self) -> Figures:
         """Zeros like a chunk's figures."""
         if self.num_stages > 1:  # which need these types anyway
-            return jax.tree.map(zeros_like_type, self._forward_types[0][1])
-        types = jax.eval_shape(lambda: self.layers.run(0, idle(self.x_type), self._context(0)))[1]
-        return jax.tree.map(zeros_like_type, types)
+            return idle(self._forward_types[0][1])
+        return idle(jax.eval_shape(lambda: self.layers.run(0, idle(self.x_type), self._context(0)))[1])
 
-    def buffer(self, num_slots: int, with_output: bool) -> Tree:
-        """The ring buffer; `with_output` includes chunks' outputs, for a head that runs later than its layers."""
-        types: Tree = {"residuals": self.residual_types()} | ({"output": self.x_type} if with_output else {})
-        return jax.tree.map(lambda type_: vary(idle(type_, (num_slots,)), (PIPE,)), types)  # like the slot numbers
+    def _inbox(self, direction: Pass) -> Array | None:
+        """Slots for what arrives more than a tick before its use, and a spare slot for ticks in which nothing does."""
+        return None if direction.direct else idle(self.x_type, direction.inbox_depth + 1)
 
-    def sums(self, dtype: Any, num_factor_slots: int = 0) -> tuple[Tree, Sums]:
-        """Zeros for a step's sums: losses, gradients and figures of the ends, and gradients of the layers with the
-        buffered factors of deferred ones."""
-        trained = {"shared": {} if self.ends.frozen else self.ends.shared, "blocks": self.layers.trained()}
-        zeros = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, dtype), sorted(varying_axes(w))), trained)
-        loss = vary(jnp.zeros((), at_least_fp32(dtype)), self.ends.axes)
-        figures = self.no_figures() if self.ends.has_layers else {}
-        losses = dict.fromkeys(self.ends.coefficients, loss)
-        ends = {"losses": losses, "shared": zeros["shared"], "figures": figures}
-        factors = None
-        if num_factor_slots:
-            factors = jax.tree.map(lambda type_: idle(type_, (num_factor_slots,)), self.factor_types())
-        return ends, Sums(zeros["blocks"], factors)
+    # Gathered weights.
+
+    def _typed(self, gather: Gather) -> "Pipeline":
+        """The same with what stands for the gathered weights where only their types matter."""
+        shared, layers = idle(jax.eval_shape(gather, self.ends.shared, self.layers.weights))
+        return self._with(shared, stacked(layers))
+
+    def _with(self, shared: Tree, layers: Tree, *, awaits: bool = False) -> "Pipeline":
+        """The same with other weights."""
+        other = copy(self)
+        vars(other).pop("_forward_types", None)  # found with the others
+        other.ends = replace(self.ends, shared=shared)
+        other.layers = replace(self.layers, weights=layers, awaits=awaits)
+        return other
+
+    def _gathered(self, gather: Gather, _: Row, x: Array, saved: Tree, figures: Figures) -> tuple[Tree, ...]:
+        return x, saved, figures, gather(self.ends.shared, self.layers.weights)
+
+    def _gathered_and_run(self, gather: Gather, row: Row, x: Array, saved: Tree, _: Figures) -> tuple[Tree, ...]:
+        whole = gather(self.ends.shared, self.layers.weights)
+        return *self._with(*whole, awaits=True).forward_chunk(row, x, saved), whole
+
+    # Forward only.
+
+    def forward(self, schedule: Schedule, finish: Callable[[Array, Batch], Tree]) -> Tree:
+        """The results of `finish(y, batch)` on the last virtual stage's outputs, every leaf [microbatches, …]; zeros on
+        other stages, unless all stages run `finish` together."""
+        self._expect(schedule)
+        changing, row_of = rows_of(schedule, self.stage)
+        x = idle(self.x_type)
+        result = jax.eval_shape(lambda: finish(self.ends.broadcast(x, True), self.ends.take(0).batch))
+        carry = x, self._inbox(schedule.forward), idle(result, self.num_microbatches)
+        tick = partial(self._forward_tick, schedule, row_of, finish)
+        return lax.scan(tick, carry, changing, schedule.num_ticks)[0][-1]
+
+    def _forward_tick(
+        self, schedule: Schedule, row_of: Callable, finish: Callable, carry: tuple[Tree, ...], values: list[Array]
+    ) -> tuple[tuple[Tree, ...], None]:
+        row, (x_wire, x_inbox, outputs) = row_of(values), carry
+        x_inbox, x_in = _receive(schedule.forward, x_inbox, x_wire, row.forward)
+        y = when(row.forward.runs, self._run, row, self.ends.input(row, x_in))
+        outputs = self.ends.finish(row, y, finish, outputs)
+        return (self._send(send_up, y), x_inbox, outputs), None
+
+    def _run(self, row: Row, x: Array) -> Array:
+        return self.layers.run(row.forward.chunk, x, self._context(row.forward.microbatch))[0]
+
+    # What all need.
 
     def _expect(self, schedule: Schedule) -> None:
         expected = self.num_stages, self.num_chunks, self.num_microbatches
         assert (schedule.num_stages, schedule.num_chunks, schedule.num_microbatches) == expected, expected
 
+    def _row(self, schedule: Schedule, tick: int) -> Row:
+        """The row of one tick."""
+        values, row_of = rows_of(schedule, self.stage, slice(tick, tick + 1 or None))
+        return row_of([column[0] for column in values])
+
     def _context(self, microbatch: Array | int) -> Tree:
         return vary(self.ends.take(microbatch).context, (PIPE,))
 
-    def send(self, send: Callable[..., Array], x: Array) -> Array:
+    def _send(self, send: Callable[..., Array], x: Array) -> Array:
         """Send to a neighbour, if there is one. The barrier keeps the transfer here: XLA would move it to the start of
         the next tick, which would then wait for it."""
         return lax.optimization_barrier(send(x, ring=self.num_chunks > 1)) if self.num_stages > 1 else x
 
-    def _inbox(self, direction: Pass) -> Array | None:
-        """Slots for what arrives more than a tick before its use, and a spare slot for ticks in which nothing does."""
-        return None if direction.direct else idle(self.x_type, (direction.inbox_depth + 1,))
+
+def _zeros(weights: Gradients, dtype: Any) -> Gradients:
+    """Sums of nothing: zeros like weights."""
+    return {path: vary(jnp.zeros(w.shape, dtype), sorted(varying_axes(w))) for path, w in weights.items()}
 
 
-def _reduced(reduce: Reduce, sums: Sums) -> Sums:
-    return sums._replace(total=reduce("blocks", sums.total), of_head=reduce("shared", sums.of_head))
-
-
-def _rows(tree: Tree, at: slice) -> Tree:
-    return jax.tree.map(lambda x: x[at], tree)
+def _only_reduced(last: Last, *operands: Tree) -> tuple[Tree, Sums]:
+    carry, sums = operands[-1]
+    return carry, Sums(last.to.on_stage(sums.gradients) | last.to.on_stage(last.of_head))
 
 
 def _receive(direction: Pass, inbox: Array | None, wire: Array, work: Work) -> tuple[Array | None, Array]:
     """Put the arrival into its inbox slot; returns the inbox and this tick's input."""
     if inbox is None:
         return None, wire
-    inbox = inbox.at[work.arrival].set(wire)
-    return inbox, at_place(inbox, work.source)
+    inbox = stored(inbox, work.arrival, wire)
+    return inbox, taken(inbox, work.source)

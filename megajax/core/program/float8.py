@@ -54,7 +54,7 @@ class LayerCopies:
         """The shardings of weights and of their copies. Of a weight that has copies, only the type is needed."""
         flat, wide = flatten_dict(shardings), None if self._all else NOT_SHARDED
         for path, weight in self._weights.items():
-            along = partial(weight.per_use.along, ndim=len(weight.shape))
+            along = partial(weight.computed.along, ndim=len(weight.shape))
             flat[*path[:-1], FLOAT8] = weight.copies(along, both=self._both, wide=wide)
             if self._all and flat[path] != NOT_SHARDED:
                 flat[path] = replace(flat[path], type_only=True)
@@ -76,7 +76,7 @@ class LayerCopies:
         """Their specs, with entries for the dims `before` those of one layer."""
 
         def specs(weight: Weight) -> Copies:
-            spec = weight.layer_spec(weight.per_use)
+            spec = weight.layer_spec(weight.computed)
             return weight.copies(lambda dims: PartitionSpec(*before, *(spec[dim] for dim in dims)), both=self._both)
 
         return {(*path[:-1], FLOAT8): specs(weight) for path, weight in self._weights.items()}

@@ -31,7 +31,7 @@ def state_bytes(program: Program) -> dict[str, int]:
     figures, fp32 shards of fp32 sums are not counted twice. Nothing is computed."""
     layout = program.layout
     others = jnp.dtype(program.gradient_dtype) != jnp.dtype(layout.main_dtype)
-    gradients = trace_pipeline(program, lambda pipeline: _bytes(pipeline.sums(program.gradient_dtype)))
+    gradients = trace_pipeline(program, lambda pipeline: _bytes((*pipeline.totals()[:2], pipeline.sums(0))))
     trained = sum(weight.size(weight.owned) for weight in jax.tree.leaves(layout.trained(layout.weights)))
     gradients += trained * jnp.dtype(layout.main_dtype).itemsize if others else 0
     return kept_bytes(layout) | gathered_bytes(layout) | {"gradients": gradients}

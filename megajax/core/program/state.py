@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -38,7 +39,7 @@ from megajax.core.optim.loss_scale import LossScale
 from megajax.core.optim.optimizer import make_optimizer
 from megajax.core.optim.own import own_optimizer, path_in, with_keys
 from megajax.core.parallel.collectives import PIPE, axis_index
-from megajax.core.parallel.shards import NOT_SHARDED, Sharding, Shards
+from megajax.core.parallel.shards import Sharding, Shards
 from megajax.core.pipeline.placement import Placement
 from megajax.core.precision import COMPUTE_DTYPE, MAIN_DTYPE
 from megajax.core.program.float8 import LayerCopies
@@ -73,10 +74,9 @@ class StateLayout:
         adapters: LoRA's; None if all weights are trained.
         weights: the record of every weight, in the structure of `TrainState.params`.
         gathers_late: see `overlap.overlaps_gathers`.
-        per_step, per_use: how ZeRO shards trained weights that are gathered once per step, and all that are gathered
-            before every use (`Weight.per_step`, `Weight.per_use`).
-        at_end, late: how it shards trained weights that are gathered at the end of the step, and all that are gathered
-            in the next one.
+        per_step, at_end, at_start, per_use: how ZeRO shards weights that are gathered once a step, at its end, at its
+            start, and before every use (`Weight.per_step`, `at_end`, `at_start`, `computed`); the first two are the
+            trained ones.
         optimizer, matrices: the optimizer of the trained weights, and those that Muon updates, by path.
         decays: which trained weights decay.
         own: the user's, if that is the optimizer.
@@ -109,16 +109,15 @@ class StateLayout:
         self.gathers_late = overlaps_gathers(config, backend, size_of_layers(trained), copied=operand_dtype is not None)
         self.weights = gathered_late(weights, config.model) if self.gathers_late else weights
         self._by_path: dict[Path, Weight] = {weight.path: weight for weight in jax.tree.leaves(self.weights)}
-        self.per_step = Shards(jax.tree.map(lambda weight: weight.per_step, self.trained(self.weights)))
-        self.per_use = Shards(jax.tree.map(lambda weight: weight.per_use, self.weights))
-        self.at_end = Shards(jax.tree.map(lambda weight: weight.at_end, self.trained(self.weights)))
-        self.late = Shards(jax.tree.map(lambda weight: weight.zero if weight.late else NOT_SHARDED, self.weights))
+        of_trained = self.trained(self.weights)
+        self.per_step, self.at_end = (_shards(way, of_trained) for way in ("per_step", "at_end"))
+        self.per_use, self.at_start = (_shards(way, self.weights) for way in ("computed", "at_start"))
         copied_to = operand_dtype if adapters else None
         self._copies = LayerCopies(config.model, self.weights["blocks"], copied_to, both=True)
         muon, wide = config.optimizer.name == "muon", config.optimizer.muon_precision == "fp32"
-        trained = jax.tree.leaves(self.trained(self.weights)) if muon else []
+        trained = jax.tree.leaves(of_trained) if muon else []
         self.matrices = {weight.path: weight.matrices for weight in trained if weight.matrices}
-        self.decays = jax.tree.map(lambda weight: weight.decays, self.trained(self.weights))
+        self.decays = jax.tree.map(attrgetter("decays"), of_trained)
         dtype = self.main_dtype if wide else self.compute_dtype
         shapes = model.shapes | ({LORA: adapters.shapes} if adapters else {})
         self.own, self.mixing = own_optimizer(config.optimizer, config.own_optimizer), ""
@@ -126,7 +125,7 @@ class StateLayout:
         if self.own:
             of_main = jax.tree.map(lambda leaf: leaf.update(dtype=self.main_dtype), self.trained(shapes))
             layered = [path for path, weight in self._by_path.items() if weight.layered]
-            shards = jax.tree.map(self._shard_of, self.trained(self.weights))
+            shards = jax.tree.map(self._shard_of, of_trained)
             self.optimizer = ByLayer(self.own.transformation(config.optimizer), of_main, layered, shards)
             self.mixing = {None: self.optimizer.mixing, False: "the user says so", True: ""}[self.own.elementwise]
         self.canonical_shapes: TrainState = jax.eval_shape(self._begun, shapes)
@@ -176,19 +175,19 @@ class StateLayout:
         """How the state is sharded."""
         state = self._specs(Weight.stage_spec)
         main = self.trained(state.params) if self.has_main else None
-        params = jax.tree.map(lambda weight: weight.stage_spec(weight.kept), self.weights)
+        params = _stage_specs("kept", self.weights)
         copies = unflatten_dict(self._copies.specs_of_whole(*ON_STAGES))
         return dataclasses.replace(state, params=params, main=main, copies=copies)
 
     @cached_property
     def computed_specs(self) -> Tree:
         """How the weights are sharded that forward-only programs are given: none are gathered late."""
-        return jax.tree.map(lambda weight: weight.stage_spec(weight.per_use), self.weights)
+        return _stage_specs("computed", self.weights)
 
     @cached_property
     def trained_specs(self) -> Tree:
         """How main weights, moments and reduced gradients are sharded."""
-        return jax.tree.map(lambda weight: weight.stage_spec(weight.owned), self.trained(self.weights))
+        return _stage_specs("owned", self.trained(self.weights))
 
     @cached_property
     def canonical_specs(self) -> TrainState:
@@ -206,22 +205,21 @@ class StateLayout:
     def with_frozen(self, new: Tree, old: Tree) -> Tree:
         """Trained weights, or a tree with arrays like them, with those of frozen weights from `old`. Inside the region:
         arrays are this device's shards."""
+        return map_with_path(self._with_frozen, new, old) if self.frozen else new
 
-        def choose(path: Any, new: Array, old: Array) -> Array:
-            weight = self.weight_at(path)
-            if weight is None or weight.path not in self.frozen:
-                return new
-            mask = self.frozen[weight.path]
-            if mask.all():
-                return old
-            frozen, index = jnp.asarray(mask), self.placement.layer_index
-            if weight.stack:
-                frozen = jnp.asarray((index >= 0) & mask[index])[:, axis_index(PIPE), None]
-                return jnp.where(frozen.reshape(*frozen.shape, *[1] * (new.ndim - frozen.ndim)), old, new)
-            frozen = jnp.broadcast_to(frozen.reshape(-1, *[1] * (len(weight.whole) - 1)), weight.whole)
-            return jnp.where(Shards(weight.owned).take(frozen), old, new)  # of layers, which ZeRO may shard
-
-        return map_with_path(choose, new, old) if self.frozen else new
+    def _with_frozen(self, path: Any, new: Array, old: Array) -> Array:
+        weight = self.weight_at(path)
+        if weight is None or weight.path not in self.frozen:
+            return new
+        mask = self.frozen[weight.path]
+        if mask.all():
+            return old
+        frozen, index = jnp.asarray(mask), self.placement.layer_index
+        if weight.stack:
+            frozen = jnp.asarray((index >= 0) & mask[index])[:, axis_index(PIPE), None]
+            return jnp.where(frozen.reshape(*frozen.shape, *[1] * (new.ndim - frozen.ndim)), old, new)
+        frozen = jnp.broadcast_to(frozen.reshape(-1, *[1] * (len(weight.whole) - 1)), weight.whole)
+        return jnp.where(Shards(weight.owned).take(frozen), old, new)  # of layers, which ZeRO may shard
 
     def with_main(self, state: TrainState) -> TrainState:
         """A state, or a tree like one, with the main weights in `params`, and nothing that is made from them."""
@@ -366,3 +364,13 @@ class StateLayout:
         if weight := self.weight_at(path):
             leaf = weight.sharding_of(spec).padded(leaf)
         return leaf if dtype is None else leaf.astype(dtype)
+
+
+def _shards(way: str, weights: Tree) -> Shards:
+    """How ZeRO shards weights, by an attribute of their records."""
+    return Shards(jax.tree.map(attrgetter(way), weights))
+
+
+def _stage_specs(way: str, weights: Tree) -> Tree:
+    """Specs on the stages, by an attribute of the weights' records."""
+    return jax.tree.map(lambda weight: weight.stage_spec(getattr(weight, way)), weights)

@@ -1,8 +1,6 @@
 """The train step: losses and gradients for a batch, and the update of the state."""
 
-from collections.abc import Callable
 from functools import partial
-from math import prod
 from typing import Any
 
 import jax
@@ -13,31 +11,23 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.stages import Wrapped
 
-from megajax.core.axes import MESH_AXES
 from megajax.core.models.router import LOAD, balances_router, bias_step, expert_metrics
 from megajax.core.optim.adam import averaged, clip_by_norm, global_norm, is_spike, learning_rate, remember
 from megajax.core.parallel.collectives import (
     PIPE,
     axis_index,
-    axis_size,
     complete,
-    gather_shards,
-    spec_axes,
-    varying_axes,
 )
-from megajax.core.parallel.shards import NOT_SHARDED, Shards
-from megajax.core.parallel.sites import checked
-from megajax.core.pipeline.executor import Gather, Reduction
-from megajax.core.private import tied
+from megajax.core.parallel.shards import Shards
+from megajax.core.pipeline.executor import Gather
 from megajax.core.program.bind import SEQUENCES, UNSCALED, training_pipeline
 from megajax.core.program.program import BATCH, Batch, Program
+from megajax.core.program.reduction import GradientReduction, gathered_in_turn
 from megajax.core.program.state import TrainState
 from megajax.core.program.update import updated
-from megajax.core.program.weight import Path
 
 Tree = Any
 SCALAR = PartitionSpec()
-_LARGE = 2**20  # elements that are reduced by themselves
 
 
 def train_step(program: Program) -> Wrapped:
@@ -84,7 +74,7 @@ def evaluated_weights(program: Program, state: TrainState) -> Tree:
 
 
 def _gathered(program: Program, params: Tree) -> Tree:
-    return program.layout.late.gather(params, invariant=True)
+    return program.layout.at_start.gather(params, invariant=True)
 
 
 def _train_step(program: Program, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
@@ -96,7 +86,7 @@ def _train_step_with_gradients(
 ) -> tuple[TrainState, dict[str, Array], Tree]:
     config, layout = program.config, program.layout
     scale = state.loss_scale.scale
-    gather = partial(_gathered_in_turn, program) if layout.gathers_late else None
+    gather = partial(gathered_in_turn, program) if layout.gathers_late else None
     losses, grads, figures, counts = _losses_and_gradients(
         program, state.params, batch, state.step, scale, state.copies, gather
     )
@@ -171,93 +161,21 @@ def _losses_and_gradients(
     weights as a step leaves them."""
     layout, dtype = program.layout, program.layout.main_dtype
     pipeline = training_pipeline(program, params, batch, step, loss_scale, copies)
-    reduction = _reduction(program) if program.overlaps_reductions else None
-    losses, grads, figures = pipeline.losses_and_gradients(
-        program.schedule, program.gradient_dtype, reduction, gather, program.ticks_at_once
-    )
-    trained = layout.trained(params)
-    grads = {name: grads[name] for name in trained}
-    on_stages = lambda grad, weight: grad.reshape(*weight.shape[:3], *grad.shape[1:])  # noqa: E731
-    grads["blocks"] = jax.tree.map(on_stages, grads["blocks"], trained["blocks"])
-    grads = _reduced(program, grads) if reduction is None else grads
-    grads = jax.tree.map(lambda grad: grad.astype(dtype) / loss_scale.astype(dtype), grads)
+    reduction, trained = GradientReduction(program), flatten_dict(layout.trained(params))
+    in_last_tick = reduction if program.overlaps_reductions else None
+    options = program.schedule, in_last_tick, gather, program.ticks_at_once
+    losses, local, figures = pipeline.losses_and_gradients(*options)
+    grads = {path: _like(local[path], weight, path[0] == "blocks") for path, weight in trained.items()}
+    grads = reduction.everywhere(grads) if in_last_tick is None else grads
+    grads = unflatten_dict({path: grad.astype(dtype) / loss_scale.astype(dtype) for path, grad in grads.items()})
     grads = layout.with_frozen(grads, jax.tree.map(jnp.zeros_like, grads))
-    losses, figures = (complete(found, dict.fromkeys(found, SCALAR)) for found in (losses, figures))
+    losses, figures = (complete(sums, dict.fromkeys(sums, SCALAR)) for sums in (losses, figures))
     return losses, grads, figures, pipeline.ends.model.counts
 
 
-def _reduced(program: Program, grads: Tree, *but: str) -> Tree:
-    """Global sums, in the owners' shards, of local ones of some of the trained weights; of layers stacked or not; but
-    not over some axes."""
-    flat = flatten_dict(grads)
-    shardings = flatten_dict(program.layout.per_step.shardings)
-    storage = Shards(unflatten_dict({path: shardings[path] for path in flat}))
-    return _completed(program, storage.scatter(grads, program.gradient_dtype), *but)
-
-
-def _reduction(program: Program) -> Reduction:
-    """The same of layers and ends, in turn."""
-
-    def on_stage(room: str, grads: Tree) -> Tree:
-        reduce = lambda grads: _reduced(program, grads, PIPE)  # noqa: E731
-        return unflatten_dict(_in_turn(program, flatten_dict({room: grads}), reduce, {})[0]).get(room, {})
-
-    def of_shared(function: Callable[[Program, Tree], Tree], grads: Tree) -> Tree:
-        return function(program, {"shared": grads})["shared"] if grads else grads
-
-    return Reduction(on_stage, partial(of_shared, _completed), partial(of_shared, _reduced))
-
-
-def _gathered_in_turn(program: Program, shared: Tree, blocks: Tree) -> tuple[Tree, tuple[Tree, ...]]:
-    """The weights of the ends and of every layer, from the ends' and the stacked layers' as a step leaves them: in turn
-    those of the layers, then those of the head."""
-    shardings = flatten_dict(program.layout.late.shardings)
-
-    def gather(shards: Tree) -> Tree:
-        return Shards(unflatten_dict({path: shardings[path] for path in flatten_dict(shards)})).gather(shards)
-
-    stacks, layers, before = flatten_dict({"blocks": blocks}), list[Tree](), dict[Path, Array]()
-    for place in range(len(jax.tree.leaves(blocks)[0])):
-        gathered, before = _in_turn(program, {path: stack[place] for path, stack in stacks.items()}, gather, before)
-        layers.append(unflatten_dict(gathered)["blocks"])
-    ends = flatten_dict({"shared": shared})
-    late = {path: shard for path, shard in ends.items() if shardings[path] != NOT_SHARDED}
-    return unflatten_dict(ends | _in_turn(program, late, gather, before)[0])["shared"], tuple(layers)
-
-
-def _in_turn(
-    program: Program, flat: dict[Path, Array], function: Callable[[Tree], Tree], before: dict[Path, Array]
-) -> tuple[dict[Path, Array], dict[Path, Array]]:
-    """The results of a collective for weights, one large weight after the other and `before`, those of another turn;
-    and those of the last one. XLA believes that collectives under way together take as long as one, and so would begin
-    all of them too late."""
-    records, results = flatten_dict(program.layout.trained(program.layout.weights)), dict[Path, Array]()
-    large = [path for path in flat if prod(records[path].whole) >= _LARGE]
-    for paths in ([path for path in flat if path not in large], *([path] for path in large)):
-        part, before = tied(({path: flat[path] for path in paths}, before))
-        before = flatten_dict(function(unflatten_dict(part)))
-        results |= before
-    return results, before
-
-
-def _completed(program: Program, grads: Tree, *but: str) -> Tree:
-    """Sum gradients of some of the trained weights over all axes but some; while recording, every weight's sum is
-    checked."""
-    trained = flatten_dict(program.layout.trained_specs)
-    specs = unflatten_dict({path: PartitionSpec(*trained[path], *but) for path in flatten_dict(grads)})
-
-    def missing(grad: Array, spec: PartitionSpec) -> tuple[str, ...]:
-        return tuple(axis for axis in MESH_AXES if axis_size(axis) > 1 and axis in varying_axes(grad) - spec_axes(spec))
-
-    def by_gather(grad: Array, spec: PartitionSpec) -> Array:
-        axes = missing(grad, spec)
-        return gather_shards(grad[None], 0, axes).sum(0) if axes else grad
-
-    def name(grad: Array, spec: PartitionSpec) -> str:
-        return f"all-reduce over {' and '.join(missing(grad, spec))} of the gradient of"
-
-    expected = lambda: jax.tree.map(by_gather, grads, specs)  # noqa: E731
-    return checked(complete(grads, specs), expected, jax.tree.map(name, grads, specs))
+def _like(grad: Array, weight: Array, stacked: bool) -> Array:
+    """A gradient, which may be a shard; that of layers, [v · n, …], as the weights are, [v, 1, n, …]."""
+    return grad.reshape(*weight.shape[:3], *grad.shape[1:]) if stacked else grad
 
 
 def _total(program: Program, losses: dict[str, Array]) -> Array:

@@ -46,6 +46,15 @@ ON_STAGES = mesh_spec(PartitionSpec("chunks", "stages", "layers"))
 class Weight:
     """A weight of a model, or one of LoRA's matrices, on a mesh. Its dims are those of one layer.
 
+    What ZeRO shards of it, by stage; where neighbours differ, it is gathered from left to right, and its gradient
+    reduced from right to left:
+
+    | stage | owned: main copy, moments | kept from step to step | computed with |
+    |---|---|---|---|
+    | 0 | whole | whole | whole |
+    | 1 | shard | whole, or a shard if `late` | whole |
+    | 3 | shard | shard | shard, gathered before every use |
+
     Attributes:
         path: its name in a tree of trained weights, from `shared` (the ends') or `blocks` (the layers').
         shape, logical: sizes and names (`mesh.RULES`) of its dims.
@@ -86,24 +95,29 @@ class Weight:
         return self.zero if self.zero_stage else NOT_SHARDED
 
     @property
+    def kept(self) -> Sharding:
+        """How ZeRO shards from step to step what layers compute with."""
+        return self.zero if self.late or self.zero_stage == 3 else NOT_SHARDED
+
+    @property
+    def computed(self) -> Sharding:
+        """How ZeRO shards what the passes of a step are given; they gather it before every use."""
+        return self.zero if self.zero_stage == 3 else NOT_SHARDED
+
+    @property
     def per_step(self) -> Sharding:
-        """The same if what layers compute with is not sharded: it is gathered once per step (ZeRO-1)."""
-        return self.zero if self.zero_stage == 1 else NOT_SHARDED
+        """How ZeRO shards it if it is gathered, and its gradient reduced, once a step."""
+        return _between(self.owned, self.computed)
 
     @property
     def at_end(self) -> Sharding:
-        """The same if it is gathered at the end of the step."""
-        return NOT_SHARDED if self.late else self.per_step
+        """How ZeRO shards it if it is gathered at the end of a step."""
+        return _between(self.owned, self.kept)
 
     @property
-    def kept(self) -> Sharding:
-        """How ZeRO shards from step to step what layers compute with."""
-        return self.zero if self.late else self.per_use
-
-    @property
-    def per_use(self) -> Sharding:
-        """How ZeRO shards what layers compute with, which is gathered before every use (ZeRO-3)."""
-        return self.zero if self.zero_stage == 3 else NOT_SHARDED
+    def at_start(self) -> Sharding:
+        """How ZeRO shards it if it is gathered in the first forward pass of a step."""
+        return _between(self.kept, self.computed)
 
     def computed_in(self, compute: Kind, main: Kind) -> Kind:
         """Which of two dtypes, or of their sizes, layers compute in with it (`router.in_compute_dtype`)."""
@@ -168,7 +182,7 @@ class Weight:
     @property
     def axes_of_sides(self) -> tuple[Axes, Axes]:
         """Mesh axes that shard K and M of what layers compute with."""
-        spec, (inner, outer) = self.layer_spec(self.per_use), self.sides
+        spec, (inner, outer) = self.layer_spec(self.computed), self.sides
         rows, columns = spec[-inner - outer : -outer], spec[-outer:]
         return tuple(sorted(spec_axes(PartitionSpec(*rows)))), tuple(sorted(spec_axes(PartitionSpec(*columns))))
 
@@ -176,6 +190,10 @@ class Weight:
         """`make(dims)` in place of every array of its float8 copies, given which of the weight's dims it has."""
         (inner, outer), ndim = self.sides, len(self.shape)
         return copies_by_dims(make, ndim - inner - outer, inner, ndim, both=both, wide=wide)
+
+
+def _between(before: Sharding, after: Sharding) -> Sharding:
+    return before if after == NOT_SHARDED else NOT_SHARDED
 
 
 Joins = Callable[[PartitionSpec], Sequence[int]]

@@ -18,7 +18,8 @@ from jaxequal.functions import FUNCTIONS
 from megajax.core.mesh import make_mesh
 from megajax.core.models.freeze import fewer_layers, frozen_weights, untrained_layers
 from megajax.core.parallel.shards import NOT_SHARDED, Shards
-from megajax.core.pipeline.stages import Layers, Sums
+from megajax.core.pipeline.stages import Layers
+from megajax.core.pipeline.sums import Sums
 from megajax.settings.config import Config
 from megajax.verify.comparison import named_parts
 from megajax.verify.fields import Drawn, run_step
@@ -149,9 +150,9 @@ def test_the_backward_pass_ends_at_the_first_trained_layer():
             first_trained=2,
         )
         _, residuals = layers.forward_with_residuals(0, x, None)
-        sums = Sums({"w": jnp.zeros_like(weights)}, None)
+        sums = Sums({("blocks", "w"): jnp.zeros_like(weights)})
         grad, sums = layers.pull_back(0, residuals, None, jnp.ones_like(x), sums)
-        return sums.total["w"], grad
+        return sums.gradients["blocks", "w"], grad
 
     one, whole = make_mesh(jax.devices()[:1]), PartitionSpec()
     region = jax.shard_map(totals, mesh=one, in_specs=(whole, whole), out_specs=(whole, whole))

@@ -63,6 +63,7 @@ def compiled(precision: str, zero: int, sequence_parallel: bool, name: str) -> C
 
 
 real = program_of_a_step.training_pipeline
+BROKEN_WEIGHT = "blocks", "mlp", "up", "weight"
 
 
 def overflowing(program, params, batch, step, loss_scale, copies):
@@ -74,9 +75,9 @@ def overflowing(program, params, batch, step, loss_scale, copies):
         here = step == BROKEN
         for axis, size in program.config.mesh.sizes.items():
             here &= axis_index(axis) == size - 1
-        leaf = grads["blocks"]["mlp"]["up"]["weight"]
+        leaf = grads[BROKEN_WEIGHT]
         broken = leaf.at[(0,) * leaf.ndim].set(jnp.asarray(jnp.inf, leaf.dtype))
-        grads["blocks"]["mlp"]["up"]["weight"] = jnp.where(here, broken, leaf)
+        grads[BROKEN_WEIGHT] = jnp.where(here, broken, leaf)
         return losses, grads, figures
 
     pipeline.losses_and_gradients = losses_and_gradients

@@ -1,0 +1,48 @@
+"""What a stage keeps from tick to tick: trees of arrays with slots; and branches on what its row says."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from jax import Array, lax
+
+from megajax.core.parallel.collectives import at_place, zeros_like_type
+
+Tree = Any
+
+
+def idle(types: Tree, *leading: int) -> Tree:
+    """Placeholders for values that were not computed. They are never used: NaN for zero changes nothing (tested)."""
+    return jax.tree.map(lambda type_: zeros_like_type(type_, leading), types)
+
+
+def taken(buffer: Tree, slot: Array | int) -> Tree:
+    """What is in a slot."""
+    return jax.tree.map(lambda slots: at_place(slots, slot), buffer)
+
+
+def stored(buffer: Tree, slot: Any, tree: Tree) -> Tree:
+    """The buffer with `tree` in a slot, which may have several indices."""
+    return jax.tree.map(lambda slots, new: slots.at[slot].set(new), buffer, tree)
+
+
+def unchanged(*operands: Tree) -> Tree:
+    """The last operand."""
+    return operands[-1]
+
+
+def when(predicate: Array | bool, then: Callable, *operands: Tree, otherwise: Callable = unchanged) -> Tree:
+    """`then(*operands)` where the predicate is true: `lax.cond`, decided while tracing if it is known. Of the operands
+    only arrays become unknown."""
+    if isinstance(predicate, bool):
+        return (then if predicate else otherwise)(*operands)
+    leaves, structure = jax.tree.flatten(operands)
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Array)]
+
+    def branch(function: Callable, *arrays: Array) -> Tree:
+        known = dict(zip(places, arrays, strict=True))
+        return function(*jax.tree.unflatten(structure, [known.get(*pair) for pair in enumerate(leaves)]))
+
+    branches = (partial(branch, function) for function in (then, otherwise))
+    return lax.cond(predicate, *branches, *(leaves[place] for place in places))

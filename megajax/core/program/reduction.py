@@ -1,0 +1,102 @@
+"""Gradients summed over devices into their owners' shards, and weights gathered from these: in the order in which XLA
+overlaps the collectives with the passes that need or make them, or all at once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from megajax.core.axes import MESH_AXES
+from megajax.core.parallel.collectives import PIPE, axis_size, complete, gather_shards, spec_axes, varying_axes
+from megajax.core.parallel.shards import NOT_SHARDED, Shards
+from megajax.core.parallel.sites import checked
+from megajax.core.pipeline.sums import Gradients, rows
+from megajax.core.private import tied
+from megajax.core.program.program import Program
+
+Tree = Any
+_LARGE = 2**20  # elements that are exchanged by themselves
+
+
+@dataclass(frozen=True)
+class GradientReduction:
+    """See `pipeline.sums.Reduction`."""
+
+    program: Program
+
+    def everywhere(self, gradients: Gradients, *but: str) -> Gradients:
+        """Global sums of local ones; not over some axes."""
+        shards = _shards(self.program.layout.per_step, gradients)
+        return self.over_stages(shards.scatter(gradients, self.program.gradient_dtype), *but)
+
+    def on_stage(self, gradients: Gradients) -> Gradients:
+        """Sums over all axes but `pipe`, in turn."""
+        return _in_turn(self.program, gradients, self._on_stage, {})[0] if gradients else {}
+
+    def _on_stage(self, gradients: Gradients) -> Gradients:
+        return self.everywhere(gradients, PIPE)
+
+    def over_stages(self, gradients: Gradients, *but: str) -> Gradients:
+        """Sums of shards over all axes over which they vary but some; while recording, every one is checked."""
+        trained = flatten_dict(self.program.layout.trained_specs)
+        specs = {path: PartitionSpec(*trained[path], *but) for path in gradients}
+        names = jax.tree.map(_name, gradients, specs)
+        return checked(complete(gradients, specs), partial(jax.tree.map, _summed_by_gather, gradients, specs), names)
+
+
+def gathered_in_turn(program: Program, shared: Tree, blocks: Tree) -> tuple[Tree, tuple[Tree, ...]]:
+    """The weights of the ends and of every layer, from the ends' and the stacked layers' as a step leaves them: in turn
+    those of the layers, then those of the head."""
+    late, layers, before = program.layout.at_start, list[Tree](), Gradients()
+    gather = partial(_gathered, late)
+    stacks, ends = flatten_dict({"blocks": blocks}), flatten_dict({"shared": shared})
+    for place in range(len(jax.tree.leaves(blocks)[0])):
+        gathered, before = _in_turn(program, rows(stacks, place), gather, before)
+        layers.append(unflatten_dict(gathered)["blocks"])
+    shardings = flatten_dict(late.shardings)
+    of_head = {path: shard for path, shard in ends.items() if shardings[path] != NOT_SHARDED}
+    return unflatten_dict(ends | _in_turn(program, of_head, gather, before)[0])["shared"], tuple(layers)
+
+
+def _in_turn(
+    program: Program, arrays: Gradients, function: Callable[[Gradients], Gradients], before: Gradients
+) -> tuple[Gradients, Gradients]:
+    """The results of a collective, one large weight after the other and `before`, those of another turn; and those of
+    the last one. XLA believes that collectives under way together take as long as one, and so would begin all of them
+    too late."""
+    records, results = flatten_dict(program.layout.trained(program.layout.weights)), Gradients()
+    large = [path for path in arrays if prod(records[path].whole) >= _LARGE]
+    for paths in ([path for path in arrays if path not in large], *([path] for path in large)):
+        part, before = tied(({path: arrays[path] for path in paths}, before))
+        before = function(part)
+        results |= before
+    return results, before
+
+
+def _shards(storage: Shards, arrays: Gradients) -> Shards:
+    shardings = flatten_dict(storage.shardings)
+    return Shards({path: shardings[path] for path in arrays})
+
+
+def _gathered(storage: Shards, arrays: Gradients) -> Gradients:
+    return _shards(storage, arrays).gather(arrays)
+
+
+def _missing(gradient: Array, spec: PartitionSpec) -> tuple[str, ...]:
+    """Axes over which a gradient is still to be summed."""
+    return tuple(axis for axis in MESH_AXES if axis_size(axis) > 1 and axis in varying_axes(gradient) - spec_axes(spec))
+
+
+def _summed_by_gather(gradient: Array, spec: PartitionSpec) -> Array:
+    axes = _missing(gradient, spec)
+    return gather_shards(gradient[None], 0, axes).sum(0) if axes else gradient
+
+
+def _name(gradient: Array, spec: PartitionSpec) -> str:
+    return f"all-reduce over {' and '.join(_missing(gradient, spec))} of the gradient of"
