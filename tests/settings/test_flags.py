@@ -138,8 +138,8 @@ def test_other_systems_names_are_answered_with_options() -> None:
 @pytest.mark.parametrize("key", REMOVED)
 def test_removed_options(key: str, tmp_path: Path) -> None:
     """A stored run or preset with what it is fixed to goes on; anything else is refused by name."""
-    fixed, section, name = REMOVED[key].fixed, *key.rpartition(".")[::2]
-    is_now = f"megajax removed it, and it is always {fixed!r}"
+    fixed, instead, section, name = REMOVED[key].fixed, REMOVED[key].instead, *key.rpartition(".")[::2]
+    is_now = f"megajax removed it, and it is always {fixed!r}" + f"; valid: {instead}" * bool(instead)
     flag = "--" + key.replace("_", "-")
     assert key not in options(Config) and fails("demo", flag, "3") == f"{flag}: unknown flag; {is_now}"
     preset = tmp_path / "mine.toml"
