@@ -1,7 +1,9 @@
 """Links, quoted errors and examples of the pages."""
 
 import ast
+import importlib
 import json
+import operator
 import pkgutil
 import re
 import subprocess
@@ -164,6 +166,17 @@ def test_every_variable_of_the_environment_is_described() -> None:
     known = r"(?:XLA|JAX|XDG|SLURM|OMPI|KUBERNETES|JOB|WANDB|MLFLOW|CUDA)_[A-Z_]+"
     named = {text for text in _texts() if re.fullmatch(known, text)}
     assert len(named) > 10 and not [name for name in named if f"`{name}`" not in page]
+
+
+def test_the_walks_name_functions() -> None:
+    """Of architecture.md: every function is in its file."""
+    walks = (ROOT / "docs" / "architecture.md").read_text().partition("## Five walks")[2].partition("\n## ")[0]
+    steps = re.findall(r"`([\w/]+\.py)`((?:,? `[\w.]+`)+)", re.sub(r" \([^()]*\)", "", walks))
+    assert len(steps) > 40
+    for file, names in steps:
+        module = importlib.import_module("megajax." + file.removesuffix(".py").replace("/", "."))
+        for name in re.findall(r"`([\w.]+)`", names):
+            assert callable(operator.attrgetter(name)(module)), (file, name)
 
 
 def test_sizes_of_the_code() -> None:
