@@ -63,7 +63,9 @@ class TensorFiles:
             file = safe_open(path, framework="np")
         except (OSError, SafetensorError) as error:
             reason = error.strerror or error if isinstance(error, OSError) else error
-            raise Damaged(path, f"cannot be read as safetensors: {reason}", "a complete safetensors file") from None
+            raise Damaged(
+                path, f"damaged, or not a safetensors file: {reason}", "a complete safetensors file"
+            ) from None
         for stored in file.keys():  # noqa: SIM118  # not a dict
             name = ".".join(part for part in stored.split(".") if part not in _WRAPPERS)
             if name in self._files:
