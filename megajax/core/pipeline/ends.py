@@ -32,14 +32,14 @@ class Microbatch(NamedTuple):
     context: Tree
 
 
-class Totals(NamedTuple):
+class HeadTotals(NamedTuple):
     """What the head adds up."""
 
     losses: dict[str, Array]
     sums: Sums  # of both ends
     figures: Figures  # of all layers, of which the head may have some
 
-    def counting(self, figures: Figures) -> "Totals":
+    def counting(self, figures: Figures) -> "HeadTotals":
         """With figures of layers."""
         return self._replace(figures=self.figures | {name: self.figures[name] + x for name, x in figures.items()})
 
@@ -96,7 +96,9 @@ class EmbeddingAndHead:
     def _embed(self, microbatch: Number, _: Array) -> Array:
         return self.embedded(microbatch)
 
-    def head(self, row: Row, output: Tree, slot: Number | None, grad_in: Array, totals: Totals) -> tuple[Array, Totals]:
+    def head(
+        self, row: Row, output: Tree, slot: Number | None, grad_in: Array, totals: HeadTotals
+    ) -> tuple[Array, HeadTotals]:
         """Gradient of the output of the row's backward: the one received, or the head's gradient for `output`, or for
         what it has in a slot."""
         runs, microbatch = self._where(row.head, row.backward)
@@ -104,8 +106,8 @@ class EmbeddingAndHead:
         return jnp.where(row.head.here, grad, grad_in) if self.vocabulary_split else grad, totals
 
     def _head(
-        self, here: Predicate, microbatch: Number, output: Tree, slot: Number | None, carry: tuple[Array, Totals]
-    ) -> tuple[Array, Totals]:
+        self, here: Predicate, microbatch: Number, output: Tree, slot: Number | None, carry: tuple[Array, HeadTotals]
+    ) -> tuple[Array, HeadTotals]:
         totals = carry[1]
         own, y = self.take(microbatch), self.broadcast(output if slot is None else taken(output, slot), here)
         weights = self.weights()
@@ -118,10 +120,10 @@ class EmbeddingAndHead:
         if self.vocabulary_split:  # all stages have computed them
             figures = {name: jnp.where(here, x, jnp.zeros_like(x)) for name, x in figures.items()}
         added = {name: sum_ + losses[name].astype(sum_.dtype) for name, sum_ in totals.losses.items()}
-        return vary(grad, (PIPE,)), Totals(added, self._add(totals.sums, grads), totals.figures).counting(figures)
+        return vary(grad, (PIPE,)), HeadTotals(added, self._add(totals.sums, grads), totals.figures).counting(figures)
 
-    def apart(self, totals: Totals) -> tuple[Totals, Gradients]:
-        """Totals without the gradients of weights that only the head uses; and these, which are complete when the last
+    def apart(self, totals: HeadTotals) -> tuple[HeadTotals, Gradients]:
+        """HeadTotals without the gradients of weights that only the head uses; and these, which are complete when the last
         head has run."""
         gradients = totals.sums.gradients
         of_head = {path: sum_ for path, sum_ in gradients.items() if path[1] in self.of_head}

@@ -27,7 +27,7 @@ from megajax.core.parallel.collectives import (
     varying_axes,
 )
 from megajax.core.pipeline.buffers import idle, stored, taken, when
-from megajax.core.pipeline.ends import EmbeddingAndHead, Totals
+from megajax.core.pipeline.ends import EmbeddingAndHead, HeadTotals
 from megajax.core.pipeline.model import Batch, Figures
 from megajax.core.pipeline.rows import Predicate, Row, Turns, Work, rows_of
 from megajax.core.pipeline.stages import Layers, stacked
@@ -57,7 +57,7 @@ class Carry(NamedTuple):
     x_inbox: Array | None
     grad_inbox: Array | None
     saved: Tree
-    totals: Totals
+    totals: HeadTotals
     sums: Sums
 
 
@@ -185,8 +185,8 @@ class Pipeline:
         return idle(self.x_type), saved, self.no_figures()
 
     def _head(
-        self, schedule: Schedule, row: Row, y: Array, saved: Tree, grad_in: Array, totals: Totals
-    ) -> tuple[Array, Totals]:
+        self, schedule: Schedule, row: Row, y: Array, saved: Tree, grad_in: Array, totals: HeadTotals
+    ) -> tuple[Array, HeadTotals]:
         if schedule.turns_at_once:
             return self.ends.head(row, y, None, grad_in, totals)
         return self.ends.head(row, saved["output"], row.backward.slot, grad_in, totals)
@@ -256,12 +256,12 @@ class Pipeline:
         saved = None if schedule.fused else self.buffer(schedule.num_slots, not schedule.turns_at_once)
         return Carry(x, x, *inboxes, saved, self.totals(), self.sums(schedule.num_factor_slots))
 
-    def totals(self) -> Totals:
+    def totals(self) -> HeadTotals:
         """Zeros for what the head adds up."""
         dtype = self.layers.gradient_dtype
         loss = vary(jnp.zeros((), at_least_fp32(dtype)), self.ends.axes)
         losses = dict.fromkeys(self.ends.coefficients, loss)
-        return Totals(losses, Sums(_zeros(self.ends.trained(), dtype)), self.no_figures())
+        return HeadTotals(losses, Sums(_zeros(self.ends.trained(), dtype)), self.no_figures())
 
     def sums(self, num_factor_slots: int) -> Sums:
         """Zeros for the gradients of the layers, with a buffer of factors if there are slots."""
