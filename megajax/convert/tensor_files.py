@@ -62,10 +62,9 @@ class TensorFiles:
             reading.open_file(path).close()
             file = safe_open(path, framework="np")
         except (OSError, SafetensorError) as error:
-            reason = error.strerror or error if isinstance(error, OSError) else error
-            raise Damaged(
-                path, f"damaged, or not a safetensors file: {reason}", "a complete safetensors file"
-            ) from None
+            of_system = isinstance(error, OSError) and error.strerror
+            why = of_system or f"damaged, or not a safetensors file: {error}"
+            raise Damaged(path, why, "a complete safetensors file") from None
         for stored in file.keys():  # noqa: SIM118  # not a dict
             name = ".".join(part for part in stored.split(".") if part not in _WRAPPERS)
             if name in self._files:

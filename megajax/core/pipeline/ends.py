@@ -123,7 +123,7 @@ class EmbeddingAndHead:
         return vary(grad, (PIPE,)), HeadTotals(added, self._add(totals.sums, grads), totals.figures).counting(figures)
 
     def apart(self, totals: HeadTotals) -> tuple[HeadTotals, Gradients]:
-        """HeadTotals without the gradients of weights that only the head uses; and these, which are complete when the last
+        """Totals without the gradients of weights that only the head uses; and these, which are complete when the last
         head has run."""
         gradients = totals.sums.gradients
         of_head = {path: sum_ for path, sum_ in gradients.items() if path[1] in self.of_head}
