@@ -145,30 +145,17 @@ INTERLEAVED = {"pipeline.schedule": "interleaved"}
         ({"mesh.data": -1}, "--mesh.data -1; valid: 1 to 100000"),
         ({"optimizer.learning_rate": 0}, "--optimizer.learning-rate 0.0; valid: more than 0"),
         ({"model.dropout": 1}, "--model.dropout 1.0; valid: 0 or more and less than 1"),
-        (
-            {"data.validation_fraction": 0},
-            "--data.validation-fraction 0 with --train.eval-every 25; valid: more than 0, or --train.eval-every 0",
-        ),
-        (
-            {"train.eval_every": 0, "checkpoint.keep_best": 1},
-            "--checkpoint.keep-best with --train.eval-every 0; valid: 1 or more steps",
-        ),
+        ({"data.validation_fraction": 0}, "--data.validation-fraction 0 with --train.eval-every 25; valid: more than"),
+        ({"train.eval_every": 0, "checkpoint.keep_best": 1}, "keep-best with --train.eval-every 0; valid"),
         ({"sample.temperature": -1}, "--sample.temperature -1.0; valid: 0 to 1000000000"),
         ({"seed": -1}, "--seed -1; valid: 0 to 2147483647"),
         ({"model.hidden_size": 190}, "--model.hidden-size 190 is not divisible by --model.num-heads 8; valid:"),
-        (
-            {"optimizer.warmup_steps": 101},
-            "--optimizer.decay-steps 100, which includes the warm-up; valid: at most 100",
-        ),
+        ({"optimizer.warmup_steps": 101}, "which includes the warm-up; valid: at most 100"),
         ({"optimizer.min_learning_rate": 1}, "--optimizer.min-learning-rate 1.0 is above --optimizer.learning-rate"),
         ({"optimizer.cooldown_steps": 9}, "9 with --optimizer.schedule cosine; valid: --optimizer.schedule wsd, or 0"),
         (WSD, "--optimizer.cooldown-steps 0 with --optimizer.schedule wsd, which ends at --optimizer.decay-steps 100"),
         (WSD | {"optimizer.cooldown_steps": 61}, "after 40 steps of warm-up; valid: 1 to 60"),
-        (
-            {"optimizer.muon_steps": 6},
-            "--optimizer.muon-steps 6 with --optimizer.name adamw; valid: --optimizer.name muon, or "
-            "--optimizer.muon-steps 5",
-        ),
+        ({"optimizer.muon_steps": 6}, "valid: --optimizer.name muon, or --optimizer.muon-steps 5"),
         ({"train.ramp_start": 2}, "and --train.ramp-samples missing; valid: all of --train.ramp-start,"),
         (RAMP | {"train.ramp_start": 8}, "8 with --train.global-batch 8, to which it grows; valid: 1"),
         (RAMP | {"train.ramp_increment": 4}, "not lead from --train.ramp-start 2 to --train.global-batch 8; valid"),
@@ -208,29 +195,19 @@ def test_the_mesh_must_have_the_size_of_the_devices() -> None:
     ("overrides", "words"),
     [
         ({"mesh.tensor": 3}, "--mesh.tensor 3 does not divide --model.num-heads 8; valid: 1, 2, 4, 8"),
-        (
-            {"mesh.data": 8, "optimizer.zero_ranks": 3},
-            "--optimizer.zero-ranks 3 does not divide --mesh.data 8; valid: 1, 2, 4, 8, or 0: all of them",
-        ),
+        ({"mesh.data": 8, "optimizer.zero_ranks": 3}, "zero-ranks 3 does not divide --mesh.data 8; valid: 1, 2, 4, 8"),
         (
             {"mesh.tensor": 8, "model.vocab_size": 4094, "model.vocab_multiple": 1},
             "--mesh.tensor 8 does not divide the padded vocabulary of 4094 (see --model.vocab-multiple); valid: 1, 2",
         ),
-        (
-            {"mesh.tensor": 3, "model.num_heads": 6, "model.hidden_size": 192},
-            "(see --model.vocab-multiple); valid: 1, 2; or in a new run --model.vocab-multiple 3072",
-        ),
+        ({"mesh.tensor": 3, "model.num_heads": 6, "model.hidden_size": 192}, "new run --model.vocab-multiple 3072"),
         ({"mesh.data": 3}, "--train.global-batch 8 is not divisible by --mesh.data 3 x --train.microbatch 1; valid:"),
         (
             {"sequence_parallel": True, "mesh.tensor": 8, "model.sequence_length": 252},
             "--sequence-parallel: --mesh.tensor 8 does not divide --model.sequence-length 252; valid:",
         ),
         ({"train.microbatch": 3}, "--train.microbatch 3; valid: a multiple of 3, or --train.microbatch 2"),
-        (
-            RAMP | {"mesh.data": 2, "train.microbatch": 2},
-            "--train.ramp-start 2 with --train.ramp-increment 2 has steps of 2 sequences, not divisible by --mesh.data "
-            "2 x --train.microbatch 2; valid: multiples of 4",
-        ),
+        (RAMP | {"mesh.data": 2, "train.microbatch": 2}, "2 x --train.microbatch 2; valid: multiples of 4"),
         (RAMP | {"mesh.data": 4, "train.ramp_start": 4}, "has steps of 6 sequences, not divisible by --mesh.data 4"),
         (INTERLEAVED, "--pipeline.schedule interleaved with --mesh.pipe 1; valid: --mesh.pipe 2 or more, or"),
         (INTERLEAVED | {"mesh.pipe": 2}, "--pipeline.chunks 1 with --pipeline.schedule interleaved; valid: 2 to 4"),
@@ -239,11 +216,7 @@ def test_the_mesh_must_have_the_size_of_the_devices() -> None:
         ({"mesh.pipe": 9}, "9 with --model.num-layers 8, which leaves a stage without a layer; valid: 1 to 8"),
         ({"pipeline.chunks": 2}, "--pipeline.chunks 2 with --pipeline.schedule 1f1b; valid: 1, or --pipeline.schedule"),
         ({"mesh.pipe": 2, "pipeline.schedule": "gpipe", "pipeline.chunks": 3}, "--pipeline.chunks 3 with --pipeline"),
-        (
-            {"mesh.pipe": 2, "pipeline.layers": "4,3,1"},
-            "--pipeline.layers 4,3,1: 3 numbers with the sum 8, with --mesh.pipe 2 and --model.num-layers 8; valid: "
-            "even, auto, or 2 with the sum 8",
-        ),
+        ({"mesh.pipe": 2, "pipeline.layers": "4,3,1"}, "4,3,1: 3 numbers with the sum 8, with --mesh.pipe 2 and"),
         (INTERLEAVED | {"mesh.pipe": 2, "pipeline.chunks": 2, "pipeline.layers": "2,2,2,3"}, "or 4 with the sum 8"),
         ({"mesh.pipe": 9, "pipeline.layers": "auto"}, "which leaves a stage without a layer; valid: 1 to 8"),
         ({"mesh.pipe": 3, "pipeline.vocabulary": "split"}, "--mesh.tensor 1 does not divide the padded vocabulary of"),

@@ -139,9 +139,7 @@ def test_both_forms_are_read(tmp_path):
         "1 records with an empty completion",
         "1 records without a message of the assistant",
     ]
-    with pytest.raises(
-        UserError, match=r"a.jsonl:4: records with an empty completion, skipped; valid: text, or --no-ta"
-    ):
+    with pytest.raises(UserError, match=r"a.jsonl:4: records with an empty completion, skipped; valid: text, or"):
         read("instructions", write(tmp_path, *lines), strict=True)
 
 
@@ -223,13 +221,8 @@ def test_bad_records_are_one_line(tmp_path, line, message):
 
 
 def test_refused_messages(saved):
-    with pytest.raises(
-        UserError,
-        match=r"^f:2: these records have messages, but the tokenizer has no chat template; valid: prompt and c",
-    ):
+    with pytest.raises(UserError, match=r"^f:2: these records have messages, but the tokenizer has no chat template;"):
         rows([chat()])
-    with pytest.raises(
-        UserError, match=r"^f:2: the chat template of the tokenizer cannot render it: Conversation roles "
-    ):
+    with pytest.raises(UserError, match=r"^f:2: the chat template of the tokenizer cannot render it: Conversation"):
         rows([chat(TURNS[0], TURNS[0], TURNS[1])], saved["mistral"])
     assert "role" in LLAMA3 and len(rows([chat(TURNS[0], TURNS[0], TURNS[1])], saved["llama3"])) == 1

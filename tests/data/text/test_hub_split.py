@@ -125,9 +125,7 @@ def test_a_tokenizer_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_tokenizer_that_the_hub_does_not_give(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"--tokenizer.path: no/such is not a folder, and it cannot be read from the .* hub"
-    ):
+    with pytest.raises(UserError, match=r"--tokenizer.path: no/such is not a folder, and it cannot be read from the"):
         named_tokenizer("no/such")
     (tmp_path / "cache" / "models--em--pty" / "snapshots" / "0").mkdir(parents=True)
     (tmp_path / "cache" / "models--em--pty" / "refs").mkdir()
