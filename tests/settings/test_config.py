@@ -202,10 +202,7 @@ def test_the_mesh_must_have_the_size_of_the_devices() -> None:
         ),
         ({"mesh.tensor": 3, "model.num_heads": 6, "model.hidden_size": 192}, "new run --model.vocab-multiple 3072"),
         ({"mesh.data": 3}, "--train.global-batch 8 is not divisible by --mesh.data 3 x --train.microbatch 1; valid:"),
-        (
-            {"sequence_parallel": True, "mesh.tensor": 8, "model.sequence_length": 252},
-            "--sequence-parallel: --mesh.tensor 8 does not divide --model.sequence-length 252; valid:",
-        ),
+        ({"sequence_parallel": True, "mesh.tensor": 8, "model.sequence_length": 252}, "--sequence-parallel: "),
         ({"train.microbatch": 3}, "--train.microbatch 3; valid: a multiple of 3, or --train.microbatch 2"),
         (RAMP | {"mesh.data": 2, "train.microbatch": 2}, "2 x --train.microbatch 2; valid: multiples of 4"),
         (RAMP | {"mesh.data": 4, "train.ramp_start": 4}, "has steps of 6 sequences, not divisible by --mesh.data 4"),
