@@ -27,37 +27,26 @@ def mesh_of(per_process: list[int], **sizes: int) -> Mesh:
     return make_mesh([Device(number, owner) for number, owner in enumerate(owners)], **sizes)
 
 
-def warning(mends: str, axes: str = "tensor") -> str:
-    where = "communicate in every layer, here over the network between hosts; to keep each on one"
-    return f"warning: {axes} groups {where}: {mends}"
-
-
 def test_what_a_run_says():
-    four = [4] * 4
+    four, two, one = [4] * 4, [0, 0, 2, 2], [0, 1, 2, 3]
+    mixed, shards = mesh_of(four, tensor=4, context=2, expert=2), mesh_of(four, replica=2, data=8)  # shards of ZeRO
+    dealt = [number % 2 for number in range(8)]  # in turn, as srun --distribution=cyclic does
     assert host_lines(mesh_of(four, tensor=16), [0] * 4) == []
-    inside = host_lines(mesh_of(four, pipe=2, tensor=8), [0, 0, 2, 2])
-    assert inside == ["hosts: 2 with 8 devices each; every tensor group stays on one host"]
-    assert host_lines(mesh_of(four, data=16), [0, 1, 2, 3]) == ["hosts: 4 with 4 devices each"]
-
-    mesh = mesh_of(four, tensor=4, context=2, expert=2)
-    assert host_lines(mesh, [0, 0, 2, 2]) == [
-        "hosts: 2 with 8 devices each; every tensor and context group stays on one host; expert groups span up to 2 "
-        "hosts",
-        warning("--mesh.expert 1 (and more --mesh.data or --mesh.pipe)", "expert"),
-    ]
-    assert host_lines(mesh, [0, 1, 2, 3])[1] == warning(
-        "--mesh.context 1 --mesh.expert 1 (and more --mesh.data or --mesh.pipe)", "context and expert"
-    )
-    assert host_lines(mesh_of([1, 1], data=2), [0, 1]) == ["hosts: 2 with 1 device each"]
-    # Dealt out in turn, as srun --distribution=cyclic does: two neighbours are never on one host.
-    dealt = [number % 2 for number in range(8)]
-    assert host_lines(mesh_of([1] * 8, data=2, tensor=4), dealt)[1] == warning(BLOCK)
-    both = f"--mesh.tensor 4 (and more --mesh.data or --mesh.pipe), {BLOCK}"
-    assert host_lines(mesh_of([1] * 8, tensor=8), dealt)[1] == warning(both)
-    shards = mesh_of(four, replica=2, data=8)  # of ZeRO
-    assert host_lines(shards, [0, 0, 2, 2]) == ["hosts: 2 with 8 devices each; every data group stays on one host"]
-    assert host_lines(shards, [0, 1, 2, 3])[1] == warning("--optimizer.zero-ranks 4", "data")
-    assert host_lines(mesh_of([4, 8], data=3, tensor=4), [0, 1])[0].startswith("hosts: 2 with 4 to 8 devices each; ev")
+    for mesh, hosts, told, mends in (
+        (mesh_of(four, pipe=2, tensor=8), two, "hosts: 2 with 8 devices each; every tensor group", ""),
+        (mesh_of(four, data=16), one, "hosts: 4 with 4 devices each", ""),
+        (mixed, two, "every tensor and context group stays on one host; expert groups span up to 2", "--mesh.expert 1"),
+        (mixed, one, "", "context and expert groups communicate"),
+        (mixed, one, "", "--mesh.context 1 --mesh.expert 1"),
+        (mesh_of([1, 1], data=2), [0, 1], "hosts: 2 with 1 device each", ""),
+        (mesh_of([1] * 8, data=2, tensor=4), dealt, "", f": {BLOCK}"),
+        (mesh_of([1] * 8, tensor=8), dealt, "", f"--mesh.tensor 4 (and more --mesh.data or --mesh.pipe), {BLOCK}"),
+        (shards, two, "every data group", ""),
+        (shards, one, "", "--optimizer.zero-ranks 4"),
+        (mesh_of([4, 8], data=3, tensor=4), [0, 1], "hosts: 2 with 4 to 8 devices each", ""),
+    ):
+        line, *warning = host_lines(mesh, hosts)
+        assert told in line and mends in "".join(warning) and len(warning) == bool(mends)
 
 
 def test_every_warning_is_true_and_mends():
