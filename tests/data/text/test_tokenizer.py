@@ -120,7 +120,7 @@ def _without(*tokens):
         ("vocab.json", "\udcff", "not UTF-8"),
         ("vocab.json", "[]", "no byte-level vocabulary; valid: one JSON object"),
         ("vocab.json", json.dumps(SMALL.vocabulary | {"x": "1"}), "no byte-level vocabulary"),
-        ("vocab.json", json.dumps(SMALL.vocabulary | {"x": -1}), "no byte-level vocabulary"),
+        *(("vocab.json", json.dumps(SMALL.vocabulary | {"x": n}), "no byte-level vocabulary") for n in (-1, 2**40)),
         ("vocab.json", json.dumps(SMALL.vocabulary | {"xyzzy": 0}), "no byte-level vocabulary"),
         ("vocab.json", _without("a", "Ġ"), "no byte-level vocabulary"),
         ("vocab.json", _without(END_OF_TEXT), "no byte-level vocabulary"),
@@ -130,7 +130,7 @@ def _without(*tokens):
         ("vocab.txt", "\udcff\n", "not UTF-8"),
         ("vocab.txt", "", "no WordPiece vocabulary"),
     ],
-    ids=map(str, range(16)),
+    ids=map(str, range(17)),
 )
 def test_broken_files(tmp_path, name, content, problem):
     if name != "vocab.txt":
