@@ -4,9 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from finetuning import Finetuning
 from made_up_tasks import write_documents
-from mistakes import assert_refused, by_line, mistake
 from processes import Commands
 from results import assert_close_losses, curve, records, training, validation
 
@@ -55,43 +53,3 @@ def test_a_mesh_and_a_resume_do_not_change_it(commands: Commands, run: Path, doc
     found = commands.perplexity(other)
     assert found["loss"] == pytest.approx(validation(run)[STEPS], rel=1e-6)
     assert found["masked_lm_targets"] > 0 < found["sentence_order_targets"]
-
-
-NEW = "train.py PRESET --run-dir NEW"
-MISTAKES = [
-    (
-        "",
-        """
-        eval.py lambada --data x --checkpoint BERT | eval.py perplexity --checkpoint BERT --overlap 8 |
-        -m megajax generate --prompt a --checkpoint BERT |
-        train.py PRESET --run-dir BERT => model.family bert, not decoder
-        """,
-    ),
-    (NEW, "--model.layer-order middle"),
-    (f"{NEW} {' '.join(map(str, FLAGS))}", "--data.reset-attention | --model.sequence-length 4"),
-]
-
-
-@pytest.mark.parametrize(("line", "named"), by_line(*MISTAKES))
-def test_one_line_says_what_would_be_valid(
-    commands: Commands, tuning: Finetuning, tmp_path: Path, line: str, named: str
-) -> None:
-    bert, new = tuning.pretrained(), tmp_path / "new"
-    assert_refused(commands, line, named, {"BERT": bert, "NEW": new, "PRESET": str(commands.preset)})
-    assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize(
-    ("split", "family"), [(("--split-sentences", "--tokenizer", "wordpiece"), "gpt2"), ((), "bert")]
-)
-def test_a_corpus_of_the_other_family(
-    commands: Commands, tuning: Finetuning, documents: Path, tmp_path: Path, split: tuple[str, ...], family: str
-) -> None:
-    """A dataset of sentences is none for GPT-2, one of whole documents none for BERT."""
-    prefix = tmp_path / "prepared"
-    prepare = ("-m", "megajax", "prepare", documents, "--output", prefix, *split)
-    commands.run(*prepare, "--vocab-size", 300, "--min-tokens", 1).ok()
-    tokenizer = ("--tokenizer.path", tuning.pretrained() / "data" / "tokenizer", "--model.vocab-size", 384)
-    flags = ("--run-dir", tmp_path / "new", "--model.family", family, "--data.path", prefix, *tokenizer)
-    valid = "--split-sentences" if family == "bert" else "without --split-sentences"
-    assert valid in mistake(commands, "train.py", commands.preset, *flags)

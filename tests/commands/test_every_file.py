@@ -1,13 +1,13 @@
 """Every file of a run, damaged in every way: the same command goes on to the state that it would have had, or says in
 one line what is wrong."""
 
-import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from damages import DAMAGES
 from processes import Commands, Finished, Run
 from results import assert_same_checkpoint, contents, curve
 
@@ -17,33 +17,6 @@ from megajax.runs.metrics import read_metrics
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")]
 
 PATIENCE = 120  # seconds that no case takes
-
-
-def _flipped(place: Callable[[int], int]) -> Callable[[Path], object]:
-    def flip(file: Path) -> None:
-        content = bytearray(file.read_bytes())
-        if content:
-            content[place(len(content))] ^= 1
-        file.write_bytes(content)
-
-    return flip
-
-
-WAYS: dict[str, Callable[[Path], object]] = {
-    "deleted": lambda file: file.unlink(),
-    "truncated": lambda file: os.truncate(file, max(0, file.stat().st_size - 1)),
-    "halved": lambda file: os.truncate(file, file.stat().st_size // 2),
-    "emptied": lambda file: os.truncate(file, 0),
-    "zeroed": lambda file: file.write_bytes(bytes(file.stat().st_size)),
-    "first byte": _flipped(lambda size: 0),
-    "middle byte": _flipped(lambda size: size // 2),
-    "last byte": _flipped(lambda size: size - 1),
-    "grown": lambda file: file.write_bytes(file.read_bytes() + b" \n"),
-    "doubled": lambda file: file.write_bytes(2 * file.read_bytes()),
-    "a named pipe": lambda file: (file.unlink(), os.mkfifo(file)),
-    "a folder": lambda file: (file.unlink(), file.mkdir()),
-    "a link to itself": lambda file: (file.unlink(), file.symlink_to(file.name)),
-}
 
 
 @pytest.fixture
@@ -96,14 +69,14 @@ def files_of(run: Path) -> list[str]:
 
 
 @pytest.mark.usefixtures("in_time")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", DAMAGES)
 def test_damage(commands: Commands, half: Run, straight: Run, way: str, tmp_path: Path) -> None:
     wrong = {}
     names = files_of(half.folder)
     assert len(names) > 20
     for number, name in enumerate(names):
         run = shutil.copytree(half.folder, tmp_path / str(number))
-        said = damaged_and_started(commands, run, straight, lambda file=run / name: WAYS[way](file))
+        said = damaged_and_started(commands, run, straight, lambda file=run / name: DAMAGES[way](file))
         if said:
             wrong[name] = said
         else:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from finetuning import MODEL, PRESET, SIZE, STEPS, Finetuning
+from golden import OF_MNLI
 from made_up_tasks import SUFFIXES
 from mistakes import assert_refused, assert_says, by_line, golden, one_line
 from processes import Run, made_once
@@ -15,16 +16,18 @@ FOREIGN = ["{}", '{"kind": "others"}', "not JSON", ""]  # in place of the report
 
 @pytest.fixture(scope="session")
 def files(tuning: Finetuning) -> Path:
-    """A folder with train and dev of every task, dev once more cut in the middle as by an interrupted download, some of
-    their mistakes, and folders of something else."""
+    """A folder with train and dev of every task, one cut in the middle as by an interrupted download, some of their
+    mistakes, and folders of something else."""
     folder = tuning.folder / "files"
 
     def make() -> None:
         folder.mkdir()
         for task, suffix in SUFFIXES.items():
             train, dev = (tuning.file(task, kind).read_bytes() for kind in ("train", "dev"))
-            for name, content in (("train", train), ("dev", dev), ("cut", dev[: len(dev) * 2 // 3])):
-                (folder / f"{task}-{name}{suffix}").write_bytes(content)
+            (folder / f"{task}-train{suffix}").write_bytes(train)
+            (folder / f"{task}-dev{suffix}").write_bytes(dev)
+        dev = (folder / "squad2-dev.json").read_bytes()
+        (folder / "cut.json").write_bytes(dev[: len(dev) * 2 // 3])
         header, *rows = (folder / "mnli-dev.tsv").read_text().splitlines()
         rows[6] = rows[6].rsplit("\t", 1)[0] + "\tmaybe"
         (folder / "maybe.tsv").write_text("\n".join([header, *rows]) + "\n")
@@ -61,6 +64,9 @@ MNLI = tune("mnli")
 PRETRAIN = f"train.py {PRESET} --run-dir FILES/new {' '.join(map(str, MODEL))} --train.microbatch 2 --train.epochs 0"
 PRETRAIN += " --task.name pretraining --train.steps 2 --optimizer.decay-steps 2"
 
+INSTRUCTIONS = "train.py configs/finetune/instructions-demo.toml --run-dir FILES/new --data.train x"
+BERT = f"{PRETRAIN} --data.path FILES/thesis/thesis.txt"
+
 TRAINING = [
     (
         MNLI,
@@ -74,24 +80,13 @@ TRAINING = [
         """,
     ),
     (f"train.py {PRESET} --run-dir FILES/new", "=> --data.train"),
-    (
-        PRETRAIN,
-        "=> --data.path | --data.train x | --data.dev x | --seeds 2 | --model.head classes",
-    ),
-    # The file of another task, and one that is cut off: the line names it.
-    *(
-        (f"{tune(task)} --data.{kind}", f"FILES/{given}{SUFFIXES[given.split('-')[0]]}")
-        for task, *others in (
-            ("mnli", "qqp-dev", "mnli-cut"),
-            ("squad2", "race-dev", "squad2-cut"),
-            ("race", "squad1-dev", "race-cut"),
-            ("qqp", "mnli-dev"),
-        )
-        for given in others
-        for kind in ("train", "dev")
-    ),
-    # What cannot be seen from the beginning of a file: the first question without an answer.
-    (f"{tune('squad1')} --data.train", "FILES/squad2-train.json => --data.train: FILES/squad2-train.json: question"),
+    (INSTRUCTIONS, "--no-data.reset-attention | --model.family bert | --model.head classes"),
+    ("train.py configs/demo.toml --run-dir", "BERT => model.family bert, not decoder"),
+    (BERT, "--data.reset-attention | --model.sequence-length 4"),
+    (PRETRAIN, "=> --data.path | --data.train x | --data.dev x | --seeds 2 | --model.head classes"),
+    # tests/data/tasks has every kind of bad file.
+    (f"{MNLI} --data.dev", "FILES/qqp-dev.tsv"),
+    (f"{tune('squad2')} --data.train", "FILES/cut.json"),
     # The directory of a run that was trained otherwise, of several, or of something else.
     (tune("qqp").replace("FILES/new", "TUNED"), "=> --run-dir TUNED holds a run with model.num_classes 3, not 2"),
     (
@@ -105,10 +100,7 @@ TRAINING = [
         """,
     ),
     (MNLI.replace("FILES/new", "SEEDS"), "=> --run-dir SEEDS"),
-    (
-        tune("qqp").replace("FILES/new", "SEEDS"),
-        "--seeds 2 => --run-dir SEEDS/seed-0 holds a run with model.num_classes",
-    ),
+    (tune("qqp").replace("FILES/new", "SEEDS"), "--seeds 2 => --run-dir SEEDS/seed-0 holds a run with"),
     *(
         (
             f"{MNLI} --data.dev no.tsv --run-dir",
@@ -141,10 +133,13 @@ EVALUATING = [
         mnli --data FILES/mnli-dev.tsv --checkpoint TUNED GPT => --checkpoint GPT |
         mnli --data FILES/mnli-dev.tsv --checkpoint TUNED FILES/none => --checkpoint FILES/none |
         lambada --data FILES/mnli-dev.tsv --checkpoint TUNED | instructions --checkpoint GPT --predictions x |
+        instructions --checkpoint GPT GPT | lambada --data x --checkpoint BERT |
+        perplexity --checkpoint BERT --overlap 8 |
         perplexity --checkpoint TUNED | perplexity --checkpoint GPT GPT | perplexity --checkpoint GPT --predictions x |
         perplexity --checkpoint GPT --task.n-best 3
         """,
     ),
+    ("-m megajax generate --prompt a", "--checkpoint BERT"),
     (
         "eval.py mnli --checkpoint TUNED",
         """
@@ -154,20 +149,12 @@ EVALUATING = [
         """,
     ),
 ]
-# The whole lines of some.
-GOLDEN = {
-    f"{MNLI} --optimizer.warmup-steps 3 --optimizer.warmup-fraction 0.1": "--optimizer.warmup-steps and "
-    "--optimizer.warmup-fraction are both given; valid: one of them",
-    f"{MNLI} --data.dev FILES/squad1-dev.json": "--data.dev: FILES/squad1-dev.json looks like a file of squad1 or "
-    "squad2, not mnli; valid: TSV with the columns sentence1, sentence2 and gold_label",
-    f"{MNLI} --data.dev FILES/maybe.tsv": '--data.dev: FILES/maybe.tsv:8: label "maybe"; valid: entailment, neutral, '
-    "contradiction",
-    f"{MNLI} --init BERT --model.hidden-size 64": "--init BERT holds another model; valid: --model.hidden-size "
-    "32 --model.head-size 8 --model.mlp-size 128, or another run",
-}
 
 
-@pytest.mark.parametrize(("line", "named"), by_line(*TRAINING, *EVALUATING, *golden(GOLDEN)))
+@pytest.mark.parametrize(
+    ("line", "named"),
+    by_line(*TRAINING, *EVALUATING, *golden({f"{MNLI} {flags}": text for flags, text in OF_MNLI.items()})),
+)
 def test_one_line_and_nothing_written(tuning: Finetuning, names: dict[str, Path], line: str, named: str) -> None:
     assert_refused(tuning.commands, line, named, names)
 

@@ -76,13 +76,6 @@ def test_a_picture_replaces_only_another_timeline(commands: Commands, elsewhere:
     assert contents(elsewhere) == before and link.is_symlink()
 
 
-def test_the_run_directory_may_not_lie_in_the_text(commands: Commands, elsewhere: Path) -> None:
-    """Which would be read with what the run has written."""
-    line = train_mistake(commands, elsewhere / "runs" / "a", "--data.path", elsewhere)
-    assert_says(line, f"--data.path {elsewhere}: this folder is read as data, and .* lies in it; valid: a --run-dir")
-    assert not (elsewhere / "runs").exists()
-
-
 def test_a_copied_configuration_begins_a_run_of_its_own(commands: Commands, half: Run, tmp_path: Path) -> None:
     """It names the directory of the run that it was copied from, which only `--run-dir` would go on with."""
     before = contents(half.folder)

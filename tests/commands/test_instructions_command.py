@@ -94,20 +94,3 @@ def test_a_run_goes_on_where_it_was(instructions: Instructions, tmp_path: Path) 
     other.write_text((instructions.folder / "train.jsonl").read_text().splitlines()[0] + "\n")
     said = mistake(instructions.commands, *instructions.line, run, "--data.train", other)
     assert "--data.train: the records have changed since the run began" in said
-
-
-def test_mistakes(instructions: Instructions, tmp_path: Path) -> None:
-    for flags, words in (
-        ("--no-data.reset-attention", "--no-data.reset-attention with --task.name instructions, of which several"),
-        ("--model.family bert", "--task.name instructions with --model.family bert; valid: --model.family decoder"),
-        ("--model.head classes", "--model.head classes with --model.family decoder; valid: pretraining"),
-        ("--model.sequence-length 2", "--data.train: none of its 60 records has tokens to train on; valid: at"),
-    ):
-        line = mistake(instructions.commands, *instructions.line, tmp_path / "run", *flags.split())
-        assert words in line and not (tmp_path / "run" / "checkpoints").exists()
-    evaluate = ("eval.py", "instructions", "--checkpoint", instructions.run)
-    for flags, words in (
-        ([instructions.run], "--checkpoint: 2 runs, but instructions takes one; valid: one run"),
-        (["--predictions", tmp_path / "p"], "--predictions is not for instructions; valid: mnli, qqp"),
-    ):
-        assert words in mistake(instructions.commands, *evaluate, *flags)

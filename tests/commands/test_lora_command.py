@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mistakes import assert_says, train_mistake
 from processes import MESH_222, Commands, Run
 from results import assert_close_losses, assert_same_checkpoint, checkpoint_arrays, curve, training, validation
 from safetensors.numpy import load_file
@@ -82,10 +81,3 @@ def test_further_uses(commands: Commands, half: Run, tmp_path: Path) -> None:
     arrays = checkpoint_arrays(tmp_path / "further", 1)
     taken = arrays["['params']['blocks']['mlp']['down']['weight']"][1]
     np.testing.assert_allclose(taken, merged["transformer.h.1.mlp.c_proj.weight"], rtol=0, atol=1e-7)
-
-
-def test_mistakes(commands: Commands, half: Run, straight: Run, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    assert_says(train_mistake(commands, run, *RANK), "--lora.rank 4 without --init", "valid: --init with")
-    line = train_mistake(commands, straight.folder, *RANK, "--init", half.folder, "--train.steps", 30)
-    assert_says(line, "holds a run with lora.rank 0, not 4; valid: the same, or another --run-dir with --init")

