@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from megajax.convert.exchange import Exchange
 from megajax.convert.families import exchange_of
 from megajax.convert.merging import Adapter
 from megajax.convert.origin import Origin
-from megajax.convert.recognition import likely_source
 from megajax.convert.settings import Fields
 from megajax.convert.tensor_files import DTYPES, INDEX, WEIGHTS, TensorFiles, shards
 from megajax.convert.tokenizer_files import read_tokenizer
@@ -135,10 +133,9 @@ class StoredWeights:
         places, tensors, spelled = self._places, self._tensors, self._spelled
         layers = range(self._config.num_layers + self._config.prediction_modules)
         unused = {spelled(name.format(layer=layer)) for name in places.unused for layer in layers}
-        look = partial(likely_source, tensors.shapes.keys(), exchange, self._config)
-        tensors.check(shapes, exchange.heads[self._config.head].kind, look)
+        tensors.check(shapes, exchange.heads[self._config.head].kind)
         known = shapes.keys() | unused | places.copies.keys()
-        tensors.check_no_others(known, exchange.architecture(self._config), look)
+        tensors.check_no_others(known, exchange.architecture(self._config))
         for copy, name in places.copies.items():
             if copy in tensors.shapes and not np.array_equal(tensors.read(copy), tensors.read(spelled(name))):
                 valid = "the same, the head is tied"

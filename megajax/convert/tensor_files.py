@@ -6,7 +6,8 @@ Other formats of weights are never read: they are pickles, which can run arbitra
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -19,6 +20,7 @@ from megajax.host import reading
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_CONFIG = "config.json"
 DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}  # ours -> theirs
 SHARD_BYTES = 5 * 10**9  # most bytes of tensors in a file, unless a single tensor has more
 _INDEX_BYTES = 1 << 25  # an index has a line of about a hundred bytes per tensor
@@ -27,6 +29,23 @@ _NUMPY = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16), "bf16": np
 _ALIGNMENT = 8  # of the header, which is padded with blanks
 # Parts of names that PyTorch's wrappers for several devices, compilation and recomputation put before or in them.
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+# In the name of any tensor -> what the files probably are.
+_SIGNS = (
+    (r"\.lora_|^base_model\.model\.", "a peft model whose adapters are not merged (merge_and_unload merges them)"),
+    (
+        r"_(blocks|scales)$|\.(qweight|qzeros|SCB|absmax|weight_scale|weight_scale_inv|weight_packed)$",
+        "quantized weights",
+    ),
+    (r"(^|\.)(vision_|visual\.|image_|multi_modal_projector)", "a model of images and text"),
+    (r"^v_head\.", "a model with the value head of TRL"),
+    (r"^layers\.\d+\.(attention|feed_forward)\.|^tok_embeddings\.", "the own format of Meta or Mistral"),
+    (r"^(embedding|decoder|language_model)\..*(word_embeddings|layers\.\d+\.self_attention\.)", "a Megatron-LM model"),
+    (r"\.self_attn\.(kv_a_proj|q_a_proj|kv_b_proj)", "a DeepSeek, with latent attention"),
+    (r"\.(qkv_proj|query_key_value|Wqkv)\.", "a class with fused query, key and value"),
+    (r"\.shared_experts?\.", "a mixture with shared experts"),
+    (r"\.block\.\d+\.layer\.\d+\.SelfAttention\.", "a T5"),
+    (r"^score\.", "a model for classifying sequences"),
+)
 
 
 class _Stored(NamedTuple):
@@ -100,15 +119,13 @@ class TensorFiles:
             raise UserError(f"{blocks.path}: {name}_blocks has shape {found}; valid: {valid}")
         self._files[name], self.shapes[name] = blocks._replace(scales=scales), (shape[0], 32 * shape[2], shape[1])
 
-    def check(
-        self, shapes: Mapping[str, tuple[int, ...]], kind: str, look: Callable[[], str] = str, by: str = "config.json"
-    ) -> None:
+    def check(self, shapes: Mapping[str, tuple[int, ...]], kind: str, by: str = _CONFIG) -> None:
         """Check that these tensors exist with these shapes, which are those `by` a file, in fp32, fp16 or bf16. `kind`
-        is what error messages call a model that has them all, and `look` returns what they add about the tensors that
-        exist."""
+        is what error messages call a model that has them all."""
         missing = [name for name in shapes if name not in self.shapes]
         if missing:
-            problem = f"{listed(missing)} missing from the safetensors{look()}"
+            source = self._likely_source() if by == _CONFIG else ""  # adapters are by their own file
+            problem = f"{listed(missing)} missing from the safetensors{source}"
             raise UserError(f"{self.folder}: {problem}; valid: all of {kind}")
         for name, shape in shapes.items():
             stored = self._files[name]
@@ -119,11 +136,16 @@ class TensorFiles:
             if (dtype := _dtype(stored)) not in DTYPES.values():
                 raise UserError(f"{stored.path}: {name} has dtype {dtype}; valid: {', '.join(DTYPES.values())}")
 
-    def check_no_others(self, names: set[str], architecture: str, look: Callable[[], str]) -> None:
-        """Check that there are no tensors other than those of this transformers class; `look` as in `check`."""
+    def check_no_others(self, names: set[str], architecture: str) -> None:
+        """Check that there are no tensors other than those of this transformers class."""
         if others := sorted(self.shapes.keys() - names):
-            path = self._files[others[0]].path
-            raise UserError(f"{path}: holds {listed(others)}{look()}; valid: only what a {architecture} has")
+            path, source = self._files[others[0]].path, self._likely_source()
+            raise UserError(f"{path}: holds {listed(others)}{source}; valid: only what a {architecture} has")
+
+    def _likely_source(self) -> str:
+        """What error messages say about tensors that are not those of a model."""
+        kinds = (kind for sign, kind in _SIGNS if any(re.search(sign, name) for name in self.shapes))
+        return next((f", which look like {kind}" for kind in kinds), "")
 
     def dtype(self, name: str) -> str:
         """The dtype of a tensor that has one of `DTYPES`, by its name there."""

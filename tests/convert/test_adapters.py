@@ -213,20 +213,9 @@ def test_prefixes_of_wrappers(prefix: str, tmp_path: Path) -> None:
         assert np.array_equal(weights.read(name), tensor)
 
 
-GIVEN = {"model.embed_tokens.weight": drawn(101, 24)}
-
-
 @pytest.mark.parametrize(
     ("kind", "tensors", "words"),
     [
-        ("llama", random_tensors("qwen3"), "which look like a Qwen3ForCausalLM; valid: only what a LlamaForCausalLM"),
-        ("qwen3", random_tensors("llama"), "which look like a LlamaForCausalLM; valid: all of a Qwen3"),
-        ("llama", random_tensors("qwen2"), "which look like a Qwen2ForCausalLM; valid: only what a LlamaForCausalLM"),
-        ("llama", random_tensors("mixtral"), "which look like a MixtralForCausalLM; valid: "),
-        ("bert", random_tensors("bert", head="span"), "which look like a BertForQuestionAnswering; valid: all of"),
-        ("gpt2", random_tensors("llama"), "which look like a MistralForCausalLM; valid: all of a GPT-2"),
-        ("bert", random_tensors("megatron-bert"), "which look like a MegatronBertForPreTraining; valid: all of"),
-        ("llama", GIVEN, "which look like a part of this model, as after an incomplete download; valid: all of a"),
         ("llama", {f"base_model.model.{name}": each for name, each in PAIR.items()}, "look like a peft model whose"),
         ("llama", {"layers.0.attention.wq.weight": drawn(2)}, "which look like the own format of Meta or Mistral;"),
         ("llama", {"model.layers.0.mlp.up_proj.qweight": drawn(2)}, "which look like quantized weights; valid"),
