@@ -18,8 +18,9 @@ from megajax.core.batch import IGNORED
 from megajax.core.mesh import shardings
 from megajax.core.parallel.random import RandomBits
 from megajax.core.program.program import Program
+from megajax.core.trees import Tree
 from megajax.generation.choice import Sampling, prompt_bits
-from megajax.generation.programs import ROWS, TOKENS_AT_ONCE, DecodingPrograms, State, Tree, map_specs
+from megajax.generation.programs import ROWS, TOKENS_AT_ONCE, DecodingPrograms, State, map_specs
 from megajax.host.phases import phase
 
 SHORTEST = 16  # prompts are padded to this length or the next power of two, so that few lengths are compiled

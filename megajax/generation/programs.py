@@ -25,9 +25,9 @@ from megajax.core.parallel.collectives import TENSOR, gather_shards, sum_over, v
 from megajax.core.parallel.random import Dropout
 from megajax.core.program.float8 import LayerCopies
 from megajax.core.program.program import Program
+from megajax.core.trees import Tree
 from megajax.generation.choice import Sampling, choose, seen_tokens
 
-Tree = Any
 State = dict[str, Any]
 
 TOKENS_AT_ONCE = 8

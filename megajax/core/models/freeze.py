@@ -9,8 +9,8 @@ from flax.traverse_util import flatten_dict
 
 from megajax.core.errors import UserError
 from megajax.core.models.config import ModelConfig
+from megajax.core.trees import Path
 
-Path = tuple[str, ...]
 Masks = dict[Path, np.ndarray]  # which layers of a stacked weight are frozen, or whether another is; bool [L] or []
 NONE = "none"
 PREDICTION = "prediction"  # the modules among the weights of the ends

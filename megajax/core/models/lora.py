@@ -21,8 +21,8 @@ from megajax.core.models.lora_config import LoraConfig
 from megajax.core.models.staged import StagedModel
 from megajax.core.parallel.random import NamedKey
 from megajax.core.precision import at_least_fp32
+from megajax.core.trees import Tree
 
-Tree = Any
 LORA = "lora"  # key of the adapters in the weights, next to `shared` and `blocks`
 _BLOCKS = "blocks"
 

@@ -22,8 +22,8 @@ from megajax.core.parallel.layers import normal, param
 from megajax.core.parallel.random import NamedKey
 from megajax.core.parallel.sites import named
 from megajax.core.precision import at_least_fp32
+from megajax.core.trees import Tree
 
-Tree = Any
 LOAD = "expert_load"  # how many tokens of the step chose each expert of each layer, int32 [L, E]
 
 

@@ -24,9 +24,7 @@ from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.float8 import FLOAT8
 from megajax.core.parallel.products import Pair
 from megajax.core.parallel.random import Dropout, NamedKey
-
-Tree = Any
-Path = tuple[str, ...]  # in nested dicts
+from megajax.core.trees import Path, Tree
 
 
 class StagedModel:

@@ -1,8 +1,6 @@
 """AdamW, the learning rate, gradient clipping and skipped steps, for sharded weights inside the `shard_map`
 region."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +10,8 @@ from jax import Array, lax
 from megajax.core.optim.config import SCHEDULES, OptimizerConfig
 from megajax.core.parallel.collectives import sum_over, varying_axes
 from megajax.core.precision import at_least_fp32
+from megajax.core.trees import Tree
 
-Tree = Any
 NOT_DECAYED = ("bias", "logit_bias", "scale", "sinks")  # of our norms, attention sinks and all biases
 WINDOW = 64  # recent gradient norms whose median is taken
 FEWEST = 16  # norms needed before the median counts

@@ -17,9 +17,9 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from megajax.core.errors import UserError, told
 from megajax.core.optim.adam import choose
-from megajax.core.optim.own import Path, path_in
+from megajax.core.optim.own import path_in
+from megajax.core.trees import Path, Tree
 
-Tree = Any
 _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
 _TOTALS: dict[str, Callable[..., Array]] = {"add": jnp.sum, "add_any": jnp.sum, "max": jnp.max, "min": jnp.min}
 # Primitives that compute every number from those at its own place.

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +32,8 @@ from megajax.core.optim.adam import choose, scale_by_adam
 from megajax.core.optim.config import OptimizerConfig
 from megajax.core.parallel.collectives import axis_size, entry_axes, exchange, gather_shards, own_shard, spec_axes
 from megajax.core.parallel.shards import NOT_SHARDED, Sharding
+from megajax.core.trees import Path, Tree
 
-Tree = Any
-Path = tuple[str, ...]
 COEFFICIENTS = 3.4445, -4.775, 2.0315  # a, b, c of an iteration, X <- (a + b A + c A A) X with A = X X'
 
 

@@ -1,7 +1,6 @@
 """Make the optimizer that a configuration describes."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -9,9 +8,8 @@ from jax.typing import DTypeLike
 
 from megajax.core.optim.adam import learning_rate, scale_by_adam
 from megajax.core.optim.config import OptimizerConfig
-from megajax.core.optim.muon import Matrices, Path, scale_by_muon
-
-Tree = Any
+from megajax.core.optim.muon import Matrices, scale_by_muon
+from megajax.core.trees import Path, Tree
 
 
 def make_optimizer(

@@ -13,9 +13,7 @@ from jax.tree_util import DictKey
 from megajax.core.errors import UserError
 from megajax.core.optim.adam import learning_rate
 from megajax.core.optim.config import OPTIMIZERS, OWN, OptimizerConfig
-
-Tree = Any
-Path = tuple[str, ...]
+from megajax.core.trees import Path, Tree
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,7 @@ from megajax.core.parallel.collectives import (
 )
 from megajax.core.parallel.sites import checked
 from megajax.core.precision import at_least_fp32
-
-Tree = Any
+from megajax.core.trees import Tree
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +31,8 @@ from megajax.core.program.float8 import LayerCopies
 from megajax.core.program.overlap import scans_layers
 from megajax.core.program.program import BATCH, Batch, Program
 from megajax.core.program.weight import Weight
+from megajax.core.trees import Tree
 
-Tree = Any
 Found = TypeVar("Found")
 UNSCALED = np.float32(1.0)
 SEQUENCES = "sequences"

@@ -15,9 +15,8 @@ from megajax.core.models.config import ModelConfig
 from megajax.core.parallel.collectives import vary, varying_axes
 from megajax.core.parallel.float8 import FLOAT8, Copies, copies_of
 from megajax.core.parallel.shards import NOT_SHARDED
-from megajax.core.program.weight import Path, Weight
-
-Tree = Any
+from megajax.core.program.weight import Weight
+from megajax.core.trees import Path, Tree
 
 
 class LayerCopies:

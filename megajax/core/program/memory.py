@@ -10,7 +10,6 @@ import dataclasses
 import math
 import os
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +20,7 @@ from megajax.core.parallel.shards import NOT_SHARDED
 from megajax.core.program.bind import trace_pipeline
 from megajax.core.program.program import Program
 from megajax.core.program.state import StateLayout
-
-Tree = Any
+from megajax.core.trees import Tree
 
 
 def state_bytes(program: Program) -> dict[str, int]:

@@ -15,8 +15,7 @@ from megajax.core.parallel.collectives import complete, gather_shards
 from megajax.core.parallel.tokens import once
 from megajax.core.program.bind import forward_pipeline
 from megajax.core.program.program import BATCH, Batch, Program, vocabulary_axes
-
-Tree = Any
+from megajax.core.trees import Tree
 
 
 def scores(program: Program) -> Wrapped:

@@ -30,8 +30,8 @@ from megajax.core.parallel.collectives import (
 )
 from megajax.core.parallel.shards import NOT_SHARDED, Sharding, Shards
 from megajax.core.program.state import StateLayout, TrainState
+from megajax.core.trees import Tree
 
-Tree = Any
 _HOST = "pinned_host"
 _STAGES = 1  # dim of a pipelined leaf
 

@@ -15,8 +15,7 @@ from megajax.core.parallel.collectives import PIPE, entry_axes, gather_shards, o
 from megajax.core.parallel.shards import Shards
 from megajax.core.program.state import StateLayout
 from megajax.core.program.weight import Weight
-
-Tree = Any
+from megajax.core.trees import Tree
 
 
 def updated(layout: StateLayout, grads: Tree, state: Tree, main: Tree, taken: Array) -> tuple[Tree, Tree]:
