@@ -19,7 +19,6 @@ from megajax.generation.text import Screen, Stops, continuation_text
 from megajax.host.processes import is_first_process
 from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
 
-Prompt = str | Chat
 _OF_TRAINING = {"optimizer.zero": 1, "sequence_parallel": False, "train.microbatch": 1}
 
 
@@ -50,7 +49,7 @@ class Writer:
         self._decoder: Decoder | None = None
         self._found_step = 0
 
-    def answer(self, prompts: Sequence[Prompt], *, show: bool) -> dict[str, Any]:
+    def answer(self, prompts: Sequence[str | Chat], *, show: bool) -> dict[str, Any]:
         """The report for `--json`; with `show` the texts are also printed as they come, without the prompt if that is a
         conversation."""
         ids = [self._ids(prompt, f"prompt {number}") for number, prompt in enumerate(prompts, start=1)]
@@ -107,7 +106,7 @@ class Writer:
                 (found,) = self.answer([Chat(messages, "standard input")], show=True)["continuations"]
                 messages.append({"role": "assistant", "content": found["text"]})
 
-    def _ids(self, prompt: Prompt, name: str) -> list[int]:
+    def _ids(self, prompt: str | Chat, name: str) -> list[int]:
         if isinstance(prompt, str):
             ids = self._tokenizer.encode_prompt(prompt)
         else:

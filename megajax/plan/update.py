@@ -8,8 +8,6 @@ from math import prod
 from megajax.core.program.weight import Shape, Weight
 from megajax.plan.sizes import Sizes
 
-Axes = tuple[str, ...]
-
 
 @dataclass(frozen=True)
 class Dealt:
@@ -27,8 +25,8 @@ class Dealt:
     rows: int
     columns: int
     shard: Shape
-    owners: Axes
-    copied_over: Axes
+    owners: tuple[str, ...]
+    copied_over: tuple[str, ...]
     filled: int
     devices: int
     num_owners: int

@@ -20,7 +20,6 @@ from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.random import Dropout, NamedKey
 
 Batch = Mapping[str, Array]  # some rows of the arrays in the family's `BatchSpec`
-Scores = dict[str, tuple[Array, Array]]
 
 
 class FamilyModel(Protocol):
@@ -56,7 +55,7 @@ class FamilyModel(Protocol):
         output, and the figures of the modules' layers; language models only."""
         ...
 
-    def scores(self, x_BTD: Array, batch: Batch) -> Scores:
+    def scores(self, x_BTD: Array, batch: Batch) -> dict[str, tuple[Array, Array]]:
         """For every loss by name, two arrays over its targets, [B, …]: the cross-entropy, and 1 or 0 (int32) for
         whether the target is the most probable one. Where the target is `IGNORED` they are 0 and `IGNORED`."""
         ...

@@ -18,12 +18,12 @@ from jax import Array
 from megajax.core.batch import IGNORED, BatchArray, BatchSpec
 from megajax.core.errors import UserError, told
 from megajax.core.models.context import Context
+from megajax.core.models.family import Batch
 from megajax.core.parallel import vocabulary
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.collectives import entry_axes, gather_shards, vary, varying_axes
 from megajax.core.parallel.sites import named
 
-Batch = Mapping[str, Array]
 _NAME = re.compile(r"(?!validation_)[^\W_][\w-]*")
 _TAKEN = (  # names of a step's other figures
     "data_seconds expert_load grad_norm learning_rate loss loss_scale memory_bytes mfu next_token peak_memory_bytes "
