@@ -127,9 +127,7 @@ def test_refused(tensors: Mapping[str, np.ndarray], options: dict[str, Any], wor
 
 def test_a_pickle_or_nothing(tmp_path: Path) -> None:
     (write_adapter(write_model(tmp_path, "llama"), PAIR) / "adapter_model.safetensors").unlink()
-    assert "adapter_model.safetensors: No such file or directory" in refusal(
-        tmp_path
-    )
+    assert "adapter_model.safetensors: No such file or directory" in refusal(tmp_path)
     (tmp_path / "adapter_model.bin").write_bytes(b"")
     assert "adapter_model.bin: pickle files can run code" in refusal(tmp_path)
 
