@@ -74,7 +74,7 @@ def test_damaged_weights(tmp_path: Path) -> None:
     whole = file.read_bytes()
     for damaged in (whole[:-5], whole[:1000], whole[:4], b"", whole[::-1]):
         file.write_bytes(damaged)
-        assert f"{file}: damaged, or not a safetensors file" in refusal(tmp_path)
+        assert re.match(rf"(.* )?{file}: .*safetensors", refusal(tmp_path))
 
 
 class Alarm:
@@ -91,7 +91,7 @@ def test_pickles_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(pickled)
     open_source(tmp_path)
     (tmp_path / WEIGHTS).write_bytes(pickled)
-    assert "not a safetensors file" in refusal(tmp_path)
+    assert "valid: a complete safetensors file" in refusal(tmp_path)
     (tmp_path / WEIGHTS).unlink()
     line = refusal(tmp_path)
     assert re.search(r"pytorch_model\.bin: pickle files can run code.*valid: model\.safetensors", line)
@@ -155,28 +155,18 @@ def command(*arguments: object) -> str:
 
 
 def test_the_command_line(tmp_path: Path) -> None:
-    """Paths that are missing, are files or hold something, and values of flags; nothing is written."""
+    """Paths that are missing or files, and values of flags; nothing is written. tests/commands has other targets."""
     model = write_model(tmp_path / "hf", "gpt2")
-    full = tmp_path / "full"
-    full.mkdir()
-    (full / "file").write_text("kept")
     new = tmp_path / "some" / "run"
     assert "valid: import-hf, export-hf" in command()
-    assert "valid: import-hf, export-hf" in command("import")
     assert "RUN missing" in command("import-hf", model)
-    assert f"RUN {full} is not empty" in command("import-hf", model, full)
-    assert f"RUN {full / 'file'} is a file" in command("import-hf", model, full / "file")
     assert "no such folder" in command("import-hf", tmp_path / "nowhere" / "at" / "all", new)
     assert "is a file" in command("import-hf", model / WEIGHTS, new)
-    assert "no config.toml found" in command("export-hf", full, new)
-    assert f"PATH {full} is not empty" in command("export-hf", new, full)
+    assert "no config.toml found" in command("export-hf", tmp_path, new)
     assert "--dtype 'fp8'; valid: fp32, bf16, fp16" in command("export-hf", "a", "b", "--dtype", "fp8")
     line = command("import-hf", "a", "b", "--model.sequence-length", "0")
     assert re.search("--model.sequence-length .*valid: .*1 to", line)
-    (model / WEIGHTS).write_bytes(b"")
-    assert "damaged" in command("import-hf", model, new)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["full", "hf"]
-    assert [entry.name for entry in full.iterdir()] == ["file"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["hf"]
 
 
 def test_the_hub_without_network(monkeypatch, tmp_path: Path) -> None:
