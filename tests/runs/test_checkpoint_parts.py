@@ -59,9 +59,7 @@ def test_weights_are_restored_without_the_moments(tmp_path: Path) -> None:
     name = "params.shared.final_norm.scale/.zarray"
     stored = store.read(name).result().value
     store.write(name, json.dumps(json.loads(stored) | {"chunks": [2**40]}).encode()).result()
-    with pytest.raises(
-        Damaged, match=r"final_norm\.scale/\.zarray has chunks of \[1099511627776\], larger than the array"
-    ):
+    with pytest.raises(Damaged, match=r"final_norm\.scale/\.zarray has chunks of \[1099511627776\], larger than the"):
         restore_params(program, tmp_path, "latest")
     store.write(name, stored).result()
     for name in ("params.blocks.mlp.up", "params.shared.table"):

@@ -78,9 +78,8 @@ def test_one_failure_is_mended(
     fail(monkeypatch, 1, method)
     checkpoints.save(2, state)
     checkpoints.wait()
-    assert checkpoints.news() == [
-        "the checkpoint of step 2 was written on the second attempt; no space left on device: some file"
-    ]
+    (line,) = checkpoints.news()
+    assert "step 2 was written on the second attempt; no space left on device: some file" in line
     assert checkpoints.news() == [] and checkpoints.saved == 2 and entries(checkpoints) == ["1", "2"]
 
 
@@ -92,23 +91,16 @@ def test_failures_are_survived_until_there_are_too_many_in_a_row(
     for step in (2, 3):
         checkpoints.save(step, state)
     checkpoints.save(4, state)
-    assert checkpoints.news() == [
-        f"the checkpoint of step {step} could not be written: no space left on device: some file; "
-        f"training continues ({count} of 3 in a row)"
-        for step, count in ((2, 1), (3, 2))
-    ]
+    for line, step, count in zip(checkpoints.news(), (2, 3), (1, 2), strict=True):
+        assert f"step {step} could not be written: no space left" in line and f"({count} of 3 in a row)" in line
     assert checkpoints.saved == 1
     checkpoints.wait()
     assert checkpoints.saved == 4 and entries(checkpoints) == ["1", "4"]
     fail(monkeypatch, 6)
     for step in (5, 6, 7):
         checkpoints.save(step, state)
-    with pytest.raises(RunError) as error:
+    with pytest.raises(RunError, match=rf"step 7 .*--checkpoint.max-failures 3.*: {checkpoints.folder / '4'} "):
         checkpoints.save(8, state)
-    assert str(error.value) == (
-        "the checkpoint of step 7 could not be written: no space left on device: some file; that is 3 in a row "
-        f"(--checkpoint.max-failures 3), so training stops; last good checkpoint: {checkpoints.folder / '4'} (step 4)"
-    )
     assert entries(checkpoints) == ["1", "4"]
 
 
@@ -119,9 +111,7 @@ def test_who_waits_for_a_checkpoint_is_told_that_there_is_none(
     fail(monkeypatch, 2)
     checkpoints.save(2, state)
     for _ in range(2):
-        with pytest.raises(
-            RunError, match=r"^the checkpoint of step 2 could not .*; last good checkpoint: .*\(step 1\)$"
-        ):
+        with pytest.raises(RunError, match=r"step 2 could not .*; last good checkpoint: .*\(step 1\)$"):
             checkpoints.wait()
     checkpoints.save(3, state)
     checkpoints.wait()
@@ -132,9 +122,7 @@ def test_no_space(checkpoints: Checkpoints, state: TrainState, monkeypatch: pyte
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))
     checkpoints.save(2, state)
     (line,) = checkpoints.news()
-    assert line.startswith(
-        f"the checkpoint of step 2 could not be written: {checkpoints.folder} has 1.0 MB free, but a checkpoint"
-    )
+    assert f"step 2 could not be written: {checkpoints.folder} has 1.0 MB free, but a checkpoint" in line
 
 
 def remove(folder: Path) -> None:
