@@ -22,7 +22,7 @@ from megajax.core.parallel.shards import Shards
 from megajax.core.pipeline.buffers import idle, stored, taken, when
 from megajax.core.pipeline.model import Factors, Figures, Path, Products
 from megajax.core.pipeline.pullback import LayerFunction, with_pullback
-from megajax.core.pipeline.rows import Number
+from megajax.core.pipeline.rows import Number, Predicate
 from megajax.core.pipeline.sums import Gradients, Last, Reduction, Sums, rows
 from megajax.core.private import tied
 
@@ -92,9 +92,7 @@ class Layers:
     def _in_slot(
         self, layer: Callable, context: Tree, x: Array, own: Tree, index: Array, _: None
     ) -> tuple[Array, Tree]:
-        """A layer's output, and what else it makes; a padded slot passes its input on."""
-        operands = layer, own, index, context, x
-        return when(index >= 0 if self.padded else True, _call, *operands, otherwise=_passed_on)
+        return _or_passed_on(index >= 0 if self.padded else True, layer, own, index, context, x)
 
     def _layer(self, own: Tree, index: Array, context: Tree, x: Array) -> Output:
         x, own = tied((x, own)) if self.awaits else (x, own)
@@ -141,26 +139,20 @@ class Layers:
     ) -> tuple[tuple[Array, Factors], Gradients]:
         """The carry after a layer's backward, and the gradients of its weights."""
         (grad, buffer), (number, residuals) = carry, xs
-        operands = own, index, context, residuals, grad
         # Sums stay outside: inside the conditional, all of a stack would be copied for every layer.
-        grad, factors, grads = self._if_trained(self._pulled, *operands, otherwise=self._not_pulled)
+        operands = own, index, context, residuals, grad
+        grad, (factors, grads) = _or_passed_on(self._is_reached(index), self._pulled, *operands)
         return (grad, stored(buffer, (slot, number), factors)), grads
 
     def _pulled(
         self, own: Tree, index: Array, context: Tree, residuals: list[Array], grad: Array
-    ) -> tuple[Array, Factors, Gradients]:
+    ) -> tuple[Array, tuple[Factors, Gradients]]:
         gathered = self.storage.gather(own)
         dummies = self._dummies(gathered, grad, context)  # the gradient has the same type as the input
         args = gathered, dummies, index, grad, context
         pullback = self._traced_once("pullback", self._pullback, *args)
         grads, factors, grad = pullback.restore((gathered, dummies), residuals)(grad)
-        return grad, factors, self._stored(grads)
-
-    def _not_pulled(
-        self, own: Tree, index: Array, context: Tree, residuals: list[Array], grad: Array
-    ) -> tuple[Array, Factors, Gradients]:
-        _, factors, grads = jax.eval_shape(partial(self._pulled, own, index, context), residuals, grad)
-        return grad, idle(factors), idle(grads)
+        return grad, (factors, self._stored(grads))
 
     def _pullback(self, *args: Tree) -> Any:
         return with_pullback(self.function, self._apart, *args)[2]
@@ -168,20 +160,19 @@ class Layers:
     def _weight_gradients(
         self, factors: Factors, slot: Number, carry: None, own: Tree, index: Array, number: Array
     ) -> tuple[None, Gradients]:
-        return carry, self._if_trained(self._of_factors, own, index, factors, slot, number, otherwise=self._none)
+        reached = self._is_reached(index)
+        return _or_passed_on(reached, self._of_factors, own, factors, slot, number, carry)
 
-    def _of_factors(self, own: Tree, _: Array, factors: Factors, slot: Number, number: Array) -> Gradients:
+    def _of_factors(
+        self, own: Tree, factors: Factors, slot: Number, number: Array, carry: None
+    ) -> tuple[None, Gradients]:
         assert self.deferred is not None
         of_layer = jax.tree.map(lambda buffer: buffer[slot, number], factors)
-        return self._stored(self.deferred.weight_gradients(jax.eval_shape(self.storage.gather, own), of_layer))
+        return carry, self._stored(self.deferred.weight_gradients(jax.eval_shape(self.storage.gather, own), of_layer))
 
-    def _none(self, *operands: Tree) -> Gradients:
-        return idle(jax.eval_shape(self._of_factors, *operands))
-
-    def _if_trained(self, function: Callable, own: Tree, index: Array, *operands: Tree, otherwise: Callable) -> Tree:
-        """`function` of a layer, if the backward pass does not end before it; a padded slot has none."""
-        goes_on = index >= self.first_trained if self.padded or self.first_trained else True
-        return when(goes_on, function, own, index, *operands, otherwise=otherwise)
+    def _is_reached(self, index: Array) -> Predicate:
+        """Whether the backward pass does not end before a layer; a padded slot has none."""
+        return index >= self.first_trained if self.padded or self.first_trained else True
 
     def _stored(self, grads: dict[Path, Array]) -> Gradients:
         """Gradients of gathered weights, scattered to the stored shards."""
@@ -273,12 +264,18 @@ def _of_stack(layer: Callable, stack: Tree, carry: Tree, slot: tuple[Array, Tree
     return layer(carry, *taken(stack, place), x)
 
 
-def _call(layer: Callable, *operands: Tree) -> Tree:
+def _or_passed_on(runs: Predicate, layer: Callable, *operands: Tree) -> tuple[Tree, Tree]:
+    """What a layer makes of its last operand, and what else; elsewhere that operand, and placeholders."""
+    return when(runs, _call, layer, *operands, otherwise=_passed_on)
+
+
+def _call(layer: Callable, *operands: Tree) -> tuple[Tree, Tree]:
     return layer(*operands)
 
 
-def _passed_on(layer: Callable, own: Tree, index: Array, context: Tree, x: Array) -> tuple[Array, Tree]:
-    return x, idle(jax.eval_shape(partial(layer, own, index, context), x)[1])
+def _passed_on(layer: Callable, *operands: Tree) -> tuple[Tree, Tree]:
+    *others, x = operands
+    return x, idle(jax.eval_shape(partial(layer, *others), x)[1])
 
 
 def _added_up(gradients: Callable, carry: Tree, own: Tree, index: Array, xs: Tree) -> tuple[Tree, None]:
