@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from damages import DAMAGES
-from mistakes import assert_says, failure, mistake, train_mistake
+from mistakes import assert_says, failure, mistake, one_line, train_mistake
 from processes import Commands, Run
 from results import assert_same_checkpoint, checkpoint_steps, contents, curve, training, validation
 from tiny import full
@@ -29,14 +29,14 @@ def test_damaged_checkpoints_are_passed_over(commands: Commands, straight: Run, 
         files = (file for file in (checkpoints / str(step)).rglob("*") if file.is_file())
         DAMAGES[way](max(files, key=lambda file: file.stat().st_size))
     before = contents(checkpoints)
-    last = failure(commands.run("train.py", commands.preset, "--run-dir", run))
+    last = one_line(commands.run("train.py", commands.preset, "--run-dir", run))
     assert "no checkpoint" in last and str(checkpoints) in last
     forget_abandoned()  # reads of Orbax, which this process would else hear of at any time
     assert contents(checkpoints) == before
     for file in (checkpoints / "20" / "state").rglob("*"):  # where the weights lie in there is Orbax's choice
         if file.is_file() and file.stat().st_size > 2**12:
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    last = failure(commands.run("eval.py", "perplexity", "--checkpoint", run))
+    last = one_line(commands.run("eval.py", "perplexity", "--checkpoint", run))
     assert str(checkpoints / "20") in last and "--step" in last
     forget_abandoned()
 

@@ -259,7 +259,7 @@ def test_work_that_was_half_removed_is_not_taken_for_whole(tmp_path, capsys, mon
     assert run(capsys, file, "--output", tmp_path / "a") == expected
     broken = tmp_path / "b.jsonl.gz"
     broken.write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes())[:-9])
-    with pytest.raises(UserError, match=r"b\.jsonl\.gz is truncated"):
+    with pytest.raises(UserError, match=r"b\.jsonl\.gz: truncated"):
         run(capsys, broken, "--output", tmp_path / "b")
     broken.write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
     assert run(capsys, broken, "--output", tmp_path / "b")["documents"] == len(TEXTS)
