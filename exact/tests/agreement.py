@@ -13,6 +13,10 @@ from jaxequal.numbers import Value, constant, elements, estimate, is_float
 Case = tuple[Callable[..., Any], tuple[Any, ...]]  # a function, and its arguments
 
 
+def floats(*shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
 def exactly(function: Callable[..., Any], *args: Any) -> list[Value]:
     """The results in the interpreter, of arrays or their shapes and dtypes."""
     values = [constant(each, each.dtype) for each in map(np.asarray, args)]

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from agreement import floats
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
@@ -19,19 +20,9 @@ import jaxequal
 from jaxequal import Comparison, compare
 from jaxequal.errors import RunError, UserError
 
+pytestmark = pytest.mark.usefixtures("as_users_do")
 P = PartitionSpec
 MESH = AbstractMesh((2, 4), ("data", "tensor"), (AxisType.Auto,) * 2)
-
-
-@pytest.fixture(autouse=True)
-def as_users_do() -> Iterator[None]:
-    """Others' programs promote ranks and dtypes."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
-
-
-def floats(*shape: int) -> Any:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def sharded(body: Callable, in_specs: Any, out_specs: Any, **others: Any) -> Callable:

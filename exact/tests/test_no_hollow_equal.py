@@ -2,31 +2,22 @@
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from agreement import floats
 from jax import lax
 from jax.sharding import PartitionSpec
 
 import jaxequal
 from jaxequal import compare
 
+pytestmark = pytest.mark.usefixtures("as_users_do")
 P = PartitionSpec
-
-
-@pytest.fixture(autouse=True)
-def as_users_do() -> Iterator[None]:
-    """Others' programs promote ranks and dtypes."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
-
-
-def floats(*shape: int) -> Any:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 X = floats(4, 8)

@@ -15,9 +15,9 @@ from megajax.core.program.program import Program
 from megajax.core.program.state import TrainState
 from megajax.core.program.synthetic import placed_batch
 from megajax.core.program.train_step import train_step_with_gradients
+from megajax.core.trees import Tree
 from megajax.settings.config import Config
 
-Tree = Any
 Leaves = dict[str, np.ndarray]  # by name; layers are [L, …]
 LOSS_TOLERANCE = 1e-6
 GRADIENT_TOLERANCE = 1e-5

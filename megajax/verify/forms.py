@@ -65,13 +65,8 @@ def on_gpu(config: Config, machine: Machine) -> tuple[Config, str]:
     model; and what that is, in words."""
     config, given = placed(config, machine), config.optimizer
     sizes = Sizes(config, backend=backend_of(machine))
-    decided = {
-        "overlap_reductions": sizes.overlaps_reductions,
-        "overlap_gathers": sizes.gathers_late,
-    }
-    chosen: dict[str, Any] = {
-        name: str(value).lower() for name, value in decided.items() if getattr(given, name) == "auto"
-    }
+    decided = {"overlap_reductions": sizes.overlaps_reductions, "overlap_gathers": sizes.gathers_late}
+    chosen: dict[str, Any] = {n: str(value).lower() for n, value in decided.items() if getattr(given, n) == "auto"}
     said = ", ".join(f"{name} {value}" for name, value in chosen.items())
     return dataclasses.replace(config, optimizer=dataclasses.replace(given, **chosen)), said
 

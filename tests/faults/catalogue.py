@@ -312,7 +312,7 @@ ROWS: dict[str, dict[str, Row]] = {
         ),
         "what is reduced for the head lacks its last gradient": (
             "core.pipeline.executor.Pipeline.last_tick",
-            ("Last(of_head, to)", "Last(self.ends.apart(carry.totals)[1], to)"),
+            ("Last(of_head, reduction)", "Last(self.ends.apart(carry.totals)[1], reduction)"),
             gradient("shared/final_norm/bias", ON_OVERLAPPED),
         ),
         "of the losses the last microbatch's stays": (
@@ -639,7 +639,7 @@ ROWS: dict[str, dict[str, Row]] = {
         ),
         "a layer has the gathered weights of the layer before it": (
             "core.program.reduction.gathered_in_turn",
-            ("rows(stacks, place)", "rows(stacks, max(0, place - 1))"),
+            ("some_layers(stacks, place)", "some_layers(stacks, max(0, place - 1))"),
             named("of layer 1, forward", ON_GATHERED),
         ),
         "gradients are not summed over replicas": (

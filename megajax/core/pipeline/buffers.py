@@ -8,8 +8,7 @@ import jax
 from jax import Array, lax
 
 from megajax.core.parallel.collectives import at_place, zeros_like_type
-
-Tree = Any
+from megajax.core.trees import Tree
 
 
 def idle(types: Tree, *leading: int) -> Tree:

@@ -7,7 +7,7 @@ whether they do then depends on the tick only, so collectives inside it may run 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,7 @@ from megajax.core.pipeline.buffers import stored, taken, when
 from megajax.core.pipeline.model import Batch, Figures, LoopModel
 from megajax.core.pipeline.rows import End, Number, Predicate, Row, Work
 from megajax.core.pipeline.sums import Gradients, Sums
-
-Tree = Any
+from megajax.core.trees import Path, Tree
 
 
 class Microbatch(NamedTuple):
@@ -75,7 +74,7 @@ class EmbeddingAndHead:
         """The shared weights, gathered for computing."""
         return self.storage.gather(self.shared)
 
-    def trained(self) -> Gradients:
+    def trained(self) -> dict[Path, Array]:
         """Those that have gradients, by path, as stored."""
         return {} if self.frozen else flatten_dict({"shared": self.shared})
 

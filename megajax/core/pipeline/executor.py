@@ -31,12 +31,12 @@ from megajax.core.pipeline.ends import EmbeddingAndHead, HeadTotals
 from megajax.core.pipeline.model import Batch, Figures
 from megajax.core.pipeline.rows import Predicate, Row, Turns, Work, rows_of
 from megajax.core.pipeline.stages import Layers, stacked
-from megajax.core.pipeline.sums import Gradients, Last, Reduction, Sums, rows
+from megajax.core.pipeline.sums import Gradients, Last, Reduction, Sums, some_layers
 from megajax.core.pipeline.table import Deferral, Pass, Schedule
 from megajax.core.precision import at_least_fp32
 from megajax.core.private import tied
+from megajax.core.trees import Path, Tree
 
-Tree = Any
 Gather = Callable[[Tree, Tree], tuple[Tree, tuple[Tree, ...]]]
 """The whole weights of the ends and of every layer, from a device's shards of the ends' and of the stacked layers'."""
 
@@ -138,7 +138,7 @@ class Pipeline:
         totals = carry.totals._replace(figures=figures)
         return bound, carry._replace(x=self._send(send_up, x), saved=saved, totals=totals)
 
-    def last_tick(self, schedule: Schedule, carry: Carry, to: Reduction) -> Carry:
+    def last_tick(self, schedule: Schedule, carry: Carry, reduction: Reduction) -> Carry:
         """The last tick, apart from the loop: gradients of the layers, and of what only the head uses, are reduced in
         it. In a pipe the first stage runs a backward of its first chunk. Nothing else does, since every other backward
         precedes one of these; the other stages reduce."""
@@ -150,11 +150,11 @@ class Pipeline:
         y, saved, figures = self._forward(schedule, row, x, carry.saved)
         grad, totals = self._head(schedule, row, y, saved, grad_in, carry.totals.counting(figures))
         grad, totals, of_head = tied((grad, *self.ends.apart(totals)))  # otherwise XLA would compute the head's last
-        last = Last(of_head, to)
+        last = Last(of_head, reduction)
         grad, sums = self._backward(schedule, row, saved, grad, sums, None if schedule.deferral else last)
         ends = self.ends.embed_backward(row, grad, totals.sums).gradients
         layers = self.weight_gradients(schedule, row.late, sums, last).gradients
-        shared = to.everywhere(ends) | to.over_stages({path: layers.pop(path) for path in of_head})
+        shared = reduction.everywhere(ends) | reduction.over_stages({path: layers.pop(path) for path in of_head})
         totals, x = totals._replace(sums=Sums(shared)), self._send(send_up, y)
         return carry._replace(x=x, totals=totals, sums=Sums(layers))
 
@@ -239,10 +239,10 @@ class Pipeline:
         and reduces them. All others are reduced here."""
         *before, (carry, sums) = operands
         size, several = self.layers.layers_per_chunk, self.num_chunks > 1
-        first = sums._replace(gradients=rows(sums.gradients, slice(size))) if several else sums
+        first = sums._replace(gradients=some_layers(sums.gradients, slice(size))) if several else sums
         carry, reduced = when(runs, run, last, *before, (carry, first), otherwise=_only_reduced)
         if several:
-            rest = last.to.on_stage(rows(sums.gradients, slice(size, None)))
+            rest = last.reduction.on_stage(some_layers(sums.gradients, slice(size, None)))
             joined = {path: jnp.concatenate([reduced.gradients[path], stack]) for path, stack in rest.items()}
             reduced = Sums(reduced.gradients | joined)
         return carry, reduced
@@ -363,14 +363,14 @@ class Pipeline:
         return lax.optimization_barrier(send(x, ring=self.num_chunks > 1)) if self.num_stages > 1 else x
 
 
-def _zeros(weights: Gradients, dtype: Any) -> Gradients:
+def _zeros(weights: dict[Path, Array], dtype: Any) -> Gradients:
     """Sums of nothing: zeros like weights."""
     return {path: vary(jnp.zeros(w.shape, dtype), sorted(varying_axes(w))) for path, w in weights.items()}
 
 
 def _only_reduced(last: Last, *operands: Tree) -> tuple[Tree, Sums]:
     carry, sums = operands[-1]
-    return carry, Sums(last.to.on_stage(sums.gradients) | last.to.on_stage(last.of_head))
+    return carry, Sums(last.reduction.on_stage(sums.gradients) | last.reduction.on_stage(last.of_head))
 
 
 def _receive(direction: Pass, inbox: Array | None, wire: Array, work: Work) -> tuple[Array | None, Array]:

@@ -1,12 +1,12 @@
 """What the pipeline's loop is given: a model, cut at its stage boundaries, in one step."""
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from jax import Array
 
-Tree = Any
+from megajax.core.trees import Path, Tree
+
 Batch = dict[str, Array]  # some rows
-Path = tuple[str, ...]  # in nested dicts
 Factors = Tree  # of all products in a layer, or stacked for several layers
 Figures = dict[str, Array]  # summed, not differentiated
 

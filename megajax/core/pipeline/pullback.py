@@ -2,15 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
 
-from megajax.core.pipeline.model import Factors, Figures, Path
+from megajax.core.pipeline.model import Factors, Figures
+from megajax.core.trees import Path, Tree
 
-Tree = Any
 LayerFunction = Callable[[Tree, Factors, Array, Array, Tree], tuple[Array, Figures]]  # as `LoopModel.layer`
 
 

@@ -20,13 +20,13 @@ from jax import Array, lax
 
 from megajax.core.parallel.shards import Shards
 from megajax.core.pipeline.buffers import idle, stored, taken, when
-from megajax.core.pipeline.model import Factors, Figures, Path, Products
+from megajax.core.pipeline.model import Factors, Figures, Products
 from megajax.core.pipeline.pullback import LayerFunction, with_pullback
 from megajax.core.pipeline.rows import Number, Predicate
-from megajax.core.pipeline.sums import Gradients, Last, Reduction, Sums, rows
+from megajax.core.pipeline.sums import Gradients, Last, Reduction, Sums, some_layers
 from megajax.core.private import tied
+from megajax.core.trees import Path, Tree
 
-Tree = Any
 Output = tuple[Array, Figures]
 
 
@@ -62,7 +62,7 @@ class Layers:
     def layers_per_chunk(self) -> int:
         return self.layer_index.shape[1]
 
-    def trained(self) -> Gradients:
+    def trained(self) -> dict[Path, Array]:
         """The weights that have gradients, by path, as stored."""
         flat = flatten_dict(self.weights)
         return {("blocks", *path): weight for path, weight in flat.items() if path not in self.frozen}
@@ -152,7 +152,7 @@ class Layers:
         args = gathered, dummies, index, grad, context
         pullback = self._traced_once("pullback", self._pullback, *args)
         grads, factors, grad = pullback.restore((gathered, dummies), residuals)(grad)
-        return grad, (factors, self._stored(grads))
+        return grad, (factors, self._scattered(grads))
 
     def _pullback(self, *args: Tree) -> Any:
         return with_pullback(self.function, self._apart, *args)[2]
@@ -168,13 +168,15 @@ class Layers:
     ) -> tuple[None, Gradients]:
         assert self.deferred is not None
         of_layer = jax.tree.map(lambda buffer: buffer[slot, number], factors)
-        return carry, self._stored(self.deferred.weight_gradients(jax.eval_shape(self.storage.gather, own), of_layer))
+        return carry, self._scattered(
+            self.deferred.weight_gradients(jax.eval_shape(self.storage.gather, own), of_layer)
+        )
 
     def _is_reached(self, index: Array) -> Predicate:
         """Whether the backward pass does not end before a layer; a padded slot has none."""
         return index >= self.first_trained if self.padded or self.first_trained else True
 
-    def _stored(self, grads: dict[Path, Array]) -> Gradients:
+    def _scattered(self, grads: dict[Path, Array]) -> Gradients:
         """Gradients of gathered weights, scattered to the stored shards."""
         shardings = flatten_dict(self.storage.shardings)
         scattered = Shards({path: shardings[path] for path in grads}).scatter(grads, self.gradient_dtype)
@@ -195,10 +197,10 @@ class Layers:
             start, xs = (carry, Sums(sums.gradients)), (self._slots(chunk), xs)
             (carry, after), _ = self._scan(partial(_added_up, gradients), start, chunk, xs, reverse)
             return carry, after._replace(factors=sums.factors)
-        nothing = idle(jax.eval_shape(lambda: last.to.on_stage(rows(sums.gradients, 0))))
-        done, xs = (nothing, last.to.on_stage(last.of_head)), (sums.gradients, xs)
+        nothing = idle(jax.eval_shape(lambda: last.reduction.on_stage(some_layers(sums.gradients, 0))))
+        done, xs = (nothing, last.reduction.on_stage(last.of_head)), (sums.gradients, xs)
         (carry, (end, of_head)), each = self._scan(
-            partial(_reduced, gradients, last.to), (carry, done), chunk, xs, reverse
+            partial(_reduced, gradients, last.reduction), (carry, done), chunk, xs, reverse
         )
         return carry, Sums({path: _shifted(each[path], grad, reverse) for path, grad in end.items()} | of_head)
 
@@ -285,14 +287,16 @@ def _added_up(gradients: Callable, carry: Tree, own: Tree, index: Array, xs: Tre
     return (carry, sums.add(grads, place)), None
 
 
-def _reduced(gradients: Callable, to: Reduction, carry: Tree, own: Tree, index: Array, xs: Tree) -> tuple[Tree, Tree]:
+def _reduced(
+    gradients: Callable, reduction: Reduction, carry: Tree, own: Tree, index: Array, xs: Tree
+) -> tuple[Tree, Tree]:
     """Complete a layer's sums and reduce them; returns those of the layer before."""
     (carry, done), (sums, x) = carry, xs
     carry, grads = gradients(carry, own, index, x)
     # Otherwise XLA would add the gradients of all layers in one kernel, and reduce all of them, at the end. The next
     # layer waits for the sums, and with it the layer after that for what was reduced before.
     carry, (before, of_head), sums = tied((carry, done, Sums(sums).add(grads).gradients))
-    return (carry, (to.on_stage(sums), of_head)), before
+    return (carry, (reduction.on_stage(sums), of_head)), before
 
 
 def _shifted(each: Array, end: Array, reverse: bool) -> Array:

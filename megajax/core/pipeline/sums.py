@@ -5,7 +5,8 @@ from typing import NamedTuple, Protocol
 import jax
 from jax import Array, lax
 
-from megajax.core.pipeline.model import Factors, Path
+from megajax.core.pipeline.model import Factors
+from megajax.core.trees import Path
 
 Gradients = dict[Path, Array]
 """By the paths of weights, which begin with `shared` for those of the ends and with `blocks` for those of layers."""
@@ -32,7 +33,7 @@ class Last(NamedTuple):
     only the head uses."""
 
     of_head: Gradients
-    to: Reduction
+    reduction: Reduction
 
 
 class Sums(NamedTuple):
@@ -63,6 +64,6 @@ class Sums(NamedTuple):
         return {path: lax.optimization_barrier(sum_) for path, sum_ in self.gradients.items()}
 
 
-def rows(stacks: Gradients, at: int | slice) -> Gradients:
-    """Some of the layers in stacks."""
+def some_layers(stacks: dict[Path, Array], at: int | slice) -> dict[Path, Array]:
+    """One of the layers in stacks, or some."""
     return {path: stack[at] for path, stack in stacks.items()}

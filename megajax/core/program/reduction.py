@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
 
 import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -16,11 +15,12 @@ from megajax.core.axes import MESH_AXES
 from megajax.core.parallel.collectives import PIPE, axis_size, complete, gather_shards, spec_axes, varying_axes
 from megajax.core.parallel.shards import NOT_SHARDED, Shards
 from megajax.core.parallel.sites import checked
-from megajax.core.pipeline.sums import Gradients, rows
+from megajax.core.pipeline.sums import Gradients, some_layers
 from megajax.core.private import tied
 from megajax.core.program.program import Program
+from megajax.core.trees import Path, Tree
 
-Tree = Any
+Arrays = dict[Path, Array]  # weights or gradients
 _LARGE = 2**20  # elements that are exchanged by themselves
 
 
@@ -53,11 +53,11 @@ class GradientReduction:
 def gathered_in_turn(program: Program, shared: Tree, blocks: Tree) -> tuple[Tree, tuple[Tree, ...]]:
     """The weights of the ends and of every layer, from the ends' and the stacked layers' as a step leaves them: in turn
     those of the layers, then those of the head."""
-    late, layers, before = program.layout.at_start, list[Tree](), Gradients()
+    late, layers, before = program.layout.at_start, list[Tree](), Arrays()
     gather = partial(_gathered, late)
     stacks, ends = flatten_dict({"blocks": blocks}), flatten_dict({"shared": shared})
     for place in range(len(jax.tree.leaves(blocks)[0])):
-        gathered, before = _in_turn(program, rows(stacks, place), gather, before)
+        gathered, before = _in_turn(program, some_layers(stacks, place), gather, before)
         layers.append(unflatten_dict(gathered)["blocks"])
     shardings = flatten_dict(late.shardings)
     of_head = {path: shard for path, shard in ends.items() if shardings[path] != NOT_SHARDED}
@@ -65,12 +65,12 @@ def gathered_in_turn(program: Program, shared: Tree, blocks: Tree) -> tuple[Tree
 
 
 def _in_turn(
-    program: Program, arrays: Gradients, function: Callable[[Gradients], Gradients], before: Gradients
-) -> tuple[Gradients, Gradients]:
+    program: Program, arrays: Arrays, function: Callable[[Arrays], Arrays], before: Arrays
+) -> tuple[Arrays, Arrays]:
     """The results of a collective, one large weight after the other and `before`, those of another turn; and those of
     the last one. XLA believes that collectives under way together take as long as one, and so would begin all of them
     too late."""
-    records, results = flatten_dict(program.layout.trained(program.layout.weights)), Gradients()
+    records, results = flatten_dict(program.layout.trained(program.layout.weights)), Arrays()
     large = [path for path in arrays if prod(records[path].whole) >= _LARGE]
     for paths in ([path for path in arrays if path not in large], *([path] for path in large)):
         part, before = tied(({path: arrays[path] for path in paths}, before))
@@ -79,12 +79,12 @@ def _in_turn(
     return results, before
 
 
-def _shards(storage: Shards, arrays: Gradients) -> Shards:
+def _shards(storage: Shards, arrays: Arrays) -> Shards:
     shardings = flatten_dict(storage.shardings)
     return Shards({path: shardings[path] for path in arrays})
 
 
-def _gathered(storage: Shards, arrays: Gradients) -> Gradients:
+def _gathered(storage: Shards, arrays: Arrays) -> Arrays:
     return _shards(storage, arrays).gather(arrays)
 
 

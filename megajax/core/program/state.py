@@ -44,9 +44,9 @@ from megajax.core.pipeline.placement import Placement
 from megajax.core.precision import COMPUTE_DTYPE, MAIN_DTYPE
 from megajax.core.program.float8 import LayerCopies
 from megajax.core.program.overlap import overlaps_gathers, size_of_layers
-from megajax.core.program.weight import ON_STAGES, Path, Weight, gathered_late, joins_of, weights_of
+from megajax.core.program.weight import ON_STAGES, Weight, gathered_late, joins_of, weights_of
+from megajax.core.trees import Path, Tree
 
-Tree = Any
 Convert = Callable[..., Array]
 _PARAMS, _OPTIMIZER = GetAttrKey("params"), GetAttrKey("optimizer")
 INIT_OPTIONS = {"cpu": {"xla_backend_optimization_level": 1}}  # a fresh state compiles 5 times faster, to the same bits

@@ -1,7 +1,6 @@
 """The train step: losses and gradients for a batch, and the update of the state."""
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +24,8 @@ from megajax.core.program.program import BATCH, Batch, Program
 from megajax.core.program.reduction import GradientReduction, gathered_in_turn
 from megajax.core.program.state import TrainState
 from megajax.core.program.update import updated
+from megajax.core.trees import Tree
 
-Tree = Any
 SCALAR = PartitionSpec()
 
 

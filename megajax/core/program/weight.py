@@ -31,9 +31,8 @@ from megajax.core.parallel.float8 import Copies, copies_by_dims
 from megajax.core.parallel.shards import NOT_SHARDED, Sharding
 from megajax.core.pipeline.placement import Placement
 from megajax.core.precision import OPERAND_DTYPE
+from megajax.core.trees import Path, Tree
 
-Tree = Any
-Path = tuple[str, ...]
 Shape = tuple[int, ...]
 Axes = tuple[str, ...]
 Kind = TypeVar("Kind")
