@@ -70,7 +70,8 @@ class StopSignals:
         os.set_blocking(self._writing, False)
         # Python runs its handler only after the main thread leaves XLA; this thread sees the signal at once.
         wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, args=(reading,), daemon=True).start()
+        watcher = threading.Thread(target=self._watch, args=(reading,), daemon=True)
+        watcher.start()
         before = {number: signal.getsignal(number) for number in SIGNALS}
         if in_python:
             self._taken = tuple(number for number in SIGNALS if before[number] in _DEFAULT)
@@ -83,12 +84,13 @@ class StopSignals:
         finally:
             with self._lock:
                 self._taken, self._raised = (), None
-            if in_python:
-                self.number = 0  # its process goes on
             for number in taken:
                 signal.signal(number, before[number])
             signal.set_wakeup_fd(wakeup)
             os.close(self._writing)  # ends the thread
+            watcher.join(1)  # what it still reads must not count as a signal of the next block
+            if in_python:
+                self.number = 0  # its process goes on
 
     def take(self) -> None:
         """Handle the signals again, in case a library has replaced the handlers."""
