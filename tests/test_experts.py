@@ -25,7 +25,6 @@ from megajax.verify import CompiledComparison, compare
 from megajax.verify.comparison import Leaves
 from megajax.verify.forms import in_blocks
 from megajax.verify.run import MeshRun, drawn_state, run
-from megajax.verify.theory import check_collectives
 
 ROWS, TOKENS, LAYERS = 8, 16, 2
 MESHES = [  # data, pipe, context, tensor; and expert
@@ -103,7 +102,7 @@ def exact(found: MeshRun) -> Leaves:
 
 
 def check(row: tuple, precision: str = "fp32") -> CompiledComparison:
-    """What is sent, by kind, axes, shape, bytes and count, is what is planned and in theory."""
+    """What is sent, by kind, axes, shape, bytes and count, is what is planned."""
     _, capacity, balance, *_, shared, dense = row
     config = config_of(row, precision=precision)
     expected = reference(capacity, balance, shared, dense, precision)
@@ -111,7 +110,6 @@ def check(row: tuple, precision: str = "fp32") -> CompiledComparison:
     wanted, found = exact(expected), exact(actual)
     assert any(LOAD in name for name in found)
     assert found.keys() == wanted.keys() and all((found[name] == wanted[name]).all() for name in wanted), row
-    assert (theory := check_collectives(config, actual.collectives)).passed, theory
     assert totals(communication(config)) == totals(actual.collectives)
     return compare(expected, actual)
 

@@ -60,7 +60,7 @@ def reference(config: Config) -> MeshRun:
 
 
 def differences(config: Config) -> list[str]:
-    """What differs from one device, in fp64 with rounded operands, and from the theory of communication."""
+    """What differs from one device, in fp64 with rounded operands."""
     actual = run(config, jax.devices(), STEPS, operand_dtype=E4M3, backend=in_blocks(config))
     return [
         f"{finding.name}: {finding.where}" for finding in all_checks(reference(config), actual) if not finding.passed

@@ -65,13 +65,13 @@ def communication(config: Config, cost: StepCost | None = None, backend: Backend
 @lru_cache(maxsize=1024)
 def outside_the_loop(config: Config, backend: Backend = GPU) -> tuple[list[Communication], list[Communication]]:
     """What is sent before and after the loop, which does not depend on microbatches or recomputation."""
-    step = WeightTraffic(config, backend=backend)
+    step = _Step(config, backend)
     return [*step.targets(), *step.scales()], [*step.after_the_loop()]
 
 
 def in_the_loop(config: Config, cost: StepCost, backend: Backend = GPU) -> list[Communication]:
     """What is sent for microbatches."""
-    return [*_Step(config, backend=backend).loop(cost)]
+    return [*_Step(config, backend).loop(cost)]
 
 
 def totals(found: Iterable[Collective]) -> Counter:
@@ -141,9 +141,39 @@ def one(purpose: str, kind: str, axes: Axes, shape: Shape, item: int, times: Occ
     return Communication(kind, axes, (shape,), prod(shape) * item, times.count, purpose, times.sent)
 
 
-class WeightTraffic(Sizes):
+class _Step(Sizes):
     """The sizes of a step, and what it communicates for weights (`core/program/train_step.py`,
     `core/parallel/shards.py`) and between stages."""
+
+    def loop(self, cost: StepCost) -> Iterator[Communication]:
+        """The passes of embedding, layers and head. ZeRO-3 gathers their weights for each, and scatters the gradients.
+        An embedding that is not linear in its weights runs forward again in its backward pass, and so may a stage."""
+        layer, ends = cost.layer, cost.ends
+        yield from self.p2p_transfers()
+        yield from self._pass("embedding", "shared", ends.embedding, self.of_embedding)
+        yield from self._pass("layers forward", "blocks", layer.forward, self.of_layer_forward)
+        yield from self._pass("head", "shared", ends.head, self.of_head)
+        yield from self.scattered("head", "shared", self.of_head)
+        if self.recomputes_stage:
+            yield from self._pass("layers backward", "blocks", layer.forward, self.of_layer)
+        together = () if self.defers else layer.weight_gradients
+        yield from self._pass("layers backward", "blocks", (*layer.backward, *together), self.of_layer)
+        yield from self.scattered("layers backward", "blocks", self.of_layer, later=False)
+        linear = family_of(self.config.model).linear_embedding(self.config.model)
+        again = "none" if linear else "shared"
+        yield from self._pass("embedding backward", again, ends.embedding_backward, self.of_embedding_backward)
+        yield from self.scattered_by_embedding("embedding backward")
+        if self.defers and (layer.weight_gradients or self.zero == 3):
+            times = self.weight_gradient_times
+            yield from self._pass("weight gradients", "none", layer.weight_gradients, times)
+            yield from self.scattered("weight gradients", "blocks", times, later=True)
+
+    def _pass(self, part: str, room: str, sent: Iterable[Sent], times: Occurrences) -> Iterator[Communication]:
+        yield from self.gathered(part, room, times)
+        for each in sent:
+            shape = each.operand.dims.shape(self.microbatch)
+            counts = Occurrences(each.count * times.count, each.count * times.sent)
+            yield one(part, each.kind, each.axes, shape, each.operand.item, counts)
 
     # In the loop over ticks: ZeRO-3 gathers and scatters wherever weights are used.
 
@@ -334,35 +364,3 @@ def _deferral(schedule: str, pipe: int, microbatches: int, chunks: int, deferrin
     deferral = make_schedule(schedule, pipe, microbatches, chunks, deferring).deferral
     assert deferral is not None
     return deferral
-
-
-class _Step(WeightTraffic):
-    def loop(self, cost: StepCost) -> Iterator[Communication]:
-        """The passes of embedding, layers and head. ZeRO-3 gathers their weights for each, and scatters the gradients.
-        An embedding that is not linear in its weights runs forward again in its backward pass, and so may a stage."""
-        layer, ends = cost.layer, cost.ends
-        yield from self.p2p_transfers()
-        yield from self._pass("embedding", "shared", ends.embedding, self.of_embedding)
-        yield from self._pass("layers forward", "blocks", layer.forward, self.of_layer_forward)
-        yield from self._pass("head", "shared", ends.head, self.of_head)
-        yield from self.scattered("head", "shared", self.of_head)
-        if self.recomputes_stage:
-            yield from self._pass("layers backward", "blocks", layer.forward, self.of_layer)
-        together = () if self.defers else layer.weight_gradients
-        yield from self._pass("layers backward", "blocks", (*layer.backward, *together), self.of_layer)
-        yield from self.scattered("layers backward", "blocks", self.of_layer, later=False)
-        linear = family_of(self.config.model).linear_embedding(self.config.model)
-        again = "none" if linear else "shared"
-        yield from self._pass("embedding backward", again, ends.embedding_backward, self.of_embedding_backward)
-        yield from self.scattered_by_embedding("embedding backward")
-        if self.defers and (layer.weight_gradients or self.zero == 3):
-            times = self.weight_gradient_times
-            yield from self._pass("weight gradients", "none", layer.weight_gradients, times)
-            yield from self.scattered("weight gradients", "blocks", times, later=True)
-
-    def _pass(self, part: str, room: str, sent: Iterable[Sent], times: Occurrences) -> Iterator[Communication]:
-        yield from self.gathered(part, room, times)
-        for each in sent:
-            shape = each.operand.dims.shape(self.microbatch)
-            counts = Occurrences(each.count * times.count, each.count * times.sent)
-            yield one(part, each.kind, each.axes, shape, each.operand.item, counts)

@@ -24,7 +24,6 @@ from megajax.core.models.lora import LORA, Adapters, without_adapters
 from megajax.core.models.lora_config import LoraConfig
 from megajax.core.models.staged import StagedModel
 from megajax.core.parallel.boundary import RegionBoundary
-from megajax.core.parallel.collectives import CONTEXT, TENSOR
 from megajax.core.parallel.shards import NOT_SHARDED
 from megajax.core.parallel.tokens import ContextWay
 from megajax.core.pipeline.placement import Placement
@@ -208,14 +207,12 @@ class Sizes:
         pairs_microbatches: whether the collectives of one microbatch overlap with the products of another.
     """
 
-    def __init__(self, config: Config, operand_item: int | None = None, backend: Backend = GPU):
-        """Operands have the precision's bytes, or as many as given."""
+    def __init__(self, config: Config, backend: Backend = GPU):
         model, mesh, self.zero, self._backend = config.model, config.mesh, config.optimizer.zero, backend
         self.splits_sequence, self.splits_vocabulary = config.sequence_parallel, config.splits_vocabulary
         self.item = ITEM_SIZE[config.precision]
         self.wide = max(4, self.item)
-        of_precision = 1 if config.precision in OPERAND_DTYPE else 0
-        self.operand_item = of_precision if operand_item is None else operand_item
+        self.operand_item = 1 if config.precision in OPERAND_DTYPE else 0
         self.counted = 8 if config.precision == "fp64" else 4
         summed_in = config.optimizer.gradient_dtype
         self.summed = self.wide if summed_in == "fp32" else ITEM_SIZE[summed_in]
@@ -289,11 +286,6 @@ class Sizes:
     def bytes_of_copies(self, weight: Weight) -> int:
         """Bytes of both copies of a weight of a layer on a device."""
         return sum(item * prod(shape) for shape, item, _ in self.parts_of_copies(weight))
-
-    @property
-    def shared_over(self) -> tuple[str, ...]:
-        """The axes whose devices share the tokens between regions."""
-        return (CONTEXT,) * (self.way != "none") + (TENSOR,) * self.splits_sequence
 
     @property
     def queries(self) -> int:

@@ -6,15 +6,14 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxequal.interpreter import UnknownPrimitive
 from jaxequal.numbers import elements
 from megajax.core.backend import CPU, Backend
 from megajax.core.errors import RunError, UserError
-from megajax.core.precision import OPERAND_DTYPE
 from megajax.host.garbage import rarely_collected
+from megajax.plan.communication import communication, total_sent, totals
 from megajax.settings.config import Config
 from megajax.verify.beside import beside_training
 from megajax.verify.fields import ExactStep, Outcome, Values, activation_error, recorded_step, run_step, unequal
@@ -23,7 +22,6 @@ from megajax.verify.locate import Result, axes_that_differ, first_in_words
 from megajax.verify.recording import first_difference
 from megajax.verify.run import TracingError, traced
 from megajax.verify.shrink import shown
-from megajax.verify.theory import check_collectives
 from megajax.verify.verdict import AVERAGE, EXACT, UNMOVED, WEIGHTS, Finding, Verdict, some
 
 TRACED = "tracing of the step"
@@ -89,6 +87,8 @@ def findings(config: Config, reference: ExactStep | Finding, seed: int = 0) -> I
         other = _step(shown(config.mesh), config, in_blocks(config), seed)
         if isinstance(other, ExactStep):
             yield from compare_exactly(reference, other)
+            if other.in_plan:
+                yield compare_with_plan(other)
             if config.train.ramp_start:
                 yield _first_batch(config, seed)
     if isinstance(other, Finding):
@@ -137,7 +137,7 @@ def _located(
 
 
 def compare_exactly(reference: ExactStep, other: ExactStep) -> Iterator[Finding]:
-    """What must be equal, what a skipped step must not change, and what is communicated, if theory says that."""
+    """What must be equal, and what a skipped step must not change."""
 
     def equal(name: str, of: Callable[[ExactStep], Values], where: str = "{}") -> Finding:
         return _equal(name, of(reference), of(other), where)
@@ -154,11 +154,20 @@ def compare_exactly(reference: ExactStep, other: ExactStep) -> Iterator[Finding]
     changed = [*other.skipped, *(f"{name} on one device" for name in reference.skipped)]
     yield Finding(f"{EXACT} {UNMOVED}", len(changed), 0, some(changed))
     yield Finding(f"{EXACT} replicas of all results", len(other.unequal), 0, some(other.unequal))
-    if not other.in_theory:
-        return
-    operand = OPERAND_DTYPE.get(other.config.precision)
-    item = None if operand is None else jnp.dtype(operand).itemsize
-    yield check_collectives(other.config, other.collectives, EXACT, item, other.backend)
+
+
+def compare_with_plan(step: ExactStep) -> Finding:
+    """The kinds, axes, shapes and bytes of collectives of which the traced step does not have as many as planned."""
+    expected = communication(step.config, backend=step.backend)
+    planned, actual = totals(expected), totals(step.collectives)
+    wrong = sorted((key for key in planned | actual if planned[key] != actual[key]), key=str)
+    text = "; ".join(
+        f"{actual[key]} instead of {planned[key]} {key[0]} over {' x '.join(key[1])} of {list(key[2])}, "
+        f"an operand of {key[3]} bytes"
+        for key in wrong
+    )
+    sent = f"{planned.total()} collectives, {total_sent(step.config, expected):,} bytes sent by a device"
+    return Finding(f"{EXACT} communication against the plan", len(wrong), 0, text or sent)
 
 
 def _equal(name: str, expected: Values, actual: Values, where: str = "{}") -> Finding:

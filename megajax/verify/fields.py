@@ -13,10 +13,11 @@ from jaxequal.comparison import factor
 from jaxequal.interpreter import Interpreter
 from jaxequal.numbers import PRIMES, Value, elements, is_float, seeded
 from megajax.core.backend import CPU, Backend
+from megajax.core.precision import OPERAND_DTYPE
 from megajax.core.program.communication import Collective, collectives_of
 from megajax.core.program.loss import loss_of
 from megajax.core.program.program import Program
-from megajax.core.program.state import TrainState
+from megajax.core.program.state import StateLayout, TrainState
 from megajax.core.program.synthetic import random_batch
 from megajax.core.program.train_step import train_step_with_gradients
 from megajax.settings.config import Config
@@ -50,7 +51,7 @@ class ExactStep:
     skipped: list[str]  # what a step whose numbers are not finite changes, though only the loss scale may change
     unequal: list[str]  # results whose replicas differ between devices
     collectives: list[Collective]
-    in_theory: bool  # whether theory knows these: not those of a user's loss, or of an optimizer of whole weights
+    in_plan: bool  # whether the plan knows all of these
 
 
 class Drawn:
@@ -148,8 +149,15 @@ def run_step(config: Config, backend: Backend = CPU, seed: int = 0, *, branches:
         skipped=skipped,
         unequal=unequal,
         collectives=collectives_of(step.jaxpr),
-        in_theory=loss_of(config) is None and not layout.mixing,
+        in_plan=_in_plan(config, layout),
     )
+
+
+def _in_plan(config: Config, layout: StateLayout) -> bool:
+    """Whether the plan knows what a step communicates: not for a user's loss, or an optimizer of whole weights; and in
+    8 bits not how many rows experts that drop nothing compute, which are rounded up to whole blocks."""
+    rounded_up = config.precision in OPERAND_DTYPE and config.model.num_experts and not config.model.expert_capacity
+    return loss_of(config) is None and not layout.mixing and not rounded_up
 
 
 def _of_state(path: Any, leaf: jax.ShapeDtypeStruct) -> Value:

@@ -61,12 +61,12 @@ def axes_that_differ(
 
 
 def first_in_words(difference: Difference | None, failed: Sequence[Finding], collectives: Sequence[str] = ()) -> str:
-    """The first difference in the order of computation, and a wrong collective: one of `collectives`, or one that
-    theory does not have."""
+    """The first difference in the order of computation, and a wrong collective: one of `collectives`, or one that is
+    not planned."""
     first = _first(difference, failed)
-    theory = [finding.where.split(";")[0] for finding in failed if not finding.of_numbers]
+    unplanned = [finding.where.split(";")[0] for finding in failed if not finding.of_numbers]
     of_the_first = sorted(collectives, key=lambda name: name.split()[-1] not in first)
-    wrong = [*of_the_first, *theory][:1]
+    wrong = [*of_the_first, *unplanned][:1]
     return first if not wrong or wrong[0] in first else f"{first}; the collective that is wrong: {wrong[0]}"
 
 

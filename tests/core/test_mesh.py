@@ -237,7 +237,7 @@ from megajax.settings.presets import load_preset, resolve
 from megajax.core.program.program import Program
 from megajax.core.program.transfer import Transfer
 from megajax.core.parallel.collectives import spec_axes
-from megajax.verify.exact import compare_exactly
+from megajax.verify.exact import compare_exactly, compare_with_plan
 from megajax.verify.fields import run_step
 from megajax.verify.forms import in_blocks, plain, steady
 from megajax.verify.run import drawn_state
@@ -259,7 +259,8 @@ row_BT = np.tile(np.arange(rows, dtype=np.int32)[:, None], small.model.sequence_
 batch = program.put_batch(dict.fromkeys(program.batch_types, row_BT), program.local_rows)
 held = [shard.data[:, 0].tolist() for shard in batch["tokens"].addressable_shards]
 assert sum(held[::2], []) == list(range(rows)) and held[::2] == held[1::2], held
-found = list(compare_exactly(reference, run_step(config, in_blocks(config), branches=False)))
+step = run_step(config, in_blocks(config), branches=False)
+found = [*compare_exactly(reference, step), compare_with_plan(step)]
 assert found and all(finding.passed for finding in found), "\\n".join(map(str, found))
 alone = dataclasses.replace(small, mesh=MeshConfig(further=2), train=dataclasses.replace(small.train, microbatch=1))
 program = Program.on(alone, jax.devices()[:2])

@@ -1,6 +1,6 @@
 """The faults: for each class of mistake in parallel training those that a review would miss most easily.
 
-By default every third one of types and communication is tried (`test_faults.py`), and one of every tenth class that
+By default every third one of types is tried (`test_faults.py`), and one of every tenth class that
 the exact comparison finds; with the long grids all. Rows of `test_field.py` compare exactly by default. The others name
 their tests.
 """
@@ -47,7 +47,6 @@ FEW_KEYS = {
     **{"head_size": 4, "num_kv_heads": 2, "mlp_size": 24, "sliding_window": 5},
 }
 ON_SHARED_KEYS = {"mesh": (1, 1, 4), **FEW_KEYS}
-IN_FLOAT8 = {"precision": "fp8", "mesh": (1, 1, 2)}
 
 
 def types(message: str, on: dict) -> Caught:
@@ -957,7 +956,7 @@ ROWS: dict[str, dict[str, Row]] = {
         "a scale is that of a device's share of a row": (
             "core.parallel.float8.scales",
             ("[*max_over(jnp.stack(bits), tuple(over))]", "bits"),
-            Caught("communication", "0 instead of 24 all-reduce over tensor of [1, 1, 8]", IN_FLOAT8),
+            tests("tests/test_golden_communication.py -k fp8"),
         ),
         "devices that share a head each add all of its product": (
             "core.parallel.float8.DenseProducts._once",
@@ -1015,7 +1014,7 @@ ROWS: dict[str, dict[str, Row]] = {
         "gradients of shared heads of keys are summed in every layer": (
             "core.mesh.needs_tensor_sum",
             ("in_region(logical)", "False"),
-            Caught("communication", "16 instead of 0 all-reduce over tensor", ON_SHARED_KEYS),
+            tests("tests/test_golden_communication.py -k heads"),
         ),
     },
     "Checkpoints between meshes": {

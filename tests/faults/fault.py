@@ -20,13 +20,12 @@ PACKAGE = ROOT / "megajax"
 
 @dataclass(frozen=True)
 class Caught:
-    """How a fault is caught. By "types": the step is refused while it is traced; "communication": all numbers are
-    right, but the step has other collectives than theory says; "exact": `megajax verify --exact` names the place;
-    "verify": only the compiled comparisons of `megajax verify` do; "tests": default tests fail, since no comparison of
-    meshes can tell."""
+    """How a fault is caught. By "types": the step is refused while it is traced; "exact": `megajax verify --exact`
+    names the place; "verify": only the compiled comparisons of `megajax verify` do; "tests": default tests fail, since
+    no comparison of meshes can tell."""
 
-    by: Literal["types", "communication", "exact", "verify", "tests"]
-    text: str  # a part of the message, the collectives, or the line of what differs first; or the arguments of pytest
+    by: Literal["types", "exact", "verify", "tests"]
+    text: str  # a part of the message, or the line of what differs first; or the arguments of pytest
     on: dict[str, Any] = field(default_factory=dict)  # options of the configuration (`tiny_config`) that shows it
 
 

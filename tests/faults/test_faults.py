@@ -14,7 +14,6 @@ from trial import failed_test, first_difference, said_of, small_config, unequal
 from megajax.verify.check import verify
 
 WAYS = get_args(get_type_hints(Caught)["by"])
-TRACED = [fault for fault in FAULTS if fault.caught.by in ("types", "communication")]
 REFUSED = [fault for fault in FAULTS if fault.caught.by == "types"]
 EXACT = [fault for fault in FAULTS if fault.caught.by == "exact"]
 VERIFIED = [fault for fault in FAULTS if fault.caught.by == "verify"]
@@ -45,7 +44,7 @@ def test_every_class_is_documented() -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", [*TRACED[::3], *(full(fault) for fault in TRACED if fault not in TRACED[::3])], ids=name
+    "fault", [*REFUSED[::3], *(full(fault) for fault in REFUSED if fault not in REFUSED[::3])], ids=name
 )
 def test_tracing_tells(fault: Fault) -> None:
     assert fault.caught.text in said_of(fault)
@@ -76,7 +75,7 @@ def test_an_error_while_tracing_is_a_verdict(fault: Fault) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "on", [*{str(fault.caught.on): fault.caught.on for fault in [*TRACED, *EXACT, *VERIFIED]}.values()], ids=str
+    "on", [*{str(fault.caught.on): fault.caught.on for fault in [*REFUSED, *EXACT, *VERIFIED]}.values()], ids=str
 )
 def test_nothing_differs_without_a_fault(on: dict) -> None:
     assert first_difference(small_config(on)) == ""

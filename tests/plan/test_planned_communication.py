@@ -1,58 +1,26 @@
-"""What a step communicates, planned by traced parts and in theory, against its jaxpr: every kind, axes, shape, bytes
-and count."""
+"""What a step communicates, planned by traced parts, against its jaxpr: every kind, axes, shape, bytes and count, where
+rows of `test_field.py` do not compare it."""
 
 from dataclasses import replace
 
 import pytest
 from counting import collectives_of_a_step
 from parity_grid import DEFAULT, PAIRS, config_of, name
-from tiny import LLAMA, OLMO2, QWEN3, tiny_config
+from tiny import tiny_config
 
-from megajax.core.models.lora_config import LoraConfig
 from megajax.core.pipeline.schedule import SCHEDULES, ScheduleKind, Ticks
-from megajax.plan.communication import communication, sent_by_axes, totals
+from megajax.plan.communication import communication, sent_by_axes, total_sent, totals
 from megajax.plan.sizes import num_ticks
 from megajax.settings.config import Config
-from megajax.verify.theory import check_collectives, theory_of
 
 
 def check(config: Config) -> None:
-    found = totals(collectives_of_a_step(config))
-    for expected in (totals(communication(config)), totals(theory_of(config))):
-        wrong = {key: (found[key], expected[key]) for key in {*found, *expected} if found[key] != expected[key]}
-        assert found == expected, wrong
+    found, expected = totals(collectives_of_a_step(config)), totals(communication(config))
+    wrong = {key: (found[key], expected[key]) for key in {*found, *expected} if found[key] != expected[key]}
+    assert found == expected, wrong
 
 
 MUON = {"name": "muon"}
-SOME = {
-    "all axes, padded, fp16, deferred, zero 3": dict(
-        mesh=(2, 2, 2), schedule="interleaved", chunks=2, num_layers=5, precision="fp16", zero=3,
-        sequence_parallel=True, weight_gradients="deferred", remat="selective", **LLAMA,
-    ),
-    "zero 3 gathers for every pass": dict(mesh=(2, 1, 1), zero=3, remat="layer", precision="bf16"),
-    "zero 1 once a step": dict(mesh=(2, 2, 2), zero=1, microbatch=2, sequence_parallel=True),
-    "a stage again, vocabulary split": dict(
-        mesh=(2, 2, 2), schedule="gpipe", remat="stage", vocabulary="split", precision="bf16", reset_attention=True,
-    ),
-    "heads of keys held several times": dict(mesh=(1, 2, 4), num_layers=5, zero=0, remat="layer", **OLMO2),
-    "bert": dict(
-        mesh=(2, 2, 2), family="bert", layer_order="post", vocabulary="split", sequence_parallel=True, remat="layer",
-    ),
-    "muon": dict(mesh=(4, 1, 2), precision="bf16", optimizer=MUON, **QWEN3),
-    "muon, copies, gathered keys": dict(
-        mesh=(1, 2, 2, 2), num_layers=5, precision="fp16", zero=0, optimizer=MUON, context_attention="gather", **LLAMA,
-    ),
-    "adapters": dict(
-        mesh=(2, 1, 4), precision="bf16", sequence_parallel=True, lora=LoraConfig(rank=4, targets=("mlp", "output")),
-        **QWEN3,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.full  # by default: rows of `test_field.py`
-@pytest.mark.parametrize("case", SOME)
-def test_equals_the_jaxpr(case):
-    check(tiny_config(**SOME[case]))
 
 
 @pytest.mark.full
@@ -70,15 +38,6 @@ def test_half_precision_equals_the_jaxpr(row, precision):
     """Where gradients are summed in it, too."""
     config = config_of(row, precision=precision)
     check(replace(config, optimizer=replace(config.optimizer, gradient_dtype=precision)))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("model", ["bert-pre-choice", "bert-post-choice", "llama", "gpt2"])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_other_rows_equal_the_jaxpr(model, sequence_parallel):
-    """Heads of a choice, which are not in the grid, and attention that starts anew with every document."""
-    row = ((2, 2, 2), "1f1b-1", "split", "none", "together", "fewer", "divisible", 1, sequence_parallel, model)
-    check(config_of(row, reset_attention=not model.startswith("bert"), dropout=0.0))
 
 
 def test_a_new_schedule_has_its_own_ticks(monkeypatch):
@@ -104,12 +63,11 @@ def test_what_is_really_sent():
 
 
 def test_bytes_are_those_that_a_device_sends():
-    """Of 4 in a ring: to gather 3 parts, to sum twice 3/4 of the operand. `verify` says the same."""
+    """Of 4 in a ring: to gather 3 parts, to sum twice 3/4 of the operand."""
     config = tiny_config((1, 1, 4), num_heads=4, sequence_parallel=True)
     by_axes = sent_by_axes(config)
     count, sent = by_axes["tensor", "all-gather"]
     assert sent == count * 3 * (config.train.microbatch * 4 * 24 * 4)  # a part: 4 of 16 tokens
     sums = [each for each in communication(config) if each.kind == "all-reduce" and "tensor" in each.axes]
     assert by_axes["tensor", "all-reduce"][1] == sum(each.sent * each.num_bytes * 3 // 2 for each in sums)
-    total = sum(size for _, size in by_axes.values())
-    assert f" {total:,} bytes sent by a device" in check_collectives(config, communication(config)).where
+    assert sum(size for _, size in by_axes.values()) == total_sent(config, communication(config))

@@ -19,7 +19,7 @@ from megajax.verify.beside import _generation as generated
 from megajax.verify.beside import beside_training
 from megajax.verify.check import verify
 from megajax.verify.exact import _step as exact_step
-from megajax.verify.exact import check_exactly, compare_exactly
+from megajax.verify.exact import check_exactly, compare_exactly, compare_with_plan
 from megajax.verify.fields import ExactStep, run_step
 from megajax.verify.verdict import Finding, Verdict
 
@@ -83,7 +83,9 @@ def test_every_row_can_fail(one: ExactStep) -> None:
     assert [*failed(skipped=["optimizer/0/mu"])] == ["exact state after the skipped step, bit for bit"]
     assert [*failed(unequal=["(3,)"])] == ["exact replicas of all results"]
     extra = Collective("all-reduce", ("data",), ((3,),), 12, 1)
-    assert [*failed(collectives=[*one.collectives, extra])] == ["exact communication against theory"]
+    assert compare_with_plan(one).passed
+    found = compare_with_plan(dataclasses.replace(one, collectives=[*one.collectives, extra]))
+    assert found.where == "1 instead of 0 all-reduce over data of [3], an operand of 12 bytes" and not found.passed
 
 
 def test_branches_are_taken_both_ways() -> None:

@@ -311,7 +311,7 @@ def test_of_a_wrong_mesh(capsys, sets, words) -> None:
             "the norm of the gradients: grad",
         ),
         (Finding("fp64 weights after the last step", 1.0, 1e-12, "x"), "the update of the weights: x"),
-        (Finding("fp64 communication against theory", 1, 0, "2 instead of 1"), "against theory: 2 instead of 1"),
+        (Finding("exact communication against the plan", 1, 0, "2 instead of 1"), "the plan: 2 instead of 1"),
     ],
 )
 def test_what_it_is_where_no_activation_differs(finding, words) -> None:
