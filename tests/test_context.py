@@ -125,11 +125,10 @@ def check_what_is_sent(config: Config, found: list[Collective]) -> None:
 
 
 def check(row: tuple, precision: str = "fp32") -> CompiledComparison:
-    """Losses and gradients, and what is sent."""
+    """Loss and gradients."""
     config = config_of(row, precision=precision)
     actual = run(config, jax.devices(), 2, backend=in_blocks(config))
-    check_what_is_sent(config, actual.collectives)
-    return compare(reference(*row[2:5], precision), actual)
+    return compare(reference(*row[2:5], precision).trace, actual.trace)
 
 
 @pytest.mark.full

@@ -31,7 +31,7 @@ _OPTIONS = (
     Option(
         "devices", int, 16, "most devices to simulate, with --exact 64; a larger mesh is folded to fit", between(1, 512)
     ),
-    Option("steps", int, 3, "steps to compare, plus one that overflows", between(1, 100)),
+    Option("steps", int, 3, "compiled steps, plus one that overflows", between(2, 100)),
     Option("repeats", int, 1, "exact comparisons, each with other random numbers", between(1, 100)),
     Option("gpu", str, "h100", "GPU whose choices `auto` is, in the model's full size", OneOf(MACHINES)),
 )

@@ -83,7 +83,7 @@ class Limits:
 
     loss: float  # relative error of a step's loss
     gradient: float  # ‖error‖ / max(‖leaf‖, floor × global norm) of a leaf's gradient
-    weight: float  # the same for weights after the last step
+    weight: float  # the same for weights after one step
 
 
 LIMITS = {  # relative to one device in fp64; for half precision they are the same as in the parity tests

@@ -16,15 +16,16 @@ from megajax.host.garbage import rarely_collected
 from megajax.plan.communication import communication, total_sent, totals
 from megajax.settings.config import Config
 from megajax.verify.beside import beside_training
-from megajax.verify.fields import ExactStep, Outcome, Values, activation_error, recorded_step, run_step, unequal
+from megajax.verify.fields import ExactStep, Outcome, Values, recorded_step, run_step, unequal, unlike
 from megajax.verify.forms import in_blocks, plain
 from megajax.verify.locate import Result, axes_that_differ, first_in_words
 from megajax.verify.recording import first_difference
 from megajax.verify.run import TracingError, traced
 from megajax.verify.shrink import shown
-from megajax.verify.verdict import AVERAGE, EXACT, UNMOVED, WEIGHTS, Finding, Verdict, some
+from megajax.verify.verdict import EXACT, UNMOVED, WEIGHTS, Finding, Verdict, some
 
 TRACED = "tracing of the step"
+AVERAGE = "moving average, by its definition"
 
 
 @rarely_collected()
@@ -128,7 +129,7 @@ def _located(
             on_start("the first activation that differs")
             forms = (plain(config), CPU), (axes.config, in_blocks(axes.config))
             expected, actual = (recorded_step(*form, seed) for form in forms)
-            difference = first_difference(expected, actual, 0.0, activation_error)
+            difference = first_difference(expected, actual, unlike)
     except (TracingError, UserError, RunError) as error:
         text = f"{failed[0].name}: {failed[0].where}; what differs first was not found: {error}"
         return Result(verdict, axes, text)

@@ -208,14 +208,14 @@ def _how(expected: np.ndarray, actual: np.ndarray) -> str:
     return "different numbers" if times is None else f"{times} times what it should be"
 
 
-def activation_error(expected: Activation, actual: Activation, floor: float) -> tuple[float, str]:
-    """How a recorded activation differs; for `recording.first_difference`."""
+def unlike(expected: Activation, actual: Activation) -> str:
+    """The same of a recorded activation."""
     if actual.value.shape != expected.value.shape:
-        return np.inf, f"shape {actual.value.shape} instead of {expected.value.shape}"
+        return f"shape {actual.value.shape} instead of {expected.value.shape}"
     if not actual.agree and expected.agree:
-        return np.inf, "replicas, or a recomputation, disagree"
+        return "replicas, or a recomputation, disagree"
     if ((expected.value < 0) != (actual.value < 0)).any():
-        return np.inf, "different columns are masked"
+        return "different columns are masked"
     if (expected.value % PRIMES[0] == actual.value % PRIMES[0]).all():
-        return 0.0, ""
-    return np.inf, _how(*(each.value.astype(np.int64)[None] for each in (expected, actual)))
+        return ""
+    return _how(*(each.value.astype(np.int64)[None] for each in (expected, actual)))

@@ -15,9 +15,6 @@ from megajax.core.parallel import sites
 from megajax.core.parallel.sites import CollectiveRecord, SiteRecord
 from megajax.verify.comparison import finite
 
-_LOWEST = -1e30
-_FLOOR = 1e-3  # of the largest sample's norm; errors of smaller samples are measured relative to this instead
-
 
 class SitePlace(NamedTuple):
     """Identifies an activation."""
@@ -39,8 +36,8 @@ class Activation:
     agree: bool  # whether replicas and recomputations of each shard are bitwise equal
 
 
-Error = Callable[[Activation, Activation, float], tuple[float, str]]
-"""How far an activation is from another, with a floor for its norm, and how it differs in words."""
+Unlike = Callable[[Activation, Activation], str]
+"""How an activation differs from what is expected, in words; empty if it does not."""
 
 
 class Recording:
@@ -129,18 +126,15 @@ class Difference:
     what: str  # how it differs, in words
     samples: list[int]  # rows of the global batch that differ
     num_samples: int  # number of rows in the batch
-    error: float  # largest ‖error‖ / ‖activation‖ of a sample; infinite if one is missing
 
     def __str__(self) -> str:
         rows = ", ".join(map(str, self.samples[:8])) + (", …" if len(self.samples) > 8 else "")
-        return f"{self.place}: {self.what} (rows {rows} of {self.num_samples}; error {self.error:.1e})"
+        return f"{self.place}: {self.what} (rows {rows} of {self.num_samples})"
 
 
-def first_difference(
-    reference: Recording, other: Recording, tolerance: float, error: Error | None = None
-) -> Difference | None:
-    """The first place in the order of computation where `other`, the same step on another mesh, differs from
-    `reference`: the error of some sample, by default ‖error‖ / ‖activation‖, exceeds `tolerance`."""
+def first_difference(reference: Recording, other: Recording, unlike: Unlike) -> Difference | None:
+    """The first place in the order of computation where `other`, the same step on another mesh, is `unlike`
+    `reference`."""
     computed = {-1, *(place.layer for place in other.places)}
     turns = other.turns | reference.turns
     last = max((place.layer for place in reference.places), default=0) + 1
@@ -152,54 +146,17 @@ def first_difference(
         return place.layer in computed, place.backward, tuple(-number for number in rank) if place.backward else rank
 
     places = sorted(reference.places | other.places, key=in_turn)
-    differences = (_difference(place, reference, other, tolerance, error or _error) for place in places)
+    differences = (_difference(place, reference, other, unlike) for place in places)
     return next((difference for difference in differences if difference), None)
 
 
-def _difference(
-    place: SitePlace, reference: Recording, other: Recording, tolerance: float, error_of: Error
-) -> Difference | None:
+def _difference(place: SitePlace, reference: Recording, other: Recording, unlike: Unlike) -> Difference | None:
     expected, found = reference.samples(place), other.samples(place)
     if expected != found:
         lost, more = sorted({*expected} - {*found}), sorted({*found} - {*expected})
         what = f"rows never computed: {lost}" if lost else f"rows computed that do not exist: {more}"
-        return Difference(place, what, lost or more, len(expected), np.inf)
+        return Difference(place, what, lost or more, len(expected))
     values = dict(reference.activations(place))
-    floor = _FLOOR * max(float(np.linalg.norm(_counted(each.value))) for each in values.values())
-    differing: dict[int, tuple[float, str]] = {}
-    for sample, actual in other.activations(place):
-        error, what = error_of(values[sample], actual, floor)
-        if not error <= tolerance:
-            differing[sample] = error, what
-    if not differing:
-        return None
-    error, what = max(differing.values(), key=lambda each: each[0])
-    return Difference(place, what, sorted(differing), len(expected), error)
-
-
-def _error(expected: Activation, actual: Activation, floor: float) -> tuple[float, str]:
-    if actual.value.shape != expected.value.shape:
-        return np.inf, f"shape {actual.value.shape} instead of {expected.value.shape}"
-    if not actual.agree and expected.agree:
-        return np.inf, "replicas, or a recomputation, disagree"
-    if (_masked(expected.value) != _masked(actual.value)).any():
-        return np.inf, "different columns are masked"
-    a, b = _counted(expected.value), _counted(actual.value)
-    norm = max(float(np.linalg.norm(a)), floor)
-    if norm == 0:
-        return (0.0 if not b.any() else np.inf), "not zero"
-    error = float(np.linalg.norm(b - a)) / norm
-    scale = float(np.vdot(a, b) / max(np.vdot(a, a), 1e-300))
-    scaled = abs(scale - 1) > 1e-6 and np.linalg.norm(b - scale * a) <= 1e-6 * np.linalg.norm(b)
-    what = f"{scale:.6g} times what it should be" if scaled else "different numbers"
-    return (np.inf if np.isnan(error) else error), what
-
-
-def _masked(value: np.ndarray) -> np.ndarray:
-    """Where logits of padded columns are masked: they have the lowest possible value."""
-    return value < _LOWEST
-
-
-def _counted(value: np.ndarray) -> np.ndarray:
-    """The values to compare, zero where masked."""
-    return np.where(_masked(value), 0.0, value.astype(np.float64))
+    how = {sample: unlike(values[sample], actual) for sample, actual in other.activations(place)}
+    differing = [sample for sample, what in how.items() if what]
+    return Difference(place, how[differing[0]], differing, len(expected)) if differing else None

@@ -1,4 +1,4 @@
-"""Run a configuration for a few steps on its mesh, and collect everything that must not depend on the mesh."""
+"""Run a configuration's compiled step a few times on its mesh, and collect what must not depend on the mesh."""
 
 import contextlib
 import dataclasses
@@ -16,17 +16,15 @@ from jax.typing import DTypeLike
 
 from megajax.core.backend import CPU, Backend
 from megajax.core.errors import RunError, UserError
-from megajax.core.precision import E4M3, OPERAND_DTYPE
+from megajax.core.precision import E4M3
 from megajax.core.private import has_fusion_emitters
-from megajax.core.program.communication import Collective, collectives_of
 from megajax.core.program.program import Batch, Program
 from megajax.core.program.state import TrainState
 from megajax.core.program.synthetic import placed_batch
 from megajax.core.program.train_step import train_step_with_gradients
 from megajax.settings.config import Config
 from megajax.verify.accumulation import sums_in_other_dtypes
-from megajax.verify.comparison import Leaves, beside_the_scale, named_leaves, named_parts
-from megajax.verify.recording import Recording
+from megajax.verify.comparison import Leaves, Trace, beside_the_scale, named_leaves
 
 FP8_IN_FP64 = "fp8-in-fp64"  # a step in fp64 whose products have operands rounded to e4m3
 _PACKAGE = Path(__file__).parents[1]
@@ -68,27 +66,17 @@ class MeshRun:
     """Results of a few steps on a mesh. Before the last one another overflows, and must be skipped."""
 
     config: Config  # the configuration that ran
-    fresh: Leaves  # initial weights as drawn on this mesh, in canonical form; empty unless requested
     metrics: list[dict[str, float]]  # scalar metrics of every step by name
-    counts: list[Leaves]  # metrics that are arrays of integers: the loads of experts
-    gradients: list[Leaves]  # gradients of every step, in canonical form
+    loads: Leaves  # of the first step: metrics that are arrays of integers, the loads of experts
+    gradients: Leaves  # of the first step, in canonical form
+    weights: Leaves  # after the first step: main weights, in canonical form
+    uncast: list[str]  # leaves whose compute weights are then not the cast main weights
     overflow: dict[str, float]  # scalar metrics of the overflowing step
     moved: list[str]  # leaves of the state that this step changed, apart from the loss scale
-    state: dict[str, Leaves]  # after all steps, in canonical form, by part; `params` are main weights
-    average: Leaves  # the moving average after the last step, computed from the state before it and the new weights
+    unequal: list[str]  # leaves of the last state whose replicas differ between devices
     rows: list[list[int]]  # rows of the global batch held at each coordinate of the row axes
-    unequal: list[str]  # leaves of the state whose replicas differ between devices
-    uncast: list[str]  # leaves whose compute weights are not the cast main weights
     sums: list[str]  # weights whose gradients are not summed over microbatches in the dtype that is asked for
-    collectives: list[Collective]  # what a step communicates
-    states: list[TrainState]  # canonical states before every step; empty unless requested
     operand_dtype: DTypeLike | None = None  # given to the program, see there
-    backend: Backend = CPU  # likewise
-
-    @property
-    def operands(self) -> DTypeLike | None:
-        """The dtype of the operands of layers' products with weights; None: the compute dtype, by plain products."""
-        return self.operand_dtype or OPERAND_DTYPE.get(self.config.precision)
 
     @property
     def kind(self) -> str:
@@ -96,12 +84,9 @@ class MeshRun:
         return FP8_IN_FP64 if self.operand_dtype == E4M3 else self.config.precision
 
     @property
-    def losses(self) -> list[float]:
-        return [metrics["loss"] for metrics in self.metrics]
-
-    @property
-    def weights(self) -> Leaves:
-        return self.state["params"]
+    def trace(self) -> Trace:
+        """The first step's loss and gradients."""
+        return Trace([self.metrics[0]["loss"]], [self.gradients])
 
 
 def run(
@@ -109,82 +94,45 @@ def run(
     devices: Sequence[jax.Device],
     steps: int,
     *,
-    with_fresh: bool = False,
-    with_states: bool = False,
-    states: Sequence[TrainState] = (),
     quick_compile: bool = True,
     operand_dtype: DTypeLike | None = None,
     backend: Backend = CPU,
 ) -> MeshRun:
-    """Run `config` on the first of `devices` with random batches, from weights drawn by NumPy: `steps` steps, and
-    before the last of them one more in which the loss scale is infinite.
-
-    Args:
-        with_fresh, with_states: whether to return these.
-        states: states of another run. Each step starts from one of them instead of from the result of the step before,
-            so that rounding does not add up: Adam makes a full-size update even of a gradient that is only rounding.
-        operand_dtype, backend: see `Program`.
+    """Run `config` on the first of `devices` with random batches, from weights drawn by NumPy: at least two `steps`,
+    and before the last of them one more in which the loss scale is infinite. For `operand_dtype` and `backend` see
+    `Program`.
     """
     with in_precision(config):
         with traced():
             program = Program.on(config, list(devices)[: config.mesh.num_devices], operand_dtype, backend)
             whole = train_step_with_gradients(program).trace(program.layout.shapes, program.batch_types)
         options: dict[str, Any] = dict(QUICK) if quick_compile else {}
-        layout = program.layout
-        fresh = _canonical(program, layout.init().params) if with_fresh else {}
-        state = layout.from_canonical(drawn_state(program))
         *batches, extra = (placed_batch(program, step) for step in range(steps + 1))
         step = whole.lower().compile(options)
-        metrics, counts, gradients, kept = [], [], [], []
-        for number, batch in enumerate(batches):
-            if states:
-                state = _taken_over(program, states[number], state)
-            if number == steps - 1:
+        state, figures, grads = step(program.layout.from_canonical(drawn_state(program)), batches[0])
+        metrics, gradients = [_scalars(figures)], _canonical(program, grads)
+        loads = {name: np.asarray(value) for name, value in figures.items() if value.ndim}
+        weights = _canonical(program, program.layout.with_main(state).params)
+        uncast = [] if state.main is None else _uncast(program, state)
+        for batch in batches[1:]:
+            if batch is batches[-1]:
                 state, overflow, moved = _overflown(step, state, extra)
-            if with_states:
-                kept.append(_canonical_state(program, state))
-            averages = {} if state.average is None else _canonical(program, state.average)
-            state, figures, grads = step(state, batch)
+            state, figures, _ = step(state, batch)
             metrics.append(_scalars(figures))
-            counts.append({name: np.asarray(value) for name, value in figures.items() if value.ndim})
-            gradients.append(_canonical(program, grads))
         return MeshRun(
             config=config,
-            fresh=fresh,
             metrics=metrics,
-            counts=counts,
+            loads=loads,
             gradients=gradients,
+            weights=weights,
+            uncast=uncast,
             overflow=overflow,
             moved=moved,
-            state=named_parts(_canonical_state(program, state)),
-            average=_averaged(program, averages, state),
-            rows=_rows(program),
             unequal=_unequal(state),
-            uncast=[] if state.main is None else _uncast(program, state),
+            rows=_rows(program),
             sums=sums_in_other_dtypes(program, whole.jaxpr),
-            collectives=collectives_of(whole.jaxpr),
-            states=kept,
             operand_dtype=operand_dtype,
-            backend=backend,
         )
-
-
-def recorded(
-    config: Config,
-    devices: Sequence[jax.Device],
-    quick_compile: bool,
-    operand_dtype: DTypeLike | None = None,
-    backend: Backend = CPU,
-) -> Recording:
-    """Every activation of the first step of such a run."""
-    recording = Recording()
-    with in_precision(config), recording.taken():
-        program = Program.on(config, list(devices)[: config.mesh.num_devices], operand_dtype, backend)
-        state = program.layout.from_canonical(drawn_state(program))
-        batch = placed_batch(program, 0)
-        step = train_step_with_gradients(program).lower(state, batch).compile(QUICK if quick_compile else {})
-        jax.block_until_ready(step(state, batch))
-    return recording
 
 
 def drawn_weights(program: Program, seed: int = 0) -> Any:
@@ -224,18 +172,6 @@ def _canonical(program: Program, tree: Any) -> Leaves:
     return named_leaves(program.layout.canonical_weights(jax.tree.map(np.array, tree)))
 
 
-def _taken_over(program: Program, canonical: TrainState, state: TrainState) -> TrainState:
-    """`state` with the weights and moments of another run, cast to this run's precision."""
-    layout = program.layout
-    cast = jax.tree.map(lambda leaf, type_: leaf.astype(type_.dtype), canonical, layout.canonical_shapes)
-    taken = layout.from_canonical(cast)
-    return dataclasses.replace(taken, loss_scale=state.loss_scale, recent_norms=state.recent_norms)
-
-
-def _canonical_state(program: Program, state: TrainState) -> TrainState:
-    return program.layout.canonical_weights(jax.tree.map(np.array, program.layout.with_main(state)))
-
-
 def _scalars(figures: dict[str, jax.Array]) -> dict[str, float]:
     return {name: float(value) for name, value in figures.items() if value.ndim == 0}
 
@@ -263,13 +199,6 @@ def _bits(state: TrainState) -> dict[str, bytes]:
 
 def _name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def _averaged(program: Program, old: Leaves, after: TrainState) -> Leaves:
-    """The moving average after a step by its definition, given the old one, which is empty if there is none."""
-    layout, decay = program.layout, program.config.train.ema
-    new = _canonical(program, layout.trained(layout.with_main(after).params))
-    return {name: decay * leaf + (1 - decay) * new[name] for name, leaf in old.items()}
 
 
 def _rows(program: Program) -> list[list[int]]:

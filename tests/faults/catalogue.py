@@ -532,7 +532,7 @@ ROWS: dict[str, dict[str, Row]] = {
         "queries that see none of a device's keys give NaN": (  # Megatron-LM #1764
             "core.models.blocked_attention._blocks",
             ("jnp.maximum(highest_NR1, jnp.finfo(highest_NR1.dtype).min)", "highest_NR1"),
-            compiled("attention_heads of layer 0, forward", ON_DOCUMENTS),
+            compiled("fp64 losses", ON_DOCUMENTS),
         ),
         "gradients of keys are summed twice": (  # Megatron-LM #1464
             "core.models.context_attention._scattered",
@@ -1057,7 +1057,7 @@ ROWS: dict[str, dict[str, Row]] = {
         "all devices get the first rows": (
             "core.program.program.Program.put_batch",
             ("range(*index[0].indices(shape[0]))", "range(len(range(*index[0].indices(shape[0]))))"),
-            compiled("input of layer 0, forward", ON_DATA),
+            compiled("batch rows per data rank", ON_DATA),
         ),
         "a process loads the first rows, not its own": (
             "data.samples.loader.growing_batches.load",

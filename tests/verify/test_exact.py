@@ -69,7 +69,7 @@ def test_every_row_can_fail(one: ExactStep) -> None:
     }
     whole = failed(gradients=twice(one.gradients, "shared/final_norm/scale"))
     assert "shared/final_norm/scale, step 1: 2 times what it should be" in whole["exact gradients"]
-    for part, name in (("params", "weights after the last step"), ("average", "moving average, by its definition")):
+    for part, name in (("params", "weights after one step"), ("average", "moving average, by its definition")):
         state = one.taken.state | {part: twice(one.taken.state[part], "shared/final_norm/scale")}
         found = failed(taken=dataclasses.replace(one.taken, state=state))
         assert [*found] == [f"exact {name}"]

@@ -310,7 +310,7 @@ def test_of_a_wrong_mesh(capsys, sets, words) -> None:
             Finding("fp64 other metrics of the steps", 1.0, 1e-12, "grad_norm, step 1"),
             "the norm of the gradients: grad",
         ),
-        (Finding("fp64 weights after the last step", 1.0, 1e-12, "x"), "the update of the weights: x"),
+        (Finding("exact weights after one step", 1.0, 1e-12, "x"), "the update of the weights: x"),
         (Finding("exact communication against the plan", 1, 0, "2 instead of 1"), "the plan: 2 instead of 1"),
     ],
 )
@@ -320,7 +320,7 @@ def test_what_it_is_where_no_activation_differs(finding, words) -> None:
 
 def test_the_losses_come_before_gradients() -> None:
     """Where they differ in the first step, and no activation forward."""
-    backward = Difference(SitePlace(1, "output", True), "different numbers", [0], 4, 1.0)
+    backward = Difference(SitePlace(1, "output", True), "different numbers", [0], 4)
     forward = dataclasses.replace(backward, place=SitePlace(1, "output", False))
     failed = (dataclasses.replace(WRONG, name="fp64 losses", where="step 1"),)
     assert first_in_words(backward, failed).endswith("the sum of the losses: step 1")
