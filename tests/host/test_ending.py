@@ -66,10 +66,10 @@ def test_signals_to_python_code_are_exceptions_and_its_own_handlers_stay(capfd: 
             assert str(ended.value) == said
         assert got == [signal.SIGHUP] and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         for _ in range(50):  # the next block hears nothing of it
-            with pytest.raises(KeyboardInterrupt), signals.stop_signals.handled(in_python=True):
-                with signals.stop_signals.deferred("soon"):
-                    signal.raise_signal(signal.SIGINT)
-                    signal.raise_signal(signal.SIGINT)
+            stopped = signals.stop_signals.handled(in_python=True), signals.stop_signals.deferred("soon")
+            with pytest.raises(KeyboardInterrupt), stopped[0], stopped[1]:
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
             with signals.stop_signals.handled(in_python=True):
                 time.sleep(0.001)
                 assert signals.stop_signals.number == 0
