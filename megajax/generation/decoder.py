@@ -20,7 +20,7 @@ from megajax.core.parallel.random import RandomBits
 from megajax.core.program.program import Program
 from megajax.core.trees import Tree
 from megajax.generation.choice import Sampling, prompt_bits
-from megajax.generation.programs import ROWS, TOKENS_AT_ONCE, DecodingPrograms, State, map_specs
+from megajax.generation.programs import ROWS, TOKENS_AT_ONCE, DecodingPrograms, State
 from megajax.host.phases import phase
 
 SHORTEST = 16  # prompts are padded to this length or the next power of two, so that few lengths are compiled
@@ -46,7 +46,7 @@ class Decoder:
         self._config, self._mesh = program.config.model, program.mesh
         self._row_shards = program.config.mesh.batch_shards
         self._sampling, self._on_devices = sampling, DecodingPrograms(program, sampling, ends)
-        of_weights = map_specs(lambda spec: NamedSharding(self._mesh, spec), self._on_devices.specs)
+        of_weights = jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), self._on_devices.specs)
         self._unstack = jax.jit(self._on_devices.unstacked, out_shardings=of_weights)
         self._weights = self._unstack(params)
         self._programs: dict[tuple, Callable] = {}

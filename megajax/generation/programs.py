@@ -170,8 +170,3 @@ class DecodingPrograms:
 def _running(state: State) -> Array:
     """How many rows of the batch have not stopped."""
     return sum_over(jnp.sum(~state["stopped"], dtype=jnp.int32), BATCH_AXES)
-
-
-def map_specs(function: Callable, specs: Tree) -> Tree:
-    """A function of every spec of a tree."""
-    return jax.tree.map(function, specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))

@@ -16,7 +16,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 from etils import epath  # Orbax's paths
-from jax.sharding import PartitionSpec
 
 from megajax.core.backend import CPU
 from megajax.core.errors import Damaged, UserError
@@ -133,7 +132,7 @@ def check_fits(checkpoint: Path, model: ModelConfig) -> None:
     """Refuse a configuration whose model does not fit the checkpoint; called when the checkpoint could not be read."""
     stored = {name: tuple(type_.shape) for name, type_ in _stored_weights(checkpoint / "state").items()}
     cut = StagedModel(model, RegionBoundary(), CPU)
-    specs = jax.tree.leaves(cut.logical_specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    specs = jax.tree.leaves(cut.logical_specs)
     sizes: dict[str, tuple[int, int]] = {}
     for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(cut.shapes), specs, strict=True):
         name = jax.tree_util.keystr(path)

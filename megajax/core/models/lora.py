@@ -43,12 +43,10 @@ class Adapters:
         names = {path: self._name_of(path, model.logical_specs) for path in model.products}
         self.products = tuple(sorted(path[:-1] for path, name in names.items() if name in wanted))
         shapes, specs = self.part(model.shapes), self.part(model.logical_specs)
-        is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
         # Every product has an activation between tensor-parallel regions, or a latent, as its input or its output.
         self.num_inner = jax.tree.map(
             lambda spec: 1 if "experts" in spec or spec[1] in {"embed", *LATENTS} else len(spec) - 2,
             specs,
-            is_leaf=is_spec,
         )
 
         def pair_of(dims: tuple[Any, ...], inner: int, spec: PartitionSpec, rank: Any) -> dict[str, tuple[Any, ...]]:
@@ -65,7 +63,7 @@ class Adapters:
             return {name: PartitionSpec(*dims) for name, dims in pair_of((*spec,), inner, spec, rank).items()}
 
         self.shapes = jax.tree.map(shapes_of, shapes, self.num_inner, specs)
-        self.logical_specs = jax.tree.map(specs_of, specs, self.num_inner, is_leaf=is_spec)
+        self.logical_specs = jax.tree.map(specs_of, specs, self.num_inner)
 
     @staticmethod
     def _name_of(path: tuple[str, ...], specs: Tree) -> str:

@@ -4,7 +4,7 @@ It sees one layer of the stacked ones, so that labels and masks go by a layer's 
 all layers, [L, …]; where it adds up numbers of several weights, as for a norm, those of all layers are added up.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,14 +84,12 @@ class ByLayer:
         self._mixes, self._operations = list[str](), list[str]()
         weights = flatten_dict(trees[-1])
         layered = self._layered & weights.keys()
-        path_of = lambda place: path_in(place[0], weights)  # noqa: E731
-        labels = lambda tree: [*map(path_of, jax.tree_util.tree_leaves_with_path(tree))]  # noqa: E731
-        arrays, tree, inputs = *jax.tree.flatten(trees), labels(trees)
+        arrays, tree, inputs = *jax.tree.flatten(trees), _labels(trees, weights)
         one = jax.eval_shape(lambda: [x[0] if path in layered else x for x, path in zip(arrays, inputs, strict=True)])
         with told("optimizer", "an optax transformation"), jax.numpy_dtype_promotion("standard"):
             program, out = jax.make_jaxpr(function, return_shape=True)(*jax.tree.unflatten(tree, one))
         results, out = jax.tree.flatten(out)
-        outputs = labels(jax.tree.unflatten(out, results))
+        outputs = _labels(jax.tree.unflatten(out, results), weights)
         for x, path in zip(one + results, inputs + outputs, strict=True):
             if x.shape != (weights[path].shape[path in layered :] if path else ()):
                 self._mixes.append(f"an array {[*x.shape]} in its state")
@@ -106,8 +104,8 @@ class ByLayer:
             return [value.x for value in results]
 
         for size in {weights[path].shape[0] for path in layered}:
-            axis = lambda path, size=size: 0 if path in layered and weights[path].shape[0] == size else None  # noqa: E731
-            run = jax.vmap(run, [*map(axis, inputs)], [*map(axis, outputs)])
+            stacked = {path for path in layered if weights[path].shape[0] == size}
+            run = jax.vmap(run, *([0 if path in stacked else None for path in paths] for paths in (inputs, outputs)))
         return jax.tree.unflatten(out, run(*arrays))
 
     def _run(self, program: ClosedJaxpr, *values: _Value) -> list[_Value]:
@@ -115,10 +113,9 @@ class ByLayer:
         self._mixes += [f"a constant {[*array.shape]}" for array in program.consts if array.shape]
         names = [*program.jaxpr.constvars, *program.jaxpr.invars]
         known = dict(zip(names, [*map(_Value, program.consts), *values], strict=True))
-        read = lambda var: _Value(var.val) if isinstance(var, Literal) else known[var]  # noqa: E731
         for equation in program.jaxpr.eqns:
-            known |= zip(equation.outvars, self._computed(equation, *map(read, equation.invars)), strict=True)
-        return [*map(read, program.jaxpr.outvars)]
+            known |= zip(equation.outvars, self._computed(equation, *_read(known, equation.invars)), strict=True)
+        return _read(known, program.jaxpr.outvars)
 
     def _computed(self, equation: Any, *values: _Value) -> list[_Value]:
         """The results of an operation."""
@@ -151,6 +148,16 @@ def _of(x: Any, *values: _Value) -> _Value:
     """What was computed from values."""
     layered = [value for value in values if value.layered]
     return _Value(x, frozenset[Path]().union(*(value.weights for value in layered or values)), bool(layered))
+
+
+def _labels(tree: Tree, weights: Mapping[Path, Any]) -> list[Path | None]:
+    """The weight that each leaf belongs to."""
+    return [path_in(path, weights) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _read(known: Mapping[Any, _Value], variables: Sequence[Any]) -> list[_Value]:
+    """The values of variables and literals."""
+    return [_Value(var.val) if isinstance(var, Literal) else known[var] for var in variables]
 
 
 def _names(*values: _Value) -> str:

@@ -62,16 +62,21 @@ class _KeyData:
 
 def _with_data(state: Tree) -> Tree:
     """A state without keys of JAX."""
-    is_key = lambda x: hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
-    as_data = lambda key: _KeyData(jax.random.key_data(key), jax.random.key_impl(key))  # noqa: E731
-    return jax.tree.map(lambda x: as_data(x) if is_key(x) else x, state)
+    return jax.tree.map(_without_key, state)
+
+
+def _without_key(x: Any) -> Any:
+    is_key = hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return _KeyData(jax.random.key_data(x), jax.random.key_impl(x)) if is_key else x
 
 
 def with_keys(state: Tree) -> Tree:
     """The inverse: a state as the user's optimizer knows it."""
-    is_data = lambda x: isinstance(x, _KeyData)  # noqa: E731
-    as_key = lambda x: jax.random.wrap_key_data(x.data, impl=x.kind)  # noqa: E731
-    return jax.tree.map(lambda x: as_key(x) if is_data(x) else x, state, is_leaf=is_data)
+    return jax.tree.map(_with_key, state, is_leaf=lambda x: isinstance(x, _KeyData))
+
+
+def _with_key(x: Any) -> Any:
+    return jax.random.wrap_key_data(x.data, impl=x.kind) if isinstance(x, _KeyData) else x
 
 
 def _is_transformation(given: Any) -> bool:

@@ -46,8 +46,8 @@ def _of_all_rows(program: Program, method: str, params: Tree, batch: Batch) -> T
     """Call a method of the model on the last layer's output and each microbatch's rows; every device gets the results
     of all rows."""
     length = batch["tokens"].shape[-1]
-    answer = lambda ends, x_BTD, rows: getattr(ends, method)(x_BTD, rows)  # noqa: E731
-    found = _forward(program, params, batch, answer, program.forward_model(length))
+    model = program.forward_model(length)
+    found = _forward(program, params, batch, lambda ends, x_BTD, rows: getattr(ends, method)(x_BTD, rows), model)
     found = complete(found, jax.tree.map(lambda _: PartitionSpec(None, ROW_AXES), found))
     return jax.tree.map(lambda x: gather_shards(x.reshape(-1, *x.shape[2:]), 0, ROW_AXES, invariant=True), found)
 

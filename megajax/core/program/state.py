@@ -47,7 +47,6 @@ from megajax.core.program.overlap import overlaps_gathers, size_of_layers
 from megajax.core.program.weight import ON_STAGES, Weight, gathered_late, joins_of, weights_of
 from megajax.core.trees import Path, Tree
 
-Convert = Callable[..., Array]
 _PARAMS, _OPTIMIZER = GetAttrKey("params"), GetAttrKey("optimizer")
 INIT_OPTIONS = {"cpu": {"xla_backend_optimization_level": 1}}  # a fresh state compiles 5 times faster, to the same bits
 
@@ -285,8 +284,7 @@ class StateLayout:
             return following(self.pipelined(self._begun(weights)))
 
         params, main, average, copies = self._jitted(begun, following(self.specs))(state, canonical)
-        choose = lambda new, old: old if new is None else new  # noqa: E731
-        optimizer = jax.tree.map(choose, copies, state.optimizer, is_leaf=lambda x: x is None)
+        optimizer = jax.tree.map(_first, copies, state.optimizer, is_leaf=lambda x: x is None)
         return dataclasses.replace(state, params=params, main=main, average=average, optimizer=optimizer)
 
     @cached_property
@@ -321,33 +319,48 @@ class StateLayout:
         """Main weights as layers compute with them."""
         return in_compute_dtype(main, self.compute_dtype)
 
-    # The canonical form. `convert` moves a leaf of the whole state from its stages or to them: by default as traced
-    # arrays, in `transfer.py` between devices and host memory.
+    # The canonical form. Here leaves move from their stages and to them as traced arrays; `transfer.py` moves the same
+    # leaves between devices and host memory.
 
-    def canonical(self, state: TrainState, convert: Convert | None = None) -> TrainState:
-        """The state in canonical form. `convert` has a leaf's path, the leaf, its spec, and its type in that form."""
-        state = dataclasses.replace(self.with_main(state), loss_scale=self._stored_scale(state.loss_scale))
-        specs = self.with_main(self.specs)
-        return map_with_path(convert or self._from_stages, state, specs, self.canonical_shapes)
+    def canonical(self, state: TrainState) -> TrainState:
+        """The state in canonical form."""
+        return map_with_path(self._from_stages, *self.to_store(state))
 
-    def pipelined(self, canonical: TrainState, convert: Convert | None = None) -> TrainState:
-        """The state on this mesh's stages, in this run's precision. `convert` has a leaf's path, the leaf, and its spec
-        and type there."""
+    def to_store(self, state: TrainState) -> tuple[TrainState, TrainState, TrainState]:
+        """What canonical form has of a state, on its stages; its specs there, and its types in canonical form."""
+        stored = dataclasses.replace(self.with_main(state), loss_scale=self._stored_scale(state.loss_scale))
+        return stored, self.with_main(self.specs), self.canonical_shapes
+
+    def pipelined(self, canonical: TrainState) -> TrainState:
+        """The state on this mesh's stages, in this run's precision."""
+        return self.completed(*(map_with_path(self._on_stages, *part) for part in self.to_place(canonical)))
+
+    def to_place(self, canonical: TrainState) -> tuple[tuple[Tree, ...], ...]:
+        """Three parts of a state, from canonical leaves: all but weights, main weights, and the weights that layers
+        compute with. Of each part the leaves, their specs on the stages, and the dtype of those that are cast."""
+        others = dataclasses.replace(canonical, params=None)
+        main = (self.trained(canonical.params), self.trained_specs) if self.has_main else (None, None)
         specs = dataclasses.replace(self.specs, params=None, main=None, copies=None)
-        others = map_with_path(convert or self._on_stages, dataclasses.replace(canonical, params=None), specs)
-        main = None
-        if self.has_main:
-            main = map_with_path(convert or self._on_stages, self.trained(canonical.params), self.trained_specs)
-        params = self.params_on_stages(canonical.params, convert, self.specs.params)
-        scale = self._resumed_scale(others.loss_scale)
-        copies = self._frozen_copies(params)
+        return (others, specs), main, (canonical.params, self.specs.params, self._computed_dtypes)
+
+    def completed(self, others: TrainState, main: Tree, params: Tree) -> TrainState:
+        """The state that has these parts."""
+        scale, copies = self._resumed_scale(others.loss_scale), self._frozen_copies(params)
         return dataclasses.replace(others, params=params, main=main, loss_scale=scale, copies=copies)
 
-    def params_on_stages(self, canonical: Tree, convert: Convert | None = None, specs: Tree = None) -> Tree:
-        """The weights that layers compute with, on this mesh's stages; by default as forward-only programs are given
+    @cached_property
+    def _computed_dtypes(self) -> Tree:
+        return jax.tree.map(lambda weight: weight.computed_in(self.compute_dtype, self.main_dtype), self.weights)
+
+    def computed_to_place(self, canonical: Tree) -> tuple[Tree, ...]:
+        """Like a part of `to_place`, of the weights that forward-only programs are given."""
+        return canonical, self.computed_specs, self._computed_dtypes
+
+    def params_on_stages(self, canonical: Tree, specs: Tree = None) -> Tree:
+        """The weights that layers compute with, from canonical ones; by default as forward-only programs are given
         them."""
-        dtypes = jax.tree.map(lambda weight: weight.computed_in(self.compute_dtype, self.main_dtype), self.weights)
-        return map_with_path(convert or self._on_stages, canonical, specs or self.computed_specs, dtypes)
+        canonical, computed_specs, dtypes = self.computed_to_place(canonical)
+        return map_with_path(self._on_stages, canonical, specs or computed_specs, dtypes)
 
     def canonical_weights(self, tree: Tree) -> Tree:
         """Weights or gradients in canonical form."""
@@ -364,6 +377,10 @@ class StateLayout:
         if weight := self.weight_at(path):
             leaf = weight.sharding_of(spec).padded(leaf)
         return leaf if dtype is None else leaf.astype(dtype)
+
+
+def _first(new: Array | None, old: Array) -> Array:
+    return old if new is None else new
 
 
 def _shards(way: str, weights: Tree) -> Shards:

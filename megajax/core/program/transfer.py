@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.tree_util import tree_map_with_path as map_with_path
 
 from megajax.core.mesh import shard_unused_axes
 from megajax.core.models.lora import LORA, without_adapters
@@ -47,7 +48,7 @@ class Transfer:
     def __init__(self, layout: StateLayout):
         self._layout = layout
         self._conversions: dict[Any, Any] = {}
-        self.targets: TrainState = jax.tree_util.tree_map_with_path(self._target, layout.canonical_shapes)
+        self.targets: TrainState = map_with_path(self._target, layout.canonical_shapes)
 
     def _target(self, path: Any, type_: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         place = NamedSharding(self._layout.mesh, self._spread(path, type_.shape), memory_kind=_HOST)
@@ -70,15 +71,16 @@ class Transfer:
 
     def to_host(self, state: TrainState) -> TrainState:
         """The canonical state in host memory."""
-        return self._layout.canonical(state, self._to_host)
+        return map_with_path(self._to_host, *self._layout.to_store(state))
 
     def to_devices(self, canonical: TrainState) -> TrainState:
         """The state on this mesh's stages, in this run's precision, from the canonical one in host memory."""
-        return self._layout.pipelined(canonical, self._to_devices)
+        parts = self._layout.to_place(canonical)
+        return self._layout.completed(*(map_with_path(self._to_devices, *part) for part in parts))
 
     def params_to_devices(self, canonical: Tree) -> Tree:
         """The weights that layers compute with, on this mesh's stages, from the canonical ones in host memory."""
-        return self._layout.params_on_stages(canonical, self._to_devices)
+        return map_with_path(self._to_devices, *self._layout.computed_to_place(canonical))
 
     def _to_host(self, path: Any, leaf: Array, source: PartitionSpec, type_: jax.ShapeDtypeStruct) -> Array:
         target, stacked = self._target(path, type_), self._layout.is_stacked(path)

@@ -5,6 +5,7 @@ them, layers stacked [L, …]. If it updates every number by itself, it gets ZeR
 otherwise every device gathers gradients and weights, computes the whole update, and takes its shards of it.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,10 +28,10 @@ def updated(layout: StateLayout, grads: Tree, state: Tree, main: Tree, taken: Ar
         new = update(layout.optimizer, flat, flat_state, flat_main, taken)
         return jax.tree.map(lambda new, old: new.reshape(old.shape), new, (main, state))
     records = layout.trained(layout.weights)
-    whole = lambda tree: jax.tree.map(lambda weight, x: _whole(layout, weight, x), records, tree)  # noqa: E731
+    whole = partial(jax.tree.map, partial(_whole, layout), records)
     weights = whole(main)
     new, state = update(layout.optimizer, whole(grads), state, weights, taken)
-    return jax.tree.map(lambda weight, x: _own(layout, weight, x), records, new), state
+    return jax.tree.map(partial(_own, layout), records, new), state
 
 
 def _without_stages(layout: StateLayout, trees: Tree) -> Tree:
