@@ -27,9 +27,10 @@ from typing import Any
 from megajax.core.axes import AXES
 from megajax.core.config import MeshConfig
 from megajax.core.errors import UserError
-from megajax.core.options import as_flag, options
+from megajax.core.options import options
 from megajax.core.pipeline.schedule import SCHEDULES
 from megajax.settings.config import Config
+from megajax.settings.option_errors import as_flag
 from megajax.settings.preset_files import names_in_folders, preset_names
 from megajax.settings.presets import load_preset, resolve
 from megajax.settings.validation import validate

@@ -5,7 +5,7 @@
 
 A line of JSON for every case, as soon as it is measured: milliseconds and TFLOP/s of the scores that are seen, forward
 and backward, causal, in bf16, of 16,384 tokens of 2,048 features; the results and gradients of ours are held against
-our blocks in fp32 (`megajax/core/program/comparison.py`). The exit code is 1 where one of ours is wrong or fails.
+our blocks in fp32 (`megajax/start/form_comparison.py`). The exit code is 1 where one of ours is wrong or fails.
 `--check` has small cases, for being right alone. torch is PyTorch's scaled_dot_product_attention, the faster of its
 flash and cuDNN backends. `--first` leaves out the cases before it.
 """
@@ -109,7 +109,7 @@ def ours(implementation: str, device: str, cases: list[Case], first: int, second
 
 
 def comparison(implementation: str, device: str, case: Case) -> Any:
-    """The case, for `megajax.core.program.comparison`; without forms where the implementation cannot do it."""
+    """The case, for `megajax.start.form_comparison`; without forms where the implementation cannot do it."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec as P
@@ -120,7 +120,7 @@ def comparison(implementation: str, device: str, case: Case) -> Any:
     from megajax.core.models.attention_mask import AttentionMask
     from megajax.core.models.attention_setting import Setting
     from megajax.core.parallel.random import Dropout
-    from megajax.core.program.comparison import FormComparison
+    from megajax.start.form_comparison import FormComparison
 
     place_T = np.arange(case.length, dtype=np.int32)
     positions_BT = np.tile(place_T % (case.length // NUM_DOCUMENTS), (case.rows, 1))

@@ -135,8 +135,8 @@ def axes(one: bool) -> list[Case]:
     import jax
 
     from megajax.core.program.program import Program
-    from megajax.core.program.synthetic import placed_batch
     from megajax.core.program.train_step import train_step
+    from megajax.data.synthetic import placed_batch
 
     count = jax.device_count()
     scanned = ["--model.scan-layers", "true"] if jax.default_backend() == "cpu" else []  # compiles faster

@@ -83,8 +83,8 @@ def _seconds(step: Any, arguments: tuple) -> float:
 
 def overhead(program: Any, rounds: int) -> dict:
     """Compile both loops, check that they agree, and measure them in turn."""
-    from megajax.core.program.synthetic import placed_batch
     from megajax.core.program.train_step import computed_weights, loss_and_gradients
+    from megajax.data.synthetic import placed_batch
 
     arguments = computed_weights(program, program.layout.init()), placed_batch(program, 0), np.int32(0)
     loops = [loop.lower(*arguments).compile() for loop in (loss_and_gradients(program), hand_written(program))]

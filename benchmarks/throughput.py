@@ -109,8 +109,8 @@ def work(config: Config, folder: Path | None) -> None:
 def compiled_step(config: Config) -> tuple[Any, Any, Any, Any, float]:
     """The program, its compiled train step, a fresh state, a batch of random tokens, and the seconds to compile."""
     from megajax.core.program.program import Program
-    from megajax.core.program.synthetic import random_batch
     from megajax.core.program.train_step import train_step
+    from megajax.data.synthetic import random_batch
 
     program = Program.on(config)
     rows = program.local_rows
@@ -126,8 +126,8 @@ def step_seconds(program: Any, steps: int, *, warm_up: int) -> float:
     """Median time of a step that is awaited before the next one."""
     import jax
 
-    from megajax.core.program.synthetic import placed_batch
     from megajax.core.program.train_step import train_step
+    from megajax.data.synthetic import placed_batch
 
     state, batch, seconds = program.layout.init(), placed_batch(program, 0), []
     for _ in range(warm_up + steps):

@@ -20,8 +20,8 @@ from megajax.core.models.lora_config import LoraConfig
 from megajax.core.program.communication import Collective, collectives_of, equations
 from megajax.core.program.program import Program, training_way
 from megajax.core.program.scoring import scores
-from megajax.core.program.synthetic import placed_batch, random_batch
 from megajax.core.program.train_step import train_step_with_gradients
+from megajax.data.synthetic import placed_batch, random_batch
 from megajax.plan.compiled import traced_step
 from megajax.plan.sizes import Sizes
 from megajax.settings.config import Config

@@ -17,8 +17,8 @@ from megajax.core.models.experts import capacity_of
 from megajax.core.models.router import LOAD, Router, bias_step
 from megajax.core.parallel.boundary import F_AND_G
 from megajax.core.parallel.random import Dropout, NamedKey
-from megajax.core.program.synthetic import random_batch
 from megajax.core.program.train_step import train_step_with_gradients
+from megajax.data.synthetic import random_batch
 from megajax.settings.validation import validate
 from megajax.verify import CompiledComparison, compare
 from megajax.verify.comparison import Leaves

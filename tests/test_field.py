@@ -35,8 +35,8 @@ from megajax.core.backend import CPU, HOPPER
 from megajax.core.models.lora_config import LoraConfig
 from megajax.core.models.router import LOAD
 from megajax.core.program.program import Program
-from megajax.core.program.synthetic import random_batch
 from megajax.core.program.train_step import whole_weights
+from megajax.data.synthetic import random_batch
 from megajax.plan.sizes import Sizes
 from megajax.settings.config import Config
 from megajax.verify import fields

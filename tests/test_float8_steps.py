@@ -26,9 +26,9 @@ from megajax.core.program.communication import collectives_of
 from megajax.core.program.memory import kept_bytes
 from megajax.core.program.program import Program
 from megajax.core.program.scoring import logits
-from megajax.core.program.synthetic import placed_batch
 from megajax.core.program.train_step import train_step
 from megajax.core.program.transfer import Transfer
+from megajax.data.synthetic import placed_batch
 from megajax.generation.choice import Sampling
 from megajax.generation.decoder import Decoder
 from megajax.generation.window import continue_in_windows

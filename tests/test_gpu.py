@@ -16,9 +16,9 @@ from megajax.core.models.attend import IMPLEMENTATIONS, attend
 from megajax.core.models.attention_mask import CAUSAL, AttentionMask
 from megajax.core.models.attention_setting import Setting
 from megajax.core.parallel.random import Dropout
-from megajax.core.program.fused_forms import experts_comparison
 from megajax.core.program.program import Program
 from megajax.runs.forms import backend_without_wrong_forms
+from megajax.start.fused_forms import experts_comparison
 from megajax.verify import compare, trace
 
 pytestmark = pytest.mark.gpu

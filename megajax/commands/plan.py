@@ -108,11 +108,11 @@ def main(argv: Sequence[str]) -> None:
     compiles = not args.no_compile and (gpus or config.mesh.num_devices <= MOST_SIMULATED)
     imagine_devices(config, None if compiles and not gpus else 1)
 
-    from megajax.core.program.fused_forms import check_attention
     from megajax.core.program.program import Program
     from megajax.plan.figures import figures, text
     from megajax.plan.memory import backend_of
     from megajax.plan.placing import placed
+    from megajax.start.fused_forms import check_attention
 
     config = placed(config, machine)
     if config.model.attention not in ("auto", "blocks"):

@@ -11,19 +11,9 @@ from megajax.core.pipeline.config import PipelineConfig, check_schedule, check_t
 from megajax.core.pipeline.deferral import PassTimes
 from megajax.core.pipeline.schedule import make_schedule
 from megajax.core.pipeline.table import Cell, Schedule
-from megajax.core.pipeline.timing import (
-    StageTimes,
-    StepTime,
-    deferred_bubble,
-    in_flight,
-    kept_entries,
-    pending_weights,
-    published_bubble,
-    published_in_flight,
-    published_zero_bubble,
-    step_time,
-)
+from megajax.core.pipeline.timing import StageTimes, StepTime, in_flight, kept_entries, pending_weights, step_time
 from megajax.core.traits import IS_PATH
+from megajax.plan.published import deferred_bubble, published_bubble, published_in_flight, published_zero_bubble
 from megajax.settings.flags import Parser, add_flag
 
 _PASSES = {

@@ -6,7 +6,7 @@ from megajax.convert.exchange import Exchange
 from megajax.convert.settings import Fields
 from megajax.core.errors import UserError
 from megajax.core.models.config import ModelConfig
-from megajax.core.options import as_flag
+from megajax.settings.option_errors import as_flag
 
 _NULL = {  # fields that every class must leave empty
     **dict.fromkeys(("quantization_config", "compression_config"), "null, with weights in F32, F16 or BF16"),

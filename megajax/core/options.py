@@ -10,16 +10,12 @@ import functools
 import math
 import os
 import re
-import reprlib
-import shlex
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from decimal import Decimal
-from operator import attrgetter
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from megajax.core.errors import UserError
-from megajax.core.traits import Changes, IsPath, OnlyWith, Through
+from megajax.core.traits import IsPath
 
 _Trait = TypeVar("_Trait")
 
@@ -198,32 +194,6 @@ def is_whole(text: str) -> bool:
 _LONGEST = 300  # characters in a number
 
 
-def apart(entry: str, fits: Callable[[str], bool]) -> str:
-    """The end of an error message about an entry of a list: how to separate its parts, if each of several `fits`."""
-    parts = [part for part in re.split(r"[,;\s]+", entry) if part]
-    return f" (separated by spaces: {' '.join(parts)})" if len(parts) > 1 and all(map(fits, parts)) else ""
-
-
-def as_flag(key: str, value: object) -> str:
-    """An option with a value, as on the command line: `--model.norm rmsnorm`, `--no-model.query-key-norm`."""
-    name = key.replace("_", "-")
-    if isinstance(value, bool):
-        return f"--{name}" if value else f"--no-{name}"
-    short = isinstance(value, float) and float(f"{value:g}") == value
-    texts = [str(each) for each in value] if isinstance(value, tuple) else [f"{value:g}" if short else str(value)]
-    return f"--{name} {shlex.join(texts)}"
-
-
-def shown(value: object) -> str:
-    """A value as quoted in error messages, cut if it is long."""
-    return _SHOWN.repr(value)
-
-
-_SHOWN = reprlib.Repr()
-_SHOWN.maxstring = _SHOWN.maxother = 80
-_SHOWN.maxlong = 100
-
-
 def _records(kind: Any, value: Any) -> tuple[Any, ...]:
     """A list of tables or records, converted to records; raises `ValueError` if it is not one."""
     if not isinstance(value, list | tuple):
@@ -258,39 +228,6 @@ def options(owner: type) -> dict[str, Option]:
                 key = prefix + field.name
                 table[key] = Option(key, kind, field.default, help_text, declared, traits)
     return table
-
-
-def compared(owner: type, *changes: Changes) -> dict[str, str]:
-    """What to compare in two configurations to see whether they differ in options that declare one of these changes:
-    keys of options, or of the properties through which they matter, each with its option's key."""
-    found = {}
-    for key, option in options(owner).items():
-        if option.trait(Changes) in changes:
-            section, dot, _ = key.rpartition(".")
-            through = option.trait(Through)
-            found[f"{section}{dot}{through.name}" if through else key] = key
-    return found
-
-
-def check(given: object) -> None:
-    """Check the fields of a configuration dataclass's instance, and of its sections, each by itself."""
-    owner: Any = type(given)
-    for key, option in options(owner).items():
-        if problem := option.problem(attrgetter(key)(given)):
-            raise UserError(f"{option.flag} {problem}")
-
-
-def check_read(section: object, name: str) -> None:
-    """In the section called `name`, check that an option that is read only with some values of another option has its
-    default otherwise."""
-    owner: Any = type(section)
-    for field, option in options(owner).items():
-        value, reader = getattr(section, field), option.trait(OnlyWith)
-        if reader and not reader.ignored and not reader.is_read(section) and value != option.default:
-            given, without = (as_flag(f"{name}.{field}", each) for each in (value, option.default))
-            key, there = f"{name}.{reader.name}", getattr(section, reader.name)
-            valid = as_flag(key, True) if there is False else f"--{key.replace('_', '-')} {reader.words}"
-            raise UserError(f"{given} with {as_flag(key, there)}; valid: {valid}, or {without}")
 
 
 def suggest(unknown: str, valid: Iterable[str], otherwise: str) -> str:

@@ -20,7 +20,6 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 
 from megajax.core.errors import UserError
-from megajax.core.options import check
 from megajax.core.program.program import Program
 from megajax.data.tasks.instructions import chat_template
 from megajax.data.text.chat import NO_ARGS, ChatTemplate
@@ -32,6 +31,7 @@ from megajax.generation.generate_options import template_args as read_template_a
 from megajax.generation.text import Stops
 from megajax.generation.window import continue_in_windows, one_row
 from megajax.runs.trained import TrainedModel, evaluation_config, run_tokenizer
+from megajax.settings.option_errors import check
 
 _SETTINGS = ("top_k", "top_p", "min_p", "repetition_penalty")  # of generation, like the flags of `megajax generate`
 

@@ -1,7 +1,8 @@
-"""Paths from the command line: whether they can be accessed, and whether files can be written there."""
+"""Paths and lists from the command line: whether paths can be accessed, and whether files can be written there."""
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from megajax.core.errors import UserError
@@ -74,3 +75,9 @@ def check_place(path: str | Path, name: str) -> None:
         raise UserError(f"{name} {path}: {folder} is not a folder; valid: a path in a folder")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(f"{name} {path}: {folder} is not writable; valid: a writable folder")
+
+
+def apart(entry: str, fits: Callable[[str], bool]) -> str:
+    """The end of an error message about an entry of a list: how to separate its parts, if each of several `fits`."""
+    parts = [part for part in re.split(r"[,;\s]+", entry) if part]
+    return f" (separated by spaces: {' '.join(parts)})" if len(parts) > 1 and all(map(fits, parts)) else ""

@@ -8,9 +8,7 @@ import jax
 
 from megajax.core.errors import UserError
 from megajax.core.models.own_loss import Loss
-from megajax.core.options import shown
 from megajax.core.program.loss import check_there
-from megajax.core.program.memory import check_memory
 from megajax.core.program.program import Program
 from megajax.library.model import Model
 from megajax.library.own import warn_of_cost, with_own
@@ -22,7 +20,9 @@ from megajax.runs.init import check_first_weights, first_state, named_or_init_to
 from megajax.runs.trained import check_run, restore_params, run_tokenizer
 from megajax.settings import presets
 from megajax.settings.config import Config
+from megajax.settings.option_errors import shown
 from megajax.settings.validation import validate
+from megajax.start.device_memory import check_memory
 from megajax.start.launch import start
 from megajax.training.begin import check_own, with_total_steps
 

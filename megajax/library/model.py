@@ -21,7 +21,6 @@ from megajax.core.errors import UserError, told
 from megajax.core.models.own_loss import Loss
 from megajax.core.models.registry import FAMILIES
 from megajax.core.models.staged import count_parameters
-from megajax.core.options import check
 from megajax.core.program.program import Program
 from megajax.core.program.scoring import logits, scores, task_logits
 from megajax.core.program.state import TrainState
@@ -47,6 +46,7 @@ from megajax.runs.init import keep_init_tokenizer, keep_tokenizer
 from megajax.runs.order import Order, OrderSegment
 from megajax.runs.step_folders import named
 from megajax.settings.config import Config
+from megajax.settings.option_errors import check
 from megajax.settings.validation import validate
 from megajax.training.batches import Given, batch_of, inputs_of, padded, prompt_ids, shape_of_ids
 from megajax.training.begin import check_given, train_here

@@ -10,10 +10,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from megajax.core.options import as_flag, options
+from megajax.core.options import options
 from megajax.plan.machines import Machine
 from megajax.plan.search import VARIED, Candidate, Found, schedule_in_words
 from megajax.settings.config import Config
+from megajax.settings.option_errors import as_flag
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _MARK = '<meta name="generator" content="megajax plan">'

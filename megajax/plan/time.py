@@ -25,13 +25,14 @@ from megajax.core.pipeline.config import PipelineConfig
 from megajax.core.pipeline.deferral import PassTimes, most_pending
 from megajax.core.pipeline.placement import Placement
 from megajax.core.pipeline.schedule import make_schedule
-from megajax.core.pipeline.timing import StageTimes, deferred_bubble, published_bubble, wall_time
+from megajax.core.pipeline.timing import StageTimes, wall_time
 from megajax.core.program.overlap import scans_layers
 from megajax.plan.communication import OF_HEAD, Communication, in_the_loop, outside_the_loop, seconds_of
 from megajax.plan.costs import StepCost
 from megajax.plan.expert_loop import ExpertLoop
 from megajax.plan.machines import Machine
 from megajax.plan.memory import backend_of
+from megajax.plan.published import deferred_bubble, published_bubble
 from megajax.plan.sizes import Sizes, num_ticks
 from megajax.plan.traced import step_cost
 from megajax.plan.work import Seconds, StepWork

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from megajax.core.errors import UserError
-from megajax.core.options import check
 from megajax.data.text.digests import INDEX, TOKENS, root_of_parts, tokenizer_digests
 from megajax.data.text.indexed import dataset_files, tokenizer_folder
 from megajax.data.text.inputs import absolute, valid_paths
@@ -37,6 +36,7 @@ from megajax.preparation.stages import (
 )
 from megajax.preparation.statistics import COPIES, Totals, check_report, report, throughput, workers_of
 from megajax.preparation.workers import Workers
+from megajax.settings.option_errors import check
 
 _STEPS_OF_COPIES = 5
 _FIRST = 3  # shards or groups that a rule's examples may come from

@@ -10,7 +10,7 @@ from typing import Any
 from megajax.core.errors import UserError
 from megajax.core.models.freeze import names_of
 from megajax.core.optim.config import OWN, OptimizerConfig
-from megajax.core.options import compared, options
+from megajax.core.options import options
 from megajax.core.precision import MAIN_DTYPE
 from megajax.core.traits import Changes
 from megajax.data.text.indexed import prepared_prefix
@@ -32,6 +32,7 @@ from megajax.runs.ownership import (
 )
 from megajax.runs.step_folders import candidates, named
 from megajax.settings.config import Config
+from megajax.settings.option_errors import compared
 from megajax.settings.presets import read_run, resolve
 
 

@@ -10,14 +10,14 @@ from typing import Any
 import jax
 
 from megajax.core.backend import Backend
-from megajax.core.program.comparison import FormComparison
-from megajax.core.program.fused_forms import comparisons
 from megajax.core.program.program import Program
 from megajax.host import reading
 from megajax.host.files import write_atomically
 from megajax.host.processes import on_first_process
 from megajax.host.transcript import tell
 from megajax.runs.ownership import FORMS
+from megajax.start.form_comparison import FormComparison
+from megajax.start.fused_forms import comparisons
 
 _RIGHT, _ENDED = "right", "an earlier start ended while it was tried"
 

@@ -12,7 +12,6 @@ from megajax.core.errors import UserError
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.lora import LORA
 from megajax.core.models.staged import StagedModel
-from megajax.core.options import as_flag, compared
 from megajax.core.parallel.boundary import F_AND_G
 from megajax.core.program.program import Program
 from megajax.core.program.state import StateLayout, TrainState
@@ -31,6 +30,7 @@ from megajax.runs.directory import stored_config, trained_steps
 from megajax.runs.step_folders import complete
 from megajax.runs.trained import check_run
 from megajax.settings.config import Config
+from megajax.settings.option_errors import as_flag, compared
 
 _ADAPTERS = jax.tree_util.DictKey(LORA)
 _OUTPUT = "head.output."  # prefix of the weights that produce a task's answers

@@ -14,21 +14,20 @@ import numpy as np
 from megajax.core.config import MODELS_OWN, MeshConfig
 from megajax.core.errors import UserError
 from megajax.core.models.registry import FAMILIES
-from megajax.core.options import apart
-from megajax.core.program.fused_forms import cannot_attend
-from megajax.core.program.memory import check_memory
 from megajax.core.program.program import Program
 from megajax.core.program.state import StateLayout
 from megajax.data.text.corpus import corpus_tokenizer
 from megajax.data.text.tokenizer import Tokenizer
 from megajax.host import reading
-from megajax.host.paths import check_path
+from megajax.host.paths import apart, check_path
 from megajax.host.processes import is_first_process
 from megajax.runs.checkpoint import Checkpoints, choose_step
 from megajax.runs.directory import stored_config
 from megajax.runs.ownership import check_format, marked_format
 from megajax.settings.config import Config
 from megajax.settings.validation import validate_mesh
+from megajax.start.device_memory import check_memory
+from megajax.start.fused_forms import cannot_attend
 from megajax.start.launch import start
 
 

@@ -6,13 +6,14 @@ from operator import attrgetter
 
 from megajax.core.config import MODELS_OWN
 from megajax.core.errors import UserError
-from megajax.core.models.checks import check_lora, check_model
 from megajax.core.models.registry import FAMILIES, FamilyEntry
 from megajax.core.optim.config import check_cooldown
-from megajax.core.options import MOST, as_flag, check, check_read, is_whole, options
+from megajax.core.options import MOST, is_whole, options
 from megajax.data.config import DataConfig
 from megajax.data.tasks.registry import TASKS, Task
 from megajax.settings.config import Config
+from megajax.settings.model_checks import check_lora, check_model
+from megajax.settings.option_errors import as_flag, check, check_read
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 

@@ -11,11 +11,13 @@ from typing import Any, NoReturn
 
 from megajax.core.axes import AXES
 from megajax.core.errors import UserError
-from megajax.core.options import Option, apart, options, sections, shown, suggest
+from megajax.core.options import Option, options, sections, suggest
 from megajax.host import completion
+from megajax.host.paths import apart
 from megajax.host.reading import parse_toml
 from megajax.host.transcript import tell
 from megajax.settings.config import Config
+from megajax.settings.option_errors import shown
 from megajax.settings.other_names import nearest
 from megajax.settings.plugins import load_plugins, plugins_in
 from megajax.settings.preset_files import names_in_folders, preset_names

@@ -5,7 +5,8 @@ import re
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from megajax.core.options import shown, suggest
+from megajax.core.options import suggest
+from megajax.settings.option_errors import shown
 
 _BATCH = "--train.global-batch, in sequences over all devices; --train.microbatch is a device's"
 _ACCUMULATION = "--train.global-batch / (--train.microbatch x --mesh.data), which follows from these"

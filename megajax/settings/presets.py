@@ -9,12 +9,13 @@ from typing import Any
 
 from megajax.core.errors import UserError
 from megajax.core.optim.config import Horizon
-from megajax.core.options import MOST, options, sections, shown, suggest
+from megajax.core.options import MOST, options, sections, suggest
 from megajax.core.traits import PerStart
 from megajax.data.tasks.registry import PRETRAINING, TASKS
 from megajax.host.paths import identity, scheme
 from megajax.settings.checks import check_values
 from megajax.settings.config import RUN_HORIZON, RUN_MARK, Config
+from megajax.settings.option_errors import shown
 from megajax.settings.other_names import means_nothing, nearest
 from megajax.settings.plugins import Unproven, lasting, load_plugins_of
 from megajax.settings.preset_files import find_preset, parse_toml, preset_folders, read_file

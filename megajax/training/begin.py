@@ -13,17 +13,14 @@ import jax
 from megajax.core.errors import RunError, UserError
 from megajax.core.models.registry import FAMILIES
 from megajax.core.optim.config import UNKNOWN, Horizon, OptimizerConfig, check_cooldown
-from megajax.core.options import apart
-from megajax.core.program.fused_forms import check_attention
 from megajax.core.program.loss import check_there
-from megajax.core.program.memory import check_memory
 from megajax.core.program.program import Program
 from megajax.core.program.train_step import train_step
 from megajax.data.tasks.registry import TASKS
 from megajax.host import reading
 from megajax.host.ending import Exit
 from megajax.host.files import write_atomically
-from megajax.host.paths import scheme
+from megajax.host.paths import apart, scheme
 from megajax.host.phases import phase, watched
 from megajax.host.processes import hosts_of_processes, is_first_process, on_first_process, say
 from megajax.host.transcript import transcript
@@ -52,6 +49,8 @@ from megajax.settings.plugins import remember
 from megajax.settings.preset_files import parse_toml
 from megajax.settings.presets import read_run
 from megajax.settings.validation import check_ramp, validate
+from megajax.start.device_memory import check_memory
+from megajax.start.fused_forms import check_attention
 from megajax.start.launch import start
 from megajax.training.describe import describe
 from megajax.training.display import Display

@@ -13,9 +13,9 @@ import numpy as np
 from megajax.core.errors import UserError, told
 from megajax.core.program.loss import loss_of
 from megajax.core.program.program import Program
-from megajax.core.program.synthetic import random_batch
 from megajax.data.config import DATA_SETS
 from megajax.data.samples.base import Sample
+from megajax.data.synthetic import random_batch
 from megajax.data.tasks.samples import EpochOrder
 from megajax.host.paths import check_path
 from megajax.runs.init import named_or_init_tokenizer

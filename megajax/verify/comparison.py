@@ -13,9 +13,9 @@ from jax.tree_util import DictKey, GetAttrKey, keystr
 
 from megajax.core.program.program import Program
 from megajax.core.program.state import TrainState
-from megajax.core.program.synthetic import placed_batch
 from megajax.core.program.train_step import train_step_with_gradients
 from megajax.core.trees import Tree
+from megajax.data.synthetic import placed_batch
 from megajax.settings.config import Config
 
 Leaves = dict[str, np.ndarray]  # by name; layers are [L, …]

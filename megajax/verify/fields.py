@@ -18,8 +18,8 @@ from megajax.core.program.communication import Collective, collectives_of
 from megajax.core.program.loss import loss_of
 from megajax.core.program.program import Program
 from megajax.core.program.state import StateLayout, TrainState
-from megajax.core.program.synthetic import random_batch
 from megajax.core.program.train_step import train_step_with_gradients
+from megajax.data.synthetic import random_batch
 from megajax.settings.config import Config
 from megajax.verify.comparison import beside_the_scale, named_leaves, named_parts
 from megajax.verify.recording import Activation, Recording

@@ -10,9 +10,10 @@ from rich.status import Status
 from rich.text import Text
 
 from megajax.core.models.config import ModelConfig
-from megajax.core.options import compared, options
+from megajax.core.options import options
 from megajax.core.traits import Changes, ShrinkRule, Size
 from megajax.settings.config import Config
+from megajax.settings.option_errors import compared
 from megajax.verify.locate import Result
 from megajax.verify.shrink import Shrunk, shown, shown_sizes
 from megajax.verify.verdict import Finding

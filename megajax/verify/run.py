@@ -20,8 +20,8 @@ from megajax.core.precision import E4M3
 from megajax.core.private import has_fusion_emitters
 from megajax.core.program.program import Batch, Program
 from megajax.core.program.state import TrainState
-from megajax.core.program.synthetic import placed_batch
 from megajax.core.program.train_step import train_step_with_gradients
+from megajax.data.synthetic import placed_batch
 from megajax.settings.config import Config
 from megajax.verify.accumulation import sums_in_other_dtypes
 from megajax.verify.comparison import Leaves, Trace, beside_the_scale, named_leaves

@@ -18,8 +18,8 @@ from tiny import LLAMA, QWEN3, tiny_config, tiny_program
 from megajax.core.batch import IGNORED
 from megajax.core.errors import UserError
 from megajax.core.optim.config import OptimizerConfig
-from megajax.core.program.synthetic import random_batch
 from megajax.core.program.train_step import train_step
+from megajax.data.synthetic import random_batch
 from megajax.settings.config import Config, DistributedConfig, to_toml
 
 pytestmark = pytest.mark.peer

@@ -18,8 +18,8 @@ from megajax.core.optim.config import OptimizerConfig
 from megajax.core.program.program import Program
 from megajax.core.program.scoring import task_logits
 from megajax.core.program.state import TrainState
-from megajax.core.program.synthetic import random_batch
 from megajax.core.program.train_step import train_step
+from megajax.data.synthetic import random_batch
 from megajax.data.tasks import registry
 from megajax.data.tasks.registry import TaskConfig
 from megajax.settings.config import Config

@@ -31,8 +31,8 @@ from megajax.core.batch import IGNORED
 from megajax.core.config import MeshConfig
 from megajax.core.pipeline.config import PipelineConfig
 from megajax.core.program.scoring import logits
-from megajax.core.program.synthetic import random_batch
 from megajax.core.program.train_step import loss_and_gradients
+from megajax.data.synthetic import random_batch
 from megajax.data.text.tokenizers import train_tokenizer
 from megajax.generation.choice import Sampling
 from megajax.generation.window import continue_in_windows

@@ -14,9 +14,9 @@ from hugging_face import CLASSES, DECODERS, LLAMA3, MIXTURES, SETTINGS
 from megajax.convert.families import exchange_of
 from megajax.convert.settings import Fields
 from megajax.core.errors import UserError
-from megajax.core.models.checks import check_model
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.rotary import rotations
+from megajax.settings.model_checks import check_model
 
 pytestmark = pytest.mark.peer
 transformers = pytest.importorskip("transformers", reason="the extra `peer` is not installed")

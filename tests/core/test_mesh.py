@@ -35,7 +35,7 @@ from megajax.core.options import options as options_of
 from megajax.core.parallel.boundary import F_AND_G
 from megajax.core.parallel.collectives import spec_axes
 from megajax.core.parallel.shards import NOT_SHARDED, Sharding
-from megajax.core.program.synthetic import random_batch
+from megajax.data.synthetic import random_batch
 
 # The documented placement of the weights, without the leading dims of the stacked layers (paper §3).
 SHARED_SPECS = {

@@ -16,19 +16,7 @@ from megajax.convert.families import EXCHANGES
 from megajax.core.errors import UserError
 from megajax.core.mesh import RULES
 from megajax.core.models.config import ModelConfig
-from megajax.core.options import (
-    AT_LEAST_ZERO,
-    SHARE,
-    OneOf,
-    Option,
-    between,
-    check,
-    is_whole,
-    number,
-    options,
-    sections,
-    shown,
-)
+from megajax.core.options import AT_LEAST_ZERO, SHARE, OneOf, Option, between, is_whole, number, options, sections
 from megajax.core.parallel.collectives import TENSOR
 from megajax.core.traits import COMPUTATION, NOTHING, WEIGHTS, Changes, ShrinkRule, Size
 from megajax.generation.generate_options import GenerateOptions
@@ -38,6 +26,7 @@ from megajax.runs.init import check_init
 from megajax.runs.ownership import mark
 from megajax.settings.config import Config, to_toml
 from megajax.settings.flags import Parser
+from megajax.settings.option_errors import check, shown
 from megajax.settings.presets import load_preset, resolve
 from megajax.settings.validation import validate_mesh
 from megajax.verify.shrink import shrink

@@ -8,9 +8,9 @@ import pytest
 from tiny import tiny_config, tiny_program
 
 from megajax.core.backend import CPU, HOPPER
-from megajax.core.program.comparison import FormComparison
 from megajax.runs import forms
 from megajax.runs.ownership import FORMS
+from megajax.start.form_comparison import FormComparison
 
 WITHOUT = {"cudnn": {"attention": ("kernel", "blocks")}, "kernel": {"attention": ("cudnn", "blocks")}}
 WITHOUT["experts"] = {"expert_kernel": False}

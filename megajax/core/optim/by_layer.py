@@ -105,7 +105,8 @@ class ByLayer:
 
         for size in {weights[path].shape[0] for path in layered}:
             stacked = {path for path in layered if weights[path].shape[0] == size}
-            run = jax.vmap(run, *([0 if path in stacked else None for path in paths] for paths in (inputs, outputs)))
+            in_axes, out_axes = ([0 if path in stacked else None for path in paths] for paths in (inputs, outputs))
+            run = jax.vmap(run, in_axes, out_axes)
         return jax.tree.unflatten(out, run(*arrays))
 
     def _run(self, program: ClosedJaxpr, *values: _Value) -> list[_Value]:

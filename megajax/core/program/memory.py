@@ -1,21 +1,16 @@
-"""What a device holds in training besides activations: weights, optimizer state and gradients, in bytes, and whether
-they fit.
+"""What a device holds in training besides activations: weights, optimizer state and gradients, in bytes.
 
 Per parameter, with d the size of `data` (Megatron-LM's figures, docs/memory.md): 18 bytes in fp16 or bf16 with fp32
 gradients, or 6 + 12/d with ZeRO-1; 20 and 4 + 16/d with gradients in half precision; 16 and 8 + 8/d in fp32.
 """
 
-import contextlib
 import dataclasses
 import math
-import os
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from megajax.core.errors import UserError
 from megajax.core.parallel.shards import NOT_SHARDED
 from megajax.core.program.bind import trace_pipeline
 from megajax.core.program.program import Program
@@ -61,6 +56,11 @@ def kept_bytes(layout: StateLayout) -> dict[str, int]:
     } | {name: _local_bytes(layout, *each) for name, each in others.items() if each[0]}
 
 
+def computed_bytes(layout: StateLayout) -> int:
+    """Bytes on one device of the weights that forward-only programs are given."""
+    return _local_bytes(layout, layout.computed_shapes, layout.computed_specs)
+
+
 def gathered_bytes(layout: StateLayout) -> dict[str, int]:
     """Bytes on one device of the layers' `gathered weights` during a step, if a step leaves them sharded."""
     late = jax.tree.map(lambda weight: weight.late, layout.weights)
@@ -96,76 +96,3 @@ def _local_bytes(layout: StateLayout, shapes: Tree, specs: Tree) -> int:
         return math.prod(NamedSharding(layout.mesh, spec).shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
     return sum(jax.tree.leaves(jax.tree.map(size, shapes, specs)))
-
-
-def check_memory(program: Program, *, training: bool, rows: int = 0) -> None:
-    """Check, before anything is allocated, that this process's devices can hold what is certainly needed: weights; when
-    training, optimizer state and the factors of deferred weight gradients; and for one microbatch the logits, the
-    scores of one attention block, and each layer's output (one layer's without training) for `rows` rows that a device
-    computes at once. More is needed in reality, so what passes may still not fit.
-
-    Raises:
-        UserError: they cannot hold it.
-    """
-    config, layout = program.config, program.layout
-    computed = {"weights": _local_bytes(layout, layout.computed_shapes, layout.computed_specs)}
-    parts = kept_bytes(layout) | gathered_bytes(layout) | whole_bytes(layout) if training else computed
-    if training and program.schedule.deferral is not None:
-        parts["factors of deferred weight gradients"] = program.schedule.num_factor_slots * factor_bytes(program)
-    parts |= _microbatch_bytes(program, rows, every_layer=training and config.train.remat != "stage")
-    devices = [device for device in program.mesh.devices.flat if device.process_index == jax.process_index()]
-    there = _device_bytes(devices)
-    if sum(parts.values()) > there:
-        model, needed = config.model, ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size > 2**26)
-        raise UserError(
-            f"--model.num-layers {model.num_layers}, --model.hidden-size {model.hidden_size}, "
-            f"--model.vocab-size {model.vocab_size}, --model.sequence-length {model.sequence_length} "
-            f"and --train.microbatch {config.train.microbatch} need {_gib(sum(parts.values()))} on "
-            f"each of {len(devices)} devices ({needed}), which have {_gib(there)}; valid: use a "
-            "smaller model or more devices"
-        )
-
-
-def _microbatch_bytes(program: Program, rows: int, every_layer: bool) -> dict[str, int]:
-    """Bytes on one device for `rows` rows that are computed at once, by part."""
-    config, model, backend = program.config, program.config.model, program.backend
-    width = jnp.dtype(program.layout.compute_dtype).itemsize
-    shapes = program.form.shapes(rows, tokens=model.sequence_length)
-    tokens, block = math.prod(shapes["tokens"]), min(backend.block_of(model.sequence_length), model.sequence_length)
-    placement = program.layout.placement
-    layers = placement.num_chunks * placement.layers_per_chunk if every_layer else 1
-    group = model.num_heads // model.num_kv_heads
-    at_once = group * block * model.sequence_length * max(4, width)  # for one key head
-    of_all_tokens = program.model.boundary.context in ("none", "heads")
-    scores = at_once if rows and not backend.fused_attention and of_all_tokens else 0
-    split = config.mesh.tensor * (config.mesh.pipe if config.splits_vocabulary else 1)
-    here = tokens // config.mesh.context // (config.mesh.tensor if config.sequence_parallel else 1)
-    predicted = max(math.prod(shapes[name]) for name in program.form.targets.values()) // config.mesh.context
-    return {
-        "activations": layers * here * model.hidden_size * width,
-        "attention scores": scores,
-        "logits": predicted * model.padded_vocab_size // split * width if model.head == "pretraining" else 0,
-    }
-
-
-def _device_bytes(devices: list[jax.Device]) -> float:
-    """Memory of each of this process's devices; CPU devices share the machine's."""
-    if devices[0].platform == "cpu":
-        return _machine_bytes() / len(devices)
-    limits = [(device.memory_stats() or {}).get("bytes_limit", math.inf) for device in devices]
-    return min(limits)
-
-
-def _machine_bytes() -> float:
-    """Memory of this machine, or of the container that this process runs in."""
-    found = [math.inf]
-    with contextlib.suppress(OSError, ValueError):
-        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    for limit in "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes":
-        with contextlib.suppress(OSError, ValueError):  # "max" means no limit
-            found.append(int(Path(limit).read_text()))
-    return min(found)
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:,.1f} GiB"

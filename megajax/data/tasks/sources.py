@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from megajax.core.errors import Damaged, UserError
-from megajax.core.options import apart
 from megajax.data.tasks.records import Records
 from megajax.data.tasks.registry import TASKS
 from megajax.data.text import long_documents, streams
 from megajax.data.text.inputs import check_formats, files_below, readable
 from megajax.host import reading
-from megajax.host.paths import check_path
+from megajax.host.paths import apart, check_path
 
 _HEAD_BYTES = 1 << 16  # enough to recognize a file
 _KEY = re.compile(r'"(\w{1,40})"\s*:')

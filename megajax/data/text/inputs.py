@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megajax.core.errors import Damaged, UserError
-from megajax.core.options import apart
 from megajax.data.text import streams
 from megajax.data.text.hub_split import SCHEME as HUB
 from megajax.data.text.hub_split import HubSplit
 from megajax.host import reading, remote
-from megajax.host.paths import check_path, scheme
+from megajax.host.paths import apart, check_path, scheme
 from megajax.host.remote import RemoteFile
 
 Input = Path | RemoteFile | HubSplit  # a file, or something that is read like one

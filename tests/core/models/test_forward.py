@@ -18,8 +18,8 @@ from tiny import GEMMA, GPT_OSS, OLMO2, drawn_params, full, hash_of, tiny_config
 from megajax.core.batch import IGNORED
 from megajax.core.program.program import Program
 from megajax.core.program.scoring import next_logits, scores
-from megajax.core.program.synthetic import random_batch
 from megajax.core.program.train_step import loss_and_gradients, train_step
+from megajax.data.synthetic import random_batch
 from megajax.settings.config import Config
 from megajax.verify.run import drawn_state, drawn_weights
 

@@ -9,8 +9,8 @@ from tiny import MIXTURE, drawn_params, tiny_config, tiny_program
 from megajax.core.batch import IGNORED
 from megajax.core.program.program import Program
 from megajax.core.program.scoring import scores
-from megajax.core.program.synthetic import random_batch
 from megajax.core.program.train_step import loss_and_gradients
+from megajax.data.synthetic import random_batch
 from megajax.verify.run import drawn_weights
 
 BALANCE, Z_LOSS = 0.3, 0.05

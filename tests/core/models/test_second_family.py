@@ -11,7 +11,7 @@ from megajax.core.models.flops import step_flops
 from megajax.core.models.registry import FAMILIES, FamilyEntry
 from megajax.core.models.staged import count_parameters
 from megajax.core.program.scoring import next_logits
-from megajax.core.program.synthetic import random_batch
+from megajax.data.synthetic import random_batch
 from megajax.settings.presets import load_preset, resolve
 from megajax.verify.exact import compare_exactly
 from megajax.verify.fields import run_step

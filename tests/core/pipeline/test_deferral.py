@@ -19,15 +19,14 @@ from megajax.core.pipeline.schedule import make_schedule
 from megajax.core.pipeline.table import IDLE, Deferral, Schedule, check
 from megajax.core.pipeline.timing import (
     StageTimes,
-    deferred_bubble,
     in_flight,
     kept_entries,
     pending_weights,
-    published_zero_bubble,
     step_time,
     timeline,
     wall_time,
 )
+from megajax.plan.published import deferred_bubble, published_zero_bubble
 
 LAYERS = [PassTimes(1, 1, 1), PassTimes(28, 32, 24), PassTimes(1, 2, 1)]  # tW at most tF and tB
 LONG = [PassTimes(*times) for times in ((1, 1, 1.5), (1, 1, 3), (28, 32, 30), (2, 1, 1.5), (1, 2, 3), (10, 12, 11))]

@@ -15,8 +15,8 @@ from tiny import QWEN3, full, tiny_config, tiny_program
 
 from megajax.core.pipeline.executor import Pipeline
 from megajax.core.program.memory import factor_bytes, residual_bytes
-from megajax.core.program.synthetic import random_batch
 from megajax.core.program.train_step import loss_and_gradients
+from megajax.data.synthetic import random_batch
 from megajax.verify import COLLECTIVES, named_leaves
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))

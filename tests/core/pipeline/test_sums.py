@@ -4,8 +4,8 @@ import numpy as np
 from tiny import drawn_params, tiny_config, tiny_program
 
 from megajax.core.batch import IGNORED
-from megajax.core.program.synthetic import random_batch
 from megajax.core.program.train_step import loss_and_gradients
+from megajax.data.synthetic import random_batch
 from megajax.verify import named_leaves
 from megajax.verify.comparison import leaf_errors
 

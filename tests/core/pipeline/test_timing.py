@@ -16,15 +16,8 @@ from simulator import TABLES, all_arguments
 from megajax.core.pipeline.deferral import PassTimes
 from megajax.core.pipeline.schedule import forward_only, make_schedule
 from megajax.core.pipeline.table import IDLE, Pass, Schedule
-from megajax.core.pipeline.timing import (
-    StageTimes,
-    in_flight,
-    published_bubble,
-    published_in_flight,
-    step_time,
-    timeline,
-    wall_time,
-)
+from megajax.core.pipeline.timing import StageTimes, in_flight, step_time, timeline, wall_time
+from megajax.plan.published import published_bubble, published_in_flight
 
 stages, microbatches = st.integers(1, 8), st.integers(1, 20)
 pipes, chunks = st.integers(2, 8), st.integers(2, 4)  # of the interleaved schedule

@@ -12,8 +12,8 @@ from tiny import LLAMA, tiny_config, tiny_program
 
 from megajax.core.models.lora_config import LoraConfig
 from megajax.core.program.program import Program
-from megajax.core.program.synthetic import random_batch
 from megajax.core.program.train_step import average_weights, train_step
+from megajax.data.synthetic import random_batch
 from megajax.runs.checkpoint import Checkpoints
 from megajax.runs.trained import restore_params, weights_in_parts
 from megajax.verify.run import drawn_state

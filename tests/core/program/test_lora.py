@@ -15,8 +15,8 @@ from megajax.core.models.lora_config import LORA_TARGETS, LoraConfig
 from megajax.core.program.communication import collectives_of
 from megajax.core.program.program import Program
 from megajax.core.program.state import TrainState
-from megajax.core.program.synthetic import random_batch
 from megajax.core.program.train_step import loss_and_gradients, train_step_with_gradients
+from megajax.data.synthetic import random_batch
 from megajax.plan.communication import communication, totals
 from megajax.plan.compiled import traced_step
 from megajax.runs.checkpoint import Checkpoints

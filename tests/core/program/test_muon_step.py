@@ -10,8 +10,8 @@ from parity_grid import ALL, DECODERS, FURTHER_APART, ROWS, config_of, name, of,
 from tiny import LLAMA, MIXTURE, tiny_config, tiny_program
 
 from megajax.core.program.program import Program
-from megajax.core.program.synthetic import placed_batch
 from megajax.core.program.train_step import train_step
+from megajax.data.synthetic import placed_batch
 from megajax.settings.config import Config
 from megajax.verify import named_leaves
 from megajax.verify.run import QUICK, drawn_state

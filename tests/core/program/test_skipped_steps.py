@@ -18,8 +18,8 @@ from megajax.core.parallel.collectives import axis_index
 from megajax.core.program import train_step as program_of_a_step
 from megajax.core.program.program import Program
 from megajax.core.program.state import TrainState
-from megajax.core.program.synthetic import random_batch
 from megajax.core.program.train_step import train_step
+from megajax.data.synthetic import random_batch
 from megajax.verify.run import drawn_state
 
 BROKEN = 7  # the step in which a gradient overflows on the last device

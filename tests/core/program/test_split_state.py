@@ -1,12 +1,11 @@
 """ZeRO and sequence parallelism: what a split sequence communicates, counted on the jaxpr, and what a device keeps;
-bytes per parameter beside Megatron-LM's published rows, and whether they fit. All that ZeRO sends is in
+bytes per parameter beside Megatron-LM's published rows. All that ZeRO sends is in
 `tests/plan/test_planned_communication.py`."""
 
 import dataclasses
 import math
 import re
 from collections import Counter
-from types import SimpleNamespace
 
 import jax
 import pytest
@@ -14,12 +13,10 @@ from counting import HIDDEN, LAYERS, ROWS, count_shapes, of_kind, over, step_col
 from tiny import abstract_batch, full, tiny_config, tiny_program
 
 from megajax.core.backend import GPU
-from megajax.core.errors import UserError
 from megajax.core.models.staged import count_parameters
 from megajax.core.pipeline.executor import Pipeline
-from megajax.core.program import memory
 from megajax.core.program.bind import trace_pipeline
-from megajax.core.program.memory import kept_bytes, left_by_zero, state_bytes
+from megajax.core.program.memory import left_by_zero, state_bytes
 from megajax.core.program.overlap import scans_layers
 from megajax.core.program.program import Program
 from megajax.core.program.train_step import loss_and_gradients, train_step
@@ -177,35 +174,3 @@ def test_the_compiled_step_takes_that_state(zero, row):
     state = sum(parts.values()) - parts["gradients"]
     assert 0 <= compiled.argument_size_in_bytes - state - rows < 1024
     assert compiled.alias_size_in_bytes >= state  # updated where it lies
-
-
-@pytest.mark.parametrize(("mesh", "zero"), [((1, 1, 1), 1), ((2, 2, 1), 0), ((2, 1, 2), 3)])
-def test_what_does_not_fit_is_refused_to_the_byte(mesh, zero, monkeypatch) -> None:
-    """The devices of a CPU share its memory; a GPU has its own, and where it does not say how much, all fits."""
-    program = tiny_program(tiny_config(mesh, precision="bf16", zero=zero))
-    weights, main, moments = kept_bytes(program.layout).values()
-    devices = math.prod(mesh)
-    activations = 3 * 16 * 24 * 2 * 4 // mesh[1]  # rows, tokens, width, bytes, layers
-    scores, logits = 16 * 16 * 4, 3 * 16 * 128 * 2 // mesh[2]
-    for needed, options in (
-        (weights + main + moments + activations + scores + logits, {"training": True, "rows": 3}),
-        (weights, {"training": False}),
-    ):
-        monkeypatch.setattr(memory, "_machine_bytes", lambda needed=needed: needed * devices)
-        memory.check_memory(program, **options)
-        monkeypatch.setattr(memory, "_machine_bytes", lambda needed=needed: needed * devices - 1)
-        message = rf"--model\.num-layers 4, .* need .* on each of {devices} devices .*; valid: "
-        with pytest.raises(UserError, match=message):
-            memory.check_memory(program, **options)
-
-
-def test_the_memory_of_devices(monkeypatch) -> None:
-    def gpus(*limits):
-        stats = [None if limit is None else {"bytes_limit": limit} for limit in limits]
-        return [SimpleNamespace(platform="gpu", memory_stats=lambda each=each: each) for each in stats]
-
-    assert memory._device_bytes(gpus(5, 3, None)) == 3 and memory._device_bytes(gpus(None)) == math.inf
-    monkeypatch.setattr(memory, "_machine_bytes", lambda: 8)
-    assert memory._device_bytes([SimpleNamespace(platform="cpu")] * 4) == 2
-    monkeypatch.undo()
-    assert 2**28 < memory._machine_bytes() < 2**50

@@ -4,7 +4,9 @@ from megajax.core.errors import UserError
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.lora_config import LORA_TARGETS, LoraConfig, product_sizes
 from megajax.core.models.registry import FAMILIES, GATED
-from megajax.core.options import apart, as_flag, check_read, suggest
+from megajax.core.options import suggest
+from megajax.host.paths import apart
+from megajax.settings.option_errors import as_flag, check_read
 
 
 def check_model(model: ModelConfig) -> None:

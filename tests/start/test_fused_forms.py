@@ -11,10 +11,10 @@ from tiny import LATENT, QWEN3, full, tiny_config, tiny_program, user_error
 from megajax.core.backend import BLOCKS, CPU, GPU, HOPPER
 from megajax.core.models import attend
 from megajax.core.private import has_gpu_kernels, interpreted_kernels
-from megajax.core.program.comparison import LIMIT, FormComparison
-from megajax.core.program.fused_forms import check_attention, comparisons, experts_comparison
 from megajax.core.program.program import Program
 from megajax.runs.trained import note_attention
+from megajax.start.form_comparison import LIMIT, FormComparison
+from megajax.start.fused_forms import check_attention, comparisons, experts_comparison
 
 
 @pytest.mark.parametrize(

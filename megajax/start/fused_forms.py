@@ -30,9 +30,9 @@ from megajax.core.parallel.collectives import TENSOR
 from megajax.core.parallel.random import Dropout
 from megajax.core.precision import COMPUTE_DTYPE
 from megajax.core.private import has_gpu_kernels
-from megajax.core.program.comparison import Compute, FormComparison
 from megajax.core.program.program import Program, training_way
-from megajax.core.program.synthetic import random_batch
+from megajax.data.synthetic import random_batch
+from megajax.start.form_comparison import Compute, FormComparison
 
 _ROWS, _TOKENS = 2, 512  # of the small attention, beside the rest of the program's tokens that fills no block:
 _BLOCK = 128  # kernels treat that apart
