@@ -64,7 +64,7 @@ class DecodingPrograms:
         self._adapters = program.layout.adapters
         specs = jax.tree.map(lambda weight: weight.spec, program.layout.weights)
         self._copies = LayerCopies(self._config, program.layout.weights["blocks"], program.operand_dtype, both=False)
-        of_layers = [self._copies.specs_of_one(specs["blocks"], number) for number in range(self._config.num_blocks)]
+        of_layers = [self._copies.layer_specs(specs["blocks"], number) for number in range(self._config.num_blocks)]
         self.specs = {"shared": specs["shared"], "layers": of_layers}
 
     def unstacked(self, params: Tree) -> Tree:
@@ -72,7 +72,7 @@ class DecodingPrograms:
         params = params if self._adapters is None else self._adapters.merged(params)
         stack = jax.tree.map(lambda weight: weight.reshape(-1, *weight.shape[3:]), params["blocks"])
         layers = [jax.tree.map(lambda weight, n=n: weight[n], stack) for n in range(self._config.num_blocks)]
-        layers = [self._copies.of_one(layer, number) for number, layer in enumerate(layers)]
+        layers = [self._copies.with_copies(layer, number) for number, layer in enumerate(layers)]
         return {"shared": params["shared"], "layers": layers}
 
     def region(self, function: Callable, specs: Tree) -> Callable:

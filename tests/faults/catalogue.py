@@ -199,8 +199,8 @@ ROWS: dict[str, dict[str, Row]] = {
         "losses grow with the number of microbatches": (
             "core.pipeline.ends.EmbeddingAndHead._head",
             (
-                "self.model.head(weights | trained, y, *own)",
-                "jax.tree.map(lambda x: x * len(self.microbatches[1]), self.model.head(weights | trained, y, *own))",
+                "self.model.head(weights | trained, y, *inputs)",
+                "jax.tree.map(lambda x: x * len(self.microbatches[1]), self.model.head(weights | trained, y, *inputs))",
             ),
             named("the sum of the losses: step 1", ON_DATA),
         ),
@@ -237,10 +237,10 @@ ROWS: dict[str, dict[str, Row]] = {
         "every microbatch's mean counts alike": (  # transformers #34191
             "core.pipeline.ends.EmbeddingAndHead._head",
             (
-                "self.model.head(weights | trained, y, *own)",
+                "self.model.head(weights | trained, y, *inputs)",
                 "(lambda losses, figures: ({name: x * (self.model.counts[name] / (jnp.maximum((own.batch['targets'] >= "
                 "0).sum(), 1) * len(self.microbatches[1]) * lax.axis_size('data'))).astype(x.dtype) for name, x in "
-                "losses.items()}, figures))(*self.model.head(weights | trained, y, *own))",
+                "losses.items()}, figures))(*self.model.head(weights | trained, y, *inputs))",
             ),
             named("the sum of the losses: step 1", ON_DATA),
         ),
@@ -306,12 +306,12 @@ ROWS: dict[str, dict[str, Row]] = {
         ),
         "a layer has the reduced gradients of the layer after it": (
             "core.pipeline.stages._shifted",
-            ("each[:-1]", "each[1:]"),
+            ("reduced[:-1]", "each[1:]"),
             gradient("blocks/attention/key/weight, layer 1", ON_OVERLAPPED),
         ),
         "what is reduced for the head lacks its last gradient": (
             "core.pipeline.executor.Pipeline.last_tick",
-            ("Last(of_head, reduction)", "Last(self.ends.apart(carry.totals)[1], reduction)"),
+            ("Last(of_head, reduction)", "Last(self.ends.split_head(carry.totals)[1], reduction)"),
             gradient("shared/final_norm/bias", ON_OVERLAPPED),
         ),
         "of the losses the last microbatch's stays": (

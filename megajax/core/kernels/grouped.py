@@ -48,7 +48,7 @@ def grouped_product(
     wide, depth = _width(columns), _depth(rows_RI)
 
     def work(group_g: Any, used_g: Any) -> TileWork:
-        def place(tile: Any, step: Array) -> Any:
+        def right(tile: Any, step: Array) -> Any:
             block, column = tile
             inner, outer = pl.ds(step * depth, depth), pl.ds(column * wide, wide)
             return (group_g[block], outer, inner) if turned else (group_g[block], inner, outer)
@@ -57,7 +57,7 @@ def grouped_product(
             tiles=(rows_RI.shape[0] // BLOCK, columns // wide),
             steps=lambda tile: jnp.where(tile[0] < used_g[0], inputs // depth, 0),
             left=lambda tile, step: (pl.ds(tile[0] * BLOCK, BLOCK), pl.ds(step * depth, depth)),
-            right=place,
+            right=right,
             out=lambda tile, worker: (pl.ds(tile[0] * BLOCK + worker * ROWS, ROWS), pl.ds(tile[1] * wide, wide)),
             right_turned=turned,
         )
@@ -154,7 +154,7 @@ def _for_tiles(work: TileWork, one: Callable[[Any, Array, Array], None]) -> None
     first, processors = lax.axis_index("processor"), _processors()
 
     def turn(number: Array, before: Array) -> Array:
-        tile = _place(first + number * processors, work.tiles)
+        tile = _tile_indices(first + number * processors, work.tiles)
         steps = work.steps(tile)
         one(tile, steps, before)
         return before + steps
@@ -168,11 +168,11 @@ def _load(work: TileWork, left_g: Any, right_g: Any, slots: _Slots) -> None:
     _use_registers(_LOADING, "decrease")
 
     def load(tile: Any, steps: Array, before: Array) -> None:
-        def step(number: Array, _: None) -> None:
-            slot = lax.rem(before + number, _STAGES)
-            pl.when(before + number >= _STAGES)(lambda: plgpu.barrier_wait(slots.emptied.at[slot]))
-            plgpu.copy_gmem_to_smem(left_g.at[work.left(tile, number)], slots.left.at[slot], slots.filled.at[slot])
-            plgpu.copy_gmem_to_smem(right_g.at[work.right(tile, number)], slots.right.at[slot], slots.filled.at[slot])
+        def step(index: Array, _: None) -> None:
+            slot = lax.rem(before + index, _STAGES)
+            pl.when(before + index >= _STAGES)(lambda: plgpu.barrier_wait(slots.emptied.at[slot]))
+            plgpu.copy_gmem_to_smem(left_g.at[work.left(tile, index)], slots.left.at[slot], slots.filled.at[slot])
+            plgpu.copy_gmem_to_smem(right_g.at[work.right(tile, index)], slots.right.at[slot], slots.filled.at[slot])
 
         lax.fori_loop(0, steps, step, None)
 
@@ -190,16 +190,16 @@ def _compute(work: TileWork, worker: Array, wide: int, slots: _Slots, out_g: Any
         return left_s, slots.right.at[slot].transpose((1, 0)) if work.right_turned else slots.right.at[slot]
 
     def compute(tile: Any, steps: Array, before: Array) -> None:
-        def empty(number: Array) -> None:
-            plgpu.barrier_arrive(slots.emptied.at[lax.rem(before + number, _STAGES)])
+        def empty(index: Array) -> None:
+            plgpu.barrier_arrive(slots.emptied.at[lax.rem(before + index, _STAGES)])
 
         def products(total: Any) -> Array:
-            def step(number: Array, _: None) -> None:
-                slot = lax.rem(before + number, _STAGES)
+            def step(index: Array, _: None) -> None:
+                slot = lax.rem(before + index, _STAGES)
                 plgpu.barrier_wait(slots.filled.at[slot])
                 plgpu.wgmma(total, *factors(slot))
                 plgpu.wgmma_wait(1)  # for the step before
-                pl.when(number > 0)(lambda: empty(number - 1))
+                pl.when(index > 0)(lambda: empty(index - 1))
 
             lax.fori_loop(0, steps, step, None)
             plgpu.wgmma_wait(0)
@@ -207,30 +207,28 @@ def _compute(work: TileWork, worker: Array, wide: int, slots: _Slots, out_g: Any
             return total[...]
 
         total = pl.run_scoped(products, plgpu.ACC((ROWS, wide), jnp.float32))
-        there_g = out_g.at[work.out(tile, worker)]
-        for number in range(wide // piece):
-            columns, slot = slice(number * piece, (number + 1) * piece), number % 2
-            plgpu.wait_smem_to_gmem(
-                min(number, 1), wait_read_only=True
-            )  # of an odd number the last one has slot 0, too
+        tile_g = out_g.at[work.out(tile, worker)]
+        for index in range(wide // piece):
+            columns, slot = slice(index * piece, (index + 1) * piece), index % 2
+            plgpu.wait_smem_to_gmem(min(index, 1), wait_read_only=True)  # of an odd number the last one has slot 0, too
             out_s[worker, slot] = total[:, columns].astype(out_s.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_s.at[worker, slot], there_g.at[:, columns])
+            plgpu.copy_smem_to_gmem(out_s.at[worker, slot], tile_g.at[:, columns])
 
     _for_tiles(work, compute)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _use_registers(number: int, action: Any) -> None:
+def _use_registers(registers: int, action: Any) -> None:
     """As many for each thread of this warpgroup; ptxas of CUDA 13 ignores it (C7504), to no harm."""
     if not kernels_are_interpreted():
-        plgpu.set_max_registers(number, action=action)
+        plgpu.set_max_registers(registers, action=action)
 
 
-def _place(number: Array, sizes: tuple[int, ...]) -> tuple[Array, ...]:
+def _tile_indices(tile: Array, sizes: tuple[int, ...]) -> tuple[Array, ...]:
     """The indices of a tile; the last ones change fastest."""
-    found: list[Array] = []
+    indices: list[Array] = []
     for size in reversed(sizes):
-        found.insert(0, lax.rem(number, size))
-        number = lax.div(number, size)
-    return tuple(found)
+        indices.insert(0, lax.rem(tile, size))
+        tile = lax.div(tile, size)
+    return tuple(indices)

@@ -38,30 +38,30 @@ def key_gradients(
         *refs: Any, k_s: Any, v_s: Any, q_s: Any, do_s: Any, p_s: Any, rows_s: Any, ready: Any, ring: Any, finished: Any
     ):
         q_g, do_g, k_g, v_g, spans_g, *rows_g, dk_g, dv_g = refs
-        sample, kv_head, number, worker = (lax.axis_index(name) for name in ("sample", "head", "block", "worker"))
-        turns = BlockTurns([spans_g.at[sample, number, piece] for piece in range(form.pieces)], group)
+        sample, kv_head, block_index, worker = (lax.axis_index(name) for name in ("sample", "head", "block", "worker"))
+        turns = BlockTurns([spans_g.at[sample, block_index, piece] for piece in range(form.pieces)], group)
         # This warpgroup's 64 keys of the block, and its part of the head size.
-        keys, part = (worker, 0) if parts == 1 else (0, worker)
-        first = number * columns + keys * ROWS
-        own = sample, pl.ds(first, ROWS), kv_head, pl.ds(part * width, width)
+        keys, own_part = (worker, 0) if parts == 1 else (0, worker)
+        first = block_index * columns + keys * ROWS
+        key_rows = sample, pl.ds(first, ROWS), kv_head, pl.ds(own_part * width, width)
 
         def load(turn: Array) -> None:
             time, block = turns.place(turn)
             queries, head = pl.ds(block * ROWS, ROWS), kv_head * group + time
 
             def copy(slot: Array, filled: Any) -> None:
-                for there, here in ((q_g, q_s), (do_g, do_s)):
+                for source, target in ((q_g, q_s), (do_g, do_s)):
                     for n in range(parts):
                         columns = pl.ds(n * width, width)
                         plgpu.copy_gmem_to_smem(
-                            there.at[sample, queries, head, columns], here.at[slot * parts + n], filled
+                            source.at[sample, queries, head, columns], target.at[slot * parts + n], filled
                         )
                 tiles.load_rows(rows_g, rows_s, (sample, head, queries), slot, filled)
 
             ring.fill(turn, turn < turns.count, copy)
 
-        for there, here in ((k_g, k_s), (v_g, v_s)):
-            plgpu.copy_gmem_to_smem(there.at[own], here.at[worker], ready.at[worker])
+        for source, target in ((k_g, k_s), (v_g, v_s)):
+            plgpu.copy_gmem_to_smem(source.at[key_rows], target.at[worker], ready.at[worker])
         load(jnp.int32(0))
         for other in range(GROUPS):
             plgpu.barrier_wait(ready.at[other])
@@ -79,11 +79,11 @@ def key_gradients(
             (scores,) = tiles.products((queries, own_keys), rows=ROWS, columns=ROWS)
             p = known.probabilities(scores, tiles.columns_from(first + zero, ROWS), scale, masked)
             factor = tiles.stored(tiles.positive(p) if form.rate else p, p_s.at[worker]).transpose((1, 0))
-            dv = tiles.added(dv, factor, do_s.at[slot * parts + part], form)
+            dv = tiles.added(dv, factor, do_s.at[slot * parts + own_part], form)
             (dp,) = tiles.products((grads, own_values), rows=ROWS, columns=ROWS)
             factor = tiles.stored(known.score_gradients(p, dp), p_s.at[worker]).transpose((1, 0))
             load(turn + 1)
-            dk = tiles.added(dk, factor, q_s.at[slot * parts + part], form)
+            dk = tiles.added(dk, factor, q_s.at[slot * parts + own_part], form)
             ring.done(slot)
             return dk, dv
 
@@ -94,8 +94,8 @@ def key_gradients(
         k_s[worker] = (dk * scale).astype(dtype)
         v_s[worker] = (dv * (1 / (1 - form.rate))).astype(dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(k_s.at[worker], dk_g.at[own])
-        plgpu.copy_smem_to_gmem(v_s.at[worker], dv_g.at[own])
+        plgpu.copy_smem_to_gmem(k_s.at[worker], dk_g.at[key_rows])
+        plgpu.copy_smem_to_gmem(v_s.at[worker], dv_g.at[key_rows])
         plgpu.wait_smem_to_gmem(0)
 
     rows_s = tiles.rows_types(STAGES, statistics=True, dropout=form.rate > 0)

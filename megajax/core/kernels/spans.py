@@ -67,14 +67,14 @@ def _seen(limits_B2T: Array, queries: int, keys: int, num_keys: int) -> tuple[Ar
 def _spans(some: Array, fully: Array) -> Array:
     """Spans along the last dim: from the first to the last block that is seen, and the first run of blocks that are
     seen fully."""
-    number = lax.broadcasted_iota(jnp.int32, some.shape, some.ndim - 1)
+    index = lax.broadcasted_iota(jnp.int32, some.shape, some.ndim - 1)
     length = some.shape[-1]
 
     def least(where: Array) -> Array:
-        return jnp.where(where, number, length).min(-1)
+        return jnp.where(where, index, length).min(-1)
 
-    end = jnp.where(some, number + 1, 0).max(-1)
+    end = jnp.where(some, index + 1, 0).max(-1)
     first = jnp.minimum(least(some), end)
     full = jnp.clip(least(fully), first, end)
-    full_end = jnp.clip(least(~fully & (number >= full[..., None])), full, end)
+    full_end = jnp.clip(least(~fully & (index >= full[..., None])), full, end)
     return lax.stop_gradient(jnp.stack([first, full, full_end, end], axis=-1))

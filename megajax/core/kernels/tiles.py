@@ -57,10 +57,10 @@ def products(*pairs: tuple[Any, Any], rows: int, columns: int) -> tuple[Array, .
     """Products of pairs of lists of tiles in shared memory, each summed over the lists, in fp32; all of one size."""
 
     def run(*sums: Any) -> tuple[Array, ...]:
-        for each, (left, right) in zip(sums, pairs, strict=True):
+        for total, (left, right) in zip(sums, pairs, strict=True):
             for one, other in zip(left, right, strict=True):
-                plgpu.wgmma(each, one, other)
-        return tuple(each[...] for each in sums)
+                plgpu.wgmma(total, one, other)
+        return tuple(total[...] for total in sums)
 
     return pl.run_scoped(run, *[plgpu.ACC((rows, columns), jnp.float32)] * len(pairs))
 
@@ -93,7 +93,7 @@ def row_values(value: float) -> Array:
     return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), BY_ROW)
 
 
-def of_rows(values_R: Any) -> Array:
+def load_by_row(values_R: Any) -> Array:
     """Load a value per row from shared memory."""
     return plgpu.load(values_R, *whole_reference(), layout=BY_ROW, optimized=False)
 
@@ -103,33 +103,33 @@ def wide(values_R: Array, columns: int) -> Array:
     return lax.broadcast_in_dim(values_R, (values_R.shape[0], columns), [0])
 
 
-def rows_types(number: int, *, statistics: bool, dropout: bool) -> list[Any]:
+def rows_types(tiles: int, *, statistics: bool, dropout: bool) -> list[Any]:
     """Shared memory for what is known about the queries of this many tiles: the first and last key they see, the two
     random words of dropout, and the two statistics of the backward pass."""
     dtypes = [jnp.int32] + [jnp.uint32] * dropout + [jnp.float32] * statistics
-    return [plgpu.SMEM((number, 2, ROWS), dtype) for dtype in dtypes]
+    return [plgpu.SMEM((tiles, 2, ROWS), dtype) for dtype in dtypes]
 
 
-def load_rows(rows_g: list[Any], rows_s: list[Any], place: Any, number: Array, barrier: Any) -> None:
+def load_rows(rows_g: list[Any], rows_s: list[Any], place: Any, slot: Array, barrier: Any) -> None:
     """Copy it for the queries at `place`, (sample, head, queries); the limits of keys are the same for all heads."""
-    sample, head, own = place
-    plgpu.copy_gmem_to_smem(rows_g[0].at[sample, :, own], rows_s[0].at[number], barrier)
-    for there, here in zip(rows_g[1:], rows_s[1:], strict=True):
-        plgpu.copy_gmem_to_smem(there.at[sample, head, :, own], here.at[number], barrier)
+    sample, head, queries = place
+    plgpu.copy_gmem_to_smem(rows_g[0].at[sample, :, queries], rows_s[0].at[slot], barrier)
+    for source, target in zip(rows_g[1:], rows_s[1:], strict=True):
+        plgpu.copy_gmem_to_smem(source.at[sample, head, :, queries], target.at[slot], barrier)
 
 
 class QueryRows:
     """Masks, dropout and statistics of a tile's queries. They are read from shared memory where they are used, since
     registers are scarce."""
 
-    def __init__(self, rows_s: list[Any], number: Array, form: Form):
+    def __init__(self, rows_s: list[Any], slot: Array, form: Form):
         self._limits_s, *others = rows_s
         self._words_s = others.pop(0) if form.rate else None
         self._statistics_s = others[0] if others else None
-        self._number, self._form = number, form
+        self._number, self._form = slot, form
 
     def _pair(self, pairs_s: Any, which: int) -> Array:
-        return of_rows(pairs_s.at[self._number, which])
+        return load_by_row(pairs_s.at[self._number, which])
 
     def seen(self, key_RC: Array) -> Array:
         """Whether a query sees a key."""

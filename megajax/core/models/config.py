@@ -35,12 +35,8 @@ def _is_pair(text: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """Model architecture, the same on every mesh.
-
-    Options that default to the value of others (0, or "auto") are resolved when the object is made, so that
-    `dataclasses.replace` keeps them.
-    """
+class Transformer:
+    """Sizes of a model, the layers that all families have, and what it predicts."""
 
     family: Annotated[str, "kind of model", OneOf(ChainMap(FAMILIES, EARLIER_NAMES)), WEIGHTS] = DECODER
     num_layers: Annotated[
@@ -83,33 +79,6 @@ class ModelConfig:
         Size("head_size"),
         HuggingFaceName(llama="head_dim"),
     ] = 0
-    latent_size: Annotated[
-        int,
-        "size of the latent from which the keys and values of all heads are computed (latent attention, as in "
-        "DeepSeek-V3); 0: none",
-        _SIZE,
-        WEIGHTS,
-        Size("latent"),
-    ] = 0
-    query_latent_size: Annotated[
-        int,
-        "size of the latent from which queries are computed; 0: queries are computed from the layer's input",
-        _SIZE,
-        WEIGHTS,
-        Size("query_latent"),
-        _LATENT,
-    ] = 0
-    rotary_size: Annotated[
-        int,
-        "features of model.head-size that positions rotate, the last ones; in keys, all heads share them",
-        _SIZE,
-        WEIGHTS,
-        ShrinkRule(jointly=True),
-        _LATENT,
-    ] = 0
-    value_size: Annotated[
-        int, "size of a head's values; 0: model.head-size", _SIZE, WEIGHTS, ShrinkRule(jointly=True), _LATENT
-    ] = 0
     mlp_size: Annotated[
         int,
         "width of the MLP; 0: 4 x model.hidden-size",
@@ -142,21 +111,144 @@ class ModelConfig:
         Size("vocabulary", split=True),
         Through("padded_vocab_size", "the padded vocabulary"),
     ] = 1024
+    prediction_modules: Annotated[
+        int,
+        "modules that predict further tokens after the next one, each with a layer of its own (multi-token prediction, "
+        "as in DeepSeek-V3); evaluation and generation leave them out",
+        between(0, 100),
+        WEIGHTS,
+        ShrinkRule(most=2),
+    ] = 0
+    prediction_coefficient: Annotated[
+        float,
+        "coefficient of the mean of these modules' losses; 0: they are neither computed nor trained",
+        between(0, 1000),
+        NOTHING,
+        OnlyWith("prediction_modules", ignored=True),
+    ] = 0.3
+    norm: Annotated[
+        str,
+        "normalization layer; rmsnorm-1p: RMSNorm whose scale is 1 plus a weight",
+        OneOf(NORMS),
+        WEIGHTS,
+    ] = "layernorm"
+    norm_epsilon: Annotated[
+        float,
+        "added to the variance in norms; 0: 1e-5, or 1e-12 for BERT",
+        between(0, 1),
+        WEIGHTS,
+        HuggingFaceName("rms_norm_eps", gpt2="layer_norm_epsilon", bert=""),
+    ] = 0
+    positions: Annotated[
+        Literal["learned", "rotary"],
+        "learned position embeddings, or rotary embeddings of queries and keys",
+        WEIGHTS,
+    ] = "learned"
+    activation: Annotated[
+        str,
+        f"activation function of the MLP; {', '.join(GATED)} add a gate matrix; auto: gelu-tanh, or gelu for BERT",
+        OneOf(ACTIVATIONS),
+        WEIGHTS,
+    ] = "auto"
+    swiglu_alpha: Annotated[
+        float, "swiglu-clamped: factor of the gate in its sigmoid", above(0, 1000), COMPUTATION, _CLAMPED
+    ] = 1.702
+    swiglu_limit: Annotated[
+        float,
+        "swiglu-clamped: the gate is at most this, and what it multiplies is between minus this and this",
+        above(0, 1e6),
+        COMPUTATION,
+        _CLAMPED,
+    ] = 7.0
+    bias: Annotated[
+        Literal["none", "all", "query-key-value"],
+        "which linear layers have biases; all: experts, routers and LayerNorms as well",
+        WEIGHTS,
+    ] = "all"
+    query_key_norm: Annotated[bool, "apply RMSNorm to queries and keys", WEIGHTS] = False
+    query_key_norm_over: Annotated[
+        Literal["head", "width"],
+        "normalize queries and keys over each head, with one shared scale, or over all heads together",
+        WEIGHTS,
+        OnlyWith("query_key_norm"),
+    ] = "head"
+    attention_sinks: Annotated[
+        bool, "each head has a learned logit that takes part in the softmax of its scores but has no value", WEIGHTS
+    ] = False
+    tied_embedding: Annotated[
+        bool, "share the embedding table with the output head", WEIGHTS, HuggingFaceName("tie_word_embeddings", bert="")
+    ] = True
+    scaled_embedding: Annotated[bool, "multiply the embedding by the square root of model.hidden-size", COMPUTATION] = (
+        False
+    )
+    query_scalar: Annotated[
+        int,
+        "attention scores are divided by the square root of this; 0: of model.head-size",
+        _SIZE,
+        COMPUTATION,
+        ShrinkRule(most=12),
+    ] = 0
+    dropout: Annotated[
+        float, "dropout probability for embeddings, attention probabilities and both residual branches", SHARE, NOTHING
+    ] = 0.1
+    attention: Annotated[
+        Literal["auto", "blocks", "cudnn", "kernel"],
+        "what computes attention on a GPU: XLA, in blocks of queries; cuDNN; or our own kernel for Hopper GPUs; auto: "
+        "cuDNN where it can, else our kernel, else blocks (docs/gpu.md). On CPUs always blocks",
+        NOTHING,
+    ] = "auto"
+    context_attention: Annotated[
+        Literal["auto", "heads", "gather"],
+        "how context-parallel attention communicates: heads exchanges heads for tokens "
+        "(all-to-all), gather all-gathers keys and values; auto: heads where cuDNN can compute "
+        "attention, otherwise whichever sends less (docs/context.md)",
+        NOTHING,
+    ] = "auto"
+    bf16_layers: Annotated[
+        str,
+        "with --precision fp8: how many of the first and of the last layers compute as in bf16, FIRST,LAST",
+        Range(_is_pair, "two numbers of layers, such as 1,2"),
+        NOTHING,
+        ShrinkRule(jointly=True),
+    ] = "0,0"
+    init_std: Annotated[
+        float, "standard deviation of the initial weights", above(0, 100), NOTHING, HuggingFaceName("initializer_range")
+    ] = 0.02
+    layer_order: Annotated[
+        Literal["pre", "post", "sandwich", "reordered"],
+        "norms before attention and MLP (pre), after the residual addition (post), both before attention and MLP and "
+        "after them (sandwich), or only after them, before the addition (reordered)",
+        WEIGHTS,
+    ] = "pre"
+    head: Annotated[
+        Literal["pretraining", "classes", "span", "choice"],
+        "output head: the pretraining objective, a class of the text, a span in it, or a choice between several texts",
+        ENDS,
+    ] = "pretraining"
+    num_classes: Annotated[
+        int,
+        "number of classes, or of texts to choose from with head choice",
+        between(2, 10_000),
+        ENDS,
+        ShrinkRule(most=5),
+    ] = 2
+    scan_layers: Annotated[
+        Literal["auto", "true", "false"],
+        "run the layers as a scan (compiles faster) or unrolled; auto: whichever runs faster",
+        NOTHING,
+    ] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A mixture of experts in place of the MLP, as Mixtral, DeepSeek-V3 and GPT-OSS have it."""
+
     num_experts: Annotated[
         int,
         "experts per layer (mixture of experts instead of an MLP); 0: a plain MLP",
         _EXPERTS,
         WEIGHTS,
         Size("experts"),
-    ] = 0
-    dense_layers: Annotated[
-        int,
-        "number of first layers with a dense MLP instead of experts; the first pipeline stage "
-        "computes them with the embedding",
-        between(0, 10_000),
-        WEIGHTS,
-        _WITH_EXPERTS,
-        ShrinkRule(most=2),
     ] = 0
     experts_per_token: Annotated[
         int, "experts that each token is routed to", _EXPERTS, WEIGHTS, _WITH_EXPERTS, ShrinkRule(jointly=True)
@@ -171,6 +263,15 @@ class ModelConfig:
         WEIGHTS,
         _WITH_EXPERTS,
         Size("mlp", split=True),
+    ] = 0
+    dense_layers: Annotated[
+        int,
+        "number of first layers with a dense MLP instead of experts; the first pipeline stage "
+        "computes them with the embedding",
+        between(0, 10_000),
+        WEIGHTS,
+        _WITH_EXPERTS,
+        ShrinkRule(most=2),
     ] = 0
     expert_capacity: Annotated[
         float,
@@ -230,39 +331,45 @@ class ModelConfig:
     router_z_loss: Annotated[
         float, "coefficient of a loss that keeps the router's logits small", between(0, 1000), NOTHING, _WITH_EXPERTS
     ] = 0.0
-    prediction_modules: Annotated[
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Keys and values of all heads computed from one latent, as in DeepSeek-V3."""
+
+    latent_size: Annotated[
         int,
-        "modules that predict further tokens after the next one, each with a layer of its own (multi-token prediction, "
-        "as in DeepSeek-V3); evaluation and generation leave them out",
-        between(0, 100),
+        "size of the latent from which the keys and values of all heads are computed (latent attention, as in "
+        "DeepSeek-V3); 0: none",
+        _SIZE,
         WEIGHTS,
-        ShrinkRule(most=2),
+        Size("latent"),
     ] = 0
-    prediction_coefficient: Annotated[
-        float,
-        "coefficient of the mean of these modules' losses; 0: they are neither computed nor trained",
-        between(0, 1000),
-        NOTHING,
-        OnlyWith("prediction_modules", ignored=True),
-    ] = 0.3
-    norm: Annotated[
-        str,
-        "normalization layer; rmsnorm-1p: RMSNorm whose scale is 1 plus a weight",
-        OneOf(NORMS),
+    query_latent_size: Annotated[
+        int,
+        "size of the latent from which queries are computed; 0: queries are computed from the layer's input",
+        _SIZE,
         WEIGHTS,
-    ] = "layernorm"
-    norm_epsilon: Annotated[
-        float,
-        "added to the variance in norms; 0: 1e-5, or 1e-12 for BERT",
-        between(0, 1),
-        WEIGHTS,
-        HuggingFaceName("rms_norm_eps", gpt2="layer_norm_epsilon", bert=""),
+        Size("query_latent"),
+        _LATENT,
     ] = 0
-    positions: Annotated[
-        Literal["learned", "rotary"],
-        "learned position embeddings, or rotary embeddings of queries and keys",
+    rotary_size: Annotated[
+        int,
+        "features of model.head-size that positions rotate, the last ones; in keys, all heads share them",
+        _SIZE,
         WEIGHTS,
-    ] = "learned"
+        ShrinkRule(jointly=True),
+        _LATENT,
+    ] = 0
+    value_size: Annotated[
+        int, "size of a head's values; 0: model.head-size", _SIZE, WEIGHTS, ShrinkRule(jointly=True), _LATENT
+    ] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Angles by which rotary positions turn queries and keys."""
+
     rope_theta: Annotated[float, "base of the rotary angles", between(1, 1e12), COMPUTATION, _ROTARY] = 10_000.0
     rope_scaling: Annotated[
         Literal["none", "linear", "llama3", "yarn"],
@@ -331,50 +438,12 @@ class ModelConfig:
         COMPUTATION,
         _YARN,
     ] = 0.0
-    activation: Annotated[
-        str,
-        f"activation function of the MLP; {', '.join(GATED)} add a gate matrix; auto: gelu-tanh, or gelu for BERT",
-        OneOf(ACTIVATIONS),
-        WEIGHTS,
-    ] = "auto"
-    swiglu_alpha: Annotated[
-        float, "swiglu-clamped: factor of the gate in its sigmoid", above(0, 1000), COMPUTATION, _CLAMPED
-    ] = 1.702
-    swiglu_limit: Annotated[
-        float,
-        "swiglu-clamped: the gate is at most this, and what it multiplies is between minus this and this",
-        above(0, 1e6),
-        COMPUTATION,
-        _CLAMPED,
-    ] = 7.0
-    bias: Annotated[
-        Literal["none", "all", "query-key-value"],
-        "which linear layers have biases; all: experts, routers and LayerNorms as well",
-        WEIGHTS,
-    ] = "all"
-    query_key_norm: Annotated[bool, "apply RMSNorm to queries and keys", WEIGHTS] = False
-    query_key_norm_over: Annotated[
-        Literal["head", "width"],
-        "normalize queries and keys over each head, with one shared scale, or over all heads together",
-        WEIGHTS,
-        OnlyWith("query_key_norm"),
-    ] = "head"
-    attention_sinks: Annotated[
-        bool, "each head has a learned logit that takes part in the softmax of its scores but has no value", WEIGHTS
-    ] = False
-    tied_embedding: Annotated[
-        bool, "share the embedding table with the output head", WEIGHTS, HuggingFaceName("tie_word_embeddings", bert="")
-    ] = True
-    scaled_embedding: Annotated[bool, "multiply the embedding by the square root of model.hidden-size", COMPUTATION] = (
-        False
-    )
-    query_scalar: Annotated[
-        int,
-        "attention scores are divided by the square root of this; 0: of model.head-size",
-        _SIZE,
-        COMPUTATION,
-        ShrinkRule(most=12),
-    ] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Layers whose tokens attend only to the last ones before them."""
+
     sliding_window: Annotated[
         int,
         "attention window in tokens, the token itself included; 0: all earlier tokens",
@@ -398,55 +467,15 @@ class ModelConfig:
         COMPUTATION,
         OnlyWith("sliding_window"),
     ] = 0.0
-    dropout: Annotated[
-        float, "dropout probability for embeddings, attention probabilities and both residual branches", SHARE, NOTHING
-    ] = 0.1
-    attention: Annotated[
-        Literal["auto", "blocks", "cudnn", "kernel"],
-        "what computes attention on a GPU: XLA, in blocks of queries; cuDNN; or our own kernel for Hopper GPUs; auto: "
-        "cuDNN where it can, else our kernel, else blocks (docs/gpu.md). On CPUs always blocks",
-        NOTHING,
-    ] = "auto"
-    context_attention: Annotated[
-        Literal["auto", "heads", "gather"],
-        "how context-parallel attention communicates: heads exchanges heads for tokens "
-        "(all-to-all), gather all-gathers keys and values; auto: heads where cuDNN can compute "
-        "attention, otherwise whichever sends less (docs/context.md)",
-        NOTHING,
-    ] = "auto"
-    bf16_layers: Annotated[
-        str,
-        "with --precision fp8: how many of the first and of the last layers compute as in bf16, FIRST,LAST",
-        Range(_is_pair, "two numbers of layers, such as 1,2"),
-        NOTHING,
-        ShrinkRule(jointly=True),
-    ] = "0,0"
-    init_std: Annotated[
-        float, "standard deviation of the initial weights", above(0, 100), NOTHING, HuggingFaceName("initializer_range")
-    ] = 0.02
-    layer_order: Annotated[
-        Literal["pre", "post", "sandwich", "reordered"],
-        "norms before attention and MLP (pre), after the residual addition (post), both before attention and MLP and "
-        "after them (sandwich), or only after them, before the addition (reordered)",
-        WEIGHTS,
-    ] = "pre"
-    head: Annotated[
-        Literal["pretraining", "classes", "span", "choice"],
-        "output head: the pretraining objective, a class of the text, a span in it, or a choice between several texts",
-        ENDS,
-    ] = "pretraining"
-    num_classes: Annotated[
-        int,
-        "number of classes, or of texts to choose from with head choice",
-        between(2, 10_000),
-        ENDS,
-        ShrinkRule(most=5),
-    ] = 2
-    scan_layers: Annotated[
-        Literal["auto", "true", "false"],
-        "run the layers as a scan (compiles faster) or unrolled; auto: whichever runs faster",
-        NOTHING,
-    ] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Window, Rope, LatentAttention, Experts, Transformer):
+    """Model architecture, the same on every mesh. Its options are those of its groups, in one table of a preset.
+
+    Options that default to the value of others (0, or "auto") are resolved when the object is made, so that
+    `dataclasses.replace` keeps them.
+    """
 
     def __post_init__(self) -> None:
         family, heads = EARLIER_NAMES.get(self.family, self.family), self.num_heads

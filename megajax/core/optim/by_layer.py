@@ -126,26 +126,26 @@ class ByLayer:
             return self._run(params.get("jaxpr") or params["call_jaxpr"], *values)
         if name == "cond" and not values[0].weights:
             ways = (self._run(branch, *values[1:]) for branch in params["branches"])
-            return [_of(lax.select_n(values[0].x, *(way.x for way in each)), *each) for each in zip(*ways, strict=True)]
+            return [_derived(lax.select_n(values[0].x, *(x.x for x in one)), *one) for one in zip(*ways, strict=True)]
         if self._layered and (name.startswith("random_") or name == "threefry2x32"):
             raise ValueError("layers would draw the same numbers")
-        given, made = ([var.aval.shape for var in some] for some in (equation.invars, equation.outvars))
+        inputs, outputs = ([var.aval.shape for var in some] for some in (equation.invars, equation.outvars))
         labels = {value.weights for value in values if value.weights}
-        if name in _TOTALS and not any(given) and len(labels) > 1:
+        if name in _TOTALS and not any(inputs) and len(labels) > 1:
             total = custom_vmap(lambda x: x)
             total.def_vmap(lambda size, batched, x: (_TOTALS[name](x, axis=0), False))
             values = (*(_Value(total(value.x), value.weights) if value.layered else value for value in values),)
-        found = equation.primitive.bind(*(value.x for value in values), **params)
+        results = equation.primitive.bind(*(value.x for value in values), **params)
         if name == "optimization_barrier":
-            return [*map(_of, found, values)]
-        spread = name == "broadcast_in_dim" and not given[0]
-        of_one = len(labels) < 2 and all(shape in ((), made[0]) for shape in given)
-        if (labels or any(given + made)) and not (of_one and (name in _ELEMENTWISE.split() or spread)):
+            return [*map(_derived, results, values)]
+        spread = name == "broadcast_in_dim" and not inputs[0]
+        alone = len(labels) < 2 and all(shape in ((), outputs[0]) for shape in inputs)
+        if (labels or any(inputs + outputs)) and not (alone and (name in _ELEMENTWISE.split() or spread)):
             self._mixes.append(f"{name} of {_names(*values) or 'no weight'}")
-        return [_of(x, *values) for x in (found if equation.primitive.multiple_results else [found])]
+        return [_derived(x, *values) for x in (results if equation.primitive.multiple_results else [results])]
 
 
-def _of(x: Any, *values: _Value) -> _Value:
+def _derived(x: Any, *values: _Value) -> _Value:
     """What was computed from values."""
     layered = [value for value in values if value.layered]
     return _Value(x, frozenset[Path]().union(*(value.weights for value in layered or values)), bool(layered))
@@ -163,4 +163,4 @@ def _read(known: Mapping[Any, _Value], variables: Sequence[Any]) -> list[_Value]
 
 def _names(*values: _Value) -> str:
     """The weights that values were computed from."""
-    return " and ".join(sorted("/".join(path) for path in _of(None, *values).weights))
+    return " and ".join(sorted("/".join(path) for path in _derived(None, *values).weights))

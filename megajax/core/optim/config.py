@@ -172,15 +172,15 @@ class LossScaleConfig:
 
 def check_cooldown(optimizer: OptimizerConfig) -> None:
     """Check that `wsd`, and no other schedule, has cooldown steps, and that they fit between warm-up and decay."""
-    given = f"--optimizer.cooldown-steps {optimizer.cooldown_steps}"
+    flag = f"--optimizer.cooldown-steps {optimizer.cooldown_steps}"
     if optimizer.schedule != "wsd":
         if optimizer.cooldown_steps:
             raise UserError(
-                f"{given} with --optimizer.schedule {optimizer.schedule}; valid: --optimizer.schedule wsd, or 0"
+                f"{flag} with --optimizer.schedule {optimizer.schedule}; valid: --optimizer.schedule wsd, or 0"
             )
         return
     end, warmup = optimizer.decay_steps, optimizer.warmup
     most = max(1, end - warmup) if end else MOST
     if not 1 <= optimizer.cooldown_steps <= most:
         why = f", which ends at --optimizer.decay-steps {end} after {warmup} steps of warm-up" if end else ""
-        raise UserError(f"{given} with --optimizer.schedule wsd{why}; valid: 1 to {most}")
+        raise UserError(f"{flag} with --optimizer.schedule wsd{why}; valid: 1 to {most}")

@@ -63,10 +63,10 @@ class Matrices:
     ) -> "Matrices | None":
         """The matrices of a weight with these sizes and names of its dims, that ZeRO shards so, and with this spec when
         stacked; None if it has none."""
-        found = matrix_dims(logical)
-        if found is None:
+        dims = matrix_dims(logical)
+        if dims is None:
             return None
-        rows, columns = found
+        rows, columns = dims
 
         def axes(entries: tuple) -> tuple[str, ...]:
             return tuple(axis for entry in entries for axis in entry_axes(entry))
@@ -208,14 +208,15 @@ def orthogonal_updates(
     scales: dict[Path, float] = {}
     is_wide: dict[Path, bool] = {}
     for path, x in momenta.items():
-        of = matrices[path]
-        x_NRC = x.reshape(-1, *map(math.prod, (x.shape[-of.rows - of.columns : -of.columns], x.shape[-of.columns :])))
-        rows, columns = x_NRC.shape[1] * axis_size(of.row_axes), x_NRC.shape[2] * axis_size(of.column_axes)
-        joined = () if of.rows else (of.num_rows, of.num_columns)
-        deal = _Deal(rows, columns, of.row_axes, of.column_axes, of.copied_over, joined)
-        scales[path], is_wide[path] = _scale(of.num_rows, of.num_columns, config), deal <= deal.transposed
+        matrix = matrices[path]
+        sides = x.shape[-matrix.rows - matrix.columns :]
+        x_NRC = x.reshape(-1, math.prod(sides[: matrix.rows]), math.prod(sides[matrix.rows :]))
+        rows, columns = x_NRC.shape[1] * axis_size(matrix.row_axes), x_NRC.shape[2] * axis_size(matrix.column_axes)
+        joined = () if matrix.rows else (matrix.num_rows, matrix.num_columns)
+        deal = _Deal(rows, columns, matrix.row_axes, matrix.column_axes, matrix.copied_over, joined)
+        scales[path], is_wide[path] = _scale(matrix.num_rows, matrix.num_columns, config), deal <= deal.transposed
         dealt[min(deal, deal.transposed)][path] = x_NRC if is_wide[path] else x_NRC.mT
-    found = {}
+    updates = {}
     for deal, parts in dealt.items():
         stacked = jnp.concatenate([*parts.values()])
         filled = jnp.pad(stacked, ((0, -len(stacked) % deal.devices), (0, 0), (0, 0)))
@@ -223,8 +224,8 @@ def orthogonal_updates(
         ends = list(itertools.accumulate(map(len, parts.values())))
         for path, x_NRC in zip(parts, jnp.split(shards, ends)[:-1], strict=True):
             x_NRC = x_NRC if is_wide[path] else x_NRC.mT
-            found[path] = scales[path] * x_NRC.reshape(momenta[path].shape).astype(momenta[path].dtype)
-    return found
+            updates[path] = scales[path] * x_NRC.reshape(momenta[path].shape).astype(momenta[path].dtype)
+    return updates
 
 
 def orthogonalized(x_NRC: Array, config: OptimizerConfig, dtype: DTypeLike) -> Array:

@@ -83,11 +83,11 @@ def _is_transformation(given: Any) -> bool:
     return hasattr(given, "init") and hasattr(given, "update")
 
 
-def own_optimizer(config: OptimizerConfig, given: OwnOptimizer | None) -> OwnOptimizer | None:
+def own_optimizer(config: OptimizerConfig, optimizer: OwnOptimizer | None) -> OwnOptimizer | None:
     """The optimizer that is given or registered; None for AdamW and Muon. If a run had one that is not there, weights
     can be read all the same; its place is taken by one that does nothing."""
     made = optax.identity() if config.name == OWN else OPTIMIZERS[config.name]
-    return given or (made and OwnOptimizer(made))
+    return optimizer or (made and OwnOptimizer(made))
 
 
 def path_in(path: Sequence[Any], weights: Mapping[Path, Any]) -> Path | None:

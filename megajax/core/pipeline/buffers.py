@@ -37,11 +37,11 @@ def when(predicate: Array | bool, then: Callable, *operands: Tree, otherwise: Ca
     if isinstance(predicate, bool):
         return (then if predicate else otherwise)(*operands)
     leaves, structure = jax.tree.flatten(operands)
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Array)]
+    indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Array)]
 
     def branch(function: Callable, *arrays: Array) -> Tree:
-        known = dict(zip(places, arrays, strict=True))
+        known = dict(zip(indices, arrays, strict=True))
         return function(*jax.tree.unflatten(structure, [known.get(*pair) for pair in enumerate(leaves)]))
 
     branches = (partial(branch, function) for function in (then, otherwise))
-    return lax.cond(predicate, *branches, *(leaves[place] for place in places))
+    return lax.cond(predicate, *branches, *(leaves[index] for index in indices))

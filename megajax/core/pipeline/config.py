@@ -60,16 +60,16 @@ class PipelineConfig:
 def check_schedule(pipeline: PipelineConfig, pipe: int, num_layers: int | None = None, dense: int = 0) -> None:
     """Check a schedule's chunks against the stages and, if there is a model, against its layers except the first
     `dense` ones, which are computed with the embedding."""
-    given = f"--model.num-layers {num_layers}{f' less --model.dense-layers {dense}' if dense else ''}"
+    layers = f"--model.num-layers {num_layers}{f' less --model.dense-layers {dense}' if dense else ''}"
     num_layers = None if num_layers is None else num_layers - dense
     if pipeline.counts and num_layers is not None:
-        _check_counts(pipeline, pipe, num_layers, given)
+        _check_counts(pipeline, pipe, num_layers, layers)
         num_layers = None  # any such numbers are valid
     chunks, schedule = pipeline.chunks, f"--pipeline.schedule {pipeline.schedule}"
     others = f"--pipeline.schedule {' or '.join(schedule_names(chunked=False))}"
     if num_layers is not None and pipe > num_layers:
         raise UserError(
-            f"--mesh.pipe {pipe} with {given}, which leaves a stage without a layer; "
+            f"--mesh.pipe {pipe} with {layers}, which leaves a stage without a layer; "
             f"valid: 1{f' to {num_layers}' if num_layers > 1 else ''}"
         )
     if not SCHEDULES[pipeline.schedule].chunked:
@@ -82,7 +82,7 @@ def check_schedule(pipeline: PipelineConfig, pipe: int, num_layers: int | None =
     most = None if num_layers is None else num_layers // pipe
     if most is not None and most < 2:
         raise UserError(
-            f"{schedule}: {given} are too few for 2 chunks on each of "
+            f"{schedule}: {layers} are too few for 2 chunks on each of "
             f"--mesh.pipe {pipe} stages; valid: {others}, or {2 * pipe} layers or more"
         )
     if chunks < 2 or (most is not None and chunks > most):
@@ -93,13 +93,13 @@ def check_schedule(pipeline: PipelineConfig, pipe: int, num_layers: int | None =
         )
 
 
-def _check_counts(pipeline: PipelineConfig, pipe: int, num_layers: int, given: str) -> None:
+def _check_counts(pipeline: PipelineConfig, pipe: int, num_layers: int, layers: str) -> None:
     """Check that there is a number of layers for every virtual stage, and that they are all layers of the model."""
-    number, chunks = pipe * pipeline.chunks, f" x --pipeline.chunks {pipeline.chunks}" * (pipeline.chunks > 1)
-    if (len(pipeline.counts), sum(pipeline.counts)) != (number, num_layers):
+    needed, chunks = pipe * pipeline.chunks, f" x --pipeline.chunks {pipeline.chunks}" * (pipeline.chunks > 1)
+    if (len(pipeline.counts), sum(pipeline.counts)) != (needed, num_layers):
         raise UserError(
             f"--pipeline.layers {pipeline.layers}: {len(pipeline.counts)} numbers with the sum {sum(pipeline.counts)}, "
-            f"with --mesh.pipe {pipe}{chunks} and {given}; valid: even, auto, or {number} with the sum {num_layers}"
+            f"with --mesh.pipe {pipe}{chunks} and {layers}; valid: even, auto, or {needed} with the sum {num_layers}"
         )
 
 

@@ -46,23 +46,23 @@ def place(forward: np.ndarray, backward: np.ndarray, times: PassTimes, *, ring: 
     rules = (False,) if always_fits else (False, True)
 
     def table(most: int) -> _Table:
-        tables = [_place(forward, backward, times, most, ring, widen) for widen in rules]
+        tables = [_placed(forward, backward, times, most, ring, widen) for widen in rules]
         return min(tables, key=lambda table: table[0])
 
     enough, too_few = most_pending(forward.shape[1]), -1
     shortest = best = table(enough)
-    number = enough - 1  # usually already too few, and then no other limits are tried
-    while too_few < number < enough:
-        found = table(number)
-        if found[0] <= shortest[0] * (1 + _ROUNDING):
-            enough, best = number, found
+    limit = enough - 1  # usually already too few, and then no other limits are tried
+    while too_few < limit < enough:
+        candidate = table(limit)
+        if candidate[0] <= shortest[0] * (1 + _ROUNDING):
+            enough, best = limit, candidate
         else:
-            too_few = number
-        number = (too_few + enough) // 2
+            too_few = limit
+        limit = (too_few + enough) // 2
     return best[1], best[2]
 
 
-def _place(forward: np.ndarray, backward: np.ndarray, times: PassTimes, most: int, ring: bool, widen: bool) -> _Table:
+def _placed(forward: np.ndarray, backward: np.ndarray, times: PassTimes, most: int, ring: bool, widen: bool) -> _Table:
     """The table made with the first rule, or with the second one if `widen`."""
     num_ticks, num_stages = forward.shape
     all_return = int(np.flatnonzero(backward.any(axis=1))[0]) + 2 * (num_stages - 1)

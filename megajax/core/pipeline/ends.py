@@ -108,11 +108,11 @@ class EmbeddingAndHead:
         self, here: Predicate, microbatch: Number, output: Tree, slot: Number | None, carry: tuple[Array, HeadTotals]
     ) -> tuple[Array, HeadTotals]:
         totals = carry[1]
-        own, y = self.take(microbatch), self.broadcast(output if slot is None else taken(output, slot), here)
+        inputs, y = self.take(microbatch), self.broadcast(output if slot is None else taken(output, slot), here)
         weights = self.weights()
 
         def run(trained: Tree, y: Array) -> tuple[dict[str, Array], Figures]:
-            return self.model.head(weights | trained, y, *own)
+            return self.model.head(weights | trained, y, *inputs)
 
         losses, pullback, figures = jax.vjp(run, {} if self.frozen else weights, y, has_aux=True)
         grads, grad = pullback({name: self._scale_of(name, loss) for name, loss in losses.items()})
@@ -121,7 +121,7 @@ class EmbeddingAndHead:
         added = {name: sum_ + losses[name].astype(sum_.dtype) for name, sum_ in totals.losses.items()}
         return vary(grad, (PIPE,)), HeadTotals(added, self._add(totals.sums, grads), totals.figures).counting(figures)
 
-    def apart(self, totals: HeadTotals) -> tuple[HeadTotals, Gradients]:
+    def split_head(self, totals: HeadTotals) -> tuple[HeadTotals, Gradients]:
         """Totals without the gradients of weights that only the head uses; and these, which are complete when the last
         head has run."""
         gradients = totals.sums.gradients
@@ -137,10 +137,10 @@ class EmbeddingAndHead:
         return when(runs, self._embed_backward, row.embed_backward.here, microbatch, grad, sums)
 
     def _embed_backward(self, here: Predicate, microbatch: Number, grad: Array, sums: Sums) -> Sums:
-        own, x_grad = self.take(microbatch), self.broadcast(grad, here)
+        inputs, x_grad = self.take(microbatch), self.broadcast(grad, here)
 
         def embed(shared: Tree) -> Array:
-            return self.model.embed(shared, *own)
+            return self.model.embed(shared, *inputs)
 
         if self.linear_embedding:  # only the types of weights matter
             (grads,) = jax.linear_transpose(embed, jax.eval_shape(self.weights))(x_grad)

@@ -149,7 +149,9 @@ class Pipeline:
         x, sums = tied((x, sums)) if schedule.fused else (x, sums)  # otherwise XLA would begin it before the loop
         y, saved, figures = self._forward(schedule, row, x, carry.saved)
         grad, totals = self._head(schedule, row, y, saved, grad_in, carry.totals.counting(figures))
-        grad, totals, of_head = tied((grad, *self.ends.apart(totals)))  # otherwise XLA would compute the head's last
+        grad, totals, of_head = tied(
+            (grad, *self.ends.split_head(totals))
+        )  # otherwise XLA would compute the head's last
         last = Last(of_head, reduction)
         grad, sums = self._backward(schedule, row, saved, grad, sums, None if schedule.deferral else last)
         ends = self.ends.embed_backward(row, grad, totals.sums).gradients

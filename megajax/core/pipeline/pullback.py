@@ -29,7 +29,7 @@ class Pullback:
 
 def with_pullback(
     function: LayerFunction,
-    apart: frozenset[Path],
+    excluded: frozenset[Path],
     weights: Tree,
     dummies: Factors,
     index: Array,
@@ -39,11 +39,11 @@ def with_pullback(
     """A layer's output with its figures, its residuals (each saved once, however often the backward pass uses it), and
     its pullback.
 
-    The pullback returns the gradients by path of all weights except those `apart`, which are frozen or deferred; the
+    The pullback returns the gradients by path of all weights except those `excluded`, which are frozen or deferred; the
     factors of the deferred ones; and the gradient of `x`.
     """
     flat = flatten_dict(weights)
-    at_once = {path: weight for path, weight in flat.items() if path not in apart}
+    at_once = {path: weight for path, weight in flat.items() if path not in excluded}
 
     def layer(at_once: dict[Path, Array], dummies: Factors, x: Array) -> tuple[Array, Figures]:
         return function(unflatten_dict(flat | at_once), dummies, index, x, context)
@@ -51,8 +51,8 @@ def with_pullback(
     y, pullback, figures = jax.vjp(layer, at_once, dummies, x, has_aux=True)
     leaves, structure = jax.tree.flatten(pullback)
     known = jax.tree.leaves((weights, dummies))
-    num_known, places = len(known), {id(leaf): place for place, leaf in enumerate(known)}
+    num_known, indices = len(known), {id(leaf): position for position, leaf in enumerate(known)}
     for leaf in leaves:
-        if places.setdefault(id(leaf), len(known)) == len(known):
+        if indices.setdefault(id(leaf), len(known)) == len(known):
             known.append(leaf)
-    return (y, figures), known[num_known:], Pullback(structure, tuple(places[id(leaf)] for leaf in leaves))
+    return (y, figures), known[num_known:], Pullback(structure, tuple(indices[id(leaf)] for leaf in leaves))

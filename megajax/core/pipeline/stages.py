@@ -90,21 +90,21 @@ class Layers:
         return (x, _summed(figures)), residuals
 
     def _in_slot(
-        self, layer: Callable, context: Tree, x: Array, own: Tree, index: Array, _: None
+        self, layer: Callable, context: Tree, x: Array, weights: Tree, index: Array, _: None
     ) -> tuple[Array, Tree]:
-        return _or_passed_on(index >= 0 if self.padded else True, layer, own, index, context, x)
+        return _or_passed_on(index >= 0 if self.padded else True, layer, weights, index, context, x)
 
-    def _layer(self, own: Tree, index: Array, context: Tree, x: Array) -> Output:
-        x, own = tied((x, own)) if self.awaits else (x, own)
-        return self.function(self.storage.gather(own), None, index, x, context)
+    def _layer(self, weights: Tree, index: Array, context: Tree, x: Array) -> Output:
+        x, weights = tied((x, weights)) if self.awaits else (x, weights)
+        return self.function(self.storage.gather(weights), None, index, x, context)
 
     def _layer_with_residuals(
-        self, own: Tree, index: Array, context: Tree, x: Array
+        self, weights: Tree, index: Array, context: Tree, x: Array
     ) -> tuple[Array, tuple[Figures, list[Array]]]:
-        x, own = tied((x, own)) if self.awaits else (x, own)
-        gathered = self.storage.gather(own)
+        x, weights = tied((x, weights)) if self.awaits else (x, weights)
+        gathered = self.storage.gather(weights)
         args = gathered, self._dummies(gathered, x, context), index, x, context
-        (y, figures), residuals, pullback = with_pullback(self.function, self._apart, *args)
+        (y, figures), residuals, pullback = with_pullback(self.function, self._excluded, *args)
         self._known["pullback", _types(args)] = pullback
         return y, (figures, residuals)
 
@@ -135,19 +135,19 @@ class Layers:
         return self._summed_up(gradients, None, chunk, self._numbers, sums, last)[1]
 
     def _pull_back(
-        self, context: Tree, slot: Number, carry: tuple[Array, Factors], own: Tree, index: Array, xs: Tree
+        self, context: Tree, slot: Number, carry: tuple[Array, Factors], weights: Tree, index: Array, xs: Tree
     ) -> tuple[tuple[Array, Factors], Gradients]:
         """The carry after a layer's backward, and the gradients of its weights."""
-        (grad, buffer), (number, residuals) = carry, xs
+        (grad, buffer), (layer, residuals) = carry, xs
         # Sums stay outside: inside the conditional, all of a stack would be copied for every layer.
-        operands = own, index, context, residuals, grad
+        operands = weights, index, context, residuals, grad
         grad, (factors, grads) = _or_passed_on(self._is_reached(index), self._pulled, *operands)
-        return (grad, stored(buffer, (slot, number), factors)), grads
+        return (grad, stored(buffer, (slot, layer), factors)), grads
 
     def _pulled(
-        self, own: Tree, index: Array, context: Tree, residuals: list[Array], grad: Array
+        self, weights: Tree, index: Array, context: Tree, residuals: list[Array], grad: Array
     ) -> tuple[Array, tuple[Factors, Gradients]]:
-        gathered = self.storage.gather(own)
+        gathered = self.storage.gather(weights)
         dummies = self._dummies(gathered, grad, context)  # the gradient has the same type as the input
         args = gathered, dummies, index, grad, context
         pullback = self._traced_once("pullback", self._pullback, *args)
@@ -155,21 +155,21 @@ class Layers:
         return grad, (factors, self._scattered(grads))
 
     def _pullback(self, *args: Tree) -> Any:
-        return with_pullback(self.function, self._apart, *args)[2]
+        return with_pullback(self.function, self._excluded, *args)[2]
 
     def _weight_gradients(
-        self, factors: Factors, slot: Number, carry: None, own: Tree, index: Array, number: Array
+        self, factors: Factors, slot: Number, carry: None, weights: Tree, index: Array, layer: Array
     ) -> tuple[None, Gradients]:
         reached = self._is_reached(index)
-        return _or_passed_on(reached, self._of_factors, own, factors, slot, number, carry)
+        return _or_passed_on(reached, self._from_factors, weights, factors, slot, layer, carry)
 
-    def _of_factors(
-        self, own: Tree, factors: Factors, slot: Number, number: Array, carry: None
+    def _from_factors(
+        self, weights: Tree, factors: Factors, slot: Number, layer: Array, carry: None
     ) -> tuple[None, Gradients]:
         assert self.deferred is not None
-        of_layer = jax.tree.map(lambda buffer: buffer[slot, number], factors)
+        of_layer = jax.tree.map(lambda buffer: buffer[slot, layer], factors)
         return carry, self._scattered(
-            self.deferred.weight_gradients(jax.eval_shape(self.storage.gather, own), of_layer)
+            self.deferred.weight_gradients(jax.eval_shape(self.storage.gather, weights), of_layer)
         )
 
     def _is_reached(self, index: Array) -> Predicate:
@@ -199,22 +199,22 @@ class Layers:
             return carry, after._replace(factors=sums.factors)
         nothing = idle(jax.eval_shape(lambda: last.reduction.on_stage(some_layers(sums.gradients, 0))))
         done, xs = (nothing, last.reduction.on_stage(last.of_head)), (sums.gradients, xs)
-        (carry, (end, of_head)), each = self._scan(
+        (carry, (end, of_head)), reduced = self._scan(
             partial(_reduced, gradients, last.reduction), (carry, done), chunk, xs, reverse
         )
-        return carry, Sums({path: _shifted(each[path], grad, reverse) for path, grad in end.items()} | of_head)
+        return carry, Sums({path: _shifted(reduced[path], grad, reverse) for path, grad in end.items()} | of_head)
 
     # What both need.
 
     @property
-    def _apart(self) -> frozenset[Path]:
+    def _excluded(self) -> frozenset[Path]:
         """Weights whose gradients the pullback does not return: deferred or frozen."""
         return self.frozen if self.deferred is None else self.frozen | self.deferred.products
 
     def factor_types(self, x: Array, context: Tree) -> Factors:
         """Types of the factors of one layer; nothing is computed."""
-        own = jax.eval_shape(lambda: self.storage.gather(taken(self.weights, 0)))
-        return self._layer_factors(own, x, context)
+        weights = jax.eval_shape(lambda: self.storage.gather(taken(self.weights, 0)))
+        return self._layer_factors(weights, x, context)
 
     def _dummies(self, gathered: Tree, x: Array, context: Tree) -> Factors:
         return idle(self._layer_factors(gathered, x, context))
@@ -244,7 +244,7 @@ class Layers:
         """Scan `layer(carry, weights, layer index, x)` over a chunk's layers."""
         stack = stacked(self.weights), self.layer_index.reshape(-1)
         several = self.num_chunks > 1
-        body = partial(_of_stack, layer, stack) if several else partial(_of_slot, layer)
+        body = partial(_scan_stack, layer, stack) if several else partial(_scan_slot, layer)
         return lax.scan(
             body, carry, (self._slots(chunk) if several else stack, xs), reverse=reverse, unroll=self.unroll
         )
@@ -256,14 +256,14 @@ def stacked(layers: Tree) -> Tree:
     return jax.tree.map(lambda *each: jnp.stack(each), *layers) if isinstance(layers, tuple) else layers
 
 
-def _of_slot(layer: Callable, carry: Tree, slot: tuple[tuple[Tree, Array], Tree]) -> tuple[Tree, Tree]:
-    (own, index), x = slot
-    return layer(carry, own, index, x)
+def _scan_slot(layer: Callable, carry: Tree, slot: tuple[tuple[Tree, Array], Tree]) -> tuple[Tree, Tree]:
+    (weights, index), x = slot
+    return layer(carry, weights, index, x)
 
 
-def _of_stack(layer: Callable, stack: Tree, carry: Tree, slot: tuple[Array, Tree]) -> tuple[Tree, Tree]:
-    place, x = slot
-    return layer(carry, *taken(stack, place), x)
+def _scan_stack(layer: Callable, stack: Tree, carry: Tree, slot: tuple[Array, Tree]) -> tuple[Tree, Tree]:
+    index, x = slot
+    return layer(carry, *taken(stack, index), x)
 
 
 def _or_passed_on(runs: Predicate, layer: Callable, *operands: Tree) -> tuple[Tree, Tree]:
@@ -280,28 +280,28 @@ def _passed_on(layer: Callable, *operands: Tree) -> tuple[Tree, Tree]:
     return x, idle(jax.eval_shape(partial(layer, *others), x)[1])
 
 
-def _added_up(gradients: Callable, carry: Tree, own: Tree, index: Array, xs: Tree) -> tuple[Tree, None]:
+def _added_up(gradients: Callable, carry: Tree, weights: Tree, index: Array, xs: Tree) -> tuple[Tree, None]:
     """Add a layer's gradients to a stack of sums."""
-    (carry, sums), (place, x) = carry, xs
-    carry, grads = gradients(carry, own, index, x)
-    return (carry, sums.add(grads, place)), None
+    (carry, sums), (slot, x) = carry, xs
+    carry, grads = gradients(carry, weights, index, x)
+    return (carry, sums.add(grads, slot)), None
 
 
 def _reduced(
-    gradients: Callable, reduction: Reduction, carry: Tree, own: Tree, index: Array, xs: Tree
+    gradients: Callable, reduction: Reduction, carry: Tree, weights: Tree, index: Array, xs: Tree
 ) -> tuple[Tree, Tree]:
     """Complete a layer's sums and reduce them; returns those of the layer before."""
     (carry, done), (sums, x) = carry, xs
-    carry, grads = gradients(carry, own, index, x)
+    carry, grads = gradients(carry, weights, index, x)
     # Otherwise XLA would add the gradients of all layers in one kernel, and reduce all of them, at the end. The next
     # layer waits for the sums, and with it the layer after that for what was reduced before.
     carry, (before, of_head), sums = tied((carry, done, Sums(sums).add(grads).gradients))
     return (carry, (reduction.on_stage(sums), of_head)), before
 
 
-def _shifted(each: Array, end: Array, reverse: bool) -> Array:
+def _shifted(reduced: Array, end: Array, reverse: bool) -> Array:
     """What `_reduced` returned for each layer, which is another one's, and at the end."""
-    return jnp.concatenate([end[None], each[:-1]] if reverse else [each[1:], end[None]])
+    return jnp.concatenate([end[None], reduced[:-1]] if reverse else [reduced[1:], end[None]])
 
 
 def _summed(figures: Figures) -> Figures:

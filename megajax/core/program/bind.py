@@ -181,24 +181,24 @@ def _declared_varying(program: Program, staged: StagedModel, params: Tree) -> tu
     def varying(x: Array, weight: Weight) -> Array:
         return vary(x, (*BATCH_AXES, TENSOR) if weight.needs_tensor_sum else axes)
 
-    def of_chunks(x: Array, weight: Weight) -> Array:
+    def by_chunk(x: Array, weight: Weight) -> Array:
         return varying(x, weight).reshape(-1, *x.shape[3:])
 
     shared = jax.tree.map(varying, params["shared"], records["shared"])
     shared = shared if program.config.splits_vocabulary else vary(shared, (PIPE,))
-    return shared, jax.tree.map(of_chunks, layer_weights(params), layer_weights(records))
+    return shared, jax.tree.map(by_chunk, layer_weights(params), layer_weights(records))
 
 
 def trace_pipeline(program: Program, look: Callable[[Pipeline], Found]) -> Found:
     """The result of `look` on the loop of a train step, evaluated while tracing; nothing is computed."""
-    found: list[Found] = []
+    results: list[Found] = []
 
     def region(params: Tree, batch: Batch) -> Array:
         step = jnp.zeros((), jnp.int32)
-        found.append(look(training_pipeline(program, params, batch, step)))
+        results.append(look(training_pipeline(program, params, batch, step)))
         return step
 
     layout = program.layout
     region_of = program.region(region, (layout.computed_specs, BATCH), PartitionSpec())
     jax.eval_shape(region_of, layout.computed_shapes, program.batch_types)
-    return found[-1]
+    return results[-1]

@@ -71,8 +71,8 @@ def equations(jaxpr: Jaxpr, count: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
         yield eqn, count
         inner = count * eqn.params["length"] if eqn.primitive.name == "scan" else count
         for value in eqn.params.values():
-            for part in value if isinstance(value, (tuple, list)) else (value,):
-                if isinstance(part, ClosedJaxpr):
-                    yield from equations(part.jaxpr, inner)
-                elif isinstance(part, Jaxpr):
-                    yield from equations(part, inner)
+            for inner_jaxpr in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(inner_jaxpr, ClosedJaxpr):
+                    yield from equations(inner_jaxpr.jaxpr, inner)
+                elif isinstance(inner_jaxpr, Jaxpr):
+                    yield from equations(inner_jaxpr, inner)

@@ -64,14 +64,14 @@ class LayerCopies:
         """Paths of the copies, which have no gradient."""
         return frozenset((*path[:-1], FLOAT8) for path in self._weights)
 
-    def of_whole(self, weights: Tree) -> dict[Path, Copies]:
+    def copied(self, weights: Tree) -> dict[Path, Copies]:
         """The copies of unsharded weights, outside any region, of one layer or with dims of several before its own."""
         flat = flatten_dict(weights)
         return {
             (*path[:-1], FLOAT8): self._copies(weight, flat[path], ((), ())) for path, weight in self._weights.items()
         }
 
-    def specs_of_whole(self, *before: Any) -> dict[Path, Copies]:
+    def copied_specs(self, *before: Any) -> dict[Path, Copies]:
         """Their specs, with entries for the dims `before` those of one layer."""
 
         def specs(weight: Weight) -> Copies:
@@ -80,13 +80,13 @@ class LayerCopies:
 
         return {(*path[:-1], FLOAT8): specs(weight) for path, weight in self._weights.items()}
 
-    def of_one(self, weights: Tree, layer: int) -> Tree:
+    def with_copies(self, weights: Tree, layer: int) -> Tree:
         """The unsharded weights of one layer, outside any region, with their copies."""
-        return self._with(weights, self.of_whole(weights), layer)
+        return self._with(weights, self.copied(weights), layer)
 
-    def specs_of_one(self, specs: Tree, layer: int) -> Tree:
+    def layer_specs(self, specs: Tree, layer: int) -> Tree:
         """Their specs, given those of the weights."""
-        return self._with(specs, self.specs_of_whole(), layer)
+        return self._with(specs, self.copied_specs(), layer)
 
     def _copies(self, weight: Weight, x: Array, over: tuple[tuple[str, ...], tuple[str, ...]]) -> Copies:
         inner, outer = weight.sides

@@ -131,13 +131,13 @@ class Program:
 
     def put_batch(self, batch: Mapping[str, np.ndarray], rows: list[int]) -> Batch:
         """The global batch as arrays over the mesh, given this process's rows of it in the order of `rows`."""
-        place = {row: index for index, row in enumerate(rows)}
+        position = {row: index for index, row in enumerate(rows)}
 
         def put(local: np.ndarray, sharding: NamedSharding) -> Array:
             shape = (self.config.train.global_batch, *local.shape[1:])
 
             def shard(index: Any) -> np.ndarray:
-                return local[[place[row] for row in range(*index[0].indices(shape[0]))]][:, *index[1:]]
+                return local[[position[row] for row in range(*index[0].indices(shape[0]))]][:, *index[1:]]
 
             return jax.make_array_from_callback(shape, sharding, shard)
 
@@ -190,10 +190,10 @@ class Program:
     @property
     def options(self) -> dict[str, int | bool]:
         """Compiler options of the train step, without those that the user has set."""
-        found: dict[str, int | bool] = dict.fromkeys(self.backend.apart, 0) if self.ticks_at_once > 1 else {}
+        chosen: dict[str, int | bool] = dict.fromkeys(self.backend.apart, 0) if self.ticks_at_once > 1 else {}
         if not scans_layers(self.config, self.backend) and self.config.train.remat != "stage":
-            found |= dict.fromkeys(self.backend.unrolled, True)
-        return {name: value for name, value in found.items() if f"--{name}=" not in os.environ.get("XLA_FLAGS", "")}
+            chosen |= dict.fromkeys(self.backend.unrolled, True)
+        return {name: value for name, value in chosen.items() if f"--{name}=" not in os.environ.get("XLA_FLAGS", "")}
 
     @cached_property
     def schedule(self) -> Schedule:

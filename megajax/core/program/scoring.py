@@ -21,12 +21,12 @@ from megajax.core.trees import Tree
 def scores(program: Program) -> Wrapped:
     """(params, batch) -> for every loss by name, each target's cross-entropy and whether it is the most probable one
     (`FamilyModel.scores`), on every device. Sequences may have any length that the model has positions for."""
-    return program.compiled(_of_all_rows, (program.layout.computed_specs, BATCH), PartitionSpec(), "scores")
+    return program.compiled(_answers, (program.layout.computed_specs, BATCH), PartitionSpec(), "scores")
 
 
 def task_logits(program: Program) -> Wrapped:
     """(params, batch) -> the logits that answer a task (`FamilyModel.task_logits`), [B, …] on every device."""
-    return program.compiled(_of_all_rows, (program.layout.computed_specs, BATCH), PartitionSpec(), "task_logits")
+    return program.compiled(_answers, (program.layout.computed_specs, BATCH), PartitionSpec(), "task_logits")
 
 
 def logits(program: Program) -> Wrapped:
@@ -42,33 +42,33 @@ def next_logits(program: Program) -> Wrapped:
     return program.compiled(_next_logits, specs, PartitionSpec(ROW_AXES, vocabulary_axes(program.config)))
 
 
-def _of_all_rows(program: Program, method: str, params: Tree, batch: Batch) -> Tree:
+def _answers(program: Program, method: str, params: Tree, batch: Batch) -> Tree:
     """Call a method of the model on the last layer's output and each microbatch's rows; every device gets the results
     of all rows."""
     length = batch["tokens"].shape[-1]
     model = program.forward_model(length)
-    found = _forward(program, params, batch, lambda ends, x_BTD, rows: getattr(ends, method)(x_BTD, rows), model)
-    found = complete(found, jax.tree.map(lambda _: PartitionSpec(None, ROW_AXES), found))
-    return jax.tree.map(lambda x: gather_shards(x.reshape(-1, *x.shape[2:]), 0, ROW_AXES, invariant=True), found)
+    results = _forward(program, params, batch, lambda ends, x_BTD, rows: getattr(ends, method)(x_BTD, rows), model)
+    results = complete(results, jax.tree.map(lambda _: PartitionSpec(None, ROW_AXES), results))
+    return jax.tree.map(lambda x: gather_shards(x.reshape(-1, *x.shape[2:]), 0, ROW_AXES, invariant=True), results)
 
 
 def _logits(program: Program, params: Tree, batch: Batch) -> Array:
-    def of_rows(ends: Any, x_BTD: Array, _: Batch) -> Array:
-        found = ends.logits(x_BTD)
-        return found[0] if isinstance(found, tuple) else found  # BERT also returns the logits of the order
+    def head(ends: Any, x_BTD: Array, _: Batch) -> Array:
+        result = ends.logits(x_BTD)
+        return result[0] if isinstance(result, tuple) else result  # BERT also returns the logits of the order
 
-    found = _forward(program, params, _without_targets(program, batch), of_rows)
-    found = complete(found, PartitionSpec(None, ROW_AXES, None, vocabulary_axes(program.config)))
-    return found.reshape(-1, *found.shape[2:])
+    result = _forward(program, params, _without_targets(program, batch), head)
+    result = complete(result, PartitionSpec(None, ROW_AXES, None, vocabulary_axes(program.config)))
+    return result.reshape(-1, *result.shape[2:])
 
 
 def _next_logits(program: Program, params: Tree, batch: Batch, place: Array) -> Array:
-    def of_rows(ends: Any, x_BTD: Array, _: Batch) -> Array:
+    def head(ends: Any, x_BTD: Array, _: Batch) -> Array:
         return ends.logits(lax.dynamic_slice_in_dim(x_BTD, place, 1, axis=1))[:, 0]
 
-    found = _forward(program, params, _without_targets(program, batch), of_rows)
-    found = complete(found, PartitionSpec(None, ROW_AXES, vocabulary_axes(program.config)))
-    return found.reshape(-1, found.shape[-1])
+    result = _forward(program, params, _without_targets(program, batch), head)
+    result = complete(result, PartitionSpec(None, ROW_AXES, vocabulary_axes(program.config)))
+    return result.reshape(-1, result.shape[-1])
 
 
 def _without_targets(program: Program, batch: Batch) -> Batch:
@@ -91,5 +91,5 @@ def _forward(
     def finish(x_BTD: Array, rows: Batch) -> Tree:
         return function(model.ends(pipeline.ends.weights()), x_BTD, rows)
 
-    found = pipeline.forward(program.forward_schedule, finish)
-    return once(found) if model.boundary.context == "none" else found
+    results = pipeline.forward(program.forward_schedule, finish)
+    return once(results) if model.boundary.context == "none" else results

@@ -149,8 +149,8 @@ class StateLayout:
         for the state of an optimizer that needs whole weights."""
         if self.mixing and path[0] == _OPTIMIZER:
             return None
-        found = path_in(path, self._by_path)
-        return None if found is None else self._by_path[found]
+        weight_path = path_in(path, self._by_path)
+        return None if weight_path is None else self._by_path[weight_path]
 
     def is_stacked(self, path: tuple[Any, ...]) -> bool:
         """Whether a leaf of a state belongs to the stacked layers, by its path."""
@@ -160,14 +160,14 @@ class StateLayout:
     def _specs(self, spec: Callable[[Weight, Sharding], PartitionSpec]) -> TrainState:
         """Specs of a state with its main weights in `params`, given those of a weight that ZeRO shards."""
 
-        def of(path: Any, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
+        def spec_of(path: Any, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
             weight = self.weight_at(path)
             if weight is None:
                 return PartitionSpec()
             computed = path[0] == _PARAMS and not (weight.trained and self.has_main)
             return spec(weight, weight.kept if computed else weight.owned)
 
-        return map_with_path(of, self.canonical_shapes)
+        return map_with_path(spec_of, self.canonical_shapes)
 
     @cached_property
     def specs(self) -> TrainState:
@@ -175,7 +175,7 @@ class StateLayout:
         state = self._specs(Weight.stage_spec)
         main = self.trained(state.params) if self.has_main else None
         params = _stage_specs("kept", self.weights)
-        copies = unflatten_dict(self._copies.specs_of_whole(*ON_STAGES))
+        copies = unflatten_dict(self._copies.copied_specs(*ON_STAGES))
         return dataclasses.replace(state, params=params, main=main, copies=copies)
 
     @cached_property
@@ -310,7 +310,7 @@ class StateLayout:
     @cached_property
     def _frozen_copies(self):
         """weights in the compute dtype, on their stages -> the float8 copies of frozen ones."""
-        return self._jitted(lambda params: unflatten_dict(self._copies.of_whole(params["blocks"])), self.specs.copies)
+        return self._jitted(lambda params: unflatten_dict(self._copies.copied(params["blocks"])), self.specs.copies)
 
     def _jitted(self, function: Callable, specs: Tree) -> Callable:
         return jax.jit(function, out_shardings=shardings(self.mesh, specs))

@@ -51,8 +51,8 @@ class Transfer:
         self.targets: TrainState = map_with_path(self._target, layout.canonical_shapes)
 
     def _target(self, path: Any, type_: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        place = NamedSharding(self._layout.mesh, self._spread(path, type_.shape), memory_kind=_HOST)
-        return type_.update(sharding=place)
+        sharding = NamedSharding(self._layout.mesh, self._spread(path, type_.shape), memory_kind=_HOST)
+        return type_.update(sharding=sharding)
 
     def _spread(self, path: Any, shape: tuple[int, ...]) -> PartitionSpec:
         mesh, placement, weight = self._layout.mesh, self._layout.placement, self._layout.weight_at(path)
@@ -106,8 +106,8 @@ class Transfer:
             return canonical
 
         def merge(weight: Array, adapter: Mapping[str, Array], inner: int) -> Array:
-            place = weight.sharding.with_memory_kind(weight.addressable_shards[0].device.default_memory().kind)
-            add = jax.jit(lambda weight, adapter: weight + adapters.added(adapter, inner), out_shardings=place)
+            sharding = weight.sharding.with_memory_kind(weight.addressable_shards[0].device.default_memory().kind)
+            add = jax.jit(lambda weight, adapter: weight + adapters.added(adapter, inner), out_shardings=sharding)
             return moved(add(moved(weight), jax.tree.map(moved, adapter)), _HOST)
 
         weights = without_adapters(canonical)
@@ -128,7 +128,7 @@ class Transfer:
             if not stacked:
                 return x
             if by_stages:
-                return _of_stage(x, stage[0])
+                return _one_stage(x, stage[0])
             return x.reshape(-1, *x.shape[3:]) if layers_divided else self._layout.placement.to_canonical(x)
 
         out = PartitionSpec(None, None, None, *target[1:]) if by_stages else target
@@ -199,15 +199,15 @@ class Transfer:
         """Put the layers of a canonical leaf in host memory onto their stages, with zeros in padded slots."""
         assert isinstance(leaf.sharding, NamedSharding)
         index = self._layout.placement.layer_index
-        place = NamedSharding(leaf.sharding.mesh, PartitionSpec(None, PIPE, None, *leaf.sharding.spec[1:]))
+        sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(None, PIPE, None, *leaf.sharding.spec[1:]))
         shape = (*index.shape, *leaf.shape[1:])
-        indices, parts = place.devices_indices_map(shape), {}
+        indices, parts = sharding.devices_indices_map(shape), {}
         for shard in leaf.addressable_shards:
             rows = index[:, indices[shard.device][_STAGES]]
             layers = np.asarray(shard.data)[rows]
             layers[rows < 0] = 0
             parts[shard.device] = layers
-        return _placed(shape, place, parts)
+        return _placed(shape, sharding, parts)
 
     def _compiled(
         self, key: Any, local: Callable[..., Array], source: PartitionSpec, target: PartitionSpec
@@ -225,7 +225,7 @@ class Transfer:
         return self._conversions[key]
 
 
-def _of_stage(x: Array, stage: Array) -> Array:
+def _one_stage(x: Array, stage: Array) -> Array:
     """One stage's slots on all stages. They are summed as integers, because as floats -0.0 would become 0.0."""
     bits = lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
     return lax.bitcast_convert_type(broadcast_stage(bits, axis_index(PIPE) == stage), x.dtype)

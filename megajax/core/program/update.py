@@ -31,7 +31,7 @@ def updated(layout: StateLayout, grads: Tree, state: Tree, main: Tree, taken: Ar
     whole = partial(jax.tree.map, partial(_whole, layout), records)
     weights = whole(main)
     new, state = update(layout.optimizer, whole(grads), state, weights, taken)
-    return jax.tree.map(partial(_own, layout), records, new), state
+    return jax.tree.map(partial(_owned, layout), records, new), state
 
 
 def _without_stages(layout: StateLayout, trees: Tree) -> Tree:
@@ -51,7 +51,7 @@ def _whole(layout: StateLayout, weight: Weight, x: Array) -> Array:
     return layout.placement.to_canonical(x) if weight.stack else x
 
 
-def _own(layout: StateLayout, weight: Weight, x: Array) -> Array:
+def _owned(layout: StateLayout, weight: Weight, x: Array) -> Array:
     """The inverse of `_whole`."""
     x = layout.placement.to_stages(x) if weight.stack else x
     for dim, axes in reversed(_split_dims(weight)):

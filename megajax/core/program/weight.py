@@ -174,9 +174,9 @@ class Weight:
     @property
     def sides(self) -> tuple[int, int]:
         """How many dims a product contracts, K, and how many are its output's, M. Others before them are of experts."""
-        found = matrix_dims(self.logical)
-        assert self.of_product and found, self
-        return found
+        dims = matrix_dims(self.logical)
+        assert self.of_product and dims, self
+        return dims
 
     @property
     def axes_of_sides(self) -> tuple[Axes, Axes]:
@@ -232,7 +232,7 @@ def weights_of(
     (`mesh.rules_of`), how layers are stacked, the sizes of the mesh axes, and which dims of a weight ZeRO joins."""
     products = {("blocks", *path) for path in model.products}
 
-    def records(part: StagedModel | Adapters) -> Tree:
+    def records(module: StagedModel | Adapters) -> Tree:
         def record(keys: Any, leaf: jax.ShapeDtypeStruct, dims: PartitionSpec) -> Weight:
             path = tuple(str(key.key) for key in keys)
             stacked = int(path[0] == "blocks")  # whether the first dim is that of the layers
@@ -246,7 +246,7 @@ def weights_of(
                 stack=stack if stacked else None,
                 of_product=path in products,
                 decays=path[-1] not in NOT_DECAYED and path not in model.norms,
-                trained=adapters is None or part is adapters,
+                trained=adapters is None or module is adapters,
                 spec=spec,
                 whole=local_shape(spec, shape, sizes),
                 zero=zero,
@@ -255,6 +255,6 @@ def weights_of(
                 needs_tensor_sum=needs_tensor_sum(logical, rules),
             )
 
-        return jax.tree_util.tree_map_with_path(record, part.shapes, part.logical_specs)
+        return jax.tree_util.tree_map_with_path(record, module.shapes, module.logical_specs)
 
     return records(model) if adapters is None else records(model) | {LORA: records(adapters)}
