@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megajax.commands.plots import check_plot, plot_atomically
 from megajax.core.options import Option, between
-from megajax.core.pipeline.config import PipelineConfig, check_schedule, check_table
+from megajax.core.pipeline.config import PipelineConfig
 from megajax.core.pipeline.deferral import PassTimes
 from megajax.core.pipeline.schedule import make_schedule
 from megajax.core.pipeline.table import Cell, Schedule
@@ -15,6 +15,7 @@ from megajax.core.pipeline.timing import StageTimes, StepTime, in_flight, kept_e
 from megajax.core.traits import IS_PATH
 from megajax.plan.published import deferred_bubble, published_bubble, published_in_flight, published_zero_bubble
 from megajax.settings.flags import Parser, add_flag
+from megajax.settings.pipeline_checks import check_schedule, check_table
 
 _PASSES = {
     "forward": "forward",

@@ -17,7 +17,7 @@ from megajax.core.backend import Backend
 from megajax.core.errors import UserError
 from megajax.core.models.config import ModelConfig
 from megajax.core.options import options
-from megajax.core.pipeline.config import PipelineConfig, has_table
+from megajax.core.pipeline.config import PipelineConfig
 from megajax.core.pipeline.placement import Placement
 from megajax.core.pipeline.schedule import SCHEDULES
 from megajax.host.garbage import rarely_collected
@@ -32,6 +32,7 @@ from megajax.plan.time import PlannedTime, Shared, StepModel, step_time
 from megajax.plan.traced import step_cost
 from megajax.settings.config import Config
 from megajax.settings.option_errors import as_flag
+from megajax.settings.pipeline_checks import has_table
 from megajax.settings.validation import check_context, validate
 
 VARIED = (

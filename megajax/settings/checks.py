@@ -7,7 +7,7 @@ from operator import attrgetter
 from megajax.core.config import MODELS_OWN
 from megajax.core.errors import UserError
 from megajax.core.models.registry import FAMILIES, FamilyEntry
-from megajax.core.optim.config import check_cooldown
+from megajax.core.optim.config import OptimizerConfig
 from megajax.core.options import MOST, is_whole, options
 from megajax.data.config import DataConfig
 from megajax.data.tasks.registry import TASKS, Task
@@ -192,3 +192,19 @@ def _check_data(data: DataConfig) -> None:
                 f"--data.validation: name {entry.name!r}, path {entry.path!r}; "
                 "valid: a path and a name of its own, of a-z, A-Z, 0-9, - and _"
             )
+
+
+def check_cooldown(optimizer: OptimizerConfig) -> None:
+    """Check that `wsd`, and no other schedule, has cooldown steps, and that they fit between warm-up and decay."""
+    flag = f"--optimizer.cooldown-steps {optimizer.cooldown_steps}"
+    if optimizer.schedule != "wsd":
+        if optimizer.cooldown_steps:
+            raise UserError(
+                f"{flag} with --optimizer.schedule {optimizer.schedule}; valid: --optimizer.schedule wsd, or 0"
+            )
+        return
+    end, warmup = optimizer.decay_steps, optimizer.warmup
+    most = max(1, end - warmup) if end else MOST
+    if not 1 <= optimizer.cooldown_steps <= most:
+        why = f", which ends at --optimizer.decay-steps {end} after {warmup} steps of warm-up" if end else ""
+        raise UserError(f"{flag} with --optimizer.schedule wsd{why}; valid: 1 to {most}")

@@ -10,11 +10,11 @@ from megajax.core.config import MeshConfig
 from megajax.core.errors import UserError
 from megajax.core.models.config import ModelConfig
 from megajax.core.options import options
-from megajax.core.pipeline.config import check_schedule, check_table
 from megajax.core.traits import Size, Through
 from megajax.data.samples.loader import BatchSizes
 from megajax.settings.checks import check_values
 from megajax.settings.config import Config
+from megajax.settings.pipeline_checks import check_schedule, check_table
 
 
 def validate(config: Config, num_devices: int) -> None:

@@ -12,7 +12,7 @@ import jax
 
 from megajax.core.errors import RunError, UserError
 from megajax.core.models.registry import FAMILIES
-from megajax.core.optim.config import UNKNOWN, Horizon, OptimizerConfig, check_cooldown
+from megajax.core.optim.config import UNKNOWN, Horizon, OptimizerConfig
 from megajax.core.program.loss import check_there
 from megajax.core.program.program import Program
 from megajax.core.program.train_step import train_step
@@ -44,6 +44,7 @@ from megajax.runs.metrics import is_of_dev, read_metrics
 from megajax.runs.order import Order, default_corpora, read_order, write_order
 from megajax.runs.step_folders import complete
 from megajax.runs.task_data import TaskData, make_task_data, open_task_data
+from megajax.settings.checks import check_cooldown
 from megajax.settings.config import Config, lasting, profiled_steps, to_toml
 from megajax.settings.plugins import remember
 from megajax.settings.preset_files import parse_toml

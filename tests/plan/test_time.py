@@ -20,7 +20,6 @@ from megajax.core.config import MeshConfig
 from megajax.core.errors import UserError
 from megajax.core.mesh import make_mesh, rank_groups
 from megajax.core.models.flops import step_flops
-from megajax.core.pipeline import config as pipeline_config
 from megajax.core.program.communication import Collective
 from megajax.host.pictures import is_marked
 from megajax.plan import ranking
@@ -30,6 +29,7 @@ from megajax.plan.memory import backend_of, memory
 from megajax.plan.picture import MARK, draw_search
 from megajax.plan.search import VARIED, Found, command, search
 from megajax.plan.time import StepModel, step_time
+from megajax.settings import pipeline_checks
 from megajax.settings.config import Config
 from megajax.settings.flags import Parser
 from megajax.settings.presets import load_preset, resolve
@@ -310,7 +310,7 @@ def test_what_is_given_stays():
 
 def test_tables_too_large_to_make_are_left_out(monkeypatch):
     """Though fewer microbatches tell their buffers."""
-    monkeypatch.setattr(pipeline_config, "_MOST_CELLS", 200)
+    monkeypatch.setattr(pipeline_checks, "_MOST_CELLS", 200)
     train, given = replace(CONFIG.train, global_batch=64), ["mesh.pipe", "train.microbatch", "train.remat"]
     config = replace(CONFIG, train=train, mesh=replace(CONFIG.mesh, pipe=2))
     for each in search(config, 2, H100, given=given, count=1).fitting:

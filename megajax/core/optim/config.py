@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
-from megajax.core.errors import UserError
 from megajax.core.options import AT_LEAST_ZERO, MOST, SHARE, OneOf, Range, above, between
 from megajax.core.traits import OPTIMIZER, OnlyWith, ShrinkRule
 
@@ -168,19 +167,3 @@ class LossScaleConfig:
         ShrinkRule(most=2.0**12),  # below this no gradient of so small a model overflows
     ] = 2.0**16
     growth_every: int = 1000  # steps without overflow before it doubles; no option: `megajax verify` runs only a few
-
-
-def check_cooldown(optimizer: OptimizerConfig) -> None:
-    """Check that `wsd`, and no other schedule, has cooldown steps, and that they fit between warm-up and decay."""
-    flag = f"--optimizer.cooldown-steps {optimizer.cooldown_steps}"
-    if optimizer.schedule != "wsd":
-        if optimizer.cooldown_steps:
-            raise UserError(
-                f"{flag} with --optimizer.schedule {optimizer.schedule}; valid: --optimizer.schedule wsd, or 0"
-            )
-        return
-    end, warmup = optimizer.decay_steps, optimizer.warmup
-    most = max(1, end - warmup) if end else MOST
-    if not 1 <= optimizer.cooldown_steps <= most:
-        why = f", which ends at --optimizer.decay-steps {end} after {warmup} steps of warm-up" if end else ""
-        raise UserError(f"{flag} with --optimizer.schedule wsd{why}; valid: 1 to {most}")

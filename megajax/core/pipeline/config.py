@@ -1,14 +1,11 @@
-"""Configuration of the pipeline, and checks that it is valid. No JAX here."""
+"""Configuration of the pipeline. No JAX here."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megajax.core.errors import UserError
 from megajax.core.options import OneOf, Range, between, is_whole
 from megajax.core.pipeline.deferral import PassTimes
-from megajax.core.pipeline.schedule import SCHEDULES, schedule_names
-
-_MOST_CELLS = 250_000  # in a schedule's table; making one this large takes some seconds
+from megajax.core.pipeline.schedule import SCHEDULES
 
 
 def _are_layers(text: str) -> bool:
@@ -55,64 +52,3 @@ class PipelineConfig:
     def deferring(self, times: PassTimes | None = None) -> PassTimes | None:
         """The times by which deferred weight gradients are placed (1 each by default); None if none are deferred."""
         return None if self.weight_gradients == "together" else times or PassTimes()
-
-
-def check_schedule(pipeline: PipelineConfig, pipe: int, num_layers: int | None = None, dense: int = 0) -> None:
-    """Check a schedule's chunks against the stages and, if there is a model, against its layers except the first
-    `dense` ones, which are computed with the embedding."""
-    layers = f"--model.num-layers {num_layers}{f' less --model.dense-layers {dense}' if dense else ''}"
-    num_layers = None if num_layers is None else num_layers - dense
-    if pipeline.counts and num_layers is not None:
-        _check_counts(pipeline, pipe, num_layers, layers)
-        num_layers = None  # any such numbers are valid
-    chunks, schedule = pipeline.chunks, f"--pipeline.schedule {pipeline.schedule}"
-    others = f"--pipeline.schedule {' or '.join(schedule_names(chunked=False))}"
-    if num_layers is not None and pipe > num_layers:
-        raise UserError(
-            f"--mesh.pipe {pipe} with {layers}, which leaves a stage without a layer; "
-            f"valid: 1{f' to {num_layers}' if num_layers > 1 else ''}"
-        )
-    if not SCHEDULES[pipeline.schedule].chunked:
-        if chunks != 1:
-            valid = f"1, or --pipeline.schedule {' or '.join(schedule_names(chunked=True))}"
-            raise UserError(f"--pipeline.chunks {chunks} with {schedule}; valid: {valid}")
-        return
-    if pipe == 1:
-        raise UserError(f"{schedule} with --mesh.pipe 1; valid: --mesh.pipe 2 or more, or {others}")
-    most = None if num_layers is None else num_layers // pipe
-    if most is not None and most < 2:
-        raise UserError(
-            f"{schedule}: {layers} are too few for 2 chunks on each of "
-            f"--mesh.pipe {pipe} stages; valid: {others}, or {2 * pipe} layers or more"
-        )
-    if chunks < 2 or (most is not None and chunks > most):
-        why = ", which leaves a stage without a layer" if chunks >= 2 else ""
-        raise UserError(
-            f"--pipeline.chunks {chunks} with {schedule}{why}; "
-            f"valid: {'2 or more' if most is None else f'2 to {most}' if most > 2 else '2'}"
-        )
-
-
-def _check_counts(pipeline: PipelineConfig, pipe: int, num_layers: int, layers: str) -> None:
-    """Check that there is a number of layers for every virtual stage, and that they are all layers of the model."""
-    needed, chunks = pipe * pipeline.chunks, f" x --pipeline.chunks {pipeline.chunks}" * (pipeline.chunks > 1)
-    if (len(pipeline.counts), sum(pipeline.counts)) != (needed, num_layers):
-        raise UserError(
-            f"--pipeline.layers {pipeline.layers}: {len(pipeline.counts)} numbers with the sum {sum(pipeline.counts)}, "
-            f"with --mesh.pipe {pipe}{chunks} and {layers}; valid: even, auto, or {needed} with the sum {num_layers}"
-        )
-
-
-def has_table(pipeline: PipelineConfig, pipe: int, microbatches: int) -> bool:
-    """Whether a schedule's table is small enough to make."""
-    return pipe * pipeline.chunks * microbatches <= _MOST_CELLS and pipe**2 <= _MOST_CELLS
-
-
-def check_table(pipeline: PipelineConfig, pipe: int, microbatches: int, name: str) -> None:
-    """Check that a schedule's table is small enough to make; `name` is what the message calls the microbatches."""
-    if not has_table(pipeline, pipe, microbatches):
-        size = pipe * pipeline.chunks * microbatches
-        raise UserError(
-            f"--mesh.pipe {pipe} x --pipeline.chunks {pipeline.chunks} x {name} {microbatches} is a table of {size} "
-            f"forwards; valid: at most {_MOST_CELLS}, and {int(_MOST_CELLS**0.5)} stages"
-        )

@@ -96,8 +96,8 @@ def make_schedule(
     name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1, deferring: PassTimes | None = None
 ) -> Schedule:
     """The schedule called `name`, checked. `deferring` are the times by which it places deferred weight gradients, if
-    they are deferred; a single stage is never idle and defers none. `check_schedule` (`pipeline/config.py`) says which
-    numbers are valid. An unknown name raises `UserError`."""
+    they are deferred; a single stage is never idle and defers none. `settings/pipeline_checks.py` says which numbers
+    are valid. An unknown name raises `UserError`."""
     if name not in SCHEDULES:
         raise UserError(f"schedule {name!r}; valid: {', '.join(SCHEDULES)}")
     schedule = arrange(SCHEDULES[name].ticks(num_stages, num_microbatches, num_chunks))
