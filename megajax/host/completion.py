@@ -21,12 +21,12 @@ def offer(action: argparse.Action, names: Callable[[], Iterable[str]], files: tu
     """Complete an argument with names, and with files that have these endings."""
 
     def complete(prefix: str, **_: Any) -> list[str]:
-        found = [name for name in names() if name.startswith(prefix)]
+        matches = [name for name in names() if name.startswith(prefix)]
         if files is None:
-            return found
+            return matches
         from argcomplete.completers import FilesCompleter
 
-        return [*found, *FilesCompleter(files)(prefix)]
+        return [*matches, *FilesCompleter(files)(prefix)]
 
     action.completer = complete  # type: ignore[attr-defined]
 
@@ -39,11 +39,11 @@ def command(names: Iterable[str], otherwise: argparse.ArgumentParser) -> str:
     line = os.environ["COMP_LINE"]
     words = split_line(line, int(os.environ.get("COMP_POINT", len(line))))[3]
     start = int(os.environ[_START])
-    found = words[start] if len(words) > start else ""
-    if found not in names:
+    word = words[start] if len(words) > start else ""
+    if word not in names:
         answer(otherwise)
     os.environ[_START] = str(start + 1)
-    return found
+    return word
 
 
 def answer(parser: argparse.ArgumentParser) -> None:

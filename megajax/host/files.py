@@ -56,18 +56,18 @@ def free_name(path: Path) -> Path:
 def scratch(path: Path) -> Iterator[Path]:
     """A marked folder beside `path` in which its new content is made; removed at the end. An `OSError` if it cannot be
     made."""
-    place = free_name(path.with_name(f"{path.name}.partial"))
-    if is_marked(place):
+    temporary = free_name(path.with_name(f"{path.name}.partial"))
+    if is_marked(temporary):
         put_back(path)
-        empty(place)
+        empty(temporary)
     else:
-        place.mkdir()
+        temporary.mkdir()
     try:
-        mark(place)
-        yield place
+        mark(temporary)
+        yield temporary
     finally:
         with contextlib.suppress(OSError):
-            remove(place) if is_marked(place) else place.rmdir()  # no mark, because the disk is full
+            remove(temporary) if is_marked(temporary) else temporary.rmdir()  # no mark, because the disk is full
 
 
 def put_back(path: Path) -> None:
@@ -104,14 +104,14 @@ def folder_atomically(folder: Path, ours: Callable[[Path], bool] = lambda there:
         with contextlib.ExitStack() as stack:
             with writable(folder):
                 folder.parent.mkdir(parents=True, exist_ok=True)
-                place = stack.enter_context(scratch(folder))
+                temporary = stack.enter_context(scratch(folder))
                 _check_replaceable(folder, ours)
-                new = place / folder.name
+                new = temporary / folder.name
                 new.mkdir()
             yield new
             with writable(folder):  # fails for an empty folder of somebody else's, which may not be moved
                 if _check_replaceable(folder, ours):
-                    folder.rename(place / _EARLIER)
+                    folder.rename(temporary / _EARLIER)
                 new.rename(folder)
     except BaseException:
         for parent in made:

@@ -154,14 +154,14 @@ def _receive(channel: socket.socket) -> bytes:
 
 
 def _exactly(channel: socket.socket, size: int) -> bytes:
-    found = bytearray(size)
-    room = memoryview(found)
+    buffer = bytearray(size)
+    room = memoryview(buffer)
     while room:
         count = channel.recv_into(room)
         if not count:
             raise EOFError
         room = room[count:]
-    return bytes(found)
+    return bytes(buffer)
 
 
 def serve() -> None:

@@ -28,10 +28,10 @@ def user_folder(variable: str, default: str) -> Path | None:
 def identity(path: str | Path) -> tuple[int, int] | None:
     """What distinguishes the file or folder at a path from one that may replace it; None if there is nothing."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def check_path(path: str | Path, name: str) -> None:
@@ -62,14 +62,14 @@ def check_path(path: str | Path, name: str) -> None:
 def check_place(path: str | Path, name: str) -> None:
     """Check that a file or folder can be created at a path, or written if it exists; `name` as in `check_path`."""
     check_path(path, name)
-    place = Path(path).absolute()
-    if os.fsencode(place) != str(place).encode(errors="replace"):  # C++ libraries assume UTF-8 in every locale
+    absolute = Path(path).absolute()
+    if os.fsencode(absolute) != str(absolute).encode(errors="replace"):  # C++ libraries assume UTF-8 in every locale
         valid = "a path in UTF-8, or in ASCII if the locale has another encoding"
-        raise UserError(f"{name} {str(place)!r}; valid: {valid}")
-    if not os.path.lexists(place) and len(os.fsencode(place.name)) > _LONGEST_NEW:
-        raise UserError(f"{name} {place.name[:100]}…: the name is too long; valid: at most {_LONGEST_NEW} bytes")
-    folder = next(found for found in (place, *place.parents) if found.is_dir() or os.path.lexists(found))
-    if folder == place and not folder.is_dir():
+        raise UserError(f"{name} {str(absolute)!r}; valid: {valid}")
+    if not os.path.lexists(absolute) and len(os.fsencode(absolute.name)) > _LONGEST_NEW:
+        raise UserError(f"{name} {absolute.name[:100]}…: the name is too long; valid: at most {_LONGEST_NEW} bytes")
+    folder = next(found for found in (absolute, *absolute.parents) if found.is_dir() or os.path.lexists(found))
+    if folder == absolute and not folder.is_dir():
         folder = folder.parent
     if not folder.is_dir():
         raise UserError(f"{name} {path}: {folder} is not a folder; valid: a path in a folder")

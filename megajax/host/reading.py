@@ -117,10 +117,10 @@ def read_json(path: str | Path, most: int = SMALL_BYTES) -> Any:
 def read_object(path: str | Path, way_out: str, most: int = SMALL_BYTES) -> dict[str, Any]:
     """The object in a JSON file with at most `most` bytes; `way_out` says what would be valid instead of another
     value."""
-    found = read_json(path, most)
-    if not isinstance(found, dict):
+    content = read_json(path, most)
+    if not isinstance(content, dict):
         raise Damaged(path, "not a JSON object", way_out)
-    return found
+    return content
 
 
 def lines(content: IO[bytes], most: int) -> Iterator[bytes]:
@@ -137,11 +137,11 @@ class TooLong(ValueError):
 
 def whole(content: IO[bytes], most: int) -> bytes:
     """All of a file; raises `TooLong` if it has more than `most` bytes."""
-    found = bytearray()
+    data = bytearray()
     while block := content.read(_BLOCK_BYTES):
-        found += block
-        check_size(len(found), most)
-    return bytes(found)
+        data += block
+        check_size(len(data), most)
+    return bytes(data)
 
 
 def check_size(size: int, most: int) -> None:

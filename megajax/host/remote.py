@@ -56,16 +56,16 @@ def find(url: str, flag: str) -> tuple[list[RemoteFile], bool]:
     system, path = file_system(url, flag)
     try:
         try:
-            there = system.info(path)
+            entry = system.info(path)
         except FileNotFoundError as error:
             if _is_unresolved(error):  # fsspec reports an unknown host as a missing file
                 raise
             return [], False
-        if there["type"] == "file":
-            return [_described(system, there)], True
+        if entry["type"] == "file":
+            return [_described(system, entry)], True
         below = system.find(path, detail=True).values()
         inside = {PurePosixPath(info["name"]): info for info in below if info["type"] == "file"}
-        depth = len(PurePosixPath(there["name"]).parts)
+        depth = len(PurePosixPath(entry["name"]).parts)
         shown = [name for name in inside if not any(part.startswith(".") for part in name.parts[depth:])]
         return [_described(system, inside[name]) for name in sorted(shown, key=lambda name: name.parts)], False
     except Exception as error:  # from the store's library: no network, no permission, no such bucket
@@ -150,17 +150,17 @@ def is_hub_name(text: str) -> bool:
     return _HUB_NAME.fullmatch(text) is not None
 
 
-def download(name: str, patterns: Sequence[str], given: str, valid: str) -> Path:
+def download(name: str, patterns: Sequence[str], why: str, valid: str) -> Path:
     """A local folder with those files of a model on the hub that match one of the shell `patterns`. Error messages
-    begin with `given`, which says why the hub is used, and end with `valid`."""
+    begin with `why`, which says why the hub is used, and end with `valid`."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise UserError(f"{given}, and huggingface_hub is not installed; {valid}") from None
+        raise UserError(f"{why}, and huggingface_hub is not installed; {valid}") from None
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except Exception as error:  # of many kinds
-        raise UserError(f"{given}, and it cannot be read from the Hugging Face hub: {reason(error)}; {valid}") from None
+        raise UserError(f"{why}, and it cannot be read from the Hugging Face hub: {reason(error)}; {valid}") from None
 
 
 def reason(error: Exception) -> str:

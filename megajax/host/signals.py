@@ -22,9 +22,9 @@ _SWALLOWED = 0  # written to the pipe, next to the signals' numbers
 class Stopped(BaseException):
     """A signal stops the process; its last line ends with `details`."""
 
-    def __init__(self, number: int, details: str = "; interrupted") -> None:
-        super().__init__(number)
-        self.number, self._details = number, details
+    def __init__(self, signum: int, details: str = "; interrupted") -> None:
+        super().__init__(signum)
+        self.number, self._details = signum, details
 
     def __str__(self) -> str:
         return f"stopped by {signal.Signals(self.number).name}{self._details}"
@@ -72,9 +72,9 @@ class StopSignals:
         wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         watcher = threading.Thread(target=self._watch, args=(reading,), daemon=True)
         watcher.start()
-        before = {number: signal.getsignal(number) for number in SIGNALS}
+        before = {signum: signal.getsignal(signum) for signum in SIGNALS}
         if in_python:
-            self._taken = tuple(number for number in SIGNALS if before[number] in _DEFAULT)
+            self._taken = tuple(signum for signum in SIGNALS if before[signum] in _DEFAULT)
         else:
             self._taken = tuple(n for n in SIGNALS if (n, before[n]) != (signal.SIGHUP, signal.SIG_IGN))
         taken = self._taken
@@ -84,8 +84,8 @@ class StopSignals:
         finally:
             with self._lock:
                 self._taken, self._raised = (), None
-            for number in taken:
-                signal.signal(number, before[number])
+            for signum in taken:
+                signal.signal(signum, before[signum])
             signal.set_wakeup_fd(wakeup)
             os.close(self._writing)  # ends the thread
             watcher.join(1)  # what it still reads must not count as a signal of the next block
@@ -94,8 +94,8 @@ class StopSignals:
 
     def take(self) -> None:
         """Handle the signals again, in case a library has replaced the handlers."""
-        for number in self._taken:
-            signal.signal(number, self._handle)
+        for signum in self._taken:
+            signal.signal(signum, self._handle)
 
     @contextlib.contextmanager
     def deferred(self, promise: str) -> Iterator[None]:
@@ -111,16 +111,16 @@ class StopSignals:
         """Whether `Stopped` is propagating through the main thread."""
         return self._raised is not None and self._raised() is not None
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
         self._received += 1
-        if self._in_python and number == signal.SIGINT and self._received > 1:
+        if self._in_python and signum == signal.SIGINT and self._received > 1:
             raise KeyboardInterrupt
         if self._promise or self.raised:
             return
-        stop = Stopped(number)
+        stop = Stopped(signum)
         if _imports(frame) and not self._in_python:  # loading C++ code may crash if an exception passes through it
             print_final_error(str(stop))
-            os._exit(128 + number)
+            os._exit(128 + signum)
         self._raised = weakref.ref(stop, self._lose)
         try:
             raise stop
@@ -149,16 +149,16 @@ class StopSignals:
                 patience = 1000 * _SAID_AFTER
         os.close(reading)
 
-    def _first(self, number: int) -> bool:
+    def _first(self, signum: int) -> bool:
         """Whether this signal is the first one; a second one ends the process."""
         if not self.number:
-            self.number = number
+            self.number = signum
             if self._promise:
                 self._say(self._promise)
             return True
-        if number != signal.SIGHUP and not (self._in_python and number == signal.SIGINT):
-            print_final_error(f"ended at once by a second signal, {signal.Signals(number).name}")
-            os._exit(128 + number)
+        if signum != signal.SIGHUP and not (self._in_python and signum == signal.SIGINT):
+            print_final_error(f"ended at once by a second signal, {signal.Signals(signum).name}")
+            os._exit(128 + signum)
         return False
 
     def _say(self, text: str) -> None:

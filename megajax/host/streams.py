@@ -99,12 +99,12 @@ def print_final_error(text: str) -> None:
 
 def _open_closed() -> None:
     """Connect closed descriptors to the null device; otherwise the next file would get them, and printed text."""
-    for number in range(3):
+    for descriptor in range(3):
         try:
-            os.fstat(number)
+            os.fstat(descriptor)
         except OSError:
             # Standard output is opened for reading only, so that writes fail.
-            os.open(os.devnull, os.O_WRONLY if number == 2 else os.O_RDONLY)  # gets the lowest free number
+            os.open(os.devnull, os.O_WRONLY if descriptor == 2 else os.O_RDONLY)  # gets the lowest free number
 
 
 def _text(stream: TextIO | None, descriptor: _Descriptor) -> TextIO:
