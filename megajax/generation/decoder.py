@@ -76,19 +76,19 @@ class Decoder:
             running = list(range(some.start, some.stop))
             inputs = self._inputs(prompts[some], limits[some], bits[some], rows)
             for tokens_BN in self._dispatches(inputs, max(limits[some])):
-                for number in list(running):
-                    ids = [token for token in tokens_BN[number - start].tolist() if token != IGNORED]
-                    missing[number] -= len(ids)
+                for index in list(running):
+                    ids = [token for token in tokens_BN[index - start].tolist() if token != IGNORED]
+                    missing[index] -= len(ids)
                     stopped_by: Stop | None = None
-                    if stops and (stop := stops(number, ids)) is not None:
+                    if stops and (stop := stops(index, ids)) is not None:
                         ids, stopped_by = ids[:stop], "stop"
-                    elif missing[number] == 0:
-                        stopped_by = "length" if limits[number] == max_tokens else "context"
+                    elif missing[index] == 0:
+                        stopped_by = "length" if limits[index] == max_tokens else "context"
                     elif len(ids) < tokens_BN.shape[1]:
                         stopped_by = "end"
                     if stopped_by:
-                        running.remove(number)
-                    yield Piece(number, ids, stopped_by)
+                        running.remove(index)
+                    yield Piece(index, ids, stopped_by)
                 if not running:
                     break
 

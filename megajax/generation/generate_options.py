@@ -40,13 +40,13 @@ class GenerateOptions:
     batch: Annotated[int, "prompts per batch", between(1, 100_000)] = 8
 
 
-def template_args(text: str, place: str) -> dict[str, Any]:
-    """Variables of a chat template from a JSON object; none from an empty text. `place` names it in messages."""
+def template_args(text: str, name: str) -> dict[str, Any]:
+    """Variables of a chat template from a JSON object; none from an empty text. Messages call it `name`."""
     from megajax.data.text.chat import checked_args
 
     try:
-        found = parse_json(text or "{}")
+        args = parse_json(text or "{}")
     except ValueError as error:
         valid = 'a JSON object, as in {"enable_thinking": false}'
-        raise UserError(f"{place}: not JSON: {error}; valid: {valid}") from None
-    return checked_args(found, place)
+        raise UserError(f"{name}: not JSON: {error}; valid: {valid}") from None
+    return checked_args(args, name)

@@ -107,14 +107,14 @@ class DecodingPrograms:
         """Choose tokens until all rows have stopped, at most `TOKENS_AT_ONCE`."""
 
         def goes_on(carry: tuple[Array, Array, Array, State]) -> Array:
-            number, num_running, _, _ = carry
-            return (number < TOKENS_AT_ONCE) & (num_running > 0)
+            count, num_running, _, _ = carry
+            return (count < TOKENS_AT_ONCE) & (num_running > 0)
 
         def go_on(carry: tuple[Array, Array, Array, State]) -> tuple[Array, Array, Array, State]:
-            number, _, tokens_BN, state = carry
+            count, _, tokens_BN, state = carry
             state, token_B = self._choose(weights, *self._next(weights, state))
-            tokens_BN = lax.dynamic_update_slice_in_dim(tokens_BN, token_B[:, None], number, axis=1)
-            return number + 1, _running(state), tokens_BN, state
+            tokens_BN = lax.dynamic_update_slice_in_dim(tokens_BN, token_B[:, None], count, axis=1)
+            return count + 1, _running(state), tokens_BN, state
 
         nothing_BN = jnp.full((state["token"].shape[0], TOKENS_AT_ONCE), IGNORED, jnp.int32)
         carry = jnp.zeros((), jnp.int32), _running(state), vary(nothing_BN, BATCH_AXES), state

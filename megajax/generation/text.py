@@ -14,15 +14,15 @@ _CONTEXT = 8  # earlier ids that are decoded together with new ones
 UNDECODED = "\ufffd"  # what the tokenizer decodes invalid or incomplete characters to
 
 
-def read_prompts(given: list[str], file: str) -> list[str]:
+def read_prompts(texts: list[str], file: str) -> list[str]:
     """The prompts from the command line: those given one by one, or the non-blank lines of a file."""
-    if bool(given) == bool(file):
+    if bool(texts) == bool(file):
         raise UserError(f"--prompt and --prompt-file are {'both given' if file else 'missing'}; valid: one of them")
-    for number, prompt in enumerate(given, start=1):
+    for number, prompt in enumerate(texts, start=1):
         if not reading.is_unicode(prompt):
             raise UserError(f"--prompt {prompt!r} (number {number}); valid: text in UTF-8")
     if not file:
-        return given
+        return texts
     check_path(file, "--prompt-file")
     try:
         text = reading.read_bytes(file, _FILE_BYTES).decode()
@@ -114,11 +114,11 @@ class Stops:
     def __init__(self, tokenizer: Tokenizer, prompts: list[list[int]], stops: Sequence[str]) -> None:
         self._streams = [TextStream(tokenizer, prompt, stops) for prompt in prompts] if stops else []
 
-    def __call__(self, number: int, ids: list[int]) -> int | None:
+    def __call__(self, index: int, ids: list[int]) -> int | None:
         """After how many of the new ids of a continuation a stop text is complete; None if it is not."""
         for count, token in enumerate(ids if self._streams else (), start=1):
-            self._streams[number].add([token])
-            if self._streams[number].stopped:
+            self._streams[index].add([token])
+            if self._streams[index].stopped:
                 return count
         return None
 
@@ -135,11 +135,11 @@ class Screen:
         self._finished = [False] * len(starts)
         self._begin()
 
-    def add(self, number: int, ids: list[int], *, finished: bool) -> None:
-        """Append `ids` to text `number`; `finished`: these are its last ones."""
-        stream = self._streams[number]
-        self._waiting[number] += stream.add(ids) + (stream.end() if finished else "")
-        self._finished[number] = finished
+    def add(self, index: int, ids: list[int], *, finished: bool) -> None:
+        """Append `ids` to text `index`; `finished`: these are its last ones."""
+        stream = self._streams[index]
+        self._waiting[index] += stream.add(ids) + (stream.end() if finished else "")
+        self._finished[index] = finished
         while self._current < len(self._waiting):
             self._show()
             if not self._finished[self._current]:

@@ -61,21 +61,21 @@ class Writer:
         began, compiled = time.perf_counter(), decoder.compile_seconds
         ends = Stops(self._tokenizer, ids, options.stop)
         pieces = decoder.stream(ids, max_tokens=options.max_tokens, batch=options.batch, stops=ends)
-        for number, more, stopped_by in pieces:
-            new[number] += more
-            stops[number] = stopped_by
+        for index, more, stopped_by in pieces:
+            new[index] += more
+            stops[index] = stopped_by
             if screen:
-                screen.add(number, more, finished=stopped_by is not None)
+                screen.add(index, more, finished=stopped_by is not None)
         seconds = time.perf_counter() - began - (decoder.compile_seconds - compiled)
         continuations = [
             {
-                **({"prompt": given} if isinstance(given, str) else {"messages": given.messages}),
+                **({"prompt": original} if isinstance(original, str) else {"messages": original.messages}),
                 "text": continuation_text(self._tokenizer, prompt, continuation, options.stop),
                 "prompt_tokens": len(prompt),
                 "tokens": len(continuation),
                 "stopped_by": stopped_by,
             }
-            for given, prompt, continuation, stopped_by in zip(prompts, ids, new, stops, strict=True)
+            for original, prompt, continuation, stopped_by in zip(prompts, ids, new, stops, strict=True)
         ]
         tokens = sum(map(len, new))
         return {
