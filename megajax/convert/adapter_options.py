@@ -58,8 +58,8 @@ class AdapterOptions(Fields):
             raise self.refusal("layers_to_transform", layers, "null, or numbers of layers")
 
     def _values(self, name: str) -> Iterator[tuple[Fields, str, Any]]:
-        part = self.part(name)
-        return ((part, key, value) for key, value in part.items())
+        section = self.section(name)
+        return ((section, key, value) for key, value in section.items())
 
     @property
     def rank(self) -> int:
@@ -76,22 +76,22 @@ class AdapterOptions(Fields):
 
     def scale(self, name: str) -> tuple[float, int]:
         """The scale and the rank of the adapter of a module or parameter."""
-        rank = self._of_pattern("rank_pattern", name, self.rank)
-        alpha = self._of_pattern("alpha_pattern", name, self.get("lora_alpha", 8))
+        rank = self._matching("rank_pattern", name, self.rank)
+        alpha = self._matching("alpha_pattern", name, self.get("lora_alpha", 8))
         return alpha / (math.sqrt(rank) if self.get("use_rslora") else rank), rank
 
-    def _of_pattern(self, name: str, module: str, default: Any) -> Any:
-        found = (value for key, value in self.part(name).items() if self._match(name, r"(?:.*\.)?", key, module))
-        return next(found, default)
+    def _matching(self, name: str, module: str, default: Any) -> Any:
+        values = (value for key, value in self.section(name).items() if self._match(name, r"(?:.*\.)?", key, module))
+        return next(values, default)
 
     def tokens(self, module: str, vocab_size: int) -> list[int]:
         """The tokens whose embeddings in a module are replaced."""
-        given = self.get("trainable_token_indices")
-        if isinstance(given, dict):
-            given = next((ids for name, ids in given.items() if f".{module}".endswith(f".{name}")), None)
-        if not isinstance(given, list) or not all(type(token) is int and 0 <= token < vocab_size for token in given):
-            raise self.refusal("trainable_token_indices", given, f"the ids of the tokens that {module} replaces")
-        return given
+        value = self.get("trainable_token_indices")
+        if isinstance(value, dict):
+            value = next((ids for name, ids in value.items() if f".{module}".endswith(f".{name}")), None)
+        if not isinstance(value, list) or not all(type(token) is int and 0 <= token < vocab_size for token in value):
+            raise self.refusal("trainable_token_indices", value, f"the ids of the tokens that {module} replaces")
+        return value
 
     def selects_parameter(self, parameter: str) -> bool:
         """Whether a parameter is adapted itself, whatever is said of its module."""

@@ -48,7 +48,7 @@ def export_adapter(run_dir: Path, config: Config, folder: Path, step: str = "lat
     With `dtype` None, fp32 is written."""
     check_new(folder, "PATH")
     layout = whole_layout(config)
-    read, number = weights_in_parts(layout, run_dir, step)
+    read, step_number = weights_in_parts(layout, run_dir, step)
     leaves = jax.tree_util.tree_leaves_with_path(layout.canonical_shapes.params)
     paths = [path for path, _ in leaves if path[0].key == LORA]
     stored = {tuple(key.key for key in path[1:]): array for path, array in zip(paths, read(paths), strict=True)}
@@ -59,7 +59,7 @@ def export_adapter(run_dir: Path, config: Config, folder: Path, step: str = "lat
         write_tensors(new, shapes, tensors.items(), dtypes, sum(8 * t.size for t in tensors.values()))
         (new / WEIGHTS).rename(new / TENSORS)
         write_objects(new, {SETTINGS: _settings(config, _modules(run_dir, config))})
-    return number
+    return step_number
 
 
 def joined_tensors(
@@ -85,11 +85,11 @@ def _layers(config: Config) -> range:
 
 def _modules(run_dir: Path, config: Config) -> _Modules:
     places = exchange_of_run(run_dir, config, Origin.read(run_dir)).places(config.model)
-    found: _Modules = {}
+    modules: _Modules = {}
     for product in Adapters(config.lora, config.model, whole_model(config.model)).products:
         place = places.blocks["/".join((*product, "weight"))]
-        found.setdefault(place.name.removesuffix(".weight"), {})[product] = place
-    return found
+        modules.setdefault(place.name.removesuffix(".weight"), {})[product] = place
+    return modules
 
 
 def _joined(places: list[TensorPlace], pairs: list[tuple[Any, Any]], rank: int) -> tuple[Tensor, Tensor]:

@@ -84,13 +84,13 @@ def _read_mlp(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _spelling(there: Collection[str]) -> Callable[[str], str]:
+def _spelling(names: Collection[str]) -> Callable[[str], str]:
     """Use the names that TensorFlow gave a LayerNorm's weights, which the first BERTs still have, if only those
     exist."""
 
     def spelled(name: str) -> str:
         older = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
-        return older if name not in there and older in there else name
+        return older if name not in names and older in names else name
 
     return spelled
 

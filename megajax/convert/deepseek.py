@@ -36,7 +36,7 @@ class _Kind:
         fields.check("head_dim", None, rotary)
         fields.check("qk_head_dim", None, plain + rotary)
         fields.check("sliding_window", None)
-        found = {
+        values = {
             "num_kv_heads": heads,
             "head_size": plain + rotary,
             "rotary_size": rotary,
@@ -44,8 +44,8 @@ class _Kind:
             "latent_size": fields.value("kv_lora_rank", "model.latent_size", 512),
         }
         if fields.get("q_lora_rank", 1536) is not None:
-            found["query_latent_size"] = fields.value("q_lora_rank", "model.query_latent_size", 1536)
-        return {f"model.{name}": value for name, value in found.items()}
+            values["query_latent_size"] = fields.value("q_lora_rank", "model.query_latent_size", 1536)
+        return {f"model.{name}": value for name, value in values.items()}
 
     def write_heads(self, model: ModelConfig) -> dict[str, Any]:
         return {
@@ -85,26 +85,26 @@ class _Kind:
         if not least <= chosen <= groups:
             raise fields.refusal("topk_group", chosen, f"{least} to {groups}")
         scale = fields.value("routed_scaling_factor", "model.share_scale", 2.5 if self.biased else 1.0)
-        found = {"model.expert_groups": groups, "model.chosen_groups": chosen, "model.share_scale": scale}
-        found |= {"model.router_scores": self.scores, "model.balance": "bias" if self.biased else "none"}
+        values = {"model.expert_groups": groups, "model.chosen_groups": chosen, "model.share_scale": scale}
+        values |= {"model.router_scores": self.scores, "model.balance": "bias" if self.biased else "none"}
         renormalized = fields.get("norm_topk_prob", True) if self.biased else False
-        return found | {"model.renormalize_shares": bool(renormalized)}
+        return values | {"model.renormalize_shares": bool(renormalized)}
 
     def write_router(self, model: ModelConfig) -> dict[str, Any]:
-        found: dict[str, Any] = {"n_group": model.expert_groups, "topk_group": model.chosen_groups}
-        found |= {"routed_scaling_factor": model.share_scale, "norm_topk_prob": model.renormalize_shares}
-        found |= {"scoring_func": self.scores, "output_router_logits": False}
+        settings: dict[str, Any] = {"n_group": model.expert_groups, "topk_group": model.chosen_groups}
+        settings |= {"routed_scaling_factor": model.share_scale, "norm_topk_prob": model.renormalize_shares}
+        settings |= {"scoring_func": self.scores, "output_router_logits": False}
         limited = model.chosen_groups < model.expert_groups
         method = "noaux_tc" if self.biased else "group_limited_greedy" if limited else "greedy"
-        return found | {"topk_method": method}
+        return settings | {"topk_method": method}
 
     def lacks_router(self, model: ModelConfig) -> Lacks:
-        found: Lacks = {} if model.router_scores == self.scores else {"router_scores": self.scores}
+        lacking: Lacks = {} if model.router_scores == self.scores else {"router_scores": self.scores}
         if model.biases_routers != self.biased:
-            found["balance"] = "bias" if self.biased else "none"
+            lacking["balance"] = "bias" if self.biased else "none"
         if model.renormalize_shares and not self.biased:
-            found["renormalize_shares"] = False
-        return found
+            lacking["renormalize_shares"] = False
+        return lacking
 
     def exchange(self) -> Exchange:
         return Exchange(
@@ -175,10 +175,10 @@ def _lacks_others(model: ModelConfig) -> Lacks:
 
 def _read_modules(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
     """Prediction modules, of which there are none if the files have no tensors of theirs: transformers writes none."""
-    number = fields.get(_NUM_MODULES, 1)
-    if type(number) is not int or not 0 <= number <= 100:
-        raise fields.refusal(_NUM_MODULES, number, "a whole number from 0 to 100")
-    return {"model.prediction_modules": number}
+    count = fields.get(_NUM_MODULES, 1)
+    if type(count) is not int or not 0 <= count <= 100:
+        raise fields.refusal(_NUM_MODULES, count, "a whole number from 0 to 100")
+    return {"model.prediction_modules": count}
 
 
 def _plain_queries(model: ModelConfig) -> dict[str, TensorPlace]:

@@ -76,8 +76,8 @@ class Exchange:
         """The class that loads a model."""
         return self.heads[model.head].classes[0]
 
-    def read_settings(self, fields: Fields, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Values by key for a run's preset; `given` are those given by the user.
+    def read_settings(self, fields: Fields, overrides: Mapping[str, Any]) -> dict[str, Any]:
+        """Values by key for a run's preset; `overrides` are those given by the user.
 
         Raises:
             UserError: we do not support this model.
@@ -92,17 +92,17 @@ class Exchange:
         for alias, name in self.aliases.items():
             if alias in fields and fields.setdefault(name, fields[alias]) != fields[alias]:
                 raise fields.refusal(alias, fields[alias], f"as {name}, {fields[name]}")
-        found = {f"model.{name}": value for name, value in {"family": self.family, **self.options}.items()}
+        values = {f"model.{name}": value for name, value in {"family": self.family, **self.options}.items()}
         for name, (theirs, option) in self.named_options().items():
             key, missing = f"model.{name}", self.defaults.get(name, ...)
             if option.trait(Changes) is NOTHING:  # existing weights do not need it
                 with contextlib.suppress(UserError):
-                    found[key] = fields.value(theirs, key)
+                    values[key] = fields.value(theirs, key)
             elif missing is not None or fields.get(theirs) is not None:
-                found[key] = fields.value(theirs, key, None if missing is ... else missing)
-        for part in self.parts:
-            found |= part.read(fields, given)
-        return found | head.read(fields)
+                values[key] = fields.value(theirs, key, None if missing is ... else missing)
+        for group in self.parts:
+            values |= group.read(fields, overrides)
+        return values | head.read(fields)
 
     def settings(
         self, model: ModelConfig, labels: Sequence[str], tokenizer: Tokenizer | None
@@ -138,33 +138,33 @@ class Exchange:
     def lacks(self, model: ModelConfig) -> Lacks:
         """Those options of a model that the class cannot represent."""
         named, fixed = self.named_options(), {**FAMILIES[self.family].fixed, **self.options, "family": self.family}
-        covered = named.keys() | {name for part in self.parts for name in part.options}
+        covered = named.keys() | {name for group in self.parts for name in group.options}
         covered |= {"prediction_modules"}  # left out by a class that has none
-        found: Lacks = {}
+        lacking: Lacks = {}
         for name, option in options(ModelConfig).items():
             reader = option.trait(OnlyWith)
             matters = option.trait(Changes) in (WEIGHTS, COMPUTATION) and not option.trait(Through)
-            if reader and (reader.name in found or not reader.is_read(model)):
+            if reader and (reader.name in lacking or not reader.is_read(model)):
                 matters = False
             valid = fixed.get(name, option.default)
             if matters and name not in covered and getattr(model, name) != valid:
-                found[name] = valid
-        for part in self.parts:
-            found |= part.lacks(model)
-        return found
+                lacking[name] = valid
+        for group in self.parts:
+            lacking |= group.lacks(model)
+        return lacking
 
     def places(self, model: ModelConfig) -> TensorPlaces:
         """The places of a model's weights."""
         head = self.heads[model.head]
-        there = {named(path) for path in weight_paths(model)}
-        own = self.of_model(model)
+        weights = {named(path) for path in weight_paths(model)}
+        extra = self.of_model(model)
         dense = {
-            f"dense_blocks/{name}": replace(place, of="dense_blocks") for name, place in {**self.dense, **own}.items()
+            f"dense_blocks/{name}": replace(place, of="dense_blocks") for name, place in {**self.dense, **extra}.items()
         }
-        of_module = {f"block/{name}": place for name, place in {**self.blocks, **own}.items()} | {**self.prediction}
+        of_module = {f"block/{name}": place for name, place in {**self.blocks, **extra}.items()} | {**self.prediction}
         of_module = {f"{PREDICTION}/{name}": replace(place, of="prediction") for name, place in of_module.items()}
         of_ends = {**self.shared, **head.shared, **dense, **(of_module if self.prediction else {})}
-        shared = {name: place for name, place in of_ends.items() if ("shared", name) in there}
+        shared = {name: place for name, place in of_ends.items() if ("shared", name) in weights}
         names = {place.name for place in shared.values()}
         modules = range(model.num_layers, model.num_layers + model.prediction_modules)
         written = {
@@ -175,7 +175,7 @@ class Exchange:
         copies = {copy: name for copy, name in {**self.copies, **head.copies}.items() if copy not in names}
         return TensorPlaces(
             shared=shared,
-            blocks={name: place for name, place in {**self.blocks, **own}.items() if ("blocks", name) in there},
+            blocks={name: place for name, place in {**self.blocks, **extra}.items() if ("blocks", name) in weights},
             copies=copies | written,
             written_copies=written,
             unused=(*self.unused, *head.unused),
@@ -186,13 +186,13 @@ class Exchange:
 
     def named_options(self) -> dict[str, tuple[str, Option]]:
         """Options that map to a field one to one: the field's name, and the option."""
-        covered = {name for part in self.parts for name in part.options}
-        found = {}
+        covered = {name for group in self.parts for name in group.options}
+        mapped = {}
         for name, option in options(ModelConfig).items():
             theirs = option.trait(HuggingFaceName)
             if theirs and name not in covered and (field := theirs.name_in(self.dialect)):
-                found[name] = (field, option)
-        return found
+                mapped[name] = (field, option)
+        return mapped
 
 
 def _special_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def export_hf(
     settings = exchange.settings(model, labels, tokenizer)
     origin.put_into(settings, model)
     settings["config.json"]["dtype"] = _TORCH[dtype or origin.dtype]
-    stored, number = weights_in_parts(whole_layout(config), run_dir, step)
+    stored, step_number = weights_in_parts(whole_layout(config), run_dir, step)
 
     def read(paths: list[Any]) -> list[Tensor]:
         return [weight.astype(np.float32, copy=False) for weight in stored(paths)]
@@ -81,7 +81,7 @@ def export_hf(
         write_objects(new, settings)
         if tokenizer:
             write_tokenizer(tokenizer, model.sequence_length, new, exchange.model_type)
-    return number, tokenizer
+    return step_number, tokenizer
 
 
 def exchange_of_run(run_dir: Path, config: Config, origin: Origin) -> Exchange:

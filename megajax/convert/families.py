@@ -24,7 +24,7 @@ def exchange_of(fields: Fields) -> Exchange:
     by_type = {exchange.model_type: exchange for exchange in EXCHANGES}
     fields.check("model_type", *by_type, missing=None)
     exchange = by_type[fields["model_type"]]
-    if exchange.quantized and fields.part("quantization_config").get("quant_method") == exchange.quantized:
+    if exchange.quantized and fields.section("quantization_config").get("quant_method") == exchange.quantized:
         fields.pop("quantization_config")
     for name, valid in _NULL.items():
         if fields.get(name) is not None:
@@ -44,13 +44,13 @@ def exchange_for(model: ModelConfig, came_from: str, name: str) -> Exchange:
         raise UserError(f"{name} holds a model of the family {model.family}; valid: {families}")
     fitting = [exchange for exchange, lacking in lacks if not lacking]
     if fitting:
-        return next((each for each in fitting if each.architecture(model) == came_from), fitting[0])
+        return next((exchange for exchange in fitting if exchange.architecture(model) == came_from), fitting[0])
     fewest = min(len(lacking) for _, lacking in lacks)
     nearest: dict[str, list[str]] = {}
-    for each, lacking in lacks:
+    for exchange, lacking in lacks:
         if len(lacking) == fewest:
             flags = " ".join(as_flag(f"model.{option}", value) for option, value in lacking.items())
-            nearest.setdefault(flags, []).append(each.architecture(model))
+            nearest.setdefault(flags, []).append(exchange.architecture(model))
     flags, names = next(iter(nearest.items()))
     valid = f"a run with {flags} ({' or '.join(names)})"
     raise UserError(f"{name} holds a model that no transformers class supports; valid: {valid}")

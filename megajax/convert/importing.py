@@ -87,40 +87,40 @@ class StoredWeights:
 
     def __init__(self, folder: Path, config: ModelConfig, exchange: Exchange, adapter: Adapter | None = None):
         self._tensors, self._adapter = TensorFiles(folder), adapter
-        there = self._tensors.shapes
-        if config.prediction_modules and not there.keys() & exchange.places(config).of_modules(config):
+        stored = self._tensors.shapes
+        if config.prediction_modules and not stored.keys() & exchange.places(config).prediction_tensors(config):
             config = dataclasses.replace(config, prediction_modules=0)
         self.model = self._config = config
-        joined = any(name.format(layer=config.num_layers - 1) in there for name in exchange.fused)
-        apart = not joined and any("{expert}" in place.name for place in exchange.blocks.values())
-        experts = config.num_experts if apart else 0
+        joined = any(name.format(layer=config.num_layers - 1) in stored for name in exchange.fused)
+        separate = not joined and any("{expert}" in place.name for place in exchange.blocks.values())
+        experts = config.num_experts if separate else 0
         fewest = config.num_blocks * max(1, experts)  # a layer has several tensors, as has each expert
-        if fewest > max(len(there), _LAYERS):
+        if fewest > max(len(stored), _LAYERS):
             layers = exchange.named_options()["num_layers"][0]
             of_experts, and_experts = (f" of {experts} experts", " and experts") if experts else ("", "")
             raise UserError(
-                f"{folder / 'config.json'}: {layers} is {config.num_layers}{of_experts}, but there are {len(there)} "
+                f"{folder / 'config.json'}: {layers} is {config.num_layers}{of_experts}, but there are {len(stored)} "
                 f"tensors in all; valid: the number of layers{and_experts} in the safetensors"
             )
         self._places = exchange.places(config)
         for name, parts in self._places.fused_tensors(config).items():
-            if name in there:
+            if name in stored:
                 self._tensors.split(name, parts)
         for name in self._places.shapes(config):
-            if {f"{name}_blocks", f"{name}_scales"} <= there.keys():
+            if {f"{name}_blocks", f"{name}_scales"} <= stored.keys():
                 self._tensors.widen(name)
-        self._spelled = self._places.spelling(there)
+        self._spelled = self._places.spelling(stored)
         self.fresh: dict[str, tuple[str, ...]] = {}
         missing: set[str] = set()
         for beginning, head in self._places.fresh.items():
             theirs = {ours: each.name for ours, each in self._places.shared.items() if ours.startswith(beginning)}
-            if not there.keys() & theirs.values():
+            if not stored.keys() & theirs.values():
                 self.fresh[head] = tuple(theirs)
                 missing.update(theirs.values())
         if adapter:
             adapter.fit(self._places, config)
             untied = self._places.shared.get("output")
-            if untied and untied.name not in there and exchange.copies.get(untied.name) in there:
+            if untied and untied.name not in stored and exchange.copies.get(untied.name) in stored:
                 self._tensors.share(untied.name, exchange.copies[untied.name])
         shapes = {name: shape for name, shape in self._places.shapes(config).items() if name not in missing}
         self._check(exchange, {self._spelled(name): shape for name, shape in shapes.items()})

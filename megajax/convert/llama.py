@@ -65,12 +65,12 @@ class _Kind:
             kv_heads = fields.value("num_key_value_heads", "model.num_kv_heads", self.kv_heads)
         if kv_heads > heads or heads % kv_heads:
             raise fields.refusal("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads, {heads}")
-        given = fields.get("head_dim", self.head_size) is not None
-        if self.heads != "free" or not given:
+        has_size = fields.get("head_dim", self.head_size) is not None
+        if self.heads != "free" or not has_size:
             fields.check_divides("num_attention_heads", "hidden_size")
         if self.heads == "fill":
             fields.check("head_dim", None, hidden // heads)
-        size = fields.value("head_dim", "model.head_size", self.head_size) if given else hidden // heads
+        size = fields.value("head_dim", "model.head_size", self.head_size) if has_size else hidden // heads
         if size % 2:
             raise fields.refusal("head_dim", size, "an even number: rotary positions turn pairs of features")
         return {"model.num_kv_heads": kv_heads, "model.head_size": size}
@@ -147,10 +147,10 @@ _CLAMPED = OptionGroup(
 )
 
 
-def read_dropout(fields: Fields, given: Mapping[str, Any]) -> dict[str, float]:
+def read_dropout(fields: Fields, overrides: Mapping[str, Any]) -> dict[str, float]:
     """Their rate is for attention only; ours also applies to the residual branches."""
     rate = fields.get("attention_dropout", 0.0)
-    if "model.dropout" in given or rate is None or (type(rate) in (int, float) and rate == 0):
+    if "model.dropout" in overrides or rate is None or (type(rate) in (int, float) and rate == 0):
         return {"model.dropout": 0.0}
     raise fields.refusal("attention_dropout", rate, "0, or --model.dropout X, which is not of attention only")
 

@@ -83,8 +83,8 @@ class Adapter:
             raise UserError(f"{self._file}: holds no tensors of an adapter; valid: those that peft writes")
 
     @classmethod
-    def find(cls, folder: Path, given: Path | None) -> "Adapter | None":
-        """The adapter `given` by the user for the model in a folder, or the one beside the model."""
+    def find(cls, folder: Path, adapter: Path | None) -> "Adapter | None":
+        """The `adapter` given by the user for the model in a folder, or the one beside the model."""
         beside = reading.is_file(folder / SETTINGS)
         if beside and not reading.is_file(folder / "config.json"):
             base = AdapterOptions.read(folder).get("base_model_name_or_path")
@@ -93,11 +93,11 @@ class Adapter:
                 f"PATH {folder} holds only an adapter, not its base model{named}; valid: the base model, with "
                 f"--adapter {folder}"
             )
-        if beside and given:
-            raise UserError(f"--adapter {given}: PATH {folder} holds an adapter too; valid: one adapter")
-        if given and not reading.is_file(given / SETTINGS):
-            raise UserError(f"--adapter {given}: no {SETTINGS} found; valid: a folder written by peft")
-        return cls(given or folder) if given or beside else None
+        if beside and adapter:
+            raise UserError(f"--adapter {adapter}: PATH {folder} holds an adapter too; valid: one adapter")
+        if adapter and not reading.is_file(adapter / SETTINGS):
+            raise UserError(f"--adapter {adapter}: no {SETTINGS} found; valid: a folder written by peft")
+        return cls(adapter or folder) if adapter or beside else None
 
     def unties(self, exchange: Exchange, head: str) -> bool:
         """Whether it makes embedding and output, which the base model shares, differ."""
@@ -133,13 +133,13 @@ class Adapter:
             scale, rank = target or (0.0, 1)
             of_table = "lora_embedding_A" in tensors
             for kind, tensor in tensors.items():
-                place = f"{module}.{'bias' if kind.endswith('bias') else 'weight'}"
-                if place in places.copies and self._options.get("ensure_weight_tying"):
-                    self._check_same(tensor, kind, places.copies[place].rpartition(".")[0])
+                key = f"{module}.{'bias' if kind.endswith('bias') else 'weight'}"
+                if key in places.copies and self._options.get("ensure_weight_tying"):
+                    self._check_same(tensor, kind, places.copies[key].rpartition(".")[0])
                     continue
                 if not target and kind.startswith(("lora", "base")):
                     raise self._refusal([tensor], f"only what {SETTINGS} selects, peft ignores the rest")
-                name = known.get(place, "")
+                name = known.get(key, "")
                 flips = name in flipped or of_table
                 change = self._changes.setdefault(name, _Change(scale, flips))
                 if not name or kind in change.tensors:
@@ -151,11 +151,11 @@ class Adapter:
 
     def _fit_experts(self, tensors: dict[str, str], chosen: Iterable[tuple[float, int, _Fused]]) -> dict[str, _Shape]:
         """The same for an adapter of one of these fused tensors, each with scale and rank. Only sizes tell which."""
-        there = {kind: self._tensors.shapes[tensor] for kind, tensor in tensors.items()}
+        shapes = {kind: self._tensors.shapes[tensor] for kind, tensor in tensors.items()}
         for scale, rank, fused in chosen:
             ranks = rank * fused.experts
             wanted = {"lora_A.weight": (ranks, fused.inputs), "lora_B.weight": (fused.outputs, ranks)}
-            if there == wanted and not self._changes.keys() & fused.parts.keys():
+            if shapes == wanted and not self._changes.keys() & fused.parts.keys():
                 changes = {name: _Change(scale, expert=part, tensors=tensors) for name, part in fused.parts.items()}
                 self._changes |= changes
                 return {tensors[kind]: shape for kind, shape in wanted.items()}
@@ -186,22 +186,22 @@ class Adapter:
         if name not in self._changes:
             return tensor
         change = self._changes[name]
-        own = {kind.removeprefix("base_layer."): self._tensors.read(stored) for kind, stored in change.tensors.items()}
+        arrays = {kind.removeprefix("base_layer."): self._tensors.read(key) for kind, key in change.tensors.items()}
         scale = np.float32(change.scale)
         if name.endswith("bias"):
-            return own.get("bias", tensor) + scale * own.get("lora_B.bias", np.float32(0))
-        tensor = own.get("weight", tensor)
-        a_RI, b_OR = (own.get(f"lora_{x}.weight", own.get(f"lora_embedding_{x}")) for x in "AB")
+            return arrays.get("bias", tensor) + scale * arrays.get("lora_B.bias", np.float32(0))
+        tensor = arrays.get("weight", tensor)
+        a_RI, b_OR = (arrays.get(f"lora_{x}.weight", arrays.get(f"lora_embedding_{x}")) for x in "AB")
         if a_RI is not None and b_OR is not None:
             w_OI = (tensor.T if change.flipped else tensor) + scale * _product(a_RI, b_OR, change.expert)
-            if "lora_magnitude_vector" in own:
-                w_OI *= (own["lora_magnitude_vector"] / np.linalg.norm(w_OI, axis=1))[:, None]
+            if "lora_magnitude_vector" in arrays:
+                w_OI *= (arrays["lora_magnitude_vector"] / np.linalg.norm(w_OI, axis=1))[:, None]
             tensor = w_OI.T if change.flipped else w_OI
-        if _TOKENS in own:
-            found = _TENSOR.fullmatch(change.tensors[_TOKENS])
-            assert found
+        if _TOKENS in arrays:
+            match = _TENSOR.fullmatch(change.tensors[_TOKENS])
+            assert match
             tensor = tensor.copy()
-            tensor[self._options.tokens(found["module"], len(tensor))] = own[_TOKENS]
+            tensor[self._options.tokens(match["module"], len(tensor))] = arrays[_TOKENS]
         return tensor
 
     def _refusal(
@@ -213,18 +213,18 @@ class Adapter:
 def _fused(places: TensorPlaces, config: ModelConfig) -> dict[str, _Fused]:
     """The tensors of all of a layer's experts, by name; some are so on disk, too: [experts, in, out]."""
     shapes = places.shapes(config)
-    found = {name: _Fused(*shape, {name: _Expert(shape[0])}) for name, shape in shapes.items() if len(shape) == 3}
+    tensors = {name: _Fused(*shape, {name: _Expert(shape[0])}) for name, shape in shapes.items() if len(shape) == 3}
     for fused, experts in places.fused_tensors(config).items():
         if experts[0][0] not in shapes:
             continue  # the layer is dense
         rows, inputs = shapes[experts[0][0]]
         parts = {
-            name: _Expert(len(experts), expert, slice(rows * number, rows * (number + 1)))
+            name: _Expert(len(experts), expert, slice(rows * index, rows * (index + 1)))
             for expert, names in enumerate(experts)
-            for number, name in enumerate(names)
+            for index, name in enumerate(names)
         }
-        found[fused] = _Fused(len(experts), inputs, rows * len(experts[0]), parts)
-    return found
+        tensors[fused] = _Fused(len(experts), inputs, rows * len(experts[0]), parts)
+    return tensors
 
 
 def _product(a_RI: Tensor, b_OR: Tensor, expert: _Expert | None) -> Tensor:

@@ -67,12 +67,12 @@ class ExpertFields:
         gate, up, down = self._names(layer)
         return {f"{layer}mlp.experts.gate_up_proj": (gate, up), f"{layer}mlp.experts.down_proj": (down,)}
 
-    def spelling(self, there: Collection[str]) -> Callable[[str], str]:
+    def spelling(self, names: Collection[str]) -> Callable[[str], str]:
         """In memory the router is in `mlp` in all classes."""
 
         def spelled(name: str) -> str:
             in_memory = name.replace(f".{self.module}.gate.", ".mlp.gate.")
-            return in_memory if in_memory in there else name
+            return in_memory if in_memory in names else name
 
         return spelled
 
@@ -96,14 +96,14 @@ class JoinedExpertFields(ExpertFields):
     def places(self, layer: str) -> dict[str, TensorPlace]:
         router, experts = f"{layer}{self.module}.router.", f"{layer}{self.module}.experts."
         gate, up, down = self.products
-        found = {
+        places = {
             "mlp/router/weight": TensorPlace(f"{router}weight", "ED", turned=True),
             "mlp/router/logit_bias": TensorPlace(f"{router}bias", "E"),
         }
         for ours, name, dims, turn in (("gate", gate, "DY", 0), ("up", up, "DY", 1), ("down", down, "XD", None)):
-            found[f"mlp/{ours}/weight"] = TensorPlace(f"{experts}{name}", f"E{dims}", turn=turn)
-            found[f"mlp/{ours}/bias"] = TensorPlace(f"{experts}{name}_bias", f"E{dims[1]}", turn=turn)
-        return found
+            places[f"mlp/{ours}/weight"] = TensorPlace(f"{experts}{name}", f"E{dims}", turn=turn)
+            places[f"mlp/{ours}/bias"] = TensorPlace(f"{experts}{name}_bias", f"E{dims[1]}", turn=turn)
+        return places
 
 
 def _lacks_experts(model: ModelConfig) -> Lacks:

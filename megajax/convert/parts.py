@@ -48,11 +48,11 @@ def plain_heads(heads: str, width: str) -> OptionGroup:
         return {}
 
     def lacks(model: ModelConfig) -> Lacks:
-        found: Lacks = {} if model.num_kv_heads == model.num_heads else {"num_kv_heads": model.num_heads}
+        lacking: Lacks = {} if model.num_kv_heads == model.num_heads else {"num_kv_heads": model.num_heads}
         if indivisible := lacks_divisible_heads(model):
-            return found | indivisible
+            return lacking | indivisible
         size = model.hidden_size // model.num_heads
-        return found | ({} if model.head_size == size else {"head_size": size})
+        return lacking | ({} if model.head_size == size else {"head_size": size})
 
     return OptionGroup(("num_kv_heads", "head_size"), read, lambda _: {}, lacks)
 
@@ -99,64 +99,64 @@ _IGNORED = "finetuned"  # by transformers too
 _KNOWN = ("rope_type", "type", "rope_theta", "partial_rotary_factor", *_SCALES, *ChainMap(*_SCALINGS.values()))
 
 
-def _read_rope(fields: Fields, part: Fields, default: float, *, beside: bool = True) -> dict[str, Any]:
-    """Angles as `part` describes them; `beside`: the length may be beside it."""
-    scaling = _read_kind(fields, part)
-    theta = (part if "rope_theta" in part else fields).value("rope_theta", "model.rope_theta", default)
-    found = {"model.positions": "rotary", "model.rope_theta": theta}
-    found["model.rope_scaling"] = "none" if scaling == "default" else scaling
+def _read_rope(fields: Fields, section: Fields, default: float, *, beside: bool = True) -> dict[str, Any]:
+    """Angles as `section` describes them; `beside`: the length may be beside it."""
+    scaling = _read_kind(fields, section)
+    theta = (section if "rope_theta" in section else fields).value("rope_theta", "model.rope_theta", default)
+    values = {"model.positions": "rotary", "model.rope_theta": theta}
+    values["model.rope_scaling"] = "none" if scaling == "default" else scaling
     if scaling == "yarn":
-        _complete_yarn(part)
+        _complete_yarn(section)
     for name, option in _SCALINGS[scaling].items():
-        owner, field = _place(fields, part, name, beside)
-        if name != _ATTENTION or part.get(name) is not None:
-            found[f"model.{option}"] = owner.value(field, f"model.{option}")
-    if scaling == "llama3" and part["low_freq_factor"] >= part["high_freq_factor"]:
-        valid = f"more than low_freq_factor, {part['low_freq_factor']}"
-        raise part.refusal("high_freq_factor", part["high_freq_factor"], valid)
-    if scaling == "yarn" and part["beta_slow"] > part["beta_fast"]:
-        raise part.refusal("beta_fast", part["beta_fast"], f"beta_slow, {part['beta_slow']}, or more")
-    return found
+        owner, field = _owner_of(fields, section, name, beside)
+        if name != _ATTENTION or section.get(name) is not None:
+            values[f"model.{option}"] = owner.value(field, f"model.{option}")
+    if scaling == "llama3" and section["low_freq_factor"] >= section["high_freq_factor"]:
+        valid = f"more than low_freq_factor, {section['low_freq_factor']}"
+        raise section.refusal("high_freq_factor", section["high_freq_factor"], valid)
+    if scaling == "yarn" and section["beta_slow"] > section["beta_fast"]:
+        raise section.refusal("beta_fast", section["beta_fast"], f"beta_slow, {section['beta_slow']}, or more")
+    return values
 
 
-def _read_kind(fields: Fields, part: Fields) -> str:
+def _read_kind(fields: Fields, section: Fields) -> str:
     """The kind of scaling, if we have it and know all that is said about it."""
-    kind = "rope_type" if "rope_type" in part else "type"
-    part.check(kind, *_SCALINGS)
-    for name, value in part.items():
+    kind = "rope_type" if "rope_type" in section else "type"
+    section.check(kind, *_SCALINGS)
+    for name, value in section.items():
         if name not in (*_KNOWN, _IGNORED):
-            raise part.refusal(name, value, f"without it; known are {', '.join(_KNOWN)}")
-    for owner in part, fields:
+            raise section.refusal(name, value, f"without it; known are {', '.join(_KNOWN)}")
+    for owner in section, fields:
         owner.check("partial_rotary_factor", 1, None)
-    return str(part.get(kind, "default"))
+    return str(section.get(kind, "default"))
 
 
-def _place(fields: Fields, part: Fields, name: str, beside: bool) -> tuple[Fields, str]:
-    """Where a field of `part` is: the length may also be beside it, or be the model's."""
+def _owner_of(fields: Fields, section: Fields, name: str, beside: bool) -> tuple[Fields, str]:
+    """Where a field of `section` is: the length may also be beside it, or be the model's."""
     if name != _LENGTH:
-        return part, name
-    owners = (fields, part) if beside else (part,)
+        return section, name
+    owners = (fields, section) if beside else (section,)
     return next(((owner, name) for owner in owners if name in owner), (fields, "max_position_embeddings"))
 
 
-def _complete_yarn(part: Fields) -> None:
+def _complete_yarn(section: Fields) -> None:
     """Add what is missing, as transformers does; except an attention factor without scales: our default is theirs."""
-    part |= {"beta_slow": part.get("beta_slow") or 1, "beta_fast": part.get("beta_fast") or 32}
-    part.setdefault("truncate", True)
-    if part.get(_ATTENTION) is None and all(map(part.get, _SCALES)):
-        growth = 0.1 * math.log(part.value("factor", "model.rope_factor"))
-        one, all_dims = (part.value(name, "model.rope_attention_factor") * growth + 1 for name in _SCALES)
-        part[_ATTENTION] = one / all_dims
+    section |= {"beta_slow": section.get("beta_slow") or 1, "beta_fast": section.get("beta_fast") or 32}
+    section.setdefault("truncate", True)
+    if section.get(_ATTENTION) is None and all(map(section.get, _SCALES)):
+        growth = 0.1 * math.log(section.value("factor", "model.rope_factor"))
+        one, all_dims = (section.value(name, "model.rope_attention_factor") * growth + 1 for name in _SCALES)
+        section[_ATTENTION] = one / all_dims
 
 
-def _read_scores(part: Fields) -> dict[str, Any]:
+def _read_scores(section: Fields) -> dict[str, Any]:
     """Whether scaling multiplies scores too."""
-    scale, kind = part.get(_SCALES[1]), part.get("rope_type", part.get("type", "default"))
+    scale, kind = section.get(_SCALES[1]), section.get("rope_type", section.get("type", "default"))
     if not scale or kind == "default":
         return {}
     if kind != "yarn":
-        raise part.refusal(_SCALES[1], scale, f"without it, with {kind}")
-    return {"model.rope_score_scale": part.value(_SCALES[1], "model.rope_score_scale")}
+        raise section.refusal(_SCALES[1], scale, f"without it, with {kind}")
+    return {"model.rope_score_scale": section.value(_SCALES[1], "model.rope_score_scale")}
 
 
 def _write_rope(model: ModelConfig) -> dict[str, Any]:
@@ -183,10 +183,10 @@ def rope(default: float, *, scores: bool = False, missing: Mapping[str, Any] | N
     `scores` scaling may multiply scores too."""
 
     def read(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
-        part = fields.part("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
-        if not part and fields.get("rope_parameters") is None:
-            part |= missing or {}
-        return _read_rope(fields, part, default) | (_read_scores(part) if scores else {})
+        section = fields.section("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
+        if not section and fields.get("rope_parameters") is None:
+            section |= missing or {}
+        return _read_rope(fields, section, default) | (_read_scores(section) if scores else {})
 
     return OptionGroup((*_ROPE_OPTIONS, *["rope_score_scale"] * scores), read, _write_rope)
 
@@ -197,28 +197,28 @@ def rope_by_layer(default: float, in_window: float, local: str = "") -> OptionGr
     everywhere, windowed = "full_attention", "sliding_attention"  # names in `rope_parameters`
 
     def read(fields: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
-        both = fields.part("rope_parameters")
-        full, window = both.part(everywhere), both.part(windowed)
+        both = fields.section("rope_parameters")
+        full, window = both.section(everywhere), both.section(windowed)
         if fields.get("rope_parameters") is None:
             full["rope_type"] = "default"  # which `type` does not replace
-        full |= fields.part("rope_scaling")
-        found = _read_rope(fields, full, default, beside=False)
+        full |= fields.section("rope_scaling")
+        values = _read_rope(fields, full, default, beside=False)
         window.setdefault("rope_theta", fields.get(local, in_window) if local else in_window)
-        for part in full, window:  # of several kinds of layers transformers ignores it
-            part.check("truncate", True)
-        own = _read_rope(fields, window, in_window, beside=False)
-        if own == found:
-            return found | {"model.window_rope_theta": 0.0}
-        if own["model.rope_scaling"] != "none":
-            raise window.refusal("rope_type", own["model.rope_scaling"], f"default, or all as {everywhere}")
-        return found | {"model.window_rope_theta": own["model.rope_theta"]}
+        for section in full, window:  # of several kinds of layers transformers ignores it
+            section.check("truncate", True)
+        window_values = _read_rope(fields, window, in_window, beside=False)
+        if window_values == values:
+            return values | {"model.window_rope_theta": 0.0}
+        if window_values["model.rope_scaling"] != "none":
+            raise window.refusal("rope_type", window_values["model.rope_scaling"], f"default, or all as {everywhere}")
+        return values | {"model.window_rope_theta": window_values["model.rope_theta"]}
 
     def write(model: ModelConfig) -> dict[str, Any]:
-        found = _write_rope(model)
-        full, theta = found["rope_parameters"], model.window_rope_theta
-        own = {"rope_type": "default", "rope_theta": theta} if theta else full
+        settings = _write_rope(model)
+        full, theta = settings["rope_parameters"], model.window_rope_theta
+        in_windows = {"rope_type": "default", "rope_theta": theta} if theta else full
         older = {local: theta or model.rope_theta} if local else {}
-        return found | older | {"rope_parameters": {everywhere: full, windowed: own}}
+        return settings | older | {"rope_parameters": {everywhere: full, windowed: in_windows}}
 
     def lacks(model: ModelConfig) -> Lacks:
         return {} if model.rope_truncate or model.rope_scaling != "yarn" else {"rope_truncate": True}

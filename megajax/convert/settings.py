@@ -27,7 +27,7 @@ class Fields(dict[str, Any]):
             raise UserError(f"{folder}: no config.json found; valid: a folder written by save_pretrained")
         return cls(file, reading.read_object(file, "the configuration of a model"))
 
-    def part(self, name: str) -> "Fields":
+    def section(self, name: str) -> "Fields":
         """The fields of the object in a field; empty if that is null or missing."""
         inner = self.get(name)
         if not isinstance(inner, dict | None):
@@ -42,33 +42,33 @@ class Fields(dict[str, Any]):
 
     def value(self, name: str, key: str, missing: Any = None) -> Any:
         """The value of a field as our option `key`; if the field is missing, `missing` is used."""
-        given, option = self.get(name, missing), options(Config)[key]
+        raw, option = self.get(name, missing), options(Config)[key]
         try:
-            value = option.convert(given)
+            value = option.convert(raw)
         except ValueError:
-            raise self.refusal(name, given, option.valid) from None
+            raise self.refusal(name, raw, option.valid) from None
         if option.problem(value):
-            raise self.refusal(name, given, option.valid)
+            raise self.refusal(name, raw, option.valid)
         if value == 0 and type(value) is not bool:  # if 0 is valid, it means that another option decides
-            raise self.refusal(name, given, "more than 0")
+            raise self.refusal(name, raw, "more than 0")
         return value
 
     def labels(self) -> tuple[str, ...]:
         """Names of the classes, in the order of their numbers; transformers' default names if only their number is
         given, and two of these if not even that."""
-        given = self.get("id2label")
-        if given is None:
-            number = 2 if self.get("num_labels") is None else self.value("num_labels", "model.num_classes")
-            return tuple(f"LABEL_{n}" for n in range(number))
-        numbers = [str(n) for n in range(len(given))] if isinstance(given, dict) and len(given) > 1 else []
-        if not numbers or given.keys() != {*numbers} or not all(isinstance(name, str) for name in given.values()):
-            raise self.refusal("id2label", given, "a name for each of two classes or more, by their numbers from 0 on")
-        return tuple(given[number] for number in numbers)
+        names = self.get("id2label")
+        if names is None:
+            count = 2 if self.get("num_labels") is None else self.value("num_labels", "model.num_classes")
+            return tuple(f"LABEL_{n}" for n in range(count))
+        numbers = [str(n) for n in range(len(names))] if isinstance(names, dict) and len(names) > 1 else []
+        if not numbers or names.keys() != {*numbers} or not all(isinstance(name, str) for name in names.values()):
+            raise self.refusal("id2label", names, "a name for each of two classes or more, by their numbers from 0 on")
+        return tuple(names[number] for number in numbers)
 
-    def check_divides(self, number: str, width: str) -> None:
-        """Check that the field `number` divides the field `width`; both have been read."""
-        if self[width] % self[number]:
-            raise self.error(f"{width} {self[width]} is not divisible by {number} {self[number]}", "a multiple of it")
+    def check_divides(self, divisor: str, width: str) -> None:
+        """Check that the field `divisor` divides the field `width`; both have been read."""
+        if self[width] % self[divisor]:
+            raise self.error(f"{width} {self[width]} is not divisible by {divisor} {self[divisor]}", "a multiple of it")
 
     def refusal(self, name: str, value: object, valid: str) -> UserError:
         """The error for an invalid value of a field."""

@@ -113,10 +113,10 @@ class TensorFiles:
         for: in a block 32 numbers of 4 bits, two in a byte, with one scale."""
         blocks, scales = (self._files.pop(f"{name}_{part}") for part in ("blocks", "scales"))
         shape, of_scales = (self.shapes.pop(f"{name}_{part}") for part in ("blocks", "scales"))
-        found = f"{list(shape)} {_dtype(blocks)} with scales {list(of_scales)} {_dtype(scales)}"
+        actual = f"{list(shape)} {_dtype(blocks)} with scales {list(of_scales)} {_dtype(scales)}"
         if len(shape) != 4 or shape[3] != 16 or of_scales != shape[:3] or {*map(_dtype, (blocks, scales))} != {"U8"}:
             valid = "16 bytes (U8) a block, and one for its scale"
-            raise UserError(f"{blocks.path}: {name}_blocks has shape {found}; valid: {valid}")
+            raise UserError(f"{blocks.path}: {name}_blocks has shape {actual}; valid: {valid}")
         self._files[name], self.shapes[name] = blocks._replace(scales=scales), (shape[0], 32 * shape[2], shape[1])
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], kind: str, by: str = _CONFIG) -> None:
@@ -154,10 +154,10 @@ class TensorFiles:
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """One tensor, in fp32."""
         stored = self._files[name]
-        found = stored.file.get_slice(stored.name)[stored.part] if stored.part else stored.file.get_tensor(stored.name)
-        tensor: npt.NDArray[np.float32] = found.astype(np.float32)
+        raw = stored.file.get_slice(stored.name)[stored.part] if stored.part else stored.file.get_tensor(stored.name)
+        tensor: npt.NDArray[np.float32] = raw.astype(np.float32)
         if stored.scales:
-            tensor = _widened(found, stored.scales.file.get_tensor(stored.scales.name))
+            tensor = _widened(raw, stored.scales.file.get_tensor(stored.scales.name))
         if not np.isfinite(tensor).all():
             raise UserError(f"{stored.path}: {name} has values that are NaN or infinite; valid: finite numbers")
         return tensor
@@ -276,7 +276,7 @@ def _header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> tuple[by
 def _converted(name: str, tensor: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.uint8]:
     """The bytes of a tensor in this dtype."""
     with np.errstate(over="ignore"):
-        found = np.ascontiguousarray(tensor).astype(_NUMPY[dtype], copy=False)
-    if dtype == "fp16" and not np.isfinite(found).all():
+        array = np.ascontiguousarray(tensor).astype(_NUMPY[dtype], copy=False)
+    if dtype == "fp16" and not np.isfinite(array).all():
         raise UserError(f"--dtype fp16: {name} has numbers beyond {np.finfo(np.float16).max:g}; valid: bf16 or fp32")
-    return found.reshape(-1).view(np.uint8)
+    return array.reshape(-1).view(np.uint8)

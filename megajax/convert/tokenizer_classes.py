@@ -50,16 +50,16 @@ def readable(tokenizer: Tokenizer, settings: dict[str, Any], model_type: str) ->
     if "auto_map" not in settings and (name in _WHOLE_NAMES or _is_built(name, tokenizer, settings)):
         return settings, {}
     end = tokenizer.token(tokenizer.end_of_text)
-    found: dict[str, Any] = {"eos_token": end} if end in tokenizer.special_tokens else {}
-    found |= tokenizer.named_tokens | settings | {"tokenizer_class": _WHOLE}
+    written: dict[str, Any] = {"eos_token": end} if end in tokenizer.special_tokens else {}
+    written |= tokenizer.named_tokens | settings | {"tokenizer_class": _WHOLE}
     if name == "LlamaTokenizer":
-        found.setdefault("padding_side", "left")
+        written.setdefault("padding_side", "left")
     if tokenizer.is_wordpiece:
-        found.setdefault("model_input_names", _INPUTS)
-    found.pop("auto_map", None)
+        written.setdefault("model_input_names", _INPUTS)
+    written.pop("auto_map", None)
     if model_type not in _FIXED:
-        return found, {}
-    return found | {"auto_map": {"AutoTokenizer": [None, f"{_MODULE}.{_OWN}"]}}, {f"{_MODULE}.py": _CODE}
+        return written, {}
+    return written | {"auto_map": {"AutoTokenizer": [None, f"{_MODULE}.{_OWN}"]}}, {f"{_MODULE}.py": _CODE}
 
 
 def _class(settings: dict[str, Any], model_type: str) -> str:

@@ -74,10 +74,10 @@ def _check_settings(folder: Path, tokenizer: Tokenizer) -> None:
         return
     settings = reading.read_object(folder / CONFIG, "a file written by transformers", FILE_BYTES)
     for name, (section, theirs) in _DECIDED.items():
-        part = tokenizer.part(section)
-        if theirs not in part or settings.get(name) is None:
+        ours = tokenizer.part(section)
+        if theirs not in ours or settings.get(name) is None:
             continue
-        decided = part["lowercase"] if part[theirs] is None else part[theirs]  # a null strip_accents follows lowercase
+        decided = ours["lowercase"] if ours[theirs] is None else ours[theirs]  # a null strip_accents follows lowercase
         if settings[name] is not decided:
             given, valid = json.dumps(settings[name])[:80], json.dumps(decided)
             raise UserError(f"{folder / CONFIG}: {name} is {given}; valid: {valid}, as the tokenizer itself")
@@ -90,12 +90,12 @@ def _check_settings(folder: Path, tokenizer: Tokenizer) -> None:
 def write_tokenizer(tokenizer: Tokenizer, length: int, folder: Path, model_type: str) -> None:
     """Write a tokenizer's files as they were read, except for settings with which `transformers` would give other ids
     beside a model of this type; `length` is the model's sequence length, for a tokenizer without settings."""
-    own = tokenizer.files.get(CONFIG)
-    settings = _settings(tokenizer, length) if own is None else json.loads(own)
+    stored = tokenizer.files.get(CONFIG)
+    settings = _settings(tokenizer, length) if stored is None else json.loads(stored)
     readable_settings, more = readable(tokenizer, settings, model_type)
     for name, text in {**tokenizer.files, **more}.items():
         (folder / name).write_text(text, encoding="utf-8", newline="")
-    if own is None or readable_settings != settings:
+    if stored is None or readable_settings != settings:
         write_objects(folder, {CONFIG: readable_settings})
 
 

@@ -120,7 +120,7 @@ class TensorPlaces:
         shapes = {place: tuple(sizes[dim] for dim in place.dims) for place in places}
         return {name: shape for place, shape in shapes.items() for _, name in place.tensors(config)}
 
-    def of_modules(self, config: ModelConfig) -> set[str]:
+    def prediction_tensors(self, config: ModelConfig) -> set[str]:
         """The names of prediction modules' tensors."""
         places = (place for place in self.shared.values() if place.of == "prediction")
         return {name for place in places for _, name in place.tensors(config)}
@@ -150,11 +150,11 @@ def weight_of(
     whole = np.zeros(shape, np.float32)
     place = (places.blocks if part == "blocks" else places.shared)[name]
     for index, tensor in place.tensors(config):
-        own = _ours(place, place.in_halves(read(tensor), config))
+        ours = _ours(place, place.in_halves(read(tensor), config))
         if index:
-            whole[index] = own.reshape(shape[len(index) :])
+            whole[index] = ours.reshape(shape[len(index) :])
         else:
-            whole[: len(own)] = own
+            whole[: len(ours)] = ours
     return whole
 
 
@@ -177,8 +177,8 @@ def tensors_of(
         for index, name in own_places[0].tensors(config):
             tensor = np.empty(shapes[name], np.float32)
             for place, weight in zip(own_places, weights, strict=True):
-                own = _ours(place, tensor)  # a view
-                own[...] = (weight[index] if index else weight[: len(own)]).reshape(own.shape)
+                ours = _ours(place, tensor)  # a view
+                ours[...] = (weight[index] if index else weight[: len(ours)]).reshape(ours.shape)
             tensor = own_places[0].in_pairs(tensor, config)
             for each in (name, *(copy for copy, of in places.written_copies.items() if of == name)):
                 yield each, tensor
@@ -214,6 +214,6 @@ def named(path: Any) -> tuple[str, str]:
 
 def _ours(place: TensorPlace, tensor: Tensor) -> Tensor:
     """The part of a tensor that belongs to our weight, with dims in our order but without head dims."""
-    own = tensor if place.third is None else np.split(tensor, 3, axis=-1)[place.third]
-    own = own if place.turn is None else own[..., place.turn :: 2]
-    return own.T if place.turned else own
+    ours = tensor if place.third is None else np.split(tensor, 3, axis=-1)[place.third]
+    ours = ours if place.turn is None else ours[..., place.turn :: 2]
+    return ours.T if place.turned else ours

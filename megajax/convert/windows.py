@@ -48,17 +48,17 @@ class Window:
             return {"model.sliding_window": 0, "model.window_rope_theta": 0.0}
         return {"model.sliding_window": size, "model.window_layers": in_turns(windowed)}
 
-    def _windowed(self, fields: Fields, layers: int, there: bool) -> list[bool]:
+    def _windowed(self, fields: Fields, layers: int, has_window: bool) -> list[bool]:
         """Which layers have the window; without one, none has."""
         types = None if self.switched and not self.mixes else fields.get("layer_types")
         if types is None:
-            return self._by_number(fields, layers) if there else [False] * layers
-        if there and self.mixes:
+            return self._by_number(fields, layers) if has_window else [False] * layers
+        if has_window and self.mixes:
             fits = type(types) is list and len(types) == layers and {*types} <= {*_KINDS}
             valid = f"{_KINDS[1]} or {_KINDS[0]} for each of {layers} layers"
         else:
-            fits = types == [_KINDS[there]] * layers
-            valid = f"{_KINDS[there]} {layers} times: the same in all layers"
+            fits = types == [_KINDS[has_window]] * layers
+            valid = f"{_KINDS[has_window]} {layers} times: the same in all layers"
         if not fits:
             raise fields.refusal("layer_types", types, valid)
         return [each == _KINDS[1] for each in types]
@@ -78,10 +78,10 @@ class Window:
         windowed = model.windowed_in_order
         # Where layers follow a pattern, transformers makes a mask with the window even if no layer uses it.
         size = model.sliding_window or (None if self.pattern is None else self.size)
-        found: dict[str, Any] = {} if self.never else {"sliding_window": size}
-        found |= {"use_sliding_window": bool(model.sliding_window)} if self.switched else {}
-        found |= {"layer_types": [_KINDS[each] for each in windowed]} if self.mixes else {}
-        return found | ({} if self.first is None else {"max_window_layers": (*windowed, True).index(True)})
+        settings: dict[str, Any] = {} if self.never else {"sliding_window": size}
+        settings |= {"use_sliding_window": bool(model.sliding_window)} if self.switched else {}
+        settings |= {"layer_types": [_KINDS[each] for each in windowed]} if self.mixes else {}
+        return settings | ({} if self.first is None else {"max_window_layers": (*windowed, True).index(True)})
 
     def _lacks(self, model: ModelConfig) -> Lacks:
         if not model.sliding_window:
