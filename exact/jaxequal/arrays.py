@@ -176,7 +176,7 @@ def _extreme(equation: Any, x: Value) -> Value:
 
 
 @rule("argmax", "argmin")
-def _place(equation: Any, x: Value) -> Value:
+def _arg_extreme(equation: Any, x: Value) -> Value:
     (dim,), way = dims(equation.params["axes"]), np.argmin if equation.primitive.name == "argmin" else np.argmax
     return way(ordered(x), dim).astype(equation.params["index_dtype"])
 

@@ -24,7 +24,7 @@ class Devices:
     coordinates: np.ndarray  # [devices, axes]
 
     @classmethod
-    def of(cls, sizes: Mapping[str, int]) -> "Devices":
+    def grid(cls, sizes: Mapping[str, int]) -> "Devices":
         """All devices."""
         places = [*itertools.product(*map(range, sizes.values()))]
         return cls(sizes, np.array(places, int).reshape(len(places), len(sizes)))
@@ -34,7 +34,7 @@ class Devices:
         """How many there are."""
         return len(self.coordinates)
 
-    def of_all(self, x: Value) -> Value:
+    def spread(self, x: Value) -> Value:
         """The value with an entry for every device."""
         return np.broadcast_to(x, (len(x), self.count, *x.shape[2:]))
 
@@ -50,19 +50,19 @@ class Devices:
     def along(self, axes: Sequence[str]) -> np.ndarray | None:
         """The devices that only these axes tell apart, [groups, members], if all of them are among these."""
         names = [*self.sizes]
-        own = [names.index(axis) for axis in axes]
-        others = [place for place in range(len(names)) if place not in own]
-        size = math.prod(self.sizes[names[place]] for place in own)
-        order = np.lexsort(self.coordinates[:, [*others, *own]].T[::-1])
+        columns = [names.index(axis) for axis in axes]
+        others = [column for column in range(len(names)) if column not in columns]
+        size = math.prod(self.sizes[names[column]] for column in columns)
+        order = np.lexsort(self.coordinates[:, [*others, *columns]].T[::-1])
         groups = order[: self.count // size * size].reshape(-1, size)
         of_others = self.coordinates[groups][:, :, np.array(others, int)]
         return None if self.count % size or (of_others != of_others[:, :1]).any() else groups
 
     def shared(self, groups: np.ndarray, results: Value) -> Value:
         """Give every member the result of its group, [fields, groups, …]."""
-        return results if len(groups) == 1 else self.given(groups, [results] * groups.shape[1])
+        return results if len(groups) == 1 else self.scattered(groups, [results] * groups.shape[1])
 
-    def given(self, groups: np.ndarray, parts: Sequence[Value]) -> Value:
+    def scattered(self, groups: np.ndarray, parts: Sequence[Value]) -> Value:
         """Give each member of every group its part, [fields, groups, …]."""
         out = np.empty((len(parts[0]), self.count, *parts[0].shape[2:]), parts[0].dtype)
         for members, part in zip(groups.T, parts, strict=True):
@@ -78,17 +78,17 @@ class Devices:
         """The sum along these axes, on each device."""
         groups = self.along(axes)
         assert groups is not None, "a shard_map is run by all devices that its axes tell apart"
-        return self.shared(groups, total(self.of_all(x)[:, groups], 2, dtype))
+        return self.shared(groups, total(self.spread(x)[:, groups], 2, dtype))
 
     def slices(self, spec: Any, shape: Sequence[int]) -> Iterator[tuple[slice, ...]]:
         """Which part of an array every device has, with a slice of fields before."""
         for own in self.coordinates:
             at, slices = dict(zip(self.sizes, own.tolist(), strict=True)), [slice(None)]
             for entry, size in itertools.zip_longest(spec.partitions, shape):
-                place, count = 0, 1
+                index, count = 0, 1
                 for axis in () if entry is None else (entry,) if isinstance(entry, str) else entry:
-                    place, count = place * self.sizes[axis] + at[axis], count * self.sizes[axis]
-                slices.append(slice(place * size // count, (place + 1) * size // count))
+                    index, count = index * self.sizes[axis] + at[axis], count * self.sizes[axis]
+                slices.append(slice(index * size // count, (index + 1) * size // count))
             yield tuple(slices)
 
 
@@ -114,7 +114,7 @@ def _reduced(devices: Devices, equation: Any, *values: Value) -> Any:
             x = largest(x, dim, way)
         x = total(x, places, variable.aval.dtype) if places and not way else x
         if groups is not None:
-            x = devices.of_all(x)[:, groups]
+            x = devices.spread(x)[:, groups]
             x = devices.shared(groups, largest(x, 2, way) if way else total(x, 2, variable.aval.dtype))
         out.append(x)
     return out if equation.primitive.multiple_results else out[0]
@@ -123,7 +123,7 @@ def _reduced(devices: Devices, equation: Any, *values: Value) -> Any:
 @_rule("all_gather", "all_gather_invariant", "all_gather_reduced")
 def _all_gather(devices: Devices, equation: Any, x: Value) -> Value:
     groups, dim = devices.groups(equation), equation.params["all_gather_dimension"]
-    x = devices.of_all(x)[:, groups]
+    x = devices.spread(x)[:, groups]
     whole = _joined(x, dim) if equation.params["tiled"] else np.moveaxis(x, 2, dim + 2)
     return devices.shared(groups, whole)
 
@@ -131,23 +131,23 @@ def _all_gather(devices: Devices, equation: Any, x: Value) -> Value:
 @_rule("reduce_scatter", "unreduced_reduce_scatter")
 def _reduce_scatter(devices: Devices, equation: Any, x: Value) -> Value:
     groups, dim = devices.groups(equation), equation.params["scatter_dimension"] + 2
-    sums = total(devices.of_all(x)[:, groups], 2, equation.invars[0].aval.dtype)
+    sums = total(devices.spread(x)[:, groups], 2, equation.invars[0].aval.dtype)
     parts = np.split(sums, groups.shape[1], dim)
-    return devices.given(groups, parts if equation.params["tiled"] else [part.squeeze(dim) for part in parts])
+    return devices.scattered(groups, parts if equation.params["tiled"] else [part.squeeze(dim) for part in parts])
 
 
 @_rule("all_to_all")
 def _all_to_all(devices: Devices, equation: Any, x: Value) -> Value:
     """As if `tiled`, whatever that says: JAX adds and removes dims before and after it."""
     groups, split, joined = devices.groups(equation), equation.params["split_axis"], equation.params["concat_axis"]
-    parts = np.split(devices.of_all(x)[:, groups], groups.shape[1], split + 3)
-    return devices.given(groups, [_joined(part, joined) for part in parts])
+    parts = np.split(devices.spread(x)[:, groups], groups.shape[1], split + 3)
+    return devices.scattered(groups, [_joined(part, joined) for part in parts])
 
 
 @_rule("ppermute")
 def _ppermute(devices: Devices, equation: Any, x: Value) -> Value:
     """JAX numbers a group's members in the order of the mesh's axes, not in that of `axis_name`."""
-    groups, x = np.sort(devices.groups(equation)), devices.of_all(x)
+    groups, x = np.sort(devices.groups(equation)), devices.spread(x)
     out = np.zeros_like(x)
     for source, target in equation.params["perm"]:
         out[:, groups[:, target]] = x[:, groups[:, source]]
@@ -157,12 +157,12 @@ def _ppermute(devices: Devices, equation: Any, x: Value) -> Value:
 @_rule("ragged_all_to_all")
 def _ragged_all_to_all(devices: Devices, equation: Any, x: Value, out: Value, *more: Value) -> Value:
     """Every member sends rows of each size from each place, to each place."""
-    groups, x, out = devices.groups(equation), devices.of_all(x), devices.of_all(out).copy()
-    first, size, place, _ = (devices.of_all(each)[0] for each in more)
+    groups, x, out = devices.groups(equation), devices.spread(x), devices.spread(out).copy()
+    first, size, offset, _ = (devices.spread(each)[0] for each in more)
     for members in groups:
         for source in members:
             for n, target in enumerate(members):
-                start, rows, at = first[source, n], size[source, n], place[source, n]
+                start, rows, at = first[source, n], size[source, n], offset[source, n]
                 out[:, target, at : at + rows] = x[:, source, start : start + rows]
     return out
 

@@ -90,13 +90,13 @@ def compare(
         RunError: a function has a primitive without a rule, or a loop or collective without an end.
     """
     _check(args, repeats)
-    inputs = Arguments.of(args, keep)
+    inputs = Arguments.flattened(args, keep)
     with contextlib.nullcontext() if mesh is None else use_abstract_mesh(_abstract(mesh)):
         of_f, of_g = (TracedFunction.traced(name, each, inputs) for name, each in (("f", f), ("g", g)))
-        if gradients and not _of_another_form(of_f, of_g):
+        if gradients and not _form_problem(of_f, of_g):
             inputs = inputs.with_pullback(of_g)
-            of_f, of_g = (TracedFunction.traced(each.name, each.function, inputs) for each in (of_f, of_g))
-    problem = _of_another_form(of_f, of_g)
+            of_f, of_g = (TracedFunction.traced(program.name, program.function, inputs) for program in (of_f, of_g))
+    problem = _form_problem(of_f, of_g)
     return Comparison(False, f"different: {problem}") if problem else _Both(of_f, of_g, inputs, seed).compared(repeats)
 
 
@@ -257,13 +257,13 @@ class _Both:
             after = itertools.islice(log, turn + 1, None)
             later = itertools.islice((lacks_it for user, lacks_it in after if id(user) in ids), len(ids))
             if lacks and not [*programs(equation)] and all(later):
-                lines = [line_of(equation), *(line_of(each) for each, _ in log[turn + 1 :] if [*programs(each)]), ""]
+                lines = [line_of(equation), *(line_of(call) for call, _ in log[turn + 1 :] if [*programs(call)]), ""]
                 line = next(filter(None, lines), "a line that JAX does not know")  # or that of what calls it
                 return [f"f never has the value of g's {equation.primitive.name} at {line}"]
         return []
 
 
-def _of_another_form(f: TracedFunction, g: TracedFunction) -> str:
+def _form_problem(f: TracedFunction, g: TracedFunction) -> str:
     """The first output that only one of them has, or that has another shape."""
     for output in [*g.outputs, *f.outputs]:
         mine, its = f.outputs.get(output), g.outputs.get(output)
@@ -294,11 +294,11 @@ def _where(x: np.ndarray, right: np.ndarray) -> str:
 
 def factor(x: np.ndarray, right: np.ndarray) -> Fraction | None:
     """n/d for small n and d, if the numbers x are that times the right ones; [fields, numbers]."""
-    there = np.flatnonzero(right[0] > 0)[:1]
-    if not len(there) or (right < 0).any() or (x < 0).any():
+    nonzero = np.flatnonzero(right[0] > 0)[:1]
+    if not len(nonzero) or (right < 0).any() or (x < 0).any():
         return None
     prime, primes = int(PRIMES[0]), PRIMES[: len(x), None]
-    ratio = int(x[0, there[0]]) * pow(int(right[0, there[0]]), -1, prime)
+    ratio = int(x[0, nonzero[0]]) * pow(int(right[0, nonzero[0]]), -1, prime)
     for below in range(1, _LARGEST + 1):
         above = int(signed(np.array(ratio * below % prime), prime))
         if abs(above) <= _LARGEST and not ((x * below - right * above) % primes).any():
@@ -306,15 +306,15 @@ def factor(x: np.ndarray, right: np.ndarray) -> Fraction | None:
     return None
 
 
-def _first_site(found: Mapping[str, list[np.ndarray]], right: Mapping[str, list[np.ndarray]]) -> tuple[list[str], bool]:
+def _first_site(left: Mapping[str, list[np.ndarray]], right: Mapping[str, list[np.ndarray]]) -> tuple[list[str], bool]:
     """The first named value with numbers that f lacks, and whether there is one. What only f has may be of a pipeline's
     idle turns."""
-    names = [name for name in right if name in found]
-    for place, name in enumerate(names):
+    names = [name for name in right if name in left]
+    for index, name in enumerate(names):
         numbers = np.unique(np.concatenate(right[name]))
-        lacking = len(np.setdiff1d(numbers, np.concatenate(found[name])))
+        lacking = len(np.setdiff1d(numbers, np.concatenate(left[name])))
         if lacking:
-            before = f"; equal before it: {', '.join(names[:place])}" if place else ""
+            before = f"; equal before it: {', '.join(names[:index])}" if index else ""
             count = f"{lacking} of its {_many(len(numbers), 'number')}"
             return [f"the first named value that differs is {name}: f lacks {count}{before}"], True
     return ([f"all named values are equal: {', '.join(names)}"] if names else []), False

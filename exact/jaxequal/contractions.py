@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxequal.arrays import alike, padded, rule
 from jaxequal.errors import RunError
-from jaxequal.functions import FUNCTIONS, of_integers
+from jaxequal.functions import FUNCTIONS, from_integers
 from jaxequal.numbers import (
     LOWEST,
     Value,
@@ -29,7 +29,7 @@ def _typed(x: Value, dtype: Any) -> Value:
     """A value as the product of this dtype takes it."""
     if not is_float(dtype):
         return x.astype(dtype)
-    return x if len(x) > 1 else of_integers(x)
+    return x if len(x) > 1 else from_integers(x)
 
 
 def _product(x: Value, y: Value, dims: Any, dtype: Any) -> Value:
@@ -64,18 +64,18 @@ def _ragged(equation: Any, x: Value, y: Value, sizes: Value) -> Value:
     )
     x, y = _typed(x, dtype), _typed(y, dtype)
     ends = np.cumsum(sizes, -1)
-    place = np.arange(x.shape[ragged + 2])
+    position = np.arange(x.shape[ragged + 2])
     parts = []
     for group in range(sizes.shape[-1]):
         last = ends[..., group, None]
-        inside = (place < last) & (place >= last - sizes[..., group, None])
+        inside = (position < last) & (position >= last - sizes[..., group, None])
         if inside.ndim > 3:  # sizes for every batch
             raise RunError("no rule for a ragged_dot_general whose batches have group sizes of their own")
         mask = inside.reshape(*inside.shape[:2], *(-1 if dim == ragged else 1 for dim in range(x.ndim - 2)))
-        part = np.where(mask, x, zeros(x) if is_float(dtype) else 0)
+        masked = np.where(mask, x, zeros(x) if is_float(dtype) else 0)
         matrix = np.take(y, group, grouped[0] + 2) if grouped else y
         inner = tuple(tuple(dim - sum(g < dim for g in grouped) for dim in each) for each in (dims[0][1], dims[1][1]))
-        parts.append(_product(part, matrix, ((dims[0][0], inner[0]), (dims[1][0], inner[1])), dtype))
+        parts.append(_product(masked, matrix, ((dims[0][0], inner[0]), (dims[1][0], inner[1])), dtype))
     if not grouped:
         return np.stack(parts, 2)
     out = parts[0]
@@ -89,14 +89,14 @@ def _windows(x: Value, params: Any, sizes: Sequence[int], empty: Value) -> Itera
     count = len(sizes)
     holes = zip(params["padding"], params["dilation"], strict=True)
     x = padded(x, empty, [*[(0, 0, 0)] * (x.ndim - 2 - count), *((low, high, hole - 1) for (low, high), hole in holes)])
-    for place in itertools.product(*map(range, sizes)):
+    for offsets in itertools.product(*map(range, sizes)):
         slices: Any = []
-        for size, at, apart, stride, length in zip(
-            sizes, place, params["apart"], params["strides"], x.shape[x.ndim - count :], strict=True
+        for size, at, gap, stride, length in zip(
+            sizes, offsets, params["gap"], params["strides"], x.shape[x.ndim - count :], strict=True
         ):
-            turns = max((length - (size - 1) * apart - 1) // stride + 1, 0)
-            slices.append(slice(at * apart, at * apart + (turns - 1) * stride + 1 if turns else at * apart, stride))
-        yield place, x[..., *slices]
+            turns = max((length - (size - 1) * gap - 1) // stride + 1, 0)
+            slices.append(slice(at * gap, at * gap + (turns - 1) * stride + 1 if turns else at * gap, stride))
+        yield offsets, x[..., *slices]
 
 
 @rule("conv_general_dilated")
@@ -111,7 +111,7 @@ def _convolution(equation: Any, x: Value, kernel: Value) -> Value:
     x = x.reshape(*x.shape[:2], count, n // batches, c // groups, *space) if batches > 1 else x[:, :, 0].swapaxes(2, 3)
     kernel = kernel.reshape(*kernel.shape[:2], count, outputs // count, *kernel.shape[3:])
     window = {"padding": params["padding"], "dilation": params["lhs_dilation"]}
-    window |= {"apart": params["rhs_dilation"], "strides": params["window_strides"]}
+    window |= {"gap": params["rhs_dilation"], "strides": params["window_strides"]}
     total: Any = None
     matrices: Any = kernel
     for place, part in _windows(x, window, kernel.shape[5:], zeros(x) if is_float(dtype) else np.zeros_like(x)):
@@ -127,7 +127,7 @@ def _convolution(equation: Any, x: Value, kernel: Value) -> Value:
 def _reduced_window(equation: Any, x: Value) -> Value:
     params, dtype = equation.params, equation.invars[0].aval.dtype
     name = {"sum": "add", "max": "max", "min": "min"}[equation.primitive.name.rpartition("_")[2]]
-    two, window = FUNCTIONS[name][is_float(dtype)], _of_window(params)
+    two, window = FUNCTIONS[name][is_float(dtype)], _window_params(params)
     if name == "add":
         empty = zeros(x) if is_float(dtype) else np.zeros_like(x)
     elif is_float(dtype):
@@ -139,8 +139,8 @@ def _reduced_window(equation: Any, x: Value) -> Value:
     return _folded(x, two, window, params["window_dimensions"], empty)
 
 
-def _of_window(params: Any) -> dict[str, Any]:
-    names = {"padding": "padding", "dilation": "base_dilation", "apart": "window_dilation", "strides": "window_strides"}
+def _window_params(params: Any) -> dict[str, Any]:
+    names = {"padding": "padding", "dilation": "base_dilation", "gap": "window_dilation", "strides": "window_strides"}
     return {name: params[key] for name, key in names.items()}
 
 
@@ -158,7 +158,7 @@ def folded_window(run: Callable[..., Any], equation: Any, x: Value, initial: Val
         return run(equation.params["jaxpr"], alike([a, b]))[0]
 
     initial = np.broadcast_to(initial.reshape(*initial.shape, *[1] * (x.ndim - 2)), (len(x), *x.shape[1:]))
-    return [_folded(x, two, _of_window(equation.params), equation.params["window_dimensions"], initial)]
+    return [_folded(x, two, _window_params(equation.params), equation.params["window_dimensions"], initial)]
 
 
 @rule("triangular_solve")

@@ -54,14 +54,14 @@ class Flow:
         `scan` carries is there in the next."""
         results = []
         for program in inner:
-            given = inputs[len(inputs) - len(program.invars) :]
-            if len(given) < len(program.invars) or equation.primitive.name == "while":
-                given = [frozenset()] * len(program.invars)
-            out = self._run(program, given)
+            known = inputs[len(inputs) - len(program.invars) :]
+            if len(known) < len(program.invars) or equation.primitive.name == "while":
+                known = [frozenset()] * len(program.invars)
+            out = self._run(program, known)
             first, count = (equation.params.get(key, 0) for key in ("num_consts", "num_carry"))
             if equation.primitive.name == "scan":
-                again = [old | new for old, new in zip(given[first:][:count], out, strict=False)]
-                out = self._run(program, [*given[:first], *again, *given[first + count :]])
+                again = [old | new for old, new in zip(known[first:][:count], out, strict=False)]
+                out = self._run(program, [*known[:first], *again, *known[first + count :]])
             results.append(out)
         columns = [frozenset().union(*each) for each in zip(*results, strict=False)]
         return (columns + [frozenset()] * len(equation.outvars))[: len(equation.outvars)]

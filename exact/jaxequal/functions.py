@@ -17,7 +17,7 @@ def converted(x: Value, before: Any, after: Any) -> Value:
     """A value in another dtype. Casts between floats do nothing. A float becomes the integer that it is, or that is
     next to its estimate towards zero."""
     if not is_float(before):
-        return of_integers(x) if is_float(after) else x.astype(after)
+        return from_integers(x) if is_float(after) else x.astype(after)
     if is_float(after):
         return _narrowed(x, before, after) if before.itemsize == 8 and x.size == len(x) else x
     if np.dtype(after).kind == "b":
@@ -39,7 +39,7 @@ def _integer(way: Callable[..., Any], x: Value) -> np.ndarray:
     return np.where(there, integer, way(estimate(x)))
 
 
-def of_integers(x: Value) -> Value:
+def from_integers(x: Value) -> Value:
     """Integers as numbers of the fields."""
     wide = x.astype(np.int64)
     rows = np.broadcast_to(wide, (len(field.primes()), *x.shape[1:]))
@@ -49,7 +49,7 @@ def of_integers(x: Value) -> Value:
 def rounded(way: Callable[..., Any], x: Value) -> Value:
     """The integer next to the estimate."""
     found = _integer(way, x)
-    return np.where(np.isfinite(found), of_integers(np.nan_to_num(found)), x)
+    return np.where(np.isfinite(found), from_integers(np.nan_to_num(found)), x)
 
 
 def bitcast(x: Value, before: Any, after: Any) -> Value:
@@ -88,7 +88,7 @@ def _square_root(x: Value) -> Value:
     root = np.sqrt(estimate(x))
     units = np.rint(root * 4096)
     near = np.where(units < 1 << 24, units, 0)
-    known = field.multiply(of_integers(near), field.inverse(of_integers(np.full_like(near, 4096))))
+    known = field.multiply(from_integers(near), field.inverse(from_integers(np.full_like(near, 4096))))
     square = elements(field.multiply(known, known)) == elements(x)
     return np.where(square.all(0, keepdims=True), known, joined(oracle(x, "sqrt"), root))
 
@@ -114,17 +114,17 @@ def _logistic(x: Value) -> Value:
 def _remainder(x: Value, y: Value) -> Value:
     turns = np.trunc(estimate(field.multiply(x, field.inverse(y))))
     turns = np.where(abs(turns) < 1 << 40, turns, 0)
-    return field.subtract(x, field.multiply(of_integers(turns), y))
+    return field.subtract(x, field.multiply(from_integers(turns), y))
 
 
 def _power(x: Value, y: Value) -> Value:
     """x to an integer, or to half of one; an oracle of other exponents."""
-    y = of_integers(y) if len(y) == 1 else y
-    twice, there = whole(field.add(y, y))
-    halves = field.power(_square_root(x), np.where(there, twice, 0)) if (there & (twice % 2 != 0)).any() else x
-    integers = field.power(x, np.where(there, twice, 0) // 2)
+    y = from_integers(y) if len(y) == 1 else y
+    twice, is_whole = whole(field.add(y, y))
+    halves = field.power(_square_root(x), np.where(is_whole, twice, 0)) if (is_whole & (twice % 2 != 0)).any() else x
+    integers = field.power(x, np.where(is_whole, twice, 0) // 2)
     other = joined(oracle(x, "pow", y), estimate(x) ** estimate(y))
-    return np.where(there, np.where(twice % 2 == 0, integers, halves), other)
+    return np.where(is_whole, np.where(twice % 2 == 0, integers, halves), other)
 
 
 def _times(factor: float, x: Value) -> Value:
@@ -132,7 +132,7 @@ def _times(factor: float, x: Value) -> Value:
     return field.multiply(number.reshape(len(number), *[1] * (x.ndim - 1)), x)
 
 
-def _of_oracle(name: str, real: Callable[..., Any], x: Value, *more: Value) -> Value:
+def _by_oracle(name: str, real: Callable[..., Any], x: Value, *more: Value) -> Value:
     return joined(oracle(x, name, *more), real(*map(estimate, (x, *more))))
 
 
@@ -174,7 +174,7 @@ FUNCTIONS: dict[str, tuple[Any, Any]] = {
     "max": (np.maximum, _larger),
     "min": (np.minimum, _smaller),
     "abs": (np.abs, _absolute),
-    "sign": (np.sign, lambda x: of_integers(np.sign(ordered(x)))),
+    "sign": (np.sign, lambda x: from_integers(np.sign(ordered(x)))),
     "is_finite": (None, lambda x: np.ones((1, *x.shape[1:]), bool)),
     "exp": (None, field.exponential),
     "exp2": (None, lambda x: field.exponential(_times(_LN2, x))),
@@ -201,7 +201,7 @@ FUNCTIONS: dict[str, tuple[Any, Any]] = {
     **{f"{name}_to": _comparison(getattr(operator, name)) for name in ("lt", "le")},  # of a total order
     **{"eq": (operator.eq, _equal), "ne": (operator.ne, lambda x, y: ~_equal(x, y))},
     **{name: (None, _known(name, real, (0, value))) for name, (real, value) in _AT_ZERO.items()},
-    **{name: (None, partial(_of_oracle, name, real)) for name, real in _ORACLES.items()},
+    **{name: (None, partial(_by_oracle, name, real)) for name, real in _ORACLES.items()},
     **{name: (None, partial(rounded, getattr(np, name))) for name in ("floor", "ceil")},
 }
 # What a program decides by, if it compares scalar numbers, and the opposite.

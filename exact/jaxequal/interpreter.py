@@ -51,7 +51,7 @@ class Interpreter:
             UnknownPrimitive: a primitive has no rule.
             RunError: a `while` goes on for too long.
         """
-        self._devices, self._inside_scan = Devices.of({}), False
+        self._devices, self._inside_scan = Devices.grid({}), False
         with seeded(*self.context), np.errstate(all="ignore"):
             return self._closed(traced, values)
 
@@ -82,7 +82,7 @@ class Interpreter:
     def _computed(self, equation: Any, values: list[Value]) -> Any:
         name = equation.primitive.name
         if name in FUNCTIONS:
-            return self._of_elements(name, equation, values)
+            return self._elementwise(name, equation, values)
         if name in ARRAYS:
             return ARRAYS[name](equation, *values)
         if name in COLLECTIVES:
@@ -90,11 +90,11 @@ class Interpreter:
         if name in CONTROL:
             return CONTROL[name](self, equation, *values)
         if any(is_float(variable.aval.dtype) for variable in [*equation.invars, *equation.outvars]):
-            place = _place(equation)
+            place = _source_line(equation)
             raise UnknownPrimitive(f"no rule for the primitive {name}" + f" ({place})" * bool(place))
         return _by_jax(equation, values)
 
-    def _of_elements(self, name: str, equation: Any, values: list[Value]) -> Value:
+    def _elementwise(self, name: str, equation: Any, values: list[Value]) -> Value:
         of_integers, of_numbers = FUNCTIONS[name]
         rank = max(each.ndim for each in values)
         values = [each.reshape(*each.shape, *[1] * (rank - each.ndim)) for each in values]  # scalars
@@ -134,14 +134,14 @@ class Interpreter:
         """A scan that is in no other, decides nothing and has the devices and values of before is not run again, even
         if `finite` has changed."""
         _, before, out = self._scans.get(id(equation), (None, [], []))
-        given = [self._devices.coordinates, *values]
-        if before and all(map(np.array_equal, before, given)):
+        inputs = [self._devices.coordinates, *values]
+        if before and all(map(np.array_equal, before, inputs)):
             return out
         outside, self._inside_scan, decisions = self._inside_scan, True, self._decisions
         out = self._turns(equation, values)
         self._inside_scan = outside
         if not outside and self._decisions == decisions:
-            self._scans[id(equation)] = equation, given, out
+            self._scans[id(equation)] = equation, inputs, out
         return out
 
     def _turns(self, equation: Any, values: Sequence[Value]) -> list[Value]:
@@ -179,42 +179,42 @@ class Interpreter:
                 return state
             there = np.broadcast_to(goes_on[0], self._devices.count)
             state = self._on(there, params["body_jaxpr"], [*values[first:][:second], *state], state)
-        raise RunError(f"a while loop goes on after {MOST_TURNS} turns ({_place(equation)})")
+        raise RunError(f"a while loop goes on after {MOST_TURNS} turns ({_source_line(equation)})")
 
-    def _on(self, there: np.ndarray, jaxpr: Any, values: Sequence[Value], others: Sequence[Value]) -> list[Value]:
+    def _on(self, mask: np.ndarray, jaxpr: Any, values: Sequence[Value], others: Sequence[Value]) -> list[Value]:
         """Results on some of the devices, and `others` elsewhere."""
-        if there.all():
+        if mask.all():
             return self._closed(jaxpr, values)
         everywhere = self._devices
-        self._devices = Devices(everywhere.sizes, everywhere.coordinates[there])
-        own = self._closed(jaxpr, [x[:, there] if x.shape[1] > 1 else x for x in values])
+        self._devices = Devices(everywhere.sizes, everywhere.coordinates[mask])
+        inner = self._closed(jaxpr, [x[:, mask] if x.shape[1] > 1 else x for x in values])
         self._devices = everywhere
-        whole = [everywhere.of_all(x).copy() for x in others] or [
-            np.zeros((len(x), len(there), *x.shape[2:]), x.dtype) for x in own
+        whole = [everywhere.spread(x).copy() for x in others] or [
+            np.zeros((len(x), len(mask), *x.shape[2:]), x.dtype) for x in inner
         ]
-        for x, part in zip(whole, own, strict=True):
-            x[:, there] = part
+        for x, part in zip(whole, inner, strict=True):
+            x[:, mask] = part
         return whole
 
     def _shard_map(self, equation: Any, *values: Value) -> list[Value]:
         """On all devices; inside of another, in groups of those that only the axes which become manual tell apart."""
         params, outside, inside = equation.params, self._devices, bool(self._devices.sizes)
-        self._devices = devices = outside if inside else Devices.of(dict(params["mesh"].shape))
+        self._devices = devices = outside if inside else Devices.grid(dict(params["mesh"].shape))
         others = [
             place for place, axis in enumerate(devices.sizes) if inside and axis not in params["newly_manual_axes"]
         ]
         groups = np.unique(devices.coordinates[:, others], axis=0, return_inverse=True)[1].reshape(-1)
         shards = []
         for x, spec in zip(values, params["in_specs"], strict=True):
-            pairs = zip(devices.of_all(x).swapaxes(0, 1), devices.slices(spec, x.shape[2:]), strict=True)
-            x = np.stack([part[own] for part, own in pairs], 1) if any(spec.partitions) else x
+            pairs = zip(devices.spread(x).swapaxes(0, 1), devices.slices(spec, x.shape[2:]), strict=True)
+            x = np.stack([array[index] for array, index in pairs], 1) if any(spec.partitions) else x
             shards.append(devices.addends(x, spec.unreduced) if spec.unreduced else x)
         found, out = self._closed(params["jaxpr"], shards), []
         for x, spec, variable in zip(found, params["out_specs"], equation.outvars, strict=True):
             x = devices.summed(x, spec.unreduced, variable.aval.dtype) if spec.unreduced else x
             whole = np.empty((groups.max() + 1, len(x), *variable.aval.shape), x.dtype)
             parts = [
-                *zip(groups, devices.slices(spec, variable.aval.shape), devices.of_all(x).swapaxes(0, 1), strict=True)
+                *zip(groups, devices.slices(spec, variable.aval.shape), devices.spread(x).swapaxes(0, 1), strict=True)
             ]
             for group, own, part in parts:
                 whole[group][own] = part
@@ -233,7 +233,7 @@ class Interpreter:
         """Call it for every device, with numbers of the first field as doubles."""
         self._decisions += 1
         for device in range(self._devices.count):
-            own = (self._devices.of_all(x)[0, device] for x in values)
+            own = (self._devices.spread(x)[0, device] for x in values)
             equation.params["callback"](
                 *(x.astype("d") if len(of) > 1 else x for x, of in zip(own, values, strict=True))
             )
@@ -245,10 +245,10 @@ def _by_jax(equation: Any, values: Sequence[Value]) -> Any:
     results, several = [], equation.primitive.multiple_results
     for device in range(max((x.shape[1] for x in values), default=1)):
         own = [x[0, min(device, x.shape[1] - 1)] for x in values]
-        given = (_array(x, of.aval) for x, of in zip(own, equation.invars, strict=True))
+        given = (_array(x, variable.aval) for x, variable in zip(own, equation.invars, strict=True))
         found = equation.primitive.bind(*given, **equation.params)
         found = found if several else [found]
-        results.append([constant(x, of.aval.dtype) for x, of in zip(found, equation.outvars, strict=True)])
+        results.append([constant(x, variable.aval.dtype) for x, variable in zip(found, equation.outvars, strict=True)])
     out = [np.concatenate(each, 1) for each in zip(*results, strict=True)]
     return out if several else out[0]
 
@@ -275,5 +275,5 @@ CONTROL: dict[str, Callable[..., Any]] = {
 }
 
 
-def _place(equation: JaxprEqn) -> str:
+def _source_line(equation: JaxprEqn) -> str:
     return source_info_util.summarize(equation.source_info)

@@ -82,10 +82,10 @@ def joined(exact: np.ndarray, doubles: Any) -> Value:
 
 def modulo(x: np.ndarray) -> np.ndarray:
     """Integers as elements of the fields."""
-    return x % _of_fields(PRIMES, x)
+    return x % _per_field(PRIMES, x)
 
 
-def _of_fields(numbers: np.ndarray, x: np.ndarray) -> np.ndarray:
+def _per_field(numbers: np.ndarray, x: np.ndarray) -> np.ndarray:
     return numbers[: len(x)].reshape(-1, *[1] * (x.ndim - 1))
 
 
@@ -135,7 +135,7 @@ def _by(function: Callable[..., Any], x: Value, y: Value) -> Value:
 
 
 def _reduced(out: Value) -> Value:
-    out[:-1] %= _of_fields(PRIMES, out[:-1])
+    out[:-1] %= _per_field(PRIMES, out[:-1])
     return out
 
 
@@ -262,7 +262,7 @@ def ordered(x: Value) -> np.ndarray:
 
 def whole(x: Value) -> tuple[np.ndarray, np.ndarray]:
     """The integers that numbers are, and which of them are small ones, exact in a float."""
-    every = signed(x[:-1], _of_fields(PRIMES, x[:-1]))
+    every = signed(x[:-1], _per_field(PRIMES, x[:-1]))
     first = every[:1]
     return first, (every == first).all(0, keepdims=True) & (abs(first) <= 1 << 24)
 
@@ -280,15 +280,15 @@ def matrix_product(x: Value, y: Value) -> Value:
 
 def _elements_product(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     if x.shape[-1] <= 4:  # a sum is below 2^64
-        primes = _of_fields(PRIMES, x).view(np.uint64)
+        primes = _per_field(PRIMES, x).view(np.uint64)
         return (x.view(np.uint64) @ y.view(np.uint64) % primes).view(np.int64)
     shape = *np.broadcast_shapes(x.shape[:-2], y.shape[:-2]), x.shape[-2], y.shape[-1]
     halves, doubles = [each.astype(np.float64) for each in (x >> 16, x & 0xFFFF)], y.astype(np.float64)
-    primes, out = _of_fields(PRIMES, x).astype(np.float64), np.zeros(shape, np.int64)
+    primes, out = _per_field(PRIMES, x).astype(np.float64), np.zeros(shape, np.int64)
     rows = 8192 // (shape[-1] or 1) + 1
     for row, term in itertools.product(range(0, shape[-2], rows), range(0, x.shape[-1], 32)):
         high, rest = (
-            each[..., row : row + rows, term : term + 32] @ doubles[..., term : term + 32, :] for each in halves
+            half[..., row : row + rows, term : term + 32] @ doubles[..., term : term + 32, :] for half in halves
         )
         high -= np.rint(high / primes) * primes
         total = out[..., row : row + rows, :]

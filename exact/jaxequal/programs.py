@@ -51,7 +51,7 @@ class Arguments:
     kept: frozenset[str]
 
     @classmethod
-    def of(cls, args: Sequence[Any], keep: Collection[int]) -> "Arguments":
+    def flattened(cls, args: Sequence[Any], keep: Collection[int]) -> "Arguments":
         named, tree = jax.tree_util.tree_flatten_with_path(tuple(args))
         every = {f"args{keystr(path)}": leaf for path, leaf in named}
         leaves = {name: leaf for name, leaf in every.items() if hasattr(leaf, "dtype") or isinstance(leaf, float)}
@@ -65,18 +65,18 @@ class Arguments:
     def with_pullback(self, program: "TracedFunction") -> "Arguments":
         """Also cotangents of the results of a program like this; a call returns gradients, too."""
         floats = [name for name, leaf in self.leaves.items() if is_float(jnp.result_type(leaf))]
-        results = {name: each for name, each in program.outputs.items() if is_float(each.dtype)}
+        results = {name: output for name, output in program.outputs.items() if is_float(output.dtype)}
 
         def call(function: Callable[..., Any], *traced: Any) -> Any:
-            given = dict(zip([*self.leaves, *results], traced, strict=True))
+            values = dict(zip([*self.leaves, *results], traced, strict=True))
 
-            def of_floats(some: dict[str, Any]) -> Any:
-                out = self.call(function, *((given | some)[name] for name in self.leaves))
+            def results_at(some: dict[str, Any]) -> Any:
+                out = self.call(function, *((values | some)[name] for name in self.leaves))
                 named = dict(zip(program.outputs, jax.tree.leaves(out), strict=True))
                 return {name: named[name] for name in results}, out
 
-            _, pullback, out = jax.vjp(of_floats, {name: given[name] for name in floats}, has_aux=True)
-            return out, pullback({name: given[name] for name in results})
+            _, pullback, out = jax.vjp(results_at, {name: values[name] for name in floats}, has_aux=True)
+            return out, pullback({name: values[name] for name in results})
 
         cotangents = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in results.items()}
         return Arguments(self.leaves | cotangents, call, self.kept)
@@ -125,14 +125,14 @@ class TracedFunction:
 
     def ways(self) -> set[str]:
         """In which ways it is worth running."""
-        found = {AS_IT_IS}
+        ways = {AS_IT_IS}
         for equation in equations(self.jaxpr.jaxpr):
             name, inputs = equation.primitive.name, equation.invars
             if name in BRANCHES and is_float(inputs[0].aval.dtype) and not inputs[0].aval.shape:
-                found.add(OTHERWISE)
+                ways.add(OTHERWISE)
             if name == "is_finite":
-                found.add(NOT_FINITE)
-        return found
+                ways.add(NOT_FINITE)
+        return ways
 
     def run(self, values: Sequence[Value], context: Any, way: str = "", machine: Any = None) -> "FunctionRun":
         machine = (machine or ObservingInterpreter)(self.seen, *context)
@@ -254,13 +254,13 @@ class RecordingInterpreter(ObservingInterpreter):
     def _computed(self, equation: Any, values: list[Value]) -> Any:
         out = super()._computed(equation, values)
         pairs = zip(out if equation.primitive.multiple_results else [out], equation.outvars, strict=True)
-        found = [np.unique(packed(elements(x))) for x, variable in pairs if is_float(variable.aval.dtype)]
+        distinct = [np.unique(packed(elements(x))) for x, variable in pairs if is_float(variable.aval.dtype)]
         if self._known is None:
-            self.numbers += found
+            self.numbers += distinct
             if sum(map(len, self.numbers[1:])) > 1 << 22:
                 self.numbers = [np.unique(np.concatenate(self.numbers))]
-        elif found:
-            numbers = np.concatenate(found)
+        elif distinct:
+            numbers = np.concatenate(distinct)
             place = np.searchsorted(self._known, numbers).clip(max=len(self._known) - 1)
             self.log.append((equation, bool((self._known[place] != numbers).any())))
         return out
