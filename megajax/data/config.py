@@ -39,13 +39,13 @@ def _is_range(text: str) -> bool:
 
 def skipped_samples(texts: Iterable[str]) -> tuple[tuple[int, int], ...]:
     """The first and last number of each range that `skip` names: ascending, without overlaps."""
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for first, last in sorted(tuple(map(int, text.split(":"))) for text in texts if text != NONE):
-        if found and first <= found[-1][1] + 1:
-            found[-1] = found[-1][0], max(found[-1][1], last)
+        if ranges and first <= ranges[-1][1] + 1:
+            ranges[-1] = ranges[-1][0], max(ranges[-1][1], last)
         else:
-            found.append((first, last))
-    return tuple(found)
+            ranges.append((first, last))
+    return tuple(ranges)
 
 
 @dataclass(frozen=True, kw_only=True)

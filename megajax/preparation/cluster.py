@@ -111,19 +111,19 @@ class _Dask(Workers):
         from distributed import Client
 
         address = _address(self._cluster)
-        found = Future[Any]()
+        client = Future[Any]()
 
         def connect() -> None:
             try:
-                found.set_result(Client(address, timeout=self._patience, set_as_default=False))
+                client.set_result(Client(address, timeout=self._patience, set_as_default=False))
             except Exception as error:
-                found.set_exception(error)
+                client.set_exception(error)
 
         with held_back():
             threading.Thread(target=connect, daemon=True).start()
-        if not wait([found], self._patience + _GRACE).done:  # Dask does not limit the time until the first answer
+        if not wait([client], self._patience + _GRACE).done:  # Dask does not limit the time until the first answer
             raise OSError(f"nothing in {self._patience + _GRACE:.0f} s")
-        return found.result()
+        return client.result()
 
     def _map(self, function: Callable[..., Any], pieces: Iterable[tuple[Any, ...]]) -> Iterator[Done]:
         running = collections.deque[list[Any]]()  # [piece, its future]

@@ -60,13 +60,13 @@ class TestSets:
         numbers: dict[tuple[int, ...], int] = {}
         members, too_short = [], []
         for documents in test_sets:
-            found, short = set(), 0
+            grams, short = set(), 0
             for text in documents:
                 words = [ids.setdefault(word, len(ids)) for word in _words(text)]
                 short += len(words) < GRAM
                 for start in range(len(words) - GRAM + 1):
-                    found.add(numbers.setdefault(tuple(words[start : start + GRAM]), len(numbers)))
-            members.append(np.array(sorted(found), np.int64))
+                    grams.add(numbers.setdefault(tuple(words[start : start + GRAM]), len(numbers)))
+            members.append(np.array(sorted(grams), np.int64))
             too_short.append(short)
         return cls(list(ids), np.array(list(numbers), np.int32).reshape(-1, GRAM), members, too_short)
 
@@ -122,21 +122,21 @@ def decontaminated(text: str, tests: TestSets, how: str) -> tuple[list[str], npt
 def without(text: str, spans: Sequence[tuple[int, int]]) -> list[str]:
     """The pieces of a text that remain without these ascending spans and `MARGIN` characters on both sides, rounded to
     whole words. Pieces shorter than `SHORTEST` are dropped, and so are all if there are more than `MOST_PIECES`."""
-    pieces, place = list[str](), 0
+    pieces, position = list[str](), 0
     for begin, end in spans:
-        if (stop := _border(text, max(begin - MARGIN, 0), -1)) > place or not pieces:
-            pieces.append(text[place:stop])
-        place = max(place, _border(text, min(end + MARGIN, len(text)), 1))
-    pieces = [piece.strip() for piece in [*pieces, text[place:]]]
+        if (stop := _border(text, max(begin - MARGIN, 0), -1)) > position or not pieces:
+            pieces.append(text[position:stop])
+        position = max(position, _border(text, min(end + MARGIN, len(text)), 1))
+    pieces = [piece.strip() for piece in [*pieces, text[position:]]]
     return [piece for piece in pieces if len(piece) >= SHORTEST] if len(pieces) <= MOST_PIECES else []
 
 
-def _border(text: str, place: int, step: int) -> int:
-    """`place`, moved in direction `step` to the end of its word, but not further than `_LONG_WORD`."""
-    last = min(max(place + step * _LONG_WORD, 0), len(text))
-    while place != last and 0 < place < len(text) and text[place - 1 : place + 1].isalnum():
-        place += step
-    return place
+def _border(text: str, position: int, step: int) -> int:
+    """`position`, moved in direction `step` to the end of its word, but not further than `_LONG_WORD`."""
+    last = min(max(position + step * _LONG_WORD, 0), len(text))
+    while position != last and 0 < position < len(text) and text[position - 1 : position + 1].isalnum():
+        position += step
+    return position
 
 
 def _words(text: str) -> list[str]:
@@ -149,15 +149,15 @@ def _normalised(text: str) -> str:
 
 def _placed_words(text: str) -> Iterator[tuple[str, int, int]]:
     """The words as in `_words`, with their beginnings and ends in the text."""
-    for part in re.finditer(r"\S+", text):
-        found, place = _normalised(part.group()), part.start()
-        characters = [_normalised(character) for character in part.group()]
-        ends = list(itertools.accumulate(map(len, characters))) if "".join(characters) == found else []
-        for word in _WORD.finditer(found):
+    for match in re.finditer(r"\S+", text):
+        normal, start = _normalised(match.group()), match.start()
+        characters = [_normalised(character) for character in match.group()]
+        ends = list(itertools.accumulate(map(len, characters))) if "".join(characters) == normal else []
+        for word in _WORD.finditer(normal):
             if ends:
-                yield word.group(), place + bisect(ends, word.start()), place + bisect(ends, word.end() - 1) + 1
+                yield word.group(), start + bisect(ends, word.start()), start + bisect(ends, word.end() - 1) + 1
             else:  # characters combine when normalised: take everything up to white space
-                yield word.group(), part.start(), part.end()
+                yield word.group(), match.start(), match.end()
 
 
 def _hashes(words: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:

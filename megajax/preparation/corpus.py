@@ -42,16 +42,16 @@ class CleanedShards:
     groups: npt.NDArray[np.int64]  # the first shard of each group, then S, [G + 1]
 
     @classmethod
-    def of(cls, summaries: Iterable[Mapping[str, Any]]) -> "CleanedShards":
+    def combined(cls, summaries: Iterable[Mapping[str, Any]]) -> "CleanedShards":
         """The corpus with these summaries of cleaned shards."""
         starts, texts, first_files, before, text_bytes = [0], [0], [], [], 0
         numbering = Numbering()
-        for found in summaries:
-            first_files.append(found["files"][0])
-            before.append(numbering.before(found["files"]))
-            starts.append(starts[-1] + found["pieces"])
-            texts.append(texts[-1] + found["texts"])
-            text_bytes += found["bytes"]
+        for summary in summaries:
+            first_files.append(summary["files"][0])
+            before.append(numbering.before(summary["files"]))
+            starts.append(starts[-1] + summary["pieces"])
+            texts.append(texts[-1] + summary["texts"])
+            text_bytes += summary["bytes"]
         total = starts[-1]
         wanted = max(total // _GROUPS[1], min(max(total // _GROUPS[0], _GROUP[0]), _GROUP[1]))
         groups = [0]
@@ -80,14 +80,14 @@ class CleanedShards:
         """Each document's group."""
         return np.searchsorted(self.starts[self.groups], documents.astype(np.int64), side="right") - 1
 
-    def place(self, document: int) -> tuple[int, int]:
-        """A document's shard, and its number in the shard."""
+    def locate(self, document: int) -> tuple[int, int]:
+        """A document's shard, and its index in the shard."""
         shard = int(np.searchsorted(self.starts, document, side="right")) - 1
         return shard, document - int(self.starts[shard])
 
-    def number(self, shard: int, file: int, number: int) -> int:
+    def number_in_file(self, shard: int, file: int, in_shard: int) -> int:
         """A record's number in its file, given its number in the shard."""
-        return number + (int(self.before[shard]) if file == self.first_files[shard] else 0)
+        return in_shard + (int(self.before[shard]) if file == self.first_files[shard] else 0)
 
     def save(self, work: WorkFolder) -> None:
         """Write the corpus for the workers."""

@@ -40,26 +40,26 @@ def drop_copies(work: WorkFolder, options: PrepareOptions, workers: Workers) -> 
 
     yield "digests", 2 * len(groups) + parts
     run(spread_digests, groups)
-    run(same_digests, [(work, part) for part in range(parts)])
-    run(spread_bands, [(*each, options) for each in groups])
+    run(same_digests, [(work, index) for index in range(parts)])
+    run(spread_bands, [(*args, options) for args in groups])
     if options.duplicates != "near":
         return
     parts *= bands_for(options.jaccard)[0]
     yield "bands", parts + len(groups)
-    run(same_bands, [(work, part, options) for part in range(parts)])
-    found = run(candidates, [(*each, options) for each in groups])
-    chunks, num_pairs = [each["chunks"] for each in found], sum(each["pairs"] for each in found)
+    run(same_bands, [(work, index, options) for index in range(parts)])
+    summaries = run(candidates, [(*args, options) for args in groups])
+    chunks, num_pairs = [summary["chunks"] for summary in summaries], sum(summary["pairs"] for summary in summaries)
     yield "comparing", sum(chunks)
     pieces = [
-        (*each, chunk, count, options) for each, count in zip(groups, chunks, strict=True) for chunk in range(count)
+        (*args, chunk, count, options) for args, count in zip(groups, chunks, strict=True) for chunk in range(count)
     ]
     run(compare_chunk, pieces)
     wrong: list[tuple[int, int]] = []
     for attempt in range(len(corpus) + 1):
         yield "deciding", 1 + len(groups)
         run(decide, [(work, attempt, chunks, wrong, options)])
-        found = run(check, [(*each, attempt, options) for each in groups])
-        failed = [(attempt, group) for group, each in enumerate(found) if each["wrong"]]
+        summaries = run(check, [(*args, attempt, options) for args in groups])
+        failed = [(attempt, group) for group, summary in enumerate(summaries) if summary["wrong"]]
         if not failed:
             break
         wrong += failed
@@ -96,20 +96,20 @@ def decide(
                 )
                 known = zip(documents.tolist(), originals.tolist(), values.tolist(), strict=True)
                 not_similar |= {(one, other) for one, other, value in known if value <= options.jaccard}
-        found: tuple[list[Any], ...] = [np.empty((0, 2), np.int64)], [np.empty(0)], [np.empty(0, bool)]
+        chosen: tuple[list[Any], ...] = [np.empty((0, 2), np.int64)], [np.empty(0)], [np.empty(0, bool)]
         for chunk in range(count):
             pairs, similarity, exact = work.load(f"similar-{group:06}", chunk, "pairs", "similarity", "exact")
             used = []
-            for number, (document, original) in enumerate(pairs.tolist()):
+            for row, (document, original) in enumerate(pairs.tolist()):
                 is_decided = (
                     dropped[document >> 3] >> (document & 7) & 1 or dropped[original >> 3] >> (original & 7) & 1
                 )
                 if not is_decided and (document, original) not in not_similar:
                     dropped[document >> 3] |= 1 << (document & 7)
-                    used.append(number)
-            for those, array in zip(found, (pairs, similarity, exact), strict=True):
+                    used.append(row)
+            for those, array in zip(chosen, (pairs, similarity, exact), strict=True):
                 those.append(array[used])
-        pairs, similarity, exact = map(np.concatenate, found)
+        pairs, similarity, exact = map(np.concatenate, chosen)
         guess = {"documents": pairs[:, 0], "originals": pairs[:, 1], "similarity": similarity, "exact": exact}
         work.save(f"guess-{attempt}", group, guess)
     work.save("attempt", attempt, {})

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megajax.data.text.parts import as_json, needs_copy, needs_look, of_json, parts_of
+from megajax.data.text.parts import as_json, from_json, needs_copy, needs_look, parts_of
 from megajax.data.text.records import END, FilePart, Record, TextFiles
 from megajax.host import reading
 from megajax.preparation.prepare_options import PrepareOptions
@@ -44,14 +44,14 @@ def divide(files: TextFiles, work: WorkFolder, options: PrepareOptions, workers:
     units = list(_units(files, itertools.chain.from_iterable(parts), wanted))
     copied = [unit for unit in units if needs_copy(files, unit[0].file)]
     show.begin("reading", "reading", len(copied))
-    pieces = [(work, number, unit, wanted, options) for number, unit in enumerate(copied)]
+    pieces = [(work, index, unit, wanted, options) for index, unit in enumerate(copied)]
     counts = iter(enumerate(workers.run("reading", copy, pieces)))
     rows, starts = list[FilePart](), [0]
     for unit in units:
         if needs_copy(files, unit[0].file):
-            number, count = next(counts)
-            show.advance(number + 1)
-            rows += [FilePart(_COPY, number, place) for place in range(count)]
+            index, count = next(counts)
+            show.advance(index + 1)
+            rows += [FilePart(_COPY, index, piece) for piece in range(count)]
             starts += range(starts[-1] + 1, starts[-1] + count + 1)
         else:
             rows += unit
@@ -65,14 +65,14 @@ def divide(files: TextFiles, work: WorkFolder, options: PrepareOptions, workers:
 def _units(files: TextFiles, parts: Iterable[FilePart], wanted: int) -> Iterator[list[FilePart]]:
     """Consecutive parts; small ones are grouped."""
     unit, size = list[FilePart](), 0
-    for part in parts:
-        if unit and (size >= wanted or needs_copy(files, part.file) != needs_copy(files, unit[0].file)):
+    for span in parts:
+        if unit and (size >= wanted or needs_copy(files, span.file) != needs_copy(files, unit[0].file)):
             yield unit
             unit, size = [], 0
-        unit.append(part)
-        whole = not part.begin and not part.end
-        size += files.sizes[part.file] if whole else wanted
-        size += wanted * (whole and files.sizes[part.file] == 0 and needs_copy(files, part.file))  # its size is unknown
+        unit.append(span)
+        whole = not span.begin and not span.end
+        size += files.sizes[span.file] if whole else wanted
+        size += wanted * (whole and files.sizes[span.file] == 0 and needs_copy(files, span.file))  # its size is unknown
     if unit:
         yield unit
 
@@ -82,50 +82,50 @@ def look(work: WorkFolder, file: int, wanted: int) -> list[FilePart]:
     return parts_of(files_of(work), file, wanted)
 
 
-def copy(work: WorkFolder, number: int, unit: list[FilePart], wanted: int, options: PrepareOptions) -> int:
+def copy(work: WorkFolder, index: int, unit: list[FilePart], wanted: int, options: PrepareOptions) -> int:
     """Copy the records of parts to the work folder, in pieces of about `wanted` bytes; returns their number."""
-    if work.has("copied", number):
-        return int(work.summary("copied", number)["pieces"])
+    if work.has("copied", index):
+        return int(work.summary("copied", index)["pieces"])
     files = files_of(work)
     count, begun, size = 0, list[Record](), 0
     file, before = -1, 0  # the current file, and the number of its records in earlier pieces
-    for part in unit:
-        for record in files.of_part(FilePart(*part), key=options.text_key, most=options.max_document << 20):
+    for span in unit:
+        for record in files.records_in(FilePart(*span), key=options.text_key, most=options.max_document << 20):
             if begun and record.kind != END and (size >= wanted or len(begun) >= _RECORDS):
                 last = begun[-1]
-                _save_records(work, number, count, [*begun, last._replace(kind=END, content="")])
+                _save_records(work, index, count, [*begun, last._replace(kind=END, content="")])
                 before += last.number
                 count, begun, size = count + 1, [], 0
             if record.file != file:
                 file, before = record.file, 0
             begun.append(record._replace(number=record.number - before))
             size += len(record.content)
-    _save_records(work, number, count, begun)
-    work.save("copied", number, {}, {"pieces": count + 1})
+    _save_records(work, index, count, begun)
+    work.save("copied", index, {}, {"pieces": count + 1})
     return count + 1
 
 
-def _save_records(work: WorkFolder, number: int, place: int, records: list[Record]) -> None:
+def _save_records(work: WorkFolder, index: int, piece: int, records: list[Record]) -> None:
     contents = [each.content.encode() if isinstance(each.content, str) else each.content for each in records]
     rows = [(each.file, each.number, _KINDS.index(each.kind), len(content)) for each, content in
             zip(records, contents, strict=True)]  # fmt: skip
     content = np.frombuffer(b"".join(contents), np.uint8)
-    work.save(f"raw-{number:06}", place, {"rows": np.array(rows, np.int64).reshape(-1, 4), "content": content})
+    work.save(f"raw-{index:06}", piece, {"rows": np.array(rows, np.int64).reshape(-1, 4), "content": content})
 
 
 def records_of(work: WorkFolder, piece: int, options: PrepareOptions) -> Iterator[Record]:
     """A piece's records, numbered in each file from the beginning of the piece. END follows each part's records."""
     parts, starts = _pieces(work)
-    for part in map(FilePart._make, parts[starts[piece] : starts[piece + 1]].tolist()):
-        if part.file != _COPY:
-            yield from files_of(work).of_part(part, key=options.text_key, most=options.max_document << 20)
+    for span in map(FilePart._make, parts[starts[piece] : starts[piece + 1]].tolist()):
+        if span.file != _COPY:
+            yield from files_of(work).records_in(span, key=options.text_key, most=options.max_document << 20)
             continue
-        rows, array = work.load(f"raw-{part.begin:06}", part.end, "rows", "content")
-        content, place = memoryview(array.tobytes()), 0
-        for file, number, kind, size in rows.tolist():
-            found = bytes(content[place : place + size])
-            place += size
-            yield Record(file, number, _KINDS[kind], found if kind < 2 else found.decode())
+        rows, array = work.load(f"raw-{span.begin:06}", span.end, "rows", "content")
+        content, offset = memoryview(array.tobytes()), 0
+        for file, nth, kind, size in rows.tolist():
+            data = bytes(content[offset : offset + size])
+            offset += size
+            yield Record(file, nth, _KINDS[kind], data if kind < 2 else data.decode())
 
 
 def forget(work: WorkFolder, piece: int) -> None:
@@ -145,5 +145,5 @@ def _pieces(work: WorkFolder) -> tuple[Any, Any]:
 @functools.lru_cache(maxsize=2)
 def files_of(work: WorkFolder) -> TextFiles:
     """The input's files."""
-    with opened(work.there("input.json")) as file:
-        return of_json(json.loads(reading.whole(file, _LARGEST)))
+    with opened(work.wait_for("input.json")) as file:
+        return from_json(json.loads(reading.whole(file, _LARGEST)))

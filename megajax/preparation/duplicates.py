@@ -66,17 +66,17 @@ def spread_digests(work: WorkFolder, group: int) -> None:
     work.save_slices(_file("digests", group), [(table, table[:, 0] % np.uint64(parts), parts)])
 
 
-def same_digests(work: WorkFolder, part: int) -> None:
+def same_digests(work: WorkFolder, index: int) -> None:
     """Write a part's documents that have the digest of an earlier one, with the first such one, by group."""
-    if (work / _file("copies", part)).exists():
+    if (work / _file("copies", index)).exists():
         return
     corpus = CleanedShards.load(work)
-    slices = (work.slice(_file("digests", group), part, num_parts(corpus), 3) for group in range(corpus.num_groups))
+    slices = (work.slice(_file("digests", group), index, num_parts(corpus), 3) for group in range(corpus.num_groups))
     keys, documents = _sorted(np.concatenate([np.empty((0, 3), np.uint64), *slices]))
     first = _first_equal(keys)
     is_copy = first < np.arange(len(keys))
-    found = np.column_stack([documents[is_copy], documents[first[is_copy]]])
-    work.save_slices(_file("copies", part), [(found, corpus.groups_of(found[:, 0]), corpus.num_groups)])
+    copies = np.column_stack([documents[is_copy], documents[first[is_copy]]])
+    work.save_slices(_file("copies", index), [(copies, corpus.groups_of(copies[:, 0]), corpus.num_groups)])
 
 
 def spread_bands(work: WorkFolder, group: int, options: PrepareOptions) -> dict[str, Any]:
@@ -109,17 +109,17 @@ def spread_bands(work: WorkFolder, group: int, options: PrepareOptions) -> dict[
     return work.save("exact", group, {"documents": copies[:, 0], "originals": copies[:, 1]}, {"dropped": len(copies)})
 
 
-def same_bands(work: WorkFolder, number: int, options: PrepareOptions) -> None:
-    """Write the pairs of documents with equal hashes in a part of a band, by the group of the later document. `number`
+def same_bands(work: WorkFolder, index: int, options: PrepareOptions) -> None:
+    """Write the pairs of documents with equal hashes in a part of a band, by the group of the later document. `index`
     is the part's number, counted over all bands."""
-    if (work / _file("pairs", number)).exists():
+    if (work / _file("pairs", index)).exists():
         return
     corpus = CleanedShards.load(work)
     count = num_parts(corpus) * bands_for(options.jaccard)[0]
-    slices = (work.slice(_file("bands", group), number, count, 2) for group in range(corpus.num_groups))
+    slices = (work.slice(_file("bands", group), index, count, 2) for group in range(corpus.num_groups))
     pairs = _pairs(*_sorted(np.concatenate([np.empty((0, 2), np.uint64), *slices])), len(corpus))
     groups = corpus.groups_of(pairs // np.uint64(len(corpus)))
-    work.save_slices(_file("pairs", number), [(pairs[:, None], groups, corpus.num_groups)])
+    work.save_slices(_file("pairs", index), [(pairs[:, None], groups, corpus.num_groups)])
 
 
 def candidates(work: WorkFolder, group: int, options: PrepareOptions) -> dict[str, int]:
@@ -128,14 +128,14 @@ def candidates(work: WorkFolder, group: int, options: PrepareOptions) -> dict[st
     if done := work.summary("candidates", group):
         return done
     corpus = CleanedShards.load(work)
-    found, size = [np.empty(0, np.uint64)], 0
-    for number in range(num_parts(corpus) * bands_for(options.jaccard)[0]):
-        found.append(work.slice(_file("pairs", number), group, corpus.num_groups, 1)[:, 0])
-        size += len(found[-1])
-        if size > 2 * max(len(found[0]), _PAIRS // 2):
-            found = [np.unique(np.concatenate(found))]
-            size = len(found[0])
-    pairs = np.unique(np.concatenate(found))
+    merged, size = [np.empty(0, np.uint64)], 0
+    for index in range(num_parts(corpus) * bands_for(options.jaccard)[0]):
+        merged.append(work.slice(_file("pairs", index), group, corpus.num_groups, 1)[:, 0])
+        size += len(merged[-1])
+        if size > 2 * max(len(merged[0]), _PAIRS // 2):
+            merged = [np.unique(np.concatenate(merged))]
+            size = len(merged[0])
+    pairs = np.unique(np.concatenate(merged))
     chunks = -(-len(pairs) // _CHUNK)
     work.save_slices(_file("candidates", group), [(pairs[:, None], np.arange(len(pairs)) // _CHUNK, chunks)])
     return work.save("candidates", group, {}, {"pairs": len(pairs), "chunks": chunks})

@@ -44,38 +44,38 @@ def check_apart(output: str, inputs: Iterable[tuple[str, Path]], folders: Iterab
     outputs = [*_results(output), work_folder(output).folder]
     for folder in folders:
         for path in outputs:
-            if resolved(folder) in _place(path).parents:
+            if resolved(folder) in _location(path).parents:
                 problem = f"{path} is in the folder {folder} that is read"
                 raise UserError(f"--output {output}: {problem}; valid: a place outside")
-    written: dict[object, Path] = {_place(path): path for path in outputs}
+    written: dict[object, Path] = {_location(path): path for path in outputs}
     written |= {_identity(path): path for path in outputs if path.exists()}
 
     @functools.cache
     def around(folder: Path) -> tuple[Path | None, Path | None]:
         """The temporary folder and the output that a folder is, or lies in."""
         above = (folder, *folder.parents)
-        inside = next((written[place] for place in above if place in written), None)
+        inside = next((written[location] for location in above if location in written), None)
         return next(filter(temporary.is_marked, above), None), inside
 
     for name, file in inputs:
         folder = resolved(file.parent)
-        for place in [folder / file.name, *([file.resolve()] if file.is_symlink() else [])]:
-            if inside := around(place if file.is_dir() else place.parent)[0]:
+        for location in [folder / file.name, *([file.resolve()] if file.is_symlink() else [])]:
+            if inside := around(location if file.is_dir() else location.parent)[0]:
                 raise UserError(f"{name} {file} lies in {inside}, which megajax deletes; valid: a copy of it elsewhere")
-            if clash := written.get(place) or written.get(_identity(file)) or around(place.parent)[1]:
+            if clash := written.get(location) or written.get(_identity(file)) or around(location.parent)[1]:
                 problem = f"{clash} is {name} {file} itself, or holds it"
                 raise UserError(f"--output {output}: {problem}; valid: another PREFIX")
 
 
 def finished(work: WorkFolder, plan: dict[str, Any]) -> dict[str, Any] | None:
     """The report, if a preparation with this plan has finished; otherwise None."""
-    there, found = _there(work.output), _report(work.output)
-    if not there or _may_replace(work):
+    existing, report = _existing(work.output), _report(work.output)
+    if not existing or _may_replace(work):
         return None
-    if found and found["plan"] == plan and all(file.exists() for file in dataset_files(work.output)):
-        return found
+    if report and report["plan"] == plan and all(file.exists() for file in dataset_files(work.output)):
+        return report
     _refuse(work, _foreign(work.output))
-    problem = f"{there[0]} exists and was made from other input or with other options"
+    problem = f"{existing[0]} exists and was made from other input or with other options"
     raise UserError(f"--output {work.output}: {problem}; valid: another PREFIX, or --overwrite")
 
 
@@ -95,7 +95,7 @@ def check_own(work: WorkFolder, overwrite: bool) -> None:
 
 def begin_writing(work: WorkFolder) -> None:
     """Prepare to write the outputs: remove an older report and allow existing outputs to be replaced."""
-    foreign = [path for path in _there(work.output) if not _may_replace(work) or not _is_possible(path)]
+    foreign = [path for path in _existing(work.output) if not _may_replace(work) or not _is_possible(path)]
     _refuse(work, foreign, ResumableError)
     work.touch(WRITING)
     report_file(work.output).unlink(missing_ok=True)
@@ -116,28 +116,28 @@ def _results(output: str) -> list[Path]:
     return [*dataset_files(output), tokenizer_folder(output), report_file(output)]
 
 
-def _there(output: str) -> list[Path]:
+def _existing(output: str) -> list[Path]:
     """The outputs that exist."""
     return [path for path in _results(output) if os.path.lexists(path)]
 
 
 def _foreign(output: str) -> list[Path]:
     """The existing outputs that do not match the report beside them; without a report, all of them."""
-    found = _report(output)
+    report = _report(output)
     index, tokens = dataset_files(output)
 
     def is_own(path: Path) -> bool:
-        if found is None or not _is_possible(path):
+        if report is None or not _is_possible(path):
             return False
         if path == tokens:
-            count = found.get("tokens")
+            count = report.get("tokens")
             return type(count) is int and path.stat().st_size in (2 * count, 4 * count)
         if path == index:
             with path.open("rb") as file:
                 return file.read(7) == b"MMIDIDX"
         return True
 
-    return [path for path in _there(output) if not is_own(path)]
+    return [path for path in _existing(output) if not is_own(path)]
 
 
 def _is_possible(path: Path) -> bool:
@@ -153,7 +153,7 @@ def _report(output: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and isinstance(found.get("plan"), dict) else None
 
 
-def _place(path: Path) -> Path:
+def _location(path: Path) -> Path:
     """The resolved location of the path itself, even if it is a link."""
     return path.parent.resolve() / path.name
 

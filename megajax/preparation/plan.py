@@ -38,22 +38,22 @@ class PreparationTask:
 
 def make_plan(task: PreparationTask, files: TextFiles) -> dict[str, Any]:
     """Everything the result depends on, as JSON. An interrupted preparation resumes only with the same plan."""
-    given = task.options.tokenizer
+    choice = task.options.tokenizer
     tests = TextFiles(task.test_sets, "--decontaminate").files
-    tokenizer = given
-    if given not in TRAINED:
-        loaded = named_tokenizer(given, flag="--tokenizer")  # so that its errors come before any work
+    tokenizer = choice
+    if choice not in TRAINED:
+        loaded = named_tokenizer(choice, flag="--tokenizer")  # so that its errors come before any work
         tokenizer = hashlib.sha256(json.dumps(loaded.files).encode()).hexdigest()
         if task.options.split_sentences:
-            WordPieces.of(loaded, f"--tokenizer {given}")
-    elif task.options.split_sentences and given == "bpe":
+            WordPieces.of(loaded, f"--tokenizer {choice}")
+    elif task.options.split_sentences and choice == "bpe":
         raise UserError(
             "--split-sentences with --tokenizer bpe: BERT needs WordPiece; valid: --tokenizer "
             "wordpiece, or a folder with vocab.txt"
         )
     inputs = [("INPUT", file) for file in files.files if isinstance(file, Path)]
     inputs += [("--decontaminate", file) for file in tests if isinstance(file, Path)]
-    inputs += [] if given in TRAINED else [("--tokenizer", Path(given))]
+    inputs += [] if choice in TRAINED else [("--tokenizer", Path(choice))]
     folders = [folder for path in task.inputs for folder in read_folders(path, "INPUT")]
     folders += [folder for path in task.test_sets for folder in read_folders(path, "--decontaminate")]
     check_apart(task.output, inputs, folders)

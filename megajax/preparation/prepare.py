@@ -53,14 +53,14 @@ def prepare_dataset(task: PreparationTask, *, workers: Workers, overwrite: bool,
     files = TextFiles(task.inputs, "INPUT")
     plan = make_plan(task, files)
     work = work_folder(task.output, workers.shared)
-    if not overwrite and (found := finished(work, plan)):
-        check_report(found, report_file(task.output))
-        return found
+    if not overwrite and (report := finished(work, plan)):
+        check_report(report, report_file(task.output))
+        return report
     with claimed(work, plan, overwrite) as (resumed, data):
-        found = _Run(task, files, work, data, workers, show).report() | {"plan": plan, "resumed": resumed}
-        write_atomically(report_file(task.output), printable(json.dumps(found, indent=1, ensure_ascii=False)) + "\n")
+        report = _Run(task, files, work, data, workers, show).report() | {"plan": plan, "resumed": resumed}
+        write_atomically(report_file(task.output), printable(json.dumps(report, indent=1, ensure_ascii=False)) + "\n")
         remove(work.folder)
-    return found
+    return report
 
 
 class _Run:
@@ -93,7 +93,7 @@ class _Run:
         found |= {"digests": digests, "seconds": seconds, "workers": workers_of(self._workers.did)}
         return found | {"throughput": throughput(found, self._totals, seconds)}
 
-    def _each(self, stage: str, name: str, function: Callable[..., Any], pieces: Iterable[tuple[Any, ...]], total: int,
+    def _map(self, stage: str, name: str, function: Callable[..., Any], pieces: Iterable[tuple[Any, ...]], total: int,
               num_bytes: int = 0) -> Iterator[Any]:  # fmt: skip
         """Yield a function's result for each piece, in order."""
         self._show.begin(stage, name, total, num_bytes)
@@ -109,8 +109,8 @@ class _Run:
 
     def _clean(self, num_shards: int) -> CleanedShards:
         pieces = ((self._data, shard, self._options) for shard in range(num_shards))
-        summaries = self._each("cleaning", "cleaning", clean_shard, pieces, num_shards, sum(self._files.sizes))
-        corpus = CleanedShards.of(self._counted(summaries))
+        summaries = self._map("cleaning", "cleaning", clean_shard, pieces, num_shards, sum(self._files.sizes))
+        corpus = CleanedShards.combined(self._counted(summaries))
         if not self._totals.counts["documents"]:
             example = f" ({self._first_broken})" if self._totals.first_broken else ""
             valid = "valid: another --text-key" if example else valid_paths("INPUT")
@@ -122,18 +122,18 @@ class _Run:
         """Yield the summaries of cleaned shards; raises `ResumableError` if too many lines are broken."""
         totals, limit = self._totals, self._task.options.max_broken
         numbering = Numbering()
-        for found in summaries:
-            before, (file, number) = numbering.before(found["files"]), found["first_broken"]
-            if found["broken"] and not totals.first_broken:
-                totals.first_broken = file, number + (before if file == found["files"][0] else 0), found["problem"]
-            totals.add(found, CLEANING)
-            totals.cuts += found["cuts"]
+        for summary in summaries:
+            before, (file, line) = numbering.before(summary["files"]), summary["first_broken"]
+            if summary["broken"] and not totals.first_broken:
+                totals.first_broken = file, line + (before if file == summary["files"][0] else 0), summary["problem"]
+            totals.add(summary, CLEANING)
+            totals.cuts += summary["cuts"]
             if totals.counts["broken"] > limit:
                 raise ResumableError(
                     f"{self._first_broken}; more than --max-broken {limit} lines are broken; "
                     'valid: {"KEY": "text"} in UTF-8 on each, KEY as in --text-key, of at most --max-document'
                 )
-            yield found
+            yield summary
 
     @property
     def _first_broken(self) -> str:
@@ -143,21 +143,21 @@ class _Run:
 
     def _tokenizer(self, corpus: CleanedShards) -> int:
         """Train a tokenizer or save the given one; returns its vocabulary size."""
-        given = self._options.tokenizer
+        choice = self._options.tokenizer
         if not (self._data / "tokenizer").exists():
-            if given in TRAINED:
+            if choice in TRAINED:
                 groups = [(self._data, group) for group in range(corpus.num_groups)]
-                list(self._each("tokenizer", "choosing texts for a tokenizer", sample_texts, groups, len(groups)))
-                name = f"training the tokenizer ({given})"
-                list(self._each("tokenizer", name, train, [(self._data, self._options)], 1))
+                list(self._map("tokenizer", "choosing texts for a tokenizer", sample_texts, groups, len(groups)))
+                name = f"training the tokenizer ({choice})"
+                list(self._map("tokenizer", name, train, [(self._data, self._options)], 1))
             else:
-                save_tokenizer(self._data, named_tokenizer(given, flag="--tokenizer"))
-        return load_tokenizer(self._data.there("tokenizer")).size
+                save_tokenizer(self._data, named_tokenizer(choice, flag="--tokenizer"))
+        return load_tokenizer(self._data.wait_for("tokenizer")).size
 
     def _analyse(self, corpus: CleanedShards) -> None:
         pieces = ((self._data, shard, self._options) for shard in range(corpus.num_shards))
         name, size = "tokenizing", self._totals.counts["text_bytes"]
-        summaries = self._each("analysis", name, analyse_shard, pieces, corpus.num_shards, size)
+        summaries = self._map("analysis", name, analyse_shard, pieces, corpus.num_shards, size)
         for shard, found in enumerate(summaries):
             self._totals.add(found, ANALYSIS)
             self._drop(shard, {rule: found["rules"][rule] for rule in RULES})
@@ -173,18 +173,18 @@ class _Run:
         """Find copies and decide which documents are kept; returns their layout in the dataset."""
         self._show.begin("duplicates", "looking for duplicates", _STEPS_OF_COPIES)
         if self._options.duplicates != "keep":
-            for number, (step, count) in enumerate(drop_copies(self._data, self._options, self._workers)):
+            for index, (step, count) in enumerate(drop_copies(self._data, self._options, self._workers)):
                 self._show.begin("duplicates", f"duplicates: {step}", _STEPS_OF_COPIES)
-                self._show.advance(number)
+                self._show.advance(index)
                 self._totals.counts["compared"] = count if step == "pairs" else 0
         groups = [(self._data, group, self._options) for group in range(corpus.num_groups)]
         summaries = []
-        for group, found in enumerate(self._workers.run("duplicates", writing.final_rules, groups)):
-            self._drop(group, {rule: found["dropped"].get(name, 0) for rule, name in COPIES.items()})
+        for group, summary in enumerate(self._workers.run("duplicates", writing.final_rules, groups)):
+            self._drop(group, {rule: summary["dropped"].get(name, 0) for rule, name in COPIES.items()})
             for name in "documents", "sequences", "tokens", "single", "text_bytes":
                 total = {"documents": "kept", "text_bytes": "kept_bytes"}.get(name, name)
-                self._totals.counts[total] += sum(found[name])
-            summaries.append(found)
+                self._totals.counts[total] += sum(summary[name])
+            summaries.append(summary)
         totals = self._totals
         totals.rules[KEPT] = totals.counts["kept"]
         if not totals.rules[KEPT]:
@@ -194,7 +194,7 @@ class _Run:
                 f"than {self._options.min_tokens}, longer documents, or a less strict --duplicates or "
                 "--decontaminate-how"
             )
-        layout = writing.Layout.of(summaries, tokenizer_size)
+        layout = writing.Layout.combined(summaries, tokenizer_size)
         layout.save(self._data)
         return layout
 
@@ -204,12 +204,12 @@ class _Run:
         index_file, tokens_file = dataset_files(self._task.output)
         folder = tokenizer_folder(self._task.output)
         with folder_atomically(folder, ours=has_only_tokenizer_files) as new:
-            load_tokenizer(self._data.there("tokenizer")).save(new)
+            load_tokenizer(self._data.wait_for("tokenizer")).save(new)
         digests = {}
-        for name, of in (writing.TOKENS, TOKENS), (writing.INDEX, INDEX):
+        for name, key in (writing.TOKENS, TOKENS), (writing.INDEX, INDEX):
             parts = -(-layout.size(name) // writing.PART_BYTES)
             pieces = [(self._data, name, part) for part in range(parts)]
-            list(self._each("writing", "writing", writing.write_part, pieces, parts, layout.size(name)))
-            digests[of] = root_of_parts(writing.blocks(self._data, name, parts))
+            list(self._map("writing", "writing", writing.write_part, pieces, parts, layout.size(name)))
+            digests[key] = root_of_parts(writing.blocks(self._data, name, parts))
         writing.publish(self._data, index_file, tokens_file)
         return digests | tokenizer_digests(folder)

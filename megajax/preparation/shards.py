@@ -57,10 +57,10 @@ def opened(file: Path) -> Iterator[IO[bytes]]:
 @contextlib.contextmanager
 def opened_arrays(file: Path) -> Iterator[Any]:
     """The arrays in an `.npz` file of the work folder; as it is not compressed, they are no larger than the file."""
-    with opened(file) as content, np.load(content) as found:
-        if any(entry.compress_type for entry in found.zip.infolist()):
+    with opened(file) as content, np.load(content) as arrays:
+        if any(entry.compress_type for entry in arrays.zip.infolist()):
             raise ValueError("compressed")
-        yield found
+        yield arrays
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class WorkFolder:
     def __truediv__(self, name: str) -> Path:
         return self.folder / name
 
-    def there(self, name: str) -> Path:
+    def wait_for(self, name: str) -> Path:
         """The path of a file that exists already. If another machine wrote it, wait until it is visible here."""
         path, until = self / name, time.monotonic() + _PATIENCE
         while self.shared and not os.path.exists(path) and time.monotonic() < until:
@@ -88,11 +88,11 @@ class WorkFolder:
         return (self / _name(stage, number)).exists()
 
     def save(
-        self, stage: str, number: int, arrays: Mapping[str, npt.NDArray[Any]], summary: Mapping[str, Any] | None = None
+        self, stage: str, piece: int, arrays: Mapping[str, npt.NDArray[Any]], summary: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Write a stage's results for a piece, which marks it as finished; returns the summary, which is small."""
         text = np.array(json.dumps(summary or {}))
-        with self.writing(self / _name(stage, number)) as file:
+        with self.writing(self / _name(stage, piece)) as file:
             np.savez(file, summary=text, **arrays)  # type: ignore[arg-type]
         return dict(summary or {})
 
@@ -100,22 +100,22 @@ class WorkFolder:
         """Remove a stage's results for a piece."""
         (self / _name(stage, number)).unlink(missing_ok=True)
 
-    def load(self, stage: str, number: int, *names: str) -> list[npt.NDArray[Any]]:
+    def load(self, stage: str, piece: int, *names: str) -> list[npt.NDArray[Any]]:
         """Some of a stage's arrays for a piece."""
-        with opened_arrays(self.there(_name(stage, number))) as there:
-            found = [there[name] for name in names]
-            if not all(isinstance(each, np.ndarray) for each in found):
+        with opened_arrays(self.wait_for(_name(stage, piece))) as stored:
+            arrays = [stored[name] for name in names]
+            if not all(isinstance(each, np.ndarray) for each in arrays):
                 raise ValueError("no array")
-            return found
+            return arrays
 
     def summary(self, stage: str, number: int) -> dict[str, Any]:
         """A stage's summary for a piece; empty if the piece is not finished."""
         return self.read_summary(stage, number) if self.has(stage, number) else {}
 
-    def read_summary(self, stage: str, number: int) -> dict[str, Any]:
+    def read_summary(self, stage: str, piece: int) -> dict[str, Any]:
         """A stage's summary for a finished piece."""
-        (text,) = self.load(stage, number, "summary")
-        with opened(self / _name(stage, number)):
+        (text,) = self.load(stage, piece, "summary")
+        with opened(self / _name(stage, piece)):
             return dict(json.loads(str(text)))
 
     def save_slices(
@@ -130,10 +130,10 @@ class WorkFolder:
                 ends += (ends[-1] + np.cumsum(np.bincount(places.astype(np.int64), minlength=count))).tolist()
             file.write(np.array(ends, np.uint64).tobytes())
 
-    def slice(self, name: str, number: int, count: int, columns: int) -> npt.NDArray[np.uint64]:
+    def slice(self, name: str, index: int, count: int, columns: int) -> npt.NDArray[np.uint64]:
         """A slice [n, columns] of a file with `count` slices."""
-        with opened(self.there(name)) as file:
-            file.seek(-8 * (count + 1 - number), os.SEEK_END)
+        with opened(self.wait_for(name)) as file:
+            file.seek(-8 * (count + 1 - index), os.SEEK_END)
             begin, end = np.frombuffer(_bytes(file, 16), np.uint64).tolist()
             content = _bytes(file, 8 * columns * (end - begin), 8 * columns * begin)
             return np.frombuffer(content, np.uint64).reshape(-1, columns)
@@ -149,14 +149,14 @@ class WorkFolder:
     def texts(self, shard: int) -> Iterator[str]:
         """A shard's cleaned texts in order; dropped documents are empty."""
         (starts,) = self.load("clean", shard, "starts")
-        with opened(self.there(_name("clean", shard, "text"))) as file:
+        with opened(self.wait_for(_name("clean", shard, "text"))) as file:
             for size in np.diff(starts).tolist():
                 yield _bytes(file, size).decode()
 
     def text(self, shard: int, document: int) -> str:
         """A document's cleaned text."""
         starts = _starts(self, shard)
-        with opened(self.there(_name("clean", shard, "text"))) as file:
+        with opened(self.wait_for(_name("clean", shard, "text"))) as file:
             begin, end = starts[document : document + 2].tolist()
             return _bytes(file, end - begin, begin).decode()
 
@@ -168,7 +168,7 @@ class WorkFolder:
     def band(self, shard: int, band: int, documents: int) -> npt.NDArray[np.uint64]:
         """The hashes of one band of a shard with D `documents`, uint64 [D]."""
         size = 8 * documents
-        with opened(self.there(_name("tokens", shard, "bands"))) as file:
+        with opened(self.wait_for(_name("tokens", shard, "bands"))) as file:
             return np.frombuffer(_bytes(file, size, band * size), np.uint64)
 
     @contextlib.contextmanager

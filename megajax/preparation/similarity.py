@@ -37,13 +37,13 @@ def jaccard(one: set[str], other: set[str]) -> float:
 def sketches(texts: Sequence[str]) -> tuple[list[int], npt.NDArray[np.uint64]]:
     """The indices of the long texts among normalised ones, and the smallest hashes of each one's grams, uint64
     [texts, SKETCH]. A text with fewer different grams has no sketch."""
-    places, found = [], [np.empty((0, SKETCH), np.uint64)]
-    for place, text in enumerate(texts):
+    indices, hashes = [], [np.empty((0, SKETCH), np.uint64)]
+    for index, text in enumerate(texts):
         smallest = np.unique(gram_hashes([text])[0])[:SKETCH] if len(text) >= _LONG else np.empty(0, np.uint64)
         if len(smallest) == SKETCH:
-            places.append(place)
-            found.append(smallest[None])
-    return places, np.concatenate(found)
+            indices.append(index)
+            hashes.append(smallest[None])
+    return indices, np.concatenate(hashes)
 
 
 def estimate(one: npt.NDArray[np.uint64], other: npt.NDArray[np.uint64]) -> float:
@@ -64,35 +64,35 @@ class Grams:
 
     def similarity(self, one: int, other: int) -> float:
         """Two documents' exact similarity."""
-        return jaccard(self._of(one), self._of(other))
+        return jaccard(self._grams(one), self._grams(other))
 
     def estimate(self, one: int, other: int) -> float | None:
         """Two long documents' estimated similarity; None if one has no sketch."""
-        first, second = (_sketch(self._work, *self._corpus.place(document)) for document in (one, other))
+        first, second = (_sketch(self._work, *self._corpus.locate(document)) for document in (one, other))
         return None if first is None or second is None else estimate(first, second)
 
-    def _of(self, document: int) -> set[str]:
+    def _grams(self, document: int) -> set[str]:
         if document in self._sets:
-            found = self._sets.pop(document)
+            grams = self._sets.pop(document)
         else:
-            found = gram_set(normalised(self._work.text(*self._corpus.place(document))))
-            self._size += len(found)
-        self._sets[document] = found
+            grams = gram_set(normalised(self._work.text(*self._corpus.locate(document))))
+            self._size += len(grams)
+        self._sets[document] = grams
         while self._size > _CACHED_GRAMS and len(self._sets) > 2:
             self._size -= len(self._sets.pop(next(iter(self._sets))))
-        return found
+        return grams
 
 
 def compare(work: WorkFolder, pairs: npt.NDArray[np.int64], threshold: float) -> npt.NDArray[np.float64]:
     """The similarity of pairs of documents, and whether it is exact, float64 [pairs, 2]. An estimate below `threshold`
     is far below it, but one above may be wrong, and must be checked before a document is dropped."""
     grams, margin = Grams(work), _DEVIATIONS * (threshold * (1 - threshold) / SKETCH) ** 0.5
-    found = []
+    results = []
     for one, other in pairs.tolist():
         about = grams.estimate(one, other)
         decided = about is not None and not threshold - margin <= about <= threshold
-        found.append((about, 0) if decided else (grams.similarity(one, other), 1))
-    return np.array(found, np.float64).reshape(-1, 2)
+        results.append((about, 0) if decided else (grams.similarity(one, other), 1))
+    return np.array(results, np.float64).reshape(-1, 2)
 
 
 def _sketch(work: WorkFolder, shard: int, document: int) -> npt.NDArray[np.uint64] | None:

@@ -59,7 +59,7 @@ def clean_shard(work: WorkFolder, shard: int, options: PrepareOptions) -> dict[s
     """
     if done := work.summary("clean", shard):
         return done
-    loaded = work.there("test-sets.npz")
+    loaded = work.wait_for("test-sets.npz")
     test_sets = _loaded(TestSets.load, loaded, loaded.stat().st_mtime_ns)
     seconds = dict.fromkeys(CLEANING, 0.0)
     sources, numbers, rules, hits = array("q"), array("q"), array("B"), [np.empty((0, 2), np.int64)]
@@ -87,15 +87,15 @@ def clean_shard(work: WorkFolder, shard: int, options: PrepareOptions) -> dict[s
                 counts["text_bytes"] += len(raw.encode())
                 text = clean(raw, fix_unicode=options.fix_unicode, clean_newlines=options.clean_newlines)
             with measuring(seconds, "test_sets"):
-                found, grams = decontaminated(text, test_sets, options.decontaminate_how)
+                pieces, grams = decontaminated(text, test_sets, options.decontaminate_how)
                 document = len(rules)
-                if is_cut := found not in ([], [text]):
-                    cuts[:] = [cuts[0] + 1, cuts[1] + len(found) - 1, cuts[2] + len(text) - sum(map(len, found))]
-                    hits.extend(_hits(document + place, test_sets.found_in(piece)) for place, piece in enumerate(found))
-                cuts[2] += 0 if found else len(text)
+                if is_cut := pieces not in ([], [text]):
+                    cuts[:] = [cuts[0] + 1, cuts[1] + len(pieces) - 1, cuts[2] + len(text) - sum(map(len, pieces))]
+                    hits.extend(_hits(document + n, test_sets.found_in(piece)) for n, piece in enumerate(pieces))
+                cuts[2] += 0 if pieces else len(text)
                 hits.append(_hits(-1 if is_cut else document, grams))
-            for piece in found or [text]:
-                rules.append(CONTAMINATED if not found else KEPT if text else EMPTY)
+            for piece in pieces or [text]:
+                rules.append(CONTAMINATED if not pieces else KEPT if text else EMPTY)
                 sources.append(record.file)
                 numbers.append(record.number)
                 counts["texts"] += bool(piece)
@@ -136,7 +136,7 @@ def analyse_shard(work: WorkFolder, shard: int, options: PrepareOptions) -> dict
     if done := work.summary("tokens", shard):
         return done
     (rule,) = work.load("clean", shard, "rule")
-    folder = work.there("tokenizer")
+    folder = work.wait_for("tokenizer")
     tokenizer = _loaded(load_tokenizer, folder, folder.stat().st_mtime_ns)
     seconds = dict.fromkeys(ANALYSIS, 0.0)
     dtype = np.uint16 if tokenizer.size <= 2**16 else np.uint32
@@ -146,27 +146,27 @@ def analyse_shard(work: WorkFolder, shard: int, options: PrepareOptions) -> dict
     of_sentences: list[int] = []
     document = 0
     for texts in in_parts(work.texts(shard), _CHARACTERS):
-        own = rule[document : document + len(texts)]  # a view of `rule` for these texts
+        verdict = rule[document : document + len(texts)]  # a view of `rule` for these texts
         with measuring(seconds, "tokenizing"):
-            left = [text if rule == KEPT else "" for text, rule in zip(texts, own.tolist(), strict=True)]
+            left = [text if rule == KEPT else "" for text, rule in zip(texts, verdict.tolist(), strict=True)]
             encoding = _ENCODER.submit(encode_texts, left, tokenizer, sentences=options.split_sentences)
-            for number, sequences in enumerate(encoding.result()):
+            for index, sequences in enumerate(encoding.result()):
                 ids = list(itertools.chain(*sequences))
-                if own[number] == KEPT and (len(ids) < options.min_tokens or not sequences):
-                    own[number] = SHORT
-                if own[number] == KEPT:
+                if verdict[index] == KEPT and (len(ids) < options.min_tokens or not sequences):
+                    verdict[index] = SHORT
+                if verdict[index] == KEPT:
                     found: npt.NDArray[np.integer] = np.array(ids, dtype)
                     tokens.append(found if options.split_sentences else as_document(found, tokenizer).astype(dtype))
                     of_sentences += map(len, sequences)
-                lengths.append(len(tokens[-1]) if own[number] == KEPT else 0)
+                lengths.append(len(tokens[-1]) if verdict[index] == KEPT else 0)
         with measuring(seconds, "minhash"):
-            kept = np.flatnonzero(own == KEPT)
+            kept = np.flatnonzero(verdict == KEPT)
             if options.duplicates != "keep":
                 digests.append(np.zeros((len(texts), 2), np.uint64))
-                for number in kept.tolist():
-                    digests[-1][number] = _digest(texts[number])
+                for index in kept.tolist():
+                    digests[-1][index] = _digest(texts[index])
             if options.duplicates == "near":
-                compared = [normalised(texts[number]) for number in kept]
+                compared = [normalised(texts[index]) for index in kept]
                 hashes = band_hashes(compared, options.jaccard)
                 bands.append(np.zeros((len(hashes), len(texts)), np.uint64))
                 bands[-1][:, kept] = hashes
@@ -210,15 +210,15 @@ def sample_texts(work: WorkFolder, group: int) -> None:
         return
     corpus = CleanedShards.load(work)
     share = TRAINING_BYTES / max(1, corpus.text_bytes)
-    found = list[bytes]()
+    chosen = list[bytes]()
     for shard in corpus.shards_of(group):
-        number = int(corpus.texts[shard])
+        index = int(corpus.texts[shard])
         for text in filter(None, work.texts(shard)):
-            if is_chosen(number, share):
-                found.append(text.encode())
-            number += 1
-    sizes = np.array([*map(len, found)], np.int64)
-    work.save("sample", group, {"sizes": sizes, "content": np.frombuffer(b"".join(found), np.uint8)})
+            if is_chosen(index, share):
+                chosen.append(text.encode())
+            index += 1
+    sizes = np.array([*map(len, chosen)], np.int64)
+    work.save("sample", group, {"sizes": sizes, "content": np.frombuffer(b"".join(chosen), np.uint8)})
 
 
 def train(work: WorkFolder, options: PrepareOptions) -> None:

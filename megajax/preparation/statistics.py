@@ -62,7 +62,7 @@ def report(
     examples = {rule: [*itertools.islice(_examples(corpus, work, files, totals, rule), _EXAMPLES)] for rule in RULES}
     dropped = {name: {"count": int(totals.rules[rule]), "examples": examples[rule]} for rule, name in RULES.items()}
     of_sentences = {"sentences": counts["sequences"], "single_sentence_documents": counts["single"]}
-    file, number, problem = totals.first_broken or (0, 0, "")
+    file, line, problem = totals.first_broken or (0, 0, "")
     _, pieces, characters = totals.cuts.tolist()
     return {
         "output": task.output,
@@ -83,7 +83,7 @@ def report(
         },
         "broken_lines": {
             "count": counts["broken"],
-            "first": f"{files.files[file]}:{number}: {problem}" if totals.first_broken else None,
+            "first": f"{files.files[file]}:{line}: {problem}" if totals.first_broken else None,
         },
         "skipped_files": counts["skipped_files"],
         "test_sets": list(_overlaps(task, corpus, work)),
@@ -94,10 +94,10 @@ def report(
     }
 
 
-def throughput(found: Mapping[str, Any], totals: Totals, seconds: Mapping[str, float]) -> dict[str, float]:
+def throughput(figures: Mapping[str, Any], totals: Totals, seconds: Mapping[str, float]) -> dict[str, float]:
     """Megabytes of input text per second: for each task on one core, for each stage, and for all of them. The last two
     are meaningless if the preparation was resumed."""
-    megabytes = found["text_bytes_in"] / 1e6
+    megabytes = figures["text_bytes_in"] / 1e6
     rates = {f"{name}_mb_per_second_and_core": megabytes / max(spent, 1e-9) for name, spent in totals.seconds.items()}
     rates |= {f"{stage}_mb_per_second": megabytes / max(spent, 1e-9) for stage, spent in seconds.items()}
     return rates | {"mb_per_second": megabytes / sum(seconds.values())}
@@ -111,47 +111,47 @@ def workers_of(did: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, di
     }
 
 
-def print_table(found: dict[str, Any], console: Console) -> None:
+def print_table(figures: dict[str, Any], console: Console) -> None:
     """Print a report as a table."""
-    for line in _lines(found, console.width):
+    for line in _lines(figures, console.width):
         console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 
 
-def check_report(found: dict[str, Any], file: Path) -> None:
+def check_report(figures: dict[str, Any], file: Path) -> None:
     """Check that a report, which was read from `file`, can be printed."""
     try:
-        _lines(found, _SNIPPET)
+        _lines(figures, _SNIPPET)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         raise Damaged(file, "damaged", "another PREFIX, or --overwrite") from None
 
 
-def _lines(found: dict[str, Any], width: int) -> list[str]:
+def _lines(figures: dict[str, Any], width: int) -> list[str]:
     """The table, with examples cut to a width."""
 
     def row(name: str, count: int, more: str = "") -> str:
         return f"{name:<17}{count:>12,}{more and '  '}{more}"
 
-    seconds, broken = found["seconds"], found["broken_lines"]
-    lines = [row("read", found["documents_in"], f"{found['text_bytes_in'] / 1e6:,.1f} MB of text")]
-    for name, rule in found["dropped"].items():
+    seconds, broken = figures["seconds"], figures["broken_lines"]
+    lines = [row("read", figures["documents_in"], f"{figures['text_bytes_in'] / 1e6:,.1f} MB of text")]
+    for name, rule in figures["dropped"].items():
         lines.append(row(name, -rule["count"]))
         lines += [f"    {_line(example)}"[:width] for example in rule["examples"]]
-    contaminated = found["contaminated"]
+    contaminated = figures["contaminated"]
     if contaminated["cut"]:
-        of = f"{contaminated['cut']:,} documents were cut"
-        lines.append(row("pieces", contaminated["pieces"], of))
+        cut = f"{contaminated['cut']:,} documents were cut"
+        lines.append(row("pieces", contaminated["pieces"], cut))
     if contaminated["characters"]:
         lines.append(f"    {contaminated['characters']:,} characters dropped or cut out as shared with test sets")
-    kept = f"{found['text_bytes'] / 1e6:,.1f} MB of text, {found['tokens']:,} tokens"
-    lines.append(row("kept", found["documents"], kept))
-    if "sentences" in found:
-        single = f"{found['single_sentence_documents']:,} documents have only one, which makes no pair"
-        lines.append(row("sentences", found["sentences"], single))
+    kept = f"{figures['text_bytes'] / 1e6:,.1f} MB of text, {figures['tokens']:,} tokens"
+    lines.append(row("kept", figures["documents"], kept))
+    if "sentences" in figures:
+        single = f"{figures['single_sentence_documents']:,} documents have only one, which makes no pair"
+        lines.append(row("sentences", figures["sentences"], single))
     if broken["count"]:
         lines.append(f"{broken['count']} broken lines skipped; the first: {broken['first']}")
-    if found["skipped_files"]:
-        lines.append(f"{found['skipped_files']} files skipped that are not UTF-8")
-    for test_set in found["test_sets"]:
+    if figures["skipped_files"]:
+        lines.append(f"{figures['skipped_files']} files skipped that are not UTF-8")
+    for test_set in figures["test_sets"]:
         lines.append(
             f"{test_set['path']}: {_share(test_set, 'overlap')} of its {test_set['grams']:,} 8-grams occur in the text,"
             f" {_share(test_set, 'overlap_kept')} in the documents kept"
@@ -161,28 +161,28 @@ def _lines(found: dict[str, Any], width: int) -> list[str]:
                 f"  {test_set['too_short']:,} of its documents are shorter than 8 words and were not searched for"
             )
     stages = ", ".join(f"{stage} {spent:.1f}" for stage, spent in seconds.items())
-    if len(workers := {who for done in found["workers"].values() for who in done}) > 1:
+    if len(workers := {who for done in figures["workers"].values() for who in done}) > 1:
         machines = len({who.rpartition(":")[0] for who in workers})
         lines.append(f"{len(workers)} workers on {machines} machine{'s' * (machines > 1)}")
-    lines.append(f"{sum(seconds.values()):.1f} s{' since it was resumed' if found['resumed'] else ''}: {stages}")
-    lines.append(f"written: {found['output']}.bin, .idx, .tokenizer (a folder) and .report.json")
+    lines.append(f"{sum(seconds.values()):.1f} s{' since it was resumed' if figures['resumed'] else ''}: {stages}")
+    lines.append(f"written: {figures['output']}.bin, .idx, .tokenizer (a folder) and .report.json")
     return lines
 
 
 def _line(example: dict[str, Any]) -> str:
-    place, original = (
+    source, original = (
         name if len(name) <= _PLACE else "…" + name[-_PLACE:] for name in (example["place"], example.get("copy_of", ""))
     )
     copy = f" is {example['jaccard']:.2f} of {original}" if original else ""
-    return f"{place}{copy}: {example['text']}"
+    return f"{source}{copy}: {example['text']}"
 
 
-def _place(corpus: CleanedShards, work: WorkFolder, files: TextFiles, document: int) -> str:
+def _location(corpus: CleanedShards, work: WorkFolder, files: TextFiles, document: int) -> str:
     """A document's place in the input, FILE:NUMBER."""
-    shard, number = corpus.place(document)
+    shard, index = corpus.locate(document)
     sources, numbers = work.load("clean", shard, "source", "number")
-    file = int(sources[number])
-    return f"{files.files[file]}:{corpus.number(shard, file, int(numbers[number]))}"
+    file = int(sources[index])
+    return f"{files.files[file]}:{corpus.number_in_file(shard, file, int(numbers[index]))}"
 
 
 def _examples(
@@ -190,12 +190,12 @@ def _examples(
 ) -> Iterator[dict[str, Any]]:
     """Yield the place and first characters of the first documents that a rule dropped."""
     for document, more in _dropped(corpus, work, totals, rule):
-        text = work.text(*corpus.place(document))
-        example: dict[str, Any] = {"place": _place(corpus, work, files, document)}
+        text = work.text(*corpus.locate(document))
+        example: dict[str, Any] = {"place": _location(corpus, work, files, document)}
         example["text"] = " ".join(text[: 4 * _SNIPPET].split())[:_SNIPPET]
         if more:
             original, similarity = more
-            example |= {"copy_of": _place(corpus, work, files, original), "jaccard": round(similarity, 4)}
+            example |= {"copy_of": _location(corpus, work, files, original), "jaccard": round(similarity, 4)}
         yield example
 
 
@@ -224,11 +224,11 @@ def _overlaps(task: PreparationTask, corpus: CleanedShards, work: WorkFolder) ->
 
     Documents that are too short do not count as text. Duplicates do, but add no gram that their originals lack.
     """
-    test_sets = TestSets.load(work.there("test-sets.npz"))
+    test_sets = TestSets.load(work.wait_for("test-sets.npz"))
     everywhere, kept = np.zeros(len(test_sets.grams), bool), np.zeros(len(test_sets.grams), bool)
     for group in range(corpus.num_groups if len(test_sets.grams) else 0):
-        found = work.load("final", group, "everywhere", "kept")
-        everywhere[found[0]], kept[found[1]] = True, True
+        figures = work.load("final", group, "everywhere", "kept")
+        everywhere[figures[0]], kept[figures[1]] = True, True
     for path, grams, too_short in zip(task.test_sets, test_sets.members, test_sets.too_short, strict=True):
         total = max(1, len(grams))
         yield {

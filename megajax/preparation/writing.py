@@ -83,13 +83,13 @@ class Layout:
     tokens: npt.NDArray[np.int64]
 
     @classmethod
-    def of(cls, summaries: Iterable[Mapping[str, Any]], vocab_size: int) -> "Layout":
+    def combined(cls, summaries: Iterable[Mapping[str, Any]], vocab_size: int) -> "Layout":
         """The layout of shards with these summaries of their groups."""
         names = "documents", "sequences", "tokens"
         counts: dict[str, list[int]] = {name: [0] for name in names}
-        for found in summaries:
+        for summary in summaries:
             for name in names:
-                counts[name] += found[name]
+                counts[name] += summary[name]
         return cls(vocab_size, *(np.cumsum(counts[name], dtype=np.int64) for name in names))
 
     def save(self, work: WorkFolder) -> None:
@@ -114,32 +114,32 @@ class Layout:
     def segments(self, work: WorkFolder, name: str, begin: int, end: int) -> Iterator[_Segment]:
         """The segments of a file that overlap a range of bytes, in order."""
         if name == TOKENS:
-            yield from self._of_shards(0, self.tokens, self.dtype.itemsize, begin, end, self._tokens_of(work))
+            yield from self._segments(0, self.tokens, self.dtype.itemsize, begin, end, self._tokens_of(work))
             return
         header, num_sequences = self._header, int(self.sequences[-1])
         if begin < len(header):
             yield 0, len(header), lambda: header
-        place = len(header)
-        yield from self._of_shards(place, self.sequences, 4, begin, end, lambda shard: _kept(work, shard, "lengths"))
-        place += 4 * num_sequences
-        yield from self._of_shards(place, self.sequences, 8, begin, end, self._pointers_of(work))
-        place += 8 * num_sequences
-        yield from self._of_shards(place, self.documents, 8, begin, end, self._firsts_of(work))
-        place += 8 * int(self.documents[-1])
-        if end > place:
-            yield place, 8, lambda: np.array(num_sequences, "<i8").tobytes()
+        offset = len(header)
+        yield from self._segments(offset, self.sequences, 4, begin, end, lambda shard: _kept(work, shard, "lengths"))
+        offset += 4 * num_sequences
+        yield from self._segments(offset, self.sequences, 8, begin, end, self._pointers_of(work))
+        offset += 8 * num_sequences
+        yield from self._segments(offset, self.documents, 8, begin, end, self._firsts_of(work))
+        offset += 8 * int(self.documents[-1])
+        if end > offset:
+            yield offset, 8, lambda: np.array(num_sequences, "<i8").tobytes()
 
     @staticmethod
-    def _of_shards(
-        place: int, starts: npt.NDArray[np.int64], size: int, begin: int, end: int, make: Callable[[int], Any]
+    def _segments(
+        offset: int, starts: npt.NDArray[np.int64], size: int, begin: int, end: int, make: Callable[[int], Any]
     ) -> Iterator[_Segment]:
-        """Segments of an array that begins at byte `place`, with entries of `size` bytes; `make` gives a shard's."""
-        places = place + size * starts
-        first = max(int(np.searchsorted(places, begin, side="right")) - 1, 0)
-        for shard in range(first, min(int(np.searchsorted(places, end)), len(starts) - 1)):
+        """Segments of an array that begins at byte `offset`, with entries of `size` bytes; `make` gives a shard's."""
+        offsets = offset + size * starts
+        first = max(int(np.searchsorted(offsets, begin, side="right")) - 1, 0)
+        for shard in range(first, min(int(np.searchsorted(offsets, end)), len(starts) - 1)):
             count = int(starts[shard + 1] - starts[shard])
             if count:
-                yield int(places[shard]), size * count, functools.partial(lambda shard: make(shard).tobytes(), shard)
+                yield int(offsets[shard]), size * count, functools.partial(lambda shard: make(shard).tobytes(), shard)
 
     def _tokens_of(self, work: WorkFolder) -> Callable[[int], Any]:
         def make(shard: int) -> Any:
@@ -175,20 +175,20 @@ def _layout(work: WorkFolder) -> Layout:
     return Layout(work.read_summary("layout", 0)["vocab_size"], *arrays)
 
 
-def write_part(work: WorkFolder, name: str, part: int) -> None:
+def write_part(work: WorkFolder, name: str, index: int) -> None:
     """Write a part of a file in place, and the `digests` of its blocks."""
-    if work.has(f"digests-{name}", part):
+    if work.has(f"digests-{name}", index):
         return
     layout = _layout(work)
-    begin = part * PART_BYTES
+    begin = index * PART_BYTES
     end = min(begin + PART_BYTES, layout.size(name))
     content = bytearray(end - begin)
     filled = 0
-    for place, size, make in layout.segments(work, name, begin, end):
-        found = make()
-        assert len(found) == size
-        inside = found[max(begin - place, 0) : end - place]
-        content[max(place - begin, 0) : max(place - begin, 0) + len(inside)] = inside
+    for offset, size, make in layout.segments(work, name, begin, end):
+        data = make()
+        assert len(data) == size
+        inside = data[max(begin - offset, 0) : end - offset]
+        content[max(offset - begin, 0) : max(offset - begin, 0) + len(inside)] = inside
         filled += len(inside)
     assert filled == len(content) == end - begin
     digester = Digester()
@@ -198,7 +198,7 @@ def write_part(work: WorkFolder, name: str, part: int) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    work.save(f"digests-{name}", part, {"digests": digester.finish()})
+    work.save(f"digests-{name}", index, {"digests": digester.finish()})
 
 
 def blocks(work: WorkFolder, name: str, parts: int) -> Iterator[npt.NDArray[np.uint8]]:
@@ -209,7 +209,7 @@ def blocks(work: WorkFolder, name: str, parts: int) -> Iterator[npt.NDArray[np.u
 def publish(work: WorkFolder, index_file: Path, tokens_file: Path) -> None:
     """Move the files to their places, the index last, so that it exists only beside a complete .bin file."""
     with work.writable(tokens_file):
-        if work.there(INDEX).exists():  # otherwise both were moved before an interruption
+        if work.wait_for(INDEX).exists():  # otherwise both were moved before an interruption
             if (work / TOKENS).exists():
                 index_file.unlink(missing_ok=True)  # an older index must never be beside new tokens
                 (work / TOKENS).replace(tokens_file)

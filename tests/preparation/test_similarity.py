@@ -50,7 +50,7 @@ def test_few_pairs_are_compared_by_their_texts(tmp_path, monkeypatch, threshold:
     rule = np.full(len(texts), KEPT, np.uint8)
     digest = np.arange(2 * len(texts), dtype=np.uint64).reshape(-1, 2)
     work.save("tokens", 0, {"rule": rule, "sketched": np.array(sketched), "sketches": found, "digest": digest})
-    CleanedShards.of([{"pieces": len(texts), "texts": len(texts), "bytes": 0, "files": [0, 0, 0]}]).save(work)
+    CleanedShards.combined([{"pieces": len(texts), "texts": len(texts), "bytes": 0, "files": [0, 0, 0]}]).save(work)
     compared = []
     monkeypatch.setattr(similarity, "jaccard", lambda *grams: compared.append(grams) or jaccard(*grams))
     with processes(1) as workers:

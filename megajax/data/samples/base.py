@@ -18,7 +18,7 @@ Sample = dict[str, npt.NDArray[np.int32]]
 class EndlessSamples(Protocol):
     """A sequence of samples for training."""
 
-    def __getitem__(self, number: int) -> Sample: ...
+    def __getitem__(self, index: int) -> Sample: ...
 
 
 class Samples(Protocol):
@@ -29,7 +29,7 @@ class Samples(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, number: int) -> Sample: ...
+    def __getitem__(self, index: int) -> Sample: ...
 
 
 class CorpusSamples(Samples, Protocol):
@@ -94,7 +94,7 @@ class Bits:
         self._state = hashed(hashed(np.array([number], np.uint64)) + key)
         self._numbers: list[int] = []
 
-    def number(self) -> int:
+    def uint64(self) -> int:
         """A random 64-bit number."""
         if not self._numbers:
             self._numbers = self.raw(64).tolist()
@@ -102,11 +102,11 @@ class Bits:
 
     def below(self, limit: int) -> int:
         """A random integer from 0 to `limit` - 1; `limit` is at most 2^32."""
-        return ((self.number() >> 32) * limit) >> 32
+        return ((self.uint64() >> 32) * limit) >> 32
 
     def happens(self, probability: float) -> bool:
         """True with this probability."""
-        return self.number() < probability * 2.0**64
+        return self.uint64() < probability * 2.0**64
 
     def raw(self, count: int) -> npt.NDArray[np.uint64]:
         """This many random 64-bit numbers."""

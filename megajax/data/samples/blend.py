@@ -49,31 +49,31 @@ class Blend:
         """The share of each source; they sum to 1."""
         return [count / self.period for count in self._counts]
 
-    def place(self, number: int) -> tuple[int, int]:
-        """The source of sample `number`, and the sample's number in that source."""
-        period, slot = divmod(number, self.period)
+    def place(self, index: int) -> tuple[int, int]:
+        """The source of sample `index`, and the sample's index in that source."""
+        period, slot = divmod(index, self.period)
         block, here = divmod(slot, _BLOCK)
         before, sources = self._block(block)
         source = int(sources[here])
         own = before[source] + int((sources[:here] == source).sum())
         return source, period * self._counts[source] + own
 
-    def before(self, number: int) -> list[int]:
-        """How many samples of each source come before sample `number`."""
-        period, slot = divmod(number, self.period)
+    def before(self, index: int) -> list[int]:
+        """How many samples of each source come before sample `index`."""
+        period, slot = divmod(index, self.period)
         return [period * count + own for count, own in zip(self._counts, self._before(slot), strict=True)]
 
-    def _block(self, number: int) -> "_Block":
+    def _block(self, index: int) -> "_Block":
         with self._lock:
-            if number not in self._blocks:
-                start = number * _BLOCK
-                earlier = self._blocks.get(number - 1)
+            if index not in self._blocks:
+                start = index * _BLOCK
+                earlier = self._blocks.get(index - 1)
                 before = self._before(start) if earlier is None else earlier.after
                 sources = self._order(before, start, min(start + _BLOCK, self.period))
                 if len(self._blocks) == _RECENT:
                     del self._blocks[next(iter(self._blocks))]
-                self._blocks[number] = _Block(before, np.fromiter(sources, np.uint16))
-            return self._blocks[number]
+                self._blocks[index] = _Block(before, np.fromiter(sources, np.uint16))
+            return self._blocks[index]
 
     def _before(self, slot: int) -> list[int]:
         """The samples of each source in the period's slots before this one."""
@@ -101,8 +101,8 @@ class Blend:
         # left sum to. If these are n or more, none of the n had a turn.
         waits = [
             source
-            for number, source in enumerate(may_wait)
-            if number * self.period < sum(left[other] for other in may_wait if begins[other] <= begins[source])
+            for index, source in enumerate(may_wait)
+            if index * self.period < sum(left[other] for other in may_wait if begins[other] <= begins[source])
         ]
         others = [source for source in reversed(may_wait) if source not in waits]
         ways = [*waits, *others][:waiting], may_wait[:waiting]
@@ -161,8 +161,8 @@ class BlendedSamples:
         self.epoch_size = sum(source.epoch_size for source in sources)
         assert len(sources) == len(weights) and {source.sequence_length for source in sources} == {self.sequence_length}
 
-    def __getitem__(self, number: int) -> Sample:
-        source, own = self.blend.place(number)
+    def __getitem__(self, index: int) -> Sample:
+        source, own = self.blend.place(index)
         return self.sources[source][self._before[source] + own]
 
 
@@ -177,8 +177,8 @@ class JoinedSamples:
     def __len__(self) -> int:
         return sum(map(len, self._corpora))
 
-    def __getitem__(self, number: int) -> Sample:
-        corpus, own = self._order.place(number)
+    def __getitem__(self, index: int) -> Sample:
+        corpus, own = self._order.place(index)
         return self._corpora[corpus][own]
 
     @property

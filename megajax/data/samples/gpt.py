@@ -74,9 +74,9 @@ def split_documents(
         )
     chosen, wanted = held_out(lengths, order, validation_fraction), validation_fraction * int(lengths.sum())
     if lengths[chosen].sum() > max(2.0, MOST_HELD_OUT * wanted):
-        (number,) = chosen.tolist()
-        place = int(documents.document_offsets[number + 1]) - max(2, round(wanted))
-        documents, chosen = documents.cut(number, place), np.array([number + 1])
+        (document,) = chosen.tolist()
+        offset = int(documents.document_offsets[document + 1]) - max(2, round(wanted))
+        documents, chosen = documents.cut(document, offset), np.array([document + 1])
     is_validation = np.zeros(documents.num_documents, bool)
     is_validation[chosen] = True
     return documents, np.flatnonzero(~is_validation), np.flatnonzero(is_validation)
@@ -112,10 +112,10 @@ class TrainSamples:
 
         self._epoch_stream = epoch_stream
 
-    def __getitem__(self, number: int) -> Sample:
+    def __getitem__(self, index: int) -> Sample:
         with self._lock:  # only one thread builds an epoch
-            stream = self._epoch_stream(number // self.epoch_size)
-        start = self._order[number] * self.sequence_length
+            stream = self._epoch_stream(index // self.epoch_size)
+        start = self._order[index] * self.sequence_length
         window = stream.read(start, start + self.sequence_length + 1)
         sample = {"tokens": window[:-1], "targets": window[1:]}
         if self._with_positions:
@@ -160,15 +160,15 @@ class EvaluationSamples:
 
     def documents(self) -> Iterator[npt.NDArray[np.integer]]:
         """The tokens, document by document."""
-        return (self._documents.document(number) for number in self._numbers)
+        return (self._documents.document(index) for index in self._numbers)
 
     def __len__(self) -> int:
         return 1 + -(-max(0, self.num_targets - self.sequence_length) // self.overlap)
 
-    def __getitem__(self, number: int) -> Sample:
-        start = number * self.overlap
+    def __getitem__(self, index: int) -> Sample:
+        start = index * self.overlap
         window = self._stream.read(start, min(start + self.sequence_length + 1, len(self._stream)))
-        sample = _padded_sample(window, self.sequence_length, self.sequence_length - self.overlap if number else 0)
+        sample = _padded_sample(window, self.sequence_length, self.sequence_length - self.overlap if index else 0)
         if "positions" in self.form.entries:
             positions = self._stream.positions(start, start + len(window) - 1)
             sample["positions"] = np.pad(positions, (0, self.sequence_length - len(positions)))
@@ -200,8 +200,8 @@ class ContinuationSamples:
     def __len__(self) -> int:
         return len(self._windows)
 
-    def __getitem__(self, number: int) -> Sample:
-        window, num_predicted = self._windows[number]
+    def __getitem__(self, index: int) -> Sample:
+        window, num_predicted = self._windows[index]
         return _padded_sample(window, self.sequence_length, len(window) - 1 - num_predicted)
 
 
@@ -227,14 +227,14 @@ class _TokenStream:
         """The tokens from `start` to `stop`, int32 [stop - start]."""
         assert 0 <= start < stop <= len(self), (start, stop)
         window = np.empty(stop - start, np.int32)
-        place = int(np.searchsorted(self._ends, start, side="right"))
+        position = int(np.searchsorted(self._ends, start, side="right"))
         done = start
         while done < stop:
-            end = int(self._ends[place])
-            shift = int(self._documents.document_offsets[self._order[place] + 1]) - end  # offset into the corpus
+            end = int(self._ends[position])
+            shift = int(self._documents.document_offsets[self._order[position] + 1]) - end  # offset into the corpus
             until = min(stop, end)
             window[done - start : until - start] = self._documents.read(done + shift, until + shift)
-            done, place = until, place + 1
+            done, position = until, position + 1
         return window
 
     def positions(self, start: int, stop: int) -> npt.NDArray[np.int32]:

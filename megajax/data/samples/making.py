@@ -118,15 +118,15 @@ def make_corpus(
     return open_corpus(folder, vocab_size)
 
 
-def _choose_tokenizer(own: Path, tokenizer_path: str, vocab_size: int) -> Tokenizer | None:
-    """The given tokenizer, or the one already in the folder `own`; None if there is neither."""
-    there = load_fitting(own, vocab_size) if reading.names(own) else None
-    given = fitting(named_tokenizer(tokenizer_path), tokenizer_path, vocab_size) if tokenizer_path else None
-    if there and given and there != given:
+def _choose_tokenizer(folder: Path, tokenizer_path: str, vocab_size: int) -> Tokenizer | None:
+    """The given tokenizer, or the one already in `folder`; None if there is neither."""
+    existing = load_fitting(folder, vocab_size) if reading.names(folder) else None
+    requested = fitting(named_tokenizer(tokenizer_path), tokenizer_path, vocab_size) if tokenizer_path else None
+    if existing and requested and existing != requested:
         raise UserError(
-            f"--tokenizer.path {tokenizer_path}: not the tokenizer of the weights ({own}); valid: that one, or none"
+            f"--tokenizer.path {tokenizer_path}: not the tokenizer of the weights ({folder}); valid: that one, or none"
         )
-    return given or there
+    return requested or existing
 
 
 def _tokenize(
@@ -178,11 +178,11 @@ def _source(report: CorpusReport, path: str) -> str:
 
 def _check_same_source(folder: Path, path: str, tokenizer_path: str, path_flag: str) -> None:
     report = read_report(folder)
-    for flag, made_from, given in (
+    for flag, made_from, requested in (
         (path_flag, report.source, _source(report, path)),
         ("--tokenizer.path", report.tokenizer_source, _tokenizer_source(tokenizer_path)),
     ):
-        if made_from != given:
+        if made_from != requested:
             raise UserError(
-                f"{flag} {given!r}: {folder} was made from {made_from!r}; valid: that source, or a new --run-dir"
+                f"{flag} {requested!r}: {folder} was made from {made_from!r}; valid: that source, or a new --run-dir"
             )

@@ -40,11 +40,11 @@ class WordPieces:
         vocabulary = tokenizer.vocabulary
         if missing := [token for token in _SPECIAL if token not in vocabulary]:
             raise UserError(f"{name} has no {' and no '.join(missing)}; {valid}")
-        others = sorted(number for token, number in vocabulary.items() if token not in (*_SPECIAL, "[UNK]"))
+        others = sorted(token_id for token, token_id in vocabulary.items() if token not in (*_SPECIAL, "[UNK]"))
         if not others:
             raise UserError(f"{name} has only special tokens; {valid}, and words")
         continues = np.zeros(tokenizer.size, bool)
-        continues[[number for token, number in vocabulary.items() if token.startswith("##")]] = True
+        continues[[token_id for token, token_id in vocabulary.items() if token.startswith("##")]] = True
         start, sep, mask, pad = (vocabulary[token] for token in _SPECIAL)
         return cls(start, sep, mask, pad, continues, np.array(others, np.int32))
 
@@ -97,7 +97,7 @@ def _choose(borders: list[int], taken: bytearray, budget: float, most: int, bits
     left, room = max(1.0, budget), most
     while left > 1e-6:
         count = _LENGTHS[bits.below(len(_LENGTHS))]
-        while (first := _place(taken, count, bits)) < 0 and count > 1:
+        while (first := _free_run(taken, count, bits)) < 0 and count > 1:
             count -= 1
         if first < 0:
             break
@@ -115,7 +115,7 @@ def _choose(borders: list[int], taken: bytearray, budget: float, most: int, bits
     return sorted(spans)
 
 
-def _place(taken: bytearray, count: int, bits: Bits) -> int:
+def _free_run(taken: bytearray, count: int, bits: Bits) -> int:
     """The first word of a run of `count` free words; negative if there is none."""
     free = bytes(count)
     for _ in range(_TRIES):

@@ -63,10 +63,10 @@ class _Pairs:
         self.sequence_length, self._key = sequence_length, key_of(*stream)
         self._documents, self._vocabulary = documents, vocabulary
 
-    def _sample(self, chunks: Chunks, place: int, number: int) -> Sample:
-        """The sample from the chunk at index `place`; `number` determines its randomness."""
-        bits, vocabulary = Bits(self._key, number), self._vocabulary
-        first, size, target = int(chunks.begins[place]), int(chunks.sizes[place]), int(chunks.targets[place])
+    def _sample(self, chunks: Chunks, chunk: int, index: int) -> Sample:
+        """The sample from chunk number `chunk`; `index` determines its randomness."""
+        bits, vocabulary = Bits(self._key, index), self._vocabulary
+        first, size, target = int(chunks.begins[chunk]), int(chunks.sizes[chunk]), int(chunks.targets[chunk])
         offsets = self._documents.sequence_offsets(first, first + size)
         offsets = offsets[np.append(True, offsets[1:] > offsets[:-1])]  # drop sentences without tokens
         tokens = self._documents.read(int(offsets[0]), int(offsets[-1])).astype(np.int32)
@@ -129,11 +129,11 @@ class TrainPairs(_Pairs):
         assert self.epoch_size > 0, "no tokens"
         self._order = shuffled(self.epoch_size, _ORDER, seed)
 
-    def __getitem__(self, number: int) -> Sample:
+    def __getitem__(self, index: int) -> Sample:
         with self._lock:  # only one thread builds an epoch
-            chunks, shift = self._epoch_chunks(number // self.epoch_size)
-        place = (self._order[number] + shift) % len(chunks)  # the shift varies which chunks are left out
-        return self._sample(chunks, place, number)
+            chunks, shift = self._epoch_chunks(index // self.epoch_size)
+        chunk = (self._order[index] + shift) % len(chunks)  # the shift varies which chunks are left out
+        return self._sample(chunks, chunk, index)
 
 
 class EvaluationPairs(_Pairs):
@@ -163,13 +163,13 @@ class EvaluationPairs(_Pairs):
 
     def documents(self) -> Iterator[npt.NDArray[np.integer]]:
         """The tokens, document by document."""
-        return (self._documents.document(number) for number in self._numbers)
+        return (self._documents.document(index) for index in self._numbers)
 
     def __len__(self) -> int:
         return len(self._chunks)
 
-    def __getitem__(self, number: int) -> Sample:
-        return self._sample(self._chunks, number, number)
+    def __getitem__(self, index: int) -> Sample:
+        return self._sample(self._chunks, index, index)
 
 
 def check_length(sequence_length: int) -> None:

@@ -100,11 +100,11 @@ def squad_figures(
     if not unanswerable:
         return figures
     for name, has_answer in ("HasAns", True), ("NoAns", False):
-        part = [
+        subset = [
             score for score, question in zip(scores, questions, strict=True) if bool(question.answers) == has_answer
         ]
-        if part:
-            figures[f"{name}_exact"], figures[f"{name}_f1"] = map(_percent, zip(*part, strict=True))
+        if subset:
+            figures[f"{name}_exact"], figures[f"{name}_f1"] = map(_percent, zip(*subset, strict=True))
     best = [question_scores(question, answer.best, unanswerable=True) for question, answer in pairs]
     for which, name in enumerate(("exact", "f1")):
         found = _best_threshold(questions, answers, [score[which] for score in best])
@@ -126,13 +126,13 @@ def _best_threshold(
     """
     total = best = float(sum(not question.answers for question in questions))
     threshold = 0.0
-    for number in sorted(range(len(answers)), key=lambda number: answers[number].difference):
-        if questions[number].answers:
-            total += scores[number]
-        elif answers[number].best:
+    for index in sorted(range(len(answers)), key=lambda index: answers[index].difference):
+        if questions[index].answers:
+            total += scores[index]
+        elif answers[index].best:
             total -= 1
         if total > best:
-            best, threshold = total, answers[number].difference
+            best, threshold = total, answers[index].difference
     return 100 * best / len(questions), threshold
 
 
@@ -149,15 +149,15 @@ def check_predictions(path: str, records: Sequence[Record]) -> None:
         names.add(record.name)
 
 
-def write_predictions(path: str, task_name: str, records: Sequence[Record], found: Sequence[Any]) -> None:
+def write_predictions(path: str, task_name: str, records: Sequence[Record], predictions: Sequence[Any]) -> None:
     """Write the class or option of every record, or the text of its answer, to a new file."""
-    assert len(found) == len(records), (len(found), len(records))
+    assert len(predictions) == len(records), (len(predictions), len(records))
     check_predictions(path, records)
     task = TASKS[task_name]
     names = [record.name for record in records]
     if task.head == "span":
-        text = json.dumps(dict(zip(names, found, strict=True)), indent=4) + "\n"
+        text = json.dumps(dict(zip(names, predictions, strict=True)), indent=4) + "\n"
     else:
-        rows = [f"{name}\t{task.labels[int(label)]}" for name, label in zip(names, found, strict=True)]
+        rows = [f"{name}\t{task.labels[int(label)]}" for name, label in zip(names, predictions, strict=True)]
         text = "\n".join([_HEADERS[task.head], *rows]) + "\n"
     write_atomically(Path(path), text)

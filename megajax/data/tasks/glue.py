@@ -43,29 +43,29 @@ def read_glue(file: TaskFile) -> None:
     the genre, or else from the file's name."""
     form, records = _FORMATS[file.task], file.records
     lines = file.lines(_LINE_BYTES)
-    line, place = next(lines)
-    header = _cells(line.removeprefix(b"\xef\xbb\xbf"), place)
+    line, where = next(lines)
+    header = _cells(line.removeprefix(b"\xef\xbb\xbf"), where)
     label_column, name_column = _columns(header, form, file)
     by_name = next((group for group in ("mismatched", "matched") if group in file.path.name.lower()), "")
-    for row, (line, place) in enumerate(lines):
+    for row, (line, where) in enumerate(lines):
         if line in (b"\n", b"\r\n"):
             continue
         if (count := line.count(b"\t") + 1) != len(header):
             valid = f"{len(header)}, as in the first line"
             if not form.cut_rows:
-                raise UserError(f"{place}: {count} columns; valid: {valid}")
-            records.note("rows with a wrong number of columns, skipped", place, valid)
+                raise UserError(f"{where}: {count} columns; valid: {valid}")
+            records.note("rows with a wrong number of columns, skipped", where, valid)
             continue
-        cells: dict[str | None, str] = dict(zip(header, _cells(line, place), strict=True))
+        cells: dict[str | None, str] = dict(zip(header, _cells(line, where), strict=True))
         label = cells.get(label_column)
         if label == _NO_MAJORITY and form.grouped:
-            records.note(f'pairs labelled "{_NO_MAJORITY}" (no majority), skipped', place, "a label")
+            records.note(f'pairs labelled "{_NO_MAJORITY}" (no majority), skipped', where, "a label")
             continue
         first, second = (cells[column] for column in form.texts)
         if not first.strip() or not second.strip():
-            records.note("pairs with an empty text, kept", place, "two texts")
+            records.note("pairs with an empty text, kept", where, "two texts")
         group = _GROUPS.get(cells.get("genre", ""), by_name) if form.grouped else ""
-        found = None if label is None else _class_of(label, file.task, place)
+        found = None if label is None else _class_of(label, file.task, where)
         records.entries.append(Pair(cells.get(name_column, str(row)), (first, second), found, group))
 
 
@@ -74,23 +74,23 @@ def _columns(header: list[str], form: _Format, file: TaskFile) -> tuple[str | No
     label, name = (next((each for each in names if each in header), None) for names in (form.labels, _NAMES))
     for column in (*form.texts, label, name, "genre" if form.grouped else None):
         if column and header.count(column) > 1:
-            raise UserError(f'{file.place}: column "{column}" occurs {header.count(column)} times; valid: once')
+            raise UserError(f'{file.where}: column "{column}" occurs {header.count(column)} times; valid: once')
     wanted = (*form.texts, label or form.labels[0]) if file.labelled else form.texts
     if missing := ", ".join(column for column in wanted if column not in header):
         there = ", ".join(cell[:40] for cell in header[:20])
-        raise UserError(f"{file.place} has no column {missing}, only {there}; valid: {TASKS[file.task].files}")
+        raise UserError(f"{file.where} has no column {missing}, only {there}; valid: {TASKS[file.task].files}")
     return label, name
 
 
-def _cells(line: bytes, place: str) -> list[str]:
+def _cells(line: bytes, where: str) -> list[str]:
     if b"\0" in line:
-        raise UserError(f"{place} contains a NUL character; valid: text")
-    return decoded(line.removesuffix(b"\n").removesuffix(b"\r"), place).split("\t")
+        raise UserError(f"{where} contains a NUL character; valid: text")
+    return decoded(line.removesuffix(b"\n").removesuffix(b"\r"), where).split("\t")
 
 
-def _class_of(label: str, task: str, place: str) -> int:
+def _class_of(label: str, task: str, where: str) -> int:
     """The number of a class."""
     labels = TASKS[task].labels
     if label not in labels:
-        raise UserError(f'{place}: label "{label[:40]}"; valid: {", ".join(labels)}')
+        raise UserError(f'{where}: label "{label[:40]}"; valid: {", ".join(labels)}')
     return labels.index(label)

@@ -42,15 +42,15 @@ class EncodedTexts:
             else:
                 rows = tuple(tokenizer.encode_batch(batch))
             self._ids += [np.array(ids, np.int32) for ids in rows]
-        self.lengths = np.array([len(self._ids[number]) for number in self._numbers], np.int64)
+        self.lengths = np.array([len(self._ids[index]) for index in self._numbers], np.int64)
 
-    def __getitem__(self, number: int) -> npt.NDArray[np.int32]:
+    def __getitem__(self, index: int) -> npt.NDArray[np.int32]:
         """The ids of one text."""
-        return self._ids[self._numbers[number]]
+        return self._ids[self._numbers[index]]
 
-    def characters(self, number: int) -> npt.NDArray[np.int32]:
+    def characters(self, index: int) -> npt.NDArray[np.int32]:
         """The range of characters of every token in a text, int32 [tokens, 2]."""
-        return self._characters[self._numbers[number]]
+        return self._characters[self._numbers[index]]
 
 
 class JoinedTexts(Samples):
@@ -78,9 +78,9 @@ class JoinedTexts(Samples):
         types_T[middle:length] = 1
         return {"tokens": tokens_T, "token_types": types_T, "length": np.array(length, np.int32)}
 
-    def label(self, number: int) -> Sample:
+    def label(self, index: int) -> Sample:
         """The label of a record."""
-        label = self.records[number].label
+        label = self.records[index].label
         return {"label": np.array(IGNORED if label is None else label, np.int32)}
 
 
@@ -97,9 +97,9 @@ class PairInputs(JoinedTexts):
             {f"pairs truncated to {sequence_length} tokens": int((a.lengths + b.lengths > room).sum())}
         )
 
-    def __getitem__(self, number: int) -> Sample:
-        a, b = (texts[number][: lengths[number]] for texts, lengths in zip(self._texts, self._lengths, strict=True))
-        return self.joined(a, b) | self.label(number)
+    def __getitem__(self, index: int) -> Sample:
+        a, b = (texts[index][: lengths[index]] for texts, lengths in zip(self._texts, self._lengths, strict=True))
+        return self.joined(a, b) | self.label(index)
 
 
 class ExamInputs(JoinedTexts):
@@ -130,14 +130,14 @@ class ExamInputs(JoinedTexts):
             }
         )
 
-    def __getitem__(self, number: int) -> Sample:
+    def __getitem__(self, index: int) -> Sample:
         sample = {name: array[0] for name, array in self.form.padding(1, tokens=self.sequence_length).items()}
-        for option, place in enumerate(range(self._begins[number], self._begins[number + 1])):
-            text = self._texts[place][: self._most]
-            article = self._articles[number][: self.sequence_length - SPECIAL - len(text)]
+        for option, piece in enumerate(range(self._begins[index], self._begins[index + 1])):
+            text = self._texts[piece][: self._most]
+            article = self._articles[index][: self.sequence_length - SPECIAL - len(text)]
             for name, array in self.joined(text, article).items():
                 sample[name][option] = array
-        return sample | self.label(number)
+        return sample | self.label(index)
 
 
 def with_option(question: str, option: str) -> str:

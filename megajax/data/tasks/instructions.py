@@ -41,90 +41,90 @@ Encoded = tuple[list[int], list[bool]]  # ids, and whether the model should prod
 def read_instructions(file: TaskFile) -> None:
     """Read the records in a file, one per line or in an array; if one has both forms, `messages` count. Records with
     nothing for the model to say are skipped and counted."""
-    for line, place in file.objects(reading.LINE_BYTES):
-        text = decoded(line, place).removeprefix("\ufeff")
+    for line, where in file.objects(reading.LINE_BYTES):
+        text = decoded(line, where).removeprefix("\ufeff")
         if text.strip():
-            _add(parsed(text, place, file.task), place, file.records)
+            _add(parsed(text, where, file.task), where, file.records)
 
 
-def _add(value: Any, place: str, records: Records) -> None:
-    found = checked(value, dict, place, "the record")
-    left_out = is_left_out(found, place)
-    if "messages" in found:
-        chat = chat_under(found, "messages", place)
+def _add(value: Any, where: str, records: Records) -> None:
+    fields = checked(value, dict, where, "the record")
+    left_out = is_left_out(fields, where)
+    if "messages" in fields:
+        chat = chat_under(fields, "messages", where)
         answers = tuple(trained_answers(chat))
         left_out |= not answers and any(message["role"] == "assistant" for message in chat.messages)
-        record = Instruction(place, "", "", tuple(chat.messages), answers, chat.template_args)
+        record = Instruction(where, "", "", tuple(chat.messages), answers, chat.template_args)
         missing = "" if answers else "without a message of the assistant", 'one with "role": "assistant"'
-    elif "prompt" in found:
-        check_no_chat(found, place)
-        record = Instruction(place, entry(found, "prompt", str, place), entry(found, "completion", str, place))
+    elif "prompt" in fields:
+        check_no_chat(fields, where)
+        record = Instruction(where, entry(fields, "prompt", str, where), entry(fields, "completion", str, where))
         missing = "" if record.completion else "with an empty completion", "text"
     else:
-        raise UserError(f'{place}: neither "prompt" nor "messages"; valid: {TASKS["instructions"].files}')
+        raise UserError(f'{where}: neither "prompt" nor "messages"; valid: {TASKS["instructions"].files}')
     if left_out:
-        records.note("records with weight 0, skipped", place, "")
+        records.note("records with weight 0, skipped", where, "")
     elif missing[0]:
-        records.note(f"records {missing[0]}, skipped", place, missing[1])
+        records.note(f"records {missing[0]}, skipped", where, missing[1])
     else:
         records.entries.append(record)
 
 
-def is_left_out(found: Mapping[str, Any], place: str) -> bool:
+def is_left_out(found: Mapping[str, Any], where: str) -> bool:
     """Whether a record has weight 0."""
-    return _is_trained(found, ("weight",), place) is False
+    return _is_trained(found, ("weight",), where) is False
 
 
-def check_no_chat(found: Mapping[str, Any], place: str) -> None:
+def check_no_chat(fields: Mapping[str, Any], where: str) -> None:
     """Check that a record of texts has nothing for a chat template, which it does not go through."""
-    if given := [name for name in ("tools", "chat_template_kwargs") if found.get(name)]:
-        raise UserError(f'{place}: "{given[0]}" in a record of texts; valid: messages, or texts without it')
+    if given := [name for name in ("tools", "chat_template_kwargs") if fields.get(name)]:
+        raise UserError(f'{where}: "{given[0]}" in a record of texts; valid: messages, or texts without it')
 
 
 def trained_answers(chat: Chat) -> Iterator[int]:
     """The numbers of the messages of the assistant that are trained on."""
-    for number, message in enumerate(chat.messages):
-        place = f"{chat.place}: message {number + 1}"
-        trained = _is_trained(message, (*_TRAINED, *_MASKED, *_PARTLY), place)
+    for index, message in enumerate(chat.messages):
+        where = f"{chat.place}: message {index + 1}"
+        trained = _is_trained(message, (*_TRAINED, *_MASKED, *_PARTLY), where)
         if message["role"] == "assistant":
             if trained is not False:
-                yield number
+                yield index
         elif trained:
-            raise UserError(f"{place} is to be trained on; valid: only messages with the role assistant")
+            raise UserError(f"{where} is to be trained on; valid: only messages with the role assistant")
 
 
-def _is_trained(found: Mapping[str, Any], names: Sequence[str], place: str) -> bool | None:
+def _is_trained(fields: Mapping[str, Any], names: Sequence[str], where: str) -> bool | None:
     """What the fields with these names say; None: nothing."""
-    said = {name: found[name] for name in names if found.get(name) is not None}
+    said = {name: fields[name] for name in names if fields.get(name) is not None}
     for name, value in said.items():
         if name in _PARTLY or type(value) not in (bool, int, float) or value not in (0, 1):
             valid = f'no {name}, or "weight" 0 or 1' if name in _PARTLY else "0, 1, false or true"
-            raise UserError(f'{place}: "{name}" is {json.dumps(value)[:80]}; valid: {valid}')
+            raise UserError(f'{where}: "{name}" is {json.dumps(value)[:80]}; valid: {valid}')
     meant = {bool(value) != (name in _MASKED) for name, value in said.items()}
     if len(meant) > 1:
-        raise UserError(f"{place}: {' and '.join(said)} contradict each other; valid: one of them")
+        raise UserError(f"{where}: {' and '.join(said)} contradict each other; valid: one of them")
     return meant.pop() if meant else None
 
 
-def conversation(text: str, place: str) -> Chat:
+def conversation(text: str, where: str) -> Chat:
     """The conversation in a line of such a file, which the assistant is to answer."""
-    found = checked(parsed(text, place, "instructions"), dict, place, "the conversation")
-    chat = chat_under(found, "messages", place)
+    fields = checked(parsed(text, where, "instructions"), dict, where, "the conversation")
+    chat = chat_under(fields, "messages", where)
     if not chat.messages or chat.messages[-1]["role"] == "assistant":
         last = "ends with a message of the assistant" if chat.messages else "has no message"
-        raise UserError(f"{place} {last}; valid: messages that the assistant answers")
+        raise UserError(f"{where} {last}; valid: messages that the assistant answers")
     return chat
 
 
-def chat_under(found: dict[str, Any], key: str, place: str) -> Chat:
+def chat_under(fields: dict[str, Any], key: str, where: str) -> Chat:
     """The conversation under a key of a record, with the record's variables for the chat template."""
-    if found.get("tools"):
-        raise UserError(f'{place}: "tools" are not supported; valid: messages without them')
-    where = f"{place}: message" if key == "messages" else f"{place}: {key}, message"
-    given = entry(found, key, list, place)
-    messages = [_message(value, f"{where} {number}") for number, value in enumerate(given, start=1)]
-    args = found.get("chat_template_kwargs")
-    return Chat(messages, place, {} if args is None else checked_args(args, f"{place}: chat_template_kwargs"))
+    if fields.get("tools"):
+        raise UserError(f'{where}: "tools" are not supported; valid: messages without them')
+    prefix = f"{where}: message" if key == "messages" else f"{where}: {key}, message"
+    given = entry(fields, key, list, where)
+    messages = [_message(value, f"{prefix} {index}") for index, value in enumerate(given, start=1)]
+    args = fields.get("chat_template_kwargs")
+    return Chat(messages, where, {} if args is None else checked_args(args, f"{where}: chat_template_kwargs"))
 
 
 def chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -133,21 +133,21 @@ def chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
     return None if source is None else ChatTemplate(source, tokenizer.named_tokens, "the tokenizer", TODAY)
 
 
-def _message(value: Any, place: str) -> dict[str, Any]:
-    found = checked(value, dict, place, "the message")
-    return found | {key: entry(found, key, str, place) for key in ("role", "content")}
+def _message(value: Any, where: str) -> dict[str, Any]:
+    found = checked(value, dict, where, "the message")
+    return found | {key: entry(found, key, str, where) for key in ("role", "content")}
 
 
 def packed(lengths_N: Sequence[int], order: Sequence[int], room: int) -> list[list[int]]:
     """Pack records into rows in the given order; a record that does not fit starts a new row."""
     rows: list[list[int]] = []
     left = 0
-    for number in order:
-        if not rows or lengths_N[number] > left:
+    for record in order:
+        if not rows or lengths_N[record] > left:
             rows.append([])
             left = room
-        rows[-1].append(number)
-        left -= lengths_N[number]
+        rows[-1].append(record)
+        left -= lengths_N[record]
     assert left >= 0, "a record that is longer than a row"
     return rows
 
@@ -193,15 +193,15 @@ class InstructionRows:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, number: int) -> Sample:
+    def __getitem__(self, index: int) -> Sample:
         sample = {name: array[0] for name, array in self.form.padding(1, tokens=self.sequence_length).items()}
         done = 0
-        for record in self._rows[number]:
+        for record in self._rows[index]:
             tokens, targets = self._texts[record]
-            place = slice(done, done + len(tokens))
-            sample["tokens"][place], sample["targets"][place] = tokens, targets
-            sample["positions"][place] = np.arange(len(tokens))
-            done = place.stop
+            span = slice(done, done + len(tokens))
+            sample["tokens"][span], sample["targets"][span] = tokens, targets
+            sample["positions"][span] = np.arange(len(tokens))
+            done = span.stop
         return sample
 
 
@@ -234,7 +234,7 @@ def _chats(records: Sequence[Instruction], tokenizer: Tokenizer, template: ChatT
             "valid: prompt and completion, or a tokenizer with chat_template in its "
             "tokenizer_config.json"
         )
-    ends = [tokenizer.token(number) for number in tokenizer.ends]
+    ends = [tokenizer.token(token_id) for token_id in tokenizer.ends]
     chats = [Chat(record.messages, record.name, record.template_args) for record in records]
     found = list(template.rendered(chats, [record.answers for record in records], ends, tokenizer.special_tokens))
     encoding = tokenizer.encode_batch_with_offsets([each.text for each in found])

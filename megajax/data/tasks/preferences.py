@@ -27,59 +27,59 @@ _TURN = "\n\nAssistant:"  # begins an answer in conversations that are texts, su
 def read_preferences(file: TaskFile) -> None:
     """Read the pairs in a file, one per line or in an array. Those with equal answers or weight 0 are skipped and
     counted."""
-    for line, place in file.objects(reading.LINE_BYTES):
-        text = decoded(line, place).removeprefix("\ufeff")
+    for line, where in file.objects(reading.LINE_BYTES):
+        text = decoded(line, where).removeprefix("\ufeff")
         if not text.strip():
             continue
-        found = checked(parsed(text, place, file.task), dict, place, "the record")
-        if missing := set(_SIDES) - found.keys():
-            raise UserError(f'{place}: no "{min(missing)}"; valid: {TASKS["preferences"].files}')
-        is_text = any(isinstance(found[name], str) for name in _SIDES)
-        pair = _texts(found, place) if is_text else _conversations(found, place, file.records)
-        if is_left_out(found, place) or any(side.messages and not side.answers for side in pair):
-            file.records.note("pairs with weight 0, skipped", place, "")
+        fields = checked(parsed(text, where, file.task), dict, where, "the record")
+        if missing := set(_SIDES) - fields.keys():
+            raise UserError(f'{where}: no "{min(missing)}"; valid: {TASKS["preferences"].files}')
+        is_text = any(isinstance(fields[name], str) for name in _SIDES)
+        pair = _texts(fields, where) if is_text else _conversations(fields, where, file.records)
+        if is_left_out(fields, where) or any(side.messages and not side.answers for side in pair):
+            file.records.note("pairs with weight 0, skipped", where, "")
         elif pair[0] == pair[1]:
-            file.records.note("pairs with equal answers, skipped", place, "two different answers")
+            file.records.note("pairs with equal answers, skipped", where, "two different answers")
         else:
-            file.records.entries.append(Preference(place, *pair))
+            file.records.entries.append(Preference(where, *pair))
 
 
-def _texts(found: dict[str, Any], place: str) -> list[Instruction]:
+def _texts(fields: dict[str, Any], where: str) -> list[Instruction]:
     """Both answers to a prompt, as texts. What texts without `prompt` begin with is cut after their last common
     `_TURN`, or before their last common white space, so that no token is cut."""
-    check_no_chat(found, place)
-    sides = [entry(found, name, str, place) for name in _SIDES]
-    if found.get("prompt") is not None:
-        return [Instruction(place, entry(found, "prompt", str, place), side) for side in sides]
+    check_no_chat(fields, where)
+    sides = [entry(fields, name, str, where) for name in _SIDES]
+    if fields.get("prompt") is not None:
+        return [Instruction(where, entry(fields, "prompt", str, where), side) for side in sides]
     letters = enumerate(zip(*sides, strict=False))
-    same = sides[0][: next((number for number, (one, other) in letters if one != other), min(map(len, sides)))]
+    same = sides[0][: next((index for index, (one, other) in letters if one != other), min(map(len, sides)))]
     turn = same.rfind(_TURN)
     end = turn + len(_TURN) if turn >= 0 else max(same.rfind(" "), same.rfind("\n"), 0)
-    return [Instruction(place, side[:end], side[end:]) for side in sides]
+    return [Instruction(where, side[:end], side[end:]) for side in sides]
 
 
-def _conversations(found: dict[str, Any], place: str, records: Records) -> list[Instruction]:
+def _conversations(fields: dict[str, Any], where: str, records: Records) -> list[Instruction]:
     """Both answers to a prompt, as messages: all of the assistant's after the prompt, where others may be between
     them."""
-    chats, prompt, asked = [chat_under(found, name, place) for name in _SIDES], found.get("prompt"), 0
+    chats, prompt, asked = [chat_under(fields, name, where) for name in _SIDES], fields.get("prompt"), 0
     sides = [list(chat.messages) for chat in chats]
     if isinstance(prompt, str) or prompt is None:
-        for number, (one, other) in enumerate(zip(*sides, strict=False)):
-            asked = number if one["role"] == other["role"] == "assistant" else asked
+        for index, (one, other) in enumerate(zip(*sides, strict=False)):
+            asked = index if one["role"] == other["role"] == "assistant" else asked
             if one != other:
                 break
         if prompt and prompt.strip() not in (each["content"].strip() for each in sides[0][:asked]):
-            records.note("prompts that their conversations lack, ignored", place, "a prompt that the answers follow")
+            records.note("prompts that their conversations lack, ignored", where, "a prompt that the answers follow")
     else:
-        given = list(chat_under(found, "prompt", place).messages)
+        given = list(chat_under(fields, "prompt", where).messages)
         asked = len(given)
         sides = sides if all(side[:asked] == given for side in sides) else [given + side for side in sides]
     for name, side in zip(_SIDES, sides, strict=True):
         if not asked or len(side) == asked or side[asked]["role"] != "assistant":
             valid = "messages of the assistant after others, the same for both answers"
-            raise UserError(f'{place}: "{name}" does not answer a prompt; valid: {valid}')
-    pairs = [(side, [n for n in trained_answers(Chat(side, place)) if n >= asked]) for side in sides]
-    return [Instruction(place, "", "", tuple(side), tuple(numbers), chats[0].template_args) for side, numbers in pairs]
+            raise UserError(f'{where}: "{name}" does not answer a prompt; valid: {valid}')
+    pairs = [(side, [n for n in trained_answers(Chat(side, where)) if n >= asked]) for side in sides]
+    return [Instruction(where, "", "", tuple(side), tuple(numbers), chats[0].template_args) for side, numbers in pairs]
 
 
 class PreferenceRows:
@@ -107,13 +107,13 @@ class PreferenceRows:
     def __len__(self) -> int:
         return len(self._pairs)
 
-    def __getitem__(self, number: int) -> Sample:
+    def __getitem__(self, index: int) -> Sample:
         sample = {name: array[0] for name, array in self.form.padding(1, tokens=self.sequence_length).items()}
         done = 0
-        for side, (ids, says) in zip((CHOSEN, REJECTED), self._pairs[number], strict=True):
-            place = slice(done, done + len(says))
-            sample["tokens"][place], sample["positions"][place] = ids[:-1], np.arange(len(says))
-            sample["targets"][place] = np.where(says, ids[1:], np.int32(IGNORED))
-            sample["answer"][place] = side * says
-            done = place.stop
-        return sample | {"reference": self.reference[number]}
+        for side, (ids, says) in zip((CHOSEN, REJECTED), self._pairs[index], strict=True):
+            span = slice(done, done + len(says))
+            sample["tokens"][span], sample["positions"][span] = ids[:-1], np.arange(len(says))
+            sample["targets"][span] = np.where(says, ids[1:], np.int32(IGNORED))
+            sample["answer"][span] = side * says
+            done = span.stop
+        return sample | {"reference": self.reference[index]}

@@ -128,12 +128,12 @@ class Records:
     odd: dict[str, tuple[int, str]] = field(default_factory=dict)  # description -> count, place of the first one
     names: dict[str, str] = field(default_factory=dict)  # names that must be unique -> the place of each
 
-    def note(self, what: str, place: str, valid: str) -> None:
+    def note(self, what: str, where: str, valid: str) -> None:
         """Count an unusual record, or raise `UserError` if `strict`; `valid` says what the record should be, and is
         empty if it is unusual on purpose."""
         if self.strict and valid:
-            raise UserError(f"{place}: {what}; valid: {valid}, or --no-task.strict")
-        count, first = self.odd.get(what, (0, place))
+            raise UserError(f"{where}: {what}; valid: {valid}, or --no-task.strict")
+        count, first = self.odd.get(what, (0, where))
         self.odd[what] = (count + 1, first)
 
     def lines(self) -> list[str]:

@@ -44,7 +44,7 @@ def read_records(task_name: str, paths: Sequence[str], config: TaskConfig, flag:
         check_beginning(file)
         _READERS[task_name](file)
         if len(records.entries) == before and not TASKS[task_name].suffixes:
-            raise UserError(f"{file.place} has no records; valid: {valid}")
+            raise UserError(f"{file.where} has no records; valid: {valid}")
     if not records.entries:
         odd = "".join(f" ({count} {what})" for what, (count, _) in records.odd.items())
         raise UserError(f"{flag}: {paths[0]} has no records{odd}; valid: {valid}")

@@ -44,10 +44,10 @@ def task_files(paths: Sequence[str], task: str, flag: str) -> list[Path]:
             with readable(path, flag):
                 below = files_below(Path(path))
             check_formats(below, flag)
-            found = sorted((file for file in below if streams.inner_suffix(file) in suffixes), key=_order)
-            if not found:
+            matching = sorted((file for file in below if streams.inner_suffix(file) in suffixes), key=_order)
+            if not matching:
                 raise UserError(f"{flag}: {path} has no files; valid: files that end in {' or '.join(suffixes)}")
-            files += found
+            files += matching
         elif kind == "a file":
             check_formats([Path(path)], flag)
             files.append(Path(path))
@@ -69,7 +69,7 @@ def _order(file: Path) -> list[tuple[list[Any], str]]:
     """A sort key: for every name in a path its alternating texts and numbers, and the name itself, to separate 7 from
     07."""
     turns = (_NUMBER.split(part) for part in file.parts)
-    return [([int(piece) if place % 2 else piece for place, piece in enumerate(turn)], "".join(turn)) for turn in turns]
+    return [([int(piece) if index % 2 else piece for index, piece in enumerate(turn)], "".join(turn)) for turn in turns]
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class TaskFile:
     records: Records  # from all files so far; the reader appends its own
 
     @property
-    def place(self) -> str:
+    def where(self) -> str:
         """The file as named in messages."""
         return f"{self.flag}: {self.path}"
 
@@ -97,7 +97,7 @@ class TaskFile:
         """Every line, including its end and with at most `most` bytes, and its place."""
         with self.opened() as content:
             for number, line in enumerate(reading.lines(content, most), start=1):
-                yield line, f"{self.place}:{number}"
+                yield line, f"{self.where}:{number}"
 
     def objects(self, most: int) -> Iterator[tuple[bytes, str]]:
         """Every line of JSON or, if the file begins with `[`, every element of the array, and its place."""
@@ -108,13 +108,13 @@ class TaskFile:
             return
         with self.opened() as content:
             for number, element in enumerate(long_documents.elements(content, most), start=1):
-                yield element, f"{self.place}:{number}"
+                yield element, f"{self.where}:{number}"
 
     def text(self) -> str:
         """The text, without a byte order mark."""
         with self.opened() as content:
             found = reading.whole(content, reading.LINE_BYTES)
-        return decoded(found, self.place).removeprefix("\ufeff")
+        return decoded(found, self.where).removeprefix("\ufeff")
 
 
 def check_beginning(file: TaskFile) -> None:
@@ -125,9 +125,9 @@ def check_beginning(file: TaskFile) -> None:
     same_format = " or ".join(name for name, task in TASKS.items() if task.files == files)
     other = _recognised(text)
     if other and other != same_format:
-        raise UserError(f"{file.place} looks like a file of {other}, not {same_format}; valid: {files}")
+        raise UserError(f"{file.where} looks like a file of {other}, not {same_format}; valid: {files}")
     if not head.strip() or b"\0" in head or _is_json(text) != ("JSON" in files):
-        raise Damaged(file.place, "empty, binary, or another format", files)
+        raise Damaged(file.where, "empty, binary, or another format", files)
 
 
 def _is_json(head: str) -> bool:
@@ -151,38 +151,38 @@ def _recognised(head: str) -> str:
     return "mnli" if columns >= {"sentence1", "sentence2"} else ""
 
 
-def decoded(content: bytes, place: str) -> str:
+def decoded(content: bytes, where: str) -> str:
     """Decode UTF-8."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise Damaged(place, f"not UTF-8 text (at byte {error.start})", "UTF-8") from None
+        raise Damaged(where, f"not UTF-8 text (at byte {error.start})", "UTF-8") from None
 
 
-def parsed(text: str, place: str, task: str) -> Any:
+def parsed(text: str, where: str, task: str) -> Any:
     """Parse JSON."""
     try:
         return reading.parse_json(text)
     except ValueError as error:
-        raise Damaged(place, f"not JSON: {error}", TASKS[task].files) from None
+        raise Damaged(where, f"not JSON: {error}", TASKS[task].files) from None
 
 
 _KINDS = {str: "text", list: "a list", dict: "an object", int: "a whole number", bool: "true or false"}
 
 
-def entry(value: Any, key: str, kind: type[V], place: str) -> V:
+def entry(value: Any, key: str, kind: type[V], where: str) -> V:
     """The value of a key in an object, which must have this type."""
-    found = checked(value, dict, place, "the record")
-    if key not in found:
-        there = ", ".join(map(json.dumps, list(found)[:5])) or "none"
-        raise UserError(f'{place}: no key "{key}", there are {there}; valid: {_KINDS[kind]} under "{key}"')
-    return checked(found[key], kind, place, f'"{key}"')
+    fields = checked(value, dict, where, "the record")
+    if key not in fields:
+        there = ", ".join(map(json.dumps, list(fields)[:5])) or "none"
+        raise UserError(f'{where}: no key "{key}", there are {there}; valid: {_KINDS[kind]} under "{key}"')
+    return checked(fields[key], kind, where, f'"{key}"')
 
 
-def checked(value: Any, kind: type[V], place: str, what: str) -> V:
+def checked(value: Any, kind: type[V], where: str, what: str) -> V:
     """The value itself; another type is an error."""
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise UserError(f"{place}: {what} is not {_KINDS[kind]}; valid: {_KINDS[kind]}")
+        raise UserError(f"{where}: {what} is not {_KINDS[kind]}; valid: {_KINDS[kind]}")
     if isinstance(value, str) and not reading.is_unicode(value):
-        raise UserError(f"{place}: {what} contains half a character (\\ud800 to \\udfff); valid: text")
+        raise UserError(f"{where}: {what} contains half a character (\\ud800 to \\udfff); valid: text")
     return value

@@ -63,30 +63,30 @@ class SpanWindows(JoinedTexts):
     def __len__(self) -> int:
         return len(self.owners)
 
-    def __getitem__(self, number: int) -> Sample:
-        owner = self.owners[number]
-        window = self._contexts[owner][self._begins[number] : self._ends[number]]
+    def __getitem__(self, index: int) -> Sample:
+        owner = self.owners[index]
+        window = self._contexts[owner][self._begins[index] : self._ends[index]]
         sample = self.joined(self._questions[owner][: self._most], window)
-        return sample | {"start": np.array(self._starts[number]), "end": np.array(self._stops[number])}
+        return sample | {"start": np.array(self._starts[index]), "end": np.array(self._stops[index])}
 
-    def characters(self, number: int) -> tuple[int, npt.NDArray[np.int32]]:
+    def characters(self, index: int) -> tuple[int, npt.NDArray[np.int32]]:
         """The index in the sample of a window's first token; and the range of characters in the context of each of the
         window's tokens, int32 [tokens, 2]."""
-        owner = self.owners[number]
-        place = int(self._num_asked[owner]) + 2
-        return place, self._contexts.characters(owner)[self._begins[number] : self._ends[number]]
+        owner = self.owners[index]
+        offset = int(self._num_asked[owner]) + 2
+        return offset, self._contexts.characters(owner)[self._begins[index] : self._ends[index]]
 
     def _cut(self, config: TaskConfig) -> None:
         """Set `owners`, the question of every window, and the windows' ranges of context tokens."""
         tokens, room = self._contexts.lengths, self.sequence_length - SPECIAL - self._num_asked
         step = room - config.doc_stride
         long = tokens > room
-        for number in np.flatnonzero(long & (step < 1))[:1]:
+        for index in np.flatnonzero(long & (step < 1))[:1]:
             raise UserError(
-                f"question {self.records[number].name} has {self._num_asked[number]} tokens, which leaves room for "
-                f"{max(room[number], 0)} of its context's {tokens[number]} tokens, but windows overlap by "
+                f"question {self.records[index].name} has {self._num_asked[index]} tokens, which leaves room for "
+                f"{max(room[index], 0)} of its context's {tokens[index]} tokens, but windows overlap by "
                 f"{config.doc_stride}; valid: a smaller --task.doc-stride, a smaller --task.question-tokens than "
-                f"{self._num_asked[number]}, or more than --model.sequence-length {self.sequence_length}"
+                f"{self._num_asked[index]}, or more than --model.sequence-length {self.sequence_length}"
             )
         windows = np.where(long, 1 + -(-(tokens - room) // np.maximum(step, 1)), 1)  # per question
         self.owners = np.repeat(np.arange(len(windows)), windows)
@@ -99,7 +99,7 @@ class SpanWindows(JoinedTexts):
         place is known but no window contains all of it."""
         is_placed = np.array([record.is_placed for record in self.records], bool)
         has_answer = is_placed & np.array([bool(record.answers) for record in self.records], bool)
-        tokens = [self._answer(number) if has_answer[number] else (-1, -1) for number in range(len(self.records))]
+        tokens = [self._answer(index) if has_answer[index] else (-1, -1) for index in range(len(self.records))]
         first, last = np.array(tokens, np.int64).reshape(-1, 2)[self.owners].T
         is_inside = (first >= self._begins) & (last < self._ends)
         # If several tokens begin, or end, with the same character of the answer, take the one in the window.
@@ -110,10 +110,10 @@ class SpanWindows(JoinedTexts):
         self._starts, self._stops = (np.where(is_inside, at, otherwise).astype(np.int32) for at in (starts, stops))
         return has_answer & (np.bincount(self.owners, is_inside, len(self.records)) == 0)
 
-    def _answer(self, number: int) -> tuple[int, int]:
+    def _answer(self, index: int) -> tuple[int, int]:
         """The first and last context token of the first answer: the last token that begins at or before its first
         character, and the first token that ends at or after its last."""
-        answer, spans = self.records[number].answers[0], self._contexts.characters(number)
+        answer, spans = self.records[index].answers[0], self._contexts.characters(index)
         first = np.searchsorted(spans[:, 0], answer.start, side="right") - 1
         return int(first), int(np.searchsorted(spans[:, 1], answer.start + len(answer.text), side="left"))
 
@@ -145,7 +145,7 @@ def find_answers(
     bounds = np.searchsorted(windows.owners, np.arange(len(windows.records) + 1))
     answers = []
     for record, first, last in zip(windows.records, bounds, bounds[1:], strict=False):
-        found = [_spans(windows, number, start_WT[number], end_WT[number], config) for number in range(first, last)]
+        found = [_spans(windows, index, start_WT[index], end_WT[index], config) for index in range(first, last)]
         characters, logits = (np.concatenate(parts) for parts in zip(*found, strict=True))
         best, (of_start, of_end) = NO_SPAN, np.zeros(2, np.float32)
         if len(logits):
@@ -158,17 +158,17 @@ def find_answers(
 
 
 def _spans(
-    windows: SpanWindows, number: int, start_T: Logits, end_T: Logits, config: TaskConfig
+    windows: SpanWindows, index: int, start_T: Logits, end_T: Logits, config: TaskConfig
 ) -> tuple[npt.NDArray[np.int32], Logits]:
     """Spans in a window: their ranges of characters [S, 2], and their two logits [S, 2]."""
-    place, characters = windows.characters(number)
+    offset, characters = windows.characters(index)
     # The tokens with the largest logits, largest first.
-    best = (np.argsort(logits_T, kind="stable")[::-1][: config.n_best] - place for logits_T in (start_T, end_T))
+    best = (np.argsort(logits_T, kind="stable")[::-1][: config.n_best] - offset for logits_T in (start_T, end_T))
     starts, ends = (tokens[(tokens >= 0) & (tokens < len(characters))] for tokens in best)
     length = ends - starts[:, None] + 1
     row, column = np.nonzero((length > 0) & (length <= config.answer_tokens))
     first, last = starts[row], ends[column]
-    logits = np.stack([start_T[place + first], end_T[place + last]], 1)
+    logits = np.stack([start_T[offset + first], end_T[offset + last]], 1)
     return np.stack([characters[first, 0], characters[last, 1]], 1), logits
 
 

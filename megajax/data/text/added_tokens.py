@@ -73,9 +73,9 @@ class Declared:
         from tokenizers import AddedToken
 
         named = self.named(core).values()
-        own = {number: _of(token) for number, token in core.get_added_tokens_decoder().items()}
-        added = [token for _, token in sorted({**self.added, **({} if self.is_whole else own)}.items())]
-        known = {token.content for token in (*own.values(), *added)}
+        existing = {token_id: _as_token(token) for token_id, token in core.get_added_tokens_decoder().items()}
+        added = [token for _, token in sorted({**self.added, **({} if self.is_whole else existing)}.items())]
+        known = {token.content for token in (*existing.values(), *added)}
         extra = self.older if self.extra is None else self.extra
         new = [token for token in (*named, *(extra or ())) if token.content not in known]
         special = {token.content for token in named}
@@ -84,26 +84,26 @@ class Declared:
             once.setdefault((_filled(token), token.given == "text"), token)
         marked = [dataclasses.replace(each, special=each.special or each.content in special) for each in once.values()]
         tokens = [_filled(token) for token in marked]
-        if not set(own.values()).issuperset(tokens):
+        if not set(existing.values()).issuperset(tokens):
             core.add_tokens([AddedToken(token.content, **token.flags) for token in tokens])
 
 
 def read_declared(config: dict[str, Any], special: dict[str, Any], added: dict[str, Any], folder: Path) -> Declared:
     """What `CONFIG`, `SPECIAL` and `ADDED` in a folder declare; each is empty if there is no such file."""
-    found = _of_config(config, folder / CONFIG)
+    declared = _from_config(config, folder / CONFIG)
     if DECODER in config:
-        found.added, found.is_whole = _by_id(config[DECODER], folder / CONFIG), True
+        declared.added, declared.is_whole = _by_id(config[DECODER], folder / CONFIG), True
     else:
-        _take_map(found, special, folder / SPECIAL)
-        there = [token for token in (*found.roles.values(), *(found.extra or ())) if token]
+        _take_map(declared, special, folder / SPECIAL)
+        there = [token for token in (*declared.roles.values(), *(declared.extra or ())) if token]
         known = {token.content for token in there if token.given != "object"}  # as there
-        found.added = _of_older(added, known, folder / ADDED)
+        declared.added = _from_added(added, known, folder / ADDED)
     name = config.get("tokenizer_class")
-    found.defaults = DEFAULTS.get(name.removesuffix("Fast"), {}) if isinstance(name, str) else {}
-    return found
+    declared.defaults = DEFAULTS.get(name.removesuffix("Fast"), {}) if isinstance(name, str) else {}
+    return declared
 
 
-def _of_config(content: dict[str, Any], file: Path) -> Declared:
+def _from_config(content: dict[str, Any], file: Path) -> Declared:
     extra, older, specific = (_group(content.get(name), f"{file}: {name}") for name in (_EXTRA, _OLDER, _SPECIFIC))
     if not extra and older is not None:
         extra, older = older, None
@@ -117,32 +117,32 @@ def _of_config(content: dict[str, Any], file: Path) -> Declared:
     return Declared(_roles(content, file), {**typed}, {**texts}, extra, older if isinstance(older, list) else None)
 
 
-def _take_map(found: Declared, content: dict[str, Any], file: Path) -> None:
+def _take_map(declared: Declared, content: dict[str, Any], file: Path) -> None:
     """Let `SPECIAL` replace what `CONFIG` declares, or add to it."""
-    found.roles |= _roles(content, file, special=True)
+    declared.roles |= _roles(content, file, special=True)
     fields = {name: value for name, value in content.items() if name.endswith("_token") and name not in ROLES}
     for name, value in fields.items():
         if isinstance(value, str | dict):
-            found.others[name] = _token(value, f"{file}: {name}", special=True)
+            declared.others[name] = _token(value, f"{file}: {name}", special=True)
     extra, older = (_group(content.get(name), f"{file}: {name}", special=True) for name in (_EXTRA, _OLDER))
     if isinstance(extra, dict):
-        found.specific |= extra
-        found.extra = None
+        declared.specific |= extra
+        declared.extra = None
     elif extra is not None:
-        found.extra = list(dict.fromkeys([*(found.extra or ()), *extra]))
+        declared.extra = list(dict.fromkeys([*(declared.extra or ()), *extra]))
     if isinstance(older, list):
-        found.older = older
+        declared.older = older
 
 
-def _of_older(content: dict[str, Any], special: set[str], file: Path) -> dict[int, Token]:
+def _from_added(content: dict[str, Any], special: set[str], file: Path) -> dict[int, Token]:
     """The tokens of `ADDED`, an object of token: id; `special` are the contents of special ones."""
-    found = {}
-    for text, number in content.items():
-        if type(number) is not int:
+    tokens = {}
+    for text, token_id in content.items():
+        if type(token_id) is not int:
             raise UserError(f"{file}: {text[:40]!r} has no id; valid: an object of token: id")
         flags = {"special": text in special, "normalized": text not in special}
-        found[number] = _token({"content": text, **flags}, str(file))
-    return found
+        tokens[token_id] = _token({"content": text, **flags}, str(file))
+    return tokens
 
 
 def _roles(content: dict[str, Any], file: Path, *, special: bool = False) -> Named:
@@ -154,43 +154,43 @@ def _roles(content: dict[str, Any], file: Path, *, special: bool = False) -> Nam
 
 
 def _by_id(value: Any, file: Path) -> dict[int, Token]:
-    place = f"{file}: {DECODER}"
+    where = f"{file}: {DECODER}"
     if not isinstance(value, dict) or not all(name.isdecimal() and len(name) < 11 for name in value):
-        raise UserError(f"{place} is not an object by id; valid: an object of id: token")
-    if wrong := next((number for number, token in value.items() if not isinstance(token, dict)), ""):
-        raise UserError(f"{place} has no content for {wrong}; valid: an object of id: token")
-    return {int(number): _token(token, place) for number, token in value.items()}
+        raise UserError(f"{where} is not an object by id; valid: an object of id: token")
+    if wrong := next((token_id for token_id, token in value.items() if not isinstance(token, dict)), ""):
+        raise UserError(f"{where} has no content for {wrong}; valid: an object of id: token")
+    return {int(token_id): _token(token, where) for token_id, token in value.items()}
 
 
-def _group(value: Any, place: str, *, special: bool = False) -> list[Token] | dict[str, Token] | None:
+def _group(value: Any, where: str, *, special: bool = False) -> list[Token] | dict[str, Token] | None:
     """Tokens in a list, or by name."""
     if isinstance(value, dict):
-        return {name: _token(token, place, special=special) for name, token in value.items()}
+        return {name: _token(token, where, special=special) for name, token in value.items()}
     if value is not None and not isinstance(value, list):
-        raise UserError(f"{place} is not a list; valid: a list of tokens, or an object of name: token")
-    return value if value is None else [_token(token, place, special=special) for token in value]
+        raise UserError(f"{where} is not a list; valid: a list of tokens, or an object of name: token")
+    return value if value is None else [_token(token, where, special=special) for token in value]
 
 
 def _is_typed(value: Any) -> bool:
     return isinstance(value, dict) and value.get("__type") == "AddedToken"
 
 
-def _token(value: Any, place: str, *, special: bool = False) -> Token:
+def _token(value: Any, where: str, *, special: bool = False) -> Token:
     """A token given by its text, which makes it special, or with its flags; `special` makes it so in any case."""
-    given = value if isinstance(value, dict) else {"content": value}
-    flags = {name: given[name] for name in _FLAGS if name in given}
-    content = given.get("content")
+    fields = value if isinstance(value, dict) else {"content": value}
+    flags = {name: fields[name] for name in _FLAGS if name in fields}
+    content = fields.get("content")
     if not isinstance(content, str) or not content or any("\ud800" <= letter <= "\udfff" for letter in content):
-        raise UserError(f"{place} is not a token; valid: the text of a token, or an object with it as content")
+        raise UserError(f"{where} is not a token; valid: the text of a token, or an object with it as content")
     if wrong := next((name for name, flag in flags.items() if type(flag) is not bool), ""):
-        raise UserError(f"{place}: {wrong} of {content[:40]!r} is not true or false; valid: true or false")
-    if given is not value:
+        raise UserError(f"{where}: {wrong} of {content[:40]!r} is not true or false; valid: true or false")
+    if fields is not value:
         return Token(content)
     flags["special"] = special or flags.get("special", False)
     return Token(content, **flags, given="object in map" if special else "object")
 
 
-def _of(token: Any) -> Token:
+def _as_token(token: Any) -> Token:
     """The token that an `AddedToken` describes."""
     return Token(token.content, **{name: getattr(token, name) for name in _FLAGS}, given="object")
 

@@ -31,40 +31,40 @@ def member_borders(content: IO[bytes], size: int, wanted: int) -> list[int]:
 
 
 def _gzip(content: IO[bytes], size: int) -> Iterator[int]:
-    place = 0
-    while place < size:
-        content.seek(place)
+    offset = 0
+    while offset < size:
+        content.seek(offset)
         header = content.read(_EXTRA)
         if header[:4] != _GZIP:
             raise _Unknown
         extra = content.read(*struct.unpack("<H", header[10:]))
         while extra[:2] not in (b"BC", b""):
             extra = extra[4 + struct.unpack("<H", extra[2:4])[0] :]
-        place += 1 + struct.unpack("<H", extra[4:6])[0]
-        yield place
+        offset += 1 + struct.unpack("<H", extra[4:6])[0]
+        yield offset
 
 
 def _zstd(content: IO[bytes], size: int) -> Iterator[int]:
-    place = 0
-    while place < size:
-        content.seek(place)
+    offset = 0
+    while offset < size:
+        content.seek(offset)
         magic, first = struct.unpack("<IB", content.read(5))
         if magic & ~15 == _SKIPPABLE:
-            place += 8 + struct.unpack("<I", bytes([first]) + content.read(3))[0]
+            offset += 8 + struct.unpack("<I", bytes([first]) + content.read(3))[0]
         elif magic == _ZSTD:
             single, checksum = first >> 5 & 1, first >> 2 & 1
-            place += 5 + (1 - single) + (0, 1, 2, 4)[first & 3] + (single, 2, 4, 8)[first >> 6]
+            offset += 5 + (1 - single) + (0, 1, 2, 4)[first & 3] + (single, 2, 4, 8)[first >> 6]
             last = 0
             while not last:
-                content.seek(place)
+                content.seek(offset)
                 last, kind, length = _block(content.read(3))
-                place += 3 + (1 if kind == _REPEATED else length)
-                if place > size:
+                offset += 3 + (1 if kind == _REPEATED else length)
+                if offset > size:
                     raise _Unknown
-            place += 4 * checksum
+            offset += 4 * checksum
         else:
             raise _Unknown
-        yield place
+        yield offset
 
 
 def _block(header: bytes) -> tuple[int, int, int]:

@@ -51,16 +51,16 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Message],
-        place: str,
+        where: str,
         *,
         add_generation_prompt: bool = False,
         template_args: Mapping[str, Any] = NO_ARGS,
     ) -> str:
-        """The text of messages, which have `role`, `content` and whatever else the template reads; `place` appears in
+        """The text of messages, which have `role`, `content` and whatever else the template reads; `where` appears in
         error messages. With `add_generation_prompt` it ends with what precedes the assistant's next words.
         `template_args` (see `checked_args`) are further variables of the template, such as `enable_thinking`."""
-        chat = _plain(Chat(messages, place, template_args))
-        return self._call("render", chat, add_generation_prompt, what=f"{place}: {self._name}")
+        chat = _plain(Chat(messages, where, template_args))
+        return self._call("render", chat, add_generation_prompt, what=f"{where}: {self._name}")
 
     def rendered(
         self,
@@ -102,11 +102,11 @@ def _plain(chat: Chat) -> tuple[list[Message], str, dict[str, Any]]:
     return list(chat.messages), chat.place, dict(chat.template_args)
 
 
-def checked_args(value: Any, place: str) -> dict[str, Any]:
-    """Variables for a template: any by name, except those that it gets anyway. `place` names them in messages."""
+def checked_args(value: Any, where: str) -> dict[str, Any]:
+    """Variables for a template: any by name, except those that it gets anyway. `where` names them in messages."""
     if not isinstance(value, dict):
         valid = 'variables of the chat template, as in {"enable_thinking": false}'
-        raise UserError(f"{place} is not an object; valid: {valid}")
+        raise UserError(f"{where} is not an object; valid: {valid}")
     if given := [name for name in _GIVEN if name in value]:
-        raise UserError(f"{place}: {given[0]} cannot be given here; valid: other variables of the chat template")
+        raise UserError(f"{where}: {given[0]} cannot be given here; valid: other variables of the chat template")
     return value

@@ -53,11 +53,11 @@ def join(documents: TokenDocuments, numbers: Numbers, target: Callable[[Numbers]
     `numbers` are the documents, ascending; `target` maps the first sentences of chunks to their wanted numbers of
     tokens.
     """
-    found = [_joined(block, target) for block in _blocks(documents, numbers)]
+    joined = [_joined(block, target) for block in _blocks(documents, numbers)]
     return Chunks(
-        np.concatenate([np.empty(0, np.int64), *(block.begins for block in found)]),
-        np.concatenate([np.empty(0, np.int32), *(block.sizes for block in found)]),
-        np.concatenate([np.empty(0, np.int32), *(block.targets for block in found)]),
+        np.concatenate([np.empty(0, np.int64), *(block.begins for block in joined)]),
+        np.concatenate([np.empty(0, np.int32), *(block.sizes for block in joined)]),
+        np.concatenate([np.empty(0, np.int32), *(block.targets for block in joined)]),
     )
 
 
@@ -97,17 +97,17 @@ def _block(documents: TokenDocuments, numbers: Numbers) -> _Block:
 def _joined(block: _Block, target: Callable[[Numbers], Numbers]) -> Chunks:
     """The chunks of a block; each iteration makes one chunk of every document."""
     open_ = block.begins < block.ends
-    place, end = block.begins[open_], block.ends[open_]
-    found = [(np.empty(0, np.int64),) * 3]
-    while len(place):
-        wanted = target(block.ids[place])
-        stop = np.searchsorted(block.totals, block.totals[place] + wanted)
-        stop = np.maximum(stop, place + 2)
+    begin, end = block.begins[open_], block.ends[open_]
+    chunks = [(np.empty(0, np.int64),) * 3]
+    while len(begin):
+        wanted = target(block.ids[begin])
+        stop = np.searchsorted(block.totals, block.totals[begin] + wanted)
+        stop = np.maximum(stop, begin + 2)
         stop = np.where(end - stop <= 1, end, stop)
-        found.append((place, stop, wanted))
+        chunks.append((begin, stop, wanted))
         goes_on = stop < end
-        place, end = stop[goes_on], end[goes_on]
-    places, stops, targets = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
-    order = np.argsort(places)
-    begins, lasts = block.ids[places[order]], block.ids[stops[order] - 1]
+        begin, end = stop[goes_on], end[goes_on]
+    starts, stops, targets = (np.concatenate(arrays) for arrays in zip(*chunks, strict=True))
+    order = np.argsort(starts)
+    begins, lasts = block.ids[starts[order]], block.ids[stops[order] - 1]
     return Chunks(begins, (lasts + 1 - begins).astype(np.int32), targets[order].astype(np.int32))

@@ -129,11 +129,11 @@ def _read_blocks(file: Path, report: CorpusReport, advice: str) -> npt.NDArray[n
 
 def corpus_tokenizer(output_dir: str | Path) -> Tokenizer:
     """The tokenizer of a run's corpora, in `output_dir/tokenizer`; its files are compared with their digests."""
-    own = Path(output_dir, "tokenizer")
-    corpora = (place for place in (Path(output_dir), Path(output_dir, "source-0")) if has_corpus(place))
+    folder = Path(output_dir, "tokenizer")
+    corpora = (output for output in (Path(output_dir), Path(output_dir, "source-0")) if has_corpus(output))
     if corpus := next(corpora, None):
-        check_tokenizer(own, read_report(corpus).digests, "valid: the file as it was")
-    return load_tokenizer(own)
+        check_tokenizer(folder, read_report(corpus).digests, "valid: the file as it was")
+    return load_tokenizer(folder)
 
 
 def evaluation_tokens(

@@ -70,19 +70,19 @@ def root(digests: npt.NDArray[np.uint8]) -> str:
 
 def root_of_parts(parts: Iterable[npt.NDArray[np.uint8]]) -> str:
     """The digest of a whole file, computed from those of its blocks, which come in parts."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for digests in parts:
-        found.update(digests.tobytes())
-    return found.digest()[:_BYTES].hex()
+        hasher.update(digests.tobytes())
+    return hasher.digest()[:_BYTES].hex()
 
 
 def file_digest(file: Path) -> str:
     """The root of a file; raises `OSError` if it cannot be read."""
-    found = Digester()
+    digester = Digester()
     with reading.open_file(file) as content:
         while block := content.read(BLOCK_BYTES):
-            found.update(block)
-    return root(found.finish())
+            digester.update(block)
+    return root(digester.finish())
 
 
 def digests_of(index_file: Path, blocks: npt.NDArray[np.uint8] | None, tokenizer_folder: Path) -> dict[str, str]:

@@ -48,16 +48,16 @@ def encode_texts(texts: Sequence[str], tokenizer: Tokenizer, *, sentences: bool)
 
 def in_parts(documents: Iterable[str], characters: int) -> Iterator[list[str]]:
     """Documents in batches of at least this many characters; the last batch may have fewer."""
-    part: list[str] = []
+    batch: list[str] = []
     size = 0
     for text in documents:
-        part.append(text)
+        batch.append(text)
         size += len(text)
         if size >= characters:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def split_sentences(text: str) -> list[str]:
@@ -67,7 +67,7 @@ def split_sentences(text: str) -> list[str]:
     one have at most 120 characters, and with the next word this line would reach 80% of the longest.
     """
     lines = (line for block in _BLANK_LINES.split(text) for line in _unwrapped(block))
-    return [sentence for line in lines for sentence in _of_line(line)]
+    return [sentence for line in lines for sentence in _line_sentences(line)]
 
 
 def _unwrapped(block: str) -> Iterator[str]:
@@ -83,7 +83,7 @@ def _unwrapped(block: str) -> Iterator[str]:
             begun = []
 
 
-def _of_line(line: str) -> Iterator[str]:
+def _line_sentences(line: str) -> Iterator[str]:
     """The sentences of a line, found in windows; each begins after the last complete sentence of the one before."""
     import sentencex
 

@@ -34,10 +34,10 @@ class HubSplit:
     @classmethod
     def parse(cls, url: str, flag: str) -> "HubSplit":
         """Parse a URL of the form `FORM`. A local folder takes precedence over a name on the hub."""
-        found = _FORM.fullmatch(url)
-        if not found:
+        match = _FORM.fullmatch(url)
+        if not match:
             raise UserError(f"{flag} {url}; valid: {FORM}")
-        name, configuration = found["name"], ""
+        name, configuration = match["name"], ""
         if not Path(name).is_dir():
             before, _, last = name.rpartition("/")
             if before and (Path(before).is_dir() or name.count("/") == 2):
@@ -48,7 +48,7 @@ class HubSplit:
             raise UserError(
                 f"{flag} {url}: the package datasets is not installed; valid: pip install 'megajax[datasets]'"
             )
-        return cls(url, name, configuration, found["split"] or "train", found["column"] or "", flag)
+        return cls(url, name, configuration, match["split"] or "train", match["column"] or "", flag)
 
     def __str__(self) -> str:
         return self.url
@@ -89,11 +89,11 @@ class HubSplit:
             rows = iter(stream)
         except Exception as error:
             raise self._refusal(f"the dataset cannot be opened: {reason(error)}") from None
-        for number in itertools.count(1):
+        for index in itertools.count(1):
             try:
                 row = next(rows, None)
             except Exception as error:
-                raise self._refusal(f"row {number} cannot be read: {reason(error)}", "a copy without it") from None
+                raise self._refusal(f"row {index} cannot be read: {reason(error)}", "a copy without it") from None
             if row is None:
                 return
             if column not in row:

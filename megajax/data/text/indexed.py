@@ -205,10 +205,10 @@ def prepared_prefix(path: str, *, flag: str = "--data.path") -> Path | None:
     named = Path(path)
     prefix = named.with_suffix("") if named.suffix in (".bin", ".idx") else named
     index_file, tokens_file = dataset_files(prefix)
-    there = reading.is_file(index_file), reading.is_file(tokens_file)
-    if all(there):
+    exist = reading.is_file(index_file), reading.is_file(tokens_file)
+    if all(exist):
         return prefix
-    if (named == prefix and reading.kind(named)) or not any(there):
+    if (named == prefix and reading.kind(named)) or not any(exist):
         return None
     raise UserError(
         f"{flag}: only one of {tokens_file} and {index_file} exists; valid: both files of a prepared dataset"

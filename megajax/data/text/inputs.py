@@ -211,12 +211,12 @@ def _without_examples(text: str) -> str:
     return "\n\n".join(part for part in _BLANK_LINES.split(text) if ">>>" not in part).strip()
 
 
-def _collect(node: ast.AST, found: dict[str, None]) -> None:
+def _collect(node: ast.AST, texts: dict[str, None]) -> None:
     text = None
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         text = ast.get_docstring(node, clean=False)
     if text and (words := _without_examples(inspect.cleandoc(text))):
-        found[words] = None
+        texts[words] = None
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.expr):
-            _collect(child, found)
+            _collect(child, texts)

@@ -73,13 +73,13 @@ def elements(content: IO[bytes], most: int) -> Iterator[bytes]:
     """The elements of an array of JSON, and of further arrays after it, as where files were joined; raises
     `Undecodable` where an array breaks or something else follows it, and `TooLong` for an element of more than `most`
     bytes."""
-    text, place = _more(content, "", 0), 0
+    text, offset = _more(content, "", 0), 0
     while True:
-        text, place = _next_array(content, text, place)
+        text, offset = _next_array(content, text, offset)
         if not text:
             return
-        while text[place - 1] != "]":
-            begin = place = _after_space(text, place)
+        while text[offset - 1] != "]":
+            begin = offset = _after_space(text, offset)
             end = _end_of_value(text, begin)
             while _after_space(text, end) == len(text):  # it may go on
                 check_size(end - begin, most)
@@ -91,22 +91,22 @@ def elements(content: IO[bytes], most: int) -> Iterator[bytes]:
             check_size(end - begin, most)
             if end > begin:
                 yield text[begin:end].encode("latin-1")
-            place = _after_space(text, end) + 1
-            if text[place - 1] not in ",]" or (text[place - 1] == "," and end == begin):
-                raise streams.Undecodable(f"not JSON: {json.dumps(text[begin:place][-20:])} in an array")
+            offset = _after_space(text, end) + 1
+            if text[offset - 1] not in ",]" or (text[offset - 1] == "," and end == begin):
+                raise streams.Undecodable(f"not JSON: {json.dumps(text[begin:offset][-20:])} in an array")
 
 
-def _next_array(content: IO[bytes], text: str, place: int) -> tuple[str, int]:
-    """The text from a place on, with more if it is short, and where its array's first element begins; an empty text at
+def _next_array(content: IO[bytes], text: str, offset: int) -> tuple[str, int]:
+    """The text from `offset` on, with more if it is short, and where its array's first element begins; an empty text at
     the end of the content."""
-    while (place := _after_space(text, place)) > len(text) - len(_MARK):  # a mark may go on, too
-        before, text, place = len(text) - place, _more(content, text, place), 0
+    while (offset := _after_space(text, offset)) > len(text) - len(_MARK):  # a mark may go on, too
+        before, text, offset = len(text) - offset, _more(content, text, offset), 0
         if len(text) == before:
             break
-    place = _after_space(text, place + len(_MARK) * text.startswith(_MARK, place))
-    if text[place : place + 1] not in ("", "["):
-        raise streams.Undecodable(f"{json.dumps(text[place : place + 20])} follows an array, which only arrays may")
-    return text[place:], 1
+    offset = _after_space(text, offset + len(_MARK) * text.startswith(_MARK, offset))
+    if text[offset : offset + 1] not in ("", "["):
+        raise streams.Undecodable(f"{json.dumps(text[offset : offset + 20])} follows an array, which only arrays may")
+    return text[offset:], 1
 
 
 def _more(content: IO[bytes], text: str, begin: int) -> str:
@@ -117,49 +117,49 @@ def _more(content: IO[bytes], text: str, begin: int) -> str:
 def _member(text: str, key: str) -> tuple[int, int]:
     """Where the last text under `key` begins and ends, in an object of JSON that was decoded as Latin-1."""
     check_json_size(text)
-    found, place = None, _after("{", text, len(_MARK) if text.startswith(_MARK) else 0)
+    value, offset = None, _after("{", text, len(_MARK) if text.startswith(_MARK) else 0)
     while True:
-        begin = _after('"', text, place) - 1
+        begin = _after('"', text, offset) - 1
         end = _after('"', text, _end_of_value(text, begin) - 1)
         is_key = end - begin < _KEY_BYTES and json.loads(text[begin:end].encode("latin-1")) == key
         begin = _after_space(text, _after(":", text, end))
-        place = _after_space(text, _end_of_value(text, begin))
+        offset = _after_space(text, _end_of_value(text, begin))
         if is_key:
-            found = begin, place
-        if text[place : place + 1] != ",":
+            value = begin, offset
+        if text[offset : offset + 1] != ",":
             break
-        place += 1
-    if _after_space(text, _after("}", text, place)) != len(text):
+        offset += 1
+    if _after_space(text, _after("}", text, offset)) != len(text):
         raise ValueError("not JSON: more after the object")
-    if found is None:
+    if value is None:
         raise KeyError(key)
-    begin, place = found
+    begin, offset = value
     if text[begin : begin + 1] != '"':
-        raise ValueError(f'under the key "{key}" is {text[begin:place][:40]}, not text')
-    return begin + 1, text.rindex('"', begin, place)
+        raise ValueError(f'under the key "{key}" is {text[begin:offset][:40]}, not text')
+    return begin + 1, text.rindex('"', begin, offset)
 
 
-def _after_space(text: str, place: int) -> int:
-    found = _SPACE.match(text, place)
+def _after_space(text: str, offset: int) -> int:
+    found = _SPACE.match(text, offset)
     assert found
     return found.end()
 
 
-def _after(character: str, text: str, place: int) -> int:
+def _after(character: str, text: str, offset: int) -> int:
     """The position after this character, which only white space may precede."""
-    place = _after_space(text, place)
-    if text[place : place + 1] != character:
-        raise ValueError(f"not JSON: no {character} at column {place + 1}")
-    return place + 1
+    offset = _after_space(text, offset)
+    if text[offset : offset + 1] != character:
+        raise ValueError(f"not JSON: no {character} at column {offset + 1}")
+    return offset + 1
 
 
-def _end_of_value(text: str, place: int) -> int:
+def _end_of_value(text: str, offset: int) -> int:
     depth = 0
     while True:
-        found = (_TO_BRACKET if depth else _SCALAR).match(text, place)
-        assert found
-        place = found.end()
-        step = _STEP.get(text[place : place + 1], 0)
+        match = (_TO_BRACKET if depth else _SCALAR).match(text, offset)
+        assert match
+        offset = match.end()
+        step = _STEP.get(text[offset : offset + 1], 0)
         if not step or depth + step <= 0:
-            return place + (depth > 0 and step < 0)
-        depth, place = depth + step, place + 1
+            return offset + (depth > 0 and step < 0)
+        depth, offset = depth + step, offset + 1

@@ -71,10 +71,10 @@ def _between(file: int, borders: list[int]) -> list[FilePart]:
 def _row_group_borders(sizes: list[int], wanted: int) -> Iterator[int]:
     begun = 0
     yield 0
-    for number, size in enumerate(sizes, start=1):
+    for index, size in enumerate(sizes, start=1):
         begun += size
-        if begun >= wanted or number == len(sizes):
-            yield number
+        if begun >= wanted or index == len(sizes):
+            yield index
             begun = 0
 
 
@@ -82,16 +82,16 @@ def _separated(file: Path | RemoteFile, wanted: int) -> Iterator[tuple[int, int]
     """Where groups of whole documents, of this many bytes each, begin and end in a text; separators are between
     them."""
     separator = END_OF_TEXT.encode()
-    begin = place = 0  # of the documents, and of `data`
+    begin = offset = 0  # of the documents, and of `data`
     data = b""
     with streams.opened(file) as (content, _):
         while block := content.read(_BLOCK_BYTES):
             data += block
-            while (found := data.find(separator, max(begin + wanted - place, 0))) >= 0:
-                yield begin, place + found
-                begin = place + found + len(separator)
+            while (found := data.find(separator, max(begin + wanted - offset, 0))) >= 0:
+                yield begin, offset + found
+                begin = offset + found + len(separator)
             read = max(len(data) - len(separator) + 1, 0)
-            data, place = data[read:], place + read
+            data, offset = data[read:], offset + read
     yield begin, 0
 
 
@@ -126,13 +126,13 @@ def as_json(files: TextFiles) -> dict[str, Any]:
     }
 
 
-def of_json(found: dict[str, Any]) -> TextFiles:
+def from_json(content: dict[str, Any]) -> TextFiles:
     """The inverse of `as_json`."""
-    files = TextFiles([], found["flag"])
-    for file in found["files"]:
+    files = TextFiles([], content["flag"])
+    for file in content["files"]:
         if isinstance(file, str):
             files.files.append(Path(file))
         else:
             files.files.append(RemoteFile(*file) if len(file) == 3 else HubSplit.parse(file[0], files.flag))
-    files.sizes, files.kinds = found["sizes"], found["kinds"]
+    files.sizes, files.kinds = content["sizes"], content["kinds"]
     return files

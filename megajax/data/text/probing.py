@@ -61,11 +61,11 @@ def core(text: str, file: Path) -> Any:
     from tokenizers import Tokenizer
 
     with package_errors(file):
-        found = Tokenizer.from_str(text)
-        found.no_padding()
-        found.no_truncation()
-        found.encode("a")
-        return found
+        tokenizer = Tokenizer.from_str(text)
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.encode("a")
+        return tokenizer
 
 
 @contextlib.contextmanager

@@ -133,11 +133,11 @@ class TextFiles:
         self.kinds: list[str] = []
         self.flag = flag
         for path in map(str, paths):
-            found, named = find_inputs(path, flag)
-            self.files += found
+            inputs, named = find_inputs(path, flag)
+            self.files += inputs
             with readable(path, flag):
-                self.kinds += ["docstrings" if path == DOCSTRINGS else _kind(file, named) for file in found]
-                self.sizes += map(size_of, found)
+                self.kinds += ["docstrings" if path == DOCSTRINGS else _kind(file, named) for file in inputs]
+                self.sizes += map(size_of, inputs)
 
     def records(
         self, *, cut: bool = True, key: str = TEXT_KEY, most: int | None = None
@@ -146,26 +146,26 @@ class TextFiles:
         document, and none is cut; `key` is that of texts in JSONL, and the column of a Parquet file. A document of more
         than `most` bytes, `reading.LINE_BYTES` if not given, is a broken one."""
         for file in range(len(self.files)):
-            for record, num_read in self._of_part(FilePart(file), cut, key, most or reading.LINE_BYTES):
+            for record, num_read in self._records(FilePart(file), cut, key, most or reading.LINE_BYTES):
                 if record.kind != END:
                     yield record, num_read
 
-    def of_part(self, part: FilePart, *, key: str, most: int) -> Iterator[Record]:
+    def records_in(self, span: FilePart, *, key: str, most: int) -> Iterator[Record]:
         """The records of a part, numbered from 1, and END."""
-        return (record for record, _ in self._of_part(part, True, key, most))
+        return (record for record, _ in self._records(span, True, key, most))
 
-    def _of_part(self, part: FilePart, cut: bool, key: str, most: int) -> Iterator[tuple[Record, int]]:
-        kind = self.kinds[part.file]
-        number = num_read = 0
-        with readable(self.files[part.file], self.flag):
-            for number, (content, num_read) in enumerate(self._contents(part, kind, cut, key, most), start=1):
+    def _records(self, span: FilePart, cut: bool, key: str, most: int) -> Iterator[tuple[Record, int]]:
+        kind = self.kinds[span.file]
+        count = num_read = 0
+        with readable(self.files[span.file], self.flag):
+            for count, (content, num_read) in enumerate(self._contents(span, kind, cut, key, most), start=1):
                 for found, text in _cut(kind, content, cut, key, most):
-                    yield Record(part.file, number, found, text), num_read
-        yield Record(part.file, number, END, ""), num_read
+                    yield Record(span.file, count, found, text), num_read
+        yield Record(span.file, count, END, ""), num_read
 
-    def _contents(self, part: FilePart, kind: str, cut: bool, key: str, most: int) -> Iterator[tuple["_Content", int]]:
+    def _contents(self, span: FilePart, kind: str, cut: bool, key: str, most: int) -> Iterator[tuple["_Content", int]]:
         """The content of every record (blank lines of JSON included), and the bytes read so far."""
-        file, size = self.files[part.file], self.sizes[part.file]
+        file, size = self.files[span.file], self.sizes[span.file]
         if isinstance(file, HubSplit):
             num_read = 0
             for text in file.rows(key):
@@ -173,32 +173,32 @@ class TextFiles:
                 yield text, min(num_read, size)
             return
         if kind == "parquet":
-            yield from parquet.texts(file, size, key, self.flag, most, part.begin, part.end)
+            yield from parquet.texts(file, size, key, self.flag, most, span.begin, span.end)
             return
-        whole = not part.begin and not part.end
-        separate = part.separated or (kind == "text" and cut and whole and streams.contains(file, END_OF_TEXT.encode()))
-        with (streams.opened_lines if kind == "json" else streams.opened)(file, part.begin, part.end) as (content, raw):
-            found: Iterable[_Content]
+        whole = not span.begin and not span.end
+        separate = span.separated or (kind == "text" and cut and whole and streams.contains(file, END_OF_TEXT.encode()))
+        with (streams.opened_lines if kind == "json" else streams.opened)(file, span.begin, span.end) as (content, raw):
+            items: Iterable[_Content]
             if kind == "json":
-                found = _lines(content, most)
+                items = _lines(content, most)
             elif kind == "array":
-                found = long_documents.elements(content, most)
+                items = long_documents.elements(content, most)
             elif kind == "csv":
-                found = tables.texts(content, f"{self.flag}: {file}", key, most)
+                items = tables.texts(content, f"{self.flag}: {file}", key, most)
             elif kind == "docstrings":
                 assert isinstance(file, Path)
-                found = prose(file, reading.whole(content, most))
+                items = prose(file, reading.whole(content, most))
             elif kind == "file":
-                found = [_whole(content, most)]
+                items = [_whole(content, most)]
             else:
-                blocks = streams.decoded(content, file, self.flag, part.begin)
+                blocks = streams.decoded(content, file, self.flag, span.begin)
                 short = not streams.is_compressed(file)
                 target = min(DOCUMENT_CHARACTERS, size // 16 + 1) if short else DOCUMENT_CHARACTERS
                 if not cut:
-                    found = [streams.joined(blocks, most)]
+                    items = [streams.joined(blocks, most)]
                 else:
-                    found = streams.separated(blocks, END_OF_TEXT, most) if separate else streams.pieces(blocks, target)
-            for each in found:
+                    items = streams.separated(blocks, END_OF_TEXT, most) if separate else streams.pieces(blocks, target)
+            for each in items:
                 yield each, raw.tell()
 
 

@@ -240,11 +240,11 @@ def separated(blocks: Iterable[str], separator: str, most: int) -> Iterator[list
 
 def _stripped(parts: list[str]) -> list[str]:
     """The blocks of a text without the ends of lines before and after it."""
-    for place, strip in (0, str.lstrip), (-1, str.rstrip):
-        while parts and not (text := strip(parts[place], "\r\n")):
-            parts.pop(place)
+    for end, strip in (0, str.lstrip), (-1, str.rstrip):
+        while parts and not (text := strip(parts[end], "\r\n")):
+            parts.pop(end)
         if parts:
-            parts[place] = text
+            parts[end] = text
     return parts
 
 

@@ -9,16 +9,16 @@ from megajax.data.text import streams
 from megajax.host import reading
 
 
-def texts(content: IO[bytes], place: str, key: str, most: int) -> Iterator[str | ValueError]:
+def texts(content: IO[bytes], where: str, key: str, most: int) -> Iterator[str | ValueError]:
     """The texts of the column `key`, which the first row names, or what is wrong with a row; raises `Undecodable` where
-    the file is not CSV. `place` is what error messages call it."""
+    the file is not CSV. `where` is what error messages call it."""
     csv.field_size_limit(most)
     rows = csv.reader(_lines(content, most), strict=True)
     try:
         header = next(rows, [])
         if key not in header:
             names = ", ".join(f'"{name}"' for name in header[:20])
-            raise UserError(f'{place} has no column "{key}"; valid: one of {names or "several, in its first row"}')
+            raise UserError(f'{where} has no column "{key}"; valid: one of {names or "several, in its first row"}')
         column = header.index(key)
         for row in rows:
             if len(row) in (0, len(header)):

@@ -59,7 +59,7 @@ def _rendered(
     if template.is_marked:
         spans = rendering.blocks_of(answers, messages, blocks)
     else:
-        spans = [rendering.turn(text, messages, number, special) for number in answers]
+        spans = [rendering.turn(text, messages, index, special) for index in answers]
     return text, [(start, _without_space(text, start, stop, ends)) for start, stop in spans]
 
 
@@ -119,20 +119,20 @@ class _Rendering(NamedTuple):
         text, spans = "".join(blocks), list[Span]()
         if not is_unicode(text):
             raise self.error("the rendered text contains half a character (\\ud800 to \\udfff)", "text")
-        for start, part in template.environment.generated:
-            if not text.startswith(part, start):
+        for start, marked in template.environment.generated:
+            if not text.startswith(marked, start):
                 raise UserError(
                     f"{template.name}: its {{% generation %}} is inside a macro or filter; valid: outside of both"
                 )
-            spans.append((start, start + len(part)))
+            spans.append((start, start + len(marked)))
         return text, spans
 
     def blocks_of(self, answers: Sequence[int], messages: Messages, blocks: list[Span]) -> list[Span]:
         """Those of the text's blocks that are in the messages with these numbers."""
-        assistants = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
+        assistants = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
         if list(answers) == assistants:
             return blocks
-        last = [len(self.marked(messages[: number + 1])[1]) for number in assistants]  # block of each, counted from 1
+        last = [len(self.marked(messages[: index + 1])[1]) for index in assistants]  # block of each, counted from 1
         bounds = [0, *last]
         if last[-1] != len(blocks) or any(first >= after for first, after in itertools.pairwise(bounds)):
             raise self.error(
@@ -141,22 +141,22 @@ class _Rendering(NamedTuple):
                 "records without such messages, or a template that marks every message of the assistant",
             )
         places = dict(zip(assistants, itertools.pairwise(bounds), strict=True))
-        return [blocks[place] for number in answers for place in range(*places[number])]
+        return [blocks[place] for index in answers for place in range(*places[index])]
 
-    def turn(self, text: str, messages: Messages, number: int, special: tuple[str, ...]) -> Span:
-        """The part of the whole text that the assistant writes in message `number`: from the end of its prompt to the
+    def turn(self, text: str, messages: Messages, index: int, special: tuple[str, ...]) -> Span:
+        """The part of the whole text that the assistant writes in message `index`: from the end of its prompt to the
         end of the message.
 
         If the template renders the message differently when more follow it, its end is where the message with another
         content ends: everything after that content must be the same, except for the last token (`_end_of_turn`).
         """
-        prompt = self.text(messages[:number], prompt=True)
-        after = self.text(messages[: number + 1]) if number + 1 < len(messages) else text
+        prompt = self.text(messages[:index], prompt=True)
+        after = self.text(messages[: index + 1]) if index + 1 < len(messages) else text
         if after.startswith(prompt) and text.startswith(after):
             return len(prompt), len(after)
-        other = [*messages[:number], {**messages[number], "content": _STAND_IN}, *messages[number + 1 :]]
+        other = [*messages[:index], {**messages[index], "content": _STAND_IN}, *messages[index + 1 :]]
         before, *rest = self.text(other).split(_STAND_IN)
-        _, *end = self.text(other[: number + 1]).split(_STAND_IN)
+        _, *end = self.text(other[: index + 1]).split(_STAND_IN)
         start = len(prompt) if text.startswith(prompt) else len(before)
         end_of_turn = _end_of_turn(end[0], rest[0], special) if len(rest) == len(end) == 1 else None
         if end_of_turn is not None and text.endswith(rest[0]):
@@ -165,7 +165,7 @@ class _Rendering(NamedTuple):
             if begins and start <= content_end:
                 return start, content_end + len(end_of_turn)
         raise self.error(
-            f"{self.template.name} renders the text before message {number + 1} differently when more follows, so "
+            f"{self.template.name} renders the text before message {index + 1} differently when more follows, so "
             "the assistant's part is unknown",
             "a template with {% generation %}, or fewer turns",
         )
@@ -182,13 +182,13 @@ def _end_of_turn(last: str, rest: str, special: tuple[str, ...]) -> str | None:
     """
     if rest.startswith(last):
         return last
-    token = max((each for each in special if last.rstrip().endswith(each)), key=len, default="")
+    token = max((mark for mark in special if last.rstrip().endswith(mark)), key=len, default="")
     same = last.rstrip().removesuffix(token)
     if not token or not rest.startswith(same):
         return None
-    if any(each in same for each in special):
+    if any(mark in same for mark in special):
         return same
-    other = max((each for each in special if rest.startswith(each, len(same))), key=len, default="")
+    other = max((mark for mark in special if rest.startswith(mark, len(same))), key=len, default="")
     after = rest[len(same + other) :].lstrip()  # another message begins with a special token
     return same + other if other and after.startswith(special) else None
 
@@ -254,10 +254,10 @@ class _Namespace(Namespace):
     """`namespace` inside templates; refuses names that begin with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        self, given = args[0], dict(*args[1:], **kwargs)
-        for name in given:
+        self, values = args[0], dict(*args[1:], **kwargs)
+        for name in values:
             _check_name(name)
-        Namespace.__init__(self, given)
+        Namespace.__init__(self, values)
 
     def __setitem__(self, name: str, value: Any) -> None:
         _check_name(name)

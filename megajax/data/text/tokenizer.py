@@ -51,7 +51,7 @@ class Tokenizer:
         end = _end(self.vocabulary, self.named_tokens, settings.ends, folder)
         self.end_of_text = self.vocabulary[end]  # id that ends every document
         self.begin: list[int] = [] if self.is_wordpiece else _begin(self._core)  # before every document and prompt
-        known = [number for number in settings.ends if number in self.vocabulary.values()]
+        known = [token_id for token_id in settings.ends if token_id in self.vocabulary.values()]
         self.ends: list[int] = list(dict.fromkeys([self.end_of_text, *known]))  # ids that end generation
         self.chat_template = settings.template  # turns messages into text (`data/text/chat.py`); None: unknown
         self.files, self._settings = {**settings.files, SINGLE: text}, settings  # contents of its files by name
@@ -69,7 +69,7 @@ class Tokenizer:
     def without_added_from(self, size: int) -> tuple["Tokenizer", list[str]]:
         """The tokenizer without added tokens whose ids are `size` or more, and these tokens."""
         added = self._core.get_added_tokens_decoder().items()
-        left_out = {token.content for number, token in added if number >= size}
+        left_out = {token.content for token_id, token in added if token_id >= size}
         if not left_out:
             return self, []
         own = self._content.get("added_tokens") or []
@@ -115,10 +115,10 @@ class Tokenizer:
             return self.encode_batch(texts)
         line_end = self.encode(_LINE_END)
         after = self.encode_batch([_LINE_END + text for text in texts])
-        own = self.encode_batch(texts)
+        direct = self.encode_batch(texts)
         return [
             both[len(line_end) :] if both[: len(line_end)] == line_end else alone
-            for both, alone in zip(after, own, strict=True)
+            for both, alone in zip(after, direct, strict=True)
         ]
 
     @cached_property
@@ -134,9 +134,9 @@ class Tokenizer:
         """Text for ids, including special tokens; bytes that are not UTF-8 become U+FFFD."""
         return self._core.decode([int(token) for token in ids], skip_special_tokens=False)
 
-    def token(self, number: int) -> str:
+    def token(self, token_id: int) -> str:
         """The token with an id, as in the vocabulary."""
-        return self._core.id_to_token(number)
+        return self._core.id_to_token(token_id)
 
     @property
     def special_tokens(self) -> list[str]:
@@ -164,10 +164,10 @@ class Tokenizer:
         if '"type": "ByteLevel"' not in json.dumps(self._content.get("decoder")):  # possibly inside a sequence
             return None
         lengths = np.zeros(self.size, np.int64)
-        for token, number in self.vocabulary.items():
-            lengths[number] = len(token)
-        for number, token in self._core.get_added_tokens_decoder().items():
-            lengths[number] = 0 if token.special else len(token.content.encode())
+        for token, token_id in self.vocabulary.items():
+            lengths[token_id] = len(token)
+        for token_id, token in self._core.get_added_tokens_decoder().items():
+            lengths[token_id] = 0 if token.special else len(token.content.encode())
         return lengths
 
     def __eq__(self, other: object) -> bool:
@@ -190,12 +190,12 @@ class Tokenizer:
 
 def _end(vocabulary: Mapping[str, int], named: Mapping[str, str], ends: Sequence[int], folder: Path) -> str:
     """The token that ends documents: the settings' eos_token, else one that ends generation, else the usual one."""
-    tokens = {number: token for token, number in vocabulary.items()}
+    tokens = {token_id: token for token, token_id in vocabulary.items()}
     valid = "valid: a token of tokenizer.json"
-    if unknown := [number for number in ends if number not in tokens and number != _UNSET_END]:
+    if unknown := [token_id for token_id in ends if token_id not in tokens and token_id != _UNSET_END]:
         raise UserError(f"{folder}: eos_token_id {unknown[0]} is not the id of a token; {valid}")
     usual = next((token for token in _ENDS if token in vocabulary), "")
-    end = named.get("eos_token") or next((tokens[number] for number in ends if number in tokens), usual)
+    end = named.get("eos_token") or next((tokens[token_id] for token_id in ends if token_id in tokens), usual)
     if not end:
         raise UserError(f"{folder}: no eos_token; {valid} as eos_token in tokenizer_config.json, to end documents with")
     return end

@@ -78,13 +78,13 @@ def _checked(vocabulary: Any, file: Path) -> dict[str, int]:
 
 def _parse_merges(file: Path, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
     merges = []
-    for number, line in enumerate(reading.read_text(file, FILE_BYTES).split("\n"), start=1):
+    for index, line in enumerate(reading.read_text(file, FILE_BYTES).split("\n"), start=1):
         line = line.removesuffix("\r")
-        if not line or (number == 1 and line.startswith("#version")):
+        if not line or (index == 1 and line.startswith("#version")):
             continue
         pair = line.split(" ")
         if len(pair) != 2 or not {pair[0], pair[1], pair[0] + pair[1]} <= vocabulary.keys():
-            raise Damaged(f"{file}:{number}", "not a merge", "two tokens with a space between, of which one is made")
+            raise Damaged(f"{file}:{index}", "not a merge", "two tokens with a space between, of which one is made")
         merges.append((pair[0], pair[1]))
     return merges
 

@@ -64,21 +64,21 @@ class TokenDocuments:
         begin = int(self.document_offsets[document]) + int(before.sum(dtype=np.int64))
         return begin + np.concatenate([[0], np.cumsum(self.sequence_lengths[first:last], dtype=np.int64)])
 
-    def cut(self, number: int, place: int) -> "TokenDocuments":
-        """The same tokens, but the document `number` ends at `place` in `tokens`, where a new one begins; a document of
+    def cut(self, document: int, offset: int) -> "TokenDocuments":
+        """The same tokens, but this document ends at `offset` in `tokens`, where a new one begins; a document of
         several sequences ends at the nearest end of a sequence."""
-        first, last = self.document_index[number : number + 2].tolist()
+        first, last = self.document_index[document : document + 2].tolist()
         lengths, index = self.sequence_lengths, self.document_index
         if last - first > 1:
             ends = self.sequence_offsets(first, last)[1:-1]
-            nearest = int(np.argmin(np.abs(ends - place)))
-            place, begin = int(ends[nearest]), first + 1 + nearest
+            nearest = int(np.argmin(np.abs(ends - offset)))
+            offset, begin = int(ends[nearest]), first + 1 + nearest
         else:
-            own = place - int(self.document_offsets[number])
+            own = offset - int(self.document_offsets[document])
             lengths = np.concatenate([lengths[:first], [own, lengths[first] - own], lengths[last:]]).astype(np.int32)
-            index, begin = index + (np.arange(len(index)) > number), first + 1
+            index, begin = index + (np.arange(len(index)) > document), first + 1
         offsets, index = (
-            np.insert(*each) for each in ((self.document_offsets, number + 1, place), (index, number + 1, begin))
+            np.insert(*each) for each in ((self.document_offsets, document + 1, offset), (index, document + 1, begin))
         )
         return TokenDocuments(self.tokens, offsets, lengths, index, self.name, self.checked)
 

@@ -12,7 +12,7 @@ import pytest
 from backports import zstd
 
 from megajax.data.text.archives import member_borders
-from megajax.data.text.parts import as_json, of_json, parts_of
+from megajax.data.text.parts import as_json, from_json, parts_of
 from megajax.data.text.records import END, Record, TextFiles
 
 TEXTS = ["\ufeffbegin", *(f"document {n}: Füße, 数\n" * (n * 37 % 400) for n in range(150)), "a" * 30_000, "end"]
@@ -66,14 +66,14 @@ def test_parts_hold_what_the_file_holds(tmp_path, name, divisible, wanted, monke
     """Whether parts begin within a line, a line spans several of them, or one ends with a line."""
     monkeypatch.setattr("megajax.data.text.streams._BLOCK_BYTES", 999)
     monkeypatch.setattr("megajax.data.text.parts._BLOCK_BYTES", 999)
-    files = of_json(json.loads(json.dumps(as_json(TextFiles([write(tmp_path / name)], "INPUT")))))
+    files = from_json(json.loads(json.dumps(as_json(TextFiles([write(tmp_path / name)], "INPUT")))))
     expected = [record for record, _ in files.records()]
     parts = parts_of(files, 0, wanted)
     if wanted == 700:
         assert (len(parts) > 1) == divisible
     found, before = list[Record](), 0
     for part in parts:
-        *records, end = files.of_part(part, key="text", most=1 << 20)
+        *records, end = files.records_in(part, key="text", most=1 << 20)
         found += [record._replace(number=record.number + before) for record in records]
         assert end.kind == END
         before += end.number
