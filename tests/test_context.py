@@ -121,7 +121,7 @@ def check_what_is_sent(config: Config, found: list[Collective]) -> None:
     attention = [each for each in found if each.axes == ("context",) and each.kind != "all-reduce"]
     sent = sum(each.count * each.bytes_sent(count) for each in attention)
     numbers = elements_sent(config.model, config.mesh.sizes, config.train.remat, config.precision)[sizes.way]
-    assert sent == pytest.approx(numbers * sizes.rows * sizes.item * sizes.of_layer.count)
+    assert sent == pytest.approx(numbers * sizes.rows * sizes.item * sizes.backward_runs.count)
 
 
 def check(row: tuple, precision: str = "fp32") -> CompiledComparison:

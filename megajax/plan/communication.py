@@ -74,12 +74,12 @@ def in_the_loop(config: Config, cost: StepCost, backend: Backend = GPU) -> list[
     return [*_Step(config, backend).loop(cost)]
 
 
-def totals(found: Iterable[Collective]) -> Counter:
+def totals(ops: Iterable[Collective]) -> Counter:
     """Operands communicated by kind, axes, shape and bytes, with their counts, for comparing two lists."""
     counts: Counter = Counter()
-    for each in found:
-        for shape in each.shapes:
-            counts[each.kind, each.axes, shape, each.num_bytes // len(each.shapes)] += each.count
+    for op in ops:
+        for shape in op.shapes:
+            counts[op.kind, op.axes, shape, op.num_bytes // len(op.shapes)] += op.count
     return counts
 
 
@@ -88,18 +88,18 @@ def sent_by_axes(config: Config) -> dict[tuple[str, str], tuple[int, int]]:
     sends in them. Axes of size 1 send nothing."""
     mesh = config.mesh
     summed: dict[tuple[str, str], tuple[int, float]] = {}
-    for each in communication(config):
-        axes = ",".join(axis for axis in each.axes if mesh.size_of((axis,)) > 1)
+    for op in communication(config):
+        axes = ",".join(axis for axis in op.axes if mesh.size_of((axis,)) > 1)
         if axes:
-            count, sent = summed.get((axes, each.kind), (0, 0.0))
-            again = each.sent * each.bytes_sent(mesh.size_of(each.axes))
-            summed[axes, each.kind] = count + each.sent, sent + again
+            count, sent = summed.get((axes, op.kind), (0, 0.0))
+            again = op.sent * op.bytes_sent(mesh.size_of(op.axes))
+            summed[axes, op.kind] = count + op.sent, sent + again
     return {key: (count, round(sent)) for key, (count, sent) in summed.items()}
 
 
-def total_sent(config: Config, found: Iterable[Collective]) -> int:
+def total_sent(config: Config, ops: Iterable[Collective]) -> int:
     """The bytes that a device sends in all of these, with each one's count."""
-    return round(sum(each.count * each.bytes_sent(config.mesh.size_of(each.axes)) for each in found))
+    return round(sum(op.count * op.bytes_sent(config.mesh.size_of(op.axes)) for op in ops))
 
 
 @lru_cache(maxsize=65536)
@@ -150,18 +150,18 @@ class _Step(Sizes):
         An embedding that is not linear in its weights runs forward again in its backward pass, and so may a stage."""
         layer, ends = cost.layer, cost.ends
         yield from self.p2p_transfers()
-        yield from self._pass("embedding", "shared", ends.embedding, self.of_embedding)
-        yield from self._pass("layers forward", "blocks", layer.forward, self.of_layer_forward)
-        yield from self._pass("head", "shared", ends.head, self.of_head)
-        yield from self.scattered("head", "shared", self.of_head)
+        yield from self._pass("embedding", "shared", ends.embedding, self.embedding_runs)
+        yield from self._pass("layers forward", "blocks", layer.forward, self.forward_runs)
+        yield from self._pass("head", "shared", ends.head, self.head_runs)
+        yield from self.scattered("head", "shared", self.head_runs)
         if self.recomputes_stage:
-            yield from self._pass("layers backward", "blocks", layer.forward, self.of_layer)
+            yield from self._pass("layers backward", "blocks", layer.forward, self.backward_runs)
         together = () if self.defers else layer.weight_gradients
-        yield from self._pass("layers backward", "blocks", (*layer.backward, *together), self.of_layer)
-        yield from self.scattered("layers backward", "blocks", self.of_layer, later=False)
+        yield from self._pass("layers backward", "blocks", (*layer.backward, *together), self.backward_runs)
+        yield from self.scattered("layers backward", "blocks", self.backward_runs, later=False)
         linear = family_of(self.config.model).linear_embedding(self.config.model)
         again = "none" if linear else "shared"
-        yield from self._pass("embedding backward", again, ends.embedding_backward, self.of_embedding_backward)
+        yield from self._pass("embedding backward", again, ends.embedding_backward, self.embedding_backward_runs)
         yield from self.scattered_by_embedding("embedding backward")
         if self.defers and (layer.weight_gradients or self.zero == 3):
             times = self.weight_gradient_times
@@ -170,10 +170,10 @@ class _Step(Sizes):
 
     def _pass(self, part: str, room: str, sent: Iterable[Sent], times: Occurrences) -> Iterator[Communication]:
         yield from self.gathered(part, room, times)
-        for each in sent:
-            shape = each.operand.dims.shape(self.microbatch)
-            counts = Occurrences(each.count * times.count, each.count * times.sent)
-            yield one(part, each.kind, each.axes, shape, each.operand.item, counts)
+        for op in sent:
+            shape = op.operand.dims.shape(self.microbatch)
+            counts = Occurrences(op.count * times.count, op.count * times.sent)
+            yield one(part, op.kind, op.axes, shape, op.operand.item, counts)
 
     # In the loop over ticks: ZeRO-3 gathers and scatters wherever weights are used.
 
@@ -200,15 +200,15 @@ class _Step(Sizes):
     def scattered_by_embedding(self, purpose: str) -> Iterator[Communication]:
         """Scatter the gradients that the embedding's backward pass has: also those of what only the head uses, zeros,
         but not where the last pass reduces these."""
-        times, apart = self.of_embedding_backward, int(self.overlaps_reductions)
+        times, apart = self.embedding_backward_runs, int(self.overlaps_reductions)
         fewer = Occurrences(times.count - apart, times.sent - apart)
         for weight in _sharded_per_use("shared", self.held.trained):
-            each = fewer if self._of_head(weight) else times
+            each = fewer if self._head_note(weight) else times
             yield one(purpose, SCATTER, weight.computed.axes, weight.padded, self.summed, each)
 
     def p2p_transfers(self) -> Iterator[Communication]:
         """Activations to the next stage and gradients to the previous one, in every tick that may have some."""
-        ticks = {"up": self.ticks, "down": self.ticks - self._apart[0]} if self.config.mesh.pipe > 1 else {}
+        ticks = {"up": self.ticks, "down": self.ticks - self._split_ticks[0]} if self.config.mesh.pipe > 1 else {}
         for what, number in ticks.items():
             yield one(f"p2p: {what}", PERMUTE, (PIPE,), self.own, self.item, Occurrences(number, number))
 
@@ -219,10 +219,10 @@ class _Step(Sizes):
         them, in a loop whose length is known if it is the same on all stages."""
         early, late = self._deferral.early, self._deferral.late
         if not self.overlaps_reductions:
-            return Occurrences((int(early.any()) + int(late.any())) * self.of_layer.count, self.of_layer.sent)
+            return Occurrences((int(early.any()) + int(late.any())) * self.backward_runs.count, self.backward_runs.sent)
         places, last = int(early[:-1].any()) + int(late[:-1].any()), late[-1]
         before = 0 if last.max() == 1 else int(last[0] - 1) if (last == last[0]).all() else 1
-        return Occurrences((places * self._apart[1] + before + 1) * self.layers_of_chunk, self.of_layer.sent)
+        return Occurrences((places * self._split_ticks[1] + before + 1) * self.layers_of_chunk, self.backward_runs.sent)
 
     @property
     def _deferral(self) -> Deferral:
@@ -236,7 +236,7 @@ class _Step(Sizes):
         """How many targets the losses have in the global batch, and how many sequences experts see."""
         sequences = ("sequences",) * (self.config.model.num_experts > 0)
         for what in (*("targets" for _ in self._losses), *sequences):
-            yield one(f"losses: numbers of {what}", REDUCE, self._there(ROW_AXES), (), self.counted, ONCE)
+            yield one(f"losses: numbers of {what}", REDUCE, self._mesh_axes(ROW_AXES), (), self.counted, ONCE)
 
     def scales(self) -> Iterator[Communication]:
         """The scales of weights in 8 bits, if devices share the dim that a product sums over."""
@@ -253,7 +253,7 @@ class _Step(Sizes):
         for weight in per_step:
             for padded, times in self._sums(weight, weight.padded):
                 yield one(
-                    f"gradients: {self._of_head(weight)}over data",
+                    f"gradients: {self._head_note(weight)}over data",
                     SCATTER,
                     weight.per_step.axes,
                     padded,
@@ -262,13 +262,13 @@ class _Step(Sizes):
                 )
         for weight in self.held.trained:
             missing, whole = self._varying(weight) - _axes_of(weight), weight.layer_shape(weight.owned)
-            apart = missing & {PIPE} if self.overlaps_reductions and self._of_head(weight) else set()
+            apart = missing & {PIPE} if self.overlaps_reductions and self._head_note(weight) else set()
             places = (*((missing - apart, *each) for each in self._sums(weight, whole)), (apart, whole, ONCE))
             for over, shape, times in places:
-                name = f"gradients: {self._of_head(weight)}over {' and '.join(sorted(over))}"
+                name = f"gradients: {self._head_note(weight)}over {' and '.join(sorted(over))}"
                 if over:
                     yield one(name, REDUCE, tuple(sorted(over)), shape, self.summed, times)
-        axes = self._there(BATCH_AXES if self.splits_vocabulary else (*BATCH_AXES, PIPE))
+        axes = self._mesh_axes(BATCH_AXES if self.splits_vocabulary else (*BATCH_AXES, PIPE))
         for _ in self._losses:
             yield one("losses: sums", REDUCE, axes, (), max(4, self.summed), ONCE)
         yield from self._loads()
@@ -280,7 +280,7 @@ class _Step(Sizes):
         for weight in per_step:
             item = weight.computed_in(self.item, self.wide)
             for shard, times in self._gathers(weight):
-                name = f"weights: {self._of_head(weight)}over data"
+                name = f"weights: {self._head_note(weight)}over data"
                 yield one(name, GATHER, weight.per_step.axes, shard, item, times)
 
     def _sums(self, weight: Weight, shape: Shape) -> Iterator[tuple[Shape, Occurrences]]:
@@ -288,7 +288,7 @@ class _Step(Sizes):
         layers, or during the last backward pass each one's of its chunk, meanwhile those of the same chunk on stages
         that do not run it, and those of the other chunks; in both places those of the head."""
         layers, pipeline = self.layers_of_chunk, self.config.pipeline
-        if not (self.overlaps_reductions and (weight.stack or self._of_head(weight))):
+        if not (self.overlaps_reductions and (weight.stack or self._head_note(weight))):
             yield weight.on_stage(shape), ONCE
             return
         elsewhere = int(self.config.mesh.pipe > 1 and not (self.defers and self._deferral.late[-1].all()))
@@ -301,7 +301,7 @@ class _Step(Sizes):
         if pipeline.chunks > 1:
             yield ((pipeline.chunks - 1) * layers, *shape), ONCE
 
-    def _of_head(self, weight: Weight) -> str:
+    def _head_note(self, weight: Weight) -> str:
         """Says that only the head uses it."""
         return OF_HEAD if not weight.stack and is_head(weight.path, self.config.model) else ""
 
@@ -319,29 +319,29 @@ class _Step(Sizes):
         model, axes = self.config.model, (*BATCH_AXES, PIPE, *(TENSOR,) * self.splits_sequence)
         loads = (model.num_blocks + model.num_predicting, model.num_experts), 4
         for shape, item in (loads, ((), 4), ((), self.wide), ((), self.wide)) if model.num_experts else ():
-            yield one("losses: loads of experts", REDUCE, self._there(axes), shape, item, ONCE)
+            yield one("losses: loads of experts", REDUCE, self._mesh_axes(axes), shape, item, ONCE)
 
     def _muon(self) -> Iterator[Communication]:
         """Exchange shards of matrices for whole ones and back, and gather results computed for copies."""
         back = self.wide if self.config.optimizer.muon_precision == "fp32" else self.item
-        for each in dealt(self):
-            for item in (self.wide, back) if each.num_owners > 1 else ():
-                yield one("Muon: matrices", EXCHANGE, each.owners, each.operand, item, ONCE)
-            if each.num_owners < each.devices:
-                yield one("Muon: copies", GATHER, each.copied_over, each.operand, back, ONCE)
+        for group in dealt(self):
+            for item in (self.wide, back) if group.num_owners > 1 else ():
+                yield one("Muon: matrices", EXCHANGE, group.owners, group.operand, item, ONCE)
+            if group.num_owners < group.devices:
+                yield one("Muon: copies", GATHER, group.copied_over, group.operand, back, ONCE)
 
     @cached_property
     def _losses(self) -> list[str]:
         form = batch_form(self.config)
         return [*form.targets, *form.measures, *prediction_losses(self.config.model)]
 
-    def _there(self, axes: Iterable[str]) -> Axes:
+    def _mesh_axes(self, axes: Iterable[str]) -> Axes:
         """Those of some axes that the mesh has, in the order of sums."""
         return tuple(sorted(self.config.mesh.there(axes)))
 
     def _varying(self, weight: Weight) -> set[str]:
         """Mesh axes over which a gradient varies when the loop has ended (`core/program/bind.py`)."""
-        axes = {*self._there(BATCH_AXES), *_axes_of(weight)}
+        axes = {*self._mesh_axes(BATCH_AXES), *_axes_of(weight)}
         if self.splits_sequence or weight.needs_tensor_sum:
             axes.add(TENSOR)
         if not weight.stack and not self.splits_vocabulary:

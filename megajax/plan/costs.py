@@ -40,7 +40,7 @@ class Kept:
 
     def num_bytes(self, rows: int) -> int:
         """Bytes for a microbatch of this many rows."""
-        one, two = self._of_one_and_two
+        one, two = self._bytes_by_rows
         return one + (rows - 1) * (two - one)
 
     def largest(self, rows: int) -> int:
@@ -48,7 +48,7 @@ class Kept:
         return max(operand.num_bytes(rows) for operand in self.operands)
 
     @cached_property
-    def _of_one_and_two(self) -> tuple[int, int]:
+    def _bytes_by_rows(self) -> tuple[int, int]:
         one, two = (sum(operand.num_bytes(rows) for operand in self.operands) for rows in (1, 2))
         return one, two
 

@@ -77,7 +77,7 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // each for each in small)})
 
 
-def _of_a_server(mesh: MeshConfig, server: int) -> list[int]:
+def _ranks_in_server(mesh: MeshConfig, server: int) -> list[int]:
     """How many data-parallel ranks are in a server of so many GPUs, if others are not and these have something to
     shard."""
     ranks = group_of(("data",), mesh, server)[1]
@@ -85,7 +85,7 @@ def _of_a_server(mesh: MeshConfig, server: int) -> list[int]:
     return [ranks] if others and ranks * mesh.batch_shards > mesh.data else []
 
 
-def of_mesh(base: Config, fixed: frozenset[str], server: int) -> Iterator[Config]:
+def variants(base: Config, fixed: frozenset[str], server: int) -> Iterator[Config]:
     """On one mesh, every microbatch size, recomputation, ZeRO stage over all ranks or those of a server, sequence
     parallelism, deferral and vocabulary, with layers unrolled, except with ZeRO-3, and as a scan; and two microbatches
     an iteration where that hides a collective."""
@@ -95,10 +95,10 @@ def of_mesh(base: Config, fixed: frozenset[str], server: int) -> Iterator[Config
 
     mesh, length, stages = base.mesh, base.model.sequence_length, base.mesh.pipe > 1 and not base.model.num_experts
     rows = base.train.batch_sizes.divisor // mesh.row_shards
-    microbatches = [each for each in choices("train.microbatch", _divisors(rows)) if rows % each == 0]
+    microbatches = [size for size in choices("train.microbatch", _divisors(rows)) if rows % size == 0]
     remats = choices("train.remat", ["none", "selective", "layer", *["stage"] * stages])
     zeros = choices("optimizer.zero", [1, 3] if mesh.batch_shards > 1 else [1])  # 0 is larger and hardly faster
-    ranks = choices("optimizer.zero_ranks", [0, *_of_a_server(mesh, server)])
+    ranks = choices("optimizer.zero_ranks", [0, *_ranks_in_server(mesh, server)])
     pieces = mesh.tensor * (2 * mesh.context if mesh.context > 1 else 1)
     splits = choices("sequence_parallel", [False, True] if mesh.tensor > 1 and length % pieces == 0 else [False])
     when = choices("pipeline.weight_gradients", ["together", *(["deferred"] if mesh.pipe > 1 else [])])
@@ -109,7 +109,7 @@ def of_mesh(base: Config, fixed: frozenset[str], server: int) -> Iterator[Config
     models = [replace(base.model, scan_layers=scan) for scan in scans]
     trains = [replace(base.train, microbatch=b, remat=remat) for b, remat in itertools.product(microbatches, remats)]
     optimizers = [
-        replace(base.optimizer, zero=zero, zero_ranks=each) for zero in zeros for each in ranks if zero or not each
+        replace(base.optimizer, zero=zero, zero_ranks=size) for zero in zeros for size in ranks if zero or not size
     ]
     pipelines = [
         replace(base.pipeline, weight_gradients=later, vocabulary=table, paired_microbatches=pair)

@@ -17,7 +17,7 @@ class ExpertLoop:
     rows: int  # that there is room for, used or not
 
     @classmethod
-    def of(cls, config: Config, backend: Backend, first: Product, microbatch: int, item: int) -> "ExpertLoop":
+    def from_config(cls, config: Config, backend: Backend, first: Product, microbatch: int, item: int) -> "ExpertLoop":
         """Those of the products of a layer, of which this is the first; numbers have `item` bytes."""
         chosen, hidden, columns = first.dims.shape(microbatch)  # by the tokens of one device
         experts, block = first.experts, backend.expert_block

@@ -70,9 +70,9 @@ def _cudnn() -> tuple[int, int, int]:
 
 def _versions() -> tuple[tuple[int, int, int], ...]:
     """The installed versions of cuDNN and of CUDA's runtime; those with JAX 0.11.2 on our H200 where they are not."""
-    found = {"cudnn": (9, 19, 0), "cuda-runtime": (13, 0, 0)}
+    versions = {"cudnn": (9, 19, 0), "cuda-runtime": (13, 0, 0)}
     for each in distributions():
         if library := re.fullmatch(r"nvidia-(cudnn|cuda-runtime)(-cu\d+)?", each.name or ""):
             major, minor, patch, *_ = [*map(int, re.findall(r"\d+", each.version)), 0, 0]
-            found[library[1]] = major, minor, patch
-    return tuple(found.values())
+            versions[library[1]] = major, minor, patch
+    return tuple(versions.values())

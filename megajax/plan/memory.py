@@ -78,7 +78,7 @@ def backend_of(machine: Machine) -> Backend:
 
 def memory(config: Config, backend: Backend = GPU, cost: StepCost | None = None) -> Memory:
     """What a step of a valid configuration needs on a device of its mesh."""
-    return MemoryModel(config, backend, cost or step_cost(config, backend)).of(config)
+    return MemoryModel(config, backend, cost or step_cost(config, backend)).memory(config)
 
 
 class MemoryModel:
@@ -98,7 +98,7 @@ class MemoryModel:
         )
         self._temporaries = Temporaries(step, cost, backend)
 
-    def of(self, config: Config) -> Memory:
+    def memory(self, config: Config) -> Memory:
         """That of one of them."""
         step, pipeline, pipe = self._step.placed(config), config.pipeline, self._pipe
         slots, factor_slots, activations = _buffers(
@@ -107,7 +107,7 @@ class MemoryModel:
         layers = step.layers_of_chunk
         saved = step.activation_bytes if step.recomputes_stage else layers * self._residuals
         kept = max(1 + step.pairs_microbatches, slots) * saved
-        factors, held = factor_slots * layers * self._factors, _of_weights(step, step.held)
+        factors, held = factor_slots * layers * self._factors, _held_bytes(step, step.held)
         copies, copies_of_step = (layers * pipeline.chunks * each for each in (self._copies, self._copies_of_step))
         needed = Memory(
             weights=held["weights"],
@@ -129,7 +129,7 @@ class MemoryModel:
         return replace(needed, unrolled=int(_UNROLLED * needed.of_step)) if unrolls else needed
 
 
-def _of_weights(step: Sizes, held: DeviceWeights) -> dict[str, int]:
+def _held_bytes(step: Sizes, held: DeviceWeights) -> dict[str, int]:
     """Bytes of weights and of what a step has for each of them."""
     main, others = held.num_trained * step.wide, step.summed != step.wide
     in_matrices = sum(each.size(each.owned) for each in matrices_of(step))
@@ -151,11 +151,11 @@ def optimizer_bytes(step: Sizes) -> tuple[int, int, int]:
         return 2 * step.wide, 2 * 4, 0  # two moments, two counters
     train = replace(config.train, global_batch=1, microbatch=1, remat="none", ramp_start=0)
     alone = replace(config, mesh=MeshConfig(), pipeline=PipelineConfig(), train=train, sequence_parallel=False)
-    return _of_own(replace(alone, optimizer=replace(config.optimizer, zero=0, zero_ranks=0)))
+    return _own_state_bytes(replace(alone, optimizer=replace(config.optimizer, zero=0, zero_ranks=0)))
 
 
 @lru_cache(maxsize=64)
-def _of_own(alone: Config) -> tuple[int, int, int]:
+def _own_state_bytes(alone: Config) -> tuple[int, int, int]:
     layout = Program.abstract(alone, CPU).layout
     kept, whole = kept_bytes(layout)["moments"], sum(whole_bytes(layout).values())
     return (0, kept, whole) if whole else (*divmod(kept, held(alone).num_trained), 0)
@@ -168,7 +168,7 @@ def padding(config: Config, needed: Memory) -> int:
     parts = step.held.weights, step.held.adapters
     stacked = DeviceWeights(*(tuple(each for each in part if each.stack) for part in parts))
     kept = 0 if step.recomputes_stage else needed.kept
-    of_layers = sum(_of_weights(step, stacked).values()) + needed.frozen_copies + needed.copies + kept + needed.factors
+    of_layers = sum(_held_bytes(step, stacked).values()) + needed.frozen_copies + needed.copies + kept + needed.factors
     return of_layers * (slots - int(step.placement.counts.sum(0).min())) // slots
 
 
@@ -224,10 +224,10 @@ class Temporaries:
         self._gathers = step.zero == 3 and mesh.zero_shards > 1  # gathers weights for every use
         self._residuals = cost.layer.residuals.num_bytes(self._rows)  # of a layer
         weights = step.held.weights
-        self._layer_weights = sum(prod(each.whole) for each in weights if each.stack)  # elements in a layer
-        self._end_weights = [prod(each.whole) for each in weights if not each.stack]
+        self._layer_weights = sum(prod(w.whole) for w in weights if w.stack)  # elements in a layer
+        self._end_weights = [prod(w.whole) for w in weights if not w.stack]
         self._modules = step.config.model.num_predicting
-        self._module_weights = sum(prod(each.whole) for each in weights if each.path[1] == PREDICTION and self._modules)
+        self._module_weights = sum(prod(w.whole) for w in weights if w.path[1] == PREDICTION and self._modules)
 
     def most(self, step: Sizes, kept: int, factors: int) -> int:
         """Bytes needed by the part of the step that needs most, besides what exists all the time; `step` places the
@@ -262,14 +262,14 @@ class Temporaries:
             return (chunk if self._piped else 0) + layer
         # Residuals recomputed by a stage do not come out of a slot: XLA writes them in fp32.
         native = chunk if self._piped and not step.recomputes_stage else 0
-        own = chunk * self._ratio + native + 2 * factors
-        own -= 0 if self._piped else chunk  # already counted as saved
+        needed = chunk * self._ratio + native + 2 * factors
+        needed -= 0 if self._piped else chunk  # already counted as saved
         if not self._gathers:
-            own += _FP32 * step.layers_of_chunk * self._layer_weights
+            needed += _FP32 * step.layers_of_chunk * self._layer_weights
         if not self._piped and step.microbatches > 1:
-            own += 2 * _FP32 * sum(self._end_weights)
+            needed += 2 * _FP32 * sum(self._end_weights)
         largest = self.cost.layer.residuals.largest(self._rows)
-        return own + max(layer, 0 if native else step.layers_of_chunk * largest)
+        return needed + max(layer, 0 if native else step.layers_of_chunk * largest)
 
     def _reduced(self, step: Sizes) -> int:
         """The layers' reduced gradients, if the last backward pass makes them."""
@@ -301,13 +301,13 @@ class Temporaries:
         product with its gradient. Without attention the former are saved already, and the output's gradient is
         needed."""
         *others, last = (product.dims.shape(self._rows) for product in region.products)
-        given = sum(rows * columns for rows, _, columns in others or [last])
-        taken, result = last[0] * last[1], last[0] * last[2]
+        produced = sum(rows * columns for rows, _, columns in others or [last])
+        consumed, result = last[0] * last[1], last[0] * last[2]
         if region.products[0].experts and not self.step.config.model.expert_capacity:
             return self._blocks(region)
         if region.attends:
-            return self._wide * 2 * (given + taken) + self._scores() + self._of_all_tokens()
-        return self._wide * (given + 2 * taken + result)
+            return self._wide * 2 * (produced + consumed) + self._scores() + self._gathered_keys()
+        return self._wide * (produced + 2 * consumed + result)
 
     def _blocks(self, region: Region) -> int:
         """Backward through products of experts in blocks (`core/models/grouped.py`), for the rows of the whole expert
@@ -316,16 +316,16 @@ class Temporaries:
         a turn's copies of weights, or the fp32 gradients."""
         experts, rows = region.products[0].experts, region.products[0].dims.shape(self._rows)[0]
         rows = rows * self.step.config.mesh.expert + experts * self.backend.expert_block
-        (_, hidden, given), (_, taken, _) = (region.products[place].dims.fixed for place in (0, -1))
-        weights, weight = experts * hidden * (given + taken), self._wide * hidden * given
+        (_, hidden, produced), (_, consumed, _) = (region.products[index].dims.fixed for index in (0, -1))
+        weights, weight = experts * hidden * (produced + consumed), self._wide * hidden * produced
         dtype = COMPUTE_DTYPE[self.step.config.precision]
-        if self.backend.expert_kernel and kernels_can(dtype, self.backend.expert_block, hidden, taken):
-            return self._wide * (rows * (2 * given + 2 * taken + 5 * hidden) + weights)
+        if self.backend.expert_kernel and kernels_can(dtype, self.backend.expert_block, hidden, consumed):
+            return self._wide * (rows * (2 * produced + 2 * consumed + 5 * hidden) + weights)
         at_once = min(self.backend.blocks_at_once(weight), rows // self.backend.expert_block)
         copies = 2 * at_once * weight if at_once > 1 else 0
-        return self._wide * (rows * (2 * given + 2 * taken + 5 * hidden) + 3 * weights) + copies
+        return self._wide * (rows * (2 * produced + 2 * consumed + 5 * hidden) + 3 * weights) + copies
 
-    def _of_all_tokens(self) -> int:
+    def _gathered_keys(self) -> int:
         """Keys and values that a device gathers, and the sums of their gradients."""
         step = self.step
         model = step.config.model

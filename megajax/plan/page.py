@@ -43,9 +43,9 @@ def page_of_search(searches: Searches, preset: str, original: Config) -> str:
 def page_data(searches: Searches, preset: str, original: Config) -> dict[str, Any]:
     """What the page shows: columns whose distinct values stand once, and the numbers of every point. Bytes are in MiB,
     seconds in units of 0.1 ms."""
-    named = [(machine.name, each) for machine, found in searches for each in _shown(found, _MOST // len(searches))]
+    named = [(machine.name, point) for machine, result in searches for point in _shown(result, _MOST // len(searches))]
     named.sort(key=lambda pair: (pair[1].seconds, pair[1].bytes))
-    shown = [each for _, each in named]
+    shown = [point for _, point in named]
     first = shown[0].config
     gpus = _coded(name for name, _ in named)
     return {
@@ -55,11 +55,11 @@ def page_data(searches: Searches, preset: str, original: Config) -> dict[str, An
         "devices": first.mesh.num_devices,
         "gpu": {"name": "GPU", "flags": [""] * len(searches)} | gpus,  # in the order of their names
         "columns": [_column(key, shown, original) for key in VARIED],
-        "schedules": _coded(schedule_in_words(each.pipeline) if each.base.mesh.pipe > 1 else "-" for each in shown),
-        "seconds": [each.seconds for each in shown],
-        "bytes": [round(each.bytes / 2**20) for each in shown],
-        "time": _numbers([each.parts for each in shown], 1e4),
-        "memory": _numbers([asdict(each.memory) for each in shown], 2**-20),
+        "schedules": _coded(schedule_in_words(point.pipeline) if point.base.mesh.pipe > 1 else "-" for point in shown),
+        "seconds": [point.seconds for point in shown],
+        "bytes": [round(point.bytes / 2**20) for point in shown],
+        "time": _numbers([point.parts for point in shown], 1e4),
+        "memory": _numbers([asdict(point.memory) for point in shown], 2**-20),
     }
 
 
@@ -72,11 +72,11 @@ def title_of(searches: Searches, preset: str) -> str:
     return f"{preset} on {devices} {gpus}: {fitting:,} of {tried:,} configurations fit"
 
 
-def _shown(found: Found, most: int) -> list[Candidate]:
+def _shown(result: Found, most: int) -> list[Candidate]:
     """The fastest, and all on the frontier."""
-    some = found.fitting[:most]
+    some = result.fitting[:most]
     here = set(map(id, some))
-    return [*some, *(each for each in found.frontier if id(each) not in here)]
+    return [*some, *(point for point in result.frontier if id(point) not in here)]
 
 
 def _fixed(config: Config, original: Config) -> list[str]:
@@ -112,10 +112,10 @@ def _coded(values: Iterable[Any]) -> dict[str, Any]:
 
 def _numbers(parts: list[dict[str, Any]], scale: float) -> dict[str, list[int]]:
     """Every part that some point has, longest first."""
-    names = dict.fromkeys(name for each in parts for name in each)
-    found = {name: [round(scale * each.get(name, 0)) for each in parts] for name in names}
+    names = dict.fromkeys(name for point in parts for name in point)
+    scaled = {name: [round(scale * point.get(name, 0)) for point in parts] for name in names}
     return {
-        name.replace("_", " "): found[name]
-        for name in sorted(names, key=lambda name: -sum(found[name]))
-        if any(found[name])
+        name.replace("_", " "): scaled[name]
+        for name in sorted(names, key=lambda name: -sum(scaled[name]))
+        if any(scaled[name])
     }

@@ -14,7 +14,7 @@ _SLOWEST = 4.0  # times the fastest
 _LINE = 0.052  # least distance of two labels, in heights of the picture
 
 
-def draw_search(path: Path, title: str, machine: Machine, found: Found) -> None:
+def draw_search(path: Path, title: str, machine: Machine, result: Found) -> None:
     """Draw the result of a search as a PNG or SVG: the density of configurations by memory and time, and the Pareto
     frontier with labelled points.
 
@@ -26,17 +26,17 @@ def draw_search(path: Path, title: str, machine: Machine, found: Found) -> None:
     figure = Figure(figsize=(11, 6), dpi=90, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    fastest, usable = found.fitting[0].seconds, machine.usable / GIB
+    fastest, usable = result.fitting[0].seconds, machine.usable / GIB
     right, low, high = 1.02 * usable, 0.85 * fastest, _SLOWEST * fastest
-    shown = [each for each in found.fitting if each.seconds <= high]
+    shown = [point for point in result.fitting if point.seconds <= high]
     cloud = axes.hexbin(
-        [each.bytes / GIB for each in shown], [each.seconds for each in shown],
+        [point.bytes / GIB for point in shown], [point.seconds for point in shown],
         gridsize=(70, 28), extent=(0, right, low, high), bins="log", mincnt=1, cmap=_CLOUD, lw=0.2,
     )  # fmt: skip
     figure.colorbar(cloud, ax=axes, label="configurations", pad=0.01)
-    frontier = [each for each in found.frontier if each.seconds <= high]
+    frontier = [point for point in result.frontier if point.seconds <= high]
     axes.step(
-        [each.bytes / GIB for each in reversed(frontier)], [each.seconds for each in reversed(frontier)],
+        [point.bytes / GIB for point in reversed(frontier)], [point.seconds for point in reversed(frontier)],
         where="post", color=_FRONTIER, lw=1.5, marker="o", ms=4, label="Pareto frontier of time and memory",
     )  # fmt: skip
     axes.axvline(usable, color="black", lw=1, ls=":", label=f"memory a program gets on one {machine.name.upper()}")
@@ -55,13 +55,13 @@ def _label(axes: Any, named: list[Candidate], right: float, limits: tuple[float,
     """Label points of the frontier from the fastest up; labels stand beside the points, one above the other."""
     low, high = limits
     bottom = -1.0
-    for each in sorted(named, key=lambda each: each.seconds):
-        height = (each.seconds - low) / (high - low)
+    for point in sorted(named, key=lambda point: point.seconds):
+        height = (point.seconds - low) / (high - low)
         bottom = max(height, bottom + _LINE)
         axes.annotate(
-            _words(each),
-            (each.bytes / GIB, each.seconds),
-            (max(each.bytes / GIB / right + 0.02, 0.08), min(bottom, 0.97)),
+            _words(point),
+            (point.bytes / GIB, point.seconds),
+            (max(point.bytes / GIB / right + 0.02, 0.08), min(bottom, 0.97)),
             textcoords="axes fraction",
             va="center",
             fontsize=8,
@@ -80,10 +80,10 @@ def _named(frontier: list[Candidate]) -> list[Candidate]:
     return list(dict.fromkeys(chosen))
 
 
-def _words(each: Candidate) -> str:
+def _words(point: Candidate) -> str:
     """A short label for a configuration."""
-    base = each.base
-    words = [str(base.mesh)] + [schedule_in_words(each.pipeline)] * (base.mesh.pipe > 1)
+    base = point.base
+    words = [str(base.mesh)] + [schedule_in_words(point.pipeline)] * (base.mesh.pipe > 1)
     rows = f"microbatch {base.train.microbatch}"
     words += [rows, f"remat {base.train.remat}", f"ZeRO-{base.optimizer.zero}"]
     return ", ".join(words + ["sequence parallel"] * base.sequence_parallel)

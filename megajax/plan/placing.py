@@ -26,13 +26,13 @@ def placed(config: Config, machine: Machine) -> Config:
         return config
     even = Placement(config.model.num_blocks, config.mesh.pipe, config.pipeline.chunks)
     splits = dict.fromkeys([_numbers(even), *_splits(even.num_layers, even.num_virtual)])
-    possible = [replace(config, pipeline=_with_layers(config.pipeline, each)) for each in splits]
+    possible = [replace(config, pipeline=_with_layers(config.pipeline, split)) for split in splits]
     backend = backend_of(machine)
     cost = step_cost(possible[0], backend)
 
-    def key(each: Config) -> tuple[int, float]:
-        needed = memory(each, backend, cost).total
-        return max(needed, machine.usable), StepModel(each, machine, cost).time(each.pipeline).seconds
+    def key(candidate: Config) -> tuple[int, float]:
+        needed = memory(candidate, backend, cost).total
+        return max(needed, machine.usable), StepModel(candidate, machine, cost).time(candidate.pipeline).seconds
 
     return min(possible, key=key)
 
@@ -40,10 +40,10 @@ def placed(config: Config, machine: Machine) -> Config:
 def fewer_beside_the_head(model: StepModel, pipeline: PipelineConfig) -> list[PipelineConfig]:
     """Placements in which the busiest stage has less to do than in an even one: the best that needs no more slots, and
     one that needs more if that is better."""
-    number = model.config.model.num_blocks
+    num_layers = model.config.model.num_blocks
     return [
-        _with_layers(pipeline, each)
-        for each in _fewer(number, model.config.mesh.pipe, pipeline.chunks, model.head_in_layers)
+        _with_layers(pipeline, split)
+        for split in _fewer(num_layers, model.config.mesh.pipe, pipeline.chunks, model.head_in_layers)
     ]
 
 
@@ -54,14 +54,14 @@ def _fewer(num_layers: int, pipe: int, chunks: int, head: float) -> list[tuple[i
     work = np.array([_numbers(even), *splits], float).reshape(-1, chunks, pipe)
     work[:, -1, -1] += head
     of_stage, of_chunk = work.sum(1).max(1).tolist(), work.max((1, 2)).tolist()
-    keys = [(stage, chunk, -each[-1]) for stage, chunk, each in zip(of_stage[1:], of_chunk[1:], splits, strict=True)]
-    best, found = of_stage[0], []
+    keys = [(stage, chunk, -split[-1]) for stage, chunk, split in zip(of_stage[1:], of_chunk[1:], splits, strict=True)]
+    best, placements = of_stage[0], []
     for most in (even.layers_per_chunk, num_layers):
         among = [key for key in zip(keys, splits, strict=True) if max(key[1]) <= most]
         if among and (fastest := min(among, key=itemgetter(0)))[0][0] < best:
             best = fastest[0][0]
-            found.append(fastest[1])
-    return found
+            placements.append(fastest[1])
+    return placements
 
 
 def _numbers(placement: Placement) -> tuple[int, ...]:
@@ -72,12 +72,12 @@ def _with_layers(pipeline: PipelineConfig, numbers: tuple[int, ...]) -> Pipeline
     return replace(pipeline, layers=",".join(map(str, numbers)))
 
 
-def _splits(num_layers: int, number: int) -> list[tuple[int, ...]]:
+def _splits(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
     """Layers of every virtual stage, with every number on the last that is at most its share."""
-    if number == 1:
+    if num_stages == 1:
         return [(num_layers,)]
-    found = []
-    for last in range(-(-num_layers // number) + 1):
-        base, extra = divmod(num_layers - last, number - 1)
-        found.append((*(base + (k < extra) for k in range(number - 1)), last))
-    return found
+    splits = []
+    for last in range(-(-num_layers // num_stages) + 1):
+        base, extra = divmod(num_layers - last, num_stages - 1)
+        splits.append((*(base + (k < extra) for k in range(num_stages - 1)), last))
+    return splits

@@ -23,7 +23,7 @@ from megajax.core.pipeline.schedule import SCHEDULES
 from megajax.host.garbage import rarely_collected
 from megajax.host.signals import Stopped, stop_signals
 from megajax.plan.costs import StepCost
-from megajax.plan.enumeration import WIDEST, SearchLimits, of_mesh, on_meshes, with_ways
+from megajax.plan.enumeration import WIDEST, SearchLimits, on_meshes, variants, with_ways
 from megajax.plan.machines import GIB, Machine, peak_of
 from megajax.plan.memory import Memory, MemoryModel, backend_of, memory
 from megajax.plan.placing import fewer_beside_the_head
@@ -142,10 +142,10 @@ def search(
             raise Stopped(stop_signals.number, f" after {tried:,} configurations, none of which fits")
     else:
         raise _nothing(config, devices, machine, smallest, fixed)
-    fitting.sort(key=lambda each: (each.seconds, each.bytes))
+    fitting.sort(key=lambda point: (point.seconds, point.bytes))
     complete = not stop_signals.number
     best = _best(fitting, devices, machine, count)
-    small = [each for each in fitting if each.bytes <= machine.usable / 2]
+    small = [point for point in fitting if point.bytes <= machine.usable / 2]
     needs_more = best[0].memory.total > machine.usable / 2
     safer = _best(small, devices, machine, 1)[0] if small and needs_more else None
     return Found(best, fitting, tried, complete, safer)
@@ -167,36 +167,36 @@ def _tried(
                 continue
             too_large = set()  # a larger microbatch needs more memory
             too_slow = set()  # what saves more memory is slower
-            for each in _until_stopped(of_mesh(base, fixed, machine.server)):
-                if _BUT_MICROBATCH(each) in too_large or _BUT_SAVING(each) in too_slow:
+            for variant in _until_stopped(variants(base, fixed, machine.server)):
+                if _BUT_MICROBATCH(variant) in too_large or _BUT_SAVING(variant) in too_slow:
                     continue
-                possible = list(_pipelines_of(each, fixed))
-                pipelines = [one for one in possible if not ample.has(each, one)]
+                possible = list(_pipelines_of(variant, fixed))
+                pipelines = [one for one in possible if not ample.has(variant, one)]
                 if not pipelines:
                     continue
-                cost = costs.of(each)
-                if each.train.remat == "none" and "train.remat" not in fixed and _selects_free(each, costs):
+                cost = costs.cost(variant)
+                if variant.train.remat == "none" and "train.remat" not in fixed and _selects_free(variant, costs):
                     continue  # the selective one saves less and takes as long
-                if each.mesh.replica > 1 and "optimizer.zero_ranks" not in fixed and not models.gains(each, cost):
+                if variant.mesh.replica > 1 and "optimizer.zero_ranks" not in fixed and not models.gains(variant, cost):
                     continue
-                model = cache(partial(models.of, each, cost))
+                model = cache(partial(models.model, variant, cost))
                 if fastest < math.inf and model().least > _SLOWEST * fastest:
-                    too_slow.add(_BUT_SAVING(each))
+                    too_slow.add(_BUT_SAVING(variant))
                     continue
-                needs = MemoryModel(each, backend, cost)
-                sizes = list(_sizes(each, pipelines, layers, model, needs, machine.usable))
+                needs = MemoryModel(variant, backend, cost)
+                sizes = list(_sizes(variant, pipelines, layers, model, needs, machine.usable))
                 tried += len(sizes)
                 least = min(sizes, key=itemgetter(0), default=None)
                 if least is not None and (smallest is None or least[0] < smallest[0]):
-                    smallest = least[0], replace(each, pipeline=least[2])
+                    smallest = least[0], replace(variant, pipeline=least[2])
                 if least is not None and least[0] > machine.usable and pipelines == possible:
-                    too_large.add(_BUT_MICROBATCH(each))
+                    too_large.add(_BUT_MICROBATCH(variant))
                 for size, needed, pipeline in sizes:
                     if size <= machine.usable / 2:
-                        ample.add(each, pipeline)
+                        ample.add(variant, pipeline)
                     if size <= machine.usable:
                         time = model().time(pipeline, exact=False)
-                        fitting.append(Candidate(each, pipeline, time.parts, needed, time.seconds, size))
+                        fitting.append(Candidate(variant, pipeline, time.parts, needed, time.seconds, size))
                         if size <= machine.usable / 2:
                             fastest = min(fastest, time.seconds)
     return tried, smallest, fitting
@@ -227,7 +227,7 @@ class _Costs:
     def __init__(self, backend: Backend):
         self._backend, self._found = backend, dict[Any, StepCost]()
 
-    def of(self, config: Config) -> StepCost:
+    def cost(self, config: Config) -> StepCost:
         like = config.train.remat, config.sequence_parallel, config.splits_vocabulary
         if like not in self._found:
             self._found[like] = step_cost(config, self._backend, scaled=True)
@@ -242,7 +242,7 @@ class _Models:
         self._machine, self._shared, self._found = machine, Shared(), dict[Any, StepModel]()
         self._gains: dict[int, bool] = {}
 
-    def of(self, config: Config, cost: StepCost) -> StepModel:
+    def model(self, config: Config, cost: StepCost) -> StepModel:
         like = config.train.microbatch, *_BUT_MICROBATCH(config)
         if like not in self._found:
             self._found[like] = StepModel(config, self._machine, cost, self._shared)
@@ -262,7 +262,7 @@ class _Models:
 def _has_faster_way(base: Config, fixed: frozenset[str], machine: Machine) -> bool:
     """Whether the other way of context attention is faster, decided once for a mesh."""
     ways = with_ways(base.model, base.mesh, fixed)
-    first = next(of_mesh(base, fixed, machine.server), None)
+    first = next(variants(base, fixed, machine.server), None)
     if len(ways) == 1 or first is None:
         return False
 
@@ -296,12 +296,12 @@ def _best(fitting: list[Candidate], devices: int, machine: Machine, count: int) 
     chosen: list[Planned] = []
     taken: set[tuple[int, ...]] = set()
     backend = backend_of(machine)
-    for each in fitting:
-        like = round(1e9 * each.seconds), each.base.mesh.pipe, each.base.mesh.row_shards, each.pipeline.chunks
+    for point in fitting:
+        like = round(1e9 * point.seconds), point.base.mesh.pipe, point.base.mesh.row_shards, point.pipeline.chunks
         if like in taken:
             continue
         taken.add(like)
-        config = each.config
+        config = point.config
         validate(config, devices)
         cost = step_cost(config, backend, scaled=True)
         planned = Planned(config, step_time(config, machine, cost), memory(config, backend, cost))
@@ -309,12 +309,12 @@ def _best(fitting: list[Candidate], devices: int, machine: Machine, count: int) 
             chosen.append(planned)
         if len(chosen) == 4 * count:  # more than needed, because the formula is not exact
             break
-    return sorted(chosen, key=lambda each: (each.time.seconds, each.memory.total))[:count]
+    return sorted(chosen, key=lambda plan: (plan.time.seconds, plan.memory.total))[:count]
 
 
 def _selects_free(config: Config, costs: "_Costs") -> bool:
     """Whether selective recomputation takes no time in these models: it recomputes no product and no collective."""
-    cost = costs.of(replace(config, train=replace(config.train, remat="selective")))
+    cost = costs.cost(replace(config, train=replace(config.train, remat="selective")))
     plain, layer = cost.without_remat, cost.layer
     return (layer.regions, layer.backward) == (plain.regions, plain.backward)
 
@@ -344,14 +344,14 @@ def _sizes(
     whose first placement needs more than is `usable`, no other is tried."""
     mesh = config.mesh
     for pipeline in pipelines:
-        found: dict[int, tuple[int, Memory]] = {}  # bytes, and those by part, by slots per chunk
+        by_slots: dict[int, tuple[int, Memory]] = {}  # bytes, and those by part, by slots per chunk
         for placed in _placed(pipeline, layers, config, model):
             slots = Placement.of(config.model.num_blocks, mesh.pipe, placed).layers_per_chunk
-            if slots not in found:
-                needed = needs.of(replace(config, pipeline=placed))
-                found[slots] = needed.total, needed
-            yield *found[slots], placed
-            if min(size for size, _ in found.values()) > usable:
+            if slots not in by_slots:
+                needed = needs.memory(replace(config, pipeline=placed))
+                by_slots[slots] = needed.total, needed
+            yield *by_slots[slots], placed
+            if min(size for size, _ in by_slots.values()) > usable:
                 break
 
 
@@ -372,10 +372,10 @@ def _placed(
 def _pipelines(pipeline: PipelineConfig, pipe: int, layers: int) -> list[PipelineConfig]:
     """Schedules with their chunk counts: up to 4, and those up to 12 that divide the layers. One stage has only one."""
     few = range(2, min(_MOST_CHUNKS, layers // pipe) + 1)
-    many = [each for each in few if each <= 4 or layers % (each * pipe) == 0]
+    many = [count for count in few if count <= 4 or layers % (count * pipe) == 0]
     chunks = {name: many if kind.chunked else [1] for name, kind in sorted(SCHEDULES.items())}
-    pairs = [(name, each) for name in chunks for each in chunks[name]] if pipe > 1 else [("1f1b", 1)]
-    return [replace(pipeline, schedule=name, chunks=each) for name, each in pairs]
+    pairs = [(name, count) for name in chunks for count in chunks[name]] if pipe > 1 else [("1f1b", 1)]
+    return [replace(pipeline, schedule=name, chunks=count) for name, count in pairs]
 
 
 def _nothing(
@@ -393,7 +393,7 @@ def _nothing(
             "valid: more --devices, another --gpu, a smaller model or batch"
         )
     for base in on_meshes(config, devices, fixed, WIDEST):
-        for each in itertools.islice(of_mesh(base, fixed, machine.server), 1):
+        for each in itertools.islice(variants(base, fixed, machine.server), 1):
             try:
                 validate(replace(each, pipeline=replace(each.pipeline, layers=config.pipeline.layers)), devices)
             except UserError as error:
@@ -422,10 +422,10 @@ def _nearest_batches(config: Config, devices: int, machine: Machine, fixed: froz
     below = train.global_batch // unit * unit
     if train.ramp_start or below == train.global_batch:
         return ""
-    others = (replace(config, train=replace(train, global_batch=each)) for each in (below, below + unit) if each)
-    meshes = {each.train.global_batch: on_meshes(each, devices, fixed, WIDEST) for each in others}
-    tried = {batch: (next(of_mesh(base, fixed, machine.server), None) for base in on) for batch, on in meshes.items()}
-    return " or ".join(str(batch) for batch, each in tried.items() if any(each))
+    others = (replace(config, train=replace(train, global_batch=batch)) for batch in (below, below + unit) if batch)
+    meshes = {other.train.global_batch: on_meshes(other, devices, fixed, WIDEST) for other in others}
+    tried = {batch: (next(variants(base, fixed, machine.server), None) for base in on) for batch, on in meshes.items()}
+    return " or ".join(str(batch) for batch, configs in tried.items() if any(configs))
 
 
 def _nearest(config: Config, devices: int, fixed: frozenset[str]) -> str:
@@ -435,7 +435,7 @@ def _nearest(config: Config, devices: int, fixed: frozenset[str]) -> str:
     most = batch * model.num_blocks * model.num_heads * max(1, model.sequence_length // WIDEST.tokens)
     around = min(devices, most)
     near = itertools.chain.from_iterable((around - step, around + step) for step in range(around + unit + 64))
-    others = (each for each in dict.fromkeys(near) if 0 < each != devices and each % unit == 0)
+    others = (count for count in dict.fromkeys(near) if 0 < count != devices and count % unit == 0)
     possible = itertools.islice(others, _MOST_NEAR)
-    found = (each for each in possible if next(on_meshes(config, each, fixed, WIDEST), None))
-    return " or ".join(str(each) for each in sorted(itertools.islice(found, 2)))
+    near_counts = (count for count in possible if next(on_meshes(config, count, fixed, WIDEST), None))
+    return " or ".join(str(count) for count in sorted(itertools.islice(near_counts, 2)))

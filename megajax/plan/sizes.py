@@ -126,13 +126,13 @@ def _held(
     late: bool,
 ) -> DeviceWeights:
     if zero:
-        found = _held(model, lora, mesh, stack, split_vocabulary, joins, 0, False)
-        parts = ([replace(each, zero_stage=zero) for each in part] for part in (found.weights, found.adapters))
-        parts = (gathered_late(part, model) for part in parts) if late else parts
+        whole = _held(model, lora, mesh, stack, split_vocabulary, joins, 0, False)
+        parts = ([replace(weight, zero_stage=zero) for weight in group] for group in (whole.weights, whole.adapters))
+        parts = (gathered_late(group, model) for group in parts) if late else parts
         return DeviceWeights(*map(tuple, parts))
     rules = rules_of(split_vocabulary=split_vocabulary, split_kv_heads=model.num_kv_heads % mesh.tensor == 0)
     weights = weights_of(*_model(model, lora), rules, stack, mesh.on_devices, zero, joins)
-    return DeviceWeights(*(tuple(jax.tree.leaves(part)) for part in (without_adapters(weights), weights.get(LORA))))
+    return DeviceWeights(*(tuple(jax.tree.leaves(group)) for group in (without_adapters(weights), weights.get(LORA))))
 
 
 @lru_cache(maxsize=64)
@@ -231,18 +231,18 @@ class Sizes:
         self.activation_bytes = prod(self.own) * self.item
         self.defers = mesh.pipe > 1 and config.pipeline.weight_gradients == "deferred"
         self.recomputes_stage = config.train.remat == "stage" and mesh.pipe > 1
-        self._place(config)
+        self._configure(config)
 
     def placed(self, config: Config) -> Self:
         """The sizes with the schedule, the chunks and the placement of layers of `config`, which is like the own one
         otherwise."""
         other = copy(self)
-        for name in ("ticks", "of_layer", "of_layer_forward"):
+        for name in ("ticks", "backward_runs", "forward_runs"):
             vars(other).pop(name, None)
-        other._place(config)
+        other._configure(config)
         return other
 
-    def _place(self, config: Config) -> None:
+    def _configure(self, config: Config) -> None:
         self.config, mesh, backend = config, config.mesh, self._backend
         self.placement = Placement.of(config.model.num_blocks, mesh.pipe, config.pipeline)
         self.layers_of_chunk = self.placement.layers_per_chunk  # as many as on the fullest stage
@@ -274,11 +274,11 @@ class Sizes:
         number, and whether ZeRO-3 shards them."""
         shape = weight.layer_shape(weight.computed)
 
-        def part(dims: Sequence[int]) -> tuple[Shape, bool]:
+        def side(dims: Sequence[int]) -> tuple[Shape, bool]:
             sharded = weight.computed.along(dims, len(shape)) != NOT_SHARDED
             return tuple(shape[dim] for dim in dims), sharded
 
-        copies: Any = weight.copies(part)
+        copies: Any = weight.copies(side)
         for each in (copies.forward, copies.backward):
             for (shape_of_part, sharded), item in zip(each, (self.operand_item, 4), strict=True):
                 yield shape_of_part, item, sharded
@@ -313,37 +313,37 @@ class Sizes:
     # one, which has a backward of it. With one microbatch the loop then has no such end.
 
     @property
-    def of_embedding(self) -> Occurrences:
+    def embedding_runs(self) -> Occurrences:
         """How often the program runs the embedding."""
-        first, loop, _ = self._apart
+        first, loop, _ = self._split_ticks
         return Occurrences(first + loop * (not first or self.microbatches > 1), self.microbatches)
 
     @property
-    def of_head(self) -> Occurrences:
+    def head_runs(self) -> Occurrences:
         """How often the program runs the head."""
-        return Occurrences(self._apart[1], self.microbatches)
+        return Occurrences(self._split_ticks[1], self.microbatches)
 
     @property
-    def of_embedding_backward(self) -> Occurrences:
+    def embedding_backward_runs(self) -> Occurrences:
         """How often the program runs the embedding's backward."""
-        _, loop, last = self._apart
+        _, loop, last = self._split_ticks
         return Occurrences(loop * (not last or self.microbatches > 1) + last, self.microbatches)
 
     @property
-    def _apart(self) -> tuple[int, int, int]:
+    def _split_ticks(self) -> tuple[int, int, int]:
         """How many ticks are before the loop, in it, and after it; with one stage all are alike."""
         piped = self.config.mesh.pipe > 1
         first, last = int(self.gathers_late and piped), int(self.overlaps_reductions and piped)
         return first, self.ticks - first - last, last
 
     @cached_property
-    def of_layer_forward(self) -> Occurrences:
+    def forward_runs(self) -> Occurrences:
         """How often the program runs a layer's forward."""
-        first, loop, _ = self._apart
+        first, loop, _ = self._split_ticks
         return Occurrences((first + loop) * self.layers_of_chunk, self.microbatches * self.most_layers)
 
     @cached_property
-    def of_layer(self) -> Occurrences:
+    def backward_runs(self) -> Occurrences:
         """How often the program runs a layer's backward."""
-        _, loop, last = self._apart
+        _, loop, last = self._split_ticks
         return Occurrences((loop + last) * self.layers_of_chunk, self.microbatches * self.most_layers)

@@ -138,11 +138,11 @@ class StepModel:
         one = replace(train, global_batch=mesh.row_shards * train.microbatch)
         return in_the_loop(replace(self.config, train=one), cost)
 
-    def _timed(self, found: list[Communication]) -> "_Timed":
+    def _timed(self, ops: list[Communication]) -> "_Timed":
         """Communication by part, with its seconds."""
         timed: _Timed = defaultdict(list)
-        for each in found:
-            timed[each.part].append((each, seconds_of(each, self.config.mesh, self.machine)))
+        for op in ops:
+            timed[op.part].append((op, seconds_of(op, self.config.mesh, self.machine)))
         return timed
 
     def time(self, pipeline: PipelineConfig, *, exact: bool = True) -> PlannedTime:
@@ -240,12 +240,12 @@ class StepModel:
         """Seconds of the weights' gathers that the first forward pass hides: those of every layer of the first chunk
         but the first layer, by the layer before it, and the head's, by the last one. In a pipe, other stages gather
         before their first forward."""
-        found, overlap, forward = self._by_part.get("weights", []), self.machine.overlap, self._layer[0].total
+        gathers, overlap, forward = self._by_part.get("weights", []), self.machine.overlap, self._layer[0].total
         share = overlap.weights if self.config.mesh.tensor == 1 else overlap.weights_with_tensor
         if not self.sizes.gathers_late:
             return 0.0
-        of_head = sum(seconds for each, seconds in found if OF_HEAD in each.purpose)
-        of_layer = sum(seconds for each, seconds in found if each.sent > 1)
+        of_head = sum(seconds for op, seconds in gathers if OF_HEAD in op.purpose)
+        of_layer = sum(seconds for op, seconds in gathers if op.sent > 1)
         return min(of_head * share, forward) + (self.sizes.layers_of_chunk - 1) * min(of_layer * share, forward)
 
     def _seconds(self, part: str) -> float:
@@ -269,26 +269,26 @@ class StepModel:
 
     def _visit(self, part: str, work: Seconds, beside: float = 0.0) -> Seconds:
         """A part with its collectives, less what overlaps with its products and with `beside` seconds of others."""
-        found = self._by_part.get(part, [])
-        hidden = sum(seconds * self._share(part, each) for each, seconds in found)
-        return replace(work, exposed=sum(seconds for _, seconds in found) - min(hidden, work.products + beside))
+        ops = self._by_part.get(part, [])
+        hidden = sum(seconds * self._share(part, op) for op, seconds in ops)
+        return replace(work, exposed=sum(seconds for _, seconds in ops) - min(hidden, work.products + beside))
 
-    def _share(self, part: str, each: Communication) -> float:
+    def _share(self, part: str, op: Communication) -> float:
         """The share of a collective that can overlap with products; 0 in embedding and head."""
         overlap = self.machine.overlap
         if part not in ("layers forward", "layers backward", "weight gradients"):
             return 0.0
-        if each.axes == (CONTEXT,):
-            return overlap.exchanges if each.kind == "all-to-all" else overlap.keys
-        dispatches, pairs = each.axes == (EXPERT,) and each.kind == "all-to-all", self.sizes.pairs_microbatches
-        if pairs and (dispatches or each.axes == (TENSOR,)):
+        if op.axes == (CONTEXT,):
+            return overlap.exchanges if op.kind == "all-to-all" else overlap.keys
+        dispatches, pairs = op.axes == (EXPERT,) and op.kind == "all-to-all", self.sizes.pairs_microbatches
+        if pairs and (dispatches or op.axes == (TENSOR,)):
             return overlap.pairs
         if dispatches:
             return overlap.dispatch
-        if not {*BATCH_AXES}.isdisjoint(each.axes):
+        if not {*BATCH_AXES}.isdisjoint(op.axes):
             return overlap.shards
-        if each.kind != "all-reduce":
-            return overlap.gathers if each.kind == "all-gather" else overlap.scatters
+        if op.kind != "all-reduce":
+            return overlap.gathers if op.kind == "all-gather" else overlap.scatters
         # With deferred weight gradients, only kernels remain to overlap with an all-reduce.
         late = part == "layers backward" and not self.sizes.defers
         return overlap.tensor_backward if late else overlap.tensor_forward
@@ -326,13 +326,13 @@ def _uneven_waits(name: str, m: int, forward: np.ndarray, backward: np.ndarray) 
     before = work.cumsum() - work
     after = work.sum() - before - work
     if name != "gpipe" and m >= 2 * p:
-        own = np.stack([each.sum(0) for each in passes])
-        until_last = own[:, ::-1].cumsum(1)[:, ::-1] - own[:, -1:]
-        meanwhile = 2 * np.arange(p - 1, -1, -1) * own
+        by_stage = np.stack([times.sum(0) for times in passes])
+        until_last = by_stage[:, ::-1].cumsum(1)[:, ::-1] - by_stage[:, -1:]
+        meanwhile = 2 * np.arange(p - 1, -1, -1) * by_stage
         after = np.maximum(0.0, after + until_last - meanwhile).sum(0)
     waits = float((m * work + (before + after) / chunks).max() - m * work.max())
     if chunks > 1:
-        runs = (sliding_window_view(np.concatenate([each.ravel(), each[0, :-1]]), p) for each in passes)
+        runs = (sliding_window_view(np.concatenate([times.ravel(), times[0, :-1]]), p) for times in passes)
         waits += m * max(0.0, float(sum(run.max(1).sum() for run in runs) / p - work.max()))
     return waits
 

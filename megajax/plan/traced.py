@@ -66,7 +66,7 @@ def step_cost(config: Config, backend: Backend, *, scaled: bool = False) -> Step
     alike = config if of_ends else replace(config, model=gather)  # without layers every way is the same
     if not config.model.num_predicting:  # no experts
         alike = replace(alike, mesh=replace(config.mesh, expert=1))
-    first = _of_one_microbatch(alike, "layer" if gathers_once else "none", config.splits_vocabulary)
+    first = _one_microbatch(alike, "layer" if gathers_once else "none", config.splits_vocabulary)
     found = _scaled if scaled else _traced
     ends = found(first, backend, _ends_cost, _permutes(config))
     layer, plain = (layer_cost(config, backend, remat, scaled=scaled) for remat in (config.train.remat, "none"))
@@ -76,7 +76,7 @@ def step_cost(config: Config, backend: Backend, *, scaled: bool = False) -> Step
 def layer_cost(config: Config, backend: Backend, remat: str, *, scaled: bool = False) -> LayerCost:
     """A layer of a configuration on a kind of device, recomputing what `remat` says. Of a stage that is recomputed as a
     whole, layers recompute nothing."""
-    like = _of_one_microbatch(config, "none" if remat == "stage" else remat)
+    like = _one_microbatch(config, "none" if remat == "stage" else remat)
     return (_scaled if scaled else _traced)(like, backend, _layer_cost, _permutes(config))
 
 
@@ -96,7 +96,7 @@ def _attention(config: Config) -> Any:
     return "blocks" if config.model.attention == "kernel" else config.model.attention
 
 
-def _of_one_microbatch(config: Config, remat: Any, splits_vocabulary: bool = False) -> Config:
+def _one_microbatch(config: Config, remat: Any, splits_vocabulary: bool = False) -> Config:
     """The smallest run with the same layers and ends, which many configurations have in common."""
     pipe = config.mesh.pipe if splits_vocabulary else 2
     if (way := training_way(config)) != "none":  # with another pipe and remat `auto` could take another one
@@ -130,7 +130,7 @@ class _Blocks(NamedTuple):
     chosen: int  # experts on a device that the tokens of one row choose
 
     @classmethod
-    def of(cls, config: Config, backend: Backend) -> "_Blocks":
+    def from_config(cls, config: Config, backend: Backend) -> "_Blocks":
         """Those of a configuration's layers."""
         model = config.model
         if not model.num_experts or model.expert_capacity:
@@ -147,7 +147,7 @@ def _traced(
     """What `look` finds in the traced loop of a train step."""
     with jax.enable_x64(config.precision == "fp64"), h200.attention():
         program = _program(config, _coarse(backend), together)
-        blocks = _Blocks.of(config, backend)
+        blocks = _Blocks.from_config(config, backend)
         return trace_pipeline(program, lambda pipeline: look(program, pipeline, idle(pipeline.x_type), blocks))
 
 
@@ -262,18 +262,18 @@ def _operand(type_: Any, blocks: _Blocks, leading: int = 0) -> Operand:
 
 
 def _sent(traced: ClosedJaxpr, blocks: _Blocks) -> tuple[Sent, ...]:
-    found = []
-    for each in collectives_of(traced):
-        item = each.num_bytes // max(1, sum(map(prod, each.shapes)))
-        found += [Sent(each.kind, each.axes, Operand(_dims(s, blocks), item), each.count) for s in each.shapes]
-    return tuple(found)
+    sent = []
+    for op in collectives_of(traced):
+        item = op.num_bytes // max(1, sum(map(prod, op.shapes)))
+        sent += [Sent(op.kind, op.axes, Operand(_dims(s, blocks), item), op.count) for s in op.shapes]
+    return tuple(sent)
 
 
 def _regions(forward: Jaxpr, backward: Jaxpr, blocks: _Blocks) -> Iterator[Region]:
     """The regions of the forward pass, each up to the sum that ends it, or to the first product of experts."""
     repeated = Counter(_signature(eqn) for eqn, _ in equations(backward) if _multiplies_weights(eqn))
     for eqn, _ in equations(forward):  # the gradient of an input may be a product as another's, turned
-        if _multiplies_weights(eqn) and (_of_block(eqn, blocks) or _in_float8(eqn)):
+        if _multiplies_weights(eqn) and (_is_block(eqn, blocks) or _in_float8(eqn)):
             repeated[_turned(eqn)] -= 1
     products: dict[Any, Product] = {}  # by their left operand, and whether they are computed again
     attends = False
@@ -281,7 +281,7 @@ def _regions(forward: Jaxpr, backward: Jaxpr, blocks: _Blocks) -> Iterator[Regio
         if _multiplies_weights(eqn):
             again = repeated[_signature(eqn)] > 0
             repeated[_signature(eqn)] -= again
-            new, left = _product(eqn, blocks), tuple(_operand_shapes(eqn)) if _of_block(eqn, blocks) else eqn.invars[0]
+            new, left = _product(eqn, blocks), tuple(_operand_shapes(eqn)) if _is_block(eqn, blocks) else eqn.invars[0]
             if new.experts and not all(product.experts for product in products.values()):
                 yield Region(tuple(products.values()), attends)
                 products, attends = {}, False
@@ -353,7 +353,7 @@ def _product(eqn: JaxprEqn, blocks: _Blocks) -> Product:
     """Rows, inner dim and columns. With blocks, a device has the rows of its expert group but computes only its share:
     as many as there are choices by tokens on a device."""
     left, right = _operand_shapes(eqn)
-    if _of_block(eqn, blocks):
+    if _is_block(eqn, blocks):
         inner, columns = right[:-3:-1] if _in_float8(eqn) else right
         return Product(Dims((0, inner, columns), (blocks.chosen, 0, 0)), experts=blocks.experts)
     (inner_dims, _), (batch_dims, _) = eqn.params["dimension_numbers"]
@@ -362,7 +362,7 @@ def _product(eqn: JaxprEqn, blocks: _Blocks) -> Product:
     return Product(dims, experts=batch if batch_dims else 0)
 
 
-def _of_block(eqn: JaxprEqn, blocks: _Blocks) -> bool:
+def _is_block(eqn: JaxprEqn, blocks: _Blocks) -> bool:
     """Whether it is the product of one block of rows with its expert's weight, in a loop over blocks."""
     left, right = _operand_shapes(eqn)
     (_, summed), (_, batch) = eqn.params["dimension_numbers"]

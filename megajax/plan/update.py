@@ -54,24 +54,24 @@ def matrices_of(sizes: Sizes) -> list[Weight]:
 
 def dealt(sizes: Sizes) -> list[Dealt]:
     """All matrices that Muon updates, grouped by shape and sharding."""
-    mesh, found = sizes.config.mesh, Counter[tuple]()
+    mesh, counts = sizes.config.mesh, Counter[tuple]()
     for weight in matrices_of(sizes):
-        of, local = weight.matrices, weight.stage_shape(weight.owned)
-        assert of is not None
-        sides = slice(-of.rows - of.columns, -of.columns), slice(-of.columns, None)
-        axes = of.row_axes, of.column_axes
-        joined = () if of.rows else (of.num_rows, of.num_columns)
+        matrices, local = weight.matrices, weight.stage_shape(weight.owned)
+        assert matrices is not None
+        sides = slice(-matrices.rows - matrices.columns, -matrices.columns), slice(-matrices.columns, None)
+        axes = matrices.row_axes, matrices.column_axes
+        joined = () if matrices.rows else (matrices.num_rows, matrices.num_columns)
         whole = weight.owned.padded_shape(weight.shape)
         numbers, shard = (tuple(prod(dims[side]) for side in sides) for dims in (whole, local))
         kind = min((numbers, axes, shard), (numbers[::-1], axes[::-1], shard[::-1]))
-        found[*kind, mesh.there(of.copied_over), joined] += prod(local[: -of.rows - of.columns])
+        counts[*kind, mesh.there(matrices.copied_over), joined] += prod(local[: -matrices.rows - matrices.columns])
 
-    def alike(kind: tuple, number: int) -> Dealt:
+    def alike(kind: tuple, count: int) -> Dealt:
         numbers, axes, shard, copied, joined = kind
         rows, columns = sorted(joined or numbers)
         owners = sum(axes, ())
         devices = mesh.size_of(owners + copied)
-        filled = -(-number // devices) * devices
+        filled = -(-count // devices) * devices
         return Dealt(rows, columns, shard, owners, copied, filled, devices, mesh.size_of(owners))
 
-    return [alike(kind, number) for kind, number in found.items()]
+    return [alike(kind, count) for kind, count in counts.items()]

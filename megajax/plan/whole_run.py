@@ -10,10 +10,10 @@ _MOST = 1e18
 
 def tokens_of(text: str) -> float | None:
     """The number in a text such as `15T`, `300B`, `2.5e9` or `1000000`; None if it is none from 1 to 10^18."""
-    found = _NUMBER.fullmatch(text.strip())
-    if not found:
+    match = _NUMBER.fullmatch(text.strip())
+    if not match:
         return None
-    number = float(found[1]) * 10 ** int(found[2] or 0) * _UNITS[found[3].upper()]
+    number = float(match[1]) * 10 ** int(match[2] or 0) * _UNITS[match[3].upper()]
     return number if 1 <= number <= _MOST else None
 
 

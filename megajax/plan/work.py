@@ -63,10 +63,10 @@ class StepWork:
         reduced by partly filled tiles and idle multiprocessors, and at least as long as reading their operands takes.
         With `in_float8`, operands have 8 bits."""
         tiles = count * -(-rows // _TILE) * -(-columns // _TILE)
-        number = self.machine.multiprocessors
-        parts = max(1, min(number // tiles, inner // _SHORTEST)) if tiles < number else 1
-        rounds = math.ceil(tiles * parts / number)
-        used = min(1.0, tiles * parts / (rounds * number))
+        processors = self.machine.multiprocessors
+        parts = max(1, min(processors // tiles, inner // _SHORTEST)) if tiles < processors else 1
+        rounds = math.ceil(tiles * parts / processors)
+        used = min(1.0, tiles * parts / (rounds * processors))
         flops = 2 * tiles * _TILE * _TILE * inner
         item, peak = self.sizes.item, self.peak
         operands = item
@@ -113,7 +113,7 @@ class StepWork:
         first = next((product for product in self.layer.products if product.experts), None)
         if first is None or self.config.model.expert_capacity or self._grouped(first):
             return None
-        return ExpertLoop.of(self.config, self._backend, first, self.sizes.microbatch, self.sizes.item)
+        return ExpertLoop.from_config(self.config, self._backend, first, self.sizes.microbatch, self.sizes.item)
 
     def _multiplied(self, product: Product, *, backward: bool = False) -> Seconds:
         """A product of the layer, or `backward` that of its output's gradient."""
@@ -149,10 +149,10 @@ class StepWork:
             return Seconds(self.product(inner, rows, columns, count) / self._rate(product))
         loop, item, wide = self.expert_loop, self.sizes.item, max(4, self.sizes.item)
         columns //= product.weights
-        given, sums = loop.blocks * loop.block_rows * (inner + columns), loop.blocks * inner * columns
+        operands, sums = loop.blocks * loop.block_rows * (inner + columns), loop.blocks * inner * columns
         multiplied = self.product(inner, loop.block_rows, columns, loop.blocks)
-        multiplied = max(multiplied, self.moved(item * given + wide * sums))
-        turn = Seconds(multiplied, 0.0, self.moved(2 * item * given + 3 * wide * sums), self.machine.efficiency.turn)
+        multiplied = max(multiplied, self.moved(item * operands + wide * sums))
+        turn = Seconds(multiplied, 0.0, self.moved(2 * item * operands + 3 * wide * sums), self.machine.efficiency.turn)
         once = Seconds(traffic=self.moved((2 * wide + item) * count * inner * columns))
         return (turn.times(loop.turns) + once).times(product.weights)
 
@@ -208,10 +208,10 @@ class StepWork:
     def _traffic(self) -> float:
         """Seconds of a layer's passes over activations, forward and backward."""
         passes, sizes = self.machine.traffic, self.sizes
-        own = self.tokens // (self.config.mesh.tensor if sizes.splits_sequence else 1)
+        tokens = self.tokens // (self.config.mesh.tensor if sizes.splits_sequence else 1)
         # One side of every product is an activation between regions, or a row of an expert.
         inside = sum(rows * inner * columns for rows, inner, columns in self._in_memory) // self.hidden
-        numbers = passes.between * own * self.hidden + passes.inside * inside
+        numbers = passes.between * tokens * self.hidden + passes.inside * inside
         numbers += passes.dispatched * self._dispatched * self.hidden
         if sizes.splits_sequence:
             numbers += passes.gathered * self.tokens * self.hidden
@@ -321,11 +321,11 @@ class StepWork:
 
     def muon(self, sizes: Sizes) -> Seconds:
         """Newton-Schulz steps of a device's share of the matrices."""
-        given = self.config.optimizer
-        slower = self.peak / peak_of(self.machine, "fp32") if given.muon_precision == "fp32" else 1.0
+        options = self.config.optimizer
+        slower = self.peak / peak_of(self.machine, "fp32") if options.muon_precision == "fp32" else 1.0
         products = sum(
-            2 * self.product(each.share * each.rows, each.columns, each.rows)
-            + self.product(each.share * each.rows, each.rows, each.rows)
-            for each in dealt(sizes)
+            2 * self.product(group.share * group.rows, group.columns, group.rows)
+            + self.product(group.share * group.rows, group.rows, group.rows)
+            for group in dealt(sizes)
         )
-        return Seconds(products=given.muon_steps * slower * products)
+        return Seconds(products=options.muon_steps * slower * products)

@@ -23,7 +23,7 @@ def test_the_turns_are_those_of_the_loop(groups: int, experts: int, at_once: int
     """Of a device with so many experts, one of a group of so many; 512 rows of each choose at random."""
     backend = replace(GPU, expert_block=16, expert_bytes=at_once * 2 * 24 * 8)
     product = Product(Dims((0, 24, 16), (128, 0, 0)), experts=experts, weights=2)  # of [24, 8]
-    loop = ExpertLoop.of(tiny_config(expert=groups), backend, product, 4, 2)
+    loop = ExpertLoop.from_config(tiny_config(expert=groups), backend, product, 4, 2)
     chosen = np.random.default_rng(0).integers(experts * groups, size=512 * groups, dtype=np.int32)
     blocks, _ = in_blocks(np.where(chosen < experts, chosen, experts), experts, 16, at_once)
     assert blocks.group_MG.shape == (loop.rows // 16 // loop.blocks, loop.blocks)

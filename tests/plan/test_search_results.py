@@ -105,7 +105,7 @@ def test_costs_of_a_larger_axis_follow_from_two_smaller_ones(mesh: tuple[int, ..
     computed, before = traced.step_cost(config, GPU, scaled=True), traced._traced.cache_info().misses
     assert computed == (cost := traced.step_cost(config, GPU))
     assert cost.layer.products and traced._traced.cache_info().misses > before  # none was of the larger axis
-    alone = traced._of_one_microbatch(config, "none", splits_vocabulary=True)
+    alone = traced._one_microbatch(config, "none", splits_vocabulary=True)
     assert cost.ends == traced._traced(alone, replace(GPU, expert_kernel=False), traced._ends_cost, False)
 
 
