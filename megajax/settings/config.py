@@ -111,11 +111,11 @@ def _is_steps(text: str) -> bool:
 
 def profiled_steps(text: str, finished: int, steps: int) -> tuple[int, int]:
     """The first and last step to profile in a run of `steps` steps that continues after step `finished`."""
-    *first, number = map(int, text.split(":"))
+    *first, last_or_count = map(int, text.split(":"))
     if first:
-        return first[0], number
-    last = min(finished + _WARM_UP + number, steps)
-    return max(finished + 1, last - number + 1), last
+        return first[0], last_or_count
+    last = min(finished + _WARM_UP + last_or_count, steps)
+    return max(finished + 1, last - last_or_count + 1), last
 
 
 @dataclass(frozen=True, kw_only=True)

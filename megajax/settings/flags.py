@@ -224,15 +224,15 @@ def parse(argv: Sequence[str], description: str, prog: str = "train.py") -> Conf
     return read_command(argv, description, prog).config()
 
 
-def print_left_out(given: Given, config: Config) -> None:
+def print_left_out(command: Given, config: Config) -> None:
     """Print which values of a run's configuration are not used, by a copy of it or by any start."""
-    preset, left_out = given.preset, given.preset.left_out
+    preset, left_out = command.preset, command.preset.left_out
     unused = []
-    if left_out.get("run_dir") and "run_dir" not in given.overrides:
+    if left_out.get("run_dir") and "run_dir" not in command.overrides:
         unused.append(f"{config.run_dir} is used instead of its run_dir {left_out['run_dir']}")
-    if left_out.get("simulate_devices") and "simulate_devices" not in given.overrides:
+    if left_out.get("simulate_devices") and "simulate_devices" not in command.overrides:
         unused.append(f"its --simulate-devices {left_out['simulate_devices']} is not used")
-    of_start = [f"{key} = {shown(value)}" for key, value in preset.of_start.items() if key not in given.overrides]
+    of_start = [f"{key} = {shown(value)}" for key, value in preset.of_start.items() if key not in command.overrides]
     if config.distributed.process_id > 0:
         return
     if unused:

@@ -66,16 +66,16 @@ def _check_latent(model: ModelConfig) -> None:
     """Check latent attention, which has positions in a part of each key, and keys and values for every query head."""
     if not model.latent_size:
         return
-    given = f"with --model.latent-size {model.latent_size}"
+    reason = f"with --model.latent-size {model.latent_size}"
     fixed = {"positions": "rotary", "bias": "none", "query_key_norm": False, "num_kv_heads": model.num_heads}
     fixed |= {"attention_sinks": False}
     for name, value in fixed.items():
         if getattr(model, name) != value:
             flag, valid = (as_flag(f"model.{name}", each) for each in (getattr(model, name), value))
-            raise UserError(f"{flag} {given}; valid: {valid}")
+            raise UserError(f"{flag} {reason}; valid: {valid}")
     if not 0 < model.rotary_size < model.head_size or model.rotary_size % 2:
         raise UserError(
-            f"--model.rotary-size {model.rotary_size} {given}; valid: an even size from 2 to less than "
+            f"--model.rotary-size {model.rotary_size} {reason}; valid: an even size from 2 to less than "
             f"--model.head-size, {model.head_size}"
         )
 

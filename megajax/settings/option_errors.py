@@ -10,11 +10,11 @@ from megajax.core.options import options
 from megajax.core.traits import Changes, OnlyWith, Through
 
 
-def check(given: object) -> None:
+def check(section: object) -> None:
     """Check the fields of a configuration dataclass's instance, and of its sections, each by itself."""
-    owner: Any = type(given)
+    owner: Any = type(section)
     for key, option in options(owner).items():
-        if problem := option.problem(attrgetter(key)(given)):
+        if problem := option.problem(attrgetter(key)(section)):
             raise UserError(f"{option.flag} {problem}")
 
 
@@ -25,10 +25,10 @@ def check_read(section: object, name: str) -> None:
     for field, option in options(owner).items():
         value, reader = getattr(section, field), option.trait(OnlyWith)
         if reader and not reader.ignored and not reader.is_read(section) and value != option.default:
-            given, without = (as_flag(f"{name}.{field}", each) for each in (value, option.default))
-            key, there = f"{name}.{reader.name}", getattr(section, reader.name)
-            valid = as_flag(key, True) if there is False else f"--{key.replace('_', '-')} {reader.words}"
-            raise UserError(f"{given} with {as_flag(key, there)}; valid: {valid}, or {without}")
+            setting, without = (as_flag(f"{name}.{field}", each) for each in (value, option.default))
+            key, reader_value = f"{name}.{reader.name}", getattr(section, reader.name)
+            valid = as_flag(key, True) if reader_value is False else f"--{key.replace('_', '-')} {reader.words}"
+            raise UserError(f"{setting} with {as_flag(key, reader_value)}; valid: {valid}, or {without}")
 
 
 def as_flag(key: str, value: object) -> str:
@@ -54,10 +54,10 @@ _SHOWN.maxlong = 100
 def compared(owner: type, *changes: Changes) -> dict[str, str]:
     """What to compare in two configurations to see whether they differ in options that declare one of these changes:
     keys of options, or of the properties through which they matter, each with its option's key."""
-    found = {}
+    keys = {}
     for key, option in options(owner).items():
         if option.trait(Changes) in changes:
             section, dot, _ = key.rpartition(".")
             through = option.trait(Through)
-            found[f"{section}{dot}{through.name}" if through else key] = key
-    return found
+            keys[f"{section}{dot}{through.name}" if through else key] = key
+    return keys

@@ -9,7 +9,7 @@ import tomli_w
 
 from megajax.core.options import Option, options
 from megajax.settings.config import Config
-from megajax.settings.presets import OF_START, Preset, of_task
+from megajax.settings.presets import OF_START, Preset, task_values
 
 _WIDTH = 40  # column of the comments, if values are short
 
@@ -19,7 +19,7 @@ def printed(config: Config, preset: Preset, overrides: Mapping[str, Any]) -> str
 
     Values that belong to one run and its machine are commented out, unless a flag or the user's preset sets them.
     """
-    origins = {"run_dir": "the preset's name"} | dict.fromkeys(of_task({**preset.values, **overrides}), "task.name")
+    origins = {"run_dir": "the preset's name"} | dict.fromkeys(task_values({**preset.values, **overrides}), "task.name")
     origins |= preset.origins | {key: f"flag {options(Config)[key].flag}" for key in overrides}
     lines = [f"# The configuration of {_comment(preset.place)}, with where every value is from."]
     section = ""

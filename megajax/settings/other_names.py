@@ -108,14 +108,14 @@ def nearest(unknown: str, valid: Collection[str], otherwise: str) -> str:
     if removed := REMOVED.get(name.removeprefix("no_")):
         use = f"; valid: {removed.instead}" if removed.instead else ""
         return f"megajax removed it, and it is always {shown(removed.fixed)}{use}"
-    found = OURS.get(name) or OURS.get(name.rpartition(".")[2], "")
-    flag = re.split("[ ,]", found)[0]
+    ours = OURS.get(name) or OURS.get(name.rpartition(".")[2], "")
+    flag = re.split("[ ,]", ours)[0]
     key = flag.removeprefix("--").replace("-", "_")
     if flag == "PRESET":
-        found = found if "--train.steps" in valid else ""  # only for commands that take a preset
+        ours = ours if "--train.steps" in valid else ""  # only for commands that take a preset
     elif flag not in valid:
-        found = found.replace(flag, key, 1) if key in valid else ""
-    if found:
-        return f"megajax calls it {found}"
+        ours = ours.replace(flag, key, 1) if key in valid else ""
+    if ours:
+        return f"megajax calls it {ours}"
     same = [each for each in valid if re.sub("[._-]", "", each) == re.sub("[._-]", "", unknown)]
     return f"did you mean {same[0]}?" if same else suggest(unknown, valid, otherwise)

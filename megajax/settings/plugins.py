@@ -92,28 +92,28 @@ def remember(run_dir: Path, modules: Sequence[str]) -> None:
             file.chmod(0o600)
 
 
-def _recorded(place: str) -> dict[str, str]:
-    """What this user has recorded of the run whose `config.toml` is at a place, by plugin."""
+def _recorded(location: str) -> dict[str, str]:
+    """What this user has recorded of the run whose `config.toml` is at a location, by plugin."""
     with contextlib.suppress(OSError, ValueError, TypeError, LookupError, AttributeError):  # none, or a damaged one
-        run, file = _record(Path(place).parent)
-        there, content = file.lstat(), reading.parse_json(reading.read_bytes(file).decode())
-        ours = there.st_uid == os.geteuid() and not there.st_mode & 0o022 and not scheme(place)
+        run, file = _record(Path(location).parent)
+        status, content = file.lstat(), reading.parse_json(reading.read_bytes(file).decode())
+        ours = status.st_uid == os.geteuid() and not status.st_mode & 0o022 and not scheme(location)
         return {name: proof for name, proof in content["plugins"].items() if ours and proof and content["run"] == run}
     return {}
 
 
 def plugins_in(argv: Sequence[str]) -> list[str]:
     """The modules that a command line names, which must be there before its other flags can be read."""
-    found: list[str] = []
-    for place, word in enumerate(argv):
+    modules: list[str] = []
+    for index, word in enumerate(argv):
         name, _, value = word.partition("=")
         if name == FLAG:
-            found += [value] if value else []
-            for further in argv[place + 1 :] if not value else ():
+            modules += [value] if value else []
+            for further in argv[index + 1 :] if not value else ():
                 if further.startswith("-"):
                     break
-                found.append(further)
-    return found
+                modules.append(further)
+    return modules
 
 
 def lasting(modules: Iterable[str]) -> tuple[str, ...]:

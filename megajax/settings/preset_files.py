@@ -41,12 +41,12 @@ def find_preset(name_or_file: str | Path) -> Path:
         for candidate in (folder / f"{path}.toml" for folder in preset_folders()):
             if reading.is_file(candidate):
                 return candidate
-    there = reading.kind(path)
-    if there == "a folder":
+    kind = reading.kind(path)
+    if kind == "a folder":
         raise UserError(f"{path} is a folder; valid: a preset's name, or a TOML file such as {path / 'config.toml'}")
-    if there and there != "a file":
-        raise UserError(f"{path} is {there}; valid: a preset's name, or a TOML file")
-    if not there:
+    if kind and kind != "a file":
+        raise UserError(f"{path} is {kind}; valid: a preset's name, or a TOML file")
+    if not kind:
         valid = f"valid: a TOML file, or one of {', '.join(preset_names())}"
         known = [*preset_names(), *names_in_folders()]
         beside = difflib.get_close_matches(path.stem, [file.stem for file in path.parent.glob("*.toml")], n=1)
@@ -56,21 +56,21 @@ def find_preset(name_or_file: str | Path) -> Path:
     return path
 
 
-def read_file(place: str) -> bytes:
+def read_file(location: str) -> bytes:
     """The contents of a preset, from a path or URL."""
-    if scheme(place):
-        return remote.read_bytes(place, "PRESET")
+    if scheme(location):
+        return remote.read_bytes(location, "PRESET")
     try:
-        return reading.read_bytes(place)
+        return reading.read_bytes(location)
     except OSError as error:
-        raise UserError(f"{place}: {error.strerror}; valid: a readable TOML file") from None
+        raise UserError(f"{location}: {error.strerror}; valid: a readable TOML file") from None
 
 
-def parse_toml(content: bytes, place: str) -> dict[str, Any]:
-    """Parse the TOML file from `place`."""
+def parse_toml(content: bytes, location: str) -> dict[str, Any]:
+    """Parse the TOML file from `location`."""
     try:
         return reading.parse_toml(content.decode())
     except UnicodeDecodeError as error:
-        raise UserError(f"{place}: byte {error.start} is not UTF-8; valid: a TOML file in UTF-8") from None
+        raise UserError(f"{location}: byte {error.start} is not UTF-8; valid: a TOML file in UTF-8") from None
     except ValueError as error:
-        raise UserError(f"{place}: not TOML: {error}; valid: TOML, as in configs/demo.toml") from None
+        raise UserError(f"{location}: not TOML: {error}; valid: TOML, as in configs/demo.toml") from None

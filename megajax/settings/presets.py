@@ -49,7 +49,7 @@ def read_preset(name_or_file: str | Path, run_dir: str = "", *, in_run: bool | N
     over the original run's `run_dir` and simulated devices, and neither does a preset based on it. Neither run nor copy
     has a base, or sets what belongs to one start. `in_run` says that it is a run's; otherwise the run's files do.
     """
-    own, *bases = _with_bases(str(name_or_file), in_run)
+    first, *bases = _with_bases(str(name_or_file), in_run)
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for file in reversed(bases):
@@ -57,15 +57,15 @@ def read_preset(name_or_file: str | Path, run_dir: str = "", *, in_run: bool | N
         inherited = {key: value for key, value in file.values.items() if key not in of_start}
         values = _replaced(values, inherited)
         origins |= dict.fromkeys(inherited, file.words)
-    path = Path(own.place)
-    here = own.in_run and (not run_dir or identity(run_dir) == identity(path.parent))
-    left_out = {} if here or not own.of_run else {key: own.values[key] for key in OF_START if key in own.values}
-    followed = {key: value for key, value in own.values.items() if key not in left_out}
+    path = Path(first.place)
+    here = first.in_run and (not run_dir or identity(run_dir) == identity(path.parent))
+    left_out = {} if here or not first.of_run else {key: first.values[key] for key in OF_START if key in first.values}
+    followed = {key: value for key, value in first.values.items() if key not in left_out}
     values = _replaced(values, followed)
-    origins |= dict.fromkeys(followed, own.words)
+    origins |= dict.fromkeys(followed, first.words)
     run_dir = str(path.parent) if here else followed.get("run_dir") or f"runs/{path.stem}"
     values["run_dir"] = run_dir
-    return Preset(own.place, values, origins, here, left_out, own.of_start, own.horizon)
+    return Preset(first.place, values, origins, here, left_out, first.of_start, first.horizon)
 
 
 def load_preset(name_or_file: str | Path) -> dict[str, Any]:
@@ -96,44 +96,44 @@ class _File:
 
 def _with_bases(name_or_file: str, in_run: bool | None) -> list[_File]:
     """The files of a preset: its own, its base's, and so on."""
-    place = _place(name_or_file)
-    remote = bool(scheme(place))  # then its bases are chosen there, too
-    files, seen = [_read(place, read_file(place), remote, in_run)], [_identity(place)]
+    location = _locate(name_or_file)
+    remote = bool(scheme(location))  # then its bases are chosen there, too
+    files, seen = [_read(location, read_file(location), remote, in_run)], [_identity(location)]
     while (last := files[-1]).base:
         where = f"{last.place}: base = {shown(last.base)}"
         try:
-            place = _place(_beside(last.place, last.base))
-            content = read_file(place)
+            location = _locate(_beside(last.place, last.base))
+            content = read_file(location)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
-        seen.append(_identity(place))
+        seen.append(_identity(location))
         if seen[-1] in seen[:-1]:
-            circle = [file.place for file in files[seen.index(seen[-1]) :]]
+            circle = [*(file.place for file in files[seen.index(seen[-1]) :]), location]
             raise UserError(
-                f"{where} forms a cycle: {' -> '.join([*circle, place])}; valid: a preset that is not based on this one"
+                f"{where} forms a cycle: {' -> '.join(circle)}; valid: a preset that is not based on this one"
             )
-        remote |= bool(scheme(place))
-        files.append(_read(place, content, remote))
+        remote |= bool(scheme(location))
+        files.append(_read(location, content, remote))
     return files
 
 
-def _place(name_or_file: str) -> str:
+def _locate(name_or_file: str) -> str:
     """The path or URL of a preset."""
     return name_or_file if scheme(name_or_file) else str(find_preset(name_or_file))
 
 
-def _identity(place: str) -> object:
+def _identity(location: str) -> object:
     """A value that differs for different preset files."""
-    return place if scheme(place) else identity(place)
+    return location if scheme(location) else identity(location)
 
 
-def _beside(place: str, base: str) -> str:
-    """The place of a base: names stay as they are, files are relative to the preset that names them."""
+def _beside(location: str, base: str) -> str:
+    """The location of a base: names stay as they are, files are relative to the preset that names them."""
     if scheme(base) or not base.endswith(".toml"):
         return base
-    if not scheme(place):
-        return str(Path(place).parent / os.path.expanduser(base))
-    store, _, file = place.partition("://")
+    if not scheme(location):
+        return str(Path(location).parent / os.path.expanduser(base))
+    store, _, file = location.partition("://")
     return f"{store}://{posixpath.normpath(posixpath.join(posixpath.dirname(file), base))}"
 
 
@@ -142,18 +142,18 @@ def _lies_in_run(place: str) -> bool:
     return not scheme(place) and Path(place).name == "config.toml" and any(mark.exists() for mark in marks)
 
 
-def _read(place: str, content: bytes, remote: bool, in_run: bool | None = None) -> _File:
-    tables = parse_toml(content, place)
+def _read(location: str, content: bytes, remote: bool, in_run: bool | None = None) -> _File:
+    tables = parse_toml(content, location)
     if not tables:
-        raise UserError(f"{place} is empty; valid: a preset, as in configs/demo.toml")
+        raise UserError(f"{location} is empty; valid: a preset, as in configs/demo.toml")
     of_run, base = tables.pop(RUN_MARK, False), tables.pop("base", "")
     if not isinstance(base, str):
-        raise UserError(f"{place}: base = {shown(base)}; valid: the name of a preset, or a TOML file, as text")
+        raise UserError(f"{location}: base = {shown(base)}; valid: the name of a preset, or a TOML file, as text")
     if not isinstance(of_run, bool):
-        raise UserError(f"{place}: {RUN_MARK} = {shown(of_run)}; valid: true, or no such line")
-    in_run = _lies_in_run(place) if in_run is None else in_run
+        raise UserError(f"{location}: {RUN_MARK} = {shown(of_run)}; valid: true, or no such line")
+    in_run = _lies_in_run(location) if in_run is None else in_run
     of_run |= in_run
-    horizon = _horizon(tables.pop(RUN_HORIZON, None), place)
+    horizon = _horizon(tables.pop(RUN_HORIZON, None), location)
     values = {}
     for name, entry in tables.items():
         if isinstance(entry, dict) and name in sections(Config):
@@ -161,29 +161,29 @@ def _read(place: str, content: bytes, remote: bool, in_run: bool | None = None) 
         elif isinstance(entry, dict) or name in sections(Config):
             known = ", ".join(f"[{section}]" for section in sections(Config))
             near = suggest(name, sections(Config), "") if isinstance(entry, dict) else ""
-            raise UserError(f"{place}: {name} = {shown(entry)}; valid tables: {known}{near and f' ({near})'}")
+            raise UserError(f"{location}: {name} = {shown(entry)}; valid tables: {known}{near and f' ({near})'}")
         else:
             values[name] = entry
     table = options(Config)
     starts = [key for key in values if of_run and key in table and table[key].trait(PerStart) is not None]
     of_start = {key: value for key in starts if (value := values.pop(key)) != table[key].default}
-    values = _converted(values, lambda key: f"{place}: {key}")
+    values = _converted(values, lambda key: f"{location}: {key}")
     if "plugins" in values and (of_run or remote):
         values["plugins"] = named = Unproven(values["plugins"])
-        named.place = place
+        named.place = location
     if of_run and base:
         of_start, base = of_start | {"base": base}, ""
-    return _File(place, values, base, of_run, in_run, of_start, horizon)
+    return _File(location, values, base, of_run, in_run, of_start, horizon)
 
 
-def _horizon(table: object, place: str) -> Horizon | None:
+def _horizon(table: object, location: str) -> Horizon | None:
     """The horizon in a run's configuration."""
     if table is None:
         return None
     names = set(Horizon._fields)
     if not (isinstance(table, dict) and table.keys() == names and all(map(_is_steps, table.values()))):
         valid = f"steps as {' and '.join(Horizon._fields)}, or no such table"
-        raise UserError(f"{place}: {RUN_HORIZON} = {shown(table)}; valid: {valid}")
+        raise UserError(f"{location}: {RUN_HORIZON} = {shown(table)}; valid: {valid}")
     return Horizon(**table)
 
 
@@ -215,14 +215,14 @@ _EITHER = (("data.path", "data.sources", "data.set"), ("optimizer.warmup_steps",
 
 def _replaced(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     """`values` with `others` replacing them. Of the keys in an entry of `_EITHER`, one replaces the others; a task
-    replaces corpora, and another task what follows from it (`of_task`); epochs replace steps; and a new number of
+    replaces corpora, and another task what follows from it (`task_values`); epochs replace steps; and a new number of
     virtual stages replaces numbers of layers for another one by `auto`."""
     left = dict(values)
     for keys in _EITHER:
         if any(others.get(key) not in (None, "", ()) for key in keys):
             left = {key: value for key, value in left.items() if key not in keys}
     if others.get("task.name", PRETRAINING) != PRETRAINING:
-        replaced = {*_OF_CORPUS, *(of_task(others) if others["task.name"] != left.get("task.name") else ())}
+        replaced = {*_OF_CORPUS, *(task_values(others) if others["task.name"] != left.get("task.name") else ())}
         left = {key: value for key, value in left.items() if key not in replaced}
     if others.get("train.epochs") and "train.steps" not in others:
         left.pop("train.steps", None)
@@ -233,7 +233,7 @@ def _replaced(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str,
     return left | dict(others)
 
 
-def of_task(values: Mapping[str, Any]) -> dict[str, Any]:
+def task_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Defaults that follow from a task, by key."""
     task = TASKS.get(values.get("task.name", PRETRAINING))
     if task is None:
@@ -253,7 +253,7 @@ def resolve(
     load_plugins_of(preset, overrides or {})
     overrides = _converted(overrides or {}, lambda key: f"--{key.lstrip('-').replace('_', '-')}")
     values = _replaced(_converted(preset, lambda key: key), overrides)
-    values = of_task(values) | values
+    values = task_values(values) | values
     if "plugins" in values:
         values["plugins"] = lasting(values["plugins"])
     _check_complete(values)

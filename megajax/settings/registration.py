@@ -79,10 +79,10 @@ def _named(kind: str, name: str, thing: Callable[..., Any]) -> Callable[..., Any
     @wraps(thing)
     def call(*args: Any, **options: Any) -> Any:
         with told(f"{kind} {name}", _VALID[kind]):
-            found = thing(*args, **options)
-        if kind == "activation" and getattr(found, "shape", None) != args[0].shape:
-            shapes = f"{[*getattr(found, 'shape', ())]} for {[*args[0].shape]}"
+            result = thing(*args, **options)
+        if kind == "activation" and getattr(result, "shape", None) != args[0].shape:
+            shapes = f"{[*getattr(result, 'shape', ())]} for {[*args[0].shape]}"
             raise UserError(f"activation {name} returned an array of shape {shapes}; valid: the same shape")
-        return found
+        return result
 
     return call

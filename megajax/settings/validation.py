@@ -36,23 +36,23 @@ def validate_imagined(config: Config) -> None:
 def nearest_mesh(config: Config) -> MeshConfig | None:
     """The mesh that can train this configuration and differs from its own by the smallest factors; in a tie, the one
     with the fewest devices. None if batch or schedule rule out every mesh."""
-    there, train = config.mesh, config.train
-    possible = {axis: [size] for axis, size in there.sizes.items()}
+    current, train = config.mesh, config.train
+    possible = {axis: [size] for axis, size in current.sizes.items()}
     possible |= {axis: _divisors(train.global_batch) for axis in possible if axis in ROW_AXES}
     possible |= {
         EXPERT: [size for size in possible[EXPERT] if config.model.num_experts % size == 0]
-        if there.expert > 1
+        if current.expert > 1
         else [1],
-        PIPE: [*range(1, min(2 * there.pipe, config.model.num_blocks) + 1)],
+        PIPE: [*range(1, min(2 * current.pipe, config.model.num_blocks) + 1)],
         TENSOR: _divisors(config.model.num_heads),
     }
-    if there.context > 1:
-        possible[CONTEXT] = [size for size in _divisors(config.model.sequence_length) if size <= 2 * there.context]
+    if current.context > 1:
+        possible[CONTEXT] = [size for size in _divisors(config.model.sequence_length) if size <= 2 * current.context]
     meshes = [MeshConfig(**dict(zip(possible, sizes, strict=True))) for sizes in product(*possible.values())]
     meshes = [mesh for mesh in meshes if train.global_batch % (mesh.row_shards * train.microbatch) == 0]
 
     def distance(mesh: MeshConfig) -> tuple[float, int]:
-        pairs = zip(mesh.sizes.values(), there.sizes.values(), strict=True)
+        pairs = zip(mesh.sizes.values(), current.sizes.values(), strict=True)
         return sum(abs(math.log(size / old)) for size, old in pairs), mesh.num_devices
 
     for mesh in sorted(meshes, key=distance):
@@ -148,8 +148,8 @@ def validate_mesh(config: Config, num_devices: int) -> None:
     model, mesh = config.model, config.mesh
     check_schedule(config.pipeline, mesh.pipe, model.num_layers, model.dense_layers)
     if mesh.num_devices != num_devices:
-        each = -(-mesh.num_devices // max(1, config.distributed.num_processes))  # devices per process
-        simulated = "" if options(Config)["simulate_devices"].problem(each) else f", or --simulate-devices {each}"
+        devices = -(-mesh.num_devices // max(1, config.distributed.num_processes))  # per process
+        simulated = "" if options(Config)["simulate_devices"].problem(devices) else f", or --simulate-devices {devices}"
         raise UserError(
             f"{mesh.flags()} needs {mesh.num_devices} devices, but there are {num_devices}; valid: "
             f"sizes whose product is {num_devices}{simulated}"
@@ -170,12 +170,12 @@ def validate_mesh(config: Config, num_devices: int) -> None:
             f"--pipeline.vocabulary split: --mesh.pipe {mesh.pipe} x --mesh.tensor {mesh.tensor} does not divide "
             f"{vocabulary}; valid: --pipeline.vocabulary replicated, or in a new run --model.vocab-multiple {multiple}"
         )
-    divisors = _divisors(math.gcd(*(number for size, number, _ in split if not size.repeated)))
-    for size, number, words in split:
-        if number % mesh.tensor == 0 or (size.repeated and mesh.tensor % number == 0):
+    divisors = _divisors(math.gcd(*(value for size, value, _ in split if not size.repeated)))
+    for size, value, words in split:
+        if value % mesh.tensor == 0 or (size.repeated and mesh.tensor % value == 0):
             continue
-        others = [other for each, other, _ in split if each is not size and not each.repeated]
-        valid = ", ".join(str(each) for each in divisors if number % each == 0 or each % number == 0)
+        others = [other for kind, other, _ in split if kind is not size and not kind.repeated]
+        valid = ", ".join(str(divisor) for divisor in divisors if value % divisor == 0 or divisor % value == 0)
         if size.dim == "vocabulary" and all(other % mesh.tensor == 0 for other in others):
             valid += f"; or in a new run --model.vocab-multiple {math.lcm(model.vocab_multiple, mesh.tensor)}"
         if size.repeated:
@@ -187,11 +187,11 @@ def validate_mesh(config: Config, num_devices: int) -> None:
 
 def _split_sizes(model: ModelConfig) -> list[tuple[Size, int, str]]:
     """The sizes of a model that are sharded over `tensor`: as declared, as numbers, and as messages name them."""
-    found = []
+    sizes = []
     for name, option in options(ModelConfig).items():
         size, through = option.trait(Size), option.trait(Through)
         if size and size.split:
             value, flag = getattr(model, through.name if through else name), f"--model.{name.replace('_', '-')}"
             words = f"{through.words} of {value} (see {flag})" if through else f"{flag} {value}"
-            found.append((size, value, words))
-    return found
+            sizes.append((size, value, words))
+    return sizes
