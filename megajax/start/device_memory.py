@@ -30,14 +30,14 @@ def check_memory(program: Program, *, training: bool, rows: int = 0) -> None:
         parts["factors of deferred weight gradients"] = program.schedule.num_factor_slots * factor_bytes(program)
     parts |= _microbatch_bytes(program, rows, every_layer=training and config.train.remat != "stage")
     devices = [device for device in program.mesh.devices.flat if device.process_index == jax.process_index()]
-    there = _device_bytes(devices)
-    if sum(parts.values()) > there:
+    available = _device_bytes(devices)
+    if sum(parts.values()) > available:
         model, needed = config.model, ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size > 2**26)
         raise UserError(
             f"--model.num-layers {model.num_layers}, --model.hidden-size {model.hidden_size}, "
             f"--model.vocab-size {model.vocab_size}, --model.sequence-length {model.sequence_length} "
             f"and --train.microbatch {config.train.microbatch} need {_gib(sum(parts.values()))} on "
-            f"each of {len(devices)} devices ({needed}), which have {_gib(there)}; valid: use a "
+            f"each of {len(devices)} devices ({needed}), which have {_gib(available)}; valid: use a "
             "smaller model or more devices"
         )
 
@@ -74,13 +74,13 @@ def _device_bytes(devices: list[jax.Device]) -> float:
 
 def _machine_bytes() -> float:
     """Memory of this machine, or of the container that this process runs in."""
-    found = [math.inf]
+    limits = [math.inf]
     with contextlib.suppress(OSError, ValueError):
-        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     for limit in "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes":
         with contextlib.suppress(OSError, ValueError):  # "max" means no limit
-            found.append(int(Path(limit).read_text()))
-    return min(found)
+            limits.append(int(Path(limit).read_text()))
+    return min(limits)
 
 
 def _gib(size: float) -> str:

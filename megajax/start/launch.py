@@ -77,7 +77,7 @@ def start(config: Config) -> None:
         _warn_of_optimization(level)
     if config.simulate_devices:
         _simulate(config.simulate_devices)
-    if _of_several(config):
+    if _is_multiprocess(config):
         find_others(config)
     keep_compiled(config)
     try:
@@ -112,10 +112,10 @@ def _simulate(count: int) -> None:
     import jax
 
     if backends_are_initialized():
-        there = jax.device_count() if jax.default_backend() == "cpu" else 0
-        if there != count:
+        present = jax.device_count() if jax.default_backend() == "cpu" else 0
+        if present != count:
             raise UserError(
-                f"--simulate-devices {count}: JAX was used before in this process, with {there} CPU "
+                f"--simulate-devices {count}: JAX was used before in this process, with {present} CPU "
                 "devices; valid: request them before anything else uses JAX (in a notebook, after a "
                 "restart)"
             )
@@ -142,14 +142,14 @@ def _set_precision(config: Config) -> None:
         jax.config.update("jax_default_matmul_precision", "float32")  # GPUs would use TF32
 
 
-def _of_several(config: Config) -> bool:
+def _is_multiprocess(config: Config) -> bool:
     """Whether this is one of several processes."""
     return bool(config.distributed.coordinator) or in_cluster(os.environ)
 
 
 def runs_at_once(config: Config) -> bool:
     """Whether a compiled program has finished when its call returns: with one CPU device in one process."""
-    return config.simulate_devices <= 1 and not may_use_gpus(os.environ) and not _of_several(config)
+    return config.simulate_devices <= 1 and not may_use_gpus(os.environ) and not _is_multiprocess(config)
 
 
 def avoid_known_faults() -> None:
