@@ -157,12 +157,12 @@ class Checkpoints:
     def restore(self, step: int) -> TrainState:
         """The state after `step` steps, on this mesh."""
         targets, layout = self._transfer.targets, self._layout
-        there, wanted = stored.has_average(self.folder / str(step)), targets.average is not None
-        canonical = self._read(step, targets if there else dataclasses.replace(targets, average=None))
-        if wanted and not there:
+        averaged, wanted = stored.has_average(self.folder / str(step)), targets.average is not None
+        canonical = self._read(step, targets if averaged else dataclasses.replace(targets, average=None))
+        if wanted and not averaged:
             canonical = dataclasses.replace(canonical, average=layout.trained(canonical.params))
             self.average_news = f"the weight average (--train.ema) starts from the weights of step {step}"
-        elif there and not wanted:
+        elif averaged and not wanted:
             self.average_news = f"the weight average is dropped after step {step} (--train.ema 0)"
         state = self._transfer.to_devices(canonical)
         self.saved = step

@@ -142,12 +142,12 @@ def _sources(config: Config, folder: Path, known: Mapping[str, str]) -> dict[str
     def is_same(name: str, path: str) -> bool:
         return is_made_from(folder / name, path) if name in made else absolute(known[name]) == absolute(path)
 
-    found: dict[str, tuple[str, str]] = {}
+    corpora: dict[str, tuple[str, str]] = {}
     for path in paths:
-        same = (name for name in {**dict.fromkeys(made), **known} if name not in found and is_same(name, path[0]))
-        free = (name for number in itertools.count() if (name := f"source-{number}") not in (*made, *known, *found))
-        found[next(same, None) or next(free)] = path
-    return found
+        same = (name for name in {**dict.fromkeys(made), **known} if name not in corpora and is_same(name, path[0]))
+        free = (name for index in itertools.count() if (name := f"source-{index}") not in (*made, *known, *corpora))
+        corpora[next(same, None) or next(free)] = path
+    return corpora
 
 
 def _validation_parts(config: Config) -> dict[str, tuple[str, str]]:
@@ -210,17 +210,17 @@ def _shared_tokenizer(config: Config, folder: Path, parts: list[tuple[str, str]]
     flags = dict(sorted(parts, key=itemgetter(1), reverse=True))  # a path given as both counts as a source
     prefixes = [prefix for path, flag in flags.items() if (prefix := prepared_prefix(path, flag=flag))]
     places = [folder / "tokenizer", *map(tokenizer_folder, prefixes)]
-    found = {place: load_tokenizer(place) for place in places if is_tokenizer_folder(place)}
+    tokenizers = {origin: load_tokenizer(origin) for origin in places if is_tokenizer_folder(origin)}
     if config.tokenizer.path:
-        found[Path(config.tokenizer.path)] = named_tokenizer(config.tokenizer.path)
-    for place, tokenizer in found.items():
-        first = next(iter(found))
-        if tokenizer != found[first]:
-            raise UserError(f"{place} differs from the tokenizer in {first}; valid: corpora with the same tokenizer")
+        tokenizers[Path(config.tokenizer.path)] = named_tokenizer(config.tokenizer.path)
+    for origin, tokenizer in tokenizers.items():
+        first = next(iter(tokenizers))
+        if tokenizer != tokenizers[first]:
+            raise UserError(f"{origin} differs from the tokenizer in {first}; valid: corpora with the same tokenizer")
     for path, flag in flags.items():
-        if not found and not prepared_prefix(path):
+        if not tokenizers and not prepared_prefix(path):
             raise UserError(
                 f"{flag}: {path} is text, and all corpora must share one tokenizer; valid: "
                 "--tokenizer.path with that tokenizer"
             )
-    return next(iter(found.values()), None)
+    return next(iter(tokenizers.values()), None)

@@ -36,7 +36,7 @@ class Manifest:
     files: dict[str, list[Any]]  # size and digest of every file by its path in the folder
 
     @classmethod
-    def of(cls, folder: Path, arrays: dict[str, int]) -> "Manifest":
+    def for_folder(cls, folder: Path, arrays: dict[str, int]) -> "Manifest":
         """The manifest for a folder with all files of a checkpoint, whose arrays have these checksums."""
         files = sorted(file for file in folder.rglob("*") if file.is_file() and file != folder / MANIFEST)
         return cls(FORMAT, arrays, {str(file.relative_to(folder)): _size_and_digest(file) for file in files})
@@ -59,17 +59,17 @@ def read_manifest(folder: Path) -> Manifest:
         if type(content["format"]) is int and content["format"] > FORMAT:
             return Manifest(content["format"], {}, {})
         checksum = content.pop(_OWN)
-        found = Manifest(**content)
-        valid = found._checksum == checksum and found.format == FORMAT
-        valid = valid and all(type(value) is int for value in found.arrays.values())
-        for name, (size, digest) in found.files.items():
+        manifest = Manifest(**content)
+        valid = manifest._checksum == checksum and manifest.format == FORMAT
+        valid = valid and all(type(value) is int for value in manifest.arrays.values())
+        for name, (size, digest) in manifest.files.items():
             outside = Path(name).is_absolute() or ".." in Path(name).parts
             valid = valid and not outside and type(size) is int and type(digest) is str
     except (KeyError, TypeError, ValueError, AttributeError):
         valid = False
     if not valid:
         raise ValueError(f"{MANIFEST} is damaged")
-    return found
+    return manifest
 
 
 def problem_of(folder: Path, manifest: Manifest) -> str:

@@ -38,21 +38,21 @@ from megajax.settings.presets import read_run, resolve
 
 def check_claim(run_dir: Path, config: Config) -> None:
     """Check that `--resume` allows using the run directory."""
-    place = f"--run-dir {run_dir}"
+    flag = f"--run-dir {run_dir}"
     if run_dir.exists() and not run_dir.is_dir():
-        raise UserError(f"{place} is a file; valid: a folder, or a path that does not exist")
+        raise UserError(f"{flag} is a file; valid: a folder, or a path that does not exist")
     check_outside_runs(run_dir, "--run-dir")
-    there, number = entries(run_dir), marked_format(run_dir)
+    present, run_format = entries(run_dir), marked_format(run_dir)
     never = "--resume never, but " if config.resume == "never" else ""
-    if there and number is None:
-        holds, run = f"{there[0]} instead of a run", "an earlier run"
-        if MARK in there:
+    if present and run_format is None:
+        holds, run = f"{present[0]} instead of a run", "an earlier run"
+        if MARK in present:
             holds, run = f"a {MARK} that is not a run's", f"{run}, whose {MARK} is {MARKED.strip()}"
-        raise UserError(f"{never}{place} is not empty and holds {holds}; valid: an empty or new folder, or {run}")
-    if there and never:
-        raise UserError(f"{never}{place} already holds a run; valid: a new --run-dir, or --resume auto")
-    if number is not None:
-        check_format(number, place)
+        raise UserError(f"{never}{flag} is not empty and holds {holds}; valid: an empty or new folder, or {run}")
+    if present and never:
+        raise UserError(f"{never}{flag} already holds a run; valid: a new --run-dir, or --resume auto")
+    if run_format is not None:
+        check_format(run_format, flag)
         check_entries(run_dir)
     steps = named(run_dir / "checkpoints")
     if config.resume == "must" and not steps:
@@ -60,9 +60,7 @@ def check_claim(run_dir: Path, config: Config) -> None:
         raise UserError(f"--resume must, but --run-dir {run_dir} has no checkpoint; {valid}")
     if steps:
         if not (run_dir / "config.toml").is_file():
-            raise UserError(
-                f"{place} has checkpoints but no config.toml; valid: a complete run directory, or a new one"
-            )
+            raise UserError(f"{flag} has checkpoints but no config.toml; valid: a complete run directory, or a new one")
         _check_same_run(run_dir, config, trained=max(steps) > 0)
 
 
@@ -218,10 +216,10 @@ def stored_config(run_dir: Path, overrides: Mapping[str, Any]) -> Config:
     return config
 
 
-def _check_not_narrower(config: Config, earlier: Config, place: str) -> None:
+def _check_not_narrower(config: Config, earlier: Config, name: str) -> None:
     """fp64 can take weights of any precision, by widening; but fp64 weights would be rounded in another precision."""
     if earlier.precision == "fp64" != config.precision:
-        raise UserError(f"--precision {config.precision}: {place} holds a run in fp64; valid: fp64")
+        raise UserError(f"--precision {config.precision}: {name} holds a run in fp64; valid: fp64")
 
 
 _OF_ONE_START = (

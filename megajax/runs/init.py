@@ -106,14 +106,14 @@ def init_tokenizer(config: Config) -> Tokenizer | None:
 
 def named_or_init_tokenizer(config: Config) -> Tokenizer | None:
     """The tokenizer of `--tokenizer.path`, which `--init` must agree with, or else that of `--init`."""
-    given = named_tokenizer(config.tokenizer.path) if config.tokenizer.path else None
+    ours = named_tokenizer(config.tokenizer.path) if config.tokenizer.path else None
     theirs = init_tokenizer(config) if config.init else None
-    if given and theirs and given != theirs:
+    if ours and theirs and ours != theirs:
         raise UserError(
             f"--tokenizer.path {config.tokenizer.path}: not the tokenizer of --init {config.init}; "
             "valid: that one, or none"
         )
-    return given or theirs
+    return ours or theirs
 
 
 def keep_init_tokenizer(config: Config, folder: Path) -> None:
@@ -158,11 +158,11 @@ def first_state(config: Config, program: Program) -> tuple[TrainState, str]:
     layout = StateLayout(on_our_mesh, program.mesh, StagedModel(model, F_AND_G, program.backend))
     checkpoints = Checkpoints(run_dir, layout)
     step = choose_step(run_dir, checkpoints.steps(), config.init_step, "--init-step")
-    found = checkpoints.read_weights(step)
+    weights = checkpoints.read_weights(step)
     transfer = Transfer(program.layout)
     canonical = transfer.to_host(state)
     del state
-    there = dict(jax.tree_util.tree_leaves_with_path(found))
+    stored = dict(jax.tree_util.tree_leaves_with_path(weights))
     fresh: list[str] = []
     other_classes = theirs.head == "classes" and config.model.num_classes != theirs.num_classes
     other_answers = config.model.head != theirs.head or other_classes
@@ -171,10 +171,10 @@ def first_state(config: Config, program: Program) -> tuple[TrainState, str]:
         if path[0] == _ADAPTERS:
             return ours
         name = ".".join(str(key.key) for key in path[1:])
-        if path not in there or (other_answers and name.startswith(_OUTPUT)):
+        if path not in stored or (other_answers and name.startswith(_OUTPUT)):
             fresh.append(name)
             return ours
-        return there[path] if there[path].shape == ours.shape else _first(there[path], ours)
+        return stored[path] if stored[path].shape == ours.shape else _first(stored[path], ours)
 
     params = jax.tree_util.tree_map_with_path(choose, canonical.params)
     averaged = "the average " * checkpoints.averaged(step)
@@ -195,15 +195,15 @@ def _differing(model: ModelConfig, theirs: ModelConfig, changes: Changes) -> lis
 
 
 def first_or_newest_state(
-    checkpoints: Checkpoints, config: Config, program: Program, given: TrainState | None = None
+    checkpoints: Checkpoints, config: Config, program: Program, initial: TrainState | None = None
 ) -> TrainState:
-    """The newest readable state of a run, or else its first one, which may be `given`; prints which it is."""
+    """The newest readable state of a run, or else its first one, which may be `initial`; prints which it is."""
     with phase("preparing the state"):
         state, step, damaged = checkpoints.restore_newest()
         for message in damaged:
             say(f"damaged checkpoint, falling back to the one before it: {message}")
-        if state is None and given is not None:
-            return given
+        if state is None and initial is not None:
+            return initial
         if state is None:
             state, origin = first_state(config, program)
             if config.init or not config.pretrains:

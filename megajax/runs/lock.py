@@ -45,12 +45,12 @@ class Holder:
         """The process named in a lock file; None if it names none. Raises `OSError` if it cannot be read."""
         try:
             with reading.open_file(file) as opened:
-                found = cls(**reading.parse_json(opened.read(_MOST_BYTES).decode()))
+                holder = cls(**reading.parse_json(opened.read(_MOST_BYTES).decode()))
         except (ValueError, TypeError):
             return None
-        words = [found.host, found.since, found.machine, found.started]
-        valid = type(found.process) is int and 0 < found.process < 2**31
-        return found if valid and all(isinstance(word, str) and word.isprintable() for word in words) else None
+        words = [holder.host, holder.since, holder.machine, holder.started]
+        valid = type(holder.process) is int and 0 < holder.process < 2**31
+        return holder if valid and all(isinstance(word, str) and word.isprintable() for word in words) else None
 
     @property
     def is_alive(self) -> bool | None:

@@ -67,21 +67,21 @@ class Order:
         sizes: the global batch sizes of all steps.
     """
 
-    def __init__(self, parts: Sequence[OrderSegment]):
-        self.parts, self.sizes = tuple(parts), BatchSizes.of(*parts[0].batch)
+    def __init__(self, segments: Sequence[OrderSegment]):
+        self.parts, self.sizes = tuple(segments), BatchSizes.of(*segments[0].batch)
         self._drawn = self._number = 0  # samples drawn before the last part; the number of the next one
         self._begin = 0  # the number at which the blend of the last part began
         self._before: dict[str, int] = {}  # samples of each corpus in earlier blends
-        for last, part in itertools.pairwise(parts):
-            drawn = self.sizes.first_sample(part.step)
+        for last, segment in itertools.pairwise(segments):
+            drawn = self.sizes.first_sample(segment.step)
             if drawn > self._drawn:
                 self._number = _after(drawn - self._drawn - 1, self._number, last.skip) + 1
-            if part.corpora != last.corpora:
+            if segment.corpora != last.corpora:
                 counts = Blend([weight for _, weight in last.corpora]).before(self._number - self._begin)
                 for name, count in zip(last.folders, counts, strict=True):
                     self._before[name] = self._before.get(name, 0) + count
                 self._begin = self._number
-            self.sizes, self._drawn = self.sizes.then(part.step, *part.batch), drawn
+            self.sizes, self._drawn = self.sizes.then(segment.step, *segment.batch), drawn
 
     def at(self, step: int) -> "Order":
         """The order if the last part begins at `step`, because newer checkpoints cannot be read."""
@@ -124,15 +124,15 @@ class OrderedSamples:
         return self.train[self.order.number_of(sample) + self.shift]
 
 
-def _after(count: int, number: int, skip: Sequence[tuple[int, int]]) -> int:
-    """The number of the sample after `count` others from `number` on, where those to skip do not count."""
-    found = number + count
+def _after(count: int, start: int, skip: Sequence[tuple[int, int]]) -> int:
+    """The number of the sample after `count` others from `start` on, where those to skip do not count."""
+    sample = start + count
     for first, last in skip:
-        begin = max(first, number)
-        if found < begin:
+        begin = max(first, start)
+        if sample < begin:
             break
-        found += max(0, last + 1 - begin)
-    return found
+        sample += max(0, last + 1 - begin)
+    return sample
 
 
 def next_order(config: Config, run_dir: Path, corpora: Sequence[str], earlier: Config | None, step: int) -> Order:

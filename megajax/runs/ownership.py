@@ -35,10 +35,10 @@ def marked_format(run_dir: Path) -> int | None:
     return number if type(number) is int and number >= 1 else None
 
 
-def check_format(number: int, name: str) -> None:
+def check_format(run_format: int, name: str) -> None:
     """Refuse a format newer than ours."""
-    if number > FORMAT:
-        newer = f"was written by a newer version of megajax, in format {number}"
+    if run_format > FORMAT:
+        newer = f"was written by a newer version of megajax, in format {run_format}"
         raise UserError(f"{name} {newer}; valid: format {FORMAT}, or that version")
 
 
@@ -53,20 +53,20 @@ def check_entries(run_dir: Path) -> None:
     else's files, and old checkpoints are deleted."""
     for name, wanted in _ENTRIES.items():
         entry = run_dir / name
-        there = "a link" if entry.is_symlink() else reading.kind(entry)
-        if there not in ("", wanted):
+        kind = "a link" if entry.is_symlink() else reading.kind(entry)
+        if kind not in ("", wanted):
             valid = f"{wanted}, or another --run-dir (the run directory itself may be a link)"
-            raise UserError(f"--run-dir {run_dir}: {entry} is {there}; valid: {valid}")
+            raise UserError(f"--run-dir {run_dir}: {entry} is {kind}; valid: {valid}")
 
 
 def check_outside_runs(path: Path, name: str) -> None:
     """Check that a new file or folder is neither among a run's entries nor in a folder that will be deleted; `name` is
     its flag or argument in error messages."""
-    place = path.parent.resolve() / path.name
-    for run_dir in place.parents:
+    resolved = path.parent.resolve() / path.name
+    for run_dir in resolved.parents:
         if is_marked(run_dir):
             raise UserError(f"{name} {path} lies in {run_dir}, which megajax deletes; valid: a place outside")
-        entry = place.relative_to(run_dir).parts[0]
+        entry = resolved.relative_to(run_dir).parts[0]
         if entry.partition(".partial")[0] in _ENTRIES and marked_format(run_dir) is not None:
             raise UserError(
                 f"{name} {path} lies in the run directory {run_dir}, as its {entry}; valid: a place outside"

@@ -49,10 +49,10 @@ def clear(folder: Path, step: int | None = None) -> None:
 
 def discard(folder: Path, step: int) -> None:
     """Remove a checkpoint. It is renamed first, so that a partially removed folder never has its name."""
-    place = folder / f"{step}.orbax-checkpoint-tmp-discarded"
-    remove(place)
-    (folder / str(step)).rename(place)
-    remove(place)
+    discarded = folder / f"{step}.orbax-checkpoint-tmp-discarded"
+    remove(discarded)
+    (folder / str(step)).rename(discarded)
+    remove(discarded)
 
 
 def set_aside(folder: Path, step: int) -> None:

@@ -92,18 +92,18 @@ def _manifest(checkpoint: Path) -> Manifest:
 def _try(checkpoint: Path, read: Callable[[], T]) -> T:
     """Call `read` on every process. If it fails on any, raise `Damaged` on all, since none may go on alone to
     the next collective."""
-    found: list[T] = []
+    results: list[T] = []
     problem = "another process cannot read it"
     try:
         with warnings.catch_warnings(action="ignore"):
-            found.append(read())
+            results.append(read())
     except Exception as error:
         problem = in_one_line(error)
-    if not found:
+    if not results:
         forget_abandoned()
-    if not all_agree(bool(found)):
+    if not all_agree(bool(results)):
         raise _damaged(checkpoint, problem)
-    return found[0]
+    return results[0]
 
 
 def _read_arrays(folder: Path, target: TrainState) -> TrainState:
@@ -112,10 +112,10 @@ def _read_arrays(folder: Path, target: TrainState) -> TrainState:
     with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
         places = ocp.checkpoint_utils.construct_restore_args(wanted)
         arguments = ocp.args.PyTreeRestore(wanted, restore_args=places, partial_restore=True)
-        found = handler.restore(epath.Path(folder), args=arguments)
-    if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(found)):
+        arrays = handler.restore(epath.Path(folder), args=arguments)
+    if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(arrays)):
         raise ValueError("arrays are missing")
-    return dataclasses.replace(target, **found)
+    return dataclasses.replace(target, **arrays)
 
 
 def _check_chunks(folder: Path) -> None:

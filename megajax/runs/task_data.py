@@ -64,15 +64,15 @@ def make_task_data(config: Config, folder: Path, *, again: bool = False) -> None
     if not again and has_task_data(folder):
         return
     train, dev, _ = _records(config)
-    own = folder / "tokenizer"
-    tokenizer = load_tokenizer(own) if is_tokenizer_folder(own) and not again else _tokenizer(config, train)
+    path = folder / "tokenizer"
+    tokenizer = load_tokenizer(path) if is_tokenizer_folder(path) and not again else _tokenizer(config, train)
     most = None  # check all instructions, but only the first record of other tasks
     if not TASKS[config.task.name].continues_text:
         WordPieces.of(tokenizer, "the tokenizer")
         most = 1
     _samples(config, train[:most], tokenizer, training=most is None)
     _samples(config, dev[:most], tokenizer, training=False)
-    tokenizer.save(own)
+    tokenizer.save(path)
     write_atomically(
         folder / _REPORT, json.dumps({"train": records_digest(train), "dev": records_digest(dev)}, indent=2) + "\n"
     )
@@ -102,12 +102,12 @@ def open_task_data(config: Config, folder: Path) -> TaskData:
 
 def _records(config: Config) -> tuple[list[Record], list[Record], list[str]]:
     """Training records, dev records, and lines about everything unusual in the files."""
-    found = read_records(config.task.name, config.data.train, config.task, "--data.train")
+    train_records = read_records(config.task.name, config.data.train, config.task, "--data.train")
     if config.data.dev:
         dev = read_records(config.task.name, config.data.dev, config.task, "--data.dev")
-        return found.entries, dev.entries, [*found.lines(), *dev.lines()]
-    train, dev_entries = split_by_context(found.entries, config.data.validation_fraction, _SPLIT_SEED)
-    return list(train), list(dev_entries), list(found.lines())
+        return train_records.entries, dev.entries, [*train_records.lines(), *dev.lines()]
+    train, dev_entries = split_by_context(train_records.entries, config.data.validation_fraction, _SPLIT_SEED)
+    return list(train), list(dev_entries), list(train_records.lines())
 
 
 def _samples(config: Config, entries: Sequence[Record], tokenizer: Tokenizer, *, training: bool) -> TaskSamples:
@@ -149,8 +149,8 @@ def _texts(record: Record) -> Iterator[str]:
 
 def records_digest(entries: Sequence[Record]) -> str:
     """A digest of records, independent of which files they are in."""
-    found = Digester()
+    digester = Digester()
     for entry in entries:
         args = getattr(entry, "template_args", None) or ""
-        found.update(f"{entry!r}{args}".encode("utf-8", "surrogatepass"))
-    return root(found.finish())
+        digester.update(f"{entry!r}{args}".encode("utf-8", "surrogatepass"))
+    return root(digester.finish())

@@ -51,32 +51,32 @@ def restore_params(program: Program, run_dir: Path, step: str, *, optimizer: boo
     """Weights of a run's checkpoint on the program's mesh (with `optimizer`, its whole `TrainState`), and the step that
     `choose_step` finds."""
     checkpoints = Checkpoints(run_dir, program.layout)
-    number = choose_step(run_dir, checkpoints.steps(), step)
+    chosen = choose_step(run_dir, checkpoints.steps(), step)
     if not optimizer:
-        _note_average(checkpoints, run_dir, number)
+        _note_average(checkpoints, run_dir, chosen)
         note_attention(program, run_dir)
-    return (checkpoints.restore if optimizer else checkpoints.restore_params)(number), number
+    return (checkpoints.restore if optimizer else checkpoints.restore_params)(chosen), chosen
 
 
 def weights_in_parts(layout: StateLayout, run_dir: Path, step: str) -> tuple[Callable[[list[Any]], list[Any]], int]:
     """A function that reads only the canonical main weights (with LoRA merged) or adapters at some paths from a run's
     checkpoint, and the step found by `choose_step`."""
     checkpoints = Checkpoints(run_dir, layout)
-    number = choose_step(run_dir, checkpoints.steps(), step)
+    chosen = choose_step(run_dir, checkpoints.steps(), step)
     adapters = layout.adapters
-    _note_average(checkpoints, run_dir, number)
+    _note_average(checkpoints, run_dir, chosen)
 
     def read(paths: list[Any]) -> list[Any]:
         pairs = {path: pair for path in paths if adapters is not None and (pair := adapters.of(path)) is not None}
         adapter_paths = [path for pair in pairs.values() for path in pair.values()]
-        found = checkpoints.read_some_weights(number, [*paths, *adapter_paths])
+        weights = checkpoints.read_some_weights(chosen, [*paths, *adapter_paths])
         for path, pair in pairs.items():
             assert adapters is not None
-            factors = {name: jnp.asarray(found[each]) for name, each in pair.items()}
-            found[path] = found[path] + np.asarray(adapters.added(factors, adapters.inner_of(path)))
-        return [found[path] for path in paths]
+            factors = {name: jnp.asarray(weights[each]) for name, each in pair.items()}
+            weights[path] = weights[path] + np.asarray(adapters.added(factors, adapters.inner_of(path)))
+        return [weights[path] for path in paths]
 
-    return read, number
+    return read, chosen
 
 
 def _note_average(checkpoints: Checkpoints, run_dir: Path, step: int) -> None:

@@ -175,7 +175,7 @@ class Write:
         with contextlib.closing(ocp.StandardCheckpointHandler()) as handler, warnings.catch_warnings(action="ignore"):
             handler.finalize(epath.Path(self._place / "state"))
         self._check_place()
-        Manifest.of(self._place, self._sums).write(self._place)
+        Manifest.for_folder(self._place, self._sums).write(self._place)
         if os.path.lexists(self._folder / str(self.step)):
             step_folders.set_aside(self._folder, self.step)
         self._place.rename(self._folder / str(self.step))
@@ -236,11 +236,11 @@ class _LazyHandler(ocp.type_handlers.NumpyHandler):
         self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> Sequence[Any]:
         """Write them one by one: each is dropped before the next is made."""
-        for number, (value, info) in enumerate(zip(values, infos, strict=True)):
+        for index, (value, info) in enumerate(zip(values, infos, strict=True)):
             array = value.make()
             assert (array.shape, array.dtype) == (value.shape, value.dtype), (value.shape, array.shape)
             value.sum = checksum(array)
-            for written in await super().serialize([array], [info], args and [args[number]]):
+            for written in await super().serialize([array], [info], args and [args[index]]):
                 written.result()
             del array
         return []

@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "state").mkdir()
     for name, content in (("a", b"one"), ("state/b", bytes(range(256))), ("state/empty", b"")):
         (tmp_path / name).write_bytes(content)
-    Manifest.of(tmp_path, {"x": 7}).write(tmp_path)
+    Manifest.for_folder(tmp_path, {"x": 7}).write(tmp_path)
     return tmp_path
 
 
@@ -43,7 +43,7 @@ def test_what_was_written_is_whole(folder: Path) -> None:
     """Also when the manifest is written again; a file more is nobody's. A changed manifest is not, even if it could be
     one."""
     assert problem(folder) == ""
-    Manifest.of(folder, {"x": 7}).write(folder)
+    Manifest.for_folder(folder, {"x": 7}).write(folder)
     manifest = read_manifest(folder)
     assert manifest.files.keys() == {"a", "state/b", "state/empty"} and manifest.arrays == {"x": 7}
     (folder / "more").write_text("")
