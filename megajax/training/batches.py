@@ -20,18 +20,18 @@ _OURS = {"tokens", "targets", "token_types", "length", "order", "positions", "pl
 _INPUTS = {"tokens", "token_types", "length"}
 
 
-def inputs_of(config: Config, form: BatchSpec, given: Given) -> Batch:
+def inputs_of(config: Config, form: BatchSpec, data: Given) -> Batch:
     """The arrays that a model reads, from ids or a batch."""
-    if isinstance(given, Mapping):
-        return _named(config, form, given, _INPUTS & form.entries.keys())
-    return {"tokens": _ids(config, given, more=0)}
+    if isinstance(data, Mapping):
+        return _named(config, form, data, _INPUTS & form.entries.keys())
+    return {"tokens": _ids(config, data, more=0)}
 
 
-def batch_of(config: Config, form: BatchSpec, given: Given) -> Batch:
+def batch_of(config: Config, form: BatchSpec, data: Given) -> Batch:
     """A batch with its targets: as given, or from ids [B, T + 1], each of which is predicted from those before it."""
-    if isinstance(given, Mapping):
-        return _named(config, form, given, form.entries.keys())
-    ids = _ids(config, given, more=1)
+    if isinstance(data, Mapping):
+        return _named(config, form, data, form.entries.keys())
+    ids = _ids(config, data, more=1)
     if missing := form.entries.keys() - {"tokens", "targets", "positions"}:
         raise UserError(f"a batch without {', '.join(sorted(missing))}; valid: a dict with all its arrays")
     batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
@@ -40,14 +40,14 @@ def batch_of(config: Config, form: BatchSpec, given: Given) -> Batch:
     return batch
 
 
-def _ids(config: Config, given: Ids, more: int) -> Any:
+def _ids(config: Config, data: Ids, more: int) -> Any:
     """Ids as an int32 array."""
     length, vocabulary = config.model.sequence_length, config.model.vocab_size
     shape = "[B, T + 1]" if more else "[B, T]"
     valid = f"valid: token ids {shape}, whole numbers from 0 to {vocabulary - 1}, T at most {length}"
     if not FAMILIES[config.model.family].continues_text:
         raise UserError(f"ids for a model of --model.family {config.model.family}; valid: a batch with all its arrays")
-    ids = _array(given, valid)
+    ids = _array(data, valid)
     if ids.ndim != 2 or not ids.shape[0] or not 1 + more <= ids.shape[1] <= length + more:
         raise UserError(f"ids of shape {list(ids.shape)}; {valid}")
     if (beyond := _beyond(ids, 0, vocabulary - 1)) is not None:
@@ -55,36 +55,36 @@ def _ids(config: Config, given: Ids, more: int) -> Any:
     return ids.astype(np.int32)
 
 
-def shape_of_ids(given: Given) -> tuple[int, ...] | None:
+def shape_of_ids(data: Given) -> tuple[int, ...] | None:
     """The shape of what is given; None for a batch by name, and for lists of different lengths."""
     try:
-        return None if isinstance(given, Mapping) else np.shape(given)
+        return None if isinstance(data, Mapping) else np.shape(data)
     except ValueError:
         return None
 
 
-def prompt_ids(config: Config, prompt: Any, number: int) -> list[int]:
-    """The token ids of the `number`-th prompt."""
+def prompt_ids(config: Config, prompt: Any, position: int) -> list[int]:
+    """The token ids of the `position`-th prompt."""
     length, vocabulary = config.model.sequence_length, config.model.vocab_size
     valid = f"valid: 1 to {length}, from 0 to {vocabulary - 1}"
     try:
         ids = [operator.index(token) for token in prompt]
     except TypeError:
-        raise UserError(f"generate: prompt {number} is neither text nor a list of token ids; {valid}") from None
+        raise UserError(f"generate: prompt {position} is neither text nor a list of token ids; {valid}") from None
     if not 1 <= len(ids) <= length or not 0 <= min(ids) <= max(ids) < vocabulary:
-        raise UserError(f"generate: prompt {number} has {len(ids)} tokens, or invalid ids; {valid}")
+        raise UserError(f"generate: prompt {position} has {len(ids)} tokens, or invalid ids; {valid}")
     return ids
 
 
-def _named(config: Config, form: BatchSpec, given: Mapping[str, Any], needed: Collection[str]) -> Batch:
+def _named(config: Config, form: BatchSpec, data: Mapping[str, Any], needed: Collection[str]) -> Batch:
     arrays = ", ".join(f"{name} {['B', *entry.dims]}".replace("'", "") for name, entry in form.entries.items())
     floats = [name for name, entry in form.entries.items() if entry.dtype != "int32"]
     valid = f"valid: {arrays}, whole numbers{' but for ' * bool(floats)}{', '.join(floats)}; tokens at most "
     valid += f"{config.model.sequence_length}"
-    for problem, names in (("without", set(needed) - set(given)), ("with", set(given) - set(form.entries))):
+    for problem, names in (("without", set(needed) - set(data)), ("with", set(data) - set(form.entries))):
         if names:
             raise UserError(f"a batch {problem} {', '.join(sorted(map(str, names)))}; {valid}")
-    batch = {name: _array(array, valid, form.entries[name].dtype) for name, array in given.items()}
+    batch = {name: _array(array, valid, form.entries[name].dtype) for name, array in data.items()}
     tokens = batch["tokens"]
     rows, length = (tokens.shape[0], tokens.shape[-1]) if tokens.ndim > 1 else (0, 0)
     shapes = form.shapes(rows, tokens=length) if rows and 1 <= length <= config.model.sequence_length else {}
@@ -118,10 +118,10 @@ def _beyond(array: Any, low: int, high: int) -> int | None:
     return least if least < low else most if most > high else None
 
 
-def _array(given: Any, valid: str, dtype: str = "int32") -> Any:
+def _array(data: Any, valid: str, dtype: str = "int32") -> Any:
     """Integers, or the floats of a dtype, as a NumPy array or a tracer."""
     try:
-        array = given if isinstance(given, jax.core.Tracer) else np.asarray(given)
+        array = data if isinstance(data, jax.core.Tracer) else np.asarray(data)
     except ValueError:  # rows of different lengths
         raise UserError(f"lists of different lengths; {valid}") from None
     if not np.issubdtype(array.dtype, np.integer if dtype == "int32" else np.number):

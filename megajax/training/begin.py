@@ -220,10 +220,10 @@ def _check_evaluate(config: Config) -> None:
                 else "without it, since validation already reports all losses"
             )
         if not fits or names.count(name) > 1:
-            several = apart(entry, lambda part: part.partition("=")[0] in ("lambada", "wikitext103", *TASKS))
+            several = apart(entry, lambda word: word.partition("=")[0] in ("lambada", "wikitext103", *TASKS))
             raise UserError(f"--evaluate {entry}; valid: {valid}{', each once' * fits}{several}")
         if path and not scheme(path) and not Path(path).is_file():
-            several = apart(entry, lambda part: "=" in part)
+            several = apart(entry, lambda word: "=" in word)
             raise UserError(f"--evaluate {entry}: no such file; valid: an existing one{several}")
 
 
@@ -238,17 +238,17 @@ def earlier_optimizer(config: Config, run_dir: Path, model: Horizon = UNKNOWN) -
     return earlier
 
 
-def make_data(config: Config, folder: Path, run_dir: Path, given: Supplied = NOTHING) -> list[str]:
-    """Make the data of the run in `run_dir` in `folder`, unless it is there or `given`, and return the folders of its
+def make_data(config: Config, folder: Path, run_dir: Path, supplied: Supplied = NOTHING) -> list[str]:
+    """Make the data of the run in `run_dir` in `folder`, unless it is there or `supplied`; returns the folders of its
     corpora, if it has any. One process calls this, then all may `open_data`."""
     is_new = not has_checkpoints(run_dir)
     if not is_new:
         put_back_copy(run_dir, folder)
-    if given.tokenizer is not None:
-        keep_tokenizer(given.tokenizer, config, folder, "the tokenizer of the model", "another run_dir")
-    if given.data is not None:
+    if supplied.tokenizer is not None:
+        keep_tokenizer(supplied.tokenizer, config, folder, "the tokenizer of the model", "another run_dir")
+    if supplied.data is not None:
         return default_corpora(config)
-    if is_new and given.state is None:
+    if is_new and supplied.state is None:
         check_first_weights(config)
     if not config.pretrains:
         with phase("reading the records of the task"):

@@ -256,10 +256,10 @@ def _frozen(program: Program) -> str:
     if not layout.frozen:
         return ""
     flat, names = flatten_dict(layout.canonical_shapes.params), ",".join(names_of(program.config.train.freeze))
-    number = sum(round(flat[path].size * mask.mean()) for path, mask in layout.frozen.items())
+    count = sum(round(flat[path].size * mask.mean()) for path, mask in layout.frozen.items())
     left_out = untrained_layers(layout.frozen, program.model.shapes, program.config.model)
     without = f"; the backward pass leaves out {left_out} layers" if left_out else ""
-    return f"frozen: {number:,} parameters (--train.freeze {names}){without}"
+    return f"frozen: {count:,} parameters (--train.freeze {names}){without}"
 
 
 def rate_warning(config: Config) -> str:

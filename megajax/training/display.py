@@ -162,10 +162,10 @@ class StepsDisplay(Display):
         self, step: int, loss: float, name: str = "", details: Mapping[str, float] = MappingProxyType({})
     ) -> None:
         """Show a validation loss, in nats per token, of the split or a named set; `details` replace its perplexity."""
-        of = f" of {name}" if name else ""
+        suffix = f" of {name}" if name else ""
         figures = [f"{figure.removeprefix('validation_')} {value:.4f}" for figure, value in details.items()]
         more = "  ".join(figures) or f"perplexity {math.exp(min(loss, 700.0)):.2f}"
-        self.print_step(step, f"validation loss{of} {loss:.4f}  {more}")
+        self.print_step(step, f"validation loss{suffix} {loss:.4f}  {more}")
 
     def print_step(self, step: int, text: str) -> None:
         """Print a line about a step."""

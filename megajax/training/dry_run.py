@@ -86,16 +86,16 @@ def _read_data(config: Config, program: Program, folder: Path, lines: list[str])
     check_claim(run_dir, config)
     earlier = earlier_optimizer(config, run_dir)
     _check_apart(config, run_dir)
-    there = run_dir / "data"
-    trained, read = trained_steps(run_dir) > 0, has_checkpoints(run_dir) and has_task_data(there)
-    made = has_whole_run_data(config, there, corpora_before(run_dir, config)) if config.pretrains else read
+    data_dir = run_dir / "data"
+    trained, read = trained_steps(run_dir) > 0, has_checkpoints(run_dir) and has_task_data(data_dir)
+    made = has_whole_run_data(config, data_dir, corpora_before(run_dir, config)) if config.pretrains else read
     if not config.data.set and not made:
-        if has_only_tokenizer(there) or (trained and is_tokenizer_folder(there / "tokenizer")):  # of the weights
-            shutil.copytree(there / "tokenizer", folder / "data" / "tokenizer")
-        there = folder / "data"
-    given = Supplied(data=registered_data(config, program)) if config.data.set else NOTHING
-    corpora = make_data(config, there, run_dir, given)
-    data = given.data or open_data(config, there, corpora)
+        if has_only_tokenizer(data_dir) or (trained and is_tokenizer_folder(data_dir / "tokenizer")):  # of the weights
+            shutil.copytree(data_dir / "tokenizer", folder / "data" / "tokenizer")
+        data_dir = folder / "data"
+    supplied = Supplied(data=registered_data(config, program)) if config.data.set else NOTHING
+    corpora = make_data(config, data_dir, run_dir, supplied)
+    data = supplied.data or open_data(config, data_dir, corpora)
     data.train[0]
     order = start_order(config, run_dir, corpora)
     check_ramp(config, order.sizes, order.parts[-1].step)

@@ -33,10 +33,10 @@ class Speed:
 
 def memory_figures(devices: Iterable[Any]) -> dict[str, int]:
     """Current and peak memory use of the fullest device in bytes, by their names in metrics.jsonl; empty on CPUs."""
-    stats = [found for device in devices if (found := device.memory_stats())]
+    stats = [figures for device in devices if (figures := device.memory_stats())]
     names = {"memory_bytes": "bytes_in_use", "peak_memory_bytes": "peak_bytes_in_use"}
-    found = {name: [each[key] for each in stats if key in each] for name, key in names.items()}
-    return {name: max(sizes) for name, sizes in found.items() if sizes}
+    by_name = {name: [each[key] for each in stats if key in each] for name, key in names.items()}
+    return {name: max(sizes) for name, sizes in by_name.items() if sizes}
 
 
 def memory_in_use(devices: list[jax.Device]) -> str | None:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from megajax.core.axes import DEVICE_ORDER, REPLICA
 
 
-def _of_layers(mesh: Mesh) -> list[str]:
+def _layer_axes(mesh: Mesh) -> list[str]:
     """The axes whose groups communicate in every layer, innermost first; those of a pipe and of data do so rarely,
     unless ZeRO's groups are meant to be on one host."""
     outside = DEVICE_ORDER.index(REPLICA if REPLICA in mesh.axis_names else "data")
@@ -25,13 +25,13 @@ def host_lines(mesh: Mesh, hosts: Sequence[int]) -> list[str]:
     counts = Counter(host_of.ravel().tolist())
     if len(counts) == 1:
         return []
-    spans = {axis: _most_hosts(host_of, mesh, axis) for axis in _of_layers(mesh) if mesh.shape[axis] > 1}
-    apart = {axis: number for axis, number in spans.items() if number > 1}
+    spans = {axis: _most_hosts(host_of, mesh, axis) for axis in _layer_axes(mesh) if mesh.shape[axis] > 1}
+    spanning = {axis: count for axis, count in spans.items() if count > 1}
     parts = [f"{len(counts)} with {_devices(counts.values())} each"]
-    if together := [axis for axis in spans if axis not in apart]:
+    if together := [axis for axis in spans if axis not in spanning]:
         parts.append(f"every {' and '.join(together)} group stays on one host")
-    parts += [f"{axis} groups span up to {number} hosts" for axis, number in apart.items()]
-    return [f"hosts: {'; '.join(parts)}", *([_warning(mesh, host_of, apart)] if apart else [])]
+    parts += [f"{axis} groups span up to {count} hosts" for axis, count in spanning.items()]
+    return [f"hosts: {'; '.join(parts)}", *([_warning(mesh, host_of, spanning)] if spanning else [])]
 
 
 def _most_hosts(host_of: np.ndarray, mesh: Mesh, axis: str) -> int:
@@ -40,14 +40,14 @@ def _most_hosts(host_of: np.ndarray, mesh: Mesh, axis: str) -> int:
     return max(len({*group}) for group in groups.tolist())
 
 
-def _warning(mesh: Mesh, host_of: np.ndarray, apart: dict[str, int]) -> str:
+def _warning(mesh: Mesh, host_of: np.ndarray, spanning: dict[str, int]) -> str:
     """What keeps every group on one host: with processes numbered host by host, exactly the sizes whose product
     divides the number of devices of each host."""
     order = [mesh.axis_names.index(axis) for axis in DEVICE_ORDER if axis in mesh.axis_names]
     in_order = host_of.transpose(order).ravel().tolist()
     runs, counts = [host for host, _ in itertools.groupby(in_order)], Counter(in_order)
     flags, left = [], math.gcd(*counts.values())
-    for axis in _of_layers(mesh):
+    for axis in _layer_axes(mesh):
         size = math.gcd(mesh.shape[axis], left)
         left //= size
         if size < mesh.shape[axis]:
@@ -57,7 +57,7 @@ def _warning(mesh: Mesh, host_of: np.ndarray, apart: dict[str, int]) -> str:
     if len(runs) > len(counts):
         mends.append("processes numbered host by host (--distributed.process-id, srun --distribution=block)")
     return (
-        f"warning: {' and '.join(apart)} groups communicate in every layer, here over the network between hosts; to "
+        f"warning: {' and '.join(spanning)} groups communicate in every layer, here over the network between hosts; to "
         f"keep each on one: {', '.join(mends)}"
     )
 

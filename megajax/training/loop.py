@@ -71,15 +71,15 @@ class Trainer:
         data: RunData | TaskData | OwnData,
         order: Order,
         lock: RunLock,
-        given: Supplied = NOTHING,
+        supplied: Supplied = NOTHING,
     ):
-        self.config, self.program, self.data, self.lock, self.given = config, program, data, lock, given
+        self.config, self.program, self.data, self.lock, self.supplied = config, program, data, lock, supplied
         run_dir = Path(config.run_dir)
         saving = config.checkpoint
         keep = Retention(saving.keep, saving.keep_best, saving.keep_every)
         self.checkpoints = Checkpoints(run_dir, program.layout, keep, saving.max_failures)
-        self.state = first_or_newest_state(self.checkpoints, config, program, given.state)
-        self.first = given.step if self.checkpoints.saved is None else self.checkpoints.saved
+        self.state = first_or_newest_state(self.checkpoints, config, program, supplied.state)
+        self.first = supplied.step if self.checkpoints.saved is None else self.checkpoints.saved
         is_new = self.checkpoints.saved in (None, 0)
         add_reference(data, program, config, self._weights, self.state if is_new else None)
         self.order = order.at(self.first)
@@ -289,7 +289,7 @@ class Trainer:
         figures |= self.speed.figures(pending.sequences, seconds) | {"data_seconds": pending.data_seconds}
         self.log.record_step(pending.step, figures, pending.metrics.get(LOAD))
         with self._called():
-            self.given.on_step(pending.step, figures)
+            self.supplied.on_step(pending.step, figures)
         if self.skipped.too_many:
             self._stop(reason)
         if reason:
@@ -345,7 +345,7 @@ class Trainer:
         self.log.record_validation(step, loss, named, parts_of(parts, self.program.form) | means)
         self.log.record_text(step, "validation", validation_text(self.config, parts))
         with self._called():
-            self.given.on_validation(step, loss)
+            self.supplied.on_validation(step, loss)
         return loss
 
     @contextlib.contextmanager
@@ -354,7 +354,7 @@ class Trainer:
         try:
             yield
         except BaseException:
-            self.given = NOTHING
+            self.supplied = NOTHING
             raise
 
     def _evaluate(self, step: int) -> None:

@@ -86,11 +86,11 @@ class DataSet:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __getitem__(self, number: int) -> Sample:
+    def __getitem__(self, index: int) -> Sample:
         try:
-            entry = self._entries[int(number)]
+            entry = self._entries[int(index)]
         except Exception as error:
-            error.add_note(f"raised by entry {number} of {self._what}")
+            error.add_note(f"raised by entry {index} of {self._what}")
             raise
         try:
             rows = {k: np.asarray(x)[None] for k, x in entry.items()} if isinstance(entry, Mapping) else [entry]
@@ -98,11 +98,11 @@ class DataSet:
         except UserError as error:
             of_entry = str(error).replace("[1, ", "[").replace("[B, ", "[")
             problem, _, valid = of_entry.partition("; valid: ")
-            raise UserError(f"{self._what}, entry {number}: {problem}; valid: {valid}") from None
+            raise UserError(f"{self._what}, entry {index}: {problem}; valid: {valid}") from None
         whole = self.form.padding(1, tokens=self.sequence_length)
         for name, array in batch.items():
-            place = tuple(map(slice, array.shape))
-            whole[name][place] = array
+            region = tuple(map(slice, array.shape))
+            whole[name][region] = array
         return {name: array[0] for name, array in whole.items()}
 
 
@@ -112,18 +112,18 @@ class _Drawn:
     def __init__(self, config: Config):
         self._batch = random_batch(config, 0)
 
-    def __getitem__(self, number: int) -> Sample:
-        return {name: array[number % len(array)] for name, array in self._batch.items()}
+    def __getitem__(self, index: int) -> Sample:
+        return {name: array[index % len(array)] for name, array in self._batch.items()}
 
 
 def registered_data(config: Config, program: Program) -> OwnData:
     """The data set that `data.set` names, with the tokenizer of `tokenizer.path` or `--init`, if there is one."""
     with told(f"--data.set {config.data.set}", "a function of the configuration that returns a data set"):
-        found = DATA_SETS[config.data.set](config)
-    data, validation = found if isinstance(found, tuple) else (found, None)
-    found = own_data(config, program, named_or_init_tokenizer(config), None, data, validation)
-    assert found is not None
-    return found
+        made = DATA_SETS[config.data.set](config)
+    data, validation = made if isinstance(made, tuple) else (made, None)
+    data_set = own_data(config, program, named_or_init_tokenizer(config), None, data, validation)
+    assert data_set is not None
+    return data_set
 
 
 def own_data(
@@ -178,13 +178,13 @@ def whole_batch(config: Config, program: Program, given: Given, what: str) -> Ma
 
 def of_run(config: Config, steps: int | None, run_dir: str | Path | None, data: OwnData | None) -> Config:
     """The configuration of a training up to `steps` in a run directory; without held-out data it is not validated."""
-    place = config.run_dir if run_dir is None else str(run_dir)
-    if not place:
+    path = config.run_dir if run_dir is None else str(run_dir)
+    if not path:
         raise UserError("train: run_dir missing; valid: a folder, or run_dir in the configuration")
-    check_path(place, "run_dir")
-    place = os.path.abspath(place)  # which stays the same where a callback changes the working directory
+    check_path(path, "run_dir")
+    path = os.path.abspath(path)  # which stays the same where a callback changes the working directory
     train = config.train if steps is None else dataclasses.replace(config.train, steps=steps, epochs=0.0)
-    return without_validation(dataclasses.replace(config, run_dir=place, train=train), data)
+    return without_validation(dataclasses.replace(config, run_dir=path, train=train), data)
 
 
 def without_validation(config: Config, data: OwnData | None) -> Config:

@@ -39,22 +39,22 @@ def add_reference(
     if not isinstance(data, TaskData) or not isinstance(data.train_samples, PreferenceRows):
         return
     parts = [data.train_samples, data.validation]
-    count, pairs = sum(map(len, parts)), records_digest([record for part in parts for record in part.records])
+    count, pairs = sum(map(len, parts)), records_digest([record for rows in parts for record in rows.records])
     run_dir = Path(config.run_dir)
     places = [run_dir / _FILE, run_dir / "data" / _FILE]
     wanted = range(len(places)) if state is None else ()
     usable = on_first_process(lambda: [n for n in wanted if _kept(places[n], pairs, count) is not None])
     if usable:
-        found = _kept(places[usable[0]], pairs, count)
+        log_probs = _kept(places[usable[0]], pairs, count)
     else:
         params = weights(state) if state else _first_weights(config, program, weights, places[0])
-        found = np.concatenate([_reference(program, params, part) for part in parts])
-    if found is None or not np.isfinite(found).all():
+        log_probs = np.concatenate([_reference(program, params, rows) for rows in parts])
+    if log_probs is None or not np.isfinite(log_probs).all():
         raise RunError(f"the reference's log-probabilities for {places[0]} are not finite, or cannot be read here")
     if 0 not in usable:
-        on_first_process(lambda: write_atomically(places[0], _content(found, pairs)))
-    for part, own in zip(parts, np.split(found, [len(parts[0])]), strict=True):
-        part.reference = own  # type: ignore[union-attr]
+        on_first_process(lambda: write_atomically(places[0], _content(log_probs, pairs)))
+    for rows, values in zip(parts, np.split(log_probs, [len(parts[0])]), strict=True):
+        rows.reference = values  # type: ignore[union-attr]
 
 
 def _first_weights(config: Config, program: Program, weights: Callable[[TrainState], Any], file: Path) -> Any:

@@ -80,8 +80,8 @@ def _dev(run_dir: Path, figure: str) -> dict[str, Any]:
 
 def _report(config: Config, folder: Path, runs: list[Config]) -> None:
     figure = TASKS[config.task.name].figure
-    done = {own.seed: _dev(Path(own.run_dir), figure) for own in runs}
-    ranked = sorted(runs, key=lambda own: done[own.seed][figure])
+    done = {run.seed: _dev(Path(run.run_dir), figure) for run in runs}
+    ranked = sorted(runs, key=lambda run: done[run.seed][figure])
     middle = ranked[(len(ranked) - 1) // 2]
     median = middle.seed
     checkpoint = Path(middle.run_dir) / "checkpoints" / str(done[median]["step"])
@@ -93,7 +93,7 @@ def _report(config: Config, folder: Path, runs: list[Config]) -> None:
         "median_seed": median,
         "median_run": middle.run_dir,
         "median_checkpoint": str(checkpoint),
-        "seeds": [{"seed": own.seed, "run": own.run_dir, **done[own.seed]} for own in runs],
+        "seeds": [{"seed": run.seed, "run": run.run_dir, **done[run.seed]} for run in runs],
     }
     write_atomically(folder / _REPORT, json.dumps(report, indent=2, allow_nan=False) + "\n")
     for seed, figures in done.items():

@@ -54,10 +54,10 @@ def validation_text(config: Config, parts: Mapping[str, Perplexity], bits_per_by
         only, bits = parts["next_token"], "" if bits_per_byte is None else f", {bits_per_byte:.3f} bits per byte"
         return f"validation perplexity {only.perplexity:.2f} (loss {only.loss:.4f}{bits})"
     texts = []
-    for name, part in parts.items():
-        loss = f"loss {part.loss:.4f}" + f", accuracy {part.accuracy:.1%}" * bool(part.hits)
-        of_text = part.hits and config.pretrains
-        texts.append(f"{name} perplexity {part.perplexity:.2f} ({loss})" if of_text else f"{name} {loss}")
+    for name, result in parts.items():
+        loss = f"loss {result.loss:.4f}" + f", accuracy {result.accuracy:.1%}" * bool(result.hits)
+        of_text = result.hits and config.pretrains
+        texts.append(f"{name} perplexity {result.perplexity:.2f} ({loss})" if of_text else f"{name} {loss}")
     return f"validation: {', '.join(texts)}"
 
 

@@ -167,14 +167,14 @@ class MlflowTracker(Tracker):
 
         for loud in ("mlflow", "alembic"):  # they set their levels when imported
             logging.getLogger(loud).setLevel(logging.CRITICAL)
-        self._metric, own = Metric, run_dir / "mlflow"
+        self._metric, folder = Metric, run_dir / "mlflow"
         uri, artifacts = os.environ.get("MLFLOW_TRACKING_URI"), None
         if not uri:
-            own.mkdir(exist_ok=True)
-            uri, artifacts = f"sqlite:///{own / 'mlflow.db'}", (own / "artifacts").as_uri()
+            folder.mkdir(exist_ok=True)
+            uri, artifacts = f"sqlite:///{folder / 'mlflow.db'}", (folder / "artifacts").as_uri()
         self._client, title = MlflowClient(uri), os.environ.get("MLFLOW_EXPERIMENT_NAME", "megajax")
-        found = self._client.get_experiment_by_name(title)
-        experiment = found.experiment_id if found else self._client.create_experiment(title, artifacts)
+        existing = self._client.get_experiment_by_name(title)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(title, artifacts)
         earlier = self._client.search_runs([experiment], f"tags.`megajax.run` = '{name}'")
         if earlier:
             self._id = earlier[0].info.run_id

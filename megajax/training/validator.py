@@ -71,12 +71,12 @@ class Validator:
 
             form = self._program.form
             names = [*form.targets, *form.measures, "next_token"]
-            found = perplexities(self._program, params, samples, batches=batches, between=before_batch, names=names)
+            losses = perplexities(self._program, params, samples, batches=batches, between=before_batch, names=names)
         self._doing = COMPUTING  # the scoring program is compiled from now on
-        self._means = {f"validation_{name}": found[name].loss for name in form.measures if name in found}
-        if "next_token" in found and len(found) > 1 and not form.by_row:
-            self._means = {"validation_perplexity": found["next_token"].perplexity} | self._means
-        return {name: found[name] for name in form.targets if name in found} or found  # without an own loss's arrays
+        self._means = {f"validation_{name}": losses[name].loss for name in form.measures if name in losses}
+        if "next_token" in losses and len(losses) > 1 and not form.by_row:
+            self._means = {"validation_perplexity": losses["next_token"].perplexity} | self._means
+        return {name: losses[name] for name in form.targets if name in losses} or losses  # without an own loss's arrays
 
     def bits_per_byte(self, split: dict[str, Perplexity]) -> float | None:
         """A language model's loss on the `split` (its first tokens were scored), in bits per UTF-8 byte of their text;
@@ -85,10 +85,10 @@ class Validator:
         if scored is None or samples is None or tokenizer is None:
             return None
         num_bytes, left = 0, scored.tokens
-        for number in range(len(samples)):
+        for index in range(len(samples)):
             if left <= 0:
                 break
-            targets = samples[number]["targets"]
+            targets = samples[index]["targets"]
             targets = targets[targets != IGNORED]
             size = tokenizer.num_bytes(targets)
             if size is None:

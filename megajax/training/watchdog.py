@@ -39,10 +39,10 @@ class Status:
 def read_status(file: Path) -> Status | None:
     """The status written by a process; None if it cannot be read."""
     try:
-        found = Status(**reading.parse_json(reading.read_bytes(file).decode()))
-        numbers, words = (found.pid, found.step, found.seconds), (found.host, found.doing)
+        status = Status(**reading.parse_json(reading.read_bytes(file).decode()))
+        numbers, words = (status.pid, status.step, status.seconds), (status.host, status.doing)
         valid = all(type(number) in (int, float) for number in numbers) and "".join(words).isprintable()
-        return found if valid else None
+        return status if valid else None
     except (OSError, ValueError, TypeError):
         return None
 
@@ -143,22 +143,22 @@ class Watchdog:
         known = self._reports()
         if not known:
             return f"none of the {self._count} processes has reported since step {self._step}"
-        busy = [number for number, status in known.items() if status.doing not in (COMPUTING, COMPILING)]
-        behind = [number for number in known if known[number].step == min(status.step for status in known.values())]
-        number = next(iter(busy or behind))
-        who, where = self._described(number, known[number])
-        return f"{who} has been hanging {where} for {known[number].seconds + self._silence(number):.0f} s"
+        busy = [process for process, status in known.items() if status.doing not in (COMPUTING, COMPILING)]
+        behind = [process for process in known if known[process].step == min(status.step for status in known.values())]
+        process = next(iter(busy or behind))
+        who, where = self._described(process, known[process])
+        return f"{who} has been hanging {where} for {known[process].seconds + self._silence(process):.0f} s"
 
     def _lost(self, asked: float) -> str:
         """The process that has been silent for longest, if any is since `asked`; else empty."""
         known = self._reports()
-        silent = [number for number in known if self._stamps[number][1] < asked]
+        silent = [process for process in known if self._stamps[process][1] < asked]
         if not silent:
             return ""
-        number = max(silent, key=self._silence)
-        who, where = self._described(number, known[number])
+        process = max(silent, key=self._silence)
+        who, where = self._described(process, known[process])
         others = f"; {len(silent) - 1} more are silent too" if len(silent) > 1 else ""
-        return f"lost {who}, which was {where} and has not reported for {self._silence(number):.0f} s{others}"
+        return f"lost {who}, which was {where} and has not reported for {self._silence(process):.0f} s{others}"
 
     def _reports(self) -> dict[int, Status]:
         """What the processes that have been heard wrote last."""
@@ -174,14 +174,14 @@ class Watchdog:
         return time.monotonic() - self._stamps[number][1]
 
     def _listen(self, now: float, *, first: bool = False) -> None:
-        for number in range(self._count):
+        for process in range(self._count):
             with contextlib.suppress(OSError):
-                written = self._file(number).stat().st_mtime_ns
-                known = self._stamps.get(number)
+                written = self._file(process).stat().st_mtime_ns
+                known = self._stamps.get(process)
                 if known is None or known[0] != written:
-                    self._stamps[number] = written, now
+                    self._stamps[process] = written, now
                     if not first:
-                        self._heard.add(number)
+                        self._heard.add(process)
 
     def _file(self, number: int) -> Path:
         return self._folder / f"{number}.json"
