@@ -31,11 +31,11 @@ def evaluate(
     if task not in EVALUATIONS and task not in TASKS:
         raise UserError(f"task {task!r}; valid: {', '.join([*EVALUATIONS, *TASKS])}")
     paths = [str(path) for path in ([data] if isinstance(data, str | Path) else data) if str(path)]
-    given = dict(overrides or {})
+    values = dict(overrides or {})
     if task in TASKS:
         with progress(f"evaluating {task}"):
-            return evaluate_task(task, [Path(run_dir)], step=str(step), data=paths, overrides=given, predictions="")
+            return evaluate_task(task, [Path(run_dir)], step=str(step), data=paths, overrides=values, predictions="")
     if len(paths) > 1:
         raise UserError(f"data: {len(paths)} paths, but {task} takes one; valid: one path")
     with progress(f"evaluating {task}"):
-        return EVALUATIONS[task](Path(run_dir), step=str(step), data="".join(paths), overrides=given)
+        return EVALUATIONS[task](Path(run_dir), step=str(step), data="".join(paths), overrides=values)

@@ -73,14 +73,14 @@ class Model:
         weights: Any,
         step: int,
         tokenizer: Tokenizer | None,
-        given: Config | None = None,
+        saved: Config | None = None,
         run_dir: Path | None = None,
     ):
-        """`weights` are a `TrainState`, or only its `params`, which cannot be trained; `given` is the configuration
+        """`weights` are a `TrainState`, or only its `params`, which cannot be trained; `saved` is the configuration
         before its schedule was put in steps, which `save` stores; `run_dir` has the step's checkpoint."""
         self.config, self.program, self.step, self.tokenizer = config, program, step, tokenizer
         self._state: TrainState | None = weights if isinstance(weights, TrainState) else None
-        self._weights, self._given = weights, given or config
+        self._weights, self._saved = weights, saved or config
         # By run directory the step whose checkpoint it is; None: no longer one.
         self._kept: dict[Path, int | None] = {run_dir.resolve(): step} if run_dir else {}
         self._forward: dict[int, Program] = {}  # by number of rows in a batch
@@ -211,34 +211,34 @@ class Model:
         processes it is not.
         """
         state = self._trained("train")
-        own = own_data(self.config, self.program, self.tokenizer, batches, data, validation, self.step)
-        config = of_run(self._given, steps, run_dir, own)
+        data_set = own_data(self.config, self.program, self.tokenizer, batches, data, validation, self.step)
+        config = of_run(self._saved, steps, run_dir, data_set)
         validate(config, config.mesh.num_devices)
-        if own is None:
+        if data_set is None:
             check_given(config)
-        place = Path(config.run_dir).resolve()
-        newest = max(named(place / "checkpoints"), default=None)
-        if newest is not None and self._kept.get(place, newest) != newest:
+        path = Path(config.run_dir).resolve()
+        newest = max(named(path / "checkpoints"), default=None)
+        if newest is not None and self._kept.get(path, newest) != newest:
             problem = f"goes on from its checkpoint of step {newest}, which this model of step {self.step} is not"
             valid = "another run_dir, or first megajax.restore(…, training=True)"
             raise UserError(f"train: {config.run_dir} {problem}, or no longer; valid: {valid}")
         self._weights = self._state = None  # the loop overwrites it
         runs: list[Trainer] = []
-        given = Supplied(
+        supplied = Supplied(
             program=self.program,
             state=state,
             tokenizer=self.tokenizer,
             step=self.step,
             horizon=self.config.optimizer.horizon,
-            epochs=0.0 if batches is not None else self._given.train.epochs,
-            data=own,
+            epochs=0.0 if batches is not None else self._saved.train.epochs,
+            data=data_set,
             on_begin=runs.append,
             on_step=on_step,
             on_validation=on_validation,
         )
         try:
             with stop_signals.handled(in_python=True):
-                train_here(config, given=given)
+                train_here(config, given=supplied)
         except Stopped as stop:
             transcript.add(str(stop))
             raise stop.in_python() from None
@@ -249,7 +249,7 @@ class Model:
             transcript.end()
             self._state = runs[0].state if runs else state
             self._weights, self.step = self._state, runs[0].dispatched if runs else self.step
-            self._kept = dict.fromkeys(self._kept) | {place: runs[0].checkpoints.saved} if runs else self._kept
+            self._kept = dict.fromkeys(self._kept) | {path: runs[0].checkpoints.saved} if runs else self._kept
             if runs and runs[0].config.optimizer.horizon != self.config.optimizer.horizon:
                 self.config = dataclasses.replace(self.config, optimizer=runs[0].config.optimizer)
                 self.program, self._of_loss = Program(self.config, self.program.mesh, self.program.backend), {}
@@ -437,7 +437,7 @@ class Model:
             state = layout.with_weights(state, jax.device_get(self._canonical(transform)))
         horizon = self.config.optimizer.horizon
         write_run(
-            Path(run_dir), "save", self._given, layout, self.tokenizer, lambda to: to.save(step, state), horizon=horizon
+            Path(run_dir), "save", self._saved, layout, self.tokenizer, lambda to: to.save(step, state), horizon=horizon
         )
         self._kept[Path(run_dir).resolve()] = step
 

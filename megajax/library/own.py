@@ -39,22 +39,22 @@ def with_own(
     return config
 
 
-def as_weights(given: Mapping[str, Any], wanted: Any, what: str = "set_weights") -> Any:
+def as_weights(weights: Mapping[str, Any], wanted: Any, what: str = "set_weights") -> Any:
     """Weights in the form of the wanted ones, in host memory; errors begin with `what`."""
-    if not isinstance(given, Mapping):
-        raise UserError(f"{what}: a {type(given).__name__}; valid: nested dicts as from weights()")
-    there = flatten_dict(given, sep="/")
+    if not isinstance(weights, Mapping):
+        raise UserError(f"{what}: a {type(weights).__name__}; valid: nested dicts as from weights()")
+    given_flat = flatten_dict(weights, sep="/")
     flat = flatten_dict(wanted, sep="/")
-    for problem, names in (("without", flat.keys() - there.keys()), ("with", there.keys() - flat.keys())):
+    for problem, names in (("without", flat.keys() - given_flat.keys()), ("with", given_flat.keys() - flat.keys())):
         if names:
             raise UserError(f"{what}: weights {problem} {min(map(str, names))}; valid: those of weights()")
-    found = {}
+    converted = {}
     for name, leaf in flat.items():
-        array = np.asarray(there[name])
+        array = np.asarray(given_flat[name])
         if array.shape != leaf.shape or not jnp.issubdtype(array.dtype, jnp.floating):
             raise UserError(f"{what}: {name} is {array.dtype}{[*array.shape]}; valid: floats {[*leaf.shape]}")
-        found[name] = array.astype(leaf.dtype)
-    return unflatten_dict(found, sep="/")
+        converted[name] = array.astype(leaf.dtype)
+    return unflatten_dict(converted, sep="/")
 
 
 def warn_of_cost(program: Program) -> None:
