@@ -18,20 +18,20 @@ Evaluation = Callable[..., dict[str, float]]  # (program, params, between=) -> f
 
 def read_tasks(config: Config, tokenizer: Tokenizer | None) -> dict[str, Evaluation]:
     """A function that evaluates each `--evaluate` task with a file, by the task's name."""
-    found: dict[str, Evaluation] = {}
+    evaluations: dict[str, Evaluation] = {}
     for entry in config.evaluate if config.pretrains else ():
         name, _, path = entry.partition("=")
         flag = f"--evaluate {name}="
         if tokenizer is None:
             raise UserError(f"{flag}{path}: the run has no tokenizer, which text needs; valid: without --evaluate")
         if name == "lambada":
-            found[name] = partial(_lambada, read_lambada(path, tokenizer, flag))
+            evaluations[name] = partial(_lambada, read_lambada(path, tokenizer, flag))
         else:
             words, text = read_wikitext(path, tokenizer, flag)
             length = config.model.sequence_length
             samples = EvaluationSamples(text, sequence_length=length, overlap=min(PAPER_OVERLAP, length))
-            found[name] = partial(_wikitext, words, samples)
-    return found
+            evaluations[name] = partial(_wikitext, words, samples)
+    return evaluations
 
 
 def _lambada(

@@ -44,22 +44,22 @@ def evaluate_task(
     paths = data or config.data.dev
     if not paths:
         raise UserError(f"--data missing: {run_dirs[0]} has no dev files; valid: files of {name}")
-    found = read_records(name, paths, config.task, "--data", labelled=not predictions)
+    records = read_records(name, paths, config.task, "--data", labelled=not predictions)
     if predictions:
-        on_first_process(lambda: check_predictions(predictions, found.entries))
-    for line in found.lines():
+        on_first_process(lambda: check_predictions(predictions, records.entries))
+    for line in records.lines():
         say(line)
     configs = [config, *(_run_config(name, run_dir, overrides, mesh=config.mesh) for run_dir in run_dirs[1:])]
-    tokenizers = [run_tokenizer(run_dir, own) for run_dir, own in zip(run_dirs, configs, strict=True)]
+    tokenizers = [run_tokenizer(run_dir, run_config) for run_dir, run_config in zip(run_dirs, configs, strict=True)]
     if TASKS[name].head == "span":
         _check_same_windows(run_dirs, configs, tokenizers)
     logits, steps, figures = [], [], {}
-    for run_dir, own, tokenizer in zip(run_dirs, configs, tokenizers, strict=True):
-        length = own.model.sequence_length
-        samples = task_samples(name, found.entries, tokenizer, sequence_length=length, config=own.task, training=False)
+    for run_dir, run_config, tokenizer in zip(run_dirs, configs, tokenizers, strict=True):
+        length, task = run_config.model.sequence_length, run_config.task
+        samples = task_samples(name, records.entries, tokenizer, sequence_length=length, config=task, training=False)
         for what, count in samples.counts.items() if continues_text else ():
             say(f"{count} {what}")
-        trained = TrainedModel.restore(run_dir, own, step)
+        trained = TrainedModel.restore(run_dir, run_config, step)
         steps.append(trained.step)
         if continues_text:
             figures = text_figures(trained.program, trained.params, samples)
@@ -122,11 +122,11 @@ def text_figures(
     """Figures over all counted tokens of texts: mean loss in nats, perplexity, accuracy in percent, and the numbers of
     tokens and records; over pairs of texts without those of tokens.
     """
-    (found,) = perplexities(program, params, samples, between=between).values()
+    (total,) = perplexities(program, params, samples, between=between).values()
     if program.form.by_row:
-        return {"loss": found.loss, "accuracy": 100 * found.accuracy, "records": len(samples.records)}
-    figures = {"loss": found.loss, "perplexity": found.perplexity, "accuracy": 100 * found.accuracy}
-    return figures | {"tokens": found.tokens, "records": len(samples.records)}
+        return {"loss": total.loss, "accuracy": 100 * total.accuracy, "records": len(samples.records)}
+    figures = {"loss": total.loss, "perplexity": total.perplexity, "accuracy": 100 * total.accuracy}
+    return figures | {"tokens": total.tokens, "records": len(samples.records)}
 
 
 def task_answers(config: Config, samples: TaskSamples, logits: Sequence[Logits]) -> tuple[dict[str, float], list[Any]]:
@@ -138,11 +138,11 @@ def task_answers(config: Config, samples: TaskSamples, logits: Sequence[Logits])
     task, records = TASKS[config.task.name], cast(Any, samples.records)
     if task.head == "span":
         windows = cast(SpanWindows, samples)
-        start_WT, end_WT = (mean_logits(windows, [each[..., end] for each in logits]) for end in (0, 1))
-        found = find_answers(windows, start_WT, end_WT, config.task, unanswerable=task.unanswerable)
-        figures = squad_figures(records, found, unanswerable=task.unanswerable)
-        return figures, [answer.text for answer in found]
-    scores_NC = logits[0] if len(logits) == 1 else np.mean([_probabilities(each) for each in logits], axis=0)
+        start_WT, end_WT = (mean_logits(windows, [output[..., end] for output in logits]) for end in (0, 1))
+        answers = find_answers(windows, start_WT, end_WT, config.task, unanswerable=task.unanswerable)
+        figures = squad_figures(records, answers, unanswerable=task.unanswerable)
+        return figures, [answer.text for answer in answers]
+    scores_NC = logits[0] if len(logits) == 1 else np.mean([_probabilities(output) for output in logits], axis=0)
     return class_figures(records, scores_NC), predicted_classes(records, scores_NC).tolist()
 
 

@@ -141,14 +141,14 @@ class MegajaxLM(TemplateLM):
         settings = {name: value for name, value in normalize_gen_kwargs(wanted).items() if value is not None}
         stops = handle_stop_sequences(settings.pop("until", None), eos=self._text.decode([self.eot_token_id]))
         limit, known = settings.pop("max_gen_toks"), ("temperature", *_SETTINGS)
-        given = {"temperature": 0.0} | {name: settings.pop(name) for name in known if name in settings}
+        sampling = {"temperature": 0.0} | {name: settings.pop(name) for name in known if name in settings}
         settings.pop("do_sample", None)
         if settings.get("num_beams") == 1:
             del settings["num_beams"]
         if settings:
             valid = f"until, max_gen_toks, do_sample, {', '.join(known)}"
             raise UserError(f"generation with {', '.join(settings)}; valid: {valid}")
-        options = GenerateOptions(**given, seed=self._trained.program.config.seed)
+        options = GenerateOptions(**sampling, seed=self._trained.program.config.seed)
         check(options)
         prompt, ids = self._text.encode_prompt(context), list[int]()
         stopped = Stops(self._text, [prompt], [stop for stop in stops if stop])

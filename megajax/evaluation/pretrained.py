@@ -153,10 +153,10 @@ def read_lambada(path: str, tokenizer: Tokenizer, flag: str = "--data ") -> list
     if Path(path).suffix.lower() != ".jsonl":
         raise UserError(f"{flag}{path!r}; valid: a .jsonl file of passages, such as lambada_test.jsonl")
     contexts, words = [], []
-    for place, text in TextDocuments(path, flag=flag.rstrip()).placed():
+    for where, text in TextDocuments(path, flag=flag.rstrip()).placed():
         context, word = split_last_word(text)
         if not context:
-            raise UserError(f"{flag}{place}: the passage is a single word; valid: text before a last word")
+            raise UserError(f"{flag}{where}: the passage is a single word; valid: text before a last word")
         contexts.append(context)
         words.append(" " + word)
     before = [tokenizer.with_begin(context) for context in tokenizer.encode_batch(contexts)]

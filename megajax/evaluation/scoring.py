@@ -156,11 +156,11 @@ def perplexities(
 ) -> dict[str, Perplexity]:
     """Losses over `samples`, by default those that the samples have targets for, otherwise of the `names` those that
     there are; for the other arguments see `score_samples`."""
-    found: dict[str, list[SampleScores]] = defaultdict(list)
+    scores: dict[str, list[SampleScores]] = defaultdict(list)
     for sample in score_samples(program, params, samples, batches=batches, between=between):
         for name, of_loss in sample.items():
-            found[name].append(of_loss)
-    return {name: Perplexity.of(found[name]) for name in names or samples.form.targets if not names or name in found}
+            scores[name].append(of_loss)
+    return {name: Perplexity.of(scores[name]) for name in names or samples.form.targets if not names or name in scores}
 
 
 def total_loss(losses: dict[str, Perplexity]) -> float:
