@@ -75,16 +75,16 @@ def _finetuned(args: Namespace, overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pretrained(args: Namespace, overrides: dict[str, Any]) -> dict[str, Any]:
-    own = {"overlap": args.overlap} if "overlap" in args else {}
-    if own and args.task not in OVERLAPPING:
+    options = {"overlap": args.overlap} if "overlap" in args else {}
+    if options and args.task not in OVERLAPPING:
         raise UserError(f"--overlap: {args.task} has no windows; valid: {' or '.join(OVERLAPPING)}")
-    for flag, given in (("--checkpoint", args.checkpoint), ("--data", args.data)):
-        if len(given) > 1:
-            raise UserError(f"{flag}: {len(given)} paths, but {args.task} takes one; valid: one path")
+    for flag, paths in (("--checkpoint", args.checkpoint), ("--data", args.data)):
+        if len(paths) > 1:
+            raise UserError(f"{flag}: {len(paths)} paths, but {args.task} takes one; valid: one path")
     of_tasks = [f"--{key}" for key in overrides if key.startswith("task.")]
     if of_tasks:
         raise UserError(f"{of_tasks[0].replace('_', '-')} is not for {args.task}; valid: {', '.join(TASKS)}")
     from megajax.evaluation.pretrained import EVALUATIONS
 
     data = args.data[0] if args.data else ""
-    return EVALUATIONS[args.task](Path(args.checkpoint[0]), step=args.step, data=data, overrides=overrides, **own)
+    return EVALUATIONS[args.task](Path(args.checkpoint[0]), step=args.step, data=data, overrides=overrides, **options)

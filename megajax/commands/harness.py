@@ -49,17 +49,17 @@ def main(argv: Sequence[str], prog: str) -> None:
             near = suggest(name, manager.all_tasks, "valid: lm-eval ls tasks")
             raise UserError(f"TASK {name!r}: lm-eval has none; {near}")
     model = MegajaxLM(args.checkpoint, args.step, getattr(args, "batch_size", 0), **parser.overrides(args))
-    given: dict[str, Any] = {"num_fewshot": args.num_fewshot} if "num_fewshot" in args else {}
-    found = lm_eval.simple_evaluate(
+    fewshot: dict[str, Any] = {"num_fewshot": args.num_fewshot} if "num_fewshot" in args else {}
+    report = lm_eval.simple_evaluate(
         model=model,
         tasks=tasks,
         task_manager=manager,
         limit=getattr(args, "limit", 0) or None,
         apply_chat_template=args.apply_chat_template,
         bootstrap_iters=0,  # which would fork a process that has used JAX
-        **given,
+        **fewshot,
     )
     from megajax.host.processes import is_first_process
 
     if is_first_process():
-        print(json.dumps(found["results"], default=str))
+        print(json.dumps(report["results"], default=str))

@@ -82,8 +82,8 @@ def main(argv: Sequence[str]) -> None:
     for name in ("best", "plot", "html"):
         if getattr(args, name, None) is not None and not args.search:
             raise UserError(f"--{name} without --search; valid: --search, or without --{name}")
-    preset, given = load_preset(args.preset), parser.overrides(args)
-    config = resolve(preset, given)
+    preset, overrides = load_preset(args.preset), parser.overrides(args)
+    config = resolve(preset, overrides)
     margin = getattr(args, "margin", _MARGIN.default)
     names = dict.fromkeys(getattr(args, "gpu", _GPU.default).split(","))
     machines = [dataclasses.replace(MACHINES[name], margin=margin) for name in names]
@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> None:
     if run.price and not run.tokens:
         raise UserError("--price without --tokens; valid: both, such as --tokens 15T --price 2")
     if args.search:
-        _print_search(args, config, resolve(preset, {}), machines, given, run)
+        _print_search(args, config, resolve(preset, {}), machines, overrides, run)
         return
     (machine,) = machines
     validate_imagined(config)
@@ -127,13 +127,13 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _print_search(
-    args: argparse.Namespace, config: Config, original: Config, machines: Sequence[Machine], given: dict[str, Any],
+    args: argparse.Namespace, config: Config, original: Config, machines: Sequence[Machine], overrides: dict[str, Any],
     run: WholeRun,
 ) -> None:  # fmt: skip
-    """Search meshes of every GPU for `config`, keeping the values in `given`, and print the best; `original` is the
+    """Search meshes of every GPU for `config`, keeping the values in `overrides`, and print the best; `original` is the
     configuration of the preset alone."""
     devices = getattr(args, "devices", None) or config.mesh.num_devices
-    plot, page = (Path(each) if each else None for each in (args.plot, args.html))
+    plot, page = (Path(file) if file else None for file in (args.plot, args.html))
     if plot:
         from megajax.plan.picture import MARK
 
@@ -152,20 +152,20 @@ def _print_search(
     count, searches = getattr(args, "best", _BEST.default), list[tuple[Machine, Found]]()
     failed: list[UserError] = []
     with stop_signals.deferred("the best configurations so far are printed"):
-        kept = [key for key in VARIED if key in given]
+        kept = [key for key in VARIED if key in overrides]
         for machine in machines:
             if stop_signals.number and (searches or failed):
                 break
             try:
-                found = search(config, devices, machine, given=kept, count=count, watch=_progress().phase)
-                searches.append((machine, found))
+                result = search(config, devices, machine, given=kept, count=count, watch=_progress().phase)
+                searches.append((machine, result))
             except UserError as error:
                 failed.append(error)
         if not searches:
             raise failed[0]
-        for each in failed:
-            print(f"warning: {each}", file=sys.stderr)
-        complete = len(searches + failed) == len(machines) and all(found.complete for _, found in searches)
+        for failure in failed:
+            print(f"warning: {failure}", file=sys.stderr)
+        complete = len(searches + failed) == len(machines) and all(result.complete for _, result in searches)
         if page and complete:
             with plot_atomically(page, "--html") as new:
                 new.write_text(page_of_search(searches, args.preset, original), encoding="utf-8")
@@ -174,13 +174,13 @@ def _print_search(
                 draw_search(new, title_of(searches, args.preset), *searches[0])
 
     def shown(compiled: "Sequence[Compilation]") -> str:
-        abouts = [(found, args.preset, original, machine, compiled, run) for machine, found in searches]
+        abouts = [(result, args.preset, original, machine, compiled, run) for machine, result in searches]
         if args.json:
             plans = [figures(*about) for about in abouts]
-            return json.dumps(plans[0] if len(machines) == 1 else {each["gpu"]: each for each in plans})
+            return json.dumps(plans[0] if len(machines) == 1 else {plan["gpu"]: plan for plan in plans})
         return "\n\n".join("\n".join(lines(*about)) for about in abouts)
 
-    _print(shown, [each.config for each in searches[0][1].best[:_COMPILED]] if compiles else [], gpus)
+    _print(shown, [plan.config for plan in searches[0][1].best[:_COMPILED]] if compiles else [], gpus)
 
 
 def _print(shown: "Callable[[Sequence[Compilation]], str]", configs: Sequence[Config], gpus: bool) -> None:

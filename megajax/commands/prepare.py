@@ -62,10 +62,10 @@ def main(argv: Sequence[str]) -> None:
     show = Show(shown=not args.json)
     try:
         with connected(cluster) if cluster else processes(workers or num_cores()) as running:
-            found = prepare_dataset(task, workers=running, overwrite=args.overwrite, show=show)
+            report = prepare_dataset(task, workers=running, overwrite=args.overwrite, show=show)
     finally:
         show.close()
     if args.json:
-        print(json.dumps(found))
+        print(json.dumps(report))
     else:
-        print_table(found, Console())
+        print_table(report, Console())

@@ -133,7 +133,7 @@ def _deferral_lines(pipeline: PipelineConfig, table: Schedule, times: PassTimes,
     without = make_schedule(pipeline.schedule, *shape)
     together = step_time(without, StageTimes.equal(without, times))
     formula = deferred_bubble(pipeline.schedule, *shape, times)
-    each = times.weight_gradient / table.num_chunks
+    saved = times.weight_gradient / table.num_chunks
     (h1, h1_in_flight), (h2, h2_in_flight) = published_zero_bubble(table.num_stages, times).values()
     entries = kept_entries(table)
     of_formula = "no formula for this case" if formula is None else f"by formula {formula:g}"
@@ -144,8 +144,8 @@ def _deferral_lines(pipeline: PipelineConfig, table: Schedule, times: PassTimes,
         f"{together.idle:g} -> {step.idle:g} ({of_formula})",
         f"published         ZB-H1 idles {h1:g} with {h1_in_flight} microbatches in flight, ZB-H2 {h2:g} with "
         f"{h2_in_flight} (arXiv 2401.10241); here {step.idle:g} with {max(entries) / table.num_chunks:g}",
-        f"pending chunks    {max(pending_weights(table))}, as many as help; each saves up to {each:g}, "
-        f"{each / together.wall:.1%} of the step,",
+        f"pending chunks    {max(pending_weights(table))}, as many as help; each saves up to {saved:g}, "
+        f"{saved / together.wall:.1%} of the step,",
         "                  and keeps its factors: about 16 D numbers per token and layer, for any --train.remat "
         "(which itself keeps 16 D for none, D for layer)",
     ]

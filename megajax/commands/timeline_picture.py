@@ -64,11 +64,11 @@ def _legend(schedule: Schedule) -> list[Any]:
 
     return [
         Patch(
-            color=COLOURS[part][chunk % 4],
+            color=COLOURS[index][chunk % 4],
             label=_label(what, chunk, schedule.num_chunks),
         )
         for chunk in range(min(schedule.num_chunks, 4))
-        for part, what in enumerate(_passes(schedule))
+        for index, what in enumerate(_passes(schedule))
     ]
 
 

@@ -126,10 +126,10 @@ def draw_text(schedule: Schedule, width: int | None = None) -> "Iterator[Text]":
     from rich.text import Text
 
     shown, cell = excerpt(schedule), _cell_of(schedule)
-    for part in shown.parts:
+    for span in shown.parts:
         if not shown.is_complete:
-            yield Text(part.words())
-        yield from _draw_part(schedule, part, shown.stages, cell, width)
+            yield Text(span.words())
+        yield from _draw_part(schedule, span, shown.stages, cell, width)
     if not shown.is_complete:
         yield Text(f"left out: {shown.left_out()}; --json has them")
 
@@ -154,7 +154,7 @@ def _cell_of(schedule: Schedule) -> Callable[[int, int], _Texts]:
 
 
 def _draw_part(
-    schedule: Schedule, part: TickRange, stages: tuple[int, ...], cell: Callable[[int, int], _Texts], width: int | None
+    schedule: Schedule, span: TickRange, stages: tuple[int, ...], cell: Callable[[int, int], _Texts], width: int | None
 ) -> "list[Text]":
     from rich.text import Text
 
@@ -164,7 +164,7 @@ def _draw_part(
     label = max(len("tick"), len(f"stage {schedule.num_stages - 1}"))
     lines: list[Text] = []
     room = 0
-    for tick in range(part.first, part.past):
+    for tick in range(span.first, span.past):
         cells = [cell(tick, stage) for stage in stages]
         sizes = [max(size, *(len(text) for text, _ in column)) for column in zip(*cells, strict=True)]
         if schedule.deferral and all(late == _NOTHING for *_, late in cells):

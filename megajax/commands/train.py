@@ -11,18 +11,18 @@ from megajax.settings.flags import print_left_out, read_command
 
 def main(argv: Sequence[str], prog: str = "megajax train") -> None:
     """Train, or do what `--print-config` or `--dry-run` say instead."""
-    given = read_command(argv, "Pretrain or fine-tune a model on any mesh of devices.", prog)
-    if given.print_config:
+    command = read_command(argv, "Pretrain or fine-tune a model on any mesh of devices.", prog)
+    if command.print_config:
         from megajax.settings.origins import printed
 
-        print(printed(given.config(decay_follows=False), given.preset, given.overrides))
+        print(printed(command.config(decay_follows=False), command.preset, command.overrides))
         return
-    config = given.config(decay_follows=False)
-    if not given.dry_run:
+    config = command.config(decay_follows=False)
+    if not command.dry_run:
         output.is_optional()
-    print_left_out(given, config)
+    print_left_out(command, config)
     _check_paths(config)
-    if given.dry_run:
+    if command.dry_run:
         from megajax.training.dry_run import dry_run
 
         dry_run(config)
