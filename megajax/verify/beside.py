@@ -38,12 +38,12 @@ def beside_training(config: Config, seed: int = 0) -> Iterator[Finding]:
     for name, check in checks.items():
         try:
             with in_precision(config), traced():
-                number, where = check()
+                count, where = check()
         except UnknownPrimitive:
             raise
         except (TracingError, UserError, RunError) as error:
-            number, where = 1, str(error)
-        yield Finding(f"{EXACT} {name}", number, 0, where)
+            count, where = 1, str(error)
+        yield Finding(f"{EXACT} {name}", count, 0, where)
 
 
 def _scores(one: Drawn, mesh: Drawn) -> Wrong:
@@ -58,13 +58,13 @@ def _scored(drawn: Drawn) -> Values:
     program, params, batch = drawn.program, drawn.weights, drawn.batch
     types, entries = program.batch_types, program.form.entries.values()
     functions = [scores, *([task_logits] if program.config.model.head != "pretraining" else [])]
-    found = [drawn.run(function(program), params, (types, batch)) for function in functions]
+    outputs = [drawn.run(function(program), params, (types, batch)) for function in functions]
     if all(entry.dims == ("tokens",) for entry in entries):
         length = program.config.model.sequence_length // 2 + 1
         shorter = {name: x.update(shape=(*x.shape[:-1], length)) for name, x in types.items()}
         values = {name: x[..., :length] for name, x in batch.items()}
-        found.append(drawn.run(scores(program), params, (shorter, values)))
-    return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(found)}
+        outputs.append(drawn.run(scores(program), params, (shorter, values)))
+    return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(outputs)}
 
 
 def _generation(config: Config, seed: int) -> Wrong:
@@ -74,33 +74,33 @@ def _generation(config: Config, seed: int) -> Wrong:
     config = with_axes(config, [axis for axis in config.mesh.sizes if axis != PIPE])
     rows, length = config.mesh.batch_shards, config.model.sequence_length
     rng = np.random.default_rng(seed)
-    number = min(1 + TOKENS_AT_ONCE, length // 2)
-    length_B = rng.integers(1, length - number + 1, rows, dtype=np.int32)
+    num_new = min(1 + TOKENS_AT_ONCE, length // 2)
+    length_B = rng.integers(1, length - num_new + 1, rows, dtype=np.int32)
     tokens_BT = rng.integers(0, config.model.vocab_size, (rows, length), dtype=np.int32)
-    chosen_BN = _continued(Drawn(config, CPU, seed, math.nan), tokens_BT[:, : length - number], length_B, number)
-    place_BN = length_B[:, None] + np.arange(number)
+    chosen_BN = _continued(Drawn(config, CPU, seed, math.nan), tokens_BT[:, : length - num_new], length_B, num_new)
+    place_BN = length_B[:, None] + np.arange(num_new)
     np.put_along_axis(tokens_BT, place_BN, chosen_BN, 1)
     train = dataclasses.replace(config.train, global_batch=rows, microbatch=rows)
     one = Drawn(plain(dataclasses.replace(config, train=train)), CPU, seed, math.nan)
     program, tokens = one.program, {"tokens": one.program.batch_types["tokens"]}
-    found = one.run(
+    outputs = one.run(
         logits(program),
         one.weights,
         (tokens, {"tokens": tokens_BT[None, None]}),
     )
-    probable_BT = np.argmax(ordered(found)[0, 0, ..., : config.model.vocab_size], -1)
+    probable_BT = np.argmax(ordered(outputs)[0, 0, ..., : config.model.vocab_size], -1)
     wrong = np.take_along_axis(probable_BT, place_BN - 1, 1) != chosen_BN
     where = f"row {np.flatnonzero(wrong.any(1))[0]}" if wrong.any() else f"{chosen_BN.size} tokens of {rows} rows"
     return int(wrong.sum()), where
 
 
-def _continued(drawn: Drawn, tokens_BT: np.ndarray, length_B: np.ndarray, number: int) -> np.ndarray:
-    """Tokens that follow prompts, [B, number]."""
+def _continued(drawn: Drawn, tokens_BT: np.ndarray, length_B: np.ndarray, num_new: int) -> np.ndarray:
+    """Tokens that follow prompts, [B, num_new]."""
     programs = DecodingPrograms(drawn.program, Sampling(temperature=0.0), ())
     params, rows = drawn.weights, len(tokens_BT)
     weights = drawn.typed(programs.unstacked, params)
     bits = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(lambda: prompt_bits([[0]] * rows, 0)))
-    limit_B = np.full(rows, number, np.int32)
+    limit_B = np.full(rows, num_new, np.int32)
     inputs = {"tokens": tokens_BT, "length": length_B, "limit": limit_B, "bits": bits}
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
     prefill = programs.region(partial(programs.prefill, tokens_BT.shape[1] + TOKENS_AT_ONCE), ROWS)
@@ -108,7 +108,7 @@ def _continued(drawn: Drawn, tokens_BT: np.ndarray, length_B: np.ndarray, number
     values = jax.tree.map(lambda x: x[None, None], inputs)
     (state_types, _), (state, first) = drawn.typed(prefill, weights, (types, values))
     _, others = drawn.run(decode, weights, (state_types, state))
-    return np.concatenate([first, others], -1)[0, 0, :, :number]
+    return np.concatenate([first, others], -1)[0, 0, :, :num_new]
 
 
 def _transfer(drawn: Drawn) -> Wrong:
@@ -117,16 +117,16 @@ def _transfer(drawn: Drawn) -> Wrong:
     layout, wrong = drawn.program.layout, []
     transfer = Transfer(layout)
     on_stages = map(layout.with_main, (layout.shapes, layout.specs, drawn.state))
-    states = (dataclasses.replace(each, loss_scale=None) for each in (transfer.targets, *on_stages, drawn.canonical))
+    states = (dataclasses.replace(state, loss_scale=None) for state in (transfer.targets, *on_stages, drawn.canonical))
     parts = zip(*map(jax.tree_util.tree_leaves_with_path, states), strict=True)
     for (path, target), (_, type_), (_, spec), (_, pipelined), (_, canonical) in parts:
-        place = target.sharding.spec
-        if transfer.goes_by_stages(layout.is_stacked(path), place):
+        target_spec = target.sharding.spec
+        if transfer.goes_by_stages(layout.is_stacked(path), target_spec):
             continue
-        there = transfer.from_canonical(path, place, spec, type_.dtype)
-        back = transfer.to_canonical(path, spec, place, target.dtype)
+        to_stages = transfer.from_canonical(path, target_spec, spec, type_.dtype)
+        back = transfer.to_canonical(path, spec, target_spec, target.dtype)
         plain_type = jax.ShapeDtypeStruct(target.shape, target.dtype)
-        if not (_same(drawn.run(there, (plain_type, canonical)), pipelined)
+        if not (_same(drawn.run(to_stages, (plain_type, canonical)), pipelined)
                 and _same(drawn.run(back, (type_, pipelined)), canonical)):  # fmt: skip
             wrong.append(jax.tree_util.keystr(path, simple=True, separator="/"))
     return len(wrong), some(wrong)

@@ -76,11 +76,11 @@ def check(
     """
     config, devices = with_our_optimizer(steady(config)), jax.devices()
     options: dict[str, Any] = {"steps": steps, "quick_compile": quick_compile}
-    found: list[Finding] = []
+    results: list[Finding] = []
 
     def tell(checked: Iterable[Finding]) -> None:
         for finding in checked:
-            found.append(finding)
+            results.append(finding)
             on_finding(finding)
 
     def traced(what: str, config: Config, **more: Any) -> MeshRun | None:
@@ -93,14 +93,14 @@ def check(
 
     reference = traced("one device", one_device(config))
     if reference is None:
-        return Verdict(tuple(found))
+        return Verdict(tuple(results))
     mesh, in_float8, blocks = shown(config.mesh), config.precision == "fp8", in_blocks(config)
     scaled = COMPUTE_DTYPE["fp64"] if in_float8 else None
     other = traced(mesh, in_fp64(config), operand_dtype=scaled, backend=blocks)
     if other:
         tell(same_on_mesh(reference, other))
         tell(all_checks(reference, other))
-    own, rounded, compared, limits = None, None, reference, None
+    actual, rounded, compared, limits = None, None, reference, None
     if in_float8:
         rounded = traced("one device", one_device(config), operand_dtype=E4M3)
         other = traced(mesh, in_fp64(config), operand_dtype=E4M3, backend=blocks)
@@ -108,17 +108,17 @@ def check(
         compared = traced("one device", plain(config)) or reference
         limits = limits_of_edges(config.model.num_layers)
     if config.precision != "fp64":
-        own = traced(mesh, config, backend=blocks)
-    if own:
-        checked = Verdict(tuple(all_checks(compared, own, limits)))
-        if config.precision in HALF and Verdict(tuple(found)).passed and not checked.passed:
+        actual = traced(mesh, config, backend=blocks)
+    if actual:
+        checked = Verdict(tuple(all_checks(compared, actual, limits)))
+        if config.precision in HALF and Verdict(tuple(results)).passed and not checked.passed:
             alone = compared  # in fp8 the number of microbatches rounds nothing otherwise
             if not rounded:
                 on_start(f"one device, {config.precision}")
                 alone = run(with_axes(config, ()), devices, **options, backend=blocks)
             limits = widened(rounded or reference, alone, limits)
-        tell(all_checks(compared, own, limits))
-    return Verdict(tuple(found))
+        tell(all_checks(compared, actual, limits))
+    return Verdict(tuple(results))
 
 
 def widened(reference: MeshRun, alone: MeshRun, usual: Limits | None = None) -> Limits:

@@ -44,21 +44,21 @@ def check_exactly(
         beside: the checks of the programs beside training (`beside_training`), if another process runs them.
         on_start, on_finding: see `check.check`.
     """
-    found: list[Finding] = []
+    results: list[Finding] = []
     for seed in range(repeats):
         on_start(f"{shown(config.mesh)}, {EXACT}" + (f", repeat {seed + 1}" if seed else ""))
         reference = _step("one device", plain(config), CPU, seed)
         for finding in findings(config, reference, seed):
             if seed == 0 or not finding.passed:
-                found.append(finding)
+                results.append(finding)
                 on_finding(finding)
-        if not all(finding.passed for finding in found):
-            return _located(config, Verdict(tuple(found)), reference, seed, on_start)
+        if not all(finding.passed for finding in results):
+            return _located(config, Verdict(tuple(results)), reference, seed, on_start)
     on_start(f"{shown(config.mesh)}, {EXACT}: scores, generation, checkpoints")
     for finding in _awaited(beside) or beside_training(config):
-        found.append(finding)
+        results.append(finding)
         on_finding(finding)
-    verdict = Verdict(tuple(found))
+    verdict = Verdict(tuple(results))
     first = "" if verdict.passed else f"no difference in the step: {verdict.failed[0].name}: {verdict.failed[0].where}"
     return Result(verdict, first=first)
 
@@ -113,11 +113,11 @@ def _located(
     config: Config, verdict: Verdict, reference: ExactStep | Finding, seed: int, on_start: Callable[[str], None]
 ) -> Result:
     """Where the step differs; if numbers differ, communication is ignored."""
-    numbers = any(finding.of_numbers for finding in verdict.failed)
+    numbers = any(finding.compares_numbers for finding in verdict.failed)
 
     def differs(part: Config) -> bool:
         checked = findings(part, reference, seed)
-        return any(not each.passed and (each.of_numbers or not numbers) for each in checked)
+        return any(not each.passed and (each.compares_numbers or not numbers) for each in checked)
 
     axes, failed = None, verdict.failed
     try:

@@ -68,7 +68,7 @@ class Drawn:
         self.program, self.machine, self.seed = Program.abstract(config, backend), Interpreter(seed, scale), seed
         layout = self.program.layout
         with seeded(seed, scale):
-            self.canonical = jax.tree_util.tree_map_with_path(_of_state, layout.canonical_shapes)
+            self.canonical = jax.tree_util.tree_map_with_path(_state_value, layout.canonical_shapes)
         self.state = self.run(layout.pipelined, (layout.canonical_shapes, self.canonical))
 
     @property
@@ -160,7 +160,7 @@ def _in_plan(config: Config, layout: StateLayout) -> bool:
     return loss_of(config) is None and not layout.mixing and not rounded_up
 
 
-def _of_state(path: Any, leaf: jax.ShapeDtypeStruct) -> Value:
+def _state_value(path: Any, leaf: jax.ShapeDtypeStruct) -> Value:
     """Random numbers for a leaf of the canonical state; counters are those after some updates."""
     if not is_float(leaf.dtype):
         return np.full((1, 1, *leaf.shape), _UPDATES, leaf.dtype)

@@ -21,10 +21,10 @@ _LEARNING_RATE, _EPSILON = 1e-3, 1e-4  # at most, at least
 def steady(config: Config) -> Config:
     """The same with an Adam that does not amplify rounding: with a small epsilon, a gradient that is only rounding (the
     bias of the keys has one) would cause a full-size update."""
-    given = config.optimizer
-    rate, epsilon = min(given.learning_rate, _LEARNING_RATE), max(given.epsilon, _EPSILON)
-    lowest = min(given.min_learning_rate, rate)
-    optimizer = dataclasses.replace(given, learning_rate=rate, min_learning_rate=lowest, epsilon=epsilon)
+    original = config.optimizer
+    rate, epsilon = min(original.learning_rate, _LEARNING_RATE), max(original.epsilon, _EPSILON)
+    lowest = min(original.min_learning_rate, rate)
+    optimizer = dataclasses.replace(original, learning_rate=rate, min_learning_rate=lowest, epsilon=epsilon)
     return dataclasses.replace(config, optimizer=optimizer)
 
 
@@ -63,12 +63,12 @@ def plain(config: Config) -> Config:
 def on_gpu(config: Config, machine: Machine) -> tuple[Config, str]:
     """A valid configuration with what `auto` is on a GPU in place of it, as far as this depends on the size of the
     model; and what that is, in words."""
-    config, given = placed(config, machine), config.optimizer
+    config, optimizer = placed(config, machine), config.optimizer
     sizes = Sizes(config, backend=backend_of(machine))
     decided = {"overlap_reductions": sizes.overlaps_reductions, "overlap_gathers": sizes.gathers_late}
-    chosen: dict[str, Any] = {n: str(value).lower() for n, value in decided.items() if getattr(given, n) == "auto"}
+    chosen: dict[str, Any] = {n: str(value).lower() for n, value in decided.items() if getattr(optimizer, n) == "auto"}
     said = ", ".join(f"{name} {value}" for name, value in chosen.items())
-    return dataclasses.replace(config, optimizer=dataclasses.replace(given, **chosen)), said
+    return dataclasses.replace(config, optimizer=dataclasses.replace(optimizer, **chosen)), said
 
 
 def in_blocks(config: Config) -> Backend:

@@ -60,11 +60,11 @@ class Recording:
         if isinstance(seen, CollectiveRecord):
             self.collectives[seen.name] = max(finite(seen.error), self.collectives.get(seen.name, 0.0))
             return
-        place = SitePlace(seen.layer, seen.site, seen.backward)
+        site = SitePlace(seen.layer, seen.site, seen.backward)
         key = seen.layer < 0, seen.site
         self.turns[key] = min(seen.turn, self.turns.get(key, seen.turn))
         for sample in seen.samples.tolist():
-            self._seen[place][sample].append(seen)
+            self._seen[site][sample].append(seen)
 
     @property
     def places(self) -> set[SitePlace]:
@@ -84,34 +84,34 @@ class Recording:
 def _put_together(sample: int, seen: list[SiteRecord]) -> Activation:
     """Assemble shards: devices have parts of the tokens (in any order), of another dim, or of both."""
     groups: dict[tuple[int, ...], list[SiteRecord]] = defaultdict(list)
-    for each in seen:
-        groups[() if each.tokens is None else tuple(each.tokens.tolist())].append(each)
-    found = {tokens: _of_same_tokens(sample, each) for tokens, each in groups.items()}
-    if len(found) == 1:
-        return next(iter(found.values()))
-    agree, (first, *others) = all(each.agree for each in found.values()), (each.value for each in found.values())
-    if any(each.value.shape[1:2] != (len(tokens),) for tokens, each in found.items()):
+    for record in seen:
+        groups[() if record.tokens is None else tuple(record.tokens.tolist())].append(record)
+    joined = {tokens: _same_tokens(sample, records) for tokens, records in groups.items()}
+    if len(joined) == 1:
+        return next(iter(joined.values()))
+    agree, (first, *others) = all(one.agree for one in joined.values()), (one.value for one in joined.values())
+    if any(one.value.shape[1:2] != (len(tokens),) for tokens, one in joined.items()):
         # Of rows, not of tokens: devices have terms of a sum, and its gradient each.
         if seen[0].backward:
             return Activation(first, agree and all(np.array_equal(x, first, equal_nan=True) for x in others))
         return Activation(sum(others, first), agree)
-    order = np.argsort(np.concatenate([*found]))
+    order = np.argsort(np.concatenate([*joined]))
     return Activation(np.concatenate([first, *others], axis=1)[:, order], agree)  # dim 0 is one sample's sequences
 
 
-def _of_same_tokens(sample: int, seen: list[SiteRecord]) -> Activation:
+def _same_tokens(sample: int, seen: list[SiteRecord]) -> Activation:
     parts: dict[int, list[tuple[SiteRecord, np.ndarray]]] = defaultdict(list)
-    for each in seen:
-        rows = each.value.reshape(len(each.samples), -1, *each.value.shape[1:])
-        (index,) = np.flatnonzero(each.samples == sample)[:1]
-        parts[each.first].append((each, rows[index]))
+    for record in seen:
+        rows = record.value.reshape(len(record.samples), -1, *record.value.shape[1:])
+        (index,) = np.flatnonzero(record.samples == sample)[:1]
+        parts[record.first].append((record, rows[index]))
     one, values, agree = seen[0], [], True
     axes = [AXES.index(axis) for axis in one.partial if one.backward]
-    for _, part in sorted(parts.items()):
+    for _, records in sorted(parts.items()):
         # Partial gradients are summed over devices; other records are replicas or recomputations.
         groups: dict[tuple[int, ...], np.ndarray] = {}
-        for each, value in sorted(part, key=lambda pair: pair[0].device):
-            first = groups.setdefault(tuple(each.device[axis] for axis in axes), value)
+        for record, value in sorted(records, key=lambda pair: pair[0].device):
+            first = groups.setdefault(tuple(record.device[axis] for axis in axes), value)
             agree = agree and np.array_equal(value, first, equal_nan=True)
         values.append(np.sum([*groups.values()], axis=0))
     whole = one.split is None or (one.split == 1 and one.tokens is not None)
@@ -135,28 +135,28 @@ class Difference:
 def first_difference(reference: Recording, other: Recording, unlike: Unlike) -> Difference | None:
     """The first place in the order of computation where `other`, the same step on another mesh, is `unlike`
     `reference`."""
-    computed = {-1, *(place.layer for place in other.places)}
+    computed = {-1, *(site.layer for site in other.places)}
     turns = other.turns | reference.turns
-    last = max((place.layer for place in reference.places), default=0) + 1
+    last = max((site.layer for site in reference.places), default=0) + 1
 
-    def in_turn(place: SitePlace) -> tuple:
-        head = place.layer < 0
-        rank = (last if head else place.layer), turns[head, place.site]
+    def in_turn(site: SitePlace) -> tuple:
+        head = site.layer < 0
+        rank = (last if head else site.layer), turns[head, site.site]
         # A layer that never runs comes first: another layer runs in its place, under its own number.
-        return place.layer in computed, place.backward, tuple(-number for number in rank) if place.backward else rank
+        return site.layer in computed, site.backward, tuple(-number for number in rank) if site.backward else rank
 
     places = sorted(reference.places | other.places, key=in_turn)
-    differences = (_difference(place, reference, other, unlike) for place in places)
+    differences = (_difference(site, reference, other, unlike) for site in places)
     return next((difference for difference in differences if difference), None)
 
 
-def _difference(place: SitePlace, reference: Recording, other: Recording, unlike: Unlike) -> Difference | None:
-    expected, found = reference.samples(place), other.samples(place)
-    if expected != found:
-        lost, more = sorted({*expected} - {*found}), sorted({*found} - {*expected})
+def _difference(site: SitePlace, reference: Recording, other: Recording, unlike: Unlike) -> Difference | None:
+    expected, computed = reference.samples(site), other.samples(site)
+    if expected != computed:
+        lost, more = sorted({*expected} - {*computed}), sorted({*computed} - {*expected})
         what = f"rows never computed: {lost}" if lost else f"rows computed that do not exist: {more}"
-        return Difference(place, what, lost or more, len(expected))
-    values = dict(reference.activations(place))
-    how = {sample: unlike(values[sample], actual) for sample, actual in other.activations(place)}
+        return Difference(site, what, lost or more, len(expected))
+    values = dict(reference.activations(site))
+    how = {sample: unlike(values[sample], actual) for sample, actual in other.activations(site)}
     differing = [sample for sample, what in how.items() if what]
-    return Difference(place, how[differing[0]], differing, len(expected)) if differing else None
+    return Difference(site, how[differing[0]], differing, len(expected)) if differing else None

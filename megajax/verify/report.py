@@ -100,10 +100,10 @@ class Report:
 
     def _head(self) -> Iterator[str]:
         ours = self._small.config.mesh
-        mesh, own = shown(self._config.mesh), shown(ours)
+        mesh, folded = shown(self._config.mesh), shown(ours)
         yield f"{self._name} on {mesh} ({' x '.join(ours.shown)}), on {ours.num_devices} {self._devices}"
-        if mesh != own:
-            yield f"folded to {own}, which keeps every axis within --devices"
+        if mesh != folded:
+            yield f"folded to {folded}, which keeps every axis within --devices"
         yield "scaled down: " + ", ".join(f"{name} {a} -> {b}" for name, (a, b) in self._sizes().items() if a != b)
         for note in self._small.notes:
             yield f"note: {note}"

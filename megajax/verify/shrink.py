@@ -95,16 +95,16 @@ def fold(mesh: MeshConfig, most: int) -> MeshConfig:
     fitting: list[tuple[int, ...]] = [()]
     for size in sizes:
         possible = range(2, size + 1) if size > 1 else (1,)
-        fitting = [(*own, part) for own in fitting for part in possible if math.prod(own) * part <= most]
+        fitting = [(*shape, smaller) for shape in fitting for smaller in possible if math.prod(shape) * smaller <= most]
 
-    def worth(own: tuple[int, ...]) -> tuple[int, int, int, tuple[int, ...]]:
-        divides = sum(size % part == 0 for size, part in zip(sizes, own, strict=True))
-        smallest = min((part for part, size in zip(own, sizes, strict=True) if size > 1), default=1)
-        return divides, smallest, math.prod(own), own[1:]
+    def worth(shape: tuple[int, ...]) -> tuple[int, int, int, tuple[int, ...]]:
+        divides = sum(size % smaller == 0 for size, smaller in zip(sizes, shape, strict=True))
+        smallest = min((smaller for smaller, size in zip(shape, sizes, strict=True) if size > 1), default=1)
+        return divides, smallest, math.prod(shape), shape[1:]
 
     best = max(fitting, key=worth)
-    found = dict(zip(mesh.on_devices, best, strict=True))
-    return MeshConfig(**found | {"data": found.get(REPLICA, 1) * found["data"]})
+    folded = dict(zip(mesh.on_devices, best, strict=True))
+    return MeshConfig(**folded | {"data": folded.get(REPLICA, 1) * folded["data"]})
 
 
 def shown(mesh: MeshConfig) -> str:
@@ -279,15 +279,15 @@ class _Sizes:
 
     def others(self, ruled: Collection[str]) -> dict[str, Any]:
         """Sizes without a rule of their own: a few, or a few per device if they are sharded."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for name, option in options(ModelConfig).items():
             size, value = option.trait(Size), getattr(self._model, name)
             if size and value and name not in ruled:
                 here = self._ours.tensor if size.split else 1
                 small = here * _few(max(1, value // (self._theirs.tensor if size.split else 1)))
-                unequal = {found[other] for other in found if getattr(self._model, other) != value}
-                found[name] = next(size for size in itertools.count(small, here) if size not in unequal)
-        return found
+                unequal = {sizes[other] for other in sizes if getattr(self._model, other) != value}
+                sizes[name] = next(size for size in itertools.count(small, here) if size not in unequal)
+        return sizes
 
     def experts(self) -> dict[str, Any]:
         """As many experts per device, up to 3, and a few per token, several if the original has several, but not all if
@@ -296,18 +296,18 @@ class _Sizes:
         if not model.num_experts:
             return {}
         some = model.experts_per_token < model.num_experts
-        number = self._ours.expert * _few(model.num_experts // self._theirs.expert)
+        num_experts = self._ours.expert * _few(model.num_experts // self._theirs.expert)
         if some and model.experts_per_token > 1:
-            number = max(number, -(-3 // self._ours.expert) * self._ours.expert)
+            num_experts = max(num_experts, -(-3 // self._ours.expert) * self._ours.expert)
         chosen, groups = min(2, model.chosen_groups), model.expert_groups
         groups = min(groups, 2 * chosen) if model.chosen_groups < groups else chosen
         if groups > 1:  # of two experts at least
             multiple = math.lcm(groups, self._ours.expert)
-            number = -(-max(number, 2 * groups) // multiple) * multiple
-        most = number * chosen // groups
+            num_experts = -(-max(num_experts, 2 * groups) // multiple) * multiple
+        most = num_experts * chosen // groups
         few = min(_few(model.experts_per_token), max(1, most - 1)) if some else most
-        found = {"num_experts": number, "experts_per_token": few}
-        return found | {"expert_groups": groups, "chosen_groups": chosen}
+        sizes = {"num_experts": num_experts, "experts_per_token": few}
+        return sizes | {"expert_groups": groups, "chosen_groups": chosen}
 
     def high_precision_ends(self, layers: int) -> dict[str, str]:
         """A layer at each end that computes as with bf16, where the original has one and others are left here."""
@@ -335,36 +335,36 @@ class _Sizes:
         """Numbers of layers for the virtual stages if the original has them: 2 on the fullest, 1 on others, and none
         where the original has none. Unless all are equal, some differ. With `auto` the last has one fewer."""
         pipeline, pipe = self._config.pipeline, self._ours.pipe
-        number, given = pipe * pipeline.chunks, pipeline.counts
-        if pipeline.layers == "auto" and number > 1:
-            return [2] * (number - 1) + [1]
-        found = []
-        for k in range(number if given else 0):
+        num_stages, counts = pipe * pipeline.chunks, pipeline.counts
+        if pipeline.layers == "auto" and num_stages > 1:
+            return [2] * (num_stages - 1) + [1]
+        layers = []
+        for k in range(num_stages if counts else 0):
             chunk, stage = divmod(k, pipe)
             first, end = (chunk * self._theirs.pipe + s * self._theirs.pipe // pipe for s in (stage, stage + 1))
-            most = max(given[first:end])
-            found.append(min(most, 2 if most == max(given) else 1))
-        if len({*found}) < 2 <= len({*given}):
-            found[-1] -= 1
-        return found
+            most = max(counts[first:end])
+            layers.append(min(most, 2 if most == max(counts) else 1))
+        if len({*layers}) < 2 <= len({*counts}):
+            layers[-1] -= 1
+        return layers
 
     def num_microbatches(self, pipeline: PipelineConfig) -> int:
         """Fewer than stages, as many, a multiple, or more without being a multiple, as in the original; if weight
         gradients are deferred, so many that the last ones are not in the first slot."""
         train, theirs, ours = self._config.train, self._theirs.pipe, self._ours.pipe
-        number = train.global_batch // (self._theirs.row_shards * train.microbatch)
+        count = train.global_batch // (self._theirs.row_shards * train.microbatch)
         if ours == 1:
-            return min(number, 3)
-        if number < theirs:
-            return max(1, min(number, ours - 1))
-        left = max(1, min(ours - 1, number % theirs)) if number % theirs else 0
-        wanted = ours + left if left else ours * min(number // theirs, 2)
+            return min(count, 3)
+        if count < theirs:
+            return max(1, min(count, ours - 1))
+        left = max(1, min(ours - 1, count % theirs)) if count % theirs else 0
+        wanted = ours + left if left else ours * min(count // theirs, 2)
 
-        def last_slot(number: int) -> int:
-            table = make_schedule(pipeline.schedule, ours, number, pipeline.chunks, pipeline.deferring()).deferral
-            return (number * pipeline.chunks - 1) % table.num_slots if table else 1
+        def last_slot(count: int) -> int:
+            table = make_schedule(pipeline.schedule, ours, count, pipeline.chunks, pipeline.deferring()).deferral
+            return (count * pipeline.chunks - 1) % table.num_slots if table else 1
 
-        return next((number for number in range(wanted, wanted + 3 * ours, ours) if last_slot(number)), wanted)
+        return next((count for count in range(wanted, wanted + 3 * ours, ours) if last_slot(count)), wanted)
 
 
 def _few(number: int) -> int:

@@ -45,7 +45,7 @@ class Finding:
         return self.name.startswith(f"{EXACT} ")
 
     @property
-    def of_numbers(self) -> bool:
+    def compares_numbers(self) -> bool:
         """Whether it compares numbers instead of communication."""
         return "communication" not in self.name
 
@@ -101,8 +101,8 @@ def compare_runs(reference: MeshRun, other: MeshRun, limits: Limits | None = Non
     compared = [name for name in reference.weights if not (changed and balances_router(name.split("/")))]
     expected, actual = ({name: run.weights[name] for name in compared} for run in (reference, other))
     yield _losses(f"{precision} losses", reference, other, limits.loss)
-    yield _of_leaves(f"{precision} gradients", reference.gradients, other.gradients, gradient)
-    yield _of_leaves(f"{precision} {WEIGHTS}", expected, actual, limits.weight)
+    yield _compare_leaves(f"{precision} gradients", reference.gradients, other.gradients, gradient)
+    yield _compare_leaves(f"{precision} {WEIGHTS}", expected, actual, limits.weight)
     yield _skipped(f"{precision} skipped steps", other)
     moved = [*other.moved, *(f"{name} on one device" for name in reference.moved)]
     yield Finding(f"{precision} {UNMOVED}", len(moved), 0, some(moved))
@@ -137,7 +137,7 @@ def _changed_experts(expected: Leaves, actual: Leaves) -> float:
     return changed / max(1, sum(load.sum() for load in expected.values()))
 
 
-def _of_leaves(name: str, expected: Leaves, actual: Leaves, limit: float) -> Finding:
+def _compare_leaves(name: str, expected: Leaves, actual: Leaves, limit: float) -> Finding:
     errors = leaf_errors(expected, actual)
     worst = max(errors, key=lambda leaf: errors[leaf])
     if errors[worst] <= limit:
@@ -146,10 +146,10 @@ def _of_leaves(name: str, expected: Leaves, actual: Leaves, limit: float) -> Fin
     if worst.startswith("blocks/"):
         scale, pairs = scales(expected)[worst], zip(actual[worst], expected[worst], strict=True)
         layers = tuple(i for i, pair in enumerate(pairs) if finite(distance(*pair) / scale) > limit)
-    of = f", layer {', '.join(map(str, layers))}" if layers else ""
+    which = f", layer {', '.join(map(str, layers))}" if layers else ""
     beyond = sum(error > limit for error in errors.values())
     others = f" ({beyond} of {len(expected)} leaves exceed the limit)"
-    return Finding(name, errors[worst], limit, f"{worst}{of}{others}", layers)
+    return Finding(name, errors[worst], limit, f"{worst}{which}{others}", layers)
 
 
 def _skipped(name: str, run: MeshRun) -> Finding:
