@@ -254,7 +254,7 @@ class _Models:
         if (zero := config.optimizer.zero) not in self._gains:
             over_all = replace(config, optimizer=replace(config.optimizer, zero_ranks=0))
             plain = replace(config.pipeline, schedule="1f1b", chunks=1)
-            fewer, more = (self.of(each, cost).time(plain, exact=False).seconds for each in (config, over_all))
+            fewer, more = (self.model(each, cost).time(plain, exact=False).seconds for each in (config, over_all))
             self._gains[zero] = fewer < more
         return self._gains[zero]
 
