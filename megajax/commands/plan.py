@@ -26,7 +26,6 @@ from megajax.start.launch import imagine_devices, peak_resident_bytes
 
 if TYPE_CHECKING:
     from megajax.plan.compiled import Compilation
-    from megajax.training.display import Display
 
 
 class _Several(OneOf):
@@ -54,16 +53,33 @@ def main(argv: Sequence[str]) -> None:
     """Print the plan of a configuration on a mesh."""
     began = time.perf_counter()
     gc.set_threshold(200_000, 20, 20)  # tracing makes many long-lived objects, and JAX does work in every collection
+    parser = _parser(argv)
+    args = parser.parse_args(argv)
+    args.search |= hasattr(args, "devices")
+    for name in ("best", "plot", "html"):
+        if getattr(args, name, None) is not None and not args.search:
+            raise UserError(f"--{name} without --search; valid: --search, or without --{name}")
+    preset, overrides = load_preset(args.preset), parser.overrides(args)
+    config = resolve(preset, overrides)
+    machines = _machines(args, config.precision)
+    run = WholeRun(tokens_of(getattr(args, "tokens", "")) or 0.0, getattr(args, "price", 0.0))
+    if run.price and not run.tokens:
+        raise UserError("--price without --tokens; valid: both, such as --tokens 15T --price 2")
+    if args.search:
+        _print_search(args, config, resolve(preset, {}), machines, overrides, run)
+    else:
+        _print_plan(args, config, *machines, run, began)
+
+
+def _parser(argv: Sequence[str]) -> Parser:
     parser = Parser(
-        "Estimate what a training step needs on a mesh, without the hardware: memory per device, "
-        "communication, arithmetic, the pipeline bubble, and a predicted time. The real step is "
-        "compiled too: for H200s if JAX's CUDA packages are installed and H100s or H200s are "
-        "planned for, otherwise for simulated CPU devices.",
+        "Estimate what a training step needs on a mesh, without the hardware: memory per device, communication, "
+        "arithmetic, the pipeline bubble, and a predicted time. The real step is compiled too: for H200s if JAX's CUDA "
+        "packages are installed and H100s or H200s are planned for, otherwise for simulated CPU devices.",
         f"megajax plan PRESET {MESH_FLAGS} [--gpu NAME] [--flag value ...]",
     )
     values = parser.add_preset(argv)
-    add_flag(parser, _GPU)
-    for option in (_MARGIN, _TOKENS, _PRICE):
+    for option in (_GPU, _MARGIN, _TOKENS, _PRICE):
         add_flag(parser, option)
     parser.add_argument("--no-compile", action="store_true", help="skip compiling; print the analytical estimate only")
     parser.add_argument("--json", action="store_true", help="print a single JSON object")
@@ -77,32 +93,27 @@ def main(argv: Sequence[str]) -> None:
     looking = "write a page, for a browser without a network, on which every configuration that fits is a point"
     group.add_argument("--html", metavar="FILE", type=os.path.expanduser, help=looking)
     parser.add_config_flags(values=values)
-    args = parser.parse_args(argv)
-    args.search |= hasattr(args, "devices")
-    for name in ("best", "plot", "html"):
-        if getattr(args, name, None) is not None and not args.search:
-            raise UserError(f"--{name} without --search; valid: --search, or without --{name}")
-    preset, overrides = load_preset(args.preset), parser.overrides(args)
-    config = resolve(preset, overrides)
+    return parser
+
+
+def _machines(args: argparse.Namespace, precision: str) -> list[Machine]:
+    """The GPUs to plan for, which must support the precision."""
     margin = getattr(args, "margin", _MARGIN.default)
     names = dict.fromkeys(getattr(args, "gpu", _GPU.default).split(","))
+    if len(names) > 1 and (args.plot or not args.search):
+        several = f"--gpu {','.join(names)} {'with --plot' if args.search else 'without --search'}"
+        raise UserError(f"{several}; valid: one GPU{', or --devices N' * (not args.search)}")
     machines = [dataclasses.replace(MACHINES[name], margin=margin) for name in names]
-    several = f"--gpu {','.join(names)}" if len(machines) > 1 else ""
-    for flag, wrong in (("without --search", not args.search), ("with --plot", args.plot)):
-        if several and wrong:
-            raise UserError(f"{several} {flag}; valid: one GPU{', or --devices N' * (not args.search)}")
     for machine in machines:
         if machine.usable <= 0:
             most = f"less than {machine.largest / 2**30:.1f} GiB, what a program gets on one {machine.name.upper()}"
             raise UserError(f"--margin {margin:g}: leaves no memory; valid: {most}")
-        peak_of(machine, config.precision)
-    run = WholeRun(tokens_of(getattr(args, "tokens", "")) or 0.0, getattr(args, "price", 0.0))
-    if run.price and not run.tokens:
-        raise UserError("--price without --tokens; valid: both, such as --tokens 15T --price 2")
-    if args.search:
-        _print_search(args, config, resolve(preset, {}), machines, overrides, run)
-        return
-    (machine,) = machines
+        peak_of(machine, precision)
+    return machines
+
+
+def _print_plan(args: argparse.Namespace, config: Config, machine: Machine, run: WholeRun, began: float) -> None:
+    """Print the plan of one mesh, with what is compiled for it."""
     validate_imagined(config)
     gpus = compiles_for(machine.name)
     compiles = not args.no_compile and (gpus or config.mesh.num_devices <= MOST_SIMULATED)
@@ -135,7 +146,7 @@ def _print_search(
     devices = getattr(args, "devices", None) or config.mesh.num_devices
     plot, page = (Path(file) if file else None for file in (args.plot, args.html))
     if plot:
-        from megajax.plan.picture import MARK
+        from megajax.plan.picture import MARK, draw_search
 
         check_plot(plot, MARK, "picture of megajax plan")
     if page:
@@ -144,20 +155,22 @@ def _print_search(
     compiles = len(machines) == 1 and not args.no_compile and (gpus or devices <= MOST_SIMULATED)
     imagine_devices(config, devices if compiles and not gpus else 1)
 
+    from rich.console import Console
+
     from megajax.plan.page import page_of_search, title_of
-    from megajax.plan.picture import draw_search
     from megajax.plan.ranking import figures, lines
     from megajax.plan.search import VARIED, Found, search
+    from megajax.training.display import Display
 
-    count, searches = getattr(args, "best", _BEST.default), list[tuple[Machine, Found]]()
-    failed: list[UserError] = []
+    count = getattr(args, "best", _BEST.default)
+    searches, failed = list[tuple[Machine, Found]](), list[UserError]()
     with stop_signals.deferred("the best configurations so far are printed"):
-        kept = [key for key in VARIED if key in overrides]
+        kept, bars = [key for key in VARIED if key in overrides], Console(stderr=True)  # results alone go to stdout
         for machine in machines:
             if stop_signals.number and (searches or failed):
                 break
             try:
-                result = search(config, devices, machine, given=kept, count=count, watch=_progress().phase)
+                result = search(config, devices, machine, given=kept, count=count, watch=Display(console=bars).phase)
                 searches.append((machine, result))
             except UserError as error:
                 failed.append(error)
@@ -195,12 +208,3 @@ def _print(shown: "Callable[[Sequence[Compilation]], str]", configs: Sequence[Co
     print(lines)
     if stop:
         raise stop
-
-
-def _progress() -> "Display":
-    """Bars on a terminal, otherwise lines, on standard error: standard output has only results."""
-    from rich.console import Console
-
-    from megajax.training.display import Display
-
-    return Display(console=Console(stderr=True))

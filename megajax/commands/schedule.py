@@ -32,17 +32,16 @@ def main(argv: Sequence[str]) -> None:
         "forward, then its backward, then its deferred weight gradients.",
         "megajax schedule --mesh.pipe P --microbatches M [--flag value ...]",
     )
-    fields = "schedule", "chunks", "weight_gradients"
-    parser.add_config_flags("mesh.pipe", *(f"pipeline.{field}" for field in fields))
+    parser.add_config_flags("mesh.pipe", "pipeline.schedule", "pipeline.chunks", "pipeline.weight_gradients")
     add_flag(parser, Option("microbatches", int, MISSING, "microbatches per step"), required=True)
     for name, what in _PASSES.items():
         add_flag(parser, Option(f"{name}_time", float, 1.0, f"relative time of a stage per microbatch: {what}", _TIME))
     add_flag(parser, Option("plot", str, "", "draw the timeline to this .png or .svg file", traits=(IS_PATH,)))
     parser.add_argument("--json", action="store_true", help="print a single JSON object")
     args = parser.parse_args(argv)
-    given = parser.overrides(args)
-    stages, microbatches = given.pop("mesh.pipe", 1), args.microbatches
-    pipeline = PipelineConfig(**{key.removeprefix("pipeline."): value for key, value in given.items()})
+    overrides = parser.overrides(args)
+    stages, microbatches = overrides.pop("mesh.pipe", 1), args.microbatches
+    pipeline = PipelineConfig(**{key.removeprefix("pipeline."): value for key, value in overrides.items()})
     times = PassTimes(**{name: getattr(args, f"{name}_time", 1.0) for name in _PASSES})
     check_schedule(pipeline, stages)
     check_table(pipeline, stages, microbatches, "--microbatches")

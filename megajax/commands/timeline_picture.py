@@ -63,10 +63,7 @@ def _legend(schedule: Schedule) -> list[Any]:
     from matplotlib.patches import Patch
 
     return [
-        Patch(
-            color=COLOURS[index][chunk % 4],
-            label=_label(what, chunk, schedule.num_chunks),
-        )
+        Patch(color=COLOURS[index][chunk % 4], label=_label(what, chunk, schedule.num_chunks))
         for chunk in range(min(schedule.num_chunks, 4))
         for index, what in enumerate(_passes(schedule))
     ]
