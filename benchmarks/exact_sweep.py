@@ -5,7 +5,7 @@ for all presets.
 
 What is drawn depends only on seed, preset and number. Four numbers in a row share a mesh and a reference on one device,
 and differ in how the step is computed. A line is appended to FILE for each; what is in it is not run again, so it can
-be stopped and goes on. The last prints the table of docs/correctness.md. Exit code 1: something differs, or a step does
+be stopped and goes on. The last prints a table by preset. Exit code 1: something differs, or a step does
 not run.
 """
 

@@ -169,9 +169,9 @@ def _time(plan: dict[str, Any]) -> list[str]:
         "",
         f"arithmetic: {flops / 1e15:,.2f} PFLOP per step, {flops / devices / 1e12:,.2f} TFLOP per device{muon}",
         *([f"bubble: {plan['bubble']:.1%} of the pipeline's time; {stages}"] if plan["mesh"]["pipe"] > 1 else []),
-        f"predicted (docs/plan-time.md): {seconds:.3f} s per step, "
+        f"predicted (docs/plan.md): {seconds:.3f} s per step, "
         f"{plan['tokens_per_second']:,.0f} tokens/s, {plan['tokens_per_second'] / devices:,.0f} a GPU, "
-        f"MFU {plan['mfu']:.1%} with attention counted whole, {plan['mfu_causal']:.1%} causal",
+        f"MFU {plan['mfu']:.1%} with full attention, {plan['mfu_causal']:.1%} causal",
         f"  of which {', '.join(parts)}",
         *_whole_run(**plan["whole_run"]),
         *([_OWN_KERNEL] if plan["own_kernel"] else []),

@@ -20,7 +20,7 @@ class Efficiency:
     """The shares of its rates that a GPU reaches, and fixed times."""
 
     # Of the peak, by a large matrix product. Two published runs on H100s, MaxText's of 7B and Megatron-LM's of 16B
-    # (docs/plan-time.md).
+    # (docs/benchmarks/planning.md).
     products: float = 0.70
     # Of the peak, by fused attention: the 9 ms that gpu-compiled.md assumes for the 3.6 TFLOP of 8,192 tokens of
     # gpt2-1.2b.
@@ -45,7 +45,7 @@ class Kernel:
     attention (on an H200 they reached two thirds of cuDNN's rate, docs/benchmarks/gpu.md)."""
 
     # For dropout, whose bits each kernel hashes: more cycles of a multiprocessor for 64 x 64 scores of heads of 128
-    # features, forward and backward (docs/benchmarks/gpu-attention.md, JAX 0.12). At the peak, a cycle does 4,096 FLOP
+    # features, forward and backward (docs/benchmarks/gpu-compiled.md, JAX 0.12). At the peak, a cycle does 4,096 FLOP
     # of products, one for each score.
     dropped: tuple[float, float] = (980.0 - 275.0, 1731.0 - 820.0)
 

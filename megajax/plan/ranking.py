@@ -48,9 +48,9 @@ def lines(
     return [
         f"{began}{result.tried:,} configurations on {best.config.mesh.num_devices} {machine.name.upper()}s, of which "
         f"{len(result.fitting):,} fit in {machine.usable / GIB:.1f} GiB{kept}; analytical predictions, "
-        "nothing was run (docs/plan-time.md)",
+        "nothing was run (docs/plan.md)",
         *table,
-        "MFU counts attention whole; MFU causal only the scores that the mask leaves",
+        "MFU counts full attention; MFU causal only unmasked scores",
         f"breakdown of number 1, {unit} per step: {parts}",
         *([best.time.expert_loop.line] if best.time.expert_loop else []),
         *(_compiled_line(rank, *pair) for rank, pair in compared),

@@ -78,7 +78,7 @@ NOT_RUN = {  # reason -> patterns of whole commands
         r"megajax train runs/qwen/.*",
         r".*convert import-hf .* runs/(gpt2|qwen)",
     ],
-    "the size of docs/train-1b.md; the same commands run smaller": [
+    "the size of a 1B model in docs/recipes.md; the same commands run smaller": [
         r"megajax plan llama3\.2-1b --devices 8 .*",
         r"megajax (eval perplexity --checkpoint|convert export-hf) runs/web-1b .*",
     ],

@@ -36,7 +36,7 @@ def test_every_fault_can_be_planted() -> None:
 
 
 def test_every_class_is_documented() -> None:
-    documented = (ROOT / "docs" / "verify.md").read_text()
+    documented = (ROOT / "docs" / "faults.md").read_text()
     for title, faults in CLASSES.items():
         counts = Counter(fault.caught.by for fault in faults)
         row = f"| {title} | {', '.join(f'{by} {counts[by]}' for by in WAYS if counts[by])} |"
