@@ -1,5 +1,5 @@
 """Draw the losses of finished comparisons, which docs/benchmarks keeps as JSON: the pictures of docs/float8.md,
-docs/recipes.md and docs/benchmarks/layer-order.md.
+docs/recipes.md and docs/bert.md.
 
 python docs/pictures/curves.py float8|layer-order|muon docs/NAME.png
 """

@@ -1,6 +1,6 @@
 """The configuration of a training step: all that changes its compiled program, and nothing else.
 
-A run's `Config` (`megajax/settings/config.py`) is one of these, with data, run and people around it.
+A run's `Config` (`megajax/settings/config.py`) extends it with data, checkpoint and logging options.
 """
 
 import math

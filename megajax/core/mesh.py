@@ -148,11 +148,16 @@ def local_shape(spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, i
 def zero_sharding(
     spec: PartitionSpec, shape: Sequence[int], sizes: Mapping[str, int], *, joins: Sequence[int] = ()
 ) -> Sharding:
-    """What ZeRO adds to a weight's `spec`: all of its axes that do not shard the weight yet, on one dim: the first that
-    they divide together, so that a shard is contiguous in memory. If they divide none, they shard the dim that needs
-    the least padding, of those that nothing else shards; if that is more than a 64th, two such neighbours as one dim
-    where that needs less and the first is one of `joins`. Without such a dim, nothing is added. `sizes` are those of
-    the mesh axes."""
+    """What ZeRO adds to a weight's `spec`: its axes that do not shard the weight yet, together on one dim. `sizes` are
+    those of the mesh axes.
+
+    | if | they shard |
+    |---|---|
+    | they divide a dim | the first such dim, so that a shard is contiguous in memory |
+    | they divide none | the dim that needs the least padding, of those that nothing else shards |
+    | that padding is more than a 64th | two such neighbours, the first one of `joins`, as one dim if that needs less |
+    | there is no such dim | nothing |
+    """
     axes = tuple(axis for axis in ZERO_AXES if axis not in spec_axes(spec))
     shards, local = math.prod(sizes[axis] for axis in axes), local_shape(spec, shape, sizes)
     if shards == 1:

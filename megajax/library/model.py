@@ -195,8 +195,8 @@ class Model:
                 remains the end of the schedule of the learning rate.
             run_dir: by default the configuration's.
             batches: batches as for `train_step`: an iterator from the model's next step on, or a function of the
-                number of steps before. By default those of the configuration's data. If the run is further than the
-                model, it passes over an iterator's first ones.
+                number of steps before. By default those of the configuration's data. On resume an iterator is
+                advanced past the batches already used.
             data, validation: data sets instead: objects with `len` and `[i]`, of which an entry is ids [T + 1] or a
                 dict of a row's arrays. Training draws all entries once in every epoch, in a new order.
             on_step: called with a step's number and its figures, in order, when they are known.

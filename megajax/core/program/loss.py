@@ -15,8 +15,8 @@ from megajax.core.optim.config import OWN
 
 
 def loss_of(config: StepConfig) -> Loss | None:
-    """The loss of a configuration, with its metrics; None: the model's own, alone. Raises `UserError` for another one
-    that is called like it, of which a perplexity would be told."""
+    """The loss of a configuration, with its metrics; None: the model's own, alone. Raises `UserError` for a loss of the
+    user's that has the name of the model's: evaluation would report a perplexity of it."""
     name, loss = config.train.loss, config.own_loss
     if loss is None and name == "preferences":
         loss = preference_loss(config.train.dpo_beta)
