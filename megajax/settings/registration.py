@@ -47,7 +47,7 @@ def register(kind: str, name: str, thing: Callable[..., Any]) -> None:
             - `optimizer`, `--optimizer.name`: a function of the learning rate's schedule that returns an optax
               transformation, such as `optax.lion`.
             - `pipeline`, `--pipeline.schedule`: a function as in `megajax/core/pipeline/schedule.py`.
-            - `schedule`, `--optimizer.schedule`: a function from the share of the decay that is over, 0 to 1, to the
+            - `schedule`, `--optimizer.schedule`: a function from the progress of the decay, 0 to 1, to the
               height of the learning rate between its floor, 0, and its peak, 1.
             - `tracker`, `--track`: a function of the run directory that returns a `megajax.Tracker`.
         name: lowercase letters, digits, hyphens.

@@ -13,7 +13,7 @@ OPTIMIZERS: dict[str, Any] = {"adamw": None, "muon": None, OWN: None}
 """By `optimizer.name`: for a registered one, the function that makes it from a schedule (`optim/own.py`)."""
 SCHEDULES: dict[str, Any] = dict.fromkeys(("cosine", "linear", "wsd", "inverse-square-root", "constant"))
 """By `optimizer.schedule`: for a registered one, the share of the way from peak to floor that is left, as a function of
-the share of the decay that is over."""
+the progress of the decay, from 0 to 1."""
 Shape = Literal["1-sqrt", "linear", "cosine", "exponential"]
 
 
