@@ -2,8 +2,8 @@
 forward and backward consist of its layers' products, attention and memory traffic (`plan/work.py`) and their
 collectives, except where these overlap with computation. The pipeline's time follows from its table
 (`core/pipeline/timing.py`); the reduction of gradients, the optimizer and the gathering of weights are added. All rates
-are in `plan/machines.py`; docs/benchmarks/planning.md says how they were calibrated and compares predictions with published
-figures.
+are in `plan/machines.py`; docs/benchmarks/planning.md says how they were calibrated and compares predictions with
+published figures.
 """
 
 from collections import defaultdict

@@ -60,7 +60,7 @@ class TaughtBatches:
 
 
 def batches_after(batches: Batches, step: int, first: int) -> Iterable[Given]:
-    """The batches after so many steps. An iterator begins after the model's `first`, and is advanced past the others."""
+    """The batches after so many steps. An iterator begins after the model's `first` and is advanced past the others."""
     if isinstance(batches, TaughtBatches):
         return batches(step, first)
     if callable(batches):
