@@ -89,12 +89,12 @@ HOW = DenseProducts(1, (), (), (0, 0), True, CPU)
 
 
 @jax.jit
-def both(x: jax.Array, w: jax.Array, v: jax.Array, *grads: jax.Array) -> tuple:
+def both(x: jax.Array, w: jax.Array, v: jax.Array, *grads: jax.Array, wide: jax.Array | None = None) -> tuple:
     """Outputs of two products of one input, and the gradients of all."""
 
     def outputs(x: jax.Array, w: jax.Array, v: jax.Array) -> list[jax.Array]:
-        weights = [Float8Weight(each, copies_of(each, 0, 1, E4M3, ((), ()), both=True)) for each in (w, v)]
-        return products(HOW, x, weights)
+        copies = (copies_of(each, 0, 1, E4M3, ((), ()), both=True)._replace(wide=wide) for each in (w, v))
+        return products(HOW, x, [*map(Float8Weight, (w, v), copies)])
 
     y, pull_back = jax.vjp(outputs, x, w, v)
     return y, *pull_back(list(grads))
@@ -110,6 +110,13 @@ def test_products_are_those_of_what_rows_and_columns_count_as() -> None:
     np.testing.assert_allclose(dx, expected, rtol=1e-5, atol=1e-4)
     np.testing.assert_allclose(dw, x.T @ dy, rtol=1e-5, atol=1e-5)  # not in 8 bits
     np.testing.assert_allclose(dv.reshape(24, 6), x.T @ dz_flat, rtol=1e-5, atol=1e-5)
+
+
+def test_products_of_a_wide_layer_are_not_in_8_bits() -> None:
+    x, w, v, dy, dz = drawn(5, 24), drawn(24, 16), drawn(24, 2, 3), drawn(5, 16), drawn(5, 2, 3)
+    for wide, expected in ((0, dequantized(x) @ dequantized(w.T).T), (1, x @ w)):
+        (y, _), *_ = both(x, w, v, dy, dz, wide=np.float32(wide))
+        np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_infinities_and_nan_reach_all_that_their_row_gives_and_zeros_stay() -> None:
