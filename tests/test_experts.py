@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from parity_grid import cover, name
+from scipy.special import expit, softmax
 from tiny import MIXTURE, tiny_config, tiny_program, user_error
 
 from megajax.core.models.attention_mask import CAUSAL
@@ -154,6 +155,18 @@ def test_routing_by_hand(renormalize):
     np.testing.assert_allclose(routing.figures["balance_loss"], balance, rtol=1e-5)
     entropy = -(shares * np.log(shares)).sum(-1)[real_BT].sum()
     np.testing.assert_allclose(routing.figures["router_entropy"], entropy, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("scores", "count"), [("softmax", 1), ("sigmoid", 2)])
+def test_groups_by_hand(scores, count):
+    """A token's experts are in the group whose largest scores, so many, have the largest sum."""
+    config = tiny_config(**MIXTURE | {"router_scores": scores, "expert_groups": 2}).model
+    router, logits_TE = Router(config, NamedKey.from_seed(0), F_AND_G), np.random.default_rng(0).normal(size=(99, 8))
+    score_TGE = (softmax(logits_TE, axis=-1) if scores == "softmax" else expit(logits_TE)).reshape(99, 2, 4)
+    best_T = np.sort(score_TGE)[..., -count:].sum(-1).argmax(-1)
+    chosen_TK = np.argsort(-score_TGE[np.arange(99), best_T])[:, : config.experts_per_token]
+    found = router._chosen(score_TGE.reshape(1, 99, 8).astype(np.float32))
+    assert (found[0] == chosen_TK + 4 * best_T[:, None]).all()
 
 
 @pytest.mark.parametrize("documents", [True, False])

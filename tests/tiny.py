@@ -70,6 +70,7 @@ def tiny_config(
     global_batch: int = 8,
     precision: str = "fp32",
     zero: int = 1,
+    freeze: tuple[str, ...] = (),
     sequence_parallel: bool = False,
     reset_attention: bool = False,
     lora: LoraConfig | None = None,
@@ -96,7 +97,9 @@ def tiny_config(
             weight_gradients=weight_gradients,
             paired_microbatches=paired_microbatches,
         ),
-        train=TrainConfig(steps=10, global_batch=global_batch, microbatch=microbatch, remat=remat, ema=ema),
+        train=TrainConfig(
+            steps=10, global_batch=global_batch, microbatch=microbatch, remat=remat, ema=ema, freeze=freeze
+        ),
         data=DataConfig(reset_attention=reset_attention),
         optimizer=OptimizerConfig(**rates | (optimizer or {})),
     )

@@ -33,7 +33,7 @@ from tiny import GPT_OSS, tiny_config, tiny_program, user_error
 
 from megajax.convert.families import exchange_for
 from megajax.convert.importing import import_hf, open_source
-from megajax.convert.weights import whole_model
+from megajax.convert.weights import TensorPlace, whole_model
 from megajax.core.models.config import ModelConfig
 from megajax.data.tasks.registry import TASKS, TaskConfig
 from megajax.runs.init import first_state
@@ -264,6 +264,19 @@ PLACES = {
     "megatron-bert": (_BERT | _PRE, _HEADS | {"norm": "bert.encoder.ln"}, _TABLES),
     "bert": (_BERT | _POST, _HEADS | {"norm": "bert.embeddings.LayerNorm"}, _TABLES),
 }
+
+
+@pytest.mark.parametrize(("pairs", "first"), [("in heads", [2, 4, 6, 3, 5, 7]), ("at the end", [*range(2, 8)])])
+def test_where_rotary_features_are(pairs: Any, first: list[int]) -> None:
+    """Three pairs of features, which are the last of two heads' eight, or of all: the first ones before the others."""
+    place, model, theirs = (
+        TensorPlace("", "", pairs=pairs),
+        tiny_config(num_heads=2, rotary_size=6).model,
+        np.arange(16),
+    )
+    expected = np.array([0, 1, *first, 8, 9, 10, 12, 14, 11, 13, 15])
+    np.testing.assert_array_equal(place.in_halves(theirs, model), expected)
+    np.testing.assert_array_equal(place.in_pairs(expected, model), theirs)
 
 
 @pytest.mark.parametrize("kind", PLACES)

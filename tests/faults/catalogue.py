@@ -20,6 +20,7 @@ ON_GATHERED = ON_DATA | {"optimizer": {"overlap_gathers": "true"}}
 ON_CONTEXT = {"mesh": (1, 1, 2, 1), "context_attention": "gather"}
 ON_DOCUMENTS = ON_CONTEXT | {"reset_attention": True}
 ON_HEADS = ON_CONTEXT | {"context_attention": "heads"}
+ON_ROWS_AND_CONTEXT = {"mesh": (2, 1, 2, 1)}
 ON_ZERO3 = {"mesh": (2, 1, 1), "zero": 3}
 ON_ODD = {"mesh": (3, 1, 1), "global_batch": 6}
 ON_REPLICAS = {"mesh": (4, 1, 1), "optimizer": {"zero_ranks": 2}}
@@ -101,11 +102,7 @@ ROWS: dict[str, dict[str, Row]] = {
         ),
         "the gradient of what g gave is summed, too": (
             "core.parallel.layers.RowParallelLinear.__call__",
-            (
-                "self.boundary.leave(product_BTD)",
-                "(lambda y, n: n * y - (n - 1) * lax.stop_gradient(y))"
-                "(self.boundary.leave(product_BTD), axis_size(TENSOR))",
-            ),
+            ("self.boundary.leave(product_BTD)", f"{DOUBLED}(self.boundary.leave(product_BTD), axis_size(TENSOR))"),
             named("mlp_activation of layer 1, backward", ON_TENSOR),
         ),
         "every device of a tensor group adds the bias": (
@@ -124,6 +121,16 @@ ROWS: dict[str, dict[str, Row]] = {
             "core.parallel.vocabulary._local_ids",
             ("axis_index(axes)", "axis_index(TENSOR)"),
             named("input of layer 0, forward", ON_BOTH_VOCABULARIES),
+        ),
+        "shards are numbered by the axes in another order": (
+            "core.parallel.collectives.own_shard",
+            ("axis_index(axes)", "axis_index(axes if isinstance(axes, str) else axes[::-1])"),
+            named("what the skipped step changes: params/blocks/", ON_ROWS_AND_CONTEXT),
+        ),
+        "scores of rows come in another order of axes": (
+            "core.program.scoring._of_all_rows",
+            ("gather_shards", "(lambda x, dim, axes, **more: gather_shards(x, dim, axes[::-1], **more))"),
+            named("no difference in the step: exact scores: ", ON_DROPLESS | {"mesh": (2, 1, 1)}),
         ),
     },
     "A sum left out, taken twice, or over parts": {
@@ -206,10 +213,7 @@ ROWS: dict[str, dict[str, Row]] = {
         ),
         "a reduce-scatter takes the mean": (
             "core.parallel.collectives.scatter_sum",
-            (
-                "lax.psum_scatter(x, axes, scatter_dimension=dim % x.ndim, tiled=True)",
-                "lax.psum_scatter(x, axes, scatter_dimension=dim % x.ndim, tiled=True) / 2",
-            ),
+            ("lax.psum_scatter", "(lambda *given, **more: lax.psum_scatter(*given, **more) / 2)"),
             gradient(
                 "blocks/attention/key/weight, layer 0, 1",
                 ON_ZERO3,
@@ -262,6 +266,11 @@ ROWS: dict[str, dict[str, Row]] = {
                 "* sum(len(sample.loss) for sample in scores)",
             ),
             tests("tests/evaluation/test_scoring.py"),
+        ),
+        "a norm over all heads is a mean over a device's": (
+            "core.models.norms.mean_squares",
+            ("x_BTHK.shape[2] * x_BTHK.shape[3] * devices", "x_BTHK.shape[2] * x_BTHK.shape[3]"),
+            named("query_norm of layer 0, forward", ON_TENSOR | FEW_KEYS | {"query_key_norm_over": "width"}),
         ),
     },
     "A microbatch dropped or taken twice": {
@@ -354,6 +363,11 @@ ROWS: dict[str, dict[str, Row]] = {
             ("np.roll(by_virtual, -upstream, axis=1)", "np.roll(by_virtual, upstream, axis=1)"),
             types("used before it was sent", {"mesh": (1, 3, 1), "num_layers": 3}),
         ),
+        "a slot is free in the tick in which it is last read": (
+            "core.pipeline.schedule._slots",
+            ("occupied[0][0] < first[item]", "occupied[0][0] <= first[item]"),
+            types("AssertionError", ON_PIPE),
+        ),
     },
     "Layers on the wrong stage": {
         "the layers of every stage are numbered from 0": (
@@ -384,6 +398,21 @@ ROWS: dict[str, dict[str, Row]] = {
             ("index >= 0", "index > 0"),
             named("input of layer 0, forward: rows never computed", {"mesh": (1, 2, 1), "num_layers": 3}),
         ),
+        "layers are numbered stage by stage, not chunk by chunk": (
+            "core.pipeline.placement.Placement.layer_index",
+            ("np.cumsum(self.counts)", "np.cumsum(self.counts.T).reshape(self.counts.shape[::-1]).T"),
+            named("input of layer 1, forward", ON_RING),
+        ),
+        "of several chunks the first one's sums are reduced for all": (
+            "core.pipeline.executor.Pipeline._completed",
+            ("slice(size, None)", "slice(0, -size)"),
+            gradient("blocks/attention/key/weight, layer 2, 3", ON_RING | ON_OVERLAPPED | {"mesh": (2, 2, 1)}),
+        ),
+        "a stage freezes the layers that the first one does": (
+            "core.program.state.StateLayout._with_frozen",
+            ("axis_index(PIPE)", "0 * axis_index(PIPE)"),
+            gradient("blocks/attention/key/weight, layer 1", ON_PIPE | {"freeze": ("layers.0",)}),
+        ),
     },
     "Deferred weight gradients": {
         "a weight gradient from the factors beside its own": (
@@ -411,6 +440,11 @@ ROWS: dict[str, dict[str, Row]] = {
             "core.pipeline.executor.Pipeline.tick",
             ("self.weight_gradients(schedule, row.late, sums)", "sums"),
             gradient("blocks/attention/key/weight, layer 0, 1, 2, 3", ON_DEFERRED),
+        ),
+        "a weight gradient goes to the chunk of the one before it": (
+            "core.pipeline.executor.Pipeline._weight_gradients",
+            ("jnp.asarray(deferral.chunk)[:, self.stage]", "jnp.roll(jnp.asarray(deferral.chunk)[:, self.stage], 1)"),
+            gradient("blocks/attention/key/weight, layer 0, 1, 2, 3", ON_RING | {"weight_gradients": "deferred"}),
         ),
     },
     "The sharded vocabulary": {
@@ -489,6 +523,11 @@ ROWS: dict[str, dict[str, Row]] = {
             "core.parallel.tokens.TokenShares.of_first_token",
             ("axis_index(TENSOR) == 0", "axis_index(TENSOR) >= 0"),
             named("the sum of the losses: step 1, loss/sentence_order", ON_SEQUENCE | BERT),
+        ),
+        "a document sees the last token of the one before it": (
+            "core.models.attention_mask.AttentionMask.in_documents",
+            ("place_T[None, :] - position_BT", "jnp.maximum(place_T[None, :] - position_BT - 1, 0)"),
+            tests("tests/core/models/test_forward.py -k document"),
         ),
     },
     "Coordinates of dropout": {
@@ -600,6 +639,16 @@ ROWS: dict[str, dict[str, Row]] = {
             ("total_NKS.at[:, :, keys].add(block)", "total_NKS.at[:, :, keys].set(block)"),
             named("value of layer 1, backward", ON_CONTEXT),
         ),
+        "keys of the device before are a token further on": (
+            "core.models.attention_mask.Places.with_keys_before",
+            ("start_P - before", "start_P - before + 1"),
+            named("attention_heads of layer 0, forward", {"mesh": (1, 1, 2, 1), "sliding_window": 3}),
+        ),
+        "a piece from the back begins with a tile too late": (
+            "core.models.context_attention._over_tiles",
+            ("turn >= axis_index(CONTEXT)", "turn > axis_index(CONTEXT)"),
+            named("attention_heads of layer 0, forward", ON_CONTEXT),
+        ),
     },
     "Shards of ZeRO": {
         "a device updates another one's shard": (
@@ -673,16 +722,18 @@ ROWS: dict[str, dict[str, Row]] = {
         ),
         "a skipped step moves the momentum": (
             "core.optim.muon.scale_by_muon.advance",
-            (
-                "choose(taken, optax.tree.update_moment(mine, state.momentum, beta, 1), state.momentum)",
-                "optax.tree.update_moment(mine, state.momentum, beta, 1)",
-            ),
+            ("choose", "(lambda taken, new, old: new)"),
             named("what the skipped step changes: optimizer/0/momentum/blocks/attention/", ON_MUON),
         ),
         "shards come back to other matrices": (
             "core.optim.muon._Deal.shards",
             ("x.reshape(-1, rows, columns)", "jnp.roll(x.reshape(-1, rows, columns), 1, 0)"),
             named("the update of the weights: blocks/attention/key/weight, layer 0, 1", ON_MUON),
+        ),
+        "a matrix is as large as its padded shards": (
+            "core.optim.muon.orthogonal_updates",
+            ("_scale(of.num_rows, of.num_columns, config)", "_scale(rows, columns, config)"),
+            named("the update of the weights: blocks/", ON_ODD | {"optimizer": {"name": "muon"}}),
         ),
     },
     "LoRA": {
@@ -713,6 +764,13 @@ ROWS: dict[str, dict[str, Row]] = {
             ("vary(adapter[...], axes)", "jnp.roll(vary(adapter[...], axes), axis_size(EXPERT) - 1, 0)"),
             named("experts_output of layer 0, forward", ON_ADAPTED_EXPERTS),
         ),
+        "merged adapters lack their scale": (
+            "core.models.lora.Adapters.added",
+            ("self._scale * added", "added"),
+            named(
+                "no difference in the step: exact generation with a cache: ", ON_TENSOR | {"lora": LoraConfig(rank=2)}
+            ),
+        ),
     },
     "The norm of the gradients": {
         "the norm is that of a device's shards": (
@@ -740,10 +798,7 @@ ROWS: dict[str, dict[str, Row]] = {
         ),
         "the norm leaves sharded weights out": (
             "core.optim.adam.global_norm",
-            (
-                "sum(sum_over(square, sorted(axes)) for axes, square in sums.items())",
-                'sum(sum_over(square, sorted(axes)) for axes, square in sums.items() if "tensor" not in axes)',
-            ),
+            ("sums.items()", '[each for each in sums.items() if "tensor" not in each[0]]'),
             tests("tests/core/optim/test_adam.py"),
         ),
         "every stage clips by its own norm": (  # torchtitan #596
@@ -763,20 +818,12 @@ ROWS: dict[str, dict[str, Row]] = {
     "Mixtures of experts": {
         "the norm leaves out experts that are sharded": (
             "core.optim.adam.global_norm",
-            (
-                "sum(sum_over(square, sorted(axes)) for axes, square in sums.items())",
-                "sum(sum_over(square, sorted(axes)) for axes, square in sums.items() "
-                'if "expert" not in axes or lax.axis_size("expert") == 1)',
-            ),
+            ("sums.items()", "[x for x in sums.items() if 'expert' not in x[0] or lax.axis_size('expert') == 1]"),
             named("no activation or gradient of step 1: the norm of the gradients: grad_norm", ON_EXPERTS),
         ),
         "gradients of experts are doubled on two devices": (
             "core.models.experts.expert_products",
-            (
-                "vary(linear.weight[...], axes)",
-                "(lambda x, n: n * x - (n - 1) * lax.stop_gradient(x))"
-                "(vary(linear.weight[...], axes), axis_size(EXPERT))",
-            ),
+            ("vary(linear.weight[...], axes)", f"{DOUBLED}(vary(linear.weight[...], axes), axis_size(EXPERT))"),
             gradient("blocks/mlp/", ON_DROPLESS),
         ),
         "every device of a tensor group adds the biases of experts": (
@@ -903,6 +950,21 @@ ROWS: dict[str, dict[str, Row]] = {
             ),
             tests("tests/test_experts.py -k by_hand"),
         ),
+        "a router's own losses are means over a device's tokens": (
+            "core.models.router.Router.__call__",
+            ("jnp.sum(context.real_BT, axis=1)", "jnp.sum(real_BT1[..., 0], axis=1)"),
+            named("router_logits of layer 1, backward", ON_SHARED_SEQUENCES | {"router_z_loss": 0.3}),
+        ),
+        "groups are ranked by all of their scores": (
+            "core.models.router.Router._in_best_groups",
+            ('lax.top_k(share_BTGE, 2 if config.router_scores == "sigmoid" else 1)[0]', "share_BTGE"),
+            tests("tests/test_experts.py -k by_hand"),
+        ),
+        "biases of routers follow the loads of the first stage": (
+            "core.program.train_step._with_moved_biases",
+            ("axis_index(PIPE)", "0 * axis_index(PIPE)"),
+            named("the update of the weights: blocks/mlp/router/bias", ON_BIASES | {"mesh": (1, 2, 1), "expert": 1}),
+        ),
     },
     "Latent attention": {
         "gradients of latents grow with the group": (
@@ -973,6 +1035,16 @@ ROWS: dict[str, dict[str, Row]] = {
             ("jnp.where(bits < _INFINITE, power, jnp.nan)", "power"),
             tests("tests/core/parallel/test_float8.py"),
         ),
+        "layers in bf16 are counted from each stage's first one": (
+            "core.program.float8.LayerCopies.added",
+            ("layer_index < self._first", "jnp.arange(len(layer_index)) < self._first"),
+            tests("tests/test_float8_steps.py -k under_a_pipe"),
+        ),
+        "only the layers in bf16 are in 8 bits": (
+            "core.parallel.float8.either",
+            ("copies.wide > 0", "copies.wide == 0"),
+            tests("tests/core/parallel/test_float8.py -k wide"),
+        ),
     },
     "State beside the weights": {
         "the average is taken before the biases move": (
@@ -993,6 +1065,11 @@ ROWS: dict[str, dict[str, Row]] = {
             "core.optim.adam.averaged",
             ("1.0 - decay", "decay"),
             named("moving average, by its definition: ", ON_DATA | {"ema": 0.75}),
+        ),
+        "a resumed run begins with the first loss scale": (
+            "core.optim.loss_scale.LossScale.resumed",
+            ("self.scale > 0", "self.scale > LARGEST"),
+            tests("tests/runs/test_checkpoint.py -k scale"),
         ),
     },
     "The dtype of sums": {
@@ -1071,6 +1148,33 @@ ROWS: dict[str, dict[str, Row]] = {
                 f"{GROWING}, start_step=self.first + (self.first > 0))",
             ),
             tests("tests/commands/test_resume.py"),
+        ),
+        "samples that a start no longer leaves out are left out": (
+            "runs.order.Order.__init__",
+            (
+                "_after(drawn - self._drawn - 1, self._number, last.skip) + 1",
+                "_after(drawn - self._drawn, self._number, last.skip)",
+            ),
+            tests("tests/runs/test_order.py"),
+        ),
+    },
+    "Generation from a cache": {
+        "tokens after a short prompt have the positions of their slots": (
+            "core.models.cache.slot_positions",
+            ("length_B1 + slot_1S - first_slot", "slot_1S + 0 * length_B1"),
+            named("no difference in the step: exact generation with a cache: ", ON_DATA),
+        ),
+        "the first token follows the padding of a prompt": (
+            "generation.programs.DecodingPrograms.prefill",
+            ("(length_B - 1)[:, None, None]", "(0 * length_B + tokens_BT.shape[1] - 1)[:, None, None]"),
+            named("no difference in the step: exact generation with a cache: ", ON_DATA),
+        ),
+    },
+    "Formats of others": {
+        "rotary features in pairs are taken apart as halves are joined": (
+            "convert.weights.TensorPlace._reordered",
+            ("sides", "sides[::-1]"),
+            tests("tests/convert/test_settings.py -k rotary_features"),
         ),
     },
 }

@@ -1,6 +1,5 @@
 """Weights that `train.freeze` names are not trained: on any mesh, whatever the optimizer; others are as if alone."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -28,9 +27,8 @@ SIZE = {"num_layers": 5, "global_batch": 4, "precision": "fp64", "microbatch": 2
 AT_ONCE = {"warmup_steps": 0, "weight_decay": 0.5}
 
 
-def config_of(mesh: tuple[int, ...], *freeze: str, ema: float = 0.0, **options: Any) -> Config:
-    config = tiny_config(mesh, **SIZE | {"optimizer": AT_ONCE} | options)
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, freeze=freeze, ema=ema))
+def config_of(mesh: tuple[int, ...], *freeze: str, **options: Any) -> Config:
+    return tiny_config(mesh, freeze=freeze, **SIZE | {"optimizer": AT_ONCE} | options)
 
 
 def masks(*freeze: str, **model: Any) -> dict[str, list[int] | bool]:
