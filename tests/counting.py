@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from functools import cache
 
 import jax
+import pytest
 from jax.sharding import NamedSharding
 from tiny import abstract_batch, tiny_config, tiny_program
 
+from megajax.core.models.context_attention import elements_sent
 from megajax.core.program.train_step import loss_and_gradients, train_step
+from megajax.plan.sizes import Sizes
 from megajax.settings.config import Config
 from megajax.verify import Collective, collectives
 
@@ -51,6 +54,15 @@ def gradient_arguments(program) -> tuple:
 def collectives_of_a_step(config: Config) -> list[Collective]:
     program, arguments = program_of(config)
     return collectives(train_step(program), *arguments)
+
+
+def assert_sent_for_attention(config: Config, found: list[Collective]) -> None:
+    """As many elements as `elements_sent` says, in all, by devices that share sequences."""
+    sizes, count = Sizes(config), config.mesh.context
+    attention = [each for each in found if each.axes == ("context",) and each.kind != "all-reduce"]
+    sent = sum(each.count * each.bytes_sent(count) for each in attention)
+    elements = elements_sent(config.model, config.mesh.sizes, config.train.remat, config.precision)[sizes.way]
+    assert sent == pytest.approx(elements * sizes.rows * sizes.item * sizes.of_layer.count)
 
 
 def over(axis: str, found: list[Collective]) -> list[Collective]:

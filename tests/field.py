@@ -22,11 +22,12 @@ alone = functools.cache(run_step)  # of a configuration in its plainest form
 
 
 def assert_exact(config: Config, branches: bool = True, planned: bool = True, **forms: Any) -> ExactStep:
-    """Losses, figures, gradients and the new state of a step are those of one device, and with `branches` also if it
-    clips or is a spike, or is skipped, which changes nothing; what it communicates is as `planned`, if asked for, which
-    takes a third longer. `forms` are fields of the backend."""
+    """Losses, figures, gradients and the new state of a step are those of one device, whose layers are scanned, and
+    with `branches` also if it clips or is a spike, or is skipped, which changes nothing; what it communicates is as
+    `planned`, if asked for, which takes a third longer. `forms` are fields of the backend."""
     step = run_step(config, dataclasses.replace(in_blocks(config), **forms), branches=branches)
-    found = [*compare_exactly(alone(plain(config), branches=branches), step)]
+    scanned = dataclasses.replace(config, model=dataclasses.replace(config.model, scan_layers="true"))
+    found = [*compare_exactly(alone(plain(scanned), branches=branches), step)]
     if planned and step.in_plan:
         found.append(compare_with_plan(step))
     failed = [f"{finding.name}: {finding.where}" for finding in found if not finding.passed]

@@ -128,7 +128,7 @@ ROWS: dict[str, dict[str, Row]] = {
             named("what the skipped step changes: params/blocks/", ON_ROWS_AND_CONTEXT),
         ),
         "scores of rows come in another order of axes": (
-            "core.program.scoring._of_all_rows",
+            "core.program.scoring._answers",
             ("gather_shards", "(lambda x, dim, axes, **more: gather_shards(x, dim, axes[::-1], **more))"),
             named("no difference in the step: exact scores: ", ON_DROPLESS | {"mesh": (2, 1, 1)}),
         ),
@@ -732,7 +732,7 @@ ROWS: dict[str, dict[str, Row]] = {
         ),
         "a matrix is as large as its padded shards": (
             "core.optim.muon.orthogonal_updates",
-            ("_scale(of.num_rows, of.num_columns, config)", "_scale(rows, columns, config)"),
+            ("_scale(matrix.num_rows, matrix.num_columns, config)", "_scale(rows, columns, config)"),
             named("the update of the weights: blocks/", ON_ODD | {"optimizer": {"name": "muon"}}),
         ),
     },
@@ -856,7 +856,7 @@ ROWS: dict[str, dict[str, Row]] = {
         "shares are not renormalised": (
             "core.models.router.Router.__call__",
             ("share_BTK / jnp.where(real_BT1, total_BT1, jnp.ones((), dtype))", "share_BTK"),
-            tests("tests/test_experts.py -k by_hand"),
+            tests("tests/core/models/test_mixture.py -k by_hand"),
         ),
         "shares are renormalised on one device alone": (
             "core.models.router.Router.__call__",
@@ -883,7 +883,7 @@ ROWS: dict[str, dict[str, Row]] = {
         "the balancing loss takes squares of loads": (
             "core.models.router.Router._imbalance",
             ("often_BE * jnp.sum(share_BTE, axis=1)", "often_BE * often_BE"),
-            tests("tests/test_experts.py -k by_hand"),
+            tests("tests/core/models/test_mixture.py -k by_hand"),
         ),
         "the balancing loss is not a mean over the batch": (
             "core.program.bind.training_pipeline",
@@ -893,7 +893,7 @@ ROWS: dict[str, dict[str, Row]] = {
         "the loss of large logits is not of squares": (
             "core.models.router.Router.__call__",
             ("jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1))", "jax.nn.logsumexp(logits_BTE, axis=-1)"),
-            tests("tests/test_experts.py -k by_hand"),
+            tests("tests/core/models/test_mixture.py -k by_hand"),
         ),
         "an evaluation drops tokens": (
             "core.models.config.ModelConfig.forward_only",
@@ -948,7 +948,7 @@ ROWS: dict[str, dict[str, Row]] = {
                 "jnp.sum(count_BE, axis=0, dtype=jnp.int32)",
                 "jnp.sum(count_BE, axis=0, dtype=jnp.int32).astype(jnp.bfloat16).astype(jnp.int32)",
             ),
-            tests("tests/test_experts.py -k by_hand"),
+            tests("tests/core/models/test_mixture.py -k by_hand"),
         ),
         "a router's own losses are means over a device's tokens": (
             "core.models.router.Router.__call__",

@@ -3,11 +3,11 @@
 from typing import Any
 
 import pytest
-from tiny import user_error
+from tiny import MIXTURE, tiny_config, user_error
 
 from megajax.core.errors import UserError
 from megajax.settings.presets import load_preset, resolve
-from megajax.settings.validation import validate_mesh
+from megajax.settings.validation import validate, validate_mesh
 
 REFUSED = {  # preset and table of options -> values, and a part of the line
     ("llama-demo", "model"): [
@@ -146,3 +146,43 @@ def test_a_tensor_group_that_neither_divides_heads_of_keys_nor_is_a_multiple() -
     line = "--mesh.tensor 6 does not divide --model.num-kv-heads 4, nor is it a multiple of it; valid: 1, 2, 4, 12"
     with pytest.raises(UserError, match=line):
         on(6, num_heads=12, num_kv_heads=4)
+
+
+EXPERTS = {**MIXTURE, "shared_expert_size": 0, "expert_size": 0}
+ON_MESHES: list[tuple[dict[str, Any], str]] = [
+    (
+        {"mesh": (1, 1, 3, 1)},
+        "2 x --mesh.context 3 does not divide --model.sequence-length 16; valid: a multiple of 6, ",
+    ),
+    (
+        {"mesh": (1, 1, 2, 8), "sequence_parallel": True, "sequence_length": 48},
+        "2 x --mesh.context 2 x --mesh.tensor 8 (--sequence-parallel) does not divide ",
+    ),
+    (
+        {"mesh": (1, 1, 4, 4), "context_attention": "heads"},
+        "--model.context-attention heads: --mesh.context 4 does not divide the 2 heads of a device ",
+    ),
+    (
+        EXPERTS | {"expert": 3, "global_batch": 6},
+        "--mesh.expert 3 does not divide --model.num-experts 8; valid: 1, 2, 4, 8",
+    ),
+    (EXPERTS | {"experts_per_token": 9}, "--model.experts-per-token 9 with --model.num-experts 8; valid: 1 to 8"),
+    (
+        EXPERTS | {"expert": 2, "num_experts": 0, "experts_per_token": 0},
+        "--mesh.expert 2 with a model without experts; ",
+    ),
+    (EXPERTS | {"expert_capacity": -1.0}, "--model.expert-capacity -1.0; valid: 0 to 10000"),
+    (EXPERTS | {"expert": 8, "global_batch": 4}, "--train.global-batch 4 is not divisible by --mesh.data 1 x "),
+    (EXPERTS | {"remat": "stage"}, "--train.remat stage with experts"),
+    (EXPERTS | {"dense_layers": 4}, "--model.dense-layers 4 with --model.num-layers 4, which leaves no layer"),
+    (
+        EXPERTS | {"dense_layers": 2, "mesh": (1, 4, 1)},
+        "--mesh.pipe 4 with --model.num-layers 4 less --model.dense-layers 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), ON_MESHES)
+def test_what_does_not_fit_the_mesh(options: dict[str, Any], words: str) -> None:
+    config = tiny_config(**options)
+    assert user_error(validate, config, config.mesh.num_devices).startswith(words)

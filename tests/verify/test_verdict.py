@@ -12,6 +12,7 @@ from jaxequal.numbers import PRIMES
 from megajax.core.parallel.sites import SiteRecord
 from megajax.settings.config import Config
 from megajax.verify.check import all_checks, widened
+from megajax.verify.comparison import CompiledComparison, Trace, compare
 from megajax.verify.fields import recorded_step, unlike
 from megajax.verify.forms import in_fp64, one_device, with_axes
 from megajax.verify.recording import Recording, SitePlace, first_difference
@@ -90,6 +91,21 @@ def test_a_gradient_is_named_with_its_layers() -> None:
 def test_nothing_is_infinitely_wrong_unnoticed(precision: str) -> None:
     found = only_failure(precision, with_gradient("blocks/norm/bias", lambda grad: grad * math.nan))
     assert found.figure == math.inf
+
+
+def test_every_difference_of_traces_is_noticed() -> None:
+    """Another step's numbers, a doubled gradient and a NaN."""
+    rng = np.random.default_rng(0)
+    gradients = [{name: rng.normal(size=shape) for name, shape in SHAPES.items()} for _ in range(3)]
+    expected = Trace([4.0, 3.5, 3.0], gradients)
+    assert compare(expected, expected) == CompiledComparison(0.0, 0.0, next(iter(gradients[0])))
+    assert not compare(expected, Trace(expected.losses[::-1], gradients[::-1])).within()
+    for leaf in SHAPES:
+        wrong = compare(expected, Trace(expected.losses, [each | {leaf: 1.001 * each[leaf]} for each in gradients]))
+        assert wrong.worst_leaf == leaf and not wrong.within()
+    missing = [{name: math.nan * gradient for name, gradient in each.items()} for each in gradients]
+    assert not compare(expected, Trace(expected.losses, missing)).within()
+    assert not compare(expected, Trace([math.nan, 3.5, 3.0], gradients)).within()
 
 
 def test_limits_are_those_of_rounding() -> None:

@@ -1,11 +1,7 @@
-"""Steps with products in 8 bits are the same on every mesh, for any number of microbatches, and as the plan says.
-
-In fp64 with operands in e4m3 no number lies within rounding of an edge between two of these, so that nothing but
-rounding of fp64 differs.
-"""
+"""What a step with products in 8 bits keeps, sends, skips and restores, and what else computes as it does; that it is
+the same on every mesh: `tests/test_field.py` and `tests/test_parity.py`."""
 
 import dataclasses
-import functools
 import itertools
 from typing import Any
 
@@ -15,9 +11,7 @@ import numpy as np
 import pytest
 from counting import collectives_of_a_step
 from field import assert_exact
-from parity_grid import DECODERS, GPTS, LORA, LORAS, config_of, name, pairwise
-from parity_grid import row as row_of
-from tiny import MIXTURE, QWEN3, drawn_params, full, tiny_config, tiny_program
+from tiny import MIXTURE, drawn_params, full, tiny_config, tiny_program
 
 from jaxequal.arrays import ARRAYS
 from jaxequal.functions import converted
@@ -41,53 +35,7 @@ from megajax.library.plain import PlainModel
 from megajax.plan.communication import communication, totals
 from megajax.plan.memory import memory
 from megajax.plan.traced import step_cost
-from megajax.settings.config import Config
-from megajax.verify.check import all_checks, check
-from megajax.verify.comparison import limits_of_edges
-from megajax.verify.forms import in_blocks, one_device, plain, steady, with_axes
-from megajax.verify.run import MeshRun, drawn_weights, run
-
-STEPS = 2
-# Heads of keys that devices share, factors that wait, chunks, a split sequence, layers that the pipe does not divide.
-HARDEST = row_of(mesh=(1, 2, 4), weight_gradients="deferred", sequence_parallel=True, model="qwen3")
-ZERO3 = row_of(zero=3, sequence_parallel=True, model="gpt2", schedule="interleaved-2", remat="selective")
-OTHERS = [
-    ZERO3,
-    row_of(zero=3, sequence_parallel=True, model="llama-lora", **LORA),
-    *pairwise([(*row, model) for row in GPTS for model in ("gpt2", *DECODERS, *LORAS)])[::4],
-    row_of(model="bert-pre"),
-    row_of(model="bert-post", remat="selective", sequence_parallel=True),
-]
-
-
-@functools.cache
-def reference(config: Config) -> MeshRun:
-    return run(one_device(config), jax.devices(), STEPS, operand_dtype=E4M3)
-
-
-def differences(config: Config) -> list[str]:
-    """What differs from one device, in fp64 with rounded operands."""
-    actual = run(config, jax.devices(), STEPS, operand_dtype=E4M3, backend=in_blocks(config))
-    return [
-        f"{finding.name}: {finding.where}" for finding in all_checks(reference(config), actual) if not finding.passed
-    ]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("row", [HARDEST, *OTHERS], ids=name)
-def test_grid(row: tuple) -> None:
-    assert not differences(config_of(row, precision="fp64"))
-
-
-BY_CAPACITY = {"expert": 2, "expert_capacity": 1.0, **MIXTURE}
-ELSEWHERE = [
-    {"mesh": (1, 1, 2), "num_layers": 2},  # eight microbatches against one
-    {"mesh": (1, 1, 2, 2), "zero": 3, **BY_CAPACITY},
-    {"mesh": (2, 1, 2), "expert": 2, "weight_gradients": "deferred", "remat": "layer", **MIXTURE},
-    {"mesh": (1, 2, 2), "weight_gradients": "deferred", **(QWEN3 | {"num_kv_heads": 1})},
-    {"mesh": (1, 1, 2), "expert": 2, "dense_layers": 1, "bf16_layers": "2,1", "remat": "selective", **MIXTURE},
-    {"mesh": (2, 2, 2), "zero": 3, "sequence_parallel": True, "bf16_layers": "1,1", "remat": "stage"},
-]
+from megajax.verify.run import drawn_weights
 
 
 def rounded(equation: Any, x: Value) -> Value:
@@ -104,38 +52,12 @@ def test_layers_in_bf16_under_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_exact(config, branches=False, planned=False)
 
 
-@pytest.mark.full  # exactly: `test_field.py`
-@pytest.mark.parametrize("options", ELSEWHERE, ids=str)
-def test_experts_context_and_layers_in_bf16(options: dict) -> None:
-    assert not differences(tiny_config(**{"microbatch": 1} | options, precision="fp64"))
-
-
-@pytest.mark.full
-def test_the_fp8_step_is_near_that_of_one_device_in_fp8() -> None:
-    config = steady(config_of(ZERO3, precision="fp8"))
-    expected, actual = (run(each, jax.devices(), STEPS) for each in (plain(config), config))
-    limits = limits_of_edges(config.model.num_layers)
-    alone = run(with_axes(config, ()), jax.devices(), STEPS)  # what rounding alone does is within them, too
-    for each in (actual, alone):
-        found = [*all_checks(expected, each, limits)]
-        assert all(finding.passed for finding in found), found
-
-
-@pytest.mark.full
-def test_verify() -> None:
-    """A mixture, of which few numbers may decide which expert a token chooses."""
-    found = check(tiny_config((1, 2, 2), precision="fp8", num_layers=2, global_batch=4, expert_capacity=1.0, **MIXTURE))
-    assert found.passed, found.failed
-    kinds = [finding.name for finding in found.findings if "losses" in finding.name]
-    assert kinds == ["fp64 losses", "fp8-in-fp64 losses", "fp8 losses"]
-
-
 @pytest.mark.parametrize(
     "options",
     [
         {"mesh": (2, 2, 2), "schedule": "interleaved", "chunks": 2, "num_layers": 5, "zero": 3},
         full({"mesh": (1, 1, 2), "expert": 2, "zero": 1, **MIXTURE}),
-        full({"mesh": (2, 1, 1), "expert": 2, "zero": 3, **BY_CAPACITY}),
+        full({"mesh": (2, 1, 1), "expert": 2, "zero": 3, "expert_capacity": 1.0, **MIXTURE}),
     ],
 )
 def test_the_plan_has_the_bytes_of_the_copies(options: dict) -> None:
@@ -182,9 +104,10 @@ def test_their_copies_are_what_a_step_uses_and_are_made_again_after_a_restore() 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("options", ELSEWHERE[1:4], ids=lambda options: str(options["mesh"]))
-def test_the_plan_has_the_communication(options: dict) -> None:
-    config = tiny_config(**{"microbatch": 1} | options, precision="fp8")
+def test_the_plan_has_the_communication_of_dropless_experts() -> None:
+    """Of forms of a CPU: in blocks, as in `test_field.py`, it does not know how many rows they compute."""
+    options = {"expert": 2, "weight_gradients": "deferred", "remat": "layer", **MIXTURE}
+    config = tiny_config((2, 1, 2), precision="fp8", **options)
     assert totals(communication(config, backend=CPU)) == totals(collectives_of_a_step(config))
 
 
