@@ -958,7 +958,7 @@ ROWS: dict[str, dict[str, Row]] = {
         "groups are ranked by all of their scores": (
             "core.models.router.Router._in_best_groups",
             ('lax.top_k(share_BTGE, 2 if config.router_scores == "sigmoid" else 1)[0]', "share_BTGE"),
-            tests("tests/test_experts.py -k by_hand"),
+            tests("tests/core/models/test_mixture.py -k by_hand"),
         ),
         "biases of routers follow the loads of the first stage": (
             "core.program.train_step._with_moved_biases",
@@ -1038,7 +1038,7 @@ ROWS: dict[str, dict[str, Row]] = {
         "layers in bf16 are counted from each stage's first one": (
             "core.program.float8.LayerCopies.added",
             ("layer_index < self._first", "jnp.arange(len(layer_index)) < self._first"),
-            tests("tests/test_float8_steps.py -k under_a_pipe"),
+            tests("tests/core/program/test_float8_step.py -k under_a_pipe"),
         ),
         "only the layers in bf16 are in 8 bits": (
             "core.parallel.float8.either",
