@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> None:
     if args.search:
         _print_search(args, config, resolve(preset, {}), machines, overrides, run)
     else:
-        _print_plan(args, config, *machines, run, began)
+        _print_plan(args, config, machines[0], run, began)
 
 
 def _parser(argv: Sequence[str]) -> Parser:
