@@ -11,12 +11,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Config",
+    "Family",
     "Loss",
     "Model",
     "PlainModel",
     "RunError",
     "Tracker",
     "UserError",
+    "Weights",
     "distillation",
     "evaluate",
     "exact",
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from megajax import exact
     from megajax.core.errors import RunError, UserError
     from megajax.core.models.distillation import distillation
+    from megajax.core.models.own_family import Family, Weights
     from megajax.core.models.own_loss import Loss
     from megajax.library.beginning import init, load_preset, make_program, restore
     from megajax.library.evaluating import evaluate
@@ -46,6 +49,7 @@ else:
         "settings.config": ["Config"],
         "core.errors": ["RunError", "UserError"],
         "core.models.distillation": ["distillation"],
+        "core.models.own_family": ["Family", "Weights"],
         "core.models.own_loss": ["Loss"],
         "settings.registration": ["register"],
         "library.beginning": ["init", "load_preset", "make_program", "restore"],

@@ -15,7 +15,9 @@ from jax import Array
 from jax.sharding import NamedSharding
 
 from megajax.core.batch import IGNORED
+from megajax.core.errors import UserError
 from megajax.core.mesh import shardings
+from megajax.core.models.registry import FAMILIES
 from megajax.core.parallel.random import RandomBits
 from megajax.core.program.program import Program
 from megajax.core.trees import Tree
@@ -44,6 +46,9 @@ class Decoder:
     def __init__(self, program: Program, params: Tree, sampling: Sampling, ends: Collection[int]):
         """`params` are the program's; a continuation ends before any of the ids in `ends`."""
         self._config, self._mesh = program.config.model, program.mesh
+        if not FAMILIES[self._config.family].generates:
+            valid = "layers that do, megajax.Family(…, generates=True)"
+            raise UserError(f"--model.family {self._config.family}: its layers keep no cache; valid: {valid}")
         self._row_shards = program.config.mesh.batch_shards
         self._sampling, self._on_devices = sampling, DecodingPrograms(program, sampling, ends)
         of_weights = jax.tree.map(lambda spec: NamedSharding(self._mesh, spec), self._on_devices.specs)

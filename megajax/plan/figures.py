@@ -5,6 +5,7 @@ from typing import Any
 
 from megajax.core.backend import CPU, GPU
 from megajax.core.models.flops import step_flops
+from megajax.core.models.registry import FAMILIES
 from megajax.core.models.staged import count_active_parameters, count_parameters
 from megajax.core.program.program import training_way
 from megajax.plan.communication import communication, sent_by_axes, totals
@@ -34,6 +35,7 @@ _NAMES = {
 }
 _EXPERT_KERNEL = "  experts without a capacity: each product is one kernel"
 _OWN_KERNEL = "  attention by our own kernel, an estimate (without it: --model.attention blocks)"
+_NOT_COUNTED = "what layers compute and hold for a moment beside the products of megajax.Weights.columns and rows"
 _TRACED = {True: ", as in the traced program", False: "; the traced program differs"}
 
 
@@ -71,6 +73,7 @@ def figures(
         "own_kernel": model.work.kernel is not None,
         "expert_kernel": model.work.groups_by_kernel,
         "expert_loop": time.expert_loop and asdict(time.expert_loop),
+        "not_counted": _NOT_COUNTED if FAMILIES[config.model.family].own else "",
     }
     plan["whole_run"] = run.figures(time.tokens_per_second, config.mesh.num_devices)
     return plan | ({"compiled": _compiled(config, compilation)} if compilation else {})
@@ -174,6 +177,7 @@ def _time(plan: dict[str, Any]) -> list[str]:
         f"MFU {plan['mfu']:.1%} with full attention, {plan['mfu_causal']:.1%} causal",
         f"  of which {', '.join(parts)}",
         *_whole_run(**plan["whole_run"]),
+        *([f"  not counted: {plan['not_counted']}"] if plan["not_counted"] else []),
         *([_OWN_KERNEL] if plan["own_kernel"] else []),
         *([_EXPERT_KERNEL] if plan["expert_kernel"] else []),
         *([f"  {ExpertLoop(**plan['expert_loop']).line}"] if plan["expert_loop"] else []),

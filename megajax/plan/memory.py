@@ -251,7 +251,7 @@ class Temporaries:
         pair = (3 * self._wide) // 2 if self._converts else 2 * self._wide
         table = max(self._end_weights) * (pair if self._gathers else self._wide)
         kept = self._modules * self.cost.without_remat.residuals.num_bytes(self._rows) * self._ratio
-        layers = kept + max(map(self._region, self.cost.layer.regions)) if self._modules else 0
+        layers = kept + max(map(self._region, self.cost.layer.regions), default=0) if self._modules else 0
         return logits * (pair if self._on_cpu else self._wide) + table + layers + self._module_weights * self._wide
 
     def _backward(self, step: Sizes, factors: int) -> int:
@@ -294,7 +294,7 @@ class Temporaries:
         again = plain.residuals.num_bytes(self._rows) - layer.residuals.num_bytes(self._rows)
         entered = prod(self.step.whole) * self.step.item
         gathered = self._layer_weights * (self._wide + self.step.summed) if self._gathers else 0
-        return self._ratio * (again + 2 * entered) + max(map(self._region, layer.regions)) + gathered
+        return self._ratio * (again + 2 * entered) + max(map(self._region, layer.regions), default=0) + gathered
 
     def _region(self, region: Region) -> int:
         """A region's backward: the results of its first products with their gradients, and the input of its last

@@ -85,7 +85,7 @@ def check_init(config: Config) -> None:
     differ = _differing(model, theirs, Changes.WEIGHTS)
     if "vocab_size" in differ and "padded_vocab_size" in differ:
         differ.remove("padded_vocab_size")
-    if model.sequence_length > theirs.sequence_length and not model.rotary:
+    if model.sequence_length > theirs.sequence_length and model.positions == "learned":
         differ.append("sequence_length")
     if differ:
         differ += _differing(model, theirs, Changes.COMPUTATION)
@@ -180,7 +180,7 @@ def first_state(config: Config, program: Program) -> tuple[TrainState, str]:
     averaged = "the average " * checkpoints.averaged(step)
     origin = f"weights: {averaged}from step {step} of {run_dir}; fresh: {', '.join(fresh) or 'none'}"
     origin += f"; frozen, with fresh adapters of rank {config.lora.rank}" if config.lora.rank else ""
-    if theirs.sequence_length > config.model.sequence_length and not theirs.rotary:
+    if theirs.sequence_length > config.model.sequence_length and theirs.positions == "learned":
         origin += f"; the first {config.model.sequence_length} of {theirs.sequence_length} positions"
     for name in _differing(config.model, theirs, Changes.COMPUTATION):
         origin += f"; model.{name} {getattr(config.model, name)} instead of {getattr(theirs, name)}"

@@ -26,6 +26,9 @@ def check_values(config: Config) -> None:
     if not config.pretrains and not _fits(TASKS[config.task.name], family):
         able = (name for name, entry in FAMILIES.items() if _fits(TASKS[config.task.name], entry))
         raise _conflict(config, "task.name", "model.family", valid=f"--model.family {' or '.join(able)}")
+    for key, value in family.only.items():
+        if attrgetter(key)(config) != value:
+            raise _conflict(config, key, "model.family", valid=as_flag(key, value))
     check_model(model)
     check_lora(config.lora, model)
     if config.train.freeze and config.lora.rank:

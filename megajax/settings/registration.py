@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from megajax.core.config import LOSSES, METRICS
 from megajax.core.errors import UserError, told
-from megajax.core.models.registry import ACTIVATIONS, NORMS
+from megajax.core.models.registry import ACTIVATIONS, FAMILIES, NORMS
 from megajax.core.optim.config import OPTIMIZERS, SCHEDULES, Shape
 from megajax.data.config import DATA_SETS
 from megajax.settings.config import TRACKERS
@@ -21,7 +21,7 @@ _TABLES: dict[str, MutableMapping[str, Any]] = {
     "schedule": SCHEDULES,
     "tracker": TRACKERS,
 }
-KINDS = (*sorted([*_TABLES, "pipeline"]),)
+KINDS = (*sorted([*_TABLES, "family", "pipeline"]),)
 _VALID = {  # of those whose calls know neither kind nor name
     "activation": "a function of an array",
     "metric": "a function of logits and batch, [B, T]",
@@ -41,6 +41,7 @@ def register(kind: str, name: str, thing: Callable[..., Any]) -> None:
             - `activation`, `--model.activation`: a function of an array, without a gate.
             - `data`, `--data.set`: a function of the configuration that returns a data set, or one for training and one
               for validation: objects with `len` and `[i]`, as for `Model.train`.
+            - `family`, `--model.family`: a `megajax.Family`, or the class of a layer (docs/own-model.md).
             - `loss`, `--train.loss`: a `Loss`, or a function of logits and batch.
             - `metric`, `--train.metrics`: a function of logits and batch, [B, T], whose mean is reported.
             - `norm`, `--model.norm`: a function of the `ModelConfig` that returns an `nnx.Module`.
@@ -57,11 +58,15 @@ def register(kind: str, name: str, thing: Callable[..., Any]) -> None:
         raise UserError(f"register: kind {kind!r}; valid: {', '.join(KINDS)}")
     if not name or not all(part.isalnum() and part == part.lower() for part in name.split("-")):
         raise UserError(f"register: name {name!r}; valid: lowercase letters, digits, hyphens")
-    if not callable(thing) and not hasattr(thing, "function"):
+    if not callable(thing) and not hasattr(thing, "function") and not hasattr(thing, "layer"):
         raise UserError(f"register: {kind} {name}: {thing!r:.80}; valid: a function")
     table: MutableMapping[str, Any] | None = _TABLES.get(kind)
     made: Any = _named(kind, name, thing) if kind in _VALID else thing
-    if table is None:
+    if kind == "family":
+        from megajax.core.models.own_family import entry_of
+
+        table, made = FAMILIES, entry_of(thing)
+    elif table is None:
         from megajax.core.pipeline.schedule import SCHEDULES as TICKS
         from megajax.core.pipeline.schedule import ScheduleKind
 

@@ -32,7 +32,8 @@ def beside_training(config: Config, seed: int = 0) -> Iterator[Finding]:
     """Compare scores, the tokens that are generated, and states that are transferred: or why one cannot be compared."""
     mesh = cache(lambda: Drawn(config, in_blocks(config), seed))
     checks = {"scores": lambda: _scores(Drawn(plain(config), CPU, seed), mesh())}
-    if config.model.head == "pretraining" and FAMILIES[config.model.family].continues_text:
+    family = FAMILIES[config.model.family]
+    if config.model.head == "pretraining" and family.continues_text and family.generates:
         checks["generation with a cache"] = lambda: _generation(config, seed)
     checks["transfer of checkpoints"] = lambda: _transfer(mesh())
     for name, check in checks.items():

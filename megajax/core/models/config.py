@@ -140,8 +140,8 @@ class Transformer:
         HuggingFaceName("rms_norm_eps", gpt2="layer_norm_epsilon", bert=""),
     ] = 0
     positions: Annotated[
-        Literal["learned", "rotary"],
-        "learned position embeddings, or rotary embeddings of queries and keys",
+        Literal["learned", "rotary", "none"],
+        "learned position embeddings, rotary embeddings of queries and keys, or neither",
         WEIGHTS,
     ] = "learned"
     activation: Annotated[

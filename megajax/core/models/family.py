@@ -104,4 +104,6 @@ class Family:
 
 def family_of(config: ModelConfig) -> Family:
     """The family that a configuration names."""
-    return importlib.import_module(FAMILIES[config.family].module).FAMILY
+    entry = FAMILIES[config.family]
+    module = importlib.import_module(entry.module)
+    return module.FAMILY if entry.own is None else module.family(entry.own)

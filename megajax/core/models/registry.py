@@ -15,6 +15,9 @@ class FamilyEntry:
     layer_orders: tuple[str, ...] = ("pre",)  # where a layer may have its norms; the first is the default
     heads: tuple[str, ...] = ("pretraining",)  # valid values of `model.head`
     fixed: Mapping[str, Any] = field(default_factory=dict)  # options of `ModelConfig` with only one valid value
+    only: Mapping[str, Any] = field(default_factory=dict)  # other options with only one valid value, by key
+    generates: bool = True  # whether its layers can keep a cache of what they have seen
+    own: Any = None  # what a user registered (`own_family.Family`), given to the module's `family`
 
     @property
     def continues_text(self) -> bool:

@@ -30,8 +30,8 @@ def normal(key: NamedKey, std: float) -> Initializer:
     return lambda shape: nnx.initializers.normal(std, jnp.float32)(key.key, shape)
 
 
-def param(shape: tuple[int, ...], dims: tuple[str, ...], initial: Initializer) -> nnx.Param:
-    """A weight whose dims are called `dims`."""
+def param(shape: tuple[int, ...], dims: tuple[str | None, ...], initial: Initializer) -> nnx.Param:
+    """A weight whose dims are called `dims`; None: one that nothing but ZeRO shards."""
     # There is no mesh yet, and inside `shard_map` the arrays are local shards.
     return nnx.Param(initial(shape), out_sharding=dims, eager_sharding=False)
 

@@ -5,7 +5,7 @@ Letters: B batch, T tokens, D model, V vocabulary.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -40,7 +40,15 @@ class TransformerDecoder(nnx.Module):
     """The model. `blocks` holds the layers stacked along a leading dim `layers`, except the first dense layers of a
     mixture: these are `dense_blocks`, part of the embedding; and those of prediction modules, part of the head."""
 
-    def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
+    def __init__(
+        self,
+        config: ModelConfig,
+        key: NamedKey,
+        boundary: RegionBoundary,
+        backend: Backend,
+        block: Callable[..., nnx.Module] = Block,
+    ):
+        """`block(config, key, boundary, backend)` makes a layer."""
         self.vocab_size = config.vocab_size
         self.boundary, self.backend, self.config = boundary, backend, config
         self.has_experts = config.num_experts > 0
@@ -49,10 +57,11 @@ class TransformerDecoder(nnx.Module):
             return param((rows, config.hidden_size), (dim, "embed"), normal(key / name, config.init_std))
 
         self.table = table("table", config.padded_vocab_size, "vocabulary")
-        self.positions = None if config.rotary else table("positions", config.sequence_length, "position")
+        learned = config.positions == "learned"
+        self.positions = table("positions", config.sequence_length, "position") if learned else None
         self.final_norm = norm_of(config)
         self.output = None if config.tied_embedding else table("output", config.padded_vocab_size, "vocabulary")
-        self.blocks = stacked(lambda n: Block(config, key / "blocks" / n, boundary, backend), config.num_blocks)
+        self.blocks = stacked(lambda n: block(config, key / "blocks" / n, boundary, backend), config.num_blocks)
 
         def dense(n: Array) -> Block:
             return Block(config, key / "dense_blocks" / n, boundary, backend, dense=True)
