@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from megajax.core.config import LOSSES, METRICS
 from megajax.core.errors import UserError, told
-from megajax.core.models.registry import ACTIVATIONS, FAMILIES, NORMS
+from megajax.core.models.registry import ACTIVATIONS, FAMILIES, GATED, NORMS, SCORES
 from megajax.core.optim.config import OPTIMIZERS, SCHEDULES, Shape
 from megajax.data.config import DATA_SETS
 from megajax.settings.config import TRACKERS
@@ -14,19 +14,23 @@ from megajax.settings.config import TRACKERS
 _TABLES: dict[str, MutableMapping[str, Any]] = {
     "activation": ACTIVATIONS,
     "data": DATA_SETS,
+    "gated-activation": ACTIVATIONS,
     "loss": LOSSES,
     "metric": METRICS,
     "norm": NORMS,
     "optimizer": OPTIMIZERS,
     "schedule": SCHEDULES,
+    "scores": SCORES,
     "tracker": TRACKERS,
 }
 KINDS = (*sorted([*_TABLES, "family", "pipeline"]),)
 _VALID = {  # of those whose calls know neither kind nor name
     "activation": "a function of an array",
+    "gated-activation": "a function of the gate's product and of the other one, arrays",
     "metric": "a function of logits and batch, [B, T]",
     "norm": "a function of the ModelConfig that returns an nnx.Module",
     "schedule": "a function of a share, an array",
+    "scores": "a function of scores, queries' and keys' positions, and heads, arrays",
     "tracker": "a function of the run directory that returns a megajax.Tracker",
 }
 _registered: set[tuple[str, str]] = set()
@@ -42,12 +46,16 @@ def register(kind: str, name: str, thing: Callable[..., Any]) -> None:
             - `data`, `--data.set`: a function of the configuration that returns a data set, or one for training and one
               for validation: objects with `len` and `[i]`, as for `Model.train`.
             - `family`, `--model.family`: a `megajax.Family`, or the class of a layer (docs/own-model.md).
+            - `gated-activation`, `--model.activation`: a function of two products, that with the gate matrix first.
             - `loss`, `--train.loss`: a `Loss`, or a function of logits and batch.
             - `metric`, `--train.metrics`: a function of logits and batch, [B, T], whose mean is reported.
             - `norm`, `--model.norm`: a function of the `ModelConfig` that returns an `nnx.Module`.
             - `optimizer`, `--optimizer.name`: a function of the learning rate's schedule that returns an optax
               transformation, such as `optax.lion`.
             - `pipeline`, `--pipeline.schedule`: a function as in `megajax/core/pipeline/schedule.py`.
+            - `scores`, `--model.scores`: a function of attention's scores (products of queries and keys, divided by the
+              root of the head size), of the positions of both in the sequence, and of the head: arrays of four dims, of
+              which some are 1. It returns what goes into the softmax.
             - `schedule`, `--optimizer.schedule`: a function from the progress of the decay, 0 to 1, to the
               height of the learning rate between its floor, 0, and its peak, 1.
             - `tracker`, `--track`: a function of the run directory that returns a `megajax.Tracker`.
@@ -74,6 +82,8 @@ def register(kind: str, name: str, thing: Callable[..., Any]) -> None:
     taken = name in table or (kind == "schedule" and name in get_args(Shape))
     if taken and (kind, name) not in _registered:
         raise UserError(f"register: {kind} {name} is one of megajax's own; valid: another name")
+    if kind == "gated-activation" and not taken:
+        GATED.append(name)
     _registered.add((kind, name))
     table[name] = made
 
@@ -85,7 +95,7 @@ def _named(kind: str, name: str, thing: Callable[..., Any]) -> Callable[..., Any
     def call(*args: Any, **options: Any) -> Any:
         with told(f"{kind} {name}", _VALID[kind]):
             result = thing(*args, **options)
-        if kind == "activation" and getattr(result, "shape", None) != args[0].shape:
+        if "activation" in kind and getattr(result, "shape", None) != args[0].shape:
             shapes = f"{[*getattr(result, 'shape', ())]} for {[*args[0].shape]}"
             raise UserError(f"activation {name} returned an array of shape {shapes}; valid: the same shape")
         return result

@@ -1,5 +1,6 @@
 """docs/own-model.md: its layer on every mesh beside plain JAX and optax, with a cache, and what a family may not do."""
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -17,7 +18,7 @@ from flax import nnx
 
 import megajax
 from megajax.core.errors import UserError
-from megajax.core.models.registry import FAMILIES
+from megajax.core.models.registry import ACTIVATIONS, FAMILIES, GATED, SCORES
 from megajax.settings.config import Config
 from megajax.settings.presets import load_preset, resolve
 from megajax.verify.beside import beside_training
@@ -42,10 +43,13 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "README.md").write_text((ROOT / "README.md").read_text())
     monkeypatch.chdir(tmp_path)
     sys.modules.pop("megajax_plugin_parallel", None)
+    before = [(table, {*table}) for table in (FAMILIES, SCORES, ACTIVATIONS)]
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # as users have it
         yield
-    for name in FAMILIES.keys() - {"decoder", "bert"}:
-        del FAMILIES[name]
+    for table, names in before:
+        for name in table.keys() - names:
+            del table[name]
+    GATED[:] = [name for name in GATED if name in ACTIVATIONS]
 
 
 def config(**overrides: object) -> Config:
@@ -102,6 +106,24 @@ def test_ends_dropout_and_generation() -> None:
     assert equal(attending)
     findings = {finding.name: finding.passed for finding in beside_training(attending)}
     assert findings.pop("exact generation with a cache") and all(findings.values())
+
+
+def test_registered_scores_and_gates_are_the_same_on_every_mesh() -> None:
+    """Of megajax's own layers, with a cache, and where tokens are shared; a gate has a matrix of its own."""
+
+    def capped(scores, query, key, head):
+        return 9.0 * jnp.tanh(scores / 9.0) - (query - key) / (1.0 + head)
+
+    megajax.register("scores", "capped", capped)
+    megajax.register("gated-activation", "squared", lambda gate, up: jnp.square(gate) * up)
+    options = {"model.family": "decoder", "model.activation": "squared", "model.scores": "capped", "model.head_size": 4}
+    mesh = {"mesh.context": 2, "mesh.tensor": 2, "model.context_attention": "gather", "model.num_kv_heads": 2}
+    registered = config(**options | mesh)
+    assert registered.model.gated and equal(registered)
+    assert all(finding.passed for finding in beside_training(registered))
+    plain_scores = dataclasses.replace(registered, model=dataclasses.replace(registered.model, scores="plain"))
+    one, other = (run_step(plain(each)).taken.metrics["loss"] for each in (registered, plain_scores))
+    assert (one != other).any()
 
 
 class Wrong(nnx.Module):
@@ -194,7 +216,7 @@ def test_twenty_losses_are_those_of_plain_jax() -> None:
 
 @pytest.mark.slow
 def test_its_commands_and_its_export() -> None:
-    """Trained, resumed on another mesh, exported as the page says; generation is refused before anything is written."""
+    """Trained, resumed on another mesh, exported as the page says; generation is refused."""
     text, argv = (ROOT / "docs" / "own-model.md").read_text(), [sys.executable, "-m", "megajax"]
     commands = re.findall(r"^megajax (train .*)$", text, re.MULTILINE)
     assert len(commands) == 2
@@ -202,9 +224,9 @@ def test_its_commands_and_its_export() -> None:
         subprocess.run([*argv, *command.split()], check=True, env=as_users_do(), capture_output=True)
     log = Path("runs/parallel/log.txt").read_text()
     assert "pipe 2 x tensor 2" in log and "step 40/40" in log and log.count("tokenizing ") == 1
-    refused = [*argv, "generate", "--checkpoint", "runs/parallel", "--prompt", "a", "--output", "answers.jsonl"]
+    refused = [*argv, "generate", "--checkpoint", "runs/parallel", "--prompt", "a"]
     done = subprocess.run(refused, env=as_users_do(), capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "its layers keep no cache" in done.stderr and not Path("answers.jsonl").exists()
+    assert done.returncode == 2 and "its layers keep no cache" in done.stderr
     (export,) = re.findall(r"```python\n(import flax.*?)```", text, re.DOTALL)
     subprocess.run([sys.executable, "-c", export], check=True, env=as_users_do(), capture_output=True)
     assert Path("parallel.safetensors").stat().st_size > 1e6

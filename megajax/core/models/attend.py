@@ -54,7 +54,7 @@ def cudnn_can(q_BTHK: Array, setting: Setting) -> bool:
     visible = setting.visible
     window_fits = visible.window is None or (visible.causal and visible.num_keys_B is None)
     limited = visible.first_key_BT is not None or visible.before_B is not None or not window_fits
-    limited |= setting.sink_H is not None
+    limited |= setting.sink_H is not None or visible.score is not None
     fits = cudnn_has(q_BTHK.shape[-1], q_BTHK.dtype) and setting.places == FROM_START
     return fits and setting.dropout.rate == 0 and not limited
 
@@ -83,7 +83,8 @@ def _by_blocks(q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) ->
 
 def attend_in_blocks(method: Method, q_BTHK: Array, k_BSHK: Array, v_BSHK: Array, setting: Setting) -> Array:
     """In blocks of queries, with any mask and with dropout that does not depend on the mesh."""
-    limits = setting.visible, setting.drop_of_heads(q_BTHK.shape[2])
+    batch, _, heads, _ = q_BTHK.shape
+    limits = setting.visible_to_heads(batch, heads), setting.drop_of_heads(heads)
     sink_H = vary(setting.sink_H, sorted(varying_axes(q_BTHK)))
     return blocked_attention(method, setting.backend, q_BTHK, k_BSHK, v_BSHK, setting.places, limits, sink_H)
 

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from megajax.core.errors import UserError
 from megajax.core.models.config import ModelConfig
-from megajax.core.models.registry import FAMILIES
+from megajax.core.models.registry import FAMILIES, SCORES
 
 
 @jax.tree_util.register_dataclass
@@ -64,15 +65,19 @@ class AttentionMask:
     before_B: Array | None = None
     first_key_BT: Array | None = None  # the first key that each query sees, int32; None: key 0
     num_keys_B: Array | None = None  # number of keys in each sample, int32, the rest being padding; None: all
+    # What becomes of scores, a function of them, of the positions of query and key, and of the head; None: nothing.
+    score: Callable[..., Array] | None = field(default=None, metadata={"static": True})
+    head_BH: Array | None = None  # the numbers of this device's heads, int32, for `score`
 
     @classmethod
     def of_model(cls, model: ModelConfig, length: int) -> "AttentionMask":
         """What a model's tokens see in a text of this length, apart from documents and padding."""
         window = model.sliding_window if 0 < model.sliding_window < length else None
         causal = FAMILIES[model.family].continues_text
+        score = SCORES[model.scores]
         if all(model.windowed):
-            return cls(causal=causal, window=window)
-        return cls(causal=causal, window_of_some=window if any(model.windowed) else None)
+            return cls(causal=causal, window=window, score=score)
+        return cls(causal=causal, window_of_some=window if any(model.windowed) else None, score=score)
 
     def in_layer(self, windowed: Array | bool) -> "AttentionMask":
         """The mask of a layer that has the window or not, if layers differ."""
@@ -102,12 +107,23 @@ class AttentionMask:
         return self if self.first_key_BT is None else replace(self, first_key_BT=select(self.first_key_BT))
 
     def of_heads(self, batch: int, num_heads: int) -> "AttentionMask":
-        """The same mask repeated for every head of every sample, with N in place of B."""
+        """The same mask repeated for every head of every sample, with N in place of B; of `head`, those for each."""
 
         def repeated(x: Array) -> Array:
             return jnp.repeat(jnp.broadcast_to(x, (batch, *x.shape[1:])), num_heads, axis=0)
 
-        return jax.tree.map(repeated, self)
+        heads, mask = self.head_BH, jax.tree.map(repeated, replace(self, head_BH=None))
+        return mask if heads is None else replace(mask, head_BH=heads.reshape(batch * num_heads, -1))
+
+    def scored(self, scores: Array, query: Array, key: Array, head: Array) -> Array:
+        """Scores as the model changes them; all four arrays have the same dims, of which some may be 1."""
+        if self.score is None:
+            return scores
+        with jax.numpy_dtype_promotion("standard"):
+            changed = self.score(scores, query, key, head)
+        if (getattr(changed, "shape", None), getattr(changed, "dtype", None)) != (scores.shape, scores.dtype):
+            raise UserError("model.scores: the function returned other shapes or dtypes; valid: those of the scores")
+        return changed
 
     @property
     def before(self) -> int | None:

@@ -3,6 +3,7 @@
 Letters: B batch, H heads.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -28,5 +29,14 @@ class Setting(NamedTuple):
         """Dropout for every sample and each of this device's heads, [B, H]."""
         if self.dropout.bits_B is None:
             return self.dropout
-        head_H = axis_index(self.head_axes) * num_heads + jnp.arange(num_heads, dtype=jnp.int32)
-        return Dropout(self.dropout.rate, self.dropout.bits_B[:, None].fold(head_H[None, :]))
+        return Dropout(self.dropout.rate, self.dropout.bits_B[:, None].fold(self._heads(num_heads)[None, :]))
+
+    def visible_to_heads(self, batch: int, num_heads: int) -> AttentionMask:
+        """What queries see, with the numbers of this device's heads if scores depend on them."""
+        if self.visible.score is None:
+            return self.visible
+        head_BH = jnp.broadcast_to(self._heads(num_heads)[None, :], (batch, num_heads))
+        return replace(self.visible, head_BH=head_BH)
+
+    def _heads(self, num_heads: int) -> Array:
+        return axis_index(self.head_axes) * num_heads + jnp.arange(num_heads, dtype=jnp.int32)

@@ -137,7 +137,7 @@ def _blocks(
 ) -> Iterator[tuple[Array, Array, Array]]:
     """For every block of queries, the sum of the values, the highest score, and the sum of the exponentials."""
     for own, keys in places.blocks(visible, q_NGTK.shape[2], k_NSK.shape[1], block):
-        at, scores_NRS = _seen_scores(q_NGTK, k_NSK, places, visible, own, keys)
+        at, scores_NRS, _ = _seen_scores(q_NGTK, k_NSK, places, visible, own, keys)
         highest_NR1 = jnp.max(scores_NRS, axis=-1, keepdims=True)
         if some:
             highest_NR1 = jnp.maximum(highest_NR1, jnp.finfo(highest_NR1.dtype).min)
@@ -177,11 +177,11 @@ def backward_of_heads(
         highest_NR1, total_NR1, inner_NR1, grad_NRK = (
             _rows(x, own) for x in (highest_NGT1, total_NGT1, inner_NGT1, grad_NGTK)
         )
-        at, scores_NRS = _seen_scores(q_NGTK, k_NSK, places, visible, own, keys)
+        at, scores_NRS, pull = _seen_scores(q_NGTK, k_NSK, places, visible, own, keys)
         weights_NRS = jnp.exp(scores_NRS - highest_NR1) / total_NR1
         drop = _dropped(drop_NG, *at)
         dweights_NRS = drop(_product("NRK,NSK->NRS", grad_NRK, v_NSK[:, keys]))
-        dscores_NRS = (weights_NRS * (dweights_NRS - inner_NR1)).astype(q_NGTK.dtype)
+        dscores_NRS = pull(weights_NRS * (dweights_NRS - inner_NR1)).astype(q_NGTK.dtype)
         dq_NRK = _product("NRS,NSK->NRK", dscores_NRS, k_NSK[:, keys])
         dq_blocks.insert(0, _grouped_rows(_scaled(dq_NRK).astype(result), group))
         dv_block = _product("NKR,NRS->NKS", _columns(grad_NKGT, own), drop(weights_NRS).astype(q_NGTK.dtype))
@@ -224,18 +224,32 @@ def _added(total_NKS: Array | None, block: Array, keys: slice, num_keys: int) ->
 
 def _seen_scores(
     q_NGTK: Array, k_NSK: Array, places: Places, visible: AttentionMask, queries: slice, keys: slice
-) -> tuple[tuple[Array, Array], Array]:
-    """The positions of these queries and keys, and the scaled scores in at least fp32, -inf for keys that a query does
-    not see."""
+) -> tuple[tuple[Array, Array], Array, Callable[[Array], Array]]:
+    """The positions of these queries and keys; the scaled scores in at least fp32, as the model changes them, -inf for
+    keys that a query does not see; and the gradient of the product from that of the scores that are seen."""
     scores_NRS = _product("NRK,NSK->NRS", _scaled(_rows(q_NGTK, queries)), k_NSK[:, keys])
     query_T = places.queries.at(queries.start, queries.stop, q_NGTK.shape[2])
     key_S = places.keys.at(keys.start, keys.stop, k_NSK.shape[1])
+    pull: Callable[[Array], Array] = lambda grad_NRS: grad_NRS  # noqa: E731
+    if visible.score is not None:
+        scores_NRS, pulled = jax.vjp(partial(_changed, visible, query_T, key_S), scores_NRS)
+        pull = lambda grad_NRS: pulled(grad_NRS)[0]  # noqa: E731
     seen_NTS = visible.of_queries(lambda x_NT: x_NT[:, queries]).mask(query_T[None], key_S[None])
     if seen_NTS is None:
-        return (query_T, key_S), scores_NRS
+        return (query_T, key_S), scores_NRS, pull
     # Padding alone is the same for all queries, and so for all rows.
     seen_NRS = seen_NTS if seen_NTS.shape[1] == 1 else jnp.tile(seen_NTS, (1, q_NGTK.shape[1], 1))
-    return (query_T, key_S), jnp.where(seen_NRS, scores_NRS, jnp.asarray(-jnp.inf, scores_NRS.dtype))
+    return (query_T, key_S), jnp.where(seen_NRS, scores_NRS, jnp.asarray(-jnp.inf, scores_NRS.dtype)), pull
+
+
+def _changed(visible: AttentionMask, query_T: Array, key_S: Array, scores_NRS: Array) -> Array:
+    """Scores as the model changes them."""
+    assert visible.head_BH is not None
+    scores_NGTS = scores_NRS.reshape(*visible.head_BH.shape, len(query_T), -1)
+    head_NG11 = visible.head_BH[:, :, None, None]
+    return visible.scored(scores_NGTS, query_T[None, None, :, None], key_S[None, None, None], head_NG11).reshape(
+        scores_NRS.shape
+    )
 
 
 def _scaled(x_NTK: Array) -> Array:

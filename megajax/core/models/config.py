@@ -5,7 +5,7 @@ from collections import ChainMap
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from megajax.core.models.registry import ACTIVATIONS, DECODER, EARLIER_NAMES, FAMILIES, GATED, NORMS
+from megajax.core.models.registry import ACTIVATIONS, DECODER, EARLIER_NAMES, FAMILIES, GATED, NORMS, SCORES
 from megajax.core.models.window_layers import are_turns, in_each_layer
 from megajax.core.options import AT_LEAST_ONE, AT_LEAST_ZERO, SHARE, OneOf, Range, above, between
 from megajax.core.traits import (
@@ -191,6 +191,12 @@ class Transformer:
     dropout: Annotated[
         float, "dropout probability for embeddings, attention probabilities and both residual branches", SHARE, NOTHING
     ] = 0.1
+    scores: Annotated[
+        str,
+        "what becomes of attention's scores before the softmax, by names that --plugins registered (docs/own.md)",
+        OneOf(SCORES),
+        COMPUTATION,
+    ] = "plain"
     attention: Annotated[
         Literal["auto", "blocks", "cudnn", "kernel"],
         "what computes attention on a GPU: XLA, in blocks of queries; cuDNN; or our own kernel for Hopper GPUs; auto: "

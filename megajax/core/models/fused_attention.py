@@ -37,6 +37,7 @@ OWN = KeyExchange()
 def can(q_BTHK: Array, setting: Setting) -> bool:
     """Whether the kernels can compute this on a Hopper GPU, by types and static values alone."""
     half = jnp.dtype(q_BTHK.dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+    half = half and setting.visible.score is None
     return has_gpu_kernels() and half and q_BTHK.shape[-1] in HEAD_SIZES and setting.places.keys.count == 1
 
 

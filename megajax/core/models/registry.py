@@ -55,9 +55,11 @@ FAMILIES = {
 EARLIER_NAMES = {"gpt2": DECODER}
 """Former names of families; older configurations still use them."""
 
-GATED = ("swiglu", "geglu-tanh", "swiglu-clamped")
+GATED = ["swiglu", "geglu-tanh", "swiglu-clamped"]
 """Activations of MLPs with a gate matrix."""
 ACTIVATIONS: dict[str, Any] = dict.fromkeys(("auto", "gelu", "gelu-tanh", *GATED))
 """By `activation`: the functions (`mlp.py` has ours)."""
+SCORES: dict[str, Any] = {"plain": None}
+"""By `scores`: functions of attention's scores, of queries' and keys' positions, and of heads."""
 NORMS: dict[str, Any] = dict.fromkeys(("layernorm", "rmsnorm", "rmsnorm-1p"))
 """By `norm`: functions of the configuration that make one (`norms.py` has ours)."""

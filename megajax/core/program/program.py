@@ -249,4 +249,5 @@ def _fusible(config: StepConfig, dropout: float) -> bool:
     has_heads = cudnn_has(model.head_size, COMPUTE_DTYPE[config.precision]) and model.value_head_size <= model.head_size
     visible = AttentionMask.of_model(model, model.sequence_length)
     limited = config.data.reset_attention or visible.window_of_some is not None or model.attention_sinks
+    limited |= visible.score is not None
     return has_heads and dropout == 0 and not limited

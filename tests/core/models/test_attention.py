@@ -89,8 +89,14 @@ def blocked(size: int, rate: float, backend: Backend = CPU, visible: AttentionMa
     return run
 
 
-@partial(jax.jit, static_argnums=0)
-def dense(rate: float, q_BTHK, k_BSHK, v_BSHK, grad_BTHK, seen_BTS):
+def capped_alibi(scores: jax.Array, query: jax.Array, key: jax.Array, head: jax.Array) -> jax.Array:
+    """A soft cap, and a bias that grows with the distance, by the head."""
+    slope = 0.5 ** (1.0 + head.astype(scores.dtype))
+    return 2.0 * jnp.tanh(scores / 2.0) - slope * (query - key).astype(scores.dtype)
+
+
+@partial(jax.jit, static_argnums=(0, 6))
+def dense(rate: float, q_BTHK, k_BSHK, v_BSHK, grad_BTHK, seen_BTS, score=None):
     """The same, all scores at once; the mask is the hash of (seed, step, sample, layer, head, query, key)."""
     length = q_BTHK.shape[1]
     state = RandomBits.from_seed(SEED).fold(STEP)
@@ -102,6 +108,11 @@ def dense(rate: float, q_BTHK, k_BSHK, v_BSHK, grad_BTHK, seen_BTS):
     def attention(q_BTHK, k_BSHK, v_BSHK):
         k_BSHK, v_BSHK = (jnp.repeat(x, HEADS // x.shape[2], axis=2) for x in (k_BSHK, v_BSHK))
         scores_BHTS = jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK) / HEAD_SIZE**0.5
+        if score:
+            place_T, head_H = jnp.arange(length), jnp.arange(HEADS)
+            scores_BHTS = score(
+                scores_BHTS, place_T[None, None, :, None], place_T[None, None, None], head_H[None, :, None, None]
+            )
         probability_BHTS = jax.nn.softmax(jnp.where(seen_BTS[:, None], scores_BHTS, -jnp.inf), axis=-1)
         probability_BHTS = jnp.where(keep_BHTS, probability_BHTS / (1 - rate), 0) if rate else probability_BHTS
         return jnp.einsum("BHTS,BSHK->BTHK", probability_BHTS, v_BSHK)
@@ -128,11 +139,13 @@ CASES = {
     **{limit: {"limit": limit, "backend": SMALL} for limit in ("everything", "padding", "window", "causal window")},
     "2 heads of keys": {"kv_heads": 2, "rate": 0.3, "length": QUERY_BLOCK + 44},
     "1 head of keys": {"kv_heads": 1, "rate": 0.3, "limit": "causal window", "backend": heads_at_once(1), "size": 1},
+    "changed scores": {"score": capped_alibi, "kv_heads": 2, "limit": "documents", "length": QUERY_BLOCK + 44},
+    "changed scores, 1 head at once": {"score": capped_alibi, "kv_heads": 2, "backend": heads_at_once(1)},
     "2 heads of keys on GPUs": {"kv_heads": 2, "limit": "causal window", "backend": OWN_ON_GPUS},
 }
 
 
-OFTEN = ("1 tokens", "1 heads at once", "documents in several blocks", "padding", "window", "2 heads of keys on GPUs")
+OFTEN = ("1 tokens", "1 heads at once", "changed scores", "padding", "window", "2 heads of keys on GPUs")
 
 
 @pytest.mark.parametrize("case", [case if case in OFTEN else full(case) for case in CASES])
@@ -141,11 +154,12 @@ def test_it_is_dense_attention(case):
     probabilities dropped by one mask over global sample, head, query and key; the gradients of keys for several heads
     of queries add up."""
     defaults = {"size": 2, "rate": 0.0, "length": QUERY_BLOCK + 1, "limit": "causal", "kv_heads": HEADS, "backend": CPU}
-    size, rate, length, limit, kv_heads, backend = (defaults | CASES[case]).values()
+    size, rate, length, limit, kv_heads, backend, score = (defaults | {"score": None} | CASES[case]).values()
     inputs = arrays(length, kv_heads)
-    expected = [np.asarray(array) for array in dense(rate, *inputs, sees(limit, length))]
+    expected = [np.asarray(array) for array in dense(rate, *inputs, sees(limit, length), score)]
     rounding = 1e-6 * max(np.abs(array).max() for array in expected)  # of gradients that are zero, as of a single query
-    actual = blocked(size, rate, backend, LIMITS[limit](length))(*inputs)
+    visible = dataclasses.replace(LIMITS[limit](length), score=score)
+    actual = blocked(size, rate, backend, visible)(*inputs)
     share, tight = 2e-6 if kv_heads < HEADS else 5e-6, {"rtol": 2e-5, "atol": 2e-5}
     for found, array in zip(actual, expected, strict=True):
         usual = {"rtol": 1e-4, "atol": max(share * np.abs(array).max(), rounding)}
