@@ -23,6 +23,7 @@ from megajax.core.parallel import vocabulary
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.collectives import entry_axes, gather_shards, vary, varying_axes
 from megajax.core.parallel.sites import named
+from megajax.core.precision import at_least_fp32
 
 _NAME = re.compile(r"(?!validation_)[^\W_][\w-]*")
 _TAKEN = (  # names of a step's other figures
@@ -69,10 +70,15 @@ class Logits:
         """The entropy of every token's distribution in nats, [B, T], in at least fp32."""
         return vocabulary.entropy(self.columns_BTV, self.vocab_size, self.boundary.vocabulary)
 
+    def logsumexp(self) -> Array:
+        """The logarithm of the sum of every token's exponentials, [B, T], in at least fp32."""
+        return vocabulary.log_sum_exp(self.columns_BTV, self.boundary.vocabulary)
+
     def whole(self) -> Array:
-        """All columns, [B, T, V], gathered on every device."""
+        """All columns, [B, T, V], in at least fp32, gathered on every device."""
         axes = entry_axes(self.boundary.vocabulary)
-        return gather_shards(self.columns_BTV, -1, axes, invariant=True)[..., : self.vocab_size]
+        whole_BTV = gather_shards(self.columns_BTV, -1, axes, invariant=True)[..., : self.vocab_size]
+        return whole_BTV.astype(at_least_fp32(whole_BTV.dtype))
 
     def at_temperature(self, temperature: float) -> "Logits":
         """The logits divided by a temperature."""
@@ -166,7 +172,7 @@ class Loss:
             name: shared.context_tokens(array) if form.entries[name].dims[:1] == ("tokens",) else array
             for name, array in whole.items()
         }
-        methods = "cross_entropy, log_probabilities, entropy, …, or whole() for an array"
+        methods = "cross_entropy, log_probabilities, entropy, logsumexp, …, or whole() for an array"
         valid = f"a function of logits, which has {methods}, and of a batch with {', '.join(sorted(batch))}"
         with told(f"loss {self.name}", valid):
             found = self.function(logits, batch)

@@ -78,7 +78,7 @@ def target_scores(logits_BTV: Array, targets_BT: Array, axes: Axes) -> tuple[Arr
 
 def log_probabilities(logits_BTV: Array, ids_BTK: Array, axes: Axes = TENSOR) -> Array:
     """The log-probabilities of K ids for each token, [B, T, K], in at least fp32; 0 where an id is `IGNORED`."""
-    shifted_BTV, sum_BT = _shifted(logits_BTV, axes)
+    shifted_BTV, sum_BT, _ = _shifted(logits_BTV, axes)
     index_BTK, inside_BTK = _local_ids(ids_BTK, logits_BTV.shape[-1], axes)
     picked_BTK = jnp.take_along_axis(shifted_BTV, index_BTK, axis=-1, mode="clip")
     nothing = jnp.zeros((), picked_BTK.dtype)
@@ -88,7 +88,7 @@ def log_probabilities(logits_BTV: Array, ids_BTK: Array, axes: Axes = TENSOR) ->
 
 def entropy(logits_BTV: Array, vocab_size: int, axes: Axes = TENSOR) -> Array:
     """The entropy of each token's distribution over the ids below `vocab_size`, [B, T], in at least fp32."""
-    shifted_BTV, sum_BT = _shifted(logits_BTV, axes)
+    shifted_BTV, sum_BT, _ = _shifted(logits_BTV, axes)
     column_V = axis_index(axes) * logits_BTV.shape[-1] + jnp.arange(logits_BTV.shape[-1], dtype=jnp.int32)
     there_BTV = jnp.broadcast_to(column_V < vocab_size, shifted_BTV.shape)
     shifted_BTV = jnp.where(there_BTV, shifted_BTV, jnp.zeros((), shifted_BTV.dtype))
@@ -96,12 +96,18 @@ def entropy(logits_BTV: Array, vocab_size: int, axes: Axes = TENSOR) -> Array:
     return jnp.log(sum_BT) - g(jnp.sum(weighted_BTV, axis=-1), axes) / sum_BT
 
 
-def _shifted(logits_BTV: Array, axes: Axes) -> tuple[Array, Array]:
-    """The logits below each token's largest one, in at least fp32, and the sums of their exponentials."""
+def log_sum_exp(logits_BTV: Array, axes: Axes = TENSOR) -> Array:
+    """The logarithm of the sum of exponentials of each token's logits, [B, T], in at least fp32."""
+    _, sum_BT, max_BT = _shifted(logits_BTV, axes)
+    return jnp.log(sum_BT) + max_BT
+
+
+def _shifted(logits_BTV: Array, axes: Axes) -> tuple[Array, Array, Array]:
+    """The logits below each token's largest one, in at least fp32, the sums of their exponentials, and that logit."""
     max_BT = max_over(jnp.max(lax.stop_gradient(logits_BTV), axis=-1), axes)
-    dtype = at_least_fp32(logits_BTV.dtype)
-    shifted_BTV = logits_BTV.astype(dtype) - max_BT.astype(dtype)[..., None]
-    return shifted_BTV, g(jnp.sum(jnp.exp(shifted_BTV), axis=-1), axes)
+    max_BT = max_BT.astype(at_least_fp32(logits_BTV.dtype))
+    shifted_BTV = logits_BTV.astype(max_BT.dtype) - max_BT[..., None]
+    return shifted_BTV, g(jnp.sum(jnp.exp(shifted_BTV), axis=-1), axes), max_BT
 
 
 def _forward(logits_BTV: Array, targets_BT: Array, axes: Axes):

@@ -35,7 +35,7 @@ def of_rows(logits: Logits, batch: Batch) -> Array:
 
 
 def whole(logits: Logits, batch: Batch) -> Array:
-    return jax.nn.logsumexp(logits.whole().astype(jnp.float32), axis=-1)
+    return jax.nn.logsumexp(logits.whole(), axis=-1) + 0.1 * jnp.square(logits.logsumexp())
 
 
 WEIGHTED = Loss(weighted, measures=("entropy",), arrays={"weight": BatchArray(("tokens",), dtype="float32")})
@@ -106,6 +106,8 @@ def test_a_loss_is_the_mean_over_what_counts() -> None:
     assert plain_loss(WEIGHTED, ids, weight) == pytest.approx(wanted[:, :6].mean(), rel=1e-5)
     rows = picked(log_p, ids[:, 1:])[:, :6].sum(-1) ** 2
     assert plain_loss(OF_ROWS, ids) == pytest.approx(rows.mean(), rel=1e-5)
+    total = np.log(np.exp(z).sum(-1))[:, :6]
+    assert plain_loss(Loss(whole), ids) == pytest.approx((total + 0.1 * total**2).mean(), rel=1e-5)
 
 
 @pytest.mark.parametrize(
