@@ -109,15 +109,17 @@ def gpt2_tokenizer(test_data: Path) -> Any:
 @pytest.fixture
 def no_names_stay() -> Iterator[None]:
     """What a test registers is forgotten after it."""
+    from megajax.core.models.registry import FAMILIES, GATED
     from megajax.core.pipeline.schedule import SCHEDULES
     from megajax.settings import registration
 
-    tables = [*registration._TABLES.values(), SCHEDULES]
+    tables, gated = [*registration._TABLES.values(), FAMILIES, SCHEDULES], [*GATED]
     before, names = [dict(table) for table in tables], set(registration._registered)
     yield
     for table, was in zip(tables, before, strict=True):
         table.clear()
         table.update(was)
+    GATED[:] = gated
     registration._registered.clear()
     registration._registered.update(names)
 

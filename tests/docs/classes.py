@@ -61,6 +61,7 @@ FULL = [  # marker `full`: in this order, one after the other, in a folder with 
 ]
 
 NOT_RUN = {  # reason -> patterns of whole commands
+    "run by test_own_model.py": [r"megajax (verify|train) parallel\.toml .*"],
     "a corpus, records or a tokenizer of the user": [
         r"megajax train mine\.toml (--train\.steps 2000|--mesh\.data 8 --dry-run)",
         r"(srun )?megajax train .*--data\.(path|train) (CORPUS|corpora|(corpus|input)\.\w+|novels|train\.tsv|QQP).*",

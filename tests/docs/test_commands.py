@@ -94,16 +94,19 @@ def _wrong(words: list[str]) -> str:
 
 def test_flags_and_presets_are_known(folder: Path, no_names_stay: None) -> None:
     """Of every command of megajax, by its own parser: a flag that was renamed or removed, a preset that is not there, a
-    value or a mesh that is not valid. Beside the plugins of docs/own.md."""
-    (codes,) = (code for page in PAGES if page.name == "own.md" for code in _plugins(page))
-    Path("plugins.py").write_text(codes)
+    value or a mesh that is not valid. Beside the plugins that pages show."""
+    plugins = [code for page in PAGES for code in _plugins(page)]
+    for name, code in plugins:
+        Path(name).write_text(code)
     problems = {command: _wrong(words) for command in COMMANDS if (words := _of_megajax(command))}
     wrong = [f"{command}\n    {problem}" for command, problem in problems.items() if problem]
-    assert len(problems) > 40 and not wrong, "\n".join(wrong)
+    assert len(plugins) == 2 and len(problems) > 40 and not wrong, "\n".join(wrong)
 
 
-def _plugins(page: Path) -> list[str]:
-    return re.findall(r"```python\n(# plugins\.py\n.*?)```", page.read_text(), re.DOTALL)
+def _plugins(page: Path) -> list[tuple[str, str]]:
+    """The names and code of the Python files that a page shows."""
+    shown = re.findall(r"```python\n(# (\w+\.py)\n.*?)```", page.read_text(), re.DOTALL)
+    return [(name, code) for code, name in shown]
 
 
 def test_commands_in_the_text_are_known(folder: Path) -> None:

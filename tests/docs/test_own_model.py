@@ -18,7 +18,6 @@ from flax import nnx
 
 import megajax
 from megajax.core.errors import UserError
-from megajax.core.models.registry import ACTIVATIONS, FAMILIES, GATED, SCORES
 from megajax.settings.config import Config
 from megajax.settings.presets import load_preset, resolve
 from megajax.verify.beside import beside_training
@@ -34,7 +33,7 @@ MESH = {"mesh.data": 2, "mesh.pipe": 2, "mesh.tensor": 2}
 
 
 @pytest.fixture(autouse=True)
-def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_names_stay: None) -> Iterator[None]:
     """The page's files, in the working directory."""
     text = (ROOT / "docs" / "own-model.md").read_text()
     (code,) = re.findall(r"```python\n(# parallel\.py\n.*?)```", text, re.DOTALL)
@@ -43,13 +42,8 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "README.md").write_text((ROOT / "README.md").read_text())
     monkeypatch.chdir(tmp_path)
     sys.modules.pop("megajax_plugin_parallel", None)
-    before = [(table, {*table}) for table in (FAMILIES, SCORES, ACTIVATIONS)]
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # as users have it
         yield
-    for table, names in before:
-        for name in table.keys() - names:
-            del table[name]
-    GATED[:] = [name for name in GATED if name in ACTIVATIONS]
 
 
 def config(**overrides: object) -> Config:

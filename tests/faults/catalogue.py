@@ -537,7 +537,7 @@ ROWS: dict[str, dict[str, Row]] = {
             named("input of layer 0, forward: rows never computed", ON_DATA),
         ),
         "heads are numbered from each device's first one": (
-            "core.models.attention_setting.Setting.drop_of_heads",
+            "core.models.attention_setting.Setting._heads",
             ("axis_index(self.head_axes) * num_heads", "0"),
             named("attention_heads of layer 0, forward", ON_TENSOR),
         ),

@@ -17,7 +17,15 @@ from tiny import full
 from megajax.core.pipeline.deferral import PassTimes
 from megajax.core.pipeline.schedule import make_schedule
 from megajax.core.pipeline.table import IDLE, Deferral, Schedule, check
-from megajax.core.pipeline.timing import StageTimes, in_flight, kept_entries, pending_weights, step_time, timeline, wall_time
+from megajax.core.pipeline.timing import (
+    StageTimes,
+    in_flight,
+    kept_entries,
+    pending_weights,
+    step_time,
+    timeline,
+    wall_time,
+)
 from megajax.plan.published import deferred_bubble, published_zero_bubble
 
 LAYERS = [PassTimes(1, 1, 1), PassTimes(28, 32, 24), PassTimes(1, 2, 1)]  # tW at most tF and tB
