@@ -219,16 +219,6 @@ def test_generate_as_two_processes(commands: Commands, straight: Run) -> None:
 
 
 @pytest.mark.full
-def test_the_number_of_processes_may_change_on_resume(commands: Commands, straight: Run, tmp_path: Path) -> None:
-    """Two, with ZeRO's shards in each."""
-    run = tmp_path / "run"
-    commands.train(run, "--train.steps", 5)
-    train_as_two(commands, run, "--train.steps", 12, "--optimizer.zero-ranks", 2, mesh=UNPIPED)
-    commands.train(run)
-    assert_close_losses(curve(run), curve(straight.folder))
-
-
-@pytest.mark.full
 def test_a_task_with_two_seeds(tuning: Finetuning, tmp_path: Path) -> None:
     run = tmp_path / "seeds"
     line = ("train.py", PRESET, "--run-dir", run, *SIZE, *tuning.data("mnli"), "--seeds", 2)

@@ -7,7 +7,7 @@ import pytest
 from finetuning import Finetuning
 from mistakes import assert_says, train_mistake
 from processes import Commands, Run
-from results import contents, training
+from results import contents
 
 TWO = ("--mesh.data", 2, "--simulate-devices", 2, "--optimizer.zero", 3)  # the program of a resume, too
 
@@ -36,14 +36,6 @@ def test_a_new_run(commands: Commands, tmp_path: Path, temporary: Path) -> None:
     assert not list(tmp_path.iterdir()) and not list(temporary.iterdir())
 
 
-def without_decay(commands: Commands, folder: Path) -> Path:
-    """The tests' preset, which says nothing of the decay's end."""
-    preset = folder / "mine.toml"
-    text = commands.preset.read_text().replace("decay_steps = 20\n", "").replace("warmup_steps = 5", "warmup_steps = 1")
-    preset.write_text(text)
-    return preset
-
-
 def test_a_run_that_goes_on(commands: Commands, straight: Run, temporary: Path) -> None:
     """Past the end of the decay; and one that is finished."""
     before = contents(straight.folder)
@@ -66,27 +58,3 @@ def test_a_task_with_several_seeds(tuning: Finetuning, tmp_path: Path, temporary
     out = tuning.train("mnli", tmp_path / "run", "--seeds", 2, "--dry-run").out
     assert_says(out, "mnli train: ", rf"in {tmp_path / 'run' / 'seed-0'}")
     assert not list(tmp_path.iterdir()) and not list(temporary.iterdir())
-
-
-@pytest.mark.full
-def test_a_run_that_goes_on_with_another_learning_rate(commands: Commands, straight: Run, tmp_path: Path) -> None:
-    """With the end of the decay that it began with, where no other is given."""
-    flags = ("--train.steps", 30, "--optimizer.learning-rate", 1e-3)
-    out = tried(commands, without_decay(commands, tmp_path), "--run-dir", straight.folder, *flags)
-    assert_says(out, "--train.steps 30 is past --optimizer.decay-steps 20", "would train steps 21 to 30 in")
-    assert "\nlearning rate changed: learning_rate 0.003 -> 0.001, warmup 5 -> 1\n" in out
-
-
-@pytest.mark.full
-def test_a_decay_that_nobody_gives_is_that_of_the_run_s_beginning(commands: Commands, tmp_path: Path) -> None:
-    """A run of 4 steps that goes on to 6 keeps its learning rates; it says so once."""
-    preset, run = without_decay(commands, tmp_path), tmp_path / "run"
-    flags = ("--train.eval-batches", 1, "--train.eval-every", 10)
-    first = commands.train(run, "--train.steps", 4, *flags, preset=preset).out
-    horizon = "\n[run_horizon]\nwarmup_steps = 1\ndecay_steps = 4\n"
-    assert "is past" not in first and (run / "config.toml").read_text().endswith(horizon)
-    second = commands.train(run, "--train.steps", 6, *flags, preset=preset).out
-    assert second.count("--train.steps 6 is past --optimizer.decay-steps 4: ") == 1
-    rates = [line["learning_rate"] for line in training(run)]
-    assert rates[:2] == [0, pytest.approx(3e-3)] and rates[3] < rates[2] and rates[4:] == [0, 0]
-    assert (run / "config.toml").read_text().endswith(horizon)

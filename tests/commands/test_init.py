@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from finetuning import MODEL, PRESET, PRETRAINING, STEPS, Finetuning, stop_after
 from made_up_tasks import write_documents
-from processes import MESH_222
-from results import assert_close_losses, checkpoint_arrays, curve
+from results import checkpoint_arrays, curve
 from tiny import full
 
 from megajax.core.program.state import TrainState
@@ -91,15 +90,6 @@ def test_the_run_of_init_may_be_gone_when_it_goes_on(tuning: Finetuning, tmp_pat
     assert load_preset(run / "config.toml")["init"] == str(source) and len(curve(run)) == 4
 
 
-@pytest.mark.full
-def test_a_mesh_of_eight_begins_with_the_same(tuning: Finetuning, tmp_path: Path) -> None:
-    source, layers = tmp_path / "source", ("--model.num-layers", 2, "--train.steps", 2)
-    tuning.train("mnli", source, *layers, *MESH_222, "--train.microbatch", 1, "--optimizer.zero", 3)
-    for name, mesh in (("one", ()), ("eight", (*MESH_222, "--train.microbatch", 1, "--pipeline.vocabulary", "split"))):
-        tuning.train("mnli", tmp_path / name, *layers, *mesh, "--init", source)
-    assert_close_losses(curve(tmp_path / "eight"), curve(tmp_path / "one"))
-
-
 OTHERS = [("mnli", "squad2"), full("squad2", "mnli")]
 OTHERS += [full(*pair) for pair in (("mnli", "race"), ("mnli", "qqp"), ("qqp", "mnli"), ("race", "mnli"))]
 
@@ -129,9 +119,3 @@ def test_a_start_without_a_step_leaves_no_tokenizer(
     done = tuning.start("mnli", run, "--init", pretrained, "--model.sequence-length", 48, "--train.steps", 1)
     vocabularies = [(folder / "data/tokenizer/tokenizer.json").read_bytes() for folder in (run, pretrained)]
     assert done.code == 2 or vocabularies[0] == vocabularies[1]
-
-
-def test_the_tokenizer_of_the_weights_beside_init(tuning: Finetuning, tmp_path: Path) -> None:
-    pretrained = tuning.pretrained()
-    tokenizer = ("--tokenizer.path", pretrained / "data" / "tokenizer")
-    tuning.train("mnli", tmp_path / "run", "--init", pretrained, *tokenizer, "--train.steps", 1)

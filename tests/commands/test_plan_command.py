@@ -57,18 +57,6 @@ def test_a_pipe(capsys) -> None:
     assert {each["kind"] for each in found["communication"]} >= {"all-reduce", "permute", "reduce-scatter"}
 
 
-def test_text(capsys) -> None:
-    out = planned(capsys, "llama3-8b --mesh.data 64 --mesh.tensor 8 --gpu a100 --no-compile")
-    assert "on 512 A100s, data 64 x pipe 1 x tensor 8; bf16, --optimizer.zero 1" in out
-    # 8.03 / 8 billion numbers of 2 bytes, 1.870: those of layers and head are shards of 64 between steps.
-    assert "  weights                                      0.150\n" in out
-    assert "  gathered weights                             1.748\n" in out
-    assert "fits, " in out and "analytical estimate" in out
-    assert "bubble" not in out  # of one stage there is none
-    too_much = planned(capsys, "llama3-8b --gpu v100 --no-compile --precision fp16")
-    assert "does not fit, " in too_much
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", [(64, 1, 8), (8, 8, 8)])
 def test_the_largest_of_the_paper_on_512_devices(commands: Commands, mesh: tuple[int, int, int]) -> None:

@@ -1,12 +1,10 @@
-"""Recipes of docs/recipes.md: a batch that grows, and decays that branch off a stable run."""
+"""A recipe of docs/recipes.md: a batch that grows."""
 
 import re
-import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
-from processes import MESH_222, Commands, Run
+from processes import MESH_222, Commands
 from results import assert_close_losses, curve, training
 from tiny import full
 
@@ -46,21 +44,3 @@ def test_a_batch_that_grows(
     assert list(map(int, re.findall(r"compiled the step of (\d+) sequences", told))) == sorted(set(sizes[first:]))
     assert_close_losses(curve(parts), curve(straight))
     assert [record["tokens"] for record in training(parts)] == [record["tokens"] for record in training(straight)]
-
-
-@pytest.mark.full
-def test_a_decay_branches_off_a_checkpoint(commands: Commands, half: Run, tmp_path: Path) -> None:
-    """A copy of the run with an older checkpoint alone goes on from there with the stable run's samples."""
-    before = curve(half.folder)
-    branch = tmp_path / "branch"
-    (branch / "checkpoints").mkdir(parents=True)
-    for name in ("config.toml", "run.json", "metrics.jsonl"):
-        shutil.copy(half.folder / name, branch)
-    shutil.copytree(half.folder / "data", branch / "data")
-    shutil.copytree(half.folder / "checkpoints" / "5", branch / "checkpoints" / "5")
-    flags = ("--optimizer.schedule", "wsd", "--optimizer.cooldown-steps", 2, "--optimizer.cooldown-shape", "linear")
-    told = commands.train(branch, *flags, "--optimizer.decay-steps", 8, "--train.steps", 8, *SHORT).out
-    assert "learning rate: 0.003 after 5 steps of warm-up, from step 6 down to 0 at step 8 (linear)\n" in told
-    rates = [record["learning_rate"] for record in training(branch)][5:]
-    np.testing.assert_allclose(rates, [3e-3, 3e-3, 1.5e-3], rtol=1e-6)  # of the steps 6, 7 and 8
-    assert curve(branch)[:6] == before[:6] and len(curve(branch)) == 8 and curve(half.folder) == before

@@ -1,19 +1,13 @@
 """A run that was stopped and resumed ends with the same weights and records."""
 
-import fcntl
-import os
 import shutil
-import signal
-import time
 from pathlib import Path
 
 import pytest
 from processes import MESH_222, Commands, Run
-from results import assert_close_losses, assert_same_checkpoint, checkpoint_steps, curve, records, validation
+from results import assert_close_losses, assert_same_checkpoint, checkpoint_steps, curve, validation
 from test_dry_run import TWO
 from tiny import full
-
-from megajax.runs.directory import trained_steps
 
 UNROLLED = ("--model.scan-layers", "auto")  # as users have them
 
@@ -88,50 +82,3 @@ def test_resume_with_a_split_sequence_and_with_unrolled_layers(commands: Command
     commands.train(begun, *UNROLLED, "--mesh.data", 2, "--simulate-devices", 2, *overlapped)
     assert curve(begun)[:10] == curve(straight.folder)[:10]
     assert_close_losses(curve(begun), curve(straight.folder))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("microbatch", [1, 4])
-def test_resume_from_eight_devices_on_one(commands: Commands, straight: Run, microbatch: int, tmp_path: Path) -> None:
-    """The other direction, and a change of the microbatch size by itself."""
-    run = tmp_path / "run"
-    commands.train(run, *MESH_222, "--train.steps", 10)
-    commands.train(run, "--train.microbatch", microbatch)
-    assert_close_losses(curve(run), curve(straight.folder))
-
-
-@pytest.mark.full
-def test_a_killed_run_goes_on_by_the_same_command(commands: Commands, straight: Run, tmp_path: Path) -> None:
-    """`kill -9` after the first checkpoint: the second try ends with the same numbers, each step recorded once."""
-    run = tmp_path / "run"
-    line = ("train.py", commands.preset, "--run-dir", run, "--train.log-every", 1)
-    # Nobody reads what it prints, and the pipe is small and nearly full: it stops in the middle, at some step's line.
-    reading, writing = os.pipe()
-    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
-    os.write(writing, b"." * (4096 - 2000))
-    process = commands.start(*line, stdout=writing)
-    os.close(writing)
-    try:
-        last, quiet_since = "", time.monotonic()
-        while process.poll() is None and time.monotonic() - quiet_since < 1:
-            metrics = run / "metrics.jsonl"
-            now = metrics.read_text() if metrics.exists() else ""
-            if now != last or not (run / "checkpoints" / "5").exists():
-                last, quiet_since = now, time.monotonic()
-            time.sleep(0.05)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        error = process.communicate()[1]
-        os.close(reading)
-    assert process.returncode == -signal.SIGKILL, error
-    assert 5 <= curve(run)[-1][0] < 20
-
-    reached, newest = curve(run)[-1][0], trained_steps(run)
-    out = commands.run_process(*line).ok()
-    told = f"was trained up to step {reached}, and the newest checkpoint is of step {newest}"
-    assert (told in out) == (reached > newest)
-    steps = [(record["step"], "loss" in record) for record in records(run)]
-    assert len(steps) == len(set(steps))
-    assert curve(run) == curve(straight.folder)
-    assert validation(run) == validation(straight.folder)
-    assert_same_checkpoint(run, straight.folder, 20)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from processes import Commands, Run
-from results import checkpoint_steps, contents, curve, records, training, validation
+from results import checkpoint_steps, contents, records, training, validation
 
 
 def test_every_step_is_recorded_once_with_its_figures(straight: Run) -> None:
@@ -55,27 +55,6 @@ def test_without_validation_nothing_is_held_out(commands: Commands, corpus: Path
     refused = commands.run("eval.py", "perplexity", "--checkpoint", run)
     assert refused.code == 2 and f"--data missing: {run} has no validation split" in refused.err
     assert commands.perplexity(run, "--data", corpus)["loss"] > 0
-
-
-def test_the_summary(straight: Run) -> None:
-    out = straight.finished.out
-    perplexity = math.exp(validation(straight.folder)[20])
-    summary = out[out.rindex("step 20/20") :]
-    assert f"{perplexity:.2f}" in summary.partition("validation perplexity")[2]
-    assert "the end" in summary
-    for name in ("config.toml", "metrics.jsonl", "loss.png", "checkpoints", "tensorboard"):
-        assert str(straight.folder / name) in summary
-    assert straight.finished.err == ""
-
-
-def test_plain_lines_where_nobody_watches(straight: Run) -> None:
-    out = straight.finished.out
-    lines = [line for line in out.splitlines() if "tokens/s" in line]
-    assert len(lines) == 5
-    for line, step in zip(lines, (4, 8, 12, 16, 20), strict=True):
-        loss = curve(straight.folder)[step - 1][1]
-        assert f"{step}/20" in line and any(abs(float(x) - loss) < 1e-2 for x in re.findall(r"\d+\.\d+", line))
-    assert "\r" not in out and "\x1b" not in out
 
 
 def test_a_finished_run_is_left_as_it_is(commands: Commands, straight: Run, tmp_path: Path) -> None:

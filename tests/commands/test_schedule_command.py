@@ -1,13 +1,10 @@
 """`megajax schedule`: what it prints and draws."""
 
-import colorsys
 import json
 from pathlib import Path
 
 import matplotlib
-import numpy as np
 import pytest
-from matplotlib.colors import to_rgb
 from tiny import full
 
 from megajax.__main__ import main
@@ -49,19 +46,6 @@ def test_json(capsys) -> None:
 DEFERRED = ("--pipeline.weight-gradients", "deferred")
 
 
-def test_weight_gradients_that_wait(capsys) -> None:
-    """In the text after forward and backward, or in the place of a forward; what is gained, kept and published."""
-    lines = schedule(capsys, "--mesh.pipe", 4, "--microbatches", 8, *DEFERRED).splitlines()
-    first = next(line for line in lines if line.startswith("stage 0")).split("|")[1:]
-    assert [" ".join(cell.split()) for cell in first[7:11]] == ["F7 B1", "W0 B2", "W1 B3 W2", "W3 B4 W4"]
-    assert first[13].split() == [".", "B7", "W5,6,7"]
-    rest = "\n".join(lines)
-    assert "deferring         bubble 0.3750 -> 0.1250; idle time 9 -> 3 (by formula 3)" in rest
-    assert "ZB-H1 idles 3 with 4 microbatches in flight, ZB-H2 0 with 7 (arXiv 2401.10241); here 3 with 8" in rest
-    assert "pending chunks    6, as many as help; each saves up to 1, 3.0% of the step" in rest
-    assert "16 D numbers per token and layer" in rest
-
-
 def test_deferral_as_json(capsys) -> None:
     """The third element of a cell is a list, those in the place of a forward first; together, there is none."""
     arguments = ("--mesh.pipe", 2, "--microbatches", 2, "--json")
@@ -77,25 +61,6 @@ def test_deferral_as_json(capsys) -> None:
     together = json.loads(schedule(capsys, *arguments))
     assert together["entries"] == {"forward": 2, "factors": 0, "by_stage": together["in_flight"]}
     assert {len(cell) for row in together["table"] for cell in row} == {2}
-
-
-def test_times(capsys) -> None:
-    """Given ones are those of the bubble, and are named beside it, with and without deferral."""
-    times = ("--forward-time", 28, "--input-gradient-time", 32, "--weight-gradient-time", 24)
-    for flags, bubble in (((), 1.5 * 84), (DEFERRED, 1.5 * 36)):
-        found = json.loads(schedule(capsys, *INTERLEAVED, *times, *flags, "--json"))
-        assert found["ideal_time"] == 8 * 84 and found["time"] == pytest.approx(8 * 84 + bubble)
-        text = schedule(capsys, *INTERLEAVED, *times, *flags)
-        assert "forward = 28, input gradient = 32, weight gradient = 24" in text
-        assert f"bubble            {bubble / (8 * 84):.4f} of the ideal time; published (p-1)/(v*m) = 0.1875" in text
-
-
-def test_deferral_on_one_stage(capsys) -> None:
-    """It does nothing, and says so once; as JSON the table is that without."""
-    arguments = ("--mesh.pipe", 1, "--microbatches", 2)
-    text = schedule(capsys, *arguments, *DEFERRED)
-    assert text.count("deferring does nothing with --mesh.pipe 1") == 1
-    assert schedule(capsys, *arguments, *DEFERRED, "--json") == schedule(capsys, *arguments, "--json")
 
 
 PASSES = ["forward", "backward", "input gradient", "weight gradient"]
@@ -118,13 +83,6 @@ def test_plot(capsys, tmp_path: Path, suffix: str, flags: tuple, words: list[str
     assert [word for word in PASSES if f">{word}<" in content] == words
 
 
-def test_a_pass_has_a_hue_and_a_chunk_a_lightness() -> None:
-    shades = np.array([[colorsys.rgb_to_hls(*to_rgb(colour))[:2] for colour in row] for row in COLOURS])
-    hues, lightness = np.moveaxis(shades, -1, 0)
-    assert np.ptp(hues, axis=1).max() < 0.05 and np.diff(np.sort(hues[:, 0])).min() > 0.2
-    assert np.diff(lightness, axis=1).min() > 0.1
-
-
 LARGE = ("--mesh.pipe", 16, "--pipeline.schedule", "interleaved", "--pipeline.chunks", 2, "--microbatches", 512)
 
 
@@ -142,24 +100,6 @@ def test_a_large_schedule_in_parts(capsys) -> None:
     assert [row.split("|")[1].split() for row in first] == [["F0a", "."], ["F256a", "B226a"], ["F511b", "B481a"]]
     assert "ticks             1070" in lines
     assert len(json.loads(schedule(capsys, *LARGE, "--json"))["table"]) == 1070
-
-
-@pytest.mark.parametrize(
-    ("flags", "titles"),
-    [
-        (
-            ("--mesh.pipe", 8, "--pipeline.schedule", "gpipe", "--microbatches", 300, *DEFERRED),
-            ["warm-up: ticks 0 to 15", "the turn: ticks 299 to 314", "cool-down: ticks 598 to 613"],
-        ),
-        (
-            ("--mesh.pipe", 64, "--microbatches", 64),
-            ["and stages 16 to 47; --json", "warm-up (its first ticks): ticks 0 to 47", "middle: ticks 48 to 95"],
-        ),
-    ],
-)
-def test_the_parts_of_other_schedules(capsys, flags: tuple, titles: list[str]) -> None:
-    text = schedule(capsys, *flags)
-    assert all(title in text for title in titles)
 
 
 @pytest.mark.parametrize("flags", [("--mesh.pipe", 128, "--microbatches", 8), full(LARGE)])
