@@ -98,13 +98,6 @@ def test_an_error_while_loading_reaches_the_caller():
         next(train_batches(Broken(), rows=[0], global_batch=1))
 
 
-@pytest.mark.parametrize("rows", [[], [6], [-1]], ids=str)
-def test_rows_lie_in_the_batch(rows):
-    for function, samples in (train_batches, TRAIN), (evaluation_batches, EVALUATION):
-        with pytest.raises(AssertionError):
-            function(samples, rows=rows, global_batch=6)
-
-
 @pytest.mark.parametrize(
     "ramp",
     [

@@ -13,9 +13,7 @@ from megajax.core.batch import IGNORED, pairs_form
 from megajax.core.errors import UserError
 from megajax.data.samples import pairs
 from megajax.data.samples.base import Bits, key_of
-from megajax.data.samples.blend import BlendedSamples, JoinedSamples
-from megajax.data.samples.loader import evaluation_batches, train_batches
-from megajax.data.samples.making import make_corpus
+from megajax.data.samples.loader import evaluation_batches
 from megajax.data.samples.masking import WordPieces
 from megajax.data.samples.pairs import EvaluationPairs, TrainPairs, train_and_validation
 from megajax.data.text.indexed import IndexedDataset, IndexedWriter
@@ -124,23 +122,6 @@ def test_golden_samples(documents):
     assert digest.hexdigest() == "5224f816b692392d345c1c39af1d08e6559ae36b0098f323d9bc31a94cee1910"
 
 
-def test_the_same_from_any_number_of_threads_and_after_a_resume(documents):
-    samples = train_pairs(documents)
-    steps = samples.epoch_size // 8 + 3  # over the end of an epoch
-
-    def batches(start, count, **change):
-        form = {"rows": range(8), "global_batch": 8, "start_step": start} | change
-        return list(itertools.islice(train_batches(train_pairs(documents), **form), count))
-
-    whole = batches(0, steps, prefetch=0)
-    for prefetch, start in (4, 0), (1, steps - 5):
-        for batch, expected in zip(batches(start, steps - start, prefetch=prefetch), whole[start:], strict=True):
-            assert all((batch[name] == expected[name]).all() for name in expected)
-    assert whole[0]["tokens"].shape == (8, LENGTH) and whole[0]["order"].shape == (8,)
-    part = batches(steps - 1, 1, rows=[5, 2])[0]
-    assert all((part[name] == array[[5, 2]]).all() for name, array in whole[-1].items())
-
-
 def test_evaluation_has_every_sentence_once(documents):
     """In order, each aiming at T: what is left out was cut off a pair that was too long."""
     numbers = np.arange(290, 300)
@@ -156,18 +137,6 @@ def test_evaluation_has_every_sentence_once(documents):
     assert {token for number in range(len(long)) for part in segments(long[number]) for token in part} == expected
     (batch,) = evaluation_batches(long, rows=range(16), global_batch=16)
     assert (batch["length"] > 0).sum() == len(long) and (batch["order"][len(long) :] == IGNORED).all()
-
-
-def test_blends_of_pairs(documents):
-    sources = [train_pairs(documents, seed=1), train_pairs(documents, seed=2)]
-    blend = BlendedSamples(sources, [3, 1])
-    assert blend.sequence_length == LENGTH
-    for number in range(8):
-        source, own = blend.blend.place(number)
-        assert (blend[number]["tokens"] == sources[source][own]["tokens"]).all()
-    part = EvaluationPairs(documents, np.arange(5), sequence_length=LENGTH, vocabulary=PIECES)
-    joined = JoinedSamples([part, part])
-    assert len(joined) == 2 * len(part) and joined.form == pairs_form()
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(2, 130))
@@ -234,23 +203,6 @@ def test_statistics_of_made_up_text(tmp_path, monkeypatch):
     documents = IndexedDataset(tmp_path / "m")
     samples = TrainPairs(documents, np.arange(60), sequence_length=128, seed=0, vocabulary=PIECES)
     assert 0.08 < check_statistics(samples, PIECES, 6_000, monkeypatch) < 0.13
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("length", [128, 512])
-@pytest.mark.parametrize("text", ["wikitext", "novels"])
-def test_statistics_of_real_text(test_data, tmp_path, monkeypatch, text, length):
-    """10,000 samples, several epochs, with BERT's own vocabulary."""
-    path = test_data / "wikitext-103" / "wiki.test.tokens"
-    if text == "novels":
-        path = test_data / "corpus" / "gutenberg"
-    corpus = make_corpus(str(path), str(test_data / "bert-uncased"), 30522, tmp_path / "c", sentences=True)
-    vocabulary = WordPieces.of(corpus.tokenizer)
-    train, validation = train_and_validation(
-        corpus.tokens, sequence_length=length, validation_fraction=0.05, seed=0, vocabulary=vocabulary
-    )
-    assert train.epoch_size < 5_000 and len(validation) > 3
-    check_statistics(train, vocabulary, 10_000, monkeypatch)
 
 
 def test_a_document_of_one_sentence(tmp_path):

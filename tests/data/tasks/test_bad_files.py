@@ -38,14 +38,13 @@ def asked(**change) -> str:
 
 SQUAD = squad(QUESTION)
 ODD = ": empty, binary, or another format"
-AT, BEGIN = f"column {len(SQUAD) + 1} (char {len(SQUAD)})", "line 1 column 2 (char 1)"
+AT = f"column {len(SQUAD) + 1} (char {len(SQUAD)})"
 Q1 = ": question 1 (id q1)"
 LATIN = (MNLI + "2\tf\tA\xe9.\tB.\tneutral\n").encode("latin-1")
 
 BAD = [
     # task, content, message after "--data.dev: FILE"
     ("mnli", "", ODD),
-    ("mnli", "\n \n", ODD),
     ("mnli", b"\x00\x01\x02", ODD),
     ("mnli", MNLI.encode("utf-16"), ODD),
     ("mnli", MNLI + "2\tf\tA\xe9.\tB.\tneutral\n", None),  # as UTF-8 this can be read
@@ -55,31 +54,18 @@ BAD = [
     ("mnli", MNLI.splitlines()[0], " has no records"),
     ("mnli", QQP, " looks like a file of qqp, not mnli"),
     ("mnli", SQUAD, " looks like a file of squad1 or squad2, not mnli"),
-    ("mnli", race(), " looks like a file of race, not mnli"),
-    ("mnli", '{"sentence1": "A"}\n', ODD),
     ("mnli", "1\tA\n", " has no column sentence1, sentence2, gold_label, only 1, A"),
-    ("mnli", "sentence1\tsentence2\n", " has no column gold_label, only sentence1, sentence2"),
     ("mnli", "label\tsentence1\tsentence1\tsentence2\n", ': column "sentence1" occurs 2 times; valid: once'),
     ("mnli", MNLI + "2\tfiction\tA\tB\n", ":3: 4 columns; valid: 5, as in the first line"),
-    ("mnli", MNLI + "2\tfiction\tA\tB\tneutral\tneutral", ":3: 6 columns; valid: 5, as in the first line"),
-    ("mnli", MNLI + "2\tfiction\tA ma", ":3: 3 columns; valid: 5, as in the first line"),
     ("mnli", MNLI + "2\tfiction\tA\tB\tmaybe\n", ':3: label "maybe"; valid: entailment, neutral, contradiction'),
-    ("mnli", MNLI + "2\tfiction\tA\tB\tneut\n", ':3: label "neut"; valid: entailment, neutral, contradiction'),
     ("mnli", MNLI + "x" * (1 << 20) + "y\n", ": line 3 has more than 1 MiB; valid: at most that"),
-    ("qqp", MNLI, " looks like a file of mnli, not qqp"),
     ("qqp", QQP + "2\tWhy?\tHow?\t2\n", ':3: label "2"; valid: 0, 1'),
-    ("qqp", QQP + "2\tWhy?\tHow?\t\n", ':3: label ""; valid: 0, 1'),
-    ("squad1", "", ODD),
-    ("squad1", MNLI, " looks like a file of mnli, not squad1 or squad2"),
-    ("squad1", race(), " looks like a file of race, not squad1 or squad2"),
     ("squad1", "<!DOCTYPE html>", ODD),
     ("squad1", SQUAD + "}", f": not JSON: Extra data: line 1 {AT}"),
-    ("squad1", "[" * 100, ": not JSON: nested in more than 64 brackets"),
     ("squad1", SQUAD.encode() + b"\xff", f": not UTF-8 text (at byte {len(SQUAD)}); valid: UTF-8"),
     ("squad1", "[]", ": the record is not an object; valid: an object"),
     ("squad1", '{"version": 1}', ': no key "data", there are "version"; valid: a list under "data"'),
     ("squad1", '{"data": []}', " has no records"),
-    ("squad1", squad(), " has no records"),
     ("squad1", '{"data": {}}', ': "data" is not a list; valid: a list'),
     ("squad1", '{"data": [1]}', ": the article after 0 paragraphs: the record is not an object; valid: an object"),
     ("squad1", squad(QUESTION, context=" \n"), ": paragraph 1: the context is empty; valid: text"),
@@ -90,7 +76,6 @@ BAD = [
     ("squad1", asked(question="\ud800"), f'{Q1}: "question" contains half a character (\\ud800 to \\udfff); valid'),
     ("squad1", squad({"id": "q1", "question": "?"}), f'{Q1}: no key "answers", there are "id", "question"'),
     ("squad1", asked(answers=[{"text": "A", "answer_start": True}]), f'{Q1}: "answer_start" is not a whole number'),
-    ("squad2", SQUAD[:4], f": not JSON: Unterminated string starting at: {BEGIN}"),
     ("squad2", asked(answers=[{"text": " ", "answer_start": 3}]), f"{Q1}: an answer is empty"),
     ("squad1", asked(answers=["Ada"]), f"{Q1}: an answer is not an object; valid: an object"),
     ("squad1", asked(answers=[]), f"{Q1} has no answer; valid: at least one, or squad2 for questions without"),
@@ -98,8 +83,6 @@ BAD = [
     ("squad2", asked(is_impossible=1), f'{Q1}: "is_impossible" is not true or false; valid: true or false'),
     ("squad1", squad(QUESTION, QUESTION), ": question 2 (id q1) has the same id as of FILE, question 1; valid: every"),
     ("race", SQUAD, " looks like a file of squad1 or squad2, not race"),
-    ("race", QQP, " looks like a file of qqp, not race"),
-    ("race", race() + "\n[1]\n", ":2: the record is not an object; valid: an object"),
     ("race", '{"questions": []}', ': no key "article", there are "questions"; valid: text under "article"'),
     ("race", race(article=" "), ": the article is empty; valid: text"),
     ("race", race(questions="Who?"), ': "questions" is not a list; valid: a list'),

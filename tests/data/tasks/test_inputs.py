@@ -1,7 +1,5 @@
 """Pairs and exams: every token of a sample against the texts, and what is cut."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -81,28 +79,6 @@ def test_an_exam():
     }
     short = ExamInputs(records, TOKENIZER, sequence_length=5, option_tokens=128)
     assert words(short[0]["tokens"][1]) == "[CLS] a c [SEP] [SEP]"
-
-
-def test_real_exams(test_data):
-    """Every input is what its texts are, each encoded alone."""
-    tokenizer, records = real_tokenizer(test_data), read("race", test_data / "race/RACE/dev/middle").entries[:150]
-    records = [dataclasses.replace(record, options=record.options[: 2 + n % 3]) for n, record in enumerate(records)]
-    samples = ExamInputs(records, tokenizer, sequence_length=256, option_tokens=12)
-    cls, sep, pad = (tokenizer.vocabulary[token] for token in ("[CLS]", "[SEP]", "[PAD]"))
-    questions_cut = articles_cut = 0
-    for record, sample in zip(records, samples, strict=True):
-        article = tokenizer.encode(record.article)
-        for option, text in enumerate(record.options):
-            question = tokenizer.encode(with_option(record.text, text))
-            whole = [cls, *question[:12], sep, *article]
-            questions_cut, articles_cut = questions_cut + (len(question) > 12), articles_cut + (len(whole) > 255)
-            expected = [*whole[:255], sep]
-            assert sample["tokens"][option].tolist() == expected + [pad] * (256 - len(expected))
-            assert sample["length"][option] == len(expected)
-            assert sample["token_types"][option].argmax() == len(question[:12]) + 2
-        assert not sample["length"][len(record.options) :].any()
-    assert sorted(samples.counts.values()) == sorted([questions_cut, articles_cut])
-    assert questions_cut and articles_cut
 
 
 def test_texts_are_encoded_once(monkeypatch):

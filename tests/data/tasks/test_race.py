@@ -105,9 +105,3 @@ def test_race_itself(folder: str, groups: dict[str, int], letters: tuple[int, ..
     assert Counter(exam.group for exam in records.entries) == groups
     assert Counter(exam.label for exam in records.entries) == dict(enumerate(letters))
     assert len({exam.name for exam in records.entries}) == sum(letters)
-
-
-def test_passages_with_few_options(test_data: Path) -> None:
-    records = read("race", test_data / "race" / "passages")
-    assert Counter(len(exam.options) for exam in records.entries) == {4: 539, 3: 21, 2: 1}
-    assert [count for count, _ in records.odd.values()] == [1]

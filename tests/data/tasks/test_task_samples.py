@@ -5,14 +5,13 @@ import dataclasses
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from real_records import SQUAD1, letters, read, real_tokenizer, squad
+from real_records import letters
 
 from megajax.core.errors import UserError
 from megajax.data.samples.loader import evaluation_batches, train_batches
 from megajax.data.tasks.records import Answer, Exam, Pair, Question
 from megajax.data.tasks.registry import TASKS, TaskConfig
 from megajax.data.tasks.samples import EpochOrder, shared_contexts, split_by_context, task_samples
-from megajax.data.tasks.windows import SpanWindows
 
 TOKENIZER = letters()
 PAIR = Pair("0", ("a b", "c"), 1)
@@ -83,26 +82,6 @@ def test_contexts_stay_whole(sizes, fraction, seed):
     assert train == sorted(train, key=entries.index) and dev == sorted(dev, key=entries.index)
     assert len(dev) <= fraction * len(entries) + max(sizes) / 2 or min(sizes) > fraction * len(entries)
     assert (train, dev) == split_by_context(entries, fraction, seed)
-
-
-def test_windows_of_a_context_are_never_split(test_data):
-    """Real questions and exams: the tokens of a context are in training or on dev."""
-    questions = squad(test_data / SQUAD1)[:1500]
-    train, dev = split_by_context(questions, 0.2, 3)
-    assert abs(len(dev) / 1500 - 0.2) < 0.02 and len(train) + len(dev) == 1500
-    assert split_by_context(questions, 0.2, 4)[1] != dev
-    config, tokenizer = TaskConfig(doc_stride=32), real_tokenizer(test_data)
-    made = [
-        SpanWindows(part, tokenizer, sequence_length=128, config=config, training=False) for part in (dev, train[:400])
-    ]
-    assert all(len(windows) > len(windows.records) for windows in made)
-    seen = [{windows.records[owner].context for owner in windows.owners} for windows in made]
-    assert not seen[0] & seen[1]
-    assert shared_contexts(questions[:700], questions[698:]) == sum(
-        question.context in {each.context for each in questions[:700]} for question in questions[698:]
-    )
-    exams = read("race", test_data / "race/RACE/dev/middle").entries
-    assert shared_contexts(*split_by_context(exams, 0.1, 0)) == 0
 
 
 def test_what_cannot_be_split():

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from megajax.core.errors import UserError
-from megajax.data.samples.gpt import train_and_validation
 from megajax.data.samples.making import make_corpus
 from megajax.data.text.corpus import Corpus, evaluation_tokens, open_corpus
 from megajax.data.text.indexed import IndexedWriter
@@ -208,17 +207,6 @@ def test_large_corpus_trains_the_tokenizer_on_a_part(source, tmp_path, monkeypat
     assert texts_of(make_corpus(source, "", 300, tmp_path / "run")) == TEXTS
     numbers = [TEXTS.index(text) for text in used]
     assert set(np.diff(numbers)) <= {4, 5}  # about a quarter, at even distances
-
-
-@pytest.mark.full
-def test_tinyshakespeare_with_gpt2(test_data, tmp_path):
-    path = test_data / "tinyshakespeare" / "input.txt"
-    corpus = make_corpus(str(path), str(test_data / "gpt2-bpe"), 50257, tmp_path)
-    assert "".join(texts_of(corpus)) == path.read_text()
-    assert 338_000 <= corpus.report.tokens <= 340_000  # nanoGPT counts 338,025 in the undivided text
-    train, validation = train_and_validation(corpus.tokens, sequence_length=1024, validation_fraction=0.1, seed=0)
-    assert train.epoch_size > 250
-    assert 30 < len(validation) < 37
 
 
 def test_evaluation_of_any_text_and_of_a_prepared_dataset(prefix, small_tokenizer, tmp_path):

@@ -106,31 +106,6 @@ def test_a_vocabulary_with_holes_and_another_end(tmp_path):
     assert tokenizer.num_bytes(np.array([number])) == len("<tool_call>")
 
 
-def test_tokens_declared_in_the_settings(saved):
-    """They become tokens, which takes part in whether tokenizers are the same; test_peer_tokenizers.py has more."""
-    _, folder, tokenizer = saved
-    text = "a  <|user|>b"
-    for name, content in {
-        "tokenizer_config.json": {"additional_special_tokens": ["<|user|>"]},
-        "special_tokens_map.json": {"image_token": "<|user|>"},
-        "added_tokens.json": {"<|user|>": 5000},
-    }.items():
-        config = json.loads((folder / "tokenizer_config.json").read_text())
-        config.pop("added_tokens_decoder", None)
-        files = {"tokenizer_config.json": json.dumps(config)}
-        files[name] = json.dumps(json.loads(files.get(name, "{}")) | content)
-        found = tokenizer.with_files(files)
-        assert found.vocabulary["<|user|>"] == tokenizer.size and found.size == tokenizer.size + 1
-        assert found.encode(text).count(tokenizer.size) == 1 and "<|user|>" in found.decode(found.encode(text))
-        assert found != tokenizer and found.without_added_from(tokenizer.size) == (tokenizer, ["<|user|>"])
-        split = files | {
-            "tokenizer_config.json": json.dumps(
-                json.loads(files["tokenizer_config.json"]) | {"split_special_tokens": True}
-            )
-        }
-        assert (tokenizer.size in tokenizer.with_files(split).encode(text)) == (name == "added_tokens.json")
-
-
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
