@@ -1,5 +1,5 @@
-"""Every field of config.json that changes the numbers, the class that a model is exported as, and where the weights
-are."""
+"""Every field of config.json that changes the numbers, and the class that a model is exported as. Where weights
+are: `test_peer_models.py`."""
 
 import dataclasses
 import json
@@ -10,21 +10,17 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from canonical_weights import back_to_tensors, from_tensors, weights_of
+from canonical_weights import back_to_tensors
 from hugging_face import (
     BIASES,
     CLASSES,
-    DECODERS,
     LLAMA3,
-    MIXTURES,
-    ORDERS,
     ROTARY,
     SETTINGS,
     SMALL,
     TIED,
     YARN,
     assert_same,
-    class_of,
     random_tensors,
     refusal,
     write_model,
@@ -38,7 +34,6 @@ from megajax.core.models.config import ModelConfig
 from megajax.data.tasks.registry import TASKS, TaskConfig
 from megajax.runs.init import first_state
 from megajax.settings.presets import load_preset, resolve
-from megajax.verify import named_leaves
 
 WINDOW = {"sliding_window": 5, "use_sliding_window": True}
 BY_LAYER = {"full_attention": {"rope_type": "llama3", **LLAMA3}, "sliding_attention": {"type": "default"}}
@@ -223,49 +218,6 @@ def test_a_class_with_angles_by_layer_rounds_the_bounds_of_yarn() -> None:
     assert error.endswith("valid: a run with --model.rope-truncate (Olmo3ForCausalLM)"), error
 
 
-# Ours -> theirs: modules of a layer, of the ends, and tables, whose rows are padded.
-_ATTENTION = {
-    **{f"attention/{name}": f"self_attn.{name[0]}_proj" for name in ("query", "key", "value", "output")},
-    **{"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
-}
-_LLAMA = _ATTENTION | {f"mlp/{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
-_BERT = {
-    **{f"attention/{name}": f"attention.self.{name}" for name in ("query", "key", "value")},
-    **{"attention/output": "attention.output.dense", "mlp/up": "intermediate.dense", "mlp/down": "output.dense"},
-}
-_MASKED = (("dense", "dense"), ("norm", "LayerNorm"))
-_HEADS = {
-    **{f"head/masked/{ours}": f"cls.predictions.transform.{name}" for ours, name in _MASKED},
-    **{"head/pooler/dense": "bert.pooler.dense", "head/order": "cls.seq_relationship"},
-}
-_TABLES = {
-    **{name: f"bert.embeddings.{name.rstrip('s')}_embeddings.weight" for name in ("positions", "token_types")},
-    **{"table": "bert.embeddings.word_embeddings.weight", "head/masked/bias": "cls.predictions.bias"},
-}
-_MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
-_QWEN3 = {f"attention/{name}_norm": f"self_attn.{name[0]}_norm" for name in ("query", "key")}
-_DECODER = ({"final_norm": "model.norm"}, {"table": "model.embed_tokens.weight", "output": "lm_head.weight"})
-_GEMMA3 = _QWEN3 | {
-    **{"mlp_norm": "pre_feedforward_layernorm", "attention_output_norm": "post_attention_layernorm"},
-    "mlp_output_norm": "post_feedforward_layernorm",
-}
-_OLMO3 = _QWEN3 | {"attention_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
-_PRE = {"attention_norm": "attention.ln", "mlp_norm": "ln"}
-_POST = {"attention_norm": "attention.output.LayerNorm", "mlp_norm": "output.LayerNorm"}
-PLACES = {
-    **dict.fromkeys(DECODERS, (_LLAMA, *_DECODER)),
-    "qwen3": (_LLAMA | _QWEN3, *_DECODER),
-    "gemma3_text": (_LLAMA | _GEMMA3, _DECODER[0], {"table": "model.embed_tokens.weight"}),
-    "olmo3": (_LLAMA | _OLMO3, *_DECODER),
-    "mixtral": (_ATTENTION | {"mlp/router": "block_sparse_moe.gate"}, *_DECODER),
-    "qwen3_moe": (_ATTENTION | _QWEN3 | {"mlp/router": "mlp.gate"}, *_DECODER),
-    "olmoe": (_ATTENTION | _QWEN3 | {"mlp/router": "mlp.gate"}, *_DECODER),
-    "gpt_oss": (_ATTENTION | {"mlp/router": "mlp.router"}, *_DECODER),
-    "megatron-bert": (_BERT | _PRE, _HEADS | {"norm": "bert.encoder.ln"}, _TABLES),
-    "bert": (_BERT | _POST, _HEADS | {"norm": "bert.embeddings.LayerNorm"}, _TABLES),
-}
-
-
 @pytest.mark.parametrize(("pairs", "first"), [("in heads", [2, 4, 6, 3, 5, 7]), ("at the end", [*range(2, 8)])])
 def test_where_rotary_features_are(pairs: Any, first: list[int]) -> None:
     """Three pairs of features, which are the last of two heads' eight, or of all: the first ones before the others."""
@@ -279,38 +231,6 @@ def test_where_rotary_features_are(pairs: Any, first: list[int]) -> None:
     np.testing.assert_array_equal(place.in_pairs(expected, model), theirs)
 
 
-@pytest.mark.parametrize("kind", PLACES)
-def test_where_the_weights_are(kind: str, tmp_path: Path) -> None:
-    """Each under its own name and turned to [in, out], of the last layer; every tensor once, also as it goes back."""
-    theirs = random_tensors(kind)
-    source = open_source(write_model(tmp_path, kind, theirs))
-    model, weights = source.config.model, weights_of(source)
-    ours, (of_layer, of_ends, tables) = named_leaves(weights), PLACES[kind]
-    start = "bert.encoder.layer.1." if kind in ORDERS else "model.layers.1."
-    modules = {f"blocks/{name}/": start + prefix for name, prefix in of_layer.items()}
-    modules |= {f"shared/{name}/": prefix for name, prefix in of_ends.items()}
-    for module, prefix in modules.items():
-        found = {name.removeprefix(module): leaf for name, leaf in ours.items() if name.startswith(module)}
-        assert found, module
-        for name, leaf in found.items():
-            expected = theirs[f"{prefix}.{name.replace('scale', 'weight').replace('logit_', '')}"].T
-            own = leaf[1] if module.startswith("blocks") else leaf
-            np.testing.assert_array_equal(own.reshape(expected.shape), expected, err_msg=module)
-    for turn, name in enumerate(("gate", "up") if kind == "gpt_oss" else ()):
-        for part, suffix in ("weight", ""), ("bias", "_bias"):
-            expected = theirs[f"{start}mlp.experts.gate_up_proj{suffix}"][..., turn::2]
-            np.testing.assert_array_equal(ours[f"blocks/mlp/{name}/{part}"][1], expected)
-    for name in ("gate", "up", "down") if kind in MIXTURES and kind != "gpt_oss" else ():
-        own = f"block_sparse_moe.experts.3.{_MIXTRAL[name]}" if kind == "mixtral" else f"mlp.experts.3.{name}_proj"
-        np.testing.assert_array_equal(ours[f"blocks/mlp/{name}/weight"][1, 3], theirs[f"{start}{own}.weight"].T)
-    for name, tensor in tables.items():
-        leaf, rows = ours[f"shared/{name}"], theirs[tensor]
-        np.testing.assert_array_equal(leaf[: len(rows)], rows, err_msg=name)
-        assert not leaf[len(rows) :].any()
-    assert_same(back_to_tensors(weights, model), theirs)
-    assert_same(back_to_tensors(from_tensors(theirs, model), model), theirs)
-
-
 def test_a_class_without_modules_gets_none() -> None:
     """For tokens after the next one: an export leaves them out, as an evaluation does."""
     model = ModelConfig(**SMALL | ROTARY)
@@ -319,31 +239,6 @@ def test_a_class_without_modules_gets_none() -> None:
     without, found = (back_to_tensors(*pair) for pair in zip(zeros, both, strict=True))
     assert_same(found, without)
     assert [exchange_for(each, "", "it").model_type for each in both] == ["llama"] * 2
-
-
-@pytest.mark.parametrize("kind", ORDERS)
-@pytest.mark.parametrize(("head", "classes"), [("classes", 2), ("classes", 5), ("span", 2), ("choice", 4)])
-def test_heads(kind: str, head: str, classes: int, tmp_path: Path) -> None:
-    """All weights are read, those of the head where they belong; config.json has the class and its labels."""
-    tensors = random_tensors(kind, head=head, classes=classes)
-    labels = classes if head == "classes" else 2
-    source = open_source(write_model(tmp_path, kind, tensors, head=head, num_labels=labels))
-    model = source.config.model
-    assert (model.layer_order, model.head, model.num_classes) == (ORDERS[kind], head, classes)
-    assert not source.weights.fresh
-    weights = weights_of(source)
-    output, name = weights["shared"]["head"]["output"], "qa_outputs" if head == "span" else "classifier"
-    np.testing.assert_array_equal(output["weight"], tensors[f"{name}.weight"].T)
-    np.testing.assert_array_equal(output["bias"], tensors[f"{name}.bias"])
-    assert_same(back_to_tensors(weights, model), tensors)
-
-    fields = exchange_for(model, "", "").settings(model, (), None)["config.json"]
-    assert fields["architectures"] == [class_of(kind, head)]
-    assert fields["id2label"] == {str(n): f"LABEL_{n}" for n in range(classes)}
-    assert fields["label2id"] == {f"LABEL_{n}": n for n in range(classes)}
-    assert fields.get("problem_type") == ("single_label_classification" if head == "classes" else None)
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    assert open_source(tmp_path).config == source.config
 
 
 def test_names_of_classes(tmp_path: Path) -> None:

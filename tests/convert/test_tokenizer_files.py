@@ -14,7 +14,6 @@ from megajax.convert.families import exchange_for
 from megajax.convert.importing import import_hf, open_source
 from megajax.convert.tokenizer_files import write_tokenizer
 from megajax.core.errors import UserError
-from megajax.data.text.tokenizer import Tokenizer
 from megajax.data.text.tokenizers import load_tokenizer, train_tokenizer
 
 TEXTS = ["some words of some text, and words of others"]
@@ -132,48 +131,3 @@ def test_a_byte_level_tokenizer_is_not_exported_with_a_bert() -> None:
     model = tiny_config(family="bert").model
     with pytest.raises(UserError, match="the run's tokenizer: the tokenizer does not split words into pieces; valid"):
         exchange_for(model, "", "it").settings(model, (), BYTE_PAIR)
-
-
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
-        (WORDPIECE.files["tokenizer.json"], ("BertTokenizer", True)),
-        (other_words(), ("PreTrainedTokenizerFast", None)),
-        (other_words(lowercases=""), ("PreTrainedTokenizerFast", None)),
-    ],
-)
-def test_settings_of_a_wordpiece_that_came_without(text: str, wanted: tuple[str, bool | None], tmp_path: Path) -> None:
-    """BertTokenizer of transformers has a normalizer of its own; other ones need the class that takes all of the
-    file."""
-    write_tokenizer(Tokenizer(text), 64, tmp_path, "bert")
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    assert (settings["tokenizer_class"], settings.get("do_lower_case")) == wanted and settings["mask_token"] == "[MASK]"
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings", "wanted"),
-    [
-        ("gpt2", {}, None),
-        ("gpt2", {"tokenizer_class": "GPT2TokenizerFast", "pad_token": "<|endoftext|>"}, None),
-        ("gpt2", {"tokenizer_class": "GPT2Tokenizer", "pad_token": {"content": "a", "lstrip": True}}, None),
-        ("gpt2", {"tokenizer_class": "Qwen2Tokenizer"}, {"tokenizer_class": "PreTrainedTokenizerFast"}),
-        ("gpt2", {"auto_map": {"AutoTokenizer": ["a.B", None]}}, {"tokenizer_class": "PreTrainedTokenizerFast"}),
-        ("llama", {}, None),
-        ("llama", {"tokenizer_class": "LlamaTokenizer"}, {"padding_side": "left"}),
-        ("olmoe", {}, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}),
-        ("qwen2", {}, {"auto_map": {"AutoTokenizer": [None, "whole_tokenizer.WholeTokenizer"]}}),
-        ("qwen3", {"tokenizer_class": "TokenizersBackend"}, None),
-    ],
-)
-def test_settings_for_the_reader_of_an_export(
-    kind: str, settings: dict[str, object], wanted: dict[str, object] | None, tmp_path: Path
-) -> None:
-    """They stay as they came where `transformers` takes the tokenizer as it is."""
-    tokenizer = BYTE_PAIR.with_files({"tokenizer_config.json": json.dumps(settings)})
-    write_tokenizer(tokenizer, 64, tmp_path, kind)
-    found = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    if wanted is None:
-        assert (tmp_path / "tokenizer_config.json").read_text() == json.dumps(settings)
-    else:
-        assert wanted.items() <= found.items() and ("auto_map" in found) == (kind == "qwen2")
-    assert load_tokenizer(tmp_path) == tokenizer
