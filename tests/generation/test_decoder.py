@@ -2,10 +2,9 @@
 
 import functools
 
-import jax
 import numpy as np
 import pytest
-from tiny import drawn_params, full, tiny_config, tiny_program
+from tiny import LATENT, QWEN3, drawn_params, full, tiny_config, tiny_program
 
 from megajax.generation.choice import Sampling
 from megajax.generation.decoder import TOKENS_AT_ONCE, Decoder
@@ -16,12 +15,13 @@ PROMPTS = [np.random.default_rng(length).integers(0, 101, length).tolist() for l
 DRAWN = Sampling(1.0, top_k=30, top_p=0.95, seed=3, min_p=0.01, repetition_penalty=1.3)
 GREEDY = Sampling(0.0)
 Texts = dict[int, tuple[list[int], str]]
+WORDS = {"gpt2": {}, "qwen3": QWEN3, "latent": LATENT}
 
 
 @functools.cache
-def model(mesh: tuple[int, int, int] = (1, 1, 1), precision: str = "fp32", num_layers: int = 2):
-    sizes = {"num_layers": num_layers, "sequence_length": SEQUENCE, "init_std": 0.3, "precision": precision}
-    program = tiny_program(tiny_config(mesh, global_batch=num_layers, **sizes))
+def model(mesh: tuple[int, int, int] = (1, 1, 1), num_layers: int = 2, words: str = "gpt2"):
+    sizes = {"num_layers": num_layers, "sequence_length": SEQUENCE, "init_std": 0.3}
+    program = tiny_program(tiny_config(mesh, global_batch=num_layers, **sizes | WORDS[words]))
     return program, drawn_params(program)
 
 
@@ -42,16 +42,25 @@ def texts(of: Decoder, prompts: list[list[int]] = PROMPTS, max_tokens: int = 9, 
     return {number: (ids, stops[number]) for number, ids in found.items()}
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
-def test_the_ids_are_those_of_the_whole_window(sampling):
+@pytest.mark.parametrize(
+    ("words", "mesh", "sampling"),
+    [
+        ("gpt2", (1, 1, 1), GREEDY),
+        ("gpt2", (1, 1, 1), DRAWN),
+        ("qwen3", (1, 1, 4), GREEDY),
+        full("latent", (1, 1, 2), GREEDY),
+    ],
+)
+def test_the_ids_are_those_of_the_whole_window(words, mesh, sampling):
     """For prompts of one token up to the whole context, after which one token more fits."""
-    found = texts(decoder(sampling=sampling))
+    found = texts(Decoder(*model(mesh, words=words), sampling, ()))
     ends = [(9, "length"), (9, "length"), (6, "context"), (1, "context"), (9, "length")]
     assert [(len(ids), stop) for ids, stop in found.values()] == ends
     assert len({tuple(ids) for ids, _ in found.values()}) == 5
     for number, prompt in enumerate(PROMPTS):
         ids = found[number][0]
-        assert ids == [*continue_in_windows(*model(), prompt, num_tokens=len(ids), sampling=sampling)]
+        whole = continue_in_windows(*model(mesh, words=words), prompt, num_tokens=len(ids), sampling=sampling)
+        assert ids == [*whole]
 
 
 @pytest.mark.full  # by default: test_generation_command.py
@@ -101,25 +110,6 @@ def test_it_stops_where_it_is_told():
     assert told.count(0) == told.count(2) == 2, "as long as they continue"
     for number, (ids, _) in expected.items():
         assert found[number] == (ids[:4] if number in (0, 2) else ids), "the first comes alone"
-
-
-@pytest.mark.full
-def test_fp64_chooses_as_fp32():
-    with jax.enable_x64(True):
-        found = texts(Decoder(*model((1, 1, 1), "fp64"), GREEDY, ()))
-    assert found == texts(decoder(sampling=GREEDY))
-
-
-@pytest.mark.full
-def test_bf16_chooses_from_the_window_s_logits():
-    """The cache holds what attention would read anyway, so that only the order of sums differs."""
-    program, params = model((1, 1, 1), "bf16")
-    found = texts(Decoder(program, params, GREEDY, ()))
-    same = [
-        ids[:2] == [*continue_in_windows(program, params, PROMPTS[number], num_tokens=len(ids[:2]), sampling=GREEDY)]
-        for number, (ids, _) in found.items()
-    ]
-    assert sum(same) >= 4
 
 
 PROMPT = [5, 17, 99]

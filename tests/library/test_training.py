@@ -231,14 +231,6 @@ def whole_batches(config: Config):
         yield {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-@pytest.mark.full
-def test_a_mesh_changes_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    _, one, validated = trained(config_of(), tmp_path / "one", 4)
-    _, four, others = trained(config_of((2, 1, 2)), tmp_path / "four", 4)
-    assert [*four.values(), *others.values()] == pytest.approx([*one.values(), *validated.values()], rel=1e-5)
-
-
 def test_batches_begin_where_the_model_is() -> None:
     """Of a model's own, and of a teacher's answers, none is drawn in vain."""
     program, drawn, taught = Program.on(config_of(), jax.devices()[:1]), list[int](), list[int]()

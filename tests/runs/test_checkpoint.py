@@ -197,27 +197,6 @@ def test_a_newer_format_is_refused(small: StateLayout, written: Path, tmp_path: 
             restore()
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("damage", WAYS)
-def test_without_digests_of_files_it_is_the_arrays_that_speak(
-    damage: str, small: StateLayout, written: Path, tmp_path: Path
-) -> None:
-    """What is restored is a state that was written. The file with most of the numbers cannot be missed."""
-    expected = {step: canonical_arrays(small, random_state(small, step, seed=step)) for step in (10, 20)}
-    files = files_of(written / "checkpoints" / "20")
-    names = [file.relative_to(written) for file in files if file.name != str(DIGESTS)]
-    essential = max(names, key=lambda name: (written / name).stat().st_size)
-    for number, name in enumerate(names):
-        run = shutil.copytree(written, tmp_path / str(number))
-        forget_files(run / "checkpoints" / "20")
-        DAMAGES[damage](run / name)
-        state, damaged = newest(small, run)
-        step = int(state.step)
-        assert_equal(canonical_arrays(small, state), expected[step])
-        assert len(damaged) == (step == 10), (name, damaged)
-        assert step == 10 or name != essential or damage == "doubled"
-
-
 def test_what_is_no_checkpoint_blocks_none(small: StateLayout, written: Path, tmp_path: Path) -> None:
     """Files, folders with other names, an empty one with a step's name, one that holds something else, what a killed
     process left: the last is removed, the rest stays, and what stands in the way of a new checkpoint is set aside."""

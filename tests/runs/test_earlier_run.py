@@ -25,11 +25,13 @@ from megajax.settings.flags import parse
 
 
 def test_steps_that_no_checkpoint_has_are_told(tmp_path: Path) -> None:
-    """They are trained again (`test_resume.py` has a killed run)."""
+    """They are trained again (`tests/reliability` has killed runs)."""
     run = make_run(tmp_path / "run")
     assert without_checkpoint(run) == ""
     (run / "metrics.jsonl").write_text('{"step": 7, "loss": 1.0}\n')
     assert without_checkpoint(run).endswith("up to step 7, and there is no checkpoint; the run begins anew")
+    (run / "checkpoints" / "5" / "state").mkdir(parents=True)
+    assert without_checkpoint(run).endswith("up to step 7, and the newest checkpoint is of step 5")
 
 
 def make_run(folder: Path, **model: object) -> Path:

@@ -208,11 +208,3 @@ def test_text_that_does_not_do(source, tmp_path):
     with pytest.raises(UserError, match=r"has no \[CLS\]"):
         make_run_data(config_of(path=source, tokenizer=str(tmp_path / "gpt"), vocab_size=280), tmp_path / "b")
     assert not (tmp_path / "b").exists()
-
-
-def test_the_data_of_a_run_of_another_family(source, tmp_path):
-    """Is refused in one line where it is opened."""
-    make_run_data(config_of("gpt2", path=source, vocab_size=280), tmp_path / "gpt")
-    with pytest.raises(UserError, match=r"all 60 documents are single|has no \[CLS\]"):
-        open_run_data(config_of(path=source, vocab_size=280), tmp_path / "gpt")
-    assert load_tokenizer(tmp_path / "gpt" / "tokenizer").size <= 280
