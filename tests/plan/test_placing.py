@@ -9,7 +9,7 @@ import pytest
 from tiny import tiny_config, user_error
 
 from megajax.plan.figures import figures, text
-from megajax.plan.machines import GIB, MACHINES, machine_of_device
+from megajax.plan.machines import GIB, MACHINES
 from megajax.plan.memory import memory, padding
 from megajax.plan.placing import placed
 from megajax.plan.search import schedule_in_words, search
@@ -140,22 +140,6 @@ def test_a_search_tries_uneven_stages_and_a_split_vocabulary() -> None:
     with_too_many = with_layers(config, "1,1,10")
     said = user_error(search, with_too_many, 2, H100, given=[*given, "pipeline.layers", "pipeline.schedule"])
     assert said.startswith("--pipeline.layers 1,1,10: 3 numbers with the sum 12, with --mesh.pipe 2 and")
-
-
-@pytest.mark.parametrize(
-    ("kind", "precision", "name"),
-    [
-        ("NVIDIA H200", "bf16", "h200"),
-        ("NVIDIA A100-SXM4-80GB", "bf16", "a100"),
-        ("Tesla V100-SXM2-16GB", "fp16", "v100"),
-        ("Tesla V100-SXM2-16GB", "bf16", "h100"),  # which has it
-        ("NVIDIA B200", "bf16", "b200"),
-        ("NVIDIA GB200", "bf16", "h100"),
-        ("cpu", "fp32", "h100"),
-    ],
-)
-def test_a_device_is_planned_for_as_its_gpu(kind: str, precision: str, name: str) -> None:
-    assert machine_of_device(kind, precision).name == name
 
 
 def test_a_run_keeps_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:

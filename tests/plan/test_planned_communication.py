@@ -1,46 +1,11 @@
-"""What a step communicates, planned by traced parts, against its jaxpr: every kind, axes, shape, bytes and count, where
-rows of `test_field.py` do not compare it."""
+"""What a plan says is sent: by whom, how often, and how many bytes. Rows of `test_field.py` compare the plan with the
+step."""
 
-from dataclasses import replace
-
-import pytest
-from counting import collectives_of_a_step
-from parity_grid import OF_GRIDS, on_stages
 from tiny import tiny_config
 
 from megajax.core.pipeline.schedule import SCHEDULES, ScheduleKind, Ticks
-from megajax.plan.communication import communication, sent_by_axes, total_sent, totals
+from megajax.plan.communication import communication, sent_by_axes, total_sent
 from megajax.plan.sizes import num_ticks
-from megajax.settings.config import Config
-
-
-def check(config: Config) -> None:
-    found, expected = totals(collectives_of_a_step(config)), totals(communication(config))
-    wrong = {key: (found[key], expected[key]) for key in {*found, *expected} if found[key] != expected[key]}
-    assert found == expected, wrong
-
-
-MUON = {"name": "muon"}
-SOME = ["2x2x2 interleaved-2 split selective zero=3", *OF_GRIDS[:16]]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("words", SOME)
-def test_muon_equals_the_jaxpr(words):
-    """With its steps in half precision, and not."""
-    for precision in ("compute", "fp32"):
-        check(
-            tiny_config(**on_stages(words) | {"precision": "bf16", "optimizer": MUON | {"muon_precision": precision}})
-        )
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("words", SOME)
-def test_half_precision_equals_the_jaxpr(words, precision):
-    """Where gradients are summed in it, too."""
-    config = tiny_config(**on_stages(words) | {"precision": precision})
-    check(replace(config, optimizer=replace(config.optimizer, gradient_dtype=precision)))
 
 
 def test_a_new_schedule_has_its_own_ticks(monkeypatch):

@@ -16,11 +16,9 @@ from megajax.core.backend import GPU
 from megajax.core.models.flops import step_products
 from megajax.core.pipeline.config import PipelineConfig
 from megajax.plan import memory as of_memory
-from megajax.plan import page as of_page
 from megajax.plan import ranking, traced
-from megajax.plan.machines import MACHINES
-from megajax.plan.memory import backend_of, memory
-from megajax.plan.page import is_page, page_data, page_of_search, title_of
+from megajax.plan.memory import memory
+from megajax.plan.page import is_page, page_data, page_of_search
 from megajax.plan.search import Found, command, search
 from megajax.plan.time import step_time
 from megajax.plan.whole_run import WholeRun, tokens_of
@@ -196,29 +194,3 @@ def test_every_point_of_a_page_has_its_flags_and_parts(found: Found, tmp_path) -
     file = tmp_path / "page.html"
     file.write_text(page, encoding="utf-8")
     assert is_page(file) and not is_page(tmp_path) and attrgetter("base.mesh.data")(found.fitting[0]) in values["data"]
-
-
-def test_a_page_shows_several_gpus(found: Found, monkeypatch) -> None:
-    """Every point with its GPU, fastest first; of each GPU equally many, and all of its frontier."""
-    monkeypatch.setattr(of_page, "_MOST", 2 * (most := len(found.fitting) // 3))
-    others = search(CONFIG, 4, MACHINES["a100"], given=GIVEN)
-    data = page_data([(H100, found), (MACHINES["a100"], others)], "demo", CONFIG)
-    names = [data["gpu"]["values"][number] for number in data["gpu"]["index"]]
-    assert data["usable"] == [round(MACHINES[name].usable / 2**20) for name in data["gpu"]["values"]]
-    assert data["seconds"] == sorted(data["seconds"])
-    for name, each in (("h100", found), ("a100", others)):
-        points = [each.seconds for each in each.fitting[:most]]
-        beyond = [each.seconds for each in each.frontier if each.seconds >= points[-1]]
-        shown = [seconds for seconds, gpu in zip(data["seconds"], names, strict=True) if gpu == name]
-        assert shown[:most] == points and beyond and {*beyond} <= {*shown}
-    assert title_of([(H100, found), (MACHINES["a100"], others)], "demo").startswith("demo on 4 H100s or A100s: ")
-
-
-def test_gpus_share_what_is_traced() -> None:
-    """Whose attention is fused, whether or not our kernels run on them."""
-    config = replace(CONFIG, mesh=replace(CONFIG.mesh, data=4))
-    costs = traced.step_cost(config, backend_of(H100), scaled=True)
-    before = traced._traced.cache_info().misses
-    for name in ("h200", "a100"):
-        assert traced.step_cost(config, backend_of(MACHINES[name]), scaled=True) == costs
-    assert traced._traced.cache_info().misses == before

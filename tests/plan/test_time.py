@@ -3,7 +3,6 @@ docs/benchmarks/planning.md makes of published figures; a search by it: what it 
 nothing."""
 
 import itertools
-import json
 import math
 import shlex
 import sys
@@ -21,13 +20,11 @@ from megajax.core.errors import UserError
 from megajax.core.mesh import make_mesh, rank_groups
 from megajax.core.models.flops import step_flops
 from megajax.core.program.communication import Collective
-from megajax.host.pictures import is_marked
 from megajax.plan import ranking
 from megajax.plan.communication import group_of, seconds_of
 from megajax.plan.machines import MACHINES, Efficiency, peak_of
 from megajax.plan.memory import backend_of, memory
-from megajax.plan.picture import MARK, draw_search
-from megajax.plan.search import VARIED, Found, command, search
+from megajax.plan.search import Found, command, search
 from megajax.plan.time import StepModel, step_time
 from megajax.settings import pipeline_checks
 from megajax.settings.config import Config
@@ -330,47 +327,6 @@ def test_nothing_fits():
     said = impossible(tiny_config(precision="fp16", global_batch=1, **one_layer), 1, "v100", ["train.remat"])
     assert "no configuration fits in memory; the smallest (--mesh.data 1" in said
     assert "GiB of the 28.2 GiB usable; valid: more --devices" in said
-
-
-def test_no_mesh_of_so_many():
-    said = impossible(CONFIG, 7)
-    assert "--devices 7: no valid mesh of that size; --mesh.data must divide --train.global-batch 4" in said
-    assert said.endswith("valid: for example 6 or 8")
-    fixed = replace(CONFIG, mesh=MeshConfig(tensor=3))
-    assert impossible(fixed, 8, given=["mesh.tensor"]).endswith("valid: without --mesh.tensor 3")
-    said = impossible(replace(CONFIG, mesh=MeshConfig(data=3)), 3, given=["mesh.data"])
-    assert said.endswith("valid: --train.global-batch 3 or 6, or without --mesh.data 3")
-    assert impossible(CONFIG, 99_991).partition("valid: for example ")[2]
-    odd = replace(CONFIG, mesh=MeshConfig(pipe=2))
-    assert impossible(odd, 7, given=["mesh.pipe"]).endswith("valid: for example 4 or 8")
-
-
-def test_figures_and_lines(found):
-    """All of it is JSON; a line for every one of the best."""
-    told = found, "demo", CONFIG, H100
-    figures = json.loads(json.dumps(ranking.figures(*told)))
-    assert len(figures["best"]) == len(found.best) == 10 and figures["fitting"] == len(found.fitting)
-    assert figures["best"][0]["flags"].keys() == set(VARIED)
-    assert [point["seconds"] for point in figures["frontier"]] == [each.seconds for each in found.frontier]
-    lines = ranking.lines(*told)
-    assert "context" not in lines[1] + lines[-1]
-    assert len(lines) == 1 + 1 + 10 + 1 + 1 + 1 and lines[-1] == figures["best"][0]["command"]
-
-
-@pytest.mark.parametrize("kind", ["png", full("svg")])
-def test_picture(found, tmp_path, kind):
-    file = tmp_path / f"search.{kind}"
-    draw_search(file, "a search", H100, found)
-    assert is_marked(file, MARK) and not is_marked(tmp_path, MARK)
-
-
-@pytest.mark.full
-def test_the_readme_trains_on_the_mesh_that_its_search_finds():
-    config = resolve(load_preset("gpt2-8.3b"))
-    best = command("gpt2-8.3b", search(config, 512, H100, count=1).best[0].config, config)
-    text = " ".join(Path(__file__).parents[2].joinpath("README.md").read_text().replace("\\\n", " ").split())
-    assert best.replace("gpt2-8.3b", "gpt2-8.3b --data.path CORPUS") in text
-    assert best.replace("train", "verify", 1) in text
 
 
 def test_our_own_kernel_takes_what_cudnn_cannot():

@@ -160,20 +160,14 @@ def test_where_no_scheduler_answers(tmp_path, monkeypatch):
     [
         ("--cluster local:0", r"--cluster local:0; valid: local:1 to local:9999"),
         ("--cluster local:2 --workers 2", "--workers 2 with --cluster: a cluster has its own; valid: one of the two"),
+        ("--cluster local:2", r"distributed is missing; valid: pip install 'megajax\[cluster\]'$"),
     ],
 )
 def test_mistakes(tmp_path, monkeypatch, flags, problem):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if "missing" in problem else name)
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(UserError, match=problem):
         main([str(tmp_path / "a.txt"), "--output", str(tmp_path / "out"), *flags.split()])
-
-
-def test_without_dask(tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(UserError, match=r"distributed is missing; valid: pip install 'megajax\[cluster\]'$"):
-        main([str(tmp_path / "a.txt"), "--output", str(tmp_path / "out"), "--cluster", "local:2"])
 
 
 @NEEDS_DASK

@@ -152,15 +152,6 @@ def test_what_is_dropped(planted, prefix):
     assert index["bytes_per_document"] == 36 * (8 + 16) + 16 + 24 and 100 < index["pairs_compared"] < 1000
 
 
-@pytest.mark.full  # by default: those of a cluster, and of what is killed with two workers and ends with one
-def test_several_workers_give_the_same_files(few, few_prefix, tmp_path, monkeypatch):
-    monkeypatch.setattr("megajax.preparation.division.SHARD_BYTES", (1 << 16, 1 << 16, 1 << 16))
-    prepare(few, tmp_path / "again", workers=2)
-    assert files(tmp_path / "again") == files(few_prefix)
-    once, again = report(few_prefix), report(tmp_path / "again")
-    assert {key for key in once if once[key] != again[key]} <= DIFFERENT | {"plan"}
-
-
 @pytest.mark.parametrize("stage", ["clean-000000.npz", pytest.param("candidates-000000.npz", marks=pytest.mark.full)])
 def test_killed_and_resumed(planted, prefix, tmp_path, stage):
     output = tmp_path / "killed"
