@@ -139,16 +139,9 @@ INTERLEAVED = {"pipeline.schedule": "interleaved"}
     ("overrides", "words"),
     [
         ({"mesh.tensro": 2}, "--mesh.tensro: unknown key; did you mean mesh.tensor?"),
-        ({"train.global_batch": 2.5}, "--train.global-batch = 2.5; valid: a whole number"),
         ({"sample.prompt": "\udcff"}, "valid: text in UTF-8"),
-        ({"model.num_layers": 0}, "--model.num-layers 0; valid: 1 to 10000"),
-        ({"mesh.data": -1}, "--mesh.data -1; valid: 1 to 100000"),
-        ({"optimizer.learning_rate": 0}, "--optimizer.learning-rate 0.0; valid: more than 0"),
-        ({"model.dropout": 1}, "--model.dropout 1.0; valid: 0 or more and less than 1"),
         ({"data.validation_fraction": 0}, "--data.validation-fraction 0 with --train.eval-every 25; valid: more than"),
         ({"train.eval_every": 0, "checkpoint.keep_best": 1}, "keep-best with --train.eval-every 0; valid"),
-        ({"sample.temperature": -1}, "--sample.temperature -1.0; valid: 0 to 1000000000"),
-        ({"seed": -1}, "--seed -1; valid: 0 to 2147483647"),
         ({"model.hidden_size": 190}, "--model.hidden-size 190 is not divisible by --model.num-heads 8; valid:"),
         ({"optimizer.warmup_steps": 101}, "which includes the warm-up; valid: at most 100"),
         ({"optimizer.min_learning_rate": 1}, "--optimizer.min-learning-rate 1.0 is above --optimizer.learning-rate"),
@@ -161,9 +154,8 @@ INTERLEAVED = {"pipeline.schedule": "interleaved"}
         (RAMP | {"train.ramp_increment": 4}, "not lead from --train.ramp-start 2 to --train.global-batch 8; valid"),
         *(
             ({"pipeline.layers": text}, f"--pipeline.layers {said}; valid: even, auto, or numbers of layers separated")
-            for text, said in {"4 4": "4 4", "4,-1": "4,-1", "4,,4": "4,,4", "": "is empty", "Auto": "Auto"}.items()
+            for text, said in {"4,-1": "4,-1", "4,,4": "4,,4", "": "is empty"}.items()
         ),
-        ({"optimizer.zero": 2}, "--optimizer.zero = 2; valid: 0, 1, 3"),
         ({"optimizer.zero": 0, "optimizer.zero_ranks": 2}, "--optimizer.zero-ranks 2 with --optimizer.zero 0; valid"),
         ({"optimizer.skip_above": 0.5}, "--optimizer.skip-above 0.5; valid: more than 1 and at most 1000000000, or 0"),
         ({"optimizer.gradient_dtype": "bf16"}, "--optimizer.gradient-dtype bf16 with --precision fp32; valid: fp32"),
@@ -172,7 +164,6 @@ INTERLEAVED = {"pipeline.schedule": "interleaved"}
         (CLUSTER | {"distributed.process_id": 2}, "2 with --distributed.num-processes 2; valid: 0 to 1"),
         (CLUSTER | {"distributed.coordinator": "host"}, "--distributed.coordinator 'host'; valid: HOST:PORT"),
         (CLUSTER | {"distributed.coordinator": ":80"}, "HOST:PORT"),
-        (CLUSTER | {"distributed.coordinator": "host:99999"}, "HOST:PORT"),
     ],
 )
 def test_values_that_are_wrong_by_themselves_name_the_flag_and_what_is_valid(

@@ -182,15 +182,6 @@ def test_what_cannot_be_registered_is_told_in_one_line(given: tuple, problem: st
     assert problem in user_error(megajax.register, *given)
 
 
-def test_the_page_registers_its_names() -> None:
-    block = (Path(__file__).parents[2] / "docs" / "own.md").read_text().split("```python\n")[-1].partition("```")[0]
-    exec(compile(block, "docs/own.md", "exec"), {})
-    for kind, name in (("optimizer", "lion"), ("activation", "relu-squared"), ("schedule", "square")):
-        assert callable(registration._TABLES[kind][name])
-    page = (Path(__file__).parents[2] / "docs" / "own.md").read_text()
-    assert all(f"| `{kind}` |" in page for kind in registration.KINDS)
-
-
 def test_a_name_can_be_registered_again() -> None:
     """As when a cell of a notebook runs again."""
     for number in range(2):

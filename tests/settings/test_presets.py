@@ -109,11 +109,7 @@ def test_a_run_goes_on_by_its_own_configuration_and_a_copy_begins_another(tmp_pa
         ("[modle]\nnum_layers = 3", "modle = {'num_layers': 3}; valid tables: [model], [lora], [mesh]"),
         ("model = 3", "model = 3; valid tables: [model]"),
         ('[model]\nnum_layers = "8"', "model.num_layers = '8'; valid: a whole number"),
-        ("[model]\nnum_layers = true", "model.num_layers = True; valid: a whole number"),
-        ("[model]\ndropout = nan", "model.dropout = nan; valid: a finite number"),
         ("[model]\nscan_layers = 1", "model.scan_layers = 1; valid: auto, true, false"),
-        ('precision = "fp4"', "precision = 'fp4'; valid: fp32, bf16, fp16, fp64, fp8"),
-        ("run_dir = 3", "run_dir = 3; valid: text"),
         ("seed = 1\n[model\n", "not TOML"),
         ("seed = 1\n[model]\nnum_layers = = 2\n", "line 3"),
     ],
@@ -209,26 +205,6 @@ def test_the_printed_configuration_is_a_preset_that_gives_it(
     assert load_preset(mine)["run_dir"] == "runs/mine", "which no flag has named"
     tables = tomllib.loads(mine.read_text())
     assert sum(len(entry) if isinstance(entry, dict) else 1 for entry in tables.values()) == len(options(Config)) - 2
-
-
-def test_every_printed_value_says_where_it_is_from(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    mine = write(tmp_path / "mine.toml", 'base = "finetune/mnli-demo"\n[model]\nnum_layers = 3\n')
-    lines = printed(capsys, mine, "--seed", "5", "--data.train", "a").splitlines()
-    origins = {line.partition(" = ")[0]: line.rpartition("  # ")[2] for line in lines if "  # " in line}
-    expected = {
-        "seed": "flag --seed",
-        "num_layers": str(mine),
-        "hidden_size": "preset finetune/mnli-demo",
-        "mlp_size": "default, 0: 4 x model.hidden-size",
-        "num_classes": "task.name",
-        "keep_best": "default",
-        "# run_dir": "the preset's name",
-        "# simulate_devices": "default",
-    }
-    assert expected.items() <= origins.items()
 
 
 def test_a_run_s_configuration_is_printed_without_its_directory(

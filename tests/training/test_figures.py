@@ -1,7 +1,6 @@
-"""TFLOP/s and MFU of a step, against counts by hand; peaks of GPUs; memory; where the time of traced steps went; when
-training ends, and the decay of the learning rate that no preset gives."""
+"""TFLOP/s and MFU of a step, against counts by hand; peaks of GPUs; memory; when training ends, and the decay of the
+learning rate that no preset gives."""
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 from tiny import tiny_config, tiny_program
 
 from megajax.core.backend import CPU
-from megajax.core.config import MeshConfig
 from megajax.core.optim.config import Horizon
 from megajax.core.program.memory import state_bytes
 from megajax.plan.machines import MACHINES, peak_of_device
@@ -22,7 +20,7 @@ from megajax.settings.config import Config, profiled_steps, to_toml
 from megajax.settings.preset_files import preset_names
 from megajax.settings.presets import load_preset, resolve
 from megajax.training.begin import _keep_config, with_total_steps
-from megajax.training.describe import _step_memory, batch_line, changed_rate, rate_line, rate_warning
+from megajax.training.describe import _step_memory, changed_rate, rate_warning
 from megajax.training.figures import Speed, memory_figures, memory_in_use
 
 
@@ -235,39 +233,8 @@ def test_an_end_that_the_schedule_was_not_made_for_is_told(values: dict[str, Any
     assert warning in told and told.startswith("warning: --train.steps ") == bool(told) == bool(warning)
 
 
-@pytest.mark.parametrize(
-    ("values", "line"),
-    [
-        ({}, "0.0015 after 40 steps of warm-up, down to 0.0001 at step 100 (cosine)"),
-        ({"optimizer.warmup_fraction": 0.1}, "0.0015 after 10 steps of warm-up, down to 0.0001 at step 100 (cosine)"),
-        ({"optimizer.warmup_steps": 0, "optimizer.schedule": "constant"}, "0.0015, constant"),
-        (
-            {"optimizer.schedule": "wsd", "optimizer.cooldown_steps": 20},
-            "from step 80 down to 0.0001 at step 100 (1-sqrt)",
-        ),
-        ({"optimizer.schedule": "inverse-square-root"}, "then 1/sqrt(step) decay, never below 0.0001"),
-    ],
-)
-def test_the_schedule_in_a_line(values: dict[str, Any], line: str) -> None:
-    assert line in rate_line(begun(values).optimizer)
-
-
 def test_what_a_start_changes_is_told() -> None:
     before, now = begun({}), begun({"optimizer.learning_rate": 0.003, "optimizer.warmup_fraction": 0.1})
     assert changed_rate(before.optimizer, before.optimizer) == ""
     changes = "learning_rate 0.0015 -> 0.003, warmup 40 -> 10"
     assert changed_rate(before.optimizer, now.optimizer) == f"learning rate changed: {changes}"
-
-
-@pytest.mark.parametrize(
-    ("mesh", "said"),
-    [
-        ({"pipe": 2}, "8 microbatches of 1 with gradient accumulation"),
-        ({"data": 2, "expert": 2}, "on each of 4 data-parallel ranks 2 microbatches of 1 with gradient accumulation"),
-        ({"expert": 8, "context": 2}, "on each of 8 data-parallel ranks one microbatch of 1, no gradient accumulation"),
-    ],
-)
-def test_microbatches_of_a_rank(mesh: dict[str, int], said: str) -> None:
-    """Every axis of rows divides the batch."""
-    config = replace(tiny_config(global_batch=8), mesh=MeshConfig(**mesh))
-    assert batch_line(config) == f"batch: 8 sequences per step; {said}"

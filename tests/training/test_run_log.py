@@ -213,25 +213,6 @@ def test_a_terminal_shows_a_bar_with_loss_speed_and_time_left() -> None:
     assert "tokenizing data[v1]/corpus[/v1].txt" in screen.getvalue()
 
 
-def test_eighty_columns_show_what_changes() -> None:
-    """Loss, speed and time left are whole, beside the longest steps; figures that do not fit are left out whole, and
-    lines wrap at words."""
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=80, color_system=None, legacy_windows=False, _environ={})
-    shower = StepsDisplay(500_000, 99_999, 1, console=console)
-    figures = {"tokens": 1_000_000, "learning_rate": 1e-3, "grad_norm": 2.0, "tflops_per_device": 30.0, "mfu": 0.5}
-    shower.show_step(100_000, figures | {"loss": 5.5, "seconds": 0.7})
-    said = "mesh: data 2 x pipe 2 x tensor 2 on 8 CPU devices, 1 process, and what follows is more than one row has"
-    shower.print(said)
-    shower.close_steps()
-    rows = [row for row in re.split(r"[\r\n]+|\x1b\[[0-9;]*[A-Za-z]", screen.getvalue()) if "100000/500000" in row]
-    assert rows and all("loss 5.5000  1,428,571 tokens/s  3d 05:46:40 left" in row for row in rows)
-    assert all(len(row) <= 80 and row.rstrip().endswith(("left", "device", "MFU")) for row in rows)
-    wrapped = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()).splitlines()
-    begins = next(number for number, line in enumerate(wrapped) if "mesh: data" in line)
-    assert " ".join(line.strip() for line in wrapped[begins : begins + 2]) == said
-
-
 def test_what_is_said_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In log.txt: plain lines as without a terminal, which nothing in them can command; of every start, as long as the
     file is not too large, and the disk not full."""
