@@ -12,7 +12,6 @@ from megajax.settings.validation import validate, validate_mesh
 REFUSED = {  # preset and table of options -> values, and a part of the line
     ("llama-demo", "model"): [
         ({"num_kv_heads": 3}, "--model.num-kv-heads 3 with --model.num-heads 8; valid: 1, 2, 4, 8"),
-        ({"num_kv_heads": 16}, "--model.num-kv-heads 16 with --model.num-heads 8; valid: 1, 2, 4, 8"),
         (
             {"head_size": 15},
             "--model.head-size 15 with --model.positions rotary, which rotates pairs of features; valid: ",
@@ -41,9 +40,6 @@ REFUSED = {  # preset and table of options -> values, and a part of the line
             "--model.prediction-modules 8 with --model.sequence-length 8; valid: less",
         ),
         ({"layer_order": "post"}, "--model.layer-order post with --model.family decoder; valid: pre"),
-        ({"activation": "relu"}, "valid: auto, gelu, gelu-tanh, swiglu"),
-        ({"swiglu_limit": 0.0}, "--model.swiglu-limit 0.0; valid: more than 0"),
-        ({"rope_scaling": "dynamic"}, "valid: none, linear, llama3, yarn"),
         (
             {"rope_scaling": "yarn", "rope_beta_slow": 33.0},
             "--model.rope-beta-slow 33 is above --model.rope-beta-fast 32; valid: no more",
@@ -59,8 +55,6 @@ REFUSED = {  # preset and table of options -> values, and a part of the line
             "--model.rotary-size 0 with --model.latent-size 512; valid: an even size from 2 to less than "
             "--model.head-size, 192",
         ),
-        ({"rotary_size": 192}, "--model.rotary-size 192 with --model.latent-size 512; valid: an even size from 2 to "),
-        ({"rotary_size": 63}, "--model.rotary-size 63 with --model.latent-size 512; valid: an even size from 2 to "),
         (
             {"query_key_norm": True},
             "--model.query-key-norm with --model.latent-size 512; valid: --no-model.query-key-norm",
@@ -73,7 +67,6 @@ REFUSED = {  # preset and table of options -> values, and a part of the line
         ({"bias": "all"}, "--model.bias all with --model.latent-size 512; valid: --model.bias none"),
         ({"latent_size": 0}, "--model.rotary-size 64 with --model.latent-size 0; valid: "),
         ({"expert_groups": 3}, "--model.expert-groups 3 with --model.num-experts 64; valid: a divisor of it"),
-        ({"expert_groups": 64}, "valid: a divisor of it, with two experts or more in each group"),
         (
             {"expert_groups": 32, "chosen_groups": 2},
             "--model.chosen-groups 2 with --model.expert-groups 32 of 2 experts, 6 for each token; valid: 3 to 32",
@@ -88,24 +81,17 @@ REFUSED = {  # preset and table of options -> values, and a part of the line
         ),
         ({"mlp_size": 100}, "--model.mlp-size 100 with --model.family bert; valid: 512"),
         ({"num_kv_heads": 2}, "--model.num-kv-heads 2 with --model.num-heads 8; valid: 8"),
-        ({"head_size": 8}, "--model.head-size 8"),
     ],
     ("demo", "lora"): [
         ({"rank": 65}, "--lora.rank 65 is more than the product query has, of 64 x 64; valid: at most 64"),
         ({"targets": ["atention"]}, "did you mean attention?"),
         ({"targets": ["q_proj"]}, "--lora.targets 'q_proj'; valid: attention, mlp, experts, query, key, value, "),
         ({"targets": ["attention,experts"]}, "down (separated by spaces: attention experts)"),
-        ({"targets": ["attention mlp"]}, "down (separated by spaces: attention mlp)"),
         ({"rank": 4, "targets": []}, "--lora.targets is empty; valid: attention, "),
         (
             {"rank": 4, "targets": ["gate"]},
             "--lora.targets gate with --model.activation gelu-tanh, which has no gate; valid: without gate, or",
         ),
-        ({"rank": 4, "alpha": 0}, "--lora.alpha 0.0; valid: more than 0"),
-        ({"rank": -1}, "--lora.rank -1; valid: 0 to"),
-    ],
-    ("llama-demo", "lora"): [
-        ({"rank": 33}, "--lora.rank 33 is more than the product key has, of 64 x 32; valid: at most 32"),
     ],
     ("bert-demo", "lora"): [
         ({"rank": 4}, "--lora.rank 4 with --model.family bert; valid: --lora.rank 0, or --model.family d"),
