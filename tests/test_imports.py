@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,13 +73,6 @@ def test_private_names_stand_in_one_module() -> None:
         str(file.relative_to(PACKAGE.parent)) for file in SOURCES if re.search(r'\._src|params\["_', file.read_text())
     }
     assert found == {"megajax/core/private.py", "jaxequal/private.py"}
-
-
-def test_no_two_classes_have_one_name() -> None:
-    """But those that only their own module uses."""
-    texts = [file.read_text() for file in SOURCES]
-    names = Counter(name for text in texts for name in re.findall(r"^class ([A-Z]\w*)", text, re.MULTILINE))
-    assert len(names) > 150 and [name for name, count in names.items() if count > 1] == []
 
 
 ELSEWHERE = {  # pieces of messages that say it in a variable

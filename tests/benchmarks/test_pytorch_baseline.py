@@ -16,11 +16,10 @@ import pytest
 from tiny import LLAMA, QWEN3, tiny_config, tiny_program
 
 from megajax.core.batch import IGNORED
-from megajax.core.errors import UserError
 from megajax.core.optim.config import OptimizerConfig
 from megajax.core.program.train_step import train_step
 from megajax.data.synthetic import random_batch
-from megajax.settings.config import Config, DistributedConfig, to_toml
+from megajax.settings.config import Config, to_toml
 
 pytestmark = pytest.mark.peer
 torch = pytest.importorskip("torch", reason="the extra `peer` is not installed")
@@ -170,48 +169,3 @@ def test_two_processes_train_as_one(tmp_path: Path):
         assert process.returncode == 0
         for actual in json.loads(out):
             assert actual == pytest.approx(expected, rel=1e-5)
-
-
-def test_the_command_runs_steps_and_refuses_what_it_lacks(tmp_path: Path):
-    (tmp_path / "preset.toml").write_text(to_toml(learning_config()))
-
-    def run(*flags: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, BENCHMARKS / "pytorch" / "baseline.py", tmp_path / "preset.toml", *flags]
-        return subprocess.run(command, capture_output=True, text=True, timeout=100)
-
-    done = run("--steps", "3", "--threads", "1", "--seed", "3")
-    report = json.loads(done.stdout)
-    assert len(report["losses"]) == 3 and report["losses"][2] < report["losses"][0]
-    assert report["threads"] == 1 and report["precision"] == "fp32" and report["tokens_per_second"] > 0
-    refused = run("--model.dropout", "0.1")
-    assert refused.returncode == 2 and refused.stdout == ""
-    assert refused.stderr.startswith("error: ") and len(refused.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("flag", "settings"),
-    [
-        ("--model.dropout 0.1", {"dropout": 0.1}),
-        ("--mesh.pipe 2", {"mesh": (1, 2, 1)}),
-        ("--mesh.data 2", {"mesh": (2, 1, 1)}),
-        ("--mesh.tensor 2 with --model.family bert", {"mesh": (1, 1, 2), "family": "bert"}),
-        ("--train.remat layer with --model.family bert", {"remat": "layer", "family": "bert"}),
-        ("--train.remat layer with --model.family decoder --model.positions rotary", {"remat": "layer"} | LLAMA),
-        ("--model.norm rmsnorm with --model.positions learned; valid: layernorm", LLAMA | {"positions": "learned"}),
-        ("--model.num-kv-heads 4 with --model.positions learned; valid: 8", {"num_kv_heads": 4}),
-        ("--model.bias all with --model.positions rotary; valid: none", QWEN3 | {"bias": "all"}),
-        ("--sequence-parallel", {"sequence_parallel": True}),
-        ("--precision fp16", {"precision": "fp16"}),
-        ("--train.remat selective", {"remat": "selective"}),
-    ],
-)
-def test_refused_settings(flag: str, settings: dict):
-    with pytest.raises(UserError, match=flag):
-        Baseline(tiny_config(**{"dropout": 0.0} | settings))
-
-
-def test_processes_that_do_not_fit_the_mesh_are_refused():
-    one_of_two = DistributedConfig(coordinator="localhost:1", num_processes=2, process_id=0)
-    config = dataclasses.replace(learning_config(), distributed=one_of_two)
-    with pytest.raises(UserError, match="num-processes 2"):
-        Baseline(config)

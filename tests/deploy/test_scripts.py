@@ -163,17 +163,6 @@ for _ in {1..200}; do sleep 0.05; done
     assert done.returncode == 2 and "GPUS=no; valid: 1 or more" in done.stderr
 
 
-def test_smoke_script_refuses_words_that_it_does_not_know() -> None:
-    script = ROOT / "benchmarks" / "gpu_smoke.sh"
-    for words, said in (
-        (["--device", "tpu"], "valid: gpu, cpu"),
-        (["--minutes", "0"], "1 or more"),
-        (["-x"], "unknown"),
-    ):
-        done = subprocess.run([script, *words], capture_output=True, text=True)
-        assert done.returncode == 2 and said in done.stderr
-
-
 def test_container_file() -> None:
     """It copies what there is, and all that an installation needs; its extra is one of ours."""
     text = (ROOT / "deploy" / "Containerfile").read_text()
@@ -184,7 +173,3 @@ def test_container_file() -> None:
     needed |= {project["readme"], *project["license-files"]}
     assert needed <= set(copied)
     assert set(re.findall(r"'\.\[(\w+)\]'", text)) == {"cuda13"} <= project["optional-dependencies"].keys()
-
-
-def test_the_package_is_typed() -> None:
-    assert (ROOT / "megajax" / "py.typed").exists()

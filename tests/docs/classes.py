@@ -1,5 +1,4 @@
-"""Which commands of the pages run in a test, and why the others do not. A command that stands in none of these tables
-fails `test_commands.py`, and so does an entry that no page has any more."""
+"""Which commands of the pages run in a test; an entry that no page has any more fails `test_commands.py`."""
 
 QUICK = {  # by default, as they are written, in a folder with the files that pages show; what they print or draw
     "megajax schedule --mesh.pipe 4 --pipeline.schedule interleaved --pipeline.chunks 2 --microbatches 8 "
@@ -60,60 +59,6 @@ FULL = [  # marker `full`: in this order, one after the other, in a folder with 
     "--optimizer.cooldown-steps 120",
 ]
 
-NOT_RUN = {  # reason -> patterns of whole commands
-    "run by test_own_model.py": [r"megajax (verify|train) parallel\.toml .*"],
-    "a corpus, records or a tokenizer of the user": [
-        r"megajax train mine\.toml (--train\.steps 2000|--mesh\.data 8 --dry-run)",
-        r"(srun )?megajax train .*--data\.(path|train) (CORPUS|corpora|(corpus|input)\.\w+|novels|train\.tsv|QQP).*",
-        r"megajax prepare .*",
-        r"python sweep\.py .*",
-        r"megajax train llama-demo --init runs/llama-demo .*",
-        r"megajax (eval|generate|convert export-hf) .*runs/lora.*",
-        r"megajax eval harness .*",
-        r"megajax train demo --plugins plugins\.py .*",
-        r"megajax eval (wikitext103|lambada|qqp|race|squad2) .*",
-        r"megajax convert export-hf runs/(qqp-demo|gpt2) .*",
-    ],
-    "a model of the Hugging Face hub": [
-        r"megajax convert import-hf (openai-community/gpt2|Qwen/.*)",
-        r"megajax train runs/qwen/.*",
-        r".*convert import-hf .* runs/(gpt2|qwen)",
-    ],
-    "the size of a 1B model in docs/recipes.md; the same commands run smaller": [
-        r"megajax plan llama3\.2-1b --devices 8 .*",
-        r"megajax (eval perplexity --checkpoint|convert export-hf) runs/web-1b .*",
-    ],
-    "three minutes each; the tests of commands train the same families smaller": [
-        r"megajax train (bert-demo|llama-demo)( --mesh\.data 2 .*)?",
-        r"megajax train demo --(track|profile) \S+",
-        r"megajax train demo --optimizer\.name muon .*",
-    ],
-    "the recipe of docs/chat.md, a quarter of an hour; its steps have tests of their own": [
-        r"python make_chat\.py",
-        r"megajax train llama-demo --data\.path corpora/stdlib .*",
-        r"megajax train llama-demo --init runs/base .*",
-        r"megajax (eval|generate) .*runs/chat.*",
-    ],
-    "a GPU": [
-        r"JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu",
-        r"benchmarks/gpu(_smoke|_node)?\.sh",
-        r"deploy/each-gpu\.sh .*",
-        r"CUDA_VISIBLE_DEVICES=1 .*",
-    ],
-    "SLURM, or a tool for containers": [r"sbatch .*", r"podman .*"],
-    "changes an environment or a shell": [
-        r"python3 -m venv .*",
-        r"pip install .*",
-        r"source \.venv/bin/activate",
-        r"tensorboard .*",
-        r"eval .*register-python-argcomplete.*",
-        r"make (train|test|lint|docs).*",
-        r"git clone .*",
-        r"build/fresh/bin/pip .*",
-        r"(cd build && )?fresh/bin/megajax .*",
-    ],
-    "a measurement of minutes; the benchmarks have tests of their own": [r"python benchmarks/.*"],
-}
 
 STAND_INS = {  # what a run's configuration is read as, where it is not that of `demo`
     "runs/gpt2/config.toml": "gpt2-355m",

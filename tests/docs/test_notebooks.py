@@ -10,13 +10,6 @@ from blocks import ROOT
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
 
-def test_notebooks_name_no_machine() -> None:
-    assert len(NOTEBOOKS) == 3
-    for notebook in NOTEBOOKS:
-        text = notebook.read_text()
-        assert not any(place in text for place in ("/home/", "/root/", "/tmp/", "/work/", "/usr/")), notebook.name
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
 def test_notebooks_run(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,9 @@
 
 import json
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 from megajax.__main__ import COMMANDS
 from megajax.commands.evaluate import NAMES
@@ -70,16 +67,3 @@ def test_what_completes_a_line(tmp_path: Path) -> None:
         "megajax eval ": {*NAMES, "harness"},
     }
     assert completed(tmp_path, *expected) == expected
-
-
-@pytest.mark.full
-def test_in_bash(tmp_path: Path) -> None:
-    """The function that the line in the start-up file defines, called as bash does it."""
-    script = (
-        f"PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH\n"
-        'eval "$(register-python-argcomplete megajax)"\n'
-        'COMP_LINE="megajax gen" COMP_POINT=11 COMP_TYPE=9 COMP_WORDS=(megajax gen) COMP_CWORD=1\n'
-        '"$(complete -p megajax | sed "s/.*-F \\([^ ]*\\).*/\\1/")" megajax gen megajax\n'
-        'echo "${COMPREPLY[@]}"\n'
-    )
-    assert printed(tmp_path, "bash", "-c", script).strip() == "generate"
