@@ -10,7 +10,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from decimal import Decimal
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -37,12 +37,13 @@ class OneOf:
     """The valid names for a text field, looked up whenever they are needed."""
 
     names: Collection[str]  # such as the keys of a dict, which may grow after the field is declared
+    instead: Mapping[str, str] | None = None  # what to use for names in other systems
 
     def problem(self, value: str) -> str:
         """The end of an error message about `value`, with the nearest name; empty if it is valid."""
         if value in self.names:
             return ""
-        near = suggest(value, self.names, otherwise="")
+        near = (self.instead or {}).get(value.lower()) or suggest(value, self.names, otherwise="")
         return f"{value!r}; valid: {', '.join(self.names)}{near and f' ({near})'}"
 
 
@@ -235,7 +236,7 @@ def suggest(unknown: str, valid: Iterable[str], otherwise: str) -> str:
 
     def parts(name: str) -> tuple[str, str]:
         section, _, word = name.rpartition(".")
-        return section, word.lstrip("-").replace("_", "-")
+        return section, word.lstrip("-").replace("_", "-").lower()
 
     (section, word), valid = parts(unknown), list(valid)
     same_section = {parts(name)[1]: name for name in valid if parts(name)[0] == section}

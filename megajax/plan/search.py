@@ -159,7 +159,8 @@ def _tried(
     fastest = math.inf  # in half of the memory
     layers = config.pipeline.layers if "pipeline.layers" in fixed else ""
     devices = meshes[0].mesh.num_devices
-    with watch(f"searching {len(meshes)} meshes of {devices} {machine.name.upper()}s", len(meshes)) as tell:
+    several = f"{len(meshes)} mesh{'es' * (len(meshes) != 1)}"
+    with watch(f"searching {several} of {devices} {machine.name.upper()}s", len(meshes)) as tell:
         for number, base in enumerate(_until_stopped(iter(meshes))):
             tell(number)
             costs, models, ample = _Costs(backend), _Models(machine), _Ample()

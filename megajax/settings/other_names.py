@@ -68,6 +68,7 @@ _OURS = {
     "--tokenizer.path": "tokenizer tokenizer_name tokenizer_model tokenizer_path tokenizer_name_or_path",
     "--init, after `megajax convert import-hf`": "model model_name_or_path pretrained hf_model",
     "--track": "wandb report_to use_wandb",
+    "--devices": "gpus num_gpus n_gpus world_size",
     "PRESET, the first argument": "config config_file preset",
 }
 OURS = {theirs: ours for ours, names in _OURS.items() for theirs in names.split()}

@@ -49,7 +49,7 @@ def validation_text(config: Config, parts: Mapping[str, Perplexity], bits_per_by
     """A line about the last validation, from its losses by name, or about there being none. Of a task's loss no
     perplexity is told."""
     if not parts:
-        return "not validated (--train.eval-every 0)"
+        return "not validated (no validation data, or --train.eval-every 0)"
     if "next_token" in parts:
         only, bits = parts["next_token"], "" if bits_per_byte is None else f", {bits_per_byte:.3f} bits per byte"
         return f"validation perplexity {only.perplexity:.2f} (loss {only.loss:.4f}{bits})"
@@ -78,7 +78,7 @@ def end_lines(
             f"{steps}; pass a larger --train.steps to continue, or another --run-dir for a new run"
         )
     text, part = validation_text(config, validation, bits_per_byte), _part_of_the_split(config, validation)
-    yield f"{text} after {max(first, steps)} steps{part}"
+    yield f"{text} after {max(first, steps)} step{'s' * (max(first, steps) != 1)}{part}"
     if dev:
         figures = (f"{name} {value:{'.2f' if isinstance(value, float) else ','}}" for name, value in dev.items())
         yield f"dev of {config.task.name}: {', '.join(figures)}"

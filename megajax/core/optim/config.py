@@ -35,7 +35,7 @@ class OptimizerConfig:
         str,
         "muon: Muon (orthogonalized momentum) for the matrices of the layers, AdamW for all other weights; own: one "
         "that Python code gave (docs/own.md)",
-        OneOf(OPTIMIZERS),
+        OneOf(OPTIMIZERS, {"sgd": 'a plugin has it: megajax.register("optimizer", "sgd", optax.sgd), docs/own.md'}),
         OPTIMIZER,
     ] = "adamw"
     learning_rate: Annotated[float, "peak learning rate, reached at the end of the warm-up", above(0, 1e30)]

@@ -13,6 +13,9 @@ def _are_layers(text: str) -> bool:
     return text in ("even", "auto") or all(map(is_whole, text.split(",")))
 
 
+_ZERO_BUBBLE = "1f1b, with --pipeline.weight-gradients deferred"
+
+
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
     """Pipeline schedule."""
@@ -20,7 +23,7 @@ class PipelineConfig:
     schedule: Annotated[
         str,
         "pipeline schedule",
-        OneOf(SCHEDULES),
+        OneOf(SCHEDULES, dict.fromkeys(("zb", "zb-h1", "zbh1", "zero-bubble"), _ZERO_BUBBLE)),
     ] = "1f1b"
     chunks: Annotated[int, "model chunks per stage; interleaved: 2 or more, others: 1", between(1, 10_000)] = 1
     vocabulary: Annotated[
