@@ -12,7 +12,7 @@ from processes import Commands, Run
 from results import assert_same_checkpoint, contents, curve, training
 from tiny import full
 
-from megajax.core.program import memory
+from megajax.start import device_memory
 
 TOO_FAST = ("--optimizer.learning-rate", 1e30)  # finite weights, but nothing that can be computed with them
 
@@ -54,10 +54,10 @@ def test_what_no_memory_holds(commands: Commands, straight: Run, tmp_path: Path,
     large = ("--model.hidden-size", 1_000_000, "--model.num-layers", 10_000)
     sizes = r"--model\.num-layers 10000, --model\.hidden-size 1000000"
     assert_says(train_mistake(commands, tmp_path / "run", *large), sizes, r"need [\d,.]+ GiB on each of 1", "have")
-    monkeypatch.setattr(memory, "_machine_bytes", lambda: 2**20)  # the weights take 250 KiB
+    monkeypatch.setattr(device_memory, "_machine_bytes", lambda: 2**20)  # the weights take 250 KiB
     evaluate = ("eval.py", "perplexity", "--checkpoint", straight.folder)
     assert_says(mistake(commands, *evaluate, "--train.microbatch", 1000), r"--train\.microbatch 1000 need", "valid")
-    monkeypatch.setattr(memory, "_machine_bytes", lambda: 2**16)
+    monkeypatch.setattr(device_memory, "_machine_bytes", lambda: 2**16)
     for line in (evaluate, ("-m", "megajax", "generate", "--prompt", "a", *evaluate[2:])):
         assert_says(mistake(commands, *line), r"need [\d,.]+ GiB", "valid")
     assert not list(tmp_path.iterdir())
