@@ -23,10 +23,11 @@ from megajax.core.models.attend import IMPLEMENTATIONS, attend, can_attend
 from megajax.core.models.attention import ATTENTION_WEIGHTS
 from megajax.core.models.attention_mask import FROM_START, Pieces, Places
 from megajax.core.models.attention_setting import Setting
-from megajax.core.models.grouped import grouped_product, in_blocks, kernels_can
+from megajax.core.models.grouped import GroupRule, in_blocks, kernels_can
 from megajax.core.models.staged import StagedModel
 from megajax.core.parallel.boundary import F_AND_G
 from megajax.core.parallel.collectives import TENSOR
+from megajax.core.parallel.products import products
 from megajax.core.parallel.random import Dropout
 from megajax.core.precision import COMPUTE_DTYPE
 from megajax.core.private import has_gpu_kernels
@@ -153,13 +154,14 @@ def experts_comparison(config: StepConfig, backend: Backend) -> FormComparison:
         def both(x_ND: Array, in_EDF: Array, out_EFD: Array, grad_ND: Array, expert_N: Array) -> list[Array]:
             blocks, place_N = in_blocks(expert_N, _EXPERTS, block, by_kernel=backend.expert_kernel)
 
-            def products(x_ND: Array, in_EDF: Array, out_EFD: Array) -> Array:
+            def multiply(x_ND: Array, in_EDF: Array, out_EFD: Array) -> Array:
                 rows_RD = jnp.zeros((blocks.group_MG.size * block, hidden), x_ND.dtype)
                 rows_RD = rows_RD.at[place_N].set(x_ND, mode="drop")
-                y_RD = grouped_product(grouped_product(rows_RD, in_EDF, blocks), out_EFD, blocks)
-                return y_RD.at[place_N].get(mode="fill", fill_value=0)
+                for weight in (in_EDF, out_EFD):
+                    (rows_RD,) = products(GroupRule(_EXPERTS), rows_RD, [weight], blocks)
+                return rows_RD.at[place_N].get(mode="fill", fill_value=0)
 
-            y_ND, pull = jax.vjp(products, x_ND, in_EDF, out_EFD)
+            y_ND, pull = jax.vjp(multiply, x_ND, in_EDF, out_EFD)
             return [y_ND, *pull(grad_ND)]
 
         return _alone(both)

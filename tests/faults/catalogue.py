@@ -510,7 +510,7 @@ ROWS: dict[str, dict[str, Row]] = {
             named("query of layer 0, forward", ON_SEQUENCE),
         ),
         "a split sequence is not gathered for a product": (
-            "core.parallel.layers.column_parallel.entered",
+            "core.parallel.layers._entered",
             ("boundary.enter(input_BTD)", "input_BTD"),
             types("shapes", ON_SEQUENCE),
         ),
@@ -747,21 +747,21 @@ ROWS: dict[str, dict[str, Row]] = {
             ),
         ),
         "what A gives is summed over the tensor group before B": (
-            "core.parallel.layers._Product.added",
+            "core.parallel.layers.ProductLayer.completed",
             (
-                "product(x, a, self.contracted, self.backend)",
-                'lax.psum(product(x, a, self.contracted, self.backend), "tensor")',
+                "products(self.rule(self.contracted), x, [self.a[...]], *beside)",
+                'lax.psum(products(self.rule(self.contracted), x, [self.a[...]], *beside), "tensor")',
             ),
             named("query of layer 0, forward", ON_TENSOR | {"lora": LoraConfig(rank=2)}),
         ),
         "adapters of shared heads of keys are the first head's": (
-            "core.parallel.layers.column_parallel.multiply",
-            ("linear.own(adapter[1], 1)", "adapter[1] if linear.first_part is None else adapter[1][:, :1]"),
+            "core.parallel.layers.ProductLayer.completed",
+            ("self.own(self.b[...], 1)", "self.b[...] if self.first_part is None else self.b[...][:, :1]"),
             named("key of layer 0, forward", ON_SHARED_KEYS | {"lora": LoraConfig(rank=2)}),
         ),
         "experts have the adapters of others": (
-            "core.models.experts.expert_products",
-            ("vary(adapter[...], axes)", "jnp.roll(vary(adapter[...], axes), axis_size(EXPERT) - 1, 0)"),
+            "core.parallel.layers.ProductLayer.completed",
+            ("self.a[...]", 'jnp.roll(self.a[...], self.stacked * (lax.axis_size("expert") - 1), 0)'),
             named("experts_output of layer 0, forward", ON_ADAPTED_EXPERTS),
         ),
         "merged adapters lack their scale": (
@@ -822,12 +822,16 @@ ROWS: dict[str, dict[str, Row]] = {
             named("no activation or gradient of step 1: the norm of the gradients: grad_norm", ON_EXPERTS),
         ),
         "gradients of experts are doubled on two devices": (
-            "core.models.experts.expert_products",
-            ("vary(linear.weight[...], axes)", f"{DOUBLED}(vary(linear.weight[...], axes), axis_size(EXPERT))"),
+            "core.parallel.layers.multiply",
+            (
+                "linear.own(linear.weight[...], 1)",
+                "(lambda x, n: n * x - (n - 1) * lax.stop_gradient(x))"
+                '(linear.own(linear.weight[...], 1), lax.axis_size("expert") if linear.stacked else 1)',
+            ),
             gradient("blocks/mlp/", ON_DROPLESS),
         ),
         "every device of a tensor group adds the biases of experts": (
-            "core.models.experts.ExpertLinear.biased",
+            "core.models.experts.ExpertLinear.completed",
             ("axis_index(TENSOR) == 0", "axis_index(TENSOR) >= 0"),
             named("experts_output of layer 0, forward", ON_DROPLESS | GPT_OSS | {"mesh": (1, 1, 2), "expert": 1}),
         ),
@@ -846,10 +850,10 @@ ROWS: dict[str, dict[str, Row]] = {
             named("experts_output of layer 0, forward", ON_EXPERTS),
         ),
         "the permutation of the first all-to-all is not undone": (
-            "core.models.experts.Mixture._by_capacity",
+            "core.models.experts.DispatchByCapacity.combine",
             (
-                "exchange(out_NED, 0, 0, EXPERT)",
-                "jnp.roll(exchange(out_NED, 0, 0, EXPERT), out_NED.shape[0] // axis_size(EXPERT), axis=0)",
+                "exchange(out.swapaxes(0, 1), 0, 0, EXPERT)",
+                "jnp.roll(exchange(out.swapaxes(0, 1), 0, 0, EXPERT), out.shape[1] // axis_size(EXPERT), axis=0)",
             ),
             named("experts_output of layer 0, forward", ON_EXPERTS),
         ),
@@ -909,8 +913,11 @@ ROWS: dict[str, dict[str, Row]] = {
             types(VARYING, ON_BIASES),
         ),
         "gradients of the router grow with the group": (  # transformers #48687
-            "core.models.experts.Mixture._dropless",
-            ("_weighed(share_BTK, found)", f"_weighed({DOUBLED}(share_BTK, axis_size(EXPERT)), found)"),
+            "core.models.experts.DroplessDispatch.combine",
+            (
+                "gather_shards(share_BTK, 0, EXPERT)",
+                f'{DOUBLED}(gather_shards(share_BTK, 0, EXPERT), lax.axis_size("expert"))',
+            ),
             named("router_logits of layer 1, backward", ON_DROPLESS),
         ),
         "the balancing loss is divided by the context group": (  # Megatron-LM #3959
@@ -1021,7 +1028,7 @@ ROWS: dict[str, dict[str, Row]] = {
             tests("tests/test_golden_communication.py -k fp8"),
         ),
         "devices that share a head each add all of its product": (
-            "core.parallel.float8.DenseProducts._once",
+            "core.parallel.float8._once",
             ("jnp.where(first, product, jnp.zeros((), product.dtype))", "product"),
             named("attention_norm of layer 1, backward", ON_SHARED_KEYS | {"precision": "fp8"}),
         ),

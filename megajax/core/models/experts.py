@@ -8,13 +8,13 @@ every token. Experts are sharded over the mesh axis `expert`, as are rows of the
 - dropless: the group's tokens are gathered, a device sorts those of its experts into blocks (`models/grouped.py`),
   and the sums are reduce-scattered.
 
-Letters: B batch, T tokens, D model, F feed-forward, E experts, K experts of a token, C places of an expert in a
-sequence, S places of all of its experts.
+A choice is an expert that a token is sent to. Letters: B batch, T tokens, D model, E experts, K choices of a token,
+N all choices, or rows of an expert, R rows of all experts.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +26,7 @@ from megajax.core.axes import EXPERT
 from megajax.core.backend import Backend
 from megajax.core.models.config import ModelConfig
 from megajax.core.models.context import Context
-from megajax.core.models.grouped import (
-    Blocks,
-    GroupProducts,
-    group_biased,
-    group_input_gradient,
-    group_product,
-    group_weight_gradient,
-    in_blocks,
-)
+from megajax.core.models.grouped import Blocks, GroupRule, group_biased, in_blocks, multiplied_by_group
 from megajax.core.models.mlp import MLP, activated
 from megajax.core.models.router import Router, Routing, attached
 from megajax.core.parallel.boundary import RegionBoundary
@@ -49,92 +41,95 @@ from megajax.core.parallel.collectives import (
     vary,
     varying_axes,
 )
-from megajax.core.parallel.float8 import Copies, Float8Weight, products
-from megajax.core.parallel.layers import Initializer, normal, param
+from megajax.core.parallel.layers import Initializer, ProductLayer, multiply, normal, param
 from megajax.core.parallel.permutation import rearranged
-from megajax.core.parallel.products import Factors, Pair, deferred
+from megajax.core.parallel.products import Factors, deferred
 from megajax.core.parallel.random import NamedKey
 from megajax.core.parallel.sites import named
 
 
-class ExpertLinear(nnx.Module):
+class ExpertLinear(ProductLayer):
     """A product with a weight of its own for every expert, [E, in, out]."""
 
-    frozen: bool = False
-    scale: float = 1.0  # of an adapter
-    copies: Copies | None = None
-    stacked, contracted = 1, 1  # dims of the weight that stand for experts, and that go into the product
+    stacked, contracted = 1, 1
+    multiply_scaled = staticmethod(multiplied_by_group)
 
     def __init__(self, initial: Initializer, shape: tuple[int, ...], dims: tuple[str, ...], *, bias: bool):
         self.weight, self.by_rows = param(shape, dims, initial), dims[1] != "embed"
+        self.contracted_axes, self.output_axes = ((TENSOR,), ()) if self.by_rows else ((), (TENSOR,))
         output = "expert_output" if self.by_rows else dims[2]
         self.bias = param((shape[0], shape[2]), ("experts", output), jnp.zeros) if bias else None
 
-    def freeze(self, scale: float, *adapter: Array) -> None:
-        """Freeze the weights W; with an adapter (A and B of every expert), compute with `W + scale · A B`."""
-        self.frozen, self.scale = True, scale
-        if adapter:
-            self.a, self.b = map(nnx.Param, adapter)
+    def rule(self, contracted: int, *, together: bool = False) -> GroupRule:
+        return GroupRule(self.weight.shape[0], together)
 
-    def use_float8(self, copies: Copies) -> None:
-        """Use float8 products with these copies of the weights."""
-        self.copies = nnx.data(copies)
-
-    def biased(self, y: Array, blocks: Blocks | None) -> Array:
-        """The product `y` with the bias. By rows `y` is summed over `tensor` later, so one device adds it."""
-        if self.bias is None:
-            return y
-        bias_EO = vary(self.bias[...], sorted(varying_axes(y)))
-        if self.by_rows:
-            bias_EO = jnp.where(axis_index(TENSOR) == 0, bias_EO, jnp.zeros((), bias_EO.dtype))
-        return group_biased(y, bias_EO, blocks)
-
-    @property
-    def in_float8(self) -> GroupProducts | None:
-        """Its products in 8 bits, where it multiplies so."""
-        inner, outer = ((TENSOR,), ()) if self.by_rows else ((), (TENSOR,))
-        return None if self.copies is None else GroupProducts(inner, outer, not self.frozen)
-
-    @staticmethod
-    def weight_gradients(factors: Pair, linears: "Sequence[ExpertLinear]") -> list[Array]:
-        """The weights' gradients from the factors of `expert_products`."""
-        given, grads = factors
-        rows, blocks = given if isinstance(given, tuple) else (given, None)
-        groups = linears[0].weight.shape[0]
-        return [group_weight_gradient(rows, grad, groups, blocks) for grad in grads]
+    def completed(self, y: Array, x: Array, *blocks: Blocks) -> Array:
+        """The product `y` of `x` with the bias, and with what an adapter adds. By rows these are summed over `tensor`
+        later, so one device adds the bias."""
+        if self.bias is not None:
+            bias_EO = vary(self.bias[...], sorted(varying_axes(y)))
+            if self.by_rows:
+                bias_EO = jnp.where(axis_index(TENSOR) == 0, bias_EO, jnp.zeros((), bias_EO.dtype))
+            y = group_biased(y, bias_EO, *blocks)
+        return super().completed(y, x, *blocks)
 
 
-def expert_products(
-    rows: Array, linears: Sequence[ExpertLinear], blocks: Blocks | None, name: str, factors: Factors
-) -> list[Array]:
-    """The outputs of several products of the same rows: [E, N, in], each expert's own, or, in blocks, [R, in]
-    (`models/grouped.py`). With `factors`, the backward pass stores the factors of the weight gradients there under
-    `name`: the rows with the blocks, and the outputs' gradients."""
-    axes, in_float8 = sorted(varying_axes(rows)), linears[0].in_float8
-    weights = [Float8Weight(vary(linear.weight[...], axes), vary(linear.copies, axes)) for linear in linears]
-    beside = () if blocks is None else (blocks,)
+@dataclass(frozen=True)
+class Dispatch:
+    """How tokens get to the rows that experts take, and the experts' outputs back to tokens."""
 
-    def multiply(rows: Array, weights: list[Float8Weight], *blocks: Blocks) -> list[Array]:
-        if in_float8:
-            return in_float8.forward(rows, weights, *blocks)
-        return [group_product(rows, weight.array, *blocks) for weight in weights]
+    row_BTK: Array  # the row of each choice, int32; R if it has none
+    choice_R: Array  # the choice in each row, int32; N if there is none
+    blocks: Blocks | None = None  # of rows [R, D]; without, rows are [E, N, D]
 
-    def of_input(_: Array, grads: list[Array], weights: list[Float8Weight], *blocks: Blocks) -> Array:
-        if in_float8:
-            return in_float8.input_gradient(grads, weights, *blocks)
-        return group_input_gradient(grads, [weight.array for weight in weights], *blocks)
+    @classmethod
+    def of(cls, row_BTK: Array, rows: int, **others: Any) -> Self:
+        """With the row of each choice among so many `rows`."""
+        nobody_R = jnp.full_like(row_BTK, row_BTK.size, shape=(rows,))
+        nobody_R = vary(nobody_R, sorted(varying_axes(row_BTK)))
+        choice_N = jnp.arange(row_BTK.size, dtype=jnp.int32)
+        return cls(row_BTK, nobody_R.at[row_BTK.reshape(-1)].set(choice_N, mode="drop"), **others)
 
-    if factors is not None:
-        outputs = deferred(name, multiply, rows, weights, factors, *beside, input_gradient=of_input)
-    else:
-        outputs = products(in_float8, rows, weights, *beside) if in_float8 else multiply(rows, weights, *beside)
-    for place, linear in enumerate(linears):
-        outputs[place] = linear.biased(outputs[place], blocks)
-        if hasattr(linear, "a"):
-            a, b = (vary(adapter[...], axes) for adapter in (linear.a, linear.b))
-            inner = group_product(rows, a, *beside) * jnp.asarray(linear.scale, rows.dtype)
-            outputs[place] += group_product(inner, b, *beside)
-    return outputs
+    def send(self, x_BTD: Array) -> Array:
+        """The rows that this device's experts take."""
+        x_1ND, row_1N = x_BTD.reshape(1, -1, x_BTD.shape[-1]), self.row_BTK.reshape(1, -1)
+        return rearranged(x_1ND, self.choice_R[None], row_1N, self.row_BTK.shape[-1]).squeeze(0)
+
+    def combine(self, out: Array, share_BTK: Array) -> Array:
+        """The sum of every token's rows, weighted by its shares."""
+        out_1RD, row_1N = out.reshape(1, -1, out.shape[-1]), self.row_BTK.reshape(1, -1)
+        chosen_BTKD = rearranged(out_1RD, row_1N, self.choice_R[None]).reshape(*self.row_BTK.shape, -1)
+        return jnp.einsum("btk,btkd->btd", share_BTK.astype(chosen_BTKD.dtype), chosen_BTKD)
+
+
+@dataclass(frozen=True)
+class DispatchByCapacity(Dispatch):
+    """Every device sends the rows of its tokens to the devices that have their experts."""
+
+    experts: int = 1  # of a device
+    shared: bool = False  # by a context group: each device has some rows of all of its tokens
+
+    def send(self, x_BTD: Array) -> Array:
+        rows_NED = super().send(x_BTD).reshape(-1, self.experts, x_BTD.shape[-1])
+        if self.shared:
+            rows_NED = scatter_sum(rows_NED, 0, CONTEXT)
+        return exchange(rows_NED, 0, 0, EXPERT).swapaxes(0, 1)
+
+    def combine(self, out: Array, share_BTK: Array) -> Array:
+        back_NED = exchange(out.swapaxes(0, 1), 0, 0, EXPERT)
+        if self.shared:
+            back_NED = gather_shards(back_NED, 0, CONTEXT)
+        return super().combine(back_NED, share_BTK)
+
+
+class DroplessDispatch(Dispatch):
+    """Every device has the tokens of its expert group, and takes the rows of its experts."""
+
+    def send(self, x_BTD: Array) -> Array:
+        return super().send(gather_shards(x_BTD, 0, EXPERT))
+
+    def combine(self, out: Array, share_BTK: Array) -> Array:
+        return scatter_sum(super().combine(out, gather_shards(share_BTK, 0, EXPERT)), 0, EXPERT)
 
 
 class Mixture(nnx.Module):
@@ -168,13 +163,9 @@ class Mixture(nnx.Module):
     def __call__(self, x_BTD: Array, context: Context, layer: Array | int) -> tuple[Array, dict[str, Any]]:
         routing = self.router(x_BTD, context, layer)
         entered_BTD, share_BTK = self.boundary.enter(x_BTD), self.boundary.enter(routing.share_BTK)
-        chosen_BTK = self.boundary.enter(routing.chosen_BTK)
-        if self.config.expert_capacity:
-            y_BTD, dropped_BTK = self._by_capacity(entered_BTD, chosen_BTK, share_BTK, routing, context)
-            dropped = jnp.sum(dropped_BTK, dtype=jnp.int32)
-        else:
-            y_BTD = self._dropless(entered_BTD, chosen_BTK, share_BTK, context)
-            dropped = jnp.zeros((), jnp.int32)
+        dispatch, dropped = (self._by_capacity if self.config.expert_capacity else self._dropless)(routing)
+        out = self._experts(dispatch.send(entered_BTD), dispatch.blocks, context)
+        y_BTD = dispatch.combine(out, share_BTK)
         y_BTD = named(self.boundary.leave(y_BTD), "experts_output", self.boundary.split)
         if self.shared is not None:
             y_BTD = y_BTD + self.shared(x_BTD, context, layer)[0]
@@ -186,84 +177,54 @@ class Mixture(nnx.Module):
         """Run rows through this device's experts; the results must still be summed over `tensor`."""
         names = ("expert_up",) if self.gate is None else ("expert_gate", "expert_up")
         rows = checkpoint_name(rows, "expert_rows")
-        inner = expert_products(rows, self.products["experts_input"], blocks, "experts_input", context.factors)
+        inner = self._multiplied("experts_input", rows, blocks, context.factors)
         inner = [checkpoint_name(y, name) for y, name in zip(inner, names, strict=True)]
         y = activated(inner, self.config, self.backend)
-        return expert_products(y, [self.down], blocks, "experts_output", context.factors)[0]
+        return self._multiplied("experts_output", y, blocks, context.factors)[0]
 
-    def _by_capacity(
-        self, x_BTD: Array, chosen_BTK: Array, share_BTK: Array, routing: Routing, context: Context
-    ) -> tuple[Array, Array]:
-        """The weighted sum of the experts' outputs, and which of this device's choices do not fit, [B, T, K]."""
-        config, boundary = self.config, self.boundary
-        experts, parts = config.num_experts, axis_size(CONTEXT) if boundary.context != "none" else 1
-        length = boundary.length_of(routing.chosen_BTK)
-        capacity = capacity_of(config, length)
-        places = -(-capacity // parts) * parts  # which the devices of a context group divide
+    def _multiplied(self, name: str, rows: Array, blocks: Blocks | None, factors: Factors) -> list[Array]:
+        given = (rows,) if blocks is None else (rows, blocks)
+        return deferred(name, given, multiply(self.products[name], *given, defers=factors is not None), factors)
+
+    def _by_capacity(self, routing: Routing) -> tuple[Dispatch, Array]:
+        """Where tokens go, and how many of this device's choices do not fit."""
+        boundary, experts, own = self.boundary, self.config.num_experts, self.up.weight.shape[0]
+        parts = axis_size(CONTEXT) if boundary.context != "none" else 1
+        capacity = capacity_of(self.config, boundary.length_of(routing.chosen_BTK))
+        places = -(-capacity // parts)  # of an expert's, which the devices of a context group divide
         place_BTK = _places(boundary.of_all_tokens(routing.chosen_BTK), experts)  # of the whole sequence
-        own_BTK = vary(boundary.context_tokens(place_BTK), sorted(varying_axes(x_BTD)))
-        count = chosen_BTK.shape[-1]
-        slot_N = self._slots(chosen_BTK, own_BTK, capacity, places // parts, parts).reshape(-1)
-        rows = chosen_BTK.shape[0] * experts * places
-        nobody_R = jnp.full_like(slot_N, slot_N.size, shape=(rows,))
-        nobody_R = vary(nobody_R, sorted(varying_axes(slot_N)))
-        choice_N = jnp.arange(slot_N.size, dtype=jnp.int32)
-        source_R = nobody_R.at[slot_N].set(choice_N, mode="drop", unique_indices=False)
-
-        sent_RD = rearranged(x_BTD.reshape(1, -1, x_BTD.shape[-1]), source_R[None], slot_N[None], count).squeeze(0)
-        sent_NED = sent_RD.reshape(-1, self.up.weight.shape[0], sent_RD.shape[-1])
-        if parts > 1:
-            sent_NED = scatter_sum(sent_NED, 0, CONTEXT)
-        rows_NED = exchange(sent_NED, 0, 0, EXPERT)
-        out_NED = self._experts(rows_NED.swapaxes(0, 1), None, context).swapaxes(0, 1)
-        back_NED = exchange(out_NED, 0, 0, EXPERT)
-        if parts > 1:
-            back_NED = gather_shards(back_NED, 0, CONTEXT)
-        found = rearranged(back_NED.reshape(1, rows, -1), slot_N[None], source_R[None]).reshape(*chosen_BTK.shape, -1)
         dropped_BTK = (boundary.own_tokens(place_BTK) >= capacity) & (routing.chosen_BTK < experts)
-        return _weighed(share_BTK, found), dropped_BTK
+        chosen_BTK = boundary.enter(routing.chosen_BTK)
+        place_BTK = vary(boundary.context_tokens(place_BTK), sorted(varying_axes(chosen_BTK)))
 
-    def _slots(self, chosen_BTK: Array, place_BTK: Array, capacity: int, places: int, parts: int) -> Array:
-        """The row of every choice among those that are sent; beyond the last one if it does not fit. Rows are sorted by
-        what collectives divide, the device of the context group and the expert group, then by sequence, place and
-        expert. So the rows that a device receives, [N, E, D] in memory, are operands of the experts' products as they
-        are: XLA gives each expert's product a stride between its rows. Sorted by expert they would be transposed after
-        every exchange."""
-        own = self.up.weight.shape[0]
-        part_BTK, inside_BTK = place_BTK // places, place_BTK % places
-        device_BTK, expert_BTK = chosen_BTK // own, chosen_BTK % own
+        # Rows are sorted by what collectives divide, the device of the context group and the expert group, then by
+        # sequence, place and expert. So the rows that a device receives, [N, E, D] in memory, are operands of the
+        # experts' products as they are: XLA gives each expert's product a stride between its rows. Sorted by expert
+        # they would be transposed after every exchange.
         batch, sequence_B11 = chosen_BTK.shape[0], jnp.arange(chosen_BTK.shape[0], dtype=jnp.int32)[:, None, None]
-        slot_BTK = (part_BTK * axis_size(EXPERT) + device_BTK) * batch + sequence_B11
-        slot_BTK = (slot_BTK * places + inside_BTK) * own + expert_BTK
-        fits_BTK = (place_BTK < capacity) & (chosen_BTK < self.config.num_experts)
-        return jnp.where(fits_BTK, slot_BTK, batch * parts * places * self.config.num_experts)
+        row_BTK = (place_BTK // places * axis_size(EXPERT) + chosen_BTK // own) * batch + sequence_B11
+        row_BTK = (row_BTK * places + place_BTK % places) * own + chosen_BTK % own
+        rows, fits_BTK = batch * parts * places * experts, (place_BTK < capacity) & (chosen_BTK < experts)
+        row_BTK = jnp.where(fits_BTK, row_BTK, rows)
+        dispatch = DispatchByCapacity.of(row_BTK, rows, experts=own, shared=parts > 1)
+        return dispatch, jnp.sum(dropped_BTK, dtype=jnp.int32)
 
-    def _dropless(self, x_BTD: Array, chosen_BTK: Array, share_BTK: Array, context: Context) -> Array:
-        """The weighted sum of the experts' outputs."""
-        x_BTD, chosen_BTK, share_BTK = (gather_shards(x, 0, EXPERT) for x in (x_BTD, chosen_BTK, share_BTK))
-        own, number, count = self.up.weight.shape[0], chosen_BTK.size, chosen_BTK.shape[-1]
-        local_N = chosen_BTK.reshape(number) - axis_index(EXPERT) * own
-        local_N = jnp.where((local_N >= 0) & (local_N < own), local_N, own)  # those of other devices come last
-        block, weight = self.backend.expert_block, self.up.weight
+    def _dropless(self, routing: Routing) -> tuple[Dispatch, Array]:
+        """Where tokens go; all choices fit."""
+        chosen_BTK = gather_shards(self.boundary.enter(routing.chosen_BTK), 0, EXPERT)
+        weight, own, block = self.up.weight, self.up.weight.shape[0], self.backend.expert_block
+        local_BTK = chosen_BTK - axis_index(EXPERT) * own
+        local_BTK = jnp.where((local_BTK >= 0) & (local_BTK < own), local_BTK, own)  # those of other devices come last
         at_once = self.backend.blocks_at_once(weight[0].size * weight.dtype.itemsize)
-        blocks, place_N = in_blocks(local_N, own, block, at_once, by_kernel=self.backend.expert_kernel)
-        nobody_R = jnp.full_like(place_N, number, shape=(blocks.group_MG.size * block,))
-        nobody_R = vary(nobody_R, sorted(varying_axes(place_N)))
-        source_R = nobody_R.at[place_N].set(jnp.arange(number, dtype=jnp.int32), mode="drop")
-        rows_RD = rearranged(x_BTD.reshape(1, -1, x_BTD.shape[-1]), source_R[None], place_N[None], count).squeeze(0)
-        out_RD = self._experts(rows_RD, blocks, context)
-        found = rearranged(out_RD[None], place_N[None], source_R[None]).reshape(*chosen_BTK.shape, -1)
-        return scatter_sum(_weighed(share_BTK, found), 0, EXPERT)
+        blocks, row_N = in_blocks(local_BTK.reshape(-1), own, block, at_once, by_kernel=self.backend.expert_kernel)
+        dispatch = DroplessDispatch.of(row_N.reshape(chosen_BTK.shape), blocks.group_MG.size * block, blocks=blocks)
+        return dispatch, jnp.zeros((), jnp.int32)
 
 
 def capacity_of(model: ModelConfig, length: int) -> int:
     """How many tokens of a sequence an expert takes, rounded robustly: the product's last bits do not matter."""
     mean = length * model.experts_per_token / model.num_experts
     return min(length, math.ceil(round(model.expert_capacity * mean, 6)))
-
-
-def _weighed(share_BTK: Array, found_BTKD: Array) -> Array:
-    return jnp.einsum("btk,btkd->btd", share_BTK.astype(found_BTKD.dtype), found_BTKD)
 
 
 def _places(chosen_BTK: Array, experts: int) -> Array:

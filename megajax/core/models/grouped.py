@@ -7,8 +7,9 @@ Letters: E groups, I what goes into a product, O what comes out, M turns, G bloc
 block, R rows of all blocks.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import jax
@@ -16,16 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from megajax.core.parallel.collectives import vary, varying_axes
-from megajax.core.parallel.float8 import (
-    Float8Weight,
-    Scaled,
-    backward_copies,
-    either,
-    forward_copies,
-    multiplied,
-    scaled,
-    scaled_together,
-)
+from megajax.core.parallel.float8 import Scaled, multiplied
 from megajax.core.precision import at_least_fp32
 from megajax.core.private import has_gpu_kernels
 
@@ -66,37 +58,18 @@ def in_blocks(
     return Blocks(float_MG, ends_E[-1].astype(jnp.float32), by_kernel), place_N
 
 
-@jax.custom_vjp
-def grouped_product(rows_RI: Array, weight_EIO: Array, blocks: Blocks) -> Array:
-    """Rows in blocks times their groups' weights, [R, O]; all of them vary over the same axes."""
+def grouped_product(rows_RI: Array, weight_EIO: Array, blocks: Blocks, *, turned: bool = False) -> Array:
+    """Rows in blocks times their groups' weights, [R, O], or times the `turned` ones; all of them vary over the same
+    axes."""
     if _by_kernel(rows_RI, blocks, *weight_EIO.shape[1:]):
-        return _kernel_product(rows_RI, weight_EIO, blocks)
+        return _kernel_product(rows_RI, weight_EIO, blocks, turned=turned)
+    weight_EIO = weight_EIO.swapaxes(1, 2) if turned else weight_EIO
     out_RO = _zeros((rows_RI.shape[0], weight_EIO.shape[2]), rows_RI.dtype, rows_RI)
 
     def multiply(turn: Array, out_RO: Array) -> Array:
         return _put(out_RO, jnp.matmul(_rows(rows_RI, blocks, turn), _weights(weight_EIO, blocks, turn)), turn)
 
     return _for_turns(blocks, multiply, out_RO)
-
-
-def _forward(rows_RI: Array, weight_EIO: Array, blocks: Blocks) -> tuple[Array, Any]:
-    return grouped_product(rows_RI, weight_EIO, blocks), (rows_RI, weight_EIO, blocks)
-
-
-def _backward(kept: Any, grad_RO: Array) -> tuple[Array, Array, Blocks]:
-    rows_RI, weight_EIO, blocks = kept
-    weight_grad = grouped_weight_gradient(rows_RI, grad_RO, blocks, weight_EIO.shape[0])
-    return input_gradient(grad_RO, weight_EIO, blocks), weight_grad, jax.tree.map(jnp.zeros_like, blocks)
-
-
-grouped_product.defvjp(_forward, _backward)
-
-
-def input_gradient(grad_RO: Array, weight_EIO: Array, blocks: Blocks) -> Array:
-    """The gradient of the rows."""
-    if _by_kernel(grad_RO, blocks, *weight_EIO.shape[1:]):
-        return _kernel_product(grad_RO, weight_EIO, blocks, turned=True)
-    return grouped_product(grad_RO, weight_EIO.swapaxes(1, 2), blocks)
 
 
 def grouped_weight_gradient(rows_RI: Array, grad_RO: Array, blocks: Blocks, groups: int) -> Array:
@@ -185,13 +158,6 @@ def _zeros(shape: tuple[int, ...], dtype: Any, like: Array) -> Array:
     return _alike(jnp.zeros(shape, dtype), like)
 
 
-def group_product(rows: Array, weight_EIO: Array, blocks: Blocks | None = None) -> Array:
-    """Rows [E, N, I], or [R, I] in blocks, times their groups' weights."""
-    if blocks:
-        return grouped_product(rows, weight_EIO, blocks)
-    return jnp.einsum("eni,eio->eno", rows, weight_EIO)
-
-
 def group_biased(y: Array, bias_EO: Array, blocks: Blocks | None = None) -> Array:
     """Outputs [E, N, O], or [R, O] in blocks, each with its group's bias; blocks without rows have none, so that their
     gradients are in no sum."""
@@ -205,76 +171,40 @@ def group_biased(y: Array, bias_EO: Array, blocks: Blocks | None = None) -> Arra
     return (y.reshape(*of_block_MO.shape[:1], -1, y.shape[1]) + of_block_MO[:, None]).reshape(y.shape)
 
 
-def group_input_gradient(grads: Sequence[Array], weights_EIO: Sequence[Array], blocks: Blocks | None = None) -> Array:
-    """The gradient of rows that several products have in common."""
-    pairs = zip(grads, weights_EIO, strict=True)
-    if blocks:
-        return sum_of(input_gradient(grad, weight, blocks) for grad, weight in pairs)
-    first_ENI, *others = (jnp.einsum("eno,eio->eni", grad, weight) for grad, weight in pairs)
-    if not others:
-        return first_ENI
-    # They are sent sorted by row. XLA can have a product so, but not a sum, below which it moves the transpositions if
-    # none is behind a barrier.
-    first_NEI = lax.optimization_barrier(first_ENI.swapaxes(0, 1))
-    return sum((other.swapaxes(0, 1) for other in others), start=first_NEI).swapaxes(0, 1)
-
-
-def group_weight_gradient(rows: Array, grad: Array, groups: int, blocks: Blocks | None = None) -> Array:
-    """The gradient of the weights, [E, I, O]."""
-    if blocks:
-        return grouped_weight_gradient(rows, grad, blocks, groups)
-    return jnp.einsum("eni,eno->eio", rows, grad)
-
-
-def sum_of(arrays: Iterable[Array]) -> Array:
-    """The sum of one array or several."""
-    first, *others = arrays
-    return sum(others, start=first)
-
-
 @dataclass(frozen=True)
-class GroupProducts:
-    """Products in 8 bits of the same rows, [E, N, I] or in blocks [R, I], with several weights [E, I, O]; like
-    `float8.DenseProducts`."""
+class GroupRule:
+    """The rule of products of rows, [E, N, I] or in blocks [R, I], with their groups' weights [E, I, O]."""
 
-    contracted_axes: tuple[str, ...]  # mesh axes that shard I
-    output_axes: tuple[str, ...]  # mesh axes that shard O
-    trained: bool
+    groups: int
+    together: bool = False
 
-    def forward(self, rows: Array, weights: Sequence[Float8Weight], blocks: Blocks | None = None) -> list[Array]:
-        """The outputs."""
+    def forward(self, rows: Array, weights: Sequence[Array], blocks: Blocks | None = None) -> list[Array]:
+        if blocks is None:
+            return [jnp.einsum("eni,eio->eno", rows, weight) for weight in weights]
+        return [grouped_product(rows, weight, blocks) for weight in weights]
 
-        def in_float8() -> list[Array]:
-            copies = forward_copies(weights)
-            own = scaled(rows, 1, copies[0].values.dtype, self.contracted_axes)
-            return [_in_float8(own, copy, rows.dtype, blocks) for copy in copies]
+    def input_gradient(self, grads: Sequence[Array], weights: Sequence[Array], blocks: Blocks | None = None) -> Array:
+        pairs = zip(grads, weights, strict=True)
+        if blocks is not None:
+            return reduce(jnp.add, (grouped_product(grad, weight, blocks, turned=True) for grad, weight in pairs))
+        first_ENI, *others = (jnp.einsum("eno,eio->eni", grad, weight) for grad, weight in pairs)
+        if not others:
+            return first_ENI
+        # They are sent sorted by row. XLA can have a product so, but not a sum, below which it moves the transpositions
+        # if none is behind a barrier.
+        first_NEI = lax.optimization_barrier(first_ENI.swapaxes(0, 1))
+        return sum((other.swapaxes(0, 1) for other in others), start=first_NEI).swapaxes(0, 1)
 
-        return either(weights, in_float8, lambda: [group_product(rows, weight.array, blocks) for weight in weights])
-
-    def input_gradient(
-        self, grads: Sequence[Array], weights: Sequence[Float8Weight], blocks: Blocks | None = None
-    ) -> Array:
-        """The gradient of the rows."""
-
-        def in_float8() -> Array:
-            copies = backward_copies(weights)
-            owns = scaled_together(grads, [1] * len(copies), copies[0].values.dtype, self.output_axes)
-            pairs = zip(owns, copies, strict=True)
-            return sum_of(_in_float8(own, copy, grads[0].dtype, blocks) for own, copy in pairs)
-
-        arrays = [weight.array for weight in weights]
-        return either(weights, in_float8, lambda: group_input_gradient(grads, arrays, blocks))
-
-    def weight_gradients(
-        self, rows: Array, grads: Sequence[Array], weights: Sequence[Float8Weight], blocks: Blocks | None = None
-    ) -> list[Array]:
-        """The gradients of the weights, in the compute dtype."""
-        return [group_weight_gradient(rows, grad, weights[0].array.shape[0], blocks) for grad in grads]
+    def weight_gradients(self, rows: Array, grads: Sequence[Array], blocks: Blocks | None = None) -> list[Array]:
+        if blocks is None:
+            return [jnp.einsum("eno,eni->eoi", grad, rows).swapaxes(1, 2) for grad in grads]  # as JAX's own gradient
+        return [grouped_weight_gradient(rows, grad, blocks, self.groups) for grad in grads]
 
 
-def _in_float8(rows: Scaled, weight: Scaled, dtype: Any, blocks: Blocks | None) -> Array:
-    if not blocks:
-        return multiplied(rows, weight, 1, dtype, batch=1)
+def multiplied_by_group(rows: Scaled, weight: Scaled, dtype: Any, blocks: Blocks | None = None) -> Array:
+    """`float8.multiplied` of rows with their groups' weights."""
+    if blocks is None:
+        return multiplied(rows, weight, dtype, batch=1)
     if _by_kernel(rows.values, blocks, *weight.values.shape[1:]):
         out_RO = _kernel_product(rows.values, weight.values, blocks, dtype, turned=True)
         group_M = blocks.group_MG.astype(jnp.int32).reshape(-1)
@@ -285,7 +215,7 @@ def _in_float8(rows: Scaled, weight: Scaled, dtype: Any, blocks: Blocks | None) 
     def multiply(turn: Array, out_RO: Array) -> Array:
         own = Scaled(*(_rows(each, blocks, turn) for each in rows))
         weights = Scaled(*(_weights(each, blocks, turn) for each in weight))
-        return _put(out_RO, multiplied(own, weights, 1, dtype, batch=1), turn)
+        return _put(out_RO, multiplied(own, weights, dtype, batch=1), turn)
 
     out_RO = _zeros((rows.values.shape[0], weight.values.shape[1]), dtype, rows.values)
     return _for_turns(blocks, multiply, out_RO)

@@ -16,14 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from megajax.core.backend import Backend
 from megajax.core.parallel.collectives import TENSOR, axis_index, axis_size, g, max_over, vary, varying_axes
-from megajax.core.parallel.products import weight_gradient
+from megajax.core.parallel.products import Rule
 
 _INFINITE = 0x7F80_0000  # bits of fp32: those of NaN are larger
 _TO_NEXT = 0x1F_FFFF  # carries a mantissa above 1.75 into the exponent: e4m3's maximum, 448, is 1.75 · 2^8
@@ -36,6 +34,11 @@ class Scaled(NamedTuple):
     values: Array  # divided by their scales; in e4m3, or in the compute dtype if they are not to be rounded
     scale: Array  # powers of two in fp32; its dims are those of the values that are not summed over
 
+    @property
+    def summed(self) -> int:
+        """How many dims are summed over."""
+        return self.values.ndim - self.scale.ndim
+
 
 class Copies(NamedTuple):
     """A weight [*K, *M], possibly of several layers or experts, as an operand of its two products."""
@@ -43,13 +46,6 @@ class Copies(NamedTuple):
     forward: Scaled  # [*M, *K], scales [*M]
     backward: Scaled | None  # [*K, *M], scales [*K]; None where nothing runs backward
     wide: Array | None  # 1.0 for a layer whose products stay in the compute dtype; None if there is no such layer
-
-
-class Float8Weight(NamedTuple):
-    """A weight, and its float8 copies if its products use them."""
-
-    array: Array
-    copies: Copies | None = None
 
 
 FLOAT8 = "float8"  # the key of the copies beside their weight
@@ -79,19 +75,15 @@ def _powers(bits: Array) -> tuple[Array, Array]:
 def scaled(x: Array, summed: int, dtype: DTypeLike, over: Sequence[str] = ()) -> Scaled:
     """`x` divided by the scales of its rows, in `dtype`. By its scale no value is beyond e4m3's maximum: none is
     clipped."""
-    return _divided(x, *scales([x], [summed], over)[0], dtype)
+    return scaled_together([x], [summed], dtype, over)[0]
 
 
 def scaled_together(
     rows: Sequence[Array], summed: Sequence[int], dtype: DTypeLike, over: Sequence[str]
 ) -> list[Scaled]:
     """Several arrays divided by the scales of their rows, which are found in one collective."""
-    return [_divided(x, *powers, dtype) for x, powers in zip(rows, scales(rows, summed, over), strict=True)]
-
-
-def _divided(x: Array, power: Array, inverse: Array, dtype: DTypeLike) -> Scaled:
-    values = x * _aligned(inverse, x.ndim).astype(x.dtype)  # exact in bf16, too
-    return Scaled(values.astype(dtype), power)
+    pairs = zip(rows, scales(rows, summed, over), strict=True)  # the division is exact in bf16, too
+    return [Scaled((x * _aligned(to, x.ndim).astype(x.dtype)).astype(dtype), power) for x, (power, to) in pairs]
 
 
 def _aligned(scale: Array, ndim: int, before: int = 0, batch: int = 0) -> Array:
@@ -123,11 +115,12 @@ def copies_by_dims(
     return Copies(forward, Scaled(make((*first, *rows, *columns)), make((*first, *rows))) if both else None, wide)
 
 
-def multiplied(x: Scaled, weight: Scaled, summed: int, dtype: DTypeLike, batch: int = 0) -> Array:
-    """The product over the last `summed` dims of both, in `dtype`; the first `batch` dims of both are batch dims.
+def multiplied(x: Scaled, weight: Scaled, dtype: DTypeLike, batch: int = 0) -> Array:
+    """The product over the summed dims, which are the last ones of both, in `dtype`; the first `batch` dims of both are
+    batch dims.
 
     Scaling by powers of two changes no mantissa, so the product is rounded once."""
-    of_x, of_weight = (tuple(range(each.values.ndim - summed, each.values.ndim)) for each in (x, weight))
+    of_x, of_weight = (tuple(range(each.values.ndim - weight.summed, each.values.ndim)) for each in (x, weight))
     of_batch = tuple(range(batch))
     y = lax.dot_general(
         x.values, weight.values, ((of_x, of_weight), (of_batch, of_batch)), preferred_element_type=dtype
@@ -136,124 +129,75 @@ def multiplied(x: Scaled, weight: Scaled, summed: int, dtype: DTypeLike, batch: 
     return y * _aligned(x.scale, y.ndim).astype(dtype) * _aligned(weight.scale, y.ndim, rows, batch).astype(dtype)
 
 
-def either(weights: Sequence[Float8Weight], in_float8: Callable[[], Any], wide: Callable[[], Any]) -> Any:
-    """What a layer computes in 8 bits or, if it is one of the wide layers, in the compute dtype."""
-    copies = weights[0].copies
-    assert copies is not None
-    return in_float8() if copies.wide is None else lax.cond(copies.wide > 0, wide, in_float8)
-
-
 @dataclass(frozen=True)
-class DenseProducts:
-    """Products in 8 bits of one input [..., *K] with weights [*K, *M].
+class Float8Rule:
+    """The rule of products in 8 bits, of one input [..., *K] with weights [*K, *M]. Beside these it takes the weights'
+    copies; if they are of a wide layer, its products are in the compute dtype.
 
     Attributes:
-        inner: number of dims in K.
+        wide: the rule in the compute dtype: of wide layers, and of all gradients of weights.
         contracted_axes, output_axes: mesh axes that shard K and M.
         parts: for each weight, how many parts (key heads) it has, if a device uses one of them that other devices use
             too; otherwise 0.
-        trained: whether the weights have gradients.
+        multiply: `multiplied`, or what takes its place.
     """
 
-    inner: int
+    wide: Rule
     contracted_axes: tuple[str, ...]
     output_axes: tuple[str, ...]
     parts: tuple[int, ...]
-    trained: bool
-    backend: Backend
+    multiply: Callable[..., Array] = multiplied
+    together = True  # one collective finds the scales of several outputs' gradients
 
-    def forward(self, x: Array, weights: Sequence[Float8Weight]) -> list[Array]:
-        """The outputs."""
+    def forward(self, x: Array, weights: Sequence[Array], copies: Sequence[Copies], *beside: Any) -> list[Array]:
+        in_float8 = functools.partial(self._forward, x, copies, *beside)
+        return _either(copies, in_float8, functools.partial(self.wide.forward, x, weights, *beside))
 
-        def in_float8() -> list[Array]:
-            copies = forward_copies(weights)
-            own = scaled(x, self.inner, copies[0].values.dtype, self.contracted_axes)
-            return [multiplied(own, copy, self.inner, x.dtype) for copy in copies]
+    def input_gradient(
+        self, grads: Sequence[Array], weights: Sequence[Array], copies: Sequence[Copies], *beside: Any
+    ) -> Array:
+        in_float8 = functools.partial(self._input_gradient, grads, copies, *beside)
+        return _either(copies, in_float8, functools.partial(self.wide.input_gradient, grads, weights, *beside))
 
-        return either(weights, in_float8, lambda: [jnp.tensordot(x, weight.array, self.inner) for weight in weights])
+    def weight_gradients(self, x: Array, grads: Sequence[Array], copies: Sequence[Copies], *beside: Any) -> list[Array]:
+        return self.wide.weight_gradients(x, grads, *beside)
 
-    def input_gradient(self, grads: Sequence[Array], weights: Sequence[Float8Weight]) -> Array:
-        """The gradient of the input."""
-        outer = [weight.array.ndim - self.inner for weight in weights]
+    def _forward(self, x: Array, copies: Sequence[Copies], *beside: Any) -> list[Array]:
+        operands = [each.forward for each in copies]
+        rows = scaled(x, operands[0].summed, operands[0].values.dtype, self.contracted_axes)
+        return [self.multiply(rows, operand, x.dtype, *beside) for operand in operands]
 
-        def in_float8() -> Array:
-            copies = backward_copies(weights)
-            whole = [self._of_all(*each) for each in zip(grads, self.parts, strict=True)]
-            owns = scaled_together(whole, outer, copies[0].values.dtype, self.output_axes)
-            found = zip(owns, copies, outer, self.parts, strict=True)
-            products = [
-                self._once(multiplied(own, copy, count, grads[0].dtype), parts) for own, copy, count, parts in found
-            ]
-            return functools.reduce(jnp.add, products)
-
-        def wide() -> Array:
-            found = []
-            for grad, weight, count in zip(grads, weights, outer, strict=True):
-                dims = tuple(range(grad.ndim - count, grad.ndim)), tuple(range(self.inner, weight.array.ndim))
-                found.append(lax.dot_general(grad, weight.array, (dims, ((), ()))))
-            return functools.reduce(jnp.add, found)
-
-        return either(weights, in_float8, wide)
-
-    def weight_gradients(self, x: Array, grads: Sequence[Array], weights: Sequence[Float8Weight]) -> list[Array]:
-        """The gradients of the weights, in the compute dtype."""
-        return [weight_gradient(x, grad, self.inner, self.backend) for grad in grads]
-
-    @staticmethod
-    def _of_all(grad: Array, parts: int) -> Array:
-        """The gradient of the part that a device uses, summed over all devices that use it, because only the complete
-        gradient may be rounded."""
-        if not parts:
-            return grad
-        place = grad.ndim - 2
-        own = axis_index(TENSOR) * parts // axis_size(TENSOR)
-        shape = (*grad.shape[:place], parts, grad.shape[-1])
-        nothing = vary(jnp.zeros(shape, grad.dtype), sorted(varying_axes(grad)))
-        total = g(lax.dynamic_update_slice_in_dim(nothing, grad, own, place))
-        return lax.dynamic_slice_in_dim(total, own, 1, place)
-
-    @staticmethod
-    def _once(product: Array, parts: int) -> Array:
-        """The product on the first of the devices that use a part, zero on the others: it will be summed over all."""
-        if not parts:
-            return product
-        first = axis_index(TENSOR) * parts % axis_size(TENSOR) < parts
-        return jnp.where(first, product, jnp.zeros((), product.dtype))
+    def _input_gradient(self, grads: Sequence[Array], copies: Sequence[Copies], *beside: Any) -> Array:
+        operands = [each.backward for each in copies if each.backward]
+        whole = [_of_all(*each) for each in zip(grads, self.parts, strict=True)]
+        summed = [operand.summed for operand in operands]
+        rows = scaled_together(whole, summed, operands[0].values.dtype, self.output_axes)
+        products = [self.multiply(*each, grads[0].dtype, *beside) for each in zip(rows, operands, strict=True)]
+        return functools.reduce(jnp.add, map(_once, products, self.parts))
 
 
-def forward_copies(weights: Sequence[Float8Weight]) -> list[Scaled]:
-    """The operand of each weight's forward product."""
-    return [weight.copies.forward for weight in weights if weight.copies]
+def _either(copies: Sequence[Copies], in_float8: Callable[[], Any], wide: Callable[[], Any]) -> Any:
+    """What a layer computes in 8 bits or, if it is one of the wide layers, in the compute dtype."""
+    is_wide = copies[0].wide
+    return in_float8() if is_wide is None else lax.cond(is_wide > 0, wide, in_float8)
 
 
-def backward_copies(weights: Sequence[Float8Weight]) -> list[Scaled]:
-    """The operand of each weight's input gradient."""
-    return [weight.copies.backward for weight in weights if weight.copies and weight.copies.backward]
+def _of_all(grad: Array, parts: int) -> Array:
+    """The gradient of the part that a device uses, summed over all devices that use it, because only the complete
+    gradient may be rounded."""
+    if not parts:
+        return grad
+    place = grad.ndim - 2
+    own = axis_index(TENSOR) * parts // axis_size(TENSOR)
+    shape = (*grad.shape[:place], parts, grad.shape[-1])
+    nothing = vary(jnp.zeros(shape, grad.dtype), sorted(varying_axes(grad)))
+    total = g(lax.dynamic_update_slice_in_dim(nothing, grad, own, place))
+    return lax.dynamic_slice_in_dim(total, own, 1, place)
 
 
-def products(how: Any, x: Array, weights: Sequence[Float8Weight], *beside: Array) -> list[Array]:
-    """The outputs of the products `how`, differentiable."""
-    axes = sorted(varying_axes(x).union(*map(varying_axes, jax.tree.leaves(weights))))
-    return _products(how, *vary((x, list(weights), beside), axes))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _products(how: Any, x: Array, weights: list[Float8Weight], beside: tuple[Array, ...]) -> list[Array]:
-    return how.forward(x, weights, *beside)
-
-
-def _forward(how: Any, x: Array, weights: list[Float8Weight], beside: tuple[Array, ...]) -> tuple[list[Array], Any]:
-    return how.forward(x, weights, *beside), (x if how.trained else None, weights, beside)
-
-
-def _pull_back(how: Any, kept: Any, grads: list[Array]) -> tuple[Array, list[Float8Weight], tuple[Array, ...]]:
-    x, weights, beside = kept
-    if how.trained:
-        gradients = how.weight_gradients(x, grads, weights, *beside)
-    else:
-        gradients = [jnp.zeros_like(weight.array) for weight in weights]
-    nothing, of_beside = jax.tree.map(jnp.zeros_like, ([weight.copies for weight in weights], beside))
-    return how.input_gradient(grads, weights, *beside), [*map(Float8Weight, gradients, nothing)], of_beside
-
-
-_products.defvjp(_forward, _pull_back)
+def _once(product: Array, parts: int) -> Array:
+    """The product on the first of the devices that use a part, zero on the others: it will be summed over all."""
+    if not parts:
+        return product
+    first = axis_index(TENSOR) * parts % axis_size(TENSOR) < parts
+    return jnp.where(first, product, jnp.zeros((), product.dtype))

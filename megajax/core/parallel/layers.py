@@ -9,6 +9,8 @@ Letters: B batch, T tokens, D model.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +20,8 @@ from jax import Array, lax
 from megajax.core.backend import Backend
 from megajax.core.parallel.boundary import RegionBoundary
 from megajax.core.parallel.collectives import TENSOR, axis_index, axis_size, vary, varying_axes
-from megajax.core.parallel.float8 import Copies, DenseProducts, Float8Weight, Scaled, products
-from megajax.core.parallel.products import Factors, Pair, deferred, product, weight_gradient
+from megajax.core.parallel.float8 import Copies, Float8Rule, Scaled, multiplied
+from megajax.core.parallel.products import DenseRule, Factors, Pair, Rule, deferred, product, products
 from megajax.core.parallel.random import NamedKey
 
 Initializer = Callable[[tuple[int, ...]], Array]  # shape -> initial values in fp32, in any precision the same
@@ -48,15 +50,93 @@ class Linear(nnx.Module):
         return product(x_BTD, self.weight[...], 1, self.backend) + self.bias[...][None, None]
 
 
-class _Product(nnx.Module):
-    """A product with a weight of this `shape` on all devices of a tensor group, and maybe a bias. The weight may be
-    frozen and have an adapter (LoRA, `models/lora.py`), and copies in 8 bits to multiply with."""
+class ProductLayer(nnx.Module):
+    """A product with a weight. The weight may be frozen and have an adapter (LoRA, `models/lora.py`), and copies in 8
+    bits to multiply with."""
 
-    frozen: bool = False
+    weight: nnx.Param
     stacked = 0  # dims of the weight before those of the product
-    copies: Copies | None = None
-    contracted_axes: tuple[str, ...] = ()  # mesh axes that shard the contracted dim
+    contracted_axes: tuple[str, ...] = ()  # mesh axes that shard the contracted dims
     output_axes: tuple[str, ...] = ()  # and those that shard the outputs
+    multiply_scaled: Callable[..., Array] = staticmethod(multiplied)
+    frozen: bool = False
+    scale: float = 1.0  # of an adapter
+    copies: Copies | None = None
+
+    @property
+    def contracted(self) -> int:
+        """How many dims of the weight go into the product, the first ones after those that are `stacked`."""
+        raise NotImplementedError
+
+    def rule(self, contracted: int, *, together: bool = False) -> Rule:
+        """Of a product in the compute dtype."""
+        raise NotImplementedError
+
+    @property
+    def first_part(self) -> Array | None:
+        """If there are fewer parts than devices, so that each device holds all of them, the part that this device
+        computes with; None if it computes with all that it has."""
+        return None
+
+    @property
+    def shared_parts(self) -> int:
+        """The number of parts if there are fewer than devices; 0 if every device has its own."""
+        return 0
+
+    def freeze(self, scale: float, *adapter: Array) -> None:
+        """Freeze the weight W; with an adapter (A and B), compute with `W + scale · A B`."""
+        self.frozen, self.scale = True, scale
+        if adapter:
+            self.a, self.b = map(nnx.Param, adapter)
+
+    def use_float8(self, copies: Copies) -> None:
+        """Use float8 products with these copies of the weight."""
+        self.copies = nnx.data(copies)
+
+    def own(self, x: Array, dim: int) -> Array:
+        """The part of a weight or bias, with parts along `dim`, that this device computes with."""
+        part = self.first_part
+        return x if part is None else lax.dynamic_slice_in_dim(x, part, 1, dim)
+
+    @property
+    def own_copies(self) -> Copies:
+        """The copies of that part."""
+        assert self.copies is not None
+        forward, backward, wide = self.copies
+        backward = backward and backward._replace(values=self.own(backward.values, 1))
+        return Copies(Scaled(*(self.own(each, 0) for each in forward)), backward, wide)
+
+    def completed(self, y: Array, x: Array, *beside: Any) -> Array:
+        """The product `y` of `x` with what an adapter, if there is one, adds to it."""
+        if not hasattr(self, "a"):
+            return y
+        (inner,) = products(self.rule(self.contracted), x, [self.a[...]], *beside)
+        inner *= jnp.asarray(self.scale, x.dtype)
+        return y + products(self.rule(1), inner, [self.own(self.b[...], 1)], *beside)[0]
+
+    @staticmethod
+    def weight_gradients(factors: Pair, linears: Sequence[Any]) -> list[Array]:
+        """The weights' gradients from the factors of `multiply`."""
+        (x, *beside), grads = factors
+        return linears[0].rule(linears[0].contracted).weight_gradients(x, grads, *beside)
+
+
+def multiply(linears: Sequence[ProductLayer], x: Array, *beside: Any, defers: bool) -> list[Array]:
+    """The products of `x` with the weights of several layers, or with the part of each that this device computes with.
+    They have no gradients if they are frozen, or if it `defers` these."""
+    first, weights = linears[0], [linear.own(linear.weight[...], 1) for linear in linears]
+    rule, trained = first.rule(first.contracted, together=defers), not (defers or first.frozen)
+    if first.copies is None:
+        outputs = products(rule, x, weights, *beside, trained=trained)
+    else:
+        parts, copies = tuple(linear.shared_parts for linear in linears), [linear.own_copies for linear in linears]
+        rule = Float8Rule(rule, first.contracted_axes, first.output_axes, parts, first.multiply_scaled)
+        outputs = products(rule, x, weights, copies, *beside, trained=trained)
+    return [linear.completed(y, x, *beside) for linear, y in zip(linears, outputs, strict=True)]
+
+
+class _DenseLayer(ProductLayer):
+    """A product with a weight of this `shape` on all devices of a tensor group, and maybe a bias."""
 
     def __init__(
         self,
@@ -74,76 +154,25 @@ class _Product(nnx.Module):
 
     @property
     def contracted(self) -> int:
-        """How many dims of the weight go into the product, the first ones."""
         return len(self.shape) - 1
 
-    def freeze(self, scale: float, *adapter: Array) -> None:
-        """Freeze the weight W; with an adapter (A and B), compute with `W + scale · A B`."""
-        self.frozen, self.scale = True, scale
-        if adapter:
-            self.a, self.b = map(nnx.Param, adapter)
-
-    @property
-    def adapter(self) -> tuple[Array, ...]:
-        """A and B, if there are."""
-        return (self.a[...], self.b[...]) if hasattr(self, "a") else ()
-
-    def use_float8(self, copies: Copies) -> None:
-        """Use float8 products with these copies of the weight."""
-        self.copies = nnx.data(copies)
-
-    @property
-    def operand(self) -> Float8Weight:
-        """The weight with its copies."""
-        return Float8Weight(self.weight[...], self.copies)
-
-    @property
-    def shared_parts(self) -> int:
-        """The number of parts if there are fewer than devices; 0 if every device has its own."""
-        return 0
-
-    def added(self, y: Array, x: Array, adapter: tuple[Array, ...]) -> Array:
-        """The product `y` with what an adapter, if there is one, adds to it."""
-        if not adapter:
-            return y
-        a, b = adapter
-        inner = product(x, a, self.contracted, self.backend) * jnp.asarray(self.scale, x.dtype)
-        return y + product(inner, b, 1, self.backend)
+    def rule(self, contracted: int, *, together: bool = False) -> Rule:
+        return DenseRule(contracted, self.backend)
 
 
-def _multiply(x: Array, linears: Sequence[_Product], weights: Sequence[Float8Weight]) -> list[Array]:
-    """The last dims of `x` with the first ones of the weights, or of each one's part."""
-    if linears[0].copies is not None:
-        return products(_in_float8(linears), x, weights)
-    return [
-        jnp.tensordot(x, weight.array, linear.contracted)
-        if linear.frozen
-        else product(x, weight.array, linear.contracted, linear.backend)
-        for linear, weight in zip(linears, weights, strict=True)
-    ]
+class ReplicatedLinear(_DenseLayer):
+    """`x A` between regions, with all of A on every device of a tensor group."""
 
 
-def _in_float8(linears: Sequence[_Product]) -> DenseProducts:
-    first, parts = linears[0], tuple(linear.shared_parts for linear in linears)
-    return DenseProducts(
-        first.contracted, first.contracted_axes, first.output_axes, parts, not first.frozen, first.backend
-    )
-
-
-class ColumnParallelLinear(_Product):
+class ColumnParallelLinear(_DenseLayer):
     """`f(x) A + b`, A sharded by columns. The output dims may be several, as (heads, head size), of which the first one
     has the parts that are dealt out."""
 
-    output_axes: tuple[str, ...] = (TENSOR,)
-
-    @property
-    def contracted(self) -> int:
-        return 1
+    contracted = 1
+    output_axes = (TENSOR,)
 
     @property
     def first_part(self) -> Array | None:
-        """If there are fewer parts than devices, so that each device holds all of them, the part that this device
-        computes with; None if it computes with all that it has."""
         parts, devices = self.shape[1], axis_size(TENSOR)
         return axis_index(TENSOR) * parts // devices if self.weight.shape[1] > max(1, parts // devices) else None
 
@@ -151,20 +180,6 @@ class ColumnParallelLinear(_Product):
     def shared_parts(self) -> int:
         parts = self.shape[1]
         return parts if parts < axis_size(TENSOR) else 0
-
-    def own_weight(self, weight: Float8Weight) -> Float8Weight:
-        """The part of a weight and its copies that this device computes with."""
-        copies = weight.copies
-        if copies is not None and self.first_part is not None:
-            forward, backward = Scaled(*(self.own(each, 0) for each in copies.forward)), copies.backward
-            backward = None if backward is None else backward._replace(values=self.own(backward.values, 1))
-            copies = copies._replace(forward=forward, backward=backward)
-        return Float8Weight(self.own(weight.array, 1), copies)
-
-    def own(self, x: Array, dim: int) -> Array:
-        """The part of a weight or bias, with parts along `dim`, that this device computes with."""
-        part = self.first_part
-        return x if part is None else lax.dynamic_slice_in_dim(x, part, 1, dim)
 
     def of_all_parts(self, gradient: Array) -> Array:
         """The gradient of the weight that this device has, from that of its `own`."""
@@ -175,73 +190,37 @@ class ColumnParallelLinear(_Product):
         return lax.dynamic_update_slice_in_dim(vary(nothing, sorted(varying_axes(gradient))), gradient, part, 1)
 
     @staticmethod
-    def weight_gradients(factors: Pair, linears: "Sequence[ColumnParallelLinear]") -> list[Array]:
-        """The weights' gradients from the factors of `column_parallel`."""
-        (x_BTD, grads), boundary, backend = factors, linears[0].boundary, linears[0].backend
-        entered_BTD = boundary.enter(x_BTD) if boundary.regathers else x_BTD
-        pairs = zip(linears, grads, strict=True)
-        return [linear.of_all_parts(weight_gradient(entered_BTD, grad, 1, backend)) for linear, grad in pairs]
+    def weight_gradients(factors: Pair, linears: Sequence[Any]) -> list[Array]:
+        (input_BTD,), grads = factors
+        gradients = ProductLayer.weight_gradients(((_entered(input_BTD, linears[0].boundary),), grads), linears)
+        return [linear.of_all_parts(gradient) for linear, gradient in zip(linears, gradients, strict=True)]
 
 
-class ReplicatedLinear(ColumnParallelLinear):
-    """`x A` between regions, with all of A on every device of a tensor group."""
+def _entered(input_BTD: Array, boundary: RegionBoundary) -> Array:
+    """The input of products that gather it again in the backward pass; others get it gathered."""
+    return boundary.enter(input_BTD) if boundary.regathers else input_BTD
 
-    output_axes = ()
 
-    @property
-    def first_part(self) -> Array | None:
-        return None
-
-    @property
-    def shared_parts(self) -> int:
-        return 0
+def _enter_and_multiply(linears: Sequence[_DenseLayer], defers: bool, input_BTD: Array) -> list[Array]:
+    return multiply(linears, _entered(input_BTD, linears[0].boundary), defers=defers)
 
 
 def column_parallel(
-    x_BTD: Array, *linears: ColumnParallelLinear, name: str = "", factors: Factors = None
+    x_BTD: Array, *linears: ColumnParallelLinear | ReplicatedLinear, name: str = "", factors: Factors = None
 ) -> list[Array]:
     """The outputs of several layers of one input, which enters their region once. With `factors`, the backward pass
     stores the factors of their weight gradients there under `name`."""
-    boundary = linears[0].boundary
-    weights = [linear.operand for linear in linears]
+    boundary, run = linears[0].boundary, partial(_enter_and_multiply, linears, factors is not None)
+    # Neither what was gathered nor a part of a weight is kept.
+    again = boundary.regathers or any(linear.first_part is not None for linear in linears)
     input_BTD = x_BTD if boundary.regathers else boundary.enter(x_BTD)
-
-    def entered(input_BTD: Array) -> Array:
-        return boundary.enter(input_BTD) if boundary.regathers else input_BTD
-
-    def own(weights: list[Float8Weight]) -> list[Float8Weight]:
-        return [linear.own_weight(weight) for linear, weight in zip(linears, weights, strict=True)]
-
-    def linear_in_both(input_BTD: Array, weights: list[Float8Weight]) -> list[Array]:
-        x_BTD = entered(input_BTD)
-        if linears[0].copies is not None:
-            return _in_float8(linears).forward(x_BTD, own(weights))
-        return [jnp.tensordot(x_BTD, weight.array, 1) for weight in own(weights)]
-
-    def input_gradient(input_BTD: Array, grads: list[Array], weights: list[Float8Weight]) -> Array:
-        dx_BTD = _in_float8(linears).input_gradient(grads, own(weights))
-        return jax.linear_transpose(entered, input_BTD)(dx_BTD)[0]
-
-    def multiply(input_BTD: Array, weights: list[Float8Weight], adapters: list[tuple[Array, ...]]) -> list[Array]:
-        x_BTD = entered(input_BTD)
-        outputs = _multiply(x_BTD, linears, own(weights))
-        for place, (linear, adapter) in enumerate(zip(linears, adapters, strict=True)):
-            outputs[place] = linear.added(outputs[place], x_BTD, adapter and (adapter[0], linear.own(adapter[1], 1)))
-        return outputs
-
-    if factors is not None:
-        given = None if linears[0].copies is None else input_gradient
-        outputs = deferred(name, linear_in_both, input_BTD, weights, factors, input_gradient=given)
-    else:
-        # Neither what was gathered nor a part of a weight is kept.
-        again = boundary.regathers or any(linear.first_part is not None for linear in linears)
-        together = jax.checkpoint(multiply) if again else multiply
-        outputs = together(input_BTD, weights, [linear.adapter for linear in linears])
+    outputs = (jax.checkpoint(run) if again else run)(input_BTD)
+    outputs = deferred(name, (input_BTD,), outputs, factors)
     biases = (None if linear.bias is None else linear.own(linear.bias[...], 0) for linear in linears)
     return [y if bias is None else y + bias[None, None] for y, bias in zip(outputs, biases, strict=True)]
 
 
-class RowParallelLinear(_Product):
+class RowParallelLinear(_DenseLayer):
     """`g(y B) + b`, B sharded by rows; the bias is duplicated and added once, after the sum."""
 
     contracted_axes = (TENSOR,)
@@ -249,25 +228,6 @@ class RowParallelLinear(_Product):
     def __call__(self, y: Array, name: str = "", factors: Factors = None) -> Array:
         """From [B, T, *rows] to [B, T, D], with sequence parallelism only for this device's tokens. With `factors`, the
         backward pass stores the factors of the weight gradient there under `name`."""
-        in_float8 = None if self.copies is None else _in_float8([self])
-
-        def linear_in_both(y: Array, weights: list[Float8Weight]) -> list[Array]:
-            return in_float8.forward(y, weights) if in_float8 else [jnp.tensordot(y, weights[0].array, self.contracted)]
-
-        def input_gradient(y: Array, grads: list[Array], weights: list[Float8Weight]) -> Array:
-            assert in_float8
-            return in_float8.input_gradient(grads, weights)
-
-        if factors is not None:
-            given = input_gradient if in_float8 else None
-            (product_BTD,) = deferred(name, linear_in_both, y, [self.operand], factors, input_gradient=given)
-        else:
-            product_BTD = self.added(_multiply(y, [self], [self.operand])[0], y, self.adapter)
+        (product_BTD,) = deferred(name, (y,), multiply([self], y, defers=factors is not None), factors)
         y_BTD = self.boundary.leave(product_BTD)
         return y_BTD if self.bias is None else y_BTD + self.bias[...][None, None, :]
-
-    @staticmethod
-    def weight_gradients(factors: Pair, linears: "Sequence[RowParallelLinear]") -> list[Array]:
-        """The weight's gradient from the factors of the product."""
-        (y, (grad_BTD,)), (linear,) = factors, linears
-        return [weight_gradient(y, grad_BTD, linear.contracted, linear.backend)]

@@ -1,15 +1,19 @@
-"""Products of activations with weights, and the gradients of the weights in the form that suits the device.
+"""Products of activations with weights, and their gradients in the form that suits the device.
 
 The backward pass of `Y = X A` has two products: `dX = dY Aᵀ`, for which the layer before waits, and `dA = Xᵀ dY`, for
-which nobody does. Where weight gradients are `deferred`, the second one is left out, and its factors `X` and `dY` come
-out as the gradients of two arguments that are used for nothing else, the dummies. So the pullback of a layer is its
-input-gradient pass, and the weight gradients are products of the factors at any later time.
+which nobody does. A rule says how all three are computed: `DenseRule`, `float8.Float8Rule`, and
+`models/grouped.GroupRule` of experts.
+
+Where weight gradients are `deferred`, `dA` is left out, and its factors `X` and `dY` come out as the gradient of an
+argument that is used for nothing else, the dummy. So the pullback of a layer is its input-gradient pass, and the weight
+gradients are products of the factors at any later time.
 """
 
+import functools
 import math
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,51 +22,114 @@ from jax import Array, lax
 from megajax.core.backend import Backend
 from megajax.core.parallel.collectives import vary, varying_axes
 
-# The input of one or several products (with other arrays they depend on), and the gradient of each one's output.
-Pair = tuple[Any, list[Array]]
+# The input of one or several products, followed by what its rule takes `beside` it, and each output's gradient.
+Pair = tuple[tuple[Any, ...], list[Array]]
 # A `Pair` by the name of the products. In place of dummies, an empty one records what has their types. None: nothing is
 # deferred.
 Factors = dict[str, Pair] | None
 
 
-def product(x: Array, weight: Array, contracted: int, backend: Backend) -> Array:
-    """Contract the last `contracted` dims of `x` [..., *K] with the first ones of `weight` [*K, *M]: [..., *M]."""
-    if not backend.transposed_copies:
-        return jnp.tensordot(x, weight, axes=contracted)
-    axes = sorted(varying_axes(x) | varying_axes(weight))
-    return _product(vary(x, axes), vary(weight, axes), contracted)
+class Rule(Protocol):
+    """How products of one input with weights are computed, and the gradients of both. It may need arrays `beside`."""
+
+    @property
+    def together(self) -> bool:
+        """Whether several products of an input are computed together; if not, JAX adds up the input's gradient."""
+        ...
+
+    def forward(self, x: Array, weights: Sequence[Array], *beside: Any) -> list[Array]:
+        """The outputs."""
+        ...
+
+    def input_gradient(self, grads: Sequence[Array], weights: Sequence[Array], *beside: Any) -> Array:
+        """The gradient of the input."""
+        ...
+
+    def weight_gradients(self, x: Array, grads: Sequence[Array], *beside: Any) -> list[Array]:
+        """The gradients of the weights, in the compute dtype."""
+        ...
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product(x: Array, weight: Array, contracted: int) -> Array:
-    return jnp.tensordot(x, weight, axes=contracted)
+def products(rule: Rule, x: Array, weights: Sequence[Array], *beside: Any, trained: bool = True) -> list[Array]:
+    """The outputs of the products of `x` with the weights, differentiable; the weights have gradients if `trained`."""
+    axes = frozenset[str]().union(*map(varying_axes, jax.tree.leaves((x, weights, beside))))
+    x, weights, beside = vary((x, list(weights), beside), sorted(axes))
+    if rule.together:
+        return _products(rule, trained, x, weights, beside)
+    return [_products(rule, trained, x, [weight], beside)[0] for weight in weights]
 
 
-def _backward(contracted: int, kept: tuple[Array, Array], grad: Array) -> tuple[Array, Array]:
-    x, weight = kept
-    over_outputs = tuple(range(x.ndim - contracted, grad.ndim)), tuple(range(contracted, weight.ndim))
-    return lax.dot_general(grad, weight, (over_outputs, ((), ()))), _by_transposed_copy(x, grad, contracted)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _products(rule: Rule, trained: bool, x: Array, weights: list[Array], beside: tuple) -> list[Array]:
+    return rule.forward(x, weights, *beside)
 
 
-_product.defvjp(lambda x, weight, contracted: (_product(x, weight, contracted), (x, weight)), _backward)
+def _forward(rule: Rule, trained: bool, x: Array, weights: list[Array], beside: tuple) -> tuple[list[Array], Any]:
+    return rule.forward(x, weights, *beside), (x if trained else None, weights, beside)
 
 
-def weight_gradient(x: Array, grad: Array, contracted: int, backend: Backend) -> Array:
-    """The gradient of a weight [*K, *M], from its product's input [..., *K] and output gradient [..., *M]."""
-    if backend.transposed_copies:
-        return _by_transposed_copy(x, grad, contracted)
-    rows = tuple(range(x.ndim - contracted))
-    return jnp.tensordot(x, grad, axes=(rows, rows))
+def _backward(rule: Rule, trained: bool, kept: Any, grads: list[Array]) -> tuple[Array, list[Array] | None, None]:
+    x, weights, beside = kept
+    input_gradient = rule.input_gradient(grads, weights, *beside)
+    return input_gradient, rule.weight_gradients(x, grads, *beside) if trained else None, None
 
 
-def _by_transposed_copy(x: Array, grad: Array, contracted: int) -> Array:
-    rows = x.ndim - contracted
-    x_NK, grad_NM = (array.reshape(math.prod(array.shape[:rows]), -1) for array in (x, grad))
-    if x_NK.shape[1] <= grad_NM.shape[1]:
-        gradient_KM = _transposed_copy(x_NK) @ grad_NM
-    else:
-        gradient_KM = lax.optimization_barrier(_transposed_copy(grad_NM) @ x_NK).T
-    return gradient_KM.reshape(*x.shape[rows:], *grad.shape[rows:])
+_products.defvjp(_forward, _backward)
+
+
+def deferred(name: str, operands: tuple[Any, ...], outputs: list[Array], factors: Factors) -> list[Array]:
+    """The `outputs` of products of the first of `operands`, with others beside it. With `factors`, the backward pass
+    stores the factors of their weight gradients there under `name`."""
+    if factors is None:
+        return outputs
+    return _deferred(outputs, operands, factors.setdefault(name, (operands, outputs)))
+
+
+@jax.custom_vjp
+def _deferred(outputs: list[Array], operands: tuple[Any, ...], dummy: Pair) -> list[Array]:
+    return outputs
+
+
+_deferred.defvjp(
+    lambda outputs, operands, dummy: (outputs, operands),
+    lambda operands, grads: (grads, None, (operands, grads)),
+)
+
+
+@dataclass(frozen=True)
+class DenseRule:
+    """Products of one input [..., *K] with weights [*K, *M], K of `inner` dims."""
+
+    inner: int
+    backend: Backend
+    together = False
+
+    def forward(self, x: Array, weights: Sequence[Array]) -> list[Array]:
+        return [jnp.tensordot(x, weight, self.inner) for weight in weights]
+
+    def input_gradient(self, grads: Sequence[Array], weights: Sequence[Array]) -> Array:
+        gradients = []
+        for grad, weight in zip(grads, weights, strict=True):
+            columns = tuple(range(self.inner, weight.ndim))
+            outputs = tuple(range(grad.ndim - len(columns), grad.ndim))
+            gradients.append(lax.dot_general(grad, weight, ((outputs, columns), ((), ()))))
+        return functools.reduce(jnp.add, gradients)
+
+    def weight_gradients(self, x: Array, grads: Sequence[Array]) -> list[Array]:
+        if self.backend.transposed_copies:
+            return [self._by_transposed_copy(x, grad) for grad in grads]
+        rows = tuple(range(x.ndim - self.inner))
+        turned = (jnp.tensordot(grad, x, axes=(rows, rows)) for grad in grads)  # as JAX's own gradient is computed
+        return [jnp.moveaxis(gradient, range(-self.inner, 0), range(self.inner)) for gradient in turned]
+
+    def _by_transposed_copy(self, x: Array, grad: Array) -> Array:
+        rows = x.ndim - self.inner
+        x_NK, grad_NM = (array.reshape(math.prod(array.shape[:rows]), -1) for array in (x, grad))
+        if x_NK.shape[1] <= grad_NM.shape[1]:
+            gradient_KM = _transposed_copy(x_NK) @ grad_NM
+        else:
+            gradient_KM = lax.optimization_barrier(_transposed_copy(grad_NM) @ x_NK).T
+        return gradient_KM.reshape(*x.shape[rows:], *grad.shape[rows:])
 
 
 def _transposed_copy(x: Array) -> Array:
@@ -70,40 +137,6 @@ def _transposed_copy(x: Array) -> Array:
     return lax.optimization_barrier(lax.optimization_barrier(x).T)
 
 
-def deferred(
-    name: str,
-    multiply: Callable[..., list[Array]],
-    x: Array,
-    weights: list[Any],
-    dummies: dict[str, Pair],
-    *beside: Array,
-    input_gradient: Callable[..., Array] | None = None,
-) -> list[Array]:
-    """`multiply(x, weights, *beside)`, which is linear in `x` and in `weights`; its factors go into `dummies[name]`,
-    with the floats in `beside` next to `x`. The gradient of `x`, of which only the type matters, is `input_gradient(x,
-    grads, weights, *beside)`, or found by transposition. A weight may be several arrays."""
-    axes = sorted(varying_axes(x).union(*map(varying_axes, jax.tree.leaves(weights))))
-    x, weights, beside = vary(x, axes), vary(weights, axes), vary(beside, axes)
-    if name not in dummies:
-        outputs = multiply(x, weights, *beside)
-        dummies[name] = (x, *beside) if beside else x, outputs
-        return outputs
-
-    @jax.custom_vjp
-    def product(x: Array, weights: list[Any], beside: tuple[Array, ...], dummy: Pair) -> list[Array]:
-        return multiply(x, weights, *beside)
-
-    def forward(x: Array, weights: list[Any], beside: tuple[Array, ...], dummy: Pair) -> tuple[list[Array], Any]:
-        return multiply(x, weights, *beside), (x, weights, beside)
-
-    def backward(kept: Any, grads: list[Array]) -> tuple:
-        x, weights, beside = kept
-        if input_gradient is None:
-            (dx,) = jax.linear_transpose(lambda x: multiply(x, weights, *beside), x)(grads)
-        else:
-            dx = input_gradient(x, grads, weights, *beside)
-        nothing = jax.tree.map(jnp.zeros_like, (weights, beside))
-        return dx, *nothing, ((x, *beside) if beside else x, grads)
-
-    product.defvjp(forward, backward)
-    return product(x, weights, beside, dummies[name])
+def product(x: Array, weight: Array, inner: int, backend: Backend) -> Array:
+    """Contract the last `inner` dims of `x` [..., *K] with the first ones of `weight` [*K, *M]: [..., *M]."""
+    return products(DenseRule(inner, backend), x, [weight])[0]

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from jax import Array
 
-from megajax.core.models.grouped import GroupProducts, grouped_product, in_blocks
-from megajax.core.parallel.float8 import Float8Weight, copies_of
+from megajax.core.models.grouped import GroupRule, in_blocks, multiplied_by_group
+from megajax.core.parallel.float8 import Float8Rule, copies_of
+from megajax.core.parallel.products import products
 from megajax.core.private import has_gpu_kernels, interpreted_kernels
 
 pytestmark = pytest.mark.skipif(not has_gpu_kernels(), reason="its JAX has no such kernels, which 0.11 has")
@@ -32,18 +33,19 @@ def found(counts: Sequence[int], dtype: str, outer: int, *, by_kernel: bool) -> 
         return jnp.zeros((blocks.group_MG.size * BLOCK, x_N.shape[1]), x_N.dtype).at[place_N].set(x_N, mode="drop")
 
     @jax.jit
-    def products(x_NI: Array, weight_EIO: Array, grad_NO: Array) -> list[Array]:
+    def outputs(x_NI: Array, weight_EIO: Array, grad_NO: Array) -> list[Array]:
         rows_RI, grad_RO = in_their_places(x_NI), in_their_places(grad_NO)
+        rule = GroupRule(groups)
         if wide != dtype:
-            weight = Float8Weight(weight_EIO, copies_of(weight_EIO, 1, 1, dtype, ((), ()), both=True))
-            how = GroupProducts((), (), trained=True)
-            return [*how.forward(rows_RI, [weight], blocks), how.input_gradient([grad_RO], [weight], blocks)]
-        out_RO, pullback = jax.vjp(lambda *given: grouped_product(*given, blocks), rows_RI, weight_EIO)
-        return [out_RO, *pullback(grad_RO)]
+            how = Float8Rule(rule, (), (), (0,), multiplied_by_group)
+            given = [weight_EIO], [copies_of(weight_EIO, 1, 1, dtype, ((), ()), both=True)], blocks
+            return [*how.forward(rows_RI, *given), how.input_gradient([grad_RO], *given)]
+        out_R, pullback = jax.vjp(lambda x, weight: products(rule, x, [weight], blocks), rows_RI, weight_EIO)
+        return [*out_R, *pullback([grad_RO])]
 
     inputs = x_NI, weight_EIO, grad_NO
-    assert ("smem" in str(jax.make_jaxpr(products)(*inputs))) == by_kernel
-    return [np.asarray(x, np.float32) for x in products(*inputs)]
+    assert ("smem" in str(jax.make_jaxpr(outputs)(*inputs))) == by_kernel
+    return [np.asarray(x, np.float32) for x in outputs(*inputs)]
 
 
 def by_kernel_and_loop(counts: Sequence[int], dtype: str, outer: int, *, detect_races: bool = False) -> bool:

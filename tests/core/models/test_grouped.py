@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax import Array
 
-from megajax.core.models.grouped import grouped_product, in_blocks
+from megajax.core.models.grouped import GroupRule, in_blocks
+from megajax.core.parallel.products import products
 
 GROUPS, SIZE, INNER, OUTER = 4, 3, 5, 2
 GROUP_N = np.array([0, 3, 0, 1, GROUPS, 0, 3, 0, 1, 0, 3, GROUPS, 0, 0, 1, 3], np.int32)  # three blocks of 0, none of 2
@@ -29,8 +30,9 @@ def test_products_and_gradients_are_numpy_s(at_once: int) -> None:
 
     @jax.jit
     def both(rows_RI: Array, weight_EIO: Array, grad_RO: Array) -> tuple[Array, ...]:
-        out_RO, pullback = jax.vjp(lambda *given: grouped_product(*given, blocks), rows_RI, weight_EIO)
-        return out_RO, *pullback(grad_RO)
+        rule = GroupRule(GROUPS)
+        (out_RO,), pullback = jax.vjp(lambda x, weight: products(rule, x, [weight], blocks), rows_RI, weight_EIO)
+        return out_RO, *pullback([grad_RO])
 
     out_RO, rows_grad_RI, weight_grad = both(in_their_places(rows_NI), weight_EIO, in_their_places(grad_NO))
     expected = np.zeros_like(weight_EIO)

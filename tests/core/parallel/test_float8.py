@@ -8,16 +8,9 @@ import numpy as np
 import pytest
 
 from megajax.core.backend import CPU
-from megajax.core.models.grouped import GroupProducts, in_blocks
-from megajax.core.parallel.float8 import (
-    DenseProducts,
-    Float8Weight,
-    Scaled,
-    copies_by_dims,
-    copies_of,
-    products,
-    scaled,
-)
+from megajax.core.models.grouped import GroupRule, in_blocks, multiplied_by_group
+from megajax.core.parallel.float8 import Float8Rule, Scaled, copies_by_dims, copies_of, scaled
+from megajax.core.parallel.products import DenseRule, products
 from megajax.core.parallel.shards import NOT_SHARDED, Sharding
 from megajax.core.precision import E4M3
 from megajax.verify.comparison import _ROUNDING, _STEP
@@ -85,7 +78,7 @@ def drawn(*shape: int) -> np.ndarray:
     return (rng.normal(size=shape) * np.exp(rng.normal(size=(*shape[:-1], 1)))).astype(np.float32)
 
 
-HOW = DenseProducts(1, (), (), (0, 0), True, CPU)
+HOW = Float8Rule(DenseRule(1, CPU), (), (), (0, 0))
 
 
 @jax.jit
@@ -93,8 +86,8 @@ def both(x: jax.Array, w: jax.Array, v: jax.Array, *grads: jax.Array, wide: jax.
     """Outputs of two products of one input, and the gradients of all."""
 
     def outputs(x: jax.Array, w: jax.Array, v: jax.Array) -> list[jax.Array]:
-        copies = (copies_of(each, 0, 1, E4M3, ((), ()), both=True)._replace(wide=wide) for each in (w, v))
-        return products(HOW, x, [*map(Float8Weight, (w, v), copies)])
+        copies = [copies_of(each, 0, 1, E4M3, ((), ()), both=True)._replace(wide=wide) for each in (w, v)]
+        return products(HOW, x, [w, v], copies)
 
     y, pull_back = jax.vjp(outputs, x, w, v)
     return y, *pull_back(list(grads))
@@ -149,8 +142,9 @@ def test_experts_in_blocks_are_those_with_their_own_rows(at_once: int) -> None:
 
     @jax.jit
     def both_ways(w: jax.Array, rows: jax.Array, x: jax.Array) -> list[jax.Array]:
-        weights, how = [Float8Weight(w, copies_of(w, 1, 1, E4M3, ((), ()), both=True))], GroupProducts((), (), True)
-        return products(how, rows, weights, blocks) + products(how, jnp.stack([x] * 3), weights)
+        how = Float8Rule(GroupRule(3), (), (), (0,), multiplied_by_group)
+        given = [w], [copies_of(w, 1, 1, E4M3, ((), ()), both=True)]
+        return products(how, rows, *given, blocks) + products(how, jnp.stack([x] * 3), *given)
 
     out, alone = both_ways(w, rows, x)
     expected = np.stack([dequantized(x)[n] @ dequantized(w[e].T).T for n, e in enumerate(group)])
