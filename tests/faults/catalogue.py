@@ -1048,8 +1048,8 @@ ROWS: dict[str, dict[str, Row]] = {
             tests("tests/core/program/test_float8_step.py -k under_a_pipe"),
         ),
         "only the layers in bf16 are in 8 bits": (
-            "core.parallel.float8.either",
-            ("copies.wide > 0", "copies.wide == 0"),
+            "core.parallel.float8._either",
+            ("is_wide > 0", "is_wide == 0"),
             tests("tests/core/parallel/test_float8.py -k wide"),
         ),
     },
