@@ -156,8 +156,8 @@ IDLE = [
 @pytest.mark.full
 @pytest.mark.parametrize("words", IDLE)
 def test_what_stands_in_idle_ticks_is_never_used(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NaN in place of zero, in every buffer, inbox and wire and in slots for factors, changes not a bit. There are groups
-    of microbatches that are stretched, and a real inbox."""
+    """NaN in place of zero, in every buffer, inbox and wire and in slots for factors, changes not a bit. There are
+    groups of microbatches that are stretched, and a real inbox."""
     config, filled = tiny_config(**on_stages(words)), []
     expected = trace(config, 3, canonical=initial(config))
     result = compare(reference(config, 3), expected)
