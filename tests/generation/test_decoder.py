@@ -26,8 +26,10 @@ def model(mesh: tuple[int, int, int] = (1, 1, 1), num_layers: int = 2, words: st
 
 
 @functools.cache
-def decoder(mesh: tuple[int, int, int] = (1, 1, 1), sampling: Sampling = DRAWN, end: int | None = None) -> Decoder:
-    return Decoder(*model(mesh), sampling, () if end is None else (end,))
+def decoder(
+    mesh: tuple[int, int, int] = (1, 1, 1), sampling: Sampling = DRAWN, end: int | None = None, words: str = "gpt2"
+) -> Decoder:
+    return Decoder(*model(mesh, words=words), sampling, () if end is None else (end,))
 
 
 def texts(of: Decoder, prompts: list[list[int]] = PROMPTS, max_tokens: int = 9, batch: int = 4) -> Texts:
@@ -43,24 +45,23 @@ def texts(of: Decoder, prompts: list[list[int]] = PROMPTS, max_tokens: int = 9, 
 
 
 @pytest.mark.parametrize(
-    ("words", "mesh", "sampling"),
+    ("sampling", "of"),
     [
-        ("gpt2", (1, 1, 1), GREEDY),
-        ("gpt2", (1, 1, 1), DRAWN),
-        ("qwen3", (1, 1, 4), GREEDY),
-        full("latent", (1, 1, 2), GREEDY),
+        (GREEDY, {}),
+        (DRAWN, {}),
+        (GREEDY, {"mesh": (1, 1, 4), "words": "qwen3"}),
+        full(GREEDY, {"mesh": (1, 1, 2), "words": "latent"}),
     ],
 )
-def test_the_ids_are_those_of_the_whole_window(words, mesh, sampling):
+def test_the_ids_are_those_of_the_whole_window(sampling, of):
     """For prompts of one token up to the whole context, after which one token more fits."""
-    found = texts(Decoder(*model(mesh, words=words), sampling, ()))
+    found = texts(decoder(sampling=sampling, **of))
     ends = [(9, "length"), (9, "length"), (6, "context"), (1, "context"), (9, "length")]
     assert [(len(ids), stop) for ids, stop in found.values()] == ends
     assert len({tuple(ids) for ids, _ in found.values()}) == 5
     for number, prompt in enumerate(PROMPTS):
         ids = found[number][0]
-        whole = continue_in_windows(*model(mesh, words=words), prompt, num_tokens=len(ids), sampling=sampling)
-        assert ids == [*whole]
+        assert ids == [*continue_in_windows(*model(**of), prompt, num_tokens=len(ids), sampling=sampling)]
 
 
 @pytest.mark.full  # by default: test_generation_command.py
