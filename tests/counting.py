@@ -62,7 +62,7 @@ def assert_sent_for_attention(config: Config, found: list[Collective]) -> None:
     attention = [each for each in found if each.axes == ("context",) and each.kind != "all-reduce"]
     sent = sum(each.count * each.bytes_sent(count) for each in attention)
     elements = elements_sent(config.model, config.mesh.sizes, config.train.remat, config.precision)[sizes.way]
-    assert sent == pytest.approx(elements * sizes.rows * sizes.item * sizes.of_layer.count)
+    assert sent == pytest.approx(elements * sizes.rows * sizes.item * sizes.backward_runs.count)
 
 
 def over(axis: str, found: list[Collective]) -> list[Collective]:
