@@ -12,7 +12,8 @@ from megajax.core.trees import Tree
 
 
 def idle(types: Tree, *leading: int) -> Tree:
-    """Placeholders for values that were not computed. They are never used: NaN for zero changes nothing (tested)."""
+    """Zeros for values that were not computed. Nothing uses those of an idle tick: NaN in their place changes nothing
+    (tested)."""
     return jax.tree.map(lambda type_: zeros_like_type(type_, leading), types)
 
 
