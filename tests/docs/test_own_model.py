@@ -136,6 +136,11 @@ class Wrong(nnx.Module):
     [
         ({"hold": lambda self, weights: jnp.arange(4)}, "held of Wrong is no weight; valid: .* in a tuple"),
         ({"hold": lambda self, weights: nnx.BatchNorm(4, rngs=weights.rngs("a"))}, "held.mean of Wrong is no weight"),
+        ({"hold": lambda self, weights: nnx.List([nnx.Linear(4, 4, rngs=weights.rngs("a"))])}, "held.0.* is in a list"),
+        (
+            {"hold": lambda self, weights: weights("weight", 2)},
+            "two are called weight; valid: another name, or weights.i",
+        ),
         ({"hold": lambda self: ()}, "TypeError: .*; valid: a class or function of a ModelConfig and megajax.Weights"),
         ({"__call__": lambda self, x, tokens: x[:, 1:]}, r"returned float32 \[.*7, 16\] for float32 \[.*8, 16\]; v"),
         ({"__call__": lambda self, x, tokens: x.astype("bfloat16")}, "returned bfloat16 .* valid: the same"),

@@ -38,7 +38,12 @@ def _is_pair(text: str) -> bool:
 class Transformer:
     """Sizes of a model, the layers that all families have, and what it predicts."""
 
-    family: Annotated[str, "kind of model", OneOf(ChainMap(FAMILIES, EARLIER_NAMES)), WEIGHTS] = DECODER
+    family: Annotated[
+        str,
+        "kind of model; plugins may add others (docs/own-model.md)",
+        OneOf(ChainMap(FAMILIES, EARLIER_NAMES)),
+        WEIGHTS,
+    ] = DECODER
     num_layers: Annotated[
         int,
         "transformer layers",

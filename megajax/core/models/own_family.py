@@ -5,7 +5,7 @@ Letters: B batch, T tokens, D model, H heads, K head size.
 """
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from math import prod
@@ -85,10 +85,15 @@ _ONLY = {
 
 class Weights:
     """Makes the weights of one module. Every weight has a name of its own there, from which its initial numbers follow:
-    they are the same on every mesh. Weights called `scale` or `bias` do not decay."""
+    they are the same on every mesh. Weights that are attributes called `scale` or `bias` do not decay."""
 
     def __init__(self, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend):
         self._config, self._key, self._boundary, self._backend = config, key, boundary, backend
+        self._drawn = set[str]()
+
+    def inside(self, name: str) -> "Weights":
+        """For a module inside this one, with names of its own."""
+        return Weights(self._config, self._key / name, self._boundary, self._backend)
 
     def __call__(self, name: str, *shape: int, initial: Initializer | float | None = None) -> nnx.Param:
         """A weight that every device has whole, but for ZeRO. `initial` is a function of its shape, the standard
@@ -120,12 +125,18 @@ class Weights:
 
     def rngs(self, name: str) -> nnx.Rngs:
         """Random keys for a module of `flax.nnx`, whose weights every device has whole, but for ZeRO."""
-        return nnx.Rngs((self._key / name).key)
+        return nnx.Rngs(self._named(name).key)
+
+    def _named(self, name: str) -> NamedKey:
+        if name in self._drawn:
+            raise UserError(f"weights: two are called {name}; valid: another name, or weights.inside(…) for a module")
+        self._drawn.add(name)
+        return self._key / name
 
     def _initial(self, name: str, initial: Initializer | float | None = None) -> Initializer:
         if callable(initial):
             return initial
-        return normal(self._key / name, self._config.init_std if initial is None else initial)
+        return normal(self._named(name), self._config.init_std if initial is None else initial)
 
 
 def _sizes(size: int | tuple[int, int]) -> tuple[int, ...]:
@@ -270,16 +281,24 @@ class Model(TransformerDecoder):
 
 def _made(make: Make, config: ModelConfig, key: NamedKey, boundary: RegionBoundary, backend: Backend) -> Any:
     name = getattr(make, "__name__", repr(make))
-    with told(f"family {config.family}: {name}", "a class or function of a ModelConfig and megajax.Weights"):
+    with told(
+        f"family {config.family}: {name}",
+        "a class or function of a ModelConfig and megajax.Weights (docs/own-model.md)",
+    ):
         made = make(config, Weights(config, key, boundary, backend))
     if not isinstance(made, nnx.Module):
         raise UserError(f"family {config.family}: {name} made {made!r:.80}; valid: an nnx.Module")
+
+    def told_of(path: Sequence[Any]) -> str:
+        return f"family {config.family}: {'.'.join(map(str, path))} of {name}"
+
     for path, node in nnx.iter_graph(made):
         if isinstance(node, jax.Array | np.ndarray) or (
             isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param)
         ):
-            place = ".".join(map(str, path))
-            raise UserError(f"family {config.family}: {place} of {name} is no weight; valid: without it, or in a tuple")
+            raise UserError(f"{told_of(path)} is no weight; valid: without it, or in a tuple")
+        if isinstance(node, nnx.Param) and any(isinstance(key, int) for key in path):
+            raise UserError(f"{told_of(path)} is in a list; valid: an attribute for each module")
         if isinstance(node, nnx.Param) and not node.get_metadata().get("out_sharding"):  # as those of nnx.Linear
             node.set_metadata(out_sharding=(None,) * node.ndim, eager_sharding=False)
     return made

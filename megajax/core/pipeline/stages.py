@@ -267,7 +267,7 @@ def _scan_stack(layer: Callable, stack: Tree, carry: Tree, slot: tuple[Array, Tr
 
 
 def _or_passed_on(runs: Predicate, layer: Callable, *operands: Tree) -> tuple[Tree, Tree]:
-    """What a layer makes of its last operand, and what else; elsewhere that operand, and zeros, which figures and sums add."""
+    """What a layer makes of its last operand, and what else; elsewhere that operand, and zeros, which sums add."""
     return when(runs, _call, layer, *operands, otherwise=_passed_on)
 
 
