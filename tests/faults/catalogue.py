@@ -242,8 +242,8 @@ ROWS: dict[str, dict[str, Row]] = {
             "core.pipeline.ends.EmbeddingAndHead._head",
             (
                 "self.model.head(weights | trained, y, *inputs)",
-                "(lambda losses, figures: ({name: x * (self.model.counts[name] / (jnp.maximum((own.batch['targets'] >= "
-                "0).sum(), 1) * len(self.microbatches[1]) * lax.axis_size('data'))).astype(x.dtype) for name, x in "
+                "(lambda losses, figures: ({name: x * (self.model.counts[name] / (jnp.maximum((inputs.batch['targets'] "
+                ">= 0).sum(), 1) * len(self.microbatches[1]) * lax.axis_size('data'))).astype(x.dtype) for name, x in "
                 "losses.items()}, figures))(*self.model.head(weights | trained, y, *inputs))",
             ),
             named("the sum of the losses: step 1", ON_DATA),
@@ -309,13 +309,13 @@ ROWS: dict[str, dict[str, Row]] = {
                 "jax.linear_transpose(embed, jax.eval_shape(self.weights))(x_grad)",
                 "jax.linear_transpose(embed, jax.eval_shape(self.weights))((lambda id_N: jnp.where((jnp.argmax(id_N "
                 "[None] == id_N[:, None], axis=1) == jnp.arange(id_N.size)).reshape(*x_grad.shape[:2], 1), x_grad, "
-                "jnp.zeros_like(x_grad)))(own.batch['tokens'].reshape(-1)))",
+                "jnp.zeros_like(x_grad)))(inputs.batch['tokens'].reshape(-1)))",
             ),
             gradient("shared/", ON_DATA),
         ),
         "a layer has the reduced gradients of the layer after it": (
             "core.pipeline.stages._shifted",
-            ("reduced[:-1]", "each[1:]"),
+            ("reduced[:-1]", "reduced[1:]"),
             gradient("blocks/attention/key/weight, layer 1", ON_OVERLAPPED),
         ),
         "what is reduced for the head lacks its last gradient": (
@@ -787,7 +787,7 @@ ROWS: dict[str, dict[str, Row]] = {
             "core.program.train_step._train_step_with_gradients",
             (
                 "global_norm(grads)",
-                "global_norm(jax.tree.map(lambda x: jnp.concatenate([x] * axis_size('replica')), grads))",
+                "global_norm(jax.tree.map(lambda x: jnp.concatenate([x] * program.config.mesh.replica), grads))",
             ),
             named("the norm of the gradients: grad_norm, step 1", ON_REPLICAS),
         ),
@@ -879,8 +879,8 @@ ROWS: dict[str, dict[str, Row]] = {
         "of an expert's gradient the last block's stays": (
             "core.models.grouped.grouped_weight_gradient.add",
             (
-                "total_EIO.at[group_G[0]].add(product_GIO[0])",
-                "total_EIO.at[group_G[0]].set(product_GIO[0])",
+                "total_EIO.at[group_G].add(product_GIO, indices_are_sorted=True, unique_indices=False)",
+                "total_EIO.at[group_G].set(product_GIO)",
             ),
             gradient("blocks/mlp/", ON_DROPLESS),
         ),
@@ -1114,9 +1114,9 @@ ROWS: dict[str, dict[str, Row]] = {
             "core.program.transfer.Transfer.from_canonical",
             (
                 "Shards(padded).take(x)",
-                "Shards(padded).take(jnp.roll(x, padded.padding, padded.dim))",
+                "Shards(padded).take(jnp.roll(x, padded.padding, padded.dim) if padded.padding else x)",
             ),
-            named("transfer of checkpoints: blocks/", ON_ODD | {"zero": 3}),
+            named("transfer of checkpoints: params/blocks/", ON_ODD | {"zero": 3}),
         ),
         "an all-to-all joins along the dim that it divides": (
             "core.parallel.collectives.exchange",
@@ -1124,12 +1124,12 @@ ROWS: dict[str, dict[str, Row]] = {
                 "lax.all_to_all(x, axes, split_axis=divided, concat_axis=joined, tiled=True)",
                 "lax.all_to_all(x, axes, split_axis=joined, concat_axis=divided, tiled=True)",
             ),
-            named("transfer of checkpoints: blocks/", ON_RING),
+            named("transfer of checkpoints: params/blocks/", ON_RING),
         ),
         "layers are written stage by stage where stages have several chunks": (
             "core.program.transfer.Transfer._spread",
             ("placement.num_chunks == 1 and not placement.padded", "not placement.padded"),
-            named("transfer of checkpoints: blocks/", ON_CHUNKS),
+            named("transfer of checkpoints: params/blocks/", ON_CHUNKS),
         ),
         "a checkpoint's digest is not compared": (
             "runs.stored.read",
