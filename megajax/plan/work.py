@@ -246,7 +246,7 @@ class StepWork:
         """Our own kernel if it computes attention: because it was asked for, or because cuDNN cannot and the kernel is
         estimated to be faster."""
         model, kernel = self.config.model, self.machine.kernel
-        possible = self.sizes.item == 2 and model.head_size in HEAD_SIZES
+        possible = self.sizes.item == 2 and model.head_size in HEAD_SIZES and model.scores == "plain"
         if kernel is None or not possible or model.attention not in ("auto", "kernel"):
             return None
         asked = model.attention == "kernel"

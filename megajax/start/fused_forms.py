@@ -222,6 +222,7 @@ def cannot_attend(program: Program, *, training: bool = True) -> tuple[str, str]
     has += ["--data.reset-attention"] if config.data.reset_attention else []
     has += [f"--model.sliding-window {config.model.sliding_window}"] if config.model.sliding_window else []
     has += ["--model.attention-sinks"] if config.model.attention_sinks else []
+    has += [f"--model.scores {config.model.scores}"] if config.model.scores != "plain" else []
     has += [f"--mesh.context {config.mesh.context}"] if config.mesh.context > 1 else []
     too_old = asked == "kernel" and not has_gpu_kernels()
     old = f" with JAX {jax.__version__}, which has no such kernels" if too_old else ""

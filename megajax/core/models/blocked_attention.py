@@ -181,7 +181,8 @@ def backward_of_heads(
         weights_NRS = jnp.exp(scores_NRS - highest_NR1) / total_NR1
         drop = _dropped(drop_NG, *at)
         dweights_NRS = drop(_product("NRK,NSK->NRS", grad_NRK, v_NSK[:, keys]))
-        dscores_NRS = pull(weights_NRS * (dweights_NRS - inner_NR1)).astype(q_NGTK.dtype)
+        dscores_NRS = weights_NRS * (dweights_NRS - inner_NR1)
+        dscores_NRS = (dscores_NRS if pull is None else pull(dscores_NRS)[0]).astype(q_NGTK.dtype)
         dq_NRK = _product("NRS,NSK->NRK", dscores_NRS, k_NSK[:, keys])
         dq_blocks.insert(0, _grouped_rows(_scaled(dq_NRK).astype(result), group))
         dv_block = _product("NKR,NRS->NKS", _columns(grad_NKGT, own), drop(weights_NRS).astype(q_NGTK.dtype))
@@ -224,16 +225,15 @@ def _added(total_NKS: Array | None, block: Array, keys: slice, num_keys: int) ->
 
 def _seen_scores(
     q_NGTK: Array, k_NSK: Array, places: Places, visible: AttentionMask, queries: slice, keys: slice
-) -> tuple[tuple[Array, Array], Array, Callable[[Array], Array]]:
+) -> tuple[tuple[Array, Array], Array, Callable[[Array], tuple[Array]] | None]:
     """The positions of these queries and keys; the scaled scores in at least fp32, as the model changes them, -inf for
-    keys that a query does not see; and the gradient of the product from that of the scores that are seen."""
+    keys that a query does not see; and how the model's change pulls gradients back, if there is one."""
     scores_NRS = _product("NRK,NSK->NRS", _scaled(_rows(q_NGTK, queries)), k_NSK[:, keys])
     query_T = places.queries.at(queries.start, queries.stop, q_NGTK.shape[2])
     key_S = places.keys.at(keys.start, keys.stop, k_NSK.shape[1])
-    pull: Callable[[Array], Array] = lambda grad_NRS: grad_NRS  # noqa: E731
+    pull = None
     if visible.score is not None:
-        scores_NRS, pulled = jax.vjp(partial(_changed, visible, query_T, key_S), scores_NRS)
-        pull = lambda grad_NRS: pulled(grad_NRS)[0]  # noqa: E731
+        scores_NRS, pull = jax.vjp(partial(_changed, visible, query_T, key_S), scores_NRS)
     seen_NTS = visible.of_queries(lambda x_NT: x_NT[:, queries]).mask(query_T[None], key_S[None])
     if seen_NTS is None:
         return (query_T, key_S), scores_NRS, pull

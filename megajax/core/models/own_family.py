@@ -192,9 +192,6 @@ class Tokens:
     _attend: Attend = attend_in_context
     _aux: Aux = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self._whole = self._attend is attend_in_context  # whether the layer has the whole sequence
-
     @property
     def position_BT(self) -> Array:
         """The positions of the tokens in their documents, int32; B is 1 if they are the same in all rows."""
@@ -222,7 +219,8 @@ class Tokens:
 
     @property
     def _index_1T(self) -> Array:
-        assert self._whole, "a layer that generates depends on other tokens by tokens.attend and rotated alone"
+        alone = "what generates depends on other tokens and positions by tokens.attend and rotated alone"
+        assert self.context.cache == "none", alone  # otherwise these are not the whole sequence
         return jnp.arange(self.length, dtype=jnp.int32)[None]
 
     def dropout(self, name: str, x_BTD: Array) -> Array:
