@@ -101,6 +101,15 @@ def test_ends_dropout_and_generation() -> None:
     findings = {finding.name: finding.passed for finding in beside_training(attending)}
     assert findings.pop("exact generation with a cache") and all(findings.values())
 
+    class Placed(Scaled):
+        def __call__(self, x_BTD, tokens):
+            return x_BTD + tokens.position_BT[:, :, None].astype(x_BTD.dtype)
+
+    megajax.register("family", "attending", megajax.Family(Attending, Placed, generates=True))
+    placed = config(**{"model.family": "attending", "model.positions": "rotary"})
+    told = next(finding.where for finding in beside_training(placed) if "generation" in finding.name)
+    assert "what generates depends on other tokens and positions by tokens.attend and rotated alone" in told
+
 
 def test_registered_scores_and_gates_are_the_same_on_every_mesh() -> None:
     """Of megajax's own layers, with a cache, and where tokens are shared; a gate has a matrix of its own."""
