@@ -29,7 +29,7 @@ def import_hf(argv: Sequence[str]) -> None:
     parser.add_path(
         "--adapter", metavar="PATH", help="a LoRA adapter of peft to merge, a folder or a hub name [the one in PATH]"
     )
-    parser.add_config_flags("model.dropout", "model.vocab_multiple", "model.sequence_length")
+    parser.add_config_flags("precision", "model.dropout", "model.vocab_multiple", "model.sequence_length")
     args = _parse(parser, argv)
     from megajax.convert.importing import check_new, import_hf, local_folder, open_source, training_flags
     from megajax.runs.ownership import check_outside_runs
@@ -44,6 +44,7 @@ def import_hf(argv: Sequence[str]) -> None:
     model, fresh = source.config.model, list(source.weights.fresh)
     if args.json:
         figures = {"run_dir": str(run_dir), "step": 0, "fresh": fresh, "parameters": _parameters(source.config)}
+        figures |= {"precision": source.config.precision}
         print(json.dumps(figures | ({"adapter": str(source.adapter)} if source.adapter else {})))
         return
     if source.adapter:
@@ -58,6 +59,9 @@ def import_hf(argv: Sequence[str]) -> None:
     sizes = f"{model.num_layers} layers of {model.hidden_size}, vocabulary {model.vocab_size}"
     flags = training_flags(model, run_dir)
     further = f"; continue training with: megajax train {run_dir / 'config.toml'} {flags}" if flags else ""
+    other = "bf16" if source.config.precision == "fp32" else "fp32"
+    reason = "as asked" if hasattr(args, "precision") else f"the model's dtype; for another: --precision {other}"
+    print(f"precision: {source.config.precision}, {reason}")
     print(f"imported {args.path} into {run_dir}: {sizes}{further}")
 
 

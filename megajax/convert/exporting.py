@@ -10,7 +10,7 @@ from megajax.convert.exchange import Exchange
 from megajax.convert.families import exchange_for
 from megajax.convert.importing import check_new
 from megajax.convert.origin import Origin
-from megajax.convert.tensor_files import SHARD_BYTES, write_tensors
+from megajax.convert.tensor_files import SHARD_BYTES, TORCH_DTYPES, write_tensors
 from megajax.convert.tokenizer_files import write_objects, write_tokenizer
 from megajax.convert.weights import Tensor, tensors_of, whole_layout
 from megajax.data.tasks.registry import TASKS
@@ -21,8 +21,6 @@ from megajax.host.files import folder_atomically
 from megajax.runs.directory import stored_config
 from megajax.runs.trained import check_run, weights_in_parts
 from megajax.settings.config import Config
-
-_TORCH = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # names of dtypes in config.json
 
 
 def export_config(run_dir: Path, overrides: dict[str, Any] | None = None) -> Config:
@@ -66,7 +64,7 @@ def export_hf(
     labels = () if config.pretrains else TASKS[config.task.name].labels
     settings = exchange.settings(model, labels, tokenizer)
     origin.put_into(settings, model)
-    settings["config.json"]["dtype"] = _TORCH[dtype or origin.dtype]
+    settings["config.json"]["dtype"] = TORCH_DTYPES[dtype or origin.dtype]
     stored, step_number = weights_in_parts(whole_layout(config), run_dir, step)
 
     def read(paths: list[Any]) -> list[Tensor]:

@@ -18,7 +18,7 @@ from megajax.convert.families import exchange_of
 from megajax.convert.merging import Adapter
 from megajax.convert.origin import Origin
 from megajax.convert.settings import Fields
-from megajax.convert.tensor_files import DTYPES, INDEX, WEIGHTS, TensorFiles, shards
+from megajax.convert.tensor_files import DTYPES, INDEX, TORCH_DTYPES, WEIGHTS, TensorFiles, shards
 from megajax.convert.tokenizer_files import read_tokenizer
 from megajax.convert.weights import Tensor, named, weight_of, whole_layout, whole_model
 from megajax.core.errors import RunError, UserError
@@ -205,6 +205,8 @@ def open_source(
         if "tied_embedding" not in exchange.named_options():
             raise UserError(f"{adapter.folder}: its adapter unties embedding and head; valid: one that leaves both")
         settings["model.tied_embedding"] = False
+    named = fields.get("dtype", fields.get("torch_dtype"))  # of transformers 5, and of those before
+    settings.update(("precision", ours) for ours, theirs in TORCH_DTYPES.items() if theirs == named)
     config = resolve(_RECIPE | settings, overrides, decay_follows=False)
     length = settings["model.sequence_length"]
     if config.model.sequence_length > (length if config.model.rotary else 0) and "model.sequence_length" in overrides:
@@ -217,6 +219,8 @@ def open_source(
         flag = f"--model.prediction-modules {config.model.prediction_modules}"
         raise UserError(f"{flag} with {folder}, which has none; valid: without it")
     config = dataclasses.replace(config, model=weights.model)
+    if "precision" not in settings | overrides:
+        config = dataclasses.replace(config, precision=weights.dtype)
     origin = Origin.of(fields, exchange.architecture(config.model), weights.dtype, length, weights.dtypes)
     tokenizer, added = read_tokenizer(folder, FAMILIES[exchange.family].tokenizer, config.model.vocab_size)
     return ImportedModel(config, exchange, origin, weights, tokenizer, added, adapter.folder if adapter else None)

@@ -22,6 +22,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _CONFIG = "config.json"
 DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}  # ours -> theirs
+TORCH_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # ours -> names in config.json
 SHARD_BYTES = 5 * 10**9  # most bytes of tensors in a file, unless a single tensor has more
 _INDEX_BYTES = 1 << 25  # an index has a line of about a hundred bytes per tensor
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")

@@ -57,12 +57,20 @@ def describe(
         *_ramp(config, order),
         *data.lines(config),
     ]
-    if config.precision == "fp8" and platform == "cpu":
-        lines.append("precision: on a CPU fp8 is slower than bf16 and only good for checking")
+    lines.append(precision_line(config.precision, platform))
     if platform == "gpu":
         lines.append(f"XLA: {' '.join(gpu_flags())}")
     warning = rate_warning(config) if program.layout.has_our_rate else ""
     return "\n".join(filter(None, [*lines, warning]))
+
+
+def precision_line(precision: str, platform: str) -> str:
+    """A line about a precision that is slow on the devices; empty if it is not."""
+    if (precision, platform) == ("fp8", "cpu"):
+        return "precision: on a CPU fp8 is slower than bf16 and only good for checking"
+    if (precision, platform) == ("fp32", "gpu"):
+        return "warning: --precision fp32 leaves tensor cores idle (TF32 is off); --precision bf16 uses them"
+    return ""
 
 
 def _context_line(program: Program) -> str:

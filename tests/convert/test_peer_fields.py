@@ -20,7 +20,7 @@ MULTIMODAL = {"image_token_id", "mm_tokens_per_image", "text_config", "vision_co
 HARMLESS: dict[str, Any] = {  # fields that change no logits, each with another value than usual
     "_name_or_path": "a/model",
     "transformers_version": "4.1.0",
-    "dtype": "bfloat16",  # what is stored decides
+    "dtype": "bfloat16",  # of the computation
     "use_cache": False,
     "output_attentions": True,
     "output_hidden_states": True,

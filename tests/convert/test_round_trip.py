@@ -103,6 +103,22 @@ def test_import_then_export(kind: str, dtype: str, settings: dict[str, Any], tmp
         assert_same(load_file(tmp_path / "wide" / "model.safetensors"), wide)
 
 
+@pytest.mark.parametrize(
+    ("stored", "named", "overrides", "expected"),
+    [
+        ("float32", {"torch_dtype": "bfloat16"}, {}, "bf16"),
+        ("bfloat16", {"dtype": "float32", "torch_dtype": "float16"}, {}, "fp32"),
+        ("float16", {"dtype": None}, {}, "fp16"),
+        ("bfloat16", {}, {}, "bf16"),
+        ("float16", {"dtype": "float16"}, {"precision": "bf16"}, "bf16"),
+    ],
+)
+def test_a_run_computes_in_the_models_dtype(stored: str, named: dict, overrides: dict, expected: str, tmp_path: Path):
+    """The one that config.json names, otherwise that of the tensors."""
+    folder = write_model(tmp_path, "gpt2", random_tensors("gpt2", NAMES[stored]), **named)
+    assert open_source(folder, overrides).config.precision == expected
+
+
 def test_every_tensor_keeps_its_dtype(tmp_path: Path) -> None:
     """What the class keeps in fp32 is never rounded, whatever it came in and whatever `--dtype` says."""
     tensors = random_tensors("gpt_oss", ml_dtypes.bfloat16)

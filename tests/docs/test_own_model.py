@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -207,13 +208,13 @@ def test_twenty_losses_are_those_of_plain_jax() -> None:
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 512, (20, 16, 33), np.int32)
     batches = [{"tokens": rows[:, :-1], "targets": rows[:, 1:]} for rows in tokens]
-    values = {"plugins": ["parallel.py"], "model.sequence_length": 32, "model.hidden_size": 32}
+    values = {"plugins": ["parallel.py"], "model.sequence_length": 32, "model.hidden_size": 32, "model.num_layers": 8}
     values |= {"optimizer.clip_norm": 1e9}
     expected: list[float] = []
     for mesh in (
         {},
         {"mesh.data": 2, "mesh.pipe": 2, "pipeline.weight_gradients": "deferred"},
-        {"mesh.pipe": 2, "pipeline.schedule": "interleaved", "pipeline.chunks": 2},
+        {"mesh.pipe": 4, "pipeline.schedule": "interleaved", "pipeline.chunks": 2},
         MESH,
     ):
         model = megajax.init(megajax.load_preset("parallel.toml", values | mesh), optimizer=optax.adam(1e-3))
@@ -224,13 +225,19 @@ def test_twenty_losses_are_those_of_plain_jax() -> None:
 
 @pytest.mark.slow
 def test_its_commands_and_its_export() -> None:
-    """Trained, resumed on another mesh, exported as the page says; generation is refused."""
+    """Trained, ended by a signal, resumed on the same and another mesh, exported as it says; generation is refused."""
     text, argv = (ROOT / "docs" / "own-model.md").read_text(), [sys.executable, "-m", "megajax"]
-    commands = re.findall(r"^megajax (train .*)$", text, re.MULTILINE)
-    assert len(commands) == 2
-    for command in commands:
+    first, second = re.findall(r"^megajax (train .*)$", text, re.MULTILINE)
+    log_file = Path("runs/parallel/log.txt")
+    begun = [*argv, *first.split(), "--train.steps", "10000", "--train.log-every", "1"]
+    with subprocess.Popen(begun, env=as_users_do(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        while process.poll() is None and not (log_file.exists() and "step 5/" in log_file.read_text()):
+            time.sleep(0.1)
+        process.terminate()
+        assert b"stopped" in process.communicate()[1] and process.returncode == 143
+    for command in (first, second):
         subprocess.run([*argv, *command.split()], check=True, env=as_users_do(), capture_output=True)
-    log = Path("runs/parallel/log.txt").read_text()
+    log = log_file.read_text()
     assert "pipe 2 x tensor 2" in log and "step 40/40" in log and log.count("tokenizing ") == 1
     refused = [*argv, "generate", "--checkpoint", "runs/parallel", "--prompt", "a"]
     done = subprocess.run(refused, env=as_users_do(), capture_output=True, text=True, check=False)

@@ -20,7 +20,7 @@ from megajax.settings.config import Config, profiled_steps, to_toml
 from megajax.settings.preset_files import preset_names
 from megajax.settings.presets import load_preset, resolve
 from megajax.training.begin import _keep_config, with_total_steps
-from megajax.training.describe import _step_memory, changed_rate, rate_warning
+from megajax.training.describe import _step_memory, changed_rate, precision_line, rate_warning
 from megajax.training.figures import Speed, memory_figures, memory_in_use
 
 
@@ -231,6 +231,11 @@ def test_epochs_in_steps(preset: dict[str, Any]) -> None:
 def test_an_end_that_the_schedule_was_not_made_for_is_told(values: dict[str, Any], warning: str) -> None:
     told = rate_warning(begun(values))
     assert warning in told and told.startswith("warning: --train.steps ") == bool(told) == bool(warning)
+
+
+def test_a_precision_that_is_slow_on_the_devices_is_told() -> None:
+    assert "--precision bf16" in precision_line("fp32", "gpu") and "fp8 is slower" in precision_line("fp8", "cpu")
+    assert not any(precision_line(*fast) for fast in (("fp32", "cpu"), ("bf16", "gpu"), ("fp8", "gpu")))
 
 
 def test_what_a_start_changes_is_told() -> None:
