@@ -44,7 +44,8 @@ HELPS = ["", *COMMANDS, "train demo", "plan demo", "verify demo", *(f"convert {a
 
 
 def test_no_help_needs_more_than_the_configuration() -> None:
-    """Of all commands in one process, where nothing that takes long to import may be imported afterwards."""
+    """Nor does the refusal of a mesh. Of all commands in one process, where nothing that takes long to import may be
+    imported afterwards."""
     script = (
         "import contextlib, io, json, sys\n"
         "from megajax.__main__ import main\n"
@@ -56,6 +57,11 @@ def test_no_help_needs_more_than_the_configuration() -> None:
         "    assert not heavy, (line, heavy)\n"
         "    light = 'numpy' not in sys.modules\n"
         "    assert light or line, 'megajax --help'\n"
+        "try:\n"
+        "    main('train demo --mesh.data 8 --simulate-devices 2'.split())\n"
+        "except ValueError as error:\n"
+        "    assert 'needs 8 devices, but there are 2' in str(error), error\n"
+        "assert 'jax' not in sys.modules\n"
     )
     found = subprocess.run([sys.executable, "-c", script, *HELPS], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr

@@ -7,6 +7,7 @@ from megajax.host.paths import check_path, check_place
 from megajax.host.streams import output
 from megajax.settings.config import Config
 from megajax.settings.flags import print_left_out, read_command
+from megajax.training.before_jax import check_before_jax
 
 
 def main(argv: Sequence[str], prog: str = "megajax train") -> None:
@@ -22,6 +23,7 @@ def main(argv: Sequence[str], prog: str = "megajax train") -> None:
         output.is_optional()
     print_left_out(command, config)
     _check_paths(config)
+    check_before_jax(config)
     if command.dry_run:
         from megajax.training.dry_run import dry_run
 

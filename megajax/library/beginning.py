@@ -8,7 +8,6 @@ import jax
 
 from megajax.core.errors import UserError
 from megajax.core.models.own_loss import Loss
-from megajax.core.program.loss import check_there
 from megajax.core.program.program import Program
 from megajax.library.model import Model
 from megajax.library.own import warn_of_cost, with_own
@@ -24,6 +23,7 @@ from megajax.settings.option_errors import shown
 from megajax.settings.validation import validate
 from megajax.start.device_memory import check_memory
 from megajax.start.launch import start
+from megajax.training.before_jax import check_there
 from megajax.training.begin import check_own, with_total_steps
 
 

@@ -49,7 +49,8 @@ from megajax.settings.config import Config
 from megajax.settings.option_errors import check
 from megajax.settings.validation import validate
 from megajax.training.batches import Given, batch_of, inputs_of, padded, prompt_ids, shape_of_ids
-from megajax.training.begin import check_given, train_here
+from megajax.training.before_jax import check_given
+from megajax.training.begin import train_here
 from megajax.training.given import OnStep, OnValidation, Supplied
 from megajax.training.loop import Trainer
 from megajax.training.own_data import Batches, OrderedBatches, of_run, own_data, registered_data, whole_batch

@@ -71,6 +71,7 @@ def report(
         "tokens": counts["tokens"],
         **(of_sentences if task.options.split_sentences else {}),
         "input_bytes": sum(files.sizes),
+        "dominated": files.dominated(),
         "text_bytes_in": counts["text_bytes"],
         "text_bytes": counts["kept_bytes"],
         "tokenizer_size": tokenizer_size,
@@ -133,6 +134,7 @@ def _lines(figures: dict[str, Any], width: int) -> list[str]:
 
     seconds, broken = figures["seconds"], figures["broken_lines"]
     lines = [row("read", figures["documents_in"], f"{figures['text_bytes_in'] / 1e6:,.1f} MB of text")]
+    lines += [f"    {figures['dominated']}"] if figures.get("dominated") else []
     for name, rule in figures["dropped"].items():
         lines.append(row(name, -rule["count"]))
         lines += [f"    {_line(example)}"[:width] for example in rule["examples"]]

@@ -52,12 +52,13 @@ class RunData:
             skipped = (
                 f", {report.skipped_files} files skipped because they are not UTF-8" if report.skipped_files else ""
             )
+            files = f" ({report.dominated})" if report.dominated else ""
             alone = f", {report.single_sentence_documents:,} of them of one sentence" if report.sentences else ""
             sentences = f"{report.sentences:,} sentences of " if report.sentences else ""
             full = " of the full batch" if config.train.ramp_start else ""
             yield (
                 f"data{f' ({share:.4g} of the samples)' if blended else ''}: {report.tokens:,} tokens in {sentences}"
-                f"{report.documents:,} documents{alone} of {report.source}{skipped}; "
+                f"{report.documents:,} documents{alone} of {report.source}{files}{skipped}; "
                 f"an epoch is {samples.epoch_size / share / config.train.global_batch:,.4g} steps{full}"
             )
         if self.validation is not None:

@@ -124,6 +124,19 @@ def _simulate(count: int) -> None:
     jax.config.update("jax_num_cpu_devices", count)
 
 
+def known_devices(config: Config) -> int:
+    """How many devices `start` will find, where that is known without importing JAX, for which this process has not
+    been set up yet: the simulated ones, or one CPU; otherwise 0."""
+    if "jax" in sys.modules or _is_multiprocess(config):
+        return 0
+    if config.simulate_devices:
+        return config.simulate_devices
+    platforms, several = os.environ.get("JAX_PLATFORMS", ""), "device_count" in os.environ.get("XLA_FLAGS", "")
+    plugins = importlib.util.find_spec("libtpu") or importlib.metadata.entry_points(group="jax_plugins")
+    only_cpu = platforms == "cpu" or not (platforms or plugins or _has_cuda())
+    return int(only_cpu and not several and "JAX_NUM_CPU_DEVICES" not in os.environ)
+
+
 def imagine_devices(config: Config, count: int | None = None) -> None:
     """Set up JAX, before any other use, to trace and compile for hardware that is not present: simulates `count`
     devices, by default as many as the mesh has, and sets the flags for GPUs."""

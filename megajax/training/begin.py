@@ -11,16 +11,12 @@ from typing import Any
 import jax
 
 from megajax.core.errors import RunError, UserError
-from megajax.core.models.registry import FAMILIES
 from megajax.core.optim.config import UNKNOWN, Horizon, OptimizerConfig
-from megajax.core.program.loss import check_there
 from megajax.core.program.program import Program
 from megajax.core.program.train_step import train_step
-from megajax.data.tasks.registry import TASKS
 from megajax.host import reading
 from megajax.host.ending import Exit
 from megajax.host.files import write_atomically
-from megajax.host.paths import apart, scheme
 from megajax.host.phases import phase, watched
 from megajax.host.processes import hosts_of_processes, is_first_process, on_first_process, say
 from megajax.host.transcript import transcript
@@ -59,13 +55,11 @@ from megajax.training.given import NOTHING, OwnData, Supplied
 from megajax.training.hosts import host_lines
 from megajax.training.loop import Trainer
 from megajax.training.own_data import registered_data, without_validation
-from megajax.training.tracking import LIBRARIES, check_installed
 
 
 def train(config: Config) -> None:
     """Train as `config` says, from the beginning or from the newest checkpoint in its run directory. Raises `RunError`
     if too many steps in a row were skipped or no checkpoint can be read, and `Stopped` after a signal."""
-    check_given(config)
     start(config)
     train_here(config)
 
@@ -185,46 +179,6 @@ def check_own(config: Config, program: Program) -> None:
     """Trace a step if it has code of the user's, whose mistakes are `UserError`s, before anything is written."""
     if config.plugins or config.own_loss:
         train_step(program).trace(program.layout.shapes, program.batch_types)
-
-
-def check_given(config: Config) -> None:
-    """Check that training data and optimizer are given, and that the library of `--track` is installed."""
-    check_there(config)
-    if config.pretrains and config.model.head != "pretraining":
-        raise UserError(f"--model.head {config.model.head} without a task; valid: --task.name {' or '.join(TASKS)}")
-    if config.pretrains and not config.data.path and not config.data.sources and not config.data.set:
-        raise UserError(
-            "--data.path missing; valid: a text, JSONL or Parquet file, a folder, a prepared prefix, or python-stdlib; "
-            "or --data.sources"
-        )
-    _check_evaluate(config)
-    if config.track in LIBRARIES:
-        check_installed(config.track)
-    if not config.pretrains and not config.data.train:
-        raise UserError(f"--data.train missing; valid: files of --task.name {config.task.name}")
-
-
-def _check_evaluate(config: Config) -> None:
-    """Check that the tasks of `--evaluate` are for this model, each with its file, once."""
-    reads_text = config.model.head == "pretraining" and FAMILIES[config.model.family].continues_text
-    names = [entry.partition("=")[0] for entry in config.evaluate]
-    for entry, name in zip(config.evaluate, names, strict=True):
-        path = entry.partition("=")[2]
-        if not config.pretrains:
-            fits, valid = entry == config.task.name, config.task.name
-        else:
-            fits = reads_text and name in ("lambada", "wikitext103") and path != ""
-            valid = (
-                "lambada=FILE, wikitext103=FILE"
-                if reads_text
-                else "without it, since validation already reports all losses"
-            )
-        if not fits or names.count(name) > 1:
-            several = apart(entry, lambda word: word.partition("=")[0] in ("lambada", "wikitext103", *TASKS))
-            raise UserError(f"--evaluate {entry}; valid: {valid}{', each once' * fits}{several}")
-        if path and not scheme(path) and not Path(path).is_file():
-            several = apart(entry, lambda word: "=" in word)
-            raise UserError(f"--evaluate {entry}: no such file; valid: an existing one{several}")
 
 
 def earlier_optimizer(config: Config, run_dir: Path, model: Horizon = UNKNOWN) -> OptimizerConfig | None:

@@ -28,7 +28,6 @@ from megajax.settings.config import Config
 from megajax.settings.validation import check_ramp
 from megajax.start.launch import start
 from megajax.training.begin import (
-    check_given,
     checked_program,
     earlier_optimizer,
     make_data,
@@ -45,7 +44,6 @@ from megajax.training.seeds import seed_runs
 
 def dry_run(config: Config) -> None:
     """Check a run (the first one of several seeds), read its data, print its memory plan and compile its step."""
-    check_given(config)
     start(config)
     if config.seeds > 1:
         config = seed_runs(config)[0]

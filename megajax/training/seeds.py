@@ -15,7 +15,7 @@ from megajax.runs.metrics import DEV, read_metrics
 from megajax.runs.ownership import check_outside_runs, marked_format
 from megajax.settings.config import Config
 from megajax.start.launch import start
-from megajax.training.begin import check_given, train_here
+from megajax.training.begin import train_here
 
 _REPORT = "seeds.json"
 _KIND = "seeds of a task"
@@ -26,7 +26,6 @@ def train_seeds(config: Config) -> None:
     """Train with `config.seeds` consecutive seeds from `config.seed`, each in its folder `seed-N` of the run directory.
     Finished seeds are skipped, an interrupted one is resumed. Then `seeds.json` gets the median by the task's figure on
     dev; with an even number, the lower of the two middle ones. Raises what `train` raises."""
-    check_given(config)
     start(config)
     runs, folder = seed_runs(config), Path(config.run_dir)
     for number, own in enumerate(runs, start=1):

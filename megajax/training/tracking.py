@@ -2,7 +2,6 @@
 for nothing."""
 
 import html
-import importlib.util
 import json
 import logging
 import math
@@ -17,26 +16,19 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
-from megajax.core.errors import Damaged, UserError
+from megajax.core.errors import Damaged
 from megajax.host import reading
 from megajax.host.ending import Exit
 from megajax.host.files import write_atomically
+from megajax.training.before_jax import LIBRARIES
 from megajax.training.trackers import Tracker
 
-LIBRARIES = {"wandb": "Weights & Biases", "mlflow": "MLflow"}
 _IDS = "tracking.json"  # in the run directory: the id of the run in each library
 _LAST = 60.0  # seconds that the library gets at the end of a run
 _LAST_OF_STOPPED = 10.0  # and at the end of a stopped run, to which a cluster gives little time
 _EVERY = "5"  # seconds between requests to MLflow's server
 _SENT = 100  # of the last figures sent to MLflow, whose errors the end tells
 _LONGEST = 500  # characters of a parameter in MLflow
-
-
-def check_installed(name: str) -> None:
-    """Check that the library of `--track` is installed."""
-    found = importlib.util.find_spec(name)
-    if found is None or found.origin is None:  # a folder with that name is not the library
-        raise UserError(f"--track {name}: {LIBRARIES[name]} is not installed; valid: pip install 'megajax[{name}]'")
 
 
 class LibraryTracker(Tracker):

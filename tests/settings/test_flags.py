@@ -15,7 +15,7 @@ from megajax.settings.config import Config
 from megajax.settings.flags import Parser, parse, parsed
 from megajax.settings.other_names import OURS, REMOVED, nearest
 from megajax.settings.presets import load_preset, resolve
-from megajax.training.begin import check_given
+from megajax.training.before_jax import check_given
 
 
 def fails(*argv: str) -> str:

@@ -107,6 +107,25 @@ def test_gpus_may_be_ruled_out(environment, plugin, platforms, expected):
     assert launch.may_use_gpus({"JAX_PLATFORMS": platforms}) == expected
 
 
+@pytest.mark.parametrize(
+    ("count", "simulated", "variables"),
+    [
+        (1, 0, {"JAX_PLATFORMS": "cpu"}),
+        (8, 8, {}),
+        (0, 0, {}),  # GPUs, whose number only JAX knows
+        (0, 0, {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}),
+        (0, 0, {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}),
+        (0, 8, {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}),
+    ],
+)
+def test_devices_that_are_known_before_jax_is_imported(environment, plugin, count, simulated, variables):
+    environment.delitem(sys.modules, "jax")
+    for name, value in variables.items():
+        environment.setenv(name, value)
+    config = dataclasses.replace(tiny_config(), simulate_devices=simulated)
+    assert launch.known_devices(config) == count and "jax" not in sys.modules
+
+
 def test_the_old_name_of_the_memory_s_share_stays_alone(environment, plugin):
     """JAX refuses both names together."""
     environment.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")

@@ -18,8 +18,9 @@ from megajax.core.errors import UserError
 from megajax.data.config import DataConfig, Source, ValidationSet
 from megajax.host import ending
 from megajax.training import plot, tracking
+from megajax.training.before_jax import check_installed
 from megajax.training.run_log import RunLog
-from megajax.training.tracking import LibraryTracker, check_installed
+from megajax.training.tracking import LibraryTracker
 
 STEP = {"grad_norm": 1.0, "learning_rate": 0.1, "loss_scale": 1.0, "skipped_steps": 0, "tokens": 8, "seconds": 1.0}
 DATA = DataConfig(

@@ -11,7 +11,6 @@ from megajax.core.config import LOSSES, METRICS, StepConfig
 from megajax.core.errors import UserError
 from megajax.core.models.own_loss import Batch, Logits, Loss
 from megajax.core.models.preferences import preference_loss
-from megajax.core.optim.config import OWN
 
 
 def loss_of(config: StepConfig) -> Loss | None:
@@ -28,17 +27,6 @@ def loss_of(config: StepConfig) -> Loss | None:
     if not metrics:
         return loss
     return (loss or Loss(next_token)).with_metrics(metrics)
-
-
-def check_there(config: StepConfig) -> None:
-    """Check that a loss and an optimizer that Python code gave are there again."""
-    for word, key, name, given in (
-        ("loss", "train.loss", config.train.loss, config.own_loss),
-        ("optimizer", "optimizer.name", config.optimizer.name, config.own_optimizer),
-    ):
-        if name == OWN and given is None:
-            calls = f"{word}=… in megajax.init or restore"
-            raise UserError(f"--{key} {OWN}: Python code gave this {word}; valid: the same code, with {calls}")
 
 
 def next_token(logits: Logits, batch: Batch) -> Array:

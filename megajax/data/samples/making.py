@@ -147,6 +147,7 @@ def _tokenize(
         "vocab_size": tokenizer.size,
         "text_bytes": documents.num_bytes,
         "skipped_files": documents.skipped_files,
+        "dominated": documents.dominated,
         "tokenizer_seconds": trained - started,
         "encoding_seconds": time.perf_counter() - trained,
     }

@@ -44,6 +44,7 @@ class CorpusReport:
     tokens: int
     text_bytes: int = 0  # of the text in UTF-8; 0 for a dataset given tokenized
     skipped_files: int = 0  # files in a folder that are not UTF-8
+    dominated: str = ""  # `TextFiles.dominated`
     sentences: int = 0  # in documents split into sentences; otherwise 0
     single_sentence_documents: int = 0
     tokenizer_seconds: float = 0.0  # time to train the tokenizer

@@ -6,6 +6,7 @@ Extracting their texts (`text_of`) is separate, so that one process can read for
 import codecs
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -138,6 +139,17 @@ class TextFiles:
             with readable(path, flag):
                 self.kinds += ["docstrings" if path == DOCSTRINGS else _kind(file, named) for file in inputs]
                 self.sizes += map(size_of, inputs)
+
+    def dominated(self) -> str:
+        """Where one of several files is more than a tenth of all bytes: the files by suffix, and that file's share."""
+        total, sizes = sum(self.sizes), [*self.sizes, 0]
+        largest = max(range(len(sizes)), key=sizes.__getitem__)
+        if len(self.files) < 2 or sizes[largest] <= total / 10:
+            return ""
+        by_suffix = Counter(streams.inner_suffix(file) or "without a suffix" for file in self.files)
+        counts = ", ".join(f"{count:,} {suffix}" for suffix, count in by_suffix.most_common())
+        one = ", as one document" if self.kinds[largest] == "file" and sizes[largest] <= long_documents.LONG else ""
+        return f"{counts}; {self.files[largest]} is {sizes[largest] / total:.0%} of the bytes{one}"
 
     def records(
         self, *, cut: bool = True, key: str = TEXT_KEY, most: int | None = None
@@ -273,6 +285,7 @@ class TextDocuments:
         self._files = TextFiles([path], flag)
         self._cut, self._key = cut, key
         self.size = sum(self._files.sizes)  # bytes; 0 where that is not known
+        self.dominated = self._files.dominated()
         self.num_documents = self.num_bytes = self.skipped_files = 0
 
     def __iter__(self) -> Iterator[str]:

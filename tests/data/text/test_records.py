@@ -184,6 +184,25 @@ def test_several_paths_in_their_order(tmp_path):
     assert [record.kind for record, _ in found if record.file == 1] == ["file"]
 
 
+@pytest.mark.parametrize(
+    ("text", "jsonl", "said"),
+    [
+        (9000, 20, "x.txt is 86% of the bytes, as one document"),
+        (2 << 20, 20, "x.txt is 100% of the bytes"),  # a document so long is cut
+        (20, 9000, "y.jsonl is 86% of the bytes"),
+        (20, 20, ""),
+    ],
+)
+def test_a_file_that_dominates_its_folder_is_told(tmp_path, text, jsonl, said):
+    for name in map(str, range(20)):
+        (tmp_path / f"{name}.py").write_text("print(1)\n" * 8)
+    (tmp_path / "x.txt").write_text("a" * text)
+    (tmp_path / "y.jsonl").write_text(json.dumps({"text": "a" * jsonl}))
+    expected = said and f"20 .py, 1 .txt, 1 .jsonl; {tmp_path / said}"
+    assert TextDocuments(tmp_path).dominated == expected
+    assert not TextDocuments(tmp_path / "x.txt").dominated
+
+
 def test_what_compresses_very_well_is_read_in_a_steady_memory(tmp_path):
     """A block of a file may hold thousands of times as much."""
     file = tmp_path / "a.jsonl.zst"
